@@ -1,0 +1,235 @@
+"""Frozen configuration, checked at birth, and the byte arithmetic that follows from it.
+
+Everything that changes results lives here. `EpsConfig.from_dict(config.to_dict()) == config`, and unknown keys are
+errors, so the first line of every JSONL says exactly what ran.
+"""
+
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+METHODS = ("off", "jl", "1pc", "fd", "box", "meanstd", "ball", "moments", "rq")
+# for evaluation alone: true masses as estimates, by reading all of K, which its byte counts leave out
+EVALUATION_METHODS = ("oracle",)
+POLICIES = ("topk", "share", "mass", "threshold")
+SCOPES = ("kv-head", "union")
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+# Each method's measured best group size in tokens (README, "Results"); None: the product requirements' coarse group
+# of `COARSE_GROUP_BLOCKS` pages.
+DEFAULT_GROUP_TOKENS: dict[str, int | None] = {
+    "oracle": 16, "jl": None, "1pc": None, "fd": None, "box": 16, "meanstd": 16, "ball": 8, "moments": 8, "rq": 2,
+}  # fmt: skip
+COARSE_GROUP_BLOCKS = 8
+# m of jl, l of fd (8 rows would need 512 MiB at 32 x 32 x 64k, 2 need 131 MiB), k of moments
+DEFAULT_DIM = {"jl": 8, "fd": 2, "moments": 1}
+MAX_GROUP_TOKENS = 256
+
+
+class ConfigError(ValueError):
+    """A value that the user gave and can mend; the message is one line with the value, the limit and the mend."""
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True)
+class EpsConfig:
+    """What is summarised, how groups are chosen and what is always visited (design sections 3, 5, 7).
+
+    `group_tokens`, `dim` and the guards are resolved at birth: read `config.group_tokens` (S), never the raw flag.
+    """
+
+    method: str = "off"
+    dim: int | None = None  # m of jl, l of fd, k of moments; None: the method's default
+    bits: int = 1  # of one rq code
+    rq_bounds: bool = False  # rq also stores residual norm, radius and key norm (fp16), and so has bounds
+    group_tokens: int | None = None  # S; None: the method's default, or group_blocks pages
+    group_blocks: int | None = None  # S in pages
+    policy: str = "topk"
+    budget: float = 0.1  # topk: <= 1 a fraction of the sequence's tokens, > 1 a number of tokens; guards included
+    tau: float | None = None  # share: least estimated share of the softmax
+    epsilon: float = 0.01  # mass: most estimated share left unread
+    alpha: float = 1.1  # threshold: skip when B < T / alpha
+    top_pages: int | None = None  # groups: topk's budget, threshold's M, a cap on share and mass
+    first_tokens: int = 16
+    last_tokens: int = 128
+    scope: str = "kv-head"
+    seed: int = 0
+    min_context: int = 0  # tokens; below it decode is dense
+    block_size: int = 16  # tokens per page
+
+    def __post_init__(self) -> None:
+        _require(
+            self.method in METHODS + EVALUATION_METHODS,
+            f"eps-method {self.method!r} is unknown: choose one of {', '.join(METHODS)}",
+        )
+        _require(self.policy in POLICIES, f"eps-policy {self.policy!r} is unknown: choose one of {', '.join(POLICIES)}")
+        _require(self.scope in SCOPES, f"eps-scope {self.scope!r} is unknown: choose one of {', '.join(SCOPES)}")
+        block = self.block_size
+        _require(
+            1 <= block <= 256 and block & (block - 1) == 0,
+            f"block-size {block} must be a power of two from 1 to 256 tokens: use 16",
+        )
+        _require(
+            self.group_tokens is None or self.group_blocks is None,
+            f"eps-group-tokens {self.group_tokens} and eps-group-blocks {self.group_blocks} say the same thing twice: "
+            "give one of them",
+        )
+        if self.method == "off":
+            return
+        tokens = self.group_tokens
+        if tokens is None and self.group_blocks is None:
+            tokens = DEFAULT_GROUP_TOKENS[self.method]
+        if tokens is None:
+            blocks = COARSE_GROUP_BLOCKS if self.group_blocks is None else self.group_blocks
+            _require(blocks >= 1, f"eps-group-blocks {blocks} must be at least 1 page: use {COARSE_GROUP_BLOCKS}")
+            tokens = blocks * block
+        _require(
+            1 <= tokens <= MAX_GROUP_TOKENS,
+            f"a group of {tokens} tokens is outside 1 to {MAX_GROUP_TOKENS}: lower eps-group-tokens or eps-group-blocks",
+        )
+        _require(
+            tokens & (tokens - 1) == 0,
+            f"a group of {tokens} tokens is not a power of two: it must divide the page of {block} tokens or be a "
+            "multiple of it; use a power of two",
+        )
+        object.__setattr__(self, "group_tokens", tokens)
+        object.__setattr__(self, "group_blocks", None)
+        if self.dim is not None:
+            _require(
+                self.method in DEFAULT_DIM,
+                f"eps-dim {self.dim} has no meaning for method {self.method}: it is m of jl, l of fd, k of moments; "
+                "leave it out",
+            )
+            _require(1 <= self.dim <= 64, f"eps-dim {self.dim} is outside 1 to 64: use {DEFAULT_DIM[self.method]}")
+        else:
+            object.__setattr__(self, "dim", DEFAULT_DIM.get(self.method))
+        _require(self.bits in (1, 2, 4, 8), f"eps-bits {self.bits} is not 1, 2, 4 or 8: use 1")
+        _require(
+            not self.rq_bounds or self.method == "rq",
+            f"eps-rq-bounds belongs to method rq, not {self.method}: leave it out",
+        )
+        _require(
+            self.budget > 0 and math.isfinite(self.budget),
+            f"eps-budget {self.budget} must be positive: a fraction up to 1, or a number of tokens above 1",
+        )
+        _require(
+            self.tau is None or 0 < self.tau <= 1, f"eps-tau {self.tau} is outside (0, 1]: it is a share of the softmax"
+        )
+        _require(
+            self.policy != "share" or self.tau is not None,
+            "eps-policy share needs eps-tau, the least share of the softmax worth a visit: try --eps-tau 0.001",
+        )
+        _require(0 <= self.epsilon <= 1, f"eps-epsilon {self.epsilon} is outside [0, 1]: it is a share of the softmax")
+        _require(self.alpha >= 1, f"eps-alpha {self.alpha} is below 1: raising it visits more; use 1.1")
+        _require(
+            self.top_pages is None or self.top_pages >= 1,
+            f"eps-top-pages {self.top_pages} must be at least 1 group: leave it out for no cap",
+        )
+        _require(
+            self.policy != "threshold" or self.top_pages is not None,
+            "eps-policy threshold needs eps-top-pages: without it nothing would ever be skipped",
+        )
+        for name in ("first_tokens", "last_tokens", "min_context"):
+            value = getattr(self, name)
+            _require(value >= 0, f"eps-{name.replace('_', '-')} {value} is negative: use 0 or more tokens")
+
+    @property
+    def enabled(self) -> bool:
+        return self.method != "off"
+
+    @property
+    def S(self) -> int:
+        """Tokens per group. With method off, the page."""
+        return self.group_tokens if self.enabled and self.group_tokens else self.block_size
+
+    @property
+    def unit_tokens(self) -> int:
+        """Tokens per pool unit: the page, or the whole group where a group spans pages."""
+        return max(self.block_size, self.S)
+
+    @property
+    def groups_per_unit(self) -> int:
+        return self.unit_tokens // self.S
+
+    @property
+    def has_bounds(self) -> bool:
+        return self.method in ("1pc", "fd", "box", "ball", "moments") or (self.method == "rq" and self.rq_bounds)
+
+    def budget_groups(self, length: int) -> int:
+        """Groups that `topk` visits of a sequence of `length` tokens, guards included; at least 1."""
+        if self.top_pages is not None:
+            return self.top_pages
+        tokens = self.budget * length if self.budget <= 1 else self.budget
+        # the small term undoes binary fractions: 0.1 * 40960 must be 4096 tokens
+        return max(1, int(tokens / self.S + 1e-9))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(data) - known)
+        _require(not unknown, f"unknown EPS setting {', '.join(unknown)}: known are {', '.join(sorted(known))}")
+        return cls(**data)
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """Shape of a paged KV cache. `num_units` is P; one unit holds `EpsConfig.unit_tokens` tokens of every kv head."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    num_units: int
+    dtype: str = "float32"
+    max_open_groups: int = 64  # sequences whose open group box and meanstd can follow without re-reading K
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim", "num_units", "max_open_groups"):
+            value = getattr(self, name)
+            _require(value >= 1, f"{name} {value} must be at least 1")
+        _require(self.dtype in DTYPE_BYTES, f"cache dtype {self.dtype!r} is unknown: choose one of {list(DTYPE_BYTES)}")
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of K and V of one token in one layer and kv head."""
+        return 2 * self.head_dim * DTYPE_BYTES[self.dtype]
+
+
+def summary_group_bytes(config: EpsConfig, head_dim: int) -> int:
+    """Bytes stored, and read by one scoring pass, per (layer, kv head, group). Open-group accumulators are apart."""
+    dim = config.dim or 0
+    if config.method in ("off", *EVALUATION_METHODS):
+        return 0
+    if config.method == "jl":
+        return 4 * dim * (dim + 1) // 2  # packed symmetric Gram matrix, fp32
+    if config.method == "1pc":
+        return head_dim + 4 + 2 * 2  # int8 direction, its fp32 scale, |K u| and residual norm in fp16
+    if config.method == "fd":
+        return dim * head_dim + 2 * (dim + 2)  # int8 rows, row scales, rounding error, sqrt(Delta) in fp16
+    if config.method == "box":
+        return 2 * head_dim + 2 * 2  # int8 min and max; scale and key norm in fp16
+    if config.method == "meanstd":
+        return 2 * head_dim + 2 * 2  # int8 mean and uint8 std; two fp16 scales
+    if config.method == "ball":
+        return head_dim + 2 * 4  # int8 mean; scale, rounding error, radius, key norm in fp16
+    if config.method == "moments":
+        return head_dim * (1 + dim) + 2 * (6 + 2 * dim)
+    packed = -(-head_dim * config.bits // 8)
+    return packed + 2 + (2 * 3 if config.rq_bounds else 0)
+
+
+def summary_bytes(config: EpsConfig, num_layers: int, num_kv_heads: int, head_dim: int, num_tokens: int) -> int:
+    """Bytes of all summaries of one sequence of `num_tokens` tokens."""
+    groups = -(-num_tokens // config.S)
+    return num_layers * num_kv_heads * groups * summary_group_bytes(config, head_dim)
+
+
+def kv_bytes(num_layers: int, num_kv_heads: int, head_dim: int, num_tokens: int, dtype: str) -> int:
+    """Bytes of K and V of one sequence."""
+    return num_layers * num_kv_heads * num_tokens * 2 * head_dim * DTYPE_BYTES[dtype]

@@ -1,0 +1,173 @@
+"""The decode loop that every backend shares: prefill in chunks, then steps over a batch of ragged prompts.
+
+Holds integers and host logits only; arrays stay in the backend. One `StepRecord` a decode step.
+"""
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from eps_core.blocks import PagePool
+from eps_core.config import ConfigError
+from eps_core.interface import Backend, Decoder
+from eps_core.telemetry import StepRecord, step_record
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn. Temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ConfigError(f"temperature {self.temperature} is negative or not a number: use 0 for greedy decoding")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top-p {self.top_p} is outside (0, 1]: use 1 to draw from every token")
+        if self.seed < 0:
+            raise ConfigError(f"seed {self.seed} is negative: use 0 or more")
+
+
+def next_token(logits: np.ndarray, sampling: Sampling, sequence: int, position: int) -> int:
+    """Token drawn from logits [V] for `position` of prompt number `sequence`; the lowest token wins a tie.
+
+    The random number depends on (seed, sequence, position) alone, so a draw is the same in any batch.
+    """
+    if np.isnan(logits).any() or np.isposinf(logits).any():
+        raise ConfigError(
+            f"NaN or Inf in the logits at position {position}: the model or its dtype overflows; try --dtype float32"
+        )
+    if sampling.temperature == 0:
+        return int(np.argmax(logits))
+    scaled = (logits.astype(np.float64) - logits.max()) / sampling.temperature
+    mass = np.exp(scaled)
+    order = np.argsort(-mass, kind="stable")
+    cumulative = np.cumsum(mass[order])
+    # the fewest tokens, best first, that hold top_p of the probability
+    kept = int(np.searchsorted(cumulative, sampling.top_p * cumulative[-1])) + 1
+    cumulative = cumulative[:kept]
+    draw = np.random.default_rng([sampling.seed, sequence, position]).random() * cumulative[-1]
+    return int(order[np.searchsorted(cumulative, draw, side="right")])
+
+
+def generate(
+    backend: Backend,
+    decoder: Decoder,
+    cache: Any,
+    pool: PagePool,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop_tokens: Collection[int] = (),
+    prefill_chunk: int = 512,
+    on_prefill: Callable[[int, int, int], None] | None = None,
+    forced_tokens: Sequence[Sequence[int]] | None = None,
+    keep_logits: bool = False,
+    time_every: int = 0,
+) -> Iterator[StepRecord]:
+    """Decodes every prompt for at most `max_new_tokens` tokens, all in one batch; a sequence leaves it at a stop token.
+
+    All but the last token of each prompt are prefilled densely, `prefill_chunk` at a time, sharing full pages with what
+    the pool already holds; the last one starts the decode, so every new token comes from one gated step.
+    `forced_tokens` (one list a prompt) are fed instead of what the model says, and end their sequence with them.
+    `on_prefill(prompt, tokens done, tokens in all)` is called after each chunk. Every `time_every`-th step is timed
+    layer by layer (0: none). `cache` is the backend's and is changed; sequences are freed when the iterator ends.
+    """
+    if any(not len(prompt) for prompt in prompts):
+        raise ConfigError("an empty prompt has nothing to continue: give at least one token")
+    sequences: dict[int, Any] = {}
+    try:
+        for index, prompt in enumerate(prompts):
+            sequences[index], cache = _prefill(
+                backend, decoder, cache, pool, prompt[:-1], prefill_chunk, _report(on_prefill, index)
+            )
+        fed = {index: int(prompt[-1]) for index, prompt in enumerate(prompts)}
+        for step in range(max_new_tokens):
+            alive = sorted(sequences)
+            if forced_tokens is not None:
+                alive = [index for index in alive if step < len(forced_tokens[index])]
+            if not alive:
+                return
+            slots = []
+            for index in alive:
+                new_slots, cache = _append(backend, cache, pool, sequences[index], [fed[index]])
+                slots.append(new_slots)
+            running = [sequences[index] for index in alive]
+            lengths = pool.lengths(running)
+            decoder.timing = bool(time_every) and step % time_every == 0  # type: ignore[attr-defined]
+            kv_bytes, reread_bytes = cache.kv_bytes_read, cache.bytes_k_reread
+            started = time.perf_counter()
+            cache, output = decoder.step(
+                cache, np.array([fed[i] for i in alive]), np.concatenate(slots), pool.table(running), lengths
+            )
+            decode_ms = 1000 * (time.perf_counter() - started)
+            for row, index in enumerate(alive):
+                if forced_tokens is not None:
+                    fed[index] = int(forced_tokens[index][step])
+                else:
+                    fed[index] = next_token(output.logits[row], sampling, index, int(lengths[row]))
+            record = step_record(
+                step,
+                alive,
+                [fed[index] for index in alive],
+                [int(length) for length in lengths],
+                output,
+                cache.spec,
+                cache.config,
+                decode_ms,
+                cache.kv_bytes_read - kv_bytes,
+                cache.bytes_k_reread - reread_bytes,
+            )
+            if keep_logits:
+                record.logits = output.logits
+            yield record
+            for index in alive:
+                if fed[index] in stop_tokens and forced_tokens is None:
+                    pool.free(sequences.pop(index))
+    finally:
+        for sequence in sequences.values():
+            pool.free(sequence)
+
+
+def _report(on_prefill: Callable[[int, int, int], None] | None, index: int) -> Callable[[int, int], None]:
+    return (lambda done, total: None) if on_prefill is None else lambda done, total: on_prefill(index, done, total)
+
+
+def _prefill(
+    backend: Backend,
+    decoder: Decoder,
+    cache: Any,
+    pool: PagePool,
+    tokens: Sequence[int],
+    chunk_tokens: int,
+    report: Callable[[int, int], None],
+) -> tuple[Any, Any]:
+    """(sequence, cache) with K and V of `tokens` in the cache; pages that the pool already holds are not computed again."""
+    sequence, num_shared = pool.open(tokens)
+    try:
+        for start in range(num_shared, len(tokens), chunk_tokens):
+            chunk = tokens[start : start + chunk_tokens]
+            slots, cache = _append(backend, cache, pool, sequence, chunk)
+            table = pool.table([sequence])[0]
+            cache, _ = decoder.prefill(cache, np.array(chunk), slots, table, start + len(chunk))
+            report(start + len(chunk), len(tokens))
+    except BaseException:
+        pool.free(sequence)
+        raise
+    return sequence, cache
+
+
+def _append(
+    backend: Backend, cache: Any, pool: PagePool, sequence: Any, tokens: Sequence[int]
+) -> tuple[np.ndarray, Any]:
+    """Slots [N] for `tokens` at the end of a sequence; a page shared with a fork is copied before it is written."""
+    slots, copies = pool.append(sequence, tokens)
+    if copies:
+        cache = backend.copy_units(cache, *zip(*copies, strict=True))
+    return slots, cache

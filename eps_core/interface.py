@@ -1,0 +1,161 @@
+"""What a backend module provides, and the one place where a backend's name becomes a module.
+
+A backend is a module, not a class. Arrays are the backend's own (numpy, mlx or torch); everything that describes
+*where* data lives (slots, tables, lengths) is numpy integers on the host, because the allocator that makes it is.
+State is plain data: functions return the new cache and callers must rebind it (MLX copies on slice assignment, torch
+aliases).
+
+Letters: B sequences, N tokens in hand, Hq query heads, Hkv kv heads, R = Hq / Hkv, D head dim, P pool units,
+U tokens per unit, S tokens per group, M units of a table, G groups of a table (M * U / S).
+"""
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from eps_core.config import CacheSpec, ConfigError, EpsConfig
+
+Array = Any
+BACKENDS = ("numpy", "mlx", "cuda")
+_MODULES = {"numpy": "eps_core.backend", "mlx": "eps_mlx", "cuda": "eps_cuda"}
+_INSTALL = {
+    "numpy": "pip install eps",
+    "mlx": "pip install 'eps[mlx]'",
+    "cuda": "pip install 'eps[cuda]'",
+}
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of every group of every (sequence, kv head): the natural log of the softmax mass, each [B, Hkv, G] float32.
+
+    All three speak of max over the R query heads of log A_p, A_p = sum over the group of exp(scale q.k) (scaled
+    logits; higher reads first). `estimate` ranks and is no bound; +inf marks a group without a valid summary (open,
+    overwritten, or before rq's centre exists), -inf a group past the sequence's end. `lower` <= truth <= `upper` hold
+    for every q, or are None for a method without bounds.
+
+    `num_missing` [B] int64, host: groups without a valid summary that no guard covers; they must be visited too.
+    """
+
+    estimate: Array
+    lower: Array | None
+    upper: Array | None
+    num_missing: np.ndarray
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Groups to visit: `groups` [B, Hkv, W] int32 ascending, then padding (-1); `counts` [B, Hkv] int32 (device).
+
+    `uniform` [B] int64, host, where every kv head of a sequence visits the same, shape-known number (topk per kv
+    head): no synchronisation is needed to use it. None where only the device knows.
+    `forced` [B] int64, host: how many of the visited groups were guards or had no summary.
+    """
+
+    groups: Array
+    counts: Array
+    uniform: np.ndarray | None
+    forced: np.ndarray
+
+
+@dataclass
+class LayerStats:
+    """What one layer really read in one decode step. Host values, filled after the step's only synchronisation."""
+
+    counts: np.ndarray  # [B, Hkv] groups visited
+    groups: np.ndarray  # [B] groups of each sequence
+    forced: np.ndarray  # [B] of those visited, forced (every kv head alike)
+    mass_skipped_est: np.ndarray | None  # [B, Hkv] estimated share of the softmax left unread; None: no estimate
+    kv_bytes_read: int  # tiles gathered, all sequences and heads
+    summary_bytes_read: int
+    prepass_ms: float | None
+    attention_ms: float | None
+
+
+@dataclass
+class StepOutput:
+    """Result of one decode step. `logits` [B, V] float32 on the host; `layers` empty where nothing was gated."""
+
+    logits: np.ndarray
+    layers: list[LayerStats] = field(default_factory=list)
+    fallbacks: dict[str, int] = field(default_factory=dict)  # reason -> layer calls that attended densely
+
+
+class Decoder(Protocol):
+    """A loaded model. Both calls return the cache, which the caller must rebind."""
+
+    def prefill(
+        self, cache: Any, tokens: np.ndarray, slots: np.ndarray, table: np.ndarray, length: int
+    ) -> tuple[Any, np.ndarray]:
+        """Dense attention of one sequence's next chunk: tokens [N], their slots [N], table [M], `length` tokens in all
+        once the chunk is written. Returns the logits after the last token, [V] float32."""
+        ...
+
+    def step(
+        self, cache: Any, tokens: np.ndarray, slots: np.ndarray, table: np.ndarray, lengths: np.ndarray
+    ) -> tuple[Any, StepOutput]:
+        """One token of each of B sequences: tokens [B], slots [B], table [B, M] (padding -1), lengths [B] that count
+        the new token. Gated by the cache's EpsConfig; dense where its method is off."""
+        ...
+
+
+class Backend(Protocol):
+    """The functions of a backend module, in the order in which each sibling file lists them."""
+
+    def new_cache(self, spec: CacheSpec, config: EpsConfig, device: str) -> Any: ...
+    def write_kv(self, cache: Any, layer: int, k: Array, v: Array, slots: np.ndarray) -> Any: ...
+    def copy_units(self, cache: Any, src: Sequence[int], dst: Sequence[int]) -> Any: ...
+    def read_kv(self, cache: Any, layer: int, table: np.ndarray, length: int) -> tuple[Array, Array]: ...
+    def score(self, cache: Any, layer: int, q: Array, table: np.ndarray, lengths: np.ndarray) -> Scores: ...
+    def select(self, config: EpsConfig, scores: Scores, lengths: np.ndarray) -> Selection: ...
+    def attend(
+        self, cache: Any, layer: int, q: Array, table: np.ndarray, lengths: np.ndarray, selection: Selection | None
+    ) -> tuple[Array, Array]: ...
+    def merge(self, first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]: ...
+    def skipped_mass(self, scores: Scores, selection: Selection) -> Array: ...
+    def check_finite(self, cache: Any) -> None: ...
+    def load_model(self, path: Path, spec: Any, dtype: str, device: str) -> Decoder: ...
+    def to_numpy(self, array: Array) -> np.ndarray: ...
+    def from_numpy(self, array: np.ndarray, dtype: str, device: str) -> Array: ...
+    def devices(self) -> list[str]: ...
+    def versions(self) -> dict[str, str]: ...
+
+
+def load_backend(name: str) -> Backend:
+    """The backend module of that name; the one late import of the project.
+
+    `auto` takes mlx where Apple's GPU is present, cuda where torch sees a GPU, else the first of cuda, mlx and numpy
+    that imports. A backend named outright that does not import raises `ConfigError` with what is missing: there is
+    no silent fallback.
+    """
+    if name == "auto":
+        return _automatic()
+    if name not in _MODULES:
+        raise ConfigError(f"backend {name!r} is unknown: choose one of auto, {', '.join(BACKENDS)}")
+    try:
+        return importlib.import_module(_MODULES[name])  # type: ignore[return-value]
+    except ImportError as error:
+        raise ConfigError(f"backend {name} cannot be loaded ({error}): {_INSTALL[name]}") from error
+
+
+def backend_name(backend: Backend) -> str:
+    module = backend.__name__  # type: ignore[attr-defined]
+    return next(name for name, path in _MODULES.items() if path == module)
+
+
+def _automatic() -> Backend:
+    usable = []
+    for name in ("mlx", "cuda", "numpy"):
+        try:
+            usable.append(load_backend(name))
+        except ConfigError:
+            continue
+    # a GPU first; among CPUs torch was the fastest (README, "Decisions")
+    for backend in usable:
+        if any(device != "cpu" for device in backend.devices()):
+            return backend
+    return next((b for b in usable if backend_name(b) == "cuda"), usable[0])

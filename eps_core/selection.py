@@ -1,0 +1,107 @@
+"""The oracle's selection: guards and policies of one (sequence, kv head), written as the rules read.
+
+`estimate` [n] is the natural log of each group's mass (max over the query heads), +inf for a group without a valid
+summary. Everything returns a boolean mask [n] of groups to visit. Ties go to the lower index. Design section 5.
+"""
+
+import heapq
+
+import numpy as np
+
+from eps_core.config import EpsConfig
+
+
+def num_groups(length: int, group_tokens: int) -> int:
+    return -(-length // group_tokens)
+
+
+def guards(config: EpsConfig, length: int) -> np.ndarray:
+    """Always visited [n]: the first and last tokens, the open group, and everything below `min_context`."""
+    n, size = num_groups(length, config.S), config.S
+    index = np.arange(n)
+    first = index < num_groups(min(config.first_tokens, length), size)
+    last = index >= max(length - config.last_tokens, 0) // size
+    is_open = (index == n - 1) & (length % size != 0)
+    return first | last | is_open | (length < config.min_context)
+
+
+def best_first(estimate: np.ndarray) -> np.ndarray:
+    """Indices by falling estimate, the lower index first among equals."""
+    return np.argsort(-estimate, kind="stable")
+
+
+def select_topk(config: EpsConfig, estimate: np.ndarray, forced: np.ndarray, length: int) -> np.ndarray:
+    """Forced groups, then the best, until the budget (in groups, forced ones counted) is spent."""
+    visit = forced.copy()
+    for group in best_first(estimate):
+        if visit.sum() >= config.budget_groups(length):
+            break
+        visit[group] = True
+    return visit
+
+
+def select_share(config: EpsConfig, estimate: np.ndarray, forced: np.ndarray) -> np.ndarray:
+    """Every group whose estimated share of the softmax is at least tau."""
+    assert config.tau is not None
+    return forced | (estimate - _log_total(estimate) >= np.log(config.tau))
+
+
+def select_mass(config: EpsConfig, estimate: np.ndarray, forced: np.ndarray) -> np.ndarray:
+    """The fewest groups, best first, that leave an estimated share of at most epsilon unread."""
+    share = np.exp(np.where(np.isfinite(estimate), estimate, -np.inf) - _log_total(estimate))
+    visit = forced.copy()
+    for group in best_first(estimate):
+        if share[~visit].sum() <= config.epsilon:
+            break
+        visit[group] = True
+    return visit
+
+
+def select_threshold(config: EpsConfig, estimate: np.ndarray, forced: np.ndarray) -> np.ndarray:
+    """The product requirements' rule: newest to oldest, skip when B < T / alpha, T the top_pages-th best so far."""
+    assert config.top_pages is not None
+    visit, heap = forced.copy(), []
+    for group in reversed(range(len(estimate))):
+        if not np.isfinite(estimate[group]):
+            continue
+        full = len(heap) == config.top_pages
+        if not full or estimate[group] >= heap[0] / config.alpha:
+            visit[group] = True
+        if full:
+            heapq.heappushpop(heap, estimate[group])
+        else:
+            heapq.heappush(heap, estimate[group])
+    return visit
+
+
+def visited(config: EpsConfig, estimate: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """(visit [n], forced [n]) of one (sequence, kv head) by the configured policy, estimate [n]."""
+    forced = guards(config, length) | np.isposinf(estimate)
+    if config.policy == "topk":
+        return select_topk(config, estimate, forced, length), forced
+    if config.policy == "threshold":
+        return select_threshold(config, estimate, forced), forced
+    select = select_share if config.policy == "share" else select_mass
+    visit = select(config, estimate, forced)
+    if config.top_pages is not None:  # a cap: the best of what the policy asked for, forced groups first
+        for group in best_first(np.where(visit & ~forced, estimate, -np.inf))[::-1]:
+            if visit.sum() <= config.top_pages:
+                break
+            if not forced[group]:
+                visit[group] = False
+    return visit, forced
+
+
+def skipped_share(estimate: np.ndarray, visit: np.ndarray) -> float:
+    """Estimated share of the softmax left unread; groups without an estimate (always visited) are left out of both
+    sides, which makes it an estimate from above as far as they matter."""
+    if visit.all():
+        return 0.0
+    return float(np.exp(_log_total(estimate[~visit]) - _log_total(estimate)))
+
+
+def _log_total(estimate: np.ndarray) -> float:
+    finite = estimate[np.isfinite(estimate)]
+    if not len(finite):
+        return -np.inf
+    return float(finite.max() + np.log(np.exp(finite - finite.max()).sum()))

@@ -1,0 +1,127 @@
+"""Needle tasks over text that every machine has: Python's own standard library source.
+
+A needle document is filler text with one or more lines ``# The code for KEY is VALUE.`` somewhere inside and a question
+at its end. Training and evaluation draw from disjoint files (`corpus`), so no evaluated text was trained on.
+"""
+
+import sysconfig
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+_ADJECTIVES = (
+    "amber azure brave brisk broad calm clear coral crisp deep early eager fair fast fierce final fleet fresh gentle "
+    "giant glad golden grand green hollow humble icy idle inner ivory jolly keen kind large late light little lively "
+    "lone loud lucky major mellow merry minor misty modest narrow neat noble odd olive open outer pale plain polar "
+    "prime proud quick quiet rapid rare red rich ripe royal rustic sandy scarlet secret sharp shiny silent silver "
+    "simple sleepy slow small smooth snowy soft solar solid stark steady steep still stormy strong sunny sweet swift "
+    "tall tame tidy tiny urban vast vivid warm wild windy wise young"
+).split()
+_NOUNS = (
+    "acorn anchor apple arrow badger bamboo barn basin beacon bear birch bridge brook candle canyon castle cedar "
+    "cliff clock cloud comet copper cove crane creek crystal dawn delta desert eagle elm ember engine falcon feather "
+    "fern field fjord flame forest fox galaxy garden glacier grove harbor hawk hazel heron hill island jaguar jungle "
+    "kettle lagoon lake lantern lemon lily lion lotus maple marble meadow mirror moon moss mountain oasis ocean orchid "
+    "otter owl palm pebble pepper pine planet pond prairie quartz rabbit raven reef ridge river robin rocket saddle "
+    "salmon shadow shore sparrow spruce star stone summit temple thunder tiger tower trail tulip tundra valley violet "
+    "walnut water whale willow window winter wolf zebra"
+).split()
+VALUE_DIGITS = 5
+
+
+@dataclass(frozen=True)
+class NeedleDocument:
+    """A prompt that ends just before the answer, and the answer that a correct model continues with."""
+
+    prompt: str
+    answer: str
+    key: str
+
+
+def corpus(held_out: bool) -> bytes:
+    """The standard library's Python sources joined in name order: the held-out tenth of the files, or the rest.
+
+    The split is by CRC32 of the file name, so it is the same on every machine. Raises FileNotFoundError on a Python
+    that was installed without its sources.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    parts = []
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if "site-packages" in name or "test/" in name or "tests/" in name or "lib2to3" in name:
+            continue
+        if (zlib.crc32(name.encode()) % 10 == 0) == held_out:
+            text = path.read_bytes()
+            if text.isascii():
+                parts.append(text)
+    if not parts:
+        raise FileNotFoundError(
+            f"no Python sources under {root}: this Python has no standard library text; pass --prompt-file instead"
+        )
+    return b"\n".join(parts)
+
+
+def draw_key(rng: np.random.Generator) -> str:
+    return f"{_ADJECTIVES[rng.integers(len(_ADJECTIVES))]}-{_NOUNS[rng.integers(len(_NOUNS))]}"
+
+
+def draw_value(rng: np.random.Generator) -> str:
+    return "".join(str(digit) for digit in rng.integers(0, 10, VALUE_DIGITS))
+
+
+def needle_line(key: str, value: str) -> str:
+    return f"\n# The code for {key} is {value}.\n"
+
+
+def question(key: str) -> str:
+    return f"\n# What is the code for {key}? The code for {key} is "
+
+
+def filler(text: bytes, num_bytes: int, rng: np.random.Generator) -> bytes:
+    """A random window of `text`, `num_bytes` long, that starts at a line."""
+    if num_bytes <= 0:
+        return b""
+    if len(text) < num_bytes + 400:
+        raise ValueError(f"filler of {num_bytes} bytes asked from a text of {len(text)}: pass a longer text")
+    start = int(rng.integers(0, len(text) - num_bytes - 300))
+    line = text.find(b"\n", start, start + 300)
+    start = start if line < 0 else line + 1
+    return text[start : start + num_bytes]
+
+
+def needle_document(
+    text: bytes, num_bytes: int, seed: int, depth: float = 0.5, num_distractors: int = 0
+) -> NeedleDocument:
+    """One question whose answer stands at `depth` (0 = start, 1 = end) of a document of about `num_bytes` bytes.
+
+    `num_distractors` needles with other keys are spread over the same document. The prompt, question included, is at
+    most `num_bytes` long. Deterministic by `seed`.
+    """
+    rng = np.random.default_rng(seed)
+    keys: list[str] = []
+    while len(keys) < num_distractors + 1:
+        key = draw_key(rng)
+        if key not in keys:
+            keys.append(key)
+    values = [draw_value(rng) for _ in keys]
+    lines = [needle_line(k, v) for k, v in zip(keys, values, strict=True)]
+    tail = question(keys[0])
+    room = num_bytes - len(tail) - sum(map(len, lines))
+    if room < 0:
+        raise ValueError(f"a needle document of {num_bytes} bytes has no room for its {len(keys)} needles: ask for more")
+    body = filler(text, room, rng).decode("ascii")
+    depths = [depth, *rng.random(num_distractors)]
+    places = sorted(((_line_start(body, int(d * len(body))), line) for d, line in zip(depths, lines, strict=True)))
+    pieces, last = [], 0
+    for place, line in places:
+        pieces += [body[last:place], line]
+        last = place
+    pieces += [body[last:], tail]
+    return NeedleDocument(prompt="".join(pieces), answer=values[0], key=keys[0])
+
+
+def _line_start(body: str, place: int) -> int:
+    found = body.find("\n", place, place + 120)
+    return place if found < 0 else found

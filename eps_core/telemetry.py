@@ -1,0 +1,307 @@
+"""What each decode step really read: one record a step, written as JSONL and CSV, and summed up at the end.
+
+Page counts are in groups (pages where nothing is gated), summed over sequences, layers and kv heads. Unknown is None
+(null in JSON), never NaN. Design section 8.
+"""
+
+import csv
+import json
+import math
+import os
+import platform
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eps_core.config import CacheSpec, ConfigError, EpsConfig
+from eps_core.interface import LayerStats, StepOutput
+
+
+@dataclass
+class StepRecord:
+    """One decode step of the sequences still running. `tokens[i]` is what sequence `sequences[i]` says next, and
+    `lengths[i]` the tokens that the step attended for it."""
+
+    step: int
+    sequences: list[int]
+    tokens: list[int]
+    lengths: list[int]
+    pages_total: int
+    pages_visited: int
+    pages_skipped: int
+    pages_forced: int
+    bytes_kv_read_est: int  # tiles gathered of K and V
+    bytes_kv_dense: int  # what dense attention reads in the same step
+    bytes_summary_read: int
+    bytes_k_reread: int  # K read back to seal groups that filled in this step
+    eps_prepass_ms: float | None  # None: this step was not timed layer by layer
+    attention_ms: float | None
+    decode_ms: float  # the whole step on the host's clock
+    mass_skipped_est: float | None  # mean over sequences, layers and kv heads of the estimated unread softmax share
+    mass_skipped_cert: float | None  # certified upper bound of it
+    mass_skipped_true: float | None  # measured by a second, dense read
+    escalations: int
+    fallbacks: dict[str, int]
+    # not written: for the run summary and for comparing distributions
+    visited_by_head: np.ndarray = field(repr=False)  # [L, Hkv] int64
+    total_by_head: np.ndarray = field(repr=False)  # [L, Hkv] int64
+    logits: np.ndarray | None = field(default=None, repr=False)  # [B, V] float32, kept on request
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as written: `type` first, arrays left out."""
+        return {"type": "step", **{name: getattr(self, name) for name in STEP_KEYS}}
+
+    def check(self) -> None:
+        """Asserts what must hold of every record."""
+        assert self.pages_total == self.pages_visited + self.pages_skipped, self
+        assert self.pages_visited >= self.pages_forced >= 0 and self.pages_skipped >= 0, self
+        if self.mass_skipped_true is not None and self.mass_skipped_cert is not None:
+            assert self.mass_skipped_true <= self.mass_skipped_cert, self
+
+
+_UNWRITTEN = ("visited_by_head", "total_by_head", "logits")
+STEP_KEYS = tuple(f.name for f in fields(StepRecord) if f.name not in _UNWRITTEN)
+
+
+def step_record(
+    step: int,
+    sequences: Sequence[int],
+    tokens: Sequence[int],
+    lengths: Sequence[int],
+    output: StepOutput,
+    spec: CacheSpec,
+    config: EpsConfig,
+    decode_ms: float,
+    bytes_kv_read: int,
+    bytes_k_reread: int,
+) -> StepRecord:
+    """The checked record of one step. `bytes_kv_read` and `bytes_k_reread` are what the cache counted during it; a step
+    without layer statistics (method off) visited every page."""
+    num_heads = spec.num_kv_heads
+    if output.layers:
+        visited = np.stack([layer.counts.sum(axis=0) for layer in output.layers]).astype(np.int64)
+        total = np.array([[int(layer.groups.sum())] * num_heads for layer in output.layers], np.int64)
+        forced = sum(int(layer.forced.sum()) for layer in output.layers) * num_heads
+        bytes_kv_read = sum(layer.kv_bytes_read for layer in output.layers)
+    else:
+        groups = sum(-(-length // config.S) for length in lengths)
+        visited = total = np.full((spec.num_layers, num_heads), groups, np.int64)
+        forced = 0
+    masses = [layer.mass_skipped_est for layer in output.layers if layer.mass_skipped_est is not None]
+    record = StepRecord(
+        step=step,
+        sequences=list(sequences),
+        tokens=list(tokens),
+        lengths=list(lengths),
+        pages_total=int(total.sum()),
+        pages_visited=int(visited.sum()),
+        pages_skipped=int(total.sum() - visited.sum()),
+        pages_forced=forced,
+        bytes_kv_read_est=bytes_kv_read,
+        bytes_kv_dense=sum(lengths) * spec.num_layers * num_heads * spec.kv_token_bytes,
+        bytes_summary_read=sum(layer.summary_bytes_read for layer in output.layers),
+        bytes_k_reread=bytes_k_reread,
+        eps_prepass_ms=_total_ms(output.layers, "prepass_ms"),
+        attention_ms=_total_ms(output.layers, "attention_ms"),
+        decode_ms=decode_ms,
+        mass_skipped_est=float(np.mean(masses)) if masses else None,
+        mass_skipped_cert=None,
+        mass_skipped_true=None,
+        escalations=0,
+        fallbacks=dict(output.fallbacks),
+        visited_by_head=visited,
+        total_by_head=total,
+    )
+    record.check()
+    return record
+
+
+def _total_ms(layers: Sequence[LayerStats], name: str) -> float | None:
+    values = [getattr(layer, name) for layer in layers]
+    return None if not values or None in values else float(sum(values))
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    return float(np.percentile(values, percent)) if len(values) else None
+
+
+def summarise(records: Sequence[StepRecord], prefill_ms: float | None = None) -> dict[str, Any]:
+    """Totals, percentiles and ratios against dense of one run.
+
+    Steps that were timed layer by layer wait for the device between layers, so on a GPU they are slower: decode
+    percentiles come from the other steps where there are any.
+    """
+    untimed = [r for r in records if r.eps_prepass_ms is None] or list(records)
+    decode_ms = [r.decode_ms for r in untimed]
+    num_tokens = sum(len(r.tokens) for r in records)
+    totals = {name: sum(getattr(r, name) for r in records) for name in _SUMMED}
+    dense = totals["bytes_kv_dense"]
+    read = totals["bytes_kv_read_est"] + totals["bytes_summary_read"]
+    fallbacks: dict[str, int] = {}
+    for record in records:
+        for reason, count in record.fallbacks.items():
+            fallbacks[reason] = fallbacks.get(reason, 0) + count
+    estimates = [r.mass_skipped_est for r in records if r.mass_skipped_est is not None]
+    certified = [r.mass_skipped_cert for r in records if r.mass_skipped_cert is not None]
+    by_head = None
+    if records:
+        by_head = sum(r.visited_by_head for r in records) / np.maximum(sum(r.total_by_head for r in records), 1)
+    return {
+        "steps": len(records),
+        "new_tokens": num_tokens,
+        "prefill_ms": prefill_ms,
+        "tokens_per_s": 1000 * sum(len(r.tokens) for r in untimed) / sum(decode_ms) if sum(decode_ms) > 0 else None,
+        **_percentiles("decode_ms", decode_ms),
+        **_percentiles("prepass_ms", [r.eps_prepass_ms for r in records if r.eps_prepass_ms is not None]),
+        **_percentiles("attention_ms", [r.attention_ms for r in records if r.attention_ms is not None]),
+        **totals,
+        "visit_ratio": totals["pages_visited"] / totals["pages_total"] if totals["pages_total"] else None,
+        "visit_ratio_by_layer_and_head": by_head,
+        "kv_ratio": totals["bytes_kv_read_est"] / dense if dense else None,
+        "summary_ratio": totals["bytes_summary_read"] / dense if dense else None,
+        "bytes_ratio": read / dense if dense else None,
+        "mass_skipped_est_mean": float(np.mean(estimates)) if estimates else None,
+        "mass_skipped_cert_max": max(certified, default=None),
+        "fallbacks": fallbacks,
+    }
+
+
+_SUMMED = (
+    "pages_total", "pages_visited", "pages_skipped", "pages_forced", "bytes_kv_read_est", "bytes_kv_dense",
+    "bytes_summary_read", "bytes_k_reread", "escalations",
+)  # fmt: skip
+
+
+def _percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
+    return {f"{name}_p{percent}": percentile(values, percent) for percent in (50, 95, 99)}
+
+
+def jsonable(value: Any) -> Any:
+    """Plain JSON values: numpy becomes Python, NaN and infinities become None."""
+    if isinstance(value, np.ndarray):
+        return jsonable(value.tolist())
+    if isinstance(value, np.generic):
+        return jsonable(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(item) for item in value]
+    return value
+
+
+def to_json(record: dict[str, Any]) -> str:
+    return json.dumps(jsonable(record), allow_nan=False)
+
+
+class JsonlWriter:
+    """Appends one object a line, each in one unbuffered write: a killed run leaves whole lines only."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115
+        self._size_bytes = 0
+
+    def write(self, record: dict[str, Any]) -> None:
+        line = (to_json(record) + "\n").encode()
+        written = self._file.write(line)
+        if written != len(line):  # a full disk takes part of a line: take it back
+            self._file.truncate(self._size_bytes)
+            raise OSError(f"{self._file.name}: only {written} of {len(line)} bytes could be written")
+        self._size_bytes += written
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> "JsonlWriter":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def write_csv(path: Path, records: Sequence[StepRecord]) -> None:
+    """The step records as CSV: lists are joined by spaces, fallbacks are JSON, unknown is empty. Appears whole."""
+    handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(STEP_KEYS)
+            for record in records:
+                writer.writerow([_cell(jsonable(getattr(record, name))) for name in STEP_KEYS])
+        # mkstemp makes the file private; give it the mode that open() would have
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(partial, 0o666 & ~mask)
+        os.replace(partial, path)
+    except BaseException:
+        os.unlink(partial)
+        raise
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return json.dumps(value) if isinstance(value, dict) else value
+
+
+def check_writable(path: Path, what: str) -> None:
+    """Raises ConfigError unless `path` can be created or replaced; leaves nothing behind."""
+    if path.is_dir():
+        raise ConfigError(f"{what} {path} is a directory: name a file in it")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{what} {path}: there is no directory {path.parent}; create it first")
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent):
+            pass
+        if path.exists():
+            with open(path, "ab"):
+                pass
+    except OSError as error:
+        raise ConfigError(f"{what} {path} cannot be written ({error.strerror}): choose another path") from error
+
+
+def run_line(
+    config: EpsConfig, spec: CacheSpec, backend: str, device: str, model: str, versions: dict[str, str], **more: Any
+) -> dict[str, Any]:
+    """The first line of a JSONL: all that is needed to run it again."""
+    return {
+        "type": "run",
+        "config": config.to_dict(),
+        "cache": {f.name: getattr(spec, f.name) for f in fields(spec)},
+        "backend": backend,
+        "device": device,
+        "model": model,
+        "versions": {"eps": package_version(), "python": platform.python_version(), **versions},
+        "git_commit": git_commit(),
+        "platform": platform.platform(),
+        **more,
+    }
+
+
+def package_version() -> str | None:
+    try:
+        return metadata.version("eps")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def git_commit() -> str | None:
+    """Commit of the checkout this package runs from, "-dirty" if changed; None where it is not a checkout."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        result = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"],
+            capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip() or None

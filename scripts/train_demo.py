@@ -1,0 +1,357 @@
+"""Trains the demo model from nothing: a byte-level Llama that answers "what is the code for X?" from a long text.
+
+Text: Python's own standard library source (nine tenths of its files; the rest is held out for evaluation).
+Stages lengthen the context once the answers are right. Writes a Hugging Face directory and its model card.
+
+    python scripts/train_demo.py --out eps_core/demo_model          (about an hour on 2 cores; resumes with --resume)
+
+Preload jemalloc (LD_PRELOAD=libjemalloc.so.2): without it this script spends most of its time in the allocator.
+"""
+
+import argparse
+import json
+import math
+import platform
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from eps_core.tasks import corpus, draw_key, draw_value, filler, needle_document, needle_line, question
+
+BOS, EOS, VOCAB = 256, 257, 258
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 16384,
+    "rope_theta": 100000.0,
+    "rope_scaling": None,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": True,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "torch_dtype": "bfloat16",
+}
+# (context, most steps, tokens a step, stop early once this share of answer digits is right over the last 20 steps)
+STAGES = [
+    (256, 2400, 16384, 0.985),
+    (512, 300, 16384, 0.985),
+    (1024, 250, 16384, 0.985),
+    (2048, 220, 16384, 0.985),
+    (4096, 260, 16384, 2.0),
+    (8192, 260, 16384, 2.0),
+]
+MIN_STEPS, DECAY_STEPS, WARMUP_STEPS = 60, 260, 60
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        width, kv_width = CONFIG["hidden_size"], CONFIG["num_key_value_heads"] * CONFIG["head_dim"]
+        self.input_layernorm = nn.RMSNorm(width, eps=CONFIG["rms_norm_eps"])
+        self.q_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, kv_width, bias=False)
+        self.v_proj = nn.Linear(width, kv_width, bias=False)
+        self.o_proj = nn.Linear(width, width, bias=False)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps=CONFIG["rms_norm_eps"])
+        self.gate_proj = nn.Linear(width, CONFIG["intermediate_size"], bias=False)
+        self.up_proj = nn.Linear(width, CONFIG["intermediate_size"], bias=False)
+        self.down_proj = nn.Linear(CONFIG["intermediate_size"], width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        head_dim = CONFIG["head_dim"]
+
+        def heads(y: Tensor) -> Tensor:
+            return y.view(batch, length, -1, head_dim).transpose(1, 2)
+
+        def rotate(y: Tensor) -> Tensor:
+            first, second = y.chunk(2, dim=-1)
+            return (y * cos + torch.cat((-second, first), dim=-1) * sin).to(y.dtype)
+
+        h = self.input_layernorm(x)
+        q, k, v = rotate(heads(self.q_proj(h))), rotate(heads(self.k_proj(h))), heads(self.v_proj(h))
+        repeat = CONFIG["num_attention_heads"] // CONFIG["num_key_value_heads"]
+        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+        out = F.scaled_dot_product_attention(q, k, v.to(q.dtype), is_causal=True)
+        x = x + self.o_proj(out.transpose(1, 2).reshape(batch, length, width))
+        h = self.post_attention_layernorm(x)
+        return x + self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(VOCAB, CONFIG["hidden_size"])
+        self.layers = nn.ModuleList(Block() for _ in range(CONFIG["num_hidden_layers"]))
+        self.norm = nn.RMSNorm(CONFIG["hidden_size"], eps=CONFIG["rms_norm_eps"])
+        for name, weight in self.named_parameters():
+            if weight.ndim == 2:
+                scale = 1 / math.sqrt(2 * CONFIG["num_hidden_layers"]) if "o_proj" in name or "down_proj" in name else 1
+                nn.init.normal_(weight, std=0.02 * scale)
+
+    def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return F.linear(self.norm(x), self.embed_tokens.weight)
+
+
+def rope(length: int) -> tuple[Tensor, Tensor]:
+    half = CONFIG["head_dim"] // 2
+    inverse = CONFIG["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = torch.outer(torch.arange(length, dtype=torch.float64), inverse).repeat(1, 2)
+    return angle.cos().float(), angle.sin().float()
+
+
+def training_document(text: bytes, length: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """One row of `length` + 1 tokens, and True where the *target* is a digit of an answer."""
+    answer = np.zeros(length + 1, bool)
+    if rng.random() < 0.4:
+        data = b"\x00" + filler(text, length, rng)
+    else:
+        most = int(np.clip(length // 100, 1, 16))
+        keys = list({draw_key(rng): None for _ in range(int(rng.integers(1, most + 1)))})
+        lines = {key: draw_value(rng) for key in keys}
+        asked = rng.permutation(len(keys))[: int(rng.integers(1, len(keys) + 1))]
+        tail, spans = b"", []
+        for index in asked:
+            tail += question(keys[index]).encode()
+            spans.append(len(tail))
+            tail += lines[keys[index]].encode() + b".\n"
+        needles = [needle_line(key, value).encode() for key, value in lines.items()]
+        body = filler(text, length - len(tail) - sum(map(len, needles)), rng)
+        places = sorted(int(p) for p in rng.integers(0, len(body) + 1, len(needles)))
+        pieces, last = [], 0
+        for place, needle in zip(places, needles, strict=True):
+            pieces += [body[last:place], needle]
+            last = place
+        data = b"\x00" + b"".join([*pieces, body[last:], tail])
+        for span in spans:
+            start = len(data) - len(tail) + span
+            answer[start : start + 5] = True
+    tokens = np.frombuffer(data, np.uint8).astype(np.int64)[: length + 1]
+    tokens[0] = BOS
+    return tokens, answer
+
+
+def batch_of(text: bytes, length: int, rows: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+    pairs = [training_document(text, length, rng) for _ in range(rows)]
+    return torch.from_numpy(np.stack([p[0] for p in pairs])), torch.from_numpy(np.stack([p[1] for p in pairs]))
+
+
+@torch.no_grad()
+def needle_accuracy(model: Model, text: bytes, length: int, count: int, seed: int) -> float:
+    """Share of held-out documents whose five digits are each the most likely one, given the true ones before."""
+    right = 0
+    cos, sin = rope(length + 8)
+    for index in range(count):
+        doc = needle_document(text, length, seed + index, depth=(index % 10 + 0.5) / 10, num_distractors=index % 4)
+        data = doc.prompt.encode() + doc.answer.encode()
+        tokens = torch.tensor([[BOS, *data]])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = model(tokens, cos[: tokens.shape[1]], sin[: tokens.shape[1]])
+        got = logits[0, -1 - len(doc.answer) : -1].argmax(-1)
+        right += int((got == tokens[0, -len(doc.answer) :]).all())
+    return right / count
+
+
+def export(model: Model, out: Path) -> None:
+    """Writes config.json, tokenizer.json, model.safetensors (bf16) and generation settings."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            name = name.replace(f".{part}", f".self_attn.{part}")
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            name = name.replace(f".{part}", f".mlp.{part}")
+        weights[f"model.{name}"] = tensor.to(torch.bfloat16).contiguous()
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    # GPT-2's byte alphabet: each byte is one printable character, in byte order, so token id = byte value
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    vocab = {alphabet[byte]: byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|bos|>", special=True), AddedToken("<|eos|>", special=True)])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", BOS)])
+    tokenizer.save(str(out / "tokenizer.json"))
+
+
+def write_card(out: Path, record: dict) -> None:
+    rows = "\n".join(f"| {length} | {value:.3f} |" for length, value in record["needle_accuracy"].items())
+    stages = "\n".join(
+        f"| {s['context']} | {s['steps']} | {s['loss']:.3f} | {s['answer_accuracy']:.3f} |" for s in record["stages"]
+    )
+    text = f"""# EPS demo model
+
+A byte-level Llama ({record['parameters'] / 1e6:.2f} M parameters: {CONFIG['num_hidden_layers']} layers, width
+{CONFIG['hidden_size']}, {CONFIG['num_attention_heads']} query and {CONFIG['num_key_value_heads']} key/value heads of
+{CONFIG['head_dim']}), trained from nothing by `scripts/train_demo.py` on Python's standard library source mixed with
+needle documents. It knows how to look up `# The code for KEY is VALUE.` in a long text, and little else.
+It exists to exercise EPS on real attention patterns; do not use it for anything else.
+
+Seed {record['seed']}, torch {record['torch']}, Python {record['python']}, {record['tokens_seen'] / 1e6:.0f} M tokens,
+{record['hours']:.2f} h on 2 CPU cores; bits per byte on held-out text at 1,024 bytes: {record['held_out_bits_per_byte']:.3f}.
+
+| context of stage (tokens) | steps | last loss (nats, answers counted twice) | answer digits right in training |
+|---|---|---|---|
+{stages}
+
+Held-out needles answered exactly (all five digits, {record['needle_documents']} documents a length, dense attention,
+depths spread evenly, 0 to 3 distractors):
+
+| context (tokens) | share answered |
+|---|---|
+{rows}
+
+{record['limit']}
+
+Licence: the weights are released under this repository's licence; the training text is under the PSF licence.
+"""
+    (out / "README.md").write_text(text)
+    (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+@torch.no_grad()
+def held_out_bits_per_byte(model: Model, text: bytes, seed: int) -> float:
+    rng = np.random.default_rng(seed)
+    cos, sin = rope(1024)
+    rows = [[BOS, *filler(text, 1024, rng)] for _ in range(32)]
+    tokens = torch.tensor(rows)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(tokens[:, :-1], cos, sin)
+    return float(F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())) / math.log(2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--checkpoint", type=Path, default=Path("demo_checkpoint.pt"))
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--needle-documents", type=int, default=100)
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--max-steps", type=int, help="stop after this many steps in all (for timing)")
+    args = parser.parse_args()
+
+    torch.manual_seed(args.seed)
+    train_text, held_text = corpus(held_out=False), corpus(held_out=True)
+    model = Model()
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    # Muon for the matrices: at this size it needed far fewer steps than AdamW until copying appeared
+    optimizers = [
+        torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    done: dict = {"stage": 0, "step": 0, "total": 0, "tokens": 0, "seconds": 0.0, "stages": []}
+    if args.resume:
+        state = torch.load(args.checkpoint, weights_only=True)
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        done = state["done"]
+    forward = model if args.no_compile else torch.compile(model, dynamic=False)
+
+    def save() -> None:
+        state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "done": done}
+        partial = args.checkpoint.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(args.checkpoint)
+
+    for stage in range(done["stage"], len(STAGES)):
+        length, most_steps, step_tokens, enough = STAGES[stage]
+        cos, sin = rope(length)
+        recent: list[tuple[float, float]] = []
+        first = done["step"] if stage == done["stage"] else 0
+        for step in range(first, most_steps):
+            started = time.perf_counter()
+            rng = np.random.default_rng([args.seed, stage, step])
+            tokens, answer = batch_of(train_text, length, max(1, step_tokens // length), rng)
+            # warm up once; decay to a tenth over the last stage
+            rate = min(1.0, (done["total"] + 1) / WARMUP_STEPS)
+            if stage == len(STAGES) - 1:
+                rate *= max(0.05, min(1.0, (most_steps - step) / DECAY_STEPS))
+            for optimizer in optimizers:
+                optimizer.param_groups[0]["lr"] = args.lr * rate * (1.0 if length < 2048 else 0.6)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                logits = forward(tokens[:, :-1], cos, sin)
+            losses = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+            marked = answer[:, 1:].flatten()
+            loss = losses.mean() + losses[marked].mean()
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+            digits = float((logits.flatten(0, 1).argmax(-1) == tokens[:, 1:].flatten())[marked].float().mean())
+            recent = [*recent[-19:], (loss.item(), digits)]
+            seconds = time.perf_counter() - started
+            done.update(stage=stage, step=step + 1, total=done["total"] + 1, tokens=done["tokens"] + tokens.numel())
+            done["seconds"] += seconds
+            if done["total"] % 10 == 0:
+                mean = np.mean(recent, axis=0)
+                text_loss = losses[~marked].mean().item()
+                print(
+                    f"length {length} step {step + 1} total {done['total']} loss {mean[0]:.3f} text {text_loss:.3f} "
+                    f"digits {mean[1]:.3f} {seconds:.2f} s/step {done['seconds'] / 60:.1f} min",
+                    flush=True,
+                )
+            if done["total"] % 100 == 0:
+                save()
+            if args.max_steps and done["total"] >= args.max_steps:
+                return
+            if step + 1 >= MIN_STEPS and np.mean(recent, axis=0)[1] >= enough:
+                break
+        mean = np.mean(recent, axis=0)
+        done["stages"].append(
+            {"context": length, "steps": done["step"], "loss": float(mean[0]), "answer_accuracy": float(mean[1])}
+        )
+        done.update(stage=stage + 1, step=0)
+        save()
+        export(model, args.out)
+        print(f"stage {length} done; held-out needles {needle_accuracy(model, held_text, length, 40, 10**6):.3f}", flush=True)
+
+    export(model, args.out)
+    accuracy = {}
+    for length in (256, 512, 1024, 2048, 4096, 8192, 12288, 16384):
+        accuracy[length] = needle_accuracy(model, held_text, length, args.needle_documents, 2 * 10**6)
+        print(f"held-out needles at {length}: {accuracy[length]:.3f}", flush=True)
+    failing = [length for length, value in accuracy.items() if value < 0.95]
+    limit = (
+        f"It stops working (under 95 % of needles) at {failing[0]} tokens." if failing else "No tested length fell under 95 %."
+    )
+    record = {
+        "seed": args.seed, "torch": torch.__version__, "python": platform.python_version(), "lr": args.lr,
+        "parameters": sum(p.numel() for p in model.parameters()), "tokens_seen": done["tokens"],
+        "hours": done["seconds"] / 3600, "stages": done["stages"], "needle_accuracy": accuracy,
+        "needle_documents": args.needle_documents, "limit": limit,
+        "held_out_bits_per_byte": held_out_bits_per_byte(model, held_text, args.seed),
+    }  # fmt: skip
+    write_card(args.out, record)
+
+
+if __name__ == "__main__":
+    main()
