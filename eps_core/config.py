@@ -160,10 +160,13 @@ class EpsConfig:
         return self.method in ("1pc", "fd", "box", "ball", "moments") or (self.method == "rq" and self.rq_bounds)
 
     def budget_groups(self, length: int) -> int:
-        """Groups that `topk` visits of a sequence of `length` tokens, guards included; at least 1."""
+        """Groups that `topk` visits of a sequence of `length` tokens, guards included; at least 1, and all of them
+        (the open one too) where the budget covers every token."""
         if self.top_pages is not None:
             return self.top_pages
         tokens = self.budget * length if self.budget <= 1 else self.budget
+        if tokens >= length:
+            return -(-length // self.S)
         # the small term undoes binary fractions: 0.1 * 40960 must be 4096 tokens
         return max(1, int(tokens / self.S + 1e-9))
 

@@ -148,7 +148,7 @@ def _prefill(
     chunk_tokens: int,
     report: Callable[[int, int], None],
 ) -> tuple[Any, Any]:
-    """(sequence, cache) with K and V of `tokens` in the cache; pages that the pool already holds are not computed again."""
+    """(sequence, cache) with K and V of `tokens` in the cache; pages that the pool holds are not computed again."""
     sequence, num_shared = pool.open(tokens)
     try:
         for start in range(num_shared, len(tokens), chunk_tokens):

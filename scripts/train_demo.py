@@ -118,10 +118,12 @@ def rope(length: int) -> tuple[Tensor, Tensor]:
     return angle.cos().float(), angle.sin().float()
 
 
-def training_document(text: bytes, length: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def training_document(
+    text: bytes, length: int, rng: np.random.Generator, with_needles: bool
+) -> tuple[np.ndarray, np.ndarray]:
     """One row of `length` + 1 tokens, and True where the *target* is a digit of an answer."""
     answer = np.zeros(length + 1, bool)
-    if rng.random() < 0.4:
+    if not with_needles and rng.random() < 0.4:
         data = b"\x00" + filler(text, length, rng)
     else:
         most = int(np.clip(length // 100, 1, 16))
@@ -150,7 +152,8 @@ def training_document(text: bytes, length: int, rng: np.random.Generator) -> tup
 
 
 def batch_of(text: bytes, length: int, rows: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-    pairs = [training_document(text, length, rng) for _ in range(rows)]
+    # the first row always has needles: a batch of few long rows must have answers to learn from
+    pairs = [training_document(text, length, rng, with_needles=row == 0) for row in range(rows)]
     return torch.from_numpy(np.stack([p[0] for p in pairs])), torch.from_numpy(np.stack([p[1] for p in pairs]))
 
 

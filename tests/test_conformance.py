@@ -140,6 +140,8 @@ def write_all(backend: ModuleType, device: str, case: Case, cache, keys, values)
             cache = backend.write_kv(cache, 0, give(keys[b][rows]), give(values[b][rows]), slots)
     for step in range(case.steps):
         alive = [b for b, length in enumerate(case.lengths) if step < min(case.steps, length)]
+        if not alive:
+            break
         at = [max(case.lengths[b] - case.steps, 0) + step for b in alive]
         slots = np.concatenate([pool.append(sequences[b], [b * 10_000 + t])[0] for b, t in zip(alive, at, strict=True)])
         k = np.stack([keys[b][t] for b, t in zip(alive, at, strict=True)])

@@ -1,0 +1,341 @@
+"""Where tokens live: the pool of units, their sequences, and how full each group is. Integers only, on the host.
+
+A unit is a page of `block_size` tokens, or the whole group where a group spans pages (PagedAttention, Kwon et al.
+2023, sections 4.3 and 4.4; prefix sharing by chained hashes as in vLLM). Slot s of the pool is token s % U of unit
+s // U; group row g holds slots [g * S, (g + 1) * S) because S divides U.
+
+Letters: P units of the pool, U tokens per unit, S tokens per group, B sequences, M units of a table, N tokens in hand.
+"""
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from eps_core.config import ConfigError, EpsConfig
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One sequence's tokens and the units that hold them. Only `PagePool` changes it.
+
+    n = length, U tokens per unit; units of `table` by what their tokens are:
+
+        [0, p)           full, shareable: K and V are written and the hash is published; p = len(hashes)
+        [p, n // U)      full by the last append, whose K and V may not be written yet: not shareable
+        [n // U, len)    the open unit, present where n % U != 0: written in place, or copied first if a fork shares it
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    table: array = field(default_factory=lambda: array("i"))  # int32: numpy reads it without a copy
+    hashes: list[bytes] = field(default_factory=list)  # chained, one per published unit
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+class PagePool:
+    """Hands out the P units of a cache: free list, reference counts, prefix sharing, fork and copy-on-write.
+
+    Contract on what is written: units are shared only once their K and V are. `append(s)`, `fork(s)` and `publish(s)`
+    tell the pool that everything appended to s before is written; `open` tells it of every live sequence. `free` tells
+    nothing: a caller that fails between `append` and its write frees too, so full units of an unwritten last append
+    are forgotten.
+    """
+
+    def __init__(self, num_units: int, unit_tokens: int) -> None:
+        if num_units < 1 or unit_tokens < 1:
+            raise ValueError(f"a pool of {num_units} units of {unit_tokens} tokens: both must be at least 1")
+        self.num_units = num_units
+        self.unit_tokens = unit_tokens
+        self.ref_counts = [0] * num_units  # tables that hold each unit
+        # Reuse is from the front: units that nobody can find again first, then those with a hash, oldest first
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_units))
+        self._hash_of: list[bytes | None] = [None] * num_units
+        self._unit_of: dict[bytes, int] = {}
+        self._live: dict[Sequence, None] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Units in no table, those that still hold a findable prefix included."""
+        return len(self._free)
+
+    def open(self, tokens: Items[int] = ()) -> tuple[Sequence, int]:
+        """A new sequence that shares the longest run of full units already holding the start of `tokens`.
+
+        Returns (sequence, number of tokens it has already, a multiple of U); the caller appends and computes the rest,
+        `tokens[number:]`. The last token is never shared, because its logits are wanted. Allocates nothing.
+        """
+        for live in self._live:
+            self.publish(live)
+        sequence = Sequence()
+        parent = b""
+        for start in range(0, len(tokens) - self.unit_tokens, self.unit_tokens):
+            content = [int(token) for token in tokens[start : start + self.unit_tokens]]
+            parent = _unit_hash(parent, content)
+            unit = self._unit_of.get(parent)
+            if unit is None:
+                break
+            self._take(unit)
+            sequence.tokens += content
+            sequence.table.append(unit)
+            sequence.hashes.append(parent)
+        self._live[sequence] = None
+        return sequence, sequence.length
+
+    def append(self, sequence: Sequence, token_ids: Iterable[int]) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """Slots [N] int64 for tokens at the end of a sequence, and unit copies [(src, dst)], at most one.
+
+        The caller runs the copies (`backend.copy_units`) and then writes K and V to the slots, before any further call
+        about this sequence. Raises ConfigError and changes nothing where the free units do not suffice.
+        """
+        assert sequence in self._live, "append to a sequence that was freed or belongs to another pool"
+        new = [int(token) for token in token_ids]
+        before, after = sequence.length, sequence.length + len(new)
+        is_open = before % self.unit_tokens != 0
+        copy_open = bool(new) and is_open and self.ref_counts[sequence.table[-1]] > 1
+        num_new = -(-after // self.unit_tokens) - len(sequence.table) + copy_open
+        if num_new > self.num_free:
+            raise ConfigError(
+                f"a sequence of {after} tokens needs {num_new} more units of {self.unit_tokens} tokens, "
+                f"{self.num_free} of the pool's {self.num_units} are free: raise --pool-tokens or shorten the prompt"
+            )
+        self.publish(sequence)
+        fresh = self._allocate(num_new)
+        copies = []
+        if copy_open:
+            shared, own = sequence.table[-1], fresh.pop(0)
+            self._drop(shared)
+            sequence.table[-1] = own
+            copies.append((shared, own))
+        sequence.table.extend(fresh)
+        sequence.tokens += new
+        positions = np.arange(before, after)
+        first = before // self.unit_tokens
+        units = np.array(sequence.table[first:], dtype=np.int64)
+        return units[positions // self.unit_tokens - first] * self.unit_tokens + positions % self.unit_tokens, copies
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        """A second sequence with the same tokens in the same units. Whoever first appends to a shared open unit gets
+        its own copy of that unit; full units stay shared."""
+        self.publish(sequence)
+        child = Sequence(list(sequence.tokens), sequence.table[:], list(sequence.hashes))
+        for unit in child.table:
+            self._take(unit)
+        self._live[child] = None
+        return child
+
+    def publish(self, sequence: Sequence) -> None:
+        """Says that K and V of all the sequence's tokens are written: `open` may share its full units from now on."""
+        assert sequence in self._live, "the sequence was freed or belongs to another pool"
+        size = self.unit_tokens
+        for index in range(len(sequence.hashes), sequence.length // size):
+            parent = sequence.hashes[-1] if sequence.hashes else b""
+            content = _unit_hash(parent, sequence.tokens[index * size : (index + 1) * size])
+            sequence.hashes.append(content)
+            # Two sequences may have computed the same unit at the same time: the first one found stays the one shared
+            if content not in self._unit_of:
+                unit = sequence.table[index]
+                self._unit_of[content] = unit
+                self._hash_of[unit] = content
+
+    def free(self, sequence: Sequence) -> None:
+        """Gives the sequence's units back and empties it. A published unit that nobody holds keeps its content, and can
+        be revived by `open`, until it is reused."""
+        assert sequence in self._live, "the sequence was freed already or belongs to another pool"
+        # From the end: the start of a prompt is what a later one shares, so it is reused last
+        for unit in reversed(sequence.table):
+            self._drop(unit)
+        del self._live[sequence]
+        sequence.tokens, sequence.table, sequence.hashes = [], array("i"), []
+
+    def table(self, sequences: Items[Sequence]) -> np.ndarray:
+        """Units of each sequence in token order, [B, M] int32, padded with -1; M is the longest table."""
+        width = max((len(sequence.table) for sequence in sequences), default=0)
+        table = np.full((len(sequences), width), -1, dtype=np.int32)
+        for row, sequence in zip(table, sequences, strict=True):
+            row[: len(sequence.table)] = sequence.table
+        return table
+
+    def lengths(self, sequences: Items[Sequence]) -> np.ndarray:
+        """Tokens of each sequence, [B] int64."""
+        return np.array([sequence.length for sequence in sequences], dtype=np.int64)
+
+    def check(self) -> None:
+        """Raises AssertionError unless every unit is free or used, never both, and counts, tables and hashes agree."""
+        references = [0] * self.num_units
+        for sequence in self._live:
+            size, num_full = self.unit_tokens, sequence.length // self.unit_tokens
+            assert len(sequence.table) == -(-sequence.length // size), "a table's length is not its tokens'"
+            assert len(set(sequence.table)) == len(sequence.table), "a table holds a unit twice"
+            assert len(sequence.hashes) <= num_full, "an open unit was published"
+            parent = b""
+            for index, unit in enumerate(sequence.table):
+                references[unit] += 1
+                if index < len(sequence.hashes):
+                    parent = _unit_hash(parent, sequence.tokens[index * size : (index + 1) * size])
+                    assert sequence.hashes[index] == parent, f"unit {unit}: its hash is not its content's"
+                    assert self._hash_of[unit] in (None, parent), f"unit {unit} is published with other content"
+                else:
+                    assert self._hash_of[unit] is None, f"unit {unit} is published before it is written"
+        assert references == self.ref_counts, "reference counts are not the tables' references"
+        unused = {unit for unit in range(self.num_units) if not references[unit]}
+        assert set(self._free) == unused, "the free list is not the units without a reference"
+        published = {content: unit for unit, content in enumerate(self._hash_of) if content is not None}
+        assert published == self._unit_of, "the two directions of the hash map differ"
+
+    def _take(self, unit: int) -> None:
+        if not self.ref_counts[unit]:
+            del self._free[unit]
+        self.ref_counts[unit] += 1
+
+    def _drop(self, unit: int) -> None:
+        self.ref_counts[unit] -= 1
+        if not self.ref_counts[unit]:
+            self._free[unit] = None
+            if self._hash_of[unit] is None:
+                self._free.move_to_end(unit, last=False)
+
+    def _allocate(self, num_units: int) -> list[int]:
+        """The next units for reuse, ascending (consecutive units are cheaper to read); their content is forgotten."""
+        units = sorted(self._free.popitem(last=False)[0] for _ in range(num_units))
+        for unit in units:
+            self.ref_counts[unit] = 1
+            content, self._hash_of[unit] = self._hash_of[unit], None
+            if content is not None:
+                del self._unit_of[content]
+        return units
+
+
+def _unit_hash(parent: bytes, content: list[int]) -> bytes:
+    """Names a full unit by its tokens and all before it. A cryptographic hash: a collision would mix up two prompts."""
+    return hashlib.blake2b(parent + np.array(content, dtype="<i8").tobytes(), digest_size=16).digest()
+
+
+@dataclass(frozen=True)
+class WritePlan:
+    """What one write of N tokens does to the groups, each ascending and in one list only. int64 unless said otherwise.
+
+    Offsets of a part group: [0, before) there already, [before, before + n) its n tokens of this call, then unwritten.
+    A `part_open` slot is the group's own within this call, sealed groups' too; no two groups of a plan share one.
+    Summaries of part groups that are not sealed are no longer valid.
+    """
+
+    slots: np.ndarray  # [N]
+    full_groups: np.ndarray  # [F] group rows of which all S tokens are in hand
+    full_tokens: np.ndarray  # [F, S] their indices into N
+    part_groups: np.ndarray  # [R] group rows of which some tokens are in hand
+    part_tokens: np.ndarray  # [R, L] their indices into N, ascending, then -1
+    part_before: np.ndarray  # [R] tokens in the group before this call; 0: the group starts here
+    part_open: np.ndarray  # [R] open slot whose accumulators hold exactly those tokens, or -1
+    sealed: np.ndarray  # [R] bool: the group is full with this call
+
+
+class GroupState:
+    """How far each group of a pool is written, and which open groups have accumulators; one per layer.
+
+    An open slot belongs to a group from the write of its first token until it is sealed, copied over, written again
+    below its fill (the accumulators cannot go back), or evicted, oldest claim first, by a group that starts when all
+    slots are taken.
+    """
+
+    def __init__(self, num_units: int, config: EpsConfig, max_open_groups: int) -> None:
+        self.group_tokens = config.S
+        self.groups_per_unit = config.groups_per_unit
+        self.fill = np.zeros(num_units * config.groups_per_unit, dtype=np.int16)  # tokens written, [P * U / S]
+        self.num_evicted = 0
+        self._open: dict[int, int] = {}  # group row -> open slot, oldest claim first
+        self._free_open = list(range(max_open_groups))[::-1]
+
+    def plan(self, slots: np.ndarray) -> WritePlan:
+        """Records a write of tokens at slots [N] and says what it means for each group.
+
+        Tokens of several sequences may be interleaved; those of one group ascend without a gap and continue what the
+        group holds, or start it anew at offset 0, or overwrite from an offset below its fill, which drops what lay
+        above. Anything else is an AssertionError and changes nothing.
+        """
+        slots = np.asarray(slots, dtype=np.int64)
+        size, num_tokens = self.group_tokens, len(slots)
+        rows = slots // size
+        assert ((rows >= 0) & (rows < len(self.fill))).all(), "a slot is outside the pool"
+        order = np.argsort(rows, kind="stable")
+        rows, offsets = rows[order], (slots - rows * size)[order]
+        starts = np.flatnonzero(np.diff(rows, prepend=-1))
+        groups, before = rows[starts], offsets[starts]
+        counts = np.diff(starts, append=num_tokens)
+        expected = np.arange(num_tokens) + np.repeat(before - starts, counts)
+        assert np.array_equal(offsets, expected), "tokens of a group do not ascend without a gap"
+        old_fill = self.fill[groups]
+        assert (before <= old_fill).all(), "a write begins beyond what its group holds"
+        after = before + counts
+        self.fill[groups] = after
+
+        is_full = counts == size
+        full = starts[is_full]
+        part = ~is_full
+        part_groups, part_counts = groups[part], counts[part]
+        columns = np.arange(part_counts.max(initial=0))
+        at = np.minimum(starts[part][:, None] + columns, num_tokens - 1)
+        sealed = after[part] == size
+        for group in groups[before < old_fill].tolist():
+            self._release_open(group)
+        for group in groups[part & (before == 0)].tolist():
+            self._claim_open(group)
+        part_open = np.array([self._open.get(group, -1) for group in part_groups.tolist()], dtype=np.int64)
+        # Sealed groups give their slots back last: a group that starts in this call must not get one of them
+        for group in part_groups[sealed].tolist():
+            self._release_open(group)
+        return WritePlan(
+            slots=slots,
+            full_groups=groups[is_full],
+            full_tokens=order[full[:, None] + np.arange(size)],
+            part_groups=part_groups,
+            part_tokens=np.where(columns < part_counts[:, None], order[at], -1),
+            part_before=before[part],
+            part_open=part_open,
+            sealed=sealed,
+        )
+
+    def valid(self, groups: np.ndarray) -> np.ndarray:
+        """Whether each group row is full, bool of the same shape: only then may its summary be read. Rows past the end
+        of a sequence may hold the last owner's fill; callers mask them by length."""
+        return self.fill[groups] == self.group_tokens
+
+    def copy(self, src_unit: int, dst_unit: int) -> list[tuple[int, int]]:
+        """Makes the groups of one unit as full as another's; the caller copies the accumulators of the returned open
+        slots [(src, dst)], in order. The two are equal where src lost its slot to dst because no other was left."""
+        assert src_unit != dst_unit, "a unit is copied onto itself"
+        self.release([dst_unit])
+        src, dst = src_unit * self.groups_per_unit, dst_unit * self.groups_per_unit
+        self.fill[dst : dst + self.groups_per_unit] = self.fill[src : src + self.groups_per_unit]
+        pairs = []
+        for sub in range(self.groups_per_unit):
+            src_open = self._open.get(src + sub)
+            if src_open is not None:
+                pairs.append((src_open, self._claim_open(dst + sub)))
+        return pairs
+
+    def release(self, units: Iterable[int]) -> None:
+        """Forgets what the groups of some units hold. Need not be called for freed units: offset 0 starts anew."""
+        for unit in units:
+            for group in range(unit * self.groups_per_unit, (unit + 1) * self.groups_per_unit):
+                self._release_open(group)
+                self.fill[group] = 0
+
+    def _claim_open(self, group: int) -> int:
+        self._release_open(group)
+        if not self._free_open:
+            self._release_open(next(iter(self._open)))
+            self.num_evicted += 1
+        slot = self._open[group] = self._free_open.pop()
+        return slot
+
+    def _release_open(self, group: int) -> None:
+        slot = self._open.pop(group, None)
+        if slot is not None:
+            self._free_open.append(slot)

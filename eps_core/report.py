@@ -1,0 +1,210 @@
+"""What a person and a script read: streamed text and progress, the aligned table, the last JSON line, memory sizes."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
+
+from eps_core.config import COARSE_GROUP_BLOCKS, METHODS, EpsConfig, kv_bytes, summary_bytes, summary_group_bytes
+
+MIB = 2**20
+_PROGRESS_SECONDS = 10.0  # between lines where stderr is no terminal
+
+
+class TextStream:
+    """Prints the text of tokens as they come, holding back characters whose bytes are not all there yet."""
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
+        self.decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
+        self.write, self.tokens = write, []
+        self.start = self.end = 0  # tokens [start, end) are printed and give the next ones their context
+
+    def add(self, token: int) -> None:
+        self.tokens.append(token)
+        self.flush(final=False)
+
+    def flush(self, final: bool = True) -> None:
+        before, now = self.decode(self.tokens[self.start : self.end]), self.decode(self.tokens[self.start :])
+        if len(now) > len(before) and (final or not now.endswith("\ufffd")):
+            self.write(now[len(before) :])
+            self.start, self.end = self.end, len(self.tokens)
+
+
+class Progress:
+    """Prefill progress on stderr: one rewritten line on a terminal, else a line every few seconds."""
+
+    def __init__(self, name: str, stream: TextIO) -> None:
+        self.name, self.stream, self.is_tty = name, stream, stream.isatty()
+        self.last = time.monotonic()
+
+    def __call__(self, prompt: int, done: int, total: int) -> None:
+        if self.is_tty:
+            self.stream.write("\r\033[K" if done == total else f"\r{self.name}: prefill {done:,} of {total:,} tokens")
+        elif time.monotonic() - self.last >= _PROGRESS_SECONDS:
+            self.stream.write(f"{self.name}: prefill {done:,} of {total:,} tokens\n")
+            self.last = time.monotonic()
+        self.stream.flush()
+
+
+def table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
+    """Plain aligned text: the first column to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = [header, ["-" * width for width in widths], *rows]
+    left = widths[0]
+    return "\n".join(
+        "  ".join([line[0].ljust(left), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    )
+
+
+def describe(config: EpsConfig) -> str:
+    """One line that names the method and policy with the settings that matter to them."""
+    if not config.enabled:
+        return "off: dense attention, nothing allocated"
+    method = config.method
+    if method == "rq":
+        method += f" ({config.bits} bit{'s' if config.bits > 1 else ''}{', with bounds' if config.rq_bounds else ''})"
+    elif config.dim is not None:
+        method += f" (dim {config.dim})"
+    settings = {
+        "topk": f"budget {config.budget:g}" if config.top_pages is None else f"top-pages {config.top_pages}",
+        "share": f"tau {config.tau}",
+        "mass": f"epsilon {config.epsilon:g}",
+        "threshold": f"alpha {config.alpha:g}, top-pages {config.top_pages}",
+    }[config.policy]
+    return (
+        f"{method}, groups of {config.S} tokens, {config.policy} ({settings}), scope {config.scope}, "
+        f"always the first {config.first_tokens} and last {config.last_tokens} tokens"
+    )
+
+
+def _number(value: float | None, form: str = ",.0f") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _times(summary: dict[str, Any] | None, name: str) -> str:
+    if summary is None or summary[f"{name}_p50"] is None:
+        return "-"
+    return f"{summary[f'{name}_p50']:.2f} / {summary[f'{name}_p95']:.2f}"
+
+
+def run_table(dense: dict[str, Any] | None, eps: dict[str, Any] | None, checks: Sequence[tuple[str, str, str]]) -> str:
+    """Dense beside EPS, from two run summaries (`telemetry.summarise`); `checks` are rows (what, dense, EPS)."""
+    sides = (dense, eps)
+
+    def row(name: str, key: str, form: str = ",.0f") -> list[str]:
+        return [name, *(_number(side[key] if side else None, form) for side in sides)]
+
+    rows = [
+        row("new tokens", "new_tokens"),
+        *(list(check) for check in checks),
+        row("KV bytes read", "bytes_kv_read_est"),
+        row("summary bytes read", "bytes_summary_read"),
+        row("bytes against dense", "bytes_ratio", ".4f"),
+        row("K bytes re-read to seal", "bytes_k_reread"),
+        row("groups in all", "pages_total"),
+        row("  visited", "pages_visited"),
+        row("  skipped", "pages_skipped"),
+        row("  forced", "pages_forced"),
+        row("estimated mass skipped", "mass_skipped_est_mean", ".4f"),
+        ["pre-pass ms, p50 / p95", *(_times(side, "prepass_ms") for side in sides)],
+        ["attention ms, p50 / p95", *(_times(side, "attention_ms") for side in sides)],
+        ["decode ms, p50 / p95", *(_times(side, "decode_ms") for side in sides)],
+        row("tokens per second", "tokens_per_s", ".1f"),
+        row("prefill ms", "prefill_ms"),
+    ]
+    return table(rows, ["", "dense", "EPS"])
+
+
+def dense_json(tokens: Sequence[int], summary: dict[str, Any]) -> dict[str, Any]:
+    """One side of the last stdout line."""
+    return {
+        "tokens": list(tokens),
+        "decode_ms_p50": summary["decode_ms_p50"],
+        "decode_ms_p95": summary["decode_ms_p95"],
+        "tokens_per_s": summary["tokens_per_s"],
+        "bytes_kv_read": summary["bytes_kv_read_est"],
+    }
+
+
+def eps_json(tokens: Sequence[int], summary: dict[str, Any], config: EpsConfig) -> dict[str, Any]:
+    return {
+        **dense_json(tokens, summary),
+        "method": config.method,
+        "policy": config.policy,
+        "bytes_summary_read": summary["bytes_summary_read"],
+        "pages_total": summary["pages_total"],
+        "pages_visited": summary["pages_visited"],
+        "pages_skipped": summary["pages_skipped"],
+        "pages_forced": summary["pages_forced"],
+        "prepass_ms_p50": summary["prepass_ms_p50"],
+        "mass_skipped_est_mean": summary["mass_skipped_est_mean"],
+        "mass_skipped_cert_max": summary["mass_skipped_cert_max"],
+        "escalations": summary["escalations"],
+        "fallbacks": summary["fallbacks"],
+    }
+
+
+def memory_rows(
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_tokens: int,
+    block_size: int = 16,
+    dim: int | None = None,
+    bits: int = 1,
+    group_tokens: int | None = None,
+    group_blocks: int | None = None,
+) -> list[dict[str, Any]]:
+    """Summary memory of one sequence by method: coarse groups (the product requirements', 8 pages) of every method but
+    rq, then each method at its own default group size. `dim`, `bits` and the group sizes replace the defaults."""
+    dense = kv_bytes(num_layers, num_kv_heads, head_dim, num_tokens, "bfloat16")
+    coarse = group_blocks or COARSE_GROUP_BLOCKS
+    plans: list[tuple[str, str, dict[str, Any]]] = [
+        ("coarse", method, {"group_blocks": coarse}) for method in METHODS if method not in ("off", "rq")
+    ]
+    for method in ("box", "meanstd", "ball", "moments", "rq"):
+        plans.append(("fine", method, {"group_tokens": group_tokens}))
+    plans.append(("fine", "rq", {"group_tokens": group_tokens, "rq_bounds": True}))
+    rows = []
+    for kind, method, settings in plans:
+        if method in ("jl", "fd", "moments"):
+            settings["dim"] = dim
+        if method == "rq":
+            settings["bits"] = bits
+        config = EpsConfig(method=method, block_size=block_size, **settings)
+        num_bytes = summary_bytes(config, num_layers, num_kv_heads, head_dim, num_tokens)
+        rows.append(
+            {
+                "kind": kind,
+                "method": method,
+                "dim": config.dim,
+                "bits": config.bits if method == "rq" else None,
+                "rq_bounds": config.rq_bounds,
+                "group_tokens": config.S,
+                "bytes_per_group": summary_group_bytes(config, head_dim),
+                "summary_bytes": num_bytes,
+                "summary_mib": num_bytes / MIB,
+                "share_of_kv": num_bytes / dense,
+            }
+        )
+    return rows
+
+
+def memory_table(rows: Sequence[dict[str, Any]]) -> str:
+    cells = []
+    for row in rows:
+        name = row["method"]
+        if row["bits"] is not None:
+            name += f" {row['bits']} bit" + (" with bounds" if row["rq_bounds"] else "")
+        elif row["dim"] is not None:
+            name += f" dim {row['dim']}"
+        cells.append(
+            [
+                f"{row['kind']:6}  {name}",
+                str(row["group_tokens"]),
+                f"{row['bytes_per_group']:,}",
+                f"{row['summary_mib']:,.1f}",
+                f"{100 * row['share_of_kv']:.2f} %",
+            ]
+        )
+    return table(cells, ["groups  method", "tokens a group", "bytes a group", "MiB", "of bf16 KV"])

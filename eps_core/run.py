@@ -1,0 +1,334 @@
+"""One `eps-proto run`: checks everything first, then decodes densely and gated in two caches, and compares them."""
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from eps_core import report, tasks, telemetry
+from eps_core.blocks import PagePool
+from eps_core.config import CacheSpec, ConfigError, EpsConfig
+from eps_core.evaluate import kl_divergence
+from eps_core.generate import Sampling, generate
+from eps_core.interface import Backend, Decoder, backend_name, load_backend
+from eps_core.model import ModelSpec, load_tokenizer, read_spec
+from eps_core.telemetry import StepRecord
+
+DEMO_MODEL = Path(__file__).parent / "demo_model"
+DEMO_PROMPT_BYTES = 4095  # with the token that begins a text: 4,096 tokens
+DEMO_SEED = 1
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """What the command line asked for. `model` None is the demo model; `prompt` None is its needle document."""
+
+    config: EpsConfig
+    sampling: Sampling
+    backend: str = "auto"
+    device: str = "auto"
+    model: Path | None = None
+    prompt: str | None = None
+    max_new_tokens: int = 32
+    dtype: str = "auto"
+    kv_dtype: str = "auto"
+    prefill_chunk: int = 512
+    pool_tokens: int | None = None
+    baseline: bool = True
+    kl: bool = False
+    stop: bool = True
+    metrics: Path | None = None
+    csv: Path | None = None
+
+
+@dataclass
+class Side:
+    """One decode of the prompt, dense or gated."""
+
+    records: list[StepRecord] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    prefill_ms: float = 0.0
+
+    def summary(self) -> dict[str, Any]:
+        return telemetry.summarise(self.records, self.prefill_ms)
+
+
+@dataclass
+class Session:
+    """A loaded model and a prompt, ready to decode."""
+
+    request: RunRequest
+    backend: Backend
+    decoder: Decoder
+    spec: ModelSpec
+    tokenizer: Any
+    device: str
+    dtype: str
+    kv_dtype: str
+    prompt_tokens: list[int]
+    answer: str | None  # of the built-in needle document
+
+    def cache_spec(self, config: EpsConfig) -> CacheSpec:
+        return cache_spec(self.request, self.spec, len(self.prompt_tokens), self.kv_dtype, config)
+
+
+def cache_spec(request: RunRequest, spec: ModelSpec, prompt_tokens: int, kv_dtype: str, config: EpsConfig) -> CacheSpec:
+    """A pool that holds the prompt and its continuation, or `pool_tokens`."""
+    needed_units = -(-(prompt_tokens + request.max_new_tokens) // config.unit_tokens)
+    asked = request.pool_tokens
+    num_units = needed_units if asked is None else asked // config.unit_tokens
+    if num_units < needed_units:
+        raise ConfigError(
+            f"a prompt of {prompt_tokens} tokens and {request.max_new_tokens} new ones need {needed_units} pool groups "
+            f"of {config.unit_tokens} tokens, and pool-tokens {asked} holds {num_units}: raise it to "
+            f"{needed_units * config.unit_tokens} or shorten the prompt"
+        )
+    return CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, num_units, kv_dtype)
+
+
+def prepare(request: RunRequest) -> Session:
+    """Everything that can be refused is refused here, the weights last; nothing is written."""
+    if request.metrics is not None and request.metrics == request.csv:
+        raise ConfigError(f"metrics and csv are both {request.metrics}: give two paths")
+    for path, what in ((request.metrics, "metrics file"), (request.csv, "csv file")):
+        if path is not None:
+            telemetry.check_writable(path, what)
+    model = request.model or DEMO_MODEL
+    if request.model is None and not (model / "config.json").is_file():
+        raise ConfigError(f"the demo model is not in this installation ({model}): pass --model DIR")
+    spec = read_spec(model)
+    tokenizer = load_tokenizer(model)
+    text, answer = request.prompt, None
+    if text is None:
+        document = demo_document()
+        text, answer = document.prompt, document.answer
+    prompt_tokens = list(tokenizer.encode(text).ids)
+    if not prompt_tokens:
+        raise ConfigError("the prompt is empty: give at least one token")
+    if len(prompt_tokens) + request.max_new_tokens > spec.max_context:
+        raise ConfigError(
+            f"a prompt of {len(prompt_tokens)} tokens and {request.max_new_tokens} new ones exceed the model's context "
+            f"of {spec.max_context} tokens: shorten the prompt or lower max-new-tokens"
+        )
+    backend = load_backend(request.backend)
+    device = choose_device(backend, request.device)
+    dtype = request.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else spec.stored_dtype
+    kv_dtype = dtype if request.kv_dtype == "auto" else request.kv_dtype
+    cache_spec(request, spec, len(prompt_tokens), kv_dtype, request.config)
+    decoder = backend.load_model(model, spec, dtype, device)
+    return Session(request, backend, decoder, spec, tokenizer, device, dtype, kv_dtype, prompt_tokens, answer)
+
+
+def demo_document() -> tasks.NeedleDocument:
+    try:
+        text = tasks.corpus(held_out=True)
+    except FileNotFoundError as error:
+        raise ConfigError(str(error)) from error
+    return tasks.needle_document(text, DEMO_PROMPT_BYTES, DEMO_SEED, depth=0.5, num_distractors=3)
+
+
+def choose_device(backend: Backend, asked: str) -> str:
+    """The asked device, or the backend's GPU where it has one; an absent device is an error, never a fallback."""
+    present = backend.devices()
+    if asked == "auto":
+        return next((device for device in present if device != "cpu"), "cpu")
+    if asked not in present:
+        raise ConfigError(
+            f"device {asked} is not there for backend {backend_name(backend)}, which has {', '.join(present)}: "
+            "choose one of them or --device auto"
+        )
+    return asked
+
+
+def decode(
+    session: Session,
+    config: EpsConfig,
+    name: str,
+    on_record: Callable[[StepRecord], None],
+    forced: list[int] | None = None,
+    keep_logits: bool = False,
+) -> Side:
+    """Runs the prompt in a fresh cache of its own and hands over each step's record as it comes."""
+    request = session.request
+    spec = session.cache_spec(config)
+    try:
+        cache = session.backend.new_cache(spec, config, session.device)
+    except (MemoryError, RuntimeError) as error:
+        mib = spec.num_layers * spec.num_kv_heads * spec.num_units * config.unit_tokens * spec.kv_token_bytes / 2**20
+        raise ConfigError(
+            f"a cache of {mib:,.0f} MiB does not fit {session.device}: lower pool-tokens or shorten the prompt"
+        ) from error
+    side = Side()
+    started = time.perf_counter()
+    progress = report.Progress(name, sys.stderr)
+
+    def on_prefill(prompt: int, done: int, total: int) -> None:
+        progress(prompt, done, total)
+        side.prefill_ms = 1000 * (time.perf_counter() - started)
+
+    for record in generate(
+        session.backend,
+        session.decoder,
+        cache,
+        PagePool(spec.num_units, config.unit_tokens),
+        [session.prompt_tokens],
+        request.max_new_tokens,
+        request.sampling,
+        stop_tokens=session.spec.eos_token_ids if request.stop else (),
+        prefill_chunk=request.prefill_chunk,
+        on_prefill=on_prefill,
+        forced_tokens=None if forced is None else [forced],
+        keep_logits=keep_logits,
+        # waiting for the device between layers costs nothing on a CPU, so every step is timed there
+        time_every=1 if session.device == "cpu" else 4,
+    ):
+        on_record(record)
+        side.tokens += record.tokens
+        side.records.append(record)
+    side.text = session.tokenizer.decode(side.tokens, skip_special_tokens=True)
+    return side
+
+
+def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
+    """Runs a request, writing text and table to `out` and metrics where asked. Returns the last line's object."""
+    session = prepare(request)
+    config, gated = request.config, request.config.enabled
+    name = backend_name(session.backend)
+    model = str(request.model or "demo")
+    with ExitStack() as stack:
+        metrics = None
+        if request.metrics is not None:
+            metrics = stack.enter_context(telemetry.JsonlWriter(request.metrics))
+            metrics.write(
+                telemetry.run_line(
+                    config,
+                    session.cache_spec(config),
+                    name,
+                    session.device,
+                    model,
+                    session.backend.versions(),
+                    dtype=session.dtype,
+                    prompt_tokens=len(session.prompt_tokens),
+                    max_new_tokens=request.max_new_tokens,
+                    sampling=vars(request.sampling),
+                )
+            )
+        _print_header(session, model, name, out)
+        measured = "eps" if gated else "dense"  # the side that metrics and csv speak of
+
+        def streamed(side_name: str, side_config: EpsConfig, **more: Any) -> Side:
+            out.write(f"{side_name:5} > ")
+            text = report.TextStream(session.tokenizer, lambda piece: (out.write(piece), out.flush()))
+
+            def on_record(record: StepRecord) -> None:
+                if metrics is not None and side_name == measured:
+                    metrics.write(record.to_dict())
+                text.add(record.tokens[0])
+
+            side = decode(session, side_config, side_name, on_record, **more)
+            text.flush()
+            out.write("\n")
+            return side
+
+        off = EpsConfig(block_size=config.block_size)
+        dense = streamed("dense", off, keep_logits=request.kl) if request.baseline or not gated else None
+        eps = streamed("eps", config) if gated else None
+        divergence = _divergence(session, dense) if request.kl and dense is not None else {}
+        result = _report(session, model, name, dense, eps, divergence, out)
+        main = eps or dense
+        assert main is not None
+        if metrics is not None:
+            metrics.write(
+                {
+                    "type": "summary",
+                    **main.summary(),
+                    "prompt_tokens": len(session.prompt_tokens),
+                    "tokens_equal": result["tokens_equal"],
+                    "dense": dense.summary() if dense is not None and eps is not None else None,
+                    **divergence,
+                }
+            )
+        if request.csv is not None:
+            telemetry.write_csv(request.csv, main.records)
+    return result
+
+
+def _print_header(session: Session, model: str, backend: str, out: TextIO) -> None:
+    spec, request = session.spec, session.request
+    heads = f"{spec.num_heads} query / {spec.num_kv_heads} kv heads of {spec.head_dim}"
+    out.write(f"model   {model} ({spec.family}, {spec.num_layers} layers, {heads})\n")
+    cache = "" if session.kv_dtype == session.dtype else f", cache {session.kv_dtype}"
+    out.write(f"backend {backend} on {session.device}, {session.dtype}{cache}\n")
+    kind = "" if session.answer is None else f", a needle document whose answer is {session.answer}"
+    out.write(f"prompt  {len(session.prompt_tokens):,} tokens{kind}\n")
+    out.write(f"eps     {report.describe(request.config)}\n\n")
+    out.flush()
+
+
+def _divergence(session: Session, dense: Side) -> dict[str, float | None]:
+    """KL(dense || gated) of the next-token distribution in nats, both fed the dense run's tokens through the decode."""
+    values: list[float] = []
+    agree: list[bool] = []
+
+    def on_record(record: StepRecord) -> None:
+        gated, reference = record.logits, dense.records[record.step].logits
+        assert gated is not None and reference is not None
+        values.append(max(float(kl_divergence(reference, gated)[0]), 0.0))
+        agree.append(bool(np.argmax(gated[0]) == np.argmax(reference[0])))
+        record.logits = None
+
+    decode(session, session.request.config, "kl", on_record, forced=dense.tokens, keep_logits=True)
+    return {
+        "kl_mean": float(np.mean(values)) if values else None,
+        "kl_max": max(values, default=None),
+        "top1_agreement": float(np.mean(agree)) if agree else None,
+    }
+
+
+def _report(
+    session: Session,
+    model: str,
+    backend: str,
+    dense: Side | None,
+    eps: Side | None,
+    divergence: dict[str, float | None],
+    out: TextIO,
+) -> dict[str, Any]:
+    main = eps or dense
+    assert main is not None
+    equal = eps.tokens == dense.tokens if eps is not None and dense is not None else None
+    checks = []
+    if session.answer is not None:
+        answered = [_yes(side.text.startswith(session.answer)) if side else "-" for side in (dense, eps)]
+        checks.append(("needle answered", *answered))
+    if equal is not None:
+        checks.append(("tokens equal to dense", "", _yes(equal)))
+    checks += [(name.replace("_", " "), "", f"{value:.5f}") for name, value in divergence.items() if value is not None]
+    dense_summary, eps_summary = dense.summary() if dense else None, eps.summary() if eps else None
+    out.write("\n" + report.run_table(dense_summary, eps_summary, checks) + "\n")  # type: ignore[arg-type]
+    return {
+        "backend": backend,
+        "device": session.device,
+        "model": model,
+        "prompt_tokens": len(session.prompt_tokens),
+        "new_tokens": len(main.tokens),
+        "text": main.text,
+        "tokens": main.tokens,
+        "tokens_equal": equal,
+        "bytes_ratio": eps_summary["bytes_ratio"] if eps_summary else None,
+        "dense": report.dense_json(dense.tokens, dense_summary) if dense and dense_summary else None,
+        "eps": report.eps_json(eps.tokens, eps_summary, session.request.config) if eps and eps_summary else None,
+        **divergence,
+    }
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"

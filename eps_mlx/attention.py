@@ -1,0 +1,169 @@
+"""Attention over whole groups of a paged cache: `(out, lse)`, so that parts can be merged exactly.
+
+Logits, softmax and sums are float32 whatever the cache holds. Only listed groups are read: whole `[S, D]` tiles, one
+row of a gather each. No mask: the open group, where it is visited, is the last tile, and its unwritten tail is cut off.
+"""
+
+import math
+
+import mlx.core as mx
+import numpy as np
+
+from eps_core.interface import Selection
+from eps_mlx.cache import Cache
+
+State = tuple[mx.array, mx.array]
+
+
+def attend(
+    cache: Cache, layer: int, q: mx.array, table: np.ndarray, lengths: np.ndarray, selection: Selection | None
+) -> State:
+    """(out [B, Hq, D] in q's dtype, lse [B, Hq] float32: natural log of the softmax mass read) of q [B, Hq, D] unscaled,
+    over the selected groups of each sequence, or over all of its tokens where `selection` is None. A selection whose
+    numbers only the device knows costs one synchronisation."""
+    batch, num_heads, head_dim = q.shape
+    kv_heads = cache.spec.num_kv_heads
+    if head_dim != cache.spec.head_dim or num_heads % kv_heads:
+        raise ValueError(
+            f"q has {num_heads} heads of {head_dim}: the cache has {kv_heads} kv heads of {cache.spec.head_dim}, and "
+            "query heads must be a multiple of them"
+        )
+    table, lengths = np.asarray(table), np.asarray(lengths, np.int64)
+    with mx.stream(cache.stream):
+        a = q.astype(mx.float32).reshape(batch, kv_heads, -1, head_dim) * (1 / math.sqrt(head_dim))
+        if selection is None:
+            states = [_attend_all(cache, layer, a[b], table[b], int(lengths[b])) for b in range(batch)]
+        elif selection.uniform is not None and (selection.forced > 0)[lengths % cache.config.S > 0].all():
+            # forced groups hold the open one: every head ends with the same tile
+            states = [
+                _attend_tiles(
+                    cache,
+                    layer,
+                    a[b],
+                    selection.groups[b, :, : int(selection.uniform[b])],
+                    table[b],
+                    _unwritten(cache, int(lengths[b])),
+                )
+                for b in range(batch)
+            ]
+        else:
+            states = _attend_ragged(cache, layer, a, selection, table, lengths)
+        out, lse = (mx.stack(part) for part in zip(*states, strict=True))
+        return out.reshape(q.shape).astype(q.dtype), lse.reshape(batch, num_heads)
+
+
+def _unwritten(cache: Cache, length: int) -> int:
+    return -length % cache.config.S
+
+
+def _softmax_sums(logits: mx.array, axes: tuple[int, ...]) -> tuple[mx.array, mx.array, mx.array]:
+    """(weights, their sum, the largest logit), axes kept."""
+    largest = logits.max(axis=axes, keepdims=True)
+    weights = mx.exp(logits - largest)
+    return weights, weights.sum(axis=axes, keepdims=True), largest
+
+
+def _attend_all(cache: Cache, layer: int, a: mx.array, table: np.ndarray, length: int) -> State:
+    """Dense attention of one sequence, a [Hkv, R, D] -> (out [Hkv, R, D], lse [Hkv, R]); exactly `length` tokens."""
+    cache.kv_bytes_read += length * cache.spec.num_kv_heads * cache.spec.kv_token_bytes
+    num_full, rest = divmod(length, cache.config.unit_tokens)
+    parts = []
+    if num_full:
+        parts.append(_attend_units(cache, layer, a, table[:num_full], cache.config.unit_tokens))
+    if rest:
+        parts.append(_attend_units(cache, layer, a, table[num_full : num_full + 1], rest))
+    return parts[0] if len(parts) == 1 else merge(parts[0], parts[1])
+
+
+def _attend_units(cache: Cache, layer: int, a: mx.array, units: np.ndarray, tokens: int) -> State:
+    """The first `tokens` tokens of each unit. One small product per (unit, head), as the pool lies: consecutive units
+    need no copy at all, which is twice as fast as gathering K and V per head first."""
+    first, num = int(units[0]), len(units)
+    if (np.diff(units) == 1).all():
+        k, v = cache.k[layer][first : first + num], cache.v[layer][first : first + num]
+    else:
+        rows = mx.array(units.astype(np.int32))
+        k, v = mx.take(cache.k[layer], rows, axis=0), mx.take(cache.v[layer], rows, axis=0)
+    k, v = k[:, :, :tokens].astype(mx.float32), v[:, :, :tokens].astype(mx.float32)
+    weights, total, largest = _softmax_sums(a @ k.swapaxes(-1, -2), (0, 3))  # [M, Hkv, R, tokens]
+    out = (weights @ v).sum(axis=0) / total[0]
+    return out, (largest + mx.log(total))[0, :, :, 0]
+
+
+def _attend_tiles(
+    cache: Cache, layer: int, a: mx.array, groups: mx.array, table: np.ndarray, unwritten: int
+) -> State:
+    """Attention of kv heads a [H, R, D] over groups [H, W] of one sequence, `unwritten` tokens of the last cut off.
+    H is all kv heads."""
+    config, spec = cache.config, cache.spec
+    heads, num_groups = groups.shape
+    per_unit, size = config.groups_per_unit, config.S
+    cache.kv_bytes_read += heads * num_groups * size * spec.kv_token_bytes
+    units = mx.take(mx.array(table.astype(np.int32)), groups // per_unit)
+    rows = (units * spec.num_kv_heads + mx.arange(heads)[:, None]) * per_unit + groups % per_unit
+    return _attend_rows(cache, layer, a, rows, unwritten)
+
+
+def _attend_rows(cache: Cache, layer: int, a: mx.array, rows: mx.array, unwritten: int) -> State:
+    """Attention of a [H, R, D] over the pool's tiles rows [H, W], numbered as K's memory lies."""
+    size, head_dim = cache.config.S, cache.spec.head_dim
+    tokens = rows.shape[1] * size - unwritten
+    k, v = (
+        mx.take(pool[layer].reshape(-1, size * head_dim), rows, axis=0)
+        .reshape(len(rows), -1, head_dim)[:, :tokens]
+        .astype(mx.float32)
+        for pool in (cache.k, cache.v)
+    )
+    weights, total, largest = _softmax_sums(a @ k.swapaxes(-1, -2), (2,))
+    return (weights @ v) / total, (largest + mx.log(total))[..., 0]
+
+
+def _attend_ragged(
+    cache: Cache, layer: int, a: mx.array, selection: Selection, table: np.ndarray, lengths: np.ndarray
+) -> list[State]:
+    """Numbers of groups that differ by head: one synchronisation, then each (sequence, head) with exactly its groups.
+    a [B, Hkv, R, D] -> per sequence (out [Hkv, R, D], lse [Hkv, R])."""
+    config, spec = cache.config, cache.spec
+    per_unit, size = config.groups_per_unit, config.S
+    mx.eval(selection.groups, selection.counts)
+    groups, counts = np.array(selection.groups), np.array(selection.counts)
+    states = []
+    for b, length in enumerate(lengths.tolist()):
+        heads = []
+        for head in range(spec.num_kv_heads):
+            listed = groups[b, head, : counts[b, head]]
+            if not len(listed):
+                heads.append((mx.zeros(a.shape[2:])[None], mx.full((1, a.shape[2]), -math.inf)))
+                continue
+            cache.kv_bytes_read += len(listed) * size * spec.kv_token_bytes
+            rows = (table[b, listed // per_unit] * spec.num_kv_heads + head) * per_unit + listed % per_unit
+            unwritten = _unwritten(cache, length) if listed[-1] == length // size else 0
+            heads.append(
+                _attend_rows(cache, layer, a[b, head : head + 1], mx.array(rows.astype(np.int32))[None], unwritten)
+            )
+        out, lse = (mx.concatenate(part) for part in zip(*heads, strict=True))
+        states.append((out, lse))
+    return states
+
+
+def merge(first: State, second: State) -> State:
+    """Exact merge of attention over two disjoint sets of keys: out [.., D] with lse [..] (-inf: no keys, weight 0)."""
+    (out1, lse1), (out2, lse2) = first, second
+    largest = mx.maximum(lse1, lse2)
+    base = mx.where(largest > -math.inf, largest, 0)
+    weight1, weight2 = mx.exp(lse1 - base), mx.exp(lse2 - base)
+    total = weight1 + weight2
+    divisor = mx.where(total > 0, total, 1)
+    out = out1 * (weight1 / divisor)[..., None] + out2 * (weight2 / divisor)[..., None]
+    return out.astype(out1.dtype), base + mx.log(total)
+
+
+def attend_chunk(cache: Cache, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+    """Causal dense attention of a prefill chunk: q [N, Hq, D] are the last N of the T tokens of k, v [T, Hkv, D]."""
+    wide = q.dtype if k.dtype == q.dtype else mx.float32
+    q, k, v, dtype = q.astype(wide), k.astype(wide), v.astype(wide), q.dtype
+    with mx.stream(cache.stream):
+        out = mx.fast.scaled_dot_product_attention(
+            *(x.swapaxes(0, 1)[None] for x in (q, k, v)), scale=1 / math.sqrt(q.shape[-1]), mask="causal"
+        )
+        return out[0].swapaxes(0, 1).astype(dtype)

@@ -1,0 +1,294 @@
+"""The paged KV cache with its summaries: state as plain data, functions that return it.
+
+K and V lie in `[P, Hkv, U, D]` per layer, summaries in `[P, Hkv, U/S, ..]` under the same pool index. MLX writes a
+slice in place only while nobody else holds the buffer: no view of the cache outlives a call here, and `evaluate` must
+run once per chunk or step so that no un-evaluated reader pins an old buffer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+from eps_core.blocks import GroupState, WritePlan
+from eps_core.config import CacheSpec, ConfigError, EpsConfig
+from eps_core.summaries import CENTRE_TOKENS, jl_projection, rq_signs
+from eps_mlx.summaries import Summary, build_box, build_jl, build_meanstd, build_summary
+
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+
+@dataclass
+class Cache:
+    """Everything per layer. With method off only `k`, `v` and `finite` are filled."""
+
+    spec: CacheSpec
+    config: EpsConfig
+    device: str
+    k: list[mx.array]
+    v: list[mx.array]
+    finite: list[mx.array]  # device bool: no NaN or Inf in any K so far
+    summaries: list[Summary] = field(default_factory=list)
+    state: list[GroupState] = field(default_factory=list)
+    open: list[Summary] = field(default_factory=list)  # box, meanstd: running statistics [slots, Hkv, ..] float32
+    centre: list[mx.array | None] = field(default_factory=list)  # rq: [Hkv, D] float16 once 256 keys were seen
+    early: list[list[mx.array]] = field(default_factory=list)  # rq: the keys until then
+    fixed: list[Summary] = field(default_factory=list)  # jl: phi [Hkv, D, m]; rq: signs [D]
+    bytes_k_reread: int = 0
+    kv_bytes_read: int = 0
+
+    @property
+    def stream(self) -> mx.Device:
+        return device_of(self.device)
+
+    def constants(self, layer: int) -> Summary:
+        """What builders and scorers of this layer need besides keys (see summaries.py)."""
+        centre = self.centre[layer]
+        if self.config.method != "rq":
+            return self.fixed[layer]
+        shape = (self.spec.num_kv_heads, self.spec.head_dim)
+        return self.fixed[layer] | {"centre": mx.zeros(shape, mx.float16) if centre is None else centre}
+
+
+def devices() -> list[str]:
+    """Usable devices by their CLI names."""
+    return ["cpu", "mps"] if mx.metal.is_available() else ["cpu"]
+
+
+def device_of(device: str) -> mx.Device:
+    """The MLX device of a CLI name; auto is the GPU where there is one."""
+    usable = devices()
+    if device == "auto":
+        device = usable[-1]
+    if device not in usable:
+        raise ConfigError(
+            f"device {device!r} is absent: this MLX {mx.__version__} has {', '.join(usable)}; use --device {usable[-1]}"
+        )
+    return mx.cpu if device == "cpu" else mx.gpu
+
+
+def new_cache(spec: CacheSpec, config: EpsConfig, device: str = "auto") -> Cache:
+    """An empty cache. With method off no summary, state or constant is allocated."""
+    with mx.stream(device_of(device)):
+        shape = (spec.num_units, spec.num_kv_heads, config.unit_tokens, spec.head_dim)
+        dtype, layers = DTYPES[spec.dtype], range(spec.num_layers)
+        cache = Cache(
+            spec,
+            config,
+            devices()[-1] if device == "auto" else device,
+            k=[mx.zeros(shape, dtype) for _ in layers],
+            v=[mx.zeros(shape, dtype) for _ in layers],
+            finite=[mx.array(True) for _ in layers],
+        )
+        if config.enabled:
+            cache.state = [GroupState(spec.num_units, config, spec.max_open_groups) for _ in layers]
+            cache.centre = [None for _ in layers]
+            cache.early = [[] for _ in layers]
+            cache.fixed = [_fixed(spec, config, layer) for layer in layers]
+            # one group of zeros tells every summary's names, shapes and dtypes
+            group = mx.zeros((1, spec.num_kv_heads, config.S, spec.head_dim))
+            fields = build_summary(config, cache.constants(0), group)
+            pool = (spec.num_units, spec.num_kv_heads, config.groups_per_unit)
+            cache.summaries = [
+                {name: mx.zeros((*pool, *one.shape[2:]), one.dtype) for name, one in fields.items()} for _ in layers
+            ]
+            cache.open = [_empty_statistics(spec, config) for _ in layers]
+        evaluate(cache)
+    return cache
+
+
+def _fixed(spec: CacheSpec, config: EpsConfig, layer: int) -> Summary:
+    if config.method == "jl":
+        assert config.dim is not None
+        return {"phi": mx.array(jl_projection(config.seed, layer, spec.num_kv_heads, spec.head_dim, config.dim))}
+    return {"signs": mx.array(rq_signs(config.seed, spec.head_dim))} if config.method == "rq" else {}
+
+
+def _empty_statistics(spec: CacheSpec, config: EpsConfig) -> Summary:
+    lead = (spec.max_open_groups, spec.num_kv_heads)
+    if config.method == "box":
+        return {"min": mx.zeros((*lead, spec.head_dim)), "max": mx.zeros((*lead, spec.head_dim)), "norm": mx.zeros(lead)}
+    if config.method == "meanstd":
+        return {"mean": mx.zeros((*lead, spec.head_dim)), "m2": mx.zeros((*lead, spec.head_dim))}
+    return {}
+
+
+def evaluate(cache: Cache, *others: mx.array) -> None:
+    """Computes all pending state, once per chunk or step: from here on the cache owns its buffers alone."""
+    mx.eval(cache.k, cache.v, cache.finite, cache.summaries, cache.open, cache.early, *others)
+
+
+def check_finite(cache: Cache) -> None:
+    """Raises ConfigError if any K written since the last failure held NaN or Inf. Synchronises."""
+    finite = np.array(mx.stack(cache.finite, stream=cache.stream))
+    if not finite.all():
+        layer = int(np.argmin(finite))
+        cache.finite = [mx.array(True) for _ in cache.finite]
+        raise ConfigError(
+            f"NaN or Inf in K of layer {layer}: the model or its {cache.spec.dtype} cache overflows; try --dtype float32"
+        )
+
+
+def write_kv(cache: Cache, layer: int, k: mx.array, v: mx.array, slots: np.ndarray) -> Cache:
+    """Writes k, v [N, Hkv, D] to pool slots [N] (host) and brings the summaries of the touched groups up to date: a
+    group is valid again when its last slot is written. NaN or Inf in K is kept for `check_finite` to raise."""
+    spec, slots = cache.spec, np.asarray(slots, np.int64)
+    expected = (len(slots), spec.num_kv_heads, spec.head_dim)
+    for name, array in (("k", k), ("v", v)):
+        if tuple(array.shape) != expected:
+            raise ValueError(f"{name} has shape {tuple(array.shape)}: [slots, kv heads, head dim] is {expected}")
+    capacity = spec.num_units * cache.config.unit_tokens
+    if len(slots) and not 0 <= slots.min() <= slots.max() < capacity:
+        raise ValueError(f"slots run from {slots.min()} to {slots.max()}: the pool has slots 0 to {capacity - 1}")
+    if not len(slots):
+        return cache
+    with mx.stream(cache.stream):
+        units, offsets = (mx.array(part.astype(np.int32)) for part in np.divmod(slots, cache.config.unit_tokens))
+        keys = k.astype(DTYPES[spec.dtype])
+        cache.k[layer][units, :, offsets] = keys
+        cache.v[layer][units, :, offsets] = v.astype(DTYPES[spec.dtype])
+        cache.finite[layer] = cache.finite[layer] & mx.isfinite(keys).all()
+        if cache.config.enabled:
+            # the plan must follow every write, whatever the method makes of it
+            _update_summaries(cache, layer, keys, cache.state[layer].plan(slots))
+    return cache
+
+
+def _update_summaries(cache: Cache, layer: int, keys: mx.array, plan: WritePlan) -> None:
+    if cache.config.method == "oracle":
+        return
+    full, parts = np.asarray(plan.full_groups, np.int64), np.asarray(plan.part_groups, np.int64)
+    if cache.config.method == "rq" and cache.centre[layer] is None:
+        if not _find_centre(cache, layer, keys):
+            return
+        # the first centre: encode every group that is full by now, also those written long ago
+        state = cache.state[layer]
+        written = np.flatnonzero(state.valid(np.arange(cache.spec.num_units * cache.config.groups_per_unit)))
+        _seal_stored(cache, layer, np.setdiff1d(written, full))
+        parts = parts[:0]
+    if len(full):
+        in_hand = mx.take(keys, mx.array(plan.full_tokens.astype(np.int32)), axis=0)  # [F, S, Hkv, D]
+        _store(cache, layer, full, build_summary(cache.config, cache.constants(layer), in_hand.swapaxes(1, 2)))
+    if len(parts):
+        _extend(cache, layer, keys, plan)
+
+
+def _find_centre(cache: Cache, layer: int, keys: mx.array) -> bool:
+    """rq's centre is the mean of the first 256 keys this layer ever sees, in the order of the slots argument, taken in
+    float64 on the host: equal in every backend, once in a cache's life."""
+    early = cache.early[layer]
+    early.append(keys)
+    if sum(len(part) for part in early) < CENTRE_TOKENS:
+        return False
+    first = np.concatenate([np.array(part.astype(mx.float32)) for part in early])[:CENTRE_TOKENS]
+    with np.errstate(over="ignore"):
+        cache.centre[layer] = mx.array(first.astype(np.float64).mean(axis=0).astype(np.float16))
+    cache.early[layer] = []
+    return True
+
+
+def _extend(cache: Cache, layer: int, keys: mx.array, plan: WritePlan) -> None:
+    """Some keys of groups that this call does not write whole. jl adds in place, box and meanstd run their statistics
+    beside the pool; the others, and groups that lost their open slot, are read back once they are full."""
+    method = cache.config.method
+    groups, sealed = np.asarray(plan.part_groups, np.int64), np.asarray(plan.sealed, bool)
+    tokens, before, slots = np.asarray(plan.part_tokens), np.asarray(plan.part_before), np.asarray(plan.part_open)
+    followed = slots >= 0 if method in ("jl", "box", "meanstd") else np.zeros(len(slots), bool)
+    _seal_stored(cache, layer, groups[sealed & ~followed])
+    if not followed.any():
+        return
+    groups, sealed, tokens, before = groups[followed], sealed[followed], tokens[followed], before[followed]
+    present = mx.array(tokens >= 0)[:, None, :, None]
+    taken = mx.take(keys, mx.array(np.maximum(tokens, 0).astype(np.int32)), axis=0).astype(mx.float32)
+    taken = taken.swapaxes(1, 2)  # [R, Hkv, Lr, D]
+    continues = mx.array(before > 0)[:, None, None]
+    if method == "jl":
+        gram = build_jl(mx.where(present, taken, 0), cache.fixed[layer]["phi"])["gram"]
+        units, subs = _places(cache, groups)
+        earlier = cache.summaries[layer]["gram"][units, :, subs]
+        _store(cache, layer, groups, {"gram": gram + mx.where(continues, earlier, 0)})
+        return
+    place = mx.array(slots[followed].astype(np.int32))
+    running = cache.open[layer]
+    if method == "box":
+        low = mx.where(present, taken, mx.inf).min(axis=2)
+        high = mx.where(present, taken, -mx.inf).max(axis=2)
+        norm = mx.sqrt((mx.where(present, taken, 0) ** 2).sum(axis=-1)).max(axis=2)
+        running["min"][place] = mx.where(continues, mx.minimum(low, running["min"][place]), low)
+        running["max"][place] = mx.where(continues, mx.maximum(high, running["max"][place]), high)
+        running["norm"][place] = mx.where(continues[..., 0], mx.maximum(norm, running["norm"][place]), norm)
+    else:
+        count = mx.array((tokens >= 0).sum(axis=1).astype(np.float32))[:, None, None]
+        mean = mx.where(present, taken, 0).sum(axis=2) / count
+        m2 = (mx.where(present, taken - mean[:, :, None], 0) ** 2).sum(axis=2)
+        # Chan et al. 1979; with nothing before it, the new part stands alone
+        earlier = mx.array(before.astype(np.float32))[:, None, None]
+        gap = mean - mx.where(continues, running["mean"][place], mean)
+        m2 = m2 + mx.where(continues, running["m2"][place], 0) + gap * gap * (earlier * count / (earlier + count))
+        running["m2"][place] = m2
+        running["mean"][place] = mean - gap * (earlier / (earlier + count))
+    if sealed.any():
+        done = place[mx.array(np.flatnonzero(sealed).astype(np.int32))]
+        values = {name: statistic[done] for name, statistic in running.items()}
+        if method == "box":
+            summary = build_box(values["min"], values["max"], values["norm"])
+        else:
+            summary = build_meanstd(values["mean"], mx.sqrt(values["m2"] / cache.config.S))
+        _store(cache, layer, groups[sealed], summary)
+
+
+def _seal_stored(cache: Cache, layer: int, groups: np.ndarray) -> None:
+    """Summarises full groups [F] by reading their keys back from the cache, which is counted."""
+    if not len(groups):
+        return
+    spec, config = cache.spec, cache.config
+    units, subs = np.divmod(groups, config.groups_per_unit)
+    rows = (units[:, None] * spec.num_kv_heads + np.arange(spec.num_kv_heads)) * config.groups_per_unit + subs[:, None]
+    flat = cache.k[layer].reshape(-1, config.S * spec.head_dim)
+    keys = mx.take(flat, mx.array(rows), axis=0).reshape(*rows.shape, config.S, spec.head_dim)
+    cache.bytes_k_reread += keys.nbytes
+    _store(cache, layer, groups, build_summary(config, cache.constants(layer), keys))
+
+
+def _places(cache: Cache, groups: np.ndarray) -> tuple[mx.array, mx.array]:
+    units, subs = np.divmod(groups, cache.config.groups_per_unit)
+    return mx.array(units.astype(np.int32)), mx.array(subs.astype(np.int32))
+
+
+def _store(cache: Cache, layer: int, groups: np.ndarray, summary: Summary) -> None:
+    """Writes summaries [F, Hkv, ..] of groups [F] into the pool."""
+    units, subs = _places(cache, groups)
+    for name, value in summary.items():
+        cache.summaries[layer][name][units, :, subs] = value
+
+
+def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
+    """Copies whole units with their summaries and open groups: copy-on-write of a forked sequence's open unit."""
+    if len(src) != len(dst):
+        raise ValueError(f"{len(src)} source units for {len(dst)} target units: give one target per source")
+    if not len(src):
+        return cache
+    with mx.stream(cache.stream):
+        source, target = mx.array(list(src), mx.int32), mx.array(list(dst), mx.int32)
+        for layer in range(cache.spec.num_layers):
+            for pool in (cache.k[layer], cache.v[layer], *(cache.summaries[layer].values() if cache.summaries else ())):
+                pool[target] = pool[source]
+            if not cache.config.enabled:
+                continue
+            for from_unit, to_unit in zip(src, dst, strict=True):
+                for from_open, to_open in cache.state[layer].copy(from_unit, to_unit):
+                    for running in cache.open[layer].values():
+                        running[to_open] = running[from_open]
+    return cache
+
+
+def read_kv(cache: Cache, layer: int, table: np.ndarray, length: int) -> tuple[mx.array, mx.array]:
+    """K, V [length, Hkv, D] of one sequence in cache dtype, copied out of the pool in token order: table [M]."""
+    config, spec = cache.config, cache.spec
+    units = np.asarray(table)[: -(-length // config.unit_tokens)]
+    with mx.stream(cache.stream):
+        rows = mx.array(units.astype(np.int32))
+        pools = (mx.take(pool[layer], rows, axis=0).swapaxes(1, 2) for pool in (cache.k, cache.v))
+        k, v = (mx.contiguous(pool.reshape(-1, spec.num_kv_heads, spec.head_dim)[:length]) for pool in pools)
+    return k, v

@@ -1,0 +1,128 @@
+"""Which groups to visit: guards on the host, policies on the device, no synchronisation.
+
+`estimate [B, Hkv, G]` is the natural log of each group's mass as `score` returns it: +inf without a valid summary
+(always visited), -inf past the sequence's end. Policies return a mask [B, Hkv, G] of groups to visit, the forced ones
+among them. No sort order of equal values is ever relied on: the K-th value decides, and ties go to the lower index.
+"""
+
+import math
+
+import mlx.core as mx
+import numpy as np
+
+from eps_core.config import EpsConfig
+from eps_core.interface import Scores, Selection
+
+THRESHOLD_ROWS = 256  # groups that one pass of `select_threshold` compares with all others; changes memory only
+
+
+def forced_groups(config: EpsConfig, lengths: np.ndarray, num_groups: int) -> np.ndarray:
+    """The guards [B, G] bool, host: the first and last tokens, the open group, everything below `min_context`; False
+    past the end. Groups without a summary are forced too, but known from the scores."""
+    lengths = np.asarray(lengths, np.int64)[:, None]
+    size, index = config.S, np.arange(num_groups)
+    ends = -(-lengths // size)
+    first = index < -(-np.minimum(config.first_tokens, lengths) // size)
+    last = index >= np.maximum(lengths - config.last_tokens, 0) // size
+    is_open = (index == ends - 1) & (lengths % size != 0)
+    return (first | last | is_open | (lengths < config.min_context)) & (index < ends)
+
+
+def budget(config: EpsConfig, forced: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Groups that topk visits of each sequence [B] int64, host: the budget, but all forced ones and none past the
+    end. `forced` [B] numbers of forced groups."""
+    groups = [config.budget_groups(int(length)) for length in lengths]
+    return np.minimum(np.maximum(groups, forced), -(-lengths // config.S)).astype(np.int64)
+
+
+def _best(keys: mx.array, count: mx.array) -> mx.array:
+    """Mask [B, Hkv, G] of the `count` [B, Hkv or 1, 1] largest keys, the lower index first among equals."""
+    groups = keys.shape[-1]
+    rising = mx.sort(keys, axis=-1)
+    place = mx.broadcast_to(mx.clip(groups - count, 0, groups - 1), (*keys.shape[:-1], 1))
+    least = mx.take_along_axis(rising, place, axis=-1)
+    above, tied = keys > least, keys == least
+    room = count - above.sum(axis=-1, keepdims=True)
+    return (above | (tied & (mx.cumsum(tied.astype(mx.int32), axis=-1) <= room))) & (count > 0)
+
+
+def select_topk(estimate: mx.array, forced: mx.array, count: mx.array) -> mx.array:
+    """Forced groups, then the best: `count` [B, 1, 1] in all."""
+    return _best(mx.where(forced, math.inf, estimate), count)
+
+
+def select_share(config: EpsConfig, estimate: mx.array, forced: mx.array) -> mx.array:
+    """Every group whose estimated share of the softmax is at least tau."""
+    assert config.tau is not None
+    return forced | (estimate - _log_total(estimate) >= math.log(config.tau))
+
+
+def select_mass(config: EpsConfig, estimate: mx.array, forced: mx.array) -> mx.array:
+    """The fewest groups, best first, that leave an estimated share of at most epsilon unread."""
+    unforced = mx.where(forced, -math.inf, estimate)
+    share = mx.exp(mx.sort(unforced, axis=-1) - _log_total(estimate))
+    # rising, those without a share first: the longest run that sums to at most epsilon is what may be skipped
+    skipped = (mx.cumsum(share, axis=-1) <= config.epsilon).sum(axis=-1, keepdims=True)
+    return forced | _best(unforced, estimate.shape[-1] - skipped)
+
+
+def select_threshold(config: EpsConfig, estimate: mx.array, forced: mx.array) -> mx.array:
+    """The product requirements' rule: newest to oldest, skip when B < T / alpha, T the top_pages-th best so far.
+    T / alpha <= B_j says that fewer than top_pages newer groups have B_i / alpha > B_j: a count instead of a heap."""
+    assert config.top_pages is not None
+    groups = estimate.shape[-1]
+    scaled = mx.where(mx.isfinite(estimate), estimate / config.alpha, -math.inf)
+    index, parts = mx.arange(groups), []
+    for start in range(0, groups, THRESHOLD_ROWS):
+        rows = slice(start, start + THRESHOLD_ROWS)
+        newer_and_better = (scaled[..., None, :] > estimate[..., rows, None]) & (index > index[rows, None])
+        parts.append(newer_and_better.sum(axis=-1) < config.top_pages)
+    return forced | (mx.concatenate(parts, axis=-1) & mx.isfinite(estimate))
+
+
+def _log_total(estimate: mx.array) -> mx.array:
+    """log sum exp over the groups that have an estimate [B, Hkv, 1]; -inf where there is none."""
+    known = mx.where(mx.isfinite(estimate), estimate, -math.inf)
+    largest = mx.maximum(known.max(axis=-1, keepdims=True), -3e38)
+    return largest + mx.log(mx.exp(known - largest).sum(axis=-1, keepdims=True))
+
+
+def select(config: EpsConfig, scores: Scores, lengths: np.ndarray) -> Selection:
+    """The configured policy over every (sequence, kv head); scope union gives all heads the union of their groups.
+    Runs on the current default device: `scores` are its arrays."""
+    lengths = np.asarray(lengths, np.int64)
+    estimate = scores.estimate
+    batch, kv_heads, groups = estimate.shape
+    guards = forced_groups(config, lengths, groups)
+    num_forced = guards.sum(axis=1) + np.asarray(scores.num_missing, np.int64)
+    inside = mx.array(np.arange(groups) < -(-lengths // config.S)[:, None])[:, None, :]
+    forced = (mx.array(guards)[:, None, :] | (estimate == math.inf)) & inside
+    uniform = None
+    if config.policy == "topk":
+        uniform = budget(config, num_forced, lengths)
+        visit = select_topk(estimate, forced, mx.array(uniform.astype(np.int32))[:, None, None])
+    elif config.policy == "threshold":
+        visit = select_threshold(config, estimate, forced) & inside
+    else:
+        policy = select_share if config.policy == "share" else select_mass
+        visit = policy(config, estimate, forced) & inside
+        if config.top_pages is not None:
+            count = visit.sum(axis=-1, keepdims=True)
+            cap = mx.maximum(forced.sum(axis=-1, keepdims=True), config.top_pages)
+            visit = select_topk(mx.where(visit, estimate, -math.inf), forced, mx.minimum(count, cap))
+    if config.scope == "union":
+        visit, uniform = mx.broadcast_to(visit.any(axis=1, keepdims=True), visit.shape), None
+    width = groups if uniform is None else max(int(uniform.max()), 1)
+    counts = visit.sum(axis=-1).astype(mx.int32)
+    rising = mx.sort(mx.where(visit, mx.arange(groups, dtype=mx.int32), groups), axis=-1)[..., :width]
+    return Selection(mx.where(rising < groups, rising, -1), counts, uniform, num_forced)
+
+
+def skipped_mass(scores: Scores, selection: Selection) -> mx.array:
+    """Estimated share of the softmax left unread [B, Hkv]: an estimate, no bound. Groups without an estimate, which
+    are always visited, are left out of both sides."""
+    estimate = mx.where(mx.isfinite(scores.estimate), scores.estimate, -math.inf)
+    # padding repeats the first group, which is visited
+    groups = mx.where(selection.groups < 0, selection.groups[..., :1], selection.groups)
+    skipped = mx.put_along_axis(estimate, groups.astype(mx.int32), mx.array(-math.inf), axis=-1)
+    return mx.exp(_log_total(skipped) - _log_total(estimate))[..., 0]

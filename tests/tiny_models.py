@@ -1,0 +1,116 @@
+"""Tiny random models in the real Hugging Face format, written by transformers itself.
+
+`NAMES` cover every family, tied and untied, the three storage dtypes, one file and shards, and head dims that are
+not hidden / heads.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+VOCAB_SIZE = 300
+WEIGHT_STD = 0.15  # seven times transformers' own: logits of tiny models would be nearly constant otherwise
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """One model: transformers' config class, the fields that differ from the common ones, and how it is stored."""
+
+    config_class: str
+    overrides: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
+    max_shard_size: str = "1GB"
+
+
+MODELS = {
+    "llama2": TinyModel("LlamaConfig", {"num_key_value_heads": 4}),
+    "llama2-bf16-sharded": TinyModel("LlamaConfig", dtype="bfloat16", max_shard_size="60KB"),
+    "llama2-linear-biased": TinyModel(
+        "LlamaConfig",
+        {
+            "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0},
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "llama3.1-tied-sharded": TinyModel(
+        "LlamaConfig",
+        {"rope_parameters": LLAMA3_SCALING, "tie_word_embeddings": True, "head_dim": 32},
+        max_shard_size="100KB",
+    ),
+    "mistral": TinyModel("MistralConfig", {"sliding_window": None, "head_dim": 32}),
+    "qwen2-tied": TinyModel("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen2-fp16": TinyModel("Qwen2Config", dtype="float16"),
+    "qwen3": TinyModel("Qwen3Config", {"head_dim": 32}),
+    "qwen3-tied-biased": TinyModel(
+        "Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}
+    ),
+}  # fmt: skip
+NAMES = tuple(MODELS)
+
+
+def make_config(name: str) -> Any:
+    """transformers' config object of the named model."""
+    model = MODELS[name]
+    common = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": WEIGHT_STD,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+    }
+    return getattr(transformers, model.config_class)(**common | model.overrides)
+
+
+def save_model(name: str, path: Path, seed: int = 0) -> Path:
+    """Writes the named model with weights drawn from `seed`, and a byte-level tokenizer; returns `path`."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(make_config(name), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            # norms start at 1 and biases at 0: what starts there cannot show that it is used
+            if parameter_name.endswith("bias"):
+                parameter.normal_(0.0, WEIGHT_STD)
+            elif "norm" in parameter_name:
+                parameter.uniform_(0.5, 1.5)
+    model.to(getattr(torch, MODELS[name].dtype))
+    model.save_pretrained(path, max_shard_size=MODELS[name].max_shard_size)
+    save_tokenizer(path / "tokenizer.json")
+    return path
+
+
+def save_tokenizer(file: Path) -> None:
+    """A tokenizer whose tokens are the 256 bytes, then <s> and </s>."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: index for index, character in enumerate(alphabet)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(file))
+
+
+def reference_logits(path: Path, tokens: list[int]) -> Any:
+    """transformers' logits [T, V] float32 (numpy) of the saved model after each token, computed in float32."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0].numpy()
