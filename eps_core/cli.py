@@ -155,6 +155,7 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
         baseline=not flags["no_baseline"],
         kl=flags["kl"],
         stop=flags["stop"],
+        method_is_default=flags["eps_method"] is None,
         metrics=flags["metrics"],
         csv=flags["csv"],
     )

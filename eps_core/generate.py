@@ -5,12 +5,13 @@ Holds integers and host logits only; arrays stay in the backend. One `StepRecord
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from eps_core import blocks
 from eps_core.blocks import PagePool
 from eps_core.config import ConfigError
 from eps_core.interface import Backend, Decoder
@@ -70,18 +71,19 @@ def generate(
     forced_tokens: Sequence[Sequence[int]] | None = None,
     keep_logits: bool = False,
     time_every: int = 0,
-) -> Iterator[StepRecord]:
+) -> Generator[StepRecord, None, Any]:
     """Decodes every prompt for at most `max_new_tokens` tokens, all in one batch; a sequence leaves it at a stop token.
 
     All but the last token of each prompt are prefilled densely, `prefill_chunk` at a time, sharing full pages with what
     the pool already holds; the last one starts the decode, so every new token comes from one gated step.
     `forced_tokens` (one list a prompt) are fed instead of what the model says, and end their sequence with them.
     `on_prefill(prompt, tokens done, tokens in all)` is called after each chunk. Every `time_every`-th step is timed
-    layer by layer (0: none). `cache` is the backend's and is changed; sequences are freed when the iterator ends.
+    layer by layer (0: none). Sequences are freed when the generator ends, and its value is the cache to go on with: a
+    prompt that is decoded again in it, with the same pool, finds its full pages.
     """
     if any(not len(prompt) for prompt in prompts):
         raise ConfigError("an empty prompt has nothing to continue: give at least one token")
-    sequences: dict[int, Any] = {}
+    sequences: dict[int, blocks.Sequence] = {}
     try:
         for index, prompt in enumerate(prompts):
             sequences[index], cache = _prefill(
@@ -93,7 +95,7 @@ def generate(
             if forced_tokens is not None:
                 alive = [index for index in alive if step < len(forced_tokens[index])]
             if not alive:
-                return
+                break
             slots = []
             for index in alive:
                 new_slots, cache = _append(backend, cache, pool, sequences[index], [fed[index]])
@@ -130,6 +132,7 @@ def generate(
             for index in alive:
                 if fed[index] in stop_tokens and forced_tokens is None:
                     pool.free(sequences.pop(index))
+        return cache
     finally:
         for sequence in sequences.values():
             pool.free(sequence)
@@ -147,7 +150,7 @@ def _prefill(
     tokens: Sequence[int],
     chunk_tokens: int,
     report: Callable[[int, int], None],
-) -> tuple[Any, Any]:
+) -> tuple[blocks.Sequence, Any]:
     """(sequence, cache) with K and V of `tokens` in the cache; pages that the pool holds are not computed again."""
     sequence, num_shared = pool.open(tokens)
     try:
@@ -164,7 +167,7 @@ def _prefill(
 
 
 def _append(
-    backend: Backend, cache: Any, pool: PagePool, sequence: Any, tokens: Sequence[int]
+    backend: Backend, cache: Any, pool: PagePool, sequence: blocks.Sequence, tokens: Sequence[int]
 ) -> tuple[np.ndarray, Any]:
     """Slots [N] for `tokens` at the end of a sequence; a page shared with a fork is copied before it is written."""
     slots, copies = pool.append(sequence, tokens)

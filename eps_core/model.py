@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror}): check its permissions") from error
     except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError
-        raise ConfigError(f"{file} is not JSON ({error}): download it again") from error
+        raise ConfigError(f"{file} is not JSON ({_one_line(error)}): download it again") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{file} holds a {type(values).__name__}, not a JSON object: download it again")
     return values
@@ -314,7 +315,7 @@ def load_weights(path: str | Path, spec: ModelSpec) -> dict[str, np.ndarray]:
         by_file.setdefault(located[name], []).append(short)
     weights = {}
     for file, shorts in by_file.items():
-        for short, array in _reading(file, lambda opened, shorts=shorts: _read_tensors(opened, names, shorts)):
+        for short, array in _reading(file, partial(_read_tensors, names=names, shorts=shorts)):
             weights[short] = array
     return {short: weights[short] for short in names}
 
@@ -343,8 +344,7 @@ def _reading(file: Path, read: Callable[[Any], Any]) -> Any:
         with safe_open(file, framework="numpy") as opened:
             return read(opened)
     except (SafetensorError, OSError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"{file} is truncated or corrupt ({reason}): download it again") from error
+        raise ConfigError(f"{file} is truncated or corrupt ({_one_line(error)}): download it again") from error
 
 
 def _read_tensors(
@@ -377,7 +377,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing narrower
-        raise ConfigError(f"{file} is no tokenizer of the tokenizers library ({error}): download it again") from error
+        raise ConfigError(
+            f"{file} is no tokenizer of the tokenizers library ({_one_line(error)}): download it again"
+        ) from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 class NumpyDecoder:

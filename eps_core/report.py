@@ -13,9 +13,10 @@ _PROGRESS_SECONDS = 10.0  # between lines where stderr is no terminal
 class TextStream:
     """Prints the text of tokens as they come, holding back characters whose bytes are not all there yet."""
 
-    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
+    def __init__(self, tokenizer: Any, write: Callable[[str], Any]) -> None:
         self.decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
-        self.write, self.tokens = write, []
+        self.write = write
+        self.tokens: list[int] = []
         self.start = self.end = 0  # tokens [start, end) are printed and give the next ones their context
 
     def add(self, token: int) -> None:
@@ -82,37 +83,46 @@ def _number(value: float | None, form: str = ",.0f") -> str:
 
 
 def _times(summary: dict[str, Any] | None, name: str) -> str:
-    if summary is None or summary[f"{name}_p50"] is None:
+    if summary is None:
+        return ""
+    if summary[f"{name}_p50"] is None:
         return "-"
     return f"{summary[f'{name}_p50']:.2f} / {summary[f'{name}_p95']:.2f}"
 
 
-def run_table(dense: dict[str, Any] | None, eps: dict[str, Any] | None, checks: Sequence[tuple[str, str, str]]) -> str:
-    """Dense beside EPS, from two run summaries (`telemetry.summarise`); `checks` are rows (what, dense, EPS)."""
-    sides = (dense, eps)
+def run_table(
+    dense: dict[str, Any] | None, eps: dict[str, Any] | None, checks: Sequence[tuple[str, str | None, str | None]]
+) -> str:
+    """The sides that ran beside each other, from their summaries (`telemetry.summarise`); `checks` are rows (what,
+    dense, EPS)."""
 
-    def row(name: str, key: str, form: str = ",.0f") -> list[str]:
-        return [name, *(_number(side[key] if side else None, form) for side in sides)]
+    def row(name: str, key: str, form: str = ",.0f") -> tuple[str, str, str]:
+        return (name, *(_number(side[key] if side else None, form) for side in (dense, eps)))  # type: ignore[return-value]
+
+    def groups(name: str, key: str) -> tuple[str, str, str]:
+        return (name, "", _number(eps[key]) if eps else "")
 
     rows = [
         row("new tokens", "new_tokens"),
-        *(list(check) for check in checks),
+        *((name, left or "", right or "") for name, left, right in checks),
         row("KV bytes read", "bytes_kv_read_est"),
         row("summary bytes read", "bytes_summary_read"),
         row("bytes against dense", "bytes_ratio", ".4f"),
         row("K bytes re-read to seal", "bytes_k_reread"),
-        row("groups in all", "pages_total"),
-        row("  visited", "pages_visited"),
-        row("  skipped", "pages_skipped"),
-        row("  forced", "pages_forced"),
+        groups("groups in all", "pages_total"),
+        groups("  visited", "pages_visited"),
+        groups("  skipped", "pages_skipped"),
+        groups("  forced", "pages_forced"),
         row("estimated mass skipped", "mass_skipped_est_mean", ".4f"),
-        ["pre-pass ms, p50 / p95", *(_times(side, "prepass_ms") for side in sides)],
-        ["attention ms, p50 / p95", *(_times(side, "attention_ms") for side in sides)],
-        ["decode ms, p50 / p95", *(_times(side, "decode_ms") for side in sides)],
+        ("pre-pass ms, p50 / p95", "", _times(eps, "prepass_ms")),
+        ("attention ms, p50 / p95", "", _times(eps, "attention_ms")),
+        ("decode ms, p50 / p95", _times(dense, "decode_ms"), _times(eps, "decode_ms")),
         row("tokens per second", "tokens_per_s", ".1f"),
         row("prefill ms", "prefill_ms"),
     ]
-    return table(rows, ["", "dense", "EPS"])
+    kept = [0, *([1] if dense else []), *([2] if eps else [])]
+    cells = [[cells[i] for i in kept] for cells in rows if any(cells[i] for i in kept[1:])]
+    return table(cells, [("", "dense", "EPS")[i] for i in kept])
 
 
 def dense_json(tokens: Sequence[int], summary: dict[str, Any]) -> dict[str, Any]:

@@ -42,6 +42,7 @@ class RunRequest:
     baseline: bool = True
     kl: bool = False
     stop: bool = True
+    method_is_default: bool = False  # for the header
     metrics: Path | None = None
     csv: Path | None = None
 
@@ -148,16 +149,7 @@ def choose_device(backend: Backend, asked: str) -> str:
     return asked
 
 
-def decode(
-    session: Session,
-    config: EpsConfig,
-    name: str,
-    on_record: Callable[[StepRecord], None],
-    forced: list[int] | None = None,
-    keep_logits: bool = False,
-) -> Side:
-    """Runs the prompt in a fresh cache of its own and hands over each step's record as it comes."""
-    request = session.request
+def new_cache(session: Session, config: EpsConfig) -> tuple[Any, PagePool]:
     spec = session.cache_spec(config)
     try:
         cache = session.backend.new_cache(spec, config, session.device)
@@ -166,6 +158,20 @@ def decode(
         raise ConfigError(
             f"a cache of {mib:,.0f} MiB does not fit {session.device}: lower pool-tokens or shorten the prompt"
         ) from error
+    return cache, PagePool(spec.num_units, config.unit_tokens)
+
+
+def decode(
+    session: Session,
+    name: str,
+    cache: Any,
+    pool: PagePool,
+    on_record: Callable[[StepRecord], None],
+    forced: list[int] | None = None,
+    keep_logits: bool = False,
+) -> tuple[Side, Any]:
+    """(side, cache) of decoding the prompt; each step's record is handed over as it comes."""
+    request = session.request
     side = Side()
     started = time.perf_counter()
     progress = report.Progress(name, sys.stderr)
@@ -174,11 +180,11 @@ def decode(
         progress(prompt, done, total)
         side.prefill_ms = 1000 * (time.perf_counter() - started)
 
-    for record in generate(
+    steps = generate(
         session.backend,
         session.decoder,
         cache,
-        PagePool(spec.num_units, config.unit_tokens),
+        pool,
         [session.prompt_tokens],
         request.max_new_tokens,
         request.sampling,
@@ -189,12 +195,16 @@ def decode(
         keep_logits=keep_logits,
         # waiting for the device between layers costs nothing on a CPU, so every step is timed there
         time_every=1 if session.device == "cpu" else 4,
-    ):
+    )
+    while True:
+        try:
+            record = next(steps)
+        except StopIteration as end:
+            side.text = session.tokenizer.decode(side.tokens, skip_special_tokens=True)
+            return side, end.value
         on_record(record)
         side.tokens += record.tokens
         side.records.append(record)
-    side.text = session.tokenizer.decode(side.tokens, skip_special_tokens=True)
-    return side
 
 
 def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
@@ -224,7 +234,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
         _print_header(session, model, name, out)
         measured = "eps" if gated else "dense"  # the side that metrics and csv speak of
 
-        def streamed(side_name: str, side_config: EpsConfig, **more: Any) -> Side:
+        def streamed(side_name: str, cache: Any, pool: PagePool, keep_logits: bool = False) -> tuple[Side, Any]:
             out.write(f"{side_name:5} > ")
             text = report.TextStream(session.tokenizer, lambda piece: (out.write(piece), out.flush()))
 
@@ -233,15 +243,20 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
                     metrics.write(record.to_dict())
                 text.add(record.tokens[0])
 
-            side = decode(session, side_config, side_name, on_record, **more)
+            decoded = decode(session, side_name, cache, pool, on_record, keep_logits=keep_logits)
             text.flush()
             out.write("\n")
-            return side
+            return decoded
 
-        off = EpsConfig(block_size=config.block_size)
-        dense = streamed("dense", off, keep_logits=request.kl) if request.baseline or not gated else None
-        eps = streamed("eps", config) if gated else None
-        divergence = _divergence(session, dense) if request.kl and dense is not None else {}
+        dense = eps = None
+        divergence: dict[str, float | None] = {}
+        if request.baseline or not gated:
+            dense, _ = streamed("dense", *new_cache(session, EpsConfig(block_size=config.block_size)), request.kl)
+        if gated:
+            cache, pool = new_cache(session, config)
+            eps, cache = streamed("eps", cache, pool)
+            if request.kl and dense is not None:
+                divergence = _divergence(session, cache, pool, dense)
         result = _report(session, model, name, dense, eps, divergence, out)
         main = eps or dense
         assert main is not None
@@ -269,12 +284,16 @@ def _print_header(session: Session, model: str, backend: str, out: TextIO) -> No
     out.write(f"backend {backend} on {session.device}, {session.dtype}{cache}\n")
     kind = "" if session.answer is None else f", a needle document whose answer is {session.answer}"
     out.write(f"prompt  {len(session.prompt_tokens):,} tokens{kind}\n")
-    out.write(f"eps     {report.describe(request.config)}\n\n")
+    out.write(f"eps     {report.describe(request.config)}\n")
+    if request.method_is_default and request.config.enabled:
+        out.write("        (the demo's default; --eps-method off turns it off)\n")
+    out.write("\n")
     out.flush()
 
 
-def _divergence(session: Session, dense: Side) -> dict[str, float | None]:
-    """KL(dense || gated) of the next-token distribution in nats, both fed the dense run's tokens through the decode."""
+def _divergence(session: Session, cache: Any, pool: PagePool, dense: Side) -> dict[str, float | None]:
+    """KL(dense || gated) of the next-token distribution in nats, both fed the dense run's tokens through the decode.
+    The prompt's pages are still in `cache`."""
     values: list[float] = []
     agree: list[bool] = []
 
@@ -285,7 +304,7 @@ def _divergence(session: Session, dense: Side) -> dict[str, float | None]:
         agree.append(bool(np.argmax(gated[0]) == np.argmax(reference[0])))
         record.logits = None
 
-    decode(session, session.request.config, "kl", on_record, forced=dense.tokens, keep_logits=True)
+    decode(session, "kl", cache, pool, on_record, forced=dense.tokens, keep_logits=True)
     return {
         "kl_mean": float(np.mean(values)) if values else None,
         "kl_max": max(values, default=None),
@@ -305,15 +324,17 @@ def _report(
     main = eps or dense
     assert main is not None
     equal = eps.tokens == dense.tokens if eps is not None and dense is not None else None
-    checks = []
+    checks: list[tuple[str, str | None, str | None]] = []
     if session.answer is not None:
-        answered = [_yes(side.text.startswith(session.answer)) if side else "-" for side in (dense, eps)]
-        checks.append(("needle answered", *answered))
+        answered = [_yes(side.text.startswith(session.answer)) if side else None for side in (dense, eps)]
+        checks.append(("needle answered", answered[0], answered[1]))
     if equal is not None:
-        checks.append(("tokens equal to dense", "", _yes(equal)))
-    checks += [(name.replace("_", " "), "", f"{value:.5f}") for name, value in divergence.items() if value is not None]
+        checks.append(("tokens equal to dense", None, _yes(equal)))
+    checks += [
+        (name.replace("_", " "), None, f"{value:.5f}") for name, value in divergence.items() if value is not None
+    ]
     dense_summary, eps_summary = dense.summary() if dense else None, eps.summary() if eps else None
-    out.write("\n" + report.run_table(dense_summary, eps_summary, checks) + "\n")  # type: ignore[arg-type]
+    out.write("\n" + report.run_table(dense_summary, eps_summary, checks) + "\n")
     return {
         "backend": backend,
         "device": session.device,

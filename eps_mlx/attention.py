@@ -18,9 +18,9 @@ State = tuple[mx.array, mx.array]
 def attend(
     cache: Cache, layer: int, q: mx.array, table: np.ndarray, lengths: np.ndarray, selection: Selection | None
 ) -> State:
-    """(out [B, Hq, D] in q's dtype, lse [B, Hq] float32: natural log of the softmax mass read) of q [B, Hq, D] unscaled,
-    over the selected groups of each sequence, or over all of its tokens where `selection` is None. A selection whose
-    numbers only the device knows costs one synchronisation."""
+    """(out [B, Hq, D] in q's dtype, lse [B, Hq] float32: natural log of the softmax mass read) of q [B, Hq, D]
+    unscaled, over the selected groups of each sequence, or over all of its tokens where `selection` is None. A
+    selection whose numbers only the device knows costs one synchronisation."""
     batch, num_heads, head_dim = q.shape
     kv_heads = cache.spec.num_kv_heads
     if head_dim != cache.spec.head_dim or num_heads % kv_heads:
@@ -48,7 +48,7 @@ def attend(
             ]
         else:
             states = _attend_ragged(cache, layer, a, selection, table, lengths)
-        out, lse = (mx.stack(part) for part in zip(*states, strict=True))
+        out, lse = (mx.stack(list(part)) for part in zip(*states, strict=True))
         return out.reshape(q.shape).astype(q.dtype), lse.reshape(batch, num_heads)
 
 
@@ -90,9 +90,7 @@ def _attend_units(cache: Cache, layer: int, a: mx.array, units: np.ndarray, toke
     return out, (largest + mx.log(total))[0, :, :, 0]
 
 
-def _attend_tiles(
-    cache: Cache, layer: int, a: mx.array, groups: mx.array, table: np.ndarray, unwritten: int
-) -> State:
+def _attend_tiles(cache: Cache, layer: int, a: mx.array, groups: mx.array, table: np.ndarray, unwritten: int) -> State:
     """Attention of kv heads a [H, R, D] over groups [H, W] of one sequence, `unwritten` tokens of the last cut off.
     H is all kv heads."""
     config, spec = cache.config, cache.spec
@@ -141,7 +139,7 @@ def _attend_ragged(
             heads.append(
                 _attend_rows(cache, layer, a[b, head : head + 1], mx.array(rows.astype(np.int32))[None], unwritten)
             )
-        out, lse = (mx.concatenate(part) for part in zip(*heads, strict=True))
+        out, lse = (mx.concatenate(list(part)) for part in zip(*heads, strict=True))
         states.append((out, lse))
     return states
 

@@ -62,10 +62,23 @@ def device_of(device: str) -> mx.Device:
     if device == "auto":
         device = usable[-1]
     if device not in usable:
-        raise ConfigError(
-            f"device {device!r} is absent: this MLX {mx.__version__} has {', '.join(usable)}; use --device {usable[-1]}"
-        )
-    return mx.cpu if device == "cpu" else mx.gpu
+        raise ConfigError(f"device {device!r} is absent: this MLX has {', '.join(usable)}; use --device {usable[-1]}")
+    return mx.Device(mx.cpu if device == "cpu" else mx.gpu)
+
+
+def to_numpy(array: mx.array) -> np.ndarray:
+    """A host copy; bfloat16, which numpy lacks, comes as float32. Synchronises."""
+    return np.array(array.astype(mx.float32) if array.dtype == mx.bfloat16 else array)
+
+
+def from_numpy(array: np.ndarray, dtype: str, device: str = "auto") -> mx.array:
+    """The array in `dtype` (float32, float16 or bfloat16) for computing on `device`."""
+    with mx.stream(device_of(device)):
+        if array.dtype.name == "bfloat16":
+            native = mx.array(np.ascontiguousarray(array).view(np.uint16)).view(mx.bfloat16)
+        else:
+            native = mx.array(array if array.dtype == np.float16 else np.asarray(array, np.float32))
+        return native.astype(DTYPES[dtype])
 
 
 def new_cache(spec: CacheSpec, config: EpsConfig, device: str = "auto") -> Cache:
@@ -108,7 +121,11 @@ def _fixed(spec: CacheSpec, config: EpsConfig, layer: int) -> Summary:
 def _empty_statistics(spec: CacheSpec, config: EpsConfig) -> Summary:
     lead = (spec.max_open_groups, spec.num_kv_heads)
     if config.method == "box":
-        return {"min": mx.zeros((*lead, spec.head_dim)), "max": mx.zeros((*lead, spec.head_dim)), "norm": mx.zeros(lead)}
+        return {
+            "min": mx.zeros((*lead, spec.head_dim)),
+            "max": mx.zeros((*lead, spec.head_dim)),
+            "norm": mx.zeros(lead),
+        }
     if config.method == "meanstd":
         return {"mean": mx.zeros((*lead, spec.head_dim)), "m2": mx.zeros((*lead, spec.head_dim))}
     return {}
@@ -126,7 +143,8 @@ def check_finite(cache: Cache) -> None:
         layer = int(np.argmin(finite))
         cache.finite = [mx.array(True) for _ in cache.finite]
         raise ConfigError(
-            f"NaN or Inf in K of layer {layer}: the model or its {cache.spec.dtype} cache overflows; try --dtype float32"
+            f"NaN or Inf in K of layer {layer}: the model or its {cache.spec.dtype} cache overflows; "
+            "try --dtype float32"
         )
 
 

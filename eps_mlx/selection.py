@@ -92,7 +92,7 @@ def select(config: EpsConfig, scores: Scores, lengths: np.ndarray) -> Selection:
     Runs on the current default device: `scores` are its arrays."""
     lengths = np.asarray(lengths, np.int64)
     estimate = scores.estimate
-    batch, kv_heads, groups = estimate.shape
+    groups = estimate.shape[-1]
     guards = forced_groups(config, lengths, groups)
     num_forced = guards.sum(axis=1) + np.asarray(scores.num_missing, np.int64)
     inside = mx.array(np.arange(groups) < -(-lengths // config.S)[:, None])[:, None, :]
@@ -125,4 +125,5 @@ def skipped_mass(scores: Scores, selection: Selection) -> mx.array:
     # padding repeats the first group, which is visited
     groups = mx.where(selection.groups < 0, selection.groups[..., :1], selection.groups)
     skipped = mx.put_along_axis(estimate, groups.astype(mx.int32), mx.array(-math.inf), axis=-1)
-    return mx.exp(_log_total(skipped) - _log_total(estimate))[..., 0]
+    left = _log_total(skipped)
+    return mx.where(left > -math.inf, mx.exp(left - _log_total(estimate)), 0)[..., 0]

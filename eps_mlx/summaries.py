@@ -293,9 +293,7 @@ def build_moments(k: mx.array, num_directions: int) -> Summary:
     }
 
 
-def build_rq(
-    k: mx.array, centre: mx.array, signs: mx.array, bits: int, with_bounds: bool
-) -> Summary:
+def build_rq(k: mx.array, centre: mx.array, signs: mx.array, bits: int, with_bounds: bool) -> Summary:
     """Rotated quantised mean (ours): `bits` per dimension of H D (mu - c) and one scale that makes <x_hat, x> = |x|^2
     (RaBitQ's estimator). centre [Hkv, D] float16. The mean is a tree of float32 additions, alike in every library."""
     n, total = k.shape[-2], k
@@ -523,8 +521,8 @@ def score(cache: "Cache", layer: int, q: mx.array, table: np.ndarray, lengths: n
     q [B, Hq, D] unscaled, table [B, M], lengths [B] tokens. See `Scores` for what the numbers mean."""
     config, spec = cache.config, cache.spec
     table, lengths = np.asarray(table), np.asarray(lengths, np.int64)
-    batch, num_heads, head_dim = q.shape
-    kv_heads, per_unit = spec.num_kv_heads, config.groups_per_unit
+    batch, _, head_dim = q.shape
+    kv_heads = spec.num_kv_heads
     missing = missing_groups(cache, layer, table, lengths)
     groups = missing.shape[1]
     inside = np.arange(groups) < -(-lengths // config.S)[:, None]
@@ -535,7 +533,7 @@ def score(cache: "Cache", layer: int, q: mx.array, table: np.ndarray, lengths: n
         # whole units of one head are contiguous in K and in every summary
         rows = mx.array((np.maximum(table, 0)[:, None, :] * kv_heads + np.arange(kv_heads)[:, None]).astype(np.int32))
         if config.method == "oracle":
-            parts = _true_masses(cache, layer, a, rows, lengths), None, None
+            parts: Score = _true_masses(cache, layer, a, rows, lengths), None, None
         else:
             gathered = {
                 name: mx.take(pool.reshape(spec.num_units * kv_heads, -1), rows, axis=0).reshape(

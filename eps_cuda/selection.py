@@ -1,0 +1,140 @@
+"""Which groups to visit: guards on the host, policies on the device, no synchronisation.
+
+`estimate [B, Hkv, G]` is the natural log of each group's mass as `score` returns it: +inf without a valid summary
+(always visited), -inf past the sequence's end. Policies return a mask [B, Hkv, G] of groups to visit, the forced ones
+among them. No sort order of equal values is ever relied on: the K-th value decides, and ties go to the lower index.
+"""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eps_core.config import EpsConfig
+from eps_core.interface import Scores, Selection
+
+THRESHOLD_ROWS = 256  # groups that one pass of `select_threshold` compares with all others; changes memory only
+
+
+def forced_groups(config: EpsConfig, lengths: np.ndarray, num_groups: int) -> np.ndarray:
+    """The guards [B, G] bool, host: the first and last tokens, the open group, everything below `min_context`; False
+    past the end. Groups without a summary are forced too, but known from the scores."""
+    lengths = np.asarray(lengths, np.int64)[:, None]
+    size, index = config.S, np.arange(num_groups)
+    ends = -(-lengths // size)
+    first = index < -(-np.minimum(config.first_tokens, lengths) // size)
+    last = index >= np.maximum(lengths - config.last_tokens, 0) // size
+    is_open = (index == ends - 1) & (lengths % size != 0)
+    return (first | last | is_open | (lengths < config.min_context)) & (index < ends)
+
+
+def budget(config: EpsConfig, forced: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Groups that topk visits of each sequence [B] int64, host: the budget, but all forced ones and none past the
+    end. `forced` [B] numbers of forced groups."""
+    groups = [config.budget_groups(int(length)) for length in lengths]
+    return np.minimum(np.maximum(groups, forced), -(-lengths // config.S)).astype(np.int64)
+
+
+def _best(keys: Tensor, count: Tensor, most: int) -> Tensor:
+    """Mask [B, Hkv, G] of the `count` [B, Hkv or 1, 1] <= `most` largest keys, the lower index first among equals."""
+    falling = keys.topk(most, dim=-1).values
+    place = (count - 1).clamp(0, most - 1).expand(*keys.shape[:-1], 1)
+    least = falling.gather(-1, place)
+    above, tied = keys > least, keys == least
+    room = count - above.sum(dim=-1, keepdim=True)
+    return (above | (tied & (tied.cumsum(dim=-1, dtype=torch.int32) <= room))) & (count > 0)
+
+
+def select_topk(estimate: Tensor, forced: Tensor, count: Tensor, most: int) -> Tensor:
+    """Forced groups, then the best: `count` [B, Hkv or 1, 1] <= `most` in all."""
+    return _best(torch.where(forced, math.inf, estimate), count, most)
+
+
+def select_share(config: EpsConfig, estimate: Tensor, forced: Tensor) -> Tensor:
+    """Every group whose estimated share of the softmax is at least tau."""
+    assert config.tau is not None
+    return forced | (estimate - _log_total(estimate) >= math.log(config.tau))
+
+
+def select_mass(config: EpsConfig, estimate: Tensor, forced: Tensor) -> Tensor:
+    """The fewest groups, best first, that leave an estimated share of at most epsilon unread."""
+    unforced = torch.where(forced, -math.inf, estimate)
+    # float64: which side of epsilon a sum of thousands of shares falls on must not hang on its order
+    share = torch.exp(unforced.sort(dim=-1).values.double() - _log_total(estimate.double()))
+    # rising, those without a share first: the longest run that sums to at most epsilon is what may be skipped
+    skipped = (share.cumsum(dim=-1) <= config.epsilon).sum(dim=-1, keepdim=True)
+    return forced | _best(unforced, estimate.shape[-1] - skipped, estimate.shape[-1])
+
+
+def select_threshold(config: EpsConfig, estimate: Tensor, forced: Tensor) -> Tensor:
+    """The product requirements' rule: newest to oldest, skip when B < T / alpha, T the top_pages-th best so far.
+    T / alpha <= B_j says that fewer than top_pages newer groups have B_i / alpha > B_j: a count instead of a heap."""
+    assert config.top_pages is not None
+    estimate = estimate.double()
+    groups = estimate.shape[-1]
+    scaled = torch.where(torch.isfinite(estimate), estimate / config.alpha, -math.inf)
+    index, parts = torch.arange(groups, device=estimate.device), []
+    for rows in index.split(THRESHOLD_ROWS):
+        newer_and_better = (scaled[..., None, :] > estimate[..., rows, None]) & (index > rows[:, None])
+        parts.append(newer_and_better.sum(dim=-1) < config.top_pages)
+    return forced | (torch.cat(parts, dim=-1) & torch.isfinite(estimate))
+
+
+def _log_total(estimate: Tensor) -> Tensor:
+    """log sum exp over the groups that have an estimate [B, Hkv, 1]; -inf where there is none."""
+    return torch.logsumexp(torch.where(torch.isfinite(estimate), estimate, -math.inf), dim=-1, keepdim=True)
+
+
+@torch.inference_mode()
+def select(config: EpsConfig, scores: Scores, lengths: np.ndarray) -> Selection:
+    """The configured policy over every (sequence, kv head); scope union gives all heads the union of their groups."""
+    lengths = np.asarray(lengths, np.int64)
+    estimate = scores.estimate
+    _, _, groups = estimate.shape
+    device = estimate.device
+    guards = forced_groups(config, lengths, groups)
+    num_forced = guards.sum(axis=1) + np.asarray(scores.num_missing, np.int64)
+    inside = torch.from_numpy(np.arange(groups) < -(-lengths // config.S)[:, None]).to(device)[:, None, :]
+    forced = (torch.from_numpy(guards).to(device)[:, None, :] | (estimate == math.inf)) & inside
+    uniform = None
+    if config.policy == "topk":
+        uniform = budget(config, num_forced, lengths)
+        visit = select_topk(estimate, forced, torch.from_numpy(uniform).to(device)[:, None, None], int(uniform.max()))
+    elif config.policy == "threshold":
+        visit = select_threshold(config, estimate, forced) & inside
+    else:
+        policy = select_share if config.policy == "share" else select_mass
+        visit = policy(config, estimate, forced) & inside
+        if config.top_pages is not None:
+            count = visit.sum(dim=-1, keepdim=True)
+            cap = forced.sum(dim=-1, keepdim=True).clamp(min=config.top_pages)
+            wanted = torch.where(visit, estimate, -math.inf)
+            visit = select_topk(wanted, forced, torch.minimum(count, cap), groups)
+    if config.scope == "union":
+        visit, uniform = visit.any(dim=1, keepdim=True).expand(visit.shape), None
+    width = groups if uniform is None else max(int(uniform.max()), 1)
+    counts = visit.sum(dim=-1, dtype=torch.int32)
+    return Selection(_ascending(visit, width), counts, uniform, num_forced)
+
+
+def _ascending(visit: Tensor, width: int) -> Tensor:
+    """Indices of the True entries of visit [B, Hkv, G], ascending, then -1: [B, Hkv, width] int32. Each True entry goes
+    to the place that its rank says, the others to a column that is cut off."""
+    place = torch.where(visit, visit.cumsum(dim=-1) - 1, width)
+    listed = torch.full((*visit.shape[:-1], width + 1), -1, dtype=torch.int32, device=visit.device)
+    index = torch.arange(visit.shape[-1], dtype=torch.int32, device=visit.device).expand(visit.shape)
+    return listed.scatter_(-1, place, index)[..., :width]
+
+
+@torch.inference_mode()
+def skipped_mass(scores: Scores, selection: Selection) -> Tensor:
+    """Estimated share of the softmax left unread [B, Hkv]: an estimate, no bound. Groups without an estimate, which
+    are always visited, are left out of both sides."""
+    estimate = torch.where(torch.isfinite(scores.estimate), scores.estimate, -math.inf)
+    largest = estimate.amax(dim=-1, keepdim=True).clamp(min=-3e38)
+    mass = torch.exp(estimate - largest)
+    # padding repeats the first group, which is visited
+    groups = torch.where(selection.groups < 0, selection.groups[..., :1], selection.groups)
+    skipped = mass.scatter(-1, groups.long(), 0.0)
+    return skipped.sum(dim=-1) / mass.sum(dim=-1).clamp(min=1e-30)

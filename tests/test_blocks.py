@@ -1,0 +1,600 @@
+"""The allocator and the fill of groups, against naive models. Integers only: no backend is needed."""
+
+import os
+import random
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from eps_core.blocks import GroupState, PagePool, Sequence, WritePlan
+from eps_core.config import ConfigError, EpsConfig
+
+
+class Memory:
+    """What a cache would hold: one token a slot, written and copied exactly as a caller is told to."""
+
+    def __init__(self, num_units: int, unit_tokens: int) -> None:
+        self.pool = PagePool(num_units, unit_tokens)
+        self.slots = np.full((num_units, unit_tokens), -1)
+
+    def open(self, prompt: list[int]) -> tuple[Sequence, int]:
+        """A sequence that holds all of `prompt`, and how many of its tokens were shared."""
+        sequence, num_shared = self.pool.open(prompt)
+        self.append(sequence, prompt[num_shared:])
+        return sequence, num_shared
+
+    def append(self, sequence: Sequence, tokens: list[int]) -> list[tuple[int, int]]:
+        slots, copies = self.pool.append(sequence, tokens)
+        assert slots.dtype == np.int64 and slots.shape == (len(tokens),)
+        for src, dst in copies:
+            self.slots[dst] = self.slots[src]
+        self.slots.reshape(-1)[slots] = tokens
+        return copies
+
+    def read(self, sequence: Sequence) -> list[int]:
+        table, length = self.pool.table([sequence])[0], self.pool.lengths([sequence])[0]
+        return self.slots[table].reshape(-1)[:length].tolist()
+
+
+def snapshot(pool: PagePool, *sequences: Sequence) -> tuple:
+    """All that a refused call must leave as it was."""
+    held = [(s.tokens[:], s.table.tolist(), s.hashes[:]) for s in sequences]
+    return pool.ref_counts[:], list(pool._free), pool._hash_of[:], dict(pool._unit_of), len(pool._live), held
+
+
+# ---- the pool ----
+
+
+def test_slots_tables_and_lengths():
+    memory = Memory(8, 4)
+    first, _ = memory.open([])
+    second, _ = memory.open([])
+    slots, copies = memory.pool.append(first, range(6))
+    assert copies == [] and slots.tolist() == [0, 1, 2, 3, 4, 5]
+    assert memory.pool.append(second, np.arange(3))[0].tolist() == [8, 9, 10]
+    assert memory.pool.append(first, [6, 7, 8])[0].tolist() == [6, 7, 12]
+    table, lengths = memory.pool.table([first, second]), memory.pool.lengths([first, second])
+    assert table.dtype == np.int32 and table.tolist() == [[0, 1, 3], [2, -1, -1]]
+    assert lengths.dtype == np.int64 and lengths.tolist() == [9, 3]
+    assert memory.pool.num_free == 4
+    assert memory.pool.append(first, [])[0].shape == (0,)
+    assert memory.pool.table([]).shape == (0, 0)
+
+
+def test_same_prompt_shares_its_full_units():
+    memory = Memory(16, 4)
+    prompt = list(range(10))
+    first, shared = memory.open(prompt)
+    assert shared == 0
+    second, shared = memory.open([*prompt[:8], 99, 98, 97])
+    assert shared == 8 and second.table[:2] == first.table[:2] and second.table[2] != first.table[2]
+    assert memory.pool.num_free == 16 - 4
+    assert memory.read(first) == prompt and memory.read(second) == [*prompt[:8], 99, 98, 97]
+    memory.pool.check()
+
+
+def test_last_token_is_never_shared():
+    memory = Memory(16, 4)
+    memory.open(list(range(8)))
+    assert [memory.pool.open(range(n))[1] for n in (0, 1, 4, 5, 8, 9)] == [0, 0, 0, 4, 4, 8]
+
+
+def test_a_unit_is_shared_only_after_the_same_beginning():
+    memory = Memory(16, 2)
+    memory.open([1, 2, 3, 4, 5])
+    assert memory.pool.open([9, 9, 3, 4, 5])[1] == 0
+    assert memory.pool.open([1, 2, 9, 9, 5, 6, 7])[1] == 2
+
+
+def test_full_units_stay_shared_while_forks_grow():
+    memory = Memory(16, 4)
+    first, _ = memory.open(list(range(8)))
+    second = memory.pool.fork(first)
+    assert memory.append(first, [8]) == [] and memory.append(second, [80]) == []
+    assert first.table[:2] == second.table[:2] and first.table[2] != second.table[2]
+    memory.pool.check()
+
+
+def test_copy_on_write_copies_only_the_open_unit():
+    memory = Memory(16, 4)
+    first, _ = memory.open(list(range(10)))
+    second = memory.pool.fork(first)
+    assert memory.pool.num_free == 13
+    open_unit = first.table[2]
+    assert memory.append(second, [10, 11, 12]) == [(open_unit, second.table[2])]
+    assert memory.append(first, [20]) == []  # the open unit is its own again
+    assert first.table[:2] == second.table[:2] and first.table[2] == open_unit
+    assert memory.read(first) == [*range(10), 20] and memory.read(second) == list(range(13))
+    memory.pool.check()
+
+
+def test_out_of_units_names_the_numbers_and_changes_nothing():
+    memory = Memory(6, 4)
+    first, _ = memory.open(list(range(10)))
+    second = memory.pool.fork(first)
+    before = snapshot(memory.pool, first, second)
+    # 26 tokens are 7 units: 2 are shared, the open one is copied, 4 are new, and 3 are free
+    with pytest.raises(ConfigError) as error:
+        memory.pool.append(second, range(16))
+    assert str(error.value) == (
+        "a sequence of 26 tokens needs 5 more units of 4 tokens, 3 of the pool's 6 are free: "
+        "raise --pool-tokens or shorten the prompt"
+    )
+    assert snapshot(memory.pool, first, second) == before
+    memory.append(second, list(range(8)))  # three units exactly: a copy and two new ones
+    before = snapshot(memory.pool, first, second)
+    with pytest.raises(ConfigError):
+        memory.pool.append(first, range(3))
+    assert snapshot(memory.pool, first, second) == before
+    memory.append(first, [10, 11])
+    assert memory.read(first) == list(range(12))
+    memory.pool.check()
+
+
+def test_a_freed_prefix_is_revived():
+    memory = Memory(8, 4)
+    prompt = list(range(9))
+    first, _ = memory.open(prompt)
+    memory.pool.publish(first)
+    units = first.table[:2].tolist()
+    memory.pool.free(first)
+    assert memory.pool.num_free == 8
+    second, shared = memory.open(prompt)
+    assert shared == 8 and second.table[:2].tolist() == units and memory.read(second) == prompt
+    memory.pool.check()
+
+
+def test_reuse_drops_the_hash_and_takes_the_end_of_a_prompt_first():
+    memory = Memory(4, 4)
+    prompt = list(range(13))  # three full units and an open one, which is reused first
+    first, _ = memory.open(prompt)
+    memory.pool.publish(first)
+    memory.pool.free(first)
+    for still_shared in (12, 8, 4, 0):
+        memory.open([100 + still_shared])
+        memory.pool.check()
+        probe, shared = memory.pool.open(prompt)
+        assert shared == still_shared
+        memory.pool.free(probe)
+    with pytest.raises(ConfigError):
+        memory.open([7])
+
+
+def test_unwritten_units_are_never_shared():
+    """A caller that fails between append and the write of K and V frees; nobody may find what was not written."""
+    pool = PagePool(16, 4)
+    prompt = list(range(13))
+    first, _ = pool.open(prompt)
+    pool.append(first, prompt[:8])  # written
+    pool.append(first, prompt[8:])  # fails before it is written
+    pool.check()
+    pool.free(first)
+    pool.check()
+    assert pool.open(prompt)[1] == 8
+
+
+def test_two_that_compute_the_same_prompt_at_once():
+    memory = Memory(16, 4)
+    first, _ = memory.open([])
+    second, _ = memory.open([])
+    memory.append(first, list(range(8)))
+    memory.append(second, list(range(8)))
+    third, shared = memory.open(list(range(8)))
+    assert shared == 4 and third.table[0] == first.table[0] != second.table[0]
+    memory.pool.check()
+    for sequence in (first, third, second):
+        memory.pool.free(sequence)
+        memory.pool.check()
+
+
+def test_misuse_is_an_assertion():
+    pool, other = PagePool(4, 4), PagePool(4, 4)
+    sequence, _ = pool.open()
+    pool.append(sequence, [1, 2])
+    for call in (lambda: other.append(sequence, [3]), lambda: other.fork(sequence), lambda: other.free(sequence)):
+        with pytest.raises(AssertionError):
+            call()
+    pool.free(sequence)
+    assert sequence.length == 0 and not sequence.table
+    with pytest.raises(AssertionError):
+        pool.free(sequence)
+    with pytest.raises(ValueError, match="0 units"):
+        PagePool(0, 16)
+
+
+def double_count(pool, sequence):
+    pool.ref_counts[sequence.table[0]] += 1
+
+
+def lose_a_free_unit(pool, sequence):
+    pool._free.popitem()
+
+
+def free_a_used_unit(pool, sequence):
+    pool._free[sequence.table[0]] = None
+
+
+def change_a_token(pool, sequence):
+    sequence.tokens[0] += 1
+
+
+def publish_the_open_unit(pool, sequence):
+    pool._hash_of[sequence.table[-1]] = b"open"
+
+
+def forget_one_direction(pool, sequence):
+    pool._unit_of.popitem()
+
+
+def shorten_a_table(pool, sequence):
+    sequence.table.pop()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        double_count,
+        lose_a_free_unit,
+        free_a_used_unit,
+        change_a_token,
+        publish_the_open_unit,
+        forget_one_direction,
+        shorten_a_table,
+    ],
+)
+def test_check_finds_damage(damage):
+    memory = Memory(8, 4)
+    sequence, _ = memory.open(list(range(10)))
+    memory.pool.publish(sequence)
+    memory.pool.check()
+    damage(memory.pool, sequence)
+    with pytest.raises(AssertionError):
+        memory.pool.check()
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Random programs against lists of tokens: every sequence stays readable, and the pool never miscounts."""
+
+    @initialize(num_units=st.integers(1, 12), unit_tokens=st.sampled_from([1, 2, 3, 4, 16]))
+    def start(self, num_units, unit_tokens):
+        self.memory = Memory(num_units, unit_tokens)
+        self.model: dict[Sequence, list[int]] = {}
+        self.written: set[tuple[int, ...]] = set()  # every beginning of full units that was ever wholly written
+
+    def pick(self, data) -> Sequence:
+        return data.draw(st.sampled_from(list(self.model)), label="sequence")
+
+    def append(self, sequence, tokens):
+        pool = self.memory.pool
+        before = snapshot(pool, *self.model)
+        shared_tables = {s: s.table[:] for s in self.model if s is not sequence}
+        open_unit = sequence.table[-1] if sequence.length % pool.unit_tokens else None
+        is_shared = open_unit is not None and pool.ref_counts[open_unit] > 1
+        expected_copies = bool(tokens) and is_shared
+        units = -(-(sequence.length + len(tokens)) // pool.unit_tokens) - len(sequence.table) + expected_copies
+        if units > pool.num_free:
+            with pytest.raises(ConfigError, match=f"needs {units} more units .* {pool.num_free} of the pool's"):
+                pool.append(sequence, tokens)
+            assert snapshot(pool, *self.model) == before
+            return
+        copies = self.memory.append(sequence, tokens)
+        assert len(copies) == expected_copies and all(src == open_unit for src, _ in copies)
+        assert {s: s.table for s in shared_tables} == shared_tables
+        self.model[sequence] += tokens
+
+    def note_written(self, sequence):
+        size, tokens = self.memory.pool.unit_tokens, self.model[sequence]
+        self.written |= {tuple(tokens[:end]) for end in range(size, len(tokens) + 1, size)}
+
+    # two token values and short prompts: beginnings meet often
+    @rule(tokens=st.lists(st.integers(0, 1), max_size=24))
+    def open(self, tokens):
+        pool = self.memory.pool
+        for live in self.model:
+            self.note_written(live)
+        free_before = pool.num_free
+        sequence, num_shared = pool.open(tokens)
+        assert num_shared % pool.unit_tokens == 0 and num_shared < max(len(tokens), 1)
+        assert num_shared == 0 or tuple(tokens[:num_shared]) in self.written
+        assert free_before - pool.num_free <= len(sequence.table)
+        # what a live sequence holds is always found
+        for held in self.model.values():
+            same = len(os.path.commonprefix([tokens, held]))
+            assert num_shared >= min(same, len(tokens) - 1) // pool.unit_tokens * pool.unit_tokens
+        self.model[sequence] = tokens[:num_shared]
+        self.append(sequence, tokens[num_shared:])
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), max_size=9))
+    def grow(self, data, tokens):
+        sequence = self.pick(data)
+        self.note_written(sequence)
+        self.append(sequence, tokens)
+
+    @precondition(lambda self: self.model and len(self.model) < 6)
+    @rule(data=st.data())
+    def fork(self, data):
+        parent = self.pick(data)
+        self.note_written(parent)
+        free_before = self.memory.pool.num_free
+        child = self.memory.pool.fork(parent)
+        assert self.memory.pool.num_free == free_before and child.table == parent.table
+        self.model[child] = list(self.model[parent])
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), written=st.booleans())
+    def free(self, data, written):
+        sequence = self.pick(data)
+        if written:
+            self.memory.pool.publish(sequence)
+            self.note_written(sequence)
+        del self.model[sequence]
+        self.memory.pool.free(sequence)
+
+    @invariant()
+    def holds(self):
+        if not hasattr(self, "memory"):
+            return
+        self.memory.pool.check()
+        for sequence, tokens in self.model.items():
+            assert sequence.tokens == tokens and self.memory.read(sequence) == tokens
+        distinct = {unit for sequence in self.model for unit in sequence.table}
+        assert self.memory.pool.num_free == self.memory.pool.num_units - len(distinct)
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(
+    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+# ---- the fill of groups ----
+
+
+def config_of(group_tokens: int) -> EpsConfig:
+    return EpsConfig(method="box", group_tokens=group_tokens, block_size=16)
+
+
+class SlowState:
+    """The rules of GroupState, a token at a time: which slots of each group are written, and who has an open slot."""
+
+    def __init__(self, num_groups: int, size: int, max_open: int) -> None:
+        self.size, self.max_open = size, max_open
+        self.held: list[list[int]] = [[] for _ in range(num_groups)]
+        self.claims: list[int] = []  # group rows with an open slot, oldest first
+
+    def write(self, slots: list[int]) -> dict[int, dict]:
+        """Touched groups, ascending: their tokens (indices into slots), what they held before, whether they follow."""
+        touched: dict[int, dict] = {}
+        for index, slot in enumerate(slots):
+            group, offset = divmod(slot, self.size)
+            entry = touched.setdefault(group, {"before": offset, "tokens": [], "old": len(self.held[group])})
+            entry["tokens"].append(index)
+            assert offset <= len(self.held[group])
+            del self.held[group][offset:]
+            self.held[group].append(slot)
+        touched = dict(sorted(touched.items()))
+        for group, entry in touched.items():
+            if entry["before"] < entry["old"] and group in self.claims:
+                self.claims.remove(group)
+        for group, entry in touched.items():
+            if entry["before"] == 0 and len(entry["tokens"]) < self.size:
+                if len(self.claims) == self.max_open:
+                    self.claims.pop(0)
+                self.claims.append(group)
+        for group, entry in touched.items():
+            entry["follows"] = group in self.claims
+            if len(self.held[group]) == self.size and group in self.claims:
+                self.claims.remove(group)
+        return touched
+
+    def copy(self, src: int, dst: int) -> None:
+        self.held[dst] = list(self.held[src])
+        if dst in self.claims:
+            self.claims.remove(dst)
+
+    def claim_copy(self, src: int, dst: int) -> bool:
+        if src not in self.claims:
+            return False
+        if len(self.claims) == self.max_open:
+            self.claims.pop(0)
+        self.claims.append(dst)
+        return True
+
+
+def check_plan(plan: WritePlan, slots: list[int], expected: dict[int, dict], size: int) -> None:
+    assert plan.slots.tolist() == slots
+    for item in fields(plan):
+        assert getattr(plan, item.name).dtype == (bool if item.name == "sealed" else np.int64)
+    full = {g: e["tokens"] for g, e in expected.items() if len(e["tokens"]) == size}
+    part = {g: e for g, e in expected.items() if len(e["tokens"]) < size}
+    assert plan.full_groups.tolist() == list(full)
+    assert plan.full_tokens.shape == (len(full), size) and plan.full_tokens.tolist() == list(full.values())
+    assert plan.part_groups.tolist() == list(part)
+    width = max((len(e["tokens"]) for e in part.values()), default=0)
+    padded = [e["tokens"] + [-1] * (width - len(e["tokens"])) for e in part.values()]
+    assert plan.part_tokens.shape == (len(part), width) and plan.part_tokens.tolist() == padded
+    assert plan.part_before.tolist() == [e["before"] for e in part.values()]
+    assert plan.sealed.tolist() == [e["before"] + len(e["tokens"]) == size for e in part.values()]
+    assert (plan.part_open >= 0).tolist() == [e["follows"] for e in part.values()]
+    used = plan.part_open[plan.part_open >= 0].tolist()
+    assert len(set(used)) == len(used)
+
+
+class Accumulators:
+    """A caller's open slots: each holds the tokens it was given, which must be those of its group."""
+
+    def __init__(self, max_open: int) -> None:
+        self.tokens: list[list[int]] = [[-1]] * max_open
+
+    def follow(self, plan: WritePlan, held: list[list[int]]) -> None:
+        rows = zip(plan.part_groups, plan.part_tokens, plan.part_before, plan.part_open, strict=True)
+        # all are gathered, then all are scattered, as a vectorised backend does
+        result = {}
+        for group, tokens, before, slot in rows:
+            if slot >= 0:
+                old = self.tokens[slot] if before else []
+                result[slot] = (group, old + plan.slots[tokens[tokens >= 0]].tolist())
+        for slot, (group, tokens) in result.items():
+            assert tokens == held[group]
+            self.tokens[slot] = tokens
+
+
+SIZES = [1, 2, 4, 8, 16, 32, 128]
+
+
+def random_slots(rng: random.Random, slow: SlowState, num_groups: int) -> list[int]:
+    """One call's slots: some groups continued, begun anew or overwritten, some of them whole, interleaved at random."""
+    runs = []
+    for group in rng.sample(range(num_groups), rng.randint(0, min(6, num_groups))):
+        fill, size = len(slow.held[group]), slow.size
+        start = rng.choice([0, min(fill, size - 1), rng.randint(0, min(fill, size - 1))])
+        end = rng.choice([start + 1, size, rng.randint(start + 1, size)])
+        runs.append([group * size + offset for offset in range(start, end)])
+    if rng.random() < 0.5:  # one sequence after another
+        return [slot for run in runs for slot in run]
+    slots = []
+    while runs := [run for run in runs if run]:
+        slots.append(rng.choice(runs).pop(0))
+    return slots
+
+
+@settings(max_examples=120, deadline=None)
+@given(size=st.sampled_from(SIZES), max_open=st.integers(1, 5), num_units=st.integers(2, 4), seed=st.integers(0, 2**32))
+def test_plan_against_a_token_at_a_time(size, max_open, num_units, seed):
+    rng, config = random.Random(seed), config_of(size)
+    per_unit = config.groups_per_unit
+    state = GroupState(num_units, config, max_open)
+    slow = SlowState(num_units * per_unit, size, max_open)
+    running = Accumulators(max_open)
+    for _ in range(25):
+        if rng.random() < 0.15:
+            src, dst = rng.sample(range(num_units), 2)
+            pairs = state.copy(src, dst)
+            for sub in range(per_unit):
+                slow.copy(src * per_unit + sub, dst * per_unit + sub)
+            copied = [slow.claim_copy(src * per_unit + sub, dst * per_unit + sub) for sub in range(per_unit)]
+            assert len(pairs) == sum(copied)
+            for src_open, dst_open in pairs:
+                # the accumulators follow the tokens, by the slots they have in the new unit
+                moved = [slot + (dst - src) * config.unit_tokens for slot in running.tokens[src_open]]
+                running.tokens[dst_open] = moved
+            for sub in range(per_unit):
+                group = dst * per_unit + sub
+                slow.held[group] = [slot + (dst - src) * config.unit_tokens for slot in slow.held[group]]
+        else:
+            slots = random_slots(rng, slow, num_units * per_unit)
+            plan = state.plan(np.array(slots, dtype=np.int64))
+            check_plan(plan, slots, slow.write(slots), size)
+            running.follow(plan, slow.held)
+        fill = [len(held) for held in slow.held]
+        assert state.fill.tolist() == fill
+        groups = np.arange(len(fill)).reshape(num_units, per_unit)
+        assert state.valid(groups).reshape(-1).tolist() == [n == size for n in fill]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_prefill_then_decode_of_several_sequences(size):
+    """What the pool gives out goes through the plan: chunks that end anywhere, then one token each of three."""
+    config = config_of(size)
+    pool, state = PagePool(64, config.unit_tokens), GroupState(64, config, 8)
+    slow, running = SlowState(len(state.fill), size, 8), Accumulators(8)
+    sequences = [pool.open()[0] for _ in range(3)]
+
+    def write(slots):
+        plan = state.plan(slots)
+        check_plan(plan, slots.tolist(), slow.write(slots.tolist()), size)
+        running.follow(plan, slow.held)
+
+    for sequence, length in zip(sequences, (150, 37, 64), strict=True):
+        for start in range(0, length, 40):
+            write(pool.append(sequence, range(start, min(start + 40, length)))[0])
+    for token in range(20):
+        write(np.concatenate([pool.append(sequence, [token])[0] for sequence in sequences]))
+    assert state.num_evicted == 0
+    for sequence in sequences:
+        assert state.fill.reshape(64, -1)[sequence.table].sum() == sequence.length
+
+
+def test_large_prefill_is_full_groups_and_two_ends():
+    state = GroupState(1024, config_of(8), 4)
+    state.plan(np.arange(3))
+    plan = state.plan(np.arange(3, 8001))
+    assert plan.full_groups.tolist() == list(range(1, 1000))
+    assert (plan.full_tokens == np.arange(5, 7997).reshape(999, 8)).all()
+    assert plan.part_groups.tolist() == [0, 1000] and plan.part_before.tolist() == [3, 0]
+    assert plan.part_tokens.tolist() == [[0, 1, 2, 3, 4], [7997, -1, -1, -1, -1]]
+    assert plan.sealed.tolist() == [True, False] and len(set(plan.part_open.tolist())) == 2
+
+
+def test_overwriting_a_full_group_invalidates_it_and_loses_the_slot():
+    state = GroupState(2, config_of(8), 4)
+    state.plan(np.arange(16))
+    plan = state.plan(np.array([3]))
+    assert plan.part_before.tolist() == [3] and plan.part_open.tolist() == [-1] and not plan.sealed.any()
+    assert state.valid(np.array([0, 1])).tolist() == [False, True] and state.fill[0] == 4
+    plan = state.plan(np.arange(4, 8))  # accumulators never knew tokens 0 to 3: the caller reads the group back
+    assert plan.sealed.tolist() == [True] and plan.part_open.tolist() == [-1]
+    assert state.valid(np.array([0])).all()
+    plan = state.plan(np.array([0]))  # begins anew
+    assert plan.part_before.tolist() == [0] and plan.part_open[0] >= 0 and state.fill[0] == 1
+    assert state.num_evicted == 0
+
+
+def test_oldest_open_group_is_evicted():
+    state = GroupState(8, config_of(16), 2)
+    first, second = 0, 16
+    assert state.plan(np.array([first])).part_open.tolist() != state.plan(np.array([second])).part_open.tolist()
+    assert state.plan(np.array([32])).part_open[0] >= 0 and state.num_evicted == 1
+    assert state.plan(np.array([first + 1])).part_open.tolist() == [-1]
+    assert state.plan(np.array([second + 1])).part_open[0] >= 0
+    # three begin in one call: the last two keep their slots
+    assert (state.plan(np.array([64, 80, 96])).part_open >= 0).tolist() == [False, True, True]
+
+
+def test_a_sealing_and_a_starting_group_do_not_share_a_slot():
+    state = GroupState(8, config_of(4), 2)
+    state.plan(np.arange(3))
+    plan = state.plan(np.arange(3, 5))
+    assert plan.sealed.tolist() == [True, False] and sorted(plan.part_open.tolist()) == [0, 1]
+    # with one slot the sealing group yields it and is read back
+    state = GroupState(8, config_of(4), 1)
+    state.plan(np.arange(3))
+    assert state.plan(np.arange(3, 5)).part_open.tolist() == [-1, 0]
+
+
+def test_copy_and_release():
+    config = config_of(4)
+    state = GroupState(4, config, 2)
+    state.plan(np.arange(10))  # groups 0 and 1 full, group 2 holds 2 of 4
+    ((src_open, dst_open),) = state.copy(0, 3)
+    assert src_open != dst_open
+    assert state.fill.reshape(4, 4)[[0, 3]].tolist() == [[4, 4, 2, 0]] * 2
+    assert state.plan(np.array([10])).part_open.tolist() == [src_open]
+    assert state.plan(np.array([48 + 10])).part_open.tolist() == [dst_open]
+    state.release([0])
+    assert state.fill.reshape(4, 4)[0].tolist() == [0] * 4
+    assert state.plan(np.array([48 + 11])).sealed.tolist() == [True]
+    with pytest.raises(AssertionError):
+        state.copy(1, 1)
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [[5], [0, 2], [0, 0], [1, 0], [0, 1, 2, 3, 5], [-1], [32], [0, 1, 17]],
+    ids=["beyond-fill", "gap", "twice", "descending", "gap-after-full", "negative", "past-the-end", "second-group"],
+)
+def test_impossible_writes_change_nothing(slots):
+    state = GroupState(2, config_of(4), 2)
+    with pytest.raises(AssertionError):
+        state.plan(np.array(slots))
+    assert not state.fill.any() and not state._open
+
+
+def test_empty_write():
+    plan = GroupState(2, config_of(4), 2).plan(np.array([], dtype=np.int64))
+    assert plan.full_groups.size == plan.part_groups.size == 0 and plan.full_tokens.shape == (0, 4)

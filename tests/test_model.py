@@ -1,0 +1,625 @@
+"""Model directories and decoders: what is read, what is refused and how it says so, and every backend's logits
+against transformers and mlx-lm on the same saved models."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from safetensors.numpy import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from eps_core import backend as oracle
+from eps_core.config import DTYPE_BYTES, CacheSpec, ConfigError, EpsConfig
+from eps_core.interface import Decoder
+from eps_core.model import (
+    ModelSpec,
+    NumpyDecoder,
+    inverse_frequencies,
+    load_tokenizer,
+    load_weights,
+    read_spec,
+    weight_names,
+)
+
+NUM_TOKENS = 75
+CHUNKS = (37, 23)  # prefilled; the rest of the tokens come one at a time
+# Of the standard deviation of the logits. Both sides compute in float32: a handful of sums of ~100 products each way,
+# 1e-5 as measured; `test_tolerance_notices` shows that a one percent change of one setting is far outside.
+TOLERANCE = 2e-4
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Name of a tiny model -> its directory, written once."""
+    root = tmp_path_factory.mktemp("models")
+
+    def path(name: str) -> Path:
+        if not (root / name).exists():
+            tiny_models.save_model(name, root / name)
+        return root / name
+
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(saved: Callable[[str], Path]) -> Callable[[str], np.ndarray]:
+    """Name of a tiny model -> transformers' float32 logits [T, V] after each of its test tokens."""
+    return cache(lambda name: tiny_models.reference_logits(saved(name), tokens_of(name).tolist()))
+
+
+def tokens_of(name: str) -> np.ndarray:
+    return np.random.default_rng([len(name), NUM_TOKENS]).integers(0, tiny_models.VOCAB_SIZE, NUM_TOKENS)
+
+
+def in_older_form(source: Path, target: Path) -> Path:
+    """A copy whose config.json is as transformers 4 writes it: rope_theta, rope_scaling and torch_dtype on top."""
+    shutil.copytree(source, target)
+    config = json.loads((source / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    config["torch_dtype"] = config.pop("dtype")
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+class Sequences:
+    """A decoder, its cache and B growing sequences whose units lie scattered over the pool."""
+
+    def __init__(
+        self, target: tuple, decoder: Decoder, batch: int = 1, config: EpsConfig | None = None, dtype: str = "float32"
+    ) -> None:
+        backend, device = target
+        self.decoder, self.config = decoder, config or EpsConfig()
+        units_each = -(-NUM_TOKENS // self.config.unit_tokens)
+        spec: ModelSpec = decoder.spec  # type: ignore[attr-defined]
+        cache_spec = CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, batch * units_each, dtype)
+        self.cache = backend.new_cache(cache_spec, self.config, device)
+        self.table = np.random.default_rng(0).permutation(batch * units_each).reshape(batch, units_each)
+        self.lengths = np.zeros(batch, np.int64)
+
+    def _slots(self, b: int, count: int) -> np.ndarray:
+        units, offsets = np.divmod(np.arange(count) + self.lengths[b], self.config.unit_tokens)
+        self.lengths[b] += count
+        return self.table[b, units] * self.config.unit_tokens + offsets
+
+    def _table(self, rows: np.ndarray) -> np.ndarray:
+        """What an allocator would show: the units in use, then -1."""
+        used = -(-self.lengths[rows] // self.config.unit_tokens)
+        table = self.table[rows, : used.max()].copy()
+        table[np.arange(used.max()) >= used[:, None]] = -1
+        return table
+
+    def prefill(self, b: int, tokens: np.ndarray) -> np.ndarray:
+        slots = self._slots(b, len(tokens))
+        table = self._table(np.array([b]))[0]
+        self.cache, logits = self.decoder.prefill(self.cache, tokens, slots, table, int(self.lengths[b]))
+        assert logits.shape == (tiny_models.VOCAB_SIZE,) and logits.dtype == np.float32
+        return logits
+
+    def step(self, tokens: np.ndarray, rows: np.ndarray | None = None):
+        rows = np.arange(len(self.table)) if rows is None else rows
+        slots = np.concatenate([self._slots(b, 1) for b in rows])
+        self.cache, output = self.decoder.step(self.cache, tokens, slots, self._table(rows), self.lengths[rows].copy())
+        assert output.logits.shape == (len(rows), tiny_models.VOCAB_SIZE) and output.logits.dtype == np.float32
+        return output
+
+
+def load(target: tuple, path: Path, dtype: str = "float32") -> Decoder:
+    backend, device = target
+    return backend.load_model(path, read_spec(path), dtype, device)
+
+
+def run(target: tuple, decoder: Decoder, tokens: np.ndarray, chunks: tuple[int, ...] = CHUNKS, dtype: str = "float32"):
+    """(positions, logits): those that the decoder gives for `tokens`, prefilled in chunks, then one at a time."""
+    sequences, positions, logits = Sequences(target, decoder, dtype=dtype), [], []
+    for end, size in zip(np.cumsum(chunks, dtype=int), chunks, strict=True):
+        chunk = tokens[end - size : end]
+        logits.append(sequences.prefill(0, chunk))
+        positions.append(sequences.lengths[0] - 1)
+    for token in tokens[sum(chunks) :]:
+        logits.append(sequences.step(np.array([token])).logits[0])
+        positions.append(sequences.lengths[0] - 1)
+    return np.array(positions), np.array(logits)
+
+
+def assert_close(logits: np.ndarray, reference: np.ndarray, tolerance: float = TOLERANCE) -> None:
+    spread = reference.std()
+    assert spread > 0.5, "the reference's logits are nearly constant: this comparison says nothing"
+    np.testing.assert_allclose(logits, reference, rtol=0, atol=tolerance * spread)
+
+
+# Decoders
+
+
+@pytest.mark.parametrize("name", tiny_models.NAMES)
+def test_logits_match_transformers(name: str, target: tuple, saved: Callable, expected: Callable) -> None:
+    positions, logits = run(target, load(target, saved(name)), tokens_of(name))
+    assert_close(logits, expected(name)[positions])
+
+
+# mlx-lm's Qwen3 has no biases
+@pytest.mark.parametrize("name", [name for name in tiny_models.NAMES if name != "qwen3-tied-biased"])
+def test_logits_match_mlx_lm(name: str, target: tuple, saved: Callable, tmp_path: Path) -> None:
+    import mlx.core as mx
+    from mlx_lm.utils import load_model
+
+    path = in_older_form(saved(name), tmp_path / name)  # mlx-lm reads rope_parameters for some families only
+    model, _ = load_model(path)
+    model.set_dtype(mx.float32)
+    reference = np.array(model(mx.array(tokens_of(name)[None])))[0]
+    positions, logits = run(target, load(target, path), tokens_of(name))
+    assert_close(logits, reference[positions])
+
+
+@pytest.mark.parametrize("name", ["llama3.1-tied-sharded", "qwen3"])
+def test_prefill_and_steps_agree(name: str, target: tuple, saved: Callable) -> None:
+    decoder, tokens = load(target, saved(name)), tokens_of(name)
+    _, stepped = run(target, decoder, tokens, chunks=())
+    for chunks in [(NUM_TOKENS,), (1, 16, 58), (16, 1, 1, 57)]:
+        positions, logits = run(target, decoder, tokens, chunks)
+        assert_close(logits, stepped[positions])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [EpsConfig(), EpsConfig("meanstd", group_tokens=4, budget=1.0), EpsConfig("rq", group_tokens=32, budget=1.0)],
+    ids=["off", "meanstd-all", "rq-all"],
+)
+def test_ragged_batch_equals_single_sequences(
+    config: EpsConfig, target: tuple, saved: Callable, expected: Callable
+) -> None:
+    """Sequences of 1, 31 and 64 tokens step together, gated with a budget that visits everything or not at all."""
+    name = "llama2-bf16-sharded"
+    tokens, starts = tokens_of(name), np.array([0, 30, 63])
+    sequences = Sequences(target, load(target, saved(name)), batch=3, config=config)
+    for b in (1, 2):
+        sequences.prefill(b, tokens[: starts[b]])
+    for step in range(10):
+        assert_close(sequences.step(tokens[starts + step]).logits, expected(name)[starts + step])
+    # one sequence leaves: the others go on
+    output = sequences.step(tokens[starts[[2, 0]] + 10], np.array([2, 0]))
+    assert_close(output.logits, expected(name)[starts[[2, 0]] + 10])
+
+
+def test_gated_step_reports_what_it_read(target: tuple, saved: Callable) -> None:
+    config = EpsConfig(
+        "meanstd", group_tokens=4, budget=0.5, first_tokens=4, last_tokens=8, min_context=20, block_size=8
+    )
+    name = "llama2"  # as many kv heads as query heads
+    decoder = load(target, saved(name))
+    sequences = Sequences(target, decoder, batch=2, config=config)
+    sequences.prefill(0, tokens_of(name)[:10])
+    sequences.prefill(1, tokens_of(name)[:61])
+    before = sequences.cache.kv_bytes_read
+    output = sequences.step(np.array([3, 4]))  # lengths 11 and 62: 3 groups (too short to gate) and 16
+    assert output.fallbacks == {"min_context": 2}
+    assert len(output.layers) == 2
+    for layer in output.layers:
+        np.testing.assert_array_equal(layer.groups, [3, 16])
+        np.testing.assert_array_equal(layer.counts, [[3] * 4, [7] * 4])  # 62 tokens * 0.5 / 4
+        np.testing.assert_array_equal(layer.forced, [3, 4])  # all; the first, and those of the last 8 tokens
+        assert layer.mass_skipped_est is not None and layer.mass_skipped_est.shape == (2, 4)
+        np.testing.assert_array_equal(layer.mass_skipped_est[0], 0)
+        assert (layer.mass_skipped_est[1] > 0).all() and (layer.mass_skipped_est[1] < 1).all()
+        assert layer.kv_bytes_read == 4 * (3 + 7) * 4 * sequences.cache.spec.kv_token_bytes
+        assert layer.summary_bytes_read == 4 * (3 + 16) * (2 * 16 + 4)
+        assert layer.prepass_ms is None and layer.attention_ms is None
+    assert sequences.cache.kv_bytes_read - before == sum(layer.kv_bytes_read for layer in output.layers)
+    decoder.timing = True  # type: ignore[attr-defined]
+    for layer in sequences.step(np.array([3, 4])).layers:
+        assert layer.prepass_ms is not None and layer.prepass_ms > 0
+        assert layer.attention_ms is not None and layer.attention_ms > 0
+
+
+def test_dense_step_reports_no_layers(target: tuple, saved: Callable) -> None:
+    sequences = Sequences(target, load(target, saved("llama2")), config=EpsConfig(min_context=50))
+    sequences.prefill(0, tokens_of("llama2")[:20])
+    output = sequences.step(np.array([3]))
+    assert output.layers == [] and output.fallbacks == {}
+    assert sequences.cache.kv_bytes_read == 2 * 4 * 21 * sequences.cache.spec.kv_token_bytes
+
+
+@pytest.mark.parametrize("name", ["llama2-bf16-sharded", "qwen2-fp16"])
+def test_half_precision_is_as_accurate_as_transformers(
+    name: str, target: tuple, saved: Callable, expected: Callable
+) -> None:
+    """In the stored dtype the error against float32 stays within a small multiple of transformers' own."""
+    path, dtype, truth = saved(name), tiny_models.MODELS[name].dtype, expected(name)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="eager").eval()
+    with torch.no_grad():
+        theirs = model(torch.tensor(tokens_of(name)[None])).logits[0].float().numpy()
+    positions, ours = run(target, load(target, path, dtype), tokens_of(name), dtype=dtype)
+    error, allowed = np.abs(ours - truth[positions]), np.abs(theirs - truth)
+    assert error.mean() <= 2 * allowed.mean()
+    assert error.max() <= 3 * allowed.max()
+
+
+def test_nan_in_keys_is_named(target: tuple, saved: Callable, tmp_path: Path) -> None:
+    path = tmp_path / "broken"
+    shutil.copytree(saved("llama2"), path)
+    weights = load_file(path / "model.safetensors")
+    weights["model.layers.1.self_attn.k_proj.weight"][0, 0] = np.nan
+    save_file(weights, path / "model.safetensors")
+    sequences = Sequences(target, load(target, path))
+    with pytest.raises(ConfigError, match="NaN or Inf in K of layer 1"):
+        sequences.prefill(0, tokens_of("llama2")[:5])
+
+
+def _other_norm(spec: ModelSpec, weights: dict[str, np.ndarray]) -> ModelSpec:
+    return replace(spec, norm_eps=1e-3)
+
+
+def _other_theta(spec: ModelSpec, weights: dict[str, np.ndarray]) -> ModelSpec:
+    return replace(spec, rope_theta=spec.rope_theta * 1.01)
+
+
+def _plain_rope(spec: ModelSpec, weights: dict[str, np.ndarray]) -> ModelSpec:
+    return replace(spec, rope_scaling=None)
+
+
+def _no_qk_norm(spec: ModelSpec, weights: dict[str, np.ndarray]) -> ModelSpec:
+    return replace(spec, qk_norm=False)
+
+
+def _no_bias(short: str) -> Callable[[ModelSpec, dict[str, np.ndarray]], ModelSpec]:
+    def change(spec: ModelSpec, weights: dict[str, np.ndarray]) -> ModelSpec:
+        weights.pop(f"layers.1.{short}_bias")
+        return spec
+
+    return change
+
+
+def _swapped_gate(spec: ModelSpec, weights: dict[str, np.ndarray]) -> ModelSpec:
+    weights["layers.0.gate"], weights["layers.0.up"] = weights["layers.0.up"], weights["layers.0.gate"]
+    return spec
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        pytest.param("llama2", _other_norm, id="norm_eps"),
+        pytest.param("mistral", _other_theta, id="rope_theta"),
+        pytest.param("llama3.1-tied-sharded", _plain_rope, id="llama3-scaling"),
+        pytest.param("llama2-linear-biased", _plain_rope, id="linear-scaling"),
+        pytest.param("qwen3", _no_qk_norm, id="qk_norm"),
+        pytest.param("llama2", _swapped_gate, id="gate-and-up"),
+        # a bias of k alone cancels in the softmax where RoPE does not turn it; it must show here
+        *[
+            pytest.param("llama2-linear-biased", _no_bias(b), id=f"{b}_bias")
+            for b in ("q", "k", "v", "o", "up", "down")
+        ],
+    ],
+)
+def test_tolerance_notices(name: str, change: Callable, saved: Callable, expected: Callable) -> None:
+    """The comparison of `test_logits_match_transformers` fails for a decoder that is slightly wrong."""
+    spec, weights = read_spec(saved(name)), load_weights(saved(name), read_spec(saved(name)))
+    positions, logits = run((oracle, "cpu"), NumpyDecoder(change(spec, weights), weights), tokens_of(name))
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        assert_close(logits, expected(name)[positions])
+
+
+def test_numpy_decoder_refuses_unknown_tokens_and_dtypes(saved: Callable) -> None:
+    spec = read_spec(saved("llama2"))
+    weights = load_weights(saved("llama2"), spec)
+    with pytest.raises(ValueError, match="token 300 is outside the vocabulary of 300"):
+        Sequences((oracle, "cpu"), NumpyDecoder(spec, weights)).prefill(0, np.array([1, 300]))
+    with pytest.raises(ConfigError, match="dtype 'int8' is unknown"):
+        NumpyDecoder(spec, weights, "int8")
+
+
+# Specifications and weights
+
+
+def test_spec_of_every_family(saved: Callable) -> None:
+    biased = read_spec(saved("llama2-linear-biased"))
+    assert (biased.qkv_bias, biased.o_bias, biased.mlp_bias, biased.qk_norm) == (True, True, True, False)
+    assert biased.rope_scaling == {"rope_type": "linear", "factor": 4.0}
+    assert (biased.num_heads, biased.num_kv_heads, biased.head_dim) == (4, 2, 16)
+    assert (biased.hidden_size, biased.intermediate_size, biased.num_layers) == (64, 96, 2)
+    assert (biased.vocab_size, biased.max_context, biased.norm_eps) == (300, 512, 1e-5)
+    assert (biased.bos_token_id, biased.eos_token_ids) == (256, (257,))
+    llama = read_spec(saved("llama3.1-tied-sharded"))
+    assert (llama.family, llama.tie_embeddings, llama.head_dim, llama.rope_theta) == ("llama", True, 32, 500_000.0)
+    assert llama.rope_scaling == {key: v for key, v in tiny_models.LLAMA3_SCALING.items() if key != "rope_theta"}
+    qwen2 = read_spec(saved("qwen2-fp16"))
+    assert (qwen2.family, qwen2.qkv_bias, qwen2.o_bias, qwen2.stored_dtype) == ("qwen2", True, False, "float16")
+    qwen3 = read_spec(saved("qwen3"))
+    assert (qwen3.family, qwen3.qkv_bias, qwen3.qk_norm, qwen3.rope_scaling) == ("qwen3", False, True, None)
+    assert read_spec(saved("mistral")).family == "mistral"
+    assert read_spec(saved("llama2-bf16-sharded")).stored_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("name", tiny_models.NAMES)
+def test_older_config_form_is_the_same_model(name: str, saved: Callable, tmp_path: Path) -> None:
+    assert read_spec(in_older_form(saved(name), tmp_path / "older")) == read_spec(saved(name))
+
+
+@pytest.mark.parametrize("name", tiny_models.NAMES)
+def test_weights_are_the_stored_ones(name: str, saved: Callable) -> None:
+    """Every tensor that transformers saved is read, under one short name, in its stored dtype and bit for bit."""
+    path, spec = saved(name), read_spec(saved(name))
+    stored = {key: value for file in path.glob("*.safetensors") for key, value in load_file(file).items()}
+    weights, names = load_weights(path, spec), weight_names(spec)
+    assert list(weights) == list(names)
+    assert {hf_name for hf_name, _ in names.values()} == set(stored) - (
+        {"lm_head.weight"} if spec.tie_embeddings else set()
+    )
+    dtype = ml_dtypes.bfloat16 if spec.stored_dtype == "bfloat16" else np.dtype(spec.stored_dtype)
+    for short, array in weights.items():
+        hf_name, shape = names[short]
+        assert array.dtype == dtype and array.shape == shape
+        np.testing.assert_array_equal(array, stored[hf_name])
+
+
+@pytest.mark.parametrize("name", tiny_models.NAMES)
+def test_inverse_frequencies_match_transformers(name: str, saved: Callable) -> None:
+    theirs = LlamaRotaryEmbedding(tiny_models.make_config(name)).inv_freq.numpy()
+    ours = inverse_frequencies(read_spec(saved(name)))
+    assert ours.dtype == np.float64
+    np.testing.assert_allclose(ours, theirs, rtol=2e-6)
+
+
+def test_inverse_frequencies_of_llama31_8b(tmp_path: Path) -> None:
+    """The real Llama 3.1 settings: all three ranges of its scaling are in use."""
+    rope = tiny_models.LLAMA3_SCALING | {"original_max_position_embeddings": 8192}
+    config = tiny_models.transformers.LlamaConfig(head_dim=128, max_position_embeddings=131072, rope_parameters=rope)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    ours = inverse_frequencies(read_spec(tmp_path))
+    np.testing.assert_allclose(ours, LlamaRotaryEmbedding(config).inv_freq.numpy(), rtol=2e-6)
+    stretch = 500_000.0 ** -(np.arange(0, 128, 2) / 128) / ours
+    assert stretch.min() == 1 and np.isclose(stretch.max(), 8) and ((stretch > 1.1) & (stretch < 7.9)).any()
+
+
+def test_tokenizer_round_trip(saved: Callable) -> None:
+    tokenizer = load_tokenizer(saved("llama2"))
+    text = "the key of 7 is naïve\n"
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert len(tokenizer.encode(text).ids) == len(text.encode())
+    assert tokenizer.token_to_id("<s>") == 256 and tokenizer.token_to_id("</s>") == 257
+
+
+# What a config.json may say, and what is refused
+
+LLAMA_CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
+
+
+def write_config(path: Path, without: tuple[str, ...] = (), **changes: Any) -> Path:
+    config = {key: value for key, value in (LLAMA_CONFIG | changes).items() if key not in without}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_defaults_of_a_spare_config(tmp_path: Path) -> None:
+    spec = read_spec(write_config(tmp_path, without=("num_key_value_heads", "rope_theta", "architectures")))
+    assert (spec.num_kv_heads, spec.head_dim, spec.rope_theta, spec.rope_scaling) == (4, 16, 10_000.0, None)
+    assert (spec.tie_embeddings, spec.qkv_bias, spec.stored_dtype) == (False, False, "float32")
+    assert (spec.bos_token_id, spec.eos_token_ids) == (None, ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "value"),
+    [
+        ({"head_dim": None}, "head_dim", 16),
+        ({"head_dim": 24}, "head_dim", 24),
+        ({"dtype": "bfloat16"}, "stored_dtype", "bfloat16"),
+        ({"torch_dtype": "float16"}, "stored_dtype", "float16"),
+        ({"eos_token_id": [2, 5, 2]}, "eos_token_ids", (2, 5)),
+        ({"bos_token_id": 0}, "bos_token_id", 0),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling", {"rope_type": "linear", "factor": 2.0}),
+        ({"rope_scaling": {"rope_type": "default"}}, "rope_scaling", None),
+        ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta", 5e5),
+        ({"partial_rotary_factor": 1.0}, "head_dim", 16),
+        ({"model_type": "mistral", "architectures": None, "sliding_window": None}, "family", "mistral"),
+        (
+            {"model_type": "qwen2", "architectures": None, "use_sliding_window": False, "sliding_window": 4096},
+            "qkv_bias",
+            True,
+        ),
+        ({"model_type": "qwen3", "architectures": None}, "head_dim", 128),
+    ],
+)
+def test_config_field(changes: dict, field: str, value: Any, tmp_path: Path) -> None:
+    assert getattr(read_spec(write_config(tmp_path, **changes)), field) == value
+
+
+def test_generation_config_adds_stop_tokens(tmp_path: Path) -> None:
+    write_config(tmp_path, eos_token_id=7)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 7]}))
+    assert read_spec(tmp_path).eos_token_ids == (7, 9)
+
+
+LLAMA3_OLD = {key: value for key, value in tiny_models.LLAMA3_SCALING.items() if key != "rope_theta"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model_type": "gpt2"}, ("model_type 'gpt2'", "llama, mistral, qwen2, qwen3")),
+        ({"model_type": None}, ("model_type None", "llama, mistral, qwen2, qwen3")),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            ("'LlamaForSequenceClassification'", "EPS reads LlamaForCausalLM"),
+        ),
+        ({"hidden_act": "gelu"}, ("hidden_act 'gelu'", "EPS reads silu")),
+        (
+            {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 4096},
+            ("sliding_window 4096", "null"),
+        ),
+        ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, ("sliding_window 4096", "missing")),
+        (
+            {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True},
+            ("use_sliding_window True", "false"),
+        ),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ("layer_types", "'sliding_attention'")),
+        ({"quantization_config": {"quant_method": "gptq"}}, ("quantization_config", "unquantised")),
+        ({"quantization": {"bits": 4}}, ("quantization of 1 entries", "unquantised")),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, ("rope type 'yarn'", "default, linear, llama3")),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4}}, ("rope type 'dynamic'", "default, linear, llama3")),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ("rope type 'longrope'",)),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, ("rope_parameters", "one flat set")),
+        ({"rope_scaling": {"rope_type": "linear"}}, ("lacks 'factor'",)),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, ("factor 0", "positive")),
+        ({"rope_scaling": LLAMA3_OLD | {"high_freq_factor": 1.0}}, ("low_freq_factor 1.0", "below")),
+        ({"rope_theta": -1.0}, ("rope_theta -1.0", "positive")),
+        ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor 0.5", "EPS reads 1")),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, ("partial_rotary_factor 0.25",)),
+        ({"num_key_value_heads": 3}, ("num_key_value_heads 3", "divisor of num_attention_heads 4")),
+        ({"head_dim": 15}, ("head_dim 15", "even")),
+        ({"hidden_size": "64"}, ("hidden_size '64'", "integer of at least 1")),
+        ({"num_hidden_layers": 0}, ("num_hidden_layers 0", "at least 1")),
+        ({"rms_norm_eps": 0}, ("rms_norm_eps 0", "positive")),
+        ({"tie_word_embeddings": "no"}, ("tie_word_embeddings 'no'", "true or false")),
+        ({"eos_token_id": ["</s>"]}, ("eos_token_id ['</s>']", "token id")),
+        ({"dtype": "float64"}, ("dtype 'float64'", "float32, float16, bfloat16")),
+    ],
+)
+def test_unsupported_config_is_named(changes: dict, says: tuple[str, ...], tmp_path: Path) -> None:
+    assert_refused(lambda: read_spec(write_config(tmp_path, **changes)), "config.json", *says)
+
+
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"]
+)
+def test_missing_config_field_is_named(key: str, tmp_path: Path) -> None:
+    assert_refused(lambda: read_spec(write_config(tmp_path, without=(key,))), "config.json", f"lacks '{key}'")
+
+
+def assert_refused(call: Callable[[], Any], *says: str) -> None:
+    """`call` raises a ConfigError of one line that says all of it."""
+    with pytest.raises(ConfigError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 500
+    for part in says:
+        assert part in message, message
+
+
+def test_unreadable_config_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    assert_refused(lambda: read_spec(tmp_path / "absent"), "absent", "is no directory", "config.json")
+    assert_refused(lambda: read_spec(tmp_path), str(file), "is missing")
+    file.write_text('{"model_type": ')
+    assert_refused(lambda: read_spec(tmp_path), str(file), "is not JSON")
+    file.write_bytes(b"\xff\xfe\x00{")
+    assert_refused(lambda: read_spec(tmp_path), str(file), "is not JSON")
+    file.write_text("[1, 2]")
+    assert_refused(lambda: read_spec(tmp_path), str(file), "holds a list")
+    write_config(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{")
+    assert_refused(lambda: read_spec(tmp_path), "generation_config.json", "is not JSON")
+
+
+@pytest.fixture
+def damaged(saved: Callable, tmp_path: Path) -> Callable[[str], Path]:
+    """Name of a tiny model -> a copy of its directory to break."""
+    return lambda name: Path(shutil.copytree(saved(name), tmp_path / name))
+
+
+def refuse_weights(path: Path, *says: str) -> None:
+    spec = read_spec(path)
+    assert_refused(lambda: load_weights(path, spec), *says)
+
+
+def test_absent_weights_are_named(damaged: Callable) -> None:
+    path = damaged("llama2")
+    (path / "model.safetensors").unlink()
+    refuse_weights(path, str(path), "no weights", "model.safetensors")
+    (path / "pytorch_model.bin").write_bytes(b"")
+    refuse_weights(path, str(path), "pytorch_model.bin", "convert them to safetensors")
+
+
+def test_absent_shard_is_named(damaged: Callable) -> None:
+    path = damaged("llama2-bf16-sharded")
+    assert len(list(path.glob("*.safetensors"))) > 2
+    (path / "model-00002-of-00004.safetensors").unlink()
+    refuse_weights(path, "shard model-00002-of-00004.safetensors", "is missing")
+
+
+def test_broken_index_is_named(damaged: Callable) -> None:
+    path = damaged("llama2-bf16-sharded")
+    index = path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    index.write_text("{}")
+    refuse_weights(path, str(index), "lacks a 'weight_map'")
+    index.write_text("{")
+    refuse_weights(path, str(index), "is not JSON")
+    shards = sorted(set(content["weight_map"].values()))
+    moved = next(name for name, shard in content["weight_map"].items() if shard == shards[0])
+    content["weight_map"][moved] = shards[1]
+    index.write_text(json.dumps(content))
+    refuse_weights(path, moved, "missing in the shard")
+
+
+@pytest.mark.parametrize("name", ["llama2", "llama2-bf16-sharded"])
+@pytest.mark.parametrize("keep", [0, 5, 100, 20_000])
+def test_truncated_weights_are_named(name: str, keep: int, damaged: Callable) -> None:
+    path = damaged(name)
+    file = sorted(path.glob("*.safetensors"))[-1]
+    content = file.read_bytes()
+    assert len(content) > keep
+    file.write_bytes(content[:keep])
+    refuse_weights(path, str(file), "truncated or corrupt")
+
+
+def test_corrupt_weights_are_named(damaged: Callable) -> None:
+    path = damaged("llama2")
+    file = path / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[8:40] = b"\x00" * 32
+    file.write_bytes(content)
+    refuse_weights(path, str(file), "truncated or corrupt")
+
+
+def test_mismatched_weights_are_named(damaged: Callable) -> None:
+    path = damaged("llama2")
+    file, name = path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    weights = load_file(file)
+
+    save_file({key: value for key, value in weights.items() if key != name}, file)
+    refuse_weights(path, name, "is missing")
+    save_file(weights | {name: np.zeros((95, 64), np.float32)}, file)
+    refuse_weights(path, name, "(95, 64)", "(96, 64)")
+    save_file(weights | {name: np.zeros((96, 64), np.int8)}, file)
+    refuse_weights(path, name, "dtype I8", "F32, F16, BF16")
+    save_file(weights | {"model.layers.1.self_attn.q_proj.bias": np.zeros(64, np.float32)}, file)
+    refuse_weights(path, "model.layers.1.self_attn.q_proj.bias", "has no place")
+    # what old checkpoints carry along changes nothing
+    save_file(weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(8, np.float32)}, file)
+    assert load_weights(path, read_spec(path)).keys() == weight_names(read_spec(path)).keys()
+
+
+def test_bad_tokenizer_is_named(damaged: Callable) -> None:
+    file = damaged("llama2") / "tokenizer.json"
+    file.write_text('{"version": "1.0"}')
+    assert_refused(lambda: load_tokenizer(file.parent), str(file), "no tokenizer")
+    file.unlink()
+    assert_refused(lambda: load_tokenizer(file.parent), str(file), "is missing")
+
+
+def test_every_cache_dtype_can_be_stored() -> None:
+    assert {model.dtype for model in tiny_models.MODELS.values()} == set(DTYPE_BYTES)

@@ -1,0 +1,200 @@
+"""Step records, their files and the run summary, checked against numbers worked out by hand."""
+
+import csv
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eps_core import telemetry
+from eps_core.config import CacheSpec, ConfigError, EpsConfig
+from eps_core.interface import LayerStats, StepOutput
+from eps_core.telemetry import JsonlWriter, StepRecord, step_record, summarise
+
+SPEC = CacheSpec(num_layers=2, num_kv_heads=3, head_dim=8, num_units=64, dtype="float32")
+CONFIG = EpsConfig(method="rq", group_tokens=4)
+KEYS = [
+    "type", "step", "sequences", "tokens", "lengths", "pages_total", "pages_visited", "pages_skipped", "pages_forced",
+    "bytes_kv_read_est", "bytes_kv_dense", "bytes_summary_read", "bytes_k_reread", "eps_prepass_ms", "attention_ms",
+    "decode_ms", "mass_skipped_est", "mass_skipped_cert", "mass_skipped_true", "escalations", "fallbacks",
+]  # fmt: skip
+
+
+def layer(visited: int, timed: bool = True, mass: float | None = 0.25) -> LayerStats:
+    return LayerStats(
+        counts=np.full((2, 3), visited),
+        groups=np.array([10, 6]),
+        forced=np.array([2, 1]),
+        mass_skipped_est=None if mass is None else np.full((2, 3), mass),
+        kv_bytes_read=1000,
+        summary_bytes_read=100,
+        prepass_ms=1.5 if timed else None,
+        attention_ms=0.5 if timed else None,
+    )
+
+
+def record(step: int = 0, decode_ms: float = 10.0, timed: bool = True, **fallbacks: int) -> StepRecord:
+    output = StepOutput(np.zeros((2, 5)), [layer(4, timed), layer(5, timed, 0.75)], dict(fallbacks))
+    return step_record(step, [0, 1], [7, 8], [40, 24], output, SPEC, CONFIG, decode_ms, 2000, 64)
+
+
+def test_a_gated_step_counts_groups_over_sequences_layers_and_heads() -> None:
+    got = record()
+    assert got.pages_total == 2 * 3 * (10 + 6)
+    assert got.pages_visited == 2 * 3 * 4 + 2 * 3 * 5
+    assert got.pages_skipped == got.pages_total - got.pages_visited
+    assert got.pages_forced == 2 * 3 * (2 + 1)
+    assert got.bytes_kv_read_est == 2000 and got.bytes_summary_read == 200 and got.bytes_k_reread == 64
+    assert got.bytes_kv_dense == (40 + 24) * 2 * 3 * (2 * 8 * 4)
+    assert got.eps_prepass_ms == 3.0 and got.attention_ms == 1.0
+    assert got.mass_skipped_est == 0.5
+    assert got.visited_by_head.tolist() == [[8] * 3, [10] * 3] and got.total_by_head.tolist() == [[16] * 3] * 2
+
+
+def test_a_dense_step_visits_every_page() -> None:
+    off = EpsConfig(block_size=16)
+    got = step_record(3, [0, 1], [7, 8], [40, 24], StepOutput(np.zeros((2, 5))), SPEC, off, 1.0, 12288, 0)
+    assert got.pages_total == got.pages_visited == 2 * 3 * (3 + 2)
+    assert got.pages_skipped == got.pages_forced == got.bytes_summary_read == 0
+    assert got.bytes_kv_read_est == 12288 == got.bytes_kv_dense // 2
+    assert got.eps_prepass_ms is None and got.mass_skipped_est is None
+
+
+def test_an_untimed_layer_makes_the_step_untimed() -> None:
+    assert record(timed=False).eps_prepass_ms is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"pages_skipped": 41},
+        {"pages_forced": 60},
+        {"pages_visited": 100, "pages_skipped": -4},
+        {"mass_skipped_true": 0.2, "mass_skipped_cert": 0.1},
+    ],
+    ids=str,
+)
+def test_a_record_that_contradicts_itself_is_refused(wrong: dict) -> None:
+    record().check()
+    with pytest.raises(AssertionError):
+        replace(record(), **wrong).check()
+
+
+def test_a_step_line_has_exactly_the_designed_keys() -> None:
+    assert list(record().to_dict()) == KEYS
+
+
+def test_unknown_is_null_and_never_nan() -> None:
+    line = telemetry.to_json({"a": math.nan, "b": [np.float32("inf"), np.int64(3)], "c": np.array([1.0, np.nan]), 4: None})
+    assert json.loads(line) == {"a": None, "b": [None, 3], "c": [1.0, None], "4": None}
+
+
+def test_jsonl_holds_whole_lines_after_every_write(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    with JsonlWriter(path) as writer:
+        for step in range(3):
+            writer.write(record(step).to_dict())
+            lines = path.read_text().splitlines(keepends=True)
+            assert [json.loads(line)["step"] for line in lines] == list(range(step + 1))
+            assert lines[-1].endswith("\n")
+
+
+def test_a_full_disk_takes_no_part_of_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    writer = JsonlWriter(path)
+    writer.write({"a": 1})
+    whole, file = path.read_bytes(), writer._file
+
+    class HalfWritten:
+        name = str(path)
+
+        def write(self, data: bytes) -> int:
+            return file.write(data[: len(data) // 2])
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(file, name)
+
+    writer._file = HalfWritten()  # type: ignore[assignment]
+    with pytest.raises(OSError, match="could be written"):
+        writer.write({"b": list(range(50))})
+    writer.close()
+    assert path.read_bytes() == whole
+
+
+def test_csv_says_what_jsonl_says(tmp_path: Path) -> None:
+    records = [record(0, min_context=2), record(1, timed=False)]
+    telemetry.write_csv(tmp_path / "m.csv", records)
+    with open(tmp_path / "m.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == KEYS[1:]
+    for row, written in zip(rows, records, strict=True):
+        for name, text in row.items():
+            value = getattr(written, name)
+            if value is None:
+                assert text == ""
+            elif isinstance(value, list):
+                assert [int(part) for part in text.split()] == value
+            else:
+                assert json.loads(text) == value
+    assert [path.name for path in tmp_path.iterdir()] == ["m.csv"]
+
+
+def test_a_csv_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
+    (tmp_path / "m.csv").write_text("old")
+    with pytest.raises(AttributeError):
+        telemetry.write_csv(tmp_path / "m.csv", [record(), object()])  # type: ignore[list-item]
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("m.csv", "old")]
+
+
+def test_check_writable_names_the_mend_and_leaves_nothing(tmp_path: Path) -> None:
+    telemetry.check_writable(tmp_path / "new.csv", "csv file")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match="is a directory"):
+        telemetry.check_writable(tmp_path, "csv file")
+    with pytest.raises(ConfigError, match="no directory"):
+        telemetry.check_writable(tmp_path / "absent" / "m.csv", "csv file")
+
+
+def test_summary_adds_up_and_compares_with_dense() -> None:
+    records = [record(0, 10.0), record(1, 20.0), record(2, 30.0, min_context=2)]
+    got = summarise(records, prefill_ms=5.0)
+    assert got["steps"] == 3 and got["new_tokens"] == 6 and got["prefill_ms"] == 5.0
+    assert got["decode_ms_p50"] == 20.0 and got["decode_ms_p95"] == pytest.approx(29.0)
+    assert got["tokens_per_s"] == pytest.approx(6 / 0.060)
+    assert got["prepass_ms_p50"] == 3.0 and got["attention_ms_p99"] == 1.0
+    dense = 3 * 64 * 2 * 3 * 64
+    assert got["bytes_kv_dense"] == dense
+    assert got["bytes_ratio"] == pytest.approx((3 * 2000 + 3 * 200) / dense)
+    assert got["kv_ratio"] + got["summary_ratio"] == pytest.approx(got["bytes_ratio"])
+    assert got["visit_ratio"] == pytest.approx(54 / 96)
+    np.testing.assert_allclose(got["visit_ratio_by_layer_and_head"], [[8 / 16] * 3, [10 / 16] * 3])
+    assert got["mass_skipped_est_mean"] == 0.5 and got["mass_skipped_cert_max"] is None
+    assert got["fallbacks"] == {"min_context": 2} and got["escalations"] == 0
+
+
+def test_times_of_a_decode_come_from_steps_that_did_not_wait_for_every_layer() -> None:
+    got = summarise([record(0, 100.0), record(1, 10.0, timed=False), record(2, 12.0, timed=False)])
+    assert got["decode_ms_p50"] == 11.0
+    assert got["tokens_per_s"] == pytest.approx(4 / 0.022)
+    assert got["prepass_ms_p50"] == 3.0
+
+
+def test_summary_of_nothing_is_null() -> None:
+    got = summarise([])
+    assert got["decode_ms_p50"] is None and got["bytes_ratio"] is None and got["visit_ratio"] is None
+
+
+def test_run_line_holds_the_whole_config_and_comes_back(tmp_path: Path) -> None:
+    line = telemetry.run_line(CONFIG, SPEC, "numpy", "cpu", "demo", {"numpy": "2"}, dtype="float32")
+    back = json.loads(telemetry.to_json(line))
+    assert back["type"] == "run" and EpsConfig.from_dict(back["config"]) == CONFIG
+    assert CacheSpec(**back["cache"]) == SPEC
+    assert {"backend", "device", "model", "versions", "git_commit", "dtype"} <= set(back)
+
+
+def test_git_commit_is_null_outside_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry, "__file__", str(tmp_path / "eps_core" / "telemetry.py"))
+    assert telemetry.git_commit() is None
