@@ -32,7 +32,9 @@ class Cache:
     v: list[np.ndarray]
     summaries: list[dict[str, np.ndarray]] = field(default_factory=list)
     state: list[GroupState] = field(default_factory=list)
-    open: list[dict[str, np.ndarray]] = field(default_factory=list)  # running statistics of open groups [slots, Hkv, ..]
+    open: list[dict[str, np.ndarray]] = field(
+        default_factory=list
+    )  # running statistics of open groups [slots, Hkv, ..]
     centre: list[np.ndarray | None] = field(default_factory=list)  # rq: [Hkv, D] float16 once 256 keys were seen
     early: list[np.ndarray] = field(default_factory=list)  # rq: the keys until then [<256, Hkv, D]
     phi: list[np.ndarray] = field(default_factory=list)  # jl: [Hkv, D, m]
@@ -47,7 +49,9 @@ def new_cache(spec: CacheSpec, config: EpsConfig, device: str = "cpu") -> Cache:
     shape = (spec.num_units, spec.num_kv_heads, config.unit_tokens, spec.head_dim)
     dtype = _DTYPES[spec.dtype]
     layers = range(spec.num_layers)
-    cache = Cache(spec, config, device, [np.zeros(shape, dtype) for _ in layers], [np.zeros(shape, dtype) for _ in layers])
+    cache = Cache(
+        spec, config, device, [np.zeros(shape, dtype) for _ in layers], [np.zeros(shape, dtype) for _ in layers]
+    )
     if config.enabled:
         cache.summaries = [{} for _ in layers]
         cache.state = [GroupState(spec.num_units, config, spec.max_open_groups) for _ in layers]
@@ -71,7 +75,8 @@ def write_kv(cache: Cache, layer: int, k: np.ndarray, v: np.ndarray, slots: np.n
     keys = stored.astype(np.float64)
     if not np.isfinite(keys).all():
         raise ConfigError(
-            f"NaN or Inf in K of layer {layer}: the model or its {cache.spec.dtype} cache overflows; try --dtype float32"
+            f"NaN or Inf in K of layer {layer}: the model or its {cache.spec.dtype} cache overflows; "
+            "try --dtype float32"
         )
     cache.k[layer][units, :, offsets] = stored
     cache.v[layer][units, :, offsets] = v.astype(_DTYPES[cache.spec.dtype])
@@ -257,7 +262,9 @@ def _true_scores(cache: Cache, layer: int, q: np.ndarray, table: np.ndarray, len
     for b in range(batch):
         keys = read_kv(cache, layer, table[b], int(lengths[b]))[0]
         for r in range(num_heads):
-            masses = attention.group_masses(q[b, r].astype(np.float64) / np.sqrt(head_dim), keys[:, r // repeat], cache.config.S)
+            masses = attention.group_masses(
+                q[b, r].astype(np.float64) / np.sqrt(head_dim), keys[:, r // repeat], cache.config.S
+            )
             row = estimate[b, r // repeat, : len(masses)]
             np.maximum(row, masses, out=row)
         estimate[b][:, missing[b]] = np.inf
@@ -321,9 +328,7 @@ def attend(
     return out, lse
 
 
-def merge(
-    first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]
-) -> tuple[np.ndarray, np.ndarray]:
+def merge(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Exact merge of two attentions over disjoint keys: out [.., D], lse [..]."""
     return attention.merge(first, second)
 
@@ -334,7 +339,9 @@ def check_finite(cache: Cache) -> None:
 
 def load_model(path: Path, spec: Any, dtype: str = "float32", device: str = "cpu") -> Any:
     """The numpy decoder of a Hugging Face directory."""
-    from eps_core.model import NumpyDecoder, load_weights
+    # late, because the decoder is built on this module
+    from eps_core.decoder import NumpyDecoder
+    from eps_core.model import load_weights
 
     return NumpyDecoder(spec, load_weights(path, spec), dtype)
 

@@ -89,7 +89,8 @@ class EpsConfig:
             tokens = blocks * block
         _require(
             1 <= tokens <= MAX_GROUP_TOKENS,
-            f"a group of {tokens} tokens is outside 1 to {MAX_GROUP_TOKENS}: lower eps-group-tokens or eps-group-blocks",
+            f"a group of {tokens} tokens is outside 1 to {MAX_GROUP_TOKENS}: "
+            "lower eps-group-tokens or eps-group-blocks",
         )
         _require(
             tokens & (tokens - 1) == 0,

@@ -108,9 +108,7 @@ class Runner:
             chunk = np.array(tokens[start : start + self.chunk])
             slots = np.arange(start, start + len(chunk))
             cache, logits = self.decoder.prefill(cache, chunk, slots, table, start + len(chunk))
-        stored = [
-            self.backend.read_kv(cache, layer, table, len(tokens)) for layer in range(self.spec.num_layers)
-        ]
+        stored = [self.backend.read_kv(cache, layer, table, len(tokens)) for layer in range(self.spec.num_layers)]
         return cache, table, Prompt(len(tokens), stored, logits)
 
     def arm(self, prompt: Prompt, config: EpsConfig, room: int):

@@ -60,7 +60,8 @@ def select_mass(config: EpsConfig, estimate: np.ndarray, forced: np.ndarray) -> 
 def select_threshold(config: EpsConfig, estimate: np.ndarray, forced: np.ndarray) -> np.ndarray:
     """The product requirements' rule: newest to oldest, skip when B < T / alpha, T the top_pages-th best so far."""
     assert config.top_pages is not None
-    visit, heap = forced.copy(), []
+    visit = forced.copy()
+    heap: list[float] = []  # of the best `top_pages` estimates scanned so far
     for group in reversed(range(len(estimate))):
         if not np.isfinite(estimate[group]):
             continue

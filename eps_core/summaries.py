@@ -117,10 +117,10 @@ def decode_rq(packed: np.ndarray, scale: np.ndarray, bits: int, head_dim: int) -
     """x_hat [.., D] in rotated space, from codes [.., bytes] and scale [..]."""
     codes = unpack_codes(packed, bits, head_dim).astype(np.float64)
     levels = 2 * codes - 1 if bits == 1 else codes - 2 ** (bits - 1) + 0.5
-    return levels * np.float64(scale)[..., None]
+    return levels * np.asarray(scale, np.float64)[..., None]
 
 
-# -------------------------------------------------------------------------------------------------------------- building
+# ------------------------------------------------------------------------------------------------------------- building
 
 
 def build_jl(k: np.ndarray, phi: np.ndarray) -> Summary:
@@ -133,7 +133,11 @@ def build_jl(k: np.ndarray, phi: np.ndarray) -> Summary:
 def build_pc1(k: np.ndarray) -> Summary:
     """Top right singular direction of K in int8; lambda = |K u|^2 and the rest, both with the *quantised* u."""
     direction = np.linalg.svd(k, full_matrices=False)[2][0]
-    codes = np.round(direction / np.abs(direction).max() * 127).astype(np.int8) if k.any() else np.zeros(k.shape[1], np.int8)
+    codes = (
+        np.round(direction / np.abs(direction).max() * 127).astype(np.int8)
+        if k.any()
+        else np.zeros(k.shape[1], np.int8)
+    )
     length = float(np.linalg.norm(codes.astype(np.float64)))
     scale = np.float32(1 / length) if length else np.float32(0)
     along = float(np.linalg.norm(k @ (codes * np.float64(scale))))
@@ -158,7 +162,7 @@ def build_fd(k: np.ndarray, rows: int) -> Summary:
     return {
         "rows": codes,
         "row_scale": scales,
-        "error": up16(float(np.linalg.norm(sketch - codes * np.float64(scales)[:, None]))),
+        "error": up16(float(np.linalg.norm(sketch - codes * scales.astype(np.float64)[:, None]))),
         "delta": up16(float(np.sqrt(delta + 1e-5 * s[0] ** 2))),
     }
 
@@ -179,7 +183,12 @@ def build_meanstd(mean: np.ndarray, std: np.ndarray) -> Summary:
     """Per-channel mean (int8) and population standard deviation (uint8) [D] (UNIQUE, arXiv 2605.27740)."""
     codes, scale = _near_codes(mean, 127)
     std_codes, std_scale = _near_codes(std, 255)
-    return {"mean": codes.astype(np.int8), "mean_scale": scale, "std": std_codes.astype(np.uint8), "std_scale": std_scale}
+    return {
+        "mean": codes.astype(np.int8),
+        "mean_scale": scale,
+        "std": std_codes.astype(np.uint8),
+        "std_scale": std_scale,
+    }
 
 
 def _near_codes(x: np.ndarray, most: int) -> tuple[np.ndarray, np.float16]:
@@ -271,7 +280,9 @@ def build_rq(k: np.ndarray, centre: np.ndarray, bits: int, seed: int, with_bound
     summary = {"codes": pack_codes(codes, bits), "scale": scale}
     if with_bounds:
         residual = float(np.linalg.norm(x - levels * float(scale)))
-        radius = float(np.linalg.norm(rotate(k - centre.astype(np.float64), seed) - levels * float(scale), axis=1).max())
+        radius = float(
+            np.linalg.norm(rotate(k - centre.astype(np.float64), seed) - levels * float(scale), axis=1).max()
+        )
         summary |= {"error": up16(residual), "radius": up16(radius), "norm": up16(key_norm(k))}
     return summary
 
@@ -300,7 +311,7 @@ def build_summary(config: EpsConfig, k: np.ndarray, phi: np.ndarray | None, cent
     return build_rq(k, centre, config.bits, config.seed, config.rq_bounds)
 
 
-# --------------------------------------------------------------------------------------------------------------- scoring
+# -------------------------------------------------------------------------------------------------------------- scoring
 
 
 def _f64(summary: Summary, name: str) -> np.ndarray:

@@ -110,7 +110,9 @@ def needle_document(
     tail = question(keys[0])
     room = num_bytes - len(tail) - sum(map(len, lines))
     if room < 0:
-        raise ValueError(f"a needle document of {num_bytes} bytes has no room for its {len(keys)} needles: ask for more")
+        raise ValueError(
+            f"a needle document of {num_bytes} bytes has no room for its {len(keys)} needles: ask for more"
+        )
     body = filler(text, room, rng).decode("ascii")
     depths = [depth, *rng.random(num_distractors)]
     places = sorted(((_line_start(body, int(d * len(body))), line) for d, line in zip(depths, lines, strict=True)))

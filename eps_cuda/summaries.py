@@ -171,7 +171,8 @@ def build_fd(k: Tensor, rows: int) -> Summary:
     """Frequent Directions of the whole group at once: |F a|^2 <= |K a|^2 <= |F a|^2 + Delta |a|^2."""
     energies, directions = _right_singular(k, rows + 1)
     shrinkage = energies[..., rows]
-    sketch = torch.sqrt((energies[..., :rows] - shrinkage[..., None]).clamp(min=0))[..., None] * directions[..., :rows, :]
+    lengths = torch.sqrt((energies[..., :rows] - shrinkage[..., None]).clamp(min=0))
+    sketch = lengths[..., None] * directions[..., :rows, :]
     codes, scales = mean_codes(sketch)
     rounding = sketch - codes.float() * scales.float()[..., None]
     return {
@@ -257,7 +258,7 @@ def build_moments(k: Tensor, num_directions: int) -> Summary:
     trace = (centred * centred).sum(dim=(-1, -2)) / n
     stacked = torch.cat([centred, rounded], dim=-2).mT  # [.., D, S + k]
     if n + num_directions < head_dim:
-        # E has rank S + k at most: the coordinates of keys and directions in an orthonormal basis of both, [.., S + k, S + k]
+        # E has rank S + k at most: take coordinates in an orthonormal basis of the keys and directions, [.., S + k, S + k]
         stacked = torch.linalg.qr(stacked, mode="r").R
     keys, axes = stacked[..., :n], stacked[..., n:]
     unexplained = keys @ keys.mT / n - (axes * gain.float()[..., None, :]) @ axes.mT
@@ -535,7 +536,7 @@ def score(cache: "Cache", layer: int, q: Tensor, table: np.ndarray, lengths: np.
     q [B, Hq, D] unscaled, table [B, M], lengths [B] tokens. See `Scores` for what the numbers mean."""
     config, spec = cache.config, cache.spec
     table, lengths = np.asarray(table), np.asarray(lengths, np.int64)
-    batch, num_heads, head_dim = q.shape
+    batch, _, head_dim = q.shape
     kv_heads = spec.num_kv_heads
     missing = missing_groups(cache, layer, table, lengths)
     groups = missing.shape[1]
@@ -568,7 +569,7 @@ def score(cache: "Cache", layer: int, q: Tensor, table: np.ndarray, lengths: np.
 
 def _true_masses(cache: "Cache", layer: int, a: Tensor, rows: Tensor, lengths: np.ndarray) -> Tensor:
     """True log masses [B, Hkv, R, G], by reading all of K: what a perfect summary would say (evaluation only)."""
-    batch, kv_heads, repeat, head_dim = a.shape
+    batch, kv_heads, _, head_dim = a.shape
     flat = cache.k[layer].reshape(-1, cache.config.unit_tokens * head_dim)
     keys = flat.index_select(0, rows).reshape(batch, kv_heads, -1, head_dim)
     logits = _dots(keys, a)

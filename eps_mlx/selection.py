@@ -35,20 +35,21 @@ def budget(config: EpsConfig, forced: np.ndarray, lengths: np.ndarray) -> np.nda
     return np.minimum(np.maximum(groups, forced), -(-lengths // config.S)).astype(np.int64)
 
 
-def _best(keys: mx.array, count: mx.array) -> mx.array:
-    """Mask [B, Hkv, G] of the `count` [B, Hkv or 1, 1] largest keys, the lower index first among equals."""
+def _best(keys: mx.array, count: mx.array, most: int) -> mx.array:
+    """Mask [B, Hkv, G] of the `count` [B, Hkv or 1, 1] <= `most` largest keys, the lower index first among equals."""
     groups = keys.shape[-1]
-    rising = mx.sort(keys, axis=-1)
-    place = mx.broadcast_to(mx.clip(groups - count, 0, groups - 1), (*keys.shape[:-1], 1))
+    # the `most` largest as values, then in order: a full sort costs several times as much
+    rising = mx.sort(mx.partition(keys, groups - most, axis=-1)[..., groups - most :], axis=-1)
+    place = mx.broadcast_to(mx.clip(most - count, 0, most - 1), (*keys.shape[:-1], 1))
     least = mx.take_along_axis(rising, place, axis=-1)
     above, tied = keys > least, keys == least
     room = count - above.sum(axis=-1, keepdims=True)
     return (above | (tied & (mx.cumsum(tied.astype(mx.int32), axis=-1) <= room))) & (count > 0)
 
 
-def select_topk(estimate: mx.array, forced: mx.array, count: mx.array) -> mx.array:
-    """Forced groups, then the best: `count` [B, 1, 1] in all."""
-    return _best(mx.where(forced, math.inf, estimate), count)
+def select_topk(estimate: mx.array, forced: mx.array, count: mx.array, most: int) -> mx.array:
+    """Forced groups, then the best: `count` [B, Hkv or 1, 1] <= `most` in all."""
+    return _best(mx.where(forced, math.inf, estimate), count, most)
 
 
 def select_share(config: EpsConfig, estimate: mx.array, forced: mx.array) -> mx.array:
@@ -63,7 +64,7 @@ def select_mass(config: EpsConfig, estimate: mx.array, forced: mx.array) -> mx.a
     share = mx.exp(mx.sort(unforced, axis=-1) - _log_total(estimate))
     # rising, those without a share first: the longest run that sums to at most epsilon is what may be skipped
     skipped = (mx.cumsum(share, axis=-1) <= config.epsilon).sum(axis=-1, keepdims=True)
-    return forced | _best(unforced, estimate.shape[-1] - skipped)
+    return forced | _best(unforced, estimate.shape[-1] - skipped, estimate.shape[-1])
 
 
 def select_threshold(config: EpsConfig, estimate: mx.array, forced: mx.array) -> mx.array:
@@ -100,7 +101,9 @@ def select(config: EpsConfig, scores: Scores, lengths: np.ndarray) -> Selection:
     uniform = None
     if config.policy == "topk":
         uniform = budget(config, num_forced, lengths)
-        visit = select_topk(estimate, forced, mx.array(uniform.astype(np.int32))[:, None, None])
+        visit = select_topk(
+            estimate, forced, mx.array(uniform.astype(np.int32))[:, None, None], max(int(uniform.max()), 1)
+        )
     elif config.policy == "threshold":
         visit = select_threshold(config, estimate, forced) & inside
     else:
@@ -109,13 +112,21 @@ def select(config: EpsConfig, scores: Scores, lengths: np.ndarray) -> Selection:
         if config.top_pages is not None:
             count = visit.sum(axis=-1, keepdims=True)
             cap = mx.maximum(forced.sum(axis=-1, keepdims=True), config.top_pages)
-            visit = select_topk(mx.where(visit, estimate, -math.inf), forced, mx.minimum(count, cap))
+            visit = select_topk(mx.where(visit, estimate, -math.inf), forced, mx.minimum(count, cap), groups)
     if config.scope == "union":
         visit, uniform = mx.broadcast_to(visit.any(axis=1, keepdims=True), visit.shape), None
     width = groups if uniform is None else max(int(uniform.max()), 1)
     counts = visit.sum(axis=-1).astype(mx.int32)
-    rising = mx.sort(mx.where(visit, mx.arange(groups, dtype=mx.int32), groups), axis=-1)[..., :width]
-    return Selection(mx.where(rising < groups, rising, -1), counts, uniform, num_forced)
+    return Selection(_ascending(visit, width), counts, uniform, num_forced)
+
+
+def _ascending(visit: mx.array, width: int) -> mx.array:
+    """Indices of the True entries of visit [B, Hkv, G], ascending, then -1: [B, Hkv, width] int32. Each True entry goes
+    to the place that its rank says, the others to a column that is cut off."""
+    place = mx.where(visit, mx.cumsum(visit.astype(mx.int32), axis=-1) - 1, width)
+    listed = mx.full((*visit.shape[:-1], width + 1), -1, dtype=mx.int32)
+    index = mx.broadcast_to(mx.arange(visit.shape[-1], dtype=mx.int32), visit.shape)
+    return mx.put_along_axis(listed, place, index, axis=-1)[..., :width]
 
 
 def skipped_mass(scores: Scores, selection: Selection) -> mx.array:

@@ -171,13 +171,15 @@ def _direction_codes(direction: mx.array) -> tuple[mx.array, mx.array]:
 def build_pc1(k: mx.array) -> Summary:
     """Top right singular direction of K in int8; lambda = |K u|^2 and the rest, both with the *quantised* u."""
     codes, scale = _direction_codes(_right_singular(k, 1)[1][..., 0, :])
-    along = _norm((k @ (codes * scale[..., None])[..., None])[..., 0])
-    energy = (k * k).sum(axis=(-1, -2))
+    unit = (codes * scale[..., None])[..., None, :]
+    along = (k * unit).sum(axis=-1, keepdims=True)
+    # |K|^2 - |K u|^2 as a sum of squares: the difference would cancel where u explains nearly everything
+    across = k - along * unit
     return {
         "direction": codes.astype(mx.int8),
         "direction_scale": scale,
-        "lam": up16(along),
-        "rest": up16(mx.sqrt(mx.maximum(energy - along * along, 0) + 1e-6 * energy)),
+        "lam": up16(mx.sqrt((along * along).sum(axis=(-1, -2)))),
+        "rest": up16(mx.sqrt((across * across).sum(axis=(-1, -2)) + 1e-6 * (k * k).sum(axis=(-1, -2)))),
     }
 
 
@@ -261,14 +263,15 @@ def build_moments(k: mx.array, num_directions: int) -> Summary:
     # Schatten bound of C - sum_j lambda_j v_j v_jT, whose eigenvalues are the other ones
     others = values[..., num_directions:]
     most = mx.maximum(others.max(axis=-1), 1e-30)[..., None]
-    left = most[..., 0] * ((others / most) ** 16).sum(axis=-1) ** (1 / 16) * (1 + 1e-4)
+    trace = (centred * centred).sum(axis=(-1, -2)) / n
+    noise = trace * 2.0**-20  # of float32 matrices and eigenvalues as large as the covariance
+    left = noise + most[..., 0] * ((others / most) ** 16).sum(axis=-1) ** (1 / 16) * (1 + 1e-4)
     gain = near16(mx.maximum(values[..., :num_directions] - left[..., None], 0))
     codes, lengths = _direction_codes(directions[..., :num_directions, :])
     codes = mx.where(gain[..., None] > 0, codes, 0)
     direction_scale = near16(mx.where(gain > 0, lengths, 0))
     rounded = codes * _wide(direction_scale)[..., None]
 
-    trace = (centred * centred).sum(axis=(-1, -2)) / n
     if n + num_directions < head_dim:
         # E has rank n + k at most: work in an orthonormal basis of the keys and directions instead of D dimensions
         _, basis = mx.linalg.qr(mx.concatenate([centred, rounded], axis=-2).swapaxes(-1, -2), stream=mx.cpu)
@@ -276,8 +279,7 @@ def build_moments(k: mx.array, num_directions: int) -> Summary:
     else:
         keys, axes = centred.swapaxes(-1, -2), rounded.swapaxes(-1, -2)
     unexplained = keys @ keys.swapaxes(-1, -2) / n - (axes * _wide(gain)[..., None, :]) @ axes.swapaxes(-1, -2)
-    # the last term: E is a difference of float32 matrices as large as the covariance
-    rho = up16(_schatten_bound(unexplained) + trace * 2.0**-20)
+    rho = up16(_schatten_bound(unexplained) + noise)
     mean_code, mean_scale = mean_codes(mean)
     return {
         "mean": mean_code,
@@ -350,6 +352,21 @@ def build_summary(config: EpsConfig, constants: Summary, k: mx.array) -> Summary
 def _dots(codes: mx.array, a: mx.array) -> mx.array:
     """Inner products [B, Hkv, R, G] of stored codes [B, Hkv, G, D] with a [B, Hkv, R, D]."""
     return a @ _wide(codes).swapaxes(-1, -2)
+
+
+def _packed_dots(packed: mx.array, bits: int, a: mx.array) -> mx.array:
+    """Inner products [B, Hkv, R, G] of packed codes [B, Hkv, G, bytes] with a [B, Hkv, R, D], scale left out."""
+    head_dim, num_bytes, per_byte = a.shape[-1], packed.shape[-1], 8 // bits
+    if bits > 2:
+        return a @ _levels(unpack_codes(packed, bits, head_dim), bits).swapaxes(-1, -2)
+    # One table look-up a byte, for all R heads at once: what each of the 256 bytes adds to each inner product. Three
+    # times as fast as unpacking into a matrix on a CPU, and a 32nd of its memory.
+    batch, kv_heads, repeat, _ = a.shape
+    a = mx.pad(a, [(0, 0)] * 3 + [(0, num_bytes * per_byte - head_dim)])
+    levels = _levels(unpack_codes(mx.arange(256, dtype=mx.uint8)[:, None], bits, per_byte), bits)
+    added = levels @ a.reshape(batch, kv_heads, repeat, num_bytes, per_byte).transpose(0, 1, 3, 4, 2)
+    first = mx.arange(batch * kv_heads * num_bytes, dtype=mx.int32).reshape(batch, kv_heads, 1, num_bytes) * 256
+    return mx.take(added.reshape(-1, repeat), packed + first, axis=0).sum(axis=3).swapaxes(-1, -2)
 
 
 def _per_group(summary: Summary, name: str) -> mx.array:
@@ -466,9 +483,8 @@ def score_moments(summary: Summary, a: mx.array, n: int) -> Score:
 
 def score_rq(summary: Summary, a: mx.array, n: int, constants: Summary, bits: int) -> Score:
     """log n + c.a + x_hat.(H a), which is log n + mu_hat.a; with a stored radius, `ball` about mu_hat."""
-    levels = _levels(unpack_codes(summary["codes"], bits, a.shape[-1]), bits)
     offset = (a * _wide(constants["centre"])[:, None, :]).sum(axis=-1)[..., None]
-    mean = offset + _dots(levels, rotate(a, constants["signs"])) * _per_group(summary, "scale")
+    mean = offset + _packed_dots(summary["codes"], bits, rotate(a, constants["signs"])) * _per_group(summary, "scale")
     if "radius" not in summary:
         return math.log(n) + mean, None, None
     size, radius = _norm(a)[..., None], _per_group(summary, "radius")

@@ -207,27 +207,27 @@ def write_card(out: Path, record: dict) -> None:
     )
     text = f"""# EPS demo model
 
-A byte-level Llama ({record['parameters'] / 1e6:.2f} M parameters: {CONFIG['num_hidden_layers']} layers, width
-{CONFIG['hidden_size']}, {CONFIG['num_attention_heads']} query and {CONFIG['num_key_value_heads']} key/value heads of
-{CONFIG['head_dim']}), trained from nothing by `scripts/train_demo.py` on Python's standard library source mixed with
+A byte-level Llama ({record["parameters"] / 1e6:.2f} M parameters: {CONFIG["num_hidden_layers"]} layers, width
+{CONFIG["hidden_size"]}, {CONFIG["num_attention_heads"]} query and {CONFIG["num_key_value_heads"]} key/value heads of
+{CONFIG["head_dim"]}), trained from nothing by `scripts/train_demo.py` on Python's standard library source mixed with
 needle documents. It knows how to look up `# The code for KEY is VALUE.` in a long text, and little else.
 It exists to exercise EPS on real attention patterns; do not use it for anything else.
 
-Seed {record['seed']}, torch {record['torch']}, Python {record['python']}, {record['tokens_seen'] / 1e6:.0f} M tokens,
-{record['hours']:.2f} h on 2 CPU cores; bits per byte on held-out text at 1,024 bytes: {record['held_out_bits_per_byte']:.3f}.
+Seed {record["seed"]}, torch {record["torch"]}, Python {record["python"]}, {record["tokens_seen"] / 1e6:.0f} M tokens,
+{record["hours"]:.2f} h on 2 CPU cores; bits per byte on held-out text at 1,024 bytes: {record["held_out_bits_per_byte"]:.3f}.
 
 | context of stage (tokens) | steps | last loss (nats, answers counted twice) | answer digits right in training |
 |---|---|---|---|
 {stages}
 
-Held-out needles answered exactly (all five digits, {record['needle_documents']} documents a length, dense attention,
+Held-out needles answered exactly (all five digits, {record["needle_documents"]} documents a length, dense attention,
 depths spread evenly, 0 to 3 distractors):
 
 | context (tokens) | share answered |
 |---|---|
 {rows}
 
-{record['limit']}
+{record["limit"]}
 
 Licence: the weights are released under this repository's licence; the training text is under the PSF licence.
 """
@@ -335,7 +335,10 @@ def main() -> None:
         done.update(stage=stage + 1, step=0)
         save()
         export(model, args.out)
-        print(f"stage {length} done; held-out needles {needle_accuracy(model, held_text, length, 40, 10**6):.3f}", flush=True)
+        print(
+            f"stage {length} done; held-out needles {needle_accuracy(model, held_text, length, 40, 10**6):.3f}",
+            flush=True,
+        )
 
     export(model, args.out)
     accuracy = {}
@@ -344,7 +347,9 @@ def main() -> None:
         print(f"held-out needles at {length}: {accuracy[length]:.3f}", flush=True)
     failing = [length for length, value in accuracy.items() if value < 0.95]
     limit = (
-        f"It stops working (under 95 % of needles) at {failing[0]} tokens." if failing else "No tested length fell under 95 %."
+        f"It stops working (under 95 % of needles) at {failing[0]} tokens."
+        if failing
+        else "No tested length fell under 95 %."
     )
     record = {
         "seed": args.seed, "torch": torch.__version__, "python": platform.python_version(), "lr": args.lr,

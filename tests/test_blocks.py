@@ -1,8 +1,8 @@
 """The allocator and the fill of groups, against naive models. Integers only: no backend is needed."""
 
-import os
 import random
 from dataclasses import fields
+from itertools import takewhile
 
 import numpy as np
 import pytest
@@ -303,7 +303,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert free_before - pool.num_free <= len(sequence.table)
         # what a live sequence holds is always found
         for held in self.model.values():
-            same = len(os.path.commonprefix([tokens, held]))
+            same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(tokens, held, strict=False))))
             assert num_shared >= min(same, len(tokens) - 1) // pool.unit_tokens * pool.unit_tokens
         self.model[sequence] = tokens[:num_shared]
         self.append(sequence, tokens[num_shared:])

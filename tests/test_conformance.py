@@ -262,9 +262,7 @@ def check_attend(backend, case: Case, cache, reference, q, q_native, table, leng
     out, lse = backend.attend(cache, 0, q_native, table, lengths, selected)
     native = selected
     if selected is not None:
-        native = replace(
-            selected, groups=backend.to_numpy(selected.groups), counts=backend.to_numpy(selected.counts)
-        )
+        native = replace(selected, groups=backend.to_numpy(selected.groups), counts=backend.to_numpy(selected.counts))
     expected_out, expected_lse = oracle.attend(reference, 0, q, table, lengths, native)
     out, lse = backend.to_numpy(out).astype(np.float64), backend.to_numpy(lse).astype(np.float64)
     keys = [reference.k[0].astype(np.float32).reshape(-1, case.num_kv_heads, case.head_dim)]
@@ -288,7 +286,9 @@ def test_merge_equals_whole(target):
     out = rng.normal(size=(2, 3, 4, 8)).astype(np.float32)
     lse = rng.normal(size=(2, 3, 4)).astype(np.float32) * 20
     lse[0, 0, 0], lse[1, 1, 1], lse[:, 2, 3] = -np.inf, -np.inf, -np.inf
-    pairs = [(backend.from_numpy(out[i], "float32", device), backend.from_numpy(lse[i], "float32", device)) for i in (0, 1)]
+    pairs = [
+        (backend.from_numpy(out[i], "float32", device), backend.from_numpy(lse[i], "float32", device)) for i in (0, 1)
+    ]
     got_out, got_lse = (backend.to_numpy(x) for x in backend.merge(*pairs))
     want_out, want_lse = oracle.merge((out[0].astype(np.float64), lse[0].astype(np.float64)), (out[1], lse[1]))
     assert np.allclose(got_out, want_out, atol=1e-6) and np.allclose(got_lse, want_lse, atol=1e-5)
@@ -321,7 +321,9 @@ def test_fork_then_diverge_equals_two_independent_sequences(target, method):
             copied += len(copies)
             if copies:
                 cache = backend.copy_units(cache, [s for s, _ in copies], [d for _, d in copies])
-            cache = backend.write_kv(cache, 0, give(tails[which, 0, t : t + 1]), give(tails[which, 1, t : t + 1]), slots)
+            cache = backend.write_kv(
+                cache, 0, give(tails[which, 0, t : t + 1]), give(tails[which, 1, t : t + 1]), slots
+            )
     assert copied == 1
     pool.check()
     if method in ("jl", "box", "meanstd"):
@@ -333,7 +335,9 @@ def test_fork_then_diverge_equals_two_independent_sequences(target, method):
         alone = backend.write_kv(alone, 0, give(shared[0]), give(shared[1]), slots)
         for t in range(30):
             slots, _ = alone_pool.append(only, [7 + t])
-            alone = backend.write_kv(alone, 0, give(tails[which, 0, t : t + 1]), give(tails[which, 1, t : t + 1]), slots)
+            alone = backend.write_kv(
+                alone, 0, give(tails[which, 0, t : t + 1]), give(tails[which, 1, t : t + 1]), slots
+            )
         results = []
         for p, c, s in ((pool, cache, sequence), (alone_pool, alone, only)):
             scores = backend.score(c, 0, q, p.table([s]), p.lengths([s]))

@@ -144,9 +144,7 @@ def test_frequent_directions_theorem(n, rows, head_dim, seed):
     assert delta**2 <= (k**2).sum() * (1 / (rows + 1) + 1e-2) + 1e-9
 
 
-@given(
-    b=st.floats(1e-6, 1e4), v=st.floats(1e-9, 1e6), more_b=st.floats(1, 10), more_v=st.floats(1, 10)
-)
+@given(b=st.floats(1e-6, 1e4), v=st.floats(1e-9, 1e6), more_b=st.floats(1, 10), more_v=st.floats(1, 10))
 def test_bennett_is_monotone(b, v, more_b, more_v):
     value = float(bennett(b, v))
     assert -1e-12 <= value <= b * (1 + 1e-12) + 1e-12
@@ -235,7 +233,9 @@ def test_mass_policy_is_smallest_and_within_epsilon():
 def test_threshold_visits_superset_of_top_pages_for_nonnegative_scores():
     rng = np.random.default_rng(0)
     for top_pages in (1, 3, 10):
-        config = EpsConfig(method="jl", group_tokens=1, policy="threshold", top_pages=top_pages, first_tokens=0, last_tokens=0)
+        config = EpsConfig(
+            method="jl", group_tokens=1, policy="threshold", top_pages=top_pages, first_tokens=0, last_tokens=0
+        )
         estimate = rng.exponential(size=60)
         visit, _ = selection.visited(config, estimate, 60)
         assert visit[selection.best_first(estimate)[:top_pages]].all()

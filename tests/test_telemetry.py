@@ -88,7 +88,9 @@ def test_a_step_line_has_exactly_the_designed_keys() -> None:
 
 
 def test_unknown_is_null_and_never_nan() -> None:
-    line = telemetry.to_json({"a": math.nan, "b": [np.float32("inf"), np.int64(3)], "c": np.array([1.0, np.nan]), 4: None})
+    line = telemetry.to_json(
+        {"a": math.nan, "b": [np.float32("inf"), np.int64(3)], "c": np.array([1.0, np.nan]), 4: None}
+    )
     assert json.loads(line) == {"a": None, "b": [None, 3], "c": [1.0, None], "4": None}
 
 

@@ -55,7 +55,13 @@ def forgets_the_scale_in_score(cache, layer, q, table, lengths):
 def means_over_query_heads(cache, layer, q, table, lengths):
     kv_heads = cache.spec.num_kv_heads
     mean = q.reshape(len(q), kv_heads, -1, q.shape[-1]).mean(axis=2, keepdims=True)
-    return oracle.score(cache, layer, np.broadcast_to(mean, q.reshape(len(q), kv_heads, -1, q.shape[-1]).shape).reshape(q.shape), table, lengths)
+    return oracle.score(
+        cache,
+        layer,
+        np.broadcast_to(mean, q.reshape(len(q), kv_heads, -1, q.shape[-1]).shape).reshape(q.shape),
+        table,
+        lengths,
+    )
 
 
 def narrows_the_bound(cache, layer, q, table, lengths):

@@ -1,0 +1,45 @@
+"""The Torch backend: CUDA and ROCm GPUs, and CPUs. See eps_core.interface.Backend."""
+
+import platform
+
+import numpy as np
+import torch
+
+from eps_cuda.attention import attend, merge
+from eps_cuda.cache import (
+    Cache,
+    check_finite,
+    copy_units,
+    devices,
+    from_numpy,
+    new_cache,
+    read_kv,
+    to_numpy,
+    write_kv,
+)
+from eps_cuda.model import load_model
+from eps_cuda.selection import select, skipped_mass
+from eps_cuda.summaries import score
+
+__all__ = [
+    "Cache",
+    "attend",
+    "check_finite",
+    "copy_units",
+    "devices",
+    "from_numpy",
+    "load_model",
+    "merge",
+    "new_cache",
+    "read_kv",
+    "score",
+    "select",
+    "skipped_mass",
+    "to_numpy",
+    "versions",
+    "write_kv",
+]
+
+
+def versions() -> dict[str, str]:
+    return {"torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()}

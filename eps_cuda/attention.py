@@ -1,0 +1,159 @@
+"""Attention over whole groups of a paged cache: `(out, lse)`, so that parts can be merged exactly.
+
+Logits, softmax and sums are float32 whatever the cache holds. Only listed groups are read: whole `[S, D]` tiles, one
+row of a gather each. No mask but over the unwritten tail of the open group, which can only be the last tile.
+"""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from eps_core.interface import Selection
+from eps_cuda.cache import Cache, units_of
+
+State = tuple[Tensor, Tensor]
+
+PIECE_TOKENS = 512  # of a dense read on a CPU, to stay in its cache; changes speed only
+
+
+@torch.inference_mode()
+def attend(
+    cache: Cache, layer: int, q: Tensor, table: np.ndarray, lengths: np.ndarray, selection: Selection | None
+) -> State:
+    """(out [B, Hq, D] in q's dtype, lse [B, Hq] float32: natural log of the softmax mass read) of q [B, Hq, D],
+    unscaled, over the selected groups of each sequence, or over all of its tokens where `selection` is None. A
+    selection whose numbers only the device knows costs one synchronisation."""
+    batch, num_heads, head_dim = q.shape
+    kv_heads = cache.spec.num_kv_heads
+    if head_dim != cache.spec.head_dim or num_heads % kv_heads:
+        raise ValueError(
+            f"q has {num_heads} heads of {head_dim}: the cache has {kv_heads} kv heads of {cache.spec.head_dim}, and "
+            "query heads must be a multiple of them"
+        )
+    table, lengths = np.asarray(table), np.asarray(lengths, np.int64)
+    a = q.float().reshape(batch, kv_heads, -1, head_dim) * (1 / math.sqrt(head_dim))
+    if selection is None:
+        states = [_attend_all(cache, layer, a[b], table[b], int(lengths[b])) for b in range(batch)]
+    else:
+        if selection.uniform is not None:
+            counts = np.repeat(np.asarray(selection.uniform)[:, None], kv_heads, axis=1)
+        else:
+            counts = selection.counts.cpu().numpy()
+        states = [
+            _attend_groups(cache, layer, a[b], selection.groups[b], counts[b], table[b], int(lengths[b]))
+            for b in range(batch)
+        ]
+    out, lse = (torch.stack(part) for part in zip(*states, strict=True))
+    return out.reshape(q.shape).to(q.dtype), lse.reshape(batch, num_heads)
+
+
+def _softmax_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(weights, their sum [.., 1], lse [..]) over the last axis, in which one logit at least is finite."""
+    largest = logits.amax(dim=-1, keepdim=True)
+    weights = torch.exp(logits - largest)
+    total = weights.sum(dim=-1, keepdim=True)
+    return weights, total, (largest + torch.log(total))[..., 0]
+
+
+def _attend_all(cache: Cache, layer: int, a: Tensor, table: np.ndarray, length: int) -> State:
+    """Dense attention of one sequence, a [Hkv, R, D] -> (out [Hkv, R, D], lse [Hkv, R]); exactly `length` tokens. On a
+    CPU in pieces: measured five times faster than one large copy per head, and as exact."""
+    unit_tokens = cache.config.unit_tokens
+    cache.kv_bytes_read += length * cache.spec.num_kv_heads * cache.spec.kv_token_bytes
+    units = table[: -(-length // unit_tokens)]
+    step = max(PIECE_TOKENS // unit_tokens, 1) if a.device.type == "cpu" else len(units)
+    pieces = [units[start : start + step] for start in range(0, len(units), step)]
+    columns = a.mT
+    logits = torch.cat([_by_head(cache.k[layer], piece) @ columns for piece in pieces], dim=1)[:, :length].mT
+    weights, total, lse = _softmax_sums(logits)
+    weights = torch.nn.functional.pad(weights, (0, len(units) * unit_tokens - length))
+    out = torch.zeros_like(a)
+    for piece, part in zip(pieces, weights.split(step * unit_tokens, dim=2), strict=True):
+        v = _by_head(cache.v[layer], piece)
+        if piece is pieces[-1]:
+            # what is not written may hold anything, and 0 times NaN is NaN
+            v, part = v[:, : v.shape[1] - -length % unit_tokens], part[..., : v.shape[1] - -length % unit_tokens]
+        out += part @ v
+    return out / total, lse
+
+
+def _by_head(pool: Tensor, units: np.ndarray) -> Tensor:
+    """Tokens of some units of a pool, head by head, [Hkv, tokens, D] float32: one copy that also converts."""
+    stored = units_of(pool, units).transpose(0, 1)
+    wide = torch.empty(stored.shape, dtype=torch.float32, device=pool.device)
+    return wide.copy_(stored).flatten(1, 2)
+
+
+def _attend_groups(
+    cache: Cache, layer: int, a: Tensor, groups: Tensor, counts: np.ndarray, table: np.ndarray, length: int
+) -> State:
+    """Attention of one sequence over the first counts [Hkv] of groups [Hkv, W], ascending: a [Hkv, R, D]."""
+    config, spec = cache.config, cache.spec
+    per_unit, size = config.groups_per_unit, config.S
+    cache.kv_bytes_read += int(counts.sum()) * size * spec.kv_token_bytes
+    width = int(counts.max())
+    groups = groups[:, :width].long()
+    units = torch.from_numpy(np.maximum(table, 0).astype(np.int64)).to(a.device)[groups.clamp(min=0) // per_unit]
+    heads = torch.arange(spec.num_kv_heads, device=a.device)[:, None]
+    rows = (units * spec.num_kv_heads + heads) * per_unit + groups % per_unit  # as K's memory lies
+    if width and (counts == width).all():
+        return _attend_rows(cache, layer, a, rows, groups[:, -1], length)
+    states = []
+    for head, count in enumerate(counts.tolist()):
+        part = slice(head, head + 1)
+        if count:
+            states.append(_attend_rows(cache, layer, a[part], rows[part, :count], groups[part, count - 1], length))
+        else:
+            states.append((torch.zeros_like(a[part]), a.new_full((1, a.shape[1]), -math.inf)))
+    out, lse = (torch.cat(part) for part in zip(*states, strict=True))
+    return out, lse
+
+
+def _attend_rows(cache: Cache, layer: int, a: Tensor, rows: Tensor, last: Tensor, length: int) -> State:
+    """Attention of a [H, R, D] over the pool's tiles rows [H, W]; last [H] is the group in the last tile."""
+    size, head_dim = cache.config.S, cache.spec.head_dim
+    k, v = (
+        pool[layer].view(-1, size * head_dim).index_select(0, rows.reshape(-1)).view(len(rows), -1, head_dim).float()
+        for pool in (cache.k, cache.v)
+    )
+    logits = (k @ a.mT).mT
+    unwritten = -length % size
+    if unwritten:
+        # only the device knows whether the open group is listed; what lies there may be anything, NaN in V included
+        is_open = (last == length // size)[:, None, None]
+        logits[..., -unwritten:].masked_fill_(is_open, -math.inf)
+        v[:, -unwritten:].masked_fill_(is_open, 0.0)
+    weights, total, lse = _softmax_sums(logits)
+    return (weights @ v) / total, lse
+
+
+@torch.inference_mode()
+def merge(first: State, second: State) -> State:
+    """Exact merge of attention over two disjoint sets of keys: out [.., D] with lse [..] (-inf: no keys, weight 0)."""
+    (out1, lse1), (out2, lse2) = first, second
+    largest = torch.maximum(lse1, lse2)
+    base = torch.where(torch.isneginf(largest), 0, largest)
+    weight1, weight2 = torch.exp(lse1 - base), torch.exp(lse2 - base)
+    total = weight1 + weight2
+    divisor = torch.where(total > 0, total, 1)
+    out = out1 * (weight1 / divisor)[..., None] + out2 * (weight2 / divisor)[..., None]
+    return out.to(out1.dtype), base + torch.log(total)
+
+
+def attend_chunk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal dense attention of a prefill chunk: q [N, Hq, D] are the last N of the T tokens of k, v [T, Hkv, D]."""
+    wide = q.dtype if k.dtype == q.dtype else torch.float32
+    heads = [x.to(wide).transpose(0, 1)[None] for x in (q, k, v)]
+    repeat, on_cpu = q.shape[1] // k.shape[1], q.device.type == "cpu"
+    if not on_cpu and wide == torch.float32 and repeat > 1:
+        # the only GPU kernel for float32 that needs no [N, T] matrix wants one kv head per query head
+        heads[1:] = (x.repeat_interleave(repeat, dim=1) for x in heads[1:])
+        repeat = 1
+    mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q)) if on_cpu else None
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *heads, attn_mask=causal_lower_right(len(q), len(k)) if mask is None else mask, enable_gqa=repeat > 1
+    )
+    return out[0].transpose(0, 1).to(q.dtype)

@@ -1,0 +1,328 @@
+"""The paged KV cache with its summaries: state as plain data, functions that return it.
+
+K and V lie in `[P, Hkv, U, D]` per layer, summaries in `[P, Hkv, U/S, ..]` under the same pool index. Torch writes in
+place: the cache that a function returns is the one it was given.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+
+from eps_core.blocks import GroupState, WritePlan
+from eps_core.config import CacheSpec, ConfigError, EpsConfig
+from eps_core.summaries import CENTRE_TOKENS, jl_projection, rq_signs
+from eps_cuda.summaries import Summary, build_box, build_jl, build_meanstd, build_summary
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class Cache:
+    """Everything per layer. With method off only `k`, `v` and `finite` are filled."""
+
+    spec: CacheSpec
+    config: EpsConfig
+    device: str
+    k: list[Tensor]
+    v: list[Tensor]
+    finite: list[Tensor]  # device bool: no NaN or Inf in any K so far
+    summaries: list[Summary] = field(default_factory=list)
+    state: list[GroupState] = field(default_factory=list)
+    open: list[Summary] = field(default_factory=list)  # box, meanstd: running statistics [slots, Hkv, ..] float32
+    centre: list[Tensor | None] = field(default_factory=list)  # rq: [Hkv, D] float16 once 256 keys were seen
+    early: list[list[Tensor]] = field(default_factory=list)  # rq: the keys until then
+    fixed: list[Summary] = field(default_factory=list)  # jl: phi [Hkv, D, m]; rq: signs [D]
+    bytes_k_reread: int = 0
+    kv_bytes_read: int = 0
+
+    def constants(self, layer: int) -> Summary:
+        """What builders and scorers of this layer need besides keys (see summaries.py)."""
+        if self.config.method != "rq":
+            return self.fixed[layer]
+        centre = self.centre[layer]
+        if centre is None:
+            centre = torch.zeros((self.spec.num_kv_heads, self.spec.head_dim), dtype=torch.float16, device=self.device)
+        return self.fixed[layer] | {"centre": centre}
+
+
+def devices() -> list[str]:
+    """Usable devices by their CLI names. ROCm's Torch calls its device cuda, too."""
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+def device_of(device: str) -> torch.device:
+    """The Torch device of a CLI name; auto is the GPU where there is one."""
+    usable = devices()
+    if device == "auto":
+        device = usable[-1]
+    if device not in usable:
+        raise ConfigError(
+            f"device {device!r} is absent: this torch {torch.__version__} has {', '.join(usable)}; "
+            f"use --device {usable[-1]}"
+        )
+    return torch.device(device)
+
+
+def to_numpy(array: Tensor) -> np.ndarray:
+    """A host array; bfloat16, which numpy lacks, comes as ml_dtypes' bfloat16. Synchronises."""
+    host = array.detach().cpu()
+    if host.dtype == torch.bfloat16:
+        return host.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return host.numpy()
+
+
+def from_numpy(array: np.ndarray, dtype: str, device: str = "auto") -> Tensor:
+    """The array in `dtype` (float32, float16 or bfloat16) on `device`; on the CPU it may share the array's memory."""
+    if array.dtype.name == "bfloat16":
+        native = torch.from_numpy(np.require(array.view(np.int16), requirements=["C", "W"])).view(torch.bfloat16)
+    else:
+        kept = array.dtype if array.dtype == np.float16 else np.dtype(np.float32)
+        native = torch.from_numpy(np.require(array, dtype=kept, requirements=["C", "W"]))
+    return native.to(device=device_of(device), dtype=DTYPES[dtype])
+
+
+@torch.inference_mode()
+def new_cache(spec: CacheSpec, config: EpsConfig, device: str = "auto") -> Cache:
+    """An empty cache. With method off no summary, state or constant is allocated."""
+    place = device_of(device)
+    shape = (spec.num_units, spec.num_kv_heads, config.unit_tokens, spec.head_dim)
+    dtype, layers = DTYPES[spec.dtype], range(spec.num_layers)
+    cache = Cache(
+        spec,
+        config,
+        place.type,
+        k=[torch.zeros(shape, dtype=dtype, device=place) for _ in layers],
+        v=[torch.zeros(shape, dtype=dtype, device=place) for _ in layers],
+        finite=[torch.tensor(True, device=place) for _ in layers],
+    )
+    if config.enabled:
+        cache.state = [GroupState(spec.num_units, config, spec.max_open_groups) for _ in layers]
+        cache.centre = [None for _ in layers]
+        cache.early = [[] for _ in layers]
+        cache.fixed = [_fixed(spec, config, layer, place) for layer in layers]
+        # one group of zeros tells every summary's names, shapes and dtypes
+        group = torch.zeros((1, spec.num_kv_heads, config.S, spec.head_dim), device=place)
+        fields = build_summary(config, cache.constants(0), group)
+        pool = (spec.num_units, spec.num_kv_heads, config.groups_per_unit)
+        cache.summaries = [
+            {name: one.new_zeros((*pool, *one.shape[2:])) for name, one in fields.items()} for _ in layers
+        ]
+        cache.open = [_empty_statistics(spec, config, place) for _ in layers]
+    return cache
+
+
+def _fixed(spec: CacheSpec, config: EpsConfig, layer: int, device: torch.device) -> Summary:
+    if config.method == "jl":
+        assert config.dim is not None
+        phi = jl_projection(config.seed, layer, spec.num_kv_heads, spec.head_dim, config.dim)
+        return {"phi": torch.from_numpy(phi).to(device)}
+    if config.method == "rq":
+        return {"signs": torch.from_numpy(rq_signs(config.seed, spec.head_dim)).to(device)}
+    return {}
+
+
+def _empty_statistics(spec: CacheSpec, config: EpsConfig, device: torch.device) -> Summary:
+    names = {"box": ("min", "max"), "meanstd": ("mean", "m2")}.get(config.method, ())
+    shape = (spec.max_open_groups, spec.num_kv_heads, spec.head_dim)
+    running = {name: torch.zeros(shape, device=device) for name in names}
+    if config.method == "box":
+        running["norm"] = torch.zeros(shape[:2], device=device)
+    return running
+
+
+@torch.inference_mode()
+def check_finite(cache: Cache) -> None:
+    """Raises ConfigError if any K written since the last failure held NaN or Inf. Synchronises."""
+    finite = torch.stack(cache.finite).cpu().numpy()
+    if not finite.all():
+        layer = int(np.argmin(finite))
+        cache.finite = [torch.ones_like(one) for one in cache.finite]
+        raise ConfigError(
+            f"NaN or Inf in K of layer {layer}: the model or its {cache.spec.dtype} cache overflows; "
+            "try --dtype float32"
+        )
+
+
+@torch.inference_mode()
+def write_kv(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) -> Cache:
+    """Writes k, v [N, Hkv, D] to pool slots [N] (host) and brings the summaries of the touched groups up to date: a
+    group is valid again when its last slot is written. NaN or Inf in K is kept for `check_finite` to raise."""
+    spec, slots = cache.spec, np.asarray(slots, np.int64)
+    expected = (len(slots), spec.num_kv_heads, spec.head_dim)
+    for name, array in (("k", k), ("v", v)):
+        if tuple(array.shape) != expected:
+            raise ValueError(f"{name} has shape {tuple(array.shape)}: [slots, kv heads, head dim] is {expected}")
+    capacity = spec.num_units * cache.config.unit_tokens
+    if len(slots) and not 0 <= slots.min() <= slots.max() < capacity:
+        raise ValueError(f"slots run from {slots.min()} to {slots.max()}: the pool has slots 0 to {capacity - 1}")
+    if not len(slots):
+        return cache
+    units, offsets = (_on(cache, part) for part in np.divmod(slots, cache.config.unit_tokens))
+    keys = k.to(DTYPES[spec.dtype])
+    cache.k[layer][units, :, offsets] = keys
+    cache.v[layer][units, :, offsets] = v.to(DTYPES[spec.dtype])
+    cache.finite[layer] = cache.finite[layer] & torch.isfinite(keys).all()
+    if cache.config.enabled:
+        # the plan must follow every write, whatever the method makes of it
+        _update_summaries(cache, layer, keys, cache.state[layer].plan(slots))
+    return cache
+
+
+def _update_summaries(cache: Cache, layer: int, keys: Tensor, plan: WritePlan) -> None:
+    if cache.config.method == "oracle":
+        return
+    has_parts = len(plan.part_groups) > 0
+    if cache.config.method == "rq" and cache.centre[layer] is None:
+        if not _find_centre(cache, layer, keys):
+            return
+        # the first centre: encode every group that is full by now, also those written long ago
+        state = cache.state[layer]
+        written = np.flatnonzero(state.valid(np.arange(cache.spec.num_units * cache.config.groups_per_unit)))
+        _seal_stored(cache, layer, np.setdiff1d(written, plan.full_groups))
+        has_parts = False
+    if len(plan.full_groups):
+        in_hand = keys[_on(cache, plan.full_tokens)].transpose(1, 2)  # [F, Hkv, S, D]
+        _store(cache, layer, plan.full_groups, build_summary(cache.config, cache.constants(layer), in_hand))
+    if has_parts:
+        _extend(cache, layer, keys, plan)
+
+
+def _find_centre(cache: Cache, layer: int, keys: Tensor) -> bool:
+    """rq's centre is the mean of the first 256 keys this layer ever sees, in the order of the slots argument, taken in
+    float64 on the host: equal in every backend, once in a cache's life."""
+    early = cache.early[layer]
+    early.append(keys.clone())  # the caller may reuse its buffer
+    if sum(len(part) for part in early) < CENTRE_TOKENS:
+        return False
+    first = torch.cat(early)[:CENTRE_TOKENS].double().cpu().numpy()
+    # rounded by numpy: Torch rounds float64 to float16 twice
+    with np.errstate(over="ignore"):
+        cache.centre[layer] = torch.from_numpy(first.mean(axis=0).astype(np.float16)).to(keys.device)
+    cache.early[layer] = []
+    return True
+
+
+def _extend(cache: Cache, layer: int, keys: Tensor, plan: WritePlan) -> None:
+    """Some keys of groups that this call does not write whole. jl adds in place, box and meanstd run their statistics
+    beside the pool; the others, and groups that lost their open slot, are read back once they are full."""
+    method = cache.config.method
+    followed = plan.part_open >= 0 if method in ("jl", "box", "meanstd") else np.zeros(len(plan.part_open), bool)
+    _seal_stored(cache, layer, plan.part_groups[plan.sealed & ~followed])
+    if not followed.any():
+        return
+    groups, sealed = plan.part_groups[followed], plan.sealed[followed]
+    tokens, before = plan.part_tokens[followed], plan.part_before[followed]
+    present = _on(cache, tokens >= 0)[:, None, :, None]
+    taken = keys[_on(cache, np.maximum(tokens, 0))].float().transpose(1, 2)  # [R, Hkv, L, D]
+    continues = _on(cache, before > 0)[:, None, None]
+    if method == "jl":
+        gram = build_jl(torch.where(present, taken, 0), cache.fixed[layer]["phi"])["gram"]
+        units, subs = _places(cache, groups)
+        earlier = cache.summaries[layer]["gram"][units, :, subs]
+        _store(cache, layer, groups, {"gram": gram + torch.where(continues, earlier, 0)})
+        return
+    place = _on(cache, plan.part_open[followed])
+    running = cache.open[layer]
+    if method == "box":
+        low = torch.where(present, taken, torch.inf).amin(dim=2)
+        high = torch.where(present, taken, -torch.inf).amax(dim=2)
+        norm = torch.linalg.vector_norm(torch.where(present, taken, 0), dim=-1).amax(dim=2)
+        running["min"][place] = torch.where(continues, torch.minimum(low, running["min"][place]), low)
+        running["max"][place] = torch.where(continues, torch.maximum(high, running["max"][place]), high)
+        running["norm"][place] = torch.where(continues[..., 0], torch.maximum(norm, running["norm"][place]), norm)
+    else:
+        count = _on(cache, (tokens >= 0).sum(axis=1).astype(np.float32))[:, None, None]
+        mean = torch.where(present, taken, 0).sum(dim=2) / count
+        m2 = (torch.where(present, taken - mean[:, :, None], 0) ** 2).sum(dim=2)
+        # Chan et al. 1979; with nothing before it, the new part stands alone
+        earlier = _on(cache, before.astype(np.float32))[:, None, None]
+        gap = mean - torch.where(continues, running["mean"][place], mean)
+        m2 = m2 + torch.where(continues, running["m2"][place], 0) + gap * gap * (earlier * count / (earlier + count))
+        running["m2"][place] = m2
+        running["mean"][place] = mean - gap * (earlier / (earlier + count))
+    if sealed.any():
+        done = place[_on(cache, np.flatnonzero(sealed))]
+        values = {name: statistic[done] for name, statistic in running.items()}
+        if method == "box":
+            summary = build_box(values["min"], values["max"], values["norm"])
+        else:
+            summary = build_meanstd(values["mean"], torch.sqrt(values["m2"] / cache.config.S))
+        _store(cache, layer, groups[sealed], summary)
+
+
+def _seal_stored(cache: Cache, layer: int, groups: np.ndarray) -> None:
+    """Summarises full groups [F] by reading their keys back from the cache, which is counted."""
+    if not len(groups):
+        return
+    spec, config = cache.spec, cache.config
+    units, subs = np.divmod(groups, config.groups_per_unit)
+    rows = (units[:, None] * spec.num_kv_heads + np.arange(spec.num_kv_heads)) * config.groups_per_unit + subs[:, None]
+    flat = cache.k[layer].view(-1, config.S * spec.head_dim)
+    keys = flat.index_select(0, _on(cache, rows.reshape(-1))).view(*rows.shape, config.S, spec.head_dim)
+    cache.bytes_k_reread += keys.nbytes
+    _store(cache, layer, groups, build_summary(config, cache.constants(layer), keys))
+
+
+def _on(cache: Cache, array: np.ndarray) -> Tensor:
+    """A host array on the cache's device."""
+    return torch.from_numpy(np.ascontiguousarray(array)).to(cache.device)
+
+
+def _places(cache: Cache, groups: np.ndarray) -> tuple[Tensor, Tensor]:
+    units, subs = np.divmod(groups, cache.config.groups_per_unit)
+    return _on(cache, units), _on(cache, subs)
+
+
+def _store(cache: Cache, layer: int, groups: np.ndarray, summary: Summary) -> None:
+    """Writes summaries [F, Hkv, ..] of groups [F] into the pool."""
+    units, subs = _places(cache, groups)
+    for name, value in summary.items():
+        cache.summaries[layer][name][units, :, subs] = value
+
+
+@torch.inference_mode()
+def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
+    """Copies whole units with their summaries and open groups: copy-on-write of a forked sequence's open unit."""
+    if len(src) != len(dst):
+        raise ValueError(f"{len(src)} source units for {len(dst)} target units: give one target per source")
+    if not len(src):
+        return cache
+    source, target = (_on(cache, np.asarray(units, np.int64)) for units in (src, dst))
+    for layer in range(cache.spec.num_layers):
+        for pool in (cache.k[layer], cache.v[layer], *(cache.summaries[layer].values() if cache.summaries else ())):
+            pool[target] = pool[source]
+        if not cache.config.enabled:
+            continue
+        for from_unit, to_unit in zip(src, dst, strict=True):
+            for from_open, to_open in cache.state[layer].copy(from_unit, to_unit):
+                for running in cache.open[layer].values():
+                    running[to_open] = running[from_open]
+    return cache
+
+
+def units_of(pool: Tensor, units: np.ndarray) -> Tensor:
+    """Units [M] of a pool [P, ...]: a view where they are consecutive, else a copy."""
+    first, num = int(units[0]), len(units)
+    if (np.diff(units) == 1).all():
+        return pool[first : first + num]
+    return pool.index_select(0, torch.from_numpy(units.astype(np.int64)).to(pool.device))
+
+
+@torch.inference_mode()
+def read_kv(cache: Cache, layer: int, table: np.ndarray, length: int) -> tuple[Tensor, Tensor]:
+    """K, V [length, Hkv, D] of one sequence in cache dtype, copied out of the pool in token order: table [M]. Each head
+    is contiguous in memory."""
+    units = np.asarray(table)[: -(-length // cache.config.unit_tokens)]
+    k, v = (
+        units_of(pool[layer], units)
+        .transpose(0, 1)  # [Hkv, M, U, D]
+        .clone(memory_format=torch.contiguous_format)
+        .flatten(1, 2)[:, :length]
+        .transpose(0, 1)
+        for pool in (cache.k, cache.v)
+    )
+    return k, v

@@ -1,0 +1,166 @@
+"""The decoder: Llama, Mistral, Qwen2 and Qwen3 in Torch operations over the paged cache.
+
+One forward pass, two attentions: dense and causal for a prefill chunk, gated for a decode step. A step whose selection
+has host-known numbers synchronises once, when its logits go to the host.
+"""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from eps_core.config import ConfigError, summary_group_bytes
+from eps_core.interface import LayerStats, Selection, StepOutput
+from eps_core.model import ModelSpec, inverse_frequencies, load_weights
+from eps_cuda.attention import attend, attend_chunk
+from eps_cuda.cache import DTYPES, Cache, check_finite, device_of, from_numpy, read_kv, write_kv
+from eps_cuda.selection import select, skipped_mass
+from eps_cuda.summaries import score
+
+
+class Decoder:
+    """A loaded model; see `interface.Decoder`. Weights and activations are in `dtype`; norms, rotation, attention
+    logits and the returned logits are float32. The cache's dtype may differ."""
+
+    def __init__(self, spec: ModelSpec, weights: dict[str, Tensor], dtype: str, device: str) -> None:
+        self.spec, self.weights, self.dtype, self.device = spec, weights, dtype, device
+        self.timing = False  # whether step() fills prepass_ms and attention_ms, at the cost of three waits a layer
+        self.inverse_frequencies = inverse_frequencies(spec)
+
+    @torch.inference_mode()
+    def prefill(
+        self, cache: Cache, tokens: np.ndarray, slots: np.ndarray, table: np.ndarray, length: int
+    ) -> tuple[Cache, np.ndarray]:
+        """Dense attention of one sequence's next chunk: tokens [N], slots [N], table [M]; `length` tokens in all."""
+        x = self._embed(tokens)
+        turn = self._rotation(np.arange(length - len(tokens), length))
+        for layer in range(self.spec.num_layers):
+            q, k, v = self._project(layer, x, turn)
+            cache = write_kv(cache, layer, k, v, slots)
+            out = attend_chunk(q, *read_kv(cache, layer, table, length))
+            x = self._feed_forward(layer, self._add_attention(layer, x, out))
+        check_finite(cache)
+        return cache, self._logits(x[-1:])[0].cpu().numpy()
+
+    @torch.inference_mode()
+    def step(
+        self, cache: Cache, tokens: np.ndarray, slots: np.ndarray, table: np.ndarray, lengths: np.ndarray
+    ) -> tuple[Cache, StepOutput]:
+        """One token of each of B sequences: tokens [B], slots [B], table [B, M], lengths [B] with the new token."""
+        config, spec, lengths = cache.config, self.spec, np.asarray(lengths, np.int64)
+        groups = -(-lengths // config.S)
+        group_bytes = spec.num_kv_heads * summary_group_bytes(config, spec.head_dim)
+        layers, device_counts, device_skipped = [], [], []
+        x, turn = self._embed(tokens), self._rotation(lengths - 1)
+        for layer in range(spec.num_layers):
+            q, k, v = self._project(layer, x, turn)
+            cache = write_kv(cache, layer, k, v, slots)
+            kv_bytes = cache.kv_bytes_read
+            started = self._clock()
+            selection: Selection | None = None
+            if config.enabled:
+                scores = score(cache, layer, q, table, lengths)
+                selection = select(config, scores, lengths)
+            selected = self._clock()
+            out, _ = attend(cache, layer, q, table, lengths, selection)
+            attended = self._clock()
+            x = self._feed_forward(layer, self._add_attention(layer, x, out))
+            if selection is not None:
+                device_counts.append(selection.counts)
+                device_skipped.append(skipped_mass(scores, selection))
+                layers.append(
+                    LayerStats(
+                        counts=np.zeros(0),
+                        groups=groups,
+                        forced=selection.forced,
+                        mass_skipped_est=None,
+                        kv_bytes_read=cache.kv_bytes_read - kv_bytes,
+                        summary_bytes_read=int(groups.sum()) * group_bytes,
+                        prepass_ms=None if started is None or selected is None else 1000 * (selected - started),
+                        attention_ms=None if selected is None or attended is None else 1000 * (attended - selected),
+                    )
+                )
+        logits = self._logits(x).cpu().numpy()
+        check_finite(cache)
+        if layers:
+            counts, skipped = (torch.stack(part).cpu().numpy() for part in (device_counts, device_skipped))
+            for layer, stats in enumerate(layers):
+                stats.counts, stats.mass_skipped_est = counts[layer], skipped[layer]
+        short = int((lengths < config.min_context).sum()) if config.enabled else 0
+        fallbacks = {"min_context": short * spec.num_layers} if short else {}
+        return cache, StepOutput(logits, layers, fallbacks)
+
+    def _clock(self) -> float | None:
+        """Now, once everything so far is computed; None unless timing is on."""
+        if not self.timing:
+            return None
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _embed(self, tokens: np.ndarray) -> Tensor:
+        tokens = np.asarray(tokens, np.int64)
+        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.spec.vocab_size:
+            raise ValueError(
+                f"tokens run from {tokens.min()} to {tokens.max()}: the vocabulary has 0 to {self.spec.vocab_size - 1}"
+            )
+        return self.weights["embed"][torch.from_numpy(tokens).to(self.device)]
+
+    def _rotation(self, positions: np.ndarray) -> tuple[Tensor, Tensor]:
+        """cos and sin [N, 1, D/2] float32 of every position's angles, from float64: float32 angles lose a thousandth of
+        a radian at 16k tokens."""
+        angles = positions[:, None, None] * self.inverse_frequencies
+        cos, sin = (torch.from_numpy(f(angles).astype(np.float32)).to(self.device) for f in (np.cos, np.sin))
+        return cos, sin
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weights[name], self.weights.get(f"{name}_bias"))
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, x.shape[-1:], self.weights[name], self.spec.norm_eps)
+
+    def _project(self, layer: int, x: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """q [N, Hq, D], k, v [N, Hkv, D] of x [N, hidden], as attention reads them: normed and rotated."""
+        spec, prefix = self.spec, f"layers.{layer}."
+        h = self._norm(prefix + "input_norm", x)
+        q = self._linear(prefix + "q", h).reshape(len(x), spec.num_heads, spec.head_dim)
+        k = self._linear(prefix + "k", h).reshape(len(x), spec.num_kv_heads, spec.head_dim)
+        v = self._linear(prefix + "v", h).reshape(len(x), spec.num_kv_heads, spec.head_dim)
+        if spec.qk_norm:
+            q, k = self._norm(prefix + "q_norm", q), self._norm(prefix + "k_norm", k)
+        return rotate(q, *turn), rotate(k, *turn), v
+
+    def _add_attention(self, layer: int, x: Tensor, out: Tensor) -> Tensor:
+        """The residual stream [N, hidden] after attention's out [N, Hq, D]."""
+        return x + self._linear(f"layers.{layer}.o", out.reshape(len(x), -1))
+
+    def _feed_forward(self, layer: int, x: Tensor) -> Tensor:
+        prefix = f"layers.{layer}."
+        h = self._norm(prefix + "post_norm", x)
+        gate = functional.silu(self._linear(prefix + "gate", h))
+        return x + self._linear(prefix + "down", gate * self._linear(prefix + "up", h))
+
+    def _logits(self, x: Tensor) -> Tensor:
+        name = "embed" if self.spec.tie_embeddings else "lm_head"
+        return self._linear(name, self._norm("norm", x)).float()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE in Hugging Face's half-rotation form, in float32: x [N, H, D], cos, sin [N, 1, D/2]. Dimensions i and
+    i + D/2 are a pair."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+@torch.inference_mode()
+def load_model(path: Path, spec: ModelSpec, dtype: str = "float32", device: str = "auto") -> Decoder:
+    """The decoder of a Hugging Face directory. Raises ConfigError for an absent device or an unknown dtype before any
+    weight is read."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
+    place = device_of(device).type
+    weights = {name: from_numpy(array, dtype, place) for name, array in load_weights(path, spec).items()}
+    return Decoder(spec, weights, dtype, place)

@@ -1,0 +1,438 @@
+"""eps-proto as a user runs it: a process, its exit code, what it prints and what it leaves behind."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+from test_telemetry import KEYS
+
+from eps_core.config import METHODS, EpsConfig
+from eps_core.interface import BACKENDS
+
+PROMPT = "It was a dark and stormy night; the rain fell in torrents. " * 5  # 295 tokens
+RESULT_KEYS = [
+    "backend", "device", "model", "prompt_tokens", "new_tokens", "text", "tokens", "tokens_equal", "bytes_ratio",
+    "dense", "eps",
+]  # fmt: skip
+DENSE_KEYS = ["tokens", "decode_ms_p50", "decode_ms_p95", "tokens_per_s", "bytes_kv_read"]
+EPS_KEYS = [
+    *DENSE_KEYS, "method", "policy", "bytes_summary_read", "pages_total", "pages_visited", "pages_skipped",
+    "pages_forced", "prepass_ms_p50", "mass_skipped_est_mean", "mass_skipped_cert_max", "escalations", "fallbacks",
+]  # fmt: skip
+
+
+def command(*args: object) -> list[str]:
+    return [sys.executable, "-m", "eps_core.cli", *map(str, args)]
+
+
+def call(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess:
+    return subprocess.run(command(*args), capture_output=True, text=True, timeout=120, cwd=cwd)
+
+
+def succeed(*args: object) -> dict[str, Any]:
+    """The last stdout line's object of a run that must succeed and say nothing on stderr."""
+    done = call(*args)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    text = path.read_text()
+    assert text.endswith("\n") and "NaN" not in text and "Infinity" not in text
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.save_model("llama2-bf16-sharded", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def run(model: Path) -> Any:
+    """Runs the tiny model on numpy; flags given again replace these."""
+
+    def start(*args: object) -> dict[str, Any]:
+        return succeed("run", "--backend", "numpy", "--model", model, "--prompt", PROMPT, "--max-new-tokens", 4, *args)
+
+    return start
+
+
+def test_gated_run_reports_both_sides(model: Path, tmp_path: Path) -> None:
+    metrics, table = tmp_path / "m.jsonl", tmp_path / "m.csv"
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    done = call(
+        "run", "--backend", "numpy", "--device", "cpu", "--model", model, "--prompt-file", tmp_path / "prompt.txt",
+        "--max-new-tokens", 6, "--dtype", "float32", "--kv-dtype", "bfloat16", "--prefill-chunk", 33,
+        "--pool-tokens", 512, "--no-stop", "--temperature", 0.8, "--top-p", 0.9, "--seed", 4, "--kl",
+        "--metrics", metrics, "--csv", table, "--eps-method", "rq", "--eps-bits", 2, "--eps-rq-bounds",
+        "--eps-group-tokens", 4, "--eps-policy", "topk", "--eps-budget", 0.3, "--eps-first-tokens", 4,
+        "--eps-last-tokens", 8, "--eps-scope", "union", "--eps-seed", 3, "--eps-min-context", 10, "--block-size", 8,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert list(result) == [*RESULT_KEYS, "kl_mean", "kl_max", "top1_agreement"]
+    assert list(result["dense"]) == DENSE_KEYS and list(result["eps"]) == EPS_KEYS
+    dense, eps = result["dense"], result["eps"]
+    assert result["backend"] == "numpy" and result["device"] == "cpu" and result["model"] == str(model)
+    assert result["prompt_tokens"] == len(PROMPT) and result["new_tokens"] == 6
+    assert result["tokens"] == eps["tokens"] and len(dense["tokens"]) == 6
+    assert result["tokens_equal"] == (eps["tokens"] == dense["tokens"])
+    assert eps["method"] == "rq" and eps["policy"] == "topk"
+    assert eps["pages_total"] == eps["pages_visited"] + eps["pages_skipped"] and eps["pages_skipped"] > 0
+    # dense reads lengths 295..300 of 2 layers, 2 kv heads of 16, K and V in bfloat16
+    dense_bytes = sum(range(295, 301)) * 2 * 2 * 64
+    assert dense["bytes_kv_read"] == dense_bytes
+    assert result["bytes_ratio"] == pytest.approx((eps["bytes_kv_read"] + eps["bytes_summary_read"]) / dense_bytes)
+    assert 0 <= result["kl_mean"] <= result["kl_max"] and 0 <= result["top1_agreement"] <= 1
+    for row in ("tokens equal to dense", "kl mean", "visited", "pre-pass ms", "decode ms"):
+        assert row in done.stdout
+
+    first, *steps, last = lines_of(metrics)
+    config = EpsConfig(
+        method="rq", bits=2, rq_bounds=True, group_tokens=4, budget=0.3, first_tokens=4, last_tokens=8, scope="union",
+        seed=3, min_context=10, block_size=8,
+    )  # fmt: skip
+    assert first["type"] == "run" and EpsConfig.from_dict(first["config"]) == config
+    assert first["cache"]["dtype"] == "bfloat16" and first["cache"]["num_units"] == 64 and first["dtype"] == "float32"
+    assert first["sampling"] == {"temperature": 0.8, "top_p": 0.9, "seed": 4}
+    assert {"eps", "numpy", "python"} <= set(first["versions"]) and "git_commit" in first
+    assert [step["step"] for step in steps] == list(range(6))
+    for step in steps:
+        assert list(step) == KEYS
+        assert step["pages_total"] == step["pages_visited"] + step["pages_skipped"]
+        assert step["pages_visited"] >= step["pages_forced"] > 0
+        assert step["bytes_kv_dense"] == step["lengths"][0] * 2 * 2 * 64
+        assert step["eps_prepass_ms"] + step["attention_ms"] <= step["decode_ms"]
+        assert 0 <= step["mass_skipped_est"] <= 1
+        assert step["mass_skipped_cert"] is None and step["mass_skipped_true"] is None and step["escalations"] == 0
+    assert [step["tokens"][0] for step in steps] == eps["tokens"]
+    assert last["type"] == "summary" and last["tokens_equal"] == result["tokens_equal"]
+    assert sum(step["pages_visited"] for step in steps) == last["pages_visited"] == eps["pages_visited"]
+    ratios = last["visit_ratio_by_layer_and_head"]
+    assert len(ratios) == 2 and all(len(row) == 2 and all(0 < ratio < 1 for ratio in row) for row in ratios)
+    assert last["dense"]["decode_ms_p50"] == dense["decode_ms_p50"] and last["kl_mean"] == result["kl_mean"]
+    with open(table, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == KEYS[1:]
+    assert [int(row["bytes_kv_read_est"]) for row in rows] == [step["bytes_kv_read_est"] for step in steps]
+    assert {path.name for path in tmp_path.iterdir()} == {"prompt.txt", "m.jsonl", "m.csv"}
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "off"])
+def test_every_method_runs(run: Any, method: str) -> None:
+    result = run("--eps-method", method, "--no-baseline", "--eps-last-tokens", 16)
+    assert result["dense"] is None and result["tokens_equal"] is None and result["eps"]["method"] == method
+    assert result["eps"]["bytes_summary_read"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "want"),
+    [
+        (["--eps-policy", "share", "--eps-tau", 0.02], {"policy": "share", "tau": 0.02}),
+        (["--eps-policy", "mass", "--eps-epsilon", 0.3], {"policy": "mass", "epsilon": 0.3}),
+        (
+            ["--eps-policy", "threshold", "--eps-top-pages", 5, "--eps-alpha", 1.05],
+            {"policy": "threshold", "top_pages": 5, "alpha": 1.05},
+        ),
+        (["--eps-top-pages", 9], {"top_pages": 9}),
+        (["--eps-budget", 64], {"budget": 64.0}),
+        (["--eps-group-blocks", 2, "--eps-first-n", 2, "--eps-last-n", 3], {"first_tokens": 64, "last_tokens": 96}),
+        (["--eps-method", "jl", "--eps-dim", 3, "--eps-group-tokens", 16], {"method": "jl", "dim": 3}),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+)
+def test_selection_flags_reach_the_config(run: Any, tmp_path: Path, flags: list, want: dict) -> None:
+    metrics = tmp_path / "m.jsonl"
+    run("--eps-method", "box", "--eps-last-tokens", 16, "--no-baseline", "--metrics", metrics, *flags) if not any(
+        flag == "--eps-last-n" for flag in flags
+    ) else run("--eps-method", "box", "--no-baseline", "--metrics", metrics, *flags)
+    config = lines_of(metrics)[0]["config"]
+    assert want.items() <= config.items()
+
+
+def test_below_min_context_decode_is_dense_and_says_so(run: Any) -> None:
+    result = run("--eps-method", "rq", "--eps-min-context", 400)
+    assert result["tokens_equal"] and result["eps"]["pages_skipped"] == 0
+    assert result["eps"]["fallbacks"] == {"min_context": 4 * 2}
+
+
+def test_reading_everything_says_what_dense_says(run: Any) -> None:
+    result = run("--eps-method", "rq", "--eps-budget", 1, "--kl")
+    assert result["tokens_equal"] and result["kl_max"] < 1e-6 and result["top1_agreement"] == 1
+
+
+def test_off_is_a_run_without_eps(run: Any, tmp_path: Path) -> None:
+    """Same tokens and bytes as a run with no flag, as the baseline of a gated run, and as rollback with flags left."""
+    plain = run("--metrics", tmp_path / "m.jsonl")
+    off = run("--eps-method", "off", "--eps-budget", 0.3, "--eps-tau", 0.1, "--eps-bits", 8)
+    gated = run("--eps-method", "rq")
+    assert plain["eps"] is None and plain["bytes_ratio"] is None and off["eps"] is None
+    for other in (off, gated):
+        assert other["dense"]["tokens"] == plain["dense"]["tokens"] == plain["tokens"]
+        assert other["dense"]["bytes_kv_read"] == plain["dense"]["bytes_kv_read"]
+    first, *steps, last = lines_of(tmp_path / "m.jsonl")
+    assert first["config"]["method"] == "off" and last["dense"] is None
+    assert all(step["bytes_summary_read"] == 0 == step["pages_skipped"] for step in steps)
+
+
+def test_a_seed_decides_what_is_drawn(run: Any) -> None:
+    drawn = [run("--temperature", 2, "--seed", seed, "--max-new-tokens", 8)["tokens"] for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_stop_tokens_end_a_run_unless_told_otherwise(run: Any, model: Path, tmp_path: Path) -> None:
+    tokens = run()["tokens"]
+    stopping = shutil.copytree(model, tmp_path / "stopping")
+    config = json.loads((stopping / "config.json").read_text())
+    (stopping / "config.json").write_text(json.dumps({**config, "eos_token_id": [tokens[1]]}))
+    (stopping / "generation_config.json").unlink(missing_ok=True)
+    end = tokens.index(tokens[1]) + 1
+    assert run("--model", stopping)["tokens"] == tokens[:end] == run("--model", stopping, "--stop")["tokens"]
+    assert run("--model", stopping, "--no-stop")["tokens"] == tokens
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "numpy"])
+def test_other_backends_say_the_same(run: Any, backend: str) -> None:
+    flags = ("--eps-method", "rq", "--eps-last-tokens", 16, "--kl")
+    want, got = run(*flags), run(*flags, "--backend", backend, "--device", "cpu")
+    assert got["backend"] == backend and got["device"] == "cpu"
+    assert got["tokens"] == want["tokens"] and got["dense"]["tokens"] == want["dense"]["tokens"]
+    for key in ("pages_total", "pages_visited", "pages_forced", "bytes_kv_read"):
+        assert got["eps"][key] == want["eps"][key]
+    assert got["kl_mean"] == pytest.approx(want["kl_mean"], rel=0.01, abs=1e-5)
+
+
+def test_the_demo_answers_its_needle_with_eps_on() -> None:
+    done = call("run", "--backend", "cuda", "--device", "cpu", "--max-new-tokens", 6)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    answer = re.search(r"needle document whose answer is (\d{5})", done.stdout)
+    assert answer is not None and result["text"].startswith(answer[1])
+    assert result["model"] == "demo" and result["prompt_tokens"] == 4096
+    assert result["eps"]["method"] == "rq" and result["bytes_ratio"] < 0.15
+    assert re.search(r"needle answered +yes +yes", done.stdout) and "the demo's default" in done.stdout
+
+
+INFO_COARSE = ["jl", "1pc", "fd", "box", "meanstd", "ball", "moments"]
+
+
+def test_info_counts_memory_within_the_limits() -> None:
+    info = succeed("info")
+    assert info["shape"] == {
+        "layers": 32, "kv_heads": 32, "head_dim": 128, "context": 65536, "kv_bytes": 2**35,
+    }  # fmt: skip
+    coarse = {row["method"]: row for row in info["summaries"] if row["kind"] == "coarse"}
+    assert list(coarse) == INFO_COARSE and {row["group_tokens"] for row in coarse.values()} == {128}
+    assert all(row["summary_mib"] <= 150 for row in coarse.values())
+    assert coarse["jl"]["summary_mib"] == 72 and coarse["moments"]["summary_mib"] == 136
+    fine = [row for row in info["summaries"] if row["kind"] == "fine"]
+    plain = next(row for row in fine if row["method"] == "rq" and not row["rq_bounds"])
+    assert plain["bytes_per_group"] == 18 and plain["group_tokens"] == 2 and plain["share_of_kv"] <= 0.02
+    assert {"box", "rq"} <= {row["method"] for row in fine} and all(row["group_tokens"] <= 16 for row in fine)
+    assert list(info["backends"]) == list(BACKENDS)
+    assert all(status["usable"] and "cpu" in status["devices"] for status in info["backends"].values())
+
+
+def test_info_takes_shape_and_flags(model: Path) -> None:
+    info = succeed(
+        "info", "--layers", 2, "--kv-heads", 3, "--head-dim", 64, "--context", 1024, "--eps-dim", 4, "--eps-bits", 2,
+        "--eps-group-tokens", 8, "--block-size", 32,
+    )  # fmt: skip
+    rows = {(row["kind"], row["method"], row["rq_bounds"]): row for row in info["summaries"]}
+    assert rows["coarse", "jl", False]["group_tokens"] == 256 and rows["coarse", "jl", False]["bytes_per_group"] == 40
+    rq = rows["fine", "rq", False]
+    assert rq["group_tokens"] == 8 and rq["bytes_per_group"] == 18 and rq["summary_bytes"] == 2 * 3 * 128 * 18
+    assert rows["fine", "rq", True]["bytes_per_group"] == 24
+    blocks = succeed("info", "--model", model, "--eps-group-blocks", 4)
+    assert blocks["shape"]["layers"] == 2 and blocks["shape"]["context"] == 512
+    assert {row["group_tokens"] for row in blocks["summaries"] if row["kind"] == "coarse"} == {64}
+
+
+def test_info_says_why_a_backend_is_not_usable(tmp_path: Path) -> None:
+    (tmp_path / "mlx.py").write_text("raise ImportError('no such library')")
+    (tmp_path / "torch.py").write_text("raise ImportError('no such library')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command("info"), capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 0, done.stderr
+    backends = json.loads(done.stdout.splitlines()[-1])["backends"]
+    assert backends["numpy"]["usable"] and not backends["mlx"]["usable"] and not backends["cuda"]["usable"]
+    assert "pip install" in backends["mlx"]["why_not"] and backends["mlx"]["why_not"] in done.stdout
+    asked = command("run", "--backend", "mlx", "--prompt", "x")
+    done = subprocess.run(asked, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 2 and re.fullmatch(r"error: backend mlx cannot be loaded .*\n", done.stderr)
+
+
+# every mistake: what is wrong, and words that its one line must hold
+MISTAKES: dict[str, tuple[list, str]] = {
+    "no-command": ([], "Missing command"),
+    "unknown-command": (["walk"], "walk"),
+    "unknown-flag": (["run", "--eps-magic", 1], "--eps-magic"),
+    "strict-is-later": (["run", "--eps-strict"], "--eps-strict"),
+    "unknown-method": (["run", "--eps-method", "svd"], "svd"),
+    "unknown-policy": (["run", "--eps-policy", "best"], "best"),
+    "unknown-scope": (["run", "--eps-scope", "layer"], "layer"),
+    "unknown-backend": (["run", "--backend", "jax"], "jax"),
+    "unknown-device": (["run", "--device", "tpu"], "tpu"),
+    "unknown-dtype": (["run", "--dtype", "int8"], "int8"),
+    "unknown-kv-dtype": (["run", "--kv-dtype", "fp8"], "fp8"),
+    "absent-device": (["run", "--backend", "numpy", "--device", "cuda", "--prompt", "x"], "device cuda"),
+    "not-a-number": (["run", "--max-new-tokens", "many"], "many"),
+    "no-new-tokens": (["run", "--max-new-tokens", 0], "--max-new-tokens"),
+    "no-chunk": (["run", "--prefill-chunk", 0], "--prefill-chunk"),
+    "no-pool": (["run", "--pool-tokens", 0], "--pool-tokens"),
+    "negative-temperature": (["run", "--temperature", -1], "temperature -1.0"),
+    "top-p-range": (["run", "--temperature", 1, "--top-p", 1.5], "top-p 1.5"),
+    "top-p-greedy": (["run", "--top-p", 0.5], "--temperature"),
+    "negative-seed": (["run", "--seed", -1], "seed -1"),
+    "no-budget": (["run", "--eps-budget", 0], "eps-budget 0.0"),
+    "budget-of-another-policy": (["run", "--eps-policy", "mass", "--eps-budget", 0.2], "--eps-policy topk"),
+    "two-budgets": (["run", "--eps-top-pages", 5, "--eps-budget", 0.2], "--eps-top-pages"),
+    "no-tau": (["run", "--eps-policy", "share"], "eps-tau"),
+    "tau-range": (["run", "--eps-policy", "share", "--eps-tau", 2], "eps-tau 2.0"),
+    "tau-of-another-policy": (["run", "--eps-tau", 0.1], "--eps-policy share"),
+    "epsilon-range": (["run", "--eps-policy", "mass", "--eps-epsilon", 2], "eps-epsilon 2.0"),
+    "alpha-range": (["run", "--eps-policy", "threshold", "--eps-top-pages", 4, "--eps-alpha", 0.5], "eps-alpha 0.5"),
+    "threshold-without-m": (["run", "--eps-policy", "threshold"], "eps-top-pages"),
+    "no-top-pages": (["run", "--eps-top-pages", 0], "eps-top-pages 0"),
+    "negative-guard": (["run", "--eps-last-tokens", -1], "eps-last-tokens -1"),
+    "negative-groups": (["run", "--eps-first-n", -1], "--eps-first-n -1"),
+    "guard-twice": (["run", "--eps-last-n", 1, "--eps-last-tokens", 128], "--eps-last-n"),
+    "group-twice": (["run", "--eps-group-tokens", 4, "--eps-group-blocks", 1], "same thing twice"),
+    "odd-group": (["run", "--eps-group-tokens", 12], "12 tokens"),
+    "huge-group": (["run", "--eps-group-blocks", 64], "1024 tokens"),
+    "odd-block": (["run", "--block-size", 24], "block-size 24"),
+    "odd-bits": (["run", "--eps-bits", 3], "eps-bits 3"),
+    "bits-of-another-method": (["run", "--eps-method", "box", "--eps-bits", 2], "--eps-method rq"),
+    "dim-of-another-method": (["run", "--eps-method", "box", "--eps-dim", 2], "eps-dim 2"),
+    "dim-range": (["run", "--eps-method", "jl", "--eps-dim", 100], "eps-dim 100"),
+    "bounds-of-another-method": (["run", "--eps-method", "box", "--eps-rq-bounds"], "rq"),
+    "negative-min-context": (["run", "--eps-min-context", -5], "eps-min-context -5"),
+    "flags-while-off": (["run", "--model", "MODEL", "--prompt", "x", "--eps-budget", 0.2], "--eps-method"),
+    "kl-while-off": (["run", "--eps-method", "off", "--kl"], "--kl"),
+    "kl-without-baseline": (["run", "--no-baseline", "--kl"], "--kl"),
+    "nothing-to-run": (["run", "--eps-method", "off", "--no-baseline"], "--no-baseline"),
+    "two-prompts": (["run", "--prompt", "x", "--prompt-file", "FILE"], "--prompt-file"),
+    "no-prompt": (["run", "--model", "MODEL"], "--prompt"),
+    "empty-prompt": (["run", "--prompt", ""], "prompt is empty"),
+    "empty-prompt-file": (["run", "--prompt-file", "/dev/null"], "prompt is empty"),
+    "absent-prompt-file": (["run", "--prompt-file", "absent.txt"], "absent.txt"),
+    "prompt-file-is-a-directory": (["run", "--prompt-file", "."], "prompt file ."),
+    "prompt-file-is-binary": (["run", "--prompt-file", "BINARY"], "UTF-8 at byte 1"),
+    "absent-model": (["run", "--model", "absent", "--prompt", "x"], "absent"),
+    "model-without-weights": (["run", "--model", "EMPTY", "--prompt", "x"], "no weights"),
+    "model-with-corrupt-weights": (["run", "--model", "CORRUPT", "--prompt", "x"], "truncated or corrupt"),
+    "model-of-another-kind": (["run", "--model", "GPT2", "--prompt", "x"], "gpt2"),
+    "model-that-overflows": (["run", "--model", "NAN", "--prompt", "xyz" * 9, "--eps-method", "rq"], "NaN or Inf"),
+    "longer-than-the-model": (["run", "--model", "MODEL", "--prompt-file", "LONG"], "context of 512 tokens"),
+    "longer-than-the-pool": (
+        ["run", "--model", "MODEL", "--prompt", PROMPT, "--pool-tokens", 100, "--eps-method", "jl"],
+        "3 pool groups of 128 tokens, and pool-tokens 100 holds 0: raise it to 384",
+    ),
+    "metrics-in-no-directory": (["run", "--metrics", "absent/m.jsonl"], "absent"),
+    "metrics-is-a-directory": (["run", "--metrics", "."], "is a directory"),
+    "csv-in-no-directory": (["run", "--csv", "absent/m.csv"], "absent"),
+    "metrics-and-csv-alike": (["run", "--csv", "new.txt", "--metrics", "new.txt"], "new.txt"),
+    "info-shape-twice": (["info", "--model", "MODEL", "--layers", 4], "--layers"),
+    "info-no-layers": (["info", "--layers", 0], "--layers"),
+    "info-group-twice": (["info", "--eps-group-tokens", 4, "--eps-group-blocks", 1], "same thing twice"),
+    "info-absent-model": (["info", "--model", "absent"], "absent"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def places(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the names in capitals of MISTAKES stand for."""
+    root = tmp_path_factory.mktemp("places")
+    paths = {name: shutil.copytree(model, root / name) for name in ("EMPTY", "CORRUPT", "GPT2", "NAN")}
+    for shard in paths["EMPTY"].glob("model*"):
+        shard.unlink()
+    shard = sorted(paths["CORRUPT"].glob("*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    (paths["GPT2"] / "config.json").write_text('{"model_type": "gpt2"}')
+    for shard in paths["NAN"].glob("*.safetensors"):
+        data = shard.read_bytes()
+        header = 8 + int.from_bytes(data[:8], "little")
+        shard.write_bytes(data[:header] + b"\xc0\x7f" * ((len(data) - header) // 2))  # bfloat16 NaN
+    (root / "FILE").write_text("x")
+    (root / "LONG").write_text("x" * 600)
+    (root / "BINARY").write_bytes(b"a\xff\xfe")
+    names = ("EMPTY", "CORRUPT", "GPT2", "NAN", "FILE", "LONG", "BINARY")
+    return {"MODEL": str(model), **{name: str(root / name) for name in names}}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(name: str, places: dict[str, str], tmp_path: Path) -> None:
+    args, words = MISTAKES[name]
+    outputs: list = []
+    if args[:1] == ["run"] and "--metrics" not in args and "--csv" not in args:
+        outputs = ["--metrics", "m.jsonl", "--csv", "m.csv"]
+    backend = [] if "--backend" in args or args[:1] != ["run"] else ["--backend", "numpy"]
+    done = call(*[places.get(str(arg), arg) for arg in args], *backend, *outputs, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert re.fullmatch(r"error: [^\n]+\n", done.stderr), done.stderr
+    assert words in done.stderr
+    if name == "model-that-overflows":  # found while it runs: whole lines stay
+        assert [line["type"] for line in lines_of(tmp_path / "m.jsonl")] == ["run"]
+        assert [path.name for path in tmp_path.iterdir()] == ["m.jsonl"]
+    else:
+        assert done.stdout == "" and not list(tmp_path.iterdir())
+
+
+def started(model: Path, tmp_path: Path) -> tuple[subprocess.Popen, Path]:
+    """A long run that has written at least five lines of metrics."""
+    metrics = tmp_path / "m.jsonl"
+    args = command(
+        "run", "--backend", "numpy", "--model", model, "--prompt", PROMPT, "--max-new-tokens", 200, "--no-stop",
+        "--no-baseline", "--eps-method", "rq", "--metrics", metrics, "--csv", tmp_path / "m.csv",
+    )  # fmt: skip
+    process = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 5):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.001)
+    return process, metrics
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=lambda how: how.name)
+def test_a_killed_run_leaves_whole_lines_only(model: Path, tmp_path: Path, how: signal.Signals) -> None:
+    process, metrics = started(model, tmp_path)
+    process.send_signal(how)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == (130 if how == signal.SIGINT else -how)
+    assert b"Traceback" not in errors
+    first, *steps = lines_of(metrics)
+    assert first["type"] == "run" and len(steps) >= 4
+    assert [step["step"] for step in steps] == list(range(len(steps))) and len(steps) < 200
+    assert [path.name for path in tmp_path.iterdir()] == ["m.jsonl"]
+
+
+@pytest.mark.parametrize("args", [["info"], ["run", "--prompt", "x", "--max-new-tokens", 3]], ids=["info", "run"])
+def test_a_reader_that_has_gone_is_no_error(args: list) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command(*args), stdout=writer, stderr=subprocess.PIPE, timeout=60)
+    os.close(writer)
+    assert done.returncode != 0 and done.stderr == b""
+
+
+def test_help_and_version() -> None:
+    for args in (["--help"], ["run", "--help"], ["info", "-h"], ["--version"]):
+        done = call(*args)
+        assert done.returncode == 0 and done.stdout and done.stderr == ""
+    later = ("--eps-strict", "--eps-audit-every", "--eps-heads")
+    assert not any(flag in call("run", "--help").stdout for flag in later)
+
+
+def test_the_command_line_loads_no_array_library_but_numpy() -> None:
+    code = "import sys, eps_core.cli, eps_core.run; assert not {'torch', 'mlx', 'mlx.core'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,306 @@
+"""The shared decode loop: what it asks of a decoder, and that batching, chunking and sharing change nothing."""
+
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_models
+
+from eps_core import backend as numpy_backend
+from eps_core.blocks import PagePool
+from eps_core.config import CacheSpec, ConfigError, EpsConfig
+from eps_core.generate import Sampling, generate, next_token
+from eps_core.interface import StepOutput
+from eps_core.model import read_spec
+
+GREEDY = Sampling()
+SPEC = CacheSpec(num_layers=1, num_kv_heads=1, head_dim=4, num_units=16)
+VOCAB = 50
+
+
+def checksum(tokens: list[int]) -> int:
+    return sum((3 + 7 * position * position) * token for position, token in enumerate(tokens, 1)) % VOCAB
+
+
+class CountingDecoder:
+    """Says a checksum of all tokens, read back from their slots: a wrong slot, table or length is a wrong token."""
+
+    def __init__(self) -> None:
+        self.memory: dict[int, int] = {}
+        self.prefills: list[int] = []
+        self.steps: list[int] = []
+        self.timed: list[bool] = []
+        self.timing = False
+
+    def _logits(self, table: np.ndarray, length: int) -> np.ndarray:
+        positions = np.arange(length)
+        tokens = [self.memory[int(slot)] for slot in table[positions // 16] * 16 + positions % 16]
+        logits = np.zeros(VOCAB, np.float32)
+        logits[checksum(tokens)] = 1
+        return logits
+
+    def prefill(self, cache: Any, tokens: np.ndarray, slots: np.ndarray, table: np.ndarray, length: int) -> tuple:
+        assert len(tokens) == len(slots)
+        self.memory.update(zip(slots.tolist(), tokens.tolist(), strict=True))
+        self.prefills.append(len(tokens))
+        return cache, self._logits(table, length)
+
+    def step(
+        self, cache: Any, tokens: np.ndarray, slots: np.ndarray, table: np.ndarray, lengths: np.ndarray
+    ) -> tuple[Any, StepOutput]:
+        assert len(tokens) == len(slots) == len(table) == len(lengths)
+        self.memory.update(zip(slots.tolist(), tokens.tolist(), strict=True))
+        self.steps.append(len(tokens))
+        self.timed.append(self.timing)
+        cache.kv_bytes_read += 100
+        logits = [self._logits(row, int(length)) for row, length in zip(table, lengths, strict=True)]
+        return cache, StepOutput(np.stack(logits))
+
+
+def counted(prompt: list[int], num_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(checksum(tokens))
+    return tokens[len(prompt) :]
+
+
+class Case:
+    """A pool, a cache and a counting decoder."""
+
+    def __init__(self, num_units: int = 16) -> None:
+        self.decoder, self.pool = CountingDecoder(), PagePool(num_units, 16)
+        self.cache = SimpleNamespace(spec=SPEC, config=EpsConfig(), kv_bytes_read=0, bytes_k_reread=0)
+
+    def steps(self, prompts: list[list[int]], max_new_tokens: int, **more: Any) -> Any:
+        return generate(None, self.decoder, self.cache, self.pool, prompts, max_new_tokens, GREEDY, **more)  # type: ignore
+
+    def run(self, prompts: list[list[int]], max_new_tokens: int, **more: Any) -> list:
+        records = list(self.steps(prompts, max_new_tokens, **more))
+        self.pool.check()
+        assert self.pool.num_free == self.pool.num_units, "a sequence was not freed"
+        return records
+
+
+def outputs(records: list, num_prompts: int) -> list[list[int]]:
+    said: list[list[int]] = [[] for _ in range(num_prompts)]
+    for record in records:
+        for sequence, token in zip(record.sequences, record.tokens, strict=True):
+            said[sequence].append(token)
+    return said
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
+
+
+@pytest.mark.parametrize("length", [1, 2, 16, 17, 33, 60])
+@pytest.mark.parametrize("chunk", [1, 16, 25, 500])
+def test_every_token_of_a_prompt_is_written_once_where_its_table_says(length: int, chunk: int) -> None:
+    case, prompt, reported = Case(), prompt_of(length), []
+    records = case.run([prompt], 20, prefill_chunk=chunk, on_prefill=lambda *args: reported.append(args))
+    assert outputs(records, 1) == [counted(prompt, 20)]
+    # the last token of the prompt starts the decode
+    assert sum(case.decoder.prefills) == length - 1 and max(case.decoder.prefills, default=0) <= chunk
+    assert reported == [(0, min(start + chunk, length - 1), length - 1) for start in range(0, length - 1, chunk)]
+    assert [record.lengths for record in records] == [[length + step] for step in range(20)]
+    assert all(record.bytes_kv_read_est == 100 for record in records)
+
+
+def test_a_ragged_batch_says_what_its_prompts_say_alone() -> None:
+    prompts = [prompt_of(length, seed=length) for length in (1, 40, 17, 5)]
+    case = Case()
+    assert outputs(case.run(prompts, 6), 4) == [counted(prompt, 6) for prompt in prompts]
+    assert case.decoder.steps == [4] * 6
+
+
+def test_a_sequence_leaves_the_batch_at_its_stop_token() -> None:
+    prompts = [prompt_of(20, 1), prompt_of(9, 2)]
+    alone = [counted(prompt, 12) for prompt in prompts]
+    stop = next(token for token in alone[0][2:] if token not in alone[1])
+    end = alone[0].index(stop) + 1
+    case = Case()
+    assert outputs(case.run(prompts, 12, stop_tokens=(stop,)), 2) == [alone[0][:end], alone[1]]
+    assert case.decoder.steps == [2] * end + [1] * (12 - end)
+
+
+def test_forced_tokens_are_fed_instead() -> None:
+    prompts, forced = [prompt_of(20, 1), prompt_of(9, 2)], [[5, 5, 6, 7], [8, 9]]
+    case = Case()
+    records = case.run(prompts, 12, forced_tokens=forced, stop_tokens=(5, 8), keep_logits=True)
+    assert outputs(records, 2) == forced and case.decoder.steps == [2, 2, 1, 1]
+    for step in range(4):
+        want = counted(prompts[0] + forced[0][:step], 1)[0]
+        assert int(records[step].logits[0].argmax()) == want
+
+
+def test_full_pages_of_a_common_prefix_are_computed_once() -> None:
+    common, case = prompt_of(40), Case()
+    prompts = [[*common, 1, 2, 3], [*common, 4, 5]]
+    assert outputs(case.run(prompts, 5), 2) == [counted(prompt, 5) for prompt in prompts]
+    assert case.decoder.prefills == [42, 41 - 32]
+
+
+def test_a_prompt_decoded_again_finds_its_pages() -> None:
+    prompt, case = prompt_of(50), Case(num_units=4)
+    first = outputs(case.run([prompt], 5), 1)
+    before = len(case.decoder.prefills)
+    assert outputs(case.run([prompt], 5), 1) == first
+    assert case.decoder.prefills[before:] == [1]
+
+
+def test_copies_of_shared_pages_are_made_before_the_write() -> None:
+    case, made = Case(), []
+
+    class CopyingPool(PagePool):
+        def append(self, sequence: Any, token_ids: Any) -> Any:
+            slots, _ = super().append(sequence, token_ids)
+            return slots, [(3, 4), (5, 6)]
+
+    def copy_units(cache: Any, src: Any, dst: Any) -> Any:
+        made.append((list(src), list(dst)))
+        return cache
+
+    case.pool = CopyingPool(16, 16)
+    backend = SimpleNamespace(copy_units=copy_units)
+    list(generate(backend, case.decoder, case.cache, case.pool, [[1, 2]], 1, GREEDY))  # type: ignore[arg-type]
+    assert made == [([3, 5], [4, 6])] * 2
+
+
+def test_a_generator_that_is_dropped_frees_its_sequences() -> None:
+    case = Case()
+    steps = case.steps([prompt_of(20), prompt_of(30)], 10)
+    next(steps)
+    assert case.pool.num_free < 16
+    steps.close()
+    assert case.pool.num_free == 16
+
+
+def test_a_prompt_longer_than_the_pool_frees_what_it_took() -> None:
+    case = Case(num_units=2)
+    with pytest.raises(ConfigError, match="raise --pool-tokens"):
+        list(case.steps([prompt_of(40)], 5, prefill_chunk=10))
+    assert case.pool.num_free == 2
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(ConfigError, match="empty prompt"):
+        list(Case().steps([[1], []], 3))
+
+
+def test_every_nth_step_is_timed() -> None:
+    case = Case()
+    case.run([[1]], 7, time_every=3)
+    assert case.decoder.timed == [True, False, False, True, False, False, True]
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"seed": -1}])
+def test_wrong_sampling_is_refused(wrong: dict) -> None:
+    with pytest.raises(ConfigError):
+        Sampling(**wrong)
+
+
+def test_greedy_takes_the_lowest_of_equals() -> None:
+    assert next_token(np.array([0.0, 2.0, 2.0, 1.0], np.float32), GREEDY, 0, 0) == 1
+
+
+def test_logits_that_are_no_numbers_are_refused() -> None:
+    for bad in (np.nan, np.inf):
+        with pytest.raises(ConfigError, match=r"position 7.*float32"):
+            next_token(np.array([0.0, bad], np.float32), GREEDY, 0, 7)
+    assert next_token(np.array([-np.inf, 0.0], np.float32), Sampling(1.0), 0, 7) == 1
+
+
+def test_a_draw_follows_the_tempered_distribution() -> None:
+    logits = np.log(np.array([0.5, 0.1, 0.4], np.float32))
+    drawn = Counter(next_token(logits, Sampling(temperature=0.5, seed=seed), 3, 9) for seed in range(3000))
+    want = np.array([0.25, 0.01, 0.16]) / 0.42
+    # five standard deviations of a binomial
+    for token in range(3):
+        assert abs(drawn[token] - 3000 * want[token]) < 5 * np.sqrt(3000 * want[token] * (1 - want[token]))
+
+
+def test_top_p_keeps_the_fewest_tokens_that_hold_it() -> None:
+    logits = np.log(np.array([0.2, 0.5, 0.3], np.float32))
+
+    def drawn(top_p: float) -> set[int]:
+        return {next_token(logits, Sampling(1.0, top_p, seed), 0, 0) for seed in range(300)}
+
+    assert drawn(0.4) == {1} and drawn(0.7) == {1, 2} and drawn(0.9) == {0, 1, 2}
+
+
+def test_a_draw_depends_on_seed_sequence_and_position_alone() -> None:
+    logits = np.zeros(1000, np.float32)
+    drawn = [next_token(logits, Sampling(1.0, seed=s), i, p) for s in range(4) for i in range(4) for p in range(4)]
+    assert drawn == [
+        next_token(logits, Sampling(1.0, seed=s), i, p) for s in range(4) for i in range(4) for p in range(4)
+    ]
+    assert len(set(drawn)) > 55
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.save_model("llama2-bf16-sharded", tmp_path_factory.mktemp("model"))
+
+
+def decode(
+    backend: Any, device: str, path: Path, config: EpsConfig, prompts: list, sampling: Sampling = GREEDY
+) -> tuple:
+    spec = read_spec(path)
+    units = sum(-(-(len(prompt) + 16) // config.unit_tokens) for prompt in prompts)
+    cache_spec = CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, units)
+    cache = backend.new_cache(cache_spec, config, device)
+    pool = PagePool(units, config.unit_tokens)
+    decoder = backend.load_model(path, spec, "float32", device)
+    records = list(generate(backend, decoder, cache, pool, prompts, 12, sampling, prefill_chunk=64, keep_logits=True))
+    pool.check()
+    return outputs(records, len(prompts)), records
+
+
+RAGGED = [np.random.default_rng(length).integers(0, 256, length).tolist() for length in (290, 1, 65)]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, 0.8, 5)], ids=["greedy", "sampled"])
+def test_batching_changes_no_token_on_any_backend(target: tuple, model_path: Path, sampling: Sampling) -> None:
+    backend, device = target
+    config = EpsConfig(method="box", group_tokens=8, last_tokens=16, budget=0.3)
+    together, records = decode(backend, device, model_path, config, RAGGED, sampling)
+    want, _ = decode(numpy_backend, "cpu", model_path, config, RAGGED, sampling)
+    assert together == want
+    alone, _ = decode(backend, device, model_path, config, RAGGED[:1], sampling)
+    assert together[:1] == alone
+    for record in records:
+        assert record.pages_skipped > 0 and record.bytes_kv_read_est < record.bytes_kv_dense
+
+
+def test_off_is_the_plain_decoder_bit_for_bit(target: tuple, model_path: Path) -> None:
+    backend, device = target
+    prompt, config, spec = RAGGED[0], EpsConfig(), read_spec(model_path)
+    said, records = decode(backend, device, model_path, config, [prompt])
+    cache = backend.new_cache(CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 20), config, device)
+    assert not cache.summaries and not cache.state and not cache.open and not cache.centre
+    decoder = backend.load_model(model_path, spec, "float32", device)
+    table = np.arange(20, dtype=np.int32)
+    for start in range(0, len(prompt) - 1, 64):
+        chunk = np.array(prompt[start : min(start + 64, len(prompt) - 1)])
+        slots = np.arange(start, start + len(chunk))
+        cache, _ = decoder.prefill(cache, chunk, slots, table[: -(-(slots[-1] + 1) // 16)], int(slots[-1]) + 1)
+    for step, token in enumerate([prompt[-1], *said[0][:-1]]):
+        length = len(prompt) + step
+        seen = table[None, : -(-length // 16)]
+        cache, output = decoder.step(cache, np.array([token]), np.array([length - 1]), seen, np.array([length]))
+        np.testing.assert_array_equal(output.logits, records[step].logits)
+        assert not output.layers
+
+
+def test_bytes_of_a_record_are_what_the_cache_counted(model_path: Path) -> None:
+    spec, config = read_spec(model_path), EpsConfig(method="rq", last_tokens=16)
+    cache = numpy_backend.new_cache(CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 40), config, "cpu")
+    decoder = numpy_backend.load_model(model_path, spec, "float32", "cpu")
+    before = 0
+    for record in generate(numpy_backend, decoder, cache, PagePool(40, 16), RAGGED, 4, GREEDY):  # type: ignore[arg-type]
+        if record.step:
+            assert record.bytes_kv_read_est == cache.kv_bytes_read - before
+        before = cache.kv_bytes_read
