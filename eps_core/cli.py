@@ -35,7 +35,12 @@ _summary_options = _options(
     click.option(
         "--eps-bits", type=int, default=_DEFAULT.bits, show_default=True, help="Bits of one rq code: 1, 2, 4 or 8."
     ),
-    click.option("--eps-group-tokens", type=int, metavar="N", help="Tokens of a group, a power of two up to 256."),
+    click.option(
+        "--eps-group-tokens",
+        type=int,
+        metavar="N",
+        help="Tokens of a group, up to 256; divides the page or is a multiple of it.",
+    ),
     click.option("--eps-group-blocks", type=int, metavar="G", help="The same in pages.  [default: each method's best]"),
     click.option("--block-size", type=int, default=_DEFAULT.block_size, show_default=True, help="Tokens of a page."),
 )

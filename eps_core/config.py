@@ -21,7 +21,7 @@ DEFAULT_GROUP_TOKENS: dict[str, int | None] = {
     "oracle": 16, "jl": None, "1pc": None, "fd": None, "box": 16, "meanstd": 16, "ball": 8, "moments": 8, "rq": 2,
 }  # fmt: skip
 COARSE_GROUP_BLOCKS = 8
-# m of jl, l of fd (8 rows would need 512 MiB at 32 x 32 x 64k, 2 need 131 MiB), k of moments
+# m of jl, l of fd (8 rows would need 516 MiB at 32 x 32 x 64k, 2 need 132 MiB), k of moments
 DEFAULT_DIM = {"jl": 8, "fd": 2, "moments": 1}
 MAX_GROUP_TOKENS = 256
 
@@ -70,8 +70,8 @@ class EpsConfig:
         _require(self.scope in SCOPES, f"eps-scope {self.scope!r} is unknown: choose one of {', '.join(SCOPES)}")
         block = self.block_size
         _require(
-            1 <= block <= 256 and block & (block - 1) == 0,
-            f"block-size {block} must be a power of two from 1 to 256 tokens: use 16",
+            1 <= block <= MAX_GROUP_TOKENS,
+            f"block-size {block} is outside 1 to {MAX_GROUP_TOKENS} tokens: use 16",
         )
         _require(
             self.group_tokens is None or self.group_blocks is None,
@@ -93,9 +93,9 @@ class EpsConfig:
             "lower eps-group-tokens or eps-group-blocks",
         )
         _require(
-            tokens & (tokens - 1) == 0,
-            f"a group of {tokens} tokens is not a power of two: it must divide the page of {block} tokens or be a "
-            "multiple of it; use a power of two",
+            block % tokens == 0 or tokens % block == 0,
+            f"a group of {tokens} tokens neither divides the page of {block} tokens nor is a multiple of it: "
+            "use a power of two, or change block-size",
         )
         object.__setattr__(self, "group_tokens", tokens)
         object.__setattr__(self, "group_blocks", None)

@@ -7,8 +7,8 @@ exercise the gate.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from eps_core.interface import Backend, Decoder
 from eps_core.selection import guards, num_groups
 from eps_core.tasks import VALUE_DIGITS, corpus, filler, needle_document
 
+Key = tuple[int, float]  # index of an arm, byte budget
 BYTE_BUDGETS = (0.07, 0.10, 0.14, 0.20, 0.28)
 # the methods of the table: each at its own group size, box and meanstd at their authors', and what is best possible
 ARMS = (
@@ -136,100 +137,134 @@ class Runner:
         return cache, np.array(got), fed, read, dense
 
 
-def compare(
-    backend: Backend,
-    decoder: Decoder,
-    encode: Callable[[str], list[int]],
-    device: str,
-    context_tokens: int,
-    num_needles: int = 50,
-    num_texts: int = 4,
-    text_steps: int = 64,
-    arms: tuple[EpsConfig, ...] = ARMS,
-    byte_budgets: tuple[float, ...] = BYTE_BUDGETS,
-    seed: int = 0,
-    progress: Callable[[str], None] = lambda line: None,
-) -> Iterator[Cell]:
-    """The table at one context length, cell by cell. Held-out text; needles at evenly spread depths with 0 to 3
-    distractors, answered greedily; real text decoded along its own bytes."""
-    text = corpus(held_out=True)
-    runner = Runner(backend, decoder, device)
-    head_dim = runner.spec.head_dim
-    configs = {}
-    for arm in arms:
-        for fraction in byte_budgets:
-            groups = budget_groups(arm, context_tokens, head_dim, fraction)
-            if groups is not None:
-                configs[arm, fraction] = replace(arm, top_pages=groups)
-    divergences: dict = {key: [] for key in configs}
-    agreements: dict = {key: [] for key in configs}
-    answered: dict = {key: 0 for key in configs}
-    bytes_read: dict = {key: np.zeros(2) for key in configs}
+@dataclass(frozen=True)
+class Plan:
+    """What one table at one context length runs; documents are independent of each other and of their order."""
 
-    for index in range(num_texts):
-        window = filler(text, context_tokens + text_steps, np.random.default_rng([seed, 1, index])).decode("ascii")
-        tokens = encode(window)[: context_tokens + text_steps]
-        cache, table, prompt = runner.prefill(tokens[:context_tokens], text_steps)
-        _, dense, _, _, _ = runner.decode(cache, table, prompt, tokens[context_tokens:], text_steps, prompt.logits)
-        for arm in arms:
-            cache, table = runner.arm(prompt, arm, text_steps)
-            for fraction in byte_budgets:
-                if (arm, fraction) not in configs:
-                    continue
-                cache.config = configs[arm, fraction]  # only the budget differs: the summaries stay
-                cache, got, _, read, full = runner.decode(
-                    cache, table, prompt, tokens[context_tokens:], text_steps, prompt.logits
-                )
-                divergences[arm, fraction] += kl_divergence(dense, got).tolist()
-                agreements[arm, fraction] += (dense.argmax(-1) == got.argmax(-1)).tolist()
-                bytes_read[arm, fraction] += read, full
-        progress(f"context {context_tokens}: text {index + 1} of {num_texts}")
+    context_tokens: int
+    num_needles: int = 50
+    num_texts: int = 6
+    text_steps: int = 64
+    arms: tuple[EpsConfig, ...] = ARMS
+    byte_budgets: tuple[float, ...] = BYTE_BUDGETS
+    seed: int = 0
 
+    def documents(self) -> list[tuple[str, int]]:
+        return [("text", i) for i in range(self.num_texts)] + [("needle", i) for i in range(self.num_needles)]
+
+    def configs(self, head_dim: int) -> dict[Key, EpsConfig]:
+        """Each arm with the groups that a byte budget buys; without an entry where it buys none beyond the guards."""
+        found = {}
+        for arm_index, arm in enumerate(self.arms):
+            for fraction in self.byte_budgets:
+                groups = budget_groups(arm, self.context_tokens, head_dim, fraction)
+                if groups is not None:
+                    found[arm_index, fraction] = replace(arm, top_pages=groups)
+        return found
+
+
+@dataclass
+class Tally:
+    """What one document, or several, gave for one arm and budget."""
+
+    divergences: list[float] = field(default_factory=list)
+    agreements: list[bool] = field(default_factory=list)
+    answered: int = 0
+    bytes_read: int = 0
+    bytes_dense: int = 0
+
+    def add(self, other: "Tally") -> None:
+        self.divergences += other.divergences
+        self.agreements += other.agreements
+        self.answered += other.answered
+        self.bytes_read += other.bytes_read
+        self.bytes_dense += other.bytes_dense
+
+
+def run_document(
+    runner: Runner, encode: Callable[[str], list[int]], plan: Plan, kind: str, index: int
+) -> tuple[dict[Key, Tally], bool]:
+    """One document through every arm and budget: (tallies, whether dense attention answered it)."""
+    return (_run_text if kind == "text" else _run_needle)(runner, encode, plan, index)
+
+
+def _run_text(runner: Runner, encode: Callable, plan: Plan, index: int) -> tuple[dict[Key, Tally], bool]:
+    """A window of held-out text, decoded along its own bytes."""
+    length, steps = plan.context_tokens, plan.text_steps
+    rng = np.random.default_rng([plan.seed, 1, index])
+    tokens = encode(filler(corpus(held_out=True), length + steps, rng).decode("ascii"))[: length + steps]
+    cache, table, prompt = runner.prefill(tokens[:length], steps)
+    _, dense, _, _, _ = runner.decode(cache, table, prompt, tokens[length:], steps, prompt.logits)
+    tallies = {}
+    for (key, config), cache, table in _arms(runner, plan, prompt, steps):
+        cache.config = config  # only the budget differs within an arm: the summaries stay
+        cache, got, _, read, full = runner.decode(cache, table, prompt, tokens[length:], steps, prompt.logits)
+        agree = (dense.argmax(-1) == got.argmax(-1)).tolist()
+        tallies[key] = Tally(kl_divergence(dense, got).tolist(), agree, 0, read, full)
+    return tallies, True
+
+
+def _run_needle(runner: Runner, encode: Callable, plan: Plan, index: int) -> tuple[dict[Key, Tally], bool]:
+    """A needle document, answered greedily; depths spread evenly, 0 to 3 distractors."""
+    depth, seed = (index + 0.5) / plan.num_needles, plan.seed + 3_000_000 + index
+    doc = needle_document(corpus(held_out=True), plan.context_tokens - 1, seed, depth, num_distractors=index % 4)
+    tokens, answer = encode(doc.prompt), encode(doc.prompt + doc.answer)[-VALUE_DIGITS:]
+    cache, table, prompt = runner.prefill(tokens, VALUE_DIGITS)
+    _, _, fed, _, _ = runner.decode(cache, table, prompt, None, VALUE_DIGITS, prompt.logits)
+    # the prefill is dense, so its last token is decoded again, gated, to have the first digit from the gate too
+    again = replace(prompt, length=prompt.length - 1)
+    tallies = {}
+    for (key, config), cache, table in _arms(runner, plan, prompt, VALUE_DIGITS):
+        cache.config = config
+        cache, got, _, _, _ = runner.decode(cache, table, again, [tokens[-1]], 1, prompt.logits)
+        cache, _, gated, read, full = runner.decode(cache, table, prompt, None, VALUE_DIGITS, got[0])
+        tallies[key] = Tally([], [], int(gated == answer), read, full)
+    return tallies, fed == answer
+
+
+def _arms(runner: Runner, plan: Plan, prompt: Prompt, room: int) -> Iterator:
+    """((key, config), cache, table) of every arm and budget; an arm's cache is made once and decoded from repeatedly,
+    each time overwriting the tokens after the prompt."""
+    configs = plan.configs(runner.spec.head_dim)
+    for arm_index, arm in enumerate(plan.arms):
+        keys = [key for key in configs if key[0] == arm_index]
+        if keys:
+            cache, table = runner.arm(prompt, arm, room)
+            for key in keys:
+                yield (key, configs[key]), cache, table
+
+
+def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[Key, Tally], bool]]) -> list[Cell]:
+    """The table from every document's (kind, tallies, answered densely)."""
+    totals = {key: Tally() for key in plan.configs(head_dim)}
     needles_dense = 0
-    for index in range(num_needles):
-        doc = needle_document(
-            text, context_tokens - 1, seed + 3_000_000 + index, (index + 0.5) / num_needles, num_distractors=index % 4
-        )
-        answer = encode(doc.prompt + doc.answer)[-VALUE_DIGITS:]
-        cache, table, prompt = runner.prefill(encode(doc.prompt), VALUE_DIGITS)
-        _, _, fed, _, _ = runner.decode(cache, table, prompt, None, VALUE_DIGITS, prompt.logits)
-        needles_dense += fed == answer
-        # the first digit comes from the dense prefill: decode the last token of the prompt again, gated
-        again = replace(prompt, length=prompt.length - 1)
-        last = encode(doc.prompt)[-1]
-        for arm in arms:
-            cache, table = runner.arm(prompt, arm, VALUE_DIGITS)
-            for fraction in byte_budgets:
-                if (arm, fraction) not in configs:
-                    continue
-                cache.config = configs[arm, fraction]
-                cache, got, _, _, _ = runner.decode(cache, table, again, [last], 1, prompt.logits)
-                cache, _, fed, read, full = runner.decode(cache, table, prompt, None, VALUE_DIGITS, got[0])
-                answered[arm, fraction] += fed == answer
-                bytes_read[arm, fraction] += read, full
-        progress(f"context {context_tokens}: needle {index + 1} of {num_needles}")
-
-    for arm in arms:
-        for fraction in byte_budgets:
-            key = (arm, fraction)
-            known = key in configs
-            read, full = bytes_read[key] if known else (0, 1)
-            yield Cell(
-                context_tokens=context_tokens,
-                method=arm.method,
-                group_tokens=arm.S,
-                bits=arm.bits if arm.method == "rq" else None,
-                dim=arm.dim,
-                byte_budget=fraction,
-                bytes_ratio=float(read / full) if known else None,
-                kl_mean=float(np.mean(divergences[key])) if known else None,
-                kl_max=float(np.max(divergences[key])) if known else None,
-                top1_agreement=float(np.mean(agreements[key])) if known else None,
-                num_positions=num_texts * text_steps,
-                needles_answered=answered[key] if known else None,
-                num_needles=num_needles,
-                needles_dense=needles_dense,
+    for kind, tallies, dense in results:
+        needles_dense += kind == "needle" and dense
+        for key, tally in tallies.items():
+            totals[key].add(tally)
+    cells = []
+    for arm_index, arm in enumerate(plan.arms):
+        for fraction in plan.byte_budgets:
+            total = totals.get((arm_index, fraction))
+            cells.append(
+                Cell(
+                    context_tokens=plan.context_tokens,
+                    method=arm.method,
+                    group_tokens=arm.S,
+                    bits=arm.bits if arm.method == "rq" else None,
+                    dim=arm.dim,
+                    byte_budget=fraction,
+                    bytes_ratio=total.bytes_read / total.bytes_dense if total else None,
+                    kl_mean=float(np.mean(total.divergences)) if total else None,
+                    kl_max=float(np.max(total.divergences)) if total else None,
+                    top1_agreement=float(np.mean(total.agreements)) if total else None,
+                    num_positions=plan.num_texts * plan.text_steps,
+                    needles_answered=total.answered if total else None,
+                    num_needles=plan.num_needles,
+                    needles_dense=needles_dense,
+                )
             )
+    return cells
 
 
 def markdown(cells: list[Cell]) -> str:

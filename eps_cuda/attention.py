@@ -146,14 +146,15 @@ def merge(first: State, second: State) -> State:
 def attend_chunk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal dense attention of a prefill chunk: q [N, Hq, D] are the last N of the T tokens of k, v [T, Hkv, D]."""
     wide = q.dtype if k.dtype == q.dtype else torch.float32
-    heads = [x.to(wide).transpose(0, 1)[None] for x in (q, k, v)]
+    query, key, value = (x.to(wide).transpose(0, 1)[None] for x in (q, k, v))
     repeat, on_cpu = q.shape[1] // k.shape[1], q.device.type == "cpu"
     if not on_cpu and wide == torch.float32 and repeat > 1:
         # the only GPU kernel for float32 that needs no [N, T] matrix wants one kv head per query head
-        heads[1:] = (x.repeat_interleave(repeat, dim=1) for x in heads[1:])
+        key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))
         repeat = 1
-    mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q)) if on_cpu else None
-    out = torch.nn.functional.scaled_dot_product_attention(
-        *heads, attn_mask=causal_lower_right(len(q), len(k)) if mask is None else mask, enable_gqa=repeat > 1
-    )
+    if on_cpu:
+        mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+    else:
+        mask = causal_lower_right(len(q), len(k))
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=repeat > 1)
     return out[0].transpose(0, 1).to(q.dtype)

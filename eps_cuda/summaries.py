@@ -245,25 +245,25 @@ def build_moments(k: Tensor, num_directions: int) -> Summary:
     centred = k - mean[..., None, :]
     energies, directions = _right_singular(centred, min(n, head_dim) + num_directions)
     values = energies / n
+    trace = (centred * centred).sum(dim=(-1, -2)) / n
+    noise = trace * 2.0**-20  # of float32 matrices as large as the covariance: no direction is worth less than it
     # Schatten bound of C - sum_j lambda_j v_j v_jT, whose eigenvalues are the other ones
     others = values[..., num_directions:]
     most = others.amax(dim=-1).clamp(min=1e-30)[..., None]
-    left = most[..., 0] * ((others / most) ** 16).sum(dim=-1) ** (1 / 16) * (1 + 1e-4)
+    left = most[..., 0] * ((others / most) ** 16).sum(dim=-1) ** (1 / 16) * (1 + 1e-4) + noise
     gain = near16((values[..., :num_directions] - left[..., None]).clamp(min=0))
     codes, lengths = _direction_codes(directions[..., :num_directions, :])
     codes = torch.where(gain[..., None] > 0, codes, 0)
     direction_scale = near16(torch.where(gain > 0, lengths, 0))
     rounded = codes * direction_scale.float()[..., None]
 
-    trace = (centred * centred).sum(dim=(-1, -2)) / n
     stacked = torch.cat([centred, rounded], dim=-2).mT  # [.., D, S + k]
     if n + num_directions < head_dim:
-        # E has rank S + k at most: take coordinates in an orthonormal basis of the keys and directions, [.., S + k, S + k]
+        # E has rank S + k at most: take coordinates in an orthonormal basis of keys and directions, [.., S + k, S + k]
         stacked = torch.linalg.qr(stacked, mode="r").R
     keys, axes = stacked[..., :n], stacked[..., n:]
     unexplained = keys @ keys.mT / n - (axes * gain.float()[..., None, :]) @ axes.mT
-    # the last term: E is a difference of float32 matrices as large as the covariance
-    rho = up16(_schatten_bound(unexplained) + trace * 2.0**-20)
+    rho = up16(_schatten_bound(unexplained) + noise)
     mean_code, mean_scale = mean_codes(mean)
     return {
         "mean": mean_code,
@@ -284,8 +284,9 @@ def build_rq(k: Tensor, centre: Tensor, signs: Tensor, bits: int, with_bounds: b
     (RaBitQ's estimator). centre [Hkv, D] float16. The mean is a tree of float32 additions, alike in every library."""
     n, total = k.shape[-2], k
     while total.shape[-2] > 1:
-        first, second = total.chunk(2, dim=-2)
-        total = first + second
+        half = total.shape[-2] // 2
+        paired, odd = total[..., :half, :] + total[..., half : 2 * half, :], total[..., 2 * half :, :]
+        total = torch.cat([paired, odd], dim=-2) if odd.shape[-2] else paired
     x = rotate(total[..., 0, :] * (1 / n) - centre.float(), signs)
     if bits == 1:
         codes = (x >= 0).to(torch.uint8)

@@ -79,8 +79,8 @@ def _attend_all(cache: Cache, layer: int, a: mx.array, table: np.ndarray, length
 
 
 def _attend_units(cache: Cache, layer: int, a: mx.array, units: np.ndarray, tokens: int) -> State:
-    """The first `tokens` tokens of each unit. One small product per (unit, head), as the pool lies: a run of consecutive
-    units needs no copy, which is twice as fast as gathering K and V head by head."""
+    """The first `tokens` tokens of each unit. One small product per (unit, head), as the pool lies: a run of
+    consecutive units needs no copy, which is twice as fast as gathering K and V head by head."""
     step = max(CPU_PIECE_TOKENS // cache.config.unit_tokens, 1) if cache.device == "cpu" else len(units)
     pieces = [units[start : start + step] for start in range(0, len(units), step)]
     logits = [a @ _read_units(cache.k[layer], piece, tokens).swapaxes(-1, -2) for piece in pieces]

@@ -18,6 +18,7 @@ import numpy as np
 
 from eps_core.config import EpsConfig
 from eps_core.interface import Scores
+from eps_core.summaries import RQ_STEP, hadamard_blocks
 from eps_mlx.selection import forced_groups
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 Summary = dict[str, mx.array]
 Score = tuple[mx.array, mx.array | None, mx.array | None]
 
-# Steps of the best uniform quantiser of a unit Gaussian with 2^b levels (Max 1960), by bits b
-RQ_STEP = {2: 0.9957, 4: 0.3352, 8: 0.0308}
 SCHATTEN_DOUBLINGS = 4
 
 
@@ -73,11 +72,6 @@ def _key_norm(k: mx.array) -> mx.array:
 
 
 # ------------------------------------------------------------------------------------------------------------- rotation
-
-
-def hadamard_blocks(head_dim: int) -> list[int]:
-    """D as its powers of two, largest first: 96 -> [64, 32]. Each block gets its own Hadamard matrix."""
-    return [1 << bit for bit in reversed(range(head_dim.bit_length())) if head_dim >> bit & 1]
 
 
 def rotate(x: mx.array, signs: mx.array) -> mx.array:
@@ -274,8 +268,8 @@ def build_moments(k: mx.array, num_directions: int) -> Summary:
 
     if n + num_directions < head_dim:
         # E has rank n + k at most: work in an orthonormal basis of the keys and directions instead of D dimensions
-        _, basis = mx.linalg.qr(mx.concatenate([centred, rounded], axis=-2).swapaxes(-1, -2), stream=mx.cpu)
-        keys, axes = basis[..., :n], basis[..., n:]
+        _, coordinates = mx.linalg.qr(mx.concatenate([centred, rounded], axis=-2).swapaxes(-1, -2), stream=mx.cpu)
+        keys, axes = coordinates[..., :n], coordinates[..., n:]
     else:
         keys, axes = centred.swapaxes(-1, -2), rounded.swapaxes(-1, -2)
     unexplained = keys @ keys.swapaxes(-1, -2) / n - (axes * _wide(gain)[..., None, :]) @ axes.swapaxes(-1, -2)
@@ -301,7 +295,8 @@ def build_rq(k: mx.array, centre: mx.array, signs: mx.array, bits: int, with_bou
     n, total = k.shape[-2], k
     while total.shape[-2] > 1:
         half = total.shape[-2] // 2
-        total = total[..., :half, :] + total[..., half:, :]
+        paired, odd = total[..., :half, :] + total[..., half : 2 * half, :], total[..., 2 * half :, :]
+        total = mx.concatenate([paired, odd], axis=-2) if odd.shape[-2] else paired
     x = rotate(total[..., 0, :] * (1 / n) - _wide(centre), signs)
     if bits == 1:
         codes = (x >= 0).astype(mx.uint8)

@@ -11,13 +11,29 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 
-from eps_core.evaluate import compare, markdown, records
+from eps_core.evaluate import Plan, Runner, markdown, records, run_document, table_cells
 from eps_core.interface import load_backend
 from eps_core.model import load_tokenizer, read_spec
 
 DEMO = Path(__file__).parent.parent / "eps_core" / "demo_model"
+
+
+@cache
+def _loaded(model: Path, backend_name: str, device: str):
+    backend = load_backend(backend_name)
+    decoder = backend.load_model(model, read_spec(model), "float32", device)
+    tokenizer = load_tokenizer(model)
+    return Runner(backend, decoder, device), lambda text: tokenizer.encode(text).ids
+
+
+def _document(model: Path, backend_name: str, device: str, plan: Plan, kind: str, index: int):
+    tallies, dense = run_document(*_loaded(model, backend_name, device), plan, kind, index)
+    return kind, tallies, dense
 
 
 def main() -> None:
@@ -27,23 +43,24 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 4096, 8192])
     parser.add_argument("--needles", type=int, default=50)
-    parser.add_argument("--texts", type=int, default=4)
+    parser.add_argument("--texts", type=int, default=6)
     parser.add_argument("--text-steps", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes, one thread each")
     parser.add_argument("--out", type=Path, default=Path("results/methods.jsonl"))
     args = parser.parse_args()
 
-    backend = load_backend(args.backend)
-    decoder = backend.load_model(args.model, read_spec(args.model), "float32", args.device)
-    tokenizer = load_tokenizer(args.model)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    source = (args.model, args.backend, args.device)
     partial = args.out.with_suffix(".partial")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     started = time.time()
-    with partial.open("w") as out:
+    # spawned, so that every process starts with one thread
+    with partial.open("w") as out, ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         run = {
             "type": "run",
             "command": " ".join(["python", "scripts/evaluate.py", *sys.argv[1:]]),
-            "versions": backend.versions(),
+            "versions": load_backend(args.backend).versions(),
             "device": args.device,
             "cpu_count": os.cpu_count(),
             "model": args.model.name,
@@ -53,21 +70,20 @@ def main() -> None:
             "git_commit": _commit(),
         }
         out.write(json.dumps(run) + "\n")
+        head_dim = read_spec(args.model).head_dim
         for context in args.contexts:
-            cells = list(
-                compare(
-                    backend,
-                    decoder,
-                    lambda text: tokenizer.encode(text).ids,
-                    args.device,
-                    context,
-                    args.needles,
-                    args.texts,
-                    args.text_steps,
-                    seed=args.seed,
-                    progress=lambda line: print(f"{line} ({time.time() - started:.0f} s)", file=sys.stderr, flush=True),
+            plan = Plan(context, args.needles, args.texts, args.text_steps, seed=args.seed)
+            futures = [pool.submit(_document, *source, plan, kind, index) for kind, index in plan.documents()]
+            results = []
+            for future in futures:
+                results.append(future.result())
+                print(
+                    f"\rcontext {context}: {len(results)} of {len(futures)} documents, {time.time() - started:.0f} s",
+                    end="",
+                    file=sys.stderr,
+                    flush=True,
                 )
-            )
+            cells = table_cells(plan, head_dim, results)
             for record in records(cells):
                 out.write(json.dumps(record) + "\n")
             out.flush()

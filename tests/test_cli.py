@@ -35,13 +35,13 @@ def command(*args: object) -> list[str]:
     return [sys.executable, "-m", "eps_core.cli", *map(str, args)]
 
 
-def call(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess:
-    return subprocess.run(command(*args), capture_output=True, text=True, timeout=120, cwd=cwd)
+def call(*args: object, **more: Any) -> subprocess.CompletedProcess:
+    return subprocess.run(command(*args), capture_output=True, text=True, timeout=120, **more)
 
 
-def succeed(*args: object) -> dict[str, Any]:
+def succeed(*args: object, **more: Any) -> dict[str, Any]:
     """The last stdout line's object of a run that must succeed and say nothing on stderr."""
-    done = call(*args)
+    done = call(*args, **more)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -55,6 +55,14 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.save_model("llama2-bf16-sharded", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> dict[str, str]:
+    """An environment in which neither MLX nor Torch can be imported."""
+    (tmp_path / "mlx.py").write_text("raise ImportError('no such library')")
+    (tmp_path / "torch.py").write_text("raise ImportError('no such library')")
+    return {**os.environ, "PYTHONPATH": str(tmp_path)}
 
 
 @pytest.fixture
@@ -140,6 +148,7 @@ def test_every_method_runs(run: Any, method: str) -> None:
     [
         (["--eps-policy", "share", "--eps-tau", 0.02], {"policy": "share", "tau": 0.02}),
         (["--eps-policy", "mass", "--eps-epsilon", 0.3], {"policy": "mass", "epsilon": 0.3}),
+        (["--eps-first-tokens", 8, "--eps-last-tokens", 16], {"first_tokens": 8, "last_tokens": 16}),
         (
             ["--eps-policy", "threshold", "--eps-top-pages", 5, "--eps-alpha", 1.05],
             {"policy": "threshold", "top_pages": 5, "alpha": 1.05},
@@ -153,9 +162,7 @@ def test_every_method_runs(run: Any, method: str) -> None:
 )
 def test_selection_flags_reach_the_config(run: Any, tmp_path: Path, flags: list, want: dict) -> None:
     metrics = tmp_path / "m.jsonl"
-    run("--eps-method", "box", "--eps-last-tokens", 16, "--no-baseline", "--metrics", metrics, *flags) if not any(
-        flag == "--eps-last-n" for flag in flags
-    ) else run("--eps-method", "box", "--no-baseline", "--metrics", metrics, *flags)
+    run("--eps-method", "box", "--no-baseline", "--metrics", metrics, *flags)
     config = lines_of(metrics)[0]["config"]
     assert want.items() <= config.items()
 
@@ -220,7 +227,7 @@ def test_the_demo_answers_its_needle_with_eps_on() -> None:
     assert answer is not None and result["text"].startswith(answer[1])
     assert result["model"] == "demo" and result["prompt_tokens"] == 4096
     assert result["eps"]["method"] == "rq" and result["bytes_ratio"] < 0.15
-    assert re.search(r"needle answered +yes +yes", done.stdout) and "the demo's default" in done.stdout
+    assert re.search(r"needle answered +(yes|no) +yes", done.stdout) and "the demo's default" in done.stdout
 
 
 INFO_COARSE = ["jl", "1pc", "fd", "box", "meanstd", "ball", "moments"]
@@ -243,32 +250,28 @@ def test_info_counts_memory_within_the_limits() -> None:
     assert all(status["usable"] and "cpu" in status["devices"] for status in info["backends"].values())
 
 
-def test_info_takes_shape_and_flags(model: Path) -> None:
+def test_info_takes_shape_and_flags(model: Path, bare: dict[str, str]) -> None:
     info = succeed(
         "info", "--layers", 2, "--kv-heads", 3, "--head-dim", 64, "--context", 1024, "--eps-dim", 4, "--eps-bits", 2,
-        "--eps-group-tokens", 8, "--block-size", 32,
+        "--eps-group-tokens", 8, "--block-size", 32, env=bare,
     )  # fmt: skip
     rows = {(row["kind"], row["method"], row["rq_bounds"]): row for row in info["summaries"]}
     assert rows["coarse", "jl", False]["group_tokens"] == 256 and rows["coarse", "jl", False]["bytes_per_group"] == 40
     rq = rows["fine", "rq", False]
     assert rq["group_tokens"] == 8 and rq["bytes_per_group"] == 18 and rq["summary_bytes"] == 2 * 3 * 128 * 18
     assert rows["fine", "rq", True]["bytes_per_group"] == 24
-    blocks = succeed("info", "--model", model, "--eps-group-blocks", 4)
+    blocks = succeed("info", "--model", model, "--eps-group-blocks", 4, env=bare)
     assert blocks["shape"]["layers"] == 2 and blocks["shape"]["context"] == 512
     assert {row["group_tokens"] for row in blocks["summaries"] if row["kind"] == "coarse"} == {64}
 
 
-def test_info_says_why_a_backend_is_not_usable(tmp_path: Path) -> None:
-    (tmp_path / "mlx.py").write_text("raise ImportError('no such library')")
-    (tmp_path / "torch.py").write_text("raise ImportError('no such library')")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command("info"), capture_output=True, text=True, env=environment, timeout=60)
+def test_a_backend_that_does_not_import_is_named_with_its_mend(bare: dict[str, str]) -> None:
+    done = call("info", env=bare)
     assert done.returncode == 0, done.stderr
     backends = json.loads(done.stdout.splitlines()[-1])["backends"]
     assert backends["numpy"]["usable"] and not backends["mlx"]["usable"] and not backends["cuda"]["usable"]
     assert "pip install" in backends["mlx"]["why_not"] and backends["mlx"]["why_not"] in done.stdout
-    asked = command("run", "--backend", "mlx", "--prompt", "x")
-    done = subprocess.run(asked, capture_output=True, text=True, env=environment, timeout=60)
+    done = call("run", "--backend", "mlx", "--prompt", "x", env=bare)
     assert done.returncode == 2 and re.fullmatch(r"error: backend mlx cannot be loaded .*\n", done.stderr)
 
 
@@ -310,7 +313,7 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "group-twice": (["run", "--eps-group-tokens", 4, "--eps-group-blocks", 1], "same thing twice"),
     "odd-group": (["run", "--eps-group-tokens", 12], "12 tokens"),
     "huge-group": (["run", "--eps-group-blocks", 64], "1024 tokens"),
-    "odd-block": (["run", "--block-size", 24], "block-size 24"),
+    "huge-block": (["run", "--block-size", 300], "block-size 300"),
     "odd-bits": (["run", "--eps-bits", 3], "eps-bits 3"),
     "bits-of-another-method": (["run", "--eps-method", "box", "--eps-bits", 2], "--eps-method rq"),
     "dim-of-another-method": (["run", "--eps-method", "box", "--eps-dim", 2], "eps-dim 2"),
@@ -417,10 +420,10 @@ def test_a_killed_run_leaves_whole_lines_only(model: Path, tmp_path: Path, how: 
 
 
 @pytest.mark.parametrize("args", [["info"], ["run", "--prompt", "x", "--max-new-tokens", 3]], ids=["info", "run"])
-def test_a_reader_that_has_gone_is_no_error(args: list) -> None:
+def test_a_reader_that_has_gone_is_no_error(args: list, bare: dict[str, str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(command(*args), stdout=writer, stderr=subprocess.PIPE, timeout=60)
+    done = subprocess.run(command(*args), stdout=writer, stderr=subprocess.PIPE, timeout=60, env=bare)
     os.close(writer)
     assert done.returncode != 0 and done.stderr == b""
 
@@ -429,8 +432,7 @@ def test_help_and_version() -> None:
     for args in (["--help"], ["run", "--help"], ["info", "-h"], ["--version"]):
         done = call(*args)
         assert done.returncode == 0 and done.stdout and done.stderr == ""
-    later = ("--eps-strict", "--eps-audit-every", "--eps-heads")
-    assert not any(flag in call("run", "--help").stdout for flag in later)
+        assert not any(flag in done.stdout for flag in ("--eps-strict", "--eps-audit-every", "--eps-heads"))
 
 
 def test_the_command_line_loads_no_array_library_but_numpy() -> None:

@@ -61,6 +61,9 @@ CASES = [
     Case((260, 40, 3), eps("rq", rq_bounds=True, bits=2)),
     Case((300,), eps("rq", group_tokens=2)),
     Case((300,), eps("rq", group_tokens=1, bits=8)),
+    Case((290,), eps("rq", group_tokens=3, block_size=12)),
+    Case((290,), eps("box", group_tokens=48)),
+    Case((290, 31), eps("moments", group_tokens=5, block_size=5)),
     Case((300,), eps("rq", group_tokens=16, bits=4, rq_bounds=True), head_dim=20),
     Case((600, 290), eps("rq", group_tokens=2), dtype="bfloat16", head_dim=64),
     Case((520,), eps("rq", group_tokens=32, policy="mass", epsilon=0.05)),
@@ -414,3 +417,42 @@ def test_rounding_helpers_are_on_the_safe_side():
     rng = np.random.default_rng(0)
     for x in [0.0, 1e-9, 6e-8, *np.exp(rng.normal(size=2000) * 5)]:
         assert float(oracle_summaries.up16(x)) >= x
+
+
+@pytest.mark.parametrize("method", ["jl", "rq"])
+def test_results_are_deterministic_by_seed(target, method):
+    backend, device = target
+    case = Case((300,), eps(method))
+    rng = np.random.default_rng(0)
+    keys, values = make_kv(case, rng)
+    q = backend.from_numpy(rng.normal(size=(1, 4, 16)).astype(np.float32), "float32", device)
+    estimates = []
+    for seed in (0, 0, 1):
+        seeded = replace(case, config=replace(case.config, seed=seed))
+        cache = backend.new_cache(CacheSpec(1, 2, 16, case_units(case)), seeded.config, device)
+        cache, table, lengths = write_all(backend, device, seeded, cache, keys, values)
+        estimates.append(backend.to_numpy(backend.score(cache, 0, q, table, lengths).estimate)[..., :60])
+    assert np.array_equal(estimates[0], estimates[1])
+    assert not np.allclose(estimates[0], estimates[2])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_queries_in_sixteen_bits(target, dtype):
+    """out has the query's dtype and no more error than rounding the query and the output cost."""
+    backend, device = target
+    case = Case((150, 37), eps("box", group_tokens=8), dtype=dtype, head_dim=64)
+    rng = np.random.default_rng(4)
+    keys, values = make_kv(case, rng)
+    spec = CacheSpec(1, 2, 64, case_units(case), dtype)
+    cache, table, lengths = write_all(backend, device, case, backend.new_cache(spec, case.config, device), keys, values)
+    reference, _, _ = write_all(oracle, "cpu", case, oracle.new_cache(spec, case.config), keys, values)
+    q = oracle.from_numpy(rng.normal(size=(2, 4, 64)).astype(np.float32), dtype)
+    native = backend.from_numpy(q.astype(np.float32), dtype, device)
+    selected = backend.select(case.config, backend.score(cache, 0, native, table, lengths), lengths)
+    out, lse = backend.attend(cache, 0, native, table, lengths, selected)
+    host = replace(selected, groups=backend.to_numpy(selected.groups), counts=backend.to_numpy(selected.counts))
+    want_out, want_lse = oracle.attend(reference, 0, q.astype(np.float32), table, lengths, host)
+    assert out.dtype == native.dtype or backend is oracle  # which keeps float64
+    assert np.abs(backend.to_numpy(lse) - want_lse).max() <= 1e-4
+    # one rounding of the output, of values below 4
+    assert np.abs(backend.to_numpy(out).astype(np.float64) - want_out).max() <= EPS[dtype] * 4.0

@@ -1,0 +1,4 @@
+"""EPS core: configuration, page pool, the float64 oracle, the decode loop, telemetry and the command line.
+
+Imports neither mlx nor torch; `eps_core.interface.load_backend` loads a backend by name.
+"""
