@@ -102,7 +102,8 @@ def generate(
                 slots.append(new_slots)
             running = [sequences[index] for index in alive]
             lengths = pool.lengths(running)
-            decoder.timing = bool(time_every) and step % time_every == 0  # type: ignore[attr-defined]
+            timed = bool(time_every) and step % time_every == 0
+            decoder.timing = timed  # type: ignore[attr-defined]
             kv_bytes, reread_bytes = cache.kv_bytes_read, cache.bytes_k_reread
             started = time.perf_counter()
             cache, output = decoder.step(
@@ -125,6 +126,7 @@ def generate(
                 decode_ms,
                 cache.kv_bytes_read - kv_bytes,
                 cache.bytes_k_reread - reread_bytes,
+                timed,
             )
             if keep_logits:
                 record.logits = output.logits

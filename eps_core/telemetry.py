@@ -49,6 +49,7 @@ class StepRecord:
     escalations: int
     fallbacks: dict[str, int]
     # not written: for the run summary and for comparing distributions
+    timed: bool = field(repr=False)  # the decoder was asked to time its layers
     visited_by_head: np.ndarray = field(repr=False)  # [L, Hkv] int64
     total_by_head: np.ndarray = field(repr=False)  # [L, Hkv] int64
     logits: np.ndarray | None = field(default=None, repr=False)  # [B, V] float32, kept on request
@@ -65,7 +66,7 @@ class StepRecord:
             assert self.mass_skipped_true <= self.mass_skipped_cert, self
 
 
-_UNWRITTEN = ("visited_by_head", "total_by_head", "logits")
+_UNWRITTEN = ("timed", "visited_by_head", "total_by_head", "logits")
 STEP_KEYS = tuple(f.name for f in fields(StepRecord) if f.name not in _UNWRITTEN)
 
 
@@ -80,6 +81,7 @@ def step_record(
     decode_ms: float,
     bytes_kv_read: int,
     bytes_k_reread: int,
+    timed: bool = False,
 ) -> StepRecord:
     """The checked record of one step. `bytes_kv_read` and `bytes_k_reread` are what the cache counted during it; a step
     without layer statistics (method off) visited every page."""
@@ -115,6 +117,7 @@ def step_record(
         mass_skipped_true=None,
         escalations=0,
         fallbacks=dict(output.fallbacks),
+        timed=timed,
         visited_by_head=visited,
         total_by_head=total,
     )
@@ -135,9 +138,9 @@ def summarise(records: Sequence[StepRecord], prefill_ms: float | None = None) ->
     """Totals, percentiles and ratios against dense of one run.
 
     Steps that were timed layer by layer wait for the device between layers, so on a GPU they are slower: decode
-    percentiles come from the other steps where there are any.
+    percentiles come from the other steps where there are any, on the dense side too.
     """
-    untimed = [r for r in records if r.eps_prepass_ms is None] or list(records)
+    untimed = [r for r in records if not r.timed] or list(records)
     decode_ms = [r.decode_ms for r in untimed]
     num_tokens = sum(len(r.tokens) for r in records)
     totals = {name: sum(getattr(r, name) for r in records) for name in _SUMMED}

@@ -16,7 +16,7 @@ from eps_cuda.cache import Cache, units_of
 
 State = tuple[Tensor, Tensor]
 
-PIECE_TOKENS = 512  # of a dense read on a CPU, to stay in its cache; changes speed only
+PIECE_TOKENS = 256  # of a dense read on a CPU, to stay in its cache; changes speed only
 
 
 @torch.inference_mode()
@@ -59,32 +59,31 @@ def _softmax_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _attend_all(cache: Cache, layer: int, a: Tensor, table: np.ndarray, length: int) -> State:
-    """Dense attention of one sequence, a [Hkv, R, D] -> (out [Hkv, R, D], lse [Hkv, R]); exactly `length` tokens. On a
-    CPU in pieces: measured five times faster than one large copy per head, and as exact."""
+    """Dense attention of one sequence, a [Hkv, R, D] -> (out [Hkv, R, D], lse [Hkv, R]); exactly `length` tokens. A CPU
+    reads in pieces through one buffer (a fifth of the time of copying K and V whole); a GPU reads all at once."""
     unit_tokens = cache.config.unit_tokens
     cache.kv_bytes_read += length * cache.spec.num_kv_heads * cache.spec.kv_token_bytes
     units = table[: -(-length // unit_tokens)]
     step = max(PIECE_TOKENS // unit_tokens, 1) if a.device.type == "cpu" else len(units)
-    pieces = [units[start : start + step] for start in range(0, len(units), step)]
-    columns = a.mT
-    logits = torch.cat([_by_head(cache.k[layer], piece) @ columns for piece in pieces], dim=1)[:, :length].mT
-    weights, total, lse = _softmax_sums(logits)
-    weights = torch.nn.functional.pad(weights, (0, len(units) * unit_tokens - length))
-    out = torch.zeros_like(a)
-    for piece, part in zip(pieces, weights.split(step * unit_tokens, dim=2), strict=True):
-        v = _by_head(cache.v[layer], piece)
-        if piece is pieces[-1]:
-            # what is not written may hold anything, and 0 times NaN is NaN
-            v, part = v[:, : v.shape[1] - -length % unit_tokens], part[..., : v.shape[1] - -length % unit_tokens]
-        out += part @ v
-    return out / total, lse
+    buffer = a.new_empty((cache.spec.num_kv_heads, step, unit_tokens, cache.spec.head_dim))
+    parts = []
+    for start in range(0, len(units), step):
+        piece, written = units[start : start + step], length - start * unit_tokens
+        k = _by_head(cache.k[layer], piece, buffer)[:, :written]
+        weights, total, lse = _softmax_sums(a @ k.mT)
+        v = _by_head(cache.v[layer], piece, buffer)[:, :written]
+        parts.append(((weights @ v) / total, lse))
+    if len(parts) == 1:
+        return parts[0]
+    outs, lses = (torch.stack(part) for part in zip(*parts, strict=True))
+    lse = torch.logsumexp(lses, dim=0)
+    return (outs * torch.exp(lses - lse)[..., None]).sum(dim=0), lse
 
 
-def _by_head(pool: Tensor, units: np.ndarray) -> Tensor:
-    """Tokens of some units of a pool, head by head, [Hkv, tokens, D] float32: one copy that also converts."""
-    stored = units_of(pool, units).transpose(0, 1)
-    wide = torch.empty(stored.shape, dtype=torch.float32, device=pool.device)
-    return wide.copy_(stored).flatten(1, 2)
+def _by_head(pool: Tensor, units: np.ndarray, buffer: Tensor) -> Tensor:
+    """Tokens of some units of a pool, head by head, [Hkv, tokens, D] float32: a copy into the buffer [Hkv, M, U, D],
+    valid until its next use."""
+    return buffer[:, : len(units)].copy_(units_of(pool, units).transpose(0, 1)).flatten(1, 2)
 
 
 def _attend_groups(

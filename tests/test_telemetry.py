@@ -38,7 +38,7 @@ def layer(visited: int, timed: bool = True, mass: float | None = 0.25) -> LayerS
 
 def record(step: int = 0, decode_ms: float = 10.0, timed: bool = True, **fallbacks: int) -> StepRecord:
     output = StepOutput(np.zeros((2, 5)), [layer(4, timed), layer(5, timed, 0.75)], dict(fallbacks))
-    return step_record(step, [0, 1], [7, 8], [40, 24], output, SPEC, CONFIG, decode_ms, 2000, 64)
+    return step_record(step, [0, 1], [7, 8], [40, 24], output, SPEC, CONFIG, decode_ms, 2000, 64, timed)
 
 
 def test_a_gated_step_counts_groups_over_sequences_layers_and_heads() -> None:

@@ -1,0 +1,124 @@
+"""Every mistake a user can make with eps-proto: exit code 2, one line that names it, nothing half-written."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import tiny_models
+from test_cli import PROMPT, call, lines_of
+
+# every mistake: what is wrong, and words that its one line must hold
+MISTAKES: dict[str, tuple[list, str]] = {
+    "no-command": ([], "Missing command"),
+    "unknown-command": (["walk"], "walk"),
+    "unknown-flag": (["run", "--eps-magic", 1], "--eps-magic"),
+    "strict-is-later": (["run", "--eps-strict"], "--eps-strict"),
+    "unknown-method": (["run", "--eps-method", "svd"], "svd"),
+    "unknown-policy": (["run", "--eps-policy", "best"], "best"),
+    "unknown-scope": (["run", "--eps-scope", "layer"], "layer"),
+    "unknown-backend": (["run", "--backend", "jax"], "jax"),
+    "unknown-device": (["run", "--device", "tpu"], "tpu"),
+    "unknown-dtype": (["run", "--dtype", "int8"], "int8"),
+    "unknown-kv-dtype": (["run", "--kv-dtype", "fp8"], "fp8"),
+    "absent-device": (["run", "--backend", "numpy", "--device", "cuda", "--prompt", "x"], "device cuda"),
+    "not-a-number": (["run", "--max-new-tokens", "many"], "many"),
+    "no-new-tokens": (["run", "--max-new-tokens", 0], "--max-new-tokens"),
+    "no-chunk": (["run", "--prefill-chunk", 0], "--prefill-chunk"),
+    "no-pool": (["run", "--pool-tokens", 0], "--pool-tokens"),
+    "negative-temperature": (["run", "--temperature", -1], "temperature -1.0"),
+    "top-p-range": (["run", "--temperature", 1, "--top-p", 1.5], "top-p 1.5"),
+    "top-p-greedy": (["run", "--top-p", 0.5], "--temperature"),
+    "negative-seed": (["run", "--seed", -1], "seed -1"),
+    "no-budget": (["run", "--eps-budget", 0], "eps-budget 0.0"),
+    "budget-of-another-policy": (["run", "--eps-policy", "mass", "--eps-budget", 0.2], "--eps-policy topk"),
+    "two-budgets": (["run", "--eps-top-pages", 5, "--eps-budget", 0.2], "--eps-top-pages"),
+    "no-tau": (["run", "--eps-policy", "share"], "eps-tau"),
+    "tau-range": (["run", "--eps-policy", "share", "--eps-tau", 2], "eps-tau 2.0"),
+    "tau-of-another-policy": (["run", "--eps-tau", 0.1], "--eps-policy share"),
+    "epsilon-range": (["run", "--eps-policy", "mass", "--eps-epsilon", 2], "eps-epsilon 2.0"),
+    "alpha-range": (["run", "--eps-policy", "threshold", "--eps-top-pages", 4, "--eps-alpha", 0.5], "eps-alpha 0.5"),
+    "threshold-without-m": (["run", "--eps-policy", "threshold"], "eps-top-pages"),
+    "no-top-pages": (["run", "--eps-top-pages", 0], "eps-top-pages 0"),
+    "negative-guard": (["run", "--eps-last-tokens", -1], "eps-last-tokens -1"),
+    "negative-groups": (["run", "--eps-first-n", -1], "--eps-first-n -1"),
+    "guard-twice": (["run", "--eps-last-n", 1, "--eps-last-tokens", 128], "--eps-last-n"),
+    "group-twice": (["run", "--eps-group-tokens", 4, "--eps-group-blocks", 1], "same thing twice"),
+    "odd-group": (["run", "--eps-group-tokens", 12], "12 tokens"),
+    "huge-group": (["run", "--eps-group-blocks", 64], "1024 tokens"),
+    "huge-block": (["run", "--block-size", 300], "block-size 300"),
+    "odd-bits": (["run", "--eps-bits", 3], "eps-bits 3"),
+    "bits-of-another-method": (["run", "--eps-method", "box", "--eps-bits", 2], "--eps-method rq"),
+    "dim-of-another-method": (["run", "--eps-method", "box", "--eps-dim", 2], "eps-dim 2"),
+    "dim-range": (["run", "--eps-method", "jl", "--eps-dim", 100], "eps-dim 100"),
+    "bounds-of-another-method": (["run", "--eps-method", "box", "--eps-rq-bounds"], "rq"),
+    "negative-min-context": (["run", "--eps-min-context", -5], "eps-min-context -5"),
+    "flags-while-off": (["run", "--model", "MODEL", "--prompt", "x", "--eps-budget", 0.2], "--eps-method"),
+    "kl-while-off": (["run", "--eps-method", "off", "--kl"], "--kl"),
+    "kl-without-baseline": (["run", "--no-baseline", "--kl"], "--kl"),
+    "nothing-to-run": (["run", "--eps-method", "off", "--no-baseline"], "--no-baseline"),
+    "two-prompts": (["run", "--prompt", "x", "--prompt-file", "FILE"], "--prompt-file"),
+    "no-prompt": (["run", "--model", "MODEL"], "--prompt"),
+    "empty-prompt": (["run", "--prompt", ""], "prompt is empty"),
+    "empty-prompt-file": (["run", "--prompt-file", "/dev/null"], "prompt is empty"),
+    "absent-prompt-file": (["run", "--prompt-file", "absent.txt"], "absent.txt"),
+    "prompt-file-is-a-directory": (["run", "--prompt-file", "."], "prompt file ."),
+    "prompt-file-is-binary": (["run", "--prompt-file", "BINARY"], "UTF-8 at byte 1"),
+    "absent-model": (["run", "--model", "absent", "--prompt", "x"], "absent"),
+    "model-without-weights": (["run", "--model", "EMPTY", "--prompt", "x"], "no weights"),
+    "model-with-corrupt-weights": (["run", "--model", "CORRUPT", "--prompt", "x"], "truncated or corrupt"),
+    "model-of-another-kind": (["run", "--model", "GPT2", "--prompt", "x"], "gpt2"),
+    "model-that-overflows": (["run", "--model", "NAN", "--prompt", "xyz" * 9, "--eps-method", "rq"], "NaN or Inf"),
+    "longer-than-the-model": (["run", "--model", "MODEL", "--prompt-file", "LONG"], "context of 512 tokens"),
+    "longer-than-the-pool": (
+        ["run", "--model", "MODEL", "--prompt", PROMPT, "--pool-tokens", 100, "--eps-method", "jl"],
+        "3 pool groups of 128 tokens, and pool-tokens 100 holds 0: raise it to 384",
+    ),
+    "metrics-in-no-directory": (["run", "--metrics", "absent/m.jsonl"], "absent"),
+    "metrics-is-a-directory": (["run", "--metrics", "."], "is a directory"),
+    "csv-in-no-directory": (["run", "--csv", "absent/m.csv"], "absent"),
+    "metrics-and-csv-alike": (["run", "--csv", "new.txt", "--metrics", "new.txt"], "new.txt"),
+    "info-shape-twice": (["info", "--model", "MODEL", "--layers", 4], "--layers"),
+    "info-no-layers": (["info", "--layers", 0], "--layers"),
+    "info-group-twice": (["info", "--eps-group-tokens", 4, "--eps-group-blocks", 1], "same thing twice"),
+    "info-absent-model": (["info", "--model", "absent"], "absent"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the names in capitals of MISTAKES stand for."""
+    root = tmp_path_factory.mktemp("places")
+    model = tiny_models.save_model("llama2-bf16-sharded", root / "MODEL")
+    paths = {name: shutil.copytree(model, root / name) for name in ("EMPTY", "CORRUPT", "GPT2", "NAN")}
+    for shard in paths["EMPTY"].glob("model*"):
+        shard.unlink()
+    shard = sorted(paths["CORRUPT"].glob("*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    (paths["GPT2"] / "config.json").write_text('{"model_type": "gpt2"}')
+    for shard in paths["NAN"].glob("*.safetensors"):
+        data = shard.read_bytes()
+        header = 8 + int.from_bytes(data[:8], "little")
+        shard.write_bytes(data[:header] + b"\xc0\x7f" * ((len(data) - header) // 2))  # bfloat16 NaN
+    (root / "FILE").write_text("x")
+    (root / "LONG").write_text("x" * 600)
+    (root / "BINARY").write_bytes(b"a\xff\xfe")
+    return {path.name: str(path) for path in root.iterdir()}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(name: str, places: dict[str, str], tmp_path: Path) -> None:
+    args, words = MISTAKES[name]
+    outputs: list = []
+    if args[:1] == ["run"] and "--metrics" not in args and "--csv" not in args:
+        outputs = ["--metrics", "m.jsonl", "--csv", "m.csv"]
+    backend = [] if "--backend" in args or args[:1] != ["run"] else ["--backend", "numpy"]
+    done = call(*[places.get(str(arg), arg) for arg in args], *backend, *outputs, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert re.fullmatch(r"error: [^\n]+\n", done.stderr), done.stderr
+    assert words in done.stderr
+    if name == "model-that-overflows":  # found while it runs: whole lines stay
+        assert [line["type"] for line in lines_of(tmp_path / "m.jsonl")] == ["run"]
+        assert [path.name for path in tmp_path.iterdir()] == ["m.jsonl"]
+    else:
+        assert done.stdout == "" and not list(tmp_path.iterdir())
