@@ -5,6 +5,7 @@ has host-known numbers synchronises once, when its logits go to the host.
 """
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -62,10 +63,12 @@ class Decoder:
             started = self._clock()
             selection: Selection | None = None
             if config.enabled:
-                scores = score(cache, layer, q, table, lengths)
-                selection = select(config, scores, lengths)
+                with self._span("eps.prepass"):
+                    scores = score(cache, layer, q, table, lengths)
+                    selection = select(config, scores, lengths)
             selected = self._clock()
-            out, _ = attend(cache, layer, q, table, lengths, selection)
+            with self._span("eps.attention"):
+                out, _ = attend(cache, layer, q, table, lengths, selection)
             attended = self._clock()
             x = self._feed_forward(layer, self._add_attention(layer, x, out))
             if selection is not None:
@@ -92,6 +95,10 @@ class Decoder:
         short = int((lengths < config.min_context).sum()) if config.enabled else 0
         fallbacks = {"min_context": short * spec.num_layers} if short else {}
         return cache, StepOutput(logits, layers, fallbacks)
+
+    def _span(self, name: str) -> AbstractContextManager:
+        """An NVTX range on a GPU, nothing elsewhere."""
+        return torch.cuda.nvtx.range(name) if self.device == "cuda" else nullcontext()
 
     def _clock(self) -> float | None:
         """Now, once everything so far is computed; None unless timing is on."""
