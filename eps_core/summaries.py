@@ -24,6 +24,8 @@ Score = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]
 
 # Steps of the best uniform quantiser of a unit Gaussian with 2^b levels (Max 1960), by bits b
 RQ_STEP = {2: 0.9957, 4: 0.3352, 8: 0.0308}
+# Stands for an estimate past float32 (keys past float16's range): first in rank, yet no group without a summary (+inf)
+LARGEST_ESTIMATE = 1e38
 CENTRE_TOKENS = 256  # rq's centre is the mean of the first keys that a cache ever sees
 
 
@@ -448,7 +450,7 @@ def score_summary(
             estimate, lower, upper = score_rq(summary, a, n, centre, config.bits, config.seed)
     # an infinite stored scalar (key norms past float16) must loosen a bound, never turn it into NaN
     return (
-        np.where(np.isnan(estimate), np.inf, estimate),
+        np.where(np.isfinite(estimate), estimate, LARGEST_ESTIMATE),
         None if lower is None else np.where(np.isfinite(lower), lower, -np.inf),
         None if upper is None else np.where(np.isfinite(upper), upper, np.inf),
     )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from eps_core.config import EpsConfig
 from eps_core.interface import Scores
-from eps_core.summaries import RQ_STEP, hadamard_blocks
+from eps_core.summaries import LARGEST_ESTIMATE, RQ_STEP, hadamard_blocks
 from eps_cuda.selection import forced_groups
 
 if TYPE_CHECKING:
@@ -513,7 +513,7 @@ def score_summary(config: EpsConfig, constants: Summary, summary: Summary, a: Te
         estimate, lower, upper = score_rq(summary, a, n, constants, config.bits)
     # an infinite stored scalar (key norms past float16) must loosen a bound, never turn it into NaN
     return (
-        torch.where(torch.isnan(estimate), math.inf, estimate),
+        torch.where(torch.isfinite(estimate), estimate, LARGEST_ESTIMATE),
         None if lower is None else torch.where(torch.isfinite(lower), lower, -math.inf),
         None if upper is None else torch.where(torch.isfinite(upper), upper, math.inf),
     )

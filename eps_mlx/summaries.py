@@ -18,7 +18,7 @@ import numpy as np
 
 from eps_core.config import EpsConfig
 from eps_core.interface import Scores
-from eps_core.summaries import RQ_STEP, hadamard_blocks
+from eps_core.summaries import LARGEST_ESTIMATE, RQ_STEP, hadamard_blocks
 from eps_mlx.selection import forced_groups
 
 if TYPE_CHECKING:
@@ -509,7 +509,7 @@ def score_summary(config: EpsConfig, constants: Summary, summary: Summary, a: mx
         estimate, lower, upper = score_rq(summary, a, n, constants, config.bits)
     # an infinite stored scalar (key norms past float16) must loosen a bound, never turn it into NaN
     return (
-        mx.where(mx.isnan(estimate), math.inf, estimate),
+        mx.where(mx.isfinite(estimate), estimate, LARGEST_ESTIMATE),
         None if lower is None else mx.where(mx.isfinite(lower), lower, -math.inf),
         None if upper is None else mx.where(mx.isfinite(upper), upper, math.inf),
     )

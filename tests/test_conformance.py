@@ -456,3 +456,33 @@ def test_queries_in_sixteen_bits(target, dtype):
     assert np.abs(backend.to_numpy(lse) - want_lse).max() <= 1e-4
     # one rounding of the output, of values below 4
     assert np.abs(backend.to_numpy(out).astype(np.float64) - want_out).max() <= EPS[dtype] * 4.0
+
+
+@pytest.mark.parametrize("method", ["box", "ball", "moments", "1pc", "fd", "meanstd"])
+def test_keys_past_float16_loosen_and_never_displace_a_guard(target, method):
+    """Scalars that overflow float16 may make estimates and bounds useless; guards must still be visited."""
+    backend, device = target
+    config = eps(method, budget=40.0)
+    rng = np.random.default_rng(0)
+    keys = (rng.normal(size=(150, 2, 16)) * 3e7).astype(np.float32)
+    native = backend.from_numpy(keys, "float32", device)
+    cache = backend.new_cache(CacheSpec(1, 2, 16, 10), config, device)
+    cache = backend.write_kv(cache, 0, native, native, np.arange(150))
+    q = backend.from_numpy(rng.normal(size=(1, 4, 16)).astype(np.float32), "float32", device)
+    table, lengths = np.arange(10)[None], np.array([150])
+    scores = backend.score(cache, 0, q, table, lengths)
+    estimate = backend.to_numpy(scores.estimate)
+    assert not np.isnan(estimate).any() and np.isfinite(estimate[..., :37]).all()
+    if scores.upper is not None:
+        upper, lower = backend.to_numpy(scores.upper), backend.to_numpy(scores.lower)
+        for head in range(2):
+            masses = [
+                group_masses(backend.to_numpy(q)[0, r].astype(np.float64) / 4, keys[:, head], 4)
+                for r in (2 * head, 2 * head + 1)
+            ]
+            assert (upper[0, head, :37] >= np.max(masses, axis=0)[:37]).all()
+            assert (lower[0, head, :37] <= np.max(masses, axis=0)[:37]).all()
+    selected = backend.select(config, scores, lengths)
+    for head in range(2):
+        visited = set(backend.to_numpy(selected.groups)[0, head].tolist())
+        assert {0, 35, 36, 37} <= visited, "a guard lost its place"

@@ -29,7 +29,10 @@ def test_no_import_against_the_direction(package):
 
 def test_importing_the_core_loads_no_backend():
     modules = sorted(p.stem for p in (ROOT / "eps_core").glob("*.py") if p.stem != "__init__")
-    code = f"import sys\nfor m in {modules}: __import__('eps_core.' + m)\nprint([m for m in sys.modules if m in ('mlx', 'torch')])"
+    code = (
+        f"import sys\nfor m in {modules}: __import__('eps_core.' + m)\n"
+        "print([m for m in sys.modules if m in ('mlx', 'torch')])"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert found.stdout.strip() == "[]"
 

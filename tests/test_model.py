@@ -20,8 +20,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from eps_core import backend as oracle
 from eps_core.config import DTYPE_BYTES, CacheSpec, ConfigError, EpsConfig
-from eps_core.interface import Decoder
 from eps_core.decoder import NumpyDecoder
+from eps_core.interface import Decoder
 from eps_core.model import (
     ModelSpec,
     inverse_frequencies,

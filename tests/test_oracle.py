@@ -97,8 +97,8 @@ def test_methods_without_bounds_claim_none():
 
 
 def test_jl_expectation():
-    """E[zT G z] over Phi = qT C q + (|q|^2 tr C + qT C q - 2 sum q_i^2 C_ii) / m + ... is checked against the exact
-    formula for Rademacher Phi: for y = PhiT k, z = PhiT q, E[(y.z)^2] = (k.q)^2 + (|k|^2|q|^2 + (k.q)^2 - 2 sum k_i^2 q_i^2) / m."""
+    """For Rademacher Phi, y = PhiT k and z = PhiT q:
+    E[(y.z)^2] = (k.q)^2 + (|k|^2 |q|^2 + (k.q)^2 - 2 sum k_i^2 q_i^2) / m, summed over the keys."""
     rng = np.random.default_rng(0)
     head_dim, m, trials = 12, 4, 40000
     k, q = rng.normal(size=(3, head_dim)), rng.normal(size=head_dim)
