@@ -16,6 +16,7 @@ from eps_core.generate import Sampling
 from eps_core.interface import BACKENDS, load_backend
 
 DEMO_METHOD = "rq"
+DEMO_NEW_TOKENS = 16
 # flags that mean something under one policy only
 _POLICY_FLAGS = {"eps_budget": "topk", "eps_tau": "share", "eps_epsilon": "mass", "eps_alpha": "threshold"}
 _DEFAULT = EpsConfig()
@@ -104,7 +105,10 @@ def cli() -> None:
     "--prompt", metavar="TEXT", help="Text to continue.  [default, without --model: a 4,096-token needle task]"
 )
 @click.option("--prompt-file", type=click.Path(path_type=Path), metavar="FILE", help="The same from a UTF-8 file.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=32, show_default=True)
+@click.option(
+    "--max-new-tokens", type=click.IntRange(min=1),
+    help=f"[default: 32; {DEMO_NEW_TOKENS} for the built-in prompt, whose answer is 5 digits and a full stop]",
+)  # fmt: skip
 @click.option(
     "--dtype", type=click.Choice(("auto", *DTYPE_BYTES)), default="auto", show_default=True,
     help="Of the weights; auto: float32 on a CPU, else as stored.",
@@ -145,14 +149,15 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
     # late: `eps-proto info` and --help must work where a model cannot be loaded
     from eps_core.run import RunRequest, run
 
+    prompt = _prompt(flags)
     request = RunRequest(
         config=config,
         sampling=Sampling(flags["temperature"], flags["top_p"], flags["seed"]),
         backend=flags["backend"],
         device=flags["device"],
         model=flags["model"],
-        prompt=_prompt(flags),
-        max_new_tokens=flags["max_new_tokens"],
+        prompt=prompt,
+        max_new_tokens=flags["max_new_tokens"] or (DEMO_NEW_TOKENS if prompt is None else 32),
         dtype=flags["dtype"],
         kv_dtype=flags["kv_dtype"] or "auto",
         prefill_chunk=flags["prefill_chunk"],
