@@ -21,7 +21,7 @@ DEFAULT_GROUP_TOKENS: dict[str, int | None] = {
     "oracle": 16, "jl": None, "1pc": None, "fd": None, "box": 16, "meanstd": 16, "ball": 8, "moments": 8, "rq": 2,
 }  # fmt: skip
 COARSE_GROUP_BLOCKS = 8
-# m of jl, l of fd (8 rows would need 516 MiB at 32 x 32 x 64k, 2 need 132 MiB), k of moments
+# m of jl, l of fd (8 rows would need 522 MiB at 32 x 32 x 64k, 2 need 132 MiB), k of moments
 DEFAULT_DIM = {"jl": 8, "fd": 2, "moments": 1}
 MAX_GROUP_TOKENS = 256
 

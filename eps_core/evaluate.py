@@ -59,14 +59,16 @@ class Cell:
     needles_dense: int
 
 
-def budget_groups(config: EpsConfig, length: int, head_dim: int, fraction: float) -> int | None:
-    """Groups (guards included) whose bytes, with all summaries, are at most `fraction` of a dense bfloat16 read.
-    None where not even one group beyond the guards fits."""
+def budget_groups(config: EpsConfig, length: int, num_steps: int, head_dim: int, fraction: float) -> int | None:
+    """Groups (guards included) whose bytes, with all summaries, are at most `fraction` of a dense bfloat16 read of
+    `length` tokens. None where the guards of any of the next `num_steps` steps leave no group to choose: such a cell
+    would measure the guards, not the method."""
     kv_token_bytes = 2 * head_dim * 2
     n = num_groups(length, config.S)
     room = fraction * length * kv_token_bytes - n * summary_group_bytes(config, head_dim)
     groups = math.floor(room / (config.S * kv_token_bytes) + 1e-9)
-    return groups if groups > int(guards(config, length).sum()) else None
+    forced = max(int(guards(config, length + step).sum()) for step in range(num_steps + 1))
+    return groups if groups > forced else None
 
 
 def kl_divergence(dense_logits: np.ndarray, logits: np.ndarray) -> np.ndarray:
@@ -157,7 +159,8 @@ class Plan:
         found = {}
         for arm_index, arm in enumerate(self.arms):
             for fraction in self.byte_budgets:
-                groups = budget_groups(arm, self.context_tokens, head_dim, fraction)
+                steps = max(self.text_steps, VALUE_DIGITS)
+                groups = budget_groups(arm, self.context_tokens, steps, head_dim, fraction)
                 if groups is not None:
                     found[arm_index, fraction] = replace(arm, top_pages=groups)
         return found

@@ -8,7 +8,6 @@ Writes one JSON object a line (the run, then every cell) and prints the tables i
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -19,6 +18,7 @@ from pathlib import Path
 from eps_core.evaluate import Plan, Runner, markdown, records, run_document, table_cells
 from eps_core.interface import load_backend
 from eps_core.model import load_tokenizer, read_spec
+from eps_core.telemetry import git_commit
 
 DEMO = Path(__file__).parent.parent / "eps_core" / "demo_model"
 
@@ -67,7 +67,7 @@ def main() -> None:
             "cache_dtype": "bfloat16",
             "compute_dtype": "float32",
             "seed": args.seed,
-            "git_commit": _commit(),
+            "git_commit": git_commit(),
         }
         out.write(json.dumps(run) + "\n")
         head_dim = read_spec(args.model).head_dim
@@ -91,11 +91,6 @@ def main() -> None:
             print(markdown(cells), flush=True)
     partial.replace(args.out)
     print(json.dumps({"out": str(args.out), "seconds": round(time.time() - started)}))
-
-
-def _commit() -> str | None:
-    found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    return found.stdout.strip() or None
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The shared decode loop: what it asks of a decoder, and that batching, chunking and sharing change nothing."""
 
+import io
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import pytest
 import tiny_models
 
 from eps_core import backend as numpy_backend
+from eps_core import run
 from eps_core.blocks import PagePool
 from eps_core.config import CacheSpec, ConfigError, EpsConfig
 from eps_core.generate import Sampling, generate, next_token
@@ -246,7 +248,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def decode(
-    backend: Any, device: str, path: Path, config: EpsConfig, prompts: list, sampling: Sampling = GREEDY
+    backend: Any, device: str, path: Path, config: EpsConfig, prompts: list, sampling: Sampling = GREEDY, **more: Any
 ) -> tuple:
     spec = read_spec(path)
     units = sum(-(-(len(prompt) + 16) // config.unit_tokens) for prompt in prompts)
@@ -254,7 +256,8 @@ def decode(
     cache = backend.new_cache(cache_spec, config, device)
     pool = PagePool(units, config.unit_tokens)
     decoder = backend.load_model(path, spec, "float32", device)
-    records = list(generate(backend, decoder, cache, pool, prompts, 12, sampling, prefill_chunk=64, keep_logits=True))
+    more = {"prefill_chunk": 64, "keep_logits": True, **more}
+    records = list(generate(backend, decoder, cache, pool, prompts, 12, sampling, **more))
     pool.check()
     return outputs(records, len(prompts)), records
 
@@ -304,3 +307,25 @@ def test_bytes_of_a_record_are_what_the_cache_counted(model_path: Path) -> None:
         if record.step:
             assert record.bytes_kv_read_est == cache.kv_bytes_read - before
         before = cache.kv_bytes_read
+
+
+def test_kl_is_of_gated_from_dense_along_the_dense_tokens(model_path: Path) -> None:
+    """--kl against the sum written out, in a run whose own tokens leave the dense ones early."""
+    config = EpsConfig(method="meanstd", group_tokens=16, budget=0.1, first_tokens=0, last_tokens=16)
+    text = "It was a dark and stormy night; the rain fell in torrents. " * 5
+    request = run.RunRequest(
+        config, GREEDY, "numpy", model=model_path, prompt=text, max_new_tokens=12, kl=True, stop=False
+    )
+    result = run.run(request, io.StringIO())
+    assert not result["tokens_equal"]
+    prompt = run.load_tokenizer(model_path).encode(text).ids
+    _, dense = decode(numpy_backend, "cpu", model_path, EpsConfig(), [prompt])
+    _, gated = decode(numpy_backend, "cpu", model_path, config, [prompt], forced_tokens=[result["dense"]["tokens"]])
+    log_p, log_q = (
+        np.array([r.logits[0] - np.logaddexp.reduce(r.logits[0].astype(float)) for r in side])
+        for side in (dense, gated)
+    )
+    want = (np.exp(log_p) * (log_p - log_q)).sum(axis=1)
+    assert result["kl_mean"] == pytest.approx(want.mean()) and result["kl_max"] == pytest.approx(want.max())
+    assert want.mean() != pytest.approx((np.exp(log_q) * (log_q - log_p)).sum(axis=1).mean(), rel=1e-3)
+    assert result["top1_agreement"] == (log_p.argmax(axis=1) == log_q.argmax(axis=1)).mean()
