@@ -71,7 +71,8 @@ def write_kv(cache: Cache, layer: int, k: np.ndarray, v: np.ndarray, slots: np.n
     """Writes k, v [N, Hkv, D] to pool slots [N] and brings the summaries of the touched groups up to date: a group is
     valid again when its last slot is written. Raises ConfigError on NaN or Inf in K, before anything is written."""
     units, offsets = np.divmod(slots, cache.config.unit_tokens)
-    stored = k.astype(_DTYPES[cache.spec.dtype])
+    with np.errstate(over="ignore"):  # an overflow to Inf is what the next lines refuse
+        stored, values = k.astype(_DTYPES[cache.spec.dtype]), v.astype(_DTYPES[cache.spec.dtype])
     keys = stored.astype(np.float64)
     if not np.isfinite(keys).all():
         raise ConfigError(
@@ -79,7 +80,7 @@ def write_kv(cache: Cache, layer: int, k: np.ndarray, v: np.ndarray, slots: np.n
             "try --dtype float32"
         )
     cache.k[layer][units, :, offsets] = stored
-    cache.v[layer][units, :, offsets] = v.astype(_DTYPES[cache.spec.dtype])
+    cache.v[layer][units, :, offsets] = values
     if cache.config.enabled and cache.config.method != "oracle":
         _update_summaries(cache, layer, keys, cache.state[layer].plan(slots))
     elif cache.config.enabled:
@@ -282,14 +283,15 @@ def select(config: EpsConfig, scores: Scores, lengths: np.ndarray) -> Selection:
             mask, is_forced = selection.visited(config, scores.estimate[b, head, :n], int(lengths[b]))
             visit[b, head, :n] = mask
             forced[b] = is_forced.sum()
-        if config.scope == "union":
-            visit[b] = visit[b].any(axis=0)
+    wanted = visit.sum(axis=2).astype(np.int32) if config.scope == "union" else None
+    if config.scope == "union":
+        visit[:] = visit.any(axis=1, keepdims=True)
     counts = visit.sum(axis=2).astype(np.int32)
     groups = np.full((batch, kv_heads, max(int(counts.max()), 1)), -1, np.int32)
     for b, head in np.ndindex(batch, kv_heads):
         groups[b, head, : counts[b, head]] = np.flatnonzero(visit[b, head])
     uniform = counts[:, 0].astype(np.int64) if config.policy == "topk" and config.scope == "kv-head" else None
-    return Selection(groups, counts, uniform, forced)
+    return Selection(groups, counts, uniform, forced, wanted)
 
 
 def skipped_mass(scores: Scores, selected: Selection) -> np.ndarray:

@@ -134,6 +134,7 @@ class EpsConfig:
             self.policy != "threshold" or self.top_pages is not None,
             "eps-policy threshold needs eps-top-pages: without it nothing would ever be skipped",
         )
+        _require(self.seed >= 0, f"eps-seed {self.seed} is negative: use 0 or more")
         for name in ("first_tokens", "last_tokens", "min_context"):
             value = getattr(self, name)
             _require(value >= 0, f"eps-{name.replace('_', '-')} {value} is negative: use 0 or more tokens")
@@ -159,6 +160,11 @@ class EpsConfig:
     @property
     def has_bounds(self) -> bool:
         return self.method in ("1pc", "fd", "box", "ball", "moments") or (self.method == "rq" and self.rq_bounds)
+
+    @property
+    def has_norm_estimate(self) -> bool:
+        """Whether estimates are norms |K a|, never negative, and not logarithms of masses."""
+        return self.method in ("jl", "1pc", "fd")
 
     def budget_groups(self, length: int) -> int:
         """Groups that `topk` visits of a sequence of `length` tokens, guards included; at least 1, and all of them

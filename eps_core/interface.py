@@ -54,12 +54,16 @@ class Selection:
     `uniform` [B] int64, host, where every kv head of a sequence visits the same, shape-known number (topk per kv
     head): no synchronisation is needed to use it. None where only the device knows.
     `forced` [B] int64, host: how many of the visited groups were guards or had no summary.
+    `wanted` [B, Hkv] int32 (device): under scope union, how many groups each kv head alone asked for; else None.
+
+    Every policy visits at least one group, and `uniform` says that the open group, where there is one, is listed.
     """
 
     groups: Array
     counts: Array
     uniform: np.ndarray | None
     forced: np.ndarray
+    wanted: Array | None = None
 
 
 @dataclass
@@ -74,6 +78,7 @@ class LayerStats:
     summary_bytes_read: int
     prepass_ms: float | None
     attention_ms: float | None
+    wanted: np.ndarray | None = None  # [B, Hkv] groups each kv head alone asked for, where `counts` is their union
 
 
 @dataclass
@@ -86,7 +91,11 @@ class StepOutput:
 
 
 class Decoder(Protocol):
-    """A loaded model. Both calls return the cache, which the caller must rebind."""
+    """A loaded model. Both calls return the cache, which the caller must rebind. `timing` asks `step` to wait for the
+    device around the pre-pass and attention and to report their milliseconds."""
+
+    spec: Any  # eps_core.model.ModelSpec
+    timing: bool
 
     def prefill(
         self, cache: Any, tokens: np.ndarray, slots: np.ndarray, table: np.ndarray, length: int
@@ -138,7 +147,7 @@ def load_backend(name: str) -> Backend:
         raise ConfigError(f"backend {name!r} is unknown: choose one of auto, {', '.join(BACKENDS)}")
     try:
         return importlib.import_module(_MODULES[name])  # type: ignore[return-value]
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # a broken library fails in many ways
         raise ConfigError(f"backend {name} cannot be loaded ({error}): {_INSTALL[name]}") from error
 
 

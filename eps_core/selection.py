@@ -48,17 +48,20 @@ def select_share(config: EpsConfig, estimate: np.ndarray, forced: np.ndarray) ->
 
 def select_mass(config: EpsConfig, estimate: np.ndarray, forced: np.ndarray) -> np.ndarray:
     """The fewest groups, best first, that leave an estimated share of at most epsilon unread."""
-    share = np.exp(np.where(np.isfinite(estimate), estimate, -np.inf) - _log_total(estimate))
     visit = forced.copy()
+    limit = np.log(config.epsilon) if config.epsilon else -np.inf
     for group in best_first(estimate):
-        if share[~visit].sum() <= config.epsilon:
+        # in the log domain, so that no share vanishes: epsilon 0 skips nothing
+        if visit.all() or _log_total(estimate[~visit]) - _log_total(estimate) <= limit:
             break
         visit[group] = True
     return visit
 
 
 def select_threshold(config: EpsConfig, estimate: np.ndarray, forced: np.ndarray) -> np.ndarray:
-    """The product requirements' rule: newest to oldest, skip when B < T / alpha, T the top_pages-th best so far."""
+    """The product requirements' rule: newest to oldest, skip when B < T / alpha, T the top_pages-th best so far. Where
+    estimates are logarithms of masses the same rule of the masses is B < T - log alpha: dividing a negative T would
+    raise it."""
     assert config.top_pages is not None
     visit = forced.copy()
     heap: list[float] = []  # of the best `top_pages` estimates scanned so far
@@ -66,7 +69,10 @@ def select_threshold(config: EpsConfig, estimate: np.ndarray, forced: np.ndarray
         if not np.isfinite(estimate[group]):
             continue
         full = len(heap) == config.top_pages
-        if not full or estimate[group] >= heap[0] / config.alpha:
+        threshold = -np.inf
+        if full:
+            threshold = heap[0] / config.alpha if config.has_norm_estimate else heap[0] - np.log(config.alpha)
+        if estimate[group] >= threshold:
             visit[group] = True
         if full:
             heapq.heappushpop(heap, estimate[group])
@@ -80,16 +86,16 @@ def visited(config: EpsConfig, estimate: np.ndarray, length: int) -> tuple[np.nd
     forced = guards(config, length) | np.isposinf(estimate)
     if config.policy == "topk":
         return select_topk(config, estimate, forced, length), forced
-    if config.policy == "threshold":
-        return select_threshold(config, estimate, forced), forced
-    select = select_share if config.policy == "share" else select_mass
+    select = {"threshold": select_threshold, "share": select_share, "mass": select_mass}[config.policy]
     visit = select(config, estimate, forced)
-    if config.top_pages is not None:  # a cap: the best of what the policy asked for, forced groups first
+    if config.policy != "threshold" and config.top_pages is not None:  # a cap: the best of what the policy asked for, forced groups first
         for group in best_first(np.where(visit & ~forced, estimate, -np.inf))[::-1]:
             if visit.sum() <= config.top_pages:
                 break
             if not forced[group]:
                 visit[group] = False
+    if not visit.any():  # attention over nothing has no meaning
+        visit[best_first(estimate)[0]] = True
     return visit, forced
 
 

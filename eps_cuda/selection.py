@@ -60,20 +60,22 @@ def select_share(config: EpsConfig, estimate: Tensor, forced: Tensor) -> Tensor:
 def select_mass(config: EpsConfig, estimate: Tensor, forced: Tensor) -> Tensor:
     """The fewest groups, best first, that leave an estimated share of at most epsilon unread."""
     unforced = torch.where(forced, -math.inf, estimate)
-    # float64: which side of epsilon a sum of thousands of shares falls on must not hang on its order
-    share = torch.exp(unforced.sort(dim=-1).values.double() - _log_total(estimate.double()))
-    # rising, those without a share first: the longest run that sums to at most epsilon is what may be skipped
-    skipped = (share.cumsum(dim=-1) <= config.epsilon).sum(dim=-1, keepdim=True)
+    # rising, those without a share first: the longest run that sums to at most epsilon is what may be skipped. In the
+    # log domain, so that no share vanishes: epsilon 0 skips nothing
+    rising = torch.logcumsumexp(unforced.sort(dim=-1).values, dim=-1) - _log_total(estimate)
+    skipped = (rising <= (math.log(config.epsilon) if config.epsilon else -math.inf)).sum(dim=-1, keepdim=True)
     return forced | _best(unforced, estimate.shape[-1] - skipped, estimate.shape[-1])
 
 
 def select_threshold(config: EpsConfig, estimate: Tensor, forced: Tensor) -> Tensor:
-    """The product requirements' rule: newest to oldest, skip when B < T / alpha, T the top_pages-th best so far.
-    T / alpha <= B_j says that fewer than top_pages newer groups have B_i / alpha > B_j: a count instead of a heap."""
+    """The product requirements' rule: newest to oldest, skip when B < T / alpha, T the top_pages-th best so far; of
+    masses, T - log alpha, where estimates are their logarithms. T / alpha <= B_j says that fewer than top_pages newer
+    groups have B_i / alpha > B_j: a count instead of a heap."""
     assert config.top_pages is not None
     estimate = estimate.double()
     groups = estimate.shape[-1]
-    scaled = torch.where(torch.isfinite(estimate), estimate / config.alpha, -math.inf)
+    lowered = estimate / config.alpha if config.has_norm_estimate else estimate - math.log(config.alpha)
+    scaled = torch.where(torch.isfinite(estimate), lowered, -math.inf)
     index, parts = torch.arange(groups, device=estimate.device), []
     for rows in index.split(THRESHOLD_ROWS):
         newer_and_better = (scaled[..., None, :] > estimate[..., rows, None]) & (index > rows[:, None])
@@ -109,13 +111,17 @@ def select(config: EpsConfig, scores: Scores, lengths: np.ndarray) -> Selection:
         if config.top_pages is not None:
             count = visit.sum(dim=-1, keepdim=True)
             cap = forced.sum(dim=-1, keepdim=True).clamp(min=config.top_pages)
-            wanted = torch.where(visit, estimate, -math.inf)
-            visit = select_topk(wanted, forced, torch.minimum(count, cap), groups)
+            visit = select_topk(torch.where(visit, estimate, -math.inf), forced, torch.minimum(count, cap), groups)
+    if uniform is None:  # a policy that wants nothing still reads the best group: attention over none has no meaning
+        best = _best(torch.where(inside, estimate, -math.inf), torch.ones_like(visit[..., :1], dtype=torch.int32), 1)
+        visit = visit | (best & ~visit.any(dim=-1, keepdim=True))
+    wanted = None
     if config.scope == "union":
+        wanted = visit.sum(dim=-1, dtype=torch.int32)
         visit, uniform = visit.any(dim=1, keepdim=True).expand(visit.shape), None
     width = groups if uniform is None else max(int(uniform.max()), 1)
     counts = visit.sum(dim=-1, dtype=torch.int32)
-    return Selection(_ascending(visit, width), counts, uniform, num_forced)
+    return Selection(_ascending(visit, width), counts, uniform, num_forced, wanted)
 
 
 def _ascending(visit: Tensor, width: int) -> Tensor:

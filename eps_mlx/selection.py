@@ -61,18 +61,21 @@ def select_share(config: EpsConfig, estimate: mx.array, forced: mx.array) -> mx.
 def select_mass(config: EpsConfig, estimate: mx.array, forced: mx.array) -> mx.array:
     """The fewest groups, best first, that leave an estimated share of at most epsilon unread."""
     unforced = mx.where(forced, -math.inf, estimate)
-    share = mx.exp(mx.sort(unforced, axis=-1) - _log_total(estimate))
-    # rising, those without a share first: the longest run that sums to at most epsilon is what may be skipped
-    skipped = (mx.cumsum(share, axis=-1) <= config.epsilon).sum(axis=-1, keepdims=True)
+    # rising, those without a share first: the longest run that sums to at most epsilon is what may be skipped. In the
+    # log domain, so that no share vanishes: epsilon 0 skips nothing
+    rising = mx.logcumsumexp(mx.sort(unforced, axis=-1), axis=-1) - _log_total(estimate)
+    skipped = (rising <= (math.log(config.epsilon) if config.epsilon else -math.inf)).sum(axis=-1, keepdims=True)
     return forced | _best(unforced, estimate.shape[-1] - skipped, estimate.shape[-1])
 
 
 def select_threshold(config: EpsConfig, estimate: mx.array, forced: mx.array) -> mx.array:
-    """The product requirements' rule: newest to oldest, skip when B < T / alpha, T the top_pages-th best so far.
-    T / alpha <= B_j says that fewer than top_pages newer groups have B_i / alpha > B_j: a count instead of a heap."""
+    """The product requirements' rule: newest to oldest, skip when B < T / alpha, T the top_pages-th best so far; of
+    masses, T - log alpha, where estimates are their logarithms. T / alpha <= B_j says that fewer than top_pages newer
+    groups have B_i / alpha > B_j: a count instead of a heap."""
     assert config.top_pages is not None
     groups = estimate.shape[-1]
-    scaled = mx.where(mx.isfinite(estimate), estimate / config.alpha, -math.inf)
+    lowered = estimate / config.alpha if config.has_norm_estimate else estimate - math.log(config.alpha)
+    scaled = mx.where(mx.isfinite(estimate), lowered, -math.inf)
     index, parts = mx.arange(groups), []
     for start in range(0, groups, THRESHOLD_ROWS):
         rows = slice(start, start + THRESHOLD_ROWS)
@@ -113,11 +116,16 @@ def select(config: EpsConfig, scores: Scores, lengths: np.ndarray) -> Selection:
             count = visit.sum(axis=-1, keepdims=True)
             cap = mx.maximum(forced.sum(axis=-1, keepdims=True), config.top_pages)
             visit = select_topk(mx.where(visit, estimate, -math.inf), forced, mx.minimum(count, cap), groups)
+    if uniform is None:  # a policy that wants nothing still reads the best group: attention over none has no meaning
+        best = _best(mx.where(inside, estimate, -math.inf), mx.ones((*visit.shape[:-1], 1), mx.int32), 1)
+        visit = visit | (best & ~visit.any(axis=-1, keepdims=True))
+    wanted = None
     if config.scope == "union":
+        wanted = visit.sum(axis=-1).astype(mx.int32)
         visit, uniform = mx.broadcast_to(visit.any(axis=1, keepdims=True), visit.shape), None
     width = groups if uniform is None else max(int(uniform.max()), 1)
     counts = visit.sum(axis=-1).astype(mx.int32)
-    return Selection(_ascending(visit, width), counts, uniform, num_forced)
+    return Selection(_ascending(visit, width), counts, uniform, num_forced, wanted)
 
 
 def _ascending(visit: mx.array, width: int) -> mx.array:

@@ -139,7 +139,9 @@ def _right_singular(k: mx.array, count: int) -> tuple[mx.array, mx.array]:
     n, head_dim = k.shape[-2:]
     tall = n >= head_dim
     transposed = k.swapaxes(-1, -2)
-    values, vectors = mx.linalg.eigh(transposed @ k if tall else k @ transposed, stream=mx.cpu)
+    # eigh raises on NaN and Inf, which `check_finite` must be left to report
+    gram = mx.nan_to_num(transposed @ k if tall else k @ transposed, nan=0.0, posinf=0.0, neginf=0.0)
+    values, vectors = mx.linalg.eigh(gram, stream=mx.cpu)
     kept = min(count, n, head_dim)
     values = mx.maximum(values[..., ::-1][..., :kept], 0)
     rows = vectors[..., ::-1][..., :kept].swapaxes(-1, -2)

@@ -19,7 +19,7 @@ from eps_core import selection as oracle_selection
 from eps_core import summaries as oracle_summaries
 from eps_core.attention import group_masses
 from eps_core.blocks import PagePool
-from eps_core.config import CacheSpec, EpsConfig, summary_group_bytes
+from eps_core.config import CacheSpec, ConfigError, EpsConfig, summary_group_bytes
 from eps_core.interface import Scores
 
 EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -93,6 +93,10 @@ CASES = [
     Case((150, 37), eps("jl", policy="threshold", top_pages=3)),
     Case((150, 37), eps("box", policy="threshold", top_pages=4, alpha=1.5)),
     Case((150, 37), eps("box", scope="union")),
+    Case((150, 37), eps("moments", policy="threshold", top_pages=3, alpha=1.3)),
+    Case((152, 36), eps("box", policy="mass", epsilon=1.0, first_tokens=0, last_tokens=0)),
+    Case((152, 36), eps("moments", policy="mass", epsilon=0.0, first_tokens=0, last_tokens=0)),
+    Case((152, 36), eps("meanstd", policy="share", tau=1.0, first_tokens=0, last_tokens=0)),
     Case((150, 37), eps("moments", scope="union", policy="mass", epsilon=0.2)),
     Case((150, 37), eps("box", budget=20.0)),
     Case((150, 37), eps("box", top_pages=5)),
@@ -175,6 +179,7 @@ def run_case(backend: ModuleType, device: str, case: Case) -> None:
     scores = backend.score(cache, 0, q_native, table, lengths)
     expected = oracle.score(reference, 0, q, table, lengths)
     check_scores(backend, case, scores, expected, q, keys, table, lengths)
+    check_scoring(backend, case, cache, reference, scores, q, keys, table, lengths)
     # selection is judged on the backend's own scores: what must agree is the rule, not the last bit of an estimate
     own = Scores(backend.to_numpy(scores.estimate).astype(np.float64), None, None, scores.num_missing)
     selected = backend.select(case.config, scores, lengths)
@@ -186,7 +191,10 @@ def run_case(backend: ModuleType, device: str, case: Case) -> None:
         got = groups[b, head, : counts[b, head]]
         assert got.tolist() == wanted.groups[b, head, : counts[b, head]].tolist()
         assert (groups[b, head, counts[b, head] :] == -1).all()
-    assert (selected.forced == wanted.forced).all()
+    assert (selected.forced == wanted.forced).all() and counts.min() >= 1
+    assert (selected.wanted is None) == (case.config.scope == "kv-head")
+    if selected.wanted is not None:
+        assert (backend.to_numpy(selected.wanted) == wanted.wanted).all()
     if selected.uniform is not None:
         assert (counts == np.asarray(selected.uniform)[:, None]).all()
     skipped = backend.to_numpy(backend.skipped_mass(scores, selected))
@@ -254,6 +262,32 @@ def check_scores(backend, case: Case, scores, expected, q, keys, table, lengths)
         assert (lower[b, head, :n][known] <= truth[known]).all(), "a lower bound is violated"
         assert (upper[b, head, :n][known] >= truth[known]).all(), "an upper bound is violated"
         assert np.isposinf(upper[b, head, :n][~known]).all()
+
+
+def check_scoring(backend, case: Case, cache, reference, scores, q, keys, table, lengths) -> None:
+    """The same stored summaries must give the same scores up to float32: no room for codes that round otherwise."""
+    own = replace(
+        reference, summaries=[{name: backend.to_numpy(a) for name, a in cache.summaries[0].items()}], kv_bytes_read=0
+    )
+    exact = oracle.score(own, 0, q, table, lengths)
+    # norms and radii reach past the largest key by their own rounding; variances are quadratic in it
+    size = float(np.linalg.norm(q, axis=-1).max()) / np.sqrt(case.head_dim)
+    largest = max(float(np.linalg.norm(k, axis=-1).max()) for k in keys) * size
+    scale = largest * (1 + largest) if case.config.method == "moments" else largest
+    if case.config.method in ("jl", "1pc", "fd"):
+        scale *= np.sqrt(case.config.S)
+    if case.config.method in ("box", "meanstd", "jl"):
+        scale *= np.sqrt(case.head_dim)
+    tolerance = 4 * EPS["float32"] * (8 + np.sqrt(case.head_dim)) * (scale + 8)
+    for name in ("estimate", "lower", "upper"):
+        got, want = getattr(scores, name), getattr(exact, name)
+        if want is None:
+            continue
+        got = backend.to_numpy(got).astype(np.float64)
+        finite = np.isfinite(want)
+        assert (np.isfinite(got) == finite).all()
+        gap = np.abs(got[finite] - want[finite])
+        assert gap.max(initial=0) <= tolerance, (name, gap.max(), tolerance)
 
 
 def keys_as_read(case: Case, k: np.ndarray) -> np.ndarray:
@@ -399,17 +433,17 @@ def slots_of(pool: PagePool, sequence) -> np.ndarray:
     return table[tokens // pool.unit_tokens].astype(np.int64) * pool.unit_tokens + tokens % pool.unit_tokens
 
 
+@pytest.mark.parametrize("method", ["off", "jl", "1pc", "fd", "box", "meanstd", "ball", "moments", "rq"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_nan_in_k_is_refused(target, value):
-    from eps_core.config import ConfigError
-
+def test_nan_in_k_is_refused(target, value, method):
+    """Also in groups that are sealed by the same write, whatever their summary computes."""
     backend, device = target
-    cache = backend.new_cache(CacheSpec(1, 2, 16, 4), eps("box"), device)
-    k = np.zeros((5, 2, 16), np.float32)
+    cache = backend.new_cache(CacheSpec(1, 2, 16, 20), eps(method), device)
+    k = np.random.default_rng(0).normal(size=(300, 2, 16)).astype(np.float32)
     k[2, 1, 3] = value
     k_native = backend.from_numpy(k, "float32", device)
     with pytest.raises(ConfigError, match="NaN or Inf in K of layer 0"):
-        cache = backend.write_kv(cache, 0, k_native, k_native, np.arange(5))
+        cache = backend.write_kv(cache, 0, k_native, k_native, np.arange(300))
         backend.check_finite(cache)
 
 
