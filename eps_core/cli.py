@@ -1,5 +1,6 @@
 """`eps-proto`: run a model densely and gated side by side, and print what is usable here and what summaries cost."""
 
+import io
 import os
 import platform
 import sys
@@ -11,7 +12,7 @@ from typing import Any, NoReturn
 import click
 
 from eps_core import report, telemetry
-from eps_core.config import DTYPE_BYTES, METHODS, POLICIES, SCOPES, ConfigError, EpsConfig
+from eps_core.config import DTYPE_BYTES, METHODS, POLICIES, SCOPES, ConfigError, EpsConfig, open_group_bytes
 from eps_core.generate import Sampling
 from eps_core.interface import BACKENDS, load_backend
 
@@ -293,6 +294,11 @@ def info_command(ctx: click.Context, /, **flags: Any) -> None:
         f"bfloat16 KV cache {dense / report.MIB:,.0f} MiB; summaries of one sequence:\n"
     )
     click.echo(report.memory_table(rows))
+    statistics = open_group_bytes(layers, kv_heads, head_dim)
+    click.echo(
+        f"\nbox and meanstd also keep {statistics / report.MIB:,.1f} MiB of running statistics for each sequence that is in "
+        "mid-group, so that a growing group is never read back."
+    )
     shape = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "context": context, "kv_bytes": dense}
     click.echo(telemetry.to_json({"backends": backends, "shape": shape, "summaries": rows}))
 
@@ -312,6 +318,8 @@ def _fail(message: str) -> NoReturn:
 
 def main() -> None:
     """Entry point: every mistake of the user's is one line on stderr and exit code 2."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the run
     try:
         code = cli.main(standalone_mode=False)
         sys.stdout.flush()

@@ -197,7 +197,7 @@ class CacheSpec:
     head_dim: int
     num_units: int
     dtype: str = "float32"
-    max_open_groups: int = 64  # sequences whose open group box and meanstd can follow without re-reading K
+    max_open_groups: int = 8  # sequences whose open group box and meanstd can follow without re-reading K
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "num_units", "max_open_groups"):
@@ -232,6 +232,12 @@ def summary_group_bytes(config: EpsConfig, head_dim: int) -> int:
         return head_dim * (1 + dim) + 2 * (6 + 2 * dim)
     packed = -(-head_dim * config.bits // 8)
     return packed + 2 + (2 * 3 if config.rq_bounds else 0)
+
+
+def open_group_bytes(num_layers: int, num_kv_heads: int, head_dim: int) -> int:
+    """Bytes of the running statistics that box and meanstd keep for one open group, per slot of `max_open_groups`:
+    two float32 vectors and one norm."""
+    return num_layers * num_kv_heads * 4 * (2 * head_dim + 1)
 
 
 def summary_bytes(config: EpsConfig, num_layers: int, num_kv_heads: int, head_dim: int, num_tokens: int) -> int:

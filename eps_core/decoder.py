@@ -68,9 +68,10 @@ class NumpyDecoder:
                         forced=selection.forced,
                         mass_skipped_est=backend.skipped_mass(scores, selection),
                         kv_bytes_read=cache.kv_bytes_read - kv_bytes,
-                        summary_bytes_read=int(groups.sum()) * group_bytes,
+                        summary_bytes_read=table.size * config.groups_per_unit * group_bytes,
                         prepass_ms=1000 * (selected - started) if self.timing else None,
                         attention_ms=1000 * (attended - selected) if self.timing else None,
+                        wanted=selection.wanted,
                     )
                 )
         backend.check_finite(cache)

@@ -96,7 +96,7 @@ class Runner:
 
     def __init__(self, backend: Backend, decoder: Decoder, device: str, prefill_chunk: int = 2048) -> None:
         self.backend, self.decoder, self.device, self.chunk = backend, decoder, device, prefill_chunk
-        self.spec = decoder.spec  # type: ignore[attr-defined]
+        self.spec = decoder.spec
 
     def _cache(self, config: EpsConfig, num_tokens: int):
         units = -(-num_tokens // config.unit_tokens)

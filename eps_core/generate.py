@@ -103,7 +103,7 @@ def generate(
             running = [sequences[index] for index in alive]
             lengths = pool.lengths(running)
             timed = bool(time_every) and step % time_every == 0
-            decoder.timing = timed  # type: ignore[attr-defined]
+            decoder.timing = timed
             kv_bytes, reread_bytes = cache.kv_bytes_read, cache.bytes_k_reread
             started = time.perf_counter()
             cache, output = decoder.step(

@@ -102,6 +102,7 @@ def run_table(
     def groups(name: str, key: str) -> tuple[str, str, str]:
         return (name, "", _number(eps[key]) if eps else "")
 
+    amplification = _number(eps["union_amplification"], ".3f") if eps and eps["union_amplification"] else ""
     rows = [
         row("new tokens", "new_tokens"),
         *((name, left or "", right or "") for name, left, right in checks),
@@ -113,6 +114,7 @@ def run_table(
         groups("  visited", "pages_visited"),
         groups("  skipped", "pages_skipped"),
         groups("  forced", "pages_forced"),
+        ("read amplification of union", "", amplification),
         row("estimated mass skipped", "mass_skipped_est_mean", ".4f"),
         ("pre-pass ms, p50 / p95", "", _times(eps, "prepass_ms")),
         ("attention ms, p50 / p95", "", _times(eps, "attention_ms")),
@@ -168,7 +170,7 @@ def memory_rows(
     """Summary memory of one sequence by method: coarse groups (the product requirements', 8 pages) of every method but
     rq, then each method at its own default group size. `dim`, `bits` and the group sizes replace the defaults."""
     dense = kv_bytes(num_layers, num_kv_heads, head_dim, num_tokens, "bfloat16")
-    coarse = group_blocks or COARSE_GROUP_BLOCKS
+    coarse = COARSE_GROUP_BLOCKS if group_blocks is None else group_blocks
     plans: list[tuple[str, str, dict[str, Any]]] = [
         ("coarse", method, {"group_blocks": coarse}) for method in METHODS if method not in ("off", "rq")
     ]

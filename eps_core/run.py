@@ -1,5 +1,6 @@
 """One `eps-proto run`: checks everything first, then decodes densely and gated in two caches, and compares them."""
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -90,12 +91,12 @@ def cache_spec(request: RunRequest, spec: ModelSpec, prompt_tokens: int, kv_dtyp
             f"of {config.unit_tokens} tokens, and pool-tokens {asked} holds {num_units}: raise it to "
             f"{needed_units * config.unit_tokens} or shorten the prompt"
         )
-    return CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, num_units, kv_dtype)
+    return CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, num_units, kv_dtype, max_open_groups=1)
 
 
 def prepare(request: RunRequest) -> Session:
     """Everything that can be refused is refused here, the weights last; nothing is written."""
-    if request.metrics is not None and request.metrics == request.csv:
+    if request.metrics is not None and request.csv is not None and request.metrics.resolve() == request.csv.resolve():
         raise ConfigError(f"metrics and csv are both {request.metrics}: give two paths")
     for path, what in ((request.metrics, "metrics file"), (request.csv, "csv file")):
         if path is not None:
@@ -109,7 +110,15 @@ def prepare(request: RunRequest) -> Session:
     if text is None:
         document = demo_document()
         text, answer = document.prompt, document.answer
-    prompt_tokens = list(tokenizer.encode(text).ids)
+    try:
+        prompt_tokens = list(tokenizer.encode(text.encode().decode()).ids)
+    except UnicodeError as error:
+        raise ConfigError(f"the prompt is not valid Unicode ({error}): pass UTF-8 text") from error
+    if max(prompt_tokens, default=0) >= spec.vocab_size:
+        raise ConfigError(
+            f"{model}: its tokenizer gives token {max(prompt_tokens)}, its vocabulary ends at {spec.vocab_size - 1}: "
+            "tokenizer.json and config.json are of different models"
+        )
     if not prompt_tokens:
         raise ConfigError("the prompt is empty: give at least one token")
     if len(prompt_tokens) + request.max_new_tokens > spec.max_context:
@@ -123,9 +132,24 @@ def prepare(request: RunRequest) -> Session:
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else spec.stored_dtype
     kv_dtype = dtype if request.kv_dtype == "auto" else request.kv_dtype
-    cache_spec(request, spec, len(prompt_tokens), kv_dtype, request.config)
+    pool = cache_spec(request, spec, len(prompt_tokens), kv_dtype, request.config)
+    _refuse_larger_than_memory(pool, request.config, device)
     decoder = backend.load_model(model, spec, dtype, device)
     return Session(request, backend, decoder, spec, tokenizer, device, dtype, kv_dtype, prompt_tokens, answer)
+
+
+def _cache_bytes(spec: CacheSpec, config: EpsConfig) -> int:
+    return spec.num_layers * spec.num_kv_heads * spec.num_units * config.unit_tokens * spec.kv_token_bytes
+
+
+def _refuse_larger_than_memory(spec: CacheSpec, config: EpsConfig, device: str) -> None:
+    """A cache larger than the machine fails before anything is printed; on a GPU its allocator is asked instead."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if device == "cpu" and _cache_bytes(spec, config) > memory:
+        raise ConfigError(
+            f"a cache of {_cache_bytes(spec, config) / 2**20:,.0f} MiB does not fit this machine's "
+            f"{memory / 2**20:,.0f} MiB: lower pool-tokens or shorten the prompt"
+        )
 
 
 def demo_document() -> tasks.NeedleDocument:
@@ -154,7 +178,7 @@ def new_cache(session: Session, config: EpsConfig) -> tuple[Any, PagePool]:
     try:
         cache = session.backend.new_cache(spec, config, session.device)
     except (MemoryError, RuntimeError) as error:
-        mib = spec.num_layers * spec.num_kv_heads * spec.num_units * config.unit_tokens * spec.kv_token_bytes / 2**20
+        mib = _cache_bytes(spec, config) / 2**20
         raise ConfigError(
             f"a cache of {mib:,.0f} MiB does not fit {session.device}: lower pool-tokens or shorten the prompt"
         ) from error

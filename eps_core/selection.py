@@ -88,7 +88,8 @@ def visited(config: EpsConfig, estimate: np.ndarray, length: int) -> tuple[np.nd
         return select_topk(config, estimate, forced, length), forced
     select = {"threshold": select_threshold, "share": select_share, "mass": select_mass}[config.policy]
     visit = select(config, estimate, forced)
-    if config.policy != "threshold" and config.top_pages is not None:  # a cap: the best of what the policy asked for, forced groups first
+    # a cap of share and mass: the best of what the policy asked for, forced groups first
+    if config.policy != "threshold" and config.top_pages is not None:
         for group in best_first(np.where(visit & ~forced, estimate, -np.inf))[::-1]:
             if visit.sum() <= config.top_pages:
                 break

@@ -37,7 +37,6 @@ class NeedleDocument:
 
     prompt: str
     answer: str
-    key: str
 
 
 def corpus(held_out: bool) -> bytes:
@@ -121,7 +120,7 @@ def needle_document(
         pieces += [body[last:place], line]
         last = place
     pieces += [body[last:], tail]
-    return NeedleDocument(prompt="".join(pieces), answer=values[0], key=keys[0])
+    return NeedleDocument(prompt="".join(pieces), answer=values[0])
 
 
 def _line_start(body: str, place: int) -> int:

@@ -36,6 +36,7 @@ class StepRecord:
     pages_visited: int
     pages_skipped: int
     pages_forced: int
+    pages_wanted: int | None  # scope union: what each kv head alone asked for, summed; visited / wanted = amplification
     bytes_kv_read_est: int  # tiles gathered of K and V
     bytes_kv_dense: int  # what dense attention reads in the same step
     bytes_summary_read: int
@@ -105,6 +106,7 @@ def step_record(
         pages_visited=int(visited.sum()),
         pages_skipped=int(total.sum() - visited.sum()),
         pages_forced=forced,
+        pages_wanted=_total_wanted(output.layers),
         bytes_kv_read_est=bytes_kv_read,
         bytes_kv_dense=sum(lengths) * spec.num_layers * num_heads * spec.kv_token_bytes,
         bytes_summary_read=sum(layer.summary_bytes_read for layer in output.layers),
@@ -123,6 +125,11 @@ def step_record(
     )
     record.check()
     return record
+
+
+def _total_wanted(layers: Sequence[LayerStats]) -> int | None:
+    wanted = [int(layer.wanted.sum()) for layer in layers if layer.wanted is not None]
+    return sum(wanted) if wanted else None
 
 
 def _total_ms(layers: Sequence[LayerStats], name: str) -> float | None:
@@ -152,6 +159,7 @@ def summarise(records: Sequence[StepRecord], prefill_ms: float | None = None) ->
             fallbacks[reason] = fallbacks.get(reason, 0) + count
     estimates = [r.mass_skipped_est for r in records if r.mass_skipped_est is not None]
     certified = [r.mass_skipped_cert for r in records if r.mass_skipped_cert is not None]
+    wanted = [r.pages_wanted for r in records if r.pages_wanted is not None]
     by_head = None
     if records:
         by_head = sum(r.visited_by_head for r in records) / np.maximum(sum(r.total_by_head for r in records), 1)
@@ -166,6 +174,7 @@ def summarise(records: Sequence[StepRecord], prefill_ms: float | None = None) ->
         **totals,
         "visit_ratio": totals["pages_visited"] / totals["pages_total"] if totals["pages_total"] else None,
         "visit_ratio_by_layer_and_head": by_head,
+        "union_amplification": totals["pages_visited"] / sum(wanted) if wanted and sum(wanted) else None,
         "kv_ratio": totals["bytes_kv_read_est"] / dense if dense else None,
         "summary_ratio": totals["bytes_summary_read"] / dense if dense else None,
         "bytes_ratio": read / dense if dense else None,

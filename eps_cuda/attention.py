@@ -90,9 +90,7 @@ def _attend_groups(
     cache: Cache, layer: int, a: Tensor, groups: Tensor, counts: np.ndarray, table: np.ndarray, length: int
 ) -> State:
     """Attention of one sequence over the first counts [Hkv] of groups [Hkv, W], ascending: a [Hkv, R, D]."""
-    config, spec = cache.config, cache.spec
-    per_unit, size = config.groups_per_unit, config.S
-    cache.kv_bytes_read += int(counts.sum()) * size * spec.kv_token_bytes
+    per_unit, spec = cache.config.groups_per_unit, cache.spec
     width = int(counts.max())
     groups = groups[:, :width].long()
     units = torch.from_numpy(np.maximum(table, 0).astype(np.int64)).to(a.device)[groups.clamp(min=0) // per_unit]
@@ -114,10 +112,9 @@ def _attend_groups(
 def _attend_rows(cache: Cache, layer: int, a: Tensor, rows: Tensor, last: Tensor, length: int) -> State:
     """Attention of a [H, R, D] over the pool's tiles rows [H, W]; last [H] is the group in the last tile."""
     size, head_dim = cache.config.S, cache.spec.head_dim
-    k, v = (
-        pool[layer].view(-1, size * head_dim).index_select(0, rows.reshape(-1)).view(len(rows), -1, head_dim).float()
-        for pool in (cache.k, cache.v)
-    )
+    tiles = [pool[layer].view(-1, size * head_dim).index_select(0, rows.reshape(-1)) for pool in (cache.k, cache.v)]
+    cache.kv_bytes_read += sum(tile.nbytes for tile in tiles)
+    k, v = (tile.view(len(rows), -1, head_dim).float() for tile in tiles)
     logits = (k @ a.mT).mT
     unwritten = -length % size
     if unwritten:

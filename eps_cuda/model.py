@@ -54,7 +54,7 @@ class Decoder:
         config, spec, lengths = cache.config, self.spec, np.asarray(lengths, np.int64)
         groups = -(-lengths // config.S)
         group_bytes = spec.num_kv_heads * summary_group_bytes(config, spec.head_dim)
-        layers, device_counts, device_skipped = [], [], []
+        layers, device_counts, device_skipped, device_wanted = [], [], [], []
         x, turn = self._embed(tokens), self._rotation(lengths - 1)
         for layer in range(spec.num_layers):
             q, k, v = self._project(layer, x, turn)
@@ -74,6 +74,8 @@ class Decoder:
             if selection is not None:
                 device_counts.append(selection.counts)
                 device_skipped.append(skipped_mass(scores, selection))
+                if selection.wanted is not None:
+                    device_wanted.append(selection.wanted)
                 layers.append(
                     LayerStats(
                         counts=np.zeros(0),
@@ -81,7 +83,7 @@ class Decoder:
                         forced=selection.forced,
                         mass_skipped_est=None,
                         kv_bytes_read=cache.kv_bytes_read - kv_bytes,
-                        summary_bytes_read=int(groups.sum()) * group_bytes,
+                        summary_bytes_read=table.size * config.groups_per_unit * group_bytes,
                         prepass_ms=None if started is None or selected is None else 1000 * (selected - started),
                         attention_ms=None if selected is None or attended is None else 1000 * (attended - selected),
                     )
@@ -92,6 +94,9 @@ class Decoder:
             counts, skipped = (torch.stack(part).cpu().numpy() for part in (device_counts, device_skipped))
             for layer, stats in enumerate(layers):
                 stats.counts, stats.mass_skipped_est = counts[layer], skipped[layer]
+        if device_wanted:
+            for stats, wanted in zip(layers, torch.stack(device_wanted).cpu().numpy(), strict=True):
+                stats.wanted = wanted
         short = int((lengths < config.min_context).sum()) if config.enabled else 0
         fallbacks = {"min_context": short * spec.num_layers} if short else {}
         return cache, StepOutput(logits, layers, fallbacks)

@@ -103,12 +103,9 @@ def _read_units(pool: mx.array, units: np.ndarray, tokens: int) -> mx.array:
 def _attend_tiles(cache: Cache, layer: int, a: mx.array, groups: mx.array, table: np.ndarray, unwritten: int) -> State:
     """Attention of kv heads a [H, R, D] over groups [H, W] of one sequence, `unwritten` tokens of the last cut off.
     H is all kv heads."""
-    config, spec = cache.config, cache.spec
-    heads, num_groups = groups.shape
-    per_unit, size = config.groups_per_unit, config.S
-    cache.kv_bytes_read += heads * num_groups * size * spec.kv_token_bytes
+    per_unit = cache.config.groups_per_unit
     units = mx.take(mx.array(table.astype(np.int32)), groups // per_unit)
-    rows = (units * spec.num_kv_heads + mx.arange(heads)[:, None]) * per_unit + groups % per_unit
+    rows = (units * cache.spec.num_kv_heads + mx.arange(len(groups))[:, None]) * per_unit + groups % per_unit
     return _attend_rows(cache, layer, a, rows, unwritten)
 
 
@@ -116,12 +113,9 @@ def _attend_rows(cache: Cache, layer: int, a: mx.array, rows: mx.array, unwritte
     """Attention of a [H, R, D] over the pool's tiles rows [H, W], numbered as K's memory lies."""
     size, head_dim = cache.config.S, cache.spec.head_dim
     tokens = rows.shape[1] * size - unwritten
-    k, v = (
-        mx.take(pool[layer].reshape(-1, size * head_dim), rows, axis=0)
-        .reshape(len(rows), -1, head_dim)[:, :tokens]
-        .astype(mx.float32)
-        for pool in (cache.k, cache.v)
-    )
+    tiles = [mx.take(pool[layer].reshape(-1, size * head_dim), rows, axis=0) for pool in (cache.k, cache.v)]
+    cache.kv_bytes_read += sum(tile.nbytes for tile in tiles)
+    k, v = (tile.reshape(len(rows), -1, head_dim)[:, :tokens].astype(mx.float32) for tile in tiles)
     weights, total, largest = _softmax_sums(a @ k.swapaxes(-1, -2), (2,))
     return (weights @ v) / total, (largest + mx.log(total))[..., 0]
 
@@ -143,7 +137,6 @@ def _attend_ragged(
             if not len(listed):
                 heads.append((mx.zeros(a.shape[2:])[None], mx.full((1, a.shape[2]), -math.inf)))
                 continue
-            cache.kv_bytes_read += len(listed) * size * spec.kv_token_bytes
             rows = (table[b, listed // per_unit] * spec.num_kv_heads + head) * per_unit + listed % per_unit
             unwritten = _unwritten(cache, length) if listed[-1] == length // size else 0
             heads.append(

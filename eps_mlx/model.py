@@ -65,7 +65,8 @@ class Decoder:
                 if config.enabled:
                     scores = score(cache, layer, q, table, lengths)
                     selection = select(config, scores, lengths)
-                    device_stats.append((selection.counts, skipped_mass(scores, selection)))
+                    stats = [selection.counts, skipped_mass(scores, selection)]
+                    device_stats.append(stats if selection.wanted is None else [*stats, selection.wanted])
                 selected = self._clock(cache, *(() if selection is None else (selection.groups, selection.counts)))
                 out, _ = attend(cache, layer, q, table, lengths, selection)
                 attended = self._clock(cache, out)
@@ -78,16 +79,17 @@ class Decoder:
                             forced=selection.forced,
                             mass_skipped_est=None,
                             kv_bytes_read=cache.kv_bytes_read - kv_bytes,
-                            summary_bytes_read=int(groups.sum()) * group_bytes,
+                            summary_bytes_read=table.size * config.groups_per_unit * group_bytes,
                             prepass_ms=None if started is None or selected is None else 1000 * (selected - started),
                             attention_ms=None if selected is None or attended is None else 1000 * (attended - selected),
                         )
                     )
             logits = self._logits(x)
-            evaluate(cache, logits, *(array for pair in device_stats for array in pair))
+            evaluate(cache, logits, *(array for arrays in device_stats for array in arrays))
         check_finite(cache)
-        for stats, (counts, skipped) in zip(layers, device_stats, strict=True):
-            stats.counts, stats.mass_skipped_est = np.array(counts), np.array(skipped)
+        for found, (counts, skipped, *wanted) in zip(layers, device_stats, strict=True):
+            found.counts, found.mass_skipped_est = np.array(counts), np.array(skipped)
+            found.wanted = np.array(wanted[0]) if wanted else None
         short = int((lengths < config.min_context).sum()) if config.enabled else 0
         fallbacks = {"min_context": short * spec.num_layers} if short else {}
         return cache, StepOutput(np.array(logits), layers, fallbacks)

@@ -293,7 +293,7 @@ def main() -> None:
             started = time.perf_counter()
             rng = np.random.default_rng([args.seed, stage, step])
             tokens, answer = batch_of(train_text, length, max(1, step_tokens // length), rng)
-            # warm up once; decay to a tenth over the last stage
+            # warm up once; decay to a twentieth over the last stage
             rate = min(1.0, (done["total"] + 1) / WARMUP_STEPS)
             if stage == len(STAGES) - 1:
                 rate *= max(0.05, min(1.0, (most_steps - step) / DECAY_STEPS))

@@ -1,5 +1,6 @@
 """Every mistake a user can make with eps-proto: exit code 2, one line that names it, nothing half-written."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -30,6 +31,12 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "top-p-range": (["run", "--temperature", 1, "--top-p", 1.5], "top-p 1.5"),
     "top-p-greedy": (["run", "--top-p", 0.5], "--temperature"),
     "negative-seed": (["run", "--seed", -1], "seed -1"),
+    "negative-eps-seed": (["run", "--eps-seed", -1], "eps-seed -1"),
+    "pool-of-no-machine": (["run", "--model", "MODEL", "--prompt", PROMPT, "--pool-tokens", 10**18], "does not fit"),
+    "metrics-and-csv-alike-in-two-spellings": (["run", "--csv", "new.txt", "--metrics", "./x/../new.txt"], "new.txt"),
+    "prompt-of-no-text": (["run", "--prompt", "a\udcff"], "not valid Unicode"),
+    "tokenizer-of-another-model": (["run", "--model", "SMALL", "--prompt", "zzz"], "of different models"),
+    "info-no-blocks": (["info", "--eps-group-blocks", 0], "eps-group-blocks 0"),
     "no-budget": (["run", "--eps-budget", 0], "eps-budget 0.0"),
     "budget-of-another-policy": (["run", "--eps-policy", "mass", "--eps-budget", 0.2], "--eps-policy topk"),
     "two-budgets": (["run", "--eps-top-pages", 5, "--eps-budget", 0.2], "--eps-top-pages"),
@@ -90,11 +97,13 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What the names in capitals of MISTAKES stand for."""
     root = tmp_path_factory.mktemp("places")
     model = tiny_models.save_model("llama2-bf16-sharded", root / "MODEL")
-    paths = {name: shutil.copytree(model, root / name) for name in ("EMPTY", "CORRUPT", "GPT2", "NAN")}
+    paths = {name: shutil.copytree(model, root / name) for name in ("EMPTY", "CORRUPT", "GPT2", "NAN", "SMALL")}
     for shard in paths["EMPTY"].glob("model*"):
         shard.unlink()
     shard = sorted(paths["CORRUPT"].glob("*.safetensors"))[0]
     shard.write_bytes(shard.read_bytes()[:-100])
+    config = json.loads((paths["SMALL"] / "config.json").read_text())
+    (paths["SMALL"] / "config.json").write_text(json.dumps(config | {"vocab_size": 50}))
     (paths["GPT2"] / "config.json").write_text('{"model_type": "gpt2"}')
     for shard in paths["NAN"].glob("*.safetensors"):
         data = shard.read_bytes()

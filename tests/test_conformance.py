@@ -13,6 +13,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from test_oracle import KINDS, QUERIES, make_keys, make_query
 
 from eps_core import backend as oracle
 from eps_core import selection as oracle_selection
@@ -520,3 +521,29 @@ def test_keys_past_float16_loosen_and_never_displace_a_guard(target, method):
     for head in range(2):
         visited = set(backend.to_numpy(selected.groups)[0, head].tolist())
         assert {0, 35, 36, 37} <= visited, "a guard lost its place"
+
+
+@pytest.mark.parametrize("method", ["1pc", "fd", "box", "ball", "moments", "rq"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_native_bounds_hold_for_every_query(target, method, kind):
+    """The backends' float32 bounds against float64 truth: hard keys, hard queries, every cache dtype, many groups."""
+    backend, device = target
+    rng = np.random.default_rng(sum(map(ord, method + kind)))
+    for size, head_dim, dtype in ((1, 16, "float32"), (4, 64, "bfloat16"), (16, 20, "float32"), (128, 64, "float16")):
+        config = eps(method, group_tokens=size, rq_bounds=method == "rq", bits=int(rng.choice([1, 2, 4, 8])))
+        num_tokens = max(512, 2 * size)
+        spec = CacheSpec(1, 1, head_dim, num_tokens // config.unit_tokens, dtype)
+        if kind == "huge" and dtype == "float16":
+            continue  # 300 times a Gaussian: the cache itself would overflow
+        keys = np.concatenate([make_keys(kind, size, head_dim, rng) for _ in range(num_tokens // size)])[:, None]
+        stored = oracle.from_numpy(keys, dtype).astype(np.float64)
+        native = backend.from_numpy(keys, "float32", device)
+        cache = backend.write_kv(backend.new_cache(spec, config, device), 0, native, native, np.arange(num_tokens))
+        table, lengths = np.arange(spec.num_units)[None], np.array([num_tokens])
+        for query in QUERIES:
+            q = make_query(query, stored[:size, 0], {}, rng).astype(np.float32) * np.sqrt(head_dim)
+            q = q[None, None].astype(np.float32)
+            scores = backend.score(cache, 0, backend.from_numpy(q, "float32", device), table, lengths)
+            lower, upper = (backend.to_numpy(x)[0, 0].astype(np.float64) for x in (scores.lower, scores.upper))
+            truth = group_masses(q[0, 0].astype(np.float64) / np.sqrt(head_dim), stored[:, 0], size)
+            assert (lower <= truth).all() and (truth <= upper).all(), (size, head_dim, dtype, query)
