@@ -296,7 +296,7 @@ def info_command(ctx: click.Context, /, **flags: Any) -> None:
     click.echo(report.memory_table(rows))
     statistics = open_group_bytes(layers, kv_heads, head_dim)
     click.echo(
-        f"\nbox and meanstd also keep {statistics / report.MIB:,.1f} MiB of running statistics for each sequence that is in "
+        f"\nbox and meanstd also keep {statistics / report.MIB:,.1f} MiB of running statistics for each sequence in "
         "mid-group, so that a growing group is never read back."
     )
     shape = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "context": context, "kv_bytes": dense}

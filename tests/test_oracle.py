@@ -248,3 +248,34 @@ def test_ties_go_to_the_lower_index():
     config = EpsConfig(method="box", group_tokens=1, budget=4.0, first_tokens=0, last_tokens=1)
     visit, _ = selection.visited(config, np.array([1.0, 2, 2, 2, 2, 0]), 6)
     assert visit.tolist() == [False, True, True, True, False, True]
+
+
+def test_jl_cannot_tell_a_key_from_its_opposite():
+    """The published flaw: a group that points away from the query scores like one that points at it."""
+    rng = np.random.default_rng(0)
+    config, phi = EpsConfig(method="jl", group_tokens=4), jl_projection(0, 0, 1, 32, 8)[0]
+    k, a = rng.normal(size=(4, 32)), rng.normal(size=32)
+    gram = np.stack([build_summary(config, sign * k, phi, None)["gram"] for sign in (1, -1)])
+    estimate = score_summary(config, {"gram": gram}, a, 4, phi, None)[0]
+    assert estimate[0] == estimate[1]
+
+
+def test_meanstd_is_no_bound_of_the_largest_logit():
+    k = np.zeros((16, 8), np.float32)
+    k[3, 0] = 100.0
+    config = EpsConfig(method="meanstd", group_tokens=16)
+    summary = {n: np.asarray(v)[None] for n, v in build_summary(config, k, None, None).items()}
+    assert score_summary(config, summary, np.eye(8)[0], 16, None, None)[0][0] < 50
+
+
+def test_schatten_bounds_from_above_and_power_iteration_from_below():
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        matrix = rng.normal(size=(12, 12))
+        matrix = matrix @ matrix.T
+        top = np.linalg.eigvalsh(matrix)[-1]
+        vector = rng.normal(size=12)
+        for _ in range(4):
+            vector = matrix @ vector
+            vector /= np.linalg.norm(vector)
+        assert vector @ matrix @ vector <= top * (1 + 1e-12) <= summaries.schatten_bound(matrix) <= 1.35 * top

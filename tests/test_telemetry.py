@@ -19,7 +19,8 @@ CONFIG = EpsConfig(method="rq", group_tokens=4)
 KEYS = [
     "type", "step", "sequences", "tokens", "lengths", "pages_total", "pages_visited", "pages_skipped", "pages_forced",
     "pages_wanted", "bytes_kv_read_est", "bytes_kv_dense", "bytes_summary_read", "bytes_k_reread", "eps_prepass_ms",
-    "attention_ms", "decode_ms", "mass_skipped_est", "mass_skipped_cert", "mass_skipped_true", "escalations", "fallbacks",
+    "attention_ms", "decode_ms", "mass_skipped_est", "mass_skipped_cert", "mass_skipped_true", "escalations",
+    "fallbacks",
 ]  # fmt: skip
 
 
