@@ -16,6 +16,7 @@ import numpy as np
 from eps_core import attention, selection, summaries
 from eps_core.blocks import GroupState, WritePlan
 from eps_core.config import CacheSpec, ConfigError, EpsConfig
+from eps_core.guards import missing_groups
 from eps_core.interface import Scores, Selection
 
 _DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float64": np.float64}
@@ -198,19 +199,6 @@ def read_kv(cache: Cache, layer: int, table: np.ndarray, length: int) -> tuple[n
     return cache.k[layer][table[units], :, offsets], cache.v[layer][table[units], :, offsets]
 
 
-def missing_groups(cache: Cache, layer: int, table: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Groups of each sequence without a valid summary [B, G] bool (False past its end)."""
-    per_unit = cache.config.groups_per_unit
-    groups = (np.maximum(table, 0)[:, :, None] * per_unit + np.arange(per_unit)).reshape(len(table), -1)
-    valid = cache.state[layer].valid(groups)
-    if cache.config.method == "rq" and cache.centre[layer] is None:
-        valid = np.zeros_like(valid)
-    index = np.arange(groups.shape[1])
-    ends = -(-lengths // cache.config.S)
-    is_open = (index == ends[:, None] - 1) & (lengths % cache.config.S != 0)[:, None]
-    return (index < ends[:, None]) & (~valid | is_open)
-
-
 def score(cache: Cache, layer: int, q: np.ndarray, table: np.ndarray, lengths: np.ndarray) -> Scores:
     """Estimates and bounds of every group, max over the query heads of each kv head: q [B, Hq, D], table [B, M]."""
     config, size = cache.config, cache.config.S
@@ -218,7 +206,8 @@ def score(cache: Cache, layer: int, q: np.ndarray, table: np.ndarray, lengths: n
     kv_heads, per_unit = cache.spec.num_kv_heads, config.groups_per_unit
     if config.method == "oracle":
         return _true_scores(cache, layer, q, table, lengths)
-    missing = missing_groups(cache, layer, table, lengths)
+    can_encode = config.method != "rq" or cache.centre[layer] is not None
+    missing = missing_groups(config, cache.state[layer], table, lengths, can_encode)
     shape = (batch, kv_heads, missing.shape[1])
     # rows: estimate, lower, upper
     values = np.full((3, *shape), -np.inf, np.float64)
@@ -256,7 +245,7 @@ def score(cache: Cache, layer: int, q: np.ndarray, table: np.ndarray, lengths: n
 
 def _true_scores(cache: Cache, layer: int, q: np.ndarray, table: np.ndarray, lengths: np.ndarray) -> Scores:
     """True log masses, for evaluation: what a perfect summary would say. The open group stays without one."""
-    missing = missing_groups(cache, layer, table, lengths)
+    missing = missing_groups(cache.config, cache.state[layer], table, lengths, can_encode=True)
     batch, num_heads, head_dim = q.shape
     repeat = num_heads // cache.spec.num_kv_heads
     estimate = np.full((batch, cache.spec.num_kv_heads, missing.shape[1]), -np.inf)

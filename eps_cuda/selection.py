@@ -12,28 +12,10 @@ import torch
 from torch import Tensor
 
 from eps_core.config import EpsConfig
+from eps_core.guards import budget, forced_groups
 from eps_core.interface import Scores, Selection
 
 THRESHOLD_ROWS = 256  # groups that one pass of `select_threshold` compares with all others; changes memory only
-
-
-def forced_groups(config: EpsConfig, lengths: np.ndarray, num_groups: int) -> np.ndarray:
-    """The guards [B, G] bool, host: the first and last tokens, the open group, everything below `min_context`; False
-    past the end. Groups without a summary are forced too, but known from the scores."""
-    lengths = np.asarray(lengths, np.int64)[:, None]
-    size, index = config.S, np.arange(num_groups)
-    ends = -(-lengths // size)
-    first = index < -(-np.minimum(config.first_tokens, lengths) // size)
-    last = index >= np.maximum(lengths - config.last_tokens, 0) // size
-    is_open = (index == ends - 1) & (lengths % size != 0)
-    return (first | last | is_open | (lengths < config.min_context)) & (index < ends)
-
-
-def budget(config: EpsConfig, forced: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Groups that topk visits of each sequence [B] int64, host: the budget, but all forced ones and none past the
-    end. `forced` [B] numbers of forced groups."""
-    groups = [config.budget_groups(int(length)) for length in lengths]
-    return np.minimum(np.maximum(groups, forced), -(-lengths // config.S)).astype(np.int64)
 
 
 def _best(keys: Tensor, count: Tensor, most: int) -> Tensor:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from eps_core.config import EpsConfig
+from eps_core.guards import forced_groups, missing_groups
 from eps_core.interface import Scores
 from eps_core.summaries import LARGEST_ESTIMATE, RQ_STEP, hadamard_blocks
-from eps_cuda.selection import forced_groups
 
 if TYPE_CHECKING:
     from eps_cuda.cache import Cache
@@ -519,18 +519,6 @@ def score_summary(config: EpsConfig, constants: Summary, summary: Summary, a: Te
     )
 
 
-def missing_groups(cache: "Cache", layer: int, table: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Groups of each sequence without a valid summary [B, G] bool, host (False past its end)."""
-    per_unit, size = cache.config.groups_per_unit, cache.config.S
-    groups = (np.maximum(table, 0)[:, :, None] * per_unit + np.arange(per_unit)).reshape(len(table), -1)
-    valid = cache.state[layer].valid(groups)
-    if cache.config.method == "rq" and cache.centre[layer] is None:
-        valid = np.zeros_like(valid)
-    index, ends = np.arange(groups.shape[1]), -(-lengths // size)
-    is_open = (index == ends[:, None] - 1) & (lengths % size != 0)[:, None]
-    return (index < ends[:, None]) & (~valid | is_open)
-
-
 @torch.inference_mode()
 def score(cache: "Cache", layer: int, q: Tensor, table: np.ndarray, lengths: np.ndarray) -> Scores:
     """Estimates and bounds [B, Hkv, G] of every group, max over the query heads of each kv head (never a mean):
@@ -539,7 +527,8 @@ def score(cache: "Cache", layer: int, q: Tensor, table: np.ndarray, lengths: np.
     table, lengths = np.asarray(table), np.asarray(lengths, np.int64)
     batch, _, head_dim = q.shape
     kv_heads = spec.num_kv_heads
-    missing = missing_groups(cache, layer, table, lengths)
+    can_encode = config.method != "rq" or cache.centre[layer] is not None
+    missing = missing_groups(config, cache.state[layer], table, lengths, can_encode)
     groups = missing.shape[1]
     inside = np.arange(groups) < -(-lengths // config.S)[:, None]
     num_missing = (missing & ~forced_groups(config, lengths, groups)).sum(axis=1)

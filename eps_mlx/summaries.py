@@ -17,9 +17,9 @@ import mlx.core as mx
 import numpy as np
 
 from eps_core.config import EpsConfig
+from eps_core.guards import forced_groups, missing_groups
 from eps_core.interface import Scores
 from eps_core.summaries import LARGEST_ESTIMATE, RQ_STEP, hadamard_blocks
-from eps_mlx.selection import forced_groups
 
 if TYPE_CHECKING:
     from eps_mlx.cache import Cache
@@ -517,18 +517,6 @@ def score_summary(config: EpsConfig, constants: Summary, summary: Summary, a: mx
     )
 
 
-def missing_groups(cache: "Cache", layer: int, table: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Groups of each sequence without a valid summary [B, G] bool, host (False past its end)."""
-    per_unit, size = cache.config.groups_per_unit, cache.config.S
-    groups = (np.maximum(table, 0)[:, :, None] * per_unit + np.arange(per_unit)).reshape(len(table), -1)
-    valid = cache.state[layer].valid(groups)
-    if cache.config.method == "rq" and cache.centre[layer] is None:
-        valid = np.zeros_like(valid)
-    index, ends = np.arange(groups.shape[1]), -(-lengths // size)
-    is_open = (index == ends[:, None] - 1) & (lengths % size != 0)[:, None]
-    return (index < ends[:, None]) & (~valid | is_open)
-
-
 def score(cache: "Cache", layer: int, q: mx.array, table: np.ndarray, lengths: np.ndarray) -> Scores:
     """Estimates and bounds [B, Hkv, G] of every group, max over the query heads of each kv head (never a mean):
     q [B, Hq, D] unscaled, table [B, M], lengths [B] tokens. See `Scores` for what the numbers mean."""
@@ -536,7 +524,8 @@ def score(cache: "Cache", layer: int, q: mx.array, table: np.ndarray, lengths: n
     table, lengths = np.asarray(table), np.asarray(lengths, np.int64)
     batch, _, head_dim = q.shape
     kv_heads = spec.num_kv_heads
-    missing = missing_groups(cache, layer, table, lengths)
+    can_encode = config.method != "rq" or cache.centre[layer] is not None
+    missing = missing_groups(config, cache.state[layer], table, lengths, can_encode)
     groups = missing.shape[1]
     inside = np.arange(groups) < -(-lengths // config.S)[:, None]
     num_missing = (missing & ~forced_groups(config, lengths, groups)).sum(axis=1)

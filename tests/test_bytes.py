@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from conftest import TARGETS
 from test_conformance import Case, case_units, eps, make_kv, write_all
 
 from eps_core.config import CacheSpec
@@ -13,6 +14,13 @@ class Counter:
 
     def __init__(self) -> None:
         self.gathered = 0
+
+
+# the oracle indexes tokens one head at a time: its counter is the reference of the others
+@pytest.fixture(params=[t for t in TARGETS if t[0] != "numpy"], ids="-".join)
+def target(request) -> tuple:
+    name, device = request.param
+    return load_backend(name), device
 
 
 @pytest.fixture
@@ -30,7 +38,7 @@ def counter(target, monkeypatch) -> Counter:
             return result
 
         monkeypatch.setattr(torch.Tensor, "index_select", index_select)
-    elif backend.__name__ == "eps_mlx":
+    else:
         import mlx.core as mx
 
         import eps_mlx.attention
@@ -47,8 +55,6 @@ def counter(target, monkeypatch) -> Counter:
                 return result
 
         monkeypatch.setattr(eps_mlx.attention, "mx", Counting())
-    else:
-        pytest.skip("the oracle indexes tokens one head at a time; its counter is the reference of the others")
     return count
 
 
