@@ -547,3 +547,20 @@ def test_native_bounds_hold_for_every_query(target, method, kind):
             lower, upper = (backend.to_numpy(x)[0, 0].astype(np.float64) for x in (scores.lower, scores.upper))
             truth = group_masses(q[0, 0].astype(np.float64) / np.sqrt(head_dim), stored[:, 0], size)
             assert (lower <= truth).all() and (truth <= upper).all(), (size, head_dim, dtype, query)
+
+
+def test_box_codes_enclose_keys_one_ulp_from_a_code(target):
+    """float32 division rounds such keys onto the code itself, from where floor and ceil would cut them off."""
+    backend, device = target
+    scale = float(oracle_summaries.up16(1.0))  # of a group whose largest channel is 127
+    codes = np.tile(np.arange(-120, 121, dtype=np.float32)[:240].reshape(-1, 15), (2, 1))
+    keys = np.nextafter(
+        codes * np.float32(scale), np.repeat([-np.inf, np.inf], len(codes) // 2)[:, None], dtype=np.float32
+    )
+    keys = np.concatenate([np.full((len(keys), 1), 127.0, np.float32), keys], axis=1)[:, None]
+    cache = backend.new_cache(CacheSpec(1, 1, 16, 2), eps("box", group_tokens=1), device)
+    native = backend.from_numpy(keys, "float32", device)
+    cache = backend.write_kv(cache, 0, native, native, np.arange(len(keys)))
+    stored = {name: backend.to_numpy(a).reshape(32, -1).astype(np.float64) for name, a in cache.summaries[0].items()}
+    assert (stored["scale"] == scale).all()
+    assert (stored["lo"] * stored["scale"] <= keys[:, 0]).all() and (keys[:, 0] <= stored["hi"] * stored["scale"]).all()
