@@ -188,7 +188,7 @@ def build_box(low: Tensor, high: Tensor, norm: Tensor) -> Summary:
     scale = up16(torch.maximum(low.abs(), high.abs()).amax(dim=-1) / 127)
     step = scale.float()[..., None]
     lo, hi = torch.floor(low / step), torch.ceil(high / step)
-    # the division may have rounded to the wrong side of an integer
+    # IEEE division cannot round past the code; a GPU's approximate one can
     lo = torch.where(lo * step > low, lo - 1, lo)
     hi = torch.where(hi * step < high, hi + 1, hi)
     return {

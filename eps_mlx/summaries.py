@@ -199,7 +199,7 @@ def build_box(low: mx.array, high: mx.array, norm: mx.array) -> Summary:
     scale = up16(mx.maximum(mx.abs(low), mx.abs(high)).max(axis=-1) / 127)
     step = _wide(scale)[..., None]
     lo, hi = mx.floor(low / step), mx.ceil(high / step)
-    # the division may have rounded to the wrong side of an integer
+    # IEEE division cannot round past the code; a GPU's approximate one can
     lo = mx.where(lo * step > low, lo - 1, lo)
     hi = mx.where(hi * step < high, hi + 1, hi)
     return {

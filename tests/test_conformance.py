@@ -550,7 +550,7 @@ def test_native_bounds_hold_for_every_query(target, method, kind):
 
 
 def test_box_codes_enclose_keys_one_ulp_from_a_code(target):
-    """float32 division rounds such keys onto the code itself, from where floor and ceil would cut them off."""
+    """Where a division that is an ulp off would land on the code itself, and floor or ceil would cut the key off."""
     backend, device = target
     scale = float(oracle_summaries.up16(1.0))  # of a group whose largest channel is 127
     codes = np.tile(np.arange(-120, 121, dtype=np.float32)[:240].reshape(-1, 15), (2, 1))
