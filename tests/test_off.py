@@ -1,0 +1,59 @@
+"""`--eps-method off` is the rollback: no line of EPS runs, nothing of it is allocated, and no logit changes a bit."""
+
+import importlib
+
+import numpy as np
+import pytest
+import tiny_models
+
+from eps_core.blocks import PagePool
+from eps_core.config import CacheSpec, EpsConfig
+from eps_core.generate import Sampling, generate
+from eps_core.model import read_spec
+
+PROMPTS = [[7, 5, 3, 2] * 30, [11, 4, 9] * 9]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_models.save_model("llama2-bf16-sharded", tmp_path_factory.mktemp("off"))
+
+
+def logits_of(backend, device, model, config):
+    spec = read_spec(model)
+    decoder = backend.load_model(model, spec, "float32", device)
+    cache_spec = CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 64)
+    cache = backend.new_cache(cache_spec, config, device)
+    records = generate(
+        backend, decoder, cache, PagePool(64, config.unit_tokens), PROMPTS, 6, Sampling(), keep_logits=True
+    )
+    return np.concatenate([record.logits for record in records])
+
+
+def poison(monkeypatch, backend) -> None:
+    """Everything that EPS adds raises when it is called."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("EPS ran although it is off")
+
+    package = backend.__name__
+    modules = (
+        [package] if package == "eps_core.backend" else [f"{package}.{m}" for m in ("cache", "model", "summaries")]
+    )
+    for module in map(importlib.import_module, modules):
+        for name in ("score", "select", "skipped_mass", "GroupState", "build_summary", "_update_summaries"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, refuse)
+
+
+def test_off_runs_nothing_of_eps_and_changes_no_bit(target, model, monkeypatch):
+    backend, device = target
+    with pytest.MonkeyPatch.context() as patch:
+        poison(patch, backend)
+        without = logits_of(backend, device, model, EpsConfig())
+        with pytest.raises(AssertionError, match="although it is off"):  # the poison works
+            logits_of(backend, device, model, EpsConfig(method="box", group_tokens=4))
+    assert np.array_equal(without, logits_of(backend, device, model, EpsConfig()))
+    # and in a process where EPS ran before: no state leaks from one cache to another
+    logits_of(backend, device, model, EpsConfig(method="rq", group_tokens=2))
+    assert np.array_equal(without, logits_of(backend, device, model, EpsConfig(method="off")))
