@@ -389,11 +389,14 @@ def score_jl(summary: Summary, a: mx.array, constants: Summary) -> Score:
 def score_pc1(summary: Summary, a: mx.array, n: int) -> Score:
     """B = |K u||u.a| + |K - K u uT|_F sqrt(|a|^2 - (u.a)^2) >= |K a|_2 >= every |logit| (product requirements, 1PC)."""
     along = mx.abs(_dots(summary["direction"], a) * _per_group(summary, "direction_scale"))
-    across = mx.sqrt(mx.maximum((a * a).sum(axis=-1)[..., None] - along * along, 0))
+    energy = (a * a).sum(axis=-1)[..., None]
+    across = mx.maximum(energy - along * along, 0)
     lam, rest = _per_group(summary, "lam"), _per_group(summary, "rest")
-    bound = lam * along + rest * across
+    estimate = lam * along + rest * mx.sqrt(across)
+    # the difference cancels in float32 where a runs along u: the bound pays for it under the root
+    bound = lam * along + rest * mx.sqrt(across + (a.shape[-1] + 32) * 2.0**-22 * energy)
     slack = _slack(a, lam + rest)
-    return bound, math.log(n) - bound - slack, math.log(n) + bound + slack
+    return estimate, math.log(n) - bound - slack, math.log(n) + bound + slack
 
 
 def score_fd(summary: Summary, a: mx.array, n: int) -> Score:

@@ -387,9 +387,11 @@ def test_fork_then_diverge_equals_two_independent_sequences(target, method):
             assert np.array_equal(got, want)
 
 
+@pytest.mark.parametrize("step", [100, 3], ids=["groups in hand", "groups across calls"])
 @pytest.mark.parametrize("method", ["jl", "1pc", "fd", "box", "meanstd", "ball", "moments", "rq"])
-def test_reused_group_never_shows_an_old_summary(target, method):
-    """A freed unit written anew: partly filled it has no summary, full it has the new keys' one."""
+def test_reused_group_never_shows_an_old_summary(target, method, step):
+    """A freed unit written anew: partly filled it has no summary, full it has the new keys' one. Written 3 tokens at a
+    time, groups fill across calls, on top of what running statistics held before."""
     backend, device = target
     config = eps(method, group_tokens=8)
     rng = np.random.default_rng(6)
@@ -409,16 +411,20 @@ def test_reused_group_never_shows_an_old_summary(target, method):
     pool.free(first)
     second, _ = pool.open([])
     old = rng.normal(size=(2, 100, 2, 16)).astype(np.float32)
-    slots, _ = pool.append(second, [10_000 + t for t in range(100)])
-    cache = backend.write_kv(cache, 0, give(old[0]), give(old[1]), slots)
+    for start in range(0, 100, step):
+        rows = slice(start, min(start + step, 100))
+        slots, _ = pool.append(second, [10_000 + t for t in range(rows.start, rows.stop)])
+        cache = backend.write_kv(cache, 0, give(old[0][rows]), give(old[1][rows]), slots)
     fresh_pool, fresh = PagePool(40, config.unit_tokens), backend.new_cache(spec, config, device)
     scores = backend.score(cache, 0, q, pool.table([second]), pool.lengths([second]))
     estimate = backend.to_numpy(scores.estimate)
     assert np.isposinf(estimate[0, :, 100 // 8]).all()  # the open group, whose slots held an old full group
     if method != "rq":  # rq's centre stays that of the first keys ever seen
         only, _ = fresh_pool.open([])
-        slots, _ = fresh_pool.append(only, list(range(100)))
-        fresh = backend.write_kv(fresh, 0, give(old[0]), give(old[1]), slots)
+        for start in range(0, 100, step):
+            rows = slice(start, min(start + step, 100))
+            slots, _ = fresh_pool.append(only, list(range(rows.start, rows.stop)))
+            fresh = backend.write_kv(fresh, 0, give(old[0][rows]), give(old[1][rows]), slots)
         want = backend.score(fresh, 0, q, fresh_pool.table([only]), fresh_pool.lengths([only]))
         assert np.array_equal(estimate[..., :13], backend.to_numpy(want.estimate)[..., :13])
     # a slot in the middle of a sealed group is written again (a rejected draft): no summary until it is full again
@@ -564,3 +570,24 @@ def test_box_codes_enclose_keys_one_ulp_from_a_code(target):
     stored = {name: backend.to_numpy(a).reshape(32, -1).astype(np.float64) for name, a in cache.summaries[0].items()}
     assert (stored["scale"] == scale).all()
     assert (stored["lo"] * stored["scale"] <= keys[:, 0]).all() and (keys[:, 0] <= stored["hi"] * stored["scale"]).all()
+
+
+def test_pc1_bound_survives_cancellation(target):
+    """Queries along the stored direction: |a|^2 - (u.a)^2 cancels in float32, and the bound must still be at least the
+    exact |K u||u.a| + rest sqrt(|a|^2 - (u.a)^2) of the stored numbers."""
+    backend, device = target
+    rng = np.random.default_rng(0)
+    config, head_dim, count = eps("1pc", group_tokens=4, block_size=4), 64, 60
+    keys = rng.normal(size=(4 * count, 1, head_dim)).astype(np.float32)
+    native = backend.from_numpy(keys, "float32", device)
+    cache = backend.new_cache(CacheSpec(1, 1, head_dim, count), config, device)
+    cache = backend.write_kv(cache, 0, native, native, np.arange(4 * count))
+    stored = {name: backend.to_numpy(a)[:, 0, 0].astype(np.float64) for name, a in cache.summaries[0].items()}
+    for group in range(count):
+        direction = stored["direction"][group] * stored["direction_scale"][group]
+        q = (1000 * direction + 1e-2 * rng.normal(size=head_dim)).astype(np.float32)[None, None]
+        scores = backend.score(cache, 0, backend.from_numpy(q, "float32", device), np.array([[group]]), np.array([4]))
+        a = q[0, 0].astype(np.float64) / np.sqrt(head_dim)
+        along = abs(direction @ a)
+        exact = stored["lam"][group] * along + stored["rest"][group] * np.sqrt(max(a @ a - along**2, 0))
+        assert backend.to_numpy(scores.upper)[0, 0, 0] >= np.log(4) + exact
