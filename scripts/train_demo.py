@@ -1,9 +1,10 @@
-"""Trains the demo model from nothing: a byte-level Llama that answers "what is the code for X?" from a long text.
+"""Trains a demo model from nothing: a byte-level Llama that answers "what is the code for X?" from a long text.
 
 Text: Python's own standard library source (nine tenths of its files; the rest is held out for evaluation).
 Stages lengthen the context once the answers are right. Writes a Hugging Face directory and its model card.
 
     python scripts/train_demo.py --out eps_core/demo_model          (about an hour on 2 cores; resumes with --resume)
+    python scripts/train_demo.py --shape wide --out results/wide_model     (a second shape, to check the ranking on)
 
 Preload jemalloc (LD_PRELOAD=libjemalloc.so.2): without it this script spends most of its time in the allocator.
 """
@@ -55,6 +56,21 @@ STAGES = [
     (4096, 180, 16384, 2.0),
     (8192, 160, 16384, 2.0),
 ]
+# `wide` differs in what a selector meets: heads of 128, twice the layers, twice the kv heads, one query head for each
+WIDE_CONFIG = {
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+}
+WIDE_STAGES = [
+    (256, 2400, 16384, 0.97),
+    (512, 200, 16384, 0.97),
+    (1024, 150, 16384, 0.97),
+    (2048, 100, 16384, 0.985),
+    (4096, 100, 16384, 2.0),
+]
 MIN_STEPS, DECAY_STEPS, WARMUP_STEPS = 60, 140, 60
 
 
@@ -62,18 +78,19 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         width, kv_width = CONFIG["hidden_size"], CONFIG["num_key_value_heads"] * CONFIG["head_dim"]
+        q_width = CONFIG["num_attention_heads"] * CONFIG["head_dim"]
         self.input_layernorm = nn.RMSNorm(width, eps=CONFIG["rms_norm_eps"])
-        self.q_proj = nn.Linear(width, width, bias=False)
+        self.q_proj = nn.Linear(width, q_width, bias=False)
         self.k_proj = nn.Linear(width, kv_width, bias=False)
         self.v_proj = nn.Linear(width, kv_width, bias=False)
-        self.o_proj = nn.Linear(width, width, bias=False)
+        self.o_proj = nn.Linear(q_width, width, bias=False)
         self.post_attention_layernorm = nn.RMSNorm(width, eps=CONFIG["rms_norm_eps"])
         self.gate_proj = nn.Linear(width, CONFIG["intermediate_size"], bias=False)
         self.up_proj = nn.Linear(width, CONFIG["intermediate_size"], bias=False)
         self.down_proj = nn.Linear(CONFIG["intermediate_size"], width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, length, width = x.shape
+        batch, length, _ = x.shape
         head_dim = CONFIG["head_dim"]
 
         def heads(y: Tensor) -> Tensor:
@@ -88,7 +105,7 @@ class Block(nn.Module):
         repeat = CONFIG["num_attention_heads"] // CONFIG["num_key_value_heads"]
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
         out = F.scaled_dot_product_attention(q, k, v.to(q.dtype), is_causal=True)
-        x = x + self.o_proj(out.transpose(1, 2).reshape(batch, length, width))
+        x = x + self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
         h = self.post_attention_layernorm(x)
         return x + self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
 
@@ -207,7 +224,7 @@ def write_card(out: Path, record: dict) -> None:
     stages = "\n".join(
         f"| {s['context']} | {s['steps']} | {s['loss']:.3f} | {s['answer_accuracy']:.3f} |" for s in record["stages"]
     )
-    text = f"""# EPS demo model
+    text = f"""# EPS {record["shape"]} model
 
 A byte-level Llama ({record["parameters"] / 1e6:.2f} M parameters: {CONFIG["num_hidden_layers"]} layers, width
 {CONFIG["hidden_size"]}, {CONFIG["num_attention_heads"]} query and {CONFIG["num_key_value_heads"]} key/value heads of
@@ -250,6 +267,7 @@ def held_out_bits_per_byte(model: Model, text: bytes, seed: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--shape", choices=["demo", "wide"], default="demo")
     parser.add_argument("--checkpoint", type=Path, default=Path("demo_checkpoint.pt"))
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
@@ -259,6 +277,10 @@ def main() -> None:
     parser.add_argument("--max-steps", type=int, help="stop after this many steps in all (for timing)")
     args = parser.parse_args()
 
+    stages = STAGES
+    if args.shape == "wide":
+        CONFIG.update(WIDE_CONFIG)
+        stages = WIDE_STAGES
     torch.manual_seed(args.seed)
     train_text, held_text = corpus(held_out=False), corpus(held_out=True)
     model = Model()
@@ -284,8 +306,8 @@ def main() -> None:
         torch.save(state, partial)
         partial.replace(args.checkpoint)
 
-    for stage in range(done["stage"], len(STAGES)):
-        length, most_steps, step_tokens, enough = STAGES[stage]
+    for stage in range(done["stage"], len(stages)):
+        length, most_steps, step_tokens, enough = stages[stage]
         cos, sin = rope(length)
         recent: list[tuple[float, float]] = []
         first = done["step"] if stage == done["stage"] else 0
@@ -295,7 +317,7 @@ def main() -> None:
             tokens, answer = batch_of(train_text, length, max(1, step_tokens // length), rng)
             # warm up once; decay to a twentieth over the last stage
             rate = min(1.0, (done["total"] + 1) / WARMUP_STEPS)
-            if stage == len(STAGES) - 1:
+            if stage == len(stages) - 1:
                 rate *= max(0.05, min(1.0, (most_steps - step) / DECAY_STEPS))
             for optimizer in optimizers:
                 optimizer.param_groups[0]["lr"] = args.lr * rate * (1.0 if length < 2048 else 0.6)
@@ -355,7 +377,7 @@ def main() -> None:
         else "No tested length fell under 95 %."
     )
     record = {
-        "seed": args.seed, "torch": torch.__version__, "python": platform.python_version(), "lr": args.lr,
+        "shape": args.shape, "seed": args.seed, "torch": torch.__version__, "python": platform.python_version(), "lr": args.lr,
         "parameters": sum(p.numel() for p in model.parameters()), "tokens_seen": done["tokens"],
         "hours": done["seconds"] / 3600, "stages": done["stages"], "needle_accuracy": accuracy,
         "needle_documents": documents, "limit": limit,
