@@ -17,6 +17,12 @@ def attend_keys(a: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray
     return weights @ v.astype(np.float64) / weights.sum(), float(logits.max() + np.log(weights.sum()))
 
 
+def average(log_masses: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, float]:
+    """(mean [D] of values [n, D] weighted by their masses, log of the sum of the masses [n])."""
+    weights = np.exp(log_masses - log_masses.max())
+    return weights @ values / weights.sum(), float(log_masses.max() + np.log(weights.sum()))
+
+
 def group_masses(a: np.ndarray, k: np.ndarray, group_tokens: int) -> np.ndarray:
     """True log A_p [G] of every group of k [T, D], the last possibly open: what estimates and bounds speak of."""
     logits = k.astype(np.float64) @ a.astype(np.float64)

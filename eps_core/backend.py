@@ -6,7 +6,7 @@ float64 from what lies there.
 
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ import numpy as np
 
 from eps_core import attention, selection, summaries
 from eps_core.blocks import GroupState, WritePlan
-from eps_core.config import CacheSpec, ConfigError, EpsConfig
+from eps_core.config import CacheSpec, ConfigError, EpsConfig, summary_group_bytes
 from eps_core.guards import missing_groups
-from eps_core.interface import Scores, Selection
+from eps_core.interface import Certificate, Scores, Selection
 
 _DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float64": np.float64}
 
@@ -39,8 +39,14 @@ class Cache:
     centre: list[np.ndarray | None] = field(default_factory=list)  # rq: [Hkv, D] float16 once 256 keys were seen
     early: list[np.ndarray] = field(default_factory=list)  # rq: the keys until then [<256, Hkv, D]
     phi: list[np.ndarray] = field(default_factory=list)  # jl: [Hkv, D, m]
+    # with bounds: the largest |k| and |v| that each kv head ever held, [Hkv]
+    largest_key: list[np.ndarray] = field(default_factory=list)
+    largest_value: list[np.ndarray] = field(default_factory=list)
+    bound: "Cache | None" = None  # the summaries that bound, over the same K and V, where they are other ones
+    tail: "Cache | None" = None  # mean values: its K is this cache's V
     bytes_k_reread: int = 0
     kv_bytes_read: int = 0
+    bound_bytes_read: int = 0
 
 
 def new_cache(spec: CacheSpec, config: EpsConfig, device: str = "cpu") -> Cache:
@@ -53,19 +59,33 @@ def new_cache(spec: CacheSpec, config: EpsConfig, device: str = "cpu") -> Cache:
     cache = Cache(
         spec, config, device, [np.zeros(shape, dtype) for _ in layers], [np.zeros(shape, dtype) for _ in layers]
     )
-    if config.enabled:
-        cache.summaries = [{} for _ in layers]
-        cache.state = [GroupState(spec.num_units, config, spec.max_open_groups) for _ in layers]
-        cache.open = [{} for _ in layers]
-        cache.centre = [None for _ in layers]
-        cache.early = [np.zeros((0, spec.num_kv_heads, spec.head_dim)) for _ in layers]
-        if config.method == "jl":
-            assert config.dim is not None
-            cache.phi = [
-                summaries.jl_projection(config.seed, layer, spec.num_kv_heads, spec.head_dim, config.dim)
-                for layer in layers
-            ]
+    if config.bound_bits:
+        cache.bound = Cache(spec, config.bound_config, device, cache.k, cache.v)
+    if config.tail_tokens:
+        cache.tail = Cache(spec, config.tail_config, device, cache.v, cache.v)
+    for one in (cache, cache.bound, cache.tail):
+        if one is not None and one.config.enabled:
+            _add_summaries(one)
     return cache
+
+
+def _add_summaries(cache: Cache) -> None:
+    """Everything that a method keeps besides K and V, still empty."""
+    spec, config, layers = cache.spec, cache.config, range(cache.spec.num_layers)
+    cache.summaries = [{} for _ in layers]
+    cache.state = [GroupState(spec.num_units, config, spec.max_open_groups) for _ in layers]
+    cache.open = [{} for _ in layers]
+    cache.centre = [None for _ in layers]
+    cache.early = [np.zeros((0, spec.num_kv_heads, spec.head_dim)) for _ in layers]
+    if config.has_bounds:
+        cache.largest_key = [np.zeros(spec.num_kv_heads) for _ in layers]
+        cache.largest_value = [np.zeros(spec.num_kv_heads) for _ in layers]
+    if config.method == "jl":
+        assert config.dim is not None
+        cache.phi = [
+            summaries.jl_projection(config.seed, layer, spec.num_kv_heads, spec.head_dim, config.dim)
+            for layer in layers
+        ]
 
 
 def write_kv(cache: Cache, layer: int, k: np.ndarray, v: np.ndarray, slots: np.ndarray) -> Cache:
@@ -82,10 +102,19 @@ def write_kv(cache: Cache, layer: int, k: np.ndarray, v: np.ndarray, slots: np.n
         )
     cache.k[layer][units, :, offsets] = stored
     cache.v[layer][units, :, offsets] = values
-    if cache.config.enabled and cache.config.method != "oracle":
-        _update_summaries(cache, layer, keys, cache.state[layer].plan(slots))
-    elif cache.config.enabled:
-        cache.state[layer].plan(slots)
+    if cache.config.has_bounds and len(slots):
+        for largest, array in ((cache.largest_key, stored), (cache.largest_value, values)):
+            norm = np.linalg.norm(array.astype(np.float64), axis=2).max(axis=0)
+            largest[layer] = np.maximum(largest[layer], norm)
+    for one, rows in ((cache, keys), (cache.bound, keys), (cache.tail, values.astype(np.float64))):
+        if one is None or not one.config.enabled:
+            continue
+        plan = one.state[layer].plan(slots)
+        if one.config.method != "oracle":
+            _update_summaries(one, layer, rows, plan)
+        if one is not cache:
+            cache.bytes_k_reread += one.bytes_k_reread
+            one.bytes_k_reread = 0
     return cache
 
 
@@ -183,12 +212,16 @@ def _store(cache: Cache, layer: int, group: int, head: int, summary: summaries.S
 def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
     """Copies whole units with their summaries and open groups: copy-on-write of a forked sequence's open unit."""
     for layer in range(cache.spec.num_layers):
-        for pool in (cache.k[layer], cache.v[layer], *(cache.summaries[layer].values() if cache.summaries else ())):
+        for pool in (cache.k[layer], cache.v[layer]):
             pool[list(dst)] = pool[list(src)]
-        if cache.config.enabled:
+        for one in (cache, cache.bound, cache.tail):
+            if one is None or not one.config.enabled:
+                continue
+            for pool in one.summaries[layer].values():
+                pool[list(dst)] = pool[list(src)]
             for source, target in zip(src, dst, strict=True):
-                for src_open, dst_open in cache.state[layer].copy(source, target):
-                    for running in cache.open[layer].values():
+                for src_open, dst_open in one.state[layer].copy(source, target):
+                    for running in one.open[layer].values():
                         running[dst_open] = running[src_open]
     return cache
 
@@ -200,7 +233,8 @@ def read_kv(cache: Cache, layer: int, table: np.ndarray, length: int) -> tuple[n
 
 
 def score(cache: Cache, layer: int, q: np.ndarray, table: np.ndarray, lengths: np.ndarray) -> Scores:
-    """Estimates and bounds of every group, max over the query heads of each kv head: q [B, Hq, D], table [B, M]."""
+    """Estimates of every group, max over the query heads of each kv head, and bounds query head by query head:
+    q [B, Hq, D], table [B, M]."""
     config, size = cache.config, cache.config.S
     batch, num_heads, head_dim = q.shape
     kv_heads, per_unit = cache.spec.num_kv_heads, config.groups_per_unit
@@ -208,9 +242,10 @@ def score(cache: Cache, layer: int, q: np.ndarray, table: np.ndarray, lengths: n
         return _true_scores(cache, layer, q, table, lengths)
     can_encode = config.method != "rq" or cache.centre[layer] is not None
     missing = missing_groups(config, cache.state[layer], table, lengths, can_encode)
-    shape = (batch, kv_heads, missing.shape[1])
-    # rows: estimate, lower, upper
-    values = np.full((3, *shape), -np.inf, np.float64)
+    repeat = num_heads // kv_heads
+    estimate = np.full((batch, kv_heads, missing.shape[1]), -np.inf)
+    lower = np.full((batch, kv_heads, repeat, missing.shape[1]), -np.inf)
+    upper = lower.copy()
     num_missing = np.zeros(batch, np.int64)
     for b in range(batch):
         n = selection.num_groups(int(lengths[b]), size)
@@ -218,14 +253,14 @@ def score(cache: Cache, layer: int, q: np.ndarray, table: np.ndarray, lengths: n
         num_missing[b] = (missing[b, :n] & ~selection.guards(config, int(lengths[b]))).sum()
         units = table[b, known // per_unit]
         for head in range(kv_heads):
-            values[0, b, head, :n], values[2, b, head, :n] = np.inf, np.inf
+            estimate[b, head, :n], upper[b, head, :, :n] = np.inf, np.inf
             if not len(known):
                 continue
             stacked = {name: pool[units, head, known % per_unit] for name, pool in cache.summaries[layer].items()}
             centre = cache.centre[layer]
-            for r in range(num_heads // kv_heads):
-                a = q[b, head * (num_heads // kv_heads) + r].astype(np.float64) / np.sqrt(head_dim)
-                parts = summaries.score_summary(
+            for r in range(repeat):
+                a = q[b, head * repeat + r].astype(np.float64) / np.sqrt(head_dim)
+                guess, least, most = summaries.score_summary(
                     config,
                     stacked,
                     a,
@@ -233,14 +268,59 @@ def score(cache: Cache, layer: int, q: np.ndarray, table: np.ndarray, lengths: n
                     cache.phi[layer][head] if cache.phi else None,
                     None if centre is None else centre[head],
                 )
-                for row, part in enumerate(parts):
-                    if part is not None:
-                        best = part if r == 0 else np.maximum(values[row, b, head, known], part)
-                        values[row, b, head, known] = best
-    estimate, lower, upper = values
-    if not config.has_bounds:
+                estimate[b, head, known] = guess if r == 0 else np.maximum(estimate[b, head, known], guess)
+                if least is not None:
+                    lower[b, head, r, known], upper[b, head, r, known] = least, most
+            if config.refine:
+                assert centre is not None
+                best = selection.best_first(estimate[b, head, known])[: config.refined_groups(int(lengths[b]))]
+                kept = {name: array[best] for name, array in stacked.items()}
+                heads = q[b, head * repeat : (head + 1) * repeat].astype(np.float64) / np.sqrt(head_dim)
+                finer = [summaries.refine_rq(kept, a, size, centre[head], config.seed) for a in heads]
+                estimate[b, head, known[best]] = np.max(finer, axis=0)
+    if not config.own_bounds:
         return Scores(estimate, None, None, num_missing)
-    return Scores(estimate, lower, upper, num_missing)
+    return Scores(estimate, lower, upper, num_missing, _logit_slack(cache, layer, q))
+
+
+def bounds(
+    cache: Cache, layer: int, q: np.ndarray, table: np.ndarray, lengths: np.ndarray, scores: Scores, selected: Selection
+) -> Scores:
+    """`scores` with bounds from the codes of single keys, of the groups that `selected` left out; only their codes are
+    read, and counted in `bound_bytes_read`. The bounds of the visited ones are left empty: nothing asks for them.
+    Returns `scores` as they are where the method's own bounds serve."""
+    if cache.bound is None:
+        return scores
+    batch, kv_heads, groups = scores.estimate.shape
+    inner, size, repeat = cache.bound, cache.config.S, q.shape[1] // kv_heads
+    lower = np.full((batch, kv_heads, repeat, groups), -np.inf)
+    upper = lower.copy()
+    visit = _visit_mask(selected, groups)
+    centre = inner.centre[layer]
+    for b, head in np.ndindex(batch, kv_heads):
+        left = np.flatnonzero(~visit[b, head] & ~np.isneginf(scores.estimate[b, head]))
+        tokens = (left[:, None] * size + np.arange(size)).reshape(-1)
+        cache.bound_bytes_read += len(tokens) * summary_group_bytes(inner.config, q.shape[2])
+        if centre is None:
+            upper[b, head][:, left] = np.inf
+            continue
+        units, subs = table[b, tokens // inner.config.unit_tokens], tokens % inner.config.unit_tokens
+        stacked = {name: pool[units, head, subs] for name, pool in inner.summaries[layer].items()}
+        for r in range(repeat):
+            a = q[b, head * repeat + r].astype(np.float64) / np.sqrt(q.shape[2])
+            _, least, most = summaries.score_summary(inner.config, stacked, a, 1, None, centre[head])
+            for target, part in ((lower, least), (upper, most)):
+                assert part is not None
+                target[b, head, r, left] = np.logaddexp.reduce(part.reshape(-1, size), axis=1)
+    return replace(scores, lower=lower, upper=upper, slack=_logit_slack(cache, layer, q))
+
+
+def _logit_slack(cache: Cache, layer: int, q: np.ndarray) -> np.ndarray:
+    """[B, Hkv, R]: what float32 may add to or take from any logit of this cache."""
+    batch, _, head_dim = q.shape
+    size = np.linalg.norm(q.reshape(batch, cache.spec.num_kv_heads, -1, head_dim).astype(np.float64), axis=3)
+    largest = cache.largest_key[layer][None, :, None]
+    return (head_dim + 32) * 2.0**-21 * (size / np.sqrt(head_dim) * largest + 1)
 
 
 def _true_scores(cache: Cache, layer: int, q: np.ndarray, table: np.ndarray, lengths: np.ndarray) -> Scores:
@@ -261,36 +341,99 @@ def _true_scores(cache: Cache, layer: int, q: np.ndarray, table: np.ndarray, len
     return Scores(estimate, None, None, np.zeros(batch, np.int64))
 
 
-def select(config: EpsConfig, scores: Scores, lengths: np.ndarray) -> Selection:
-    """The configured policy over every (sequence, kv head); scope union gives all heads the union of their groups."""
+def select(config: EpsConfig, scores: Scores, lengths: np.ndarray, layer: int = 0) -> Selection:
+    """The configured policy over every (sequence, kv head); scope union gives all heads the union of their groups.
+    `layer` says which head modes apply, where the config has any."""
     batch, kv_heads, width = scores.estimate.shape
+    modes = config.head_modes[layer] if config.head_modes else ("gate",) * kv_heads
     visit = np.zeros((batch, kv_heads, width), bool)
     forced = np.zeros(batch, np.int64)
     for b in range(batch):
         n = selection.num_groups(int(lengths[b]), config.S)
         for head in range(kv_heads):
-            mask, is_forced = selection.visited(config, scores.estimate[b, head, :n], int(lengths[b]))
+            mask, is_forced = selection.visited(config, scores.estimate[b, head, :n], int(lengths[b]), modes[head])
             visit[b, head, :n] = mask
             forced[b] = is_forced.sum()
     wanted = visit.sum(axis=2).astype(np.int32) if config.scope == "union" else None
     if config.scope == "union":
         visit[:] = visit.any(axis=1, keepdims=True)
+    selected = _selection(visit, forced, wanted)
+    if config.policy == "topk" and config.scope == "kv-head" and set(modes) == {"gate"}:
+        return replace(selected, uniform=selected.counts[:, 0].astype(np.int64))
+    return selected
+
+
+def _selection(visit: np.ndarray, forced: np.ndarray, wanted: np.ndarray | None) -> Selection:
+    """The True entries of visit [B, Hkv, G] as ascending lists."""
     counts = visit.sum(axis=2).astype(np.int32)
-    groups = np.full((batch, kv_heads, max(int(counts.max()), 1)), -1, np.int32)
-    for b, head in np.ndindex(batch, kv_heads):
+    groups = np.full((*counts.shape, max(int(counts.max()), 1)), -1, np.int32)
+    for b, head in np.ndindex(*counts.shape):
         groups[b, head, : counts[b, head]] = np.flatnonzero(visit[b, head])
-    uniform = counts[:, 0].astype(np.int64) if config.policy == "topk" and config.scope == "kv-head" else None
-    return Selection(groups, counts, uniform, forced, wanted)
+    return Selection(groups, counts, None, forced, wanted)
+
+
+def _visit_mask(selected: Selection, num_groups: int) -> np.ndarray:
+    """[B, Hkv, G]: True where a group is listed."""
+    visit = np.zeros((*selected.counts.shape, num_groups), bool)
+    for b, head in np.ndindex(*selected.counts.shape):
+        visit[b, head, selected.groups[b, head, : selected.counts[b, head]]] = True
+    return visit
+
+
+def certify(
+    cache: Cache, layer: int, scores: Scores, visited: Selection, out: np.ndarray, lse: np.ndarray
+) -> Certificate:
+    """Bounds of what `visited` left out, from valid bounds alone: out [B, Hq, D] and lse [B, Hq] are what `attend` gave
+    for exactly these groups. Raises ValueError for a method without bounds."""
+    if scores.upper is None or scores.slack is None:
+        raise ValueError(f"method {cache.config.method} has no bounds: nothing can be certified")
+    batch, kv_heads, repeat, width = scores.upper.shape
+    visit = _visit_mask(visited, width)
+    mass, error = np.zeros((batch, kv_heads)), np.zeros((batch, kv_heads))
+    lse, size = lse.reshape(batch, kv_heads, repeat), np.linalg.norm(out, axis=2).reshape(batch, kv_heads, repeat)
+    for b, head in np.ndindex(batch, kv_heads):
+        inside = ~np.isneginf(scores.estimate[b, head])
+        share = selection.certified_share(
+            scores.upper[b, head][:, inside], visit[b, head, inside], lse[b, head], scores.slack[b, head]
+        )
+        mass[b, head] = share.max()
+        error[b, head] = (share * (cache.largest_value[layer][head] + size[b, head])).max()
+    return Certificate(mass, error)
+
+
+def escalate(config: EpsConfig, scores: Scores, selected: Selection, lse: np.ndarray) -> tuple[Selection, Selection]:
+    """(groups to visit besides, all visited groups) so that the certificate of the whole falls to config.epsilon, where
+    `selected` was attended with lse [B, Hq]. Heads whose certificate holds already get none."""
+    if scores.upper is None or scores.lower is None or scores.slack is None:
+        raise ValueError(f"method {config.method} has no bounds: nothing can be certified")
+    batch, kv_heads, repeat, width = scores.upper.shape
+    visit = _visit_mask(selected, width)
+    extra = np.zeros_like(visit)
+    lse = lse.reshape(batch, kv_heads, repeat)
+    for b, head in np.ndindex(batch, kv_heads):
+        inside = ~np.isneginf(scores.estimate[b, head])
+        extra[b, head, inside] = selection.escalation(
+            config.epsilon,
+            scores.lower[b, head][:, inside],
+            scores.upper[b, head][:, inside],
+            visit[b, head, inside],
+            lse[b, head],
+            scores.slack[b, head],
+        )
+    if config.scope == "union":
+        extra = extra.any(axis=1, keepdims=True) & ~visit
+    return _selection(extra, np.zeros(batch, np.int64), None), _selection(
+        visit | extra, selected.forced, selected.wanted
+    )
 
 
 def skipped_mass(scores: Scores, selected: Selection) -> np.ndarray:
     """Estimated share of the softmax left unread [B, Hkv]: an estimate, no bound."""
     share = np.zeros(selected.counts.shape)
+    visit = _visit_mask(selected, scores.estimate.shape[2])
     for b, head in np.ndindex(*share.shape):
-        visit = np.zeros(scores.estimate.shape[2], bool)
-        visit[selected.groups[b, head, : selected.counts[b, head]]] = True
         within = ~np.isneginf(scores.estimate[b, head])
-        share[b, head] = selection.skipped_share(scores.estimate[b, head, within], visit[within])
+        share[b, head] = selection.skipped_share(scores.estimate[b, head, within], visit[b, head, within])
     return share
 
 
@@ -322,6 +465,53 @@ def attend(
 def merge(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Exact merge of two attentions over disjoint keys: out [.., D], lse [..]."""
     return attention.merge(first, second)
+
+
+def attend_own(cache: Cache, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(out [B, Hq, D], lse [B, Hq]) of each token over itself alone: q [B, Hq, D], k, v [B, Hkv, D] as the cache would
+    hold them."""
+    dtype, repeat = _DTYPES[cache.spec.dtype], q.shape[1] // k.shape[1]
+    key, value = (np.repeat(x.astype(dtype).astype(np.float64), repeat, axis=1) for x in (k, v))
+    return value, (q.astype(np.float64) * key).sum(axis=2) / np.sqrt(q.shape[2])
+
+
+def attend_tail(
+    cache: Cache,
+    layer: int,
+    table: np.ndarray,
+    lengths: np.ndarray,
+    scores: Scores,
+    selected: Selection,
+    lse: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(out [B, Hq, D], lse [B, Hq]): an estimate of attention over the groups that `selected` left out, to be merged
+    with what was read, whose log mass is lse [B, Hq]. Each skipped group counts with its estimated mass and the mean
+    value of the tail group around it. Estimates that were too high for what was read are lowered as much for what was
+    not; where the tail group is not full, or has no estimate, nothing is added. An estimate, no bound."""
+    assert cache.tail is not None
+    inner, size, per_unit = cache.tail, cache.config.S, cache.tail.config.groups_per_unit
+    batch, kv_heads, groups = scores.estimate.shape
+    repeat, head_dim, ratio = lse.shape[1] // kv_heads, cache.spec.head_dim, inner.config.S // size
+    missing = missing_groups(inner.config, inner.state[layer], table, lengths, can_encode=True)
+    visit = _visit_mask(selected, groups)
+    out, tail = np.zeros((batch, kv_heads, repeat, head_dim)), np.full((batch, kv_heads, repeat), -np.inf)
+    for b, head in np.ndindex(batch, kv_heads):
+        estimate = scores.estimate[b, head]
+        known = np.isfinite(estimate)
+        usable = np.repeat(~missing[b], ratio)[:groups]
+        skipped = np.flatnonzero(known & usable & ~visit[b, head])
+        if not len(skipped):
+            continue
+        units, subs = table[b, skipped // ratio // per_unit], skipped // ratio % per_unit
+        scale = inner.summaries[layer]["mean_scale"][units, head, subs].astype(np.float64)
+        means = inner.summaries[layer]["mean"][units, head, subs] * scale[:, None]
+        mean_out, mass = attention.average(estimate[skipped], means)
+        read = visit[b, head] & known
+        for r in range(repeat):
+            seen = lse[b, head * repeat + r]
+            excess = np.logaddexp.reduce(estimate[read]) - seen if read.any() else 0.0
+            out[b, head, r], tail[b, head, r] = mean_out, mass - max(excess, 0.0)
+    return out.reshape(batch, -1, head_dim), tail.reshape(batch, -1)
 
 
 def check_finite(cache: Cache) -> None:

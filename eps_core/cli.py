@@ -4,90 +4,21 @@ import io
 import os
 import platform
 import sys
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
 from eps_core import report, telemetry
-from eps_core.config import DTYPE_BYTES, METHODS, POLICIES, SCOPES, ConfigError, EpsConfig, open_group_bytes
+from eps_core.cli_evaluate import evaluate_command
+from eps_core.cli_grid import grid_command, report_command
+from eps_core.cli_replay import calibrate_command, capture_command, replay_command
+from eps_core.config import DTYPE_BYTES, ConfigError, open_group_bytes
 from eps_core.generate import Sampling
 from eps_core.interface import BACKENDS, load_backend
+from eps_core.options import config_of, given_flags, selection_options, summary_options
 
-DEMO_METHOD = "rq"
 DEMO_NEW_TOKENS = 16
-# flags that mean something under one policy only
-_POLICY_FLAGS = {"eps_budget": "topk", "eps_tau": "share", "eps_epsilon": "mass", "eps_alpha": "threshold"}
-_DEFAULT = EpsConfig()
-
-
-def _options(*options: Callable) -> Callable:
-    def decorate(function: Callable) -> Callable:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
-
-
-_summary_options = _options(
-    click.option("--eps-dim", type=int, help="m of jl (default 8), l of fd (2), k of moments (1)."),
-    click.option(
-        "--eps-bits", type=int, default=_DEFAULT.bits, show_default=True, help="Bits of one rq code: 1, 2, 4 or 8."
-    ),
-    click.option(
-        "--eps-group-tokens",
-        type=int,
-        metavar="N",
-        help="Tokens of a group, up to 256; divides the page or is a multiple of it.",
-    ),
-    click.option("--eps-group-blocks", type=int, metavar="G", help="The same in pages.  [default: each method's best]"),
-    click.option("--block-size", type=int, default=_DEFAULT.block_size, show_default=True, help="Tokens of a page."),
-)
-
-_selection_options = _options(
-    click.option(
-        "--eps-method",
-        type=click.Choice(METHODS),
-        help=f"Summary of a group of keys.  [default: off; {DEMO_METHOD} without --model]",
-    ),
-    click.option("--eps-rq-bounds", is_flag=True, help="rq also stores what its bounds need (6 bytes a group)."),
-    click.option("--eps-policy", type=click.Choice(POLICIES), default=_DEFAULT.policy, show_default=True),
-    click.option(
-        "--eps-budget", type=float, default=_DEFAULT.budget, show_default=True,
-        help="topk: share of the context that is read (up to 1), or a number of tokens.",
-    ),
-    click.option("--eps-tau", type=float, help="share: least estimated share of the softmax worth a visit."),
-    click.option(
-        "--eps-epsilon", type=float, default=_DEFAULT.epsilon, show_default=True,
-        help="mass: most estimated share of the softmax left unread.",
-    ),
-    click.option(
-        "--eps-alpha", type=float, default=_DEFAULT.alpha, show_default=True,
-        help="threshold: a group is skipped below T / alpha; higher visits more.",
-    ),
-    click.option(
-        "--eps-top-pages", type=int, metavar="N", help="In groups: topk budget, threshold heap, cap on share and mass."
-    ),
-    click.option(
-        "--eps-first-tokens", type=int, default=_DEFAULT.first_tokens, show_default=True, help="Always visited."
-    ),
-    click.option(
-        "--eps-last-tokens", type=int, default=_DEFAULT.last_tokens, show_default=True, help="Always visited."
-    ),
-    click.option("--eps-first-n", type=int, metavar="N", help="--eps-first-tokens in groups."),
-    click.option("--eps-last-n", type=int, metavar="N", help="--eps-last-tokens in groups."),
-    click.option(
-        "--eps-scope", type=click.Choice(SCOPES), default=_DEFAULT.scope, show_default=True,
-        help="A list of groups for each kv head, or the union of them for all heads.",
-    ),
-    click.option("--eps-seed", type=int, default=_DEFAULT.seed, show_default=True, help="Of projections and signs."),
-    click.option(
-        "--eps-min-context", type=int, default=_DEFAULT.min_context, show_default=True, help="Dense below N tokens."
-    ),
-)  # fmt: skip
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=False)
@@ -125,10 +56,19 @@ def cli() -> None:
 @click.option("--stop/--no-stop", default=True, show_default=True, help="End at the model's end-of-text tokens.")
 @click.option("--no-baseline", is_flag=True, help="Skip the dense run.")
 @click.option("--kl", is_flag=True, help="Also measure KL and top-1 agreement along the dense run's tokens.")
+@click.option(
+    "--eps-audit-every", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
+    help="Attend densely besides on every N-th step: true unread mass, KL, alarms; 0: never.",
+)  # fmt: skip
+@click.option(
+    "--eps-audit-factor", type=float, default=telemetry.AUDIT_FACTOR, show_default=True,
+    help="An audit raises an alarm where the true unread share is above this many times its estimate.",
+)  # fmt: skip
+@click.option("--eps-audit-off", is_flag=True, help="After an alarm the steps are dense.")
 @click.option("--metrics", type=click.Path(path_type=Path), metavar="FILE", help="Write JSONL, one line a decode step.")
 @click.option("--csv", type=click.Path(path_type=Path), metavar="FILE", help="Write the same steps as CSV.")
-@_selection_options
-@_summary_options
+@selection_options
+@summary_options
 @click.pass_context
 def run_command(ctx: click.Context, /, **flags: Any) -> None:
     """Decode a prompt densely, then with EPS, and compare.
@@ -139,12 +79,18 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
     Prints the text as it comes and a table; the last line of stdout is one JSON object. --metrics and --csv hold the
     EPS run's steps, or the dense run's where EPS is off.
     """
-    given = {name for name in flags if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE}
-    config = _config(flags, given)
+    given = given_flags(ctx, flags)
+    config = config_of(flags, given)
     if flags["no_baseline"] and not config.enabled:
         raise click.UsageError("--no-baseline with EPS off leaves nothing to run: drop it or choose an --eps-method")
     if flags["kl"] and (flags["no_baseline"] or not config.enabled):
         raise click.UsageError("--kl compares EPS with the dense run: it needs an --eps-method and no --no-baseline")
+    if given & {"eps_audit_factor", "eps_audit_off"} and not flags["eps_audit_every"]:
+        raise click.UsageError("--eps-audit-factor and --eps-audit-off need audits: add --eps-audit-every")
+    if flags["eps_audit_every"] and not config.enabled:
+        raise click.UsageError("--eps-audit-every audits gated steps: choose an --eps-method")
+    if flags["eps_audit_factor"] < 1:
+        raise click.UsageError(f"--eps-audit-factor {flags['eps_audit_factor']} is below 1: use 10")
     if "top_p" in given and not flags["temperature"]:
         raise click.UsageError("--top-p means nothing to greedy decoding: add --temperature")
     # late: `eps-proto info` and --help must work where a model cannot be loaded
@@ -169,62 +115,12 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
         method_is_default=flags["eps_method"] is None,
         metrics=flags["metrics"],
         csv=flags["csv"],
+        audit_every=flags["eps_audit_every"],
+        audit_factor=flags["eps_audit_factor"],
+        audit_off=flags["eps_audit_off"],
     )
     result = run(request, sys.stdout)
     click.echo(telemetry.to_json(result))
-
-
-def _config(flags: dict[str, Any], given: set[str]) -> EpsConfig:
-    """The flags as an EpsConfig; flags that contradict each other are refused, unless EPS is turned off outright."""
-    method = flags["eps_method"]
-    eps_given = sorted(name for name in given if name.startswith("eps_") and name != "eps_method")
-    if method is None:
-        method = DEMO_METHOD if flags["model"] is None else "off"
-        if method == "off" and eps_given:
-            raise click.UsageError(f"{_flag(eps_given[0])} means nothing while EPS is off: add --eps-method")
-    if method == "off":
-        return EpsConfig(block_size=flags["block_size"])
-    for name, policy in _POLICY_FLAGS.items():
-        if name in given and flags["eps_policy"] != policy:
-            raise click.UsageError(f"{_flag(name)} belongs to --eps-policy {policy}: drop it or choose that policy")
-    if "eps_budget" in given and "eps_top_pages" in given:
-        raise click.UsageError("--eps-budget and --eps-top-pages both set the budget of topk: give one of them")
-    if "eps_bits" in given and method != "rq":
-        raise click.UsageError("--eps-bits belongs to --eps-method rq: drop it or choose that method")
-    config = EpsConfig(
-        method=method,
-        dim=flags["eps_dim"],
-        bits=flags["eps_bits"],
-        rq_bounds=flags["eps_rq_bounds"],
-        group_tokens=flags["eps_group_tokens"],
-        group_blocks=flags["eps_group_blocks"],
-        policy=flags["eps_policy"],
-        budget=flags["eps_budget"],
-        tau=flags["eps_tau"],
-        epsilon=flags["eps_epsilon"],
-        alpha=flags["eps_alpha"],
-        top_pages=flags["eps_top_pages"],
-        first_tokens=flags["eps_first_tokens"],
-        last_tokens=flags["eps_last_tokens"],
-        scope=flags["eps_scope"],
-        seed=flags["eps_seed"],
-        min_context=flags["eps_min_context"],
-        block_size=flags["block_size"],
-    )
-    for end in ("first", "last"):
-        groups = flags[f"eps_{end}_n"]
-        if groups is None:
-            continue
-        if f"eps_{end}_tokens" in given:
-            raise click.UsageError(f"--eps-{end}-n and --eps-{end}-tokens say the same thing twice: give one of them")
-        if groups < 0:
-            raise click.UsageError(f"--eps-{end}-n {groups} is negative: use 0 or more groups")
-        config = replace(config, **{f"{end}_tokens": groups * config.S})
-    return config
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _prompt(flags: dict[str, Any]) -> str | None:
@@ -256,14 +152,14 @@ def _prompt(flags: dict[str, Any]) -> str | None:
 @click.option("--kv-heads", type=click.IntRange(min=1), default=32, show_default=True)
 @click.option("--head-dim", type=click.IntRange(min=1), default=128, show_default=True)
 @click.option("--context", type=click.IntRange(min=1), help="Tokens.  [default: 65536, or the model's context]")
-@_summary_options
+@summary_options
 @click.pass_context
 def info_command(ctx: click.Context, /, **flags: Any) -> None:
     """Print devices, versions, usable backends, and the memory that summaries take for a model shape.
 
     The last line of stdout is one JSON object with the same numbers.
     """
-    given = {name for name in flags if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE}
+    given = given_flags(ctx, flags)
     layers, kv_heads, head_dim = flags["layers"], flags["kv_heads"], flags["head_dim"]
     context = flags["context"] or 65536
     if flags["model"] is not None:
@@ -309,6 +205,12 @@ def _backend_status(name: str) -> dict[str, Any]:
         return {"usable": True, "devices": backend.devices(), "versions": backend.versions(), "why_not": None}
     except ConfigError as error:
         return {"usable": False, "devices": [], "versions": {}, "why_not": str(error)}
+
+
+for command in (
+    capture_command, replay_command, calibrate_command, evaluate_command, grid_command, report_command,
+):  # fmt: skip
+    cli.add_command(command)
 
 
 def _fail(message: str) -> NoReturn:

@@ -5,14 +5,18 @@ errors, so the first line of every JSONL says exactly what ran.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
 METHODS = ("off", "jl", "1pc", "fd", "box", "meanstd", "ball", "moments", "rq")
 # for evaluation alone: true masses as estimates, by reading all of K, which its byte counts leave out
 EVALUATION_METHODS = ("oracle",)
+MEAN = "mean"  # not a way to score: the mean values that stand for skipped groups
 POLICIES = ("topk", "share", "mass", "threshold")
 SCOPES = ("kv-head", "union")
+# what one kv head does: selects groups, reads them all, or reads the guards alone
+HEAD_MODES = ("gate", "dense", "window")
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 # Each method's measured best group size in tokens (README, "Results"); None: the product requirements' coarse group
@@ -22,6 +26,16 @@ DEFAULT_GROUP_TOKENS: dict[str, int | None] = {
 }  # fmt: skip
 COARSE_GROUP_BLOCKS = 8
 # m of jl, l of fd (8 rows would need 522 MiB at 32 x 32 x 64k, 2 need 132 MiB), k of moments
+NO_BOUNDS = {
+    "oracle": "none: it evaluates estimates",
+    "jl": "none: a random projection can miss a key entirely; add --eps-bound-bits 8",
+    "meanstd": "none: mean plus deviation is below the largest logit at times; add --eps-bound-bits 8",
+    "rq": "none without what they need in store: add --eps-bound-bits 8",
+}
+DEFAULT_BUDGET, DEFAULT_TAU, DEFAULT_REFINE, DEFAULT_TAIL_TOKENS = 0.1, 0.001, 0.125, 64
+# always visited, in tokens. rq ranks single tokens well enough to find the recent ones that matter by itself; the
+# others need the wide guard (README, "Decisions")
+DEFAULT_GUARDS, FINE_GUARDS = (16, 128), (4, 32)
 DEFAULT_DIM = {"jl": 8, "fd": 2, "moments": 1}
 MAX_GROUP_TOKENS = 256
 
@@ -39,34 +53,45 @@ def _require(condition: bool, message: str) -> None:
 class EpsConfig:
     """What is summarised, how groups are chosen and what is always visited (design sections 3, 5, 7).
 
-    `group_tokens`, `dim` and the guards are resolved at birth: read `config.group_tokens` (S), never the raw flag.
+    What is None by default depends on the method and is settled at birth; only `tau`, `top_pages`, `dim` and, with
+    method off, `group_tokens` can be None in a config.
     """
 
     method: str = "off"
     dim: int | None = None  # m of jl, l of fd, k of moments; None: the method's default
     bits: int = 1  # of one rq code
+    # rq of 1 bit: share of the groups, the best by that bit, of which a second bit is read too
+    refine: float = None  # type: ignore[assignment]
     rq_bounds: bool = False  # rq also stores residual norm, radius and key norm (fp16), and so has bounds
+    bound_bits: int = 0  # 4 or 8: certify from codes of single keys instead of the method's own bounds
+    # tokens whose mean value stands for the skipped groups among them; 0: these contribute nothing
+    tail_tokens: int = None  # type: ignore[assignment]
     group_tokens: int | None = None  # S; None: the method's default, or group_blocks pages
     group_blocks: int | None = None  # S in pages
-    policy: str = "topk"
-    budget: float = 0.1  # topk: <= 1 a fraction of the sequence's tokens, > 1 a number of tokens; guards included
+    policy: str = None  # type: ignore[assignment]  # share for rq, unless a budget is given; topk for the others
+    budget: float = None  # type: ignore[assignment]  # topk: <= 1 a share of the tokens, > 1 a number; with guards
     tau: float | None = None  # share: least estimated share of the softmax
     epsilon: float = 0.01  # mass: most estimated share left unread
     alpha: float = 1.1  # threshold: skip when B < T / alpha
     top_pages: int | None = None  # groups: topk's budget, threshold's M, a cap on share and mass
-    first_tokens: int = 16
-    last_tokens: int = 128
+    first_tokens: int = None  # type: ignore[assignment]  # always visited
+    last_tokens: int = None  # type: ignore[assignment]
     scope: str = "kv-head"
+    strict: bool = False  # visit more until the certified share unread is at most epsilon
+    head_modes: tuple[tuple[str, ...], ...] | None = None  # of each layer and kv head; None: all of them gate
     seed: int = 0
     min_context: int = 0  # tokens; below it decode is dense
     block_size: int = 16  # tokens per page
 
     def __post_init__(self) -> None:
         _require(
-            self.method in METHODS + EVALUATION_METHODS,
+            self.method in (*METHODS, *EVALUATION_METHODS, MEAN),
             f"eps-method {self.method!r} is unknown: choose one of {', '.join(METHODS)}",
         )
-        _require(self.policy in POLICIES, f"eps-policy {self.policy!r} is unknown: choose one of {', '.join(POLICIES)}")
+        _require(
+            self.policy is None or self.policy in POLICIES,
+            f"eps-policy {self.policy!r} is unknown: choose one of {', '.join(POLICIES)}",
+        )
         _require(self.scope in SCOPES, f"eps-scope {self.scope!r} is unknown: choose one of {', '.join(SCOPES)}")
         block = self.block_size
         _require(
@@ -78,7 +103,9 @@ class EpsConfig:
             f"eps-group-tokens {self.group_tokens} and eps-group-blocks {self.group_blocks} say the same thing twice: "
             "give one of them",
         )
+        self._resolve()
         if self.method == "off":
+            object.__setattr__(self, "tail_tokens", 0)
             return
         tokens = self.group_tokens
         if tokens is None and self.group_blocks is None:
@@ -99,6 +126,20 @@ class EpsConfig:
         )
         object.__setattr__(self, "group_tokens", tokens)
         object.__setattr__(self, "group_blocks", None)
+        unit = max(block, tokens)
+        if self.tail_tokens is None:
+            wanted = unit * max(DEFAULT_TAIL_TOKENS // unit, 1) if self.method == "rq" else 0
+            object.__setattr__(self, "tail_tokens", wanted)
+        _require(
+            self.tail_tokens == 0 or (unit <= self.tail_tokens <= MAX_GROUP_TOKENS and self.tail_tokens % unit == 0),
+            f"eps-tail-tokens {self.tail_tokens} is not a multiple, up to {MAX_GROUP_TOKENS}, of the {unit} tokens of "
+            f"a page or group: use {unit * max(DEFAULT_TAIL_TOKENS // unit, 1)}, or 0 to drop what is skipped",
+        )
+        _require(
+            not self.tail_tokens or not self.has_norm_estimate,
+            f"eps-tail-tokens {self.tail_tokens} needs estimates of masses, and those of method {self.method} are "
+            "norms: use --eps-tail drop, or another method",
+        )
         if self.dim is not None:
             _require(
                 self.method in DEFAULT_DIM,
@@ -114,6 +155,10 @@ class EpsConfig:
             f"eps-rq-bounds belongs to method rq, not {self.method}: leave it out",
         )
         _require(
+            self.bound_bits in (0, 4, 8),
+            f"eps-bound-bits {self.bound_bits} is not 4 or 8, nor 0 for the method's own bounds: use 8",
+        )
+        _require(
             self.budget > 0 and math.isfinite(self.budget),
             f"eps-budget {self.budget} must be positive: a fraction up to 1, or a number of tokens above 1",
         )
@@ -121,8 +166,12 @@ class EpsConfig:
             self.tau is None or 0 < self.tau <= 1, f"eps-tau {self.tau} is outside (0, 1]: it is a share of the softmax"
         )
         _require(
-            self.policy != "share" or self.tau is not None,
-            "eps-policy share needs eps-tau, the least share of the softmax worth a visit: try --eps-tau 0.001",
+            0 <= self.refine <= 1, f"eps-refine {self.refine} is outside [0, 1]: it is a share of the groups; use 0.125"
+        )
+        _require(
+            not self.refine or (self.method == "rq" and self.bits == 1),
+            f"eps-refine {self.refine} reads a second bit of 1-bit rq codes, not of method {self.method} with "
+            f"{self.bits} bits: leave it out",
         )
         _require(0 <= self.epsilon <= 1, f"eps-epsilon {self.epsilon} is outside [0, 1]: it is a share of the softmax")
         _require(self.alpha >= 1, f"eps-alpha {self.alpha} is below 1: raising it visits more; use 1.1")
@@ -134,10 +183,52 @@ class EpsConfig:
             self.policy != "threshold" or self.top_pages is not None,
             "eps-policy threshold needs eps-top-pages: without it nothing would ever be skipped",
         )
+        _require(
+            not self.strict or self.has_bounds,
+            f"eps-strict needs bounds, and method {self.method} has {NO_BOUNDS[self.method]}"
+            if self.method in NO_BOUNDS
+            else "",
+        )
+        _require(
+            not self.strict or self.top_pages is None,
+            f"eps-strict reads until the certificate holds and eps-top-pages {self.top_pages} forbids it: drop one",
+        )
+        if self.head_modes is not None:
+            self._check_head_modes()
         _require(self.seed >= 0, f"eps-seed {self.seed} is negative: use 0 or more")
         for name in ("first_tokens", "last_tokens", "min_context"):
             value = getattr(self, name)
             _require(value >= 0, f"eps-{name.replace('_', '-')} {value} is negative: use 0 or more tokens")
+
+    def _resolve(self) -> None:
+        """Settles what depends on the method: policy, budget, tau, refinement, guards."""
+        fine = self.method == "rq"
+        if self.policy is None:
+            budgeted = self.budget is not None or self.top_pages is not None
+            object.__setattr__(self, "policy", "share" if fine and not budgeted else "topk")
+        guards = FINE_GUARDS if fine else DEFAULT_GUARDS
+        defaults = {
+            "budget": DEFAULT_BUDGET,
+            "tau": DEFAULT_TAU if self.policy == "share" else None,
+            "refine": DEFAULT_REFINE if fine and self.bits == 1 else 0.0,
+            "first_tokens": guards[0],
+            "last_tokens": guards[1],
+        }
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+
+    def _check_head_modes(self) -> None:
+        assert self.head_modes is not None
+        # lists come from JSON: the frozen form is tuples
+        modes = tuple(tuple(layer) for layer in self.head_modes)
+        object.__setattr__(self, "head_modes", modes)
+        unknown = sorted({mode for layer in modes for mode in layer} - set(HEAD_MODES))
+        _require(not unknown, f"head mode {', '.join(unknown)} is unknown: choose among {', '.join(HEAD_MODES)}")
+        _require(
+            len(modes) > 0 and len({len(layer) for layer in modes}) == 1 and len(modes[0]) > 0,
+            "head_modes needs the same number of kv heads, at least one, in each of its layers",
+        )
 
     @property
     def enabled(self) -> bool:
@@ -150,8 +241,8 @@ class EpsConfig:
 
     @property
     def unit_tokens(self) -> int:
-        """Tokens per pool unit: the page, or the whole group where a group spans pages."""
-        return max(self.block_size, self.S)
+        """Tokens per pool unit: the page, or the whole group or tail where these span pages."""
+        return max(self.block_size, self.S, self.tail_tokens)
 
     @property
     def groups_per_unit(self) -> int:
@@ -159,12 +250,35 @@ class EpsConfig:
 
     @property
     def has_bounds(self) -> bool:
+        """Whether a certificate can be taken."""
+        return self.own_bounds or self.bound_bits > 0
+
+    @property
+    def own_bounds(self) -> bool:
+        """Whether the summary that estimates also bounds."""
         return self.method in ("1pc", "fd", "box", "ball", "moments") or (self.method == "rq" and self.rq_bounds)
+
+    @property
+    def bound_config(self) -> "EpsConfig":
+        """The summary that bounds, where it is another one: codes of single keys, in the same pool units."""
+        return EpsConfig(
+            method="rq", bits=self.bound_bits, rq_bounds=True, group_tokens=1, seed=self.seed,
+            block_size=self.unit_tokens,
+        )  # fmt: skip
+
+    @property
+    def tail_config(self) -> "EpsConfig":
+        """The summary of values that stands for what is skipped, in the same pool units."""
+        return EpsConfig(method=MEAN, group_tokens=self.tail_tokens, block_size=self.tail_tokens)
 
     @property
     def has_norm_estimate(self) -> bool:
         """Whether estimates are norms |K a|, never negative, and not logarithms of masses."""
         return self.method in ("jl", "1pc", "fd")
+
+    def dense_layer(self, layer: int) -> bool:
+        """Whether every kv head of a layer reads everything: nothing there needs a score."""
+        return self.head_modes is not None and set(self.head_modes[layer]) == {"dense"}
 
     def budget_groups(self, length: int) -> int:
         """Groups that `topk` visits of a sequence of `length` tokens, guards included; at least 1, and all of them
@@ -176,6 +290,10 @@ class EpsConfig:
             return -(-length // self.S)
         # the small term undoes binary fractions: 0.1 * 40960 must be 4096 tokens
         return max(1, int(tokens / self.S + 1e-9))
+
+    def refined_groups(self, length: int) -> int:
+        """Groups of a sequence of `length` tokens, per kv head, whose second bit scoring reads."""
+        return math.ceil(self.refine * -(-length // self.S)) if self.enabled else 0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -211,11 +329,28 @@ class CacheSpec:
         return 2 * self.head_dim * DTYPE_BYTES[self.dtype]
 
 
+def refine_group_bytes(config: EpsConfig, head_dim: int) -> int:
+    """Bytes of rq's second bit and its scale per (layer, kv head, group): stored of all, read of the best."""
+    return -(-head_dim // 8) + 2 if config.refine else 0
+
+
+def scoring_bytes(config: EpsConfig, head_dim: int, num_groups: int, lengths: Iterable[int]) -> int:
+    """Bytes read besides K and V per (layer, kv head): the summaries of `num_groups` groups in all, padding included,
+    the second bits of the best of each sequence, padded to the longest, and the mean values of the tail."""
+    scanned = summary_group_bytes(config, head_dim) - refine_group_bytes(config, head_dim)
+    refined = [config.refined_groups(int(length)) for length in lengths]
+    tail = -(-num_groups * config.S // config.tail_tokens) * (head_dim + 2) if config.tail_tokens else 0
+    return num_groups * scanned + tail + len(refined) * max(refined, default=0) * refine_group_bytes(config, head_dim)
+
+
 def summary_group_bytes(config: EpsConfig, head_dim: int) -> int:
-    """Bytes stored, and read by one scoring pass, per (layer, kv head, group). Open-group accumulators are apart."""
+    """Bytes stored per (layer, kv head, group); a scoring pass reads `scoring_bytes`. Open-group accumulators are
+    apart."""
     dim = config.dim or 0
     if config.method in ("off", *EVALUATION_METHODS):
         return 0
+    if config.method == MEAN:
+        return head_dim + 2  # int8 mean, its fp16 scale
     if config.method == "jl":
         return 4 * dim * (dim + 1) // 2  # packed symmetric Gram matrix, fp32
     if config.method == "1pc":
@@ -231,7 +366,7 @@ def summary_group_bytes(config: EpsConfig, head_dim: int) -> int:
     if config.method == "moments":
         return head_dim * (1 + dim) + 2 * (6 + 2 * dim)
     packed = -(-head_dim * config.bits // 8)
-    return packed + 2 + (2 * 3 if config.rq_bounds else 0)
+    return packed + 2 + (2 * 3 if config.rq_bounds else 0) + refine_group_bytes(config, head_dim)
 
 
 def open_group_bytes(num_layers: int, num_kv_heads: int, head_dim: int) -> int:
@@ -241,9 +376,11 @@ def open_group_bytes(num_layers: int, num_kv_heads: int, head_dim: int) -> int:
 
 
 def summary_bytes(config: EpsConfig, num_layers: int, num_kv_heads: int, head_dim: int, num_tokens: int) -> int:
-    """Bytes of all summaries of one sequence of `num_tokens` tokens."""
+    """Bytes of all summaries of one sequence of `num_tokens` tokens, those of bounds and tails included."""
     groups = -(-num_tokens // config.S)
-    return num_layers * num_kv_heads * groups * summary_group_bytes(config, head_dim)
+    tails = -(-num_tokens // config.tail_tokens) * (head_dim + 2) if config.tail_tokens else 0
+    keys = num_tokens * summary_group_bytes(config.bound_config, head_dim) if config.bound_bits else 0
+    return num_layers * num_kv_heads * (groups * summary_group_bytes(config, head_dim) + tails + keys)
 
 
 def kv_bytes(num_layers: int, num_kv_heads: int, head_dim: int, num_tokens: int, dtype: str) -> int:

@@ -1,12 +1,13 @@
 """The numpy decoder: the oracle for whole models, in float64. Slow on purpose, never optimised."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from eps_core import backend
-from eps_core.config import DTYPE_BYTES, ConfigError, summary_group_bytes
+from eps_core.config import DTYPE_BYTES, ConfigError, scoring_bytes
 from eps_core.interface import LayerStats, StepOutput
 from eps_core.model import ModelSpec, inverse_frequencies
 
@@ -22,6 +23,7 @@ class NumpyDecoder:
             raise ConfigError(f"dtype {dtype!r} is unknown: choose one of {', '.join(DTYPE_BYTES)}")
         self.spec, self.dtype, self.device = spec, dtype, "cpu"
         self.timing = False  # whether step() fills prepass_ms and attention_ms
+        self.tap: Callable[[int, np.ndarray], None] | None = None
         self.weights = {name: backend.from_numpy(w, dtype).astype(np.float64) for name, w in weights.items()}
         self.inverse_frequencies = inverse_frequencies(spec)
 
@@ -40,44 +42,114 @@ class NumpyDecoder:
         return cache, self._logits(x[-1:])[0]
 
     def step(
-        self, cache: Any, tokens: np.ndarray, slots: np.ndarray, table: np.ndarray, lengths: np.ndarray
+        self,
+        cache: Any,
+        tokens: np.ndarray,
+        slots: np.ndarray,
+        table: np.ndarray,
+        lengths: np.ndarray,
+        gate: bool = True,
+        audit: bool = False,
     ) -> tuple[Any, StepOutput]:
         """One token of each of B sequences; see `interface.Decoder`."""
         config, spec = cache.config, self.spec
+        dense_logits = self._dense_logits(cache, tokens, table, lengths) if audit else None
         x = self._embed(tokens)
         layers = []
         for layer in range(spec.num_layers):
             q, k, v = self._project(layer, x, lengths - 1)
             cache = backend.write_kv(cache, layer, k, v, slots)
-            started, kv_bytes = time.perf_counter(), cache.kv_bytes_read
-            selection = None
-            if config.enabled:
-                scores = backend.score(cache, layer, q, table, lengths)
-                selection = backend.select(config, scores, lengths)
-            selected = time.perf_counter()
-            out, _ = backend.attend(cache, layer, q, table, lengths, selection)
-            attended = time.perf_counter()
+            if self.tap is not None:
+                self.tap(layer, q)
+            if config.enabled and gate:
+                out, stats = self._attend_gated(cache, layer, q, table, lengths, audit)
+                layers.append(stats)
+            else:
+                out, _ = backend.attend(cache, layer, q, table, lengths, None)
             x = self._feed_forward(layer, self._add_attention(layer, x, out))
-            if selection is not None:
-                groups = -(-lengths // config.S)
-                group_bytes = spec.num_kv_heads * summary_group_bytes(config, spec.head_dim)
-                layers.append(
-                    LayerStats(
-                        counts=selection.counts,
-                        groups=groups,
-                        forced=selection.forced,
-                        mass_skipped_est=backend.skipped_mass(scores, selection),
-                        kv_bytes_read=cache.kv_bytes_read - kv_bytes,
-                        summary_bytes_read=table.size * config.groups_per_unit * group_bytes,
-                        prepass_ms=1000 * (selected - started) if self.timing else None,
-                        attention_ms=1000 * (attended - selected) if self.timing else None,
-                        wanted=selection.wanted,
-                    )
-                )
         backend.check_finite(cache)
-        short = int((lengths < config.min_context).sum()) if config.enabled else 0
+        short = int((lengths < config.min_context).sum()) if layers else 0
         fallbacks = {"min_context": short * spec.num_layers} if short else {}
-        return cache, StepOutput(self._logits(x), layers, fallbacks)
+        dense_layers = sum(config.dense_layer(layer) for layer in range(spec.num_layers)) if layers else 0
+        if dense_layers:
+            fallbacks["dense_layer"] = dense_layers * len(lengths)
+        return cache, StepOutput(self._logits(x), layers, fallbacks, dense_logits)
+
+    def _attend_gated(
+        self, cache: Any, layer: int, q: np.ndarray, table: np.ndarray, lengths: np.ndarray, audit: bool
+    ) -> tuple[np.ndarray, LayerStats]:
+        """(out [B, Hq, D], statistics) of one layer: score, select, attend; strict visits more until certified."""
+        config, kv_heads = cache.config, self.spec.num_kv_heads
+        groups = -(-lengths // config.S)
+        started, kv_bytes = time.perf_counter(), cache.kv_bytes_read
+        stats = LayerStats(
+            counts=np.repeat(groups[:, None], kv_heads, axis=1),
+            groups=groups,
+            forced=np.zeros(len(lengths), np.int64),
+            mass_skipped_est=np.zeros((len(lengths), kv_heads)),
+            kv_bytes_read=0,
+            summary_bytes_read=0,
+            prepass_ms=None,
+            attention_ms=None,
+        )
+        if config.dense_layer(layer):
+            selected = started
+            out, lse = backend.attend(cache, layer, q, table, lengths, None)
+            whole = out
+            if config.has_bounds:
+                stats.mass_skipped_cert = stats.output_error_cert = np.zeros((len(lengths), kv_heads))
+        else:
+            scores = backend.score(cache, layer, q, table, lengths)
+            selection = backend.select(config, scores, lengths, layer)
+            selected = time.perf_counter()
+            out, lse = backend.attend(cache, layer, q, table, lengths, selection)
+            bound_bytes = cache.bound_bytes_read
+            if config.has_bounds:
+                scores = backend.bounds(cache, layer, q, table, lengths, scores, selection)
+            if config.strict:
+                extra, selection = backend.escalate(config, scores, selection, lse)
+                rest = backend.attend(cache, layer, q, table, lengths, extra)
+                out, lse = backend.merge((out, lse), rest)
+                stats.escalated = extra.counts
+            if config.has_bounds:
+                certificate = backend.certify(cache, layer, scores, selection, out, lse)
+                stats.mass_skipped_cert, stats.output_error_cert = certificate.mass, certificate.error
+            whole = out
+            if config.tail_tokens:
+                tail = backend.attend_tail(cache, layer, table, lengths, scores, selection, lse)
+                whole, _ = backend.merge((out, lse), tail)
+                if stats.output_error_cert is not None:
+                    # the bound is of what was read alone: the tail may move away from it, or from the truth
+                    moved = np.linalg.norm(whole - out, axis=2).reshape(len(lengths), kv_heads, -1).max(axis=2)
+                    stats.output_error_cert = stats.output_error_cert + moved
+            stats.counts, stats.forced, stats.wanted = selection.counts, selection.forced, selection.wanted
+            stats.mass_skipped_est = backend.skipped_mass(scores, selection)
+            stats.summary_bytes_read = kv_heads * scoring_bytes(
+                config, self.spec.head_dim, table.size * config.groups_per_unit, lengths
+            )
+            stats.summary_bytes_read += cache.bound_bytes_read - bound_bytes
+        stats.kv_bytes_read = cache.kv_bytes_read - kv_bytes
+        if self.timing:
+            stats.prepass_ms = 1000 * (selected - started)
+            stats.attention_ms = 1000 * (time.perf_counter() - selected)
+        if audit:
+            kv_bytes = cache.kv_bytes_read
+            _, lse_all = backend.attend(cache, layer, q, table, lengths, None)
+            cache.kv_bytes_read = kv_bytes
+            unread = -np.expm1(np.minimum(lse - lse_all, 0)).reshape(len(lengths), kv_heads, -1)
+            stats.mass_skipped_true = unread.max(axis=2)
+        return whole, stats
+
+    def _dense_logits(self, cache: Any, tokens: np.ndarray, table: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Logits [B, V] of a dense step of the new tokens, whose K and V are merged in instead of written."""
+        kv_bytes, x = cache.kv_bytes_read, self._embed(tokens)
+        for layer in range(self.spec.num_layers):
+            q, k, v = self._project(layer, x, lengths - 1)
+            before = backend.attend(cache, layer, q, table, lengths - 1, None)
+            out, _ = backend.merge(before, backend.attend_own(cache, q, k, v))
+            x = self._feed_forward(layer, self._add_attention(layer, x, out))
+        cache.kv_bytes_read = kv_bytes
+        return self._logits(x)
 
     def _embed(self, tokens: np.ndarray) -> np.ndarray:
         if len(tokens) and not 0 <= int(np.min(tokens)) <= int(np.max(tokens)) < self.spec.vocab_size:

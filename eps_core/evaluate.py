@@ -9,17 +9,22 @@ exercise the gate.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 
-from eps_core.config import CacheSpec, EpsConfig, summary_group_bytes
+from eps_core.config import DEFAULT_GUARDS, FINE_GUARDS, CacheSpec, EpsConfig, scoring_bytes
 from eps_core.interface import Backend, Decoder
 from eps_core.selection import guards, num_groups
+from eps_core.statistics import bootstrap_interval
 from eps_core.tasks import VALUE_DIGITS, corpus, filler, needle_document
+from eps_core.telemetry import kl_divergence
 
-Key = tuple[int, float]  # index of an arm, byte budget
-BYTE_BUDGETS = (0.07, 0.10, 0.14, 0.20, 0.28)
-# the methods of the table: each at its own group size, box and meanstd at their authors', and what is best possible
+Key = tuple[int, float]  # index of an arm, byte budget (topk) or tau (share)
+BYTE_BUDGETS = (0.04, 0.055, 0.07, 0.10, 0.14, 0.20, 0.28)
+TAUS = (4e-3, 2e-3, 1e-3, 5e-4, 2.5e-4)
+# the methods of the table: each at its own group size, box and meanstd at their authors', and what is best possible.
+# The second oracle has rq's narrow guards, which suit whatever ranks well and ruin what does not.
 ARMS = (
     EpsConfig(method="jl"),
     EpsConfig(method="1pc"),
@@ -28,29 +33,43 @@ ARMS = (
     EpsConfig(method="meanstd", group_tokens=16),
     EpsConfig(method="ball"),
     EpsConfig(method="moments"),
-    EpsConfig(method="rq", group_tokens=4, bits=2),
-    EpsConfig(method="rq", group_tokens=2, bits=1),
+    EpsConfig(method="rq", group_tokens=4, bits=2, policy="topk", tail_tokens=0),
+    EpsConfig(method="rq", policy="topk", refine=0.0, tail_tokens=0, first_tokens=16, last_tokens=128),
+    EpsConfig(method="rq", policy="topk"),
+    EpsConfig(method="rq", tail_tokens=0),
+    EpsConfig(method="rq"),
     EpsConfig(method="oracle", group_tokens=16),
+    EpsConfig(method="oracle", group_tokens=16, first_tokens=4, last_tokens=32),
     EpsConfig(method="oracle", group_tokens=128),
 )
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One (method, context, byte budget): `kl_mean` in nats over `num_positions` positions, needles answered exactly.
+    """One (method, context, byte budget or tau): `kl_mean` in nats over `num_positions` positions, `kl_low` and
+    `kl_high` its 95 % interval over documents, needles answered exactly.
 
-    `bytes_ratio` is what was really read, K, V and summaries, over dense; None in the figures where the budget has no
-    room for the guards, the summaries and one group more.
+    `bytes_ratio` is what was really read along the text, K, V and summaries, over dense, `needle_bytes_ratio` the same
+    of the needle documents; None in the figures where the budget has no room for the guards, the summaries and one
+    group more.
     """
 
     context_tokens: int
     method: str
     group_tokens: int
     bits: int | None
+    refine: float | None
+    tail_tokens: int
     dim: int | None
-    byte_budget: float
+    policy: str
+    guards: tuple[int, int]
+    byte_budget: float | None
+    tau: float | None
     bytes_ratio: float | None
+    needle_bytes_ratio: float | None
     kl_mean: float | None
+    kl_low: float | None
+    kl_high: float | None
     kl_max: float | None
     top1_agreement: float | None
     num_positions: int
@@ -65,21 +84,10 @@ def budget_groups(config: EpsConfig, length: int, num_steps: int, head_dim: int,
     would measure the guards, not the method."""
     kv_token_bytes = 2 * head_dim * 2
     n = num_groups(length, config.S)
-    room = fraction * length * kv_token_bytes - n * summary_group_bytes(config, head_dim)
+    room = fraction * length * kv_token_bytes - scoring_bytes(config, head_dim, n, [length])
     groups = math.floor(room / (config.S * kv_token_bytes) + 1e-9)
     forced = max(int(guards(config, length + step).sum()) for step in range(num_steps + 1))
     return groups if groups > forced else None
-
-
-def kl_divergence(dense_logits: np.ndarray, logits: np.ndarray) -> np.ndarray:
-    """KL(dense || gated) in nats over the last axis: [..]."""
-    p, q = (_log_softmax(x.astype(np.float64)) for x in (dense_logits, logits))
-    return (np.exp(p) * (p - q)).sum(axis=-1)
-
-
-def _log_softmax(x: np.ndarray) -> np.ndarray:
-    x = x - x.max(axis=-1, keepdims=True)
-    return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
 
 
 @dataclass
@@ -149,15 +157,20 @@ class Plan:
     text_steps: int = 64
     arms: tuple[EpsConfig, ...] = ARMS
     byte_budgets: tuple[float, ...] = BYTE_BUDGETS
+    taus: tuple[float, ...] = TAUS
     seed: int = 0
 
     def documents(self) -> list[tuple[str, int]]:
         return [("text", i) for i in range(self.num_texts)] + [("needle", i) for i in range(self.num_needles)]
 
     def configs(self, head_dim: int) -> dict[Key, EpsConfig]:
-        """Each arm with the groups that a byte budget buys; without an entry where it buys none beyond the guards."""
+        """Each arm with the groups that a byte budget buys, without an entry where it buys none beyond the guards; an
+        arm of policy share at each tau."""
         found = {}
         for arm_index, arm in enumerate(self.arms):
+            if arm.policy == "share":
+                found.update({(arm_index, tau): replace(arm, tau=tau) for tau in self.taus})
+                continue
             for fraction in self.byte_budgets:
                 steps = max(self.text_steps, VALUE_DIGITS)
                 groups = budget_groups(arm, self.context_tokens, steps, head_dim, fraction)
@@ -171,17 +184,23 @@ class Tally:
     """What one document, or several, gave for one arm and budget."""
 
     divergences: list[float] = field(default_factory=list)
+    documents: list[float] = field(default_factory=list)  # mean divergence of each text
     agreements: list[bool] = field(default_factory=list)
     answered: int = 0
     bytes_read: int = 0
     bytes_dense: int = 0
+    needle_bytes_read: int = 0
+    needle_bytes_dense: int = 0
 
     def add(self, other: "Tally") -> None:
         self.divergences += other.divergences
+        self.documents += other.documents
         self.agreements += other.agreements
         self.answered += other.answered
         self.bytes_read += other.bytes_read
         self.bytes_dense += other.bytes_dense
+        self.needle_bytes_read += other.needle_bytes_read
+        self.needle_bytes_dense += other.needle_bytes_dense
 
 
 def run_document(
@@ -203,7 +222,8 @@ def _run_text(runner: Runner, encode: Callable, plan: Plan, index: int) -> tuple
         cache.config = config  # only the budget differs within an arm: the summaries stay
         cache, got, _, read, full = runner.decode(cache, table, prompt, tokens[length:], steps, prompt.logits)
         agree = (dense.argmax(-1) == got.argmax(-1)).tolist()
-        tallies[key] = Tally(kl_divergence(dense, got).tolist(), agree, 0, read, full)
+        divergences = kl_divergence(dense, got).tolist()
+        tallies[key] = Tally(divergences, [float(np.mean(divergences))], agree, 0, read, full)
     return tallies, True
 
 
@@ -221,7 +241,7 @@ def _run_needle(runner: Runner, encode: Callable, plan: Plan, index: int) -> tup
         cache.config = config
         cache, got, _, _, _ = runner.decode(cache, table, again, [tokens[-1]], 1, prompt.logits)
         cache, _, gated, read, full = runner.decode(cache, table, prompt, None, VALUE_DIGITS, got[0])
-        tallies[key] = Tally([], [], int(gated == answer), read, full)
+        tallies[key] = Tally(answered=int(gated == answer), needle_bytes_read=read, needle_bytes_dense=full)
     return tallies, fed == answer
 
 
@@ -247,20 +267,29 @@ def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[Key
             totals[key].add(tally)
     cells = []
     for arm_index, arm in enumerate(plan.arms):
-        for fraction in plan.byte_budgets:
-            total = totals.get((arm_index, fraction))
+        for point in plan.taus if arm.policy == "share" else plan.byte_budgets:
+            total = totals.get((arm_index, point))
+            low, high = (bootstrap_interval(total.documents, plan.seed) if total else None) or (None, None)
             cells.append(
                 Cell(
                     context_tokens=plan.context_tokens,
                     method=arm.method,
                     group_tokens=arm.S,
                     bits=arm.bits if arm.method == "rq" else None,
+                    refine=arm.refine if arm.method == "rq" else None,
+                    tail_tokens=arm.tail_tokens,
                     dim=arm.dim,
-                    byte_budget=fraction,
-                    bytes_ratio=total.bytes_read / total.bytes_dense if total else None,
-                    kl_mean=float(np.mean(total.divergences)) if total else None,
-                    kl_max=float(np.max(total.divergences)) if total else None,
-                    top1_agreement=float(np.mean(total.agreements)) if total else None,
+                    policy=arm.policy,
+                    guards=(arm.first_tokens, arm.last_tokens),
+                    byte_budget=None if arm.policy == "share" else point,
+                    tau=point if arm.policy == "share" else None,
+                    bytes_ratio=_ratio(total.bytes_read, total.bytes_dense) if total else None,
+                    needle_bytes_ratio=_ratio(total.needle_bytes_read, total.needle_bytes_dense) if total else None,
+                    kl_mean=float(np.mean(total.divergences)) if total and total.divergences else None,
+                    kl_low=low,
+                    kl_high=high,
+                    kl_max=float(np.max(total.divergences)) if total and total.divergences else None,
+                    top1_agreement=float(np.mean(total.agreements)) if total and total.agreements else None,
                     num_positions=plan.num_texts * plan.text_steps,
                     needles_answered=total.answered if total else None,
                     num_needles=plan.num_needles,
@@ -270,18 +299,67 @@ def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[Key
     return cells
 
 
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def arm_name(cell: Cell) -> tuple:
+    """What makes cells points of one curve."""
+    return cell.method, cell.group_tokens, cell.bits, cell.refine, cell.policy, tuple(cell.guards), cell.tail_tokens
+
+
+def label(name: tuple) -> str:
+    """An arm in words, for a table."""
+    method, group_tokens, bits, refine, policy, guards, tail_tokens = name
+    words = [f"`{method}`", str(group_tokens)]
+    if bits:
+        words.append(f"{bits}+1 bit" if refine else f"{bits} bit")
+    if policy != "topk":
+        words.append(policy)
+    if tail_tokens:
+        words.append(f"tail {tail_tokens}")
+    if guards != (DEFAULT_GUARDS if method != "rq" else FINE_GUARDS):
+        words.append(f"guards {guards[0]}+{guards[1]}")
+    return " ".join(words)
+
+
+def bytes_at_kl(curve: Iterable[tuple[float | None, float | None]], kl: float = 0.01) -> tuple[float | None, str]:
+    """(share of the dense bytes at which a curve of (bytes, KL) crosses `kl`, how it is known): by log-log
+    interpolation between the first neighbouring points of rising bytes that enclose it, "measured"; "<" or ">" with
+    the bytes of the curve's end where it lies wholly below or above; (None, "-") for no points."""
+    points = sorted((ratio, found) for ratio, found in curve if ratio is not None and found is not None)
+    if not points:
+        return None, "-"
+    for (bytes0, kl0), (bytes1, kl1) in pairwise(points):
+        if kl0 > kl >= kl1:
+            weight = math.log(kl0 / kl) / math.log(kl0 / max(kl1, 1e-12))
+            return bytes0 * (bytes1 / bytes0) ** weight, "measured"
+    return (points[0][0], "<") if points[0][1] <= kl else (points[-1][0], ">")
+
+
 def markdown(cells: list[Cell]) -> str:
-    """The cells of one context length as the README's table: KL / needles answered at each byte budget."""
-    budgets = sorted({cell.byte_budget for cell in cells})
-    rows = [f"| method | S | {' | '.join(f'{b:.2f}' for b in budgets)} |", "|---|---|" + "---|" * len(budgets)]
-    for name in dict.fromkeys((c.method, c.group_tokens, c.bits) for c in cells):
-        label = f"`{name[0]}`" + (f" {name[2]} bit" if name[2] else "")
-        entries = []
-        for budget in budgets:
-            cell = next(c for c in cells if (c.method, c.group_tokens, c.bits) == name and c.byte_budget == budget)
-            entries.append("-" if cell.kl_mean is None else f"{cell.kl_mean:.4f} / {cell.needles_answered}")
-        rows.append(f"| {label} | {name[1]} | {' | '.join(entries)} |")
-    return "\n".join(rows)
+    """The cells of one context length: KL / needles answered at each byte budget or, for policy share, tau; and the
+    bytes at which the KL is 0.01."""
+    budgets = sorted({cell.byte_budget for cell in cells if cell.byte_budget is not None})
+    rows = [f"| method, S | {' | '.join(f'{b:g}' for b in budgets)} | bytes at KL 0.01 |"]
+    rows.append("|---|" + "---|" * (len(budgets) + 1))
+    shares = []
+    for name in dict.fromkeys(map(arm_name, cells)):
+        curve = [cell for cell in cells if arm_name(cell) == name]
+        value, known = bytes_at_kl((cell.bytes_ratio, cell.kl_mean) for cell in curve)
+        at = "-" if value is None else f"{'' if known == 'measured' else known + ' '}{value:.3f}"
+        if name[4] == "share":
+            points = [
+                f"{c.bytes_ratio:.3f}: {c.kl_mean:.4f} / {c.needles_answered}" for c in curve if c.kl_mean is not None
+            ]
+            shares.append(
+                f"{label(name)} (bytes: KL / needles, tau {curve[0].tau:g} to {curve[-1].tau:g}): "
+                f"{', '.join(points)}; bytes at KL 0.01: {at}"
+            )
+            continue
+        entries = ["-" if c.kl_mean is None else f"{c.kl_mean:.4f} / {c.needles_answered}" for c in curve]
+        rows.append(f"| {label(name)} | {' | '.join(entries)} | {at} |")
+    return "\n".join([*rows, "", *shares])
 
 
 def records(cells: list[Cell]) -> list[dict]:

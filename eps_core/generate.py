@@ -15,7 +15,7 @@ from eps_core import blocks
 from eps_core.blocks import PagePool
 from eps_core.config import ConfigError
 from eps_core.interface import Backend, Decoder
-from eps_core.telemetry import StepRecord, step_record
+from eps_core.telemetry import AUDIT_FACTOR, StepRecord, audit_step, step_record
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,9 @@ def generate(
     forced_tokens: Sequence[Sequence[int]] | None = None,
     keep_logits: bool = False,
     time_every: int = 0,
+    audit_every: int = 0,
+    audit_factor: float = AUDIT_FACTOR,
+    audit_off: bool = False,
 ) -> Generator[StepRecord, None, Any]:
     """Decodes every prompt for at most `max_new_tokens` tokens, all in one batch; a sequence leaves it at a stop token.
 
@@ -78,8 +81,10 @@ def generate(
     the pool already holds; the last one starts the decode, so every new token comes from one gated step.
     `forced_tokens` (one list a prompt) are fed instead of what the model says, and end their sequence with them.
     `on_prefill(prompt, tokens done, tokens in all)` is called after each chunk. Every `time_every`-th step is timed
-    layer by layer (0: none). Sequences are freed when the generator ends, and its value is the cache to go on with: a
-    prompt that is decoded again in it, with the same pool, finds its full pages.
+    layer by layer (0: none). Every `audit_every`-th gated step attends densely besides (0: none) and raises an alarm
+    where a certificate was wrong, or an estimate by more than `audit_factor`; with `audit_off` the steps after an alarm
+    are dense, which `fallbacks` counts. Sequences are freed when the generator ends, and its value is the cache to go
+    on with: a prompt that is decoded again in it, with the same pool, finds its full pages.
     """
     if any(not len(prompt) for prompt in prompts):
         raise ConfigError("an empty prompt has nothing to continue: give at least one token")
@@ -90,6 +95,7 @@ def generate(
                 backend, decoder, cache, pool, prompt[:-1], prefill_chunk, _report(on_prefill, index)
             )
         fed = {index: int(prompt[-1]) for index, prompt in enumerate(prompts)}
+        gate = True
         for step in range(max_new_tokens):
             alive = sorted(sequences)
             if forced_tokens is not None:
@@ -105,16 +111,25 @@ def generate(
             timed = bool(time_every) and step % time_every == 0
             decoder.timing = timed
             kv_bytes, reread_bytes = cache.kv_bytes_read, cache.bytes_k_reread
+            audited = (
+                gate and cache.config.enabled and bool(audit_every) and step % audit_every == 0 and lengths.min() > 1
+            )
             started = time.perf_counter()
             cache, output = decoder.step(
-                cache, np.array([fed[i] for i in alive]), np.concatenate(slots), pool.table(running), lengths
-            )
+                cache, np.array([fed[i] for i in alive]), np.concatenate(slots), pool.table(running), lengths,
+                gate, audited,
+            )  # fmt: skip
             decode_ms = 1000 * (time.perf_counter() - started)
             for row, index in enumerate(alive):
                 if forced_tokens is not None:
                     fed[index] = int(forced_tokens[index][step])
                 else:
                     fed[index] = next_token(output.logits[row], sampling, index, int(lengths[row]))
+            if cache.config.enabled and not gate:
+                output.fallbacks["audit_alarm"] = cache.spec.num_layers * len(alive)
+            audit = audit_step(output, audit_factor) if audited else None
+            if audit is not None and audit.alarms and audit_off:
+                gate = False
             record = step_record(
                 step,
                 alive,
@@ -127,6 +142,7 @@ def generate(
                 cache.kv_bytes_read - kv_bytes,
                 cache.bytes_k_reread - reread_bytes,
                 timed,
+                audit,
             )
             if keep_logits:
                 record.logits = output.logits

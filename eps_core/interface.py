@@ -10,7 +10,7 @@ U tokens per unit, S tokens per group, M units of a table, G groups of a table (
 """
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,13 +31,14 @@ _INSTALL = {
 
 @dataclass(frozen=True)
 class Scores:
-    """Of every group of every (sequence, kv head): the natural log of the softmax mass, each [B, Hkv, G] float32.
+    """Of every group of every (sequence, kv head): the natural log of its softmax mass (scaled logits).
 
-    All three speak of max over the R query heads of log A_p, A_p = sum over the group of exp(scale q.k) (scaled
-    logits; higher reads first). `estimate` ranks and is no bound; +inf marks a group without a valid summary (open,
-    overwritten, or before rq's centre exists), -inf a group past the sequence's end. `lower` <= truth <= `upper` hold
-    for every q, or are None for a method without bounds.
-
+    `estimate` [B, Hkv, G] float32 speaks of max over the R query heads of log A_p, A_p = sum over the group of
+    exp(scale q.k): it ranks (higher reads first) and is no bound. +inf marks a group without a valid summary (open,
+    overwritten, or before rq's centre exists), -inf a group past the sequence's end.
+    `lower` <= log A_p <= `upper`, each [B, Hkv, R, G] float32, hold for every q, query head by query head; None for a
+    method without bounds. -inf and +inf where nothing is known, both -inf past the end.
+    `slack` [B, Hkv, R] float32, nats: what float32 logits of any key of this cache may be off by (None as bounds are).
     `num_missing` [B] int64, host: groups without a valid summary that no guard covers; they must be visited too.
     """
 
@@ -45,6 +46,7 @@ class Scores:
     lower: Array | None
     upper: Array | None
     num_missing: np.ndarray
+    slack: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,19 @@ class Selection:
     wanted: Array | None = None
 
 
+@dataclass(frozen=True)
+class Certificate:
+    """What a gated attention may have left out, from valid bounds alone: both hold for every query (design section 4).
+
+    `mass` [B, Hkv] float32: the share of the softmax that was not read is at most this, for each of the R query heads.
+    `error` [B, Hkv] float32: the output of each of them is within this of the dense one, in the L2 norm: of
+    what was left out, not of the rounding that both share. Where a kv head read everything both are exactly 0.
+    """
+
+    mass: Array
+    error: Array
+
+
 @dataclass
 class LayerStats:
     """What one layer really read in one decode step. Host values, filled after the step's only synchronisation."""
@@ -79,6 +94,10 @@ class LayerStats:
     prepass_ms: float | None
     attention_ms: float | None
     wanted: np.ndarray | None = None  # [B, Hkv] groups each kv head alone asked for, where `counts` is their union
+    mass_skipped_cert: np.ndarray | None = None  # [B, Hkv] bound of the share left unread; None: no bounds
+    output_error_cert: np.ndarray | None = None  # [B, Hkv] bound of the L2 error of a query head's output
+    mass_skipped_true: np.ndarray | None = None  # [B, Hkv] share left unread, from a dense read; audits only
+    escalated: np.ndarray | None = None  # [B, Hkv] groups of `counts` that strict mode added
 
 
 @dataclass
@@ -88,14 +107,17 @@ class StepOutput:
     logits: np.ndarray
     layers: list[LayerStats] = field(default_factory=list)
     fallbacks: dict[str, int] = field(default_factory=dict)  # reason -> layer calls that attended densely
+    dense_logits: np.ndarray | None = None  # [B, V] of a dense step over the same cache; audits only
 
 
 class Decoder(Protocol):
     """A loaded model. Both calls return the cache, which the caller must rebind. `timing` asks `step` to wait for the
-    device around the pre-pass and attention and to report their milliseconds."""
+    device around the pre-pass and attention and to report their milliseconds. `tap`, where set, is called by `step` in
+    every layer with (layer, q [B, Hq, D] unscaled, as attention uses it)."""
 
     spec: Any  # eps_core.model.ModelSpec
     timing: bool
+    tap: Callable[[int, Array], None] | None
 
     def prefill(
         self, cache: Any, tokens: np.ndarray, slots: np.ndarray, table: np.ndarray, length: int
@@ -105,10 +127,19 @@ class Decoder(Protocol):
         ...
 
     def step(
-        self, cache: Any, tokens: np.ndarray, slots: np.ndarray, table: np.ndarray, lengths: np.ndarray
+        self,
+        cache: Any,
+        tokens: np.ndarray,
+        slots: np.ndarray,
+        table: np.ndarray,
+        lengths: np.ndarray,
+        gate: bool = True,
+        audit: bool = False,
     ) -> tuple[Any, StepOutput]:
         """One token of each of B sequences: tokens [B], slots [B], table [B, M] (padding -1), lengths [B] that count
-        the new token. Gated by the cache's EpsConfig; dense where its method is off."""
+        the new token. Gated by the cache's EpsConfig; dense where its method is off, or without `gate` (summaries
+        follow all the same). `audit` attends densely in addition: true skipped masses and dense logits; its reads are
+        counted nowhere. It needs at least one token before the new one."""
         ...
 
 
@@ -120,11 +151,25 @@ class Backend(Protocol):
     def copy_units(self, cache: Any, src: Sequence[int], dst: Sequence[int]) -> Any: ...
     def read_kv(self, cache: Any, layer: int, table: np.ndarray, length: int) -> tuple[Array, Array]: ...
     def score(self, cache: Any, layer: int, q: Array, table: np.ndarray, lengths: np.ndarray) -> Scores: ...
-    def select(self, config: EpsConfig, scores: Scores, lengths: np.ndarray) -> Selection: ...
+    def select(self, config: EpsConfig, scores: Scores, lengths: np.ndarray, layer: int = 0) -> Selection: ...
     def attend(
         self, cache: Any, layer: int, q: Array, table: np.ndarray, lengths: np.ndarray, selection: Selection | None
     ) -> tuple[Array, Array]: ...
+    def attend_tail(
+        self, cache: Any, layer: int, table: np.ndarray, lengths: np.ndarray, scores: Scores, selection: Selection,
+        lse: Array,
+    ) -> tuple[Array, Array]: ...  # fmt: skip
     def merge(self, first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]: ...
+    def bounds(
+        self, cache: Any, layer: int, q: Array, table: np.ndarray, lengths: np.ndarray, scores: Scores,
+        selection: Selection,
+    ) -> Scores: ...  # fmt: skip
+    def certify(
+        self, cache: Any, layer: int, scores: Scores, visited: Selection, out: Array, lse: Array
+    ) -> Certificate: ...
+    def escalate(
+        self, config: EpsConfig, scores: Scores, selection: Selection, lse: Array
+    ) -> tuple[Selection, Selection]: ...
     def skipped_mass(self, scores: Scores, selection: Selection) -> Array: ...
     def check_finite(self, cache: Any) -> None: ...
     def load_model(self, path: Path, spec: Any, dtype: str, device: str) -> Decoder: ...

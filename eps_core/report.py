@@ -63,7 +63,10 @@ def describe(config: EpsConfig) -> str:
         return "off: dense attention, nothing allocated"
     method = config.method
     if method == "rq":
-        method += f" ({config.bits} bit{'s' if config.bits > 1 else ''}{', with bounds' if config.rq_bounds else ''})"
+        words = [f"{config.bits} bit{'s' if config.bits > 1 else ''}"]
+        words += [f"a second of the best {config.refine:g}"] if config.refine else []
+        words += ["with bounds"] if config.rq_bounds else []
+        method += f" ({', '.join(words)})"
     elif config.dim is not None:
         method += f" (dim {config.dim})"
     settings = {
@@ -72,9 +75,15 @@ def describe(config: EpsConfig) -> str:
         "mass": f"epsilon {config.epsilon:g}",
         "threshold": f"alpha {config.alpha:g}, top-pages {config.top_pages}",
     }[config.policy]
+    more = f", tail mean of {config.tail_tokens} tokens" if config.tail_tokens else ""
+    more += f", certified from {config.bound_bits}-bit keys" if config.bound_bits else ""
+    more += f", strict (epsilon {config.epsilon:g})" if config.strict else ""
+    if config.head_modes is not None:
+        modes = [mode for layer in config.head_modes for mode in layer]
+        more += f", {modes.count('gate')} of {len(modes)} kv heads gated"
     return (
         f"{method}, groups of {config.S} tokens, {config.policy} ({settings}), scope {config.scope}, "
-        f"always the first {config.first_tokens} and last {config.last_tokens} tokens"
+        f"always the first {config.first_tokens} and last {config.last_tokens} tokens{more}"
     )
 
 
@@ -116,6 +125,7 @@ def run_table(
         groups("  forced", "pages_forced"),
         ("read amplification of union", "", amplification),
         row("estimated mass skipped", "mass_skipped_est_mean", ".4f"),
+        *_certified(eps),
         ("pre-pass ms, p50 / p95", "", _times(eps, "prepass_ms")),
         ("attention ms, p50 / p95", "", _times(eps, "attention_ms")),
         ("decode ms, p50 / p95", _times(dense, "decode_ms"), _times(eps, "decode_ms")),
@@ -125,6 +135,23 @@ def run_table(
     kept = [0, *([1] if dense else []), *([2] if eps else [])]
     cells = [[cells[i] for i in kept] for cells in rows if any(cells[i] for i in kept[1:])]
     return table(cells, [("", "dense", "EPS")[i] for i in kept])
+
+
+def _certified(eps: dict[str, Any] | None) -> list[tuple[str, str, str]]:
+    """Rows of certificates and audits, where there were any."""
+    if eps is None:
+        return []
+    rows = [
+        ("certified mass skipped, at most", eps["mass_skipped_cert_max"], ".4f"),
+        ("  true, largest audited", eps["mass_skipped_true_max"], ".4f"),
+        ("certified output error, at most", eps["output_error_cert_max"], ".4f"),
+        ("heads escalated", eps["escalations"] or None, ",.0f"),
+        ("  groups added", eps["pages_escalated"] or None, ",.0f"),
+        ("audited steps", eps["audits"] or None, ",.0f"),
+        ("  KL, mean", eps["audit_kl_mean"], ".5f"),
+        ("  alarms", eps["audit_alarms"] if eps["audits"] else None, ",.0f"),
+    ]
+    return [(name, "", format(value, form)) for name, value, form in rows if value is not None]
 
 
 def dense_json(tokens: Sequence[int], summary: dict[str, Any]) -> dict[str, Any]:
@@ -151,6 +178,8 @@ def eps_json(tokens: Sequence[int], summary: dict[str, Any], config: EpsConfig) 
         "prepass_ms_p50": summary["prepass_ms_p50"],
         "mass_skipped_est_mean": summary["mass_skipped_est_mean"],
         "mass_skipped_cert_max": summary["mass_skipped_cert_max"],
+        "mass_skipped_true_max": summary["mass_skipped_true_max"],
+        "audit_alarms": summary["audit_alarms"],
         "escalations": summary["escalations"],
         "fallbacks": summary["fallbacks"],
     }
@@ -177,6 +206,7 @@ def memory_rows(
     for method in ("box", "meanstd", "ball", "moments", "rq"):
         plans.append(("fine", method, {"group_tokens": group_tokens}))
     plans.append(("fine", "rq", {"group_tokens": group_tokens, "rq_bounds": True}))
+    plans.append(("fine", "rq", {"group_tokens": group_tokens, "bound_bits": 8}))
     rows = []
     for kind, method, settings in plans:
         if method in ("jl", "fd", "moments"):
@@ -192,6 +222,7 @@ def memory_rows(
                 "dim": config.dim,
                 "bits": config.bits if method == "rq" else None,
                 "rq_bounds": config.rq_bounds,
+                "bound_bits": config.bound_bits,
                 "group_tokens": config.S,
                 "bytes_per_group": summary_group_bytes(config, head_dim),
                 "summary_bytes": num_bytes,
@@ -208,6 +239,7 @@ def memory_table(rows: Sequence[dict[str, Any]]) -> str:
         name = row["method"]
         if row["bits"] is not None:
             name += f" {row['bits']} bit" + (" with bounds" if row["rq_bounds"] else "")
+            name += f", {row['bound_bits']}-bit keys" if row["bound_bits"] else ""
         elif row["dim"] is not None:
             name += f" dim {row['dim']}"
         cells.append(

@@ -14,13 +14,12 @@ import numpy as np
 from eps_core import report, tasks, telemetry
 from eps_core.blocks import PagePool
 from eps_core.config import CacheSpec, ConfigError, EpsConfig
-from eps_core.evaluate import kl_divergence
 from eps_core.generate import Sampling, generate
 from eps_core.interface import Backend, Decoder, backend_name, load_backend
 from eps_core.model import ModelSpec, load_tokenizer, read_spec
-from eps_core.telemetry import StepRecord
+from eps_core.options import DEMO_MODEL
+from eps_core.telemetry import StepRecord, kl_divergence
 
-DEMO_MODEL = Path(__file__).parent / "demo_model"
 DEMO_PROMPT_BYTES = 4095  # with the token that begins a text: 4,096 tokens
 DEMO_SEED = 1
 
@@ -46,6 +45,9 @@ class RunRequest:
     method_is_default: bool = False  # for the header
     metrics: Path | None = None
     csv: Path | None = None
+    audit_every: int = 0
+    audit_factor: float = telemetry.AUDIT_FACTOR
+    audit_off: bool = False
 
 
 @dataclass
@@ -219,6 +221,9 @@ def decode(
         keep_logits=keep_logits,
         # waiting for the device between layers costs nothing on a CPU, so every step is timed there
         time_every=1 if session.device == "cpu" else 4,
+        audit_every=request.audit_every if name == "eps" else 0,
+        audit_factor=request.audit_factor,
+        audit_off=request.audit_off,
     )
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The oracle's selection: guards and policies of one (sequence, kv head), written as the rules read.
+"""The oracle's selection of one (sequence, kv head): guards, policies, certificate, escalation, as the rules read.
 
 `estimate` [n] is the natural log of each group's mass (max over the query heads), +inf for a group without a valid
 summary. Everything returns a boolean mask [n] of groups to visit. Ties go to the lower index. Design section 5.
@@ -81,9 +81,17 @@ def select_threshold(config: EpsConfig, estimate: np.ndarray, forced: np.ndarray
     return visit
 
 
-def visited(config: EpsConfig, estimate: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(visit [n], forced [n]) of one (sequence, kv head) by the configured policy, estimate [n]."""
+def visited(config: EpsConfig, estimate: np.ndarray, length: int, mode: str = "gate") -> tuple[np.ndarray, np.ndarray]:
+    """(visit [n], forced [n]) of one (sequence, kv head) by the configured policy, estimate [n]. A `dense` head visits
+    everything, a `window` head what is forced (and one group at least)."""
     forced = guards(config, length) | np.isposinf(estimate)
+    if mode == "dense":
+        return np.ones_like(forced), forced
+    if mode == "window":
+        visit = forced.copy()
+        if not visit.any():
+            visit[best_first(estimate)[0]] = True
+        return visit, forced
     if config.policy == "topk":
         return select_topk(config, estimate, forced, length), forced
     select = {"threshold": select_threshold, "share": select_share, "mass": select_mass}[config.policy]
@@ -113,3 +121,42 @@ def _log_total(estimate: np.ndarray) -> float:
     if not len(finite):
         return -np.inf
     return float(finite.max() + np.log(np.exp(finite - finite.max()).sum()))
+
+
+def float_margin(unread: np.ndarray, lse: np.ndarray) -> np.ndarray:
+    """What float32 sums of exponentials may be off by, in nats: logarithms of masses `unread` and `lse`."""
+    finite = np.where(np.isfinite(unread), np.abs(unread), 0)
+    return 2.0**-20 * (finite + np.abs(lse)) + 2.0**-18
+
+
+def certified_share(upper: np.ndarray, visit: np.ndarray, lse: np.ndarray, slack: np.ndarray) -> np.ndarray:
+    """Upper bound of each query head's share of the softmax outside `visit` [n] (design section 4): upper [R, n] bounds
+    log A_p, lse [R] is the log mass that was read, slack [R] what its float32 logits may be off by."""
+    if visit.all():
+        return np.zeros(len(lse))
+    unread = np.logaddexp.reduce(upper[:, ~visit], axis=1)
+    margin = slack + float_margin(unread, lse)
+    with np.errstate(over="ignore"):
+        return 1 / (1 + np.exp(lse - margin - unread))
+
+
+def escalation(
+    epsilon: float, lower: np.ndarray, upper: np.ndarray, visit: np.ndarray, lse: np.ndarray, slack: np.ndarray
+) -> np.ndarray:
+    """Groups [n] to visit besides `visit` so that the certified share falls to epsilon for every query head: the
+    shortest run of the unvisited, in falling order of the largest upper mass relative to what was read, after which
+    even the upper masses of the rest are small against what was read plus the lower masses of the run."""
+    order = np.flatnonzero(~visit)
+    order = order[best_first((upper - lse[:, None]).max(axis=0)[order])]
+    rest = np.full((len(lse), len(order) + 1), -np.inf)
+    rest[:, :-1] = np.logaddexp.accumulate(upper[:, order[::-1]], axis=1)[:, ::-1]
+    gained = np.full_like(rest, -np.inf)
+    gained[:, 1:] = np.logaddexp.accumulate(lower[:, order], axis=1)
+    with np.errstate(divide="ignore"):
+        odds = np.log(epsilon) - np.log1p(-epsilon)
+    # twice the margin: the certificate that is taken afterwards pays it once more
+    margin = slack[:, None] + 2 * float_margin(rest, lse[:, None])
+    holds = (rest <= odds + np.logaddexp(lse[:, None], gained) - margin).all(axis=0)
+    extra = np.zeros_like(visit)
+    extra[order[: int(np.argmax(holds))]] = True
+    return extra

@@ -17,13 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.config import EpsConfig
+from eps_core.config import MEAN, EpsConfig
 
 Summary = dict[str, Any]
 Score = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]
 
 # Steps of the best uniform quantiser of a unit Gaussian with 2^b levels (Max 1960), by bits b
 RQ_STEP = {2: 0.9957, 4: 0.3352, 8: 0.0308}
+# Step of the second bit in mean absolute values: the 2-bit step above, and a Gaussian's mean absolute value
+SECOND_STEP = 0.9957 * 1.2533141373155003
 # Stands for an estimate past float32 (keys past float16's range): first in rank, yet no group without a summary (+inf)
 LARGEST_ESTIMATE = 1e38
 CENTRE_TOKENS = 256  # rq's centre is the mean of the first keys that a cache ever sees
@@ -264,9 +266,12 @@ def build_moments(k: np.ndarray, num_directions: int) -> Summary:
     }
 
 
-def build_rq(k: np.ndarray, centre: np.ndarray, bits: int, seed: int, with_bounds: bool) -> Summary:
+def build_rq(
+    k: np.ndarray, centre: np.ndarray, bits: int, seed: int, with_bounds: bool, with_second: bool = False
+) -> Summary:
     """Rotated quantised mean (ours): `bits` per dimension of H D (mu - c) and one scale that makes
-    <x_hat, x> = |x|^2 (RaBitQ, arXiv 2405.12497, for one bit: |x|^2 / |x|_1). centre [D] float16."""
+    <x_hat, x> = |x|^2 (RaBitQ, arXiv 2405.12497, for one bit: |x|^2 / |x|_1). centre [D] float16. `with_second` adds
+    to 1-bit codes the bit that makes them 2-bit codes, levels sign + second / 2 of +-1, with a scale of its own."""
     mean = k.mean(axis=0)
     x = rotate(mean - centre.astype(np.float64), seed)
     if bits == 1:
@@ -280,6 +285,13 @@ def build_rq(k: np.ndarray, centre: np.ndarray, bits: int, seed: int, with_bound
     product = float(x @ levels)
     scale = near16(float(x @ x) / product) if product > 0 else np.float16(0)
     summary = {"codes": pack_codes(codes, bits), "scale": scale}
+    if with_second:
+        step = SECOND_STEP * np.abs(x).mean()
+        second = ((x >= step) | ((x < 0) & (x >= -step))).astype(int)
+        finer = levels + (2 * second - 1) / 2
+        product = float(x @ finer)
+        summary["second"] = pack_codes(second, 1)
+        summary["second_scale"] = near16(float(x @ x) / product) if product > 0 else np.float16(0)
     if with_bounds:
         residual = float(np.linalg.norm(x - levels * float(scale)))
         radius = float(
@@ -294,6 +306,9 @@ def build_summary(config: EpsConfig, k: np.ndarray, phi: np.ndarray | None, cent
     centre [D] for rq."""
     k = k.astype(np.float64)
     dim = config.dim or 0
+    if config.method == MEAN:
+        codes, scale = mean_codes(k.mean(axis=0))
+        return {"mean": codes, "mean_scale": scale}
     if config.method == "jl":
         assert phi is not None
         return build_jl(k, phi)
@@ -310,7 +325,7 @@ def build_summary(config: EpsConfig, k: np.ndarray, phi: np.ndarray | None, cent
     if config.method == "moments":
         return build_moments(k, dim)
     assert config.method == "rq" and centre is not None
-    return build_rq(k, centre, config.bits, config.seed, config.rq_bounds)
+    return build_rq(k, centre, config.bits, config.seed, config.rq_bounds, bool(config.refine))
 
 
 # -------------------------------------------------------------------------------------------------------------- scoring
@@ -424,6 +439,15 @@ def score_rq(summary: Summary, a: np.ndarray, n: int, centre: np.ndarray, bits: 
     slack = rounding_slack(a, _f64(summary, "norm") + radius)
     lower = np.log(n) + mean - size * _f64(summary, "error") - slack
     return np.log(n) + mean, lower, np.log(n) + mean + size * radius + slack
+
+
+def refine_rq(summary: Summary, a: np.ndarray, n: int, centre: np.ndarray, seed: int) -> np.ndarray:
+    """log n + mu_hat.a from two bits a dimension: [G]. An estimate, as of one bit."""
+    head_dim = len(a)
+    signs = 2.0 * unpack_codes(summary["codes"], 1, head_dim) - 1
+    finer = signs + (2.0 * unpack_codes(summary["second"], 1, head_dim) - 1) / 2
+    estimate = np.log(n) + centre.astype(np.float64) @ a + _f64(summary, "second_scale") * (finer @ rotate(a, seed))
+    return np.where(np.isfinite(estimate), estimate, LARGEST_ESTIMATE)
 
 
 def score_summary(

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from eps_core.config import ConfigError
+
 _ADJECTIVES = (
     "amber azure brave brisk broad calm clear coral crisp deep early eager fair fast fierce final fleet fresh gentle "
     "giant glad golden grand green hollow humble icy idle inner ivory jolly keen kind large late light little lively "
@@ -37,6 +39,22 @@ class NeedleDocument:
 
     prompt: str
     answer: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One question of any task, generated or read from a benchmark file.
+
+    `answers`: what a prediction is scored against; what several of them mean (all, or any) is the task's metric.
+    """
+
+    task: str
+    prompt: str
+    answers: tuple[str, ...]
+    depth: float | None = None  # of the first thing asked for: 0 the document's start, 1 its end; None: not placed
+    max_new_tokens: int | None = None  # the benchmark's own limit; None: what the answers need
+    all_classes: tuple[str, ...] = ()  # LongBench's classification
+    source: str = "generated"  # or the benchmark: longbench, ruler
 
 
 def corpus(held_out: bool) -> bytes:
@@ -83,7 +101,7 @@ def filler(text: bytes, num_bytes: int, rng: np.random.Generator) -> bytes:
     if num_bytes <= 0:
         return b""
     if len(text) < num_bytes + 400:
-        raise ValueError(f"filler of {num_bytes} bytes asked from a text of {len(text)}: pass a longer text")
+        raise ConfigError(f"filler of {num_bytes} bytes asked from a text of {len(text)}: pass a longer text")
     start = int(rng.integers(0, len(text) - num_bytes - 300))
     line = text.find(b"\n", start, start + 300)
     start = start if line < 0 else line + 1
@@ -109,12 +127,13 @@ def needle_document(
     tail = question(keys[0])
     room = num_bytes - len(tail) - sum(map(len, lines))
     if room < 0:
-        raise ValueError(
+        raise ConfigError(
             f"a needle document of {num_bytes} bytes has no room for its {len(keys)} needles: ask for more"
         )
-    body = filler(text, room, rng).decode("ascii")
+    # a user's text may be cut inside a character; the standard library's is ASCII and loses nothing
+    body = filler(text, room, rng).decode("utf-8", errors="ignore")
     depths = [depth, *rng.random(num_distractors)]
-    places = sorted(((_line_start(body, int(d * len(body))), line) for d, line in zip(depths, lines, strict=True)))
+    places = sorted(((line_start(body, int(d * len(body))), line) for d, line in zip(depths, lines, strict=True)))
     pieces, last = [], 0
     for place, line in places:
         pieces += [body[last:place], line]
@@ -123,6 +142,7 @@ def needle_document(
     return NeedleDocument(prompt="".join(pieces), answer=values[0])
 
 
-def _line_start(body: str, place: int) -> int:
+def line_start(body: str, place: int) -> int:
+    """The end of the line that `place` (a character index) is in, or `place` where no line ends within 120."""
     found = body.find("\n", place, place + 120)
     return place if found < 0 else found

@@ -11,7 +11,7 @@ import os
 import platform
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +21,51 @@ import numpy as np
 
 from eps_core.config import CacheSpec, ConfigError, EpsConfig
 from eps_core.interface import LayerStats, StepOutput
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What a dense read beside a gated step showed. `alarms` counts the (sequence, layer, kv head)s whose true unread
+    share was above its certificate, or above `factor` times its estimate and above `floor`."""
+
+    kl: float
+    alarms: int
+
+
+AUDIT_FACTOR, AUDIT_FLOOR = 10.0, 0.01  # an unread share under a hundredth raises no alarm, whatever its estimate
+
+
+def audit_step(output: StepOutput, factor: float) -> Audit:
+    """Compares a step's certificates and estimates with its own dense reads. An alarm means that a number was *under*
+    the truth: an estimate that is too high costs bytes, not quality."""
+    assert output.dense_logits is not None
+    alarms = 0
+    for layer in output.layers:
+        true = layer.mass_skipped_true
+        assert true is not None
+        wrong = np.zeros(true.shape, bool)
+        if layer.mass_skipped_cert is not None:
+            # both come from float32 sums of exponentials; the certificate pays for its own rounding, the truth cannot
+            wrong |= true > layer.mass_skipped_cert + TRUE_ROUNDING
+        if layer.mass_skipped_est is not None:
+            wrong |= (true > factor * layer.mass_skipped_est) & (true > AUDIT_FLOOR)
+        alarms += int(wrong.sum())
+    kl = kl_divergence(output.dense_logits, output.logits)
+    return Audit(max(float(np.mean(kl)), 0.0), alarms)
+
+
+TRUE_ROUNDING = 1e-5  # of a true share taken from two float32 log-sum-exps
+
+
+def kl_divergence(dense_logits: np.ndarray, logits: np.ndarray) -> np.ndarray:
+    """KL(dense || gated) in nats over the last axis: [..]."""
+    p, q = (_log_softmax(x.astype(np.float64)) for x in (dense_logits, logits))
+    return (np.exp(p) * (p - q)).sum(axis=-1)
+
+
+def _log_softmax(x: np.ndarray) -> np.ndarray:
+    x = x - x.max(axis=-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
 
 
 @dataclass
@@ -45,14 +90,23 @@ class StepRecord:
     attention_ms: float | None
     decode_ms: float  # the whole step on the host's clock
     mass_skipped_est: float | None  # mean over sequences, layers and kv heads of the estimated unread softmax share
-    mass_skipped_cert: float | None  # certified upper bound of it
-    mass_skipped_true: float | None  # measured by a second, dense read
-    escalations: int
+    mass_skipped_cert: float | None  # the largest certified upper bound of any of them
+    mass_skipped_true: float | None  # the largest of any of them, measured by a second, dense read; audits only
+    output_error_cert: float | None  # the largest upper bound of the L2 error of any query head's output
+    escalations: int  # strict: (sequence, layer, kv head)s whose first selection could not be certified
+    pages_escalated: int  # groups that strict mode added for them, part of pages_visited
+    audited: bool
+    audit_kl: float | None  # KL of this step's next token against a dense step's, nats, mean over sequences
+    audit_alarms: int  # (sequence, layer, kv head)s of which the certificate or the estimate was wrong
+    cert_by_head: np.ndarray | None = field(repr=False)  # [L, Hkv] the same as above, largest over sequences
+    est_by_head: np.ndarray | None = field(repr=False)
+    true_by_head: np.ndarray | None = field(repr=False)
     fallbacks: dict[str, int]
     # not written: for the run summary and for comparing distributions
     timed: bool = field(repr=False)  # the decoder was asked to time its layers
     visited_by_head: np.ndarray = field(repr=False)  # [L, Hkv] int64
     total_by_head: np.ndarray = field(repr=False)  # [L, Hkv] int64
+    escalated_by_head: np.ndarray | None = field(repr=False)  # [L, Hkv] sequences that strict mode escalated
     logits: np.ndarray | None = field(default=None, repr=False)  # [B, V] float32, kept on request
 
     def to_dict(self) -> dict[str, Any]:
@@ -63,11 +117,9 @@ class StepRecord:
         """Asserts what must hold of every record."""
         assert self.pages_total == self.pages_visited + self.pages_skipped, self
         assert self.pages_visited >= self.pages_forced >= 0 and self.pages_skipped >= 0, self
-        if self.mass_skipped_true is not None and self.mass_skipped_cert is not None:
-            assert self.mass_skipped_true <= self.mass_skipped_cert, self
 
 
-_UNWRITTEN = ("timed", "visited_by_head", "total_by_head", "logits")
+_UNWRITTEN = ("timed", "visited_by_head", "total_by_head", "escalated_by_head", "logits")
 STEP_KEYS = tuple(f.name for f in fields(StepRecord) if f.name not in _UNWRITTEN)
 
 
@@ -83,6 +135,7 @@ def step_record(
     bytes_kv_read: int,
     bytes_k_reread: int,
     timed: bool = False,
+    audit: Audit | None = None,
 ) -> StepRecord:
     """The checked record of one step. `bytes_kv_read` and `bytes_k_reread` are what the cache counted during it; a step
     without layer statistics (method off) visited every page."""
@@ -96,6 +149,11 @@ def step_record(
         groups = sum(-(-length // config.S) for length in lengths)
         visited = total = np.full((spec.num_layers, num_heads), groups, np.int64)
         forced = 0
+    escalated = _by_head(output.layers, "escalated", lambda counts: (counts > 0).sum(axis=0))
+    certified, true, estimated = (
+        _by_head(output.layers, f"mass_skipped_{kind}", _largest) for kind in ("cert", "true", "est")
+    )
+    errors = _by_head(output.layers, "output_error_cert", _largest)
     masses = [layer.mass_skipped_est for layer in output.layers if layer.mass_skipped_est is not None]
     record = StepRecord(
         step=step,
@@ -115,16 +173,41 @@ def step_record(
         attention_ms=_total_ms(output.layers, "attention_ms"),
         decode_ms=decode_ms,
         mass_skipped_est=float(np.mean(masses)) if masses else None,
-        mass_skipped_cert=None,
-        mass_skipped_true=None,
-        escalations=0,
+        mass_skipped_cert=None if certified is None else float(certified.max()),
+        mass_skipped_true=None if true is None else float(true.max()),
+        output_error_cert=None if errors is None else float(errors.max()),
+        escalations=0 if escalated is None else int(escalated.sum()),
+        pages_escalated=sum(int(layer.escalated.sum()) for layer in output.layers if layer.escalated is not None),
+        audited=audit is not None,
+        audit_kl=None if audit is None else audit.kl,
+        audit_alarms=0 if audit is None else audit.alarms,
+        cert_by_head=certified,
+        # without a certificate or a truth to set it against, the mean says enough
+        est_by_head=estimated if certified is not None or true is not None else None,
+        true_by_head=true,
         fallbacks=dict(output.fallbacks),
         timed=timed,
         visited_by_head=visited,
         total_by_head=total,
+        escalated_by_head=escalated,
     )
     record.check()
     return record
+
+
+def _largest(values: np.ndarray) -> np.ndarray:
+    return values.max(axis=0)
+
+
+def _by_head(layers: Sequence[LayerStats], name: str, reduce: Callable[[np.ndarray], np.ndarray]) -> np.ndarray | None:
+    """A statistic [B, Hkv] of every layer, reduced over sequences: [L, Hkv]; zero where a layer has none, None where
+    no layer has it."""
+    values = [getattr(layer, name) for layer in layers]
+    if all(value is None for value in values):
+        return None
+    return np.stack(
+        [np.zeros(layer.counts.shape[1]) if v is None else reduce(v) for layer, v in zip(layers, values, strict=True)]
+    )
 
 
 def _total_wanted(layers: Sequence[LayerStats]) -> int | None:
@@ -147,7 +230,8 @@ def summarise(records: Sequence[StepRecord], prefill_ms: float | None = None) ->
     Steps that were timed layer by layer wait for the device between layers, so on a GPU they are slower: decode
     percentiles come from the other steps where there are any, on the dense side too.
     """
-    untimed = [r for r in records if not r.timed] or list(records)
+    plain = [r for r in records if not r.audited] or list(records)  # an audit reads everything besides
+    untimed = [r for r in plain if not r.timed] or plain
     decode_ms = [r.decode_ms for r in untimed]
     num_tokens = sum(len(r.tokens) for r in records)
     totals = {name: sum(getattr(r, name) for r in records) for name in _SUMMED}
@@ -158,7 +242,8 @@ def summarise(records: Sequence[StepRecord], prefill_ms: float | None = None) ->
         for reason, count in record.fallbacks.items():
             fallbacks[reason] = fallbacks.get(reason, 0) + count
     estimates = [r.mass_skipped_est for r in records if r.mass_skipped_est is not None]
-    certified = [r.mass_skipped_cert for r in records if r.mass_skipped_cert is not None]
+    audited = [r for r in records if r.audited]
+    escalated = [r.escalated_by_head for r in records if r.escalated_by_head is not None]
     wanted = [r.pages_wanted for r in records if r.pages_wanted is not None]
     by_head = None
     if records:
@@ -179,14 +264,27 @@ def summarise(records: Sequence[StepRecord], prefill_ms: float | None = None) ->
         "summary_ratio": totals["bytes_summary_read"] / dense if dense else None,
         "bytes_ratio": read / dense if dense else None,
         "mass_skipped_est_mean": float(np.mean(estimates)) if estimates else None,
-        "mass_skipped_cert_max": max(certified, default=None),
+        "mass_skipped_cert_max": _most(r.mass_skipped_cert for r in records),
+        "mass_skipped_true_max": max(
+            (r.mass_skipped_true for r in audited if r.mass_skipped_true is not None), default=None
+        ),
+        "output_error_cert_max": max(
+            (r.output_error_cert for r in records if r.output_error_cert is not None), default=None
+        ),
+        "escalations_by_layer_and_head": sum(escalated) if escalated else None,
+        "audits": len(audited),
+        "audit_kl_mean": float(np.mean([r.audit_kl for r in audited if r.audit_kl is not None])) if audited else None,
         "fallbacks": fallbacks,
     }
 
 
+def _most(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
 _SUMMED = (
     "pages_total", "pages_visited", "pages_skipped", "pages_forced", "bytes_kv_read_est", "bytes_kv_dense",
-    "bytes_summary_read", "bytes_k_reread", "escalations",
+    "bytes_summary_read", "bytes_k_reread", "escalations", "pages_escalated", "audit_alarms",
 )  # fmt: skip
 
 

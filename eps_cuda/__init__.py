@@ -5,7 +5,7 @@ import platform
 import numpy as np
 import torch
 
-from eps_cuda.attention import attend, merge
+from eps_cuda.attention import attend, attend_tail, merge
 from eps_cuda.cache import (
     Cache,
     check_finite,
@@ -18,15 +18,19 @@ from eps_cuda.cache import (
     write_kv,
 )
 from eps_cuda.model import load_model
-from eps_cuda.selection import select, skipped_mass
+from eps_cuda.selection import bounds, certify, escalate, select, skipped_mass
 from eps_cuda.summaries import score
 
 __all__ = [
     "Cache",
     "attend",
+    "attend_tail",
+    "bounds",
+    "certify",
     "check_finite",
     "copy_units",
     "devices",
+    "escalate",
     "from_numpy",
     "load_model",
     "merge",

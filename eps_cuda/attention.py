@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from eps_core.interface import Selection
+from eps_core.guards import missing_groups
+from eps_core.interface import Scores, Selection
 from eps_cuda.cache import Cache, units_of
+from eps_cuda.selection import visit_mask
 
 State = tuple[Tensor, Tensor]
 
@@ -137,6 +139,49 @@ def merge(first: State, second: State) -> State:
     divisor = torch.where(total > 0, total, 1)
     out = out1 * (weight1 / divisor)[..., None] + out2 * (weight2 / divisor)[..., None]
     return out.to(out1.dtype), base + torch.log(total)
+
+
+@torch.inference_mode()
+def attend_tail(
+    cache: Cache, layer: int, table: np.ndarray, lengths: np.ndarray, scores: Scores, selection: Selection, lse: Tensor
+) -> State:
+    """(out [B, Hq, D] float32, lse [B, Hq]): an estimate of attention over the groups that `selection` left out, to be
+    merged with what was read, whose log mass is lse [B, Hq]. Each skipped group counts with its estimated mass and the
+    mean value of the tail group around it. Estimates that were too high for what was read are lowered as much for what
+    was not; where the tail group is not full, or has no estimate, nothing is added. An estimate, no bound."""
+    inner, spec = cache.tail, cache.spec
+    assert inner is not None
+    batch, kv_heads, groups = scores.estimate.shape
+    lse = lse.reshape(batch, kv_heads, -1)
+    missing = missing_groups(inner.config, inner.state[layer], table, lengths, can_encode=True)
+    usable = ~missing & (np.arange(missing.shape[1]) < -(-lengths // inner.config.S)[:, None])
+    known, visit = torch.isfinite(scores.estimate), visit_mask(selection, groups)
+    seen = torch.logsumexp(torch.where(known & visit, scores.estimate, -math.inf), dim=-1)[..., None]
+    skipped = torch.where(known & ~visit, scores.estimate, -math.inf)
+    # whole pool units are listed, so groups fill their tail groups
+    mass = torch.logsumexp(skipped.unflatten(-1, (missing.shape[1], -1)), dim=-1)
+    mass = torch.where(torch.from_numpy(usable).to(lse.device)[:, None], mass, -math.inf)
+    total = torch.logsumexp(mass, dim=-1, keepdim=True)
+    weights = torch.exp(mass - torch.where(total > -math.inf, total, 0))
+    rows = (np.maximum(table, 0)[:, None, :].astype(np.int64) * kv_heads + np.arange(kv_heads)[:, None]).reshape(-1)
+    rows = torch.from_numpy(rows).to(lse.device)
+    codes, scale = (
+        inner.summaries[layer][name].reshape(spec.num_units * kv_heads, -1).index_select(0, rows)
+        for name in ("mean", "mean_scale")
+    )
+    means = codes.view(batch, kv_heads, -1, spec.head_dim).float() * scale.view(batch, kv_heads, -1, 1).float()
+    out = (weights[..., None, :] @ means).expand(-1, -1, lse.shape[-1], -1)
+    tail = total - (seen - lse).clamp(min=0)
+    return out.reshape(batch, -1, spec.head_dim), tail.reshape(batch, -1)
+
+
+@torch.inference_mode()
+def attend_own(cache: Cache, q: Tensor, k: Tensor, v: Tensor) -> State:
+    """(out [B, Hq, D] in q's dtype, lse [B, Hq] float32) of each token over itself alone: q [B, Hq, D], k, v
+    [B, Hkv, D] as the cache would hold them."""
+    stored, repeat = cache.k[0].dtype, q.shape[1] // k.shape[1]
+    key, value = (x.to(stored).float().repeat_interleave(repeat, dim=1) for x in (k, v))
+    return value.to(q.dtype), (q.float() * key).sum(dim=-1) / math.sqrt(q.shape[-1])
 
 
 def attend_chunk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

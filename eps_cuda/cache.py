@@ -36,8 +36,14 @@ class Cache:
     centre: list[Tensor | None] = field(default_factory=list)  # rq: [Hkv, D] float16 once 256 keys were seen
     early: list[list[Tensor]] = field(default_factory=list)  # rq: the keys until then
     fixed: list[Summary] = field(default_factory=list)  # jl: phi [Hkv, D, m]; rq: signs [D]
+    # with bounds: at least the largest |k| and |v| that each kv head ever held, [Hkv] float32
+    largest_key: list[Tensor] = field(default_factory=list)
+    largest_value: list[Tensor] = field(default_factory=list)
+    bound: "Cache | None" = None  # the summaries that bound, over the same K and V, where they are other ones
+    tail: "Cache | None" = None  # mean values: its K is this cache's V
     bytes_k_reread: int = 0
     kv_bytes_read: int = 0
+    bound_bytes_read: int = 0
 
     def constants(self, layer: int) -> Summary:
         """What builders and scorers of this layer need besides keys (see summaries.py)."""
@@ -99,20 +105,32 @@ def new_cache(spec: CacheSpec, config: EpsConfig, device: str = "auto") -> Cache
         v=[torch.zeros(shape, dtype=dtype, device=place) for _ in layers],
         finite=[torch.tensor(True, device=place) for _ in layers],
     )
-    if config.enabled:
-        cache.state = [GroupState(spec.num_units, config, spec.max_open_groups) for _ in layers]
-        cache.centre = [None for _ in layers]
-        cache.early = [[] for _ in layers]
-        cache.fixed = [_fixed(spec, config, layer, place) for layer in layers]
-        # one group of zeros tells every summary's names, shapes and dtypes
-        group = torch.zeros((1, spec.num_kv_heads, config.S, spec.head_dim), device=place)
-        fields = build_summary(config, cache.constants(0), group)
-        pool = (spec.num_units, spec.num_kv_heads, config.groups_per_unit)
-        cache.summaries = [
-            {name: one.new_zeros((*pool, *one.shape[2:])) for name, one in fields.items()} for _ in layers
-        ]
-        cache.open = [_empty_statistics(spec, config, place) for _ in layers]
+    if config.bound_bits:
+        cache.bound = Cache(spec, config.bound_config, place.type, cache.k, cache.v, cache.finite)
+    if config.tail_tokens:
+        cache.tail = Cache(spec, config.tail_config, place.type, cache.v, cache.v, cache.finite)
+    for one in (cache, cache.bound, cache.tail):
+        if one is not None and one.config.enabled:
+            _add_summaries(one, place)
     return cache
+
+
+def _add_summaries(cache: Cache, place: torch.device) -> None:
+    """Everything that a method keeps besides K and V, still empty."""
+    spec, config, layers = cache.spec, cache.config, range(cache.spec.num_layers)
+    cache.state = [GroupState(spec.num_units, config, spec.max_open_groups) for _ in layers]
+    cache.centre = [None for _ in layers]
+    cache.early = [[] for _ in layers]
+    cache.fixed = [_fixed(spec, config, layer, place) for layer in layers]
+    # one group of zeros tells every summary's names, shapes and dtypes
+    group = torch.zeros((1, spec.num_kv_heads, config.S, spec.head_dim), device=place)
+    fields = build_summary(config, cache.constants(0), group)
+    pool = (spec.num_units, spec.num_kv_heads, config.groups_per_unit)
+    cache.summaries = [{name: one.new_zeros((*pool, *one.shape[2:])) for name, one in fields.items()} for _ in layers]
+    cache.open = [_empty_statistics(spec, config, place) for _ in layers]
+    if config.has_bounds:
+        cache.largest_key = [torch.zeros(spec.num_kv_heads, device=place) for _ in layers]
+        cache.largest_value = [torch.zeros(spec.num_kv_heads, device=place) for _ in layers]
 
 
 def _fixed(spec: CacheSpec, config: EpsConfig, layer: int, device: torch.device) -> Summary:
@@ -163,12 +181,23 @@ def write_kv(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) 
         return cache
     units, offsets = (_on(cache, part) for part in np.divmod(slots, cache.config.unit_tokens))
     keys = k.to(DTYPES[spec.dtype])
+    values = v.to(DTYPES[spec.dtype])
     cache.k[layer][units, :, offsets] = keys
-    cache.v[layer][units, :, offsets] = v.to(DTYPES[spec.dtype])
+    cache.v[layer][units, :, offsets] = values
     cache.finite[layer] = cache.finite[layer] & torch.isfinite(keys).all()
-    if cache.config.enabled:
+    if cache.config.has_bounds:
+        for largest, array in ((cache.largest_key, keys), (cache.largest_value, values)):
+            # a float32 norm is short by less than 2^-16 of itself
+            norm = torch.linalg.vector_norm(array.float(), dim=-1).amax(dim=0) * (1 + 2.0**-16)
+            largest[layer] = torch.maximum(largest[layer], norm)
+    for one, rows in ((cache, keys), (cache.bound, keys), (cache.tail, values)):
+        if one is None or not one.config.enabled:
+            continue
         # the plan must follow every write, whatever the method makes of it
-        _update_summaries(cache, layer, keys, cache.state[layer].plan(slots))
+        _update_summaries(one, layer, rows, one.state[layer].plan(slots))
+        if one is not cache:
+            cache.bytes_k_reread += one.bytes_k_reread
+            one.bytes_k_reread = 0
     return cache
 
 
@@ -293,14 +322,17 @@ def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
         return cache
     source, target = (_on(cache, np.asarray(units, np.int64)) for units in (src, dst))
     for layer in range(cache.spec.num_layers):
-        for pool in (cache.k[layer], cache.v[layer], *(cache.summaries[layer].values() if cache.summaries else ())):
+        for pool in (cache.k[layer], cache.v[layer]):
             pool[target] = pool[source]
-        if not cache.config.enabled:
-            continue
-        for from_unit, to_unit in zip(src, dst, strict=True):
-            for from_open, to_open in cache.state[layer].copy(from_unit, to_unit):
-                for running in cache.open[layer].values():
-                    running[to_open] = running[from_open]
+        for one in (cache, cache.bound, cache.tail):
+            if one is None or not one.config.enabled:
+                continue
+            for pool in one.summaries[layer].values():
+                pool[target] = pool[source]
+            for from_unit, to_unit in zip(src, dst, strict=True):
+                for from_open, to_open in one.state[layer].copy(from_unit, to_unit):
+                    for running in one.open[layer].values():
+                        running[to_open] = running[from_open]
     return cache
 
 

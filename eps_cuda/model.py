@@ -5,6 +5,7 @@ has host-known numbers synchronises once, when its logits go to the host.
 """
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -13,13 +14,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eps_core.config import ConfigError, summary_group_bytes
-from eps_core.interface import LayerStats, Selection, StepOutput
+from eps_core.config import ConfigError, scoring_bytes
+from eps_core.interface import LayerStats, StepOutput
 from eps_core.model import ModelSpec, inverse_frequencies, load_weights
-from eps_cuda.attention import attend, attend_chunk
+from eps_cuda.attention import attend, attend_chunk, attend_own, attend_tail, merge
 from eps_cuda.cache import DTYPES, Cache, check_finite, device_of, from_numpy, read_kv, write_kv
-from eps_cuda.selection import select, skipped_mass
+from eps_cuda.selection import bounds, certify, escalate, select, skipped_mass
 from eps_cuda.summaries import score
+
+Pending = dict[str, Tensor]  # fields of LayerStats that are still on the device, by name
+
+
+def _fill(layers: list[LayerStats], pending: list[Pending]) -> None:
+    """Brings what lies on the device to the host, one field of all layers at a time."""
+    for name in {name: None for arrays in pending for name in arrays}:
+        having = [(stats, arrays[name]) for stats, arrays in zip(layers, pending, strict=True) if name in arrays]
+        values = torch.stack([array for _, array in having]).cpu().numpy()
+        for (stats, _), value in zip(having, values, strict=True):
+            setattr(stats, name, value)
 
 
 class Decoder:
@@ -29,6 +41,7 @@ class Decoder:
     def __init__(self, spec: ModelSpec, weights: dict[str, Tensor], dtype: str, device: str) -> None:
         self.spec, self.weights, self.dtype, self.device = spec, weights, dtype, device
         self.timing = False  # whether step() fills prepass_ms and attention_ms, at the cost of three waits a layer
+        self.tap: Callable[[int, Tensor], None] | None = None
         self.inverse_frequencies = inverse_frequencies(spec)
 
     @torch.inference_mode()
@@ -48,58 +61,125 @@ class Decoder:
 
     @torch.inference_mode()
     def step(
-        self, cache: Cache, tokens: np.ndarray, slots: np.ndarray, table: np.ndarray, lengths: np.ndarray
+        self,
+        cache: Cache,
+        tokens: np.ndarray,
+        slots: np.ndarray,
+        table: np.ndarray,
+        lengths: np.ndarray,
+        gate: bool = True,
+        audit: bool = False,
     ) -> tuple[Cache, StepOutput]:
         """One token of each of B sequences: tokens [B], slots [B], table [B, M], lengths [B] with the new token."""
         config, spec, lengths = cache.config, self.spec, np.asarray(lengths, np.int64)
-        groups = -(-lengths // config.S)
-        group_bytes = spec.num_kv_heads * summary_group_bytes(config, spec.head_dim)
-        layers, device_counts, device_skipped, device_wanted = [], [], [], []
+        dense_logits = self._dense_logits(cache, tokens, table, lengths) if audit else None
         x, turn = self._embed(tokens), self._rotation(lengths - 1)
+        layers: list[LayerStats] = []
+        pending: list[Pending] = []
         for layer in range(spec.num_layers):
             q, k, v = self._project(layer, x, turn)
             cache = write_kv(cache, layer, k, v, slots)
-            kv_bytes = cache.kv_bytes_read
-            started = self._clock()
-            selection: Selection | None = None
-            if config.enabled:
-                with self._span("eps.prepass"):
-                    scores = score(cache, layer, q, table, lengths)
-                    selection = select(config, scores, lengths)
-            selected = self._clock()
-            with self._span("eps.attention"):
-                out, _ = attend(cache, layer, q, table, lengths, selection)
-            attended = self._clock()
+            if self.tap is not None:
+                self.tap(layer, q)
+            if config.enabled and gate:
+                out, stats, arrays = self._attend_gated(cache, layer, q, table, lengths, audit)
+                layers.append(stats)
+                pending.append(arrays)
+            else:
+                out, _ = attend(cache, layer, q, table, lengths, None)
             x = self._feed_forward(layer, self._add_attention(layer, x, out))
-            if selection is not None:
-                device_counts.append(selection.counts)
-                device_skipped.append(skipped_mass(scores, selection))
-                if selection.wanted is not None:
-                    device_wanted.append(selection.wanted)
-                layers.append(
-                    LayerStats(
-                        counts=np.zeros(0),
-                        groups=groups,
-                        forced=selection.forced,
-                        mass_skipped_est=None,
-                        kv_bytes_read=cache.kv_bytes_read - kv_bytes,
-                        summary_bytes_read=table.size * config.groups_per_unit * group_bytes,
-                        prepass_ms=None if started is None or selected is None else 1000 * (selected - started),
-                        attention_ms=None if selected is None or attended is None else 1000 * (attended - selected),
-                    )
-                )
         logits = self._logits(x).cpu().numpy()
         check_finite(cache)
-        if layers:
-            counts, skipped = (torch.stack(part).cpu().numpy() for part in (device_counts, device_skipped))
-            for layer, stats in enumerate(layers):
-                stats.counts, stats.mass_skipped_est = counts[layer], skipped[layer]
-        if device_wanted:
-            for stats, wanted in zip(layers, torch.stack(device_wanted).cpu().numpy(), strict=True):
-                stats.wanted = wanted
-        short = int((lengths < config.min_context).sum()) if config.enabled else 0
+        _fill(layers, pending)
+        short = int((lengths < config.min_context).sum()) if layers else 0
         fallbacks = {"min_context": short * spec.num_layers} if short else {}
-        return cache, StepOutput(logits, layers, fallbacks)
+        dense_layers = sum(config.dense_layer(layer) for layer in range(spec.num_layers)) if layers else 0
+        if dense_layers:
+            fallbacks["dense_layer"] = dense_layers * len(lengths)
+        return cache, StepOutput(logits, layers, fallbacks, dense_logits)
+
+    def _attend_gated(
+        self, cache: Cache, layer: int, q: Tensor, table: np.ndarray, lengths: np.ndarray, audit: bool
+    ) -> tuple[Tensor, LayerStats, Pending]:
+        """(out [B, Hq, D], statistics, what of them still lies on the device) of one layer: score, select, attend;
+        strict visits more until certified."""
+        config, batch, kv_heads = cache.config, len(lengths), self.spec.num_kv_heads
+        groups = -(-lengths // config.S)
+        stats = LayerStats(
+            counts=np.repeat(groups[:, None], kv_heads, axis=1),
+            groups=groups,
+            forced=np.zeros(batch, np.int64),
+            mass_skipped_est=np.zeros((batch, kv_heads)),
+            kv_bytes_read=0,
+            summary_bytes_read=0,
+            prepass_ms=None,
+            attention_ms=None,
+        )
+        arrays: Pending = {}
+        kv_bytes = cache.kv_bytes_read
+        started = self._clock()
+        if config.dense_layer(layer):
+            selected = started
+            with self._span("eps.attention"):
+                out, lse = attend(cache, layer, q, table, lengths, None)
+            whole = out
+            if config.has_bounds:
+                stats.mass_skipped_cert = stats.output_error_cert = np.zeros((batch, kv_heads))
+        else:
+            with self._span("eps.prepass"):
+                scores = score(cache, layer, q, table, lengths)
+                selection = select(config, scores, lengths, layer)
+            selected = self._clock()
+            with self._span("eps.attention"):
+                out, lse = attend(cache, layer, q, table, lengths, selection)
+                bound_bytes = cache.bound_bytes_read
+                if config.has_bounds:
+                    scores = bounds(cache, layer, q, table, lengths, scores, selection)
+                if config.strict:
+                    extra, selection = escalate(config, scores, selection, lse)
+                    out, lse = merge((out, lse), attend(cache, layer, q, table, lengths, extra))
+                    arrays["escalated"] = extra.counts
+                if config.has_bounds:
+                    certificate = certify(cache, layer, scores, selection, out, lse)
+                    arrays["mass_skipped_cert"] = certificate.mass
+                    arrays["output_error_cert"] = certificate.error
+                whole = out
+                if config.tail_tokens:
+                    whole, _ = merge((out, lse), attend_tail(cache, layer, table, lengths, scores, selection, lse))
+                    if config.has_bounds:
+                        # the bound is of what was read alone: the tail may move away from it, or from the truth
+                        moved = torch.linalg.vector_norm((whole - out).float(), dim=-1).reshape(batch, kv_heads, -1)
+                        arrays["output_error_cert"] += moved.amax(dim=-1) * (1 + 2.0**-16)
+            arrays["counts"], arrays["mass_skipped_est"] = selection.counts, skipped_mass(scores, selection)
+            if selection.wanted is not None:
+                arrays["wanted"] = selection.wanted
+            stats.forced = selection.forced
+            stats.summary_bytes_read = kv_heads * scoring_bytes(
+                config, self.spec.head_dim, table.size * config.groups_per_unit, lengths
+            )
+            stats.summary_bytes_read += cache.bound_bytes_read - bound_bytes
+        attended = self._clock()
+        stats.kv_bytes_read = cache.kv_bytes_read - kv_bytes
+        if started is not None and selected is not None and attended is not None:
+            stats.prepass_ms, stats.attention_ms = 1000 * (selected - started), 1000 * (attended - selected)
+        if audit:
+            kv_bytes = cache.kv_bytes_read
+            _, lse_all = attend(cache, layer, q, table, lengths, None)
+            cache.kv_bytes_read = kv_bytes
+            unread = -torch.expm1((lse - lse_all).clamp(max=0)).reshape(batch, kv_heads, -1)
+            arrays["mass_skipped_true"] = unread.amax(dim=-1)
+        return whole, stats, arrays
+
+    def _dense_logits(self, cache: Cache, tokens: np.ndarray, table: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Logits [B, V] of a dense step of the new tokens, whose K and V are merged in instead of written."""
+        kv_bytes, x, turn = cache.kv_bytes_read, self._embed(tokens), self._rotation(lengths - 1)
+        for layer in range(self.spec.num_layers):
+            q, k, v = self._project(layer, x, turn)
+            before = attend(cache, layer, q, table, lengths - 1, None)
+            out, _ = merge(before, attend_own(cache, q, k, v))
+            x = self._feed_forward(layer, self._add_attention(layer, x, out))
+        cache.kv_bytes_read = kv_bytes
+        return self._logits(x).cpu().numpy()
 
     def _span(self, name: str) -> AbstractContextManager:
         """An NVTX range on a GPU, nothing elsewhere."""

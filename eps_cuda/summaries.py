@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eps_core.config import EpsConfig
+from eps_core.config import MEAN, EpsConfig
 from eps_core.guards import forced_groups, missing_groups
 from eps_core.interface import Scores
-from eps_core.summaries import LARGEST_ESTIMATE, RQ_STEP, hadamard_blocks
+from eps_core.summaries import LARGEST_ESTIMATE, RQ_STEP, SECOND_STEP, hadamard_blocks
 
 if TYPE_CHECKING:
     from eps_cuda.cache import Cache
@@ -30,6 +30,7 @@ Summary = dict[str, Tensor]
 Score = tuple[Tensor, Tensor | None, Tensor | None]
 
 SCHATTEN_DOUBLINGS = 4
+SECOND_LEVEL = ("second", "second_scale")  # of rq: read of the best groups only
 PIECE_GROUPS = 256  # groups that a CPU decodes at once, to stay in its cache; changes speed only
 
 
@@ -134,7 +135,10 @@ def _right_singular(k: Tensor, count: int) -> tuple[Tensor, Tensor]:
     tall = n >= head_dim
     # eigh raises on NaN and Inf, which `check_finite` must be left to report
     gram = torch.nan_to_num(k.mT @ k if tall else k @ k.mT, nan=0.0, posinf=0.0, neginf=0.0)
-    values, vectors = torch.linalg.eigh(gram)
+    try:
+        values, vectors = torch.linalg.eigh(gram)
+    except torch.linalg.LinAlgError:  # float32 does not converge on some finite matrices
+        values, vectors = (part.float() for part in torch.linalg.eigh(gram.double()))
     kept = min(count, n, head_dim)
     values = values.flip(-1)[..., :kept].clamp(min=0)
     rows = vectors.flip(-1)[..., :kept].mT
@@ -279,15 +283,23 @@ def build_moments(k: Tensor, num_directions: int) -> Summary:
     }
 
 
-def build_rq(k: Tensor, centre: Tensor, signs: Tensor, bits: int, with_bounds: bool) -> Summary:
+def _tree_sum(x: Tensor) -> Tensor:
+    """The sum over the last axis but one as a tree of float32 additions, alike in every library."""
+    while x.shape[-2] > 1:
+        half = x.shape[-2] // 2
+        paired, odd = x[..., :half, :] + x[..., half : 2 * half, :], x[..., 2 * half :, :]
+        x = torch.cat([paired, odd], dim=-2) if odd.shape[-2] else paired
+    return x[..., 0, :]
+
+
+def build_rq(
+    k: Tensor, centre: Tensor, signs: Tensor, bits: int, with_bounds: bool, with_second: bool = False
+) -> Summary:
     """Rotated quantised mean (ours): `bits` per dimension of H D (mu - c) and one scale that makes <x_hat, x> = |x|^2
-    (RaBitQ's estimator). centre [Hkv, D] float16. The mean is a tree of float32 additions, alike in every library."""
-    n, total = k.shape[-2], k
-    while total.shape[-2] > 1:
-        half = total.shape[-2] // 2
-        paired, odd = total[..., :half, :] + total[..., half : 2 * half, :], total[..., 2 * half :, :]
-        total = torch.cat([paired, odd], dim=-2) if odd.shape[-2] else paired
-    x = rotate(total[..., 0, :] * (1 / n) - centre.float(), signs)
+    (RaBitQ's estimator). centre [Hkv, D] float16. `with_second` adds to 1-bit codes the bit that makes them 2-bit
+    codes, levels sign + second / 2 of +-1, with a scale of its own."""
+    head_dim = k.shape[-1]
+    x = rotate(_tree_sum(k) * (1 / k.shape[-2]) - centre.float(), signs)
     if bits == 1:
         codes = (x >= 0).to(torch.uint8)
     else:
@@ -298,6 +310,15 @@ def build_rq(k: Tensor, centre: Tensor, signs: Tensor, bits: int, with_bounds: b
     product = (x * levels).sum(dim=-1)
     scale = near16(torch.where(product > 0, (x * x).sum(dim=-1) / torch.where(product > 0, product, 1), 0))
     summary = {"codes": pack_codes(codes, bits), "scale": scale}
+    if with_second:
+        step = _tree_sum(x.abs()[..., None]) * float(np.float32(SECOND_STEP / head_dim))
+        second = ((x >= step) | ((x < 0) & (x >= -step))).to(torch.uint8)
+        finer = levels + 0.5 * _levels(second, 1)
+        product = (x * finer).sum(dim=-1)
+        summary["second"] = pack_codes(second, 1)
+        summary["second_scale"] = near16(
+            torch.where(product > 0, (x * x).sum(dim=-1) / torch.where(product > 0, product, 1), 0)
+        )
     if with_bounds:
         rounded = levels * scale.float()[..., None]
         # distances to mu_hat, measured in rotated space
@@ -314,6 +335,9 @@ def build_summary(config: EpsConfig, constants: Summary, k: Tensor) -> Summary:
     dim = config.dim or 0
     if config.method == "oracle":
         return {}
+    if config.method == MEAN:
+        codes, scale = mean_codes(k.mean(dim=-2))
+        return {"mean": codes, "mean_scale": scale}
     if config.method == "jl":
         return build_jl(k, constants["phi"])
     if config.method == "1pc":
@@ -328,7 +352,7 @@ def build_summary(config: EpsConfig, constants: Summary, k: Tensor) -> Summary:
         return build_ball(k)
     if config.method == "moments":
         return build_moments(k, dim)
-    return build_rq(k, constants["centre"], constants["signs"], config.bits, config.rq_bounds)
+    return build_rq(k, constants["centre"], constants["signs"], config.bits, config.rq_bounds, bool(config.refine))
 
 
 # -------------------------------------------------------------------------------------------------------------- scoring
@@ -372,7 +396,7 @@ def _per_group(summary: Summary, name: str) -> Tensor:
     return summary[name].float()[..., None, :]
 
 
-def _slack(a: Tensor, norm: Tensor) -> Tensor:
+def logit_slack(a: Tensor, norm: Tensor) -> Tensor:
     """What float32 arithmetic may add to a sum of D products of size |a| * norm (four times the worst case); the 1
     covers log n."""
     return (a.shape[-1] + 32) * 2.0**-21 * (_norm(a)[..., None] * norm + 1)
@@ -396,7 +420,7 @@ def score_pc1(summary: Summary, a: Tensor, n: int) -> Score:
     estimate = lam * along + rest * torch.sqrt(across)
     # the difference cancels in float32 where a runs along u: the bound pays for it under the root
     bound = lam * along + rest * torch.sqrt(across + (a.shape[-1] + 32) * 2.0**-22 * energy)
-    slack = _slack(a, lam + rest)
+    slack = logit_slack(a, lam + rest)
     return estimate, math.log(n) - bound - slack, math.log(n) + bound + slack
 
 
@@ -408,7 +432,7 @@ def score_fd(summary: Summary, a: Tensor, n: int) -> Score:
     estimate, size = _norm(parts), _norm(a)[..., None]
     error, delta = _per_group(summary, "error"), _per_group(summary, "delta")
     bound = torch.hypot(estimate + error * size, delta * size)
-    slack = _slack(a, error + delta + scales.sum(dim=-1)[..., None, :] * (127 * math.sqrt(head_dim)))
+    slack = logit_slack(a, error + delta + scales.sum(dim=-1)[..., None, :] * (127 * math.sqrt(head_dim)))
     return estimate, math.log(n) - bound - slack, math.log(n) + bound + slack
 
 
@@ -420,7 +444,7 @@ def score_box(summary: Summary, a: Tensor, n: int) -> Score:
     high_rising, high_falling = _dots(summary["hi"], both).chunk(2, dim=2)
     scale = _per_group(summary, "scale")
     most, least = (high_rising + low_falling) * scale, (low_rising + high_falling) * scale
-    slack = _slack(a, _per_group(summary, "norm") + 2 * scale * math.sqrt(a.shape[-1]))
+    slack = logit_slack(a, _per_group(summary, "norm") + 2 * scale * math.sqrt(a.shape[-1]))
     return most, math.log(n) + least - slack, math.log(n) + most + slack
 
 
@@ -434,7 +458,7 @@ def score_ball(summary: Summary, a: Tensor, n: int) -> Score:
     """mu_hat.a + |a| radius >= every logit; Jensen about the true mean gives the lower bound."""
     mean, size = _dots(summary["mean"], a) * _per_group(summary, "mean_scale"), _norm(a)[..., None]
     radius, error = _per_group(summary, "radius"), _per_group(summary, "error")
-    slack = _slack(a, _per_group(summary, "norm") + radius)
+    slack = logit_slack(a, _per_group(summary, "norm") + radius)
     estimate = mean + size * radius
     return estimate, math.log(n) + mean - size * error - slack, math.log(n) + estimate + slack
 
@@ -473,7 +497,7 @@ def score_moments(summary: Summary, a: Tensor, n: int) -> Score:
     v_estimate = explained + rho * along + spread
     v_upper = explained + rho * energy
     b = torch.minimum(size * radius, torch.sqrt((n - 1) * v_upper))
-    slack = _slack(a, _per_group(summary, "norm") + radius)
+    slack = logit_slack(a, _per_group(summary, "norm") + radius)
     error = size * _per_group(summary, "error")
     return (
         math.log(n) + mean + random_energy(v_estimate, n),
@@ -490,9 +514,18 @@ def score_rq(summary: Summary, a: Tensor, n: int, constants: Summary, bits: int)
     if "radius" not in summary:
         return math.log(n) + mean, None, None
     size, radius = _norm(a)[..., None], _per_group(summary, "radius")
-    slack = _slack(a, _per_group(summary, "norm") + radius)
+    slack = logit_slack(a, _per_group(summary, "norm") + radius)
     lower = math.log(n) + mean - size * _per_group(summary, "error") - slack
     return math.log(n) + mean, lower, math.log(n) + mean + size * radius + slack
+
+
+def refine_rq(summary: Summary, a: Tensor, n: int, constants: Summary) -> Tensor:
+    """log n + mu_hat.a from two bits a dimension: [B, Hkv, R, C]. An estimate, as of one bit."""
+    offset = (a * constants["centre"].float()[:, None, :]).sum(dim=-1)[..., None]
+    turned = rotate(a, constants["signs"])
+    dots = _packed_dots(summary["codes"], 1, turned) + 0.5 * _packed_dots(summary["second"], 1, turned)
+    estimate = math.log(n) + offset + dots * _per_group(summary, "second_scale")
+    return torch.where(torch.isfinite(estimate), estimate, LARGEST_ESTIMATE)
 
 
 def score_summary(config: EpsConfig, constants: Summary, summary: Summary, a: Tensor) -> Score:
@@ -524,8 +557,8 @@ def score_summary(config: EpsConfig, constants: Summary, summary: Summary, a: Te
 
 @torch.inference_mode()
 def score(cache: "Cache", layer: int, q: Tensor, table: np.ndarray, lengths: np.ndarray) -> Scores:
-    """Estimates and bounds [B, Hkv, G] of every group, max over the query heads of each kv head (never a mean):
-    q [B, Hq, D] unscaled, table [B, M], lengths [B] tokens. See `Scores` for what the numbers mean."""
+    """Estimates [B, Hkv, G] of every group, max over the query heads of each kv head (never a mean), and bounds
+    [B, Hkv, R, G]: q [B, Hq, D] unscaled, table [B, M], lengths [B] tokens. See `Scores` for what the numbers mean."""
     config, spec = cache.config, cache.spec
     table, lengths = np.asarray(table), np.asarray(lengths, np.int64)
     batch, _, head_dim = q.shape
@@ -548,16 +581,49 @@ def score(cache: "Cache", layer: int, q: Tensor, table: np.ndarray, lengths: np.
             .index_select(0, rows)
             .reshape(batch, kv_heads, groups, *pool.shape[3:])
             for name, pool in cache.summaries[layer].items()
+            if name not in SECOND_LEVEL
         }
         parts = score_summary(config, cache.constants(layer), gathered, a)
     # 0: scored, 1: without a summary, 2: past the end
     state = torch.from_numpy(np.where(inside, missing.astype(np.uint8), np.uint8(2))).to(q.device)[:, None, :]
     known, past = state == 0, state == 2
-    estimate, lower, upper = (
-        None if part is None else torch.where(known, part.amax(dim=2), torch.where(past, -math.inf, default))
-        for part, default in zip(parts, (math.inf, -math.inf, math.inf), strict=True)
-    )
-    return Scores(estimate, lower, upper, num_missing)
+    estimate = torch.where(known, parts[0].amax(dim=2), -math.inf)
+    if config.refine:
+        estimate = _refined(cache, layer, a, estimate, gathered["codes"], table, lengths)
+    estimate = torch.where(known | past, estimate, math.inf)
+    if parts[1] is None or parts[2] is None:
+        return Scores(estimate, None, None, num_missing)
+    known, past = known[:, :, None], past[:, :, None]
+    lower = torch.where(known, parts[1], -math.inf)
+    upper = torch.where(known, parts[2], torch.where(past, -math.inf, math.inf))
+    return Scores(estimate, lower, upper, num_missing, logit_slack(a, cache.largest_key[layer][:, None, None])[..., 0])
+
+
+def _refined(
+    cache: "Cache", layer: int, a: Tensor, estimate: Tensor, codes: Tensor, table: np.ndarray, lengths: np.ndarray
+) -> Tensor:
+    """`estimate` [B, Hkv, G] (-inf: unknown) with two-bit estimates of each head's best groups, the lower index first
+    among equals; only their second bits are read. codes [B, Hkv, G, bytes] are the first bits of all."""
+    config, kv_heads, per_unit = cache.config, cache.spec.num_kv_heads, cache.config.groups_per_unit
+    device = estimate.device
+    counts = np.array([config.refined_groups(int(length)) for length in lengths])
+    most = int(counts.max())
+    # a stable sort: equal estimates keep their order
+    best = estimate.sort(dim=-1, descending=True, stable=True).indices[..., :most]
+    units = torch.from_numpy(np.maximum(table, 0).astype(np.int64)).to(device)[:, None].expand(-1, kv_heads, -1)
+    heads = torch.arange(kv_heads, device=device)[None, :, None]
+    rows = (units.gather(-1, best // per_unit) * kv_heads + heads) * per_unit + best % per_unit
+    summary = {"codes": codes.gather(2, best[..., None].expand(-1, -1, -1, codes.shape[-1]))}
+    for name in SECOND_LEVEL:
+        pool = cache.summaries[layer][name]
+        summary[name] = (
+            pool.reshape(-1, *pool.shape[3:]).index_select(0, rows.reshape(-1)).reshape(*rows.shape, *pool.shape[3:])
+        )
+    finer = refine_rq(summary, a, config.S, cache.constants(layer)).amax(dim=2)
+    coarse = estimate.gather(-1, best)
+    wanted = torch.from_numpy(np.arange(most) < counts[:, None]).to(device)[:, None]
+    finer = torch.where(wanted & (coarse > -math.inf), finer, coarse)
+    return estimate.scatter(-1, best, finer)
 
 
 def _true_masses(cache: "Cache", layer: int, a: Tensor, rows: Tensor, lengths: np.ndarray) -> Tensor:

@@ -5,7 +5,7 @@ from importlib.metadata import version
 
 import numpy as np
 
-from eps_mlx.attention import attend, merge
+from eps_mlx.attention import attend, attend_tail, merge
 from eps_mlx.cache import (
     Cache,
     check_finite,
@@ -18,15 +18,19 @@ from eps_mlx.cache import (
     write_kv,
 )
 from eps_mlx.model import load_model
-from eps_mlx.selection import select, skipped_mass
+from eps_mlx.selection import bounds, certify, escalate, select, skipped_mass
 from eps_mlx.summaries import score
 
 __all__ = [
     "Cache",
     "attend",
+    "attend_tail",
+    "bounds",
+    "certify",
     "check_finite",
     "copy_units",
     "devices",
+    "escalate",
     "from_numpy",
     "load_model",
     "merge",

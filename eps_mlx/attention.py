@@ -9,8 +9,10 @@ import math
 import mlx.core as mx
 import numpy as np
 
-from eps_core.interface import Selection
+from eps_core.guards import missing_groups
+from eps_core.interface import Scores, Selection
 from eps_mlx.cache import Cache
+from eps_mlx.selection import visit_mask
 
 State = tuple[mx.array, mx.array]
 
@@ -157,6 +159,55 @@ def merge(first: State, second: State) -> State:
     divisor = mx.where(total > 0, total, 1)
     out = out1 * (weight1 / divisor)[..., None] + out2 * (weight2 / divisor)[..., None]
     return out.astype(out1.dtype), base + mx.log(total)
+
+
+def attend_tail(
+    cache: Cache,
+    layer: int,
+    table: np.ndarray,
+    lengths: np.ndarray,
+    scores: Scores,
+    selection: Selection,
+    lse: mx.array,
+) -> State:
+    """(out [B, Hq, D] float32, lse [B, Hq]): an estimate of attention over the groups that `selection` left out, to be
+    merged with what was read, whose log mass is lse [B, Hq]. Each skipped group counts with its estimated mass and the
+    mean value of the tail group around it. Estimates that were too high for what was read are lowered as much for what
+    was not; where the tail group is not full, or has no estimate, nothing is added. An estimate, no bound."""
+    inner, spec = cache.tail, cache.spec
+    assert inner is not None
+    batch, kv_heads, groups = scores.estimate.shape
+    missing = missing_groups(inner.config, inner.state[layer], table, lengths, can_encode=True)
+    usable = ~missing & (np.arange(missing.shape[1]) < -(-np.asarray(lengths) // inner.config.S)[:, None])
+    with mx.stream(cache.stream):
+        lse = lse.reshape(batch, kv_heads, -1)
+        known, visit = mx.isfinite(scores.estimate), visit_mask(selection, groups)
+        seen = mx.logsumexp(mx.where(known & visit, scores.estimate, -math.inf), axis=-1, keepdims=True)
+        skipped = mx.where(known & ~visit, scores.estimate, -math.inf)
+        # whole pool units are listed, so groups fill their tail groups
+        mass = mx.logsumexp(skipped.reshape(batch, kv_heads, missing.shape[1], -1), axis=-1)
+        mass = mx.where(mx.array(usable)[:, None], mass, -math.inf)
+        total = mx.logsumexp(mass, axis=-1, keepdims=True)
+        weights = mx.exp(mass - mx.where(total > -math.inf, total, 0))
+        rows = mx.array((np.maximum(table, 0)[:, None, :] * kv_heads + np.arange(kv_heads)[:, None]).astype(np.int32))
+        codes, scale = (
+            mx.take(inner.summaries[layer][name].reshape(spec.num_units * kv_heads, -1), rows, axis=0)
+            for name in ("mean", "mean_scale")
+        )
+        means = codes.reshape(batch, kv_heads, -1, spec.head_dim).astype(mx.float32)
+        means = means * scale.reshape(batch, kv_heads, -1, 1).astype(mx.float32)
+        tail = total - mx.maximum(seen - lse, 0)
+        out = mx.broadcast_to(weights[..., None, :] @ means, (*lse.shape, spec.head_dim))
+        return out.reshape(batch, -1, spec.head_dim), tail.reshape(batch, -1)
+
+
+def attend_own(cache: Cache, q: mx.array, k: mx.array, v: mx.array) -> State:
+    """(out [B, Hq, D] in q's dtype, lse [B, Hq] float32) of each token over itself alone: q [B, Hq, D], k, v
+    [B, Hkv, D] as the cache would hold them."""
+    stored, repeat = cache.k[0].dtype, q.shape[1] // k.shape[1]
+    with mx.stream(cache.stream):
+        key, value = (mx.repeat(x.astype(stored).astype(mx.float32), repeat, axis=1) for x in (k, v))
+        return value.astype(q.dtype), (q.astype(mx.float32) * key).sum(axis=-1) / math.sqrt(q.shape[-1])
 
 
 def attend_chunk(cache: Cache, q: mx.array, k: mx.array, v: mx.array) -> mx.array:

@@ -35,8 +35,14 @@ class Cache:
     centre: list[mx.array | None] = field(default_factory=list)  # rq: [Hkv, D] float16 once 256 keys were seen
     early: list[list[mx.array]] = field(default_factory=list)  # rq: the keys until then
     fixed: list[Summary] = field(default_factory=list)  # jl: phi [Hkv, D, m]; rq: signs [D]
+    # with bounds: at least the largest |k| and |v| that each kv head ever held, [Hkv] float32
+    largest_key: list[mx.array] = field(default_factory=list)
+    largest_value: list[mx.array] = field(default_factory=list)
+    bound: "Cache | None" = None  # the summaries that bound, over the same K and V, where they are other ones
+    tail: "Cache | None" = None  # mean values: its K is this cache's V
     bytes_k_reread: int = 0
     kv_bytes_read: int = 0
+    bound_bytes_read: int = 0
 
     @property
     def stream(self) -> mx.Device:
@@ -94,21 +100,35 @@ def new_cache(spec: CacheSpec, config: EpsConfig, device: str = "auto") -> Cache
             v=[mx.zeros(shape, dtype) for _ in layers],
             finite=[mx.array(True) for _ in layers],
         )
-        if config.enabled:
-            cache.state = [GroupState(spec.num_units, config, spec.max_open_groups) for _ in layers]
-            cache.centre = [None for _ in layers]
-            cache.early = [[] for _ in layers]
-            cache.fixed = [_fixed(spec, config, layer) for layer in layers]
-            # one group of zeros tells every summary's names, shapes and dtypes
-            group = mx.zeros((1, spec.num_kv_heads, config.S, spec.head_dim))
-            fields = build_summary(config, cache.constants(0), group)
-            pool = (spec.num_units, spec.num_kv_heads, config.groups_per_unit)
-            cache.summaries = [
-                {name: mx.zeros((*pool, *one.shape[2:]), one.dtype) for name, one in fields.items()} for _ in layers
-            ]
-            cache.open = [_empty_statistics(spec, config) for _ in layers]
+        if config.bound_bits:
+            cache.bound = Cache(spec, config.bound_config, cache.device, cache.k, cache.v, cache.finite)
+        if config.tail_tokens:
+            cache.tail = Cache(spec, config.tail_config, cache.device, cache.v, cache.v, cache.finite)
+        for one in (cache, cache.bound, cache.tail):
+            if one is not None and one.config.enabled:
+                _add_summaries(one)
         evaluate(cache)
     return cache
+
+
+def _add_summaries(cache: Cache) -> None:
+    """Everything that a method keeps besides K and V, still empty."""
+    spec, config, layers = cache.spec, cache.config, range(cache.spec.num_layers)
+    cache.state = [GroupState(spec.num_units, config, spec.max_open_groups) for _ in layers]
+    cache.centre = [None for _ in layers]
+    cache.early = [[] for _ in layers]
+    cache.fixed = [_fixed(spec, config, layer) for layer in layers]
+    # one group of zeros tells every summary's names, shapes and dtypes
+    group = mx.zeros((1, spec.num_kv_heads, config.S, spec.head_dim))
+    fields = build_summary(config, cache.constants(0), group)
+    pool = (spec.num_units, spec.num_kv_heads, config.groups_per_unit)
+    cache.summaries = [
+        {name: mx.zeros((*pool, *one.shape[2:]), one.dtype) for name, one in fields.items()} for _ in layers
+    ]
+    cache.open = [_empty_statistics(spec, config) for _ in layers]
+    if config.has_bounds:
+        cache.largest_key = [mx.zeros(spec.num_kv_heads) for _ in layers]
+        cache.largest_value = [mx.zeros(spec.num_kv_heads) for _ in layers]
 
 
 def _fixed(spec: CacheSpec, config: EpsConfig, layer: int) -> Summary:
@@ -133,7 +153,11 @@ def _empty_statistics(spec: CacheSpec, config: EpsConfig) -> Summary:
 
 def evaluate(cache: Cache, *others: mx.array) -> None:
     """Computes all pending state, once per chunk or step: from here on the cache owns its buffers alone."""
-    mx.eval(cache.k, cache.v, cache.finite, cache.summaries, cache.open, cache.early, *others)
+    largest = cache.largest_key, cache.largest_value
+    for one in (cache.bound, cache.tail):
+        if one is not None:
+            others = (*others, *(array for fields in one.summaries for array in fields.values()))
+    mx.eval(cache.k, cache.v, cache.finite, cache.summaries, cache.open, cache.early, largest, *others)
 
 
 def check_finite(cache: Cache) -> None:
@@ -164,12 +188,23 @@ def write_kv(cache: Cache, layer: int, k: mx.array, v: mx.array, slots: np.ndarr
     with mx.stream(cache.stream):
         units, offsets = (mx.array(part.astype(np.int32)) for part in np.divmod(slots, cache.config.unit_tokens))
         keys = k.astype(DTYPES[spec.dtype])
+        values = v.astype(DTYPES[spec.dtype])
         cache.k[layer][units, :, offsets] = keys
-        cache.v[layer][units, :, offsets] = v.astype(DTYPES[spec.dtype])
+        cache.v[layer][units, :, offsets] = values
         cache.finite[layer] = cache.finite[layer] & mx.isfinite(keys).all()
-        if cache.config.enabled:
+        if cache.config.has_bounds:
+            for largest, array in ((cache.largest_key, keys), (cache.largest_value, values)):
+                # a float32 norm is short by less than 2^-16 of itself
+                norm = mx.linalg.norm(array.astype(mx.float32), axis=-1).max(axis=0) * (1 + 2.0**-16)
+                largest[layer] = mx.maximum(largest[layer], norm)
+        for one, rows in ((cache, keys), (cache.bound, keys), (cache.tail, values)):
+            if one is None or not one.config.enabled:
+                continue
             # the plan must follow every write, whatever the method makes of it
-            _update_summaries(cache, layer, keys, cache.state[layer].plan(slots))
+            _update_summaries(one, layer, rows, one.state[layer].plan(slots))
+            if one is not cache:
+                cache.bytes_k_reread += one.bytes_k_reread
+                one.bytes_k_reread = 0
     return cache
 
 
@@ -290,14 +325,17 @@ def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
     with mx.stream(cache.stream):
         source, target = mx.array(list(src), mx.int32), mx.array(list(dst), mx.int32)
         for layer in range(cache.spec.num_layers):
-            for pool in (cache.k[layer], cache.v[layer], *(cache.summaries[layer].values() if cache.summaries else ())):
+            for pool in (cache.k[layer], cache.v[layer]):
                 pool[target] = pool[source]
-            if not cache.config.enabled:
-                continue
-            for from_unit, to_unit in zip(src, dst, strict=True):
-                for from_open, to_open in cache.state[layer].copy(from_unit, to_unit):
-                    for running in cache.open[layer].values():
-                        running[to_open] = running[from_open]
+            for one in (cache, cache.bound, cache.tail):
+                if one is None or not one.config.enabled:
+                    continue
+                for pool in one.summaries[layer].values():
+                    pool[target] = pool[source]
+                for from_unit, to_unit in zip(src, dst, strict=True):
+                    for from_open, to_open in one.state[layer].copy(from_unit, to_unit):
+                        for running in one.open[layer].values():
+                            running[to_open] = running[from_open]
     return cache
 
 

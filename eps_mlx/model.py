@@ -6,18 +6,28 @@ has host-known numbers.
 """
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
-from eps_core.config import ConfigError, summary_group_bytes
-from eps_core.interface import LayerStats, Selection, StepOutput
+from eps_core.config import ConfigError, scoring_bytes
+from eps_core.interface import LayerStats, StepOutput
 from eps_core.model import ModelSpec, inverse_frequencies, load_weights
-from eps_mlx.attention import attend, attend_chunk
+from eps_mlx.attention import attend, attend_chunk, attend_own, attend_tail, merge
 from eps_mlx.cache import DTYPES, Cache, check_finite, device_of, devices, evaluate, from_numpy, read_kv, write_kv
-from eps_mlx.selection import select, skipped_mass
+from eps_mlx.selection import bounds, certify, escalate, select, skipped_mass
 from eps_mlx.summaries import score
+
+Pending = dict[str, mx.array]  # fields of LayerStats that are still on the device, by name
+
+
+def _fill(layers: list[LayerStats], pending: list[Pending]) -> None:
+    """Brings what lay on the device, computed by now, to the host."""
+    for stats, arrays in zip(layers, pending, strict=True):
+        for name, array in arrays.items():
+            setattr(stats, name, np.array(array))
 
 
 class Decoder:
@@ -27,6 +37,7 @@ class Decoder:
     def __init__(self, spec: ModelSpec, weights: dict[str, mx.array], dtype: str, device: str) -> None:
         self.spec, self.weights, self.dtype, self.device = spec, weights, dtype, device
         self.timing = False  # whether step() fills prepass_ms and attention_ms, at the cost of two waits a layer
+        self.tap: Callable[[int, mx.array], None] | None = None
         self.inverse_frequencies = inverse_frequencies(spec)
 
     def prefill(
@@ -47,52 +58,125 @@ class Decoder:
             return cache, np.array(logits[0])
 
     def step(
-        self, cache: Cache, tokens: np.ndarray, slots: np.ndarray, table: np.ndarray, lengths: np.ndarray
+        self,
+        cache: Cache,
+        tokens: np.ndarray,
+        slots: np.ndarray,
+        table: np.ndarray,
+        lengths: np.ndarray,
+        gate: bool = True,
+        audit: bool = False,
     ) -> tuple[Cache, StepOutput]:
         """One token of each of B sequences: tokens [B], slots [B], table [B, M], lengths [B] with the new token."""
         config, spec, lengths = cache.config, self.spec, np.asarray(lengths, np.int64)
-        groups = -(-lengths // config.S)
-        group_bytes = spec.num_kv_heads * summary_group_bytes(config, spec.head_dim)
-        layers, device_stats = [], []
+        layers: list[LayerStats] = []
+        pending: list[Pending] = []
         with mx.stream(device_of(self.device)):
+            dense_logits = self._dense_logits(cache, tokens, table, lengths) if audit else None
             x, turn = self._embed(tokens), self._rotation(lengths - 1)
             for layer in range(spec.num_layers):
                 q, k, v = self._project(layer, x, turn)
                 cache = write_kv(cache, layer, k, v, slots)
-                kv_bytes = cache.kv_bytes_read
-                started = self._clock(cache, q)
-                selection: Selection | None = None
-                if config.enabled:
-                    scores = score(cache, layer, q, table, lengths)
-                    selection = select(config, scores, lengths)
-                    stats = [selection.counts, skipped_mass(scores, selection)]
-                    device_stats.append(stats if selection.wanted is None else [*stats, selection.wanted])
-                selected = self._clock(cache, *(() if selection is None else (selection.groups, selection.counts)))
-                out, _ = attend(cache, layer, q, table, lengths, selection)
-                attended = self._clock(cache, out)
+                if self.tap is not None:
+                    self.tap(layer, q)
+                if config.enabled and gate:
+                    out, stats, arrays = self._attend_gated(cache, layer, q, table, lengths, audit)
+                    layers.append(stats)
+                    pending.append(arrays)
+                else:
+                    out, _ = attend(cache, layer, q, table, lengths, None)
                 x = self._feed_forward(layer, self._add_attention(layer, x, out))
-                if selection is not None:
-                    layers.append(
-                        LayerStats(
-                            counts=np.zeros(0),
-                            groups=groups,
-                            forced=selection.forced,
-                            mass_skipped_est=None,
-                            kv_bytes_read=cache.kv_bytes_read - kv_bytes,
-                            summary_bytes_read=table.size * config.groups_per_unit * group_bytes,
-                            prepass_ms=None if started is None or selected is None else 1000 * (selected - started),
-                            attention_ms=None if selected is None or attended is None else 1000 * (attended - selected),
-                        )
-                    )
             logits = self._logits(x)
-            evaluate(cache, logits, *(array for arrays in device_stats for array in arrays))
+            evaluate(cache, logits, *(array for arrays in pending for array in arrays.values()))
         check_finite(cache)
-        for found, (counts, skipped, *wanted) in zip(layers, device_stats, strict=True):
-            found.counts, found.mass_skipped_est = np.array(counts), np.array(skipped)
-            found.wanted = np.array(wanted[0]) if wanted else None
-        short = int((lengths < config.min_context).sum()) if config.enabled else 0
+        _fill(layers, pending)
+        short = int((lengths < config.min_context).sum()) if layers else 0
         fallbacks = {"min_context": short * spec.num_layers} if short else {}
-        return cache, StepOutput(np.array(logits), layers, fallbacks)
+        dense_layers = sum(config.dense_layer(layer) for layer in range(spec.num_layers)) if layers else 0
+        if dense_layers:
+            fallbacks["dense_layer"] = dense_layers * len(lengths)
+        return cache, StepOutput(np.array(logits), layers, fallbacks, dense_logits)
+
+    def _attend_gated(
+        self, cache: Cache, layer: int, q: mx.array, table: np.ndarray, lengths: np.ndarray, audit: bool
+    ) -> tuple[mx.array, LayerStats, Pending]:
+        """(out [B, Hq, D], statistics, what of them still lies on the device) of one layer: score, select, attend;
+        strict visits more until certified."""
+        config, batch, kv_heads = cache.config, len(lengths), self.spec.num_kv_heads
+        groups = -(-lengths // config.S)
+        stats = LayerStats(
+            counts=np.repeat(groups[:, None], kv_heads, axis=1),
+            groups=groups,
+            forced=np.zeros(batch, np.int64),
+            mass_skipped_est=np.zeros((batch, kv_heads)),
+            kv_bytes_read=0,
+            summary_bytes_read=0,
+            prepass_ms=None,
+            attention_ms=None,
+        )
+        arrays: Pending = {}
+        kv_bytes = cache.kv_bytes_read
+        started = self._clock(cache, q)
+        if config.dense_layer(layer):
+            selected = started
+            out, lse = attend(cache, layer, q, table, lengths, None)
+            whole = out
+            if config.has_bounds:
+                stats.mass_skipped_cert = stats.output_error_cert = np.zeros((batch, kv_heads))
+        else:
+            scores = score(cache, layer, q, table, lengths)
+            selection = select(config, scores, lengths, layer)
+            selected = self._clock(cache, selection.groups, selection.counts)
+            out, lse = attend(cache, layer, q, table, lengths, selection)
+            bound_bytes = cache.bound_bytes_read
+            if config.has_bounds:
+                scores = bounds(cache, layer, q, table, lengths, scores, selection)
+            if config.strict:
+                extra, selection = escalate(config, scores, selection, lse)
+                out, lse = merge((out, lse), attend(cache, layer, q, table, lengths, extra))
+                arrays["escalated"] = extra.counts
+            if config.has_bounds:
+                certificate = certify(cache, layer, scores, selection, out, lse)
+                arrays["mass_skipped_cert"] = certificate.mass
+                arrays["output_error_cert"] = certificate.error
+            whole = out
+            if config.tail_tokens:
+                whole, _ = merge((out, lse), attend_tail(cache, layer, table, lengths, scores, selection, lse))
+                if config.has_bounds:
+                    # the bound is of what was read alone: the tail may move away from it, or from the truth
+                    moved = mx.linalg.norm((whole - out).astype(mx.float32), axis=-1).reshape(batch, kv_heads, -1)
+                    arrays["output_error_cert"] = arrays["output_error_cert"] + moved.max(axis=-1) * (1 + 2.0**-16)
+            arrays["counts"], arrays["mass_skipped_est"] = selection.counts, skipped_mass(scores, selection)
+            if selection.wanted is not None:
+                arrays["wanted"] = selection.wanted
+            stats.forced = selection.forced
+            stats.summary_bytes_read = kv_heads * scoring_bytes(
+                config, self.spec.head_dim, table.size * config.groups_per_unit, lengths
+            )
+            stats.summary_bytes_read += cache.bound_bytes_read - bound_bytes
+        attended = self._clock(cache, whole, *arrays.values())
+        stats.kv_bytes_read = cache.kv_bytes_read - kv_bytes
+        if started is not None and selected is not None and attended is not None:
+            stats.prepass_ms, stats.attention_ms = 1000 * (selected - started), 1000 * (attended - selected)
+        if audit:
+            kv_bytes = cache.kv_bytes_read
+            _, lse_all = attend(cache, layer, q, table, lengths, None)
+            cache.kv_bytes_read = kv_bytes
+            unread = -mx.expm1(mx.minimum(lse - lse_all, 0)).reshape(batch, kv_heads, -1)
+            arrays["mass_skipped_true"] = unread.max(axis=-1)
+        return whole, stats, arrays
+
+    def _dense_logits(self, cache: Cache, tokens: np.ndarray, table: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Logits [B, V] of a dense step of the new tokens, whose K and V are merged in instead of written. Computed at
+        once: a pending reader would hold the cache's old buffers through the next write."""
+        kv_bytes, x, turn = cache.kv_bytes_read, self._embed(tokens), self._rotation(lengths - 1)
+        for layer in range(self.spec.num_layers):
+            q, k, v = self._project(layer, x, turn)
+            before = attend(cache, layer, q, table, lengths - 1, None)
+            out, _ = merge(before, attend_own(cache, q, k, v))
+            x = self._feed_forward(layer, self._add_attention(layer, x, out))
+        cache.kv_bytes_read = kv_bytes
+        return np.array(self._logits(x))
 
     def _clock(self, cache: Cache, *arrays: mx.array) -> float | None:
         """Now, once everything so far is computed; None unless timing is on."""

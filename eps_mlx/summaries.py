@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import numpy as np
 
-from eps_core.config import EpsConfig
+from eps_core.config import MEAN, EpsConfig
 from eps_core.guards import forced_groups, missing_groups
 from eps_core.interface import Scores
-from eps_core.summaries import LARGEST_ESTIMATE, RQ_STEP, hadamard_blocks
+from eps_core.summaries import LARGEST_ESTIMATE, RQ_STEP, SECOND_STEP, hadamard_blocks
 
 if TYPE_CHECKING:
     from eps_mlx.cache import Cache
@@ -28,6 +28,7 @@ Summary = dict[str, mx.array]
 Score = tuple[mx.array, mx.array | None, mx.array | None]
 
 SCHATTEN_DOUBLINGS = 4
+SECOND_LEVEL = ("second", "second_scale")  # of rq: read of the best groups only
 
 
 # ------------------------------------------------------------------------------------------------------------- rounding
@@ -291,15 +292,23 @@ def build_moments(k: mx.array, num_directions: int) -> Summary:
     }
 
 
-def build_rq(k: mx.array, centre: mx.array, signs: mx.array, bits: int, with_bounds: bool) -> Summary:
+def _tree_sum(x: mx.array) -> mx.array:
+    """The sum over the last axis but one as a tree of float32 additions, alike in every library."""
+    while x.shape[-2] > 1:
+        half = x.shape[-2] // 2
+        paired, odd = x[..., :half, :] + x[..., half : 2 * half, :], x[..., 2 * half :, :]
+        x = mx.concatenate([paired, odd], axis=-2) if odd.shape[-2] else paired
+    return x[..., 0, :]
+
+
+def build_rq(
+    k: mx.array, centre: mx.array, signs: mx.array, bits: int, with_bounds: bool, with_second: bool = False
+) -> Summary:
     """Rotated quantised mean (ours): `bits` per dimension of H D (mu - c) and one scale that makes <x_hat, x> = |x|^2
-    (RaBitQ's estimator). centre [Hkv, D] float16. The mean is a tree of float32 additions, alike in every library."""
-    n, total = k.shape[-2], k
-    while total.shape[-2] > 1:
-        half = total.shape[-2] // 2
-        paired, odd = total[..., :half, :] + total[..., half : 2 * half, :], total[..., 2 * half :, :]
-        total = mx.concatenate([paired, odd], axis=-2) if odd.shape[-2] else paired
-    x = rotate(total[..., 0, :] * (1 / n) - _wide(centre), signs)
+    (RaBitQ's estimator). centre [Hkv, D] float16. `with_second` adds to 1-bit codes the bit that makes them 2-bit
+    codes, levels sign + second / 2 of +-1, with a scale of its own."""
+    head_dim = k.shape[-1]
+    x = rotate(_tree_sum(k) * (1 / k.shape[-2]) - _wide(centre), signs)
     if bits == 1:
         codes = (x >= 0).astype(mx.uint8)
     else:
@@ -310,6 +319,15 @@ def build_rq(k: mx.array, centre: mx.array, signs: mx.array, bits: int, with_bou
     product = (x * levels).sum(axis=-1)
     scale = near16(mx.where(product > 0, (x * x).sum(axis=-1) / mx.where(product > 0, product, 1), 0))
     summary = {"codes": pack_codes(codes, bits), "scale": scale}
+    if with_second:
+        step = _tree_sum(mx.abs(x)[..., None]) * float(np.float32(SECOND_STEP / head_dim))
+        second = ((x >= step) | ((x < 0) & (x >= -step))).astype(mx.uint8)
+        finer = levels + 0.5 * _levels(second, 1)
+        product = (x * finer).sum(axis=-1)
+        summary["second"] = pack_codes(second, 1)
+        summary["second_scale"] = near16(
+            mx.where(product > 0, (x * x).sum(axis=-1) / mx.where(product > 0, product, 1), 0)
+        )
     if with_bounds:
         rounded = levels * _wide(scale)[..., None]
         # distances to mu_hat, measured in rotated space
@@ -326,6 +344,9 @@ def build_summary(config: EpsConfig, constants: Summary, k: mx.array) -> Summary
     dim = config.dim or 0
     if config.method == "oracle":
         return {}
+    if config.method == MEAN:
+        codes, scale = mean_codes(k.mean(axis=-2))
+        return {"mean": codes, "mean_scale": scale}
     if config.method == "jl":
         return build_jl(k, constants["phi"])
     if config.method == "1pc":
@@ -340,7 +361,7 @@ def build_summary(config: EpsConfig, constants: Summary, k: mx.array) -> Summary
         return build_ball(k)
     if config.method == "moments":
         return build_moments(k, dim)
-    return build_rq(k, constants["centre"], constants["signs"], config.bits, config.rq_bounds)
+    return build_rq(k, constants["centre"], constants["signs"], config.bits, config.rq_bounds, bool(config.refine))
 
 
 # -------------------------------------------------------------------------------------------------------------- scoring
@@ -371,7 +392,7 @@ def _per_group(summary: Summary, name: str) -> mx.array:
     return _wide(summary[name])[..., None, :]
 
 
-def _slack(a: mx.array, norm: mx.array) -> mx.array:
+def logit_slack(a: mx.array, norm: mx.array) -> mx.array:
     """What float32 arithmetic may add to a sum of D products of size |a| * norm (four times the worst case); the 1
     covers log n."""
     return (a.shape[-1] + 32) * 2.0**-21 * (_norm(a)[..., None] * norm + 1)
@@ -395,7 +416,7 @@ def score_pc1(summary: Summary, a: mx.array, n: int) -> Score:
     estimate = lam * along + rest * mx.sqrt(across)
     # the difference cancels in float32 where a runs along u: the bound pays for it under the root
     bound = lam * along + rest * mx.sqrt(across + (a.shape[-1] + 32) * 2.0**-22 * energy)
-    slack = _slack(a, lam + rest)
+    slack = logit_slack(a, lam + rest)
     return estimate, math.log(n) - bound - slack, math.log(n) + bound + slack
 
 
@@ -409,7 +430,7 @@ def score_fd(summary: Summary, a: mx.array, n: int) -> Score:
     error, delta = _per_group(summary, "error"), _per_group(summary, "delta")
     inside, across = estimate + error * size, delta * size
     bound = mx.sqrt(inside * inside + across * across)
-    slack = _slack(a, error + delta + scales.sum(axis=-1)[..., None, :] * (127 * math.sqrt(head_dim)))
+    slack = logit_slack(a, error + delta + scales.sum(axis=-1)[..., None, :] * (127 * math.sqrt(head_dim)))
     return estimate, math.log(n) - bound - slack, math.log(n) + bound + slack
 
 
@@ -420,7 +441,7 @@ def score_box(summary: Summary, a: mx.array, n: int) -> Score:
     scale = _per_group(summary, "scale")
     middle = _dots((lo + hi) * 0.5, a) * scale
     half = _dots((hi - lo) * 0.5, mx.abs(a)) * scale
-    slack = _slack(a, _per_group(summary, "norm") + 2 * scale * math.sqrt(a.shape[-1]))
+    slack = logit_slack(a, _per_group(summary, "norm") + 2 * scale * math.sqrt(a.shape[-1]))
     return middle + half, math.log(n) + middle - half - slack, math.log(n) + middle + half + slack
 
 
@@ -434,7 +455,7 @@ def score_ball(summary: Summary, a: mx.array, n: int) -> Score:
     """mu_hat.a + |a| radius >= every logit; Jensen about the true mean gives the lower bound."""
     mean, size = _dots(summary["mean"], a) * _per_group(summary, "mean_scale"), _norm(a)[..., None]
     radius, error = _per_group(summary, "radius"), _per_group(summary, "error")
-    slack = _slack(a, _per_group(summary, "norm") + radius)
+    slack = logit_slack(a, _per_group(summary, "norm") + radius)
     estimate = mean + size * radius
     return estimate, math.log(n) + mean - size * error - slack, math.log(n) + estimate + slack
 
@@ -472,7 +493,7 @@ def score_moments(summary: Summary, a: mx.array, n: int) -> Score:
     v_estimate = explained + rho * along + spread
     v_upper = explained + rho * energy
     b = mx.minimum(size * radius, mx.sqrt((n - 1) * v_upper))
-    slack = _slack(a, _per_group(summary, "norm") + radius)
+    slack = logit_slack(a, _per_group(summary, "norm") + radius)
     error = size * _per_group(summary, "error")
     return (
         math.log(n) + mean + random_energy(v_estimate, n),
@@ -488,9 +509,18 @@ def score_rq(summary: Summary, a: mx.array, n: int, constants: Summary, bits: in
     if "radius" not in summary:
         return math.log(n) + mean, None, None
     size, radius = _norm(a)[..., None], _per_group(summary, "radius")
-    slack = _slack(a, _per_group(summary, "norm") + radius)
+    slack = logit_slack(a, _per_group(summary, "norm") + radius)
     lower = math.log(n) + mean - size * _per_group(summary, "error") - slack
     return math.log(n) + mean, lower, math.log(n) + mean + size * radius + slack
+
+
+def refine_rq(summary: Summary, a: mx.array, n: int, constants: Summary) -> mx.array:
+    """log n + mu_hat.a from two bits a dimension: [B, Hkv, R, C]. An estimate, as of one bit."""
+    offset = (a * _wide(constants["centre"])[:, None, :]).sum(axis=-1)[..., None]
+    turned = rotate(a, constants["signs"])
+    dots = _packed_dots(summary["codes"], 1, turned) + 0.5 * _packed_dots(summary["second"], 1, turned)
+    estimate = math.log(n) + offset + dots * _per_group(summary, "second_scale")
+    return mx.where(mx.isfinite(estimate), estimate, LARGEST_ESTIMATE)
 
 
 def score_summary(config: EpsConfig, constants: Summary, summary: Summary, a: mx.array) -> Score:
@@ -521,8 +551,8 @@ def score_summary(config: EpsConfig, constants: Summary, summary: Summary, a: mx
 
 
 def score(cache: "Cache", layer: int, q: mx.array, table: np.ndarray, lengths: np.ndarray) -> Scores:
-    """Estimates and bounds [B, Hkv, G] of every group, max over the query heads of each kv head (never a mean):
-    q [B, Hq, D] unscaled, table [B, M], lengths [B] tokens. See `Scores` for what the numbers mean."""
+    """Estimates [B, Hkv, G] of every group, max over the query heads of each kv head (never a mean), and bounds
+    [B, Hkv, R, G]: q [B, Hq, D] unscaled, table [B, M], lengths [B] tokens. See `Scores` for what the numbers mean."""
     config, spec = cache.config, cache.spec
     table, lengths = np.asarray(table), np.asarray(lengths, np.int64)
     batch, _, head_dim = q.shape
@@ -545,16 +575,59 @@ def score(cache: "Cache", layer: int, q: mx.array, table: np.ndarray, lengths: n
                     batch, kv_heads, groups, *pool.shape[3:]
                 )
                 for name, pool in cache.summaries[layer].items()
+                if name not in SECOND_LEVEL
             }
             parts = score_summary(config, cache.constants(layer), gathered, a)
         known, unknown = mx.array(inside & ~missing)[:, None, :], mx.array(missing)[:, None, :]
         # the groups that were not scored: without a summary, and past the end
-        rest = (mx.where(unknown, default, -math.inf) for default in (math.inf, -math.inf, math.inf))
-        estimate, lower, upper = (
-            None if part is None else mx.where(known, part.max(axis=2), other)
-            for part, other in zip(parts, rest, strict=True)
-        )
-    return Scores(estimate, lower, upper, num_missing)
+        rest = mx.where(unknown, math.inf, -math.inf)
+        estimate = mx.where(known, parts[0].max(axis=2), -math.inf)
+        if config.refine:
+            estimate = _refined(cache, layer, a, estimate, gathered["codes"], table, lengths)
+        estimate = mx.where(known, estimate, rest)
+        if parts[1] is None or parts[2] is None:
+            return Scores(estimate, None, None, num_missing)
+        lower = mx.where(known[:, :, None], parts[1], -math.inf)
+        upper = mx.where(known[:, :, None], parts[2], rest[:, :, None])
+        slack = logit_slack(a, cache.largest_key[layer][:, None, None])[..., 0]
+        return Scores(estimate, lower, upper, num_missing, slack)
+
+
+def _refined(
+    cache: "Cache", layer: int, a: mx.array, estimate: mx.array, codes: mx.array, table: np.ndarray, lengths: np.ndarray
+) -> mx.array:
+    """`estimate` [B, Hkv, G] (-inf: unknown) with two-bit estimates of each head's best groups, the lower index first
+    among equals; only their second bits are read. codes [B, Hkv, G, bytes] are the first bits of all."""
+    config, kv_heads, per_unit = cache.config, cache.spec.num_kv_heads, cache.config.groups_per_unit
+    counts = np.array([config.refined_groups(int(length)) for length in lengths])
+    most = int(counts.max())
+    best = best_first(estimate)[..., :most]
+    units = mx.broadcast_to(
+        mx.array(np.maximum(table, 0).astype(np.int32))[:, None], (len(table), kv_heads, table.shape[1])
+    )
+    heads = mx.arange(kv_heads, dtype=mx.int32)[None, :, None]
+    rows = (mx.take_along_axis(units, best // per_unit, axis=-1) * kv_heads + heads) * per_unit + best % per_unit
+    kept = mx.broadcast_to(best[..., None], (*best.shape, codes.shape[-1]))
+    summary = {"codes": mx.take_along_axis(codes, kept, axis=2)}
+    for name in SECOND_LEVEL:
+        pool = cache.summaries[layer][name]
+        summary[name] = mx.take(pool.reshape(-1, *pool.shape[3:]), rows, axis=0)
+    finer = refine_rq(summary, a, config.S, cache.constants(layer)).max(axis=2)
+    coarse = mx.take_along_axis(estimate, best, axis=-1)
+    wanted = mx.array(np.arange(most) < counts[:, None])[:, None]
+    finer = mx.where(wanted & (coarse > -math.inf), finer, coarse)
+    return mx.put_along_axis(estimate, best, finer, axis=-1)
+
+
+def best_first(keys: mx.array) -> mx.array:
+    """Indices [.., G] int32 in falling order of keys [.., G], the lower first among equals. A sort need not be stable:
+    the second one is of whole numbers, (place among the different keys, index)."""
+    groups = keys.shape[-1]
+    falling = mx.argsort(-keys, axis=-1).astype(mx.int32)
+    values = mx.take_along_axis(keys, falling, axis=-1)
+    differs = (values[..., 1:] != values[..., :-1]).astype(mx.int64)
+    place = mx.pad(mx.cumsum(differs, axis=-1), [(0, 0)] * (keys.ndim - 1) + [(1, 0)])
+    return (mx.sort(place * groups + falling, axis=-1) % groups).astype(mx.int32)
 
 
 def _true_masses(cache: "Cache", layer: int, a: mx.array, rows: mx.array, lengths: np.ndarray) -> mx.array:

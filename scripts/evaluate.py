@@ -1,6 +1,6 @@
 """Makes the README's table: every method at equal total bytes, on the demo model, at each context length, in one run.
 
-    python scripts/evaluate.py --out results/methods.jsonl            (about half an hour on 2 cores)
+    python scripts/evaluate.py --out results/methods.jsonl            (half an hour on 2 cores)
 
 Writes one JSON object a line (the run, then every cell) and prints the tables in Markdown.
 """
@@ -15,7 +15,7 @@ from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
-from eps_core.evaluate import Plan, Runner, markdown, records, run_document, table_cells
+from eps_core.evaluate import BYTE_BUDGETS, TAUS, Plan, Runner, markdown, records, run_document, table_cells
 from eps_core.interface import load_backend
 from eps_core.model import load_tokenizer, read_spec
 from eps_core.telemetry import git_commit
@@ -41,10 +41,13 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=DEMO)
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 4096, 8192])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
     parser.add_argument("--needles", type=int, default=50)
     parser.add_argument("--texts", type=int, default=6)
+    parser.add_argument("--long", type=int, default=12288, help="contexts from here on get a third of the documents")
     parser.add_argument("--text-steps", type=int, default=64)
+    parser.add_argument("--budgets", type=float, nargs="+", default=BYTE_BUDGETS)
+    parser.add_argument("--taus", type=float, nargs="+", default=TAUS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes, one thread each")
     parser.add_argument("--out", type=Path, default=Path("results/methods.jsonl"))
@@ -72,7 +75,10 @@ def main() -> None:
         out.write(json.dumps(run) + "\n")
         head_dim = read_spec(args.model).head_dim
         for context in args.contexts:
-            plan = Plan(context, args.needles, args.texts, args.text_steps, seed=args.seed)
+            part = 3 if context >= args.long else 1
+            needles, texts = -(-args.needles // part), -(-args.texts // part)
+            points = {"byte_budgets": tuple(args.budgets), "taus": tuple(args.taus)}
+            plan = Plan(context, needles, texts, args.text_steps, seed=args.seed, **points)
             futures = [pool.submit(_document, *source, plan, kind, index) for kind, index in plan.documents()]
             results = []
             for future in futures:

@@ -66,10 +66,10 @@ WIDE_CONFIG = {
 }
 WIDE_STAGES = [
     (256, 2400, 16384, 0.97),
-    (512, 200, 16384, 0.97),
-    (1024, 150, 16384, 0.97),
-    (2048, 100, 16384, 0.985),
-    (4096, 100, 16384, 2.0),
+    (512, 124, 16384, 0.97),
+    (1024, 60, 16384, 2.0),
+    (2048, 60, 16384, 2.0),
+    (4096, 45, 16384, 2.0),
 ]
 MIN_STEPS, DECAY_STEPS, WARMUP_STEPS = 60, 140, 60
 
@@ -377,7 +377,8 @@ def main() -> None:
         else "No tested length fell under 95 %."
     )
     record = {
-        "shape": args.shape, "seed": args.seed, "torch": torch.__version__, "python": platform.python_version(), "lr": args.lr,
+        "shape": args.shape,
+        "seed": args.seed, "torch": torch.__version__, "python": platform.python_version(), "lr": args.lr,
         "parameters": sum(p.numel() for p in model.parameters()), "tokens_seen": done["tokens"],
         "hours": done["seconds"] / 3600, "stages": done["stages"], "needle_accuracy": accuracy,
         "needle_documents": documents, "limit": limit,

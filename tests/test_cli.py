@@ -12,12 +12,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import tiny_models
+from click.testing import CliRunner
 from test_telemetry import KEYS
 
+from eps_core.cli import cli
 from eps_core.config import METHODS, EpsConfig
 from eps_core.interface import BACKENDS
+from eps_core.options import config_of, given_flags, selection_options, summary_options
 
 PROMPT = "It was a dark and stormy night; the rain fell in torrents. " * 5  # 295 tokens
 PROGRESS = r"(\w+: prefill [\d,]+ of [\d,]+ tokens\n)*"  # where stderr is no terminal: only on a slow machine
@@ -86,6 +90,7 @@ def test_gated_run_reports_both_sides(model: Path, tmp_path: Path) -> None:
         "--metrics", metrics, "--csv", table, "--eps-method", "rq", "--eps-bits", 2, "--eps-rq-bounds",
         "--eps-group-tokens", 4, "--eps-policy", "topk", "--eps-budget", 0.3, "--eps-first-tokens", 4,
         "--eps-last-tokens", 8, "--eps-scope", "union", "--eps-seed", 3, "--eps-min-context", 10, "--block-size", 8,
+        "--eps-tail", "drop",
     )  # fmt: skip
     assert done.returncode == 0 and re.fullmatch(PROGRESS, done.stderr), done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
@@ -109,7 +114,7 @@ def test_gated_run_reports_both_sides(model: Path, tmp_path: Path) -> None:
     first, *steps, last = lines_of(metrics)
     config = EpsConfig(
         method="rq", bits=2, rq_bounds=True, group_tokens=4, budget=0.3, first_tokens=4, last_tokens=8, scope="union",
-        seed=3, min_context=10, block_size=8,
+        seed=3, min_context=10, block_size=8, tail_tokens=0,
     )  # fmt: skip
     assert first["type"] == "run" and EpsConfig.from_dict(first["config"]) == config
     assert first["cache"]["dtype"] == "bfloat16" and first["cache"]["num_units"] == 64 and first["dtype"] == "float32"
@@ -227,7 +232,7 @@ def test_the_demo_answers_its_needle_with_eps_on() -> None:
     answer = re.search(r"needle document whose answer is (\d{5})", done.stdout)
     assert answer is not None and result["text"].startswith(answer[1])
     assert result["model"] == "demo" and result["prompt_tokens"] == 4096
-    assert result["eps"]["method"] == "rq" and result["bytes_ratio"] < 0.15
+    assert result["eps"]["method"] == "rq" and result["eps"]["policy"] == "share" and result["bytes_ratio"] < 0.15
     assert re.search(r"needle answered +yes +yes", done.stdout) and "the demo's default" in done.stdout
 
 
@@ -245,7 +250,12 @@ def test_info_counts_memory_within_the_limits() -> None:
     assert coarse["jl"]["summary_mib"] == 72 and coarse["moments"]["summary_mib"] == 136
     fine = [row for row in info["summaries"] if row["kind"] == "fine"]
     plain = next(row for row in fine if row["method"] == "rq" and not row["rq_bounds"])
-    assert plain["bytes_per_group"] == 18 and plain["group_tokens"] == 2 and plain["share_of_kv"] <= 0.02
+    # two bits: 18 bytes that every step scans, 18 that it reads of the best groups; 3.5 % of the cache, and for 64
+    # tokens their mean value
+    assert plain["bytes_per_group"] == 36 and plain["group_tokens"] == 2
+    assert plain["share_of_kv"] == (36 + (128 + 2) / 32) / 1024
+    bounded = next(row for row in fine if row["method"] == "rq" and row["rq_bounds"])
+    assert bounded["bytes_per_group"] == 36 + 3 * 2
     assert {"box", "rq"} <= {row["method"] for row in fine} and all(row["group_tokens"] <= 16 for row in fine)
     assert list(info["backends"]) == list(BACKENDS)
     assert all(status["usable"] and "cpu" in status["devices"] for status in info["backends"].values())
@@ -259,7 +269,9 @@ def test_info_takes_shape_and_flags(model: Path, bare: dict[str, str]) -> None:
     rows = {(row["kind"], row["method"], row["rq_bounds"]): row for row in info["summaries"]}
     assert rows["coarse", "jl", False]["group_tokens"] == 256 and rows["coarse", "jl", False]["bytes_per_group"] == 40
     rq = rows["fine", "rq", False]
-    assert rq["group_tokens"] == 8 and rq["bytes_per_group"] == 18 and rq["summary_bytes"] == 2 * 3 * 128 * 18
+    assert (
+        rq["group_tokens"] == 8 and rq["bytes_per_group"] == 18 and rq["summary_bytes"] == 2 * 3 * (128 * 18 + 16 * 66)
+    )
     assert rows["fine", "rq", True]["bytes_per_group"] == 24
     blocks = succeed("info", "--model", model, "--eps-group-blocks", 4, env=bare)
     assert blocks["shape"]["layers"] == 2 and blocks["shape"]["context"] == 512
@@ -313,11 +325,69 @@ def test_a_reader_that_has_gone_is_no_error(args: list, bare: dict[str, str]) ->
     assert done.returncode != 0 and done.stderr == b""
 
 
+COMMANDS = ("run", "info", "capture", "replay", "calibrate", "evaluate", "grid", "report")
+
+
 def test_help_and_version() -> None:
     for args in (["--help"], ["run", "--help"], ["info", "-h"], ["--version"]):
         done = call(*args)
         assert done.returncode == 0 and done.stdout and done.stderr == ""
-        assert not any(flag in done.stdout for flag in ("--eps-strict", "--eps-audit-every", "--eps-heads"))
+        if args == ["--help"]:
+            listed = re.findall(r"^  (\w+) +\w", done.stdout.partition("Commands:")[2], re.MULTILINE)
+            assert sorted(listed) == sorted(COMMANDS)
+        if args[0] == "run":
+            for flag in ("strict", "audit-every", "audit-factor", "audit-off", "heads", "head-policy", "bound-bits",
+                         "refine"):  # fmt: skip
+                assert f"--eps-{flag} " in done.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str) -> None:
+    done = CliRunner().invoke(cli, [name, "--help"])
+    assert done.exit_code == 0 and name in done.stdout
+
+
+@click.command()
+@click.option("--model", type=Path)
+@selection_options
+@summary_options
+@click.pass_context
+def configured(ctx: click.Context, /, **flags: Any) -> EpsConfig:
+    return config_of(flags, given_flags(ctx, flags))
+
+
+FINE, WIDE = {"first_tokens": 4, "last_tokens": 32}, {"first_tokens": 16, "last_tokens": 128}
+SHARE = {"policy": "share", "tau": 0.001, "budget": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("flags", "want"),
+    [
+        ("", {"method": "rq", "bits": 1, "refine": 0.125, "group_tokens": 2, **SHARE, **FINE}),
+        ("--eps-method rq --eps-bits 2", {"bits": 2, "refine": 0, **SHARE, **FINE}),
+        ("--eps-budget 0.2", {"policy": "topk", "budget": 0.2, "tau": None, **FINE}),
+        ("--eps-top-pages 7", {"policy": "topk", "top_pages": 7, **FINE}),
+        ("--eps-tau 0.01", {"policy": "share", "tau": 0.01}),
+        ("--eps-policy topk", {"policy": "topk", "budget": 0.1, "tau": None}),
+        ("--eps-policy share --eps-top-pages 7", {"policy": "share", "tau": 0.001, "top_pages": 7}),
+        ("--eps-policy mass", {"policy": "mass", "epsilon": 0.01, "tau": None}),
+        ("--eps-method box", {"policy": "topk", "budget": 0.1, "tau": None, "refine": 0, **WIDE}),
+        ("--eps-method jl", {"policy": "topk", **WIDE}),
+        ("--eps-method moments --eps-policy share", {"policy": "share", "tau": 0.001, **WIDE}),
+        ("--eps-method box --eps-tau 0.01", {"policy": "share", "tau": 0.01}),
+        ("--eps-last-tokens 64", {"first_tokens": 4, "last_tokens": 64}),
+        ("--eps-last-n 3", {"first_tokens": 4, "last_tokens": 6}),
+        ("--eps-refine 0", {"refine": 0}),
+        ("--eps-refine 1", {"refine": 1}),
+        ("--eps-bound-bits 4 --eps-strict", {"bound_bits": 4, "strict": True, "epsilon": 0.01, **SHARE}),
+        ("--eps-method moments --eps-strict --eps-epsilon 0.2", {"strict": True, "epsilon": 0.2, "policy": "topk"}),
+    ],
+    ids=lambda value: value or "default" if isinstance(value, str) else "",
+)
+def test_defaults_follow_the_method(flags: str, want: dict) -> None:
+    config = configured.main(flags.split(), standalone_mode=False)
+    assert want.items() <= config.to_dict().items()
+    assert EpsConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_the_command_line_loads_no_array_library_but_numpy() -> None:

@@ -3,18 +3,22 @@
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import tiny_models
 from test_cli import PROMPT, call, lines_of
 
+from eps_core import cli
+from eps_core.calibrate import write_policy
+from eps_core.head_policy import HeadPolicy
+
 # every mistake: what is wrong, and words that its one line must hold
 MISTAKES: dict[str, tuple[list, str]] = {
     "no-command": ([], "Missing command"),
     "unknown-command": (["walk"], "walk"),
     "unknown-flag": (["run", "--eps-magic", 1], "--eps-magic"),
-    "strict-is-later": (["run", "--eps-strict"], "--eps-strict"),
     "unknown-method": (["run", "--eps-method", "svd"], "svd"),
     "unknown-policy": (["run", "--eps-policy", "best"], "best"),
     "unknown-scope": (["run", "--eps-scope", "layer"], "layer"),
@@ -40,9 +44,45 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "no-budget": (["run", "--eps-budget", 0], "eps-budget 0.0"),
     "budget-of-another-policy": (["run", "--eps-policy", "mass", "--eps-budget", 0.2], "--eps-policy topk"),
     "two-budgets": (["run", "--eps-top-pages", 5, "--eps-budget", 0.2], "--eps-top-pages"),
-    "no-tau": (["run", "--eps-policy", "share"], "eps-tau"),
     "tau-range": (["run", "--eps-policy", "share", "--eps-tau", 2], "eps-tau 2.0"),
-    "tau-of-another-policy": (["run", "--eps-tau", 0.1], "--eps-policy share"),
+    "tau-of-another-policy": (["run", "--eps-policy", "mass", "--eps-tau", 0.1], "--eps-policy share"),
+    "tau-and-budget": (["run", "--eps-tau", 0.1, "--eps-budget", 0.1], "--eps-policy share"),
+    "epsilon-of-nothing": (["run", "--eps-epsilon", 0.1], "--eps-policy mass and to --eps-strict"),
+    "strict-epsilon-range": (["run", "--eps-bound-bits", 8, "--eps-strict", "--eps-epsilon", 1.5], "eps-epsilon 1.5"),
+    "strict-jl": (
+        ["run", "--eps-method", "jl", "--eps-strict"],
+        "a random projection can miss a key entirely; add --eps-bound-bits 8",
+    ),
+    "strict-meanstd": (
+        ["run", "--eps-method", "meanstd", "--eps-strict"],
+        "mean plus deviation is below the largest logit at times; add --eps-bound-bits 8",
+    ),
+    "strict-rq": (
+        ["run", "--eps-strict"],
+        "method rq has none without what they need in store: add --eps-bound-bits 8",
+    ),
+    "strict-with-a-cap": (
+        ["run", "--eps-method", "box", "--eps-strict", "--eps-top-pages", 5],
+        "eps-top-pages 5 forbids it: drop one",
+    ),
+    "retrieval-heads-of-no-policy": (["run", "--eps-heads", "retrieval"], "--eps-head-policy"),
+    "head-policy-alone": (["run", "--eps-head-policy", "POLICY"], "--eps-heads retrieval"),
+    "head-policy-of-another-model": (
+        ["run", "--eps-heads", "retrieval", "--eps-head-policy", "POLICY"],
+        "another model",
+    ),
+    "absent-head-policy": (["run", "--eps-heads", "retrieval", "--eps-head-policy", "absent.json"], "absent.json"),
+    "audit-factor-of-no-audit": (["run", "--eps-audit-factor", 5], "--eps-audit-every"),
+    "audit-off-of-no-audit": (["run", "--eps-audit-off"], "--eps-audit-every"),
+    "audit-factor-range": (["run", "--eps-audit-every", 2, "--eps-audit-factor", 0.5], "--eps-audit-factor 0.5"),
+    "audit-of-off": (["run", "--eps-method", "off", "--eps-audit-every", 2], "choose an --eps-method"),
+    "audit-every-range": (["run", "--eps-audit-every", -1], "--eps-audit-every"),
+    "bound-bits-range": (["run", "--eps-bound-bits", 3], "eps-bound-bits 3 is not 4 or 8"),
+    "refine-range": (["run", "--eps-refine", 2], "eps-refine 2.0 is outside [0, 1]"),
+    "refine-of-another-method": (["run", "--eps-method", "box", "--eps-refine", 0.5], "not of method box"),
+    "refine-of-two-bits": (["run", "--eps-bits", 2, "--eps-refine", 0.5], "method rq with 2 bits"),
+    "audit-factor-of-no-number": (["run", "--eps-audit-every", 2, "--eps-audit-factor", "nan"], "--eps-audit-factor"),
+    "report-of-an-empty-file": (["report", "/dev/null", "-o", "new.html"], "/dev/null"),
     "epsilon-range": (["run", "--eps-policy", "mass", "--eps-epsilon", 2], "eps-epsilon 2.0"),
     "alpha-range": (["run", "--eps-policy", "threshold", "--eps-top-pages", 4, "--eps-alpha", 0.5], "eps-alpha 0.5"),
     "threshold-without-m": (["run", "--eps-policy", "threshold"], "eps-top-pages"),
@@ -109,25 +149,49 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         data = shard.read_bytes()
         header = 8 + int.from_bytes(data[:8], "little")
         shard.write_bytes(data[:header] + b"\xc0\x7f" * ((len(data) - header) // 2))  # bfloat16 NaN
+    heads = (((1.0,),) * 2,) * 4, ((0.5,) * 2,) * 4, ((0.5,) * 2,) * 4
+    policy = HeadPolicy(
+        1, "other", "00", 4, 2, 64, {}, (1.0,), *heads, (("retrieval",) * 2,) * 4, (), (("gate",) * 2,) * 4
+    )
+    write_policy(root / "POLICY", policy)
     (root / "FILE").write_text("x")
     (root / "LONG").write_text("x" * 600)
     (root / "BINARY").write_bytes(b"a\xff\xfe")
     return {path.name: str(path) for path in root.iterdir()}
 
 
+# by process: what Python itself makes of an error; the others in this one, where they take no time
+IN_A_PROCESS = ("unknown-flag", "no-budget", "longer-than-the-pool", "prompt-of-no-text", "metrics-is-a-directory")
+
+
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line_and_exit_code_2(name: str, places: dict[str, str], tmp_path: Path) -> None:
+def test_a_mistake_is_one_line_and_exit_code_2(
+    name: str,
+    places: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
     args, words = MISTAKES[name]
     outputs: list = []
     if args[:1] == ["run"] and "--metrics" not in args and "--csv" not in args:
         outputs = ["--metrics", "m.jsonl", "--csv", "m.csv"]
     backend = [] if "--backend" in args or args[:1] != ["run"] else ["--backend", "numpy"]
-    done = call(*[places.get(str(arg), arg) for arg in args], *backend, *outputs, cwd=tmp_path)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert re.fullmatch(r"error: [^\n]+\n", done.stderr), done.stderr
-    assert words in done.stderr
+    given = [places.get(str(arg), arg) for arg in args] + backend + outputs
+    if name in IN_A_PROCESS:
+        done = call(*given, cwd=tmp_path)
+        code, out, err = done.returncode, done.stdout, done.stderr
+    else:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["eps-proto", *map(str, given)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        code, (out, err) = end.value.code, capsys.readouterr()
+    assert code == 2, out + err
+    assert re.fullmatch(r"error: [^\n]+\n", err), err
+    assert words in err
     if name == "model-that-overflows":  # found while it runs: whole lines stay
         assert [line["type"] for line in lines_of(tmp_path / "m.jsonl")] == ["run"]
         assert [path.name for path in tmp_path.iterdir()] == ["m.jsonl"]
     else:
-        assert done.stdout == "" and not list(tmp_path.iterdir())
+        assert out == "" and not list(tmp_path.iterdir())

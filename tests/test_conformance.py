@@ -8,22 +8,28 @@ of the cache's values, so the allowance is a multiple of eps32 * sqrt(D) * the s
 dtype adds that dtype's rounding.
 """
 
+import importlib
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
+import tiny_models
 from test_oracle import KINDS, QUERIES, make_keys, make_query
 
 from eps_core import backend as oracle
 from eps_core import selection as oracle_selection
 from eps_core import summaries as oracle_summaries
-from eps_core.attention import group_masses
+from eps_core.attention import attend_keys, group_masses
 from eps_core.blocks import PagePool
-from eps_core.config import CacheSpec, ConfigError, EpsConfig, summary_group_bytes
-from eps_core.interface import Scores
+from eps_core.config import DTYPE_BYTES, CacheSpec, ConfigError, EpsConfig, scoring_bytes, summary_group_bytes
+from eps_core.interface import Scores, Selection
+from eps_core.model import read_spec
 
 EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+EPSILONS = (0.3, 0.02, 0.0)  # of strict: each escalates further
+TINY = 2.0**-126  # float32 shares below it may be 0
 
 
 @dataclass(frozen=True)
@@ -39,12 +45,13 @@ class Case:
     chunk: int = 40  # tokens of a prefill chunk; the last `steps` tokens come one at a time
     steps: int = 9
     kind: str = "gauss"
+    scale_q: float = 2.0
 
     def __str__(self) -> str:
         c = self.config
         lengths = "+".join(map(str, self.lengths))
         return (
-            f"{c.method}-S{c.S}-{c.policy}-{c.scope}-T{lengths}-{self.num_heads}q{self.num_kv_heads}kv"
+            f"{c.method}-S{c.S}-{c.policy}-{c.scope}-tail{c.tail_tokens}-T{lengths}-{self.num_heads}q{self.num_kv_heads}kv"
             f"-D{self.head_dim}-{self.dtype}-{self.kind}"
         )
 
@@ -103,6 +110,9 @@ CASES = [
     Case((150, 37), eps("box", top_pages=5)),
     Case((150, 37), eps("box", budget=1.0)),
     Case((150, 37), eps("box", min_context=100)),
+    Case((150, 37), eps("ball", group_tokens=2, budget=0.1), num_heads=8, num_kv_heads=2),
+    Case((300, 61), eps("moments", group_tokens=1, scope="union", budget=0.05), num_heads=6),
+    Case((300,), eps("rq", rq_bounds=True, bits=8, group_tokens=1), num_heads=3, num_kv_heads=1, dtype="float16"),
     Case((150, 37), eps("box"), kind="equal"),
     Case((150, 37), eps("box"), kind="ties"),
     Case((150, 37), eps("ball"), kind="outlier"),
@@ -112,6 +122,18 @@ CASES = [
     Case((300,), eps("rq"), kind="equal"),
     Case((150, 37), eps("off")),
     Case((150, 37), eps("off"), dtype="bfloat16", num_heads=8, num_kv_heads=1),
+    # tails: full and not, of one group and of many, and of sequences too short for one
+    Case((192, 128), eps("box", tail_tokens=64)),
+    Case((200, 130, 3), eps("moments", tail_tokens=64, budget=0.1), num_heads=6, num_kv_heads=3, chunk=70),
+    Case((310, 100), eps("rq", refine=0.2, budget=0.1), num_heads=6, dtype="bfloat16", head_dim=64, chunk=150),
+    Case((300,), eps("rq", tau=0.02, policy="share", bits=4), num_heads=2, kind="ties"),
+    Case((290, 200), eps("ball", group_tokens=48, tail_tokens=96, budget=0.2)),
+    Case((131, 70), eps("meanstd", group_tokens=5, block_size=5, tail_tokens=60), chunk=64),
+    Case((290, 73), eps("rq", group_tokens=3, block_size=12), scale_q=0.1),
+    Case((200, 33), eps("moments", group_tokens=1, block_size=32, tail_tokens=32), dtype="float16"),
+    Case((300, 61), eps("box", group_tokens=64, tail_tokens=64, budget=0.2), num_heads=8, num_kv_heads=1),
+    Case((150, 120), eps("moments", tail_tokens=16, scope="union", budget=0.1), num_heads=3, num_kv_heads=3),
+    Case((190, 128), eps("ball", tail_tokens=32, min_context=150), kind="outlier"),
 ]
 
 
@@ -167,7 +189,8 @@ def run_case(backend: ModuleType, device: str, case: Case) -> None:
     rng = np.random.default_rng(sum(case.lengths) + case.head_dim)
     spec = CacheSpec(1, case.num_kv_heads, case.head_dim, case_units(case), case.dtype)
     keys, values = make_kv(case, rng)
-    q = rng.normal(size=(len(case.lengths), case.num_heads, case.head_dim)).astype(np.float32) * 2
+    q = rng.normal(size=(len(case.lengths), case.num_heads, case.head_dim)).astype(np.float32)
+    q *= case.scale_q
     cache, table, lengths = write_all(backend, device, case, backend.new_cache(spec, case.config, device), keys, values)
     reference = oracle.new_cache(spec, case.config)
     reference, _, _ = write_all(oracle, "cpu", case, reference, keys, values)
@@ -182,30 +205,153 @@ def run_case(backend: ModuleType, device: str, case: Case) -> None:
     check_scores(backend, case, scores, expected, q, keys, table, lengths)
     check_scoring(backend, case, cache, reference, scores, q, keys, table, lengths)
     # selection is judged on the backend's own scores: what must agree is the rule, not the last bit of an estimate
-    own = Scores(backend.to_numpy(scores.estimate).astype(np.float64), None, None, scores.num_missing)
+    own = scores_on_host(backend, scores)
     selected = backend.select(case.config, scores, lengths)
     wanted = oracle.select(case.config, own, lengths)
-    counts = backend.to_numpy(selected.counts)
+    check_selection(backend, selected, wanted)
+    assert wanted.counts.min() >= 1
+    assert (selected.wanted is None) == (case.config.scope == "kv-head")
+    skipped = backend.to_numpy(backend.skipped_mass(scores, selected))
+    assert np.allclose(skipped, oracle.skipped_mass(own, wanted), atol=1e-4)
+    check_attend(backend, case, cache, reference, q, q_native, table, lengths, selected)
+    check_tail(backend, case, cache, reference, q_native, scores, selected, table, lengths)
+    everything = backend.select(replace(case.config, policy="topk", budget=1.0, top_pages=None), scores, lengths)
+    everywhere = check_attend(backend, case, cache, reference, q, q_native, table, lengths, everything)
+    dense = check_attend(backend, case, cache, reference, q, q_native, table, lengths, None)
+    check_tail(backend, case, cache, reference, q_native, scores, everything, table, lengths)
+    for one, other in zip(everywhere, dense, strict=True):  # every group visited is dense attention
+        assert np.allclose(one, other, atol=4 * allowance(case, keys, q))
+    if not case.config.has_bounds:
+        with pytest.raises(ValueError, match=f"method {case.config.method} has no bounds"):
+            backend.certify(cache, 0, scores, selected, *backend.attend(cache, 0, q_native, table, lengths, selected))
+        return
+    truth = Truth(case, q, keys, values, lengths)
+    state = backend.attend(cache, 0, q_native, table, lengths, everything)
+    mass, error = check_certificate(backend, case, cache, reference, scores, everything, state, truth)
+    assert (mass == 0).all() and (error == 0).all()
+    state = backend.attend(cache, 0, q_native, table, lengths, selected)
+    check_certificate(backend, case, cache, reference, scores, selected, state, truth)
+    for epsilon in EPSILONS:
+        config = replace(case.config, epsilon=epsilon)
+        extra, whole = backend.escalate(config, scores, selected, state[1])
+        check_escalation(backend, config, own, selected, backend.to_numpy(state[1]), extra, whole)
+        check_tail(backend, case, cache, reference, q_native, scores, whole, table, lengths)
+        bytes_before = cache.kv_bytes_read
+        rest = backend.attend(cache, 0, q_native, table, lengths, extra)
+        tiles = int(backend.to_numpy(extra.counts).sum())
+        assert cache.kv_bytes_read - bytes_before == tiles * config.S * spec.kv_token_bytes
+        merged = backend.merge(state, rest)
+        for got, want in zip(
+            merged, check_attend(backend, case, cache, reference, q, q_native, table, lengths, whole), strict=True
+        ):
+            assert np.abs(backend.to_numpy(got) - want).max() <= 16 * allowance(case, keys, q)
+        mass, _ = check_certificate(backend, case, cache, reference, scores, whole, merged, truth)
+        assert (mass <= epsilon).all(), "strict left more than epsilon uncertified"
+        if epsilon == 0:
+            assert (backend.to_numpy(whole.counts) == -(-lengths // config.S)[:, None]).all()
+            for got, want in zip(merged, dense, strict=True):
+                assert np.abs(backend.to_numpy(got) - want).max() <= 16 * allowance(case, keys, q)
+
+
+def scores_on_host(backend, scores: Scores) -> Scores:
+    parts = (scores.estimate, scores.lower, scores.upper, scores.slack)
+    estimate, lower, upper, slack = (None if x is None else backend.to_numpy(x).astype(np.float64) for x in parts)
+    return Scores(estimate, lower, upper, scores.num_missing, slack)
+
+
+def selection_on_host(backend, selected: Selection) -> Selection:
+    wanted = None if selected.wanted is None else backend.to_numpy(selected.wanted)
+    groups, counts = backend.to_numpy(selected.groups), backend.to_numpy(selected.counts)
+    return replace(selected, groups=groups, counts=counts, wanted=wanted)
+
+
+def visit_mask(backend, selected: Selection, num_groups: int) -> np.ndarray:
+    """[B, Hkv, G] of the listed groups, which must be ascending and then padding."""
+    groups, counts = backend.to_numpy(selected.groups), backend.to_numpy(selected.counts)
+    visit = np.zeros((*counts.shape, num_groups), bool)
+    for b, head in np.ndindex(*counts.shape):
+        listed, padding = np.split(groups[b, head], [counts[b, head]])
+        assert len(listed) == counts[b, head] and (np.diff(listed) > 0).all() and (padding == -1).all()
+        visit[b, head, listed] = True
+    return visit
+
+
+def check_selection(backend, selected: Selection, wanted: Selection) -> None:
+    """The same groups in the same order, and what is said about them."""
+    counts, groups = backend.to_numpy(selected.counts), backend.to_numpy(selected.groups)
     assert (counts == wanted.counts).all()
-    groups = backend.to_numpy(selected.groups)
     for b, head in np.ndindex(*counts.shape):
         got = groups[b, head, : counts[b, head]]
         assert got.tolist() == wanted.groups[b, head, : counts[b, head]].tolist()
         assert (groups[b, head, counts[b, head] :] == -1).all()
-    assert (selected.forced == wanted.forced).all() and counts.min() >= 1
-    assert (selected.wanted is None) == (case.config.scope == "kv-head")
+    assert (selected.forced == wanted.forced).all()
+    assert (selected.wanted is None) == (wanted.wanted is None)
     if selected.wanted is not None:
         assert (backend.to_numpy(selected.wanted) == wanted.wanted).all()
     if selected.uniform is not None:
         assert (counts == np.asarray(selected.uniform)[:, None]).all()
-    skipped = backend.to_numpy(backend.skipped_mass(scores, selected))
-    assert np.allclose(skipped, oracle.skipped_mass(own, wanted), atol=1e-4)
-    check_attend(backend, case, cache, reference, q, q_native, table, lengths, selected)
-    everything = backend.select(replace(case.config, policy="topk", budget=1.0, top_pages=None), scores, lengths)
-    everywhere = check_attend(backend, case, cache, reference, q, q_native, table, lengths, everything)
-    dense = check_attend(backend, case, cache, reference, q, q_native, table, lengths, None)
-    for one, other in zip(everywhere, dense, strict=True):  # every group visited is dense attention
-        assert np.allclose(one, other, atol=4 * allowance(case, keys, q))
+
+
+class Truth:
+    """float64, from keys and values as attention reads them: masses[b][r] [G], dense[b][r] [D] of each query head,
+    and what one float32 output of an attention may be off by."""
+
+    def __init__(self, case: Case, q, keys, values, lengths) -> None:
+        self.repeat, self.allowance = case.num_heads // case.num_kv_heads, 16 * allowance(case, keys, q)
+        self.masses, self.dense = [], []
+        for b in range(len(lengths)):
+            masses, dense = [], []
+            for r in range(case.num_heads):
+                head, a = r // self.repeat, q[b, r].astype(np.float64) / np.sqrt(case.head_dim)
+                k, v = keys_as_read(case, keys[b][:, head]), keys_as_read(case, values[b][:, head])
+                masses.append(group_masses(a, k, case.config.S))
+                dense.append(attend_keys(a, k, v)[0])
+            self.masses.append(masses)
+            self.dense.append(dense)
+
+    def unread(self, b: int, r: int, visit: np.ndarray) -> float:
+        """The share of the softmax of query head r outside visit [G]."""
+        masses = self.masses[b][r]
+        left = masses[~visit[: len(masses)]]
+        return float(np.exp(np.logaddexp.reduce(left) - np.logaddexp.reduce(masses))) if len(left) else 0.0
+
+
+def check_certificate(backend, case: Case, cache, reference, scores, selected, state, truth: Truth):
+    """(mass, error) certified of attention `state` over `selected`: as the oracle computes them from the same scores,
+    and valid for every query head."""
+    certificate = backend.certify(cache, 0, scores, selected, *state)
+    mass, error = (backend.to_numpy(x).astype(np.float64) for x in (certificate.mass, certificate.error))
+    out, lse = (backend.to_numpy(x).astype(np.float64) for x in state)
+    own, host = scores_on_host(backend, scores), selection_on_host(backend, selected)
+    want = oracle.certify(reference, 0, own, host, out, lse)
+    assert mass.shape == error.shape == want.mass.shape
+    assert np.allclose(mass, want.mass, rtol=1e-4, atol=TINY) and np.allclose(error, want.error, rtol=1e-4, atol=TINY)
+    visit = visit_mask(backend, selected, own.estimate.shape[2])
+    rounding = truth.allowance * np.sqrt(case.head_dim)
+    for b, r in np.ndindex(lse.shape):
+        head = r // truth.repeat
+        assert truth.unread(b, r, visit[b, head]) <= mass[b, head] + TINY, "more is unread than certified"
+        distance = np.linalg.norm(out[b, r] - truth.dense[b][r])
+        assert distance <= error[b, head] + rounding, "the output is further off than certified"
+    return mass, error
+
+
+def check_escalation(backend, config: EpsConfig, own: Scores, selected, lse, extra, whole) -> None:
+    """Disjoint from what was visited, whole together with it, and the oracle's choice up to a group whose test float32
+    may round the other way."""
+    num_groups = own.estimate.shape[2]
+    before, added, after = (visit_mask(backend, part, num_groups) for part in (selected, extra, whole))
+    assert not (before & added).any() and ((before | added) == after).all()
+    assert extra.uniform is None and extra.wanted is None and not extra.forced.any()
+    assert whole.uniform is None and (whole.forced == selected.forced).all()
+    assert (whole.wanted is None) == (config.scope == "kv-head")
+    if whole.wanted is not None:
+        assert (backend.to_numpy(whole.wanted) == backend.to_numpy(selected.wanted)).all()
+    want, _ = oracle.escalate(config, own, selection_on_host(backend, selected), lse.astype(np.float64))
+    differ = (visit_mask(oracle, want, num_groups) ^ added).sum(axis=2)
+    assert differ.max() <= (1 if config.scope == "kv-head" else added.shape[1])
+    if config.scope == "union":
+        assert (after == after[:, :1]).all()
 
 
 def check_storage(backend: ModuleType, case: Case, cache, reference) -> None:
@@ -215,7 +361,10 @@ def check_storage(backend: ModuleType, case: Case, cache, reference) -> None:
         assert (got == getattr(reference, name)[0].astype(np.float32)).all()
     assert cache.bytes_k_reread == reference.bytes_k_reread
     if case.config.method in ("jl", "box", "meanstd"):
-        assert cache.bytes_k_reread == 0
+        assert cache.bytes_k_reread == tail_bytes_reread(case)
+    assert (cache.tail is None) == (case.config.tail_tokens == 0)
+    if case.config.tail_tokens:
+        check_stored_tail(backend, case, cache.tail, reference.tail)
     if case.config.enabled and cache.summaries[0]:
         stored = sum(backend.to_numpy(a).nbytes for a in cache.summaries[0].values())
         per_group = stored / (case_units(case) * case.num_kv_heads * case.config.groups_per_unit)
@@ -224,6 +373,71 @@ def check_storage(backend: ModuleType, case: Case, cache, reference) -> None:
         for name in ("codes",):  # the same values, so the same visit lists
             same = backend.to_numpy(cache.summaries[0][name]) == reference.summaries[0][name]
             assert same.mean() > 0.999
+
+
+def tail_bytes_reread(case: Case) -> int:
+    """V of the tail groups whose tokens did not come in one write."""
+    size, num_groups = case.config.tail_tokens, 0
+    for length in case.lengths if size else ():
+        chunked = max(length - case.steps, 0)
+        for start in range(0, length - size + 1, size):
+            end = start + size
+            whole = start // case.chunk == (end - 1) // case.chunk and end <= chunked
+            num_groups += not (whole or size == 1)
+    return num_groups * case.num_kv_heads * size * case.head_dim * DTYPE_BYTES[case.dtype]
+
+
+def check_stored_tail(backend: ModuleType, case: Case, tail, reference) -> None:
+    """D + 2 bytes a tail group and kv head, counted by every scoring pass; codes of the oracle, up to one at a tie."""
+    stored = {name: backend.to_numpy(array) for name, array in tail.summaries[0].items()}
+    want, config = reference.summaries[0], case.config
+    if not want:
+        return  # the oracle allocates with the first full one
+    per_unit = config.unit_tokens // config.tail_tokens
+    bytes_each = sum(array.nbytes for array in stored.values()) / (case_units(case) * case.num_kv_heads * per_unit)
+    assert bytes_each == case.head_dim + 2
+    for units in (1, 7):
+        groups = units * config.groups_per_unit
+        without = scoring_bytes(replace(config, tail_tokens=0), case.head_dim, groups, case.lengths)
+        assert scoring_bytes(config, case.head_dim, groups, case.lengths) - without == units * per_unit * bytes_each
+    assert set(stored) == set(want)
+    scale = want["mean_scale"].astype(np.float64)
+    assert np.allclose(stored["mean_scale"].astype(np.float64), scale, rtol=2**-10)
+    gap = np.abs(stored["mean"].astype(int) - want["mean"])
+    # a scale that rounds otherwise moves codes of its group, too
+    assert gap.max() <= 1 and (gap[stored["mean_scale"] == want["mean_scale"]] == 0).mean() > 0.99
+
+
+def check_tail(backend, case: Case, cache, reference, q_native, scores, selected, table, lengths):
+    """The tail (out, lse) of what was left out: as the oracle computes it from the same scores, selection, log mass and
+    stored means; merged in, it changes nothing where nothing is added. Reads neither K nor V."""
+    if not case.config.tail_tokens:
+        return None
+    state = backend.attend(cache, 0, q_native, table, lengths, selected)
+    bytes_before = cache.kv_bytes_read
+    tail = backend.attend_tail(cache, 0, table, lengths, scores, selected, state[1])
+    assert cache.kv_bytes_read == bytes_before
+    stored = cache.tail.summaries[0] or reference.tail.summaries[0]
+    stored = {name: backend.to_numpy(array) for name, array in stored.items()}
+    own = replace(reference, tail=replace(reference.tail, summaries=[stored]))
+    host, lse = selection_on_host(backend, selected), backend.to_numpy(state[1]).astype(np.float64)
+    want_out, want_lse = oracle.attend_tail(own, 0, table, lengths, scores_on_host(backend, scores), host, lse)
+    out, tail_lse = (backend.to_numpy(x).astype(np.float64) for x in tail)
+    assert out.shape == want_out.shape == (*lse.shape, case.head_dim) and tail_lse.shape == lse.shape
+    nothing = np.isneginf(want_lse)
+    assert (np.isneginf(tail_lse) == nothing).all() and (out[nothing] == 0).all()
+    estimate = backend.to_numpy(scores.estimate)
+    largest = max(np.abs(estimate[np.isfinite(estimate)]).max(initial=0), np.abs(lse).max())
+    rounding = EPS["float32"] * (16 + 4 * largest)  # of a float32 sum of exponentials
+    assert np.abs(tail_lse[~nothing] - want_lse[~nothing]).max(initial=0) <= rounding
+    most = 127 * stored["mean_scale"].astype(np.float64).max() if stored else 0.0
+    assert np.abs(out - want_out).max() <= 4 * rounding * most
+    merged, merged_lse = (backend.to_numpy(x) for x in backend.merge(state, tail))
+    expected, expected_lse = oracle.merge((backend.to_numpy(state[0]).astype(np.float64), lse), (want_out, want_lse))
+    assert (merged[nothing] == backend.to_numpy(state[0])[nothing]).all() and (merged_lse[nothing] == lse[nothing]).all()
+    assert np.abs(merged - expected).max() <= 8 * rounding * max(most, np.abs(expected).max())
+    assert np.abs(merged_lse - expected_lse).max() <= 2 * rounding
+    return tail
 
 
 def allowance(case: Case, keys: list[np.ndarray], q: np.ndarray) -> float:
@@ -251,6 +465,9 @@ def check_scores(backend, case: Case, scores, expected, q, keys, table, lengths)
         return
     lower, upper = backend.to_numpy(scores.lower), backend.to_numpy(scores.upper)
     repeat = case.num_heads // case.num_kv_heads
+    assert lower.shape == upper.shape == (*estimate.shape[:2], repeat, estimate.shape[2])
+    slack = backend.to_numpy(scores.slack)
+    assert slack.shape == expected.slack.shape and np.allclose(slack, expected.slack, rtol=1e-4)
     for b, head in np.ndindex(len(lengths), case.num_kv_heads):
         n = oracle_selection.num_groups(int(lengths[b]), case.config.S)
         k = keys_as_read(case, keys[b][:, head])
@@ -258,11 +475,13 @@ def check_scores(backend, case: Case, scores, expected, q, keys, table, lengths)
             group_masses(q[b, r].astype(np.float64) / np.sqrt(case.head_dim), k, case.config.S)
             for r in range(head * repeat, (head + 1) * repeat)
         ]
-        truth = np.max(masses, axis=0)
         known = np.isfinite(estimate[b, head, :n])
-        assert (lower[b, head, :n][known] <= truth[known]).all(), "a lower bound is violated"
-        assert (upper[b, head, :n][known] >= truth[known]).all(), "an upper bound is violated"
-        assert np.isposinf(upper[b, head, :n][~known]).all()
+        for r, truth in enumerate(masses):  # each query head's own
+            least, most = lower[b, head, r], upper[b, head, r]
+            assert (least[:n][known] <= truth[known]).all(), "a lower bound is violated"
+            assert (most[:n][known] >= truth[known]).all(), "an upper bound is violated"
+            assert np.isneginf(least[:n][~known]).all() and np.isposinf(most[:n][~known]).all()
+            assert np.isneginf(least[n:]).all() and np.isneginf(most[n:]).all()
 
 
 def check_scoring(backend, case: Case, cache, reference, scores, q, keys, table, lengths) -> None:
@@ -333,11 +552,145 @@ def test_merge_equals_whole(target):
     assert (got_out[2, 3] == 0).all()
 
 
-@pytest.mark.parametrize("method", ["jl", "1pc", "fd", "box", "meanstd", "ball", "moments", "rq"])
-def test_fork_then_diverge_equals_two_independent_sequences(target, method):
-    """A fork copies only the open unit, with its summaries and running statistics."""
+def check_own_token(backend: ModuleType, device: str) -> None:
+    """The last token merged in, never written, equals dense attention with it in the cache."""
+    # an array backend keeps it to itself and its decoder
+    home = backend if hasattr(backend, "attend_own") else importlib.import_module(f"{backend.__name__}.attention")
+    attend_own = home.attend_own
+    for dtype in EPS:
+        case = Case((150, 37, 2), eps("box"), num_heads=6, num_kv_heads=3, dtype=dtype)
+        rng = np.random.default_rng(3)
+        keys, values = make_kv(case, rng)
+        q = rng.normal(size=(3, 6, 16)).astype(np.float32)
+        native = backend.from_numpy(q, "float32", device)
+        cache = backend.new_cache(CacheSpec(1, 3, 16, case_units(case), dtype), case.config, device)
+        cache, table, lengths = write_all(backend, device, case, cache, keys, values)
+        k, v = (
+            backend.from_numpy(np.stack([array[-1] for array in arrays]), "float32", device)
+            for arrays in (keys, values)
+        )
+        before = backend.attend(cache, 0, native, table, lengths - 1, None)
+        merged = backend.merge(before, attend_own(cache, native, k, v))
+        whole = backend.attend(cache, 0, native, table, lengths, None)
+        for got, want in zip(merged, whole, strict=True):
+            got, want = backend.to_numpy(got), backend.to_numpy(want)
+            assert got.shape == want.shape
+            assert np.abs(got - want).max() <= 16 * allowance(case, keys, q)
+
+
+def test_own_token_merged_equals_dense(target):
+    check_own_token(*target)
+
+
+def check_largest(backend: ModuleType, device: str) -> None:
+    """The largest |k| and |v| of each kv head bound everything that lies in the cache, also once units are reused."""
+    for dtype in EPS:
+        spec, config = CacheSpec(2, 2, 24, 6, dtype), eps("ball")
+        rng, cache = np.random.default_rng(9), backend.new_cache(spec, config, device)
+        most = np.zeros((2, 2))
+        for scale in (1.0, 5.0, 0.1):
+            k, v = ((rng.normal(size=(64, 2, 24)) * scale * part).astype(np.float32) for part in (1.0, 3.0))
+            k[:, 1] *= 2
+            native = [backend.from_numpy(x, "float32", device) for x in (k, v)]
+            cache = backend.write_kv(cache, 1, *native, np.arange(64))
+            cache = backend.copy_units(cache, [0], [5])
+            stored = [oracle.from_numpy(x, dtype).astype(np.float64) for x in (k, v)]
+            most = np.maximum(most, [np.linalg.norm(x, axis=2).max(axis=0) for x in stored])
+            for largest, true in zip((cache.largest_key, cache.largest_value), most, strict=True):
+                got = backend.to_numpy(largest[1]).astype(np.float64)
+                assert got.shape == (2,) and (got >= true).all() and (got <= true * 1.001).all()
+                assert (backend.to_numpy(largest[0]) == 0).all()  # the other layer
+    for method in ("off", "jl"):
+        assert backend.new_cache(spec, eps(method), device).largest_key == []
+
+
+def test_largest_key_and_value_outlive_reuse(target):
+    check_largest(*target)
+
+
+MODES = (("gate", "dense", "window"), ("window", "gate", "gate"), ("dense",) * 3, ("gate",) * 3)
+
+
+def check_head_modes(backend: ModuleType, device: str) -> None:
+    """Head modes layer by layer: visit lists of the oracle, dense heads all, window heads what is forced."""
+    settings = [
+        {},
+        {"policy": "mass", "epsilon": 0.05},
+        {"policy": "share", "tau": 0.02, "top_pages": 9},
+        {"scope": "union"},
+        {"first_tokens": 0, "last_tokens": 0, "budget": 0.2},  # a window head with nothing forced
+    ]
+    for extra in settings:
+        config = eps("box", head_modes=MODES, **extra)
+        case = Case((152, 37), config, num_heads=6, num_kv_heads=3)
+        rng = np.random.default_rng(11)
+        keys, values = make_kv(case, rng)
+        q = rng.normal(size=(2, 6, 16)).astype(np.float32) * 2
+        native = backend.from_numpy(q, "float32", device)
+        spec = CacheSpec(1, 3, 16, case_units(case))
+        cache, table, lengths = write_all(backend, device, case, backend.new_cache(spec, config, device), keys, values)
+        reference, _, _ = write_all(oracle, "cpu", case, oracle.new_cache(spec, config), keys, values)
+        scores = backend.score(cache, 0, native, table, lengths)
+        own, num_groups = scores_on_host(backend, scores), scores.estimate.shape[2]
+        plain = visit_mask(backend, backend.select(replace(config, head_modes=None), scores, lengths), num_groups)
+        for layer, modes in enumerate(MODES):
+            selected = backend.select(config, scores, lengths, layer)
+            check_selection(backend, selected, oracle.select(config, own, lengths, layer))
+            if set(modes) != {"gate"}:
+                assert selected.uniform is None
+            check_attend(backend, case, cache, reference, q, native, table, lengths, selected)
+            if config.scope == "union":
+                continue
+            visit = visit_mask(backend, selected, num_groups)
+            for head, mode in enumerate(modes):
+                for b, length in enumerate(lengths.tolist()):
+                    groups, forced = -(-length // config.S), int(selected.forced[b])
+                    if mode == "gate":
+                        assert (visit[b, head] == plain[b, head]).all()
+                    else:
+                        assert visit[b, head].sum() == (groups if mode == "dense" else max(forced, 1))
+
+
+def test_head_modes_follow_the_oracle(target):
+    check_head_modes(*target)
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 0.1, 1e-3, 0.0, 1.0])
+def test_strict_holds_over_many_groups(target, epsilon):
+    """Thousands of groups of like mass: long float32 sums of exponentials must not let epsilon slip."""
     backend, device = target
-    config = eps(method, group_tokens=8)
+    if backend is oracle:
+        return  # float64
+    rng = np.random.default_rng(1)
+    shape, config = (1, 2, 2, 20_000), eps("box", epsilon=epsilon)
+    middle = rng.normal(size=shape) * 0.3 + np.array([8.0, 40.0])[:, None, None]
+    lower, upper = (middle + gap for gap in (-0.5, 0.4))
+    estimate = upper.max(axis=2)
+    slack = np.full(shape[:3], 1e-5)
+    arrays = [backend.from_numpy(x.astype(np.float32), "float32", device) for x in (estimate, lower, upper, slack)]
+    scores = Scores(*arrays[:3], np.zeros(1, np.int64), arrays[3])
+    own = scores_on_host(backend, scores)
+    selected = backend.select(replace(config, top_pages=10, budget=1.0), scores, np.array([20_000 * config.S]))
+    read = np.where(visit_mask(backend, selected, 20_000)[:, :, None], own.upper, -np.inf)
+    lse = np.logaddexp.reduce(read, axis=3).reshape(1, 4)
+    native = backend.from_numpy(lse.astype(np.float32), "float32", device)
+    extra, whole = backend.escalate(config, scores, selected, native)
+    check_escalation(backend, config, own, selected, backend.to_numpy(native), extra, whole)
+    # the least that escalation can have gained: exactly the lower masses
+    visit, added = (visit_mask(backend, part, 20_000)[:, :, None] for part in (whole, extra))
+    gained = np.logaddexp(lse.reshape(1, 2, 2), np.logaddexp.reduce(np.where(added, own.lower, -np.inf), axis=3))
+    spec = CacheSpec(1, 2, 16, 2)
+    cache, out = backend.new_cache(spec, config, device), backend.from_numpy(np.ones((1, 4, 16)), "float32", device)
+    native = backend.from_numpy(gained.reshape(1, 4).astype(np.float32), "float32", device)
+    mass = backend.to_numpy(backend.certify(cache, 0, scores, whole, out, native).mass)
+    unread = np.logaddexp.reduce(np.where(visit, -np.inf, own.upper), axis=3)
+    exact = (1 / (1 + np.exp(gained - unread))).max(axis=2)
+    assert (exact <= mass + TINY).all() and (mass <= epsilon).all()
+
+
+def check_fork(backend: ModuleType, device: str, config: EpsConfig) -> None:
+    """A fork copies only the open unit, with its summaries and running statistics, those of the tail too."""
+    method = config.method
     rng = np.random.default_rng(5)
     spec = CacheSpec(1, 2, 16, 64)
     shared = rng.normal(size=(2, 300, 2, 16)).astype(np.float32)  # K and V; long enough for rq's centre
@@ -364,7 +717,7 @@ def test_fork_then_diverge_equals_two_independent_sequences(target, method):
             )
     assert copied == 1
     pool.check()
-    if method in ("jl", "box", "meanstd"):
+    if method in ("jl", "box", "meanstd") and not config.tail_tokens:
         assert cache.bytes_k_reread == 0
     for which, sequence in enumerate((first, second)):
         alone_pool, alone = PagePool(64, config.unit_tokens), backend.new_cache(spec, config, device)
@@ -381,10 +734,28 @@ def test_fork_then_diverge_equals_two_independent_sequences(target, method):
             scores = backend.score(c, 0, q, p.table([s]), p.lengths([s]))
             selected = backend.select(config, scores, p.lengths([s]))
             out, lse = backend.attend(c, 0, q, p.table([s]), p.lengths([s]), selected)
-            n = -(-330 // 8)
-            results.append([backend.to_numpy(x) for x in (scores.estimate[..., :n], selected.groups, out, lse)])
+            n = -(-330 // config.S)
+            arrays = [scores.estimate[..., :n], selected.groups, out, lse]
+            if config.tail_tokens:
+                arrays += backend.attend_tail(c, 0, p.table([s]), p.lengths([s]), scores, selected, lse)
+            results.append([backend.to_numpy(x) for x in arrays])
         for got, want in zip(*results, strict=True):
             assert np.array_equal(got, want)
+        if config.tail_tokens:
+            assert np.isfinite(results[0][-1]).all(), "nothing was added: this says nothing"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(eps(method, group_tokens=8) for method in ("jl", "1pc", "fd", "box", "meanstd", "ball", "moments", "rq")),
+        eps("box", group_tokens=8, tail_tokens=32, budget=0.1),
+        eps("moments", group_tokens=32, tail_tokens=64, budget=0.2),
+    ],
+    ids=lambda config: f"{config.method}-tail{config.tail_tokens}",
+)
+def test_fork_then_diverge_equals_two_independent_sequences(target, config):
+    check_fork(*target, config)
 
 
 @pytest.mark.parametrize("step", [100, 3], ids=["groups in hand", "groups across calls"])
@@ -516,13 +887,9 @@ def test_keys_past_float16_loosen_and_never_displace_a_guard(target, method):
     assert not np.isnan(estimate).any() and np.isfinite(estimate[..., :37]).all()
     if scores.upper is not None:
         upper, lower = backend.to_numpy(scores.upper), backend.to_numpy(scores.lower)
-        for head in range(2):
-            masses = [
-                group_masses(backend.to_numpy(q)[0, r].astype(np.float64) / 4, keys[:, head], 4)
-                for r in (2 * head, 2 * head + 1)
-            ]
-            assert (upper[0, head, :37] >= np.max(masses, axis=0)[:37]).all()
-            assert (lower[0, head, :37] <= np.max(masses, axis=0)[:37]).all()
+        for r in range(4):
+            truth = group_masses(backend.to_numpy(q)[0, r].astype(np.float64) / 4, keys[:, r // 2], 4)[:37]
+            assert (upper[0, r // 2, r % 2, :37] >= truth).all() and (lower[0, r // 2, r % 2, :37] <= truth).all()
     selected = backend.select(config, scores, lengths)
     for head in range(2):
         visited = set(backend.to_numpy(selected.groups)[0, head].tolist())
@@ -550,7 +917,7 @@ def test_native_bounds_hold_for_every_query(target, method, kind):
             q = make_query(query, stored[:size, 0], {}, rng).astype(np.float32) * np.sqrt(head_dim)
             q = q[None, None].astype(np.float32)
             scores = backend.score(cache, 0, backend.from_numpy(q, "float32", device), table, lengths)
-            lower, upper = (backend.to_numpy(x)[0, 0].astype(np.float64) for x in (scores.lower, scores.upper))
+            lower, upper = (backend.to_numpy(x)[0, 0, 0].astype(np.float64) for x in (scores.lower, scores.upper))
             truth = group_masses(q[0, 0].astype(np.float64) / np.sqrt(head_dim), stored[:, 0], size)
             assert (lower <= truth).all() and (truth <= upper).all(), (size, head_dim, dtype, query)
 
@@ -590,4 +957,193 @@ def test_pc1_bound_survives_cancellation(target):
         a = q[0, 0].astype(np.float64) / np.sqrt(head_dim)
         along = abs(direction @ a)
         exact = stored["lam"][group] * along + stored["rest"][group] * np.sqrt(max(a @ a - along**2, 0))
-        assert backend.to_numpy(scores.upper)[0, 0, 0] >= np.log(4) + exact
+        assert backend.to_numpy(scores.upper)[0, 0, 0, 0] >= np.log(4) + exact
+
+
+# Decoders
+
+PROMPT, STEPS = 60, 4  # tokens prefilled, decoded
+
+
+@pytest.fixture(scope="module")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 4 query heads over 2 kv heads in 2 layers."""
+    return tiny_models.save_model("mistral", tmp_path_factory.mktemp("tiny"))
+
+
+class Decoding:
+    """Two sequences of one decoder in one cache; `step` decodes fixed tokens."""
+
+    def __init__(self, target: tuple, path: Path, config: EpsConfig, prompt: int = PROMPT) -> None:
+        self.backend, device = target
+        self.config, self.spec = config, read_spec(path)
+        self.decoder = self.backend.load_model(path, self.spec, "float32", device)
+        units = -(-(prompt + STEPS) // config.unit_tokens)
+        spec = CacheSpec(self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim, 2 * units)
+        self.cache, self.table = self.backend.new_cache(spec, config, device), np.arange(2 * units).reshape(2, units)
+        self.tokens = np.random.default_rng(2).integers(0, tiny_models.VOCAB_SIZE, (2, prompt + STEPS))
+        self.lengths = np.array([prompt, prompt - 27])
+        self.queries: list[tuple[int, np.ndarray]] = []
+        for b, length in enumerate(self.lengths.tolist()):
+            slots = self._slots(b, np.arange(length))
+            self.cache, _ = self.decoder.prefill(self.cache, self.tokens[b, :length], slots, self.table[b], length)
+
+    def _slots(self, b: int, positions: np.ndarray) -> np.ndarray:
+        units, offsets = np.divmod(positions, self.config.unit_tokens)
+        return self.table[b, units] * self.config.unit_tokens + offsets
+
+    def step(self, **how: bool):
+        slots = np.concatenate([self._slots(b, self.lengths[b : b + 1]) for b in range(2)])
+        tokens = self.tokens[[0, 1], self.lengths]
+        self.lengths = self.lengths + 1
+        self.cache, output = self.decoder.step(self.cache, tokens, slots, self.table, self.lengths.copy(), **how)
+        return output
+
+    def listen(self) -> None:
+        self.decoder.tap = lambda layer, q: self.queries.append((layer, self.backend.to_numpy(q)))
+
+    def score(self, layer: int, q: np.ndarray):
+        q = self.backend.from_numpy(q.astype(np.float32), "float32", self.decoder.device)
+        return self.backend.score(self.cache, layer, q, self.table, self.lengths)
+
+    def true_unread(self, layer: int, q: np.ndarray, visit: np.ndarray) -> np.ndarray:
+        """[B, Hkv]: the largest share over the query heads outside visit [B, Hkv, G], float64 from the stored keys."""
+        share, repeat = np.zeros(visit.shape[:2]), self.spec.num_heads // self.spec.num_kv_heads
+        for b, head in np.ndindex(*share.shape):
+            keys, _ = self.backend.read_kv(self.cache, layer, self.table[b], int(self.lengths[b]))
+            keys = self.backend.to_numpy(keys).astype(np.float64)[:, head]
+            unread = np.repeat(~visit[b, head], self.config.S)[: len(keys)]
+            for a in q[b, head * repeat : (head + 1) * repeat].astype(np.float64) / np.sqrt(self.spec.head_dim):
+                weights = np.exp(keys @ a - (keys @ a).max())
+                share[b, head] = max(share[b, head], weights[unread].sum() / weights.sum())
+        return share
+
+
+def gated(method: str = "moments", **settings: object) -> EpsConfig:
+    return eps(method, **{"group_tokens": 2, "last_tokens": 6, "budget": 0.25, **settings})
+
+
+def close(got: np.ndarray, want: np.ndarray) -> bool:
+    """Logits that differ by float32 rounding alone; test_model shows that a real difference is far outside."""
+    return bool(np.abs(got - want).max() <= 2e-4 * want.std())
+
+
+def same(first, second) -> None:
+    """Two steps' outputs are equal bit for bit, in everything but what only an audit knows."""
+    assert np.array_equal(first.logits, second.logits) and first.fallbacks == second.fallbacks
+    assert len(first.layers) == len(second.layers)
+    for one, other in zip(first.layers, second.layers, strict=True):
+        for name, value in vars(one).items():
+            if name != "mass_skipped_true":
+                assert np.array_equal(value, getattr(other, name)), name
+
+
+def test_tap_sees_every_query(target, tiny_path):
+    run, want = Decoding(target, tiny_path, gated()), Decoding((oracle, "cpu"), tiny_path, gated(budget=1.0))
+    run.listen()
+    want.listen()
+    run.step()
+    want.step()
+    run.step(gate=False)
+    run.step(audit=True)  # whose dense pass is nobody's query
+    assert [layer for layer, _ in run.queries] == [0, 1] * 3
+    assert all(q.shape == (2, 4, run.spec.head_dim) for _, q in run.queries)
+    # unscaled, rotated, as attention uses it: the first layer's depends on nothing that was gated
+    first, reference = run.queries[0][1], want.queries[0][1]
+    assert np.abs(first - reference).max() <= 1e-4 * np.abs(reference).max()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        gated(),
+        gated("meanstd"),  # no bounds
+        gated("box", scope="union"),
+        gated("ball", strict=True, epsilon=0.3),
+        gated("box", head_modes=(("dense", "dense"), ("window", "gate"))),
+    ],
+    ids=["moments", "meanstd", "union", "strict", "modes"],
+)
+def test_audit_tells_the_truth_and_changes_nothing(target, tiny_path, config):
+    audited, plain = Decoding(target, tiny_path, config), Decoding(target, tiny_path, config)
+    audited.listen()
+    backend = audited.backend
+    for step in range(STEPS):
+        output, quiet = audited.step(audit=True), plain.step()
+        same(output, quiet)
+        assert quiet.dense_logits is None and all(layer.mass_skipped_true is None for layer in quiet.layers)
+        assert audited.cache.kv_bytes_read == plain.cache.kv_bytes_read
+        dense = Decoding(target, tiny_path, config)
+        for _ in range(step):
+            dense.step()
+        want = dense.step(gate=False)
+        assert output.dense_logits.dtype == np.float32 and close(output.dense_logits, want.logits)
+        for layer, stats in enumerate(output.layers):
+            (_, q), groups = audited.queries[-2 + layer], -(-audited.lengths.max() // config.S)
+            if config.dense_layer(layer):
+                assert np.abs(stats.mass_skipped_true).max() == 0
+                continue
+            scores = audited.score(layer, q)
+            selected = backend.select(config, scores, audited.lengths, layer)
+            if config.strict:
+                native = backend.from_numpy(q.astype(np.float32), "float32", audited.decoder.device)
+                _, lse = backend.attend(plain.cache, layer, native, audited.table, audited.lengths, selected)
+                plain.cache.kv_bytes_read = audited.cache.kv_bytes_read
+                _, selected = backend.escalate(config, scores, selected, lse)
+            visit = visit_mask(backend, selected, scores.estimate.shape[2])
+            assert visit.shape[2] >= groups and (stats.counts == visit.sum(axis=2)).all()
+            true = audited.true_unread(layer, q, visit)
+            assert np.abs(stats.mass_skipped_true - true).max() <= 1e-5
+            if config.has_bounds:
+                assert (true <= stats.mass_skipped_cert + TINY).all() and (stats.output_error_cert >= 0).all()
+            else:
+                assert stats.mass_skipped_cert is None and stats.output_error_cert is None
+            assert (stats.escalated is None) == (not config.strict)
+        if config.head_modes:
+            assert output.fallbacks == {"dense_layer": 2}
+    assert (output.layers[-1].counts < output.layers[-1].groups[:, None]).any(), "nothing was gated: this says nothing"
+
+
+@pytest.mark.parametrize("method", ["moments", "rq", "box"])
+def test_ungated_step_equals_method_off(target, tiny_path, method):
+    """Bit for bit, and the summaries follow all the same: the next gated step knows every full group."""
+    # in units of the same size, by which dense attention may sum
+    config = gated(method)
+    run, off = Decoding(target, tiny_path, config), Decoding(target, tiny_path, EpsConfig(block_size=config.unit_tokens))
+    for _ in range(STEPS - 1):
+        output, want = run.step(gate=False), off.step()
+        assert np.array_equal(output.logits, want.logits) and output.layers == [] and output.fallbacks == {}
+        assert run.cache.kv_bytes_read == off.cache.kv_bytes_read
+    run.listen()
+    run.step()
+    if method == "rq":
+        return  # which has no centre yet
+    for layer, q in run.queries:
+        estimate = run.backend.to_numpy(run.score(layer, q).estimate)
+        for b, length in enumerate(run.lengths.tolist()):
+            assert np.isfinite(estimate[b, :, : length // run.config.S]).all()
+
+
+@pytest.mark.parametrize("scope", ["kv-head", "union"])
+@pytest.mark.parametrize("epsilon", [0.5, 0.1, 0.0])
+def test_strict_decoding_is_certified(target, tiny_path, epsilon, scope):
+    config = gated("ball", strict=True, epsilon=epsilon, scope=scope)
+    run, loose = Decoding(target, tiny_path, config), Decoding(target, tiny_path, replace(config, strict=False))
+    for step in range(STEPS):
+        bytes_before = run.cache.kv_bytes_read
+        output, start = run.step(audit=True), loose.step()
+        for layer, (stats, began) in enumerate(zip(output.layers, start.layers, strict=True)):
+            assert (stats.mass_skipped_cert <= epsilon).all()
+            assert (stats.mass_skipped_true <= stats.mass_skipped_cert + 1e-6).all()
+            assert (stats.escalated >= 0).all() and stats.escalated.sum() > 0
+            if step == 0 and layer == 0:  # before the two decoders part
+                assert (stats.counts == began.counts + stats.escalated).all()
+        read = sum(stats.kv_bytes_read for stats in output.layers)
+        assert run.cache.kv_bytes_read - bytes_before == read
+        tiles = sum(int(stats.counts.sum()) for stats in output.layers)
+        assert read == tiles * config.S * run.cache.spec.kv_token_bytes
+        if epsilon == 0:
+            assert close(output.logits, output.dense_logits)
+            for stats in output.layers:
+                assert (stats.counts == stats.groups[:, None]).all()
+                assert (stats.mass_skipped_cert == 0).all() and (stats.output_error_cert == 0).all()

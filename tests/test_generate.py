@@ -51,9 +51,17 @@ class CountingDecoder:
         return cache, self._logits(table, length)
 
     def step(
-        self, cache: Any, tokens: np.ndarray, slots: np.ndarray, table: np.ndarray, lengths: np.ndarray
+        self,
+        cache: Any,
+        tokens: np.ndarray,
+        slots: np.ndarray,
+        table: np.ndarray,
+        lengths: np.ndarray,
+        gate: bool,
+        audit: bool,
     ) -> tuple[Any, StepOutput]:
         assert len(tokens) == len(slots) == len(table) == len(lengths)
+        assert gate and not audit  # nothing is ever audited where EPS is off
         self.memory.update(zip(slots.tolist(), tokens.tolist(), strict=True))
         self.steps.append(len(tokens))
         self.timed.append(self.timing)
@@ -194,7 +202,8 @@ def test_an_empty_prompt_is_refused() -> None:
 
 def test_every_nth_step_is_timed() -> None:
     case = Case()
-    records = case.run([[1]], 7, time_every=3)
+    records = case.run([[1]], 7, time_every=3, audit_every=2)
+    assert not any(record.audited or record.fallbacks for record in records)
     assert case.decoder.timed == [True, False, False, True, False, False, True] == [record.timed for record in records]
 
 
@@ -302,8 +311,8 @@ def test_bytes_of_a_record_are_what_the_cache_counted(model_path: Path) -> None:
     spec, config = read_spec(model_path), EpsConfig(method="rq", last_tokens=16)
     cache = numpy_backend.new_cache(CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 40), config, "cpu")
     decoder = numpy_backend.load_model(model_path, spec, "float32", "cpu")
-    before = 0
-    for record in generate(numpy_backend, decoder, cache, PagePool(40, 16), RAGGED, 4, GREEDY):  # type: ignore[arg-type]
+    pool, before = PagePool(40, config.unit_tokens), 0
+    for record in generate(numpy_backend, decoder, cache, pool, RAGGED, 4, GREEDY):  # type: ignore[arg-type]
         if record.step:
             assert record.bytes_kv_read_est == cache.kv_bytes_read - before
         before = cache.kv_bytes_read

@@ -30,6 +30,12 @@ def logits_of(backend, device, model, config):
     return np.concatenate([record.logits for record in records])
 
 
+EPS_PARTS = (
+    "score", "select", "skipped_mass", "bounds", "certify", "escalate", "merge", "attend_own", "GroupState",
+    "build_summary", "_update_summaries", "_add_summaries",
+)  # fmt: skip
+
+
 def poison(monkeypatch, backend) -> None:
     """Everything that EPS adds raises when it is called."""
 
@@ -41,9 +47,17 @@ def poison(monkeypatch, backend) -> None:
         [package] if package == "eps_core.backend" else [f"{package}.{m}" for m in ("cache", "model", "summaries")]
     )
     for module in map(importlib.import_module, modules):
-        for name in ("score", "select", "skipped_mass", "GroupState", "build_summary", "_update_summaries"):
+        for name in EPS_PARTS:
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, refuse)
+
+
+def test_off_allocates_nothing_of_eps(target):
+    backend, device = target
+    cache = backend.new_cache(CacheSpec(2, 2, 16, 4), EpsConfig(), device)
+    assert cache.bound is None
+    for name in ("summaries", "state", "open", "centre", "largest_key", "largest_value"):
+        assert getattr(cache, name) == [], name
 
 
 def test_off_runs_nothing_of_eps_and_changes_no_bit(target, model, monkeypatch):

@@ -19,8 +19,9 @@ CONFIG = EpsConfig(method="rq", group_tokens=4)
 KEYS = [
     "type", "step", "sequences", "tokens", "lengths", "pages_total", "pages_visited", "pages_skipped", "pages_forced",
     "pages_wanted", "bytes_kv_read_est", "bytes_kv_dense", "bytes_summary_read", "bytes_k_reread", "eps_prepass_ms",
-    "attention_ms", "decode_ms", "mass_skipped_est", "mass_skipped_cert", "mass_skipped_true", "escalations",
-    "fallbacks",
+    "attention_ms", "decode_ms", "mass_skipped_est", "mass_skipped_cert", "mass_skipped_true",
+    "output_error_cert", "escalations", "pages_escalated", "audited", "audit_kl", "audit_alarms", "cert_by_head",
+    "est_by_head", "true_by_head", "fallbacks",
 ]  # fmt: skip
 
 
@@ -74,7 +75,6 @@ def test_an_untimed_layer_makes_the_step_untimed() -> None:
         {"pages_skipped": 41},
         {"pages_forced": 60},
         {"pages_visited": 100, "pages_skipped": -4},
-        {"mass_skipped_true": 0.2, "mass_skipped_cert": 0.1},
     ],
     ids=str,
 )
@@ -82,6 +82,76 @@ def test_a_record_that_contradicts_itself_is_refused(wrong: dict) -> None:
     record().check()
     with pytest.raises(AssertionError):
         replace(record(), **wrong).check()
+
+
+def audited(true: float, cert: float | None = None, est: float | None = 0.25) -> StepOutput:
+    """A step of one layer: [B, Hkv] of the same shares everywhere, but a truth of 0 in the second sequence."""
+    one = layer(4, mass=est)
+    one.mass_skipped_true = np.array([[true] * 3, [0.0] * 3])
+    if cert is not None:
+        one.mass_skipped_cert, one.output_error_cert = np.full((2, 3), cert), np.full((2, 3), 2 * cert)
+    dense, gated = np.log([0.5, 0.25, 0.25]), np.log([0.25, 0.5, 0.25])
+    return StepOutput(np.stack([gated, dense]), [one], dense_logits=np.stack([dense, dense]))
+
+
+@pytest.mark.parametrize(
+    ("true", "cert", "est", "factor", "alarms"),
+    [
+        (0.2, 0.1, 0.25, 10, 3),  # above its certificate
+        (0.2, 0.2, 0.25, 10, 0),
+        (0.2 + 0.9e-5, 0.2, 0.25, 10, 0),  # two float32 sums apart
+        (0.2 + 1.1e-5, 0.2, 0.25, 10, 3),
+        (0.0102, 0.01, 0.25, 10, 3),  # a certificate is held to the letter, an estimate is not
+        (0.3, None, 0.02, 10, 3),  # ten times and more above its estimate
+        (0.3, None, 0.02, 20, 0),
+        (0.3, None, 0.0, 1000, 3),
+        (0.009, None, 0.0, 10, 0),  # under a hundredth no estimate is blamed
+        (0.2, None, 0.9, 1, 0),  # an estimate too high costs bytes, not quality
+        (0.3, None, None, 10, 0),  # no estimate, nothing to blame
+        (0.3, 0.2, 0.001, 10, 3),  # both wrong is one alarm
+    ],
+)
+def test_an_alarm_says_that_a_number_was_below_the_truth(
+    true: float, cert: float | None, est: float | None, factor: float, alarms: int
+) -> None:
+    got = telemetry.audit_step(audited(true, cert, est), factor)
+    assert got.alarms == alarms
+    # one sequence of two is off, by KL(dense || gated) = 0.5 ln 2 - 0.25 ln 2
+    assert got.kl == pytest.approx(0.125 * math.log(2))
+
+
+def test_a_truth_above_its_certificate_is_reported_and_not_refused() -> None:
+    output = audited(0.2, 0.1)
+    got = step_record(
+        0, [0, 1], [7, 8], [40, 24], output, SPEC, CONFIG, 1.0, 0, 0, audit=telemetry.audit_step(output, 10)
+    )
+    assert (got.mass_skipped_true, got.mass_skipped_cert, got.output_error_cert) == (0.2, 0.1, 0.2)
+    assert got.audited and got.audit_alarms == 3 and got.audit_kl == pytest.approx(0.125 * math.log(2))
+    for values, want in ((got.cert_by_head, 0.1), (got.true_by_head, 0.2), (got.est_by_head, 0.25)):
+        assert values is not None and values.tolist() == [[want] * 3]  # [L, Hkv], the largest over sequences
+    line = json.loads(telemetry.to_json(got.to_dict()))
+    assert line["cert_by_head"] == [[0.1] * 3] and line["audited"] is True
+    summary = summarise([got, record(1)])
+    assert summary["audits"] == 1 and summary["audit_alarms"] == 3 and summary["mass_skipped_true_max"] == 0.2
+    assert summary["mass_skipped_cert_max"] == 0.1 and summary["output_error_cert_max"] == 0.2
+    assert summary["audit_kl_mean"] == got.audit_kl
+
+
+def test_what_is_not_known_of_every_head_is_left_out() -> None:
+    got = record()
+    assert got.cert_by_head is got.est_by_head is got.true_by_head is got.escalated_by_head is None
+    assert not got.audited and got.audit_kl is None and got.audit_alarms == 0 == got.escalations
+
+
+def test_escalations_count_heads_and_pages() -> None:
+    output = StepOutput(np.zeros((2, 5)), [layer(4), layer(5), layer(6)])
+    output.layers[0].escalated = np.array([[0, 3, 1], [0, 2, 0]])
+    output.layers[2].escalated = np.array([[0, 0, 0], [0, 0, 4]])
+    spec = replace(SPEC, num_layers=3)
+    got = step_record(0, [0, 1], [7, 8], [40, 24], output, spec, CONFIG, 1.0, 0, 0)
+    assert got.escalations == 4 and got.pages_escalated == 10
+    assert summarise([got, got])["escalations_by_layer_and_head"].tolist() == [[0, 4, 2], [0, 0, 0], [0, 0, 2]]
+    assert summarise([got, got])["escalations"] == 8 and summarise([got, got])["pages_escalated"] == 20
 
 
 def test_a_step_line_has_exactly_the_designed_keys() -> None:
@@ -128,7 +198,10 @@ def test_a_full_disk_takes_no_part_of_a_line(tmp_path: Path) -> None:
 
 
 def test_csv_says_what_jsonl_says(tmp_path: Path) -> None:
-    records = [record(0, min_context=2), record(1, timed=False)]
+    output = audited(0.2, 0.1)
+    audit = telemetry.audit_step(output, 10)
+    known = step_record(2, [0, 1], [7, 8], [40, 24], output, SPEC, CONFIG, 1.0, 0, 0, audit=audit)
+    records = [record(0, min_context=2), record(1, timed=False), known]
     telemetry.write_csv(tmp_path / "m.csv", records)
     with open(tmp_path / "m.csv", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -138,6 +211,10 @@ def test_csv_says_what_jsonl_says(tmp_path: Path) -> None:
             value = getattr(written, name)
             if value is None:
                 assert text == ""
+            elif isinstance(value, bool):
+                assert text == str(value)
+            elif isinstance(value, np.ndarray):  # layer by layer
+                assert json.loads("[" + text.replace("] [", "], [") + "]") == value.tolist()
             elif isinstance(value, list):
                 assert [int(part) for part in text.split()] == value
             else:
@@ -185,8 +262,20 @@ def test_times_of_a_decode_come_from_steps_that_did_not_wait_for_every_layer() -
     assert got["prepass_ms_p50"] == 3.0
 
 
+def test_times_of_a_decode_leave_audited_steps_out() -> None:
+    slow = replace(record(0, 500.0, timed=False), audited=True, audit_kl=0.5)
+    got = summarise([slow, record(1, 10.0, timed=False), record(2, 12.0, timed=False), record(3, 90.0)])
+    assert (
+        got["decode_ms_p50"] == 11.0 and got["decode_ms_p99"] < 13 and got["tokens_per_s"] == pytest.approx(4 / 0.022)
+    )
+    assert got["steps"] == 4 and got["bytes_kv_read_est"] == 4 * 2000 and got["audit_kl_mean"] == 0.5
+    # where every step is audited there is nothing else to report
+    assert summarise([slow, slow])["decode_ms_p50"] == 500.0
+
+
 def test_summary_of_nothing_is_null() -> None:
     got = summarise([])
+    assert got["audits"] == 0 and got["audit_kl_mean"] is got["mass_skipped_true_max"] is None
     assert got["decode_ms_p50"] is None and got["bytes_ratio"] is None and got["visit_ratio"] is None
 
 

@@ -1,0 +1,390 @@
+"""Captures: the queries, keys and values of a real decode in one safetensors file, so that methods can be compared on a
+large model without running it again (`eps_core.replay`).
+
+A text is prefilled densely, then decoded token by token along itself. Every chosen layer i leaves `layers.i.q`
+[steps, Hq, D] float32 (unscaled, after norm and RoPE, exactly as attention used it), and `layers.i.k`, `layers.i.v`
+[context + steps, Hkv, D] in the cache's dtype; `lengths` [steps] int64 are the tokens that each step attended. What ran
+is JSON under `METADATA_KEY` of the file's metadata. Letters as in `interface`.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from math import prod, sqrt
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401 - registers bfloat16 with numpy, which safetensors then returns
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from eps_core import report, tasks, telemetry
+from eps_core.config import DTYPE_BYTES, CacheSpec, ConfigError, EpsConfig, kv_bytes
+from eps_core.head_policy import model_fingerprint
+from eps_core.interface import Array, Backend, Decoder, backend_name, load_backend
+from eps_core.model import ModelSpec, load_tokenizer, read_spec
+from eps_core.run import DEMO_MODEL, choose_device
+
+FORMAT_VERSION = 1
+METADATA_KEY = "eps_capture"
+_SAFETENSORS_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64"}
+# characters of a text that are encoded for each token wanted, before the whole text is
+_CHARACTERS_PER_TOKEN = 16
+
+
+@dataclass(frozen=True)
+class CaptureInfo:
+    """What ran. Written as JSON, read back strictly."""
+
+    format_version: int
+    model: str  # name of its directory, or demo
+    num_layers: int  # of the model
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # of the logits, a = scale * q
+    layers: tuple[int, ...]  # that the file holds
+    context_tokens: int
+    num_steps: int
+    kv_dtype: str
+    config: dict[str, Any]  # EpsConfig of the decode; method off: dense
+    text_sha256: str
+    backend: str
+    device: str
+    dtype: str  # of weights and activations
+    fingerprint: str  # of the model, as in its head policy
+    versions: dict[str, str | None] = field(default_factory=dict)
+    git_commit: str | None = None
+
+
+@dataclass(frozen=True)
+class Capture:
+    """An opened capture. Tensors are read from the file layer by layer, when they are asked for."""
+
+    path: Path
+    info: CaptureInfo
+    lengths: np.ndarray  # [steps] int64
+
+    def layer(self, layer: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(q [steps, Hq, D] float32, k, v [context + steps, Hkv, D] in the cache's dtype) of a captured layer."""
+        if layer not in self.info.layers:
+            held = ", ".join(map(str, self.info.layers))
+            raise ConfigError(f"layer {layer} is not in capture {self.path}, which holds {held}: choose among them")
+        try:
+            with safe_open(self.path, framework="numpy") as opened:
+                q, k, v = (opened.get_tensor(f"layers.{layer}.{name}") for name in "qkv")
+        except (SafetensorError, OSError) as error:
+            raise _corrupt(self.path, error) from error
+        return q, k, v
+
+
+@dataclass
+class Recording:
+    """A text after its decode: queries on the host, keys and values still in the backend's cache."""
+
+    backend: Backend
+    cache: Any
+    table: np.ndarray  # [M]
+    lengths: np.ndarray  # [steps] int64
+    q: dict[int, np.ndarray]  # layer -> [steps, Hq, D] float32
+
+    def keys_values(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """K, V [context + steps, Hkv, D] of a layer in the cache's dtype, copied to the host."""
+        k, v = self.backend.read_kv(self.cache, layer, self.table, int(self.lengths[-1]))
+        return self.backend.to_numpy(k), self.backend.to_numpy(v)
+
+
+@dataclass
+class TextModel:
+    """A model with a text long enough for it, ready to be recorded."""
+
+    name: str
+    path: Path
+    spec: ModelSpec
+    backend: Backend
+    device: str
+    dtype: str
+    kv_dtype: str
+    tokens: list[int]  # context + steps
+    text_sha256: str
+
+    def load(self) -> Decoder:
+        return self.backend.load_model(self.path, self.spec, self.dtype, self.device)
+
+
+@dataclass(frozen=True)
+class CaptureRequest:
+    """What the command line asked for. `model` None is the demo model, `text` None held-out library source."""
+
+    output: Path
+    config: EpsConfig = field(default_factory=EpsConfig)
+    model: Path | None = None
+    text: Path | None = None
+    context_tokens: int = 4096
+    num_steps: int = 32
+    layers: tuple[int, ...] | None = None  # None: all
+    backend: str = "auto"
+    device: str = "auto"
+    dtype: str = "auto"
+    kv_dtype: str | None = None  # None: as dtype
+
+
+def open_text_model(
+    model: Path | None,
+    text: Path | None,
+    num_tokens: int,
+    backend: str = "auto",
+    device: str = "auto",
+    dtype: str = "auto",
+    kv_dtype: str | None = None,
+) -> TextModel:
+    """Everything about a model and its text that can be refused before weights are read."""
+    path = model or DEMO_MODEL
+    if model is None and not (path / "config.json").is_file():
+        raise ConfigError(f"the demo model is not in this installation ({path}): pass --model DIR")
+    spec = read_spec(path)
+    if num_tokens > spec.max_context:
+        raise ConfigError(
+            f"context and steps are {num_tokens} tokens, the model's context is {spec.max_context}: lower --context"
+        )
+    content = _read_text(text)
+    tokenizer = load_tokenizer(path)
+    tokens = tokenizer.encode(content[: num_tokens * _CHARACTERS_PER_TOKEN]).ids
+    if len(tokens) < num_tokens:
+        tokens = tokenizer.encode(content).ids
+    if len(tokens) < num_tokens:
+        raise ConfigError(
+            f"the text has {len(tokens)} tokens and {num_tokens} are wanted: give a longer --text or lower --context"
+        )
+    tokens = tokens[:num_tokens]
+    if max(tokens) >= spec.vocab_size:
+        raise ConfigError(
+            f"{path}: its tokenizer gives token {max(tokens)}, its vocabulary ends at {spec.vocab_size - 1}: "
+            "tokenizer.json and config.json are of different models"
+        )
+    module = load_backend(backend)
+    device = choose_device(module, device)
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else spec.stored_dtype
+    name = "demo" if model is None else path.resolve().name
+    digest = hashlib.sha256(content.encode()).hexdigest()
+    return TextModel(name, path, spec, module, device, dtype, kv_dtype or dtype, tokens, digest)
+
+
+def _read_text(path: Path | None) -> str:
+    if path is None:
+        try:
+            return tasks.corpus(held_out=True).decode("ascii")
+        except FileNotFoundError as error:
+            raise ConfigError(f"{error}; here, pass --text FILE") from error
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"text file {path} cannot be read ({error.strerror}): give a text file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"text file {path} is not UTF-8 at byte {error.start}: convert it") from error
+
+
+def record(
+    model: TextModel,
+    decoder: Decoder,
+    context_tokens: int,
+    layers: Sequence[int],
+    config: EpsConfig,
+    prefill_chunk: int = 512,
+) -> Recording:
+    """Prefills the text's first `context_tokens` densely and decodes the rest of it token by token, gated by `config`;
+    queries of the chosen layers are kept."""
+    backend, spec, num_tokens = model.backend, model.spec, len(model.tokens)
+    units = -(-num_tokens // config.unit_tokens)
+    cache_spec = CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, units, model.kv_dtype, max_open_groups=1)
+    try:
+        cache = backend.new_cache(cache_spec, config, model.device)
+    except (MemoryError, RuntimeError) as error:
+        mib = kv_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, num_tokens, model.kv_dtype) / 2**20
+        raise ConfigError(f"a cache of {mib:,.0f} MiB does not fit {model.device}: lower --context") from error
+    table = np.arange(units, dtype=np.int32)
+    progress = report.Progress("text", sys.stderr)
+    for start in range(0, context_tokens, prefill_chunk):
+        chunk = np.array(model.tokens[start : min(start + prefill_chunk, context_tokens)])
+        end = start + len(chunk)
+        cache, _ = decoder.prefill(cache, chunk, np.arange(start, end), table[: -(-end // config.unit_tokens)], end)
+        progress(0, end, num_tokens)
+    taken: dict[int, list[np.ndarray]] = {layer: [] for layer in layers}
+
+    def tap(layer: int, q: Array) -> None:
+        if layer in taken:
+            taken[layer].append(backend.to_numpy(q)[0].astype(np.float32))
+
+    lengths = np.arange(context_tokens + 1, num_tokens + 1)
+    decoder.tap = tap
+    try:
+        for length in lengths.tolist():
+            token, slot = np.array([model.tokens[length - 1]]), np.array([length - 1])
+            rows = table[None, : -(-length // config.unit_tokens)]
+            cache, _ = decoder.step(cache, token, slot, rows, np.array([length]))
+    finally:
+        decoder.tap = None
+    return Recording(backend, cache, table, lengths, {layer: np.stack(parts) for layer, parts in taken.items()})
+
+
+def capture_bytes(spec: ModelSpec, num_layers: int, context_tokens: int, num_steps: int, kv_dtype: str) -> int:
+    """Bytes of the tensors of a capture: K and V of all tokens, float32 queries of the steps."""
+    queries = num_layers * num_steps * spec.num_heads * spec.head_dim * DTYPE_BYTES["float32"]
+    return queries + 8 * num_steps + kv_bytes(
+        num_layers, spec.num_kv_heads, spec.head_dim, context_tokens + num_steps, kv_dtype
+    )  # fmt: skip
+
+
+def capture(request: CaptureRequest) -> dict[str, Any]:
+    """Runs a request and writes its file. Returns what the last line of stdout says."""
+    telemetry.check_writable(request.output, "capture")
+    model = open_text_model(
+        request.model, request.text, request.context_tokens + request.num_steps, request.backend, request.device,
+        request.dtype, request.kv_dtype,
+    )  # fmt: skip
+    spec = model.spec
+    layers = tuple(range(spec.num_layers)) if request.layers is None else tuple(sorted(set(request.layers)))
+    unknown = [layer for layer in layers if not 0 <= layer < spec.num_layers]
+    if unknown:
+        raise ConfigError(
+            f"layer {unknown[0]} is not in the model, which has 0 to {spec.num_layers - 1}: mend --layers"
+        )
+    size = capture_bytes(spec, len(layers), request.context_tokens, request.num_steps, model.kv_dtype)
+    free = shutil.disk_usage(request.output.parent).free
+    if size > free:
+        raise ConfigError(
+            f"the capture takes {size / 2**20:,.0f} MiB and {request.output.parent} has {free / 2**20:,.0f} MiB left: "
+            "lower --context or choose fewer --layers"
+        )
+    recording = record(model, model.load(), request.context_tokens, layers, request.config)
+    info = CaptureInfo(
+        format_version=FORMAT_VERSION,
+        model=model.name,
+        num_layers=spec.num_layers,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        scale=1 / sqrt(spec.head_dim),
+        layers=layers,
+        context_tokens=request.context_tokens,
+        num_steps=request.num_steps,
+        kv_dtype=model.kv_dtype,
+        config=request.config.to_dict(),
+        text_sha256=model.text_sha256,
+        backend=backend_name(model.backend),
+        device=model.device,
+        dtype=model.dtype,
+        fingerprint=model_fingerprint(model.path),
+        versions={"eps": telemetry.package_version(), **model.backend.versions()},
+        git_commit=telemetry.git_commit(),
+    )
+    write_capture(request.output, info, recording)
+    return {"capture": str(request.output), "bytes": request.output.stat().st_size, **vars(info)}
+
+
+def write_capture(path: Path, info: CaptureInfo, recording: Recording) -> None:
+    """Writes a capture under a temporary name, one layer in memory at a time, and renames it."""
+
+    def tensors() -> Iterator[tuple[str, np.ndarray]]:
+        yield "lengths", recording.lengths.astype(np.int64)
+        for layer in info.layers:
+            yield f"layers.{layer}.q", recording.q[layer]
+            yield from zip((f"layers.{layer}.k", f"layers.{layer}.v"), recording.keys_values(layer), strict=True)
+
+    header: dict[str, Any] = {"__metadata__": {METADATA_KEY: json.dumps(vars(info))}}
+    offset = 0
+    for name, (shape, dtype) in _layout(info).items():
+        size = prod(shape) * (8 if dtype == "int64" else DTYPE_BYTES[dtype])
+        header[name] = {
+            "dtype": _SAFETENSORS_NAMES[dtype], "shape": shape, "data_offsets": [offset, offset + size]
+        }  # fmt: skip
+        offset += size
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)  # the format wants data aligned to 8 bytes
+    handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(len(encoded).to_bytes(8, "little") + encoded)
+            for name, array in tensors():
+                assert list(array.shape) == header[name]["shape"], (name, array.shape)
+                file.write(np.ascontiguousarray(array).view(np.uint8).data)
+        # mkstemp makes the file private; give it the mode that open() would have
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(partial, 0o666 & ~mask)
+        os.replace(partial, path)
+    except BaseException:
+        os.unlink(partial)
+        raise
+
+
+def _layout(info: CaptureInfo) -> dict[str, tuple[list[int], str]]:
+    """Name -> (shape, dtype) of every tensor, in file order."""
+    layout: dict[str, tuple[list[int], str]] = {"lengths": ([info.num_steps], "int64")}
+    for layer in info.layers:
+        layout[f"layers.{layer}.q"] = ([info.num_steps, info.num_heads, info.head_dim], "float32")
+        for name in "kv":
+            shape = [info.context_tokens + info.num_steps, info.num_kv_heads, info.head_dim]
+            layout[f"layers.{layer}.{name}"] = (shape, info.kv_dtype)
+    return layout
+
+
+def open_capture(path: Path) -> Capture:
+    """The capture at `path`. Raises ConfigError for a file that is truncated, no capture, or of another version."""
+    try:
+        with safe_open(path, framework="numpy") as opened:
+            metadata = (opened.metadata() or {}).get(METADATA_KEY)
+            if metadata is None:
+                raise ConfigError(f"{path} is a safetensors file but no EPS capture: make one with eps-proto capture")
+            info = _read_info(path, metadata)
+            found = {
+                name: (list(opened.get_slice(name).get_shape()), opened.get_slice(name).get_dtype())
+                for name in opened.keys()  # noqa: SIM118 - no dictionary
+            }
+            expected = {name: (shape, _SAFETENSORS_NAMES[dtype]) for name, (shape, dtype) in _layout(info).items()}
+            if found != expected:
+                wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+                raise ConfigError(f"tensor {wrong[0]} of {path} is not what its metadata says: capture again")
+            lengths = opened.get_tensor("lengths")
+    except (SafetensorError, OSError) as error:
+        raise _corrupt(path, error) from error
+    last = info.context_tokens + info.num_steps
+    if not (np.diff(lengths) > 0).all() or not 1 <= lengths[0] <= lengths[-1] <= last:
+        raise ConfigError(f"lengths of {path} do not rise within its {last} tokens: capture again")
+    return Capture(path, info, lengths)
+
+
+def _read_info(path: Path, metadata: str) -> CaptureInfo:
+    try:
+        values = json.loads(metadata)
+        version = values.get("format_version")
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"metadata of {path} is no JSON object: capture again") from error
+    if version != FORMAT_VERSION:
+        raise ConfigError(f"{path} has capture format {version!r}, this is {FORMAT_VERSION}: capture again")
+    known = {one.name for one in fields(CaptureInfo)}
+    if set(values) != known:
+        wrong = sorted(set(values) ^ known)
+        raise ConfigError(f"metadata of {path} has unknown or missing {', '.join(wrong)}: capture again")
+    sizes = [values[name] for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "num_steps")]
+    if (
+        not all(type(size) is int and size >= 1 for size in [*sizes, values["context_tokens"]])
+        or values["num_heads"] % values["num_kv_heads"]
+        or values["kv_dtype"] not in DTYPE_BYTES
+        or values["scale"] != 1 / sqrt(values["head_dim"])
+        or not isinstance(values["layers"], list)
+        or not all(type(layer) is int and 0 <= layer < values["num_layers"] for layer in values["layers"])
+    ):
+        raise ConfigError(f"metadata of {path} contradicts itself: capture again")
+    return CaptureInfo(**values | {"layers": tuple(values["layers"])})
+
+
+def _corrupt(path: Path, error: Exception) -> ConfigError:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return ConfigError(f"capture {path} is truncated, corrupt or no safetensors file ({reason}): capture again")

@@ -1,0 +1,131 @@
+"""`eps-proto grid` measures a grid of settings into one JSONL file; `eps-proto report` draws such files as one page."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from eps_core import telemetry
+from eps_core.config import DTYPE_BYTES, ConfigError
+from eps_core.grid import (
+    PRESETS,
+    Bench,
+    GridFile,
+    Plan,
+    Progress,
+    continued,
+    expand,
+    header,
+    load_grid,
+    model_id,
+    run_cells,
+)
+from eps_core.interface import BACKENDS, backend_name, load_backend
+
+MIB = 2**20
+_PLAN = Plan()
+
+
+@click.command("grid")
+@click.option("--grid", type=click.Path(path_type=Path), metavar="FILE", help="JSON: axes and their values.")
+@click.option("--preset", type=click.Choice(tuple(PRESETS)), help="prd: the product requirements' 1,296 cells.")
+@click.option("-o", "--out", type=click.Path(path_type=Path), metavar="FILE", required=True, help="JSONL; continued.")
+@click.option("--backend", type=click.Choice(("auto", *BACKENDS)), default="auto", show_default=True)
+@click.option("--device", type=click.Choice(("auto", "cpu", "cuda", "mps")), default="auto", show_default=True)
+@click.option(
+    "--model", type=click.Path(path_type=Path), metavar="DIR", help="Hugging Face directory.  [default: demo]"
+)
+@click.option(
+    "--dtype", type=click.Choice(("auto", *DTYPE_BYTES)), default="auto", show_default=True,
+    help="Of the weights; auto: float32 on a CPU, else as stored.",
+)  # fmt: skip
+@click.option("--kv-dtype", type=click.Choice(tuple(DTYPE_BYTES)), default=_PLAN.kv_dtype, show_default=True)
+@click.option("--needles", type=click.IntRange(min=0), default=_PLAN.needles, show_default=True, help="Questions.")
+@click.option("--texts", type=click.IntRange(min=1), default=_PLAN.texts, show_default=True, help="Windows of text.")
+@click.option("--text-steps", type=click.IntRange(min=2), default=_PLAN.text_steps, show_default=True)
+@click.option(
+    "--repeat", type=click.IntRange(min=1), default=_PLAN.repeat, show_default=True,
+    help="Decodes of each text, for more timings.",
+)  # fmt: skip
+@click.option(
+    "--audit-every", type=click.IntRange(min=0), default=_PLAN.audit_every, show_default=True, metavar="N",
+    help="Measure the true skipped mass every N steps; 0: never.",
+)  # fmt: skip
+@click.option(
+    "--eps-head-policy", type=click.Path(path_type=Path), metavar="FILE", help="For cells of heads retrieval."
+)
+@click.option("--prefill-chunk", type=click.IntRange(min=1), default=_PLAN.prefill_chunk, show_default=True)
+@click.option(
+    "--prefill-mib", type=click.IntRange(min=0), default=4096, show_default=True, metavar="MIB",
+    help="Most K and V of prefilled documents kept for the next cells.",
+)  # fmt: skip
+@click.option("--seed", type=click.IntRange(min=0), default=_PLAN.seed, show_default=True, help="Of the documents.")
+def grid_command(**flags: Any) -> None:
+    """Measure every combination of a grid, dense and gated side by side, one JSON line a finished cell.
+
+    Started again with the same -o it goes on where it was stopped, however it was stopped. The grid file holds axes,
+    {"context": [2048, 4096], "method": ["rq", "box"], "budget": [0.1, 0.2]}, or a list of such objects. The last line
+    of stdout is one JSON object.
+    """
+    path: Path | None = flags["grid"]
+    if (path is None) == (flags["preset"] is None):
+        raise click.UsageError("give either --grid FILE or --preset NAME")
+    cells = load_grid(path) if path else expand(PRESETS[flags["preset"]], f"preset {flags['preset']}")
+    out: Path = flags["out"]
+    telemetry.check_writable(out, "results file")
+    # late: `eps-proto --help` must work where a model cannot be loaded
+    from eps_core.head_policy import check_policy, load_policy
+    from eps_core.model import load_tokenizer, read_spec
+    from eps_core.run import DEMO_MODEL, choose_device
+
+    model: Path = flags["model"] or DEMO_MODEL
+    if flags["model"] is None and not (model / "config.json").is_file():
+        raise ConfigError(f"the demo model is not in this installation ({model}): pass --model DIR")
+    spec = read_spec(model)
+    head_modes = None
+    if flags["eps_head_policy"] is not None:
+        policy = load_policy(flags["eps_head_policy"])
+        check_policy(policy, model, spec)
+        head_modes = policy.head_modes
+    tokenizer = load_tokenizer(model)
+    backend = load_backend(flags["backend"])
+    device = choose_device(backend, flags["device"])
+    dtype = flags["dtype"]
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else spec.stored_dtype
+    plan = Plan(**{name: flags[name] for name in vars(_PLAN)})
+    first = header(
+        cells, plan, head_modes, backend.versions(),
+        preset=flags["preset"], model=str(flags["model"] or "demo"), model_id=model_id(model),
+        backend=backend_name(backend), device=device, dtype=dtype, cpu_count=os.cpu_count(),
+    )  # fmt: skip
+    if out.exists():  # before the weights are loaded, which may take minutes
+        continued(out, out.read_bytes(), first)
+    # nothing is written until everything that can be refused has been
+    bench = Bench(
+        backend, backend.load_model(model, spec, dtype, device), tokenizer, device, plan, flags["prefill_mib"] * MIB
+    )
+    with GridFile(out, first) as file:
+        resumed = len(file.finished)
+        counts = run_cells(bench, cells, head_modes, file, Progress(cells, file.finished))
+    click.echo(telemetry.to_json({"out": str(out), "cells": len(cells), "resumed": resumed, **counts}))
+
+
+@click.command("report")
+@click.argument("results", type=click.Path(path_type=Path), nargs=-1, required=True)
+@click.option("-o", "--out", type=click.Path(path_type=Path), metavar="FILE", required=True, help="HTML.")
+def report_command(results: tuple[Path, ...], out: Path) -> None:
+    """Draw results (JSONL of grid, run --metrics or scripts/evaluate.py) as one HTML page that needs no network.
+
+    The page ends with the verdict: ship, iterate, kill or not decidable. The last line of stdout is one JSON object.
+    """
+    telemetry.check_writable(out, "report")
+    from eps_core.html_report import load_results, page
+
+    loaded = load_results(results)
+    html, verdict = page(loaded)
+    partial = out.with_name(f".{out.name}.partial")
+    partial.write_text(html, encoding="utf-8")
+    os.replace(partial, out)
+    click.echo(telemetry.to_json({"out": str(out), "lines": loaded.counts, "verdict": verdict.to_dict()}))

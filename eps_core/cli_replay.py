@@ -1,0 +1,360 @@
+"""`eps-proto capture`, `replay` and `calibrate`: look at one's own checkpoint before gating it."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from eps_core import report, telemetry
+from eps_core.config import DEFAULT_DIM, DTYPE_BYTES, EVALUATION_METHODS, METHODS, ConfigError, EpsConfig
+from eps_core.interface import BACKENDS
+from eps_core.options import config_of, given_flags, selection_options, summary_options
+
+_backend_option = click.option("--backend", type=click.Choice(("auto", *BACKENDS)), default="auto", show_default=True)
+_device_option = click.option(
+    "--device", type=click.Choice(("auto", "cpu", "cuda", "mps")), default="auto", show_default=True
+)
+_model_option = click.option(
+    "--model", type=click.Path(path_type=Path), metavar="DIR", help="Hugging Face directory.  [default: demo]"
+)
+_text_option = click.option(
+    "--text", type=click.Path(path_type=Path), metavar="FILE",
+    help="UTF-8 text that is read and decoded along.  [default: the Python library's source, a held-out tenth]",
+)  # fmt: skip
+_dtype_option = click.option(
+    "--dtype", type=click.Choice(("auto", *DTYPE_BYTES)), default="auto", show_default=True,
+    help="Of the weights; auto: float32 on a CPU, else as stored.",
+)  # fmt: skip
+_kv_dtype_option = click.option(
+    "--kv-dtype", type=click.Choice(tuple(DTYPE_BYTES)), help="Of the KV cache.  [default: as --dtype]"
+)
+_context_option = click.option("--context", type=click.IntRange(min=1), default=4096, show_default=True, metavar="N")
+_DEFAULT_BUDGETS = "0.05,0.1,0.2,0.3"
+# flags that only rq has, as they are when not given
+_RQ_FLAGS: dict[str, Any] = {"eps_bits": EpsConfig().bits, "eps_rq_bounds": False, "eps_refine": None}
+
+
+class _Numbers(click.ParamType):
+    """A comma list of numbers of one kind."""
+
+    name = "list"
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(self.kind(part) for part in value.split(","))
+        except ValueError:
+            self.fail(f"{value!r} is no comma list of numbers, such as 0,3", param, ctx)
+        return numbers
+
+
+@click.command("capture")
+@_model_option
+@_text_option
+@_context_option
+@click.option("--steps", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens decoded after it.")
+@click.option("--layers", type=_Numbers(int), metavar="LIST", help="Such as 0,3.  [default: all]")
+@_backend_option
+@_device_option
+@_dtype_option
+@_kv_dtype_option
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="FILE.safetensors")
+@selection_options
+@summary_options
+@click.pass_context
+def capture_command(ctx: click.Context, /, **flags: Any) -> None:
+    """Save the queries, keys and values of a real decode, so that `eps-proto replay` can score any method on them.
+
+    The text's first --context tokens are prefilled densely and --steps tokens of it are decoded one by one: densely, or
+    gated with an --eps-method (off by default, also for the demo model). Nothing else of EPS is needed to try it on
+    your own checkpoint: capture some layers, replay.
+
+    The file takes, for each layer, 2 (context + steps) kv-heads head-dim bytes-of-kv-dtype + 4 steps heads head-dim
+    bytes. One layer of 8 kv heads of 128 at 131,072 tokens in bfloat16 is 512 MiB, so 32 layers are 16 GiB: choose a
+    few --layers. What does not fit the disk is refused before the model is loaded. The decode itself holds the weights
+    and the KV cache of all layers; on the host, one layer of the cache at a time is in memory while the file is
+    written.
+    """
+    from eps_core.capture import CaptureRequest, capture
+
+    # a capture is dense unless a method is named, with the demo model too
+    config = config_of(flags | {"eps_method": flags["eps_method"] or _off(ctx, flags)}, given_flags(ctx, flags))
+    result = capture(
+        CaptureRequest(
+            output=flags["output"],
+            config=config,
+            model=flags["model"],
+            text=flags["text"],
+            context_tokens=flags["context"],
+            num_steps=flags["steps"],
+            layers=flags["layers"],
+            backend=flags["backend"],
+            device=flags["device"],
+            dtype=flags["dtype"],
+            kv_dtype=flags["kv_dtype"],
+        )
+    )
+    click.echo(
+        f"{result['capture']}: {len(result['layers'])} of {result['num_layers']} layers of {result['model']}, "
+        f"{result['context_tokens']:,} + {result['num_steps']:,} tokens, {result['bytes'] / report.MIB:,.1f} MiB; "
+        f"decode {report.describe(config) if config.enabled else 'dense'}"
+    )
+    click.echo(telemetry.to_json(result))
+
+
+def _off(ctx: click.Context, flags: dict[str, Any]) -> str:
+    stray = sorted(name for name in given_flags(ctx, flags) if name.startswith("eps_"))
+    if stray:
+        raise click.UsageError(f"--{stray[0].replace('_', '-')} means nothing to a dense capture: add --eps-method")
+    return "off"
+
+
+@click.command("replay")
+@click.argument("captures", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="CAPTURE...")
+@click.option(
+    "--methods", metavar="LIST",
+    help="Methods, with their group sizes where not the default: rq@2,box@16,oracle.  [default: --eps-method, or rq]",
+)  # fmt: skip
+@click.option("--budgets", type=_Numbers(float), metavar="LIST", help=f"Of policy topk.  [default: {_DEFAULT_BUDGETS}]")
+@click.option(
+    "--match-error", type=click.FloatRange(min=0, min_open=True), default=0.05, show_default=True,
+    help="Output error at which the methods' bytes are compared.",
+)  # fmt: skip
+@click.option("--layers", type=_Numbers(int), metavar="LIST", help="Such as 0,3.  [default: all of the capture]")
+@_backend_option
+@_device_option
+@click.option("--jsonl", type=click.Path(path_type=Path), metavar="FILE", help="Write all figures, head by head too.")
+@selection_options
+@summary_options
+@click.pass_context
+def replay_command(ctx: click.Context, /, **flags: Any) -> None:
+    """Score methods and policies on captures: what they read, what they miss, and whether their bounds hold.
+
+    Every step is compared with float64 attention over the whole capture. Prints one table; the last line of stdout is
+    one JSON object. Nothing in either is a time: two replays give the same bytes. Memory: the cache of one layer, and
+    that layer's K and V in float64.
+
+    \b
+    bytes       K, V and summaries read, over dense
+    recall      true share of the softmax in the groups read
+    at 12.5 %   the same of the best eighth of the groups by estimate, without guards
+    false       skipped groups whose true share exceeds --eps-epsilon, or that are among the true best
+    error       |out - dense out| / |dense out|
+    matched     bytes at the output error of --match-error, between budgets
+    cert .1     fraction of groups that may stay unread with a certificate of 0.1, and if all masses were known
+    bounds      violations of the lower and upper bounds, of all checks
+    union       groups that any kv head of a layer wants, over the mean of what each wants
+    """
+    from eps_core.capture import open_capture
+    from eps_core.head_policy import head_modes, load_policy
+    from eps_core.interface import backend_name, load_backend
+    from eps_core.replay import bytes_at_error, combine, replay_many
+
+    if (flags["eps_heads"] == "retrieval") != (flags["eps_head_policy"] is not None):
+        raise click.UsageError("--eps-heads retrieval and --eps-head-policy FILE need each other: give both or none")
+    policy = None if flags["eps_head_policy"] is None else load_policy(flags["eps_head_policy"])
+    # a capture names its model: the policy is checked against that, not against a directory
+    configs = _configs(ctx, flags | {"eps_heads": "all", "eps_head_policy": None})
+    if policy is not None:
+        configs = [replace(config, head_modes=head_modes(policy)) for config in configs]
+    if flags["jsonl"] is not None:
+        telemetry.check_writable(flags["jsonl"], "jsonl file")
+    captures = [open_capture(path) for path in flags["captures"]]
+    for capture in captures:
+        unknown = sorted(set(flags["layers"] or ()) - set(capture.info.layers))
+        if unknown:
+            held = ", ".join(map(str, capture.info.layers))
+            raise ConfigError(f"layer {unknown[0]} is not in capture {capture.path}, which holds {held}")
+        if policy is not None and policy.fingerprint != capture.info.fingerprint:
+            raise ConfigError(
+                f"the head policy was made for another model ({policy.model}) than capture {capture.path} "
+                f"({capture.info.model}): calibrate that model"
+            )
+    backend = load_backend(flags["backend"])
+    results = [replay_many(capture, configs, backend, flags["device"], flags["layers"]) for capture in captures]
+    rows = [combine([result[i].summary() for result in results]) for i in range(len(configs))]
+    names = [_name(config) for config in configs]
+    for name in dict.fromkeys(names):
+        points = [(r["bytes_ratio"], r["output_error"]) for r, other in zip(rows, names, strict=True) if other == name]
+        matched = bytes_at_error(points, flags["match_error"])
+        for row, other in zip(rows, names, strict=True):
+            if other == name:
+                row["bytes_at_matched_error"] = matched
+    if flags["jsonl"] is not None:
+        with telemetry.JsonlWriter(flags["jsonl"]) as writer:
+            for capture, found in zip(captures, results, strict=True):
+                run = {"type": "run", "capture": str(capture.path), **vars(capture.info)}
+                writer.write(run | {"replay_backend": backend_name(backend), "replay_versions": backend.versions()})
+                for config, result in zip(configs, found, strict=True):
+                    writer.write({"type": "replay", "config": config.to_dict(), **result.summary()})
+                    for head in result.head_rows():
+                        writer.write({"type": "head", "method": config.method, "budget": config.budget, **head})
+    click.echo(_table(names, rows))
+    click.echo(
+        telemetry.to_json(
+            {
+                "captures": [str(path) for path in flags["captures"]],
+                "backend": backend_name(backend),
+                "match_error": flags["match_error"],
+                "rows": rows,
+            }
+        )
+    )
+
+
+def _configs(ctx: click.Context, flags: dict[str, Any]) -> list[EpsConfig]:
+    """Every method at every budget."""
+    given = given_flags(ctx, flags)
+    if flags["methods"] is not None and flags["eps_method"] is not None:
+        raise click.UsageError("--methods and --eps-method both name methods: give one of them")
+    if flags["methods"] is not None and given & {"eps_group_tokens", "eps_group_blocks"}:
+        raise click.UsageError("--methods gives each method its group size, as in rq@2: drop the --eps-group flag")
+    # a sweep of budgets is what compares methods, whatever a method's own policy is
+    policy = flags["eps_policy"] if given & {"eps_policy", "eps_tau"} else "topk"
+    if flags["budgets"] is not None and (policy != "topk" or "eps_top_pages" in given):
+        raise click.UsageError("--budgets belongs to --eps-policy topk without --eps-top-pages: drop it")
+    if flags["budgets"] is not None and "eps_budget" in given:
+        raise click.UsageError("--budgets and --eps-budget both set the budget: give one of them")
+    budgets = flags["budgets"]
+    if budgets is None and policy == "topk" and not given & {"eps_budget", "eps_top_pages"}:
+        budgets = tuple(map(float, _DEFAULT_BUDGETS.split(",")))
+    configs = []
+    for entry in (flags["methods"] or flags["eps_method"] or "rq").split(","):
+        method, _, size = entry.strip().partition("@")
+        if method not in (*METHODS[1:], *EVALUATION_METHODS):
+            choices = ", ".join((*METHODS[1:], *EVALUATION_METHODS))
+            raise click.UsageError(f"method {method!r} in --methods is unknown: choose among {choices}")
+        own: dict[str, Any] = {"eps_method": method, "eps_policy": policy}
+        if size:
+            if not size.isdigit():
+                raise click.UsageError(f"{entry!r} in --methods has no group size in tokens: write {method}@16")
+            own["eps_group_tokens"] = int(size)
+        mine = given - {"eps_epsilon"}  # here it also defines a false skip, whatever the policy
+        if flags["methods"] is not None:  # a list of methods: each takes the flags that are its own
+            if method != "rq":
+                mine -= set(_RQ_FLAGS)
+                own |= _RQ_FLAGS
+            if method not in DEFAULT_DIM:
+                own["eps_dim"] = None
+        config = config_of(flags | own, mine)
+        configs += [config] if budgets is None else [replace(config, budget=budget) for budget in budgets]
+    return configs
+
+
+def _name(config: EpsConfig) -> str:
+    name = f"{config.method}@{config.S}"
+    if config.method == "rq":
+        name += f" {config.bits} bit" + (f" refine {config.refine:g}" if config.refine else "")
+        name += " bounds" if config.rq_bounds else ""
+    return name + (f" dim {config.dim}" if config.dim is not None else "")
+
+
+def _table(names: list[str], rows: list[dict[str, Any]]) -> str:
+    def number(value: float | None, form: str = ".3f") -> str:
+        return "-" if value is None else format(value, form)
+
+    cells = []
+    for name, row in zip(names, rows, strict=True):
+        wrong = row["lower_violations"] + row["upper_violations"]
+        cells.append(
+            [
+                name,
+                row["policy"] if row["budget"] is None else f"{row['budget']:g}",
+                number(row["bytes_ratio"]),
+                number(row["recall"]),
+                number(row["recall_at_0.125"]),
+                number(row["false_skip_rate"], ".4f"),
+                number(row["output_error"], ".4f"),
+                number(row["bytes_at_matched_error"]),
+                f"{number(row['certified_skip_0.1'], '.2f')} / {number(row['oracle_skip_0.1'], '.2f')}",
+                f"{wrong:,} / {row['bound_checks']:,}" if row["bound_checks"] else "-",
+                number(row["union_amplification"], ".2f"),
+            ]
+        )
+    header = ["method", "budget", "bytes", "recall", "at 12.5 %", "false", "error", "matched", "cert .1", "bounds"]
+    return report.table(cells, [*header, "union"])
+
+
+@click.command("calibrate")
+@_model_option
+@_text_option
+@_context_option
+@click.option("--steps", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens that are averaged.")
+@click.option(
+    "--eps-method", type=click.Choice(METHODS[1:]), default="rq", show_default=True,
+    help="Whose group size and summary bytes the estimate of the break-even context uses.",
+)  # fmt: skip
+@summary_options
+@click.option(
+    "--sink-tokens",
+    type=click.IntRange(min=0),
+    default=16,
+    show_default=True,
+    help="A streaming head sees these first,",
+)
+@click.option(
+    "--recent-tokens", type=click.IntRange(min=0), default=128, show_default=True, help="and these last tokens."
+)
+@click.option(
+    "--streaming-share", type=click.FloatRange(0, 1), default=0.05, show_default=True,
+    help="A kv head is streaming if no more than this share of its mass lies outside of them.",
+)  # fmt: skip
+@click.option(
+    "--dense-fraction", type=click.FloatRange(0, 1), default=0.5, show_default=True,
+    help="A layer stays dense if 99 % of its mass takes more than this fraction of the groups.",
+)  # fmt: skip
+@_backend_option
+@_device_option
+@_dtype_option
+@_kv_dtype_option
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="POLICY.json")
+@click.pass_context
+def calibrate_command(ctx: click.Context, /, **flags: Any) -> None:
+    """Find out how sparse a model's attention is, which kv heads retrieve, and from which context gating can pay.
+
+    The text is prefilled and decoded densely. For every layer and kv head: the share of the softmax that the best
+    groups hold, if their masses were known; whether it is a retrieval head or looks at the first and last tokens alone
+    (streaming); which layers should stay dense. All of it describes this text at this context: take one like your own.
+
+    Prints one table; the last line of stdout is one JSON object. The policy names its model and is refused for another.
+    """
+    from eps_core.calibrate import CalibrateRequest, calibrate
+
+    method = flags["eps_method"]
+    if "eps_bits" in given_flags(ctx, flags) and method != "rq":
+        raise click.UsageError("--eps-bits belongs to --eps-method rq: drop it or choose that method")
+    config = EpsConfig(
+        method=method,
+        dim=flags["eps_dim"],
+        bits=flags["eps_bits"],
+        refine=flags["eps_refine"],
+        group_tokens=flags["eps_group_tokens"],
+        group_blocks=flags["eps_group_blocks"],
+        block_size=flags["block_size"],
+    )
+    result = calibrate(
+        CalibrateRequest(
+            output=flags["output"],
+            config=config,
+            model=flags["model"],
+            text=flags["text"],
+            context_tokens=flags["context"],
+            num_steps=flags["steps"],
+            sink_tokens=flags["sink_tokens"],
+            recent_tokens=flags["recent_tokens"],
+            streaming_share=flags["streaming_share"],
+            dense_fraction=flags["dense_fraction"],
+            backend=flags["backend"],
+            device=flags["device"],
+            dtype=flags["dtype"],
+            kv_dtype=flags["kv_dtype"],
+        ),
+        sys.stdout,
+    )
+    click.echo(telemetry.to_json(result))

@@ -1,0 +1,155 @@
+"""The head policy: what calibration found about one model, as a strict JSON file, and what it makes each head do.
+
+Classes are of kv heads, because a kv head's K and V are read once for all of its query heads. `retrieval` and
+`streaming` are DuoAttention's (Xiao et al. 2024, arXiv 2410.10819), found here without training (`eps_core.calibrate`).
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from eps_core.config import ConfigError
+from eps_core.model import ModelSpec, read_spec
+
+FORMAT_VERSION = 1
+CLASSES = ("retrieval", "streaming")
+_FINGERPRINT_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class HeadPolicy:
+    """L layers, Hkv kv heads, C points of a curve. Fractions and shares are between 0 and 1."""
+
+    format_version: int
+    model: str  # name of its directory, or demo; for people
+    fingerprint: str  # `model_fingerprint`
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    settings: dict[str, Any]  # context, steps, text, summary configuration and limits
+    fractions: tuple[float, ...]  # C fractions of the groups, rising
+    curves: tuple[tuple[tuple[float, ...], ...], ...]  # [L][Hkv][C] share that the best groups hold, masses known
+    fraction_needed: tuple[tuple[float, ...], ...]  # [L][Hkv] of the groups, for settings["mass"] of the softmax
+    outside_share: tuple[tuple[float, ...], ...]  # [L][Hkv] share outside the first and last tokens
+    classes: tuple[tuple[str, ...], ...]  # [L][Hkv] of CLASSES
+    dense_layers: tuple[int, ...]  # not sparse: gating them would not pay
+    head_modes: tuple[tuple[str, ...], ...]  # [L][Hkv], as EpsConfig.head_modes
+
+
+def head_modes(policy: HeadPolicy) -> tuple[tuple[str, ...], ...]:
+    """What each kv head does under `--eps-heads retrieval`, [L][Hkv]: retrieval heads gate, streaming heads and the
+    layers that are not sparse stay dense (design section 5)."""
+    return policy.head_modes
+
+
+def modes_of(classes: tuple[tuple[str, ...], ...], dense_layers: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:
+    """The rule behind `head_modes`: classes [L][Hkv]."""
+    return tuple(
+        tuple("gate" if kind == "retrieval" and layer not in dense_layers else "dense" for kind in heads)
+        for layer, heads in enumerate(classes)
+    )
+
+
+def model_fingerprint(path: Path) -> str:
+    """sha256 of what config.json says of the model and of the first MiB of weights in its first file (by name): cheap,
+    and another for another model or another training."""
+    spec = read_spec(path)
+    digest = hashlib.sha256(json.dumps(asdict(spec), sort_keys=True).encode())
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{path} holds no safetensors weights: give a complete model")
+    with open(files[0], "rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        file.seek(8 + header_bytes)
+        digest.update(file.read(_FINGERPRINT_BYTES))
+    return digest.hexdigest()
+
+
+def load_policy(path: Path) -> HeadPolicy:
+    """The policy in a JSON file, checked field by field."""
+    try:
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"head policy {path} cannot be read ({error.strerror}): eps-proto calibrate makes one"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"head policy {path} is not JSON ({error}): calibrate again") from error
+    if not isinstance(values, dict) or "format_version" not in values:
+        raise ConfigError(f"{path} is JSON but no head policy: make one with eps-proto calibrate")
+    if values["format_version"] != FORMAT_VERSION:
+        raise ConfigError(
+            f"{path} has head policy format {values['format_version']!r}, this is {FORMAT_VERSION}: calibrate again"
+        )
+    wrong = sorted(set(values) ^ {one.name for one in fields(HeadPolicy)})
+    if wrong:
+        raise ConfigError(f"head policy {path} has unknown or missing {', '.join(wrong)}: calibrate again")
+    for name in ("fractions", "curves", "fraction_needed", "outside_share", "classes", "dense_layers", "head_modes"):
+        values[name] = _frozen(values[name])
+    policy = HeadPolicy(**values)
+    fault = _fault(policy)
+    if fault:
+        raise ConfigError(f"head policy {path}: {fault}; calibrate again")
+    return policy
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+
+
+def _fault(policy: HeadPolicy) -> str | None:
+    """What is wrong with a policy's values, or None."""
+    shape = (policy.num_layers, policy.num_kv_heads)
+    if not all(type(size) is int and size >= 1 for size in (*shape, policy.head_dim)):
+        return f"its shape {(*shape, policy.head_dim)} is not three positive integers"
+    if not isinstance(policy.model, str) or not isinstance(policy.fingerprint, str):
+        return "its model and fingerprint are not text"
+    if not isinstance(policy.settings, dict):
+        return "its settings are no object"
+    if not _is_shares(policy.fractions) or list(policy.fractions) != sorted(set(policy.fractions)):
+        return "its fractions do not rise within 0 to 1"
+    for name in ("curves", "fraction_needed", "outside_share", "classes", "head_modes"):
+        grid = getattr(policy, name)
+        if not isinstance(grid, tuple) or len(grid) != shape[0]:
+            return f"{name} is not of {shape[0]} layers"
+        if any(not isinstance(heads, tuple) or len(heads) != shape[1] for heads in grid):
+            return f"{name} is not of {shape[1]} kv heads in every layer"
+    if any(not _is_shares(heads) for heads in (*policy.fraction_needed, *policy.outside_share)):
+        return "fraction_needed and outside_share must be numbers within 0 to 1"
+    curves = [curve for heads in policy.curves for curve in heads]
+    if any(not _is_shares(curve) or len(curve) != len(policy.fractions) for curve in curves):
+        return f"its curves are not of {len(policy.fractions)} shares each"
+    if any(list(curve) != sorted(curve) for curve in curves):
+        return "a curve falls: more groups cannot hold less"
+    unknown = [repr(kind) for heads in policy.classes for kind in heads if kind not in CLASSES]
+    if unknown:
+        return f"class {unknown[0]} is none of {', '.join(CLASSES)}"
+    layers = policy.dense_layers
+    if not isinstance(layers, tuple) or any(type(i) is not int or not 0 <= i < shape[0] for i in layers):
+        return f"dense_layers {layers!r} are not layers 0 to {shape[0] - 1}"
+    if policy.head_modes != modes_of(policy.classes, layers):
+        return "head_modes do not follow from its classes and dense_layers"
+    return None
+
+
+def _is_shares(values: Any) -> bool:
+    return isinstance(values, tuple) and all(
+        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1 for value in values
+    )
+
+
+def check_policy(policy: HeadPolicy, model: Path, spec: ModelSpec) -> None:
+    """Raises ConfigError where the policy is of another shape or of another model than the one in `model`."""
+    found = (policy.num_layers, policy.num_kv_heads, policy.head_dim)
+    wanted = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
+    if found != wanted:
+        raise ConfigError(
+            "the head policy is of {} layers x {} kv heads of {}, the model has {} x {} of {}: "
+            "calibrate this model".format(*found, *wanted)
+        )
+    if policy.fingerprint != model_fingerprint(model):
+        raise ConfigError(
+            f"the head policy was made for another model ({policy.model}) of the same shape: calibrate this model"
+        )

@@ -1,0 +1,225 @@
+"""The `--eps-*` flags that several commands share, and how they become an EpsConfig."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from eps_core.config import (
+    DEFAULT_BUDGET,
+    DEFAULT_REFINE,
+    DEFAULT_TAIL_TOKENS,
+    DEFAULT_TAU,
+    METHODS,
+    POLICIES,
+    SCOPES,
+    EpsConfig,
+)
+
+DEMO_METHOD = "rq"
+DEMO_MODEL = Path(__file__).parent / "demo_model"
+# flags that mean something under one policy only
+_POLICY_FLAGS = {"eps_budget": "topk", "eps_tau": "share", "eps_alpha": "threshold"}
+_DEFAULT = EpsConfig()
+
+
+def _options(*options: Callable) -> Callable:
+    def decorate(function: Callable) -> Callable:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+summary_options = _options(
+    click.option("--eps-dim", type=int, help="m of jl (default 8), l of fd (2), k of moments (1)."),
+    click.option(
+        "--eps-bits", type=int, default=_DEFAULT.bits, show_default=True, help="Bits of one rq code: 1, 2, 4 or 8."
+    ),
+    click.option(
+        "--eps-refine",
+        type=float,
+        metavar="X",
+        help=f"rq of 1 bit: share of the groups of which a second bit is read; 0: none.  [default: {DEFAULT_REFINE}]",
+    ),
+    click.option(
+        "--eps-group-tokens",
+        type=int,
+        metavar="N",
+        help="Tokens of a group, up to 256; divides the page or is a multiple of it.",
+    ),
+    click.option("--eps-group-blocks", type=int, metavar="G", help="The same in pages.  [default: each method's best]"),
+    click.option("--block-size", type=int, default=_DEFAULT.block_size, show_default=True, help="Tokens of a page."),
+)
+
+selection_options = _options(
+    click.option(
+        "--eps-method",
+        type=click.Choice(METHODS),
+        help=f"Summary of a group of keys.  [default: off; {DEMO_METHOD} without --model]",
+    ),
+    click.option("--eps-rq-bounds", is_flag=True, help="rq also stores what its bounds need (6 bytes a group)."),
+    click.option(
+        "--eps-bound-bits", type=int, default=0, show_default=True,
+        help="4 or 8: certify from codes of single keys, read of unvisited groups only; 0: the method's own bounds.",
+    ),
+    click.option(
+        "--eps-tail", type=click.Choice(("drop", "mean")),
+        help="What is not read counts nothing, or with its estimated mass and mean value.  [default: mean for rq]",
+    ),
+    click.option(
+        "--eps-tail-tokens", type=int, metavar="N",
+        help=f"Tokens of one mean value: a multiple of page and group.  [default: {DEFAULT_TAIL_TOKENS}]",
+    ),
+    click.option(
+        "--eps-policy", type=click.Choice(POLICIES),
+        help="Rule that chooses groups.  [default: share for rq, topk for the others and where a budget is given]",
+    ),
+    click.option(
+        "--eps-budget", type=float, metavar="X",
+        help=f"topk: share of the context that is read (up to 1), or a number of tokens.  [default: {DEFAULT_BUDGET}]",
+    ),
+    click.option(
+        "--eps-tau", type=float,
+        help=f"share: least estimated share of the softmax worth a visit.  [default: {DEFAULT_TAU}]",
+    ),
+    click.option(
+        "--eps-epsilon", type=float, default=_DEFAULT.epsilon, show_default=True,
+        help="mass: most estimated share of the softmax left unread; --eps-strict: most certified one.",
+    ),
+    click.option(
+        "--eps-strict", is_flag=True,
+        help="Read more until the certified unread share of every head is at most --eps-epsilon.",
+    ),
+    click.option(
+        "--eps-heads", type=click.Choice(("all", "retrieval")), default="all", show_default=True,
+        help="retrieval: gate only the heads that --eps-head-policy marks so; the others stay dense.",
+    ),
+    click.option(
+        "--eps-head-policy", type=click.Path(path_type=Path), metavar="FILE", help="What `eps-proto calibrate` wrote."
+    ),
+    click.option(
+        "--eps-alpha", type=float, default=_DEFAULT.alpha, show_default=True,
+        help="threshold: a group is skipped below T / alpha; higher visits more.",
+    ),
+    click.option(
+        "--eps-top-pages", type=int, metavar="N", help="In groups: topk budget, threshold heap, cap on share and mass."
+    ),
+    click.option(
+        "--eps-first-tokens", type=int, metavar="N", help="Always visited.  [default: 4 for rq, 16 for the others]"
+    ),
+    click.option(
+        "--eps-last-tokens", type=int, metavar="N", help="Always visited.  [default: 32 for rq, 128 for the others]"
+    ),
+    click.option("--eps-first-n", type=int, metavar="N", help="--eps-first-tokens in groups."),
+    click.option("--eps-last-n", type=int, metavar="N", help="--eps-last-tokens in groups."),
+    click.option(
+        "--eps-scope", type=click.Choice(SCOPES), default=_DEFAULT.scope, show_default=True,
+        help="A list of groups for each kv head, or the union of them for all heads.",
+    ),
+    click.option("--eps-seed", type=int, default=_DEFAULT.seed, show_default=True, help="Of projections and signs."),
+    click.option(
+        "--eps-min-context", type=int, default=_DEFAULT.min_context, show_default=True, help="Dense below N tokens."
+    ),
+)  # fmt: skip
+
+
+def given_flags(ctx: click.Context, flags: dict[str, Any]) -> set[str]:
+    """Names of the flags that stood on the command line."""
+    return {name for name in flags if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE}
+
+
+def config_of(flags: dict[str, Any], given: set[str]) -> EpsConfig:
+    """The flags as an EpsConfig; flags that contradict each other are refused, unless EPS is turned off outright."""
+    method = flags["eps_method"]
+    eps_given = sorted(name for name in given if name.startswith("eps_") and name != "eps_method")
+    if method is None:
+        method = DEMO_METHOD if flags["model"] is None else "off"
+        if method == "off" and eps_given:
+            raise click.UsageError(f"{_flag(eps_given[0])} means nothing while EPS is off: add --eps-method")
+    if method == "off":
+        return EpsConfig(block_size=flags["block_size"])
+    policy = (
+        flags["eps_policy"]
+        or EpsConfig(method=method, budget=flags["eps_budget"], top_pages=flags["eps_top_pages"]).policy
+    )
+    if flags["eps_policy"] is None and "eps_tau" in given and not given & {"eps_budget", "eps_top_pages"}:
+        policy = "share"
+    for name, owner in _POLICY_FLAGS.items():
+        if name in given and policy != owner:
+            raise click.UsageError(f"{_flag(name)} belongs to --eps-policy {owner}: drop it or choose that policy")
+    if "eps_epsilon" in given and policy != "mass" and not flags["eps_strict"]:
+        raise click.UsageError("--eps-epsilon belongs to --eps-policy mass and to --eps-strict: drop it or add one")
+    if (flags["eps_heads"] == "retrieval") != (flags["eps_head_policy"] is not None):
+        raise click.UsageError("--eps-heads retrieval and --eps-head-policy FILE need each other: give both or none")
+    if "eps_budget" in given and "eps_top_pages" in given:
+        raise click.UsageError("--eps-budget and --eps-top-pages both set the budget of topk: give one of them")
+    if "eps_bits" in given and method != "rq":
+        raise click.UsageError("--eps-bits belongs to --eps-method rq: drop it or choose that method")
+    config = EpsConfig(
+        method=method,
+        dim=flags["eps_dim"],
+        bits=flags["eps_bits"],
+        rq_bounds=flags["eps_rq_bounds"],
+        bound_bits=flags["eps_bound_bits"],
+        tail_tokens=_tail_tokens(flags, method),  # type: ignore[arg-type]
+        group_tokens=flags["eps_group_tokens"],
+        group_blocks=flags["eps_group_blocks"],
+        refine=flags["eps_refine"],
+        policy=policy,
+        budget=flags["eps_budget"],
+        tau=flags["eps_tau"],
+        epsilon=flags["eps_epsilon"],
+        alpha=flags["eps_alpha"],
+        top_pages=flags["eps_top_pages"],
+        first_tokens=flags["eps_first_tokens"],
+        last_tokens=flags["eps_last_tokens"],
+        scope=flags["eps_scope"],
+        strict=flags["eps_strict"],
+        head_modes=_head_modes(flags),
+        seed=flags["eps_seed"],
+        min_context=flags["eps_min_context"],
+        block_size=flags["block_size"],
+    )
+    for end in ("first", "last"):
+        groups = flags[f"eps_{end}_n"]
+        if groups is None:
+            continue
+        if f"eps_{end}_tokens" in given:
+            raise click.UsageError(f"--eps-{end}-n and --eps-{end}-tokens say the same thing twice: give one of them")
+        if groups < 0:
+            raise click.UsageError(f"--eps-{end}-n {groups} is negative: use 0 or more groups")
+        config = replace(config, **{f"{end}_tokens": groups * config.S})
+    return config
+
+
+def _tail_tokens(flags: dict[str, Any], method: str) -> int | None:
+    """Tokens of one mean value of the tail; 0: drop what is skipped; None: the method's default."""
+    if flags["eps_tail"] == "drop":
+        if flags["eps_tail_tokens"] is not None:
+            raise click.UsageError("--eps-tail-tokens belongs to --eps-tail mean: drop it or choose that")
+        return 0
+    if flags["eps_tail_tokens"] is None and flags["eps_tail"] == "mean" and method != "rq":
+        return DEFAULT_TAIL_TOKENS
+    return flags["eps_tail_tokens"]
+
+
+def _head_modes(flags: dict[str, Any]) -> tuple[tuple[str, ...], ...] | None:
+    """The modes that `--eps-heads retrieval` asks for, of a policy that was made for this very model."""
+    if flags["eps_head_policy"] is None:
+        return None
+    # late: `--help` must work where a model cannot be read
+    from eps_core.head_policy import check_policy, head_modes, load_policy
+    from eps_core.model import read_spec
+
+    model = flags["model"] or DEMO_MODEL
+    policy = load_policy(flags["eps_head_policy"])
+    check_policy(policy, model, read_spec(model))
+    return head_modes(policy)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

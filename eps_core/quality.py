@@ -1,0 +1,170 @@
+"""What the arms' answers and distributions add up to, with the intervals that say how far to trust it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from eps_core import statistics
+from eps_core.questions import Question
+
+# a mean score below this is dense failure: no loss can be seen where there is nothing to lose
+MIN_DENSE_SCORE = 0.1
+
+Interval = tuple[float, float] | None
+
+
+@dataclass
+class Answer:
+    """What one arm said to one question."""
+
+    text: str
+    score: float
+    bytes_read: int
+    bytes_dense: int
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """One task at one context. Scores are means, 0 to 1, over the same samples; intervals are 95 %, by bootstrap over
+    samples. `*_p`: exact sign test against dense. `says_nothing`: dense itself fails the task."""
+
+    task: str
+    source: str
+    context_tokens: int | None
+    num_samples: int
+    num_truncated: int
+    dense: float
+    dense_interval: Interval
+    eps: float
+    eps_minus_dense: float
+    eps_minus_dense_interval: Interval
+    eps_minus_dense_p: float
+    num_changed: int  # samples whose score differs between EPS and dense, either way
+    changed_share_upper: float  # 95 % Wilson limit of their share: above 0 where none of a few has changed
+    oracle: float | None
+    oracle_minus_dense: float | None
+    oracle_minus_dense_interval: Interval
+    eps_minus_oracle: float | None
+    eps_minus_oracle_interval: Interval
+    bytes_ratio: float | None  # K, V and summaries that EPS read over dense reads, bfloat16; None: nothing decoded
+    says_nothing: bool
+
+
+@dataclass(frozen=True)
+class TextResult:
+    """Decode along real text, token by token. `*_kl`: mean KL of the next token against dense in nats; intervals are
+    95 %, by bootstrap over documents, whose tokens are not independent."""
+
+    context_tokens: int
+    num_documents: int
+    text_steps: int
+    eps_kl: float
+    eps_kl_interval: Interval
+    eps_kl_max: float
+    eps_top1_agreement: float
+    eps_top1_agreement_interval: Interval
+    oracle_kl: float | None
+    oracle_kl_interval: Interval
+    oracle_top1_agreement: float | None
+    bytes_ratio: float
+
+
+def task_result(questions: list[Question], answers: list[dict[str, Answer]], seed: int) -> TaskResult:
+    """The summary of one task's questions [N] and every arm's answers [N]."""
+    scores = {name: np.array([one[name].score for one in answers]) for name in answers[0]}
+    sample = questions[0].sample
+    difference, interval = statistics.paired_difference(scores["eps"], scores["dense"], seed)
+    changed = int((scores["eps"] != scores["dense"]).sum())
+    wilson = statistics.wilson_interval(changed, len(questions))
+    assert wilson is not None  # there is at least one question
+    versus_dense: tuple[float | None, Interval] = (None, None)
+    versus_oracle: tuple[float | None, Interval] = (None, None)
+    if "oracle" in scores:
+        versus_dense = statistics.paired_difference(scores["oracle"], scores["dense"], seed)
+        versus_oracle = statistics.paired_difference(scores["eps"], scores["oracle"], seed)
+    read, full = (sum(getattr(one["eps"], name) for one in answers) for name in ("bytes_read", "bytes_dense"))
+    dense = float(scores["dense"].mean())
+    return TaskResult(
+        task=sample.task,
+        source=sample.source,
+        context_tokens=questions[0].context_tokens,
+        num_samples=len(questions),
+        num_truncated=sum(question.truncated for question in questions),
+        dense=dense,
+        dense_interval=statistics.bootstrap_interval(scores["dense"], seed),
+        eps=float(scores["eps"].mean()),
+        eps_minus_dense=difference,
+        eps_minus_dense_interval=interval,
+        eps_minus_dense_p=statistics.sign_test(scores["eps"], scores["dense"]),
+        num_changed=changed,
+        changed_share_upper=wilson[1],
+        oracle=float(scores["oracle"].mean()) if "oracle" in scores else None,
+        oracle_minus_dense=versus_dense[0],
+        oracle_minus_dense_interval=versus_dense[1],
+        eps_minus_oracle=versus_oracle[0],
+        eps_minus_oracle_interval=versus_oracle[1],
+        bytes_ratio=read / full if full else None,
+        says_nothing=dense < MIN_DENSE_SCORE,
+    )
+
+
+def text_result(context_tokens: int, steps: int, documents: list[dict[str, tuple]], seed: int) -> TextResult:
+    def means(arm: str, part: int) -> np.ndarray:
+        return np.array([document[arm][part].mean() for document in documents])
+
+    kl, agreement = means("eps", 0), means("eps", 1)
+    oracle_kl = means("oracle", 0) if "oracle" in documents[0] else None
+    return TextResult(
+        context_tokens=context_tokens,
+        num_documents=len(documents),
+        text_steps=steps,
+        eps_kl=float(kl.mean()),
+        eps_kl_interval=statistics.bootstrap_interval(kl, seed),
+        eps_kl_max=float(max(document["eps"][0].max() for document in documents)),
+        eps_top1_agreement=float(agreement.mean()),
+        eps_top1_agreement_interval=statistics.bootstrap_interval(agreement, seed),
+        oracle_kl=None if oracle_kl is None else float(oracle_kl.mean()),
+        oracle_kl_interval=None if oracle_kl is None else statistics.bootstrap_interval(oracle_kl, seed),
+        oracle_top1_agreement=None if oracle_kl is None else float(means("oracle", 1).mean()),
+        bytes_ratio=sum(document["eps"][2] for document in documents)
+        / sum(document["eps"][3] for document in documents),
+    )
+
+
+def table(tasks: list[TaskResult], texts: list[TextResult]) -> Iterator[str]:
+    if tasks:
+        yield f"{'task':22}  context    n  dense    EPS oracle  EPS - dense (95 %)        changed        bytes"
+    for task in tasks:
+        context = "own" if task.context_tokens is None else f"{task.context_tokens:,}"
+        if task.says_nothing:
+            rest = "says nothing: dense itself fails"
+        else:
+            ratio = "-" if task.bytes_ratio is None else f"{task.bytes_ratio:.3f}"
+            changed = f"{task.num_changed} (<= {task.changed_share_upper:.0%})"
+            rest = f"{_with_interval(task.eps_minus_dense, task.eps_minus_dense_interval):24}  {changed:13}  {ratio}"
+        yield (
+            f"{task.task:22} {context:>8} {task.num_samples:4} {task.dense:6.3f} {task.eps:6.3f} "
+            f"{_number(task.oracle):>6}  {rest}"
+        )
+        if task.num_truncated:
+            yield f"{'':22} {task.num_truncated} of {task.num_samples} prompts lost their middle"
+    if texts:
+        yield ""
+        yield f"{'text':22}  context    n  KL, nats (95 %)               top-1   oracle KL  bytes"
+    for text in texts:
+        interval = text.eps_kl_interval
+        shown = f"{text.eps_kl:.5f}" + (f" [{interval[0]:.5f}, {interval[1]:.5f}]" if interval else "")
+        oracle = "-" if text.oracle_kl is None else f"{text.oracle_kl:.5f}"
+        yield (
+            f"{f'{text.text_steps} steps each':22} {text.context_tokens:8,} {text.num_documents:4}  {shown:29} "
+            f"{text.eps_top1_agreement:.4f}  {oracle:9}  {text.bytes_ratio:.3f}"
+        )
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _with_interval(value: float, interval: Interval) -> str:
+    return f"{value:+.3f}" + (f" [{interval[0]:+.3f}, {interval[1]:+.3f}]" if interval else "")

@@ -1,0 +1,458 @@
+"""Scores methods and policies on captures, without a model: score, select and attend as the live decode does, judged
+step by step against float64 truth.
+
+One cache of one layer is filled as the live cache was: everything before the first step at once, then token by token.
+`jl` draws its projection by layer number, so a replay of a later layer has another draw of the same distribution; all
+other methods see what the live decode saw. Letters as in `interface`; F layers of the capture that are replayed, N
+steps.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil, log
+from typing import Any
+
+import numpy as np
+
+from eps_core.capture import Capture
+from eps_core.config import CacheSpec, ConfigError, EpsConfig, scoring_bytes
+from eps_core.interface import Array, Backend, Scores, Selection, load_backend
+from eps_core.run import choose_device
+
+RECALL_FRACTIONS = (0.05, 0.125, 0.25)  # of the groups, where mass recall is measured without guards
+CERTIFIED_LEVELS = (1e-1, 1e-2, 1e-3)  # certified shares left unread for which the skipped fraction is measured
+# what may differ between configurations that share a cache and its scores
+_SELECTION_FIELDS = ("policy", "budget", "tau", "epsilon", "alpha", "top_pages", "scope", "strict", "head_modes")
+_SUMS = ("bound_checks", "lower_violations", "upper_violations", "certificate_violations", "groups_escalated")
+
+
+@dataclass(frozen=True)
+class ReplayResult:
+    """What one configuration did on one capture. Arrays are [F, N, Hkv] where nothing else is said; NaN where a step
+    has no such figure. Shares are of the softmax, bytes as telemetry counts them; nothing in it is a time."""
+
+    config: EpsConfig
+    layers: tuple[int, ...]
+    lengths: np.ndarray  # [N] tokens attended
+    groups: np.ndarray  # [N]
+    visited: np.ndarray  # groups
+    forced: np.ndarray  # [F, N] groups, every kv head alike
+    escalated: np.ndarray  # groups that strict mode added
+    kv_bytes: np.ndarray  # [F, N]
+    summary_bytes: np.ndarray  # [F, N]
+    dense_bytes: np.ndarray  # [F, N] what dense attention reads
+    skipped_est: np.ndarray  # estimated share left unread, as telemetry's mass_skipped_est
+    skipped_true: np.ndarray  # true share left unread, the largest of the R query heads
+    recall: np.ndarray  # true share of the visited groups, mean over the R query heads
+    # [F, N, Hkv, 3] share of the best RECALL_FRACTIONS of the groups by estimate, guards ignored, groups without a
+    # summary left out of numerator and denominator; mean over the R query heads
+    recall_at: np.ndarray
+    # skipped groups that should have been read (F20 of the requirements review): for one of the R query heads their
+    # true share exceeds config.epsilon, or they are among the true top-M, M the number of visited groups, by the
+    # largest true mass over the query heads
+    false_skips: np.ndarray
+    output_error: np.ndarray  # |out - dense out|_2 / |dense out|_2 over the R query heads together
+    union_amplification: np.ndarray  # [F, N] groups that any kv head wants over the mean of what each wants
+    # the method's own bounds; all NaN or 0 for a method without any (codes of single keys, bound_bits, are judged as
+    # method rq over groups of 1 token)
+    bound_checks: np.ndarray  # groups x query heads whose bounds were compared with the truth
+    lower_violations: np.ndarray  # lower > truth
+    upper_violations: np.ndarray  # upper < truth
+    upper_gap: np.ndarray  # mean of upper - truth, nats
+    certificate: np.ndarray  # certified upper bound of the share left unread
+    certificate_violations: np.ndarray  # skipped_true > certificate
+    # [F, N, Hkv, 3] greatest fraction of the groups that may stay unread with a certificate of at most each of
+    # CERTIFIED_LEVELS, reading in the order of the upper mass, A_V the true mass of what was read; float32's slack,
+    # which a live certificate adds, is left out
+    certified_skip: np.ndarray
+    oracle_skip: np.ndarray  # the same with the true masses as bounds: what no summary can exceed
+
+    @property
+    def bytes_ratio(self) -> float:
+        """K, V and summaries read, over dense."""
+        return float((self.kv_bytes + self.summary_bytes).sum() / self.dense_bytes.sum())
+
+    def summary(self) -> dict[str, Any]:
+        """Means over layers, steps and kv heads, and sums of counts. Unknown is None."""
+        config, num_heads = self.config, self.visited.shape[2]
+        total = np.broadcast_to(self.groups[None, :, None], self.visited.shape)
+        row: dict[str, Any] = {
+            "method": config.method,
+            "group_tokens": config.S,
+            "bits": config.bits if config.method == "rq" else None,
+            "refine": config.refine or None,
+            "dim": config.dim,
+            "policy": config.policy,
+            "budget": config.budget if config.policy == "topk" and config.top_pages is None else None,
+            "strict": config.strict,
+            "bytes_ratio": self.bytes_ratio,
+            "summary_ratio": float(self.summary_bytes.sum() / self.dense_bytes.sum()),
+            "visit_ratio": float(self.visited.sum() / total.sum()),
+            "forced_ratio": float(self.forced.sum() * num_heads / total.sum()),
+            "recall": _mean(self.recall),
+            "skipped_est": _mean(self.skipped_est),
+            "skipped_true": _mean(self.skipped_true),
+            "skipped_true_max": _largest(self.skipped_true),
+            "false_skip_rate": _ratio(self.false_skips, total - self.visited),
+            "output_error": _mean(self.output_error),
+            "output_error_max": _largest(self.output_error),
+            "union_amplification": _mean(self.union_amplification),
+            "upper_gap": _mean(self.upper_gap),
+            "certificate": _mean(self.certificate),
+            "bound_checks": int(self.bound_checks.sum()),
+            "lower_violations": int(self.lower_violations.sum()),
+            "upper_violations": int(self.upper_violations.sum()),
+            "certificate_violations": int(self.certificate_violations.sum()),
+            "groups_escalated": int(self.escalated.sum()),
+        }
+        row |= {f"recall_at_{f:g}": _mean(self.recall_at[..., i]) for i, f in enumerate(RECALL_FRACTIONS)}
+        row |= {f"certified_skip_{e:g}": _mean(self.certified_skip[..., i]) for i, e in enumerate(CERTIFIED_LEVELS)}
+        row |= {f"oracle_skip_{e:g}": _mean(self.oracle_skip[..., i]) for i, e in enumerate(CERTIFIED_LEVELS)}
+        return row
+
+    def head_rows(self) -> list[dict[str, Any]]:
+        """The main figures of every (layer, kv head), means over steps."""
+        return [
+            {
+                "layer": layer,
+                "kv_head": head,
+                "visit_ratio": float((self.visited[i, :, head] / self.groups).mean()),
+                "recall": _mean(self.recall[i, :, head]),
+                "skipped_true": _mean(self.skipped_true[i, :, head]),
+                "output_error": _mean(self.output_error[i, :, head]),
+                "upper_gap": _mean(self.upper_gap[i, :, head]),
+                **{f"certified_skip_{e:g}": _mean(self.certified_skip[i, :, head, j]) for j, e in _LEVELS},
+                **{f"oracle_skip_{e:g}": _mean(self.oracle_skip[i, :, head, j]) for j, e in _LEVELS},
+            }
+            for i, layer in enumerate(self.layers)
+            for head in range(self.visited.shape[2])
+        ]
+
+
+_LEVELS = tuple(enumerate(CERTIFIED_LEVELS))
+
+
+def _mean(values: np.ndarray) -> float | None:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if known.size else None
+
+
+def _largest(values: np.ndarray) -> float | None:
+    known = values[~np.isnan(values)]
+    return float(known.max()) if known.size else None
+
+
+def _ratio(part: np.ndarray, whole: np.ndarray) -> float | None:
+    return float(part.sum() / whole.sum()) if whole.sum() else None
+
+
+@dataclass(frozen=True)
+class Truth:
+    """One step in float64: what the whole of K and V says."""
+
+    log_masses: np.ndarray  # [Hkv, R, G] log A_p
+    shares: np.ndarray  # [Hkv, R, G] A_p / sum of A
+    out: np.ndarray  # [Hkv, R, D] dense attention
+
+
+def truth_of(q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, group_tokens: int) -> Truth:
+    """q [Hq, D], keys, values [Hkv, T, D] float64, the last group possibly open."""
+    kv_heads, _, head_dim = keys.shape
+    a = scale * q.astype(np.float64).reshape(kv_heads, -1, head_dim)
+    logits = a @ keys.swapaxes(1, 2)
+    peak = logits.max(axis=2, keepdims=True)
+    weights = np.exp(logits - peak)
+    total = weights.sum(axis=2, keepdims=True)
+    log_masses = _log_group_sums(logits, group_tokens)
+    return Truth(log_masses, np.exp(log_masses - peak - np.log(total)), weights @ values / total)
+
+
+def _log_group_sums(logits: np.ndarray, group_tokens: int) -> np.ndarray:
+    """log sum exp over each group of the last axis: [.., T] -> [.., G]. Group by group around its own largest logit, so
+    that no small group underflows."""
+    missing = -logits.shape[-1] % group_tokens
+    padded = np.concatenate([logits, np.full((*logits.shape[:-1], missing), -np.inf)], axis=-1)
+    grouped = padded.reshape(*logits.shape[:-1], -1, group_tokens)
+    peak = grouped.max(axis=-1)
+    return peak + np.log(np.exp(grouped - peak[..., None]).sum(axis=-1))
+
+
+def recall_at(estimate: np.ndarray, shares: np.ndarray, fractions: Sequence[float]) -> np.ndarray:
+    """[Hkv, len(fractions)]: share that the best groups by estimate [Hkv, G] hold of the mass of all groups with a
+    summary, mean over R; shares [Hkv, R, G]. The number of groups is rounded up; ties go to the lower index."""
+    known = np.isfinite(estimate).all(axis=0)
+    if not known.any():
+        return np.full((len(estimate), len(fractions)), np.nan)
+    order = np.argsort(-estimate[:, known], axis=1, kind="stable")
+    best_first = np.take_along_axis(shares[:, :, known], order[:, None], axis=2)
+    held = np.cumsum(best_first, axis=2) / best_first.sum(axis=2, keepdims=True)
+    counts = [ceil(fraction * known.sum() - 1e-9) for fraction in fractions]
+    return held[:, :, np.array(counts) - 1].mean(axis=1)
+
+
+def certified_skip(upper: np.ndarray, log_masses: np.ndarray, levels: Sequence[float]) -> np.ndarray:
+    """[Hkv, len(levels)]: greatest fraction of the groups that may stay unread so that the certificate
+    exp(lse_X W) / (exp(lse_X W) + A_V) of every query head is at most each level (design section 4).
+
+    W is upper [Hkv, R, G], +inf where nothing is known; A_V is the true mass of what was read, log_masses [Hkv, R, G].
+    A kv head reads in the order of max over R of W.
+    """
+    order = np.argsort(-upper.max(axis=1), axis=1, kind="stable")[:, None]
+    peak = log_masses.max(axis=2, keepdims=True)
+    with np.errstate(over="ignore", invalid="ignore"):
+        bound = np.exp(np.take_along_axis(upper, order, axis=2) - peak)
+        mass = np.exp(np.take_along_axis(log_masses, order, axis=2) - peak)
+        # column j: the first j groups in order are read, the others are not
+        unread = np.flip(np.cumsum(np.flip(bound, axis=2), axis=2), axis=2)
+        read = np.cumsum(mass, axis=2) - mass
+        share = unread / (unread + read)
+    share = np.where(np.isfinite(share), share, 1.0).max(axis=1)
+    # with all groups read the share is 0, whatever the level
+    fewest = np.stack([(share > level).sum(axis=1) for level in levels], axis=1)
+    return 1 - fewest / upper.shape[2]
+
+
+def false_skips(visit: np.ndarray, truth: Truth, epsilon: float) -> np.ndarray:
+    """[Hkv] skipped groups that F20 calls false (see `ReplayResult`): visit [Hkv, G] bool."""
+    best = truth.log_masses.max(axis=1)
+    order = np.argsort(-best, axis=1, kind="stable")
+    rank = np.argsort(order, axis=1, kind="stable")
+    in_top = rank < visit.sum(axis=1, keepdims=True)
+    return (~visit & (in_top | (truth.shares.max(axis=1) > epsilon))).sum(axis=1)
+
+
+def bytes_at_error(points: Iterable[tuple[float, float]], error: float) -> float | None:
+    """Bytes (over dense) at which a sweep of (bytes ratio, output error) points reaches `error`, between two of them by
+    the logarithm of the error; None outside the sweep. Points that read more for a larger error are left out."""
+    front: list[tuple[float, float]] = []
+    for ratio, found in sorted(points):
+        if found > 0 and (not front or found < front[-1][1]):
+            front.append((ratio, found))
+    for (ratio1, error1), (ratio2, error2) in pairwise(front):
+        if error1 >= error >= error2:
+            return ratio1 + (ratio2 - ratio1) * (log(error1) - log(error)) / (log(error1) - log(error2))
+    return front[0][0] if len(front) == 1 and front[0][1] == error else None
+
+
+def replay(
+    capture: Capture,
+    config: EpsConfig,
+    backend: Backend | None = None,
+    device: str = "auto",
+    layers: Sequence[int] | None = None,
+) -> ReplayResult:
+    """One configuration on one capture; see `replay_many`."""
+    return replay_many(capture, [config], backend, device, layers)[0]
+
+
+def replay_many(
+    capture: Capture,
+    configs: Sequence[EpsConfig],
+    backend: Backend | None = None,
+    device: str = "auto",
+    layers: Sequence[int] | None = None,
+) -> list[ReplayResult]:
+    """Every configuration on one capture; those with the same summaries and guards share a cache and its scores.
+
+    `backend` None is the fastest here, `layers` None all of the capture. Beside the cache, one layer of K and V is held
+    in float64: 16 * (context + steps) * Hkv * D bytes.
+    """
+    backend = load_backend("auto") if backend is None else backend
+    device = choose_device(backend, device)
+    layers = capture.info.layers if layers is None else tuple(layers)
+    shared: dict[EpsConfig, list[int]] = {}
+    for index, config in enumerate(configs):
+        if not config.enabled:
+            raise ConfigError("method off selects nothing: replay needs another method")
+        modes = config.head_modes
+        if modes is not None and (len(modes), len(modes[0])) != (capture.info.num_layers, capture.info.num_kv_heads):
+            raise ConfigError(
+                f"head modes are of {len(modes)} layers x {len(modes[0])} kv heads, the capture's model has "
+                f"{capture.info.num_layers} x {capture.info.num_kv_heads}: calibrate that model"
+            )
+        plain = EpsConfig()
+        bare = replace(config, **{name: getattr(plain, name) for name in _SELECTION_FIELDS})
+        shared.setdefault(bare, []).append(index)
+    rows: list[list[dict[str, Any]]] = [[] for _ in configs]  # of each configuration, one a (layer, step)
+    for layer in layers:
+        q, k, v = capture.layer(layer)
+        keys, values = (np.ascontiguousarray(x.swapaxes(0, 1).astype(np.float64)) for x in (k, v))
+        for bare, members in shared.items():
+            one_layer = [_of_layer(configs[index], layer) for index in members]
+            state = _Layer(capture, backend, device, bare, q, k, v, keys, values)
+            for step in range(len(capture.lengths)):
+                for index, row in zip(members, state.step(step, one_layer), strict=True):
+                    rows[index].append(row)
+    return [_result(capture, config, layers, found) for config, found in zip(configs, rows, strict=True)]
+
+
+def _of_layer(config: EpsConfig, layer: int) -> EpsConfig:
+    """The configuration for a cache of that layer alone."""
+    return config if config.head_modes is None else replace(config, head_modes=(config.head_modes[layer],))
+
+
+def _result(capture: Capture, config: EpsConfig, layers: Sequence[int], rows: Sequence[dict[str, Any]]) -> ReplayResult:
+    num_steps = len(capture.lengths)
+    arrays = {
+        name: np.array([row[name] for row in rows]).reshape(len(layers), num_steps, *np.shape(rows[0][name]))
+        for name in rows[0]
+    }
+    return ReplayResult(config, tuple(layers), capture.lengths, -(-capture.lengths // config.S), **arrays)
+
+
+class _Layer:
+    """One layer's cache, followed step by step."""
+
+    def __init__(
+        self,
+        capture: Capture,
+        backend: Backend,
+        device: str,
+        config: EpsConfig,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        keys: np.ndarray,
+        values: np.ndarray,
+    ) -> None:
+        info, self.backend, self.device, self.lengths = capture.info, backend, device, capture.lengths
+        self.scale, self.q, self.k, self.v, self.keys, self.values = info.scale, q, k, v, keys, values
+        units = -(-int(self.lengths[-1]) // config.unit_tokens)
+        spec = CacheSpec(1, info.num_kv_heads, info.head_dim, units, info.kv_dtype, max_open_groups=1)
+        self.cache = backend.new_cache(spec, config, device)
+        self.table = np.arange(units, dtype=np.int32)
+        self.written = 0
+        # as the live cache was filled: the last token of the first step comes alone
+        self._write(int(self.lengths[0]) - 1)
+
+    def _write(self, end: int) -> None:
+        if end > self.written:
+            k, v = (
+                self.backend.from_numpy(np.ascontiguousarray(x[self.written : end]), self.cache.spec.dtype, self.device)
+                for x in (self.k, self.v)
+            )
+            self.cache = self.backend.write_kv(self.cache, 0, k, v, np.arange(self.written, end))
+            self.written = end
+
+    def step(self, step: int, configs: Sequence[EpsConfig]) -> list[dict[str, Any]]:
+        """Fields of ReplayResult, one row for each configuration."""
+        length = int(self.lengths[step])
+        for end in range(self.written + 1, length + 1):
+            self._write(end)
+        spec = self.cache.spec
+        truth = truth_of(
+            self.q[step], self.keys[:, :length], self.values[:, :length], self.scale, self.cache.config.S
+        )  # fmt: skip
+        q = self.backend.from_numpy(self.q[step][None], "float32", self.device)
+        table = self.table[None, : -(-length // self.cache.config.unit_tokens)]
+        scores = self.backend.score(self.cache, 0, q, table, np.array([length]))
+        facts = self._facts(scores, truth)
+        dense = {"dense_bytes": length * spec.num_kv_heads * spec.kv_token_bytes}
+        return [facts | dense | self._attend(config, q, table, length, scores, truth) for config in configs]
+
+    def _facts(self, scores: Scores, truth: Truth) -> dict[str, Any]:
+        """What follows from scores and truth alone, whatever is selected."""
+        kv_heads, _, groups = truth.log_masses.shape
+        estimate = self._host(scores.estimate)[:, :groups]
+        facts: dict[str, Any] = {
+            "recall_at": recall_at(estimate, truth.shares, RECALL_FRACTIONS),
+            "oracle_skip": certified_skip(truth.log_masses, truth.log_masses, CERTIFIED_LEVELS),
+        }
+        if scores.upper is None:
+            none, zero = np.full(kv_heads, np.nan), np.zeros(kv_heads, np.int64)
+            counts = dict.fromkeys(("bound_checks", "lower_violations", "upper_violations"), zero)
+            return facts | counts | {"upper_gap": none, "certified_skip": np.full((kv_heads, len(_LEVELS)), np.nan)}
+        lower, upper = (self._host(bound)[..., :groups] for bound in (scores.lower, scores.upper))
+        known = np.isfinite(upper)
+        checks = known.sum(axis=(1, 2))
+        gap = np.where(known, upper, 0) - np.where(known, truth.log_masses, 0)
+        return facts | {
+            "bound_checks": checks,
+            "lower_violations": (lower > truth.log_masses).sum(axis=(1, 2)),
+            "upper_violations": (upper < truth.log_masses).sum(axis=(1, 2)),
+            "upper_gap": np.where(checks > 0, gap.sum(axis=(1, 2)) / np.maximum(checks, 1), np.nan),
+            "certified_skip": certified_skip(upper, truth.log_masses, CERTIFIED_LEVELS),
+        }
+
+    def _attend(
+        self, config: EpsConfig, q: Array, table: np.ndarray, length: int, scores: Scores, truth: Truth
+    ) -> dict[str, Any]:
+        """Selects and attends as a decoder's step does, and compares with the truth."""
+        backend, cache, lengths = self.backend, self.cache, np.array([length])
+        cache.config = config  # selection alone differs: the summaries stay
+        kv_heads, _, groups = truth.log_masses.shape
+        kv_bytes, summary_bytes, forced = cache.kv_bytes_read, 0, 0
+        visit = np.ones((kv_heads, groups), bool)
+        wanted: np.ndarray = np.full(kv_heads, groups)
+        escalated, skipped_est = np.zeros(kv_heads, np.int64), np.zeros(kv_heads)
+        certificate = np.full(kv_heads, 0.0 if config.has_bounds else np.nan)
+        if config.dense_layer(0):
+            out, _ = backend.attend(cache, 0, q, table, lengths, None)
+        else:
+            selection = backend.select(config, scores, lengths, 0)
+            out, lse = backend.attend(cache, 0, q, table, lengths, selection)
+            bound_bytes = cache.bound_bytes_read
+            if config.has_bounds:
+                scores = backend.bounds(cache, 0, q, table, lengths, scores, selection)
+            if config.strict:
+                extra, selection = backend.escalate(config, scores, selection, lse)
+                out, lse = backend.merge((out, lse), backend.attend(cache, 0, q, table, lengths, extra))
+                escalated = self._host(extra.counts).astype(np.int64)
+            if config.has_bounds:
+                certificate = self._host(backend.certify(cache, 0, scores, selection, out, lse).mass)
+            if config.tail_tokens:
+                tail = backend.attend_tail(cache, 0, table, lengths, scores, selection, lse)
+                out, _ = backend.merge((out, lse), tail)
+            visit = self._visit(selection, groups)
+            wanted = self._host(selection.counts if selection.wanted is None else selection.wanted)
+            forced = int(selection.forced[0])
+            skipped_est = self._host(backend.skipped_mass(scores, selection))
+            summary_bytes = kv_heads * scoring_bytes(
+                config, cache.spec.head_dim, table.size * config.groups_per_unit, [length]
+            )
+            summary_bytes += cache.bound_bytes_read - bound_bytes
+        unread = (truth.shares * ~visit[:, None]).sum(axis=2)
+        dense_out = truth.out.reshape(kv_heads, -1)
+        error = np.linalg.norm(self._host(out).astype(np.float64).reshape(kv_heads, -1) - dense_out, axis=1)
+        return {
+            "visited": visit.sum(axis=1),
+            "forced": forced,
+            "escalated": escalated,
+            "kv_bytes": cache.kv_bytes_read - kv_bytes,
+            "summary_bytes": summary_bytes,
+            "skipped_est": skipped_est.astype(np.float64),
+            "skipped_true": unread.max(axis=1),
+            "recall": 1 - unread.mean(axis=1),
+            "false_skips": false_skips(visit, truth, config.epsilon),
+            "output_error": error / np.linalg.norm(dense_out, axis=1),
+            "union_amplification": visit.any(axis=0).sum() / wanted.mean(),
+            "certificate": certificate.astype(np.float64),
+            "certificate_violations": unread.max(axis=1) > certificate,
+        }
+
+    def _host(self, array: Array) -> np.ndarray:
+        """A backend array of the one sequence, without the axis of sequences."""
+        return self.backend.to_numpy(array)[0]
+
+    def _visit(self, selection: Selection, groups: int) -> np.ndarray:
+        """[Hkv, G] bool."""
+        listed, counts = self._host(selection.groups), self._host(selection.counts)
+        visit = np.zeros((len(listed), groups), bool)
+        for head, count in enumerate(counts):
+            visit[head, listed[head, :count]] = True
+        return visit
+
+
+def combine(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One configuration's summaries of several captures as one: means of what is known, sums of counts, maxima."""
+    row = dict(summaries[0])
+    for name in row:
+        known = [summary[name] for summary in summaries if summary[name] is not None]
+        if name in _SUMS:
+            row[name] = sum(known)
+        elif name.endswith("_max"):
+            row[name] = max(known, default=None)
+        elif known and isinstance(known[0], float):
+            row[name] = float(np.mean(known))
+    return row

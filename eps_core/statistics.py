@@ -1,0 +1,105 @@
+"""Whether a difference between two methods on the same questions could be chance.
+
+Methods are compared on the same documents, so every test here is paired. Plain numpy; deterministic by seed.
+"""
+
+import math
+from collections.abc import Sequence
+from statistics import NormalDist
+
+import numpy as np
+
+RESAMPLES = 10_000
+_CHUNK = 1_000  # resamples at a time: bounds the memory
+
+
+def bootstrap_interval(
+    values: Sequence[float] | np.ndarray, seed: int, level: float = 0.95, resamples: int = RESAMPLES
+) -> tuple[float, float] | None:
+    """Percentile bootstrap interval (Efron 1979) of the mean of `values` [N], in their unit.
+
+    `values` are independent draws: one number a document, never one a token. None for fewer than 2, whose spread is
+    unknown. Where all are equal the interval has no width: it says that nothing varied, not that nothing can. With
+    few values (below about 20) it covers somewhat less than `level`.
+    """
+    values = np.asarray(values, dtype=np.float64)
+    _check(values, level)
+    if len(values) < 2:
+        return None
+    rng = np.random.default_rng(seed)
+    means = np.concatenate(
+        [
+            values[rng.integers(0, len(values), (min(_CHUNK, resamples - start), len(values)))].mean(axis=1)
+            for start in range(0, resamples, _CHUNK)
+        ]
+    )
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def paired_difference(
+    first: Sequence[float] | np.ndarray,
+    second: Sequence[float] | np.ndarray,
+    seed: int,
+    level: float = 0.95,
+    resamples: int = RESAMPLES,
+) -> tuple[float, tuple[float, float] | None]:
+    """(mean of first - second, its bootstrap interval); `first[i]` and `second[i]` [N] are of the same document.
+
+    Pairing takes the documents' own difficulty out of the spread.
+    """
+    first, second = (np.asarray(side, dtype=np.float64) for side in (first, second))
+    if first.shape != second.shape:
+        raise ValueError(f"{len(first)} scores against {len(second)}: paired scores are of the same documents")
+    differences = first - second
+    interval = bootstrap_interval(differences, seed, level, resamples)
+    return float(differences.mean()), interval
+
+
+def mcnemar_exact(first_only: int, second_only: int) -> float:
+    """Two-sided exact p value of McNemar's test: of the documents on which two methods differ, `first_only` were
+    answered by the first alone and `second_only` by the second alone. Equal to a sign test. 1.0 where none differ.
+
+    Conover, Practical Nonparametric Statistics, 3.5; the p value is twice the smaller binomial tail, at most 1.
+    """
+    if first_only < 0 or second_only < 0:
+        raise ValueError(f"counts {first_only} and {second_only} must not be negative")
+    differing = first_only + second_only
+    tail = sum(math.comb(differing, k) for k in range(min(first_only, second_only) + 1))
+    return min(1.0, 2 * tail / 2**differing)
+
+
+def sign_test(first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray) -> float:
+    """Two-sided exact p value that the paired scores [N] differ in neither direction; ties are left out. Of scores that
+    are 0 or 1 this is `mcnemar_exact`."""
+    first, second = np.asarray(first), np.asarray(second)
+    if first.shape != second.shape:
+        raise ValueError(f"{len(first)} scores against {len(second)}: paired scores are of the same documents")
+    return mcnemar_exact(int((first > second).sum()), int((first < second).sum()))
+
+
+def wilson_interval(successes: int, total: int, level: float = 0.95) -> tuple[float, float] | None:
+    """Wilson's score interval (1927) of a share, 0 to 1. Unlike the bootstrap it has a width at 0 and at 1. None of
+    nothing."""
+    if not 0 <= successes <= total:
+        raise ValueError(f"{successes} successes of {total} cannot be")
+    if not 0 < level < 1:
+        raise ValueError(f"level {level} is outside (0, 1)")
+    if total == 0:
+        return None
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    share = successes / total
+    scale = 1 + z * z / total
+    centre = (share + z * z / (2 * total)) / scale
+    half = z / scale * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    # exactly 0 and 1 at the ends, where rounding would leave 1e-17
+    return (0.0 if successes == 0 else centre - half), (1.0 if successes == total else centre + half)
+
+
+def _check(values: np.ndarray, level: float) -> None:
+    if values.ndim != 1 or len(values) == 0:
+        raise ValueError(f"values of shape {values.shape}: one number a document, at least one")
+    if not np.isfinite(values).all():
+        raise ValueError("a value is NaN or infinite: a mean of it would say nothing")
+    if not 0 < level < 1:
+        raise ValueError(f"level {level} is outside (0, 1)")

@@ -1,0 +1,210 @@
+"""Ship, iterate or kill: the product requirements' rule (R55, R56) applied to measured cells.
+
+Ship needs one arm that, at every context from 32k on that it was measured at, reads at least 10 % fewer bytes, has a
+95th percentile of decode time at least 7 % lower, and loses at most 0.3 points of quality (none in strict mode). Kill
+is when no arm saves 5 % of the bytes at 32k to 64k, or when strict mode loses quality anywhere. Between: iterate. Where
+the data cannot say, the verdict says so and why.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from eps_core.config import EVALUATION_METHODS
+
+SHIP, ITERATE, KILL, UNDECIDED = "ship", "iterate", "kill", "not decidable"
+
+LONG_TOKENS = 32_000  # "32k", whether it means 32,000 or 32,768
+KILL_MAX_TOKENS = 65_536
+SHIP_BYTES_PERCENT = 10.0  # the requirements' range is 10 to 20: its lower end decides, the upper is reported
+SHIP_BYTES_FULL_PERCENT = 20.0
+SHIP_P95_PERCENT = 7.0
+KILL_BYTES_PERCENT = 5.0
+MAX_LOSS_POINTS = 0.3
+_ROUNDING = 1e-9  # a ratio of 0.9 must be 10 % saved
+# what makes two cells the same arm, at different contexts and batches
+ARM_KEYS = (
+    "method", "policy", "dim", "bits", "group_tokens", "alpha", "budget", "epsilon", "tau", "last_n", "last_tokens",
+    "byte_budget", "heads", "strict", "device", "model",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`outcome` is one of ship, iterate, kill, not decidable. `reasons` decided it; `caveats` qualify it."""
+
+    outcome: str
+    reasons: tuple[str, ...]
+    caveats: tuple[str, ...] = ()
+    arm: str | None = None  # the arm that ships, or the nearest one
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class _Arm:
+    """One arm's worst figures over its cells from 32k on; percent and points, None where not measured."""
+
+    name: str
+    bytes_saved: float
+    p95_saved: float | None
+    loss: float | None
+    strict: bool
+    num_questions: int
+
+    def fails(self) -> list[str]:
+        """Why it cannot ship, from what was measured alone."""
+        limit = 0.0 if self.strict else MAX_LOSS_POINTS
+        found = []
+        if self.bytes_saved < SHIP_BYTES_PERCENT - _ROUNDING:
+            found.append(f"saves {self.bytes_saved:.1f} % of the bytes, below {SHIP_BYTES_PERCENT:g} %")
+        if self.p95_saved is not None and self.p95_saved < SHIP_P95_PERCENT - _ROUNDING:
+            found.append(f"changes p95 by {-self.p95_saved:+.1f} %, where {-SHIP_P95_PERCENT:g} % is asked for")
+        if self.loss is not None and self.loss > limit + _ROUNDING:
+            found.append(f"loses {self.loss:.2f} points of quality, above {limit:g}")
+        return found
+
+    def lacks(self) -> list[str]:
+        """What was not measured on the device or at all."""
+        found = []
+        if self.p95_saved is None:
+            found.append("no decode times of a GPU")
+        if self.loss is None:
+            found.append("no questions answered")
+        return found
+
+
+def arm_name(cell: Mapping[str, Any]) -> str:
+    """What a person calls the arm: method with its settings, those that are there."""
+    name = str(cell.get("method", "?"))
+    if cell.get("bits") is not None:
+        name += f" {cell['bits']} bit"
+    if cell.get("dim") is not None:
+        name += f" dim {cell['dim']}"
+    if cell.get("group_tokens") is not None:
+        name += f" S={cell['group_tokens']}"
+    if cell.get("heads") == "retrieval":
+        name += " retrieval heads"
+    return name + (" strict" if cell.get("strict") else "")
+
+
+def decide(cells: Iterable[Mapping[str, Any]]) -> Verdict:
+    """The verdict on cells as `eps-proto grid` and scripts/evaluate.py write them, with `device` of their run."""
+    measured = [
+        cell
+        for cell in cells
+        if _number(cell, "bytes_ratio") is not None and cell.get("method") not in (*EVALUATION_METHODS, "off")
+    ]
+    if not measured:
+        return Verdict(UNDECIDED, ("no measured cell of a method is in the data",))
+    broken = [
+        f"{arm_name(cell)} at {_tokens(cell):,} tokens loses {loss:.2f} points"
+        for cell in measured
+        if cell.get("strict") and (loss := loss_points(cell)) is not None and loss > _ROUNDING
+    ]
+    if broken:
+        return Verdict(KILL, (f"strict mode loses quality, where none is allowed: {'; '.join(broken[:3])}",))
+    long = [cell for cell in measured if _tokens(cell) >= LONG_TOKENS]
+    if not long:
+        most = max(map(_tokens, measured))
+        return Verdict(
+            UNDECIDED,
+            (f"the rule speaks of contexts from 32k tokens on, and the longest one measured is {most:,}",),
+        )
+    saved = [_bytes_saved(cell) for cell in long if _tokens(cell) <= KILL_MAX_TOKENS]
+    if saved and max(saved) < KILL_BYTES_PERCENT - _ROUNDING:
+        reason = f"no arm saves {KILL_BYTES_PERCENT:g} % of the bytes at 32k to 64k: the best saves {max(saved):.1f} %"
+        return Verdict(KILL, (reason,))
+    arms = _arms(long)
+    ships = [arm for arm in arms if not arm.fails() and not arm.lacks()]
+    if ships:
+        best = max(ships, key=lambda arm: (arm.p95_saved or 0, arm.bytes_saved, arm.name))
+        assert best.p95_saved is not None and best.loss is not None
+        reason = (
+            f"{best.name}: {best.bytes_saved:.1f} % fewer bytes, p95 of decode {best.p95_saved:.1f} % lower, "
+            f"{best.loss:.2f} points lost"
+        )
+        return Verdict(SHIP, (reason,), _caveats(best), best.name)
+    open_arms = [arm for arm in arms if not arm.fails()]
+    if open_arms:
+        best = max(open_arms, key=lambda arm: (arm.bytes_saved, arm.name))
+        return Verdict(
+            UNDECIDED,
+            (f"{best.name} saves {best.bytes_saved:.1f} % of the bytes, but there are {' and '.join(best.lacks())}",),
+            arm=best.name,
+        )
+    best = min(arms, key=lambda arm: (len(arm.fails()), -arm.bytes_saved, arm.name))
+    return Verdict(ITERATE, (f"no arm ships; the nearest, {best.name}, {' and '.join(best.fails())}",), arm=best.name)
+
+
+def loss_points(cell: Mapping[str, Any]) -> float | None:
+    """Questions answered densely less those answered gated, in points (percent of all questions); below 0 is a gain."""
+    total, dense, gated = (_number(cell, key) for key in ("num_needles", "needles_dense", "needles_answered"))
+    if not total or dense is None or gated is None:
+        return None
+    return 100 * (dense - gated) / total
+
+
+def p95_saved_percent(cell: Mapping[str, Any]) -> float | None:
+    """How much lower the 95th percentile of decode time is, in percent of dense; None where none of a GPU is there: a
+    CPU's time says nothing of it."""
+    dense, gated = _number(cell, "dense_decode_ms_p95"), _number(cell, "decode_ms_p95")
+    if not dense or gated is None or cell.get("device") in (None, "cpu"):
+        return None
+    return 100 * (1 - gated / dense)
+
+
+def _arms(cells: Sequence[Mapping[str, Any]]) -> list[_Arm]:
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for cell in cells:
+        setting = cell.get("setting") or {}
+        # top_pages as asked: what a budget comes to in groups differs from one context to the next
+        key = (*(repr(cell.get(name, setting.get(name))) for name in ARM_KEYS), repr(setting.get("top_pages")))
+        groups.setdefault(key, []).append(cell)
+    return [
+        _Arm(
+            name=arm_name(group[0]),
+            bytes_saved=min(map(_bytes_saved, group)),
+            p95_saved=_worst([p95_saved_percent(cell) for cell in group], min),
+            loss=_worst([loss_points(cell) for cell in group], max),
+            strict=bool(group[0].get("strict")),
+            num_questions=min(int(_number(cell, "num_needles") or 0) for cell in group),
+        )
+        for group in groups.values()
+    ]
+
+
+def _worst(values: Sequence[float | None], choose: Any) -> float | None:
+    known = [value for value in values if value is not None]
+    return choose(known) if len(known) == len(values) else None
+
+
+def _caveats(arm: _Arm) -> tuple[str, ...]:
+    found = []
+    if arm.bytes_saved < SHIP_BYTES_FULL_PERCENT:
+        found.append(f"the bytes saved are in the required range's lower part, below {SHIP_BYTES_FULL_PERCENT:g} %")
+    if arm.num_questions and 100 / arm.num_questions > MAX_LOSS_POINTS:
+        found.append(
+            f"{arm.num_questions} questions cannot resolve {MAX_LOSS_POINTS:g} points (one is "
+            f"{100 / arm.num_questions:.2f}): a benchmark of thousands must confirm the quality"
+        )
+    return tuple(found)
+
+
+def _bytes_saved(cell: Mapping[str, Any]) -> float:
+    ratio = _number(cell, "bytes_ratio")
+    assert ratio is not None
+    return 100 * (1 - ratio)
+
+
+def _tokens(cell: Mapping[str, Any]) -> int:
+    return int(_number(cell, "context_tokens") or 0)
+
+
+def _number(cell: Mapping[str, Any], key: str) -> float | None:
+    value = cell.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)

@@ -1,0 +1,118 @@
+"""Takes the default apart: what each part of `rq` is worth, as bytes against KL along held-out text.
+
+    python scripts/ablate.py --out results/ablations.jsonl                                    (minutes on 2 cores)
+
+Writes one JSON object a line, the run first, and prints a Markdown table. Texts are those of evaluate.py.
+"""
+
+import argparse
+import json
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+
+from eps_core.config import EpsConfig
+from eps_core.evaluate import Runner, bytes_at_kl
+from eps_core.interface import load_backend
+from eps_core.model import load_tokenizer, read_spec
+from eps_core.tasks import corpus, filler
+from eps_core.telemetry import git_commit, kl_divergence
+
+DEMO = Path(__file__).parent.parent / "eps_core" / "demo_model"
+DEFAULT = EpsConfig(method="rq")
+TAUS = tuple({"tau": tau} for tau in (1e-2, 4e-3, 2e-3, 1e-3, 5e-4, 2.5e-4))
+BUDGETS = tuple({"policy": "topk", "budget": budget} for budget in (0.015, 0.03, 0.05, 0.08, 0.12, 0.18))
+MASSES = tuple({"policy": "mass", "epsilon": epsilon} for epsilon in (0.6, 0.4, 0.3, 0.2, 0.1))
+# (what, the configuration, the settings of its curve)
+ARMS = (
+    ("default", DEFAULT, TAUS),
+    ("policy topk", DEFAULT, BUDGETS),
+    ("policy mass", DEFAULT, MASSES),
+    ("scope union", replace(DEFAULT, scope="union"), TAUS),
+    ("no second bit", replace(DEFAULT, refine=0.0), TAUS),
+    ("second bit of 1/16", replace(DEFAULT, refine=0.0625), TAUS),
+    ("second bit of 1/4", replace(DEFAULT, refine=0.25), TAUS),
+    ("2 bits of all", replace(DEFAULT, refine=0.0, bits=2), TAUS),
+    ("4 bits of all", replace(DEFAULT, refine=0.0, bits=4), TAUS),
+    ("groups of 1", replace(DEFAULT, group_tokens=1), TAUS),
+    ("groups of 4", replace(DEFAULT, group_tokens=4), TAUS),
+    ("tail dropped", replace(DEFAULT, tail_tokens=0), TAUS),
+    ("tail of 16", replace(DEFAULT, tail_tokens=16), TAUS),
+    ("tail of 128", replace(DEFAULT, tail_tokens=128), TAUS),
+    ("guards 16 + 128", replace(DEFAULT, first_tokens=16, last_tokens=128), TAUS),
+    ("guards 4 + 8", replace(DEFAULT, last_tokens=8), TAUS),
+    ("first, 1 bit, topk, guards 16 + 128, no tail",
+     EpsConfig(method="rq", policy="topk", refine=0.0, tail_tokens=0, first_tokens=16, last_tokens=128),
+     tuple({"budget": b} for b in (0.05, 0.08, 0.12, 0.18))),
+    ("box, 16", EpsConfig(method="box"), tuple({"budget": b} for b in (0.1, 0.15, 0.2, 0.3))),
+    ("box, 16, tail", EpsConfig(method="box", tail_tokens=64), tuple({"budget": b} for b in (0.1, 0.15, 0.2, 0.3))),
+)  # fmt: skip
+
+
+def one_text(context: int, steps: int, backend_name: str, index: int) -> list[list[tuple[list[float], int, int]]]:
+    """Of every arm and setting: divergences [steps], bytes read, dense bytes along one text."""
+    backend, spec, tokenizer = load_backend(backend_name), read_spec(DEMO), load_tokenizer(DEMO)
+    runner = Runner(backend, backend.load_model(DEMO, spec, "float32", "cpu"), "cpu")
+    window = filler(corpus(held_out=True), context + steps, np.random.default_rng([0, 1, index])).decode("ascii")
+    tokens = tokenizer.encode(window).ids[: context + steps]
+    cache, table, prompt = runner.prefill(tokens[:context], steps)
+    _, dense, _, _, _ = runner.decode(cache, table, prompt, tokens[context:], steps, prompt.logits)
+    found = []
+    for _, config, settings in ARMS:
+        cache, table = runner.arm(prompt, config, steps)
+        rows = []
+        for setting in settings:
+            cache.config = replace(config, **setting)
+            cache, got, _, read, full = runner.decode(cache, table, prompt, tokens[context:], steps, prompt.logits)
+            rows.append((kl_divergence(dense, got).tolist(), read, full))
+        found.append(rows)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--texts", type=int, default=6)
+    parser.add_argument("--text-steps", type=int, default=48)
+    parser.add_argument("--backend", default="cuda")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--out", type=Path, default=Path("results/ablations.jsonl"))
+    args = parser.parse_args()
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+        futures = [
+            pool.submit(one_text, args.context, args.text_steps, args.backend, index) for index in range(args.texts)
+        ]
+        texts = []
+        for future in futures:
+            texts.append(future.result())
+            print(f"text {len(texts)} of {args.texts}", file=sys.stderr, flush=True)
+    rows = [{"type": "run", "context_tokens": args.context, "num_positions": args.texts * args.text_steps,
+             "cache_dtype": "bfloat16", "versions": load_backend(args.backend).versions(),
+             "git_commit": git_commit()}]  # fmt: skip
+    print("| what | bytes: KL | bytes at KL 0.01 | at 0.004 |\n|---|---|---|---|")
+    for arm, (name, config, settings) in enumerate(ARMS):
+        points = []
+        for i, setting in enumerate(settings):
+            cells = [text[arm][i] for text in texts]
+            points.append((sum(c[1] for c in cells) / sum(c[2] for c in cells), float(np.mean([c[0] for c in cells]))))
+            rows.append({"type": "ablation", "what": name, **setting, "config": replace(config, **setting).to_dict(),
+                         "bytes_ratio": points[-1][0], "kl_mean": points[-1][1]})  # fmt: skip
+        at = [bytes_at_kl(points, kl) for kl in (0.01, 0.004)]
+        words = ["-" if value is None else f"{'' if how == 'measured' else how + ' '}{value:.3f}" for value, how in at]
+        rows.append({"type": "ablation_bytes", "what": name, "bytes_at_0.01": at[0], "bytes_at_0.004": at[1]})
+        curve = ", ".join(f"{ratio:.3f}: {kl:.4f}" for ratio, kl in points)
+        print(f"| {name} | {curve} | {words[0]} | {words[1]} |", flush=True)
+    partial = args.out.with_suffix(".partial")
+    partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    partial.replace(args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Measures what bounds are worth: how much may stay unread at a certified share, and in how many bytes, on captures.
+
+    python scripts/certificates.py CAPTURE... --out results/certificates.jsonl            (minutes on 2 cores)
+
+For every summary that bounds: its size, its mean gap to the truth in nats, and for certified shares of 0.1, 0.01 and
+0.001 the fraction of tokens that may stay unread and the bytes read, summaries included, over dense; next to it the
+oracle that knows the true masses for nothing. Then successive refinement (4 bits of every key, 8 bits of those that 4
+could not dismiss), the value-aware bound of the output error, and strict mode as it runs. Bytes are of the captured
+cache.
+"""
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+
+from eps_core.capture import Capture, open_capture
+from eps_core.config import CacheSpec, EpsConfig, summary_group_bytes
+from eps_core.interface import Backend, load_backend
+from eps_core.replay import CERTIFIED_LEVELS, certified_skip, combine, replay_many, truth_of
+from eps_core.telemetry import git_commit
+
+SUMMARIES = (
+    EpsConfig(method="1pc"),
+    EpsConfig(method="fd"),
+    EpsConfig(method="box", group_tokens=16),
+    EpsConfig(method="box", group_tokens=4),
+    EpsConfig(method="ball", group_tokens=8),
+    EpsConfig(method="ball", group_tokens=2),
+    EpsConfig(method="moments", group_tokens=128),
+    EpsConfig(method="moments", group_tokens=16),
+    EpsConfig(method="moments", group_tokens=8),
+    EpsConfig(method="moments", group_tokens=8, dim=4),
+    EpsConfig(method="moments", group_tokens=4, dim=2),
+    EpsConfig(method="moments", group_tokens=4, dim=3),
+    EpsConfig(method="moments", group_tokens=2),
+    EpsConfig(method="rq", group_tokens=2, rq_bounds=True, refine=0.0, tail_tokens=0),
+    EpsConfig(method="rq", group_tokens=2, bits=8, rq_bounds=True, tail_tokens=0),
+    EpsConfig(method="rq", group_tokens=1, bits=1, rq_bounds=True, refine=0.0, tail_tokens=0),
+    EpsConfig(method="rq", group_tokens=1, bits=2, rq_bounds=True, tail_tokens=0),
+    EpsConfig(method="rq", group_tokens=1, bits=4, rq_bounds=True, tail_tokens=0),
+    EpsConfig(method="rq", group_tokens=1, bits=8, rq_bounds=True, tail_tokens=0),
+)
+STRICT = tuple(
+    EpsConfig(method="rq", bound_bits=bits, strict=True, epsilon=epsilon)
+    for bits in (4, 8) for epsilon in CERTIFIED_LEVELS
+)  # fmt: skip
+REFINED_FRACTIONS = tuple(i / 20 for i in range(21))
+
+
+def uppers(capture: Capture, backend: Backend, config: EpsConfig, layer: int, step: int) -> np.ndarray:
+    """Upper bounds of log mass [Hkv, R, T] of every key, from codes of single keys."""
+    q, k, v = capture.layer(layer)
+    length = int(capture.lengths[step])
+    units = -(-length // config.unit_tokens)
+    spec = CacheSpec(1, k.shape[1], k.shape[2], units, capture.info.kv_dtype)
+    cache = backend.new_cache(spec, config, "cpu")
+    keys, values = (backend.from_numpy(np.ascontiguousarray(x[:length]), spec.dtype, "cpu") for x in (k, v))
+    cache = backend.write_kv(cache, 0, keys, values, np.arange(length))
+    table = np.arange(units, dtype=np.int32)[None]
+    scores = backend.score(cache, 0, backend.from_numpy(q[step][None], "float32", "cpu"), table, np.array([length]))
+    return backend.to_numpy(scores.upper)[0][..., :length].astype(np.float64)
+
+
+def refinement(capture: Capture, backend: Backend) -> list[dict]:
+    """Of every certified share: the least bytes over how many keys the finer codes are read of, and that fraction."""
+    coarse, fine = (EpsConfig(method="rq", group_tokens=1, bits=b, rq_bounds=True, tail_tokens=0) for b in (4, 8))
+    head_dim = capture.info.head_dim
+    coarse_bytes = summary_group_bytes(coarse, head_dim) / (4 * head_dim)
+    found: dict[float, list[np.ndarray]] = {level: [] for level in CERTIFIED_LEVELS}
+    value_aware: dict[float, list[float]] = {level: [] for level in CERTIFIED_LEVELS}
+    step = len(capture.lengths) - 1
+    for layer in capture.info.layers:
+        q, k, v = capture.layer(layer)
+        length = int(capture.lengths[step])
+        keys, values = (x[:length].swapaxes(0, 1).astype(np.float64) for x in (k, v))
+        truth = truth_of(q[step], keys, values, capture.info.scale, 1)
+        low, high = (uppers(capture, backend, one, layer, step) for one in (coarse, fine))
+        ratio = np.stack([_refined_bytes(low, high, truth.log_masses, f, head_dim) for f in REFINED_FRACTIONS])
+        for j, level in enumerate(CERTIFIED_LEVELS):
+            found[level].append(ratio[:, :, j].mean(axis=1))
+            value_aware[level] += _value_aware(high, truth.log_masses, np.linalg.norm(values, axis=2), level)
+    rows = []
+    for level in CERTIFIED_LEVELS:
+        mean = np.mean(found[level], axis=0)
+        best = int(mean.argmin())
+        rows.append(
+            {"type": "refinement", "certified_share": level, "bytes_ratio": float(mean[best]),
+             "refined_fraction": REFINED_FRACTIONS[best], "bytes_8_bit_only": float(mean[-1]) - coarse_bytes,
+             "error_bound_per_key_over_global": float(np.mean(value_aware[level]))}
+        )  # fmt: skip
+    return rows
+
+
+def _refined_bytes(low: np.ndarray, high: np.ndarray, masses: np.ndarray, fraction: float, head_dim: int) -> np.ndarray:
+    """[Hkv, levels]: bytes over dense when a `fraction` of the keys, largest coarse bounds first, has finer ones."""
+    count = round(fraction * low.shape[2])
+    order = np.argsort(-low.max(axis=1), axis=1, kind="stable")[:, :count]
+    upper = low.copy()
+    np.put_along_axis(upper, order[:, None], np.take_along_axis(np.minimum(low, high), order[:, None], 2), 2)
+    coarse, fine = (EpsConfig(method="rq", group_tokens=1, bits=b, rq_bounds=True, tail_tokens=0) for b in (4, 8))
+    codes = (summary_group_bytes(coarse, head_dim) + fraction * summary_group_bytes(fine, head_dim)) / (4 * head_dim)
+    return 1 - certified_skip(upper, masses, CERTIFIED_LEVELS) + codes
+
+
+def _value_aware(upper: np.ndarray, masses: np.ndarray, norms: np.ndarray, level: float) -> list[float]:
+    """Of every kv head: the bound of what skipped values add with each key's own |v|, over that with the largest |v| of
+    the head, where as much is left unread as the level allows."""
+    skip = certified_skip(upper, masses, (level,))[:, 0]
+    ratios = []
+    for head, fraction in enumerate(skip):
+        left = np.argsort(-upper[head].max(axis=0), kind="stable")[
+            len(norms[head]) - round(fraction * len(norms[head])) :
+        ]
+        if len(left):
+            bound = np.exp(upper[head][:, left] - upper[head][:, left].max())
+            ratios.append(
+                float(((bound * norms[head, left]).sum(axis=1) / bound.sum(axis=1)).max() / norms[head].max())
+            )
+    return ratios
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("captures", type=Path, nargs="+")
+    parser.add_argument("--backend", default="cuda")
+    parser.add_argument("--out", type=Path, default=Path("results/certificates.jsonl"))
+    args = parser.parse_args()
+    backend = load_backend(args.backend)
+    captures = [open_capture(path) for path in args.captures]
+    head_dim = captures[0].info.head_dim
+    rows = [{"type": "run", "captures": [path.name for path in args.captures], "model": captures[0].info.model,
+             "contexts": [c.info.context_tokens for c in captures], "versions": backend.versions(),
+             "git_commit": git_commit()}]  # fmt: skip
+    configs = [*SUMMARIES, *STRICT]
+    results = [replay_many(capture, configs, backend, "cpu") for capture in captures]
+    for i, config in enumerate(configs):
+        row = combine([result[i].summary() for result in results])
+        if not config.strict:
+            summary = summary_group_bytes(config, head_dim) / (4 * head_dim * config.S)
+            row["bytes_at"] = [1 - row[f"certified_skip_{e:g}"] + summary for e in CERTIFIED_LEVELS]
+            row["oracle_bytes_at"] = [1 - row[f"oracle_skip_{e:g}"] for e in CERTIFIED_LEVELS]
+        kind = "strict" if config.strict else "summary"
+        rows.append({"type": kind, "bound_bits": config.bound_bits, "epsilon": config.epsilon, **row})
+        print(
+            json.dumps({k: rows[-1][k] for k in ("type", "method", "group_tokens", "dim", "bits", "bytes_ratio")}),
+            flush=True,
+        )
+    rows += refinement(captures[0], backend)
+    if any(math.isnan(value) for row in rows for value in row.values() if isinstance(value, float)):
+        raise SystemExit("a figure is not a number: nothing was written")
+    partial = args.out.with_suffix(".partial")
+    partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    partial.replace(args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Checks that bounds, certificates and strict mode hold, through the real backends against float64 (eps_core.check).
+
+    python scripts/check_bounds.py                                        (a few minutes on 2 cores)
+
+Hard keys and queries of every kind until --checks (query head, group) bounds were checked, and on top of them q, k, v
+of the demo model's decode of held-out text. Prints a table; its last line is one JSON object. Exits with 1 where
+anything was violated.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from multiprocessing import get_context
+
+import numpy as np
+
+from eps_core.capture import open_text_model, record
+from eps_core.check import BOUNDED_ARMS, CACHE_DTYPES, Tally, Trial, arm_name, run_bounds, run_capture, run_gate
+from eps_core.config import EpsConfig
+from eps_core.interface import BACKENDS, load_backend
+from eps_core.telemetry import git_commit
+
+GROUP_TOKENS = (1, 128, 2, 64, 4, 32, 8, 16, 3, 5)
+HEAD_DIMS = (16, 20, 64, 80, 128)
+CONTEXT_TOKENS, STEPS = 2048, 8
+KINDS = ("bounds", "share", "error", "strict")
+Target = tuple[str, str]  # backend, device
+Layers = dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]
+
+_captured: Layers = {}  # of a worker process
+
+
+def capture(target: Target) -> Layers:
+    """q [steps, Hq, D], k, v [T, Hkv, D] float32 of every layer of the demo model."""
+    model = open_text_model(None, None, CONTEXT_TOKENS + STEPS, *target, "float32", "float32")
+    recording = record(model, model.load(), CONTEXT_TOKENS, range(model.spec.num_layers), EpsConfig())
+    return {layer: (q, *recording.keys_values(layer)) for layer, q in recording.q.items()}
+
+
+def keep(captured: Layers) -> None:
+    _captured.update(captured)
+
+
+def plan(number: int, targets: list[Target], seed: int) -> list[tuple[Target, Trial]]:
+    """One round: every method, cache dtype and backend once, at sizes that change from round to round."""
+    rng, trials = np.random.default_rng([seed, number]), []
+    for arm_index, arm in enumerate(BOUNDED_ARMS):
+        for dtype_index, dtype in enumerate(CACHE_DTYPES):
+            size = GROUP_TOKENS[(number + 3 * arm_index + dtype_index) % len(GROUP_TOKENS)]
+            head_dim, trial_seed = int(rng.choice(HEAD_DIMS)), int(rng.integers(2**31))
+            for target in targets:
+                # the numpy backend loops group by group: a small share
+                units, sequences, repeat = (16, 2, 4) if target[0] == "numpy" else (96, 8, 32 if size <= 8 else 64)
+                trials.append((target, Trial(arm, dtype, size, head_dim, units, repeat, sequences, trial_seed)))
+    return trials
+
+
+def run(target: Target, trial: Trial, number: int) -> tuple[dict[str, Tally], dict[str, Tally]]:
+    """(of random and hard data, of captured data: one layer a round)."""
+    backend, device = load_backend(target[0]), target[1]
+    made = run_bounds(backend, device, trial) | run_gate(backend, device, trial)
+    if number >= len(_captured):
+        return made, {}
+    q, k, v = _captured[sorted(_captured)[number]]
+    return made, run_capture(backend, device, trial, q[: trial.num_sequences], k, v)
+
+
+def nats(gap: float) -> str:
+    return "-" if math.isinf(gap) else f"{gap:.1e}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checks", type=int, default=10_000_000, help="bounds to check on made-up data at least")
+    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), help="each on all its devices")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="one round, whatever --checks says")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes, one thread each")
+    args = parser.parse_args()
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    started = time.time()
+    targets = [(name, device) for name in args.backends for device in load_backend(name).devices()]
+    # the capture is one for all: whichever backend is fastest at hand
+    captured = capture(max(targets, key=lambda target: ("numpy", "mlx", "cuda").index(target[0])))
+    cells: dict[tuple, dict[str, Tally]] = defaultdict(lambda: {kind: Tally() for kind in KINDS})
+    sums = {"made": {kind: Tally() for kind in KINDS}, "captured": {kind: Tally() for kind in KINDS}}
+    rounds = 0
+    # spawned, so that every process starts with one thread
+    with ProcessPoolExecutor(args.jobs, get_context("spawn"), initializer=keep, initargs=(captured,)) as pool:
+        while rounds == 0 or (not args.quick and sums["made"]["bounds"].checks < args.checks):
+            trials = plan(rounds, targets, args.seed)
+            futures = [pool.submit(run, target, trial, rounds) for target, trial in trials]
+            for (target, trial), future in zip(trials, futures, strict=True):
+                for source, tallies in zip(("made", "captured"), future.result(), strict=True):
+                    for kind, tally in tallies.items():
+                        sums[source][kind].add(tally)
+                        cells[arm_name(trial.arm), trial.dtype, "-".join(target)][kind].add(tally)
+                        if tally.violations:
+                            print(f"violated: {source} {kind} {target} {trial} {tally}", file=sys.stderr, flush=True)
+            rounds += 1
+            done, seconds = sums["made"]["bounds"].checks, time.time() - started
+            print(f"round {rounds}: {done:,} bounds, {seconds:.0f} s", file=sys.stderr, flush=True)
+
+    print("checks / violations / tightest gap in nats of each; roundings: the tightest bound in float32 roundings of a")
+    print("logit; strict: true share unread <= epsilon\n")
+    print("| method | cache | backend | bounds | roundings | certified share | certified error | strict |")
+    print("|---|---|---|---|---|---|---|---|")
+    for key, tallies in sorted(cells.items(), key=lambda item: item[0]):
+        entries = [f"{t.checks:,} / {t.violations} / {nats(t.gap)}" for t in tallies.values()]
+        entries.insert(1, f"{tallies['bounds'].gap_in_roundings:.0f}")
+        print(f"| {' | '.join((*key, *entries))} |")
+    totals = {kind: Tally() for kind in KINDS}
+    for kinds in sums.values():
+        for kind, tally in kinds.items():
+            totals[kind].add(tally)
+    violations = sum(tally.violations for tally in totals.values())
+    result = {
+        "checks": sum(tally.checks for tally in totals.values()),
+        "violations": violations,
+        "captured_bounds": sums["captured"]["bounds"].checks,
+        **{kind: {k: v if math.isfinite(v) else None for k, v in asdict(t).items()} for kind, t in totals.items()},
+        "rounds": rounds,
+        "seed": args.seed,
+        "targets": ["-".join(target) for target in targets],
+        "versions": {name: load_backend(name).versions() for name in args.backends},
+        "git_commit": git_commit(),
+        "seconds": round(time.time() - started),
+    }
+    print("\n" + json.dumps(result))
+    sys.exit(1 if violations else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""Turns the raw measurements of scripts/reproduce.sh into the README's tables and figures.
+
+    python scripts/evidence.py [results]
+
+Writes evidence.md (every table), quality.svg (KL against bytes) and certificates.svg (what certainty costs) there.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+from eps_core.evaluate import Cell, arm_name, bytes_at_kl, label, markdown
+
+Rows = list[dict[str, Any]]
+KL_LIMIT = 0.01
+# what the default is held against, and the most of its bytes that the default may read
+TARGETS = (("box", 16, (16, 128), 0.3), ("meanstd", 16, (16, 128), 0.35), ("oracle", 16, (16, 128), 1.0),
+           ("oracle", 16, (4, 32), 1.0), ("oracle", 128, (16, 128), 0.5))  # fmt: skip
+LEVELS = ("0.1", "0.01", "0.001")
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#888888", "#222222")
+
+
+def rows(path: Path) -> Rows:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def cells(path: Path) -> list[Cell]:
+    found = [row for row in rows(path) if row["type"] == "cell"]
+    return [Cell(**{k: tuple(v) if k == "guards" else v for k, v in row.items() if k != "type"}) for row in found]
+
+
+def curves(found: list[Cell], context: int) -> dict[tuple, list[Cell]]:
+    """The cells of one context, arm by arm."""
+    here = [cell for cell in found if cell.context_tokens == context]
+    return {name: [c for c in here if arm_name(c) == name] for name in dict.fromkeys(map(arm_name, here))}
+
+
+def crossing(curve: list[Cell]) -> tuple[float | None, str]:
+    return bytes_at_kl(((c.bytes_ratio, c.kl_mean) for c in curve), KL_LIMIT)
+
+
+def default_of(by_arm: dict[tuple, list[Cell]]) -> list[Cell]:
+    """The default's curve: rq, share, with its tail."""
+    return next(curve for name, curve in by_arm.items() if name[0] == "rq" and name[4] == "share" and name[6])
+
+
+def number(value: float | None, how: str = "measured") -> str:
+    return "-" if value is None else f"{'' if how == 'measured' else how + ' '}{value:.3f}"
+
+
+def bytes_table(found: list[Cell]) -> list[str]:
+    """Bytes at the KL limit of every method at every context, and the needles at the first point within the limit."""
+    contexts = sorted({cell.context_tokens for cell in found})
+    table = [f"| method, S | {' | '.join(f'{c:,}' for c in contexts)} |", "|---|" + "---|" * len(contexts)]
+    for name in dict.fromkeys(map(arm_name, found)):
+        entries = []
+        for context in contexts:
+            curve = curves(found, context).get(name, [])
+            within = [c for c in curve if c.kl_mean is not None and c.kl_mean <= KL_LIMIT]
+            needles = f" / {min(within, key=lambda c: c.bytes_ratio or 0).needles_answered}" if within else ""
+            entries.append(number(*crossing(curve)) + needles)
+        table.append(f"| {label(name)} | {' | '.join(entries)} |")
+    dense = {c.context_tokens: f"{c.needles_dense} of {c.num_needles}" for c in found}
+    return [*table, "", "Dense answers " + ", ".join(f"{dense[c]} at {c:,}" for c in contexts) + "."]
+
+
+def targets(found: list[Cell]) -> list[str]:
+    """The default's bytes over those of what it is held against, at the KL limit."""
+    contexts = [context for context in (4096, 8192) if any(c.context_tokens == context for c in found)]
+    table = [f"| against | at most | {' | '.join(f'{c:,}' for c in contexts)} |", "|---|---|" + "---|" * len(contexts)]
+    for method, group_tokens, guards, limit in TARGETS:
+        entries = []
+        for context in contexts:
+            by_arm = curves(found, context)
+            ours, ours_how = crossing(default_of(by_arm))
+            theirs, how = crossing(
+                next(c for n, c in by_arm.items() if (n[0], n[1], n[5]) == (method, group_tokens, guards))
+            )
+            sign = {("measured", ">"): "< ", ("<", "measured"): "< ", ("<", ">"): "< ", ("measured", "<"): "> "}
+            words = "-" if ours is None or theirs is None else f"{sign.get((ours_how, how), '')}{ours / theirs:.2f}"
+            entries.append(words)
+        table.append(
+            f"| {label((method, group_tokens, None, None, 'topk', guards, 0))} | {limit:g} | {' | '.join(entries)} |"
+        )
+    return table
+
+
+def recall_table(out: Path) -> list[str]:
+    """Share of the softmax mass in the best groups by estimate, guards ignored, and the certified skips."""
+    files = [
+        *sorted(out.glob("replay-[0-9]*.jsonl"), key=lambda p: int(p.stem.split("-")[1])),
+        out / "replay-wide.jsonl",
+    ]
+    table = ["| capture | method, S | 5 % | 12.5 % | 25 % | certified skip at 0.1 / 0.01 / 0.001 | oracle's |",
+             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    for path in files:
+        for row in rows(path):
+            if row["type"] != "replay":
+                continue
+            recall = " | ".join(number(row[f"recall_at_{f}"]) for f in ("0.05", "0.125", "0.25"))
+            skip, best = (
+                " / ".join("-" if row[f"{kind}_skip_{e}"] is None else f"{row[f'{kind}_skip_{e}']:.2f}" for e in LEVELS)
+                for kind in ("certified", "oracle")
+            )
+            table.append(f"| {path.stem[7:]} | `{row['method']}` {row['group_tokens']} | {recall} | {skip} | {best} |")
+    return table
+
+
+def certificate_tables(found: Rows) -> list[str]:
+    table = ["| summary | S | of K and V | gap, nats | unread at 0.1 / 0.01 / 0.001 | bytes | oracle's bytes |",
+             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    for row in found:
+        if row["type"] != "summary":
+            continue
+        name = f"`{row['method']}`" + (f" {row['bits']} bit" if row["bits"] else "")
+        name += f" k={row['dim']}" if row["method"] == "moments" else ""
+        skip = " / ".join(f"{row[f'certified_skip_{e}']:.2f}" for e in LEVELS)
+        ours, oracle = (" / ".join(f"{value:.2f}" for value in row[k]) for k in ("bytes_at", "oracle_bytes_at"))
+        share = row["bytes_at"][0] - 1 + row["certified_skip_0.1"]
+        table.append(
+            f"| {name} | {row['group_tokens']} | {share:.3f} | {row['upper_gap']:.2f} | {skip} | {ours} | {oracle} |"
+        )
+    table += ["", "| strict, codes of single keys | epsilon | bytes | true share unread, largest | certified, mean |",
+              "|---|---|---|---|---|"]  # fmt: skip
+    for row in found:
+        if row["type"] == "strict":
+            table.append(f"| {row['bound_bits']} bit | {row['epsilon']:g} | {row['bytes_ratio']:.3f} | "
+                         f"{row['skipped_true_max']:.4f} | {row['certificate']:.4f} |")  # fmt: skip
+    table += ["", "| refinement: 4 bits of all keys, 8 of some | refined | bytes | 8 bits of all | "
+              "error bound by each |v| over by the largest |", "|---|---|---|---|---|"]  # fmt: skip
+    for row in found:
+        if row["type"] == "refinement":
+            figures = f"{row['refined_fraction']:.2f} | {row['bytes_ratio']:.3f} | {row['bytes_8_bit_only']:.3f}"
+            table.append(
+                f"| certified {row['certified_share']:g} | {figures} | {row['error_bound_per_key_over_global']:.2f} |"
+            )
+    return table
+
+
+def ablation_table(found: Rows) -> list[str]:
+    table = ["| what | bytes at KL 0.01 | at KL 0.004 |", "|---|---|---|"]
+    for row in found:
+        if row["type"] == "ablation_bytes":
+            table.append(f"| {row['what']} | {number(*row['bytes_at_0.01'])} | {number(*row['bytes_at_0.004'])} |")
+    return table
+
+
+def quality_figure(demo: list[Cell], wide: list[Cell], path: Path) -> None:
+    panels = [(demo, context, f"demo, {context:,}") for context in sorted({c.context_tokens for c in demo})]
+    panels += [(wide, context, f"wide, {context:,}") for context in sorted({c.context_tokens for c in wide})]
+    figure, axes = plt.subplots(1, len(panels), figsize=(3.4 * len(panels), 3.6), sharey=True, layout="constrained")
+    shown = [("jl", 128), ("1pc", 128), ("box", 16), ("meanstd", 16), ("moments", 8), ("oracle", 16), ("oracle", 128)]
+    for axis, (found, context, title) in zip(axes, panels, strict=True):
+        by_arm = curves(found, context)
+        default = default_of(by_arm)
+        for i, (method, size) in enumerate(shown):
+            curve = next((c for n, c in by_arm.items() if n[:2] == (method, size) and n[5] == (16, 128)), [])
+            _line(axis, curve, f"{method}, {size}", COLOURS[i], "--" if method == "oracle" else "-")
+        _line(axis, default, "rq, 2 (default)", COLOURS[7], "-", width=2.5)
+        axis.axhline(KL_LIMIT, color="#bbbbbb", lw=0.8, zorder=0)
+        axis.set(title=title, xscale="log", yscale="log", xlabel="bytes read over dense")
+        axis.set_xticks([0.04, 0.07, 0.14, 0.28], ["0.04", "0.07", "0.14", "0.28"], minor=False)
+        axis.minorticks_off()
+    axes[0].set_ylabel("KL of the next token, nats")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=8, frameon=False)
+    _save(figure, path)
+
+
+def _line(axis: Any, curve: list[Cell], name: str, colour: str, style: str, width: float = 1.4) -> None:
+    points = sorted((c.bytes_ratio, c.kl_mean) for c in curve if c.bytes_ratio is not None and c.kl_mean is not None)
+    axis.plot(
+        [p[0] for p in points], [p[1] for p in points], style, color=colour, label=name, lw=width, marker="o", ms=3
+    )
+
+
+def certificate_figure(found: Rows, path: Path) -> None:
+    figure, axis = plt.subplots(figsize=(5.4, 3.6), layout="constrained")
+    summaries = [row for row in found if row["type"] == "summary"]
+    shares = [float(level) for level in LEVELS]
+    wanted = [("box", 16, None), ("ball", 2, None), ("moments", 8, 4), ("moments", 2, 1), ("rq", 1, 4), ("rq", 1, 8)]
+    for colour, (method, size, detail) in zip(COLOURS, wanted, strict=False):
+        row = next(r for r in summaries if r["method"] == method and r["group_tokens"] == size
+                   and detail in (None, r["dim"], r["bits"]))  # fmt: skip
+        name = f"{method}, {size}" + (f", {'k =' if method == 'moments' else 'bits'} {detail}" if detail else "")
+        axis.plot(shares, row["bytes_at"], color=colour, marker="o", ms=3, label=name)
+    oracle = next(r for r in summaries if r["group_tokens"] == 1)
+    axis.plot(shares, oracle["oracle_bytes_at"], "--", color="#222222", marker="o", ms=3, label="oracle, 1")
+    axis.axhline(1, color="#bbbbbb", lw=0.8, zorder=0)
+    axis.set(xscale="log", xlabel="certified share of the softmax left unread", ylabel="bytes read over dense", ylim=0)
+    axis.legend(fontsize=8, frameon=False)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    plt.rcParams["svg.hashsalt"] = "eps"
+    figure.savefig(path, metadata={"Date": None}, facecolor="white")
+    plt.close(figure)
+
+
+def main() -> None:
+    out = Path(sys.argv[1] if len(sys.argv) > 1 else "results")
+    demo, wide = cells(out / "methods.jsonl"), cells(out / "wide.jsonl")
+    certificates = rows(out / "certificates.jsonl")
+    bounds = json.loads((out / "bounds.json").read_text())
+    parts = ["# Evidence", "", "Made by `scripts/reproduce.sh`. Bytes are K, V and summaries read, over dense.", ""]
+    for found, model in ((demo, "demo model"), (wide, "wide model")):
+        parts += [f"## Bytes at a KL of {KL_LIMIT} / needles there, {model}", "", *bytes_table(found), ""]
+        parts += [f"## The default's bytes over others', {model}", "", *targets(found), ""]
+    for found, model in ((demo, "demo"), (wide, "wide")):
+        for context in sorted({cell.context_tokens for cell in found}):
+            here = [cell for cell in found if cell.context_tokens == context]
+            parts += [f"## KL / needles at each byte budget, {model} model, {context:,} tokens", "", markdown(here), ""]
+    parts += ["## Mass recall without guards, certified skip", "", *recall_table(out), ""]
+    parts += ["## Certificates, demo model, 4,096 tokens", "", *certificate_tables(certificates), ""]
+    parts += ["## Parts of the default, 4,096 tokens", "", *ablation_table(rows(out / "ablations.jsonl")), ""]
+    parts += ["## Bounds checked", "", "```json", json.dumps(bounds, indent=1), "```", ""]
+    (out / "evidence.md").write_text("\n".join(parts))
+    quality_figure(demo, wide, out / "quality.svg")
+    certificate_figure(certificates, out / "certificates.svg")
+    print("\n".join(parts[:60]))
+
+
+if __name__ == "__main__":
+    main()

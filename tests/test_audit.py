@@ -1,0 +1,339 @@
+"""Audits and strict mode in a whole decode: what they report is true, and an audit changes nothing else."""
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_models
+from test_cli import lines_of
+from test_conformance import eps, visit_mask
+
+from eps_core import cli
+from eps_core.blocks import PagePool
+from eps_core.config import CacheSpec, EpsConfig, scoring_bytes
+from eps_core.generate import Sampling, generate
+from eps_core.interface import Scores
+from eps_core.model import read_spec
+from eps_core.telemetry import StepRecord, kl_divergence, summarise
+
+PROMPTS = [np.random.default_rng(length).integers(0, 256, length).tolist() for length in (290, 65)]
+STEPS = 6
+CONFIGS = {
+    "rq": EpsConfig(method="rq", first_tokens=4, last_tokens=8),
+    "rq-dropped-tail": eps("rq", group_tokens=2, tail_tokens=0),
+    "moments": eps("moments"),
+    "meanstd": eps("meanstd", policy="share", tau=0.02),
+    "union": eps("box", scope="union"),
+    "strict": eps("ball", strict=True, epsilon=0.3),
+    "bound-bits": eps("jl", bound_bits=8, strict=True, epsilon=0.3),
+    "modes": eps("box", head_modes=(("dense", "dense"), ("window", "gate"))),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.save_model("llama2-bf16-sharded", tmp_path_factory.mktemp("model"))
+
+
+class Watched:
+    """A decoder that can attend one step densely, and a decode with it: its records, and after each step what its
+    layers saw."""
+
+    def __init__(self, target: tuple, model: Path, config: EpsConfig, dense_step: int | None = None) -> None:
+        self.backend, device = target
+        self.config, self.spec, self.dense_step = config, read_spec(model), dense_step
+        self.decoder = self.backend.load_model(model, self.spec, "float32", device)
+        self.timing, self.num_steps = False, 0
+        self.seen: list[dict[int, np.ndarray]] = []  # of each step: {layer: q}
+        self.visits: list[list[np.ndarray]] = []  # of each step and layer: [B, Hkv, G]
+        self.unread: list[np.ndarray] = []  # of each step: [L, Hkv] in float64, the largest over sequences and queries
+        self.watching = False
+        self.decoder.tap = self._hear
+
+    def prefill(self, *args: Any) -> Any:
+        return self.decoder.prefill(*args)
+
+    def step(
+        self, cache: Any, tokens: Any, slots: Any, table: np.ndarray, lengths: np.ndarray, gate: bool, audit: bool
+    ) -> Any:
+        self.seen.append({})
+        gate, self.num_steps = gate and self.num_steps != self.dense_step, self.num_steps + 1
+        cache, output = self.decoder.step(cache, tokens, slots, table, lengths, gate, audit)
+        if self.watching and gate:
+            self.visits.append([self._visit(cache, layer, table, lengths) for layer in range(self.spec.num_layers)])
+            self.unread.append(self._unread(cache, table, lengths))
+        return cache, output
+
+    def run(self, prompts: list = PROMPTS, **more: Any) -> list[StepRecord]:
+        config, spec = self.config, self.spec
+        units = sum(-(-(len(prompt) + STEPS) // config.unit_tokens) for prompt in prompts)
+        cache = self.backend.new_cache(
+            CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, units), config, self.decoder.device
+        )
+        pool, more = PagePool(units, config.unit_tokens), {"keep_logits": True, "prefill_chunk": 128, **more}
+        return list(generate(self.backend, self, cache, pool, prompts, STEPS, Sampling(), **more))  # type: ignore[arg-type]
+
+    def _hear(self, layer: int, q: Any) -> None:
+        if self.watching:
+            self.seen[-1][layer] = self.backend.to_numpy(q).astype(np.float32)
+
+    def _visit(self, cache: Any, layer: int, table: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """What this layer visited, asked again; the bytes that this reads are not counted."""
+        backend, config, counted = self.backend, self.config, (cache.kv_bytes_read, cache.bound_bytes_read)
+        groups = table.shape[1] * config.groups_per_unit
+        inside = np.arange(groups) < -(-lengths // config.S)[:, None]
+        if config.dense_layer(layer):
+            return np.repeat(inside[:, None], self.spec.num_kv_heads, axis=1)
+        q = backend.from_numpy(self.seen[-1][layer], "float32", self.decoder.device)
+        scores = backend.score(cache, layer, q, table, lengths)
+        selected = backend.select(config, scores, lengths, layer)
+        if config.strict:
+            _, lse = backend.attend(cache, layer, q, table, lengths, selected)
+            scores = backend.bounds(cache, layer, q, table, lengths, scores, selected)
+            _, selected = backend.escalate(config, scores, selected, lse)
+        cache.kv_bytes_read, cache.bound_bytes_read = counted
+        return visit_mask(backend, selected, groups)
+
+    def _unread(self, cache: Any, table: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        shares = np.zeros((self.spec.num_layers, self.spec.num_kv_heads))
+        repeat = self.spec.num_heads // self.spec.num_kv_heads
+        for layer in range(self.spec.num_layers):
+            for b, length in enumerate(lengths.tolist()):
+                keys = self.backend.to_numpy(self.backend.read_kv(cache, layer, table[b], length)[0]).astype(np.float64)
+                for r, q in enumerate(self.seen[-1][layer][b].astype(np.float64)):
+                    head = r // repeat
+                    logits = keys[:, head] @ q / np.sqrt(self.spec.head_dim)
+                    weights = np.exp(logits - logits.max())
+                    read = np.repeat(self.visits[-1][layer][b, head], self.config.S)[:length]
+                    shares[layer, head] = max(shares[layer, head], 1 - weights[read].sum() / weights.sum())
+        return shares
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_audit_tells_the_truth_and_changes_nothing(target, model, name):
+    config = CONFIGS[name]
+    watched = Watched(target, model, config)
+    watched.watching = True
+    audited, plain = watched.run(audit_every=2), Watched(target, model, config).run()
+    assert [record.audited for record in audited] == [True, False] * 3
+    for step, (record, quiet) in enumerate(zip(audited, plain, strict=True)):
+        # not a bit of the decode, and not a byte of what it reads
+        assert np.array_equal(record.logits, quiet.logits)
+        for field in vars(record):
+            if field in ("tokens", "lengths", "fallbacks", "escalations") or field.startswith(("pages", "bytes")):
+                assert getattr(record, field) == getattr(quiet, field), field
+        assert not quiet.audited and quiet.audit_alarms == 0
+        assert quiet.audit_kl is quiet.mass_skipped_true is quiet.true_by_head is None
+        assert record.pages_visited == sum(int(visit.sum()) for visit in watched.visits[step])
+        if not record.audited:
+            assert record.audit_kl is record.mass_skipped_true is record.true_by_head is None
+            continue
+        true = watched.unread[step]
+        assert record.true_by_head is not None and record.mass_skipped_true == record.true_by_head.max()
+        np.testing.assert_allclose(record.true_by_head, true, atol=1e-5)
+        if config.has_bounds:
+            assert (true <= record.cert_by_head + 1e-6).all()
+        if config.strict:
+            assert record.mass_skipped_cert is not None and record.mass_skipped_cert <= config.epsilon
+    assert max(shares.max() for shares in watched.unread) > 0.01, "nothing was skipped: this says nothing"
+
+
+@pytest.mark.parametrize("name", ["rq", "moments", "union"])
+def test_audit_kl_is_against_a_dense_step_of_the_same_tokens(target, model, name):
+    config = CONFIGS[name]
+    audited = Watched(target, model, config).run(audit_every=1)
+    tokens = [[record.tokens[i] for record in audited] for i in range(len(PROMPTS))]
+    values = []
+    for step in (0, 3):
+        other = Watched(target, model, config, dense_step=step).run(forced_tokens=tokens)
+        values.append(kl_divergence(other[step].logits, audited[step].logits).mean())
+        assert other[step].pages_skipped == 0 < audited[step].pages_skipped
+        assert audited[step].audit_kl == pytest.approx(values[-1], rel=1e-3, abs=1e-6)
+    # nothing was gated before the first step: there it is the distance to a run without EPS
+    dense = Watched(target, model, EpsConfig()).run(forced_tokens=tokens)
+    assert audited[0].audit_kl == pytest.approx(
+        kl_divergence(dense[0].logits, audited[0].logits).mean(), rel=1e-3, abs=1e-6
+    )
+    assert max(values) > 1e-4, "both distributions are the same: this says nothing"
+
+
+@pytest.mark.parametrize("every", [1, 3, 100])
+def test_every_nth_step_is_audited(target, model, every):
+    records = Watched(target, model, CONFIGS["moments"]).run(audit_every=every)
+    assert [record.audited for record in records] == [step % every == 0 for step in range(STEPS)]
+    summary = summarise(records)
+    assert summary["audits"] == sum(record.audited for record in records)
+    rest = [record.decode_ms for record in records if not record.audited] or [r.decode_ms for r in records]
+    assert summary["decode_ms_p50"] == np.percentile(rest, 50) and summary["decode_ms_p99"] == np.percentile(rest, 99)
+    assert summary["audit_kl_mean"] == np.mean([record.audit_kl for record in records if record.audited])
+
+
+def test_a_first_token_has_nothing_to_be_audited_against(target, model):
+    records = Watched(target, model, CONFIGS["moments"]).run([PROMPTS[0], [7]], audit_every=1)
+    assert [record.audited for record in records] == [False] + [True] * (STEPS - 1)
+
+
+def test_nothing_is_audited_where_eps_is_off(target, model):
+    records = Watched(target, model, EpsConfig()).run(audit_every=1)
+    assert not any(record.audited or record.fallbacks for record in records)
+
+
+# ---------------------------------------------------------------------------------------------------------- alarms
+
+
+def break_scores(monkeypatch: pytest.MonkeyPatch, backend: Any, broken: Callable[[Any, Scores], Scores]) -> None:
+    """`score`, as the decoder calls it, gives what `broken` makes of its result."""
+    name = backend.__name__
+    module = importlib.import_module(name if name == "eps_core.backend" else f"{name}.model")
+    score = module.score
+    monkeypatch.setattr(module, "score", lambda cache, *args: broken(cache, score(cache, *args)))
+
+
+def lowered(backend: Any, array: Any, which: np.ndarray, nats: float) -> Any:
+    """`array` lowered by `nats` where `which`, in the backend's own library."""
+    changed = backend.to_numpy(array).astype(np.float64)
+    changed[which] -= nats
+    if isinstance(array, np.ndarray):
+        return changed
+    device = "cpu" if not hasattr(array, "device") else array.device.type
+    return backend.from_numpy(changed.astype(np.float32), "float32", device)
+
+
+def largest(values: np.ndarray) -> np.ndarray:
+    """True at the largest 0.4 of the finite values of each row."""
+    finite = np.isfinite(values)
+    least = np.nanquantile(np.where(finite, values, np.nan), 0.6, axis=-1, keepdims=True)
+    return finite & (values >= least)
+
+
+@pytest.mark.parametrize("method", ["rq", "moments", "meanstd"])
+def test_an_estimate_below_the_truth_raises_alarms(target, model, monkeypatch, method):
+    # the budget has room for all groups but those whose estimates will be lowered: they count for nothing, unread
+    config, factor = eps(method, group_tokens=2, budget=0.65), 1e3
+    healthy = Watched(target, model, config).run(audit_every=2, audit_factor=factor)
+    assert all(record.audit_alarms == 0 for record in healthy)
+    assert all(record.pages_skipped > 0 and record.mass_skipped_true > 0.01 for record in healthy if record.audited)
+    backend = target[0]
+
+    def broken(cache: Any, scores: Scores) -> Scores:
+        host = backend.to_numpy(scores.estimate)
+        return replace(scores, estimate=lowered(backend, scores.estimate, largest(host), 20.0))
+
+    break_scores(monkeypatch, backend, broken)
+    records = Watched(target, model, config).run(audit_every=2, audit_factor=factor)
+    assert [record.audit_alarms > 0 for record in records] == [True, False] * 3
+    assert summarise(records)["audit_alarms"] == sum(record.audit_alarms for record in records)
+
+
+@pytest.mark.parametrize("method", ["moments", "box"])
+def test_a_certificate_below_the_truth_raises_alarms(target, model, monkeypatch, method):
+    config, backend = eps(method), target[0]
+    # a factor that no estimate can miss: what is left are certificates
+    healthy = Watched(target, model, config).run(audit_every=2, audit_factor=float("inf"))
+    assert all(record.audit_alarms == 0 for record in healthy)
+
+    def broken(cache: Any, scores: Scores) -> Scores:
+        finite = np.isfinite(backend.to_numpy(scores.upper))
+        return replace(scores, upper=lowered(backend, scores.upper, finite, 30.0))
+
+    break_scores(monkeypatch, backend, broken)
+    records = Watched(target, model, config).run(audit_every=2, audit_factor=float("inf"))
+    assert [record.audit_alarms > 0 for record in records] == [True, False] * 3
+    for record in records:
+        assert not record.audited or record.mass_skipped_true > record.mass_skipped_cert
+
+
+def test_after_an_alarm_the_steps_are_dense(target, model, monkeypatch):
+    config, backend = eps("box"), target[0]
+    calm = Watched(target, model, config).run(audit_every=2, audit_factor=float("inf"), audit_off=True)
+    assert all(record.pages_skipped > 0 and not record.fallbacks for record in calm)
+
+    def broken(cache: Any, scores: Scores) -> Scores:
+        finite = np.isfinite(backend.to_numpy(scores.upper))
+        return replace(scores, upper=lowered(backend, scores.upper, finite, 30.0))
+
+    break_scores(monkeypatch, backend, broken)
+    first, *rest = Watched(target, model, config).run(audit_every=2, audit_factor=float("inf"), audit_off=True)
+    assert first.audited and first.audit_alarms > 0 and first.pages_skipped > 0 and not first.fallbacks
+    for record in rest:
+        assert record.fallbacks == {"audit_alarm": 2 * len(PROMPTS)} and not record.audited
+        assert record.pages_skipped == 0 == record.bytes_summary_read and record.audit_alarms == 0
+        assert record.bytes_kv_read_est == record.bytes_kv_dense
+    assert summarise([first, *rest])["fallbacks"] == {"audit_alarm": 2 * len(PROMPTS) * len(rest)}
+
+
+# ------------------------------------------------------------------------------------------- strict and bounds of keys
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("method", ["jl", "meanstd", "rq"])
+def test_methods_without_bounds_are_strict_by_codes_of_keys(target, model, method, bits):
+    config = eps(method, bound_bits=bits, strict=True, epsilon=0.2, tail_tokens=0)
+    watched = Watched(target, model, config)
+    watched.watching = True
+    records, spec = watched.run(PROMPTS[:1]), watched.spec
+    key_bytes = spec.head_dim * bits // 8 + 2 + 3 * 2
+    for record, shares in zip(records, watched.unread, strict=True):
+        assert shares.max() <= record.mass_skipped_cert <= 0.2
+        # codes of exactly those groups that the policy left out, whatever strict mode read of them afterwards
+        left = record.pages_skipped + record.pages_escalated
+        units = -(-record.lengths[0] // config.unit_tokens)
+        scored = scoring_bytes(config, spec.head_dim, units * config.groups_per_unit, record.lengths)
+        scored *= spec.num_layers * spec.num_kv_heads
+        assert record.bytes_summary_read - scored == left * config.S * key_bytes > 0
+    assert sum(record.escalations for record in records) > 0
+
+
+TEXT = "def read(path):\n    with open(path) as file:\n        return file.read()\n\n\n" * 12  # 840 bytes
+
+
+def strict_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *args: object) -> dict[str, Any]:
+    """The last stdout line of `eps-proto run` on the demo model, in this process."""
+    given = ["run", "--backend", "cuda", "--device", "cpu", "--prompt", TEXT, "--max-new-tokens", 5, "--no-stop", *args]
+    monkeypatch.setattr(sys, "argv", ["eps-proto", *map(str, given)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    printed = capsys.readouterr()
+    assert not end.value.code, printed.err
+    return json.loads(printed.out.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    "flags", [["--eps-method", "moments"], ["--eps-method", "rq", "--eps-bound-bits", 8]], ids=["moments", "rq"]
+)
+def test_a_strict_run_is_certified(monkeypatch, capsys, tmp_path, flags):
+    metrics = tmp_path / "m.jsonl"
+    result = strict_run(
+        monkeypatch, capsys, *flags, "--eps-strict", "--eps-epsilon", 0.5, "--eps-last-tokens", 16,
+        "--eps-audit-every", 1, "--metrics", metrics,
+    )  # fmt: skip
+    assert result["eps"]["mass_skipped_cert_max"] <= 0.5 and result["eps"]["escalations"] > 0
+    _, *steps, last = lines_of(metrics)
+    assert (
+        last["mass_skipped_cert_max"]
+        == result["eps"]["mass_skipped_cert_max"]
+        == max(step["mass_skipped_cert"] for step in steps)
+    )
+    by_head = np.array(last["escalations_by_layer_and_head"])
+    assert by_head.shape == (4, 2) and by_head.sum() == last["escalations"] == result["eps"]["escalations"]
+    assert by_head.max() <= len(steps) and last["pages_escalated"] >= last["escalations"]
+    assert last["audits"] == len(steps) == 5
+    for step in steps:
+        assert step["mass_skipped_true"] <= step["mass_skipped_cert"] + 1e-5 and step["mass_skipped_cert"] <= 0.5
+        assert np.array(step["cert_by_head"]).shape == (4, 2) and np.max(step["cert_by_head"]) <= 0.5
+    assert last["pages_skipped"] > 0, "everything was read: this says nothing"
+
+
+@pytest.mark.parametrize(
+    "flags", [["--eps-method", "moments"], ["--eps-method", "rq", "--eps-bound-bits", 8]], ids=["moments", "rq"]
+)
+def test_epsilon_zero_reads_everything(monkeypatch, capsys, flags):
+    result = strict_run(monkeypatch, capsys, *flags, "--eps-strict", "--eps-epsilon", 0, "--kl")
+    assert result["tokens_equal"] and result["eps"]["pages_skipped"] == 0 == result["eps"]["mass_skipped_cert_max"]
+    assert result["kl_max"] < 1e-6 and result["eps"]["bytes_kv_read"] >= result["dense"]["bytes_kv_read"]

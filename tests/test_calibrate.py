@@ -1,0 +1,257 @@
+"""Calibration finds what was built into keys, and a head policy is refused wherever it does not fit."""
+
+import io
+import json
+import re
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_models
+
+from eps_core import attention, cli, cli_replay
+from eps_core.calibrate import (
+    FRACTIONS,
+    MASS,
+    CalibrateRequest,
+    break_even_tokens,
+    calibrate,
+    classify,
+    layer_curves,
+    write_policy,
+)
+from eps_core.config import ConfigError, EpsConfig, scoring_bytes
+from eps_core.head_policy import (
+    HeadPolicy,
+    check_policy,
+    head_modes,
+    load_policy,
+    model_fingerprint,
+    modes_of,
+)
+from eps_core.model import read_spec
+from eps_core.run import DEMO_MODEL
+
+CONFIG = EpsConfig(method="rq", group_tokens=4, first_tokens=4, last_tokens=16)
+CONTEXT = 260
+
+
+def built_heads() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """q [2, 6, D], k, v [T, 3, D], lengths [2] of three kv heads: one that looks at the first and last tokens, one at
+    eight tokens in the middle, one at all alike."""
+    rng, tokens, dim = np.random.default_rng(0), 400, 8
+    k, v = rng.normal(0, 0.01, (tokens, 3, dim)), rng.normal(size=(tokens, 3, dim))
+    k[:4, 0, 0] = 12
+    k[385:, 0, 0] = 12
+    k[200:208, 1, 0] = 12
+    q = np.zeros((2, 6, dim))
+    q[..., 0] = np.sqrt(dim)  # a = 1 along the first axis
+    return q, k, v, np.array([399, 400])
+
+
+def test_built_heads_are_told_apart() -> None:
+    q, k, v, lengths = built_heads()
+    found = layer_curves(q, k, v, lengths, 8**-0.5, 4, 4, 16)
+    outside = found.outside[None]
+    assert classify(outside, 0.05) == (("streaming", "retrieval", "retrieval"),)
+    # the diffuse head has its mass where the tokens are
+    assert outside[0, 2] == pytest.approx(1 - 20 / 400, abs=0.01)
+    # 8 tokens are 2 groups of 100; what is spread evenly takes 99 of them
+    assert found.needed[1] == pytest.approx(0.02) and found.needed[2] == pytest.approx(0.99, abs=0.011)
+    assert modes_of((("streaming", "retrieval"), ("retrieval", "retrieval")), (1,)) == (
+        ("dense", "gate"),
+        ("dense", "dense"),
+    )
+
+
+def test_curves_rise_to_one_and_follow_the_oracle() -> None:
+    rng = np.random.default_rng(3)
+    q, k, v = rng.normal(0, 2, (2, 4, 8)), rng.normal(size=(101, 2, 8)), rng.normal(size=(101, 2, 8))
+    found = layer_curves(q, k, v, np.array([90, 101]), 8**-0.5, 4, 4, 16)
+    assert found.curves.shape == (2, len(FRACTIONS)) and (np.diff(found.curves, axis=1) >= 0).all()
+    np.testing.assert_array_equal(found.curves[:, -1], 1.0)
+    assert (found.curves > 0).all() and (found.needed > 0).all() and (found.needed <= 1).all()
+    for head in range(2):
+        tenth, needed, outside = [], [], []
+        for step, length in enumerate((90, 101)):
+            masses = [attention.group_masses(q[step, 2 * head + r] / 8**0.5, k[:length, head], 4) for r in (0, 1)]
+            order = np.argsort(-np.max(masses, axis=0), kind="stable")
+            held = np.mean([np.cumsum(np.exp(m[order])) / np.exp(m).sum() for m in masses], axis=0)
+            tenth.append(held[-(-len(order) // 10) - 1])
+            needed.append((np.flatnonzero(held >= MASS)[0] + 1) / len(order))
+            weights = [np.exp(k[:length, head] @ q[step, 2 * head + r] / 8**0.5) for r in (0, 1)]
+            outside.append(max(w[4 : length - 16].sum() / w.sum() for w in weights))
+        assert found.curves[head, FRACTIONS.index(0.1)] == pytest.approx(np.mean(tenth))
+        assert found.needed[head] == pytest.approx(np.mean(needed))
+        assert found.outside[head] == pytest.approx(np.mean(outside))
+
+
+def test_break_even_is_where_the_bytes_cross() -> None:
+    tokens = break_even_tokens(CONFIG, 64, 256, 0.2)
+    assert tokens is not None
+    per_group = scoring_bytes(CONFIG, 64, 800, [3200]) / 800
+    gated = (4 + 16 + 4) * 256 + tokens / 4 * per_group + 0.2 * tokens * 256
+    assert gated == pytest.approx(tokens * 256)
+    assert break_even_tokens(CONFIG, 64, 256, 1.0) is None
+
+
+def request(path: Path, **more: Any) -> CalibrateRequest:
+    return CalibrateRequest(path, CONFIG, context_tokens=CONTEXT, num_steps=3, backend="cuda", device="cpu", **more)
+
+
+@pytest.fixture(scope="module")
+def policy_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model's policy."""
+    path = tmp_path_factory.mktemp("policy") / "policy.json"
+    calibrate(request(path), io.StringIO())
+    return path
+
+
+def test_a_policy_of_the_demo_model(policy_file: Path) -> None:
+    policy, spec = load_policy(policy_file), read_spec(DEMO_MODEL)
+    check_policy(policy, DEMO_MODEL, spec)
+    assert policy.model == "demo" and policy.fingerprint == model_fingerprint(DEMO_MODEL)
+    assert (np.diff(policy.curves, axis=2) >= 0).all() and np.shape(policy.curves) == (4, 2, len(FRACTIONS))
+    modes = head_modes(policy)
+    config = EpsConfig(method="rq", head_modes=modes)
+    assert config.head_modes == modes and np.shape(modes) == (4, 2)
+    for layer, (classes, mine) in enumerate(zip(policy.classes, modes, strict=True)):
+        for kind, mode in zip(classes, mine, strict=True):
+            assert mode == ("gate" if kind == "retrieval" and layer not in policy.dense_layers else "dense")
+    assert EpsConfig.from_dict(policy.settings["config"]) == CONFIG
+    again = policy_file.parent / "again.json"
+    calibrate(request(again), io.StringIO())
+    assert again.read_bytes() == policy_file.read_bytes()
+    write_policy(again, policy)
+    assert again.read_bytes() == policy_file.read_bytes()
+    assert len(list(policy_file.parent.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ({"dense_fraction": 0.0}, "no kv head is worth gating"),
+        ({"streaming_share": 1.0}, "no kv head is worth gating"),
+        ({"dense_fraction": 1.0, "streaming_share": 0.0}, "8 of 8 kv heads are worth gating"),
+    ],
+)
+def test_the_verdict_is_said_plainly(limits: dict[str, float], words: str, tmp_path: Path) -> None:
+    out = io.StringIO()
+    result = calibrate(request(tmp_path / "p.json", **limits), out)
+    assert words in out.getvalue()
+    assert ("not sparse enough" in out.getvalue()) != result["sparse_enough"]
+    if not result["sparse_enough"]:
+        assert result["gated_heads"] == 0 and result["break_even_tokens_est"] is None
+        assert {mode for heads in load_policy(tmp_path / "p.json").head_modes for mode in heads} == {"dense"}
+
+
+def test_a_policy_of_another_model_is_refused(policy_file: Path, tmp_path: Path) -> None:
+    policy = load_policy(policy_file)
+    tiny = tiny_models.save_model("qwen2-tied", tmp_path / "tiny")
+    with pytest.raises(ConfigError, match=r"4 layers x 2 kv heads of 64, the model has 2 x 2 of 16: calibrate"):
+        check_policy(policy, tiny, read_spec(tiny))
+    other = tiny_models.save_model("qwen2-tied", tmp_path / "other", seed=1)
+    assert model_fingerprint(tiny) != model_fingerprint(other)
+    grid = (("gate", "gate"),) * 2
+    mine = replace(policy, num_layers=2, head_dim=16, fingerprint=model_fingerprint(other), head_modes=grid)
+    check_policy(mine, other, read_spec(other))
+    with pytest.raises(ConfigError, match="another model"):
+        check_policy(mine, tiny, read_spec(tiny))
+
+
+# what is changed in a good policy, and words that the one line must hold
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown-key": ({"extra": 1}, "extra"),
+    "other-version": ({"format_version": 2}, "format 2"),
+    "shape": ({"num_layers": 3}, "3 layers"),
+    "no-shape": ({"num_kv_heads": "2"}, "positive integers"),
+    "heads": ({"classes": [["retrieval"]] * 4}, "2 kv heads"),
+    "class": ({"classes": [["retrieval", "sleepy"]] * 4}, "sleepy"),
+    "class-of-another-kind": ({"classes": [["retrieval", {"3": 3}]] * 4}, "class {'3': 3}"),
+    "modes": ({"head_modes": [["window", "window"]] * 4}, "head_modes"),
+    "dense-layers": ({"dense_layers": [4]}, "dense_layers (4,)"),
+    "falling-curve": ({"curves": [[[0.5] * 11 + [0.4]] * 2] * 4}, "falls"),
+    "short-curve": ({"curves": [[[0.5]] * 2] * 4}, "12 shares"),
+    "beyond-one": ({"outside_share": [[0.5, 1.5]] * 4}, "within 0 to 1"),
+    "nan": ({"fraction_needed": [[0.5, float("nan")]] * 4}, "within 0 to 1"),
+    "fractions": ({"fractions": [0.5, 0.1]}, "fractions"),
+    "fingerprint": ({"fingerprint": None}, "fingerprint"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_faulty_policy_is_one_line(name: str, policy_file: Path, tmp_path: Path) -> None:
+    changes, words = FAULTS[name]
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(json.loads(policy_file.read_text()) | changes))
+    with pytest.raises(ConfigError) as error:
+        load_policy(path)
+    assert words in str(error.value) and "\n" not in str(error.value) and "again" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("{", "not JSON"), ("[1]", "no head policy"), ("{}", "no head policy"), ('{"format_version": 1}', "classes")],
+)
+def test_a_file_that_is_no_policy_is_one_line(content: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text(content)
+    with pytest.raises(ConfigError, match=words) as error:
+        load_policy(tmp_path / "p.json")
+    assert "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_policy(tmp_path / "absent.json")
+
+
+def test_every_field_is_checked() -> None:
+    """A field that is added to the policy must be thought of in these tests too."""
+    assert len(asdict(HeadPolicy(1, "", "", 1, 1, 1, {}, (), (), (), (), (), (), ()))) == 14
+
+
+def run_cli(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
+    """eps-proto in this process: its exit code."""
+    cli.cli.add_command(cli_replay.calibrate_command)
+    monkeypatch.setattr(sys, "argv", ["eps-proto", *map(str, args)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    return int(end.value.code or 0)
+
+
+def test_the_command_prints_a_table_and_an_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    flags = ["--context", 280, "--steps", 2, "--backend", "cuda", "--eps-method", "box", "--eps-group-tokens", 8]
+    assert run_cli(monkeypatch, "calibrate", *flags, "-o", tmp_path / "p.json") == 0
+    printed = capsys.readouterr().out
+    assert "pays from, est." in printed and "groups of 8 tokens at 280 tokens" in printed
+    result, policy = json.loads(printed.splitlines()[-1]), load_policy(tmp_path / "p.json")
+    assert result["heads"] == 8 and result["dense_layers"] == list(policy.dense_layers)
+    assert policy.settings["config"]["group_tokens"] == 8
+
+
+MISTAKES = {
+    "no-output": ([], "-o"),
+    "no-directory": (["-o", "absent/p.json"], "absent"),
+    "off": (["-o", "p.json", "--eps-method", "off"], "off"),
+    "bits-of-another-method": (["-o", "p.json", "--eps-method", "box", "--eps-bits", 2], "--eps-bits"),
+    "share": (["-o", "p.json", "--streaming-share", 2], "--streaming-share"),
+    "fraction": (["-o", "p.json", "--dense-fraction", -1], "--dense-fraction"),
+    "absent-model": (["-o", "p.json", "--model", "absent"], "absent"),
+    "odd-group": (["-o", "p.json", "--eps-group-tokens", 12], "12 tokens"),
+    "longer-than-the-model": (["-o", "p.json", "--context", 99999], "16384"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    args, words = MISTAKES[name]
+    monkeypatch.chdir(tmp_path)
+    code = run_cli(monkeypatch, "calibrate", *args, "--backend", "cuda")
+    printed = capsys.readouterr()
+    assert code == 2 and printed.out == "", printed
+    assert re.fullmatch(r"error: [^\n]+\n", printed.err) and words in printed.err, printed.err
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,445 @@
+"""Captures hold what attention saw, and a replay of one is the live decode, judged against a truth written apart."""
+
+import json
+import re
+import shutil
+import sys
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from eps_core import attention, cli, cli_replay
+from eps_core import capture as capture_module
+from eps_core.calibrate import write_policy
+from eps_core.capture import METADATA_KEY, Capture, CaptureRequest, capture, open_capture, open_text_model, record
+from eps_core.config import ConfigError, EpsConfig
+from eps_core.head_policy import HeadPolicy
+from eps_core.interface import LayerStats, load_backend
+from eps_core.replay import (
+    CERTIFIED_LEVELS,
+    RECALL_FRACTIONS,
+    Truth,
+    bytes_at_error,
+    certified_skip,
+    combine,
+    false_skips,
+    recall_at,
+    replay,
+    replay_many,
+    truth_of,
+)
+
+CONTEXT, STEPS = 300, 3
+SMALL = {"first_tokens": 4, "last_tokens": 16, "budget": 0.25}
+# what a live decode and its replay must agree on; jl has its own projection in every layer (see replay.py)
+LIVE = {
+    "rq": EpsConfig(method="rq", **SMALL),
+    "box-share": EpsConfig(method="box", policy="share", tau=0.002, first_tokens=4, last_tokens=16),
+    "meanstd-mass": EpsConfig(method="meanstd", policy="mass", epsilon=0.05, first_tokens=4, last_tokens=16),
+    "fd-union": EpsConfig(method="fd", scope="union", group_tokens=16, **SMALL),
+    "moments-strict": EpsConfig(method="moments", strict=True, epsilon=0.3, **SMALL),
+    "rq-heads": EpsConfig(
+        method="rq", head_modes=(("gate", "dense"), ("dense", "dense"), ("gate", "window"), ("gate", "gate")), **SMALL
+    ),
+    "below-min-context": EpsConfig(method="ball", min_context=CONTEXT + 3, **SMALL),
+}
+
+
+def live(backend: str, path: Path, config: EpsConfig, kv_dtype: str = "float32") -> tuple[Capture, list]:
+    """(capture along a live decode of the demo model, its LayerStats [step][layer])."""
+    model = open_text_model(None, None, CONTEXT + STEPS, backend, "cpu", "float32", kv_dtype)
+    decoder = model.load()
+    outputs: list[list[LayerStats]] = []
+    plain_step = decoder.step
+
+    def step(*args: Any, **more: Any) -> Any:
+        cache, output = plain_step(*args, **more)
+        outputs.append(output.layers)
+        return cache, output
+
+    decoder.step = step  # type: ignore[method-assign]
+    recording = record(model, decoder, CONTEXT, range(model.spec.num_layers), config)
+    info = capture_module.CaptureInfo(
+        1, "demo", 4, 4, 2, 64, 0.125, (0, 1, 2, 3), CONTEXT, STEPS, kv_dtype, config.to_dict(), "", backend, "cpu",
+        "float32", "",
+    )  # fmt: skip
+    capture_module.write_capture(path, info, recording)
+    return open_capture(path), outputs
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Capture:
+    """A dense decode of the demo model with a bfloat16 cache."""
+    path = tmp_path_factory.mktemp("dense") / "dense.safetensors"
+    capture(
+        CaptureRequest(path, context_tokens=CONTEXT, num_steps=STEPS, backend="cuda", device="cpu", kv_dtype="bfloat16")
+    )
+    return open_capture(path)
+
+
+def check_replay_equals_live(backend: str, path: Path, config: EpsConfig) -> None:
+    found, outputs = live(backend, path, config)
+    result = replay(found, config, load_backend(backend), "cpu")
+    assert [len(layers) for layers in outputs] == [4] * STEPS
+    for step, layers in enumerate(outputs):
+        for layer, stats in enumerate(layers):
+            place = (layer, step)
+            np.testing.assert_array_equal(result.visited[place], stats.counts[0])
+            assert result.forced[place] == stats.forced[0]
+            assert result.groups[step] == stats.groups[0]
+            assert result.kv_bytes[place] == stats.kv_bytes_read
+            assert result.summary_bytes[place] == stats.summary_bytes_read
+            assert stats.mass_skipped_est is not None
+            np.testing.assert_allclose(result.skipped_est[place], stats.mass_skipped_est[0], atol=1e-5)
+            if stats.mass_skipped_cert is not None:
+                np.testing.assert_allclose(result.certificate[place], stats.mass_skipped_cert[0], atol=1e-5)
+            if stats.escalated is not None:
+                np.testing.assert_array_equal(result.escalated[place], stats.escalated[0])
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_replay_is_the_live_decode(name: str, tmp_path: Path) -> None:
+    check_replay_equals_live("cuda", tmp_path / "c.safetensors", LIVE[name])
+
+
+@pytest.mark.parametrize("backend", ["numpy", "mlx"])
+def test_replay_is_the_live_decode_in_other_backends(backend: str, tmp_path: Path) -> None:
+    check_replay_equals_live(backend, tmp_path / "c.safetensors", LIVE["rq"])
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+def test_captures_round_trip_bit_for_bit(kv_dtype: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.safetensors"
+    model = open_text_model(None, None, 40, "cuda", "cpu", "float32", kv_dtype)
+    recording = record(model, model.load(), 36, (1, 3), EpsConfig())
+    info = capture_module.CaptureInfo(
+        1, "demo", 4, 4, 2, 64, 0.125, (1, 3), 36, 4, kv_dtype, EpsConfig().to_dict(), "", "cuda", "cpu", "float32", ""
+    )
+    capture_module.write_capture(path, info, recording)
+    found = open_capture(path)
+    assert found.info == info
+    np.testing.assert_array_equal(found.lengths, [37, 38, 39, 40])
+    for layer in (1, 3):
+        q, k, v = found.layer(layer)
+        assert (q.shape, k.shape, v.shape) == ((4, 4, 64), (40, 2, 64), (40, 2, 64))
+        assert k.dtype.name == v.dtype.name == kv_dtype and q.dtype == np.float32
+        for stored, kept in zip((q, k, v), (recording.q[layer], *recording.keys_values(layer)), strict=True):
+            assert stored.tobytes() == kept.tobytes()
+    assert [file.name for file in tmp_path.iterdir()] == ["c.safetensors"]
+
+
+def test_a_capture_holds_what_attention_saw(dense: Capture) -> None:
+    """The last step's query is that of the last key's token: a dense decode gives the same in one prefill."""
+    model = open_text_model(None, None, CONTEXT + STEPS, "numpy", "cpu", "float32", "bfloat16")
+    decoder = model.load()
+    taken = {}
+    project = decoder._project  # type: ignore[attr-defined]
+
+    def projected(layer: int, x: np.ndarray, positions: np.ndarray) -> Any:
+        taken[layer] = project(layer, x, positions)
+        return taken[layer]
+
+    decoder._project = projected  # type: ignore[attr-defined]
+    tokens = np.array(model.tokens)
+    units = -(-len(tokens) // 16)
+    spec = capture_module.CacheSpec(4, 2, 64, units, "bfloat16")
+    cache = model.backend.new_cache(spec, EpsConfig(), "cpu")
+    decoder.prefill(cache, tokens, np.arange(len(tokens)), np.arange(units), len(tokens))
+    for layer in range(4):
+        q, k, v = dense.layer(layer)
+        want_q, want_k, want_v = taken[layer]
+        for found, want in ((q, want_q[-STEPS:]), (k, want_k), (v, want_v)):
+            error = np.abs(found.astype(np.float64) - want).max() / np.abs(want).max()
+            assert error < 2e-2, layer  # bfloat16 caches: differences of one rounding grow through the layers
+
+
+def test_truth_is_the_oracles(dense: Capture) -> None:
+    q, k, v = dense.layer(2)
+    keys, values = (np.ascontiguousarray(x[:291].swapaxes(0, 1).astype(np.float64)) for x in (k, v))
+    truth = truth_of(q[0], keys, values, 0.125, 8)
+    for head in range(4):
+        a, mine = q[0, head].astype(np.float64) / 8, (head // 2, head % 2)
+        out, lse = attention.attend_keys(a, k[:291, head // 2], v[:291, head // 2])
+        masses = attention.group_masses(a, k[:291, head // 2], 8)
+        np.testing.assert_allclose(truth.log_masses[mine], masses, rtol=1e-12)
+        np.testing.assert_allclose(truth.shares[mine], np.exp(masses - lse), rtol=1e-10)
+        np.testing.assert_allclose(truth.out[mine], out, rtol=1e-9, atol=1e-12)
+
+
+def random_truth(groups: int = 23, seed: int = 0) -> Truth:
+    masses = np.random.default_rng(seed).normal(0, 3, (2, 3, groups))
+    shares = np.exp(masses) / np.exp(masses).sum(axis=2, keepdims=True)
+    return Truth(masses, shares, np.zeros((2, 3, 4)))
+
+
+def test_recall_counts_whole_groups_with_a_summary() -> None:
+    truth = random_truth(9)
+    estimate = np.tile(np.arange(9.0), (2, 1))
+    estimate[:, 8] = np.inf  # the open group: of the other eight, an eighth is one
+    shares = truth.shares
+    found = recall_at(estimate, shares, RECALL_FRACTIONS)
+    known = shares[:, :, :8].sum(axis=2)
+    np.testing.assert_allclose(found[:, 0], (shares[:, :, 7] / known).mean(axis=1))
+    np.testing.assert_allclose(found[:, 1], (shares[:, :, 7] / known).mean(axis=1))
+    np.testing.assert_allclose(found[:, 2], (shares[:, :, 6:8].sum(axis=2) / known).mean(axis=1))
+    assert np.isnan(recall_at(np.full((2, 9), np.inf), shares, RECALL_FRACTIONS)).all()
+    ties = recall_at(np.zeros((2, 9)), shares, [1 / 9])
+    np.testing.assert_allclose(ties[:, 0], shares[:, :, 0].mean(axis=1))
+
+
+def test_certified_skip_is_the_certificate_tried_group_by_group() -> None:
+    truth = random_truth()
+    upper = truth.log_masses + np.random.default_rng(1).exponential(0.5, truth.log_masses.shape)
+    upper[:, :, 4] = np.inf  # a group without a summary is read first
+    for levels in (CERTIFIED_LEVELS, (0.5, 0.9)):
+        found = certified_skip(upper, truth.log_masses, levels)
+        for head in range(2):
+            order = np.argsort(-upper[head].max(axis=0), kind="stable")
+            for i, level in enumerate(levels):
+                for num_read in range(24):
+                    read, rest = order[:num_read], order[num_read:]
+                    unread = np.exp(upper[head][:, rest]).sum(axis=1)
+                    mass = np.exp(truth.log_masses[head][:, read]).sum(axis=1)
+                    if not len(rest) or (np.isfinite(unread).all() and (unread / (unread + mass)).max() <= level):
+                        break
+                assert found[head, i] == pytest.approx(1 - num_read / 23)
+    oracle = certified_skip(truth.log_masses, truth.log_masses, CERTIFIED_LEVELS)
+    assert (found <= 1).all() and (oracle >= certified_skip(upper, truth.log_masses, CERTIFIED_LEVELS)).all()
+    far = np.full_like(upper, 1e4)  # exp overflows: nothing is certified
+    assert (certified_skip(far, truth.log_masses, CERTIFIED_LEVELS) == 0).all()
+
+
+def test_false_skips_follow_their_definition() -> None:
+    truth = random_truth()
+    visit = np.random.default_rng(2).random((2, 23)) < 0.4
+    found = false_skips(visit, truth, epsilon=0.02)
+    for head in range(2):
+        best = truth.log_masses[head].max(axis=0)
+        top = set(np.argsort(-best)[: visit[head].sum()])
+        wrong = [
+            group
+            for group in np.flatnonzero(~visit[head])
+            if group in top or (truth.shares[head][:, group] > 0.02).any()
+        ]
+        assert found[head] == len(wrong) > 0
+    assert (false_skips(np.ones((2, 23), bool), truth, 0.0) == 0).all()
+
+
+def test_bytes_at_error_lie_between_budgets() -> None:
+    points = [(0.4, 0.01), (0.1, 0.1), (0.2, 0.05), (0.3, 0.06)]
+    assert bytes_at_error(points, 0.05) == pytest.approx(0.2)
+    assert bytes_at_error(points, np.sqrt(0.1 * 0.05)) == pytest.approx(0.15)
+    assert bytes_at_error(points, 0.2) is None and bytes_at_error(points, 0.001) is None
+    assert bytes_at_error([], 0.1) is None
+
+
+def test_reading_everything_misses_nothing(dense: Capture) -> None:
+    result = replay(dense, EpsConfig(method="moments", budget=1.0), load_backend("cuda"), "cpu")
+    row = result.summary()
+    assert row["visit_ratio"] == 1 and row["recall"] == 1 and row["skipped_true"] == 0
+    assert row["output_error_max"] < 1e-5 and row["false_skip_rate"] is None
+    assert row["bytes_ratio"] > 1 and row["certificate"] == 0 and row["union_amplification"] == 1
+
+
+@pytest.mark.parametrize("method", ["1pc", "fd", "box", "ball", "moments", "rq"])
+def test_no_bound_is_violated(method: str, dense: Capture) -> None:
+    config = EpsConfig(method=method, group_tokens=8, rq_bounds=method == "rq", **SMALL)
+    result = replay(dense, config, load_backend("cuda"), "cpu")
+    row = result.summary()
+    # 2 kv heads of 2 query heads each, every group but the open one, in 4 layers and all steps
+    assert row["bound_checks"] == sum(4 * 4 * (length // 8) for length in dense.lengths)
+    assert row["lower_violations"] == row["upper_violations"] == row["certificate_violations"] == 0
+    assert row["upper_gap"] > 0 and row["certificate"] >= row["skipped_true"]
+    assert (result.certified_skip <= result.oracle_skip).all()
+
+
+def test_a_wrong_bound_is_counted(dense: Capture) -> None:
+    backend = load_backend("cuda")
+
+    def wrong(*args: Any) -> Any:
+        scores = backend.score(*args)
+        return replace(scores, upper=scores.upper - 1e3, lower=scores.lower + 1e3)
+
+    liar = SimpleNamespace(**{**vars(backend), "score": wrong})
+    row = replay(dense, EpsConfig(method="box", **SMALL), liar, "cpu", layers=[0]).summary()
+    assert row["lower_violations"] == row["upper_violations"] == row["bound_checks"] > 0
+    assert row["certificate_violations"] > 0
+
+
+def test_strict_reaches_its_epsilon(dense: Capture) -> None:
+    strict = EpsConfig(method="moments", strict=True, epsilon=0.2, **SMALL)
+    loose, tight = replay_many(dense, [replace(strict, strict=False), strict], load_backend("cuda"), "cpu")
+    assert (loose.certificate > 0.2).any() and (tight.certificate <= 0.2).all()
+    assert (tight.skipped_true <= tight.certificate).all()
+    assert tight.escalated.sum() == (tight.visited - loose.visited).sum() > 0
+
+
+def test_configurations_that_share_a_cache_do_not_disturb_each_other(dense: Capture) -> None:
+    base = EpsConfig(method="rq", **SMALL)
+    configs = [base, replace(base, budget=0.5), replace(base, policy="mass", epsilon=0.1), replace(base, last_tokens=8)]
+    together = replay_many(dense, configs, load_backend("cuda"), "cpu", layers=(1,))
+    for config, found in zip(configs, together, strict=True):
+        alone = replay(dense, config, load_backend("cuda"), "cpu", layers=(1,))
+        assert alone.config == found.config == config and alone.summary() == found.summary()
+        assert alone.head_rows() == found.head_rows()
+
+
+def test_combining_captures() -> None:
+    rows = [
+        {"a": 1.0, "bound_checks": 2, "x_max": 1.0, "n": "rq"},
+        {"a": 2.0, "bound_checks": 3, "x_max": 4.0, "n": "rq"},
+    ]
+    assert combine(rows) == {"a": 1.5, "bound_checks": 5, "x_max": 4.0, "n": "rq"}
+    assert combine([{"a": None}, {"a": 2.0}]) == {"a": 2.0} and combine([{"a": None}]) == {"a": None}
+
+
+def run_cli(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
+    """eps-proto in this process: its exit code."""
+    for command in (cli_replay.capture_command, cli_replay.replay_command, cli_replay.calibrate_command):
+        cli.cli.add_command(command)
+    monkeypatch.setattr(sys, "argv", ["eps-proto", *map(str, args)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    return int(end.value.code or 0)
+
+
+def test_commands_capture_and_replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("It was a dark and stormy night; the rain fell in torrents. " * 12)
+    common = ["--context", 400, "--steps", 2, "--layers", "0,3", "--text", text, "--backend", "cuda", "--device", "cpu"]
+    outputs = []
+    for name in ("a", "b"):
+        path = tmp_path / f"{name}.safetensors"
+        gate = ["--eps-method", "box", "--eps-budget", 0.5]
+        assert run_cli(monkeypatch, "capture", *common, *gate, "-o", path) == 0
+        last = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert last["layers"] == [0, 3] and last["config"]["method"] == "box" and last["bytes"] == path.stat().st_size
+        shutil.move(path, tmp_path / "c.safetensors")
+        outputs.append((tmp_path / "c.safetensors").read_bytes())
+    assert outputs[0] == outputs[1]
+    assert open_capture(tmp_path / "c.safetensors").info.num_steps == 2
+    texts = []
+    for name in ("a.jsonl", "b.jsonl"):
+        flags = [
+            "--methods",
+            "rq@4,moments,oracle@16",
+            "--budgets",
+            "0.4,0.6",
+            "--eps-rq-bounds",
+            "--jsonl",
+            tmp_path / name,
+        ]
+        assert run_cli(monkeypatch, "replay", tmp_path / "c.safetensors", "--backend", "cuda", *flags) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+    result = json.loads(texts[0].splitlines()[-1])
+    assert [(r["method"], r["group_tokens"], r["budget"]) for r in result["rows"]] == [
+        (method, size, budget) for method, size in (("rq", 4), ("moments", 8), ("oracle", 16)) for budget in (0.4, 0.6)
+    ]
+    lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert [line["type"] for line in lines] == ["run", *(["replay"] + ["head"] * 4) * 6]
+    assert lines[0]["text_sha256"] and EpsConfig.from_dict(lines[1]["config"]).budget == 0.4
+
+
+MISTAKES = {
+    "truncated": (["replay", "TRUNCATED"], "truncated"),
+    "no-safetensors": (["replay", "TEXT"], "TEXT"),
+    "absent": (["replay", "absent.safetensors"], "absent.safetensors"),
+    "foreign": (["replay", "FOREIGN"], "no EPS capture"),
+    "other-format": (["replay", "OTHER"], "format 99"),
+    "tensors-of-another-shape": (["replay", "RESHAPED"], "layers.0.k"),
+    "contradicts-itself": (["replay", "ODD"], "contradicts itself"),
+    "unknown-layer": (["replay", "GOOD", "--layers", "0,7"], "layer 7"),
+    "unknown-method": (["replay", "GOOD", "--methods", "svd@4"], "svd"),
+    "off": (["replay", "GOOD", "--methods", "off"], "off"),
+    "no-size": (["replay", "GOOD", "--methods", "rq@x"], "rq@x"),
+    "methods-twice": (["replay", "GOOD", "--methods", "rq", "--eps-method", "rq"], "--methods"),
+    "budgets-twice": (["replay", "GOOD", "--budgets", "0.1", "--eps-budget", 0.1], "--budgets"),
+    "budgets-of-another-policy": (["replay", "GOOD", "--eps-policy", "mass", "--budgets", "0.1"], "--budgets"),
+    "no-list": (["replay", "GOOD", "--budgets", "few"], "few"),
+    "head-policy-alone": (["replay", "GOOD", "--eps-head-policy", "POLICY"], "--eps-heads"),
+    "head-policy-of-another-model": (
+        ["replay", "GOOD", "--eps-heads", "retrieval", "--eps-head-policy", "POLICY"],
+        "another model",
+    ),
+    "bad-budget": (["replay", "GOOD", "--budgets", "0.1,0"], "eps-budget 0"),
+    "nothing-to-replay": (["replay"], "CAPTURE"),
+    "model-has-no-such-layer": (["capture", "-o", "new", "--layers", "0,9"], "layer 9"),
+    "longer-than-the-text": (["capture", "-o", "new", "--text", "TEXT"], "longer --text"),
+    "longer-than-the-model": (["capture", "-o", "new", "--context", 99999], "16384"),
+    "no-text": (["capture", "-o", "new", "--text", "absent.txt"], "absent.txt"),
+    "no-directory": (["capture", "-o", "absent/new"], "absent"),
+    "no-output": (["capture"], "-o"),
+    "flags-while-off": (["capture", "-o", "new", "--eps-budget", 0.2], "--eps-method"),
+    "absent-model": (["capture", "-o", "new", "--model", "absent"], "absent"),
+    "full-disk": (["capture", "-o", "new"], "does not fit"),
+}
+
+
+@pytest.fixture(scope="module")
+def places(dense: Capture, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the names in capitals of MISTAKES stand for."""
+    root = tmp_path_factory.mktemp("places")
+    data = dense.path.read_bytes()
+    (root / "GOOD").write_bytes(data)
+    (root / "TRUNCATED").write_bytes(data[:-100])
+    (root / "TEXT").write_text("no safetensors at all")
+    save_file({"x": np.zeros(3, np.float32)}, root / "FOREIGN")
+    with safe_open(dense.path, framework="numpy") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no dictionary
+        info = json.loads(opened.metadata()[METADATA_KEY])
+    for name, changed in (("OTHER", {"format_version": 99}), ("ODD", {"num_kv_heads": 3}), ("RESHAPED", {})):
+        if name == "RESHAPED":
+            tensors["layers.0.k"] = tensors["layers.0.k"][:-1]
+        save_file(tensors, root / name, {METADATA_KEY: json.dumps(info | changed)})
+    policy = HeadPolicy(
+        1, "other", "00", 4, 2, 64, {}, (1.0,), *((((value,) * 2),) * 4 for value in ((1.0,), 0.5, 0.5)),
+        (("retrieval",) * 2,) * 4, (), (("gate",) * 2,) * 4,
+    )  # fmt: skip
+    write_policy(root / "POLICY", policy)
+    return {path.name: str(path) for path in root.iterdir()}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    name: str,
+    places: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    args, words = MISTAKES[name]
+    monkeypatch.chdir(tmp_path)
+    if name == "full-disk":
+        words = "MiB left"
+        usage = namedtuple("usage", "total used free")
+        monkeypatch.setattr(capture_module.shutil, "disk_usage", lambda path: usage(2**20, 2**20, 0))
+    outputs = ["--jsonl", "new.jsonl"] if args[0] == "replay" else []
+    code = run_cli(monkeypatch, *[places.get(str(arg), arg) for arg in args], *outputs, "--backend", "cuda")
+    printed = capsys.readouterr()
+    assert code == 2 and printed.out == "", printed
+    assert re.fullmatch(r"error: [^\n]+\n", printed.err) and words in printed.err, printed.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_write_leaves_nothing(dense: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = SimpleNamespace(lengths=dense.lengths, q={}, keys_values=None)
+    with pytest.raises(KeyError):
+        capture_module.write_capture(tmp_path / "c", dense.info, broken)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+def test_head_modes_of_another_shape_are_refused(dense: Capture) -> None:
+    config = EpsConfig(method="rq", head_modes=(("gate",),))
+    with pytest.raises(ConfigError, match="1 layers x 1 kv heads"):
+        replay(dense, config, load_backend("cuda"), "cpu")

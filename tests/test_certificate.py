@@ -1,0 +1,334 @@
+"""What is claimed to hold for every query, in every backend: bounds, certificates, strict mode (eps_core.check).
+
+The checker itself is tested too: a summary that is deliberately broken must be found out.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import TARGETS
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from eps_core import check
+from eps_core.capture import open_text_model, record
+from eps_core.check import BOUNDED_ARMS, CACHE_DTYPES, Filled, Trial, arm_name
+from eps_core.config import ConfigError, EpsConfig
+from eps_core.interface import load_backend
+
+EPSILONS = (1.0, 0.5, 0.1, 1e-2, 1e-3, 0.0)  # falling
+POLICIES = ({"policy": "topk", "budget": 0.1}, {"policy": "share", "tau": 0.02}, {"policy": "mass"})
+WITHOUT_BOUNDS = ("jl", "meanstd", "rq")
+
+
+def is_oracle(backend) -> bool:
+    return backend.__name__ == "eps_core.backend"
+
+
+def trial(backend, arm: dict, dtype: str, size: int, head_dim: int, seed: int) -> Trial:
+    """The numpy backend loops group by group: less of it."""
+    units, repeat, sequences = (8, 4, 2) if is_oracle(backend) else (48, 32, 4)
+    return Trial(arm, dtype, size, head_dim, units, repeat, sequences, seed)
+
+
+# --------------------------------------------------------------------------------------------------------------- bounds
+
+
+@pytest.mark.parametrize("arm", BOUNDED_ARMS, ids=arm_name)
+def test_bounds_hold_for_hard_keys_and_queries(target, arm):
+    """50,000 (query head, group) pairs a method, and up, in each array backend."""
+    seed = BOUNDED_ARMS.index(arm)
+    for i, (size, head_dim) in enumerate(((1, 16), (5, 20), (16, 64), (128, 64))):
+        dtype = CACHE_DTYPES[(i + seed) % 3]
+        tally = check.run_bounds(*target, trial(target[0], arm, dtype, size, head_dim, 10 * seed + i))["bounds"]
+        assert tally.checks > 50 and tally.violations == 0, (size, head_dim, dtype, tally)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    arm=st.sampled_from(BOUNDED_ARMS),
+    dtype=st.sampled_from(CACHE_DTYPES),
+    size=st.sampled_from([1, 2, 3, 4, 8, 16, 32, 64, 128]),
+    head_dim=st.sampled_from([1, 4, 16, 20, 33, 64, 80]),
+    kv_heads=st.sampled_from([1, 2, 3]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_everything_claimed_holds(target, arm, dtype, size, head_dim, kv_heads, seed):
+    drawn = Trial(arm, dtype, size, head_dim, 8, 4, 2, seed, kv_heads)
+    for tally in (check.run_bounds(*target, drawn) | check.run_gate(*target, drawn)).values():
+        assert tally.violations == 0, tally
+
+
+def test_keys_whose_float32_eigenvalues_do_not_converge(target):
+    """LAPACK's float32 eigensolver gives up on one of these groups: four channels, the others exactly 0."""
+    arm = {"method": "moments", "dim": 1}
+    tally = check.run_bounds(*target, Trial(arm, "float16", 64, 64, 96, 4, 8, 72124473))["bounds"]
+    assert tally.checks > 500 and tally.violations == 0
+
+
+# ----------------------------------------------------------------------------------------------- certificate and strict
+
+
+@dataclass
+class Scene:
+    """Three ragged sequences, their queries, and groups tight enough for certificates to bite."""
+
+    filled: Filled
+    q: np.ndarray
+    table: np.ndarray
+    lengths: np.ndarray
+
+
+def scene(target, repeat: int = 2, kv_heads: int = 2, spread: float = 0.1, **config: Any) -> Scene:
+    rng = np.random.default_rng(repeat)
+    eps = EpsConfig(**{"group_tokens": 4, "first_tokens": 4, "last_tokens": 8, **config})
+    k = rng.normal(size=(80, 1, kv_heads, 16)) + spread * rng.normal(size=(80, 4, kv_heads, 16))
+    k = k.reshape(-1, kv_heads, 16).astype(np.float32)
+    v = rng.normal(size=k.shape).astype(np.float32)
+    table = np.stack([rng.permutation(20) for _ in range(3)])
+    q = rng.normal(size=(3, kv_heads * repeat, 16)) * rng.choice([0.5, 3, 8], (3, kv_heads * repeat, 1))
+    return Scene(check.fill(*target, eps, "float32", k, v), q.astype(np.float32), table, np.array([320, 251, 37]))
+
+
+@dataclass
+class Gated:
+    """One gated step: before escalation, what it added, and after."""
+
+    scores: Any
+    selected: Any
+    extra: np.ndarray  # [B, Hkv]
+    whole: Any
+    counts: np.ndarray  # [B, Hkv], after
+    state: Any
+    before: Any  # certificates
+    after: Any
+
+
+def gate(one: Scene, config: EpsConfig) -> Gated:
+    backend, cache = one.filled.backend, one.filled.cache
+    q = backend.from_numpy(one.q, "float32", one.filled.device)
+    scores = backend.score(cache, 0, q, one.table, one.lengths)
+    selected = backend.select(config, scores, one.lengths)
+    state = backend.attend(cache, 0, q, one.table, one.lengths, selected)
+    before = backend.certify(cache, 0, scores, selected, *state)
+    extra, whole = backend.escalate(config, scores, selected, state[1])
+    state = backend.merge(state, backend.attend(cache, 0, q, one.table, one.lengths, extra))
+    after = backend.certify(cache, 0, scores, whole, *state)
+    counts = [backend.to_numpy(x.counts) for x in (extra, whole)]
+    return Gated(scores, selected, counts[0], whole, counts[1], state, before, after)
+
+
+def strict(one: Scene, epsilon: float, **settings: Any) -> EpsConfig:
+    return replace(one.filled.config, strict=True, epsilon=epsilon, **settings)
+
+
+@pytest.mark.parametrize("scope", ["kv-head", "union"])
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy["policy"])
+@pytest.mark.parametrize("method", ["box", "moments", "rq"])
+def test_strict_leaves_at_most_epsilon_unread(target, method, policy, scope):
+    for repeat, kv_heads in ((1, 3), (4, 1), (2, 2)):
+        one = scene(target, repeat, kv_heads, method=method, rq_bounds=method == "rq", bits=8 if method == "rq" else 1)
+        for epsilon in EPSILONS:
+            config = strict(one, epsilon, scope=scope, **policy)
+            for kind, tally in check.check_gate(one.filled, config, one.q, one.table, one.lengths).items():
+                assert tally.violations == 0, (epsilon, kind, tally)
+            got = gate(one, config)
+            # the certificate that is taken after escalation says so too, up to its float32
+            assert (one.filled.backend.to_numpy(got.after.mass) <= epsilon * (1 + 2.0**-20)).all()
+
+
+def test_a_certified_share_near_one_is_not_rounded_down(target):
+    """Between the largest float32 below 1 and 1 the nearest number may be below the true share."""
+    arm = {"method": "rq", "rq_bounds": True, "bits": 8}
+    repeat, sequences = (4, 2) if is_oracle(target[0]) else (64, 8)
+    drawn = Trial(arm, "float16", 128, 80, 96, repeat, sequences, 835202398)
+    assert check.run_gate(*target, drawn)["share"].violations == 0
+
+
+@pytest.mark.parametrize("arm", BOUNDED_ARMS, ids=arm_name)
+def test_output_is_within_its_certified_error(target, arm):
+    """The backend's own float32 output against dense attention in float64, with what float32 costs it."""
+    one = scene(target, **arm)
+    backend = one.filled.backend
+    everything = np.arange(80) < -(-one.lengths // 4)[:, None]
+    for epsilon in (0.5, 0.1, 0.0):
+        got = gate(one, strict(one, epsilon))
+        out = backend.to_numpy(got.state[0]).astype(np.float64)
+        error = np.repeat(backend.to_numpy(got.after.error).astype(np.float64), 2, axis=1)
+        dense = dense_output(one)
+        assert (np.linalg.norm(out - dense, axis=2) <= error + 1e-4 * np.abs(one.filled.v).max()).all()
+        assert got.counts.max() <= everything.sum(axis=1).max()
+
+
+def dense_output(one: Scene) -> np.ndarray:
+    """[B, Hq, D] in float64."""
+    batch, num_heads, head_dim = one.q.shape
+    kv_heads, out = one.filled.k.shape[1], np.zeros((batch, num_heads, head_dim))
+    for b, head in np.ndindex(batch, num_heads):
+        k, v = (
+            x[one.table[b], head * kv_heads // num_heads].reshape(-1, head_dim)[: one.lengths[b]]
+            for x in (one.filled.k, one.filled.v)
+        )
+        logits = k @ one.q[b, head].astype(np.float64) / np.sqrt(head_dim)
+        weights = np.exp(logits - logits.max())
+        out[b, head] = weights @ v / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize("arm", BOUNDED_ARMS, ids=arm_name)
+@pytest.mark.parametrize("scope", ["kv-head", "union"])
+def test_epsilon_zero_reads_everything(target, arm, scope):
+    one = scene(target, **arm)
+    for policy in POLICIES:
+        got = gate(one, strict(one, 0.0, scope=scope, **policy))
+        assert (got.counts == -(-one.lengths // 4)[:, None]).all()
+        for name in ("mass", "error"):
+            assert (one.filled.backend.to_numpy(getattr(got.after, name)) == 0).all()
+        assert np.abs(one.filled.backend.to_numpy(got.state[0]) - dense_output(one)).max() < 1e-4
+
+
+@pytest.mark.parametrize("scope", ["kv-head", "union"])
+@pytest.mark.parametrize("policy", POLICIES[:2], ids=lambda policy: policy["policy"])
+def test_smaller_epsilon_never_visits_fewer(target, policy, scope):
+    """Where the policy starts alike: `mass` itself depends on epsilon."""
+    for arm in ({"method": "ball"}, {"method": "moments", "dim": 2}):
+        one = scene(target, **arm)
+        visited = [gate(one, strict(one, epsilon, scope=scope, **policy)).counts for epsilon in EPSILONS]
+        assert all((more >= fewer).all() for fewer, more in pairwise(visited))
+        assert visited[-1].sum() > visited[2].sum() > visited[0].sum()
+
+
+def test_escalation_adds_nothing_where_the_certificate_holds(target):
+    one = scene(target, repeat=2, spread=0.02, method="ball")
+    seen = set()
+    for epsilon in (0.9, 0.5, 0.2, 0.05):
+        got = gate(one, strict(one, epsilon, budget=0.3))
+        mass = one.filled.backend.to_numpy(got.before.mass)
+        holds = mass * 1.02 <= epsilon  # escalation pays the float32 margin twice
+        assert (got.extra[holds] == 0).all() and (got.extra[mass > epsilon] > 0).all()
+        seen |= {bool(x) for x in holds.ravel()}
+    assert seen == {True, False}
+    # under union nothing is added where it holds for every kv head, everything wanted where it does not
+    got = gate(one, strict(one, 1.0, scope="union"))
+    assert (got.extra == 0).all()
+
+
+@pytest.mark.parametrize("method", WITHOUT_BOUNDS)
+def test_nothing_is_certified_without_bounds(target, method):
+    backend, device = target
+    with pytest.raises(ConfigError, match="eps-strict needs bounds"):
+        EpsConfig(method=method, strict=True)
+    config = EpsConfig(method=method, group_tokens=4)
+    rng = np.random.default_rng(0)
+    k = rng.normal(size=(256, 1, 16)).astype(np.float32)
+    filled = check.fill(backend, device, config, "float32", k, k)
+    q = backend.from_numpy(rng.normal(size=(1, 2, 16)).astype(np.float32), "float32", device)
+    table, lengths = np.arange(16)[None], np.array([256])
+    scores = backend.score(filled.cache, 0, q, table, lengths)
+    selected = backend.select(config, scores, lengths)
+    state = backend.attend(filled.cache, 0, q, table, lengths, selected)
+    with pytest.raises(ValueError, match="has no bounds"):
+        backend.certify(filled.cache, 0, scores, selected, *state)
+    with pytest.raises(ValueError, match="has no bounds"):
+        backend.escalate(config, scores, selected, state[1])
+
+
+@pytest.mark.parametrize("policy", ["topk", "share", "mass", "threshold"])
+def test_strict_refuses_a_cap(policy):
+    """Threshold cannot do without top_pages, so it cannot be strict."""
+    with pytest.raises(ConfigError, match="eps-strict"):
+        EpsConfig(method="ball", policy=policy, top_pages=8, tau=0.1, strict=True)
+
+
+# ------------------------------------------------------------------------------------------------- captured q, k and v
+
+
+@pytest.fixture(scope="module")
+def captured() -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """layer -> q [8, Hq, D], k, v [2056, Hkv, D] of the demo model's decode of held-out text."""
+    name, device = max(TARGETS, key=lambda target: ("numpy", "mlx", "cuda").index(target[0]))
+    model = open_text_model(None, None, 2056, name, device, "float32", "float32")
+    recording = record(model, model.load(), 2048, range(model.spec.num_layers), EpsConfig())
+    assert load_backend(name) is recording.backend
+    return {layer: (q, *recording.keys_values(layer)) for layer, q in recording.q.items()}
+
+
+@pytest.mark.parametrize("arm", BOUNDED_ARMS, ids=arm_name)
+def test_everything_claimed_holds_on_captured_data(target, captured, arm):
+    seed = BOUNDED_ARMS.index(arm)
+    for i, size in enumerate((16, 64) if is_oracle(target[0]) else (1, 8, 64)):
+        layer = (seed + i) % len(captured)
+        drawn = Trial(arm, CACHE_DTYPES[(seed + i) % 3], size, 0, 0, 0, 2, seed)
+        for kind, tally in check.run_capture(*target, drawn, *captured[layer]).items():
+            assert tally.violations == 0, (layer, size, kind, tally)
+
+
+# ------------------------------------------------------------------------------------------------ tests of the checker
+
+# (arm, stored field, what is done to it, kinds of keys): each makes some bound too tight or points it elsewhere
+BROKEN = {
+    "ball radius halved": ({"method": "ball"}, "radius", lambda x: x * 0.5, "gauss"),
+    "ball scale doubled": ({"method": "ball"}, "mean_scale", lambda x: x * 2, "shifted"),
+    "ball error zeroed": ({"method": "ball"}, "error", lambda x: x * 0, "equal"),
+    "box hi one code less": ({"method": "box"}, "hi", lambda x: x - 1, "equal"),
+    "box lo one code more": ({"method": "box"}, "lo", lambda x: x + 1, "equal"),
+    "box scale doubled": ({"method": "box"}, "scale", lambda x: x * 2, "shifted"),
+    "moments rho zeroed": ({"method": "moments", "dim": 1}, "rho", lambda x: x * 0, "gauss"),
+    "moments gain zeroed": ({"method": "moments", "dim": 1}, "gain", lambda x: x * 0, "rank one"),
+    "moments radius halved": ({"method": "moments", "dim": 4}, "radius", lambda x: x * 0.5, "outlier"),
+    "1pc rest zeroed": ({"method": "1pc"}, "rest", lambda x: x * 0, "gauss"),
+    "1pc lam halved": ({"method": "1pc"}, "lam", lambda x: x * 0.5, "rank one"),
+    "fd delta zeroed": ({"method": "fd"}, "delta", lambda x: x * 0, "gauss"),
+    "fd row scale halved": ({"method": "fd"}, "row_scale", lambda x: x * 0.5, "rank one"),
+    "rq radius halved": ({"method": "rq", "bits": 4, "rq_bounds": True}, "radius", lambda x: x * 0.5, "gauss"),
+    "rq scale doubled": ({"method": "rq", "bits": 8, "rq_bounds": True}, "scale", lambda x: x * 2, "gauss"),
+    "rq error zeroed": ({"method": "rq", "bits": 1, "rq_bounds": True}, "error", lambda x: x * 0, "equal"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_checker_finds_broken_summaries(target, name):
+    arm, field, damage, kind = BROKEN[name]
+    rng = np.random.default_rng(len(name))
+    config = EpsConfig(**arm, group_tokens=4)
+    k = check.make_keys(kind, 2 * 64, 4, 32, rng).reshape(2, 256, 32).swapaxes(0, 1)
+    filled = check.fill(*target, config, "float32", np.ascontiguousarray(k), np.ascontiguousarray(k))
+    q = check.hard_queries(filled, np.arange(16), 8, rng)
+    table = np.arange(16)[:, None]
+    assert check.check_bounds(filled, q, table).violations == 0
+    stored = filled.cache.summaries[0]
+    stored[field] = damage(stored[field])
+    assert check.check_bounds(filled, q, table).violations > 0
+
+
+def test_checker_finds_a_missing_float32_slack(target):
+    """Keys that are exactly rq's centre: nothing is rounded but in the float32 of scoring, which only the slack covers.
+    The oracle scores in float64 and needs none."""
+    backend, _ = target
+    rng = np.random.default_rng(0)
+    key = rng.normal(size=(1, 1, 128)).astype(np.float16).astype(np.float32)
+    k = np.repeat(key, 256, axis=0)
+    filled = check.fill(*target, EpsConfig(method="rq", rq_bounds=True, group_tokens=4), "float32", k, k)
+    q = (rng.normal(size=(16, 8, 128)) * 1e5).astype(np.float32)
+    table = np.arange(16)[:, None]
+    assert check.check_bounds(filled, q, table).violations == 0
+    stored = filled.cache.summaries[0]
+    stored["norm"], stored["radius"] = stored["norm"] * 0, stored["radius"] * 0
+    found = check.check_bounds(filled, q, table).violations
+    assert found > 0 or is_oracle(backend)
+
+
+def test_checker_finds_a_certificate_that_promises_too_much(target):
+    one = scene(target, method="ball", spread=0.5)
+    config = strict(one, 0.1, budget=0.2)
+    assert all(
+        tally.violations == 0
+        for tally in check.check_gate(one.filled, config, one.q, one.table, one.lengths).values()
+    )  # fmt: skip
+    stored = one.filled.cache.summaries[0]
+    stored["radius"], stored["mean_scale"] = stored["radius"] * 0, stored["mean_scale"] * 0
+    broken = check.check_gate(one.filled, config, one.q, one.table, one.lengths)
+    assert all(broken[kind].violations > 0 for kind in ("share", "error", "strict"))

@@ -1,0 +1,320 @@
+"""A grid of cells: what it expands to, what a cell measures, and that no kill loses or repeats a finished one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+from click.testing import CliRunner
+
+from eps_core.cli_grid import grid_command
+from eps_core.config import ConfigError
+from eps_core.grid import PRESETS, GridFile, Plan, Progress, Setting, config_of, expand, header, load_grid
+
+# torch and MLX need seconds to import: the oracle's own loop is enough to test a file
+SMALL = ["--backend", "numpy", "--device", "cpu", "--needles", 1, "--texts", 1, "--text-steps", 4, "--audit-every", 2]
+AXES = {"context": [288, 320], "method": ["rq", "ball", "jl"], "budget": [0.5, 0.9], "group_tokens": 16}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.save_model("mistral", tmp_path_factory.mktemp("model"))
+
+
+def arguments(model: Path, out: Path, axes: Any, *more: object) -> list[str]:
+    grid = out.with_suffix(".grid.json")
+    grid.write_text(json.dumps(axes))
+    return [str(a) for a in ["--model", model, "--grid", grid, "-o", out, *SMALL, *more]]
+
+
+def run(model: Path, out: Path, axes: Any, *more: object) -> dict[str, Any]:
+    """The last stdout line's object of a grid that must succeed."""
+    done = CliRunner().invoke(
+        grid_command, arguments(model, out, axes, *more), standalone_mode=False, catch_exceptions=False
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def refusal(model: Path, out: Path, axes: Any, *more: object) -> str:
+    with pytest.raises(ConfigError) as error:
+        run(model, out, axes, *more)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    text = path.read_text()
+    assert text.endswith("\n") and "NaN" not in text and "Infinity" not in text
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def cells_of(path: Path) -> list[dict[str, Any]]:
+    return [line for line in lines_of(path) if line["type"] == "cell"]
+
+
+@pytest.fixture(scope="module")
+def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Results of AXES, all cells."""
+    out = tmp_path_factory.mktemp("finished") / "r.jsonl"
+    result = run(model, out, AXES)
+    assert result == {"out": str(out), "cells": 12, "resumed": 0, "measured": 12, "skipped": 0}
+    return out
+
+
+def test_preset_prd_is_the_requirements_grid() -> None:
+    cells = expand(PRESETS["prd"], "prd")
+    assert len(cells) == len(set(cells)) == 1296
+    assert {cell.context for cell in cells} == {8192, 32768, 65536, 131072}
+    assert {(cell.method, cell.policy) for cell in cells} == {("jl", "threshold")}
+    assert {cell.heads for cell in cells} == {"retrieval", "all"}
+
+
+def test_preset_small_holds_no_impossible_cell() -> None:
+    cells = expand(PRESETS["small"], "small")
+    assert 30 < len(cells) < 80 and max(cell.context for cell in cells) <= 16384
+    for cell in cells:
+        config_of(cell, None)
+
+
+def test_a_cell_is_expanded_once_and_lists_of_grids_are_joined() -> None:
+    blocks = [{"method": ["rq", "box"]}, {"method": "rq"}, {"method": "jl", "dim": [4, None]}]
+    assert [(cell.method, cell.dim) for cell in expand(blocks, "g")] == [
+        ("rq", None), ("box", None), ("jl", 4), ("jl", None),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"contexts": [1]}, "unknown axis contexts: known are context, batch, method"),
+        ([{"method": "rq"}, {"m": 4}], "unknown axis m:"),
+        ({"context": "8k"}, "axis context holds '8k', which is not int"),
+        ({"batch": True}, "axis batch holds True"),
+        ({"batch": [0]}, "batch 0 must be at least 1"),
+        ({"budget": [0.1, "much"]}, "axis budget holds 'much', which is not int or float or null"),
+        ({"method": ["svd"]}, "method 'svd' is unknown"),
+        ({"heads": ["some"]}, "heads 'some' is unknown"),
+        ({"dim": []}, "axis dim is an empty list"),
+        ([], "holds no cells"),
+        ("rq", "must be an object of axes"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_mistake_in_a_grid_file_is_one_line(tmp_path: Path, data: Any, words: str) -> None:
+    path = tmp_path / "g.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ConfigError) as error:
+        load_grid(path)
+    assert words in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_grid_file_that_is_no_json_or_absent(tmp_path: Path) -> None:
+    (tmp_path / "g.json").write_text("{")
+    for name, words in (("g.json", "is not JSON"), ("absent.json", "cannot be read")):
+        with pytest.raises(ConfigError, match=words):
+            load_grid(tmp_path / name)
+
+
+def test_settings_become_the_config_they_name() -> None:
+    setting = Setting(8192, 1, "jl", "threshold", dim=4, alpha=1.05, last_n=4, group_blocks=8, budget=0.25)
+    config = config_of(setting, None)
+    assert (config.S, config.dim, config.alpha, config.last_tokens) == (128, 4, 1.05, 512)
+    assert config.top_pages == 16  # a quarter of 8,192 tokens in groups of 128
+    modes = (("gate", "dense"), ("window", "gate"))
+    assert config_of(replace(setting, heads="retrieval"), modes).head_modes == modes
+    assert config_of(setting, modes).head_modes is None
+    assert config_of(Setting(method="rq", strict=True), None).rq_bounds
+
+
+def test_what_a_cell_measures(finished: Path) -> None:
+    first, *rest = lines_of(finished)
+    assert first["type"] == "run" and first["grid"] == [asdict(cell) for cell in expand(AXES, "g")]
+    assert first["plan"]["text_steps"] == 4 and "numpy" in first["versions"]
+    assert [cell["index"] for cell in sorted(rest, key=lambda cell: cell["index"])] == list(range(12))
+    for cell in rest:
+        assert cell["skipped"] is None
+        # all bytes are in the ratio, and what is read is what is visited
+        assert cell["bytes_ratio"] == pytest.approx(cell["kv_ratio"] + cell["summary_ratio"])
+        assert 0 < cell["forced_ratio"] <= cell["visit_ratio"] <= 1
+        assert cell["kv_ratio"] == pytest.approx(cell["visit_ratio"], abs=0.05)
+        assert len(cell["visit_ratio_by_layer_and_head"]) == 2
+        assert cell["num_positions"] == 4 and cell["kl_mean"] >= 0 and cell["num_needles"] == 1
+        assert cell["needles_answered"] == cell["needles_dense"] - cell["needles_lost"] + cell["needles_gained"]
+        for clock in ("decode_ms_p50", "decode_ms_p95", "dense_decode_ms_p50", "dense_decode_ms_p95", "prepass_ms_p50"):
+            assert cell[clock] > 0
+        assert cell["timed_steps"] == 1  # of 4 neither the first nor the two audits
+        assert 0 <= cell["mass_skipped_true_max"] <= 1 and cell["mass_skipped_est_mean"] is not None
+        bounded = cell["method"] == "ball"
+        assert (cell["mass_skipped_cert_max"] is not None) == bounded and bool(cell["mass_pairs"]) == bounded
+        assert all(true <= cert + 1e-6 for cert, true in cell["mass_pairs"])
+    by_budget = {
+        (cell["context_tokens"], cell["method"], cell["setting"]["budget"]): cell["bytes_ratio"] for cell in rest
+    }
+    for context in (288, 320):
+        for method in ("rq", "ball", "jl"):
+            assert by_budget[context, method, 0.5] < by_budget[context, method, 0.9]
+
+
+def test_reading_every_group_changes_nothing(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "r.jsonl"
+    run(model, out, {"context": 288, "method": "rq", "budget": 1.0, "batch": [1, 2]}, "--needles", 2)
+    for cell in cells_of(out):
+        assert cell["visit_ratio"] == 1 and cell["kl_mean"] < 1e-9 and cell["top1_agreement"] == 1
+        assert cell["needles_lost"] == cell["needles_gained"] == 0
+        assert cell["num_positions"] == 4 * cell["batch"]
+
+
+def test_quality_does_not_depend_on_what_was_kept(model: Path, tmp_path: Path) -> None:
+    """Documents that are prefilled again for every cell, and audits, change no number of quality or bytes."""
+    axes = {"context": 288, "method": ["rq", "box"], "budget": 0.6}
+    plain, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    run(model, plain, axes)
+    run(model, other, axes, "--prefill-mib", 0, "--audit-every", 0, "--repeat", 2)
+    for one, two in zip(cells_of(plain), cells_of(other), strict=True):
+        for name in ("bytes_ratio", "visit_ratio", "kl_mean", "kl_max", "needles_answered", "mass_skipped_est_mean"):
+            assert one[name] == two[name], name
+        assert two["mass_skipped_true_mean"] is None and two["timed_steps"] == 6
+
+
+def test_impossible_cells_are_written_with_the_reason(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "r.jsonl"
+    axes = [
+        {"context": [4, 513, 65536]},
+        {"context": 300, "method": ["off", "box"], "dim": 4},
+        {"context": 300, "alpha": 1.1},
+        {"context": 300, "epsilon": 0.1},
+        {"context": 300, "method": "box", "bits": 2},
+        {"context": 300, "heads": "retrieval"},
+        {"context": 300, "method": "jl", "strict": True},
+        {"context": 40},
+    ]
+    result = run(model, out, axes)
+    assert result["skipped"] == result["cells"] == 11
+    reasons = [cell["skipped"] for cell in sorted(cells_of(out), key=lambda cell: cell["index"])]
+    for reason, words in zip(
+        reasons,
+        ["no prompt before 5", "past the model's 512", "past the model's 512", "dense side",
+         "no meaning for method box",
+         "alpha 1.1 belongs to policy threshold", "epsilon 0.1", "bits 2 belongs", "--eps-head-policy", "strict",
+         "no room"],
+        strict=True,
+    ):  # fmt: skip
+        assert words in reason
+    # and they are finished: nothing is left to do
+    assert run(model, out, axes)["resumed"] == 11
+
+
+def test_a_head_policy_gates_and_one_of_another_model_is_a_reason(model: Path, tmp_path: Path) -> None:
+    axes = {"context": 288, "heads": ["retrieval", "all"], "budget": 0.5}
+    policy = tmp_path / "heads.json"
+    policy.write_text(json.dumps({"head_modes": [["gate", "dense"], ["window", "gate"]]}))
+    run(model, tmp_path / "r.jsonl", axes, "--eps-head-policy", policy)
+    scoped, everywhere = cells_of(tmp_path / "r.jsonl")
+    assert scoped["visit_ratio_by_layer_and_head"][0][1] == 1
+    assert scoped["visit_ratio_by_layer_and_head"][1][0] < everywhere["visit_ratio_by_layer_and_head"][1][0]
+    policy.write_text(json.dumps({"head_modes": [["gate", "dense"]]}))
+    run(model, tmp_path / "s.jsonl", axes, "--eps-head-policy", policy)
+    assert "of another model" in cells_of(tmp_path / "s.jsonl")[0]["skipped"]
+    policy.write_text("[]")
+    assert "head policy" in refusal(model, tmp_path / "t.jsonl", axes, "--eps-head-policy", policy)
+
+
+def test_a_kill_loses_no_finished_cell_and_repeats_none(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "r.jsonl"
+    axes = {**AXES, "budget": [0.4, 0.5, 0.6, 0.7, 0.8, 0.9]}
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from eps_core.cli_grid import grid_command; grid_command()",
+         *arguments(model, out, axes)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 120
+        while not out.exists() or out.read_bytes().count(b"\n") < 4:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    before = out.read_bytes()
+    whole = before[: before.rindex(b"\n") + 1]
+    num_finished = whole.count(b"\n") - 1
+    assert 3 <= num_finished < 36, "the kill came too late to test anything"
+    result = run(model, out, axes)
+    assert (result["resumed"], result["measured"]) == (num_finished, 36 - num_finished)
+    assert out.read_bytes().startswith(whole)
+    assert sorted(cell["index"] for cell in cells_of(out)) == list(range(36))
+
+
+@pytest.mark.parametrize(
+    "tail", [b'{"type": "cell", "ind', b"\0\0\0\n", b'{"type": "cell"'], ids=["half", "nul", "open"]
+)
+def test_a_torn_last_line_is_cut_off_and_done_again(model: Path, finished: Path, tmp_path: Path, tail: bytes) -> None:
+    out = tmp_path / "r.jsonl"
+    lines = finished.read_bytes().splitlines(keepends=True)
+    out.write_bytes(b"".join(lines[:-1]) + tail)
+    assert (result := run(model, out, AXES))["resumed"] == 11 and result["measured"] == 1
+    assert out.read_bytes().startswith(b"".join(lines[:-1]))
+    assert sorted(cell["index"] for cell in cells_of(out)) == list(range(12))
+
+
+@pytest.mark.parametrize("start", [b"", b'{"type": "run", "ki', b'{"type": "run", "kind": "grid", "gri'])
+def test_a_torn_first_line_starts_anew(model: Path, tmp_path: Path, start: bytes) -> None:
+    out = tmp_path / "r.jsonl"
+    out.write_bytes(start)
+    assert run(model, out, {"context": 4})["resumed"] == 0
+    assert [line["type"] for line in lines_of(out)] == ["run", "cell"]
+
+
+def test_another_grid_or_model_or_file_is_refused_and_left_alone(model: Path, finished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "r.jsonl"
+    out.write_bytes(finished.read_bytes())
+    assert "its grid differs" in refusal(model, out, {**AXES, "budget": [0.5]})
+    assert "its plan differs" in refusal(model, out, AXES, "--needles", 2)
+    other = tiny_models.save_model("qwen3", tmp_path / "other")
+    assert f"its model differs ({model} there, {other} now)" in refusal(model, out, AXES, "--model", other)
+    assert "its dtype differs (float32 there, float16 now)" in refusal(model, out, AXES, "--dtype", "float16")
+    assert out.read_bytes() == finished.read_bytes()
+    for text, words in (
+        ('{"type": "run"}\n', "is not a grid's results"),
+        ("my notes", "is not a grid's results"),
+        ("my notes\nand more\n", "line 1 is not a JSON object"),
+    ):
+        out.write_text(text)
+        assert words in refusal(model, out, AXES)
+        assert out.read_text() == text
+
+
+def test_a_start_with_other_versions_is_written_down(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    first = header(
+        [Setting()], Plan(), None, {}, model="m", model_id="0", backend="numpy", device="cpu", dtype="float32"
+    )
+    with GridFile(path, first):
+        pass
+    with GridFile(path, {**first, "git_commit": "another"}):
+        pass
+    with GridFile(path, {**first, "git_commit": "another"}):
+        pass
+    assert [line["type"] for line in lines_of(path)] == ["run", "resume"]
+    with (
+        GridFile(path, first),
+        pytest.raises(ConfigError, match="being written by another"),
+        GridFile(path, first),
+    ):
+        pass
+
+
+def test_progress_counts_cells_and_time(capsys: pytest.CaptureFixture) -> None:
+    progress = Progress([Setting(context=1000)] * 4, {3}, sys.stderr)
+    progress(0, None)
+    progress(1, 60.0)
+    progress(2, 60.0)
+    assert capsys.readouterr().err == "grid: 3 of 4 cells, about 60 s left\ngrid: 4 of 4 cells\n"

@@ -1,0 +1,271 @@
+"""The verdict by hand, and a page that holds every section whatever the results lack."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from eps_core import html_report
+from eps_core.cli_grid import report_command
+from eps_core.config import ConfigError
+from eps_core.html_report import PAGE_DARK, PAGE_LIGHT, PALETTE, load_results, page
+from eps_core.verdict import decide
+
+SECTIONS = (
+    "verdict", "quality", "visited", "time", "certificate", "heads", "ablations", "runs", "skipped", "inputs",
+)  # fmt: skip
+VOID = {"meta", "path", "br"}
+
+
+def cell(**values: Any) -> dict[str, Any]:
+    """A cell that ships."""
+    return {
+        "type": "cell", "context_tokens": 32768, "method": "rq", "group_tokens": 2, "bits": 1, "dim": None,
+        "policy": "topk", "batch": 1, "bytes_ratio": 0.12, "kl_mean": 0.002, "top1_agreement": 0.99,
+        "num_needles": 1000, "needles_answered": 998, "needles_dense": 1000, "visit_ratio": 0.1, "forced_ratio": 0.02,
+        "decode_ms_p50": 8.0, "decode_ms_p95": 9.0, "dense_decode_ms_p50": 10.0, "dense_decode_ms_p95": 12.0,
+        "device": "cuda", "strict": False, **values,
+    }  # fmt: skip
+
+
+SHIP, KILL, ITERATE, OPEN = "ship", "kill", "iterate", "not decidable"
+VERDICTS: dict[str, tuple[list[dict[str, Any]], str, str]] = {
+    "ships": ([cell()], SHIP, "88.0 % fewer bytes, p95 of decode 25.0 % lower, 0.20 points lost"),
+    "ships-at-the-limits": (
+        [cell(bytes_ratio=0.9, dense_decode_ms_p95=100.0, decode_ms_p95=93.0, needles_answered=997)],
+        SHIP, "0.30 points",
+    ),
+    "ships-in-strict": ([cell(strict=True, needles_answered=1000)], SHIP, "strict"),
+    "one-arm-of-two-ships": ([cell(method="jl", bytes_ratio=0.99), cell()], SHIP, "rq 1 bit S=2"),
+    "short-contexts-do-not-count": ([cell(), cell(context_tokens=8192, needles_answered=0)], SHIP, "rq"),
+    "one-long-context-is-slow": (
+        [cell(), cell(context_tokens=131072, decode_ms_p95=13.0)], ITERATE, "changes p95 by +8.3",
+    ),
+    "too-few-bytes": ([cell(bytes_ratio=0.93)], ITERATE, "saves 7.0 % of the bytes, below 10 %"),
+    "too-slow": ([cell(decode_ms_p95=11.9)], ITERATE, "changes p95 by -0.8 %"),
+    "quality-lost": ([cell(needles_answered=996)], ITERATE, "loses 0.40 points of quality, above 0.3"),
+    "quality-lost-needs-no-times": ([cell(needles_answered=990, device="cpu")], ITERATE, "loses 1.00 points"),
+    "kill-by-bytes": ([cell(bytes_ratio=0.96), cell(method="jl", bytes_ratio=1.1)], KILL, "the best saves 4.0 %"),
+    "kill-by-bytes-needs-no-times": ([cell(bytes_ratio=0.96, device="cpu")], KILL, "saves 5 % of the bytes"),
+    "beyond-64k-is-no-kill": ([cell(bytes_ratio=0.96, context_tokens=131072)], ITERATE, "saves 4.0 %"),
+    "kill-by-strict": ([cell(), cell(strict=True, context_tokens=4096, needles_answered=999)], KILL, "strict mode"),
+    "no-long-context": ([cell(context_tokens=16384)], OPEN, "the longest one measured is 16,384"),
+    "times-of-a-cpu": ([cell(device="cpu")], OPEN, "no decode times of a GPU"),
+    "no-times": ([cell(decode_ms_p95=None)], OPEN, "no decode times of a GPU"),
+    "no-questions": ([cell(num_needles=0)], OPEN, "no questions"),
+    "oracles-do-not-count": ([cell(method="oracle")], OPEN, "no measured cell"),
+    "nothing": ([], OPEN, "no measured cell"),
+    "only-nulls": (
+        [cell(bytes_ratio=None), cell(bytes_ratio=float("nan")), {"type": "cell"}], OPEN, "no measured cell",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_verdict(name: str) -> None:
+    cells, outcome, words = VERDICTS[name]
+    verdict = decide(cells)
+    assert verdict.outcome == outcome, verdict
+    assert words in verdict.reasons[0]
+    assert decide(cells[::-1]) == verdict
+
+
+def test_a_ship_says_what_weakens_it() -> None:
+    few = decide([cell(bytes_ratio=0.85, num_needles=20, needles_answered=20, needles_dense=20)])
+    assert few.outcome == SHIP and len(few.caveats) == 2
+    assert "20 questions cannot resolve 0.3 points (one is 5.00)" in few.caveats[1]
+    assert decide([cell()]).caveats == ()
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def whole_results() -> dict[str, list[dict[str, Any]]]:
+    """Lines of every kind, by file."""
+    shared = {"visit_ratio_by_layer_and_head": [[0.1, 0.4], [0.9, 0.2]], "mass_skipped_cert_max": 0.5}
+    grid: list[dict[str, Any]] = [
+        {"type": "run", "kind": "grid", "device": "cuda", "model": "demo<&>"},
+        {"type": "resume"},
+        *(
+            cell(index=i, context_tokens=context, bytes_ratio=ratio, kl_mean=0.001 / ratio, **shared)
+            for i, (context, ratio) in enumerate(((8192, 0.1), (8192, 0.2), (32768, 0.1), (32768, 0.2)))
+        ),
+        cell(method="ball", bits=None, group_tokens=8, mass_pairs=[[0.5, 0.1], [0.2, 0.2], [1.0, 0.0]], **shared),
+        {**cell(), "skipped": "context 65536 is past the model's <b>", "bytes_ratio": None},
+    ]
+    for axis, values in {
+        "dim": (4, 8, 16),
+        "alpha": (1.0, 1.05, 1.1),
+        "last_n": (4, 8),
+        "group_tokens": (64, 128),
+    }.items():
+        for value in values:
+            setting = {"dim": 8, "alpha": 1.1, "last_n": 8, "group_tokens": None, **{axis: value}}
+            jl = {"method": "jl", "policy": "threshold", "bits": None, "group_tokens": 128}
+            jl |= {name: setting[name] for name in ("dim", "alpha") if setting[name] is not None}
+            grid.append(cell(**{**jl, axis: value, "setting": setting, "kl_mean": 0.01 * float(value)}))
+    run = [
+        {"type": "run", "backend": "cuda", "device": "cpu", "config": {"method": "box", "policy": "topk"}},
+        {"type": "step", "step": 0, "mass_skipped_cert": 0.3, "mass_skipped_true": 0.1},
+        {"type": "step", "step": 1, "mass_skipped_cert": None},
+        {"type": "summary", "visit_ratio": 0.3, "prompt_tokens": 4095, "bytes_ratio": 0.2, "decode_ms_p50": 3.0,
+         "dense": {"decode_ms_p50": 2.0}, **shared},
+    ]  # fmt: skip
+    evaluated = [
+        {"type": "run", "model": "demo_model", "device": "cpu"},
+        {"type": "cell", "context_tokens": 4096, "method": "oracle", "group_tokens": 16, "bits": None, "dim": None,
+         "byte_budget": 0.1, "bytes_ratio": 0.1, "kl_mean": 0.004, "num_needles": 50, "needles_answered": 50,
+         "needles_dense": 50},
+    ]  # fmt: skip
+    return {"grid.jsonl": grid, "run.jsonl": run, "evaluate.jsonl": evaluated, "replay.jsonl": [{"type": "replay"}] * 3}
+
+
+def write(root: Path, files: dict[str, list[dict[str, Any]]]) -> list[Path]:
+    for name, lines in files.items():
+        (root / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return [root / name for name in files]
+
+
+class Checker(HTMLParser):
+    """Asserts that elements nest, collects ids and references."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.sections: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        values = dict(attrs)
+        if "id" in values:
+            self.ids.append(values["id"])
+        if tag == "section":
+            self.sections.append(values["id"])
+        self.links += [value for name, value in attrs if name in ("href", "xlink:href", "src")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+
+def checked(html: str) -> Checker:
+    checker = Checker()
+    checker.feed(html)
+    checker.close()
+    assert checker.open == [] and checker.sections == list(SECTIONS)
+    assert len(set(checker.ids)) == len(checker.ids)
+    assert all(link.startswith("#") and link[1:] in checker.ids for link in checker.links)
+    # no network: what is left of http is the names of the SVG dialect
+    bare = re.sub(r'xmlns(:\w+)?="http://www\.w3\.org/[^"]*"', "", html)
+    assert "http" not in bare and "@import" not in bare and "<script" not in bare and "<link" not in bare
+    assert re.search(r"\b(NaN|nan|inf|Infinity|None|null)\b", html) is None
+    return checker
+
+
+def test_the_page_of_everything(tmp_path: Path) -> None:
+    html, verdict = page(load_results(write(tmp_path, whole_results())))
+    checked(html)
+    # two plots for each of 3 contexts and of 4 axes, visited, time, certificates, six maps of seven
+    assert html.count("<figure><svg") == 6 + 8 + 3 + 6
+    assert html.count("<figcaption>") == html.count('role="img"') == html.count("<figure><svg")
+    assert "No data" not in html
+    assert verdict.outcome == SHIP and '<p class="outcome ship">ship</p>' in html
+    assert "3 of type replay" in html
+    assert "demo&lt;&amp;&gt;" in html and "<b>" not in html
+    assert html == page(load_results(write(tmp_path, whole_results())))[0]
+
+
+def test_a_page_of_nothing_says_so_in_every_section(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    html, verdict = page(load_results([tmp_path / "empty.jsonl"]))
+    checked(html)
+    assert "empty.jsonl holds no results" in html and "<svg" not in html
+    assert html.count("No data") == 11  # four of them axes, one each of the other sections with numbers
+    assert verdict.outcome == OPEN
+
+
+def test_a_field_that_is_missing_everywhere_leaves_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # figures are what takes time, and the next test draws odd values
+    monkeypatch.setattr(html_report._Drawer, "_draw", lambda self, height, caption, plot: "")
+    every = whole_results()
+    for missing in sorted({key for lines in every.values() for line in lines for key in line} - {"type"}):
+        files = {
+            name: [{key: value for key, value in line.items() if key != missing} for line in lines]
+            for name, lines in every.items()
+        }
+        checked(page(load_results(write(tmp_path, files)))[0])
+
+
+def test_odd_values_leave_a_page(tmp_path: Path) -> None:
+    odd = [
+        {"type": "cell"},
+        {"type": "cell", "bytes_ratio": 0.1},
+        cell(kl_mean=0.0, needles_answered=None),
+        cell(context_tokens=None, method=None, policy=None, setting=None, batch=2),
+        cell(visit_ratio_by_layer_and_head=[[0.1], [0.2, 0.3]], mass_pairs=[[None, 0.1]]),
+        cell(visit_ratio_by_layer_and_head="no", device=None),
+        {"type": "step"},
+        {"type": "summary"},
+        {"no": "type"},
+    ]
+    path = write(tmp_path, {"odd.jsonl": odd})[0]
+    path.write_text(path.read_text() + "[1]\nnot json\n" + '{"type": "cell", "bytes_ratio": NaN}\n{"type": "ce')
+    html, _ = page(load_results([path, path]))
+    checked(html)
+    for number in (10, 11, 13):
+        assert f"odd.jsonl, line {number}: not a JSON object, left out" in html
+    assert "1 of type (no type)" in html
+
+
+def test_many_arms_share_a_colour_and_show_their_front(tmp_path: Path) -> None:
+    cells = [
+        cell(method="jl", bits=None, dim=dim, bytes_ratio=0.01 * dim, kl_mean=1 / dim, policy="threshold", alpha=alpha)
+        for dim in range(1, 9)
+        for alpha in (1.0, 1.1)
+    ]
+    html, _ = page(load_results(write(tmp_path, {"many.jsonl": cells})))
+    checked(html)
+
+
+def test_colours_are_readable_on_both_pages() -> None:
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    assert len(set(PALETTE)) == len(PALETTE)
+    for colour in PALETTE:
+        for paper in (PAGE_LIGHT, PAGE_DARK):
+            low, high = sorted((luminance(colour), luminance(paper)))
+            assert (high + 0.05) / (low + 0.05) >= 3, (colour, paper)
+
+
+def test_report_command_writes_the_page_whole(tmp_path: Path) -> None:
+    some = {"grid.jsonl": [{"type": "run"}, cell()], "replay.jsonl": [{"type": "replay"}] * 3}
+    paths = write(tmp_path, some)
+    out = tmp_path / "r.html"
+    done = CliRunner().invoke(
+        report_command, [*map(str, paths), "-o", str(out)], standalone_mode=False, catch_exceptions=False
+    )
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["verdict"]["outcome"] == SHIP and result["lines"]["replay.jsonl"] == {"replay": 3}
+    assert out.read_text() == page(load_results(paths))[0]
+    assert not list(tmp_path.glob(".*"))
+    for args, words in (
+        ([str(tmp_path / "absent.jsonl"), "-o", str(out)], "absent.jsonl cannot be read"),
+        ([str(paths[0]), "-o", str(tmp_path / "absent" / "r.html")], "there is no directory"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            report_command.main(args, standalone_mode=False)
