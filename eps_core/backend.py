@@ -16,7 +16,7 @@ import numpy as np
 from eps_core import attention, selection, summaries
 from eps_core.blocks import GroupState, WritePlan
 from eps_core.config import CacheSpec, ConfigError, EpsConfig, summary_group_bytes
-from eps_core.guards import missing_groups
+from eps_core.guards import check_units, missing_groups
 from eps_core.interface import Certificate, Scores, Selection
 
 _DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float64": np.float64}
@@ -65,6 +65,7 @@ def new_cache(spec: CacheSpec, config: EpsConfig, device: str = "cpu") -> Cache:
         cache.tail = Cache(spec, config.tail_config, device, cache.v, cache.v)
     for one in (cache, cache.bound, cache.tail):
         if one is not None and one.config.enabled:
+            check_units(config, one.config)
             _add_summaries(one)
     return cache
 
@@ -104,7 +105,9 @@ def write_kv(cache: Cache, layer: int, k: np.ndarray, v: np.ndarray, slots: np.n
     cache.v[layer][units, :, offsets] = values
     if cache.config.has_bounds and len(slots):
         for largest, array in ((cache.largest_key, stored), (cache.largest_value, values)):
-            norm = np.linalg.norm(array.astype(np.float64), axis=2).max(axis=0)
+            norm = np.nan_to_num(np.linalg.norm(array.astype(np.float64), axis=2), nan=np.inf, posinf=np.inf).max(
+                axis=0
+            )
             largest[layer] = np.maximum(largest[layer], norm)
     for one, rows in ((cache, keys), (cache.bound, keys), (cache.tail, values.astype(np.float64))):
         if one is None or not one.config.enabled:
@@ -300,10 +303,10 @@ def bounds(
     for b, head in np.ndindex(batch, kv_heads):
         left = np.flatnonzero(~visit[b, head] & ~np.isneginf(scores.estimate[b, head]))
         tokens = (left[:, None] * size + np.arange(size)).reshape(-1)
-        cache.bound_bytes_read += len(tokens) * summary_group_bytes(inner.config, q.shape[2])
         if centre is None:
             upper[b, head][:, left] = np.inf
             continue
+        cache.bound_bytes_read += len(tokens) * summary_group_bytes(inner.config, q.shape[2])
         units, subs = table[b, tokens // inner.config.unit_tokens], tokens % inner.config.unit_tokens
         stacked = {name: pool[units, head, subs] for name, pool in inner.summaries[layer].items()}
         for r in range(repeat):

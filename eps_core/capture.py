@@ -352,6 +352,8 @@ def open_capture(path: Path) -> Capture:
                 wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
                 raise ConfigError(f"tensor {wrong[0]} of {path} is not what its metadata says: capture again")
             lengths = opened.get_tensor("lengths")
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no capture {path}: make one with eps-proto capture") from error
     except (SafetensorError, OSError) as error:
         raise _corrupt(path, error) from error
     last = info.context_tokens + info.num_steps

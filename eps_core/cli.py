@@ -89,7 +89,7 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
         raise click.UsageError("--eps-audit-factor and --eps-audit-off need audits: add --eps-audit-every")
     if flags["eps_audit_every"] and not config.enabled:
         raise click.UsageError("--eps-audit-every audits gated steps: choose an --eps-method")
-    if flags["eps_audit_factor"] < 1:
+    if not flags["eps_audit_factor"] >= 1:  # NaN too
         raise click.UsageError(f"--eps-audit-factor {flags['eps_audit_factor']} is below 1: use 10")
     if "top_p" in given and not flags["temperature"]:
         raise click.UsageError("--top-p means nothing to greedy decoding: add --temperature")

@@ -32,7 +32,8 @@ NO_BOUNDS = {
     "meanstd": "none: mean plus deviation is below the largest logit at times; add --eps-bound-bits 8",
     "rq": "none without what they need in store: add --eps-bound-bits 8",
 }
-DEFAULT_BUDGET, DEFAULT_TAU, DEFAULT_REFINE, DEFAULT_TAIL_TOKENS = 0.1, 0.001, 0.125, 64
+DEFAULT_BUDGET, FINE_BUDGET, DEFAULT_TAU = 0.1, 0.05, 0.001
+DEFAULT_REFINE, DEFAULT_TAIL_TOKENS = 0.125, 64
 # always visited, in tokens. rq ranks single tokens well enough to find the recent ones that matter by itself; the
 # others need the wide guard (README, "Decisions")
 DEFAULT_GUARDS, FINE_GUARDS = (16, 128), (4, 32)
@@ -68,7 +69,7 @@ class EpsConfig:
     tail_tokens: int = None  # type: ignore[assignment]
     group_tokens: int | None = None  # S; None: the method's default, or group_blocks pages
     group_blocks: int | None = None  # S in pages
-    policy: str = None  # type: ignore[assignment]  # share for rq, unless a budget is given; topk for the others
+    policy: str = "topk"
     budget: float = None  # type: ignore[assignment]  # topk: <= 1 a share of the tokens, > 1 a number; with guards
     tau: float | None = None  # share: least estimated share of the softmax
     epsilon: float = 0.01  # mass: most estimated share left unread
@@ -88,10 +89,7 @@ class EpsConfig:
             self.method in (*METHODS, *EVALUATION_METHODS, MEAN),
             f"eps-method {self.method!r} is unknown: choose one of {', '.join(METHODS)}",
         )
-        _require(
-            self.policy is None or self.policy in POLICIES,
-            f"eps-policy {self.policy!r} is unknown: choose one of {', '.join(POLICIES)}",
-        )
+        _require(self.policy in POLICIES, f"eps-policy {self.policy!r} is unknown: choose one of {', '.join(POLICIES)}")
         _require(self.scope in SCOPES, f"eps-scope {self.scope!r} is unknown: choose one of {', '.join(SCOPES)}")
         block = self.block_size
         _require(
@@ -131,14 +129,14 @@ class EpsConfig:
             wanted = unit * max(DEFAULT_TAIL_TOKENS // unit, 1) if self.method == "rq" else 0
             object.__setattr__(self, "tail_tokens", wanted)
         _require(
+            not self.tail_tokens or not self.has_norm_estimate,
+            f"eps-tail mean needs estimates of masses, and those of method {self.method} are norms: use "
+            "--eps-tail drop, or another method",
+        )
+        _require(
             self.tail_tokens == 0 or (unit <= self.tail_tokens <= MAX_GROUP_TOKENS and self.tail_tokens % unit == 0),
             f"eps-tail-tokens {self.tail_tokens} is not a multiple, up to {MAX_GROUP_TOKENS}, of the {unit} tokens of "
             f"a page or group: use {unit * max(DEFAULT_TAIL_TOKENS // unit, 1)}, or 0 to drop what is skipped",
-        )
-        _require(
-            not self.tail_tokens or not self.has_norm_estimate,
-            f"eps-tail-tokens {self.tail_tokens} needs estimates of masses, and those of method {self.method} are "
-            "norms: use --eps-tail drop, or another method",
         )
         if self.dim is not None:
             _require(
@@ -201,14 +199,11 @@ class EpsConfig:
             _require(value >= 0, f"eps-{name.replace('_', '-')} {value} is negative: use 0 or more tokens")
 
     def _resolve(self) -> None:
-        """Settles what depends on the method: policy, budget, tau, refinement, guards."""
+        """Settles what depends on method and policy: budget, tau, refinement, guards."""
         fine = self.method == "rq"
-        if self.policy is None:
-            budgeted = self.budget is not None or self.top_pages is not None
-            object.__setattr__(self, "policy", "share" if fine and not budgeted else "topk")
         guards = FINE_GUARDS if fine else DEFAULT_GUARDS
         defaults = {
-            "budget": DEFAULT_BUDGET,
+            "budget": FINE_BUDGET if fine else DEFAULT_BUDGET,
             "tau": DEFAULT_TAU if self.policy == "share" else None,
             "refine": DEFAULT_REFINE if fine and self.bits == 1 else 0.0,
             "first_tokens": guards[0],
@@ -262,7 +257,7 @@ class EpsConfig:
     def bound_config(self) -> "EpsConfig":
         """The summary that bounds, where it is another one: codes of single keys, in the same pool units."""
         return EpsConfig(
-            method="rq", bits=self.bound_bits, rq_bounds=True, group_tokens=1, seed=self.seed,
+            method="rq", bits=self.bound_bits, rq_bounds=True, group_tokens=1, tail_tokens=0, seed=self.seed,
             block_size=self.unit_tokens,
         )  # fmt: skip
 

@@ -39,3 +39,9 @@ def missing_groups(
     index, ends = np.arange(groups.shape[1]), -(-lengths // size)
     is_open = (index == ends[:, None] - 1) & (lengths % size != 0)[:, None]
     return (index < ends[:, None]) & (~valid | is_open)
+
+
+def check_units(config: EpsConfig, nested: EpsConfig) -> None:
+    """Raises ValueError unless summaries beside a cache's own (of bounds, of tails) lie in the same pool units."""
+    if nested.unit_tokens != config.unit_tokens:
+        raise ValueError(f"summaries in units of {nested.unit_tokens} tokens beside a cache of {config.unit_tokens}")

@@ -12,6 +12,7 @@ from eps_core.config import (
     DEFAULT_REFINE,
     DEFAULT_TAIL_TOKENS,
     DEFAULT_TAU,
+    FINE_BUDGET,
     METHODS,
     POLICIES,
     SCOPES,
@@ -75,12 +76,13 @@ selection_options = _options(
         help=f"Tokens of one mean value: a multiple of page and group.  [default: {DEFAULT_TAIL_TOKENS}]",
     ),
     click.option(
-        "--eps-policy", type=click.Choice(POLICIES),
-        help="Rule that chooses groups.  [default: share for rq, topk for the others and where a budget is given]",
+        "--eps-policy", type=click.Choice(POLICIES), default=_DEFAULT.policy, show_default=True,
+        help="Rule that chooses groups; --eps-tau alone means share.",
     ),
     click.option(
         "--eps-budget", type=float, metavar="X",
-        help=f"topk: share of the context that is read (up to 1), or a number of tokens.  [default: {DEFAULT_BUDGET}]",
+        help="topk: share of the context that is read (up to 1), or a number of tokens.  "
+        f"[default: {FINE_BUDGET} for rq, {DEFAULT_BUDGET} for the others]",
     ),
     click.option(
         "--eps-tau", type=float,
@@ -142,11 +144,8 @@ def config_of(flags: dict[str, Any], given: set[str]) -> EpsConfig:
             raise click.UsageError(f"{_flag(eps_given[0])} means nothing while EPS is off: add --eps-method")
     if method == "off":
         return EpsConfig(block_size=flags["block_size"])
-    policy = (
-        flags["eps_policy"]
-        or EpsConfig(method=method, budget=flags["eps_budget"], top_pages=flags["eps_top_pages"]).policy
-    )
-    if flags["eps_policy"] is None and "eps_tau" in given and not given & {"eps_budget", "eps_top_pages"}:
+    policy = flags["eps_policy"]
+    if "eps_tau" in given and not given & {"eps_policy", "eps_budget", "eps_top_pages"}:
         policy = "share"
     for name, owner in _POLICY_FLAGS.items():
         if name in given and policy != owner:

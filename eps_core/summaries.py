@@ -436,7 +436,8 @@ def score_rq(summary: Summary, a: np.ndarray, n: int, centre: np.ndarray, bits: 
     if "radius" not in summary:
         return np.log(n) + mean, None, None
     size, radius = np.linalg.norm(a), _f64(summary, "radius")
-    slack = rounding_slack(a, _f64(summary, "norm") + radius)
+    # the centre is added and taken away again, whatever the size of the keys
+    slack = rounding_slack(a, _f64(summary, "norm") + radius + np.linalg.norm(centre.astype(np.float64)))
     lower = np.log(n) + mean - size * _f64(summary, "error") - slack
     return np.log(n) + mean, lower, np.log(n) + mean + size * radius + slack
 

@@ -93,7 +93,7 @@ class StepRecord:
     mass_skipped_cert: float | None  # the largest certified upper bound of any of them
     mass_skipped_true: float | None  # the largest of any of them, measured by a second, dense read; audits only
     output_error_cert: float | None  # the largest upper bound of the L2 error of any query head's output
-    escalations: int  # strict: (sequence, layer, kv head)s whose first selection could not be certified
+    escalations: int  # strict: (sequence, layer, kv head)s that were given more groups
     pages_escalated: int  # groups that strict mode added for them, part of pages_visited
     audited: bool
     audit_kl: float | None  # KL of this step's next token against a dense step's, nats, mean over sequences

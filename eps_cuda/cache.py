@@ -4,6 +4,7 @@ K and V lie in `[P, Hkv, U, D]` per layer, summaries in `[P, Hkv, U/S, ..]` unde
 place: the cache that a function returns is the one it was given.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from eps_core.blocks import GroupState, WritePlan
 from eps_core.config import CacheSpec, ConfigError, EpsConfig
+from eps_core.guards import check_units
 from eps_core.summaries import CENTRE_TOKENS, jl_projection, rq_signs
 from eps_cuda.summaries import Summary, build_box, build_jl, build_meanstd, build_summary
 
@@ -111,6 +113,7 @@ def new_cache(spec: CacheSpec, config: EpsConfig, device: str = "auto") -> Cache
         cache.tail = Cache(spec, config.tail_config, place.type, cache.v, cache.v, cache.finite)
     for one in (cache, cache.bound, cache.tail):
         if one is not None and one.config.enabled:
+            check_units(config, one.config)
             _add_summaries(one, place)
     return cache
 
@@ -187,8 +190,9 @@ def write_kv(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) 
     cache.finite[layer] = cache.finite[layer] & torch.isfinite(keys).all()
     if cache.config.has_bounds:
         for largest, array in ((cache.largest_key, keys), (cache.largest_value, values)):
-            # a float32 norm is short by less than 2^-16 of itself
-            norm = torch.linalg.vector_norm(array.float(), dim=-1).amax(dim=0) * (1 + 2.0**-16)
+            # a float32 norm is short by less than 2^-16 of itself; NaN in V bounds nothing
+            norm = torch.linalg.vector_norm(array.float(), dim=-1).nan_to_num(math.inf, math.inf)
+            norm = norm.amax(dim=0) * (1 + 2.0**-16)
             largest[layer] = torch.maximum(largest[layer], norm)
     for one, rows in ((cache, keys), (cache.bound, keys), (cache.tail, values)):
         if one is None or not one.config.enabled:

@@ -148,7 +148,9 @@ class Decoder:
                     whole, _ = merge((out, lse), attend_tail(cache, layer, table, lengths, scores, selection, lse))
                     if config.has_bounds:
                         # the bound is of what was read alone: the tail may move away from it, or from the truth
-                        moved = torch.linalg.vector_norm((whole - out).float(), dim=-1).reshape(batch, kv_heads, -1)
+                        moved = torch.linalg.vector_norm(whole.float() - out.float(), dim=-1).reshape(
+                            batch, kv_heads, -1
+                        )
                         arrays["output_error_cert"] += moved.amax(dim=-1) * (1 + 2.0**-16)
             arrays["counts"], arrays["mass_skipped_est"] = selection.counts, skipped_mass(scores, selection)
             if selection.wanted is not None:
@@ -166,7 +168,9 @@ class Decoder:
             kv_bytes = cache.kv_bytes_read
             _, lse_all = attend(cache, layer, q, table, lengths, None)
             cache.kv_bytes_read = kv_bytes
-            unread = -torch.expm1((lse - lse_all).clamp(max=0)).reshape(batch, kv_heads, -1)
+            # two float32 sums differ by rounding alone where everything was read
+            rounding = 2.0**-20 * (lse.abs() + lse_all.abs())
+            unread = -torch.expm1((lse - lse_all + rounding).clamp(max=0)).reshape(batch, kv_heads, -1)
             arrays["mass_skipped_true"] = unread.amax(dim=-1)
         return whole, stats, arrays
 

@@ -196,8 +196,8 @@ def certify(cache: Cache, layer: int, scores: Scores, visited: Selection, out: T
     # everything read: exactly 0, also where a norm past float32 made the slack or the reach infinite
     share = torch.where(unread > -math.inf, share, 0.0)
     size = torch.linalg.vector_norm(out.float(), dim=-1).reshape(batch, kv_heads, repeat)
-    # the norm's own float32 rounding
-    reach = (cache.largest_value[layer][:, None] + size) * (1 + 2.0**-16)
+    # the norm's own rounding, and that of `out` to its dtype
+    reach = (cache.largest_value[layer][:, None] + size) * (1 + 2.0**-16 + torch.finfo(out.dtype).eps)
     return Certificate(share.amax(dim=-1), torch.where(share > 0, share * reach, 0.0).amax(dim=-1))
 
 

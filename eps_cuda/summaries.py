@@ -514,7 +514,8 @@ def score_rq(summary: Summary, a: Tensor, n: int, constants: Summary, bits: int)
     if "radius" not in summary:
         return math.log(n) + mean, None, None
     size, radius = _norm(a)[..., None], _per_group(summary, "radius")
-    slack = logit_slack(a, _per_group(summary, "norm") + radius)
+    # the centre is added and taken away again, whatever the size of the keys
+    slack = logit_slack(a, _per_group(summary, "norm") + radius + _norm(constants["centre"].float())[:, None, None])
     lower = math.log(n) + mean - size * _per_group(summary, "error") - slack
     return math.log(n) + mean, lower, math.log(n) + mean + size * radius + slack
 

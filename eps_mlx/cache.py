@@ -5,6 +5,7 @@ slice in place only while nobody else holds the buffer: no view of the cache out
 run once per chunk or step so that no un-evaluated reader pins an old buffer.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from eps_core.blocks import GroupState, WritePlan
 from eps_core.config import CacheSpec, ConfigError, EpsConfig
+from eps_core.guards import check_units
 from eps_core.summaries import CENTRE_TOKENS, jl_projection, rq_signs
 from eps_mlx.summaries import Summary, build_box, build_jl, build_meanstd, build_summary
 
@@ -106,6 +108,7 @@ def new_cache(spec: CacheSpec, config: EpsConfig, device: str = "auto") -> Cache
             cache.tail = Cache(spec, config.tail_config, cache.device, cache.v, cache.v, cache.finite)
         for one in (cache, cache.bound, cache.tail):
             if one is not None and one.config.enabled:
+                check_units(config, one.config)
                 _add_summaries(one)
         evaluate(cache)
     return cache
@@ -194,8 +197,9 @@ def write_kv(cache: Cache, layer: int, k: mx.array, v: mx.array, slots: np.ndarr
         cache.finite[layer] = cache.finite[layer] & mx.isfinite(keys).all()
         if cache.config.has_bounds:
             for largest, array in ((cache.largest_key, keys), (cache.largest_value, values)):
-                # a float32 norm is short by less than 2^-16 of itself
-                norm = mx.linalg.norm(array.astype(mx.float32), axis=-1).max(axis=0) * (1 + 2.0**-16)
+                # a float32 norm is short by less than 2^-16 of itself; NaN in V bounds nothing
+                norm = mx.linalg.norm(array.astype(mx.float32), axis=-1)
+                norm = mx.where(mx.isnan(norm), math.inf, norm).max(axis=0) * (1 + 2.0**-16)
                 largest[layer] = mx.maximum(largest[layer], norm)
         for one, rows in ((cache, keys), (cache.bound, keys), (cache.tail, values)):
             if one is None or not one.config.enabled:

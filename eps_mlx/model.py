@@ -144,7 +144,8 @@ class Decoder:
                 whole, _ = merge((out, lse), attend_tail(cache, layer, table, lengths, scores, selection, lse))
                 if config.has_bounds:
                     # the bound is of what was read alone: the tail may move away from it, or from the truth
-                    moved = mx.linalg.norm((whole - out).astype(mx.float32), axis=-1).reshape(batch, kv_heads, -1)
+                    moved = mx.linalg.norm(whole.astype(mx.float32) - out.astype(mx.float32), axis=-1)
+                    moved = moved.reshape(batch, kv_heads, -1)
                     arrays["output_error_cert"] = arrays["output_error_cert"] + moved.max(axis=-1) * (1 + 2.0**-16)
             arrays["counts"], arrays["mass_skipped_est"] = selection.counts, skipped_mass(scores, selection)
             if selection.wanted is not None:
@@ -162,7 +163,9 @@ class Decoder:
             kv_bytes = cache.kv_bytes_read
             _, lse_all = attend(cache, layer, q, table, lengths, None)
             cache.kv_bytes_read = kv_bytes
-            unread = -mx.expm1(mx.minimum(lse - lse_all, 0)).reshape(batch, kv_heads, -1)
+            # two float32 sums differ by rounding alone where everything was read
+            rounding = 2.0**-20 * (mx.abs(lse) + mx.abs(lse_all))
+            unread = -mx.expm1(mx.minimum(lse - lse_all + rounding, 0)).reshape(batch, kv_heads, -1)
             arrays["mass_skipped_true"] = unread.max(axis=-1)
         return whole, stats, arrays
 

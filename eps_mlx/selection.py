@@ -205,8 +205,8 @@ def certify(cache: Cache, layer: int, scores: Scores, visited: Selection, out: m
         # everything read: exactly 0, also where a norm past float32 made the slack or the reach infinite
         share = mx.where(unread > -math.inf, share, 0)
         size = mx.linalg.norm(out.astype(mx.float32), axis=-1).reshape(batch, kv_heads, repeat)
-        # the norm's own float32 rounding
-        reach = (cache.largest_value[layer][:, None] + size) * (1 + 2.0**-16)
+        # the norm's own rounding, and that of `out` to its dtype
+        reach = (cache.largest_value[layer][:, None] + size) * (1 + 2.0**-16 + mx.finfo(out.dtype).eps)
         return Certificate(share.max(axis=-1), mx.where(share > 0, share * reach, 0).max(axis=-1))
 
 

@@ -509,7 +509,8 @@ def score_rq(summary: Summary, a: mx.array, n: int, constants: Summary, bits: in
     if "radius" not in summary:
         return math.log(n) + mean, None, None
     size, radius = _norm(a)[..., None], _per_group(summary, "radius")
-    slack = logit_slack(a, _per_group(summary, "norm") + radius)
+    # the centre is added and taken away again, whatever the size of the keys
+    slack = logit_slack(a, _per_group(summary, "norm") + radius + _norm(_wide(constants["centre"]))[:, None, None])
     lower = math.log(n) + mean - size * _per_group(summary, "error") - slack
     return math.log(n) + mean, lower, math.log(n) + mean + size * radius + slack
 

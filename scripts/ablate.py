@@ -25,33 +25,33 @@ from eps_core.telemetry import git_commit, kl_divergence
 
 DEMO = Path(__file__).parent.parent / "eps_core" / "demo_model"
 DEFAULT = EpsConfig(method="rq")
-TAUS = tuple({"tau": tau} for tau in (1e-2, 4e-3, 2e-3, 1e-3, 5e-4, 2.5e-4))
-BUDGETS = tuple({"policy": "topk", "budget": budget} for budget in (0.015, 0.03, 0.05, 0.08, 0.12, 0.18))
+TAUS = tuple({"policy": "share", "tau": tau} for tau in (1e-2, 4e-3, 2e-3, 1e-3, 5e-4, 2.5e-4))
+BUDGETS = tuple({"budget": budget} for budget in (0.015, 0.022, 0.03, 0.05, 0.08, 0.12))
 MASSES = tuple({"policy": "mass", "epsilon": epsilon} for epsilon in (0.6, 0.4, 0.3, 0.2, 0.1))
+WIDER = tuple({"budget": budget} for budget in (0.05, 0.08, 0.12, 0.18, 0.26))
+FIRST = replace(DEFAULT, refine=0.0, tail_tokens=0, first_tokens=16, last_tokens=128)
 # (what, the configuration, the settings of its curve)
 ARMS = (
-    ("default", DEFAULT, TAUS),
-    ("policy topk", DEFAULT, BUDGETS),
+    ("default", DEFAULT, BUDGETS),
+    ("policy share", DEFAULT, TAUS),
     ("policy mass", DEFAULT, MASSES),
-    ("scope union", replace(DEFAULT, scope="union"), TAUS),
-    ("no second bit", replace(DEFAULT, refine=0.0), TAUS),
-    ("second bit of 1/16", replace(DEFAULT, refine=0.0625), TAUS),
-    ("second bit of 1/4", replace(DEFAULT, refine=0.25), TAUS),
-    ("2 bits of all", replace(DEFAULT, refine=0.0, bits=2), TAUS),
-    ("4 bits of all", replace(DEFAULT, refine=0.0, bits=4), TAUS),
-    ("groups of 1", replace(DEFAULT, group_tokens=1), TAUS),
-    ("groups of 4", replace(DEFAULT, group_tokens=4), TAUS),
-    ("tail dropped", replace(DEFAULT, tail_tokens=0), TAUS),
-    ("tail of 16", replace(DEFAULT, tail_tokens=16), TAUS),
-    ("tail of 128", replace(DEFAULT, tail_tokens=128), TAUS),
-    ("guards 16 + 128", replace(DEFAULT, first_tokens=16, last_tokens=128), TAUS),
-    ("guards 4 + 8", replace(DEFAULT, last_tokens=8), TAUS),
-    ("first, 1 bit, topk, guards 16 + 128, no tail",
-     EpsConfig(method="rq", policy="topk", refine=0.0, tail_tokens=0, first_tokens=16, last_tokens=128),
-     tuple({"budget": b} for b in (0.05, 0.08, 0.12, 0.18))),
-    ("box, 16", EpsConfig(method="box"), tuple({"budget": b} for b in (0.1, 0.15, 0.2, 0.3))),
-    ("box, 16, tail", EpsConfig(method="box", tail_tokens=64), tuple({"budget": b} for b in (0.1, 0.15, 0.2, 0.3))),
-)  # fmt: skip
+    ("scope union", replace(DEFAULT, scope="union"), BUDGETS),
+    ("no second bit", replace(DEFAULT, refine=0.0), BUDGETS),
+    ("second bit of 1/16", replace(DEFAULT, refine=0.0625), BUDGETS),
+    ("second bit of 1/4", replace(DEFAULT, refine=0.25), BUDGETS),
+    ("2 bits of all", replace(DEFAULT, refine=0.0, bits=2), BUDGETS),
+    ("4 bits of all", replace(DEFAULT, refine=0.0, bits=4), BUDGETS),
+    ("groups of 1", replace(DEFAULT, group_tokens=1), BUDGETS),
+    ("groups of 4", replace(DEFAULT, group_tokens=4), BUDGETS),
+    ("tail dropped", replace(DEFAULT, tail_tokens=0), BUDGETS),
+    ("tail of 16", replace(DEFAULT, tail_tokens=16), BUDGETS),
+    ("tail of 128", replace(DEFAULT, tail_tokens=128), BUDGETS),
+    ("guards 16 + 128", replace(DEFAULT, first_tokens=16, last_tokens=128), WIDER),
+    ("guards 4 + 8", replace(DEFAULT, last_tokens=8), BUDGETS),
+    ("1 bit, guards 16 + 128, no tail", FIRST, WIDER),
+    ("box, 16", EpsConfig(method="box"), WIDER),
+    ("box, 16, tail", EpsConfig(method="box", tail_tokens=64), WIDER),
+)
 
 
 def one_text(context: int, steps: int, backend_name: str, index: int) -> list[list[tuple[list[float], int, int]]]:

@@ -46,8 +46,8 @@ def crossing(curve: list[Cell]) -> tuple[float | None, str]:
 
 
 def default_of(by_arm: dict[tuple, list[Cell]]) -> list[Cell]:
-    """The default's curve: rq, share, with its tail."""
-    return next(curve for name, curve in by_arm.items() if name[0] == "rq" and name[4] == "share" and name[6])
+    """The default's curve: rq, topk, with its tail."""
+    return next(curve for name, curve in by_arm.items() if name[0] == "rq" and name[4] == "topk" and name[6])
 
 
 def number(value: float | None, how: str = "measured") -> str:
@@ -162,13 +162,15 @@ def quality_figure(demo: list[Cell], wide: list[Cell], path: Path) -> None:
         for i, (method, size) in enumerate(shown):
             curve = next((c for n, c in by_arm.items() if n[:2] == (method, size) and n[5] == (16, 128)), [])
             _line(axis, curve, f"{method}, {size}", COLOURS[i], "--" if method == "oracle" else "-")
+        share = next(c for n, c in by_arm.items() if n[0] == "rq" and n[4] == "share" and n[6])
         _line(axis, default, "rq, 2 (default)", COLOURS[7], "-", width=2.5)
+        _line(axis, share, "rq, 2, share", COLOURS[7], ":")
         axis.axhline(KL_LIMIT, color="#bbbbbb", lw=0.8, zorder=0)
         axis.set(title=title, xscale="log", yscale="log", xlabel="bytes read over dense")
         axis.set_xticks([0.04, 0.07, 0.14, 0.28], ["0.04", "0.07", "0.14", "0.28"], minor=False)
         axis.minorticks_off()
     axes[0].set_ylabel("KL of the next token, nats")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=8, frameon=False)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=9, frameon=False)
     _save(figure, path)
 
 

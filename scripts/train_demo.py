@@ -372,7 +372,7 @@ def main() -> None:
         print(f"held-out needles at {length}: {accuracy[length]:.3f} of {documents[length]}", flush=True)
     failing = [length for length, value in accuracy.items() if value < 0.95]
     limit = (
-        f"It stops working (under 95 % of needles) at {failing[0]} tokens."
+        f"Under 95 % of needles at {', '.join(map(str, failing))} tokens."
         if failing
         else "No tested length fell under 95 %."
     )

@@ -81,7 +81,10 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "refine-range": (["run", "--eps-refine", 2], "eps-refine 2.0 is outside [0, 1]"),
     "refine-of-another-method": (["run", "--eps-method", "box", "--eps-refine", 0.5], "not of method box"),
     "refine-of-two-bits": (["run", "--eps-bits", 2, "--eps-refine", 0.5], "method rq with 2 bits"),
-    "audit-factor-of-no-number": (["run", "--eps-audit-every", 2, "--eps-audit-factor", "nan"], "--eps-audit-factor"),
+    "audit-factor-of-no-number": (
+        ["run", "--prompt", "x", "--eps-audit-every", 2, "--eps-audit-factor", "nan"],
+        "--eps-audit-factor nan",
+    ),
     "report-of-an-empty-file": (["report", "/dev/null", "-o", "new.html"], "/dev/null"),
     "epsilon-range": (["run", "--eps-policy", "mass", "--eps-epsilon", 2], "eps-epsilon 2.0"),
     "alpha-range": (["run", "--eps-policy", "threshold", "--eps-top-pages", 4, "--eps-alpha", 0.5], "eps-alpha 0.5"),

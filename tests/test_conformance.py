@@ -434,7 +434,9 @@ def check_tail(backend, case: Case, cache, reference, q_native, scores, selected
     assert np.abs(out - want_out).max() <= 4 * rounding * most
     merged, merged_lse = (backend.to_numpy(x) for x in backend.merge(state, tail))
     expected, expected_lse = oracle.merge((backend.to_numpy(state[0]).astype(np.float64), lse), (want_out, want_lse))
-    assert (merged[nothing] == backend.to_numpy(state[0])[nothing]).all() and (merged_lse[nothing] == lse[nothing]).all()
+    assert (merged[nothing] == backend.to_numpy(state[0])[nothing]).all() and (
+        merged_lse[nothing] == lse[nothing]
+    ).all()
     assert np.abs(merged - expected).max() <= 8 * rounding * max(most, np.abs(expected).max())
     assert np.abs(merged_lse - expected_lse).max() <= 2 * rounding
     return tail
@@ -1109,7 +1111,10 @@ def test_ungated_step_equals_method_off(target, tiny_path, method):
     """Bit for bit, and the summaries follow all the same: the next gated step knows every full group."""
     # in units of the same size, by which dense attention may sum
     config = gated(method)
-    run, off = Decoding(target, tiny_path, config), Decoding(target, tiny_path, EpsConfig(block_size=config.unit_tokens))
+    run, off = (
+        Decoding(target, tiny_path, config),
+        Decoding(target, tiny_path, EpsConfig(block_size=config.unit_tokens)),
+    )
     for _ in range(STEPS - 1):
         output, want = run.step(gate=False), off.step()
         assert np.array_equal(output.logits, want.logits) and output.layers == [] and output.fallbacks == {}

@@ -61,7 +61,7 @@ def heads_of(one: Filled):
     return list(np.ndindex(len(one.lengths), one.case.num_kv_heads))
 
 
-@pytest.mark.parametrize("head_dim", [16, 32, 33, 64, 128])
+@pytest.mark.parametrize("head_dim", [16, 33, 128])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sign_and_second_bit_are_the_two_bit_code(target, head_dim, dtype):
     """floor(x / step) within 0 .. 3, of a step that fits the group's own spread, and |x|^2 / <x, levels> as scale."""
@@ -114,13 +114,14 @@ def test_refined_estimates_are_closer_to_the_mean_logit(target, group_tokens):
     assert 0.4 < second / first < 0.6, (first, second)
 
 
-@pytest.mark.parametrize("refine", [0.01, 0.125, 0.37, 0.9, 1.0])
+@pytest.mark.parametrize("refine", [0.01, 0.37, 1.0])
 @pytest.mark.parametrize("kind", ["gauss", "ties"])
 def test_exactly_the_best_groups_are_refined(target, refine, kind):
     """ceil(refine G) of each kv head by the first bit, the lower index among equals; the others keep their scores to
     the bit. Every sequence of a ragged batch has its own number."""
     more = {"kind": kind, "config": {"group_tokens": 1 if kind == "ties" else 2}}
-    coarse, some, all_of_them = (Filled(target, case_of(refine=part, **more)) for part in (0, refine, 1))
+    lengths = (290, 61) if kind == "ties" else (400, 290, 37)
+    coarse, some, all_of_them = (Filled(target, case_of(lengths, part, **more)) for part in (0, refine, 1))
     first, got, fine = coarse.estimate(), some.estimate(), all_of_them.estimate()
     size = some.case.config.S
     refined_somewhere = False
@@ -183,11 +184,9 @@ def test_refine_zero_stores_nothing_more(target):
 
 def test_groups_without_a_summary_are_visited_and_never_refined(target):
     early = Filled(target, case_of((150, 61), refine=1.0))  # no centre before 256 keys
-    known = np.arange(early.estimate().shape[2]) < -(-early.lengths // 2)[:, None]
-    for head in range(2):
-        assert (
-            np.isposinf(early.estimate()[:, head][known]).all() and np.isneginf(early.estimate()[:, head][~known]).all()
-        )
+    for b, end in enumerate((75, 31)):
+        estimate = early.estimate()[b]
+        assert np.isposinf(estimate[:, :end]).all() and np.isneginf(estimate[:, end:]).all()
     for refine in (0.125, 1.0):
         one = Filled(target, case_of((301, 64, 37), refine=refine))
         estimate, ends = one.estimate(), -(-one.lengths // 2)
