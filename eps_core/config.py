@@ -6,7 +6,7 @@ errors, so the first line of every JSONL says exactly what ran.
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
 METHODS = ("off", "jl", "1pc", "fd", "box", "meanstd", "ball", "moments", "rq")
@@ -126,8 +126,7 @@ class EpsConfig:
         object.__setattr__(self, "group_blocks", None)
         unit = max(block, tokens)
         if self.tail_tokens is None:
-            wanted = unit * max(DEFAULT_TAIL_TOKENS // unit, 1) if self.method == "rq" else 0
-            object.__setattr__(self, "tail_tokens", wanted)
+            object.__setattr__(self, "tail_tokens", self._usual_tail() if self.method == "rq" else 0)
         _require(
             not self.tail_tokens or not self.has_norm_estimate,
             f"eps-tail mean needs estimates of masses, and those of method {self.method} are norms: use "
@@ -136,7 +135,7 @@ class EpsConfig:
         _require(
             self.tail_tokens == 0 or (unit <= self.tail_tokens <= MAX_GROUP_TOKENS and self.tail_tokens % unit == 0),
             f"eps-tail-tokens {self.tail_tokens} is not a multiple, up to {MAX_GROUP_TOKENS}, of the {unit} tokens of "
-            f"a page or group: use {unit * max(DEFAULT_TAIL_TOKENS // unit, 1)}, or 0 to drop what is skipped",
+            f"a page or group: use {self._usual_tail()}, or 0 to drop what is skipped",
         )
         if self.dim is not None:
             _require(
@@ -212,6 +211,15 @@ class EpsConfig:
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
+
+    def _usual_tail(self) -> int:
+        """About DEFAULT_TAIL_TOKENS, in whole pages and groups."""
+        unit = max(self.block_size, self.group_tokens or 0)
+        return unit * max(DEFAULT_TAIL_TOKENS // unit, 1)
+
+    def with_tail(self) -> Self:
+        """The same with a tail of the usual length."""
+        return replace(self, tail_tokens=self._usual_tail())
 
     def _check_head_modes(self) -> None:
         assert self.head_modes is not None

@@ -164,7 +164,7 @@ def config_of(flags: dict[str, Any], given: set[str]) -> EpsConfig:
         bits=flags["eps_bits"],
         rq_bounds=flags["eps_rq_bounds"],
         bound_bits=flags["eps_bound_bits"],
-        tail_tokens=_tail_tokens(flags, method),  # type: ignore[arg-type]
+        tail_tokens=_tail_tokens(flags),  # type: ignore[arg-type]
         group_tokens=flags["eps_group_tokens"],
         group_blocks=flags["eps_group_blocks"],
         refine=flags["eps_refine"],
@@ -183,6 +183,8 @@ def config_of(flags: dict[str, Any], given: set[str]) -> EpsConfig:
         min_context=flags["eps_min_context"],
         block_size=flags["block_size"],
     )
+    if flags["eps_tail"] == "mean" and flags["eps_tail_tokens"] is None:
+        config = config.with_tail()
     for end in ("first", "last"):
         groups = flags[f"eps_{end}_n"]
         if groups is None:
@@ -195,15 +197,11 @@ def config_of(flags: dict[str, Any], given: set[str]) -> EpsConfig:
     return config
 
 
-def _tail_tokens(flags: dict[str, Any], method: str) -> int | None:
+def _tail_tokens(flags: dict[str, Any]) -> int | None:
     """Tokens of one mean value of the tail; 0: drop what is skipped; None: the method's default."""
-    if flags["eps_tail"] == "drop":
-        if flags["eps_tail_tokens"] is not None:
-            raise click.UsageError("--eps-tail-tokens belongs to --eps-tail mean: drop it or choose that")
-        return 0
-    if flags["eps_tail_tokens"] is None and flags["eps_tail"] == "mean" and method != "rq":
-        return DEFAULT_TAIL_TOKENS
-    return flags["eps_tail_tokens"]
+    if flags["eps_tail"] == "drop" and flags["eps_tail_tokens"] is not None:
+        raise click.UsageError("--eps-tail-tokens belongs to --eps-tail mean: drop it or choose that")
+    return 0 if flags["eps_tail"] == "drop" else flags["eps_tail_tokens"]
 
 
 def _head_modes(flags: dict[str, Any]) -> tuple[tuple[str, ...], ...] | None:

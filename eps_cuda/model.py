@@ -168,9 +168,10 @@ class Decoder:
             kv_bytes = cache.kv_bytes_read
             _, lse_all = attend(cache, layer, q, table, lengths, None)
             cache.kv_bytes_read = kv_bytes
-            # two float32 sums differ by rounding alone where everything was read
+            # two float32 sums differ by rounding even where everything was read
             rounding = 2.0**-20 * (lse.abs() + lse_all.abs())
-            unread = -torch.expm1((lse - lse_all + rounding).clamp(max=0)).reshape(batch, kv_heads, -1)
+            unread = torch.where(lse_all - lse > rounding, -torch.expm1(lse - lse_all), 0.0)
+            unread = unread.reshape(batch, kv_heads, -1)
             arrays["mass_skipped_true"] = unread.amax(dim=-1)
         return whole, stats, arrays
 

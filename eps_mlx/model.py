@@ -163,9 +163,10 @@ class Decoder:
             kv_bytes = cache.kv_bytes_read
             _, lse_all = attend(cache, layer, q, table, lengths, None)
             cache.kv_bytes_read = kv_bytes
-            # two float32 sums differ by rounding alone where everything was read
+            # two float32 sums differ by rounding even where everything was read
             rounding = 2.0**-20 * (mx.abs(lse) + mx.abs(lse_all))
-            unread = -mx.expm1(mx.minimum(lse - lse_all + rounding, 0)).reshape(batch, kv_heads, -1)
+            unread = mx.where(lse_all - lse > rounding, -mx.expm1(lse - lse_all), 0)
+            unread = unread.reshape(batch, kv_heads, -1)
             arrays["mass_skipped_true"] = unread.max(axis=-1)
         return whole, stats, arrays
 

@@ -20,7 +20,8 @@ python scripts/evaluate.py --model results/wide_model --contexts 4096 --needles 
   --budgets 0.04 0.07 0.10 0.14 0.20 0.28 --taus 4e-3 2e-3 1e-3 5e-4 --out "$out/wide.jsonl" > "$captures/wide.md"
 took "methods on the wide model"
 # 3. captures of both, replayed without a model: mass recall, certified skip
-for context in 2048 4096 8192 16384; do
+# the demo model ends at 16,384 tokens, the decoded ones included
+for context in 2048 4096 8192 16000; do
   eps-proto capture --backend cuda --kv-dtype bfloat16 --context "$context" --steps 12 \
     -o "$captures/demo-$context.safetensors" > /dev/null
   eps-proto replay "$captures/demo-$context.safetensors" --backend cuda --budgets 0.1 \
