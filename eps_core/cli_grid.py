@@ -124,6 +124,8 @@ def report_command(results: tuple[Path, ...], out: Path) -> None:
     from eps_core.html_report import load_results, page
 
     loaded = load_results(results)
+    if not any(loaded.counts.values()):
+        raise ConfigError(f"{', '.join(map(str, results))}: no results to draw; give JSONL of grid, run or evaluate.py")
     html, verdict = page(loaded)
     partial = out.with_name(f".{out.name}.partial")
     partial.write_text(html, encoding="utf-8")

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.config import COARSE_GROUP_BLOCKS, ConfigError
+from eps_core.config import COARSE_GROUP_BLOCKS, DEFAULT_GUARDS, FINE_GUARDS, ConfigError
 from eps_core.verdict import Verdict, arm_name, decide, loss_points, p95_saved_percent
 
 Line = dict[str, Any]
@@ -531,8 +531,19 @@ def _method(cell: Line) -> str:
 def _arm(cell: Line) -> str:
     """The arm's name; of a comparison of policies alone, the policy's."""
     if cell.get("method"):
-        return arm_name(cell)
+        return arm_name(cell) + _variant(cell)
     return f"policy {cell['policy']}" if cell.get("policy") else "not named"
+
+
+def _variant(cell: Line) -> str:
+    """What else tells arms of one method and group size apart: rq's second bit, the tail, guards of its own."""
+    words = [" +1 bit"] if _number(cell.get("refine")) else []
+    words += [" tail"] if _number(cell.get("tail_tokens")) else []
+    guards = cell.get("guards")
+    usual = FINE_GUARDS if cell.get("method") == "rq" else DEFAULT_GUARDS
+    if guards and tuple(guards) != usual:
+        words.append(f" guards {'+'.join(map(str, guards))}")
+    return "".join(words)
 
 
 def _curve_name(cell: Line) -> str:

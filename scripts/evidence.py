@@ -133,7 +133,7 @@ def certificate_tables(found: Rows) -> list[str]:
             table.append(f"| {row['bound_bits']} bit | {row['epsilon']:g} | {row['bytes_ratio']:.3f} | "
                          f"{row['skipped_true_max']:.4f} | {row['certificate']:.4f} |")  # fmt: skip
     table += ["", "| refinement: 4 bits of all keys, 8 of some | refined | bytes | 8 bits of all | "
-              "error bound by each |v| over by the largest |", "|---|---|---|---|---|"]  # fmt: skip
+              "error bound by each value's norm over by the largest |", "|---|---|---|---|---|"]  # fmt: skip
     for row in found:
         if row["type"] == "refinement":
             figures = f"{row['refined_fraction']:.2f} | {row['bytes_ratio']:.3f} | {row['bytes_8_bit_only']:.3f}"

@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-results}
 mkdir -p "$out"
-scripts/setup.sh cuda,report
+scripts/setup.sh mlx,cuda,report
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
 captures=$(mktemp -d)
 trap 'rm -rf "$captures"' EXIT
