@@ -18,7 +18,6 @@ from eps_core.grid import (
     expand,
     header,
     load_grid,
-    model_id,
     run_cells,
 )
 from eps_core.interface import BACKENDS, backend_name, load_backend
@@ -75,7 +74,7 @@ def grid_command(**flags: Any) -> None:
     out: Path = flags["out"]
     telemetry.check_writable(out, "results file")
     # late: `eps-proto --help` must work where a model cannot be loaded
-    from eps_core.head_policy import check_policy, load_policy
+    from eps_core.head_policy import check_policy, load_policy, model_fingerprint
     from eps_core.model import load_tokenizer, read_spec
     from eps_core.run import DEMO_MODEL, choose_device
 
@@ -97,7 +96,7 @@ def grid_command(**flags: Any) -> None:
     plan = Plan(**{name: flags[name] for name in vars(_PLAN)})
     first = header(
         cells, plan, head_modes, backend.versions(),
-        preset=flags["preset"], model=str(flags["model"] or "demo"), model_id=model_id(model),
+        preset=flags["preset"], model=str(flags["model"] or "demo"), model_id=model_fingerprint(model),
         backend=backend_name(backend), device=device, dtype=dtype, cpu_count=os.cpu_count(),
     )  # fmt: skip
     if out.exists():  # before the weights are loaded, which may take minutes

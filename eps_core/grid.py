@@ -6,7 +6,6 @@ dense prefill and the dense decode of a document are shared by every cell that n
 """
 
 import fcntl
-import hashlib
 import itertools
 import json
 import math
@@ -22,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from eps_core import telemetry
-from eps_core.config import EVALUATION_METHODS, METHODS, POLICIES, CacheSpec, ConfigError, EpsConfig
+from eps_core.config import EVALUATION_METHODS, METHODS, POLICIES, SCOPES, CacheSpec, ConfigError, EpsConfig
 from eps_core.evaluate import kl_divergence
 from eps_core.interface import Backend, Decoder, LayerStats
 from eps_core.tasks import VALUE_DIGITS, corpus, filler, needle_document
@@ -34,7 +33,8 @@ HeadModes = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class Setting:
-    """One cell as asked for. None leaves a value to its default; `last_n` is in groups, `group_blocks` in pages.
+    """One cell as asked for. None leaves a value to its default; `first_n` and `last_n` are in groups,
+    `group_blocks` in pages.
 
     Under policy threshold the heap (`top_pages`, in groups) is as large as `budget` buys unless it is given.
     """
@@ -55,16 +55,28 @@ class Setting:
     tau: float | None = None
     heads: str = "all"
     strict: bool = False
+    bound_bits: int | None = None
+    refine: float | None = None
+    tail_tokens: int | None = None
+    scope: str = "kv-head"
+    first_n: int | None = None
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("context", "batch"), (int,)),
     **dict.fromkeys(("dim", "last_n", "group_blocks", "group_tokens", "bits", "top_pages"), (int, type(None))),
-    **dict.fromkeys(("alpha", "budget", "epsilon", "tau"), (int, float, type(None))),
-    **dict.fromkeys(("method", "policy", "heads"), (str,)),
+    **dict.fromkeys(("bound_bits", "tail_tokens", "first_n"), (int, type(None))),
+    **dict.fromkeys(("alpha", "budget", "epsilon", "tau", "refine"), (int, float, type(None))),
+    **dict.fromkeys(("method", "policy", "heads", "scope"), (str,)),
     "strict": (bool,),
 }
-_CHOICES = {"method": (*METHODS, *EVALUATION_METHODS), "policy": POLICIES, "heads": ("all", "retrieval")}
+_CHOICES = {
+    "method": (*METHODS, *EVALUATION_METHODS),
+    "policy": POLICIES,
+    "heads": ("all", "retrieval"),
+    "scope": SCOPES,
+}
+STRICT_BITS = 8  # of the codes that certify a strict cell of a method without bounds
 # the axes that mean something under one policy, or some, only
 _POLICIES_OF = {"alpha": ("threshold",), "tau": ("share",), "budget": ("topk", "threshold")}
 
@@ -90,7 +102,8 @@ PRESETS: dict[str, list[dict[str, Any]]] = {
             "budget": [0.1, 0.15, 0.25],
         },
         {"context": [2048, 4096], "method": ["jl", "1pc", "fd"], "budget": 0.25},
-        {"context": 4096, "method": "ball", "strict": True, "epsilon": [0.1, 0.5]},
+        {"context": 4096, "method": "ball", "strict": True, "epsilon": 0.1},
+        {"context": 4096, "method": "rq", "strict": True, "epsilon": [0.01, 0.1]},
         {"context": 2048, "batch": 4, "method": "rq", "budget": 0.1},
         # one axis at a time around m 8, alpha 1.1, the last 4 groups of 8 pages
         *(
@@ -170,31 +183,36 @@ def config_of(setting: Setting, head_modes: HeadModes | None) -> EpsConfig:
     if setting.heads == "retrieval" and head_modes is None:
         raise ConfigError("heads retrieval needs --eps-head-policy FILE")
     default = EpsConfig()
+    # what an axis leaves out is the method's own default
+    given = {
+        name: getattr(setting, name) for name in ("dim", "bits", "budget", "tau", "bound_bits", "refine", "tail_tokens")
+    }
     common: dict[str, Any] = {
         "method": setting.method,
-        "dim": setting.dim,
-        "bits": default.bits if setting.bits is None else setting.bits,
-        # rq has bounds only where it stores what they need
-        "rq_bounds": setting.strict and setting.method == "rq",
+        "policy": setting.policy,
+        "scope": setting.scope,
         "group_tokens": setting.group_tokens,
         "group_blocks": setting.group_blocks,
-        "budget": default.budget if setting.budget is None else setting.budget,
         "head_modes": head_modes if setting.heads == "retrieval" else None,
+        **{name: value for name, value in given.items() if value is not None},
     }
-    sized = EpsConfig(**common)
+    sized = EpsConfig(**(common | {"policy": "topk"}))
+    if setting.strict and setting.bound_bits is None and not sized.has_bounds:
+        common["bound_bits"] = STRICT_BITS
     top_pages = setting.top_pages
     if setting.policy == "threshold" and top_pages is None:
         top_pages = sized.budget_groups(setting.context)
-    if setting.last_n is not None and setting.last_n < 0:
-        raise ConfigError(f"last_n {setting.last_n} is negative")
+    for name, tokens in (("first_n", "first_tokens"), ("last_n", "last_tokens")):
+        groups = getattr(setting, name)
+        if groups is not None and groups < 0:
+            raise ConfigError(f"{name} {groups} is negative")
+        if groups is not None:
+            common[tokens] = groups * sized.S
     return EpsConfig(
         **common,
-        policy=setting.policy,
         alpha=default.alpha if setting.alpha is None else float(setting.alpha),
         top_pages=top_pages,
         epsilon=default.epsilon if setting.epsilon is None else float(setting.epsilon),
-        tau=setting.tau,
-        last_tokens=default.last_tokens if setting.last_n is None else setting.last_n * sized.S,
         strict=setting.strict,
     )
 
@@ -242,14 +260,6 @@ def environment(versions: dict[str, str]) -> dict[str, Any]:
         "git_commit": telemetry.git_commit(),
         "platform": platform.platform(),
     }
-
-
-def model_id(path: Path) -> str:
-    """16 hex digits of the model's config.json and of the names and sizes of its weight files."""
-    digest = hashlib.sha256((path / "config.json").read_bytes())
-    for file in sorted(path.glob("*.safetensors")):
-        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
-    return digest.hexdigest()[:16]
 
 
 class GridFile:
@@ -674,7 +684,12 @@ def cell_line(index: int, setting: Setting, config: EpsConfig | None, numbers: d
         "group_tokens": config.S if config else setting.group_tokens,
         "alpha": config.alpha if config and config.policy == "threshold" else None,
         "top_pages": config.top_pages if config else setting.top_pages,
-        "last_tokens": config.last_tokens if config else None,
+        "guards": [config.first_tokens, config.last_tokens] if config else None,
+        "refine": config.refine if config else setting.refine,
+        "tail_tokens": config.tail_tokens if config else setting.tail_tokens,
+        "bound_bits": config.bound_bits if config else setting.bound_bits,
+        "epsilon": config.epsilon if config and (config.strict or config.policy == "mass") else None,
+        "scope": setting.scope,
         "heads": setting.heads,
         "strict": setting.strict,
         "skipped": None,

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.config import COARSE_GROUP_BLOCKS, DEFAULT_GUARDS, FINE_GUARDS, ConfigError
+from eps_core.config import COARSE_GROUP_BLOCKS, ConfigError
 from eps_core.verdict import Verdict, arm_name, decide, loss_points, p95_saved_percent
 
 Line = dict[str, Any]
@@ -434,13 +434,19 @@ def _ablation_series(cells: list[Line], axis: str) -> dict[str, list[Line]]:
     """For each (method, context), the cells that differ in `axis` alone: the set with most values of it, of those the
     one nearest to the defaults."""
     others = [name for name, _, _ in _ABLATIONS if name != axis]
-    held = ("policy", "bits", "heads", "strict", "batch", "budget", "byte_budget", "epsilon", "tau", "top_pages")
+    held = (
+        "policy", "bits", "heads", "strict", "batch", "budget", "byte_budget", "epsilon", "tau", "top_pages", "first_n",
+        "refine", "scope", "bound_bits",
+    )  # fmt: skip
     groups: dict[Any, dict[Any, list[Line]]] = {}
     for cell in cells:
         if _axis_value(cell, axis) is None:
             continue
         curve = (str(cell.get("model", "")), _whole(cell.get("context_tokens")), _method(cell))
-        rest = tuple(repr(_asked(cell, name)) for name in (*others, *held))
+        # guards and tails are in tokens and grow with the group: those asked for in groups are held above
+        in_groups = any(_asked(cell, name) is not None for name in ("first_n", "last_n"))
+        tail, guards = bool(_number(cell.get("tail_tokens"))), None if in_groups else cell.get("guards")
+        rest = (*(repr(_asked(cell, name)) for name in (*others, *held)), repr(guards), repr(tail))
         groups.setdefault(curve, {}).setdefault(rest, []).append(cell)
     defaults = {name: value for name, _, value in _ABLATIONS}
     found: dict[str, list[Line]] = {}
@@ -531,25 +537,14 @@ def _method(cell: Line) -> str:
 def _arm(cell: Line) -> str:
     """The arm's name; of a comparison of policies alone, the policy's."""
     if cell.get("method"):
-        return arm_name(cell) + _variant(cell)
+        return arm_name(cell)
     return f"policy {cell['policy']}" if cell.get("policy") else "not named"
-
-
-def _variant(cell: Line) -> str:
-    """What else tells arms of one method and group size apart: rq's second bit, the tail, guards of its own."""
-    words = [" +1 bit"] if _number(cell.get("refine")) else []
-    words += [" tail"] if _number(cell.get("tail_tokens")) else []
-    guards = cell.get("guards")
-    usual = FINE_GUARDS if cell.get("method") == "rq" else DEFAULT_GUARDS
-    if guards and tuple(guards) != usual:
-        words.append(f" guards {'+'.join(map(str, guards))}")
-    return "".join(words)
 
 
 def _curve_name(cell: Line) -> str:
     """What stays along a curve whose budget changes."""
     name, policy = _arm(cell), cell.get("policy")
-    if cell.get("scope") == "union":
+    if not cell.get("method") and cell.get("scope") == "union":
         name += " union"
     if policy in (None, "topk") or not cell.get("method"):
         return name

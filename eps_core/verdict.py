@@ -2,16 +2,17 @@
 
 Ship needs one arm that, at every context from 32k on that it was measured at, reads at least 10 % fewer bytes, has a
 95th percentile of decode time at least 7 % lower, and loses at most 0.3 points of quality (none in strict mode). Kill
-is when no arm saves 5 % of the bytes at 32k to 64k, or when strict mode loses quality anywhere. Between: iterate. Where
-the data cannot say, the verdict says so and why.
+is when no arm saves 5 % of the bytes at 32k to 64k, or when strict mode, at the default epsilon or below, loses quality
+anywhere. Between: iterate. Where the data cannot say, the verdict says so and why. A looser strict mode may lose what
+it says it may: it is judged as any other arm, and what it loses is a caveat.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from eps_core.config import EVALUATION_METHODS
+from eps_core.config import DEFAULT_GUARDS, EVALUATION_METHODS, FINE_GUARDS, EpsConfig
 
 SHIP, ITERATE, KILL, UNDECIDED = "ship", "iterate", "kill", "not decidable"
 
@@ -22,11 +23,13 @@ SHIP_BYTES_FULL_PERCENT = 20.0
 SHIP_P95_PERCENT = 7.0
 KILL_BYTES_PERCENT = 5.0
 MAX_LOSS_POINTS = 0.3
+STRICT_EPSILON = EpsConfig().epsilon  # where strict mode, as configured by default, must lose nothing
 _ROUNDING = 1e-9  # a ratio of 0.9 must be 10 % saved
 # what makes two cells the same arm, at different contexts and batches
 ARM_KEYS = (
-    "method", "policy", "dim", "bits", "group_tokens", "alpha", "budget", "epsilon", "tau", "last_n", "last_tokens",
-    "byte_budget", "heads", "strict", "device", "model",
+    "method", "policy", "dim", "bits", "group_tokens", "alpha", "budget", "epsilon", "tau", "first_n", "last_n",
+    "last_tokens", "byte_budget", "heads", "strict", "device", "model", "refine", "tail_tokens", "guards", "scope",
+    "bound_bits",
 )  # fmt: skip
 
 
@@ -51,7 +54,7 @@ class _Arm:
     bytes_saved: float
     p95_saved: float | None
     loss: float | None
-    strict: bool
+    strict: bool  # at an epsilon where nothing may be lost
     num_questions: int
 
     def fails(self) -> list[str]:
@@ -85,6 +88,18 @@ def arm_name(cell: Mapping[str, Any]) -> str:
         name += f" dim {cell['dim']}"
     if cell.get("group_tokens") is not None:
         name += f" S={cell['group_tokens']}"
+    if _number(cell, "refine"):
+        name += " +1 bit"
+    if _number(cell, "tail_tokens"):
+        name += " tail"
+    guards = cell.get("guards")
+    usual = FINE_GUARDS if cell.get("method") == "rq" else DEFAULT_GUARDS
+    if isinstance(guards, (list, tuple)) and tuple(guards) != usual:
+        name += f" guards {'+'.join(map(str, guards))}"
+    if _number(cell, "bound_bits"):
+        name += f" {cell['bound_bits']} bit bounds"
+    if cell.get("scope") == "union":
+        name += " union"
     if cell.get("heads") == "retrieval":
         name += " retrieval heads"
     return name + (" strict" if cell.get("strict") else "")
@@ -99,13 +114,20 @@ def decide(cells: Iterable[Mapping[str, Any]]) -> Verdict:
     ]
     if not measured:
         return Verdict(UNDECIDED, ("no measured cell of a method is in the data",))
-    broken = [
-        f"{arm_name(cell)} at {_tokens(cell):,} tokens loses {loss:.2f} points"
-        for cell in measured
-        if cell.get("strict") and (loss := loss_points(cell)) is not None and loss > _ROUNDING
-    ]
+    losing = [cell for cell in measured if cell.get("strict") and (loss_points(cell) or 0) > _ROUNDING]
+    loose = _losses(cell for cell in losing if not _must_keep(cell))
+    verdict = _judge(measured, _losses(cell for cell in losing if _must_keep(cell)))
+    if not loose:
+        return verdict
+    caveat = f"strict mode at epsilon above {STRICT_EPSILON:g}, which may lose and is not judged as strict: {loose}"
+    return replace(verdict, caveats=(*verdict.caveats, caveat))
+
+
+def _judge(measured: Sequence[Mapping[str, Any]], broken: str) -> Verdict:
+    """The verdict on measured cells; `broken` says where strict mode lost what it must not."""
     if broken:
-        return Verdict(KILL, (f"strict mode loses quality, where none is allowed: {'; '.join(broken[:3])}",))
+        reason = f"strict mode at epsilon {STRICT_EPSILON:g} or below loses quality, where none is allowed: {broken}"
+        return Verdict(KILL, (reason,))
     long = [cell for cell in measured if _tokens(cell) >= LONG_TOKENS]
     if not long:
         most = max(map(_tokens, measured))
@@ -169,7 +191,7 @@ def _arms(cells: Sequence[Mapping[str, Any]]) -> list[_Arm]:
             bytes_saved=min(map(_bytes_saved, group)),
             p95_saved=_worst([p95_saved_percent(cell) for cell in group], min),
             loss=_worst([loss_points(cell) for cell in group], max),
-            strict=bool(group[0].get("strict")),
+            strict=_must_keep(group[0]),
             num_questions=min(int(_number(cell, "num_needles") or 0) for cell in group),
         )
         for group in groups.values()
@@ -191,6 +213,27 @@ def _caveats(arm: _Arm) -> tuple[str, ...]:
             f"{100 / arm.num_questions:.2f}): a benchmark of thousands must confirm the quality"
         )
     return tuple(found)
+
+
+def _losses(cells: Iterable[Mapping[str, Any]]) -> str:
+    """The first three strict cells that lose, in words."""
+    found = sorted(
+        f"{arm_name(cell)} epsilon {_epsilon(cell):g} at {_tokens(cell):,} tokens loses {loss_points(cell):.2f} points"
+        for cell in cells
+    )
+    return "; ".join(found[:3])
+
+
+def _must_keep(cell: Mapping[str, Any]) -> bool:
+    """Whether the requirements' strict mode is what a cell measured."""
+    return bool(cell.get("strict")) and _epsilon(cell) <= STRICT_EPSILON
+
+
+def _epsilon(cell: Mapping[str, Any]) -> float:
+    """Of a strict cell; the default where it says nothing."""
+    found = _number(cell, "epsilon")
+    found = _number(cell.get("setting") or {}, "epsilon") if found is None else found
+    return STRICT_EPSILON if found is None else found
 
 
 def _bytes_saved(cell: Mapping[str, Any]) -> float:

@@ -21,7 +21,17 @@ from multiprocessing import get_context
 import numpy as np
 
 from eps_core.capture import open_text_model, record
-from eps_core.check import BOUNDED_ARMS, CACHE_DTYPES, Tally, Trial, arm_name, run_bounds, run_capture, run_gate
+from eps_core.check import (
+    BOUNDED_ARMS,
+    CACHE_DTYPES,
+    KEY_CODE_ARMS,
+    Tally,
+    Trial,
+    arm_name,
+    run_bounds,
+    run_capture,
+    run_gate,
+)
 from eps_core.config import EpsConfig
 from eps_core.interface import BACKENDS, load_backend
 from eps_core.telemetry import git_commit
@@ -50,7 +60,7 @@ def keep(captured: Layers) -> None:
 def plan(number: int, targets: list[Target], seed: int) -> list[tuple[Target, Trial]]:
     """One round: every method, cache dtype and backend once, at sizes that change from round to round."""
     rng, trials = np.random.default_rng([seed, number]), []
-    for arm_index, arm in enumerate(BOUNDED_ARMS):
+    for arm_index, arm in enumerate((*BOUNDED_ARMS, *KEY_CODE_ARMS)):
         for dtype_index, dtype in enumerate(CACHE_DTYPES):
             size = GROUP_TOKENS[(number + 3 * arm_index + dtype_index) % len(GROUP_TOKENS)]
             head_dim, trial_seed = int(rng.choice(HEAD_DIMS)), int(rng.integers(2**31))
@@ -64,7 +74,8 @@ def plan(number: int, targets: list[Target], seed: int) -> list[tuple[Target, Tr
 def run(target: Target, trial: Trial, number: int) -> tuple[dict[str, Tally], dict[str, Tally]]:
     """(of random and hard data, of captured data: one layer a round)."""
     backend, device = load_backend(target[0]), target[1]
-    made = run_bounds(backend, device, trial) | run_gate(backend, device, trial)
+    made = run_bounds(backend, device, trial) if trial.config().own_bounds else {}
+    made |= run_gate(backend, device, trial)
     if number >= len(_captured):
         return made, {}
     q, k, v = _captured[sorted(_captured)[number]]
@@ -114,7 +125,8 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     for key, tallies in sorted(cells.items(), key=lambda item: item[0]):
         entries = [f"{t.checks:,} / {t.violations} / {nats(t.gap)}" for t in tallies.values()]
-        entries.insert(1, f"{tallies['bounds'].gap_in_roundings:.0f}")
+        roundings = tallies["bounds"].gap_in_roundings
+        entries.insert(1, "-" if math.isinf(roundings) else f"{roundings:.0f}")
         print(f"| {' | '.join((*key, *entries))} |")
     totals = {kind: Tally() for kind in KINDS}
     for kinds in sums.values():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +16,10 @@ import tiny_models
 from click.testing import CliRunner
 
 from eps_core.cli_grid import grid_command
-from eps_core.config import ConfigError
+from eps_core.config import EVALUATION_METHODS, METHODS, ConfigError, EpsConfig
 from eps_core.grid import PRESETS, GridFile, Plan, Progress, Setting, config_of, expand, header, load_grid
+from eps_core.head_policy import HeadPolicy, model_fingerprint, modes_of
+from eps_core.model import read_spec
 
 # torch and MLX need seconds to import: the oracle's own loop is enough to test a file
 SMALL = ["--backend", "numpy", "--device", "cpu", "--needles", 1, "--texts", 1, "--text-steps", 4, "--audit-every", 2]
@@ -130,7 +133,7 @@ def test_settings_become_the_config_they_name() -> None:
     modes = (("gate", "dense"), ("window", "gate"))
     assert config_of(replace(setting, heads="retrieval"), modes).head_modes == modes
     assert config_of(setting, modes).head_modes is None
-    assert config_of(Setting(method="rq", strict=True), None).rq_bounds
+    assert config_of(Setting(method="rq", strict=True), None).bound_bits == 8
 
 
 def test_what_a_cell_measures(finished: Path) -> None:
@@ -192,7 +195,7 @@ def test_impossible_cells_are_written_with_the_reason(model: Path, tmp_path: Pat
         {"context": 300, "epsilon": 0.1},
         {"context": 300, "method": "box", "bits": 2},
         {"context": 300, "heads": "retrieval"},
-        {"context": 300, "method": "jl", "strict": True},
+        {"context": 300, "method": "jl", "strict": True, "top_pages": 5},
         {"context": 40},
     ]
     result = run(model, out, axes)
@@ -211,19 +214,57 @@ def test_impossible_cells_are_written_with_the_reason(model: Path, tmp_path: Pat
     assert run(model, out, axes)["resumed"] == 11
 
 
-def test_a_head_policy_gates_and_one_of_another_model_is_a_reason(model: Path, tmp_path: Path) -> None:
+def head_policy(model: Path, fingerprint: str, classes: list[list[str]]) -> str:
+    """A head policy's JSON for a model: curves and shares that say nothing, classes that matter."""
+    spec = read_spec(model)
+    shares = ((0.5,) * spec.num_kv_heads,) * spec.num_layers
+    frozen = tuple(map(tuple, classes))
+    values = HeadPolicy(
+        1, "m", fingerprint, spec.num_layers, spec.num_kv_heads, spec.head_dim, {}, (0.5, 1.0),
+        (((0.5, 1.0),) * spec.num_kv_heads,) * spec.num_layers, shares, shares, frozen, (),
+        modes_of(frozen, ()),
+    )  # fmt: skip
+    return json.dumps(asdict(values))
+
+
+def test_a_head_policy_gates_and_one_of_another_model_is_refused(model: Path, tmp_path: Path) -> None:
     axes = {"context": 288, "heads": ["retrieval", "all"], "budget": 0.5}
     policy = tmp_path / "heads.json"
-    policy.write_text(json.dumps({"head_modes": [["gate", "dense"], ["window", "gate"]]}))
+    spec = read_spec(model)
+    classes = [["retrieval"] * spec.num_kv_heads for _ in range(spec.num_layers)]
+    classes[0][1] = "streaming"
+    policy.write_text(head_policy(model, model_fingerprint(model), classes))
     run(model, tmp_path / "r.jsonl", axes, "--eps-head-policy", policy)
     scoped, everywhere = cells_of(tmp_path / "r.jsonl")
     assert scoped["visit_ratio_by_layer_and_head"][0][1] == 1
-    assert scoped["visit_ratio_by_layer_and_head"][1][0] < everywhere["visit_ratio_by_layer_and_head"][1][0]
-    policy.write_text(json.dumps({"head_modes": [["gate", "dense"]]}))
-    run(model, tmp_path / "s.jsonl", axes, "--eps-head-policy", policy)
-    assert "of another model" in cells_of(tmp_path / "s.jsonl")[0]["skipped"]
+    assert scoped["visit_ratio_by_layer_and_head"][1][0] < 1 and everywhere["visit_ratio_by_layer_and_head"][0][1] < 1
+    policy.write_text(head_policy(model, "another", classes))
+    assert "another model" in refusal(model, tmp_path / "s.jsonl", axes, "--eps-head-policy", policy)
     policy.write_text("[]")
     assert "head policy" in refusal(model, tmp_path / "t.jsonl", axes, "--eps-head-policy", policy)
+
+
+@pytest.mark.parametrize("method", [*METHODS[1:], *EVALUATION_METHODS])
+def test_what_a_grid_leaves_out_is_the_method_s_own_default(method: str) -> None:
+    assert config_of(Setting(method=method), None) == EpsConfig(method=method)
+    assert config_of(Setting(method=method, policy="share"), None) == EpsConfig(method=method, policy="share")
+    strict = config_of(Setting(method=method, strict=True), None)
+    assert strict.has_bounds and strict.bound_bits == (0 if EpsConfig(method=method).own_bounds else 8)
+    assert config_of(Setting(method=method, strict=True, bound_bits=4), None).bound_bits == 4
+
+
+def test_the_axes_of_certificates_second_bits_tails_and_guards() -> None:
+    axes = {"bound_bits": 4, "refine": 0.25, "tail_tokens": [0, 32], "scope": "union", "first_n": 3, "last_n": 0}
+    dropped, kept = (config_of(cell, None) for cell in expand(axes, "g"))
+    assert dropped == replace(kept, tail_tokens=0) and kept.tail_tokens == 32
+    assert (kept.bound_bits, kept.refine, kept.scope, kept.first_tokens, kept.last_tokens) == (4, 0.25, "union", 6, 0)
+    for setting, words in (
+        (Setting(strict=True, bound_bits=0), "eps-strict needs bounds"),
+        (Setting(first_n=-1), "first_n -1 is negative"),
+        (Setting(method="box", refine=0.5), "eps-refine 0.5"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            config_of(setting, None)
 
 
 def test_a_kill_loses_no_finished_cell_and_repeats_none(model: Path, tmp_path: Path) -> None:
@@ -271,6 +312,19 @@ def test_a_torn_first_line_starts_anew(model: Path, tmp_path: Path, start: bytes
     out.write_bytes(start)
     assert run(model, out, {"context": 4})["resumed"] == 0
     assert [line["type"] for line in lines_of(out)] == ["run", "cell"]
+
+
+def test_a_retrained_model_is_refused_and_its_results_left_alone(model: Path, tmp_path: Path) -> None:
+    retrained, out = tmp_path / "model", tmp_path / "r.jsonl"
+    shutil.copytree(model, retrained)
+    run(retrained, out, {"context": 4})
+    before = out.read_bytes()
+    weights = min(retrained.glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[8 + int.from_bytes(data[:8], "little")] ^= 1  # the lowest bit of the first weight
+    weights.write_bytes(data)
+    assert "its model_id differs" in refusal(retrained, out, {"context": 4})
+    assert out.read_bytes() == before
 
 
 def test_another_grid_or_model_or_file_is_refused_and_left_alone(model: Path, finished: Path, tmp_path: Path) -> None:

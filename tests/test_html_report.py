@@ -13,7 +13,7 @@ from eps_core import html_report
 from eps_core.cli_grid import report_command
 from eps_core.config import ConfigError
 from eps_core.html_report import PAGE_DARK, PAGE_LIGHT, PALETTE, load_results, page
-from eps_core.verdict import decide
+from eps_core.verdict import arm_name, decide
 
 SECTIONS = (
     "verdict", "quality", "visited", "time", "certificate", "heads", "ablations", "runs", "skipped", "inputs",
@@ -52,7 +52,27 @@ VERDICTS: dict[str, tuple[list[dict[str, Any]], str, str]] = {
     "kill-by-bytes": ([cell(bytes_ratio=0.96), cell(method="jl", bytes_ratio=1.1)], KILL, "the best saves 4.0 %"),
     "kill-by-bytes-needs-no-times": ([cell(bytes_ratio=0.96, device="cpu")], KILL, "saves 5 % of the bytes"),
     "beyond-64k-is-no-kill": ([cell(bytes_ratio=0.96, context_tokens=131072)], ITERATE, "saves 4.0 %"),
-    "kill-by-strict": ([cell(), cell(strict=True, context_tokens=4096, needles_answered=999)], KILL, "strict mode"),
+    "kill-by-strict": (
+        [cell(), cell(strict=True, context_tokens=4096, needles_answered=999)],
+        KILL, "strict mode at epsilon 0.01 or below",
+    ),
+    "a-looser-strict-is-any-arm": (
+        [cell(strict=True, setting={"epsilon": 0.1})], SHIP, "rq 1 bit S=2 strict: 88.0 %",
+    ),
+    "a-tighter-strict-kills": ([cell(strict=True, epsilon=0.001)], KILL, "epsilon 0.001 at 32,768 tokens loses 0.20"),
+    "arms-of-other-settings-are-not-merged": (
+        [
+            cell(),
+            *(
+                cell(**other, needles_answered=0)
+                for other in (
+                    {"refine": 0.125}, {"tail_tokens": 64}, {"guards": [16, 128]}, {"scope": "union"},
+                    {"bound_bits": 8}, {"setting": {"first_n": 2}},
+                )
+            ),
+        ],
+        SHIP, "rq 1 bit S=2: 88.0 %",
+    ),
     "no-long-context": ([cell(context_tokens=16384)], OPEN, "the longest one measured is 16,384"),
     "times-of-a-cpu": ([cell(device="cpu")], OPEN, "no decode times of a GPU"),
     "no-times": ([cell(decode_ms_p95=None)], OPEN, "no decode times of a GPU"),
@@ -79,6 +99,16 @@ def test_a_ship_says_what_weakens_it() -> None:
     assert few.outcome == SHIP and len(few.caveats) == 2
     assert "20 questions cannot resolve 0.3 points (one is 5.00)" in few.caveats[1]
     assert decide([cell()]).caveats == ()
+    loose = decide([cell(), cell(strict=True, epsilon=0.1, context_tokens=4096)])
+    assert loose.outcome == SHIP and len(loose.caveats) == 1
+    assert "epsilon above 0.01" in loose.caveats[0] and "epsilon 0.1 at 4,096 tokens loses 0.20" in loose.caveats[0]
+
+
+def test_an_arm_is_named_by_what_sets_it_apart() -> None:
+    usual = {"refine": 0.0, "tail_tokens": 0, "guards": [4, 32], "bound_bits": 0, "scope": "kv-head"}
+    assert arm_name(cell(**usual)) == "rq 1 bit S=2"
+    other = {"refine": 0.125, "tail_tokens": 64, "guards": [16, 128], "bound_bits": 8, "scope": "union"}
+    assert arm_name(cell(**other)) == "rq 1 bit S=2 +1 bit tail guards 16+128 8 bit bounds union"
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
