@@ -41,6 +41,7 @@ SMALL = {"first_tokens": 4, "last_tokens": 16, "budget": 0.25}
 # what a live decode and its replay must agree on; jl has its own projection in every layer (see replay.py)
 LIVE = {
     "rq": EpsConfig(method="rq", **SMALL),
+    "rq-keys-strict": EpsConfig(method="rq", bound_bits=8, strict=True, epsilon=0.2, first_tokens=4, last_tokens=16),
     "box-share": EpsConfig(method="box", policy="share", tau=0.002, first_tokens=4, last_tokens=16),
     "meanstd-mass": EpsConfig(method="meanstd", policy="mass", epsilon=0.05, first_tokens=4, last_tokens=16),
     "fd-union": EpsConfig(method="fd", scope="union", group_tokens=16, **SMALL),
