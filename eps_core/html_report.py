@@ -169,7 +169,8 @@ def _quality(draw: "_Drawer", cells: list[Line]) -> str:
                 "bytes read (K, V, summaries), share of dense",
                 "KL to dense, nats",
                 f"{title}: mean KL of the next token against dense, in nats (log scale; lower is better), over the "
-                "bytes that one decode step reads, as a share of dense. Along one line only the budget changes.",
+                "bytes that one decode step reads, as a share of dense. Along one line only the budget changes; where "
+                "a method has many arms, its line joins the best of their cells.",
                 log_y=True,
             ),
             draw.curves(
