@@ -17,7 +17,7 @@ from eps_core import attention, selection, summaries
 from eps_core.blocks import GroupState, WritePlan
 from eps_core.config import CacheSpec, ConfigError, EpsConfig, summary_group_bytes
 from eps_core.guards import check_units, missing_groups
-from eps_core.interface import Certificate, Scores, Selection
+from eps_core.interface import Certificate, Scores, Selection, cpu_name, resolve_kernels
 
 _DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float64": np.float64}
 
@@ -47,12 +47,23 @@ class Cache:
     bytes_k_reread: int = 0
     kv_bytes_read: int = 0
     bound_bytes_read: int = 0
+    kernels: str = "arrays"
 
 
-def new_cache(spec: CacheSpec, config: EpsConfig, device: str = "cpu") -> Cache:
+def device_name(device: str = "cpu") -> str:
+    return cpu_name()
+
+
+def usable_kernels(device: str = "cpu") -> list[str]:
+    """The oracle has numpy alone."""
+    return ["arrays"]
+
+
+def new_cache(spec: CacheSpec, config: EpsConfig, device: str = "cpu", kernels: str = "auto") -> Cache:
     """An empty cache. With method off no summary, state or projection is allocated."""
     if device != "cpu":
         raise ConfigError(f"device {device!r} is not one of the numpy backend's: use --device cpu")
+    resolve_kernels(kernels, usable_kernels(device), device)
     shape = (spec.num_units, spec.num_kv_heads, config.unit_tokens, spec.head_dim)
     dtype = _DTYPES[spec.dtype]
     layers = range(spec.num_layers)

@@ -10,13 +10,14 @@ from typing import Any, NoReturn
 import click
 
 from eps_core import report, telemetry
+from eps_core.cli_bench import bench_command
 from eps_core.cli_evaluate import evaluate_command
 from eps_core.cli_grid import grid_command, report_command
 from eps_core.cli_replay import calibrate_command, capture_command, replay_command
 from eps_core.config import DTYPE_BYTES, ConfigError, open_group_bytes
 from eps_core.generate import Sampling
 from eps_core.interface import BACKENDS, load_backend
-from eps_core.options import config_of, given_flags, selection_options, summary_options
+from eps_core.options import AUTO, config_of, given_flags, kernels_option, selection_options, summary_options
 
 DEMO_NEW_TOKENS = 16
 
@@ -67,6 +68,7 @@ def cli() -> None:
 @click.option("--eps-audit-off", is_flag=True, help="After an alarm the steps are dense.")
 @click.option("--metrics", type=click.Path(path_type=Path), metavar="FILE", help="Write JSONL, one line a decode step.")
 @click.option("--csv", type=click.Path(path_type=Path), metavar="FILE", help="Write the same steps as CSV.")
+@kernels_option
 @selection_options
 @summary_options
 @click.pass_context
@@ -80,7 +82,7 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
     EPS run's steps, or the dense run's where EPS is off.
     """
     given = given_flags(ctx, flags)
-    config = config_of(flags, given)
+    config = config_of(flags, given, auto_min_context=True)
     if flags["no_baseline"] and not config.enabled:
         raise click.UsageError("--no-baseline with EPS off leaves nothing to run: drop it or choose an --eps-method")
     if flags["kl"] and (flags["no_baseline"] or not config.enabled):
@@ -118,6 +120,8 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
         audit_every=flags["eps_audit_every"],
         audit_factor=flags["eps_audit_factor"],
         audit_off=flags["eps_audit_off"],
+        kernels=flags["kernels"],
+        auto_min_context=config.enabled and flags["eps_min_context"] == AUTO,
     )
     result = run(request, sys.stdout)
     click.echo(telemetry.to_json(result))
@@ -208,7 +212,7 @@ def _backend_status(name: str) -> dict[str, Any]:
 
 
 for command in (
-    capture_command, replay_command, calibrate_command, evaluate_command, grid_command, report_command,
+    capture_command, replay_command, calibrate_command, evaluate_command, grid_command, report_command, bench_command,
 ):  # fmt: skip
     cli.add_command(command)
 

@@ -283,6 +283,10 @@ class EpsConfig:
         """Whether every kv head of a layer reads everything: nothing there needs a score."""
         return self.head_modes is not None and set(self.head_modes[layer]) == {"dense"}
 
+    def reads_all(self, layer: int, lengths: Iterable[int]) -> bool:
+        """Whether a step needs no score in a layer: it is dense, or every sequence is shorter than `min_context`."""
+        return self.dense_layer(layer) or all(length < self.min_context for length in lengths)
+
     def budget_groups(self, length: int) -> int:
         """Groups that `topk` visits of a sequence of `length` tokens, guards included; at least 1, and all of them
         (the open one too) where the budget covers every token."""

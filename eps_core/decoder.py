@@ -92,8 +92,9 @@ class NumpyDecoder:
             prepass_ms=None,
             attention_ms=None,
         )
-        if config.dense_layer(layer):
+        if config.reads_all(layer, lengths.tolist()):
             selected = started
+            stats.forced = np.where(lengths < config.min_context, groups, 0)
             out, lse = backend.attend(cache, layer, q, table, lengths, None)
             whole = out
             if config.has_bounds:

@@ -10,6 +10,7 @@ U tokens per unit, S tokens per group, M units of a table, G groups of a table (
 """
 
 import importlib
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,8 @@ from eps_core.config import CacheSpec, ConfigError, EpsConfig
 
 Array = Any
 BACKENDS = ("numpy", "mlx", "cuda")
+# what computes: array operations, or kernels compiled for CPUs (numba) and GPUs (triton, metal). Speed only
+KERNELS = ("arrays", "numba", "triton", "metal")
 _MODULES = {"numpy": "eps_core.backend", "mlx": "eps_mlx", "cuda": "eps_cuda"}
 _INSTALL = {
     "numpy": "pip install eps",
@@ -47,6 +50,7 @@ class Scores:
     upper: Array | None
     num_missing: np.ndarray
     slack: Array | None = None
+    kernels: str = "arrays"  # the cache's, for the calls that take scores and no cache
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class Selection:
     head): no synchronisation is needed to use it. None where only the device knows.
     `forced` [B] int64, host: how many of the visited groups were guards or had no summary.
     `wanted` [B, Hkv] int32 (device): under scope union, how many groups each kv head alone asked for; else None.
+    `visit` [B, Hkv, G] bool (device): the same groups as a mask, where a kernel has made it anyway; else None.
 
     Every policy visits at least one group, and `uniform` says that the open group, where there is one, is listed.
     """
@@ -66,6 +71,7 @@ class Selection:
     uniform: np.ndarray | None
     forced: np.ndarray
     wanted: Array | None = None
+    visit: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -146,7 +152,8 @@ class Decoder(Protocol):
 class Backend(Protocol):
     """The functions of a backend module, in the order in which each sibling file lists them."""
 
-    def new_cache(self, spec: CacheSpec, config: EpsConfig, device: str) -> Any: ...
+    def new_cache(self, spec: CacheSpec, config: EpsConfig, device: str, kernels: str = "auto") -> Any: ...
+    def usable_kernels(self, device: str) -> list[str]: ...
     def write_kv(self, cache: Any, layer: int, k: Array, v: Array, slots: np.ndarray) -> Any: ...
     def copy_units(self, cache: Any, src: Sequence[int], dst: Sequence[int]) -> Any: ...
     def read_kv(self, cache: Any, layer: int, table: np.ndarray, length: int) -> tuple[Array, Array]: ...
@@ -176,6 +183,7 @@ class Backend(Protocol):
     def to_numpy(self, array: Array) -> np.ndarray: ...
     def from_numpy(self, array: np.ndarray, dtype: str, device: str) -> Array: ...
     def devices(self) -> list[str]: ...
+    def device_name(self, device: str) -> str: ...
     def versions(self) -> dict[str, str]: ...
 
 
@@ -194,6 +202,30 @@ def load_backend(name: str) -> Backend:
         return importlib.import_module(_MODULES[name])  # type: ignore[return-value]
     except (ImportError, OSError, RuntimeError, AttributeError) as error:  # a broken library fails in many ways
         raise ConfigError(f"backend {name} cannot be loaded ({error}): {_INSTALL[name]}") from error
+
+
+def resolve_kernels(kernels: str, usable: list[str], device: str) -> str:
+    """The kernels of that name, or the fastest of `usable` (its last) for auto. Raises ConfigError for those that this
+    device or installation lacks: there is no silent fallback."""
+    if kernels == "auto":
+        return usable[-1]
+    if kernels not in KERNELS:
+        raise ConfigError(f"kernels {kernels!r} are unknown: choose one of auto, {', '.join(KERNELS)}")
+    if kernels not in usable:
+        raise ConfigError(
+            f"kernels {kernels} are not usable on {device}: choose one of {', '.join(usable)}"
+            + ("; numba is missing: pip install numba" if kernels == "numba" and device == "cpu" else "")
+        )
+    return kernels
+
+
+def cpu_name() -> str:
+    """What the processor calls itself, for measurements."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
 
 
 def backend_name(backend: Backend) -> str:

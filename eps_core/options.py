@@ -18,8 +18,10 @@ from eps_core.config import (
     SCOPES,
     EpsConfig,
 )
+from eps_core.interface import KERNELS
 
 DEMO_METHOD = "rq"
+AUTO = "auto"  # of --eps-min-context
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 # flags that mean something under one policy only
 _POLICY_FLAGS = {"eps_budget": "topk", "eps_tau": "share", "eps_alpha": "threshold"}
@@ -33,6 +35,20 @@ def _options(*options: Callable) -> Callable:
         return function
 
     return decorate
+
+
+class _MinContext(click.ParamType):
+    """A number of tokens, or the word auto."""
+
+    name = "tokens"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value == AUTO:
+            return AUTO
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither a number of tokens nor auto", param, ctx)
 
 
 summary_options = _options(
@@ -124,8 +140,14 @@ selection_options = _options(
     ),
     click.option("--eps-seed", type=int, default=_DEFAULT.seed, show_default=True, help="Of projections and signs."),
     click.option(
-        "--eps-min-context", type=int, default=_DEFAULT.min_context, show_default=True, help="Dense below N tokens."
+        "--eps-min-context", type=_MinContext(), default=_DEFAULT.min_context, show_default=True, metavar="N|auto",
+        help="Dense below N tokens; auto (run only): below where gating pays, measured once on this device.",
     ),
+)  # fmt: skip
+
+kernels_option = click.option(
+    "--kernels", type=click.Choice(("auto", *KERNELS)), default="auto", show_default=True,
+    help="What computes attention; changes speed only. auto: the fastest that this device has.",
 )  # fmt: skip
 
 
@@ -134,8 +156,9 @@ def given_flags(ctx: click.Context, flags: dict[str, Any]) -> set[str]:
     return {name for name in flags if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE}
 
 
-def config_of(flags: dict[str, Any], given: set[str]) -> EpsConfig:
-    """The flags as an EpsConfig; flags that contradict each other are refused, unless EPS is turned off outright."""
+def config_of(flags: dict[str, Any], given: set[str], auto_min_context: bool = False) -> EpsConfig:
+    """The flags as an EpsConfig; flags that contradict each other are refused, unless EPS is turned off outright. With
+    `auto_min_context`, `auto` is let through as 0: the caller measures."""
     method = flags["eps_method"]
     eps_given = sorted(name for name in given if name.startswith("eps_") and name != "eps_method")
     if method is None:
@@ -158,6 +181,11 @@ def config_of(flags: dict[str, Any], given: set[str]) -> EpsConfig:
         raise click.UsageError("--eps-budget and --eps-top-pages both set the budget of topk: give one of them")
     if "eps_bits" in given and method != "rq":
         raise click.UsageError("--eps-bits belongs to --eps-method rq: drop it or choose that method")
+    min_context = flags["eps_min_context"]
+    if min_context == AUTO:
+        if not auto_min_context:
+            raise click.UsageError("--eps-min-context auto belongs to `eps-proto run`: give a number of tokens")
+        min_context = 0
     config = EpsConfig(
         method=method,
         dim=flags["eps_dim"],
@@ -180,7 +208,7 @@ def config_of(flags: dict[str, Any], given: set[str]) -> EpsConfig:
         strict=flags["eps_strict"],
         head_modes=_head_modes(flags),
         seed=flags["eps_seed"],
-        min_context=flags["eps_min_context"],
+        min_context=min_context,
         block_size=flags["block_size"],
     )
     if flags["eps_tail"] == "mean" and flags["eps_tail_tokens"] is None:

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,8 +14,10 @@ import numpy as np
 from eps_core import report, tasks, telemetry
 from eps_core.blocks import PagePool
 from eps_core.config import CacheSpec, ConfigError, EpsConfig
+from eps_core.cost import Cost, cost_of
 from eps_core.generate import Sampling, generate
-from eps_core.interface import Backend, Decoder, backend_name, load_backend
+from eps_core.interface import Backend, Decoder, backend_name, load_backend, resolve_kernels
+from eps_core.kernel_check import disagreement
 from eps_core.model import ModelSpec, load_tokenizer, read_spec
 from eps_core.options import DEMO_MODEL
 from eps_core.telemetry import StepRecord, kl_divergence
@@ -48,6 +50,8 @@ class RunRequest:
     audit_every: int = 0
     audit_factor: float = telemetry.AUDIT_FACTOR
     audit_off: bool = False
+    kernels: str = "auto"
+    auto_min_context: bool = False  # measured by `prepare`, which settles the config
 
 
 @dataclass
@@ -77,6 +81,9 @@ class Session:
     kv_dtype: str
     prompt_tokens: list[int]
     answer: str | None  # of the built-in needle document
+    kernels: str
+    fault: str | None  # why auto took array operations instead of kernels
+    cost: Cost | None  # behind an automatic min_context
 
     def cache_spec(self, config: EpsConfig) -> CacheSpec:
         return cache_spec(self.request, self.spec, len(self.prompt_tokens), self.kv_dtype, config)
@@ -136,8 +143,24 @@ def prepare(request: RunRequest) -> Session:
     kv_dtype = dtype if request.kv_dtype == "auto" else request.kv_dtype
     pool = cache_spec(request, spec, len(prompt_tokens), kv_dtype, request.config)
     _refuse_larger_than_memory(pool, request.config, device)
+    kernels, fault = choose_kernels(backend, device, request.kernels, pool, spec.num_heads, request.config)
+    cost = None
+    if request.auto_min_context:
+        cost, _ = cost_of(backend, device, kernels, pool, spec.num_heads, request.config, spec.max_context)
+        # where gating never pays, everything that the model can hold is below the least context
+        least = spec.max_context + 1 if cost.min_context is None else cost.min_context
+        request = replace(request, config=replace(request.config, min_context=least))
     decoder = backend.load_model(model, spec, dtype, device)
-    return Session(request, backend, decoder, spec, tokenizer, device, dtype, kv_dtype, prompt_tokens, answer)
+    return Session(
+        request, backend, decoder, spec, tokenizer, device, dtype, kv_dtype, prompt_tokens, answer, kernels, fault, cost
+    )
+
+
+def _describe(cost: Cost) -> str:
+    rows = zip(cost.contexts, cost.dense_ms, cost.gated_ms, strict=True)
+    measured = ", ".join(f"{context:,} tokens {dense:.2f} / {gated:.2f}" for context, dense, gated in rows)
+    pays = "at no context" if cost.min_context is None else f"from {cost.min_context:,} tokens on"
+    return f"gating pays {pays} (ms of one layer, dense / gated: {measured})"
 
 
 def _cache_bytes(spec: CacheSpec, config: EpsConfig) -> int:
@@ -175,10 +198,24 @@ def choose_device(backend: Backend, asked: str) -> str:
     return asked
 
 
+def choose_kernels(
+    backend: Backend, device: str, asked: str, spec: CacheSpec, num_heads: int, config: EpsConfig
+) -> tuple[str, str | None]:
+    """(kernels, why array operations were taken instead or None). A GPU's kernels that nobody asked for by name must
+    agree with array operations first; a CPU's are tested on CPUs."""
+    kernels = resolve_kernels(asked, backend.usable_kernels(device), device)
+    if asked != "auto" or kernels == "arrays" or device == "cpu":
+        return kernels, None
+    fault = disagreement(backend, device, kernels, spec, num_heads, config)
+    if fault is None:
+        return kernels, None
+    return "arrays", f"kernels {kernels} failed their check on this device ({fault})"
+
+
 def new_cache(session: Session, config: EpsConfig) -> tuple[Any, PagePool]:
     spec = session.cache_spec(config)
     try:
-        cache = session.backend.new_cache(spec, config, session.device)
+        cache = session.backend.new_cache(spec, config, session.device, session.kernels)
     except (MemoryError, RuntimeError) as error:
         mib = _cache_bytes(spec, config) / 2**20
         raise ConfigError(
@@ -239,6 +276,7 @@ def decode(
 def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
     """Runs a request, writing text and table to `out` and metrics where asked. Returns the last line's object."""
     session = prepare(request)
+    request = session.request  # its config is settled
     config, gated = request.config, request.config.enabled
     name = backend_name(session.backend)
     model = str(request.model or "demo")
@@ -258,6 +296,10 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
                     prompt_tokens=len(session.prompt_tokens),
                     max_new_tokens=request.max_new_tokens,
                     sampling=vars(request.sampling),
+                    kernels=session.kernels,
+                    kernels_fault=session.fault,
+                    device_name=session.backend.device_name(session.device),
+                    min_context_cost=asdict(session.cost) if session.cost else None,
                 )
             )
         _print_header(session, model, name, out)
@@ -310,10 +352,14 @@ def _print_header(session: Session, model: str, backend: str, out: TextIO) -> No
     heads = f"{spec.num_heads} query / {spec.num_kv_heads} kv heads of {spec.head_dim}"
     out.write(f"model   {model} ({spec.family}, {spec.num_layers} layers, {heads})\n")
     cache = "" if session.kv_dtype == session.dtype else f", cache {session.kv_dtype}"
-    out.write(f"backend {backend} on {session.device}, {session.dtype}{cache}\n")
+    out.write(f"backend {backend} on {session.device}, {session.dtype}{cache}, kernels {session.kernels}\n")
     kind = "" if session.answer is None else f", a needle document whose answer is {session.answer}"
     out.write(f"prompt  {len(session.prompt_tokens):,} tokens{kind}\n")
     out.write(f"eps     {report.describe(request.config)}\n")
+    if session.fault is not None:
+        out.write(f"        {session.fault}: array operations instead\n")
+    if session.cost is not None:
+        out.write(f"        {_describe(session.cost)}\n")
     if request.method_is_default and request.config.enabled:
         out.write("        (the demo's default; --eps-method off turns it off)\n")
     out.write("\n")
@@ -367,6 +413,8 @@ def _report(
     return {
         "backend": backend,
         "device": session.device,
+        "kernels": session.kernels,
+        "kernels_fault": session.fault,
         "model": model,
         "prompt_tokens": len(session.prompt_tokens),
         "new_tokens": len(main.tokens),

@@ -10,6 +10,7 @@ from eps_cuda.cache import (
     Cache,
     check_finite,
     copy_units,
+    device_name,
     devices,
     from_numpy,
     new_cache,
@@ -18,6 +19,7 @@ from eps_cuda.cache import (
     write_kv,
 )
 from eps_cuda.model import load_model
+from eps_cuda.paths import usable_kernels
 from eps_cuda.selection import bounds, certify, escalate, select, skipped_mass
 from eps_cuda.summaries import score
 
@@ -29,6 +31,7 @@ __all__ = [
     "certify",
     "check_finite",
     "copy_units",
+    "device_name",
     "devices",
     "escalate",
     "from_numpy",
@@ -40,6 +43,7 @@ __all__ = [
     "select",
     "skipped_mass",
     "to_numpy",
+    "usable_kernels",
     "versions",
     "write_kv",
 ]

@@ -14,6 +14,7 @@ from torch.nn.attention.bias import causal_lower_right
 from eps_core.guards import missing_groups
 from eps_core.interface import Scores, Selection
 from eps_cuda.cache import Cache, units_of
+from eps_cuda.paths import kernels_module
 from eps_cuda.selection import visit_mask
 
 State = tuple[Tensor, Tensor]
@@ -36,6 +37,9 @@ def attend(
             "query heads must be a multiple of them"
         )
     table, lengths = np.asarray(table), np.asarray(lengths, np.int64)
+    module = kernels_module(cache.kernels)
+    if module is not None and (state := module.attend(cache, layer, q, table, lengths, selection)) is not None:
+        return state
     a = q.float().reshape(batch, kv_heads, -1, head_dim) * (1 / math.sqrt(head_dim))
     if selection is None:
         states = [_attend_all(cache, layer, a[b], table[b], int(lengths[b])) for b in range(batch)]
@@ -64,7 +68,7 @@ def _attend_all(cache: Cache, layer: int, a: Tensor, table: np.ndarray, length: 
     """Dense attention of one sequence, a [Hkv, R, D] -> (out [Hkv, R, D], lse [Hkv, R]); exactly `length` tokens. A CPU
     reads in pieces through one buffer (a fifth of the time of copying K and V whole); a GPU reads all at once."""
     unit_tokens = cache.config.unit_tokens
-    cache.kv_bytes_read += length * cache.spec.num_kv_heads * cache.spec.kv_token_bytes
+    cache.count_read(length * cache.spec.num_kv_heads * cache.spec.kv_token_bytes)
     units = table[: -(-length // unit_tokens)]
     step = max(PIECE_TOKENS // unit_tokens, 1) if a.device.type == "cpu" else len(units)
     buffer = a.new_empty((cache.spec.num_kv_heads, step, unit_tokens, cache.spec.head_dim))
@@ -115,7 +119,7 @@ def _attend_rows(cache: Cache, layer: int, a: Tensor, rows: Tensor, last: Tensor
     """Attention of a [H, R, D] over the pool's tiles rows [H, W]; last [H] is the group in the last tile."""
     size, head_dim = cache.config.S, cache.spec.head_dim
     tiles = [pool[layer].view(-1, size * head_dim).index_select(0, rows.reshape(-1)) for pool in (cache.k, cache.v)]
-    cache.kv_bytes_read += sum(tile.nbytes for tile in tiles)
+    cache.count_read(sum(tile.nbytes for tile in tiles))
     k, v = (tile.view(len(rows), -1, head_dim).float() for tile in tiles)
     logits = (k @ a.mT).mT
     unwritten = -length % size
@@ -151,6 +155,11 @@ def attend_tail(
     was not; where the tail group is not full, or has no estimate, nothing is added. An estimate, no bound."""
     inner, spec = cache.tail, cache.spec
     assert inner is not None
+    module = kernels_module(cache.kernels)
+    if module is not None:
+        state = module.attend_tail(cache, layer, table, lengths, scores, selection, lse)
+        if state is not None:
+            return state
     batch, kv_heads, groups = scores.estimate.shape
     lse = lse.reshape(batch, kv_heads, -1)
     missing = missing_groups(inner.config, inner.state[layer], table, lengths, can_encode=True)

@@ -7,6 +7,7 @@ place: the cache that a function returns is the one it was given.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -16,7 +17,9 @@ from torch import Tensor
 from eps_core.blocks import GroupState, WritePlan
 from eps_core.config import CacheSpec, ConfigError, EpsConfig
 from eps_core.guards import check_units
+from eps_core.interface import cpu_name, resolve_kernels
 from eps_core.summaries import CENTRE_TOKENS, jl_projection, rq_signs
+from eps_cuda.paths import kernels_module, usable_kernels
 from eps_cuda.summaries import Summary, build_box, build_jl, build_meanstd, build_summary
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -44,8 +47,31 @@ class Cache:
     bound: "Cache | None" = None  # the summaries that bound, over the same K and V, where they are other ones
     tail: "Cache | None" = None  # mean values: its K is this cache's V
     bytes_k_reread: int = 0
-    kv_bytes_read: int = 0
     bound_bytes_read: int = 0
+    kernels: str = "arrays"  # see paths.py
+    # triton: whether each group's summary may be read [P * U / S] uint8, what `state` says on the host
+    valid: list[Tensor] = field(default_factory=list)
+    rotation: Tensor | None = None  # triton, rq: [D, D] float32
+    where: Any = None  # triton: the device's copy of the last table and lengths (gpu.Where)
+    steps: dict[Any, Any] = field(default_factory=dict)  # triton: graph.StaticStep by batch and width, oldest first
+    known_bytes_read: int = 0
+    pending_reads: list[tuple[Tensor, int]] = field(default_factory=list)  # (number on the device, bytes of each)
+
+    @property
+    def kv_bytes_read(self) -> int:
+        """Bytes of K and V read so far. Synchronises where only the device knows how many groups were."""
+        for number, each in self.pending_reads:
+            self.known_bytes_read += int(number) * each
+        self.pending_reads = []
+        return self.known_bytes_read
+
+    @kv_bytes_read.setter
+    def kv_bytes_read(self, value: int) -> None:
+        self.known_bytes_read, self.pending_reads = value, []
+
+    def count_read(self, num_bytes: int) -> None:
+        """Adds to `kv_bytes_read` without asking for it."""
+        self.known_bytes_read += num_bytes
 
     def constants(self, layer: int) -> Summary:
         """What builders and scorers of this layer need besides keys (see summaries.py)."""
@@ -60,6 +86,11 @@ class Cache:
 def devices() -> list[str]:
     """Usable devices by their CLI names. ROCm's Torch calls its device cuda, too."""
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+def device_name(device: str) -> str:
+    """What the device calls itself, for measurements."""
+    return torch.cuda.get_device_name() if device_of(device).type == "cuda" else cpu_name()
 
 
 def device_of(device: str) -> torch.device:
@@ -94,9 +125,11 @@ def from_numpy(array: np.ndarray, dtype: str, device: str = "auto") -> Tensor:
 
 
 @torch.inference_mode()
-def new_cache(spec: CacheSpec, config: EpsConfig, device: str = "auto") -> Cache:
-    """An empty cache. With method off no summary, state or constant is allocated."""
+def new_cache(spec: CacheSpec, config: EpsConfig, device: str = "auto", kernels: str = "auto") -> Cache:
+    """An empty cache. With method off no summary, state or constant is allocated. `kernels` changes speed only: auto,
+    or one of `usable_kernels`."""
     place = device_of(device)
+    kernels = resolve_kernels(kernels, usable_kernels(place.type), place.type)
     shape = (spec.num_units, spec.num_kv_heads, config.unit_tokens, spec.head_dim)
     dtype, layers = DTYPES[spec.dtype], range(spec.num_layers)
     cache = Cache(
@@ -106,6 +139,7 @@ def new_cache(spec: CacheSpec, config: EpsConfig, device: str = "auto") -> Cache
         k=[torch.zeros(shape, dtype=dtype, device=place) for _ in layers],
         v=[torch.zeros(shape, dtype=dtype, device=place) for _ in layers],
         finite=[torch.tensor(True, device=place) for _ in layers],
+        kernels=kernels,
     )
     if config.bound_bits:
         cache.bound = Cache(spec, config.bound_config, place.type, cache.k, cache.v, cache.finite)
@@ -114,6 +148,7 @@ def new_cache(spec: CacheSpec, config: EpsConfig, device: str = "auto") -> Cache
     for one in (cache, cache.bound, cache.tail):
         if one is not None and one.config.enabled:
             check_units(config, one.config)
+            one.kernels = kernels
             _add_summaries(one, place)
     return cache
 
@@ -122,6 +157,9 @@ def _add_summaries(cache: Cache, place: torch.device) -> None:
     """Everything that a method keeps besides K and V, still empty."""
     spec, config, layers = cache.spec, cache.config, range(cache.spec.num_layers)
     cache.state = [GroupState(spec.num_units, config, spec.max_open_groups) for _ in layers]
+    if cache.kernels == "triton":
+        groups = spec.num_units * config.groups_per_unit
+        cache.valid = [torch.zeros(groups, dtype=torch.uint8, device=place) for _ in layers]
     cache.centre = [None for _ in layers]
     cache.early = [[] for _ in layers]
     cache.fixed = [_fixed(spec, config, layer, place) for layer in layers]
@@ -182,6 +220,9 @@ def write_kv(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) 
         raise ValueError(f"slots run from {slots.min()} to {slots.max()}: the pool has slots 0 to {capacity - 1}")
     if not len(slots):
         return cache
+    module = kernels_module(cache.kernels)
+    if cache.kernels == "triton" and module is not None and module.write_kv(cache, layer, k, v, slots):
+        return cache
     units, offsets = (_on(cache, part) for part in np.divmod(slots, cache.config.unit_tokens))
     keys = k.to(DTYPES[spec.dtype])
     values = v.to(DTYPES[spec.dtype])
@@ -198,7 +239,9 @@ def write_kv(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) 
         if one is None or not one.config.enabled:
             continue
         # the plan must follow every write, whatever the method makes of it
-        _update_summaries(one, layer, rows, one.state[layer].plan(slots))
+        plan = one.state[layer].plan(slots)
+        _update_summaries(one, layer, rows, plan)
+        _mark_valid(one, layer, np.concatenate([plan.full_groups, plan.part_groups]))
         if one is not cache:
             cache.bytes_k_reread += one.bytes_k_reread
             one.bytes_k_reread = 0
@@ -216,12 +259,21 @@ def _update_summaries(cache: Cache, layer: int, keys: Tensor, plan: WritePlan) -
         state = cache.state[layer]
         written = np.flatnonzero(state.valid(np.arange(cache.spec.num_units * cache.config.groups_per_unit)))
         _seal_stored(cache, layer, np.setdiff1d(written, plan.full_groups))
+        _mark_valid(cache, layer, written)
         has_parts = False
     if len(plan.full_groups):
         in_hand = keys[_on(cache, plan.full_tokens)].transpose(1, 2)  # [F, Hkv, S, D]
         _store(cache, layer, plan.full_groups, build_summary(cache.config, cache.constants(layer), in_hand))
     if has_parts:
         _extend(cache, layer, keys, plan)
+
+
+def _mark_valid(cache: Cache, layer: int, groups: np.ndarray) -> None:
+    """Tells kernels which of groups [F] may be read."""
+    if not cache.valid or (cache.config.method == "rq" and cache.centre[layer] is None):
+        return
+    flags = cache.state[layer].valid(groups).astype(np.uint8)
+    cache.valid[layer][_on(cache, groups)] = _on(cache, flags)
 
 
 def _find_centre(cache: Cache, layer: int, keys: Tensor) -> bool:
@@ -337,6 +389,8 @@ def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
                 for from_open, to_open in one.state[layer].copy(from_unit, to_unit):
                     for running in one.open[layer].values():
                         running[to_open] = running[from_open]
+                per_unit = one.config.groups_per_unit
+                _mark_valid(one, layer, to_unit * per_unit + np.arange(per_unit))
     return cache
 
 

@@ -25,13 +25,17 @@ from eps_cuda.summaries import score
 Pending = dict[str, Tensor]  # fields of LayerStats that are still on the device, by name
 
 
-def _fill(layers: list[LayerStats], pending: list[Pending]) -> None:
-    """Brings what lies on the device to the host, one field of all layers at a time."""
+def _fill(layers: list[LayerStats], pending: list[Pending], tile_bytes: int) -> None:
+    """Brings what lies on the device to the host, one field of all layers at a time. `tile_bytes`: K and V of a group,
+    which was read whole."""
     for name in {name: None for arrays in pending for name in arrays}:
         having = [(stats, arrays[name]) for stats, arrays in zip(layers, pending, strict=True) if name in arrays]
         values = torch.stack([array for _, array in having]).cpu().numpy()
         for (stats, _), value in zip(having, values, strict=True):
             setattr(stats, name, value)
+    for stats, arrays in zip(layers, pending, strict=True):
+        if "counts" in arrays:
+            stats.kv_bytes_read = int(stats.counts.sum()) * tile_bytes
 
 
 class Decoder:
@@ -72,6 +76,15 @@ class Decoder:
     ) -> tuple[Cache, StepOutput]:
         """One token of each of B sequences: tokens [B], slots [B], table [B, M], lengths [B] with the new token."""
         config, spec, lengths = cache.config, self.spec, np.asarray(lengths, np.int64)
+        plain = config.enabled and gate and not audit and not self.timing and self.tap is None
+        if plain and cache.kernels == "triton":
+            from eps_cuda import graph  # imports Triton, which only these kernels need
+
+            self._check_tokens(tokens)
+            if graph.covers(cache, lengths):
+                done = graph.step(self, cache, tokens, slots, np.asarray(table), lengths)
+                if done is not None:
+                    return done
         dense_logits = self._dense_logits(cache, tokens, table, lengths) if audit else None
         x, turn = self._embed(tokens), self._rotation(lengths - 1)
         layers: list[LayerStats] = []
@@ -90,7 +103,7 @@ class Decoder:
             x = self._feed_forward(layer, self._add_attention(layer, x, out))
         logits = self._logits(x).cpu().numpy()
         check_finite(cache)
-        _fill(layers, pending)
+        _fill(layers, pending, config.S * cache.spec.kv_token_bytes)
         short = int((lengths < config.min_context).sum()) if layers else 0
         fallbacks = {"min_context": short * spec.num_layers} if short else {}
         dense_layers = sum(config.dense_layer(layer) for layer in range(spec.num_layers)) if layers else 0
@@ -116,10 +129,11 @@ class Decoder:
             attention_ms=None,
         )
         arrays: Pending = {}
-        kv_bytes = cache.kv_bytes_read
         started = self._clock()
-        if config.dense_layer(layer):
+        if config.reads_all(layer, lengths.tolist()):
             selected = started
+            stats.forced = np.where(lengths < config.min_context, groups, 0)
+            stats.kv_bytes_read = int(lengths.sum()) * kv_heads * cache.spec.kv_token_bytes
             with self._span("eps.attention"):
                 out, lse = attend(cache, layer, q, table, lengths, None)
             whole = out
@@ -161,7 +175,6 @@ class Decoder:
             )
             stats.summary_bytes_read += cache.bound_bytes_read - bound_bytes
         attended = self._clock()
-        stats.kv_bytes_read = cache.kv_bytes_read - kv_bytes
         if started is not None and selected is not None and attended is not None:
             stats.prepass_ms, stats.attention_ms = 1000 * (selected - started), 1000 * (attended - selected)
         if audit:
@@ -199,18 +212,24 @@ class Decoder:
         return time.perf_counter()
 
     def _embed(self, tokens: np.ndarray) -> Tensor:
+        self._check_tokens(tokens)
+        return self.weights["embed"][torch.from_numpy(np.asarray(tokens, np.int64)).to(self.device)]
+
+    def _check_tokens(self, tokens: np.ndarray) -> None:
         tokens = np.asarray(tokens, np.int64)
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.spec.vocab_size:
             raise ValueError(
                 f"tokens run from {tokens.min()} to {tokens.max()}: the vocabulary has 0 to {self.spec.vocab_size - 1}"
             )
-        return self.weights["embed"][torch.from_numpy(tokens).to(self.device)]
 
-    def _rotation(self, positions: np.ndarray) -> tuple[Tensor, Tensor]:
+    def angles(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """cos and sin [N, 1, D/2] float32 of every position's angles, from float64: float32 angles lose a thousandth of
         a radian at 16k tokens."""
         angles = positions[:, None, None] * self.inverse_frequencies
-        cos, sin = (torch.from_numpy(f(angles).astype(np.float32)).to(self.device) for f in (np.cos, np.sin))
+        return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+    def _rotation(self, positions: np.ndarray) -> tuple[Tensor, Tensor]:
+        cos, sin = (torch.from_numpy(part).to(self.device) for part in self.angles(positions))
         return cos, sin
 
     def _linear(self, name: str, x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from eps_core.config import EpsConfig
 from eps_core.guards import budget, forced_groups
 from eps_core.interface import Certificate, Scores, Selection
 from eps_cuda.cache import Cache
+from eps_cuda.paths import kernels_module
 from eps_cuda.summaries import logit_slack, score_summary
 
 THRESHOLD_ROWS = 256  # groups that one pass of `select_threshold` compares with all others; changes memory only
@@ -78,6 +79,9 @@ def select(config: EpsConfig, scores: Scores, lengths: np.ndarray, layer: int = 
     """The configured policy over every (sequence, kv head); scope union gives all heads the union of their groups.
     `layer` says which head modes apply, where the config has any."""
     lengths = np.asarray(lengths, np.int64)
+    module = kernels_module(scores.kernels)
+    if module is not None and (selection := module.select(config, scores, lengths, layer)) is not None:
+        return selection
     estimate = scores.estimate
     _, _, groups = estimate.shape
     device = estimate.device
@@ -128,6 +132,8 @@ def _ascending(visit: Tensor, width: int) -> Tensor:
 
 def visit_mask(selection: Selection, num_groups: int) -> Tensor:
     """[B, Hkv, G]: True where a group is listed."""
+    if selection.visit is not None:
+        return selection.visit
     groups = selection.groups.long()
     visit = torch.zeros((*groups.shape[:2], num_groups + 1), dtype=torch.bool, device=groups.device)
     return visit.scatter_(-1, torch.where(groups < 0, num_groups, groups), True)[..., :num_groups]

@@ -22,6 +22,7 @@ from eps_core.config import MEAN, EpsConfig
 from eps_core.guards import forced_groups, missing_groups
 from eps_core.interface import Scores
 from eps_core.summaries import LARGEST_ESTIMATE, RQ_STEP, SECOND_STEP, hadamard_blocks
+from eps_cuda.paths import kernels_module
 
 if TYPE_CHECKING:
     from eps_cuda.cache import Cache
@@ -562,6 +563,9 @@ def score(cache: "Cache", layer: int, q: Tensor, table: np.ndarray, lengths: np.
     [B, Hkv, R, G]: q [B, Hq, D] unscaled, table [B, M], lengths [B] tokens. See `Scores` for what the numbers mean."""
     config, spec = cache.config, cache.spec
     table, lengths = np.asarray(table), np.asarray(lengths, np.int64)
+    module = kernels_module(cache.kernels)
+    if module is not None and (scores := module.score(cache, layer, q, table, lengths)) is not None:
+        return scores
     batch, _, head_dim = q.shape
     kv_heads = spec.num_kv_heads
     can_encode = config.method != "rq" or cache.centre[layer] is not None
@@ -593,11 +597,12 @@ def score(cache: "Cache", layer: int, q: Tensor, table: np.ndarray, lengths: np.
         estimate = _refined(cache, layer, a, estimate, gathered["codes"], table, lengths)
     estimate = torch.where(known | past, estimate, math.inf)
     if parts[1] is None or parts[2] is None:
-        return Scores(estimate, None, None, num_missing)
+        return Scores(estimate, None, None, num_missing, kernels=cache.kernels)
     known, past = known[:, :, None], past[:, :, None]
     lower = torch.where(known, parts[1], -math.inf)
     upper = torch.where(known, parts[2], torch.where(past, -math.inf, math.inf))
-    return Scores(estimate, lower, upper, num_missing, logit_slack(a, cache.largest_key[layer][:, None, None])[..., 0])
+    slack = logit_slack(a, cache.largest_key[layer][:, None, None])[..., 0]
+    return Scores(estimate, lower, upper, num_missing, slack, cache.kernels)
 
 
 def _refined(

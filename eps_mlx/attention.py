@@ -12,6 +12,7 @@ import numpy as np
 from eps_core.guards import missing_groups
 from eps_core.interface import Scores, Selection
 from eps_mlx.cache import Cache
+from eps_mlx.paths import kernels_module
 from eps_mlx.selection import visit_mask
 
 State = tuple[mx.array, mx.array]
@@ -34,6 +35,9 @@ def attend(
             "query heads must be a multiple of them"
         )
     table, lengths = np.asarray(table), np.asarray(lengths, np.int64)
+    module = kernels_module(cache.kernels)
+    if module is not None and (state := module.attend(cache, layer, q, table, lengths, selection)) is not None:
+        return state
     with mx.stream(cache.stream):
         a = q.astype(mx.float32).reshape(batch, kv_heads, -1, head_dim) * (1 / math.sqrt(head_dim))
         if selection is None:
@@ -70,7 +74,7 @@ def _softmax_sums(logits: mx.array, axes: tuple[int, ...]) -> tuple[mx.array, mx
 
 def _attend_all(cache: Cache, layer: int, a: mx.array, table: np.ndarray, length: int) -> State:
     """Dense attention of one sequence, a [Hkv, R, D] -> (out [Hkv, R, D], lse [Hkv, R]); exactly `length` tokens."""
-    cache.kv_bytes_read += length * cache.spec.num_kv_heads * cache.spec.kv_token_bytes
+    cache.count_read(length * cache.spec.num_kv_heads * cache.spec.kv_token_bytes)
     num_full, rest = divmod(length, cache.config.unit_tokens)
     parts = []
     if num_full:
@@ -116,7 +120,7 @@ def _attend_rows(cache: Cache, layer: int, a: mx.array, rows: mx.array, unwritte
     size, head_dim = cache.config.S, cache.spec.head_dim
     tokens = rows.shape[1] * size - unwritten
     tiles = [mx.take(pool[layer].reshape(-1, size * head_dim), rows, axis=0) for pool in (cache.k, cache.v)]
-    cache.kv_bytes_read += sum(tile.nbytes for tile in tiles)
+    cache.count_read(sum(tile.nbytes for tile in tiles))
     k, v = (tile.reshape(len(rows), -1, head_dim)[:, :tokens].astype(mx.float32) for tile in tiles)
     weights, total, largest = _softmax_sums(a @ k.swapaxes(-1, -2), (2,))
     return (weights @ v) / total, (largest + mx.log(total))[..., 0]
@@ -176,6 +180,11 @@ def attend_tail(
     was not; where the tail group is not full, or has no estimate, nothing is added. An estimate, no bound."""
     inner, spec = cache.tail, cache.spec
     assert inner is not None
+    module = kernels_module(cache.kernels)
+    if module is not None:
+        state = module.attend_tail(cache, layer, table, lengths, scores, selection, lse)
+        if state is not None:
+            return state
     batch, kv_heads, groups = scores.estimate.shape
     missing = missing_groups(inner.config, inner.state[layer], table, lengths, can_encode=True)
     usable = ~missing & (np.arange(missing.shape[1]) < -(-np.asarray(lengths) // inner.config.S)[:, None])

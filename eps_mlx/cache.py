@@ -8,6 +8,7 @@ run once per chunk or step so that no un-evaluated reader pins an old buffer.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +16,9 @@ import numpy as np
 from eps_core.blocks import GroupState, WritePlan
 from eps_core.config import CacheSpec, ConfigError, EpsConfig
 from eps_core.guards import check_units
+from eps_core.interface import cpu_name, resolve_kernels
 from eps_core.summaries import CENTRE_TOKENS, jl_projection, rq_signs
+from eps_mlx.paths import usable_kernels
 from eps_mlx.summaries import Summary, build_box, build_jl, build_meanstd, build_summary
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -43,8 +46,30 @@ class Cache:
     bound: "Cache | None" = None  # the summaries that bound, over the same K and V, where they are other ones
     tail: "Cache | None" = None  # mean values: its K is this cache's V
     bytes_k_reread: int = 0
-    kv_bytes_read: int = 0
     bound_bytes_read: int = 0
+    kernels: str = "arrays"  # see paths.py
+    # metal: whether each group's summary may be read [P * U / S] uint8, what `state` says on the host
+    valid: list[mx.array] = field(default_factory=list)
+    rotation: mx.array | None = None  # metal, rq: [D, D] float32
+    where: Any = None  # metal: the device's copy of the last table and lengths (gpu.Where)
+    known_bytes_read: int = 0
+    pending_reads: list[tuple[mx.array, int]] = field(default_factory=list)  # (number on the device, bytes of each)
+
+    @property
+    def kv_bytes_read(self) -> int:
+        """Bytes of K and V read so far. Synchronises where only the device knows how many groups were."""
+        for number, each in self.pending_reads:
+            self.known_bytes_read += int(np.array(number)) * each
+        self.pending_reads = []
+        return self.known_bytes_read
+
+    @kv_bytes_read.setter
+    def kv_bytes_read(self, value: int) -> None:
+        self.known_bytes_read, self.pending_reads = value, []
+
+    def count_read(self, num_bytes: int) -> None:
+        """Adds to `kv_bytes_read` without asking for it."""
+        self.known_bytes_read += num_bytes
 
     @property
     def stream(self) -> mx.Device:
@@ -62,6 +87,11 @@ class Cache:
 def devices() -> list[str]:
     """Usable devices by their CLI names."""
     return ["cpu", "mps"] if mx.metal.is_available() else ["cpu"]
+
+
+def device_name(device: str) -> str:
+    """What the device calls itself, for measurements."""
+    return str(mx.device_info()["device_name"]) if device_of(device) == mx.Device(mx.gpu) else cpu_name()
 
 
 def device_of(device: str) -> mx.Device:
@@ -89,18 +119,23 @@ def from_numpy(array: np.ndarray, dtype: str, device: str = "auto") -> mx.array:
         return native.astype(DTYPES[dtype])
 
 
-def new_cache(spec: CacheSpec, config: EpsConfig, device: str = "auto") -> Cache:
-    """An empty cache. With method off no summary, state or constant is allocated."""
-    with mx.stream(device_of(device)):
+def new_cache(spec: CacheSpec, config: EpsConfig, device: str = "auto", kernels: str = "auto") -> Cache:
+    """An empty cache. With method off no summary, state or constant is allocated. `kernels` changes speed only: auto,
+    or one of `usable_kernels`."""
+    place = device_of(device)
+    device = devices()[-1] if device == "auto" else device
+    kernels = resolve_kernels(kernels, usable_kernels(device), device)
+    with mx.stream(place):
         shape = (spec.num_units, spec.num_kv_heads, config.unit_tokens, spec.head_dim)
         dtype, layers = DTYPES[spec.dtype], range(spec.num_layers)
         cache = Cache(
             spec,
             config,
-            devices()[-1] if device == "auto" else device,
+            device,
             k=[mx.zeros(shape, dtype) for _ in layers],
             v=[mx.zeros(shape, dtype) for _ in layers],
             finite=[mx.array(True) for _ in layers],
+            kernels=kernels,
         )
         if config.bound_bits:
             cache.bound = Cache(spec, config.bound_config, cache.device, cache.k, cache.v, cache.finite)
@@ -109,6 +144,7 @@ def new_cache(spec: CacheSpec, config: EpsConfig, device: str = "auto") -> Cache
         for one in (cache, cache.bound, cache.tail):
             if one is not None and one.config.enabled:
                 check_units(config, one.config)
+                one.kernels = kernels
                 _add_summaries(one)
         evaluate(cache)
     return cache
@@ -118,6 +154,8 @@ def _add_summaries(cache: Cache) -> None:
     """Everything that a method keeps besides K and V, still empty."""
     spec, config, layers = cache.spec, cache.config, range(cache.spec.num_layers)
     cache.state = [GroupState(spec.num_units, config, spec.max_open_groups) for _ in layers]
+    if cache.kernels == "metal":
+        cache.valid = [mx.zeros(spec.num_units * config.groups_per_unit, mx.uint8) for _ in layers]
     cache.centre = [None for _ in layers]
     cache.early = [[] for _ in layers]
     cache.fixed = [_fixed(spec, config, layer) for layer in layers]
@@ -159,8 +197,8 @@ def evaluate(cache: Cache, *others: mx.array) -> None:
     largest = cache.largest_key, cache.largest_value
     for one in (cache.bound, cache.tail):
         if one is not None:
-            others = (*others, *(array for fields in one.summaries for array in fields.values()))
-    mx.eval(cache.k, cache.v, cache.finite, cache.summaries, cache.open, cache.early, largest, *others)
+            others = (*others, *(array for fields in one.summaries for array in fields.values()), *one.valid)
+    mx.eval(cache.valid, cache.k, cache.v, cache.finite, cache.summaries, cache.open, cache.early, largest, *others)
 
 
 def check_finite(cache: Cache) -> None:
@@ -205,7 +243,9 @@ def write_kv(cache: Cache, layer: int, k: mx.array, v: mx.array, slots: np.ndarr
             if one is None or not one.config.enabled:
                 continue
             # the plan must follow every write, whatever the method makes of it
-            _update_summaries(one, layer, rows, one.state[layer].plan(slots))
+            plan = one.state[layer].plan(slots)
+            _update_summaries(one, layer, rows, plan)
+            _mark_valid(one, layer, np.concatenate([plan.full_groups, plan.part_groups]))
             if one is not cache:
                 cache.bytes_k_reread += one.bytes_k_reread
                 one.bytes_k_reread = 0
@@ -223,12 +263,21 @@ def _update_summaries(cache: Cache, layer: int, keys: mx.array, plan: WritePlan)
         state = cache.state[layer]
         written = np.flatnonzero(state.valid(np.arange(cache.spec.num_units * cache.config.groups_per_unit)))
         _seal_stored(cache, layer, np.setdiff1d(written, full))
+        _mark_valid(cache, layer, written)
         parts = parts[:0]
     if len(full):
         in_hand = mx.take(keys, mx.array(plan.full_tokens.astype(np.int32)), axis=0)  # [F, S, Hkv, D]
         _store(cache, layer, full, build_summary(cache.config, cache.constants(layer), in_hand.swapaxes(1, 2)))
     if len(parts):
         _extend(cache, layer, keys, plan)
+
+
+def _mark_valid(cache: Cache, layer: int, groups: np.ndarray) -> None:
+    """Tells kernels which of groups [F] may be read."""
+    if not cache.valid or (cache.config.method == "rq" and cache.centre[layer] is None):
+        return
+    flags = cache.state[layer].valid(groups).astype(np.uint8)
+    cache.valid[layer][mx.array(groups.astype(np.int32))] = mx.array(flags)
 
 
 def _find_centre(cache: Cache, layer: int, keys: mx.array) -> bool:
@@ -340,6 +389,8 @@ def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
                     for from_open, to_open in one.state[layer].copy(from_unit, to_unit):
                         for running in one.open[layer].values():
                             running[to_open] = running[from_open]
+                    per_unit = one.config.groups_per_unit
+                    _mark_valid(one, layer, to_unit * per_unit + np.arange(per_unit))
     return cache
 
 

@@ -23,11 +23,14 @@ from eps_mlx.summaries import score
 Pending = dict[str, mx.array]  # fields of LayerStats that are still on the device, by name
 
 
-def _fill(layers: list[LayerStats], pending: list[Pending]) -> None:
-    """Brings what lay on the device, computed by now, to the host."""
+def _fill(layers: list[LayerStats], pending: list[Pending], tile_bytes: int) -> None:
+    """Brings what lay on the device, computed by now, to the host. `tile_bytes`: K and V of a group, which was read
+    whole."""
     for stats, arrays in zip(layers, pending, strict=True):
         for name, array in arrays.items():
             setattr(stats, name, np.array(array))
+        if "counts" in arrays:
+            stats.kv_bytes_read = int(stats.counts.sum()) * tile_bytes
 
 
 class Decoder:
@@ -89,7 +92,7 @@ class Decoder:
             logits = self._logits(x)
             evaluate(cache, logits, *(array for arrays in pending for array in arrays.values()))
         check_finite(cache)
-        _fill(layers, pending)
+        _fill(layers, pending, config.S * cache.spec.kv_token_bytes)
         short = int((lengths < config.min_context).sum()) if layers else 0
         fallbacks = {"min_context": short * spec.num_layers} if short else {}
         dense_layers = sum(config.dense_layer(layer) for layer in range(spec.num_layers)) if layers else 0
@@ -115,10 +118,11 @@ class Decoder:
             attention_ms=None,
         )
         arrays: Pending = {}
-        kv_bytes = cache.kv_bytes_read
         started = self._clock(cache, q)
-        if config.dense_layer(layer):
+        if config.reads_all(layer, lengths.tolist()):
             selected = started
+            stats.forced = np.where(lengths < config.min_context, groups, 0)
+            stats.kv_bytes_read = int(lengths.sum()) * kv_heads * cache.spec.kv_token_bytes
             out, lse = attend(cache, layer, q, table, lengths, None)
             whole = out
             if config.has_bounds:
@@ -156,7 +160,6 @@ class Decoder:
             )
             stats.summary_bytes_read += cache.bound_bytes_read - bound_bytes
         attended = self._clock(cache, whole, *arrays.values())
-        stats.kv_bytes_read = cache.kv_bytes_read - kv_bytes
         if started is not None and selected is not None and attended is not None:
             stats.prepass_ms, stats.attention_ms = 1000 * (selected - started), 1000 * (attended - selected)
         if audit:

@@ -15,6 +15,7 @@ from eps_core.config import EpsConfig
 from eps_core.guards import budget, forced_groups
 from eps_core.interface import Certificate, Scores, Selection
 from eps_mlx.cache import Cache
+from eps_mlx.paths import kernels_module
 from eps_mlx.summaries import best_first, logit_slack, score_summary
 
 THRESHOLD_ROWS = 256  # groups that one pass of `select_threshold` compares with all others; changes memory only
@@ -82,6 +83,9 @@ def select(config: EpsConfig, scores: Scores, lengths: np.ndarray, layer: int = 
     `layer` says which head modes apply, where the config has any. Runs on the current default device: `scores` are its
     arrays."""
     lengths = np.asarray(lengths, np.int64)
+    module = kernels_module(scores.kernels)
+    if module is not None and (selection := module.select(config, scores, lengths, layer)) is not None:
+        return selection
     estimate = scores.estimate
     groups = estimate.shape[-1]
     guards = forced_groups(config, lengths, groups)
@@ -131,6 +135,8 @@ def _ascending(visit: mx.array, width: int) -> mx.array:
 
 def visit_mask(selection: Selection, num_groups: int) -> mx.array:
     """[B, Hkv, G]: True where a group is listed."""
+    if selection.visit is not None:
+        return selection.visit
     groups = selection.groups
     visit = mx.zeros((*groups.shape[:2], num_groups + 1), mx.bool_)
     listed = mx.where(groups < 0, num_groups, groups)

@@ -20,6 +20,7 @@ from eps_core.config import MEAN, EpsConfig
 from eps_core.guards import forced_groups, missing_groups
 from eps_core.interface import Scores
 from eps_core.summaries import LARGEST_ESTIMATE, RQ_STEP, SECOND_STEP, hadamard_blocks
+from eps_mlx.paths import kernels_module
 
 if TYPE_CHECKING:
     from eps_mlx.cache import Cache
@@ -556,6 +557,9 @@ def score(cache: "Cache", layer: int, q: mx.array, table: np.ndarray, lengths: n
     [B, Hkv, R, G]: q [B, Hq, D] unscaled, table [B, M], lengths [B] tokens. See `Scores` for what the numbers mean."""
     config, spec = cache.config, cache.spec
     table, lengths = np.asarray(table), np.asarray(lengths, np.int64)
+    module = kernels_module(cache.kernels)
+    if module is not None and (scores := module.score(cache, layer, q, table, lengths)) is not None:
+        return scores
     batch, _, head_dim = q.shape
     kv_heads = spec.num_kv_heads
     can_encode = config.method != "rq" or cache.centre[layer] is not None
@@ -587,11 +591,11 @@ def score(cache: "Cache", layer: int, q: mx.array, table: np.ndarray, lengths: n
             estimate = _refined(cache, layer, a, estimate, gathered["codes"], table, lengths)
         estimate = mx.where(known, estimate, rest)
         if parts[1] is None or parts[2] is None:
-            return Scores(estimate, None, None, num_missing)
+            return Scores(estimate, None, None, num_missing, kernels=cache.kernels)
         lower = mx.where(known[:, :, None], parts[1], -math.inf)
         upper = mx.where(known[:, :, None], parts[2], rest[:, :, None])
         slack = logit_slack(a, cache.largest_key[layer][:, None, None])[..., 0]
-        return Scores(estimate, lower, upper, num_missing, slack)
+        return Scores(estimate, lower, upper, num_missing, slack, cache.kernels)
 
 
 def _refined(

@@ -1,22 +1,95 @@
-"""One suite over every backend: absence is loud. `EPS_TEST_BACKENDS` (comma separated) restricts what is asked for."""
+"""One suite over every backend: absence is loud. `EPS_TEST_BACKENDS` (comma separated) restricts what is asked for.
+
+A test that takes `target` runs on the array operations of every backend and device; marked `kernels(name, ..)`, also
+on the kernels of these names: numba, triton (interpreted where there is no GPU), metal (its text run on the CPU).
+"""
 
 import os
+from functools import lru_cache
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
+
+import triton_interpreter  # noqa: F401  mends what the interpreter gets wrong in bfloat16
 
 from eps_core.interface import BACKENDS, load_backend
 
 REQUESTED = os.environ.get("EPS_TEST_BACKENDS", ",".join(BACKENDS)).split(",")
-# (backend, device) pairs: every device that is present is tested; a backend that does not import is an error
-TARGETS = [(name, device) for name in REQUESTED for device in load_backend(name).devices()]
+
+
+class Target(NamedTuple):
+    """What a test runs on; `kernels` of all caches that it makes without saying which."""
+
+    backend: str
+    device: str
+    kernels: str
+
+
+def _targets() -> list[Target]:
+    """Every device that is present; a backend that does not import is an error."""
+    found = []
+    for name in REQUESTED:
+        backend = load_backend(name)
+        for device in backend.devices():
+            kernels = [*backend.usable_kernels(device)]
+            if name == "mlx" and "metal" not in kernels:
+                kernels.append("metal")
+            found += [Target(name, device, one) for one in kernels]
+    return found
+
+
+TARGETS = _targets()
+
+
+class Bound(ModuleType):
+    """A backend module whose caches use given kernels."""
+
+    def __init__(self, module: ModuleType, kernels: str) -> None:
+        super().__init__(module.__name__)
+        self.__dict__.update(vars(module))
+
+        def new_cache(spec: Any, config: Any, device: str = "auto", wanted: str = "auto") -> Any:
+            return module.new_cache(spec, config, device, kernels if wanted == "auto" else wanted)
+
+        self.new_cache = new_cache
+
+
+@lru_cache(maxsize=None)
+def bound(name: str, kernels: str) -> Bound:
+    return Bound(load_backend(name), kernels)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "kernels(*names): run `target` on these kernels besides array operations")
 
 
 def pytest_report_header() -> list[str]:
-    return [f"eps backend {name} on {device}: {load_backend(name).versions()}" for name, device in TARGETS]
+    versions = {name: load_backend(name).versions() for name in REQUESTED}
+    return [f"eps backend {t.backend} on {t.device}, kernels {t.kernels}: {versions[t.backend]}" for t in TARGETS]
 
 
-@pytest.fixture(params=TARGETS, ids=lambda target: "-".join(target))
-def target(request: pytest.FixtureRequest) -> tuple:
-    """(backend module, device) of every backend asked for."""
-    name, device = request.param
-    return load_backend(name), device
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    own = getattr(metafunc.module, "target", None)  # a module may have a fixture of that name of its own
+    if "target" in metafunc.fixturenames and own is None:
+        marker = metafunc.definition.get_closest_marker("kernels")
+        names = ("arrays", *(marker.args if marker else ()))
+        chosen = [target for target in TARGETS if target.kernels in names]
+        metafunc.parametrize("target", chosen, ids=["-".join(target) for target in chosen], indirect=True)
+
+
+@pytest.fixture
+def target(request: pytest.FixtureRequest) -> Any:
+    """(backend module, device)."""
+    name, device, kernels = request.param
+    if kernels == "metal" and device == "cpu":
+        from metal import shim
+
+        with shim.installed():
+            yield bound(name, kernels), device
+    else:
+        yield bound(name, kernels), device

@@ -273,7 +273,7 @@ def test_strict_refuses_a_cap(policy):
 @pytest.fixture(scope="module")
 def captured() -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """layer -> q [8, Hq, D], k, v [2056, Hkv, D] of the demo model's decode of held-out text."""
-    name, device = max(TARGETS, key=lambda target: ("numpy", "mlx", "cuda").index(target[0]))
+    name, device, _ = max(TARGETS, key=lambda target: ("numpy", "mlx", "cuda").index(target[0]))
     model = open_text_model(None, None, 2056, name, device, "float32", "float32")
     recording = record(model, model.load(), 2048, range(model.spec.num_layers), EpsConfig())
     assert load_backend(name) is recording.backend

@@ -27,6 +27,8 @@ from eps_core.config import DTYPE_BYTES, CacheSpec, ConfigError, EpsConfig, scor
 from eps_core.interface import Scores, Selection
 from eps_core.model import read_spec
 
+pytestmark = pytest.mark.kernels("numba", "triton", "metal")
+
 EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 EPSILONS = (0.3, 0.02, 0.0)  # of strict: each escalates further
 TINY = 2.0**-126  # float32 shares below it may be 0

@@ -1,0 +1,401 @@
+"""Times one attention layer, dense and gated side by side, part by part; only what `bench_check` has verified.
+
+Every round runs every arm once, in an order that rotates, each after the caches were overwritten: what other layers do
+between two calls of one layer. Medians with their 10th and 90th percentile; dense arms read contiguous K and V, their
+best case, and the fastest of them is what a gated step is compared with.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from eps_core import telemetry
+from eps_core.bench_check import (
+    DENSE_TOLERANCE,
+    GateError,
+    Step,
+    check_gate,
+    check_values,
+    dense_error,
+    require_same,
+    run_step,
+)
+from eps_core.bench_data import DESCRIPTION, Layer, Shape, Source, fill, pool_units
+from eps_core.bench_plan import BenchRequest, budgeted, moved_bytes
+from eps_core.config import ConfigError, EpsConfig, kv_bytes, summary_bytes
+from eps_core.dense_arms import flush_bytes
+from eps_core.interface import Backend, backend_name, load_backend, resolve_kernels
+
+MIN_ROUNDS, MAX_ROUNDS, MAX_WARM_ROUNDS = 5, 500, 300
+COPIES = 8  # at least so many big copies, of which the best counts
+COPY_SECONDS = 0.3
+LARGEST_COPY_BYTES = 2**30
+GRAPH = " (graph)"  # ends the names of arms that replay a recorded launch
+_PLATFORMS = {"numpy": "eps_core.dense_arms", "mlx": "eps_mlx.dense_arms", "cuda": "eps_cuda.dense_arms"}
+
+
+@dataclass
+class Arm:
+    """One thing that is timed. `kv_bytes`: what one call must add to the cache's count of K and V read."""
+
+    call: Callable[[], Any]
+    kind: str  # dense or eps
+    bytes: int | None  # that one call moves, by the definitions of the record
+    kv_bytes: int = 0
+    samples_ms: list[float] = field(default_factory=list)
+
+    def statistics(self, roof_gbps: float) -> dict[str, Any]:
+        samples = np.array(self.samples_ms)
+        p10, median, p90 = np.percentile(samples, (10, 50, 90))
+        gbps = None if self.bytes is None else self.bytes / median / 1e6
+        return {
+            "kind": self.kind, "ms": median, "p10_ms": p10, "p90_ms": p90, "mean_ms": samples.mean(),
+            "least_ms": samples.min(), "bytes": self.bytes, "gbps": gbps,
+            "share_of_bandwidth": None if gbps is None else gbps / roof_gbps, "samples_ms": self.samples_ms,
+        }  # fmt: skip
+
+
+class Bench:
+    """One run: the backend with its platform, what was measured of it, and the lines of the record."""
+
+    def __init__(self, request: BenchRequest, progress: Callable[[str], None] = lambda text: None) -> None:
+        from eps_core.run import choose_device
+
+        self.request, self.progress = request, progress
+        self.backend: Backend = load_backend(request.backend)
+        self.name = backend_name(self.backend)
+        self.device = choose_device(self.backend, request.device)
+        self.kernels = resolve_kernels(request.kernels, self.backend.usable_kernels(self.device), self.device)
+        self.platform: Any = import_module(_PLATFORMS[self.name])
+        self.platform.prepare(self.device)
+        auto = "float32" if self.device == "cpu" else "bfloat16"
+        self.dtypes = tuple(auto if dtype == "auto" else dtype for dtype in request.dtypes)
+        self.shapes = [
+            Shape(context, batch, request.q_heads, request.kv_heads, request.head_dim, dtype)
+            for dtype in self.dtypes
+            for context in request.contexts
+            for batch in request.batches
+        ]
+        self.configs = request.configs()
+        if request.q_heads % request.kv_heads:
+            raise ConfigError(
+                f"q-heads {request.q_heads} is not a multiple of kv-heads {request.kv_heads}: "
+                "use 32 and 8, or equal ones"
+            )
+        for shape in self.shapes:
+            for config in self.configs:
+                for kind, share in request.shares():
+                    budgeted(config, shape, kind, share)  # refuses what cannot be solved
+            self._check_memory(shape)
+        self.last_cache_bytes = self.platform.last_cache_bytes(self.device)
+        self.flush_bytes = flush_bytes(self.last_cache_bytes)
+        self.flush = self.platform.flusher(self.flush_bytes, self.device)
+        self.timed = self.platform.stopwatch(self.device)
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether kernels for a GPU run in an interpreter: their times mean nothing."""
+        return self.kernels == "triton" and self.device == "cpu"
+
+    def lines(self) -> Any:
+        """Yields the run's line, then one of every cell."""
+        first = self._run_line()
+        roof = first["bandwidth"]["roof_gbps"]
+        yield first
+        number, total = 0, len(self.shapes) * len(self.configs) * len(self.request.shares())
+        for shape in self.shapes:
+            source = Source(shape, self.request.seed)
+            dense: _Dense | None = None
+            for config in self.configs:
+                self.progress(f"cell {number + 1} of {total}: filling {shape.batch} x {shape.context:,} tokens")
+                layer = self._refusing(
+                    config, fill, self.backend, source, config, self.device, self.kernels, self._spare_tokens(),
+                    self.platform.synchronize, None if dense is None else (dense.keys, dense.values),
+                )  # fmt: skip
+                dense = dense or _Dense(self, layer)
+                for kind, share in self.request.shares():
+                    number += 1
+                    self.progress(f"cell {number} of {total}: {config.method}@{config.S}, {kind} {share:g}")
+                    yield self._cell(layer, dense, kind, share, roof)
+
+    def _run_line(self) -> dict[str, Any]:
+        byte_shares, fractions = self.request.byte_shares, self.request.fractions
+        return {
+            "type": "run",
+            "command": "bench",
+            "settings": asdict(replace(self.request, output=None, fractions=() if byte_shares else fractions)),
+            "backend": self.name,
+            "device": self.device,
+            **self.platform.device_facts(self.device),
+            "kernels": self.kernels,
+            "interpreted": self.interpreted,
+            "versions": {"eps": telemetry.package_version(), **self.backend.versions()},
+            "git_commit": telemetry.git_commit(),
+            "platform": telemetry.platform.platform(),
+            "cpu_count": os.cpu_count(),
+            "data": DESCRIPTION,
+            "last_cache_bytes": self.last_cache_bytes,
+            "flushed_bytes": self.flush_bytes,
+            "bandwidth": self._bandwidth(),
+        }
+
+    def _bandwidth(self) -> dict[str, Any]:
+        """The best of a few big copies (bytes read and written) and of reductions that only read."""
+        size = min(max(4 * (self.last_cache_bytes or 0), 128 * 2**20), LARGEST_COPY_BYTES)
+        size = min(size, (self.platform.free_bytes(self.device) or size * 16) // 16)
+        best: dict[str, float] = {}
+        for name, (function, moved) in self.platform.bandwidth_arms(size, self.device).items():
+            times: list[float] = []
+            start = time.monotonic()
+            while len(times) < COPIES or time.monotonic() - start < COPY_SECONDS:
+                times.append(self.timed(function)[0])
+            best[name] = moved / min(times) / 1e6
+        roof = max(best, key=lambda name: best[name])
+        return {
+            "copy_gbps": best["copy"], "read_gbps": best["read"], "roof_gbps": best[roof], "roof": roof,
+            "buffer_bytes": size,
+        }  # fmt: skip
+
+    def _check_memory(self, shape: Shape) -> None:
+        need = 0
+        for config in self.configs:
+            unit = config.unit_tokens
+            pool = pool_units(shape, config, self._spare_tokens()) * unit
+            dense = kv_bytes(1, shape.kv_heads, shape.head_dim, shape.batch * shape.context, shape.dtype)
+            held = kv_bytes(1, shape.kv_heads, shape.head_dim, pool, shape.dtype)
+            # dense K and V twice: a library may want them in pages, a matmul in another dtype
+            need = max(need, 2 * dense + held + summary_bytes(config, 1, shape.kv_heads, shape.head_dim, pool))
+        free = self.platform.free_bytes(self.device)
+        if free is not None and need > free:
+            raise ConfigError(
+                f"context {shape.context} x batch {shape.batch} needs {need / 2**30:.1f} GiB and {self.device} has "
+                f"{free / 2**30:.1f} GiB free: lower --context or --batch"
+            )
+
+    @property
+    def _max_rounds(self) -> int:
+        return self.request.repeats if self.request.seconds is None else MAX_ROUNDS
+
+    def _spare_tokens(self) -> int:
+        """Slots that one sequence needs for the writes of all cells of a cache: two a round."""
+        return len(self.request.shares()) * 2 * (1 + MAX_WARM_ROUNDS + self._max_rounds)
+
+    def _refusing(self, config: EpsConfig, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What the function gives; GateError where it fails."""
+        try:
+            return function(*arguments)
+        except ConfigError:
+            raise
+        except Exception as error:  # a kernel may fail in any way, and the user asked for a time
+            what = f"{config.method}@{config.S} by kernels {self.kernels}"
+            raise GateError(f"{what} failed: {_reason(error)}: nothing was timed") from error
+
+    def _cell(self, layer: Layer, dense: "_Dense", kind: str, share: float, roof: float) -> dict[str, Any]:
+        shape, config = layer.shape, budgeted(layer.config, layer.shape, kind, share)
+        step = self._refusing(config, run_step, layer, config, self.platform.synchronize)
+        gate = check_gate(layer, step, self.kernels, partial=share < 1)
+        values = check_values(layer, config, step, dense.keys, dense.values)
+        moved = moved_bytes(layer, config, gate["kv_bytes"])
+        arms = {**dense.arms, **dense.eps_arm(layer), **_eps_arms(layer, config, step, moved)}
+        failed = dict(dense.failed)
+        self._add_graphs(layer, config, step, moved, arms, failed)
+        for name in ("step", "step_with_write"):
+            _, result = self.timed(arms[name].call)
+            require_same(layer, result[0], step.merged, f"its own parts, as {name}")
+        rounds, warm_rounds = self._measure(layer, arms)
+        stats = {name: arm.statistics(roof) for name, arm in arms.items()}
+        best = min((name for name in stats if stats[name]["kind"] == "dense"), key=lambda name: stats[name]["ms"])
+        graphed = stats.get("step" + GRAPH)
+        total_bytes = moved["step"]
+        return {
+            "type": "bench",
+            "backend": self.name,
+            "device": self.device,
+            "kernels": layer.cache.kernels,
+            "interpreted": self.interpreted,
+            **asdict(shape),
+            "method": config.method,
+            "group_tokens": config.S,
+            "asked": {kind: share},
+            "config": config.to_dict(),
+            **gate,
+            "summary_bytes": moved["score"],
+            "tail_bytes": moved["tail"],
+            "bytes_read": total_bytes,
+            "dense_bytes": dense.bytes,
+            "bytes_ratio": total_bytes / dense.bytes,
+            "check": values,
+            "rounds": rounds,
+            "warm_rounds": warm_rounds,
+            "dense_exceeds_last_cache": _exceeds(dense.bytes, self.last_cache_bytes),
+            "gated_exceeds_last_cache": _exceeds(total_bytes, self.last_cache_bytes),
+            "arms": stats,
+            "failed_arms": failed,
+            "best_dense": best,
+            "best_dense_ms": stats[best]["ms"],
+            "step_ms": stats["step"]["ms"],
+            "speedup": stats[best]["ms"] / stats["step"]["ms"],
+            "speedup_with_write": stats[best]["ms"] / stats["step_with_write"]["ms"],
+            "scoring_share_of_dense": (stats["score"]["ms"] + stats["select"]["ms"]) / stats[best]["ms"],
+            "graphed_step_ms": None if graphed is None else graphed["ms"],
+            "graphed_speedup": None if graphed is None else stats[best]["ms"] / graphed["ms"],
+        }
+
+    def _add_graphs(
+        self, layer: Layer, config: EpsConfig, step: Step, moved: dict[str, int], arms: dict[str, Arm],
+        failed: dict[str, str],
+    ) -> None:  # fmt: skip
+        """Recorded launches of the parts that have them, each checked against the parts themselves, and one of the
+        step, which `graphed_step_ms` is of."""
+        try:
+            parts = self.platform.device_parts(layer.cache, config, layer.q, layer.table, layer.lengths)
+        except RuntimeError as error:
+            failed["parts" + GRAPH] = _reason(error)
+            return
+        whole = step.merged[0], step.read[1]
+        right = {"attend": step.read, "attend_with_tail": whole, "step": whole}
+        for name, part in parts.items():
+            try:
+                graph = self.platform.capture(part)
+            except RuntimeError as error:
+                failed[name + GRAPH] = _reason(error)
+                continue
+            if graph is None:
+                return
+            if name in right:
+                require_same(layer, self.timed(graph)[1], right[name], f"its own parts, as the graph of {name}")
+            arms[name + GRAPH] = Arm(graph, "eps", moved[name])
+
+    def _measure(self, layer: Layer, arms: dict[str, Arm]) -> tuple[int, int]:
+        """(rounds, rounds before them that only warmed up). Raises GateError where a call read other than it must."""
+        request, names = self.request, list(arms)
+        for arm in arms.values():
+            arm.samples_ms = []
+        start, warm = time.monotonic(), 0
+        while warm < MAX_WARM_ROUNDS and (warm == 0 or time.monotonic() - start < request.warm_seconds):
+            self._round(layer, arms, names, keep=False)
+            warm += 1
+        start, rounds = time.monotonic(), 0
+        while rounds < self._max_rounds:
+            turn = rounds % len(names)
+            self._round(layer, arms, names[turn:] + names[:turn], keep=True)
+            rounds += 1
+            if request.seconds is not None and rounds >= MIN_ROUNDS and time.monotonic() - start >= request.seconds:
+                break
+        return rounds, warm
+
+    def _round(self, layer: Layer, arms: dict[str, Arm], names: Sequence[str], keep: bool) -> None:
+        for name in names:
+            arm, before = arms[name], layer.cache.kv_bytes_read
+            self.flush()
+            elapsed_ms, _ = self.timed(arm.call)
+            read = layer.cache.kv_bytes_read - before
+            if read != arm.kv_bytes:
+                raise GateError(
+                    f"{name} read {read:,} bytes of K and V in a timed call, and must read {arm.kv_bytes:,}"
+                )
+            if keep:
+                arm.samples_ms.append(elapsed_ms)
+
+
+class _Dense:
+    """The dense arms of one shape, over contiguous copies of the cache's K and V [B, Hkv, T, D]; each was run once and
+    compared with float64."""
+
+    def __init__(self, bench: Bench, layer: Layer) -> None:
+        self.bench, shape, platform = bench, layer.shape, bench.platform
+        self.bytes = kv_bytes(1, shape.kv_heads, shape.head_dim, shape.batch * shape.context, shape.dtype)
+        pairs = [layer.backend.read_kv(layer.cache, 0, row, shape.context) for row in layer.table]
+        self.keys, self.values = (platform.stack_heads(parts) for parts in zip(*pairs, strict=True))
+        del pairs
+        self.arms: dict[str, Arm] = {}
+        self.failed: dict[str, str] = {}
+        for name, call in platform.dense_arms(self.keys, self.values, layer.q).items():
+            if not self._add(layer, name, call):
+                continue
+            try:
+                graph = platform.capture(call)
+            except RuntimeError as error:
+                self.failed[name + GRAPH] = _reason(error)
+                continue
+            if graph is not None:
+                self._add(layer, name + GRAPH, graph)
+
+    def _add(self, layer: Layer, name: str, call: Callable[[], Any]) -> bool:
+        """Whether the arm runs and is right; if not, `failed` says why."""
+        try:
+            _, out = self.bench.timed(call)
+            error = dense_error(layer, out, self.keys, self.values)
+        except Exception as problem:  # a library may lack this device, dtype or shape in any way it likes
+            self.failed[name] = _reason(problem)
+            return False
+        limit = DENSE_TOLERANCE[layer.shape.dtype]
+        if not error <= limit:
+            self.failed[name] = f"wrong: relative error {error:.2g}, {layer.shape.dtype} allows {limit:g}"
+            return False
+        self.arms[name] = Arm(call, "dense", self.bytes)
+        return True
+
+    def eps_arm(self, layer: Layer) -> dict[str, Arm]:
+        """EPS's own dense attention over its paged cache."""
+
+        def attend() -> Any:
+            return layer.backend.attend(layer.cache, 0, layer.q, layer.table, layer.lengths, None)
+
+        _, (out, _) = self.bench.timed(attend)
+        error, limit = dense_error(layer, out, self.keys, self.values), DENSE_TOLERANCE[layer.shape.dtype]
+        if not error <= limit:
+            raise GateError(f"EPS's dense attention is wrong: relative error {error:.2g}: nothing was timed")
+        return {"eps dense": Arm(attend, "dense", self.bytes, self.bytes)}
+
+
+def _eps_arms(layer: Layer, config: EpsConfig, first: Step, moved: dict[str, int]) -> dict[str, Arm]:
+    """The parts of a step, each with the results of `first` as its input, and the step as a whole."""
+    backend, where = layer.backend, (layer.table, layer.lengths)
+
+    def score() -> Any:
+        return backend.score(layer.cache, 0, layer.q, *where)
+
+    def select(scores: Any = first.scores) -> Any:
+        return backend.select(config, scores, layer.lengths)
+
+    def attend(selection: Any = first.selection) -> Any:
+        return backend.attend(layer.cache, 0, layer.q, *where, selection)
+
+    def tail(scores: Any = first.scores, selection: Any = first.selection, state: Any = first.read) -> Any:
+        return backend.merge(state, backend.attend_tail(layer.cache, 0, *where, scores, selection, state[1]))
+
+    def step() -> Any:
+        scores = score()
+        selection = select(scores)
+        state = attend(selection)
+        return tail(scores, selection, state) if config.tail_tokens else state
+
+    def step_with_write() -> Any:
+        cache = layer.write()
+        return step(), cache
+
+    read = first.kv_bytes
+    arms = {
+        "score": Arm(score, "eps", moved["score"]),
+        "select": Arm(select, "eps", moved["select"]),
+        "attend": Arm(attend, "eps", moved["attend"], read),
+        "write": Arm(layer.write, "eps", moved["write"]),
+        "step": Arm(lambda: (step(),), "eps", moved["step"], read),
+        "step_with_write": Arm(step_with_write, "eps", moved["step"] + moved["write"], read),
+    }
+    return arms | ({"tail": Arm(tail, "eps", moved["tail"])} if config.tail_tokens else {})
+
+
+def _exceeds(num_bytes: int, last_cache: int | None) -> bool | None:
+    return None if last_cache is None else num_bytes > last_cache
+
+
+def _reason(error: BaseException) -> str:
+    text = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,242 @@
+"""No timing without proof that the gate was active and right: what a benchmark verifies on the arrays that it times."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from eps_core.attention import attend_keys
+from eps_core.bench_data import Layer
+from eps_core.config import ConfigError, EpsConfig
+from eps_core.interface import Array, Scores, Selection, backend_name
+
+State = tuple[Array, Array]
+
+# relative L2 error of a head's output: what a few roundings to the dtype make of sums of independent terms
+OUT_TOLERANCE = {"float32": 5e-4, "float16": 5e-3, "bfloat16": 3e-2}
+DENSE_TOLERANCE = {"float32": 5e-3, "float16": 3e-2, "bfloat16": 0.15}  # libraries may round logits to the dtype
+LSE_TOLERANCE = 5e-3  # nats; logits are float32 in every dtype
+ESTIMATE_TOLERANCE = 5e-3  # nats, and of itself; estimates are float32
+# estimates near the edge of the refined eighth may be refined by one path alone
+ODD_ESTIMATES = 0.01
+SAMPLED_PAIRS = 4  # (sequence, kv head)s that are compared with float64
+PARTS = ("score", "select", "attend", "attend_tail")
+
+
+class GateError(ConfigError):
+    """Why a cell must not be timed."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The results of one step, part by part."""
+
+    scores: Scores
+    selection: Selection
+    read: State  # over the selected groups
+    tail: State | None
+    merged: State
+    kv_bytes: int  # what the cache counted during `read`
+
+
+def run_step(layer: Layer, config: EpsConfig, wait: Callable[..., None]) -> Step:
+    """One step through the backend's own functions, on the layer's cache."""
+    backend, cache, where = layer.backend, layer.cache, (layer.table, layer.lengths)
+    scores = backend.score(cache, 0, layer.q, *where)
+    selection = backend.select(config, scores, layer.lengths)
+    wait(scores, selection)
+    before = cache.kv_bytes_read
+    read = backend.attend(cache, 0, layer.q, *where, selection)
+    wait(read)
+    kv_bytes = cache.kv_bytes_read - before
+    tail = None
+    if config.tail_tokens:
+        tail = backend.attend_tail(cache, 0, *where, scores, selection, read[1])
+    merged = read if tail is None else backend.merge(read, tail)
+    wait(tail, merged)
+    return Step(scores, selection, read, tail, merged, kv_bytes)
+
+
+def check_gate(layer: Layer, step: Step, asked_kernels: str, partial: bool) -> dict[str, Any]:
+    """What the record says of the gate. Raises GateError unless groups were skipped (where `partial` asks for it),
+    exactly the listed ones were read, and the kernels are the ones asked for."""
+    config, cache, backend = layer.config, layer.cache, layer.backend
+    if not config.enabled:
+        raise GateError("method off gates nothing: choose rq, box or another --method")
+    if cache.kernels != asked_kernels and asked_kernels != "auto":
+        raise GateError(f"kernels {asked_kernels} were asked for and the cache has {cache.kernels}: nothing was timed")
+    counts = backend.to_numpy(step.selection.counts).astype(np.int64)
+    groups = backend.to_numpy(step.selection.groups)
+    listed = (groups >= 0).sum(axis=-1)
+    if not np.array_equal(listed, counts):
+        raise GateError(f"the selection lists {listed.sum():,} groups and counts {counts.sum():,}: nothing was timed")
+    ascending = (np.diff(groups, axis=-1) > 0) | (groups[..., 1:] < 0)
+    if not ascending.all() or groups.max(initial=-1) >= layer.groups or not counts.all():
+        raise GateError("the selection is empty, not ascending or past the end of a sequence: nothing was timed")
+    total = layer.groups * counts.size
+    if partial and (counts == layer.groups).any():
+        raise GateError(
+            f"the gate was not active: it visits all {layer.groups:,} groups of a context of {layer.shape.context:,} "
+            f"({int(step.selection.forced.max()):,} as guards or for want of a summary): raise --context or lower "
+            "--fraction"
+        )
+    expected = int(counts.sum()) * config.S * cache.spec.kv_token_bytes
+    if step.kv_bytes != expected:
+        raise GateError(
+            f"attention read {step.kv_bytes:,} bytes of K and V and its selection lists {expected:,}: nothing was timed"
+        )
+    return {
+        "groups_total": total,
+        "groups_visited": int(counts.sum()),
+        "groups_forced": int(step.selection.forced.sum()) * counts.shape[1],
+        "visit_ratio": int(counts.sum()) / total,
+        "kv_bytes": expected,
+    }
+
+
+def check_values(layer: Layer, config: EpsConfig, step: Step, keys: Array, values: Array) -> dict[str, Any]:
+    """What the record says of the step's values. Raises GateError unless what was read equals float64 attention over
+    the listed groups, of a few heads, and every part equals the array functions, of all. keys and values
+    [B, Hkv, T, D] are the cache's own, in order."""
+    worst = _against_float64(layer, step, keys, values)
+    if layer.cache.kernels == "arrays":
+        return {"compared_with": "float64", **worst, "computed_by": dict.fromkeys(PARTS, "arrays")}
+    worst = {name: max(worst[name], error) for name, error in _against_arrays(layer, config, step).items()}
+    return {"compared_with": "float64 and arrays", **worst, "computed_by": _computed_by(layer, config, step)}
+
+
+def _against_float64(layer: Layer, step: Step, keys: Array, values: Array) -> dict[str, float]:
+    backend, size = layer.backend, layer.config.S
+    groups, counts = (backend.to_numpy(part) for part in (step.selection.groups, step.selection.counts))
+    out, lse = (backend.to_numpy(part).astype(np.float64) for part in step.read)
+    q = backend.to_numpy(layer.q).astype(np.float64)
+    worst = {"out_error": 0.0, "lse_error": 0.0}
+    for b, head in sampled_pairs(*counts.shape):
+        tokens = (groups[b, head, : counts[b, head], None].astype(np.int64) * size + np.arange(size)).reshape(-1)
+        tokens = tokens[tokens < layer.shape.context]
+        k, v = (backend.to_numpy(part[b, head])[tokens] for part in (keys, values))
+        for row in _rows(layer, head):
+            expected, mass = attend_keys(q[b, row] / np.sqrt(q.shape[-1]), k, v)
+            worst["out_error"] = _larger(worst["out_error"], _relative(out[b, row], expected))
+            worst["lse_error"] = _larger(worst["lse_error"], abs(lse[b, row] - mass))
+    _require_close(layer, worst, "float64 attention over the same groups")
+    return worst
+
+
+def _against_arrays(layer: Layer, config: EpsConfig, step: Step) -> dict[str, float]:
+    """Every part of the step against the array function of its name, given the same input."""
+    backend, plain = layer.backend, replace(layer.cache, kernels="arrays")
+    if plain.tail is not None:
+        plain.tail = replace(plain.tail, kernels="arrays")
+    where = (layer.table, layer.lengths)
+    estimate = backend.to_numpy(step.scores.estimate).astype(np.float64)
+    expected = backend.to_numpy(backend.score(plain, 0, layer.q, *where).estimate).astype(np.float64)
+    finite = np.isfinite(expected)
+    with np.errstate(invalid="ignore"):
+        near = np.abs(estimate - expected) <= ESTIMATE_TOLERANCE * (1 + np.abs(expected))
+    odd = 1 - np.where(finite, near, estimate == expected).mean()
+    if not odd <= ODD_ESTIMATES:
+        raise GateError(f"{100 * odd:.1f} % of the estimates differ from the array path's: nothing was timed")
+    selection = backend.select(config, replace(step.scores, kernels="arrays"), layer.lengths)
+    for name in ("groups", "counts"):
+        if not np.array_equal(
+            backend.to_numpy(getattr(selection, name)), backend.to_numpy(getattr(step.selection, name))
+        ):
+            raise GateError(f"the {name} selected differ from the array path's: nothing was timed")
+    listed = replace(step.selection, visit=None)
+    states = [(step.read, backend.attend(plain, 0, layer.q, *where, listed))]
+    if step.tail is not None:
+        tail = backend.attend_tail(plain, 0, *where, step.scores, listed, step.read[1])
+        states += [(step.tail, tail), (step.merged, backend.merge(step.read, tail))]
+    worst = {"out_error": 0.0, "lse_error": 0.0}
+    for state, right in states:
+        for name, error in compare_states(layer, state, right).items():
+            worst[name] = _larger(worst[name], error)
+    _require_close(layer, worst, "the array path over the same groups")
+    return worst
+
+
+def compare_states(layer: Layer, state: State, right: State) -> dict[str, float]:
+    """The largest error of any head: relative L2 of out [B, Hq, D], nats of lse [B, Hq]."""
+    (out, lse), (expected, mass) = (
+        tuple(layer.backend.to_numpy(part).astype(np.float64) for part in one) for one in (state, right)
+    )
+    filled = np.isfinite(mass)  # over no keys, out is 0 and lse -inf
+    if not np.array_equal(filled, np.isfinite(lse)):
+        return {"out_error": np.inf, "lse_error": np.inf}
+    errors = [_relative(a, b) for a, b in zip(out[filled], expected[filled], strict=True)]
+    return {
+        "out_error": float(np.max(errors, initial=0.0)),
+        "lse_error": float(np.abs(lse[filled] - mass[filled]).max(initial=0.0)),
+    }
+
+
+def require_same(layer: Layer, state: State, right: State, what: str) -> None:
+    _require_close(layer, compare_states(layer, state, right), what)
+
+
+def _require_close(layer: Layer, worst: dict[str, float], what: str) -> None:
+    tolerance = OUT_TOLERANCE[layer.shape.dtype]
+    for name, limit in (("out_error", tolerance), ("lse_error", LSE_TOLERANCE)):
+        if not worst[name] <= limit:  # NaN too
+            raise GateError(
+                f"gated attention by kernels {layer.cache.kernels} is wrong: {name.replace('_', ' ')} "
+                f"{worst[name]:.2g} against {what}, and {layer.shape.dtype} allows {limit:g}: nothing was timed"
+            )
+
+
+def dense_error(layer: Layer, out: Array, keys: Array, values: Array) -> float:
+    """The largest relative L2 error, of a few heads, of a dense output [B, Hq, D] against float64."""
+    backend, worst = layer.backend, 0.0
+    got, q = (backend.to_numpy(part).astype(np.float64) for part in (out, layer.q))
+    for b, head in sampled_pairs(layer.shape.batch, layer.shape.kv_heads)[:2]:
+        k, v = (backend.to_numpy(part[b, head]) for part in (keys, values))
+        for row in _rows(layer, head):
+            worst = _larger(worst, _relative(got[b, row], attend_keys(q[b, row] / np.sqrt(q.shape[-1]), k, v)[0]))
+    return worst
+
+
+def sampled_pairs(batch: int, kv_heads: int) -> list[tuple[int, int]]:
+    """A few (sequence, kv head)s, the first and the last among them."""
+    places = np.unique(np.linspace(0, batch * kv_heads - 1, SAMPLED_PAIRS).astype(int))
+    return [divmod(int(place), kv_heads) for place in places[::-1]]
+
+
+def _rows(layer: Layer, head: int) -> range:
+    """The query heads of a kv head."""
+    repeat = layer.shape.q_heads // layer.shape.kv_heads
+    return range(head * repeat, (head + 1) * repeat)
+
+
+def _relative(value: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(value - expected)) / max(float(np.linalg.norm(expected)), 1e-30)
+
+
+def _larger(first: float, second: float) -> float:
+    """The maximum, NaN where either is."""
+    return float(np.maximum(first, second))
+
+
+def _computed_by(layer: Layer, config: EpsConfig, step: Step) -> dict[str, str]:
+    """What computes each part: the cache's kernels, or array operations for what has none. Raises GateError where
+    attention itself has none."""
+    cache, where = layer.cache, (layer.table, layer.lengths)
+    package = {"cuda": "eps_cuda", "mlx": "eps_mlx"}[backend_name(layer.backend)]
+    module = import_module(f"{package}.paths").kernels_module(cache.kernels)
+    calls: dict[str, Callable[[], Any]] = {
+        "score": lambda: module.score(cache, 0, layer.q, *where),
+        "select": lambda: module.select(config, step.scores, layer.lengths, 0),
+        "attend": lambda: module.attend(cache, 0, layer.q, *where, step.selection),
+        "attend_tail": lambda: module.attend_tail(cache, 0, *where, step.scores, step.selection, step.read[1]),
+    }
+    if step.tail is None:
+        del calls["attend_tail"]
+    by = {name: "arrays" if call() is None else cache.kernels for name, call in calls.items()}
+    if by["attend"] == "arrays":
+        raise GateError(
+            f"kernels {cache.kernels} have no attention for groups of {config.S} tokens and head dim "
+            f"{layer.shape.head_dim}: nothing was timed; use --kernels arrays"
+        )
+    return by

@@ -1,0 +1,103 @@
+"""What a benchmark times, how many groups that visits, and how many bytes each part of it must move."""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from eps_core.bench_check import GateError
+from eps_core.bench_data import Layer, Shape
+from eps_core.config import DTYPE_BYTES, METHODS, ConfigError, EpsConfig, scoring_bytes
+from eps_core.guards import forced_groups
+
+SCALING_CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)
+DEFAULT_REPEATS, DEFAULT_FRACTIONS = 20, (0.1, 1.0)
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """What to time: every combination of contexts, batches, dtypes, methods and shares. A method may name its group
+    size, rq@4; every other is taken with each of `group_tokens`."""
+
+    contexts: tuple[int, ...] = (4096, 32768)
+    batches: tuple[int, ...] = (1,)
+    fractions: tuple[float, ...] = DEFAULT_FRACTIONS  # of the groups
+    byte_shares: tuple[float, ...] = ()  # of the dense bytes, summaries included; replaces `fractions`
+    dtypes: tuple[str, ...] = ("auto",)
+    methods: tuple[str, ...] = ("rq", "box")
+    group_tokens: tuple[int | None, ...] = (None,)
+    q_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 16
+    kernels: str = "auto"
+    backend: str = "auto"
+    device: str = "auto"
+    repeats: int = DEFAULT_REPEATS
+    seconds: float | None = None  # of each cell; replaces `repeats`
+    warm_seconds: float = 1.0
+    seed: int = 0
+    output: Path | None = None
+
+    def shares(self) -> list[tuple[str, float]]:
+        """(fraction or bytes, its value) of every cell of one cache."""
+        return [("bytes", share) for share in self.byte_shares] or [("fraction", share) for share in self.fractions]
+
+    def configs(self) -> list[EpsConfig]:
+        configs = []
+        for name in self.methods:
+            method, _, size = name.partition("@")
+            if method == "off":
+                raise GateError("method off gates nothing and there is nothing to time: choose rq, box or another one")
+            if method not in METHODS or ("@" in name and not size.isdigit()):
+                raise ConfigError(
+                    f"method {name!r} is unknown: choose among {', '.join(METHODS[1:])}, with tokens of a group as in "
+                    "rq@2"
+                )
+            configs += [
+                EpsConfig(method=method, group_tokens=tokens, block_size=self.block_size)
+                for tokens in ((int(size),) if size else self.group_tokens)
+            ]
+        return list(dict.fromkeys(configs))
+
+
+def budgeted(config: EpsConfig, shape: Shape, kind: str, share: float) -> EpsConfig:
+    """The config whose topk visits that share of the groups, or as many as fit that share of the dense bytes beside
+    the summaries. Raises ConfigError where none fits, or where the guards alone take more."""
+    if not 0 < share <= 1:
+        raise ConfigError(f"{kind} {share:g} is outside (0, 1]: use 0.1")
+    groups = -(-shape.context // config.S)
+    if kind == "fraction":
+        return replace(config, top_pages=max(1, round(share * groups)))
+    lengths = np.full(shape.batch, shape.context)
+    units = shape.batch * -(-shape.context // config.unit_tokens)
+    beside = scoring_bytes(config, shape.head_dim, units * config.groups_per_unit, lengths) / shape.batch
+    token = 2 * shape.head_dim * DTYPE_BYTES[shape.dtype]
+    wanted = math.floor((share * shape.context * token - beside) / (config.S * token))
+    guards = int(forced_groups(config, lengths[:1], groups).sum())
+    if wanted < max(guards, 1):
+        least = (beside + max(guards, 1) * config.S * token) / (shape.context * token)
+        raise ConfigError(
+            f"bytes {share:g} cannot hold the summaries of {config.method}@{config.S} and its guards, which are "
+            f"{least:.3f} of the dense bytes of context {shape.context}: raise --bytes above that"
+        )
+    return replace(config, top_pages=min(wanted, groups))
+
+
+def moved_bytes(layer: Layer, config: EpsConfig, kv_read: int) -> dict[str, int]:
+    """Bytes that each part must move: stored summaries, K, V and means as the cache counts them; the float32 estimates
+    that selection reads; the K and V that a write stores."""
+    shape, heads = layer.shape, layer.shape.kv_heads
+    groups = layer.table.size * config.groups_per_unit
+    whole = heads * scoring_bytes(config, shape.head_dim, groups, layer.lengths)
+    score = heads * scoring_bytes(replace(config, tail_tokens=0), shape.head_dim, groups, layer.lengths)
+    return {
+        "score": score,
+        "select": 4 * heads * groups,
+        "attend": kv_read,
+        "tail": whole - score,
+        "attend_with_tail": kv_read + whole - score,
+        "write": heads * shape.batch * layer.cache.spec.kv_token_bytes,
+        "step": whole + kv_read,
+    }

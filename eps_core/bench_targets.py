@@ -1,0 +1,127 @@
+"""Which of the GPU targets a benchmark's records meet."""
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eps_core.bench import GRAPH
+from eps_core.config import ConfigError
+
+Line = dict[str, Any]
+
+LARGE_TOKENS = 4 * 65536  # context x batch from which a launch no longer hides what the memory gives
+# group size in tokens -> least share of the measured copy bandwidth
+ATTEND_SHARES = {128: 0.85, 2: 0.65, 4: 0.65}
+STEP_CONTEXT, STEP_BATCH, STEP_BYTES, STEP_METHOD = 65536, 4, 0.1, "rq"
+STEP_SPEEDUP, SCORING_SHARE = 5.0, 0.06
+
+
+@dataclass(frozen=True)
+class Target:
+    """`passed` is None where times mean nothing."""
+
+    name: str
+    passed: bool | None
+    measured: str
+
+
+def load_lines(paths: Iterable[Path]) -> tuple[list[Line], list[Line]]:
+    """(the runs' lines, the cells with their run's bandwidth)."""
+    runs: list[Line] = []
+    cells: list[Line] = []
+    for path in paths:
+        try:
+            lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        except OSError as error:
+            raise ConfigError(f"results {path} cannot be read ({error.strerror}): give JSONL of bench") from error
+        except ValueError as error:
+            raise ConfigError(f"results {path} are not JSONL ({error}): give what bench --output wrote") from error
+        run: Line | None = None
+        for line in lines:
+            if line.get("type") == "run" and line.get("command") == "bench":
+                run = line
+                runs.append(line)
+            elif line.get("type") == "bench" and run is not None:
+                cells.append({**line, "bandwidth": run["bandwidth"]})
+    return runs, cells
+
+
+def judge(cells: list[Line]) -> list[Target]:
+    """Every target with what was measured. Graphs count where there are any: an engine replays them."""
+    meaningful = not any(cell["interpreted"] for cell in cells)
+    targets = []
+    for size, least in ATTEND_SHARES.items():
+        large = [c for c in cells if c["group_tokens"] == size and c["context"] * c["batch"] >= LARGE_TOKENS]
+        shares = [
+            _arm(cell, "attend")["bytes"] / _arm(cell, "attend")["ms"] / 1e6 / cell["bandwidth"]["copy_gbps"]
+            for cell in large
+        ]
+        measured = f"{100 * min(shares):.0f} to {100 * max(shares):.0f} %, {len(shares)} cells" if shares else ""
+        name = f"gated attention of {size}-token groups reaches {100 * least:.0f} % of the copy bandwidth"
+        targets.append(_target(name, meaningful, measured, bool(shares) and min(shares) >= least))
+    here = [
+        cell
+        for cell in cells
+        if (cell["context"], cell["batch"], cell["method"]) == (STEP_CONTEXT, STEP_BATCH, STEP_METHOD)
+        and cell["asked"].get("bytes") == STEP_BYTES
+    ]
+    place = f"{STEP_METHOD}, {STEP_CONTEXT // 1024}k, batch {STEP_BATCH}, {100 * STEP_BYTES:.0f} % of the bytes"
+    best = max(here, key=lambda cell: cell["best_dense_ms"] / _arm(cell, "step")["ms"], default=None)
+    speedup = scoring = 0.0
+    texts = ["", ""]
+    if best is not None:
+        dense_ms, step_ms = best["best_dense_ms"], _arm(best, "step")["ms"]
+        speedup = dense_ms / step_ms
+        scoring = (_arm(best, "score")["ms"] + _arm(best, "select")["ms"]) / dense_ms
+        texts[0] = f"{speedup:.2f}x: {step_ms:.3f} ms, {best['best_dense']} {dense_ms:.3f} ms, {_name(best)}"
+        texts[1] = f"{100 * scoring:.1f} %, {_name(best)}"
+    targets.append(
+        _target(f"a step is {STEP_SPEEDUP:g}x the fastest dense arm ({place})", meaningful, texts[0],
+                best is not None and speedup >= STEP_SPEEDUP),
+    )  # fmt: skip
+    targets.append(
+        _target(f"score and select take {100 * SCORING_SHARE:.0f} % of the dense time ({place})", meaningful, texts[1],
+                best is not None and scoring <= SCORING_SHARE),
+    )  # fmt: skip
+    steps = [cell for cell in cells if cell["method"] == STEP_METHOD]
+    captured = sum(cell["graphed_step_ms"] is not None for cell in steps)
+    name = f"the whole step of {STEP_METHOD} is captured in a CUDA graph"
+    measured = f"{captured} of {len(steps)} cells" if steps else ""
+    targets.append(_target(name, meaningful, measured, bool(steps) and captured == len(steps)))
+    return targets
+
+
+def _target(name: str, meaningful: bool, measured: str, passed: bool) -> Target:
+    if not meaningful:
+        return Target(name, None, "interpreted: times mean nothing")
+    return Target(name, passed, measured or "not measured")
+
+
+def _arm(cell: Line, name: str) -> Line:
+    return cell["arms"].get(name + GRAPH) or cell["arms"][name]
+
+
+def _name(cell: Line) -> str:
+    return f"{cell['method']}@{cell['group_tokens']}"
+
+
+def main(paths: list[Path]) -> int:
+    """Prints every target; 0: all met or none judged, 1: some missed, 2: unusable input."""
+    try:
+        runs, cells = load_lines(paths)
+        if not cells:
+            raise ConfigError(f"{', '.join(map(str, paths)) or 'no file'}: no cells of bench: give JSONL of --output")
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for run in runs:
+        print(f"{run['backend']} on {run['device']} ({run.get('device_name')}), {run['versions']}, {run['git_commit']}")
+    targets = judge(cells)
+    for target in targets:
+        word = {True: "pass", False: "FAIL", None: "----"}[target.passed]
+        print(f"{word}  {target.name}: {target.measured}")
+    print(json.dumps({"targets": [vars(target) for target in targets]}))
+    return int(any(target.passed is False for target in targets))

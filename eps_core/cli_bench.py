@@ -1,0 +1,251 @@
+"""`eps-proto bench`: times one attention layer, dense and gated."""
+
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+
+from eps_core import report, telemetry
+from eps_core.bench import GRAPH, Bench
+from eps_core.bench_plan import DEFAULT_FRACTIONS, DEFAULT_REPEATS, SCALING_CONTEXTS, BenchRequest
+from eps_core.config import DTYPE_BYTES, ConfigError
+from eps_core.interface import BACKENDS
+from eps_core.options import given_flags, kernels_option
+
+_PROGRESS_SECONDS = 10.0  # between lines where stderr is no terminal
+
+
+class _List(click.ParamType):
+    """A comma list of one kind of value, each within its limits."""
+
+    name = "list"
+
+    def __init__(self, kind: click.ParamType) -> None:
+        self.kind = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, tuple):
+            return value
+        parts = tuple(self.kind.convert(part.strip(), param, ctx) for part in value.split(","))
+        if len(set(parts)) < len(parts):
+            self.fail(f"{value!r} names a value twice: drop one", param, ctx)
+        return parts
+
+
+_POSITIVE = click.IntRange(min=1)
+_SHARE = click.FloatRange(0, 1, min_open=True)
+
+
+@click.command("bench")
+@click.option("--backend", type=click.Choice(("auto", *BACKENDS)), default="auto", show_default=True)
+@click.option("--device", type=click.Choice(("auto", "cpu", "cuda", "mps")), default="auto", show_default=True)
+@click.option("--context", type=_List(_POSITIVE), default="4096,32768", show_default=True, metavar="LIST")
+@click.option("--scaling", is_flag=True, help=f"Contexts {', '.join(map(str, SCALING_CONTEXTS))} of one dtype.")
+@click.option("--batch", type=_List(_POSITIVE), default="1", show_default=True, metavar="LIST", help="Sequences.")
+@click.option(
+    "--fraction", type=_List(_SHARE), metavar="LIST",
+    help=f"Share of the groups that is visited.  [default: {','.join(map(str, DEFAULT_FRACTIONS))}]",
+)  # fmt: skip
+@click.option(
+    "--bytes",
+    "byte_shares",
+    type=_List(_SHARE),
+    metavar="LIST",
+    help="Instead of --fraction: visit as many groups as fit this share of the dense bytes, summaries included.",
+)
+@click.option("--dtype", type=_List(click.Choice(("auto", *DTYPE_BYTES))), default="auto", metavar="LIST",
+    help="Of cache and queries; auto: float32 on a CPU, else bfloat16.", show_default=True,
+)  # fmt: skip
+@click.option("--q-heads", type=_POSITIVE, default=32, show_default=True)
+@click.option("--kv-heads", type=_POSITIVE, default=8, show_default=True)
+@click.option("--head-dim", type=_POSITIVE, default=128, show_default=True)
+@click.option(
+    "--method", type=_List(click.STRING), default="rq,box", show_default=True, metavar="LIST",
+    help="With group sizes where not the default: rq@2,box@128.",
+)  # fmt: skip
+@click.option(
+    "--group-tokens", type=_List(_POSITIVE), metavar="LIST",
+    help="Of every method that names none.  [default: each method's best]",
+)  # fmt: skip
+@click.option("--block-size", type=_POSITIVE, default=16, show_default=True, help="Tokens of a page.")
+@kernels_option
+@click.option("--repeats", type=_POSITIVE, help=f"Rounds of every cell.  [default: {DEFAULT_REPEATS}]")
+@click.option("--seconds", type=click.FloatRange(0, min_open=True), help="The same as time, warm-up not included.")
+@click.option("--warm-seconds", type=click.FloatRange(0), default=1.0, show_default=True, help="Before every cell.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of keys, values, queries.")
+@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Write JSONL, every sample of it.")
+@click.option("--plot", type=click.Path(path_type=Path), metavar="DIR", help="Draw roofline.svg and scaling.svg there.")
+@click.pass_context
+def bench_command(ctx: click.Context, /, **flags: Any) -> None:
+    """Time one attention layer: score, select, attend, tail and write of EPS, and the fastest dense attention here.
+
+    Nothing is printed unless it was verified on the arrays that were timed that groups were skipped, that exactly the
+    selected ones were read, that the kernels are those asked for, and that the results are right.
+
+    \b
+    visited     groups visited, share of all
+    bytes       K, V and summaries read by a step, over dense K and V
+    dense       median ms of the fastest dense arm, and its name; dense arms read contiguous K and V
+    step        score + select + attend + tail, called as one; the parts are timed apart and need not add up
+    faster      dense / step
+    of roof     bytes of K and V that attend reads a second, over the measured bandwidth; of its graph on CUDA
+    graphed     the step as a CUDA graph, and dense over it
+
+    Every call finds the caches overwritten. Times are medians of --repeats rounds (10th to 90th percentile in
+    brackets); each round runs every arm once. The last line of stdout is one JSON object.
+    """
+    given = given_flags(ctx, flags)
+    for first, second in (("fraction", "byte_shares"), ("repeats", "seconds"), ("scaling", "context")):
+        if {first, second} <= given:
+            names = [f"--{'bytes' if name == 'byte_shares' else name}" for name in (first, second)]
+            raise click.UsageError(f"{names[0]} and {names[1]} say the same thing twice: give one of them")
+    if flags["scaling"] and len(flags["dtype"]) > 1:
+        raise click.UsageError("--scaling is of one dtype: name one with --dtype")
+    request = BenchRequest(
+        contexts=SCALING_CONTEXTS if flags["scaling"] else flags["context"],
+        batches=flags["batch"],
+        fractions=flags["fraction"] or DEFAULT_FRACTIONS,
+        byte_shares=flags["byte_shares"] or (),
+        dtypes=flags["dtype"],
+        methods=flags["method"],
+        group_tokens=flags["group_tokens"] or (None,),
+        **{name: flags[name] for name in ("q_heads", "kv_heads", "head_dim", "block_size", "kernels", "backend")},
+        device=flags["device"],
+        repeats=flags["repeats"] or DEFAULT_REPEATS,
+        seconds=flags["seconds"],
+        warm_seconds=flags["warm_seconds"],
+        seed=flags["seed"],
+        output=flags["output"],
+    )
+    if request.output is not None:
+        telemetry.check_writable(request.output, "output file")
+    if flags["plot"] is not None:
+        _check_plots(flags["plot"])
+    bench, lines = Bench(request, _Progress()), []
+    with ExitStack() as stack:
+        writer = stack.enter_context(telemetry.JsonlWriter(request.output)) if request.output is not None else None
+        for line in bench.lines():
+            lines.append(telemetry.jsonable(line))
+            if writer is not None:
+                writer.write(line)
+    click.echo(bench_text(lines))
+    plots = []
+    if flags["plot"] is not None:
+        from eps_core.bench_plot import draw
+
+        plots = draw(lines, flags["plot"])
+    click.echo(telemetry.to_json(_summary(lines, request, plots)))
+
+
+def _check_plots(folder: Path) -> None:
+    """Before anything is measured: a folder that can be made, and something to draw with."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"plot folder {folder} is a file: name a folder")
+    if not folder.parent.is_dir():
+        raise ConfigError(f"plot folder {folder}: there is no directory {folder.parent}; create it first")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"plots need matplotlib ({error}): pip install 'eps[report]'") from error
+
+
+class _Progress:
+    """What is being measured, on stderr: one rewritten line on a terminal, else a line every few seconds."""
+
+    def __init__(self) -> None:
+        self.last = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\033[K{text}")
+        elif time.monotonic() - self.last >= _PROGRESS_SECONDS:
+            sys.stderr.write(f"{text}\n")
+            self.last = time.monotonic()
+        sys.stderr.flush()
+
+
+def bench_text(lines: list[dict[str, Any]]) -> str:
+    """What a person reads of a run's line and its cells."""
+    run, cells = lines[0], lines[1:]
+    bandwidth = run["bandwidth"]
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items() if version)
+    head = (
+        f"{run['backend']} on {run['device']} ({run.get('device_name') or 'unnamed'}), kernels {run['kernels']} "
+        f"({versions}); copy {bandwidth['copy_gbps']:,.1f} GB/s, read {bandwidth['read_gbps']:,.1f} GB/s, roof "
+        f"{bandwidth['roof']}\n"
+    )
+    if run["interpreted"]:
+        head += "INTERPRETED: these kernels ran in an interpreter, their times mean nothing\n"
+    notes = {
+        f"{name.strip()}: {reason}" for cell in cells for name, reason in cell["failed_arms"].items()
+    }  # fmt: skip
+    for cell in cells:
+        plain = [part for part, code in cell["check"]["computed_by"].items() if code != cell["kernels"]]
+        if plain:
+            notes.add(f"{_name(cell)}: {', '.join(plain)} has no {cell['kernels']} kernel and ran as array operations")
+        if cell["dense_exceeds_last_cache"] is False:
+            notes.add(f"{cell['batch']} x {cell['context']:,} tokens of K and V fit the last cache, which was flushed")
+    header = [
+        "method", "dtype", "context", "batch", "visited", "bytes", "dense", "best dense", "score", "select", "attend",
+        "tail", "step", "write", "faster", "of roof", "graphed",
+    ]  # fmt: skip
+    table = report.table([_row(cell) for cell in cells], header)
+    return head + table + "".join(f"\nnote: {note}" for note in sorted(notes))
+
+
+def _name(cell: dict[str, Any]) -> str:
+    return f"{cell['method']}@{cell['group_tokens']}"
+
+
+def _row(cell: dict[str, Any]) -> list[str]:
+    arms = cell["arms"]
+
+    def ms(name: str, spread: bool = False) -> str:
+        if name not in arms:
+            return "-"
+        arm = arms[name]
+        text = f"{arm['ms']:.3f}"
+        return f"{text} ({arm['p10_ms']:.3f}-{arm['p90_ms']:.3f})" if spread else text
+
+    graphed = cell["graphed_step_ms"]
+    return [
+        _name(cell),
+        cell["dtype"],
+        f"{cell['context']:,}",
+        str(cell["batch"]),
+        f"{100 * cell['visit_ratio']:.1f} %",
+        f"{100 * cell['bytes_ratio']:.1f} %",
+        ms(cell["best_dense"], spread=True),
+        cell["best_dense"],
+        *(ms(name) for name in ("score", "select", "attend", "tail")),
+        ms("step", spread=True),
+        ms("write"),
+        f"{cell['speedup']:.2f}x",
+        f"{100 * arms.get('attend' + GRAPH, arms['attend'])['share_of_bandwidth']:.0f} %",
+        "-" if graphed is None else f"{graphed:.3f} ({cell['graphed_speedup']:.2f}x)",
+    ]
+
+
+_SUMMARY_KEYS = (
+    "context", "batch", "dtype", "method", "group_tokens", "kernels", "asked", "visit_ratio", "bytes_ratio",
+    "best_dense", "best_dense_ms", "step_ms", "speedup", "speedup_with_write", "scoring_share_of_dense",
+    "graphed_step_ms", "graphed_speedup",
+)  # fmt: skip
+
+
+def _summary(lines: list[dict[str, Any]], request: BenchRequest, plots: list[Path]) -> dict[str, Any]:
+    run, cells = lines[0], lines[1:]
+    return {
+        **{name: run.get(name) for name in ("backend", "device", "device_name", "kernels", "interpreted", "bandwidth")},
+        "output": None if request.output is None else str(request.output),
+        "plots": [str(path) for path in plots],
+        "cells": [
+            {name: cell[name] for name in _SUMMARY_KEYS}
+            | {f"{part}_ms": cell["arms"][part]["ms"] for part in ("score", "select", "attend", "write")}
+            | {"tail_ms": cell["arms"]["tail"]["ms"] if "tail" in cell["arms"] else None}
+            for cell in cells
+        ],
+    }

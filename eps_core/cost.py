@@ -1,0 +1,157 @@
+"""From which context on gating pays on this device: dense against gated attention of one layer, measured once.
+
+The result is an estimate, from medians of a few calls over random keys; it changes what is read below it, and so the
+output there: dense. It is kept in `$XDG_CACHE_HOME/eps/costs.json` (default `~/.cache`), one entry for everything that
+it depends on.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eps_core.config import CacheSpec, EpsConfig
+from eps_core.interface import Backend, backend_name, resolve_kernels
+
+CONTEXTS = (2048, 8192, 32768)  # tokens
+ROUNDS = 7  # of which the median is taken
+ROUND_UP = 256  # tokens: finer is noise
+MAX_SECONDS = 6.0  # no further context is begun after that
+FILL_TOKENS = 2048  # written at a time
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Median milliseconds of one layer's attention at each of `contexts` tokens, one sequence."""
+
+    contexts: tuple[int, ...]
+    dense_ms: tuple[float, ...]
+    gated_ms: tuple[float, ...]  # score, select, attend and tail
+
+    @property
+    def min_context(self) -> int | None:
+        """Tokens from which gating pays, by straight lines through neighbouring contexts; None: from none on."""
+        saved = np.subtract(self.dense_ms, self.gated_ms)
+        paying = saved > 0
+        first = len(saved) - int(np.argmin(paying[::-1])) if not paying.all() else 0
+        if first == 0:
+            return 0
+        low, high = (first - 1, first) if first < len(saved) else (first - 2, first - 1)
+        if low < 0:
+            return None  # one context tells no slope
+        slope = (saved[high] - saved[low]) / (self.contexts[high] - self.contexts[low])
+        if slope <= 0:
+            return None
+        at = self.contexts[low] - saved[low] / slope
+        return int(-(-at // ROUND_UP) * ROUND_UP)
+
+
+def measure(
+    backend: Backend, device: str, kernels: str, spec: CacheSpec, num_heads: int, config: EpsConfig, max_context: int
+) -> Cost:
+    """Times one layer of `spec`'s shape, with `num_heads` query heads, at contexts up to `max_context`."""
+    contexts = [context for context in CONTEXTS if context <= max_context] or [max_context]
+    gated = replace(config, min_context=0, head_modes=None)
+    rng, started = np.random.default_rng(0), time.perf_counter()
+    rows: list[tuple[int, float, float]] = []
+    for context in contexts:
+        if rows and time.perf_counter() - started > MAX_SECONDS:
+            break
+        arms = _arms(backend, device, kernels, spec, num_heads, gated, context, rng)
+        dense_ms, gated_ms = _medians(arms)
+        rows.append((context, dense_ms, gated_ms))
+    return Cost(*zip(*rows, strict=True))  # type: ignore[arg-type]
+
+
+def _arms(
+    backend: Backend,
+    device: str,
+    kernels: str,
+    spec: CacheSpec,
+    num_heads: int,
+    config: EpsConfig,
+    context: int,
+    rng: np.random.Generator,
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """(dense, gated) calls over a filled cache; each waits for its result."""
+    units = -(-context // config.unit_tokens)
+    one = replace(spec, num_layers=1, num_units=units, max_open_groups=1)
+    cache = backend.new_cache(one, config, device, kernels)
+    for start in range(0, context, FILL_TOKENS):
+        shape = (min(FILL_TOKENS, context - start), spec.num_kv_heads, spec.head_dim)
+        k, v = (backend.from_numpy(rng.standard_normal(shape, np.float32), spec.dtype, device) for _ in range(2))
+        cache = backend.write_kv(cache, 0, k, v, np.arange(start, start + shape[0]))
+    q = backend.from_numpy(rng.standard_normal((1, num_heads, spec.head_dim), np.float32), spec.dtype, device)
+    table, lengths = np.arange(units, dtype=np.int32)[None], np.array([context])
+
+    def dense() -> np.ndarray:
+        return backend.to_numpy(backend.attend(cache, 0, q, table, lengths, None)[0])
+
+    def gated() -> np.ndarray:
+        scores = backend.score(cache, 0, q, table, lengths)
+        selection = backend.select(config, scores, lengths)
+        state = backend.attend(cache, 0, q, table, lengths, selection)
+        if config.tail_tokens:
+            tail = backend.attend_tail(cache, 0, table, lengths, scores, selection, state[1])
+            state = backend.merge(state, tail)
+        return backend.to_numpy(state[0])
+
+    return dense, gated
+
+
+def _medians(arms: Sequence[Callable[[], Any]]) -> tuple[float, ...]:
+    """Milliseconds of each arm, alternating, after two calls that warm up."""
+    times: list[list[float]] = [[] for _ in arms]
+    for index in range(2 + ROUNDS):
+        for arm, taken in zip(arms, times, strict=True):
+            started = time.perf_counter()
+            arm()
+            if index >= 2:
+                taken.append(1000 * (time.perf_counter() - started))
+    return tuple(float(np.median(taken)) for taken in times)
+
+
+def costs_path() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eps" / "costs.json"
+
+
+def cost_of(
+    backend: Backend, device: str, kernels: str, spec: CacheSpec, num_heads: int, config: EpsConfig, max_context: int
+) -> tuple[Cost, bool]:
+    """(cost, whether it was kept from an earlier run): measured the first time, and kept. A store that cannot be read
+    or written is as none: the next run measures again."""
+    settled = replace(config, min_context=0, head_modes=None).to_dict()
+    key = json.dumps(
+        {
+            "backend": backend_name(backend),
+            "device": backend.device_name(device),
+            "kernels": resolve_kernels(kernels, backend.usable_kernels(device), device),
+            "versions": backend.versions(),
+            "shape": [num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype],
+            "max_context": min(max_context, CONTEXTS[-1]),
+            "config": settled,
+        },
+        sort_keys=True,
+    )
+    path, kept = costs_path(), {}
+    try:
+        kept = json.loads(path.read_text())
+        return Cost(**{name: tuple(values) for name, values in kept[key].items()}), True
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    cost = measure(backend, device, kernels, spec, num_heads, config, max_context)
+    if not isinstance(kept, dict):
+        kept = {}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f"{path.name}.{os.getpid()}")
+        new.write_text(json.dumps({**kept, key: asdict(cost)}))
+        new.replace(path)
+    except OSError:
+        pass
+    return cost, False

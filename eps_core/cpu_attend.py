@@ -1,0 +1,161 @@
+"""Compiled attention over listed groups of a paged cache, and over the mean values of what was left out.
+
+K and V pools come flat; token row (((unit * Hkv + h) * GPU + g % GPU) * S + offset) has D elements. Logits, softmax and
+sums are float32 whatever the cache holds. Lists are cut into tasks of about as many tokens, whose partial results
+(largest logit, sum of exponentials, weighted sum of values) are merged at the end: heads may list different numbers of
+groups, and one sequence with few kv heads still keeps every core busy.
+"""
+
+import numpy as np
+from numba import njit
+
+from eps_core.cpu_score import FAST, OPTIONS
+from eps_core.cpu_threads import finish, take, wait
+from eps_core.cpu_vectors import HEADS, add_weighted, dots, exp_all, weigh, wide
+
+ROWS_AT_A_TIME = 32  # values between a load and a store of the sums; changes speed only
+
+
+@njit(**OPTIONS)
+def attend(
+    progress, q, k, v, table, lengths, groups, counts, size, per_unit, per_task, starts, largest, masses, sums, out, lse
+):  # fmt: skip
+    """Fills out [B, Hq, D] and lse [B, Hq] float32 with attention of q [B, Hq, D] float32 unscaled over the first
+    counts [B, Hkv] of groups [B, Hkv, W], ascending; 0 and -inf where none is listed. Tokens from lengths [B] on are
+    never read. Two phases: tasks starts[row] to starts[row + 1] - 1 of row (b, h) take `per_task` groups each and leave
+    largest and masses [tasks, passes * HEADS] and sums [tasks, passes * HEADS * D]."""
+    batch, num_heads, head_dim = q.shape
+    kv_heads = counts.shape[1]
+    repeat = num_heads // kv_heads
+    shrink = np.float32(1 / np.sqrt(head_dim))
+    total = starts[-1]
+    queries = np.empty(HEADS * head_dim, np.float32)
+    rows = np.empty(per_task * size, np.int64)
+    logits = np.empty((per_task * size + 3) * HEADS, np.float32)
+    while True:
+        task = take(progress, 0)
+        if task >= total:
+            break
+        row = np.searchsorted(starts, task, side="right") - 1
+        b, h = row // kv_heads, row % kv_heads
+        first = (task - starts[row]) * per_task
+        count = 0
+        for i in range(first, min(first + per_task, counts[b, h])):
+            m, sub = divmod(groups[b, h, i], per_unit)
+            start = ((table[b, m] * kv_heads + h) * per_unit + sub) * size
+            for offset in range(min(size, lengths[b] - groups[b, h, i] * size)):
+                rows[count] = (start + offset) * head_dim
+                count += 1
+        padded = (count + 3) // 4 * 4
+        for at in range(0, repeat, HEADS):
+            heads = min(HEADS, repeat - at)
+            for r in range(HEADS):
+                for c in range(head_dim):
+                    one = q[b, h * repeat + at + r, c] * shrink if r < heads else np.float32(0)
+                    queries[r * head_dim + c] = one
+            most = largest[task, at : at + HEADS]
+            most[:] = -np.inf
+            dots(k, rows, count, head_dim, queries, logits, most)
+            logits[count * HEADS : padded * HEADS] = -np.inf
+            weigh(logits, padded, most, masses[task, at : at + HEADS])
+            own = sums[task, at * head_dim : (at + HEADS) * head_dim]
+            own[:] = 0
+            for begin in range(0, count, ROWS_AT_A_TIME):
+                end = min(begin + ROWS_AT_A_TIME, count)
+                add_weighted(v, rows, begin, end, count, head_dim, logits, own)
+        finish(progress, 0)
+    wait(progress, 0, total)
+
+    while True:
+        part = take(progress, 1)
+        if part >= batch * num_heads:
+            break
+        b, head = part // num_heads, part % num_heads
+        row, r = b * kv_heads + head // repeat, head % repeat
+        most, mass = np.float32(-np.inf), np.float32(0)
+        for task in range(starts[row], starts[row + 1]):
+            most = max(most, largest[task, r])
+        result = out[b, head]
+        result[:] = 0
+        for task in range(starts[row], starts[row + 1]):
+            weight = np.exp(largest[task, r] - most)
+            mass += weight * masses[task, r]
+            for c in range(head_dim):
+                result[c] += weight * sums[task, r * head_dim + c]
+        if starts[row] < starts[row + 1]:
+            result /= mass
+        lse[b, head] = most + np.log(mass) if starts[row] < starts[row + 1] else -np.inf
+        finish(progress, 1)
+    wait(progress, 1, batch * num_heads)
+
+
+@njit(cache=True, nogil=True, fastmath={*FAST, "nnan"})
+def exp_from_largest(x):
+    """x [n] without NaN, n a multiple of 16, becomes exp(x - largest); returns (largest, sum). 0 and a sum of 0 where
+    all are -inf."""
+    largest, total = np.float32(-np.inf), np.float32(0)
+    for i in range(len(x)):
+        largest = x[i] if x[i] > largest else largest
+    if largest > -np.inf:
+        for i in range(len(x)):
+            x[i] -= largest
+    exp_all(x, len(x))
+    for i in range(len(x)):
+        total += x[i]
+    return largest, total
+
+
+@njit(**OPTIONS)
+def attend_tail(
+    progress, estimate, groups, counts, lse, means, scale, fill, table, lengths, size, tails_per_unit, out, tail
+):  # fmt: skip
+    """Fills out [B, Hq, D] and tail [B, Hq] float32 with what `attend_tail` of the array backends returns: estimate
+    [B, Hkv, G], the selection's groups [B, Hkv, W] and counts [B, Hkv], lse [B, Hq]; means flat int8 and scale int16 of
+    the tail groups of `size` tokens, fill their state. One phase."""
+    batch, kv_heads, num_groups = estimate.shape
+    num_heads, head_dim = out.shape[1:]
+    repeat, num_tails = num_heads // kv_heads, table.shape[1] * tails_per_unit
+    per_tail, padded = num_groups // num_tails, (num_groups + 15) // 16 * 16
+    while True:
+        row = take(progress, 0)
+        if row >= batch * kv_heads:
+            break
+        b, h = row // kv_heads, row % kv_heads
+        own = estimate[b, h]
+        visit = np.zeros(num_groups, np.bool_)
+        for i in range(counts[b, h]):
+            visit[groups[b, h, i]] = True
+        usable = np.zeros(num_tails, np.bool_)
+        for t in range(min(lengths[b] // size, num_tails)):
+            unit = table[b, t // tails_per_unit]
+            usable[t] = fill[unit * tails_per_unit + t % tails_per_unit] == size
+        seen_masses, masses = np.empty(padded, np.float32), np.empty(padded, np.float32)
+        for group in range(num_groups):
+            one = own[group] if abs(own[group]) < np.inf else -np.inf
+            seen_masses[group] = one if visit[group] else -np.inf
+            masses[group] = -np.inf if visit[group] else one
+        seen_masses[num_groups:] = -np.inf
+        masses[num_groups:] = -np.inf
+        for t in range(num_tails):
+            if not usable[t]:
+                masses[t * per_tail : (t + 1) * per_tail] = -np.inf
+        read, seen = exp_from_largest(seen_masses)
+        left, total = exp_from_largest(masses)
+        mean = np.zeros(head_dim, np.float32)
+        for t in range(num_tails):
+            weight = np.float32(0)
+            for group in range(t * per_tail, (t + 1) * per_tail):
+                weight += masses[group]
+            place = (max(table[b, t // tails_per_unit], 0) * kv_heads + h) * tails_per_unit + t % tails_per_unit
+            if weight > 0:
+                weight *= wide(scale[place])
+                for c in range(head_dim):
+                    mean[c] += weight * np.float32(means[place * head_dim + c])
+        seen_lse = read + np.log(seen) if seen > 0 else np.float32(-np.inf)
+        for head in range(h * repeat, (h + 1) * repeat):
+            over = seen_lse - lse[b, head]  # NaN where nothing was read: nothing is lowered
+            for c in range(head_dim):
+                out[b, head, c] = mean[c] / total if total > 0 else np.float32(0)
+            tail[b, head] = left + np.log(total) - (over if over > 0 else 0) if total > 0 else np.float32(-np.inf)
+        finish(progress, 0)
+    wait(progress, 0, batch * kv_heads)

@@ -1,0 +1,183 @@
+"""The CPU kernels over numpy arrays: `score`, `select`, `attend` and `attend_tail` of an array backend whose arrays
+lie in the memory of the host. Speed only: values are the array operations' up to float32 rounding, lists are equal.
+
+A backend gives its cache as it is, and `host`, which shows one of its arrays as numpy without a copy (bfloat16 as
+uint16). `None` says that a configuration has no kernel here: the array operations serve.
+
+Threads: see `cpu_threads`; one per core unless NUMBA_NUM_THREADS says otherwise. The first call of an installation
+compiles (tens of seconds), later ones load what was compiled.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from eps_core.config import EpsConfig
+from eps_core.guards import budget
+from eps_core.summaries import hadamard_blocks
+
+Host = Callable[[Any], np.ndarray]
+CODES = {  # method -> (index in `score_codes`, two code pools, four scalar pools, the unused ones repeated)
+    "box": (0, ("lo", "hi"), ("scale", "norm", "norm", "norm")),
+    "ball": (1, ("mean", "mean"), ("mean_scale", "radius", "error", "norm")),
+    "meanstd": (2, ("mean", "std"), ("mean_scale", "std_scale", "std_scale", "std_scale")),
+}
+TASK_TOKENS, TASKS_PER_THREAD = (256, 1024), 16  # of attention: least and most, and how many are wanted; speed only
+FEW_GROUPS = 4096  # of all rows: selecting among fewer is done before a helper wakes
+
+
+def available() -> bool:
+    """Whether numba is installed; does not import it, which takes a second."""
+    return importlib.util.find_spec("numba") is not None
+
+
+def guard_ranges(config: EpsConfig, lengths: np.ndarray) -> np.ndarray:
+    """`guards.forced_groups` as [B, 2] int64: groups below the first and from the second on are forced. The open group
+    is always among the last."""
+    ends = -(-lengths // config.S)
+    first = -(-np.minimum(config.first_tokens, lengths) // config.S)
+    last = np.maximum(lengths - config.last_tokens, 0) // config.S
+    first = np.where(lengths < config.min_context, ends, first)
+    return np.stack([first, np.maximum(np.minimum(last, ends), first)], axis=1)
+
+
+def _lanes(array: np.ndarray) -> np.ndarray:
+    """Flat, float16 as the int16 of its bits."""
+    return (array.view(np.int16) if array.dtype == np.float16 else array).reshape(-1)
+
+
+def _where(table: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return np.ascontiguousarray(table, np.int32), np.ascontiguousarray(lengths, np.int64)
+
+
+def score(
+    cache: Any, layer: int, q: np.ndarray, table: np.ndarray, lengths: np.ndarray, host: Host
+) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None, np.ndarray, np.ndarray | None] | None:
+    """The fields of `Scores` in their order, for q [B, Hq, D] float32: estimate, lower, upper, num_missing, slack."""
+    config, spec = cache.config, cache.spec
+    if config.rq_bounds or config.method not in ("rq", *CODES):
+        return None
+    from eps_core import cpu_score, cpu_threads, cpu_vectors
+
+    table, lengths = _where(table, lengths)
+    batch, num_heads, head_dim = q.shape
+    kv_heads, per_unit = spec.num_kv_heads, config.groups_per_unit
+    groups, repeat = table.shape[1] * per_unit, num_heads // kv_heads
+    guards = guard_ranges(config, lengths)
+    estimate = np.empty((batch, kv_heads, groups), np.float32)
+    missing, states = np.empty(batch, np.int64), np.empty((batch, groups), np.uint8)
+    state, stored = cache.state[layer], cache.summaries[layer]
+    if config.method == "rq":
+        pools = {name: _lanes(host(array)) for name, array in stored.items()}
+        centre = cache.centre[layer]
+        refined = np.array([config.refined_groups(int(length)) for length in lengths], np.int64)
+        passes, num_bytes = -(-repeat // cpu_vectors.HEADS), -(-head_dim * config.bits // 8)
+        tables = np.empty((batch * kv_heads, passes, num_bytes * 256 * cpu_vectors.HEADS), np.float32)
+        cpu_threads.run(
+            cpu_score.score_rq, 3, q, pools["codes"], pools["scale"], pools.get("second", pools["codes"]),
+            pools.get("second_scale", pools["scale"]), state.fill, table, lengths, guards, refined,
+            np.zeros((kv_heads, head_dim), np.int16) if centre is None else host(centre).view(np.int16),
+            host(cache.fixed[layer]["signs"]), np.array(hadamard_blocks(head_dim)), config.bits, config.S, per_unit,
+            centre is not None, states, tables, np.empty((*tables.shape[:2], cpu_vectors.HEADS), np.float32), missing,
+            estimate,
+        )  # fmt: skip
+        return estimate, None, None, missing, None
+    index, codes, scalars = CODES[config.method]
+    bounded = config.method != "meanstd"
+    lower, upper = (np.empty((batch, kv_heads, repeat, groups if bounded else 0), np.float32) for _ in range(2))
+    first, second = (_lanes(host(stored[name])) for name in codes)
+    cpu_threads.run(
+        cpu_score.score_codes, 2, index, q, first, second, tuple(_lanes(host(stored[name])) for name in scalars),
+        state.fill, table, lengths, guards, config.S, per_unit, states, missing, estimate, lower, upper,
+    )  # fmt: skip
+    if not bounded:
+        return estimate, None, None, missing, None
+    slack = np.empty((batch, kv_heads, repeat), np.float32)
+    cpu_score.score_slack(q, host(cache.largest_key[layer]), slack)
+    return estimate, lower, upper, missing, slack
+
+
+def select(
+    config: EpsConfig, estimate: np.ndarray, num_missing: np.ndarray, lengths: np.ndarray, layer: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
+    """(groups [B, Hkv, W] int32, counts [B, Hkv] int32, uniform [B], forced [B], visit [B, Hkv, G] bool) of policy topk
+    over estimate [B, Hkv, G] float32."""
+    modes = config.head_modes[layer] if config.head_modes else ()
+    if config.policy != "topk" or config.scope != "kv-head" or set(modes) - {"gate"}:
+        return None
+    from eps_core import cpu_score, cpu_threads
+
+    lengths = np.ascontiguousarray(lengths, np.int64)
+    batch, kv_heads, _ = estimate.shape
+    ends, guards = -(-lengths // config.S), guard_ranges(config, lengths)
+    forced = guards[:, 0] + ends - guards[:, 1] + np.asarray(num_missing, np.int64)
+    uniform = budget(config, forced, lengths)
+    groups = np.empty((batch, kv_heads, max(int(uniform.max()), 1)), np.int32)
+    visit = np.empty(estimate.shape, np.bool_)
+    cpu_threads.run(
+        cpu_score.select_topk, 1, estimate, uniform, guards, ends, groups, visit.view(np.uint8),
+        alone=estimate.size < FEW_GROUPS,
+    )  # fmt: skip
+    counts = np.repeat(uniform[:, None], kv_heads, axis=1).astype(np.int32)
+    return groups, counts, uniform, forced, visit
+
+
+def attend(
+    cache: Any, layer: int, q: np.ndarray, table: np.ndarray, lengths: np.ndarray,
+    listed: tuple[np.ndarray, np.ndarray] | None, host: Host,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """(out [B, Hq, D], lse [B, Hq]) float32 of q [B, Hq, D] float32 over `listed`, the groups and counts of a
+    selection, or over every token where it is None."""
+    from eps_core import cpu_attend, cpu_threads, cpu_vectors
+
+    config, spec = cache.config, cache.spec
+    table, lengths = _where(table, lengths)
+    size, per_unit = config.S, config.groups_per_unit
+    if listed is None:
+        # whole units as groups: what lies past a sequence's end is not read
+        size, per_unit = config.unit_tokens, 1
+        cache.kv_bytes_read += int(lengths.sum()) * spec.num_kv_heads * spec.kv_token_bytes
+        shape = (len(table), spec.num_kv_heads)
+        groups = np.empty((*shape, table.shape[1]), np.int32)
+        groups[:] = np.arange(table.shape[1])
+        counts = np.repeat(-(-lengths[:, None] // size), spec.num_kv_heads, axis=1).astype(np.int32)
+    else:
+        groups, counts = listed
+        cache.kv_bytes_read += int(counts.sum()) * size * spec.kv_token_bytes
+    out, lse = np.empty(q.shape, np.float32), np.empty(q.shape[:2], np.float32)
+    k, v = (_lanes(host(pool[layer])) for pool in (cache.k, cache.v))
+    tokens = int(counts.sum()) * size
+    least, most = TASK_TOKENS
+    tokens_each = min(max(tokens // (TASKS_PER_THREAD * cpu_threads.num_threads()), least), most)
+    per_task = max(tokens_each // size, 1)
+    starts = np.zeros(counts.size + 1, np.int64)
+    np.cumsum(-(-counts.reshape(-1) // per_task), out=starts[1:])
+    heads = -(-q.shape[1] // spec.num_kv_heads // cpu_vectors.HEADS) * cpu_vectors.HEADS
+    largest, masses = (np.empty((starts[-1], heads), np.float32) for _ in range(2))
+    sums = np.empty((starts[-1], heads * q.shape[2]), np.float32)
+    cpu_threads.run(
+        cpu_attend.attend, 2, q, k, v, table, lengths, groups, counts, size, per_unit, per_task, starts, largest,
+        masses, sums, out, lse,
+    )  # fmt: skip
+    return out, lse
+
+
+def attend_tail(
+    cache: Any, layer: int, table: np.ndarray, lengths: np.ndarray, estimate: np.ndarray,
+    listed: tuple[np.ndarray, np.ndarray], lse: np.ndarray, host: Host,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """(out [B, Hq, D], lse [B, Hq]) float32: the estimated attention over what the groups and counts of `listed` left
+    out of estimate [B, Hkv, G], where the listed ones gave lse [B, Hq]."""
+    from eps_core import cpu_attend, cpu_threads
+
+    inner = cache.tail
+    table, lengths = _where(table, lengths)
+    out, tail = np.empty((*lse.shape, cache.spec.head_dim), np.float32), np.empty(lse.shape, np.float32)
+    means, scale = (_lanes(host(inner.summaries[layer][name])) for name in ("mean", "mean_scale"))
+    cpu_threads.run(
+        cpu_attend.attend_tail, 1, estimate, *listed, lse, means, scale, inner.state[layer].fill, table, lengths,
+        inner.config.S, inner.config.groups_per_unit, out, tail,
+    )  # fmt: skip
+    return out, tail

@@ -1,0 +1,390 @@
+"""Compiled scoring and selection over numpy views of a cache: what `score` and `select` of the array backends compute.
+
+Letters as in `interface.py`. Float16 arrays come as the int16 of their bits. Summary pools are flat: group row
+((unit * Hkv + h) * GPU + g % GPU) of a table's group g, GPU = U / S groups per unit. `estimate [B, Hkv, G]` float32 is
++inf without a valid summary and -inf past the end. Guards are `guards [B, 2]`: groups below the first and from the
+second on are always visited.
+"""
+
+import numpy as np
+from numba import njit
+
+from eps_core.cpu_threads import finish, take, wait
+from eps_core.cpu_vectors import HEADS, dots, score_rows, wide
+from eps_core.summaries import LARGEST_ESTIMATE
+
+# never nnan or ninf: infinities carry meaning here
+FAST = {"reassoc", "contract", "arcp", "nsz"}
+OPTIONS = {"cache": True, "nogil": True, "fastmath": FAST}
+CHUNK_GROUPS, CODE_GROUPS = 512, 64  # of one scoring task of rq and of int8 codes; changes speed only
+
+RADIX_BITS = (11, 11, 10)  # of a float's 32, most significant first
+
+
+# ---------------------------------------------------------------------------------------------------------------- state
+
+
+KNOWN, MISSING, PAST = 0, 1, 2
+
+
+@njit(**OPTIONS)
+def group_states(fill, table, length, guards, size, per_unit, can_encode, states):
+    """Fills states [G] uint8 of one sequence, table [M]: KNOWN; MISSING, without a valid summary: open, or not full in
+    fill [P * GPU]; PAST the end. Returns how many of the missing no guard [2] covers."""
+    num_full, ends = length // size, (length + size - 1) // size
+    states[ends:] = PAST
+    for m in range((ends + per_unit - 1) // per_unit):
+        own = fill[table[m] * per_unit : (table[m] + 1) * per_unit]
+        start = m * per_unit
+        for sub in range(min(per_unit, ends - start)):
+            known = can_encode and own[sub] == size and start + sub < num_full
+            states[start + sub] = KNOWN if known else MISSING
+    missing = 0
+    for group in range(guards[0], guards[1]):
+        missing += states[group] == MISSING
+    return missing
+
+
+# ------------------------------------------------------------------------------------------------------------------- rq
+
+
+@njit(**OPTIONS)
+def rotate(x, signs, blocks):
+    """H diag(signs) x in place, x [D]: a Hadamard matrix for each of `blocks`, see `rotate` of the array backends."""
+    start = 0
+    for size in blocks:
+        for c in range(start, start + size):
+            x[c] *= signs[c]
+        half = size // 2
+        while half:
+            for low in range(start, start + size, 2 * half):
+                for c in range(low, low + half):
+                    first, second = x[c], x[c + half]
+                    x[c], x[c + half] = first + second, first - second
+            half //= 2
+        scale = np.float32(1 / np.sqrt(size))
+        for c in range(start, start + size):
+            x[c] *= scale
+        start += size
+
+
+@njit(**OPTIONS)
+def fill_table(turned, bits, num_bytes, table):
+    """table [bytes * 256 * HEADS]: what each value of each byte of codes adds to turned [HEADS, D] . levels."""
+    head_dim = turned.shape[1]
+    middle = np.float32(2 ** (bits - 1) - 0.5)
+    step = np.float32(2 if bits == 1 else 1)  # one bit: -1 and 1
+    if bits == 8:
+        for j in range(num_bytes):
+            for value in range(256):
+                for r in range(HEADS):
+                    table[(j * 256 + value) * HEADS + r] = (value - middle) * turned[r, j]
+        return
+    mask, per_half = (1 << bits) - 1, 4 // bits
+    halves = np.empty((2, 16, HEADS), np.float32)
+    for j in range(num_bytes):
+        for side in range(2):
+            first = (2 * j + side) * per_half
+            for value in range(16):
+                for r in range(HEADS):
+                    added = np.float32(0)
+                    for i in range(min(per_half, head_dim - first)):
+                        added += (((value >> (i * bits)) & mask) - middle) * step * turned[r, first + i]
+                    halves[side, value, r] = added
+        for high in range(16):
+            for low in range(16):
+                for r in range(HEADS):
+                    table[((j * 16 + high) * 16 + low) * HEADS + r] = halves[0, low, r] + halves[1, high, r]
+
+
+@njit(**OPTIONS)
+def score_rq(
+    progress, q, codes, scale, second, second_scale, fill, table, lengths, guards, refined, centre, signs, blocks, bits,
+    size, per_unit, can_encode, states, tables, base, missing, estimate,
+):  # fmt: skip
+    """Fills estimate [B, Hkv, G], and missing [B] with how many groups lack a summary and a guard. q [B, Hq, D] float32
+    unscaled; codes and second [P * Hkv * GPU, bytes] flat; refined [B] groups get the second bit (0: none); blocks are
+    rotate's. Between the phases: states [B, G] uint8, tables [B * Hkv, passes, bytes * 256 * HEADS] and base
+    [B * Hkv, passes, HEADS] float32, passes of HEADS query heads. Three phases."""
+    batch, num_heads, head_dim = q.shape
+    _, kv_heads, groups = estimate.shape
+    repeat, rows, units = num_heads // kv_heads, batch * kv_heads, table.shape[1]
+    passes = tables.shape[1]
+    num_bytes = (head_dim * bits + 7) // 8
+    shrink, log_size = np.float32(1 / np.sqrt(head_dim)), np.float32(np.log(size))
+    total = batch + rows * passes
+    while True:
+        task = take(progress, 0)
+        if task >= total:
+            break
+        if task < batch:
+            missing[task] = group_states(
+                fill, table[task], lengths[task], guards[task], size, per_unit, can_encode, states[task]
+            )
+        else:
+            row, at = (task - batch) // passes, (task - batch) % passes
+            b, h = row // kv_heads, row % kv_heads
+            turned = np.empty((HEADS, head_dim), np.float32)
+            for r in range(HEADS):
+                # places without a head repeat the first: they do not change a maximum
+                head = h * repeat + at * HEADS + (r if at * HEADS + r < repeat else 0)
+                offset = np.float32(0)
+                for c in range(head_dim):
+                    turned[r, c] = q[b, head, c] * shrink
+                    offset += turned[r, c] * wide(centre[h, c])
+                base[row, at, r] = log_size + offset
+                rotate(turned[r], signs, blocks)
+            fill_table(turned, bits, num_bytes, tables[row, at])
+        finish(progress, 0)
+    wait(progress, 0, total)
+
+    per_task = max(CHUNK_GROUPS // per_unit, 1)
+    chunks = (units + per_task - 1) // per_task
+    most = max(per_task * per_unit + 1, groups)
+    places, listed, scores = np.empty(most, np.int64), np.empty(most, np.int32), np.empty(most, np.float32)
+    while True:
+        task = take(progress, 1)
+        if task >= rows * chunks:
+            break
+        row, first = task // chunks, task % chunks * per_task
+        b, h = row // kv_heads, row % kv_heads
+        own, state, count = estimate[b, h], states[b], 0
+        for m in range(first, min(first + per_task, units)):
+            start = (max(table[b, m], 0) * kv_heads + h) * per_unit
+            for sub in range(per_unit):
+                group = m * per_unit + sub
+                own[group] = np.inf if state[group] == MISSING else -np.inf
+                places[count], listed[count] = start + sub, group
+                count += state[group] == KNOWN
+        for at in range(passes):
+            lookup, offsets = tables[row, at], base[row, at]
+            score_rows(codes, second, False, places, count, num_bytes, lookup, scale, offsets, scores)
+            for i in range(count):
+                own[listed[i]] = max(own[listed[i]], scores[i])
+        finish(progress, 1)
+    wait(progress, 1, rows * chunks)
+
+    while True:
+        row = take(progress, 2)
+        if row >= rows:
+            break
+        b, h = row // kv_heads, row % kv_heads
+        own = estimate[b, h]
+        if refined[b]:
+            keys, known = rank_keys(own, 0, groups), 0
+            for group in range(groups):
+                known += states[b, group] == KNOWN
+                if states[b, group] != KNOWN:
+                    keys[group] = 0
+            count = pick(keys, min(refined[b], known), listed)
+            for i in range(count):
+                m, sub = divmod(listed[i], per_unit)
+                places[i] = (table[b, m] * kv_heads + h) * per_unit + sub
+                own[listed[i]] = -np.inf
+            for at in range(passes):
+                lookup, offsets = tables[row, at], base[row, at]
+                score_rows(codes, second, True, places, count, num_bytes, lookup, second_scale, offsets, scores)
+                for i in range(count):
+                    own[listed[i]] = max(own[listed[i]], scores[i])
+        finish(progress, 2)
+    wait(progress, 2, rows)
+
+
+# --------------------------------------------------------------------------------------------------- box, ball, meanstd
+
+
+@njit(**OPTIONS)
+def slack_of(head_dim, length, norm):
+    """What float32 arithmetic may add to a sum of D products of size length * norm: `logit_slack` of the arrays."""
+    return np.float32((head_dim + 32) * 2.0**-21) * (length * norm + np.float32(1))
+
+
+@njit(**OPTIONS)
+def score_codes(
+    progress, method, q, first, second, scalars, fill, table, lengths, guards, size, per_unit, states, missing,
+    estimate, lower, upper,
+):  # fmt: skip
+    """Fills estimate [B, Hkv, G], lower and upper [B, Hkv, R, G] unless they are empty, and missing [B] as `score_rq`
+    does. first, second: flat code pools [P * Hkv * GPU, D] of method 0, box: lo, hi; 1, ball: mean (twice); 2, meanstd:
+    mean, std. scalars: four pools [P * Hkv * GPU] int16: box: scale, norm; ball: mean_scale, radius, error, norm;
+    meanstd: mean_scale, std_scale; the others are not read. states [B, G] uint8 between the two phases."""
+    batch, num_heads, head_dim = q.shape
+    kv_heads = estimate.shape[1]
+    repeat, units, bounded = num_heads // kv_heads, table.shape[1], lower.shape[3] > 0
+    passes = (repeat + HEADS - 1) // HEADS
+    shrink, log_size = np.float32(1 / np.sqrt(head_dim)), np.float32(np.log(size))
+    while True:
+        b = take(progress, 0)
+        if b >= batch:
+            break
+        missing[b] = group_states(fill, table[b], lengths[b], guards[b], size, per_unit, True, states[b])
+        finish(progress, 0)
+    wait(progress, 0, batch)
+    per_task = max(CODE_GROUPS // per_unit, 1)
+    chunks = (units + per_task - 1) // per_task
+    total = batch * kv_heads * chunks
+    # of four heads: scaled queries, and their positive and negative parts (box) or sizes (meanstd)
+    parts = np.zeros((3, HEADS * head_dim), np.float32)
+    sums, most = np.empty((4, (CODE_GROUPS + per_unit) * HEADS), np.float32), np.empty(HEADS, np.float32)
+    rows = np.empty(CODE_GROUPS + per_unit, np.int64)
+    lengths_of = np.empty(HEADS, np.float32)
+    while True:
+        task = take(progress, 1)
+        if task >= total:
+            break
+        row, begin = task // chunks, task % chunks * per_task
+        b, h = row // kv_heads, row % kv_heads
+        own, count = estimate[b, h], 0
+        ending = min(begin + per_task, units)
+        for m in range(begin, ending):
+            start = (max(table[b, m], 0) * kv_heads + h) * per_unit
+            for sub in range(per_unit):
+                rows[count] = (start + sub) * head_dim
+                count += 1
+        for at in range(passes):
+            for r in range(HEADS):
+                head = h * repeat + (at * HEADS + r if at * HEADS + r < repeat else 0)
+                energy = np.float32(0)
+                for c in range(head_dim):
+                    a = q[b, head, c] * shrink
+                    energy += a * a
+                    parts[0, r * head_dim + c] = a
+                    parts[1, r * head_dim + c] = max(a, np.float32(0)) if method == 0 else abs(a)
+                    parts[2, r * head_dim + c] = min(a, np.float32(0))
+                lengths_of[r] = np.sqrt(energy)
+            if method == 0:
+                dots(first, rows, count, head_dim, parts[1], sums[0], most)
+                dots(first, rows, count, head_dim, parts[2], sums[1], most)
+                dots(second, rows, count, head_dim, parts[1], sums[2], most)
+                dots(second, rows, count, head_dim, parts[2], sums[3], most)
+            else:
+                dots(first, rows, count, head_dim, parts[0], sums[0], most)
+                if method == 2:
+                    dots(second, rows, count, head_dim, parts[1], sums[1], most)
+            for i in range(count):
+                group, place = begin * per_unit + i, rows[i] // head_dim
+                known, past = states[b, group] == KNOWN, states[b, group] == PAST
+                if at == 0:
+                    own[group] = np.inf if states[b, group] == MISSING else -np.inf
+                scale = wide(scalars[0][place])
+                for r in range(min(HEADS, repeat - at * HEADS)):
+                    here = i * HEADS + r
+                    if not known:
+                        if bounded:
+                            lower[b, h, at * HEADS + r, group] = -np.inf
+                            upper[b, h, at * HEADS + r, group] = -np.inf if past else np.inf
+                        continue
+                    if method == 0:
+                        best = (sums[2, here] + sums[1, here]) * scale
+                        least = (sums[0, here] + sums[3, here]) * scale
+                        norm = wide(scalars[1][place]) + np.float32(2 * np.sqrt(head_dim)) * scale
+                    elif method == 1:
+                        middle, radius = sums[0, here] * scale, wide(scalars[1][place])
+                        best = middle + lengths_of[r] * radius
+                        least = middle - lengths_of[r] * wide(scalars[2][place])
+                        norm = wide(scalars[3][place]) + radius
+                    else:
+                        best = sums[0, here] * scale + sums[1, here] * wide(scalars[1][place])
+                        least, norm = best, np.float32(0)
+                    if bounded:
+                        slack = slack_of(head_dim, lengths_of[r], norm)
+                        low, high = log_size + least - slack, log_size + best + slack
+                        # an infinite stored scalar must loosen a bound, never turn it into NaN
+                        lower[b, h, at * HEADS + r, group] = low if abs(low) < np.inf else -np.inf
+                        upper[b, h, at * HEADS + r, group] = high if abs(high) < np.inf else np.inf
+                    if not abs(best) < np.inf:
+                        best = np.float32(LARGEST_ESTIMATE)
+                    own[group] = max(own[group], best)
+
+
+@njit(**OPTIONS)
+def score_slack(q, largest_key, slack):
+    """Fills slack [B, Hkv, R]: `slack_of` the largest key of each kv head."""
+    batch, kv_heads, repeat = slack.shape
+    for b in range(batch):
+        for head in range(kv_heads * repeat):
+            energy = np.float32(0)
+            for c in range(q.shape[2]):
+                energy += q[b, head, c] * q[b, head, c]
+            length = np.sqrt(energy) * np.float32(1 / np.sqrt(q.shape[2]))
+            slack[b, head // repeat, head % repeat] = slack_of(q.shape[2], length, largest_key[head // repeat])
+
+
+# ------------------------------------------------------------------------------------------------------------ selection
+
+
+@njit(cache=True, nogil=True)
+def rank_keys(estimate, first, last):
+    """uint32 keys in the order of estimate [G]; groups below `first` and from `last` on, and +inf, come first. -0 ties
+    with 0."""
+    bits, keys = estimate.view(np.uint32), np.empty(len(estimate), np.uint32)
+    sign, top = np.uint32(0x80000000), np.uint32(0xFF800000)
+    for group in range(len(estimate)):
+        bit = bits[group]
+        keys[group] = ~bit if bit > sign else bit | sign
+    keys[:first] = top
+    keys[last:] = top
+    return keys
+
+
+@njit(cache=True, nogil=True)
+def pick(keys, count, picked):
+    """The indices of the `count` largest keys, the lower first among equals, ascending in picked; returns count."""
+    if count <= 0:
+        return 0
+    left, threshold = min(count, len(keys)), np.uint32(0)
+    candidates, num, shift = keys, len(keys), 32
+    for bits in RADIX_BITS:
+        shift -= bits
+        # four counts of each digit: consecutive keys often share a digit, and an increment waits for the last
+        counts = np.zeros((4, 1 << bits), np.int32)
+        mask = np.uint32((1 << bits) - 1)
+        for i in range(num):
+            counts[i & 3, (candidates[i] >> np.uint32(shift)) & mask] += 1
+        digit = 1 << bits
+        above = 0
+        while above < left:
+            digit -= 1
+            above += counts[0, digit] + counts[1, digit] + counts[2, digit] + counts[3, digit]
+        equal = counts[0, digit] + counts[1, digit] + counts[2, digit] + counts[3, digit]
+        left -= above - equal
+        threshold |= np.uint32(digit) << np.uint32(shift)
+        kept, found = np.empty(num + 1, np.uint32), 0
+        for i in range(num):
+            kept[found] = candidates[i]
+            found += ((candidates[i] >> np.uint32(shift)) & mask) == digit
+        candidates, num = kept, found
+    # `left` of the keys that equal the threshold are wanted, the lowest indices
+    taken = 0
+    for i in range(len(keys)):
+        if keys[i] >= threshold:
+            if keys[i] == threshold:
+                if left == 0:
+                    continue
+                left -= 1
+            picked[taken] = i
+            taken += 1
+    return taken
+
+
+@njit(cache=True, nogil=True)
+def select_topk(progress, estimate, count, guards, ends, groups, visit):
+    """Fills groups [B, Hkv, W] with the `count` [B] best of estimate [B, Hkv, G] within ends [B], the guards and +inf
+    first, ascending and then -1; and visit [B, Hkv, G] uint8. One phase."""
+    batch, kv_heads, _ = estimate.shape
+    while True:
+        row = take(progress, 0)
+        if row >= batch * kv_heads:
+            break
+        b, h = row // kv_heads, row % kv_heads
+        own, end = groups[b, h], ends[b]
+        keys = rank_keys(estimate[b, h, :end], guards[b, 0], guards[b, 1])
+        picked = np.empty(end, np.int32)
+        taken = pick(keys, count[b], picked)
+        visit[b, h] = 0
+        for i in range(taken):
+            own[i] = picked[i]
+            visit[b, h, picked[i]] = 1
+        own[taken:] = -1
+        finish(progress, 0)
+    wait(progress, 0, batch * kv_heads)

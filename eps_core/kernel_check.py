@@ -1,0 +1,99 @@
+"""Do a device's kernels say what array operations say? Asked once before a run on a GPU trusts them.
+
+Kernels are tested on an interpreter and an emulator; a driver or a compiler can still break them. One small case in the
+model's own shape, dtype and method tells, in well under a second once they are compiled.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from eps_core.config import CacheSpec, EpsConfig
+from eps_core.interface import Backend
+
+TOKENS = 700  # past the 256 that rq's centre needs, with an open group where groups are of two
+# of an output against the largest |v|: what the rounding of its dtype and of other sum orders may differ by
+TOLERANCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
+
+
+def disagreement(
+    backend: Backend, device: str, kernels: str, spec: CacheSpec, num_heads: int, config: EpsConfig
+) -> str | None:
+    """What kernels and array operations differ in over one layer of `spec`'s shape, in a few words; None where they
+    agree. An exception of the kernels is a difference too."""
+    length = TOKENS + (1 if config.S > 1 else 0)
+    units = -(-length // config.unit_tokens)
+    one = replace(spec, num_layers=1, num_units=units, max_open_groups=1)
+    config = replace(config, min_context=0, head_modes=None)
+    rng = np.random.default_rng(0)
+    k, v = (rng.standard_normal((length, spec.num_kv_heads, spec.head_dim), np.float32) for _ in range(2))
+    q = 2 * rng.standard_normal((1, num_heads, spec.head_dim), np.float32)
+    expected = _results(backend, device, "arrays", one, config, k, v, q)
+    try:
+        got = _results(backend, device, kernels, one, config, k, v, q)
+    except Exception as error:  # whatever a compiler or a driver raises
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    limit = TOLERANCE[spec.dtype]
+    for name, value in expected.items():
+        other = got[name]
+        if value.dtype.kind in "iu":
+            if not np.array_equal(value, other):
+                return f"{name} differ"
+            continue
+        finite = np.isfinite(value)
+        if not np.array_equal(value[~finite], other[~finite]):
+            return f"{name} differ in what is infinite"
+        worst = float(np.abs(value[finite] - other[finite]).max(initial=0))
+        if not worst <= limit * max(1.0, float(np.abs(value[finite]).max(initial=0))):  # NaN too
+            return f"{name} differ by {worst:.3g}"
+    return None
+
+
+def _results(
+    backend: Backend,
+    device: str,
+    kernels: str,
+    spec: CacheSpec,
+    config: EpsConfig,
+    k: np.ndarray,
+    v: np.ndarray,
+    q: np.ndarray,
+) -> dict[str, np.ndarray]:
+    """Everything that a gated step and a dense one compute. Groups are not compared where estimates are: their rounding
+    may swap two that are nearly equal, so both sides rank the same made-up ones."""
+    cache: Any = backend.new_cache(spec, config, device, kernels)
+    length = len(k)
+    native = [backend.from_numpy(x, spec.dtype, device) for x in (k, v)]
+    cut = length - 3
+    cache = backend.write_kv(cache, 0, native[0][:cut], native[1][:cut], np.arange(cut))
+    for token in range(cut, length):  # decode writes take another way than prefill
+        cache = backend.write_kv(
+            cache, 0, native[0][token : token + 1], native[1][token : token + 1], np.arange(token, token + 1)
+        )
+    units = -(-length // config.unit_tokens)
+    table, lengths = np.arange(units, dtype=np.int32)[None], np.array([length])
+    query = backend.from_numpy(q, spec.dtype, device)
+    parts: dict[str, Any] = {"dense": backend.attend(cache, 0, query, table, lengths, None)}
+    results: dict[str, np.ndarray] = {}
+    if config.enabled:
+        scores = backend.score(cache, 0, query, table, lengths)
+        results["estimates"] = backend.to_numpy(scores.estimate)
+        # ranks that no rounding can change
+        clear = replace(scores, estimate=_spread(backend, results["estimates"], device))
+        selection = backend.select(config, clear, lengths)
+        results["groups"] = backend.to_numpy(selection.groups)
+        results["counts"] = backend.to_numpy(selection.counts)
+        parts["gated"] = backend.attend(cache, 0, query, table, lengths, selection)
+        if config.tail_tokens:
+            parts["tail"] = backend.attend_tail(cache, 0, table, lengths, clear, selection, parts["gated"][1])
+    for name, (out, lse) in parts.items():
+        results[f"{name} outputs"] = backend.to_numpy(out).astype(np.float32)
+        results[f"{name} lse"] = backend.to_numpy(lse)
+    return results
+
+
+def _spread(backend: Backend, estimate: np.ndarray, device: str) -> Any:
+    """Finite estimates replaced by multiples of 1/8 in a fixed scrambled order, far apart for any rounding."""
+    order = np.arange(estimate.shape[-1]) * 379 % 1009 / 8
+    return backend.from_numpy(np.where(np.isfinite(estimate), order, estimate).astype(np.float32), "float32", device)

@@ -1,0 +1,72 @@
+"""Torch's CPU arrays for the compiled kernels of `eps_core.cpu_kernels`, and back, without copies.
+
+The functions have the signatures of their namesakes over arrays; None says that there is no kernel for the case.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eps_core import cpu_kernels
+from eps_core.config import EpsConfig
+from eps_core.interface import Scores, Selection
+from eps_cuda.cache import Cache
+
+State = tuple[Tensor, Tensor]
+
+
+def _host(array: Tensor) -> np.ndarray:
+    """The array's own memory; bfloat16 as uint16."""
+    array = array.detach().contiguous()
+    return array.view(torch.uint16).numpy() if array.dtype == torch.bfloat16 else array.numpy()
+
+
+def _tensor(array: np.ndarray | None) -> Tensor | None:
+    return None if array is None else torch.from_numpy(array)
+
+
+def _listed(selection: Selection) -> tuple[np.ndarray, np.ndarray]:
+    return _host(selection.groups), _host(selection.counts)
+
+
+@torch.inference_mode()
+def score(cache: Cache, layer: int, q: Tensor, table: np.ndarray, lengths: np.ndarray) -> Scores | None:
+    """See `summaries.score`."""
+    scored = cpu_kernels.score(cache, layer, _host(q.float()), table, lengths, _host)
+    if scored is None:
+        return None
+    estimate, lower, upper, num_missing, slack = scored
+    return Scores(
+        torch.from_numpy(estimate), _tensor(lower), _tensor(upper), num_missing, _tensor(slack), kernels=cache.kernels
+    )
+
+
+@torch.inference_mode()
+def select(config: EpsConfig, scores: Scores, lengths: np.ndarray, layer: int = 0) -> Selection | None:
+    """See `selection.select`."""
+    chosen = cpu_kernels.select(config, _host(scores.estimate), scores.num_missing, lengths, layer)
+    if chosen is None:
+        return None
+    groups, counts, uniform, forced, visit = chosen
+    return Selection(torch.from_numpy(groups), torch.from_numpy(counts), uniform, forced, visit=torch.from_numpy(visit))
+
+
+@torch.inference_mode()
+def attend(
+    cache: Cache, layer: int, q: Tensor, table: np.ndarray, lengths: np.ndarray, selection: Selection | None
+) -> State:
+    """See `attention.attend`."""
+    listed = None if selection is None else _listed(selection)
+    out, lse = cpu_kernels.attend(cache, layer, _host(q.float()), table, lengths, listed, _host)
+    return torch.from_numpy(out).to(q.dtype), torch.from_numpy(lse)
+
+
+@torch.inference_mode()
+def attend_tail(
+    cache: Cache, layer: int, table: np.ndarray, lengths: np.ndarray, scores: Scores, selection: Selection, lse: Tensor
+) -> State:
+    """See `attention.attend_tail`."""
+    out, tail = cpu_kernels.attend_tail(
+        cache, layer, table, lengths, _host(scores.estimate), _listed(selection), _host(lse), _host
+    )
+    return torch.from_numpy(out), torch.from_numpy(tail)

@@ -1,0 +1,261 @@
+"""What a benchmark needs of Torch: dense attention as good as it gets, a clock, copies, cold caches, CUDA graphs.
+
+See eps_core.dense_arms for what each function promises. GPUs are timed by events on their own clock.
+"""
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from eps_core.config import EpsConfig
+from eps_core.dense_arms import (
+    Arm,
+    host_bandwidth_arms,
+    host_cache_bytes,
+    host_flusher,
+    host_free_bytes,
+    host_name,
+    wall_clock,
+)
+from eps_cuda.cache import Cache
+
+PAGE_TOKENS = 16  # flashinfer splits a sequence between pages only
+WORKSPACE_BYTES = 256 * 2**20
+GPU_FLUSH_BYTES = 512 * 2**20
+
+
+def prepare(device: str) -> None:
+    """Nothing to do: every array names its device."""
+
+
+@torch.inference_mode()
+def dense_arms(k: Tensor, v: Tensor, q: Tensor) -> dict[str, Arm]:
+    """Dense attention by name, each () -> out [B, Hq, D]: k, v [B, Hkv, T, D] contiguous, q [B, Hq, D] unscaled. On a
+    GPU Torch's own choice of kernel and each of its kernels by itself, FlexAttention compiled, and flashinfer."""
+    batch, kv_heads, _, head_dim = k.shape
+    single = q.reshape(batch, -1, 1, head_dim)  # one row each of Hq heads
+    rows = q.reshape(batch, kv_heads, -1, head_dim)  # the query heads of one kv head as its rows
+    scale = 1 / math.sqrt(head_dim)
+    shares = rows.shape[2] > 1
+
+    def grouped_matmul() -> Tensor:
+        weights = torch.softmax(((rows * scale) @ k.mT).float(), dim=-1)
+        return (weights.to(v.dtype) @ v).reshape(q.shape)
+
+    arms: dict[str, Arm] = {
+        "sdpa gqa": lambda: scaled_dot_product_attention(single, k, v, enable_gqa=shares).reshape(q.shape),
+        "sdpa rows": lambda: scaled_dot_product_attention(rows, k, v).reshape(q.shape),
+        "grouped matmul": grouped_matmul,
+    }
+    if k.device.type == "cuda":
+        from torch.nn.attention import SDPBackend
+
+        for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+            name = kernel.name.removesuffix("_ATTENTION").lower()
+            arms[f"sdpa rows {name}"] = _sdpa_by(kernel, rows, k, v, q.shape)
+        arms["flex attention"] = _flex(single, k, v, q.shape, shares)
+        arms["flashinfer"] = _flashinfer(k, v, q)
+    return {name: torch.inference_mode()(arm) for name, arm in arms.items()}
+
+
+def _sdpa_by(kernel: Any, rows: Tensor, k: Tensor, v: Tensor, shape: torch.Size) -> Arm:
+    from torch.nn.attention import sdpa_kernel
+
+    def attend() -> Tensor:
+        with sdpa_kernel(kernel):
+            return scaled_dot_product_attention(rows, k, v).reshape(shape)
+
+    return attend
+
+
+def _flex(single: Tensor, k: Tensor, v: Tensor, shape: torch.Size, shares: bool) -> Arm:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch._dynamo.reset()  # every context is compiled anew; past a few shapes the compiler would give up
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda: compiled(single, k, v, enable_gqa=shares).reshape(shape)
+
+
+def _flashinfer(k: Tensor, v: Tensor, q: Tensor) -> Arm:
+    """Paged decode, which splits the sequence over the GPU; planned once, as an engine does for all of its layers."""
+    planned: list[Any] = []
+
+    def plan() -> Any:
+        if importlib.util.find_spec("flashinfer") is None:
+            raise RuntimeError("not installed: pip install flashinfer-python")
+        flashinfer = importlib.import_module("flashinfer")
+        batch, kv_heads, tokens, head_dim = k.shape
+        if tokens % PAGE_TOKENS:
+            raise RuntimeError(f"{tokens} tokens are not whole pages of {PAGE_TOKENS}")
+        pages = tokens // PAGE_TOKENS
+        paged = tuple(
+            part.view(batch, kv_heads, pages, PAGE_TOKENS, head_dim).transpose(1, 2).flatten(0, 1).contiguous()
+            for part in (k, v)
+        )
+        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=k.device)
+        repeat = q.shape[1] // kv_heads
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=repeat >= 4)
+        wrapper.plan(
+            torch.arange(batch + 1, dtype=torch.int32, device=k.device) * pages,
+            torch.arange(batch * pages, dtype=torch.int32, device=k.device),
+            torch.full((batch,), PAGE_TOKENS, dtype=torch.int32, device=k.device),
+            q.shape[1], kv_heads, head_dim, PAGE_TOKENS, q_data_type=q.dtype, kv_data_type=k.dtype,
+        )  # fmt: skip
+        return wrapper, paged
+
+    def attend() -> Tensor:
+        if not planned:
+            planned.extend(plan())
+        wrapper, paged = planned
+        return wrapper.run(q, paged)
+
+    return attend
+
+
+def synchronize(*results: Any) -> None:
+    """Waits until the device has nothing left to do."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def stopwatch(device: str) -> Callable[[Arm], tuple[float, Any]]:
+    if device == "cpu":
+        return wall_clock(lambda result: None)
+
+    def timed(function: Arm) -> tuple[float, Any]:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        result = function()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end), result
+
+    return timed
+
+
+def flusher(num_bytes: int, device: str) -> Arm:
+    """On a GPU the buffer is larger: its write also hides the host's part of the launches that follow."""
+    if device == "cpu":
+        return host_flusher(num_bytes)
+    return torch.zeros(max(num_bytes, GPU_FLUSH_BYTES), dtype=torch.uint8, device=device).zero_
+
+
+def bandwidth_arms(num_bytes: int, device: str) -> dict[str, tuple[Arm, int]]:
+    if device == "cpu":
+        return host_bandwidth_arms(num_bytes)
+    source, target = (torch.ones(num_bytes // 4, device=device) for _ in range(2))
+    return {"copy": (lambda: target.copy_(source), 2 * num_bytes), "read": (source.max, num_bytes)}
+
+
+def stack_heads(parts: Sequence[Tensor]) -> Tensor:
+    """B arrays [T, Hkv, D] as one contiguous [B, Hkv, T, D]."""
+    return torch.stack([part.transpose(0, 1) for part in parts]).contiguous()
+
+
+def free_bytes(device: str) -> int | None:
+    return host_free_bytes() if device == "cpu" else torch.cuda.mem_get_info()[0]
+
+
+def last_cache_bytes(device: str) -> int | None:
+    return host_cache_bytes() if device == "cpu" else torch.cuda.get_device_properties(0).L2_cache_size
+
+
+def device_facts(device: str) -> dict[str, Any]:
+    if device == "cpu":
+        return {"device_name": host_name(), "threads": torch.get_num_threads()}
+    facts = torch.cuda.get_device_properties(0)
+    return {
+        "device_name": facts.name,
+        "multiprocessors": facts.multi_processor_count,
+        "memory_bytes": facts.total_memory,
+        "cuda": torch.version.cuda or torch.version.hip,
+    }
+
+
+def capture(function: Arm) -> Arm | None:
+    """The function as a CUDA graph that gives the same output arrays at each replay; None without a GPU. Raises
+    RuntimeError where it cannot be captured."""
+    if not torch.cuda.is_available():
+        return None
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):  # compiles, and fills the allocator
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = function()
+
+    def replay() -> Any:
+        graph.replay()
+        return result
+
+    return replay
+
+
+@torch.inference_mode()
+def device_parts(cache: Cache, config: EpsConfig, q: Tensor, table: np.ndarray, lengths: np.ndarray) -> dict[str, Arm]:
+    """The parts of a step that Triton kernels cover, from arrays on the device alone as a captured decode step calls
+    them: score, select, attend, attend_with_tail and step, each () -> what it gives; a part's input is what the part
+    before it gave when this was called. Out and lse of attend_with_tail and step: lse is of what was read alone."""
+    if cache.kernels != "triton":
+        return {}
+    from eps_cuda import gpu
+    from eps_cuda.kernels.attend import attend_groups
+    from eps_cuda.kernels.tail import attend_with_tail
+    from eps_cuda.selection import select
+    from eps_cuda.summaries import score
+
+    first = score(cache, 0, q, table, lengths)
+    chosen = select(config, first, lengths)
+    if chosen.uniform is None:
+        return {}
+    place, inner = gpu.where(cache, table, lengths), cache.tail
+    counts = np.array([config.refined_groups(int(length)) for length in lengths], np.int32)
+    refined, most_refined = gpu.to_device(cache, counts), int(counts.max())
+    wanted, width = gpu.to_device(cache, chosen.uniform.astype(np.int32)), max(int(chosen.uniform.max()), 1)
+
+    def estimates() -> Tensor:
+        return gpu.estimates(cache, 0, q, place.table, place.lengths, refined, most_refined)
+
+    def choose(estimate: Tensor = first.estimate) -> tuple[Tensor, Tensor, Tensor]:
+        return gpu.choose(config, estimate, wanted, place.lengths, width)
+
+    listed = choose()
+
+    def attend(groups: Tensor = listed[0], counts: Tensor = listed[1]) -> tuple[Tensor, Tensor]:
+        return attend_groups(
+            q, cache.k[0], cache.v[0], place.table, place.lengths, groups, counts, group_tokens=config.S
+        )
+
+    def with_tail(
+        estimate: Tensor = first.estimate, chosen: tuple[Tensor, Tensor, Tensor] = listed
+    ) -> tuple[Tensor, Tensor]:
+        assert inner is not None
+        groups, counts, visit = chosen
+        return attend_with_tail(
+            q, cache.k[0], cache.v[0], place.table, place.lengths, groups, counts, estimate, visit,
+            inner.summaries[0]["mean"], inner.summaries[0]["mean_scale"], inner.valid[0],
+            group_tokens=config.S, tail_tokens=config.tail_tokens,
+        )  # fmt: skip
+
+    def step() -> tuple[Tensor, Tensor]:
+        estimate = estimates()
+        chosen = choose(estimate)
+        return attend(*chosen[:2]) if inner is None else with_tail(estimate, chosen)
+
+    parts: dict[str, Arm] = {"select": choose, "attend": attend}
+    if inner is not None:
+        parts["attend_with_tail"] = with_tail
+    if gpu.covers_scoring(cache, 0):
+        parts = {"score": estimates, **parts, "step": step}
+    return {name: torch.inference_mode()(part) for name, part in parts.items()}

@@ -1,0 +1,292 @@
+"""Gated split-KV decode attention in Triton: one query token a sequence, over the listed groups or all tokens.
+
+Split-KV is FlashDecoding (Dao, Haziza, Massa, Sizov 2023): a (sequence, kv head) alone cannot fill a GPU, so its tokens
+are dealt to several programs and their partial results merged by log-sum-exp. Within a program it is the online softmax
+of Milakov and Gimelshein (2018). Different here: the tokens of a program come from a list of small groups, each row by
+its own address (token t of the list is row t % S of entry t // S), so groups of any S fill whole blocks and every row
+of D elements is one coalesced run; and the deal follows the counts on the device, so no program idles because the
+static list is longer than the true one.
+
+Every tile of K and V is read once for all R query heads of its kv head. Nothing but listed rows inside the sequence is
+read: masked loads touch no memory. Logits, softmax and sums are float32. A 16-bit cache goes through the tensor cores:
+products are exact in float32, and the softmax weights are rounded to V's dtype first, as in FlashAttention, which moves
+an output by at most u sum_i p_i |v_i|, u = 2^-8 for bfloat16 and 2^-11 for float16, the rounding of such an output
+itself. Where q is wider than the cache, q and the weights go in as the sum of two such numbers, which leaves u^2. A
+float32 cache is multiplied in true float32 (no TF32).
+
+D that is no power of two is padded to the next one under masks: masked lanes cost no memory traffic, and a second
+pipeline for the rest (80 = 64 + 16) would double the instructions of a loop that waits for memory.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+State = tuple[Tensor, Tensor]
+
+DEFAULT_PROCESSORS = 132  # multiprocessors to fill where no GPU can be asked
+MERGE_SPLITS, MERGE_CHANNELS = 32, 64  # block of the merge; change speed only
+# of three stages two lie in shared memory, on AMD too: one is what its 64 KiB hold
+STAGES = {"cuda": 3, "hip": 2}
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Changes speed only, but for the order of float32 sums. Made from static sizes alone."""
+
+    block_tokens: int  # tokens of one iteration
+    num_splits: int  # programs of one (sequence, kv head)
+    num_warps: int
+    num_stages: int
+
+
+# ------------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def load_groups(groups, token, last, S: tl.constexpr, GATED: tl.constexpr):
+    """The group of each token [N] of a list, or of a sequence where not GATED; -1 from `last` on."""
+    if GATED:
+        return tl.load(groups + token // S, mask=token < last, other=-1)
+    return token // S
+
+
+@triton.jit
+def positions(group, token, last, length, S: tl.constexpr):
+    """Where tokens [N] of groups [N] lie in the sequence; negative for none."""
+    position = group * S + token % S
+    # the open group may be listed: what lies past the end may be anything, NaN too
+    return tl.where((token < last) & (position < length), position, -1)
+
+
+@triton.jit
+def load_units(table, position, U: tl.constexpr):
+    """The pool unit of each position [N]; 0 where there is none."""
+    return tl.load(table + position // U, mask=position >= 0, other=0)
+
+
+@triton.jit
+def load_rows(pool, row, d, live, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Rows [N] int64 of a pool [.., D] as [N, D_PAD]: zeros, unread, where not `live` [N] or past D."""
+    offset = row[:, None] * D + d[None, :]
+    mask = live[:, None]
+    if D != D_PAD:
+        mask = mask & (d < D)[None, :]
+    return tl.load(pool + offset, mask=mask, other=0.0)
+
+
+@triton.jit
+def split_two(x, dtype: tl.constexpr):
+    """x float32 as the sum of two numbers of a 16-bit dtype, the larger one first."""
+    high = x.to(dtype)
+    return high, (x - high.to(tl.float32)).to(dtype)
+
+
+@triton.jit(do_not_specialize=["list_width", "table_width"])
+def attend_split_kernel(
+    q, k, v, table, lengths, groups, counts, part_out, part_lse,
+    scale, list_width, table_width,
+    HKV: tl.constexpr, R: tl.constexpr, D: tl.constexpr, U: tl.constexpr, S: tl.constexpr, GATED: tl.constexpr,
+    WIDE_Q: tl.constexpr, R_PAD: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Program (b * HKV + h, split): its share of the tokens of kv head h of sequence b, for the R query heads at once.
+    Writes part_out [B, Hq, splits, D] float32, normalised, and part_lse [B, Hq, splits] float32, natural log."""
+    pair, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    b, h = pair // HKV, pair % HKV
+    length = tl.load(lengths + b)
+    num_tokens = length
+    if GATED:
+        num_tokens = tl.minimum(tl.load(counts + pair), list_width) * S
+        groups += pair.to(tl.int64) * list_width
+    table += b.to(tl.int64) * table_width
+    num_blocks = tl.cdiv(num_tokens, BLOCK_N)
+    first = num_blocks * split // num_splits * BLOCK_N
+    last = tl.minimum(num_blocks * (split + 1) // num_splits * BLOCK_N, num_tokens)
+
+    r, d = tl.arange(0, R_PAD), tl.arange(0, D_PAD)
+    head = pair.to(tl.int64) * R + r  # of all B * Hq: query head h * R + r of sequence b
+    in_head = (r < R)[:, None] & (d < D)[None, :]
+    query = tl.load(q + head[:, None] * D + d[None, :], mask=in_head, other=0.0)
+    if WIDE_Q:
+        query, query_low = split_two(query.to(tl.float32), k.dtype.element_ty)
+    else:
+        query = query.to(k.dtype.element_ty)
+
+    # finite, so that a block without a live token leaves no NaN behind
+    largest = tl.full([R_PAD], -3.0e38, tl.float32)
+    total = tl.zeros([R_PAD], tl.float32)
+    acc = tl.zeros([R_PAD, D_PAD], tl.float32)
+    # the way to a row is list, table, row: each step runs one iteration ahead of the next, so that none is waited for
+    token = first + tl.arange(0, BLOCK_N)
+    position = positions(load_groups(groups, token, last, S, GATED), token, last, length, S)
+    unit = load_units(table, position, U)
+    group = load_groups(groups, token + BLOCK_N, last, S, GATED)
+    for start in range(first, last, BLOCK_N):
+        live = position >= 0
+        row = (unit.to(tl.int64) * HKV + h) * U + position % U
+        token = start + BLOCK_N + tl.arange(0, BLOCK_N)
+        position = positions(group, token, last, length, S)
+        unit = load_units(table, position, U)
+        group = load_groups(groups, token + BLOCK_N, last, S, GATED)
+        key = load_rows(k, row, d, live, D, D_PAD)
+        logits = tl.dot(query, tl.trans(key), input_precision="ieee")
+        if WIDE_Q:
+            logits = tl.dot(query_low, tl.trans(key), logits)
+        logits = tl.where(live[None, :], logits * scale, float("-inf"))
+        new = tl.maximum(largest, tl.max(logits, axis=1))
+        shrink, weight = tl.exp2(largest - new), tl.exp2(logits - new[:, None])
+        total = total * shrink + tl.sum(weight, axis=1)
+        value = load_rows(v, row, d, live, D, D_PAD)
+        acc = acc * shrink[:, None]
+        if WIDE_Q:
+            weight_high, weight_low = split_two(weight, v.dtype.element_ty)
+            acc = tl.dot(weight_high, value, acc)
+            acc = tl.dot(weight_low, value, acc)
+        else:
+            acc = tl.dot(weight.to(v.dtype.element_ty), value, acc, input_precision="ieee")
+        largest = new
+
+    place = head * num_splits + split
+    empty = total == 0
+    total = tl.where(empty, 1.0, total)
+    lse = tl.where(empty, float("-inf"), (largest + tl.log2(total)) * 0.6931471805599453)
+    tl.store(part_lse + place, lse, mask=r < R)
+    if first < last:  # the merge gives a split without tokens no weight and needs no zeros of it
+        tl.store(part_out + place[:, None] * D + d[None, :], acc / total[:, None], mask=in_head)
+
+
+@triton.jit
+def merge_splits(
+    part_out, part_lse, first, num_splits, d, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """(out [BLOCK_D] of channels d, lse) of the splits whose rows of part_out [.., D] and part_lse [..] begin at
+    `first`; 0 and -inf where all are empty. An empty split's part_out may be anything."""
+    largest, total, acc = -3.0e38, 0.0, tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, num_splits, BLOCK_S):
+        split = start + tl.arange(0, BLOCK_S)
+        inside = split < num_splits
+        lse = tl.load(part_lse + first + split, mask=inside, other=float("-inf"))
+        out = tl.load(
+            part_out + (first + split)[:, None] * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0
+        )
+        new = tl.maximum(largest, tl.max(lse, axis=0))
+        shrink, weight = tl.exp(largest - new), tl.exp(lse - new)
+        total = total * shrink + tl.sum(weight, axis=0)
+        acc = acc * shrink + tl.sum(tl.where(weight[:, None] > 0, weight[:, None] * out, 0.0), axis=0)
+        largest = new
+    empty = total == 0
+    total = tl.where(empty, 1.0, total)
+    return acc / total, tl.where(empty, float("-inf"), largest + tl.log(total))
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def merge_kernel(
+    part_out, part_lse, out, lse, num_splits, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Program (b * Hq + head, block of channels): merges the splits of one query head."""
+    head = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    merged, mass = merge_splits(part_out, part_lse, head * num_splits, num_splits, d, D, BLOCK_S, BLOCK_D)
+    tl.store(out + head * D + d, merged.to(out.dtype.element_ty), mask=d < D)
+    if tl.program_id(1) == 0:
+        tl.store(lse + head, mass)
+
+
+# ----------------------------------------------------------------------------------------------------------- launchers
+
+
+def attend_groups(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, lengths: Tensor, groups: Tensor | None,
+    counts: Tensor | None, *, group_tokens: int, num_splits: int | None = None,
+) -> State:  # fmt: skip
+    """(out [B, Hq, D] in q's dtype, lse [B, Hq] float32: natural log of the softmax mass read) of q [B, Hq, D],
+    unscaled, over the first counts [B, Hkv] int32 of groups [B, Hkv, W] int32, or over all tokens where both are None.
+    k_pool, v_pool [P, Hkv, U, D], table [B, M] int32, lengths [B] int32. Out 0 and lse -inf where nothing is listed.
+    Two launches, no synchronisation; `num_splits` (see `plan`) changes speed only."""
+    part_out, part_lse = attend_splits(q, k_pool, v_pool, table, lengths, groups, counts, group_tokens, num_splits)
+    batch, num_heads, head_dim = q.shape
+    out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), part_lse.new_empty((batch, num_heads))
+    block_d = merge_channels(head_dim)
+    merge_kernel[(batch * num_heads, triton.cdiv(head_dim, block_d))](
+        part_out, part_lse, out, lse, part_lse.shape[2], D=head_dim, BLOCK_S=MERGE_SPLITS, BLOCK_D=block_d
+    )
+    return out, lse
+
+
+def attend_splits(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, lengths: Tensor, groups: Tensor | None,
+    counts: Tensor | None, group_tokens: int, num_splits: int | None,
+) -> State:  # fmt: skip
+    """The partial results that `merge_splits` merges: (out [B, Hq, splits, D], lse [B, Hq, splits]) float32."""
+    check_layout(k_pool=k_pool, v_pool=v_pool, table=table, lengths=lengths)
+    batch, num_heads, head_dim = q.shape
+    _, kv_heads, unit_tokens, _ = k_pool.shape
+    if k_pool.shape != v_pool.shape or k_pool.dtype != v_pool.dtype or k_pool.shape[3] != head_dim:
+        raise ValueError(f"k {list(k_pool.shape)} and v {list(v_pool.shape)} must agree, also with q {list(q.shape)}")
+    if num_heads % kv_heads or unit_tokens % group_tokens:
+        raise ValueError(
+            f"{num_heads} query heads must be a multiple of {kv_heads} kv heads, and units of {unit_tokens} tokens of "
+            f"groups of {group_tokens}"
+        )
+    width = 0 if groups is None else groups.shape[2]
+    most_tokens = table.shape[1] * unit_tokens if groups is None else width * group_tokens
+    chosen = plan(batch * kv_heads, most_tokens, head_dim, k_pool.dtype, processors(q.device), num_splits)
+    repeat = num_heads // kv_heads
+    part_out = torch.empty((batch, num_heads, chosen.num_splits, head_dim), dtype=torch.float32, device=q.device)
+    part_lse = part_out.new_empty(part_out.shape[:3])
+    attend_split_kernel[(batch * kv_heads, chosen.num_splits)](
+        q.contiguous(), k_pool, v_pool, table, lengths, None if groups is None else groups.contiguous(),
+        None if counts is None else counts.contiguous(), part_out, part_lse,
+        math.log2(math.e) / math.sqrt(head_dim), width, table.shape[1],
+        HKV=kv_heads, R=repeat, D=head_dim, U=unit_tokens, S=group_tokens, GATED=groups is not None,
+        WIDE_Q=k_pool.dtype in HALVES and q.dtype != k_pool.dtype, **padding(repeat, head_dim),
+        BLOCK_N=chosen.block_tokens, num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+    )  # fmt: skip
+    return part_out, part_lse
+
+
+def plan(
+    num_pairs: int, most_tokens: int, head_dim: int, dtype: torch.dtype, num_processors: int, num_splits: int | None
+) -> Plan:
+    """Launch sizes for `num_pairs` (sequence, kv head) pairs that read at most `most_tokens` tokens each. Two programs
+    a multiprocessor hide each other's waits; more only lengthen the merge. No split is planned below one block."""
+    row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
+    # at most 16 KiB of K and as much of V an iteration: two programs with two of them in flight fit into the shared
+    # memory of a multiprocessor
+    block_tokens = min(max(16 * 1024 // row_bytes, 16), 64)
+    if num_splits is None:
+        num_splits = min(triton.cdiv(2 * num_processors, num_pairs), triton.cdiv(most_tokens, block_tokens))
+    # float32 has no tensor cores here: its products need the registers of more warps (4 spill)
+    num_warps = 8 if dtype == torch.float32 and head_dim > 64 else 4
+    return Plan(block_tokens, max(num_splits, 1), num_warps, STAGES["hip" if torch.version.hip else "cuda"])
+
+
+def padding(repeat: int, head_dim: int) -> dict[str, int]:
+    """Sizes of the blocks that tl.dot takes: powers of two, 16 at least."""
+    return {"R_PAD": max(16, triton.next_power_of_2(repeat)), "D_PAD": max(16, triton.next_power_of_2(head_dim))}
+
+
+def merge_channels(head_dim: int) -> int:
+    """Channels that one program of a merge takes."""
+    return min(MERGE_CHANNELS, triton.next_power_of_2(head_dim))
+
+
+@lru_cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    if device.type != "cuda":
+        return DEFAULT_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def check_layout(**tensors: Tensor) -> None:
+    """Raises ValueError for a tensor that is not contiguous: kernels compute addresses from shapes."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} {list(tensor.shape)} is not contiguous: pass {name}.contiguous()")

@@ -1,0 +1,385 @@
+"""Triton: estimates of all groups, from `rq` codes and from int8 summaries, each code read once for all query heads.
+
+Integers times a query are a matrix product with as many columns as there are query heads, so it goes to the tensor
+cores (`tl.dot`): rows are groups, columns query heads. 16-bit factors would cost a float32 query half of its digits.
+So each head is scaled by a power of two to a largest entry in [2^13, 2^14) and split into its float16 and the float16
+of what that leaves, two neighbouring columns (R <= 4: 8 columns, which the smallest product has anyway): 22 bits of the
+largest entry, sums in float32. Codes are small integers, exact in float16.
+
+Bits are never shifted to a place. The byte with all but one code masked away is an integer code * 2^shift, and an
+integer below 1,024 *is* the bit pattern of that integer times 2^-24 in float16 (a subnormal number, which NVIDIA's
+tensor cores multiply exactly): one AND for two codes. The 2^-shift goes to the query, the 2^24 to the sum, and levels
+are codes less their middle: sum level * a = sum code * a - middle * sum a. Which dimensions share a product is free:
+one product takes one code of every byte. AMD's matrix cores flush subnormals on some devices: there integers are
+converted.
+
+The array operations of the same formulas are in `eps_cuda/summaries.py`. Tile sizes change speed only; they follow
+from compiled instruction counts and have not been timed on a GPU.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eps_core.summaries import LARGEST_ESTIMATE
+
+TURN_ELEMENTS = 8192  # of the rotation that one program holds
+CODE_BYTES = 16384  # of codes that one program decodes at most
+BLOCK_GROUPS = 512  # that one program scores at most
+FULL_PROGRAMS = 2048  # fewer groups a program rather than fewer programs than this
+SMALLEST_BLOCK = 64  # groups; what Hopper's matrix instructions take at least
+
+INT8_METHODS = {"box": 0, "ball": 1, "meanstd": 2}
+
+
+# ------------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _turn(
+    q, rotation, centre, turned, offset, stride_b, stride_h, kv_heads, inverse_root,
+    R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One (sequence, kv head) and some columns of the rotation: its R heads in turn. float32 throughout."""
+    row = tl.program_id(0)
+    i, j = tl.arange(0, DP), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    matrix = tl.load(rotation + i[:, None] * D + j[None, :], mask=(i < D)[:, None] & (j < D)[None, :], other=0.0)
+    middle = tl.load(centre + (row % kv_heads) * D + i, mask=i < D, other=0.0).to(tl.float32)
+    start = q + (row // kv_heads).to(tl.int64) * stride_b + (row % kv_heads) * R * stride_h
+    for r in range(R):
+        a = tl.load(start + r * stride_h + i, mask=i < D, other=0.0).to(tl.float32) * inverse_root
+        tl.store(turned + (row * R + r) * D + j, tl.sum(a[:, None] * matrix, axis=0), mask=j < D)
+        if tl.program_id(1) == 0:
+            tl.store(offset + row * R + r, tl.sum(a * middle, axis=0))
+
+
+@triton.jit
+def _power(largest):
+    """(2^n, 2^-n) float32 with largest * 2^n in [2^13, 2^14), by the exponent's bits."""
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
+    field = tl.minimum(267 - exponent, 253)
+    return (field << 23).to(tl.float32, bitcast=True), ((254 - field) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _halves(a, n):
+    """float32 [K, 2 RP] scaled by `_power`, each head in the columns n = 2 r and 2 r + 1 -> float16: the two add up to
+    a. (No join of two arrays: where a reshape feeds a product, Triton 3.9 fails to compile for Hopper.)"""
+    high = a.to(tl.float16)
+    low = (a - high.to(tl.float32)).to(tl.float16)
+    return tl.where((n % 2 == 0)[None, :], high, low)
+
+
+@triton.jit
+def _pairs(total, BLOCK: tl.constexpr, RP: tl.constexpr):
+    """[BLOCK, 2 RP] -> [BLOCK, RP]: the two halves of each head, neighbours in one thread's registers."""
+    return tl.sum(tl.reshape(total, (BLOCK, RP, 2)), axis=2)
+
+
+@triton.jit
+def _once(twice, RP: tl.constexpr):
+    """[2 RP] with each head's value twice -> [RP]."""
+    return tl.max(tl.reshape(twice, (RP, 2)), axis=1)
+
+
+@triton.jit
+def _places(table_row, g, listed, kv_heads, h, GPU: tl.constexpr):
+    """Of groups g: their index among the pool's groups of one head, and among those of all heads. int64."""
+    unit = tl.maximum(tl.load(table_row + g // GPU, mask=listed, other=0), 0).to(tl.int64)
+    return unit * GPU + g % GPU, (unit * kv_heads + h) * GPU + g % GPU
+
+
+@triton.jit
+def _settle(estimate, R: tl.constexpr, RP: tl.constexpr, LARGEST: tl.constexpr):
+    """[BLOCK, RP] of each head -> [BLOCK]: what is not finite becomes LARGEST, then the most of R heads."""
+    estimate = tl.where(tl.abs(estimate) < float("inf"), estimate, LARGEST)
+    return tl.max(tl.where((tl.arange(0, RP) < R)[None, :], estimate, -float("inf")), axis=1)
+
+
+@triton.jit
+def _store_estimate(best, estimate, valid, place, g, row, length, groups, inside, S: tl.constexpr):
+    """+inf inside the sequence without a valid summary, -inf past its end."""
+    is_open = (g == (length + S - 1) // S - 1) & (length % S != 0)
+    known = inside & ~is_open & (tl.load(valid + place, mask=inside, other=0) != 0)
+    best = tl.where(known, best, tl.where(inside, float("inf"), -float("inf")))
+    tl.store(estimate + row.to(tl.int64) * groups + g, best, mask=g < groups)
+
+
+@triton.jit
+def _query(turned_row, R: tl.constexpr, D: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr):
+    """Of each head: the power of two that scales it [2 RP], its inverse [RP], and the sum of its entries [RP]."""
+    r, d = tl.arange(0, 2 * RP) // 2, tl.arange(0, DP)
+    a = tl.load(turned_row + r[:, None] * D + d[None, :], mask=(r < R)[:, None] & (d < D)[None, :], other=0.0)
+    power, inverse = _power(tl.max(tl.abs(a), axis=1))
+    return power, _once(inverse, RP), _once(tl.sum(a, axis=1), RP)
+
+
+@triton.jit
+def _add_codes(
+    total, codes, tile, listed, turned_row, power, WEIGHT: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    RP: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr, BP: tl.constexpr, FOLD: tl.constexpr,
+    SUBNORMAL: tl.constexpr,
+):  # fmt: skip
+    """total [BLOCK, 2 RP] + WEIGHT * sum over dimensions of code * scaled query, times 2^-24 where SUBNORMAL. Where a
+    group has fewer bytes than the 16 that one product adds up, FOLD codes of each byte share it."""
+    PER_BYTE: tl.constexpr = 8 // BITS
+    MASK: tl.constexpr = (1 << BITS) - 1
+    k, n = tl.arange(0, BP * FOLD), tl.arange(0, 2 * RP)
+    r = n // 2
+    byte, fold = k % BP, k // BP
+    packed = tl.load(
+        codes + tile[:, None] * BYTES + byte[None, :], mask=listed[:, None] & (byte < BYTES)[None, :], other=0
+    )
+    for step in tl.static_range((PER_BYTE + FOLD - 1) // FOLD):
+        if FOLD == 1:
+            masked = packed & (MASK << (step * BITS))
+        else:
+            masked = packed & (MASK << ((step * FOLD + fold) * BITS)).to(tl.uint8)[None, :]
+        part = step * FOLD + fold
+        d = byte * PER_BYTE + part
+        used = (byte < BYTES) & (part < PER_BYTE) & (d < D)
+        a = tl.load(turned_row + r[None, :] * D + d[:, None], mask=used[:, None] & (r < R)[None, :], other=0.0)
+        unshift = ((127 - part * BITS) << 23).to(tl.float32, bitcast=True) * WEIGHT
+        columns = _halves(a * power[None, :] * unshift[:, None], n)
+        if SUBNORMAL:
+            total = tl.dot(masked.to(tl.uint16).to(tl.float16, bitcast=True), columns, total)
+        else:
+            total = tl.dot(masked.to(tl.float16), columns, total)
+    return total
+
+
+@triton.jit
+def _score_rq(
+    turned, offset, codes, scale, valid, table, lengths, estimate, table_units, groups, kv_heads,
+    R: tl.constexpr, D: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr,
+    BP: tl.constexpr, FOLD: tl.constexpr, SUBNORMAL: tl.constexpr, GPU: tl.constexpr, S: tl.constexpr,
+    LOG_S: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK groups of one (sequence, kv head)."""
+    row = tl.program_id(1)
+    b, h = row // kv_heads, row % kv_heads
+    g = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    length = tl.load(lengths + b)
+    inside = (g < groups) & (g < (length + S - 1) // S)
+    place, tile = _places(table + b * table_units, g, inside, kv_heads, h, GPU)
+    turned_row, r = turned + row * R * D, tl.arange(0, RP)
+    power, inverse, sums = _query(turned_row, R, D, RP, DP)
+    # levels: 2 code - 1 of one bit, code - (2^(bits - 1) - 1/2) of more
+    WEIGHT: tl.constexpr = 2 if BITS == 1 else 1
+    MIDDLE: tl.constexpr = 1.0 if BITS == 1 else (1 << (BITS - 1)) - 0.5
+    total = tl.zeros((BLOCK, 2 * RP), tl.float32)
+    total = _add_codes(
+        total, codes, tile, inside, turned_row, power, WEIGHT, R, D, RP, BITS, BYTES, BP, FOLD, SUBNORMAL
+    )
+    unit = inverse * 16777216.0 if SUBNORMAL else inverse
+    dots = _pairs(total, BLOCK, RP) * unit[None, :] - (MIDDLE * sums)[None, :]
+    step = tl.load(scale + tile, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.load(offset + row * R + r, mask=r < R, other=0.0)
+    best = _settle(LOG_S + (shift[None, :] + dots * step[:, None]), R, RP, LARGEST)
+    _store_estimate(best, estimate, valid, place, g, row, length, groups, inside, S)
+
+
+@triton.jit
+def _refine_rq(
+    turned, offset, codes, second, second_scale, table, estimate, listed_groups, counts, table_units, groups, kv_heads,
+    width, R: tl.constexpr, D: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr, BYTES: tl.constexpr,
+    BP: tl.constexpr, FOLD: tl.constexpr, SUBNORMAL: tl.constexpr, GPU: tl.constexpr, LOG_S: tl.constexpr,
+    LARGEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK listed groups of one (sequence, kv head): levels (2 code - 1) + (2 second - 1) / 2."""
+    row = tl.program_id(1)
+    b, h = row // kv_heads, row % kv_heads
+    start = tl.program_id(0) * BLOCK
+    # lists are as wide as the longest sequence needs
+    if start < tl.load(counts + row):
+        w = start + tl.arange(0, BLOCK)
+        g = tl.load(listed_groups + row.to(tl.int64) * width + w, mask=w < width, other=-1)
+        listed = g >= 0
+        _, tile = _places(table + b * table_units, g, listed, kv_heads, h, GPU)
+        turned_row, r = turned + row * R * D, tl.arange(0, RP)
+        power, inverse, sums = _query(turned_row, R, D, RP, DP)
+        total = tl.zeros((BLOCK, 2 * RP), tl.float32)
+        total = _add_codes(total, codes, tile, listed, turned_row, power, 2, R, D, RP, 1, BYTES, BP, FOLD, SUBNORMAL)
+        total = _add_codes(total, second, tile, listed, turned_row, power, 1, R, D, RP, 1, BYTES, BP, FOLD, SUBNORMAL)
+        unit = inverse * 16777216.0 if SUBNORMAL else inverse
+        dots = _pairs(total, BLOCK, RP) * unit[None, :] - (1.5 * sums)[None, :]
+        step = tl.load(second_scale + tile, mask=listed, other=0.0).to(tl.float32)
+        shift = tl.load(offset + row * R + r, mask=r < R, other=0.0)
+        best = _settle((LOG_S + shift)[None, :] + dots * step[:, None], R, RP, LARGEST)
+        tl.store(estimate + row.to(tl.int64) * groups + g, best, mask=listed)
+
+
+@triton.jit
+def _add_bytes(total, codes, tile, inside, columns, D: tl.constexpr, DP: tl.constexpr):
+    """total [BLOCK, 2 RP] + int8 or uint8 codes [BLOCK, D] times columns [D, 2 RP]."""
+    d = tl.arange(0, DP)
+    c = tl.load(codes + tile[:, None] * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0)
+    return tl.dot(c.to(tl.float16), columns, total)
+
+
+@triton.jit
+def _score_int8(
+    q, first, first_scale, second, second_scale, valid, table, lengths, estimate, stride_b, stride_h, inverse_root,
+    table_units, groups, kv_heads, METHOD: tl.constexpr, R: tl.constexpr, D: tl.constexpr, RP: tl.constexpr,
+    DP: tl.constexpr, GPU: tl.constexpr, S: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK groups of one (sequence, kv head) by `box` (0), `ball` (1) or `meanstd` (2)."""
+    row = tl.program_id(1)
+    b, h = row // kv_heads, row % kv_heads
+    g = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    length = tl.load(lengths + b)
+    inside = (g < groups) & (g < (length + S - 1) // S)
+    place, tile = _places(table + b * table_units, g, inside, kv_heads, h, GPU)
+    d, n = tl.arange(0, DP), tl.arange(0, 2 * RP)
+    r = n // 2
+    start = q + b.to(tl.int64) * stride_b + h * R * stride_h
+    a = tl.load(start + r[None, :] * stride_h + d[:, None], mask=(d < D)[:, None] & (r < R)[None, :], other=0.0)
+    a = a.to(tl.float32) * inverse_root
+    power, inverse = _power(tl.max(tl.abs(a), axis=0))
+    scaled, inverse = a * power[None, :], _once(inverse, RP)
+    total = tl.zeros((BLOCK, 2 * RP), tl.float32)
+    step = tl.load(first_scale + tile, mask=inside, other=0.0).to(tl.float32)
+    if METHOD == 0:
+        total = _add_bytes(total, first, tile, inside, _halves(tl.minimum(scaled, 0.0), n), D, DP)
+        total = _add_bytes(total, second, tile, inside, _halves(tl.maximum(scaled, 0.0), n), D, DP)
+        value = _pairs(total, BLOCK, RP) * inverse[None, :] * step[:, None]
+    else:
+        total = _add_bytes(total, first, tile, inside, _halves(scaled, n), D, DP)
+        mean = _pairs(total, BLOCK, RP) * inverse[None, :] * step[:, None]
+        spread = tl.load(second_scale + tile, mask=inside, other=0.0).to(tl.float32)
+        if METHOD == 1:
+            value = mean + tl.sqrt(_once(tl.sum(a * a, axis=0), RP))[None, :] * spread[:, None]
+        else:
+            around = tl.zeros((BLOCK, 2 * RP), tl.float32)
+            around = _add_bytes(around, second, tile, inside, _halves(tl.abs(scaled), n), D, DP)
+            value = mean + _pairs(around, BLOCK, RP) * inverse[None, :] * spread[:, None]
+    best = _settle(value, R, RP, LARGEST)
+    _store_estimate(best, estimate, valid, place, g, row, length, groups, inside, S)
+
+
+# ----------------------------------------------------------------------------------------------------------- launchers
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def _padded_heads(repeat: int) -> int:
+    """Query heads of a product: two columns each, at least the 8 of NVIDIA's smallest, the 16 of AMD's."""
+    return max(_power_of_two(repeat), 8 if torch.version.hip else 4)
+
+
+def _block(rows: int, groups: int, row_bytes: int) -> int:
+    """Groups that one program scores: as many as its registers hold, but enough programs to fill a GPU."""
+    block = min(BLOCK_GROUPS, max(CODE_BYTES // row_bytes, SMALLEST_BLOCK))
+    while block > SMALLEST_BLOCK and rows * groups < block * FULL_PROGRAMS:
+        block //= 2
+    return block
+
+
+def code_shape(head_dim: int, bits: int) -> dict[str, int]:
+    """How codes of one group are laid out in a product: BYTES of them, padded to BP, FOLD codes of a byte at once."""
+    num_bytes = -(-head_dim * bits // 8)
+    padded = _power_of_two(num_bytes)
+    # at least 16 rows in all; codes past a byte's last multiply zeros
+    return {"BITS": bits, "BYTES": num_bytes, "BP": padded, "FOLD": max(16 // padded, 1)}
+
+
+def _check_layout(*arrays: Tensor) -> None:
+    assert all(array.is_contiguous() for array in arrays), "pools, tables and outputs of an earlier kernel are whole"
+
+
+def turn_queries(q: Tensor, rotation: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
+    """q [B, Hq, D] unscaled, rotation [D, D] float32 (`rotate` of the unit matrix), centre [Hkv, D] float16 ->
+    (rotated a = q / sqrt(D) [B, Hkv, R, D], centre . a [B, Hkv, R]), float32."""
+    batch, heads, head_dim = q.shape
+    kv_heads = centre.shape[0]
+    _check_layout(rotation, centre)
+    assert q.stride(-1) == 1
+    turned = torch.empty((batch, kv_heads, heads // kv_heads, head_dim), dtype=torch.float32, device=q.device)
+    offset = torch.empty(turned.shape[:3], dtype=torch.float32, device=q.device)
+    padded = _power_of_two(head_dim)
+    columns = max(min(TURN_ELEMENTS // padded, 32), 1)
+    _turn[(batch * kv_heads, triton.cdiv(head_dim, columns))](
+        q, rotation, centre, turned, offset, q.stride(0), q.stride(1), kv_heads, 1 / math.sqrt(head_dim),
+        R=heads // kv_heads, D=head_dim, DP=padded, COLUMNS=columns,
+    )  # fmt: skip
+    return turned, offset
+
+
+def score_rq(
+    turned: Tensor, offset: Tensor, codes: Tensor, scale: Tensor, valid: Tensor, table: Tensor, lengths: Tensor, *,
+    group_tokens: int, bits: int, subnormal: bool = not torch.version.hip,
+) -> Tensor:  # fmt: skip
+    """Estimates [B, Hkv, G] float32 of log A_p, the most of R query heads: +inf inside the sequence without a valid
+    summary (an open group too), -inf past its end. turned [B, Hkv, R, D] and offset [B, Hkv, R] of `turn_queries`,
+    codes [P, Hkv, GPU, bytes] uint8, scale [P, Hkv, GPU] float16, valid [P * GPU] uint8, table [B, M] and lengths [B]
+    int32. `subnormal`: see the module's head."""
+    batch, kv_heads, repeat, head_dim = turned.shape
+    per_unit, units = codes.shape[2], table.shape[1]
+    groups = units * per_unit
+    _check_layout(turned, offset, codes, scale, valid, table, lengths)
+    shape = code_shape(head_dim, bits)
+    assert shape["BYTES"] == codes.shape[3]
+    estimate = torch.empty((batch, kv_heads, groups), dtype=torch.float32, device=turned.device)
+    block = _block(batch * kv_heads, groups, shape["BP"] * shape["FOLD"])
+    _score_rq[(triton.cdiv(groups, block), batch * kv_heads)](
+        turned, offset, codes, scale, valid, table, lengths, estimate, units, groups, kv_heads,
+        R=repeat, D=head_dim, RP=_padded_heads(repeat), DP=_power_of_two(head_dim), **shape, SUBNORMAL=subnormal,
+        GPU=per_unit, S=group_tokens, LOG_S=math.log(group_tokens), LARGEST=LARGEST_ESTIMATE, BLOCK=block,
+    )  # fmt: skip
+    return estimate
+
+
+def refine_rq(
+    turned: Tensor, offset: Tensor, codes: Tensor, second: Tensor, second_scale: Tensor, table: Tensor,
+    estimate: Tensor, groups: Tensor, counts: Tensor, *, group_tokens: int, subnormal: bool = not torch.version.hip,
+) -> None:  # fmt: skip
+    """Replaces the estimates of listed groups by those of two bits, in place: second [P, Hkv, GPU, bytes] uint8,
+    second_scale [P, Hkv, GPU] float16, groups [B, Hkv, W] int32 with their counts [B, Hkv], as `select_best` lists
+    them; the rest as for `score_rq`."""
+    batch, kv_heads, repeat, head_dim = turned.shape
+    width = groups.shape[2]
+    _check_layout(turned, offset, codes, second, second_scale, table, estimate, groups, counts)
+    shape = code_shape(head_dim, 1)
+    assert shape["BYTES"] == codes.shape[3] == second.shape[3] and shape.pop("BITS") == 1
+    block = min(_block(batch * kv_heads, width, shape["BP"] * shape["FOLD"]), 256)
+    _refine_rq[(triton.cdiv(width, block), batch * kv_heads)](
+        turned, offset, codes, second, second_scale, table, estimate, groups, counts, table.shape[1],
+        estimate.shape[2], kv_heads, width, R=repeat, D=head_dim, RP=_padded_heads(repeat),
+        DP=_power_of_two(head_dim), **shape, SUBNORMAL=subnormal, GPU=codes.shape[2], LOG_S=math.log(group_tokens),
+        LARGEST=LARGEST_ESTIMATE, BLOCK=block,
+    )  # fmt: skip
+
+
+def score_int8(
+    q: Tensor, summary: dict[str, Tensor], valid: Tensor, table: Tensor, lengths: Tensor, *, group_tokens: int,
+    method: str,
+) -> Tensor:  # fmt: skip
+    """Estimates [B, Hkv, G] of methods `box`, `ball` and `meanstd`, as `score_rq` gives them: q [B, Hq, D] unscaled,
+    summary the pools [P, Hkv, GPU, ..] by name."""
+    if method == "box":
+        first, first_scale, second, second_scale = summary["lo"], summary["scale"], summary["hi"], summary["scale"]
+    elif method == "ball":
+        first, first_scale = summary["mean"], summary["mean_scale"]
+        second, second_scale = first, summary["radius"]
+    else:
+        first, first_scale = summary["mean"], summary["mean_scale"]
+        second, second_scale = summary["std"], summary["std_scale"]
+    batch, heads, head_dim = q.shape
+    kv_heads, per_unit = first.shape[1:3]
+    groups, padded = table.shape[1] * per_unit, max(_power_of_two(head_dim), 16)
+    _check_layout(first, first_scale, second, second_scale, valid, table, lengths)
+    assert q.stride(-1) == 1
+    estimate = torch.empty((batch, kv_heads, groups), dtype=torch.float32, device=q.device)
+    block = _block(batch * kv_heads, groups, padded)
+    _score_int8[(triton.cdiv(groups, block), batch * kv_heads)](
+        q, first, first_scale, second, second_scale, valid, table, lengths, estimate, q.stride(0), q.stride(1),
+        1 / math.sqrt(head_dim), table.shape[1], groups, kv_heads, METHOD=INT8_METHODS[method], R=heads // kv_heads,
+        D=head_dim, RP=_padded_heads(heads // kv_heads), DP=padded, GPU=per_unit, S=group_tokens,
+        LARGEST=LARGEST_ESTIMATE, BLOCK=block,
+    )  # fmt: skip
+    return estimate

@@ -1,0 +1,77 @@
+"""MLX's CPU arrays for the compiled kernels of `eps_core.cpu_kernels`, and back.
+
+The functions have the signatures of their namesakes over arrays; None says that there is no kernel for the case. What
+the kernels read is evaluated first and read in place. No view of the cache outlives a call: one that did would make the
+next slice assignment copy a whole pool.
+"""
+
+import mlx.core as mx
+import numpy as np
+
+from eps_core import cpu_kernels
+from eps_core.config import EpsConfig
+from eps_core.interface import Scores, Selection
+from eps_mlx.cache import Cache
+
+State = tuple[mx.array, mx.array]
+
+
+def _host(array: mx.array) -> np.ndarray:
+    """The array's own memory; bfloat16 as uint16. Synchronises."""
+    return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=False)
+
+
+def _array(array: np.ndarray | None) -> mx.array | None:
+    return None if array is None else mx.array(array)
+
+
+def _listed(selection: Selection) -> tuple[np.ndarray, np.ndarray]:
+    return _host(selection.groups), _host(selection.counts)
+
+
+def score(cache: Cache, layer: int, q: mx.array, table: np.ndarray, lengths: np.ndarray) -> Scores | None:
+    """See `summaries.score`."""
+    with mx.stream(cache.stream):
+        scored = cpu_kernels.score(cache, layer, _host(q.astype(mx.float32)), table, lengths, _host)
+        if scored is None:
+            return None
+        estimate, lower, upper, num_missing, slack = scored
+        return Scores(
+            mx.array(estimate), _array(lower), _array(upper), num_missing, _array(slack), kernels=cache.kernels
+        )
+
+
+def select(config: EpsConfig, scores: Scores, lengths: np.ndarray, layer: int = 0) -> Selection | None:
+    """See `selection.select`."""
+    chosen = cpu_kernels.select(config, _host(scores.estimate), scores.num_missing, lengths, layer)
+    if chosen is None:
+        return None
+    groups, counts, uniform, forced, visit = chosen
+    return Selection(mx.array(groups), mx.array(counts), uniform, forced, visit=mx.array(visit))
+
+
+def attend(
+    cache: Cache, layer: int, q: mx.array, table: np.ndarray, lengths: np.ndarray, selection: Selection | None
+) -> State:
+    """See `attention.attend`."""
+    with mx.stream(cache.stream):
+        listed = None if selection is None else _listed(selection)
+        out, lse = cpu_kernels.attend(cache, layer, _host(q.astype(mx.float32)), table, lengths, listed, _host)
+        return mx.array(out).astype(q.dtype), mx.array(lse)
+
+
+def attend_tail(
+    cache: Cache,
+    layer: int,
+    table: np.ndarray,
+    lengths: np.ndarray,
+    scores: Scores,
+    selection: Selection,
+    lse: mx.array,
+) -> State:
+    """See `attention.attend_tail`."""
+    with mx.stream(cache.stream):
+        out, tail = cpu_kernels.attend_tail(
+            cache, layer, table, lengths, _host(scores.estimate), _listed(selection), _host(lse), _host
+        )
+        return mx.array(out), mx.array(tail)

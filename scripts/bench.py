@@ -1,0 +1,20 @@
+"""Times one attention layer, dense and gated: `eps-proto bench` without an installation.
+
+python scripts/bench.py --context 4096,32768 --output results/bench.jsonl --plot results
+python scripts/bench.py --help
+python scripts/bench.py targets results/gpu-*.jsonl        (which of the GPU targets those records meet)
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from eps_core.bench_targets import main as targets
+from eps_core.cli import main
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["targets"]:
+        sys.exit(targets([Path(name) for name in sys.argv[2:]]))
+    sys.argv.insert(1, "bench")
+    main()

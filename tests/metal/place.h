@@ -1,0 +1,29 @@
+// What the kernel's side (shim.h) and the fibres' side (shim.cpp) share.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+typedef unsigned int uint;
+struct uint2 { uint x, y; };
+struct uint3 { uint x, y, z; };
+struct ShimPlace {
+  uint3 thread_position_in_grid, thread_position_in_threadgroup, threadgroup_position_in_grid, threads_per_threadgroup,
+      threads_per_grid, threadgroups_per_grid;
+  uint thread_index_in_threadgroup, simdgroup_index_in_threadgroup, thread_index_in_simdgroup, threads_per_simdgroup,
+      simdgroups_per_threadgroup, thread_execution_width;
+};
+struct ShimLanes {
+  uint64_t value[32], result[32];
+  uint count;    // lanes of this simdgroup: the last one of a threadgroup may have fewer than 32
+  uint lane;     // that asks
+  bool* ready;   // whether a lane has computed the results
+};
+
+extern "C" {
+ShimLanes* shim_exchange(uint64_t value, int operation);
+void shim_share(void* array, size_t bytes);
+void shim_barrier(int flags, int line);
+void shim_simdgroup_barrier(int line);
+void shim_read(const void* place, size_t bytes);
+void shim_atomic(void* place, size_t bytes);
+}

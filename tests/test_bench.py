@@ -1,0 +1,440 @@
+"""`eps-proto bench`: what it times is what it says, and it refuses to time anything else."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import REQUESTED
+
+from eps_core import bench_targets, cli
+from eps_core.bench_check import require_same, run_step
+from eps_core.bench_data import CHUNK_TOKENS, Shape, Source, fill
+from eps_core.bench_plan import SCALING_CONTEXTS, BenchRequest, budgeted
+from eps_core.config import ConfigError, EpsConfig
+from eps_core.interface import load_backend
+
+ROOT = Path(__file__).parent.parent
+HEADS, HEAD_DIM, GROUPED = 2, 32, 4  # kv heads, their dimensions, query heads
+TINY = (
+    "--context", "256", "--q-heads", "4", "--kv-heads", "2", "--head-dim", "32", "--repeats", "2",
+    "--warm-seconds", "0", "--fraction", "0.25",
+)  # fmt: skip
+FIRST = REQUESTED[0]
+# every kernel that a device of a backend has; an interpreter is too slow for more than one cell
+CASES = [
+    (name, device, kernels)
+    for name in REQUESTED
+    for device in load_backend(name).devices()
+    for kernels in load_backend(name).usable_kernels(device)
+]
+
+
+class Bench:
+    """Runs the command in this process, so that a test can put something wrong into it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+        self.monkeypatch, self.capsys = monkeypatch, capsys
+        # how fast the memory is and how cold the caches are is of no interest here
+        for name, value in (("COPIES", 1), ("COPY_SECONDS", 0.0), ("LARGEST_COPY_BYTES", 2**22)):
+            monkeypatch.setattr(f"eps_core.bench.{name}", value)
+        monkeypatch.setattr("eps_core.bench.flush_bytes", lambda last_cache: 2**20)
+
+    def __call__(self, *args: object) -> tuple[int, str, str]:
+        self.monkeypatch.setattr(sys, "argv", ["eps-proto", "bench", *map(str, args)])
+        self.capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out, err = self.capsys.readouterr()
+        return int(end.value.code or 0), out, err
+
+    def refused(self, *args: object) -> str:
+        """The one line that says why; nothing was printed that could be a time."""
+        code, out, err = self(*args)
+        assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1, (code, out, err)
+        return err
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Bench:
+    return Bench(monkeypatch, capsys)
+
+
+def lines_of(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    text = path.read_text()
+    assert text.endswith("\n") and "NaN" not in text and "Infinity" not in text
+    run, *cells = [json.loads(line) for line in text.splitlines()]
+    return run, cells
+
+
+@pytest.mark.parametrize(("backend", "device", "kernels"), CASES, ids=["-".join(case) for case in CASES])
+def test_times_every_part_on_every_backend(bench: Bench, tmp_path: Path, backend, device, kernels) -> None:
+    path, slow = tmp_path / "bench.jsonl", kernels == "triton" and device == "cpu"
+    methods = "rq@2" if slow else "rq@2,box@16"
+    code, out, err = bench(
+        *TINY, "--backend", backend, "--device", device, "--kernels", kernels, "--method", methods,
+        "--output", path, "--plot", tmp_path / "plots", "--repeats", 1 if slow else 2,
+    )  # fmt: skip
+    assert code == 0, err
+    summary = json.loads(out.splitlines()[-1])
+    run, cells = lines_of(path)
+    assert run["type"] == "run" and run["backend"] == backend and run["device"] == device
+    assert run["versions"]["numpy"] == np.__version__ and run["git_commit"] and run["data"]
+    bandwidth = run["bandwidth"]
+    assert bandwidth["roof_gbps"] == max(bandwidth["copy_gbps"], bandwidth["read_gbps"]) > 0
+    assert run["interpreted"] is slow and ("INTERPRETED" in out) is slow
+    assert [f"{cell['method']}@{cell['group_tokens']}" for cell in cells] == methods.split(",")
+    assert [cell["method"] for cell in summary["cells"]] == [cell["method"] for cell in cells]
+    for cell in cells:
+        parts = {"score", "select", "attend", "write", "step", "step_with_write", "eps dense", "grouped matmul"}
+        parts |= {"tail"} if cell["method"] == "rq" else set()
+        arms = cell["arms"]
+        assert parts <= set(arms) and cell["kernels"] == kernels and not cell["failed_arms"], cell["failed_arms"]
+        assert cell["check"]["computed_by"]["attend"] == kernels
+        assert cell["check"]["out_error"] < 1e-3 and cell["groups_visited"] < cell["groups_total"]
+        for arm in arms.values():
+            samples = arm["samples_ms"]
+            assert len(samples) == cell["rounds"] and min(samples) > 0
+            assert arm["least_ms"] <= arm["p10_ms"] <= arm["ms"] <= arm["p90_ms"]
+            assert arm["ms"] == pytest.approx(np.median(samples))
+            assert arm["gbps"] == pytest.approx(arm["bytes"] / arm["ms"] / 1e6)
+            assert arm["share_of_bandwidth"] == pytest.approx(arm["gbps"] / bandwidth["roof_gbps"])
+        dense = {name: arm["ms"] for name, arm in arms.items() if arm["kind"] == "dense"}
+        assert cell["best_dense"] == min(dense, key=lambda name: dense[name])
+        assert cell["speedup"] == pytest.approx(cell["best_dense_ms"] / cell["step_ms"])
+    for name in ("roofline.svg", "scaling.svg"):
+        assert (tmp_path / "plots" / name).read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize("backend", REQUESTED)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_counts_bytes_exactly(bench: Bench, tmp_path: Path, backend: str, dtype: str) -> None:
+    path, context, batch = tmp_path / "bench.jsonl", 320, 2
+    code, _, err = bench(
+        *TINY, "--backend", backend, "--device", "cpu", "--kernels", "arrays", "--context", context, "--batch", batch,
+        "--dtype", dtype, "--method", "rq@2", "--output", path, "--repeats", 1,
+    )  # fmt: skip
+    assert code == 0, err
+    (cell,) = lines_of(path)[1]
+    token = 2 * HEAD_DIM * {"float32": 4, "bfloat16": 2}[dtype]
+    groups, rows = context // 2, batch * HEADS
+    assert cell["dense_bytes"] == rows * context * token
+    assert cell["groups_total"] == rows * groups and cell["groups_visited"] == rows * groups // 4
+    assert cell["kv_bytes"] == cell["arms"]["attend"]["bytes"] == rows * groups // 4 * 2 * token
+    # 1-bit codes of 32 dimensions and their scale of every group, the same again of the refined eighth
+    assert cell["summary_bytes"] == rows * (groups * 6 + math.ceil(groups / 8) * 6)
+    assert cell["tail_bytes"] == rows * context // 64 * (HEAD_DIM + 2)
+    assert cell["bytes_read"] == cell["kv_bytes"] + cell["summary_bytes"] + cell["tail_bytes"]
+    assert cell["bytes_ratio"] == pytest.approx(cell["bytes_read"] / cell["dense_bytes"])
+    assert cell["arms"]["write"]["bytes"] == rows * token
+
+
+def test_the_whole_context_is_timed_where_it_is_asked_for(bench: Bench, tmp_path: Path) -> None:
+    path = tmp_path / "bench.jsonl"
+    code, _, err = bench(*TINY, "--backend", FIRST, "--fraction", 1, "--method", "box@16", "--output", path)
+    assert code == 0, err
+    (cell,) = lines_of(path)[1]
+    assert cell["visit_ratio"] == 1 and cell["bytes_ratio"] > 1
+
+
+@pytest.mark.parametrize("method", ["rq", "box"])
+@pytest.mark.parametrize("share", [0.3, 0.55])
+def test_bytes_are_as_many_groups_as_fit(method: str, share: float) -> None:
+    from eps_core.config import scoring_bytes
+
+    shape = Shape(4096, 2, 8, 2, 128, "bfloat16")
+    config = EpsConfig(method=method, tail_tokens=64 if method == "rq" else 0)
+    solved = budgeted(config, shape, "bytes", share)
+    summaries = scoring_bytes(config, 128, 2 * 4096 // config.S, [4096, 4096]) / 2
+
+    def ratio(groups: int) -> float:
+        return (summaries + groups * config.S * 512) / (4096 * 512)
+
+    assert solved.top_pages is not None and ratio(solved.top_pages) <= share < ratio(solved.top_pages + 1)
+    with pytest.raises(ConfigError, match=r"bytes 0\.01 cannot hold"):
+        budgeted(config, shape, "bytes", 0.01)
+
+
+@pytest.mark.parametrize("backend", REQUESTED)
+def test_a_wrong_kernel_is_not_timed(bench: Bench, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    module = load_backend(backend)
+    right = module.attend
+
+    def off_by_two_percent(cache, layer, q, table, lengths, selection):
+        out, lse = right(cache, layer, q, table, lengths, selection)
+        return (out if selection is None else out * 1.02), lse
+
+    def mass_too_small(cache, layer, q, table, lengths, selection):
+        out, lse = right(cache, layer, q, table, lengths, selection)
+        return out, (lse if selection is None else lse - 0.01)
+
+    def one_head_for_another(cache, layer, q, table, lengths, selection):
+        if selection is None:
+            return right(cache, layer, q, table, lengths, selection)
+        return right(cache, layer, q[:, [1, 0, 2, 3]], table, lengths, selection)
+
+    for wrong in (off_by_two_percent, mass_too_small, *([one_head_for_another] if backend == "numpy" else [])):
+        monkeypatch.setattr(module, "attend", wrong)
+        error = bench.refused(*TINY, "--backend", backend, "--device", "cpu", "--method", "box@16")
+        assert "is wrong" in error and "nothing was timed" in error
+
+
+@pytest.mark.parametrize("backend", REQUESTED)
+def test_a_gate_that_does_not_gate_is_not_timed(bench: Bench, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    module, args = load_backend(backend), (*TINY, "--backend", backend, "--device", "cpu", "--method", "box@16")
+    attend, select = module.attend, module.select
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "attend", lambda *given: attend(*given[:5], None))
+        assert "its selection lists" in bench.refused(*args)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            module, "select", lambda config, *given: select(replace(config, top_pages=None, budget=1.0), *given)
+        )
+        assert "the gate was not active: it visits all 16 groups" in bench.refused(*args)
+    calls = 0
+
+    def dense_after_a_while(cache, layer, q, table, lengths, selection):
+        nonlocal calls
+        calls += selection is not None
+        return attend(cache, layer, q, table, lengths, None if calls > 6 else selection)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "attend", dense_after_a_while)
+        assert "in a timed call, and must read" in bench.refused(*args)
+    assert calls > 6
+
+
+def test_kernels_are_compared_with_arrays_in_every_part(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimates, the list and the tail of kernels, too: of these float64 attention says nothing."""
+    found = [case for case in CASES if case[2] not in ("arrays", "triton")]
+    if not found:
+        pytest.skip("no kernels but arrays here")
+    backend, device, kernels = found[0]
+    module = load_backend(backend)
+    args = (*TINY, "--backend", backend, "--device", device, "--kernels", kernels, "--method", "rq@2")
+    score, select, tail = module.score, module.select, module.attend_tail
+
+    def only(kernel_call: Any, array_call: Any) -> Any:
+        """`kernel_call` for the kernels, `array_call` for what they are compared with."""
+        return lambda first, *more: (array_call if _kernels(first, more) == "arrays" else kernel_call)(first, *more)
+
+    def _kernels(first: Any, more: tuple) -> str:
+        return first.kernels if hasattr(first, "kernels") else more[0].kernels
+
+    def shifted(*given: Any) -> Any:
+        scores = score(*given)
+        return replace(scores, estimate=scores.estimate + 0.5)
+
+    def worse(config: EpsConfig, scores: Any, *more: Any) -> Any:
+        return select(config, replace(scores, estimate=-scores.estimate), *more)
+
+    def heavier(*given: Any) -> Any:
+        out, lse = tail(*given)
+        return out, lse + 0.5
+
+    for name, wrong, right, word in (
+        ("score", shifted, score, "of the estimates differ"),
+        ("select", worse, select, "selected differ"),
+        ("attend_tail", heavier, tail, "is wrong"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, only(wrong, right))
+            assert word in bench.refused(*args), name
+
+
+def test_a_kernel_that_fails_is_one_line(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: Any) -> Any:
+        raise RuntimeError("an illegal\nmemory access")
+
+    monkeypatch.setattr(load_backend(FIRST), "attend", broken)
+    error = bench.refused(*TINY, "--backend", FIRST, "--method", "box@16")
+    assert "box@16 by kernels" in error and "an illegal memory access" in error
+
+
+def test_dense_arms_that_fail_or_are_wrong_are_reported(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from eps_core import dense_arms
+
+    right = dense_arms.dense_arms
+
+    def with_bad_ones(k: np.ndarray, v: np.ndarray, q: np.ndarray) -> dict[str, Any]:
+        arms = right(k, v, q)
+
+        def absent() -> None:
+            raise ImportError("no such library")
+
+        return {"absent": absent, "wrong": lambda: q * 0.5, **arms}
+
+    monkeypatch.setattr(dense_arms, "dense_arms", with_bad_ones)
+    code, out, err = bench(*TINY, "--backend", "numpy", "--method", "box", "--output", tmp_path / "bench.jsonl")
+    assert code == 0, err
+    (cell,) = lines_of(tmp_path / "bench.jsonl")[1]
+    assert cell["failed_arms"]["absent"] == "ImportError: no such library"
+    assert cell["failed_arms"]["wrong"].startswith("wrong: relative error")
+    assert "note: absent: ImportError: no such library" in out and "absent" not in cell["arms"]
+
+
+def test_what_a_graph_records_is_the_step_that_is_timed() -> None:
+    """`capture` needs a GPU; what it records runs anywhere, if need be interpreted."""
+    if not any(kernels == "triton" for _, _, kernels in CASES):
+        pytest.skip("no Triton kernels here")
+    from eps_cuda import dense_arms
+
+    backend, shape = load_backend("cuda"), Shape(256, 2, 4, 2, 32, "float32")
+    device = backend.devices()[-1]
+    for method in ("rq", "box"):
+        config = EpsConfig(method=method, top_pages=8)
+        layer = fill(backend, Source(shape), config, device, "triton", 16, dense_arms.synchronize)
+        step = run_step(layer, config, dense_arms.synchronize)
+        parts = dense_arms.device_parts(layer.cache, config, layer.q, layer.table, layer.lengths)
+        assert {"select", "attend"} <= set(parts) and ("step" in parts) >= (method == "rq")
+        require_same(layer, parts["attend"](), step.read, "attend")
+        for name in {"attend_with_tail", "step"} & set(parts):
+            require_same(layer, parts[name](), (step.merged[0], step.read[1]), name)
+        if "score" in parts:
+            np.testing.assert_allclose(
+                backend.to_numpy(parts["score"]()), backend.to_numpy(step.scores.estimate), rtol=1e-5
+            )
+
+
+def test_writes_go_to_fresh_slots() -> None:
+    backend, shape = load_backend("numpy"), Shape(100, 3, 4, 2, 16, "float32")
+    config = EpsConfig(method="rq", tail_tokens=0)
+    layer = fill(backend, Source(shape), config, "cpu", "arrays", 40, lambda *results: None)
+    used = {int(unit) for row in layer.table for unit in row}
+    before = layer.cache.k[0].copy()
+    written = set()
+    for _ in range(40):
+        slots = layer.spare[:, layer.written].tolist()
+        layer.write()
+        assert not written & set(slots) and len(set(slots)) == 3
+        written |= set(slots)
+    assert not used & {slot // config.unit_tokens for slot in written}
+    untouched = sorted(used)
+    np.testing.assert_array_equal(layer.cache.k[0][untouched], before[untouched])
+
+
+def test_keys_are_the_same_from_the_host_and_from_the_device() -> None:
+    backend, shape = load_backend("numpy"), Shape(CHUNK_TOKENS + 30, 1, 2, 1, 4, "bfloat16")
+    config, source = EpsConfig(method="oracle"), Source(shape)
+    first = fill(backend, source, config, "cpu", "arrays", 16, lambda *results: None)
+    k, v = (part.swapaxes(0, 1)[None] for part in backend.read_kv(first.cache, 0, first.table[0], shape.context))
+    second = fill(backend, source, config, "cpu", "arrays", 16, lambda *results: None, (k, v))
+    for one, other in zip(
+        backend.read_kv(first.cache, 0, first.table[0], shape.context),
+        backend.read_kv(second.cache, 0, second.table[0], shape.context),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_few_groups_hold_most_of_the_mass() -> None:
+    """The drawn keys are worth selecting among: an eighth of the groups holds most of the softmax."""
+    shape = Shape(4096, 1, 4, 2, 128, "float32")
+    source = Source(shape)
+    _, k, _ = next(source.chunks(0))
+    a = source.queries()[0] / math.sqrt(128)
+    for head in range(4):
+        masses = np.exp(k[:, head // 2] @ a[head]).reshape(-1, 2).sum(axis=1)
+        best = np.sort(masses)[::-1]
+        assert 0.5 < best[: len(best) // 8].sum() / best.sum() < 1
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--method", "off"), "method off gates nothing"),
+        (("--method", "magic"), "method 'magic' is unknown: choose among jl"),
+        (("--method", "rq@x"), "method 'rq@x' is unknown"),
+        (("--method", "rq@3"), "a group of 3 tokens neither divides the page"),
+        (("--group-tokens", "512"), "a group of 512 tokens is outside 1 to 256"),
+        (("--fraction", "0"), "--fraction"),
+        (("--fraction", "1.5"), "--fraction"),
+        (("--fraction", "0.1", "--bytes", "0.1"), "--fraction and --bytes"),
+        (("--bytes", "0.001"), "raise --bytes above that"),
+        (("--context", "four"), "--context"),
+        (("--context", "64,64"), "names a value twice"),
+        (("--context", "99999999999"), "lower --context or --batch"),
+        (("--scaling", "--context", "64"), "--scaling and --context"),
+        (("--scaling", "--dtype", "float32,bfloat16"), "--scaling is of one dtype"),
+        (("--repeats", "2", "--seconds", "1"), "--repeats and --seconds"),
+        (("--q-heads", "5"), "q-heads 5 is not a multiple of kv-heads 8"),
+        (("--dtype", "float64"), "--dtype"),
+        (("--kernels", "metal"), "kernels metal are not usable on cpu"),
+        (("--device", "mps"), "device mps is not there"),
+        (("--output", "/nowhere/at/all.jsonl"), "there is no directory"),
+        (("--plot", "/nowhere/at/all"), "there is no directory"),
+        (("--context", "16", "--fraction", "0.5"), "the gate was not active"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_bad_input_is_one_line(bench: Bench, args: tuple[str, ...], words: str) -> None:
+    assert words in bench.refused("--backend", "numpy", *args)
+
+
+def test_scaling_is_a_preset_of_contexts(bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[BenchRequest] = []
+
+    def record(request: BenchRequest, progress: Any) -> None:
+        asked.append(request)
+        raise ConfigError("recorded")
+
+    monkeypatch.setattr("eps_core.cli_bench.Bench", record)
+    bench.refused("--scaling", "--bytes", "0.1", "--method", "rq@2,box@128", "--dtype", "bfloat16")
+    assert asked[0].contexts == SCALING_CONTEXTS == (4096, 8192, 16384, 32768, 65536, 131072)
+    assert asked[0].shares() == [("bytes", 0.1)]
+    assert [(config.method, config.S) for config in asked[0].configs()] == [("rq", 2), ("box", 128)]
+
+
+def target_cell(size: int, method: str, **more: Any) -> dict[str, Any]:
+    """A cell of 64k x 4 in which attention reads a second 90 % of a copy bandwidth of 100 GB/s."""
+    arms = {"attend": {"ms": 1.0, "bytes": 90_000_000}, "score": {"ms": 0.02}, "select": {"ms": 0.01}}
+    arms |= {"step": {"ms": 1.2}, "step (graph)": {"ms": 1.0}}
+    return {
+        "type": "bench", "context": 65536, "batch": 4, "method": method, "group_tokens": size, "asked": {"bytes": 0.1},
+        "arms": arms, "best_dense": "sdpa rows", "best_dense_ms": 6.0, "graphed_step_ms": 1.0, "interpreted": False,
+        **more,
+    }  # fmt: skip
+
+
+def test_targets_are_judged_from_the_record(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run = {
+        "type": "run", "command": "bench", "backend": "cuda", "device": "cuda", "versions": {}, "git_commit": None,
+        "bandwidth": {"copy_gbps": 100.0},
+    }  # fmt: skip
+    good = [target_cell(2, "rq"), target_cell(4, "rq"), target_cell(128, "box", graphed_step_ms=None)]
+
+    def judged(cells: list[dict[str, Any]]) -> tuple[int, list[bool | None]]:
+        path = tmp_path / "gpu.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in [run, *cells]))
+        code = bench_targets.main([path])
+        return code, [one["passed"] for one in json.loads(capsys.readouterr().out.splitlines()[-1])["targets"]]
+
+    assert judged(good) == (0, [True] * 6)
+    slow = target_cell(128, "box") | {"arms": good[2]["arms"] | {"attend": {"ms": 1.2, "bytes": 90_000_000}}}
+    assert judged([*good[:2], slow]) == (1, [False, True, True, True, True, True])
+    late = [cell | {"best_dense_ms": 4.0, "graphed_step_ms": None} for cell in good]
+    assert judged(late) == (1, [True, True, True, False, True, False])
+    assert judged(good[2:]) == (1, [True, False, False, False, False, False])
+    assert judged([cell | {"interpreted": True} for cell in good]) == (0, [None] * 6)
+    assert bench_targets.main([tmp_path / "absent.jsonl"]) == 2
+    (tmp_path / "empty.jsonl").write_text("")
+    assert bench_targets.main([tmp_path / "empty.jsonl"]) == 2
+
+
+def test_scripts_start() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "bench.py", "--backend", "numpy", "--method", "off"],
+        capture_output=True, text=True, cwd="/", timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stderr.startswith("error: method off gates nothing")
+    script = ROOT / "scripts" / "gpu_check.sh"
+    assert subprocess.run(["bash", "-n", script]).returncode == 0
+    done = subprocess.run([script, "--wet-run"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "--wet-run is unknown" in done.stderr

@@ -1,0 +1,121 @@
+"""Where gating pays: the break-even of measured costs, what is kept of them, and what `run` does with them."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from eps_core import cost
+from eps_core.cli import cli
+from eps_core.config import CacheSpec, EpsConfig
+from eps_core.cost import Cost, cost_of, costs_path, measure
+
+SPEC = CacheSpec(4, 2, 16, 1)
+CONFIG = EpsConfig(method="rq")
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cost, "CONTEXTS", (256, 512))
+
+
+@pytest.mark.parametrize(
+    ("dense", "gated", "expected"),
+    [
+        ((1, 4, 16), (2, 3, 6), 5120),  # -1 at 2,048 and +1 at 8,192: midway
+        ((3, 4, 16), (2, 3, 6), 0),
+        ((1, 2, 10), (3, 6, 12), 32768 + 24576),  # -4 at 8,192 and -2 at 32,768: as much again
+        ((1, 2, 4), (3, 6, 12), None),  # falls behind ever further
+        ((1, 4, 16), (2, 3, 18), None),  # ahead once, behind at the largest: that one decides
+    ],
+)
+def test_break_even(dense: tuple, gated: tuple, expected: int | None) -> None:
+    assert Cost((2048, 8192, 32768), dense, gated).min_context == expected
+
+
+def test_break_even_is_rounded_up_to_whole_steps() -> None:
+    assert Cost((1000, 2000), (1.0, 3.0), (2.0, 3.0)).min_context == 2048
+    assert Cost((1000, 2000), (1.0, 3.2), (2.0, 3.0)).min_context == 2048  # 1,833 lies between
+
+
+def test_one_context_tells_no_slope() -> None:
+    assert Cost((2048,), (1.0,), (2.0,)).min_context is None
+    assert Cost((2048,), (2.0,), (1.0,)).min_context == 0
+
+
+def test_measures_every_backend_once_and_keeps_it(target, monkeypatch) -> None:
+    backend, device = target
+    got, was_kept = cost_of(backend, device, "auto", SPEC, 4, CONFIG, 2048)
+    assert not was_kept and got.contexts == (256, 512)
+    assert min(got.dense_ms + got.gated_ms) > 0
+    monkeypatch.setattr(cost, "measure", None)  # not called again
+    assert cost_of(backend, device, "auto", SPEC, 4, CONFIG, 2048) == (got, True)
+    with pytest.raises(TypeError):  # another head count is another entry
+        cost_of(backend, device, "auto", SPEC, 2, CONFIG, 2048)
+
+
+def test_what_is_timed_is_gated_although_the_config_says_dense(target, monkeypatch) -> None:
+    backend, device = target
+    selections = []
+
+    def select(config, scores, lengths, layer=0):
+        selections.append(real(config, scores, lengths, layer))
+        return selections[-1]
+
+    real = backend.select
+    monkeypatch.setattr(backend, "select", select)
+    measure(backend, device, "auto", SPEC, 4, EpsConfig(method="rq", min_context=10**6), 2048)
+    assert len(selections) == 2 * (2 + cost.ROUNDS)
+    assert all(int(np.asarray(s.uniform).max()) < 128 for s in selections)  # of 128 and 256 groups
+
+
+@pytest.mark.parametrize("content", ["", "[1, 2]", "{", '{"a": 1}'])
+def test_a_broken_store_is_as_none(target, content: str) -> None:
+    backend, device = target
+    costs_path().parent.mkdir(parents=True)
+    costs_path().write_text(content)
+    _, was_kept = cost_of(backend, device, "auto", SPEC, 4, CONFIG, 512)
+    assert not was_kept and len(json.loads(costs_path().read_text())) >= 1
+    assert cost_of(backend, device, "auto", SPEC, 4, CONFIG, 512)[1]
+
+
+def test_a_store_that_cannot_be_written_is_no_error(target, monkeypatch, tmp_path) -> None:
+    backend, device = target
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert not cost_of(backend, device, "auto", SPEC, 4, CONFIG, 512)[1]
+
+
+@pytest.mark.parametrize(("pays_from", "dense"), [(None, True), (10**4, True), (100, False)])
+def test_run_gates_from_where_it_pays(monkeypatch, pays_from: int | None, dense: bool) -> None:
+    monkeypatch.setattr("eps_core.run.cost_of", lambda *a: (FixedCost(pays_from), False))
+    flags = ["--backend", "cuda", "--eps-method", "rq", "--eps-min-context", "auto", "--max-new-tokens", "2"]
+    done = CliRunner().invoke(cli, ["run", *flags, "--prompt", "It was a dark and stormy night. " * 20])
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert bool(result["eps"]["fallbacks"].get("min_context")) is dense
+    assert (result["eps"]["pages_skipped"] == 0) is dense
+    assert ("at no context" if pays_from is None else f"from {pays_from:,} tokens on") in done.output
+
+
+class FixedCost(Cost):
+    def __init__(self, pays_from):
+        super().__init__((256,), (1.0,), (2.0,))
+        object.__setattr__(self, "pays_from", pays_from)
+
+    @property
+    def min_context(self):
+        return self.pays_from
+
+
+@pytest.mark.parametrize("value", ["sometimes", "1.5"])
+def test_a_context_that_is_no_number_is_refused(value: str) -> None:
+    done = CliRunner().invoke(cli, ["run", "--eps-min-context", value])
+    assert done.exit_code == 2 and f"{value!r} is neither a number of tokens nor auto" in done.output
+
+
+def test_auto_belongs_to_run() -> None:
+    done = CliRunner().invoke(cli, ["evaluate", "--eps-method", "rq", "--eps-min-context", "auto"])
+    assert done.exit_code == 2 and "auto belongs to `eps-proto run`" in done.output

@@ -1,0 +1,244 @@
+"""The compiled CPU kernels against the float64 oracle and against the array operations they stand in for, which must
+give the same visit lists and, up to float32 rounding, the same values: over odd shapes, dtypes and ragged batches."""
+
+import importlib
+import subprocess
+import sys
+import threading
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_conformance import (
+    Case,
+    Truth,
+    allowance,
+    case_units,
+    check_attend,
+    check_certificate,
+    check_scores,
+    check_scoring,
+    check_selection,
+    check_tail,
+    eps,
+    make_kv,
+    scores_on_host,
+    write_all,
+)  # fmt: skip
+
+from eps_core import backend as oracle
+from eps_core import cpu_kernels
+from eps_core.config import CacheSpec
+from eps_core.guards import forced_groups
+from eps_core.interface import Scores, Selection, load_backend
+
+pytest.importorskip("numba")
+
+CASES = [
+    Case((150, 37), eps("rq", group_tokens=2)),
+    Case((310, 3, 64), eps("rq", group_tokens=1, bits=8), num_heads=3, num_kv_heads=3),
+    Case((300, 130), eps("rq", group_tokens=2, refine=0.2), num_heads=32, dtype="bfloat16", head_dim=128, chunk=150),
+    Case((600, 290), eps("rq", group_tokens=2), dtype="float16", head_dim=80, chunk=200),
+    Case((290,), eps("rq", group_tokens=3, block_size=12, refine=0.5), head_dim=33),
+    Case((300,), eps("rq", group_tokens=48, bits=4, tail_tokens=96), num_heads=6, num_kv_heads=2, head_dim=20),
+    Case((400, 128), eps("rq", group_tokens=128, bits=2), num_heads=5, num_kv_heads=1, dtype="bfloat16"),
+    Case((300, 290), eps("rq", group_tokens=2), kind="ties", scale_q=1.0),
+    Case((300,), eps("rq"), kind="equal"),
+    Case((290, 41), eps("rq", group_tokens=2, min_context=100, top_pages=9)),
+    Case((100, 37), eps("rq")),  # too short for rq's centre: nothing has a summary
+    Case((150, 37, 1), eps("box"), num_heads=16, num_kv_heads=1, head_dim=33, dtype="float16"),
+    Case((530, 300), eps("box", group_tokens=128, tail_tokens=128), num_heads=8, dtype="bfloat16", head_dim=128),
+    Case((150, 37), eps("ball", group_tokens=3, block_size=3, tail_tokens=60), num_heads=3, num_kv_heads=1),
+    Case((150, 37), eps("ball"), kind="outlier", dtype="bfloat16"),
+    Case((290, 200), eps("meanstd", group_tokens=48), num_heads=6, num_kv_heads=3, head_dim=80),
+    Case((150, 64), eps("meanstd", first_tokens=0, last_tokens=0, budget=0.1)),
+    Case((150, 37), eps("box", policy="share", tau=0.02)),  # counts that differ by head
+    Case((150, 37), eps("ball", policy="mass", scope="union", epsilon=0.1)),
+]
+
+
+@pytest.fixture(params=("cuda", "mlx"))
+def backend(request: pytest.FixtureRequest):
+    return load_backend(request.param)
+
+
+def writable(backend):
+    """Torch lets only inference mode write to what it made there."""
+    return importlib.import_module("torch").inference_mode() if backend.__name__ == "eps_cuda" else nullcontext()
+
+
+def kernels_of(backend):
+    return importlib.import_module(f"{backend.__name__}.cpu")
+
+
+class Setup:
+    """A written cache with kernels, the oracle's, and a query."""
+
+    def __init__(self, backend, case: Case) -> None:
+        rng = np.random.default_rng(sum(case.lengths) + case.head_dim)
+        spec = CacheSpec(1, case.num_kv_heads, case.head_dim, case_units(case), case.dtype)
+        self.keys, self.values = make_kv(case, rng)
+        q = rng.normal(size=(len(case.lengths), case.num_heads, case.head_dim)) * case.scale_q
+        self.q = q.astype(np.float32)
+        cache = backend.new_cache(spec, case.config, "cpu", "numba")
+        self.cache, self.table, self.lengths = write_all(backend, "cpu", case, cache, self.keys, self.values)
+        reference = oracle.new_cache(spec, case.config)
+        self.reference, _, _ = write_all(oracle, "cpu", case, reference, self.keys, self.values)
+        self.native = backend.from_numpy(self.q, "float32", "cpu")
+        # a view of the same cache that knows no kernels
+        self.arrays = replace(self.cache, kernels="arrays")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_follow_oracle_and_arrays(backend, case):
+    s, kernels = Setup(backend, case), kernels_of(backend)
+    place = (0, s.native, s.table, s.lengths)
+    scores, plain = kernels.score(s.cache, *place), backend.score(s.arrays, *place)
+    assert scores is not None and scores.kernels == "numba" and plain.kernels == "arrays"
+    check_scores(backend, case, scores, oracle.score(s.reference, 0, s.q, s.table, s.lengths), s.q, s.keys, s.table,
+                 s.lengths)  # fmt: skip
+    check_scoring(backend, case, s.cache, s.reference, scores, s.q, s.keys, s.table, s.lengths)
+    own = scores_on_host(backend, scores)
+    selected = backend.select(case.config, scores, s.lengths)
+    covered = case.config.policy == "topk"
+    assert (kernels.select(case.config, scores, s.lengths) is not None) == covered
+    wanted = oracle.select(case.config, own, s.lengths)
+    check_selection(backend, selected, wanted)
+    check_selection(backend, backend.select(case.config, replace(scores, kernels="arrays"), s.lengths), wanted)
+    if covered:
+        listed = np.zeros(own.estimate.shape, bool)
+        for b, h in np.ndindex(*listed.shape[:2]):
+            listed[b, h, wanted.groups[b, h, : wanted.counts[b, h]]] = True
+        assert (backend.to_numpy(selected.visit) == listed).all()
+    for chosen in (selected, None):
+        state = check_attend(backend, case, s.cache, s.reference, s.q, s.native, s.table, s.lengths, chosen)
+        for one, other in zip(state, backend.attend(s.arrays, *place, chosen), strict=True):
+            assert np.abs(one - backend.to_numpy(other)).max() <= 16 * allowance(case, s.keys, s.q)
+    check_tail(backend, case, s.cache, s.reference, s.native, scores, selected, s.table, s.lengths)
+    if case.config.has_bounds:
+        truth = Truth(case, s.q, s.keys, s.values, s.lengths)
+        state = backend.attend(s.cache, *place, selected)
+        check_certificate(backend, case, s.cache, s.reference, scores, selected, state, truth)
+
+
+def test_equal_estimates_go_to_the_lower_index():
+    """Ties, zeros of both signs, and estimates that differ in their last bit only: the oracle's lists."""
+    rng = np.random.default_rng(0)
+    base = np.array([-0.0, 0.0, 1.0, -1.0, 1e38, 2.0**-140], np.float32)
+    for groups in (1, 3, 50, 5000):
+        estimate = rng.choice(base, (3, 2, groups)) + 0
+        estimate[:, 1] = np.nextafter(np.float32(1), rng.choice(np.float32([0, 1, 2]), (3, groups)))
+        lengths = np.array([groups * 4, max(groups * 4 - 7, 1), 1])
+        for b, length in enumerate(lengths):
+            estimate[b, :, -(-length // 4) :] = -np.inf
+            estimate[b, :, rng.integers(0, -(-length // 4), 2)] = np.inf
+        forced = forced_groups(eps("rq"), lengths, groups)
+        missing = (np.isposinf(estimate[:, 0]) & ~forced).sum(axis=1)
+        estimate[:, 1] = np.where(np.isposinf(estimate[:, 0]), np.inf, estimate[:, 1])
+        estimate[:, 1][np.isneginf(estimate[:, 0])] = -np.inf
+        for budget in (0.001, 0.3, 0.9, 1.0):
+            config = eps("rq", budget=budget)
+            scores = Scores(estimate.astype(np.float64), None, None, missing)
+            wanted = oracle.select(config, scores, lengths)
+            got_groups, counts, uniform, got_forced, _ = cpu_kernels.select(config, estimate, missing, lengths, 0)
+            assert (counts == wanted.counts).all() and (counts == uniform[:, None]).all()
+            assert (got_forced == wanted.forced).all()
+            for b, h in np.ndindex(3, 2):
+                assert got_groups[b, h, : counts[b, h]].tolist() == wanted.groups[b, h, : counts[b, h]].tolist()
+                assert (got_groups[b, h, counts[b, h] :] == -1).all()
+
+
+@pytest.mark.parametrize("method, size", [("box", 4), ("box", 128), ("rq", 2)])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_unwritten_tail_is_never_read(backend, method, size, dtype):
+    """NaN behind the last token of K and V changes nothing, listed or dense."""
+    case = Case((301, 258), eps(method, group_tokens=size, tail_tokens=0), dtype=dtype, head_dim=20)
+    s = Setup(backend, case)
+    place = (0, s.native, s.table, s.lengths)
+    selected = backend.select(case.config, backend.score(s.cache, *place), s.lengths)
+    before = [backend.attend(s.cache, *place, chosen) for chosen in (selected, None)]
+    with writable(backend):
+        for b, length in enumerate(s.lengths):
+            unit, offset = s.table[b, (length - 1) // case.config.unit_tokens], length % case.config.unit_tokens
+            for pool in (s.cache.k, s.cache.v):
+                pool[0][int(unit), :, int(offset) :] = float("nan")
+    for (out, lse), chosen in zip(before, (selected, None), strict=True):
+        again = backend.attend(s.cache, *place, chosen)
+        assert (backend.to_numpy(again[0]) == backend.to_numpy(out)).all()
+        assert (backend.to_numpy(again[1]) == backend.to_numpy(lse)).all()
+
+
+def test_lists_of_any_length_and_exact_bytes(backend):
+    """Heads that list nothing give 0 and -inf; every listed tile counts once, dense reads count tokens."""
+    case = Case((150, 37), eps("box"), dtype="bfloat16", head_dim=33, num_heads=6, num_kv_heads=2)
+    s, kernels = Setup(backend, case), kernels_of(backend)
+    groups = np.full((2, 2, 30), -1, np.int32)
+    groups[0, 1, :3], groups[1, 0, :10] = (0, 5, 37), range(10)
+    counts = np.array([[0, 3], [10, 0]], np.int32)
+    make = importlib.import_module("torch").from_numpy if backend.__name__ == "eps_cuda" else type(s.native)
+    selection = Selection(make(groups), make(counts), None, np.zeros(2, np.int64))
+    before = s.cache.kv_bytes_read
+    out, lse = (backend.to_numpy(x) for x in kernels.attend(s.cache, 0, s.native, s.table, s.lengths, selection))
+    assert s.cache.kv_bytes_read - before == 13 * case.config.S * s.cache.spec.kv_token_bytes
+    assert (out[0, :3] == 0).all() and np.isneginf(lse[0, :3]).all()
+    assert (out[1, 3:] == 0).all() and np.isneginf(lse[1, 3:]).all()
+    assert (out[0, 3:] != 0).all() and np.isfinite(lse[0, 3:]).all() and np.isfinite(lse[1, :3]).all()
+    before = s.cache.kv_bytes_read
+    kernels.attend(s.cache, 0, s.native, s.table, s.lengths, None)
+    assert s.cache.kv_bytes_read - before == 2 * int(s.lengths.sum()) * s.cache.spec.kv_token_bytes
+
+
+def test_logits_past_what_exp_holds(backend):
+    """Logits of hundreds: weights far below the largest vanish, none overflows."""
+    case = Case((300, 37), eps("box"), scale_q=60.0, kind="outlier")
+    s = Setup(backend, case)
+    out, lse = check_attend(backend, case, s.cache, s.reference, s.q, s.native, s.table, s.lengths, None)
+    assert lse.max() > 500 and np.isfinite(out).all()
+
+
+def test_what_has_no_kernel_says_so(backend):
+    for config in (eps("moments"), eps("jl"), eps("rq", rq_bounds=True, group_tokens=16)):
+        s = Setup(backend, Case((300,), config))
+        assert kernels_of(backend).score(s.cache, 0, s.native, s.table, s.lengths) is None
+
+
+def test_guards_are_ranges():
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        config = eps(
+            "box", group_tokens=int(rng.choice([1, 2, 4, 16, 128])), first_tokens=int(rng.integers(0, 40)),
+            last_tokens=int(rng.integers(0, 40)), min_context=int(rng.choice([0, 50])),
+        )  # fmt: skip
+        lengths = rng.integers(0, 150, 4)
+        groups = -(-150 // config.S)
+        first, last = cpu_kernels.guard_ranges(config, lengths).T[:, :, None]
+        index, ends = np.arange(groups), -(-lengths // config.S)[:, None]
+        got = ((index < first) | (index >= last)) & (index < ends)
+        assert (got == forced_groups(config, lengths, groups)).all()
+
+
+def test_calls_from_several_threads(backend):
+    """Callers do not disturb each other, and give what one of them gives alone."""
+    case = Case((600, 290), eps("rq", group_tokens=2))
+    s = Setup(backend, case)
+    expected = backend.to_numpy(backend.attend(s.cache, 0, s.native, s.table, s.lengths, None)[0])
+    wrong = []
+
+    def call() -> None:
+        for _ in range(30):
+            out = cpu_kernels.attend(s.cache, 0, s.q, s.table, s.lengths, None, kernels_of(backend)._host)[0]
+            if not np.array_equal(out, expected):
+                wrong.append(out)
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_asking_for_numba_does_not_import_it():
+    code = "import sys; from eps_core.cpu_kernels import available; assert available() and 'numba' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

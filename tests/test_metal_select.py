@@ -1,0 +1,600 @@
+"""The Metal kernels that score, refine and select, as the text that MLX would compile, run on this machine by the shim.
+
+Estimates are judged by the float64 oracle, lists by the oracle's selection and by the array path, to the last group.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from metal import shim
+
+from eps_core import selection as oracle_selection
+from eps_core import summaries as oracle
+from eps_core.config import EpsConfig
+from eps_core.guards import budget, forced_groups
+from eps_core.interface import Scores
+from eps_core.selection import best_first
+from eps_mlx import selection as arrays
+from eps_mlx.kernels import launch, score, score_int8, select
+from eps_mlx.summaries import rotate
+
+SEED = 3
+metal_shim = shim.metal_shim
+
+
+# ------------------------------------------------------------------------------------------------------------ selection
+
+
+def estimates(kind: str, shape: tuple[int, int, int], ends: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """[B, Hkv, G] float32 as `score` gives them: some +inf inside, all -inf past the end."""
+    estimate = rng.normal(0, 4, shape).astype(np.float32)
+    if kind == "ties":
+        estimate = np.round(estimate / 2)
+        estimate[rng.random(shape) < 0.2] *= -1  # zeros of both signs
+    if kind == "equal":
+        estimate[:] = 1.5
+    if kind == "large":
+        estimate[rng.random(shape) < 0.1] = oracle.LARGEST_ESTIMATE
+        estimate[rng.random(shape) < 0.1] = -oracle.LARGEST_ESTIMATE
+        estimate[rng.random(shape) < 0.1] *= 1e-42  # subnormal
+    if kind == "near":  # differ in the last bits only
+        estimate = (1 + rng.integers(0, 40, shape) * 2.0**-23).astype(np.float32)
+    if kind != "equal":
+        estimate[np.broadcast_to(rng.random((shape[0], 1, shape[2])) < 0.02, shape)] = math.inf
+    estimate[np.broadcast_to(np.arange(shape[2]) >= ends[:, None, None], shape)] = -math.inf
+    return estimate
+
+
+def everything_written(kernel: str, **outputs: np.ndarray) -> None:
+    """Each byte once: what nobody writes may look right here by chance."""
+    assert {name: shim.last[kernel].stored[name] for name in outputs} == {n: x.nbytes for n, x in outputs.items()}
+
+
+def check_topk(
+    lengths=(701, 400), kv_heads=2, size=2, kind="gauss", share=0.1, first=4, last=64, min_context=0, spare=0, seed=0
+) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = np.array(lengths, np.int64)
+    config = EpsConfig(
+        method="rq", group_tokens=size, block_size=size if 16 % size else 16, tail_tokens=0, budget=share,
+        first_tokens=first, last_tokens=last, min_context=min_context,
+    )  # fmt: skip
+    ends = -(-lengths // size)
+    groups = int(ends.max()) + spare
+    estimate = estimates(kind, (len(lengths), kv_heads, groups), ends, rng)
+    missing = (np.isposinf(estimate[:, 0]) & ~forced_groups(config, lengths, groups)).sum(axis=1)
+    scores = Scores(mx.array(estimate), None, None, missing)
+    want = arrays.select(config, scores, lengths)
+    uniform = budget(config, forced_groups(config, lengths, groups).sum(axis=1) + missing, lengths)
+    listed, counts, visit = (
+        np.array(part)
+        for part in select.select_topk(
+            mx.array(estimate), mx.array(uniform.astype(np.int32)), mx.array(lengths.astype(np.int32)),
+            group_tokens=size, first_tokens=config.first_tokens, last_tokens=config.last_tokens,
+            min_context=min_context, width=want.groups.shape[2],
+        )
+    )  # fmt: skip
+    assert np.array_equal(counts, np.broadcast_to(uniform[:, None], counts.shape))
+    assert np.array_equal(listed, np.array(want.groups))
+    for b, length in enumerate(lengths.tolist()):
+        for head in range(kv_heads):
+            inside = estimate[b, head, : ends[b]].astype(np.float64)
+            judged, _ = oracle_selection.visited(config, inside, length)
+            assert np.array_equal(np.flatnonzero(visit[b, head]), np.flatnonzero(judged))
+            assert np.array_equal(listed[b, head, : counts[b, head]], np.flatnonzero(judged))
+            assert (listed[b, head, counts[b, head] :] == -1).all()
+    assert set(np.unique(visit)) <= {0, 1}
+    everything_written("eps_select_topk", groups=listed, counts=counts, visit=visit)
+
+
+TOPK = {
+    "usual": {},
+    "one group": {"lengths": (1, 2), "kv_heads": 3},
+    "one token of many": {"lengths": (1, 999), "first": 0, "last": 0},
+    "no guards": {"first": 0, "last": 0, "lengths": (640, 640)},
+    "guards overlap": {"lengths": (100, 60), "first": 50, "last": 90, "share": 0.3},
+    "guards past the end": {"lengths": (37, 300), "first": 10**6, "last": 10**10},
+    "everything": {"share": 1.0},
+    "a number of tokens": {"share": 100, "lengths": (701, 90, 400)},
+    "min context": {"lengths": (701, 400, 69), "min_context": 500},
+    "groups past the end": {"spare": 70},
+    "odd groups": {"size": 3, "lengths": (997, 5, 3)},
+    "pages": {"size": 48, "lengths": (4097, 47)},
+    "long": {"lengths": (5901,), "size": 2, "kv_heads": 1},
+    "longer than a batch of loads": {"lengths": (9001,), "size": 1, "kv_heads": 1},
+    "ties": {"kind": "ties", "lengths": (1400, 399)},
+    "ties at a row's end": {"kind": "ties", "lengths": (2600,), "last": 0, "share": 0.9},
+    "all equal": {"kind": "equal", "lengths": (1400, 399)},
+    "all equal, no guards": {"kind": "equal", "first": 0, "last": 0, "share": 0.5, "lengths": (1401,)},
+    "large": {"kind": "large", "lengths": (1400, 399), "share": 0.3},
+    "last bits": {"kind": "near", "lengths": (1400, 399), "share": 0.3},
+}
+
+
+@pytest.mark.parametrize("case", TOPK.values(), ids=TOPK)
+def test_topk_lists_what_the_oracle_and_the_array_path_list(case, metal_shim):
+    check_topk(**case)
+
+
+def check_best(lengths=(700, 333), kv_heads=2, kind="gauss", wanted=(40, 3), width=None, seed=0) -> None:
+    rng = np.random.default_rng(seed)
+    ends = np.array(lengths)
+    estimate = estimates(kind, (len(lengths), kv_heads, max(lengths)), ends, rng)
+    width = max(max(wanted), 1) if width is None else width
+    listed, counts = (
+        np.array(part) for part in select.select_best(mx.array(estimate), mx.array(list(wanted), mx.int32), width=width)
+    )
+    for b, head in np.ndindex(len(lengths), kv_heads):
+        known = np.flatnonzero(np.isfinite(estimate[b, head]))
+        want = np.sort(known[best_first(estimate[b, head, known])[: wanted[b]]])
+        assert counts[b, head] == len(want)
+        assert np.array_equal(listed[b, head, : len(want)], want) and (listed[b, head, len(want) :] == -1).all()
+    everything_written("eps_select_best", groups=listed, counts=counts)
+
+
+BEST = {
+    "usual": {},
+    "none": {"wanted": (0, 5)},
+    "all": {"wanted": (700, 333)},
+    "more than finite": {"wanted": (640, 640), "lengths": (650, 40)},
+    "ties": {"kind": "ties", "wanted": (400, 30)},
+    "all equal": {"kind": "equal", "wanted": (77, 1)},
+    "last bits": {"kind": "near", "wanted": (200, 111)},
+    "large": {"kind": "large", "wanted": (300, 300)},
+    "one group": {"lengths": (1,), "wanted": (1,)},
+}
+
+
+@pytest.mark.parametrize("case", BEST.values(), ids=BEST)
+def test_best_are_finite_and_the_lower_index_first(case, metal_shim):
+    check_best(**case)
+
+
+def check_compact(groups=1000, share=0.3, width=None, dtype=bool, seed=0) -> None:
+    visit = np.random.default_rng(seed).random((2, 3, groups)) < share
+    width = groups if width is None else width
+    listed, counts = (np.array(part) for part in select.compact(mx.array(visit.astype(dtype)), width=width))
+    for row in np.ndindex(2, 3):
+        want = np.flatnonzero(visit[row])[:width]
+        assert counts[row] == len(want)
+        assert np.array_equal(listed[row][: len(want)], want) and (listed[row][len(want) :] == -1).all()
+    everything_written("eps_compact", groups=listed, counts=counts)
+
+
+@pytest.mark.parametrize("share", [0, 0.3, 1])
+@pytest.mark.parametrize("groups", [1, 33, 1500])
+def test_masks_become_ascending_lists(groups, share, metal_shim):
+    check_compact(groups, share)
+    check_compact(groups, share, width=7, dtype=np.uint8)
+
+
+# -------------------------------------------------------------------------------------------------------------- scoring
+
+
+@dataclasses.dataclass
+class Pool:
+    """Random summaries of a paged cache and queries; `summary` by name, [P, Hkv, GPU, ..]."""
+
+    lengths: tuple[int, ...]
+    kv_heads: int
+    repeat: int
+    head_dim: int
+    size: int
+    per_unit: int
+    rng: np.random.Generator
+
+    def __post_init__(self) -> None:
+        unit = self.size * self.per_unit
+        units = [-(-length // unit) for length in self.lengths]
+        self.num_units = sum(units) + 3
+        free = self.rng.permutation(self.num_units)
+        self.table = np.full((len(self.lengths), max(units) + 1), -1, np.int32)
+        for b, number in enumerate(units):
+            self.table[b, :number], free = free[:number], free[number:]
+        self.valid = (self.rng.random(self.num_units * self.per_unit) < 0.95).astype(np.uint8)
+        shape = (len(self.lengths), self.kv_heads * self.repeat, self.head_dim)
+        self.q = (3 * self.rng.normal(size=shape)).astype(np.float32)
+        self.summary: dict[str, np.ndarray] = {}
+
+    @property
+    def pool(self) -> tuple[int, int, int]:
+        return self.num_units, self.kv_heads, self.per_unit
+
+    def bytes_of(self, number: int, dtype: type = np.uint8) -> np.ndarray:
+        return self.rng.integers(0, 256, (*self.pool, number)).astype(np.uint8).view(dtype)
+
+    def scalars(self) -> np.ndarray:
+        return (0.05 + self.rng.random(self.pool)).astype(np.float16)
+
+    def spoil(self, name: str) -> None:
+        """The first group's scalar past float16."""
+        self.summary[name][self.table[0, 0], 0, 0] = np.inf
+        self.valid[self.table[0, 0] * self.per_unit] = 1
+
+    def arrays(self) -> list[mx.array]:
+        """valid, table and lengths on the device."""
+        return [mx.array(self.valid), mx.array(self.table), mx.array(np.array(self.lengths, np.int32))]
+
+    def judged(self, estimate: Callable[[dict[str, np.ndarray], np.ndarray, int], np.ndarray]) -> np.ndarray:
+        """[B, Hkv, G] float64: `estimate` of one query head's groups, with what is known before any score."""
+        groups = self.table.shape[1] * self.per_unit
+        judged = np.full((len(self.lengths), self.kv_heads, groups), -np.inf)
+        for b, head in np.ndindex(*judged.shape[:2]):
+            tiles = np.maximum(self.table[b], 0)
+            summary = {name: pool[tiles, head].reshape(groups, *pool.shape[3:]) for name, pool in self.summary.items()}
+            a = self.q[b].astype(np.float64) / math.sqrt(self.head_dim)
+            with np.errstate(all="ignore"):
+                each = [estimate(summary, a[head * self.repeat + r], head) for r in range(self.repeat)]
+            best = np.max([np.where(np.isfinite(one), one, oracle.LARGEST_ESTIMATE) for one in each], axis=0)
+            known = self.valid.reshape(-1, self.per_unit)[tiles].reshape(-1).astype(bool)
+            index, length = np.arange(groups), self.lengths[b]
+            best = np.where(known & (index < length // self.size), best, np.inf)
+            judged[b, head] = np.where(index < -(-length // self.size), best, -np.inf)
+        return judged
+
+
+def pool_of(lengths=(301, 64, 150), kv_heads=2, repeat=3, head_dim=64, size=2, per_unit=8, seed=0) -> Pool:
+    return Pool(lengths, kv_heads, repeat, head_dim, size, per_unit, np.random.default_rng(seed))
+
+
+def same(got: mx.array, want: np.ndarray, rounding: float) -> None:
+    found = np.array(got).astype(np.float64)
+    unknown = ~np.isfinite(want)
+    assert np.array_equal(found[unknown], want[unknown])
+    large = want == oracle.LARGEST_ESTIMATE
+    np.testing.assert_allclose(found[large], want[large], rtol=1e-6)
+    assert np.isfinite(found[~unknown]).all()
+    error = np.abs(np.where(unknown | large, 0, found - np.where(unknown, 0, want)))
+    assert error.max() <= rounding, error.max()
+
+
+def rq_pool(bits=1, spoilt=True, **shape) -> tuple[Pool, np.ndarray]:
+    one = pool_of(**shape)
+    one.summary = {"codes": one.bytes_of(-(-one.head_dim * bits // 8)), "scale": one.scalars() / np.float16(2**bits)}
+    if spoilt:  # a scale past float16 makes the estimate the largest, never NaN
+        one.spoil("scale")
+    return one, one.rng.normal(size=(one.kv_heads, one.head_dim)).astype(np.float16)
+
+
+def turned_of(one: Pool, centre: np.ndarray) -> tuple[mx.array, mx.array]:
+    signs = mx.array(oracle.rq_signs(SEED, one.head_dim))
+    return score.turn_queries(mx.array(one.q), rotate(mx.eye(one.head_dim), signs), mx.array(centre))
+
+
+def rounding_of(one: Pool, levels: float, scale: float) -> float:
+    """float32 additions of D products in one order and float64 ones in another, of the largest query."""
+    a = np.abs(one.q).sum(axis=-1).max() / math.sqrt(one.head_dim)
+    return 2.0**-22 * (math.sqrt(one.head_dim) + 8) * (a * levels * scale + 5 * a + 1)
+
+
+def check_rq(bits=1, **shape) -> None:
+    one, centre = rq_pool(bits, **shape)
+    want = one.judged(
+        lambda summary, a, head: oracle.score_rq(summary, a, one.size, centre[head], bits, SEED)[0]  # of one head
+    )
+    turned, offset = turned_of(one, centre)
+    pools = [mx.array(one.summary[name]) for name in ("codes", "scale")]
+    got = score.score_rq(turned, offset, *pools, *one.arrays(), group_tokens=one.size, bits=bits)
+    same(got, want, rounding_of(one, 2.0 ** (bits - 1), 1.05 / 2**bits))
+
+
+RQ = {
+    "default": {},
+    "head dim 128": {"head_dim": 128, "repeat": 4, "kv_heads": 1},
+    "head dim 256": {"head_dim": 256, "repeat": 8, "kv_heads": 1},
+    "head dim 80": {"head_dim": 80, "repeat": 5},
+    "head dim 33": {"head_dim": 33, "repeat": 1},
+    "head dim 20": {"head_dim": 20, "repeat": 16, "size": 1, "per_unit": 64},
+    "two bits": {"bits": 2, "head_dim": 96},
+    "four bits": {"bits": 4, "head_dim": 33},
+    "eight bits": {"bits": 8, "head_dim": 128, "repeat": 2, "lengths": (95, 64)},
+    "odd groups": {"size": 5, "per_unit": 3, "head_dim": 16},
+    "one token": {"lengths": (1,), "head_dim": 16},
+    "one tile a unit": {"size": 48, "per_unit": 1, "head_dim": 16, "lengths": (700, 47)},
+    "several threadgroups": {"lengths": (2900, 1), "head_dim": 16, "size": 1, "repeat": 1, "kv_heads": 1},
+}
+
+
+@pytest.mark.parametrize("case", RQ.values(), ids=RQ)
+def test_rq_estimates_are_the_oracles(case, metal_shim):
+    check_rq(**case)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str)
+@pytest.mark.parametrize(("head_dim", "repeat"), [(128, 4), (33, 1)])
+def test_queries_are_turned_and_centred(dtype, head_dim, repeat, metal_shim):
+    one, centre = rq_pool(head_dim=head_dim, repeat=repeat)
+    q = mx.array(one.q).astype(dtype)
+    signs = mx.array(oracle.rq_signs(SEED, head_dim))
+    turned, offset = score.turn_queries(q, rotate(mx.eye(head_dim), signs), mx.array(centre))
+    a = np.array(q.astype(mx.float32)).astype(np.float64).reshape(*turned.shape) / math.sqrt(head_dim)
+    rounding = rounding_of(one, 1, 1)
+    np.testing.assert_allclose(np.array(turned), oracle.rotate(a, SEED), rtol=0, atol=rounding)
+    want = (a * centre.astype(np.float64)[:, None]).sum(axis=-1)
+    np.testing.assert_allclose(np.array(offset), want, rtol=0, atol=rounding)
+
+
+def test_equal_codes_tie_to_the_bit(metal_shim):
+    one, centre = rq_pool(spoilt=False, lengths=(900,), repeat=4, kv_heads=1)
+    one.valid[:] = 1
+    for name, pool in one.summary.items():
+        one.summary[name] = np.broadcast_to(pool[:1, :, :1], pool.shape).copy()
+    turned, offset = turned_of(one, centre)
+    pools = [mx.array(one.summary[name]) for name in ("codes", "scale")]
+    got = np.array(score.score_rq(turned, offset, *pools, *one.arrays(), group_tokens=2, bits=1))[0, 0, :450]
+    assert (got == got[0]).all()
+
+
+def check_refine(wanted=(20, 32, 1), **shape) -> None:
+    one, centre = rq_pool(spoilt=False, **shape)
+    one.summary |= {"second": one.bytes_of(-(-one.head_dim // 8)), "second_scale": one.scalars()}
+    one.spoil("second_scale")
+    first = one.judged(lambda summary, a, head: oracle.score_rq(summary, a, one.size, centre[head], 1, SEED)[0])
+    first = first.astype(np.float32)
+    fine = one.judged(lambda summary, a, head: oracle.refine_rq(summary, a, one.size, centre[head], SEED))
+    want = first.astype(np.float64)
+    for b, head in np.ndindex(*first.shape[:2]):
+        known = np.flatnonzero(np.isfinite(first[b, head]))
+        best = known[best_first(first[b, head, known])[: wanted[b]]]
+        want[b, head, best] = fine[b, head, best]
+    turned, offset = turned_of(one, centre)
+    estimate = mx.array(first)
+    groups, counts = select.select_best(estimate, mx.array(list(wanted), mx.int32), width=max(*wanted, 1))
+    pools = [mx.array(one.summary[name]) for name in ("codes", "second", "second_scale")]
+    got = score.refine_rq(turned, offset, *pools, one.arrays()[1], estimate, groups, counts, group_tokens=one.size)
+    same(got, want, rounding_of(one, 1.5, 1.05))
+    untouched = want == first
+    assert np.array_equal(np.array(got)[untouched], first[untouched])
+
+
+REFINE = {
+    "usual": {},
+    "none of one": {"wanted": (0, 3, 9)},
+    "none of all": {"wanted": (0, 0, 0)},
+    "all": {"wanted": (301, 301, 301)},
+    "head dim 128": {"head_dim": 128, "repeat": 4, "kv_heads": 1},
+    "head dim 256": {"head_dim": 256, "repeat": 2, "kv_heads": 1},
+    "head dim 33": {"head_dim": 33, "repeat": 1},
+    "several threadgroups": {
+        "lengths": (1900, 600, 3), "wanted": (700, 599, 0), "size": 1, "head_dim": 16, "repeat": 1, "kv_heads": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFINE.values(), ids=REFINE)
+def test_only_the_listed_groups_are_refined(case, metal_shim):
+    check_refine(**case)
+
+
+def check_int8(method="box", **shape) -> None:
+    one = pool_of(**shape)
+    size = one.head_dim
+    one.summary = {
+        "box": lambda: {"lo": one.bytes_of(size, np.int8), "hi": one.bytes_of(size, np.int8), "scale": one.scalars()},
+        "ball": lambda: {
+            "mean": one.bytes_of(size, np.int8), "mean_scale": one.scalars(), "radius": one.scalars(),
+        },
+        "meanstd": lambda: {
+            "mean": one.bytes_of(size, np.int8), "mean_scale": one.scalars(),
+            "std": one.bytes_of(size), "std_scale": one.scalars(),
+        },
+    }[method]()  # fmt: skip
+    if method == "box":
+        pair = one.summary["lo"].copy(), one.summary["hi"].copy()
+        one.summary["lo"], one.summary["hi"] = np.minimum(*pair), np.maximum(*pair)
+        one.spoil("scale")
+    more = {"error": np.zeros(one.pool), "norm": np.zeros(one.pool), "radius": np.zeros(one.pool)}
+    judge = {
+        "box": lambda summary, a, head: oracle.score_box(summary, a, one.size)[0],
+        "ball": lambda summary, a, head: oracle.score_ball(summary, a, one.size)[0],
+        "meanstd": lambda summary, a, head: oracle.score_meanstd(summary, a)[0],
+    }[method]
+    given = {name: mx.array(pool) for name, pool in one.summary.items()}
+    one.summary = more | one.summary
+    want = one.judged(judge)
+    got = score_int8.score_int8(method, mx.array(one.q), given, *one.arrays(), group_tokens=one.size)
+    same(got, want, rounding_of(one, 2 * 256, 1.05))
+
+
+INT8 = {
+    "usual": {},
+    "head dim 128": {"head_dim": 128, "repeat": 4, "lengths": (600, 31), "size": 16, "per_unit": 1},
+    "head dim 33": {"head_dim": 33, "repeat": 1},
+    "head dim 20": {"head_dim": 20, "repeat": 8, "size": 3, "per_unit": 2},
+}
+
+
+@pytest.mark.parametrize("case", INT8.values(), ids=INT8)
+@pytest.mark.parametrize("method", ["box", "ball", "meanstd"])
+def test_int8_estimates_are_the_oracles(method, case, metal_shim):
+    check_int8(method, **case)
+
+
+# --------------------------------------------------------------------------------------------------------- what is read
+
+
+def test_scoring_reads_the_codes_of_groups_with_a_summary_once(metal_shim):
+    one, centre = rq_pool(head_dim=128, lengths=(301, 64, 1), repeat=4)
+    full = [length // one.size for length in one.lengths]
+    scored = sum(
+        int(one.valid.reshape(-1, one.per_unit)[one.table[b]].reshape(-1)[: full[b]].sum()) for b in range(len(full))
+    )
+    turned, offset = turned_of(one, centre)
+    pools = [mx.array(one.summary[name]) for name in ("codes", "scale")]
+    score.score_rq(turned, offset, *pools, *one.arrays(), group_tokens=one.size, bits=1)
+    seen = metal_shim["eps_score_rq"]
+    assert seen.read["codes"] == seen.loaded["codes"] == scored * one.kv_heads * 16
+    assert seen.read["scale"] == scored * one.kv_heads * 2
+
+
+def test_refinement_reads_listed_groups_only(metal_shim):
+    one, centre = rq_pool(spoilt=False, head_dim=128, repeat=4)
+    one.summary |= {"second": one.bytes_of(16), "second_scale": one.scalars()}
+    turned, offset = turned_of(one, centre)
+    pools = [mx.array(one.summary[name]) for name in ("codes", "second", "second_scale")]
+    listed = mx.array([[[0, 7, 9, -1]] * 2, [[-1] * 4] * 2, [[30, 31, 32, 33]] * 2], mx.int32)
+    counts = mx.array([[3, 3], [0, 0], [4, 4]], mx.int32)
+    estimate = mx.zeros((3, 2, one.table.shape[1] * one.per_unit))
+    score.refine_rq(turned, offset, *pools, one.arrays()[1], estimate, listed, counts, group_tokens=one.size)
+    seen = metal_shim["eps_refine_rq"]
+    assert seen.read["codes"] == seen.read["second"] == seen.loaded["second"] == 14 * 16
+    assert seen.read["second_scale"] == 14 * 2
+
+
+def test_selection_stops_early_on_distinct_estimates(metal_shim):
+    """Two digits decide: two passes of counting, one of places, one that lists."""
+    check_topk(kind="gauss", lengths=(1400,), size=1, first=0, last=0, kv_heads=1)
+    seen = metal_shim["eps_select_topk"]
+    assert seen.loaded["image"] <= 4 * seen.read["image"] == 4 * 1400 * 4
+
+
+def test_more_query_heads_than_threadgroup_memory_holds_are_refused():
+    pool = mx.zeros((1, 1, 8, 64), mx.uint8)
+    with pytest.raises(ValueError, match="threadgroup memory"):
+        score.score_rq(
+            mx.zeros((1, 1, 17, 512)), mx.zeros((1, 1, 17)), pool, mx.zeros((1, 1, 8), mx.float16),
+            mx.zeros(8, mx.uint8), mx.zeros((1, 1), mx.int32), mx.array([3], mx.int32), group_tokens=2, bits=1,
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="another number"):
+        score_int8.score_int8(
+            "ball", mx.zeros((1, 1, 32)), {"mean": pool}, *[mx.zeros((1, 1), mx.int32)] * 3, group_tokens=2
+        )
+
+
+# ----------------------------------------------------------------------------------------------------- wrong on purpose
+
+BARRIER = "threadgroup_barrier("
+WRONG = {
+    "ties to the higher index": (
+        "_topk", "equal && rank < room", "equal && rank >= all_tied - room", dict(kind="ties", share=0.5),
+    ),
+    "ties to the higher index of the best": (
+        "_best", "equal && rank < room", "equal && rank >= all_tied - room", dict(kind="equal"),
+    ),
+    "zeros of two signs differ": (
+        "_topk", "? bits[k] : ~bits[k]", "? ~bits[k] : ~bits[k]",
+        dict(kind="ties", share=0.5, lengths=(3000, 3000), first=0, last=0),
+    ),
+    "first tokens, one group more": ("_topk", "length) + group_tokens - 1", "length) + group_tokens", {}),
+    "last tokens, one group less": ("_topk", "- rules[2], 0)", "- rules[2] + group_tokens, 0)", {}),
+    "open group forgotten": (
+        "_topk", "- rules[2], 0) / group_tokens", "- rules[2], 0) / group_tokens + (rules[2] == 0 ? 1 : 0)",
+        dict(last=0, lengths=(701, 701), share=0.05),
+    ),
+    "min context one token off": (
+        "_topk", "length < rules[3]", "length <= rules[3]", dict(min_context=701),
+    ),
+    "past the end": (
+        "_topk", "min((length + group_tokens - 1) / group_tokens, num_groups)", "num_groups",
+        dict(share=1.0),
+    ),
+    "stale lists": ("_topk", "for (int i = count + tid", "for (int i = count + 1 + tid", {}),
+    "stale mask": ("_topk", "for (int g = limit + tid", "for (int g = limit + 1 + tid", dict(spare=9)),
+    "last digit forgotten": ("_topk", "pass < 3", "pass < 2", dict(kind="near", share=0.3)),
+    "infinities refined": (
+        "_best", "== 0x7f800000u ? 0u : key", "== 0x7f800000u ? key : key", {},
+    ),
+    "wrong head of codes": (
+        "_score_rq", "(unit * HKV + head)", "(unit * HKV + (head + 1) % HKV)", {},
+    ),
+    "wrong head of queries": (
+        "_turn", "row / R % HKV", "row % HKV", {},
+    ),
+    "last word dropped": ("_score_rq", "w < WORDS;", "w + WIDE < WORDS;", {}),
+    "last byte dropped": ("_score_rq", "w < WORDS;", "w + WIDE < WORDS;", dict(head_dim=33)),
+    "last refined byte dropped": ("_refine_rq", "w < WORDS;", "w + WIDE < WORDS;", dict(head_dim=33)),
+    "last query head instead of the best": ("_score_rq", "best = max(best, ", "best = max(x, ", {}),
+    "codes without a summary": ("_score_rq", "% GPU] != 0", "% GPU] != 2", {}),
+    "open group scored": ("_score_rq", "g < length / S", "g * S < length", dict(lengths=(301, 65, 151))),
+    "infinite estimates": ("_score_rq", "isfinite(x) ? x", "true ? x", {}),
+    "infinite refined estimates": ("_refine_rq", "isfinite(x) ? x", "true ? x", dict(wanted=(150, 1, 1))),
+    "log S forgotten": ("_score_rq", "log(float(S)) + ", "", {}),
+    "lanes not added": (
+        "_score_rq", "step < LANES", "step < 1", dict(bits=8, head_dim=128),
+    ),
+    "one group too many refined": ("_refine_rq", "entry < count", "entry <= count", dict(wanted=(20, 10, 1))),
+    "second bit as large as the first": ("_refine_rq", "? 0.5f : -0.5f", "? 1.0f : -1.0f", {}),
+    "rest not copied": (
+        "_refine_rq", "? groups[row * width + begin + TILES] : num_groups",
+        "? groups[row * width + begin + TILES] : from", {},
+    ),
+    "means without a sign": ("box", "^ 128u) - 128.0f", ")", {}),
+    "radius forgotten": ("ball", "+ norm[r]", "+ 0.0f * norm[r]", {}),
+    "spread signed": ("meanstd", "fabs(a)", "a", {}),
+}  # fmt: skip
+CHECKS: dict[str, Callable[..., None]] = {
+    "_topk": check_topk, "_best": check_best, "_compact": check_compact, "_score_rq": check_rq, "_turn": check_rq,
+    "_refine_rq": check_refine, "box": check_int8, "ball": check_int8, "meanstd": check_int8,
+}  # fmt: skip
+
+
+def kernel_of(name: str) -> launch.Kernel:
+    return (
+        score_int8._KERNELS[name]
+        if name in score_int8._KERNELS
+        else getattr(select if hasattr(select, name) else score, name)
+    )
+
+
+def caught(monkeypatch, name: str, source: str, settings: dict) -> None:
+    """The check of a kernel must fail with `source` in place of its own."""
+    kernel = dataclasses.replace(kernel_of(name), source=source)
+    if name in score_int8._KERNELS:
+        monkeypatch.setitem(score_int8._KERNELS, name, kernel)
+        settings = {"method": name, **settings}
+    else:
+        monkeypatch.setattr(select if hasattr(select, name) else score, name, kernel)
+    with pytest.raises(AssertionError) as error:
+        CHECKS[name](**settings)
+    assert "kernel.cpp" not in str(error.value), "it does not compile"
+
+
+@pytest.mark.parametrize(("name", "right", "wrong", "settings"), WRONG.values(), ids=WRONG)
+def test_a_wrong_kernel_is_caught(name, right, wrong, settings, metal_shim, monkeypatch):
+    source = kernel_of(name).source
+    assert right in source
+    caught(monkeypatch, name, source.replace(right, wrong), settings)
+
+
+BARRIERS = [(name, place) for name in CHECKS for place in range(kernel_of(name).source.count(BARRIER))]
+
+
+@pytest.mark.parametrize(("name", "place"), BARRIERS, ids=str)
+def test_a_missing_barrier_is_caught(name, place, metal_shim, monkeypatch):
+    parts = kernel_of(name).source.split(BARRIER)
+    end = parts[place + 1].index(";")
+    parts[place : place + 2] = [parts[place] + "(void)(" + parts[place + 1][:end] + parts[place + 1][end:]]
+    settings = {"_topk": {"kind": "ties", "lengths": (3000,)}, "_best": {"kind": "ties"}, "_compact": {"groups": 1500}}
+    caught(monkeypatch, name, BARRIER.join(parts), settings.get(name, {}))
+
+
+def test_texts_keep_the_front_end_rules_of_metal(monkeypatch):
+    """Of every kernel, for inputs of fewer than 8 elements and more."""
+    found, texts = [], set()
+
+    def record(kernel, inputs, template, grid, threadgroup, shapes, dtypes):
+        text = shim.generated_text(kernel, inputs, template, dtypes)
+        if text not in texts:
+            texts.add(text)
+            found.extend(f"{kernel.name} {line}" for line in clang_check.diagnostics(text))
+        return [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+    clang_check = pytest.importorskip("metal.clang_check")
+    monkeypatch.setattr(launch, "runner", record)
+    for lengths in ((3,), (301, 64, 150)):
+        for check in (check_topk, check_best):
+            with contextlib.suppress(AssertionError):
+                check(lengths=lengths, **({"wanted": lengths} if check is check_best else {}))
+        for check in (check_rq, check_refine, *(partial(check_int8, method) for method in score_int8._KERNELS)):
+            for head_dim in (33, 64, 128):
+                with contextlib.suppress(AssertionError):
+                    check(lengths=lengths, head_dim=head_dim, **({"wanted": lengths} if check is check_refine else {}))
+    with contextlib.suppress(AssertionError):
+        check_compact()
+    assert not found and len(texts) >= 20, found

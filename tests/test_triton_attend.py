@@ -1,0 +1,570 @@
+"""The Triton attention kernels against float64, in Triton's interpreter where there is no GPU: values, what is never
+read, what the compilers make of them, and that `check` and `check_tail` notice deliberate mistakes."""
+
+import importlib.util
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from triton_aot import TARGETS, Job, compile_ahead
+from triton_interpreter import DEVICE
+
+from eps_cuda.kernels import attend as attend_module
+from eps_cuda.kernels import tail as tail_module
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+FLOAT32_ERROR = 2.0**-20  # of a float32 exponential or sum of some hundred
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes of one scene. `lengths` are ragged; `units`: M, of U = `unit` tokens."""
+
+    dtype: str = "fp32"
+    head_dim: int = 16
+    repeat: int = 2
+    size: int = 2  # S
+    unit: int = 16
+    units: int = 4
+    kv_heads: int = 2
+    lengths: tuple[int, ...] = (61, 1, 30)
+    share: float = 0.4  # of the groups, listed
+    empty: bool = False  # the last list of all
+    gated: bool = True
+    q_dtype: str | None = None
+    splits: int | None = 3
+    tail: int = 8  # tokens of a tail group
+    loud: float = 1.5  # of q's entries
+
+    def __str__(self) -> str:
+        values = (f"{name}{getattr(self, name)}" for name in ("head_dim", "repeat", "size") if getattr(self, name))
+        return "-".join([self.dtype, self.q_dtype or "", *values, "gated" if self.gated else "dense"]).replace(
+            "--", "-"
+        )
+
+
+@dataclass
+class Scene:
+    """Inputs of one call on the device, and which rows [P, Hkv, U] of the pools it may read."""
+
+    case: Case
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
+    groups: torch.Tensor | None
+    counts: torch.Tensor | None
+    listed: np.ndarray  # [B, Hkv, G] bool
+    read: np.ndarray = field(repr=False)
+    noise: np.random.Generator = field(repr=False)
+
+
+def scene(case: Case, seed: int = 0) -> Scene:
+    rng = np.random.default_rng(seed)
+    batch, num_groups = len(case.lengths), case.units * case.unit // case.size
+    pool = batch * case.units + 3  # some belong to nobody; unit 0 never is anyone's
+    table = np.full((batch, case.units), -1, np.int32)
+    order = rng.permutation(np.arange(1, pool))
+    for b, length in enumerate(case.lengths):
+        used = -(-length // case.unit)
+        table[b, :used], order = order[:used], order[used:]
+    inside = np.arange(num_groups) < -(-np.array(case.lengths)[:, None, None] // case.size)
+    listed = (rng.random((batch, case.kv_heads, num_groups)) < case.share) & inside
+    for b, length in enumerate(case.lengths):
+        listed[b, :, max(length - 1, 0) // case.size] = length > 0  # the open group, where there is one
+    listed[-1, -1] &= not case.empty
+    listed |= inside & (not case.gated)
+    width = max(int(listed.sum(axis=-1).max()), 1) + 1
+    groups = np.full((batch, case.kv_heads, width), -1, np.int32)
+    read = np.zeros((pool, case.kv_heads, case.unit), bool)
+    for b, h, group in np.argwhere(listed):
+        tokens = np.arange(group * case.size, min((group + 1) * case.size, case.lengths[b]))
+        read[table[b, tokens // case.unit], h, tokens % case.unit] = True
+        groups[b, h, listed[b, h, :group].sum()] = group
+    dtype = DTYPES[case.dtype]
+    shape = (pool, case.kv_heads, case.unit, case.head_dim)
+    # one token far above the others makes the running maximum move
+    k = rng.normal(size=shape) * (1 + 2 * (rng.random(shape[:3]) < 0.1))[..., None]
+    q = rng.normal(size=(batch, case.kv_heads * case.repeat, case.head_dim)) * case.loud
+
+    def native(array: np.ndarray, kind: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE, kind)
+
+    return Scene(
+        case,
+        native(q, DTYPES[case.q_dtype or case.dtype]),
+        native(k, dtype),
+        native(rng.normal(size=shape) + 0.5, dtype),
+        native(table, torch.int32),
+        native(np.array(case.lengths), torch.int32),
+        native(groups, torch.int32) if case.gated else None,
+        native(listed.sum(axis=-1), torch.int32) if case.gated else None,
+        listed,
+        read,
+        rng,
+    )
+
+
+def wide(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.double().cpu().numpy()
+
+
+def reference(one: Scene) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(out, sum_i p_i |v_i|, lse, largest sum of |q_d k_d| / sqrt(D)) in float64, from the definition."""
+    case, table = one.case, one.table.cpu().numpy()
+    q, k, v = wide(one.q), wide(one.k), wide(one.v)
+    out, size, lse, reach = np.zeros(q.shape), np.zeros(q.shape), np.full(q.shape[:2], -np.inf), np.zeros(q.shape[:2])
+    for b, head in np.ndindex(*lse.shape):
+        h = head // case.repeat
+        tokens = np.flatnonzero(np.repeat(one.listed[b, h], case.size)[: case.lengths[b]])
+        if not len(tokens):
+            continue
+        unit, row = table[b, tokens // case.unit], tokens % case.unit
+        logits = k[unit, h, row] @ q[b, head] / np.sqrt(case.head_dim)
+        reach[b, head] = (np.abs(k[unit, h, row]) @ np.abs(q[b, head])).max() / np.sqrt(case.head_dim)
+        weights = np.exp(logits - logits.max())
+        lse[b, head] = logits.max() + np.log(weights.sum())
+        weights /= weights.sum()
+        out[b, head], size[b, head] = weights @ v[unit, h, row], weights @ np.abs(v[unit, h, row])
+    return out, size, lse, reach
+
+
+def poisoned(one: Scene) -> Scene:
+    """The same with NaN or something huge in every row of K and V that must not be read."""
+    shape = one.read.shape
+    bad = np.where(one.noise.random((2, *shape)) < 0.5, np.nan, 3e4)
+
+    def hide(pool: torch.Tensor, values: np.ndarray) -> torch.Tensor:
+        given = torch.from_numpy(values[..., None]).to(DEVICE, pool.dtype)
+        return torch.where(torch.from_numpy(one.read[..., None]).to(DEVICE), pool, given)
+
+    return replace(one, k=hide(one.k, bad[0]), v=hide(one.v, bad[1]))
+
+
+@pytest.fixture(autouse=True)
+def uninitialised_memory_is_nan():
+    """What torch.empty gives, while a test runs."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def attended(module: ModuleType, one: Scene) -> tuple[torch.Tensor, torch.Tensor]:
+    return module.attend_groups(
+        one.q, one.k, one.v, one.table, one.lengths, one.groups, one.counts, group_tokens=one.case.size,
+        num_splits=one.case.splits,
+    )  # fmt: skip
+
+
+def check_close(got: np.ndarray, want: np.ndarray, allowed: np.ndarray) -> None:
+    with np.errstate(invalid="ignore"):
+        far = np.where(got == want, 0, np.abs(got - want)) - allowed
+    assert (far <= 0).all(), f"off by {np.nanmax(far):.3g} more than allowed, {np.isnan(far).sum()} NaN"
+
+
+def check_states(one: Scene, out: torch.Tensor, lse: torch.Tensor, want: tuple[np.ndarray, ...]) -> None:
+    """Within the roundings that the kernels' documentation states."""
+    case, (mean, size, mass, reach) = one.case, want
+    assert out.dtype == one.q.dtype and lse.dtype == torch.float32 and out.shape == one.q.shape
+    stored, same = ROUNDING[DTYPES[case.dtype]], one.q.dtype == one.k.dtype
+    of_logits, of_weights = reach * 2.0**-22, 0.0
+    if case.dtype != "fp32":
+        of_logits = of_logits + (0 if same else reach * stored**2)
+        of_weights = stored if same else stored**2
+    of_logits = of_logits + FLOAT32_ERROR
+    check_close(wide(out), mean, size * (2 * of_logits[..., None] + of_weights + ROUNDING[one.q.dtype]))
+    check_close(wide(lse), mass, of_logits + FLOAT32_ERROR * np.abs(np.where(np.isneginf(mass), 0, mass)))
+
+
+def check(module: ModuleType, case: Case) -> None:
+    """Values as the definition's, and bit for bit independent of everything that must not be read."""
+    one = scene(case)
+    out, lse = attended(module, one)
+    check_states(one, out, lse, reference(one))
+    for got, want in zip(attended(module, poisoned(one)), (out, lse), strict=True):
+        assert torch.equal(got, want), "what must not be read changed the result"
+
+
+BASE = Case()
+CASES = [
+    BASE,
+    Case("bf16", 64, 4, 2, 64, 3, lengths=(190, 1, 65), empty=True),
+    Case("fp16", 128, 8, 3, 48, 3, lengths=(143, 48)),
+    Case("bf16", 80, 16, 16, 64, 2, lengths=(100,)),
+    Case("fp16", 96, 3, 48, 96, 2, lengths=(1, 190), empty=True),
+    Case("bf16", 256, 1, 128, 128, 2, lengths=(130, 256)),
+    Case("fp32", 33, 3, 1, 16, 4, lengths=(64, 17)),
+    Case("fp32", 80, 4, 256, 256, 1, kv_heads=1, lengths=(256, 200, 1)),
+    Case("bf16", 20, 17, 5, 20, 4, lengths=(77,)),
+    Case("bf16", 128, 4, 2, 64, 4, lengths=(255,), splits=1, share=0.9),
+    Case("fp32", 16, 2, 2, 16, 8, kv_heads=1, lengths=(127,), splits=40, share=0.9),
+    Case("fp16", 16, 1, 2, 16, 4, lengths=(0, 5), splits=None),
+    Case("fp32", 64, 4, 2, 64, 3, lengths=(150, 1), gated=False, splits=None),
+    Case("bf16", 80, 3, 16, 64, 3, lengths=(129, 64, 0), gated=False, splits=2),
+    Case("bf16", 64, 4, 2, 64, 3, lengths=(150, 70), q_dtype="fp32"),
+    Case("fp16", 64, 4, 2, 64, 3, lengths=(150, 70), q_dtype="fp32"),
+    Case("fp32", 64, 4, 2, 64, 3, lengths=(150, 70), q_dtype="bf16"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention_equals_its_definition(case):
+    check(attend_module, case)
+
+
+def test_splits_change_rounding_alone():
+    one = scene(replace(BASE, share=0.9, kv_heads=1))
+    want = reference(one)
+    for splits in (1, 2, 33):
+        check_states(one, *attended(attend_module, replace(one, case=replace(one.case, splits=splits))), want)
+
+
+def test_lists_may_come_in_strides_and_pools_may_not():
+    one = scene(BASE)
+    want = attended(attend_module, one)
+    padded = torch.nn.functional.pad(one.groups, (0, 3), value=-1)[..., :-3]
+    q = one.q.transpose(1, 2).contiguous().transpose(1, 2)
+    assert not padded.is_contiguous() and not q.is_contiguous()
+    for got, same in zip(attended(attend_module, replace(one, groups=padded, q=q)), want, strict=True):
+        assert torch.equal(got, same)
+    with pytest.raises(ValueError, match="is not contiguous"):
+        attended(attend_module, replace(one, k=one.k.transpose(0, 1)))
+    with pytest.raises(ValueError, match="must agree"):
+        attended(attend_module, replace(one, q=one.q[..., :8]))
+    with pytest.raises(ValueError, match="multiple"):
+        attended(attend_module, replace(one, q=one.q[:, :3]))
+
+
+def test_plans_fill_large_gpus_from_static_sizes_alone():
+    for processors in (108, 132, 304):
+        dense = attend_module.plan(8, 32768, 128, torch.bfloat16, processors, None)
+        assert 2 * processors <= 8 * dense.num_splits < 2 * processors + 8
+    few = attend_module.plan(8, 100, 128, torch.bfloat16, 132, None)
+    assert few.num_splits == 2 and attend_module.plan(8, 0, 128, torch.bfloat16, 132, None).num_splits == 1
+    assert attend_module.plan(8, 32768, 128, torch.bfloat16, 132, 5).num_splits == 5
+
+
+# ---------------------------------------------------------------------------------------------------------------- tail
+
+
+@dataclass
+class TailScene:
+    """What a tail needs besides `read`'s own scene: estimate, visit [B, Hkv, G]; mean, mean_scale; tail_valid."""
+
+    read: Scene
+    estimate: torch.Tensor
+    visit: torch.Tensor
+    mean: torch.Tensor
+    mean_scale: torch.Tensor
+    valid: torch.Tensor
+    usable: np.ndarray = field(repr=False)  # [B, T] bool: full and valid
+
+
+def tail_scene(case: Case, offset: float = 0.0) -> TailScene:
+    """`offset`: what visited groups' estimates are too high by."""
+    one = scene(case)
+    rng, lengths = one.noise, np.array(case.lengths)
+    kv_heads, num_groups = one.listed.shape[1:]
+    per_unit, pool = case.unit // case.tail, len(one.k)
+    estimate = rng.normal(size=one.listed.shape) * 3 + np.where(one.listed, 3 + offset, 0)
+    estimate[rng.random(estimate.shape) < 0.05] = np.inf
+    estimate[rng.random(estimate.shape) < 0.02] = np.nan
+    estimate = np.where(np.arange(num_groups) < -(-lengths[:, None, None] // case.size), estimate, -np.inf)
+    valid = rng.random((pool, per_unit)) < 0.8
+    tails = np.arange(case.units * per_unit)
+    unit = np.maximum(one.table.cpu().numpy(), 0)[:, tails // per_unit]
+    usable = valid[unit, tails % per_unit] & ((tails + 1) * case.tail <= lengths[:, None])
+
+    def native(array: np.ndarray, kind: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE, kind)
+
+    return TailScene(
+        one,
+        native(estimate, torch.float32),
+        native(one.listed, torch.bool),
+        native(rng.integers(-127, 128, (pool, kv_heads, per_unit, case.head_dim)), torch.int8),
+        native(rng.random((pool, kv_heads, per_unit)) / 64, torch.float16),
+        native(valid.ravel(), torch.uint8),
+        usable,
+    )
+
+
+def tail_reference(one: TailScene, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(out, sum of weighted |means|, lse) in float64 of the tail, where lse [B, Hq] is what was read."""
+    case, table = one.read.case, one.read.table.cpu().numpy()
+    mean = wide(one.mean) * wide(one.mean_scale)[..., None]
+    estimate, visit = wide(one.estimate), one.read.listed
+    per_unit, per_tail = case.unit // case.tail, case.tail // case.size
+    out, size = np.zeros((*lse.shape, case.head_dim)), np.zeros((*lse.shape, case.head_dim))
+    tail = np.full(lse.shape, -np.inf)
+    for b, head in np.ndindex(*lse.shape):
+        h = head // case.repeat
+        known = np.isfinite(estimate[b, h])
+        seen = np.logaddexp.reduce(estimate[b, h][known & visit[b, h]], initial=-np.inf)
+        counted = np.flatnonzero(known & ~visit[b, h] & np.repeat(one.usable[b], per_tail))
+        if not len(counted):
+            continue
+        mass = np.logaddexp.reduce(estimate[b, h][counted])
+        weights = np.exp(estimate[b, h][counted] - mass)
+        index = counted // per_tail
+        means = mean[table[b, index // per_unit], h, index % per_unit]
+        out[b, head], size[b, head] = weights @ means, weights @ np.abs(means)
+        tail[b, head] = mass - (max(seen - lse[b, head], 0) if seen > -np.inf else 0)
+    return out, size, tail
+
+
+def tailed(module: ModuleType, one: TailScene, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return module.attend_tail(
+        one.estimate, one.visit, lse, one.mean, one.mean_scale, one.valid, one.read.table, one.read.lengths,
+        group_tokens=one.read.case.size, tail_tokens=one.read.case.tail, num_splits=one.read.case.splits,
+    )  # fmt: skip
+
+
+def fused(module: ModuleType, one: TailScene) -> tuple[torch.Tensor, torch.Tensor]:
+    read = one.read
+    return module.attend_with_tail(
+        read.q, read.k, read.v, read.table, read.lengths, read.groups, read.counts, one.estimate,
+        one.visit.to(torch.uint8), one.mean, one.mean_scale, one.valid, group_tokens=read.case.size,
+        tail_tokens=read.case.tail, num_splits=read.case.splits,
+    )  # fmt: skip
+
+
+def check_tail(module: ModuleType, case: Case, offset: float = 0.0) -> None:
+    """Both ways to a tail, as the definition says, and bit for bit independent of means that do not count."""
+    one = tail_scene(case, offset)
+    read, read_size, mass, reach = reference(one.read)
+    lse = torch.from_numpy(mass).to(DEVICE, torch.float32)
+    out, tail = tailed(module, one, lse)
+    want, size, want_tail = tail_reference(one, mass)
+    assert out.dtype == tail.dtype == torch.float32
+    check_close(wide(out), want, size * 4 * FLOAT32_ERROR)
+    check_close(wide(tail), want_tail, 4 * FLOAT32_ERROR * (1 + np.abs(np.where(np.isneginf(want_tail), 0, want_tail))))
+
+    with np.errstate(invalid="ignore"):
+        both = np.logaddexp(mass, want_tail)
+        share = np.where(np.isneginf(both), 0, np.exp(mass - both))[..., None]
+        rest = np.where(np.isneginf(both), 0, np.exp(want_tail - both))[..., None]
+    merged = fused(module, one)
+    check_states(one.read, *merged, (share * read + rest * want, share * read_size + rest * size, mass, reach))
+
+    table, tails = one.read.table.cpu().numpy(), np.arange(one.usable.shape[1])
+    per_unit = case.unit // case.tail
+    uncounted = np.ones((len(one.mean), 1, per_unit), bool)
+    for b, index in np.argwhere(one.usable):
+        uncounted[table[b, tails[index] // per_unit], 0, tails[index] % per_unit] = False
+    scale = one.mean_scale.masked_fill(torch.from_numpy(uncounted).to(DEVICE), float("nan"))
+    other = replace(one, mean_scale=scale, read=poisoned(one.read))
+    for got, same in zip((*tailed(module, other, lse), *fused(module, other)), (out, tail, *merged), strict=True):
+        assert torch.equal(got, same), "what does not count changed the result"
+
+
+TAIL_CASES = [
+    Case(lengths=(61, 1, 30)),
+    Case("bf16", 64, 4, 2, 64, 3, lengths=(190, 64, 65), tail=64, empty=True),
+    Case("fp16", 80, 3, 3, 48, 3, lengths=(143, 48), tail=24),
+    Case("fp32", 33, 8, 5, 60, 2, lengths=(119,), tail=60),
+    Case("bf16", 128, 16, 16, 64, 2, kv_heads=1, lengths=(128,), tail=16),
+    Case("fp32", 16, 2, 2, 16, 40, kv_heads=1, lengths=(640,), tail=4, share=0.1, splits=2),
+]
+
+
+@pytest.mark.parametrize(("case", "offset"), [*((case, 3.0) for case in TAIL_CASES), (TAIL_CASES[3], -9.0)], ids=str)
+def test_tail_equals_its_definition(case, offset):
+    check_tail(tail_module, case, offset)
+
+
+def test_nothing_skipped_is_bit_for_bit_without_a_tail():
+    one = tail_scene(replace(BASE, share=1.0))
+    want = attended(attend_module, one.read)
+    assert torch.isneginf(tailed(tail_module, one, want[1])[1]).all()
+    for got, same in zip(fused(tail_module, one), want, strict=True):
+        assert torch.equal(got, same)
+
+
+def test_largest_estimates_do_not_overflow():
+    one = tail_scene(BASE)
+    high = torch.where(torch.isfinite(one.estimate), 1e38, one.estimate)
+    _, lse = attended(attend_module, one.read)
+    one = replace(one, estimate=high)
+    for out, tail in (tailed(tail_module, one, lse), fused(tail_module, one)):
+        assert torch.isfinite(out).all() and not torch.isnan(tail).any()
+
+
+# ------------------------------------------------------------------------------------------------------ tests of tests
+
+LONG = Case("fp32", 16, 2, 2, 16, 12, lengths=(191, 150), splits=1, share=0.9)
+TWICE = replace(LONG, splits=3)
+WIDE = Case("bf16", 64, 4, 2, 64, 1, lengths=(60,), q_dtype="fp32", share=0.2, loud=0.1)
+MANY = next(case for case in CASES if case.splits == 40)
+
+NOTICED = r"off by|changed the result"
+ATTEND_MUTANTS = {
+    "reads one token past the end": ("position < length)", "position <= length)", BASE),
+    "keeps old sums unscaled": ("acc = acc * shrink[:, None]", "acc = acc * 1.0", LONG),
+    "keeps old totals unscaled": ("total = total * shrink + tl.sum(weight, axis=1)",
+                                  "total = total + tl.sum(weight, axis=1)", LONG),
+    "interleaves query heads": ("head = pair.to(tl.int64) * R + r",
+                                "head = (b * HKV * R + r * HKV + h).to(tl.int64)", BASE),
+    "reads the first kv head": ("(unit.to(tl.int64) * HKV + h) * U", "(unit.to(tl.int64) * HKV) * U", BASE),
+    "reads the group after": ("group * S + token % S", "(group + 1) * S + token % S", BASE),
+    "takes the tile's place for the unit's": ("* U + position % U", "* U + position % S", BASE),
+    "reads masked rows": ("mask = live[:, None]", "mask = (row >= 0)[:, None]", BASE),
+    "lets dead tokens count": ("tl.where(live[None, :], logits * scale", "tl.where(row[None, :] > -9, logits * scale",
+                               BASE),
+    "forgets the base of its logarithm": ("* 0.6931471805599453", "* 1.0", BASE),
+    "prefetches the wrong block": ("group = load_groups(groups, token + BLOCK_N, last, S, GATED)\n    for",
+                                   "group = load_groups(groups, token, last, S, GATED)\n    for", LONG),
+    "reads blocks twice": ("num_blocks * (split + 1) // num_splits", "num_blocks * (split + 2) // num_splits", TWICE),
+    "drops a split": ("inside = split < num_splits", "inside = split < num_splits - 1", TWICE),
+    "merges unscaled": ("acc = acc * shrink + tl.sum(tl.where(", "acc = acc + tl.sum(tl.where(", MANY),
+    "trusts what empty splits left": ("tl.where(weight[:, None] > 0, weight[:, None] * out, 0.0)",
+                                      "weight[:, None] * out", MANY),
+    "rounds a wider q": ("tl.dot(query_low, ", "tl.dot(query_low * 0, ", WIDE),
+    "rounds weights under a wider q": ("tl.dot(weight_low, ", "tl.dot(weight_low * 0, ", WIDE),
+}  # fmt: skip
+
+FEW, LARGE = replace(TAIL_CASES[0], lengths=(61, 30), splits=2), TAIL_CASES[-1]
+TAIL_MUTANTS = {
+    "counts the open tail group": ("(tail + 1) * TAIL <= length", "tail * TAIL < length", FEW, 3.0),
+    "counts invalid tail groups": ("mask=usable, other=0) != 0", "mask=usable, other=0) >= 0", FEW, 3.0),
+    "counts what was read": ("known & (visited == 0) & usable[:, None]", "known & usable[:, None]", FEW, 3.0),
+    "has seen everything": ("seen = tl.where(known & visited", "seen = tl.where(known", FEW, 3.0),
+    "never lowers": ("tl.where(seen > read_mass, seen - read_mass, 0.0)", "tl.where(seen > read_mass, 0.0, 0.0)", FEW,
+                     3.0),
+    "raises too": ("tl.where(seen > read_mass, seen - read_mass, 0.0)", "(seen - read_mass)", FEW, -9.0),
+    "takes infinities for estimates": ("tl.abs(value) < float(\"inf\")", "value == value", FEW, 3.0),
+    "forgets the scale": ("(weight * scale)[:, None] * code", "weight[:, None] * code", FEW, 3.0),
+    "takes the first head's means": ("(unit * HKV + h) * TAILS_PER_UNIT", "(unit * HKV) * TAILS_PER_UNIT", FEW, 3.0),
+    "takes another head's tail": ("pair = head // R", "pair = head // R // 2", FEW, 3.0),
+    "keeps old sums unscaled": ("acc = acc * shrink + tl.sum", "acc = acc + tl.sum", LARGE, 3.0),
+    "drops a split of what was seen": ("mask=split < num_splits, other", "mask=split < num_splits - 1, other", LARGE,
+                                       3.0),
+    "merges without what was read": ("+ read * (weight_read / total)", "+ read * 0.0", FEW, 3.0),
+}  # fmt: skip
+
+
+def mutant(module: ModuleType, old: str, new: str, folder: Path) -> ModuleType:
+    """The module with a piece of its source replaced, built anew."""
+    assert module.__file__ is not None
+    source = Path(module.__file__).read_text()
+    assert source.count(old) >= 1, f"{old!r} is no longer in {module.__name__}"
+    file = folder / f"mutant_{module.__name__.rpartition('.')[2]}.py"
+    file.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    built = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(built)
+    return built
+
+
+@lru_cache
+def passes(case: Case, offset: float | None = None) -> None:
+    """Raises unless the real kernels pass what a mutant of them must not."""
+    if offset is None:
+        check(attend_module, case)
+    else:
+        check_tail(tail_module, case, offset)
+
+
+@pytest.mark.parametrize("name", ATTEND_MUTANTS)
+def test_attention_checks_notice(name, tmp_path):
+    old, new, case = ATTEND_MUTANTS[name]
+    passes(case)
+    with pytest.raises(AssertionError, match=NOTICED):
+        check(mutant(attend_module, old, new, tmp_path), case)
+
+
+@pytest.mark.parametrize("name", TAIL_MUTANTS)
+def test_tail_checks_notice(name, tmp_path):
+    old, new, case, offset = TAIL_MUTANTS[name]
+    passes(case, offset)
+    with pytest.raises(AssertionError, match=NOTICED):
+        check_tail(mutant(tail_module, old, new, tmp_path), case, offset)
+
+
+def test_an_unchanged_copy_passes(tmp_path):
+    check(mutant(attend_module, "S", "S", tmp_path), BASE)
+    check_tail(mutant(tail_module, "S", "S", tmp_path), FEW, 3.0)
+
+
+# ------------------------------------------------------------------------------------------------------ ahead of time
+
+
+def split_job(vendor: str, dtype: str, head_dim: int, repeat: int, size: int, gated: bool, q_dtype: str) -> Job:
+    chosen = attend_module.plan(8, 4096, head_dim, DTYPES[dtype], 132, None)
+    lists = {"groups": "*i32", "counts": "*i32"} if gated else {}
+    types = {
+        "q": f"*{q_dtype}", "k": f"*{dtype}", "v": f"*{dtype}", "table": "*i32", "lengths": "*i32", **lists,
+        "part_out": "*fp32", "part_lse": "*fp32", "scale": "fp32", "list_width": "i32", "table_width": "i32",
+    }  # fmt: skip
+    constants = {
+        "HKV": 8, "R": repeat, "D": head_dim, "U": max(64, size), "S": size, "GATED": gated,
+        "WIDE_Q": dtype != "fp32" and dtype != q_dtype, **attend_module.padding(repeat, head_dim),
+        "BLOCK_N": chosen.block_tokens,
+    }  # fmt: skip
+    options = {"num_warps": chosen.num_warps, "num_stages": attend_module.STAGES[vendor]}
+    return Job("eps_cuda.kernels.attend", "attend_split_kernel", types, constants, options)
+
+
+def merge_job(head_dim: int) -> Job:
+    types = {"part_out": "*fp32", "part_lse": "*fp32", "out": "*bf16", "lse": "*fp32", "num_splits": "i32"}
+    block = {"BLOCK_S": attend_module.MERGE_SPLITS, "BLOCK_D": attend_module.merge_channels(head_dim)}
+    return Job("eps_cuda.kernels.attend", "merge_kernel", types, {"D": head_dim, **block})
+
+
+def tail_jobs(head_dim: int, per_tail: int) -> list[Job]:
+    pad, block = tail_module.tail_blocks(per_tail)
+    inputs = {"estimate": "*fp32", "visit": "*u8", "mean": "*i8", "mean_scale": "*fp16", "tail_valid": "*u8"}
+    parts = {"part_out": "*fp32", "part_lse": "*fp32", "part_seen": "*fp32"}
+    split = Job(
+        "eps_cuda.kernels.tail",
+        "tail_split_kernel",
+        inputs | parts | {"table": "*i32", "lengths": "*i32", "num_tails": "i32", "table_width": "i32"},
+        {
+            "HKV": 8, "D": head_dim, "TAIL": 64, "TAILS_PER_UNIT": 1, "GROUPS_PER_TAIL": per_tail, "GROUPS_PAD": pad,
+            "D_PAD": max(16, 1 << (head_dim - 1).bit_length()), "BLOCK_T": block,
+        },
+    )  # fmt: skip
+    merged = {"part_tail": "*fp32", "part_tail_lse": "*fp32", "part_seen": "*fp32", "lse": "*fp32"}
+    splits = {"num_splits": "i32", "num_tail_splits": "i32"}
+    fixed = {
+        "R": 4, "D": head_dim, "BLOCK_S": attend_module.MERGE_SPLITS, "BLOCK_D": attend_module.merge_channels(head_dim)
+    }  # fmt: skip
+    both = {"part_out": "*fp32", "part_lse": "*fp32", "out": "*bf16"}
+    alone = {"out": "*fp32", "tail_lse": "*fp32"}
+    return [
+        split,
+        Job("eps_cuda.kernels.tail", "finish_kernel", merged | splits | both, {**fixed, "ALONE": False}),
+        Job("eps_cuda.kernels.tail", "finish_kernel", merged | splits | alone, {**fixed, "ALONE": True}),
+    ]
+
+
+def test_compiles_for_gpus_that_need_not_be_here():
+    """Without spills; a decode of 16-bit K and V with 16-byte copies into shared memory, through the tensor cores."""
+    shapes = [
+        ("bf16", 128, 4, 2, True, "fp32"), ("bf16", 80, 16, 2, True, "bf16"), ("fp16", 256, 4, 16, True, "fp16"),
+        ("bf16", 128, 4, 16, False, "bf16"), ("fp32", 128, 4, 2, True, "fp32"),
+    ]  # fmt: skip
+    for vendor in ("cuda", "hip"):
+        splits = [split_job(vendor, *shape) for shape in shapes]
+        jobs = [*splits, merge_job(80), *tail_jobs(128, 32)]
+        targets = tuple(target for target in TARGETS if target[0] == vendor)
+        # the smallest of all: consumer GPUs that run sm_80's code have 99 KiB
+        most_bytes = (96 if vendor == "cuda" else 64) * 1024
+        for job, results in zip(jobs, compile_ahead(jobs, targets), strict=True):
+            for one in results:
+                what = f"{job.kernel} {job.constants} for {one.target}"
+                print(f"{what}: {one.registers} registers, {one.spilled_bytes} B spilled, {one.shared_bytes} B shared")
+                assert one.spilled_bytes == 0 and one.shared_bytes <= most_bytes, what
+                if job not in splits:
+                    continue
+                if vendor == "cuda":
+                    narrow = one.text.count("cp.async.ca")
+                    assert "cp.async.cg.shared.global" in one.text and not narrow, f"{what}: not in runs of 16 bytes"
+                assert ("mma" if vendor == "cuda" else "mfma") in one.text or job.types["k"] == "*fp32", what

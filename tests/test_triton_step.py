@@ -1,0 +1,181 @@
+"""The whole decode step over fixed buffers: it says what the steps of array operations say, asks the host for nothing,
+and makes the same operations over the same shapes whatever is kept, so that a CUDA graph can replay it."""
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+import triton_interpreter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import eps_cuda
+from eps_core.blocks import PagePool
+from eps_core.config import CacheSpec, EpsConfig
+from eps_core.generate import Sampling, generate
+from eps_core.model import read_spec
+from eps_cuda import graph
+
+DEVICE = triton_interpreter.DEVICE
+PROMPTS = [[7, 5, 3, 2, 9, 30, 41] * 60, [11, 4, 9, 77] * 75]  # 420 and 300 tokens
+STEPS = 5
+CONFIG = EpsConfig(method="rq", budget=0.2, last_tokens=16)
+WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::item", "aten::equal"}
+
+
+class Recording(TorchDispatchMode):
+    """Names and output shapes of everything that Torch computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        leaves = out if isinstance(out, tuple | list) else [out]
+        shapes = tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in leaves)
+        self.calls.append((func._schema.name, shapes))
+        return out
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch) -> None:
+    """The interpreter pays for padding."""
+    monkeypatch.setattr(graph, "BUCKET_TOKENS", 512)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_models.save_model("llama2-bf16-sharded", tmp_path_factory.mktemp("step"))
+
+
+def decode(model, kernels, config=CONFIG, prompts=PROMPTS, steps=STEPS, time_every=0):
+    """(records with logits, cache, decoder, pool) of a greedy decode."""
+    spec = read_spec(model)
+    decoder = eps_cuda.load_model(model, spec, "float32", DEVICE)
+    units = 60
+    cache = eps_cuda.new_cache(
+        CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, units), config, DEVICE, kernels
+    )
+    pool = PagePool(units, config.unit_tokens)
+    records = list(
+        generate(
+            eps_cuda, decoder, cache, pool, prompts, steps, Sampling(), keep_logits=True, prefill_chunk=200,
+            time_every=time_every,
+        )
+    )  # fmt: skip
+    return records, cache, decoder
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    return decode(model, "arrays")[0]
+
+
+def same(got, want) -> None:
+    assert [r.tokens for r in got] == [r.tokens for r in want]
+    for one, other in zip(got, want, strict=True):
+        assert np.abs(one.logits - other.logits).max() < 2e-4
+        for name in (
+            "pages_total", "pages_visited", "pages_skipped", "pages_forced", "bytes_kv_read_est", "bytes_kv_dense",
+            "bytes_summary_read", "bytes_k_reread", "fallbacks",
+        ):  # fmt: skip
+            assert getattr(one, name) == getattr(other, name), name
+        assert one.mass_skipped_est == pytest.approx(other.mass_skipped_est, abs=1e-4)
+
+
+def test_says_what_array_operations_say(model, reference) -> None:
+    records, cache, _ = decode(model, "triton")
+    (step,) = cache.steps.values()
+    assert step.outputs is not None or DEVICE == "cpu"
+    same(records, reference)
+
+
+def test_steps_that_are_timed_take_the_other_way_and_agree(model, reference) -> None:
+    records, cache, _ = decode(model, "triton", time_every=2)
+    assert len(cache.steps) == 1
+    same(records, reference)
+    assert [r.eps_prepass_ms is not None for r in records] == [True, False, True, False, True]
+
+
+def test_cache_is_left_as_array_operations_leave_it(model) -> None:
+    left = []
+    for kernels in ("arrays", "triton"):
+        _, cache, _ = decode(model, kernels)
+        left.append(cache)
+    plain, static = left
+    for layer in range(plain.spec.num_layers):
+        assert torch.allclose(plain.k[layer], static.k[layer], atol=1e-5)
+        for mine, other in ((plain, static), (plain.tail, static.tail)):
+            assert (mine.state[layer].fill == other.state[layer].fill).all()
+            valid = mine.state[layer].valid(np.arange(len(mine.state[layer].fill)))
+            assert (other.valid[layer].cpu().numpy().astype(bool) == valid).all()
+
+
+@pytest.mark.parametrize(
+    ("config", "prompts"),
+    [
+        (EpsConfig(method="rq", policy="share", tau=0.01), PROMPTS),
+        (EpsConfig(method="rq", bound_bits=8), PROMPTS),
+        (EpsConfig(method="box", group_tokens=16), PROMPTS),
+        (EpsConfig(method="rq", tail_tokens=0), PROMPTS),
+        (EpsConfig(method="rq", min_context=310), PROMPTS),
+        (CONFIG, [[5, 6, 7] * 20]),  # too short for a centre
+    ],
+    ids=["share", "bounds", "box", "no tail", "below min_context", "no centre"],
+)
+def test_what_it_does_not_cover_takes_the_other_way(model, config, prompts) -> None:
+    records, cache, _ = decode(model, "triton", config, prompts, 2)
+    assert cache.steps == {}
+    same(records, decode(model, "arrays", config, prompts, 2)[0])
+
+
+def filled_step(model):
+    """(step, its cache) as the last step of a decode left them."""
+    _, cache, _ = decode(model, "triton", steps=2)
+    (step,) = cache.steps.values()
+    return step, cache
+
+
+def test_asks_the_host_for_nothing(model) -> None:
+    step, _ = filled_step(model)
+    with Recording() as recording:
+        step.compute()
+    names = {name for name, _ in recording.calls}
+    assert {"aten::linear", "aten::mm", "aten::addmm"} & names, names  # the recording sees what Torch does
+    assert not names & WAITS
+
+
+def test_makes_the_same_operations_whatever_is_kept(model) -> None:
+    step, _ = filled_step(model)
+    seen, places = [], [x.data_ptr() for x in vars(step.buffers).values()]
+    for lengths, wanted, refined in (([420, 300], [40, 20], [20, 11]), ([299, 421], [9, 150], [1, 2])):
+        step.fill(
+            lengths=np.array(lengths, np.int32), wanted=np.array(wanted, np.int32), refined=np.array(refined, np.int32)
+        )
+        with Recording() as recording:
+            step.compute()
+        seen.append(recording.calls)
+    assert seen[0] == seen[1]
+    assert places == [x.data_ptr() for x in vars(step.buffers).values()]
+
+
+def test_a_second_run_changes_nothing(model) -> None:
+    """A capture's warm-up runs the step several times."""
+    step, cache = filled_step(model)
+    with torch.inference_mode():
+        first = step.compute()
+        logits, k = first.logits.clone(), [x.clone() for x in cache.k]
+        codes = [x["codes"].clone() for x in cache.summaries]
+        again = step.compute()
+    assert torch.equal(logits, again.logits)
+    assert all(torch.equal(a, b) for a, b in zip(k, cache.k, strict=True))
+    assert all(torch.equal(a, b["codes"]) for a, b in zip(codes, cache.summaries, strict=True))
+
+
+def test_few_steps_are_kept(model, monkeypatch) -> None:
+    monkeypatch.setattr(graph, "BUCKET_TOKENS", CONFIG.unit_tokens)
+    monkeypatch.setattr(graph, "MAX_GRAPHS", 1)
+    # from 382 tokens on the table grows by a unit within three steps
+    records, cache, _ = decode(model, "triton", prompts=[PROMPTS[0][:382]], steps=4)
+    assert [key[2] for key in cache.steps] == [7]
+    same(records, decode(model, "arrays", prompts=[PROMPTS[0][:382]], steps=4)[0])

@@ -1,0 +1,425 @@
+"""The Triton write against `write_kv`, which it must equal: pools, sign codes and second bits bit for bit.
+
+Keys are such that the order of the float32 additions shows: the rotated mean of a group is often nothing but rounding
+in most dimensions, and its second bits' threshold is often met exactly.
+"""
+
+import copy
+import importlib.util
+import itertools
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from triton_aot import Job, compile_ahead
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before the kernel's module asks for it
+
+from eps_core.config import CacheSpec, EpsConfig
+from eps_core.summaries import SECOND_STEP, rotate
+from eps_cuda.cache import DTYPES, Cache, new_cache, write_kv
+from eps_cuda.kernels import write
+from eps_cuda.summaries import rotate as rotate32
+from eps_cuda.summaries import unpack_codes
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MARGIN = 256  # bytes before and after each pool that must stay as they are
+UNTOUCHED = 0x5A
+# Triton's interpreter cuts float32 to bfloat16, GPUs round it
+ROUNDED = "bfloat16" if DEVICE == "cpu" else "float32"
+TIES = 2e-3  # share of codes whose sums have no order of their own that may lie one beside
+
+
+@dataclass(frozen=True)
+class Case:
+    head_dim: int
+    group_tokens: int
+    dtype: str = "float32"
+    bits: int = 1
+    refine: float = 0.125
+    tail_tokens: int = 0
+    block_size: int = 16
+    bound_bits: int = 0
+    kv_heads: int = 2
+    before: tuple[int, ...] = (150, 91, 60)  # tokens of each sequence when decode starts
+    steps: int = 5
+    given: str | None = None  # dtype of the model's k and v; None: the cache's
+
+    @property
+    def config(self) -> EpsConfig:
+        return EpsConfig(
+            method="rq", bits=self.bits, refine=self.refine if self.bits == 1 else 0.0, tail_tokens=self.tail_tokens,
+            group_tokens=self.group_tokens, block_size=self.block_size, bound_bits=self.bound_bits, seed=3,
+        )  # fmt: skip
+
+
+USUAL = Case(64, 2, "bfloat16", tail_tokens=64, before=(186, 60, 61), steps=6)
+CASES = [
+    USUAL,
+    Case(128, 2, "float16", tail_tokens=16, given="float32"),
+    Case(128, 4, "bfloat16", given=ROUNDED, steps=4),
+    Case(80, 16, before=(158, 94, 60), steps=4),
+    Case(96, 3, "float16", tail_tokens=48, block_size=48, before=(190, 94, 46)),
+    Case(33, 5, tail_tokens=60, block_size=5, before=(178, 58, 63), steps=7, kv_heads=3),
+    Case(20, 48, "float16", tail_tokens=96, before=(190, 94, 47), steps=3),
+    Case(256, 8, tail_tokens=32, before=(252, 30, 13), steps=3, kv_heads=1),
+    Case(64, 256, "bfloat16", tail_tokens=256, before=(510, 254), steps=3, kv_heads=1),
+    Case(16, 1, bound_bits=8, refine=1.0),
+    Case(7, 2, "bfloat16", refine=0.0),
+    Case(1, 3, block_size=3),
+    Case(40, 4, bits=2, tail_tokens=16),
+    Case(48, 2, "bfloat16", bits=4),
+    Case(33, 2, bits=8),
+]
+NAMES = [f"D{case.head_dim}-S{case.group_tokens}-{case.dtype}-{case.bits}bit-T{case.tail_tokens}" for case in CASES]
+
+
+class Guarded:
+    """A copy of a tensor on the device between bytes that nobody may write."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        self.buffer = torch.full((size + 2 * MARGIN,), UNTOUCHED, dtype=torch.uint8, device=DEVICE)
+        inner = self.buffer[MARGIN : MARGIN + size]
+        self.tensor = inner.view(tensor.dtype).view(tensor.shape)
+        self.tensor.copy_(tensor)
+
+    def check(self, name: str) -> Tensor:
+        around = torch.cat([self.buffer[:MARGIN], self.buffer[-MARGIN:]])
+        assert (around == UNTOUCHED).all(), f"{name}: written outside the pool"
+        return self.tensor.cpu()
+
+
+class Fast:
+    """The pools of a cache's layer 0, copied to the device, written by a module like `write`."""
+
+    def __init__(self, cache: Cache, module: ModuleType) -> None:
+        config, summary, tail = cache.config, cache.summaries[0], cache.tail
+        pools = {"k": cache.k[0], "v": cache.v[0], "finite": cache.finite[0][None], "valid": valid_of(cache)}
+        pools |= summary | {"centre": cache.constants(0)["centre"], "signs": cache.fixed[0]["signs"]}
+        if tail:
+            pools |= tail.summaries[0] | {"tail_valid": valid_of(tail)}
+        if config.has_bounds:
+            pools |= {"largest_key": cache.largest_key[0], "largest_value": cache.largest_value[0]}
+        self.module, self.config = module, config
+        self.pools = {name: Guarded(pool) for name, pool in pools.items()}
+
+    def write(self, k: Tensor, v: Tensor, slots: np.ndarray) -> None:
+        get = {name: pool.tensor for name, pool in self.pools.items()}.get
+        config, here = self.config, torch.from_numpy(slots.astype(np.int32)).to(DEVICE)
+        # as rows of a larger projection: strided
+        rows = torch.stack([k, v], dim=1).to(DEVICE)
+        given = rows.clone()
+        tail = None
+        if config.tail_tokens:
+            tail = self.module.TailPools(get("mean"), get("mean_scale"), get("tail_valid"), config.tail_tokens)
+        self.module.write_tokens(
+            rows[:, 0], rows[:, 1], here, get("k"), get("v"), get("finite")[0], get("valid"),
+            group_tokens=config.S,
+            rq=self.module.RqPools(
+                get("codes"), get("scale"), get("second"), get("second_scale"), get("centre"), get("signs"), config.bits
+            ),
+            tail=tail,
+            largest_key=get("largest_key"), largest_value=get("largest_value"),
+        )  # fmt: skip
+        assert torch.equal(given.view(torch.uint8), rows.view(torch.uint8)), "the arguments changed"
+        assert np.array_equal(here.cpu().numpy(), slots)
+
+
+def valid_of(cache: Cache) -> Tensor:
+    groups = np.arange(cache.spec.num_units * cache.config.groups_per_unit)
+    return torch.from_numpy(cache.state[0].valid(groups).astype(np.uint8))
+
+
+def steps_apart(first: Tensor, second: Tensor) -> int:
+    """The most float16 steps between two tensors of numbers of one sign each."""
+    return int((first.view(torch.int16).int() - second.view(torch.int16).int()).abs().max())
+
+
+def check_equal(fast: Fast, cache: Cache) -> None:
+    """Everything that `write_kv` left in the cache, and nothing else."""
+    got = {name: pool.check(name) for name, pool in fast.pools.items()}
+    for name, want in (("k", cache.k[0]), ("v", cache.v[0])):
+        bits = torch.int32 if want.dtype == torch.float32 else torch.int16
+        is_nan = got[name].isnan() & want.isnan()  # which NaN, each device says for itself
+        assert ((got[name].view(bits) == want.view(bits)) | is_nan).all(), f"{name} differs"
+    assert bool(got["finite"][0]) == bool(cache.finite[0]), "finite differs"
+    assert torch.equal(got["valid"], valid_of(cache)), "valid differs"
+    assert torch.equal(got["centre"], cache.constants(0)["centre"])
+    summary, bits = cache.summaries[0], cache.config.bits
+    if bits == 1:
+        assert torch.equal(got["codes"], summary["codes"]), "sign codes differ"
+    else:
+        check_codes(
+            "codes", *(unpack_codes(one, bits, cache.spec.head_dim) for one in (got["codes"], summary["codes"]))
+        )
+    assert steps_apart(got["scale"], summary["scale"]) <= 1, "scale differs"
+    if "second" in summary:
+        assert torch.equal(got["second"], summary["second"]), "second bits differ"
+        assert steps_apart(got["second_scale"], summary["second_scale"]) <= 1, "scale of second bits differs"
+    if cache.tail:
+        tail = cache.tail.summaries[0]
+        assert torch.equal(got["tail_valid"], valid_of(cache.tail)), "valid of tails differs"
+        check_codes("mean values", got["mean"], tail["mean"])
+        assert steps_apart(got["mean_scale"], tail["mean_scale"]) <= 1, "scale of mean values differs"
+    if cache.config.has_bounds:
+        for name, largest in (("largest_key", cache.largest_key), ("largest_value", cache.largest_value)):
+            torch.testing.assert_close(got[name], largest[0], rtol=1e-6, atol=0)
+
+
+def check_codes(name: str, got: Tensor, want: Tensor) -> None:
+    apart = (got.int() - want.int()).abs()
+    assert apart.max() <= 1, f"{name} differ by {apart.max()}"
+    assert (apart > 0).sum() <= 1 + TIES * apart.numel(), f"{(apart > 0).sum()} {name} differ"
+
+
+class Run:
+    """A prompt written by `write_kv`, then decoded: by `write_kv` one token at a time, and by the kernel in batches."""
+
+    def __init__(self, case: Case, module: ModuleType = write) -> None:
+        self.case, self.rng, config = case, np.random.default_rng(case.head_dim), case.config
+        self.lengths = np.array(case.before)
+        size = config.unit_tokens
+        width = (int(self.lengths.max()) + case.steps + 3) // size + 1
+        units = self.rng.permutation(len(self.lengths) * width + 2)  # two belong to nobody
+        self.table = units[: len(self.lengths) * width].reshape(len(self.lengths), width)
+        spec = CacheSpec(1, case.kv_heads, case.head_dim, len(units), case.dtype)
+        self.cache = new_cache(spec, config, "cpu", kernels="arrays")
+        sequences = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        positions = np.concatenate([np.arange(length) for length in self.lengths])
+        self.zero = self.rng.normal(size=(case.kv_heads, case.head_dim))  # about the centre
+        k, v = self.rows(len(positions))
+        write_kv(self.cache, 0, k, v, self.slots(sequences, positions))
+        assert self.cache.centre[0] is not None
+        self.fast = Fast(copy.deepcopy(self.cache), module)
+        self.means = [self.special_mean(kind) for kind in range(len(self.lengths))]
+
+    def slots(self, sequences: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        size = self.case.config.unit_tokens
+        return self.table[sequences, positions // size] * size + positions % size
+
+    def rows(self, number: int) -> tuple[Tensor, Tensor]:
+        shape = (number, self.case.kv_heads, self.case.head_dim)
+        dtype = DTYPES[self.case.given or self.case.dtype]
+        k, v = (torch.from_numpy(self.rng.normal(size=shape)).float() for _ in range(2))
+        return (k + torch.from_numpy(self.zero).float()).to(dtype), v.to(dtype)
+
+    def special_mean(self, kind: int) -> np.ndarray:
+        """[Hkv, D] float64: means of keys that, rotated, are 0 but in a few dimensions, or meet the second threshold
+        in half of them."""
+        shape = (self.case.kv_heads, self.case.head_dim)
+        turned = self.rng.choice([-1.0, 1.0], size=shape)
+        if kind % 2:
+            half = self.case.head_dim // 2
+            share = half / self.case.head_dim
+            # a = SECOND_STEP * (share * a + (1 - share) * b) with a = 1
+            turned[:, half:] *= (1 - share * SECOND_STEP) / ((1 - share) * SECOND_STEP)
+        else:
+            turned *= self.rng.uniform(0.5, 2, size=shape)
+            turned[:, self.case.head_dim // 8 + 1 :] = 0
+        signs = self.cache.fixed[0]["signs"].double().numpy()
+        back = np.stack([signs * rotate(row * signs, self.case.config.seed) for row in turned])
+        return self.cache.constants(0)["centre"].double().numpy() + back
+
+    def finish_group(self, k: Tensor, sequences: np.ndarray, slots: np.ndarray) -> None:
+        """Last keys of groups get what makes the group's mean a special one, in place."""
+        size, unit = self.case.config.S, self.case.config.unit_tokens
+        for row, (sequence, slot) in enumerate(zip(sequences, slots, strict=True)):
+            if slot % size == size - 1:
+                where = slice(slot % unit - size + 1, slot % unit)
+                others = self.cache.k[0][slot // unit, :, where].double().sum(dim=1)
+                k[row] = (torch.from_numpy(self.means[sequence]) * size - others).to(k.dtype)
+
+    def step(self, sequences: np.ndarray, broken: bool = False) -> None:
+        """One token of each of some sequences, with a padding row of NaN among them."""
+        slots = self.slots(sequences, self.lengths[sequences])
+        k, v = self.rows(len(slots))
+        self.finish_group(k, sequences, slots)
+        if broken:
+            k[-1, -1, -1] = torch.inf
+            v[-1, 0, 0] = torch.nan
+        for row in range(len(slots)):
+            write_kv(self.cache, 0, k[row : row + 1], v[row : row + 1], slots[row : row + 1])
+        padding = torch.full_like(k[:1], torch.nan)
+        padded = [torch.cat([rows[:1], padding, rows[1:]]) for rows in (k, v)]
+        self.fast.write(*padded, np.insert(slots, 1, -1))
+        self.lengths[sequences] += 1
+
+    def decode(self) -> None:
+        """Steps of all sequences, a rollback of each by up to three tokens, and more steps, some of them alone."""
+        everyone = np.arange(len(self.lengths))
+        for _ in range(self.case.steps):
+            self.step(everyone)
+            check_equal(self.fast, self.cache)
+        self.lengths -= 1 + everyone % 3
+        for step in range(3):
+            self.step(everyone[step % 2 :])
+            check_equal(self.fast, self.cache)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter's numpy
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_equals_write_kv(case):
+    run = Run(case)
+    sealed = run.fast.pools["scale"].tensor.clone()
+    run.decode()
+    assert not torch.equal(sealed, run.fast.pools["scale"].tensor), "no group was sealed"
+    run.step(np.arange(len(run.lengths)), broken=True)
+    check_equal(run.fast, run.cache)
+    assert not run.cache.finite[0]
+    run.step(np.arange(len(run.lengths)))
+    check_equal(run.fast, run.cache)
+
+
+def test_hard_keys_are_hard():
+    """The special means do what they are for: of a group's codes many hang on the last bit of the sums."""
+    run = Run(Case(64, 4, before=(255, 63), steps=2))
+    signs = run.cache.fixed[0]["signs"]
+    centre = run.cache.constants(0)["centre"].float()
+    zeros, steps = (rotate32(torch.from_numpy(mean).float() - centre, signs).abs() for mean in run.means)
+    assert ((zeros > 0) & (zeros < 1e-5)).float().mean() > 0.5
+    beside = (steps / (steps.mean(dim=-1, keepdim=True) * SECOND_STEP) - 1).abs()
+    assert (beside < 1e-5).float().mean() > 0.4
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+@torch.inference_mode()
+def test_numbers_that_have_no_scale():
+    """Keys all equal to the centre (no scale), values all zero and values whose mean has no float16 scale."""
+    case = Case(32, 2, tail_tokens=16, before=(254, 14, 14), steps=0)
+    run = Run(case)
+    centre = run.cache.constants(0)["centre"].float()
+    unit = case.config.unit_tokens
+    factors = torch.tensor([0.0, 3e38, 1e-30])[:, None, None]
+    for pool in (run.cache.v[0], run.fast.pools["v"].tensor):
+        for table, length, factor in zip(run.table, run.lengths, factors, strict=True):
+            pool[int(table[length // unit])] = factor[0]
+    for _ in range(2):
+        slots = run.slots(np.arange(3), run.lengths)
+        k = torch.stack([centre, 1e30 * torch.ones_like(centre), 1e-30 + centre])
+        v = factors.expand(k.shape).contiguous()
+        for row in range(3):
+            write_kv(run.cache, 0, k[row : row + 1], v[row : row + 1], slots[row : row + 1])
+        run.fast.write(k, v, slots)
+        check_equal(run.fast, run.cache)
+        run.lengths += 1
+    assert (run.cache.tail.summaries[0]["mean_scale"] == 0).any()
+
+
+def test_without_summaries_only_rows_and_flags_change():
+    run = Run(Case(16, 2, before=(255, 30)))
+    fast = run.fast
+    k, v = run.rows(2)
+    slots = run.slots(np.arange(2), run.lengths)
+    kept = {name: pool.check(name).clone() for name, pool in fast.pools.items()}
+    pools = {name: pool.tensor for name, pool in fast.pools.items()}
+    here = torch.from_numpy(slots.astype(np.int32)).to(DEVICE)
+    for valid in (None, pools["valid"]):
+        write.write_tokens(
+            k.to(DEVICE), v.to(DEVICE), here, pools["k"], pools["v"], pools["finite"][0], valid,
+            group_tokens=2, rq=None, tail=None, largest_key=None, largest_value=None,
+        )  # fmt: skip
+        assert torch.equal(fast.pools["valid"].check("valid"), kept["valid"]) == (valid is None)
+    for row, name in itertools.product(range(2), ("k", "v")):
+        unit, offset = divmod(int(slots[row]), run.case.config.unit_tokens)
+        kept[name][unit, :, offset] = (k if name == "k" else v)[row]
+    groups = slots // 2
+    kept["valid"][groups] = torch.from_numpy((slots % 2 == 1).astype(np.uint8))
+    for name, pool in fast.pools.items():
+        assert torch.equal(pool.check(name), kept[name]), name
+
+
+MUTATIONS = {
+    "sealed one slot early": ("seals = offset % GROUP == GROUP - 1", "seals = offset % GROUP == GROUP - 2"),
+    "centre left out": (" - tl.load(centre + d, mask=inside, other=0).to(tl.float32)", ""),
+    "centre of the first head": ("centre + head * HEAD_DIM, signs", "centre, signs"),
+    "heads mixed up": ("start = (unit * KV_HEADS + head) * UNIT", "start = (unit * KV_HEADS + 1 - head) * UNIT"),
+    "summaries of heads mixed up": ("group = (unit * KV_HEADS + head)", "group = (unit * KV_HEADS + 1 - head)"),
+    "valid never cleared": ("seals.to(tl.uint8), mask=head == 0", "seals.to(tl.uint8), mask=(head == 0) & seals"),
+    "tail valid never cleared": ("ends.to(tl.uint8), mask=head == 0", "ends.to(tl.uint8), mask=(head == 0) & ends"),
+    "tail of one row less": ("_sum_rows(rows, value, TAIL,", "_sum_rows(rows + HEAD_DIM, value, TAIL - 1,"),
+    "new row left out": ("[:, None], new[None, :], x)", "[:, None], 0.0, x)"),
+    "infinity passed over": ('tl.abs(key.to(tl.float32)) < float("inf")', 'tl.abs(key.to(tl.float32)) <= float("inf")'),
+    "padding written": ("    if slot < 0:\n        return\n", "    slot = tl.maximum(slot, 0)\n"),
+    "butterflies in another order": (
+        "in tl.static_range(LOG_DIM):\n        if", "in tl.static_range(LOG_DIM - 1, -1, -1):\n        if"
+    ),
+    "sums in another order": (
+        "(2, ROWS >> (level + 1), DIM2)), (1, 2, 0)", "(ROWS >> (level + 1), 2, DIM2)), (0, 2, 1)"
+    ),
+    "codes one byte further": ("byte = tl.arange(0, DIM2 * BITS // 8)", "byte = 1 + tl.arange(0, DIM2 * BITS // 8)"),
+}  # fmt: skip
+
+
+def mutated(name: str, folder: Path) -> ModuleType:
+    """The kernel's module with one text replaced, imported from a file of its own."""
+    old, new = MUTATIONS[name]
+    source = Path(write.__file__).read_text()
+    assert source.count(old) == 1, f"{source.count(old)} places hold {old!r}"
+    path = folder / "mutated_write.py"
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location("mutated_write", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_wrong_kernel_is_found(name, tmp_path):
+    case = Case(32, 4, tail_tokens=16, before=(126, 94, 45), steps=4)
+    module = mutated(name, tmp_path)
+    with pytest.raises(AssertionError, match=r"differ|changed|outside"):
+        run = Run(case, module)
+        run.decode()
+        run.step(np.arange(3), broken=True)
+        check_equal(run.fast, run.cache)
+
+
+def job_of(case: Case) -> Job:
+    """The launch of `write_tokens` for a model of eight kv heads."""
+    config, kind = case.config, {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16"}[case.dtype]
+    constants, num_warps = write.launch_constants(
+        8, case.head_dim, config.unit_tokens, config.S, config.tail_tokens, config.bits
+    )
+    types = dict.fromkeys(("k", "v", "k_pool", "v_pool"), kind)
+    types |= dict.fromkeys(("k_token", "k_head", "v_token", "v_head"), "i32")
+    types |= {"slots": "*i32", "finite": "*u8", "valid": "*u8", "codes": "*u8", "scale": "*fp16"}
+    types |= {"centre": "*fp16", "signs": "*fp32"}
+    if config.refine:
+        types |= {"second": "*u8", "second_scale": "*fp16"}
+    if config.tail_tokens:
+        types |= {"mean": "*i8", "mean_scale": "*fp16", "tail_valid": "*u8"}
+    if config.has_bounds:
+        types |= {"largest_key": "*i32", "largest_value": "*i32"}
+    options = {"num_warps": num_warps, "enable_fp_fusion": False}
+    return Job("eps_cuda.kernels.write", "write_kernel", types, constants, options)
+
+
+def test_compiles_for_gpus_without_spills_or_contraction():
+    usual = Case(128, 2, "bfloat16", tail_tokens=64)
+    others = [
+        Case(96, 3, "float32", tail_tokens=48, block_size=48),
+        Case(256, 256, "bfloat16", tail_tokens=256, bound_bits=8),
+        Case(80, 16, "float16", bits=4),
+    ]
+    compiled = {usual: compile_ahead([job_of(usual)])[0]}
+    hopper = compile_ahead([job_of(case) for case in others], targets=(("cuda", 90, 32),))
+    compiled |= dict(zip(others, hopper, strict=True))
+    for case, results in compiled.items():
+        for one in results:
+            print(f"D {case.head_dim} S {case.group_tokens} {one.target}: {one.registers} registers, "
+                  f"{one.shared_bytes} bytes shared")  # fmt: skip
+            assert one.spilled_bytes == 0, (case, one.target, one.spilled_bytes)
+            if one.target.startswith("cuda"):  # AMD's exact divisions are made of fma
+                inexact = re.findall(
+                    r"\b(?:fma\.|div\.full|div\.approx|sqrt\.approx|(?:add|sub|mul)[.\w]*\.ftz).*", one.text
+                )
+                assert not inexact, (case, one.target, inexact[:3])

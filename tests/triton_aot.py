@@ -1,0 +1,111 @@
+"""Compile Triton kernels ahead of time, on any machine, for GPUs that it need not have: what no interpreter shows.
+
+`compile_ahead` runs this file in a process of its own, without TRITON_INTERPRET: under it a kernel is no kernel.
+"""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# (backend, architecture, warp size): A100, H100 and H200, MI300
+TARGETS = (("cuda", 80, 32), ("cuda", 90, 32), ("hip", "gfx942", 64))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel with the types of its run-time arguments ("*bf16", "i32", ..) and the values of its constexpr ones;
+    an argument in neither is a pointer that is None. `divisible`: names of arguments that 16 divides (default: the
+    pointers, as of whole tensors). `options`: num_warps and the like."""
+
+    module: str
+    kernel: str
+    types: dict[str, str]
+    constants: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    divisible: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one target made of one job. Per thread: registers (vector ones on hip) and bytes spilled; per program:
+    bytes of shared memory. `text` is PTX or AMD GCN assembly."""
+
+    target: str
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    text: str
+
+
+def compile_ahead(jobs: list[Job], targets: tuple = TARGETS, timeout_s: float = 300) -> list[list[Compiled]]:
+    """Of each job, one result per target. Raises AssertionError with the compiler's message if any does not compile."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = str(Path(__file__).parent.parent)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH", "")]))
+    request = json.dumps({"jobs": [vars(job) for job in jobs], "targets": targets})
+    done = subprocess.run(
+        [sys.executable, __file__], input=request, capture_output=True, text=True, env=environment, timeout=timeout_s
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [[Compiled(**one) for one in results] for results in json.loads(done.stdout.splitlines()[-1])]
+
+
+def _compile(job: Job, backend: str, architecture: Any, warp_size: int) -> Compiled:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = getattr(importlib.import_module(job.module), job.kernel)
+    names = kernel.arg_names
+    unknown = (set(job.types) | set(job.constants)) - set(names)
+    assert not unknown, f"{job.kernel} has no argument {sorted(unknown)}"
+    constants = {name: job.constants.get(name) for name in names if name not in job.types}
+    divisible = job.divisible
+    if divisible is None:
+        divisible = tuple(name for name, kind in job.types.items() if kind.startswith("*"))
+    source = ASTSource(
+        kernel,
+        {name: job.types.get(name, "constexpr") for name in names},
+        constexprs=constants,
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in divisible},
+    )
+    made = triton.compile(source, target=GPUTarget(backend, architecture, warp_size), options=job.options)
+    if backend == "hip":
+        text = made.asm["amdgcn"]
+        registers, spilled, scratch = (
+            int(re.findall(rf"\.{name}:\s+(\d+)", text)[0])
+            for name in ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size")
+        )
+        return Compiled(f"{backend} {architecture}", registers, max(4 * spilled, scratch), made.metadata.shared, text)
+    usage = _cuda_usage(made.asm["cubin"])
+    return Compiled(
+        f"{backend} {architecture}",
+        usage["REG"],
+        usage["STACK"] + usage["LOCAL"],
+        made.metadata.shared,
+        made.asm["ptx"],
+    )
+
+
+def _cuda_usage(cubin: bytes) -> dict[str, int]:
+    """REG, STACK, LOCAL, SHARED of the one kernel in a cubin."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        shown = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", shown.stdout)}
+
+
+if __name__ == "__main__":
+    asked = json.load(sys.stdin)
+    print(json.dumps([[vars(_compile(Job(**job), *target)) for target in asked["targets"]] for job in asked["jobs"]]))
