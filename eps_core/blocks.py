@@ -236,6 +236,11 @@ class WritePlan:
     sealed: np.ndarray  # [R] bool: the group is full with this call
 
 
+_NONE = np.zeros(0, np.int64)
+_ZERO = np.zeros((1, 1), np.int64)
+_NO_TOKENS = np.zeros((0, 0), np.int64)
+
+
 class GroupState:
     """How far each group of a pool is written, and which open groups have accumulators; one per layer.
 
@@ -261,6 +266,8 @@ class GroupState:
         """
         slots = np.asarray(slots, dtype=np.int64)
         size, num_tokens = self.group_tokens, len(slots)
+        if num_tokens == 1:
+            return self._plan_one(slots)
         rows = slots // size
         assert ((rows >= 0) & (rows < len(self.fill))).all(), "a slot is outside the pool"
         order = np.argsort(rows, kind="stable")
@@ -300,6 +307,36 @@ class GroupState:
             part_open=part_open,
             sealed=sealed,
         )
+
+    def _plan_one(self, slots: np.ndarray) -> WritePlan:
+        """`plan` of one token, a tenth of the time: every layer of every decode step asks."""
+        slot = int(slots[0])
+        row, offset = divmod(slot, self.group_tokens)
+        assert 0 <= row < len(self.fill), "a slot is outside the pool"
+        fill = int(self.fill[row])
+        assert offset <= fill, "a write begins beyond what its group holds"
+        self.fill[row] = offset + 1
+        if offset < fill:
+            self._release_open(row)
+        group = np.array([row])
+        if self.group_tokens == 1:
+            return WritePlan(slots, group, _ZERO, _NONE, _NO_TOKENS, _NONE, _NONE, _NONE.astype(bool))
+        if offset == 0:
+            self._claim_open(row)
+        is_sealed = offset + 1 == self.group_tokens
+        part_open = np.array([self._open.get(row, -1)])
+        if is_sealed:
+            self._release_open(row)
+        return WritePlan(
+            slots, _NONE, np.zeros((0, self.group_tokens), np.int64), group, _ZERO, np.array([offset]), part_open,
+            np.array([is_sealed]),
+        )  # fmt: skip
+
+    def follow(self, other: "GroupState", slots: np.ndarray) -> None:
+        """Becomes as full as another layer's state after a write that both take, for methods without accumulators: a
+        hundredth of the time of `plan`."""
+        groups = slots // self.group_tokens
+        self.fill[groups] = other.fill[groups]
 
     def valid(self, groups: np.ndarray) -> np.ndarray:
         """Whether each group row is full, bool of the same shape: only then may its summary be read. Rows past the end

@@ -122,20 +122,18 @@ def attend_tail(
             break
         b, h = row // kv_heads, row % kv_heads
         own = estimate[b, h]
-        visit = np.zeros(num_groups, np.bool_)
-        for i in range(counts[b, h]):
-            visit[groups[b, h, i]] = True
         usable = np.zeros(num_tails, np.bool_)
         for t in range(min(lengths[b] // size, num_tails)):
             unit = table[b, t // tails_per_unit]
             usable[t] = fill[unit * tails_per_unit + t % tails_per_unit] == size
-        seen_masses, masses = np.empty(padded, np.float32), np.empty(padded, np.float32)
+        masses, num_listed = np.empty(padded, np.float32), counts[b, h]
         for group in range(num_groups):
-            one = own[group] if abs(own[group]) < np.inf else -np.inf
-            seen_masses[group] = one if visit[group] else -np.inf
-            masses[group] = -np.inf if visit[group] else one
-        seen_masses[num_groups:] = -np.inf
+            masses[group] = own[group] if abs(own[group]) < np.inf else -np.inf
         masses[num_groups:] = -np.inf
+        seen_masses = np.full((num_listed + 15) // 16 * 16, -np.inf, np.float32)
+        for i in range(num_listed):
+            seen_masses[i] = masses[groups[b, h, i]]
+            masses[groups[b, h, i]] = -np.inf
         for t in range(num_tails):
             if not usable[t]:
                 masses[t * per_tail : (t + 1) * per_tail] = -np.inf

@@ -61,7 +61,7 @@ class Selection:
     head): no synchronisation is needed to use it. None where only the device knows.
     `forced` [B] int64, host: how many of the visited groups were guards or had no summary.
     `wanted` [B, Hkv] int32 (device): under scope union, how many groups each kv head alone asked for; else None.
-    `visit` [B, Hkv, G] bool (device): the same groups as a mask, where a kernel has made it anyway; else None.
+    `visit` [B, Hkv, G] bool (device): the same groups as a mask, where a kernel made the list; else None.
 
     Every policy visits at least one group, and `uniform` says that the open group, where there is one, is listed.
     """

@@ -263,7 +263,7 @@ def _update_summaries(cache: Cache, layer: int, keys: Tensor, plan: WritePlan) -
         has_parts = False
     if len(plan.full_groups):
         in_hand = keys[_on(cache, plan.full_tokens)].transpose(1, 2)  # [F, Hkv, S, D]
-        _store(cache, layer, plan.full_groups, build_summary(cache.config, cache.constants(layer), in_hand))
+        _store(cache, layer, plan.full_groups, _summarise(cache, layer, in_hand))
     if has_parts:
         _extend(cache, layer, keys, plan)
 
@@ -349,7 +349,19 @@ def _seal_stored(cache: Cache, layer: int, groups: np.ndarray) -> None:
     flat = cache.k[layer].view(-1, config.S * spec.head_dim)
     keys = flat.index_select(0, _on(cache, rows.reshape(-1))).view(*rows.shape, config.S, spec.head_dim)
     cache.bytes_k_reread += keys.nbytes
-    _store(cache, layer, groups, build_summary(config, cache.constants(layer), keys))
+    _store(cache, layer, groups, _summarise(cache, layer, keys))
+
+
+def _summarise(cache: Cache, layer: int, k: Tensor) -> Summary:
+    """Summaries of full groups: k [F, Hkv, S, D]."""
+    config, constants = cache.config, cache.constants(layer)
+    if cache.kernels == "numba":
+        module = kernels_module(cache.kernels)
+        assert module is not None
+        summary = module.build_summary(config, constants, k)
+        if summary is not None:
+            return summary
+    return build_summary(config, constants, k)
 
 
 def _on(cache: Cache, array: np.ndarray) -> Tensor:

@@ -7,10 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eps_core import cpu_kernels
+from eps_core import cpu_kernels, cpu_write
 from eps_core.config import EpsConfig
 from eps_core.interface import Scores, Selection
 from eps_cuda.cache import Cache
+from eps_cuda.summaries import near16
 
 State = tuple[Tensor, Tensor]
 
@@ -70,3 +71,14 @@ def attend_tail(
         cache, layer, table, lengths, _host(scores.estimate), _listed(selection), _host(lse), _host
     )
     return torch.from_numpy(out), torch.from_numpy(tail)
+
+
+@torch.inference_mode()
+def build_summary(config: EpsConfig, constants: dict[str, Tensor], k: Tensor) -> dict[str, Tensor] | None:
+    """See `summaries.build_summary`: k [F, Hkv, S, D]. Covers rq of one bit without bounds."""
+    if config.method != "rq" or config.bits != 1 or config.rq_bounds:
+        return None
+    keys, centre, signs = (_host(x.float()) for x in (k, constants["centre"], constants["signs"]))
+    summary = cpu_write.build_rq(keys, centre, signs, bool(config.refine))
+    arrays = {name: torch.from_numpy(array) for name, array in summary.items()}
+    return {name: near16(x) if x.dtype == torch.float32 else x for name, x in arrays.items()}

@@ -2,6 +2,12 @@
 
 Each takes what the array function of its name takes and returns the same, or None for what has no kernel: the array
 function then does it. Nothing here waits for the device.
+
+Kernels score `meanstd`, and `rq` unless it has bounds of its own: where array operations make bounds they make the
+estimate with them, and a kernel of the estimate alone would save nothing. Kernels choose groups by topk per kv head;
+the masks of other policies, of scope union and of head modes come from array operations, and a kernel lists them
+(`listing`). Attention and tails have kernels whatever was chosen; writes have them where `covers_writing` says
+so.
 """
 
 from dataclasses import dataclass
@@ -10,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eps_core.blocks import WritePlan
 from eps_core.config import EpsConfig
 from eps_core.guards import budget, forced_groups, missing_groups
 from eps_core.interface import Scores, Selection
@@ -57,7 +64,7 @@ def rotation(cache: Cache) -> Tensor:
 
 
 def covers_scoring(cache: Cache, layer: int) -> bool:
-    """Whether a kernel scores: rq once its centre is there, without bounds of its own."""
+    """Whether `estimates` serves: rq once its centre is there, without bounds of its own."""
     config = cache.config
     return config.method == "rq" and not config.rq_bounds and cache.centre[layer] is not None
 
@@ -65,13 +72,18 @@ def covers_scoring(cache: Cache, layer: int) -> bool:
 @torch.inference_mode()
 def score(cache: Cache, layer: int, q: Tensor, table: np.ndarray, lengths: np.ndarray) -> Scores | None:
     config = cache.config
-    if not covers_scoring(cache, layer):
+    if config.method != "meanstd" and not covers_scoring(cache, layer):
         return None
     missing = missing_groups(config, cache.state[layer], table, lengths, can_encode=True)
     num_missing = (missing & ~forced_groups(config, lengths, missing.shape[1])).sum(axis=1)
     place = where(cache, table, lengths)
-    refined = np.array([config.refined_groups(int(length)) for length in lengths], np.int32)
-    estimate = estimates(cache, layer, q, place.table, place.lengths, to_device(cache, refined), int(refined.max()))
+    if config.method == "meanstd":
+        estimate = score_kernels.score_meanstd(
+            q, cache.summaries[layer], cache.valid[layer], place.table, place.lengths, group_tokens=config.S
+        )
+    else:
+        refined = np.array([config.refined_groups(int(length)) for length in lengths], np.int32)
+        estimate = estimates(cache, layer, q, place.table, place.lengths, to_device(cache, refined), int(refined.max()))
     return Scores(estimate, None, None, num_missing, kernels=cache.kernels)
 
 
@@ -107,6 +119,11 @@ def select(config: EpsConfig, scores: Scores, lengths: np.ndarray, layer: int) -
     wanted, ends = (torch.from_numpy(part.astype(np.int32)).to(device) for part in (uniform, lengths))
     listed, counts, visit = choose(config, scores.estimate, wanted, ends, max(int(uniform.max()), 1))
     return Selection(listed, counts, uniform, forced, visit=visit.bool())
+
+
+def listing(visit: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """(groups [B, Hkv, width], counts [B, Hkv]) of a mask [B, Hkv, G] that array operations made."""
+    return select_kernels.compact(visit.contiguous(), width=width)
 
 
 def choose(
@@ -168,17 +185,30 @@ def write_kv(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) 
     """Writes a decode step's tokens, and says whether it did: each must lie in a unit of its own."""
     if not covers_writing(cache, layer) or len(np.unique(slots // cache.config.unit_tokens)) < len(slots):
         return False
-    plan_write(cache, layer, slots)
+    for one in _summarised(cache):
+        count_sealed(cache, one, one.state[layer].plan(slots))
     write(cache, layer, k, v, to_device(cache, slots.astype(np.int32)))
     return True
 
 
-def plan_write(cache: Cache, layer: int, slots: np.ndarray) -> None:
-    """Tells the host's state of a write, and counts the keys and values that are read back to seal."""
-    for one in (cache, cache.tail):
-        if one is not None and one.config.enabled:
-            sealed = int(one.state[layer].plan(slots).sealed.sum())
-            cache.bytes_k_reread += sealed * cache.spec.num_kv_heads * one.config.S * cache.spec.kv_token_bytes // 2
+def _summarised(cache: Cache) -> list[Cache]:
+    return [one for one in (cache, cache.tail) if one is not None and one.config.enabled]
+
+
+def plan_step(cache: Cache, slots: np.ndarray) -> None:
+    """Tells every layer's state on the host of a step's write, whose layers all write the same slots."""
+    for one in _summarised(cache):
+        first, *others = one.state
+        plan = first.plan(slots)
+        for state in others:
+            state.follow(first, slots)
+        count_sealed(cache, one, plan, len(one.state))
+
+
+def count_sealed(cache: Cache, one: Cache, plan: WritePlan, num_layers: int = 1) -> None:
+    """Counts the keys and values that are read back to seal groups of `one`, the cache or its tail."""
+    sealed = num_layers * int(plan.sealed.sum())
+    cache.bytes_k_reread += sealed * cache.spec.num_kv_heads * one.config.S * cache.spec.kv_token_bytes // 2
 
 
 @torch.inference_mode()
@@ -201,7 +231,6 @@ def write(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None
         tail = TailPools(fields["mean"], fields["mean_scale"], inner.valid[layer], config.tail_tokens)
     stored = cache.k[layer].dtype
     write_tokens(
-        k.to(stored), v.to(stored), slots, cache.k[layer], cache.v[layer], cache.finite[layer], valid, group_tokens=config.S, rq=rq,
-        tail=tail,
-        largest_key=None, largest_value=None,
+        k.to(stored), v.to(stored), slots, cache.k[layer], cache.v[layer], cache.finite[layer], valid,
+        group_tokens=config.S, rq=rq, tail=tail, largest_key=None, largest_value=None,
     )  # fmt: skip

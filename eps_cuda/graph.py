@@ -187,8 +187,7 @@ def step(
     cache.steps[key] = static
     while len(cache.steps) > MAX_GRAPHS:
         cache.steps.pop(next(iter(cache.steps)))
-    for layer in range(spec.num_layers):
-        gpu.plan_write(cache, layer, slots)
+    gpu.plan_step(cache, slots)
     # the token of this step is written before it scores: a group that it fills is full, not open
     forced = forced_groups(config, lengths, groups).sum(axis=1)
     uniform = budget(config, forced, lengths)

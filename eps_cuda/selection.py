@@ -117,6 +117,9 @@ def select(config: EpsConfig, scores: Scores, lengths: np.ndarray, layer: int = 
         wanted = visit.sum(dim=-1, dtype=torch.int32)
         visit, uniform = visit.any(dim=1, keepdim=True).expand(visit.shape), None
     width = groups if uniform is None else max(int(uniform.max()), 1)
+    if module is not None and scores.kernels == "triton":
+        listed, counts = module.listing(visit, width)
+        return Selection(listed, counts, uniform, num_forced, wanted, visit)
     counts = visit.sum(dim=-1, dtype=torch.int32)
     return Selection(_ascending(visit, width), counts, uniform, num_forced, wanted)
 

@@ -18,7 +18,7 @@ from eps_core.config import CacheSpec, ConfigError, EpsConfig
 from eps_core.guards import check_units
 from eps_core.interface import cpu_name, resolve_kernels
 from eps_core.summaries import CENTRE_TOKENS, jl_projection, rq_signs
-from eps_mlx.paths import usable_kernels
+from eps_mlx.paths import kernels_module, usable_kernels
 from eps_mlx.summaries import Summary, build_box, build_jl, build_meanstd, build_summary
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -267,7 +267,7 @@ def _update_summaries(cache: Cache, layer: int, keys: mx.array, plan: WritePlan)
         parts = parts[:0]
     if len(full):
         in_hand = mx.take(keys, mx.array(plan.full_tokens.astype(np.int32)), axis=0)  # [F, S, Hkv, D]
-        _store(cache, layer, full, build_summary(cache.config, cache.constants(layer), in_hand.swapaxes(1, 2)))
+        _store(cache, layer, full, _summarise(cache, layer, in_hand.swapaxes(1, 2)))
     if len(parts):
         _extend(cache, layer, keys, plan)
 
@@ -354,7 +354,19 @@ def _seal_stored(cache: Cache, layer: int, groups: np.ndarray) -> None:
     flat = cache.k[layer].reshape(-1, config.S * spec.head_dim)
     keys = mx.take(flat, mx.array(rows), axis=0).reshape(*rows.shape, config.S, spec.head_dim)
     cache.bytes_k_reread += keys.nbytes
-    _store(cache, layer, groups, build_summary(config, cache.constants(layer), keys))
+    _store(cache, layer, groups, _summarise(cache, layer, keys))
+
+
+def _summarise(cache: Cache, layer: int, k: mx.array) -> Summary:
+    """Summaries of full groups: k [F, Hkv, S, D]."""
+    config, constants = cache.config, cache.constants(layer)
+    if cache.kernels == "numba":
+        module = kernels_module(cache.kernels)
+        assert module is not None
+        summary = module.build_summary(config, constants, k)
+        if summary is not None:
+            return summary
+    return build_summary(config, constants, k)
 
 
 def _places(cache: Cache, groups: np.ndarray) -> tuple[mx.array, mx.array]:

@@ -8,10 +8,11 @@ next slice assignment copy a whole pool.
 import mlx.core as mx
 import numpy as np
 
-from eps_core import cpu_kernels
+from eps_core import cpu_kernels, cpu_write
 from eps_core.config import EpsConfig
 from eps_core.interface import Scores, Selection
 from eps_mlx.cache import Cache
+from eps_mlx.summaries import near16
 
 State = tuple[mx.array, mx.array]
 
@@ -75,3 +76,13 @@ def attend_tail(
             cache, layer, table, lengths, _host(scores.estimate), _listed(selection), _host(lse), _host
         )
         return mx.array(out), mx.array(tail)
+
+
+def build_summary(config: EpsConfig, constants: dict[str, mx.array], k: mx.array) -> dict[str, mx.array] | None:
+    """See `summaries.build_summary`: k [F, Hkv, S, D]. Covers rq of one bit without bounds."""
+    if config.method != "rq" or config.bits != 1 or config.rq_bounds:
+        return None
+    keys, centre, signs = (_host(x.astype(mx.float32)) for x in (k, constants["centre"], constants["signs"]))
+    summary = cpu_write.build_rq(keys, centre, signs, bool(config.refine))
+    arrays = {name: mx.array(array) for name, array in summary.items()}
+    return {name: near16(x) if x.dtype == mx.float32 else x for name, x in arrays.items()}

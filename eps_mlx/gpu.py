@@ -2,6 +2,11 @@
 
 Each takes what the array function of its name takes and returns the same, or None for what has no kernel: the array
 function then does it. Nothing here waits for the device.
+
+Kernels score `meanstd`, and `rq` unless it has bounds of its own: where array operations make bounds they make the
+estimate with them, and a kernel of the estimate alone would save nothing. Kernels choose groups by topk per kv head;
+the masks of other policies, of scope union and of head modes come from array operations, and a kernel lists them
+(`listing`). Attention and tails have kernels whatever was chosen; writes have none.
 """
 
 from dataclasses import dataclass
@@ -17,6 +22,7 @@ from eps_mlx.kernels import attend as attend_kernels
 from eps_mlx.kernels import score as score_kernels
 from eps_mlx.kernels import select as select_kernels
 from eps_mlx.kernels import tail as tail_kernels
+from eps_mlx.kernels.score_meanstd import score_meanstd
 from eps_mlx.selection import visit_mask
 from eps_mlx.summaries import rotate
 
@@ -51,26 +57,43 @@ def rotation(cache: Cache) -> mx.array:
 
 
 def score(cache: Cache, layer: int, q: mx.array, table: np.ndarray, lengths: np.ndarray) -> Scores | None:
-    config, summary, centre = cache.config, cache.summaries[layer], cache.centre[layer]
-    if config.method != "rq" or config.rq_bounds or centre is None:
+    config = cache.config
+    covers_rq = config.method == "rq" and not config.rq_bounds and cache.centre[layer] is not None
+    if config.method != "meanstd" and not covers_rq:
         return None
     missing = missing_groups(config, cache.state[layer], table, lengths, can_encode=True)
     num_missing = (missing & ~forced_groups(config, lengths, missing.shape[1])).sum(axis=1)
     with mx.stream(cache.stream):
         place = where(cache, table, lengths)
-        turned, offset = score_kernels.turn_queries(q, rotation(cache), centre)
-        estimate = score_kernels.score_rq(
-            turned, offset, summary["codes"], summary["scale"], cache.valid[layer], place.table, place.lengths,
-            group_tokens=config.S, bits=config.bits,
-        )  # fmt: skip
-        if config.refine:
+        if config.method == "meanstd":
+            estimate = score_meanstd(
+                q, cache.summaries[layer], cache.valid[layer], place.table, place.lengths, group_tokens=config.S
+            )
+        else:
             refined = np.array([config.refined_groups(int(length)) for length in lengths], np.int32)
-            best, counts = select_kernels.select_best(estimate, mx.array(refined), width=max(int(refined.max()), 1))
-            estimate = score_kernels.refine_rq(
-                turned, offset, summary["codes"], summary["second"], summary["second_scale"], place.table, estimate,
-                best, counts, group_tokens=config.S,
-            )  # fmt: skip
+            estimate = estimates(cache, layer, q, place.table, place.lengths, mx.array(refined), int(refined.max()))
     return Scores(estimate, None, None, num_missing, kernels=cache.kernels)
+
+
+def estimates(
+    cache: Cache, layer: int, q: mx.array, table: mx.array, lengths: mx.array, refined: mx.array, most_refined: int
+) -> mx.array:
+    """[B, Hkv, G] of rq: q [B, Hq, D], table [B, M], lengths [B], refined [B] groups whose second bit is read, at most
+    `most_refined`."""
+    config, summary, centre = cache.config, cache.summaries[layer], cache.centre[layer]
+    assert centre is not None
+    turned, offset = score_kernels.turn_queries(q, rotation(cache), centre)
+    estimate = score_kernels.score_rq(
+        turned, offset, summary["codes"], summary["scale"], cache.valid[layer], table, lengths,
+        group_tokens=config.S, bits=config.bits,
+    )  # fmt: skip
+    if config.refine:
+        best, counts = select_kernels.select_best(estimate, refined, width=max(most_refined, 1))
+        estimate = score_kernels.refine_rq(
+            turned, offset, summary["codes"], summary["second"], summary["second_scale"], table, estimate, best, counts,
+            group_tokens=config.S,
+        )  # fmt: skip
+    return estimate
 
 
 def select(config: EpsConfig, scores: Scores, lengths: np.ndarray, layer: int) -> Selection | None:
@@ -85,6 +108,11 @@ def select(config: EpsConfig, scores: Scores, lengths: np.ndarray, layer: int) -
         min_context=config.min_context, width=max(int(uniform.max()), 1),
     )  # fmt: skip
     return Selection(groups, counts, uniform, forced, visit=visit.astype(mx.bool_))
+
+
+def listing(visit: mx.array, width: int) -> tuple[mx.array, mx.array]:
+    """(groups [B, Hkv, width], counts [B, Hkv]) of a mask [B, Hkv, G] that array operations made."""
+    return select_kernels.compact(visit, width=width)
 
 
 def attend(

@@ -23,5 +23,6 @@ def usable_kernels(device: str) -> list[str]:
 @cache
 def kernels_module(kernels: str) -> ModuleType | None:
     """The module whose `score`, `select`, `attend` and `attend_tail` come before the array operations of the same
-    names, each of which may return None for what it does not cover; None for the array operations themselves."""
+    names, each of which may return None for what it does not cover; None for the array operations themselves. A GPU's
+    also has `listing`, for masks that array operations made."""
     return importlib.import_module(_MODULES[kernels]) if kernels in _MODULES else None

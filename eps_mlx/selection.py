@@ -120,6 +120,9 @@ def select(config: EpsConfig, scores: Scores, lengths: np.ndarray, layer: int = 
         wanted = visit.sum(axis=-1).astype(mx.int32)
         visit, uniform = mx.broadcast_to(visit.any(axis=1, keepdims=True), visit.shape), None
     width = groups if uniform is None else max(int(uniform.max()), 1)
+    if module is not None and scores.kernels == "metal":
+        listed, counts = module.listing(visit, width)
+        return Selection(listed, counts, uniform, num_forced, wanted, visit)
     counts = visit.sum(axis=-1).astype(mx.int32)
     return Selection(_ascending(visit, width), counts, uniform, num_forced, wanted)
 

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
-from functools import partial
+from types import ModuleType
 
 import mlx.core as mx
 import numpy as np
@@ -21,7 +21,7 @@ from eps_core.guards import budget, forced_groups
 from eps_core.interface import Scores
 from eps_core.selection import best_first
 from eps_mlx import selection as arrays
-from eps_mlx.kernels import launch, score, score_int8, select
+from eps_mlx.kernels import launch, score, score_meanstd, select
 from eps_mlx.summaries import rotate
 
 SEED = 3
@@ -372,37 +372,20 @@ def test_only_the_listed_groups_are_refined(case, metal_shim):
     check_refine(**case)
 
 
-def check_int8(method="box", **shape) -> None:
+def check_meanstd(**shape) -> None:
     one = pool_of(**shape)
-    size = one.head_dim
     one.summary = {
-        "box": lambda: {"lo": one.bytes_of(size, np.int8), "hi": one.bytes_of(size, np.int8), "scale": one.scalars()},
-        "ball": lambda: {
-            "mean": one.bytes_of(size, np.int8), "mean_scale": one.scalars(), "radius": one.scalars(),
-        },
-        "meanstd": lambda: {
-            "mean": one.bytes_of(size, np.int8), "mean_scale": one.scalars(),
-            "std": one.bytes_of(size), "std_scale": one.scalars(),
-        },
-    }[method]()  # fmt: skip
-    if method == "box":
-        pair = one.summary["lo"].copy(), one.summary["hi"].copy()
-        one.summary["lo"], one.summary["hi"] = np.minimum(*pair), np.maximum(*pair)
-        one.spoil("scale")
-    more = {"error": np.zeros(one.pool), "norm": np.zeros(one.pool), "radius": np.zeros(one.pool)}
-    judge = {
-        "box": lambda summary, a, head: oracle.score_box(summary, a, one.size)[0],
-        "ball": lambda summary, a, head: oracle.score_ball(summary, a, one.size)[0],
-        "meanstd": lambda summary, a, head: oracle.score_meanstd(summary, a)[0],
-    }[method]
+        "mean": one.bytes_of(one.head_dim, np.int8), "mean_scale": one.scalars(),
+        "std": one.bytes_of(one.head_dim), "std_scale": one.scalars(),
+    }  # fmt: skip
+    one.spoil("std_scale")
+    want = one.judged(lambda summary, a, head: oracle.score_meanstd(summary, a)[0])
     given = {name: mx.array(pool) for name, pool in one.summary.items()}
-    one.summary = more | one.summary
-    want = one.judged(judge)
-    got = score_int8.score_int8(method, mx.array(one.q), given, *one.arrays(), group_tokens=one.size)
+    got = score_meanstd.score_meanstd(mx.array(one.q), given, *one.arrays(), group_tokens=one.size)
     same(got, want, rounding_of(one, 2 * 256, 1.05))
 
 
-INT8 = {
+MEANSTD = {
     "usual": {},
     "head dim 128": {"head_dim": 128, "repeat": 4, "lengths": (600, 31), "size": 16, "per_unit": 1},
     "head dim 33": {"head_dim": 33, "repeat": 1},
@@ -410,10 +393,9 @@ INT8 = {
 }
 
 
-@pytest.mark.parametrize("case", INT8.values(), ids=INT8)
-@pytest.mark.parametrize("method", ["box", "ball", "meanstd"])
-def test_int8_estimates_are_the_oracles(method, case, metal_shim):
-    check_int8(method, **case)
+@pytest.mark.parametrize("case", MEANSTD.values(), ids=MEANSTD)
+def test_meanstd_estimates_are_the_oracles(case, metal_shim):
+    check_meanstd(**case)
 
 
 # --------------------------------------------------------------------------------------------------------- what is read
@@ -462,8 +444,8 @@ def test_more_query_heads_than_threadgroup_memory_holds_are_refused():
             mx.zeros(8, mx.uint8), mx.zeros((1, 1), mx.int32), mx.array([3], mx.int32), group_tokens=2, bits=1,
         )  # fmt: skip
     with pytest.raises(ValueError, match="another number"):
-        score_int8.score_int8(
-            "ball", mx.zeros((1, 1, 32)), {"mean": pool}, *[mx.zeros((1, 1), mx.int32)] * 3, group_tokens=2
+        score_meanstd.score_meanstd(
+            mx.zeros((1, 1, 32)), {"mean": pool}, *[mx.zeros((1, 1), mx.int32)] * 3, group_tokens=2
         )
 
 
@@ -524,32 +506,27 @@ WRONG = {
         "_refine_rq", "? groups[row * width + begin + TILES] : num_groups",
         "? groups[row * width + begin + TILES] : from", {},
     ),
-    "means without a sign": ("box", "^ 128u) - 128.0f", ")", {}),
-    "radius forgotten": ("ball", "+ norm[r]", "+ 0.0f * norm[r]", {}),
-    "spread signed": ("meanstd", "fabs(a)", "a", {}),
+    "means without a sign": ("_score_meanstd", "^ 128u) - 128.0f", ")", {}),
+    "deviations signed": ("_score_meanstd", "fabs(a)", "a", {}),
+    "deviations in steps of the mean": ("_score_meanstd", "(deviation_scale[", "(mean_scale[", {}),
 }  # fmt: skip
 CHECKS: dict[str, Callable[..., None]] = {
     "_topk": check_topk, "_best": check_best, "_compact": check_compact, "_score_rq": check_rq, "_turn": check_rq,
-    "_refine_rq": check_refine, "box": check_int8, "ball": check_int8, "meanstd": check_int8,
+    "_refine_rq": check_refine, "_score_meanstd": check_meanstd,
 }  # fmt: skip
 
 
+def module_of(name: str) -> ModuleType:
+    return next(module for module in (select, score, score_meanstd) if name in vars(module))
+
+
 def kernel_of(name: str) -> launch.Kernel:
-    return (
-        score_int8._KERNELS[name]
-        if name in score_int8._KERNELS
-        else getattr(select if hasattr(select, name) else score, name)
-    )
+    return getattr(module_of(name), name)
 
 
 def caught(monkeypatch, name: str, source: str, settings: dict) -> None:
     """The check of a kernel must fail with `source` in place of its own."""
-    kernel = dataclasses.replace(kernel_of(name), source=source)
-    if name in score_int8._KERNELS:
-        monkeypatch.setitem(score_int8._KERNELS, name, kernel)
-        settings = {"method": name, **settings}
-    else:
-        monkeypatch.setattr(select if hasattr(select, name) else score, name, kernel)
+    monkeypatch.setattr(module_of(name), name, dataclasses.replace(kernel_of(name), source=source))
     with pytest.raises(AssertionError) as error:
         CHECKS[name](**settings)
     assert "kernel.cpp" not in str(error.value), "it does not compile"
@@ -591,7 +568,7 @@ def test_texts_keep_the_front_end_rules_of_metal(monkeypatch):
         for check in (check_topk, check_best):
             with contextlib.suppress(AssertionError):
                 check(lengths=lengths, **({"wanted": lengths} if check is check_best else {}))
-        for check in (check_rq, check_refine, *(partial(check_int8, method) for method in score_int8._KERNELS)):
+        for check in (check_rq, check_refine, check_meanstd):
             for head_dim in (33, 64, 128):
                 with contextlib.suppress(AssertionError):
                     check(lengths=lengths, head_dim=head_dim, **({"wanted": lengths} if check is check_refine else {}))

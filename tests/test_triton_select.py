@@ -316,35 +316,21 @@ def check_rq(kernels: Kernels, case: Case, **options: bool) -> None:
     assert_near(refined, expected, magnitude)
 
 
-def check_int8(kernels: Kernels, case: Case, method: str) -> None:
-    summary = {
-        "box": {"lo": np.int8, "hi": np.int8, "scale": np.float16},
-        "ball": {"mean": np.int8, "mean_scale": np.float16, "radius": np.float16},
-        "meanstd": {"mean": np.int8, "mean_scale": np.float16, "std": np.uint8, "std_scale": np.float16},
-    }[method]
+def check_meanstd(kernels: Kernels, case: Case) -> None:
     pools = {
-        name: pool(i, kind, *case.shape, *(() if kind == np.float16 else (case.head_dim,)))
-        for i, (name, kind) in enumerate(summary.items())
-    }
-    if method == "box":
-        pools["lo"], pools["hi"] = np.minimum(pools["lo"], pools["hi"]), np.maximum(pools["lo"], pools["hi"])
-    found = kernels.score_int8(
+        "mean": pool(1, np.int8, *case.shape, case.head_dim), "mean_scale": pool(2, np.float16, *case.shape),
+        "std": pool(3, np.uint8, *case.shape, case.head_dim), "std_scale": pool(4, np.float16, *case.shape),
+    }  # fmt: skip
+    found = kernels.score_meanstd(
         put(case.q), {name: put(array) for name, array in pools.items()}, put(case.valid), put(case.table),
-        put(case.lengths.astype(np.int32)), group_tokens=case.size, method=method,
+        put(case.lengths.astype(np.int32)), group_tokens=case.size,
     )  # fmt: skip
     expected, magnitude = np.zeros(found.shape), np.zeros(found.shape[:2])
     for b, h in np.ndindex(2, 2):
-        a = case.heads(b, h)[:, None]
-        p = {name: case.gathered(array, b, h).astype(np.float64) for name, array in pools.items()}
-        if method == "box":
-            estimate = np.maximum(a * p["lo"], a * p["hi"]).sum(axis=-1) * p["scale"]
-        else:
-            estimate = (a * p["mean"]).sum(axis=-1) * p["mean_scale"]
-            if method == "ball":
-                estimate += np.linalg.norm(a, axis=-1) * p["radius"]
-            else:
-                estimate += (np.abs(a) * p["std"]).sum(axis=-1) * p["std_scale"]
-        expected[b, h], magnitude[b, h] = case.settle(estimate, b), (np.abs(a).sum(axis=-1) * 255 * 0.5).max()
+        a = case.heads(b, h)
+        gathered = {name: case.gathered(array, b, h) for name, array in pools.items()}
+        estimate = np.stack([oracle_summaries.score_meanstd(gathered, one)[0] for one in a])
+        expected[b, h], magnitude[b, h] = case.settle(estimate, b), np.abs(a).sum(axis=-1).max() * 255 * 0.5
     assert_near(found, expected, magnitude)
 
 
@@ -374,10 +360,9 @@ def test_rq_single_group_and_long_row() -> None:
     check_rq(score_kernels, Case(32, repeat=2, size=2, per_unit=32, units=72))
 
 
-@pytest.mark.parametrize("method", ["box", "ball", "meanstd"])
-@pytest.mark.parametrize("head_dim", [20, 33, 128])
-def test_int8_estimates(method: str, head_dim: int) -> None:
-    check_int8(score_kernels, Case(head_dim, repeat=3, size=16, per_unit=2, units=40), method)
+@pytest.mark.parametrize(("head_dim", "repeat"), [(16, 1), (20, 3), (33, 8), (128, 4), (256, 3)])
+def test_meanstd_estimates(head_dim: int, repeat: int) -> None:
+    check_meanstd(score_kernels, Case(head_dim, repeat, size=16, per_unit=2, units=40))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -453,6 +438,10 @@ def check_small(kernels: Kernels) -> None:
     check_rq(kernels, Case(33, repeat=3, size=2, per_unit=8, units=5))
 
 
+def check_small_meanstd(kernels: Kernels) -> None:
+    check_meanstd(kernels, Case(20, repeat=3, size=16, per_unit=2, units=5))
+
+
 SCORE_MUTANTS = {
     "last byte dropped": ("(byte < BYTES)[None, :], other=0", "(byte < BYTES - 1)[None, :], other=0", check_small),
     "another kv head's tile": ("(unit * kv_heads + h)", "(unit * kv_heads + (h + 1) % kv_heads)", check_small),
@@ -468,10 +457,9 @@ SCORE_MUTANTS = {
         "tl.where(tl.abs(estimate) < float(\"inf\"), estimate, LARGEST)", "estimate", check_small,
     ),
     "log S forgotten": ("LOG_S=math.log(group_tokens)", "LOG_S=0.0", check_small),
-    "corners of the box exchanged": (
-        "tl.minimum(scaled, 0.0)", "tl.maximum(scaled, 0.0)",
-        lambda kernels: check_int8(kernels, Case(20, repeat=3, size=16, per_unit=2, units=5), "box"),
-    ),
+    "deviations signed": ("_halves(tl.abs(a), n)", "_halves(a, n)", check_small_meanstd),
+    "deviations in steps of the mean": ("std_scale + tile", "mean_scale + tile", check_small_meanstd),
+    "last channel dropped": ("(d < D)[None, :], other=0)", "(d < D - 1)[None, :], other=0)", check_small_meanstd),
 }  # fmt: skip
 
 
@@ -489,18 +477,19 @@ POINTERS = {
     "turned": "*fp32", "offset": "*fp32", "codes": "*u8", "scale": "*fp16", "second": "*u8", "second_scale": "*fp16",
     "valid": "*u8", "table": "*i32", "lengths": "*i32", "estimate": "*fp32", "listed_groups": "*i32",
     "counts": "*i32", "wanted": "*i32", "out_groups": "*i32", "out_counts": "*i32", "visit": "*u8", "q": "*bf16",
-    "rotation": "*fp32", "centre": "*fp16", "first": "*i8", "first_scale": "*fp16",
+    "rotation": "*fp32", "centre": "*fp16", "mean": "*i8", "mean_scale": "*fp16",
+    "std": "*u8", "std_scale": "*fp16",
 }  # fmt: skip
 NUMBERS = {"inverse_root": "fp32"}
 SCORE, SELECT = "eps_cuda.kernels.score", "eps_cuda.kernels.select"
 MODEL = {"R": 4, "D": 128, "RP": 4, "DP": 128}
 
 
-def job(module: str, name: str, constants: dict, options: dict | None = None, **kinds: str) -> Job:
+def job(module: str, name: str, constants: dict, options: dict | None = None) -> Job:
     """A kernel with its constexpr values; pointers and numbers by the names of its arguments."""
     source = getattr(score_kernels if module == SCORE else select_kernels, name)
     arguments = [argument for argument in source.arg_names if argument not in constants]
-    types_of = {a: kinds.get(a, POINTERS.get(a, NUMBERS.get(a, "i32"))) for a in arguments}
+    types_of = {a: POINTERS.get(a, NUMBERS.get(a, "i32")) for a in arguments}
     return Job(module, name, types_of, constants, options or {})
 
 
@@ -518,14 +507,9 @@ JOBS = {
     "score D128 R4": rq_job("_score_rq", 128, 4, 1, 512, S=2),
     "score D80 R16": rq_job("_score_rq", 80, 16, 1, 512, S=2),
     "refine D128 R4": rq_job("_refine_rq", 128, 4, 1, 256),
-    **{
-        f"int8 {method}": job(
-            SCORE, "_score_int8",
-            {**MODEL, "METHOD": code, "GPU": 4, "S": 16, "LARGEST": LARGEST_ESTIMATE, "BLOCK": 128},
-            second="*u8" if method == "meanstd" else "*i8",
-        )
-        for method, code in (("box", 0), ("meanstd", 2))
-    },
+    "score meanstd": job(
+        SCORE, "_score_meanstd", {**MODEL, "GPU": 4, "S": 16, "LARGEST": LARGEST_ESTIMATE, "BLOCK": 128}
+    ),
     **{
         f"select {block} {'held' if held else 'read again'}": job(
             SELECT, "_select",
@@ -555,5 +539,5 @@ def test_kernels_compile_for_gpus() -> None:
             print(f"{name:>18} {made.target:>12} {made.registers:4} registers {made.spilled_bytes:5} B spilled "
                   f"{made.shared_bytes:6} B shared")  # fmt: skip
             # the tensor cores of each
-            if name.startswith(("score", "refine", "int8")):
+            if name.startswith(("score", "refine")):
                 assert any(word in made.text for word in ("wgmma", "mma.sync", "v_mfma")), name

@@ -1,4 +1,4 @@
-"""Triton: estimates of all groups, from `rq` codes and from int8 summaries, each code read once for all query heads.
+"""Triton: estimates of all groups, from the codes of `rq` and `meanstd`, each read once for all query heads.
 
 Integers times a query are a matrix product with as many columns as there are query heads, so it goes to the tensor
 cores (`tl.dot`): rows are groups, columns query heads. 16-bit factors would cost a float32 query half of its digits.
@@ -31,8 +31,6 @@ CODE_BYTES = 16384  # of codes that one program decodes at most
 BLOCK_GROUPS = 512  # that one program scores at most
 FULL_PROGRAMS = 2048  # fewer groups a program rather than fewer programs than this
 SMALLEST_BLOCK = 64  # groups; what Hopper's matrix instructions take at least
-
-INT8_METHODS = {"box": 0, "ball": 1, "meanstd": 2}
 
 
 # ------------------------------------------------------------------------------------------------------------- kernels
@@ -213,20 +211,20 @@ def _refine_rq(
 
 
 @triton.jit
-def _add_bytes(total, codes, tile, inside, columns, D: tl.constexpr, DP: tl.constexpr):
-    """total [BLOCK, 2 RP] + int8 or uint8 codes [BLOCK, D] times columns [D, 2 RP]."""
+def _byte_dots(codes, tile, inside, columns, D: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):
+    """int8 or uint8 codes [BLOCK, D] times columns [D, 2 RP] of `_halves`: [BLOCK, RP]."""
     d = tl.arange(0, DP)
     c = tl.load(codes + tile[:, None] * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0)
-    return tl.dot(c.to(tl.float16), columns, total)
+    return _pairs(tl.dot(c.to(tl.float16), columns), BLOCK, RP)
 
 
 @triton.jit
-def _score_int8(
-    q, first, first_scale, second, second_scale, valid, table, lengths, estimate, stride_b, stride_h, inverse_root,
-    table_units, groups, kv_heads, METHOD: tl.constexpr, R: tl.constexpr, D: tl.constexpr, RP: tl.constexpr,
-    DP: tl.constexpr, GPU: tl.constexpr, S: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
+def _score_meanstd(
+    q, mean, mean_scale, std, std_scale, valid, table, lengths, estimate, stride_b, stride_h, inverse_root,
+    table_units, groups, kv_heads, R: tl.constexpr, D: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr,
+    GPU: tl.constexpr, S: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK groups of one (sequence, kv head) by `box` (0), `ball` (1) or `meanstd` (2)."""
+    """BLOCK groups of one (sequence, kv head): mean . a + std . |a|."""
     row = tl.program_id(1)
     b, h = row // kv_heads, row % kv_heads
     g = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -239,23 +237,12 @@ def _score_int8(
     a = tl.load(start + r[None, :] * stride_h + d[:, None], mask=(d < D)[:, None] & (r < R)[None, :], other=0.0)
     a = a.to(tl.float32) * inverse_root
     power, inverse = _power(tl.max(tl.abs(a), axis=0))
-    scaled, inverse = a * power[None, :], _once(inverse, RP)
-    total = tl.zeros((BLOCK, 2 * RP), tl.float32)
-    step = tl.load(first_scale + tile, mask=inside, other=0.0).to(tl.float32)
-    if METHOD == 0:
-        total = _add_bytes(total, first, tile, inside, _halves(tl.minimum(scaled, 0.0), n), D, DP)
-        total = _add_bytes(total, second, tile, inside, _halves(tl.maximum(scaled, 0.0), n), D, DP)
-        value = _pairs(total, BLOCK, RP) * inverse[None, :] * step[:, None]
-    else:
-        total = _add_bytes(total, first, tile, inside, _halves(scaled, n), D, DP)
-        mean = _pairs(total, BLOCK, RP) * inverse[None, :] * step[:, None]
-        spread = tl.load(second_scale + tile, mask=inside, other=0.0).to(tl.float32)
-        if METHOD == 1:
-            value = mean + tl.sqrt(_once(tl.sum(a * a, axis=0), RP))[None, :] * spread[:, None]
-        else:
-            around = tl.zeros((BLOCK, 2 * RP), tl.float32)
-            around = _add_bytes(around, second, tile, inside, _halves(tl.abs(scaled), n), D, DP)
-            value = mean + _pairs(around, BLOCK, RP) * inverse[None, :] * spread[:, None]
+    a = a * power[None, :]
+    along = _byte_dots(mean, tile, inside, _halves(a, n), D, RP, DP, BLOCK)
+    across = _byte_dots(std, tile, inside, _halves(tl.abs(a), n), D, RP, DP, BLOCK)
+    along_step = tl.load(mean_scale + tile, mask=inside, other=0.0).to(tl.float32)
+    across_step = tl.load(std_scale + tile, mask=inside, other=0.0).to(tl.float32)
+    value = (along * along_step[:, None] + across * across_step[:, None]) * _once(inverse, RP)[None, :]
     best = _settle(value, R, RP, LARGEST)
     _store_estimate(best, estimate, valid, place, g, row, length, groups, inside, S)
 
@@ -355,31 +342,22 @@ def refine_rq(
     )  # fmt: skip
 
 
-def score_int8(
-    q: Tensor, summary: dict[str, Tensor], valid: Tensor, table: Tensor, lengths: Tensor, *, group_tokens: int,
-    method: str,
-) -> Tensor:  # fmt: skip
-    """Estimates [B, Hkv, G] of methods `box`, `ball` and `meanstd`, as `score_rq` gives them: q [B, Hq, D] unscaled,
-    summary the pools [P, Hkv, GPU, ..] by name."""
-    if method == "box":
-        first, first_scale, second, second_scale = summary["lo"], summary["scale"], summary["hi"], summary["scale"]
-    elif method == "ball":
-        first, first_scale = summary["mean"], summary["mean_scale"]
-        second, second_scale = first, summary["radius"]
-    else:
-        first, first_scale = summary["mean"], summary["mean_scale"]
-        second, second_scale = summary["std"], summary["std_scale"]
+def score_meanstd(
+    q: Tensor, summary: dict[str, Tensor], valid: Tensor, table: Tensor, lengths: Tensor, *, group_tokens: int
+) -> Tensor:
+    """Estimates [B, Hkv, G] of method `meanstd`, as `score_rq` gives them: q [B, Hq, D] unscaled, summary a layer's
+    pools by name: mean [P, Hkv, GPU, D] int8 and std uint8, each with its scale [P, Hkv, GPU] float16."""
+    pools = [summary[name] for name in ("mean", "mean_scale", "std", "std_scale")]
     batch, heads, head_dim = q.shape
-    kv_heads, per_unit = first.shape[1:3]
+    kv_heads, per_unit = pools[0].shape[1:3]
     groups, padded = table.shape[1] * per_unit, max(_power_of_two(head_dim), 16)
-    _check_layout(first, first_scale, second, second_scale, valid, table, lengths)
+    _check_layout(*pools, valid, table, lengths)
     assert q.stride(-1) == 1
     estimate = torch.empty((batch, kv_heads, groups), dtype=torch.float32, device=q.device)
     block = _block(batch * kv_heads, groups, padded)
-    _score_int8[(triton.cdiv(groups, block), batch * kv_heads)](
-        q, first, first_scale, second, second_scale, valid, table, lengths, estimate, q.stride(0), q.stride(1),
-        1 / math.sqrt(head_dim), table.shape[1], groups, kv_heads, METHOD=INT8_METHODS[method], R=heads // kv_heads,
-        D=head_dim, RP=_padded_heads(heads // kv_heads), DP=padded, GPU=per_unit, S=group_tokens,
-        LARGEST=LARGEST_ESTIMATE, BLOCK=block,
+    _score_meanstd[(triton.cdiv(groups, block), batch * kv_heads)](
+        q, *pools, valid, table, lengths, estimate, q.stride(0), q.stride(1), 1 / math.sqrt(head_dim), table.shape[1],
+        groups, kv_heads, R=heads // kv_heads, D=head_dim, RP=_padded_heads(heads // kv_heads), DP=padded, GPU=per_unit,
+        S=group_tokens, LARGEST=LARGEST_ESTIMATE, BLOCK=block,
     )  # fmt: skip
     return estimate

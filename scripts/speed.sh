@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Measures speed on this machine and makes the raw files and figures of README "Speed": one layer at 32k against the
+# fastest dense arm, how cost grows from 4k to 128k, whole decode steps. About 15 minutes on 2 idle cores; times are
+# of this machine alone. Usage: scripts/speed.sh [output folder, default results]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+scripts/setup.sh mlx,cuda,report
+out=${1:-results}
+mkdir -p "$out"
+python=.venv/bin/python
+rm -f "$out"/speed-*.jsonl "$out/whole_step.jsonl"
+for backend in cuda mlx; do
+  shape=(--backend "$backend" --context 32768 --dtype bfloat16,float32)
+  $python scripts/bench.py "${shape[@]}" --method box@128 --fraction 0.1,1 --output "$out/speed-coarse-$backend.jsonl"
+  $python scripts/bench.py "${shape[@]}" --method rq --bytes 0.1 --output "$out/speed-fine-$backend.jsonl"
+done
+$python scripts/bench.py --backend cuda --scaling --dtype bfloat16 --method rq --bytes 0.1 --plot "$out" \
+  --output "$out/speed-scaling.jsonl"
+$python scripts/whole_step.py --context 32768 --models demo --backend cuda,mlx --out "$out/whole_step.jsonl"
