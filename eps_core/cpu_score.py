@@ -10,7 +10,7 @@ import numpy as np
 from numba import njit
 
 from eps_core.cpu_threads import finish, take, wait
-from eps_core.cpu_vectors import HEADS, dots, score_rows, wide
+from eps_core.cpu_vectors import HEADS, ask_for, dots, score_rows, wide
 from eps_core.summaries import LARGEST_ESTIMATE
 
 # never nnan or ninf: infinities carry meaning here
@@ -140,27 +140,32 @@ def score_rq(
 
     per_task = max(CHUNK_GROUPS // per_unit, 1)
     chunks = (units + per_task - 1) // per_task
-    most = max(per_task * per_unit + 1, groups)
-    places, listed, scores = np.empty(most, np.int64), np.empty(most, np.int32), np.empty(most, np.float32)
+    places, listed, scores = np.empty(groups, np.int64), np.empty(groups, np.int32), np.empty(groups, np.float32)
     while True:
         task = take(progress, 1)
         if task >= rows * chunks:
             break
         row, first = task // chunks, task % chunks * per_task
         b, h = row // kv_heads, row % kv_heads
-        own, state, count = estimate[b, h], states[b], 0
-        for m in range(first, min(first + per_task, units)):
-            start = (max(table[b, m], 0) * kv_heads + h) * per_unit
-            for sub in range(per_unit):
-                group = m * per_unit + sub
-                own[group] = np.inf if state[group] == MISSING else -np.inf
-                places[count], listed[count] = start + sub, group
-                count += state[group] == KNOWN
+        own, state = estimate[b, h], states[b]
+        begin, ending = first * per_unit, min(first + per_task, units) * per_unit
+        own[begin:ending] = -np.inf
         for at in range(passes):
             lookup, offsets = tables[row, at], base[row, at]
-            score_rows(codes, second, False, places, count, num_bytes, lookup, scale, offsets, scores)
-            for i in range(count):
-                own[listed[i]] = max(own[listed[i]], scores[i])
+            for m in range(first, min(first + per_task, units)):
+                # groups without a summary, too: what comes of them is not looked at
+                start = (max(table[b, m], 0) * kv_heads + h) * per_unit
+                if m + 2 < units:
+                    ahead = (max(table[b, m + 2], 0) * kv_heads + h) * per_unit
+                    ask_for(codes, ahead * num_bytes, per_unit * num_bytes)
+                    ask_for(scale, ahead, per_unit)
+                score_rows(codes, None, start, per_unit, num_bytes, lookup, scale, offsets, scores)
+                for sub in range(per_unit):
+                    group = m * per_unit + sub
+                    own[group] = scores[sub] if scores[sub] > own[group] else own[group]
+        for group in range(begin, ending):
+            known, missing_here = state[group] == KNOWN, state[group] == MISSING
+            own[group] = own[group] if known else (np.float32(np.inf) if missing_here else np.float32(-np.inf))
         finish(progress, 1)
     wait(progress, 1, rows * chunks)
 
@@ -183,7 +188,7 @@ def score_rq(
                 own[listed[i]] = -np.inf
             for at in range(passes):
                 lookup, offsets = tables[row, at], base[row, at]
-                score_rows(codes, second, True, places, count, num_bytes, lookup, second_scale, offsets, scores)
+                score_rows(codes, second, places, count, num_bytes, lookup, second_scale, offsets, scores)
                 for i in range(count):
                     own[listed[i]] = max(own[listed[i]], scores[i])
         finish(progress, 2)

@@ -5,6 +5,9 @@ a CPU lacks). numba's own loops do not vectorise over converted 16-bit values an
 
 Arguments are one-dimensional C-contiguous arrays; offsets count elements. The element type of a stored array says how
 it is read: float32; uint16, the bits of a bfloat16; int16, the bits of a float16; int8 and uint8, whole numbers.
+
+numba's cache looks at the file of a compiled function alone: after a change here or in `cpu_threads`, delete
+`__pycache__/cpu_*.nb*`.
 """
 
 from llvmlite import ir
@@ -16,7 +19,7 @@ from eps_core.summaries import LARGEST_ESTIMATE
 
 HEADS = 4  # query heads at a time; the others of a kv head take another pass over what then lies in the cache
 LANES = 16
-PREFETCH_ROWS, PREFETCH_CODES = 12, 32  # how far ahead rows and codes are asked for; changes speed only
+PREFETCH_ROWS = 12  # how far ahead rows are asked for; changes speed only
 
 _f32, _i32, _i64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _LINE = 64  # bytes of a cache line
@@ -92,20 +95,16 @@ def _fma(builder, first, second, third):
     return _call(builder, "fma", first, second, third)
 
 
-def _prefetch_line(builder, pointer):
-    """Asks for the cache line of a pointer, which may point anywhere."""
+def _prefetch(builder, pointer, num_bytes):
+    """Asks for the cache lines of num_bytes at a pointer."""
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, _i32, _i32, _i32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(function, [builder.bitcast(pointer, byte), _i32(0), _i32(3), _i32(1)])
-
-
-def _prefetch(builder, pointer, num_bytes):
-    """Asks for the cache lines of num_bytes at a pointer."""
-    start = builder.bitcast(pointer, ir.IntType(8).as_pointer())
+    start = builder.bitcast(pointer, byte)
     lines = builder.udiv(builder.add(num_bytes, _i64(_LINE - 1)), _i64(_LINE))
     with cgutils.for_range(builder, lines) as line:
-        _prefetch_line(builder, builder.gep(start, [builder.mul(line.index, _i64(_LINE))]))
+        at = builder.gep(start, [builder.mul(line.index, _i64(_LINE))])
+        builder.call(function, [at, _i32(0), _i32(3), _i32(1)])
 
 
 def _ahead(builder, rows, index, count, pool, row_bytes):
@@ -117,15 +116,15 @@ def _ahead(builder, rows, index, count, pool, row_bytes):
 
 def _sums_of_four(builder, parts):
     """The sums over the lanes of four vectors, as one vector of four."""
-    halves = [
+    one, other = (
         builder.fadd(
             _shuffle(builder, x, y, [*range(8), *range(16, 24)]),
             _shuffle(builder, x, y, [*range(8, 16), *range(24, 32)]),
         )
         for x, y in (parts[:2], parts[2:])
-    ]
+    )
     quarters = [
-        _shuffle(builder, *halves, [start + 8 * part + i for part in range(4) for i in range(4)]) for start in (0, 4)
+        _shuffle(builder, one, other, [start + 8 * part + i for part in range(4) for i in range(4)]) for start in (0, 4)
     ]
     left = builder.fadd(*quarters)
     for lanes in (8, 4):
@@ -332,36 +331,49 @@ def _byte_sums(builder, codes, num_bytes, table):
 
 
 @intrinsic
-def score_rows(typing_context, codes, second, with_second, rows, count, num_bytes, table, scale, base, scores):
+def ask_for(typing_context, array, start, count):
+    """Prefetches array[start : start + count], which may lie anywhere."""
+
+    def codegen(context, builder, signature, args):
+        pointer = _data(context, builder, signature.args[0], args[0])
+        first, number = (_int64(context, builder, signature.args[i], args[i]) for i in (1, 2))
+        size = _i64(signature.args[0].dtype.bitwidth // 8)
+        _prefetch(builder, builder.gep(pointer, [first]), builder.mul(number, size))
+        return context.get_dummy_value()
+
+    return types.void(array, start, count), codegen
+
+
+@intrinsic
+def score_rows(typing_context, codes, second, rows, count, num_bytes, table, scale, base, scores):
     """scores[i] = max over four heads r of base[r] + scale[row] (sum over j < num_bytes of
-    table[4 (256 j + codes[row num_bytes + j]) + r]) for row = rows[i], i < count; with_second adds half of what the
-    bytes of `second` add. LARGEST_ESTIMATE stands for a head's that is not finite."""
+    table[4 (256 j + codes[row num_bytes + j]) + r]), i < count, for row = rows[i], or rows + i where it is a number.
+    Half of what the bytes of `second` add is added unless it is None. LARGEST_ESTIMATE stands for a head's that is not
+    finite."""
 
     def codegen(context, builder, signature, args):
         kinds = signature.args
-        data = [_data(context, builder, kinds[i], args[i]) for i in (0, 1, 3, 6, 7, 8, 9)]
-        code_data, second_data, row_data, table_data, scale_data, base_data, score_data = data
-        num_rows, num = (_int64(context, builder, kinds[i], args[i]) for i in (4, 5))
-        wanted = context.cast(builder, args[2], kinds[2], types.boolean)
+        code_data, table_data, scale_data, base_data, score_data = (
+            _data(context, builder, kinds[i], args[i]) for i in (0, 5, 6, 7, 8)
+        )
+        num_rows, num = (_int64(context, builder, kinds[i], args[i]) for i in (3, 4))
         offsets = _load(builder, base_data, HEADS, _f32)
 
-        def loop(width, finer: bool):
+        def row_of(index):
+            if isinstance(kinds[2], types.Array):
+                return builder.load(builder.gep(_data(context, builder, kinds[2], args[2]), [index]))
+            return builder.add(_int64(context, builder, kinds[2], args[2]), index)
+
+        def loop(width):
             with cgutils.for_range(builder, num_rows) as each:
-                ahead = builder.add(each.index, _i64(PREFETCH_CODES))
-                last = builder.sub(num_rows, _i64(1))
-                ahead = builder.select(builder.icmp_signed("<", ahead, last), ahead, last)
-                ahead = builder.load(builder.gep(row_data, [ahead]))
-                _prefetch_line(builder, builder.gep(code_data, [builder.mul(ahead, num)]))
-                _prefetch_line(builder, builder.gep(scale_data, [ahead]))
-                if finer:
-                    _prefetch_line(builder, builder.gep(second_data, [builder.mul(ahead, num)]))
-                row = builder.load(builder.gep(row_data, [each.index]))
+                row = row_of(each.index)
                 start = builder.mul(row, num)
                 total = _byte_sums(builder, builder.gep(code_data, [start]), width, table_data)
-                if finer:
+                if not isinstance(kinds[1], types.NoneType):
+                    second_data = _data(context, builder, kinds[1], args[1])
                     more = _byte_sums(builder, builder.gep(second_data, [start]), width, table_data)
                     total = _fma(builder, more, _splat(0.5, HEADS), total)
-                factor = _wide(builder, kinds[7].dtype, builder.gep(scale_data, [row]), 1)
+                factor = _wide(builder, kinds[6].dtype, builder.gep(scale_data, [row]), 1)
                 score = _fma(builder, _broadcast(builder, factor, HEADS), total, offsets)
                 finite = builder.fcmp_ordered("<", _call(builder, "fabs", score), _splat(float("inf"), HEADS))
                 score = builder.select(finite, score, _splat(LARGEST_ESTIMATE, HEADS))
@@ -370,18 +382,15 @@ def score_rows(typing_context, codes, second, with_second, rows, count, num_byte
                 builder.store(builder.extract_element(score, _i32(0)), builder.gep(score_data, [each.index]))
 
         # unrolled for one bit of the usual head dims: half the time
-        for finer in (False, True):
-            with builder.if_then(wanted if finer else builder.not_(wanted)):
-                usual = [builder.icmp_signed("==", num, _i64(width)) for width in (16, 8)]
-                for width, matches in zip((16, 8), usual, strict=True):
-                    with builder.if_then(matches):
-                        loop(width, finer)
-                with builder.if_then(builder.not_(builder.or_(*usual))):
-                    loop(num, finer)
+        usual = [builder.icmp_signed("==", num, _i64(width)) for width in (16, 8)]
+        for width, matches in zip((16, 8), usual, strict=True):
+            with builder.if_then(matches):
+                loop(width)
+        with builder.if_then(builder.not_(builder.or_(*usual))):
+            loop(num)
         return context.get_dummy_value()
 
-    kinds = codes, second, with_second, rows, count, num_bytes, table, scale, base, scores
-    return types.void(*kinds), codegen
+    return types.void(codes, second, rows, count, num_bytes, table, scale, base, scores), codegen
 
 
 @intrinsic

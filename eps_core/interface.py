@@ -10,6 +10,7 @@ U tokens per unit, S tokens per group, M units of a table, G groups of a table (
 """
 
 import importlib
+import importlib.util
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -213,8 +214,8 @@ def resolve_kernels(kernels: str, usable: list[str], device: str) -> str:
         raise ConfigError(f"kernels {kernels!r} are unknown: choose one of auto, {', '.join(KERNELS)}")
     if kernels not in usable:
         raise ConfigError(
-            f"kernels {kernels} are not usable on {device}: choose one of {', '.join(usable)}"
-            + ("; numba is missing: pip install numba" if kernels == "numba" and device == "cpu" else "")
+            f"kernels {kernels} are not there for this backend on {device}: choose one of auto, {', '.join(usable)}"
+            + ("; or pip install numba" if kernels == "numba" and importlib.util.find_spec("numba") is None else "")
         )
     return kernels
 

@@ -26,8 +26,8 @@ from eps_core.options import config_of, given_flags, selection_options, summary_
 PROMPT = "It was a dark and stormy night; the rain fell in torrents. " * 5  # 295 tokens
 PROGRESS = r"(\w+: prefill [\d,]+ of [\d,]+ tokens\n)*"  # where stderr is no terminal: only on a slow machine
 RESULT_KEYS = [
-    "backend", "device", "model", "prompt_tokens", "new_tokens", "text", "tokens", "tokens_equal", "bytes_ratio",
-    "dense", "eps",
+    "backend", "device", "kernels", "kernels_fault", "model", "prompt_tokens", "new_tokens", "text", "tokens",
+    "tokens_equal", "bytes_ratio", "dense", "eps",
 ]  # fmt: skip
 DENSE_KEYS = ["tokens", "decode_ms_p50", "decode_ms_p95", "tokens_per_s", "bytes_kv_read"]
 EPS_KEYS = [
@@ -329,7 +329,7 @@ def test_a_reader_that_has_gone_is_no_error(args: list, bare: dict[str, str]) ->
     assert done.returncode != 0 and done.stderr == b""
 
 
-COMMANDS = ("run", "info", "capture", "replay", "calibrate", "evaluate", "grid", "report")
+COMMANDS = ("run", "bench", "info", "capture", "replay", "calibrate", "evaluate", "grid", "report")
 
 
 def test_help_and_version() -> None:

@@ -27,6 +27,12 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "unknown-dtype": (["run", "--dtype", "int8"], "int8"),
     "unknown-kv-dtype": (["run", "--kv-dtype", "fp8"], "fp8"),
     "absent-device": (["run", "--backend", "numpy", "--device", "cuda", "--prompt", "x"], "device cuda"),
+    "unknown-kernels": (["run", "--kernels", "cutlass"], "cutlass"),
+    "absent-kernels": (
+        ["run", "--backend", "numpy", "--kernels", "metal", "--prompt", "x"],
+        "kernels metal are not there for this backend on cpu: choose one of auto, arrays",
+    ),
+    "min-context-of-no-number": (["run", "--eps-min-context", "often"], "neither a number of tokens nor auto"),
     "not-a-number": (["run", "--max-new-tokens", "many"], "many"),
     "no-new-tokens": (["run", "--max-new-tokens", 0], "--max-new-tokens"),
     "no-chunk": (["run", "--prefill-chunk", 0], "--prefill-chunk"),
