@@ -22,6 +22,9 @@ from eps_core.interface import Certificate, Scores, Selection, cpu_name, resolve
 _DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float64": np.float64}
 
 
+State = tuple[np.ndarray, np.ndarray]  # out and lse of attention
+
+
 @dataclass
 class Cache:
     """Paged K and V [P, Hkv, U, D] per layer and, under the same index, the summaries [P, Hkv, U/S, ...]."""
@@ -474,6 +477,13 @@ def attend(
         for r in range(head * repeat, (head + 1) * repeat):
             out[b, r], lse[b, r] = attention.attend_keys(q[b, r].astype(np.float64) / np.sqrt(head_dim), k, v)
     return out, lse
+
+
+def add_tail(
+    cache: Cache, layer: int, table: np.ndarray, lengths: np.ndarray, scores: Scores, selection: Selection, state: State
+) -> State:
+    """What was read, `state`, merged with `attend_tail`."""
+    return merge(state, attend_tail(cache, layer, table, lengths, scores, selection, state[1]))
 
 
 def merge(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

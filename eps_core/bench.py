@@ -368,7 +368,7 @@ def _eps_arms(layer: Layer, config: EpsConfig, first: Step, moved: dict[str, int
         return backend.attend(layer.cache, 0, layer.q, *where, selection)
 
     def tail(scores: Any = first.scores, selection: Any = first.selection, state: Any = first.read) -> Any:
-        return backend.merge(state, backend.attend_tail(layer.cache, 0, *where, scores, selection, state[1]))
+        return backend.add_tail(layer.cache, 0, *where, scores, selection, state)
 
     def step() -> Any:
         scores = score()

@@ -284,8 +284,13 @@ class EpsConfig:
         return self.head_modes is not None and set(self.head_modes[layer]) == {"dense"}
 
     def reads_all(self, layer: int, lengths: Iterable[int]) -> bool:
-        """Whether a step needs no score in a layer: it is dense, or every sequence is shorter than `min_context`."""
-        return self.dense_layer(layer) or all(length < self.min_context for length in lengths)
+        """Whether a step needs no score in a layer: it is dense, or every sequence is shorter than `min_context` or
+        within the budget of topk."""
+        return self.dense_layer(layer) or all(
+            length < self.min_context
+            or (self.policy == "topk" and self.budget_groups(length) >= -(-length // self.S))
+            for length in lengths
+        )
 
     def budget_groups(self, length: int) -> int:
         """Groups that `topk` visits of a sequence of `length` tokens, guards included; at least 1, and all of them

@@ -97,8 +97,7 @@ def _arms(
         selection = backend.select(config, scores, lengths)
         state = backend.attend(cache, 0, q, table, lengths, selection)
         if config.tail_tokens:
-            tail = backend.attend_tail(cache, 0, table, lengths, scores, selection, state[1])
-            state = backend.merge(state, tail)
+            state = backend.add_tail(cache, 0, table, lengths, scores, selection, state)
         return backend.to_numpy(state[0])
 
     return dense, gated

@@ -157,3 +157,41 @@ def attend_tail(
             tail[b, head] = left + np.log(total) - (over if over > 0 else 0) if total > 0 else np.float32(-np.inf)
         finish(progress, 0)
     wait(progress, 0, batch * kv_heads)
+
+
+@njit(**OPTIONS)
+def merge(out, lse, other_out, other_lse, whole, whole_lse):
+    """Fills whole [N, D] and whole_lse [N] float32 with the merge of attention over two disjoint sets of keys, out and
+    other_out [N, D] float32 with lse and other_lse [N]; -inf: no keys."""
+    for n in range(len(lse)):
+        largest = max(lse[n], other_lse[n])
+        base = largest if largest > -np.inf else np.float32(0)
+        weight, other = np.exp(lse[n] - base), np.exp(other_lse[n] - base)
+        total = weight + other
+        shrink = np.float32(1) / total if total > 0 else np.float32(0)
+        for d in range(out.shape[1]):
+            whole[n, d] = (out[n, d] * weight + other_out[n, d] * other) * shrink
+        whole_lse[n] = base + np.log(total) if total > 0 else np.float32(-np.inf)
+
+
+@njit(**OPTIONS)
+def skipped_mass(progress, estimate, visit, shares):
+    """Fills shares [B, Hkv] with the estimated share of the softmax outside visit [B, Hkv, G] uint8; groups without an
+    estimate are left out of both sides. One phase."""
+    batch, kv_heads, groups = estimate.shape
+    padded = (groups + 15) // 16 * 16
+    while True:
+        row = take(progress, 0)
+        if row >= batch * kv_heads:
+            break
+        own, listed = estimate[row // kv_heads, row % kv_heads], visit[row // kv_heads, row % kv_heads]
+        masses = np.full(padded, -np.inf, np.float32)
+        for group in range(groups):
+            masses[group] = own[group] if abs(own[group]) < np.inf else -np.inf
+        _, total = exp_from_largest(masses)
+        left = np.float32(0)
+        for group in range(groups):
+            left += masses[group] if not listed[group] else np.float32(0)
+        shares[row // kv_heads, row % kv_heads] = left / total if total > 0 else np.float32(0)
+        finish(progress, 0)
+    wait(progress, 0, batch * kv_heads)

@@ -181,3 +181,29 @@ def attend_tail(
         inner.config.S, inner.config.groups_per_unit, out, tail,
     )  # fmt: skip
     return out, tail
+
+
+def merge(
+    out: np.ndarray, lse: np.ndarray, other_out: np.ndarray, other_lse: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(out [B, Hq, D], lse [B, Hq]) float32 of two states of attention over disjoint sets of keys, float32 both."""
+    from eps_core import cpu_attend
+
+    whole, whole_lse = np.empty(out.shape, np.float32), np.empty(lse.shape, np.float32)
+    rows = lse.size, out.shape[-1]
+    cpu_attend.merge(
+        out.reshape(rows), lse.reshape(-1), other_out.reshape(rows), other_lse.reshape(-1), whole.reshape(rows),
+        whole_lse.reshape(-1),
+    )  # fmt: skip
+    return whole, whole_lse
+
+
+def skipped_mass(estimate: np.ndarray, visit: np.ndarray) -> np.ndarray:
+    """The estimated share [B, Hkv] of the softmax outside visit [B, Hkv, G] bool: estimate [B, Hkv, G] float32."""
+    from eps_core import cpu_attend, cpu_threads
+
+    shares = np.empty(estimate.shape[:2], np.float32)
+    cpu_threads.run(
+        cpu_attend.skipped_mass, 1, estimate, visit.view(np.uint8), shares, alone=estimate.size < FEW_GROUPS
+    )
+    return shares

@@ -10,13 +10,13 @@ import numpy as np
 from numba import njit
 
 from eps_core.cpu_threads import finish, take, wait
-from eps_core.cpu_vectors import HEADS, ask_for, dots, score_rows, wide
+from eps_core.cpu_vectors import HALF_BYTES, HEADS, ask_for, dots, first_sums, score_rows, wide
 from eps_core.summaries import LARGEST_ESTIMATE
 
 # never nnan or ninf: infinities carry meaning here
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 OPTIONS = {"cache": True, "nogil": True, "fastmath": FAST}
-CHUNK_GROUPS, CODE_GROUPS = 512, 64  # of one scoring task of rq and of int8 codes; changes speed only
+CHUNK_GROUPS, CODE_GROUPS = 1024, 64  # of one scoring task of rq and of int8 codes; changes speed only
 
 RADIX_BITS = (11, 11, 10)  # of a float's 32, most significant first
 
@@ -140,6 +140,8 @@ def score_rq(
 
     per_task = max(CHUNK_GROUPS // per_unit, 1)
     chunks = (units + per_task - 1) // per_task
+    in_halves = num_bytes == 2 * HALF_BYTES
+    sums = np.empty(per_task * per_unit * HEADS, np.float32)
     places, listed, scores = np.empty(groups, np.int64), np.empty(groups, np.int32), np.empty(groups, np.float32)
     while True:
         task = take(progress, 1)
@@ -153,13 +155,21 @@ def score_rq(
         for at in range(passes):
             lookup, offsets = tables[row, at], base[row, at]
             for m in range(first, min(first + per_task, units)):
-                # groups without a summary, too: what comes of them is not looked at
                 start = (max(table[b, m], 0) * kv_heads + h) * per_unit
                 if m + 2 < units:
                     ahead = (max(table[b, m + 2], 0) * kv_heads + h) * per_unit
                     ask_for(codes, ahead * num_bytes, per_unit * num_bytes)
                     ask_for(scale, ahead, per_unit)
-                score_rows(codes, None, start, per_unit, num_bytes, lookup, scale, offsets, scores)
+                if in_halves:
+                    first_sums(codes, start, per_unit, num_bytes, lookup, sums, (m - first) * per_unit)
+            for m in range(first, min(first + per_task, units)):
+                # groups without a summary, too: what comes of them is not looked at
+                start = (max(table[b, m], 0) * kv_heads + h) * per_unit
+                if in_halves:
+                    at_sum = (m - first) * per_unit
+                    score_rows(codes, None, start, per_unit, num_bytes, lookup, scale, offsets, scores, sums, at_sum)
+                else:
+                    score_rows(codes, None, start, per_unit, num_bytes, lookup, scale, offsets, scores, None, 0)
                 for sub in range(per_unit):
                     group = m * per_unit + sub
                     own[group] = scores[sub] if scores[sub] > own[group] else own[group]
@@ -188,7 +198,7 @@ def score_rq(
                 own[listed[i]] = -np.inf
             for at in range(passes):
                 lookup, offsets = tables[row, at], base[row, at]
-                score_rows(codes, second, places, count, num_bytes, lookup, second_scale, offsets, scores)
+                score_rows(codes, second, places, count, num_bytes, lookup, second_scale, offsets, scores, None, 0)
                 for i in range(count):
                     own[listed[i]] = max(own[listed[i]], scores[i])
         finish(progress, 2)

@@ -8,10 +8,12 @@ waits for it, and numba's OpenMP beside the array library's own are two pools wh
 on the cores that the other needs (measured with two cores: calls of 0.4 ms took up to 88 ms).
 """
 
+import hashlib
 import os
 import queue
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -68,6 +70,27 @@ def _help(jobs: "queue.SimpleQueue[list[Any]]") -> None:
         kernel(*args)
         del job, kernel, args
 
+
+def _drop_stale() -> None:
+    """Numba keeps compiled code by the file of the outermost function alone: one that calls into a file that changed
+    would run old code. So everything kept is dropped where any of these files changed."""
+    folder = Path(__file__).parent
+    sources = hashlib.sha256()
+    for source in sorted(folder.glob("cpu_*.py")):
+        sources.update(source.read_bytes())
+    stamp = folder / "__pycache__" / "cpu_kernels.sources"
+    try:
+        if stamp.exists() and stamp.read_text() == sources.hexdigest():
+            return
+        stamp.parent.mkdir(exist_ok=True)
+        for kept in stamp.parent.glob("cpu_*.nb?"):
+            kept.unlink(missing_ok=True)
+        stamp.write_text(sources.hexdigest())
+    except OSError:  # a folder that cannot be written holds nothing that this process could have kept there
+        pass
+
+
+_drop_stale()
 
 # a forked child has no threads but its own
 if hasattr(os, "register_at_fork"):

@@ -5,9 +5,6 @@ a CPU lacks). numba's own loops do not vectorise over converted 16-bit values an
 
 Arguments are one-dimensional C-contiguous arrays; offsets count elements. The element type of a stored array says how
 it is read: float32; uint16, the bits of a bfloat16; int16, the bits of a float16; int8 and uint8, whole numbers.
-
-numba's cache looks at the file of a compiled function alone: after a change here or in `cpu_threads`, delete
-`__pycache__/cpu_*.nb*`.
 """
 
 from llvmlite import ir
@@ -18,6 +15,7 @@ from numba.extending import intrinsic
 from eps_core.summaries import LARGEST_ESTIMATE
 
 HEADS = 4  # query heads at a time; the others of a kv head take another pass over what then lies in the cache
+HALF_BYTES = 8  # of codes: 32 KiB of a table, what the first cache of a core holds
 LANES = 16
 PREFETCH_ROWS = 12  # how far ahead rows are asked for; changes speed only
 
@@ -345,11 +343,30 @@ def ask_for(typing_context, array, start, count):
 
 
 @intrinsic
-def score_rows(typing_context, codes, second, rows, count, num_bytes, table, scale, base, scores):
+def first_sums(typing_context, codes, row, count, num_bytes, table, sums, at):
+    """sums[4 (at + i) ..] = sum over j < HALF_BYTES of table[4 (256 j + codes[(row + i) num_bytes + j]) ..], i < count:
+    the first part of what `score_rows` then adds to, so that no more of the table than a core's first cache holds is
+    used at a time."""
+
+    def codegen(context, builder, signature, args):
+        kinds = signature.args
+        code_data, table_data, sum_data = (_data(context, builder, kinds[i], args[i]) for i in (0, 4, 5))
+        first, number, num, place = (_int64(context, builder, kinds[i], args[i]) for i in (1, 2, 3, 6))
+        with cgutils.for_range(builder, number) as each:
+            start = builder.mul(builder.add(first, each.index), num)
+            total = _byte_sums(builder, builder.gep(code_data, [start]), HALF_BYTES, table_data)
+            _store(builder, total, builder.gep(sum_data, [builder.mul(builder.add(place, each.index), _i64(HEADS))]))
+        return context.get_dummy_value()
+
+    return types.void(codes, row, count, num_bytes, table, sums, at), codegen
+
+
+@intrinsic
+def score_rows(typing_context, codes, second, rows, count, num_bytes, table, scale, base, scores, sums, at):
     """scores[i] = max over four heads r of base[r] + scale[row] (sum over j < num_bytes of
     table[4 (256 j + codes[row num_bytes + j]) + r]), i < count, for row = rows[i], or rows + i where it is a number.
-    Half of what the bytes of `second` add is added unless it is None. LARGEST_ESTIMATE stands for a head's that is not
-    finite."""
+    Half of what the bytes of `second` add is added unless it is None. Where `sums` is not None, `first_sums` has put
+    what the first HALF_BYTES add into it, from `at` on. LARGEST_ESTIMATE stands for a head's that is not finite."""
 
     def codegen(context, builder, signature, args):
         kinds = signature.args
@@ -368,7 +385,14 @@ def score_rows(typing_context, codes, second, rows, count, num_bytes, table, sca
             with cgutils.for_range(builder, num_rows) as each:
                 row = row_of(each.index)
                 start = builder.mul(row, num)
-                total = _byte_sums(builder, builder.gep(code_data, [start]), width, table_data)
+                if isinstance(kinds[9], types.NoneType):
+                    total = _byte_sums(builder, builder.gep(code_data, [start]), width, table_data)
+                else:
+                    rest = builder.gep(code_data, [builder.add(start, _i64(HALF_BYTES))])
+                    later = builder.gep(table_data, [_i64(HALF_BYTES * 256 * HEADS)])
+                    place = builder.mul(builder.add(begun, each.index), _i64(HEADS))
+                    total = _load(builder, builder.gep(sum_data, [place]), HEADS, _f32)
+                    total = builder.fadd(total, _byte_sums(builder, rest, width - HALF_BYTES, later))
                 if not isinstance(kinds[1], types.NoneType):
                     second_data = _data(context, builder, kinds[1], args[1])
                     more = _byte_sums(builder, builder.gep(second_data, [start]), width, table_data)
@@ -381,6 +405,10 @@ def score_rows(typing_context, codes, second, rows, count, num_bytes, table, sca
                     score = _call(builder, "maxnum", score, _shuffle(builder, score, score, picks))
                 builder.store(builder.extract_element(score, _i32(0)), builder.gep(score_data, [each.index]))
 
+        if not isinstance(kinds[9], types.NoneType):
+            sum_data, begun = _data(context, builder, kinds[9], args[9]), _int64(context, builder, kinds[10], args[10])
+            loop(2 * HALF_BYTES)
+            return context.get_dummy_value()
         # unrolled for one bit of the usual head dims: half the time
         usual = [builder.icmp_signed("==", num, _i64(width)) for width in (16, 8)]
         for width, matches in zip((16, 8), usual, strict=True):
@@ -390,7 +418,7 @@ def score_rows(typing_context, codes, second, rows, count, num_bytes, table, sca
             loop(num)
         return context.get_dummy_value()
 
-    return types.void(codes, second, rows, count, num_bytes, table, scale, base, scores), codegen
+    return types.void(codes, second, rows, count, num_bytes, table, scale, base, scores, sums, at), codegen
 
 
 @intrinsic

@@ -8,6 +8,7 @@ import numpy as np
 
 from eps_core import backend
 from eps_core.config import DTYPE_BYTES, ConfigError, scoring_bytes
+from eps_core.guards import forced_groups
 from eps_core.interface import LayerStats, StepOutput
 from eps_core.model import ModelSpec, inverse_frequencies
 
@@ -94,7 +95,8 @@ class NumpyDecoder:
         )
         if config.reads_all(layer, lengths.tolist()):
             selected = started
-            stats.forced = np.where(lengths < config.min_context, groups, 0)
+            if not config.dense_layer(layer):
+                stats.forced = forced_groups(config, lengths, int(groups.max())).sum(axis=1)
             out, lse = backend.attend(cache, layer, q, table, lengths, None)
             whole = out
             if config.has_bounds:
@@ -117,8 +119,7 @@ class NumpyDecoder:
                 stats.mass_skipped_cert, stats.output_error_cert = certificate.mass, certificate.error
             whole = out
             if config.tail_tokens:
-                tail = backend.attend_tail(cache, layer, table, lengths, scores, selection, lse)
-                whole, _ = backend.merge((out, lse), tail)
+                whole, _ = backend.add_tail(cache, layer, table, lengths, scores, selection, (out, lse))
                 if stats.output_error_cert is not None:
                     # the bound is of what was read alone: the tail may move away from it, or from the truth
                     moved = np.linalg.norm(whole - out, axis=2).reshape(len(lengths), kv_heads, -1).max(axis=2)

@@ -167,6 +167,10 @@ class Backend(Protocol):
         self, cache: Any, layer: int, table: np.ndarray, lengths: np.ndarray, scores: Scores, selection: Selection,
         lse: Array,
     ) -> tuple[Array, Array]: ...  # fmt: skip
+    def add_tail(
+        self, cache: Any, layer: int, table: np.ndarray, lengths: np.ndarray, scores: Scores, selection: Selection,
+        state: tuple[Array, Array],
+    ) -> tuple[Array, Array]: ...  # fmt: skip
     def merge(self, first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]: ...
     def bounds(
         self, cache: Any, layer: int, q: Array, table: np.ndarray, lengths: np.ndarray, scores: Scores,

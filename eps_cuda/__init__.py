@@ -5,7 +5,7 @@ import platform
 import numpy as np
 import torch
 
-from eps_cuda.attention import attend, attend_tail, merge
+from eps_cuda.attention import add_tail, attend, attend_tail, merge
 from eps_cuda.cache import (
     Cache,
     check_finite,
@@ -25,6 +25,7 @@ from eps_cuda.summaries import score
 
 __all__ = [
     "Cache",
+    "add_tail",
     "attend",
     "attend_tail",
     "bounds",

@@ -185,6 +185,18 @@ def attend_tail(
 
 
 @torch.inference_mode()
+def add_tail(
+    cache: Cache, layer: int, table: np.ndarray, lengths: np.ndarray, scores: Scores, selection: Selection, state: State
+) -> State:
+    """What was read, `state`, merged with `attend_tail`: out [B, Hq, D] in its dtype, lse [B, Hq]."""
+    module = kernels_module(cache.kernels) if cache.kernels == "numba" else None
+    if module is not None:
+        whole: State = module.add_tail(cache, layer, table, lengths, scores, selection, state)
+        return whole
+    return merge(state, attend_tail(cache, layer, table, lengths, scores, selection, state[1]))
+
+
+@torch.inference_mode()
 def attend_own(cache: Cache, q: Tensor, k: Tensor, v: Tensor) -> State:
     """(out [B, Hq, D] in q's dtype, lse [B, Hq] float32) of each token over itself alone: q [B, Hq, D], k, v
     [B, Hkv, D] as the cache would hold them."""

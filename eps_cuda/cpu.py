@@ -82,3 +82,24 @@ def build_summary(config: EpsConfig, constants: dict[str, Tensor], k: Tensor) ->
     summary = cpu_write.build_rq(keys, centre, signs, bool(config.refine))
     arrays = {name: torch.from_numpy(array) for name, array in summary.items()}
     return {name: near16(x) if x.dtype == torch.float32 else x for name, x in arrays.items()}
+
+
+@torch.inference_mode()
+def add_tail(
+    cache: Cache, layer: int, table: np.ndarray, lengths: np.ndarray, scores: Scores, selection: Selection, state: State
+) -> State:
+    """See `attention.add_tail`."""
+    out, lse = state
+    tail = cpu_kernels.attend_tail(
+        cache, layer, table, lengths, _host(scores.estimate), _listed(selection), _host(lse), _host
+    )
+    whole, whole_lse = cpu_kernels.merge(_host(out.float()), _host(lse), *tail)
+    return torch.from_numpy(whole).to(out.dtype), torch.from_numpy(whole_lse)
+
+
+@torch.inference_mode()
+def skipped_mass(scores: Scores, selection: Selection) -> Tensor | None:
+    """See `selection.skipped_mass`."""
+    if selection.visit is None:
+        return None
+    return torch.from_numpy(cpu_kernels.skipped_mass(_host(scores.estimate), _host(selection.visit)))

@@ -61,6 +61,7 @@ def covers(cache: Cache, lengths: np.ndarray) -> bool:
         and not config.head_modes
         and cache.tail is not None
         and int(lengths.min()) >= config.min_context
+        and not config.reads_all(0, lengths.tolist())
         and all(gpu.covers_scoring(cache, layer) for layer in range(cache.spec.num_layers))
     )
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from eps_core.config import ConfigError, scoring_bytes
+from eps_core.guards import forced_groups
 from eps_core.interface import LayerStats, StepOutput
 from eps_core.model import ModelSpec, inverse_frequencies, load_weights
-from eps_cuda.attention import attend, attend_chunk, attend_own, attend_tail, merge
+from eps_cuda.attention import add_tail, attend, attend_chunk, attend_own, merge
 from eps_cuda.cache import DTYPES, Cache, check_finite, device_of, from_numpy, read_kv, write_kv
 from eps_cuda.selection import bounds, certify, escalate, select, skipped_mass
 from eps_cuda.summaries import score
@@ -132,7 +133,8 @@ class Decoder:
         started = self._clock()
         if config.reads_all(layer, lengths.tolist()):
             selected = started
-            stats.forced = np.where(lengths < config.min_context, groups, 0)
+            if not config.dense_layer(layer):
+                stats.forced = forced_groups(config, lengths, int(groups.max())).sum(axis=1)
             stats.kv_bytes_read = int(lengths.sum()) * kv_heads * cache.spec.kv_token_bytes
             with self._span("eps.attention"):
                 out, lse = attend(cache, layer, q, table, lengths, None)
@@ -159,7 +161,7 @@ class Decoder:
                     arrays["output_error_cert"] = certificate.error
                 whole = out
                 if config.tail_tokens:
-                    whole, _ = merge((out, lse), attend_tail(cache, layer, table, lengths, scores, selection, lse))
+                    whole, _ = add_tail(cache, layer, table, lengths, scores, selection, (out, lse))
                     if config.has_bounds:
                         # the bound is of what was read alone: the tail may move away from it, or from the truth
                         moved = torch.linalg.vector_norm(whole.float() - out.float(), dim=-1).reshape(

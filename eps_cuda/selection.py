@@ -261,6 +261,12 @@ def _log_odds(epsilon: float) -> float:
 def skipped_mass(scores: Scores, selection: Selection) -> Tensor:
     """Estimated share of the softmax left unread [B, Hkv]: an estimate, no bound. Groups without an estimate, which
     are always visited, are left out of both sides."""
+    if scores.kernels == "numba":
+        module = kernels_module(scores.kernels)
+        assert module is not None
+        share = module.skipped_mass(scores, selection)
+        if share is not None:
+            return share
     estimate = torch.where(torch.isfinite(scores.estimate), scores.estimate, -math.inf)
     largest = estimate.amax(dim=-1, keepdim=True).clamp(min=-3e38)
     mass = torch.exp(estimate - largest)

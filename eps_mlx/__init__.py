@@ -5,7 +5,7 @@ from importlib.metadata import version
 
 import numpy as np
 
-from eps_mlx.attention import attend, attend_tail, merge
+from eps_mlx.attention import add_tail, attend, attend_tail, merge
 from eps_mlx.cache import (
     Cache,
     check_finite,
@@ -25,6 +25,7 @@ from eps_mlx.summaries import score
 
 __all__ = [
     "Cache",
+    "add_tail",
     "attend",
     "attend_tail",
     "bounds",

@@ -86,3 +86,23 @@ def build_summary(config: EpsConfig, constants: dict[str, mx.array], k: mx.array
     summary = cpu_write.build_rq(keys, centre, signs, bool(config.refine))
     arrays = {name: mx.array(array) for name, array in summary.items()}
     return {name: near16(x) if x.dtype == mx.float32 else x for name, x in arrays.items()}
+
+
+def add_tail(
+    cache: Cache, layer: int, table: np.ndarray, lengths: np.ndarray, scores: Scores, selection: Selection, state: State
+) -> State:
+    """See `attention.add_tail`."""
+    out, lse = state
+    with mx.stream(cache.stream):
+        tail = cpu_kernels.attend_tail(
+            cache, layer, table, lengths, _host(scores.estimate), _listed(selection), _host(lse), _host
+        )
+        whole, whole_lse = cpu_kernels.merge(_host(out.astype(mx.float32)), _host(lse), *tail)
+        return mx.array(whole).astype(out.dtype), mx.array(whole_lse)
+
+
+def skipped_mass(scores: Scores, selection: Selection) -> mx.array | None:
+    """See `selection.skipped_mass`."""
+    if selection.visit is None:
+        return None
+    return mx.array(cpu_kernels.skipped_mass(_host(scores.estimate), _host(selection.visit)))

@@ -281,6 +281,12 @@ def _log_odds(epsilon: float) -> float:
 def skipped_mass(scores: Scores, selection: Selection) -> mx.array:
     """Estimated share of the softmax left unread [B, Hkv]: an estimate, no bound. Groups without an estimate, which
     are always visited, are left out of both sides."""
+    if scores.kernels == "numba":
+        module = kernels_module(scores.kernels)
+        assert module is not None
+        share = module.skipped_mass(scores, selection)
+        if share is not None:
+            return share
     estimate = mx.where(mx.isfinite(scores.estimate), scores.estimate, -math.inf)
     left = _log_total(mx.where(visit_mask(selection, estimate.shape[-1]), -math.inf, estimate))
     return mx.where(left > -math.inf, mx.exp(left - _log_total(estimate)), 0)[..., 0]

@@ -5,7 +5,7 @@ on the kernels of these names: numba, triton (interpreted where there is no GPU)
 """
 
 import os
-from functools import lru_cache
+from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -59,7 +59,7 @@ class Bound(ModuleType):
         self.new_cache = new_cache
 
 
-@lru_cache(maxsize=None)
+@cache
 def bound(name: str, kernels: str) -> Bound:
     return Bound(load_backend(name), kernels)
 

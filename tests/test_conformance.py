@@ -434,13 +434,15 @@ def check_tail(backend, case: Case, cache, reference, q_native, scores, selected
     assert np.abs(tail_lse[~nothing] - want_lse[~nothing]).max(initial=0) <= rounding
     most = 127 * stored["mean_scale"].astype(np.float64).max() if stored else 0.0
     assert np.abs(out - want_out).max() <= 4 * rounding * most
-    merged, merged_lse = (backend.to_numpy(x) for x in backend.merge(state, tail))
     expected, expected_lse = oracle.merge((backend.to_numpy(state[0]).astype(np.float64), lse), (want_out, want_lse))
-    assert (merged[nothing] == backend.to_numpy(state[0])[nothing]).all() and (
-        merged_lse[nothing] == lse[nothing]
-    ).all()
-    assert np.abs(merged - expected).max() <= 8 * rounding * max(most, np.abs(expected).max())
-    assert np.abs(merged_lse - expected_lse).max() <= 2 * rounding
+    whole = backend.add_tail(cache, 0, table, lengths, scores, selected, state)
+    for one in (backend.merge(state, tail), whole):
+        merged, merged_lse = (backend.to_numpy(x) for x in one)
+        assert (merged[nothing] == backend.to_numpy(state[0])[nothing]).all() and (
+            merged_lse[nothing] == lse[nothing]
+        ).all()
+        assert np.abs(merged - expected).max() <= 8 * rounding * max(most, np.abs(expected).max())
+        assert np.abs(merged_lse - expected_lse).max() <= 2 * rounding
     return tail
 
 

@@ -423,12 +423,14 @@ def test_dropping_is_the_run_without(target, tiny_path, monkeypatch):  # noqa: F
     def decode(config: EpsConfig) -> dict[str, Any]:
         request = RunRequest(
             config, Sampling(), backend_name(backend), device, tiny_path, PROMPT, max_new_tokens=6, baseline=False,
-            stop=False,
+            stop=False, kernels="arrays",
         )  # fmt: skip
         return run(request, io.StringIO())
 
     given = ("--eps-method", "rq", "--eps-budget", "0.1", "--block-size", "64")
-    home = backend if backend_name(backend) == "numpy" else importlib.import_module(f"{backend.__name__}.model")
+    home = importlib.import_module(
+        backend.__name__ if backend_name(backend) == "numpy" else f"{backend.__name__}.attention"
+    )
     attend_tail, calls = home.attend_tail, []
 
     def empty(*args: Any) -> tuple:
