@@ -287,8 +287,7 @@ class EpsConfig:
         """Whether a step needs no score in a layer: it is dense, or every sequence is shorter than `min_context` or
         within the budget of topk."""
         return self.dense_layer(layer) or all(
-            length < self.min_context
-            or (self.policy == "topk" and self.budget_groups(length) >= -(-length // self.S))
+            length < self.min_context or (self.policy == "topk" and self.budget_groups(length) >= -(-length // self.S))
             for length in lengths
         )
 

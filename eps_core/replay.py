@@ -17,6 +17,7 @@ import numpy as np
 
 from eps_core.capture import Capture
 from eps_core.config import CacheSpec, ConfigError, EpsConfig, scoring_bytes
+from eps_core.guards import forced_groups
 from eps_core.interface import Array, Backend, Scores, Selection, load_backend
 from eps_core.run import choose_device
 
@@ -387,8 +388,9 @@ class _Layer:
         wanted: np.ndarray = np.full(kv_heads, groups)
         escalated, skipped_est = np.zeros(kv_heads, np.int64), np.zeros(kv_heads)
         certificate = np.full(kv_heads, 0.0 if config.has_bounds else np.nan)
-        if config.dense_layer(0):
+        if config.reads_all(0, [length]):
             out, _ = backend.attend(cache, 0, q, table, lengths, None)
+            forced = 0 if config.dense_layer(0) else int(forced_groups(config, lengths, groups).sum())
         else:
             selection = backend.select(config, scores, lengths, 0)
             out, lse = backend.attend(cache, 0, q, table, lengths, selection)
@@ -402,8 +404,7 @@ class _Layer:
             if config.has_bounds:
                 certificate = self._host(backend.certify(cache, 0, scores, selection, out, lse).mass)
             if config.tail_tokens:
-                tail = backend.attend_tail(cache, 0, table, lengths, scores, selection, lse)
-                out, _ = backend.merge((out, lse), tail)
+                out, _ = backend.add_tail(cache, 0, table, lengths, scores, selection, (out, lse))
             visit = self._visit(selection, groups)
             wanted = self._host(selection.counts if selection.wanted is None else selection.wanted)
             forced = int(selection.forced[0])

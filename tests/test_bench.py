@@ -366,7 +366,7 @@ def test_few_groups_hold_most_of_the_mass() -> None:
         (("--repeats", "2", "--seconds", "1"), "--repeats and --seconds"),
         (("--q-heads", "5"), "q-heads 5 is not a multiple of kv-heads 8"),
         (("--dtype", "float64"), "--dtype"),
-        (("--kernels", "metal"), "kernels metal are not usable on cpu"),
+        (("--kernels", "metal"), "kernels metal are not there for this backend on cpu"),
         (("--device", "mps"), "device mps is not there"),
         (("--output", "/nowhere/at/all.jsonl"), "there is no directory"),
         (("--plot", "/nowhere/at/all"), "there is no directory"),

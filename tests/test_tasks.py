@@ -189,7 +189,7 @@ def test_reading_everything_is_dense_and_reading_the_ends_alone_is_not(tmp_path:
     (single,) = whole["tasks"]
     assert (single["dense"], single["eps"], single["oracle"], single["eps_minus_dense"]) == (1, 1, 1, 0)
     assert single["num_changed"] == 0 and not single["says_nothing"]
-    assert single["bytes_ratio"] > 1  # all of K and V, and the summaries too
+    assert single["bytes_ratio"] == 1  # all of K and V, and no summary: nothing needs a score
     assert whole["text"][0]["eps_kl"] < 1e-6 and whole["text"][0]["eps_top1_agreement"] == 1
 
     lines = [json.loads(line) for line in out.read_text().splitlines()]
