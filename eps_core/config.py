@@ -286,8 +286,9 @@ class EpsConfig:
     def reads_all(self, layer: int, lengths: Iterable[int]) -> bool:
         """Whether a step needs no score in a layer: it is dense, or every sequence is shorter than `min_context` or
         within the budget of topk."""
+        budgeted = self.policy == "topk" and not (self.head_modes and "window" in self.head_modes[layer])
         return self.dense_layer(layer) or all(
-            length < self.min_context or (self.policy == "topk" and self.budget_groups(length) >= -(-length // self.S))
+            length < self.min_context or (budgeted and self.budget_groups(length) >= -(-length // self.S))
             for length in lengths
         )
 

@@ -2,7 +2,8 @@
 
 The result is an estimate, from medians of a few calls over random keys; it changes what is read below it, and so the
 output there: dense. It is kept in `$XDG_CACHE_HOME/eps/costs.json` (default `~/.cache`), one entry for everything that
-it depends on.
+it depends on. On a GPU the calls of one layer are timed one by one, while a decode step may replay a graph: gating then
+pays earlier than this says. What certificates and strict mode cost is left out.
 """
 
 import json
@@ -10,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -130,27 +132,37 @@ def cost_of(
             "backend": backend_name(backend),
             "device": backend.device_name(device),
             "kernels": resolve_kernels(kernels, backend.usable_kernels(device), device),
-            "versions": backend.versions(),
+            "versions": {**backend.versions(), **{name: _version(name) for name in ("eps", "numba", "triton")}},
+            "threads": [os.cpu_count(), *(os.environ.get(f"{name}_NUM_THREADS") for name in ("OMP", "NUMBA"))],
             "shape": [num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype],
             "max_context": min(max_context, CONTEXTS[-1]),
             "config": settled,
         },
         sort_keys=True,
     )
-    path, kept = costs_path(), {}
+    kept: Any = {}
     try:
-        kept = json.loads(path.read_text())
-        return Cost(**{name: tuple(values) for name, values in kept[key].items()}), True
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        kept = json.loads(costs_path().read_text())
+        contexts, dense_ms, gated_ms = (kept[key][name] for name in ("contexts", "dense_ms", "gated_ms"))
+        return Cost(tuple(map(int, contexts)), tuple(map(float, dense_ms)), tuple(map(float, gated_ms))), True
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
         pass
     cost = measure(backend, device, kernels, spec, num_heads, config, max_context)
     if not isinstance(kept, dict):
         kept = {}
     try:
+        path = costs_path()
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(f"{path.name}.{os.getpid()}")
         new.write_text(json.dumps({**kept, key: asdict(cost)}))
         new.replace(path)
-    except OSError:
+    except (OSError, RuntimeError):  # no home folder is a RuntimeError
         pass
     return cost, False
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -55,23 +55,28 @@ class Cache:
     where: Any = None  # triton: the device's copy of the last table and lengths (gpu.Where)
     steps: dict[Any, Any] = field(default_factory=dict)  # triton: graph.StaticStep by batch and width, oldest first
     known_bytes_read: int = 0
-    pending_reads: list[tuple[Tensor, int]] = field(default_factory=list)  # (number on the device, bytes of each)
+    pending_reads: dict[int, Tensor] = field(default_factory=dict)  # bytes of a group -> groups read, on the device
 
     @property
     def kv_bytes_read(self) -> int:
         """Bytes of K and V read so far. Synchronises where only the device knows how many groups were."""
-        for number, each in self.pending_reads:
-            self.known_bytes_read += int(number) * each
-        self.pending_reads = []
+        for group_bytes, number in self.pending_reads.items():
+            self.known_bytes_read += int(number) * group_bytes
+        self.pending_reads = {}
         return self.known_bytes_read
 
     @kv_bytes_read.setter
     def kv_bytes_read(self, value: int) -> None:
-        self.known_bytes_read, self.pending_reads = value, []
+        self.known_bytes_read, self.pending_reads = value, {}
 
     def count_read(self, num_bytes: int) -> None:
         """Adds to `kv_bytes_read` without asking for it."""
         self.known_bytes_read += num_bytes
+
+    def count_groups(self, number: Tensor, group_bytes: int) -> None:
+        """The same for a number of groups that only the device knows."""
+        before = self.pending_reads.get(group_bytes)
+        self.pending_reads[group_bytes] = number if before is None else before + number
 
     def constants(self, layer: int) -> Summary:
         """What builders and scorers of this layer need besides keys (see summaries.py)."""
@@ -199,7 +204,8 @@ def check_finite(cache: Cache) -> None:
     finite = torch.stack(cache.finite).cpu().numpy()
     if not finite.all():
         layer = int(np.argmin(finite))
-        cache.finite = [torch.ones_like(one) for one in cache.finite]
+        for one in cache.finite:
+            one.fill_(True)
         raise ConfigError(
             f"NaN or Inf in K of layer {layer}: the model or its {cache.spec.dtype} cache overflows; "
             "try --dtype float32"
@@ -228,7 +234,7 @@ def write_kv(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) 
     values = v.to(DTYPES[spec.dtype])
     cache.k[layer][units, :, offsets] = keys
     cache.v[layer][units, :, offsets] = values
-    cache.finite[layer] = cache.finite[layer] & torch.isfinite(keys).all()
+    cache.finite[layer].logical_and_(torch.isfinite(keys).all())  # in place: a captured graph writes to it, too
     if cache.config.has_bounds:
         for largest, array in ((cache.largest_key, keys), (cache.largest_value, values)):
             # a float32 norm is short by less than 2^-16 of itself; NaN in V bounds nothing

@@ -94,7 +94,7 @@ def estimates(
     second bit is read, at most `most_refined`."""
     config, summary, centre = cache.config, cache.summaries[layer], cache.centre[layer]
     assert centre is not None
-    turned, offset = score_kernels.turn_queries(q, rotation(cache), centre)
+    turned, offset = score_kernels.turn_queries(q.contiguous(), rotation(cache), centre)
     estimate = score_kernels.score_rq(
         turned, offset, summary["codes"], summary["scale"], cache.valid[layer], table, lengths,
         group_tokens=config.S, bits=config.bits,
@@ -150,7 +150,7 @@ def attend(
         if selection.uniform is not None:
             cache.count_read(int(selection.uniform.sum()) * spec.num_kv_heads * size * spec.kv_token_bytes)
         else:
-            cache.pending_reads.append((counts.sum(), size * spec.kv_token_bytes))
+            cache.count_groups(counts.sum(), size * spec.kv_token_bytes)
     return attend_kernels.attend_groups(
         q, cache.k[layer], cache.v[layer], place.table, place.lengths, listed, counts, group_tokens=size
     )
@@ -229,8 +229,8 @@ def write(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None
     if inner is not None:
         fields = inner.summaries[layer]
         tail = TailPools(fields["mean"], fields["mean_scale"], inner.valid[layer], config.tail_tokens)
-    stored = cache.k[layer].dtype
+    k, v = (x.to(cache.k[layer].dtype).contiguous() for x in (k, v))
     write_tokens(
-        k.to(stored), v.to(stored), slots, cache.k[layer], cache.v[layer], cache.finite[layer], valid,
-        group_tokens=config.S, rq=rq, tail=tail, largest_key=None, largest_value=None,
+        k, v, slots, cache.k[layer], cache.v[layer], cache.finite[layer], valid, group_tokens=config.S, rq=rq,
+        tail=tail, largest_key=None, largest_value=None,
     )  # fmt: skip

@@ -5,6 +5,8 @@ What changes from step to step goes through `Buffers`, one small copy each. The 
 rows again), so the warm-up that a capture needs leaves the cache as one step would.
 """
 
+import math
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -71,10 +73,13 @@ class StaticStep:
 
     def __init__(self, decoder: "Decoder", cache: Cache, batch: int, num_units: int) -> None:
         config, device = cache.config, cache.device
-        self.decoder, self.cache = decoder, cache
+        # neither is held: the cache holds its steps, and a ring of the two would outlive both
+        self.owner = weakref.ref(decoder)
         most_tokens = num_units * config.unit_tokens
         guards = -(-config.first_tokens // config.S) - (-config.last_tokens // config.S) + 2
-        self.width = min(max(config.budget_groups(most_tokens), guards), most_tokens // config.S)
+        # a budget in tokens rounds up where it covers a sequence
+        covering = math.ceil(config.budget / config.S) if config.budget > 1 else 0
+        self.width = min(max(config.budget_groups(most_tokens), covering, guards), most_tokens // config.S)
         self.most_refined = config.refined_groups(most_tokens)
 
         def integers(*shape: int) -> Tensor:
@@ -108,27 +113,28 @@ class StaticStep:
             place.copy_(torch.from_numpy(np.ascontiguousarray(array)), non_blocking=True)
 
     @torch.inference_mode()
-    def __call__(self) -> Outputs:
-        if self.cache.device != "cuda":
-            return self.compute()
+    def __call__(self, decoder: "Decoder", cache: Cache) -> Outputs:
+        if cache.device != "cuda":
+            return self.compute(decoder, cache)
         if self.graph is None:
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(WARM_UP_STEPS):
-                    self.compute()
+                    self.compute(decoder, cache)
             torch.cuda.current_stream().wait_stream(side)
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self.outputs = self.compute()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.outputs = self.compute(decoder, cache)
+            self.graph = graph  # only now: a capture that failed must not be replayed
         self.graph.replay()
         assert self.outputs is not None
         return self.outputs
 
     @torch.inference_mode()
-    def compute(self) -> Outputs:
+    def compute(self, decoder: "Decoder", cache: Cache) -> Outputs:
         """Every layer, from the buffers."""
-        cache, decoder, at = self.cache, self.decoder, self.buffers
+        at = self.buffers
         x = decoder.weights["embed"][at.tokens]
         skipped = []
         for layer in range(cache.spec.num_layers):
@@ -184,21 +190,25 @@ def step(
     bucket = BUCKET_TOKENS // config.unit_tokens
     num_units = -(-table.shape[1] // bucket) * bucket
     key = (id(decoder), batch, num_units)
-    static = cache.steps.pop(key, None) or StaticStep(decoder, cache, batch, num_units)
+    static = cache.steps.pop(key, None)
+    if static is None or static.owner() is not decoder:
+        static = StaticStep(decoder, cache, batch, num_units)
     cache.steps[key] = static
     while len(cache.steps) > MAX_GRAPHS:
         cache.steps.pop(next(iter(cache.steps)))
-    gpu.plan_step(cache, slots)
     # the token of this step is written before it scores: a group that it fills is full, not open
     forced = forced_groups(config, lengths, groups).sum(axis=1)
     uniform = budget(config, forced, lengths)
+    if int(uniform.max()) > static.width:
+        return None
+    gpu.plan_step(cache, slots)
     refined = np.array([config.refined_groups(int(length)) for length in lengths])
     cos, sin = decoder.angles(lengths - 1)
     static.fill(
         tokens=np.asarray(tokens, np.int64), slots=slots.astype(np.int32), lengths=lengths.astype(np.int32),
         wanted=uniform.astype(np.int32), refined=refined.astype(np.int32), table=table, cos=cos, sin=sin,
     )  # fmt: skip
-    outputs = static()
+    outputs = static(decoder, cache)
     logits, unread = outputs.logits.cpu().numpy(), outputs.mass_skipped_est.cpu().numpy()
     check_finite(cache)
     counts = np.repeat(uniform[:, None], spec.num_kv_heads, axis=1)

@@ -53,23 +53,28 @@ class Cache:
     rotation: mx.array | None = None  # metal, rq: [D, D] float32
     where: Any = None  # metal: the device's copy of the last table and lengths (gpu.Where)
     known_bytes_read: int = 0
-    pending_reads: list[tuple[mx.array, int]] = field(default_factory=list)  # (number on the device, bytes of each)
+    pending_reads: dict[int, mx.array] = field(default_factory=dict)  # bytes of a group -> groups read, on the device
 
     @property
     def kv_bytes_read(self) -> int:
         """Bytes of K and V read so far. Synchronises where only the device knows how many groups were."""
-        for number, each in self.pending_reads:
-            self.known_bytes_read += int(np.array(number)) * each
-        self.pending_reads = []
+        for group_bytes, number in self.pending_reads.items():
+            self.known_bytes_read += int(np.array(number)) * group_bytes
+        self.pending_reads = {}
         return self.known_bytes_read
 
     @kv_bytes_read.setter
     def kv_bytes_read(self, value: int) -> None:
-        self.known_bytes_read, self.pending_reads = value, []
+        self.known_bytes_read, self.pending_reads = value, {}
 
     def count_read(self, num_bytes: int) -> None:
         """Adds to `kv_bytes_read` without asking for it."""
         self.known_bytes_read += num_bytes
+
+    def count_groups(self, number: mx.array, group_bytes: int) -> None:
+        """The same for a number of groups that only the device knows."""
+        before = self.pending_reads.get(group_bytes)
+        self.pending_reads[group_bytes] = number if before is None else before + number
 
     @property
     def stream(self) -> mx.Device:
@@ -198,7 +203,18 @@ def evaluate(cache: Cache, *others: mx.array) -> None:
     for one in (cache.bound, cache.tail):
         if one is not None:
             others = (*others, *(array for fields in one.summaries for array in fields.values()), *one.valid)
-    mx.eval(cache.valid, cache.k, cache.v, cache.finite, cache.summaries, cache.open, cache.early, largest, *others)
+    mx.eval(
+        cache.valid,
+        cache.pending_reads,
+        cache.k,
+        cache.v,
+        cache.finite,
+        cache.summaries,
+        cache.open,
+        cache.early,
+        largest,
+        *others,
+    )
 
 
 def check_finite(cache: Cache) -> None:

@@ -127,7 +127,7 @@ def attend(
         if selection.uniform is not None:
             cache.count_read(int(selection.uniform.sum()) * spec.num_kv_heads * size * spec.kv_token_bytes)
         else:
-            cache.pending_reads.append((counts.sum(), size * spec.kv_token_bytes))
+            cache.count_groups(counts.sum(), size * spec.kv_token_bytes)
     with mx.stream(cache.stream):
         place = where(cache, table, lengths)
         return attend_kernels.attend_groups(

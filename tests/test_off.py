@@ -11,6 +11,8 @@ from eps_core.config import CacheSpec, EpsConfig
 from eps_core.generate import Sampling, generate
 from eps_core.model import read_spec
 
+pytestmark = pytest.mark.kernels("numba")
+
 PROMPTS = [[7, 5, 3, 2] * 30, [11, 4, 9] * 9]
 
 
@@ -56,8 +58,8 @@ def test_off_allocates_nothing_of_eps(target):
     backend, device = target
     cache = backend.new_cache(CacheSpec(2, 2, 16, 4), EpsConfig(), device)
     assert cache.bound is None
-    for name in ("summaries", "state", "open", "centre", "largest_key", "largest_value"):
-        assert getattr(cache, name) == [], name
+    for name in ("summaries", "state", "open", "centre", "largest_key", "largest_value", "valid", "steps"):
+        assert not getattr(cache, name, []), name
 
 
 def test_off_runs_nothing_of_eps_and_changes_no_bit(target, model, monkeypatch):

@@ -1,6 +1,9 @@
 """The whole decode step over fixed buffers: it says what the steps of array operations say, asks the host for nothing,
 and makes the same operations over the same shapes whatever is kept, so that a CUDA graph can replay it."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import tiny_models
@@ -10,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import eps_cuda
 from eps_core.blocks import PagePool
-from eps_core.config import CacheSpec, EpsConfig
+from eps_core.config import CacheSpec, ConfigError, EpsConfig
 from eps_core.generate import Sampling, generate
 from eps_core.model import read_spec
 from eps_cuda import graph
@@ -130,30 +133,30 @@ def test_what_it_does_not_cover_takes_the_other_way(model, config, prompts) -> N
 
 
 def filled_step(model):
-    """(step, its cache) as the last step of a decode left them."""
-    _, cache, _ = decode(model, "triton", steps=2)
+    """(its computation, the step, its cache) as the last step of a decode left them."""
+    _, cache, decoder = decode(model, "triton", steps=2)
     (step,) = cache.steps.values()
-    return step, cache
+    return lambda: step.compute(decoder, cache), step, cache
 
 
 def test_asks_the_host_for_nothing(model) -> None:
-    step, _ = filled_step(model)
+    compute, _, _ = filled_step(model)
     with Recording() as recording:
-        step.compute()
+        compute()
     names = {name for name, _ in recording.calls}
     assert {"aten::linear", "aten::mm", "aten::addmm"} & names, names  # the recording sees what Torch does
     assert not names & WAITS
 
 
 def test_makes_the_same_operations_whatever_is_kept(model) -> None:
-    step, _ = filled_step(model)
+    compute, step, _ = filled_step(model)
     seen, places = [], [x.data_ptr() for x in vars(step.buffers).values()]
     for lengths, wanted, refined in (([420, 300], [40, 20], [20, 11]), ([299, 421], [9, 150], [1, 2])):
         step.fill(
             lengths=np.array(lengths, np.int32), wanted=np.array(wanted, np.int32), refined=np.array(refined, np.int32)
         )
         with Recording() as recording:
-            step.compute()
+            compute()
         seen.append(recording.calls)
     assert seen[0] == seen[1]
     assert places == [x.data_ptr() for x in vars(step.buffers).values()]
@@ -161,12 +164,12 @@ def test_makes_the_same_operations_whatever_is_kept(model) -> None:
 
 def test_a_second_run_changes_nothing(model) -> None:
     """A capture's warm-up runs the step several times."""
-    step, cache = filled_step(model)
+    compute, _, cache = filled_step(model)
     with torch.inference_mode():
-        first = step.compute()
+        first = compute()
         logits, k = first.logits.clone(), [x.clone() for x in cache.k]
         codes = [x["codes"].clone() for x in cache.summaries]
-        again = step.compute()
+        again = compute()
     assert torch.equal(logits, again.logits)
     assert all(torch.equal(a, b) for a, b in zip(k, cache.k, strict=True))
     assert all(torch.equal(a, b["codes"]) for a, b in zip(codes, cache.summaries, strict=True))
@@ -179,3 +182,59 @@ def test_few_steps_are_kept(model, monkeypatch) -> None:
     records, cache, _ = decode(model, "triton", prompts=[PROMPTS[0][:382]], steps=4)
     assert [key[2] for key in cache.steps] == [7]
     same(records, decode(model, "arrays", prompts=[PROMPTS[0][:382]], steps=4)[0])
+
+
+def addresses(cache) -> list[int]:
+    """Everything that a captured graph holds by address."""
+    inner = cache.tail
+    arrays = [*cache.k, *cache.v, *cache.finite, *cache.valid, *cache.centre, *inner.valid, cache.rotation]
+    for one in (cache, inner):
+        arrays += [array for fields in one.summaries for array in fields.values()]
+    return [array.data_ptr() for array in arrays]
+
+
+def test_what_a_graph_holds_stays_where_it_is(model) -> None:
+    """Through the prefill of a second prompt, a copied unit and a failed check."""
+    _, cache, decoder = decode(model, "triton", steps=2)
+    before = addresses(cache)
+    pool = PagePool(60, CONFIG.unit_tokens)
+    list(generate(eps_cuda, decoder, cache, pool, [[8, 9, 10] * 90], 2, Sampling(), prefill_chunk=100))
+    eps_cuda.copy_units(cache, [1], [59])
+    with torch.inference_mode():
+        cache.finite[1].fill_(False)
+    with pytest.raises(ConfigError, match="NaN or Inf in K of layer 1"):
+        eps_cuda.check_finite(cache)
+    eps_cuda.check_finite(cache)
+    assert addresses(cache) == before
+
+
+def test_a_cache_is_freed_with_its_last_reference(model) -> None:
+    _, cache, decoder = decode(model, "triton", steps=1)
+    assert cache.steps
+    gone = [weakref.ref(cache.k[0]), weakref.ref(decoder)]
+    gc.collect()
+    gc.disable()
+    try:
+        del cache, decoder
+        assert [one() for one in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("budget", [319.0, 120.0])
+def test_budgets_in_tokens_beside_a_sequence_that_they_cover(model, budget) -> None:
+    config = EpsConfig(method="rq", group_tokens=16, budget=budget, last_tokens=16)
+    prompts = [PROMPTS[0][:312], PROMPTS[0][:391]]
+    records, cache, _ = decode(model, "triton", config, prompts, 3)
+    assert cache.steps
+    same(records, decode(model, "arrays", config, prompts, 3)[0])
+
+
+def test_groups_that_only_the_device_counts_are_one_number(model) -> None:
+    config = EpsConfig(method="rq", policy="share", tau=0.01)
+    _, cache, decoder = decode(model, "triton", config, steps=1)
+    table, lengths = np.arange(8, dtype=np.int32)[None], np.array([400])
+    for _ in range(3):
+        decoder.step(cache, np.array([5]), np.array([399]), table, lengths)
+    assert len(cache.pending_reads) == 1
+    assert cache.kv_bytes_read > 0 and cache.pending_reads == {}
