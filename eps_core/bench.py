@@ -6,6 +6,7 @@ best case, and the fastest of them is what a gated step is compared with.
 """
 
 import os
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -282,8 +283,8 @@ class Bench:
             warm += 1
         start, rounds = time.monotonic(), 0
         while rounds < self._max_rounds:
-            turn = rounds % len(names)
-            self._round(layer, arms, names[turn:] + names[:turn], keep=True)
+            # a fixed neighbour would be measured along: threads of the arm before may still spin
+            self._round(layer, arms, random.Random(rounds).sample(names, len(names)), keep=True)
             rounds += 1
             if request.seconds is not None and rounds >= MIN_ROUNDS and time.monotonic() - start >= request.seconds:
                 break

@@ -89,7 +89,7 @@ def attend(
     wait(progress, 1, batch * num_heads)
 
 
-@njit(cache=True, nogil=True, fastmath={*FAST, "nnan"})
+@njit(cache=True, nogil=True, error_model="numpy", fastmath={*FAST, "nnan"})
 def exp_from_largest(x):
     """x [n] without NaN, n a multiple of 16, becomes exp(x - largest); returns (largest, sum). 0 and a sum of 0 where
     all are -inf."""

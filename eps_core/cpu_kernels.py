@@ -62,6 +62,7 @@ def score(
     from eps_core import cpu_score, cpu_threads, cpu_vectors
 
     table, lengths = _where(table, lengths)
+    q = np.ascontiguousarray(q)
     batch, num_heads, head_dim = q.shape
     kv_heads, per_unit = spec.num_kv_heads, config.groups_per_unit
     groups, repeat = table.shape[1] * per_unit, num_heads // kv_heads
@@ -134,6 +135,7 @@ def attend(
 
     config, spec = cache.config, cache.spec
     table, lengths = _where(table, lengths)
+    q = np.ascontiguousarray(q)
     size, per_unit = config.S, config.groups_per_unit
     if listed is None:
         # whole units as groups: what lies past a sequence's end is not read

@@ -15,7 +15,8 @@ from eps_core.summaries import LARGEST_ESTIMATE
 
 # never nnan or ninf: infinities carry meaning here
 FAST = {"reassoc", "contract", "arcp", "nsz"}
-OPTIONS = {"cache": True, "nogil": True, "fastmath": FAST}
+# nothing raises in a kernel: a thread that left between `take` and `finish` would keep the others waiting
+OPTIONS = {"cache": True, "nogil": True, "fastmath": FAST, "error_model": "numpy"}
 CHUNK_GROUPS, CODE_GROUPS = 1024, 64  # of one scoring task of rq and of int8 codes; changes speed only
 
 RADIX_BITS = (11, 11, 10)  # of a float's 32, most significant first
@@ -310,6 +311,8 @@ def score_codes(
                     if not abs(best) < np.inf:
                         best = np.float32(LARGEST_ESTIMATE)
                     own[group] = max(own[group], best)
+        finish(progress, 1)
+    wait(progress, 1, total)
 
 
 @njit(**OPTIONS)
@@ -328,7 +331,7 @@ def score_slack(q, largest_key, slack):
 # ------------------------------------------------------------------------------------------------------------ selection
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def rank_keys(estimate, first, last):
     """uint32 keys in the order of estimate [G]; groups below `first` and from `last` on, and +inf, come first. -0 ties
     with 0."""
@@ -342,7 +345,7 @@ def rank_keys(estimate, first, last):
     return keys
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def pick(keys, count, picked):
     """The indices of the `count` largest keys, the lower first among equals, ascending in picked; returns count."""
     if count <= 0:
@@ -382,7 +385,7 @@ def pick(keys, count, picked):
     return taken
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def select_topk(progress, estimate, count, guards, ends, groups, visit):
     """Fills groups [B, Hkv, W] with the `count` [B] best of estimate [B, Hkv, G] within ends [B], the guards and +inf
     first, ascending and then -1; and visit [B, Hkv, G] uint8. One phase."""

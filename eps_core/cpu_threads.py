@@ -26,7 +26,8 @@ from numba.extending import intrinsic
 _LINE = 8  # int64 of a cache line: counters of different phases and kinds share none
 _TAKEN, _DONE = 0, _LINE
 
-_helpers: "list[queue.SimpleQueue[list[Any]]]" = []
+_Job = tuple[list[Any], Any]  # the call, taken by whoever pops it, and a lock until its arguments are let go
+_helpers: "list[queue.SimpleQueue[_Job]]" = []
 _starting = threading.Lock()
 
 
@@ -39,55 +40,67 @@ def run(kernel: Callable[..., None], phases: int, *args: Any, alone: bool = Fals
     """Calls kernel(progress, *args) here and, unless `alone`, in the helpers, and returns when its phases are done. May
     be called from several threads at once."""
     progress = np.zeros((phases, 2 * _LINE), np.int64)
-    jobs = []
+    jobs: list[_Job] = []
     for helper in () if alone else _crew():
-        jobs.append([(kernel, (progress, *args))])
+        left = threading.Lock()
+        left.acquire()
+        jobs.append(([(kernel, (progress, *args))], left))
         helper.put(jobs[-1])
     try:
         kernel(progress, *args)
     finally:
-        for job in jobs:
-            job.clear()  # a helper that comes too late finds nothing, and nothing is kept alive for it
+        for work, left in jobs:
+            try:
+                work.pop()  # a helper that comes too late finds nothing
+            except IndexError:
+                # it came: until it has let go of the arrays, MLX would copy a whole pool to write a row
+                left.acquire()
 
 
-def _crew() -> "list[queue.SimpleQueue[list[Any]]]":
+def _crew() -> "list[queue.SimpleQueue[_Job]]":
     if len(_helpers) < num_threads() - 1:
         with _starting:
             while len(_helpers) < num_threads() - 1:
-                jobs: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+                jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
                 threading.Thread(target=_help, args=(jobs,), name="eps-helper", daemon=True).start()
                 _helpers.append(jobs)
     return _helpers
 
 
-def _help(jobs: "queue.SimpleQueue[list[Any]]") -> None:
+def _help(jobs: "queue.SimpleQueue[_Job]") -> None:
     while True:
-        job = jobs.get()
+        work, left = jobs.get()
         try:
-            kernel, args = job.pop()
+            kernel, args = work.pop()
         except IndexError:
             continue
-        kernel(*args)
-        del job, kernel, args
+        try:
+            kernel(*args)
+        except Exception:  # what cannot be compiled fails for the caller alike, who reports it
+            pass
+        finally:
+            del kernel, args
+            left.release()
 
 
 def _drop_stale() -> None:
     """Numba keeps compiled code by the file of the outermost function alone: one that calls into a file that changed
     would run old code. So everything kept is dropped where any of these files changed."""
     folder = Path(__file__).parent
-    sources = hashlib.sha256()
-    for source in sorted(folder.glob("cpu_*.py")):
+    sources = hashlib.sha256(numba.__version__.encode())
+    for source in (*sorted(folder.glob("cpu_*.py")), folder / "summaries.py"):
         sources.update(source.read_bytes())
-    stamp = folder / "__pycache__" / "cpu_kernels.sources"
-    try:
-        if stamp.exists() and stamp.read_text() == sources.hexdigest():
-            return
-        stamp.parent.mkdir(exist_ok=True)
-        for kept in stamp.parent.glob("cpu_*.nb?"):
-            kept.unlink(missing_ok=True)
-        stamp.write_text(sources.hexdigest())
-    except OSError:  # a folder that cannot be written holds nothing that this process could have kept there
-        pass
+    for kept_in in (folder / "__pycache__", *map(Path, filter(None, [numba.config.CACHE_DIR]))):
+        stamp = kept_in / "eps_cpu_kernels.sources"
+        try:
+            if stamp.exists() and stamp.read_text() == sources.hexdigest():
+                continue
+            kept_in.mkdir(parents=True, exist_ok=True)
+            for kept in kept_in.rglob("cpu_*.nb?"):
+                kept.unlink(missing_ok=True)
+            stamp.write_text(sources.hexdigest())
+        except OSError:  # cannot be written, by numba neither
+            continue
 
 
 _drop_stale()

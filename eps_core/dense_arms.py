@@ -114,6 +114,12 @@ def host_threads() -> int:
     return min(int(asked), os.cpu_count() or 1) if asked.isdigit() and int(asked) else os.cpu_count() or 1
 
 
+def kernel_threads() -> int:
+    """Threads of EPS's own CPU kernels, which OMP_NUM_THREADS does not rule."""
+    asked = os.environ.get("NUMBA_NUM_THREADS", "")
+    return int(asked) if asked.isdigit() and int(asked) else os.cpu_count() or 1
+
+
 def host_bandwidth_arms(num_bytes: int) -> dict[str, tuple[Arm, int]]:
     """Copies and reductions by as many threads as the libraries use, each in its own part of the buffer."""
     threads = host_threads()

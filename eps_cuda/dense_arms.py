@@ -22,6 +22,7 @@ from eps_core.dense_arms import (
     host_flusher,
     host_free_bytes,
     host_name,
+    kernel_threads,
     wall_clock,
 )
 from eps_cuda.cache import Cache
@@ -169,7 +170,7 @@ def last_cache_bytes(device: str) -> int | None:
 
 def device_facts(device: str) -> dict[str, Any]:
     if device == "cpu":
-        return {"device_name": host_name(), "threads": torch.get_num_threads()}
+        return {"device_name": host_name(), "threads": torch.get_num_threads(), "kernel_threads": kernel_threads()}
     facts = torch.cuda.get_device_properties(0)
     return {
         "device_name": facts.name,

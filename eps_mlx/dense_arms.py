@@ -19,6 +19,7 @@ from eps_core.dense_arms import (
     host_free_bytes,
     host_name,
     host_threads,
+    kernel_threads,
     wall_clock,
 )
 from eps_mlx.cache import Cache, device_of, evaluate
@@ -107,7 +108,7 @@ def last_cache_bytes(device: str) -> int | None:
 
 def device_facts(device: str) -> dict[str, Any]:
     if device == "cpu":
-        return {"device_name": host_name(), "threads": host_threads()}
+        return {"device_name": host_name(), "threads": host_threads(), "kernel_threads": kernel_threads()}
     facts = mx.device_info() if hasattr(mx, "device_info") else mx.metal.device_info()
     return {"device_name": facts.get("device_name"), "memory_bytes": facts.get("memory_size")}
 

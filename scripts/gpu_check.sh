@@ -5,8 +5,9 @@
 # Needs: torch with CUDA, triton, numpy, click, pytest, hypothesis, tokenizers, safetensors, ml_dtypes; no installation.
 # Exit status: 0 if every phase passed, 1 if one failed or ran out of its time, 2 if it cannot start.
 set -uo pipefail
+python=$(command -v "${PYTHON:-python3}") || { echo "error: ${PYTHON:-python3} is not there: set PYTHON" >&2; exit 2; }
+python=$(realpath -s "$python")
 cd "$(dirname "$0")/.."
-python=${PYTHON:-python3}
 out=${OUT:-results}
 dry=0
 case "${1:-}" in
@@ -92,7 +93,8 @@ if [ $dry = 1 ]; then
   phase bench 40 "$python" scripts/bench.py "${layer[@]}" "${tiny[@]}" --output "$out/gpu-dry-run.jsonl"
   records=("$out/gpu-dry-run.jsonl")
 else
-  phase bench 220 "$python" scripts/bench.py "${layer[@]}" --dtype bfloat16 --context 8192,32768,65536,131072 \
+  rm -f "$out/gpu-bench.jsonl"  # else an old one would be judged
+  phase bench 220 "$python" scripts/bench.py "${layer[@]}" --dtype bfloat16 --context 8192,65536,131072 \
     --batch 1,4,8 --method rq@2,rq@4,box@128 --bytes 0.1 --warm-seconds 0.3 --output "$out/gpu-bench.jsonl"
   records=("$out/gpu-bench.jsonl")
 fi

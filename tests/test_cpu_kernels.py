@@ -28,12 +28,10 @@ from test_conformance import (
 )  # fmt: skip
 
 from eps_core import backend as oracle
-from eps_core import cpu_kernels
-from eps_core.config import CacheSpec
+from eps_core import cpu_attend, cpu_kernels, cpu_threads
+from eps_core.config import CacheSpec, EpsConfig
 from eps_core.guards import forced_groups
 from eps_core.interface import Scores, Selection, load_backend
-
-pytest.importorskip("numba")
 
 CASES = [
     Case((150, 37), eps("rq", group_tokens=2)),
@@ -242,3 +240,58 @@ def test_calls_from_several_threads(backend):
 def test_asking_for_numba_does_not_import_it():
     code = "import sys; from eps_core.cpu_kernels import available; assert available() and 'numba' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_task_that_is_taken_is_waited_for(monkeypatch):
+    """A kernel that returns while a helper still writes gives half an answer, now and then."""
+    kernels = set()
+
+    def counted(kernel, phases, *args, alone=False):
+        progress = np.zeros((phases, 2 * cpu_threads._LINE), np.int64)
+        kernel(progress, *args)
+        taken, done = progress[:, cpu_threads._TAKEN], progress[:, cpu_threads._DONE]
+        # the last `take` of a phase finds nothing
+        assert (done > 0).all() and (done == taken - 1).all(), kernel.__name__
+        kernels.add(kernel.__name__)
+
+    monkeypatch.setattr(cpu_threads, "run", counted)
+    rng, backend = np.random.default_rng(0), load_backend("cuda")
+    for config in (
+        EpsConfig(method="rq"), EpsConfig(method="box"), EpsConfig(method="ball"), EpsConfig(method="meanstd")
+    ):  # fmt: skip
+        cache = backend.new_cache(CacheSpec(1, 2, 16, 600 // config.unit_tokens + 1), config, "cpu", "numba")
+        k, v = (backend.from_numpy(rng.normal(size=(600, 2, 16)), "float32", "cpu") for _ in range(2))
+        cache = backend.write_kv(cache, 0, k, v, np.arange(600))
+        q = backend.from_numpy(rng.normal(size=(1, 4, 16)), "float32", "cpu")
+        table, lengths = np.arange(cache.spec.num_units, dtype=np.int32)[None], np.array([600])
+        scores = backend.score(cache, 0, q, table, lengths)
+        selection = backend.select(config, scores, lengths)
+        state = backend.attend(cache, 0, q, table, lengths, selection)
+        backend.attend(cache, 0, q, table, lengths, None)
+        backend.skipped_mass(scores, selection)
+        if config.tail_tokens:
+            backend.add_tail(cache, 0, table, lengths, scores, selection, state)
+    assert kernels == {"score_rq", "score_codes", "select_topk", "attend", "attend_tail", "skipped_mass"}
+
+
+def test_no_array_is_held_after_a_call():
+    """A view that outlives it makes MLX copy the pool at the next write."""
+    estimate, visit = np.zeros((1, 8, 60_000), np.float32), np.zeros((1, 8, 60_000), np.uint8)
+    shares = np.zeros((1, 8), np.float32)
+    cpu_threads.run(cpu_attend.skipped_mass, 1, estimate, visit, shares)
+    before = sys.getrefcount(estimate)
+    for _ in range(50):
+        cpu_threads.run(cpu_attend.skipped_mass, 1, estimate, visit, shares)
+        assert sys.getrefcount(estimate) == before
+
+
+def test_a_call_that_fails_leaves_the_crew_alive():
+    def broken(progress, x):
+        raise ValueError("no")
+
+    for _ in range(5):
+        with pytest.raises(ValueError, match="no"):
+            cpu_threads.run(broken, 1, np.zeros(3))
+    assert len(cpu_threads._crew()) == cpu_threads.num_threads() - 1
+    alive = sum(thread.name == "eps-helper" and thread.is_alive() for thread in threading.enumerate())
+    assert alive == cpu_threads.num_threads() - 1

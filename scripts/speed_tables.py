@@ -1,0 +1,60 @@
+"""Prints the tables of README "Speed" from the raw files of scripts/speed.sh: python scripts/speed_tables.py results"""
+
+import json
+import sys
+from pathlib import Path
+
+PLATFORM = {"sdpa gqa", "sdpa rows", "grouped matmul", "flex", "flashinfer"}
+
+
+def cells(path: Path) -> list[dict]:
+    return [cell for cell in map(json.loads, path.read_text().splitlines()) if "arms" in cell]
+
+
+def row(*values: object) -> str:
+    return "| " + " | ".join(str(value) for value in values) + " |"
+
+
+def layer_table(folder: Path) -> None:
+    print(row("backend, cache", "groups", "read", "dense: platform", "dense: ours", "score", "select", "attend", "tail",
+              "step", "against platform", "against ours"))  # fmt: skip
+    print("|" + "---|" * 12)
+    for kind in ("coarse", "fine"):
+        for backend, name in (("cuda", "Torch"), ("mlx", "MLX")):
+            for cell in cells(folder / f"speed-{kind}-{backend}.jsonl"):
+                ms = {arm: stats["ms"] for arm, stats in cell["arms"].items()}
+                best = min((arm for arm in ms if arm in PLATFORM), key=lambda arm: ms[arm])
+                parts = (f"{ms[part]:.2f}" if part in ms else "-" for part in ("score", "select", "attend", "tail"))
+                print(row(
+                    f"{name}, {cell['dtype']}", f"`{cell['method']}` {cell['group_tokens']}",
+                    f"{cell['bytes_ratio']:.3f}", f"{ms[best]:.1f} ({best})", f"{ms['eps dense']:.1f}", *parts,
+                    f"{ms['step']:.2f}", f"{ms[best] / ms['step']:.1f} x", f"{ms['eps dense'] / ms['step']:.1f} x",
+                ))  # fmt: skip
+
+
+def scaling_table(folder: Path) -> None:
+    print(row("context", "dense", "write", "score", "select", "attend", "tail", "step", "dense / step"))
+    print("|" + "---|" * 9)
+    for cell in cells(folder / "speed-scaling.jsonl"):
+        ms = {arm: stats["ms"] for arm, stats in cell["arms"].items()}
+        parts = (f"{ms[part]:.2f}" for part in ("write", "score", "select", "attend", "tail", "step"))
+        print(row(f"{cell['context']:,}", f"{cell['best_dense_ms']:.1f}", *parts, f"{cell['speedup']:.1f} x"))
+
+
+def step_table(folder: Path) -> None:
+    print(row("model", "backend, dtype", "dense", "gated", "tokens/s dense, gated", "bytes", "dense / gated"))
+    print("|" + "---|" * 7)
+    for line in map(json.loads, (folder / "whole_step.jsonl").read_text().splitlines()):
+        dense, eps = line["dense"], line["eps"]
+        print(row(
+            line["model"], f"{line['backend']}, {line['dtype']}", f"{dense['decode_ms_p50']:.1f}",
+            f"{eps['decode_ms_p50']:.1f}", f"{dense['tokens_per_s']:.0f}, {eps['tokens_per_s']:.0f}",
+            f"{line['bytes_ratio']:.3f}", f"{line['speedup']:.2f} x",
+        ))  # fmt: skip
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "results")
+    for table in (layer_table, scaling_table, step_table):
+        table(folder)
+        print()
