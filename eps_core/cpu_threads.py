@@ -8,6 +8,7 @@ waits for it, and numba's OpenMP beside the array library's own are two pools wh
 on the cores that the other needs (measured with two cores: calls of 0.4 ms took up to 88 ms).
 """
 
+import atexit
 import hashlib
 import os
 import queue
@@ -29,6 +30,7 @@ _TAKEN, _DONE = 0, _LINE
 _Job = tuple[list[Any], Any]  # the call, taken by whoever pops it, and a lock until its arguments are let go
 _helpers: "list[queue.SimpleQueue[_Job]]" = []
 _starting = threading.Lock()
+_held: list[Any] = []  # locks of jobs whose arrays a helper may still hold
 
 
 def num_threads() -> int:
@@ -41,6 +43,7 @@ def run(kernel: Callable[..., None], phases: int, *args: Any, alone: bool = Fals
     be called from several threads at once."""
     progress = np.zeros((phases, 2 * _LINE), np.int64)
     jobs: list[_Job] = []
+    _held[:] = [left for left in _held if not left.acquire(blocking=False)]
     for helper in () if alone else _crew():
         left = threading.Lock()
         left.acquire()
@@ -53,8 +56,15 @@ def run(kernel: Callable[..., None], phases: int, *args: Any, alone: bool = Fals
             try:
                 work.pop()  # a helper that comes too late finds nothing
             except IndexError:
-                # it came: until it has let go of the arrays, MLX would copy a whole pool to write a row
-                left.acquire()
+                _held.append(left)  # it came, and lets go of the arrays when it next runs Python
+
+
+def settle() -> None:
+    """Waits until no helper holds an array of an earlier call: a second holder would make MLX copy a whole pool to
+    write a row. Helpers let go by themselves; waiting for that in every call would double the time of short ones."""
+    while _held:
+        left = _held.pop()
+        left.acquire()
 
 
 def _crew() -> "list[queue.SimpleQueue[_Job]]":
@@ -105,9 +115,12 @@ def _drop_stale() -> None:
 
 _drop_stale()
 
+# at the end no thread may be on its way back into Python
+atexit.register(settle)
 # a forked child has no threads but its own
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_helpers.clear)
+    os.register_at_fork(after_in_child=_held.clear)
 
 
 def _counter(context, builder, signature, args, which: int):

@@ -242,6 +242,10 @@ def write_kv(cache: Cache, layer: int, k: mx.array, v: mx.array, slots: np.ndarr
         raise ValueError(f"slots run from {slots.min()} to {slots.max()}: the pool has slots 0 to {capacity - 1}")
     if not len(slots):
         return cache
+    if cache.kernels == "numba":
+        module = kernels_module(cache.kernels)
+        assert module is not None
+        module.let_go()
     with mx.stream(cache.stream):
         units, offsets = (mx.array(part.astype(np.int32)) for part in np.divmod(slots, cache.config.unit_tokens))
         keys = k.astype(DTYPES[spec.dtype])

@@ -106,3 +106,10 @@ def skipped_mass(scores: Scores, selection: Selection) -> mx.array | None:
     if selection.visit is None:
         return None
     return mx.array(cpu_kernels.skipped_mass(_host(scores.estimate), _host(selection.visit)))
+
+
+def let_go() -> None:
+    """Waits until no thread of a kernel holds a view of a pool any more: a write would copy the pool."""
+    from eps_core import cpu_threads
+
+    cpu_threads.settle()

@@ -279,10 +279,15 @@ def test_no_array_is_held_after_a_call():
     estimate, visit = np.zeros((1, 8, 60_000), np.float32), np.zeros((1, 8, 60_000), np.uint8)
     shares = np.zeros((1, 8), np.float32)
     cpu_threads.run(cpu_attend.skipped_mass, 1, estimate, visit, shares)
+    cpu_threads.settle()
     before = sys.getrefcount(estimate)
     for _ in range(50):
         cpu_threads.run(cpu_attend.skipped_mass, 1, estimate, visit, shares)
+        cpu_threads.settle()
         assert sys.getrefcount(estimate) == before
+    for _ in range(50):
+        cpu_threads.run(cpu_attend.skipped_mass, 1, estimate, visit, shares)
+    assert len(cpu_threads._held) <= 2 * cpu_threads.num_threads()  # calls do not pile up
 
 
 def test_a_call_that_fails_leaves_the_crew_alive():
