@@ -2,6 +2,7 @@
 # Measures speed on this machine and makes the raw files and figures of README "Speed": one layer at 32k against the
 # fastest dense arm, how cost grows from 4k to 128k, whole decode steps. About 15 minutes on 2 idle cores; times are
 # of this machine alone. Usage: scripts/speed.sh [output folder, default results]
+# (MLX takes no part in whole steps: its Linux build needs a quarter of an hour to prefill 32k tokens.)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh mlx,cuda,report
@@ -16,4 +17,6 @@ for backend in cuda mlx; do
 done
 $python scripts/bench.py --backend cuda --scaling --dtype bfloat16 --method rq --bytes 0.1 --plot "$out" \
   --output "$out/speed-scaling.jsonl"
-$python scripts/whole_step.py --context 32768 --models demo --backend cuda,mlx --out "$out/whole_step.jsonl"
+$python scripts/whole_step.py --context 32768 --models demo --backend cuda --dtype float32 --out "$out/whole_step.jsonl"
+$python scripts/profile_step.py > "$out/profile-step.txt"
+$python scripts/speed_tables.py "$out"
