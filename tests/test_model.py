@@ -624,3 +624,20 @@ def test_bad_tokenizer_is_named(damaged: Callable) -> None:
 
 def test_every_cache_dtype_can_be_stored() -> None:
     assert {model.dtype for model in tiny_models.MODELS.values()} == set(DTYPE_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("settings", "lengths", "expected"),
+    [
+        ({"budget": 1.0}, [100, 7], True),
+        ({"budget": 0.5}, [100], False),
+        ({"budget": 50.0}, [50, 51], False),
+        ({"min_context": 60, "budget": 0.1}, [59], True),
+        ({"min_context": 60, "budget": 0.1}, [59, 60], False),
+        ({"budget": 1.0, "policy": "share"}, [100], False),
+        ({"budget": 1.0, "head_modes": (("gate", "window"),)}, [100], False),  # a window head reads its guards alone
+        ({"budget": 0.1, "head_modes": (("dense", "dense"),)}, [100], True),
+    ],
+)
+def test_what_needs_no_score(settings, lengths, expected):
+    assert EpsConfig(method="box", group_tokens=4, **settings).reads_all(0, lengths) is expected
