@@ -11,7 +11,7 @@ from numba import njit
 
 from eps_core.cpu_score import FAST, OPTIONS
 from eps_core.cpu_threads import finish, take, wait
-from eps_core.cpu_vectors import HEADS, add_weighted, dots, exp_all, weigh, wide
+from eps_core.cpu_vectors import DOT_ROWS, HEADS, PREFETCH_ROWS, add_scaled, add_weighted, dots, exp_all, weigh, wide
 
 ROWS_AT_A_TIME = 32  # values between a load and a store of the sums; changes speed only
 
@@ -30,7 +30,7 @@ def attend(
     shrink = np.float32(1 / np.sqrt(head_dim))
     total = starts[-1]
     queries = np.empty(HEADS * head_dim, np.float32)
-    rows = np.empty(per_task * size, np.int64)
+    rows = np.empty(per_task * size + 3 + PREFETCH_ROWS, np.int64)
     logits = np.empty((per_task * size + 3) * HEADS, np.float32)
     while True:
         task = take(progress, 0)
@@ -47,6 +47,7 @@ def attend(
                 rows[count] = (start + offset) * head_dim
                 count += 1
         padded = (count + 3) // 4 * 4
+        rows[count : padded + PREFETCH_ROWS] = rows[count - 1] if count else 0
         for at in range(0, repeat, HEADS):
             heads = min(HEADS, repeat - at)
             for r in range(HEADS):
@@ -55,14 +56,14 @@ def attend(
                     queries[r * head_dim + c] = one
             most = largest[task, at : at + HEADS]
             most[:] = -np.inf
-            dots(k, rows, count, head_dim, queries, logits, most)
+            dots(k, rows, (count + DOT_ROWS - 1) // DOT_ROWS * DOT_ROWS, head_dim, queries, logits, most)
             logits[count * HEADS : padded * HEADS] = -np.inf
             weigh(logits, padded, most, masses[task, at : at + HEADS])
             own = sums[task, at * head_dim : (at + HEADS) * head_dim]
             own[:] = 0
             for begin in range(0, count, ROWS_AT_A_TIME):
                 end = min(begin + ROWS_AT_A_TIME, count)
-                add_weighted(v, rows, begin, end, count, head_dim, logits, own)
+                add_weighted(v, rows, begin, end, head_dim, logits, own)
         finish(progress, 0)
     wait(progress, 0, total)
 
@@ -122,10 +123,13 @@ def attend_tail(
             break
         b, h = row // kv_heads, row % kv_heads
         own = estimate[b, h]
-        usable = np.zeros(num_tails, np.bool_)
-        for t in range(min(lengths[b] // size, num_tails)):
-            unit = table[b, t // tails_per_unit]
-            usable[t] = fill[unit * tails_per_unit + t % tails_per_unit] == size
+        places, usable = np.empty(num_tails + PREFETCH_ROWS, np.int64), np.zeros(num_tails, np.bool_)
+        for m in range(table.shape[1]):
+            unit, start = table[b, m], m * tails_per_unit
+            for sub in range(tails_per_unit):
+                places[start + sub] = (max(unit, 0) * kv_heads + h) * tails_per_unit + sub
+                if (start + sub + 1) * size <= lengths[b]:
+                    usable[start + sub] = fill[unit * tails_per_unit + sub] == size
         masses, num_listed = np.empty(padded, np.float32), counts[b, h]
         for group in range(num_groups):
             masses[group] = own[group] if abs(own[group]) < np.inf else -np.inf
@@ -139,16 +143,16 @@ def attend_tail(
                 masses[t * per_tail : (t + 1) * per_tail] = -np.inf
         read, seen = exp_from_largest(seen_masses)
         left, total = exp_from_largest(masses)
-        mean = np.zeros(head_dim, np.float32)
+        weights, mean = np.empty(num_tails, np.float32), np.zeros(head_dim, np.float32)
         for t in range(num_tails):
             weight = np.float32(0)
             for group in range(t * per_tail, (t + 1) * per_tail):
                 weight += masses[group]
-            place = (max(table[b, t // tails_per_unit], 0) * kv_heads + h) * tails_per_unit + t % tails_per_unit
-            if weight > 0:
-                weight *= wide(scale[place])
-                for c in range(head_dim):
-                    mean[c] += weight * np.float32(means[place * head_dim + c])
+            # an unused place may hold any scale
+            weights[t] = weight * wide(scale[places[t]]) if weight > 0 else np.float32(0)
+            places[t] *= head_dim
+        places[num_tails:] = places[num_tails - 1]
+        add_scaled(means, places, 0, num_tails, head_dim, weights, mean)
         seen_lse = read + np.log(seen) if seen > 0 else np.float32(-np.inf)
         for head in range(h * repeat, (h + 1) * repeat):
             over = seen_lse - lse[b, head]  # NaN where nothing was read: nothing is lowered

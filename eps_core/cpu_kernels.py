@@ -1,11 +1,10 @@
 """The CPU kernels over numpy arrays: `score`, `select`, `attend` and `attend_tail` of an array backend whose arrays
 lie in the memory of the host. Speed only: values are the array operations' up to float32 rounding, lists are equal.
 
-A backend gives its cache as it is, and `host`, which shows one of its arrays as numpy without a copy (bfloat16 as
-uint16). `None` says that a configuration has no kernel here: the array operations serve.
-
-Threads: see `cpu_threads`; one per core unless NUMBA_NUM_THREADS says otherwise. The first call of an installation
-compiles (tens of seconds), later ones load what was compiled.
+A backend gives its cache as it is; `host`, which shows one of its arrays as numpy without a copy (bfloat16 as uint16);
+and `run`, which calls a kernel in every thread (`cpu_threads.run` or `cpu_openmp.team_of` its library). `None` says
+that a configuration has no kernel here: the array operations serve. The first call of an installation compiles (tens of
+seconds), later ones load what was compiled.
 """
 
 import importlib.util
@@ -19,6 +18,7 @@ from eps_core.guards import budget
 from eps_core.summaries import hadamard_blocks
 
 Host = Callable[[Any], np.ndarray]
+Run = Callable[..., None]
 CODES = {  # method -> (index in `score_codes`, two code pools, four scalar pools, the unused ones repeated)
     "box": (0, ("lo", "hi"), ("scale", "norm", "norm", "norm")),
     "ball": (1, ("mean", "mean"), ("mean_scale", "radius", "error", "norm")),
@@ -53,13 +53,13 @@ def _where(table: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def score(
-    cache: Any, layer: int, q: np.ndarray, table: np.ndarray, lengths: np.ndarray, host: Host
+    cache: Any, layer: int, q: np.ndarray, table: np.ndarray, lengths: np.ndarray, host: Host, run: Run
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None, np.ndarray, np.ndarray | None] | None:
     """The fields of `Scores` in their order, for q [B, Hq, D] float32: estimate, lower, upper, num_missing, slack."""
     config, spec = cache.config, cache.spec
     if config.rq_bounds or config.method not in ("rq", *CODES):
         return None
-    from eps_core import cpu_score, cpu_threads, cpu_vectors
+    from eps_core import cpu_score, cpu_vectors
 
     table, lengths = _where(table, lengths)
     q = np.ascontiguousarray(q)
@@ -75,21 +75,21 @@ def score(
         centre = cache.centre[layer]
         refined = np.array([config.refined_groups(int(length)) for length in lengths], np.int64)
         passes, num_bytes = -(-repeat // cpu_vectors.HEADS), -(-head_dim * config.bits // 8)
-        tables = np.empty((batch * kv_heads, passes, num_bytes * 256 * cpu_vectors.HEADS), np.float32)
-        cpu_threads.run(
+        tables = np.empty((batch * kv_heads, passes, num_bytes * 2 * 16 * cpu_vectors.HEADS), np.float32)
+        run(
             cpu_score.score_rq, 3, q, pools["codes"], pools["scale"], pools.get("second", pools["codes"]),
             pools.get("second_scale", pools["scale"]), state.fill, table, lengths, guards, refined,
             np.zeros((kv_heads, head_dim), np.int16) if centre is None else host(centre).view(np.int16),
-            host(cache.fixed[layer]["signs"]), np.array(hadamard_blocks(head_dim)), config.bits, config.S, per_unit,
-            centre is not None, states, tables, np.empty((*tables.shape[:2], cpu_vectors.HEADS), np.float32), missing,
-            estimate,
+            host(cache.fixed[layer]["signs"]), np.array(hadamard_blocks(head_dim)), config.bits,
+            cpu_vectors.permuted(num_bytes), config.S, per_unit, centre is not None, states, tables,
+            np.empty((*tables.shape[:2], cpu_vectors.HEADS), np.float32), missing, estimate,
         )  # fmt: skip
         return estimate, None, None, missing, None
     index, codes, scalars = CODES[config.method]
     bounded = config.method != "meanstd"
     lower, upper = (np.empty((batch, kv_heads, repeat, groups if bounded else 0), np.float32) for _ in range(2))
     first, second = (_lanes(host(stored[name])) for name in codes)
-    cpu_threads.run(
+    run(
         cpu_score.score_codes, 2, index, q, first, second, tuple(_lanes(host(stored[name])) for name in scalars),
         state.fill, table, lengths, guards, config.S, per_unit, states, missing, estimate, lower, upper,
     )  # fmt: skip
@@ -101,14 +101,14 @@ def score(
 
 
 def select(
-    config: EpsConfig, estimate: np.ndarray, num_missing: np.ndarray, lengths: np.ndarray, layer: int
+    config: EpsConfig, estimate: np.ndarray, num_missing: np.ndarray, lengths: np.ndarray, layer: int, run: Run
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
     """(groups [B, Hkv, W] int32, counts [B, Hkv] int32, uniform [B], forced [B], visit [B, Hkv, G] bool) of policy topk
     over estimate [B, Hkv, G] float32."""
     modes = config.head_modes[layer] if config.head_modes else ()
     if config.policy != "topk" or config.scope != "kv-head" or set(modes) - {"gate"}:
         return None
-    from eps_core import cpu_score, cpu_threads
+    from eps_core import cpu_score
 
     lengths = np.ascontiguousarray(lengths, np.int64)
     batch, kv_heads, _ = estimate.shape
@@ -117,7 +117,7 @@ def select(
     uniform = budget(config, forced, lengths)
     groups = np.empty((batch, kv_heads, max(int(uniform.max()), 1)), np.int32)
     visit = np.empty(estimate.shape, np.bool_)
-    cpu_threads.run(
+    run(
         cpu_score.select_topk, 1, estimate, uniform, guards, ends, groups, visit.view(np.uint8),
         alone=estimate.size < FEW_GROUPS,
     )  # fmt: skip
@@ -127,7 +127,7 @@ def select(
 
 def attend(
     cache: Any, layer: int, q: np.ndarray, table: np.ndarray, lengths: np.ndarray,
-    listed: tuple[np.ndarray, np.ndarray] | None, host: Host,
+    listed: tuple[np.ndarray, np.ndarray] | None, host: Host, run: Run,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """(out [B, Hq, D], lse [B, Hq]) float32 of q [B, Hq, D] float32 over `listed`, the groups and counts of a
     selection, or over every token where it is None."""
@@ -159,7 +159,7 @@ def attend(
     heads = -(-q.shape[1] // spec.num_kv_heads // cpu_vectors.HEADS) * cpu_vectors.HEADS
     largest, masses = (np.empty((starts[-1], heads), np.float32) for _ in range(2))
     sums = np.empty((starts[-1], heads * q.shape[2]), np.float32)
-    cpu_threads.run(
+    run(
         cpu_attend.attend, 2, q, k, v, table, lengths, groups, counts, size, per_unit, per_task, starts, largest,
         masses, sums, out, lse,
     )  # fmt: skip
@@ -168,17 +168,17 @@ def attend(
 
 def attend_tail(
     cache: Any, layer: int, table: np.ndarray, lengths: np.ndarray, estimate: np.ndarray,
-    listed: tuple[np.ndarray, np.ndarray], lse: np.ndarray, host: Host,
+    listed: tuple[np.ndarray, np.ndarray], lse: np.ndarray, host: Host, run: Run,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """(out [B, Hq, D], lse [B, Hq]) float32: the estimated attention over what the groups and counts of `listed` left
     out of estimate [B, Hkv, G], where the listed ones gave lse [B, Hq]."""
-    from eps_core import cpu_attend, cpu_threads
+    from eps_core import cpu_attend
 
     inner = cache.tail
     table, lengths = _where(table, lengths)
     out, tail = np.empty((*lse.shape, cache.spec.head_dim), np.float32), np.empty(lse.shape, np.float32)
     means, scale = (_lanes(host(inner.summaries[layer][name])) for name in ("mean", "mean_scale"))
-    cpu_threads.run(
+    run(
         cpu_attend.attend_tail, 1, estimate, *listed, lse, means, scale, inner.state[layer].fill, table, lengths,
         inner.config.S, inner.config.groups_per_unit, out, tail,
     )  # fmt: skip
@@ -200,12 +200,10 @@ def merge(
     return whole, whole_lse
 
 
-def skipped_mass(estimate: np.ndarray, visit: np.ndarray) -> np.ndarray:
+def skipped_mass(estimate: np.ndarray, visit: np.ndarray, run: Run) -> np.ndarray:
     """The estimated share [B, Hkv] of the softmax outside visit [B, Hkv, G] bool: estimate [B, Hkv, G] float32."""
-    from eps_core import cpu_attend, cpu_threads
+    from eps_core import cpu_attend
 
     shares = np.empty(estimate.shape[:2], np.float32)
-    cpu_threads.run(
-        cpu_attend.skipped_mass, 1, estimate, visit.view(np.uint8), shares, alone=estimate.size < FEW_GROUPS
-    )
+    run(cpu_attend.skipped_mass, 1, estimate, visit.view(np.uint8), shares, alone=estimate.size < FEW_GROUPS)
     return shares

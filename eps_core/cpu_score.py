@@ -10,7 +10,7 @@ import numpy as np
 from numba import njit
 
 from eps_core.cpu_threads import finish, take, wait
-from eps_core.cpu_vectors import HALF_BYTES, HEADS, ask_for, dots, first_sums, score_rows, wide
+from eps_core.cpu_vectors import DOT_ROWS, HEADS, LANES, PREFETCH_ROWS, ask_for, dots, score_rows, wide
 from eps_core.summaries import LARGEST_ESTIMATE
 
 # never nnan or ninf: infinities carry meaning here
@@ -18,6 +18,7 @@ FAST = {"reassoc", "contract", "arcp", "nsz"}
 # nothing raises in a kernel: a thread that left between `take` and `finish` would keep the others waiting
 OPTIONS = {"cache": True, "nogil": True, "fastmath": FAST, "error_model": "numpy"}
 CHUNK_GROUPS, CODE_GROUPS = 1024, 64  # of one scoring task of rq and of int8 codes; changes speed only
+UNITS_AHEAD = 8  # whose codes are asked for; changes speed only
 
 RADIX_BITS = (11, 11, 10)  # of a float's 32, most significant first
 
@@ -70,43 +71,53 @@ def rotate(x, signs, blocks):
 
 
 @njit(**OPTIONS)
-def fill_table(turned, bits, num_bytes, table):
-    """table [bytes * 256 * HEADS]: what each value of each byte of codes adds to turned [HEADS, D] . levels."""
+def fill_table(turned, bits, num_bytes, by_head, table):
+    """table [nibbles * 16 * HEADS]: what each value of each nibble of num_bytes codes adds to turned [HEADS, D] .
+    levels; of `score_rows`' first order if by_head, else of its second."""
     head_dim = turned.shape[1]
-    middle = np.float32(2 ** (bits - 1) - 0.5)
-    step = np.float32(2 if bits == 1 else 1)  # one bit: -1 and 1
-    if bits == 8:
-        for j in range(num_bytes):
-            for value in range(256):
-                for r in range(HEADS):
-                    table[(j * 256 + value) * HEADS + r] = (value - middle) * turned[r, j]
-        return
-    mask, per_half = (1 << bits) - 1, 4 // bits
-    halves = np.empty((2, 16, HEADS), np.float32)
-    for j in range(num_bytes):
-        for side in range(2):
-            first = (2 * j + side) * per_half
+    nibbles = 2 * num_bytes
+    # a nibble holds `per` channels, or half of one
+    per = 4 // bits if bits < 8 else 1
+    levels = np.empty((2, per, 16), np.float32)
+    for value in range(16):
+        for i in range(per):
+            if bits == 8:
+                levels[0, i, value] = value - 7.5
+                levels[1, i, value] = 16 * (value - 7.5)
+            else:
+                code, step = (value >> (i * bits)) & ((1 << bits) - 1), 2 if bits == 1 else 1  # one bit: -1 and 1
+                levels[0, i, value] = levels[1, i, value] = step * (code - (2 ** (bits - 1) - 0.5))
+    entries = np.empty(16, np.float32)
+    for nibble in range(nibbles):
+        first = nibble // 2 if bits == 8 else nibble * per
+        for r in range(HEADS):
+            entries[:] = 0
+            for i in range(min(per, head_dim - first)):
+                for value in range(16):
+                    entries[value] += levels[nibble & 1, i, value] * turned[r, first + i]
             for value in range(16):
-                for r in range(HEADS):
-                    added = np.float32(0)
-                    for i in range(min(per_half, head_dim - first)):
-                        added += (((value >> (i * bits)) & mask) - middle) * step * turned[r, first + i]
-                    halves[side, value, r] = added
-        for high in range(16):
-            for low in range(16):
-                for r in range(HEADS):
-                    table[((j * 16 + high) * 16 + low) * HEADS + r] = halves[0, low, r] + halves[1, high, r]
+                place = (nibble * HEADS + r) * 16 + value if by_head else (nibble * 16 + value) * HEADS + r
+                table[place] = entries[value]
+
+
+@njit(**OPTIONS)
+def pad(places, count):
+    """Repeats the last of `count` places up to a multiple of LANES, and returns that."""
+    padded = (count + LANES - 1) // LANES * LANES
+    for i in range(count, padded):
+        places[i] = places[count - 1]
+    return padded
 
 
 @njit(**OPTIONS)
 def score_rq(
     progress, q, codes, scale, second, second_scale, fill, table, lengths, guards, refined, centre, signs, blocks, bits,
-    size, per_unit, can_encode, states, tables, base, missing, estimate,
+    by_head, size, per_unit, can_encode, states, tables, base, missing, estimate,
 ):  # fmt: skip
     """Fills estimate [B, Hkv, G], and missing [B] with how many groups lack a summary and a guard. q [B, Hq, D] float32
     unscaled; codes and second [P * Hkv * GPU, bytes] flat; refined [B] groups get the second bit (0: none); blocks are
-    rotate's. Between the phases: states [B, G] uint8, tables [B * Hkv, passes, bytes * 256 * HEADS] and base
-    [B * Hkv, passes, HEADS] float32, passes of HEADS query heads. Three phases."""
+    rotate's; by_head is `fill_table`'s. Between the phases: states [B, G] uint8, tables [B * Hkv, passes, nibbles * 16
+    * HEADS] and base [B * Hkv, passes, HEADS] float32, passes of HEADS query heads. Three phases."""
     batch, num_heads, head_dim = q.shape
     _, kv_heads, groups = estimate.shape
     repeat, rows, units = num_heads // kv_heads, batch * kv_heads, table.shape[1]
@@ -135,48 +146,47 @@ def score_rq(
                     offset += turned[r, c] * wide(centre[h, c])
                 base[row, at, r] = log_size + offset
                 rotate(turned[r], signs, blocks)
-            fill_table(turned, bits, num_bytes, tables[row, at])
+            fill_table(turned, bits, num_bytes, by_head, tables[row, at])
         finish(progress, 0)
     wait(progress, 0, total)
 
     per_task = max(CHUNK_GROUPS // per_unit, 1)
     chunks = (units + per_task - 1) // per_task
-    in_halves = num_bytes == 2 * HALF_BYTES
-    sums = np.empty(per_task * per_unit * HEADS, np.float32)
-    places, listed, scores = np.empty(groups, np.int64), np.empty(groups, np.int32), np.empty(groups, np.float32)
+    in_runs = per_unit % LANES == 0
+    places = np.empty(max(per_task * per_unit, groups) + LANES, np.int64)
+    listed, scores = np.empty(groups + 1, np.int32), np.empty(len(places), np.float32)
     while True:
         task = take(progress, 1)
         if task >= rows * chunks:
             break
         row, first = task // chunks, task % chunks * per_task
         b, h = row // kv_heads, row % kv_heads
-        own, state = estimate[b, h], states[b]
-        begin, ending = first * per_unit, min(first + per_task, units) * per_unit
-        own[begin:ending] = -np.inf
+        last = min(first + per_task, units)
+        begin, count = first * per_unit, (last - first) * per_unit
+        own, state = estimate[b, h, begin : begin + count], states[b, begin : begin + count]
+        own[:] = -np.inf
+        # groups without a summary are scored, too: what comes of them is not looked at
+        if not in_runs:
+            for m in range(first, last):
+                start, here = (max(table[b, m], 0) * kv_heads + h) * per_unit, (m - first) * per_unit
+                for sub in range(per_unit):
+                    places[here + sub] = start + sub
         for at in range(passes):
             lookup, offsets = tables[row, at], base[row, at]
-            for m in range(first, min(first + per_task, units)):
-                start = (max(table[b, m], 0) * kv_heads + h) * per_unit
-                if m + 2 < units:
-                    ahead = (max(table[b, m + 2], 0) * kv_heads + h) * per_unit
+            if in_runs:
+                for m in range(first, last):
+                    start, here = (max(table[b, m], 0) * kv_heads + h) * per_unit, (m - first) * per_unit
+                    ahead = (max(table[b, min(m + UNITS_AHEAD, units - 1)], 0) * kv_heads + h) * per_unit
                     ask_for(codes, ahead * num_bytes, per_unit * num_bytes)
                     ask_for(scale, ahead, per_unit)
-                if in_halves:
-                    first_sums(codes, start, per_unit, num_bytes, lookup, sums, (m - first) * per_unit)
-            for m in range(first, min(first + per_task, units)):
-                # groups without a summary, too: what comes of them is not looked at
-                start = (max(table[b, m], 0) * kv_heads + h) * per_unit
-                if in_halves:
-                    at_sum = (m - first) * per_unit
-                    score_rows(codes, None, start, per_unit, num_bytes, lookup, scale, offsets, scores, sums, at_sum)
-                else:
-                    score_rows(codes, None, start, per_unit, num_bytes, lookup, scale, offsets, scores, None, 0)
-                for sub in range(per_unit):
-                    group = m * per_unit + sub
-                    own[group] = scores[sub] if scores[sub] > own[group] else own[group]
-        for group in range(begin, ending):
-            known, missing_here = state[group] == KNOWN, state[group] == MISSING
-            own[group] = own[group] if known else (np.float32(np.inf) if missing_here else np.float32(-np.inf))
+                    score_rows(codes, None, start, per_unit, num_bytes, lookup, scale, offsets, scores[here:])
+            else:
+                score_rows(codes, None, places, pad(places, count), num_bytes, lookup, scale, offsets, scores)
+            for i in range(count):
+                own[i] = scores[i] if scores[i] > own[i] else own[i]
+        for i in range(count):
+            missing_here = np.float32(np.inf) if state[i] == MISSING else np.float32(-np.inf)
+            own[i] = own[i] if state[i] == KNOWN else missing_here
         finish(progress, 1)
     wait(progress, 1, rows * chunks)
 
@@ -187,19 +197,21 @@ def score_rq(
         b, h = row // kv_heads, row % kv_heads
         own = estimate[b, h]
         if refined[b]:
-            keys, known = rank_keys(own, 0, groups), 0
+            keys, known, state = rank_keys(own, 0, groups), 0, states[b]
             for group in range(groups):
-                known += states[b, group] == KNOWN
-                if states[b, group] != KNOWN:
-                    keys[group] = 0
+                known += int(state[group] == KNOWN)
+                keys[group] = keys[group] if state[group] == KNOWN else np.uint32(0)
             count = pick(keys, min(refined[b], known), listed)
+            m, end, start = -1, 0, 0
             for i in range(count):
-                m, sub = divmod(listed[i], per_unit)
-                places[i] = (table[b, m] * kv_heads + h) * per_unit + sub
+                while listed[i] >= end:
+                    m, end = m + 1, end + per_unit
+                    start = (table[b, m] * kv_heads + h) * per_unit - m * per_unit
+                places[i] = start + listed[i]
                 own[listed[i]] = -np.inf
             for at in range(passes):
-                lookup, offsets = tables[row, at], base[row, at]
-                score_rows(codes, second, places, count, num_bytes, lookup, second_scale, offsets, scores, None, 0)
+                lookup, offsets, padded = tables[row, at], base[row, at], pad(places, count)
+                score_rows(codes, second, places, padded, num_bytes, lookup, second_scale, offsets, scores)
                 for i in range(count):
                     own[listed[i]] = max(own[listed[i]], scores[i])
         finish(progress, 2)
@@ -241,8 +253,9 @@ def score_codes(
     total = batch * kv_heads * chunks
     # of four heads: scaled queries, and their positive and negative parts (box) or sizes (meanstd)
     parts = np.zeros((3, HEADS * head_dim), np.float32)
-    sums, most = np.empty((4, (CODE_GROUPS + per_unit) * HEADS), np.float32), np.empty(HEADS, np.float32)
-    rows = np.empty(CODE_GROUPS + per_unit, np.int64)
+    most_rows = CODE_GROUPS + per_unit + DOT_ROWS
+    sums, most = np.empty((4, most_rows * HEADS), np.float32), np.empty(HEADS, np.float32)
+    rows = np.empty(most_rows + PREFETCH_ROWS, np.int64)
     lengths_of = np.empty(HEADS, np.float32)
     while True:
         task = take(progress, 1)
@@ -257,6 +270,8 @@ def score_codes(
             for sub in range(per_unit):
                 rows[count] = (start + sub) * head_dim
                 count += 1
+        padded = (count + DOT_ROWS - 1) // DOT_ROWS * DOT_ROWS
+        rows[count : padded + PREFETCH_ROWS] = rows[count - 1]
         for at in range(passes):
             for r in range(HEADS):
                 head = h * repeat + (at * HEADS + r if at * HEADS + r < repeat else 0)
@@ -269,14 +284,14 @@ def score_codes(
                     parts[2, r * head_dim + c] = min(a, np.float32(0))
                 lengths_of[r] = np.sqrt(energy)
             if method == 0:
-                dots(first, rows, count, head_dim, parts[1], sums[0], most)
-                dots(first, rows, count, head_dim, parts[2], sums[1], most)
-                dots(second, rows, count, head_dim, parts[1], sums[2], most)
-                dots(second, rows, count, head_dim, parts[2], sums[3], most)
+                dots(first, rows, padded, head_dim, parts[1], sums[0], most)
+                dots(first, rows, padded, head_dim, parts[2], sums[1], most)
+                dots(second, rows, padded, head_dim, parts[1], sums[2], most)
+                dots(second, rows, padded, head_dim, parts[2], sums[3], most)
             else:
-                dots(first, rows, count, head_dim, parts[0], sums[0], most)
+                dots(first, rows, padded, head_dim, parts[0], sums[0], most)
                 if method == 2:
-                    dots(second, rows, count, head_dim, parts[1], sums[1], most)
+                    dots(second, rows, padded, head_dim, parts[1], sums[1], most)
             for i in range(count):
                 group, place = begin * per_unit + i, rows[i] // head_dim
                 known, past = states[b, group] == KNOWN, states[b, group] == PAST
@@ -347,7 +362,8 @@ def rank_keys(estimate, first, last):
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def pick(keys, count, picked):
-    """The indices of the `count` largest keys, the lower first among equals, ascending in picked; returns count."""
+    """The indices of the `count` largest keys, the lower first among equals, ascending in picked, which has room for
+    one more; returns count."""
     if count <= 0:
         return 0
     left, threshold = min(count, len(keys)), np.uint32(0)
@@ -370,18 +386,21 @@ def pick(keys, count, picked):
         kept, found = np.empty(num + 1, np.uint32), 0
         for i in range(num):
             kept[found] = candidates[i]
-            found += ((candidates[i] >> np.uint32(shift)) & mask) == digit
+            found += int(((candidates[i] >> np.uint32(shift)) & mask) == digit)
         candidates, num = kept, found
-    # `left` of the keys that equal the threshold are wanted, the lowest indices
+    # `left` of the keys that equal the threshold, `num` in all, are wanted: the lowest indices, those below `end`
+    end = len(keys)
+    while num > left:
+        end -= 1
+        num -= int(keys[end] == threshold)
+    # no branches: none could be predicted
     taken = 0
-    for i in range(len(keys)):
-        if keys[i] >= threshold:
-            if keys[i] == threshold:
-                if left == 0:
-                    continue
-                left -= 1
-            picked[taken] = i
-            taken += 1
+    for i in range(end):
+        picked[taken] = i
+        taken += int(keys[i] >= threshold)
+    for i in range(end, len(keys)):
+        picked[taken] = i
+        taken += int(keys[i] > threshold)
     return taken
 
 
@@ -397,7 +416,7 @@ def select_topk(progress, estimate, count, guards, ends, groups, visit):
         b, h = row // kv_heads, row % kv_heads
         own, end = groups[b, h], ends[b]
         keys = rank_keys(estimate[b, h, :end], guards[b, 0], guards[b, 1])
-        picked = np.empty(end, np.int32)
+        picked = np.empty(end + 1, np.int32)
         taken = pick(keys, count[b], picked)
         visit[b, h] = 0
         for i in range(taken):

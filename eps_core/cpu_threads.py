@@ -38,10 +38,15 @@ def num_threads() -> int:
     return int(numba.config.NUMBA_NUM_THREADS)
 
 
+def new_progress(phases: int) -> np.ndarray:
+    """The counters of `take`, `finish` and `wait`, before anything was taken."""
+    return np.zeros((phases, 2 * _LINE), np.int64)
+
+
 def run(kernel: Callable[..., None], phases: int, *args: Any, alone: bool = False) -> None:
     """Calls kernel(progress, *args) here and, unless `alone`, in the helpers, and returns when its phases are done. May
     be called from several threads at once."""
-    progress = np.zeros((phases, 2 * _LINE), np.int64)
+    progress = new_progress(phases)
     jobs: list[_Job] = []
     _held[:] = [left for left in _held if not left.acquire(blocking=False)]
     for helper in () if alone else _crew():

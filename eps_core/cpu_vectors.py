@@ -7,17 +7,24 @@ Arguments are one-dimensional C-contiguous arrays; offsets count elements. The e
 it is read: float32; uint16, the bits of a bfloat16; int16, the bits of a float16; int8 and uint8, whole numbers.
 """
 
+import platform
+
 from llvmlite import ir
-from numba import types
+from numba import config, types
 from numba.core import cgutils
+from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 
 from eps_core.summaries import LARGEST_ESTIMATE
 
 HEADS = 4  # query heads at a time; the others of a kv head take another pass over what then lies in the cache
-HALF_BYTES = 8  # of codes: 32 KiB of a table, what the first cache of a core holds
 LANES = 16
-PREFETCH_ROWS = 12  # how far ahead rows are asked for; changes speed only
+_FEATURES = (config.CPU_FEATURES or get_host_cpu_features()).split(",")
+PERMUTES = "+avx512f" in _FEATURES  # whether one instruction looks sixteen numbers up in a table of sixteen (vpermps)
+# whether the CPU converts float16; where it does not, LLVM would call a function that numba's process may lack
+CONVERTS_HALF = "+f16c" in _FEATURES or platform.machine().lower() not in ("x86_64", "amd64", "i686", "x86")
+DOT_ROWS = 4 if PERMUTES else 1  # rows that share a load of the queries: as many as there are registers for
+PREFETCH_ROWS, PREFETCH_CODES = 32, 128  # how far ahead rows are asked for, of keys and of codes; changes speed only
 
 _f32, _i32, _i64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _LINE = 64  # bytes of a cache line
@@ -60,6 +67,29 @@ def _store(builder, value, pointer):
     builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=4)
 
 
+def _from_half(builder, bits):
+    """The bits of float16, a scalar or a vector of int16, as float32."""
+    lanes = bits.type.count if isinstance(bits.type, ir.VectorType) else 1
+
+    def shaped(element: ir.Type):
+        return element if lanes == 1 else _vector(element, lanes)
+
+    if CONVERTS_HALF:
+        return builder.fpext(builder.bitcast(bits, shaped(ir.HalfType())), shaped(_f32))
+
+    def constant(element: ir.Type, value: float):
+        return ir.Constant(element, value) if lanes == 1 else ir.Constant(_vector(element, lanes), [value] * lanes)
+
+    wide = builder.zext(bits, shaped(_i32))
+    size = builder.shl(builder.and_(wide, constant(_i32, 0x7FFF)), constant(_i32, 13))
+    # float16's bias is 112 less than float32's; the product is exact, of denormals too
+    finite = builder.bitcast(builder.fmul(builder.bitcast(size, shaped(_f32)), constant(_f32, 2.0**112)), shaped(_i32))
+    special = builder.icmp_unsigned(">=", size, constant(_i32, 0x7C00 << 13))
+    size = builder.select(special, builder.or_(size, constant(_i32, 0x7F800000)), finite)
+    sign = builder.shl(builder.and_(wide, constant(_i32, 0x8000)), constant(_i32, 16))
+    return builder.bitcast(builder.or_(size, sign), shaped(_f32))
+
+
 def _wide(builder, dtype, pointer, lanes: int):
     """`lanes` stored numbers as float32: a vector, or a scalar for one lane."""
 
@@ -73,8 +103,7 @@ def _wide(builder, dtype, pointer, lanes: int):
         sixteen = ir.Constant(_i32, 16) if lanes == 1 else ir.Constant(_vector(_i32, lanes), [16] * lanes)
         return builder.bitcast(builder.shl(bits, sixteen), shaped(_f32))
     if dtype == types.int16:
-        bits = _load(builder, pointer, lanes, ir.IntType(16))
-        return builder.fpext(builder.bitcast(bits, shaped(ir.HalfType())), shaped(_f32))
+        return _from_half(builder, _load(builder, pointer, lanes, ir.IntType(16)))
     whole = _load(builder, pointer, lanes, ir.IntType(8))
     return builder.sitofp(whole, shaped(_f32)) if dtype == types.int8 else builder.uitofp(whole, shaped(_f32))
 
@@ -93,42 +122,40 @@ def _fma(builder, first, second, third):
     return _call(builder, "fma", first, second, third)
 
 
-def _prefetch(builder, pointer, num_bytes):
-    """Asks for the cache lines of num_bytes at a pointer."""
+def _prefetch_line(builder, pointer):
+    """Asks for the cache line that a pointer is in, as far as the second cache: what streams through the first has no
+    room to wait there (a dense pass over float32 keys took twice the time)."""
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, _i32, _i32, _i32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    start = builder.bitcast(pointer, byte)
+    builder.call(function, [builder.bitcast(pointer, byte), _i32(0), _i32(2), _i32(1)])
+
+
+def _prefetch(builder, pointer, num_bytes):
+    """Asks for the cache lines of num_bytes at a pointer."""
+    start = builder.bitcast(pointer, ir.IntType(8).as_pointer())
     lines = builder.udiv(builder.add(num_bytes, _i64(_LINE - 1)), _i64(_LINE))
     with cgutils.for_range(builder, lines) as line:
-        at = builder.gep(start, [builder.mul(line.index, _i64(_LINE))])
-        builder.call(function, [at, _i32(0), _i32(3), _i32(1)])
+        _prefetch_line(builder, builder.gep(start, [builder.mul(line.index, _i64(_LINE))]))
 
 
-def _ahead(builder, rows, index, count, pool, row_bytes):
-    """Prefetches the row that comes PREFETCH_ROWS after row `index` of `count`, if there is one."""
-    ahead = builder.add(index, _i64(PREFETCH_ROWS))
-    with builder.if_then(builder.icmp_signed("<", ahead, count)):
-        _prefetch(builder, builder.gep(pool, [builder.load(builder.gep(rows, [ahead]))]), row_bytes)
-
-
-def _sums_of_four(builder, parts):
-    """The sums over the lanes of four vectors, as one vector of four."""
-    one, other = (
-        builder.fadd(
-            _shuffle(builder, x, y, [*range(8), *range(16, 24)]),
-            _shuffle(builder, x, y, [*range(8, 16), *range(24, 32)]),
-        )
-        for x, y in (parts[:2], parts[2:])
-    )
-    quarters = [
-        _shuffle(builder, one, other, [start + 8 * part + i for part in range(4) for i in range(4)]) for start in (0, 4)
-    ]
-    left = builder.fadd(*quarters)
-    for lanes in (8, 4):
-        run = lanes // 4
-        even, odd = ([2 * run * part + side * run + i for part in range(4) for i in range(run)] for side in (0, 1))
-        left = builder.fadd(_shuffle(builder, left, left, even), _shuffle(builder, left, left, odd))
+def _sums(builder, vectors):
+    """The sums over the sixteen lanes of each of some vectors, a power of two of them, as one vector of as many."""
+    num = len(vectors)
+    while len(vectors) > 1:
+        # a vector holds the partial sums of several in blocks: halve the blocks, put two vectors into one
+        block = LANES * len(vectors) // num
+        low, high = ([lane + side for lane in range(0, 2 * LANES, block) for side in range(start, start + block // 2)]
+                     for start in (0, block // 2))  # fmt: skip
+        vectors = [
+            builder.fadd(_shuffle(builder, x, y, low), _shuffle(builder, x, y, high))
+            for x, y in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+    (left,), block = vectors, LANES // num
+    while block > 1:
+        low, high = ([lane + side for lane in range(0, num * block, block) for side in range(start, start + block // 2)]
+                     for start in (0, block // 2))  # fmt: skip
+        left, block = builder.fadd(_shuffle(builder, left, left, low), _shuffle(builder, left, left, high)), block // 2
     return left
 
 
@@ -153,8 +180,9 @@ def _exp(builder, x):
 
 @intrinsic
 def dots(typing_context, pool, rows, count, head_dim, queries, logits, most):
-    """logits[4 i + r] = pool[rows[i] + c] . queries[r D + c] over the head_dim D channels c, for i < count rows and
-    four heads r; most[r] (in and out) becomes the largest of these and of what it held."""
+    """logits[4 i + r] = pool[rows[i] + c] . queries[r D + c] over the head_dim D channels c, for i < count rows, a
+    multiple of DOT_ROWS, and four heads r; most[r] (in and out) becomes the largest of these and of what it held.
+    PREFETCH_ROWS more of `rows` are asked for ahead."""
 
     def codegen(context, builder, signature, args):
         kinds = signature.args
@@ -163,36 +191,49 @@ def dots(typing_context, pool, rows, count, head_dim, queries, logits, most):
         num_rows, dim = (_int64(context, builder, kinds[i], args[i]) for i in (2, 3))
         whole = builder.and_(dim, _i64(-LANES))
         row_bytes = builder.mul(dim, _i64(kinds[0].dtype.bitwidth // 8))
-        accumulators = [cgutils.alloca_once(builder, _vector(_f32)) for _ in range(HEADS)]
-        rest = cgutils.alloca_once(builder, _vector(_f32, HEADS))
-        largest = cgutils.alloca_once(builder, _vector(_f32, HEADS))
-        builder.store(_load(builder, most_data, HEADS, _f32), largest)
-        with cgutils.for_range(builder, num_rows) as loop:
-            _ahead(builder, row_data, loop.index, num_rows, pool_data, row_bytes)
-            row = builder.gep(pool_data, [builder.load(builder.gep(row_data, [loop.index]))])
+        width = HEADS * DOT_ROWS
+        accumulators = [cgutils.alloca_once(builder, _vector(_f32)) for _ in range(width)]
+        rest = cgutils.alloca_once(builder, _vector(_f32, width))
+        largest = cgutils.alloca_once(builder, _vector(_f32, width))
+        four = _load(builder, most_data, HEADS, _f32)
+        builder.store(_shuffle(builder, four, four, [*range(HEADS)] * DOT_ROWS), largest)
+        with cgutils.for_range_slice(builder, _i64(0), num_rows, _i64(DOT_ROWS)) as (first, _):
+            places = []
+            for i in range(DOT_ROWS):
+                index = builder.add(first, _i64(i))
+                places.append(builder.gep(pool_data, [builder.load(builder.gep(row_data, [index]))]))
+                ahead = builder.load(builder.gep(row_data, [builder.add(index, _i64(PREFETCH_ROWS))]))
+                _prefetch(builder, builder.gep(pool_data, [ahead]), row_bytes)
             for accumulator in accumulators:
                 builder.store(_splat(0.0), accumulator)
-            builder.store(_splat(0.0, HEADS), rest)
+            builder.store(_splat(0.0, width), rest)
             with cgutils.for_range_slice(builder, _i64(0), whole, _i64(LANES)) as (channel, _):
-                key = _wide(builder, kinds[0].dtype, builder.gep(row, [channel]), LANES)
-                for r, accumulator in enumerate(accumulators):
-                    at = builder.add(channel, builder.mul(dim, _i64(r)))
-                    query = _load(builder, builder.gep(query_data, [at]), LANES, _f32)
-                    builder.store(_fma(builder, key, query, builder.load(accumulator)), accumulator)
-            with cgutils.for_range_slice(builder, whole, dim, _i64(1)) as (channel, _):
-                key = _broadcast(builder, _wide(builder, kinds[0].dtype, builder.gep(row, [channel]), 1), HEADS)
-                query = _splat(0.0, HEADS)
+                keys = [_wide(builder, kinds[0].dtype, builder.gep(row, [channel]), LANES) for row in places]
                 for r in range(HEADS):
                     at = builder.add(channel, builder.mul(dim, _i64(r)))
-                    query = builder.insert_element(
-                        query, _load(builder, builder.gep(query_data, [at]), 1, _f32), _i32(r)
-                    )
+                    query = _load(builder, builder.gep(query_data, [at]), LANES, _f32)
+                    for key, accumulator in zip(keys, accumulators[r::HEADS], strict=True):
+                        builder.store(_fma(builder, key, query, builder.load(accumulator)), accumulator)
+            with cgutils.for_range_slice(builder, whole, dim, _i64(1)) as (channel, _):
+                key = query = _splat(0.0, width)
+                for r in range(HEADS):
+                    at = builder.add(channel, builder.mul(dim, _i64(r)))
+                    one = _load(builder, builder.gep(query_data, [at]), 1, _f32)
+                    for i, row in enumerate(places):
+                        other = _wide(builder, kinds[0].dtype, builder.gep(row, [channel]), 1)
+                        query = builder.insert_element(query, one, _i32(i * HEADS + r))
+                        key = builder.insert_element(key, other, _i32(i * HEADS + r))
                 builder.store(_fma(builder, key, query, builder.load(rest)), rest)
-            sums = _sums_of_four(builder, [builder.load(one) for one in accumulators])
+            sums = _sums(builder, [builder.load(one) for one in accumulators])
             sums = builder.fadd(sums, builder.load(rest))
-            _store(builder, sums, builder.gep(logit_data, [builder.mul(loop.index, _i64(HEADS))]))
+            _store(builder, sums, builder.gep(logit_data, [builder.mul(first, _i64(HEADS))]))
             builder.store(_call(builder, "maxnum", builder.load(largest), sums), largest)
-        _store(builder, builder.load(largest), most_data)
+        left, rows_left = builder.load(largest), DOT_ROWS
+        while rows_left > 1:
+            rows_left //= 2
+            low, high = ([*range(start, start + rows_left * HEADS)] for start in (0, rows_left * HEADS))
+            left = _call(builder, "maxnum", _shuffle(builder, left, left, low), _shuffle(builder, left, left, high))
+        _store(builder, left, most_data)
         return context.get_dummy_value()
 
     return types.void(pool, rows, count, head_dim, queries, logits, most), codegen
@@ -240,25 +281,23 @@ def exp_all(typing_context, x, count):
     return types.void(x, count), codegen
 
 
-@intrinsic
-def add_weighted(typing_context, pool, rows, first, end, count, head_dim, weights, sums):
-    """sums[r D + c] += sum over i in first .. end - 1 of weights[4 i + r] * pool[rows[i] + c], for four heads r and the
-    head_dim D channels c. Rows up to `count` are asked for ahead."""
+def _adds_rows(heads: int):
+    """The code of `add_weighted` for as many heads."""
 
     def codegen(context, builder, signature, args):
         kinds = signature.args
         pool_data, row_data = (_data(context, builder, kinds[i], args[i]) for i in (0, 1))
-        start, stop, num_rows, dim = (_int64(context, builder, kinds[i], args[i]) for i in (2, 3, 4, 5))
-        weight_data, sum_data = (_data(context, builder, kinds[i], args[i]) for i in (6, 7))
-        row_bytes = builder.mul(dim, _i64(kinds[0].dtype.bitwidth // 8))
-        with cgutils.for_range_slice(builder, start, stop, _i64(1)) as (i, _):
-            _ahead(builder, row_data, i, num_rows, pool_data, row_bytes)
+        start, stop, dim = (_int64(context, builder, kinds[i], args[i]) for i in (2, 3, 4))
+        weight_data, sum_data = (_data(context, builder, kinds[i], args[i]) for i in (5, 6))
+        item_bytes = kinds[0].dtype.bitwidth // 8
 
         def block(channel, lanes: int, vectors: int):
             """All rows for lanes * vectors channels from `channel`, with the sums in registers."""
 
+            width = lanes * vectors
+
             def places():
-                for r in range(HEADS):
+                for r in range(heads):
                     for j in range(vectors):
                         at = builder.add(builder.mul(dim, _i64(r)), builder.add(channel, _i64(j * lanes)))
                         yield r, j, builder.gep(sum_data, [at])
@@ -268,14 +307,19 @@ def add_weighted(typing_context, pool, rows, first, end, count, head_dim, weight
                 kept[r, j] = cgutils.alloca_once(builder, _f32 if lanes == 1 else _vector(_f32, lanes))
                 builder.store(_load(builder, pointer, lanes, _f32), kept[r, j])
             with cgutils.for_range_slice(builder, start, stop, _i64(1)) as (i, _):
-                row = builder.gep(pool_data, [builder.add(builder.load(builder.gep(row_data, [i])), channel)])
-                own = builder.gep(weight_data, [builder.mul(i, _i64(HEADS))])
-                each = [_load(builder, builder.gep(own, [_i64(r)]), 1, _f32) for r in range(HEADS)]
+                row, ahead = (
+                    builder.gep(pool_data, [builder.add(builder.load(builder.gep(row_data, [index])), channel)])
+                    for index in (i, builder.add(i, _i64(PREFETCH_ROWS)))
+                )
+                for line in range(0, width * item_bytes, _LINE):
+                    _prefetch_line(builder, builder.gep(ahead, [_i64(line // item_bytes)]))
+                own = builder.gep(weight_data, [builder.mul(i, _i64(heads))])
+                each = [_load(builder, builder.gep(own, [_i64(r)]), 1, _f32) for r in range(heads)]
                 if lanes > 1:
                     each = [_broadcast(builder, weight, lanes) for weight in each]
                 for j in range(vectors):
                     value = _wide(builder, kinds[0].dtype, builder.gep(row, [_i64(j * lanes)]), lanes)
-                    for r in range(HEADS):
+                    for r in range(heads):
                         own_sum = builder.load(kept[r, j])
                         if lanes == 1:
                             own_sum = builder.fadd(builder.fmul(value, each[r]), own_sum)
@@ -294,37 +338,91 @@ def add_weighted(typing_context, pool, rows, first, end, count, head_dim, weight
             done = until
         return context.get_dummy_value()
 
-    return types.void(pool, rows, first, end, count, head_dim, weights, sums), codegen
+    return codegen
 
 
-def _byte_sums(builder, codes, num_bytes, table):
-    """The sum over j < num_bytes of table[4 (256 j + codes[j]) ..], a vector of four; unrolled if num_bytes is a
-    Python number."""
+@intrinsic
+def add_weighted(typing_context, pool, rows, first, end, head_dim, weights, sums):
+    """sums[r D + c] += sum over i in first .. end - 1 of weights[4 i + r] * pool[rows[i] + c], for four heads r and the
+    head_dim D channels c. PREFETCH_ROWS more of `rows` are asked for ahead."""
+    return types.void(pool, rows, first, end, head_dim, weights, sums), _adds_rows(HEADS)
 
-    def add(total, byte, place):
-        row = builder.mul(builder.add(builder.mul(place, _i64(256)), byte), _i64(HEADS))
-        return builder.fadd(total, _load(builder, builder.gep(table, [row]), HEADS, _f32))
 
-    def add_eight(total, place):
-        eight = builder.load(builder.bitcast(builder.gep(codes, [place]), _i64.as_pointer()), align=1)
-        for i in range(8):  # one load of eight codes instead of eight
-            byte = builder.and_(builder.lshr(eight, _i64(8 * i)), _i64(255))
-            total = add(total, byte, builder.add(place, _i64(i)))
-        return total
+@intrinsic
+def add_scaled(typing_context, pool, rows, first, end, head_dim, weights, sums):
+    """`add_weighted` for one head: sums[c] += sum over i of weights[i] * pool[rows[i] + c]."""
+    return types.void(pool, rows, first, end, head_dim, weights, sums), _adds_rows(1)
 
-    if isinstance(num_bytes, int):
-        total = _splat(0.0, HEADS)
-        for place in range(0, num_bytes, 8):
-            total = add_eight(total, _i64(place))
-        return total
+
+def permuted(num_bytes: int) -> bool:
+    """Whether `score_rows` wants the table of codes of num_bytes as [nibbles, HEADS, 16] rather than as
+    [nibbles, 16, HEADS]."""
+    return PERMUTES and num_bytes % 4 == 0
+
+
+def _transposed(builder, pointers, words: int):
+    """`words` vectors of sixteen 32-bit words: word j of each of sixteen rows, for words 1 or 4."""
+    if words == 1:
+        column = ir.Constant(_vector(_i32), ir.Undefined)
+        for lane, pointer in enumerate(pointers):
+            column = builder.insert_element(column, _load(builder, pointer, 1, _i32), _i32(lane))
+        return [column]
+    rows = [_load(builder, pointer, 4, _i32) for pointer in pointers]
+    # row 4 l + a in the l-th quarter of the a-th vector; then four by four within the quarters
+    quads = []
+    for a in range(4):
+        pairs = [_shuffle(builder, rows[4 * first + a], rows[4 * first + 4 + a], [*range(8)]) for first in (0, 2)]
+        quads.append(_shuffle(builder, pairs[0], pairs[1], [*range(16)]))
+    low, high = ([lane + part for lane in range(0, 16, 4) for part in (side, 16 + side, side + 1, 17 + side)]
+                 for side in (0, 2))  # fmt: skip
+    even = [_shuffle(builder, quads[0], quads[1], picks) for picks in (low, high)]
+    odd = [_shuffle(builder, quads[2], quads[3], picks) for picks in (low, high)]
+    first, second = ([lane + part for lane in range(0, 16, 4) for part in (side, side + 1, 16 + side, 17 + side)]
+                     for side in (0, 2))  # fmt: skip
+    return [_shuffle(builder, even[i], odd[i], picks) for i in (0, 1) for picks in (first, second)]
+
+
+def _permuted_sums(builder, data, starts, num_bytes, table):
+    """For each of four heads the sums of sixteen rows of codes, which begin at `starts`: table [nibbles, 4, 16]."""
+    kind = ir.FunctionType(_vector(_f32), [_vector(_f32), _vector(_i32)])
+    look_up = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.sf.512")
+    sums = [cgutils.alloca_once(builder, _vector(_f32)) for _ in range(HEADS)]
+    for kept in sums:
+        builder.store(_splat(0.0), kept)
+
+    def add(word, words: int):
+        here = builder.mul(word, _i64(4))
+        columns = _transposed(builder, [builder.gep(data, [builder.add(start, here)]) for start in starts], words)
+        own = builder.gep(table, [builder.mul(word, _i64(8 * HEADS * LANES))])
+        for j, column in enumerate(columns):
+            for nibble in range(8):
+                # only the lowest four bits of a lane count
+                index = builder.lshr(column, ir.Constant(_vector(_i32), [4 * nibble] * LANES))
+                for r, kept in enumerate(sums):
+                    place = ((j * 8 + nibble) * HEADS + r) * LANES
+                    entries = _load(builder, builder.gep(own, [_i64(place)]), LANES, _f32)
+                    builder.store(builder.fadd(builder.load(kept), builder.call(look_up, [entries, index])), kept)
+
+    all_words = builder.udiv(num_bytes, _i64(4))
+    fours = builder.and_(all_words, _i64(-4))
+    with cgutils.for_range_slice(builder, _i64(0), fours, _i64(4)) as (word, _):
+        add(word, 4)
+    with cgutils.for_range_slice(builder, fours, all_words, _i64(1)) as (word, _):
+        add(word, 1)
+    return [builder.load(kept) for kept in sums]
+
+
+def _row_sums(builder, codes, num_bytes, table):
+    """The sum over the nibbles of one row of codes as a vector of four heads: table [nibbles, 16, 4]."""
     kept = cgutils.alloca_once(builder, _vector(_f32, HEADS))
     builder.store(_splat(0.0, HEADS), kept)
-    eights = builder.and_(num_bytes, _i64(-8))
-    with cgutils.for_range_slice(builder, _i64(0), eights, _i64(8)) as (place, _):
-        builder.store(add_eight(builder.load(kept), place), kept)
-    with cgutils.for_range_slice(builder, eights, num_bytes, _i64(1)) as (place, _):
+    with cgutils.for_range_slice(builder, _i64(0), num_bytes, _i64(1)) as (place, _):
         byte = builder.zext(builder.load(builder.gep(codes, [place])), _i64)
-        builder.store(add(builder.load(kept), byte, place), kept)
+        for side, value in enumerate((builder.and_(byte, _i64(15)), builder.lshr(byte, _i64(4)))):
+            nibble = builder.add(builder.mul(place, _i64(2)), _i64(side))
+            row = builder.mul(builder.add(builder.mul(nibble, _i64(16)), value), _i64(HEADS))
+            entry = _load(builder, builder.gep(table, [row]), HEADS, _f32)
+            builder.store(builder.fadd(builder.load(kept), entry), kept)
     return builder.load(kept)
 
 
@@ -343,82 +441,93 @@ def ask_for(typing_context, array, start, count):
 
 
 @intrinsic
-def first_sums(typing_context, codes, row, count, num_bytes, table, sums, at):
-    """sums[4 (at + i) ..] = sum over j < HALF_BYTES of table[4 (256 j + codes[(row + i) num_bytes + j]) ..], i < count:
-    the first part of what `score_rows` then adds to, so that no more of the table than a core's first cache holds is
-    used at a time."""
-
-    def codegen(context, builder, signature, args):
-        kinds = signature.args
-        code_data, table_data, sum_data = (_data(context, builder, kinds[i], args[i]) for i in (0, 4, 5))
-        first, number, num, place = (_int64(context, builder, kinds[i], args[i]) for i in (1, 2, 3, 6))
-        with cgutils.for_range(builder, number) as each:
-            start = builder.mul(builder.add(first, each.index), num)
-            total = _byte_sums(builder, builder.gep(code_data, [start]), HALF_BYTES, table_data)
-            _store(builder, total, builder.gep(sum_data, [builder.mul(builder.add(place, each.index), _i64(HEADS))]))
-        return context.get_dummy_value()
-
-    return types.void(codes, row, count, num_bytes, table, sums, at), codegen
-
-
-@intrinsic
-def score_rows(typing_context, codes, second, rows, count, num_bytes, table, scale, base, scores, sums, at):
-    """scores[i] = max over four heads r of base[r] + scale[row] (sum over j < num_bytes of
-    table[4 (256 j + codes[row num_bytes + j]) + r]), i < count, for row = rows[i], or rows + i where it is a number.
-    Half of what the bytes of `second` add is added unless it is None. Where `sums` is not None, `first_sums` has put
-    what the first HALF_BYTES add into it, from `at` on. LARGEST_ESTIMATE stands for a head's that is not finite."""
+def score_rows(typing_context, codes, second, rows, count, num_bytes, table, scale, base, scores):
+    """scores[i] = max over four heads r of base[r] + scale[row] sum over the nibbles n of the row's num_bytes codes of
+    table[n, r, value of n] (`permuted`, else table[n, value of n, r]), for i < count, a multiple of 16, and row =
+    rows[i], or rows + i where it is a number. Half of what the codes of `second` add is added unless it is None.
+    LARGEST_ESTIMATE stands for a head's that is not finite."""
 
     def codegen(context, builder, signature, args):
         kinds = signature.args
         code_data, table_data, scale_data, base_data, score_data = (
             _data(context, builder, kinds[i], args[i]) for i in (0, 5, 6, 7, 8)
         )
+        listed = isinstance(kinds[2], types.Array)
+        both = not isinstance(kinds[1], types.NoneType)
+        pools = [code_data, *([_data(context, builder, kinds[1], args[1])] if both else [])]
         num_rows, num = (_int64(context, builder, kinds[i], args[i]) for i in (3, 4))
         offsets = _load(builder, base_data, HEADS, _f32)
 
         def row_of(index):
-            if isinstance(kinds[2], types.Array):
+            if listed:
                 return builder.load(builder.gep(_data(context, builder, kinds[2], args[2]), [index]))
             return builder.add(_int64(context, builder, kinds[2], args[2]), index)
 
-        def loop(width):
-            with cgutils.for_range(builder, num_rows) as each:
-                row = row_of(each.index)
-                start = builder.mul(row, num)
-                if isinstance(kinds[9], types.NoneType):
-                    total = _byte_sums(builder, builder.gep(code_data, [start]), width, table_data)
-                else:
-                    rest = builder.gep(code_data, [builder.add(start, _i64(HALF_BYTES))])
-                    later = builder.gep(table_data, [_i64(HALF_BYTES * 256 * HEADS)])
-                    place = builder.mul(builder.add(begun, each.index), _i64(HEADS))
-                    total = _load(builder, builder.gep(sum_data, [place]), HEADS, _f32)
-                    total = builder.fadd(total, _byte_sums(builder, rest, width - HALF_BYTES, later))
-                if not isinstance(kinds[1], types.NoneType):
-                    second_data = _data(context, builder, kinds[1], args[1])
-                    more = _byte_sums(builder, builder.gep(second_data, [start]), width, table_data)
-                    total = _fma(builder, more, _splat(0.5, HEADS), total)
-                factor = _wide(builder, kinds[6].dtype, builder.gep(scale_data, [row]), 1)
-                score = _fma(builder, _broadcast(builder, factor, HEADS), total, offsets)
-                finite = builder.fcmp_ordered("<", _call(builder, "fabs", score), _splat(float("inf"), HEADS))
-                score = builder.select(finite, score, _splat(LARGEST_ESTIMATE, HEADS))
-                for picks in ([2, 3, 0, 1], [1, 0, 3, 2]):
-                    score = _call(builder, "maxnum", score, _shuffle(builder, score, score, picks))
-                builder.store(builder.extract_element(score, _i32(0)), builder.gep(score_data, [each.index]))
+        def best(sums, factor, lanes: int, bases):
+            scores = []
+            for total, offset in zip(sums, bases, strict=True):
+                score = _fma(builder, factor, total, offset)
+                finite = builder.fcmp_ordered("<", _call(builder, "fabs", score), _splat(float("inf"), lanes))
+                scores.append(builder.select(finite, score, _splat(LARGEST_ESTIMATE, lanes)))
+            return scores
 
-        if not isinstance(kinds[9], types.NoneType):
-            sum_data, begun = _data(context, builder, kinds[9], args[9]), _int64(context, builder, kinds[10], args[10])
-            loop(2 * HALF_BYTES)
+        def sixteen(start):
+            places = [row_of(builder.add(start, _i64(lane))) for lane in range(LANES)]
+            if listed:
+                ahead = builder.add(start, _i64(PREFETCH_CODES))
+                with builder.if_then(builder.icmp_signed("<", ahead, num_rows)):
+                    for lane in range(LANES):
+                        row = row_of(builder.add(ahead, _i64(lane)))
+                        for pool in pools:
+                            _prefetch_line(builder, builder.gep(pool, [builder.mul(row, num)]))
+                        _prefetch_line(builder, builder.gep(scale_data, [row]))
+            starts = [builder.mul(place, num) for place in places]
+            sums = _permuted_sums(builder, pools[0], starts, num, table_data)
+            if both:
+                more = _permuted_sums(builder, pools[1], starts, num, table_data)
+                sums = [_fma(builder, x, _splat(0.5), total) for x, total in zip(more, sums, strict=True)]
+            if listed:
+                stored = ir.Constant(_vector(ir.IntType(16)), ir.Undefined)
+                for lane, place in enumerate(places):
+                    bits = builder.load(builder.gep(scale_data, [place]))
+                    stored = builder.insert_element(stored, bits, _i32(lane))
+            else:
+                stored = _load(builder, builder.gep(scale_data, [places[0]]), LANES, ir.IntType(16))
+            factor = _from_half(builder, stored)
+            bases = [_broadcast(builder, builder.extract_element(offsets, _i32(r)), LANES) for r in range(HEADS)]
+            scores = best(sums, factor, LANES, bases)
+            for one in scores[1:]:
+                scores[0] = _call(builder, "maxnum", scores[0], one)
+            _store(builder, scores[0], builder.gep(score_data, [start]))
+
+        def single(index):
+            row = row_of(index)
+            start = builder.mul(row, num)
+            total, *more = (_row_sums(builder, builder.gep(pool, [start]), num, table_data) for pool in pools)
+            for one in more:
+                total = _fma(builder, one, _splat(0.5, HEADS), total)
+            factor = _broadcast(builder, _wide(builder, kinds[6].dtype, builder.gep(scale_data, [row]), 1), HEADS)
+            (score,) = best([total], factor, HEADS, [offsets])
+            for picks in ([2, 3, 0, 1], [1, 0, 3, 2]):
+                score = _call(builder, "maxnum", score, _shuffle(builder, score, score, picks))
+            builder.store(builder.extract_element(score, _i32(0)), builder.gep(score_data, [index]))
+
+        def one_by_one():
+            with cgutils.for_range(builder, num_rows) as each:
+                single(each.index)
+
+        if not PERMUTES:
+            one_by_one()
             return context.get_dummy_value()
-        # unrolled for one bit of the usual head dims: half the time
-        usual = [builder.icmp_signed("==", num, _i64(width)) for width in (16, 8)]
-        for width, matches in zip((16, 8), usual, strict=True):
-            with builder.if_then(matches):
-                loop(width)
-        with builder.if_then(builder.not_(builder.or_(*usual))):
-            loop(num)
+        whole_words = builder.icmp_unsigned("==", builder.and_(num, _i64(3)), _i64(0))
+        with builder.if_else(whole_words) as (by_sixteen, otherwise):
+            with by_sixteen, cgutils.for_range_slice(builder, _i64(0), num_rows, _i64(LANES)) as (start, _):
+                sixteen(start)
+            with otherwise:
+                one_by_one()
         return context.get_dummy_value()
 
-    return types.void(codes, second, rows, count, num_bytes, table, scale, base, scores, sums, at), codegen
+    return types.void(codes, second, rows, count, num_bytes, table, scale, base, scores), codegen
 
 
 @intrinsic
@@ -427,7 +536,7 @@ def wide(typing_context, stored):
 
     def codegen(context, builder, signature, args):
         if signature.args[0] == types.int16:
-            return builder.fpext(builder.bitcast(args[0], ir.HalfType()), _f32)
+            return _from_half(builder, args[0])
         return builder.bitcast(builder.shl(builder.zext(args[0], _i32), _i32(16)), _f32)
 
     return types.float32(stored), codegen

@@ -17,6 +17,7 @@ from torch import Tensor
 from eps_core.blocks import GroupState, WritePlan
 from eps_core.config import CacheSpec, ConfigError, EpsConfig
 from eps_core.guards import check_units
+from eps_core.host_memory import advise_huge_pages
 from eps_core.interface import cpu_name, resolve_kernels
 from eps_core.summaries import CENTRE_TOKENS, jl_projection, rq_signs
 from eps_cuda.paths import kernels_module, usable_kernels
@@ -129,6 +130,14 @@ def from_numpy(array: np.ndarray, dtype: str, device: str = "auto") -> Tensor:
     return native.to(device=device_of(device), dtype=DTYPES[dtype])
 
 
+def empty_pool(shape: Sequence[int], dtype: torch.dtype, place: torch.device) -> Tensor:
+    """An array that is read in scattered tiles, not yet written: on the CPU in huge pages where there are any."""
+    pool = torch.empty(tuple(shape), dtype=dtype, device=place)
+    if place.type == "cpu":
+        advise_huge_pages(pool.data_ptr(), pool.nbytes)
+    return pool
+
+
 @torch.inference_mode()
 def new_cache(spec: CacheSpec, config: EpsConfig, device: str = "auto", kernels: str = "auto") -> Cache:
     """An empty cache. With method off no summary, state or constant is allocated. `kernels` changes speed only: auto,
@@ -141,8 +150,8 @@ def new_cache(spec: CacheSpec, config: EpsConfig, device: str = "auto", kernels:
         spec,
         config,
         place.type,
-        k=[torch.zeros(shape, dtype=dtype, device=place) for _ in layers],
-        v=[torch.zeros(shape, dtype=dtype, device=place) for _ in layers],
+        k=[empty_pool(shape, dtype, place).zero_() for _ in layers],
+        v=[empty_pool(shape, dtype, place).zero_() for _ in layers],
         finite=[torch.tensor(True, device=place) for _ in layers],
         kernels=kernels,
     )
@@ -172,7 +181,10 @@ def _add_summaries(cache: Cache, place: torch.device) -> None:
     group = torch.zeros((1, spec.num_kv_heads, config.S, spec.head_dim), device=place)
     fields = build_summary(config, cache.constants(0), group)
     pool = (spec.num_units, spec.num_kv_heads, config.groups_per_unit)
-    cache.summaries = [{name: one.new_zeros((*pool, *one.shape[2:])) for name, one in fields.items()} for _ in layers]
+    cache.summaries = [
+        {name: empty_pool((*pool, *one.shape[2:]), one.dtype, place).zero_() for name, one in fields.items()}
+        for _ in layers
+    ]
     cache.open = [_empty_statistics(spec, config, place) for _ in layers]
     if config.has_bounds:
         cache.largest_key = [torch.zeros(spec.num_kv_heads, device=place) for _ in layers]

@@ -3,6 +3,11 @@
 The functions have the signatures of their namesakes over arrays; None says that there is no kernel for the case.
 """
 
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,8 +23,28 @@ State = tuple[Tensor, Tensor]
 
 def _host(array: Tensor) -> np.ndarray:
     """The array's own memory; bfloat16 as uint16."""
-    array = array.detach().contiguous()
+    array = array.detach() if array.requires_grad else array
+    array = array if array.is_contiguous() else array.contiguous()
     return array.view(torch.uint16).numpy() if array.dtype == torch.bfloat16 else array.numpy()
+
+
+@functools.cache
+def _team() -> tuple[Callable[..., None], Callable[[], int]]:
+    """What runs kernels, and how many threads it uses: Torch's own where they can be reached."""
+    from eps_core import cpu_openmp, cpu_threads
+
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    run = cpu_openmp.team_of(library, torch.get_num_threads)
+    return (cpu_threads.run, cpu_threads.num_threads) if run is None else (run, torch.get_num_threads)
+
+
+def _run(kernel: Any, phases: int, *args: Any, alone: bool = False) -> None:
+    _team()[0](kernel, phases, *args, alone=alone)
+
+
+def kernel_threads() -> int:
+    """Threads of the compiled kernels."""
+    return _team()[1]()
 
 
 def _tensor(array: np.ndarray | None) -> Tensor | None:
@@ -33,7 +58,7 @@ def _listed(selection: Selection) -> tuple[np.ndarray, np.ndarray]:
 @torch.inference_mode()
 def score(cache: Cache, layer: int, q: Tensor, table: np.ndarray, lengths: np.ndarray) -> Scores | None:
     """See `summaries.score`."""
-    scored = cpu_kernels.score(cache, layer, _host(q.float()), table, lengths, _host)
+    scored = cpu_kernels.score(cache, layer, _host(q.float()), table, lengths, _host, _run)
     if scored is None:
         return None
     estimate, lower, upper, num_missing, slack = scored
@@ -45,7 +70,7 @@ def score(cache: Cache, layer: int, q: Tensor, table: np.ndarray, lengths: np.nd
 @torch.inference_mode()
 def select(config: EpsConfig, scores: Scores, lengths: np.ndarray, layer: int = 0) -> Selection | None:
     """See `selection.select`."""
-    chosen = cpu_kernels.select(config, _host(scores.estimate), scores.num_missing, lengths, layer)
+    chosen = cpu_kernels.select(config, _host(scores.estimate), scores.num_missing, lengths, layer, _run)
     if chosen is None:
         return None
     groups, counts, uniform, forced, visit = chosen
@@ -58,7 +83,7 @@ def attend(
 ) -> State:
     """See `attention.attend`."""
     listed = None if selection is None else _listed(selection)
-    out, lse = cpu_kernels.attend(cache, layer, _host(q.float()), table, lengths, listed, _host)
+    out, lse = cpu_kernels.attend(cache, layer, _host(q.float()), table, lengths, listed, _host, _run)
     return torch.from_numpy(out).to(q.dtype), torch.from_numpy(lse)
 
 
@@ -68,7 +93,7 @@ def attend_tail(
 ) -> State:
     """See `attention.attend_tail`."""
     out, tail = cpu_kernels.attend_tail(
-        cache, layer, table, lengths, _host(scores.estimate), _listed(selection), _host(lse), _host
+        cache, layer, table, lengths, _host(scores.estimate), _listed(selection), _host(lse), _host, _run
     )
     return torch.from_numpy(out), torch.from_numpy(tail)
 
@@ -91,7 +116,7 @@ def add_tail(
     """See `attention.add_tail`."""
     out, lse = state
     tail = cpu_kernels.attend_tail(
-        cache, layer, table, lengths, _host(scores.estimate), _listed(selection), _host(lse), _host
+        cache, layer, table, lengths, _host(scores.estimate), _listed(selection), _host(lse), _host, _run
     )
     whole, whole_lse = cpu_kernels.merge(_host(out.float()), _host(lse), *tail)
     return torch.from_numpy(whole).to(out.dtype), torch.from_numpy(whole_lse)
@@ -102,4 +127,4 @@ def skipped_mass(scores: Scores, selection: Selection) -> Tensor | None:
     """See `selection.skipped_mass`."""
     if selection.visit is None:
         return None
-    return torch.from_numpy(cpu_kernels.skipped_mass(_host(scores.estimate), _host(selection.visit)))
+    return torch.from_numpy(cpu_kernels.skipped_mass(_host(scores.estimate), _host(selection.visit), _run))

@@ -19,13 +19,12 @@ from eps_core.dense_arms import (
     Arm,
     host_bandwidth_arms,
     host_cache_bytes,
-    host_flusher,
     host_free_bytes,
     host_name,
-    kernel_threads,
     wall_clock,
 )
-from eps_cuda.cache import Cache
+from eps_cuda.cache import Cache, empty_pool
+from eps_cuda.cpu import kernel_threads
 
 PAGE_TOKENS = 16  # flashinfer splits a sequence between pages only
 WORKSPACE_BYTES = 256 * 2**20
@@ -142,9 +141,11 @@ def stopwatch(device: str) -> Callable[[Arm], tuple[float, Any]]:
 
 
 def flusher(num_bytes: int, device: str) -> Arm:
-    """On a GPU the buffer is larger: its write also hides the host's part of the launches that follow."""
+    """On the CPU by all of Torch's threads, as other layers would leave them. On a GPU the buffer is larger: its write
+    also hides the host's part of the launches that follow."""
     if device == "cpu":
-        return host_flusher(num_bytes)
+        buffer = torch.zeros(num_bytes // 4)
+        return lambda: buffer.add_(1)
     return torch.zeros(max(num_bytes, GPU_FLUSH_BYTES), dtype=torch.uint8, device=device).zero_
 
 
@@ -156,8 +157,10 @@ def bandwidth_arms(num_bytes: int, device: str) -> dict[str, tuple[Arm, int]]:
 
 
 def stack_heads(parts: Sequence[Tensor]) -> Tensor:
-    """B arrays [T, Hkv, D] as one contiguous [B, Hkv, T, D]."""
-    return torch.stack([part.transpose(0, 1) for part in parts]).contiguous()
+    """B arrays [T, Hkv, D] as one contiguous [B, Hkv, T, D], in huge pages as the cache's own pools are."""
+    tokens, kv_heads, head_dim = parts[0].shape
+    shape = (len(parts), kv_heads, tokens, head_dim)
+    return torch.stack([part.transpose(0, 1) for part in parts], out=empty_pool(shape, parts[0].dtype, parts[0].device))
 
 
 def free_bytes(device: str) -> int | None:

@@ -5,6 +5,8 @@ the kernels read is evaluated first and read in place. No view of the cache outl
 next slice assignment copy a whole pool.
 """
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 
@@ -22,6 +24,13 @@ def _host(array: mx.array) -> np.ndarray:
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=False)
 
 
+def _run(kernel: Any, phases: int, *args: Any, alone: bool = False) -> None:
+    """Runs kernels on threads of our own: MLX's cannot be reached."""
+    from eps_core import cpu_threads
+
+    cpu_threads.run(kernel, phases, *args, alone=alone)
+
+
 def _array(array: np.ndarray | None) -> mx.array | None:
     return None if array is None else mx.array(array)
 
@@ -33,7 +42,7 @@ def _listed(selection: Selection) -> tuple[np.ndarray, np.ndarray]:
 def score(cache: Cache, layer: int, q: mx.array, table: np.ndarray, lengths: np.ndarray) -> Scores | None:
     """See `summaries.score`."""
     with mx.stream(cache.stream):
-        scored = cpu_kernels.score(cache, layer, _host(q.astype(mx.float32)), table, lengths, _host)
+        scored = cpu_kernels.score(cache, layer, _host(q.astype(mx.float32)), table, lengths, _host, _run)
         if scored is None:
             return None
         estimate, lower, upper, num_missing, slack = scored
@@ -44,7 +53,7 @@ def score(cache: Cache, layer: int, q: mx.array, table: np.ndarray, lengths: np.
 
 def select(config: EpsConfig, scores: Scores, lengths: np.ndarray, layer: int = 0) -> Selection | None:
     """See `selection.select`."""
-    chosen = cpu_kernels.select(config, _host(scores.estimate), scores.num_missing, lengths, layer)
+    chosen = cpu_kernels.select(config, _host(scores.estimate), scores.num_missing, lengths, layer, _run)
     if chosen is None:
         return None
     groups, counts, uniform, forced, visit = chosen
@@ -57,7 +66,7 @@ def attend(
     """See `attention.attend`."""
     with mx.stream(cache.stream):
         listed = None if selection is None else _listed(selection)
-        out, lse = cpu_kernels.attend(cache, layer, _host(q.astype(mx.float32)), table, lengths, listed, _host)
+        out, lse = cpu_kernels.attend(cache, layer, _host(q.astype(mx.float32)), table, lengths, listed, _host, _run)
         return mx.array(out).astype(q.dtype), mx.array(lse)
 
 
@@ -73,7 +82,7 @@ def attend_tail(
     """See `attention.attend_tail`."""
     with mx.stream(cache.stream):
         out, tail = cpu_kernels.attend_tail(
-            cache, layer, table, lengths, _host(scores.estimate), _listed(selection), _host(lse), _host
+            cache, layer, table, lengths, _host(scores.estimate), _listed(selection), _host(lse), _host, _run
         )
         return mx.array(out), mx.array(tail)
 
@@ -95,7 +104,7 @@ def add_tail(
     out, lse = state
     with mx.stream(cache.stream):
         tail = cpu_kernels.attend_tail(
-            cache, layer, table, lengths, _host(scores.estimate), _listed(selection), _host(lse), _host
+            cache, layer, table, lengths, _host(scores.estimate), _listed(selection), _host(lse), _host, _run
         )
         whole, whole_lse = cpu_kernels.merge(_host(out.astype(mx.float32)), _host(lse), *tail)
         return mx.array(whole).astype(out.dtype), mx.array(whole_lse)
@@ -105,7 +114,7 @@ def skipped_mass(scores: Scores, selection: Selection) -> mx.array | None:
     """See `selection.skipped_mass`."""
     if selection.visit is None:
         return None
-    return mx.array(cpu_kernels.skipped_mass(_host(scores.estimate), _host(selection.visit)))
+    return mx.array(cpu_kernels.skipped_mass(_host(scores.estimate), _host(selection.visit), _run))
 
 
 def let_go() -> None:

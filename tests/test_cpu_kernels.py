@@ -1,15 +1,19 @@
 """The compiled CPU kernels against the float64 oracle and against the array operations they stand in for, which must
 give the same visit lists and, up to float32 rounding, the same values: over odd shapes, dtypes and ragged batches."""
 
+import ctypes
 import importlib
+import os
 import subprocess
 import sys
 import threading
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from numba import njit
 from test_conformance import (
     Case,
     Truth,
@@ -28,8 +32,9 @@ from test_conformance import (
 )  # fmt: skip
 
 from eps_core import backend as oracle
-from eps_core import cpu_attend, cpu_kernels, cpu_threads
+from eps_core import cpu_attend, cpu_kernels, cpu_openmp, cpu_threads
 from eps_core.config import CacheSpec, EpsConfig
+from eps_core.cpu_threads import take
 from eps_core.guards import forced_groups
 from eps_core.interface import Scores, Selection, load_backend
 
@@ -59,6 +64,16 @@ CASES = [
 @pytest.fixture(params=("cuda", "mlx"))
 def backend(request: pytest.FixtureRequest):
     return load_backend(request.param)
+
+
+@pytest.fixture(autouse=True)
+def several_threads():
+    """Torch's team is of one thread where OMP_NUM_THREADS says so, and would race with nobody."""
+    torch = importlib.import_module("torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
 
 
 def writable(backend):
@@ -139,7 +154,9 @@ def test_equal_estimates_go_to_the_lower_index():
             config = eps("rq", budget=budget)
             scores = Scores(estimate.astype(np.float64), None, None, missing)
             wanted = oracle.select(config, scores, lengths)
-            got_groups, counts, uniform, got_forced, _ = cpu_kernels.select(config, estimate, missing, lengths, 0)
+            got_groups, counts, uniform, got_forced, _ = cpu_kernels.select(
+                config, estimate, missing, lengths, 0, cpu_threads.run
+            )
             assert (counts == wanted.counts).all() and (counts == uniform[:, None]).all()
             assert (got_forced == wanted.forced).all()
             for b, h in np.ndindex(3, 2):
@@ -218,6 +235,7 @@ def test_guards_are_ranges():
 
 def test_calls_from_several_threads(backend):
     """Callers do not disturb each other, and give what one of them gives alone."""
+    kernels = kernels_of(backend)
     case = Case((600, 290), eps("rq", group_tokens=2))
     s = Setup(backend, case)
     expected = backend.to_numpy(backend.attend(s.cache, 0, s.native, s.table, s.lengths, None)[0])
@@ -225,7 +243,7 @@ def test_calls_from_several_threads(backend):
 
     def call() -> None:
         for _ in range(30):
-            out = cpu_kernels.attend(s.cache, 0, s.q, s.table, s.lengths, None, kernels_of(backend)._host)[0]
+            out = cpu_kernels.attend(s.cache, 0, s.q, s.table, s.lengths, None, kernels._host, kernels._run)[0]
             if not np.array_equal(out, expected):
                 wrong.append(out)
 
@@ -247,15 +265,15 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
     kernels = set()
 
     def counted(kernel, phases, *args, alone=False):
-        progress = np.zeros((phases, 2 * cpu_threads._LINE), np.int64)
+        progress = cpu_threads.new_progress(phases)
         kernel(progress, *args)
         taken, done = progress[:, cpu_threads._TAKEN], progress[:, cpu_threads._DONE]
         # the last `take` of a phase finds nothing
         assert (done > 0).all() and (done == taken - 1).all(), kernel.__name__
         kernels.add(kernel.__name__)
 
-    monkeypatch.setattr(cpu_threads, "run", counted)
     rng, backend = np.random.default_rng(0), load_backend("cuda")
+    monkeypatch.setattr(kernels_of(backend), "_run", counted)
     for config in (
         EpsConfig(method="rq"), EpsConfig(method="box"), EpsConfig(method="ball"), EpsConfig(method="meanstd")
     ):  # fmt: skip
@@ -300,3 +318,85 @@ def test_a_call_that_fails_leaves_the_crew_alive():
     assert len(cpu_threads._crew()) == cpu_threads.num_threads() - 1
     alive = sum(thread.name == "eps-helper" and thread.is_alive() for thread in threading.enumerate())
     assert alive == cpu_threads.num_threads() - 1
+
+
+@njit(nogil=True)
+def _count_members(progress, seen):
+    seen[take(progress, 0)] = 1
+
+
+@njit
+def _count_team(parallel, num_threads, *args):
+    cpu_openmp.on_team(parallel, num_threads, _count_members, args)
+
+
+def test_torch_lends_its_threads():
+    """As many members as asked for, each called once, on the libgomp that Torch itself calls."""
+    torch = importlib.import_module("torch")
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    parallel = ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value
+    for number in (1, 2, 5):
+        progress, seen = cpu_threads.new_progress(1), np.zeros(9, np.int64)
+        _count_team(parallel, number, progress, seen)
+        assert seen.sum() == number == progress[0, cpu_threads._TAKEN] and seen[:number].all()
+
+
+def test_a_library_without_openmp_has_no_team():
+    assert cpu_openmp.team_of(Path("/nowhere/lib.so"), lambda: 2) is None
+    assert cpu_openmp.team_of(Path(importlib.import_module("_ctypes").__file__), lambda: 2) is None
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=str)
+def test_torch_without_a_team_uses_helpers(monkeypatch, case):
+    """Where GOMP_parallel is missing: the same values from threads of our own."""
+    backend = load_backend("cuda")
+    s, kernels = Setup(backend, case), kernels_of(backend)
+    monkeypatch.setattr(kernels, "_team", lambda: (cpu_threads.run, cpu_threads.num_threads))
+    scores = kernels.score(s.cache, 0, s.native, s.table, s.lengths)
+    check_scoring(backend, case, s.cache, s.reference, scores, s.q, s.keys, s.table, s.lengths)
+    check_attend(backend, case, s.cache, s.reference, s.q, s.native, s.table, s.lengths, None)
+
+
+@pytest.mark.parametrize("features", ["", "+avx,+avx2,+fma,+f16c"])
+def test_a_cpu_without_permutations(features, tmp_path):
+    """The code for CPUs that cannot look numbers up in a register (all but AVX-512), compiled for such a one."""
+    environment = {
+        **os.environ, "NUMBA_CPU_NAME": "haswell" if features else "generic", "NUMBA_CPU_FEATURES": features or "+sse2",
+        "NUMBA_CACHE_DIR": str(tmp_path),
+    }  # fmt: skip
+    code = """if True:
+        import numpy as np, torch
+        from eps_core import cpu_vectors
+        from eps_core.config import CacheSpec, EpsConfig
+        from eps_core.interface import load_backend
+        from numba import njit
+        assert not cpu_vectors.PERMUTES and not cpu_vectors.permuted(16)
+
+        @njit
+        def widen(bits, values):
+            for i in range(len(bits)):
+                values[i] = cpu_vectors.wide(bits[i])
+
+        halves, values = np.arange(65536, dtype=np.uint16), np.empty(65536, np.float32)
+        widen(halves.view(np.int16), values)
+        np.testing.assert_array_equal(values, halves.view(np.float16).astype(np.float32))
+        backend, rng = load_backend("cuda"), np.random.default_rng(0)
+        config = EpsConfig(method="rq", refine=0.2, tail_tokens=64)
+        results = []
+        for kernels in ("numba", "arrays"):
+            cache = backend.new_cache(CacheSpec(1, 2, 64, 12), config, "cpu", kernels)
+            rng = np.random.default_rng(0)
+            k, v = (backend.from_numpy(rng.normal(size=(600, 2, 64)), "float32", "cpu") for _ in range(2))
+            cache = backend.write_kv(cache, 0, k, v, np.arange(600))
+            q = backend.from_numpy(rng.normal(size=(1, 6, 64)), "float32", "cpu")
+            table, lengths = np.arange(12, dtype=np.int32)[None], np.array([600])
+            scores = backend.score(cache, 0, q, table, lengths)
+            assert scores.kernels == kernels
+            selection = backend.select(config, scores, lengths)
+            state = backend.attend(cache, 0, q, table, lengths, selection)
+            out, lse = backend.add_tail(cache, 0, table, lengths, scores, selection, state)
+            results.append([x.numpy() for x in (scores.estimate, selection.groups, out, lse)])
+        for one, other in zip(*results):
+            np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
