@@ -19,7 +19,9 @@ from eps_core.guards import budget, forced_groups, missing_groups
 from eps_core.interface import LayerStats, Scores, Selection, StepOutput
 from eps_cuda import gpu
 from eps_cuda.cache import Cache, check_finite
+from eps_cuda.kernels.attend import attend_groups
 from eps_cuda.kernels.tail import attend_with_tail
+from eps_cuda.nvtx import span
 from eps_cuda.selection import skipped_mass
 
 if TYPE_CHECKING:
@@ -49,11 +51,11 @@ class Outputs:
     """Results of a step, overwritten by the next one."""
 
     logits: Tensor  # [B, V] float32
-    mass_skipped_est: Tensor  # [L, B, Hkv]
+    mass_skipped_est: Tensor | None  # [L, B, Hkv] of a gated step
 
 
 def covers(cache: Cache, lengths: np.ndarray) -> bool:
-    """Whether such a step exists: topk of rq, its centre found, without bounds, strict mode or head modes."""
+    """Whether such a gated step exists: topk of rq, its centre found, without bounds, strict mode or head modes."""
     config = cache.config
     return (
         cache.kernels == "triton"
@@ -68,11 +70,17 @@ def covers(cache: Cache, lengths: np.ndarray) -> bool:
     )
 
 
-class StaticStep:
-    """The step of one cache for B sequences and tables of up to `num_units` units."""
+def covers_dense(cache: Cache) -> bool:
+    """Whether such a dense step exists: wherever one kernel writes what a step adds."""
+    return cache.kernels == "triton" and all(gpu.covers_writing(cache, layer) for layer in range(cache.spec.num_layers))
 
-    def __init__(self, decoder: "Decoder", cache: Cache, batch: int, num_units: int) -> None:
+
+class StaticStep:
+    """The step of one cache for B sequences and tables of up to `num_units` units, gated or dense."""
+
+    def __init__(self, decoder: "Decoder", cache: Cache, batch: int, num_units: int, gated: bool) -> None:
         config, device = cache.config, cache.device
+        self.gated = gated
         # neither is held: the cache holds its steps, and a ring of the two would outlive both
         self.owner = weakref.ref(decoder)
         most_tokens = num_units * config.unit_tokens
@@ -127,7 +135,9 @@ class StaticStep:
             with torch.cuda.graph(graph):
                 self.outputs = self.compute(decoder, cache)
             self.graph = graph  # only now: a capture that failed must not be replayed
-        self.graph.replay()
+        # a replay has no ranges of its own: those of its layers are passed while it is captured
+        with span("eps.step", cache.device):
+            self.graph.replay()
         assert self.outputs is not None
         return self.outputs
 
@@ -140,12 +150,17 @@ class StaticStep:
         for layer in range(cache.spec.num_layers):
             q, k, v = decoder._project(layer, x, (at.cos, at.sin))
             gpu.write(cache, layer, k, v, at.slots)
-            out, unread = attend_layer(
-                cache, layer, q, at.table, at.lengths, at.wanted, at.refined, self.width, self.most_refined
-            )
-            skipped.append(unread)
+            if self.gated:
+                out, unread = attend_layer(
+                    cache, layer, q, at.table, at.lengths, at.wanted, at.refined, self.width, self.most_refined
+                )
+                skipped.append(unread)
+            else:
+                out, _ = attend_groups(
+                    q, cache.k[layer], cache.v[layer], at.table, at.lengths, None, None, group_tokens=cache.config.S
+                )
             x = decoder._feed_forward(layer, decoder._add_attention(layer, x, out))
-        return Outputs(decoder._logits(x), torch.stack(skipped))
+        return Outputs(decoder._logits(x), torch.stack(skipped) if skipped else None)
 
 
 def attend_layer(
@@ -163,16 +178,59 @@ def attend_layer(
     select and attend, from device arrays alone."""
     inner = cache.tail
     assert inner is not None
-    estimate = gpu.estimates(cache, layer, q, table, lengths, refined, most_refined)
-    groups, counts, visit = gpu.choose(cache.config, estimate, wanted, lengths, width)
-    out, _ = attend_with_tail(
-        q, cache.k[layer], cache.v[layer], table, lengths, groups, counts, estimate, visit,
-        inner.summaries[layer]["mean"], inner.summaries[layer]["mean_scale"], inner.valid[layer],
-        group_tokens=cache.config.S, tail_tokens=cache.config.tail_tokens,
-    )  # fmt: skip
+    with span("eps.prepass", cache.device):
+        estimate = gpu.estimates(cache, layer, q, table, lengths, refined, most_refined)
+        groups, counts, visit = gpu.choose(cache.config, estimate, wanted, lengths, width)
+    with span("eps.attention", cache.device):
+        out, _ = attend_with_tail(
+            q, cache.k[layer], cache.v[layer], table, lengths, groups, counts, estimate, visit,
+            inner.summaries[layer]["mean"], inner.summaries[layer]["mean_scale"], inner.valid[layer],
+            group_tokens=cache.config.S, tail_tokens=cache.config.tail_tokens,
+        )  # fmt: skip
     nothing = np.zeros(0, np.int64)
     selection = Selection(groups, counts, None, nothing, visit=visit.bool())
     return out, skipped_mass(Scores(estimate, None, None, nothing), selection)
+
+
+def _static(decoder: "Decoder", cache: Cache, batch: int, num_units: int, gated: bool) -> StaticStep:
+    """The kept step for tables of `num_units`, or a new one."""
+    bucket = BUCKET_TOKENS // cache.config.unit_tokens
+    num_units = -(-num_units // bucket) * bucket
+    key = (id(decoder), batch, num_units, gated)
+    static = cache.steps.pop(key, None)
+    if static is None or static.owner() is not decoder:
+        static = StaticStep(decoder, cache, batch, num_units, gated)
+    cache.steps[key] = static
+    while len(cache.steps) > MAX_GRAPHS:
+        cache.steps.pop(next(iter(cache.steps)))
+    return static
+
+
+def _advance(
+    static: StaticStep, decoder: "Decoder", cache: Cache, tokens: np.ndarray, slots: np.ndarray, table: np.ndarray,
+    lengths: np.ndarray,
+) -> Outputs:  # fmt: skip
+    """Runs a step whose budget is in place."""
+    gpu.plan_step(cache, slots)
+    cos, sin = decoder.angles(lengths - 1)
+    static.fill(
+        tokens=np.asarray(tokens, np.int64), slots=slots.astype(np.int32), lengths=lengths.astype(np.int32),
+        table=table, cos=cos, sin=sin,
+    )  # fmt: skip
+    return static(decoder, cache)
+
+
+@torch.inference_mode()
+def dense_step(
+    decoder: "Decoder", cache: Cache, tokens: np.ndarray, slots: np.ndarray, table: np.ndarray, lengths: np.ndarray
+) -> tuple[Cache, StepOutput]:
+    """`Decoder.step`, dense, with one wait at its end."""
+    static = _static(decoder, cache, len(lengths), table.shape[1], gated=False)
+    logits = _advance(static, decoder, cache, tokens, slots, table, lengths).logits.cpu().numpy()
+    check_finite(cache)
+    spec = cache.spec
+    cache.count_read(spec.num_layers * int(lengths.sum()) * spec.num_kv_heads * spec.kv_token_bytes)
+    return cache, StepOutput(logits, [])
 
 
 @torch.inference_mode()
@@ -187,28 +245,16 @@ def step(
     written = np.arange(groups) == ((lengths - 1) // config.S)[:, None]
     if (missing & ~written & ~forced_groups(config, lengths, groups)).any():
         return None
-    bucket = BUCKET_TOKENS // config.unit_tokens
-    num_units = -(-table.shape[1] // bucket) * bucket
-    key = (id(decoder), batch, num_units)
-    static = cache.steps.pop(key, None)
-    if static is None or static.owner() is not decoder:
-        static = StaticStep(decoder, cache, batch, num_units)
-    cache.steps[key] = static
-    while len(cache.steps) > MAX_GRAPHS:
-        cache.steps.pop(next(iter(cache.steps)))
+    static = _static(decoder, cache, batch, table.shape[1], gated=True)
     # the token of this step is written before it scores: a group that it fills is full, not open
     forced = forced_groups(config, lengths, groups).sum(axis=1)
     uniform = budget(config, forced, lengths)
     if int(uniform.max()) > static.width:
         return None
-    gpu.plan_step(cache, slots)
     refined = np.array([config.refined_groups(int(length)) for length in lengths])
-    cos, sin = decoder.angles(lengths - 1)
-    static.fill(
-        tokens=np.asarray(tokens, np.int64), slots=slots.astype(np.int32), lengths=lengths.astype(np.int32),
-        wanted=uniform.astype(np.int32), refined=refined.astype(np.int32), table=table, cos=cos, sin=sin,
-    )  # fmt: skip
-    outputs = static(decoder, cache)
+    static.fill(wanted=uniform.astype(np.int32), refined=refined.astype(np.int32))
+    outputs = _advance(static, decoder, cache, tokens, slots, table, lengths)
+    assert outputs.mass_skipped_est is not None
     logits, unread = outputs.logits.cpu().numpy(), outputs.mass_skipped_est.cpu().numpy()
     check_finite(cache)
     counts = np.repeat(uniform[:, None], spec.num_kv_heads, axis=1)

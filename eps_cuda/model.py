@@ -6,7 +6,6 @@ has host-known numbers synchronises once, when its logits go to the host.
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,7 @@ from eps_core.interface import LayerStats, StepOutput
 from eps_core.model import ModelSpec, inverse_frequencies, load_weights
 from eps_cuda.attention import add_tail, attend, attend_chunk, attend_own, merge
 from eps_cuda.cache import DTYPES, Cache, check_finite, device_of, from_numpy, read_kv, write_kv
+from eps_cuda.nvtx import span
 from eps_cuda.selection import bounds, certify, escalate, select, skipped_mass
 from eps_cuda.summaries import score
 
@@ -77,12 +77,14 @@ class Decoder:
     ) -> tuple[Cache, StepOutput]:
         """One token of each of B sequences: tokens [B], slots [B], table [B, M], lengths [B] with the new token."""
         config, spec, lengths = cache.config, self.spec, np.asarray(lengths, np.int64)
-        plain = config.enabled and gate and not audit and not self.timing and self.tap is None
-        if plain and cache.kernels == "triton":
+        if cache.kernels == "triton" and not audit and not self.timing and self.tap is None:
             from eps_cuda import graph  # imports Triton, which only these kernels need
 
             self._check_tokens(tokens)
-            if graph.covers(cache, lengths):
+            if not (config.enabled and gate):
+                if graph.covers_dense(cache):
+                    return graph.dense_step(self, cache, tokens, slots, np.asarray(table), lengths)
+            elif graph.covers(cache, lengths):
                 done = graph.step(self, cache, tokens, slots, np.asarray(table), lengths)
                 if done is not None:
                     return done
@@ -136,17 +138,17 @@ class Decoder:
             if not config.dense_layer(layer):
                 stats.forced = forced_groups(config, lengths, int(groups.max())).sum(axis=1)
             stats.kv_bytes_read = int(lengths.sum()) * kv_heads * cache.spec.kv_token_bytes
-            with self._span("eps.attention"):
+            with span("eps.attention", self.device):
                 out, lse = attend(cache, layer, q, table, lengths, None)
             whole = out
             if config.has_bounds:
                 stats.mass_skipped_cert = stats.output_error_cert = np.zeros((batch, kv_heads))
         else:
-            with self._span("eps.prepass"):
+            with span("eps.prepass", self.device):
                 scores = score(cache, layer, q, table, lengths)
                 selection = select(config, scores, lengths, layer)
             selected = self._clock()
-            with self._span("eps.attention"):
+            with span("eps.attention", self.device):
                 out, lse = attend(cache, layer, q, table, lengths, selection)
                 bound_bytes = cache.bound_bytes_read
                 if config.has_bounds:
@@ -200,10 +202,6 @@ class Decoder:
             x = self._feed_forward(layer, self._add_attention(layer, x, out))
         cache.kv_bytes_read = kv_bytes
         return self._logits(x).cpu().numpy()
-
-    def _span(self, name: str) -> AbstractContextManager:
-        """An NVTX range on a GPU, nothing elsewhere."""
-        return torch.cuda.nvtx.range(name) if self.device == "cuda" else nullcontext()
 
     def _clock(self) -> float | None:
         """Now, once everything so far is computed; None unless timing is on."""

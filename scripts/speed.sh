@@ -2,6 +2,7 @@
 # Measures speed on this machine and makes the raw files and figures of README "Speed": one layer at 32k against the
 # fastest dense arm, how cost grows from 4k to 128k, whole decode steps. About 15 minutes on 2 idle cores; times are
 # of this machine alone. Usage: scripts/speed.sh [output folder, default results]
+# With EPS_SPEED_1B=1 also a random model of Llama 3.2 1B's shape, whose two prefills of 32k take half an hour on 2 cores.
 # (MLX takes no part in whole steps: its Linux build needs a quarter of an hour to prefill 32k tokens.)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -18,5 +19,9 @@ done
 $python scripts/bench.py --backend cuda --scaling --dtype bfloat16 --method rq --bytes 0.1 --plot "$out" \
   --output "$out/speed-scaling.jsonl"
 $python scripts/whole_step.py --context 32768 --models demo --backend cuda --dtype float32 --out "$out/whole_step.jsonl"
+if [ -n "${EPS_SPEED_1B:-}" ]; then
+  $python scripts/whole_step.py --context 32768 --models llama-1b --backend cuda --dtype bfloat16 \
+    --out "$out/whole_step.jsonl"
+fi
 $python scripts/profile_step.py > "$out/profile-step.txt"
 $python scripts/speed_tables.py "$out"

@@ -100,6 +100,25 @@ def test_steps_that_are_timed_take_the_other_way_and_agree(model, reference) -> 
     assert [r.eps_prepass_ms is not None for r in records] == [True, False, True, False, True]
 
 
+def test_dense_steps_are_static_too(model) -> None:
+    """What a gated step is compared with is launched the same way: without EPS, and in a cache of EPS."""
+    records, cache, _ = decode(model, "triton", EpsConfig(method="off"))
+    assert [key[3] for key in cache.steps] == [False]
+    read, (plain, other, _) = cache.kv_bytes_read, decode(model, "arrays", EpsConfig(method="off"))
+    same(records, plain)
+    assert read == other.kv_bytes_read
+    # one step of the same cache, gated and dense
+    _, cache, decoder = decode(model, "triton", steps=1)
+    _, twin, reference = decode(model, "arrays", steps=1)
+    for gate in (True, False, True):
+        arguments = (np.array([5]), np.array([399]), np.arange(8, dtype=np.int32)[None], np.array([400]))
+        got, want = decoder.step(cache, *arguments, gate=gate)[1], reference.step(twin, *arguments, gate=gate)[1]
+        assert np.abs(got.logits - want.logits).max() < 2e-4
+        assert len(got.layers) == len(want.layers) == (cache.spec.num_layers if gate else 0)
+    assert sorted(key[1:4:2] for key in cache.steps) == [(1, False), (1, True), (2, True)]
+    assert cache.kv_bytes_read == twin.kv_bytes_read
+
+
 def test_cache_is_left_as_array_operations_leave_it(model) -> None:
     left = []
     for kernels in ("arrays", "triton"):
