@@ -7,6 +7,7 @@ that a configuration has no kernel here: the array operations serve. The first c
 seconds), later ones load what was compiled.
 """
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +36,13 @@ def available() -> bool:
 
 def guard_ranges(config: EpsConfig, lengths: np.ndarray) -> np.ndarray:
     """`guards.forced_groups` as [B, 2] int64: groups below the first and from the second on are forced. The open group
-    is always among the last."""
+    is always among the last. Every layer of a step asks the same, and gets the same array: not to be written to."""
+    return _guard_ranges(config, np.asarray(lengths, np.int64).tobytes())
+
+
+@functools.lru_cache(maxsize=64)
+def _guard_ranges(config: EpsConfig, lengths_int64: bytes) -> np.ndarray:
+    lengths = np.frombuffer(lengths_int64, np.int64)
     ends = -(-lengths // config.S)
     first = -(-np.minimum(config.first_tokens, lengths) // config.S)
     last = np.maximum(lengths - config.last_tokens, 0) // config.S

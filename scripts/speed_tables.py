@@ -48,7 +48,7 @@ def step_table(folder: Path) -> None:
         dense, eps = line["dense"], line["eps"]
         print(row(
             line["model"], f"{line['backend']}, {line['dtype']}", f"{dense['decode_ms_p50']:.1f}",
-            f"{eps['decode_ms_p50']:.1f}", f"{dense['tokens_per_s']:.0f}, {eps['tokens_per_s']:.0f}",
+            f"{eps['decode_ms_p50']:.1f}", f"{dense['tokens_per_s']:.3g}, {eps['tokens_per_s']:.3g}",
             f"{line['bytes_ratio']:.3f}", f"{line['speedup']:.2f} x",
         ))  # fmt: skip
 
