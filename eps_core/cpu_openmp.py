@@ -7,6 +7,7 @@ libomp has it on Linux, too), looked up in the library's own dependencies: anoth
 """
 
 import ctypes
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,8 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from eps_core import cpu_attend, cpu_score
+from eps_core import cpu_attend, cpu_score, cpu_threads
 from eps_core.cpu_score import OPTIONS
-from eps_core.cpu_threads import new_progress
 
 
 @intrinsic
@@ -95,6 +95,19 @@ _LAUNCHERS: dict[Any, Callable[..., None]] = {
 }
 
 
+_forked = False
+
+
+def _lose_team() -> None:
+    global _forked
+    _forked = True
+
+
+# a forked child has no team but believes that it has (Torch's own parallel operations hang there)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_lose_team)
+
+
 def team_of(library: Path, num_threads: Callable[[], int]) -> Callable[..., None] | None:
     """`run` of the OpenMP team that the shared `library` uses, of num_threads() threads; None where it has none."""
     try:
@@ -106,10 +119,11 @@ def team_of(library: Path, num_threads: Callable[[], int]) -> Callable[..., None
     def run(kernel: Any, phases: int, *args: Any, alone: bool = False) -> None:
         """Calls kernel(progress, *args) here and, unless `alone`, in the rest of the team, and returns when all of them
         have. May be called from several threads at once: each has its own team."""
-        progress = new_progress(phases)
-        if alone:
-            kernel(progress, *args)
+        if _forked:
+            cpu_threads.run(kernel, phases, *args, alone=alone)
+        elif alone:
+            kernel(cpu_threads.new_progress(phases), *args)
         else:
-            _LAUNCHERS[kernel](parallel, num_threads(), progress, *args)
+            _LAUNCHERS[kernel](parallel, num_threads(), cpu_threads.new_progress(phases), *args)
 
     return run

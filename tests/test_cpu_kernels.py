@@ -400,3 +400,29 @@ def test_a_cpu_without_permutations(features, tmp_path):
             np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
     """
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_child_does_not_wait_for_the_team_of_its_parent():
+    code = """if True:
+        import os, signal, sys
+        import numpy as np, torch
+        from eps_core.config import CacheSpec, EpsConfig
+        from eps_core.interface import load_backend
+        torch.set_num_threads(2)
+        backend, rng = load_backend("cuda"), np.random.default_rng(0)
+        cache = backend.new_cache(CacheSpec(1, 2, 16, 3000), EpsConfig(method="box"), "cpu", "numba")
+        k = backend.from_numpy(rng.normal(size=(40000, 2, 16)), "float32", "cpu")
+        cache = backend.write_kv(cache, 0, k, k, np.arange(40000))
+        q = backend.from_numpy(rng.normal(size=(1, 4, 16)), "float32", "cpu")
+        place = (q, np.arange(3000, dtype=np.int32)[None], np.array([40000]))
+        def attend():
+            return backend.attend(cache, 0, *place, None)[0].numpy()
+        out = attend()
+        child = os.fork()
+        if not child:
+            signal.alarm(60)
+            os._exit(0 if np.allclose(attend(), out, atol=1e-5) else 3)
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
