@@ -139,6 +139,7 @@ class Bench:
             "git_commit": telemetry.git_commit(),
             "platform": telemetry.platform.platform(),
             "cpu_count": os.cpu_count(),
+            "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,  # of others: a busy core tells
             "data": DESCRIPTION,
             "last_cache_bytes": self.last_cache_bytes,
             "flushed_bytes": self.flush_bytes,

@@ -88,7 +88,7 @@ def score(
             pools.get("second_scale", pools["scale"]), state.fill, table, lengths, guards, refined,
             np.zeros((kv_heads, head_dim), np.int16) if centre is None else host(centre).view(np.int16),
             host(cache.fixed[layer]["signs"]), np.array(hadamard_blocks(head_dim)), config.bits,
-            cpu_vectors.permuted(num_bytes), config.S, per_unit, centre is not None, states, tables,
+            config.S, per_unit, centre is not None, states, tables,
             np.empty((*tables.shape[:2], cpu_vectors.HEADS), np.float32), missing, estimate,
         )  # fmt: skip
         return estimate, None, None, missing, None

@@ -4,10 +4,13 @@ After a parallel operation the library's threads spin for milliseconds on the co
 (two cores, matrix products in between: a decode step of 2.6 ms took 4.1). As members of its team they begin at once.
 The team is reached through GOMP_parallel, the entry that GCC calls for `#pragma omp parallel` (libgomp's ABI; LLVM's
 libomp has it on Linux, too), looked up in the library's own dependencies: another libgomp would be another team.
+
+A team waits for every member, also for one whose core is busy with another program (8 ms a call, measured). Helpers are
+not waited for: after a late member they take over for a while.
 """
 
 import ctypes
-import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,15 +20,33 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from eps_core import cpu_attend, cpu_score, cpu_threads
+from eps_core import cpu_attend, cpu_score, cpu_threads, forks
 from eps_core.cpu_score import OPTIONS
+from eps_core.cpu_threads import FAILED, FINISHED
+
+LATE_NS = 500_000  # a member that was awake came within 20 microseconds
+_CLOCK = getattr(time, "CLOCK_MONOTONIC", 1)
+
+
+def _note_time(builder, progress):
+    """Puts the monotonic clock's nanoseconds at FINISHED of progress, unless another member did."""
+    long = ir.IntType(64)
+    place = builder.gep(progress, [ir.Constant(long, FINISHED)])
+    with builder.if_then(builder.icmp_signed("==", builder.load(place), ir.Constant(long, 0))):
+        now = cgutils.alloca_once(builder, ir.ArrayType(long, 2))  # struct timespec
+        kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32), now.type])
+        clock = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
+        builder.call(clock, [ir.Constant(ir.IntType(32), _CLOCK), now])
+        seconds, rest = (builder.extract_value(builder.load(now), i) for i in (0, 1))
+        builder.store(builder.add(builder.mul(seconds, ir.Constant(long, 10**9)), rest), place)
 
 
 @intrinsic
 def on_team(typing_context, parallel, num_threads, kernel, args):
-    """Calls kernel(*args) once in each of num_threads threads, this one included, and returns when all have: parallel
-    is the address of GOMP_parallel(void (*body)(void *), void *data, unsigned num_threads, unsigned flags). What a
-    kernel raises is lost, so none may raise."""
+    """Calls kernel(*args) once in each of at most num_threads threads, this one included, and returns when all have:
+    parallel is the address of GOMP_parallel(void (*body)(void *), void *data, unsigned num_threads, unsigned flags).
+    args begin with `new_progress`: at FINISHED stands then when the first of them returned, at FAILED whether one
+    raised."""
     kernel.get_call_type(typing_context, tuple(args), {})  # compiles it
 
     def codegen(context, builder, signature, values):
@@ -40,7 +61,11 @@ def on_team(typing_context, parallel, num_threads, kernel, args):
         inside = ir.IRBuilder(member.append_basic_block("entry"))
         unpacked = cgutils.unpack_tuple(inside, inside.load(inside.bitcast(member.args[0], packed.type)))
         function, about = context.declare_function(builder.module, compiled.fndesc), compiled.fndesc
-        context.call_conv.call_function(inside, function, about.restype, about.argtypes, unpacked)
+        status, _ = context.call_conv.call_function(inside, function, about.restype, about.argtypes, unpacked)
+        data = context.make_array(args_type[0])(context, inside, unpacked[0]).data
+        with inside.if_then(status.is_error):
+            inside.store(ir.Constant(ir.IntType(64), 1), inside.gep(data, [ir.Constant(ir.IntType(64), FAILED)]))
+        _note_time(inside, data)
         inside.ret_void()
         parallel_type = ir.FunctionType(ir.VoidType(), [member_type.as_pointer(), pointer, unsigned, unsigned])
         address = context.cast(builder, values[0], signature.args[0], types.uintp)
@@ -95,35 +120,53 @@ _LAUNCHERS: dict[Any, Callable[..., None]] = {
 }
 
 
-_forked = False
+class Patience:
+    """Whether to call the team or helpers: helpers for 16 calls after a late member, twice as many after each further
+    one in a row, up to 1024."""
 
+    def __init__(self) -> None:
+        self.avoid = self.left = 0
 
-def _lose_team() -> None:
-    global _forked
-    _forked = True
+    def asks_team(self) -> bool:
+        if self.left:
+            self.left -= 1
+            return False
+        return True
 
-
-# a forked child has no team but believes that it has (Torch's own parallel operations hang there)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_lose_team)
+    def note(self, waited_ns: int) -> None:
+        """waited_ns: how long the last call of the team took after its work was done."""
+        if waited_ns > LATE_NS:
+            self.avoid = self.left = min(max(2 * self.avoid, 16), 1024)
+        else:
+            self.avoid //= 2
 
 
 def team_of(library: Path, num_threads: Callable[[], int]) -> Callable[..., None] | None:
     """`run` of the OpenMP team that the shared `library` uses, of num_threads() threads; None where it has none."""
-    try:
-        found = ctypes.CDLL(str(library)).GOMP_parallel
-    except (OSError, AttributeError):
+    found = None
+    for scope in (None, str(library)):  # in the linker's order: something preloaded goes first
+        try:
+            found = ctypes.CDLL(scope).GOMP_parallel
+            break
+        except (OSError, AttributeError):
+            continue
+    if found is None:
         return None
-    parallel = ctypes.cast(found, ctypes.c_void_p).value
+    parallel, patience = ctypes.cast(found, ctypes.c_void_p).value, Patience()
 
     def run(kernel: Any, phases: int, *args: Any, alone: bool = False) -> None:
         """Calls kernel(progress, *args) here and, unless `alone`, in the rest of the team, and returns when all of them
         have. May be called from several threads at once: each has its own team."""
-        if _forked:
+        number = num_threads()
+        if forks.forked() or not (alone or number == 1 or patience.asks_team()):
             cpu_threads.run(kernel, phases, *args, alone=alone)
-        elif alone:
-            kernel(cpu_threads.new_progress(phases), *args)
-        else:
-            _LAUNCHERS[kernel](parallel, num_threads(), cpu_threads.new_progress(phases), *args)
+            return
+        progress = cpu_threads.new_progress(phases)
+        if alone or number == 1:
+            kernel(progress, *args)
+            return
+        _LAUNCHERS[kernel](parallel, number, progress, *args)
+        cpu_threads.check(progress)
+        patience.note(time.clock_gettime_ns(_CLOCK) - int(progress[0, FINISHED]))
 
     return run

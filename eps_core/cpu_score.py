@@ -10,7 +10,7 @@ import numpy as np
 from numba import njit
 
 from eps_core.cpu_threads import finish, take, wait
-from eps_core.cpu_vectors import DOT_ROWS, HEADS, LANES, PREFETCH_ROWS, ask_for, dots, score_rows, wide
+from eps_core.cpu_vectors import DOT_ROWS, HEADS, LANES, PERMUTES, PREFETCH_ROWS, ask_for, dots, score_rows, wide
 from eps_core.summaries import LARGEST_ESTIMATE
 
 # never nnan or ninf: infinities carry meaning here
@@ -112,17 +112,18 @@ def pad(places, count):
 @njit(**OPTIONS)
 def score_rq(
     progress, q, codes, scale, second, second_scale, fill, table, lengths, guards, refined, centre, signs, blocks, bits,
-    by_head, size, per_unit, can_encode, states, tables, base, missing, estimate,
+    size, per_unit, can_encode, states, tables, base, missing, estimate,
 ):  # fmt: skip
     """Fills estimate [B, Hkv, G], and missing [B] with how many groups lack a summary and a guard. q [B, Hq, D] float32
     unscaled; codes and second [P * Hkv * GPU, bytes] flat; refined [B] groups get the second bit (0: none); blocks are
-    rotate's; by_head is `fill_table`'s. Between the phases: states [B, G] uint8, tables [B * Hkv, passes, nibbles * 16
+    rotate's. Between the phases: states [B, G] uint8, tables [B * Hkv, passes, nibbles * 16
     * HEADS] and base [B * Hkv, passes, HEADS] float32, passes of HEADS query heads. Three phases."""
     batch, num_heads, head_dim = q.shape
     _, kv_heads, groups = estimate.shape
     repeat, rows, units = num_heads // kv_heads, batch * kv_heads, table.shape[1]
     passes = tables.shape[1]
     num_bytes = (head_dim * bits + 7) // 8
+    by_head = PERMUTES and num_bytes % 4 == 0  # as `score_rows` was compiled
     shrink, log_size = np.float32(1 / np.sqrt(head_dim)), np.float32(np.log(size))
     total = batch + rows * passes
     while True:
@@ -364,9 +365,9 @@ def rank_keys(estimate, first, last):
 def pick(keys, count, picked):
     """The indices of the `count` largest keys, the lower first among equals, ascending in picked, which has room for
     one more; returns count."""
-    if count <= 0:
-        return 0
     left, threshold = min(count, len(keys)), np.uint32(0)
+    if left <= 0:
+        return 0
     candidates, num, shift = keys, len(keys), 32
     for bits in RADIX_BITS:
         shift -= bits

@@ -22,10 +22,13 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.caching import UserWideCacheLocator
 from numba.extending import intrinsic
+from numba.misc.appdirs import AppDirs
 
 _LINE = 8  # int64 of a cache line: counters of different phases and kinds share none
 _TAKEN, _DONE = 0, _LINE
+FAILED, FINISHED = _LINE - 1, 2 * _LINE - 1  # of phase 0: whether a thread raised; `cpu_openmp`'s
 
 _Job = tuple[list[Any], Any]  # the call, taken by whoever pops it, and a lock until its arguments are let go
 _helpers: "list[queue.SimpleQueue[_Job]]" = []
@@ -56,12 +59,24 @@ def run(kernel: Callable[..., None], phases: int, *args: Any, alone: bool = Fals
         helper.put(jobs[-1])
     try:
         kernel(progress, *args)
+    except BaseException:
+        progress[0, FAILED] = 1  # helpers must not wait for what this thread took
+        raise
     finally:
         for work, left in jobs:
             try:
                 work.pop()  # a helper that comes too late finds nothing
             except IndexError:
                 _held.append(left)  # it came, and lets go of the arrays when it next runs Python
+    check(progress)
+
+
+def check(progress: np.ndarray) -> None:
+    """Raises RuntimeError where a thread of a call failed."""
+    if progress[0, FAILED]:
+        raise RuntimeError(
+            "a thread of a compiled CPU kernel failed, most likely for want of memory: try --kernels arrays"
+        )
 
 
 def settle() -> None:
@@ -91,8 +106,8 @@ def _help(jobs: "queue.SimpleQueue[_Job]") -> None:
             continue
         try:
             kernel(*args)
-        except Exception:  # what cannot be compiled fails for the caller alike, who reports it
-            pass
+        except Exception:  # the caller reports it
+            args[0][0, FAILED] = 1
         finally:
             del kernel, args
             left.release()
@@ -105,7 +120,10 @@ def _drop_stale() -> None:
     sources = hashlib.sha256(numba.__version__.encode())
     for source in (*sorted(folder.glob("cpu_*.py")), folder / "summaries.py"):
         sources.update(source.read_bytes())
-    for kept_in in (folder / "__pycache__", *map(Path, filter(None, [numba.config.CACHE_DIR]))):
+    kept_in_folders = [folder / "__pycache__", _user_wide(folder)]
+    if numba.config.CACHE_DIR:
+        kept_in_folders.append(Path(numba.config.CACHE_DIR))
+    for kept_in in kept_in_folders:
         stamp = kept_in / "eps_cpu_kernels.sources"
         try:
             if stamp.exists() and stamp.read_text() == sources.hexdigest():
@@ -116,6 +134,12 @@ def _drop_stale() -> None:
             stamp.write_text(sources.hexdigest())
         except OSError:  # cannot be written, by numba neither
             continue
+
+
+def _user_wide(folder: Path) -> Path:
+    """Where numba keeps the code of `folder` when its own __pycache__ cannot be written."""
+    shared = AppDirs(appname="numba", appauthor=False).user_cache_dir
+    return Path(shared) / UserWideCacheLocator.get_suitable_cache_subpath(str(folder / "cpu_threads.py"))
 
 
 _drop_stale()
@@ -160,10 +184,14 @@ def finish(typing_context, progress, phase):
 
 @intrinsic
 def wait(typing_context, progress, phase, total):
-    """Lasts until `total` tasks of a phase are done. Those not done are in hand elsewhere: tens of microseconds."""
+    """Lasts until `total` tasks of a phase are done, or a thread failed. Those not done are in hand elsewhere: tens of
+    microseconds."""
 
     def codegen(context, builder, signature, args):
         counter = _counter(context, builder, signature, args, _DONE)
+        failed = builder.gep(
+            context.make_array(signature.args[0])(context, builder, args[0]).data, [ir.Constant(cgutils.intp_t, FAILED)]
+        )
         number = context.cast(builder, args[2], signature.args[2], types.int64)
         again, after = builder.append_basic_block("wait"), builder.append_basic_block("done")
         builder.branch(again)
@@ -171,8 +199,10 @@ def wait(typing_context, progress, phase, total):
         # with fewer cores than threads, whoever has the task may be waiting for this one
         yields = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.IntType(32), []), "sched_yield")
         done = builder.load_atomic(counter, ordering="acquire", align=8)
+        broken = builder.load_atomic(failed, ordering="monotonic", align=8)
         builder.call(yields, [])
-        builder.cbranch(builder.icmp_signed("<", done, number), again, after)
+        waiting = builder.icmp_signed("<", done, number)
+        builder.cbranch(builder.and_(waiting, builder.icmp_signed("==", broken, broken.type(0))), again, after)
         builder.position_at_end(after)
         return context.get_dummy_value()
 

@@ -19,7 +19,8 @@ from eps_core.summaries import LARGEST_ESTIMATE
 
 HEADS = 4  # query heads at a time; the others of a kv head take another pass over what then lies in the cache
 LANES = 16
-_FEATURES = (config.CPU_FEATURES or get_host_cpu_features()).split(",")
+# as numba decides: "" are no features, and what is kept is kept by them
+_FEATURES = (get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES).split(",")
 PERMUTES = "+avx512f" in _FEATURES  # whether one instruction looks sixteen numbers up in a table of sixteen (vpermps)
 # whether the CPU converts float16; where it does not, LLVM would call a function that numba's process may lack
 CONVERTS_HALF = "+f16c" in _FEATURES or platform.machine().lower() not in ("x86_64", "amd64", "i686", "x86")
@@ -354,12 +355,6 @@ def add_scaled(typing_context, pool, rows, first, end, head_dim, weights, sums):
     return types.void(pool, rows, first, end, head_dim, weights, sums), _adds_rows(1)
 
 
-def permuted(num_bytes: int) -> bool:
-    """Whether `score_rows` wants the table of codes of num_bytes as [nibbles, HEADS, 16] rather than as
-    [nibbles, 16, HEADS]."""
-    return PERMUTES and num_bytes % 4 == 0
-
-
 def _transposed(builder, pointers, words: int):
     """`words` vectors of sixteen 32-bit words: word j of each of sixteen rows, for words 1 or 4."""
     if words == 1:
@@ -443,9 +438,9 @@ def ask_for(typing_context, array, start, count):
 @intrinsic
 def score_rows(typing_context, codes, second, rows, count, num_bytes, table, scale, base, scores):
     """scores[i] = max over four heads r of base[r] + scale[row] sum over the nibbles n of the row's num_bytes codes of
-    table[n, r, value of n] (`permuted`, else table[n, value of n, r]), for i < count, a multiple of 16, and row =
-    rows[i], or rows + i where it is a number. Half of what the codes of `second` add is added unless it is None.
-    LARGEST_ESTIMATE stands for a head's that is not finite."""
+    table[n, r, value of n], or of table[n, value of n, r] unless PERMUTES and num_bytes is a multiple of 4; for i <
+    count, a multiple of 16, and row = rows[i], or rows + i where it is a number. Half of what the codes of `second` add
+    is added unless it is None. LARGEST_ESTIMATE stands for a head's that is not finite."""
 
     def codegen(context, builder, signature, args):
         kinds = signature.args

@@ -115,7 +115,7 @@ def host_threads() -> int:
 
 
 def kernel_threads() -> int:
-    """Threads of EPS's own CPU kernels, which OMP_NUM_THREADS does not rule."""
+    """Threads of EPS's own CPU kernels where they are helpers of ours, which OMP_NUM_THREADS does not rule."""
     asked = os.environ.get("NUMBA_NUM_THREADS", "")
     return int(asked) if asked.isdigit() and int(asked) else os.cpu_count() or 1
 

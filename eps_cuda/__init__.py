@@ -5,6 +5,7 @@ import platform
 import numpy as np
 import torch
 
+from eps_core import forks
 from eps_cuda.attention import add_tail, attend, attend_tail, merge
 from eps_cuda.cache import (
     Cache,
@@ -48,6 +49,8 @@ __all__ = [
     "versions",
     "write_kv",
 ]
+
+forks.watch()  # whatever Torch does from here on may make threads
 
 
 def versions() -> dict[str, str]:

@@ -24,7 +24,7 @@ from eps_core.dense_arms import (
     wall_clock,
 )
 from eps_cuda.cache import Cache, empty_pool
-from eps_cuda.cpu import kernel_threads
+from eps_cuda.paths import usable_kernels
 
 PAGE_TOKENS = 16  # flashinfer splits a sequence between pages only
 WORKSPACE_BYTES = 256 * 2**20
@@ -173,7 +173,12 @@ def last_cache_bytes(device: str) -> int | None:
 
 def device_facts(device: str) -> dict[str, Any]:
     if device == "cpu":
-        return {"device_name": host_name(), "threads": torch.get_num_threads(), "kernel_threads": kernel_threads()}
+        threads = None
+        if "numba" in usable_kernels("cpu"):
+            from eps_cuda.cpu import kernel_threads  # imports numba
+
+            threads = kernel_threads()
+        return {"device_name": host_name(), "threads": torch.get_num_threads(), "kernel_threads": threads}
     facts = torch.cuda.get_device_properties(0)
     return {
         "device_name": facts.name,

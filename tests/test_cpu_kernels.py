@@ -34,7 +34,7 @@ from test_conformance import (
 from eps_core import backend as oracle
 from eps_core import cpu_attend, cpu_kernels, cpu_openmp, cpu_threads
 from eps_core.config import CacheSpec, EpsConfig
-from eps_core.cpu_threads import take
+from eps_core.cpu_threads import finish, take, wait
 from eps_core.guards import forced_groups
 from eps_core.interface import Scores, Selection, load_backend
 
@@ -48,6 +48,8 @@ CASES = [
     Case((400, 128), eps("rq", group_tokens=128, bits=2), num_heads=5, num_kv_heads=1, dtype="bfloat16"),
     Case((300, 290), eps("rq", group_tokens=2), kind="ties", scale_q=1.0),
     Case((300,), eps("rq"), kind="equal"),
+    Case((300, 37), eps("rq", refine=0.3), head_dim=160, num_heads=6, num_kv_heads=2),  # codes of 4 words and 1
+    Case((300,), eps("rq", group_tokens=16), head_dim=96, num_heads=2, num_kv_heads=1),
     Case((290, 41), eps("rq", group_tokens=2, min_context=100, top_pages=9)),
     Case((100, 37), eps("rq")),  # too short for rq's centre: nothing has a summary
     Case((150, 37, 1), eps("box"), num_heads=16, num_kv_heads=1, head_dim=33, dtype="float16"),
@@ -330,11 +332,14 @@ def _count_team(parallel, num_threads, *args):
     cpu_openmp.on_team(parallel, num_threads, _count_members, args)
 
 
+def torch_parallel() -> int | None:
+    library = ctypes.CDLL(str(Path(importlib.import_module("torch").__file__).parent / "lib" / "libtorch_cpu.so"))
+    return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value
+
+
 def test_torch_lends_its_threads():
-    """As many members as asked for, each called once, on the libgomp that Torch itself calls."""
-    torch = importlib.import_module("torch")
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    parallel = ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value
+    """As many members as asked for, each called once."""
+    parallel = torch_parallel()
     for number in (1, 2, 5):
         progress, seen = cpu_threads.new_progress(1), np.zeros(9, np.int64)
         _count_team(parallel, number, progress, seen)
@@ -342,8 +347,14 @@ def test_torch_lends_its_threads():
 
 
 def test_a_library_without_openmp_has_no_team():
-    assert cpu_openmp.team_of(Path("/nowhere/lib.so"), lambda: 2) is None
-    assert cpu_openmp.team_of(Path(importlib.import_module("_ctypes").__file__), lambda: 2) is None
+    code = """if True:
+        import _ctypes
+        from pathlib import Path
+        from eps_core.cpu_openmp import team_of
+        for library in (Path("/nowhere/lib.so"), Path(_ctypes.__file__)):
+            assert team_of(library, lambda: 2) is None
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
@@ -357,20 +368,18 @@ def test_torch_without_a_team_uses_helpers(monkeypatch, case):
     check_attend(backend, case, s.cache, s.reference, s.q, s.native, s.table, s.lengths, None)
 
 
-@pytest.mark.parametrize("features", ["", "+avx,+avx2,+fma,+f16c"])
-def test_a_cpu_without_permutations(features, tmp_path):
-    """The code for CPUs that cannot look numbers up in a register (all but AVX-512), compiled for such a one."""
-    environment = {
-        **os.environ, "NUMBA_CPU_NAME": "haswell" if features else "generic", "NUMBA_CPU_FEATURES": features or "+sse2",
-        "NUMBA_CACHE_DIR": str(tmp_path),
-    }  # fmt: skip
+@pytest.mark.parametrize("name, features", [("generic", None), ("haswell", "+avx,+avx2,+fma,+f16c")])
+def test_a_cpu_without_permutations(name, features, tmp_path):
+    """The code for CPUs that cannot look numbers up in a register (all but AVX-512), compiled for such ones."""
+    environment = {**os.environ, "NUMBA_CPU_NAME": name, "NUMBA_CACHE_DIR": str(tmp_path)}
+    environment |= {} if features is None else {"NUMBA_CPU_FEATURES": features}
     code = """if True:
         import numpy as np, torch
         from eps_core import cpu_vectors
         from eps_core.config import CacheSpec, EpsConfig
         from eps_core.interface import load_backend
         from numba import njit
-        assert not cpu_vectors.PERMUTES and not cpu_vectors.permuted(16)
+        assert not cpu_vectors.PERMUTES
 
         @njit
         def widen(bits, values):
@@ -380,31 +389,39 @@ def test_a_cpu_without_permutations(features, tmp_path):
         halves, values = np.arange(65536, dtype=np.uint16), np.empty(65536, np.float32)
         widen(halves.view(np.int16), values)
         np.testing.assert_array_equal(values, halves.view(np.float16).astype(np.float32))
-        backend, rng = load_backend("cuda"), np.random.default_rng(0)
-        config = EpsConfig(method="rq", refine=0.2, tail_tokens=64)
-        results = []
-        for kernels in ("numba", "arrays"):
-            cache = backend.new_cache(CacheSpec(1, 2, 64, 12), config, "cpu", kernels)
-            rng = np.random.default_rng(0)
-            k, v = (backend.from_numpy(rng.normal(size=(600, 2, 64)), "float32", "cpu") for _ in range(2))
-            cache = backend.write_kv(cache, 0, k, v, np.arange(600))
-            q = backend.from_numpy(rng.normal(size=(1, 6, 64)), "float32", "cpu")
-            table, lengths = np.arange(12, dtype=np.int32)[None], np.array([600])
-            scores = backend.score(cache, 0, q, table, lengths)
-            assert scores.kernels == kernels
-            selection = backend.select(config, scores, lengths)
-            state = backend.attend(cache, 0, q, table, lengths, selection)
-            out, lse = backend.add_tail(cache, 0, table, lengths, scores, selection, state)
-            results.append([x.numpy() for x in (scores.estimate, selection.groups, out, lse)])
-        for one, other in zip(*results):
-            np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
+        backend = load_backend("cuda")
+        for dtype, config in (
+            ("float32", EpsConfig(method="rq", refine=0.2, tail_tokens=64)),
+            ("bfloat16", EpsConfig(method="rq", bits=4)),
+            ("float16", EpsConfig(method="box", group_tokens=16)),
+        ):
+            results = []
+            for kernels in ("numba", "arrays"):
+                units = 600 // config.unit_tokens + 1
+                cache = backend.new_cache(CacheSpec(1, 2, 64, units, dtype), config, "cpu", kernels)
+                rng = np.random.default_rng(0)
+                k, v = (backend.from_numpy(rng.normal(size=(600, 2, 64)), dtype, "cpu") for _ in range(2))
+                cache = backend.write_kv(cache, 0, k, v, np.arange(600))
+                q = backend.from_numpy(rng.normal(size=(1, 6, 64)), "float32", "cpu")
+                table, lengths = np.arange(units, dtype=np.int32)[None], np.array([600])
+                scores = backend.score(cache, 0, q, table, lengths)
+                assert scores.kernels == kernels
+                selection = backend.select(config, scores, lengths)
+                out, lse = backend.attend(cache, 0, q, table, lengths, selection)
+                if config.tail_tokens:
+                    out, lse = backend.add_tail(cache, 0, table, lengths, scores, selection, (out, lse))
+                results.append([x.numpy() for x in (scores.estimate, selection.groups, out, lse)])
+            for one, other in zip(*results):
+                np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
     """
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-def test_a_forked_child_does_not_wait_for_the_team_of_its_parent():
-    code = """if True:
+@pytest.mark.parametrize("before", ["attend()", "torch.ones(10**7).add_(1)"])
+def test_a_forked_child_does_not_wait_for_the_team_of_its_parent(before):
+    """Whether kernels or only Torch had a team before."""
+    code = f"""if True:
         import os, signal, sys
         import numpy as np, torch
         from eps_core.config import CacheSpec, EpsConfig
@@ -418,11 +435,119 @@ def test_a_forked_child_does_not_wait_for_the_team_of_its_parent():
         place = (q, np.arange(3000, dtype=np.int32)[None], np.array([40000]))
         def attend():
             return backend.attend(cache, 0, *place, None)[0].numpy()
-        out = attend()
+        {before}
         child = os.fork()
         if not child:
             signal.alarm(60)
-            os._exit(0 if np.allclose(attend(), out, atol=1e-5) else 3)
+            attend()
+            os._exit(0)
         sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="GOMP_parallel is looked up on Linux")
+def test_kernels_run_on_the_team_that_torch_has():
+    """The same threads: a kernel after a parallel operation of Torch makes none."""
+    code = """if True:
+        import os, numpy as np, torch
+        from eps_core import cpu_attend, cpu_openmp, cpu_threads
+        from eps_cuda import cpu
+        torch.set_num_threads(3)
+        torch.ones(10**7).add_(1)
+        threads = len(os.listdir("/proc/self/task"))
+        assert cpu._team()[0] is not cpu_threads.run
+        cpu_openmp.LATE_NS = 10**12  # a busy machine must not bring helpers
+        estimate, shares = np.zeros((2, 8, 60_000), np.float32), np.zeros((2, 8), np.float32)
+        cpu._run(cpu_attend.skipped_mass, 1, estimate, np.zeros(estimate.shape, np.uint8), shares)
+        assert (shares > 0.999).all() and len(os.listdir("/proc/self/task")) == threads, threads
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_late_members_are_not_waited_for_again_and_again():
+    patience = cpu_openmp.Patience()
+    asked = []
+    for _ in range(3):
+        while not patience.asks_team():
+            asked.append(False)
+        patience.note(2 * cpu_openmp.LATE_NS)
+        asked.append(True)
+    assert [i for i, team in enumerate(asked) if team] == [0, 17, 50]
+    while not patience.asks_team():
+        pass
+    for _ in range(7):
+        patience.note(1000)
+        assert patience.asks_team()
+    assert patience.avoid == 0
+
+
+def test_a_thread_that_fails_is_not_waited_for_and_said():
+    """Scratch that cannot be had: an error, not half an answer, on the team and on helpers."""
+    parallel = ctypes.cast(
+        ctypes.CDLL(
+            str(Path(importlib.import_module("torch").__file__).parent / "lib" / "libtorch_cpu.so")
+        ).GOMP_parallel,
+        ctypes.c_void_p,
+    ).value
+    out, progress = np.zeros(4), cpu_threads.new_progress(1)
+    _fail_team(parallel, 3, progress, out, 2**48)
+    with pytest.raises(RuntimeError, match="a thread of a compiled CPU kernel failed"):
+        cpu_threads.check(progress)
+    _fail_team(parallel, 3, cpu_threads.new_progress(1), out, 8)
+    assert (out == 1).all()
+    with pytest.raises(MemoryError):
+        cpu_threads.run(_fails, 1, out, 2**48)
+    cpu_threads.run(_fails, 1, out, 8)
+
+
+@njit(nogil=True)
+def _fails(progress, out, size):
+    while True:
+        task = take(progress, 0)
+        if task >= len(out):
+            break
+        scratch = np.ones(size)
+        out[task] = scratch[task]
+        finish(progress, 0)
+    wait(progress, 0, len(out))
+
+
+@njit
+def _fail_team(parallel, num_threads, *args):
+    cpu_openmp.on_team(parallel, num_threads, _fails, args)
+
+
+def test_large_pools_ask_for_huge_pages():
+    """VmFlags of the mapping: hg is what madvise asked for, had or not."""
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this kernel has no transparent huge pages")
+    torch = importlib.import_module("torch")
+    from eps_cuda.cache import empty_pool
+
+    def flags(pool) -> str:
+        inside, start = False, pool.data_ptr() + pool.nbytes // 2
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            first = line.split()[0]
+            if "-" in first and not first.endswith(":"):
+                low, high = (int(part, 16) for part in first.split("-"))
+                inside = low <= start < high
+            elif inside and first == "VmFlags:":
+                return line
+        return ""
+
+    large, small = (empty_pool((size,), torch.uint8, torch.device("cpu")) for size in (64 * 2**20, 2**20))
+    assert " hg" in flags(large) and " hg" not in flags(small)
+
+
+def test_benchmarks_need_no_numba():
+    code = """if True:
+        import sys
+        sys.modules["numba"] = None
+        import importlib.util
+        find = importlib.util.find_spec
+        importlib.util.find_spec = lambda name, *rest: None if name == "numba" else find(name, *rest)
+        from eps_cuda import dense_arms, usable_kernels
+        assert "numba" not in usable_kernels("cpu") and dense_arms.device_facts("cpu")["kernel_threads"] is None
     """
     subprocess.run([sys.executable, "-c", code], check=True)
