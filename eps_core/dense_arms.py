@@ -149,15 +149,17 @@ def host_free_bytes() -> int | None:
 
 
 def host_cache_bytes() -> int | None:
-    sizes = {}
-    for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+    """Of all last caches together: a processor may have several."""
+    sizes: dict[tuple[int, str], int] = {}  # level and the CPUs that share it -> bytes
+    for index in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index*"):
         try:
-            level, size = int((index / "level").read_text()), (index / "size").read_text().strip()
-            sizes[level] = int(size[:-1]) * {"K": 2**10, "M": 2**20}[size[-1]]
+            level, shared, size = ((index / name).read_text().strip() for name in ("level", "shared_cpu_list", "size"))
+            sizes[int(level), shared] = int(size[:-1]) * {"K": 2**10, "M": 2**20}[size[-1]]
         except (OSError, ValueError, KeyError):
             continue
     if sizes:
-        return sizes[max(sizes)]
+        last = max(level for level, _ in sizes)
+        return sum(size for (level, _), size in sizes.items() if level == last)
     text = _sysctl("hw.perflevel0.l2cachesize") or _sysctl("hw.l2cachesize")
     return int(text) if text else None
 
