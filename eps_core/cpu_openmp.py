@@ -121,11 +121,11 @@ _LAUNCHERS: dict[Any, Callable[..., None]] = {
 
 
 class Patience:
-    """Whether to call the team or helpers: helpers for 16 calls after a late member, twice as many after each further
-    one in a row, up to 1024."""
+    """Whether to call the team or helpers: helpers for 16 calls after a member was late twice in a row, twice as many
+    after each further time, up to 1024. Once is no sign: it may have slept."""
 
     def __init__(self) -> None:
-        self.avoid = self.left = 0
+        self.late = self.avoid = self.left = 0
 
     def asks_team(self) -> bool:
         if self.left:
@@ -135,10 +135,13 @@ class Patience:
 
     def note(self, waited_ns: int) -> None:
         """waited_ns: how long the last call of the team took after its work was done."""
-        if waited_ns > LATE_NS:
-            self.avoid = self.left = min(max(2 * self.avoid, 16), 1024)
-        else:
-            self.avoid //= 2
+        if waited_ns <= LATE_NS:
+            self.late, self.avoid = 0, self.avoid // 2
+            return
+        self.late += 1
+        if self.late == 2:
+            self.late, self.avoid = 0, min(max(2 * self.avoid, 16), 1024)
+            self.left = self.avoid
 
 
 def team_of(library: Path, num_threads: Callable[[], int]) -> Callable[..., None] | None:

@@ -466,16 +466,16 @@ def test_kernels_run_on_the_team_that_torch_has():
 
 
 def test_late_members_are_not_waited_for_again_and_again():
-    patience = cpu_openmp.Patience()
-    asked = []
-    for _ in range(3):
-        while not patience.asks_team():
-            asked.append(False)
-        patience.note(2 * cpu_openmp.LATE_NS)
-        asked.append(True)
-    assert [i for i, team in enumerate(asked) if team] == [0, 17, 50]
-    while not patience.asks_team():
-        pass
+    patience, late = cpu_openmp.Patience(), 2 * cpu_openmp.LATE_NS
+    for _ in range(5):  # a member that slept is late once
+        patience.note(late)
+        assert patience.asks_team()
+        patience.note(1000)
+    for avoided in (16, 32, 64):
+        for _ in range(2):
+            assert patience.asks_team()
+            patience.note(late)
+        assert [patience.asks_team() for _ in range(avoided + 1)] == [False] * avoided + [True]
     for _ in range(7):
         patience.note(1000)
         assert patience.asks_team()
