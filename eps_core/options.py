@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+import eps_core
 from eps_core.config import (
     DEFAULT_BUDGET,
     DEFAULT_REFINE,
@@ -22,7 +23,7 @@ from eps_core.interface import KERNELS
 
 DEMO_METHOD = "rq"
 AUTO = "auto"  # of --eps-min-context
-DEMO_MODEL = Path(__file__).parent / "demo_model"
+DEMO_MODEL = Path(eps_core.__file__).parent / "demo_model"
 # flags that mean something under one policy only
 _POLICY_FLAGS = {"eps_budget": "topk", "eps_tau": "share", "eps_alpha": "threshold"}
 _DEFAULT = EpsConfig()

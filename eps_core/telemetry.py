@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+import eps_core
 from eps_core.config import CacheSpec, ConfigError, EpsConfig
 from eps_core.interface import LayerStats, StepOutput
 
@@ -404,7 +405,7 @@ def package_version() -> str | None:
 
 def git_commit() -> str | None:
     """Commit of the checkout this package runs from, "-dirty" if changed; None where it is not a checkout."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(eps_core.__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None
     try:

@@ -48,10 +48,13 @@ def poison(monkeypatch, backend) -> None:
     modules = (
         [package] if package == "eps_core.backend" else [f"{package}.{m}" for m in ("cache", "model", "summaries")]
     )
+    poisoned = set()
     for module in map(importlib.import_module, modules):
         for name in EPS_PARTS:
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, refuse)
+                poisoned.add(name)
+    assert poisoned == set(EPS_PARTS), f"renamed, so not poisoned: {set(EPS_PARTS) - poisoned}"
 
 
 def test_off_allocates_nothing_of_eps(target):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import subprocess
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import eps_core
 from eps_core import telemetry
 from eps_core.config import CacheSpec, ConfigError, EpsConfig
 from eps_core.interface import LayerStats, StepOutput
@@ -288,5 +290,12 @@ def test_run_line_holds_the_whole_config_and_comes_back(tmp_path: Path) -> None:
 
 
 def test_git_commit_is_null_outside_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telemetry, "__file__", str(tmp_path / "eps_core" / "telemetry.py"))
+    monkeypatch.setattr(eps_core, "__file__", str(tmp_path / "eps_core" / "__init__.py"))
     assert telemetry.git_commit() is None
+
+
+def test_git_commit_is_that_of_this_checkout() -> None:
+    """Wherever telemetry's own file lies: a commit that is silently lost is evidence of nothing."""
+    told = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    commit = telemetry.git_commit()
+    assert told.returncode != 0 or (commit is not None and commit.startswith(told.stdout.strip()))
