@@ -15,9 +15,14 @@ import numpy as np
 
 from eps_core import attention, selection, summaries
 from eps_core.blocks import GroupState, WritePlan
-from eps_core.config import CacheSpec, ConfigError, EpsConfig, summary_group_bytes
+from eps_core.config.bytes import summary_group_bytes
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
+from eps_core.cpu.host import cpu_name
+from eps_core.errors import ConfigError
+from eps_core.gate.protocol import Certificate, Scores, Selection
 from eps_core.guards import check_units, missing_groups
-from eps_core.interface import Certificate, Scores, Selection, cpu_name, resolve_kernels
+from eps_core.load import resolve_kernels
 
 _DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float64": np.float64}
 

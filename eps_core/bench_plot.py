@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from eps_core.bench import GRAPH
-from eps_core.config import ConfigError
+from eps_core.bench.layer import GRAPH
+from eps_core.errors import ConfigError
 from eps_core.html_report import PALETTE
 
 Line = dict[str, Any]

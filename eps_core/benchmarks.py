@@ -14,7 +14,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from eps_core.config import ConfigError
+from eps_core.errors import ConfigError
 from eps_core.tasks import Sample
 
 # of LongBench v1: they need a Chinese word splitter, and prompts in Chinese

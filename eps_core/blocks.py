@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from eps_core.config import ConfigError, EpsConfig
+from eps_core.config.eps import EpsConfig
+from eps_core.errors import ConfigError
 
 
 @dataclass(eq=False)

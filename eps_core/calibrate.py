@@ -17,9 +17,11 @@ import numpy as np
 
 from eps_core import report, telemetry
 from eps_core.capture import open_text_model, record
-from eps_core.config import CacheSpec, EpsConfig, scoring_bytes
+from eps_core.config.bytes import scoring_bytes
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
 from eps_core.head_policy import FORMAT_VERSION, HeadPolicy, model_fingerprint, modes_of
-from eps_core.interface import backend_name
+from eps_core.load import backend_name
 from eps_core.replay import truth_of
 
 FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.125, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0)

@@ -24,9 +24,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from eps_core import report, tasks, telemetry
-from eps_core.config import DTYPE_BYTES, CacheSpec, ConfigError, EpsConfig, kv_bytes
+from eps_core.config.bytes import kv_bytes
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import DTYPE_BYTES, CacheSpec
+from eps_core.errors import ConfigError
+from eps_core.gate.protocol import Array, Backend, Decoder
 from eps_core.head_policy import model_fingerprint
-from eps_core.interface import Array, Backend, Decoder, backend_name, load_backend
+from eps_core.load import backend_name, load_backend
 from eps_core.model import ModelSpec, load_tokenizer, read_spec
 from eps_core.run import DEMO_MODEL, choose_device
 

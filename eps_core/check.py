@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.config import HEAD_MODES, CacheSpec, EpsConfig
-from eps_core.interface import Backend, Scores, Selection
+from eps_core.config.eps import EpsConfig
+from eps_core.config.read import HEAD_MODES
+from eps_core.config.store import CacheSpec
+from eps_core.gate.protocol import Backend, Scores, Selection
 from eps_core.summaries import decode_rq, rotate
 
 # every method with bounds, in each form that stores something else

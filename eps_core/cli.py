@@ -14,9 +14,11 @@ from eps_core.cli_bench import bench_command
 from eps_core.cli_evaluate import evaluate_command
 from eps_core.cli_grid import grid_command, report_command
 from eps_core.cli_replay import calibrate_command, capture_command, replay_command
-from eps_core.config import DTYPE_BYTES, ConfigError, open_group_bytes
+from eps_core.config.bytes import open_group_bytes
+from eps_core.config.store import DTYPE_BYTES
+from eps_core.errors import ConfigError
 from eps_core.generate import Sampling
-from eps_core.interface import BACKENDS, load_backend
+from eps_core.load import BACKENDS, load_backend
 from eps_core.options import AUTO, config_of, given_flags, kernels_option, selection_options, summary_options
 
 DEMO_NEW_TOKENS = 16

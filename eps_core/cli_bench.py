@@ -9,10 +9,11 @@ from typing import Any
 import click
 
 from eps_core import report, telemetry
-from eps_core.bench import GRAPH, Bench
-from eps_core.bench_plan import DEFAULT_FRACTIONS, DEFAULT_REPEATS, SCALING_CONTEXTS, BenchRequest
-from eps_core.config import DTYPE_BYTES, ConfigError
-from eps_core.interface import BACKENDS
+from eps_core.bench.layer import GRAPH, Bench
+from eps_core.bench.plan import DEFAULT_FRACTIONS, DEFAULT_REPEATS, SCALING_CONTEXTS, BenchRequest
+from eps_core.config.store import DTYPE_BYTES
+from eps_core.errors import ConfigError
+from eps_core.load import BACKENDS
 from eps_core.options import given_flags, kernels_option
 
 _PROGRESS_SECONDS = 10.0  # between lines where stderr is no terminal

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from eps_core import telemetry
-from eps_core.interface import BACKENDS
+from eps_core.load import BACKENDS
 from eps_core.options import config_of, given_flags, selection_options, summary_options
 
 DEFAULT_TASKS = "niah_single,niah_multikey"

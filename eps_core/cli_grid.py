@@ -7,7 +7,8 @@ from typing import Any
 import click
 
 from eps_core import telemetry
-from eps_core.config import DTYPE_BYTES, ConfigError
+from eps_core.config.store import DTYPE_BYTES
+from eps_core.errors import ConfigError
 from eps_core.grid import (
     PRESETS,
     Bench,
@@ -20,7 +21,7 @@ from eps_core.grid import (
     load_grid,
     run_cells,
 )
-from eps_core.interface import BACKENDS, backend_name, load_backend
+from eps_core.load import BACKENDS, backend_name, load_backend
 
 MIB = 2**20
 _PLAN = Plan()

@@ -8,8 +8,10 @@ from typing import Any
 import click
 
 from eps_core import report, telemetry
-from eps_core.config import DEFAULT_DIM, DTYPE_BYTES, EVALUATION_METHODS, METHODS, ConfigError, EpsConfig
-from eps_core.interface import BACKENDS
+from eps_core.config.eps import DEFAULT_DIM, EVALUATION_METHODS, METHODS, EpsConfig
+from eps_core.config.store import DTYPE_BYTES
+from eps_core.errors import ConfigError
+from eps_core.load import BACKENDS
 from eps_core.options import config_of, given_flags, selection_options, summary_options
 
 _backend_option = click.option("--backend", type=click.Choice(("auto", *BACKENDS)), default="auto", show_default=True)
@@ -153,7 +155,7 @@ def replay_command(ctx: click.Context, /, **flags: Any) -> None:
     """
     from eps_core.capture import open_capture
     from eps_core.head_policy import head_modes, load_policy
-    from eps_core.interface import backend_name, load_backend
+    from eps_core.load import backend_name, load_backend
     from eps_core.replay import bytes_at_error, combine, replay_many
 
     if (flags["eps_heads"] == "retrieval") != (flags["eps_head_policy"] is not None):

@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.config import CacheSpec, EpsConfig
-from eps_core.interface import Backend, backend_name, resolve_kernels
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
+from eps_core.gate.protocol import Backend
+from eps_core.load import backend_name, resolve_kernels
 
 CONTEXTS = (2048, 8192, 32768)  # tokens
 ROUNDS = 7  # of which the median is taken

@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 
 from eps_core import backend
-from eps_core.config import DTYPE_BYTES, ConfigError, scoring_bytes
+from eps_core.config.bytes import scoring_bytes
+from eps_core.config.store import DTYPE_BYTES
+from eps_core.errors import ConfigError
+from eps_core.gate.stats import LayerStats, StepOutput
 from eps_core.guards import forced_groups
-from eps_core.interface import LayerStats, StepOutput
 from eps_core.model import ModelSpec, inverse_frequencies
 
 QUERY_BLOCK = 256  # queries that the prefill attends at a time; changes speed and memory only

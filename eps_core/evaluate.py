@@ -13,8 +13,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from eps_core.config import DEFAULT_GUARDS, FINE_GUARDS, CacheSpec, EpsConfig, scoring_bytes
-from eps_core.interface import Backend, Decoder
+from eps_core.config.bytes import scoring_bytes
+from eps_core.config.eps import DEFAULT_GUARDS, FINE_GUARDS, EpsConfig
+from eps_core.config.store import CacheSpec
+from eps_core.gate.protocol import Backend, Decoder
 from eps_core.selection import guards, num_groups
 from eps_core.statistics import bootstrap_interval
 from eps_core.tasks import VALUE_DIGITS, corpus, filler, needle_document

@@ -13,8 +13,8 @@ import numpy as np
 
 from eps_core import blocks
 from eps_core.blocks import PagePool
-from eps_core.config import ConfigError
-from eps_core.interface import Backend, Decoder
+from eps_core.errors import ConfigError
+from eps_core.gate.protocol import Backend, Decoder
 from eps_core.telemetry import AUDIT_FACTOR, StepRecord, audit_step, step_record
 
 

@@ -21,9 +21,13 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from eps_core import telemetry
-from eps_core.config import EVALUATION_METHODS, METHODS, POLICIES, SCOPES, CacheSpec, ConfigError, EpsConfig
+from eps_core.config.eps import EVALUATION_METHODS, METHODS, EpsConfig
+from eps_core.config.read import POLICIES, SCOPES
+from eps_core.config.store import CacheSpec
+from eps_core.errors import ConfigError
 from eps_core.evaluate import kl_divergence
-from eps_core.interface import Backend, Decoder, LayerStats
+from eps_core.gate.protocol import Backend, Decoder
+from eps_core.gate.stats import LayerStats
 from eps_core.tasks import VALUE_DIGITS, corpus, filler, needle_document
 from eps_core.telemetry import StepRecord
 

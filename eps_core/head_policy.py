@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from eps_core.config import ConfigError
+from eps_core.errors import ConfigError
 from eps_core.model import ModelSpec, read_spec
 
 FORMAT_VERSION = 1

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.config import COARSE_GROUP_BLOCKS, ConfigError
+from eps_core.config.store import COARSE_GROUP_BLOCKS
+from eps_core.errors import ConfigError
 from eps_core.verdict import Verdict, arm_name, decide, loss_points, p95_saved_percent
 
 Line = dict[str, Any]

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.config import CacheSpec, EpsConfig
-from eps_core.interface import Backend
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
+from eps_core.gate.protocol import Backend
 
 TOKENS = 700  # past the 256 that rq's centre needs, with an open group where groups are of two
 # of an output against the largest |v|: what the rounding of its dtype and of other sum orders may differ by

@@ -13,9 +13,11 @@ from typing import Any, TextIO
 import numpy as np
 
 from eps_core import benchmarks, quality, telemetry
-from eps_core.config import CacheSpec, ConfigError, EpsConfig
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
+from eps_core.errors import ConfigError
 from eps_core.evaluate import Prompt, Runner, kl_divergence
-from eps_core.interface import backend_name, load_backend
+from eps_core.load import backend_name, load_backend
 from eps_core.model import ModelSpec, read_spec
 from eps_core.quality import Answer
 from eps_core.questions import Encoder, Question, benchmark_question, generated_questions, text_window

@@ -16,7 +16,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
-from eps_core.config import DTYPE_BYTES, ConfigError
+from eps_core.config.store import DTYPE_BYTES
+from eps_core.errors import ConfigError
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

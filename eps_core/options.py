@@ -8,18 +8,17 @@ from typing import Any
 import click
 
 import eps_core
-from eps_core.config import (
+from eps_core.config.eps import (
     DEFAULT_BUDGET,
     DEFAULT_REFINE,
     DEFAULT_TAIL_TOKENS,
     DEFAULT_TAU,
     FINE_BUDGET,
     METHODS,
-    POLICIES,
-    SCOPES,
     EpsConfig,
 )
-from eps_core.interface import KERNELS
+from eps_core.config.read import POLICIES, SCOPES
+from eps_core.load import KERNELS
 
 DEMO_METHOD = "rq"
 AUTO = "auto"  # of --eps-min-context

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from eps_core.config import ConfigError
+from eps_core.errors import ConfigError
 from eps_core.model import ModelSpec, load_tokenizer
 from eps_core.ruler import DEPTHS, make_sample
 from eps_core.tasks import Sample, filler

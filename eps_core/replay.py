@@ -16,9 +16,13 @@ from typing import Any
 import numpy as np
 
 from eps_core.capture import Capture
-from eps_core.config import CacheSpec, ConfigError, EpsConfig, scoring_bytes
+from eps_core.config.bytes import scoring_bytes
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
+from eps_core.errors import ConfigError
+from eps_core.gate.protocol import Array, Backend, Scores, Selection
 from eps_core.guards import forced_groups
-from eps_core.interface import Array, Backend, Scores, Selection, load_backend
+from eps_core.load import load_backend
 from eps_core.run import choose_device
 
 RECALL_FRACTIONS = (0.05, 0.125, 0.25)  # of the groups, where mass recall is measured without guards

@@ -4,7 +4,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from eps_core.config import COARSE_GROUP_BLOCKS, METHODS, EpsConfig, kv_bytes, summary_bytes, summary_group_bytes
+from eps_core.config.bytes import kv_bytes, summary_bytes, summary_group_bytes
+from eps_core.config.eps import METHODS, EpsConfig
+from eps_core.config.store import COARSE_GROUP_BLOCKS
 
 MIB = 2**20
 _PROGRESS_SECONDS = 10.0  # between lines where stderr is no terminal

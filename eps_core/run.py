@@ -13,11 +13,14 @@ import numpy as np
 
 from eps_core import report, tasks, telemetry
 from eps_core.blocks import PagePool
-from eps_core.config import CacheSpec, ConfigError, EpsConfig
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
 from eps_core.cost import Cost, cost_of
+from eps_core.errors import ConfigError
+from eps_core.gate.protocol import Backend, Decoder
 from eps_core.generate import Sampling, generate
-from eps_core.interface import Backend, Decoder, backend_name, load_backend, resolve_kernels
 from eps_core.kernel_check import disagreement
+from eps_core.load import backend_name, load_backend, resolve_kernels
 from eps_core.model import ModelSpec, load_tokenizer, read_spec
 from eps_core.options import DEMO_MODEL
 from eps_core.telemetry import StepRecord, kl_divergence

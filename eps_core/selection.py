@@ -8,7 +8,7 @@ import heapq
 
 import numpy as np
 
-from eps_core.config import EpsConfig
+from eps_core.config.eps import EpsConfig
 
 
 def num_groups(length: int, group_tokens: int) -> int:

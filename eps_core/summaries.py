@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.config import MEAN, EpsConfig
+from eps_core.config.eps import MEAN, EpsConfig
 
 Summary = dict[str, Any]
 Score = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from eps_core.config import ConfigError
+from eps_core.errors import ConfigError
 
 _ADJECTIVES = (
     "amber azure brave brisk broad calm clear coral crisp deep early eager fair fast fierce final fleet fresh gentle "

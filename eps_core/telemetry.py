@@ -20,8 +20,10 @@ from typing import Any
 import numpy as np
 
 import eps_core
-from eps_core.config import CacheSpec, ConfigError, EpsConfig
-from eps_core.interface import LayerStats, StepOutput
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
+from eps_core.errors import ConfigError
+from eps_core.gate.stats import LayerStats, StepOutput
 
 
 @dataclass(frozen=True)

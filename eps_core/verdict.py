@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from eps_core.config import DEFAULT_GUARDS, EVALUATION_METHODS, FINE_GUARDS, EpsConfig
+from eps_core.config.eps import DEFAULT_GUARDS, EVALUATION_METHODS, FINE_GUARDS, EpsConfig
 
 SHIP, ITERATE, KILL, UNDECIDED = "ship", "iterate", "kill", "not decidable"
 

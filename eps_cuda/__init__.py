@@ -5,7 +5,7 @@ import platform
 import numpy as np
 import torch
 
-from eps_core import forks
+from eps_core.cpu import forks
 from eps_cuda.attention import add_tail, attend, attend_tail, merge
 from eps_cuda.cache import (
     Cache,

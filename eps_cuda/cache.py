@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 
 from eps_core.blocks import GroupState, WritePlan
-from eps_core.config import CacheSpec, ConfigError, EpsConfig
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
+from eps_core.cpu.host import cpu_name
+from eps_core.cpu.memory import advise_huge_pages
+from eps_core.errors import ConfigError
 from eps_core.guards import check_units
-from eps_core.host_memory import advise_huge_pages
-from eps_core.interface import cpu_name, resolve_kernels
+from eps_core.load import resolve_kernels
 from eps_core.summaries import CENTRE_TOKENS, jl_projection, rq_signs
 from eps_cuda.paths import kernels_module, usable_kernels
 from eps_cuda.summaries import Summary, build_box, build_jl, build_meanstd, build_summary

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eps_core import cpu_kernels, cpu_write
-from eps_core.config import EpsConfig
-from eps_core.interface import Scores, Selection
+from eps_core.config.eps import EpsConfig
+from eps_core.cpu import kernels, write
+from eps_core.gate.protocol import Scores, Selection
 from eps_cuda.cache import Cache
 from eps_cuda.summaries import near16
 
@@ -31,11 +31,11 @@ def _host(array: Tensor) -> np.ndarray:
 @functools.cache
 def _team() -> tuple[Callable[..., None], Callable[[], int]]:
     """What runs kernels, and how many threads it uses: Torch's own where they can be reached."""
-    from eps_core import cpu_openmp, cpu_threads
+    from eps_core.cpu import openmp, threads
 
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    run = cpu_openmp.team_of(library, torch.get_num_threads)
-    return (cpu_threads.run, cpu_threads.num_threads) if run is None else (run, torch.get_num_threads)
+    run = openmp.team_of(library, torch.get_num_threads)
+    return (threads.run, threads.num_threads) if run is None else (run, torch.get_num_threads)
 
 
 def _run(kernel: Any, phases: int, *args: Any, alone: bool = False) -> None:
@@ -58,7 +58,7 @@ def _listed(selection: Selection) -> tuple[np.ndarray, np.ndarray]:
 @torch.inference_mode()
 def score(cache: Cache, layer: int, q: Tensor, table: np.ndarray, lengths: np.ndarray) -> Scores | None:
     """See `summaries.score`."""
-    scored = cpu_kernels.score(cache, layer, _host(q.float()), table, lengths, _host, _run)
+    scored = kernels.score(cache, layer, _host(q.float()), table, lengths, _host, _run)
     if scored is None:
         return None
     estimate, lower, upper, num_missing, slack = scored
@@ -70,7 +70,7 @@ def score(cache: Cache, layer: int, q: Tensor, table: np.ndarray, lengths: np.nd
 @torch.inference_mode()
 def select(config: EpsConfig, scores: Scores, lengths: np.ndarray, layer: int = 0) -> Selection | None:
     """See `selection.select`."""
-    chosen = cpu_kernels.select(config, _host(scores.estimate), scores.num_missing, lengths, layer, _run)
+    chosen = kernels.select(config, _host(scores.estimate), scores.num_missing, lengths, layer, _run)
     if chosen is None:
         return None
     groups, counts, uniform, forced, visit = chosen
@@ -83,7 +83,7 @@ def attend(
 ) -> State:
     """See `attention.attend`."""
     listed = None if selection is None else _listed(selection)
-    out, lse = cpu_kernels.attend(cache, layer, _host(q.float()), table, lengths, listed, _host, _run)
+    out, lse = kernels.attend(cache, layer, _host(q.float()), table, lengths, listed, _host, _run)
     return torch.from_numpy(out).to(q.dtype), torch.from_numpy(lse)
 
 
@@ -92,7 +92,7 @@ def attend_tail(
     cache: Cache, layer: int, table: np.ndarray, lengths: np.ndarray, scores: Scores, selection: Selection, lse: Tensor
 ) -> State:
     """See `attention.attend_tail`."""
-    out, tail = cpu_kernels.attend_tail(
+    out, tail = kernels.attend_tail(
         cache, layer, table, lengths, _host(scores.estimate), _listed(selection), _host(lse), _host, _run
     )
     return torch.from_numpy(out), torch.from_numpy(tail)
@@ -104,7 +104,7 @@ def build_summary(config: EpsConfig, constants: dict[str, Tensor], k: Tensor) ->
     if config.method != "rq" or config.bits != 1 or config.rq_bounds:
         return None
     keys, centre, signs = (_host(x.float()) for x in (k, constants["centre"], constants["signs"]))
-    summary = cpu_write.build_rq(keys, centre, signs, bool(config.refine))
+    summary = write.build_rq(keys, centre, signs, bool(config.refine))
     arrays = {name: torch.from_numpy(array) for name, array in summary.items()}
     return {name: near16(x) if x.dtype == torch.float32 else x for name, x in arrays.items()}
 
@@ -115,10 +115,10 @@ def add_tail(
 ) -> State:
     """See `attention.add_tail`."""
     out, lse = state
-    tail = cpu_kernels.attend_tail(
+    tail = kernels.attend_tail(
         cache, layer, table, lengths, _host(scores.estimate), _listed(selection), _host(lse), _host, _run
     )
-    whole, whole_lse = cpu_kernels.merge(_host(out.float()), _host(lse), *tail)
+    whole, whole_lse = kernels.merge(_host(out.float()), _host(lse), *tail)
     return torch.from_numpy(whole).to(out.dtype), torch.from_numpy(whole_lse)
 
 
@@ -127,4 +127,4 @@ def skipped_mass(scores: Scores, selection: Selection) -> Tensor | None:
     """See `selection.skipped_mass`."""
     if selection.visit is None:
         return None
-    return torch.from_numpy(cpu_kernels.skipped_mass(_host(scores.estimate), _host(selection.visit), _run))
+    return torch.from_numpy(kernels.skipped_mass(_host(scores.estimate), _host(selection.visit), _run))

@@ -14,15 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from eps_core.config import EpsConfig
-from eps_core.dense_arms import (
-    Arm,
-    host_bandwidth_arms,
-    host_cache_bytes,
-    host_free_bytes,
-    host_name,
-    wall_clock,
-)
+from eps_core.config.eps import EpsConfig
+from eps_core.cpu.host import Arm, host_bandwidth_arms, host_cache_bytes, host_free_bytes, host_name, wall_clock
 from eps_cuda.cache import Cache, empty_pool
 from eps_cuda.paths import usable_kernels
 

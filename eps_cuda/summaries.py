@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eps_core.config import MEAN, EpsConfig
+from eps_core.config.eps import MEAN, EpsConfig
+from eps_core.gate.protocol import Scores
 from eps_core.guards import forced_groups, missing_groups
-from eps_core.interface import Scores
 from eps_core.summaries import LARGEST_ESTIMATE, RQ_STEP, SECOND_STEP, hadamard_blocks
 from eps_cuda.paths import kernels_module
 

@@ -10,9 +10,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from eps_core import cpu_kernels, cpu_write
-from eps_core.config import EpsConfig
-from eps_core.interface import Scores, Selection
+from eps_core.config.eps import EpsConfig
+from eps_core.cpu import kernels, write
+from eps_core.gate.protocol import Scores, Selection
 from eps_mlx.cache import Cache
 from eps_mlx.summaries import near16
 
@@ -26,9 +26,9 @@ def _host(array: mx.array) -> np.ndarray:
 
 def _run(kernel: Any, phases: int, *args: Any, alone: bool = False) -> None:
     """Runs kernels on threads of our own: MLX's cannot be reached."""
-    from eps_core import cpu_threads
+    from eps_core.cpu import threads
 
-    cpu_threads.run(kernel, phases, *args, alone=alone)
+    threads.run(kernel, phases, *args, alone=alone)
 
 
 def _array(array: np.ndarray | None) -> mx.array | None:
@@ -42,7 +42,7 @@ def _listed(selection: Selection) -> tuple[np.ndarray, np.ndarray]:
 def score(cache: Cache, layer: int, q: mx.array, table: np.ndarray, lengths: np.ndarray) -> Scores | None:
     """See `summaries.score`."""
     with mx.stream(cache.stream):
-        scored = cpu_kernels.score(cache, layer, _host(q.astype(mx.float32)), table, lengths, _host, _run)
+        scored = kernels.score(cache, layer, _host(q.astype(mx.float32)), table, lengths, _host, _run)
         if scored is None:
             return None
         estimate, lower, upper, num_missing, slack = scored
@@ -53,7 +53,7 @@ def score(cache: Cache, layer: int, q: mx.array, table: np.ndarray, lengths: np.
 
 def select(config: EpsConfig, scores: Scores, lengths: np.ndarray, layer: int = 0) -> Selection | None:
     """See `selection.select`."""
-    chosen = cpu_kernels.select(config, _host(scores.estimate), scores.num_missing, lengths, layer, _run)
+    chosen = kernels.select(config, _host(scores.estimate), scores.num_missing, lengths, layer, _run)
     if chosen is None:
         return None
     groups, counts, uniform, forced, visit = chosen
@@ -66,7 +66,7 @@ def attend(
     """See `attention.attend`."""
     with mx.stream(cache.stream):
         listed = None if selection is None else _listed(selection)
-        out, lse = cpu_kernels.attend(cache, layer, _host(q.astype(mx.float32)), table, lengths, listed, _host, _run)
+        out, lse = kernels.attend(cache, layer, _host(q.astype(mx.float32)), table, lengths, listed, _host, _run)
         return mx.array(out).astype(q.dtype), mx.array(lse)
 
 
@@ -81,7 +81,7 @@ def attend_tail(
 ) -> State:
     """See `attention.attend_tail`."""
     with mx.stream(cache.stream):
-        out, tail = cpu_kernels.attend_tail(
+        out, tail = kernels.attend_tail(
             cache, layer, table, lengths, _host(scores.estimate), _listed(selection), _host(lse), _host, _run
         )
         return mx.array(out), mx.array(tail)
@@ -92,7 +92,7 @@ def build_summary(config: EpsConfig, constants: dict[str, mx.array], k: mx.array
     if config.method != "rq" or config.bits != 1 or config.rq_bounds:
         return None
     keys, centre, signs = (_host(x.astype(mx.float32)) for x in (k, constants["centre"], constants["signs"]))
-    summary = cpu_write.build_rq(keys, centre, signs, bool(config.refine))
+    summary = write.build_rq(keys, centre, signs, bool(config.refine))
     arrays = {name: mx.array(array) for name, array in summary.items()}
     return {name: near16(x) if x.dtype == mx.float32 else x for name, x in arrays.items()}
 
@@ -103,10 +103,10 @@ def add_tail(
     """See `attention.add_tail`."""
     out, lse = state
     with mx.stream(cache.stream):
-        tail = cpu_kernels.attend_tail(
+        tail = kernels.attend_tail(
             cache, layer, table, lengths, _host(scores.estimate), _listed(selection), _host(lse), _host, _run
         )
-        whole, whole_lse = cpu_kernels.merge(_host(out.astype(mx.float32)), _host(lse), *tail)
+        whole, whole_lse = kernels.merge(_host(out.astype(mx.float32)), _host(lse), *tail)
         return mx.array(whole).astype(out.dtype), mx.array(whole_lse)
 
 
@@ -114,11 +114,11 @@ def skipped_mass(scores: Scores, selection: Selection) -> mx.array | None:
     """See `selection.skipped_mass`."""
     if selection.visit is None:
         return None
-    return mx.array(cpu_kernels.skipped_mass(_host(scores.estimate), _host(selection.visit), _run))
+    return mx.array(kernels.skipped_mass(_host(scores.estimate), _host(selection.visit), _run))
 
 
 def let_go() -> None:
     """Waits until no thread of a kernel holds a view of a pool any more: a write would copy the pool."""
-    from eps_core import cpu_threads
+    from eps_core.cpu import threads
 
-    cpu_threads.settle()
+    threads.settle()

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from eps_core.dense_arms import (
+from eps_core.cpu.host import (
     Arm,
     host_bandwidth_arms,
     host_cache_bytes,

@@ -12,9 +12,10 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from eps_core.config import ConfigError, scoring_bytes
+from eps_core.config.bytes import scoring_bytes
+from eps_core.errors import ConfigError
+from eps_core.gate.stats import LayerStats, StepOutput
 from eps_core.guards import forced_groups
-from eps_core.interface import LayerStats, StepOutput
 from eps_core.model import ModelSpec, inverse_frequencies, load_weights
 from eps_mlx.attention import add_tail, attend, attend_chunk, attend_own, merge
 from eps_mlx.cache import DTYPES, Cache, check_finite, device_of, devices, evaluate, from_numpy, read_kv, write_kv

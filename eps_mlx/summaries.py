@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import numpy as np
 
-from eps_core.config import MEAN, EpsConfig
+from eps_core.config.eps import MEAN, EpsConfig
+from eps_core.gate.protocol import Scores
 from eps_core.guards import forced_groups, missing_groups
-from eps_core.interface import Scores
 from eps_core.summaries import LARGEST_ESTIMATE, RQ_STEP, SECOND_STEP, hadamard_blocks
 from eps_mlx.paths import kernels_module
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from eps_core.config import EpsConfig
+from eps_core.config.eps import EpsConfig
 from eps_core.evaluate import Runner, bytes_at_kl
-from eps_core.interface import load_backend
+from eps_core.load import load_backend
 from eps_core.model import load_tokenizer, read_spec
 from eps_core.tasks import corpus, filler
 from eps_core.telemetry import git_commit, kl_divergence

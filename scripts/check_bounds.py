@@ -32,8 +32,8 @@ from eps_core.check import (
     run_capture,
     run_gate,
 )
-from eps_core.config import EpsConfig
-from eps_core.interface import BACKENDS, load_backend
+from eps_core.config.eps import EpsConfig
+from eps_core.load import BACKENDS, load_backend
 from eps_core.telemetry import git_commit
 
 GROUP_TOKENS = (1, 128, 2, 64, 4, 32, 8, 16, 3, 5)

@@ -16,7 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from eps_core.evaluate import BYTE_BUDGETS, TAUS, Plan, Runner, markdown, records, run_document, table_cells
-from eps_core.interface import load_backend
+from eps_core.load import load_backend
 from eps_core.model import load_tokenizer, read_spec
 from eps_core.telemetry import git_commit
 

@@ -19,8 +19,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from whole_step import make_demo
 
-from eps_core.config import CacheSpec, EpsConfig
-from eps_core.interface import load_backend
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
+from eps_core.load import load_backend
 from eps_core.model import read_spec
 from eps_core.telemetry import git_commit
 

@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 
 import triton_interpreter  # noqa: F401  mends what the interpreter gets wrong in bfloat16
 
-from eps_core.interface import BACKENDS, load_backend
+from eps_core.load import BACKENDS, load_backend
 
 REQUESTED = os.environ.get("EPS_TEST_BACKENDS", ",".join(BACKENDS)).split(",")
 

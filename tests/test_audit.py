@@ -16,9 +16,11 @@ from test_conformance import eps, visit_mask
 
 from eps_core import cli
 from eps_core.blocks import PagePool
-from eps_core.config import CacheSpec, EpsConfig, scoring_bytes
+from eps_core.config.bytes import scoring_bytes
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
+from eps_core.gate.protocol import Scores
 from eps_core.generate import Sampling, generate
-from eps_core.interface import Scores
 from eps_core.model import read_spec
 from eps_core.telemetry import StepRecord, kl_divergence, summarise
 

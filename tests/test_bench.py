@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 from conftest import REQUESTED
 
-from eps_core import bench_targets, cli
-from eps_core.bench_check import require_same, run_step
-from eps_core.bench_data import CHUNK_TOKENS, Shape, Source, fill
-from eps_core.bench_plan import SCALING_CONTEXTS, BenchRequest, budgeted
-from eps_core.config import ConfigError, EpsConfig
-from eps_core.interface import load_backend
+from eps_core import cli
+from eps_core.bench import targets
+from eps_core.bench.data import CHUNK_TOKENS, Shape, Source, fill
+from eps_core.bench.plan import SCALING_CONTEXTS, BenchRequest, budgeted
+from eps_core.bench.proof import require_same, run_step
+from eps_core.config.eps import EpsConfig
+from eps_core.errors import ConfigError
+from eps_core.load import load_backend
 
 ROOT = Path(__file__).parent.parent
 HEADS, HEAD_DIM, GROUPED = 2, 32, 4  # kv heads, their dimensions, query heads
@@ -42,8 +44,8 @@ class Bench:
         self.monkeypatch, self.capsys = monkeypatch, capsys
         # how fast the memory is and how cold the caches are is of no interest here
         for name, value in (("COPIES", 1), ("COPY_SECONDS", 0.0), ("LARGEST_COPY_BYTES", 2**22)):
-            monkeypatch.setattr(f"eps_core.bench.{name}", value)
-        monkeypatch.setattr("eps_core.bench.flush_bytes", lambda last_cache: 2**20)
+            monkeypatch.setattr(f"eps_core.bench.layer.{name}", value)
+        monkeypatch.setattr("eps_core.bench.layer.flush_bytes", lambda last_cache: 2**20)
 
     def __call__(self, *args: object) -> tuple[int, str, str]:
         self.monkeypatch.setattr(sys, "argv", ["eps-proto", "bench", *map(str, args)])
@@ -145,7 +147,7 @@ def test_the_whole_context_is_timed_where_it_is_asked_for(bench: Bench, tmp_path
 @pytest.mark.parametrize("method", ["rq", "box"])
 @pytest.mark.parametrize("share", [0.3, 0.55])
 def test_bytes_are_as_many_groups_as_fit(method: str, share: float) -> None:
-    from eps_core.config import scoring_bytes
+    from eps_core.config.bytes import scoring_bytes
 
     shape = Shape(4096, 2, 8, 2, 128, "bfloat16")
     config = EpsConfig(method=method, tail_tokens=64 if method == "rq" else 0)
@@ -259,9 +261,9 @@ def test_a_kernel_that_fails_is_one_line(bench: Bench, monkeypatch: pytest.Monke
 def test_dense_arms_that_fail_or_are_wrong_are_reported(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from eps_core import dense_arms
+    from eps_core.bench import platform
 
-    right = dense_arms.dense_arms
+    right = platform.dense_arms
 
     def with_bad_ones(k: np.ndarray, v: np.ndarray, q: np.ndarray) -> dict[str, Any]:
         arms = right(k, v, q)
@@ -271,7 +273,7 @@ def test_dense_arms_that_fail_or_are_wrong_are_reported(
 
         return {"absent": absent, "wrong": lambda: q * 0.5, **arms}
 
-    monkeypatch.setattr(dense_arms, "dense_arms", with_bad_ones)
+    monkeypatch.setattr(platform, "dense_arms", with_bad_ones)
     code, out, err = bench(*TINY, "--backend", "numpy", "--method", "box", "--output", tmp_path / "bench.jsonl")
     assert code == 0, err
     (cell,) = lines_of(tmp_path / "bench.jsonl")[1]
@@ -284,15 +286,15 @@ def test_what_a_graph_records_is_the_step_that_is_timed() -> None:
     """`capture` needs a GPU; what it records runs anywhere, if need be interpreted."""
     if not any(kernels == "triton" for _, _, kernels in CASES):
         pytest.skip("no Triton kernels here")
-    from eps_cuda import dense_arms
+    from eps_cuda import dense_arms as platform
 
     backend, shape = load_backend("cuda"), Shape(256, 2, 4, 2, 32, "float32")
     device = backend.devices()[-1]
     for method in ("rq", "box"):
         config = EpsConfig(method=method, top_pages=8)
-        layer = fill(backend, Source(shape), config, device, "triton", 16, dense_arms.synchronize)
-        step = run_step(layer, config, dense_arms.synchronize)
-        parts = dense_arms.device_parts(layer.cache, config, layer.q, layer.table, layer.lengths)
+        layer = fill(backend, Source(shape), config, device, "triton", 16, platform.synchronize)
+        step = run_step(layer, config, platform.synchronize)
+        parts = platform.device_parts(layer.cache, config, layer.q, layer.table, layer.lengths)
         assert {"select", "attend"} <= set(parts) and ("step" in parts) >= (method == "rq")
         require_same(layer, parts["attend"](), step.read, "attend")
         for name in {"attend_with_tail", "step"} & set(parts):
@@ -413,7 +415,7 @@ def test_targets_are_judged_from_the_record(tmp_path: Path, capsys: pytest.Captu
     def judged(cells: list[dict[str, Any]]) -> tuple[int, list[bool | None]]:
         path = tmp_path / "gpu.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in [run, *cells]))
-        code = bench_targets.main([path])
+        code = targets.main([path])
         return code, [one["passed"] for one in json.loads(capsys.readouterr().out.splitlines()[-1])["targets"]]
 
     assert judged(good) == (0, [True] * 6)
@@ -423,9 +425,9 @@ def test_targets_are_judged_from_the_record(tmp_path: Path, capsys: pytest.Captu
     assert judged(late) == (1, [True, True, True, False, True, False])
     assert judged(good[2:]) == (1, [True, False, False, False, False, False])
     assert judged([cell | {"interpreted": True} for cell in good]) == (0, [None] * 6)
-    assert bench_targets.main([tmp_path / "absent.jsonl"]) == 2
+    assert targets.main([tmp_path / "absent.jsonl"]) == 2
     (tmp_path / "empty.jsonl").write_text("")
-    assert bench_targets.main([tmp_path / "empty.jsonl"]) == 2
+    assert targets.main([tmp_path / "empty.jsonl"]) == 2
 
 
 def test_scripts_start() -> None:

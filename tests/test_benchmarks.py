@@ -24,7 +24,7 @@ from eps_core.benchmarks import (
     string_match_all,
     string_match_part,
 )
-from eps_core.config import ConfigError
+from eps_core.errors import ConfigError
 from eps_core.questions import benchmark_question
 from eps_core.tasks import Sample
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from eps_core.blocks import GroupState, PagePool, Sequence, WritePlan
-from eps_core.config import ConfigError, EpsConfig
+from eps_core.config.eps import EpsConfig
+from eps_core.errors import ConfigError
 
 
 class Memory:

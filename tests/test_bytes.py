@@ -6,8 +6,10 @@ from conftest import TARGETS, bound
 from test_conformance import Case, case_units, eps, make_kv, write_all
 
 from eps_core import backend as oracle
-from eps_core.config import CacheSpec, EpsConfig, scoring_bytes, summary_bytes, summary_group_bytes
-from eps_core.interface import load_backend
+from eps_core.config.bytes import scoring_bytes, summary_bytes, summary_group_bytes
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
+from eps_core.load import load_backend
 
 
 class Counter:

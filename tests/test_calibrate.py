@@ -23,7 +23,9 @@ from eps_core.calibrate import (
     layer_curves,
     write_policy,
 )
-from eps_core.config import ConfigError, EpsConfig, scoring_bytes
+from eps_core.config.bytes import scoring_bytes
+from eps_core.config.eps import EpsConfig
+from eps_core.errors import ConfigError
 from eps_core.head_policy import (
     HeadPolicy,
     check_policy,

@@ -19,9 +19,11 @@ from eps_core import attention, cli, cli_replay
 from eps_core import capture as capture_module
 from eps_core.calibrate import write_policy
 from eps_core.capture import METADATA_KEY, Capture, CaptureRequest, capture, open_capture, open_text_model, record
-from eps_core.config import ConfigError, EpsConfig
+from eps_core.config.eps import EpsConfig
+from eps_core.errors import ConfigError
+from eps_core.gate.stats import LayerStats
 from eps_core.head_policy import HeadPolicy
-from eps_core.interface import LayerStats, load_backend
+from eps_core.load import load_backend
 from eps_core.replay import (
     CERTIFIED_LEVELS,
     RECALL_FRACTIONS,

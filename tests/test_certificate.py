@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from eps_core import check
 from eps_core.capture import open_text_model, record
 from eps_core.check import BOUNDED_ARMS, CACHE_DTYPES, KEY_CODE_ARMS, Filled, Trial, arm_name
-from eps_core.config import ConfigError, EpsConfig
-from eps_core.interface import load_backend
+from eps_core.config.eps import EpsConfig
+from eps_core.errors import ConfigError
+from eps_core.load import load_backend
 
 EPSILONS = (1.0, 0.5, 0.1, 1e-2, 1e-3, 0.0)  # falling
 POLICIES = ({"policy": "topk", "budget": 0.1}, {"policy": "share", "tau": 0.02}, {"policy": "mass"})

@@ -19,8 +19,8 @@ from click.testing import CliRunner
 from test_telemetry import KEYS
 
 from eps_core.cli import cli
-from eps_core.config import METHODS, EpsConfig
-from eps_core.interface import BACKENDS
+from eps_core.config.eps import METHODS, EpsConfig
+from eps_core.load import BACKENDS
 from eps_core.options import config_of, given_flags, selection_options, summary_options
 
 PROMPT = "It was a dark and stormy night; the rain fell in torrents. " * 5  # 295 tokens

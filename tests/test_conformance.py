@@ -23,8 +23,11 @@ from eps_core import selection as oracle_selection
 from eps_core import summaries as oracle_summaries
 from eps_core.attention import attend_keys, group_masses
 from eps_core.blocks import PagePool
-from eps_core.config import DTYPE_BYTES, CacheSpec, ConfigError, EpsConfig, scoring_bytes, summary_group_bytes
-from eps_core.interface import Scores, Selection
+from eps_core.config.bytes import scoring_bytes, summary_group_bytes
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import DTYPE_BYTES, CacheSpec
+from eps_core.errors import ConfigError
+from eps_core.gate.protocol import Scores, Selection
 from eps_core.model import read_spec
 
 pytestmark = pytest.mark.kernels("numba", "triton", "metal")

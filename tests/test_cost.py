@@ -8,7 +8,8 @@ from click.testing import CliRunner
 
 from eps_core import cost
 from eps_core.cli import cli
-from eps_core.config import CacheSpec, EpsConfig
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
 from eps_core.cost import Cost, cost_of, costs_path, measure
 
 SPEC = CacheSpec(4, 2, 16, 1)

@@ -32,11 +32,15 @@ from test_conformance import (
 )  # fmt: skip
 
 from eps_core import backend as oracle
-from eps_core import cpu_attend, cpu_kernels, cpu_openmp, cpu_threads
-from eps_core.config import CacheSpec, EpsConfig
-from eps_core.cpu_threads import finish, take, wait
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
+from eps_core.cpu import attend, openmp
+from eps_core.cpu import kernels as kernels_cpu
+from eps_core.cpu import threads as threads_cpu
+from eps_core.cpu.threads import finish, take, wait
+from eps_core.gate.protocol import Scores, Selection
 from eps_core.guards import forced_groups
-from eps_core.interface import Scores, Selection, load_backend
+from eps_core.load import load_backend
 
 CASES = [
     Case((150, 37), eps("rq", group_tokens=2)),
@@ -156,8 +160,8 @@ def test_equal_estimates_go_to_the_lower_index():
             config = eps("rq", budget=budget)
             scores = Scores(estimate.astype(np.float64), None, None, missing)
             wanted = oracle.select(config, scores, lengths)
-            got_groups, counts, uniform, got_forced, _ = cpu_kernels.select(
-                config, estimate, missing, lengths, 0, cpu_threads.run
+            got_groups, counts, uniform, got_forced, _ = kernels_cpu.select(
+                config, estimate, missing, lengths, 0, threads_cpu.run
             )
             assert (counts == wanted.counts).all() and (counts == uniform[:, None]).all()
             assert (got_forced == wanted.forced).all()
@@ -229,7 +233,7 @@ def test_guards_are_ranges():
         )  # fmt: skip
         lengths = rng.integers(0, 150, 4)
         groups = -(-150 // config.S)
-        first, last = cpu_kernels.guard_ranges(config, lengths).T[:, :, None]
+        first, last = kernels_cpu.guard_ranges(config, lengths).T[:, :, None]
         index, ends = np.arange(groups), -(-lengths // config.S)[:, None]
         got = ((index < first) | (index >= last)) & (index < ends)
         assert (got == forced_groups(config, lengths, groups)).all()
@@ -245,7 +249,7 @@ def test_calls_from_several_threads(backend):
 
     def call() -> None:
         for _ in range(30):
-            out = cpu_kernels.attend(s.cache, 0, s.q, s.table, s.lengths, None, kernels._host, kernels._run)[0]
+            out = kernels_cpu.attend(s.cache, 0, s.q, s.table, s.lengths, None, kernels._host, kernels._run)[0]
             if not np.array_equal(out, expected):
                 wrong.append(out)
 
@@ -258,7 +262,7 @@ def test_calls_from_several_threads(backend):
 
 
 def test_asking_for_numba_does_not_import_it():
-    code = "import sys; from eps_core.cpu_kernels import available; assert available() and 'numba' not in sys.modules"
+    code = "import sys; from eps_core.cpu.kernels import available; assert available() and 'numba' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -267,9 +271,9 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
     kernels = set()
 
     def counted(kernel, phases, *args, alone=False):
-        progress = cpu_threads.new_progress(phases)
+        progress = threads_cpu.new_progress(phases)
         kernel(progress, *args)
-        taken, done = progress[:, cpu_threads._TAKEN], progress[:, cpu_threads._DONE]
+        taken, done = progress[:, threads_cpu._TAKEN], progress[:, threads_cpu._DONE]
         # the last `take` of a phase finds nothing
         assert (done > 0).all() and (done == taken - 1).all(), kernel.__name__
         kernels.add(kernel.__name__)
@@ -298,16 +302,16 @@ def test_no_array_is_held_after_a_call():
     """A view that outlives it makes MLX copy the pool at the next write."""
     estimate, visit = np.zeros((1, 8, 60_000), np.float32), np.zeros((1, 8, 60_000), np.uint8)
     shares = np.zeros((1, 8), np.float32)
-    cpu_threads.run(cpu_attend.skipped_mass, 1, estimate, visit, shares)
-    cpu_threads.settle()
+    threads_cpu.run(attend.skipped_mass, 1, estimate, visit, shares)
+    threads_cpu.settle()
     before = sys.getrefcount(estimate)
     for _ in range(50):
-        cpu_threads.run(cpu_attend.skipped_mass, 1, estimate, visit, shares)
-        cpu_threads.settle()
+        threads_cpu.run(attend.skipped_mass, 1, estimate, visit, shares)
+        threads_cpu.settle()
         assert sys.getrefcount(estimate) == before
     for _ in range(50):
-        cpu_threads.run(cpu_attend.skipped_mass, 1, estimate, visit, shares)
-    assert len(cpu_threads._held) <= 2 * cpu_threads.num_threads()  # calls do not pile up
+        threads_cpu.run(attend.skipped_mass, 1, estimate, visit, shares)
+    assert len(threads_cpu._held) <= 2 * threads_cpu.num_threads()  # calls do not pile up
 
 
 def test_a_call_that_fails_leaves_the_crew_alive():
@@ -316,10 +320,10 @@ def test_a_call_that_fails_leaves_the_crew_alive():
 
     for _ in range(5):
         with pytest.raises(ValueError, match="no"):
-            cpu_threads.run(broken, 1, np.zeros(3))
-    assert len(cpu_threads._crew()) == cpu_threads.num_threads() - 1
+            threads_cpu.run(broken, 1, np.zeros(3))
+    assert len(threads_cpu._crew()) == threads_cpu.num_threads() - 1
     alive = sum(thread.name == "eps-helper" and thread.is_alive() for thread in threading.enumerate())
-    assert alive == cpu_threads.num_threads() - 1
+    assert alive == threads_cpu.num_threads() - 1
 
 
 @njit(nogil=True)
@@ -329,7 +333,7 @@ def _count_members(progress, seen):
 
 @njit
 def _count_team(parallel, num_threads, *args):
-    cpu_openmp.on_team(parallel, num_threads, _count_members, args)
+    openmp.on_team(parallel, num_threads, _count_members, args)
 
 
 def torch_parallel() -> int | None:
@@ -341,16 +345,16 @@ def test_torch_lends_its_threads():
     """As many members as asked for, each called once."""
     parallel = torch_parallel()
     for number in (1, 2, 5):
-        progress, seen = cpu_threads.new_progress(1), np.zeros(9, np.int64)
+        progress, seen = threads_cpu.new_progress(1), np.zeros(9, np.int64)
         _count_team(parallel, number, progress, seen)
-        assert seen.sum() == number == progress[0, cpu_threads._TAKEN] and seen[:number].all()
+        assert seen.sum() == number == progress[0, threads_cpu._TAKEN] and seen[:number].all()
 
 
 def test_a_library_without_openmp_has_no_team():
     code = """if True:
         import _ctypes
         from pathlib import Path
-        from eps_core.cpu_openmp import team_of
+        from eps_core.cpu.openmp import team_of
         for library in (Path("/nowhere/lib.so"), Path(_ctypes.__file__)):
             assert team_of(library, lambda: 2) is None
     """
@@ -362,7 +366,7 @@ def test_torch_without_a_team_uses_helpers(monkeypatch, case):
     """Where GOMP_parallel is missing: the same values from threads of our own."""
     backend = load_backend("cuda")
     s, kernels = Setup(backend, case), kernels_of(backend)
-    monkeypatch.setattr(kernels, "_team", lambda: (cpu_threads.run, cpu_threads.num_threads))
+    monkeypatch.setattr(kernels, "_team", lambda: (threads_cpu.run, threads_cpu.num_threads))
     scores = kernels.score(s.cache, 0, s.native, s.table, s.lengths)
     check_scoring(backend, case, s.cache, s.reference, scores, s.q, s.keys, s.table, s.lengths)
     check_attend(backend, case, s.cache, s.reference, s.q, s.native, s.table, s.lengths, None)
@@ -375,9 +379,10 @@ def test_a_cpu_without_permutations(name, features, tmp_path):
     environment |= {} if features is None else {"NUMBA_CPU_FEATURES": features}
     code = """if True:
         import numpy as np, torch
-        from eps_core import cpu_vectors
-        from eps_core.config import CacheSpec, EpsConfig
-        from eps_core.interface import load_backend
+        from eps_core.cpu import vectors as cpu_vectors
+        from eps_core.config.eps import EpsConfig
+        from eps_core.config.store import CacheSpec
+        from eps_core.load import load_backend
         from numba import njit
         assert not cpu_vectors.PERMUTES
 
@@ -424,8 +429,9 @@ def test_a_forked_child_does_not_wait_for_the_team_of_its_parent(before):
     code = f"""if True:
         import os, signal, sys
         import numpy as np, torch
-        from eps_core.config import CacheSpec, EpsConfig
-        from eps_core.interface import load_backend
+        from eps_core.config.eps import EpsConfig
+        from eps_core.config.store import CacheSpec
+        from eps_core.load import load_backend
         torch.set_num_threads(2)
         backend, rng = load_backend("cuda"), np.random.default_rng(0)
         cache = backend.new_cache(CacheSpec(1, 2, 16, 3000), EpsConfig(method="box"), "cpu", "numba")
@@ -451,7 +457,7 @@ def test_kernels_run_on_the_team_that_torch_has():
     """The same threads: a kernel after a parallel operation of Torch makes none."""
     code = """if True:
         import os, numpy as np, torch
-        from eps_core import cpu_attend, cpu_openmp, cpu_threads
+        from eps_core.cpu import attend as cpu_attend, openmp as cpu_openmp, threads as cpu_threads
         from eps_cuda import cpu
         torch.set_num_threads(3)
         torch.ones(10**7).add_(1)
@@ -466,7 +472,7 @@ def test_kernels_run_on_the_team_that_torch_has():
 
 
 def test_late_members_are_not_waited_for_again_and_again():
-    patience, late = cpu_openmp.Patience(), 2 * cpu_openmp.LATE_NS
+    patience, late = openmp.Patience(), 2 * openmp.LATE_NS
     for _ in range(5):  # a member that slept is late once
         patience.note(late)
         assert patience.asks_team()
@@ -490,15 +496,15 @@ def test_a_thread_that_fails_is_not_waited_for_and_said():
         ).GOMP_parallel,
         ctypes.c_void_p,
     ).value
-    out, progress = np.zeros(4), cpu_threads.new_progress(1)
+    out, progress = np.zeros(4), threads_cpu.new_progress(1)
     _fail_team(parallel, 3, progress, out, 2**48)
     with pytest.raises(RuntimeError, match="a thread of a compiled CPU kernel failed"):
-        cpu_threads.check(progress)
-    _fail_team(parallel, 3, cpu_threads.new_progress(1), out, 8)
+        threads_cpu.check(progress)
+    _fail_team(parallel, 3, threads_cpu.new_progress(1), out, 8)
     assert (out == 1).all()
     with pytest.raises(MemoryError):
-        cpu_threads.run(_fails, 1, out, 2**48)
-    cpu_threads.run(_fails, 1, out, 8)
+        threads_cpu.run(_fails, 1, out, 2**48)
+    threads_cpu.run(_fails, 1, out, 8)
 
 
 @njit(nogil=True)
@@ -515,7 +521,7 @@ def _fails(progress, out, size):
 
 @njit
 def _fail_team(parallel, num_threads, *args):
-    cpu_openmp.on_team(parallel, num_threads, _fails, args)
+    openmp.on_team(parallel, num_threads, _fails, args)
 
 
 def test_large_pools_ask_for_huge_pages():

@@ -13,9 +13,11 @@ import tiny_models
 from eps_core import backend as numpy_backend
 from eps_core import run
 from eps_core.blocks import PagePool
-from eps_core.config import CacheSpec, ConfigError, EpsConfig
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
+from eps_core.errors import ConfigError
+from eps_core.gate.stats import StepOutput
 from eps_core.generate import Sampling, generate, next_token
-from eps_core.interface import StepOutput
 from eps_core.model import read_spec
 
 GREEDY = Sampling()

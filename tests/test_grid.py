@@ -16,7 +16,8 @@ import tiny_models
 from click.testing import CliRunner
 
 from eps_core.cli_grid import grid_command
-from eps_core.config import EVALUATION_METHODS, METHODS, ConfigError, EpsConfig
+from eps_core.config.eps import EVALUATION_METHODS, METHODS, EpsConfig
+from eps_core.errors import ConfigError
 from eps_core.grid import PRESETS, GridFile, Plan, Progress, Setting, config_of, expand, header, load_grid
 from eps_core.head_policy import HeadPolicy, model_fingerprint, modes_of
 from eps_core.model import read_spec

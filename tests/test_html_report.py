@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from eps_core import html_report
 from eps_core.cli_grid import report_command
-from eps_core.config import ConfigError
+from eps_core.errors import ConfigError
 from eps_core.html_report import PAGE_DARK, PAGE_LIGHT, PALETTE, load_results, page
 from eps_core.verdict import arm_name, decide
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from eps_core.config import CacheSpec, EpsConfig
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
 from eps_core.kernel_check import disagreement
 
 CONFIGS = [EpsConfig(), EpsConfig(method="rq"), EpsConfig(method="box", group_tokens=32)]

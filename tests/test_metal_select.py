@@ -16,9 +16,9 @@ from metal import shim
 
 from eps_core import selection as oracle_selection
 from eps_core import summaries as oracle
-from eps_core.config import EpsConfig
+from eps_core.config.eps import EpsConfig
+from eps_core.gate.protocol import Scores
 from eps_core.guards import budget, forced_groups
-from eps_core.interface import Scores
 from eps_core.selection import best_first
 from eps_mlx import selection as arrays
 from eps_mlx.kernels import launch, score, score_meanstd, select

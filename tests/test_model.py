@@ -19,9 +19,11 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from eps_core import backend as oracle
-from eps_core.config import DTYPE_BYTES, CacheSpec, ConfigError, EpsConfig
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import DTYPE_BYTES, CacheSpec
 from eps_core.decoder import NumpyDecoder
-from eps_core.interface import Decoder
+from eps_core.errors import ConfigError
+from eps_core.gate.protocol import Decoder
 from eps_core.model import (
     ModelSpec,
     inverse_frequencies,

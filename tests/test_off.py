@@ -7,7 +7,8 @@ import pytest
 import tiny_models
 
 from eps_core.blocks import PagePool
-from eps_core.config import CacheSpec, EpsConfig
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
 from eps_core.generate import Sampling, generate
 from eps_core.model import read_spec
 

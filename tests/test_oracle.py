@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eps_core import attention, selection, summaries
-from eps_core.config import EpsConfig
+from eps_core.config.eps import EpsConfig
 from eps_core.summaries import bennett, build_summary, jl_projection, rotate, score_summary
 
 BOUNDED = ("1pc", "fd", "box", "ball", "moments", "rq")

@@ -7,8 +7,12 @@ import pytest
 from test_conformance import Case, case_units, eps, keys_as_read, make_kv, write_all
 
 from eps_core import backend as oracle
-from eps_core.config import CacheSpec, ConfigError, EpsConfig, summary_group_bytes
-from eps_core.interface import Scores, load_backend
+from eps_core.config.bytes import summary_group_bytes
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
+from eps_core.errors import ConfigError
+from eps_core.gate.protocol import Scores
+from eps_core.load import load_backend
 from eps_core.selection import best_first
 from eps_core.summaries import RQ_STEP, rotate, unpack_codes
 

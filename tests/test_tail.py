@@ -17,9 +17,12 @@ from test_conformance import STEPS, Decoding, close, gated, tiny_path, visit_mas
 
 from eps_core import check
 from eps_core.attention import attend_keys
-from eps_core.config import METHODS, ConfigError, EpsConfig, scoring_bytes, summary_bytes
+from eps_core.config.bytes import scoring_bytes, summary_bytes
+from eps_core.config.eps import METHODS, EpsConfig
+from eps_core.errors import ConfigError
+from eps_core.gate.protocol import Scores, Selection
 from eps_core.generate import Sampling
-from eps_core.interface import Scores, Selection, backend_name
+from eps_core.load import backend_name
 from eps_core.options import config_of, given_flags, selection_options, summary_options
 from eps_core.run import RunRequest, run
 

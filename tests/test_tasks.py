@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from eps_core.cli_evaluate import evaluate_command
-from eps_core.config import ConfigError
+from eps_core.errors import ConfigError
 from eps_core.quality import Answer, table, task_result
 from eps_core.questions import ANSWER_SLACK_TOKENS, Question, fit_question, generated_questions, text_window
 from eps_core.ruler import DEPTHS, known_tasks, make_sample

@@ -2,8 +2,8 @@
 
 import csv
 import json
-import subprocess
 import math
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +12,10 @@ import pytest
 
 import eps_core
 from eps_core import telemetry
-from eps_core.config import CacheSpec, ConfigError, EpsConfig
-from eps_core.interface import LayerStats, StepOutput
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
+from eps_core.errors import ConfigError
+from eps_core.gate.stats import LayerStats, StepOutput
 from eps_core.telemetry import JsonlWriter, StepRecord, step_record, summarise
 
 SPEC = CacheSpec(num_layers=2, num_kv_heads=3, head_dim=8, num_units=64, dtype="float32")

@@ -21,9 +21,9 @@ from triton_aot import TARGETS, Job, compile_ahead  # noqa: E402
 
 from eps_core import selection as oracle  # noqa: E402
 from eps_core import summaries as oracle_summaries  # noqa: E402
-from eps_core.config import EpsConfig  # noqa: E402
+from eps_core.config.eps import EpsConfig  # noqa: E402
+from eps_core.gate.protocol import Scores  # noqa: E402
 from eps_core.guards import budget, forced_groups  # noqa: E402
-from eps_core.interface import Scores  # noqa: E402
 from eps_core.summaries import LARGEST_ESTIMATE  # noqa: E402
 from eps_cuda import selection, summaries  # noqa: E402
 from eps_cuda.kernels import score as score_kernels  # noqa: E402

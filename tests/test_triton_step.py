@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import eps_cuda
 from eps_core.blocks import PagePool
-from eps_core.config import CacheSpec, ConfigError, EpsConfig
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
+from eps_core.errors import ConfigError
 from eps_core.generate import Sampling, generate
 from eps_core.model import read_spec
 from eps_cuda import graph

@@ -22,7 +22,8 @@ from triton_aot import Job, compile_ahead
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the kernel's module asks for it
 
-from eps_core.config import CacheSpec, EpsConfig
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
 from eps_core.summaries import SECOND_STEP, rotate
 from eps_cuda.cache import DTYPES, Cache, new_cache, write_kv
 from eps_cuda.kernels import write

@@ -11,7 +11,7 @@ from test_conformance import BASE, Case, check_fork, check_head_modes, check_lar
 
 from eps_core import backend as oracle
 from eps_core import selection as oracle_selection
-from eps_core.interface import Certificate
+from eps_core.gate.protocol import Certificate
 
 
 def broken(**functions):

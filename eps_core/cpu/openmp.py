@@ -20,9 +20,9 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from eps_core import cpu_attend, cpu_score, cpu_threads, forks
-from eps_core.cpu_score import OPTIONS
-from eps_core.cpu_threads import FAILED, FINISHED
+from eps_core.cpu import attend, forks, score, threads
+from eps_core.cpu.score import OPTIONS
+from eps_core.cpu.threads import FAILED, FINISHED
 
 LATE_NS = 500_000  # a member that was awake came within 20 microseconds
 _CLOCK = getattr(time, "CLOCK_MONOTONIC", 1)
@@ -82,41 +82,41 @@ def on_team(typing_context, parallel, num_threads, kernel, args):
 
 @njit(**OPTIONS)
 def _score_rq(parallel, num_threads, *args):
-    on_team(parallel, num_threads, cpu_score.score_rq, args)
+    on_team(parallel, num_threads, score.score_rq, args)
 
 
 @njit(**OPTIONS)
 def _score_codes(parallel, num_threads, *args):
-    on_team(parallel, num_threads, cpu_score.score_codes, args)
+    on_team(parallel, num_threads, score.score_codes, args)
 
 
 @njit(**OPTIONS)
 def _select_topk(parallel, num_threads, *args):
-    on_team(parallel, num_threads, cpu_score.select_topk, args)
+    on_team(parallel, num_threads, score.select_topk, args)
 
 
 @njit(**OPTIONS)
 def _attend(parallel, num_threads, *args):
-    on_team(parallel, num_threads, cpu_attend.attend, args)
+    on_team(parallel, num_threads, attend.attend, args)
 
 
 @njit(**OPTIONS)
 def _attend_tail(parallel, num_threads, *args):
-    on_team(parallel, num_threads, cpu_attend.attend_tail, args)
+    on_team(parallel, num_threads, attend.attend_tail, args)
 
 
 @njit(**OPTIONS)
 def _skipped_mass(parallel, num_threads, *args):
-    on_team(parallel, num_threads, cpu_attend.skipped_mass, args)
+    on_team(parallel, num_threads, attend.skipped_mass, args)
 
 
 _LAUNCHERS: dict[Any, Callable[..., None]] = {
-    cpu_score.score_rq: _score_rq,
-    cpu_score.score_codes: _score_codes,
-    cpu_score.select_topk: _select_topk,
-    cpu_attend.attend: _attend,
-    cpu_attend.attend_tail: _attend_tail,
-    cpu_attend.skipped_mass: _skipped_mass,
+    score.score_rq: _score_rq,
+    score.score_codes: _score_codes,
+    score.select_topk: _select_topk,
+    attend.attend: _attend,
+    attend.attend_tail: _attend_tail,
+    attend.skipped_mass: _skipped_mass,
 }
 
 
@@ -162,14 +162,14 @@ def team_of(library: Path, num_threads: Callable[[], int]) -> Callable[..., None
         have. May be called from several threads at once: each has its own team."""
         number = num_threads()
         if forks.forked() or not (alone or number == 1 or patience.asks_team()):
-            cpu_threads.run(kernel, phases, *args, alone=alone)
+            threads.run(kernel, phases, *args, alone=alone)
             return
-        progress = cpu_threads.new_progress(phases)
+        progress = threads.new_progress(phases)
         if alone or number == 1:
             kernel(progress, *args)
             return
         _LAUNCHERS[kernel](parallel, number, progress, *args)
-        cpu_threads.check(progress)
+        threads.check(progress)
         patience.note(time.clock_gettime_ns(_CLOCK) - int(progress[0, FINISHED]))
 
     return run

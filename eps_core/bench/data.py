@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.config import CacheSpec, EpsConfig
-from eps_core.interface import Array, Backend
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
+from eps_core.gate.protocol import Array, Backend
 
 CLUSTERS, RUN_TOKENS, NOISE_TOKENS, CHUNK_TOKENS = 64, 32, 4096, 8192
 MEAN_STD, CLUSTER_STD, NOISE_STD = 0.5, 0.7, 0.7  # of one dimension

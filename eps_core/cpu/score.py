@@ -9,8 +9,8 @@ second on are always visited.
 import numpy as np
 from numba import njit
 
-from eps_core.cpu_threads import finish, take, wait
-from eps_core.cpu_vectors import DOT_ROWS, HEADS, LANES, PERMUTES, PREFETCH_ROWS, ask_for, dots, score_rows, wide
+from eps_core.cpu.threads import finish, take, wait
+from eps_core.cpu.vectors import DOT_ROWS, HEADS, LANES, PERMUTES, PREFETCH_ROWS, ask_for, dots, score_rows, wide
 from eps_core.summaries import LARGEST_ESTIMATE
 
 # never nnan or ninf: infinities carry meaning here

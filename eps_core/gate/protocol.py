@@ -1,4 +1,4 @@
-"""What a backend module provides, and the one place where a backend's name becomes a module.
+"""What a backend module provides, and the data that its functions exchange.
 
 A backend is a module, not a class. Arrays are the backend's own (numpy, mlx or torch); everything that describes
 *where* data lives (slots, tables, lengths) is numpy integers on the host, because the allocator that makes it is.
@@ -9,28 +9,18 @@ Letters: B sequences, N tokens in hand, Hq query heads, Hkv kv heads, R = Hq / H
 U tokens per unit, S tokens per group, M units of a table, G groups of a table (M * U / S).
 """
 
-import importlib
-import importlib.util
-import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from eps_core.config import CacheSpec, ConfigError, EpsConfig
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
+from eps_core.gate.stats import StepOutput
 
 Array = Any
-BACKENDS = ("numpy", "mlx", "cuda")
-# what computes: array operations, or kernels compiled for CPUs (numba) and GPUs (triton, metal). Speed only
-KERNELS = ("arrays", "numba", "triton", "metal")
-_MODULES = {"numpy": "eps_core.backend", "mlx": "eps_mlx", "cuda": "eps_cuda"}
-_INSTALL = {
-    "numpy": "pip install eps",
-    "mlx": "pip install 'eps[mlx]'",
-    "cuda": "pip install 'eps[cuda]'",
-}
 
 
 @dataclass(frozen=True)
@@ -86,35 +76,6 @@ class Certificate:
 
     mass: Array
     error: Array
-
-
-@dataclass
-class LayerStats:
-    """What one layer really read in one decode step. Host values, filled after the step's only synchronisation."""
-
-    counts: np.ndarray  # [B, Hkv] groups visited
-    groups: np.ndarray  # [B] groups of each sequence
-    forced: np.ndarray  # [B] of those visited, forced (every kv head alike)
-    mass_skipped_est: np.ndarray | None  # [B, Hkv] estimated share of the softmax left unread; None: no estimate
-    kv_bytes_read: int  # tiles gathered, all sequences and heads
-    summary_bytes_read: int  # summaries of whole tables [B, M], padding included: what the array backends gather
-    prepass_ms: float | None
-    attention_ms: float | None
-    wanted: np.ndarray | None = None  # [B, Hkv] groups each kv head alone asked for, where `counts` is their union
-    mass_skipped_cert: np.ndarray | None = None  # [B, Hkv] bound of the share left unread; None: no bounds
-    output_error_cert: np.ndarray | None = None  # [B, Hkv] bound of the L2 error of a query head's output
-    mass_skipped_true: np.ndarray | None = None  # [B, Hkv] share left unread, from a dense read; audits only
-    escalated: np.ndarray | None = None  # [B, Hkv] groups of `counts` that strict mode added
-
-
-@dataclass
-class StepOutput:
-    """Result of one decode step. `logits` [B, V] float32 on the host; `layers` empty where nothing was gated."""
-
-    logits: np.ndarray
-    layers: list[LayerStats] = field(default_factory=list)
-    fallbacks: dict[str, int] = field(default_factory=dict)  # reason -> layer calls that attended densely
-    dense_logits: np.ndarray | None = None  # [B, V] of a dense step over the same cache; audits only
 
 
 class Decoder(Protocol):
@@ -190,63 +151,3 @@ class Backend(Protocol):
     def devices(self) -> list[str]: ...
     def device_name(self, device: str) -> str: ...
     def versions(self) -> dict[str, str]: ...
-
-
-def load_backend(name: str) -> Backend:
-    """The backend module of that name; the one late import of the project.
-
-    `auto` takes mlx where Apple's GPU is present, cuda where torch sees a GPU, else the first of cuda, mlx and numpy
-    that imports. A backend named outright that does not import raises `ConfigError` with what is missing: there is
-    no silent fallback.
-    """
-    if name == "auto":
-        return _automatic()
-    if name not in _MODULES:
-        raise ConfigError(f"backend {name!r} is unknown: choose one of auto, {', '.join(BACKENDS)}")
-    try:
-        return importlib.import_module(_MODULES[name])  # type: ignore[return-value]
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # a broken library fails in many ways
-        raise ConfigError(f"backend {name} cannot be loaded ({error}): {_INSTALL[name]}") from error
-
-
-def resolve_kernels(kernels: str, usable: list[str], device: str) -> str:
-    """The kernels of that name, or the fastest of `usable` (its last) for auto. Raises ConfigError for those that this
-    device or installation lacks: there is no silent fallback."""
-    if kernels == "auto":
-        return usable[-1]
-    if kernels not in KERNELS:
-        raise ConfigError(f"kernels {kernels!r} are unknown: choose one of auto, {', '.join(KERNELS)}")
-    if kernels not in usable:
-        raise ConfigError(
-            f"kernels {kernels} are not there for this backend on {device}: choose one of auto, {', '.join(usable)}"
-            + ("; or pip install numba" if kernels == "numba" and importlib.util.find_spec("numba") is None else "")
-        )
-    return kernels
-
-
-def cpu_name() -> str:
-    """What the processor calls itself, for measurements."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def backend_name(backend: Backend) -> str:
-    module = backend.__name__  # type: ignore[attr-defined]
-    return next(name for name, path in _MODULES.items() if path == module)
-
-
-def _automatic() -> Backend:
-    usable = []
-    for name in ("mlx", "cuda", "numpy"):
-        try:
-            usable.append(load_backend(name))
-        except ConfigError:
-            continue
-    # a GPU first; among CPUs torch was the fastest (README, "Decisions")
-    for backend in usable:
-        if any(device != "cpu" for device in backend.devices()):
-            return backend
-    return next((b for b in usable if backend_name(b) == "cuda"), usable[0])

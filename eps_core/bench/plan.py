@@ -6,9 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-from eps_core.bench_check import GateError
-from eps_core.bench_data import Layer, Shape
-from eps_core.config import DTYPE_BYTES, METHODS, ConfigError, EpsConfig, scoring_bytes
+from eps_core.bench.data import Layer, Shape
+from eps_core.bench.proof import GateError
+from eps_core.config.bytes import scoring_bytes
+from eps_core.config.eps import METHODS, EpsConfig
+from eps_core.config.store import DTYPE_BYTES
+from eps_core.errors import ConfigError
 from eps_core.guards import forced_groups
 
 SCALING_CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)

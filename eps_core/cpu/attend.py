@@ -9,9 +9,9 @@ groups, and one sequence with few kv heads still keeps every core busy.
 import numpy as np
 from numba import njit
 
-from eps_core.cpu_score import FAST, OPTIONS
-from eps_core.cpu_threads import finish, take, wait
-from eps_core.cpu_vectors import DOT_ROWS, HEADS, PREFETCH_ROWS, add_scaled, add_weighted, dots, exp_all, weigh, wide
+from eps_core.cpu.score import FAST, OPTIONS
+from eps_core.cpu.threads import finish, take, wait
+from eps_core.cpu.vectors import DOT_ROWS, HEADS, PREFETCH_ROWS, add_scaled, add_weighted, dots, exp_all, weigh, wide
 
 ROWS_AT_A_TIME = 32  # values between a load and a store of the sums; changes speed only
 

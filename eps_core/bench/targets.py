@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eps_core.bench import GRAPH
-from eps_core.config import ConfigError
+from eps_core.bench.layer import GRAPH
+from eps_core.errors import ConfigError
 
 Line = dict[str, Any]
 

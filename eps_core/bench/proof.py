@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from eps_core.attention import attend_keys
-from eps_core.bench_data import Layer
-from eps_core.config import ConfigError, EpsConfig
-from eps_core.interface import Array, Scores, Selection, backend_name
+from eps_core.bench.data import Layer
+from eps_core.config.eps import EpsConfig
+from eps_core.errors import ConfigError
+from eps_core.gate.protocol import Array, Scores, Selection
+from eps_core.load import backend_name
 
 State = tuple[Array, Array]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.config import EpsConfig
+from eps_core.config.eps import EpsConfig
 from eps_core.guards import budget
 from eps_core.summaries import hadamard_blocks
 
@@ -66,7 +66,7 @@ def score(
     config, spec = cache.config, cache.spec
     if config.rq_bounds or config.method not in ("rq", *CODES):
         return None
-    from eps_core import cpu_score, cpu_vectors
+    from eps_core.cpu import score, vectors
 
     table, lengths = _where(table, lengths)
     q = np.ascontiguousarray(q)
@@ -81,15 +81,15 @@ def score(
         pools = {name: _lanes(host(array)) for name, array in stored.items()}
         centre = cache.centre[layer]
         refined = np.array([config.refined_groups(int(length)) for length in lengths], np.int64)
-        passes, num_bytes = -(-repeat // cpu_vectors.HEADS), -(-head_dim * config.bits // 8)
-        tables = np.empty((batch * kv_heads, passes, num_bytes * 2 * 16 * cpu_vectors.HEADS), np.float32)
+        passes, num_bytes = -(-repeat // vectors.HEADS), -(-head_dim * config.bits // 8)
+        tables = np.empty((batch * kv_heads, passes, num_bytes * 2 * 16 * vectors.HEADS), np.float32)
         run(
-            cpu_score.score_rq, 3, q, pools["codes"], pools["scale"], pools.get("second", pools["codes"]),
+            score.score_rq, 3, q, pools["codes"], pools["scale"], pools.get("second", pools["codes"]),
             pools.get("second_scale", pools["scale"]), state.fill, table, lengths, guards, refined,
             np.zeros((kv_heads, head_dim), np.int16) if centre is None else host(centre).view(np.int16),
             host(cache.fixed[layer]["signs"]), np.array(hadamard_blocks(head_dim)), config.bits,
             config.S, per_unit, centre is not None, states, tables,
-            np.empty((*tables.shape[:2], cpu_vectors.HEADS), np.float32), missing, estimate,
+            np.empty((*tables.shape[:2], vectors.HEADS), np.float32), missing, estimate,
         )  # fmt: skip
         return estimate, None, None, missing, None
     index, codes, scalars = CODES[config.method]
@@ -97,13 +97,13 @@ def score(
     lower, upper = (np.empty((batch, kv_heads, repeat, groups if bounded else 0), np.float32) for _ in range(2))
     first, second = (_lanes(host(stored[name])) for name in codes)
     run(
-        cpu_score.score_codes, 2, index, q, first, second, tuple(_lanes(host(stored[name])) for name in scalars),
+        score.score_codes, 2, index, q, first, second, tuple(_lanes(host(stored[name])) for name in scalars),
         state.fill, table, lengths, guards, config.S, per_unit, states, missing, estimate, lower, upper,
     )  # fmt: skip
     if not bounded:
         return estimate, None, None, missing, None
     slack = np.empty((batch, kv_heads, repeat), np.float32)
-    cpu_score.score_slack(q, host(cache.largest_key[layer]), slack)
+    score.score_slack(q, host(cache.largest_key[layer]), slack)
     return estimate, lower, upper, missing, slack
 
 
@@ -115,7 +115,7 @@ def select(
     modes = config.head_modes[layer] if config.head_modes else ()
     if config.policy != "topk" or config.scope != "kv-head" or set(modes) - {"gate"}:
         return None
-    from eps_core import cpu_score
+    from eps_core.cpu import score
 
     lengths = np.ascontiguousarray(lengths, np.int64)
     batch, kv_heads, _ = estimate.shape
@@ -125,7 +125,7 @@ def select(
     groups = np.empty((batch, kv_heads, max(int(uniform.max()), 1)), np.int32)
     visit = np.empty(estimate.shape, np.bool_)
     run(
-        cpu_score.select_topk, 1, estimate, uniform, guards, ends, groups, visit.view(np.uint8),
+        score.select_topk, 1, estimate, uniform, guards, ends, groups, visit.view(np.uint8),
         alone=estimate.size < FEW_GROUPS,
     )  # fmt: skip
     counts = np.repeat(uniform[:, None], kv_heads, axis=1).astype(np.int32)
@@ -138,7 +138,7 @@ def attend(
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """(out [B, Hq, D], lse [B, Hq]) float32 of q [B, Hq, D] float32 over `listed`, the groups and counts of a
     selection, or over every token where it is None."""
-    from eps_core import cpu_attend, cpu_threads, cpu_vectors
+    from eps_core.cpu import attend, threads, vectors
 
     config, spec = cache.config, cache.spec
     table, lengths = _where(table, lengths)
@@ -159,15 +159,15 @@ def attend(
     k, v = (_lanes(host(pool[layer])) for pool in (cache.k, cache.v))
     tokens = int(counts.sum()) * size
     least, most = TASK_TOKENS
-    tokens_each = min(max(tokens // (TASKS_PER_THREAD * cpu_threads.num_threads()), least), most)
+    tokens_each = min(max(tokens // (TASKS_PER_THREAD * threads.num_threads()), least), most)
     per_task = max(tokens_each // size, 1)
     starts = np.zeros(counts.size + 1, np.int64)
     np.cumsum(-(-counts.reshape(-1) // per_task), out=starts[1:])
-    heads = -(-q.shape[1] // spec.num_kv_heads // cpu_vectors.HEADS) * cpu_vectors.HEADS
+    heads = -(-q.shape[1] // spec.num_kv_heads // vectors.HEADS) * vectors.HEADS
     largest, masses = (np.empty((starts[-1], heads), np.float32) for _ in range(2))
     sums = np.empty((starts[-1], heads * q.shape[2]), np.float32)
     run(
-        cpu_attend.attend, 2, q, k, v, table, lengths, groups, counts, size, per_unit, per_task, starts, largest,
+        attend.attend, 2, q, k, v, table, lengths, groups, counts, size, per_unit, per_task, starts, largest,
         masses, sums, out, lse,
     )  # fmt: skip
     return out, lse
@@ -179,14 +179,14 @@ def attend_tail(
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """(out [B, Hq, D], lse [B, Hq]) float32: the estimated attention over what the groups and counts of `listed` left
     out of estimate [B, Hkv, G], where the listed ones gave lse [B, Hq]."""
-    from eps_core import cpu_attend
+    from eps_core.cpu import attend
 
     inner = cache.tail
     table, lengths = _where(table, lengths)
     out, tail = np.empty((*lse.shape, cache.spec.head_dim), np.float32), np.empty(lse.shape, np.float32)
     means, scale = (_lanes(host(inner.summaries[layer][name])) for name in ("mean", "mean_scale"))
     run(
-        cpu_attend.attend_tail, 1, estimate, *listed, lse, means, scale, inner.state[layer].fill, table, lengths,
+        attend.attend_tail, 1, estimate, *listed, lse, means, scale, inner.state[layer].fill, table, lengths,
         inner.config.S, inner.config.groups_per_unit, out, tail,
     )  # fmt: skip
     return out, tail
@@ -196,11 +196,11 @@ def merge(
     out: np.ndarray, lse: np.ndarray, other_out: np.ndarray, other_lse: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """(out [B, Hq, D], lse [B, Hq]) float32 of two states of attention over disjoint sets of keys, float32 both."""
-    from eps_core import cpu_attend
+    from eps_core.cpu import attend
 
     whole, whole_lse = np.empty(out.shape, np.float32), np.empty(lse.shape, np.float32)
     rows = lse.size, out.shape[-1]
-    cpu_attend.merge(
+    attend.merge(
         out.reshape(rows), lse.reshape(-1), other_out.reshape(rows), other_lse.reshape(-1), whole.reshape(rows),
         whole_lse.reshape(-1),
     )  # fmt: skip
@@ -209,8 +209,8 @@ def merge(
 
 def skipped_mass(estimate: np.ndarray, visit: np.ndarray, run: Run) -> np.ndarray:
     """The estimated share [B, Hkv] of the softmax outside visit [B, Hkv, G] bool: estimate [B, Hkv, G] float32."""
-    from eps_core import cpu_attend
+    from eps_core.cpu import attend
 
     shares = np.empty(estimate.shape[:2], np.float32)
-    run(cpu_attend.skipped_mass, 1, estimate, visit.view(np.uint8), shares, alone=estimate.size < FEW_GROUPS)
+    run(attend.skipped_mass, 1, estimate, visit.view(np.uint8), shares, alone=estimate.size < FEW_GROUPS)
     return shares

@@ -113,33 +113,37 @@ def _help(jobs: "queue.SimpleQueue[_Job]") -> None:
             left.release()
 
 
-def _drop_stale() -> None:
-    """Numba keeps compiled code by the file of the outermost function alone: one that calls into a file that changed
-    would run old code. So everything kept is dropped where any of these files changed."""
+def compiled_from() -> str:
+    """A hash of all sources that kernels are compiled from: this folder, and the summaries whose numbers they hold."""
     folder = Path(__file__).parent
     sources = hashlib.sha256(numba.__version__.encode())
-    for source in (*sorted(folder.glob("cpu_*.py")), folder / "summaries.py"):
+    for source in (*sorted(folder.glob("*.py")), *sorted((folder.parent / "summaries").glob("*.py"))):
         sources.update(source.read_bytes())
-    kept_in_folders = [folder / "__pycache__", _user_wide(folder)]
-    if numba.config.CACHE_DIR:
-        kept_in_folders.append(Path(numba.config.CACHE_DIR))
-    for kept_in in kept_in_folders:
+    return sources.hexdigest()
+
+
+def _drop_stale() -> None:
+    """Numba keeps compiled code by the file of the outermost function alone: one that calls into a file that changed
+    would run old code. So everything kept of this folder is dropped where any of the sources changed."""
+    now = compiled_from()
+    for kept_in in _kept_in(Path(__file__)):
         stamp = kept_in / "eps_cpu_kernels.sources"
         try:
-            if stamp.exists() and stamp.read_text() == sources.hexdigest():
+            if stamp.exists() and stamp.read_text() == now:
                 continue
             kept_in.mkdir(parents=True, exist_ok=True)
-            for kept in kept_in.rglob("cpu_*.nb?"):
+            for kept in kept_in.glob("*.nb?"):
                 kept.unlink(missing_ok=True)
-            stamp.write_text(sources.hexdigest())
+            stamp.write_text(now)
         except OSError:  # cannot be written, by numba neither
             continue
 
 
-def _user_wide(folder: Path) -> Path:
-    """Where numba keeps the code of `folder` when its own __pycache__ cannot be written."""
-    shared = AppDirs(appname="numba", appauthor=False).user_cache_dir
-    return Path(shared) / UserWideCacheLocator.get_suitable_cache_subpath(str(folder / "cpu_threads.py"))
+def _kept_in(file: Path) -> list[Path]:
+    """Where numba may keep the code of `file` and its siblings: folders that hold nothing else's."""
+    inner = UserWideCacheLocator.get_suitable_cache_subpath(str(file))
+    folders = [file.parent / "__pycache__", Path(AppDirs(appname="numba", appauthor=False).user_cache_dir) / inner]
+    return folders + ([Path(numba.config.CACHE_DIR) / inner] if numba.config.CACHE_DIR else [])
 
 
 _drop_stale()

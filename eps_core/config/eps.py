@@ -9,22 +9,20 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
+from eps_core.config.read import HEAD_MODES, POLICIES, SCOPES
+from eps_core.config.store import COARSE_GROUP_BLOCKS, MAX_GROUP_TOKENS
+from eps_core.errors import _require
+
 METHODS = ("off", "jl", "1pc", "fd", "box", "meanstd", "ball", "moments", "rq")
 # for evaluation alone: true masses as estimates, by reading all of K, which its byte counts leave out
 EVALUATION_METHODS = ("oracle",)
 MEAN = "mean"  # not a way to score: the mean values that stand for skipped groups
-POLICIES = ("topk", "share", "mass", "threshold")
-SCOPES = ("kv-head", "union")
-# what one kv head does: selects groups, reads them all, or reads the guards alone
-HEAD_MODES = ("gate", "dense", "window")
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 # Each method's measured best group size in tokens (README, "Results"); None: the product requirements' coarse group
 # of `COARSE_GROUP_BLOCKS` pages.
 DEFAULT_GROUP_TOKENS: dict[str, int | None] = {
     "oracle": 16, "jl": None, "1pc": None, "fd": None, "box": 16, "meanstd": 16, "ball": 8, "moments": 8, "rq": 2,
 }  # fmt: skip
-COARSE_GROUP_BLOCKS = 8
 # m of jl, l of fd (8 rows would need 522 MiB at 32 x 32 x 64k, 2 need 132 MiB), k of moments
 NO_BOUNDS = {
     "oracle": "none: it evaluates estimates",
@@ -38,16 +36,6 @@ DEFAULT_REFINE, DEFAULT_TAIL_TOKENS = 0.125, 64
 # others need the wide guard (README, "Decisions")
 DEFAULT_GUARDS, FINE_GUARDS = (16, 128), (4, 32)
 DEFAULT_DIM = {"jl": 8, "fd": 2, "moments": 1}
-MAX_GROUP_TOKENS = 256
-
-
-class ConfigError(ValueError):
-    """A value that the user gave and can mend; the message is one line with the value, the limit and the mend."""
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
 
 
 @dataclass(frozen=True)
@@ -316,85 +304,3 @@ class EpsConfig:
         unknown = sorted(set(data) - known)
         _require(not unknown, f"unknown EPS setting {', '.join(unknown)}: known are {', '.join(sorted(known))}")
         return cls(**data)
-
-
-@dataclass(frozen=True)
-class CacheSpec:
-    """Shape of a paged KV cache. `num_units` is P; one unit holds `EpsConfig.unit_tokens` tokens of every kv head."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    num_units: int
-    dtype: str = "float32"
-    max_open_groups: int = 8  # sequences whose open group box and meanstd can follow without re-reading K
-
-    def __post_init__(self) -> None:
-        for name in ("num_layers", "num_kv_heads", "head_dim", "num_units", "max_open_groups"):
-            value = getattr(self, name)
-            _require(value >= 1, f"{name} {value} must be at least 1")
-        _require(self.dtype in DTYPE_BYTES, f"cache dtype {self.dtype!r} is unknown: choose one of {list(DTYPE_BYTES)}")
-
-    @property
-    def kv_token_bytes(self) -> int:
-        """Bytes of K and V of one token in one layer and kv head."""
-        return 2 * self.head_dim * DTYPE_BYTES[self.dtype]
-
-
-def refine_group_bytes(config: EpsConfig, head_dim: int) -> int:
-    """Bytes of rq's second bit and its scale per (layer, kv head, group): stored of all, read of the best."""
-    return -(-head_dim // 8) + 2 if config.refine else 0
-
-
-def scoring_bytes(config: EpsConfig, head_dim: int, num_groups: int, lengths: Iterable[int]) -> int:
-    """Bytes read besides K and V per (layer, kv head): the summaries of `num_groups` groups in all, padding included,
-    the second bits of the best of each sequence, padded to the longest, and the mean values of the tail."""
-    scanned = summary_group_bytes(config, head_dim) - refine_group_bytes(config, head_dim)
-    refined = [config.refined_groups(int(length)) for length in lengths]
-    tail = -(-num_groups * config.S // config.tail_tokens) * (head_dim + 2) if config.tail_tokens else 0
-    return num_groups * scanned + tail + len(refined) * max(refined, default=0) * refine_group_bytes(config, head_dim)
-
-
-def summary_group_bytes(config: EpsConfig, head_dim: int) -> int:
-    """Bytes stored per (layer, kv head, group); a scoring pass reads `scoring_bytes`. Open-group accumulators are
-    apart."""
-    dim = config.dim or 0
-    if config.method in ("off", *EVALUATION_METHODS):
-        return 0
-    if config.method == MEAN:
-        return head_dim + 2  # int8 mean, its fp16 scale
-    if config.method == "jl":
-        return 4 * dim * (dim + 1) // 2  # packed symmetric Gram matrix, fp32
-    if config.method == "1pc":
-        return head_dim + 4 + 2 * 2  # int8 direction, its fp32 scale, |K u| and residual norm in fp16
-    if config.method == "fd":
-        return dim * head_dim + 2 * (dim + 2)  # int8 rows, row scales, rounding error, sqrt(Delta) in fp16
-    if config.method == "box":
-        return 2 * head_dim + 2 * 2  # int8 min and max; scale and key norm in fp16
-    if config.method == "meanstd":
-        return 2 * head_dim + 2 * 2  # int8 mean and uint8 std; two fp16 scales
-    if config.method == "ball":
-        return head_dim + 2 * 4  # int8 mean; scale, rounding error, radius, key norm in fp16
-    if config.method == "moments":
-        return head_dim * (1 + dim) + 2 * (6 + 2 * dim)
-    packed = -(-head_dim * config.bits // 8)
-    return packed + 2 + (2 * 3 if config.rq_bounds else 0) + refine_group_bytes(config, head_dim)
-
-
-def open_group_bytes(num_layers: int, num_kv_heads: int, head_dim: int) -> int:
-    """Bytes of the running statistics that box and meanstd keep for one open group, per slot of `max_open_groups`:
-    two float32 vectors and one norm."""
-    return num_layers * num_kv_heads * 4 * (2 * head_dim + 1)
-
-
-def summary_bytes(config: EpsConfig, num_layers: int, num_kv_heads: int, head_dim: int, num_tokens: int) -> int:
-    """Bytes of all summaries of one sequence of `num_tokens` tokens, those of bounds and tails included."""
-    groups = -(-num_tokens // config.S)
-    tails = -(-num_tokens // config.tail_tokens) * (head_dim + 2) if config.tail_tokens else 0
-    keys = num_tokens * summary_group_bytes(config.bound_config, head_dim) if config.bound_bits else 0
-    return num_layers * num_kv_heads * (groups * summary_group_bytes(config, head_dim) + tails + keys)
-
-
-def kv_bytes(num_layers: int, num_kv_heads: int, head_dim: int, num_tokens: int, dtype: str) -> int:
-    """Bytes of K and V of one sequence."""
-    return num_layers * num_kv_heads * num_tokens * 2 * head_dim * DTYPE_BYTES[dtype]

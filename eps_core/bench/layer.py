@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 
 from eps_core import telemetry
-from eps_core.bench_check import (
+from eps_core.bench.data import DESCRIPTION, Layer, Shape, Source, fill, pool_units
+from eps_core.bench.plan import BenchRequest, budgeted, moved_bytes
+from eps_core.bench.proof import (
     DENSE_TOLERANCE,
     GateError,
     Step,
@@ -26,18 +28,19 @@ from eps_core.bench_check import (
     require_same,
     run_step,
 )
-from eps_core.bench_data import DESCRIPTION, Layer, Shape, Source, fill, pool_units
-from eps_core.bench_plan import BenchRequest, budgeted, moved_bytes
-from eps_core.config import ConfigError, EpsConfig, kv_bytes, summary_bytes
-from eps_core.dense_arms import flush_bytes
-from eps_core.interface import Backend, backend_name, load_backend, resolve_kernels
+from eps_core.config.bytes import kv_bytes, summary_bytes
+from eps_core.config.eps import EpsConfig
+from eps_core.cpu.host import flush_bytes
+from eps_core.errors import ConfigError
+from eps_core.gate.protocol import Backend
+from eps_core.load import backend_name, load_backend, resolve_kernels
 
 MIN_ROUNDS, MAX_ROUNDS, MAX_WARM_ROUNDS = 5, 500, 300
 COPIES = 8  # at least so many big copies, of which the best counts
 COPY_SECONDS = 0.3
 LARGEST_COPY_BYTES = 2**30
 GRAPH = " (graph)"  # ends the names of arms that replay a recorded launch
-_PLATFORMS = {"numpy": "eps_core.dense_arms", "mlx": "eps_mlx.dense_arms", "cuda": "eps_cuda.dense_arms"}
+_PLATFORMS = {"numpy": "eps_core.bench.platform", "mlx": "eps_mlx.dense_arms", "cuda": "eps_cuda.dense_arms"}
 
 
 @dataclass

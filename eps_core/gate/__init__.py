@@ -1,0 +1,1 @@
+"""The gated layer: its data and its order, whatever the backend."""

@@ -1,0 +1,34 @@
+"""What one decode step read, layer by layer."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass
+class LayerStats:
+    """What one layer really read in one decode step. Host values, filled after the step's only synchronisation."""
+
+    counts: np.ndarray  # [B, Hkv] groups visited
+    groups: np.ndarray  # [B] groups of each sequence
+    forced: np.ndarray  # [B] of those visited, forced (every kv head alike)
+    mass_skipped_est: np.ndarray | None  # [B, Hkv] estimated share of the softmax left unread; None: no estimate
+    kv_bytes_read: int  # tiles gathered, all sequences and heads
+    summary_bytes_read: int  # summaries of whole tables [B, M], padding included: what the array backends gather
+    prepass_ms: float | None
+    attention_ms: float | None
+    wanted: np.ndarray | None = None  # [B, Hkv] groups each kv head alone asked for, where `counts` is their union
+    mass_skipped_cert: np.ndarray | None = None  # [B, Hkv] bound of the share left unread; None: no bounds
+    output_error_cert: np.ndarray | None = None  # [B, Hkv] bound of the L2 error of a query head's output
+    mass_skipped_true: np.ndarray | None = None  # [B, Hkv] share left unread, from a dense read; audits only
+    escalated: np.ndarray | None = None  # [B, Hkv] groups of `counts` that strict mode added
+
+
+@dataclass
+class StepOutput:
+    """Result of one decode step. `logits` [B, V] float32 on the host; `layers` empty where nothing was gated."""
+
+    logits: np.ndarray
+    layers: list[LayerStats] = field(default_factory=list)
+    fallbacks: dict[str, int] = field(default_factory=dict)  # reason -> layer calls that attended densely
+    dense_logits: np.ndarray | None = None  # [B, V] of a dense step over the same cache; audits only

@@ -1,0 +1,77 @@
+"""What a backend module provides, and the one place where a backend's name becomes a module.
+
+A backend is a module, not a class. Arrays are the backend's own (numpy, mlx or torch); everything that describes
+*where* data lives (slots, tables, lengths) is numpy integers on the host, because the allocator that makes it is.
+State is plain data: functions return the new cache and callers must rebind it (MLX copies on slice assignment, torch
+aliases).
+
+Letters: B sequences, N tokens in hand, Hq query heads, Hkv kv heads, R = Hq / Hkv, D head dim, P pool units,
+U tokens per unit, S tokens per group, M units of a table, G groups of a table (M * U / S).
+"""
+
+import importlib
+import importlib.util
+
+from eps_core.errors import ConfigError
+from eps_core.gate.protocol import Backend
+
+BACKENDS = ("numpy", "mlx", "cuda")
+# what computes: array operations, or kernels compiled for CPUs (numba) and GPUs (triton, metal). Speed only
+KERNELS = ("arrays", "numba", "triton", "metal")
+_MODULES = {"numpy": "eps_core.backend", "mlx": "eps_mlx", "cuda": "eps_cuda"}
+_INSTALL = {
+    "numpy": "pip install eps",
+    "mlx": "pip install 'eps[mlx]'",
+    "cuda": "pip install 'eps[cuda]'",
+}
+
+
+def load_backend(name: str) -> Backend:
+    """The backend module of that name; the one late import of the project.
+
+    `auto` takes mlx where Apple's GPU is present, cuda where torch sees a GPU, else the first of cuda, mlx and numpy
+    that imports. A backend named outright that does not import raises `ConfigError` with what is missing: there is
+    no silent fallback.
+    """
+    if name == "auto":
+        return _automatic()
+    if name not in _MODULES:
+        raise ConfigError(f"backend {name!r} is unknown: choose one of auto, {', '.join(BACKENDS)}")
+    try:
+        return importlib.import_module(_MODULES[name])  # type: ignore[return-value]
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # a broken library fails in many ways
+        raise ConfigError(f"backend {name} cannot be loaded ({error}): {_INSTALL[name]}") from error
+
+
+def resolve_kernels(kernels: str, usable: list[str], device: str) -> str:
+    """The kernels of that name, or the fastest of `usable` (its last) for auto. Raises ConfigError for those that this
+    device or installation lacks: there is no silent fallback."""
+    if kernels == "auto":
+        return usable[-1]
+    if kernels not in KERNELS:
+        raise ConfigError(f"kernels {kernels!r} are unknown: choose one of auto, {', '.join(KERNELS)}")
+    if kernels not in usable:
+        raise ConfigError(
+            f"kernels {kernels} are not there for this backend on {device}: choose one of auto, {', '.join(usable)}"
+            + ("; or pip install numba" if kernels == "numba" and importlib.util.find_spec("numba") is None else "")
+        )
+    return kernels
+
+
+def backend_name(backend: Backend) -> str:
+    module = backend.__name__  # type: ignore[attr-defined]
+    return next(name for name, path in _MODULES.items() if path == module)
+
+
+def _automatic() -> Backend:
+    usable = []
+    for name in ("mlx", "cuda", "numpy"):
+        try:
+            usable.append(load_backend(name))
+        except ConfigError:
+            continue
+    # a GPU first; among CPUs torch was the fastest (README, "Decisions")
+    for backend in usable:
+        if any(device != "cpu" for device in backend.devices()):
+            return backend
+    return next((b for b in usable if backend_name(b) == "cuda"), usable[0])
