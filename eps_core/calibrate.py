@@ -15,7 +15,6 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from eps_core import report, telemetry
 from eps_core.capture import open_text_model, record
 from eps_core.config.bytes import scoring_bytes
 from eps_core.config.eps import EpsConfig
@@ -23,6 +22,7 @@ from eps_core.config.store import CacheSpec
 from eps_core.head_policy import FORMAT_VERSION, HeadPolicy, model_fingerprint, modes_of
 from eps_core.load import backend_name
 from eps_core.replay import truth_of
+from eps_core.telemetry import files, terminal
 
 FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.125, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0)
 MASS = 0.99  # share of the softmax that a head is said to need
@@ -110,7 +110,7 @@ def break_even_tokens(config: EpsConfig, head_dim: int, kv_token_bytes: int, nee
 
 def calibrate(request: CalibrateRequest, out: TextIO) -> dict[str, Any]:
     """Runs a request, prints its findings to `out` and writes the policy. Returns the last line's object."""
-    telemetry.check_writable(request.output, "head policy")
+    files.check_writable(request.output, "head policy")
     config = request.config
     model = open_text_model(
         request.model, request.text, request.context_tokens + request.num_steps, request.backend, request.device,
@@ -151,7 +151,7 @@ def calibrate(request: CalibrateRequest, out: TextIO) -> dict[str, Any]:
             "device": model.device,
             "dtype": model.dtype,
             "kv_dtype": model.kv_dtype,
-            "git_commit": telemetry.git_commit(),
+            "git_commit": files.git_commit(),
         },
         fractions=FRACTIONS,
         curves=_tuples(np.stack([one.curves for one in found])),
@@ -214,7 +214,7 @@ def _table(
     header = ["layer", "in best 10 %", f"needed for {MASS:.0%}", "outside", "retrieval", "verdict", "pays from, est."]
     window = "first {sink_tokens} and last {recent_tokens} tokens".format(**policy.settings)
     return (
-        report.table(rows, header)
+        terminal.table(rows, header)
         + f"\n\nTrue masses of groups of {config.S} tokens at {policy.settings['context_tokens']:,} tokens, means over "
         f"{policy.settings['num_steps']} steps and the kv heads; outside: the {window}."
     )

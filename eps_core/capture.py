@@ -23,7 +23,7 @@ import ml_dtypes  # noqa: F401 - registers bfloat16 with numpy, which safetensor
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from eps_core import report, tasks, telemetry
+from eps_core import tasks
 from eps_core.config.bytes import kv_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import DTYPE_BYTES, CacheSpec
@@ -33,6 +33,7 @@ from eps_core.head_policy import model_fingerprint
 from eps_core.load import backend_name, load_backend
 from eps_core.model import ModelSpec, load_tokenizer, read_spec
 from eps_core.run import DEMO_MODEL, choose_device
+from eps_core.telemetry import files, terminal
 
 FORMAT_VERSION = 1
 METADATA_KEY = "eps_capture"
@@ -213,7 +214,7 @@ def record(
         mib = kv_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, num_tokens, model.kv_dtype) / 2**20
         raise ConfigError(f"a cache of {mib:,.0f} MiB does not fit {model.device}: lower --context") from error
     table = np.arange(units, dtype=np.int32)
-    progress = report.Progress("text", sys.stderr)
+    progress = terminal.Progress("text", sys.stderr)
     for start in range(0, context_tokens, prefill_chunk):
         chunk = np.array(model.tokens[start : min(start + prefill_chunk, context_tokens)])
         end = start + len(chunk)
@@ -247,7 +248,7 @@ def capture_bytes(spec: ModelSpec, num_layers: int, context_tokens: int, num_ste
 
 def capture(request: CaptureRequest) -> dict[str, Any]:
     """Runs a request and writes its file. Returns what the last line of stdout says."""
-    telemetry.check_writable(request.output, "capture")
+    files.check_writable(request.output, "capture")
     model = open_text_model(
         request.model, request.text, request.context_tokens + request.num_steps, request.backend, request.device,
         request.dtype, request.kv_dtype,
@@ -285,8 +286,8 @@ def capture(request: CaptureRequest) -> dict[str, Any]:
         device=model.device,
         dtype=model.dtype,
         fingerprint=model_fingerprint(model.path),
-        versions={"eps": telemetry.package_version(), **model.backend.versions()},
-        git_commit=telemetry.git_commit(),
+        versions={"eps": files.package_version(), **model.backend.versions()},
+        git_commit=files.git_commit(),
     )
     write_capture(request.output, info, recording)
     return {"capture": str(request.output), "bytes": request.output.stat().st_size, **vars(info)}

@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 import click
 
-from eps_core import report, telemetry
 from eps_core.cli_bench import bench_command
 from eps_core.cli_evaluate import evaluate_command
 from eps_core.cli_grid import grid_command, report_command
@@ -20,6 +19,7 @@ from eps_core.errors import ConfigError
 from eps_core.generate import Sampling
 from eps_core.load import BACKENDS, load_backend
 from eps_core.options import AUTO, config_of, given_flags, kernels_option, selection_options, summary_options
+from eps_core.telemetry import files, steps, terminal
 
 DEMO_NEW_TOKENS = 16
 
@@ -64,7 +64,7 @@ def cli() -> None:
     help="Attend densely besides on every N-th step: true unread mass, KL, alarms; 0: never.",
 )  # fmt: skip
 @click.option(
-    "--eps-audit-factor", type=float, default=telemetry.AUDIT_FACTOR, show_default=True,
+    "--eps-audit-factor", type=float, default=steps.AUDIT_FACTOR, show_default=True,
     help="An audit raises an alarm where the true unread share is above this many times its estimate.",
 )  # fmt: skip
 @click.option("--eps-audit-off", is_flag=True, help="After an alarm the steps are dense.")
@@ -126,7 +126,7 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
         auto_min_context=config.enabled and flags["eps_min_context"] == AUTO,
     )
     result = run(request, sys.stdout)
-    click.echo(telemetry.to_json(result))
+    click.echo(files.to_json(result))
 
 
 def _prompt(flags: dict[str, Any]) -> str | None:
@@ -178,31 +178,31 @@ def info_command(ctx: click.Context, /, **flags: Any) -> None:
         context = flags["context"] or spec.max_context
     if flags["eps_group_tokens"] is not None and flags["eps_group_blocks"] is not None:
         raise click.UsageError("--eps-group-tokens and --eps-group-blocks say the same thing twice: give one of them")
-    rows = report.memory_rows(
+    rows = terminal.memory_rows(
         layers, kv_heads, head_dim, context, flags["block_size"], flags["eps_dim"], flags["eps_bits"],
         flags["eps_group_tokens"], flags["eps_group_blocks"],
     )  # fmt: skip
     backends = {name: _backend_status(name) for name in BACKENDS}
-    click.echo(f"eps {telemetry.package_version() or '(not installed)'}, Python {platform.python_version()}")
+    click.echo(f"eps {files.package_version() or '(not installed)'}, Python {platform.python_version()}")
     for name, status in backends.items():
         if status["usable"]:
             versions = ", ".join(f"{package} {version}" for package, version in status["versions"].items())
             click.echo(f"backend {name:5} usable on {', '.join(status['devices'])} ({versions})")
         else:
             click.echo(f"backend {name:5} not usable: {status['why_not']}")
-    dense = report.kv_bytes(layers, kv_heads, head_dim, context, "bfloat16")
+    dense = terminal.kv_bytes(layers, kv_heads, head_dim, context, "bfloat16")
     click.echo(
         f"\n{layers} layers x {kv_heads} kv heads of {head_dim} x {context:,} tokens: "
-        f"bfloat16 KV cache {dense / report.MIB:,.0f} MiB; summaries of one sequence:\n"
+        f"bfloat16 KV cache {dense / terminal.MIB:,.0f} MiB; summaries of one sequence:\n"
     )
-    click.echo(report.memory_table(rows))
+    click.echo(terminal.memory_table(rows))
     statistics = open_group_bytes(layers, kv_heads, head_dim)
     click.echo(
-        f"\nbox and meanstd also keep {statistics / report.MIB:,.1f} MiB of running statistics for each sequence in "
+        f"\nbox and meanstd also keep {statistics / terminal.MIB:,.1f} MiB of running statistics for each sequence in "
         "mid-group, so that a growing group is never read back."
     )
     shape = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "context": context, "kv_bytes": dense}
-    click.echo(telemetry.to_json({"backends": backends, "shape": shape, "summaries": rows}))
+    click.echo(files.to_json({"backends": backends, "shape": shape, "summaries": rows}))
 
 
 def _backend_status(name: str) -> dict[str, Any]:

@@ -8,13 +8,13 @@ from typing import Any
 
 import click
 
-from eps_core import report, telemetry
 from eps_core.bench.layer import GRAPH, Bench
 from eps_core.bench.plan import DEFAULT_FRACTIONS, DEFAULT_REPEATS, SCALING_CONTEXTS, BenchRequest
 from eps_core.config.store import DTYPE_BYTES
 from eps_core.errors import ConfigError
 from eps_core.load import BACKENDS
 from eps_core.options import given_flags, kernels_option
+from eps_core.telemetry import files, terminal
 
 _PROGRESS_SECONDS = 10.0  # between lines where stderr is no terminal
 
@@ -122,14 +122,14 @@ def bench_command(ctx: click.Context, /, **flags: Any) -> None:
         output=flags["output"],
     )
     if request.output is not None:
-        telemetry.check_writable(request.output, "output file")
+        files.check_writable(request.output, "output file")
     if flags["plot"] is not None:
         _check_plots(flags["plot"])
     bench, lines = Bench(request, _Progress()), []
     with ExitStack() as stack:
-        writer = stack.enter_context(telemetry.JsonlWriter(request.output)) if request.output is not None else None
+        writer = stack.enter_context(files.JsonlWriter(request.output)) if request.output is not None else None
         for line in bench.lines():
-            lines.append(telemetry.jsonable(line))
+            lines.append(files.jsonable(line))
             if writer is not None:
                 writer.write(line)
     click.echo(bench_text(lines))
@@ -138,7 +138,7 @@ def bench_command(ctx: click.Context, /, **flags: Any) -> None:
         from eps_core.bench_plot import draw
 
         plots = draw(lines, flags["plot"])
-    click.echo(telemetry.to_json(_summary(lines, request, plots)))
+    click.echo(files.to_json(_summary(lines, request, plots)))
 
 
 def _check_plots(folder: Path) -> None:
@@ -193,7 +193,7 @@ def bench_text(lines: list[dict[str, Any]]) -> str:
         "method", "dtype", "context", "batch", "visited", "bytes", "dense", "best dense", "score", "select", "attend",
         "tail", "step", "write", "faster", "of roof", "graphed",
     ]  # fmt: skip
-    table = report.table([_row(cell) for cell in cells], header)
+    table = terminal.table([_row(cell) for cell in cells], header)
     return head + table + "".join(f"\nnote: {note}" for note in sorted(notes))
 
 

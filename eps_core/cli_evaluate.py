@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
-from eps_core import telemetry
 from eps_core.load import BACKENDS
 from eps_core.options import config_of, given_flags, selection_options, summary_options
+from eps_core.telemetry import files
 
 DEFAULT_TASKS = "niah_single,niah_multikey"
 NO_TASKS = "none"
@@ -103,4 +103,4 @@ def evaluate_command(ctx: click.Context, /, **flags: Any) -> None:
         text=flags["text"],
         out=flags["out"],
     )
-    click.echo(telemetry.to_json(measure(request, sys.stdout)))
+    click.echo(files.to_json(measure(request, sys.stdout)))

@@ -6,7 +6,6 @@ from typing import Any
 
 import click
 
-from eps_core import telemetry
 from eps_core.config.store import DTYPE_BYTES
 from eps_core.errors import ConfigError
 from eps_core.grid import (
@@ -22,6 +21,7 @@ from eps_core.grid import (
     run_cells,
 )
 from eps_core.load import BACKENDS, backend_name, load_backend
+from eps_core.telemetry import files
 
 MIB = 2**20
 _PLAN = Plan()
@@ -73,7 +73,7 @@ def grid_command(**flags: Any) -> None:
         raise click.UsageError("give either --grid FILE or --preset NAME")
     cells = load_grid(path) if path else expand(PRESETS[flags["preset"]], f"preset {flags['preset']}")
     out: Path = flags["out"]
-    telemetry.check_writable(out, "results file")
+    files.check_writable(out, "results file")
     # late: `eps-proto --help` must work where a model cannot be loaded
     from eps_core.head_policy import check_policy, load_policy, model_fingerprint
     from eps_core.model import load_tokenizer, read_spec
@@ -109,7 +109,7 @@ def grid_command(**flags: Any) -> None:
     with GridFile(out, first) as file:
         resumed = len(file.finished)
         counts = run_cells(bench, cells, head_modes, file, Progress(cells, file.finished))
-    click.echo(telemetry.to_json({"out": str(out), "cells": len(cells), "resumed": resumed, **counts}))
+    click.echo(files.to_json({"out": str(out), "cells": len(cells), "resumed": resumed, **counts}))
 
 
 @click.command("report")
@@ -120,7 +120,7 @@ def report_command(results: tuple[Path, ...], out: Path) -> None:
 
     The page ends with the verdict: ship, iterate, kill or not decidable. The last line of stdout is one JSON object.
     """
-    telemetry.check_writable(out, "report")
+    files.check_writable(out, "report")
     from eps_core.html_report import load_results, page
 
     loaded = load_results(results)
@@ -130,4 +130,4 @@ def report_command(results: tuple[Path, ...], out: Path) -> None:
     partial = out.with_name(f".{out.name}.partial")
     partial.write_text(html, encoding="utf-8")
     os.replace(partial, out)
-    click.echo(telemetry.to_json({"out": str(out), "lines": loaded.counts, "verdict": verdict.to_dict()}))
+    click.echo(files.to_json({"out": str(out), "lines": loaded.counts, "verdict": verdict.to_dict()}))

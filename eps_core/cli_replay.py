@@ -7,12 +7,12 @@ from typing import Any
 
 import click
 
-from eps_core import report, telemetry
 from eps_core.config.eps import DEFAULT_DIM, EVALUATION_METHODS, METHODS, EpsConfig
 from eps_core.config.store import DTYPE_BYTES
 from eps_core.errors import ConfigError
 from eps_core.load import BACKENDS
 from eps_core.options import config_of, given_flags, selection_options, summary_options
+from eps_core.telemetry import files, terminal
 
 _backend_option = click.option("--backend", type=click.Choice(("auto", *BACKENDS)), default="auto", show_default=True)
 _device_option = click.option(
@@ -104,10 +104,10 @@ def capture_command(ctx: click.Context, /, **flags: Any) -> None:
     )
     click.echo(
         f"{result['capture']}: {len(result['layers'])} of {result['num_layers']} layers of {result['model']}, "
-        f"{result['context_tokens']:,} + {result['num_steps']:,} tokens, {result['bytes'] / report.MIB:,.1f} MiB; "
-        f"decode {report.describe(config) if config.enabled else 'dense'}"
+        f"{result['context_tokens']:,} + {result['num_steps']:,} tokens, {result['bytes'] / terminal.MIB:,.1f} MiB; "
+        f"decode {terminal.describe(config) if config.enabled else 'dense'}"
     )
-    click.echo(telemetry.to_json(result))
+    click.echo(files.to_json(result))
 
 
 def _off(ctx: click.Context, flags: dict[str, Any]) -> str:
@@ -166,7 +166,7 @@ def replay_command(ctx: click.Context, /, **flags: Any) -> None:
     if policy is not None:
         configs = [replace(config, head_modes=head_modes(policy)) for config in configs]
     if flags["jsonl"] is not None:
-        telemetry.check_writable(flags["jsonl"], "jsonl file")
+        files.check_writable(flags["jsonl"], "jsonl file")
     captures = [open_capture(path) for path in flags["captures"]]
     for capture in captures:
         unknown = sorted(set(flags["layers"] or ()) - set(capture.info.layers))
@@ -189,7 +189,7 @@ def replay_command(ctx: click.Context, /, **flags: Any) -> None:
             if other == name:
                 row["bytes_at_matched_error"] = matched
     if flags["jsonl"] is not None:
-        with telemetry.JsonlWriter(flags["jsonl"]) as writer:
+        with files.JsonlWriter(flags["jsonl"]) as writer:
             for capture, found in zip(captures, results, strict=True):
                 run = {"type": "run", "capture": str(capture.path), **vars(capture.info)}
                 writer.write(run | {"replay_backend": backend_name(backend), "replay_versions": backend.versions()})
@@ -199,7 +199,7 @@ def replay_command(ctx: click.Context, /, **flags: Any) -> None:
                         writer.write({"type": "head", "method": config.method, "budget": config.budget, **head})
     click.echo(_table(names, rows))
     click.echo(
-        telemetry.to_json(
+        files.to_json(
             {
                 "captures": [str(path) for path in flags["captures"]],
                 "backend": backend_name(backend),
@@ -280,7 +280,7 @@ def _table(names: list[str], rows: list[dict[str, Any]]) -> str:
             ]
         )
     header = ["method", "budget", "bytes", "recall", "at 12.5 %", "false", "error", "matched", "cert .1", "bounds"]
-    return report.table(cells, [*header, "union"])
+    return terminal.table(cells, [*header, "union"])
 
 
 @click.command("calibrate")
@@ -359,4 +359,4 @@ def calibrate_command(ctx: click.Context, /, **flags: Any) -> None:
         ),
         sys.stdout,
     )
-    click.echo(telemetry.to_json(result))
+    click.echo(files.to_json(result))

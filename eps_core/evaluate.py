@@ -17,10 +17,10 @@ from eps_core.config.bytes import scoring_bytes
 from eps_core.config.eps import DEFAULT_GUARDS, FINE_GUARDS, EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.gate.protocol import Backend, Decoder
-from eps_core.selection import guards, num_groups
+from eps_core.oracle.selection import guards, num_groups
 from eps_core.statistics import bootstrap_interval
 from eps_core.tasks import VALUE_DIGITS, corpus, filler, needle_document
-from eps_core.telemetry import kl_divergence
+from eps_core.telemetry.steps import kl_divergence
 
 Key = tuple[int, float]  # index of an arm, byte budget (topk) or tau (share)
 BYTE_BUDGETS = (0.04, 0.055, 0.07, 0.10, 0.14, 0.20, 0.28)

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from eps_core import blocks
-from eps_core.blocks import PagePool
 from eps_core.errors import ConfigError
 from eps_core.gate.protocol import Backend, Decoder
-from eps_core.telemetry import AUDIT_FACTOR, StepRecord, audit_step, step_record
+from eps_core.paging.pool import PagePool
+from eps_core.paging.pool import Sequence as PagedSequence
+from eps_core.telemetry.steps import AUDIT_FACTOR, StepRecord, audit_step, step_record
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def generate(
     """
     if any(not len(prompt) for prompt in prompts):
         raise ConfigError("an empty prompt has nothing to continue: give at least one token")
-    sequences: dict[int, blocks.Sequence] = {}
+    sequences: dict[int, PagedSequence] = {}
     try:
         for index, prompt in enumerate(prompts):
             sequences[index], cache = _prefill(
@@ -168,7 +168,7 @@ def _prefill(
     tokens: Sequence[int],
     chunk_tokens: int,
     report: Callable[[int, int], None],
-) -> tuple[blocks.Sequence, Any]:
+) -> tuple[PagedSequence, Any]:
     """(sequence, cache) with K and V of `tokens` in the cache; pages that the pool holds are not computed again."""
     sequence, num_shared = pool.open(tokens)
     try:
@@ -185,7 +185,7 @@ def _prefill(
 
 
 def _append(
-    backend: Backend, cache: Any, pool: PagePool, sequence: blocks.Sequence, tokens: Sequence[int]
+    backend: Backend, cache: Any, pool: PagePool, sequence: PagedSequence, tokens: Sequence[int]
 ) -> tuple[np.ndarray, Any]:
     """Slots [N] for `tokens` at the end of a sequence; a page shared with a fork is copied before it is written."""
     slots, copies = pool.append(sequence, tokens)

@@ -20,7 +20,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from eps_core import telemetry
 from eps_core.config.eps import EVALUATION_METHODS, METHODS, EpsConfig
 from eps_core.config.read import POLICIES, SCOPES
 from eps_core.config.store import CacheSpec
@@ -29,7 +28,8 @@ from eps_core.evaluate import kl_divergence
 from eps_core.gate.protocol import Backend, Decoder
 from eps_core.gate.stats import LayerStats
 from eps_core.tasks import VALUE_DIGITS, corpus, filler, needle_document
-from eps_core.telemetry import StepRecord
+from eps_core.telemetry import files
+from eps_core.telemetry.steps import StepRecord, percentile, step_record, summarise
 
 MAX_MASS_PAIRS = 200  # (certified, true) pairs that one cell keeps for the report's scatter
 HeadModes = tuple[tuple[str, ...], ...]
@@ -260,8 +260,8 @@ def header(
 def environment(versions: dict[str, str]) -> dict[str, Any]:
     """What may differ between the starts of one grid."""
     return {
-        "versions": {"eps": telemetry.package_version(), "python": platform.python_version(), **versions},
-        "git_commit": telemetry.git_commit(),
+        "versions": {"eps": files.package_version(), "python": platform.python_version(), **versions},
+        "git_commit": files.git_commit(),
         "platform": platform.platform(),
     }
 
@@ -274,7 +274,7 @@ class GridFile:
     """
 
     def __init__(self, path: Path, first: dict[str, Any]) -> None:
-        telemetry.check_writable(path, "results file")
+        files.check_writable(path, "results file")
         self.path = path
         self._file: BinaryIO = open(path, "a+b", buffering=0)  # noqa: SIM115
         try:
@@ -297,13 +297,13 @@ class GridFile:
             return set(), 0
         now = {name: first[name] for name in ("versions", "git_commit", "platform")}
         last = [line for line in lines if line.get("type") in ("run", "resume")][-1]
-        if any(last.get(name) != value for name, value in json.loads(telemetry.to_json(now)).items()):
+        if any(last.get(name) != value for name, value in json.loads(files.to_json(now)).items()):
             self.write({"type": "resume", **now})
         cells = [line for line in lines if line.get("type") == "cell"]
         return {line["index"] for line in cells}, sum(line.get("skipped") is not None for line in cells)
 
     def write(self, record: dict[str, Any]) -> None:
-        line = (telemetry.to_json(record) + "\n").encode()
+        line = (files.to_json(record) + "\n").encode()
         written = self._file.write(line)
         if written != len(line):  # a full disk takes part of a line: take it back
             self._file.truncate(self._size_bytes)
@@ -326,7 +326,7 @@ def continued(path: Path, data: bytes, first: dict[str, Any]) -> tuple[list[dict
         return lines, size
     if lines[0].get("type") != "run" or lines[0].get("kind") != "grid":
         raise ConfigError(f"{path} is not a grid's results: give another -o")
-    for name, value in json.loads(telemetry.to_json({name: first[name] for name in IDENTITY})).items():
+    for name, value in json.loads(files.to_json({name: first[name] for name in IDENTITY})).items():
         there = lines[0].get(name)
         if there != value:
             what = f" ({there} there, {value} now)" if isinstance(value, str) else ""
@@ -398,9 +398,7 @@ class _Measured:
             "decode_ms": untimed,
         }
         return {
-            f"{name}_p{percent}": telemetry.percentile(values, percent)
-            for name, values in clocks.items()
-            for percent in (50, 95)
+            f"{name}_p{percent}": percentile(values, percent) for name, values in clocks.items() for percent in (50, 95)
         }
 
 
@@ -472,7 +470,7 @@ class Bench:
             for row, index in enumerate(indices):
                 answer = self._document("needle", setting.context, index).answer
                 answered.append((self._says(reference.fed[row], answer), self._says(decoded.fed[row], answer)))
-        summary = telemetry.summarise(gated.records)
+        summary = summarise(gated.records)
         pages_total = summary["pages_total"]
         return {
             "bytes_ratio": summary["bytes_ratio"],
@@ -621,7 +619,7 @@ class Bench:
             if step + 1 < num_steps and documents[0].forced is not None:
                 tokens = [document.forced[step] for document in documents if document.forced is not None]
             decoded.records.append(
-                telemetry.step_record(
+                step_record(
                     step, range(len(indices)), greedy, lengths.tolist(), output, cache.spec, config, decode_ms,
                     cache.kv_bytes_read - kv_bytes, cache.bytes_k_reread - reread_bytes, timed,
                 )

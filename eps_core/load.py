@@ -18,7 +18,7 @@ from eps_core.gate.protocol import Backend
 BACKENDS = ("numpy", "mlx", "cuda")
 # what computes: array operations, or kernels compiled for CPUs (numba) and GPUs (triton, metal). Speed only
 KERNELS = ("arrays", "numba", "triton", "metal")
-_MODULES = {"numpy": "eps_core.backend", "mlx": "eps_mlx", "cuda": "eps_cuda"}
+_MODULES = {"numpy": "eps_core.oracle", "mlx": "eps_mlx", "cuda": "eps_cuda"}
 _INSTALL = {
     "numpy": "pip install eps",
     "mlx": "pip install 'eps[mlx]'",

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from eps_core import benchmarks, quality, telemetry
+from eps_core import benchmarks, quality
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.errors import ConfigError
@@ -24,6 +24,7 @@ from eps_core.questions import Encoder, Question, benchmark_question, generated_
 from eps_core.ruler import check_tasks
 from eps_core.run import DEMO_MODEL, choose_device
 from eps_core.tasks import corpus
+from eps_core.telemetry.files import JsonlWriter, check_writable, run_line
 
 # what selects and what is always visited; how a group is summarised means nothing to an oracle, nor does strictness,
 # which needs bounds
@@ -164,7 +165,7 @@ def measure(request: MeasureRequest, out: TextIO) -> dict[str, Any]:
     """
     check_tasks(request.tasks)
     if request.out is not None:
-        telemetry.check_writable(request.out, "output file")
+        check_writable(request.out, "output file")
     model = request.model or DEMO_MODEL
     spec = read_spec(model)
     encoder = Encoder(model, spec)
@@ -180,7 +181,7 @@ def measure(request: MeasureRequest, out: TextIO) -> dict[str, Any]:
     dtype = "float32" if device == "cpu" else spec.stored_dtype
     runner = Runner(backend, backend.load_model(model, spec, dtype, device), device)
     name = "demo" if request.model is None else str(request.model)
-    run = telemetry.run_line(
+    run = run_line(
         request.config,
         CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 1, "bfloat16"),
         backend_name(backend),
@@ -251,7 +252,7 @@ class _Output:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._partial = None if path is None else path.with_name(path.name + ".partial")
-        self._writer = None if self._partial is None else telemetry.JsonlWriter(self._partial)
+        self._writer = None if self._partial is None else JsonlWriter(self._partial)
 
     def write(self, record: dict[str, Any]) -> None:
         if self._writer is not None:

@@ -21,8 +21,8 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.errors import ConfigError
 from eps_core.gate.protocol import Array, Backend, Scores, Selection
-from eps_core.guards import forced_groups
 from eps_core.load import load_backend
+from eps_core.paging.where import forced_groups
 from eps_core.run import choose_device
 
 RECALL_FRACTIONS = (0.05, 0.125, 0.25)  # of the groups, where mass recall is measured without guards

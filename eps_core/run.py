@@ -11,8 +11,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from eps_core import report, tasks, telemetry
-from eps_core.blocks import PagePool
+from eps_core import tasks
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.cost import Cost, cost_of
@@ -23,7 +22,9 @@ from eps_core.kernel_check import disagreement
 from eps_core.load import backend_name, load_backend, resolve_kernels
 from eps_core.model import ModelSpec, load_tokenizer, read_spec
 from eps_core.options import DEMO_MODEL
-from eps_core.telemetry import StepRecord, kl_divergence
+from eps_core.paging.pool import PagePool
+from eps_core.telemetry import files, terminal
+from eps_core.telemetry.steps import AUDIT_FACTOR, StepRecord, kl_divergence, summarise, write_csv
 
 DEMO_PROMPT_BYTES = 4095  # with the token that begins a text: 4,096 tokens
 DEMO_SEED = 1
@@ -51,7 +52,7 @@ class RunRequest:
     metrics: Path | None = None
     csv: Path | None = None
     audit_every: int = 0
-    audit_factor: float = telemetry.AUDIT_FACTOR
+    audit_factor: float = AUDIT_FACTOR
     audit_off: bool = False
     kernels: str = "auto"
     auto_min_context: bool = False  # measured by `prepare`, which settles the config
@@ -67,7 +68,7 @@ class Side:
     prefill_ms: float = 0.0
 
     def summary(self) -> dict[str, Any]:
-        return telemetry.summarise(self.records, self.prefill_ms)
+        return summarise(self.records, self.prefill_ms)
 
 
 @dataclass
@@ -112,7 +113,7 @@ def prepare(request: RunRequest) -> Session:
         raise ConfigError(f"metrics and csv are both {request.metrics}: give two paths")
     for path, what in ((request.metrics, "metrics file"), (request.csv, "csv file")):
         if path is not None:
-            telemetry.check_writable(path, what)
+            files.check_writable(path, what)
     model = request.model or DEMO_MODEL
     if request.model is None and not (model / "config.json").is_file():
         raise ConfigError(f"the demo model is not in this installation ({model}): pass --model DIR")
@@ -240,7 +241,7 @@ def decode(
     request = session.request
     side = Side()
     started = time.perf_counter()
-    progress = report.Progress(name, sys.stderr)
+    progress = terminal.Progress(name, sys.stderr)
 
     def on_prefill(prompt: int, done: int, total: int) -> None:
         progress(prompt, done, total)
@@ -286,9 +287,9 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
     with ExitStack() as stack:
         metrics = None
         if request.metrics is not None:
-            metrics = stack.enter_context(telemetry.JsonlWriter(request.metrics))
+            metrics = stack.enter_context(files.JsonlWriter(request.metrics))
             metrics.write(
-                telemetry.run_line(
+                files.run_line(
                     config,
                     session.cache_spec(config),
                     name,
@@ -310,7 +311,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
 
         def streamed(side_name: str, cache: Any, pool: PagePool, keep_logits: bool = False) -> tuple[Side, Any]:
             out.write(f"{side_name:5} > ")
-            text = report.TextStream(session.tokenizer, lambda piece: (out.write(piece), out.flush()))
+            text = terminal.TextStream(session.tokenizer, lambda piece: (out.write(piece), out.flush()))
 
             def on_record(record: StepRecord) -> None:
                 if metrics is not None and side_name == measured:
@@ -346,7 +347,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
                 }
             )
         if request.csv is not None:
-            telemetry.write_csv(request.csv, main.records)
+            write_csv(request.csv, main.records)
     return result
 
 
@@ -358,7 +359,7 @@ def _print_header(session: Session, model: str, backend: str, out: TextIO) -> No
     out.write(f"backend {backend} on {session.device}, {session.dtype}{cache}, kernels {session.kernels}\n")
     kind = "" if session.answer is None else f", a needle document whose answer is {session.answer}"
     out.write(f"prompt  {len(session.prompt_tokens):,} tokens{kind}\n")
-    out.write(f"eps     {report.describe(request.config)}\n")
+    out.write(f"eps     {terminal.describe(request.config)}\n")
     if session.fault is not None:
         out.write(f"        {session.fault}: array operations instead\n")
     if session.cost is not None:
@@ -412,7 +413,7 @@ def _report(
         (name.replace("_", " "), None, f"{value:.5f}") for name, value in divergence.items() if value is not None
     ]
     dense_summary, eps_summary = dense.summary() if dense else None, eps.summary() if eps else None
-    out.write("\n" + report.run_table(dense_summary, eps_summary, checks) + "\n")
+    out.write("\n" + terminal.run_table(dense_summary, eps_summary, checks) + "\n")
     return {
         "backend": backend,
         "device": session.device,
@@ -425,8 +426,8 @@ def _report(
         "tokens": main.tokens,
         "tokens_equal": equal,
         "bytes_ratio": eps_summary["bytes_ratio"] if eps_summary else None,
-        "dense": report.dense_json(dense.tokens, dense_summary) if dense and dense_summary else None,
-        "eps": report.eps_json(eps.tokens, eps_summary, session.request.config) if eps and eps_summary else None,
+        "dense": terminal.dense_json(dense.tokens, dense_summary) if dense and dense_summary else None,
+        "eps": terminal.eps_json(eps.tokens, eps_summary, session.request.config) if eps and eps_summary else None,
         **divergence,
     }
 

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eps_core.blocks import WritePlan
 from eps_core.config.eps import EpsConfig
 from eps_core.gate.protocol import Scores, Selection
-from eps_core.guards import budget, forced_groups, missing_groups
+from eps_core.paging.groups import WritePlan
+from eps_core.paging.where import budget, forced_groups, missing_groups
 from eps_cuda.cache import Cache
 from eps_cuda.kernels import attend as attend_kernels
 from eps_cuda.kernels import score as score_kernels

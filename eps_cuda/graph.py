@@ -17,7 +17,7 @@ from torch import Tensor
 from eps_core.config.bytes import scoring_bytes
 from eps_core.gate.protocol import Scores, Selection
 from eps_core.gate.stats import LayerStats, StepOutput
-from eps_core.guards import budget, forced_groups, missing_groups
+from eps_core.paging.where import budget, forced_groups, missing_groups
 from eps_cuda import gpu
 from eps_cuda.cache import Cache, check_finite
 from eps_cuda.kernels.attend import attend_groups

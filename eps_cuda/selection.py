@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eps_core.config.eps import EpsConfig
 from eps_core.gate.protocol import Certificate, Scores, Selection
-from eps_core.guards import budget, forced_groups
+from eps_core.paging.where import budget, forced_groups
 from eps_cuda.cache import Cache
 from eps_cuda.paths import kernels_module
 from eps_cuda.summaries import logit_slack, score_summary

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from eps_core.gate.protocol import Scores, Selection
-from eps_core.guards import missing_groups
+from eps_core.paging.where import missing_groups
 from eps_mlx.cache import Cache
 from eps_mlx.paths import kernels_module
 from eps_mlx.selection import visit_mask

@@ -13,14 +13,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from eps_core.blocks import GroupState, WritePlan
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.cpu.host import cpu_name
 from eps_core.errors import ConfigError
-from eps_core.guards import check_units
 from eps_core.load import resolve_kernels
-from eps_core.summaries import CENTRE_TOKENS, jl_projection, rq_signs
+from eps_core.paging.groups import GroupState, WritePlan
+from eps_core.paging.where import check_units
+from eps_core.summaries.jl import jl_projection
+from eps_core.summaries.rq import CENTRE_TOKENS, rq_signs
 from eps_mlx.paths import kernels_module, usable_kernels
 from eps_mlx.summaries import Summary, build_box, build_jl, build_meanstd, build_summary
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.gate.protocol import Scores, Selection
-from eps_core.guards import budget, forced_groups, missing_groups
+from eps_core.paging.where import budget, forced_groups, missing_groups
 from eps_mlx.cache import Cache
 from eps_mlx.kernels import attend as attend_kernels
 from eps_mlx.kernels import score as score_kernels

@@ -13,7 +13,7 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.gate.protocol import Certificate, Scores, Selection
-from eps_core.guards import budget, forced_groups
+from eps_core.paging.where import budget, forced_groups
 from eps_mlx.cache import Cache
 from eps_mlx.paths import kernels_module
 from eps_mlx.summaries import best_first, logit_slack, score_summary

@@ -18,8 +18,9 @@ import numpy as np
 
 from eps_core.config.eps import MEAN, EpsConfig
 from eps_core.gate.protocol import Scores
-from eps_core.guards import forced_groups, missing_groups
-from eps_core.summaries import LARGEST_ESTIMATE, RQ_STEP, SECOND_STEP, hadamard_blocks
+from eps_core.paging.where import forced_groups, missing_groups
+from eps_core.summaries.base import LARGEST_ESTIMATE
+from eps_core.summaries.rq import RQ_STEP, SECOND_STEP, hadamard_blocks
 from eps_mlx.paths import kernels_module
 
 if TYPE_CHECKING:

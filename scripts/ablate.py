@@ -21,7 +21,8 @@ from eps_core.evaluate import Runner, bytes_at_kl
 from eps_core.load import load_backend
 from eps_core.model import load_tokenizer, read_spec
 from eps_core.tasks import corpus, filler
-from eps_core.telemetry import git_commit, kl_divergence
+from eps_core.telemetry.files import git_commit
+from eps_core.telemetry.steps import kl_divergence
 
 DEMO = Path(__file__).parent.parent / "eps_core" / "demo_model"
 DEFAULT = EpsConfig(method="rq")

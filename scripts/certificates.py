@@ -23,7 +23,7 @@ from eps_core.config.store import CacheSpec
 from eps_core.gate.protocol import Backend
 from eps_core.load import load_backend
 from eps_core.replay import CERTIFIED_LEVELS, certified_skip, combine, replay_many, truth_of
-from eps_core.telemetry import git_commit
+from eps_core.telemetry.files import git_commit
 
 SUMMARIES = (
     EpsConfig(method="1pc"),

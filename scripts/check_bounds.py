@@ -21,7 +21,8 @@ from multiprocessing import get_context
 import numpy as np
 
 from eps_core.capture import open_text_model, record
-from eps_core.check import (
+from eps_core.config.eps import EpsConfig
+from eps_core.evaluation.bounds import (
     BOUNDED_ARMS,
     CACHE_DTYPES,
     KEY_CODE_ARMS,
@@ -32,9 +33,8 @@ from eps_core.check import (
     run_capture,
     run_gate,
 )
-from eps_core.config.eps import EpsConfig
 from eps_core.load import BACKENDS, load_backend
-from eps_core.telemetry import git_commit
+from eps_core.telemetry.files import git_commit
 
 GROUP_TOKENS = (1, 128, 2, 64, 4, 32, 8, 16, 3, 5)
 HEAD_DIMS = (16, 20, 64, 80, 128)

@@ -18,7 +18,7 @@ from pathlib import Path
 from eps_core.evaluate import BYTE_BUDGETS, TAUS, Plan, Runner, markdown, records, run_document, table_cells
 from eps_core.load import load_backend
 from eps_core.model import load_tokenizer, read_spec
-from eps_core.telemetry import git_commit
+from eps_core.telemetry.files import git_commit
 
 DEMO = Path(__file__).parent.parent / "eps_core" / "demo_model"
 

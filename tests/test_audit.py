@@ -15,14 +15,14 @@ from test_cli import lines_of
 from test_conformance import eps, visit_mask
 
 from eps_core import cli
-from eps_core.blocks import PagePool
 from eps_core.config.bytes import scoring_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.gate.protocol import Scores
 from eps_core.generate import Sampling, generate
 from eps_core.model import read_spec
-from eps_core.telemetry import StepRecord, kl_divergence, summarise
+from eps_core.paging.pool import PagePool
+from eps_core.telemetry.steps import StepRecord, kl_divergence, summarise
 
 PROMPTS = [np.random.default_rng(length).integers(0, 256, length).tolist() for length in (290, 65)]
 STEPS = 4
@@ -192,7 +192,7 @@ def test_nothing_is_audited_where_eps_is_off(target, model):
 def break_scores(monkeypatch: pytest.MonkeyPatch, backend: Any, broken: Callable[[Any, Scores], Scores]) -> None:
     """`score`, as the decoder calls it, gives what `broken` makes of its result."""
     name = backend.__name__
-    module = importlib.import_module(name if name == "eps_core.backend" else f"{name}.model")
+    module = importlib.import_module(name if name == "eps_core.oracle" else f"{name}.model")
     score = module.score
     monkeypatch.setattr(module, "score", lambda cache, *args: broken(cache, score(cache, *args)))
 

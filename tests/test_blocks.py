@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from eps_core.blocks import GroupState, PagePool, Sequence, WritePlan
 from eps_core.config.eps import EpsConfig
 from eps_core.errors import ConfigError
+from eps_core.paging.groups import GroupState, WritePlan
+from eps_core.paging.pool import PagePool, Sequence
 
 
 class Memory:

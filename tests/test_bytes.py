@@ -5,7 +5,7 @@ import pytest
 from conftest import TARGETS, bound
 from test_conformance import Case, case_units, eps, make_kv, write_all
 
-from eps_core import backend as oracle
+from eps_core import oracle
 from eps_core.config.bytes import scoring_bytes, summary_bytes, summary_group_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec

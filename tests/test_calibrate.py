@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiny_models
 
-from eps_core import attention, cli, cli_replay
+from eps_core import cli, cli_replay
 from eps_core.calibrate import (
     FRACTIONS,
     MASS,
@@ -35,6 +35,7 @@ from eps_core.head_policy import (
     modes_of,
 )
 from eps_core.model import read_spec
+from eps_core.oracle import attention
 from eps_core.run import DEMO_MODEL
 
 CONFIG = EpsConfig(method="rq", group_tokens=4, first_tokens=4, last_tokens=16)

@@ -15,8 +15,8 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from eps_core import attention, cli, cli_replay
 from eps_core import capture as capture_module
+from eps_core import cli, cli_replay
 from eps_core.calibrate import write_policy
 from eps_core.capture import METADATA_KEY, Capture, CaptureRequest, capture, open_capture, open_text_model, record
 from eps_core.config.eps import EpsConfig
@@ -24,6 +24,7 @@ from eps_core.errors import ConfigError
 from eps_core.gate.stats import LayerStats
 from eps_core.head_policy import HeadPolicy
 from eps_core.load import load_backend
+from eps_core.oracle import attention
 from eps_core.replay import (
     CERTIFIED_LEVELS,
     RECALL_FRACTIONS,

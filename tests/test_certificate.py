@@ -13,12 +13,28 @@ from conftest import TARGETS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from eps_core import check
 from eps_core.capture import open_text_model, record
-from eps_core.check import BOUNDED_ARMS, CACHE_DTYPES, KEY_CODE_ARMS, Filled, Trial, arm_name
 from eps_core.config.eps import EpsConfig
 from eps_core.errors import ConfigError
+from eps_core.evaluation.bounds import (
+    BOUNDED_ARMS,
+    CACHE_DTYPES,
+    KEY_CODE_ARMS,
+    CacheSpec,
+    Tally,
+    Trial,
+    arm_name,
+    check_bounds,
+    check_gate,
+    fill,
+    hard_queries,
+    make_keys,
+    run_bounds,
+    run_capture,
+    run_gate,
+)
 from eps_core.load import load_backend
+from eps_core.oracle.truth import Filled
 
 EPSILONS = (1.0, 0.5, 0.1, 1e-2, 1e-3, 0.0)  # falling
 POLICIES = ({"policy": "topk", "budget": 0.1}, {"policy": "share", "tau": 0.02}, {"policy": "mass"})
@@ -26,7 +42,7 @@ WITHOUT_BOUNDS = ("jl", "meanstd", "rq")
 
 
 def is_oracle(backend) -> bool:
-    return backend.__name__ == "eps_core.backend"
+    return backend.__name__ == "eps_core.oracle"
 
 
 def trial(backend, arm: dict, dtype: str, size: int, head_dim: int, seed: int) -> Trial:
@@ -44,7 +60,7 @@ def test_bounds_hold_for_hard_keys_and_queries(target, arm):
     seed = BOUNDED_ARMS.index(arm)
     for i, (size, head_dim) in enumerate(((1, 16), (5, 20), (16, 64), (128, 64))):
         dtype = CACHE_DTYPES[(i + seed) % 3]
-        tally = check.run_bounds(*target, trial(target[0], arm, dtype, size, head_dim, 10 * seed + i))["bounds"]
+        tally = run_bounds(*target, trial(target[0], arm, dtype, size, head_dim, 10 * seed + i))["bounds"]
         assert tally.checks > 50 and tally.violations == 0, (size, head_dim, dtype, tally)
 
 
@@ -59,19 +75,19 @@ def test_bounds_hold_for_hard_keys_and_queries(target, arm):
 )
 def test_everything_claimed_holds(target, arm, dtype, size, head_dim, kv_heads, seed):
     drawn = Trial(arm, dtype, size, head_dim, 8, 4, 2, seed, kv_heads)
-    bounds = check.run_bounds(*target, drawn) if drawn.config().own_bounds else {}
-    for tally in (bounds | check.run_gate(*target, drawn)).values():
+    bounds = run_bounds(*target, drawn) if drawn.config().own_bounds else {}
+    for tally in (bounds | run_gate(*target, drawn)).values():
         assert tally.checks > 0 and tally.violations == 0, tally
 
 
 @pytest.mark.parametrize("arm", KEY_CODE_ARMS, ids=arm_name)
 def test_codes_of_single_keys_certify_and_bind_strict_mode(target, arm):
     """Permuted pages, ragged batches, writes in pieces, head modes; and something is left unread."""
-    total = check.Tally()
+    total = Tally()
     for seed in range(6):
         size, dtype = (1, 2, 4, 16)[seed % 4], CACHE_DTYPES[seed % 3]
-        repeat = 2 if target[0].__name__ == "eps_core.backend" else 8
-        for kind, tally in check.run_gate(*target, Trial(arm, dtype, size, 32, 8, repeat, 3, seed)).items():
+        repeat = 2 if target[0].__name__ == "eps_core.oracle" else 8
+        for kind, tally in run_gate(*target, Trial(arm, dtype, size, 32, 8, repeat, 3, seed)).items():
             assert tally.checks > 0 and tally.violations == 0, (seed, kind, tally)
             if kind == "share":
                 total.add(tally)
@@ -84,13 +100,13 @@ def test_summaries_in_other_units_are_refused(target, monkeypatch):
         EpsConfig, "bound_config", property(lambda self: EpsConfig(method="rq", rq_bounds=True, bits=8))
     )
     with pytest.raises(ValueError, match="in units of 64 tokens"):
-        target[0].new_cache(check.CacheSpec(1, 1, 16, 4), EpsConfig(method="box", bound_bits=8), target[1])
+        target[0].new_cache(CacheSpec(1, 1, 16, 4), EpsConfig(method="box", bound_bits=8), target[1])
 
 
 def test_keys_whose_float32_eigenvalues_do_not_converge(target):
     """LAPACK's float32 eigensolver gives up on one of these groups: four channels, the others exactly 0."""
     arm = {"method": "moments", "dim": 1}
-    tally = check.run_bounds(*target, Trial(arm, "float16", 64, 64, 96, 4, 8, 72124473))["bounds"]
+    tally = run_bounds(*target, Trial(arm, "float16", 64, 64, 96, 4, 8, 72124473))["bounds"]
     assert tally.checks > 500 and tally.violations == 0
 
 
@@ -115,7 +131,7 @@ def scene(target, repeat: int = 2, kv_heads: int = 2, spread: float = 0.1, **con
     v = rng.normal(size=k.shape).astype(np.float32)
     table = np.stack([rng.permutation(20) for _ in range(3)])
     q = rng.normal(size=(3, kv_heads * repeat, 16)) * rng.choice([0.5, 3, 8], (3, kv_heads * repeat, 1))
-    return Scene(check.fill(*target, eps, "float32", k, v), q.astype(np.float32), table, np.array([320, 251, 37]))
+    return Scene(fill(*target, eps, "float32", k, v), q.astype(np.float32), table, np.array([320, 251, 37]))
 
 
 @dataclass
@@ -158,7 +174,7 @@ def test_strict_leaves_at_most_epsilon_unread(target, method, policy, scope):
         one = scene(target, repeat, kv_heads, method=method, rq_bounds=method == "rq", bits=8 if method == "rq" else 1)
         for epsilon in EPSILONS:
             config = strict(one, epsilon, scope=scope, **policy)
-            for kind, tally in check.check_gate(one.filled, config, one.q, one.table, one.lengths).items():
+            for kind, tally in check_gate(one.filled, config, one.q, one.table, one.lengths).items():
                 assert tally.violations == 0, (epsilon, kind, tally)
             got = gate(one, config)
             # the certificate that is taken after escalation says so too, up to its float32
@@ -170,7 +186,7 @@ def test_a_certified_share_near_one_is_not_rounded_down(target):
     arm = {"method": "rq", "rq_bounds": True, "bits": 8}
     repeat, sequences = (4, 2) if is_oracle(target[0]) else (64, 8)
     drawn = Trial(arm, "float16", 128, 80, 96, repeat, sequences, 835202398)
-    assert check.run_gate(*target, drawn)["share"].violations == 0
+    assert run_gate(*target, drawn)["share"].violations == 0
 
 
 @pytest.mark.parametrize("arm", BOUNDED_ARMS, ids=arm_name)
@@ -249,7 +265,7 @@ def test_nothing_is_certified_without_bounds(target, method):
     config = EpsConfig(method=method, group_tokens=4, tail_tokens=0)
     rng = np.random.default_rng(0)
     k = rng.normal(size=(256, 1, 16)).astype(np.float32)
-    filled = check.fill(backend, device, config, "float32", k, k)
+    filled = fill(backend, device, config, "float32", k, k)
     q = backend.from_numpy(rng.normal(size=(1, 2, 16)).astype(np.float32), "float32", device)
     table, lengths = np.arange(16)[None], np.array([256])
     scores = backend.score(filled.cache, 0, q, table, lengths)
@@ -287,7 +303,7 @@ def test_everything_claimed_holds_on_captured_data(target, captured, arm):
     for i, size in enumerate((16, 64) if is_oracle(target[0]) else (1, 8, 64)):
         layer = (seed + i) % len(captured)
         drawn = Trial(arm, CACHE_DTYPES[(seed + i) % 3], size, 0, 0, 0, 2, seed)
-        for kind, tally in check.run_capture(*target, drawn, *captured[layer]).items():
+        for kind, tally in run_capture(*target, drawn, *captured[layer]).items():
             assert tally.violations == 0, (layer, size, kind, tally)
 
 
@@ -319,14 +335,14 @@ def test_checker_finds_broken_summaries(target, name):
     arm, field, damage, kind = BROKEN[name]
     rng = np.random.default_rng(len(name))
     config = EpsConfig(**arm, group_tokens=4, tail_tokens=0)
-    k = check.make_keys(kind, 2 * 64, 4, 32, rng).reshape(2, 256, 32).swapaxes(0, 1)
-    filled = check.fill(*target, config, "float32", np.ascontiguousarray(k), np.ascontiguousarray(k))
-    q = check.hard_queries(filled, np.arange(16), 8, rng)
+    k = make_keys(kind, 2 * 64, 4, 32, rng).reshape(2, 256, 32).swapaxes(0, 1)
+    filled = fill(*target, config, "float32", np.ascontiguousarray(k), np.ascontiguousarray(k))
+    q = hard_queries(filled, np.arange(16), 8, rng)
     table = np.arange(16)[:, None]
-    assert check.check_bounds(filled, q, table).violations == 0
+    assert check_bounds(filled, q, table).violations == 0
     stored = filled.cache.summaries[0]
     stored[field] = damage(stored[field])
-    assert check.check_bounds(filled, q, table).violations > 0
+    assert check_bounds(filled, q, table).violations > 0
 
 
 def test_checker_finds_a_missing_float32_slack(target, monkeypatch):
@@ -336,16 +352,16 @@ def test_checker_finds_a_missing_float32_slack(target, monkeypatch):
     rng = np.random.default_rng(0)
     key = rng.normal(size=(1, 1, 128)).astype(np.float16).astype(np.float32)
     k = np.repeat(key, 256, axis=0)
-    filled = check.fill(*target, EpsConfig(method="rq", rq_bounds=True, group_tokens=4, tail_tokens=0), "float32", k, k)
+    filled = fill(*target, EpsConfig(method="rq", rq_bounds=True, group_tokens=4, tail_tokens=0), "float32", k, k)
     q = (rng.normal(size=(16, 8, 128)) * 1e5).astype(np.float32)
     table = np.arange(16)[:, None]
-    assert check.check_bounds(filled, q, table).violations == 0
+    assert check_bounds(filled, q, table).violations == 0
     if is_oracle(backend):
         return
     monkeypatch.setattr(f"{backend.__name__}.summaries.logit_slack", lambda a, norm: norm * 0)
     stored = filled.cache.summaries[0]
     stored["radius"] = stored["radius"] * 0
-    assert check.check_bounds(filled, q, table).violations > 0
+    assert check_bounds(filled, q, table).violations > 0
 
 
 def test_checker_finds_a_certificate_that_promises_too_much(target):
@@ -353,9 +369,9 @@ def test_checker_finds_a_certificate_that_promises_too_much(target):
     config = strict(one, 0.1, budget=0.2)
     assert all(
         tally.violations == 0
-        for tally in check.check_gate(one.filled, config, one.q, one.table, one.lengths).values()
+        for tally in check_gate(one.filled, config, one.q, one.table, one.lengths).values()
     )  # fmt: skip
     stored = one.filled.cache.summaries[0]
     stored["radius"], stored["mean_scale"] = stored["radius"] * 0, stored["mean_scale"] * 0
-    broken = check.check_gate(one.filled, config, one.q, one.table, one.lengths)
+    broken = check_gate(one.filled, config, one.q, one.table, one.lengths)
     assert all(broken[kind].violations > 0 for kind in ("share", "error", "strict"))

@@ -31,7 +31,7 @@ from test_conformance import (
     write_all,
 )  # fmt: skip
 
-from eps_core import backend as oracle
+from eps_core import oracle
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.cpu import attend, openmp
@@ -39,8 +39,8 @@ from eps_core.cpu import kernels as kernels_cpu
 from eps_core.cpu import threads as threads_cpu
 from eps_core.cpu.threads import finish, take, wait
 from eps_core.gate.protocol import Scores, Selection
-from eps_core.guards import forced_groups
 from eps_core.load import load_backend
+from eps_core.paging.where import forced_groups
 
 CASES = [
     Case((150, 37), eps("rq", group_tokens=2)),

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import tiny_models
 
-from eps_core import backend as numpy_backend
+from eps_core import oracle as numpy_backend
 from eps_core import run
-from eps_core.blocks import PagePool
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.errors import ConfigError
 from eps_core.gate.stats import StepOutput
 from eps_core.generate import Sampling, generate, next_token
 from eps_core.model import read_spec
+from eps_core.paging.pool import PagePool
 
 GREEDY = Sampling()
 SPEC = CacheSpec(num_layers=1, num_kv_heads=1, head_dim=4, num_units=16)

@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 from metal import shim
 
-from eps_core import selection as oracle_selection
-from eps_core import summaries as oracle
 from eps_core.config.eps import EpsConfig
 from eps_core.gate.protocol import Scores
-from eps_core.guards import budget, forced_groups
-from eps_core.selection import best_first
+from eps_core.oracle import selection as oracle_selection
+from eps_core.oracle.selection import best_first
+from eps_core.paging.where import budget, forced_groups
+from eps_core.summaries import base as oracle_base
+from eps_core.summaries import meanstd as oracle_meanstd
+from eps_core.summaries import rq as oracle_rq
 from eps_mlx import selection as arrays
 from eps_mlx.kernels import launch, score, score_meanstd, select
 from eps_mlx.summaries import rotate
@@ -40,8 +42,8 @@ def estimates(kind: str, shape: tuple[int, int, int], ends: np.ndarray, rng: np.
     if kind == "equal":
         estimate[:] = 1.5
     if kind == "large":
-        estimate[rng.random(shape) < 0.1] = oracle.LARGEST_ESTIMATE
-        estimate[rng.random(shape) < 0.1] = -oracle.LARGEST_ESTIMATE
+        estimate[rng.random(shape) < 0.1] = oracle_base.LARGEST_ESTIMATE
+        estimate[rng.random(shape) < 0.1] = -oracle_base.LARGEST_ESTIMATE
         estimate[rng.random(shape) < 0.1] *= 1e-42  # subnormal
     if kind == "near":  # differ in the last bits only
         estimate = (1 + rng.integers(0, 40, shape) * 2.0**-23).astype(np.float32)
@@ -231,7 +233,7 @@ class Pool:
             a = self.q[b].astype(np.float64) / math.sqrt(self.head_dim)
             with np.errstate(all="ignore"):
                 each = [estimate(summary, a[head * self.repeat + r], head) for r in range(self.repeat)]
-            best = np.max([np.where(np.isfinite(one), one, oracle.LARGEST_ESTIMATE) for one in each], axis=0)
+            best = np.max([np.where(np.isfinite(one), one, oracle_base.LARGEST_ESTIMATE) for one in each], axis=0)
             known = self.valid.reshape(-1, self.per_unit)[tiles].reshape(-1).astype(bool)
             index, length = np.arange(groups), self.lengths[b]
             best = np.where(known & (index < length // self.size), best, np.inf)
@@ -247,7 +249,7 @@ def same(got: mx.array, want: np.ndarray, rounding: float) -> None:
     found = np.array(got).astype(np.float64)
     unknown = ~np.isfinite(want)
     assert np.array_equal(found[unknown], want[unknown])
-    large = want == oracle.LARGEST_ESTIMATE
+    large = want == oracle_base.LARGEST_ESTIMATE
     np.testing.assert_allclose(found[large], want[large], rtol=1e-6)
     assert np.isfinite(found[~unknown]).all()
     error = np.abs(np.where(unknown | large, 0, found - np.where(unknown, 0, want)))
@@ -263,7 +265,7 @@ def rq_pool(bits=1, spoilt=True, **shape) -> tuple[Pool, np.ndarray]:
 
 
 def turned_of(one: Pool, centre: np.ndarray) -> tuple[mx.array, mx.array]:
-    signs = mx.array(oracle.rq_signs(SEED, one.head_dim))
+    signs = mx.array(oracle_rq.rq_signs(SEED, one.head_dim))
     return score.turn_queries(mx.array(one.q), rotate(mx.eye(one.head_dim), signs), mx.array(centre))
 
 
@@ -276,7 +278,7 @@ def rounding_of(one: Pool, levels: float, scale: float) -> float:
 def check_rq(bits=1, **shape) -> None:
     one, centre = rq_pool(bits, **shape)
     want = one.judged(
-        lambda summary, a, head: oracle.score_rq(summary, a, one.size, centre[head], bits, SEED)[0]  # of one head
+        lambda summary, a, head: oracle_rq.score_rq(summary, a, one.size, centre[head], bits, SEED)[0]  # of one head
     )
     turned, offset = turned_of(one, centre)
     pools = [mx.array(one.summary[name]) for name in ("codes", "scale")]
@@ -311,11 +313,11 @@ def test_rq_estimates_are_the_oracles(case, metal_shim):
 def test_queries_are_turned_and_centred(dtype, head_dim, repeat, metal_shim):
     one, centre = rq_pool(head_dim=head_dim, repeat=repeat)
     q = mx.array(one.q).astype(dtype)
-    signs = mx.array(oracle.rq_signs(SEED, head_dim))
+    signs = mx.array(oracle_rq.rq_signs(SEED, head_dim))
     turned, offset = score.turn_queries(q, rotate(mx.eye(head_dim), signs), mx.array(centre))
     a = np.array(q.astype(mx.float32)).astype(np.float64).reshape(*turned.shape) / math.sqrt(head_dim)
     rounding = rounding_of(one, 1, 1)
-    np.testing.assert_allclose(np.array(turned), oracle.rotate(a, SEED), rtol=0, atol=rounding)
+    np.testing.assert_allclose(np.array(turned), oracle_rq.rotate(a, SEED), rtol=0, atol=rounding)
     want = (a * centre.astype(np.float64)[:, None]).sum(axis=-1)
     np.testing.assert_allclose(np.array(offset), want, rtol=0, atol=rounding)
 
@@ -335,9 +337,9 @@ def check_refine(wanted=(20, 32, 1), **shape) -> None:
     one, centre = rq_pool(spoilt=False, **shape)
     one.summary |= {"second": one.bytes_of(-(-one.head_dim // 8)), "second_scale": one.scalars()}
     one.spoil("second_scale")
-    first = one.judged(lambda summary, a, head: oracle.score_rq(summary, a, one.size, centre[head], 1, SEED)[0])
+    first = one.judged(lambda summary, a, head: oracle_rq.score_rq(summary, a, one.size, centre[head], 1, SEED)[0])
     first = first.astype(np.float32)
-    fine = one.judged(lambda summary, a, head: oracle.refine_rq(summary, a, one.size, centre[head], SEED))
+    fine = one.judged(lambda summary, a, head: oracle_rq.refine_rq(summary, a, one.size, centre[head], SEED))
     want = first.astype(np.float64)
     for b, head in np.ndindex(*first.shape[:2]):
         known = np.flatnonzero(np.isfinite(first[b, head]))
@@ -379,7 +381,7 @@ def check_meanstd(**shape) -> None:
         "std": one.bytes_of(one.head_dim), "std_scale": one.scalars(),
     }  # fmt: skip
     one.spoil("std_scale")
-    want = one.judged(lambda summary, a, head: oracle.score_meanstd(summary, a)[0])
+    want = one.judged(lambda summary, a, head: oracle_meanstd.score_meanstd(summary, a)[0])
     given = {name: mx.array(pool) for name, pool in one.summary.items()}
     got = score_meanstd.score_meanstd(mx.array(one.q), given, *one.arrays(), group_tokens=one.size)
     same(got, want, rounding_of(one, 2 * 256, 1.05))

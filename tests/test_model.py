@@ -18,10 +18,9 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from eps_core import backend as oracle
+from eps_core import oracle
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import DTYPE_BYTES, CacheSpec
-from eps_core.decoder import NumpyDecoder
 from eps_core.errors import ConfigError
 from eps_core.gate.protocol import Decoder
 from eps_core.model import (
@@ -32,6 +31,7 @@ from eps_core.model import (
     read_spec,
     weight_names,
 )
+from eps_core.oracle.decoder import NumpyDecoder
 
 NUM_TOKENS = 75
 CHUNKS = (37, 23)  # prefilled; the rest of the tokens come one at a time

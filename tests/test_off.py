@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import tiny_models
 
-from eps_core.blocks import PagePool
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.generate import Sampling, generate
 from eps_core.model import read_spec
+from eps_core.paging.pool import PagePool
 
 pytestmark = pytest.mark.kernels("numba")
 
@@ -46,9 +46,7 @@ def poison(monkeypatch, backend) -> None:
         raise AssertionError("EPS ran although it is off")
 
     package = backend.__name__
-    modules = (
-        [package] if package == "eps_core.backend" else [f"{package}.{m}" for m in ("cache", "model", "summaries")]
-    )
+    modules = [package] if package == "eps_core.oracle" else [f"{package}.{m}" for m in ("cache", "model", "summaries")]
     poisoned = set()
     for module in map(importlib.import_module, modules):
         for name in EPS_PARTS:

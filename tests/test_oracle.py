@@ -5,9 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eps_core import attention, selection, summaries
 from eps_core.config.eps import EpsConfig
-from eps_core.summaries import bennett, build_summary, jl_projection, rotate, score_summary
+from eps_core.oracle import attention, selection
+from eps_core.summaries import base, fd, rq
+from eps_core.summaries.base import bennett
+from eps_core.summaries.jl import jl_projection
+from eps_core.summaries.rq import rotate
+from eps_core.summaries.table import build_summary, score_summary
 
 BOUNDED = ("1pc", "fd", "box", "ball", "moments", "rq")
 KINDS = ("gauss", "shifted", "equal", "zero", "outlier", "huge", "tiny", "rank one", "int grid")
@@ -134,7 +138,7 @@ def test_frequent_directions_theorem(n, rows, head_dim, seed):
     """0 <= |K a|^2 - |F a|^2 <= Delta |a|^2 and Delta <= |K|_F^2 / (l + 1), up to the stated int8 rounding."""
     rng = np.random.default_rng(seed)
     k, a = rng.normal(size=(n, head_dim)) * rng.exponential(size=head_dim), rng.normal(size=head_dim)
-    summary = summaries.build_fd(k, rows)
+    summary = fd.build_fd(k, rows)
     size = np.linalg.norm(a)
     kept = np.linalg.norm(summary["rows"] @ a * summary["row_scale"].astype(float))
     error, delta = float(summary["error"]), float(summary["delta"])
@@ -169,8 +173,8 @@ def test_rq_one_bit_is_unbiased_over_rotations():
     centre = np.zeros(head_dim, np.float16)
     values = []
     for seed in range(4000):
-        summary = summaries.build_rq(k, centre, 1, seed, False)
-        decoded = summaries.decode_rq(summary["codes"], summary["scale"], 1, head_dim)
+        summary = rq.build_rq(k, centre, 1, seed, False)
+        decoded = rq.decode_rq(summary["codes"], summary["scale"], 1, head_dim)
         values.append(decoded @ rotate(a, seed))
     spread = np.std(values) / np.sqrt(len(values))
     assert abs(np.mean(values) - k.mean(axis=0) @ a) < 4 * spread + 2e-3
@@ -183,8 +187,8 @@ def test_rq_error_shrinks_with_bits(bits):
     x = rng.normal(size=(200, 1, 64))
     error = []
     for k in x:
-        summary = summaries.build_rq(k, np.zeros(64, np.float16), bits, 0, False)
-        decoded = summaries.decode_rq(summary["codes"], summary["scale"], bits, 64)
+        summary = rq.build_rq(k, np.zeros(64, np.float16), bits, 0, False)
+        decoded = rq.decode_rq(summary["codes"], summary["scale"], bits, 64)
         error.append(np.linalg.norm(decoded - rotate(k[0], 0)) / np.linalg.norm(k))
     # sqrt(pi/2 - 1) = 0.755 for one bit with the unbiased scale; then about half for each bit more
     assert np.mean(error) < {1: 0.80, 2: 0.42, 4: 0.13, 8: 0.02}[bits]
@@ -193,9 +197,9 @@ def test_rq_error_shrinks_with_bits(bits):
 @given(codes=st.lists(st.integers(0, 255), min_size=1, max_size=40), bits=st.sampled_from([1, 2, 4, 8]))
 def test_pack_roundtrip(codes, bits):
     codes = np.array(codes) % 2**bits
-    packed = summaries.pack_codes(codes, bits)
+    packed = rq.pack_codes(codes, bits)
     assert packed.nbytes == -(-len(codes) * bits // 8)
-    assert (summaries.unpack_codes(packed, bits, len(codes)) == codes).all()
+    assert (rq.unpack_codes(packed, bits, len(codes)) == codes).all()
 
 
 @pytest.mark.parametrize("head_dim", [1, 8, 20, 64, 80, 96])
@@ -278,4 +282,4 @@ def test_schatten_bounds_from_above_and_power_iteration_from_below():
         for _ in range(4):
             vector = matrix @ vector
             vector /= np.linalg.norm(vector)
-        assert vector @ matrix @ vector <= top * (1 + 1e-12) <= summaries.schatten_bound(matrix) <= 1.35 * top
+        assert vector @ matrix @ vector <= top * (1 + 1e-12) <= base.schatten_bound(matrix) <= 1.35 * top

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from test_conformance import Case, case_units, eps, keys_as_read, make_kv, write_all
 
-from eps_core import backend as oracle
+from eps_core import oracle
 from eps_core.config.bytes import summary_group_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.errors import ConfigError
 from eps_core.gate.protocol import Scores
 from eps_core.load import load_backend
-from eps_core.selection import best_first
-from eps_core.summaries import RQ_STEP, rotate, unpack_codes
+from eps_core.oracle.selection import best_first
+from eps_core.summaries.rq import RQ_STEP, rotate, unpack_codes
 
 TIES = 2e-4  # share of codes that float32 may round to the other side of a step than float64
 MEAN_OF_A_GAUSSIAN = math.sqrt(2 / math.pi)  # of its absolute value, in standard deviations

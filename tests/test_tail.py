@@ -15,15 +15,16 @@ import numpy as np
 import pytest
 from test_conformance import STEPS, Decoding, close, gated, tiny_path, visit_mask  # noqa: F401
 
-from eps_core import check
-from eps_core.attention import attend_keys
 from eps_core.config.bytes import scoring_bytes, summary_bytes
 from eps_core.config.eps import METHODS, EpsConfig
 from eps_core.errors import ConfigError
+from eps_core.evaluation import bounds
 from eps_core.gate.protocol import Scores, Selection
 from eps_core.generate import Sampling
 from eps_core.load import backend_name
 from eps_core.options import config_of, given_flags, selection_options, summary_options
+from eps_core.oracle import truth
+from eps_core.oracle.attention import attend_keys
 from eps_core.run import RunRequest, run
 
 SIZE, TAIL, HEAD_DIM, UNITS = 8, 64, 16, 6  # tokens of a group, of a tail group; six of these in the pool
@@ -33,7 +34,7 @@ SIZE, TAIL, HEAD_DIM, UNITS = 8, 64, 16, 6  # tokens of a group, of a tail group
 class Scene:
     """Sequences whose estimates are their true masses (of the larger of their query heads), and what was read."""
 
-    filled: check.Filled
+    filled: truth.Filled
     q: np.ndarray
     table: np.ndarray
     lengths: np.ndarray
@@ -92,7 +93,7 @@ def scene(target, repeat: int = 1, lengths=(UNITS * TAIL, 2 * TAIL), dtype: str 
     v = rng.integers(-127, 128, (UNITS, 1, 2, HEAD_DIM))
     v[..., 0] = 127
     v = np.broadcast_to(v / 128, (UNITS, TAIL, 2, HEAD_DIM)).reshape(k.shape).astype(np.float32)
-    filled = check.fill(backend, device, eps_config, dtype, k, v, cut=100)
+    filled = bounds.fill(backend, device, eps_config, dtype, k, v, cut=100)
     # the stored scale is rounded up; here the true one
     stored = filled.cache.tail.summaries[0]
     stored["mean_scale"] = stored["mean_scale"] * 0 + 2.0**-7
@@ -125,9 +126,9 @@ def test_stored_means_are_within_a_code(target):
     """Of values that differ, in the pool's order, as the cache holds them."""
     rng = np.random.default_rng(0)
     config = EpsConfig(method="box", group_tokens=SIZE, tail_tokens=TAIL)
-    for dtype in check.CACHE_DTYPES:
+    for dtype in bounds.CACHE_DTYPES:
         v = (rng.normal(size=(3 * TAIL, 2, 20)) * 10.0 ** rng.integers(-2, 3, (3 * TAIL, 2, 1))).astype(np.float32)
-        filled = check.fill(*target, config, dtype, rng.normal(size=v.shape).astype(np.float32), v, cut=70)
+        filled = bounds.fill(*target, config, dtype, rng.normal(size=v.shape).astype(np.float32), v, cut=70)
         stored = {name: filled.backend.to_numpy(x)[:, :, 0] for name, x in filled.cache.tail.summaries[0].items()}
         scale = stored["mean_scale"].astype(np.float64)[..., None]
         means = filled.v.mean(axis=2)
@@ -243,7 +244,7 @@ def test_values_of_others_never_reach_a_sequence(target):
     results = []
     for bad in (1.0, np.nan, np.inf, 1e30):
         v[:TAIL] = bad
-        filled = check.fill(backend, device, config, "float32", k, v)
+        filled = bounds.fill(backend, device, config, "float32", k, v)
         table, lengths = np.array([[5, 1, 4, 0], [3, 2, -1, -1]]), np.array([3 * TAIL + 1, TAIL + 60])
         v_open = backend.from_numpy(np.ones((1, 2, HEAD_DIM), np.float32), "float32", device)
         cache = backend.write_kv(filled.cache, 0, v_open, v_open, np.array([0]))

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 import eps_core
-from eps_core import telemetry
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.errors import ConfigError
 from eps_core.gate.stats import LayerStats, StepOutput
-from eps_core.telemetry import JsonlWriter, StepRecord, step_record, summarise
+from eps_core.telemetry import files, steps
+from eps_core.telemetry.files import JsonlWriter
+from eps_core.telemetry.steps import StepRecord, step_record, summarise
 
 SPEC = CacheSpec(num_layers=2, num_kv_heads=3, head_dim=8, num_units=64, dtype="float32")
 CONFIG = EpsConfig(method="rq", group_tokens=4)
@@ -118,7 +119,7 @@ def audited(true: float, cert: float | None = None, est: float | None = 0.25) ->
 def test_an_alarm_says_that_a_number_was_below_the_truth(
     true: float, cert: float | None, est: float | None, factor: float, alarms: int
 ) -> None:
-    got = telemetry.audit_step(audited(true, cert, est), factor)
+    got = steps.audit_step(audited(true, cert, est), factor)
     assert got.alarms == alarms
     # one sequence of two is off, by KL(dense || gated) = 0.5 ln 2 - 0.25 ln 2
     assert got.kl == pytest.approx(0.125 * math.log(2))
@@ -126,14 +127,12 @@ def test_an_alarm_says_that_a_number_was_below_the_truth(
 
 def test_a_truth_above_its_certificate_is_reported_and_not_refused() -> None:
     output = audited(0.2, 0.1)
-    got = step_record(
-        0, [0, 1], [7, 8], [40, 24], output, SPEC, CONFIG, 1.0, 0, 0, audit=telemetry.audit_step(output, 10)
-    )
+    got = step_record(0, [0, 1], [7, 8], [40, 24], output, SPEC, CONFIG, 1.0, 0, 0, audit=steps.audit_step(output, 10))
     assert (got.mass_skipped_true, got.mass_skipped_cert, got.output_error_cert) == (0.2, 0.1, 0.2)
     assert got.audited and got.audit_alarms == 3 and got.audit_kl == pytest.approx(0.125 * math.log(2))
     for values, want in ((got.cert_by_head, 0.1), (got.true_by_head, 0.2), (got.est_by_head, 0.25)):
         assert values is not None and values.tolist() == [[want] * 3]  # [L, Hkv], the largest over sequences
-    line = json.loads(telemetry.to_json(got.to_dict()))
+    line = json.loads(files.to_json(got.to_dict()))
     assert line["cert_by_head"] == [[0.1] * 3] and line["audited"] is True
     summary = summarise([got, record(1)])
     assert summary["audits"] == 1 and summary["audit_alarms"] == 3 and summary["mass_skipped_true_max"] == 0.2
@@ -163,9 +162,7 @@ def test_a_step_line_has_exactly_the_designed_keys() -> None:
 
 
 def test_unknown_is_null_and_never_nan() -> None:
-    line = telemetry.to_json(
-        {"a": math.nan, "b": [np.float32("inf"), np.int64(3)], "c": np.array([1.0, np.nan]), 4: None}
-    )
+    line = files.to_json({"a": math.nan, "b": [np.float32("inf"), np.int64(3)], "c": np.array([1.0, np.nan]), 4: None})
     assert json.loads(line) == {"a": None, "b": [None, 3], "c": [1.0, None], "4": None}
 
 
@@ -203,10 +200,10 @@ def test_a_full_disk_takes_no_part_of_a_line(tmp_path: Path) -> None:
 
 def test_csv_says_what_jsonl_says(tmp_path: Path) -> None:
     output = audited(0.2, 0.1)
-    audit = telemetry.audit_step(output, 10)
+    audit = steps.audit_step(output, 10)
     known = step_record(2, [0, 1], [7, 8], [40, 24], output, SPEC, CONFIG, 1.0, 0, 0, audit=audit)
     records = [record(0, min_context=2), record(1, timed=False), known]
-    telemetry.write_csv(tmp_path / "m.csv", records)
+    steps.write_csv(tmp_path / "m.csv", records)
     with open(tmp_path / "m.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == KEYS[1:]
@@ -229,17 +226,17 @@ def test_csv_says_what_jsonl_says(tmp_path: Path) -> None:
 def test_a_csv_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
     (tmp_path / "m.csv").write_text("old")
     with pytest.raises(AttributeError):
-        telemetry.write_csv(tmp_path / "m.csv", [record(), object()])  # type: ignore[list-item]
+        steps.write_csv(tmp_path / "m.csv", [record(), object()])  # type: ignore[list-item]
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("m.csv", "old")]
 
 
 def test_check_writable_names_the_mend_and_leaves_nothing(tmp_path: Path) -> None:
-    telemetry.check_writable(tmp_path / "new.csv", "csv file")
+    files.check_writable(tmp_path / "new.csv", "csv file")
     assert not list(tmp_path.iterdir())
     with pytest.raises(ConfigError, match="is a directory"):
-        telemetry.check_writable(tmp_path, "csv file")
+        files.check_writable(tmp_path, "csv file")
     with pytest.raises(ConfigError, match="no directory"):
-        telemetry.check_writable(tmp_path / "absent" / "m.csv", "csv file")
+        files.check_writable(tmp_path / "absent" / "m.csv", "csv file")
 
 
 def test_summary_adds_up_and_compares_with_dense() -> None:
@@ -284,8 +281,8 @@ def test_summary_of_nothing_is_null() -> None:
 
 
 def test_run_line_holds_the_whole_config_and_comes_back(tmp_path: Path) -> None:
-    line = telemetry.run_line(CONFIG, SPEC, "numpy", "cpu", "demo", {"numpy": "2"}, dtype="float32")
-    back = json.loads(telemetry.to_json(line))
+    line = files.run_line(CONFIG, SPEC, "numpy", "cpu", "demo", {"numpy": "2"}, dtype="float32")
+    back = json.loads(files.to_json(line))
     assert back["type"] == "run" and EpsConfig.from_dict(back["config"]) == CONFIG
     assert CacheSpec(**back["cache"]) == SPEC
     assert {"backend", "device", "model", "versions", "git_commit", "dtype"} <= set(back)
@@ -293,11 +290,11 @@ def test_run_line_holds_the_whole_config_and_comes_back(tmp_path: Path) -> None:
 
 def test_git_commit_is_null_outside_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eps_core, "__file__", str(tmp_path / "eps_core" / "__init__.py"))
-    assert telemetry.git_commit() is None
+    assert files.git_commit() is None
 
 
 def test_git_commit_is_that_of_this_checkout() -> None:
     """Wherever telemetry's own file lies: a commit that is silently lost is evidence of nothing."""
     told = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    commit = telemetry.git_commit()
+    commit = files.git_commit()
     assert told.returncode != 0 or (commit is not None and commit.startswith(told.stdout.strip()))

@@ -19,12 +19,13 @@ if DEVICE == "cpu":
 
 from triton_aot import TARGETS, Job, compile_ahead  # noqa: E402
 
-from eps_core import selection as oracle  # noqa: E402
-from eps_core import summaries as oracle_summaries  # noqa: E402
 from eps_core.config.eps import EpsConfig  # noqa: E402
 from eps_core.gate.protocol import Scores  # noqa: E402
-from eps_core.guards import budget, forced_groups  # noqa: E402
-from eps_core.summaries import LARGEST_ESTIMATE  # noqa: E402
+from eps_core.oracle import selection as oracle  # noqa: E402
+from eps_core.paging.where import budget, forced_groups  # noqa: E402
+from eps_core.summaries import meanstd as oracle_summaries_meanstd  # noqa: E402
+from eps_core.summaries import rq as oracle_summaries_rq  # noqa: E402
+from eps_core.summaries.base import LARGEST_ESTIMATE  # noqa: E402
 from eps_cuda import selection, summaries  # noqa: E402
 from eps_cuda.kernels import score as score_kernels  # noqa: E402
 from eps_cuda.kernels import select as select_kernels  # noqa: E402
@@ -262,7 +263,7 @@ def assert_near(found: "torch.Tensor", expected: np.ndarray, size: np.ndarray) -
 
 
 def turned_of(kernels: Kernels, case: Case) -> tuple["torch.Tensor", "torch.Tensor"]:
-    signs = torch.from_numpy(oracle_summaries.rq_signs(0, case.head_dim))
+    signs = torch.from_numpy(oracle_summaries_rq.rq_signs(0, case.head_dim))
     rotation = summaries.rotate(torch.eye(case.head_dim), signs).to(DEVICE)
     return kernels.turn_queries(put(case.q), rotation, put(case.centre))
 
@@ -281,10 +282,10 @@ def check_rq(kernels: Kernels, case: Case, **options: bool) -> None:
     expected, magnitude = np.zeros(found.shape), np.zeros(found.shape[:2])
     for b, h in np.ndindex(2, 2):
         a = case.heads(b, h)
-        x = oracle_summaries.decode_rq(
+        x = oracle_summaries_rq.decode_rq(
             case.gathered(codes, b, h), np.nan_to_num(case.gathered(scale, b, h), posinf=0), case.bits, case.head_dim
         )
-        shift, rotated = a @ case.centre[h].astype(np.float64), oracle_summaries.rotate(a, 0)
+        shift, rotated = a @ case.centre[h].astype(np.float64), oracle_summaries_rq.rotate(a, 0)
         magnitude[b, h] = (np.abs(rotated) @ np.abs(x).T).max() + np.abs(a @ case.centre[h]).max()
         with np.errstate(invalid="ignore"):
             estimate = np.log(case.size) + shift[:, None] + rotated @ x.T
@@ -306,13 +307,17 @@ def check_rq(kernels: Kernels, case: Case, **options: bool) -> None:
     for b, h in np.ndindex(2, 2):
         chosen = listed[b, h][listed[b, h] >= 0].cpu().numpy()
         a = case.heads(b, h)
-        levels = oracle_summaries.decode_rq(case.gathered(codes, b, h)[chosen], np.ones(len(chosen)), 1, case.head_dim)
-        finer = oracle_summaries.decode_rq(case.gathered(second, b, h)[chosen], np.ones(len(chosen)), 1, case.head_dim)
+        levels = oracle_summaries_rq.decode_rq(
+            case.gathered(codes, b, h)[chosen], np.ones(len(chosen)), 1, case.head_dim
+        )
+        finer = oracle_summaries_rq.decode_rq(
+            case.gathered(second, b, h)[chosen], np.ones(len(chosen)), 1, case.head_dim
+        )
         x = (levels + finer / 2) * case.gathered(second_scale, b, h)[chosen].astype(np.float64)[:, None]
         estimate = np.log(case.size) + (a @ case.centre[h].astype(np.float64))[:, None]
         expected[b, h] = found[b, h].cpu().numpy()
-        expected[b, h, chosen] = (estimate + oracle_summaries.rotate(a, 0) @ x.T).max(axis=0)
-        magnitude[b, h] = max(magnitude[b, h], (np.abs(oracle_summaries.rotate(a, 0)) @ np.abs(x).T).max(initial=0))
+        expected[b, h, chosen] = (estimate + oracle_summaries_rq.rotate(a, 0) @ x.T).max(axis=0)
+        magnitude[b, h] = max(magnitude[b, h], (np.abs(oracle_summaries_rq.rotate(a, 0)) @ np.abs(x).T).max(initial=0))
     assert_near(refined, expected, magnitude)
 
 
@@ -329,7 +334,7 @@ def check_meanstd(kernels: Kernels, case: Case) -> None:
     for b, h in np.ndindex(2, 2):
         a = case.heads(b, h)
         gathered = {name: case.gathered(array, b, h) for name, array in pools.items()}
-        estimate = np.stack([oracle_summaries.score_meanstd(gathered, one)[0] for one in a])
+        estimate = np.stack([oracle_summaries_meanstd.score_meanstd(gathered, one)[0] for one in a])
         expected[b, h], magnitude[b, h] = case.settle(estimate, b), np.abs(a).sum(axis=-1).max() * 255 * 0.5
     assert_near(found, expected, magnitude)
 
@@ -370,7 +375,7 @@ def test_turned_queries_of_a_strided_half(dtype: "torch.dtype") -> None:
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(3, 8, 100, generator=generator).to(dtype).to(DEVICE)
     q, centre = wide[..., 20:100], torch.randn(2, 80, generator=generator).half().to(DEVICE)
-    signs = torch.from_numpy(oracle_summaries.rq_signs(0, 80)).to(DEVICE)
+    signs = torch.from_numpy(oracle_summaries_rq.rq_signs(0, 80)).to(DEVICE)
     turned, offset = score_kernels.turn_queries(q, summaries.rotate(torch.eye(80, device=DEVICE), signs), centre)
     a = q.float().reshape(3, 2, 4, 80) * (1 / math.sqrt(80))
     torch.testing.assert_close(turned, summaries.rotate(a, signs), rtol=1e-5, atol=1e-5)

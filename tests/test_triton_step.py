@@ -12,12 +12,12 @@ import triton_interpreter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import eps_cuda
-from eps_core.blocks import PagePool
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.errors import ConfigError
 from eps_core.generate import Sampling, generate
 from eps_core.model import read_spec
+from eps_core.paging.pool import PagePool
 from eps_cuda import graph
 
 DEVICE = triton_interpreter.DEVICE

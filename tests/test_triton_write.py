@@ -24,7 +24,7 @@ if not torch.cuda.is_available():
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
-from eps_core.summaries import SECOND_STEP, rotate
+from eps_core.summaries.rq import SECOND_STEP, rotate
 from eps_cuda.cache import DTYPES, Cache, new_cache, write_kv
 from eps_cuda.kernels import write
 from eps_cuda.summaries import rotate as rotate32

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from test_conformance import BASE, Case, check_fork, check_head_modes, check_largest, check_own_token, eps, run_case
 
-from eps_core import backend as oracle
-from eps_core import selection as oracle_selection
+from eps_core import oracle
 from eps_core.gate.protocol import Certificate
+from eps_core.oracle import cache as oracle_cache
+from eps_core.oracle import score as oracle_score
+from eps_core.oracle import selection as oracle_selection
 
 
 def broken(**functions):
@@ -107,8 +109,8 @@ def certifies_lower_bounds(cache, layer, scores, visited, out, lse):
 
 
 def certifies_what_was_read(cache, layer, scores, visited, out, lse):
-    visit = oracle._visit_mask(visited, scores.upper.shape[3]) | np.isneginf(scores.estimate)
-    unvisited = oracle._selection(~visit, visited.forced, None)
+    visit = oracle_score._visit_mask(visited, scores.upper.shape[3]) | np.isneginf(scores.estimate)
+    unvisited = oracle_score._selection(~visit, visited.forced, None)
     return oracle.certify(cache, layer, scores, unvisited, out, lse)
 
 
@@ -141,14 +143,16 @@ def escalates_one_group_less(config, scores, selected, lse):
     """Of those that escalation adds, the one that it would take last."""
     extra, whole = oracle.escalate(config, scores, selected, lse)
     num_groups = scores.estimate.shape[2]
-    added, visit = (oracle._visit_mask(part, num_groups) for part in (extra, whole))
+    added, visit = (oracle_score._visit_mask(part, num_groups) for part in (extra, whole))
     for b, head in np.ndindex(*extra.counts.shape):
         listed = np.flatnonzero(added[b, head])
         if len(listed):
             need = (scores.upper[b, head] - lse.reshape(scores.slack.shape)[b, head][:, None]).max(axis=0)[listed]
             last = listed[oracle_selection.best_first(need)[-1]]
             added[b, head, last] = visit[b, head, last] = False
-    return oracle._selection(added, extra.forced, None), oracle._selection(visit, whole.forced, whole.wanted)
+    return oracle_score._selection(added, extra.forced, None), oracle_score._selection(
+        visit, whole.forced, whole.wanted
+    )
 
 
 def escalates_by_lower_bounds(config, scores, selected, lse):
@@ -216,7 +220,7 @@ def owns_the_next_kv_head(cache, q, k, v):
 
 def excess(scores, selected, lse):
     """[B, Hq]: how much too high the estimates of what was read are, in nats."""
-    visit = oracle._visit_mask(selected, scores.estimate.shape[2]) & np.isfinite(scores.estimate)
+    visit = oracle_score._visit_mask(selected, scores.estimate.shape[2]) & np.isfinite(scores.estimate)
     with np.errstate(divide="ignore"):
         read = np.logaddexp.reduce(np.where(visit, scores.estimate, -np.inf), axis=2)
     return np.repeat(read, lse.shape[1] // read.shape[1], axis=1) - lse
@@ -244,7 +248,7 @@ def tail_of_keys(cache, layer, k, v, slots):
     cache = oracle.write_kv(replace(cache, tail=None), layer, k, v, slots)
     if tail is not None:
         tail.k = cache.k
-        oracle._update_summaries(tail, layer, k.astype(np.float64), tail.state[layer].plan(slots))
+        oracle_cache._update_summaries(tail, layer, k.astype(np.float64), tail.state[layer].plan(slots))
         cache.bytes_k_reread, tail.bytes_k_reread = cache.bytes_k_reread + tail.bytes_k_reread, 0
     return replace(cache, tail=tail)
 

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
+from platform import platform
 from typing import Any
 
 import numpy as np
 
-from eps_core import telemetry
 from eps_core.bench.data import DESCRIPTION, Layer, Shape, Source, fill, pool_units
 from eps_core.bench.plan import BenchRequest, budgeted, moved_bytes
 from eps_core.bench.proof import (
@@ -34,6 +34,7 @@ from eps_core.cpu.host import flush_bytes
 from eps_core.errors import ConfigError
 from eps_core.gate.protocol import Backend
 from eps_core.load import backend_name, load_backend, resolve_kernels
+from eps_core.telemetry import files
 
 MIN_ROUNDS, MAX_ROUNDS, MAX_WARM_ROUNDS = 5, 500, 300
 COPIES = 8  # at least so many big copies, of which the best counts
@@ -138,9 +139,9 @@ class Bench:
             **self.platform.device_facts(self.device),
             "kernels": self.kernels,
             "interpreted": self.interpreted,
-            "versions": {"eps": telemetry.package_version(), **self.backend.versions()},
-            "git_commit": telemetry.git_commit(),
-            "platform": telemetry.platform.platform(),
+            "versions": {"eps": files.package_version(), **self.backend.versions()},
+            "git_commit": files.git_commit(),
+            "platform": platform(),
             "cpu_count": os.cpu_count(),
             "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,  # of others: a busy core tells
             "data": DESCRIPTION,

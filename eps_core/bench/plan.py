@@ -12,7 +12,7 @@ from eps_core.config.bytes import scoring_bytes
 from eps_core.config.eps import METHODS, EpsConfig
 from eps_core.config.store import DTYPE_BYTES
 from eps_core.errors import ConfigError
-from eps_core.guards import forced_groups
+from eps_core.paging.where import forced_groups
 
 SCALING_CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)
 DEFAULT_REPEATS, DEFAULT_FRACTIONS = 20, (0.1, 1.0)

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.attention import attend_keys
 from eps_core.bench.data import Layer
 from eps_core.config.eps import EpsConfig
 from eps_core.errors import ConfigError
 from eps_core.gate.protocol import Array, Scores, Selection
 from eps_core.load import backend_name
+from eps_core.oracle.attention import attend_keys
 
 State = tuple[Array, Array]
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from eps_core.config.eps import EpsConfig
-from eps_core.guards import budget
-from eps_core.summaries import hadamard_blocks
+from eps_core.paging.where import budget
+from eps_core.summaries.rq import hadamard_blocks
 
 Host = Callable[[Any], np.ndarray]
 Run = Callable[..., None]

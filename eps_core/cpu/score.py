@@ -11,7 +11,7 @@ from numba import njit
 
 from eps_core.cpu.threads import finish, take, wait
 from eps_core.cpu.vectors import DOT_ROWS, HEADS, LANES, PERMUTES, PREFETCH_ROWS, ask_for, dots, score_rows, wide
-from eps_core.summaries import LARGEST_ESTIMATE
+from eps_core.summaries.base import LARGEST_ESTIMATE
 
 # never nnan or ninf: infinities carry meaning here
 FAST = {"reassoc", "contract", "arcp", "nsz"}

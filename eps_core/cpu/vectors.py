@@ -15,7 +15,7 @@ from numba.core import cgutils
 from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 
-from eps_core.summaries import LARGEST_ESTIMATE
+from eps_core.summaries.base import LARGEST_ESTIMATE
 
 HEADS = 4  # query heads at a time; the others of a kv head take another pass over what then lies in the cache
 LANES = 16

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numba
 import numpy as np
 
-from eps_core.summaries import SECOND_STEP, hadamard_blocks
+from eps_core.summaries.rq import SECOND_STEP, hadamard_blocks
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eps_core.summaries import LARGEST_ESTIMATE
+from eps_core.summaries.base import LARGEST_ESTIMATE
 
 TURN_ELEMENTS = 8192  # of the rotation that one program holds
 CODE_BYTES = 16384  # of codes that one program decodes at most

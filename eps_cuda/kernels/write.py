@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eps_core.summaries import RQ_STEP, SECOND_STEP
+from eps_core.summaries.rq import RQ_STEP, SECOND_STEP
 
 # most elements of a group or tail that a program sums at once, and the most that one warp is given: its butterflies
 # need no barrier, and it still fits its registers. Changes speed only

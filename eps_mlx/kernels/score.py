@@ -19,7 +19,7 @@ from functools import cache
 
 import mlx.core as mx
 
-from eps_core.summaries import LARGEST_ESTIMATE
+from eps_core.summaries.base import LARGEST_ESTIMATE
 from eps_mlx.kernels.launch import Kernel, integers, launch
 
 THREADS = 256  # of a threadgroup; changes speed only

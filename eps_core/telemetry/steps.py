@@ -6,24 +6,19 @@ Page counts are in groups (pages where nothing is gated), summed over sequences,
 
 import csv
 import json
-import math
 import os
-import platform
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import eps_core
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
-from eps_core.errors import ConfigError
 from eps_core.gate.stats import LayerStats, StepOutput
+from eps_core.telemetry.files import jsonable
 
 
 @dataclass(frozen=True)
@@ -295,50 +290,6 @@ def _percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
     return {f"{name}_p{percent}": percentile(values, percent) for percent in (50, 95, 99)}
 
 
-def jsonable(value: Any) -> Any:
-    """Plain JSON values: numpy becomes Python, NaN and infinities become None."""
-    if isinstance(value, np.ndarray):
-        return jsonable(value.tolist())
-    if isinstance(value, np.generic):
-        return jsonable(value.item())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {str(key): jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [jsonable(item) for item in value]
-    return value
-
-
-def to_json(record: dict[str, Any]) -> str:
-    return json.dumps(jsonable(record), allow_nan=False)
-
-
-class JsonlWriter:
-    """Appends one object a line, each in one unbuffered write: a killed run leaves whole lines only."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "wb", buffering=0)  # noqa: SIM115
-        self._size_bytes = 0
-
-    def write(self, record: dict[str, Any]) -> None:
-        line = (to_json(record) + "\n").encode()
-        written = self._file.write(line)
-        if written != len(line):  # a full disk takes part of a line: take it back
-            self._file.truncate(self._size_bytes)
-            raise OSError(f"{self._file.name}: only {written} of {len(line)} bytes could be written")
-        self._size_bytes += written
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> "JsonlWriter":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
 def write_csv(path: Path, records: Sequence[StepRecord]) -> None:
     """The step records as CSV: lists are joined by spaces, fallbacks are JSON, unknown is empty. Appears whole."""
     handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -362,59 +313,3 @@ def _cell(value: Any) -> Any:
     if isinstance(value, list):
         return " ".join(map(str, value))
     return json.dumps(value) if isinstance(value, dict) else value
-
-
-def check_writable(path: Path, what: str) -> None:
-    """Raises ConfigError unless `path` can be created or replaced; leaves nothing behind."""
-    if path.is_dir():
-        raise ConfigError(f"{what} {path} is a directory: name a file in it")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{what} {path}: there is no directory {path.parent}; create it first")
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent):
-            pass
-        if path.exists():
-            with open(path, "ab"):
-                pass
-    except OSError as error:
-        raise ConfigError(f"{what} {path} cannot be written ({error.strerror}): choose another path") from error
-
-
-def run_line(
-    config: EpsConfig, spec: CacheSpec, backend: str, device: str, model: str, versions: dict[str, str], **more: Any
-) -> dict[str, Any]:
-    """The first line of a JSONL: all that is needed to run it again."""
-    return {
-        "type": "run",
-        "config": config.to_dict(),
-        "cache": {f.name: getattr(spec, f.name) for f in fields(spec)},
-        "backend": backend,
-        "device": device,
-        "model": model,
-        "versions": {"eps": package_version(), "python": platform.python_version(), **versions},
-        "git_commit": git_commit(),
-        "platform": platform.platform(),
-        **more,
-    }
-
-
-def package_version() -> str | None:
-    try:
-        return metadata.version("eps")
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def git_commit() -> str | None:
-    """Commit of the checkout this package runs from, "-dirty" if changed; None where it is not a checkout."""
-    root = Path(eps_core.__file__).resolve().parent.parent
-    if not (root / ".git").exists():
-        return None
-    try:
-        result = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"],
-            capture_output=True, text=True, timeout=10, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return result.stdout.strip() or None

@@ -5,8 +5,8 @@ Every array backend shares this; the oracle's per-sequence `selection.guards` is
 
 import numpy as np
 
-from eps_core.blocks import GroupState
 from eps_core.config.eps import EpsConfig
+from eps_core.paging.groups import GroupState
 
 
 def forced_groups(config: EpsConfig, lengths: np.ndarray, num_groups: int) -> np.ndarray:

@@ -2,17 +2,19 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from eps_core import backend
 from eps_core.config.bytes import scoring_bytes
 from eps_core.config.store import DTYPE_BYTES
 from eps_core.errors import ConfigError
 from eps_core.gate.stats import LayerStats, StepOutput
-from eps_core.guards import forced_groups
-from eps_core.model import ModelSpec, inverse_frequencies
+from eps_core.model import ModelSpec, inverse_frequencies, load_weights
+from eps_core.oracle import attend, score
+from eps_core.oracle.cache import check_finite, from_numpy, read_kv, write_kv
+from eps_core.paging.where import forced_groups
 
 QUERY_BLOCK = 256  # queries that the prefill attends at a time; changes speed and memory only
 
@@ -27,7 +29,7 @@ class NumpyDecoder:
         self.spec, self.dtype, self.device = spec, dtype, "cpu"
         self.timing = False  # whether step() fills prepass_ms and attention_ms
         self.tap: Callable[[int, np.ndarray], None] | None = None
-        self.weights = {name: backend.from_numpy(w, dtype).astype(np.float64) for name, w in weights.items()}
+        self.weights = {name: from_numpy(w, dtype).astype(np.float64) for name, w in weights.items()}
         self.inverse_frequencies = inverse_frequencies(spec)
 
     def prefill(
@@ -38,10 +40,10 @@ class NumpyDecoder:
         x = self._embed(tokens)
         for layer in range(self.spec.num_layers):
             q, k, v = self._project(layer, x, positions)
-            cache = backend.write_kv(cache, layer, k, v, slots)
-            keys, values = backend.read_kv(cache, layer, table, length)
+            cache = write_kv(cache, layer, k, v, slots)
+            keys, values = read_kv(cache, layer, table, length)
             x = self._feed_forward(layer, self._add_attention(layer, x, attend_causal(q, keys, values)))
-        backend.check_finite(cache)
+        check_finite(cache)
         return cache, self._logits(x[-1:])[0]
 
     def step(
@@ -61,16 +63,16 @@ class NumpyDecoder:
         layers = []
         for layer in range(spec.num_layers):
             q, k, v = self._project(layer, x, lengths - 1)
-            cache = backend.write_kv(cache, layer, k, v, slots)
+            cache = write_kv(cache, layer, k, v, slots)
             if self.tap is not None:
                 self.tap(layer, q)
             if config.enabled and gate:
                 out, stats = self._attend_gated(cache, layer, q, table, lengths, audit)
                 layers.append(stats)
             else:
-                out, _ = backend.attend(cache, layer, q, table, lengths, None)
+                out, _ = attend.attend(cache, layer, q, table, lengths, None)
             x = self._feed_forward(layer, self._add_attention(layer, x, out))
-        backend.check_finite(cache)
+        check_finite(cache)
         short = int((lengths < config.min_context).sum()) if layers else 0
         fallbacks = {"min_context": short * spec.num_layers} if short else {}
         dense_layers = sum(config.dense_layer(layer) for layer in range(spec.num_layers)) if layers else 0
@@ -99,35 +101,35 @@ class NumpyDecoder:
             selected = started
             if not config.dense_layer(layer):
                 stats.forced = forced_groups(config, lengths, int(groups.max())).sum(axis=1)
-            out, lse = backend.attend(cache, layer, q, table, lengths, None)
+            out, lse = attend.attend(cache, layer, q, table, lengths, None)
             whole = out
             if config.has_bounds:
                 stats.mass_skipped_cert = stats.output_error_cert = np.zeros((len(lengths), kv_heads))
         else:
-            scores = backend.score(cache, layer, q, table, lengths)
-            selection = backend.select(config, scores, lengths, layer)
+            scores = score.score(cache, layer, q, table, lengths)
+            selection = score.select(config, scores, lengths, layer)
             selected = time.perf_counter()
-            out, lse = backend.attend(cache, layer, q, table, lengths, selection)
+            out, lse = attend.attend(cache, layer, q, table, lengths, selection)
             bound_bytes = cache.bound_bytes_read
             if config.has_bounds:
-                scores = backend.bounds(cache, layer, q, table, lengths, scores, selection)
+                scores = score.bounds(cache, layer, q, table, lengths, scores, selection)
             if config.strict:
-                extra, selection = backend.escalate(config, scores, selection, lse)
-                rest = backend.attend(cache, layer, q, table, lengths, extra)
-                out, lse = backend.merge((out, lse), rest)
+                extra, selection = score.escalate(config, scores, selection, lse)
+                rest = attend.attend(cache, layer, q, table, lengths, extra)
+                out, lse = attend.merge((out, lse), rest)
                 stats.escalated = extra.counts
             if config.has_bounds:
-                certificate = backend.certify(cache, layer, scores, selection, out, lse)
+                certificate = score.certify(cache, layer, scores, selection, out, lse)
                 stats.mass_skipped_cert, stats.output_error_cert = certificate.mass, certificate.error
             whole = out
             if config.tail_tokens:
-                whole, _ = backend.add_tail(cache, layer, table, lengths, scores, selection, (out, lse))
+                whole, _ = attend.add_tail(cache, layer, table, lengths, scores, selection, (out, lse))
                 if stats.output_error_cert is not None:
                     # the bound is of what was read alone: the tail may move away from it, or from the truth
                     moved = np.linalg.norm(whole - out, axis=2).reshape(len(lengths), kv_heads, -1).max(axis=2)
                     stats.output_error_cert = stats.output_error_cert + moved
             stats.counts, stats.forced, stats.wanted = selection.counts, selection.forced, selection.wanted
-            stats.mass_skipped_est = backend.skipped_mass(scores, selection)
+            stats.mass_skipped_est = score.skipped_mass(scores, selection)
             stats.summary_bytes_read = kv_heads * scoring_bytes(
                 config, self.spec.head_dim, table.size * config.groups_per_unit, lengths
             )
@@ -138,7 +140,7 @@ class NumpyDecoder:
             stats.attention_ms = 1000 * (time.perf_counter() - selected)
         if audit:
             kv_bytes = cache.kv_bytes_read
-            _, lse_all = backend.attend(cache, layer, q, table, lengths, None)
+            _, lse_all = attend.attend(cache, layer, q, table, lengths, None)
             cache.kv_bytes_read = kv_bytes
             unread = -np.expm1(np.minimum(lse - lse_all, 0)).reshape(len(lengths), kv_heads, -1)
             stats.mass_skipped_true = unread.max(axis=2)
@@ -149,8 +151,8 @@ class NumpyDecoder:
         kv_bytes, x = cache.kv_bytes_read, self._embed(tokens)
         for layer in range(self.spec.num_layers):
             q, k, v = self._project(layer, x, lengths - 1)
-            before = backend.attend(cache, layer, q, table, lengths - 1, None)
-            out, _ = backend.merge(before, backend.attend_own(cache, q, k, v))
+            before = attend.attend(cache, layer, q, table, lengths - 1, None)
+            out, _ = attend.merge(before, attend.attend_own(cache, q, k, v))
             x = self._feed_forward(layer, self._add_attention(layer, x, out))
         cache.kv_bytes_read = kv_bytes
         return self._logits(x)
@@ -224,3 +226,8 @@ def attend_causal(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
             weights /= weights.sum(axis=-1, keepdims=True)
             out[start : start + QUERY_BLOCK, heads] = (weights @ values[:seen]).swapaxes(0, 1)
     return out
+
+
+def load_model(path: Path, spec: ModelSpec, dtype: str = "float32", device: str = "cpu") -> NumpyDecoder:
+    """The numpy decoder of a Hugging Face directory."""
+    return NumpyDecoder(spec, load_weights(path, spec), dtype)

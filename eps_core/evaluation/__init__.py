@@ -1,0 +1,1 @@
+"""Quality and bounds measured: one runner under everything."""

@@ -1,0 +1,93 @@
+"""The oracle's attention over a paged cache, in float64."""
+
+import numpy as np
+
+from eps_core.gate.protocol import Scores, Selection
+from eps_core.oracle import attention
+from eps_core.oracle.cache import _DTYPES, Cache, State
+from eps_core.oracle.score import _visit_mask
+from eps_core.paging.where import missing_groups
+
+
+def attend(
+    cache: Cache, layer: int, q: np.ndarray, table: np.ndarray, lengths: np.ndarray, selected: Selection | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(out [B, Hq, D], lse [B, Hq]) over the visited groups, or over all tokens where `selected` is None."""
+    config, size = cache.config, cache.config.S
+    batch, num_heads, head_dim = q.shape
+    repeat = num_heads // cache.spec.num_kv_heads
+    out, lse = np.zeros(q.shape), np.zeros((batch, num_heads))
+    for b, head in np.ndindex(batch, cache.spec.num_kv_heads):
+        length = int(lengths[b])
+        if selected is None:
+            tokens = np.arange(length)
+            cache.kv_bytes_read += length * cache.spec.kv_token_bytes
+        else:
+            groups = selected.groups[b, head, : selected.counts[b, head]]
+            tokens = (groups[:, None] * size + np.arange(size)).reshape(-1)
+            cache.kv_bytes_read += len(tokens) * cache.spec.kv_token_bytes
+            tokens = tokens[tokens < length]
+        units, offsets = table[b, tokens // config.unit_tokens], tokens % config.unit_tokens
+        k, v = cache.k[layer][units, head, offsets], cache.v[layer][units, head, offsets]
+        for r in range(head * repeat, (head + 1) * repeat):
+            out[b, r], lse[b, r] = attention.attend_keys(q[b, r].astype(np.float64) / np.sqrt(head_dim), k, v)
+    return out, lse
+
+
+def add_tail(
+    cache: Cache, layer: int, table: np.ndarray, lengths: np.ndarray, scores: Scores, selection: Selection, state: State
+) -> State:
+    """What was read, `state`, merged with `attend_tail`."""
+    return merge(state, attend_tail(cache, layer, table, lengths, scores, selection, state[1]))
+
+
+def merge(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Exact merge of two attentions over disjoint keys: out [.., D], lse [..]."""
+    return attention.merge(first, second)
+
+
+def attend_own(cache: Cache, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(out [B, Hq, D], lse [B, Hq]) of each token over itself alone: q [B, Hq, D], k, v [B, Hkv, D] as the cache would
+    hold them."""
+    dtype, repeat = _DTYPES[cache.spec.dtype], q.shape[1] // k.shape[1]
+    key, value = (np.repeat(x.astype(dtype).astype(np.float64), repeat, axis=1) for x in (k, v))
+    return value, (q.astype(np.float64) * key).sum(axis=2) / np.sqrt(q.shape[2])
+
+
+def attend_tail(
+    cache: Cache,
+    layer: int,
+    table: np.ndarray,
+    lengths: np.ndarray,
+    scores: Scores,
+    selected: Selection,
+    lse: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(out [B, Hq, D], lse [B, Hq]): an estimate of attention over the groups that `selected` left out, to be merged
+    with what was read, whose log mass is lse [B, Hq]. Each skipped group counts with its estimated mass and the mean
+    value of the tail group around it. Estimates that were too high for what was read are lowered as much for what was
+    not; where the tail group is not full, or has no estimate, nothing is added. An estimate, no bound."""
+    assert cache.tail is not None
+    inner, size, per_unit = cache.tail, cache.config.S, cache.tail.config.groups_per_unit
+    batch, kv_heads, groups = scores.estimate.shape
+    repeat, head_dim, ratio = lse.shape[1] // kv_heads, cache.spec.head_dim, inner.config.S // size
+    missing = missing_groups(inner.config, inner.state[layer], table, lengths, can_encode=True)
+    visit = _visit_mask(selected, groups)
+    out, tail = np.zeros((batch, kv_heads, repeat, head_dim)), np.full((batch, kv_heads, repeat), -np.inf)
+    for b, head in np.ndindex(batch, kv_heads):
+        estimate = scores.estimate[b, head]
+        known = np.isfinite(estimate)
+        usable = np.repeat(~missing[b], ratio)[:groups]
+        skipped = np.flatnonzero(known & usable & ~visit[b, head])
+        if not len(skipped):
+            continue
+        units, subs = table[b, skipped // ratio // per_unit], skipped // ratio % per_unit
+        scale = inner.summaries[layer]["mean_scale"][units, head, subs].astype(np.float64)
+        means = inner.summaries[layer]["mean"][units, head, subs] * scale[:, None]
+        mean_out, mass = attention.average(estimate[skipped], means)
+        read = visit[b, head] & known
+        for r in range(repeat):
+            seen = lse[b, head * repeat + r]
+            excess = np.logaddexp.reduce(estimate[read]) - seen if read.any() else 0.0
+            out[b, head, r], tail[b, head, r] = mean_out, mass - max(excess, 0.0)
+    return out.reshape(batch, -1, head_dim), tail.reshape(batch, -1)

@@ -1,0 +1,267 @@
+"""The oracle's cache. K and V lie in the cache's dtype (bfloat16 through ml_dtypes); every statistic is computed in
+float64 from what lies there."""
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import ml_dtypes
+import numpy as np
+
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
+from eps_core.cpu.host import cpu_name
+from eps_core.errors import ConfigError
+from eps_core.load import resolve_kernels
+from eps_core.paging.groups import GroupState, WritePlan
+from eps_core.paging.where import check_units
+from eps_core.summaries import base, box, jl, meanstd, rq
+from eps_core.summaries.table import build_summary
+
+_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float64": np.float64}
+
+
+State = tuple[np.ndarray, np.ndarray]  # out and lse of attention
+
+
+@dataclass
+class Cache:
+    """Paged K and V [P, Hkv, U, D] per layer and, under the same index, the summaries [P, Hkv, U/S, ...]."""
+
+    spec: CacheSpec
+    config: EpsConfig
+    device: str
+    k: list[np.ndarray]
+    v: list[np.ndarray]
+    summaries: list[dict[str, np.ndarray]] = field(default_factory=list)
+    state: list[GroupState] = field(default_factory=list)
+    open: list[dict[str, np.ndarray]] = field(
+        default_factory=list
+    )  # running statistics of open groups [slots, Hkv, ..]
+    centre: list[np.ndarray | None] = field(default_factory=list)  # rq: [Hkv, D] float16 once 256 keys were seen
+    early: list[np.ndarray] = field(default_factory=list)  # rq: the keys until then [<256, Hkv, D]
+    phi: list[np.ndarray] = field(default_factory=list)  # jl: [Hkv, D, m]
+    # with bounds: the largest |k| and |v| that each kv head ever held, [Hkv]
+    largest_key: list[np.ndarray] = field(default_factory=list)
+    largest_value: list[np.ndarray] = field(default_factory=list)
+    bound: "Cache | None" = None  # the summaries that bound, over the same K and V, where they are other ones
+    tail: "Cache | None" = None  # mean values: its K is this cache's V
+    bytes_k_reread: int = 0
+    kv_bytes_read: int = 0
+    bound_bytes_read: int = 0
+    kernels: str = "arrays"
+
+
+def device_name(device: str = "cpu") -> str:
+    return cpu_name()
+
+
+def usable_kernels(device: str = "cpu") -> list[str]:
+    """The oracle has numpy alone."""
+    return ["arrays"]
+
+
+def new_cache(spec: CacheSpec, config: EpsConfig, device: str = "cpu", kernels: str = "auto") -> Cache:
+    """An empty cache. With method off no summary, state or projection is allocated."""
+    if device != "cpu":
+        raise ConfigError(f"device {device!r} is not one of the numpy backend's: use --device cpu")
+    resolve_kernels(kernels, usable_kernels(device), device)
+    shape = (spec.num_units, spec.num_kv_heads, config.unit_tokens, spec.head_dim)
+    dtype = _DTYPES[spec.dtype]
+    layers = range(spec.num_layers)
+    cache = Cache(
+        spec, config, device, [np.zeros(shape, dtype) for _ in layers], [np.zeros(shape, dtype) for _ in layers]
+    )
+    if config.bound_bits:
+        cache.bound = Cache(spec, config.bound_config, device, cache.k, cache.v)
+    if config.tail_tokens:
+        cache.tail = Cache(spec, config.tail_config, device, cache.v, cache.v)
+    for one in (cache, cache.bound, cache.tail):
+        if one is not None and one.config.enabled:
+            check_units(config, one.config)
+            _add_summaries(one)
+    return cache
+
+
+def _add_summaries(cache: Cache) -> None:
+    """Everything that a method keeps besides K and V, still empty."""
+    spec, config, layers = cache.spec, cache.config, range(cache.spec.num_layers)
+    cache.summaries = [{} for _ in layers]
+    cache.state = [GroupState(spec.num_units, config, spec.max_open_groups) for _ in layers]
+    cache.open = [{} for _ in layers]
+    cache.centre = [None for _ in layers]
+    cache.early = [np.zeros((0, spec.num_kv_heads, spec.head_dim)) for _ in layers]
+    if config.has_bounds:
+        cache.largest_key = [np.zeros(spec.num_kv_heads) for _ in layers]
+        cache.largest_value = [np.zeros(spec.num_kv_heads) for _ in layers]
+    if config.method == "jl":
+        assert config.dim is not None
+        cache.phi = [
+            jl.jl_projection(config.seed, layer, spec.num_kv_heads, spec.head_dim, config.dim) for layer in layers
+        ]
+
+
+def write_kv(cache: Cache, layer: int, k: np.ndarray, v: np.ndarray, slots: np.ndarray) -> Cache:
+    """Writes k, v [N, Hkv, D] to pool slots [N] and brings the summaries of the touched groups up to date: a group is
+    valid again when its last slot is written. Raises ConfigError on NaN or Inf in K, before anything is written."""
+    units, offsets = np.divmod(slots, cache.config.unit_tokens)
+    with np.errstate(over="ignore"):  # an overflow to Inf is what the next lines refuse
+        stored, values = k.astype(_DTYPES[cache.spec.dtype]), v.astype(_DTYPES[cache.spec.dtype])
+    keys = stored.astype(np.float64)
+    if not np.isfinite(keys).all():
+        raise ConfigError(
+            f"NaN or Inf in K of layer {layer}: the model or its {cache.spec.dtype} cache overflows; "
+            "try --dtype float32"
+        )
+    cache.k[layer][units, :, offsets] = stored
+    cache.v[layer][units, :, offsets] = values
+    if cache.config.has_bounds and len(slots):
+        for largest, array in ((cache.largest_key, stored), (cache.largest_value, values)):
+            norm = np.nan_to_num(np.linalg.norm(array.astype(np.float64), axis=2), nan=np.inf, posinf=np.inf).max(
+                axis=0
+            )
+            largest[layer] = np.maximum(largest[layer], norm)
+    for one, rows in ((cache, keys), (cache.bound, keys), (cache.tail, values.astype(np.float64))):
+        if one is None or not one.config.enabled:
+            continue
+        plan = one.state[layer].plan(slots)
+        if one.config.method != "oracle":
+            _update_summaries(one, layer, rows, plan)
+        if one is not cache:
+            cache.bytes_k_reread += one.bytes_k_reread
+            one.bytes_k_reread = 0
+    return cache
+
+
+def _update_summaries(cache: Cache, layer: int, keys: np.ndarray, plan: WritePlan) -> None:
+    if cache.config.method == "rq" and cache.centre[layer] is None:
+        early = np.concatenate([cache.early[layer], keys])[: rq.CENTRE_TOKENS]
+        cache.early[layer] = early
+        if len(early) < rq.CENTRE_TOKENS:
+            return
+        cache.centre[layer] = early.mean(axis=0).astype(np.float16)
+        cache.early[layer] = early[:0]
+        full = np.flatnonzero(cache.state[layer].valid(np.arange(cache.spec.num_units * cache.config.groups_per_unit)))
+        for group in full:
+            _seal(cache, layer, int(group), _stored_group(cache, layer, int(group), group not in plan.full_groups))
+        return
+    for group, tokens in zip(plan.full_groups, plan.full_tokens, strict=True):
+        _seal(cache, layer, int(group), keys[tokens])
+    for i, group in enumerate(plan.part_groups):
+        _extend(cache, layer, int(group), keys[plan.part_tokens[i][plan.part_tokens[i] >= 0]], plan, i)
+
+
+def _extend(cache: Cache, layer: int, group: int, keys: np.ndarray, plan: WritePlan, i: int) -> None:
+    """Some keys [n, Hkv, D] of a group that this call does not write whole. jl adds in place, box and meanstd run
+    their statistics beside the pool, the others read the group back once it is full."""
+    method, before, slot = cache.config.method, int(plan.part_before[i]), int(plan.part_open[i])
+    if method == "jl" and slot >= 0:
+        for head in range(cache.spec.num_kv_heads):
+            added = jl.build_jl(keys[:, head], cache.phi[layer][head])
+            if before:
+                unit, sub = divmod(group, cache.config.groups_per_unit)
+                added["gram"] = added["gram"] + cache.summaries[layer]["gram"][unit, head, sub]
+            _store(cache, layer, group, head, added)
+        return
+    running = cache.open[layer]
+    if method in ("box", "meanstd") and slot >= 0:
+        if not running:
+            shape = (cache.spec.max_open_groups, cache.spec.num_kv_heads, cache.spec.head_dim)
+            for name in ("min", "max") if method == "box" else ("mean", "m2"):
+                running[name] = np.zeros(shape)
+            running["norm"] = np.zeros(shape[:2])
+        norm = np.linalg.norm(keys, axis=2).max(axis=0)
+        if method == "box":
+            low, high = keys.min(axis=0), keys.max(axis=0)
+            if before:
+                low, high = np.minimum(low, running["min"][slot]), np.maximum(high, running["max"][slot])
+                norm = np.maximum(norm, running["norm"][slot])
+            running["min"][slot], running["max"][slot], running["norm"][slot] = low, high, norm
+        else:
+            mean, m2, n = keys.mean(axis=0), ((keys - keys.mean(axis=0)) ** 2).sum(axis=0), len(keys)
+            if before:  # Chan et al. 1979
+                gap = mean - running["mean"][slot]
+                m2 = m2 + running["m2"][slot] + gap**2 * before * n / (before + n)
+                mean = running["mean"][slot] + gap * n / (before + n)
+            running["mean"][slot], running["m2"][slot] = mean, m2
+        if plan.sealed[i]:
+            for head in range(cache.spec.num_kv_heads):
+                if method == "box":
+                    values = (running["min"][slot, head], running["max"][slot, head], running["norm"][slot, head])
+                    _store(cache, layer, group, head, box.build_box(*values))
+                else:
+                    std = np.sqrt(running["m2"][slot, head] / cache.config.S)
+                    _store(cache, layer, group, head, meanstd.build_meanstd(running["mean"][slot, head], std))
+    elif plan.sealed[i]:
+        _seal(cache, layer, group, _stored_group(cache, layer, group, reread=True))
+
+
+def _stored_group(cache: Cache, layer: int, group: int, reread: bool) -> np.ndarray:
+    """K of one full group [S, Hkv, D] float64, read from the cache; `reread` counts its bytes."""
+    unit, sub = divmod(group, cache.config.groups_per_unit)
+    size = cache.config.S
+    stored = cache.k[layer][unit, :, sub * size : (sub + 1) * size]
+    if reread:
+        cache.bytes_k_reread += stored.nbytes
+    return stored.astype(np.float64).swapaxes(0, 1)
+
+
+def _seal(cache: Cache, layer: int, group: int, keys: np.ndarray) -> None:
+    centre = cache.centre[layer]
+    for head in range(cache.spec.num_kv_heads):
+        phi = cache.phi[layer][head] if cache.phi else None
+        head_centre = None if centre is None else centre[head]
+        _store(cache, layer, group, head, build_summary(cache.config, keys[:, head], phi, head_centre))
+
+
+def _store(cache: Cache, layer: int, group: int, head: int, summary: base.Summary) -> None:
+    unit, sub = divmod(group, cache.config.groups_per_unit)
+    for name, value in summary.items():
+        value = np.asarray(value)
+        if name not in cache.summaries[layer]:
+            shape = (cache.spec.num_units, cache.spec.num_kv_heads, cache.config.groups_per_unit, *value.shape)
+            cache.summaries[layer][name] = np.zeros(shape, value.dtype)
+        cache.summaries[layer][name][unit, head, sub] = value
+
+
+def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
+    """Copies whole units with their summaries and open groups: copy-on-write of a forked sequence's open unit."""
+    for layer in range(cache.spec.num_layers):
+        for pool in (cache.k[layer], cache.v[layer]):
+            pool[list(dst)] = pool[list(src)]
+        for one in (cache, cache.bound, cache.tail):
+            if one is None or not one.config.enabled:
+                continue
+            for pool in one.summaries[layer].values():
+                pool[list(dst)] = pool[list(src)]
+            for source, target in zip(src, dst, strict=True):
+                for src_open, dst_open in one.state[layer].copy(source, target):
+                    for running in one.open[layer].values():
+                        running[dst_open] = running[src_open]
+    return cache
+
+
+def read_kv(cache: Cache, layer: int, table: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """K, V [length, Hkv, D] of one sequence, copied out of the pool in token order: table [M]."""
+    units, offsets = np.divmod(np.arange(length), cache.config.unit_tokens)
+    return cache.k[layer][table[units], :, offsets], cache.v[layer][table[units], :, offsets]
+
+
+def check_finite(cache: Cache) -> None:
+    """Nothing to do: this backend refuses NaN and Inf in K at the write."""
+
+
+def to_numpy(array: np.ndarray) -> np.ndarray:
+    return np.asarray(array)
+
+
+def from_numpy(array: np.ndarray, dtype: str, device: str = "cpu") -> np.ndarray:
+    return array.astype(_DTYPES[dtype])
+
+
+def devices() -> list[str]:
+    return ["cpu"]
+
+
+def versions() -> dict[str, str]:
+    return {"numpy": np.__version__, "python": platform.python_version()}

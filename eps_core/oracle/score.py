@@ -1,0 +1,219 @@
+"""The oracle's scores, lists and certificates over a paged cache, in float64."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from eps_core.config.bytes import summary_group_bytes
+from eps_core.config.eps import EpsConfig
+from eps_core.gate.protocol import Certificate, Scores, Selection
+from eps_core.oracle import attention, selection
+from eps_core.oracle.cache import Cache, read_kv
+from eps_core.paging.where import missing_groups
+from eps_core.summaries import rq
+from eps_core.summaries.table import score_summary
+
+
+def score(cache: Cache, layer: int, q: np.ndarray, table: np.ndarray, lengths: np.ndarray) -> Scores:
+    """Estimates of every group, max over the query heads of each kv head, and bounds query head by query head:
+    q [B, Hq, D], table [B, M]."""
+    config, size = cache.config, cache.config.S
+    batch, num_heads, head_dim = q.shape
+    kv_heads, per_unit = cache.spec.num_kv_heads, config.groups_per_unit
+    if config.method == "oracle":
+        return _true_scores(cache, layer, q, table, lengths)
+    can_encode = config.method != "rq" or cache.centre[layer] is not None
+    missing = missing_groups(config, cache.state[layer], table, lengths, can_encode)
+    repeat = num_heads // kv_heads
+    estimate = np.full((batch, kv_heads, missing.shape[1]), -np.inf)
+    lower = np.full((batch, kv_heads, repeat, missing.shape[1]), -np.inf)
+    upper = lower.copy()
+    num_missing = np.zeros(batch, np.int64)
+    for b in range(batch):
+        n = selection.num_groups(int(lengths[b]), size)
+        known = np.flatnonzero(~missing[b, :n])
+        num_missing[b] = (missing[b, :n] & ~selection.guards(config, int(lengths[b]))).sum()
+        units = table[b, known // per_unit]
+        for head in range(kv_heads):
+            estimate[b, head, :n], upper[b, head, :, :n] = np.inf, np.inf
+            if not len(known):
+                continue
+            stacked = {name: pool[units, head, known % per_unit] for name, pool in cache.summaries[layer].items()}
+            centre = cache.centre[layer]
+            for r in range(repeat):
+                a = q[b, head * repeat + r].astype(np.float64) / np.sqrt(head_dim)
+                guess, least, most = score_summary(
+                    config,
+                    stacked,
+                    a,
+                    size,
+                    cache.phi[layer][head] if cache.phi else None,
+                    None if centre is None else centre[head],
+                )
+                estimate[b, head, known] = guess if r == 0 else np.maximum(estimate[b, head, known], guess)
+                if least is not None:
+                    lower[b, head, r, known], upper[b, head, r, known] = least, most
+            if config.refine:
+                assert centre is not None
+                best = selection.best_first(estimate[b, head, known])[: config.refined_groups(int(lengths[b]))]
+                kept = {name: array[best] for name, array in stacked.items()}
+                heads = q[b, head * repeat : (head + 1) * repeat].astype(np.float64) / np.sqrt(head_dim)
+                finer = [rq.refine_rq(kept, a, size, centre[head], config.seed) for a in heads]
+                estimate[b, head, known[best]] = np.max(finer, axis=0)
+    if not config.own_bounds:
+        return Scores(estimate, None, None, num_missing)
+    return Scores(estimate, lower, upper, num_missing, _logit_slack(cache, layer, q))
+
+
+def bounds(
+    cache: Cache, layer: int, q: np.ndarray, table: np.ndarray, lengths: np.ndarray, scores: Scores, selected: Selection
+) -> Scores:
+    """`scores` with bounds from the codes of single keys, of the groups that `selected` left out; only their codes are
+    read, and counted in `bound_bytes_read`. The bounds of the visited ones are left empty: nothing asks for them.
+    Returns `scores` as they are where the method's own bounds serve."""
+    if cache.bound is None:
+        return scores
+    batch, kv_heads, groups = scores.estimate.shape
+    inner, size, repeat = cache.bound, cache.config.S, q.shape[1] // kv_heads
+    lower = np.full((batch, kv_heads, repeat, groups), -np.inf)
+    upper = lower.copy()
+    visit = _visit_mask(selected, groups)
+    centre = inner.centre[layer]
+    for b, head in np.ndindex(batch, kv_heads):
+        left = np.flatnonzero(~visit[b, head] & ~np.isneginf(scores.estimate[b, head]))
+        tokens = (left[:, None] * size + np.arange(size)).reshape(-1)
+        if centre is None:
+            upper[b, head][:, left] = np.inf
+            continue
+        cache.bound_bytes_read += len(tokens) * summary_group_bytes(inner.config, q.shape[2])
+        units, subs = table[b, tokens // inner.config.unit_tokens], tokens % inner.config.unit_tokens
+        stacked = {name: pool[units, head, subs] for name, pool in inner.summaries[layer].items()}
+        for r in range(repeat):
+            a = q[b, head * repeat + r].astype(np.float64) / np.sqrt(q.shape[2])
+            _, least, most = score_summary(inner.config, stacked, a, 1, None, centre[head])
+            for target, part in ((lower, least), (upper, most)):
+                assert part is not None
+                target[b, head, r, left] = np.logaddexp.reduce(part.reshape(-1, size), axis=1)
+    return replace(scores, lower=lower, upper=upper, slack=_logit_slack(cache, layer, q))
+
+
+def _logit_slack(cache: Cache, layer: int, q: np.ndarray) -> np.ndarray:
+    """[B, Hkv, R]: what float32 may add to or take from any logit of this cache."""
+    batch, _, head_dim = q.shape
+    size = np.linalg.norm(q.reshape(batch, cache.spec.num_kv_heads, -1, head_dim).astype(np.float64), axis=3)
+    largest = cache.largest_key[layer][None, :, None]
+    return (head_dim + 32) * 2.0**-21 * (size / np.sqrt(head_dim) * largest + 1)
+
+
+def _true_scores(cache: Cache, layer: int, q: np.ndarray, table: np.ndarray, lengths: np.ndarray) -> Scores:
+    """True log masses, for evaluation: what a perfect summary would say. The open group stays without one."""
+    missing = missing_groups(cache.config, cache.state[layer], table, lengths, can_encode=True)
+    batch, num_heads, head_dim = q.shape
+    repeat = num_heads // cache.spec.num_kv_heads
+    estimate = np.full((batch, cache.spec.num_kv_heads, missing.shape[1]), -np.inf)
+    for b in range(batch):
+        keys = read_kv(cache, layer, table[b], int(lengths[b]))[0]
+        for r in range(num_heads):
+            masses = attention.group_masses(
+                q[b, r].astype(np.float64) / np.sqrt(head_dim), keys[:, r // repeat], cache.config.S
+            )
+            row = estimate[b, r // repeat, : len(masses)]
+            np.maximum(row, masses, out=row)
+        estimate[b][:, missing[b]] = np.inf
+    return Scores(estimate, None, None, np.zeros(batch, np.int64))
+
+
+def select(config: EpsConfig, scores: Scores, lengths: np.ndarray, layer: int = 0) -> Selection:
+    """The configured policy over every (sequence, kv head); scope union gives all heads the union of their groups.
+    `layer` says which head modes apply, where the config has any."""
+    batch, kv_heads, width = scores.estimate.shape
+    modes = config.head_modes[layer] if config.head_modes else ("gate",) * kv_heads
+    visit = np.zeros((batch, kv_heads, width), bool)
+    forced = np.zeros(batch, np.int64)
+    for b in range(batch):
+        n = selection.num_groups(int(lengths[b]), config.S)
+        for head in range(kv_heads):
+            mask, is_forced = selection.visited(config, scores.estimate[b, head, :n], int(lengths[b]), modes[head])
+            visit[b, head, :n] = mask
+            forced[b] = is_forced.sum()
+    wanted = visit.sum(axis=2).astype(np.int32) if config.scope == "union" else None
+    if config.scope == "union":
+        visit[:] = visit.any(axis=1, keepdims=True)
+    selected = _selection(visit, forced, wanted)
+    if config.policy == "topk" and config.scope == "kv-head" and set(modes) == {"gate"}:
+        return replace(selected, uniform=selected.counts[:, 0].astype(np.int64))
+    return selected
+
+
+def _selection(visit: np.ndarray, forced: np.ndarray, wanted: np.ndarray | None) -> Selection:
+    """The True entries of visit [B, Hkv, G] as ascending lists."""
+    counts = visit.sum(axis=2).astype(np.int32)
+    groups = np.full((*counts.shape, max(int(counts.max()), 1)), -1, np.int32)
+    for b, head in np.ndindex(*counts.shape):
+        groups[b, head, : counts[b, head]] = np.flatnonzero(visit[b, head])
+    return Selection(groups, counts, None, forced, wanted)
+
+
+def _visit_mask(selected: Selection, num_groups: int) -> np.ndarray:
+    """[B, Hkv, G]: True where a group is listed."""
+    visit = np.zeros((*selected.counts.shape, num_groups), bool)
+    for b, head in np.ndindex(*selected.counts.shape):
+        visit[b, head, selected.groups[b, head, : selected.counts[b, head]]] = True
+    return visit
+
+
+def certify(
+    cache: Cache, layer: int, scores: Scores, visited: Selection, out: np.ndarray, lse: np.ndarray
+) -> Certificate:
+    """Bounds of what `visited` left out, from valid bounds alone: out [B, Hq, D] and lse [B, Hq] are what `attend` gave
+    for exactly these groups. Raises ValueError for a method without bounds."""
+    if scores.upper is None or scores.slack is None:
+        raise ValueError(f"method {cache.config.method} has no bounds: nothing can be certified")
+    batch, kv_heads, repeat, width = scores.upper.shape
+    visit = _visit_mask(visited, width)
+    mass, error = np.zeros((batch, kv_heads)), np.zeros((batch, kv_heads))
+    lse, size = lse.reshape(batch, kv_heads, repeat), np.linalg.norm(out, axis=2).reshape(batch, kv_heads, repeat)
+    for b, head in np.ndindex(batch, kv_heads):
+        inside = ~np.isneginf(scores.estimate[b, head])
+        share = selection.certified_share(
+            scores.upper[b, head][:, inside], visit[b, head, inside], lse[b, head], scores.slack[b, head]
+        )
+        mass[b, head] = share.max()
+        error[b, head] = (share * (cache.largest_value[layer][head] + size[b, head])).max()
+    return Certificate(mass, error)
+
+
+def escalate(config: EpsConfig, scores: Scores, selected: Selection, lse: np.ndarray) -> tuple[Selection, Selection]:
+    """(groups to visit besides, all visited groups) so that the certificate of the whole falls to config.epsilon, where
+    `selected` was attended with lse [B, Hq]. Heads whose certificate holds already get none."""
+    if scores.upper is None or scores.lower is None or scores.slack is None:
+        raise ValueError(f"method {config.method} has no bounds: nothing can be certified")
+    batch, kv_heads, repeat, width = scores.upper.shape
+    visit = _visit_mask(selected, width)
+    extra = np.zeros_like(visit)
+    lse = lse.reshape(batch, kv_heads, repeat)
+    for b, head in np.ndindex(batch, kv_heads):
+        inside = ~np.isneginf(scores.estimate[b, head])
+        extra[b, head, inside] = selection.escalation(
+            config.epsilon,
+            scores.lower[b, head][:, inside],
+            scores.upper[b, head][:, inside],
+            visit[b, head, inside],
+            lse[b, head],
+            scores.slack[b, head],
+        )
+    if config.scope == "union":
+        extra = extra.any(axis=1, keepdims=True) & ~visit
+    return _selection(extra, np.zeros(batch, np.int64), None), _selection(
+        visit | extra, selected.forced, selected.wanted
+    )
+
+
+def skipped_mass(scores: Scores, selected: Selection) -> np.ndarray:
+    """Estimated share of the softmax left unread [B, Hkv]: an estimate, no bound."""
+    share = np.zeros(selected.counts.shape)
+    visit = _visit_mask(selected, scores.estimate.shape[2])
+    for b, head in np.ndindex(*share.shape):
+        within = ~np.isneginf(scores.estimate[b, head])
+        share[b, head] = selection.skipped_share(scores.estimate[b, head, within], visit[b, head, within])
+    return share

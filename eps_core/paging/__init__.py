@@ -1,0 +1,1 @@
+"""Pages, groups and where a step's tokens lie: integers only."""

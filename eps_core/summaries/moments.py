@@ -1,0 +1,75 @@
+"""TODO"""
+
+import numpy as np
+
+from eps_core.summaries.base import (
+    Score,
+    Summary,
+    _f64,
+    bennett,
+    key_norm,
+    mean_codes,
+    near16,
+    random_energy,
+    rounding_slack,
+    schatten_bound,
+    up16,
+)
+
+
+def build_moments(k: np.ndarray, num_directions: int) -> Summary:
+    """Mean, `num_directions` centred principal directions with gains, and rho >= the norm of what they leave:
+    aT C a <= sum_j gain_j (u_j.a)^2 + rho |a|^2 for every a, whatever rounding did to u_j and gain_j."""
+    n, head_dim = k.shape
+    mean = k.mean(axis=0)
+    centred = k - mean
+    covariance = centred.T @ centred / n
+    values, vectors = np.linalg.eigh(covariance)
+    values, vectors = values[::-1], vectors[:, ::-1]
+    values = np.pad(values, (0, num_directions))[:num_directions]
+    vectors = np.pad(vectors, ((0, 0), (0, num_directions)))[:, :num_directions]
+    left = schatten_bound(covariance - (vectors * values) @ vectors.T)
+    codes = np.zeros((num_directions, head_dim), np.int8)
+    scales, gains = np.zeros(num_directions, np.float16), np.zeros(num_directions, np.float16)
+    explained = np.zeros_like(covariance)
+    for j in range(num_directions):
+        gains[j] = near16(max(float(values[j]) - left, 0))
+        if gains[j] > 0:
+            codes[j] = np.round(vectors[:, j] / np.abs(vectors[:, j]).max() * 127)
+            scales[j] = near16(1 / float(np.linalg.norm(codes[j].astype(np.float64))))
+        rounded = codes[j] * np.float64(scales[j])
+        explained += float(gains[j]) * np.outer(rounded, rounded)
+    rho = up16(schatten_bound(covariance - explained))
+    mean_code, mean_scale = mean_codes(mean)
+    return {
+        "mean": mean_code,
+        "mean_scale": mean_scale,
+        "error": up16(float(np.linalg.norm(mean - mean_code * np.float64(mean_scale)))),
+        "radius": up16(key_norm(centred)),
+        "rest": near16(max(float(np.trace(covariance)) - float((gains.astype(float) + float(rho)).sum()), 0)),
+        "rho": rho,
+        "norm": up16(key_norm(k)),
+        "direction": codes,
+        "direction_scale": scales,
+        "gain": gains,
+    }
+
+
+def score_moments(summary: Summary, a: np.ndarray, n: int) -> Score:
+    """Section 4: Samuelson and radius for the largest logit, Bennett for the upper mass, Jensen for the lower."""
+    energy, size = a @ a, np.linalg.norm(a)
+    mean = _f64(summary, "mean") @ a * _f64(summary, "mean_scale")
+    gains, rho, radius = _f64(summary, "gain"), _f64(summary, "rho"), _f64(summary, "radius")
+    parts = (_f64(summary, "direction") @ a * _f64(summary, "direction_scale")) ** 2
+    left = np.maximum(energy - parts.sum(axis=-1), 0)
+    spread = _f64(summary, "rest") / max(len(a) - parts.shape[-1], 1) * left
+    v_estimate = ((gains + rho[..., None]) * parts).sum(axis=-1) + spread
+    v_upper = (gains * parts).sum(axis=-1) + rho * energy
+    b = np.minimum(size * radius, np.sqrt((n - 1) * v_upper))
+    slack = rounding_slack(a, _f64(summary, "norm") + radius)
+    error = size * _f64(summary, "error")
+    return (
+        np.log(n) + mean + random_energy(v_estimate, n),
+        np.log(n) + mean - error - slack,
+        np.log(n) + mean + error + bennett(b, v_upper) + slack,
+    )

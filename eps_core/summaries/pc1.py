@@ -1,0 +1,37 @@
+"""TODO"""
+
+import numpy as np
+
+from eps_core.summaries.base import Score, Summary, _f64, rounding_slack, up16
+
+
+def build_pc1(k: np.ndarray) -> Summary:
+    """Top right singular direction of K in int8; lambda = |K u|^2 and the rest, both with the *quantised* u."""
+    direction = np.linalg.svd(k, full_matrices=False)[2][0]
+    codes = (
+        np.round(direction / np.abs(direction).max() * 127).astype(np.int8)
+        if k.any()
+        else np.zeros(k.shape[1], np.int8)
+    )
+    length = float(np.linalg.norm(codes.astype(np.float64)))
+    scale = np.float32(1 / length) if length else np.float32(0)
+    along = float(np.linalg.norm(k @ (codes * np.float64(scale))))
+    energy = float((k**2).sum())
+    return {
+        "direction": codes,
+        "direction_scale": scale,
+        "lam": up16(along),
+        "rest": up16(np.sqrt(max(energy - along**2, 0) + 1e-6 * energy)),
+    }
+
+
+def score_pc1(summary: Summary, a: np.ndarray, n: int) -> Score:
+    """B = |K u||u.a| + |K - K u uT|_F sqrt(|a|^2 - (u.a)^2) >= |K a|_2 >= every |logit| (product requirements, 1PC)."""
+    along = np.abs(_f64(summary, "direction") @ a * _f64(summary, "direction_scale"))
+    across = np.maximum(a @ a - along**2, 0)
+    lam, rest = _f64(summary, "lam"), _f64(summary, "rest")
+    estimate = lam * along + rest * np.sqrt(across)
+    # the difference cancels in float32 where a runs along u: the bound pays for it under the root
+    bound = lam * along + rest * np.sqrt(across + (len(a) + 32) * 2.0**-22 * (a @ a))
+    slack = rounding_slack(a, lam + rest)
+    return estimate, np.log(n) - bound - slack, np.log(n) + bound + slack

@@ -1,0 +1,1 @@
+"""What a run says: step records, JSONL files, text."""
