@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from eps_core.config.bytes import scoring_bytes
+from eps_core.decode.model import ModelSpec, inverse_frequencies, load_weights
 from eps_core.errors import ConfigError
 from eps_core.gate.stats import LayerStats, StepOutput
-from eps_core.model import ModelSpec, inverse_frequencies, load_weights
 from eps_core.paging.where import forced_groups
 from eps_cuda.attention import add_tail, attend, attend_chunk, attend_own, merge
 from eps_cuda.cache import DTYPES, Cache, check_finite, device_of, from_numpy, read_kv, write_kv

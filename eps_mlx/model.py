@@ -13,9 +13,9 @@ import mlx.core as mx
 import numpy as np
 
 from eps_core.config.bytes import scoring_bytes
+from eps_core.decode.model import ModelSpec, inverse_frequencies, load_weights
 from eps_core.errors import ConfigError
 from eps_core.gate.stats import LayerStats, StepOutput
-from eps_core.model import ModelSpec, inverse_frequencies, load_weights
 from eps_core.paging.where import forced_groups
 from eps_mlx.attention import add_tail, attend, attend_chunk, attend_own, merge
 from eps_mlx.cache import DTYPES, Cache, check_finite, device_of, devices, evaluate, from_numpy, read_kv, write_kv

@@ -17,10 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from eps_core.config.eps import EpsConfig
-from eps_core.evaluate import Runner, bytes_at_kl
+from eps_core.decode.model import load_tokenizer, read_spec
+from eps_core.evaluation.curves import bytes_at_kl
+from eps_core.evaluation.runner import Runner
 from eps_core.load import load_backend
-from eps_core.model import load_tokenizer, read_spec
-from eps_core.tasks import corpus, filler
+from eps_core.tasks.needle import corpus, filler
 from eps_core.telemetry.files import git_commit
 from eps_core.telemetry.steps import kl_divergence
 

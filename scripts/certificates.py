@@ -16,13 +16,14 @@ from pathlib import Path
 
 import numpy as np
 
-from eps_core.capture import Capture, open_capture
 from eps_core.config.bytes import summary_group_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
+from eps_core.evaluation.capture import Capture, open_capture
+from eps_core.evaluation.merits import CERTIFIED_LEVELS, certified_skip, truth_of
+from eps_core.evaluation.replay import combine, replay_many
 from eps_core.gate.protocol import Backend
 from eps_core.load import load_backend
-from eps_core.replay import CERTIFIED_LEVELS, certified_skip, combine, replay_many, truth_of
 from eps_core.telemetry.files import git_commit
 
 SUMMARIES = (

@@ -20,7 +20,6 @@ from multiprocessing import get_context
 
 import numpy as np
 
-from eps_core.capture import open_text_model, record
 from eps_core.config.eps import EpsConfig
 from eps_core.evaluation.bounds import (
     BOUNDED_ARMS,
@@ -33,6 +32,7 @@ from eps_core.evaluation.bounds import (
     run_capture,
     run_gate,
 )
+from eps_core.evaluation.capture import open_text_model, record
 from eps_core.load import BACKENDS, load_backend
 from eps_core.telemetry.files import git_commit
 

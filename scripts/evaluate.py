@@ -15,9 +15,10 @@ from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
-from eps_core.evaluate import BYTE_BUDGETS, TAUS, Plan, Runner, markdown, records, run_document, table_cells
+from eps_core.decode.model import load_tokenizer, read_spec
+from eps_core.evaluation.curves import BYTE_BUDGETS, TAUS, Plan, markdown, records, run_document, table_cells
+from eps_core.evaluation.runner import Runner
 from eps_core.load import load_backend
-from eps_core.model import load_tokenizer, read_spec
 from eps_core.telemetry.files import git_commit
 
 DEMO = Path(__file__).parent.parent / "eps_core" / "demo_model"

@@ -15,7 +15,7 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-from eps_core.evaluate import Cell, arm_name, bytes_at_kl, label, markdown
+from eps_core.evaluation.curves import Cell, arm_name, bytes_at_kl, label, markdown
 
 Rows = list[dict[str, Any]]
 KL_LIMIT = 0.01

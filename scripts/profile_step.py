@@ -21,8 +21,8 @@ from whole_step import make_demo
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
+from eps_core.decode.model import read_spec
 from eps_core.load import load_backend
-from eps_core.model import read_spec
 from eps_core.telemetry.files import git_commit
 
 WARM_STEPS, FILL_TOKENS = 8, 2048

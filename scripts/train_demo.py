@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from eps_core.tasks import corpus, draw_key, draw_value, filler, needle_document, needle_line, question
+from eps_core.tasks.needle import corpus, draw_key, draw_value, filler, needle_document, needle_line, question
 
 BOS, EOS, VOCAB = 256, 257, 258
 CONFIG = {

@@ -14,13 +14,13 @@ import tiny_models
 from test_cli import lines_of
 from test_conformance import eps, visit_mask
 
-from eps_core import cli
+from eps_core.cli import main
 from eps_core.config.bytes import scoring_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
+from eps_core.decode.generate import Sampling, generate
+from eps_core.decode.model import read_spec
 from eps_core.gate.protocol import Scores
-from eps_core.generate import Sampling, generate
-from eps_core.model import read_spec
 from eps_core.paging.pool import PagePool
 from eps_core.telemetry.steps import StepRecord, kl_divergence, summarise
 
@@ -300,7 +300,7 @@ def strict_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *
     given = ["run", "--backend", "cuda", "--device", "cpu", "--prompt", TEXT, "--max-new-tokens", 5, "--no-stop", *args]
     monkeypatch.setattr(sys, "argv", ["eps-proto", *map(str, given)])
     with pytest.raises(SystemExit) as end:
-        cli.main()
+        main.main()
     printed = capsys.readouterr()
     assert not end.value.code, printed.err
     return json.loads(printed.out.splitlines()[-1])

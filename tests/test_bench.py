@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from conftest import REQUESTED
 
-from eps_core import cli
 from eps_core.bench import targets
 from eps_core.bench.data import CHUNK_TOKENS, Shape, Source, fill
 from eps_core.bench.plan import SCALING_CONTEXTS, BenchRequest, budgeted
 from eps_core.bench.proof import require_same, run_step
+from eps_core.cli import main
 from eps_core.config.eps import EpsConfig
 from eps_core.errors import ConfigError
 from eps_core.load import load_backend
@@ -51,7 +51,7 @@ class Bench:
         self.monkeypatch.setattr(sys, "argv", ["eps-proto", "bench", *map(str, args)])
         self.capsys.readouterr()
         with pytest.raises(SystemExit) as end:
-            cli.main()
+            main.main()
         out, err = self.capsys.readouterr()
         return int(end.value.code or 0), out, err
 
@@ -387,7 +387,7 @@ def test_scaling_is_a_preset_of_contexts(bench: Bench, monkeypatch: pytest.Monke
         asked.append(request)
         raise ConfigError("recorded")
 
-    monkeypatch.setattr("eps_core.cli_bench.Bench", record)
+    monkeypatch.setattr("eps_core.cli.bench.Bench", record)
     bench.refused("--scaling", "--bytes", "0.1", "--method", "rq@2,box@128", "--dtype", "bfloat16")
     assert asked[0].contexts == SCALING_CONTEXTS == (4096, 8192, 16384, 32768, 65536, 131072)
     assert asked[0].shares() == [("bytes", 0.1)]

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from eps_core.benchmarks import (
+from eps_core.errors import ConfigError
+from eps_core.tasks.benchmarks import (
     CHINESE_DATASETS,
     LONGBENCH_METRICS,
     classification_score,
@@ -24,9 +25,8 @@ from eps_core.benchmarks import (
     string_match_all,
     string_match_part,
 )
-from eps_core.errors import ConfigError
-from eps_core.questions import benchmark_question
-from eps_core.tasks import Sample
+from eps_core.tasks.needle import Sample
+from eps_core.tasks.questions import benchmark_question
 
 LINE = {
     "input": "Who?",

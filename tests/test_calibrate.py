@@ -12,8 +12,13 @@ import numpy as np
 import pytest
 import tiny_models
 
-from eps_core import cli, cli_replay
-from eps_core.calibrate import (
+from eps_core.cli import captures, main
+from eps_core.config.bytes import scoring_bytes
+from eps_core.config.eps import EpsConfig
+from eps_core.decode.heads import HeadPolicy, check_policy, head_modes, load_policy, model_fingerprint, modes_of
+from eps_core.decode.model import DEMO_MODEL, read_spec
+from eps_core.errors import ConfigError
+from eps_core.evaluation.calibrate import (
     FRACTIONS,
     MASS,
     CalibrateRequest,
@@ -23,20 +28,7 @@ from eps_core.calibrate import (
     layer_curves,
     write_policy,
 )
-from eps_core.config.bytes import scoring_bytes
-from eps_core.config.eps import EpsConfig
-from eps_core.errors import ConfigError
-from eps_core.head_policy import (
-    HeadPolicy,
-    check_policy,
-    head_modes,
-    load_policy,
-    model_fingerprint,
-    modes_of,
-)
-from eps_core.model import read_spec
 from eps_core.oracle import attention
-from eps_core.run import DEMO_MODEL
 
 CONFIG = EpsConfig(method="rq", group_tokens=4, first_tokens=4, last_tokens=16)
 CONTEXT = 260
@@ -215,10 +207,10 @@ def test_every_field_is_checked() -> None:
 
 def run_cli(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
     """eps-proto in this process: its exit code."""
-    cli.cli.add_command(cli_replay.calibrate_command)
+    main.cli.add_command(captures.calibrate_command)
     monkeypatch.setattr(sys, "argv", ["eps-proto", *map(str, args)])
     with pytest.raises(SystemExit) as end:
-        cli.main()
+        main.main()
     return int(end.value.code or 0)
 
 

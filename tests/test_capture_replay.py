@@ -15,29 +15,35 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from eps_core import capture as capture_module
-from eps_core import cli, cli_replay
-from eps_core.calibrate import write_policy
-from eps_core.capture import METADATA_KEY, Capture, CaptureRequest, capture, open_capture, open_text_model, record
+from eps_core.cli import captures, main
 from eps_core.config.eps import EpsConfig
+from eps_core.decode.heads import HeadPolicy
 from eps_core.errors import ConfigError
-from eps_core.gate.stats import LayerStats
-from eps_core.head_policy import HeadPolicy
-from eps_core.load import load_backend
-from eps_core.oracle import attention
-from eps_core.replay import (
+from eps_core.evaluation import capture as capture_module
+from eps_core.evaluation.calibrate import write_policy
+from eps_core.evaluation.capture import (
+    METADATA_KEY,
+    Capture,
+    CaptureRequest,
+    capture,
+    open_capture,
+    open_text_model,
+    record,
+)
+from eps_core.evaluation.merits import (
     CERTIFIED_LEVELS,
     RECALL_FRACTIONS,
     Truth,
     bytes_at_error,
     certified_skip,
-    combine,
     false_skips,
     recall_at,
-    replay,
-    replay_many,
     truth_of,
 )
+from eps_core.evaluation.replay import combine, replay, replay_many
+from eps_core.gate.stats import LayerStats
+from eps_core.load import load_backend
+from eps_core.oracle import attention
 
 CONTEXT, STEPS = 300, 3
 SMALL = {"first_tokens": 4, "last_tokens": 16, "budget": 0.25}
@@ -306,11 +312,11 @@ def test_combining_captures() -> None:
 
 def run_cli(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
     """eps-proto in this process: its exit code."""
-    for command in (cli_replay.capture_command, cli_replay.replay_command, cli_replay.calibrate_command):
-        cli.cli.add_command(command)
+    for command in (captures.capture_command, captures.replay_command, captures.calibrate_command):
+        main.cli.add_command(command)
     monkeypatch.setattr(sys, "argv", ["eps-proto", *map(str, args)])
     with pytest.raises(SystemExit) as end:
-        cli.main()
+        main.main()
     return int(end.value.code or 0)
 
 

@@ -13,7 +13,6 @@ from conftest import TARGETS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from eps_core.capture import open_text_model, record
 from eps_core.config.eps import EpsConfig
 from eps_core.errors import ConfigError
 from eps_core.evaluation.bounds import (
@@ -33,6 +32,7 @@ from eps_core.evaluation.bounds import (
     run_capture,
     run_gate,
 )
+from eps_core.evaluation.capture import open_text_model, record
 from eps_core.load import load_backend
 from eps_core.oracle.truth import Filled
 

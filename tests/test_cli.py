@@ -18,10 +18,10 @@ import tiny_models
 from click.testing import CliRunner
 from test_telemetry import KEYS
 
-from eps_core.cli import cli
+from eps_core.cli.main import cli
+from eps_core.cli.options import config_of, given_flags, selection_options, summary_options
 from eps_core.config.eps import METHODS, EpsConfig
 from eps_core.load import BACKENDS
-from eps_core.options import config_of, given_flags, selection_options, summary_options
 
 PROMPT = "It was a dark and stormy night; the rain fell in torrents. " * 5  # 295 tokens
 PROGRESS = r"(\w+: prefill [\d,]+ of [\d,]+ tokens\n)*"  # where stderr is no terminal: only on a slow machine
@@ -395,5 +395,5 @@ def test_defaults_follow_the_method(flags: str, want: dict) -> None:
 
 
 def test_the_command_line_loads_no_array_library_but_numpy() -> None:
-    code = "import sys, eps_core.cli, eps_core.run; assert not {'torch', 'mlx', 'mlx.core'} & set(sys.modules)"
+    code = "import sys, eps_core.cli.main; assert not {'torch', 'mlx', 'mlx.core'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -10,9 +10,9 @@ import pytest
 import tiny_models
 from test_cli import PROMPT, call, lines_of
 
-from eps_core import cli
-from eps_core.calibrate import write_policy
-from eps_core.head_policy import HeadPolicy
+from eps_core.cli import main
+from eps_core.decode.heads import HeadPolicy
+from eps_core.evaluation.calibrate import write_policy
 
 # every mistake: what is wrong, and words that its one line must hold
 MISTAKES: dict[str, tuple[list, str]] = {
@@ -194,7 +194,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", ["eps-proto", *map(str, given)])
         with pytest.raises(SystemExit) as end:
-            cli.main()
+            main.main()
         code, (out, err) = end.value.code, capsys.readouterr()
     assert code == 2, out + err
     assert re.fullmatch(r"error: [^\n]+\n", err), err

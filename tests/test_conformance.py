@@ -22,9 +22,9 @@ from eps_core import oracle
 from eps_core.config.bytes import scoring_bytes, summary_group_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import DTYPE_BYTES, CacheSpec
+from eps_core.decode.model import read_spec
 from eps_core.errors import ConfigError
 from eps_core.gate.protocol import Scores, Selection
-from eps_core.model import read_spec
 from eps_core.oracle import selection as oracle_selection
 from eps_core.oracle.attention import attend_keys, group_masses
 from eps_core.paging.pool import PagePool

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from eps_core import cost
-from eps_core.cli import cli
+from eps_core.cli.main import cli
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
-from eps_core.cost import Cost, cost_of, costs_path, measure
+from eps_core.decode import cost
+from eps_core.decode.cost import Cost, cost_of, costs_path, measure
 
 SPEC = CacheSpec(4, 2, 16, 1)
 CONFIG = EpsConfig(method="rq")
@@ -91,7 +91,7 @@ def test_a_store_that_cannot_be_written_is_no_error(target, monkeypatch, tmp_pat
 
 @pytest.mark.parametrize(("pays_from", "dense"), [(None, True), (10**4, True), (100, False)])
 def test_run_gates_from_where_it_pays(monkeypatch, pays_from: int | None, dense: bool) -> None:
-    monkeypatch.setattr("eps_core.run.cost_of", lambda *a: (FixedCost(pays_from), False))
+    monkeypatch.setattr("eps_core.evaluation.compare.cost_of", lambda *a: (FixedCost(pays_from), False))
     flags = ["--backend", "cuda", "--eps-method", "rq", "--eps-min-context", "auto", "--max-new-tokens", "2"]
     done = CliRunner().invoke(cli, ["run", *flags, "--prompt", "It was a dark and stormy night. " * 20])
     assert done.exit_code == 0, done.output

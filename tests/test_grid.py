@@ -15,12 +15,13 @@ import pytest
 import tiny_models
 from click.testing import CliRunner
 
-from eps_core.cli_grid import grid_command
+from eps_core.cli.grid import grid_command
 from eps_core.config.eps import EVALUATION_METHODS, METHODS, EpsConfig
+from eps_core.decode.heads import HeadPolicy, model_fingerprint, modes_of
+from eps_core.decode.model import read_spec
 from eps_core.errors import ConfigError
-from eps_core.grid import PRESETS, GridFile, Plan, Progress, Setting, config_of, expand, header, load_grid
-from eps_core.head_policy import HeadPolicy, model_fingerprint, modes_of
-from eps_core.model import read_spec
+from eps_core.evaluation.grid import PRESETS, Plan, Progress, Setting, config_of, expand, header, load_grid
+from eps_core.evaluation.grid_file import GridFile
 
 # torch and MLX need seconds to import: the oracle's own loop is enough to test a file
 SMALL = ["--backend", "numpy", "--device", "cpu", "--needles", 1, "--texts", 1, "--text-steps", 4, "--audit-every", 2]

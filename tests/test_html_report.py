@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from eps_core import html_report
-from eps_core.cli_grid import report_command
+from eps_core.cli.grid import report_command
 from eps_core.errors import ConfigError
-from eps_core.html_report import PAGE_DARK, PAGE_LIGHT, PALETTE, load_results, page
-from eps_core.verdict import arm_name, decide
+from eps_core.evaluation.verdict import arm_name, decide
+from eps_core.report import figures
+from eps_core.report.figures import PALETTE
+from eps_core.report.load import load_results
+from eps_core.report.page import PAGE_DARK, PAGE_LIGHT, page
 
 SECTIONS = (
     "verdict", "quality", "visited", "time", "certificate", "heads", "ablations", "runs", "skipped", "inputs",
@@ -228,7 +230,7 @@ def test_a_page_of_nothing_says_so_in_every_section(tmp_path: Path) -> None:
 
 def test_a_field_that_is_missing_everywhere_leaves_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # figures are what takes time, and the next test draws odd values
-    monkeypatch.setattr(html_report._Drawer, "_draw", lambda self, height, caption, plot: "")
+    monkeypatch.setattr(figures._Drawer, "_draw", lambda self, height, caption, plot: "")
     every = whole_results()
     for missing in sorted({key for lines in every.values() for line in lines for key in line} - {"type"}):
         files = {

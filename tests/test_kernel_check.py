@@ -5,7 +5,7 @@ import pytest
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
-from eps_core.kernel_check import disagreement
+from eps_core.decode.kernel_check import disagreement
 
 CONFIGS = [EpsConfig(), EpsConfig(method="rq"), EpsConfig(method="box", group_tokens=32)]
 
@@ -72,8 +72,8 @@ def test_what_is_wrong_is_named(monkeypatch, name, change, expected) -> None:
 def test_only_kernels_that_nobody_named_fall_back(monkeypatch, asked, device, found, expected) -> None:
     from types import SimpleNamespace
 
-    from eps_core import run
+    from eps_core.decode import session
 
-    monkeypatch.setattr(run, "disagreement", lambda *args: found)
+    monkeypatch.setattr(session, "disagreement", lambda *args: found)
     backend = SimpleNamespace(usable_kernels=lambda device: ["arrays", "numba"])
-    assert run.choose_kernels(backend, device, asked, CacheSpec(1, 2, 32, 1), 4, EpsConfig()) == expected
+    assert session.choose_kernels(backend, device, asked, CacheSpec(1, 2, 32, 1), 4, EpsConfig()) == expected

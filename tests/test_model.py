@@ -21,16 +21,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from eps_core import oracle
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import DTYPE_BYTES, CacheSpec
+from eps_core.decode.model import ModelSpec, inverse_frequencies, load_tokenizer, load_weights, read_spec, weight_names
 from eps_core.errors import ConfigError
 from eps_core.gate.protocol import Decoder
-from eps_core.model import (
-    ModelSpec,
-    inverse_frequencies,
-    load_tokenizer,
-    load_weights,
-    read_spec,
-    weight_names,
-)
 from eps_core.oracle.decoder import NumpyDecoder
 
 NUM_TOKENS = 75

@@ -8,8 +8,8 @@ import tiny_models
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
-from eps_core.generate import Sampling, generate
-from eps_core.model import read_spec
+from eps_core.decode.generate import Sampling, generate
+from eps_core.decode.model import read_spec
 from eps_core.paging.pool import PagePool
 
 pytestmark = pytest.mark.kernels("numba")

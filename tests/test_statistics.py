@@ -5,7 +5,13 @@ import math
 import numpy as np
 import pytest
 
-from eps_core.statistics import bootstrap_interval, mcnemar_exact, paired_difference, sign_test, wilson_interval
+from eps_core.evaluation.statistics import (
+    bootstrap_interval,
+    mcnemar_exact,
+    paired_difference,
+    sign_test,
+    wilson_interval,
+)
 
 
 def test_bootstrap_covers_the_true_mean_as_often_as_it_says():

@@ -15,17 +15,18 @@ import numpy as np
 import pytest
 from test_conformance import STEPS, Decoding, close, gated, tiny_path, visit_mask  # noqa: F401
 
+from eps_core.cli.options import config_of, given_flags, selection_options, summary_options
 from eps_core.config.bytes import scoring_bytes, summary_bytes
 from eps_core.config.eps import METHODS, EpsConfig
+from eps_core.decode.generate import Sampling
+from eps_core.decode.session import RunRequest
 from eps_core.errors import ConfigError
 from eps_core.evaluation import bounds
+from eps_core.evaluation.compare import run
 from eps_core.gate.protocol import Scores, Selection
-from eps_core.generate import Sampling
 from eps_core.load import backend_name
-from eps_core.options import config_of, given_flags, selection_options, summary_options
 from eps_core.oracle import truth
 from eps_core.oracle.attention import attend_keys
-from eps_core.run import RunRequest, run
 
 SIZE, TAIL, HEAD_DIM, UNITS = 8, 64, 16, 6  # tokens of a group, of a tail group; six of these in the pool
 

@@ -10,12 +10,12 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from eps_core.cli_evaluate import evaluate_command
+from eps_core.cli.evaluate import evaluate_command
 from eps_core.errors import ConfigError
-from eps_core.quality import Answer, table, task_result
-from eps_core.questions import ANSWER_SLACK_TOKENS, Question, fit_question, generated_questions, text_window
-from eps_core.ruler import DEPTHS, known_tasks, make_sample
-from eps_core.tasks import Sample, needle_document
+from eps_core.evaluation.quality import Answer, table, task_result
+from eps_core.tasks.needle import Sample, needle_document
+from eps_core.tasks.questions import ANSWER_SLACK_TOKENS, Question, fit_question, generated_questions, text_window
+from eps_core.tasks.ruler import DEPTHS, known_tasks, make_sample
 
 WORDS = "".join(chr(ord("a") + i % 26) for i in range(40))
 # the same on every machine and every Python, with words enough for cwe

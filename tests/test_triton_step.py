@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import eps_cuda
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
+from eps_core.decode.generate import Sampling, generate
+from eps_core.decode.model import read_spec
 from eps_core.errors import ConfigError
-from eps_core.generate import Sampling, generate
-from eps_core.model import read_spec
 from eps_core.paging.pool import PagePool
 from eps_cuda import graph
 

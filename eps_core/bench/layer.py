@@ -69,7 +69,7 @@ class Bench:
     """One run: the backend with its platform, what was measured of it, and the lines of the record."""
 
     def __init__(self, request: BenchRequest, progress: Callable[[str], None] = lambda text: None) -> None:
-        from eps_core.run import choose_device
+        from eps_core.decode.session import choose_device
 
         self.request, self.progress = request, progress
         self.backend: Backend = load_backend(request.backend)

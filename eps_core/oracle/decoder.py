@@ -9,9 +9,9 @@ import numpy as np
 
 from eps_core.config.bytes import scoring_bytes
 from eps_core.config.store import DTYPE_BYTES
+from eps_core.decode.model import ModelSpec, inverse_frequencies, load_weights
 from eps_core.errors import ConfigError
 from eps_core.gate.stats import LayerStats, StepOutput
-from eps_core.model import ModelSpec, inverse_frequencies, load_weights
 from eps_core.oracle import attend, score
 from eps_core.oracle.cache import check_finite, from_numpy, read_kv, write_kv
 from eps_core.paging.where import forced_groups

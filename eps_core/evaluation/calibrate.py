@@ -15,13 +15,13 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from eps_core.capture import open_text_model, record
 from eps_core.config.bytes import scoring_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
-from eps_core.head_policy import FORMAT_VERSION, HeadPolicy, model_fingerprint, modes_of
+from eps_core.decode.heads import FORMAT_VERSION, HeadPolicy, model_fingerprint, modes_of
+from eps_core.evaluation.capture import open_text_model, record
+from eps_core.evaluation.merits import truth_of
 from eps_core.load import backend_name
-from eps_core.replay import truth_of
 from eps_core.telemetry import files, terminal
 
 FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.125, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0)

@@ -9,16 +9,16 @@ from typing import Any, NoReturn
 
 import click
 
-from eps_core.cli_bench import bench_command
-from eps_core.cli_evaluate import evaluate_command
-from eps_core.cli_grid import grid_command, report_command
-from eps_core.cli_replay import calibrate_command, capture_command, replay_command
+from eps_core.cli.bench import bench_command
+from eps_core.cli.captures import calibrate_command, capture_command, replay_command
+from eps_core.cli.evaluate import evaluate_command
+from eps_core.cli.grid import grid_command, report_command
+from eps_core.cli.options import AUTO, config_of, given_flags, kernels_option, selection_options, summary_options
 from eps_core.config.bytes import open_group_bytes
 from eps_core.config.store import DTYPE_BYTES
+from eps_core.decode.generate import Sampling
 from eps_core.errors import ConfigError
-from eps_core.generate import Sampling
 from eps_core.load import BACKENDS, load_backend
-from eps_core.options import AUTO, config_of, given_flags, kernels_option, selection_options, summary_options
 from eps_core.telemetry import files, steps, terminal
 
 DEMO_NEW_TOKENS = 16
@@ -98,7 +98,8 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
     if "top_p" in given and not flags["temperature"]:
         raise click.UsageError("--top-p means nothing to greedy decoding: add --temperature")
     # late: `eps-proto info` and --help must work where a model cannot be loaded
-    from eps_core.run import RunRequest, run
+    from eps_core.decode.session import RunRequest
+    from eps_core.evaluation.compare import run
 
     prompt = _prompt(flags)
     request = RunRequest(
@@ -171,7 +172,7 @@ def info_command(ctx: click.Context, /, **flags: Any) -> None:
     if flags["model"] is not None:
         if given & {"layers", "kv_heads", "head_dim"}:
             raise click.UsageError("--model already says the shape: drop --layers, --kv-heads and --head-dim")
-        from eps_core.model import read_spec
+        from eps_core.decode.model import read_spec
 
         spec = read_spec(flags["model"])
         layers, kv_heads, head_dim = spec.num_layers, spec.num_kv_heads, spec.head_dim

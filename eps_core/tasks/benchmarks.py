@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eps_core.errors import ConfigError
-from eps_core.tasks import Sample
+from eps_core.tasks.needle import Sample
 
 # of LongBench v1: they need a Chinese word splitter, and prompts in Chinese
 CHINESE_DATASETS = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from eps_core.decode.model import ModelSpec, read_spec
 from eps_core.errors import ConfigError
-from eps_core.model import ModelSpec, read_spec
 
 FORMAT_VERSION = 1
 CLASSES = ("retrieval", "streaming")

@@ -10,10 +10,10 @@ import click
 
 from eps_core.bench.layer import GRAPH, Bench
 from eps_core.bench.plan import DEFAULT_FRACTIONS, DEFAULT_REPEATS, SCALING_CONTEXTS, BenchRequest
+from eps_core.cli.options import given_flags, kernels_option
 from eps_core.config.store import DTYPE_BYTES
 from eps_core.errors import ConfigError
 from eps_core.load import BACKENDS
-from eps_core.options import given_flags, kernels_option
 from eps_core.telemetry import files, terminal
 
 _PROGRESS_SECONDS = 10.0  # between lines where stderr is no terminal
@@ -135,7 +135,7 @@ def bench_command(ctx: click.Context, /, **flags: Any) -> None:
     click.echo(bench_text(lines))
     plots = []
     if flags["plot"] is not None:
-        from eps_core.bench_plot import draw
+        from eps_core.report.bench_plot import draw
 
         plots = draw(lines, flags["plot"])
     click.echo(files.to_json(_summary(lines, request, plots)))

@@ -10,7 +10,7 @@ from typing import Any
 
 from eps_core.bench.layer import GRAPH
 from eps_core.errors import ConfigError
-from eps_core.html_report import PALETTE
+from eps_core.report.figures import PALETTE
 
 Line = dict[str, Any]
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-import eps_core
 from eps_core.config.eps import (
     DEFAULT_BUDGET,
     DEFAULT_REFINE,
@@ -18,11 +17,11 @@ from eps_core.config.eps import (
     EpsConfig,
 )
 from eps_core.config.read import POLICIES, SCOPES
+from eps_core.decode.model import DEMO_MODEL
 from eps_core.load import KERNELS
 
 DEMO_METHOD = "rq"
 AUTO = "auto"  # of --eps-min-context
-DEMO_MODEL = Path(eps_core.__file__).parent / "demo_model"
 # flags that mean something under one policy only
 _POLICY_FLAGS = {"eps_budget": "topk", "eps_tau": "share", "eps_alpha": "threshold"}
 _DEFAULT = EpsConfig()
@@ -237,8 +236,8 @@ def _head_modes(flags: dict[str, Any]) -> tuple[tuple[str, ...], ...] | None:
     if flags["eps_head_policy"] is None:
         return None
     # late: `--help` must work where a model cannot be read
-    from eps_core.head_policy import check_policy, head_modes, load_policy
-    from eps_core.model import read_spec
+    from eps_core.decode.heads import check_policy, head_modes, load_policy
+    from eps_core.decode.model import read_spec
 
     model = flags["model"] or DEMO_MODEL
     policy = load_policy(flags["eps_head_policy"])

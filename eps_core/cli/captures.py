@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
+from eps_core.cli.options import config_of, given_flags, selection_options, summary_options
 from eps_core.config.eps import DEFAULT_DIM, EVALUATION_METHODS, METHODS, EpsConfig
 from eps_core.config.store import DTYPE_BYTES
 from eps_core.errors import ConfigError
 from eps_core.load import BACKENDS
-from eps_core.options import config_of, given_flags, selection_options, summary_options
 from eps_core.telemetry import files, terminal
 
 _backend_option = click.option("--backend", type=click.Choice(("auto", *BACKENDS)), default="auto", show_default=True)
@@ -83,7 +83,7 @@ def capture_command(ctx: click.Context, /, **flags: Any) -> None:
     and the KV cache of all layers; on the host, one layer of the cache at a time is in memory while the file is
     written.
     """
-    from eps_core.capture import CaptureRequest, capture
+    from eps_core.evaluation.capture import CaptureRequest, capture
 
     # a capture is dense unless a method is named, with the demo model too
     config = config_of(flags | {"eps_method": flags["eps_method"] or _off(ctx, flags)}, given_flags(ctx, flags))
@@ -153,10 +153,11 @@ def replay_command(ctx: click.Context, /, **flags: Any) -> None:
     bounds      violations of the lower and upper bounds, of all checks
     union       groups that any kv head of a layer wants, over the mean of what each wants
     """
-    from eps_core.capture import open_capture
-    from eps_core.head_policy import head_modes, load_policy
+    from eps_core.decode.heads import head_modes, load_policy
+    from eps_core.evaluation.capture import open_capture
+    from eps_core.evaluation.merits import bytes_at_error
+    from eps_core.evaluation.replay import combine, replay_many
     from eps_core.load import backend_name, load_backend
-    from eps_core.replay import bytes_at_error, combine, replay_many
 
     if (flags["eps_heads"] == "retrieval") != (flags["eps_head_policy"] is not None):
         raise click.UsageError("--eps-heads retrieval and --eps-head-policy FILE need each other: give both or none")
@@ -326,7 +327,7 @@ def calibrate_command(ctx: click.Context, /, **flags: Any) -> None:
 
     Prints one table; the last line of stdout is one JSON object. The policy names its model and is refused for another.
     """
-    from eps_core.calibrate import CalibrateRequest, calibrate
+    from eps_core.evaluation.calibrate import CalibrateRequest, calibrate
 
     method = flags["eps_method"]
     if "eps_bits" in given_flags(ctx, flags) and method != "rq":

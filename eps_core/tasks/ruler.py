@@ -19,7 +19,7 @@ from typing import NoReturn
 import numpy as np
 
 from eps_core.errors import ConfigError
-from eps_core.tasks import Sample, draw_key, filler, line_start, needle_document
+from eps_core.tasks.needle import Sample, draw_key, filler, line_start, needle_document
 
 # where the thing asked for stands; the ends are left out because they are always read
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)

@@ -8,18 +8,17 @@ exercise the gate.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
 from eps_core.config.bytes import scoring_bytes
 from eps_core.config.eps import DEFAULT_GUARDS, FINE_GUARDS, EpsConfig
-from eps_core.config.store import CacheSpec
-from eps_core.gate.protocol import Backend, Decoder
+from eps_core.evaluation.runner import Prompt, Runner, Tally
+from eps_core.evaluation.statistics import bootstrap_interval
 from eps_core.oracle.selection import guards, num_groups
-from eps_core.statistics import bootstrap_interval
-from eps_core.tasks import VALUE_DIGITS, corpus, filler, needle_document
+from eps_core.tasks.needle import VALUE_DIGITS, corpus, filler, needle_document
 from eps_core.telemetry.steps import kl_divergence
 
 Key = tuple[int, float]  # index of an arm, byte budget (topk) or tau (share)
@@ -92,63 +91,6 @@ def budget_groups(config: EpsConfig, length: int, num_steps: int, head_dim: int,
     return groups if groups > forced else None
 
 
-@dataclass
-class Prompt:
-    """A document after its dense prefill: K, V per layer [T, Hkv, D] (backend arrays) and the last token's logits."""
-
-    length: int
-    keys_values: list
-    logits: np.ndarray
-
-
-class Runner:
-    """Runs one document at a time through a decoder, dense once and gated once per arm."""
-
-    def __init__(self, backend: Backend, decoder: Decoder, device: str, prefill_chunk: int = 2048) -> None:
-        self.backend, self.decoder, self.device, self.chunk = backend, decoder, device, prefill_chunk
-        self.spec = decoder.spec
-
-    def _cache(self, config: EpsConfig, num_tokens: int):
-        units = -(-num_tokens // config.unit_tokens)
-        spec = CacheSpec(self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim, units, "bfloat16")
-        return self.backend.new_cache(spec, config, self.device), np.arange(units, dtype=np.int32)
-
-    def prefill(self, tokens: list[int], room: int):
-        """(dense cache, table, Prompt): the prompt once, densely."""
-        cache, table = self._cache(EpsConfig(), len(tokens) + room)
-        logits = np.zeros(0)
-        for start in range(0, len(tokens), self.chunk):
-            chunk = np.array(tokens[start : start + self.chunk])
-            slots = np.arange(start, start + len(chunk))
-            cache, logits = self.decoder.prefill(cache, chunk, slots, table, start + len(chunk))
-        stored = [self.backend.read_kv(cache, layer, table, len(tokens)) for layer in range(self.spec.num_layers)]
-        return cache, table, Prompt(len(tokens), stored, logits)
-
-    def arm(self, prompt: Prompt, config: EpsConfig, room: int):
-        """An arm's cache with the prompt's K and V and their summaries."""
-        cache, table = self._cache(config, prompt.length + room)
-        for layer, (k, v) in enumerate(prompt.keys_values):
-            cache = self.backend.write_kv(cache, layer, k, v, np.arange(prompt.length))
-        return cache, table
-
-    def decode(self, cache, table, prompt: Prompt, forced: list[int] | None, num_tokens: int, first: np.ndarray):
-        """`num_tokens` steps after the prompt: the forced tokens, or greedily from `first`, the prompt's logits.
-        Returns (cache, logits [num_tokens, V] after each step, tokens fed, bytes read, dense bytes)."""
-        logits, fed, got, read, dense = first, [], [], 0, 0
-        for step in range(num_tokens):
-            token = forced[step] if forced is not None else int(logits.argmax())
-            length = prompt.length + step + 1
-            cache, output = self.decoder.step(
-                cache, np.array([token]), np.array([length - 1]), table[None], np.array([length])
-            )
-            logits = output.logits[0]
-            fed.append(token)
-            got.append(logits)
-            read += sum(layer.kv_bytes_read + layer.summary_bytes_read for layer in output.layers)
-            dense += self.spec.num_layers * self.spec.num_kv_heads * length * 4 * self.spec.head_dim
-        return cache, np.array(got), fed, read, dense
-
-
 @dataclass(frozen=True)
 class Plan:
     """What one table at one context length runs; documents are independent of each other and of their order."""
@@ -179,30 +121,6 @@ class Plan:
                 if groups is not None:
                     found[arm_index, fraction] = replace(arm, top_pages=groups)
         return found
-
-
-@dataclass
-class Tally:
-    """What one document, or several, gave for one arm and budget."""
-
-    divergences: list[float] = field(default_factory=list)
-    documents: list[float] = field(default_factory=list)  # mean divergence of each text
-    agreements: list[bool] = field(default_factory=list)
-    answered: int = 0
-    bytes_read: int = 0
-    bytes_dense: int = 0
-    needle_bytes_read: int = 0
-    needle_bytes_dense: int = 0
-
-    def add(self, other: "Tally") -> None:
-        self.divergences += other.divergences
-        self.documents += other.documents
-        self.agreements += other.agreements
-        self.answered += other.answered
-        self.bytes_read += other.bytes_read
-        self.bytes_dense += other.bytes_dense
-        self.needle_bytes_read += other.needle_bytes_read
-        self.needle_bytes_dense += other.needle_bytes_dense
 
 
 def run_document(

@@ -2,14 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from eps_core.errors import ConfigError
-from eps_core.model import ModelSpec, load_tokenizer
-from eps_core.ruler import DEPTHS, make_sample
-from eps_core.tasks import Sample, filler
+from eps_core.tasks.needle import Sample, filler
+from eps_core.tasks.ruler import DEPTHS, make_sample
 
 # beyond the answer's own tokens: a leading space or line end, and the words between several answers
 ANSWER_SLACK_TOKENS = 8
@@ -25,25 +23,6 @@ class Question:
     max_new_tokens: int
     context_tokens: int | None
     truncated: bool = False
-
-
-class Encoder:
-    """A model's tokenizer, whose special tokens stand where the model expects them."""
-
-    def __init__(self, model: Path, spec: ModelSpec) -> None:
-        self._tokenizer, self._spec, self._model = load_tokenizer(model), spec, model
-
-    def __call__(self, text: str, special: bool = True) -> list[int]:
-        tokens = list(self._tokenizer.encode(text, add_special_tokens=special).ids)
-        if max(tokens, default=0) >= self._spec.vocab_size:
-            raise ConfigError(
-                f"{self._model}: its tokenizer gives token {max(tokens)}, its vocabulary ends at "
-                f"{self._spec.vocab_size - 1}: tokenizer.json and config.json are of different models"
-            )
-        return tokens
-
-    def decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 def fit_question(

@@ -8,18 +8,8 @@ import click
 
 from eps_core.config.store import DTYPE_BYTES
 from eps_core.errors import ConfigError
-from eps_core.grid import (
-    PRESETS,
-    Bench,
-    GridFile,
-    Plan,
-    Progress,
-    continued,
-    expand,
-    header,
-    load_grid,
-    run_cells,
-)
+from eps_core.evaluation.grid import PRESETS, Bench, Plan, Progress, expand, header, load_grid, run_cells
+from eps_core.evaluation.grid_file import GridFile, continued
 from eps_core.load import BACKENDS, backend_name, load_backend
 from eps_core.telemetry import files
 
@@ -75,9 +65,9 @@ def grid_command(**flags: Any) -> None:
     out: Path = flags["out"]
     files.check_writable(out, "results file")
     # late: `eps-proto --help` must work where a model cannot be loaded
-    from eps_core.head_policy import check_policy, load_policy, model_fingerprint
-    from eps_core.model import load_tokenizer, read_spec
-    from eps_core.run import DEMO_MODEL, choose_device
+    from eps_core.decode.heads import check_policy, load_policy, model_fingerprint
+    from eps_core.decode.model import DEMO_MODEL, load_tokenizer, read_spec
+    from eps_core.decode.session import choose_device
 
     model: Path = flags["model"] or DEMO_MODEL
     if flags["model"] is None and not (model / "config.json").is_file():
@@ -121,7 +111,8 @@ def report_command(results: tuple[Path, ...], out: Path) -> None:
     The page ends with the verdict: ship, iterate, kill or not decidable. The last line of stdout is one JSON object.
     """
     files.check_writable(out, "report")
-    from eps_core.html_report import load_results, page
+    from eps_core.report.load import load_results
+    from eps_core.report.page import page
 
     loaded = load_results(results)
     if not any(loaded.counts.values()):

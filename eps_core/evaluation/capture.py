@@ -23,16 +23,16 @@ import ml_dtypes  # noqa: F401 - registers bfloat16 with numpy, which safetensor
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from eps_core import tasks
 from eps_core.config.bytes import kv_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import DTYPE_BYTES, CacheSpec
+from eps_core.decode.heads import model_fingerprint
+from eps_core.decode.model import DEMO_MODEL, ModelSpec, load_tokenizer, read_spec
+from eps_core.decode.session import choose_device
 from eps_core.errors import ConfigError
 from eps_core.gate.protocol import Array, Backend, Decoder
-from eps_core.head_policy import model_fingerprint
 from eps_core.load import backend_name, load_backend
-from eps_core.model import ModelSpec, load_tokenizer, read_spec
-from eps_core.run import DEMO_MODEL, choose_device
+from eps_core.tasks import needle
 from eps_core.telemetry import files, terminal
 
 FORMAT_VERSION = 1
@@ -184,7 +184,7 @@ def open_text_model(
 def _read_text(path: Path | None) -> str:
     if path is None:
         try:
-            return tasks.corpus(held_out=True).decode("ascii")
+            return needle.corpus(held_out=True).decode("ascii")
         except FileNotFoundError as error:
             raise ConfigError(f"{error}; here, pass --text FILE") from error
     try:

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
+from eps_core.cli.options import config_of, given_flags, selection_options, summary_options
 from eps_core.load import BACKENDS
-from eps_core.options import config_of, given_flags, selection_options, summary_options
 from eps_core.telemetry import files
 
 DEFAULT_TASKS = "niah_single,niah_multikey"
@@ -84,7 +84,7 @@ def evaluate_command(ctx: click.Context, /, **flags: Any) -> None:
     if flags["longbench_prompts"] is not None and not flags["longbench"]:
         raise click.UsageError("--longbench-prompts means nothing without a --longbench file: add one or drop it")
     # late: `eps-proto info` and --help must work where a model cannot be loaded
-    from eps_core.measure import MeasureRequest, measure
+    from eps_core.evaluation.measure import MeasureRequest, measure
 
     request = MeasureRequest(
         config=config,

@@ -4,106 +4,24 @@ The same lines give the same bytes. matplotlib draws (extra `report`); ink and g
 that a plot can be read in a light and in a dark scheme.
 """
 
-import html
-import io
-import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from eps_core.config.store import COARSE_GROUP_BLOCKS
-from eps_core.errors import ConfigError
-from eps_core.verdict import Verdict, arm_name, decide, loss_points, p95_saved_percent
+from eps_core.evaluation.verdict import Verdict, arm_name, decide, loss_points, p95_saved_percent
+from eps_core.report.figures import MAX_CURVES, _Curve, _Drawer, _nothing, _text
+from eps_core.report.load import Line, Results, _number
 
-Line = dict[str, Any]
-# matplotlib wants colours: these two stand for the page's own and are replaced in the SVG
-_INK, _GRID = "#010203", "#010204"
-# at least 3 to 1 against both the light and the dark page
-PALETTE = (
-    "#3b82d6", "#d9730d", "#2b9a57", "#9b6bdf", "#e0524f", "#1695a4", "#d6589f", "#8a8a2a", "#b0703c", "#7f8790",
-)  # fmt: skip
-PAGE_LIGHT, PAGE_DARK = "#ffffff", "#14171a"
-_METHODS = ("rq", "box", "meanstd", "ball", "moments", "jl", "1pc", "fd")
-_DASHES = ("-", "--", "-.", ":")
-_MARKERS = "osD^vP*Xhp<>"
-MAX_CURVES = 12  # past this a legend is unreadable: methods then share one colour and show their best front
 MAX_MAPS = 6
-_COUNTED = ("run", "resume", "cell", "step", "summary")
 _ABLATIONS: tuple[tuple[str, str, Any], ...] = (
     ("dim", "m (--eps-dim)", 8),
     ("alpha", "alpha", 1.1),
     ("last_n", "last_n, groups", 8),
     ("group_tokens", "g, tokens of a group", COARSE_GROUP_BLOCKS * 16),
 )
-
-
-@dataclass
-class Results:
-    """What the files hold. Cells carry `device` and `model` of their run; `notes` say what could not be read."""
-
-    names: list[str] = field(default_factory=list)
-    counts: dict[str, dict[str, int]] = field(default_factory=dict)  # file -> type -> lines
-    cells: list[Line] = field(default_factory=list)
-    runs: list[Line] = field(default_factory=list)  # of run --metrics: {"run", "steps", "summary"}
-    notes: list[str] = field(default_factory=list)
-
-
-def load_results(paths: Iterable[Path]) -> Results:
-    """Every line of every file, by type. A damaged line and an unknown type are noted, an absent file is refused."""
-    results = Results()
-    for path in paths:
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"results {path} cannot be read ({error.strerror}): give a JSONL file") from error
-        name = path.name if path.name not in results.counts else str(path)
-        results.names.append(name)
-        results.counts[name] = _load(results, name, data)
-    return results
-
-
-def _load(results: Results, name: str, data: bytes) -> dict[str, int]:
-    counts: Counter[str] = Counter()
-    run: Line = {}
-    open_run: Line | None = None
-    for number, piece in enumerate(data.splitlines(), start=1):
-        if not piece.strip():
-            continue
-        try:
-            line = json.loads(piece)
-        except ValueError:
-            line = None
-        if not isinstance(line, dict):
-            results.notes.append(f"{name}, line {number}: not a JSON object, left out")
-            continue
-        kind = str(line.get("type", "(no type)"))
-        counts[kind] += 1
-        if kind == "run":
-            run = line
-            open_run = {"file": name, "run": line, "steps": [], "summary": {}}
-        elif kind == "cell":
-            inherited: Line = {key: run[key] for key in ("device", "model", "context_tokens") if key in run}
-            results.cells.append({**inherited, **line, "file": name})
-        elif kind in ("step", "summary"):
-            if open_run is None:
-                open_run = {"file": name, "run": {}, "steps": [], "summary": {}}
-            if open_run not in results.runs[-1:]:
-                results.runs.append(open_run)
-            if kind == "step":
-                open_run["steps"].append(line)
-            else:
-                open_run["summary"] = line
-    if not counts:
-        results.notes.append(f"{name} holds no results")
-    unknown = [f"{count} of type {kind}" for kind, count in sorted(counts.items()) if kind not in _COUNTED]
-    if unknown:
-        results.notes.append(f"{name}: lines that this page does not draw: {', '.join(unknown)}")
-    return dict(sorted(counts.items()))
 
 
 def page(results: Results) -> tuple[str, Verdict]:
@@ -519,15 +437,6 @@ def _inputs(results: Results) -> str:
     return _table(("file", "lines"), rows) + (f"<ul>{notes}</ul>" if notes else "")
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not np.isfinite(value):
-        return None
-    return float(value)
-
-
 def _whole(value: Any) -> int:
     return int(_number(value) or 0)
 
@@ -637,10 +546,6 @@ def _grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-def _text(value: str) -> str:
-    return html.escape(value)
-
-
 def _form(value: Any, form: str) -> str:
     number = _number(value)
     return "–" if number is None else format(number, form)
@@ -653,10 +558,6 @@ def _percent(value: Any) -> str:
 
 def _of(part: Any, whole: Any) -> str:
     return "–" if _number(part) is None or not _number(whole) else f"{_whole(part)} of {_whole(whole)}"
-
-
-def _nothing(why: str) -> str:
-    return f"<p class=nothing>No data: {_text(why)}.</p>\n"
 
 
 def _figures(plots: Sequence[str]) -> str:
@@ -673,173 +574,6 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str = ""
     if len(rows) <= 12:
         return table + "\n"
     return f"<details><summary>The numbers: {len(rows)} rows</summary>{table}</details>\n"
-
-
-# --- plots ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Curve:
-    """Points (x, y) in order of x. `joined` False: single cells, of which the lowest front is drawn as a line."""
-
-    name: str
-    points: list[tuple[float, float]]
-    method: str
-    joined: bool = True
-
-
-class _Drawer:
-    """Makes figures; counts them, so that ids in the page differ."""
-
-    def __init__(self) -> None:
-        try:
-            import matplotlib
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ConfigError(f"the report needs matplotlib ({error}): pip install 'eps[report]'") from error
-        self._matplotlib, self._figure = matplotlib, Figure
-        self._count = 0
-
-    def _draw(self, height_inches: float, caption: str, plot: Callable[[Any, Any], None]) -> str:
-        self._count += 1
-        settings: Any = {
-            # glyphs as paths: the page looks the same whatever fonts a machine has, and nothing is clipped
-            "svg.fonttype": "path",
-            "svg.hashsalt": "eps",
-            "font.family": "DejaVu Sans",
-            "font.size": 10,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
-            "grid.color": _GRID,
-            "legend.frameon": False,
-            "legend.fontsize": 9,
-        }
-        with self._matplotlib.rc_context(settings):
-            figure = self._figure(figsize=(5.2, height_inches), layout="constrained")
-            axes = figure.add_subplot()
-            plot(figure, axes)
-            out = io.StringIO()
-            figure.savefig(
-                out, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
-            )
-        svg = out.getvalue()
-        return f"<figure>{_inline(svg, self._count, caption)}<figcaption>{_text(caption)}</figcaption></figure>"
-
-    def curves(
-        self,
-        curves: list[_Curve],
-        x: str,
-        y: str,
-        caption: str,
-        log_x: bool = False,
-        log_y: bool = False,
-        y_range: tuple[float, float | None] | None = None,
-        line_y: tuple[float, str] | None = None,
-    ) -> str:
-        drawn = [curve for curve in curves if any(not log_y or point[1] > 0 for point in curve.points)]
-        if not drawn:
-            return f"<figure>{_nothing(f'{y} was not measured')}</figure>"
-
-        def plot(figure: Any, axes: Any) -> None:
-            variants: Counter[str] = Counter()  # of one method: one colour, another dash
-            for index, curve in enumerate(drawn):
-                points = [point for point in curve.points if not log_y or point[1] > 0]
-                xs, ys = zip(*points, strict=True)
-                style: dict[str, Any] = {"color": _colour(curve.method), "marker": _MARKERS[index % len(_MARKERS)]}
-                style["linestyle"] = _DASHES[variants[curve.method] % len(_DASHES)]
-                variants[curve.method] += 1
-                if not curve.joined:
-                    axes.plot(*zip(*_front(points, lower=log_y), strict=True), color=style["color"], linewidth=1.2)
-                    style |= {"linestyle": "none", "alpha": 0.6}
-                axes.plot(xs, ys, label=curve.name, markersize=4.5, linewidth=1.4, **style)
-            if line_y is not None:
-                axes.axhline(line_y[0], color=_INK, linewidth=1, linestyle=":", label=line_y[1])
-            if log_y:
-                axes.set_yscale("log")
-            if log_x:
-                axes.set_xscale("log", base=2)
-                ticks = sorted({point[0] for curve in drawn for point in curve.points})
-                axes.set_xticks(ticks, [f"{tick / 1024:g}k" if tick >= 1024 else f"{tick:g}" for tick in ticks])
-                axes.minorticks_off()
-            if y_range is not None:
-                axes.set_ylim(*y_range)
-            axes.set_xlabel(x)
-            axes.set_ylabel(y)
-            axes.grid(linewidth=0.6)
-            figure.legend(loc="outside lower center", ncols=2)
-
-        return self._draw(3.4 + 0.19 * -(-(len(drawn) + (line_y is not None)) // 2), caption, plot)
-
-    def scatter(self, points: dict[str, list[tuple[float, float]]], x: str, y: str, caption: str) -> str:
-        """`points` by arm: (bound, true)."""
-
-        def plot(figure: Any, axes: Any) -> None:
-            for index, (name, pairs) in enumerate(points.items()):
-                axes.plot(
-                    [true for _, true in pairs], [cert for cert, _ in pairs], linestyle="none", alpha=0.7,
-                    marker=_MARKERS[index % len(_MARKERS)], markersize=4, color=_colour(name.split()[0]), label=name,
-                )  # fmt: skip
-            axes.plot([0, 1], [0, 1], color=_INK, linewidth=1, linestyle=":", label="certificate = truth")
-            axes.set_xlabel(x)
-            axes.set_ylabel(y)
-            axes.grid(linewidth=0.6)
-            figure.legend(loc="outside lower center", ncols=2)
-
-        return self._draw(3.6 + 0.19 * -(-(len(points) + 1) // 2), caption, plot)
-
-    def heat_map(self, values: np.ndarray, x: str, y: str, caption: str) -> str:
-        layers, heads = values.shape
-
-        def plot(figure: Any, axes: Any) -> None:
-            # few enough levels that the colour bar stays a drawing and is no embedded bitmap
-            levels = self._matplotlib.colormaps["viridis"].resampled(32)
-            mesh = axes.pcolormesh(values, cmap=levels, vmin=0, vmax=1, edgecolors="face", linewidth=0.5)
-            axes.invert_yaxis()
-            for centre, count, set_ticks in ((0.5, heads, axes.set_xticks), (0.5, layers, axes.set_yticks)):
-                shown = range(0, count, max(1, -(-count // 16)))
-                set_ticks([tick + centre for tick in shown], [str(tick) for tick in shown])
-            if values.size <= 64:
-                for layer, head in np.ndindex(*values.shape):
-                    axes.text(
-                        head + 0.5, layer + 0.5, f"{values[layer, head]:.2f}", ha="center", va="center", fontsize=9,
-                        # viridis is dark below about 0.6
-                        color="#ffffff" if values[layer, head] < 0.6 else "#000000",
-                    )  # fmt: skip
-            axes.set_xlabel(x)
-            axes.set_ylabel(y)
-            figure.colorbar(mesh, ax=axes, label="share visited")
-
-        return self._draw(min(1.6 + 0.3 * layers, 6.5), caption, plot)
-
-
-def _colour(method: str) -> str:
-    """One colour for a method on every plot; the oracle's is the ink."""
-    if method == "oracle":
-        return _INK
-    known = _METHODS.index(method) if method in _METHODS else len(_METHODS) + sum(map(ord, method)) % 2
-    return PALETTE[known % len(PALETTE)]
-
-
-def _front(points: list[tuple[float, float]], lower: bool) -> list[tuple[float, float]]:
-    """The points that no cheaper point beats, in order of x."""
-    front: list[tuple[float, float]] = []
-    for x, y in points:
-        if not front or (y < front[-1][1] if lower else y > front[-1][1]):
-            front.append((x, y))
-    return front
-
-
-def _inline(svg: str, number: int, caption: str) -> str:
-    """The SVG element alone, as wide as its place, with ids of its own and the page's ink."""
-    svg = svg[svg.index("<svg") :].strip()
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'\bid="([^"]*)"', rf'id="f{number}-\1"', svg)
-    svg = re.sub(r'href="#([^"]*)"', rf'href="#f{number}-\1"', svg)
-    svg = re.sub(r"url\(#([^)]*)\)", rf"url(#f{number}-\1)", svg)
-    svg = svg.replace(_INK, "currentColor").replace(_GRID, "var(--grid)")
-    return svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(caption, quote=True)}"', 1)
 
 
 _STYLE = """

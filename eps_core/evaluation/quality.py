@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eps_core import statistics
-from eps_core.questions import Question
+from eps_core.evaluation import statistics
+from eps_core.tasks.questions import Question
 
 # a mean score below this is dense failure: no loss can be seen where there is nothing to lose
 MIN_DENSE_SCORE = 0.1

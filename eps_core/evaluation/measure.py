@@ -12,19 +12,21 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from eps_core import benchmarks, quality
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
+from eps_core.decode.model import DEMO_MODEL, Encoder, ModelSpec, read_spec
+from eps_core.decode.session import choose_device
 from eps_core.errors import ConfigError
-from eps_core.evaluate import Prompt, Runner, kl_divergence
+from eps_core.evaluation import quality
+from eps_core.evaluation.quality import Answer
+from eps_core.evaluation.runner import Prompt, Runner
 from eps_core.load import backend_name, load_backend
-from eps_core.model import ModelSpec, read_spec
-from eps_core.quality import Answer
-from eps_core.questions import Encoder, Question, benchmark_question, generated_questions, text_window
-from eps_core.ruler import check_tasks
-from eps_core.run import DEMO_MODEL, choose_device
-from eps_core.tasks import corpus
+from eps_core.tasks import benchmarks
+from eps_core.tasks.needle import corpus
+from eps_core.tasks.questions import Question, benchmark_question, generated_questions, text_window
+from eps_core.tasks.ruler import check_tasks
 from eps_core.telemetry.files import JsonlWriter, check_writable, run_line
+from eps_core.telemetry.steps import kl_divergence
 
 # what selects and what is always visited; how a group is summarised means nothing to an oracle, nor does strictness,
 # which needs bounds

@@ -1,0 +1,1 @@
+"""A model and how it decodes."""

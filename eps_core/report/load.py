@@ -1,0 +1,88 @@
+"""Result files of every kind, read into what the page shows."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eps_core.errors import ConfigError
+
+Line = dict[str, Any]
+_COUNTED = ("run", "resume", "cell", "step", "summary")
+
+
+@dataclass
+class Results:
+    """What the files hold. Cells carry `device` and `model` of their run; `notes` say what could not be read."""
+
+    names: list[str] = field(default_factory=list)
+    counts: dict[str, dict[str, int]] = field(default_factory=dict)  # file -> type -> lines
+    cells: list[Line] = field(default_factory=list)
+    runs: list[Line] = field(default_factory=list)  # of run --metrics: {"run", "steps", "summary"}
+    notes: list[str] = field(default_factory=list)
+
+
+def load_results(paths: Iterable[Path]) -> Results:
+    """Every line of every file, by type. A damaged line and an unknown type are noted, an absent file is refused."""
+    results = Results()
+    for path in paths:
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"results {path} cannot be read ({error.strerror}): give a JSONL file") from error
+        name = path.name if path.name not in results.counts else str(path)
+        results.names.append(name)
+        results.counts[name] = _load(results, name, data)
+    return results
+
+
+def _load(results: Results, name: str, data: bytes) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    run: Line = {}
+    open_run: Line | None = None
+    for number, piece in enumerate(data.splitlines(), start=1):
+        if not piece.strip():
+            continue
+        try:
+            line = json.loads(piece)
+        except ValueError:
+            line = None
+        if not isinstance(line, dict):
+            results.notes.append(f"{name}, line {number}: not a JSON object, left out")
+            continue
+        kind = str(line.get("type", "(no type)"))
+        counts[kind] += 1
+        if kind == "run":
+            run = line
+            open_run = {"file": name, "run": line, "steps": [], "summary": {}}
+        elif kind == "cell":
+            inherited: Line = {key: run[key] for key in ("device", "model", "context_tokens") if key in run}
+            results.cells.append({**inherited, **line, "file": name})
+        elif kind in ("step", "summary"):
+            if open_run is None:
+                open_run = {"file": name, "run": {}, "steps": [], "summary": {}}
+            if open_run not in results.runs[-1:]:
+                results.runs.append(open_run)
+            if kind == "step":
+                open_run["steps"].append(line)
+            else:
+                open_run["summary"] = line
+    if not counts:
+        results.notes.append(f"{name} holds no results")
+    unknown = [f"{count} of type {kind}" for kind, count in sorted(counts.items()) if kind not in _COUNTED]
+    if unknown:
+        results.notes.append(f"{name}: lines that this page does not draw: {', '.join(unknown)}")
+    return dict(sorted(counts.items()))
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not np.isfinite(value):
+        return None
+    return float(value)

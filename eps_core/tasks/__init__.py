@@ -1,0 +1,1 @@
+"""Texts with questions: needles, RULER, LongBench."""
