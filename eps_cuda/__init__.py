@@ -1,4 +1,4 @@
-"""The Torch backend: CUDA and ROCm GPUs, and CPUs. See eps_core.interface.Backend."""
+"""The Torch backend: CUDA and ROCm GPUs, and CPUs. See eps_core.gate.protocol.Backend."""
 
 import platform
 
@@ -7,22 +7,13 @@ import torch
 
 from eps_core.cpu import forks
 from eps_cuda.attention import add_tail, attend, attend_tail, merge
-from eps_cuda.cache import (
-    Cache,
-    check_finite,
-    copy_units,
-    device_name,
-    devices,
-    from_numpy,
-    new_cache,
-    read_kv,
-    to_numpy,
-    write_kv,
-)
+from eps_cuda.cache import Cache, check_finite, copy_units, new_cache, read_kv, write_kv
+from eps_cuda.certify import bounds, certify, escalate
+from eps_cuda.device import device_name, devices, from_numpy, to_numpy
+from eps_cuda.kernels.choose import usable_kernels
 from eps_cuda.model import load_model
-from eps_cuda.paths import usable_kernels
-from eps_cuda.selection import bounds, certify, escalate, select, skipped_mass
-from eps_cuda.summaries import score
+from eps_cuda.score import score
+from eps_cuda.selection import select, skipped_mass
 
 __all__ = [
     "Cache",

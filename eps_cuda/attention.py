@@ -14,7 +14,7 @@ from torch.nn.attention.bias import causal_lower_right
 from eps_core.gate.protocol import Scores, Selection
 from eps_core.paging.where import missing_groups
 from eps_cuda.cache import Cache, units_of
-from eps_cuda.paths import kernels_module
+from eps_cuda.kernels.choose import kernels_module
 from eps_cuda.selection import visit_mask
 
 State = tuple[Tensor, Tensor]

@@ -18,8 +18,8 @@ from eps_core.config.bytes import scoring_bytes
 from eps_core.gate.protocol import Scores, Selection
 from eps_core.gate.stats import LayerStats, StepOutput
 from eps_core.paging.where import budget, forced_groups, missing_groups
-from eps_cuda import gpu
 from eps_cuda.cache import Cache, check_finite
+from eps_cuda.kernels import dispatch
 from eps_cuda.kernels.attend import attend_groups
 from eps_cuda.kernels.tail import attend_with_tail
 from eps_cuda.nvtx import span
@@ -67,13 +67,15 @@ def covers(cache: Cache, lengths: np.ndarray) -> bool:
         and cache.tail is not None
         and int(lengths.min()) >= config.min_context
         and not config.reads_all(0, lengths.tolist())
-        and all(gpu.covers_scoring(cache, layer) for layer in range(cache.spec.num_layers))
+        and all(dispatch.covers_scoring(cache, layer) for layer in range(cache.spec.num_layers))
     )
 
 
 def covers_dense(cache: Cache) -> bool:
     """Whether such a dense step exists: wherever one kernel writes what a step adds."""
-    return cache.kernels == "triton" and all(gpu.covers_writing(cache, layer) for layer in range(cache.spec.num_layers))
+    return cache.kernels == "triton" and all(
+        dispatch.covers_writing(cache, layer) for layer in range(cache.spec.num_layers)
+    )
 
 
 class StaticStep:
@@ -150,7 +152,7 @@ class StaticStep:
         skipped = []
         for layer in range(cache.spec.num_layers):
             q, k, v = decoder._project(layer, x, (at.cos, at.sin))
-            gpu.write(cache, layer, k, v, at.slots)
+            dispatch.write(cache, layer, k, v, at.slots)
             if self.gated:
                 out, unread = attend_layer(
                     cache, layer, q, at.table, at.lengths, at.wanted, at.refined, self.width, self.most_refined
@@ -180,8 +182,8 @@ def attend_layer(
     inner = cache.tail
     assert inner is not None
     with span("eps.prepass", cache.device):
-        estimate = gpu.estimates(cache, layer, q, table, lengths, refined, most_refined)
-        groups, counts, visit = gpu.choose(cache.config, estimate, wanted, lengths, width)
+        estimate = dispatch.estimates(cache, layer, q, table, lengths, refined, most_refined)
+        groups, counts, visit = dispatch.choose(cache.config, estimate, wanted, lengths, width)
     with span("eps.attention", cache.device):
         out, _ = attend_with_tail(
             q, cache.k[layer], cache.v[layer], table, lengths, groups, counts, estimate, visit,
@@ -212,7 +214,7 @@ def _advance(
     lengths: np.ndarray,
 ) -> Outputs:  # fmt: skip
     """Runs a step whose budget is in place."""
-    gpu.plan_step(cache, slots)
+    dispatch.plan_step(cache, slots)
     cos, sin = decoder.angles(lengths - 1)
     static.fill(
         tokens=np.asarray(tokens, np.int64), slots=slots.astype(np.int32), lengths=lengths.astype(np.int32),

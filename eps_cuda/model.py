@@ -19,10 +19,12 @@ from eps_core.errors import ConfigError
 from eps_core.gate.stats import LayerStats, StepOutput
 from eps_core.paging.where import forced_groups
 from eps_cuda.attention import add_tail, attend, attend_chunk, attend_own, merge
-from eps_cuda.cache import DTYPES, Cache, check_finite, device_of, from_numpy, read_kv, write_kv
+from eps_cuda.cache import Cache, check_finite, read_kv, write_kv
+from eps_cuda.certify import bounds, certify, escalate
+from eps_cuda.device import DTYPES, device_of, from_numpy
 from eps_cuda.nvtx import span
-from eps_cuda.selection import bounds, certify, escalate, select, skipped_mass
-from eps_cuda.summaries import score
+from eps_cuda.score import score
+from eps_cuda.selection import select, skipped_mass
 
 Pending = dict[str, Tensor]  # fields of LayerStats that are still on the device, by name
 
@@ -41,7 +43,7 @@ def _fill(layers: list[LayerStats], pending: list[Pending], tile_bytes: int) -> 
 
 
 class Decoder:
-    """A loaded model; see `interface.Decoder`. Weights and activations are in `dtype`; norms, rotation, attention
+    """A loaded model; see `gate.protocol.Decoder`. Weights and activations are in `dtype`; norms, rotation, attention
     logits and the returned logits are float32. The cache's dtype may differ."""
 
     def __init__(self, spec: ModelSpec, weights: dict[str, Tensor], dtype: str, device: str) -> None:

@@ -1,4 +1,4 @@
-"""The MLX backend: Apple GPUs through Metal, and CPUs. Array operations only; see eps_core.interface.Backend."""
+"""The MLX backend: Apple GPUs through Metal, and CPUs. Array operations only; see eps_core.gate.protocol.Backend."""
 
 import platform
 from importlib.metadata import version
@@ -6,22 +6,13 @@ from importlib.metadata import version
 import numpy as np
 
 from eps_mlx.attention import add_tail, attend, attend_tail, merge
-from eps_mlx.cache import (
-    Cache,
-    check_finite,
-    copy_units,
-    device_name,
-    devices,
-    from_numpy,
-    new_cache,
-    read_kv,
-    to_numpy,
-    write_kv,
-)
+from eps_mlx.cache import Cache, check_finite, copy_units, new_cache, read_kv, write_kv
+from eps_mlx.certify import bounds, certify, escalate
+from eps_mlx.device import device_name, devices, from_numpy, to_numpy
+from eps_mlx.kernels.choose import usable_kernels
 from eps_mlx.model import load_model
-from eps_mlx.paths import usable_kernels
-from eps_mlx.selection import bounds, certify, escalate, select, skipped_mass
-from eps_mlx.summaries import score
+from eps_mlx.score import score
+from eps_mlx.selection import select, skipped_mass
 
 __all__ = [
     "Cache",

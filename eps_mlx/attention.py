@@ -12,7 +12,7 @@ import numpy as np
 from eps_core.gate.protocol import Scores, Selection
 from eps_core.paging.where import missing_groups
 from eps_mlx.cache import Cache
-from eps_mlx.paths import kernels_module
+from eps_mlx.kernels.choose import kernels_module
 from eps_mlx.selection import visit_mask
 
 State = tuple[mx.array, mx.array]

@@ -15,17 +15,19 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
-from eps_core.cpu.host import cpu_name
 from eps_core.errors import ConfigError
 from eps_core.load import resolve_kernels
 from eps_core.paging.groups import GroupState, WritePlan
 from eps_core.paging.where import check_units
 from eps_core.summaries.jl import jl_projection
 from eps_core.summaries.rq import CENTRE_TOKENS, rq_signs
-from eps_mlx.paths import kernels_module, usable_kernels
-from eps_mlx.summaries import Summary, build_box, build_jl, build_meanstd, build_summary
-
-DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+from eps_mlx.device import DTYPES, device_of, devices
+from eps_mlx.kernels.choose import kernels_module, usable_kernels
+from eps_mlx.summaries.base import Summary
+from eps_mlx.summaries.box import build_box
+from eps_mlx.summaries.jl import build_jl
+from eps_mlx.summaries.meanstd import build_meanstd
+from eps_mlx.summaries.table import build_summary
 
 
 @dataclass
@@ -91,41 +93,6 @@ class Cache:
             return self.fixed[layer]
         shape = (self.spec.num_kv_heads, self.spec.head_dim)
         return self.fixed[layer] | {"centre": mx.zeros(shape, mx.float16) if centre is None else centre}
-
-
-def devices() -> list[str]:
-    """Usable devices by their CLI names."""
-    return ["cpu", "mps"] if mx.metal.is_available() else ["cpu"]
-
-
-def device_name(device: str) -> str:
-    """What the device calls itself, for measurements."""
-    return str(mx.device_info()["device_name"]) if device_of(device) == mx.Device(mx.gpu) else cpu_name()
-
-
-def device_of(device: str) -> mx.Device:
-    """The MLX device of a CLI name; auto is the GPU where there is one."""
-    usable = devices()
-    if device == "auto":
-        device = usable[-1]
-    if device not in usable:
-        raise ConfigError(f"device {device!r} is absent: this MLX has {', '.join(usable)}; use --device {usable[-1]}")
-    return mx.Device(mx.cpu if device == "cpu" else mx.gpu)
-
-
-def to_numpy(array: mx.array) -> np.ndarray:
-    """A host copy; bfloat16, which numpy lacks, comes as float32. Synchronises."""
-    return np.array(array.astype(mx.float32) if array.dtype == mx.bfloat16 else array)
-
-
-def from_numpy(array: np.ndarray, dtype: str, device: str = "auto") -> mx.array:
-    """The array in `dtype` (float32, float16 or bfloat16) for computing on `device`."""
-    with mx.stream(device_of(device)):
-        if array.dtype.name == "bfloat16":
-            native = mx.array(np.ascontiguousarray(array).view(np.uint16)).view(mx.bfloat16)
-        else:
-            native = mx.array(array if array.dtype == np.float16 else np.asarray(array, np.float32))
-        return native.astype(DTYPES[dtype])
 
 
 def new_cache(spec: CacheSpec, config: EpsConfig, device: str = "auto", kernels: str = "auto") -> Cache:

@@ -18,9 +18,11 @@ from eps_core.errors import ConfigError
 from eps_core.gate.stats import LayerStats, StepOutput
 from eps_core.paging.where import forced_groups
 from eps_mlx.attention import add_tail, attend, attend_chunk, attend_own, merge
-from eps_mlx.cache import DTYPES, Cache, check_finite, device_of, devices, evaluate, from_numpy, read_kv, write_kv
-from eps_mlx.selection import bounds, certify, escalate, select, skipped_mass
-from eps_mlx.summaries import score
+from eps_mlx.cache import Cache, check_finite, evaluate, read_kv, write_kv
+from eps_mlx.certify import bounds, certify, escalate
+from eps_mlx.device import DTYPES, device_of, devices, from_numpy
+from eps_mlx.score import score
+from eps_mlx.selection import select, skipped_mass
 
 Pending = dict[str, mx.array]  # fields of LayerStats that are still on the device, by name
 
@@ -36,7 +38,7 @@ def _fill(layers: list[LayerStats], pending: list[Pending], tile_bytes: int) -> 
 
 
 class Decoder:
-    """A loaded model; see `interface.Decoder`. Weights and activations are in `dtype`; norms, rotation, attention
+    """A loaded model; see `gate.protocol.Decoder`. Weights and activations are in `dtype`; norms, rotation, attention
     logits and the returned logits are float32. The cache's dtype may differ."""
 
     def __init__(self, spec: ModelSpec, weights: dict[str, mx.array], dtype: str, device: str) -> None:

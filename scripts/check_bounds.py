@@ -1,4 +1,4 @@
-"""Checks that bounds, certificates and strict mode hold, through the real backends against float64 (eps_core.check).
+"""Checks that bounds, certificates and strict mode hold, through the real backends against float64.
 
     python scripts/check_bounds.py                                        (a few minutes on 2 cores)
 

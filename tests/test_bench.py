@@ -286,7 +286,7 @@ def test_what_a_graph_records_is_the_step_that_is_timed() -> None:
     """`capture` needs a GPU; what it records runs anywhere, if need be interpreted."""
     if not any(kernels == "triton" for _, _, kernels in CASES):
         pytest.skip("no Triton kernels here")
-    from eps_cuda import dense_arms as platform
+    from eps_cuda import bench as platform
 
     backend, shape = load_backend("cuda"), Shape(256, 2, 4, 2, 32, "float32")
     device = backend.devices()[-1]

@@ -45,8 +45,9 @@ def counter(target, monkeypatch) -> Counter:
         import mlx.core as mx
 
         import eps_mlx.attention
+        import eps_mlx.certify
+        import eps_mlx.score
         import eps_mlx.selection
-        import eps_mlx.summaries
 
         class Counting:
             def __init__(self, codes):
@@ -63,8 +64,8 @@ def counter(target, monkeypatch) -> Counter:
                 return result
 
         monkeypatch.setattr(eps_mlx.attention, "mx", Counting(codes=False))
-        monkeypatch.setattr(eps_mlx.summaries, "mx", Counting(codes=True))
-        monkeypatch.setattr(eps_mlx.selection, "mx", Counting(codes=True))
+        for module in (eps_mlx.score, eps_mlx.certify, eps_mlx.selection):
+            monkeypatch.setattr(module, "mx", Counting(codes=True))
     return count
 
 

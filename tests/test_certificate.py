@@ -1,4 +1,4 @@
-"""What is claimed to hold for every query, in every backend: bounds, certificates, strict mode (eps_core.check).
+"""What is claimed to hold for every query, in every backend: bounds, certificates, strict mode.
 
 The checker itself is tested too: a summary that is deliberately broken must be found out.
 """
@@ -358,7 +358,7 @@ def test_checker_finds_a_missing_float32_slack(target, monkeypatch):
     assert check_bounds(filled, q, table).violations == 0
     if is_oracle(backend):
         return
-    monkeypatch.setattr(f"{backend.__name__}.summaries.logit_slack", lambda a, norm: norm * 0)
+    monkeypatch.setattr(f"{backend.__name__}.summaries.rq.logit_slack", lambda a, norm: norm * 0)
     stored = filled.cache.summaries[0]
     stored["radius"] = stored["radius"] * 0
     assert check_bounds(filled, q, table).violations > 0

@@ -88,7 +88,7 @@ def writable(backend):
 
 
 def kernels_of(backend):
-    return importlib.import_module(f"{backend.__name__}.cpu")
+    return importlib.import_module(f"{backend.__name__}.kernels.cpu")
 
 
 class Setup:
@@ -458,7 +458,7 @@ def test_kernels_run_on_the_team_that_torch_has():
     code = """if True:
         import os, numpy as np, torch
         from eps_core.cpu import attend as cpu_attend, openmp as cpu_openmp, threads as cpu_threads
-        from eps_cuda import cpu
+        from eps_cuda.kernels import cpu
         torch.set_num_threads(3)
         torch.ones(10**7).add_(1)
         threads = len(os.listdir("/proc/self/task"))
@@ -529,7 +529,7 @@ def test_large_pools_ask_for_huge_pages():
     if not Path("/sys/kernel/mm/transparent_hugepage").exists():
         pytest.skip("this kernel has no transparent huge pages")
     torch = importlib.import_module("torch")
-    from eps_cuda.cache import empty_pool
+    from eps_cuda.device import empty_pool
 
     def flags(pool) -> str:
         inside, start = False, pool.data_ptr() + pool.nbytes // 2

@@ -24,7 +24,7 @@ from eps_core.summaries import meanstd as oracle_meanstd
 from eps_core.summaries import rq as oracle_rq
 from eps_mlx import selection as arrays
 from eps_mlx.kernels import launch, score, score_meanstd, select
-from eps_mlx.summaries import rotate
+from eps_mlx.summaries.rq import rotate
 
 SEED = 3
 metal_shim = shim.metal_shim

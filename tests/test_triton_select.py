@@ -26,9 +26,10 @@ from eps_core.paging.where import budget, forced_groups  # noqa: E402
 from eps_core.summaries import meanstd as oracle_summaries_meanstd  # noqa: E402
 from eps_core.summaries import rq as oracle_summaries_rq  # noqa: E402
 from eps_core.summaries.base import LARGEST_ESTIMATE  # noqa: E402
-from eps_cuda import selection, summaries  # noqa: E402
+from eps_cuda import selection  # noqa: E402
 from eps_cuda.kernels import score as score_kernels  # noqa: E402
 from eps_cuda.kernels import select as select_kernels  # noqa: E402
+from eps_cuda.summaries import rq  # noqa: E402
 
 torch.set_num_threads(1)
 Kernels = types.ModuleType
@@ -264,7 +265,7 @@ def assert_near(found: "torch.Tensor", expected: np.ndarray, size: np.ndarray) -
 
 def turned_of(kernels: Kernels, case: Case) -> tuple["torch.Tensor", "torch.Tensor"]:
     signs = torch.from_numpy(oracle_summaries_rq.rq_signs(0, case.head_dim))
-    rotation = summaries.rotate(torch.eye(case.head_dim), signs).to(DEVICE)
+    rotation = rq.rotate(torch.eye(case.head_dim), signs).to(DEVICE)
     return kernels.turn_queries(put(case.q), rotation, put(case.centre))
 
 
@@ -376,9 +377,9 @@ def test_turned_queries_of_a_strided_half(dtype: "torch.dtype") -> None:
     wide = torch.randn(3, 8, 100, generator=generator).to(dtype).to(DEVICE)
     q, centre = wide[..., 20:100], torch.randn(2, 80, generator=generator).half().to(DEVICE)
     signs = torch.from_numpy(oracle_summaries_rq.rq_signs(0, 80)).to(DEVICE)
-    turned, offset = score_kernels.turn_queries(q, summaries.rotate(torch.eye(80, device=DEVICE), signs), centre)
+    turned, offset = score_kernels.turn_queries(q, rq.rotate(torch.eye(80, device=DEVICE), signs), centre)
     a = q.float().reshape(3, 2, 4, 80) * (1 / math.sqrt(80))
-    torch.testing.assert_close(turned, summaries.rotate(a, signs), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(turned, rq.rotate(a, signs), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(offset, (a * centre.float()[:, None]).sum(dim=-1), rtol=1e-5, atol=1e-5)
 
 

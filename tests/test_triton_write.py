@@ -25,10 +25,11 @@ if not torch.cuda.is_available():
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.summaries.rq import SECOND_STEP, rotate
-from eps_cuda.cache import DTYPES, Cache, new_cache, write_kv
+from eps_cuda.cache import Cache, new_cache, write_kv
+from eps_cuda.device import DTYPES
 from eps_cuda.kernels import write
-from eps_cuda.summaries import rotate as rotate32
-from eps_cuda.summaries import unpack_codes
+from eps_cuda.summaries.rq import rotate as rotate32
+from eps_cuda.summaries.rq import unpack_codes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MARGIN = 256  # bytes before and after each pool that must stay as they are

@@ -1,4 +1,4 @@
-"""Times one attention layer, dense and gated side by side, part by part; only what `bench_check` has verified.
+"""Times one attention layer, dense and gated side by side, part by part; only what `proof` has verified.
 
 Every round runs every arm once, in an order that rotates, each after the caches were overwritten: what other layers do
 between two calls of one layer. Medians with their 10th and 90th percentile; dense arms read contiguous K and V, their
@@ -41,7 +41,7 @@ COPIES = 8  # at least so many big copies, of which the best counts
 COPY_SECONDS = 0.3
 LARGEST_COPY_BYTES = 2**30
 GRAPH = " (graph)"  # ends the names of arms that replay a recorded launch
-_PLATFORMS = {"numpy": "eps_core.bench.platform", "mlx": "eps_mlx.dense_arms", "cuda": "eps_cuda.dense_arms"}
+_PLATFORMS = {"numpy": "eps_core.bench.platform", "mlx": "eps_mlx.bench", "cuda": "eps_cuda.bench"}
 
 
 @dataclass

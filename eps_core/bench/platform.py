@@ -1,6 +1,6 @@
 """What a benchmark needs of the platform: dense attention as good as it gets, a clock, copies, cold caches.
 
-The backends' `dense_arms.py` list the same functions; this one is numpy's, and what it says of the host serves them.
+The backends' `bench.py` list the same functions; this one is numpy's, and what it says of the host serves them.
 """
 
 import math

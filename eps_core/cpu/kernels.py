@@ -2,7 +2,7 @@
 lie in the memory of the host. Speed only: values are the array operations' up to float32 rounding, lists are equal.
 
 A backend gives its cache as it is; `host`, which shows one of its arrays as numpy without a copy (bfloat16 as uint16);
-and `run`, which calls a kernel in every thread (`cpu_threads.run` or `cpu_openmp.team_of` its library). `None` says
+and `run`, which calls a kernel in every thread (`threads.run` or `openmp.team_of` its library). `None` says
 that a configuration has no kernel here: the array operations serve. The first call of an installation compiles (tens of
 seconds), later ones load what was compiled.
 """
@@ -35,7 +35,7 @@ def available() -> bool:
 
 
 def guard_ranges(config: EpsConfig, lengths: np.ndarray) -> np.ndarray:
-    """`guards.forced_groups` as [B, 2] int64: groups below the first and from the second on are forced. The open group
+    """`where.forced_groups` as [B, 2] int64: groups below the first and from the second on are forced. The open group
     is always among the last. Every layer of a step asks the same, and gets the same array: not to be written to."""
     return _guard_ranges(config, np.asarray(lengths, np.int64).tobytes())
 

@@ -1,4 +1,4 @@
-"""Runs compiled kernels on the OpenMP threads of an array library: the same calls as `cpu_threads.run`.
+"""Runs compiled kernels on the OpenMP threads of an array library: the same calls as `threads.run`.
 
 After a parallel operation the library's threads spin for milliseconds on the cores that helpers of our own would need
 (two cores, matrix products in between: a decode step of 2.6 ms took 4.1). As members of its team they begin at once.

@@ -1,6 +1,6 @@
 """Compiled scoring and selection over numpy views of a cache: what `score` and `select` of the array backends compute.
 
-Letters as in `interface.py`. Float16 arrays come as the int16 of their bits. Summary pools are flat: group row
+Letters as in `gate.protocol`. Float16 arrays come as the int16 of their bits. Summary pools are flat: group row
 ((unit * Hkv + h) * GPU + g % GPU) of a table's group g, GPU = U / S groups per unit. `estimate [B, Hkv, G]` float32 is
 +inf without a valid summary and -inf past the end. Guards are `guards [B, 2]`: groups below the first and from the
 second on are always visited.

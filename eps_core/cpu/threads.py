@@ -28,7 +28,7 @@ from numba.misc.appdirs import AppDirs
 
 _LINE = 8  # int64 of a cache line: counters of different phases and kinds share none
 _TAKEN, _DONE = 0, _LINE
-FAILED, FINISHED = _LINE - 1, 2 * _LINE - 1  # of phase 0: whether a thread raised; `cpu_openmp`'s
+FAILED, FINISHED = _LINE - 1, 2 * _LINE - 1  # of phase 0: whether a thread raised; `openmp`
 
 _Job = tuple[list[Any], Any]  # the call, taken by whoever pops it, and a lock until its arguments are let go
 _helpers: "list[queue.SimpleQueue[_Job]]" = []

@@ -1,6 +1,6 @@
 """Seals 1-bit rq summaries on a CPU, compiled: what a decode step pays every S tokens in every layer.
 
-No fastmath here: the order of float32 additions is part of rq's definition (oracle: `summaries.build_rq`), so that
+No fastmath here: the order of float32 additions is part of rq's definition (oracle: `summaries.rq.build_rq`), so that
 codes are equal bit for bit in every library.
 """
 
@@ -84,8 +84,8 @@ def _seal(k, centre, signs, blocks, scales, inverse, second_step, codes, scale, 
 
 
 def build_rq(k: np.ndarray, centre: np.ndarray, signs: np.ndarray, with_second: bool) -> Mapping[str, np.ndarray]:
-    """Summaries [F, Hkv, ..] of keys k [F, Hkv, S, D] float32, as `summaries.build_rq` with one bit makes them: centre
-    [Hkv, D], signs [D] float32. Scales are float32, to be rounded by the caller."""
+    """Summaries [F, Hkv, ..] of keys k [F, Hkv, S, D] float32, as `rq.build_rq` with one bit makes them: centre [Hkv, D],
+    signs [D] float32. Scales are float32, to be rounded by the caller."""
     groups, kv_heads, size, head_dim = k.shape
     blocks = np.array(hadamard_blocks(head_dim), np.int64)
     scales = np.array([1 / math.sqrt(block) for block in blocks], np.float32)

@@ -1,7 +1,7 @@
 """The head policy: what calibration found about one model, as a strict JSON file, and what it makes each head do.
 
 Classes are of kv heads, because a kv head's K and V are read once for all of its query heads. `retrieval` and
-`streaming` are DuoAttention's (Xiao et al. 2024, arXiv 2410.10819), found here without training (`eps_core.calibrate`).
+`streaming` are DuoAttention's (Xiao et al. 2024, arXiv 2410.10819), found here without training (`calibrate`).
 """
 
 import hashlib

@@ -6,7 +6,7 @@ the cache holds them, apart from the oracle's own code. Float64 errs by at most 
 be the checker's own. A bound that says nothing (infinite) is no check; it is counted as vacuous.
 
 What a certificate speaks of is exact attention over the visited groups: the float32 rounding of `out` is apart from it.
-Letters as in `interface`; P units of the pool, T tokens of a table.
+Letters as in `gate.protocol`; P units of the pool, T tokens of a table.
 """
 
 import math

@@ -1,10 +1,10 @@
 """Captures: the queries, keys and values of a real decode in one safetensors file, so that methods can be compared on a
-large model without running it again (`eps_core.replay`).
+large model without running it again (`evaluation.replay`).
 
 A text is prefilled densely, then decoded token by token along itself. Every chosen layer i leaves `layers.i.q`
 [steps, Hq, D] float32 (unscaled, after norm and RoPE, exactly as attention used it), and `layers.i.k`, `layers.i.v`
 [context + steps, Hkv, D] in the cache's dtype; `lengths` [steps] int64 are the tokens that each step attended. What ran
-is JSON under `METADATA_KEY` of the file's metadata. Letters as in `interface`.
+is JSON under `METADATA_KEY` of the file's metadata. Letters as in `gate.protocol`.
 """
 
 import hashlib

@@ -3,7 +3,7 @@ step by step against float64 truth.
 
 One cache of one layer is filled as the live cache was: everything before the first step at once, then token by token.
 `jl` draws its projection by layer number, so a replay of a later layer has another draw of the same distribution; all
-other methods see what the live decode saw. Letters as in `interface`; F layers of the capture that are replayed, N
+other methods see what the live decode saw. Letters as in `gate.protocol`; F layers of the capture that are replayed, N
 steps.
 """
 

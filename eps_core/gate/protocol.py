@@ -83,7 +83,7 @@ class Decoder(Protocol):
     device around the pre-pass and attention and to report their milliseconds. `tap`, where set, is called by `step` in
     every layer with (layer, q [B, Hq, D] unscaled, as attention uses it)."""
 
-    spec: Any  # eps_core.model.ModelSpec
+    spec: Any  # eps_core.decode.model.ModelSpec
     timing: bool
     tap: Callable[[int, Array], None] | None
 

@@ -35,7 +35,7 @@ class NumpyDecoder:
     def prefill(
         self, cache: Any, tokens: np.ndarray, slots: np.ndarray, table: np.ndarray, length: int
     ) -> tuple[Any, np.ndarray]:
-        """Dense attention of one sequence's next chunk; see `interface.Decoder`."""
+        """Dense attention of one sequence's next chunk; see `gate.protocol.Decoder`."""
         positions = np.arange(length - len(tokens), length)
         x = self._embed(tokens)
         for layer in range(self.spec.num_layers):
@@ -56,7 +56,7 @@ class NumpyDecoder:
         gate: bool = True,
         audit: bool = False,
     ) -> tuple[Any, StepOutput]:
-        """One token of each of B sequences; see `interface.Decoder`."""
+        """One token of each of B sequences; see `gate.protocol.Decoder`."""
         config, spec = cache.config, self.spec
         dense_logits = self._dense_logits(cache, tokens, table, lengths) if audit else None
         x = self._embed(tokens)

@@ -2,7 +2,7 @@
 
 The tasks and their settings are RULER's; the sentences are ours, the haystack is the given text in place of essays, and
 no solved example precedes the question. Scores are therefore comparable between methods here and not with RULER's
-tables: for those, pass RULER's own JSONL (`eps_core.benchmarks.load_ruler`).
+tables: for those, pass RULER's own JSONL (`benchmarks.load_ruler`).
 
 `niah_single` and `niah_multikey` use the one sentence that the demo model was trained on (`tasks.needle_line`). It
 answers nothing else: on every other task its dense score is about 0, and a task that dense attention fails says

@@ -104,7 +104,7 @@ def _times(summary: dict[str, Any] | None, name: str) -> str:
 def run_table(
     dense: dict[str, Any] | None, eps: dict[str, Any] | None, checks: Sequence[tuple[str, str | None, str | None]]
 ) -> str:
-    """The sides that ran beside each other, from their summaries (`telemetry.summarise`); `checks` are rows (what,
+    """The sides that ran beside each other, from their summaries (`steps.summarise`); `checks` are rows (what,
     dense, EPS)."""
 
     def row(name: str, key: str, form: str = ",.0f") -> tuple[str, str, str]:

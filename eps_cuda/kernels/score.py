@@ -13,7 +13,7 @@ are codes less their middle: sum level * a = sum code * a - middle * sum a. Whic
 one product takes one code of every byte. AMD's matrix cores flush subnormals on some devices: there integers are
 converted.
 
-The array operations of the same formulas are in `eps_cuda/summaries.py`. Tile sizes change speed only; they follow
+The array operations of the same formulas are in `eps_cuda/summaries/`. Tile sizes change speed only; they follow
 from compiled instruction counts and have not been timed on a GPU.
 """
 

@@ -29,7 +29,7 @@ def _keys(
     estimate_row, g, groups, length, first_tokens, last_tokens, min_context, S: tl.constexpr, GUARDS: tl.constexpr,
 ):  # fmt: skip
     """int32 keys in the estimates' order: INFINITE of forced groups, LOWEST of those never taken. With GUARDS forced
-    groups are those of `eps_core.guards.forced_groups` and +inf inside the sequence; without them none is, and +inf is
+    groups are those of `paging.where.forced_groups` and +inf inside the sequence; without them none is, and +inf is
     never taken."""
     INFINITE: tl.constexpr = 0x7F800000
     LOWEST: tl.constexpr = -0x80000000
@@ -187,7 +187,7 @@ def select_topk(
     """(groups [B, Hkv, width] int32 ascending then -1, counts [B, Hkv] int32, visit [B, Hkv, G] uint8) of policy topk:
     of estimate [B, Hkv, G] float32, natural logs of masses, the `counts_wanted` [B] int32 best (at most width), forced
     groups first, the lower index first among equals, none past the end of lengths [B] int32 tokens. Forced: the guards
-    of `eps_core.guards.forced_groups` and +inf."""
+    of `eps_core.paging.where.forced_groups` and +inf."""
     visit = torch.empty(estimate.shape, dtype=torch.uint8, device=estimate.device)
     guards = group_tokens, first_tokens, last_tokens, min_context
     listed, counts = _launch(estimate, lengths, counts_wanted, visit, width, row_groups, guards)

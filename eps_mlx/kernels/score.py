@@ -11,7 +11,7 @@ reads of 16 bytes a lane of threadgroup memory, 4 to 8 clocks each and more wher
 that a threadgroup has.
 
 Bodies follow one rule so that a short header of macros can make CUDA of them: `threadgroup` is the only address space
-named, and pointers are indexed, never declared. Letters as in eps_core.interface.
+named, and pointers are indexed, never declared. Letters as in `gate.protocol`.
 """
 
 import math

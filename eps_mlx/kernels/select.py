@@ -29,7 +29,7 @@ _ROW = """
     int shift = 0;
 """
 
-# the groups of [head_end, tail_start) compete, the others below `limit` are forced; as eps_core.guards.forced_groups
+# the groups of [head_end, tail_start) compete, the others below `limit` are forced; as where.forced_groups
 _GUARDS = """
     const int b = row / HKV;
     const int length = lengths[b];

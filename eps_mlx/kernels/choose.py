@@ -7,7 +7,7 @@ from types import ModuleType
 
 from eps_mlx.kernels import launch
 
-_MODULES = {"numba": "eps_mlx.cpu", "metal": "eps_mlx.gpu"}
+_MODULES = {"numba": "eps_mlx.kernels.cpu", "metal": "eps_mlx.kernels.dispatch"}
 
 
 def usable_kernels(device: str) -> list[str]:

@@ -26,7 +26,7 @@ from eps_cuda.kernels import score as score_kernels
 from eps_cuda.kernels import select as select_kernels
 from eps_cuda.kernels import tail as tail_kernels
 from eps_cuda.kernels.write import RqPools, TailPools, write_tokens
-from eps_cuda.summaries import rotate
+from eps_cuda.summaries.rq import rotate
 
 State = tuple[Tensor, Tensor]
 

@@ -1,6 +1,6 @@
 """What a benchmark needs of MLX: dense attention as good as it gets, a clock, copies, cold caches.
 
-See eps_core.dense_arms for what each function promises. MLX computes when asked: every clock stops after `mx.eval`.
+See eps_core.bench.platform for what each function promises. MLX computes when asked: every clock stops after `mx.eval`.
 """
 
 import math
@@ -22,7 +22,8 @@ from eps_core.cpu.host import (
     kernel_threads,
     wall_clock,
 )
-from eps_mlx.cache import Cache, device_of, evaluate
+from eps_mlx.cache import Cache, evaluate
+from eps_mlx.device import device_of
 
 
 def prepare(device: str) -> None:

@@ -6,7 +6,7 @@ import os
 from functools import cache
 from types import ModuleType
 
-_MODULES = {"numba": "eps_cuda.cpu", "triton": "eps_cuda.gpu"}
+_MODULES = {"numba": "eps_cuda.kernels.cpu", "triton": "eps_cuda.kernels.dispatch"}
 
 
 def interpreted() -> bool:

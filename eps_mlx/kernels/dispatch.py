@@ -24,7 +24,7 @@ from eps_mlx.kernels import select as select_kernels
 from eps_mlx.kernels import tail as tail_kernels
 from eps_mlx.kernels.score_meanstd import score_meanstd
 from eps_mlx.selection import visit_mask
-from eps_mlx.summaries import rotate
+from eps_mlx.summaries.rq import rotate
 
 State = tuple[mx.array, mx.array]
 

@@ -1,6 +1,6 @@
 """What a benchmark needs of Torch: dense attention as good as it gets, a clock, copies, cold caches, CUDA graphs.
 
-See eps_core.dense_arms for what each function promises. GPUs are timed by events on their own clock.
+See eps_core.bench.platform for what each function promises. GPUs are timed by events on their own clock.
 """
 
 import importlib
@@ -16,8 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from eps_core.config.eps import EpsConfig
 from eps_core.cpu.host import Arm, host_bandwidth_arms, host_cache_bytes, host_free_bytes, host_name, wall_clock
-from eps_cuda.cache import Cache, empty_pool
-from eps_cuda.paths import usable_kernels
+from eps_cuda.cache import Cache
+from eps_cuda.device import empty_pool
+from eps_cuda.kernels.choose import usable_kernels
 
 PAGE_TOKENS = 16  # flashinfer splits a sequence between pages only
 WORKSPACE_BYTES = 256 * 2**20
@@ -168,7 +169,7 @@ def device_facts(device: str) -> dict[str, Any]:
     if device == "cpu":
         threads = None
         if "numba" in usable_kernels("cpu"):
-            from eps_cuda.cpu import kernel_threads  # imports numba
+            from eps_cuda.kernels.cpu import kernel_threads  # imports numba
 
             threads = kernel_threads()
         return {"device_name": host_name(), "threads": torch.get_num_threads(), "kernel_threads": threads}
@@ -211,26 +212,26 @@ def device_parts(cache: Cache, config: EpsConfig, q: Tensor, table: np.ndarray, 
     before it gave when this was called. Out and lse of attend_with_tail and step: lse is of what was read alone."""
     if cache.kernels != "triton":
         return {}
-    from eps_cuda import gpu
+    from eps_cuda.kernels import dispatch
     from eps_cuda.kernels.attend import attend_groups
     from eps_cuda.kernels.tail import attend_with_tail
+    from eps_cuda.score import score
     from eps_cuda.selection import select
-    from eps_cuda.summaries import score
 
     first = score(cache, 0, q, table, lengths)
     chosen = select(config, first, lengths)
     if chosen.uniform is None:
         return {}
-    place, inner = gpu.where(cache, table, lengths), cache.tail
+    place, inner = dispatch.where(cache, table, lengths), cache.tail
     counts = np.array([config.refined_groups(int(length)) for length in lengths], np.int32)
-    refined, most_refined = gpu.to_device(cache, counts), int(counts.max())
-    wanted, width = gpu.to_device(cache, chosen.uniform.astype(np.int32)), max(int(chosen.uniform.max()), 1)
+    refined, most_refined = dispatch.to_device(cache, counts), int(counts.max())
+    wanted, width = dispatch.to_device(cache, chosen.uniform.astype(np.int32)), max(int(chosen.uniform.max()), 1)
 
     def estimates() -> Tensor:
-        return gpu.estimates(cache, 0, q, place.table, place.lengths, refined, most_refined)
+        return dispatch.estimates(cache, 0, q, place.table, place.lengths, refined, most_refined)
 
     def choose(estimate: Tensor = first.estimate) -> tuple[Tensor, Tensor, Tensor]:
-        return gpu.choose(config, estimate, wanted, place.lengths, width)
+        return dispatch.choose(config, estimate, wanted, place.lengths, width)
 
     listed = choose()
 
@@ -258,6 +259,6 @@ def device_parts(cache: Cache, config: EpsConfig, q: Tensor, table: np.ndarray, 
     parts: dict[str, Arm] = {"select": choose, "attend": attend}
     if inner is not None:
         parts["attend_with_tail"] = with_tail
-    if gpu.covers_scoring(cache, 0):
+    if dispatch.covers_scoring(cache, 0):
         parts = {"score": estimates, **parts, "step": step}
     return {name: torch.inference_mode()(part) for name, part in parts.items()}

@@ -1,4 +1,4 @@
-"""MLX's CPU arrays for the compiled kernels of `eps_core.cpu_kernels`, and back.
+"""MLX's CPU arrays for the compiled kernels of `eps_core.cpu.kernels`, and back.
 
 The functions have the signatures of their namesakes over arrays; None says that there is no kernel for the case. What
 the kernels read is evaluated first and read in place. No view of the cache outlives a call: one that did would make the
@@ -14,7 +14,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.cpu import kernels, write
 from eps_core.gate.protocol import Scores, Selection
 from eps_mlx.cache import Cache
-from eps_mlx.summaries import near16
+from eps_mlx.summaries.base import near16
 
 State = tuple[mx.array, mx.array]
 
@@ -40,7 +40,7 @@ def _listed(selection: Selection) -> tuple[np.ndarray, np.ndarray]:
 
 
 def score(cache: Cache, layer: int, q: mx.array, table: np.ndarray, lengths: np.ndarray) -> Scores | None:
-    """See `summaries.score`."""
+    """See `score.score`."""
     with mx.stream(cache.stream):
         scored = kernels.score(cache, layer, _host(q.astype(mx.float32)), table, lengths, _host, _run)
         if scored is None:

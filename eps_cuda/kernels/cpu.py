@@ -1,4 +1,4 @@
-"""Torch's CPU arrays for the compiled kernels of `eps_core.cpu_kernels`, and back, without copies.
+"""Torch's CPU arrays for the compiled kernels of `eps_core.cpu.kernels`, and back, without copies.
 
 The functions have the signatures of their namesakes over arrays; None says that there is no kernel for the case.
 """
@@ -16,7 +16,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.cpu import kernels, write
 from eps_core.gate.protocol import Scores, Selection
 from eps_cuda.cache import Cache
-from eps_cuda.summaries import near16
+from eps_cuda.summaries.base import near16
 
 State = tuple[Tensor, Tensor]
 
@@ -57,7 +57,7 @@ def _listed(selection: Selection) -> tuple[np.ndarray, np.ndarray]:
 
 @torch.inference_mode()
 def score(cache: Cache, layer: int, q: Tensor, table: np.ndarray, lengths: np.ndarray) -> Scores | None:
-    """See `summaries.score`."""
+    """See `score.score`."""
     scored = kernels.score(cache, layer, _host(q.float()), table, lengths, _host, _run)
     if scored is None:
         return None

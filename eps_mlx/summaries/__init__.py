@@ -1,0 +1,1 @@
+"""One method, one file: how its summaries are built and scored."""

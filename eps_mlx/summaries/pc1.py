@@ -1,0 +1,44 @@
+"""TODO"""
+
+import math
+
+import mlx.core as mx
+
+from eps_mlx.summaries.base import (
+    Score,
+    Summary,
+    _direction_codes,
+    _dots,
+    _per_group,
+    _right_singular,
+    logit_slack,
+    up16,
+)
+
+
+def build_pc1(k: mx.array) -> Summary:
+    """Top right singular direction of K in int8; lambda = |K u|^2 and the rest, both with the *quantised* u."""
+    codes, scale = _direction_codes(_right_singular(k, 1)[1][..., 0, :])
+    unit = (codes * scale[..., None])[..., None, :]
+    along = (k * unit).sum(axis=-1, keepdims=True)
+    # |K|^2 - |K u|^2 as a sum of squares: the difference would cancel where u explains nearly everything
+    across = k - along * unit
+    return {
+        "direction": codes.astype(mx.int8),
+        "direction_scale": scale,
+        "lam": up16(mx.sqrt((along * along).sum(axis=(-1, -2)))),
+        "rest": up16(mx.sqrt((across * across).sum(axis=(-1, -2)) + 1e-6 * (k * k).sum(axis=(-1, -2)))),
+    }
+
+
+def score_pc1(summary: Summary, a: mx.array, n: int) -> Score:
+    """B = |K u||u.a| + |K - K u uT|_F sqrt(|a|^2 - (u.a)^2) >= |K a|_2 >= every |logit| (product requirements, 1PC)."""
+    along = mx.abs(_dots(summary["direction"], a) * _per_group(summary, "direction_scale"))
+    energy = (a * a).sum(axis=-1)[..., None]
+    across = mx.maximum(energy - along * along, 0)
+    lam, rest = _per_group(summary, "lam"), _per_group(summary, "rest")
+    estimate = lam * along + rest * mx.sqrt(across)
+    # the difference cancels in float32 where a runs along u: the bound pays for it under the root
+    bound = lam * along + rest * mx.sqrt(across + (a.shape[-1] + 32) * 2.0**-22 * energy)
+    slack = logit_slack(a, lam + rest)
+    return estimate, math.log(n) - bound - slack, math.log(n) + bound + slack
