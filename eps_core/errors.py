@@ -5,6 +5,6 @@ class ConfigError(ValueError):
     """A value that the user gave and can mend; the message is one line with the value, the limit and the mend."""
 
 
-def _require(condition: bool, message: str) -> None:
+def require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)

@@ -11,6 +11,7 @@ U tokens per unit, S tokens per group, M units of a table, G groups of a table (
 
 import importlib
 import importlib.util
+from typing import Any
 
 from eps_core.errors import ConfigError
 from eps_core.gate.protocol import Backend
@@ -18,6 +19,7 @@ from eps_core.gate.protocol import Backend
 BACKENDS = ("numpy", "mlx", "cuda")
 # what computes: array operations, or kernels compiled for CPUs (numba) and GPUs (triton, metal). Speed only
 KERNELS = ("arrays", "numba", "triton", "metal")
+_PLATFORMS = {"numpy": "eps_core.bench.platform", "mlx": "eps_mlx.bench", "cuda": "eps_cuda.bench"}
 _MODULES = {"numpy": "eps_core.oracle", "mlx": "eps_mlx", "cuda": "eps_cuda"}
 _INSTALL = {
     "numpy": "pip install eps",
@@ -41,6 +43,11 @@ def load_backend(name: str) -> Backend:
         return importlib.import_module(_MODULES[name])  # type: ignore[return-value]
     except (ImportError, OSError, RuntimeError, AttributeError) as error:  # a broken library fails in many ways
         raise ConfigError(f"backend {name} cannot be loaded ({error}): {_INSTALL[name]}") from error
+
+
+def load_platform(name: str) -> Any:
+    """The module of a backend that times what its platform offers: see `bench.platform` for what each function says."""
+    return importlib.import_module(_PLATFORMS[name])
 
 
 def resolve_kernels(kernels: str, usable: list[str], device: str) -> str:

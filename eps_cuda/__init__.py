@@ -6,11 +6,11 @@ import numpy as np
 import torch
 
 from eps_core.cpu import forks
-from eps_cuda.attention import add_tail, attend, attend_tail, merge
-from eps_cuda.cache import Cache, check_finite, copy_units, new_cache, read_kv, write_kv
+from eps_cuda.attention import add_tail, attend, attend_chunk, attend_own, attend_tail, merge, moved_by, unread_share
+from eps_cuda.cache import Cache, check_finite, copy_units, new_cache, read_kv, span, to_host, wait, write_kv
 from eps_cuda.certify import bounds, certify, escalate
 from eps_cuda.device import device_name, devices, from_numpy, to_numpy
-from eps_cuda.kernels.choose import usable_kernels
+from eps_cuda.kernels.choose import kernels_module, usable_kernels
 from eps_cuda.model import load_model
 from eps_cuda.score import score
 from eps_cuda.selection import select, skipped_mass
@@ -19,6 +19,8 @@ __all__ = [
     "Cache",
     "add_tail",
     "attend",
+    "attend_chunk",
+    "attend_own",
     "attend_tail",
     "bounds",
     "certify",
@@ -28,16 +30,22 @@ __all__ = [
     "devices",
     "escalate",
     "from_numpy",
+    "kernels_module",
     "load_model",
     "merge",
+    "moved_by",
     "new_cache",
     "read_kv",
     "score",
     "select",
     "skipped_mass",
+    "span",
+    "to_host",
     "to_numpy",
+    "unread_share",
     "usable_kernels",
     "versions",
+    "wait",
     "write_kv",
 ]
 

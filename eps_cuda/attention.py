@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from eps_core.gate.protocol import Scores, Selection
-from eps_core.paging.where import missing_groups
+from eps_core.paging.where import Where
 from eps_cuda.cache import Cache, units_of
 from eps_cuda.kernels.choose import kernels_module
 from eps_cuda.selection import visit_mask
@@ -23,9 +23,7 @@ PIECE_TOKENS = 256  # of a dense read on a CPU, to stay in its cache; changes sp
 
 
 @torch.inference_mode()
-def attend(
-    cache: Cache, layer: int, q: Tensor, table: np.ndarray, lengths: np.ndarray, selection: Selection | None
-) -> State:
+def attend(cache: Cache, layer: int, q: Tensor, where: Where, selection: Selection | None) -> State:
     """(out [B, Hq, D] in q's dtype, lse [B, Hq] float32: natural log of the softmax mass read) of q [B, Hq, D],
     unscaled, over the selected groups of each sequence, or over all of its tokens where `selection` is None. A
     selection whose numbers only the device knows costs one synchronisation."""
@@ -36,10 +34,10 @@ def attend(
             f"q has {num_heads} heads of {head_dim}: the cache has {kv_heads} kv heads of {cache.spec.head_dim}, and "
             "query heads must be a multiple of them"
         )
-    table, lengths = np.asarray(table), np.asarray(lengths, np.int64)
     module = kernels_module(cache.kernels)
-    if module is not None and (state := module.attend(cache, layer, q, table, lengths, selection)) is not None:
+    if module is not None and (state := module.attend(cache, layer, q, where, selection)) is not None:
         return state
+    table, lengths = where.table, where.lengths
     a = q.float().reshape(batch, kv_heads, -1, head_dim) * (1 / math.sqrt(head_dim))
     if selection is None:
         states = [_attend_all(cache, layer, a[b], table[b], int(lengths[b])) for b in range(batch)]
@@ -67,7 +65,7 @@ def _softmax_sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _attend_all(cache: Cache, layer: int, a: Tensor, table: np.ndarray, length: int) -> State:
     """Dense attention of one sequence, a [Hkv, R, D] -> (out [Hkv, R, D], lse [Hkv, R]); exactly `length` tokens. A CPU
     reads in pieces through one buffer (a fifth of the time of copying K and V whole); a GPU reads all at once."""
-    unit_tokens = cache.config.unit_tokens
+    unit_tokens = cache.store.unit_tokens
     cache.count_read(length * cache.spec.num_kv_heads * cache.spec.kv_token_bytes)
     units = table[: -(-length // unit_tokens)]
     step = max(PIECE_TOKENS // unit_tokens, 1) if a.device.type == "cpu" else len(units)
@@ -96,7 +94,7 @@ def _attend_groups(
     cache: Cache, layer: int, a: Tensor, groups: Tensor, counts: np.ndarray, table: np.ndarray, length: int
 ) -> State:
     """Attention of one sequence over the first counts [Hkv] of groups [Hkv, W], ascending: a [Hkv, R, D]."""
-    per_unit, spec = cache.config.groups_per_unit, cache.spec
+    per_unit, spec = cache.store.groups_per_unit, cache.spec
     width = int(counts.max())
     groups = groups[:, :width].long()
     units = torch.from_numpy(np.maximum(table, 0).astype(np.int64)).to(a.device)[groups.clamp(min=0) // per_unit]
@@ -117,7 +115,7 @@ def _attend_groups(
 
 def _attend_rows(cache: Cache, layer: int, a: Tensor, rows: Tensor, last: Tensor, length: int) -> State:
     """Attention of a [H, R, D] over the pool's tiles rows [H, W]; last [H] is the group in the last tile."""
-    size, head_dim = cache.config.S, cache.spec.head_dim
+    size, head_dim = cache.store.S, cache.spec.head_dim
     tiles = [pool[layer].view(-1, size * head_dim).index_select(0, rows.reshape(-1)) for pool in (cache.k, cache.v)]
     cache.count_read(sum(tile.nbytes for tile in tiles))
     k, v = (tile.view(len(rows), -1, head_dim).float() for tile in tiles)
@@ -146,9 +144,7 @@ def merge(first: State, second: State) -> State:
 
 
 @torch.inference_mode()
-def attend_tail(
-    cache: Cache, layer: int, table: np.ndarray, lengths: np.ndarray, scores: Scores, selection: Selection, lse: Tensor
-) -> State:
+def attend_tail(cache: Cache, layer: int, where: Where, scores: Scores, selection: Selection, lse: Tensor) -> State:
     """(out [B, Hq, D] float32, lse [B, Hq]): an estimate of attention over the groups that `selection` left out, to be
     merged with what was read, whose log mass is lse [B, Hq]. Each skipped group counts with its estimated mass and the
     mean value of the tail group around it. Estimates that were too high for what was read are lowered as much for what
@@ -157,13 +153,13 @@ def attend_tail(
     assert inner is not None
     module = kernels_module(cache.kernels)
     if module is not None:
-        state = module.attend_tail(cache, layer, table, lengths, scores, selection, lse)
+        state = module.attend_tail(cache, layer, where, scores, selection, lse)
         if state is not None:
             return state
     batch, kv_heads, groups = scores.estimate.shape
     lse = lse.reshape(batch, kv_heads, -1)
-    missing = missing_groups(inner.config, inner.state[layer], table, lengths, can_encode=True)
-    usable = ~missing & (np.arange(missing.shape[1]) < -(-lengths // inner.config.S)[:, None])
+    missing = where.missing(inner.state[layer])
+    usable = ~missing & (np.arange(missing.shape[1]) < -(-where.lengths // inner.store.S)[:, None])
     known, visit = torch.isfinite(scores.estimate), visit_mask(selection, groups)
     seen = torch.logsumexp(torch.where(known & visit, scores.estimate, -math.inf), dim=-1)[..., None]
     skipped = torch.where(known & ~visit, scores.estimate, -math.inf)
@@ -172,7 +168,9 @@ def attend_tail(
     mass = torch.where(torch.from_numpy(usable).to(lse.device)[:, None], mass, -math.inf)
     total = torch.logsumexp(mass, dim=-1, keepdim=True)
     weights = torch.exp(mass - torch.where(total > -math.inf, total, 0))
-    rows = (np.maximum(table, 0)[:, None, :].astype(np.int64) * kv_heads + np.arange(kv_heads)[:, None]).reshape(-1)
+    rows = (np.maximum(where.table, 0)[:, None, :].astype(np.int64) * kv_heads + np.arange(kv_heads)[:, None]).reshape(
+        -1
+    )
     rows = torch.from_numpy(rows).to(lse.device)
     codes, scale = (
         inner.summaries[layer][name].reshape(spec.num_units * kv_heads, -1).index_select(0, rows)
@@ -185,15 +183,13 @@ def attend_tail(
 
 
 @torch.inference_mode()
-def add_tail(
-    cache: Cache, layer: int, table: np.ndarray, lengths: np.ndarray, scores: Scores, selection: Selection, state: State
-) -> State:
+def add_tail(cache: Cache, layer: int, where: Where, scores: Scores, selection: Selection, state: State) -> State:
     """What was read, `state`, merged with `attend_tail`: out [B, Hq, D] in its dtype, lse [B, Hq]."""
     module = kernels_module(cache.kernels) if cache.kernels == "numba" else None
     if module is not None:
-        whole: State = module.add_tail(cache, layer, table, lengths, scores, selection, state)
+        whole: State = module.add_tail(cache, layer, where, scores, selection, state)
         return whole
-    return merge(state, attend_tail(cache, layer, table, lengths, scores, selection, state[1]))
+    return merge(state, attend_tail(cache, layer, where, scores, selection, state[1]))
 
 
 @torch.inference_mode()
@@ -205,7 +201,7 @@ def attend_own(cache: Cache, q: Tensor, k: Tensor, v: Tensor) -> State:
     return value.to(q.dtype), (q.float() * key).sum(dim=-1) / math.sqrt(q.shape[-1])
 
 
-def attend_chunk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_chunk(cache: Cache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal dense attention of a prefill chunk: q [N, Hq, D] are the last N of the T tokens of k, v [T, Hkv, D]."""
     wide = q.dtype if k.dtype == q.dtype else torch.float32
     query, key, value = (x.to(wide).transpose(0, 1)[None] for x in (q, k, v))
@@ -220,3 +216,20 @@ def attend_chunk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = causal_lower_right(len(q), len(k))
     out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=repeat > 1)
     return out[0].transpose(0, 1).to(q.dtype)
+
+
+@torch.inference_mode()
+def unread_share(lse: Tensor, lse_all: Tensor, kv_heads: int) -> Tensor:
+    """[B, Hkv]: the largest share of a query head's softmax that was left out, lse [B, Hq] of what was read, lse_all of
+    everything."""
+    # two float32 sums differ by rounding even where everything was read
+    rounding = 2.0**-20 * (lse.abs() + lse_all.abs())
+    unread = torch.where(lse_all - lse > rounding, -torch.expm1(lse - lse_all), 0.0)
+    return unread.reshape(len(lse), kv_heads, -1).amax(dim=-1)
+
+
+@torch.inference_mode()
+def moved_by(out: Tensor, whole: Tensor, kv_heads: int) -> Tensor:
+    """[B, Hkv]: at least the largest L2 distance, over the query heads, between two outputs [B, Hq, D]."""
+    moved = torch.linalg.vector_norm(whole.float() - out.float(), dim=-1).reshape(len(out), kv_heads, -1)
+    return moved.amax(dim=-1) * (1 + 2.0**-16)

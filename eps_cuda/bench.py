@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from eps_core.config.eps import EpsConfig
 from eps_core.cpu.host import Arm, host_bandwidth_arms, host_cache_bytes, host_free_bytes, host_name, wall_clock
+from eps_core.paging.where import Where
 from eps_cuda.cache import Cache
 from eps_cuda.device import empty_pool
 from eps_cuda.kernels.choose import usable_kernels
@@ -206,7 +206,7 @@ def capture(function: Arm) -> Arm | None:
 
 
 @torch.inference_mode()
-def device_parts(cache: Cache, config: EpsConfig, q: Tensor, table: np.ndarray, lengths: np.ndarray) -> dict[str, Arm]:
+def device_parts(cache: Cache, q: Tensor, where: Where) -> dict[str, Arm]:
     """The parts of a step that Triton kernels cover, from arrays on the device alone as a captured decode step calls
     them: score, select, attend, attend_with_tail and step, each () -> what it gives; a part's input is what the part
     before it gave when this was called. Out and lse of attend_with_tail and step: lse is of what was read alone."""
@@ -218,27 +218,25 @@ def device_parts(cache: Cache, config: EpsConfig, q: Tensor, table: np.ndarray, 
     from eps_cuda.score import score
     from eps_cuda.selection import select
 
-    first = score(cache, 0, q, table, lengths)
-    chosen = select(config, first, lengths)
+    config = where.config
+    first = score(cache, 0, q, where)
+    chosen = select(first, where)
     if chosen.uniform is None:
         return {}
-    place, inner = dispatch.where(cache, table, lengths), cache.tail
-    counts = np.array([config.refined_groups(int(length)) for length in lengths], np.int32)
-    refined, most_refined = dispatch.to_device(cache, counts), int(counts.max())
+    (table, lengths), inner = dispatch.on_device(cache, where), cache.tail
+    refined, most_refined = dispatch.to_device(cache, where.refined.astype(np.int32)), int(where.refined.max())
     wanted, width = dispatch.to_device(cache, chosen.uniform.astype(np.int32)), max(int(chosen.uniform.max()), 1)
 
     def estimates() -> Tensor:
-        return dispatch.estimates(cache, 0, q, place.table, place.lengths, refined, most_refined)
+        return dispatch.estimates(cache, 0, q, table, lengths, refined, most_refined)
 
     def choose(estimate: Tensor = first.estimate) -> tuple[Tensor, Tensor, Tensor]:
-        return dispatch.choose(config, estimate, wanted, place.lengths, width)
+        return dispatch.choose(config, estimate, wanted, lengths, width)
 
     listed = choose()
 
     def attend(groups: Tensor = listed[0], counts: Tensor = listed[1]) -> tuple[Tensor, Tensor]:
-        return attend_groups(
-            q, cache.k[0], cache.v[0], place.table, place.lengths, groups, counts, group_tokens=config.S
-        )
+        return attend_groups(q, cache.k[0], cache.v[0], table, lengths, groups, counts, group_tokens=config.store.S)
 
     def with_tail(
         estimate: Tensor = first.estimate, chosen: tuple[Tensor, Tensor, Tensor] = listed
@@ -246,9 +244,9 @@ def device_parts(cache: Cache, config: EpsConfig, q: Tensor, table: np.ndarray, 
         assert inner is not None
         groups, counts, visit = chosen
         return attend_with_tail(
-            q, cache.k[0], cache.v[0], place.table, place.lengths, groups, counts, estimate, visit,
+            q, cache.k[0], cache.v[0], table, lengths, groups, counts, estimate, visit,
             inner.summaries[0]["mean"], inner.summaries[0]["mean_scale"], inner.valid[0],
-            group_tokens=config.S, tail_tokens=config.tail_tokens,
+            group_tokens=config.store.S, tail_tokens=config.store.tail_tokens,
         )  # fmt: skip
 
     def step() -> tuple[Tensor, Tensor]:

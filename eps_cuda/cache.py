@@ -6,6 +6,7 @@ place: the cache that a function returns is the one it was given.
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
+from eps_core.config.store import CacheSpec, Store
 from eps_core.errors import ConfigError
 from eps_core.load import resolve_kernels
 from eps_core.paging.groups import GroupState, WritePlan
@@ -35,7 +35,7 @@ class Cache:
     """Everything per layer. With method off only `k`, `v` and `finite` are filled."""
 
     spec: CacheSpec
-    config: EpsConfig
+    store: Store
     device: str
     k: list[Tensor]
     v: list[Tensor]
@@ -57,7 +57,6 @@ class Cache:
     # triton: whether each group's summary may be read [P * U / S] uint8, what `state` says on the host
     valid: list[Tensor] = field(default_factory=list)
     rotation: Tensor | None = None  # triton, rq: [D, D] float32
-    where: Any = None  # triton: the device's copy of the last table and lengths (gpu.Where)
     steps: dict[Any, Any] = field(default_factory=dict)  # triton: graph.StaticStep by batch and width, oldest first
     known_bytes_read: int = 0
     pending_reads: dict[int, Tensor] = field(default_factory=dict)  # bytes of a group -> groups read, on the device
@@ -85,7 +84,7 @@ class Cache:
 
     def constants(self, layer: int) -> Summary:
         """What builders and scorers of this layer need besides keys (see summaries.py)."""
-        if self.config.method != "rq":
+        if self.store.method != "rq":
             return self.fixed[layer]
         centre = self.centre[layer]
         if centre is None:
@@ -94,29 +93,29 @@ class Cache:
 
 
 @torch.inference_mode()
-def new_cache(spec: CacheSpec, config: EpsConfig, device: str = "auto", kernels: str = "auto") -> Cache:
+def new_cache(spec: CacheSpec, store: Store, device: str = "auto", kernels: str = "auto") -> Cache:
     """An empty cache. With method off no summary, state or constant is allocated. `kernels` changes speed only: auto,
     or one of `usable_kernels`."""
     place = device_of(device)
     kernels = resolve_kernels(kernels, usable_kernels(place.type), place.type)
-    shape = (spec.num_units, spec.num_kv_heads, config.unit_tokens, spec.head_dim)
+    shape = (spec.num_units, spec.num_kv_heads, store.unit_tokens, spec.head_dim)
     dtype, layers = DTYPES[spec.dtype], range(spec.num_layers)
     cache = Cache(
         spec,
-        config,
+        store,
         place.type,
         k=[empty_pool(shape, dtype, place).zero_() for _ in layers],
         v=[empty_pool(shape, dtype, place).zero_() for _ in layers],
         finite=[torch.tensor(True, device=place) for _ in layers],
         kernels=kernels,
     )
-    if config.bound_bits:
-        cache.bound = Cache(spec, config.bound_config, place.type, cache.k, cache.v, cache.finite)
-    if config.tail_tokens:
-        cache.tail = Cache(spec, config.tail_config, place.type, cache.v, cache.v, cache.finite)
+    if store.bound_bits:
+        cache.bound = Cache(spec, store.bound_store, place.type, cache.k, cache.v, cache.finite)
+    if store.tail_tokens:
+        cache.tail = Cache(spec, store.tail_store, place.type, cache.v, cache.v, cache.finite)
     for one in (cache, cache.bound, cache.tail):
-        if one is not None and one.config.enabled:
-            check_units(config, one.config)
+        if one is not None and one.store.enabled:
+            check_units(store, one.store)
             one.kernels = kernels
             _add_summaries(one, place)
     return cache
@@ -124,45 +123,68 @@ def new_cache(spec: CacheSpec, config: EpsConfig, device: str = "auto", kernels:
 
 def _add_summaries(cache: Cache, place: torch.device) -> None:
     """Everything that a method keeps besides K and V, still empty."""
-    spec, config, layers = cache.spec, cache.config, range(cache.spec.num_layers)
-    cache.state = [GroupState(spec.num_units, config, spec.max_open_groups) for _ in layers]
+    spec, store, layers = cache.spec, cache.store, range(cache.spec.num_layers)
+    cache.state = [GroupState(spec.num_units, store, spec.max_open_groups) for _ in layers]
     if cache.kernels == "triton":
-        groups = spec.num_units * config.groups_per_unit
+        groups = spec.num_units * store.groups_per_unit
         cache.valid = [torch.zeros(groups, dtype=torch.uint8, device=place) for _ in layers]
     cache.centre = [None for _ in layers]
     cache.early = [[] for _ in layers]
-    cache.fixed = [_fixed(spec, config, layer, place) for layer in layers]
+    cache.fixed = [_fixed(spec, store, layer, place) for layer in layers]
     # one group of zeros tells every summary's names, shapes and dtypes
-    group = torch.zeros((1, spec.num_kv_heads, config.S, spec.head_dim), device=place)
-    fields = build_summary(config, cache.constants(0), group)
-    pool = (spec.num_units, spec.num_kv_heads, config.groups_per_unit)
+    group = torch.zeros((1, spec.num_kv_heads, store.S, spec.head_dim), device=place)
+    fields = build_summary(store, cache.constants(0), group)
+    pool = (spec.num_units, spec.num_kv_heads, store.groups_per_unit)
     cache.summaries = [
         {name: empty_pool((*pool, *one.shape[2:]), one.dtype, place).zero_() for name, one in fields.items()}
         for _ in layers
     ]
-    cache.open = [_empty_statistics(spec, config, place) for _ in layers]
-    if config.has_bounds:
+    cache.open = [_empty_statistics(spec, store, place) for _ in layers]
+    if store.has_bounds:
         cache.largest_key = [torch.zeros(spec.num_kv_heads, device=place) for _ in layers]
         cache.largest_value = [torch.zeros(spec.num_kv_heads, device=place) for _ in layers]
 
 
-def _fixed(spec: CacheSpec, config: EpsConfig, layer: int, device: torch.device) -> Summary:
-    if config.method == "jl":
-        assert config.dim is not None
-        phi = jl_projection(config.seed, layer, spec.num_kv_heads, spec.head_dim, config.dim)
+def _fixed(spec: CacheSpec, store: Store, layer: int, device: torch.device) -> Summary:
+    if store.method == "jl":
+        assert store.dim is not None
+        phi = jl_projection(store.seed, layer, spec.num_kv_heads, spec.head_dim, store.dim)
         return {"phi": torch.from_numpy(phi).to(device)}
-    if config.method == "rq":
-        return {"signs": torch.from_numpy(rq_signs(config.seed, spec.head_dim)).to(device)}
+    if store.method == "rq":
+        return {"signs": torch.from_numpy(rq_signs(store.seed, spec.head_dim)).to(device)}
     return {}
 
 
-def _empty_statistics(spec: CacheSpec, config: EpsConfig, device: torch.device) -> Summary:
-    names = {"box": ("min", "max"), "meanstd": ("mean", "m2")}.get(config.method, ())
+def _empty_statistics(spec: CacheSpec, store: Store, device: torch.device) -> Summary:
+    names = {"box": ("min", "max"), "meanstd": ("mean", "m2")}.get(store.method, ())
     shape = (spec.max_open_groups, spec.num_kv_heads, spec.head_dim)
     running = {name: torch.zeros(shape, device=device) for name in names}
-    if config.method == "box":
+    if store.method == "box":
         running["norm"] = torch.zeros(shape[:2], device=device)
     return running
+
+
+def span(name: str, cache: Cache) -> AbstractContextManager[Any]:
+    """A range for profilers: NVTX (roctx on ROCm) on a GPU, nothing elsewhere."""
+    return torch.cuda.nvtx.range(name) if cache.device == "cuda" else nullcontext()
+
+
+def wait(cache: Cache, *arrays: Tensor) -> None:
+    """Until everything so far is computed."""
+    if cache.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def to_host(cache: Cache, arrays: Sequence[Tensor]) -> list[np.ndarray]:
+    """Arrays on the host: one copy for all of one shape and dtype."""
+    alike: dict[Any, list[int]] = {}
+    for i, array in enumerate(arrays):
+        alike.setdefault((array.shape, array.dtype), []).append(i)
+    values: list[np.ndarray] = [np.empty(0)] * len(arrays)
+    for places in alike.values():
+        for i, value in zip(places, torch.stack([arrays[i] for i in places]).cpu().numpy(), strict=True):
+            values[i] = value
+    return values
 
 
 @torch.inference_mode()
@@ -188,7 +210,7 @@ def write_kv(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) 
     for name, array in (("k", k), ("v", v)):
         if tuple(array.shape) != expected:
             raise ValueError(f"{name} has shape {tuple(array.shape)}: [slots, kv heads, head dim] is {expected}")
-    capacity = spec.num_units * cache.config.unit_tokens
+    capacity = spec.num_units * cache.store.unit_tokens
     if len(slots) and not 0 <= slots.min() <= slots.max() < capacity:
         raise ValueError(f"slots run from {slots.min()} to {slots.max()}: the pool has slots 0 to {capacity - 1}")
     if not len(slots):
@@ -196,20 +218,20 @@ def write_kv(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) 
     module = kernels_module(cache.kernels)
     if cache.kernels == "triton" and module is not None and module.write_kv(cache, layer, k, v, slots):
         return cache
-    units, offsets = (_on(cache, part) for part in np.divmod(slots, cache.config.unit_tokens))
+    units, offsets = (_on(cache, part) for part in np.divmod(slots, cache.store.unit_tokens))
     keys = k.to(DTYPES[spec.dtype])
     values = v.to(DTYPES[spec.dtype])
     cache.k[layer][units, :, offsets] = keys
     cache.v[layer][units, :, offsets] = values
     cache.finite[layer].logical_and_(torch.isfinite(keys).all())  # in place: a captured graph writes to it, too
-    if cache.config.has_bounds:
+    if cache.store.has_bounds:
         for largest, array in ((cache.largest_key, keys), (cache.largest_value, values)):
             # a float32 norm is short by less than 2^-16 of itself; NaN in V bounds nothing
             norm = torch.linalg.vector_norm(array.float(), dim=-1).nan_to_num(math.inf, math.inf)
             norm = norm.amax(dim=0) * (1 + 2.0**-16)
             largest[layer] = torch.maximum(largest[layer], norm)
     for one, rows in ((cache, keys), (cache.bound, keys), (cache.tail, values)):
-        if one is None or not one.config.enabled:
+        if one is None or not one.store.enabled:
             continue
         # the plan must follow every write, whatever the method makes of it
         plan = one.state[layer].plan(slots)
@@ -222,15 +244,15 @@ def write_kv(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) 
 
 
 def _update_summaries(cache: Cache, layer: int, keys: Tensor, plan: WritePlan) -> None:
-    if cache.config.method == "oracle":
+    if cache.store.method == "oracle":
         return
     has_parts = len(plan.part_groups) > 0
-    if cache.config.method == "rq" and cache.centre[layer] is None:
+    if cache.store.method == "rq" and cache.centre[layer] is None:
         if not _find_centre(cache, layer, keys):
             return
         # the first centre: encode every group that is full by now, also those written long ago
         state = cache.state[layer]
-        written = np.flatnonzero(state.valid(np.arange(cache.spec.num_units * cache.config.groups_per_unit)))
+        written = np.flatnonzero(state.valid(np.arange(cache.spec.num_units * cache.store.groups_per_unit)))
         _seal_stored(cache, layer, np.setdiff1d(written, plan.full_groups))
         _mark_valid(cache, layer, written)
         has_parts = False
@@ -243,7 +265,7 @@ def _update_summaries(cache: Cache, layer: int, keys: Tensor, plan: WritePlan) -
 
 def _mark_valid(cache: Cache, layer: int, groups: np.ndarray) -> None:
     """Tells kernels which of groups [F] may be read."""
-    if not cache.valid or (cache.config.method == "rq" and cache.centre[layer] is None):
+    if not cache.valid or (cache.store.method == "rq" and cache.centre[layer] is None):
         return
     flags = cache.state[layer].valid(groups).astype(np.uint8)
     cache.valid[layer][_on(cache, groups)] = _on(cache, flags)
@@ -267,7 +289,7 @@ def _find_centre(cache: Cache, layer: int, keys: Tensor) -> bool:
 def _extend(cache: Cache, layer: int, keys: Tensor, plan: WritePlan) -> None:
     """Some keys of groups that this call does not write whole. jl adds in place, box and meanstd run their statistics
     beside the pool; the others, and groups that lost their open slot, are read back once they are full."""
-    method = cache.config.method
+    method = cache.store.method
     followed = plan.part_open >= 0 if method in ("jl", "box", "meanstd") else np.zeros(len(plan.part_open), bool)
     _seal_stored(cache, layer, plan.part_groups[plan.sealed & ~followed])
     if not followed.any():
@@ -308,7 +330,7 @@ def _extend(cache: Cache, layer: int, keys: Tensor, plan: WritePlan) -> None:
         if method == "box":
             summary = build_box(values["min"], values["max"], values["norm"])
         else:
-            summary = build_meanstd(values["mean"], torch.sqrt(values["m2"] / cache.config.S))
+            summary = build_meanstd(values["mean"], torch.sqrt(values["m2"] / cache.store.S))
         _store(cache, layer, groups[sealed], summary)
 
 
@@ -316,25 +338,25 @@ def _seal_stored(cache: Cache, layer: int, groups: np.ndarray) -> None:
     """Summarises full groups [F] by reading their keys back from the cache, which is counted."""
     if not len(groups):
         return
-    spec, config = cache.spec, cache.config
-    units, subs = np.divmod(groups, config.groups_per_unit)
-    rows = (units[:, None] * spec.num_kv_heads + np.arange(spec.num_kv_heads)) * config.groups_per_unit + subs[:, None]
-    flat = cache.k[layer].view(-1, config.S * spec.head_dim)
-    keys = flat.index_select(0, _on(cache, rows.reshape(-1))).view(*rows.shape, config.S, spec.head_dim)
+    spec, store = cache.spec, cache.store
+    units, subs = np.divmod(groups, store.groups_per_unit)
+    rows = (units[:, None] * spec.num_kv_heads + np.arange(spec.num_kv_heads)) * store.groups_per_unit + subs[:, None]
+    flat = cache.k[layer].view(-1, store.S * spec.head_dim)
+    keys = flat.index_select(0, _on(cache, rows.reshape(-1))).view(*rows.shape, store.S, spec.head_dim)
     cache.bytes_k_reread += keys.nbytes
     _store(cache, layer, groups, _summarise(cache, layer, keys))
 
 
 def _summarise(cache: Cache, layer: int, k: Tensor) -> Summary:
     """Summaries of full groups: k [F, Hkv, S, D]."""
-    config, constants = cache.config, cache.constants(layer)
+    store, constants = cache.store, cache.constants(layer)
     if cache.kernels == "numba":
         module = kernels_module(cache.kernels)
         assert module is not None
-        summary = module.build_summary(config, constants, k)
+        summary = module.build_summary(store, constants, k)
         if summary is not None:
             return summary
-    return build_summary(config, constants, k)
+    return build_summary(store, constants, k)
 
 
 def _on(cache: Cache, array: np.ndarray) -> Tensor:
@@ -343,7 +365,7 @@ def _on(cache: Cache, array: np.ndarray) -> Tensor:
 
 
 def _places(cache: Cache, groups: np.ndarray) -> tuple[Tensor, Tensor]:
-    units, subs = np.divmod(groups, cache.config.groups_per_unit)
+    units, subs = np.divmod(groups, cache.store.groups_per_unit)
     return _on(cache, units), _on(cache, subs)
 
 
@@ -366,7 +388,7 @@ def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
         for pool in (cache.k[layer], cache.v[layer]):
             pool[target] = pool[source]
         for one in (cache, cache.bound, cache.tail):
-            if one is None or not one.config.enabled:
+            if one is None or not one.store.enabled:
                 continue
             for pool in one.summaries[layer].values():
                 pool[target] = pool[source]
@@ -374,7 +396,7 @@ def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
                 for from_open, to_open in one.state[layer].copy(from_unit, to_unit):
                     for running in one.open[layer].values():
                         running[to_open] = running[from_open]
-                per_unit = one.config.groups_per_unit
+                per_unit = one.store.groups_per_unit
                 _mark_valid(one, layer, to_unit * per_unit + np.arange(per_unit))
     return cache
 
@@ -391,7 +413,7 @@ def units_of(pool: Tensor, units: np.ndarray) -> Tensor:
 def read_kv(cache: Cache, layer: int, table: np.ndarray, length: int) -> tuple[Tensor, Tensor]:
     """K, V [length, Hkv, D] of one sequence in cache dtype, copied out of the pool in token order: table [M]. Each head
     is contiguous in memory."""
-    units = np.asarray(table)[: -(-length // cache.config.unit_tokens)]
+    units = np.asarray(table)[: -(-length // cache.store.unit_tokens)]
     k, v = (
         units_of(pool[layer], units)
         .transpose(0, 1)  # [Hkv, M, U, D]

@@ -7,8 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eps_core.config.eps import EpsConfig
+from eps_core.config.bytes import summary_group_bytes
+from eps_core.config.read import Read
 from eps_core.gate.protocol import Certificate, Scores, Selection
+from eps_core.paging.where import Where
 from eps_cuda.cache import Cache
 from eps_cuda.selection import _ascending, visit_mask
 from eps_cuda.summaries.base import logit_slack
@@ -21,35 +23,34 @@ def _float_margin(unread: Tensor, lse: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def bounds(
-    cache: Cache, layer: int, q: Tensor, table: np.ndarray, lengths: np.ndarray, scores: Scores, selection: Selection
-) -> Scores:
+def bounds(cache: Cache, layer: int, q: Tensor, where: Where, scores: Scores, selection: Selection) -> Scores:
     """`scores` with bounds from the codes of single keys, of the groups that `selection` left out; only their codes are
-    read (and padding to the longest list), and counted in `bound_bytes_read`. The bounds of the visited ones are left
+    read, and counted in `bound_bytes_read`. The bounds of the visited ones are left
     empty: nothing asks for them. Returns `scores` as they are where the method's own bounds serve. Synchronises."""
     inner = cache.bound
     if inner is None:
         return scores
     batch, kv_heads, groups = scores.estimate.shape
-    size, unit_tokens, device = cache.config.S, inner.config.unit_tokens, q.device
+    size, unit_tokens, device = cache.store.S, inner.store.unit_tokens, q.device
     a = q.float().reshape(batch, kv_heads, -1, q.shape[-1]) * (1 / math.sqrt(q.shape[-1]))
     left = ~visit_mask(selection, groups) & (scores.estimate > -math.inf)
-    width = int(left.sum(dim=-1).max())
+    lefts = left.sum(dim=-1).cpu().numpy()
+    num_left, width = int(lefts.sum()), int(lefts.max())
     slack = logit_slack(a, cache.largest_key[layer][:, None, None])[..., 0]
     if inner.centre[layer] is None or not width:
         upper = torch.where(left, math.inf, -math.inf)[:, :, None].expand(*a.shape[:3], groups)
         return replace(scores, lower=torch.full_like(upper, -math.inf), upper=upper, slack=slack)
     listed = _ascending(left, width).long()
     tokens = (listed.clamp(min=0)[..., None] * size + torch.arange(size, device=device)).flatten(-2)
-    units = torch.from_numpy(np.maximum(table, 0).astype(np.int64)).to(device)[:, None].expand(-1, kv_heads, -1)
+    units = torch.from_numpy(np.maximum(where.table, 0).astype(np.int64)).to(device)[:, None].expand(-1, kv_heads, -1)
     heads = torch.arange(kv_heads, device=device)[:, None]
     rows = (units.gather(-1, tokens // unit_tokens) * kv_heads + heads) * unit_tokens + tokens % unit_tokens
     codes = {
         name: pool.view(-1, *pool.shape[3:]).index_select(0, rows.reshape(-1)).view(*rows.shape, *pool.shape[3:])
         for name, pool in inner.summaries[layer].items()
     }
-    cache.bound_bytes_read += sum(part.nbytes for part in codes.values())
-    _, least, most = score_summary(inner.config, inner.constants(layer), codes, a)
+    cache.bound_bytes_read += num_left * size * summary_group_bytes(inner.store, q.shape[-1])
+    _, least, most = score_summary(inner.store, inner.constants(layer), codes, a)
     assert least is not None and most is not None
     place = torch.where(listed < 0, groups, listed)[:, :, None].expand(-1, -1, a.shape[2], -1)
 
@@ -67,7 +68,7 @@ def certify(cache: Cache, layer: int, scores: Scores, visited: Selection, out: T
     """Bounds of what `visited` left out, from valid bounds alone (design section 4): out [B, Hq, D] and lse [B, Hq] are
     what `attend` gave for exactly these groups. Raises ValueError for a method without bounds."""
     if scores.upper is None or scores.slack is None:
-        raise ValueError(f"method {cache.config.method} has no bounds: nothing can be certified")
+        raise ValueError(f"method {cache.store.method} has no bounds: nothing can be certified")
     batch, kv_heads, repeat, groups = scores.upper.shape
     skipped = ~visit_mask(visited, groups)[:, :, None]
     unread = torch.logsumexp(torch.where(skipped, scores.upper, -math.inf), dim=-1)
@@ -84,13 +85,13 @@ def certify(cache: Cache, layer: int, scores: Scores, visited: Selection, out: T
 
 
 @torch.inference_mode()
-def escalate(config: EpsConfig, scores: Scores, selection: Selection, lse: Tensor) -> tuple[Selection, Selection]:
-    """(groups to visit besides, all visited groups) so that the certificate of the whole falls to config.epsilon, where
+def escalate(read: Read, scores: Scores, selection: Selection, lse: Tensor) -> tuple[Selection, Selection]:
+    """(groups to visit besides, all visited groups) so that the certificate of the whole falls to its epsilon, where
     `selection` was attended with lse [B, Hq]. Heads whose certificate holds already get none. The unvisited are ordered
     by their largest upper mass relative to what was read; of them the shortest run is taken after which even the upper
     masses of the rest are small against what was read plus the lower masses of the run. No synchronisation."""
     if scores.upper is None or scores.lower is None or scores.slack is None:
-        raise ValueError(f"method {config.method} has no bounds: nothing can be certified")
+        raise ValueError("the method has no bounds: nothing can be certified")
     batch, kv_heads, repeat, groups = scores.upper.shape
     visit, lse = visit_mask(selection, groups), lse.reshape(batch, kv_heads, repeat, 1)
     # float64: a float32 scan of many groups is off by more than the margin
@@ -103,7 +104,7 @@ def escalate(config: EpsConfig, scores: Scores, selection: Selection, lse: Tenso
     rest = torch.logcumsumexp(upper.gather(-1, by_need).flip(-1), dim=-1).flip(-1)
     rest = torch.cat([rest, nothing], dim=-1)
     gained = torch.cat([nothing, torch.logcumsumexp(lower.gather(-1, by_need), dim=-1)], dim=-1)
-    odds = _log_odds(config.epsilon)
+    odds = _log_odds(read.epsilon)
     # twice the margin: the certificate that is taken afterwards pays it once more
     margin = scores.slack[..., None] + 2 * _float_margin(rest, lse)
     holds = (rest <= odds + torch.logaddexp(lse, gained) - margin).all(dim=2)
@@ -111,7 +112,7 @@ def escalate(config: EpsConfig, scores: Scores, selection: Selection, lse: Tenso
     count = (holds.cumsum(dim=-1) == 0).sum(dim=-1, keepdim=True)
     rank = torch.empty_like(order).scatter_(-1, order, torch.arange(groups, device=order.device).expand(order.shape))
     extra = rank < count
-    if config.scope == "union":
+    if read.scope == "union":
         extra = extra.any(dim=1, keepdim=True) & ~visit
     whole = visit | extra
     return tuple(  # type: ignore[return-value]

@@ -11,46 +11,43 @@ Sources and formulas: see the float64 oracle of the same names; the functions st
 """
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from eps_core.gate.protocol import Scores
-from eps_core.paging.where import forced_groups, missing_groups
+from eps_core.paging.where import Where
+from eps_cuda.cache import Cache
 from eps_cuda.kernels.choose import kernels_module
 from eps_cuda.summaries.base import Score, _dots, logit_slack
 from eps_cuda.summaries.rq import SECOND_LEVEL, refine_rq
 from eps_cuda.summaries.table import score_summary
 
-if TYPE_CHECKING:
-    from eps_cuda.cache import Cache
-
 
 @torch.inference_mode()
-def score(cache: "Cache", layer: int, q: Tensor, table: np.ndarray, lengths: np.ndarray) -> Scores:
+def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores:
     """Estimates [B, Hkv, G] of every group, max over the query heads of each kv head (never a mean), and bounds
-    [B, Hkv, R, G]: q [B, Hq, D] unscaled, table [B, M], lengths [B] tokens. See `Scores` for what the numbers mean."""
-    config, spec = cache.config, cache.spec
-    table, lengths = np.asarray(table), np.asarray(lengths, np.int64)
+    [B, Hkv, R, G]: q [B, Hq, D] unscaled. See `Scores` for what the numbers mean."""
+    store, spec = cache.store, cache.spec
     module = kernels_module(cache.kernels)
-    if module is not None and (scores := module.score(cache, layer, q, table, lengths)) is not None:
+    if module is not None and (scores := module.score(cache, layer, q, where)) is not None:
         return scores
     batch, _, head_dim = q.shape
     kv_heads = spec.num_kv_heads
-    can_encode = config.method != "rq" or cache.centre[layer] is not None
-    missing = missing_groups(config, cache.state[layer], table, lengths, can_encode)
-    groups = missing.shape[1]
-    inside = np.arange(groups) < -(-lengths // config.S)[:, None]
-    num_missing = (missing & ~forced_groups(config, lengths, groups)).sum(axis=1)
+    can_encode = store.method != "rq" or cache.centre[layer] is not None
+    missing = where.missing(cache.state[layer], can_encode)
+    num_missing = where.num_missing(cache.state[layer], can_encode)
+    groups, inside = where.num_groups, where.inside
 
     a = q.float().reshape(batch, kv_heads, -1, head_dim) * (1 / math.sqrt(head_dim))
     # whole units of one head are contiguous in K and in every summary
-    rows = (np.maximum(table, 0)[:, None, :].astype(np.int64) * kv_heads + np.arange(kv_heads)[:, None]).reshape(-1)
+    rows = (np.maximum(where.table, 0)[:, None, :].astype(np.int64) * kv_heads + np.arange(kv_heads)[:, None]).reshape(
+        -1
+    )
     rows = torch.from_numpy(rows).to(q.device)
-    if config.method == "oracle":
-        parts: Score = _true_masses(cache, layer, a, rows, lengths), None, None
+    if store.method == "oracle":
+        parts: Score = _true_masses(cache, layer, a, rows, where.lengths), None, None
     else:
         gathered = {
             name: pool.reshape(spec.num_units * kv_heads, -1)
@@ -59,13 +56,13 @@ def score(cache: "Cache", layer: int, q: Tensor, table: np.ndarray, lengths: np.
             for name, pool in cache.summaries[layer].items()
             if name not in SECOND_LEVEL
         }
-        parts = score_summary(config, cache.constants(layer), gathered, a)
+        parts = score_summary(store, cache.constants(layer), gathered, a)
     # 0: scored, 1: without a summary, 2: past the end
     state = torch.from_numpy(np.where(inside, missing.astype(np.uint8), np.uint8(2))).to(q.device)[:, None, :]
     known, past = state == 0, state == 2
     estimate = torch.where(known, parts[0].amax(dim=2), -math.inf)
-    if config.refine:
-        estimate = _refined(cache, layer, a, estimate, gathered["codes"], table, lengths)
+    if where.config.read.refine:
+        estimate = _refined(cache, layer, a, estimate, gathered["codes"], where)
     estimate = torch.where(known | past, estimate, math.inf)
     if parts[1] is None or parts[2] is None:
         return Scores(estimate, None, None, num_missing, kernels=cache.kernels)
@@ -76,18 +73,15 @@ def score(cache: "Cache", layer: int, q: Tensor, table: np.ndarray, lengths: np.
     return Scores(estimate, lower, upper, num_missing, slack, cache.kernels)
 
 
-def _refined(
-    cache: "Cache", layer: int, a: Tensor, estimate: Tensor, codes: Tensor, table: np.ndarray, lengths: np.ndarray
-) -> Tensor:
+def _refined(cache: Cache, layer: int, a: Tensor, estimate: Tensor, codes: Tensor, where: Where) -> Tensor:
     """`estimate` [B, Hkv, G] (-inf: unknown) with two-bit estimates of each head's best groups, the lower index first
     among equals; only their second bits are read. codes [B, Hkv, G, bytes] are the first bits of all."""
-    config, kv_heads, per_unit = cache.config, cache.spec.num_kv_heads, cache.config.groups_per_unit
-    device = estimate.device
-    counts = np.array([config.refined_groups(int(length)) for length in lengths])
+    kv_heads, per_unit = cache.spec.num_kv_heads, cache.store.groups_per_unit
+    device, counts = estimate.device, where.refined
     most = int(counts.max())
     # a stable sort: equal estimates keep their order
     best = estimate.sort(dim=-1, descending=True, stable=True).indices[..., :most]
-    units = torch.from_numpy(np.maximum(table, 0).astype(np.int64)).to(device)[:, None].expand(-1, kv_heads, -1)
+    units = torch.from_numpy(np.maximum(where.table, 0).astype(np.int64)).to(device)[:, None].expand(-1, kv_heads, -1)
     heads = torch.arange(kv_heads, device=device)[None, :, None]
     rows = (units.gather(-1, best // per_unit) * kv_heads + heads) * per_unit + best % per_unit
     summary = {"codes": codes.gather(2, best[..., None].expand(-1, -1, -1, codes.shape[-1]))}
@@ -96,19 +90,19 @@ def _refined(
         summary[name] = (
             pool.reshape(-1, *pool.shape[3:]).index_select(0, rows.reshape(-1)).reshape(*rows.shape, *pool.shape[3:])
         )
-    finer = refine_rq(summary, a, config.S, cache.constants(layer)).amax(dim=2)
+    finer = refine_rq(summary, a, cache.store.S, cache.constants(layer)).amax(dim=2)
     coarse = estimate.gather(-1, best)
     wanted = torch.from_numpy(np.arange(most) < counts[:, None]).to(device)[:, None]
     finer = torch.where(wanted & (coarse > -math.inf), finer, coarse)
     return estimate.scatter(-1, best, finer)
 
 
-def _true_masses(cache: "Cache", layer: int, a: Tensor, rows: Tensor, lengths: np.ndarray) -> Tensor:
+def _true_masses(cache: Cache, layer: int, a: Tensor, rows: Tensor, lengths: np.ndarray) -> Tensor:
     """True log masses [B, Hkv, R, G], by reading all of K: what a perfect summary would say (evaluation only)."""
     batch, kv_heads, _, head_dim = a.shape
-    flat = cache.k[layer].reshape(-1, cache.config.unit_tokens * head_dim)
+    flat = cache.k[layer].reshape(-1, cache.store.unit_tokens * head_dim)
     keys = flat.index_select(0, rows).reshape(batch, kv_heads, -1, head_dim)
     logits = _dots(keys, a)
     written = torch.from_numpy(np.arange(logits.shape[-1]) < lengths[:, None]).to(a.device)[:, None, None, :]
-    tiles = torch.where(written, logits, -math.inf).unflatten(-1, (-1, cache.config.S))
+    tiles = torch.where(written, logits, -math.inf).unflatten(-1, (-1, cache.store.S))
     return torch.logsumexp(tiles, dim=-1)

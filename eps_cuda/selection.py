@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eps_core.config.eps import EpsConfig
 from eps_core.gate.protocol import Scores, Selection
-from eps_core.paging.where import budget, forced_groups
+from eps_core.paging.where import Where
 from eps_cuda.kernels.choose import kernels_module
 
 THRESHOLD_ROWS = 256  # groups that one pass of `select_threshold` compares with all others; changes memory only
@@ -36,8 +36,8 @@ def select_topk(estimate: Tensor, forced: Tensor, count: Tensor, most: int) -> T
 
 def select_share(config: EpsConfig, estimate: Tensor, forced: Tensor) -> Tensor:
     """Every group whose estimated share of the softmax is at least tau."""
-    assert config.tau is not None
-    return forced | (estimate - _log_total(estimate) >= math.log(config.tau))
+    assert config.read.tau is not None
+    return forced | (estimate - _log_total(estimate) >= math.log(config.read.tau))
 
 
 def select_mass(config: EpsConfig, estimate: Tensor, forced: Tensor) -> Tensor:
@@ -46,7 +46,9 @@ def select_mass(config: EpsConfig, estimate: Tensor, forced: Tensor) -> Tensor:
     # rising, those without a share first: the longest run that sums to at most epsilon is what may be skipped. In the
     # log domain, so that no share vanishes: epsilon 0 skips nothing
     rising = torch.logcumsumexp(unforced.sort(dim=-1).values, dim=-1) - _log_total(estimate)
-    skipped = (rising <= (math.log(config.epsilon) if config.epsilon else -math.inf)).sum(dim=-1, keepdim=True)
+    skipped = (rising <= (math.log(config.read.epsilon) if config.read.epsilon else -math.inf)).sum(
+        dim=-1, keepdim=True
+    )
     return forced | _best(unforced, estimate.shape[-1] - skipped, estimate.shape[-1])
 
 
@@ -54,15 +56,15 @@ def select_threshold(config: EpsConfig, estimate: Tensor, forced: Tensor) -> Ten
     """The product requirements' rule: newest to oldest, skip when B < T / alpha, T the top_pages-th best so far; of
     masses, T - log alpha, where estimates are their logarithms. T / alpha <= B_j says that fewer than top_pages newer
     groups have B_i / alpha > B_j: a count instead of a heap."""
-    assert config.top_pages is not None
+    assert config.read.top_pages is not None
     estimate = estimate.double()
     groups = estimate.shape[-1]
-    lowered = estimate / config.alpha if config.has_norm_estimate else estimate - math.log(config.alpha)
+    lowered = estimate / config.read.alpha if config.store.has_norm_estimate else estimate - math.log(config.read.alpha)
     scaled = torch.where(torch.isfinite(estimate), lowered, -math.inf)
     index, parts = torch.arange(groups, device=estimate.device), []
     for rows in index.split(THRESHOLD_ROWS):
         newer_and_better = (scaled[..., None, :] > estimate[..., rows, None]) & (index > rows[:, None])
-        parts.append(newer_and_better.sum(dim=-1) < config.top_pages)
+        parts.append(newer_and_better.sum(dim=-1) < config.read.top_pages)
     return forced | (torch.cat(parts, dim=-1) & torch.isfinite(estimate))
 
 
@@ -72,34 +74,33 @@ def _log_total(estimate: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def select(config: EpsConfig, scores: Scores, lengths: np.ndarray, layer: int = 0) -> Selection:
+def select(scores: Scores, where: Where, layer: int = 0) -> Selection:
     """The configured policy over every (sequence, kv head); scope union gives all heads the union of their groups.
     `layer` says which head modes apply, where the config has any."""
-    lengths = np.asarray(lengths, np.int64)
+    config = where.config
     module = kernels_module(scores.kernels)
-    if module is not None and (selection := module.select(config, scores, lengths, layer)) is not None:
+    if module is not None and (selection := module.select(scores, where, layer)) is not None:
         return selection
     estimate = scores.estimate
     _, _, groups = estimate.shape
     device = estimate.device
-    guards = forced_groups(config, lengths, groups)
-    num_forced = guards.sum(axis=1) + np.asarray(scores.num_missing, np.int64)
-    inside = torch.from_numpy(np.arange(groups) < -(-lengths // config.S)[:, None]).to(device)[:, None, :]
-    forced = (torch.from_numpy(guards).to(device)[:, None, :] | (estimate == math.inf)) & inside
+    num_forced = where.num_forced + np.asarray(scores.num_missing, np.int64)
+    inside = torch.from_numpy(where.inside).to(device)[:, None, :]
+    forced = (torch.from_numpy(where.forced).to(device)[:, None, :] | (estimate == math.inf)) & inside
     uniform = None
-    if config.policy == "topk":
-        uniform = budget(config, num_forced, lengths)
+    if config.read.policy == "topk":
+        uniform = where.budget(num_forced)
         visit = select_topk(estimate, forced, torch.from_numpy(uniform).to(device)[:, None, None], int(uniform.max()))
-    elif config.policy == "threshold":
+    elif config.read.policy == "threshold":
         visit = select_threshold(config, estimate, forced) & inside
     else:
-        policy = select_share if config.policy == "share" else select_mass
+        policy = select_share if config.read.policy == "share" else select_mass
         visit = policy(config, estimate, forced) & inside
-        if config.top_pages is not None:
+        if config.read.top_pages is not None:
             count = visit.sum(dim=-1, keepdim=True)
-            cap = forced.sum(dim=-1, keepdim=True).clamp(min=config.top_pages)
+            cap = forced.sum(dim=-1, keepdim=True).clamp(min=config.read.top_pages)
             visit = select_topk(torch.where(visit, estimate, -math.inf), forced, torch.minimum(count, cap), groups)
-    modes = config.head_modes[layer] if config.head_modes else ()
+    modes = config.read.head_modes[layer] if config.read.head_modes else ()
     if set(modes) - {"gate"}:
         uniform = None
         dense, window = (
@@ -110,7 +111,7 @@ def select(config: EpsConfig, scores: Scores, lengths: np.ndarray, layer: int = 
         best = _best(torch.where(inside, estimate, -math.inf), torch.ones_like(visit[..., :1], dtype=torch.int32), 1)
         visit = visit | (best & ~visit.any(dim=-1, keepdim=True))
     wanted = None
-    if config.scope == "union":
+    if config.read.scope == "union":
         wanted = visit.sum(dim=-1, dtype=torch.int32)
         visit, uniform = visit.any(dim=1, keepdim=True).expand(visit.shape), None
     width = groups if uniform is None else max(int(uniform.max()), 1)

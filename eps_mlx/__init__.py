@@ -5,11 +5,11 @@ from importlib.metadata import version
 
 import numpy as np
 
-from eps_mlx.attention import add_tail, attend, attend_tail, merge
-from eps_mlx.cache import Cache, check_finite, copy_units, new_cache, read_kv, write_kv
+from eps_mlx.attention import add_tail, attend, attend_chunk, attend_own, attend_tail, merge, moved_by, unread_share
+from eps_mlx.cache import Cache, check_finite, copy_units, new_cache, read_kv, span, to_host, wait, write_kv
 from eps_mlx.certify import bounds, certify, escalate
 from eps_mlx.device import device_name, devices, from_numpy, to_numpy
-from eps_mlx.kernels.choose import usable_kernels
+from eps_mlx.kernels.choose import kernels_module, usable_kernels
 from eps_mlx.model import load_model
 from eps_mlx.score import score
 from eps_mlx.selection import select, skipped_mass
@@ -18,6 +18,8 @@ __all__ = [
     "Cache",
     "add_tail",
     "attend",
+    "attend_chunk",
+    "attend_own",
     "attend_tail",
     "bounds",
     "certify",
@@ -27,16 +29,22 @@ __all__ = [
     "devices",
     "escalate",
     "from_numpy",
+    "kernels_module",
     "load_model",
     "merge",
+    "moved_by",
     "new_cache",
     "read_kv",
     "score",
     "select",
     "skipped_mass",
+    "span",
+    "to_host",
     "to_numpy",
+    "unread_share",
     "usable_kernels",
     "versions",
+    "wait",
     "write_kv",
 ]
 

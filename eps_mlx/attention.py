@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from eps_core.gate.protocol import Scores, Selection
-from eps_core.paging.where import missing_groups
+from eps_core.paging.where import Where
 from eps_mlx.cache import Cache
 from eps_mlx.kernels.choose import kernels_module
 from eps_mlx.selection import visit_mask
@@ -21,9 +21,7 @@ State = tuple[mx.array, mx.array]
 CPU_PIECE_TOKENS = 1024
 
 
-def attend(
-    cache: Cache, layer: int, q: mx.array, table: np.ndarray, lengths: np.ndarray, selection: Selection | None
-) -> State:
+def attend(cache: Cache, layer: int, q: mx.array, where: Where, selection: Selection | None) -> State:
     """(out [B, Hq, D] in q's dtype, lse [B, Hq] float32: natural log of the softmax mass read) of q [B, Hq, D]
     unscaled, over the selected groups of each sequence, or over all of its tokens where `selection` is None. A
     selection whose numbers only the device knows costs one synchronisation."""
@@ -34,15 +32,15 @@ def attend(
             f"q has {num_heads} heads of {head_dim}: the cache has {kv_heads} kv heads of {cache.spec.head_dim}, and "
             "query heads must be a multiple of them"
         )
-    table, lengths = np.asarray(table), np.asarray(lengths, np.int64)
     module = kernels_module(cache.kernels)
-    if module is not None and (state := module.attend(cache, layer, q, table, lengths, selection)) is not None:
+    if module is not None and (state := module.attend(cache, layer, q, where, selection)) is not None:
         return state
+    table, lengths = where.table, where.lengths
     with mx.stream(cache.stream):
         a = q.astype(mx.float32).reshape(batch, kv_heads, -1, head_dim) * (1 / math.sqrt(head_dim))
         if selection is None:
             states = [_attend_all(cache, layer, a[b], table[b], int(lengths[b])) for b in range(batch)]
-        elif selection.uniform is not None and (selection.forced > 0)[lengths % cache.config.S > 0].all():
+        elif selection.uniform is not None and (selection.forced > 0)[lengths % cache.store.S > 0].all():
             # forced groups hold the open one: every head ends with the same tile
             states = [
                 _attend_tiles(
@@ -62,7 +60,7 @@ def attend(
 
 
 def _unwritten(cache: Cache, length: int) -> int:
-    return -length % cache.config.S
+    return -length % cache.store.S
 
 
 def _softmax_sums(logits: mx.array, axes: tuple[int, ...]) -> tuple[mx.array, mx.array, mx.array]:
@@ -75,10 +73,10 @@ def _softmax_sums(logits: mx.array, axes: tuple[int, ...]) -> tuple[mx.array, mx
 def _attend_all(cache: Cache, layer: int, a: mx.array, table: np.ndarray, length: int) -> State:
     """Dense attention of one sequence, a [Hkv, R, D] -> (out [Hkv, R, D], lse [Hkv, R]); exactly `length` tokens."""
     cache.count_read(length * cache.spec.num_kv_heads * cache.spec.kv_token_bytes)
-    num_full, rest = divmod(length, cache.config.unit_tokens)
+    num_full, rest = divmod(length, cache.store.unit_tokens)
     parts = []
     if num_full:
-        parts.append(_attend_units(cache, layer, a, table[:num_full], cache.config.unit_tokens))
+        parts.append(_attend_units(cache, layer, a, table[:num_full], cache.store.unit_tokens))
     if rest:
         parts.append(_attend_units(cache, layer, a, table[num_full : num_full + 1], rest))
     return parts[0] if len(parts) == 1 else merge(parts[0], parts[1])
@@ -87,7 +85,7 @@ def _attend_all(cache: Cache, layer: int, a: mx.array, table: np.ndarray, length
 def _attend_units(cache: Cache, layer: int, a: mx.array, units: np.ndarray, tokens: int) -> State:
     """The first `tokens` tokens of each unit. One small product per (unit, head), as the pool lies: a run of
     consecutive units needs no copy, which is twice as fast as gathering K and V head by head."""
-    step = max(CPU_PIECE_TOKENS // cache.config.unit_tokens, 1) if cache.device == "cpu" else len(units)
+    step = max(CPU_PIECE_TOKENS // cache.store.unit_tokens, 1) if cache.device == "cpu" else len(units)
     pieces = [units[start : start + step] for start in range(0, len(units), step)]
     logits = [a @ _read_units(cache.k[layer], piece, tokens).swapaxes(-1, -2) for piece in pieces]
     weights, total, largest = _softmax_sums(mx.concatenate(logits), (0, 3))  # [M, Hkv, R, tokens]
@@ -109,7 +107,7 @@ def _read_units(pool: mx.array, units: np.ndarray, tokens: int) -> mx.array:
 def _attend_tiles(cache: Cache, layer: int, a: mx.array, groups: mx.array, table: np.ndarray, unwritten: int) -> State:
     """Attention of kv heads a [H, R, D] over groups [H, W] of one sequence, `unwritten` tokens of the last cut off.
     H is all kv heads."""
-    per_unit = cache.config.groups_per_unit
+    per_unit = cache.store.groups_per_unit
     units = mx.take(mx.array(table.astype(np.int32)), groups // per_unit)
     rows = (units * cache.spec.num_kv_heads + mx.arange(len(groups))[:, None]) * per_unit + groups % per_unit
     return _attend_rows(cache, layer, a, rows, unwritten)
@@ -117,7 +115,7 @@ def _attend_tiles(cache: Cache, layer: int, a: mx.array, groups: mx.array, table
 
 def _attend_rows(cache: Cache, layer: int, a: mx.array, rows: mx.array, unwritten: int) -> State:
     """Attention of a [H, R, D] over the pool's tiles rows [H, W], numbered as K's memory lies."""
-    size, head_dim = cache.config.S, cache.spec.head_dim
+    size, head_dim = cache.store.S, cache.spec.head_dim
     tokens = rows.shape[1] * size - unwritten
     tiles = [mx.take(pool[layer].reshape(-1, size * head_dim), rows, axis=0) for pool in (cache.k, cache.v)]
     cache.count_read(sum(tile.nbytes for tile in tiles))
@@ -131,8 +129,8 @@ def _attend_ragged(
 ) -> list[State]:
     """Numbers of groups that differ by head: one synchronisation, then each (sequence, head) with exactly its groups.
     a [B, Hkv, R, D] -> per sequence (out [Hkv, R, D], lse [Hkv, R])."""
-    config, spec = cache.config, cache.spec
-    per_unit, size = config.groups_per_unit, config.S
+    store, spec = cache.store, cache.spec
+    per_unit, size = store.groups_per_unit, store.S
     mx.eval(selection.groups, selection.counts)
     groups, counts = np.array(selection.groups), np.array(selection.counts)
     states = []
@@ -168,8 +166,7 @@ def merge(first: State, second: State) -> State:
 def attend_tail(
     cache: Cache,
     layer: int,
-    table: np.ndarray,
-    lengths: np.ndarray,
+    where: Where,
     scores: Scores,
     selection: Selection,
     lse: mx.array,
@@ -182,12 +179,12 @@ def attend_tail(
     assert inner is not None
     module = kernels_module(cache.kernels)
     if module is not None:
-        state = module.attend_tail(cache, layer, table, lengths, scores, selection, lse)
+        state = module.attend_tail(cache, layer, where, scores, selection, lse)
         if state is not None:
             return state
     batch, kv_heads, groups = scores.estimate.shape
-    missing = missing_groups(inner.config, inner.state[layer], table, lengths, can_encode=True)
-    usable = ~missing & (np.arange(missing.shape[1]) < -(-np.asarray(lengths) // inner.config.S)[:, None])
+    missing = where.missing(inner.state[layer])
+    usable = ~missing & (np.arange(missing.shape[1]) < -(-where.lengths // inner.store.S)[:, None])
     with mx.stream(cache.stream):
         lse = lse.reshape(batch, kv_heads, -1)
         known, visit = mx.isfinite(scores.estimate), visit_mask(selection, groups)
@@ -198,7 +195,9 @@ def attend_tail(
         mass = mx.where(mx.array(usable)[:, None], mass, -math.inf)
         total = mx.logsumexp(mass, axis=-1, keepdims=True)
         weights = mx.exp(mass - mx.where(total > -math.inf, total, 0))
-        rows = mx.array((np.maximum(table, 0)[:, None, :] * kv_heads + np.arange(kv_heads)[:, None]).astype(np.int32))
+        rows = mx.array(
+            (np.maximum(where.table, 0)[:, None, :] * kv_heads + np.arange(kv_heads)[:, None]).astype(np.int32)
+        )
         codes, scale = (
             mx.take(inner.summaries[layer][name].reshape(spec.num_units * kv_heads, -1), rows, axis=0)
             for name in ("mean", "mean_scale")
@@ -210,15 +209,13 @@ def attend_tail(
         return out.reshape(batch, -1, spec.head_dim), tail.reshape(batch, -1)
 
 
-def add_tail(
-    cache: Cache, layer: int, table: np.ndarray, lengths: np.ndarray, scores: Scores, selection: Selection, state: State
-) -> State:
+def add_tail(cache: Cache, layer: int, where: Where, scores: Scores, selection: Selection, state: State) -> State:
     """What was read, `state`, merged with `attend_tail`: out [B, Hq, D] in its dtype, lse [B, Hq]."""
     module = kernels_module(cache.kernels) if cache.kernels == "numba" else None
     if module is not None:
-        whole: State = module.add_tail(cache, layer, table, lengths, scores, selection, state)
+        whole: State = module.add_tail(cache, layer, where, scores, selection, state)
         return whole
-    return merge(state, attend_tail(cache, layer, table, lengths, scores, selection, state[1]))
+    return merge(state, attend_tail(cache, layer, where, scores, selection, state[1]))
 
 
 def attend_own(cache: Cache, q: mx.array, k: mx.array, v: mx.array) -> State:
@@ -239,3 +236,19 @@ def attend_chunk(cache: Cache, q: mx.array, k: mx.array, v: mx.array) -> mx.arra
             *(x.swapaxes(0, 1)[None] for x in (q, k, v)), scale=1 / math.sqrt(q.shape[-1]), mask="causal"
         )
         return out[0].swapaxes(0, 1).astype(dtype)
+
+
+def unread_share(lse: mx.array, lse_all: mx.array, kv_heads: int) -> mx.array:
+    """[B, Hkv]: the largest share of a query head's softmax that was left out, lse [B, Hq] of what was read, lse_all of
+    everything. Runs on the current default device."""
+    # two float32 sums differ by rounding even where everything was read
+    rounding = 2.0**-20 * (mx.abs(lse) + mx.abs(lse_all))
+    unread = mx.where(lse_all - lse > rounding, -mx.expm1(lse - lse_all), 0)
+    return unread.reshape(len(lse), kv_heads, -1).max(axis=-1)
+
+
+def moved_by(out: mx.array, whole: mx.array, kv_heads: int) -> mx.array:
+    """[B, Hkv]: at least the largest L2 distance, over the query heads, between two outputs [B, Hq, D]. Runs on the
+    current default device."""
+    moved = mx.linalg.norm(whole.astype(mx.float32) - out.astype(mx.float32), axis=-1)
+    return moved.reshape(len(out), kv_heads, -1).max(axis=-1) * (1 + 2.0**-16)

@@ -9,7 +9,6 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from eps_core.cpu.host import (
     Arm,
@@ -119,6 +118,6 @@ def capture(function: Arm) -> Arm | None:
     return None
 
 
-def device_parts(cache: Any, config: Any, q: Any, table: np.ndarray, lengths: np.ndarray) -> dict[str, Arm]:
+def device_parts(cache: Any, q: Any, where: Any) -> dict[str, Arm]:
     """Nothing to record."""
     return {}

@@ -7,14 +7,14 @@ run once per chunk or step so that no un-evaluated reader pins an old buffer.
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
+from eps_core.config.store import CacheSpec, Store
 from eps_core.errors import ConfigError
 from eps_core.load import resolve_kernels
 from eps_core.paging.groups import GroupState, WritePlan
@@ -35,7 +35,7 @@ class Cache:
     """Everything per layer. With method off only `k`, `v` and `finite` are filled."""
 
     spec: CacheSpec
-    config: EpsConfig
+    store: Store
     device: str
     k: list[mx.array]
     v: list[mx.array]
@@ -57,7 +57,6 @@ class Cache:
     # metal: whether each group's summary may be read [P * U / S] uint8, what `state` says on the host
     valid: list[mx.array] = field(default_factory=list)
     rotation: mx.array | None = None  # metal, rq: [D, D] float32
-    where: Any = None  # metal: the device's copy of the last table and lengths (gpu.Where)
     known_bytes_read: int = 0
     pending_reads: dict[int, mx.array] = field(default_factory=dict)  # bytes of a group -> groups read, on the device
 
@@ -89,37 +88,37 @@ class Cache:
     def constants(self, layer: int) -> Summary:
         """What builders and scorers of this layer need besides keys (see summaries.py)."""
         centre = self.centre[layer]
-        if self.config.method != "rq":
+        if self.store.method != "rq":
             return self.fixed[layer]
         shape = (self.spec.num_kv_heads, self.spec.head_dim)
         return self.fixed[layer] | {"centre": mx.zeros(shape, mx.float16) if centre is None else centre}
 
 
-def new_cache(spec: CacheSpec, config: EpsConfig, device: str = "auto", kernels: str = "auto") -> Cache:
+def new_cache(spec: CacheSpec, store: Store, device: str = "auto", kernels: str = "auto") -> Cache:
     """An empty cache. With method off no summary, state or constant is allocated. `kernels` changes speed only: auto,
     or one of `usable_kernels`."""
     place = device_of(device)
     device = devices()[-1] if device == "auto" else device
     kernels = resolve_kernels(kernels, usable_kernels(device), device)
     with mx.stream(place):
-        shape = (spec.num_units, spec.num_kv_heads, config.unit_tokens, spec.head_dim)
+        shape = (spec.num_units, spec.num_kv_heads, store.unit_tokens, spec.head_dim)
         dtype, layers = DTYPES[spec.dtype], range(spec.num_layers)
         cache = Cache(
             spec,
-            config,
+            store,
             device,
             k=[mx.zeros(shape, dtype) for _ in layers],
             v=[mx.zeros(shape, dtype) for _ in layers],
             finite=[mx.array(True) for _ in layers],
             kernels=kernels,
         )
-        if config.bound_bits:
-            cache.bound = Cache(spec, config.bound_config, cache.device, cache.k, cache.v, cache.finite)
-        if config.tail_tokens:
-            cache.tail = Cache(spec, config.tail_config, cache.device, cache.v, cache.v, cache.finite)
+        if store.bound_bits:
+            cache.bound = Cache(spec, store.bound_store, cache.device, cache.k, cache.v, cache.finite)
+        if store.tail_tokens:
+            cache.tail = Cache(spec, store.tail_store, cache.device, cache.v, cache.v, cache.finite)
         for one in (cache, cache.bound, cache.tail):
-            if one is not None and one.config.enabled:
-                check_units(config, one.config)
+            if one is not None and one.store.enabled:
+                check_units(store, one.store)
                 one.kernels = kernels
                 _add_summaries(one)
         evaluate(cache)
@@ -128,42 +127,42 @@ def new_cache(spec: CacheSpec, config: EpsConfig, device: str = "auto", kernels:
 
 def _add_summaries(cache: Cache) -> None:
     """Everything that a method keeps besides K and V, still empty."""
-    spec, config, layers = cache.spec, cache.config, range(cache.spec.num_layers)
-    cache.state = [GroupState(spec.num_units, config, spec.max_open_groups) for _ in layers]
+    spec, store, layers = cache.spec, cache.store, range(cache.spec.num_layers)
+    cache.state = [GroupState(spec.num_units, store, spec.max_open_groups) for _ in layers]
     if cache.kernels == "metal":
-        cache.valid = [mx.zeros(spec.num_units * config.groups_per_unit, mx.uint8) for _ in layers]
+        cache.valid = [mx.zeros(spec.num_units * store.groups_per_unit, mx.uint8) for _ in layers]
     cache.centre = [None for _ in layers]
     cache.early = [[] for _ in layers]
-    cache.fixed = [_fixed(spec, config, layer) for layer in layers]
+    cache.fixed = [_fixed(spec, store, layer) for layer in layers]
     # one group of zeros tells every summary's names, shapes and dtypes
-    group = mx.zeros((1, spec.num_kv_heads, config.S, spec.head_dim))
-    fields = build_summary(config, cache.constants(0), group)
-    pool = (spec.num_units, spec.num_kv_heads, config.groups_per_unit)
+    group = mx.zeros((1, spec.num_kv_heads, store.S, spec.head_dim))
+    fields = build_summary(store, cache.constants(0), group)
+    pool = (spec.num_units, spec.num_kv_heads, store.groups_per_unit)
     cache.summaries = [
         {name: mx.zeros((*pool, *one.shape[2:]), one.dtype) for name, one in fields.items()} for _ in layers
     ]
-    cache.open = [_empty_statistics(spec, config) for _ in layers]
-    if config.has_bounds:
+    cache.open = [_empty_statistics(spec, store) for _ in layers]
+    if store.has_bounds:
         cache.largest_key = [mx.zeros(spec.num_kv_heads) for _ in layers]
         cache.largest_value = [mx.zeros(spec.num_kv_heads) for _ in layers]
 
 
-def _fixed(spec: CacheSpec, config: EpsConfig, layer: int) -> Summary:
-    if config.method == "jl":
-        assert config.dim is not None
-        return {"phi": mx.array(jl_projection(config.seed, layer, spec.num_kv_heads, spec.head_dim, config.dim))}
-    return {"signs": mx.array(rq_signs(config.seed, spec.head_dim))} if config.method == "rq" else {}
+def _fixed(spec: CacheSpec, store: Store, layer: int) -> Summary:
+    if store.method == "jl":
+        assert store.dim is not None
+        return {"phi": mx.array(jl_projection(store.seed, layer, spec.num_kv_heads, spec.head_dim, store.dim))}
+    return {"signs": mx.array(rq_signs(store.seed, spec.head_dim))} if store.method == "rq" else {}
 
 
-def _empty_statistics(spec: CacheSpec, config: EpsConfig) -> Summary:
+def _empty_statistics(spec: CacheSpec, store: Store) -> Summary:
     lead = (spec.max_open_groups, spec.num_kv_heads)
-    if config.method == "box":
+    if store.method == "box":
         return {
             "min": mx.zeros((*lead, spec.head_dim)),
             "max": mx.zeros((*lead, spec.head_dim)),
             "norm": mx.zeros(lead),
         }
-    if config.method == "meanstd":
+    if store.method == "meanstd":
         return {"mean": mx.zeros((*lead, spec.head_dim)), "m2": mx.zeros((*lead, spec.head_dim))}
     return {}
 
@@ -188,6 +187,22 @@ def evaluate(cache: Cache, *others: mx.array) -> None:
     )
 
 
+def span(name: str, cache: Cache) -> AbstractContextManager[Any]:
+    """A range for profilers: MLX has none."""
+    return nullcontext()
+
+
+def wait(cache: Cache, *arrays: mx.array) -> None:
+    """Until everything so far is computed."""
+    evaluate(cache, *arrays)
+
+
+def to_host(cache: Cache, arrays: Sequence[mx.array]) -> list[np.ndarray]:
+    """Arrays on the host, computed together with the cache's pending writes."""
+    evaluate(cache, *arrays)
+    return [np.array(array) for array in arrays]
+
+
 def check_finite(cache: Cache) -> None:
     """Raises ConfigError if any K written since the last failure held NaN or Inf. Synchronises."""
     finite = np.array(mx.stack(cache.finite, stream=cache.stream))
@@ -208,7 +223,7 @@ def write_kv(cache: Cache, layer: int, k: mx.array, v: mx.array, slots: np.ndarr
     for name, array in (("k", k), ("v", v)):
         if tuple(array.shape) != expected:
             raise ValueError(f"{name} has shape {tuple(array.shape)}: [slots, kv heads, head dim] is {expected}")
-    capacity = spec.num_units * cache.config.unit_tokens
+    capacity = spec.num_units * cache.store.unit_tokens
     if len(slots) and not 0 <= slots.min() <= slots.max() < capacity:
         raise ValueError(f"slots run from {slots.min()} to {slots.max()}: the pool has slots 0 to {capacity - 1}")
     if not len(slots):
@@ -218,20 +233,20 @@ def write_kv(cache: Cache, layer: int, k: mx.array, v: mx.array, slots: np.ndarr
         assert module is not None
         module.let_go()
     with mx.stream(cache.stream):
-        units, offsets = (mx.array(part.astype(np.int32)) for part in np.divmod(slots, cache.config.unit_tokens))
+        units, offsets = (mx.array(part.astype(np.int32)) for part in np.divmod(slots, cache.store.unit_tokens))
         keys = k.astype(DTYPES[spec.dtype])
         values = v.astype(DTYPES[spec.dtype])
         cache.k[layer][units, :, offsets] = keys
         cache.v[layer][units, :, offsets] = values
         cache.finite[layer] = cache.finite[layer] & mx.isfinite(keys).all()
-        if cache.config.has_bounds:
+        if cache.store.has_bounds:
             for largest, array in ((cache.largest_key, keys), (cache.largest_value, values)):
                 # a float32 norm is short by less than 2^-16 of itself; NaN in V bounds nothing
                 norm = mx.linalg.norm(array.astype(mx.float32), axis=-1)
                 norm = mx.where(mx.isnan(norm), math.inf, norm).max(axis=0) * (1 + 2.0**-16)
                 largest[layer] = mx.maximum(largest[layer], norm)
         for one, rows in ((cache, keys), (cache.bound, keys), (cache.tail, values)):
-            if one is None or not one.config.enabled:
+            if one is None or not one.store.enabled:
                 continue
             # the plan must follow every write, whatever the method makes of it
             plan = one.state[layer].plan(slots)
@@ -244,15 +259,15 @@ def write_kv(cache: Cache, layer: int, k: mx.array, v: mx.array, slots: np.ndarr
 
 
 def _update_summaries(cache: Cache, layer: int, keys: mx.array, plan: WritePlan) -> None:
-    if cache.config.method == "oracle":
+    if cache.store.method == "oracle":
         return
     full, parts = np.asarray(plan.full_groups, np.int64), np.asarray(plan.part_groups, np.int64)
-    if cache.config.method == "rq" and cache.centre[layer] is None:
+    if cache.store.method == "rq" and cache.centre[layer] is None:
         if not _find_centre(cache, layer, keys):
             return
         # the first centre: encode every group that is full by now, also those written long ago
         state = cache.state[layer]
-        written = np.flatnonzero(state.valid(np.arange(cache.spec.num_units * cache.config.groups_per_unit)))
+        written = np.flatnonzero(state.valid(np.arange(cache.spec.num_units * cache.store.groups_per_unit)))
         _seal_stored(cache, layer, np.setdiff1d(written, full))
         _mark_valid(cache, layer, written)
         parts = parts[:0]
@@ -265,7 +280,7 @@ def _update_summaries(cache: Cache, layer: int, keys: mx.array, plan: WritePlan)
 
 def _mark_valid(cache: Cache, layer: int, groups: np.ndarray) -> None:
     """Tells kernels which of groups [F] may be read."""
-    if not cache.valid or (cache.config.method == "rq" and cache.centre[layer] is None):
+    if not cache.valid or (cache.store.method == "rq" and cache.centre[layer] is None):
         return
     flags = cache.state[layer].valid(groups).astype(np.uint8)
     cache.valid[layer][mx.array(groups.astype(np.int32))] = mx.array(flags)
@@ -288,7 +303,7 @@ def _find_centre(cache: Cache, layer: int, keys: mx.array) -> bool:
 def _extend(cache: Cache, layer: int, keys: mx.array, plan: WritePlan) -> None:
     """Some keys of groups that this call does not write whole. jl adds in place, box and meanstd run their statistics
     beside the pool; the others, and groups that lost their open slot, are read back once they are full."""
-    method = cache.config.method
+    method = cache.store.method
     groups, sealed = np.asarray(plan.part_groups, np.int64), np.asarray(plan.sealed, bool)
     tokens, before, slots = np.asarray(plan.part_tokens), np.asarray(plan.part_before), np.asarray(plan.part_open)
     followed = slots >= 0 if method in ("jl", "box", "meanstd") else np.zeros(len(slots), bool)
@@ -331,7 +346,7 @@ def _extend(cache: Cache, layer: int, keys: mx.array, plan: WritePlan) -> None:
         if method == "box":
             summary = build_box(values["min"], values["max"], values["norm"])
         else:
-            summary = build_meanstd(values["mean"], mx.sqrt(values["m2"] / cache.config.S))
+            summary = build_meanstd(values["mean"], mx.sqrt(values["m2"] / cache.store.S))
         _store(cache, layer, groups[sealed], summary)
 
 
@@ -339,29 +354,29 @@ def _seal_stored(cache: Cache, layer: int, groups: np.ndarray) -> None:
     """Summarises full groups [F] by reading their keys back from the cache, which is counted."""
     if not len(groups):
         return
-    spec, config = cache.spec, cache.config
-    units, subs = np.divmod(groups, config.groups_per_unit)
-    rows = (units[:, None] * spec.num_kv_heads + np.arange(spec.num_kv_heads)) * config.groups_per_unit + subs[:, None]
-    flat = cache.k[layer].reshape(-1, config.S * spec.head_dim)
-    keys = mx.take(flat, mx.array(rows), axis=0).reshape(*rows.shape, config.S, spec.head_dim)
+    spec, store = cache.spec, cache.store
+    units, subs = np.divmod(groups, store.groups_per_unit)
+    rows = (units[:, None] * spec.num_kv_heads + np.arange(spec.num_kv_heads)) * store.groups_per_unit + subs[:, None]
+    flat = cache.k[layer].reshape(-1, store.S * spec.head_dim)
+    keys = mx.take(flat, mx.array(rows), axis=0).reshape(*rows.shape, store.S, spec.head_dim)
     cache.bytes_k_reread += keys.nbytes
     _store(cache, layer, groups, _summarise(cache, layer, keys))
 
 
 def _summarise(cache: Cache, layer: int, k: mx.array) -> Summary:
     """Summaries of full groups: k [F, Hkv, S, D]."""
-    config, constants = cache.config, cache.constants(layer)
+    store, constants = cache.store, cache.constants(layer)
     if cache.kernels == "numba":
         module = kernels_module(cache.kernels)
         assert module is not None
-        summary = module.build_summary(config, constants, k)
+        summary = module.build_summary(store, constants, k)
         if summary is not None:
             return summary
-    return build_summary(config, constants, k)
+    return build_summary(store, constants, k)
 
 
 def _places(cache: Cache, groups: np.ndarray) -> tuple[mx.array, mx.array]:
-    units, subs = np.divmod(groups, cache.config.groups_per_unit)
+    units, subs = np.divmod(groups, cache.store.groups_per_unit)
     return mx.array(units.astype(np.int32)), mx.array(subs.astype(np.int32))
 
 
@@ -384,7 +399,7 @@ def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
             for pool in (cache.k[layer], cache.v[layer]):
                 pool[target] = pool[source]
             for one in (cache, cache.bound, cache.tail):
-                if one is None or not one.config.enabled:
+                if one is None or not one.store.enabled:
                     continue
                 for pool in one.summaries[layer].values():
                     pool[target] = pool[source]
@@ -392,15 +407,15 @@ def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
                     for from_open, to_open in one.state[layer].copy(from_unit, to_unit):
                         for running in one.open[layer].values():
                             running[to_open] = running[from_open]
-                    per_unit = one.config.groups_per_unit
+                    per_unit = one.store.groups_per_unit
                     _mark_valid(one, layer, to_unit * per_unit + np.arange(per_unit))
     return cache
 
 
 def read_kv(cache: Cache, layer: int, table: np.ndarray, length: int) -> tuple[mx.array, mx.array]:
     """K, V [length, Hkv, D] of one sequence in cache dtype, copied out of the pool in token order: table [M]."""
-    config, spec = cache.config, cache.spec
-    units = np.asarray(table)[: -(-length // config.unit_tokens)]
+    store, spec = cache.store, cache.spec
+    units = np.asarray(table)[: -(-length // store.unit_tokens)]
     with mx.stream(cache.stream):
         rows = mx.array(units.astype(np.int32))
         pools = (mx.take(pool[layer], rows, axis=0).swapaxes(1, 2) for pool in (cache.k, cache.v))

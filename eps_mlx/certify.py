@@ -6,8 +6,10 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 
-from eps_core.config.eps import EpsConfig
+from eps_core.config.bytes import summary_group_bytes
+from eps_core.config.read import Read
 from eps_core.gate.protocol import Certificate, Scores, Selection
+from eps_core.paging.where import Where
 from eps_mlx.cache import Cache
 from eps_mlx.score import best_first
 from eps_mlx.selection import _ascending, visit_mask
@@ -22,21 +24,20 @@ def _float_margin(unread: mx.array, lse: mx.array) -> mx.array:
     return 2.0**-20 * (mx.where(mx.isfinite(unread), mx.abs(unread), 0) + mx.abs(lse)) + 2.0**-18
 
 
-def bounds(
-    cache: Cache, layer: int, q: mx.array, table: np.ndarray, lengths: np.ndarray, scores: Scores, selection: Selection
-) -> Scores:
+def bounds(cache: Cache, layer: int, q: mx.array, where: Where, scores: Scores, selection: Selection) -> Scores:
     """`scores` with bounds from the codes of single keys, of the groups that `selection` left out; only their codes are
-    read (and padding to the longest list), and counted in `bound_bytes_read`. The bounds of the visited ones are left
+    read, and counted in `bound_bytes_read`. The bounds of the visited ones are left
     empty: nothing asks for them. Returns `scores` as they are where the method's own bounds serve. Synchronises."""
     inner = cache.bound
     if inner is None:
         return scores
     batch, kv_heads, groups = scores.estimate.shape
-    size, unit_tokens = cache.config.S, inner.config.unit_tokens
+    size, unit_tokens = cache.store.S, inner.store.unit_tokens
     with mx.stream(cache.stream):
         a = q.astype(mx.float32).reshape(batch, kv_heads, -1, q.shape[-1]) * (1 / math.sqrt(q.shape[-1]))
         left = ~visit_mask(selection, groups) & (scores.estimate > -math.inf)
-        width = int(left.sum(axis=-1).max())
+        lefts = np.array(left.sum(axis=-1))
+        num_left, width = int(lefts.sum()), int(lefts.max())
         slack = logit_slack(a, cache.largest_key[layer][:, None, None])[..., 0]
         if inner.centre[layer] is None or not width:
             upper = mx.broadcast_to(mx.where(left, math.inf, -math.inf)[:, :, None], (*a.shape[:3], groups))
@@ -46,7 +47,7 @@ def bounds(
             batch, kv_heads, -1
         )
         units = mx.broadcast_to(
-            mx.array(np.maximum(table, 0).astype(np.int32))[:, None], (batch, kv_heads, table.shape[1])
+            mx.array(np.maximum(where.table, 0).astype(np.int32))[:, None], (batch, kv_heads, where.table.shape[1])
         )
         heads = mx.arange(kv_heads, dtype=mx.int32)[:, None]
         rows = mx.take_along_axis(units, tokens // unit_tokens, axis=-1) * kv_heads + heads
@@ -55,8 +56,8 @@ def bounds(
             name: mx.take(pool.reshape(-1, *pool.shape[3:]), rows, axis=0)
             for name, pool in inner.summaries[layer].items()
         }
-        cache.bound_bytes_read += sum(part.nbytes for part in codes.values())
-        _, least, most = score_summary(inner.config, inner.constants(layer), codes, a)
+        cache.bound_bytes_read += num_left * size * summary_group_bytes(inner.store, q.shape[-1])
+        _, least, most = score_summary(inner.store, inner.constants(layer), codes, a)
         assert least is not None and most is not None
         place = mx.broadcast_to(mx.where(listed < 0, groups, listed)[:, :, None], (*a.shape[:3], width))
 
@@ -73,7 +74,7 @@ def certify(cache: Cache, layer: int, scores: Scores, visited: Selection, out: m
     """Bounds of what `visited` left out, from valid bounds alone (design section 4): out [B, Hq, D] and lse [B, Hq] are
     what `attend` gave for exactly these groups. Raises ValueError for a method without bounds."""
     if scores.upper is None or scores.slack is None:
-        raise ValueError(f"method {cache.config.method} has no bounds: nothing can be certified")
+        raise ValueError(f"method {cache.store.method} has no bounds: nothing can be certified")
     batch, kv_heads, repeat, groups = scores.upper.shape
     with mx.stream(cache.stream):
         skipped = ~visit_mask(visited, groups)[:, :, None]
@@ -90,14 +91,14 @@ def certify(cache: Cache, layer: int, scores: Scores, visited: Selection, out: m
         return Certificate(share.max(axis=-1), mx.where(share > 0, share * reach, 0).max(axis=-1))
 
 
-def escalate(config: EpsConfig, scores: Scores, selection: Selection, lse: mx.array) -> tuple[Selection, Selection]:
-    """(groups to visit besides, all visited groups) so that the certificate of the whole falls to config.epsilon, where
+def escalate(read: Read, scores: Scores, selection: Selection, lse: mx.array) -> tuple[Selection, Selection]:
+    """(groups to visit besides, all visited groups) so that the certificate of the whole falls to its epsilon, where
     `selection` was attended with lse [B, Hq]. Heads whose certificate holds already get none. The unvisited are ordered
     by their largest upper mass relative to what was read; of them the shortest run is taken after which even the upper
     masses of the rest are small against what was read plus the lower masses of the run. No synchronisation; runs on the
     current default device."""
     if scores.upper is None or scores.lower is None or scores.slack is None:
-        raise ValueError(f"method {config.method} has no bounds: nothing can be certified")
+        raise ValueError("the method has no bounds: nothing can be certified")
     batch, kv_heads, repeat, groups = scores.upper.shape
     visit, lse = visit_mask(selection, groups), lse.reshape(batch, kv_heads, repeat, 1)
     upper = mx.where(visit[:, :, None], -math.inf, scores.upper)
@@ -109,7 +110,7 @@ def escalate(config: EpsConfig, scores: Scores, selection: Selection, lse: mx.ar
     rest = _log_running(mx.take_along_axis(upper, by_need, axis=-1)[..., ::-1])[..., ::-1]
     rest = mx.concatenate([rest, nothing], axis=-1)
     gained = mx.concatenate([nothing, _log_running(mx.take_along_axis(lower, by_need, axis=-1))], axis=-1)
-    odds = _log_odds(config.epsilon)
+    odds = _log_odds(read.epsilon)
     # twice the margin: the certificate that is taken afterwards pays it once more
     margin = scores.slack[..., None] + 2 * _float_margin(rest, lse)
     holds = (rest <= odds + mx.logaddexp(lse, gained) - margin).all(axis=2)
@@ -117,7 +118,7 @@ def escalate(config: EpsConfig, scores: Scores, selection: Selection, lse: mx.ar
     count = (mx.cumsum(holds.astype(mx.int32), axis=-1) == 0).sum(axis=-1, keepdims=True)
     index = mx.broadcast_to(mx.arange(groups, dtype=mx.int32), order.shape)
     extra = mx.put_along_axis(mx.zeros(order.shape, mx.int32), order, index, axis=-1) < count
-    if config.scope == "union":
+    if read.scope == "union":
         extra = extra.any(axis=1, keepdims=True) & ~visit
     whole = visit | extra
     first, second = (

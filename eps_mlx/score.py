@@ -11,44 +11,39 @@ Sources and formulas: see the float64 oracle of the same names; the functions st
 """
 
 import math
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
 
 from eps_core.gate.protocol import Scores
-from eps_core.paging.where import forced_groups, missing_groups
+from eps_core.paging.where import Where
+from eps_mlx.cache import Cache
 from eps_mlx.kernels.choose import kernels_module
 from eps_mlx.summaries.base import Score, _wide, logit_slack
 from eps_mlx.summaries.rq import SECOND_LEVEL, refine_rq
 from eps_mlx.summaries.table import score_summary
 
-if TYPE_CHECKING:
-    from eps_mlx.cache import Cache
 
-
-def score(cache: "Cache", layer: int, q: mx.array, table: np.ndarray, lengths: np.ndarray) -> Scores:
+def score(cache: Cache, layer: int, q: mx.array, where: Where) -> Scores:
     """Estimates [B, Hkv, G] of every group, max over the query heads of each kv head (never a mean), and bounds
-    [B, Hkv, R, G]: q [B, Hq, D] unscaled, table [B, M], lengths [B] tokens. See `Scores` for what the numbers mean."""
-    config, spec = cache.config, cache.spec
-    table, lengths = np.asarray(table), np.asarray(lengths, np.int64)
+    [B, Hkv, R, G]: q [B, Hq, D] unscaled. See `Scores` for what the numbers mean."""
+    store, spec = cache.store, cache.spec
     module = kernels_module(cache.kernels)
-    if module is not None and (scores := module.score(cache, layer, q, table, lengths)) is not None:
+    if module is not None and (scores := module.score(cache, layer, q, where)) is not None:
         return scores
     batch, _, head_dim = q.shape
     kv_heads = spec.num_kv_heads
-    can_encode = config.method != "rq" or cache.centre[layer] is not None
-    missing = missing_groups(config, cache.state[layer], table, lengths, can_encode)
-    groups = missing.shape[1]
-    inside = np.arange(groups) < -(-lengths // config.S)[:, None]
-    num_missing = (missing & ~forced_groups(config, lengths, groups)).sum(axis=1)
+    can_encode = store.method != "rq" or cache.centre[layer] is not None
+    missing = where.missing(cache.state[layer], can_encode)
+    num_missing = where.num_missing(cache.state[layer], can_encode)
+    groups, inside, table = where.num_groups, where.inside, where.table
 
     with mx.stream(cache.stream):
         a = q.astype(mx.float32).reshape(batch, kv_heads, -1, head_dim) * (1 / math.sqrt(head_dim))
         # whole units of one head are contiguous in K and in every summary
         rows = mx.array((np.maximum(table, 0)[:, None, :] * kv_heads + np.arange(kv_heads)[:, None]).astype(np.int32))
-        if config.method == "oracle":
-            parts: Score = _true_masses(cache, layer, a, rows, lengths), None, None
+        if store.method == "oracle":
+            parts: Score = _true_masses(cache, layer, a, rows, where.lengths), None, None
         else:
             gathered = {
                 name: mx.take(pool.reshape(spec.num_units * kv_heads, -1), rows, axis=0).reshape(
@@ -57,13 +52,13 @@ def score(cache: "Cache", layer: int, q: mx.array, table: np.ndarray, lengths: n
                 for name, pool in cache.summaries[layer].items()
                 if name not in SECOND_LEVEL
             }
-            parts = score_summary(config, cache.constants(layer), gathered, a)
+            parts = score_summary(store, cache.constants(layer), gathered, a)
         known, unknown = mx.array(inside & ~missing)[:, None, :], mx.array(missing)[:, None, :]
         # the groups that were not scored: without a summary, and past the end
         rest = mx.where(unknown, math.inf, -math.inf)
         estimate = mx.where(known, parts[0].max(axis=2), -math.inf)
-        if config.refine:
-            estimate = _refined(cache, layer, a, estimate, gathered["codes"], table, lengths)
+        if where.config.read.refine:
+            estimate = _refined(cache, layer, a, estimate, gathered["codes"], where)
         estimate = mx.where(known, estimate, rest)
         if parts[1] is None or parts[2] is None:
             return Scores(estimate, None, None, num_missing, kernels=cache.kernels)
@@ -73,13 +68,11 @@ def score(cache: "Cache", layer: int, q: mx.array, table: np.ndarray, lengths: n
         return Scores(estimate, lower, upper, num_missing, slack, cache.kernels)
 
 
-def _refined(
-    cache: "Cache", layer: int, a: mx.array, estimate: mx.array, codes: mx.array, table: np.ndarray, lengths: np.ndarray
-) -> mx.array:
+def _refined(cache: Cache, layer: int, a: mx.array, estimate: mx.array, codes: mx.array, where: Where) -> mx.array:
     """`estimate` [B, Hkv, G] (-inf: unknown) with two-bit estimates of each head's best groups, the lower index first
     among equals; only their second bits are read. codes [B, Hkv, G, bytes] are the first bits of all."""
-    config, kv_heads, per_unit = cache.config, cache.spec.num_kv_heads, cache.config.groups_per_unit
-    counts = np.array([config.refined_groups(int(length)) for length in lengths])
+    kv_heads, per_unit = cache.spec.num_kv_heads, cache.store.groups_per_unit
+    table, counts = where.table, where.refined
     most = int(counts.max())
     best = best_first(estimate)[..., :most]
     units = mx.broadcast_to(
@@ -92,7 +85,7 @@ def _refined(
     for name in SECOND_LEVEL:
         pool = cache.summaries[layer][name]
         summary[name] = mx.take(pool.reshape(-1, *pool.shape[3:]), rows, axis=0)
-    finer = refine_rq(summary, a, config.S, cache.constants(layer)).max(axis=2)
+    finer = refine_rq(summary, a, cache.store.S, cache.constants(layer)).max(axis=2)
     coarse = mx.take_along_axis(estimate, best, axis=-1)
     wanted = mx.array(np.arange(most) < counts[:, None])[:, None]
     finer = mx.where(wanted & (coarse > -math.inf), finer, coarse)
@@ -110,13 +103,13 @@ def best_first(keys: mx.array) -> mx.array:
     return (mx.sort(place * groups + falling, axis=-1) % groups).astype(mx.int32)
 
 
-def _true_masses(cache: "Cache", layer: int, a: mx.array, rows: mx.array, lengths: np.ndarray) -> mx.array:
+def _true_masses(cache: Cache, layer: int, a: mx.array, rows: mx.array, lengths: np.ndarray) -> mx.array:
     """True log masses [B, Hkv, R, G], by reading all of K: what a perfect summary would say (evaluation only)."""
     batch, kv_heads, repeat, head_dim = a.shape
-    flat = cache.k[layer].reshape(-1, cache.config.unit_tokens * head_dim)
+    flat = cache.k[layer].reshape(-1, cache.store.unit_tokens * head_dim)
     keys = mx.take(flat, rows, axis=0).reshape(batch, kv_heads, -1, head_dim)
     logits = a @ _wide(keys).swapaxes(-1, -2)
     written = mx.array(np.arange(logits.shape[-1]) < lengths[:, None])[:, None, None, :]
     return mx.logsumexp(
-        mx.where(written, logits, -math.inf).reshape(batch, kv_heads, repeat, -1, cache.config.S), axis=-1
+        mx.where(written, logits, -math.inf).reshape(batch, kv_heads, repeat, -1, cache.store.S), axis=-1
     )

@@ -12,7 +12,7 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.gate.protocol import Scores, Selection
-from eps_core.paging.where import budget, forced_groups
+from eps_core.paging.where import Where
 from eps_mlx.kernels.choose import kernels_module
 
 THRESHOLD_ROWS = 256  # groups that one pass of `select_threshold` compares with all others; changes memory only
@@ -37,8 +37,8 @@ def select_topk(estimate: mx.array, forced: mx.array, count: mx.array, most: int
 
 def select_share(config: EpsConfig, estimate: mx.array, forced: mx.array) -> mx.array:
     """Every group whose estimated share of the softmax is at least tau."""
-    assert config.tau is not None
-    return forced | (estimate - _log_total(estimate) >= math.log(config.tau))
+    assert config.read.tau is not None
+    return forced | (estimate - _log_total(estimate) >= math.log(config.read.tau))
 
 
 def select_mass(config: EpsConfig, estimate: mx.array, forced: mx.array) -> mx.array:
@@ -47,7 +47,9 @@ def select_mass(config: EpsConfig, estimate: mx.array, forced: mx.array) -> mx.a
     # rising, those without a share first: the longest run that sums to at most epsilon is what may be skipped. In the
     # log domain, so that no share vanishes: epsilon 0 skips nothing
     rising = mx.logcumsumexp(mx.sort(unforced, axis=-1), axis=-1) - _log_total(estimate)
-    skipped = (rising <= (math.log(config.epsilon) if config.epsilon else -math.inf)).sum(axis=-1, keepdims=True)
+    skipped = (rising <= (math.log(config.read.epsilon) if config.read.epsilon else -math.inf)).sum(
+        axis=-1, keepdims=True
+    )
     return forced | _best(unforced, estimate.shape[-1] - skipped, estimate.shape[-1])
 
 
@@ -55,15 +57,15 @@ def select_threshold(config: EpsConfig, estimate: mx.array, forced: mx.array) ->
     """The product requirements' rule: newest to oldest, skip when B < T / alpha, T the top_pages-th best so far; of
     masses, T - log alpha, where estimates are their logarithms. T / alpha <= B_j says that fewer than top_pages newer
     groups have B_i / alpha > B_j: a count instead of a heap."""
-    assert config.top_pages is not None
+    assert config.read.top_pages is not None
     groups = estimate.shape[-1]
-    lowered = estimate / config.alpha if config.has_norm_estimate else estimate - math.log(config.alpha)
+    lowered = estimate / config.read.alpha if config.store.has_norm_estimate else estimate - math.log(config.read.alpha)
     scaled = mx.where(mx.isfinite(estimate), lowered, -math.inf)
     index, parts = mx.arange(groups), []
     for start in range(0, groups, THRESHOLD_ROWS):
         rows = slice(start, start + THRESHOLD_ROWS)
         newer_and_better = (scaled[..., None, :] > estimate[..., rows, None]) & (index > index[rows, None])
-        parts.append(newer_and_better.sum(axis=-1) < config.top_pages)
+        parts.append(newer_and_better.sum(axis=-1) < config.read.top_pages)
     return forced | (mx.concatenate(parts, axis=-1) & mx.isfinite(estimate))
 
 
@@ -74,36 +76,35 @@ def _log_total(estimate: mx.array) -> mx.array:
     return largest + mx.log(mx.exp(known - largest).sum(axis=-1, keepdims=True))
 
 
-def select(config: EpsConfig, scores: Scores, lengths: np.ndarray, layer: int = 0) -> Selection:
+def select(scores: Scores, where: Where, layer: int = 0) -> Selection:
     """The configured policy over every (sequence, kv head); scope union gives all heads the union of their groups.
     `layer` says which head modes apply, where the config has any. Runs on the current default device: `scores` are its
     arrays."""
-    lengths = np.asarray(lengths, np.int64)
+    config = where.config
     module = kernels_module(scores.kernels)
-    if module is not None and (selection := module.select(config, scores, lengths, layer)) is not None:
+    if module is not None and (selection := module.select(scores, where, layer)) is not None:
         return selection
     estimate = scores.estimate
     groups = estimate.shape[-1]
-    guards = forced_groups(config, lengths, groups)
-    num_forced = guards.sum(axis=1) + np.asarray(scores.num_missing, np.int64)
-    inside = mx.array(np.arange(groups) < -(-lengths // config.S)[:, None])[:, None, :]
-    forced = (mx.array(guards)[:, None, :] | (estimate == math.inf)) & inside
+    num_forced = where.num_forced + np.asarray(scores.num_missing, np.int64)
+    inside = mx.array(where.inside)[:, None, :]
+    forced = (mx.array(where.forced)[:, None, :] | (estimate == math.inf)) & inside
     uniform = None
-    if config.policy == "topk":
-        uniform = budget(config, num_forced, lengths)
+    if config.read.policy == "topk":
+        uniform = where.budget(num_forced)
         visit = select_topk(
             estimate, forced, mx.array(uniform.astype(np.int32))[:, None, None], max(int(uniform.max()), 1)
         )
-    elif config.policy == "threshold":
+    elif config.read.policy == "threshold":
         visit = select_threshold(config, estimate, forced) & inside
     else:
-        policy = select_share if config.policy == "share" else select_mass
+        policy = select_share if config.read.policy == "share" else select_mass
         visit = policy(config, estimate, forced) & inside
-        if config.top_pages is not None:
+        if config.read.top_pages is not None:
             count = visit.sum(axis=-1, keepdims=True)
-            cap = mx.maximum(forced.sum(axis=-1, keepdims=True), config.top_pages)
+            cap = mx.maximum(forced.sum(axis=-1, keepdims=True), config.read.top_pages)
             visit = select_topk(mx.where(visit, estimate, -math.inf), forced, mx.minimum(count, cap), groups)
-    modes = config.head_modes[layer] if config.head_modes else ()
+    modes = config.read.head_modes[layer] if config.read.head_modes else ()
     if set(modes) - {"gate"}:
         uniform = None
         dense, window = (mx.array([mode == name for mode in modes])[None, :, None] for name in ("dense", "window"))
@@ -112,7 +113,7 @@ def select(config: EpsConfig, scores: Scores, lengths: np.ndarray, layer: int = 
         best = _best(mx.where(inside, estimate, -math.inf), mx.ones((*visit.shape[:-1], 1), mx.int32), 1)
         visit = visit | (best & ~visit.any(axis=-1, keepdims=True))
     wanted = None
-    if config.scope == "union":
+    if config.read.scope == "union":
         wanted = visit.sum(axis=-1).astype(mx.int32)
         visit, uniform = mx.broadcast_to(visit.any(axis=1, keepdims=True), visit.shape), None
     width = groups if uniform is None else max(int(uniform.max()), 1)

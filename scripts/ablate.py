@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from eps_core.config.eps import EpsConfig
+from eps_core.decode.forward import load_decoder
 from eps_core.decode.model import load_tokenizer, read_spec
 from eps_core.evaluation.curves import bytes_at_kl
 from eps_core.evaluation.runner import Runner
@@ -26,7 +27,7 @@ from eps_core.telemetry.files import git_commit
 from eps_core.telemetry.steps import kl_divergence
 
 DEMO = Path(__file__).parent.parent / "eps_core" / "demo_model"
-DEFAULT = EpsConfig(method="rq")
+DEFAULT = EpsConfig.of(method="rq")
 TAUS = tuple({"policy": "share", "tau": tau} for tau in (1e-2, 4e-3, 2e-3, 1e-3, 5e-4, 2.5e-4))
 BUDGETS = tuple({"budget": budget} for budget in (0.015, 0.022, 0.03, 0.05, 0.08, 0.12))
 MASSES = tuple({"policy": "mass", "epsilon": epsilon} for epsilon in (0.6, 0.4, 0.3, 0.2, 0.1))
@@ -51,15 +52,15 @@ ARMS = (
     ("guards 16 + 128", replace(DEFAULT, first_tokens=16, last_tokens=128), WIDER),
     ("guards 4 + 8", replace(DEFAULT, last_tokens=8), BUDGETS),
     ("1 bit, guards 16 + 128, no tail", FIRST, WIDER),
-    ("box, 16", EpsConfig(method="box"), WIDER),
-    ("box, 16, tail", EpsConfig(method="box", tail_tokens=64), WIDER),
+    ("box, 16", EpsConfig.of(method="box"), WIDER),
+    ("box, 16, tail", EpsConfig.of(method="box", tail_tokens=64), WIDER),
 )
 
 
 def one_text(context: int, steps: int, backend_name: str, index: int) -> list[list[tuple[list[float], int, int]]]:
     """Of every arm and setting: divergences [steps], bytes read, dense bytes along one text."""
     backend, spec, tokenizer = load_backend(backend_name), read_spec(DEMO), load_tokenizer(DEMO)
-    runner = Runner(backend, backend.load_model(DEMO, spec, "float32", "cpu"), "cpu")
+    runner = Runner(backend, load_decoder(backend, DEMO, spec, "float32", "cpu"), "cpu")
     window = filler(corpus(held_out=True), context + steps, np.random.default_rng([0, 1, index])).decode("ascii")
     tokens = tokenizer.encode(window).ids[: context + steps]
     cache, table, prompt = runner.prefill(tokens[:context], steps)
@@ -69,7 +70,7 @@ def one_text(context: int, steps: int, backend_name: str, index: int) -> list[li
         cache, table = runner.arm(prompt, config, steps)
         rows = []
         for setting in settings:
-            cache.config = replace(config, **setting)
+            cache.config = config.replace(**setting)
             cache, got, _, read, full = runner.decode(cache, table, prompt, tokens[context:], steps, prompt.logits)
             rows.append((kl_divergence(dense, got).tolist(), read, full))
         found.append(rows)
@@ -104,7 +105,7 @@ def main() -> None:
         for i, setting in enumerate(settings):
             cells = [text[arm][i] for text in texts]
             points.append((sum(c[1] for c in cells) / sum(c[2] for c in cells), float(np.mean([c[0] for c in cells]))))
-            rows.append({"type": "ablation", "what": name, **setting, "config": replace(config, **setting).to_dict(),
+            rows.append({"type": "ablation", "what": name, **setting, "config": config.replace(**setting).to_dict(),
                          "bytes_ratio": points[-1][0], "kl_mean": points[-1][1]})  # fmt: skip
         at = [bytes_at_kl(points, kl) for kl in (0.01, 0.004)]
         words = ["-" if value is None else f"{'' if how == 'measured' else how + ' '}{value:.3f}" for value, how in at]

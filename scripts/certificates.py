@@ -24,31 +24,32 @@ from eps_core.evaluation.merits import CERTIFIED_LEVELS, certified_skip, truth_o
 from eps_core.evaluation.replay import combine, replay_many
 from eps_core.gate.protocol import Backend
 from eps_core.load import load_backend
+from eps_core.paging.where import Where
 from eps_core.telemetry.files import git_commit
 
 SUMMARIES = (
-    EpsConfig(method="1pc"),
-    EpsConfig(method="fd"),
-    EpsConfig(method="box", group_tokens=16),
-    EpsConfig(method="box", group_tokens=4),
-    EpsConfig(method="ball", group_tokens=8),
-    EpsConfig(method="ball", group_tokens=2),
-    EpsConfig(method="moments", group_tokens=128),
-    EpsConfig(method="moments", group_tokens=16),
-    EpsConfig(method="moments", group_tokens=8),
-    EpsConfig(method="moments", group_tokens=8, dim=4),
-    EpsConfig(method="moments", group_tokens=4, dim=2),
-    EpsConfig(method="moments", group_tokens=4, dim=3),
-    EpsConfig(method="moments", group_tokens=2),
-    EpsConfig(method="rq", group_tokens=2, rq_bounds=True, refine=0.0, tail_tokens=0),
-    EpsConfig(method="rq", group_tokens=2, bits=8, rq_bounds=True, tail_tokens=0),
-    EpsConfig(method="rq", group_tokens=1, bits=1, rq_bounds=True, refine=0.0, tail_tokens=0),
-    EpsConfig(method="rq", group_tokens=1, bits=2, rq_bounds=True, tail_tokens=0),
-    EpsConfig(method="rq", group_tokens=1, bits=4, rq_bounds=True, tail_tokens=0),
-    EpsConfig(method="rq", group_tokens=1, bits=8, rq_bounds=True, tail_tokens=0),
+    EpsConfig.of(method="1pc"),
+    EpsConfig.of(method="fd"),
+    EpsConfig.of(method="box", group_tokens=16),
+    EpsConfig.of(method="box", group_tokens=4),
+    EpsConfig.of(method="ball", group_tokens=8),
+    EpsConfig.of(method="ball", group_tokens=2),
+    EpsConfig.of(method="moments", group_tokens=128),
+    EpsConfig.of(method="moments", group_tokens=16),
+    EpsConfig.of(method="moments", group_tokens=8),
+    EpsConfig.of(method="moments", group_tokens=8, dim=4),
+    EpsConfig.of(method="moments", group_tokens=4, dim=2),
+    EpsConfig.of(method="moments", group_tokens=4, dim=3),
+    EpsConfig.of(method="moments", group_tokens=2),
+    EpsConfig.of(method="rq", group_tokens=2, rq_bounds=True, refine=0.0, tail_tokens=0),
+    EpsConfig.of(method="rq", group_tokens=2, bits=8, rq_bounds=True, tail_tokens=0),
+    EpsConfig.of(method="rq", group_tokens=1, bits=1, rq_bounds=True, refine=0.0, tail_tokens=0),
+    EpsConfig.of(method="rq", group_tokens=1, bits=2, rq_bounds=True, tail_tokens=0),
+    EpsConfig.of(method="rq", group_tokens=1, bits=4, rq_bounds=True, tail_tokens=0),
+    EpsConfig.of(method="rq", group_tokens=1, bits=8, rq_bounds=True, tail_tokens=0),
 )
 STRICT = tuple(
-    EpsConfig(method="rq", bound_bits=bits, strict=True, epsilon=epsilon)
+    EpsConfig.of(method="rq", bound_bits=bits, strict=True, epsilon=epsilon)
     for bits in (4, 8) for epsilon in CERTIFIED_LEVELS
 )  # fmt: skip
 REFINED_FRACTIONS = tuple(i / 20 for i in range(21))
@@ -58,21 +59,23 @@ def uppers(capture: Capture, backend: Backend, config: EpsConfig, layer: int, st
     """Upper bounds of log mass [Hkv, R, T] of every key, from codes of single keys."""
     q, k, v = capture.layer(layer)
     length = int(capture.lengths[step])
-    units = -(-length // config.unit_tokens)
+    units = -(-length // config.store.unit_tokens)
     spec = CacheSpec(1, k.shape[1], k.shape[2], units, capture.info.kv_dtype)
-    cache = backend.new_cache(spec, config, "cpu")
+    cache = backend.new_cache(spec, config.store, "cpu")
     keys, values = (backend.from_numpy(np.ascontiguousarray(x[:length]), spec.dtype, "cpu") for x in (k, v))
     cache = backend.write_kv(cache, 0, keys, values, np.arange(length))
     table = np.arange(units, dtype=np.int32)[None]
-    scores = backend.score(cache, 0, backend.from_numpy(q[step][None], "float32", "cpu"), table, np.array([length]))
+    scores = backend.score(
+        cache, 0, backend.from_numpy(q[step][None], "float32", "cpu"), Where.of(config, table, np.array([length]))
+    )
     return backend.to_numpy(scores.upper)[0][..., :length].astype(np.float64)
 
 
 def refinement(capture: Capture, backend: Backend) -> list[dict]:
     """Of every certified share: the least bytes over how many keys the finer codes are read of, and that fraction."""
-    coarse, fine = (EpsConfig(method="rq", group_tokens=1, bits=b, rq_bounds=True, tail_tokens=0) for b in (4, 8))
+    coarse, fine = (EpsConfig.of(method="rq", group_tokens=1, bits=b, rq_bounds=True, tail_tokens=0) for b in (4, 8))
     head_dim = capture.info.head_dim
-    coarse_bytes = summary_group_bytes(coarse, head_dim) / (4 * head_dim)
+    coarse_bytes = summary_group_bytes(coarse.store, head_dim) / (4 * head_dim)
     found: dict[float, list[np.ndarray]] = {level: [] for level in CERTIFIED_LEVELS}
     value_aware: dict[float, list[float]] = {level: [] for level in CERTIFIED_LEVELS}
     step = len(capture.lengths) - 1
@@ -104,8 +107,10 @@ def _refined_bytes(low: np.ndarray, high: np.ndarray, masses: np.ndarray, fracti
     order = np.argsort(-low.max(axis=1), axis=1, kind="stable")[:, :count]
     upper = low.copy()
     np.put_along_axis(upper, order[:, None], np.take_along_axis(np.minimum(low, high), order[:, None], 2), 2)
-    coarse, fine = (EpsConfig(method="rq", group_tokens=1, bits=b, rq_bounds=True, tail_tokens=0) for b in (4, 8))
-    codes = (summary_group_bytes(coarse, head_dim) + fraction * summary_group_bytes(fine, head_dim)) / (4 * head_dim)
+    coarse, fine = (EpsConfig.of(method="rq", group_tokens=1, bits=b, rq_bounds=True, tail_tokens=0) for b in (4, 8))
+    codes = (summary_group_bytes(coarse.store, head_dim) + fraction * summary_group_bytes(fine.store, head_dim)) / (
+        4 * head_dim
+    )
     return 1 - certified_skip(upper, masses, CERTIFIED_LEVELS) + codes
 
 
@@ -142,12 +147,12 @@ def main() -> None:
     results = [replay_many(capture, configs, backend, "cpu") for capture in captures]
     for i, config in enumerate(configs):
         row = combine([result[i].summary() for result in results])
-        if not config.strict:
-            summary = summary_group_bytes(config, head_dim) / (4 * head_dim * config.S)
+        if not config.read.strict:
+            summary = summary_group_bytes(config.store, head_dim) / (4 * head_dim * config.store.S)
             row["bytes_at"] = [1 - row[f"certified_skip_{e:g}"] + summary for e in CERTIFIED_LEVELS]
             row["oracle_bytes_at"] = [1 - row[f"oracle_skip_{e:g}"] for e in CERTIFIED_LEVELS]
-        kind = "strict" if config.strict else "summary"
-        rows.append({"type": kind, "bound_bits": config.bound_bits, "epsilon": config.epsilon, **row})
+        kind = "strict" if config.read.strict else "summary"
+        rows.append({"type": kind, "bound_bits": config.store.bound_bits, "epsilon": config.read.epsilon, **row})
         print(
             json.dumps({k: rows[-1][k] for k in ("type", "method", "group_tokens", "dim", "bits", "bytes_ratio")}),
             flush=True,

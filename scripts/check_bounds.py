@@ -49,7 +49,7 @@ _captured: Layers = {}  # of a worker process
 def capture(target: Target) -> Layers:
     """q [steps, Hq, D], k, v [T, Hkv, D] float32 of every layer of the demo model."""
     model = open_text_model(None, None, CONTEXT_TOKENS + STEPS, *target, "float32", "float32")
-    recording = record(model, model.load(), CONTEXT_TOKENS, range(model.spec.num_layers), EpsConfig())
+    recording = record(model, model.load(), CONTEXT_TOKENS, range(model.spec.num_layers), EpsConfig.of())
     return {layer: (q, *recording.keys_values(layer)) for layer, q in recording.q.items()}
 
 

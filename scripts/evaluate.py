@@ -15,6 +15,7 @@ from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
+from eps_core.decode.forward import load_decoder
 from eps_core.decode.model import load_tokenizer, read_spec
 from eps_core.evaluation.curves import BYTE_BUDGETS, TAUS, Plan, markdown, records, run_document, table_cells
 from eps_core.evaluation.runner import Runner
@@ -27,7 +28,7 @@ DEMO = Path(__file__).parent.parent / "eps_core" / "demo_model"
 @cache
 def _loaded(model: Path, backend_name: str, device: str):
     backend = load_backend(backend_name)
-    decoder = backend.load_model(model, read_spec(model), "float32", device)
+    decoder = load_decoder(backend, model, read_spec(model), "float32", device)
     tokenizer = load_tokenizer(model)
     return Runner(backend, decoder, device), lambda text: tokenizer.encode(text).ids
 

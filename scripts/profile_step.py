@@ -34,14 +34,14 @@ WARM_STEPS, FILL_TOKENS = 8, 2048
 @click.option("--backend", default="cuda", show_default=True)
 @click.option("--kernels", default="auto", show_default=True)
 def main(context: int, steps: int, backend: str, kernels: str) -> None:
-    module, config = load_backend(backend), EpsConfig(method="rq")
+    module, config = load_backend(backend), EpsConfig.of(method="rq")
     with tempfile.TemporaryDirectory() as folder:
         model = make_demo(Path(folder), context + WARM_STEPS + steps)
         spec = read_spec(model)
         decoder = module.load_model(model, spec, "float32", "cpu")
-    units = -(-(context + WARM_STEPS + steps) // config.unit_tokens)
+    units = -(-(context + WARM_STEPS + steps) // config.store.unit_tokens)
     cache_spec = CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, units)
-    cache, rng = module.new_cache(cache_spec, config, "cpu", kernels), np.random.default_rng(0)
+    cache, rng = module.new_cache(cache_spec, config.store, "cpu", kernels), np.random.default_rng(0)
     for layer in range(spec.num_layers):
         for start in range(0, context, FILL_TOKENS):
             shape = (min(FILL_TOKENS, context - start), spec.num_kv_heads, spec.head_dim)
@@ -50,12 +50,12 @@ def main(context: int, steps: int, backend: str, kernels: str) -> None:
     profile = cProfile.Profile()
     for step in range(WARM_STEPS + steps):
         length = context + step + 1
-        table = np.arange(-(-length // config.unit_tokens), dtype=np.int32)[None]
+        table = np.arange(-(-length // config.store.unit_tokens), dtype=np.int32)[None]
         if step >= WARM_STEPS:
             profile.enable()
         cache, _ = decoder.step(cache, np.array([65]), np.array([length - 1]), table, np.array([length]))
         profile.disable()
-    groups = spec.num_layers * spec.num_kv_heads * (context // config.S)
+    groups = spec.num_layers * spec.num_kv_heads * (context // config.store.S)
     print(
         f"{steps} steps of the demo model at {context:,} tokens ({groups:,} groups a step), backend {backend}, kernels"
     )

@@ -54,7 +54,7 @@ class Bound(ModuleType):
         self.__dict__.update(vars(module))
 
         def new_cache(spec: Any, config: Any, device: str = "auto", wanted: str = "auto") -> Any:
-            return module.new_cache(spec, config, device, kernels if wanted == "auto" else wanted)
+            return module.new_cache(spec, config.store, device, kernels if wanted == "auto" else wanted)
 
         self.new_cache = new_cache
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_models
+from places import place
 from test_cli import lines_of
 from test_conformance import eps, visit_mask
 
@@ -18,16 +19,18 @@ from eps_core.cli import main
 from eps_core.config.bytes import scoring_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
+from eps_core.decode.forward import load_decoder
 from eps_core.decode.generate import Sampling, generate
 from eps_core.decode.model import read_spec
 from eps_core.gate.protocol import Scores
 from eps_core.paging.pool import PagePool
+from eps_core.paging.where import Where
 from eps_core.telemetry.steps import StepRecord, kl_divergence, summarise
 
 PROMPTS = [np.random.default_rng(length).integers(0, 256, length).tolist() for length in (290, 65)]
 STEPS = 4
 CONFIGS = {
-    "rq": EpsConfig(method="rq", first_tokens=4, last_tokens=8),
+    "rq": EpsConfig.of(method="rq", first_tokens=4, last_tokens=8),
     "rq-dropped-tail": eps("rq", group_tokens=2, tail_tokens=0),
     "moments": eps("moments"),
     "meanstd": eps("meanstd", policy="share", tau=0.02),
@@ -50,7 +53,7 @@ class Watched:
     def __init__(self, target: tuple, model: Path, config: EpsConfig, dense_step: int | None = None) -> None:
         self.backend, device = target
         self.config, self.spec, self.dense_step = config, read_spec(model), dense_step
-        self.decoder = self.backend.load_model(model, self.spec, "float32", device)
+        self.decoder = load_decoder(self.backend, model, self.spec, "float32", device)
         self.timing, self.num_steps = False, 0
         self.seen: list[dict[int, np.ndarray]] = []  # of each step: {layer: q}
         self.visits: list[list[np.ndarray]] = []  # of each step and layer: [B, Hkv, G]
@@ -74,11 +77,11 @@ class Watched:
 
     def run(self, prompts: list = PROMPTS, **more: Any) -> list[StepRecord]:
         config, spec = self.config, self.spec
-        units = sum(-(-(len(prompt) + STEPS) // config.unit_tokens) for prompt in prompts)
+        units = sum(-(-(len(prompt) + STEPS) // config.store.unit_tokens) for prompt in prompts)
         cache = self.backend.new_cache(
-            CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, units), config, self.decoder.device
+            CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, units), config.store, self.decoder.device
         )
-        pool, more = PagePool(units, config.unit_tokens), {"keep_logits": True, "prefill_chunk": 128, **more}
+        pool, more = PagePool(units, config.store.unit_tokens), {"keep_logits": True, "prefill_chunk": 128, **more}
         return list(generate(self.backend, self, cache, pool, prompts, STEPS, Sampling(), **more))  # type: ignore[arg-type]
 
     def _hear(self, layer: int, q: Any) -> None:
@@ -88,17 +91,17 @@ class Watched:
     def _visit(self, cache: Any, layer: int, table: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """What this layer visited, asked again; the bytes that this reads are not counted."""
         backend, config, counted = self.backend, self.config, (cache.kv_bytes_read, cache.bound_bytes_read)
-        groups = table.shape[1] * config.groups_per_unit
-        inside = np.arange(groups) < -(-lengths // config.S)[:, None]
-        if config.dense_layer(layer):
+        groups = table.shape[1] * config.store.groups_per_unit
+        inside = np.arange(groups) < -(-lengths // config.store.S)[:, None]
+        if config.read.dense_layer(layer):
             return np.repeat(inside[:, None], self.spec.num_kv_heads, axis=1)
         q = backend.from_numpy(self.seen[-1][layer], "float32", self.decoder.device)
-        scores = backend.score(cache, layer, q, table, lengths)
-        selected = backend.select(config, scores, lengths, layer)
-        if config.strict:
-            _, lse = backend.attend(cache, layer, q, table, lengths, selected)
-            scores = backend.bounds(cache, layer, q, table, lengths, scores, selected)
-            _, selected = backend.escalate(config, scores, selected, lse)
+        scores = backend.score(cache, layer, q, Where.of(config, table, lengths))
+        selected = backend.select(scores, place(config, lengths, scores), layer)
+        if config.read.strict:
+            _, lse = backend.attend(cache, layer, q, Where.of(config, table, lengths), selected)
+            scores = backend.bounds(cache, layer, q, Where.of(config, table, lengths), scores, selected)
+            _, selected = backend.escalate(config.read, scores, selected, lse)
         cache.kv_bytes_read, cache.bound_bytes_read = counted
         return visit_mask(backend, selected, groups)
 
@@ -112,7 +115,7 @@ class Watched:
                     head = r // repeat
                     logits = keys[:, head] @ q / np.sqrt(self.spec.head_dim)
                     weights = np.exp(logits - logits.max())
-                    read = np.repeat(self.visits[-1][layer][b, head], self.config.S)[:length]
+                    read = np.repeat(self.visits[-1][layer][b, head], self.config.store.S)[:length]
                     shares[layer, head] = max(shares[layer, head], 1 - weights[read].sum() / weights.sum())
         return shares
 
@@ -139,10 +142,10 @@ def test_an_audit_tells_the_truth_and_changes_nothing(target, model, name):
         true = watched.unread[step]
         assert record.true_by_head is not None and record.mass_skipped_true == record.true_by_head.max()
         np.testing.assert_allclose(record.true_by_head, true, atol=1e-5)
-        if config.has_bounds:
+        if config.store.has_bounds:
             assert (true <= record.cert_by_head + 1e-6).all()
-        if config.strict:
-            assert record.mass_skipped_cert is not None and record.mass_skipped_cert <= config.epsilon
+        if config.read.strict:
+            assert record.mass_skipped_cert is not None and record.mass_skipped_cert <= config.read.epsilon
     assert max(shares.max() for shares in watched.unread) > 0.01, "nothing was skipped: this says nothing"
 
 
@@ -158,7 +161,7 @@ def test_audit_kl_is_against_a_dense_step_of_the_same_tokens(target, model, name
         assert other[step].pages_skipped == 0 < audited[step].pages_skipped
         assert audited[step].audit_kl == pytest.approx(values[-1], rel=1e-3, abs=1e-6)
     # nothing was gated before the first step: there it is the distance to a run without EPS
-    dense = Watched(target, model, EpsConfig()).run(forced_tokens=tokens)
+    dense = Watched(target, model, EpsConfig.of()).run(forced_tokens=tokens)
     assert audited[0].audit_kl == pytest.approx(
         kl_divergence(dense[0].logits, audited[0].logits).mean(), rel=1e-3, abs=1e-6
     )
@@ -182,7 +185,7 @@ def test_a_first_token_has_nothing_to_be_audited_against(target, model):
 
 
 def test_nothing_is_audited_where_eps_is_off(target, model):
-    records = Watched(target, model, EpsConfig()).run(audit_every=1)
+    records = Watched(target, model, EpsConfig.of()).run(audit_every=1)
     assert not any(record.audited or record.fallbacks for record in records)
 
 
@@ -285,10 +288,10 @@ def test_methods_without_bounds_are_strict_by_codes_of_keys(target, model, metho
         assert shares.max() <= record.mass_skipped_cert <= 0.2
         # codes of exactly those groups that the policy left out, whatever strict mode read of them afterwards
         left = record.pages_skipped + record.pages_escalated
-        units = -(-record.lengths[0] // config.unit_tokens)
-        scored = scoring_bytes(config, spec.head_dim, units * config.groups_per_unit, record.lengths)
+        units = -(-record.lengths[0] // config.store.unit_tokens)
+        scored = scoring_bytes(config, spec.head_dim, record.lengths)
         scored *= spec.num_layers * spec.num_kv_heads
-        assert record.bytes_summary_read - scored == left * config.S * key_bytes > 0
+        assert record.bytes_summary_read - scored == left * config.store.S * key_bytes > 0
     assert sum(record.escalations for record in records) > 0
 
 

@@ -20,6 +20,7 @@ from eps_core.cli import main
 from eps_core.config.eps import EpsConfig
 from eps_core.errors import ConfigError
 from eps_core.load import load_backend
+from eps_core.paging.where import Where
 
 ROOT = Path(__file__).parent.parent
 HEADS, HEAD_DIM, GROUPED = 2, 32, 4  # kv heads, their dimensions, query heads
@@ -150,12 +151,12 @@ def test_bytes_are_as_many_groups_as_fit(method: str, share: float) -> None:
     from eps_core.config.bytes import scoring_bytes
 
     shape = Shape(4096, 2, 8, 2, 128, "bfloat16")
-    config = EpsConfig(method=method, tail_tokens=64 if method == "rq" else 0)
+    config = EpsConfig.of(method=method, tail_tokens=64 if method == "rq" else 0)
     solved = budgeted(config, shape, "bytes", share)
-    summaries = scoring_bytes(config, 128, 2 * 4096 // config.S, [4096, 4096]) / 2
+    summaries = scoring_bytes(config, 128, [4096, 4096]) / 2
 
     def ratio(groups: int) -> float:
-        return (summaries + groups * config.S * 512) / (4096 * 512)
+        return (summaries + groups * config.store.S * 512) / (4096 * 512)
 
     assert solved.top_pages is not None and ratio(solved.top_pages) <= share < ratio(solved.top_pages + 1)
     with pytest.raises(ConfigError, match=r"bytes 0\.01 cannot hold"):
@@ -195,7 +196,7 @@ def test_a_gate_that_does_not_gate_is_not_timed(bench: Bench, monkeypatch: pytes
         assert "its selection lists" in bench.refused(*args)
     with monkeypatch.context() as patch:
         patch.setattr(
-            module, "select", lambda config, *given: select(replace(config, top_pages=None, budget=1.0), *given)
+            module, "select", lambda config, *given: select(config.replace(top_pages=None, budget=1.0), *given)
         )
         assert "the gate was not active: it visits all 16 groups" in bench.refused(*args)
     calls = 0
@@ -203,7 +204,7 @@ def test_a_gate_that_does_not_gate_is_not_timed(bench: Bench, monkeypatch: pytes
     def dense_after_a_while(cache, layer, q, table, lengths, selection):
         nonlocal calls
         calls += selection is not None
-        return attend(cache, layer, q, table, lengths, None if calls > 6 else selection)
+        return attend(cache, layer, q, Where.of(CONFIG_OF(cache), table, lengths), None if calls > 6 else selection)
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "attend", dense_after_a_while)
@@ -291,10 +292,10 @@ def test_what_a_graph_records_is_the_step_that_is_timed() -> None:
     backend, shape = load_backend("cuda"), Shape(256, 2, 4, 2, 32, "float32")
     device = backend.devices()[-1]
     for method in ("rq", "box"):
-        config = EpsConfig(method=method, top_pages=8)
+        config = EpsConfig.of(method=method, top_pages=8)
         layer = fill(backend, Source(shape), config, device, "triton", 16, platform.synchronize)
         step = run_step(layer, config, platform.synchronize)
-        parts = platform.device_parts(layer.cache, config, layer.q, layer.table, layer.lengths)
+        parts = platform.device_parts(layer.cache, layer.q, layer.where(config))
         assert {"select", "attend"} <= set(parts) and ("step" in parts) >= (method == "rq")
         require_same(layer, parts["attend"](), step.read, "attend")
         for name in {"attend_with_tail", "step"} & set(parts):
@@ -307,7 +308,7 @@ def test_what_a_graph_records_is_the_step_that_is_timed() -> None:
 
 def test_writes_go_to_fresh_slots() -> None:
     backend, shape = load_backend("numpy"), Shape(100, 3, 4, 2, 16, "float32")
-    config = EpsConfig(method="rq", tail_tokens=0)
+    config = EpsConfig.of(method="rq", tail_tokens=0)
     layer = fill(backend, Source(shape), config, "cpu", "arrays", 40, lambda *results: None)
     used = {int(unit) for row in layer.table for unit in row}
     before = layer.cache.k[0].copy()
@@ -317,14 +318,14 @@ def test_writes_go_to_fresh_slots() -> None:
         layer.write()
         assert not written & set(slots) and len(set(slots)) == 3
         written |= set(slots)
-    assert not used & {slot // config.unit_tokens for slot in written}
+    assert not used & {slot // config.store.unit_tokens for slot in written}
     untouched = sorted(used)
     np.testing.assert_array_equal(layer.cache.k[0][untouched], before[untouched])
 
 
 def test_keys_are_the_same_from_the_host_and_from_the_device() -> None:
     backend, shape = load_backend("numpy"), Shape(CHUNK_TOKENS + 30, 1, 2, 1, 4, "bfloat16")
-    config, source = EpsConfig(method="oracle"), Source(shape)
+    config, source = EpsConfig.of(method="oracle"), Source(shape)
     first = fill(backend, source, config, "cpu", "arrays", 16, lambda *results: None)
     k, v = (part.swapaxes(0, 1)[None] for part in backend.read_kv(first.cache, 0, first.table[0], shape.context))
     second = fill(backend, source, config, "cpu", "arrays", 16, lambda *results: None, (k, v))
@@ -391,7 +392,7 @@ def test_scaling_is_a_preset_of_contexts(bench: Bench, monkeypatch: pytest.Monke
     bench.refused("--scaling", "--bytes", "0.1", "--method", "rq@2,box@128", "--dtype", "bfloat16")
     assert asked[0].contexts == SCALING_CONTEXTS == (4096, 8192, 16384, 32768, 65536, 131072)
     assert asked[0].shares() == [("bytes", 0.1)]
-    assert [(config.method, config.S) for config in asked[0].configs()] == [("rq", 2), ("box", 128)]
+    assert [(config.store.method, config.store.S) for config in asked[0].configs()] == [("rq", 2), ("box", 128)]
 
 
 def target_cell(size: int, method: str, **more: Any) -> dict[str, Any]:

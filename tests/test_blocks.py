@@ -358,7 +358,7 @@ TestPoolMachine.settings = settings(
 
 
 def config_of(group_tokens: int) -> EpsConfig:
-    return EpsConfig(method="box", group_tokens=group_tokens, block_size=16)
+    return EpsConfig.of(method="box", group_tokens=group_tokens, block_size=16)
 
 
 class SlowState:
@@ -469,7 +469,7 @@ def random_slots(rng: random.Random, slow: SlowState, num_groups: int) -> list[i
 @given(size=st.sampled_from(SIZES), max_open=st.integers(1, 5), num_units=st.integers(2, 4), seed=st.integers(0, 2**32))
 def test_plan_against_a_token_at_a_time(size, max_open, num_units, seed):
     rng, config = random.Random(seed), config_of(size)
-    per_unit = config.groups_per_unit
+    per_unit = config.store.groups_per_unit
     state = GroupState(num_units, config, max_open)
     slow = SlowState(num_units * per_unit, size, max_open)
     running = Accumulators(max_open)
@@ -483,11 +483,11 @@ def test_plan_against_a_token_at_a_time(size, max_open, num_units, seed):
             assert len(pairs) == sum(copied)
             for src_open, dst_open in pairs:
                 # the accumulators follow the tokens, by the slots they have in the new unit
-                moved = [slot + (dst - src) * config.unit_tokens for slot in running.tokens[src_open]]
+                moved = [slot + (dst - src) * config.store.unit_tokens for slot in running.tokens[src_open]]
                 running.tokens[dst_open] = moved
             for sub in range(per_unit):
                 group = dst * per_unit + sub
-                slow.held[group] = [slot + (dst - src) * config.unit_tokens for slot in slow.held[group]]
+                slow.held[group] = [slot + (dst - src) * config.store.unit_tokens for slot in slow.held[group]]
         else:
             slots = random_slots(rng, slow, num_units * per_unit)
             plan = state.plan(np.array(slots, dtype=np.int64))
@@ -503,7 +503,7 @@ def test_plan_against_a_token_at_a_time(size, max_open, num_units, seed):
 def test_prefill_then_decode_of_several_sequences(size):
     """What the pool gives out goes through the plan: chunks that end anywhere, then one token each of three."""
     config = config_of(size)
-    pool, state = PagePool(64, config.unit_tokens), GroupState(64, config, 8)
+    pool, state = PagePool(64, config.store.unit_tokens), GroupState(64, config, 8)
     slow, running = SlowState(len(state.fill), size, 8), Accumulators(8)
     sequences = [pool.open()[0] for _ in range(3)]
 

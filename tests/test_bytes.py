@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from conftest import TARGETS, bound
+from places import place
 from test_conformance import Case, case_units, eps, make_kv, write_all
 
 from eps_core import oracle
@@ -10,6 +11,7 @@ from eps_core.config.bytes import scoring_bytes, summary_bytes, summary_group_by
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.load import load_backend
+from eps_core.paging.where import Where
 
 
 class Counter:
@@ -86,13 +88,18 @@ def test_counter_equals_gathered_tiles(target, counter, name, dtype):
     rng = np.random.default_rng(0)
     keys, values = make_kv(case, rng)
     spec = CacheSpec(1, 2, 16, case_units(case), dtype)
-    cache, table, lengths = write_all(backend, device, case, backend.new_cache(spec, case.config, device), keys, values)
+    cache, table, lengths = write_all(
+        backend, device, case, backend.new_cache(spec, case.config.store, device), keys, values
+    )
     q = backend.from_numpy(rng.normal(size=(2, 4, 16)).astype(np.float32), "float32", device)
-    selected = backend.select(case.config, backend.score(cache, 0, q, table, lengths), lengths)
+    selected = backend.select(
+        backend.score(cache, 0, q, table, lengths),
+        place(case.config, lengths, backend.score(cache, 0, q, table, lengths)),
+    )
     visited = int(backend.to_numpy(selected.counts).sum())
     counter.gathered, before = 0, cache.kv_bytes_read
-    backend.attend(cache, 0, q, table, lengths, selected)
-    expected = visited * case.config.S * spec.kv_token_bytes
+    backend.attend(cache, 0, q, Where.of(case.config, table, lengths), selected)
+    expected = visited * case.config.store.S * spec.kv_token_bytes
     assert counter.gathered == cache.kv_bytes_read - before == expected
     # dense reads every token once, so a gate that skipped nothing could not pass for one
     assert expected < 187 * 2 * spec.kv_token_bytes
@@ -100,19 +107,21 @@ def test_counter_equals_gathered_tiles(target, counter, name, dtype):
 
 def test_rq_stores_two_bits_and_scans_one():
     """D = 128, S = 2: 18 + 18 bytes of 1,024 stored, 18 scanned, the second 18 read of the best eighth."""
-    plain, coarse = EpsConfig(method="rq", tail_tokens=0), EpsConfig(method="rq", refine=0, tail_tokens=0)
-    assert (summary_group_bytes(plain, 128), summary_group_bytes(coarse, 128)) == (36, 18)
-    assert summary_group_bytes(plain, 128) / (2 * CacheSpec(1, 1, 128, 1, "bfloat16").kv_token_bytes) == 0.03515625
-    assert summary_bytes(plain, 32, 8, 128, 65536) == 32 * 8 * 32768 * 36
-    assert scoring_bytes(plain, 128, 1000, [2000]) == 1000 * 18 + 125 * 18
-    assert scoring_bytes(plain, 128, 1001, [2001]) == 1001 * 18 + 126 * 18
-    assert scoring_bytes(coarse, 128, 1000, [2000]) == 1000 * 18
+    plain, coarse = EpsConfig.of(method="rq", tail_tokens=0), EpsConfig.of(method="rq", refine=0, tail_tokens=0)
+    assert (summary_group_bytes(plain.store, 128), summary_group_bytes(coarse.store, 128)) == (36, 18)
+    assert (
+        summary_group_bytes(plain.store, 128) / (2 * CacheSpec(1, 1, 128, 1, "bfloat16").kv_token_bytes) == 0.03515625
+    )
+    assert summary_bytes(plain.store, 32, 8, 128, 65536) == 32 * 8 * 32768 * 36
+    assert scoring_bytes(plain, 128, [2000]) == 1000 * 18 + 125 * 18
+    assert scoring_bytes(plain, 128, [2001]) == 1001 * 18 + 126 * 18
+    assert scoring_bytes(coarse, 128, [2000]) == 1000 * 18
     # padded to the longest of the batch, as a gather is
-    assert scoring_bytes(plain, 128, 2000, [2000, 10]) == 2000 * 18 + 2 * 125 * 18
-    assert summary_group_bytes(EpsConfig(method="rq", rq_bounds=True), 128) == 36 + 6
-    assert summary_group_bytes(EpsConfig(method="rq", bits=2), 128) == 34
+    assert scoring_bytes(plain, 128, [2000, 10]) == 2000 * 18 + 2 * 125 * 18
+    assert summary_group_bytes(EpsConfig.of(method="rq", rq_bounds=True).store, 128) == 36 + 6
+    assert summary_group_bytes(EpsConfig.of(method="rq", bits=2).store, 128) == 34
     # with a mean value of 64 tokens
-    assert summary_bytes(EpsConfig(method="rq"), 1, 1, 128, 128) == 64 * 36 + 2 * 130
+    assert summary_bytes(EpsConfig.of(method="rq").store, 1, 1, 128, 128) == 64 * 36 + 2 * 130
 
 
 @pytest.mark.parametrize("refine", [0, 0.125, 0.3, 1])
@@ -121,14 +130,14 @@ def test_scoring_gathers_the_bytes_that_are_reported(target, counter, refine):
     case = Case((600, 37), eps("rq", group_tokens=2, refine=refine, tail_tokens=0), head_dim=64)
     keys, values = make_kv(case, np.random.default_rng(0))
     spec = CacheSpec(1, 2, 64, case_units(case))
-    cache, table, lengths = write_all(backend, device, case, backend.new_cache(spec, case.config, device), keys, values)
+    cache, table, lengths = write_all(
+        backend, device, case, backend.new_cache(spec, case.config.store, device), keys, values
+    )
     q = backend.from_numpy(np.random.default_rng(1).normal(size=(2, 4, 64)).astype(np.float32), "float32", device)
     counter.gathered = 0
-    backend.score(cache, 0, q, table, lengths)
-    assert counter.gathered == 2 * scoring_bytes(case.config, 64, table.size * 8, lengths)
-    assert scoring_bytes(case.config, 64, table.size * 8, lengths) == 10 * (
-        table.size * 8 + 2 * int(np.ceil(refine * 300))
-    )
+    backend.score(cache, 0, q, Where.of(case.config, table, lengths))
+    assert counter.gathered == 2 * scoring_bytes(case.config, 64, lengths)
+    assert scoring_bytes(case.config, 64, lengths) == 10 * (table.size * 8 + 2 * int(np.ceil(refine * 300)))
 
 
 def bounded(backend, device, lengths, bits, method, **settings):
@@ -136,11 +145,13 @@ def bounded(backend, device, lengths, bits, method, **settings):
     case = Case(lengths, eps(method, bound_bits=bits, tail_tokens=0, **settings), dtype="bfloat16")
     keys, values = make_kv(case, np.random.default_rng(0))
     spec = CacheSpec(1, 2, 16, case_units(case), "bfloat16")
-    cache, table, lengths = write_all(backend, device, case, backend.new_cache(spec, case.config, device), keys, values)
+    cache, table, lengths = write_all(
+        backend, device, case, backend.new_cache(spec, case.config.store, device), keys, values
+    )
     q = np.random.default_rng(1).normal(size=(len(lengths), 4, 16)).astype(np.float32)
     q = backend.from_numpy(q, "float32", device)
-    scores = backend.score(cache, 0, q, table, lengths)
-    selected = backend.select(case.config, scores, lengths)
+    scores = backend.score(cache, 0, q, Where.of(case.config, table, lengths))
+    selected = backend.select(scores, place(case.config, lengths, scores))
     return case.config, cache, (q, table, lengths, scores, selected)
 
 
@@ -151,23 +162,23 @@ def test_bounds_gather_the_codes_of_unvisited_groups_alone(target, counter, meth
     key_bytes = 16 * bits // 8 + 2 + 3 * 2
     for lengths in ((400,), (400, 290)):
         config, cache, given = bounded(backend, device, lengths, bits, method)
-        left = -(-given[2] // config.S)[:, None] - backend.to_numpy(given[-1].counts)
+        left = -(-given[2] // config.store.S)[:, None] - backend.to_numpy(given[-1].counts)
         for name in ("k", "v"):  # no key and no value is looked at
             setattr(cache, name, None)
         counter.gathered, before = 0, cache.bound_bytes_read
         backend.bounds(cache, 0, *given)
         # a gather pads to the longest list
-        expected = int(left.max()) * left.size * config.S * key_bytes
+        expected = int(left.max()) * left.size * config.store.S * key_bytes
         assert counter.gathered == cache.bound_bytes_read - before == expected
-        assert len(lengths) > 1 or expected == left.sum() * config.S * key_bytes
+        assert len(lengths) > 1 or expected == left.sum() * config.store.S * key_bytes
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_oracle_counts_codes_without_padding(bits):
     config, cache, given = bounded(oracle, "cpu", (400, 290), bits, "jl")
     oracle.bounds(cache, 0, *given)
-    left = (-(-given[2] // config.S)[:, None] - given[-1].counts).sum()
-    assert cache.bound_bytes_read == left * config.S * (16 * bits // 8 + 8) > 0
+    left = (-(-given[2] // config.store.S)[:, None] - given[-1].counts).sum()
+    assert cache.bound_bytes_read == left * config.store.S * (16 * bits // 8 + 8) > 0
 
 
 def test_rq_codes_are_equal_in_mlx_and_torch():
@@ -181,10 +192,13 @@ def test_rq_codes_are_equal_in_mlx_and_torch():
         backend = load_backend(name)
         spec = CacheSpec(1, 2, 64, case_units(case), "bfloat16")
         cache, table, lengths = write_all(
-            backend, "cpu", case, backend.new_cache(spec, case.config, "cpu"), keys, values
+            backend, "cpu", case, backend.new_cache(spec, case.config.store, "cpu"), keys, values
         )
         native = backend.from_numpy(q, "float32", "cpu")
-        groups = backend.select(case.config, backend.score(cache, 0, native, table, lengths), lengths).groups
+        groups = backend.select(
+            backend.score(cache, 0, native, table, lengths),
+            place(case.config, lengths, backend.score(cache, 0, native, table, lengths)),
+        ).groups
         summaries = cache.summaries[0]
         found.append([backend.to_numpy(x) for x in (cache.centre[0], summaries["codes"], groups)])
     for one, other in zip(*found, strict=True):

@@ -30,7 +30,7 @@ from eps_core.evaluation.calibrate import (
 )
 from eps_core.oracle import attention
 
-CONFIG = EpsConfig(method="rq", group_tokens=4, first_tokens=4, last_tokens=16)
+CONFIG = EpsConfig.of(method="rq", group_tokens=4, first_tokens=4, last_tokens=16)
 CONTEXT = 260
 
 
@@ -87,7 +87,7 @@ def test_curves_rise_to_one_and_follow_the_oracle() -> None:
 def test_break_even_is_where_the_bytes_cross() -> None:
     tokens = break_even_tokens(CONFIG, 64, 256, 0.2)
     assert tokens is not None
-    per_group = scoring_bytes(CONFIG, 64, 800, [3200]) / 800
+    per_group = scoring_bytes(CONFIG, 64, [3200]) / 800
     gated = (4 + 16 + 4) * 256 + tokens / 4 * per_group + 0.2 * tokens * 256
     assert gated == pytest.approx(tokens * 256)
     assert break_even_tokens(CONFIG, 64, 256, 1.0) is None
@@ -111,8 +111,8 @@ def test_a_policy_of_the_demo_model(policy_file: Path) -> None:
     assert policy.model == "demo" and policy.fingerprint == model_fingerprint(DEMO_MODEL)
     assert (np.diff(policy.curves, axis=2) >= 0).all() and np.shape(policy.curves) == (4, 2, len(FRACTIONS))
     modes = head_modes(policy)
-    config = EpsConfig(method="rq", head_modes=modes)
-    assert config.head_modes == modes and np.shape(modes) == (4, 2)
+    config = EpsConfig.of(method="rq", head_modes=modes)
+    assert config.read.head_modes == modes and np.shape(modes) == (4, 2)
     for layer, (classes, mine) in enumerate(zip(policy.classes, modes, strict=True)):
         for kind, mode in zip(classes, mine, strict=True):
             assert mode == ("gate" if kind == "retrieval" and layer not in policy.dense_layers else "dense")

@@ -49,16 +49,16 @@ CONTEXT, STEPS = 300, 3
 SMALL = {"first_tokens": 4, "last_tokens": 16, "budget": 0.25}
 # what a live decode and its replay must agree on; jl has its own projection in every layer (see replay.py)
 LIVE = {
-    "rq": EpsConfig(method="rq", **SMALL),
-    "rq-keys-strict": EpsConfig(method="rq", bound_bits=8, strict=True, epsilon=0.2, first_tokens=4, last_tokens=16),
-    "box-share": EpsConfig(method="box", policy="share", tau=0.002, first_tokens=4, last_tokens=16),
-    "meanstd-mass": EpsConfig(method="meanstd", policy="mass", epsilon=0.05, first_tokens=4, last_tokens=16),
-    "fd-union": EpsConfig(method="fd", scope="union", group_tokens=16, **SMALL),
-    "moments-strict": EpsConfig(method="moments", strict=True, epsilon=0.3, **SMALL),
-    "rq-heads": EpsConfig(
+    "rq": EpsConfig.of(method="rq", **SMALL),
+    "rq-keys-strict": EpsConfig.of(method="rq", bound_bits=8, strict=True, epsilon=0.2, first_tokens=4, last_tokens=16),
+    "box-share": EpsConfig.of(method="box", policy="share", tau=0.002, first_tokens=4, last_tokens=16),
+    "meanstd-mass": EpsConfig.of(method="meanstd", policy="mass", epsilon=0.05, first_tokens=4, last_tokens=16),
+    "fd-union": EpsConfig.of(method="fd", scope="union", group_tokens=16, **SMALL),
+    "moments-strict": EpsConfig.of(method="moments", strict=True, epsilon=0.3, **SMALL),
+    "rq-heads": EpsConfig.of(
         method="rq", head_modes=(("gate", "dense"), ("dense", "dense"), ("gate", "window"), ("gate", "gate")), **SMALL
     ),
-    "below-min-context": EpsConfig(method="ball", min_context=CONTEXT + 3, **SMALL),
+    "below-min-context": EpsConfig.of(method="ball", min_context=CONTEXT + 3, **SMALL),
 }
 
 
@@ -128,9 +128,25 @@ def test_replay_is_the_live_decode_in_other_backends(backend: str, tmp_path: Pat
 def test_captures_round_trip_bit_for_bit(kv_dtype: str, tmp_path: Path) -> None:
     path = tmp_path / "c.safetensors"
     model = open_text_model(None, None, 40, "cuda", "cpu", "float32", kv_dtype)
-    recording = record(model, model.load(), 36, (1, 3), EpsConfig())
+    recording = record(model, model.load(), 36, (1, 3), EpsConfig.of())
     info = capture_module.CaptureInfo(
-        1, "demo", 4, 4, 2, 64, 0.125, (1, 3), 36, 4, kv_dtype, EpsConfig().to_dict(), "", "cuda", "cpu", "float32", ""
+        1,
+        "demo",
+        4,
+        4,
+        2,
+        64,
+        0.125,
+        (1, 3),
+        36,
+        4,
+        kv_dtype,
+        EpsConfig.of().to_dict(),
+        "",
+        "cuda",
+        "cpu",
+        "float32",
+        "",
     )
     capture_module.write_capture(path, info, recording)
     found = open_capture(path)
@@ -160,7 +176,7 @@ def test_a_capture_holds_what_attention_saw(dense: Capture) -> None:
     tokens = np.array(model.tokens)
     units = -(-len(tokens) // 16)
     spec = capture_module.CacheSpec(4, 2, 64, units, "bfloat16")
-    cache = model.backend.new_cache(spec, EpsConfig(), "cpu")
+    cache = model.backend.new_cache(spec, EpsConfig.of().store, "cpu")
     decoder.prefill(cache, tokens, np.arange(len(tokens)), np.arange(units), len(tokens))
     for layer in range(4):
         q, k, v = dense.layer(layer)
@@ -251,7 +267,7 @@ def test_bytes_at_error_lie_between_budgets() -> None:
 
 
 def test_reading_everything_misses_nothing(dense: Capture) -> None:
-    result = replay(dense, EpsConfig(method="moments", budget=1.0), load_backend("cuda"), "cpu")
+    result = replay(dense, EpsConfig.of(method="moments", budget=1.0), load_backend("cuda"), "cpu")
     row = result.summary()
     assert row["visit_ratio"] == 1 and row["recall"] == 1 and row["skipped_true"] == 0
     assert row["output_error_max"] < 1e-5 and row["false_skip_rate"] is None
@@ -260,7 +276,7 @@ def test_reading_everything_misses_nothing(dense: Capture) -> None:
 
 @pytest.mark.parametrize("method", ["1pc", "fd", "box", "ball", "moments", "rq"])
 def test_no_bound_is_violated(method: str, dense: Capture) -> None:
-    config = EpsConfig(method=method, group_tokens=8, rq_bounds=method == "rq", **SMALL)
+    config = EpsConfig.of(method=method, group_tokens=8, rq_bounds=method == "rq", **SMALL)
     result = replay(dense, config, load_backend("cuda"), "cpu")
     row = result.summary()
     # 2 kv heads of 2 query heads each, every group but the open one, in 4 layers and all steps
@@ -278,13 +294,13 @@ def test_a_wrong_bound_is_counted(dense: Capture) -> None:
         return replace(scores, upper=scores.upper - 1e3, lower=scores.lower + 1e3)
 
     liar = SimpleNamespace(**{**vars(backend), "score": wrong})
-    row = replay(dense, EpsConfig(method="box", **SMALL), liar, "cpu", layers=[0]).summary()
+    row = replay(dense, EpsConfig.of(method="box", **SMALL), liar, "cpu", layers=[0]).summary()
     assert row["lower_violations"] == row["upper_violations"] == row["bound_checks"] > 0
     assert row["certificate_violations"] > 0
 
 
 def test_strict_reaches_its_epsilon(dense: Capture) -> None:
-    strict = EpsConfig(method="moments", strict=True, epsilon=0.2, **SMALL)
+    strict = EpsConfig.of(method="moments", strict=True, epsilon=0.2, **SMALL)
     loose, tight = replay_many(dense, [replace(strict, strict=False), strict], load_backend("cuda"), "cpu")
     assert (loose.certificate > 0.2).any() and (tight.certificate <= 0.2).all()
     assert (tight.skipped_true <= tight.certificate).all()
@@ -292,7 +308,7 @@ def test_strict_reaches_its_epsilon(dense: Capture) -> None:
 
 
 def test_configurations_that_share_a_cache_do_not_disturb_each_other(dense: Capture) -> None:
-    base = EpsConfig(method="rq", **SMALL)
+    base = EpsConfig.of(method="rq", **SMALL)
     configs = [base, replace(base, budget=0.5), replace(base, policy="mass", epsilon=0.1), replace(base, last_tokens=8)]
     together = replay_many(dense, configs, load_backend("cuda"), "cpu", layers=(1,))
     for config, found in zip(configs, together, strict=True):
@@ -450,6 +466,6 @@ def test_a_failed_write_leaves_nothing(dense: Capture, tmp_path: Path, monkeypat
 
 
 def test_head_modes_of_another_shape_are_refused(dense: Capture) -> None:
-    config = EpsConfig(method="rq", head_modes=(("gate",),))
+    config = EpsConfig.of(method="rq", head_modes=(("gate",),))
     with pytest.raises(ConfigError, match="1 layers x 1 kv heads"):
         replay(dense, config, load_backend("cuda"), "cpu")

@@ -3,7 +3,7 @@
 The checker itself is tested too: a summary that is deliberately broken must be found out.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from conftest import TARGETS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from places import place
 
 from eps_core.config.eps import EpsConfig
 from eps_core.errors import ConfigError
@@ -35,6 +36,7 @@ from eps_core.evaluation.bounds import (
 from eps_core.evaluation.capture import open_text_model, record
 from eps_core.load import load_backend
 from eps_core.oracle.truth import Filled
+from eps_core.paging.where import Where
 
 EPSILONS = (1.0, 0.5, 0.1, 1e-2, 1e-3, 0.0)  # falling
 POLICIES = ({"policy": "topk", "budget": 0.1}, {"policy": "share", "tau": 0.02}, {"policy": "mass"})
@@ -97,10 +99,10 @@ def test_codes_of_single_keys_certify_and_bind_strict_mode(target, arm):
 def test_summaries_in_other_units_are_refused(target, monkeypatch):
     """A nested summary of other pool units would read other keys' codes."""
     monkeypatch.setattr(
-        EpsConfig, "bound_config", property(lambda self: EpsConfig(method="rq", rq_bounds=True, bits=8))
+        EpsConfig, "bound_store", property(lambda self: EpsConfig.of(method="rq", rq_bounds=True, bits=8))
     )
     with pytest.raises(ValueError, match="in units of 64 tokens"):
-        target[0].new_cache(CacheSpec(1, 1, 16, 4), EpsConfig(method="box", bound_bits=8), target[1])
+        target[0].new_cache(CacheSpec(1, 1, 16, 4), EpsConfig.of(method="box", bound_bits=8).store, target[1])
 
 
 def test_keys_whose_float32_eigenvalues_do_not_converge(target):
@@ -125,7 +127,7 @@ class Scene:
 
 def scene(target, repeat: int = 2, kv_heads: int = 2, spread: float = 0.1, **config: Any) -> Scene:
     rng = np.random.default_rng(repeat)
-    eps = EpsConfig(**{"group_tokens": 4, "first_tokens": 4, "last_tokens": 8, "tail_tokens": 0, **config})
+    eps = EpsConfig.of(**{"group_tokens": 4, "first_tokens": 4, "last_tokens": 8, "tail_tokens": 0, **config})
     k = rng.normal(size=(80, 1, kv_heads, 16)) + spread * rng.normal(size=(80, 4, kv_heads, 16))
     k = k.reshape(-1, kv_heads, 16).astype(np.float32)
     v = rng.normal(size=k.shape).astype(np.float32)
@@ -151,19 +153,19 @@ class Gated:
 def gate(one: Scene, config: EpsConfig) -> Gated:
     backend, cache = one.filled.backend, one.filled.cache
     q = backend.from_numpy(one.q, "float32", one.filled.device)
-    scores = backend.score(cache, 0, q, one.table, one.lengths)
-    selected = backend.select(config, scores, one.lengths)
-    state = backend.attend(cache, 0, q, one.table, one.lengths, selected)
+    scores = backend.score(cache, 0, q, Where.of(config, one.table, one.lengths))
+    selected = backend.select(scores, place(config, one.lengths, scores))
+    state = backend.attend(cache, 0, q, Where.of(config, one.table, one.lengths), selected)
     before = backend.certify(cache, 0, scores, selected, *state)
-    extra, whole = backend.escalate(config, scores, selected, state[1])
-    state = backend.merge(state, backend.attend(cache, 0, q, one.table, one.lengths, extra))
+    extra, whole = backend.escalate(config.read, scores, selected, state[1])
+    state = backend.merge(state, backend.attend(cache, 0, q, Where.of(config, one.table, one.lengths), extra))
     after = backend.certify(cache, 0, scores, whole, *state)
     counts = [backend.to_numpy(x.counts) for x in (extra, whole)]
     return Gated(scores, selected, counts[0], whole, counts[1], state, before, after)
 
 
 def strict(one: Scene, epsilon: float, **settings: Any) -> EpsConfig:
-    return replace(one.filled.config, strict=True, epsilon=epsilon, **settings)
+    return one.filled.config.replace(strict=True, epsilon=epsilon, **settings)
 
 
 @pytest.mark.parametrize("scope", ["kv-head", "union"])
@@ -261,27 +263,27 @@ def test_escalation_adds_nothing_where_the_certificate_holds(target):
 def test_nothing_is_certified_without_bounds(target, method):
     backend, device = target
     with pytest.raises(ConfigError, match="eps-strict needs bounds"):
-        EpsConfig(method=method, strict=True)
-    config = EpsConfig(method=method, group_tokens=4, tail_tokens=0)
+        EpsConfig.of(method=method, strict=True)
+    config = EpsConfig.of(method=method, group_tokens=4, tail_tokens=0)
     rng = np.random.default_rng(0)
     k = rng.normal(size=(256, 1, 16)).astype(np.float32)
     filled = fill(backend, device, config, "float32", k, k)
     q = backend.from_numpy(rng.normal(size=(1, 2, 16)).astype(np.float32), "float32", device)
     table, lengths = np.arange(16)[None], np.array([256])
-    scores = backend.score(filled.cache, 0, q, table, lengths)
-    selected = backend.select(config, scores, lengths)
-    state = backend.attend(filled.cache, 0, q, table, lengths, selected)
+    scores = backend.score(filled.cache, 0, q, Where.of(config, table, lengths))
+    selected = backend.select(scores, place(config, lengths, scores))
+    state = backend.attend(filled.cache, 0, q, Where.of(config, table, lengths), selected)
     with pytest.raises(ValueError, match="has no bounds"):
         backend.certify(filled.cache, 0, scores, selected, *state)
     with pytest.raises(ValueError, match="has no bounds"):
-        backend.escalate(config, scores, selected, state[1])
+        backend.escalate(config.read, scores, selected, state[1])
 
 
 @pytest.mark.parametrize("policy", ["topk", "share", "mass", "threshold"])
 def test_strict_refuses_a_cap(policy):
     """Threshold cannot do without top_pages, so it cannot be strict."""
     with pytest.raises(ConfigError, match="eps-strict"):
-        EpsConfig(method="ball", policy=policy, top_pages=8, tau=0.1, strict=True)
+        EpsConfig.of(method="ball", policy=policy, top_pages=8, tau=0.1, strict=True)
 
 
 # ------------------------------------------------------------------------------------------------- captured q, k and v
@@ -292,7 +294,7 @@ def captured() -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """layer -> q [8, Hq, D], k, v [2056, Hkv, D] of the demo model's decode of held-out text."""
     name, device, _ = max(TARGETS, key=lambda target: ("numpy", "mlx", "cuda").index(target[0]))
     model = open_text_model(None, None, 2056, name, device, "float32", "float32")
-    recording = record(model, model.load(), 2048, range(model.spec.num_layers), EpsConfig())
+    recording = record(model, model.load(), 2048, range(model.spec.num_layers), EpsConfig.of())
     assert load_backend(name) is recording.backend
     return {layer: (q, *recording.keys_values(layer)) for layer, q in recording.q.items()}
 
@@ -334,7 +336,7 @@ BROKEN = {
 def test_checker_finds_broken_summaries(target, name):
     arm, field, damage, kind = BROKEN[name]
     rng = np.random.default_rng(len(name))
-    config = EpsConfig(**arm, group_tokens=4, tail_tokens=0)
+    config = EpsConfig.of(**arm, group_tokens=4, tail_tokens=0)
     k = make_keys(kind, 2 * 64, 4, 32, rng).reshape(2, 256, 32).swapaxes(0, 1)
     filled = fill(*target, config, "float32", np.ascontiguousarray(k), np.ascontiguousarray(k))
     q = hard_queries(filled, np.arange(16), 8, rng)
@@ -352,7 +354,7 @@ def test_checker_finds_a_missing_float32_slack(target, monkeypatch):
     rng = np.random.default_rng(0)
     key = rng.normal(size=(1, 1, 128)).astype(np.float16).astype(np.float32)
     k = np.repeat(key, 256, axis=0)
-    filled = fill(*target, EpsConfig(method="rq", rq_bounds=True, group_tokens=4, tail_tokens=0), "float32", k, k)
+    filled = fill(*target, EpsConfig.of(method="rq", rq_bounds=True, group_tokens=4, tail_tokens=0), "float32", k, k)
     q = (rng.normal(size=(16, 8, 128)) * 1e5).astype(np.float32)
     table = np.arange(16)[:, None]
     assert check_bounds(filled, q, table).violations == 0

@@ -20,7 +20,8 @@ from test_telemetry import KEYS
 
 from eps_core.cli.main import cli
 from eps_core.cli.options import config_of, given_flags, selection_options, summary_options
-from eps_core.config.eps import METHODS, EpsConfig
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import METHODS
 from eps_core.load import BACKENDS
 
 PROMPT = "It was a dark and stormy night; the rain fell in torrents. " * 5  # 295 tokens
@@ -113,7 +114,7 @@ def test_gated_run_reports_both_sides(model: Path, tmp_path: Path) -> None:
         assert row in done.stdout
 
     first, *steps, last = lines_of(metrics)
-    config = EpsConfig(
+    config = EpsConfig.of(
         method="rq", bits=2, rq_bounds=True, group_tokens=4, budget=0.3, first_tokens=4, last_tokens=8, scope="union",
         seed=3, min_context=10, block_size=8, tail_tokens=0,
     )  # fmt: skip

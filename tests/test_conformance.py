@@ -16,18 +16,21 @@ from types import ModuleType
 import numpy as np
 import pytest
 import tiny_models
+from places import place
 from test_oracle import KINDS, QUERIES, make_keys, make_query
 
 from eps_core import oracle
 from eps_core.config.bytes import scoring_bytes, summary_group_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import DTYPE_BYTES, CacheSpec
+from eps_core.decode.forward import load_decoder
 from eps_core.decode.model import read_spec
 from eps_core.errors import ConfigError
 from eps_core.gate.protocol import Scores, Selection
 from eps_core.oracle import selection as oracle_selection
 from eps_core.oracle.attention import attend_keys, group_masses
 from eps_core.paging.pool import PagePool
+from eps_core.paging.where import Where
 from eps_core.summaries import base as oracle_summaries
 
 pytestmark = pytest.mark.kernels("numba", "triton", "metal")
@@ -63,9 +66,9 @@ class Case:
 
 def eps(method: str, **settings: object) -> EpsConfig:
     if method == "off":
-        return EpsConfig()
+        return EpsConfig.of()
     defaults: dict = {"first_tokens": 4, "last_tokens": 8, "budget": 0.3, "block_size": 16, "group_tokens": 4}
-    return EpsConfig(method=method, **{**defaults, **settings})
+    return EpsConfig.of(method=method, **{**defaults, **settings})
 
 
 BASE = [Case((150, 37), eps(m)) for m in ("jl", "1pc", "fd", "box", "meanstd", "ball", "moments", "rq")]
@@ -160,7 +163,7 @@ def make_kv(case: Case, rng: np.random.Generator) -> tuple[list[np.ndarray], lis
 
 def write_all(backend: ModuleType, device: str, case: Case, cache, keys, values):
     """Prefill in chunks, then the last tokens of all sequences together, one at a time, as a decode does."""
-    pool = PagePool(case_units(case), case.config.unit_tokens)
+    pool = PagePool(case_units(case), case.config.store.unit_tokens)
     sequences = [pool.open([])[0] for _ in case.lengths]
 
     def give(array: np.ndarray):
@@ -187,7 +190,7 @@ def write_all(backend: ModuleType, device: str, case: Case, cache, keys, values)
 
 
 def case_units(case: Case) -> int:
-    return sum(-(-length // case.config.unit_tokens) for length in case.lengths) + 2
+    return sum(-(-length // case.config.store.unit_tokens) for length in case.lengths) + 2
 
 
 def run_case(backend: ModuleType, device: str, case: Case) -> None:
@@ -196,55 +199,65 @@ def run_case(backend: ModuleType, device: str, case: Case) -> None:
     keys, values = make_kv(case, rng)
     q = rng.normal(size=(len(case.lengths), case.num_heads, case.head_dim)).astype(np.float32)
     q *= case.scale_q
-    cache, table, lengths = write_all(backend, device, case, backend.new_cache(spec, case.config, device), keys, values)
-    reference = oracle.new_cache(spec, case.config)
+    cache, table, lengths = write_all(
+        backend, device, case, backend.new_cache(spec, case.config.store, device), keys, values
+    )
+    reference = oracle.new_cache(spec, case.config.store)
     reference, _, _ = write_all(oracle, "cpu", case, reference, keys, values)
     q_native = backend.from_numpy(q, "float32", device)
     check_storage(backend, case, cache, reference)
-    if not case.config.enabled:
+    if not case.config.store.enabled:
         assert cache.summaries == [] and cache.state == [] and cache.open == [] and cache.centre == []
         check_attend(backend, case, cache, reference, q, q_native, table, lengths, None)
         return
-    scores = backend.score(cache, 0, q_native, table, lengths)
-    expected = oracle.score(reference, 0, q, table, lengths)
+    scores = backend.score(cache, 0, q_native, Where.of(config, table, lengths))
+    expected = oracle.score(reference, 0, q, Where.of(config, table, lengths))
     check_scores(backend, case, scores, expected, q, keys, table, lengths)
     check_scoring(backend, case, cache, reference, scores, q, keys, table, lengths)
     # selection is judged on the backend's own scores: what must agree is the rule, not the last bit of an estimate
     own = scores_on_host(backend, scores)
-    selected = backend.select(case.config, scores, lengths)
-    wanted = oracle.select(case.config, own, lengths)
+    selected = backend.select(scores, place(case.config, lengths, scores))
+    wanted = oracle.select(own, place(case.config, lengths, own))
     check_selection(backend, selected, wanted)
     assert wanted.counts.min() >= 1
-    assert (selected.wanted is None) == (case.config.scope == "kv-head")
+    assert (selected.wanted is None) == (case.config.read.scope == "kv-head")
     skipped = backend.to_numpy(backend.skipped_mass(scores, selected))
     assert np.allclose(skipped, oracle.skipped_mass(own, wanted), atol=1e-4)
     check_attend(backend, case, cache, reference, q, q_native, table, lengths, selected)
     check_tail(backend, case, cache, reference, q_native, scores, selected, table, lengths)
-    everything = backend.select(replace(case.config, policy="topk", budget=1.0, top_pages=None), scores, lengths)
+    everything = backend.select(
+        scores, place(case.config.replace(policy="topk", budget=1.0, top_pages=None), lengths, scores)
+    )
     everywhere = check_attend(backend, case, cache, reference, q, q_native, table, lengths, everything)
     dense = check_attend(backend, case, cache, reference, q, q_native, table, lengths, None)
     check_tail(backend, case, cache, reference, q_native, scores, everything, table, lengths)
     for one, other in zip(everywhere, dense, strict=True):  # every group visited is dense attention
         assert np.allclose(one, other, atol=4 * allowance(case, keys, q))
-    if not case.config.has_bounds:
-        with pytest.raises(ValueError, match=f"method {case.config.method} has no bounds"):
-            backend.certify(cache, 0, scores, selected, *backend.attend(cache, 0, q_native, table, lengths, selected))
+    if not case.config.store.has_bounds:
+        with pytest.raises(ValueError, match=f"method {case.config.store.method} has no bounds"):
+            backend.certify(
+                cache,
+                0,
+                scores,
+                selected,
+                *backend.attend(cache, 0, q_native, Where.of(config, table, lengths), selected),
+            )
         return
     truth = Truth(case, q, keys, values, lengths)
-    state = backend.attend(cache, 0, q_native, table, lengths, everything)
+    state = backend.attend(cache, 0, q_native, Where.of(config, table, lengths), everything)
     mass, error = check_certificate(backend, case, cache, reference, scores, everything, state, truth)
     assert (mass == 0).all() and (error == 0).all()
-    state = backend.attend(cache, 0, q_native, table, lengths, selected)
+    state = backend.attend(cache, 0, q_native, Where.of(config, table, lengths), selected)
     check_certificate(backend, case, cache, reference, scores, selected, state, truth)
     for epsilon in EPSILONS:
-        config = replace(case.config, epsilon=epsilon)
-        extra, whole = backend.escalate(config, scores, selected, state[1])
+        config = case.config.replace(epsilon=epsilon)
+        extra, whole = backend.escalate(config.read, scores, selected, state[1])
         check_escalation(backend, config, own, selected, backend.to_numpy(state[1]), extra, whole)
         check_tail(backend, case, cache, reference, q_native, scores, whole, table, lengths)
         bytes_before = cache.kv_bytes_read
-        rest = backend.attend(cache, 0, q_native, table, lengths, extra)
+        rest = backend.attend(cache, 0, q_native, Where.of(config, table, lengths), extra)
         tiles = int(backend.to_numpy(extra.counts).sum())
-        assert cache.kv_bytes_read - bytes_before == tiles * config.S * spec.kv_token_bytes
+        assert cache.kv_bytes_read - bytes_before == tiles * config.store.S * spec.kv_token_bytes
         merged = backend.merge(state, rest)
         for got, want in zip(
             merged, check_attend(backend, case, cache, reference, q, q_native, table, lengths, whole), strict=True
@@ -253,7 +266,7 @@ def run_case(backend: ModuleType, device: str, case: Case) -> None:
         mass, _ = check_certificate(backend, case, cache, reference, scores, whole, merged, truth)
         assert (mass <= epsilon).all(), "strict left more than epsilon uncertified"
         if epsilon == 0:
-            assert (backend.to_numpy(whole.counts) == -(-lengths // config.S)[:, None]).all()
+            assert (backend.to_numpy(whole.counts) == -(-lengths // config.store.S)[:, None]).all()
             for got, want in zip(merged, dense, strict=True):
                 assert np.abs(backend.to_numpy(got) - want).max() <= 16 * allowance(case, keys, q)
 
@@ -309,7 +322,7 @@ class Truth:
             for r in range(case.num_heads):
                 head, a = r // self.repeat, q[b, r].astype(np.float64) / np.sqrt(case.head_dim)
                 k, v = keys_as_read(case, keys[b][:, head]), keys_as_read(case, values[b][:, head])
-                masses.append(group_masses(a, k, case.config.S))
+                masses.append(group_masses(a, k, case.config.store.S))
                 dense.append(attend_keys(a, k, v)[0])
             self.masses.append(masses)
             self.dense.append(dense)
@@ -349,13 +362,13 @@ def check_escalation(backend, config: EpsConfig, own: Scores, selected, lse, ext
     assert not (before & added).any() and ((before | added) == after).all()
     assert extra.uniform is None and extra.wanted is None and not extra.forced.any()
     assert whole.uniform is None and (whole.forced == selected.forced).all()
-    assert (whole.wanted is None) == (config.scope == "kv-head")
+    assert (whole.wanted is None) == (config.read.scope == "kv-head")
     if whole.wanted is not None:
         assert (backend.to_numpy(whole.wanted) == backend.to_numpy(selected.wanted)).all()
-    want, _ = oracle.escalate(config, own, selection_on_host(backend, selected), lse.astype(np.float64))
+    want, _ = oracle.escalate(config.read, own, selection_on_host(backend, selected), lse.astype(np.float64))
     differ = (visit_mask(oracle, want, num_groups) ^ added).sum(axis=2)
-    assert differ.max() <= (1 if config.scope == "kv-head" else added.shape[1])
-    if config.scope == "union":
+    assert differ.max() <= (1 if config.read.scope == "kv-head" else added.shape[1])
+    if config.read.scope == "union":
         assert (after == after[:, :1]).all()
 
 
@@ -365,16 +378,16 @@ def check_storage(backend: ModuleType, case: Case, cache, reference) -> None:
         got = backend.to_numpy(getattr(cache, name)[0]).astype(np.float32)
         assert (got == getattr(reference, name)[0].astype(np.float32)).all()
     assert cache.bytes_k_reread == reference.bytes_k_reread
-    if case.config.method in ("jl", "box", "meanstd"):
+    if case.config.store.method in ("jl", "box", "meanstd"):
         assert cache.bytes_k_reread == tail_bytes_reread(case)
-    assert (cache.tail is None) == (case.config.tail_tokens == 0)
-    if case.config.tail_tokens:
+    assert (cache.tail is None) == (case.config.store.tail_tokens == 0)
+    if case.config.store.tail_tokens:
         check_stored_tail(backend, case, cache.tail, reference.tail)
-    if case.config.enabled and cache.summaries[0]:
+    if case.config.store.enabled and cache.summaries[0]:
         stored = sum(backend.to_numpy(a).nbytes for a in cache.summaries[0].values())
-        per_group = stored / (case_units(case) * case.num_kv_heads * case.config.groups_per_unit)
-        assert per_group == summary_group_bytes(case.config, case.head_dim)
-    if case.config.method == "rq" and reference.summaries[0]:
+        per_group = stored / (case_units(case) * case.num_kv_heads * case.config.store.groups_per_unit)
+        assert per_group == summary_group_bytes(case.config.store, case.head_dim)
+    if case.config.store.method == "rq" and reference.summaries[0]:
         for name in ("codes",):  # the same values, so the same visit lists
             same = backend.to_numpy(cache.summaries[0][name]) == reference.summaries[0][name]
             assert same.mean() > 0.999
@@ -382,7 +395,7 @@ def check_storage(backend: ModuleType, case: Case, cache, reference) -> None:
 
 def tail_bytes_reread(case: Case) -> int:
     """V of the tail groups whose tokens did not come in one write."""
-    size, num_groups = case.config.tail_tokens, 0
+    size, num_groups = case.config.store.tail_tokens, 0
     for length in case.lengths if size else ():
         chunked = max(length - case.steps, 0)
         for start in range(0, length - size + 1, size):
@@ -398,13 +411,13 @@ def check_stored_tail(backend: ModuleType, case: Case, tail, reference) -> None:
     want, config = reference.summaries[0], case.config
     if not want:
         return  # the oracle allocates with the first full one
-    per_unit = config.unit_tokens // config.tail_tokens
+    per_unit = config.store.unit_tokens // config.store.tail_tokens
     bytes_each = sum(array.nbytes for array in stored.values()) / (case_units(case) * case.num_kv_heads * per_unit)
     assert bytes_each == case.head_dim + 2
     for units in (1, 7):
-        groups = units * config.groups_per_unit
-        without = scoring_bytes(replace(config, tail_tokens=0), case.head_dim, groups, case.lengths)
-        assert scoring_bytes(config, case.head_dim, groups, case.lengths) - without == units * per_unit * bytes_each
+        groups = units * config.store.groups_per_unit
+        without = scoring_bytes(config.replace(tail_tokens=0), case.head_dim, case.lengths)
+        assert scoring_bytes(config, case.head_dim, case.lengths) - without == units * per_unit * bytes_each
     assert set(stored) == set(want)
     scale = want["mean_scale"].astype(np.float64)
     assert np.allclose(stored["mean_scale"].astype(np.float64), scale, rtol=2**-10)
@@ -416,17 +429,19 @@ def check_stored_tail(backend: ModuleType, case: Case, tail, reference) -> None:
 def check_tail(backend, case: Case, cache, reference, q_native, scores, selected, table, lengths):
     """The tail (out, lse) of what was left out: as the oracle computes it from the same scores, selection, log mass and
     stored means; merged in, it changes nothing where nothing is added. Reads neither K nor V."""
-    if not case.config.tail_tokens:
+    if not case.config.store.tail_tokens:
         return None
-    state = backend.attend(cache, 0, q_native, table, lengths, selected)
+    state = backend.attend(cache, 0, q_native, Where.of(case.config, table, lengths), selected)
     bytes_before = cache.kv_bytes_read
-    tail = backend.attend_tail(cache, 0, table, lengths, scores, selected, state[1])
+    tail = backend.attend_tail(cache, 0, Where.of(case.config, table, lengths), scores, selected, state[1])
     assert cache.kv_bytes_read == bytes_before
     stored = cache.tail.summaries[0] or reference.tail.summaries[0]
     stored = {name: backend.to_numpy(array) for name, array in stored.items()}
     own = replace(reference, tail=replace(reference.tail, summaries=[stored]))
     host, lse = selection_on_host(backend, selected), backend.to_numpy(state[1]).astype(np.float64)
-    want_out, want_lse = oracle.attend_tail(own, 0, table, lengths, scores_on_host(backend, scores), host, lse)
+    want_out, want_lse = oracle.attend_tail(
+        own, 0, Where.of(case.config, table, lengths), scores_on_host(backend, scores), host, lse
+    )
     out, tail_lse = (backend.to_numpy(x).astype(np.float64) for x in tail)
     assert out.shape == want_out.shape == (*lse.shape, case.head_dim) and tail_lse.shape == lse.shape
     nothing = np.isneginf(want_lse)
@@ -438,7 +453,7 @@ def check_tail(backend, case: Case, cache, reference, q_native, scores, selected
     most = 127 * stored["mean_scale"].astype(np.float64).max() if stored else 0.0
     assert np.abs(out - want_out).max() <= 4 * rounding * most
     expected, expected_lse = oracle.merge((backend.to_numpy(state[0]).astype(np.float64), lse), (want_out, want_lse))
-    whole = backend.add_tail(cache, 0, table, lengths, scores, selected, state)
+    whole = backend.add_tail(cache, 0, Where.of(case.config, table, lengths), scores, selected, state)
     for one in (backend.merge(state, tail), whole):
         merged, merged_lse = (backend.to_numpy(x) for x in one)
         assert (merged[nothing] == backend.to_numpy(state[0])[nothing]).all() and (
@@ -467,9 +482,9 @@ def check_scores(backend, case: Case, scores, expected, q, keys, table, lengths)
         # codes may round the other way at a tie (one step of int8 over D channels), never by more on the mean
         gap = np.abs(estimate[finite] - expected.estimate[finite])
         spread = max(float(np.abs(expected.estimate[finite]).max()), 1.0)
-        loose = 2e-2 if case.config.method in ("1pc", "fd", "moments") else 4e-3
+        loose = 2e-2 if case.config.store.method in ("1pc", "fd", "moments") else 4e-3
         assert gap.max() <= loose * spread and gap.mean() <= 1e-3 * spread, (gap.max(), gap.mean(), spread)
-    assert (scores.lower is None) == (not case.config.has_bounds) == (scores.upper is None)
+    assert (scores.lower is None) == (not case.config.store.has_bounds) == (scores.upper is None)
     if scores.lower is None:
         return
     lower, upper = backend.to_numpy(scores.lower), backend.to_numpy(scores.upper)
@@ -478,10 +493,10 @@ def check_scores(backend, case: Case, scores, expected, q, keys, table, lengths)
     slack = backend.to_numpy(scores.slack)
     assert slack.shape == expected.slack.shape and np.allclose(slack, expected.slack, rtol=1e-4)
     for b, head in np.ndindex(len(lengths), case.num_kv_heads):
-        n = oracle_selection.num_groups(int(lengths[b]), case.config.S)
+        n = oracle_selection.num_groups(int(lengths[b]), case.config.store.S)
         k = keys_as_read(case, keys[b][:, head])
         masses = [
-            group_masses(q[b, r].astype(np.float64) / np.sqrt(case.head_dim), k, case.config.S)
+            group_masses(q[b, r].astype(np.float64) / np.sqrt(case.head_dim), k, case.config.store.S)
             for r in range(head * repeat, (head + 1) * repeat)
         ]
         known = np.isfinite(estimate[b, head, :n])
@@ -498,14 +513,14 @@ def check_scoring(backend, case: Case, cache, reference, scores, q, keys, table,
     own = replace(
         reference, summaries=[{name: backend.to_numpy(a) for name, a in cache.summaries[0].items()}], kv_bytes_read=0
     )
-    exact = oracle.score(own, 0, q, table, lengths)
+    exact = oracle.score(own, 0, q, Where.of(case.config, table, lengths))
     # norms and radii reach past the largest key by their own rounding; variances are quadratic in it
     size = float(np.linalg.norm(q, axis=-1).max()) / np.sqrt(case.head_dim)
     largest = max(float(np.linalg.norm(k, axis=-1).max()) for k in keys) * size
-    scale = largest * (1 + largest) if case.config.method == "moments" else largest
-    if case.config.method in ("jl", "1pc", "fd"):
-        scale *= np.sqrt(case.config.S)
-    if case.config.method in ("box", "meanstd", "jl"):
+    scale = largest * (1 + largest) if case.config.store.method == "moments" else largest
+    if case.config.store.method in ("jl", "1pc", "fd"):
+        scale *= np.sqrt(case.config.store.S)
+    if case.config.store.method in ("box", "meanstd", "jl"):
         scale *= np.sqrt(case.head_dim)
     tolerance = 4 * EPS["float32"] * (8 + np.sqrt(case.head_dim)) * (scale + 8)
     for name in ("estimate", "lower", "upper"):
@@ -525,11 +540,11 @@ def keys_as_read(case: Case, k: np.ndarray) -> np.ndarray:
 
 def check_attend(backend, case: Case, cache, reference, q, q_native, table, lengths, selected):
     before, reference_before = cache.kv_bytes_read, reference.kv_bytes_read
-    out, lse = backend.attend(cache, 0, q_native, table, lengths, selected)
+    out, lse = backend.attend(cache, 0, q_native, Where.of(case.config, table, lengths), selected)
     native = selected
     if selected is not None:
         native = replace(selected, groups=backend.to_numpy(selected.groups), counts=backend.to_numpy(selected.counts))
-    expected_out, expected_lse = oracle.attend(reference, 0, q, table, lengths, native)
+    expected_out, expected_lse = oracle.attend(reference, 0, q, Where.of(case.config, table, lengths), native)
     out, lse = backend.to_numpy(out).astype(np.float64), backend.to_numpy(lse).astype(np.float64)
     keys = [reference.k[0].astype(np.float32).reshape(-1, case.num_kv_heads, case.head_dim)]
     tolerance = allowance(case, keys, q)
@@ -572,15 +587,15 @@ def check_own_token(backend: ModuleType, device: str) -> None:
         keys, values = make_kv(case, rng)
         q = rng.normal(size=(3, 6, 16)).astype(np.float32)
         native = backend.from_numpy(q, "float32", device)
-        cache = backend.new_cache(CacheSpec(1, 3, 16, case_units(case), dtype), case.config, device)
+        cache = backend.new_cache(CacheSpec(1, 3, 16, case_units(case), dtype), case.config.store, device)
         cache, table, lengths = write_all(backend, device, case, cache, keys, values)
         k, v = (
             backend.from_numpy(np.stack([array[-1] for array in arrays]), "float32", device)
             for arrays in (keys, values)
         )
-        before = backend.attend(cache, 0, native, table, lengths - 1, None)
+        before = backend.attend(cache, 0, native, Where.of(case.config, table, lengths - 1), None)
         merged = backend.merge(before, attend_own(cache, native, k, v))
-        whole = backend.attend(cache, 0, native, table, lengths, None)
+        whole = backend.attend(cache, 0, native, Where.of(case.config, table, lengths), None)
         for got, want in zip(merged, whole, strict=True):
             got, want = backend.to_numpy(got), backend.to_numpy(want)
             assert got.shape == want.shape
@@ -595,7 +610,7 @@ def check_largest(backend: ModuleType, device: str) -> None:
     """The largest |k| and |v| of each kv head bound everything that lies in the cache, also once units are reused."""
     for dtype in EPS:
         spec, config = CacheSpec(2, 2, 24, 6, dtype), eps("ball")
-        rng, cache = np.random.default_rng(9), backend.new_cache(spec, config, device)
+        rng, cache = np.random.default_rng(9), backend.new_cache(spec, config.store, device)
         most = np.zeros((2, 2))
         for scale in (1.0, 5.0, 0.1):
             k, v = ((rng.normal(size=(64, 2, 24)) * scale * part).astype(np.float32) for part in (1.0, 3.0))
@@ -610,7 +625,7 @@ def check_largest(backend: ModuleType, device: str) -> None:
                 assert got.shape == (2,) and (got >= true).all() and (got <= true * 1.001).all()
                 assert (backend.to_numpy(largest[0]) == 0).all()  # the other layer
     for method in ("off", "jl"):
-        assert backend.new_cache(spec, eps(method), device).largest_key == []
+        assert backend.new_cache(spec, eps(method).store, device).largest_key == []
 
 
 def test_largest_key_and_value_outlive_reuse(target):
@@ -637,23 +652,27 @@ def check_head_modes(backend: ModuleType, device: str) -> None:
         q = rng.normal(size=(2, 6, 16)).astype(np.float32) * 2
         native = backend.from_numpy(q, "float32", device)
         spec = CacheSpec(1, 3, 16, case_units(case))
-        cache, table, lengths = write_all(backend, device, case, backend.new_cache(spec, config, device), keys, values)
-        reference, _, _ = write_all(oracle, "cpu", case, oracle.new_cache(spec, config), keys, values)
-        scores = backend.score(cache, 0, native, table, lengths)
+        cache, table, lengths = write_all(
+            backend, device, case, backend.new_cache(spec, config.store, device), keys, values
+        )
+        reference, _, _ = write_all(oracle, "cpu", case, oracle.new_cache(spec, config.store), keys, values)
+        scores = backend.score(cache, 0, native, Where.of(config, table, lengths))
         own, num_groups = scores_on_host(backend, scores), scores.estimate.shape[2]
-        plain = visit_mask(backend, backend.select(replace(config, head_modes=None), scores, lengths), num_groups)
+        plain = visit_mask(
+            backend, backend.select(scores, place(config.replace(head_modes=None), lengths, scores)), num_groups
+        )
         for layer, modes in enumerate(MODES):
-            selected = backend.select(config, scores, lengths, layer)
-            check_selection(backend, selected, oracle.select(config, own, lengths, layer))
+            selected = backend.select(scores, place(config, lengths, scores), layer)
+            check_selection(backend, selected, oracle.select(own, place(config, lengths, own), layer))
             if set(modes) != {"gate"}:
                 assert selected.uniform is None
             check_attend(backend, case, cache, reference, q, native, table, lengths, selected)
-            if config.scope == "union":
+            if config.read.scope == "union":
                 continue
             visit = visit_mask(backend, selected, num_groups)
             for head, mode in enumerate(modes):
                 for b, length in enumerate(lengths.tolist()):
-                    groups, forced = -(-length // config.S), int(selected.forced[b])
+                    groups, forced = -(-length // config.store.S), int(selected.forced[b])
                     if mode == "gate":
                         assert (visit[b, head] == plain[b, head]).all()
                     else:
@@ -679,17 +698,22 @@ def test_strict_holds_over_many_groups(target, epsilon):
     arrays = [backend.from_numpy(x.astype(np.float32), "float32", device) for x in (estimate, lower, upper, slack)]
     scores = Scores(*arrays[:3], np.zeros(1, np.int64), arrays[3])
     own = scores_on_host(backend, scores)
-    selected = backend.select(replace(config, top_pages=10, budget=1.0), scores, np.array([20_000 * config.S]))
+    selected = backend.select(
+        scores, place(config.replace(top_pages=10, budget=1.0), np.array([20_000 * config.store.S]), scores)
+    )
     read = np.where(visit_mask(backend, selected, 20_000)[:, :, None], own.upper, -np.inf)
     lse = np.logaddexp.reduce(read, axis=3).reshape(1, 4)
     native = backend.from_numpy(lse.astype(np.float32), "float32", device)
-    extra, whole = backend.escalate(config, scores, selected, native)
+    extra, whole = backend.escalate(config.read, scores, selected, native)
     check_escalation(backend, config, own, selected, backend.to_numpy(native), extra, whole)
     # the least that escalation can have gained: exactly the lower masses
     visit, added = (visit_mask(backend, part, 20_000)[:, :, None] for part in (whole, extra))
     gained = np.logaddexp(lse.reshape(1, 2, 2), np.logaddexp.reduce(np.where(added, own.lower, -np.inf), axis=3))
     spec = CacheSpec(1, 2, 16, 2)
-    cache, out = backend.new_cache(spec, config, device), backend.from_numpy(np.ones((1, 4, 16)), "float32", device)
+    cache, out = (
+        backend.new_cache(spec, config.store, device),
+        backend.from_numpy(np.ones((1, 4, 16)), "float32", device),
+    )
     native = backend.from_numpy(gained.reshape(1, 4).astype(np.float32), "float32", device)
     mass = backend.to_numpy(backend.certify(cache, 0, scores, whole, out, native).mass)
     unread = np.logaddexp.reduce(np.where(visit, -np.inf, own.upper), axis=3)
@@ -699,7 +723,7 @@ def test_strict_holds_over_many_groups(target, epsilon):
 
 def check_fork(backend: ModuleType, device: str, config: EpsConfig) -> None:
     """A fork copies only the open unit, with its summaries and running statistics, those of the tail too."""
-    method = config.method
+    method = config.store.method
     rng = np.random.default_rng(5)
     spec = CacheSpec(1, 2, 16, 64)
     shared = rng.normal(size=(2, 300, 2, 16)).astype(np.float32)  # K and V; long enough for rq's centre
@@ -709,7 +733,7 @@ def check_fork(backend: ModuleType, device: str, config: EpsConfig) -> None:
     def give(x):
         return backend.from_numpy(np.ascontiguousarray(x), "float32", device)
 
-    pool, cache = PagePool(64, config.unit_tokens), backend.new_cache(spec, config, device)
+    pool, cache = PagePool(64, config.store.unit_tokens), backend.new_cache(spec, config.store, device)
     first, _ = pool.open([])
     slots, _ = pool.append(first, list(range(300)))
     cache = backend.write_kv(cache, 0, give(shared[0]), give(shared[1]), slots)
@@ -726,10 +750,10 @@ def check_fork(backend: ModuleType, device: str, config: EpsConfig) -> None:
             )
     assert copied == 1
     pool.check()
-    if method in ("jl", "box", "meanstd") and not config.tail_tokens:
+    if method in ("jl", "box", "meanstd") and not config.store.tail_tokens:
         assert cache.bytes_k_reread == 0
     for which, sequence in enumerate((first, second)):
-        alone_pool, alone = PagePool(64, config.unit_tokens), backend.new_cache(spec, config, device)
+        alone_pool, alone = PagePool(64, config.store.unit_tokens), backend.new_cache(spec, config.store, device)
         only, _ = alone_pool.open([])
         slots, _ = alone_pool.append(only, list(range(300)))
         alone = backend.write_kv(alone, 0, give(shared[0]), give(shared[1]), slots)
@@ -740,17 +764,19 @@ def check_fork(backend: ModuleType, device: str, config: EpsConfig) -> None:
             )
         results = []
         for p, c, s in ((pool, cache, sequence), (alone_pool, alone, only)):
-            scores = backend.score(c, 0, q, p.table([s]), p.lengths([s]))
-            selected = backend.select(config, scores, p.lengths([s]))
-            out, lse = backend.attend(c, 0, q, p.table([s]), p.lengths([s]), selected)
-            n = -(-330 // config.S)
+            scores = backend.score(c, 0, q, Where.of(config, p.table([s]), p.lengths([s])))
+            selected = backend.select(scores, place(config, p.lengths([s]), scores))
+            out, lse = backend.attend(c, 0, q, Where.of(config, p.table([s]), p.lengths([s])), selected)
+            n = -(-330 // config.store.S)
             arrays = [scores.estimate[..., :n], selected.groups, out, lse]
-            if config.tail_tokens:
-                arrays += backend.attend_tail(c, 0, p.table([s]), p.lengths([s]), scores, selected, lse)
+            if config.store.tail_tokens:
+                arrays += backend.attend_tail(
+                    c, 0, Where.of(config, p.table([s]), p.lengths([s])), scores, selected, lse
+                )
             results.append([backend.to_numpy(x) for x in arrays])
         for got, want in zip(*results, strict=True):
             assert np.array_equal(got, want)
-        if config.tail_tokens:
+        if config.store.tail_tokens:
             assert np.isfinite(results[0][-1]).all(), "nothing was added: this says nothing"
 
 
@@ -761,7 +787,7 @@ def check_fork(backend: ModuleType, device: str, config: EpsConfig) -> None:
         eps("box", group_tokens=8, tail_tokens=32, budget=0.1),
         eps("moments", group_tokens=32, tail_tokens=64, budget=0.2),
     ],
-    ids=lambda config: f"{config.method}-tail{config.tail_tokens}",
+    ids=lambda config: f"{config.store.method}-tail{config.store.tail_tokens}",
 )
 def test_fork_then_diverge_equals_two_independent_sequences(target, config):
     check_fork(*target, config)
@@ -784,7 +810,7 @@ def test_reused_group_never_shows_an_old_summary(target, method, step):
         return give(rng.normal(size=(n, 2, 16)).astype(np.float32))
 
     q = keys(1).reshape(1, 2, 16)
-    pool, cache = PagePool(40, config.unit_tokens), backend.new_cache(spec, config, device)
+    pool, cache = PagePool(40, config.store.unit_tokens), backend.new_cache(spec, config.store, device)
     first, _ = pool.open([])
     slots, _ = pool.append(first, list(range(600)))
     cache = backend.write_kv(cache, 0, keys(600), keys(600), slots)
@@ -795,8 +821,8 @@ def test_reused_group_never_shows_an_old_summary(target, method, step):
         rows = slice(start, min(start + step, 100))
         slots, _ = pool.append(second, [10_000 + t for t in range(rows.start, rows.stop)])
         cache = backend.write_kv(cache, 0, give(old[0][rows]), give(old[1][rows]), slots)
-    fresh_pool, fresh = PagePool(40, config.unit_tokens), backend.new_cache(spec, config, device)
-    scores = backend.score(cache, 0, q, pool.table([second]), pool.lengths([second]))
+    fresh_pool, fresh = PagePool(40, config.store.unit_tokens), backend.new_cache(spec, config.store, device)
+    scores = backend.score(cache, 0, q, Where.of(config, pool.table([second]), pool.lengths([second])))
     estimate = backend.to_numpy(scores.estimate)
     assert np.isposinf(estimate[0, :, 100 // 8]).all()  # the open group, whose slots held an old full group
     if method != "rq":  # rq's centre stays that of the first keys ever seen
@@ -805,12 +831,12 @@ def test_reused_group_never_shows_an_old_summary(target, method, step):
             rows = slice(start, min(start + step, 100))
             slots, _ = fresh_pool.append(only, list(range(rows.start, rows.stop)))
             fresh = backend.write_kv(fresh, 0, give(old[0][rows]), give(old[1][rows]), slots)
-        want = backend.score(fresh, 0, q, fresh_pool.table([only]), fresh_pool.lengths([only]))
+        want = backend.score(fresh, 0, q, Where.of(config, fresh_pool.table([only]), fresh_pool.lengths([only])))
         assert np.array_equal(estimate[..., :13], backend.to_numpy(want.estimate)[..., :13])
     # a slot in the middle of a sealed group is written again (a rejected draft): no summary until it is full again
     again = slots_of(pool, second)[3:4]
     cache = backend.write_kv(cache, 0, keys(1), keys(1), again)
-    scores = backend.score(cache, 0, q, pool.table([second]), pool.lengths([second]))
+    scores = backend.score(cache, 0, q, Where.of(config, pool.table([second]), pool.lengths([second])))
     assert np.isposinf(backend.to_numpy(scores.estimate)[0, :, 0]).all()
 
 
@@ -825,7 +851,7 @@ def slots_of(pool: PagePool, sequence) -> np.ndarray:
 def test_nan_in_k_is_refused(target, value, method):
     """Also in groups that are sealed by the same write, whatever their summary computes."""
     backend, device = target
-    cache = backend.new_cache(CacheSpec(1, 2, 16, 20), eps(method), device)
+    cache = backend.new_cache(CacheSpec(1, 2, 16, 20), eps(method).store, device)
     k = np.random.default_rng(0).normal(size=(300, 2, 16)).astype(np.float32)
     k[2, 1, 3] = value
     k_native = backend.from_numpy(k, "float32", device)
@@ -849,10 +875,12 @@ def test_results_are_deterministic_by_seed(target, method):
     q = backend.from_numpy(rng.normal(size=(1, 4, 16)).astype(np.float32), "float32", device)
     estimates = []
     for seed in (0, 0, 1):
-        seeded = replace(case, config=replace(case.config, seed=seed))
-        cache = backend.new_cache(CacheSpec(1, 2, 16, case_units(case)), seeded.config, device)
+        seeded = replace(case, config=case.config.replace(seed=seed))
+        cache = backend.new_cache(CacheSpec(1, 2, 16, case_units(case)), seeded.config.store, device)
         cache, table, lengths = write_all(backend, device, seeded, cache, keys, values)
-        estimates.append(backend.to_numpy(backend.score(cache, 0, q, table, lengths).estimate)[..., :60])
+        estimates.append(
+            backend.to_numpy(backend.score(cache, 0, q, Where.of(case.config, table, lengths)).estimate)[..., :60]
+        )
     assert np.array_equal(estimates[0], estimates[1])
     assert not np.allclose(estimates[0], estimates[2])
 
@@ -865,14 +893,19 @@ def test_queries_in_sixteen_bits(target, dtype):
     rng = np.random.default_rng(4)
     keys, values = make_kv(case, rng)
     spec = CacheSpec(1, 2, 64, case_units(case), dtype)
-    cache, table, lengths = write_all(backend, device, case, backend.new_cache(spec, case.config, device), keys, values)
-    reference, _, _ = write_all(oracle, "cpu", case, oracle.new_cache(spec, case.config), keys, values)
+    cache, table, lengths = write_all(
+        backend, device, case, backend.new_cache(spec, case.config.store, device), keys, values
+    )
+    reference, _, _ = write_all(oracle, "cpu", case, oracle.new_cache(spec, case.config.store), keys, values)
     q = oracle.from_numpy(rng.normal(size=(2, 4, 64)).astype(np.float32), dtype)
     native = backend.from_numpy(q.astype(np.float32), dtype, device)
-    selected = backend.select(case.config, backend.score(cache, 0, native, table, lengths), lengths)
-    out, lse = backend.attend(cache, 0, native, table, lengths, selected)
+    selected = backend.select(
+        backend.score(cache, 0, native, table, lengths),
+        place(case.config, lengths, backend.score(cache, 0, native, table, lengths)),
+    )
+    out, lse = backend.attend(cache, 0, native, Where.of(case.config, table, lengths), selected)
     host = replace(selected, groups=backend.to_numpy(selected.groups), counts=backend.to_numpy(selected.counts))
-    want_out, want_lse = oracle.attend(reference, 0, q.astype(np.float32), table, lengths, host)
+    want_out, want_lse = oracle.attend(reference, 0, q.astype(np.float32), Where.of(case.config, table, lengths), host)
     assert out.dtype == native.dtype or backend is oracle  # which keeps float64
     assert np.abs(backend.to_numpy(lse) - want_lse).max() <= 1e-4
     # one rounding of the output, of values below 4
@@ -887,11 +920,11 @@ def test_keys_past_float16_loosen_and_never_displace_a_guard(target, method):
     rng = np.random.default_rng(0)
     keys = (rng.normal(size=(150, 2, 16)) * 3e7).astype(np.float32)
     native = backend.from_numpy(keys, "float32", device)
-    cache = backend.new_cache(CacheSpec(1, 2, 16, 10), config, device)
+    cache = backend.new_cache(CacheSpec(1, 2, 16, 10), config.store, device)
     cache = backend.write_kv(cache, 0, native, native, np.arange(150))
     q = backend.from_numpy(rng.normal(size=(1, 4, 16)).astype(np.float32), "float32", device)
     table, lengths = np.arange(10)[None], np.array([150])
-    scores = backend.score(cache, 0, q, table, lengths)
+    scores = backend.score(cache, 0, q, Where.of(config, table, lengths))
     estimate = backend.to_numpy(scores.estimate)
     assert not np.isnan(estimate).any() and np.isfinite(estimate[..., :37]).all()
     if scores.upper is not None:
@@ -899,7 +932,7 @@ def test_keys_past_float16_loosen_and_never_displace_a_guard(target, method):
         for r in range(4):
             truth = group_masses(backend.to_numpy(q)[0, r].astype(np.float64) / 4, keys[:, r // 2], 4)[:37]
             assert (upper[0, r // 2, r % 2, :37] >= truth).all() and (lower[0, r // 2, r % 2, :37] <= truth).all()
-    selected = backend.select(config, scores, lengths)
+    selected = backend.select(scores, place(config, lengths, scores))
     for head in range(2):
         visited = set(backend.to_numpy(selected.groups)[0, head].tolist())
         assert {0, 35, 36, 37} <= visited, "a guard lost its place"
@@ -914,18 +947,20 @@ def test_native_bounds_hold_for_every_query(target, method, kind):
     for size, head_dim, dtype in ((1, 16, "float32"), (4, 64, "bfloat16"), (16, 20, "float32"), (128, 64, "float16")):
         config = eps(method, group_tokens=size, rq_bounds=method == "rq", bits=int(rng.choice([1, 2, 4, 8])))
         num_tokens = max(512, 2 * size)
-        spec = CacheSpec(1, 1, head_dim, num_tokens // config.unit_tokens, dtype)
+        spec = CacheSpec(1, 1, head_dim, num_tokens // config.store.unit_tokens, dtype)
         if kind == "huge" and dtype == "float16":
             continue  # 300 times a Gaussian: the cache itself would overflow
         keys = np.concatenate([make_keys(kind, size, head_dim, rng) for _ in range(num_tokens // size)])[:, None]
         stored = oracle.from_numpy(keys, dtype).astype(np.float64)
         native = backend.from_numpy(keys, "float32", device)
-        cache = backend.write_kv(backend.new_cache(spec, config, device), 0, native, native, np.arange(num_tokens))
+        cache = backend.write_kv(
+            backend.new_cache(spec, config.store, device), 0, native, native, np.arange(num_tokens)
+        )
         table, lengths = np.arange(spec.num_units)[None], np.array([num_tokens])
         for query in QUERIES:
             q = make_query(query, stored[:size, 0], {}, rng).astype(np.float32) * np.sqrt(head_dim)
             q = q[None, None].astype(np.float32)
-            scores = backend.score(cache, 0, backend.from_numpy(q, "float32", device), table, lengths)
+            scores = backend.score(cache, 0, backend.from_numpy(q, "float32", device), Where.of(config, table, lengths))
             lower, upper = (backend.to_numpy(x)[0, 0, 0].astype(np.float64) for x in (scores.lower, scores.upper))
             truth = group_masses(q[0, 0].astype(np.float64) / np.sqrt(head_dim), stored[:, 0], size)
             assert (lower <= truth).all() and (truth <= upper).all(), (size, head_dim, dtype, query)
@@ -940,7 +975,7 @@ def test_box_codes_enclose_keys_one_ulp_from_a_code(target):
         codes * np.float32(scale), np.repeat([-np.inf, np.inf], len(codes) // 2)[:, None], dtype=np.float32
     )
     keys = np.concatenate([np.full((len(keys), 1), 127.0, np.float32), keys], axis=1)[:, None]
-    cache = backend.new_cache(CacheSpec(1, 1, 16, 2), eps("box", group_tokens=1), device)
+    cache = backend.new_cache(CacheSpec(1, 1, 16, 2), eps("box", group_tokens=1).store, device)
     native = backend.from_numpy(keys, "float32", device)
     cache = backend.write_kv(cache, 0, native, native, np.arange(len(keys)))
     stored = {name: backend.to_numpy(a).reshape(32, -1).astype(np.float64) for name, a in cache.summaries[0].items()}
@@ -956,13 +991,15 @@ def test_pc1_bound_survives_cancellation(target):
     config, head_dim, count = eps("1pc", group_tokens=4, block_size=4), 64, 60
     keys = rng.normal(size=(4 * count, 1, head_dim)).astype(np.float32)
     native = backend.from_numpy(keys, "float32", device)
-    cache = backend.new_cache(CacheSpec(1, 1, head_dim, count), config, device)
+    cache = backend.new_cache(CacheSpec(1, 1, head_dim, count), config.store, device)
     cache = backend.write_kv(cache, 0, native, native, np.arange(4 * count))
     stored = {name: backend.to_numpy(a)[:, 0, 0].astype(np.float64) for name, a in cache.summaries[0].items()}
     for group in range(count):
         direction = stored["direction"][group] * stored["direction_scale"][group]
         q = (1000 * direction + 1e-2 * rng.normal(size=head_dim)).astype(np.float32)[None, None]
-        scores = backend.score(cache, 0, backend.from_numpy(q, "float32", device), np.array([[group]]), np.array([4]))
+        scores = backend.score(
+            cache, 0, backend.from_numpy(q, "float32", device), Where.of(config, np.array([[group]]), np.array([4]))
+        )
         a = q[0, 0].astype(np.float64) / np.sqrt(head_dim)
         along = abs(direction @ a)
         exact = stored["lam"][group] * along + stored["rest"][group] * np.sqrt(max(a @ a - along**2, 0))
@@ -986,10 +1023,13 @@ class Decoding:
     def __init__(self, target: tuple, path: Path, config: EpsConfig, prompt: int = PROMPT) -> None:
         self.backend, device = target
         self.config, self.spec = config, read_spec(path)
-        self.decoder = self.backend.load_model(path, self.spec, "float32", device)
-        units = -(-(prompt + STEPS) // config.unit_tokens)
+        self.decoder = load_decoder(self.backend, path, self.spec, "float32", device)
+        units = -(-(prompt + STEPS) // config.store.unit_tokens)
         spec = CacheSpec(self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim, 2 * units)
-        self.cache, self.table = self.backend.new_cache(spec, config, device), np.arange(2 * units).reshape(2, units)
+        self.cache, self.table = (
+            self.backend.new_cache(spec, config.store, device),
+            np.arange(2 * units).reshape(2, units),
+        )
         self.tokens = np.random.default_rng(2).integers(0, tiny_models.VOCAB_SIZE, (2, prompt + STEPS))
         self.lengths = np.array([prompt, prompt - 27])
         self.queries: list[tuple[int, np.ndarray]] = []
@@ -998,8 +1038,8 @@ class Decoding:
             self.cache, _ = self.decoder.prefill(self.cache, self.tokens[b, :length], slots, self.table[b], length)
 
     def _slots(self, b: int, positions: np.ndarray) -> np.ndarray:
-        units, offsets = np.divmod(positions, self.config.unit_tokens)
-        return self.table[b, units] * self.config.unit_tokens + offsets
+        units, offsets = np.divmod(positions, self.config.store.unit_tokens)
+        return self.table[b, units] * self.config.store.unit_tokens + offsets
 
     def step(self, **how: bool):
         slots = np.concatenate([self._slots(b, self.lengths[b : b + 1]) for b in range(2)])
@@ -1013,7 +1053,7 @@ class Decoding:
 
     def score(self, layer: int, q: np.ndarray):
         q = self.backend.from_numpy(q.astype(np.float32), "float32", self.decoder.device)
-        return self.backend.score(self.cache, layer, q, self.table, self.lengths)
+        return self.backend.score(self.cache, layer, q, Where.of(self.config, self.table, self.lengths))
 
     def true_unread(self, layer: int, q: np.ndarray, visit: np.ndarray) -> np.ndarray:
         """[B, Hkv]: the largest share over the query heads outside visit [B, Hkv, G], float64 from the stored keys."""
@@ -1021,7 +1061,7 @@ class Decoding:
         for b, head in np.ndindex(*share.shape):
             keys, _ = self.backend.read_kv(self.cache, layer, self.table[b], int(self.lengths[b]))
             keys = self.backend.to_numpy(keys).astype(np.float64)[:, head]
-            unread = np.repeat(~visit[b, head], self.config.S)[: len(keys)]
+            unread = np.repeat(~visit[b, head], self.config.store.S)[: len(keys)]
             for a in q[b, head * repeat : (head + 1) * repeat].astype(np.float64) / np.sqrt(self.spec.head_dim):
                 weights = np.exp(keys @ a - (keys @ a).max())
                 share[b, head] = max(share[b, head], weights[unread].sum() / weights.sum())
@@ -1088,27 +1128,29 @@ def test_audit_tells_the_truth_and_changes_nothing(target, tiny_path, config):
         want = dense.step(gate=False)
         assert output.dense_logits.dtype == np.float32 and close(output.dense_logits, want.logits)
         for layer, stats in enumerate(output.layers):
-            (_, q), groups = audited.queries[-2 + layer], -(-audited.lengths.max() // config.S)
-            if config.dense_layer(layer):
+            (_, q), groups = audited.queries[-2 + layer], -(-audited.lengths.max() // config.store.S)
+            if config.read.dense_layer(layer):
                 assert np.abs(stats.mass_skipped_true).max() == 0
                 continue
             scores = audited.score(layer, q)
-            selected = backend.select(config, scores, audited.lengths, layer)
-            if config.strict:
+            selected = backend.select(scores, place(config, audited.lengths, scores), layer)
+            if config.read.strict:
                 native = backend.from_numpy(q.astype(np.float32), "float32", audited.decoder.device)
-                _, lse = backend.attend(plain.cache, layer, native, audited.table, audited.lengths, selected)
+                _, lse = backend.attend(
+                    plain.cache, layer, native, Where.of(config, audited.table, audited.lengths), selected
+                )
                 plain.cache.kv_bytes_read = audited.cache.kv_bytes_read
-                _, selected = backend.escalate(config, scores, selected, lse)
+                _, selected = backend.escalate(config.read, scores, selected, lse)
             visit = visit_mask(backend, selected, scores.estimate.shape[2])
             assert visit.shape[2] >= groups and (stats.counts == visit.sum(axis=2)).all()
             true = audited.true_unread(layer, q, visit)
             assert np.abs(stats.mass_skipped_true - true).max() <= 1e-5
-            if config.has_bounds:
+            if config.store.has_bounds:
                 assert (true <= stats.mass_skipped_cert + TINY).all() and (stats.output_error_cert >= 0).all()
             else:
                 assert stats.mass_skipped_cert is None and stats.output_error_cert is None
-            assert (stats.escalated is None) == (not config.strict)
-        if config.head_modes:
+            assert (stats.escalated is None) == (not config.read.strict)
+        if config.read.head_modes:
             assert output.fallbacks == {"dense_layer": 2}
     assert (output.layers[-1].counts < output.layers[-1].groups[:, None]).any(), "nothing was gated: this says nothing"
 
@@ -1120,7 +1162,7 @@ def test_ungated_step_equals_method_off(target, tiny_path, method):
     config = gated(method)
     run, off = (
         Decoding(target, tiny_path, config),
-        Decoding(target, tiny_path, EpsConfig(block_size=config.unit_tokens)),
+        Decoding(target, tiny_path, EpsConfig.of(block_size=config.store.unit_tokens)),
     )
     for _ in range(STEPS - 1):
         output, want = run.step(gate=False), off.step()
@@ -1133,14 +1175,14 @@ def test_ungated_step_equals_method_off(target, tiny_path, method):
     for layer, q in run.queries:
         estimate = run.backend.to_numpy(run.score(layer, q).estimate)
         for b, length in enumerate(run.lengths.tolist()):
-            assert np.isfinite(estimate[b, :, : length // run.config.S]).all()
+            assert np.isfinite(estimate[b, :, : length // run.config.store.S]).all()
 
 
 @pytest.mark.parametrize("scope", ["kv-head", "union"])
 @pytest.mark.parametrize("epsilon", [0.5, 0.1, 0.0])
 def test_strict_decoding_is_certified(target, tiny_path, epsilon, scope):
     config = gated("ball", strict=True, epsilon=epsilon, scope=scope)
-    run, loose = Decoding(target, tiny_path, config), Decoding(target, tiny_path, replace(config, strict=False))
+    run, loose = Decoding(target, tiny_path, config), Decoding(target, tiny_path, config.replace(strict=False))
     for step in range(STEPS):
         bytes_before = run.cache.kv_bytes_read
         output, start = run.step(audit=True), loose.step()
@@ -1153,7 +1195,7 @@ def test_strict_decoding_is_certified(target, tiny_path, epsilon, scope):
         read = sum(stats.kv_bytes_read for stats in output.layers)
         assert run.cache.kv_bytes_read - bytes_before == read
         tiles = sum(int(stats.counts.sum()) for stats in output.layers)
-        assert read == tiles * config.S * run.cache.spec.kv_token_bytes
+        assert read == tiles * config.store.S * run.cache.spec.kv_token_bytes
         if epsilon == 0:
             assert close(output.logits, output.dense_logits)
             for stats in output.layers:

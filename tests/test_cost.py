@@ -13,7 +13,7 @@ from eps_core.decode import cost
 from eps_core.decode.cost import Cost, cost_of, costs_path, measure
 
 SPEC = CacheSpec(4, 2, 16, 1)
-CONFIG = EpsConfig(method="rq")
+CONFIG = EpsConfig.of(method="rq")
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def test_what_is_timed_is_gated_although_the_config_says_dense(target, monkeypat
 
     real = backend.select
     monkeypatch.setattr(backend, "select", select)
-    measure(backend, device, "auto", SPEC, 4, EpsConfig(method="rq", min_context=10**6), 2048)
+    measure(backend, device, "auto", SPEC, 4, EpsConfig.of(method="rq", min_context=10**6), 2048)
     assert len(selections) == 2 * (2 + cost.ROUNDS)
     assert all(int(np.asarray(s.uniform).max()) < 128 for s in selections)  # of 128 and 256 groups
 

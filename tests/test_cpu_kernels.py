@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numba import njit
+from places import place
 from test_conformance import (
     Case,
     Truth,
@@ -40,7 +41,7 @@ from eps_core.cpu import threads as threads_cpu
 from eps_core.cpu.threads import finish, take, wait
 from eps_core.gate.protocol import Scores, Selection
 from eps_core.load import load_backend
-from eps_core.paging.where import forced_groups
+from eps_core.paging.where import Where, forced_groups
 
 CASES = [
     Case((150, 37), eps("rq", group_tokens=2)),
@@ -100,9 +101,9 @@ class Setup:
         self.keys, self.values = make_kv(case, rng)
         q = rng.normal(size=(len(case.lengths), case.num_heads, case.head_dim)) * case.scale_q
         self.q = q.astype(np.float32)
-        cache = backend.new_cache(spec, case.config, "cpu", "numba")
+        cache = backend.new_cache(spec, case.config.store, "cpu", "numba")
         self.cache, self.table, self.lengths = write_all(backend, "cpu", case, cache, self.keys, self.values)
-        reference = oracle.new_cache(spec, case.config)
+        reference = oracle.new_cache(spec, case.config.store)
         self.reference, _, _ = write_all(oracle, "cpu", case, reference, self.keys, self.values)
         self.native = backend.from_numpy(self.q, "float32", "cpu")
         # a view of the same cache that knows no kernels
@@ -115,16 +116,22 @@ def test_kernels_follow_oracle_and_arrays(backend, case):
     place = (0, s.native, s.table, s.lengths)
     scores, plain = kernels.score(s.cache, *place), backend.score(s.arrays, *place)
     assert scores is not None and scores.kernels == "numba" and plain.kernels == "arrays"
-    check_scores(backend, case, scores, oracle.score(s.reference, 0, s.q, s.table, s.lengths), s.q, s.keys, s.table,
+    check_scores(backend, case, scores, oracle.score(s.reference, 0, s.q, Where.of(case.config, s.table, s.lengths)), s.q, s.keys, s.table,
                  s.lengths)  # fmt: skip
     check_scoring(backend, case, s.cache, s.reference, scores, s.q, s.keys, s.table, s.lengths)
     own = scores_on_host(backend, scores)
-    selected = backend.select(case.config, scores, s.lengths)
-    covered = case.config.policy == "topk"
-    assert (kernels.select(case.config, scores, s.lengths) is not None) == covered
-    wanted = oracle.select(case.config, own, s.lengths)
+    selected = backend.select(scores, place(case.config, s.lengths, scores))
+    covered = case.config.read.policy == "topk"
+    assert (kernels.select(scores, place(case.config, s.lengths, scores)) is not None) == covered
+    wanted = oracle.select(own, place(case.config, s.lengths, own))
     check_selection(backend, selected, wanted)
-    check_selection(backend, backend.select(case.config, replace(scores, kernels="arrays"), s.lengths), wanted)
+    check_selection(
+        backend,
+        backend.select(
+            replace(scores, kernels="arrays"), place(case.config, s.lengths, replace(scores, kernels="arrays"))
+        ),
+        wanted,
+    )
     if covered:
         listed = np.zeros(own.estimate.shape, bool)
         for b, h in np.ndindex(*listed.shape[:2]):
@@ -135,7 +142,7 @@ def test_kernels_follow_oracle_and_arrays(backend, case):
         for one, other in zip(state, backend.attend(s.arrays, *place, chosen), strict=True):
             assert np.abs(one - backend.to_numpy(other)).max() <= 16 * allowance(case, s.keys, s.q)
     check_tail(backend, case, s.cache, s.reference, s.native, scores, selected, s.table, s.lengths)
-    if case.config.has_bounds:
+    if case.config.store.has_bounds:
         truth = Truth(case, s.q, s.keys, s.values, s.lengths)
         state = backend.attend(s.cache, *place, selected)
         check_certificate(backend, case, s.cache, s.reference, scores, selected, state, truth)
@@ -159,9 +166,9 @@ def test_equal_estimates_go_to_the_lower_index():
         for budget in (0.001, 0.3, 0.9, 1.0):
             config = eps("rq", budget=budget)
             scores = Scores(estimate.astype(np.float64), None, None, missing)
-            wanted = oracle.select(config, scores, lengths)
+            wanted = oracle.select(scores, place(config, lengths, scores))
             got_groups, counts, uniform, got_forced, _ = kernels_cpu.select(
-                config, estimate, missing, lengths, 0, threads_cpu.run
+                estimate, place(config, missing, estimate), lengths, 0, threads_cpu.run
             )
             assert (counts == wanted.counts).all() and (counts == uniform[:, None]).all()
             assert (got_forced == wanted.forced).all()
@@ -177,11 +184,16 @@ def test_unwritten_tail_is_never_read(backend, method, size, dtype):
     case = Case((301, 258), eps(method, group_tokens=size, tail_tokens=0), dtype=dtype, head_dim=20)
     s = Setup(backend, case)
     place = (0, s.native, s.table, s.lengths)
-    selected = backend.select(case.config, backend.score(s.cache, *place), s.lengths)
+    selected = backend.select(
+        backend.score(s.cache, *place), place(case.config, s.lengths, backend.score(s.cache, *place))
+    )
     before = [backend.attend(s.cache, *place, chosen) for chosen in (selected, None)]
     with writable(backend):
         for b, length in enumerate(s.lengths):
-            unit, offset = s.table[b, (length - 1) // case.config.unit_tokens], length % case.config.unit_tokens
+            unit, offset = (
+                s.table[b, (length - 1) // case.config.store.unit_tokens],
+                length % case.config.store.unit_tokens,
+            )
             for pool in (s.cache.k, s.cache.v):
                 pool[0][int(unit), :, int(offset) :] = float("nan")
     for (out, lse), chosen in zip(before, (selected, None), strict=True):
@@ -200,13 +212,16 @@ def test_lists_of_any_length_and_exact_bytes(backend):
     make = importlib.import_module("torch").from_numpy if backend.__name__ == "eps_cuda" else type(s.native)
     selection = Selection(make(groups), make(counts), None, np.zeros(2, np.int64))
     before = s.cache.kv_bytes_read
-    out, lse = (backend.to_numpy(x) for x in kernels.attend(s.cache, 0, s.native, s.table, s.lengths, selection))
-    assert s.cache.kv_bytes_read - before == 13 * case.config.S * s.cache.spec.kv_token_bytes
+    out, lse = (
+        backend.to_numpy(x)
+        for x in kernels.attend(s.cache, 0, s.native, Where.of(case.config, s.table, s.lengths), selection)
+    )
+    assert s.cache.kv_bytes_read - before == 13 * case.config.store.S * s.cache.spec.kv_token_bytes
     assert (out[0, :3] == 0).all() and np.isneginf(lse[0, :3]).all()
     assert (out[1, 3:] == 0).all() and np.isneginf(lse[1, 3:]).all()
     assert (out[0, 3:] != 0).all() and np.isfinite(lse[0, 3:]).all() and np.isfinite(lse[1, :3]).all()
     before = s.cache.kv_bytes_read
-    kernels.attend(s.cache, 0, s.native, s.table, s.lengths, None)
+    kernels.attend(s.cache, 0, s.native, Where.of(case.config, s.table, s.lengths), None)
     assert s.cache.kv_bytes_read - before == 2 * int(s.lengths.sum()) * s.cache.spec.kv_token_bytes
 
 
@@ -221,7 +236,7 @@ def test_logits_past_what_exp_holds(backend):
 def test_what_has_no_kernel_says_so(backend):
     for config in (eps("moments"), eps("jl"), eps("rq", rq_bounds=True, group_tokens=16)):
         s = Setup(backend, Case((300,), config))
-        assert kernels_of(backend).score(s.cache, 0, s.native, s.table, s.lengths) is None
+        assert kernels_of(backend).score(s.cache, 0, s.native, Where.of(config, s.table, s.lengths)) is None
 
 
 def test_guards_are_ranges():
@@ -232,9 +247,9 @@ def test_guards_are_ranges():
             last_tokens=int(rng.integers(0, 40)), min_context=int(rng.choice([0, 50])),
         )  # fmt: skip
         lengths = rng.integers(0, 150, 4)
-        groups = -(-150 // config.S)
+        groups = -(-150 // config.store.S)
         first, last = kernels_cpu.guard_ranges(config, lengths).T[:, :, None]
-        index, ends = np.arange(groups), -(-lengths // config.S)[:, None]
+        index, ends = np.arange(groups), -(-lengths // config.store.S)[:, None]
         got = ((index < first) | (index >= last)) & (index < ends)
         assert (got == forced_groups(config, lengths, groups)).all()
 
@@ -244,12 +259,16 @@ def test_calls_from_several_threads(backend):
     kernels = kernels_of(backend)
     case = Case((600, 290), eps("rq", group_tokens=2))
     s = Setup(backend, case)
-    expected = backend.to_numpy(backend.attend(s.cache, 0, s.native, s.table, s.lengths, None)[0])
+    expected = backend.to_numpy(
+        backend.attend(s.cache, 0, s.native, Where.of(case.config, s.table, s.lengths), None)[0]
+    )
     wrong = []
 
     def call() -> None:
         for _ in range(30):
-            out = kernels_cpu.attend(s.cache, 0, s.q, s.table, s.lengths, None, kernels._host, kernels._run)[0]
+            out = kernels_cpu.attend(
+                s.cache, 0, s.q, Where.of(case.config, s.table, s.lengths), None, kernels._host, kernels._run
+            )[0]
             if not np.array_equal(out, expected):
                 wrong.append(out)
 
@@ -281,20 +300,22 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
     rng, backend = np.random.default_rng(0), load_backend("cuda")
     monkeypatch.setattr(kernels_of(backend), "_run", counted)
     for config in (
-        EpsConfig(method="rq"), EpsConfig(method="box"), EpsConfig(method="ball"), EpsConfig(method="meanstd")
+        EpsConfig.of(method="rq"), EpsConfig.of(method="box"), EpsConfig.of(method="ball"), EpsConfig.of(method="meanstd")
     ):  # fmt: skip
-        cache = backend.new_cache(CacheSpec(1, 2, 16, 600 // config.unit_tokens + 1), config, "cpu", "numba")
+        cache = backend.new_cache(
+            CacheSpec(1, 2, 16, 600 // config.store.unit_tokens + 1), config.store, "cpu", "numba"
+        )
         k, v = (backend.from_numpy(rng.normal(size=(600, 2, 16)), "float32", "cpu") for _ in range(2))
         cache = backend.write_kv(cache, 0, k, v, np.arange(600))
         q = backend.from_numpy(rng.normal(size=(1, 4, 16)), "float32", "cpu")
         table, lengths = np.arange(cache.spec.num_units, dtype=np.int32)[None], np.array([600])
-        scores = backend.score(cache, 0, q, table, lengths)
-        selection = backend.select(config, scores, lengths)
-        state = backend.attend(cache, 0, q, table, lengths, selection)
-        backend.attend(cache, 0, q, table, lengths, None)
+        scores = backend.score(cache, 0, q, Where.of(config, table, lengths))
+        selection = backend.select(scores, place(config, lengths, scores))
+        state = backend.attend(cache, 0, q, Where.of(config, table, lengths), selection)
+        backend.attend(cache, 0, q, Where.of(config, table, lengths), None)
         backend.skipped_mass(scores, selection)
-        if config.tail_tokens:
-            backend.add_tail(cache, 0, table, lengths, scores, selection, state)
+        if config.store.tail_tokens:
+            backend.add_tail(cache, 0, Where.of(config, table, lengths), scores, selection, state)
     assert kernels == {"score_rq", "score_codes", "select_topk", "attend", "attend_tail", "skipped_mass"}
 
 
@@ -367,7 +388,7 @@ def test_torch_without_a_team_uses_helpers(monkeypatch, case):
     backend = load_backend("cuda")
     s, kernels = Setup(backend, case), kernels_of(backend)
     monkeypatch.setattr(kernels, "_team", lambda: (threads_cpu.run, threads_cpu.num_threads))
-    scores = kernels.score(s.cache, 0, s.native, s.table, s.lengths)
+    scores = kernels.score(s.cache, 0, s.native, Where.of(case.config, s.table, s.lengths))
     check_scoring(backend, case, s.cache, s.reference, scores, s.q, s.keys, s.table, s.lengths)
     check_attend(backend, case, s.cache, s.reference, s.q, s.native, s.table, s.lengths, None)
 
@@ -396,9 +417,9 @@ def test_a_cpu_without_permutations(name, features, tmp_path):
         np.testing.assert_array_equal(values, halves.view(np.float16).astype(np.float32))
         backend = load_backend("cuda")
         for dtype, config in (
-            ("float32", EpsConfig(method="rq", refine=0.2, tail_tokens=64)),
-            ("bfloat16", EpsConfig(method="rq", bits=4)),
-            ("float16", EpsConfig(method="box", group_tokens=16)),
+            ("float32", EpsConfig.of(method="rq", refine=0.2, tail_tokens=64)),
+            ("bfloat16", EpsConfig.of(method="rq", bits=4)),
+            ("float16", EpsConfig.of(method="box", group_tokens=16)),
         ):
             results = []
             for kernels in ("numba", "arrays"):
@@ -434,7 +455,7 @@ def test_a_forked_child_does_not_wait_for_the_team_of_its_parent(before):
         from eps_core.load import load_backend
         torch.set_num_threads(2)
         backend, rng = load_backend("cuda"), np.random.default_rng(0)
-        cache = backend.new_cache(CacheSpec(1, 2, 16, 3000), EpsConfig(method="box"), "cpu", "numba")
+        cache = backend.new_cache(CacheSpec(1, 2, 16, 3000), EpsConfig.of(method="box"), "cpu", "numba")
         k = backend.from_numpy(rng.normal(size=(40000, 2, 16)), "float32", "cpu")
         cache = backend.write_kv(cache, 0, k, k, np.arange(40000))
         q = backend.from_numpy(rng.normal(size=(1, 4, 16)), "float32", "cpu")

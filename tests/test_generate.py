@@ -14,6 +14,7 @@ from eps_core import oracle as numpy_backend
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.decode import session
+from eps_core.decode.forward import load_decoder
 from eps_core.decode.generate import Sampling, generate, next_token
 from eps_core.decode.model import read_spec
 from eps_core.errors import ConfigError
@@ -85,7 +86,7 @@ class Case:
 
     def __init__(self, num_units: int = 16) -> None:
         self.decoder, self.pool = CountingDecoder(), PagePool(num_units, 16)
-        self.cache = SimpleNamespace(spec=SPEC, config=EpsConfig(), kv_bytes_read=0, bytes_k_reread=0)
+        self.cache = SimpleNamespace(spec=SPEC, config=EpsConfig.of(), kv_bytes_read=0, bytes_k_reread=0)
 
     def steps(self, prompts: list[list[int]], max_new_tokens: int, **more: Any) -> Any:
         return generate(None, self.decoder, self.cache, self.pool, prompts, max_new_tokens, GREEDY, **more)  # type: ignore
@@ -263,11 +264,11 @@ def decode(
     backend: Any, device: str, path: Path, config: EpsConfig, prompts: list, sampling: Sampling = GREEDY, **more: Any
 ) -> tuple:
     spec = read_spec(path)
-    units = sum(-(-(len(prompt) + 16) // config.unit_tokens) for prompt in prompts)
+    units = sum(-(-(len(prompt) + 16) // config.store.unit_tokens) for prompt in prompts)
     cache_spec = CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, units)
-    cache = backend.new_cache(cache_spec, config, device)
-    pool = PagePool(units, config.unit_tokens)
-    decoder = backend.load_model(path, spec, "float32", device)
+    cache = backend.new_cache(cache_spec, config.store, device)
+    pool = PagePool(units, config.store.unit_tokens)
+    decoder = load_decoder(backend, path, spec, "float32", device)
     more = {"prefill_chunk": 64, "keep_logits": True, **more}
     records = list(generate(backend, decoder, cache, pool, prompts, 12, sampling, **more))
     pool.check()
@@ -280,7 +281,7 @@ RAGGED = [np.random.default_rng(length).integers(0, 256, length).tolist() for le
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, 0.8, 5)], ids=["greedy", "sampled"])
 def test_batching_changes_no_token_on_any_backend(target: tuple, model_path: Path, sampling: Sampling) -> None:
     backend, device = target
-    config = EpsConfig(method="box", group_tokens=8, last_tokens=16, budget=0.3)
+    config = EpsConfig.of(method="box", group_tokens=8, last_tokens=16, budget=0.3)
     together, records = decode(backend, device, model_path, config, RAGGED, sampling)
     want, _ = decode(numpy_backend, "cpu", model_path, config, RAGGED, sampling)
     assert together == want
@@ -292,11 +293,11 @@ def test_batching_changes_no_token_on_any_backend(target: tuple, model_path: Pat
 
 def test_off_is_the_plain_decoder_bit_for_bit(target: tuple, model_path: Path) -> None:
     backend, device = target
-    prompt, config, spec = RAGGED[0], EpsConfig(), read_spec(model_path)
+    prompt, config, spec = RAGGED[0], EpsConfig.of(), read_spec(model_path)
     said, records = decode(backend, device, model_path, config, [prompt])
-    cache = backend.new_cache(CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 20), config, device)
+    cache = backend.new_cache(CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 20), config.store, device)
     assert not cache.summaries and not cache.state and not cache.open and not cache.centre
-    decoder = backend.load_model(model_path, spec, "float32", device)
+    decoder = load_decoder(backend, model_path, spec, "float32", device)
     table = np.arange(20, dtype=np.int32)
     for start in range(0, len(prompt) - 1, 64):
         chunk = np.array(prompt[start : min(start + 64, len(prompt) - 1)])
@@ -311,10 +312,12 @@ def test_off_is_the_plain_decoder_bit_for_bit(target: tuple, model_path: Path) -
 
 
 def test_bytes_of_a_record_are_what_the_cache_counted(model_path: Path) -> None:
-    spec, config = read_spec(model_path), EpsConfig(method="rq", last_tokens=16)
-    cache = numpy_backend.new_cache(CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 40), config, "cpu")
-    decoder = numpy_backend.load_model(model_path, spec, "float32", "cpu")
-    pool, before = PagePool(40, config.unit_tokens), 0
+    spec, config = read_spec(model_path), EpsConfig.of(method="rq", last_tokens=16)
+    cache = numpy_backend.new_cache(
+        CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 40), config.store, "cpu"
+    )
+    decoder = load_decoder(numpy_backend, model_path, spec, "float32", "cpu")
+    pool, before = PagePool(40, config.store.unit_tokens), 0
     for record in generate(numpy_backend, decoder, cache, pool, RAGGED, 4, GREEDY):  # type: ignore[arg-type]
         if record.step:
             assert record.bytes_kv_read_est == cache.kv_bytes_read - before
@@ -323,7 +326,7 @@ def test_bytes_of_a_record_are_what_the_cache_counted(model_path: Path) -> None:
 
 def test_kl_is_of_gated_from_dense_along_the_dense_tokens(model_path: Path) -> None:
     """--kl against the sum written out, in a run whose own tokens leave the dense ones early."""
-    config = EpsConfig(method="meanstd", group_tokens=16, budget=0.1, first_tokens=0, last_tokens=16)
+    config = EpsConfig.of(method="meanstd", group_tokens=16, budget=0.1, first_tokens=0, last_tokens=16)
     text = "It was a dark and stormy night; the rain fell in torrents. " * 5
     request = session.RunRequest(
         config, GREEDY, "numpy", model=model_path, prompt=text, max_new_tokens=12, kl=True, stop=False
@@ -331,7 +334,7 @@ def test_kl_is_of_gated_from_dense_along_the_dense_tokens(model_path: Path) -> N
     result = compare.run(request, io.StringIO())
     assert not result["tokens_equal"]
     prompt = compare.load_tokenizer(model_path).encode(text).ids
-    _, dense = decode(numpy_backend, "cpu", model_path, EpsConfig(), [prompt])
+    _, dense = decode(numpy_backend, "cpu", model_path, EpsConfig.of(), [prompt])
     _, gated = decode(numpy_backend, "cpu", model_path, config, [prompt], forced_tokens=[result["dense"]["tokens"]])
     log_p, log_q = (
         np.array([r.logits[0] - np.logaddexp.reduce(r.logits[0].astype(float)) for r in side])

@@ -16,7 +16,8 @@ import tiny_models
 from click.testing import CliRunner
 
 from eps_core.cli.grid import grid_command
-from eps_core.config.eps import EVALUATION_METHODS, METHODS, EpsConfig
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import EVALUATION_METHODS, METHODS
 from eps_core.decode.heads import HeadPolicy, model_fingerprint, modes_of
 from eps_core.decode.model import read_spec
 from eps_core.errors import ConfigError
@@ -130,8 +131,8 @@ def test_a_grid_file_that_is_no_json_or_absent(tmp_path: Path) -> None:
 def test_settings_become_the_config_they_name() -> None:
     setting = Setting(8192, 1, "jl", "threshold", dim=4, alpha=1.05, last_n=4, group_blocks=8, budget=0.25)
     config = config_of(setting, None)
-    assert (config.S, config.dim, config.alpha, config.last_tokens) == (128, 4, 1.05, 512)
-    assert config.top_pages == 16  # a quarter of 8,192 tokens in groups of 128
+    assert (config.store.S, config.store.dim, config.read.alpha, config.read.last_tokens) == (128, 4, 1.05, 512)
+    assert config.read.top_pages == 16  # a quarter of 8,192 tokens in groups of 128
     modes = (("gate", "dense"), ("window", "gate"))
     assert config_of(replace(setting, heads="retrieval"), modes).head_modes == modes
     assert config_of(setting, modes).head_modes is None
@@ -248,10 +249,10 @@ def test_a_head_policy_gates_and_one_of_another_model_is_refused(model: Path, tm
 
 @pytest.mark.parametrize("method", [*METHODS[1:], *EVALUATION_METHODS])
 def test_what_a_grid_leaves_out_is_the_method_s_own_default(method: str) -> None:
-    assert config_of(Setting(method=method), None) == EpsConfig(method=method)
-    assert config_of(Setting(method=method, policy="share"), None) == EpsConfig(method=method, policy="share")
+    assert config_of(Setting(method=method), None) == EpsConfig.of(method=method)
+    assert config_of(Setting(method=method, policy="share"), None) == EpsConfig.of(method=method, policy="share")
     strict = config_of(Setting(method=method, strict=True), None)
-    assert strict.has_bounds and strict.bound_bits == (0 if EpsConfig(method=method).own_bounds else 8)
+    assert strict.has_bounds and strict.bound_bits == (0 if EpsConfig.of(method=method).own_bounds else 8)
     assert config_of(Setting(method=method, strict=True, bound_bits=4), None).bound_bits == 4
 
 

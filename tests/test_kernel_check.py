@@ -7,12 +7,12 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.decode.kernel_check import disagreement
 
-CONFIGS = [EpsConfig(), EpsConfig(method="rq"), EpsConfig(method="box", group_tokens=32)]
+CONFIGS = [EpsConfig.of(), EpsConfig.of(method="rq"), EpsConfig.of(method="box", group_tokens=32)]
 
 
 @pytest.mark.kernels("numba")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.method)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.store.method)
 def test_kernels_agree_with_arrays(target, config, dtype) -> None:
     backend, device = target
     for kernels in set(backend.usable_kernels(device)) - {"triton"}:  # slow in the interpreter; conformance has it
@@ -55,7 +55,7 @@ def test_what_is_wrong_is_named(monkeypatch, name, change, expected) -> None:
     import eps_cuda
 
     monkeypatch.setattr(eps_cuda, name, broken(eps_cuda, name, change))
-    fault = disagreement(eps_cuda, "cpu", "numba", CacheSpec(1, 2, 32, 1), 4, EpsConfig(method="rq"))
+    fault = disagreement(eps_cuda, "cpu", "numba", CacheSpec(1, 2, 32, 1), 4, EpsConfig.of(method="rq"))
     assert fault is not None and expected in fault
 
 
@@ -76,4 +76,4 @@ def test_only_kernels_that_nobody_named_fall_back(monkeypatch, asked, device, fo
 
     monkeypatch.setattr(session, "disagreement", lambda *args: found)
     backend = SimpleNamespace(usable_kernels=lambda device: ["arrays", "numba"])
-    assert session.choose_kernels(backend, device, asked, CacheSpec(1, 2, 32, 1), 4, EpsConfig()) == expected
+    assert session.choose_kernels(backend, device, asked, CacheSpec(1, 2, 32, 1), 4, EpsConfig.of()) == expected

@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from metal import shim
+from places import place
 
 from eps_core.config.eps import EpsConfig
 from eps_core.gate.protocol import Scores
@@ -63,7 +64,7 @@ def check_topk(
 ) -> None:
     rng = np.random.default_rng(seed)
     lengths = np.array(lengths, np.int64)
-    config = EpsConfig(
+    config = EpsConfig.of(
         method="rq", group_tokens=size, block_size=size if 16 % size else 16, tail_tokens=0, budget=share,
         first_tokens=first, last_tokens=last, min_context=min_context,
     )  # fmt: skip
@@ -72,13 +73,13 @@ def check_topk(
     estimate = estimates(kind, (len(lengths), kv_heads, groups), ends, rng)
     missing = (np.isposinf(estimate[:, 0]) & ~forced_groups(config, lengths, groups)).sum(axis=1)
     scores = Scores(mx.array(estimate), None, None, missing)
-    want = arrays.select(config, scores, lengths)
+    want = arrays.select(scores, place(config, lengths, scores))
     uniform = budget(config, forced_groups(config, lengths, groups).sum(axis=1) + missing, lengths)
     listed, counts, visit = (
         np.array(part)
         for part in select.select_topk(
             mx.array(estimate), mx.array(uniform.astype(np.int32)), mx.array(lengths.astype(np.int32)),
-            group_tokens=size, first_tokens=config.first_tokens, last_tokens=config.last_tokens,
+            group_tokens=size, first_tokens=config.read.first_tokens, last_tokens=config.read.last_tokens,
             min_context=min_context, width=want.groups.shape[2],
         )
     )  # fmt: skip

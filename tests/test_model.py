@@ -21,9 +21,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from eps_core import oracle
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import DTYPE_BYTES, CacheSpec
+from eps_core.decode.forward import Decoder, load_decoder
 from eps_core.decode.model import ModelSpec, inverse_frequencies, load_tokenizer, load_weights, read_spec, weight_names
 from eps_core.errors import ConfigError
-from eps_core.gate.protocol import Decoder
 from eps_core.oracle.decoder import NumpyDecoder
 
 NUM_TOKENS = 75
@@ -75,22 +75,22 @@ class Sequences:
         self, target: tuple, decoder: Decoder, batch: int = 1, config: EpsConfig | None = None, dtype: str = "float32"
     ) -> None:
         backend, device = target
-        self.decoder, self.config = decoder, config or EpsConfig()
-        units_each = -(-NUM_TOKENS // self.config.unit_tokens)
+        self.decoder, self.config = decoder, config or EpsConfig.of()
+        units_each = -(-NUM_TOKENS // self.config.store.unit_tokens)
         spec: ModelSpec = decoder.spec  # type: ignore[attr-defined]
         cache_spec = CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, batch * units_each, dtype)
-        self.cache = backend.new_cache(cache_spec, self.config, device)
+        self.cache = backend.new_cache(cache_spec, self.config.store, device)
         self.table = np.random.default_rng(0).permutation(batch * units_each).reshape(batch, units_each)
         self.lengths = np.zeros(batch, np.int64)
 
     def _slots(self, b: int, count: int) -> np.ndarray:
-        units, offsets = np.divmod(np.arange(count) + self.lengths[b], self.config.unit_tokens)
+        units, offsets = np.divmod(np.arange(count) + self.lengths[b], self.config.store.unit_tokens)
         self.lengths[b] += count
-        return self.table[b, units] * self.config.unit_tokens + offsets
+        return self.table[b, units] * self.config.store.unit_tokens + offsets
 
     def _table(self, rows: np.ndarray) -> np.ndarray:
         """What an allocator would show: the units in use, then -1."""
-        used = -(-self.lengths[rows] // self.config.unit_tokens)
+        used = -(-self.lengths[rows] // self.config.store.unit_tokens)
         table = self.table[rows, : used.max()].copy()
         table[np.arange(used.max()) >= used[:, None]] = -1
         return table
@@ -112,7 +112,7 @@ class Sequences:
 
 def load(target: tuple, path: Path, dtype: str = "float32") -> Decoder:
     backend, device = target
-    return backend.load_model(path, read_spec(path), dtype, device)
+    return load_decoder(backend, path, read_spec(path), dtype, device)
 
 
 def run(target: tuple, decoder: Decoder, tokens: np.ndarray, chunks: tuple[int, ...] = CHUNKS, dtype: str = "float32"):
@@ -168,7 +168,11 @@ def test_prefill_and_steps_agree(name: str, target: tuple, saved: Callable) -> N
 
 @pytest.mark.parametrize(
     "config",
-    [EpsConfig(), EpsConfig("meanstd", group_tokens=4, budget=1.0), EpsConfig("rq", group_tokens=32, budget=1.0)],
+    [
+        EpsConfig.of(),
+        EpsConfig.of("meanstd", group_tokens=4, budget=1.0),
+        EpsConfig.of("rq", group_tokens=32, budget=1.0),
+    ],
     ids=["off", "meanstd-all", "rq-all"],
 )
 def test_ragged_batch_equals_single_sequences(
@@ -188,7 +192,7 @@ def test_ragged_batch_equals_single_sequences(
 
 
 def test_gated_step_reports_what_it_read(target: tuple, saved: Callable) -> None:
-    config = EpsConfig(
+    config = EpsConfig.of(
         "meanstd", group_tokens=4, budget=0.5, first_tokens=4, last_tokens=8, min_context=20, block_size=8
     )
     name = "llama2"  # as many kv heads as query heads
@@ -219,7 +223,7 @@ def test_gated_step_reports_what_it_read(target: tuple, saved: Callable) -> None
 
 
 def test_dense_step_reports_no_layers(target: tuple, saved: Callable) -> None:
-    sequences = Sequences(target, load(target, saved("llama2")), config=EpsConfig(min_context=50))
+    sequences = Sequences(target, load(target, saved("llama2")), config=EpsConfig.of(min_context=50))
     sequences.prefill(0, tokens_of("llama2")[:20])
     output = sequences.step(np.array([3]))
     assert output.layers == [] and output.fallbacks == {}
@@ -635,4 +639,4 @@ def test_every_cache_dtype_can_be_stored() -> None:
     ],
 )
 def test_what_needs_no_score(settings, lengths, expected):
-    assert EpsConfig(method="box", group_tokens=4, **settings).reads_all(0, lengths) is expected
+    assert EpsConfig.of(method="box", group_tokens=4, **settings).reads_all(0, lengths) is expected

@@ -8,6 +8,7 @@ import tiny_models
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
+from eps_core.decode.forward import load_decoder
 from eps_core.decode.generate import Sampling, generate
 from eps_core.decode.model import read_spec
 from eps_core.paging.pool import PagePool
@@ -24,11 +25,11 @@ def model(tmp_path_factory):
 
 def logits_of(backend, device, model, config):
     spec = read_spec(model)
-    decoder = backend.load_model(model, spec, "float32", device)
+    decoder = load_decoder(backend, model, spec, "float32", device)
     cache_spec = CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 64)
-    cache = backend.new_cache(cache_spec, config, device)
+    cache = backend.new_cache(cache_spec, config.store, device)
     records = generate(
-        backend, decoder, cache, PagePool(64, config.unit_tokens), PROMPTS, 6, Sampling(), keep_logits=True
+        backend, decoder, cache, PagePool(64, config.store.unit_tokens), PROMPTS, 6, Sampling(), keep_logits=True
     )
     return np.concatenate([record.logits for record in records])
 
@@ -58,7 +59,7 @@ def poison(monkeypatch, backend) -> None:
 
 def test_off_allocates_nothing_of_eps(target):
     backend, device = target
-    cache = backend.new_cache(CacheSpec(2, 2, 16, 4), EpsConfig(), device)
+    cache = backend.new_cache(CacheSpec(2, 2, 16, 4), EpsConfig.of().store, device)
     assert cache.bound is None
     for name in ("summaries", "state", "open", "centre", "largest_key", "largest_value", "valid", "steps"):
         assert not getattr(cache, name, []), name
@@ -68,10 +69,10 @@ def test_off_runs_nothing_of_eps_and_changes_no_bit(target, model, monkeypatch):
     backend, device = target
     with pytest.MonkeyPatch.context() as patch:
         poison(patch, backend)
-        without = logits_of(backend, device, model, EpsConfig())
+        without = logits_of(backend, device, model, EpsConfig.of())
         with pytest.raises(AssertionError, match="although it is off"):  # the poison works
-            logits_of(backend, device, model, EpsConfig(method="box", group_tokens=4))
-    assert np.array_equal(without, logits_of(backend, device, model, EpsConfig()))
+            logits_of(backend, device, model, EpsConfig.of(method="box", group_tokens=4))
+    assert np.array_equal(without, logits_of(backend, device, model, EpsConfig.of()))
     # and in a process where EPS ran before: no state leaks from one cache to another
-    logits_of(backend, device, model, EpsConfig(method="rq", group_tokens=2))
-    assert np.array_equal(without, logits_of(backend, device, model, EpsConfig(method="off")))
+    logits_of(backend, device, model, EpsConfig.of(method="rq", group_tokens=2))
+    assert np.array_equal(without, logits_of(backend, device, model, EpsConfig.of(method="off")))

@@ -71,7 +71,7 @@ def make_query(kind: str, k: np.ndarray, summary: dict, rng: np.random.Generator
 )
 def test_bounds_enclose_true_mass(method, n, head_dim, keys, query, dim, bits, seed):
     rng = np.random.default_rng(seed)
-    config = EpsConfig(
+    config = EpsConfig.of(
         method=method,
         group_tokens=n,
         dim=dim if method in ("fd", "moments") else None,
@@ -92,8 +92,8 @@ def test_bounds_enclose_true_mass(method, n, head_dim, keys, query, dim, bits, s
 
 def test_methods_without_bounds_claim_none():
     for method in ("jl", "meanstd", "rq"):
-        config = EpsConfig(method=method, group_tokens=4)
-        assert not config.has_bounds
+        config = EpsConfig.of(method=method, group_tokens=4)
+        assert not config.store.has_bounds
         k = np.ones((4, 8), np.float32)
         phi = jl_projection(0, 0, 1, 8, 8)[0]
         summary = {n: np.asarray(v)[None] for n, v in build_summary(config, k, phi, np.zeros(8, np.float16)).items()}
@@ -119,7 +119,7 @@ def test_jl_expectation():
 def test_jl_ranks_no_better_than_chance_at_m_8():
     """The published flaw: at D = 128, m = 8 the groups with the largest true mass are hardly found."""
     rng = np.random.default_rng(1)
-    config, found = EpsConfig(method="jl", group_tokens=128), 0
+    config, found = EpsConfig.of(method="jl", group_tokens=128), 0
     phi = jl_projection(0, 0, 1, 128, 8)[0]
     mean = rng.normal(size=128) * 2
     groups = [(rng.normal(size=(128, 128)) + mean).astype(np.float32) for _ in range(20)]
@@ -223,7 +223,9 @@ def test_merge_is_exact(n, cut, seed, scale):
 def test_mass_policy_is_smallest_and_within_epsilon():
     rng = np.random.default_rng(0)
     for epsilon in (0.0, 0.01, 0.3):
-        config = EpsConfig(method="rq", group_tokens=1, policy="mass", epsilon=epsilon, first_tokens=1, last_tokens=2)
+        config = EpsConfig.of(
+            method="rq", group_tokens=1, policy="mass", epsilon=epsilon, first_tokens=1, last_tokens=2
+        )
         estimate = rng.normal(size=50) * 3
         visit, forced = selection.visited(config, estimate, 50)
         assert selection.skipped_share(estimate, visit) <= epsilon
@@ -237,19 +239,19 @@ def test_mass_policy_is_smallest_and_within_epsilon():
 def test_threshold_visits_superset_of_top_pages_for_nonnegative_scores():
     rng = np.random.default_rng(0)
     for top_pages in (1, 3, 10):
-        config = EpsConfig(
+        config = EpsConfig.of(
             method="jl", group_tokens=1, policy="threshold", top_pages=top_pages, first_tokens=0, last_tokens=0
         )
         estimate = rng.exponential(size=60)
         visit, _ = selection.visited(config, estimate, 60)
         assert visit[selection.best_first(estimate)[:top_pages]].all()
         # raising alpha visits more
-        more, _ = selection.visited(EpsConfig(**{**config.to_dict(), "alpha": 1.5}), estimate, 60)
+        more, _ = selection.visited(EpsConfig.of(**{**config.to_dict(), "alpha": 1.5}), estimate, 60)
         assert (more | ~visit).all() and more.sum() >= visit.sum()
 
 
 def test_ties_go_to_the_lower_index():
-    config = EpsConfig(method="box", group_tokens=1, budget=4.0, first_tokens=0, last_tokens=1)
+    config = EpsConfig.of(method="box", group_tokens=1, budget=4.0, first_tokens=0, last_tokens=1)
     visit, _ = selection.visited(config, np.array([1.0, 2, 2, 2, 2, 0]), 6)
     assert visit.tolist() == [False, True, True, True, False, True]
 
@@ -257,7 +259,7 @@ def test_ties_go_to_the_lower_index():
 def test_jl_cannot_tell_a_key_from_its_opposite():
     """The published flaw: a group that points away from the query scores like one that points at it."""
     rng = np.random.default_rng(0)
-    config, phi = EpsConfig(method="jl", group_tokens=4), jl_projection(0, 0, 1, 32, 8)[0]
+    config, phi = EpsConfig.of(method="jl", group_tokens=4), jl_projection(0, 0, 1, 32, 8)[0]
     k, a = rng.normal(size=(4, 32)), rng.normal(size=32)
     gram = np.stack([build_summary(config, sign * k, phi, None)["gram"] for sign in (1, -1)])
     estimate = score_summary(config, {"gram": gram}, a, 4, phi, None)[0]
@@ -267,7 +269,7 @@ def test_jl_cannot_tell_a_key_from_its_opposite():
 def test_meanstd_is_no_bound_of_the_largest_logit():
     k = np.zeros((16, 8), np.float32)
     k[3, 0] = 100.0
-    config = EpsConfig(method="meanstd", group_tokens=16)
+    config = EpsConfig.of(method="meanstd", group_tokens=16)
     summary = {n: np.asarray(v)[None] for n, v in build_summary(config, k, None, None).items()}
     assert score_summary(config, summary, np.eye(8)[0], 16, None, None)[0][0] < 50
 

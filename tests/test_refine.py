@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from places import place
 from test_conformance import Case, case_units, eps, keys_as_read, make_kv, write_all
 
 from eps_core import oracle
@@ -14,6 +15,7 @@ from eps_core.errors import ConfigError
 from eps_core.gate.protocol import Scores
 from eps_core.load import load_backend
 from eps_core.oracle.selection import best_first
+from eps_core.paging.where import Where
 from eps_core.summaries.rq import RQ_STEP, rotate, unpack_codes
 
 TIES = 2e-4  # share of codes that float32 may round to the other side of a step than float64
@@ -34,14 +36,14 @@ class Filled:
         self.keys, values = make_kv(case, np.random.default_rng(0))
         spec = CacheSpec(1, case.num_kv_heads, case.head_dim, case_units(case), case.dtype)
         self.cache, self.table, self.lengths = write_all(
-            self.backend, device, case, self.backend.new_cache(spec, case.config, device), self.keys, values
+            self.backend, device, case, self.backend.new_cache(spec, case.config.store, device), self.keys, values
         )
         shape = (len(case.lengths), case.num_heads, case.head_dim)
         self.q = 2 * np.random.default_rng(1).normal(size=shape).astype(np.float32)
         self.native = self.backend.from_numpy(self.q, "float32", device)
 
     def scores(self) -> Scores:
-        return self.backend.score(self.cache, 0, self.native, self.table, self.lengths)
+        return self.backend.score(self.cache, 0, self.native, Where.of(self.config, self.table, self.lengths))
 
     def estimate(self) -> np.ndarray:
         return self.backend.to_numpy(self.scores().estimate).astype(np.float64)
@@ -52,11 +54,11 @@ class Filled:
     def of_sequence(self, name: str, b: int, head: int) -> np.ndarray:
         """What is stored of the full groups of one sequence and kv head, in order: [G, ..]."""
         pool = self.stored(name)[self.table[b], head]
-        return pool.reshape(-1, *pool.shape[2:])[: int(self.lengths[b]) // self.case.config.S]
+        return pool.reshape(-1, *pool.shape[2:])[: int(self.lengths[b]) // self.case.config.store.S]
 
     def means(self, b: int, head: int) -> np.ndarray:
         """[G, D] float64: the mean keys of the full groups."""
-        size = self.case.config.S
+        size = self.case.config.store.S
         k = keys_as_read(self.case, self.keys[b][:, head])
         return k[: len(k) // size * size].reshape(-1, size, self.case.head_dim).mean(axis=1)
 
@@ -73,7 +75,7 @@ def test_sign_and_second_bit_are_the_two_bit_code(target, head_dim, dtype):
     centre = one.backend.to_numpy(one.cache.centre[0]).astype(np.float64)
     differ, total = 0, 0
     for b, head in heads_of(one):
-        x = rotate(one.means(b, head) - centre[head], one.case.config.seed)
+        x = rotate(one.means(b, head) - centre[head], one.case.config.store.seed)
         step = RQ_STEP[2] * np.abs(x).mean(axis=1, keepdims=True) / MEAN_OF_A_GAUSSIAN
         want = np.clip(np.floor(x / step) + 2, 0, 3)
         sign, second = (unpack_codes(one.of_sequence(name, b, head), 1, head_dim) for name in ("codes", "second"))
@@ -127,7 +129,7 @@ def test_exactly_the_best_groups_are_refined(target, refine, kind):
     lengths = (290, 61) if kind == "ties" else (400, 290, 37)
     coarse, some, all_of_them = (Filled(target, case_of(lengths, part, **more)) for part in (0, refine, 1))
     first, got, fine = coarse.estimate(), some.estimate(), all_of_them.estimate()
-    size = some.case.config.S
+    size = some.case.config.store.S
     refined_somewhere = False
     for b, head in heads_of(some):
         num_groups = -(-int(some.lengths[b]) // size)
@@ -181,7 +183,7 @@ def test_refine_zero_stores_nothing_more(target):
     groups = case_units(coarse.case) * 2 * 8
     for one, per_group in ((coarse, 4 + 2), (fine, 2 * (4 + 2))):
         stored = sum(one.stored(name).nbytes for name in one.cache.summaries[0])
-        assert stored == groups * per_group == groups * summary_group_bytes(one.case.config, 32)
+        assert stored == groups * per_group == groups * summary_group_bytes(one.case.config.store, 32)
     for name in ("codes", "scale"):
         assert np.array_equal(coarse.stored(name), fine.stored(name))
 
@@ -205,9 +207,12 @@ def test_a_batch_scores_each_sequence_as_alone(target):
     one = Filled(target, case_of((600, 37, 290)))
     together = one.estimate()
     for b, length in enumerate(one.lengths.tolist()):
-        units = -(-length // one.case.config.unit_tokens)
+        units = -(-length // one.case.config.store.unit_tokens)
         alone = one.backend.score(
-            one.cache, 0, one.native[b : b + 1], one.table[b : b + 1, :units], one.lengths[b : b + 1]
+            one.cache,
+            0,
+            one.native[b : b + 1],
+            Where.of(one.config, one.table[b : b + 1, :units], one.lengths[b : b + 1]),
         )
         estimate = one.backend.to_numpy(alone.estimate)[0]
         np.testing.assert_allclose(together[b, :, : estimate.shape[1]], estimate, atol=1e-5)
@@ -219,7 +224,9 @@ def test_backends_refine_the_same_groups():
     visited = []
     for name in ("mlx", "cuda", "numpy"):
         one = Filled((load_backend(name), "cpu"), case)
-        visited.append(one.backend.to_numpy(one.backend.select(case.config, one.scores(), one.lengths).groups))
+        visited.append(
+            one.backend.to_numpy(one.backend.select(one.scores(), place(case.config, one.lengths, one.scores())).groups)
+        )
     assert np.array_equal(visited[0], visited[1])
     assert np.array_equal(visited[0], visited[2])
     assert oracle.__name__ == one.backend.__name__
@@ -237,11 +244,11 @@ def test_backends_refine_the_same_groups():
 )
 def test_only_one_bit_codes_have_a_second_bit(settings, words):
     with pytest.raises(ConfigError, match=words):
-        EpsConfig(refine=0.125, **settings)
-    assert EpsConfig(**settings).refine == 0 == EpsConfig(refine=0, **settings).refine
+        EpsConfig.of(refine=0.125, **settings)
+    assert EpsConfig.of(**settings).refine == 0 == EpsConfig.of(refine=0, **settings).refine
 
 
 @pytest.mark.parametrize("refine", [-0.1, 1.01, float("nan")])
 def test_refine_is_a_share(refine):
     with pytest.raises(ConfigError, match=r"outside \[0, 1\]"):
-        EpsConfig(method="rq", refine=refine)
+        EpsConfig.of(method="rq", refine=refine)

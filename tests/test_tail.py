@@ -13,11 +13,13 @@ from typing import Any
 import click
 import numpy as np
 import pytest
+from places import place
 from test_conformance import STEPS, Decoding, close, gated, tiny_path, visit_mask  # noqa: F401
 
 from eps_core.cli.options import config_of, given_flags, selection_options, summary_options
 from eps_core.config.bytes import scoring_bytes, summary_bytes
-from eps_core.config.eps import METHODS, EpsConfig
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import METHODS
 from eps_core.decode.generate import Sampling
 from eps_core.decode.session import RunRequest
 from eps_core.errors import ConfigError
@@ -27,6 +29,7 @@ from eps_core.gate.protocol import Scores, Selection
 from eps_core.load import backend_name
 from eps_core.oracle import truth
 from eps_core.oracle.attention import attend_keys
+from eps_core.paging.where import Where
 
 SIZE, TAIL, HEAD_DIM, UNITS = 8, 64, 16, 6  # tokens of a group, of a tail group; six of these in the pool
 
@@ -59,7 +62,9 @@ class Scene:
 
     def native_tail(self, more: float = 0.0) -> tuple:
         scores, cache = replace(self.scores, estimate=self.scores.estimate + more), self.filled.cache
-        return self.backend.attend_tail(cache, 0, self.table, self.lengths, scores, self.selected, self.state[1])
+        return self.backend.attend_tail(
+            cache, 0, Where.of(CONFIG_OF(cache), self.table, self.lengths), scores, self.selected, self.state[1]
+        )
 
     def tail(self, more: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
         """(out, lse) on the host, of estimates that are `more` nats higher."""
@@ -89,7 +94,7 @@ def scene(target, repeat: int = 1, lengths=(UNITS * TAIL, 2 * TAIL), dtype: str 
     backend, device = target
     rng = np.random.default_rng(repeat)
     settings = {"method": "oracle", "group_tokens": SIZE, "tail_tokens": TAIL, "policy": "topk", "budget": 0.2}
-    eps_config = EpsConfig(**{**settings, "first_tokens": 4, "last_tokens": 8, **config})
+    eps_config = EpsConfig.of(**{**settings, "first_tokens": 4, "last_tokens": 8, **config})
     k = rng.normal(size=(UNITS * TAIL, 2, HEAD_DIM)).astype(np.float32)
     v = rng.integers(-127, 128, (UNITS, 1, 2, HEAD_DIM))
     v[..., 0] = 127
@@ -102,9 +107,9 @@ def scene(target, repeat: int = 1, lengths=(UNITS * TAIL, 2 * TAIL), dtype: str 
     q = (rng.normal(size=(len(lengths), 2 * repeat, HEAD_DIM)) * 2).astype(np.float32)
     native = backend.from_numpy(q, "float32", device)
     lengths = np.array(lengths)
-    scores = backend.score(filled.cache, 0, native, table, lengths)
-    selected = backend.select(eps_config, scores, lengths)
-    state = backend.attend(filled.cache, 0, native, table, lengths, selected)
+    scores = backend.score(filled.cache, 0, native, Where.of(filled.config, table, lengths))
+    selected = backend.select(scores, place(eps_config, lengths, scores))
+    state = backend.attend(filled.cache, 0, native, Where.of(filled.config, table, lengths), selected)
     return Scene(filled, q, table, lengths, scores, selected, state)
 
 
@@ -126,7 +131,7 @@ def test_true_masses_of_equal_values_give_dense_attention(target, config, dtype)
 def test_stored_means_are_within_a_code(target):
     """Of values that differ, in the pool's order, as the cache holds them."""
     rng = np.random.default_rng(0)
-    config = EpsConfig(method="box", group_tokens=SIZE, tail_tokens=TAIL)
+    config = EpsConfig.of(method="box", group_tokens=SIZE, tail_tokens=TAIL)
     for dtype in bounds.CACHE_DTYPES:
         v = (rng.normal(size=(3 * TAIL, 2, 20)) * 10.0 ** rng.integers(-2, 3, (3 * TAIL, 2, 1))).astype(np.float32)
         filled = bounds.fill(*target, config, dtype, rng.normal(size=v.shape).astype(np.float32), v, cut=70)
@@ -202,9 +207,11 @@ def test_overwritten_tokens_leave_the_tail_until_their_group_is_full(target):
 
     def added() -> tuple[np.ndarray, float]:
         """(whether each unit's groups are skipped and known, the tail's log mass over its own estimates) of head 0."""
-        one.scores = backend.score(one.filled.cache, 0, native, one.table, one.lengths)
-        one.selected = backend.select(one.filled.config, one.scores, one.lengths)
-        one.state = backend.attend(one.filled.cache, 0, native, one.table, one.lengths, one.selected)
+        one.scores = backend.score(one.filled.cache, 0, native, Where.of(one.filled.config, one.table, one.lengths))
+        one.selected = backend.select(one.scores, place(one.filled.config, one.lengths, one.scores))
+        one.state = backend.attend(
+            one.filled.cache, 0, native, Where.of(one.filled.config, one.table, one.lengths), one.selected
+        )
         estimate = one.host(one.scores.estimate)[0, 0]
         mine = np.where(one.skipped[0, 0] & np.isfinite(estimate), estimate, -np.inf).reshape(UNITS, -1)
         return np.logaddexp.reduce(mine, axis=1), one.tail()[1][0, 0]
@@ -238,7 +245,7 @@ def test_copied_units_bring_their_means(target):
 def test_values_of_others_never_reach_a_sequence(target):
     """NaN, infinities and what overflows in V of other units, also where the table pads with one of them."""
     backend, device = target
-    config = EpsConfig(method="box", group_tokens=SIZE, tail_tokens=TAIL, first_tokens=4, last_tokens=8, budget=0.2)
+    config = EpsConfig.of(method="box", group_tokens=SIZE, tail_tokens=TAIL, first_tokens=4, last_tokens=8, budget=0.2)
     rng = np.random.default_rng(3)
     k, v = rng.normal(size=(2, UNITS * TAIL, 2, HEAD_DIM)).astype(np.float32)
     q = backend.from_numpy(rng.normal(size=(2, 4, HEAD_DIM)).astype(np.float32), "float32", device)
@@ -249,10 +256,10 @@ def test_values_of_others_never_reach_a_sequence(target):
         table, lengths = np.array([[5, 1, 4, 0], [3, 2, -1, -1]]), np.array([3 * TAIL + 1, TAIL + 60])
         v_open = backend.from_numpy(np.ones((1, 2, HEAD_DIM), np.float32), "float32", device)
         cache = backend.write_kv(filled.cache, 0, v_open, v_open, np.array([0]))
-        scores = backend.score(cache, 0, q, table, lengths)
-        selected = backend.select(config, scores, lengths)
-        state = backend.attend(cache, 0, q, table, lengths, selected)
-        tail = backend.attend_tail(cache, 0, table, lengths, scores, selected, state[1])
+        scores = backend.score(cache, 0, q, Where.of(config, table, lengths))
+        selected = backend.select(scores, place(config, lengths, scores))
+        state = backend.attend(cache, 0, q, Where.of(config, table, lengths), selected)
+        tail = backend.attend_tail(cache, 0, Where.of(config, table, lengths), scores, selected, state[1])
         results.append([backend.to_numpy(x) for x in (*tail, *backend.merge(state, tail))])
         for got, want in zip(results[-1], results[0], strict=True):
             assert np.isfinite(got).all() and np.array_equal(got, want), bad
@@ -303,7 +310,7 @@ CERTIFIED = {
 def test_error_certificate_covers_the_tail(target, tiny_path, name):  # noqa: F811
     """Of the merged output; in the first layer it is that of the run without a tail plus what the tail moved."""
     config = CERTIFIED[name]
-    run, without = Watched(target, tiny_path, config), Watched(target, tiny_path, replace(config, tail_tokens=0))
+    run, without = Watched(target, tiny_path, config), Watched(target, tiny_path, config.replace(tail_tokens=0))
     repeat = run.spec.num_heads // run.spec.num_kv_heads
     for step in range(2):
         output, plain = run.step(), without.step()
@@ -328,7 +335,7 @@ def test_strict_epsilon_zero_with_a_tail_is_dense(target, tiny_path, name):  # n
         assert close(output.logits, output.dense_logits)
         for stats in output.layers:
             assert (stats.output_error_cert == 0).all() and (stats.mass_skipped_cert == 0).all()
-    run.cache = replace(run.cache, config=replace(config, epsilon=0.3))
+    run.cache = replace(run.cache, config=config.replace(epsilon=0.3))
     some = run.step()
     assert all((stats.mass_skipped_cert <= 0.3).all() for stats in some.layers)
     assert any((stats.counts < stats.groups[:, None]).any() for stats in some.layers)
@@ -336,14 +343,14 @@ def test_strict_epsilon_zero_with_a_tail_is_dense(target, tiny_path, name):  # n
 
 def test_budget_of_everything_is_bit_for_bit_without_a_tail(target, tiny_path):  # noqa: F811
     config = gated("box", budget=1.0, block_size=64, tail_tokens=64)
-    run, without = Watched(target, tiny_path, config), Watched(target, tiny_path, replace(config, tail_tokens=0))
+    run, without = Watched(target, tiny_path, config), Watched(target, tiny_path, config.replace(tail_tokens=0))
     for _ in range(2):
         assert np.array_equal(run.step().logits, without.step().logits)
 
 
 def test_steps_count_the_means_that_they_read(target, tiny_path):  # noqa: F811
     config = gated("box", budget=0.1, block_size=64, tail_tokens=64)
-    run, without = Watched(target, tiny_path, config), Watched(target, tiny_path, replace(config, tail_tokens=0))
+    run, without = Watched(target, tiny_path, config), Watched(target, tiny_path, config.replace(tail_tokens=0))
     assert run.cache.bytes_k_reread == 0 and without.cache.bytes_k_reread == 0  # prompts in one chunk
     more = run.spec.num_kv_heads * run.table.size * (run.spec.head_dim + 2)
     for _ in range(STEPS):
@@ -360,18 +367,18 @@ def test_steps_count_the_means_that_they_read(target, tiny_path):  # noqa: F811
 
 @pytest.mark.parametrize("method", METHODS)
 def test_on_by_default_for_rq_alone(method):
-    assert EpsConfig(method=method).tail_tokens == (TAIL if method == "rq" else 0)
-    assert EpsConfig(method="rq", block_size=12).tail_tokens == 60
-    assert EpsConfig(method="rq", block_size=128).tail_tokens == 128
-    assert EpsConfig(method="rq", group_tokens=96).tail_tokens == 96
-    config = EpsConfig(method="rq", tail_tokens=128)
-    assert EpsConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config and config.unit_tokens == 128
+    assert EpsConfig.of(method=method).tail_tokens == (TAIL if method == "rq" else 0)
+    assert EpsConfig.of(method="rq", block_size=12).tail_tokens == 60
+    assert EpsConfig.of(method="rq", block_size=128).tail_tokens == 128
+    assert EpsConfig.of(method="rq", group_tokens=96).tail_tokens == 96
+    config = EpsConfig.of(method="rq", tail_tokens=128)
+    assert EpsConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config and config.store.unit_tokens == 128
 
 
 @pytest.mark.parametrize("method", ["jl", "1pc", "fd"])
 def test_refused_where_estimates_are_norms(method):
     with pytest.raises(ConfigError, match=f"of method {method} are norms: use --eps-tail drop") as caught:
-        EpsConfig(method=method, tail_tokens=128)
+        EpsConfig.of(method=method, tail_tokens=128)
     assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="are norms"):
         flags("--eps-method", method, "--eps-tail", "mean", "--eps-tail-tokens", "128")
@@ -380,18 +387,21 @@ def test_refused_where_estimates_are_norms(method):
 @pytest.mark.parametrize("tokens", [1, 8, 40, 512, -64])
 def test_refused_where_groups_do_not_fill_it(tokens):
     with pytest.raises(ConfigError, match=f"eps-tail-tokens {tokens} is not a multiple, up to 256, of the 16"):
-        EpsConfig(method="rq", tail_tokens=tokens)
-    assert EpsConfig(method="rq", tail_tokens=16).tail_tokens == 16
+        EpsConfig.of(method="rq", tail_tokens=tokens)
+    assert EpsConfig.of(method="rq", tail_tokens=16).tail_tokens == 16
 
 
 def test_bytes_of_a_tail():
     """D + 2 a tail group and kv head, in store and in every pass."""
-    config = EpsConfig(method="rq")
-    without = replace(config, tail_tokens=0)
+    config = EpsConfig.of(method="rq")
+    without = config.replace(tail_tokens=0)
     for tokens in (1, 64, 65, 1000):
         tails = -(-tokens // TAIL)
-        assert summary_bytes(config, 3, 5, 128, tokens) - summary_bytes(without, 3, 5, 128, tokens) == 15 * tails * 130
-    assert scoring_bytes(config, 128, 96, [100, 70]) - scoring_bytes(without, 128, 96, [100, 70]) == 3 * 130
+        assert (
+            summary_bytes(config.store, 3, 5, 128, tokens) - summary_bytes(without.store, 3, 5, 128, tokens)
+            == 15 * tails * 130
+        )
+    assert scoring_bytes(config, 128, [100, 70]) - scoring_bytes(without, 128, [100, 70]) == 3 * 130
 
 
 def flags(*args: str) -> EpsConfig:
@@ -410,7 +420,7 @@ def flags(*args: str) -> EpsConfig:
 
 def test_flags():
     assert flags("--eps-method", "rq").tail_tokens == TAIL
-    assert flags("--eps-method", "rq", "--eps-tail", "drop") == EpsConfig(method="rq", tail_tokens=0)
+    assert flags("--eps-method", "rq", "--eps-tail", "drop") == EpsConfig.of(method="rq", tail_tokens=0)
     assert flags("--eps-method", "box", "--eps-tail", "mean").tail_tokens == TAIL
     assert flags("--eps-method", "box", "--eps-tail", "drop") == flags("--eps-method", "box")
     assert flags("--eps-method", "moments", "--eps-tail-tokens", "128").tail_tokens == 128

@@ -20,7 +20,7 @@ from eps_core.telemetry.files import JsonlWriter
 from eps_core.telemetry.steps import StepRecord, step_record, summarise
 
 SPEC = CacheSpec(num_layers=2, num_kv_heads=3, head_dim=8, num_units=64, dtype="float32")
-CONFIG = EpsConfig(method="rq", group_tokens=4)
+CONFIG = EpsConfig.of(method="rq", group_tokens=4)
 KEYS = [
     "type", "step", "sequences", "tokens", "lengths", "pages_total", "pages_visited", "pages_skipped", "pages_forced",
     "pages_wanted", "bytes_kv_read_est", "bytes_kv_dense", "bytes_summary_read", "bytes_k_reread", "eps_prepass_ms",
@@ -62,7 +62,7 @@ def test_a_gated_step_counts_groups_over_sequences_layers_and_heads() -> None:
 
 
 def test_a_dense_step_visits_every_page() -> None:
-    off = EpsConfig(block_size=16)
+    off = EpsConfig.of(block_size=16)
     got = step_record(3, [0, 1], [7, 8], [40, 24], StepOutput(np.zeros((2, 5))), SPEC, off, 1.0, 12288, 0)
     assert got.pages_total == got.pages_visited == 2 * 3 * (3 + 2)
     assert got.pages_skipped == got.pages_forced == got.bytes_summary_read == 0

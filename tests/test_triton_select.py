@@ -101,7 +101,7 @@ SELECTIONS = [
 def check_topk(kernels: Kernels, case: tuple, row_groups: int | None = None) -> None:
     size, first, last, least, share, lengths, kind = case
     block = next(b for b in (16, size, size * 2) if b % size == 0)
-    config = EpsConfig(
+    config = EpsConfig.of(
         method="rq", group_tokens=size, block_size=block, budget=share, first_tokens=first, last_tokens=last,
         min_context=least, tail_tokens=0,
     )  # fmt: skip
@@ -119,7 +119,10 @@ def check_topk(kernels: Kernels, case: tuple, row_groups: int | None = None) -> 
         put(estimate), put(wanted.astype(np.int32)), put(np.array(lengths, np.int32)), group_tokens=size,
         first_tokens=first, last_tokens=last, min_context=least, width=max(int(wanted.max()), 1), **options,
     )  # fmt: skip
-    expected = selection.select(config, Scores(put(estimate), None, None, num_missing), np.array(lengths))
+    expected = selection.select(
+        Scores(put(estimate), None, None, num_missing),
+        place(config, np.array(lengths), Scores(put(estimate), None, None, num_missing)),
+    )
     assert torch.equal(counts, expected.counts)
     assert torch.equal(listed, expected.groups)
     found = lists(listed, counts)

@@ -23,7 +23,7 @@ from eps_cuda import graph
 DEVICE = triton_interpreter.DEVICE
 PROMPTS = [[7, 5, 3, 2, 9, 30, 41] * 60, [11, 4, 9, 77] * 75]  # 420 and 300 tokens
 STEPS = 5
-CONFIG = EpsConfig(method="rq", budget=0.2, last_tokens=16)
+CONFIG = EpsConfig.of(method="rq", budget=0.2, last_tokens=16)
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::item", "aten::equal"}
 
 
@@ -59,9 +59,9 @@ def decode(model, kernels, config=CONFIG, prompts=PROMPTS, steps=STEPS, time_eve
     decoder = eps_cuda.load_model(model, spec, "float32", DEVICE)
     units = 60
     cache = eps_cuda.new_cache(
-        CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, units), config, DEVICE, kernels
+        CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, units), config.store, DEVICE, kernels
     )
-    pool = PagePool(units, config.unit_tokens)
+    pool = PagePool(units, config.store.unit_tokens)
     records = list(
         generate(
             eps_cuda, decoder, cache, pool, prompts, steps, Sampling(), keep_logits=True, prefill_chunk=200,
@@ -104,9 +104,9 @@ def test_steps_that_are_timed_take_the_other_way_and_agree(model, reference) -> 
 
 def test_dense_steps_are_static_too(model) -> None:
     """What a gated step is compared with is launched the same way: without EPS, and in a cache of EPS."""
-    records, cache, _ = decode(model, "triton", EpsConfig(method="off"))
+    records, cache, _ = decode(model, "triton", EpsConfig.of(method="off"))
     assert [key[3] for key in cache.steps] == [False]
-    read, (plain, other, _) = cache.kv_bytes_read, decode(model, "arrays", EpsConfig(method="off"))
+    read, (plain, other, _) = cache.kv_bytes_read, decode(model, "arrays", EpsConfig.of(method="off"))
     same(records, plain)
     assert read == other.kv_bytes_read
     # one step of the same cache, gated and dense
@@ -138,11 +138,11 @@ def test_cache_is_left_as_array_operations_leave_it(model) -> None:
 @pytest.mark.parametrize(
     ("config", "prompts"),
     [
-        (EpsConfig(method="rq", policy="share", tau=0.01), PROMPTS),
-        (EpsConfig(method="rq", bound_bits=8), PROMPTS),
-        (EpsConfig(method="box", group_tokens=16), PROMPTS),
-        (EpsConfig(method="rq", tail_tokens=0), PROMPTS),
-        (EpsConfig(method="rq", min_context=310), PROMPTS),
+        (EpsConfig.of(method="rq", policy="share", tau=0.01), PROMPTS),
+        (EpsConfig.of(method="rq", bound_bits=8), PROMPTS),
+        (EpsConfig.of(method="box", group_tokens=16), PROMPTS),
+        (EpsConfig.of(method="rq", tail_tokens=0), PROMPTS),
+        (EpsConfig.of(method="rq", min_context=310), PROMPTS),
         (CONFIG, [[5, 6, 7] * 20]),  # too short for a centre
     ],
     ids=["share", "bounds", "box", "no tail", "below min_context", "no centre"],
@@ -244,7 +244,7 @@ def test_a_cache_is_freed_with_its_last_reference(model) -> None:
 
 @pytest.mark.parametrize("budget", [319.0, 120.0])
 def test_budgets_in_tokens_beside_a_sequence_that_they_cover(model, budget) -> None:
-    config = EpsConfig(method="rq", group_tokens=16, budget=budget, last_tokens=16)
+    config = EpsConfig.of(method="rq", group_tokens=16, budget=budget, last_tokens=16)
     prompts = [PROMPTS[0][:312], PROMPTS[0][:391]]
     records, cache, _ = decode(model, "triton", config, prompts, 3)
     assert cache.steps
@@ -252,7 +252,7 @@ def test_budgets_in_tokens_beside_a_sequence_that_they_cover(model, budget) -> N
 
 
 def test_groups_that_only_the_device_counts_are_one_number(model) -> None:
-    config = EpsConfig(method="rq", policy="share", tau=0.01)
+    config = EpsConfig.of(method="rq", policy="share", tau=0.01)
     _, cache, decoder = decode(model, "triton", config, steps=1)
     table, lengths = np.arange(8, dtype=np.int32)[None], np.array([400])
     for _ in range(3):

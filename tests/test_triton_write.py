@@ -56,7 +56,7 @@ class Case:
 
     @property
     def config(self) -> EpsConfig:
-        return EpsConfig(
+        return EpsConfig.of(
             method="rq", bits=self.bits, refine=self.refine if self.bits == 1 else 0.0, tail_tokens=self.tail_tokens,
             group_tokens=self.group_tokens, block_size=self.block_size, bound_bits=self.bound_bits, seed=3,
         )  # fmt: skip
@@ -108,7 +108,7 @@ class Fast:
         pools |= summary | {"centre": cache.constants(0)["centre"], "signs": cache.fixed[0]["signs"]}
         if tail:
             pools |= tail.summaries[0] | {"tail_valid": valid_of(tail)}
-        if config.has_bounds:
+        if config.store.has_bounds:
             pools |= {"largest_key": cache.largest_key[0], "largest_value": cache.largest_value[0]}
         self.module, self.config = module, config
         self.pools = {name: Guarded(pool) for name, pool in pools.items()}
@@ -120,13 +120,13 @@ class Fast:
         rows = torch.stack([k, v], dim=1).to(DEVICE)
         given = rows.clone()
         tail = None
-        if config.tail_tokens:
-            tail = self.module.TailPools(get("mean"), get("mean_scale"), get("tail_valid"), config.tail_tokens)
+        if config.store.tail_tokens:
+            tail = self.module.TailPools(get("mean"), get("mean_scale"), get("tail_valid"), config.store.tail_tokens)
         self.module.write_tokens(
             rows[:, 0], rows[:, 1], here, get("k"), get("v"), get("finite")[0], get("valid"),
-            group_tokens=config.S,
+            group_tokens=config.store.S,
             rq=self.module.RqPools(
-                get("codes"), get("scale"), get("second"), get("second_scale"), get("centre"), get("signs"), config.bits
+                get("codes"), get("scale"), get("second"), get("second_scale"), get("centre"), get("signs"), config.store.bits
             ),
             tail=tail,
             largest_key=get("largest_key"), largest_value=get("largest_value"),
@@ -136,7 +136,7 @@ class Fast:
 
 
 def valid_of(cache: Cache) -> Tensor:
-    groups = np.arange(cache.spec.num_units * cache.config.groups_per_unit)
+    groups = np.arange(cache.spec.num_units * cache.config.store.groups_per_unit)
     return torch.from_numpy(cache.state[0].valid(groups).astype(np.uint8))
 
 
@@ -155,7 +155,7 @@ def check_equal(fast: Fast, cache: Cache) -> None:
     assert bool(got["finite"][0]) == bool(cache.finite[0]), "finite differs"
     assert torch.equal(got["valid"], valid_of(cache)), "valid differs"
     assert torch.equal(got["centre"], cache.constants(0)["centre"])
-    summary, bits = cache.summaries[0], cache.config.bits
+    summary, bits = cache.summaries[0], cache.config.store.bits
     if bits == 1:
         assert torch.equal(got["codes"], summary["codes"]), "sign codes differ"
     else:
@@ -171,7 +171,7 @@ def check_equal(fast: Fast, cache: Cache) -> None:
         assert torch.equal(got["tail_valid"], valid_of(cache.tail)), "valid of tails differs"
         check_codes("mean values", got["mean"], tail["mean"])
         assert steps_apart(got["mean_scale"], tail["mean_scale"]) <= 1, "scale of mean values differs"
-    if cache.config.has_bounds:
+    if cache.config.store.has_bounds:
         for name, largest in (("largest_key", cache.largest_key), ("largest_value", cache.largest_value)):
             torch.testing.assert_close(got[name], largest[0], rtol=1e-6, atol=0)
 
@@ -188,12 +188,12 @@ class Run:
     def __init__(self, case: Case, module: ModuleType = write) -> None:
         self.case, self.rng, config = case, np.random.default_rng(case.head_dim), case.config
         self.lengths = np.array(case.before)
-        size = config.unit_tokens
+        size = config.store.unit_tokens
         width = (int(self.lengths.max()) + case.steps + 3) // size + 1
         units = self.rng.permutation(len(self.lengths) * width + 2)  # two belong to nobody
         self.table = units[: len(self.lengths) * width].reshape(len(self.lengths), width)
         spec = CacheSpec(1, case.kv_heads, case.head_dim, len(units), case.dtype)
-        self.cache = new_cache(spec, config, "cpu", kernels="arrays")
+        self.cache = new_cache(spec, config.store, "cpu", kernels="arrays")
         sequences = np.repeat(np.arange(len(self.lengths)), self.lengths)
         positions = np.concatenate([np.arange(length) for length in self.lengths])
         self.zero = self.rng.normal(size=(case.kv_heads, case.head_dim))  # about the centre
@@ -204,7 +204,7 @@ class Run:
         self.means = [self.special_mean(kind) for kind in range(len(self.lengths))]
 
     def slots(self, sequences: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        size = self.case.config.unit_tokens
+        size = self.case.config.store.unit_tokens
         return self.table[sequences, positions // size] * size + positions % size
 
     def rows(self, number: int) -> tuple[Tensor, Tensor]:
@@ -227,12 +227,12 @@ class Run:
             turned *= self.rng.uniform(0.5, 2, size=shape)
             turned[:, self.case.head_dim // 8 + 1 :] = 0
         signs = self.cache.fixed[0]["signs"].double().numpy()
-        back = np.stack([signs * rotate(row * signs, self.case.config.seed) for row in turned])
+        back = np.stack([signs * rotate(row * signs, self.case.config.store.seed) for row in turned])
         return self.cache.constants(0)["centre"].double().numpy() + back
 
     def finish_group(self, k: Tensor, sequences: np.ndarray, slots: np.ndarray) -> None:
         """Last keys of groups get what makes the group's mean a special one, in place."""
-        size, unit = self.case.config.S, self.case.config.unit_tokens
+        size, unit = self.case.config.store.S, self.case.config.store.unit_tokens
         for row, (sequence, slot) in enumerate(zip(sequences, slots, strict=True)):
             if slot % size == size - 1:
                 where = slice(slot % unit - size + 1, slot % unit)
@@ -298,7 +298,7 @@ def test_numbers_that_have_no_scale():
     case = Case(32, 2, tail_tokens=16, before=(254, 14, 14), steps=0)
     run = Run(case)
     centre = run.cache.constants(0)["centre"].float()
-    unit = case.config.unit_tokens
+    unit = case.config.store.unit_tokens
     factors = torch.tensor([0.0, 3e38, 1e-30])[:, None, None]
     for pool in (run.cache.v[0], run.fast.pools["v"].tensor):
         for table, length, factor in zip(run.table, run.lengths, factors, strict=True):
@@ -330,7 +330,7 @@ def test_without_summaries_only_rows_and_flags_change():
         )  # fmt: skip
         assert torch.equal(fast.pools["valid"].check("valid"), kept["valid"]) == (valid is None)
     for row, name in itertools.product(range(2), ("k", "v")):
-        unit, offset = divmod(int(slots[row]), run.case.config.unit_tokens)
+        unit, offset = divmod(int(slots[row]), run.case.config.store.unit_tokens)
         kept[name][unit, :, offset] = (k if name == "k" else v)[row]
     groups = slots // 2
     kept["valid"][groups] = torch.from_numpy((slots % 2 == 1).astype(np.uint8))
@@ -389,17 +389,17 @@ def job_of(case: Case) -> Job:
     """The launch of `write_tokens` for a model of eight kv heads."""
     config, kind = case.config, {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16"}[case.dtype]
     constants, num_warps = write.launch_constants(
-        8, case.head_dim, config.unit_tokens, config.S, config.tail_tokens, config.bits
+        8, case.head_dim, config.store.unit_tokens, config.store.S, config.store.tail_tokens, config.store.bits
     )
     types = dict.fromkeys(("k", "v", "k_pool", "v_pool"), kind)
     types |= dict.fromkeys(("k_token", "k_head", "v_token", "v_head"), "i32")
     types |= {"slots": "*i32", "finite": "*u8", "valid": "*u8", "codes": "*u8", "scale": "*fp16"}
     types |= {"centre": "*fp16", "signs": "*fp32"}
-    if config.refine:
+    if config.read.refine:
         types |= {"second": "*u8", "second_scale": "*fp16"}
-    if config.tail_tokens:
+    if config.store.tail_tokens:
         types |= {"mean": "*i8", "mean_scale": "*fp16", "tail_valid": "*u8"}
-    if config.has_bounds:
+    if config.store.has_bounds:
         types |= {"largest_key": "*i32", "largest_value": "*i32"}
     options = {"num_warps": num_warps, "enable_fp_fusion": False}
     return Job("eps_cuda.kernels.write", "write_kernel", types, constants, options)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from places import place
 from test_conformance import BASE, Case, check_fork, check_head_modes, check_largest, check_own_token, eps, run_case
 
 from eps_core import oracle
@@ -14,6 +15,7 @@ from eps_core.gate.protocol import Certificate
 from eps_core.oracle import cache as oracle_cache
 from eps_core.oracle import score as oracle_score
 from eps_core.oracle import selection as oracle_selection
+from eps_core.paging.where import Where
 
 
 def broken(**functions):
@@ -21,8 +23,8 @@ def broken(**functions):
     return SimpleNamespace(**{**vars(oracle), **functions})
 
 
-def drops_a_group(config, scores, lengths, layer=0):
-    chosen = oracle.select(config, scores, lengths, layer)
+def drops_a_group(scores, where, layer=0):
+    chosen = oracle.select(scores, where, layer)
     counts = chosen.counts - 1
     groups = chosen.groups.copy()
     for b, head in np.ndindex(*counts.shape):
@@ -30,58 +32,57 @@ def drops_a_group(config, scores, lengths, layer=0):
     return replace(chosen, groups=groups, counts=counts, uniform=counts[:, 0].astype(np.int64))
 
 
-def attends_without_the_last_group(cache, layer, q, table, lengths, selected):
+def attends_without_the_last_group(cache, layer, q, where, selected):
     if selected is None:
-        return oracle.attend(cache, layer, q, table, lengths, None)
-    return oracle.attend(cache, layer, q, table, lengths, replace(selected, counts=selected.counts - 1))
+        return oracle.attend(cache, layer, q, where, None)
+    return oracle.attend(cache, layer, q, where, replace(selected, counts=selected.counts - 1))
 
 
-def swaps_heads(cache, layer, q, table, lengths, selected):
-    return oracle.attend(cache, layer, q[:, ::-1], table, lengths, selected)
+def swaps_heads(cache, layer, q, where, selected):
+    return oracle.attend(cache, layer, q[:, ::-1], where, selected)
 
 
-def swaps_heads_in_score(cache, layer, q, table, lengths):
-    return oracle.score(cache, layer, q[:, ::-1], table, lengths)
+def swaps_heads_in_score(cache, layer, q, where):
+    return oracle.score(cache, layer, q[:, ::-1], where)
 
 
-def adds_one(cache, layer, q, table, lengths, selected):
-    out, lse = oracle.attend(cache, layer, q, table, lengths, selected)
+def adds_one(cache, layer, q, where, selected):
+    out, lse = oracle.attend(cache, layer, q, where, selected)
     return out + 1e-3, lse
 
 
-def forgets_the_scale(cache, layer, q, table, lengths, selected):
-    return oracle.attend(cache, layer, q * np.sqrt(q.shape[-1]), table, lengths, selected)
+def forgets_the_scale(cache, layer, q, where, selected):
+    return oracle.attend(cache, layer, q * np.sqrt(q.shape[-1]), where, selected)
 
 
-def forgets_the_scale_in_score(cache, layer, q, table, lengths):
-    return oracle.score(cache, layer, q * np.sqrt(q.shape[-1]), table, lengths)
+def forgets_the_scale_in_score(cache, layer, q, where):
+    return oracle.score(cache, layer, q * np.sqrt(q.shape[-1]), where)
 
 
-def means_over_query_heads(cache, layer, q, table, lengths):
+def means_over_query_heads(cache, layer, q, where):
     kv_heads = cache.spec.num_kv_heads
     mean = q.reshape(len(q), kv_heads, -1, q.shape[-1]).mean(axis=2, keepdims=True)
     return oracle.score(
         cache,
         layer,
         np.broadcast_to(mean, q.reshape(len(q), kv_heads, -1, q.shape[-1]).shape).reshape(q.shape),
-        table,
-        lengths,
+        where,
     )
 
 
-def narrows_the_bound(cache, layer, q, table, lengths):
-    scores = oracle.score(cache, layer, q, table, lengths)
+def narrows_the_bound(cache, layer, q, where):
+    scores = oracle.score(cache, layer, q, where)
     upper = scores.upper if scores.upper is None else scores.upper - 5.0
     return replace(scores, upper=upper)
 
 
-def swaps_query_heads_of_the_bounds(cache, layer, q, table, lengths):
-    scores = oracle.score(cache, layer, q, table, lengths)
+def swaps_query_heads_of_the_bounds(cache, layer, q, where):
+    scores = oracle.score(cache, layer, q, where)
     return replace(scores, lower=scores.lower[:, :, ::-1], upper=scores.upper[:, :, ::-1])
 
 
-def forgets_the_slack(cache, layer, q, table, lengths):
-    scores = oracle.score(cache, layer, q, table, lengths)
+def forgets_the_slack(cache, layer, q, where):
+    scores = oracle.score(cache, layer, q, where)
     return replace(scores, slack=np.zeros_like(scores.slack))
 
 
@@ -89,14 +90,18 @@ def swaps_kv(cache, layer, k, v, slots):
     return oracle.write_kv(cache, layer, v, k, slots)
 
 
-def never_visits_the_open_group(config, scores, lengths, layer=0):
+def never_visits_the_open_group(scores, where, layer=0):
     estimate = np.where(np.isposinf(scores.estimate), -1e9, scores.estimate)
-    return oracle.select(replace(config, last_tokens=0), replace(scores, estimate=estimate), lengths, layer)
+    return oracle.select(
+        replace(scores, estimate=estimate),
+        place(config.replace(last_tokens=0), lengths, replace(scores, estimate=estimate)),
+        layer,
+    )
 
 
-def reads_unselected_groups(cache, layer, q, table, lengths, selected):
+def reads_unselected_groups(cache, layer, q, where, selected):
     cache.kv_bytes_read += cache.spec.kv_token_bytes
-    return oracle.attend(cache, layer, q, table, lengths, selected)
+    return oracle.attend(cache, layer, q, where, selected)
 
 
 def certifies_estimates(cache, layer, scores, visited, out, lse):
@@ -139,9 +144,9 @@ def certifies_without_the_values(cache, layer, scores, visited, out, lse):
     return oracle.certify(silent, layer, scores, visited, out, lse)
 
 
-def escalates_one_group_less(config, scores, selected, lse):
+def escalates_one_group_less(read, scores, selected, lse):
     """Of those that escalation adds, the one that it would take last."""
-    extra, whole = oracle.escalate(config, scores, selected, lse)
+    extra, whole = oracle.escalate(read, scores, selected, lse)
     num_groups = scores.estimate.shape[2]
     added, visit = (oracle_score._visit_mask(part, num_groups) for part in (extra, whole))
     for b, head in np.ndindex(*extra.counts.shape):
@@ -155,43 +160,43 @@ def escalates_one_group_less(config, scores, selected, lse):
     )
 
 
-def escalates_by_lower_bounds(config, scores, selected, lse):
-    return oracle.escalate(config, replace(scores, upper=scores.lower), selected, lse)
+def escalates_by_lower_bounds(read, scores, selected, lse):
+    return oracle.escalate(read, replace(scores, upper=scores.lower), selected, lse)
 
 
-def escalates_with_the_next_heads_sums(config, scores, selected, lse):
-    return oracle.escalate(config, scores, selected, np.roll(lse, 1, axis=1))
+def escalates_with_the_next_heads_sums(read, scores, selected, lse):
+    return oracle.escalate(read, scores, selected, np.roll(lse, 1, axis=1))
 
 
-def escalates_by_one_query_head(config, scores, selected, lse):
+def escalates_by_one_query_head(read, scores, selected, lse):
     one = replace(scores, lower=scores.lower[:, :, :1], upper=scores.upper[:, :, :1], slack=scores.slack[:, :, :1])
-    return oracle.escalate(config, one, selected, lse.reshape(scores.slack.shape)[:, :, 0])
+    return oracle.escalate(read, one, selected, lse.reshape(scores.slack.shape)[:, :, 0])
 
 
-def escalates_everything(config, scores, selected, lse):
-    return oracle.escalate(replace(config, epsilon=0.0), scores, selected, lse)
+def escalates_everything(read, scores, selected, lse):
+    return oracle.escalate(replace(read, epsilon=0.0), scores, selected, lse)
 
 
-def escalates_by_upper_gains(config, scores, selected, lse):
-    return oracle.escalate(config, replace(scores, lower=scores.upper), selected, lse)
+def escalates_by_upper_gains(read, scores, selected, lse):
+    return oracle.escalate(read, replace(scores, lower=scores.upper), selected, lse)
 
 
-def escalates_again_what_was_read(config, scores, selected, lse):
-    _, whole = oracle.escalate(config, scores, selected, lse)
+def escalates_again_what_was_read(read, scores, selected, lse):
+    _, whole = oracle.escalate(read, scores, selected, lse)
     return replace(whole, forced=np.zeros_like(whole.forced), wanted=None), whole
 
 
-def ignores_the_layer(config, scores, lengths, layer=0):
-    return oracle.select(config, scores, lengths, 0)
+def ignores_the_layer(scores, where, layer=0):
+    return oracle.select(scores, where, 0)
 
 
-def shifts_the_head_modes(config, scores, lengths, layer=0):
-    modes = config.head_modes and tuple(modes[1:] + modes[:1] for modes in config.head_modes)
-    return oracle.select(replace(config, head_modes=modes), scores, lengths, layer)
+def shifts_the_head_modes(scores, where, layer=0):
+    modes = config.read.head_modes and tuple(modes[1:] + modes[:1] for modes in config.read.head_modes)
+    return oracle.select(scores, place(config.replace(head_modes=modes), lengths, scores), layer)
 
 
-def calls_mixed_heads_uniform(config, scores, lengths, layer=0):
-    chosen = oracle.select(config, scores, lengths, layer)
+def calls_mixed_heads_uniform(scores, where, layer=0):
+    chosen = oracle.select(scores, where, layer)
     return replace(chosen, uniform=chosen.counts[:, 0].astype(np.int64))
 
 
@@ -226,17 +231,17 @@ def excess(scores, selected, lse):
     return np.repeat(read, lse.shape[1] // read.shape[1], axis=1) - lse
 
 
-def tail_counts_visited_groups(cache, layer, table, lengths, scores, selected, lse):
+def tail_counts_visited_groups(cache, layer, where, scores, selected, lse):
     nothing = replace(selected, counts=np.zeros_like(selected.counts))
-    out, tail = oracle.attend_tail(cache, layer, table, lengths, scores, nothing, lse)
+    out, tail = oracle.attend_tail(cache, layer, where, scores, nothing, lse)
     return out, tail - np.maximum(excess(scores, selected, lse), 0)
 
 
 def tail_corrects_by(change):
     """attend_tail, but the estimates are lowered by `change` of their excess instead of its positive part."""
 
-    def attend_tail(cache, layer, table, lengths, scores, selected, lse):
-        out, tail = oracle.attend_tail(cache, layer, table, lengths, scores, selected, lse)
+    def attend_tail(cache, layer, where, scores, selected, lse):
+        out, tail = oracle.attend_tail(cache, layer, where, scores, selected, lse)
         over = excess(scores, selected, lse)
         return out, tail + np.maximum(over, 0) - change(over)
 
@@ -253,30 +258,32 @@ def tail_of_keys(cache, layer, k, v, slots):
     return replace(cache, tail=tail)
 
 
-def tail_without_the_scale(cache, layer, table, lengths, scores, selected, lse):
+def tail_without_the_scale(cache, layer, where, scores, selected, lse):
     stored = cache.tail.summaries[layer]
     plain = stored | {"mean_scale": np.ones_like(stored["mean_scale"])} if stored else stored
     cache = replace(cache, tail=replace(cache.tail, summaries=[plain]))
-    return oracle.attend_tail(cache, layer, table, lengths, scores, selected, lse)
+    return oracle.attend_tail(cache, layer, where, scores, selected, lse)
 
 
-def tail_counts_its_open_group(cache, layer, table, lengths, scores, selected, lse):
-    full, size = deepcopy(cache.tail.state[layer]), cache.config.tail_tokens
+def tail_counts_its_open_group(cache, layer, where, scores, selected, lse):
+    full, size = deepcopy(cache.tail.state[layer]), cache.config.store.tail_tokens
     full.fill[:] = size
     cache = replace(cache, tail=replace(cache.tail, state=[full]))
-    return oracle.attend_tail(cache, layer, table, -(-lengths // size) * size, scores, selected, lse)
+    return oracle.attend_tail(
+        cache, layer, Where.of(CONFIG_OF(cache), table, -(-lengths // size) * size), scores, selected, lse
+    )
 
 
-def tail_of_the_next_head(cache, layer, table, lengths, scores, selected, lse):
+def tail_of_the_next_head(cache, layer, where, scores, selected, lse):
     stored = {name: np.roll(array, 1, axis=1) for name, array in cache.tail.summaries[layer].items()}
     cache = replace(cache, tail=replace(cache.tail, summaries=[stored]))
-    return oracle.attend_tail(cache, layer, table, lengths, scores, selected, lse)
+    return oracle.attend_tail(cache, layer, where, scores, selected, lse)
 
 
-def tail_of_one_query_head(cache, layer, table, lengths, scores, selected, lse):
+def tail_of_one_query_head(cache, layer, where, scores, selected, lse):
     mine = lse.reshape(len(lse), cache.spec.num_kv_heads, -1)
     first = np.broadcast_to(mine[:, :, :1], mine.shape).reshape(lse.shape)
-    return oracle.attend_tail(cache, layer, table, lengths, scores, selected, first)
+    return oracle.attend_tail(cache, layer, where, scores, selected, first)
 
 
 def copies_no_tail(cache, src, dst):
@@ -339,7 +346,7 @@ TAILS = [
     Case((290, 50), eps("rq", tail_tokens=32, block_size=8, budget=0.2)),  # and too low
 ]
 CHECKS = [
-    *(partial(run_case, case=case) for case in BASE if case.config.method in ("box", "moments")),
+    *(partial(run_case, case=case) for case in BASE if case.config.store.method in ("box", "moments")),
     partial(run_case, case=Case((90, 37), eps("ball", group_tokens=2), num_heads=6)),
     check_head_modes,
     check_largest,

@@ -15,6 +15,7 @@ import numpy as np
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.gate.protocol import Array, Backend
+from eps_core.paging.where import Where
 
 CLUSTERS, RUN_TOKENS, NOISE_TOKENS, CHUNK_TOKENS = 64, 32, 4096, 8192
 MEAN_STD, CLUSTER_STD, NOISE_STD = 0.5, 0.7, 0.7  # of one dimension
@@ -100,7 +101,11 @@ class Layer:
     @property
     def groups(self) -> int:
         """Groups of one sequence."""
-        return -(-self.shape.context // self.config.S)
+        return -(-self.shape.context // self.config.store.S)
+
+    def where(self, config: EpsConfig | None = None) -> Where:
+        """A step over all that is written, read as `config` says, or as the layer's own."""
+        return Where.of(config or self.config, self.table, self.lengths)
 
     def write(self) -> Any:
         """One token of each sequence to slots that were never written, as decoding does."""
@@ -112,7 +117,7 @@ class Layer:
 
 def pool_units(shape: Shape, config: EpsConfig, spare_tokens: int) -> int:
     """Units of the pool that `fill` makes: P."""
-    return shape.batch * (-(-shape.context // config.unit_tokens) + -(-spare_tokens // config.unit_tokens))
+    return shape.batch * (-(-shape.context // config.store.unit_tokens) + -(-spare_tokens // config.store.unit_tokens))
 
 
 def fill(
@@ -122,13 +127,13 @@ def fill(
     """A cache of one layer that holds the source's tokens, in units scattered over the pool as an engine's are.
     `wait(cache)` computes what was written so far. `drawn`: the same keys and values [B, Hkv, T, D], where they are on
     the device already."""
-    shape, unit = source.shape, config.unit_tokens
+    shape, unit = source.shape, config.store.unit_tokens
     units, spare_units = -(-shape.context // unit), -(-spare_tokens // unit)
     order = np.random.default_rng(source.seed).permutation(shape.batch * (units + spare_units)).astype(np.int32)
     table, spare = np.split(order, [shape.batch * units])
     table = table.reshape(shape.batch, units)
     spec = CacheSpec(1, shape.kv_heads, shape.head_dim, len(order), shape.dtype, max_open_groups=max(8, shape.batch))
-    cache = backend.new_cache(spec, config, device, kernels=kernels)
+    cache = backend.new_cache(spec, config.store, device, kernels=kernels)
     for b in range(shape.batch):
         for start, k, v in _chunks(backend, source, device, b, drawn):
             tokens = np.arange(start, start + len(k))

@@ -10,7 +10,6 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib import import_module
 from platform import platform
 from typing import Any
 
@@ -32,8 +31,9 @@ from eps_core.config.bytes import kv_bytes, summary_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.cpu.host import flush_bytes
 from eps_core.errors import ConfigError
+from eps_core.gate.attend import attend_layer
 from eps_core.gate.protocol import Backend
-from eps_core.load import backend_name, load_backend, resolve_kernels
+from eps_core.load import backend_name, load_backend, load_platform, resolve_kernels
 from eps_core.telemetry import files
 
 MIN_ROUNDS, MAX_ROUNDS, MAX_WARM_ROUNDS = 5, 500, 300
@@ -41,7 +41,6 @@ COPIES = 8  # at least so many big copies, of which the best counts
 COPY_SECONDS = 0.3
 LARGEST_COPY_BYTES = 2**30
 GRAPH = " (graph)"  # ends the names of arms that replay a recorded launch
-_PLATFORMS = {"numpy": "eps_core.bench.platform", "mlx": "eps_mlx.bench", "cuda": "eps_cuda.bench"}
 
 
 @dataclass
@@ -76,7 +75,7 @@ class Bench:
         self.name = backend_name(self.backend)
         self.device = choose_device(self.backend, request.device)
         self.kernels = resolve_kernels(request.kernels, self.backend.usable_kernels(self.device), self.device)
-        self.platform: Any = import_module(_PLATFORMS[self.name])
+        self.platform: Any = load_platform(self.name)
         self.platform.prepare(self.device)
         auto = "float32" if self.device == "cpu" else "bfloat16"
         self.dtypes = tuple(auto if dtype == "auto" else dtype for dtype in request.dtypes)
@@ -125,7 +124,7 @@ class Bench:
                 dense = dense or _Dense(self, layer)
                 for kind, share in self.request.shares():
                     number += 1
-                    self.progress(f"cell {number} of {total}: {config.method}@{config.S}, {kind} {share:g}")
+                    self.progress(f"cell {number} of {total}: {config.store.method}@{config.store.S}, {kind} {share:g}")
                     yield self._cell(layer, dense, kind, share, roof)
 
     def _run_line(self) -> dict[str, Any]:
@@ -170,12 +169,12 @@ class Bench:
     def _check_memory(self, shape: Shape) -> None:
         need = 0
         for config in self.configs:
-            unit = config.unit_tokens
+            unit = config.store.unit_tokens
             pool = pool_units(shape, config, self._spare_tokens()) * unit
             dense = kv_bytes(1, shape.kv_heads, shape.head_dim, shape.batch * shape.context, shape.dtype)
             held = kv_bytes(1, shape.kv_heads, shape.head_dim, pool, shape.dtype)
             # dense K and V twice: a library may want them in pages, a matmul in another dtype
-            need = max(need, 2 * dense + held + summary_bytes(config, 1, shape.kv_heads, shape.head_dim, pool))
+            need = max(need, 2 * dense + held + summary_bytes(config.store, 1, shape.kv_heads, shape.head_dim, pool))
         free = self.platform.free_bytes(self.device)
         if free is not None and need > free:
             raise ConfigError(
@@ -198,7 +197,7 @@ class Bench:
         except ConfigError:
             raise
         except Exception as error:  # a kernel may fail in any way, and the user asked for a time
-            what = f"{config.method}@{config.S} by kernels {self.kernels}"
+            what = f"{config.store.method}@{config.store.S} by kernels {self.kernels}"
             raise GateError(f"{what} failed: {_reason(error)}: nothing was timed") from error
 
     def _cell(self, layer: Layer, dense: "_Dense", kind: str, share: float, roof: float) -> dict[str, Any]:
@@ -225,8 +224,8 @@ class Bench:
             "kernels": layer.cache.kernels,
             "interpreted": self.interpreted,
             **asdict(shape),
-            "method": config.method,
-            "group_tokens": config.S,
+            "method": config.store.method,
+            "group_tokens": config.store.S,
             "asked": {kind: share},
             "config": config.to_dict(),
             **gate,
@@ -259,7 +258,7 @@ class Bench:
         """Recorded launches of the parts that have them, each checked against the parts themselves, and one of the
         step, which `graphed_step_ms` is of."""
         try:
-            parts = self.platform.device_parts(layer.cache, config, layer.q, layer.table, layer.lengths)
+            parts = self.platform.device_parts(layer.cache, layer.q, layer.where(config))
         except RuntimeError as error:
             failed["parts" + GRAPH] = _reason(error)
             return
@@ -349,9 +348,10 @@ class _Dense:
 
     def eps_arm(self, layer: Layer) -> dict[str, Arm]:
         """EPS's own dense attention over its paged cache."""
+        where = layer.where()
 
         def attend() -> Any:
-            return layer.backend.attend(layer.cache, 0, layer.q, layer.table, layer.lengths, None)
+            return layer.backend.attend(layer.cache, 0, layer.q, where, None)
 
         _, (out, _) = self.bench.timed(attend)
         error, limit = dense_error(layer, out, self.keys, self.values), DENSE_TOLERANCE[layer.shape.dtype]
@@ -361,26 +361,25 @@ class _Dense:
 
 
 def _eps_arms(layer: Layer, config: EpsConfig, first: Step, moved: dict[str, int]) -> dict[str, Arm]:
-    """The parts of a step, each with the results of `first` as its input, and the step as a whole."""
-    backend, where = layer.backend, (layer.table, layer.lengths)
+    """The parts of a step, each with the results of `first` as its input, and the step as a decoder takes it: with its
+    statistics, and dense where every group would be read. What a step knows once for all layers is known before."""
+    backend, where = layer.backend, layer.where(config)
 
     def score() -> Any:
-        return backend.score(layer.cache, 0, layer.q, *where)
+        return backend.score(layer.cache, 0, layer.q, where)
 
     def select(scores: Any = first.scores) -> Any:
-        return backend.select(config, scores, layer.lengths)
+        return backend.select(scores, where)
 
     def attend(selection: Any = first.selection) -> Any:
-        return backend.attend(layer.cache, 0, layer.q, *where, selection)
+        return backend.attend(layer.cache, 0, layer.q, where, selection)
 
     def tail(scores: Any = first.scores, selection: Any = first.selection, state: Any = first.read) -> Any:
-        return backend.add_tail(layer.cache, 0, *where, scores, selection, state)
+        return backend.add_tail(layer.cache, 0, where, scores, selection, state)
 
     def step() -> Any:
-        scores = score()
-        selection = select(scores)
-        state = attend(selection)
-        return tail(scores, selection, state) if config.tail_tokens else state
+        out, one = attend_layer(backend, layer.cache, 0, layer.q, where)
+        return out, *one.pending.values()
 
     def step_with_write() -> Any:
         cache = layer.write()
@@ -392,10 +391,10 @@ def _eps_arms(layer: Layer, config: EpsConfig, first: Step, moved: dict[str, int
         "select": Arm(select, "eps", moved["select"]),
         "attend": Arm(attend, "eps", moved["attend"], read),
         "write": Arm(layer.write, "eps", moved["write"]),
-        "step": Arm(lambda: (step(),), "eps", moved["step"], read),
+        "step": Arm(step, "eps", moved["step"], read),
         "step_with_write": Arm(step_with_write, "eps", moved["step"] + moved["write"], read),
     }
-    return arms | ({"tail": Arm(tail, "eps", moved["tail"])} if config.tail_tokens else {})
+    return arms | ({"tail": Arm(tail, "eps", moved["tail"])} if config.store.tail_tokens else {})
 
 
 def _exceeds(num_bytes: int, last_cache: int | None) -> bool | None:

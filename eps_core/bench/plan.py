@@ -1,7 +1,7 @@
 """What a benchmark times, how many groups that visits, and how many bytes each part of it must move."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +9,10 @@ import numpy as np
 from eps_core.bench.data import Layer, Shape
 from eps_core.bench.proof import GateError
 from eps_core.config.bytes import scoring_bytes
-from eps_core.config.eps import METHODS, EpsConfig
-from eps_core.config.store import DTYPE_BYTES
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import DTYPE_BYTES, METHODS
 from eps_core.errors import ConfigError
-from eps_core.paging.where import forced_groups
+from eps_core.paging.where import Where
 
 SCALING_CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)
 DEFAULT_REPEATS, DEFAULT_FRACTIONS = 20, (0.1, 1.0)
@@ -59,7 +59,7 @@ class BenchRequest:
                     "rq@2"
                 )
             configs += [
-                EpsConfig(method=method, group_tokens=tokens, block_size=self.block_size)
+                EpsConfig.of(method=method, group_tokens=tokens, block_size=self.block_size)
                 for tokens in ((int(size),) if size else self.group_tokens)
             ]
         return list(dict.fromkeys(configs))
@@ -70,37 +70,36 @@ def budgeted(config: EpsConfig, shape: Shape, kind: str, share: float) -> EpsCon
     the summaries. Raises ConfigError where none fits, or where the guards alone take more."""
     if not 0 < share <= 1:
         raise ConfigError(f"{kind} {share:g} is outside (0, 1]: use 0.1")
-    groups = -(-shape.context // config.S)
+    groups = -(-shape.context // config.store.S)
     if kind == "fraction":
-        return replace(config, top_pages=max(1, round(share * groups)))
-    lengths = np.full(shape.batch, shape.context)
-    units = shape.batch * -(-shape.context // config.unit_tokens)
-    beside = scoring_bytes(config, shape.head_dim, units * config.groups_per_unit, lengths) / shape.batch
+        return config.replace(top_pages=max(1, round(share * groups)))
+    beside = scoring_bytes(config, shape.head_dim, [shape.context])
     token = 2 * shape.head_dim * DTYPE_BYTES[shape.dtype]
-    wanted = math.floor((share * shape.context * token - beside) / (config.S * token))
-    guards = int(forced_groups(config, lengths[:1], groups).sum())
+    wanted = math.floor((share * shape.context * token - beside) / (config.store.S * token))
+    units = np.arange(-(-shape.context // config.store.unit_tokens))
+    guards = int(Where.of(config, units[None], np.array([shape.context])).num_forced[0])
     if wanted < max(guards, 1):
-        least = (beside + max(guards, 1) * config.S * token) / (shape.context * token)
+        least = (beside + max(guards, 1) * config.store.S * token) / (shape.context * token)
         raise ConfigError(
-            f"bytes {share:g} cannot hold the summaries of {config.method}@{config.S} and its guards, which are "
+            f"bytes {share:g} cannot hold the summaries of {config.store.method}@{config.store.S} and its guards, which are "
             f"{least:.3f} of the dense bytes of context {shape.context}: raise --bytes above that"
         )
-    return replace(config, top_pages=min(wanted, groups))
+    return config.replace(top_pages=min(wanted, groups))
 
 
 def moved_bytes(layer: Layer, config: EpsConfig, kv_read: int) -> dict[str, int]:
     """Bytes that each part must move: stored summaries, K, V and means as the cache counts them; the float32 estimates
     that selection reads; the K and V that a write stores."""
     shape, heads = layer.shape, layer.shape.kv_heads
-    groups = layer.table.size * config.groups_per_unit
-    whole = heads * scoring_bytes(config, shape.head_dim, groups, layer.lengths)
-    score = heads * scoring_bytes(replace(config, tail_tokens=0), shape.head_dim, groups, layer.lengths)
+    lengths, where = layer.lengths.tolist(), layer.where(config)
+    whole = heads * scoring_bytes(config, shape.head_dim, lengths)
+    score = heads * scoring_bytes(config.replace(tail_tokens=0), shape.head_dim, lengths)
     return {
         "score": score,
-        "select": 4 * heads * groups,
+        "select": 4 * heads * int(where.ends.sum()),
         "attend": kv_read,
         "tail": whole - score,
         "attend_with_tail": kv_read + whole - score,
         "write": heads * shape.batch * layer.cache.spec.kv_token_bytes,
-        "step": whole + kv_read,
+        "step": kv_read if where.reads_all(0) else whole + kv_read,
     }

@@ -82,6 +82,6 @@ def capture(function: Arm) -> Arm | None:
     return None
 
 
-def device_parts(cache: Any, config: Any, q: Any, table: np.ndarray, lengths: np.ndarray) -> dict[str, Arm]:
+def device_parts(cache: Any, q: Any, where: Any) -> dict[str, Arm]:
     """The parts of a step from arrays on the device alone, which `capture` can record; empty where there are none."""
     return {}

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,8 @@ import numpy as np
 from eps_core.bench.data import Layer
 from eps_core.config.eps import EpsConfig
 from eps_core.errors import ConfigError
+from eps_core.gate.attend import attend_layer
 from eps_core.gate.protocol import Array, Scores, Selection
-from eps_core.load import backend_name
 from eps_core.oracle.attention import attend_keys
 
 State = tuple[Array, Array]
@@ -45,19 +44,22 @@ class Step:
 
 def run_step(layer: Layer, config: EpsConfig, wait: Callable[..., None]) -> Step:
     """One step through the backend's own functions, on the layer's cache."""
-    backend, cache, where = layer.backend, layer.cache, (layer.table, layer.lengths)
-    scores = backend.score(cache, 0, layer.q, *where)
-    selection = backend.select(config, scores, layer.lengths)
+    backend, cache, where = layer.backend, layer.cache, layer.where(config)
+    scores = backend.score(cache, 0, layer.q, where)
+    selection = backend.select(scores, where)
     wait(scores, selection)
     before = cache.kv_bytes_read
-    read = backend.attend(cache, 0, layer.q, *where, selection)
+    read = backend.attend(cache, 0, layer.q, where, selection)
     wait(read)
     kv_bytes = cache.kv_bytes_read - before
     tail = None
-    if config.tail_tokens:
-        tail = backend.attend_tail(cache, 0, *where, scores, selection, read[1])
+    if config.store.tail_tokens:
+        tail = backend.attend_tail(cache, 0, where, scores, selection, read[1])
     merged = read if tail is None else backend.merge(read, tail)
     wait(tail, merged)
+    if not where.reads_all(0):  # the layer as a decoder takes it, from the same parts
+        whole, _ = attend_layer(backend, cache, 0, layer.q, where)
+        require_same(layer, (whole, merged[1]), merged, "its own parts, one by one")
     return Step(scores, selection, read, tail, merged, kv_bytes)
 
 
@@ -65,7 +67,7 @@ def check_gate(layer: Layer, step: Step, asked_kernels: str, partial: bool) -> d
     """What the record says of the gate. Raises GateError unless groups were skipped (where `partial` asks for it),
     exactly the listed ones were read, and the kernels are the ones asked for."""
     config, cache, backend = layer.config, layer.cache, layer.backend
-    if not config.enabled:
+    if not config.store.enabled:
         raise GateError("method off gates nothing: choose rq, box or another --method")
     if cache.kernels != asked_kernels and asked_kernels != "auto":
         raise GateError(f"kernels {asked_kernels} were asked for and the cache has {cache.kernels}: nothing was timed")
@@ -84,7 +86,7 @@ def check_gate(layer: Layer, step: Step, asked_kernels: str, partial: bool) -> d
             f"({int(step.selection.forced.max()):,} as guards or for want of a summary): raise --context or lower "
             "--fraction"
         )
-    expected = int(counts.sum()) * config.S * cache.spec.kv_token_bytes
+    expected = int(counts.sum()) * config.store.S * cache.spec.kv_token_bytes
     if step.kv_bytes != expected:
         raise GateError(
             f"attention read {step.kv_bytes:,} bytes of K and V and its selection lists {expected:,}: nothing was timed"
@@ -110,7 +112,7 @@ def check_values(layer: Layer, config: EpsConfig, step: Step, keys: Array, value
 
 
 def _against_float64(layer: Layer, step: Step, keys: Array, values: Array) -> dict[str, float]:
-    backend, size = layer.backend, layer.config.S
+    backend, size = layer.backend, layer.config.store.S
     groups, counts = (backend.to_numpy(part) for part in (step.selection.groups, step.selection.counts))
     out, lse = (backend.to_numpy(part).astype(np.float64) for part in step.read)
     q = backend.to_numpy(layer.q).astype(np.float64)
@@ -132,25 +134,25 @@ def _against_arrays(layer: Layer, config: EpsConfig, step: Step) -> dict[str, fl
     backend, plain = layer.backend, replace(layer.cache, kernels="arrays")
     if plain.tail is not None:
         plain.tail = replace(plain.tail, kernels="arrays")
-    where = (layer.table, layer.lengths)
+    where = layer.where(config)
     estimate = backend.to_numpy(step.scores.estimate).astype(np.float64)
-    expected = backend.to_numpy(backend.score(plain, 0, layer.q, *where).estimate).astype(np.float64)
+    expected = backend.to_numpy(backend.score(plain, 0, layer.q, where).estimate).astype(np.float64)
     finite = np.isfinite(expected)
     with np.errstate(invalid="ignore"):
         near = np.abs(estimate - expected) <= ESTIMATE_TOLERANCE * (1 + np.abs(expected))
     odd = 1 - np.where(finite, near, estimate == expected).mean()
     if not odd <= ODD_ESTIMATES:
         raise GateError(f"{100 * odd:.1f} % of the estimates differ from the array path's: nothing was timed")
-    selection = backend.select(config, replace(step.scores, kernels="arrays"), layer.lengths)
+    selection = backend.select(replace(step.scores, kernels="arrays"), where)
     for name in ("groups", "counts"):
         if not np.array_equal(
             backend.to_numpy(getattr(selection, name)), backend.to_numpy(getattr(step.selection, name))
         ):
             raise GateError(f"the {name} selected differ from the array path's: nothing was timed")
     listed = replace(step.selection, visit=None)
-    states = [(step.read, backend.attend(plain, 0, layer.q, *where, listed))]
+    states = [(step.read, backend.attend(plain, 0, layer.q, where, listed))]
     if step.tail is not None:
-        tail = backend.attend_tail(plain, 0, *where, step.scores, listed, step.read[1])
+        tail = backend.attend_tail(plain, 0, where, step.scores, listed, step.read[1])
         states += [(step.tail, tail), (step.merged, backend.merge(step.read, tail))]
     worst = {"out_error": 0.0, "lse_error": 0.0}
     for state, right in states:
@@ -224,21 +226,20 @@ def _larger(first: float, second: float) -> float:
 def _computed_by(layer: Layer, config: EpsConfig, step: Step) -> dict[str, str]:
     """What computes each part: the cache's kernels, or array operations for what has none. Raises GateError where
     attention itself has none."""
-    cache, where = layer.cache, (layer.table, layer.lengths)
-    package = {"cuda": "eps_cuda", "mlx": "eps_mlx"}[backend_name(layer.backend)]
-    module = import_module(f"{package}.paths").kernels_module(cache.kernels)
+    cache, where = layer.cache, layer.where(config)
+    module = layer.backend.kernels_module(cache.kernels)
     calls: dict[str, Callable[[], Any]] = {
-        "score": lambda: module.score(cache, 0, layer.q, *where),
-        "select": lambda: module.select(config, step.scores, layer.lengths, 0),
-        "attend": lambda: module.attend(cache, 0, layer.q, *where, step.selection),
-        "attend_tail": lambda: module.attend_tail(cache, 0, *where, step.scores, step.selection, step.read[1]),
+        "score": lambda: module.score(cache, 0, layer.q, where),
+        "select": lambda: module.select(step.scores, where, 0),
+        "attend": lambda: module.attend(cache, 0, layer.q, where, step.selection),
+        "attend_tail": lambda: module.attend_tail(cache, 0, where, step.scores, step.selection, step.read[1]),
     }
     if step.tail is None:
         del calls["attend_tail"]
     by = {name: "arrays" if call() is None else cache.kernels for name, call in calls.items()}
     if by["attend"] == "arrays":
         raise GateError(
-            f"kernels {cache.kernels} have no attention for groups of {config.S} tokens and head dim "
+            f"kernels {cache.kernels} have no attention for groups of {config.store.S} tokens and head dim "
             f"{layer.shape.head_dim}: nothing was timed; use --kernels arrays"
         )
     return by

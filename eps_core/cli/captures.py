@@ -1,15 +1,14 @@
 """`eps-proto capture`, `replay` and `calibrate`: look at one's own checkpoint before gating it."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from eps_core.cli.options import config_of, given_flags, selection_options, summary_options
-from eps_core.config.eps import DEFAULT_DIM, EVALUATION_METHODS, METHODS, EpsConfig
-from eps_core.config.store import DTYPE_BYTES
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import DEFAULT_DIM, DTYPE_BYTES, EVALUATION_METHODS, METHODS
 from eps_core.errors import ConfigError
 from eps_core.load import BACKENDS
 from eps_core.telemetry import files, terminal
@@ -35,7 +34,7 @@ _kv_dtype_option = click.option(
 _context_option = click.option("--context", type=click.IntRange(min=1), default=4096, show_default=True, metavar="N")
 _DEFAULT_BUDGETS = "0.05,0.1,0.2,0.3"
 # flags that only rq has, as they are when not given
-_RQ_FLAGS: dict[str, Any] = {"eps_bits": EpsConfig().bits, "eps_rq_bounds": False, "eps_refine": None}
+_RQ_FLAGS: dict[str, Any] = {"eps_bits": EpsConfig.of().store.bits, "eps_rq_bounds": False, "eps_refine": None}
 
 
 class _Numbers(click.ParamType):
@@ -105,7 +104,7 @@ def capture_command(ctx: click.Context, /, **flags: Any) -> None:
     click.echo(
         f"{result['capture']}: {len(result['layers'])} of {result['num_layers']} layers of {result['model']}, "
         f"{result['context_tokens']:,} + {result['num_steps']:,} tokens, {result['bytes'] / terminal.MIB:,.1f} MiB; "
-        f"decode {terminal.describe(config) if config.enabled else 'dense'}"
+        f"decode {terminal.describe(config) if config.store.enabled else 'dense'}"
     )
     click.echo(files.to_json(result))
 
@@ -165,7 +164,7 @@ def replay_command(ctx: click.Context, /, **flags: Any) -> None:
     # a capture names its model: the policy is checked against that, not against a directory
     configs = _configs(ctx, flags | {"eps_heads": "all", "eps_head_policy": None})
     if policy is not None:
-        configs = [replace(config, head_modes=head_modes(policy)) for config in configs]
+        configs = [config.replace(head_modes=head_modes(policy)) for config in configs]
     if flags["jsonl"] is not None:
         files.check_writable(flags["jsonl"], "jsonl file")
     captures = [open_capture(path) for path in flags["captures"]]
@@ -197,7 +196,9 @@ def replay_command(ctx: click.Context, /, **flags: Any) -> None:
                 for config, result in zip(configs, found, strict=True):
                     writer.write({"type": "replay", "config": config.to_dict(), **result.summary()})
                     for head in result.head_rows():
-                        writer.write({"type": "head", "method": config.method, "budget": config.budget, **head})
+                        writer.write(
+                            {"type": "head", "method": config.store.method, "budget": config.read.budget, **head}
+                        )
     click.echo(_table(names, rows))
     click.echo(
         files.to_json(
@@ -246,16 +247,16 @@ def _configs(ctx: click.Context, flags: dict[str, Any]) -> list[EpsConfig]:
             if method not in DEFAULT_DIM:
                 own["eps_dim"] = None
         config = config_of(flags | own, mine)
-        configs += [config] if budgets is None else [replace(config, budget=budget) for budget in budgets]
+        configs += [config] if budgets is None else [config.replace(budget=budget) for budget in budgets]
     return configs
 
 
 def _name(config: EpsConfig) -> str:
-    name = f"{config.method}@{config.S}"
-    if config.method == "rq":
-        name += f" {config.bits} bit" + (f" refine {config.refine:g}" if config.refine else "")
-        name += " bounds" if config.rq_bounds else ""
-    return name + (f" dim {config.dim}" if config.dim is not None else "")
+    name = f"{config.store.method}@{config.store.S}"
+    if config.store.method == "rq":
+        name += f" {config.store.bits} bit" + (f" refine {config.read.refine:g}" if config.read.refine else "")
+        name += " bounds" if config.store.rq_bounds else ""
+    return name + (f" dim {config.store.dim}" if config.store.dim is not None else "")
 
 
 def _table(names: list[str], rows: list[dict[str, Any]]) -> str:
@@ -332,7 +333,7 @@ def calibrate_command(ctx: click.Context, /, **flags: Any) -> None:
     method = flags["eps_method"]
     if "eps_bits" in given_flags(ctx, flags) and method != "rq":
         raise click.UsageError("--eps-bits belongs to --eps-method rq: drop it or choose that method")
-    config = EpsConfig(
+    config = EpsConfig.of(
         method=method,
         dim=flags["eps_dim"],
         bits=flags["eps_bits"],

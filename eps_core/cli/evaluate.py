@@ -75,7 +75,7 @@ def evaluate_command(ctx: click.Context, /, **flags: Any) -> None:
     Prints a table; the last line of stdout is one JSON object.
     """
     config = config_of(flags, given_flags(ctx, flags))
-    if not config.enabled:
+    if not config.store.enabled:
         raise click.UsageError("evaluate compares EPS with dense decode and EPS is off: add --eps-method")
     named = [task.strip() for task in flags["tasks"].split(",")]
     tasks = () if named == [NO_TASKS] else tuple(dict.fromkeys(named))

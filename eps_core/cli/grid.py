@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from eps_core.config.store import DTYPE_BYTES
+from eps_core.decode.forward import load_decoder
 from eps_core.errors import ConfigError
 from eps_core.evaluation.grid import PRESETS, Bench, Plan, Progress, expand, header, load_grid, run_cells
 from eps_core.evaluation.grid_file import GridFile, continued
@@ -94,7 +95,7 @@ def grid_command(**flags: Any) -> None:
         continued(out, out.read_bytes(), first)
     # nothing is written until everything that can be refused has been
     bench = Bench(
-        backend, backend.load_model(model, spec, dtype, device), tokenizer, device, plan, flags["prefill_mib"] * MIB
+        backend, load_decoder(backend, model, spec, dtype, device), tokenizer, device, plan, flags["prefill_mib"] * MIB
     )
     with GridFile(out, first) as file:
         resumed = len(file.finished)

@@ -85,13 +85,13 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
     """
     given = given_flags(ctx, flags)
     config = config_of(flags, given, auto_min_context=True)
-    if flags["no_baseline"] and not config.enabled:
+    if flags["no_baseline"] and not config.store.enabled:
         raise click.UsageError("--no-baseline with EPS off leaves nothing to run: drop it or choose an --eps-method")
-    if flags["kl"] and (flags["no_baseline"] or not config.enabled):
+    if flags["kl"] and (flags["no_baseline"] or not config.store.enabled):
         raise click.UsageError("--kl compares EPS with the dense run: it needs an --eps-method and no --no-baseline")
     if given & {"eps_audit_factor", "eps_audit_off"} and not flags["eps_audit_every"]:
         raise click.UsageError("--eps-audit-factor and --eps-audit-off need audits: add --eps-audit-every")
-    if flags["eps_audit_every"] and not config.enabled:
+    if flags["eps_audit_every"] and not config.store.enabled:
         raise click.UsageError("--eps-audit-every audits gated steps: choose an --eps-method")
     if not flags["eps_audit_factor"] >= 1:  # NaN too
         raise click.UsageError(f"--eps-audit-factor {flags['eps_audit_factor']} is below 1: use 10")
@@ -124,7 +124,7 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
         audit_factor=flags["eps_audit_factor"],
         audit_off=flags["eps_audit_off"],
         kernels=flags["kernels"],
-        auto_min_context=config.enabled and flags["eps_min_context"] == AUTO,
+        auto_min_context=config.store.enabled and flags["eps_min_context"] == AUTO,
     )
     result = run(request, sys.stdout)
     click.echo(files.to_json(result))

@@ -1,22 +1,14 @@
 """The `--eps-*` flags that several commands share, and how they become an EpsConfig."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from eps_core.config.eps import (
-    DEFAULT_BUDGET,
-    DEFAULT_REFINE,
-    DEFAULT_TAIL_TOKENS,
-    DEFAULT_TAU,
-    FINE_BUDGET,
-    METHODS,
-    EpsConfig,
-)
-from eps_core.config.read import POLICIES, SCOPES
+from eps_core.config.eps import EpsConfig
+from eps_core.config.read import DEFAULT_BUDGET, DEFAULT_REFINE, DEFAULT_TAU, FINE_BUDGET, POLICIES, SCOPES
+from eps_core.config.store import DEFAULT_TAIL_TOKENS, METHODS
 from eps_core.decode.model import DEMO_MODEL
 from eps_core.load import KERNELS
 
@@ -24,7 +16,7 @@ DEMO_METHOD = "rq"
 AUTO = "auto"  # of --eps-min-context
 # flags that mean something under one policy only
 _POLICY_FLAGS = {"eps_budget": "topk", "eps_tau": "share", "eps_alpha": "threshold"}
-_DEFAULT = EpsConfig()
+_DEFAULT = EpsConfig.of()
 
 
 def _options(*options: Callable) -> Callable:
@@ -53,7 +45,11 @@ class _MinContext(click.ParamType):
 summary_options = _options(
     click.option("--eps-dim", type=int, help="m of jl (default 8), l of fd (2), k of moments (1)."),
     click.option(
-        "--eps-bits", type=int, default=_DEFAULT.bits, show_default=True, help="Bits of one rq code: 1, 2, 4 or 8."
+        "--eps-bits",
+        type=int,
+        default=_DEFAULT.store.bits,
+        show_default=True,
+        help="Bits of one rq code: 1, 2, 4 or 8.",
     ),
     click.option(
         "--eps-refine",
@@ -68,7 +64,9 @@ summary_options = _options(
         help="Tokens of a group, up to 256; divides the page or is a multiple of it.",
     ),
     click.option("--eps-group-blocks", type=int, metavar="G", help="The same in pages.  [default: each method's best]"),
-    click.option("--block-size", type=int, default=_DEFAULT.block_size, show_default=True, help="Tokens of a page."),
+    click.option(
+        "--block-size", type=int, default=_DEFAULT.store.block_size, show_default=True, help="Tokens of a page."
+    ),
 )
 
 selection_options = _options(
@@ -91,7 +89,7 @@ selection_options = _options(
         help=f"Tokens of one mean value: a multiple of page and group.  [default: {DEFAULT_TAIL_TOKENS}]",
     ),
     click.option(
-        "--eps-policy", type=click.Choice(POLICIES), default=_DEFAULT.policy, show_default=True,
+        "--eps-policy", type=click.Choice(POLICIES), default=_DEFAULT.read.policy, show_default=True,
         help="Rule that chooses groups; --eps-tau alone means share.",
     ),
     click.option(
@@ -104,7 +102,7 @@ selection_options = _options(
         help=f"share: least estimated share of the softmax worth a visit.  [default: {DEFAULT_TAU}]",
     ),
     click.option(
-        "--eps-epsilon", type=float, default=_DEFAULT.epsilon, show_default=True,
+        "--eps-epsilon", type=float, default=_DEFAULT.read.epsilon, show_default=True,
         help="mass: most estimated share of the softmax left unread; --eps-strict: most certified one.",
     ),
     click.option(
@@ -119,7 +117,7 @@ selection_options = _options(
         "--eps-head-policy", type=click.Path(path_type=Path), metavar="FILE", help="What `eps-proto calibrate` wrote."
     ),
     click.option(
-        "--eps-alpha", type=float, default=_DEFAULT.alpha, show_default=True,
+        "--eps-alpha", type=float, default=_DEFAULT.read.alpha, show_default=True,
         help="threshold: a group is skipped below T / alpha; higher visits more.",
     ),
     click.option(
@@ -134,12 +132,12 @@ selection_options = _options(
     click.option("--eps-first-n", type=int, metavar="N", help="--eps-first-tokens in groups."),
     click.option("--eps-last-n", type=int, metavar="N", help="--eps-last-tokens in groups."),
     click.option(
-        "--eps-scope", type=click.Choice(SCOPES), default=_DEFAULT.scope, show_default=True,
+        "--eps-scope", type=click.Choice(SCOPES), default=_DEFAULT.read.scope, show_default=True,
         help="A list of groups for each kv head, or the union of them for all heads.",
     ),
-    click.option("--eps-seed", type=int, default=_DEFAULT.seed, show_default=True, help="Of projections and signs."),
+    click.option("--eps-seed", type=int, default=_DEFAULT.store.seed, show_default=True, help="Of projections and signs."),
     click.option(
-        "--eps-min-context", type=_MinContext(), default=_DEFAULT.min_context, show_default=True, metavar="N|auto",
+        "--eps-min-context", type=_MinContext(), default=_DEFAULT.read.min_context, show_default=True, metavar="N|auto",
         help="Dense below N tokens; auto (run only): below where gating pays, measured once on this device.",
     ),
 )  # fmt: skip
@@ -165,7 +163,7 @@ def config_of(flags: dict[str, Any], given: set[str], auto_min_context: bool = F
         if method == "off" and eps_given:
             raise click.UsageError(f"{_flag(eps_given[0])} means nothing while EPS is off: add --eps-method")
     if method == "off":
-        return EpsConfig(block_size=flags["block_size"])
+        return EpsConfig.of(block_size=flags["block_size"])
     policy = flags["eps_policy"]
     if "eps_tau" in given and not given & {"eps_policy", "eps_budget", "eps_top_pages"}:
         policy = "share"
@@ -185,7 +183,7 @@ def config_of(flags: dict[str, Any], given: set[str], auto_min_context: bool = F
         if not auto_min_context:
             raise click.UsageError("--eps-min-context auto belongs to `eps-proto run`: give a number of tokens")
         min_context = 0
-    config = EpsConfig(
+    config = EpsConfig.of(
         method=method,
         dim=flags["eps_dim"],
         bits=flags["eps_bits"],
@@ -220,7 +218,7 @@ def config_of(flags: dict[str, Any], given: set[str], auto_min_context: bool = F
             raise click.UsageError(f"--eps-{end}-n and --eps-{end}-tokens say the same thing twice: give one of them")
         if groups < 0:
             raise click.UsageError(f"--eps-{end}-n {groups} is negative: use 0 or more groups")
-        config = replace(config, **{f"{end}_tokens": groups * config.S})
+        config = config.replace(**{f"{end}_tokens": groups * config.store.S})
     return config
 
 

@@ -1,49 +1,54 @@
-"""The byte arithmetic that follows from a configuration."""
+"""The byte arithmetic that follows from a configuration: the one definition of every counted byte."""
 
 from collections.abc import Iterable
 
-from eps_core.config.eps import EVALUATION_METHODS, MEAN, EpsConfig
-from eps_core.config.store import DTYPE_BYTES
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import DTYPE_BYTES, EVALUATION_METHODS, MEAN, Store
 
 
-def refine_group_bytes(config: EpsConfig, head_dim: int) -> int:
+def second_bit_bytes(store: Store, head_dim: int) -> int:
     """Bytes of rq's second bit and its scale per (layer, kv head, group): stored of all, read of the best."""
-    return -(-head_dim // 8) + 2 if config.refine else 0
+    return -(-head_dim // 8) + 2 if store.second_bit else 0
 
 
-def scoring_bytes(config: EpsConfig, head_dim: int, num_groups: int, lengths: Iterable[int]) -> int:
-    """Bytes read besides K and V per (layer, kv head): the summaries of `num_groups` groups in all, padding included,
-    the second bits of the best of each sequence, padded to the longest, and the mean values of the tail."""
-    scanned = summary_group_bytes(config, head_dim) - refine_group_bytes(config, head_dim)
-    refined = [config.refined_groups(int(length)) for length in lengths]
-    tail = -(-num_groups * config.S // config.tail_tokens) * (head_dim + 2) if config.tail_tokens else 0
-    return num_groups * scanned + tail + len(refined) * max(refined, default=0) * refine_group_bytes(config, head_dim)
+def scoring_bytes(config: EpsConfig, head_dim: int, lengths: Iterable[int]) -> int:
+    """Bytes read besides K and V per (layer, kv head) to score sequences of `lengths` tokens: the summaries of their
+    groups, the second bits of the best, and the mean values of the tail. Padding of tables is not counted: what a
+    table's width adds is the backend's affair, and a kernel does not read it."""
+    store, total = config.store, 0
+    second = second_bit_bytes(store, head_dim)
+    for length in lengths:
+        total += -(-length // store.S) * (summary_group_bytes(store, head_dim) - second)
+        total += config.refined_groups(length) * second
+        if store.tail_tokens:
+            total += -(-length // store.tail_tokens) * summary_group_bytes(store.tail_store, head_dim)
+    return total
 
 
-def summary_group_bytes(config: EpsConfig, head_dim: int) -> int:
+def summary_group_bytes(store: Store, head_dim: int) -> int:
     """Bytes stored per (layer, kv head, group); a scoring pass reads `scoring_bytes`. Open-group accumulators are
     apart."""
-    dim = config.dim or 0
-    if config.method in ("off", *EVALUATION_METHODS):
+    dim = store.dim or 0
+    if store.method in ("off", *EVALUATION_METHODS):
         return 0
-    if config.method == MEAN:
+    if store.method == MEAN:
         return head_dim + 2  # int8 mean, its fp16 scale
-    if config.method == "jl":
+    if store.method == "jl":
         return 4 * dim * (dim + 1) // 2  # packed symmetric Gram matrix, fp32
-    if config.method == "1pc":
+    if store.method == "1pc":
         return head_dim + 4 + 2 * 2  # int8 direction, its fp32 scale, |K u| and residual norm in fp16
-    if config.method == "fd":
+    if store.method == "fd":
         return dim * head_dim + 2 * (dim + 2)  # int8 rows, row scales, rounding error, sqrt(Delta) in fp16
-    if config.method == "box":
+    if store.method == "box":
         return 2 * head_dim + 2 * 2  # int8 min and max; scale and key norm in fp16
-    if config.method == "meanstd":
+    if store.method == "meanstd":
         return 2 * head_dim + 2 * 2  # int8 mean and uint8 std; two fp16 scales
-    if config.method == "ball":
+    if store.method == "ball":
         return head_dim + 2 * 4  # int8 mean; scale, rounding error, radius, key norm in fp16
-    if config.method == "moments":
+    if store.method == "moments":
         return head_dim * (1 + dim) + 2 * (6 + 2 * dim)
-    packed = -(-head_dim * config.bits // 8)
-    return packed + 2 + (2 * 3 if config.rq_bounds else 0) + refine_group_bytes(config, head_dim)
+    packed = -(-head_dim * store.bits // 8)
+    return packed + 2 + (2 * 3 if store.rq_bounds else 0) + second_bit_bytes(store, head_dim)
 
 
 def open_group_bytes(num_layers: int, num_kv_heads: int, head_dim: int) -> int:
@@ -52,12 +57,14 @@ def open_group_bytes(num_layers: int, num_kv_heads: int, head_dim: int) -> int:
     return num_layers * num_kv_heads * 4 * (2 * head_dim + 1)
 
 
-def summary_bytes(config: EpsConfig, num_layers: int, num_kv_heads: int, head_dim: int, num_tokens: int) -> int:
+def summary_bytes(store: Store, num_layers: int, num_kv_heads: int, head_dim: int, num_tokens: int) -> int:
     """Bytes of all summaries of one sequence of `num_tokens` tokens, those of bounds and tails included."""
-    groups = -(-num_tokens // config.S)
-    tails = -(-num_tokens // config.tail_tokens) * (head_dim + 2) if config.tail_tokens else 0
-    keys = num_tokens * summary_group_bytes(config.bound_config, head_dim) if config.bound_bits else 0
-    return num_layers * num_kv_heads * (groups * summary_group_bytes(config, head_dim) + tails + keys)
+    kept = -(-num_tokens // store.S) * summary_group_bytes(store, head_dim)
+    if store.tail_tokens:
+        kept += -(-num_tokens // store.tail_tokens) * summary_group_bytes(store.tail_store, head_dim)
+    if store.bound_bits:
+        kept += num_tokens * summary_group_bytes(store.bound_store, head_dim)
+    return num_layers * num_kv_heads * kept
 
 
 def kv_bytes(num_layers: int, num_kv_heads: int, head_dim: int, num_tokens: int, dtype: str) -> int:

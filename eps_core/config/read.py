@@ -1,6 +1,84 @@
-"""What a step reads: policies, scopes, head modes."""
+"""What a step reads of what is kept: how groups are chosen, and what is always visited."""
+
+import math
+from dataclasses import dataclass
+
+from eps_core.errors import require
 
 POLICIES = ("topk", "share", "mass", "threshold")
 SCOPES = ("kv-head", "union")
 # what one kv head does: selects groups, reads them all, or reads the guards alone
 HEAD_MODES = ("gate", "dense", "window")
+DEFAULT_BUDGET, FINE_BUDGET, DEFAULT_TAU, DEFAULT_REFINE = 0.1, 0.05, 0.001, 0.125
+# always visited, in tokens. rq ranks single tokens well enough to find the recent ones that matter by itself; the
+# others need the wide guard (eps_core/README.md, "Decisions")
+DEFAULT_GUARDS, FINE_GUARDS = (16, 128), (4, 32)
+
+
+@dataclass(frozen=True)
+class Read:
+    """How one step reads a cache (design section 5): it may differ from step to step, over the same `Store`."""
+
+    policy: str = "topk"
+    budget: float = DEFAULT_BUDGET  # topk: <= 1 a share of the tokens, > 1 a number; with guards
+    tau: float | None = None  # share: least estimated share of the softmax
+    epsilon: float = 0.01  # mass: most estimated share left unread; strict: most certified share left unread
+    alpha: float = 1.1  # threshold: skip when B < T / alpha
+    top_pages: int | None = None  # groups: topk's budget, threshold's M, a cap on share and mass
+    first_tokens: int = DEFAULT_GUARDS[0]  # always visited
+    last_tokens: int = DEFAULT_GUARDS[1]
+    scope: str = "kv-head"
+    strict: bool = False  # visit more until the certified share unread is at most epsilon
+    head_modes: tuple[tuple[str, ...], ...] | None = None  # of each layer and kv head; None: all of them gate
+    min_context: int = 0  # tokens; below it decode is dense
+    # rq of 1 bit: share of the groups, the best by that bit, of which the second bit is read too
+    refine: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self.policy in POLICIES, f"eps-policy {self.policy!r} is unknown: choose one of {', '.join(POLICIES)}")
+        require(self.scope in SCOPES, f"eps-scope {self.scope!r} is unknown: choose one of {', '.join(SCOPES)}")
+        require(
+            self.budget > 0 and math.isfinite(self.budget),
+            f"eps-budget {self.budget} must be positive: a fraction up to 1, or a number of tokens above 1",
+        )
+        require(
+            self.tau is None or 0 < self.tau <= 1, f"eps-tau {self.tau} is outside (0, 1]: it is a share of the softmax"
+        )
+        require(
+            0 <= self.refine <= 1, f"eps-refine {self.refine} is outside [0, 1]: it is a share of the groups; use 0.125"
+        )
+        require(0 <= self.epsilon <= 1, f"eps-epsilon {self.epsilon} is outside [0, 1]: it is a share of the softmax")
+        require(self.alpha >= 1, f"eps-alpha {self.alpha} is below 1: raising it visits more; use 1.1")
+        require(
+            self.top_pages is None or self.top_pages >= 1,
+            f"eps-top-pages {self.top_pages} must be at least 1 group: leave it out for no cap",
+        )
+        require(
+            self.policy != "threshold" or self.top_pages is not None,
+            "eps-policy threshold needs eps-top-pages: without it nothing would ever be skipped",
+        )
+        require(
+            not self.strict or self.top_pages is None,
+            f"eps-strict reads until the certificate holds and eps-top-pages {self.top_pages} forbids it: drop one",
+        )
+        if self.head_modes is not None:
+            self._check_head_modes()
+        for name in ("first_tokens", "last_tokens", "min_context"):
+            value = getattr(self, name)
+            require(value >= 0, f"eps-{name.replace('_', '-')} {value} is negative: use 0 or more tokens")
+
+    def _check_head_modes(self) -> None:
+        assert self.head_modes is not None
+        # lists come from JSON: the frozen form is tuples
+        modes = tuple(tuple(layer) for layer in self.head_modes)
+        object.__setattr__(self, "head_modes", modes)
+        unknown = sorted({mode for layer in modes for mode in layer} - set(HEAD_MODES))
+        require(not unknown, f"head mode {', '.join(unknown)} is unknown: choose among {', '.join(HEAD_MODES)}")
+        require(
+            len(modes) > 0 and len({len(layer) for layer in modes}) == 1 and len(modes[0]) > 0,
+            "head_modes needs the same number of kv heads, at least one, in each of its layers",
+        )
+
+    def dense_layer(self, layer: int) -> bool:
+        """Whether every kv head of a layer reads everything: nothing there needs a score."""
+        return self.head_modes is not None and set(self.head_modes[layer]) == {"dense"}

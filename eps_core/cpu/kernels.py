@@ -7,15 +7,13 @@ that a configuration has no kernel here: the array operations serve. The first c
 seconds), later ones load what was compiled.
 """
 
-import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from eps_core.config.eps import EpsConfig
-from eps_core.paging.where import budget
+from eps_core.paging.where import Where
 from eps_core.summaries.rq import hadamard_blocks
 
 Host = Callable[[Any], np.ndarray]
@@ -34,71 +32,49 @@ def available() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
-def guard_ranges(config: EpsConfig, lengths: np.ndarray) -> np.ndarray:
-    """`where.forced_groups` as [B, 2] int64: groups below the first and from the second on are forced. The open group
-    is always among the last. Every layer of a step asks the same, and gets the same array: not to be written to."""
-    return _guard_ranges(config, np.asarray(lengths, np.int64).tobytes())
-
-
-@functools.lru_cache(maxsize=64)
-def _guard_ranges(config: EpsConfig, lengths_int64: bytes) -> np.ndarray:
-    lengths = np.frombuffer(lengths_int64, np.int64)
-    ends = -(-lengths // config.S)
-    first = -(-np.minimum(config.first_tokens, lengths) // config.S)
-    last = np.maximum(lengths - config.last_tokens, 0) // config.S
-    first = np.where(lengths < config.min_context, ends, first)
-    return np.stack([first, np.maximum(np.minimum(last, ends), first)], axis=1)
-
-
 def _lanes(array: np.ndarray) -> np.ndarray:
     """Flat, float16 as the int16 of its bits."""
     return (array.view(np.int16) if array.dtype == np.float16 else array).reshape(-1)
 
 
-def _where(table: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return np.ascontiguousarray(table, np.int32), np.ascontiguousarray(lengths, np.int64)
-
-
 def score(
-    cache: Any, layer: int, q: np.ndarray, table: np.ndarray, lengths: np.ndarray, host: Host, run: Run
+    cache: Any, layer: int, q: np.ndarray, where: Where, host: Host, run: Run
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None, np.ndarray, np.ndarray | None] | None:
     """The fields of `Scores` in their order, for q [B, Hq, D] float32: estimate, lower, upper, num_missing, slack."""
-    config, spec = cache.config, cache.spec
-    if config.rq_bounds or config.method not in ("rq", *CODES):
+    store, spec = cache.store, cache.spec
+    if store.rq_bounds or store.method not in ("rq", *CODES):
         return None
     from eps_core.cpu import score, vectors
 
-    table, lengths = _where(table, lengths)
+    table, lengths, guards = where.table, where.lengths, where.guards
     q = np.ascontiguousarray(q)
     batch, num_heads, head_dim = q.shape
-    kv_heads, per_unit = spec.num_kv_heads, config.groups_per_unit
+    kv_heads, per_unit = spec.num_kv_heads, store.groups_per_unit
     groups, repeat = table.shape[1] * per_unit, num_heads // kv_heads
-    guards = guard_ranges(config, lengths)
     estimate = np.empty((batch, kv_heads, groups), np.float32)
     missing, states = np.empty(batch, np.int64), np.empty((batch, groups), np.uint8)
     state, stored = cache.state[layer], cache.summaries[layer]
-    if config.method == "rq":
+    if store.method == "rq":
         pools = {name: _lanes(host(array)) for name, array in stored.items()}
         centre = cache.centre[layer]
-        refined = np.array([config.refined_groups(int(length)) for length in lengths], np.int64)
-        passes, num_bytes = -(-repeat // vectors.HEADS), -(-head_dim * config.bits // 8)
+        passes, num_bytes = -(-repeat // vectors.HEADS), -(-head_dim * store.bits // 8)
         tables = np.empty((batch * kv_heads, passes, num_bytes * 2 * 16 * vectors.HEADS), np.float32)
         run(
             score.score_rq, 3, q, pools["codes"], pools["scale"], pools.get("second", pools["codes"]),
-            pools.get("second_scale", pools["scale"]), state.fill, table, lengths, guards, refined,
+            pools.get("second_scale", pools["scale"]), state.fill, table, lengths, guards, where.refined,
             np.zeros((kv_heads, head_dim), np.int16) if centre is None else host(centre).view(np.int16),
-            host(cache.fixed[layer]["signs"]), np.array(hadamard_blocks(head_dim)), config.bits,
-            config.S, per_unit, centre is not None, states, tables,
+            host(cache.fixed[layer]["signs"]), np.array(hadamard_blocks(head_dim)), store.bits,
+            store.S, per_unit, centre is not None, states, tables,
             np.empty((*tables.shape[:2], vectors.HEADS), np.float32), missing, estimate,
         )  # fmt: skip
         return estimate, None, None, missing, None
-    index, codes, scalars = CODES[config.method]
-    bounded = config.method != "meanstd"
+    index, codes, scalars = CODES[store.method]
+    bounded = store.method != "meanstd"
     lower, upper = (np.empty((batch, kv_heads, repeat, groups if bounded else 0), np.float32) for _ in range(2))
     first, second = (_lanes(host(stored[name])) for name in codes)
     run(
         score.score_codes, 2, index, q, first, second, tuple(_lanes(host(stored[name])) for name in scalars),
-        state.fill, table, lengths, guards, config.S, per_unit, states, missing, estimate, lower, upper,
+        state.fill, table, lengths, guards, store.S, per_unit, states, missing, estimate, lower, upper,
     )  # fmt: skip
     if not bounded:
         return estimate, None, None, missing, None
@@ -108,24 +84,23 @@ def score(
 
 
 def select(
-    config: EpsConfig, estimate: np.ndarray, num_missing: np.ndarray, lengths: np.ndarray, layer: int, run: Run
+    where: Where, estimate: np.ndarray, num_missing: np.ndarray, layer: int, run: Run
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
     """(groups [B, Hkv, W] int32, counts [B, Hkv] int32, uniform [B], forced [B], visit [B, Hkv, G] bool) of policy topk
     over estimate [B, Hkv, G] float32."""
-    modes = config.head_modes[layer] if config.head_modes else ()
-    if config.policy != "topk" or config.scope != "kv-head" or set(modes) - {"gate"}:
+    read = where.config.read
+    modes = read.head_modes[layer] if read.head_modes else ()
+    if read.policy != "topk" or read.scope != "kv-head" or set(modes) - {"gate"}:
         return None
     from eps_core.cpu import score
 
-    lengths = np.ascontiguousarray(lengths, np.int64)
     batch, kv_heads, _ = estimate.shape
-    ends, guards = -(-lengths // config.S), guard_ranges(config, lengths)
-    forced = guards[:, 0] + ends - guards[:, 1] + np.asarray(num_missing, np.int64)
-    uniform = budget(config, forced, lengths)
+    forced = where.num_forced + np.asarray(num_missing, np.int64)
+    uniform = where.budget(forced)
     groups = np.empty((batch, kv_heads, max(int(uniform.max()), 1)), np.int32)
     visit = np.empty(estimate.shape, np.bool_)
     run(
-        score.select_topk, 1, estimate, uniform, guards, ends, groups, visit.view(np.uint8),
+        score.select_topk, 1, estimate, uniform, where.guards, where.ends, groups, visit.view(np.uint8),
         alone=estimate.size < FEW_GROUPS,
     )  # fmt: skip
     counts = np.repeat(uniform[:, None], kv_heads, axis=1).astype(np.int32)
@@ -133,20 +108,20 @@ def select(
 
 
 def attend(
-    cache: Any, layer: int, q: np.ndarray, table: np.ndarray, lengths: np.ndarray,
+    cache: Any, layer: int, q: np.ndarray, where: Where,
     listed: tuple[np.ndarray, np.ndarray] | None, host: Host, run: Run,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """(out [B, Hq, D], lse [B, Hq]) float32 of q [B, Hq, D] float32 over `listed`, the groups and counts of a
     selection, or over every token where it is None."""
     from eps_core.cpu import attend, threads, vectors
 
-    config, spec = cache.config, cache.spec
-    table, lengths = _where(table, lengths)
+    store, spec = cache.store, cache.spec
+    table, lengths = where.table, where.lengths
     q = np.ascontiguousarray(q)
-    size, per_unit = config.S, config.groups_per_unit
+    size, per_unit = store.S, store.groups_per_unit
     if listed is None:
         # whole units as groups: what lies past a sequence's end is not read
-        size, per_unit = config.unit_tokens, 1
+        size, per_unit = store.unit_tokens, 1
         cache.kv_bytes_read += int(lengths.sum()) * spec.num_kv_heads * spec.kv_token_bytes
         shape = (len(table), spec.num_kv_heads)
         groups = np.empty((*shape, table.shape[1]), np.int32)
@@ -174,7 +149,7 @@ def attend(
 
 
 def attend_tail(
-    cache: Any, layer: int, table: np.ndarray, lengths: np.ndarray, estimate: np.ndarray,
+    cache: Any, layer: int, where: Where, estimate: np.ndarray,
     listed: tuple[np.ndarray, np.ndarray], lse: np.ndarray, host: Host, run: Run,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """(out [B, Hq, D], lse [B, Hq]) float32: the estimated attention over what the groups and counts of `listed` left
@@ -182,12 +157,11 @@ def attend_tail(
     from eps_core.cpu import attend
 
     inner = cache.tail
-    table, lengths = _where(table, lengths)
     out, tail = np.empty((*lse.shape, cache.spec.head_dim), np.float32), np.empty(lse.shape, np.float32)
     means, scale = (_lanes(host(inner.summaries[layer][name])) for name in ("mean", "mean_scale"))
     run(
-        attend.attend_tail, 1, estimate, *listed, lse, means, scale, inner.state[layer].fill, table, lengths,
-        inner.config.S, inner.config.groups_per_unit, out, tail,
+        attend.attend_tail, 1, estimate, *listed, lse, means, scale, inner.state[layer].fill, where.table, where.lengths,
+        inner.store.S, inner.store.groups_per_unit, out, tail,
     )  # fmt: skip
     return out, tail
 

@@ -84,7 +84,7 @@ def _seal(k, centre, signs, blocks, scales, inverse, second_step, codes, scale, 
 
 
 def build_rq(k: np.ndarray, centre: np.ndarray, signs: np.ndarray, with_second: bool) -> Mapping[str, np.ndarray]:
-    """Summaries [F, Hkv, ..] of keys k [F, Hkv, S, D] float32, as `rq.build_rq` with one bit makes them: centre [Hkv, D],
+    """Summaries [F, Hkv, ..] of keys k [F, Hkv, S, D] float32, as `rq.build_rq` of one bit makes them: centre [Hkv, D],
     signs [D] float32. Scales are float32, to be rounded by the caller."""
     groups, kv_heads, size, head_dim = k.shape
     blocks = np.array(hadamard_blocks(head_dim), np.int64)

@@ -19,8 +19,10 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
+from eps_core.gate.attend import attend_layer, collect
 from eps_core.gate.protocol import Backend
 from eps_core.load import backend_name, resolve_kernels
+from eps_core.paging.where import Where
 
 CONTEXTS = (2048, 8192, 32768)  # tokens
 ROUNDS = 7  # of which the median is taken
@@ -60,7 +62,7 @@ def measure(
 ) -> Cost:
     """Times one layer of `spec`'s shape, with `num_heads` query heads, at contexts up to `max_context`."""
     contexts = [context for context in CONTEXTS if context <= max_context] or [max_context]
-    gated = replace(config, min_context=0, head_modes=None)
+    gated = config.replace(min_context=0, head_modes=None)
     rng, started = np.random.default_rng(0), time.perf_counter()
     rows: list[tuple[int, float, float]] = []
     for context in contexts:
@@ -83,26 +85,23 @@ def _arms(
     rng: np.random.Generator,
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """(dense, gated) calls over a filled cache; each waits for its result."""
-    units = -(-context // config.unit_tokens)
+    units = -(-context // config.store.unit_tokens)
     one = replace(spec, num_layers=1, num_units=units, max_open_groups=1)
-    cache = backend.new_cache(one, config, device, kernels)
+    cache = backend.new_cache(one, config.store, device, kernels)
     for start in range(0, context, FILL_TOKENS):
         shape = (min(FILL_TOKENS, context - start), spec.num_kv_heads, spec.head_dim)
         k, v = (backend.from_numpy(rng.standard_normal(shape, np.float32), spec.dtype, device) for _ in range(2))
         cache = backend.write_kv(cache, 0, k, v, np.arange(start, start + shape[0]))
     q = backend.from_numpy(rng.standard_normal((1, num_heads, spec.head_dim), np.float32), spec.dtype, device)
-    table, lengths = np.arange(units, dtype=np.int32)[None], np.array([context])
+    place = np.arange(units, dtype=np.int32)[None], np.array([context])
 
-    def dense() -> np.ndarray:
-        return backend.to_numpy(backend.attend(cache, 0, q, table, lengths, None)[0])
+    def dense() -> None:
+        out, _ = backend.attend(cache, 0, q, Where.dense(config.store, *place), None)
+        collect(backend, cache, [], out)
 
-    def gated() -> np.ndarray:
-        scores = backend.score(cache, 0, q, table, lengths)
-        selection = backend.select(config, scores, lengths)
-        state = backend.attend(cache, 0, q, table, lengths, selection)
-        if config.tail_tokens:
-            state = backend.add_tail(cache, 0, table, lengths, scores, selection, state)
-        return backend.to_numpy(state[0])
+    def gated() -> None:
+        out, read = attend_layer(backend, cache, 0, q, Where.of(config, *place))
+        collect(backend, cache, [read], out)
 
     return dense, gated
 
@@ -128,7 +127,7 @@ def cost_of(
 ) -> tuple[Cost, bool]:
     """(cost, whether it was kept from an earlier run): measured the first time, and kept. A store that cannot be read
     or written is as none: the next run measures again."""
-    settled = replace(config, min_context=0, head_modes=None).to_dict()
+    settled = config.replace(min_context=0, head_modes=None).to_dict()
     key = json.dumps(
         {
             "backend": backend_name(backend),

@@ -11,8 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from eps_core.config.eps import EpsConfig
+from eps_core.config.read import Read
+from eps_core.decode.forward import Decoder
 from eps_core.errors import ConfigError
-from eps_core.gate.protocol import Backend, Decoder
+from eps_core.gate.protocol import Backend
 from eps_core.paging.pool import PagePool
 from eps_core.paging.pool import Sequence as PagedSequence
 from eps_core.telemetry.steps import AUDIT_FACTOR, StepRecord, audit_step, step_record
@@ -58,13 +61,13 @@ def next_token(logits: np.ndarray, sampling: Sampling, sequence: int, position: 
 
 
 def generate(
-    backend: Backend,
     decoder: Decoder,
     cache: Any,
     pool: PagePool,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     sampling: Sampling,
+    read: Read | None = None,
     stop_tokens: Collection[int] = (),
     prefill_chunk: int = 512,
     on_prefill: Callable[[int, int, int], None] | None = None,
@@ -78,7 +81,8 @@ def generate(
     """Decodes every prompt for at most `max_new_tokens` tokens, all in one batch; a sequence leaves it at a stop token.
 
     All but the last token of each prompt are prefilled densely, `prefill_chunk` at a time, sharing full pages with what
-    the pool already holds; the last one starts the decode, so every new token comes from one gated step.
+    the pool already holds; the last one starts the decode, so every new token comes from one gated step, as `read` says
+    (None: dense).
     `forced_tokens` (one list a prompt) are fed instead of what the model says, and end their sequence with them.
     `on_prefill(prompt, tokens done, tokens in all)` is called after each chunk. Every `time_every`-th step is timed
     layer by layer (0: none). Every `audit_every`-th gated step attends densely besides (0: none) and raises an alarm
@@ -92,10 +96,11 @@ def generate(
     try:
         for index, prompt in enumerate(prompts):
             sequences[index], cache = _prefill(
-                backend, decoder, cache, pool, prompt[:-1], prefill_chunk, _report(on_prefill, index)
+                decoder, cache, pool, prompt[:-1], prefill_chunk, _report(on_prefill, index)
             )
         fed = {index: int(prompt[-1]) for index, prompt in enumerate(prompts)}
-        gate = True
+        gated = read is not None and cache.store.enabled
+        alarmed = False
         for step in range(max_new_tokens):
             alive = sorted(sequences)
             if forced_tokens is not None:
@@ -104,20 +109,18 @@ def generate(
                 break
             slots = []
             for index in alive:
-                new_slots, cache = _append(backend, cache, pool, sequences[index], [fed[index]])
+                new_slots, cache = _append(decoder.eps, cache, pool, sequences[index], [fed[index]])
                 slots.append(new_slots)
             running = [sequences[index] for index in alive]
             lengths = pool.lengths(running)
             timed = bool(time_every) and step % time_every == 0
             decoder.timing = timed
             kv_bytes, reread_bytes = cache.kv_bytes_read, cache.bytes_k_reread
-            audited = (
-                gate and cache.config.enabled and bool(audit_every) and step % audit_every == 0 and lengths.min() > 1
-            )
+            audited = gated and not alarmed and bool(audit_every) and step % audit_every == 0 and lengths.min() > 1
             started = time.perf_counter()
             cache, output = decoder.step(
                 cache, np.array([fed[i] for i in alive]), np.concatenate(slots), pool.table(running), lengths,
-                gate, audited,
+                None if alarmed else read, audited,
             )  # fmt: skip
             decode_ms = 1000 * (time.perf_counter() - started)
             for row, index in enumerate(alive):
@@ -125,11 +128,11 @@ def generate(
                     fed[index] = int(forced_tokens[index][step])
                 else:
                     fed[index] = next_token(output.logits[row], sampling, index, int(lengths[row]))
-            if cache.config.enabled and not gate:
+            if gated and alarmed:
                 output.fallbacks["audit_alarm"] = cache.spec.num_layers * len(alive)
             audit = audit_step(output, audit_factor) if audited else None
             if audit is not None and audit.alarms and audit_off:
-                gate = False
+                alarmed = True
             record = step_record(
                 step,
                 alive,
@@ -137,7 +140,7 @@ def generate(
                 [int(length) for length in lengths],
                 output,
                 cache.spec,
-                cache.config,
+                EpsConfig(cache.store, read) if gated and read is not None else EpsConfig(),
                 decode_ms,
                 cache.kv_bytes_read - kv_bytes,
                 cache.bytes_k_reread - reread_bytes,
@@ -161,7 +164,6 @@ def _report(on_prefill: Callable[[int, int, int], None] | None, index: int) -> C
 
 
 def _prefill(
-    backend: Backend,
     decoder: Decoder,
     cache: Any,
     pool: PagePool,
@@ -174,7 +176,7 @@ def _prefill(
     try:
         for start in range(num_shared, len(tokens), chunk_tokens):
             chunk = tokens[start : start + chunk_tokens]
-            slots, cache = _append(backend, cache, pool, sequence, chunk)
+            slots, cache = _append(decoder.eps, cache, pool, sequence, chunk)
             table = pool.table([sequence])[0]
             cache, _ = decoder.prefill(cache, np.array(chunk), slots, table, start + len(chunk))
             report(start + len(chunk), len(tokens))
@@ -185,10 +187,10 @@ def _prefill(
 
 
 def _append(
-    backend: Backend, cache: Any, pool: PagePool, sequence: PagedSequence, tokens: Sequence[int]
+    eps: Backend, cache: Any, pool: PagePool, sequence: PagedSequence, tokens: Sequence[int]
 ) -> tuple[np.ndarray, Any]:
     """Slots [N] for `tokens` at the end of a sequence; a page shared with a fork is copied before it is written."""
     slots, copies = pool.append(sequence, tokens)
     if copies:
-        cache = backend.copy_units(cache, *zip(*copies, strict=True))
+        cache = eps.copy_units(cache, *zip(*copies, strict=True))
     return slots, cache

@@ -12,6 +12,7 @@ import numpy as np
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.gate.protocol import Backend
+from eps_core.paging.where import Where
 
 TOKENS = 700  # past the 256 that rq's centre needs, with an open group where groups are of two
 # of an output against the largest |v|: what the rounding of its dtype and of other sum orders may differ by
@@ -23,10 +24,10 @@ def disagreement(
 ) -> str | None:
     """What kernels and array operations differ in over one layer of `spec`'s shape, in a few words; None where they
     agree. An exception of the kernels is a difference too."""
-    length = TOKENS + (1 if config.S > 1 else 0)
-    units = -(-length // config.unit_tokens)
+    length = TOKENS + (1 if config.store.S > 1 else 0)
+    units = -(-length // config.store.unit_tokens)
     one = replace(spec, num_layers=1, num_units=units, max_open_groups=1)
-    config = replace(config, min_context=0, head_modes=None)
+    config = config.replace(min_context=0, head_modes=None)
     rng = np.random.default_rng(0)
     k, v = (rng.standard_normal((length, spec.num_kv_heads, spec.head_dim), np.float32) for _ in range(2))
     q = 2 * rng.standard_normal((1, num_heads, spec.head_dim), np.float32)
@@ -63,7 +64,7 @@ def _results(
 ) -> dict[str, np.ndarray]:
     """Everything that a gated step and a dense one compute. Groups are not compared where estimates are: their rounding
     may swap two that are nearly equal, so both sides rank the same made-up ones."""
-    cache: Any = backend.new_cache(spec, config, device, kernels)
+    cache: Any = backend.new_cache(spec, config.store, device, kernels)
     length = len(k)
     native = [backend.from_numpy(x, spec.dtype, device) for x in (k, v)]
     cut = length - 3
@@ -72,22 +73,22 @@ def _results(
         cache = backend.write_kv(
             cache, 0, native[0][token : token + 1], native[1][token : token + 1], np.arange(token, token + 1)
         )
-    units = -(-length // config.unit_tokens)
-    table, lengths = np.arange(units, dtype=np.int32)[None], np.array([length])
+    units = -(-length // config.store.unit_tokens)
+    where = Where.of(config, np.arange(units, dtype=np.int32)[None], np.array([length]))
     query = backend.from_numpy(q, spec.dtype, device)
-    parts: dict[str, Any] = {"dense": backend.attend(cache, 0, query, table, lengths, None)}
+    parts: dict[str, Any] = {"dense": backend.attend(cache, 0, query, where, None)}
     results: dict[str, np.ndarray] = {}
-    if config.enabled:
-        scores = backend.score(cache, 0, query, table, lengths)
+    if config.store.enabled:
+        scores = backend.score(cache, 0, query, where)
         results["estimates"] = backend.to_numpy(scores.estimate)
         # ranks that no rounding can change
         clear = replace(scores, estimate=_spread(backend, results["estimates"], device))
-        selection = backend.select(config, clear, lengths)
+        selection = backend.select(clear, where)
         results["groups"] = backend.to_numpy(selection.groups)
         results["counts"] = backend.to_numpy(selection.counts)
-        parts["gated"] = backend.attend(cache, 0, query, table, lengths, selection)
-        if config.tail_tokens:
-            parts["tail"] = backend.attend_tail(cache, 0, table, lengths, clear, selection, parts["gated"][1])
+        parts["gated"] = backend.attend(cache, 0, query, where, selection)
+        if config.store.tail_tokens:
+            parts["tail"] = backend.attend_tail(cache, 0, where, clear, selection, parts["gated"][1])
     for name, (out, lse) in parts.items():
         results[f"{name} outputs"] = backend.to_numpy(out).astype(np.float32)
         results[f"{name} lse"] = backend.to_numpy(lse)

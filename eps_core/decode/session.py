@@ -8,11 +8,12 @@ from typing import Any
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.decode.cost import Cost
+from eps_core.decode.forward import Decoder
 from eps_core.decode.generate import Sampling
 from eps_core.decode.kernel_check import disagreement
 from eps_core.decode.model import ModelSpec
 from eps_core.errors import ConfigError
-from eps_core.gate.protocol import Backend, Decoder
+from eps_core.gate.protocol import Backend
 from eps_core.load import backend_name, resolve_kernels
 from eps_core.paging.pool import PagePool
 from eps_core.telemetry.steps import AUDIT_FACTOR
@@ -70,20 +71,20 @@ class Session:
 
 def cache_spec(request: RunRequest, spec: ModelSpec, prompt_tokens: int, kv_dtype: str, config: EpsConfig) -> CacheSpec:
     """A pool that holds the prompt and its continuation, or `pool_tokens`."""
-    needed_units = -(-(prompt_tokens + request.max_new_tokens) // config.unit_tokens)
+    needed_units = -(-(prompt_tokens + request.max_new_tokens) // config.store.unit_tokens)
     asked = request.pool_tokens
-    num_units = needed_units if asked is None else asked // config.unit_tokens
+    num_units = needed_units if asked is None else asked // config.store.unit_tokens
     if num_units < needed_units:
         raise ConfigError(
             f"a prompt of {prompt_tokens} tokens and {request.max_new_tokens} new ones need {needed_units} pool groups "
-            f"of {config.unit_tokens} tokens, and pool-tokens {asked} holds {num_units}: raise it to "
-            f"{needed_units * config.unit_tokens} or shorten the prompt"
+            f"of {config.store.unit_tokens} tokens, and pool-tokens {asked} holds {num_units}: raise it to "
+            f"{needed_units * config.store.unit_tokens} or shorten the prompt"
         )
     return CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, num_units, kv_dtype, max_open_groups=1)
 
 
 def _cache_bytes(spec: CacheSpec, config: EpsConfig) -> int:
-    return spec.num_layers * spec.num_kv_heads * spec.num_units * config.unit_tokens * spec.kv_token_bytes
+    return spec.num_layers * spec.num_kv_heads * spec.num_units * config.store.unit_tokens * spec.kv_token_bytes
 
 
 def _refuse_larger_than_memory(spec: CacheSpec, config: EpsConfig, device: str) -> None:
@@ -126,10 +127,10 @@ def choose_kernels(
 def new_cache(session: Session, config: EpsConfig) -> tuple[Any, PagePool]:
     spec = session.cache_spec(config)
     try:
-        cache = session.backend.new_cache(spec, config, session.device, session.kernels)
+        cache = session.backend.new_cache(spec, config.store, session.device, session.kernels)
     except (MemoryError, RuntimeError) as error:
         mib = _cache_bytes(spec, config) / 2**20
         raise ConfigError(
             f"a cache of {mib:,.0f} MiB does not fit {session.device}: lower pool-tokens or shorten the prompt"
         ) from error
-    return cache, PagePool(spec.num_units, config.unit_tokens)
+    return cache, PagePool(spec.num_units, config.store.unit_tokens)

@@ -19,8 +19,10 @@ import numpy as np
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import HEAD_MODES
 from eps_core.config.store import CacheSpec
+from eps_core.gate.attend import attend_layer, collect
 from eps_core.gate.protocol import Backend, Scores, Selection
 from eps_core.oracle.truth import Filled, true_loss, true_masses, visit_mask
+from eps_core.paging.where import Where
 from eps_core.summaries.rq import decode_rq, rotate
 
 # every method with bounds, in each form that stores something else
@@ -165,20 +167,20 @@ def fill(
 ) -> Filled:
     """Writes k, v [T, Hkv, D] to the first slots of a new cache, in two calls where `cut` says where."""
     num_tokens, kv_heads, head_dim = k.shape
-    units = -(-num_tokens // config.unit_tokens)
-    cache = backend.new_cache(CacheSpec(1, kv_heads, head_dim, units, dtype), config, device)
+    units = -(-num_tokens // config.store.unit_tokens)
+    cache = backend.new_cache(CacheSpec(1, kv_heads, head_dim, units, dtype), config.store, device)
     for rows in (slice(0, cut), slice(cut, None)) if cut else (slice(None),):
         keys, values = (backend.from_numpy(np.ascontiguousarray(x[rows]), "float32", device) for x in (k, v))
         cache = backend.write_kv(cache, 0, keys, values, np.arange(num_tokens)[rows])
     stored = backend.read_kv(cache, 0, np.arange(units), num_tokens)
-    pad = ((0, units * config.unit_tokens - num_tokens), (0, 0), (0, 0))
+    pad = ((0, units * config.store.unit_tokens - num_tokens), (0, 0), (0, 0))
     keys, values = (
         np.pad(backend.to_numpy(x).astype(np.float64), pad)
-        .reshape(units, config.unit_tokens, kv_heads, head_dim)
+        .reshape(units, config.store.unit_tokens, kv_heads, head_dim)
         .swapaxes(1, 2)
         for x in stored
     )
-    return Filled(backend, device, cache, keys, values)
+    return Filled(backend, device, config, cache, keys, values)
 
 
 def _unit(x: np.ndarray) -> np.ndarray:
@@ -209,10 +211,10 @@ def _stored(filled: Filled, unit: np.ndarray, sub: np.ndarray) -> dict[str, np.n
 def _stored_mean(filled: Filled, stored: dict[str, np.ndarray]) -> np.ndarray | None:
     """The group mean [B, Hkv, D] as the summary holds it; None where it holds none."""
     config, head_dim = filled.config, filled.k.shape[-1]
-    if config.method == "rq":
-        turned = decode_rq(stored["codes"], stored["scale"], config.bits, head_dim)
+    if config.store.method == "rq":
+        turned = decode_rq(stored["codes"], stored["scale"], config.store.bits, head_dim)
         centre = filled.backend.to_numpy(filled.cache.centre[0]).astype(np.float64)
-        return centre + turned @ rotate(np.eye(head_dim), config.seed).T
+        return centre + turned @ rotate(np.eye(head_dim), config.store.seed).T
     if "mean" in stored:
         return stored["mean"].astype(np.float64) * stored["mean_scale"].astype(np.float64)[..., None]
     return None
@@ -222,9 +224,9 @@ def hard_queries(filled: Filled, units: np.ndarray, repeat: int, rng: np.random.
     """q [B, Hkv * R, D] float32, unscaled: each of a kind of `QUERY_KINDS` against one group of unit units[b], made
     from its keys and from what its summary says, of logits between 1e-8 and past float32's range."""
     batch, (_, kv_heads, _, head_dim) = len(units), filled.k.shape
-    size = filled.config.S
+    size = filled.config.store.S
     unit = np.repeat(units[:, None], kv_heads, axis=1)
-    sub = rng.integers(0, filled.config.groups_per_unit, unit.shape)
+    sub = rng.integers(0, filled.config.store.groups_per_unit, unit.shape)
     heads = np.arange(kv_heads)
     tiles = filled.k[unit, heads].reshape(batch, kv_heads, -1, size, head_dim)
     keys = tiles[np.arange(batch)[:, None], heads, sub]  # [B, Hkv, S, D]
@@ -239,7 +241,7 @@ def hard_queries(filled: Filled, units: np.ndarray, repeat: int, rng: np.random.
         return np.take_along_axis(gaps, index[..., None, None], axis=2)[:, :, 0]
 
     kept = stored.get("direction", stored.get("rows"))
-    rest = keys - mean[:, :, None] if filled.config.method == "moments" else keys
+    rest = keys - mean[:, :, None] if filled.config.store.method == "moments" else keys
     if kept is not None:
         kept = _unit(kept.reshape(batch, kv_heads, -1, head_dim).astype(np.float64))
         for j in range(kept.shape[2]):
@@ -286,8 +288,9 @@ def hard_queries(filled: Filled, units: np.ndarray, repeat: int, rng: np.random.
 def check_bounds(filled: Filled, q: np.ndarray, table: np.ndarray) -> Tally:
     """lower <= log A_p <= upper of every group of full tables [B, M], for every head of q [B, Hq, D]."""
     backend, config = filled.backend, filled.config
-    lengths = np.full(len(table), table.shape[1] * config.unit_tokens)
-    scores = backend.score(filled.cache, 0, backend.from_numpy(q, "float32", filled.device), table, lengths)
+    lengths = np.full(len(table), table.shape[1] * config.store.unit_tokens)
+    where = Where.of(config, table, lengths)
+    scores = backend.score(filled.cache, 0, backend.from_numpy(q, "float32", filled.device), where)
     assert scores.lower is not None and scores.upper is not None
     lower, upper = (backend.to_numpy(x).astype(np.float64) for x in (scores.lower, scores.upper))
     truth, size, error = true_masses(filled, q, table)
@@ -318,7 +321,7 @@ def check_certificate(
     (out, lse) that the backend read. Gaps are nats of the ratio."""
     backend = filled.backend
     certificate = backend.certify(filled.cache, 0, scores, visited, *state)
-    num_groups = table.shape[1] * filled.config.groups_per_unit
+    num_groups = table.shape[1] * filled.config.store.groups_per_unit
     visit = visit_mask(backend.to_numpy(visited.groups), backend.to_numpy(visited.counts), num_groups)
     truth = true_loss(filled, q, table, lengths, visit)
     return (
@@ -340,26 +343,39 @@ def _ratio(true: np.ndarray, certified: np.ndarray, doubt: np.ndarray, trivial: 
 def check_gate(
     filled: Filled, config: EpsConfig, q: np.ndarray, table: np.ndarray, lengths: np.ndarray
 ) -> dict[str, Tally]:
-    """One gated step of q [B, Hq, D] under `config`: `share` and `error` of the certificate before and after strict's
-    escalation, and `strict`: the true share unread is at most epsilon."""
+    """One gated step of q [B, Hq, D] under `config`, a strict one, part by part in an order of its own: `share` and
+    `error` of the certificate before and after the escalation, and `strict`: the true share unread is at most epsilon.
+    `layer`: the same of `gate.attend_layer`, which must visit what the parts visit."""
     backend, cache = filled.backend, filled.cache
     native = backend.from_numpy(q, "float32", filled.device)
-    scores = backend.score(cache, 0, native, table, lengths)
-    selected = backend.select(config, scores, lengths)
-    state = backend.attend(cache, 0, native, table, lengths, selected)
-    scores = backend.bounds(cache, 0, native, table, lengths, scores, selected)
+    where = Where.of(config, table, lengths)
+    scores = backend.score(cache, 0, native, where)
+    selected = backend.select(scores, where)
+    state = backend.attend(cache, 0, native, where, selected)
+    scores = backend.bounds(cache, 0, native, where, scores, selected)
     share, error = check_certificate(filled, q, table, lengths, scores, selected, state)
-    extra, whole = backend.escalate(config, scores, selected, state[1])
-    state = backend.merge(state, backend.attend(cache, 0, native, table, lengths, extra))
+    extra, whole = backend.escalate(config.read, scores, selected, state[1])
+    state = backend.merge(state, backend.attend(cache, 0, native, where, extra))
     for tally, more in zip(
         (share, error), check_certificate(filled, q, table, lengths, scores, whole, state), strict=True
     ):
         tally.add(more)
     groups, counts = backend.to_numpy(whole.groups), backend.to_numpy(whole.counts)
-    visit = visit_mask(groups, counts, table.shape[1] * config.groups_per_unit)
+    visit = visit_mask(groups, counts, table.shape[1] * config.store.groups_per_unit)
     truth = true_loss(filled, q, table, lengths, visit)
-    strict = _ratio(truth.share, np.full(counts.shape, config.epsilon), truth.doubt, 1.0)
-    return {"share": share, "error": error, "strict": strict}
+    strict = _ratio(truth.share, np.full(counts.shape, config.read.epsilon), truth.doubt, 1.0)
+    _, read = attend_layer(backend, cache, 0, native, where)
+    (stats,), _ = collect(backend, cache, [read])
+    layer = _ratio(truth.share, np.full(counts.shape, config.read.epsilon), truth.doubt, 1.0)
+    if read.selection is not None:
+        visit = visit_mask(
+            backend.to_numpy(read.selection.groups), backend.to_numpy(read.selection.counts), visit.shape[2]
+        )
+        assert stats.mass_skipped_cert is not None
+        unread = true_loss(filled, q, table, lengths, visit)
+        layer = _ratio(unread.share, stats.mass_skipped_cert, unread.doubt, 1.0)
+        layer.add(_ratio(unread.share, np.full(counts.shape, config.read.epsilon), unread.doubt, 1.0))
+    return {"share": share, "error": error, "strict": strict, "layer": layer}
 
 
 # --------------------------------------------------------------------------------------------------------------- trials
@@ -385,7 +401,7 @@ class Trial:
         block = size * max(1, 16 // size)
         defaults = {"group_tokens": size, "block_size": block, "first_tokens": size, "last_tokens": size}
         defaults["tail_tokens"] = 0  # not part of what is certified
-        return EpsConfig(**{**self.arm, **defaults, **settings})
+        return EpsConfig.of(**{**self.arm, **defaults, **settings})
 
 
 def run_bounds(backend: Backend, device: str, trial: Trial) -> dict[str, Tally]:
@@ -393,8 +409,8 @@ def run_bounds(backend: Backend, device: str, trial: Trial) -> dict[str, Tally]:
     rng = np.random.default_rng([trial.seed, 1])
     config = trial.config()
     # the first 256 keys make rq's centre: of one kind, another in every trial
-    per_unit, size = config.groups_per_unit, config.S
-    units = max(trial.num_units, -(-256 // config.unit_tokens))
+    per_unit, size = config.store.groups_per_unit, config.store.S
+    units = max(trial.num_units, -(-256 // config.store.unit_tokens))
     k = mixed_keys(KEY_KINDS, units * per_unit * trial.kv_heads, size, trial.head_dim, rng)
     k = k.reshape(trial.kv_heads, -1, trial.head_dim).swapaxes(0, 1)
     lead = make_keys(str(rng.choice(KEY_KINDS)), trial.kv_heads, 256, trial.head_dim, rng).swapaxes(0, 1)
@@ -414,11 +430,11 @@ def run_gate(backend: Backend, device: str, trial: Trial) -> dict[str, Tally]:
     unread, of logits that leave something to certify."""
     rng = np.random.default_rng([trial.seed, 2])
     config = random_policy(trial, rng)
-    num_tokens = max(512 // config.unit_tokens, 12) * config.unit_tokens
-    groups = num_tokens // config.S
+    num_tokens = max(512 // config.store.unit_tokens, 12) * config.store.unit_tokens
+    groups = num_tokens // config.store.S
     num_groups = groups * trial.kv_heads
     kind = str(rng.choice(GATED_KINDS))
-    k = make_keys(kind, num_groups, config.S, trial.head_dim, rng)
+    k = make_keys(kind, num_groups, config.store.S, trial.head_dim, rng)
     # groups far apart and tight within, where certificates bite; at other times as they come
     if rng.integers(2):
         k = k * np.float32(0.05) + rng.normal(size=(num_groups, 1, trial.head_dim)).astype(np.float32)
@@ -463,10 +479,10 @@ def run_capture(
     """The same checks of a real layer: q [steps, Hq, D] unscaled over k, v [T, Hkv, D] of one sequence."""
     rng = np.random.default_rng([trial.seed, 3])
     config = random_policy(trial, rng)
-    num_tokens = len(k) // config.unit_tokens * config.unit_tokens
+    num_tokens = len(k) // config.store.unit_tokens * config.store.unit_tokens
     filled = fill(backend, device, config, trial.dtype, k[:num_tokens], v[:num_tokens])
     table = np.repeat(np.arange(len(filled.k))[None], len(q), axis=0)
-    bounds = {"bounds": check_bounds(filled, q, table)} if config.own_bounds else {}
+    bounds = {"bounds": check_bounds(filled, q, table)} if config.store.own_bounds else {}
     few = slice(0, trial.num_sequences)
     lengths = num_tokens - rng.integers(0, num_tokens // 4, len(q[few]))
     return {**bounds, **check_gate(filled, config, q[few], table[few], lengths)}

@@ -102,9 +102,9 @@ def break_even_tokens(config: EpsConfig, head_dim: int, kv_token_bytes: int, nee
     tokens and one open group, every group's summary, and `needed` of the groups, against all of K and V. The fraction
     needed at the calibrated context is taken to hold at others. None: never."""
     many = 2**20  # groups, so that rounding to whole ones does not show
-    summary = scoring_bytes(config, head_dim, many, [many * config.S]) / (many * config.S * kv_token_bytes)
+    summary = scoring_bytes(config, head_dim, [many * config.store.S]) / (many * config.store.S * kv_token_bytes)
     saved = 1 - needed - summary
-    guards = config.first_tokens + config.last_tokens + config.S
+    guards = config.read.first_tokens + config.read.last_tokens + config.store.S
     return guards / saved if saved > 0 else None
 
 
@@ -117,12 +117,12 @@ def calibrate(request: CalibrateRequest, out: TextIO) -> dict[str, Any]:
         request.dtype, request.kv_dtype,
     )  # fmt: skip
     spec = model.spec
-    dense = EpsConfig(block_size=config.block_size)
+    dense = EpsConfig.of(block_size=config.store.block_size)
     recording = record(model, model.load(), request.context_tokens, range(spec.num_layers), dense)
     scale = spec.head_dim**-0.5
     found = [
         layer_curves(
-            recording.q[layer], *recording.keys_values(layer), recording.lengths, scale, config.S,
+            recording.q[layer], *recording.keys_values(layer), recording.lengths, scale, config.store.S,
             request.sink_tokens, request.recent_tokens,
         )
         for layer in range(spec.num_layers)
@@ -215,7 +215,7 @@ def _table(
     window = "first {sink_tokens} and last {recent_tokens} tokens".format(**policy.settings)
     return (
         terminal.table(rows, header)
-        + f"\n\nTrue masses of groups of {config.S} tokens at {policy.settings['context_tokens']:,} tokens, means over "
+        + f"\n\nTrue masses of groups of {config.store.S} tokens at {policy.settings['context_tokens']:,} tokens, means over "
         f"{policy.settings['num_steps']} steps and the kv heads; outside: the {window}."
     )
 

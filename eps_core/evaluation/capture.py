@@ -26,11 +26,12 @@ from safetensors import SafetensorError, safe_open
 from eps_core.config.bytes import kv_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import DTYPE_BYTES, CacheSpec
+from eps_core.decode.forward import Decoder, load_decoder
 from eps_core.decode.heads import model_fingerprint
 from eps_core.decode.model import DEMO_MODEL, ModelSpec, load_tokenizer, read_spec
 from eps_core.decode.session import choose_device
 from eps_core.errors import ConfigError
-from eps_core.gate.protocol import Array, Backend, Decoder
+from eps_core.gate.protocol import Array, Backend
 from eps_core.load import backend_name, load_backend
 from eps_core.tasks import needle
 from eps_core.telemetry import files, terminal
@@ -119,7 +120,7 @@ class TextModel:
     text_sha256: str
 
     def load(self) -> Decoder:
-        return self.backend.load_model(self.path, self.spec, self.dtype, self.device)
+        return load_decoder(self.backend, self.path, self.spec, self.dtype, self.device)
 
 
 @dataclass(frozen=True)
@@ -206,10 +207,10 @@ def record(
     """Prefills the text's first `context_tokens` densely and decodes the rest of it token by token, gated by `config`;
     queries of the chosen layers are kept."""
     backend, spec, num_tokens = model.backend, model.spec, len(model.tokens)
-    units = -(-num_tokens // config.unit_tokens)
+    units = -(-num_tokens // config.store.unit_tokens)
     cache_spec = CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, units, model.kv_dtype, max_open_groups=1)
     try:
-        cache = backend.new_cache(cache_spec, config, model.device)
+        cache = backend.new_cache(cache_spec, config.store, model.device)
     except (MemoryError, RuntimeError) as error:
         mib = kv_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, num_tokens, model.kv_dtype) / 2**20
         raise ConfigError(f"a cache of {mib:,.0f} MiB does not fit {model.device}: lower --context") from error
@@ -218,7 +219,9 @@ def record(
     for start in range(0, context_tokens, prefill_chunk):
         chunk = np.array(model.tokens[start : min(start + prefill_chunk, context_tokens)])
         end = start + len(chunk)
-        cache, _ = decoder.prefill(cache, chunk, np.arange(start, end), table[: -(-end // config.unit_tokens)], end)
+        cache, _ = decoder.prefill(
+            cache, chunk, np.arange(start, end), table[: -(-end // config.store.unit_tokens)], end
+        )
         progress(0, end, num_tokens)
     taken: dict[int, list[np.ndarray]] = {layer: [] for layer in layers}
 
@@ -231,8 +234,8 @@ def record(
     try:
         for length in lengths.tolist():
             token, slot = np.array([model.tokens[length - 1]]), np.array([length - 1])
-            rows = table[None, : -(-length // config.unit_tokens)]
-            cache, _ = decoder.step(cache, token, slot, rows, np.array([length]))
+            rows = table[None, : -(-length // config.store.unit_tokens)]
+            cache, _ = decoder.step(cache, token, slot, rows, np.array([length]), config.read)
     finally:
         decoder.tap = None
     return Recording(backend, cache, table, lengths, {layer: np.stack(parts) for layer, parts in taken.items()})

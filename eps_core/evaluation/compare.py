@@ -10,7 +10,9 @@ from typing import Any, TextIO
 import numpy as np
 
 from eps_core.config.eps import EpsConfig
+from eps_core.config.read import Read
 from eps_core.decode.cost import Cost, cost_of
+from eps_core.decode.forward import load_decoder
 from eps_core.decode.generate import generate
 from eps_core.decode.model import DEMO_MODEL, load_tokenizer, read_spec
 from eps_core.decode.session import (
@@ -92,8 +94,8 @@ def prepare(request: RunRequest) -> Session:
         cost, _ = cost_of(backend, device, kernels, pool, spec.num_heads, request.config, spec.max_context)
         # where gating never pays, everything that the model can hold is below the least context
         least = spec.max_context + 1 if cost.min_context is None else cost.min_context
-        request = replace(request, config=replace(request.config, min_context=least))
-    decoder = backend.load_model(model, spec, dtype, device)
+        request = replace(request, config=request.config.replace(min_context=least))
+    decoder = load_decoder(backend, model, spec, dtype, device)
     return Session(
         request, backend, decoder, spec, tokenizer, device, dtype, kv_dtype, prompt_tokens, answer, kernels, fault, cost
     )
@@ -119,6 +121,7 @@ def decode(
     name: str,
     cache: Any,
     pool: PagePool,
+    read: Read | None,
     on_record: Callable[[StepRecord], None],
     forced: list[int] | None = None,
     keep_logits: bool = False,
@@ -134,13 +137,13 @@ def decode(
         side.prefill_ms = 1000 * (time.perf_counter() - started)
 
     steps = generate(
-        session.backend,
         session.decoder,
         cache,
         pool,
         [session.prompt_tokens],
         request.max_new_tokens,
         request.sampling,
+        read,
         stop_tokens=session.spec.eos_token_ids if request.stop else (),
         prefill_chunk=request.prefill_chunk,
         on_prefill=on_prefill,
@@ -167,7 +170,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
     """Runs a request, writing text and table to `out` and metrics where asked. Returns the last line's object."""
     session = prepare(request)
     request = session.request  # its config is settled
-    config, gated = request.config, request.config.enabled
+    config, gated = request.config, request.config.store.enabled
     name = backend_name(session.backend)
     model = str(request.model or "demo")
     with ExitStack() as stack:
@@ -204,7 +207,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
                     metrics.write(record.to_dict())
                 text.add(record.tokens[0])
 
-            decoded = decode(session, side_name, cache, pool, on_record, keep_logits=keep_logits)
+            decoded = decode(session, side_name, cache, pool, config.read, on_record, keep_logits=keep_logits)
             text.flush()
             out.write("\n")
             return decoded
@@ -212,7 +215,9 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
         dense = eps = None
         divergence: dict[str, float | None] = {}
         if request.baseline or not gated:
-            dense, _ = streamed("dense", *new_cache(session, EpsConfig(block_size=config.block_size)), request.kl)
+            dense, _ = streamed(
+                "dense", *new_cache(session, EpsConfig.of(block_size=config.store.block_size)), request.kl
+            )
         if gated:
             cache, pool = new_cache(session, config)
             eps, cache = streamed("eps", cache, pool)
@@ -250,7 +255,7 @@ def _print_header(session: Session, model: str, backend: str, out: TextIO) -> No
         out.write(f"        {session.fault}: array operations instead\n")
     if session.cost is not None:
         out.write(f"        {_describe(session.cost)}\n")
-    if request.method_is_default and request.config.enabled:
+    if request.method_is_default and request.config.store.enabled:
         out.write("        (the demo's default; --eps-method off turns it off)\n")
     out.write("\n")
     out.flush()
@@ -269,7 +274,7 @@ def _divergence(session: Session, cache: Any, pool: PagePool, dense: Side) -> di
         agree.append(bool(np.argmax(gated[0]) == np.argmax(reference[0])))
         record.logits = None
 
-    decode(session, "kl", cache, pool, on_record, forced=dense.tokens, keep_logits=True)
+    decode(session, "kl", cache, pool, session.request.config.read, on_record, forced=dense.tokens, keep_logits=True)
     return {
         "kl_mean": float(np.mean(values)) if values else None,
         "kl_max": max(values, default=None),

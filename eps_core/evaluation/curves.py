@@ -14,10 +14,11 @@ from itertools import pairwise
 import numpy as np
 
 from eps_core.config.bytes import scoring_bytes
-from eps_core.config.eps import DEFAULT_GUARDS, FINE_GUARDS, EpsConfig
+from eps_core.config.eps import EpsConfig
+from eps_core.config.read import DEFAULT_GUARDS, FINE_GUARDS
 from eps_core.evaluation.runner import Prompt, Runner, Tally
 from eps_core.evaluation.statistics import bootstrap_interval
-from eps_core.oracle.selection import guards, num_groups
+from eps_core.oracle.selection import guards
 from eps_core.tasks.needle import VALUE_DIGITS, corpus, filler, needle_document
 from eps_core.telemetry.steps import kl_divergence
 
@@ -27,21 +28,21 @@ TAUS = (4e-3, 2e-3, 1e-3, 5e-4, 2.5e-4)
 # the methods of the table: each at its own group size, box and meanstd at their authors', and what is best possible.
 # The second oracle has rq's narrow guards, which suit whatever ranks well and ruin what does not.
 ARMS = (
-    EpsConfig(method="jl"),
-    EpsConfig(method="1pc"),
-    EpsConfig(method="fd"),
-    EpsConfig(method="box", group_tokens=16),
-    EpsConfig(method="meanstd", group_tokens=16),
-    EpsConfig(method="ball"),
-    EpsConfig(method="moments"),
-    EpsConfig(method="rq", group_tokens=4, bits=2, tail_tokens=0),
-    EpsConfig(method="rq", refine=0.0, tail_tokens=0, first_tokens=16, last_tokens=128),
-    EpsConfig(method="rq"),
-    EpsConfig(method="rq", policy="share", tail_tokens=0),
-    EpsConfig(method="rq", policy="share"),
-    EpsConfig(method="oracle", group_tokens=16),
-    EpsConfig(method="oracle", group_tokens=16, first_tokens=4, last_tokens=32),
-    EpsConfig(method="oracle", group_tokens=128),
+    EpsConfig.of(method="jl"),
+    EpsConfig.of(method="1pc"),
+    EpsConfig.of(method="fd"),
+    EpsConfig.of(method="box", group_tokens=16),
+    EpsConfig.of(method="meanstd", group_tokens=16),
+    EpsConfig.of(method="ball"),
+    EpsConfig.of(method="moments"),
+    EpsConfig.of(method="rq", group_tokens=4, bits=2, tail_tokens=0),
+    EpsConfig.of(method="rq", refine=0.0, tail_tokens=0, first_tokens=16, last_tokens=128),
+    EpsConfig.of(method="rq"),
+    EpsConfig.of(method="rq", policy="share", tail_tokens=0),
+    EpsConfig.of(method="rq", policy="share"),
+    EpsConfig.of(method="oracle", group_tokens=16),
+    EpsConfig.of(method="oracle", group_tokens=16, first_tokens=4, last_tokens=32),
+    EpsConfig.of(method="oracle", group_tokens=128),
 )
 
 
@@ -84,9 +85,8 @@ def budget_groups(config: EpsConfig, length: int, num_steps: int, head_dim: int,
     `length` tokens. None where the guards of any of the next `num_steps` steps leave no group to choose: such a cell
     would measure the guards, not the method."""
     kv_token_bytes = 2 * head_dim * 2
-    n = num_groups(length, config.S)
-    room = fraction * length * kv_token_bytes - scoring_bytes(config, head_dim, n, [length])
-    groups = math.floor(room / (config.S * kv_token_bytes) + 1e-9)
+    room = fraction * length * kv_token_bytes - scoring_bytes(config, head_dim, [length])
+    groups = math.floor(room / (config.store.S * kv_token_bytes) + 1e-9)
     forced = max(int(guards(config, length + step).sum()) for step in range(num_steps + 1))
     return groups if groups > forced else None
 
@@ -112,14 +112,14 @@ class Plan:
         arm of policy share at each tau."""
         found = {}
         for arm_index, arm in enumerate(self.arms):
-            if arm.policy == "share":
-                found.update({(arm_index, tau): replace(arm, tau=tau) for tau in self.taus})
+            if arm.read.policy == "share":
+                found.update({(arm_index, tau): arm.replace(tau=tau) for tau in self.taus})
                 continue
             for fraction in self.byte_budgets:
                 steps = max(self.text_steps, VALUE_DIGITS)
                 groups = budget_groups(arm, self.context_tokens, steps, head_dim, fraction)
                 if groups is not None:
-                    found[arm_index, fraction] = replace(arm, top_pages=groups)
+                    found[arm_index, fraction] = arm.replace(top_pages=groups)
         return found
 
 
@@ -139,11 +139,13 @@ def _run_text(runner: Runner, encode: Callable, plan: Plan, index: int) -> tuple
     _, dense, _, _, _ = runner.decode(cache, table, prompt, tokens[length:], steps, prompt.logits)
     tallies = {}
     for (key, config), cache, table in _arms(runner, plan, prompt, steps):
-        cache.config = config  # only the budget differs within an arm: the summaries stay
-        cache, got, _, read, full = runner.decode(cache, table, prompt, tokens[length:], steps, prompt.logits)
+        # only the read differs within an arm: the summaries stay
+        cache, got, _, num_read, full = runner.decode(
+            cache, table, prompt, tokens[length:], steps, prompt.logits, config.read
+        )
         agree = (dense.argmax(-1) == got.argmax(-1)).tolist()
         divergences = kl_divergence(dense, got).tolist()
-        tallies[key] = Tally(divergences, [float(np.mean(divergences))], agree, 0, read, full)
+        tallies[key] = Tally(divergences, [float(np.mean(divergences))], agree, 0, num_read, full)
     return tallies, True
 
 
@@ -158,10 +160,9 @@ def _run_needle(runner: Runner, encode: Callable, plan: Plan, index: int) -> tup
     again = replace(prompt, length=prompt.length - 1)
     tallies = {}
     for (key, config), cache, table in _arms(runner, plan, prompt, VALUE_DIGITS):
-        cache.config = config
-        cache, got, _, _, _ = runner.decode(cache, table, again, [tokens[-1]], 1, prompt.logits)
-        cache, _, gated, read, full = runner.decode(cache, table, prompt, None, VALUE_DIGITS, got[0])
-        tallies[key] = Tally(answered=int(gated == answer), needle_bytes_read=read, needle_bytes_dense=full)
+        cache, got, _, _, _ = runner.decode(cache, table, again, [tokens[-1]], 1, prompt.logits, config.read)
+        cache, _, gated, num_read, full = runner.decode(cache, table, prompt, None, VALUE_DIGITS, got[0], config.read)
+        tallies[key] = Tally(answered=int(gated == answer), needle_bytes_read=num_read, needle_bytes_dense=full)
     return tallies, fed == answer
 
 
@@ -187,22 +188,22 @@ def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[Key
             totals[key].add(tally)
     cells = []
     for arm_index, arm in enumerate(plan.arms):
-        for point in plan.taus if arm.policy == "share" else plan.byte_budgets:
+        for point in plan.taus if arm.read.policy == "share" else plan.byte_budgets:
             total = totals.get((arm_index, point))
             low, high = (bootstrap_interval(total.documents, plan.seed) if total else None) or (None, None)
             cells.append(
                 Cell(
                     context_tokens=plan.context_tokens,
-                    method=arm.method,
-                    group_tokens=arm.S,
-                    bits=arm.bits if arm.method == "rq" else None,
-                    refine=arm.refine if arm.method == "rq" else None,
-                    tail_tokens=arm.tail_tokens,
-                    dim=arm.dim,
-                    policy=arm.policy,
-                    guards=(arm.first_tokens, arm.last_tokens),
-                    byte_budget=None if arm.policy == "share" else point,
-                    tau=point if arm.policy == "share" else None,
+                    method=arm.store.method,
+                    group_tokens=arm.store.S,
+                    bits=arm.store.bits if arm.store.method == "rq" else None,
+                    refine=arm.read.refine if arm.store.method == "rq" else None,
+                    tail_tokens=arm.store.tail_tokens,
+                    dim=arm.store.dim,
+                    policy=arm.read.policy,
+                    guards=(arm.read.first_tokens, arm.read.last_tokens),
+                    byte_budget=None if arm.read.policy == "share" else point,
+                    tau=point if arm.read.policy == "share" else None,
                     bytes_ratio=_ratio(total.bytes_read, total.bytes_dense) if total else None,
                     needle_bytes_ratio=_ratio(total.needle_bytes_read, total.needle_bytes_dense) if total else None,
                     kl_mean=float(np.mean(total.divergences)) if total and total.divergences else None,

@@ -19,12 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.config.eps import EVALUATION_METHODS, METHODS, EpsConfig
+from eps_core.config.eps import EpsConfig
 from eps_core.config.read import POLICIES, SCOPES
-from eps_core.config.store import CacheSpec
+from eps_core.config.store import EVALUATION_METHODS, METHODS, CacheSpec
+from eps_core.decode.forward import Decoder
 from eps_core.errors import ConfigError
 from eps_core.evaluation.grid_file import GridFile
-from eps_core.gate.protocol import Backend, Decoder
+from eps_core.gate.protocol import Backend
 from eps_core.gate.stats import LayerStats
 from eps_core.tasks.needle import VALUE_DIGITS, corpus, filler, needle_document
 from eps_core.telemetry import files
@@ -185,7 +186,7 @@ def config_of(setting: Setting, head_modes: HeadModes | None) -> EpsConfig:
         raise ConfigError(f"bits {setting.bits} belongs to method rq")
     if setting.heads == "retrieval" and head_modes is None:
         raise ConfigError("heads retrieval needs --eps-head-policy FILE")
-    default = EpsConfig()
+    default = EpsConfig.of()
     # what an axis leaves out is the method's own default
     given = {
         name: getattr(setting, name) for name in ("dim", "bits", "budget", "tau", "bound_bits", "refine", "tail_tokens")
@@ -199,8 +200,8 @@ def config_of(setting: Setting, head_modes: HeadModes | None) -> EpsConfig:
         "head_modes": head_modes if setting.heads == "retrieval" else None,
         **{name: value for name, value in given.items() if value is not None},
     }
-    sized = EpsConfig(**(common | {"policy": "topk"}))
-    if setting.strict and setting.bound_bits is None and not sized.has_bounds:
+    sized = EpsConfig.of(**(common | {"policy": "topk"}))
+    if setting.strict and setting.bound_bits is None and not sized.store.has_bounds:
         common["bound_bits"] = STRICT_BITS
     top_pages = setting.top_pages
     if setting.policy == "threshold" and top_pages is None:
@@ -210,12 +211,12 @@ def config_of(setting: Setting, head_modes: HeadModes | None) -> EpsConfig:
         if groups is not None and groups < 0:
             raise ConfigError(f"{name} {groups} is negative")
         if groups is not None:
-            common[tokens] = groups * sized.S
-    return EpsConfig(
+            common[tokens] = groups * sized.store.S
+    return EpsConfig.of(
         **common,
-        alpha=default.alpha if setting.alpha is None else float(setting.alpha),
+        alpha=default.read.alpha if setting.alpha is None else float(setting.alpha),
         top_pages=top_pages,
-        epsilon=default.epsilon if setting.epsilon is None else float(setting.epsilon),
+        epsilon=default.read.epsilon if setting.epsilon is None else float(setting.epsilon),
         strict=setting.strict,
     )
 
@@ -332,8 +333,8 @@ class Bench:
             return f"context {setting.context} is past the model's {self.spec.max_context} tokens"
         if setting.context <= steps:
             return f"context {setting.context} leaves no prompt before {steps} decode steps"
-        if config.head_modes is not None:
-            shape = (len(config.head_modes), len(config.head_modes[0]))
+        if config.read.head_modes is not None:
+            shape = (len(config.read.head_modes), len(config.read.head_modes[0]))
             if shape != (self.spec.num_layers, self.spec.num_kv_heads):
                 return f"the head policy is of {shape[0]} layers x {shape[1]} kv heads: of another model"
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -449,7 +450,7 @@ class Bench:
 
     def _new_cache(self, config: EpsConfig, lengths: Sequence[int], room: int) -> tuple[Any, np.ndarray]:
         """(cache, table [B, M]) with as many units for each document as the longest one needs."""
-        units = -(-(max(lengths) + room) // config.unit_tokens)
+        units = -(-(max(lengths) + room) // config.store.unit_tokens)
         table = np.arange(len(lengths) * units, dtype=np.int32).reshape(len(lengths), units)
         spec = CacheSpec(
             self.spec.num_layers,
@@ -459,7 +460,7 @@ class Bench:
             self.plan.kv_dtype,
             max_open_groups=len(lengths),
         )
-        return self.backend.new_cache(spec, config, self.device), table
+        return self.backend.new_cache(spec, config.store, self.device), table
 
     def _prefilled(self, kind: str, context: int, index: int) -> list[tuple[Any, Any]]:
         """K, V [T-1, Hkv, D] of every layer: all of the prompt but its last token, which the decode begins with."""
@@ -467,7 +468,7 @@ class Bench:
         if key in self._stored:
             return self._stored[key]
         tokens = self._document(*key).prompt[:-1]
-        cache, table = self._new_cache(EpsConfig(), [len(tokens)], 0)
+        cache, table = self._new_cache(EpsConfig.of(), [len(tokens)], 0)
         for start in range(0, len(tokens), self.plan.prefill_chunk):
             chunk = np.array(tokens[start : start + self.plan.prefill_chunk])
             slots = np.arange(start, start + len(chunk))
@@ -482,9 +483,9 @@ class Bench:
         """The dense decode, once for all cells; a text is decoded `repeat` times, for as many timings."""
         key = (kind, context, indices)
         if key not in self._dense:
-            decoded = self._decode(*key, EpsConfig())
+            decoded = self._decode(*key, EpsConfig.of())
             for _ in range(self.plan.repeat - 1 if kind == "text" else 0):
-                decoded.records += self._decode(*key, EpsConfig()).records
+                decoded.records += self._decode(*key, EpsConfig.of()).records
             self._dense[key] = decoded
         return self._dense[key]
 
@@ -496,7 +497,7 @@ class Bench:
         cache, table = self._new_cache(config, before.tolist(), num_steps)
         for row, index in enumerate(indices):
             stored = self._prefilled(kind, context, index)
-            slots = table[row, 0] * config.unit_tokens + np.arange(before[row])
+            slots = table[row, 0] * config.store.unit_tokens + np.arange(before[row])
             for layer, (k, v) in enumerate(stored):
                 cache = self.backend.write_kv(cache, layer, k, v, slots)
         tokens = [document.prompt[-1] for document in documents]
@@ -504,14 +505,14 @@ class Bench:
         logits = []
         for step in range(num_steps):
             lengths = before + step + 1
-            audit = config.enabled and kind == "text" and _is_audit(step, self.plan.audit_every)
+            audit = config.store.enabled and kind == "text" and _is_audit(step, self.plan.audit_every)
             timed = self.device == "cpu" or step % 4 == 0
             self.decoder.timing = timed
             kv_bytes, reread_bytes = cache.kv_bytes_read, cache.bytes_k_reread
-            slots = table[:, 0] * config.unit_tokens + lengths - 1
+            slots = table[:, 0] * config.store.unit_tokens + lengths - 1
             started = time.perf_counter()
             cache, output = self.decoder.step(
-                cache, np.array(tokens), slots, table, lengths, **({"audit": True} if audit else {})
+                cache, np.array(tokens), slots, table, lengths, config.read if config.store.enabled else None, audit
             )
             decode_ms = 1000 * (time.perf_counter() - started)
             greedy = output.logits.argmax(axis=-1).tolist()
@@ -585,16 +586,16 @@ def cell_line(index: int, setting: Setting, config: EpsConfig | None, numbers: d
         "batch": setting.batch,
         "method": setting.method,
         "policy": setting.policy,
-        "dim": config.dim if config else setting.dim,
-        "bits": config.bits if config and config.method == "rq" else None,
-        "group_tokens": config.S if config else setting.group_tokens,
-        "alpha": config.alpha if config and config.policy == "threshold" else None,
-        "top_pages": config.top_pages if config else setting.top_pages,
-        "guards": [config.first_tokens, config.last_tokens] if config else None,
-        "refine": config.refine if config else setting.refine,
-        "tail_tokens": config.tail_tokens if config else setting.tail_tokens,
-        "bound_bits": config.bound_bits if config else setting.bound_bits,
-        "epsilon": config.epsilon if config and (config.strict or config.policy == "mass") else None,
+        "dim": config.store.dim if config else setting.dim,
+        "bits": config.store.bits if config and config.store.method == "rq" else None,
+        "group_tokens": config.store.S if config else setting.group_tokens,
+        "alpha": config.read.alpha if config and config.read.policy == "threshold" else None,
+        "top_pages": config.read.top_pages if config else setting.top_pages,
+        "guards": [config.read.first_tokens, config.read.last_tokens] if config else None,
+        "refine": config.read.refine if config else setting.refine,
+        "tail_tokens": config.store.tail_tokens if config else setting.tail_tokens,
+        "bound_bits": config.store.bound_bits if config else setting.bound_bits,
+        "epsilon": config.read.epsilon if config and (config.read.strict or config.read.policy == "mass") else None,
         "scope": setting.scope,
         "heads": setting.heads,
         "strict": setting.strict,

@@ -14,6 +14,7 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
+from eps_core.decode.forward import load_decoder
 from eps_core.decode.model import DEMO_MODEL, Encoder, ModelSpec, read_spec
 from eps_core.decode.session import choose_device
 from eps_core.errors import ConfigError
@@ -61,7 +62,7 @@ class MeasureRequest:
         arms = {"eps": self.config}
         if self.oracle:
             shared: dict[str, Any] = {name: getattr(self.config, name) for name in _SHARED_WITH_ORACLE}
-            arms["oracle"] = EpsConfig(method="oracle", group_tokens=self.config.S, **shared)
+            arms["oracle"] = EpsConfig.of(method="oracle", group_tokens=self.config.store.S, **shared)
         return arms
 
 
@@ -181,7 +182,7 @@ def measure(request: MeasureRequest, out: TextIO) -> dict[str, Any]:
     backend = load_backend(request.backend)
     device = choose_device(backend, request.device)
     dtype = "float32" if device == "cpu" else spec.stored_dtype
-    runner = Runner(backend, backend.load_model(model, spec, dtype, device), device)
+    runner = Runner(backend, load_decoder(backend, model, spec, dtype, device), device)
     name = "demo" if request.model is None else str(request.model)
     run = run_line(
         request.config,
@@ -216,9 +217,9 @@ def measure(request: MeasureRequest, out: TextIO) -> dict[str, Any]:
         "model": name,
         "backend": backend_name(backend),
         "device": device,
-        "method": request.config.method,
-        "policy": request.config.policy,
-        "group_tokens": request.config.S,
+        "method": request.config.store.method,
+        "policy": request.config.read.policy,
+        "group_tokens": request.config.store.S,
         "tasks": [asdict(result) for result in tasks],
         "text": [asdict(result) for result in texts],
         "out": None if request.out is None else str(request.out),

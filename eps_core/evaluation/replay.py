@@ -8,14 +8,13 @@ steps.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from eps_core.config.bytes import scoring_bytes
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
+from eps_core.config.store import CacheSpec, Store
 from eps_core.decode.session import choose_device
 from eps_core.errors import ConfigError
 from eps_core.evaluation.capture import Capture
@@ -28,12 +27,12 @@ from eps_core.evaluation.merits import (
     recall_at,
     truth_of,
 )
+from eps_core.gate.attend import attend_layer, collect
 from eps_core.gate.protocol import Array, Backend, Scores, Selection
 from eps_core.load import load_backend
-from eps_core.paging.where import forced_groups
+from eps_core.paging.where import Where
 
 # what may differ between configurations that share a cache and its scores
-_SELECTION_FIELDS = ("policy", "budget", "tau", "epsilon", "alpha", "top_pages", "scope", "strict", "head_modes")
 _SUMS = ("bound_checks", "lower_violations", "upper_violations", "certificate_violations", "groups_escalated")
 
 
@@ -88,14 +87,14 @@ class ReplayResult:
         config, num_heads = self.config, self.visited.shape[2]
         total = np.broadcast_to(self.groups[None, :, None], self.visited.shape)
         row: dict[str, Any] = {
-            "method": config.method,
-            "group_tokens": config.S,
-            "bits": config.bits if config.method == "rq" else None,
-            "refine": config.refine or None,
-            "dim": config.dim,
-            "policy": config.policy,
-            "budget": config.budget if config.policy == "topk" and config.top_pages is None else None,
-            "strict": config.strict,
+            "method": config.store.method,
+            "group_tokens": config.store.S,
+            "bits": config.store.bits if config.store.method == "rq" else None,
+            "refine": config.read.refine or None,
+            "dim": config.store.dim,
+            "policy": config.read.policy,
+            "budget": config.read.budget if config.read.policy == "topk" and config.read.top_pages is None else None,
+            "strict": config.read.strict,
             "bytes_ratio": self.bytes_ratio,
             "summary_ratio": float(self.summary_bytes.sum() / self.dense_bytes.sum()),
             "visit_ratio": float(self.visited.sum() / total.sum()),
@@ -183,26 +182,24 @@ def replay_many(
     backend = load_backend("auto") if backend is None else backend
     device = choose_device(backend, device)
     layers = capture.info.layers if layers is None else tuple(layers)
-    shared: dict[EpsConfig, list[int]] = {}
+    shared: dict[tuple[Store, float], list[int]] = {}  # what is scored alike
     for index, config in enumerate(configs):
-        if not config.enabled:
+        if not config.store.enabled:
             raise ConfigError("method off selects nothing: replay needs another method")
-        modes = config.head_modes
+        modes = config.read.head_modes
         if modes is not None and (len(modes), len(modes[0])) != (capture.info.num_layers, capture.info.num_kv_heads):
             raise ConfigError(
                 f"head modes are of {len(modes)} layers x {len(modes[0])} kv heads, the capture's model has "
                 f"{capture.info.num_layers} x {capture.info.num_kv_heads}: calibrate that model"
             )
-        plain = EpsConfig()
-        bare = replace(config, **{name: getattr(plain, name) for name in _SELECTION_FIELDS})
-        shared.setdefault(bare, []).append(index)
+        shared.setdefault((config.store, config.read.refine), []).append(index)
     rows: list[list[dict[str, Any]]] = [[] for _ in configs]  # of each configuration, one a (layer, step)
     for layer in layers:
         q, k, v = capture.layer(layer)
         keys, values = (np.ascontiguousarray(x.swapaxes(0, 1).astype(np.float64)) for x in (k, v))
-        for bare, members in shared.items():
+        for (store, _), members in shared.items():
             one_layer = [_of_layer(configs[index], layer) for index in members]
-            state = _Layer(capture, backend, device, bare, q, k, v, keys, values)
+            state = _Layer(capture, backend, device, store, q, k, v, keys, values)
             for step in range(len(capture.lengths)):
                 for index, row in zip(members, state.step(step, one_layer), strict=True):
                     rows[index].append(row)
@@ -211,7 +208,7 @@ def replay_many(
 
 def _of_layer(config: EpsConfig, layer: int) -> EpsConfig:
     """The configuration for a cache of that layer alone."""
-    return config if config.head_modes is None else replace(config, head_modes=(config.head_modes[layer],))
+    return config if config.read.head_modes is None else config.replace(head_modes=(config.read.head_modes[layer],))
 
 
 def _result(capture: Capture, config: EpsConfig, layers: Sequence[int], rows: Sequence[dict[str, Any]]) -> ReplayResult:
@@ -220,7 +217,7 @@ def _result(capture: Capture, config: EpsConfig, layers: Sequence[int], rows: Se
         name: np.array([row[name] for row in rows]).reshape(len(layers), num_steps, *np.shape(rows[0][name]))
         for name in rows[0]
     }
-    return ReplayResult(config, tuple(layers), capture.lengths, -(-capture.lengths // config.S), **arrays)
+    return ReplayResult(config, tuple(layers), capture.lengths, -(-capture.lengths // config.store.S), **arrays)
 
 
 class _Layer:
@@ -231,7 +228,7 @@ class _Layer:
         capture: Capture,
         backend: Backend,
         device: str,
-        config: EpsConfig,
+        store: Store,
         q: np.ndarray,
         k: np.ndarray,
         v: np.ndarray,
@@ -240,9 +237,9 @@ class _Layer:
     ) -> None:
         info, self.backend, self.device, self.lengths = capture.info, backend, device, capture.lengths
         self.scale, self.q, self.k, self.v, self.keys, self.values = info.scale, q, k, v, keys, values
-        units = -(-int(self.lengths[-1]) // config.unit_tokens)
+        units = -(-int(self.lengths[-1]) // store.unit_tokens)
         spec = CacheSpec(1, info.num_kv_heads, info.head_dim, units, info.kv_dtype, max_open_groups=1)
-        self.cache = backend.new_cache(spec, config, device)
+        self.cache = backend.new_cache(spec, store, device)
         self.table = np.arange(units, dtype=np.int32)
         self.written = 0
         # as the live cache was filled: the last token of the first step comes alone
@@ -264,14 +261,14 @@ class _Layer:
             self._write(end)
         spec = self.cache.spec
         truth = truth_of(
-            self.q[step], self.keys[:, :length], self.values[:, :length], self.scale, self.cache.config.S
+            self.q[step], self.keys[:, :length], self.values[:, :length], self.scale, self.cache.store.S
         )  # fmt: skip
         q = self.backend.from_numpy(self.q[step][None], "float32", self.device)
-        table = self.table[None, : -(-length // self.cache.config.unit_tokens)]
-        scores = self.backend.score(self.cache, 0, q, table, np.array([length]))
+        table = self.table[None, : -(-length // self.cache.store.unit_tokens)]
+        scores = self.backend.score(self.cache, 0, q, Where.of(configs[0], table, np.array([length])))
         facts = self._facts(scores, truth)
         dense = {"dense_bytes": length * spec.num_kv_heads * spec.kv_token_bytes}
-        return [facts | dense | self._attend(config, q, table, length, scores, truth) for config in configs]
+        return [facts | dense | self._attend(config, q, table, length, truth) for config in configs]
 
     def _facts(self, scores: Scores, truth: Truth) -> dict[str, Any]:
         """What follows from scores and truth alone, whatever is selected."""
@@ -297,56 +294,30 @@ class _Layer:
             "certified_skip": certified_skip(upper, truth.log_masses, CERTIFIED_LEVELS),
         }
 
-    def _attend(
-        self, config: EpsConfig, q: Array, table: np.ndarray, length: int, scores: Scores, truth: Truth
-    ) -> dict[str, Any]:
+    def _attend(self, config: EpsConfig, q: Array, table: np.ndarray, length: int, truth: Truth) -> dict[str, Any]:
         """Selects and attends as a decoder's step does, and compares with the truth."""
-        backend, cache, lengths = self.backend, self.cache, np.array([length])
-        cache.config = config  # selection alone differs: the summaries stay
+        cache, where = self.cache, Where.of(config, table, np.array([length]))
         kv_heads, _, groups = truth.log_masses.shape
-        kv_bytes, summary_bytes, forced = cache.kv_bytes_read, 0, 0
-        visit = np.ones((kv_heads, groups), bool)
-        wanted: np.ndarray = np.full(kv_heads, groups)
-        escalated, skipped_est = np.zeros(kv_heads, np.int64), np.zeros(kv_heads)
-        certificate = np.full(kv_heads, 0.0 if config.has_bounds else np.nan)
-        if config.reads_all(0, [length]):
-            out, _ = backend.attend(cache, 0, q, table, lengths, None)
-            forced = 0 if config.dense_layer(0) else int(forced_groups(config, lengths, groups).sum())
-        else:
-            selection = backend.select(config, scores, lengths, 0)
-            out, lse = backend.attend(cache, 0, q, table, lengths, selection)
-            bound_bytes = cache.bound_bytes_read
-            if config.has_bounds:
-                scores = backend.bounds(cache, 0, q, table, lengths, scores, selection)
-            if config.strict:
-                extra, selection = backend.escalate(config, scores, selection, lse)
-                out, lse = backend.merge((out, lse), backend.attend(cache, 0, q, table, lengths, extra))
-                escalated = self._host(extra.counts).astype(np.int64)
-            if config.has_bounds:
-                certificate = self._host(backend.certify(cache, 0, scores, selection, out, lse).mass)
-            if config.tail_tokens:
-                out, _ = backend.add_tail(cache, 0, table, lengths, scores, selection, (out, lse))
-            visit = self._visit(selection, groups)
-            wanted = self._host(selection.counts if selection.wanted is None else selection.wanted)
-            forced = int(selection.forced[0])
-            skipped_est = self._host(backend.skipped_mass(scores, selection))
-            summary_bytes = kv_heads * scoring_bytes(
-                config, cache.spec.head_dim, table.size * config.groups_per_unit, [length]
-            )
-            summary_bytes += cache.bound_bytes_read - bound_bytes
+        out, read = attend_layer(self.backend, cache, 0, q, where)
+        (stats,), (host_out,) = collect(self.backend, cache, [read], out)
+        visit = np.ones((kv_heads, groups), bool) if read.selection is None else self._visit(read.selection, groups)
+        wanted = (stats.counts if stats.wanted is None else stats.wanted)[0]
+        certificate = np.full(kv_heads, np.nan) if stats.mass_skipped_cert is None else stats.mass_skipped_cert[0]
+        escalated = np.zeros(kv_heads, np.int64) if stats.escalated is None else stats.escalated[0]
+        assert stats.mass_skipped_est is not None
         unread = (truth.shares * ~visit[:, None]).sum(axis=2)
         dense_out = truth.out.reshape(kv_heads, -1)
-        error = np.linalg.norm(self._host(out).astype(np.float64).reshape(kv_heads, -1) - dense_out, axis=1)
+        error = np.linalg.norm(host_out[0].astype(np.float64).reshape(kv_heads, -1) - dense_out, axis=1)
         return {
             "visited": visit.sum(axis=1),
-            "forced": forced,
-            "escalated": escalated,
-            "kv_bytes": cache.kv_bytes_read - kv_bytes,
-            "summary_bytes": summary_bytes,
-            "skipped_est": skipped_est.astype(np.float64),
+            "forced": int(stats.forced[0]),
+            "escalated": escalated.astype(np.int64),
+            "kv_bytes": stats.kv_bytes_read,
+            "summary_bytes": stats.summary_bytes_read,
+            "skipped_est": stats.mass_skipped_est[0].astype(np.float64),
             "skipped_true": unread.max(axis=1),
             "recall": 1 - unread.mean(axis=1),
-            "false_skips": false_skips(visit, truth, config.epsilon),
+            "false_skips": false_skips(visit, truth, config.read.epsilon),
             "output_error": error / np.linalg.norm(dense_out, axis=1),
             "union_amplification": visit.any(axis=0).sum() / wanted.mean(),
             "certificate": certificate.astype(np.float64),

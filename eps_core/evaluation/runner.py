@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from eps_core.config.eps import EpsConfig
+from eps_core.config.read import Read
 from eps_core.config.store import CacheSpec
-from eps_core.gate.protocol import Backend, Decoder
+from eps_core.decode.forward import Decoder
+from eps_core.gate.protocol import Backend
 
 
 @dataclass
@@ -26,13 +28,13 @@ class Runner:
         self.spec = decoder.spec
 
     def _cache(self, config: EpsConfig, num_tokens: int):
-        units = -(-num_tokens // config.unit_tokens)
+        units = -(-num_tokens // config.store.unit_tokens)
         spec = CacheSpec(self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim, units, "bfloat16")
-        return self.backend.new_cache(spec, config, self.device), np.arange(units, dtype=np.int32)
+        return self.backend.new_cache(spec, config.store, self.device), np.arange(units, dtype=np.int32)
 
     def prefill(self, tokens: list[int], room: int):
         """(dense cache, table, Prompt): the prompt once, densely."""
-        cache, table = self._cache(EpsConfig(), len(tokens) + room)
+        cache, table = self._cache(EpsConfig.of(), len(tokens) + room)
         logits = np.zeros(0)
         for start in range(0, len(tokens), self.chunk):
             chunk = np.array(tokens[start : start + self.chunk])
@@ -48,22 +50,31 @@ class Runner:
             cache = self.backend.write_kv(cache, layer, k, v, np.arange(prompt.length))
         return cache, table
 
-    def decode(self, cache, table, prompt: Prompt, forced: list[int] | None, num_tokens: int, first: np.ndarray):
+    def decode(
+        self,
+        cache,
+        table,
+        prompt: Prompt,
+        forced: list[int] | None,
+        num_tokens: int,
+        first: np.ndarray,
+        read: Read | None = None,
+    ):
         """`num_tokens` steps after the prompt: the forced tokens, or greedily from `first`, the prompt's logits.
         Returns (cache, logits [num_tokens, V] after each step, tokens fed, bytes read, dense bytes)."""
-        logits, fed, got, read, dense = first, [], [], 0, 0
+        logits, fed, got, num_read, dense = first, [], [], 0, 0
         for step in range(num_tokens):
             token = forced[step] if forced is not None else int(logits.argmax())
             length = prompt.length + step + 1
             cache, output = self.decoder.step(
-                cache, np.array([token]), np.array([length - 1]), table[None], np.array([length])
+                cache, np.array([token]), np.array([length - 1]), table[None], np.array([length]), read
             )
             logits = output.logits[0]
             fed.append(token)
             got.append(logits)
-            read += sum(layer.kv_bytes_read + layer.summary_bytes_read for layer in output.layers)
+            num_read += sum(layer.kv_bytes_read + layer.summary_bytes_read for layer in output.layers)
             dense += self.spec.num_layers * self.spec.num_kv_heads * length * 4 * self.spec.head_dim
-        return cache, np.array(got), fed, read, dense
+        return cache, np.array(got), fed, num_read, dense
 
 
 @dataclass

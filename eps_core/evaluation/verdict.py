@@ -12,7 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from eps_core.config.eps import DEFAULT_GUARDS, EVALUATION_METHODS, FINE_GUARDS, EpsConfig
+from eps_core.config.eps import EpsConfig
+from eps_core.config.read import DEFAULT_GUARDS, FINE_GUARDS
+from eps_core.config.store import EVALUATION_METHODS
 
 SHIP, ITERATE, KILL, UNDECIDED = "ship", "iterate", "kill", "not decidable"
 
@@ -23,7 +25,7 @@ SHIP_BYTES_FULL_PERCENT = 20.0
 SHIP_P95_PERCENT = 7.0
 KILL_BYTES_PERCENT = 5.0
 MAX_LOSS_POINTS = 0.3
-STRICT_EPSILON = EpsConfig().epsilon  # where strict mode, as configured by default, must lose nothing
+STRICT_EPSILON = EpsConfig.of().read.epsilon  # where strict mode, as configured by default, must lose nothing
 _ROUNDING = 1e-9  # a ratio of 0.9 must be 10 % saved
 # what makes two cells the same arm, at different contexts and batches
 ARM_KEYS = (

@@ -9,16 +9,17 @@ Letters: B sequences, N tokens in hand, Hq query heads, Hkv kv heads, R = Hq / H
 U tokens per unit, S tokens per group, M units of a table, G groups of a table (M * U / S).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
-from eps_core.gate.stats import StepOutput
+from eps_core.config.read import Read
+from eps_core.config.store import CacheSpec, Store
+from eps_core.paging.where import Where
 
 Array = Any
 
@@ -78,74 +79,44 @@ class Certificate:
     error: Array
 
 
-class Decoder(Protocol):
-    """A loaded model. Both calls return the cache, which the caller must rebind. `timing` asks `step` to wait for the
-    device around the pre-pass and attention and to report their milliseconds. `tap`, where set, is called by `step` in
-    every layer with (layer, q [B, Hq, D] unscaled, as attention uses it)."""
-
-    spec: Any  # eps_core.decode.model.ModelSpec
-    timing: bool
-    tap: Callable[[int, Array], None] | None
-
-    def prefill(
-        self, cache: Any, tokens: np.ndarray, slots: np.ndarray, table: np.ndarray, length: int
-    ) -> tuple[Any, np.ndarray]:
-        """Dense attention of one sequence's next chunk: tokens [N], their slots [N], table [M], `length` tokens in all
-        once the chunk is written. Returns the logits after the last token, [V] float32."""
-        ...
-
-    def step(
-        self,
-        cache: Any,
-        tokens: np.ndarray,
-        slots: np.ndarray,
-        table: np.ndarray,
-        lengths: np.ndarray,
-        gate: bool = True,
-        audit: bool = False,
-    ) -> tuple[Any, StepOutput]:
-        """One token of each of B sequences: tokens [B], slots [B], table [B, M] (padding -1), lengths [B] that count
-        the new token. Gated by the cache's EpsConfig; dense where its method is off, or without `gate` (summaries
-        follow all the same). `audit` attends densely in addition: true skipped masses and dense logits; its reads are
-        counted nowhere. It needs at least one token before the new one."""
-        ...
-
-
 class Backend(Protocol):
     """The functions of a backend module, in the order in which each sibling file lists them."""
 
-    def new_cache(self, spec: CacheSpec, config: EpsConfig, device: str, kernels: str = "auto") -> Any: ...
+    def new_cache(self, spec: CacheSpec, store: Store, device: str, kernels: str = "auto") -> Any: ...
     def usable_kernels(self, device: str) -> list[str]: ...
+    def kernels_module(self, kernels: str) -> Any: ...
     def write_kv(self, cache: Any, layer: int, k: Array, v: Array, slots: np.ndarray) -> Any: ...
     def copy_units(self, cache: Any, src: Sequence[int], dst: Sequence[int]) -> Any: ...
     def read_kv(self, cache: Any, layer: int, table: np.ndarray, length: int) -> tuple[Array, Array]: ...
-    def score(self, cache: Any, layer: int, q: Array, table: np.ndarray, lengths: np.ndarray) -> Scores: ...
-    def select(self, config: EpsConfig, scores: Scores, lengths: np.ndarray, layer: int = 0) -> Selection: ...
+    def score(self, cache: Any, layer: int, q: Array, where: Where) -> Scores: ...
+    def select(self, scores: Scores, where: Where, layer: int = 0) -> Selection: ...
     def attend(
-        self, cache: Any, layer: int, q: Array, table: np.ndarray, lengths: np.ndarray, selection: Selection | None
+        self, cache: Any, layer: int, q: Array, where: Where, selection: Selection | None
     ) -> tuple[Array, Array]: ...
     def attend_tail(
-        self, cache: Any, layer: int, table: np.ndarray, lengths: np.ndarray, scores: Scores, selection: Selection,
-        lse: Array,
-    ) -> tuple[Array, Array]: ...  # fmt: skip
+        self, cache: Any, layer: int, where: Where, scores: Scores, selection: Selection, lse: Array
+    ) -> tuple[Array, Array]: ...
     def add_tail(
-        self, cache: Any, layer: int, table: np.ndarray, lengths: np.ndarray, scores: Scores, selection: Selection,
-        state: tuple[Array, Array],
-    ) -> tuple[Array, Array]: ...  # fmt: skip
+        self, cache: Any, layer: int, where: Where, scores: Scores, selection: Selection, state: tuple[Array, Array]
+    ) -> tuple[Array, Array]: ...
+    def attend_own(self, cache: Any, q: Array, k: Array, v: Array) -> tuple[Array, Array]: ...
+    def attend_chunk(self, cache: Any, q: Array, k: Array, v: Array) -> Array: ...
     def merge(self, first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]: ...
+    def unread_share(self, lse: Array, lse_all: Array, kv_heads: int) -> Array: ...
+    def moved_by(self, out: Array, whole: Array, kv_heads: int) -> Array: ...
     def bounds(
-        self, cache: Any, layer: int, q: Array, table: np.ndarray, lengths: np.ndarray, scores: Scores,
-        selection: Selection,
-    ) -> Scores: ...  # fmt: skip
+        self, cache: Any, layer: int, q: Array, where: Where, scores: Scores, selection: Selection
+    ) -> Scores: ...
     def certify(
         self, cache: Any, layer: int, scores: Scores, visited: Selection, out: Array, lse: Array
     ) -> Certificate: ...
-    def escalate(
-        self, config: EpsConfig, scores: Scores, selection: Selection, lse: Array
-    ) -> tuple[Selection, Selection]: ...
+    def escalate(self, read: Read, scores: Scores, selection: Selection, lse: Array) -> tuple[Selection, Selection]: ...
     def skipped_mass(self, scores: Scores, selection: Selection) -> Array: ...
     def check_finite(self, cache: Any) -> None: ...
-    def load_model(self, path: Path, spec: Any, dtype: str, device: str) -> Decoder: ...
+    def span(self, name: str, cache: Any) -> AbstractContextManager[Any]: ...
+    def wait(self, cache: Any, *arrays: Array) -> None: ...
+    def to_host(self, cache: Any, arrays: Sequence[Array]) -> list[np.ndarray]: ...
+    def load_model(self, path: Path, spec: Any, dtype: str, device: str) -> Any: ...  # decode.forward.Arithmetic
     def to_numpy(self, array: Array) -> np.ndarray: ...
     def from_numpy(self, array: np.ndarray, dtype: str, device: str) -> Array: ...
     def devices(self) -> list[str]: ...

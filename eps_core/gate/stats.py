@@ -14,7 +14,7 @@ class LayerStats:
     forced: np.ndarray  # [B] of those visited, forced (every kv head alike)
     mass_skipped_est: np.ndarray | None  # [B, Hkv] estimated share of the softmax left unread; None: no estimate
     kv_bytes_read: int  # tiles gathered, all sequences and heads
-    summary_bytes_read: int  # summaries of whole tables [B, M], padding included: what the array backends gather
+    summary_bytes_read: int  # summaries and codes of the sequences' groups; what pads a table is not counted
     prepass_ms: float | None
     attention_ms: float | None
     wanted: np.ndarray | None = None  # [B, Hkv] groups each kv head alone asked for, where `counts` is their union

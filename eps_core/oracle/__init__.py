@@ -4,7 +4,16 @@ K and V lie in the cache's dtype (bfloat16 through ml_dtypes); every statistic a
 float64 from what lies there.
 """
 
-from eps_core.oracle.attend import add_tail, attend, attend_own, attend_tail, merge
+from eps_core.oracle.attend import (
+    add_tail,
+    attend,
+    attend_chunk,
+    attend_own,
+    attend_tail,
+    merge,
+    moved_by,
+    unread_share,
+)
 from eps_core.oracle.cache import (
     Cache,
     check_finite,
@@ -12,20 +21,25 @@ from eps_core.oracle.cache import (
     device_name,
     devices,
     from_numpy,
+    kernels_module,
     new_cache,
     read_kv,
+    span,
+    to_host,
     to_numpy,
     usable_kernels,
     versions,
+    wait,
     write_kv,
 )
-from eps_core.oracle.decoder import load_model
+from eps_core.oracle.model import load_model
 from eps_core.oracle.score import bounds, certify, escalate, score, select, skipped_mass
 
 __all__ = [
     "Cache",
     "add_tail",
     "attend",
+    "attend_chunk",
     "attend_own",
     "attend_tail",
     "bounds",
@@ -36,15 +50,21 @@ __all__ = [
     "devices",
     "escalate",
     "from_numpy",
+    "kernels_module",
     "load_model",
     "merge",
+    "moved_by",
     "new_cache",
     "read_kv",
     "score",
     "select",
     "skipped_mass",
+    "span",
+    "to_host",
     "to_numpy",
+    "unread_share",
     "usable_kernels",
     "versions",
+    "wait",
     "write_kv",
 ]

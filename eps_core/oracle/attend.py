@@ -6,14 +6,17 @@ from eps_core.gate.protocol import Scores, Selection
 from eps_core.oracle import attention
 from eps_core.oracle.cache import _DTYPES, Cache, State
 from eps_core.oracle.score import _visit_mask
-from eps_core.paging.where import missing_groups
+from eps_core.oracle.selection import missing_groups
+from eps_core.paging.where import Where
+
+QUERY_BLOCK = 256  # queries that the prefill attends at a time; changes speed and memory only
 
 
 def attend(
-    cache: Cache, layer: int, q: np.ndarray, table: np.ndarray, lengths: np.ndarray, selected: Selection | None
+    cache: Cache, layer: int, q: np.ndarray, where: Where, selected: Selection | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """(out [B, Hq, D], lse [B, Hq]) over the visited groups, or over all tokens where `selected` is None."""
-    config, size = cache.config, cache.config.S
+    store, size, table, lengths = cache.store, cache.store.S, where.table, where.lengths
     batch, num_heads, head_dim = q.shape
     repeat = num_heads // cache.spec.num_kv_heads
     out, lse = np.zeros(q.shape), np.zeros((batch, num_heads))
@@ -27,18 +30,16 @@ def attend(
             tokens = (groups[:, None] * size + np.arange(size)).reshape(-1)
             cache.kv_bytes_read += len(tokens) * cache.spec.kv_token_bytes
             tokens = tokens[tokens < length]
-        units, offsets = table[b, tokens // config.unit_tokens], tokens % config.unit_tokens
+        units, offsets = table[b, tokens // store.unit_tokens], tokens % store.unit_tokens
         k, v = cache.k[layer][units, head, offsets], cache.v[layer][units, head, offsets]
         for r in range(head * repeat, (head + 1) * repeat):
             out[b, r], lse[b, r] = attention.attend_keys(q[b, r].astype(np.float64) / np.sqrt(head_dim), k, v)
     return out, lse
 
 
-def add_tail(
-    cache: Cache, layer: int, table: np.ndarray, lengths: np.ndarray, scores: Scores, selection: Selection, state: State
-) -> State:
+def add_tail(cache: Cache, layer: int, where: Where, scores: Scores, selection: Selection, state: State) -> State:
     """What was read, `state`, merged with `attend_tail`."""
-    return merge(state, attend_tail(cache, layer, table, lengths, scores, selection, state[1]))
+    return merge(state, attend_tail(cache, layer, where, scores, selection, state[1]))
 
 
 def merge(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -57,8 +58,7 @@ def attend_own(cache: Cache, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tup
 def attend_tail(
     cache: Cache,
     layer: int,
-    table: np.ndarray,
-    lengths: np.ndarray,
+    where: Where,
     scores: Scores,
     selected: Selection,
     lse: np.ndarray,
@@ -68,10 +68,11 @@ def attend_tail(
     value of the tail group around it. Estimates that were too high for what was read are lowered as much for what was
     not; where the tail group is not full, or has no estimate, nothing is added. An estimate, no bound."""
     assert cache.tail is not None
-    inner, size, per_unit = cache.tail, cache.config.S, cache.tail.config.groups_per_unit
+    inner, size, per_unit = cache.tail, cache.store.S, cache.tail.store.groups_per_unit
     batch, kv_heads, groups = scores.estimate.shape
-    repeat, head_dim, ratio = lse.shape[1] // kv_heads, cache.spec.head_dim, inner.config.S // size
-    missing = missing_groups(inner.config, inner.state[layer], table, lengths, can_encode=True)
+    repeat, head_dim, ratio = lse.shape[1] // kv_heads, cache.spec.head_dim, inner.store.S // size
+    table = where.table
+    missing = missing_groups(inner.state[layer], table, where.lengths, can_encode=True)
     visit = _visit_mask(selected, groups)
     out, tail = np.zeros((batch, kv_heads, repeat, head_dim)), np.full((batch, kv_heads, repeat), -np.inf)
     for b, head in np.ndindex(batch, kv_heads):
@@ -91,3 +92,39 @@ def attend_tail(
             excess = np.logaddexp.reduce(estimate[read]) - seen if read.any() else 0.0
             out[b, head, r], tail[b, head, r] = mean_out, mass - max(excess, 0.0)
     return out.reshape(batch, -1, head_dim), tail.reshape(batch, -1)
+
+
+def attend_chunk(cache: Cache, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Causal dense attention of a prefill chunk: out [N, Hq, D] of the last N of T tokens, each over itself and all
+    before it: q [N, Hq, D], k, v [T, Hkv, D]."""
+    num_queries, num_heads, head_dim = q.shape
+    length, num_kv_heads, _ = k.shape
+    repeat = num_heads // num_kv_heads
+    out = np.empty_like(q)
+    for head in range(num_kv_heads):
+        keys, values = k[:, head].astype(np.float64), v[:, head].astype(np.float64)
+        heads = slice(head * repeat, (head + 1) * repeat)
+        for start in range(0, num_queries, QUERY_BLOCK):
+            block = q[start : start + QUERY_BLOCK, heads].swapaxes(0, 1) / np.sqrt(head_dim)  # [R, n, D]
+            positions = length - num_queries + start + np.arange(block.shape[1])
+            seen = positions[-1] + 1
+            logits = block @ keys[:seen].T
+            logits[:, np.arange(seen) > positions[:, None]] = -np.inf
+            weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+            weights /= weights.sum(axis=-1, keepdims=True)
+            out[start : start + QUERY_BLOCK, heads] = (weights @ values[:seen]).swapaxes(0, 1)
+    return out
+
+
+def unread_share(lse: np.ndarray, lse_all: np.ndarray, kv_heads: int) -> np.ndarray:
+    """[B, Hkv]: the largest share of a query head's softmax that was left out, lse [B, Hq] of what was read, lse_all of
+    everything."""
+    rounding = 2.0**-44 * (np.abs(lse) + np.abs(lse_all))  # two sums of the same numbers differ by rounding
+    unread = np.where(lse_all - lse > rounding, -np.expm1(np.minimum(lse - lse_all, 0)), 0.0)
+    return unread.reshape(len(lse), kv_heads, -1).max(axis=2)
+
+
+def moved_by(out: np.ndarray, whole: np.ndarray, kv_heads: int) -> np.ndarray:
+    """[B, Hkv]: at least the largest L2 distance, over the query heads, between two outputs [B, Hq, D]."""
+    moved = np.linalg.norm(whole - out, axis=2).reshape(len(out), kv_heads, -1).max(axis=2)
+    return moved * (1 + 2.0**-44)

@@ -3,13 +3,14 @@ float64 from what lies there."""
 
 import platform
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
+from eps_core.config.store import CacheSpec, Store
 from eps_core.cpu.host import cpu_name
 from eps_core.errors import ConfigError
 from eps_core.load import resolve_kernels
@@ -29,7 +30,7 @@ class Cache:
     """Paged K and V [P, Hkv, U, D] per layer and, under the same index, the summaries [P, Hkv, U/S, ...]."""
 
     spec: CacheSpec
-    config: EpsConfig
+    store: Store
     device: str
     k: list[np.ndarray]
     v: list[np.ndarray]
@@ -61,50 +62,54 @@ def usable_kernels(device: str = "cpu") -> list[str]:
     return ["arrays"]
 
 
-def new_cache(spec: CacheSpec, config: EpsConfig, device: str = "cpu", kernels: str = "auto") -> Cache:
+def kernels_module(kernels: str) -> None:
+    return None
+
+
+def new_cache(spec: CacheSpec, store: Store, device: str = "cpu", kernels: str = "auto") -> Cache:
     """An empty cache. With method off no summary, state or projection is allocated."""
     if device != "cpu":
         raise ConfigError(f"device {device!r} is not one of the numpy backend's: use --device cpu")
     resolve_kernels(kernels, usable_kernels(device), device)
-    shape = (spec.num_units, spec.num_kv_heads, config.unit_tokens, spec.head_dim)
+    shape = (spec.num_units, spec.num_kv_heads, store.unit_tokens, spec.head_dim)
     dtype = _DTYPES[spec.dtype]
     layers = range(spec.num_layers)
     cache = Cache(
-        spec, config, device, [np.zeros(shape, dtype) for _ in layers], [np.zeros(shape, dtype) for _ in layers]
+        spec, store, device, [np.zeros(shape, dtype) for _ in layers], [np.zeros(shape, dtype) for _ in layers]
     )
-    if config.bound_bits:
-        cache.bound = Cache(spec, config.bound_config, device, cache.k, cache.v)
-    if config.tail_tokens:
-        cache.tail = Cache(spec, config.tail_config, device, cache.v, cache.v)
+    if store.bound_bits:
+        cache.bound = Cache(spec, store.bound_store, device, cache.k, cache.v)
+    if store.tail_tokens:
+        cache.tail = Cache(spec, store.tail_store, device, cache.v, cache.v)
     for one in (cache, cache.bound, cache.tail):
-        if one is not None and one.config.enabled:
-            check_units(config, one.config)
+        if one is not None and one.store.enabled:
+            check_units(store, one.store)
             _add_summaries(one)
     return cache
 
 
 def _add_summaries(cache: Cache) -> None:
     """Everything that a method keeps besides K and V, still empty."""
-    spec, config, layers = cache.spec, cache.config, range(cache.spec.num_layers)
+    spec, store, layers = cache.spec, cache.store, range(cache.spec.num_layers)
     cache.summaries = [{} for _ in layers]
-    cache.state = [GroupState(spec.num_units, config, spec.max_open_groups) for _ in layers]
+    cache.state = [GroupState(spec.num_units, store, spec.max_open_groups) for _ in layers]
     cache.open = [{} for _ in layers]
     cache.centre = [None for _ in layers]
     cache.early = [np.zeros((0, spec.num_kv_heads, spec.head_dim)) for _ in layers]
-    if config.has_bounds:
+    if store.has_bounds:
         cache.largest_key = [np.zeros(spec.num_kv_heads) for _ in layers]
         cache.largest_value = [np.zeros(spec.num_kv_heads) for _ in layers]
-    if config.method == "jl":
-        assert config.dim is not None
+    if store.method == "jl":
+        assert store.dim is not None
         cache.phi = [
-            jl.jl_projection(config.seed, layer, spec.num_kv_heads, spec.head_dim, config.dim) for layer in layers
+            jl.jl_projection(store.seed, layer, spec.num_kv_heads, spec.head_dim, store.dim) for layer in layers
         ]
 
 
 def write_kv(cache: Cache, layer: int, k: np.ndarray, v: np.ndarray, slots: np.ndarray) -> Cache:
     """Writes k, v [N, Hkv, D] to pool slots [N] and brings the summaries of the touched groups up to date: a group is
     valid again when its last slot is written. Raises ConfigError on NaN or Inf in K, before anything is written."""
-    units, offsets = np.divmod(slots, cache.config.unit_tokens)
+    units, offsets = np.divmod(slots, cache.store.unit_tokens)
     with np.errstate(over="ignore"):  # an overflow to Inf is what the next lines refuse
         stored, values = k.astype(_DTYPES[cache.spec.dtype]), v.astype(_DTYPES[cache.spec.dtype])
     keys = stored.astype(np.float64)
@@ -115,17 +120,17 @@ def write_kv(cache: Cache, layer: int, k: np.ndarray, v: np.ndarray, slots: np.n
         )
     cache.k[layer][units, :, offsets] = stored
     cache.v[layer][units, :, offsets] = values
-    if cache.config.has_bounds and len(slots):
+    if cache.store.has_bounds and len(slots):
         for largest, array in ((cache.largest_key, stored), (cache.largest_value, values)):
             norm = np.nan_to_num(np.linalg.norm(array.astype(np.float64), axis=2), nan=np.inf, posinf=np.inf).max(
                 axis=0
             )
             largest[layer] = np.maximum(largest[layer], norm)
     for one, rows in ((cache, keys), (cache.bound, keys), (cache.tail, values.astype(np.float64))):
-        if one is None or not one.config.enabled:
+        if one is None or not one.store.enabled:
             continue
         plan = one.state[layer].plan(slots)
-        if one.config.method != "oracle":
+        if one.store.method != "oracle":
             _update_summaries(one, layer, rows, plan)
         if one is not cache:
             cache.bytes_k_reread += one.bytes_k_reread
@@ -134,14 +139,14 @@ def write_kv(cache: Cache, layer: int, k: np.ndarray, v: np.ndarray, slots: np.n
 
 
 def _update_summaries(cache: Cache, layer: int, keys: np.ndarray, plan: WritePlan) -> None:
-    if cache.config.method == "rq" and cache.centre[layer] is None:
+    if cache.store.method == "rq" and cache.centre[layer] is None:
         early = np.concatenate([cache.early[layer], keys])[: rq.CENTRE_TOKENS]
         cache.early[layer] = early
         if len(early) < rq.CENTRE_TOKENS:
             return
         cache.centre[layer] = early.mean(axis=0).astype(np.float16)
         cache.early[layer] = early[:0]
-        full = np.flatnonzero(cache.state[layer].valid(np.arange(cache.spec.num_units * cache.config.groups_per_unit)))
+        full = np.flatnonzero(cache.state[layer].valid(np.arange(cache.spec.num_units * cache.store.groups_per_unit)))
         for group in full:
             _seal(cache, layer, int(group), _stored_group(cache, layer, int(group), group not in plan.full_groups))
         return
@@ -154,12 +159,12 @@ def _update_summaries(cache: Cache, layer: int, keys: np.ndarray, plan: WritePla
 def _extend(cache: Cache, layer: int, group: int, keys: np.ndarray, plan: WritePlan, i: int) -> None:
     """Some keys [n, Hkv, D] of a group that this call does not write whole. jl adds in place, box and meanstd run
     their statistics beside the pool, the others read the group back once it is full."""
-    method, before, slot = cache.config.method, int(plan.part_before[i]), int(plan.part_open[i])
+    method, before, slot = cache.store.method, int(plan.part_before[i]), int(plan.part_open[i])
     if method == "jl" and slot >= 0:
         for head in range(cache.spec.num_kv_heads):
             added = jl.build_jl(keys[:, head], cache.phi[layer][head])
             if before:
-                unit, sub = divmod(group, cache.config.groups_per_unit)
+                unit, sub = divmod(group, cache.store.groups_per_unit)
                 added["gram"] = added["gram"] + cache.summaries[layer]["gram"][unit, head, sub]
             _store(cache, layer, group, head, added)
         return
@@ -190,7 +195,7 @@ def _extend(cache: Cache, layer: int, group: int, keys: np.ndarray, plan: WriteP
                     values = (running["min"][slot, head], running["max"][slot, head], running["norm"][slot, head])
                     _store(cache, layer, group, head, box.build_box(*values))
                 else:
-                    std = np.sqrt(running["m2"][slot, head] / cache.config.S)
+                    std = np.sqrt(running["m2"][slot, head] / cache.store.S)
                     _store(cache, layer, group, head, meanstd.build_meanstd(running["mean"][slot, head], std))
     elif plan.sealed[i]:
         _seal(cache, layer, group, _stored_group(cache, layer, group, reread=True))
@@ -198,8 +203,8 @@ def _extend(cache: Cache, layer: int, group: int, keys: np.ndarray, plan: WriteP
 
 def _stored_group(cache: Cache, layer: int, group: int, reread: bool) -> np.ndarray:
     """K of one full group [S, Hkv, D] float64, read from the cache; `reread` counts its bytes."""
-    unit, sub = divmod(group, cache.config.groups_per_unit)
-    size = cache.config.S
+    unit, sub = divmod(group, cache.store.groups_per_unit)
+    size = cache.store.S
     stored = cache.k[layer][unit, :, sub * size : (sub + 1) * size]
     if reread:
         cache.bytes_k_reread += stored.nbytes
@@ -211,15 +216,15 @@ def _seal(cache: Cache, layer: int, group: int, keys: np.ndarray) -> None:
     for head in range(cache.spec.num_kv_heads):
         phi = cache.phi[layer][head] if cache.phi else None
         head_centre = None if centre is None else centre[head]
-        _store(cache, layer, group, head, build_summary(cache.config, keys[:, head], phi, head_centre))
+        _store(cache, layer, group, head, build_summary(cache.store, keys[:, head], phi, head_centre))
 
 
 def _store(cache: Cache, layer: int, group: int, head: int, summary: base.Summary) -> None:
-    unit, sub = divmod(group, cache.config.groups_per_unit)
+    unit, sub = divmod(group, cache.store.groups_per_unit)
     for name, value in summary.items():
         value = np.asarray(value)
         if name not in cache.summaries[layer]:
-            shape = (cache.spec.num_units, cache.spec.num_kv_heads, cache.config.groups_per_unit, *value.shape)
+            shape = (cache.spec.num_units, cache.spec.num_kv_heads, cache.store.groups_per_unit, *value.shape)
             cache.summaries[layer][name] = np.zeros(shape, value.dtype)
         cache.summaries[layer][name][unit, head, sub] = value
 
@@ -230,7 +235,7 @@ def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
         for pool in (cache.k[layer], cache.v[layer]):
             pool[list(dst)] = pool[list(src)]
         for one in (cache, cache.bound, cache.tail):
-            if one is None or not one.config.enabled:
+            if one is None or not one.store.enabled:
                 continue
             for pool in one.summaries[layer].values():
                 pool[list(dst)] = pool[list(src)]
@@ -243,8 +248,20 @@ def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
 
 def read_kv(cache: Cache, layer: int, table: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """K, V [length, Hkv, D] of one sequence, copied out of the pool in token order: table [M]."""
-    units, offsets = np.divmod(np.arange(length), cache.config.unit_tokens)
+    units, offsets = np.divmod(np.arange(length), cache.store.unit_tokens)
     return cache.k[layer][table[units], :, offsets], cache.v[layer][table[units], :, offsets]
+
+
+def span(name: str, cache: Cache) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+def wait(cache: Cache, *arrays: np.ndarray) -> None:
+    """numpy computes at once."""
+
+
+def to_host(cache: Cache, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    return list(arrays)
 
 
 def check_finite(cache: Cache) -> None:

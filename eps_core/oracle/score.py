@@ -5,25 +5,26 @@ from dataclasses import replace
 import numpy as np
 
 from eps_core.config.bytes import summary_group_bytes
-from eps_core.config.eps import EpsConfig
+from eps_core.config.read import Read
 from eps_core.gate.protocol import Certificate, Scores, Selection
 from eps_core.oracle import attention, selection
 from eps_core.oracle.cache import Cache, read_kv
-from eps_core.paging.where import missing_groups
+from eps_core.oracle.selection import missing_groups
+from eps_core.paging.where import Where
 from eps_core.summaries import rq
 from eps_core.summaries.table import score_summary
 
 
-def score(cache: Cache, layer: int, q: np.ndarray, table: np.ndarray, lengths: np.ndarray) -> Scores:
+def score(cache: Cache, layer: int, q: np.ndarray, where: Where) -> Scores:
     """Estimates of every group, max over the query heads of each kv head, and bounds query head by query head:
-    q [B, Hq, D], table [B, M]."""
-    config, size = cache.config, cache.config.S
+    q [B, Hq, D]."""
+    store, size, table, lengths = cache.store, cache.store.S, where.table, where.lengths
     batch, num_heads, head_dim = q.shape
-    kv_heads, per_unit = cache.spec.num_kv_heads, config.groups_per_unit
-    if config.method == "oracle":
-        return _true_scores(cache, layer, q, table, lengths)
-    can_encode = config.method != "rq" or cache.centre[layer] is not None
-    missing = missing_groups(config, cache.state[layer], table, lengths, can_encode)
+    kv_heads, per_unit = cache.spec.num_kv_heads, store.groups_per_unit
+    if store.method == "oracle":
+        return _true_scores(cache, layer, q, where)
+    can_encode = store.method != "rq" or cache.centre[layer] is not None
+    missing = missing_groups(cache.state[layer], table, lengths, can_encode)
     repeat = num_heads // kv_heads
     estimate = np.full((batch, kv_heads, missing.shape[1]), -np.inf)
     lower = np.full((batch, kv_heads, repeat, missing.shape[1]), -np.inf)
@@ -32,7 +33,7 @@ def score(cache: Cache, layer: int, q: np.ndarray, table: np.ndarray, lengths: n
     for b in range(batch):
         n = selection.num_groups(int(lengths[b]), size)
         known = np.flatnonzero(~missing[b, :n])
-        num_missing[b] = (missing[b, :n] & ~selection.guards(config, int(lengths[b]))).sum()
+        num_missing[b] = (missing[b, :n] & ~selection.guards(where.config, int(lengths[b]))).sum()
         units = table[b, known // per_unit]
         for head in range(kv_heads):
             estimate[b, head, :n], upper[b, head, :, :n] = np.inf, np.inf
@@ -43,7 +44,7 @@ def score(cache: Cache, layer: int, q: np.ndarray, table: np.ndarray, lengths: n
             for r in range(repeat):
                 a = q[b, head * repeat + r].astype(np.float64) / np.sqrt(head_dim)
                 guess, least, most = score_summary(
-                    config,
+                    store,
                     stacked,
                     a,
                     size,
@@ -53,28 +54,26 @@ def score(cache: Cache, layer: int, q: np.ndarray, table: np.ndarray, lengths: n
                 estimate[b, head, known] = guess if r == 0 else np.maximum(estimate[b, head, known], guess)
                 if least is not None:
                     lower[b, head, r, known], upper[b, head, r, known] = least, most
-            if config.refine:
+            if where.config.read.refine:
                 assert centre is not None
-                best = selection.best_first(estimate[b, head, known])[: config.refined_groups(int(lengths[b]))]
+                best = selection.best_first(estimate[b, head, known])[: where.config.refined_groups(int(lengths[b]))]
                 kept = {name: array[best] for name, array in stacked.items()}
                 heads = q[b, head * repeat : (head + 1) * repeat].astype(np.float64) / np.sqrt(head_dim)
-                finer = [rq.refine_rq(kept, a, size, centre[head], config.seed) for a in heads]
+                finer = [rq.refine_rq(kept, a, size, centre[head], store.seed) for a in heads]
                 estimate[b, head, known[best]] = np.max(finer, axis=0)
-    if not config.own_bounds:
+    if not store.own_bounds:
         return Scores(estimate, None, None, num_missing)
     return Scores(estimate, lower, upper, num_missing, _logit_slack(cache, layer, q))
 
 
-def bounds(
-    cache: Cache, layer: int, q: np.ndarray, table: np.ndarray, lengths: np.ndarray, scores: Scores, selected: Selection
-) -> Scores:
+def bounds(cache: Cache, layer: int, q: np.ndarray, where: Where, scores: Scores, selected: Selection) -> Scores:
     """`scores` with bounds from the codes of single keys, of the groups that `selected` left out; only their codes are
     read, and counted in `bound_bytes_read`. The bounds of the visited ones are left empty: nothing asks for them.
     Returns `scores` as they are where the method's own bounds serve."""
     if cache.bound is None:
         return scores
     batch, kv_heads, groups = scores.estimate.shape
-    inner, size, repeat = cache.bound, cache.config.S, q.shape[1] // kv_heads
+    inner, size, repeat = cache.bound, cache.store.S, q.shape[1] // kv_heads
     lower = np.full((batch, kv_heads, repeat, groups), -np.inf)
     upper = lower.copy()
     visit = _visit_mask(selected, groups)
@@ -85,12 +84,12 @@ def bounds(
         if centre is None:
             upper[b, head][:, left] = np.inf
             continue
-        cache.bound_bytes_read += len(tokens) * summary_group_bytes(inner.config, q.shape[2])
-        units, subs = table[b, tokens // inner.config.unit_tokens], tokens % inner.config.unit_tokens
+        cache.bound_bytes_read += len(tokens) * summary_group_bytes(inner.store, q.shape[2])
+        units, subs = where.table[b, tokens // inner.store.unit_tokens], tokens % inner.store.unit_tokens
         stacked = {name: pool[units, head, subs] for name, pool in inner.summaries[layer].items()}
         for r in range(repeat):
             a = q[b, head * repeat + r].astype(np.float64) / np.sqrt(q.shape[2])
-            _, least, most = score_summary(inner.config, stacked, a, 1, None, centre[head])
+            _, least, most = score_summary(inner.store, stacked, a, 1, None, centre[head])
             for target, part in ((lower, least), (upper, most)):
                 assert part is not None
                 target[b, head, r, left] = np.logaddexp.reduce(part.reshape(-1, size), axis=1)
@@ -105,9 +104,10 @@ def _logit_slack(cache: Cache, layer: int, q: np.ndarray) -> np.ndarray:
     return (head_dim + 32) * 2.0**-21 * (size / np.sqrt(head_dim) * largest + 1)
 
 
-def _true_scores(cache: Cache, layer: int, q: np.ndarray, table: np.ndarray, lengths: np.ndarray) -> Scores:
+def _true_scores(cache: Cache, layer: int, q: np.ndarray, where: Where) -> Scores:
     """True log masses, for evaluation: what a perfect summary would say. The open group stays without one."""
-    missing = missing_groups(cache.config, cache.state[layer], table, lengths, can_encode=True)
+    table, lengths = where.table, where.lengths
+    missing = missing_groups(cache.state[layer], table, lengths, can_encode=True)
     batch, num_heads, head_dim = q.shape
     repeat = num_heads // cache.spec.num_kv_heads
     estimate = np.full((batch, cache.spec.num_kv_heads, missing.shape[1]), -np.inf)
@@ -115,7 +115,7 @@ def _true_scores(cache: Cache, layer: int, q: np.ndarray, table: np.ndarray, len
         keys = read_kv(cache, layer, table[b], int(lengths[b]))[0]
         for r in range(num_heads):
             masses = attention.group_masses(
-                q[b, r].astype(np.float64) / np.sqrt(head_dim), keys[:, r // repeat], cache.config.S
+                q[b, r].astype(np.float64) / np.sqrt(head_dim), keys[:, r // repeat], cache.store.S
             )
             row = estimate[b, r // repeat, : len(masses)]
             np.maximum(row, masses, out=row)
@@ -123,24 +123,25 @@ def _true_scores(cache: Cache, layer: int, q: np.ndarray, table: np.ndarray, len
     return Scores(estimate, None, None, np.zeros(batch, np.int64))
 
 
-def select(config: EpsConfig, scores: Scores, lengths: np.ndarray, layer: int = 0) -> Selection:
+def select(scores: Scores, where: Where, layer: int = 0) -> Selection:
     """The configured policy over every (sequence, kv head); scope union gives all heads the union of their groups.
     `layer` says which head modes apply, where the config has any."""
     batch, kv_heads, width = scores.estimate.shape
-    modes = config.head_modes[layer] if config.head_modes else ("gate",) * kv_heads
+    config, lengths = where.config, where.lengths
+    modes = config.read.head_modes[layer] if config.read.head_modes else ("gate",) * kv_heads
     visit = np.zeros((batch, kv_heads, width), bool)
     forced = np.zeros(batch, np.int64)
     for b in range(batch):
-        n = selection.num_groups(int(lengths[b]), config.S)
+        n = selection.num_groups(int(lengths[b]), config.store.S)
         for head in range(kv_heads):
             mask, is_forced = selection.visited(config, scores.estimate[b, head, :n], int(lengths[b]), modes[head])
             visit[b, head, :n] = mask
             forced[b] = is_forced.sum()
-    wanted = visit.sum(axis=2).astype(np.int32) if config.scope == "union" else None
-    if config.scope == "union":
+    wanted = visit.sum(axis=2).astype(np.int32) if config.read.scope == "union" else None
+    if config.read.scope == "union":
         visit[:] = visit.any(axis=1, keepdims=True)
     selected = _selection(visit, forced, wanted)
-    if config.policy == "topk" and config.scope == "kv-head" and set(modes) == {"gate"}:
+    if config.read.policy == "topk" and config.read.scope == "kv-head" and set(modes) == {"gate"}:
         return replace(selected, uniform=selected.counts[:, 0].astype(np.int64))
     return selected
 
@@ -168,7 +169,7 @@ def certify(
     """Bounds of what `visited` left out, from valid bounds alone: out [B, Hq, D] and lse [B, Hq] are what `attend` gave
     for exactly these groups. Raises ValueError for a method without bounds."""
     if scores.upper is None or scores.slack is None:
-        raise ValueError(f"method {cache.config.method} has no bounds: nothing can be certified")
+        raise ValueError(f"method {cache.store.method} has no bounds: nothing can be certified")
     batch, kv_heads, repeat, width = scores.upper.shape
     visit = _visit_mask(visited, width)
     mass, error = np.zeros((batch, kv_heads)), np.zeros((batch, kv_heads))
@@ -183,11 +184,11 @@ def certify(
     return Certificate(mass, error)
 
 
-def escalate(config: EpsConfig, scores: Scores, selected: Selection, lse: np.ndarray) -> tuple[Selection, Selection]:
-    """(groups to visit besides, all visited groups) so that the certificate of the whole falls to config.epsilon, where
+def escalate(read: Read, scores: Scores, selected: Selection, lse: np.ndarray) -> tuple[Selection, Selection]:
+    """(groups to visit besides, all visited groups) so that the certificate of the whole falls to its epsilon, where
     `selected` was attended with lse [B, Hq]. Heads whose certificate holds already get none."""
     if scores.upper is None or scores.lower is None or scores.slack is None:
-        raise ValueError(f"method {config.method} has no bounds: nothing can be certified")
+        raise ValueError("the method has no bounds: nothing can be certified")
     batch, kv_heads, repeat, width = scores.upper.shape
     visit = _visit_mask(selected, width)
     extra = np.zeros_like(visit)
@@ -195,14 +196,14 @@ def escalate(config: EpsConfig, scores: Scores, selected: Selection, lse: np.nda
     for b, head in np.ndindex(batch, kv_heads):
         inside = ~np.isneginf(scores.estimate[b, head])
         extra[b, head, inside] = selection.escalation(
-            config.epsilon,
+            read.epsilon,
             scores.lower[b, head][:, inside],
             scores.upper[b, head][:, inside],
             visit[b, head, inside],
             lse[b, head],
             scores.slack[b, head],
         )
-    if config.scope == "union":
+    if read.scope == "union":
         extra = extra.any(axis=1, keepdims=True) & ~visit
     return _selection(extra, np.zeros(batch, np.int64), None), _selection(
         visit | extra, selected.forced, selected.wanted

@@ -9,6 +9,7 @@ import heapq
 import numpy as np
 
 from eps_core.config.eps import EpsConfig
+from eps_core.paging.groups import GroupState
 
 
 def num_groups(length: int, group_tokens: int) -> int:
@@ -17,12 +18,25 @@ def num_groups(length: int, group_tokens: int) -> int:
 
 def guards(config: EpsConfig, length: int) -> np.ndarray:
     """Always visited [n]: the first and last tokens, the open group, and everything below `min_context`."""
-    n, size = num_groups(length, config.S), config.S
+    n, size = num_groups(length, config.store.S), config.store.S
     index = np.arange(n)
-    first = index < num_groups(min(config.first_tokens, length), size)
-    last = index >= max(length - config.last_tokens, 0) // size
+    first = index < num_groups(min(config.read.first_tokens, length), size)
+    last = index >= max(length - config.read.last_tokens, 0) // size
     is_open = (index == n - 1) & (length % size != 0)
-    return first | last | is_open | (length < config.min_context)
+    return first | last | is_open | (length < config.read.min_context)
+
+
+def missing_groups(state: GroupState, table: np.ndarray, lengths: np.ndarray, can_encode: bool) -> np.ndarray:
+    """Groups without a valid summary [B, G] bool, one group at a time: open, overwritten, or, before rq's centre is
+    there, any. False past the sequence's end. table [B, M], lengths [B]."""
+    size, per_unit = state.group_tokens, state.groups_per_unit
+    missing = np.zeros((len(table), table.shape[1] * per_unit), bool)
+    for b, length in enumerate(lengths.tolist()):
+        for group in range(num_groups(length, size)):
+            unit, sub = divmod(group, per_unit)
+            written = state.fill[table[b, unit] * per_unit + sub]
+            missing[b, group] = not can_encode or written != size or (group + 1) * size > length
+    return missing
 
 
 def best_first(estimate: np.ndarray) -> np.ndarray:
@@ -42,14 +56,14 @@ def select_topk(config: EpsConfig, estimate: np.ndarray, forced: np.ndarray, len
 
 def select_share(config: EpsConfig, estimate: np.ndarray, forced: np.ndarray) -> np.ndarray:
     """Every group whose estimated share of the softmax is at least tau."""
-    assert config.tau is not None
-    return forced | (estimate - _log_total(estimate) >= np.log(config.tau))
+    assert config.read.tau is not None
+    return forced | (estimate - _log_total(estimate) >= np.log(config.read.tau))
 
 
 def select_mass(config: EpsConfig, estimate: np.ndarray, forced: np.ndarray) -> np.ndarray:
     """The fewest groups, best first, that leave an estimated share of at most epsilon unread."""
     visit = forced.copy()
-    limit = np.log(config.epsilon) if config.epsilon else -np.inf
+    limit = np.log(config.read.epsilon) if config.read.epsilon else -np.inf
     for group in best_first(estimate):
         # in the log domain, so that no share vanishes: epsilon 0 skips nothing
         if visit.all() or _log_total(estimate[~visit]) - _log_total(estimate) <= limit:
@@ -62,16 +76,18 @@ def select_threshold(config: EpsConfig, estimate: np.ndarray, forced: np.ndarray
     """The product requirements' rule: newest to oldest, skip when B < T / alpha, T the top_pages-th best so far. Where
     estimates are logarithms of masses the same rule of the masses is B < T - log alpha: dividing a negative T would
     raise it."""
-    assert config.top_pages is not None
+    assert config.read.top_pages is not None
     visit = forced.copy()
     heap: list[float] = []  # of the best `top_pages` estimates scanned so far
     for group in reversed(range(len(estimate))):
         if not np.isfinite(estimate[group]):
             continue
-        full = len(heap) == config.top_pages
+        full = len(heap) == config.read.top_pages
         threshold = -np.inf
         if full:
-            threshold = heap[0] / config.alpha if config.has_norm_estimate else heap[0] - np.log(config.alpha)
+            threshold = (
+                heap[0] / config.read.alpha if config.store.has_norm_estimate else heap[0] - np.log(config.read.alpha)
+            )
         if estimate[group] >= threshold:
             visit[group] = True
         if full:
@@ -92,14 +108,14 @@ def visited(config: EpsConfig, estimate: np.ndarray, length: int, mode: str = "g
         if not visit.any():
             visit[best_first(estimate)[0]] = True
         return visit, forced
-    if config.policy == "topk":
+    if config.read.policy == "topk":
         return select_topk(config, estimate, forced, length), forced
-    select = {"threshold": select_threshold, "share": select_share, "mass": select_mass}[config.policy]
+    select = {"threshold": select_threshold, "share": select_share, "mass": select_mass}[config.read.policy]
     visit = select(config, estimate, forced)
     # a cap of share and mass: the best of what the policy asked for, forced groups first
-    if config.policy != "threshold" and config.top_pages is not None:
+    if config.read.policy != "threshold" and config.read.top_pages is not None:
         for group in best_first(np.where(visit & ~forced, estimate, -np.inf))[::-1]:
-            if visit.sum() <= config.top_pages:
+            if visit.sum() <= config.read.top_pages:
                 break
             if not forced[group]:
                 visit[group] = False

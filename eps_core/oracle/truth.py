@@ -16,13 +16,10 @@ class Filled:
 
     backend: Backend
     device: str
+    config: EpsConfig
     cache: Any
     k: np.ndarray
     v: np.ndarray
-
-    @property
-    def config(self) -> EpsConfig:
-        return self.cache.config
 
 
 # ---------------------------------------------------------------------------------------------------------------- truth
@@ -52,7 +49,7 @@ def true_masses(filled: Filled, q: np.ndarray, table: np.ndarray) -> tuple[np.nd
     """(log A_p of full groups, |a| max|k| of their logits, what float64 may have log A_p off by), each
     [B, Hkv, R, G]."""
     logits, size = _true_logits(filled, q, table)
-    by_group = (*logits.shape[:3], -1, filled.config.S)
+    by_group = (*logits.shape[:3], -1, filled.config.store.S)
     masses, size = _log_sum(logits.reshape(by_group)), size.reshape(by_group).max(axis=-1)
     return masses, size, (q.shape[2] + 8) * 2.0**-52 * size + 2.0**-50 * (1 + np.abs(masses))
 
@@ -82,7 +79,7 @@ def true_loss(filled: Filled, q: np.ndarray, table: np.ndarray, lengths: np.ndar
     batch, kv_heads, _, num_tokens = logits.shape
     inside = np.arange(num_tokens) < np.asarray(lengths)[:, None]
     logits = np.where(inside[:, None, None], logits, -np.inf)
-    read = np.repeat(visit, filled.config.S, axis=2)[:, :, None, :num_tokens]
+    read = np.repeat(visit, filled.config.store.S, axis=2)[:, :, None, :num_tokens]
     values = filled.v[table].swapaxes(1, 2).reshape(batch, kv_heads, num_tokens, -1)
     parts = []
     for mask in (read, ~read):

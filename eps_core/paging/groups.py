@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eps_core.config.eps import EpsConfig
+from eps_core.config.store import Store
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,12 @@ class GroupState:
     slots are taken.
     """
 
-    def __init__(self, num_units: int, config: EpsConfig, max_open_groups: int) -> None:
-        self.group_tokens = config.S
-        self.groups_per_unit = config.groups_per_unit
-        self.fill = np.zeros(num_units * config.groups_per_unit, dtype=np.int16)  # tokens written, [P * U / S]
+    def __init__(self, num_units: int, store: Store, max_open_groups: int) -> None:
+        self.group_tokens = store.S
+        self.groups_per_unit = store.groups_per_unit
+        self.fill = np.zeros(num_units * store.groups_per_unit, dtype=np.int16)  # tokens written, [P * U / S]
         self.num_evicted = 0
+        self.history = 0  # a hash of all that was done to `fill`: states of equal history are equal
         self._open: dict[int, int] = {}  # group row -> open slot, oldest claim first
         self._free_open = list(range(max_open_groups))[::-1]
 
@@ -72,6 +73,7 @@ class GroupState:
         assert (before <= old_fill).all(), "a write begins beyond what its group holds"
         after = before + counts
         self.fill[groups] = after
+        self._remember(slots)
 
         is_full = counts == size
         full = starts[is_full]
@@ -107,6 +109,7 @@ class GroupState:
         fill = int(self.fill[row])
         assert offset <= fill, "a write begins beyond what its group holds"
         self.fill[row] = offset + 1
+        self._remember(slots)
         if offset < fill:
             self._release_open(row)
         group = np.array([row])
@@ -126,6 +129,7 @@ class GroupState:
     def follow(self, other: "GroupState", slots: np.ndarray) -> None:
         """Becomes as full as another layer's state after a write that both take, for methods without accumulators: a
         hundredth of the time of `plan`."""
+        self._remember(np.asarray(slots, np.int64))
         groups = slots // self.group_tokens
         self.fill[groups] = other.fill[groups]
 
@@ -139,6 +143,7 @@ class GroupState:
         slots [(src, dst)], in order. The two are equal where src lost its slot to dst because no other was left."""
         assert src_unit != dst_unit, "a unit is copied onto itself"
         self.release([dst_unit])
+        self.history = hash((self.history, "copy", src_unit, dst_unit))
         src, dst = src_unit * self.groups_per_unit, dst_unit * self.groups_per_unit
         self.fill[dst : dst + self.groups_per_unit] = self.fill[src : src + self.groups_per_unit]
         pairs = []
@@ -151,9 +156,13 @@ class GroupState:
     def release(self, units: Iterable[int]) -> None:
         """Forgets what the groups of some units hold. Need not be called for freed units: offset 0 starts anew."""
         for unit in units:
+            self.history = hash((self.history, "release", unit))
             for group in range(unit * self.groups_per_unit, (unit + 1) * self.groups_per_unit):
                 self._release_open(group)
                 self.fill[group] = 0
+
+    def _remember(self, slots: np.ndarray) -> None:
+        self.history = hash((self.history, slots.tobytes()))
 
     def _claim_open(self, group: int) -> int:
         self._release_open(group)

@@ -1,47 +1,114 @@
-"""What the host knows about groups before any score: guards, budgets, groups without a summary. Integers only.
+"""Where a step's tokens lie, and what the host knows of their groups before any score: guards, budgets, groups without
+a summary. Integers only, computed once a step and not once a layer.
 
 Every array backend shares this; the oracle's per-sequence `selection.guards` is written apart and judges it.
 """
 
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Self
+
 import numpy as np
 
 from eps_core.config.eps import EpsConfig
+from eps_core.config.store import Store
 from eps_core.paging.groups import GroupState
 
 
-def forced_groups(config: EpsConfig, lengths: np.ndarray, num_groups: int) -> np.ndarray:
-    """The guards [B, G] bool: the first and last tokens, the open group, everything below `min_context`; False past
-    the end. Groups without a summary are forced too, but known from the scores."""
-    lengths = np.asarray(lengths, np.int64)[:, None]
-    size, index = config.S, np.arange(num_groups)
-    ends = -(-lengths // size)
-    first = index < -(-np.minimum(config.first_tokens, lengths) // size)
-    last = index >= np.maximum(lengths - config.last_tokens, 0) // size
-    is_open = (index == ends - 1) & (lengths % size != 0)
-    return (first | last | is_open | (lengths < config.min_context)) & (index < ends)
+@dataclass(frozen=True, eq=False)
+class Where:
+    """One step: of B sequences the units that they lie in and their lengths, the new token counted, and how to read
+    them. Nothing here may be written to: all layers share it."""
+
+    config: EpsConfig  # the cache's store, and this step's read
+    table: np.ndarray  # [B, M] int32 pool units, padding -1
+    lengths: np.ndarray  # [B] int64 tokens
+    kept: dict[Any, Any] = field(default_factory=dict)  # what backends derive from these once a step, by their own keys
+
+    @classmethod
+    def of(cls, config: EpsConfig, table: np.ndarray, lengths: np.ndarray) -> Self:
+        return cls(config, np.ascontiguousarray(table, np.int32), np.ascontiguousarray(lengths, np.int64))
+
+    @classmethod
+    def dense(cls, store: Store, table: np.ndarray, lengths: np.ndarray) -> Self:
+        """For reading everything, whatever the cache keeps."""
+        return cls.of(EpsConfig.of(method="off", block_size=store.unit_tokens), table, lengths)
+
+    @cached_property
+    def num_groups(self) -> int:
+        """G of the table, padding included."""
+        return self.table.shape[1] * self.config.store.groups_per_unit
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """Groups of each sequence, the open one included [B] int64."""
+        return -(-self.lengths // self.config.store.S)
+
+    @cached_property
+    def inside(self) -> np.ndarray:
+        """[B, G] bool: not past the sequence's end."""
+        return np.arange(self.num_groups) < self.ends[:, None]
+
+    @cached_property
+    def guards(self) -> np.ndarray:
+        """[B, 2] int64: groups below the first and from the second on (to the end) are forced. The open group is always
+        among the last."""
+        read, size = self.config.read, self.config.store.S
+        first = -(-np.minimum(read.first_tokens, self.lengths) // size)
+        last = np.maximum(self.lengths - read.last_tokens, 0) // size
+        first = np.where(self.lengths < read.min_context, self.ends, first)
+        return np.stack([first, np.maximum(np.minimum(last, self.ends), first)], axis=1)
+
+    @cached_property
+    def forced(self) -> np.ndarray:
+        """The guards as a mask [B, G] bool: the first and last tokens, the open group, everything below `min_context`.
+        Groups without a summary are forced too, but known from the scores."""
+        index = np.arange(self.num_groups)
+        return ((index < self.guards[:, :1]) | (index >= self.guards[:, 1:])) & self.inside
+
+    @cached_property
+    def num_forced(self) -> np.ndarray:
+        """Guards of each sequence [B] int64."""
+        return self.guards[:, 0] + self.ends - self.guards[:, 1]
+
+    @cached_property
+    def refined(self) -> np.ndarray:
+        """Groups of each sequence, per kv head, whose second bit scoring reads [B] int64."""
+        return np.array([self.config.refined_groups(int(length)) for length in self.lengths], np.int64)
+
+    def budget(self, num_forced: np.ndarray) -> np.ndarray:
+        """Groups that topk visits of each sequence [B] int64: the budget, but all of the `num_forced` [B] and none past
+        the end."""
+        groups = [self.config.budget_groups(int(length)) for length in self.lengths]
+        return np.minimum(np.maximum(groups, num_forced), self.ends).astype(np.int64)
+
+    def reads_all(self, layer: int) -> bool:
+        """Whether the step needs no score in a layer: see `EpsConfig.reads_all`."""
+        return self.config.reads_all(layer, self.lengths.tolist())
+
+    def missing(self, state: GroupState, can_encode: bool = True) -> np.ndarray:
+        """Groups of each sequence without a valid summary [B, G] bool (False past its end): open, overwritten, or,
+        while `can_encode` is False (rq without its centre), any. Layers that were written alike share one answer."""
+        key = "missing", state.history, can_encode
+        if key not in self.kept:
+            per_unit = state.groups_per_unit
+            groups = (np.maximum(self.table, 0)[:, :, None] * per_unit + np.arange(per_unit)).reshape(
+                len(self.table), -1
+            )
+            ends = -(-self.lengths // state.group_tokens)
+            index = np.arange(groups.shape[1])
+            is_open = (index == ends[:, None] - 1) & (self.lengths % state.group_tokens != 0)[:, None]
+            valid = state.valid(groups) & can_encode
+            self.kept[key] = (index < ends[:, None]) & (~valid | is_open)
+        found: np.ndarray = self.kept[key]
+        return found
+
+    def num_missing(self, state: GroupState, can_encode: bool = True) -> np.ndarray:
+        """How many of these no guard covers [B] int64: they must be visited too."""
+        return (self.missing(state, can_encode) & ~self.forced).sum(axis=1)
 
 
-def budget(config: EpsConfig, forced: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Groups that topk visits of each sequence [B] int64: the budget, but all forced ones and none past the end.
-    `forced` [B] numbers of forced groups."""
-    groups = [config.budget_groups(int(length)) for length in lengths]
-    return np.minimum(np.maximum(groups, forced), -(-lengths // config.S)).astype(np.int64)
-
-
-def missing_groups(
-    config: EpsConfig, state: GroupState, table: np.ndarray, lengths: np.ndarray, can_encode: bool
-) -> np.ndarray:
-    """Groups of each sequence without a valid summary [B, G] bool (False past its end): open, overwritten, or, while
-    `can_encode` is False (rq without its centre), any. table [B, M], lengths [B]."""
-    per_unit, size = config.groups_per_unit, config.S
-    groups = (np.maximum(table, 0)[:, :, None] * per_unit + np.arange(per_unit)).reshape(len(table), -1)
-    valid = state.valid(groups) & can_encode
-    index, ends = np.arange(groups.shape[1]), -(-lengths // size)
-    is_open = (index == ends[:, None] - 1) & (lengths % size != 0)[:, None]
-    return (index < ends[:, None]) & (~valid | is_open)
-
-
-def check_units(config: EpsConfig, nested: EpsConfig) -> None:
+def check_units(store: Store, nested: Store) -> None:
     """Raises ValueError unless summaries beside a cache's own (of bounds, of tails) lie in the same pool units."""
-    if nested.unit_tokens != config.unit_tokens:
-        raise ValueError(f"summaries in units of {nested.unit_tokens} tokens beside a cache of {config.unit_tokens}")
+    if nested.unit_tokens != store.unit_tokens:
+        raise ValueError(f"summaries in units of {nested.unit_tokens} tokens beside a cache of {store.unit_tokens}")

@@ -14,7 +14,7 @@ Design: section 3 (methods), section 4 (bounds).
 
 import numpy as np
 
-from eps_core.config.eps import MEAN, EpsConfig
+from eps_core.config.store import MEAN, Store
 from eps_core.summaries.ball import build_ball, score_ball
 from eps_core.summaries.base import LARGEST_ESTIMATE, Score, Summary, key_norm, mean_codes
 from eps_core.summaries.box import build_box, score_box
@@ -26,57 +26,57 @@ from eps_core.summaries.pc1 import build_pc1, score_pc1
 from eps_core.summaries.rq import build_rq, score_rq
 
 
-def build_summary(config: EpsConfig, k: np.ndarray, phi: np.ndarray | None, centre: np.ndarray | None) -> Summary:
+def build_summary(store: Store, k: np.ndarray, phi: np.ndarray | None, centre: np.ndarray | None) -> Summary:
     """The summary of one full group of one kv head: k [S, D] exactly as attention reads it. phi [D, m] for jl,
     centre [D] for rq."""
     k = k.astype(np.float64)
-    dim = config.dim or 0
-    if config.method == MEAN:
+    dim = store.dim or 0
+    if store.method == MEAN:
         codes, scale = mean_codes(k.mean(axis=0))
         return {"mean": codes, "mean_scale": scale}
-    if config.method == "jl":
+    if store.method == "jl":
         assert phi is not None
         return build_jl(k, phi)
-    if config.method == "1pc":
+    if store.method == "1pc":
         return build_pc1(k)
-    if config.method == "fd":
+    if store.method == "fd":
         return build_fd(k, dim)
-    if config.method == "box":
+    if store.method == "box":
         return build_box(k.min(axis=0), k.max(axis=0), key_norm(k))
-    if config.method == "meanstd":
+    if store.method == "meanstd":
         return build_meanstd(k.mean(axis=0), k.std(axis=0))
-    if config.method == "ball":
+    if store.method == "ball":
         return build_ball(k)
-    if config.method == "moments":
+    if store.method == "moments":
         return build_moments(k, dim)
-    assert config.method == "rq" and centre is not None
-    return build_rq(k, centre, config.bits, config.seed, config.rq_bounds, bool(config.refine))
+    assert store.method == "rq" and centre is not None
+    return build_rq(k, centre, store.bits, store.seed, store.rq_bounds, store.second_bit)
 
 
 def score_summary(
-    config: EpsConfig, summary: Summary, a: np.ndarray, n: int, phi: np.ndarray | None, centre: np.ndarray | None
+    store: Store, summary: Summary, a: np.ndarray, n: int, phi: np.ndarray | None, centre: np.ndarray | None
 ) -> Score:
     """Estimate and bounds [G] of full groups of n keys for one query head: summary [G, ...], a = scale * q [D]."""
     a = a.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
-        if config.method == "jl":
+        if store.method == "jl":
             assert phi is not None
             estimate, lower, upper = score_jl(summary, a, phi)
-        elif config.method == "1pc":
+        elif store.method == "1pc":
             estimate, lower, upper = score_pc1(summary, a, n)
-        elif config.method == "fd":
+        elif store.method == "fd":
             estimate, lower, upper = score_fd(summary, a, n)
-        elif config.method == "box":
+        elif store.method == "box":
             estimate, lower, upper = score_box(summary, a, n)
-        elif config.method == "meanstd":
+        elif store.method == "meanstd":
             estimate, lower, upper = score_meanstd(summary, a)
-        elif config.method == "ball":
+        elif store.method == "ball":
             estimate, lower, upper = score_ball(summary, a, n)
-        elif config.method == "moments":
+        elif store.method == "moments":
             estimate, lower, upper = score_moments(summary, a, n)
         else:
-            assert config.method == "rq" and centre is not None
-            estimate, lower, upper = score_rq(summary, a, n, centre, config.bits, config.seed)
+            assert store.method == "rq" and centre is not None
+            estimate, lower, upper = score_rq(summary, a, n, centre, store.bits, store.seed)
     # an infinite stored scalar (key norms past float16) must loosen a bound, never turn it into NaN
     return (
         np.where(np.isfinite(estimate), estimate, LARGEST_ESTIMATE),

@@ -144,7 +144,7 @@ def step_record(
         forced = sum(int(layer.forced.sum()) for layer in output.layers) * num_heads
         bytes_kv_read = sum(layer.kv_bytes_read for layer in output.layers)
     else:
-        groups = sum(-(-length // config.S) for length in lengths)
+        groups = sum(-(-length // config.store.S) for length in lengths)
         visited = total = np.full((spec.num_layers, num_heads), groups, np.int64)
         forced = 0
     escalated = _by_head(output.layers, "escalated", lambda counts: (counts > 0).sum(axis=0))

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from eps_core.config.bytes import kv_bytes, summary_bytes, summary_group_bytes
-from eps_core.config.eps import METHODS, EpsConfig
-from eps_core.config.store import COARSE_GROUP_BLOCKS
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import COARSE_GROUP_BLOCKS, METHODS
 
 MIB = 2**20
 _PROGRESS_SECONDS = 10.0  # between lines where stderr is no terminal
@@ -61,31 +61,33 @@ def table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
 
 def describe(config: EpsConfig) -> str:
     """One line that names the method and policy with the settings that matter to them."""
-    if not config.enabled:
+    if not config.store.enabled:
         return "off: dense attention, nothing allocated"
-    method = config.method
+    method = config.store.method
     if method == "rq":
-        words = [f"{config.bits} bit{'s' if config.bits > 1 else ''}"]
-        words += [f"a second of the best {config.refine:g}"] if config.refine else []
-        words += ["with bounds"] if config.rq_bounds else []
+        words = [f"{config.store.bits} bit{'s' if config.store.bits > 1 else ''}"]
+        words += [f"a second of the best {config.read.refine:g}"] if config.read.refine else []
+        words += ["with bounds"] if config.store.rq_bounds else []
         method += f" ({', '.join(words)})"
-    elif config.dim is not None:
-        method += f" (dim {config.dim})"
+    elif config.store.dim is not None:
+        method += f" (dim {config.store.dim})"
     settings = {
-        "topk": f"budget {config.budget:g}" if config.top_pages is None else f"top-pages {config.top_pages}",
-        "share": f"tau {config.tau}",
-        "mass": f"epsilon {config.epsilon:g}",
-        "threshold": f"alpha {config.alpha:g}, top-pages {config.top_pages}",
-    }[config.policy]
-    more = f", tail mean of {config.tail_tokens} tokens" if config.tail_tokens else ""
-    more += f", certified from {config.bound_bits}-bit keys" if config.bound_bits else ""
-    more += f", strict (epsilon {config.epsilon:g})" if config.strict else ""
-    if config.head_modes is not None:
-        modes = [mode for layer in config.head_modes for mode in layer]
+        "topk": f"budget {config.read.budget:g}"
+        if config.read.top_pages is None
+        else f"top-pages {config.read.top_pages}",
+        "share": f"tau {config.read.tau}",
+        "mass": f"epsilon {config.read.epsilon:g}",
+        "threshold": f"alpha {config.read.alpha:g}, top-pages {config.read.top_pages}",
+    }[config.read.policy]
+    more = f", tail mean of {config.store.tail_tokens} tokens" if config.store.tail_tokens else ""
+    more += f", certified from {config.store.bound_bits}-bit keys" if config.store.bound_bits else ""
+    more += f", strict (epsilon {config.read.epsilon:g})" if config.read.strict else ""
+    if config.read.head_modes is not None:
+        modes = [mode for layer in config.read.head_modes for mode in layer]
         more += f", {modes.count('gate')} of {len(modes)} kv heads gated"
     return (
-        f"{method}, groups of {config.S} tokens, {config.policy} ({settings}), scope {config.scope}, "
-        f"always the first {config.first_tokens} and last {config.last_tokens} tokens{more}"
+        f"{method}, groups of {config.store.S} tokens, {config.read.policy} ({settings}), scope {config.read.scope}, "
+        f"always the first {config.read.first_tokens} and last {config.read.last_tokens} tokens{more}"
     )
 
 
@@ -170,8 +172,8 @@ def dense_json(tokens: Sequence[int], summary: dict[str, Any]) -> dict[str, Any]
 def eps_json(tokens: Sequence[int], summary: dict[str, Any], config: EpsConfig) -> dict[str, Any]:
     return {
         **dense_json(tokens, summary),
-        "method": config.method,
-        "policy": config.policy,
+        "method": config.store.method,
+        "policy": config.read.policy,
         "bytes_summary_read": summary["bytes_summary_read"],
         "pages_total": summary["pages_total"],
         "pages_visited": summary["pages_visited"],
@@ -215,18 +217,18 @@ def memory_rows(
             settings["dim"] = dim
         if method == "rq":
             settings["bits"] = bits
-        config = EpsConfig(method=method, block_size=block_size, **settings)
-        num_bytes = summary_bytes(config, num_layers, num_kv_heads, head_dim, num_tokens)
+        config = EpsConfig.of(method=method, block_size=block_size, **settings)
+        num_bytes = summary_bytes(config.store, num_layers, num_kv_heads, head_dim, num_tokens)
         rows.append(
             {
                 "kind": kind,
                 "method": method,
-                "dim": config.dim,
-                "bits": config.bits if method == "rq" else None,
-                "rq_bounds": config.rq_bounds,
-                "bound_bits": config.bound_bits,
-                "group_tokens": config.S,
-                "bytes_per_group": summary_group_bytes(config, head_dim),
+                "dim": config.store.dim,
+                "bits": config.store.bits if method == "rq" else None,
+                "rq_bounds": config.store.rq_bounds,
+                "bound_bits": config.store.bound_bits,
+                "group_tokens": config.store.S,
+                "bytes_per_group": summary_group_bytes(config.store, head_dim),
                 "summary_bytes": num_bytes,
                 "summary_mib": num_bytes / MIB,
                 "share_of_kv": num_bytes / dense,

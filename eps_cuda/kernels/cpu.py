@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eps_core.config.eps import EpsConfig
+from eps_core.config.store import Store
 from eps_core.cpu import kernels, write
 from eps_core.gate.protocol import Scores, Selection
+from eps_core.paging.where import Where
 from eps_cuda.cache import Cache
 from eps_cuda.summaries.base import near16
 
@@ -56,9 +57,9 @@ def _listed(selection: Selection) -> tuple[np.ndarray, np.ndarray]:
 
 
 @torch.inference_mode()
-def score(cache: Cache, layer: int, q: Tensor, table: np.ndarray, lengths: np.ndarray) -> Scores | None:
+def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores | None:
     """See `score.score`."""
-    scored = kernels.score(cache, layer, _host(q.float()), table, lengths, _host, _run)
+    scored = kernels.score(cache, layer, _host(q.float()), where, _host, _run)
     if scored is None:
         return None
     estimate, lower, upper, num_missing, slack = scored
@@ -68,9 +69,9 @@ def score(cache: Cache, layer: int, q: Tensor, table: np.ndarray, lengths: np.nd
 
 
 @torch.inference_mode()
-def select(config: EpsConfig, scores: Scores, lengths: np.ndarray, layer: int = 0) -> Selection | None:
+def select(scores: Scores, where: Where, layer: int = 0) -> Selection | None:
     """See `selection.select`."""
-    chosen = kernels.select(config, _host(scores.estimate), scores.num_missing, lengths, layer, _run)
+    chosen = kernels.select(where, _host(scores.estimate), scores.num_missing, layer, _run)
     if chosen is None:
         return None
     groups, counts, uniform, forced, visit = chosen
@@ -78,46 +79,38 @@ def select(config: EpsConfig, scores: Scores, lengths: np.ndarray, layer: int = 
 
 
 @torch.inference_mode()
-def attend(
-    cache: Cache, layer: int, q: Tensor, table: np.ndarray, lengths: np.ndarray, selection: Selection | None
-) -> State:
+def attend(cache: Cache, layer: int, q: Tensor, where: Where, selection: Selection | None) -> State:
     """See `attention.attend`."""
     listed = None if selection is None else _listed(selection)
-    out, lse = kernels.attend(cache, layer, _host(q.float()), table, lengths, listed, _host, _run)
+    out, lse = kernels.attend(cache, layer, _host(q.float()), where, listed, _host, _run)
     return torch.from_numpy(out).to(q.dtype), torch.from_numpy(lse)
 
 
 @torch.inference_mode()
-def attend_tail(
-    cache: Cache, layer: int, table: np.ndarray, lengths: np.ndarray, scores: Scores, selection: Selection, lse: Tensor
-) -> State:
+def attend_tail(cache: Cache, layer: int, where: Where, scores: Scores, selection: Selection, lse: Tensor) -> State:
     """See `attention.attend_tail`."""
     out, tail = kernels.attend_tail(
-        cache, layer, table, lengths, _host(scores.estimate), _listed(selection), _host(lse), _host, _run
+        cache, layer, where, _host(scores.estimate), _listed(selection), _host(lse), _host, _run
     )
     return torch.from_numpy(out), torch.from_numpy(tail)
 
 
 @torch.inference_mode()
-def build_summary(config: EpsConfig, constants: dict[str, Tensor], k: Tensor) -> dict[str, Tensor] | None:
+def build_summary(store: Store, constants: dict[str, Tensor], k: Tensor) -> dict[str, Tensor] | None:
     """See `summaries.build_summary`: k [F, Hkv, S, D]. Covers rq of one bit without bounds."""
-    if config.method != "rq" or config.bits != 1 or config.rq_bounds:
+    if store.method != "rq" or store.bits != 1 or store.rq_bounds:
         return None
     keys, centre, signs = (_host(x.float()) for x in (k, constants["centre"], constants["signs"]))
-    summary = write.build_rq(keys, centre, signs, bool(config.refine))
+    summary = write.build_rq(keys, centre, signs, store.second_bit)
     arrays = {name: torch.from_numpy(array) for name, array in summary.items()}
     return {name: near16(x) if x.dtype == torch.float32 else x for name, x in arrays.items()}
 
 
 @torch.inference_mode()
-def add_tail(
-    cache: Cache, layer: int, table: np.ndarray, lengths: np.ndarray, scores: Scores, selection: Selection, state: State
-) -> State:
+def add_tail(cache: Cache, layer: int, where: Where, scores: Scores, selection: Selection, state: State) -> State:
     """See `attention.add_tail`."""
     out, lse = state
-    tail = kernels.attend_tail(
-        cache, layer, table, lengths, _host(scores.estimate), _listed(selection), _host(lse), _host, _run
-    )
+    tail = kernels.attend_tail(cache, layer, where, _host(scores.estimate), _listed(selection), _host(lse), _host, _run)
     whole, whole_lse = kernels.merge(_host(out.float()), _host(lse), *tail)
     return torch.from_numpy(whole).to(out.dtype), torch.from_numpy(whole_lse)
 

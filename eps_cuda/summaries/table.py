@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from eps_core.config.eps import MEAN, EpsConfig
+from eps_core.config.store import MEAN, Store
 from eps_core.summaries.base import LARGEST_ESTIMATE
 from eps_cuda.summaries.ball import build_ball, score_ball
 from eps_cuda.summaries.base import Score, Summary, _key_norm, mean_codes
@@ -18,51 +18,51 @@ from eps_cuda.summaries.pc1 import build_pc1, score_pc1
 from eps_cuda.summaries.rq import build_rq, score_rq
 
 
-def build_summary(config: EpsConfig, constants: Summary, k: Tensor) -> Summary:
+def build_summary(store: Store, constants: Summary, k: Tensor) -> Summary:
     """The summaries of full groups: k [.., Hkv, S, D] in cache dtype -> stored arrays [.., Hkv, fields]."""
     k = k.float()
-    dim = config.dim or 0
-    if config.method == "oracle":
+    dim = store.dim or 0
+    if store.method == "oracle":
         return {}
-    if config.method == MEAN:
+    if store.method == MEAN:
         codes, scale = mean_codes(k.mean(dim=-2))
         return {"mean": codes, "mean_scale": scale}
-    if config.method == "jl":
+    if store.method == "jl":
         return build_jl(k, constants["phi"])
-    if config.method == "1pc":
+    if store.method == "1pc":
         return build_pc1(k)
-    if config.method == "fd":
+    if store.method == "fd":
         return build_fd(k, dim)
-    if config.method == "box":
+    if store.method == "box":
         return build_box(k.amin(dim=-2), k.amax(dim=-2), _key_norm(k))
-    if config.method == "meanstd":
+    if store.method == "meanstd":
         return build_meanstd(k.mean(dim=-2), torch.sqrt(k.var(dim=-2, correction=0)))
-    if config.method == "ball":
+    if store.method == "ball":
         return build_ball(k)
-    if config.method == "moments":
+    if store.method == "moments":
         return build_moments(k, dim)
-    return build_rq(k, constants["centre"], constants["signs"], config.bits, config.rq_bounds, bool(config.refine))
+    return build_rq(k, constants["centre"], constants["signs"], store.bits, store.rq_bounds, store.second_bit)
 
 
-def score_summary(config: EpsConfig, constants: Summary, summary: Summary, a: Tensor) -> Score:
+def score_summary(store: Store, constants: Summary, summary: Summary, a: Tensor) -> Score:
     """Estimate and bounds [B, Hkv, R, G] of full groups: summary [B, Hkv, G, ..], a = scale * q [B, Hkv, R, D]."""
-    n = config.S
-    if config.method == "jl":
+    n = store.S
+    if store.method == "jl":
         estimate, lower, upper = score_jl(summary, a, constants)
-    elif config.method == "1pc":
+    elif store.method == "1pc":
         estimate, lower, upper = score_pc1(summary, a, n)
-    elif config.method == "fd":
+    elif store.method == "fd":
         estimate, lower, upper = score_fd(summary, a, n)
-    elif config.method == "box":
+    elif store.method == "box":
         estimate, lower, upper = score_box(summary, a, n)
-    elif config.method == "meanstd":
+    elif store.method == "meanstd":
         estimate, lower, upper = score_meanstd(summary, a)
-    elif config.method == "ball":
+    elif store.method == "ball":
         estimate, lower, upper = score_ball(summary, a, n)
-    elif config.method == "moments":
+    elif store.method == "moments":
         estimate, lower, upper = score_moments(summary, a, n)
     else:
-        estimate, lower, upper = score_rq(summary, a, n, constants, config.bits)
+        estimate, lower, upper = score_rq(summary, a, n, constants, store.bits)
     # an infinite stored scalar (key norms past float16) must loosen a bound, never turn it into NaN
     return (
         torch.where(torch.isfinite(estimate), estimate, LARGEST_ESTIMATE),

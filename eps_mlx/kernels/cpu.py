@@ -10,9 +10,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from eps_core.config.eps import EpsConfig
+from eps_core.config.store import Store
 from eps_core.cpu import kernels, write
 from eps_core.gate.protocol import Scores, Selection
+from eps_core.paging.where import Where
 from eps_mlx.cache import Cache
 from eps_mlx.summaries.base import near16
 
@@ -39,10 +40,10 @@ def _listed(selection: Selection) -> tuple[np.ndarray, np.ndarray]:
     return _host(selection.groups), _host(selection.counts)
 
 
-def score(cache: Cache, layer: int, q: mx.array, table: np.ndarray, lengths: np.ndarray) -> Scores | None:
+def score(cache: Cache, layer: int, q: mx.array, where: Where) -> Scores | None:
     """See `score.score`."""
     with mx.stream(cache.stream):
-        scored = kernels.score(cache, layer, _host(q.astype(mx.float32)), table, lengths, _host, _run)
+        scored = kernels.score(cache, layer, _host(q.astype(mx.float32)), where, _host, _run)
         if scored is None:
             return None
         estimate, lower, upper, num_missing, slack = scored
@@ -51,30 +52,27 @@ def score(cache: Cache, layer: int, q: mx.array, table: np.ndarray, lengths: np.
         )
 
 
-def select(config: EpsConfig, scores: Scores, lengths: np.ndarray, layer: int = 0) -> Selection | None:
+def select(scores: Scores, where: Where, layer: int = 0) -> Selection | None:
     """See `selection.select`."""
-    chosen = kernels.select(config, _host(scores.estimate), scores.num_missing, lengths, layer, _run)
+    chosen = kernels.select(where, _host(scores.estimate), scores.num_missing, layer, _run)
     if chosen is None:
         return None
     groups, counts, uniform, forced, visit = chosen
     return Selection(mx.array(groups), mx.array(counts), uniform, forced, visit=mx.array(visit))
 
 
-def attend(
-    cache: Cache, layer: int, q: mx.array, table: np.ndarray, lengths: np.ndarray, selection: Selection | None
-) -> State:
+def attend(cache: Cache, layer: int, q: mx.array, where: Where, selection: Selection | None) -> State:
     """See `attention.attend`."""
     with mx.stream(cache.stream):
         listed = None if selection is None else _listed(selection)
-        out, lse = kernels.attend(cache, layer, _host(q.astype(mx.float32)), table, lengths, listed, _host, _run)
+        out, lse = kernels.attend(cache, layer, _host(q.astype(mx.float32)), where, listed, _host, _run)
         return mx.array(out).astype(q.dtype), mx.array(lse)
 
 
 def attend_tail(
     cache: Cache,
     layer: int,
-    table: np.ndarray,
-    lengths: np.ndarray,
+    where: Where,
     scores: Scores,
     selection: Selection,
     lse: mx.array,
@@ -82,29 +80,27 @@ def attend_tail(
     """See `attention.attend_tail`."""
     with mx.stream(cache.stream):
         out, tail = kernels.attend_tail(
-            cache, layer, table, lengths, _host(scores.estimate), _listed(selection), _host(lse), _host, _run
+            cache, layer, where, _host(scores.estimate), _listed(selection), _host(lse), _host, _run
         )
         return mx.array(out), mx.array(tail)
 
 
-def build_summary(config: EpsConfig, constants: dict[str, mx.array], k: mx.array) -> dict[str, mx.array] | None:
+def build_summary(store: Store, constants: dict[str, mx.array], k: mx.array) -> dict[str, mx.array] | None:
     """See `summaries.build_summary`: k [F, Hkv, S, D]. Covers rq of one bit without bounds."""
-    if config.method != "rq" or config.bits != 1 or config.rq_bounds:
+    if store.method != "rq" or store.bits != 1 or store.rq_bounds:
         return None
     keys, centre, signs = (_host(x.astype(mx.float32)) for x in (k, constants["centre"], constants["signs"]))
-    summary = write.build_rq(keys, centre, signs, bool(config.refine))
+    summary = write.build_rq(keys, centre, signs, store.second_bit)
     arrays = {name: mx.array(array) for name, array in summary.items()}
     return {name: near16(x) if x.dtype == mx.float32 else x for name, x in arrays.items()}
 
 
-def add_tail(
-    cache: Cache, layer: int, table: np.ndarray, lengths: np.ndarray, scores: Scores, selection: Selection, state: State
-) -> State:
+def add_tail(cache: Cache, layer: int, where: Where, scores: Scores, selection: Selection, state: State) -> State:
     """See `attention.add_tail`."""
     out, lse = state
     with mx.stream(cache.stream):
         tail = kernels.attend_tail(
-            cache, layer, table, lengths, _host(scores.estimate), _listed(selection), _host(lse), _host, _run
+            cache, layer, where, _host(scores.estimate), _listed(selection), _host(lse), _host, _run
         )
         whole, whole_lse = kernels.merge(_host(out.astype(mx.float32)), _host(lse), *tail)
         return mx.array(whole).astype(out.dtype), mx.array(whole_lse)

@@ -9,14 +9,11 @@ the masks of other policies, of scope union and of head modes come from array op
 (`listing`). Attention and tails have kernels whatever was chosen; writes have none.
 """
 
-from dataclasses import dataclass
-
 import mlx.core as mx
 import numpy as np
 
-from eps_core.config.eps import EpsConfig
 from eps_core.gate.protocol import Scores, Selection
-from eps_core.paging.where import budget, forced_groups, missing_groups
+from eps_core.paging.where import Where
 from eps_mlx.cache import Cache
 from eps_mlx.kernels import attend as attend_kernels
 from eps_mlx.kernels import score as score_kernels
@@ -29,24 +26,13 @@ from eps_mlx.summaries.rq import rotate
 State = tuple[mx.array, mx.array]
 
 
-@dataclass(frozen=True)
-class Where:
-    """Where the tokens of a step lie, on the host and the device: table [B, M], lengths [B] int32."""
-
-    host_table: np.ndarray
-    host_lengths: np.ndarray
-    table: mx.array
-    lengths: mx.array
-
-
-def where(cache: Cache, table: np.ndarray, lengths: np.ndarray) -> Where:
-    """The device's copies, made once a step: every layer asks with the same numbers."""
-    kept = cache.where
-    if kept is not None and np.array_equal(kept.host_table, table) and np.array_equal(kept.host_lengths, lengths):
-        return kept
-    table, lengths = np.array(table, np.int32), np.array(lengths, np.int64)
-    cache.where = Where(table, lengths, mx.array(table), mx.array(lengths.astype(np.int32)))
-    return cache.where
+def on_device(cache: Cache, where: Where) -> tuple[mx.array, mx.array]:
+    """The step's table [B, M] and lengths [B] int32 on the device, copied once a step."""
+    key = "device", cache.device
+    if key not in where.kept:
+        where.kept[key] = mx.array(where.table), mx.array(where.lengths.astype(np.int32))
+    placed: tuple[mx.array, mx.array] = where.kept[key]
+    return placed
 
 
 def rotation(cache: Cache) -> mx.array:
@@ -56,22 +42,23 @@ def rotation(cache: Cache) -> mx.array:
     return cache.rotation
 
 
-def score(cache: Cache, layer: int, q: mx.array, table: np.ndarray, lengths: np.ndarray) -> Scores | None:
-    config = cache.config
-    covers_rq = config.method == "rq" and not config.rq_bounds and cache.centre[layer] is not None
-    if config.method != "meanstd" and not covers_rq:
+def score(cache: Cache, layer: int, q: mx.array, where: Where) -> Scores | None:
+    store = cache.store
+    covers_rq = store.method == "rq" and not store.rq_bounds and cache.centre[layer] is not None
+    if store.method != "meanstd" and not covers_rq:
         return None
-    missing = missing_groups(config, cache.state[layer], table, lengths, can_encode=True)
-    num_missing = (missing & ~forced_groups(config, lengths, missing.shape[1])).sum(axis=1)
+    num_missing = where.num_missing(cache.state[layer])
     with mx.stream(cache.stream):
-        place = where(cache, table, lengths)
-        if config.method == "meanstd":
+        table, lengths = on_device(cache, where)
+        if store.method == "meanstd":
             estimate = score_meanstd(
-                q, cache.summaries[layer], cache.valid[layer], place.table, place.lengths, group_tokens=config.S
+                q, cache.summaries[layer], cache.valid[layer], table, lengths, group_tokens=store.S
             )
         else:
-            refined = np.array([config.refined_groups(int(length)) for length in lengths], np.int32)
-            estimate = estimates(cache, layer, q, place.table, place.lengths, mx.array(refined), int(refined.max()))
+            refined = where.refined
+            estimate = estimates(
+                cache, layer, q, table, lengths, mx.array(refined.astype(np.int32)), int(refined.max())
+            )
     return Scores(estimate, None, None, num_missing, kernels=cache.kernels)
 
 
@@ -80,32 +67,33 @@ def estimates(
 ) -> mx.array:
     """[B, Hkv, G] of rq: q [B, Hq, D], table [B, M], lengths [B], refined [B] groups whose second bit is read, at most
     `most_refined`."""
-    config, summary, centre = cache.config, cache.summaries[layer], cache.centre[layer]
+    store, summary, centre = cache.store, cache.summaries[layer], cache.centre[layer]
     assert centre is not None
     turned, offset = score_kernels.turn_queries(q, rotation(cache), centre)
     estimate = score_kernels.score_rq(
         turned, offset, summary["codes"], summary["scale"], cache.valid[layer], table, lengths,
-        group_tokens=config.S, bits=config.bits,
+        group_tokens=store.S, bits=store.bits,
     )  # fmt: skip
-    if config.refine:
+    if store.second_bit:
         best, counts = select_kernels.select_best(estimate, refined, width=max(most_refined, 1))
         estimate = score_kernels.refine_rq(
             turned, offset, summary["codes"], summary["second"], summary["second_scale"], table, estimate, best, counts,
-            group_tokens=config.S,
+            group_tokens=store.S,
         )  # fmt: skip
     return estimate
 
 
-def select(config: EpsConfig, scores: Scores, lengths: np.ndarray, layer: int) -> Selection | None:
-    if config.policy != "topk" or config.scope != "kv-head" or config.head_modes:
+def select(scores: Scores, where: Where, layer: int) -> Selection | None:
+    config, read = where.config, where.config.read
+    if read.policy != "topk" or read.scope != "kv-head" or read.head_modes:
         return None
-    forced = forced_groups(config, lengths, scores.estimate.shape[-1]).sum(axis=1)
+    forced = where.num_forced
     forced = forced + np.asarray(scores.num_missing, np.int64)
-    uniform = budget(config, forced, lengths)
+    uniform = where.budget(forced)
     groups, counts, visit = select_kernels.select_topk(
-        scores.estimate, mx.array(uniform.astype(np.int32)), mx.array(lengths.astype(np.int32)),
-        group_tokens=config.S, first_tokens=config.first_tokens, last_tokens=config.last_tokens,
-        min_context=config.min_context, width=max(int(uniform.max()), 1),
+        scores.estimate, mx.array(uniform.astype(np.int32)), mx.array(where.lengths.astype(np.int32)),
+        group_tokens=config.store.S, first_tokens=config.read.first_tokens, last_tokens=config.read.last_tokens,
+        min_context=config.read.min_context, width=max(int(uniform.max()), 1),
     )  # fmt: skip
     return Selection(groups, counts, uniform, forced, visit=visit.astype(mx.bool_))
 
@@ -115,13 +103,11 @@ def listing(visit: mx.array, width: int) -> tuple[mx.array, mx.array]:
     return select_kernels.compact(visit, width=width)
 
 
-def attend(
-    cache: Cache, layer: int, q: mx.array, table: np.ndarray, lengths: np.ndarray, selection: Selection | None
-) -> State | None:
-    spec, size = cache.spec, cache.config.S
+def attend(cache: Cache, layer: int, q: mx.array, where: Where, selection: Selection | None) -> State | None:
+    spec, size = cache.spec, cache.store.S
     listed = counts = None
     if selection is None:
-        cache.count_read(int(lengths.sum()) * spec.num_kv_heads * spec.kv_token_bytes)
+        cache.count_read(int(where.lengths.sum()) * spec.num_kv_heads * spec.kv_token_bytes)
     else:
         listed, counts = selection.groups, selection.counts
         if selection.uniform is not None:
@@ -129,17 +115,16 @@ def attend(
         else:
             cache.count_groups(counts.sum(), size * spec.kv_token_bytes)
     with mx.stream(cache.stream):
-        place = where(cache, table, lengths)
+        table, lengths = on_device(cache, where)
         return attend_kernels.attend_groups(
-            q, cache.k[layer], cache.v[layer], place.table, place.lengths, listed, counts, group_tokens=size
+            q, cache.k[layer], cache.v[layer], table, lengths, listed, counts, group_tokens=size
         )
 
 
 def attend_tail(
     cache: Cache,
     layer: int,
-    table: np.ndarray,
-    lengths: np.ndarray,
+    where: Where,
     scores: Scores,
     selection: Selection,
     lse: mx.array,
@@ -148,9 +133,9 @@ def attend_tail(
     assert inner is not None
     fields = inner.summaries[layer]
     with mx.stream(cache.stream):
-        place = where(cache, table, lengths)
+        table, lengths = on_device(cache, where)
         return tail_kernels.attend_tail(
             scores.estimate, visit_mask(selection, scores.estimate.shape[-1]), lse, fields["mean"],
-            fields["mean_scale"], inner.valid[layer], place.table, place.lengths, group_tokens=cache.config.S,
-            tail_tokens=cache.config.tail_tokens,
+            fields["mean_scale"], inner.valid[layer], table, lengths, group_tokens=cache.store.S,
+            tail_tokens=cache.store.tail_tokens,
         )  # fmt: skip

@@ -4,7 +4,7 @@ import math
 
 import mlx.core as mx
 
-from eps_core.config.eps import MEAN, EpsConfig
+from eps_core.config.store import MEAN, Store
 from eps_core.summaries.base import LARGEST_ESTIMATE
 from eps_mlx.summaries.ball import build_ball, score_ball
 from eps_mlx.summaries.base import Score, Summary, _key_norm, mean_codes
@@ -17,51 +17,51 @@ from eps_mlx.summaries.pc1 import build_pc1, score_pc1
 from eps_mlx.summaries.rq import build_rq, score_rq
 
 
-def build_summary(config: EpsConfig, constants: Summary, k: mx.array) -> Summary:
+def build_summary(store: Store, constants: Summary, k: mx.array) -> Summary:
     """The summaries of full groups: k [.., Hkv, S, D] in cache dtype -> stored arrays [.., Hkv, fields]."""
     k = k.astype(mx.float32)
-    dim = config.dim or 0
-    if config.method == "oracle":
+    dim = store.dim or 0
+    if store.method == "oracle":
         return {}
-    if config.method == MEAN:
+    if store.method == MEAN:
         codes, scale = mean_codes(k.mean(axis=-2))
         return {"mean": codes, "mean_scale": scale}
-    if config.method == "jl":
+    if store.method == "jl":
         return build_jl(k, constants["phi"])
-    if config.method == "1pc":
+    if store.method == "1pc":
         return build_pc1(k)
-    if config.method == "fd":
+    if store.method == "fd":
         return build_fd(k, dim)
-    if config.method == "box":
+    if store.method == "box":
         return build_box(k.min(axis=-2), k.max(axis=-2), _key_norm(k))
-    if config.method == "meanstd":
+    if store.method == "meanstd":
         return build_meanstd(k.mean(axis=-2), mx.sqrt(k.var(axis=-2)))
-    if config.method == "ball":
+    if store.method == "ball":
         return build_ball(k)
-    if config.method == "moments":
+    if store.method == "moments":
         return build_moments(k, dim)
-    return build_rq(k, constants["centre"], constants["signs"], config.bits, config.rq_bounds, bool(config.refine))
+    return build_rq(k, constants["centre"], constants["signs"], store.bits, store.rq_bounds, store.second_bit)
 
 
-def score_summary(config: EpsConfig, constants: Summary, summary: Summary, a: mx.array) -> Score:
+def score_summary(store: Store, constants: Summary, summary: Summary, a: mx.array) -> Score:
     """Estimate and bounds [B, Hkv, R, G] of full groups: summary [B, Hkv, G, ..], a = scale * q [B, Hkv, R, D]."""
-    n = config.S
-    if config.method == "jl":
+    n = store.S
+    if store.method == "jl":
         estimate, lower, upper = score_jl(summary, a, constants)
-    elif config.method == "1pc":
+    elif store.method == "1pc":
         estimate, lower, upper = score_pc1(summary, a, n)
-    elif config.method == "fd":
+    elif store.method == "fd":
         estimate, lower, upper = score_fd(summary, a, n)
-    elif config.method == "box":
+    elif store.method == "box":
         estimate, lower, upper = score_box(summary, a, n)
-    elif config.method == "meanstd":
+    elif store.method == "meanstd":
         estimate, lower, upper = score_meanstd(summary, a)
-    elif config.method == "ball":
+    elif store.method == "ball":
         estimate, lower, upper = score_ball(summary, a, n)
-    elif config.method == "moments":
+    elif store.method == "moments":
         estimate, lower, upper = score_moments(summary, a, n)
     else:
-        estimate, lower, upper = score_rq(summary, a, n, constants, config.bits)
+        estimate, lower, upper = score_rq(summary, a, n, constants, store.bits)
     # an infinite stored scalar (key norms past float16) must loosen a bound, never turn it into NaN
     return (
         mx.where(mx.isfinite(estimate), estimate, LARGEST_ESTIMATE),

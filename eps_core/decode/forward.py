@@ -1,0 +1,180 @@
+"""The decoder: one forward pass over any backend's arithmetic, and one gated layer (`gate.attend_layer`) in it.
+
+Two attentions: dense and causal for a prefill chunk, gated for a decode step. A step waits for the device once, when
+its logits go to the host.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from eps_core.config.eps import EpsConfig
+from eps_core.config.read import Read
+from eps_core.decode.model import ModelSpec
+from eps_core.gate.attend import LayerRead, attend_layer, collect
+from eps_core.gate.protocol import Array, Backend
+from eps_core.gate.stats import StepOutput
+from eps_core.paging.where import Where
+
+
+class Arithmetic(Protocol):
+    """A backend's part of a loaded model: weights, and what is done to them. Letters as in `gate.protocol`."""
+
+    spec: ModelSpec
+    dtype: str
+    device: str
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Where all of a call runs: a stream, inference mode."""
+        ...
+
+    def embed(self, tokens: np.ndarray) -> Array:
+        """[N, hidden] of tokens [N]."""
+        ...
+
+    def rotation(self, positions: np.ndarray) -> Any:
+        """What `project` turns q and k by at positions [N]; made once a call, for all layers."""
+        ...
+
+    def project(self, layer: int, x: Array, turn: Any) -> tuple[Array, Array, Array]:
+        """q [N, Hq, D], k, v [N, Hkv, D] of x [N, hidden], as attention reads them: normed and rotated."""
+        ...
+
+    def add_attention(self, layer: int, x: Array, out: Array) -> Array:
+        """The residual stream [N, hidden] after attention's out [N, Hq, D]."""
+        ...
+
+    def feed_forward(self, layer: int, x: Array) -> Array:
+        """The residual stream [N, hidden] after the layer's feed-forward block."""
+        ...
+
+    def logits(self, x: Array) -> Array:
+        """[N, V] float32 of x [N, hidden]."""
+        ...
+
+    def whole_step(
+        self, cache: Any, tokens: np.ndarray, slots: np.ndarray, where: Where, gated: bool
+    ) -> tuple[Any, StepOutput] | None:
+        """A decode step as one piece (a CUDA graph), or None, and nothing done, where there is none."""
+        ...
+
+
+class Decoder:
+    """A loaded model on a backend. Calls return the cache, which the caller must rebind."""
+
+    def __init__(self, eps: Backend, model: Arithmetic) -> None:
+        self.eps, self.model, self.spec, self.device = eps, model, model.spec, model.device
+        self.timing = False  # whether step() fills prepass_ms and attention_ms, at the cost of three waits a layer
+        # where set, called by step() in every layer with (layer, q [B, Hq, D] unscaled, as attention uses it)
+        self.tap: Callable[[int, Array], None] | None = None
+
+    def prefill(
+        self, cache: Any, tokens: np.ndarray, slots: np.ndarray, table: np.ndarray, length: int
+    ) -> tuple[Any, np.ndarray]:
+        """Dense attention of one sequence's next chunk: tokens [N], their slots [N], table [M], `length` tokens in all
+        once the chunk is written. Returns the logits after the last token, [V] float32."""
+        eps, model = self.eps, self.model
+        self._check_tokens(tokens)
+        with model.scope():
+            x, turn = model.embed(tokens), model.rotation(np.arange(length - len(tokens), length))
+            for layer in range(self.spec.num_layers):
+                q, k, v = model.project(layer, x, turn)
+                cache = eps.write_kv(cache, layer, k, v, slots)
+                out = eps.attend_chunk(cache, q, *eps.read_kv(cache, layer, table, length))
+                x = model.feed_forward(layer, model.add_attention(layer, x, out))
+            _, (logits,) = collect(eps, cache, [], model.logits(x[-1:]))
+            eps.check_finite(cache)
+        return cache, logits[0]
+
+    def step(
+        self,
+        cache: Any,
+        tokens: np.ndarray,
+        slots: np.ndarray,
+        table: np.ndarray,
+        lengths: np.ndarray,
+        read: Read | None = None,
+        audit: bool = False,
+    ) -> tuple[Any, StepOutput]:
+        """One token of each of B sequences: tokens [B], slots [B], table [B, M] (padding -1), lengths [B] that count
+        the new token. Gated as `read` says; dense without it, or where the cache keeps no summaries (which follow every
+        write all the same). `audit` attends densely in addition: true skipped masses and dense logits; its reads are
+        counted nowhere. It needs at least one token before the new one."""
+        eps, model, spec = self.eps, self.model, self.spec
+        self._check_tokens(tokens)
+        gated = read is not None and cache.store.enabled
+        if gated:
+            assert read is not None
+            where = Where.of(EpsConfig(cache.store, read), table, lengths)
+        else:
+            where = Where.dense(cache.store, table, lengths)
+        if not audit and not self.timing and self.tap is None:
+            done = model.whole_step(cache, tokens, slots, where, gated)
+            if done is not None:
+                return done
+        reads: list[LayerRead] = []
+        clock = self._clock if self.timing else None
+        with model.scope():
+            dense_logits = self._dense_logits(cache, tokens, where) if audit else None
+            x, turn = model.embed(tokens), model.rotation(where.lengths - 1)
+            for layer in range(spec.num_layers):
+                q, k, v = model.project(layer, x, turn)
+                cache = eps.write_kv(cache, layer, k, v, slots)
+                if self.tap is not None:
+                    self.tap(layer, q)
+                if gated:
+                    out, one = attend_layer(eps, cache, layer, q, where, audit, clock)
+                    reads.append(one)
+                else:
+                    out, _ = eps.attend(cache, layer, q, where, None)
+                x = model.feed_forward(layer, model.add_attention(layer, x, out))
+            layers, (logits,) = collect(eps, cache, reads, model.logits(x))
+            eps.check_finite(cache)
+        return cache, StepOutput(logits, layers, self._fallbacks(where) if gated else {}, dense_logits)
+
+    def _fallbacks(self, where: Where) -> dict[str, int]:
+        """reason -> layer calls of a gated step that attended densely."""
+        read, num_layers = where.config.read, self.spec.num_layers
+        dense_layers = sum(read.dense_layer(layer) for layer in range(num_layers))
+        found = {
+            "min_context": int((where.lengths < read.min_context).sum()) * num_layers,
+            "dense_layer": dense_layers * len(where.lengths),
+        }
+        return {reason: calls for reason, calls in found.items() if calls}
+
+    def _dense_logits(self, cache: Any, tokens: np.ndarray, where: Where) -> np.ndarray:
+        """Logits [B, V] of a dense step of the new tokens, whose K and V are merged in instead of written. Computed at
+        once: a pending reader would hold the cache's old buffers through the next write."""
+        eps, model, kv_bytes = self.eps, self.model, cache.kv_bytes_read
+        x, turn = model.embed(tokens), model.rotation(where.lengths - 1)
+        before = Where.dense(cache.store, where.table, where.lengths - 1)
+        for layer in range(self.spec.num_layers):
+            q, k, v = model.project(layer, x, turn)
+            earlier = eps.attend(cache, layer, q, before, None)
+            out, _ = eps.merge(earlier, eps.attend_own(cache, q, k, v))
+            x = model.feed_forward(layer, model.add_attention(layer, x, out))
+        cache.kv_bytes_read = kv_bytes
+        _, (logits,) = collect(eps, cache, [], model.logits(x))
+        return logits  # type: ignore[no-any-return]
+
+    def _clock(self, cache: Any, *arrays: Array) -> float:
+        """Now, once everything so far is computed."""
+        self.eps.wait(cache, *arrays)
+        return time.perf_counter()
+
+    def _check_tokens(self, tokens: np.ndarray) -> None:
+        if len(tokens) and not 0 <= int(np.min(tokens)) <= int(np.max(tokens)) < self.spec.vocab_size:
+            raise ValueError(
+                f"tokens run from {np.min(tokens)} to {np.max(tokens)}: the vocabulary has 0 to "
+                f"{self.spec.vocab_size - 1}"
+            )
+
+
+def load_decoder(eps: Backend, path: Path, spec: ModelSpec, dtype: str = "float32", device: str = "auto") -> Decoder:
+    """The decoder of a Hugging Face directory. Raises ConfigError for an absent device or an unknown dtype before any
+    weight is read."""
+    return Decoder(eps, eps.load_model(path, spec, dtype, device))

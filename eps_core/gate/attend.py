@@ -1,0 +1,116 @@
+"""The gated layer, written once for every backend: score, select, attend, bound, escalate, certify, add the tail.
+
+Neither model nor sampling nor waiting belongs here: an engine's hook calls `attend_layer` with its own queries, and
+`collect` once a step, which waits for the device once. Strict and bounds alone may ask the device in between.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from eps_core.config.bytes import scoring_bytes
+from eps_core.gate.protocol import Array, Backend, Selection
+from eps_core.gate.stats import LayerStats
+from eps_core.paging.where import Where
+
+Clock = Callable[..., float]  # (cache, *arrays) -> seconds, once the arrays are computed
+
+
+@dataclass
+class LayerRead:
+    """What one layer read: what the host knows, and by field of `LayerStats` what is still on the device."""
+
+    stats: LayerStats
+    tile_bytes: int  # K and V of a group, which is read whole
+    pending: dict[str, Array] = field(default_factory=dict)
+    selection: Selection | None = None  # what was visited, strict's additions too; None: everything
+
+
+def attend_layer(
+    eps: Backend, cache: Any, layer: int, q: Array, where: Where, audit: bool = False, clock: Clock | None = None
+) -> tuple[Array, LayerRead]:
+    """(out [B, Hq, D] in q's dtype, what was read) of one layer's gated attention of q [B, Hq, D], unscaled, as `where`
+    says. K and V of the step are in `cache` already.
+
+    Where every group would be read (`Where.reads_all`) nothing is scored. `audit` reads everything in addition, for the
+    true share that was left out; its bytes are counted nowhere. `clock` times pre-pass and attention, at the cost of a
+    wait each."""
+    config, store, spec = where.config, cache.store, cache.spec
+    batch, kv_heads = len(where.lengths), spec.num_kv_heads
+    stats = LayerStats(
+        counts=np.repeat(where.ends[:, None], kv_heads, axis=1),
+        groups=where.ends,
+        forced=np.zeros(batch, np.int64),
+        mass_skipped_est=np.zeros((batch, kv_heads)),
+        kv_bytes_read=0,
+        summary_bytes_read=0,
+        prepass_ms=None,
+        attention_ms=None,
+    )
+    read = LayerRead(stats, store.S * spec.kv_token_bytes)
+    pending = read.pending
+    started = selected = None if clock is None else clock(cache, q)
+    if where.reads_all(layer):
+        if not config.read.dense_layer(layer):
+            stats.forced = where.num_forced
+        stats.kv_bytes_read = int(where.lengths.sum()) * kv_heads * spec.kv_token_bytes
+        with eps.span("eps.attention", cache):
+            out, lse = eps.attend(cache, layer, q, where, None)
+        whole = out
+        if store.has_bounds:
+            stats.mass_skipped_cert = stats.output_error_cert = np.zeros((batch, kv_heads))
+    else:
+        with eps.span("eps.prepass", cache):
+            scores = eps.score(cache, layer, q, where)
+            selection = eps.select(scores, where, layer)
+        selected = None if clock is None else clock(cache, selection.groups, selection.counts)
+        with eps.span("eps.attention", cache):
+            out, lse = eps.attend(cache, layer, q, where, selection)
+            bound_bytes = cache.bound_bytes_read
+            if store.has_bounds:
+                scores = eps.bounds(cache, layer, q, where, scores, selection)
+            if config.read.strict:
+                extra, selection = eps.escalate(config.read, scores, selection, lse)
+                out, lse = eps.merge((out, lse), eps.attend(cache, layer, q, where, extra))
+                pending["escalated"] = extra.counts
+            if store.has_bounds:
+                certificate = eps.certify(cache, layer, scores, selection, out, lse)
+                pending["mass_skipped_cert"] = certificate.mass
+                pending["output_error_cert"] = certificate.error
+            whole = out
+            if store.tail_tokens:
+                whole, _ = eps.add_tail(cache, layer, where, scores, selection, (out, lse))
+                if store.has_bounds:
+                    # the bound is of what was read alone: the tail may move away from it, or from the truth
+                    moved = eps.moved_by(out, whole, kv_heads)
+                    pending["output_error_cert"] = pending["output_error_cert"] + moved
+        pending["counts"], pending["mass_skipped_est"] = selection.counts, eps.skipped_mass(scores, selection)
+        if selection.wanted is not None:
+            pending["wanted"] = selection.wanted
+        read.selection, stats.forced = selection, selection.forced
+        stats.summary_bytes_read = kv_heads * scoring_bytes(config, spec.head_dim, where.lengths.tolist())
+        stats.summary_bytes_read += cache.bound_bytes_read - bound_bytes
+    if clock is not None and started is not None and selected is not None:
+        attended = clock(cache, whole, *pending.values())
+        stats.prepass_ms, stats.attention_ms = 1000 * (selected - started), 1000 * (attended - selected)
+    if audit:
+        kv_bytes = cache.kv_bytes_read
+        _, lse_all = eps.attend(cache, layer, q, where, None)
+        cache.kv_bytes_read = kv_bytes
+        pending["mass_skipped_true"] = eps.unread_share(lse, lse_all, kv_heads)
+    return whole, read
+
+
+def collect(eps: Backend, cache: Any, reads: Sequence[LayerRead], *arrays: Array) -> tuple[list[LayerStats], list[Any]]:
+    """(the statistics of all layers, `arrays` on the host): the step's only wait. Writes to the cache that are still
+    pending are done by then, too."""
+    names = [(read, name) for read in reads for name in read.pending]
+    values = eps.to_host(cache, [*arrays, *(read.pending[name] for read, name in names)])
+    for (read, name), value in zip(names, values[len(arrays) :], strict=True):
+        setattr(read.stats, name, value)
+    for read in reads:
+        if "counts" in read.pending:
+            read.stats.kv_bytes_read = int(read.stats.counts.sum()) * read.tile_bytes
+    return [read.stats for read in reads], values[: len(arrays)]

@@ -1,0 +1,85 @@
+"""The oracle's arithmetic for whole models, in float64. Slow on purpose, never optimised."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eps_core.config.store import DTYPE_BYTES
+from eps_core.decode.model import ModelSpec, inverse_frequencies, load_weights
+from eps_core.errors import ConfigError
+from eps_core.oracle.cache import from_numpy
+
+
+class Model:
+    """See `decode.forward.Arithmetic`. `dtype` is what the weights are rounded to before they are used; what attention
+    reads is what lies in the cache, in the cache's dtype."""
+
+    def __init__(self, spec: ModelSpec, weights: dict[str, np.ndarray], dtype: str = "float32") -> None:
+        if dtype not in DTYPE_BYTES:
+            raise ConfigError(f"dtype {dtype!r} is unknown: choose one of {', '.join(DTYPE_BYTES)}")
+        self.spec, self.dtype, self.device = spec, dtype, "cpu"
+        self.weights = {name: from_numpy(w, dtype).astype(np.float64) for name, w in weights.items()}
+        self.inverse_frequencies = inverse_frequencies(spec)
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        yield
+
+    def embed(self, tokens: np.ndarray) -> np.ndarray:
+        return self.weights["embed"][tokens]
+
+    def rotation(self, positions: np.ndarray) -> np.ndarray:
+        """Angles [N, D/2] in radians."""
+        return positions[:, None] * self.inverse_frequencies
+
+    def project(self, layer: int, x: np.ndarray, turn: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        spec, prefix = self.spec, f"layers.{layer}."
+        h = self._norm(prefix + "input_norm", x)
+        q = self._linear(prefix + "q", h).reshape(len(x), spec.num_heads, spec.head_dim)
+        k = self._linear(prefix + "k", h).reshape(len(x), spec.num_kv_heads, spec.head_dim)
+        v = self._linear(prefix + "v", h).reshape(len(x), spec.num_kv_heads, spec.head_dim)
+        if spec.qk_norm:
+            q, k = self._norm(prefix + "q_norm", q), self._norm(prefix + "k_norm", k)
+        return rotate(q, turn), rotate(k, turn), v
+
+    def add_attention(self, layer: int, x: np.ndarray, out: np.ndarray) -> np.ndarray:
+        return x + self._linear(f"layers.{layer}.o", out.reshape(len(x), -1))
+
+    def feed_forward(self, layer: int, x: np.ndarray) -> np.ndarray:
+        prefix = f"layers.{layer}."
+        h = self._norm(prefix + "post_norm", x)
+        gate = self._linear(prefix + "gate", h)
+        silu = gate * 0.5 * (1.0 + np.tanh(gate / 2))  # x sigmoid(x), without its overflow
+        return x + self._linear(prefix + "down", silu * self._linear(prefix + "up", h))
+
+    def logits(self, x: np.ndarray) -> np.ndarray:
+        name = "embed" if self.spec.tie_embeddings else "lm_head"
+        return self._linear(name, self._norm("norm", x)).astype(np.float32)
+
+    def whole_step(self, *step: Any) -> None:
+        return None
+
+    def _linear(self, name: str, x: np.ndarray) -> np.ndarray:
+        y = x @ self.weights[name].T
+        bias = self.weights.get(f"{name}_bias")
+        return y if bias is None else y + bias
+
+    def _norm(self, name: str, x: np.ndarray) -> np.ndarray:
+        """RMSNorm over the last axis."""
+        return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + self.spec.norm_eps) * self.weights[name]
+
+
+def rotate(x: np.ndarray, angles: np.ndarray) -> np.ndarray:
+    """RoPE in Hugging Face's half-rotation form: x [N, H, D], angles [N, D/2] in radians. Dimensions i and i + D/2
+    are a pair."""
+    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+    first, second = np.split(x, 2, axis=-1)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def load_model(path: Path, spec: ModelSpec, dtype: str = "float32", device: str = "cpu") -> Model:
+    """The oracle's part of a Hugging Face directory."""
+    return Model(spec, load_weights(path, spec), dtype)
