@@ -34,7 +34,7 @@ from eps_core.evaluation.bounds import (
 )
 from eps_core.evaluation.capture import open_text_model, record
 from eps_core.load import BACKENDS, load_backend
-from eps_core.telemetry.files import git_commit
+from eps_core.telemetry.files import provenance
 
 GROUP_TOKENS = (1, 128, 2, 64, 4, 32, 8, 16, 3, 5)
 HEAD_DIMS = (16, 20, 64, 80, 128)
@@ -141,8 +141,7 @@ def main() -> None:
         "rounds": rounds,
         "seed": args.seed,
         "targets": ["-".join(target) for target in targets],
-        "versions": {name: load_backend(name).versions() for name in args.backends},
-        "git_commit": git_commit(),
+        **provenance({k: v for name in args.backends for k, v in load_backend(name).versions().items()}),
         "seconds": round(time.time() - started),
     }
     print("\n" + json.dumps(result))

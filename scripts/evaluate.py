@@ -19,7 +19,7 @@ from eps_core.decode.model import load_tokenizer, read_spec
 from eps_core.evaluation.curves import BYTE_BUDGETS, TAUS, Plan, markdown, records, run_document, table_cells
 from eps_core.evaluation.runner import Runner
 from eps_core.load import load_backend
-from eps_core.telemetry.files import git_commit
+from eps_core.telemetry.files import provenance, replacing
 
 DEMO = Path(__file__).parent.parent / "eps_core" / "demo_model"
 
@@ -56,22 +56,20 @@ def main() -> None:
 
     os.environ["OMP_NUM_THREADS"] = "1"
     source = (args.model, args.backend, args.device)
-    partial = args.out.with_suffix(".partial")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     started = time.time()
     # spawned, so that every process starts with one thread
-    with partial.open("w") as out, ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+    with replacing(args.out) as out, ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         run = {
             "type": "run",
             "command": " ".join(["python", "scripts/evaluate.py", *sys.argv[1:]]),
-            "versions": load_backend(args.backend).versions(),
+            **provenance(load_backend(args.backend).versions()),
             "device": args.device,
             "cpu_count": os.cpu_count(),
             "model": args.model.name,
             "cache_dtype": "bfloat16",
             "compute_dtype": "float32",
             "seed": args.seed,
-            "git_commit": git_commit(),
         }
         out.write(json.dumps(run) + "\n")
         head_dim = read_spec(args.model).head_dim
@@ -96,7 +94,6 @@ def main() -> None:
             out.flush()
             print(f"\nContext {context}: dense answers {cells[0].needles_dense} of {cells[0].num_needles} needles\n")
             print(markdown(cells), flush=True)
-    partial.replace(args.out)
     print(json.dumps({"out": str(args.out), "seconds": round(time.time() - started)}))
 
 

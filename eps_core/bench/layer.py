@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
-from platform import platform
 from typing import Any
 
 import numpy as np
@@ -139,9 +138,7 @@ class Bench:
             **self.platform.device_facts(self.device),
             "kernels": self.kernels,
             "interpreted": self.interpreted,
-            "versions": {"eps": files.package_version(), **self.backend.versions()},
-            "git_commit": files.git_commit(),
-            "platform": platform(),
+            **files.provenance(self.backend.versions()),
             "cpu_count": os.cpu_count(),
             "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,  # of others: a busy core tells
             "data": DESCRIPTION,

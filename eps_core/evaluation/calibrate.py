@@ -6,8 +6,6 @@ that lies outside the first and the last tokens, without training.
 """
 
 import json
-import os
-import tempfile
 from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
@@ -151,7 +149,7 @@ def calibrate(request: CalibrateRequest, out: TextIO) -> dict[str, Any]:
             "device": model.device,
             "dtype": model.dtype,
             "kv_dtype": model.kv_dtype,
-            "git_commit": files.git_commit(),
+            **files.provenance(model.backend.versions()),
         },
         fractions=FRACTIONS,
         curves=_tuples(np.stack([one.curves for one in found])),
@@ -244,15 +242,5 @@ def _verdict(
 
 def write_policy(path: Path, policy: HeadPolicy) -> None:
     """Writes the policy as JSON; it appears whole."""
-    handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(json.dumps(asdict(policy), allow_nan=False, indent=1) + "\n")
-        # mkstemp makes the file private; give it the mode that open() would have
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(partial, 0o666 & ~mask)
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
+    with files.replacing(path) as file:
+        file.write(json.dumps(asdict(policy), allow_nan=False, indent=1) + "\n")

@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 import os
-import platform
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -245,16 +244,7 @@ def header(
         "plan": asdict(plan),
         "head_modes": head_modes,
         **identity,
-        **environment(versions),
-    }
-
-
-def environment(versions: dict[str, str]) -> dict[str, Any]:
-    """What may differ between the starts of one grid."""
-    return {
-        "versions": {"eps": files.package_version(), "python": platform.python_version(), **versions},
-        "git_commit": files.git_commit(),
-        "platform": platform.platform(),
+        **files.provenance(versions),
     }
 
 
