@@ -14,6 +14,7 @@ from eps_core.cli.options import given_flags, kernels_option
 from eps_core.config.store import DTYPE_BYTES
 from eps_core.errors import ConfigError
 from eps_core.load import BACKENDS
+from eps_core.report.style import need
 from eps_core.telemetry import files, terminal
 
 _PROGRESS_SECONDS = 10.0  # between lines where stderr is no terminal
@@ -147,10 +148,7 @@ def _check_plots(folder: Path) -> None:
         raise ConfigError(f"plot folder {folder} is a file: name a folder")
     if not folder.parent.is_dir():
         raise ConfigError(f"plot folder {folder}: there is no directory {folder.parent}; create it first")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"plots need matplotlib ({error}): pip install 'eps[report]'") from error
+    need("matplotlib")
 
 
 class _Progress:
