@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 import tomllib
 from html.parser import HTMLParser
@@ -335,3 +336,10 @@ def test_report_command_writes_the_page_whole(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             report_command.main(args, standalone_mode=False)
+
+
+def test_pages_are_made_on_demand_and_not_kept() -> None:
+    """Half a megabyte that scripts/reproduce.sh makes from the measurements beside it is no source."""
+    listed = subprocess.run(["git", "ls-files", "results"], cwd=ROOT, capture_output=True, text=True)
+    assert not [name for name in listed.stdout.split() if name.endswith((".html", "roofline.svg"))]
+    assert '"$out/evidence.html"' in (ROOT / "scripts" / "reproduce.sh").read_text()
