@@ -8,7 +8,6 @@ Writes one JSON object a line, the run first, and prints a Markdown table. Texts
 import argparse
 import json
 import os
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -24,6 +23,7 @@ from eps_core.load import load_backend
 from eps_core.tasks.needle import corpus, filler
 from eps_core.telemetry.files import provenance, replacing
 from eps_core.telemetry.steps import kl_divergence
+from eps_core.telemetry.terminal import Progress
 
 DEMO = Path(__file__).parent.parent / "eps_core" / "demo_model"
 DEFAULT = EpsConfig(method="rq")
@@ -92,9 +92,10 @@ def main() -> None:
             pool.submit(one_text, args.context, args.text_steps, args.backend, index) for index in range(args.texts)
         ]
         texts = []
-        for future in futures:
-            texts.append(future.result())
-            print(f"text {len(texts)} of {args.texts}", file=sys.stderr, flush=True)
+        with Progress("ablate:", "texts") as progress:
+            for future in futures:
+                texts.append(future.result())
+                progress(len(texts), args.texts)
     rows = [{"type": "run", "context_tokens": args.context, "num_positions": args.texts * args.text_steps,
              "cache_dtype": "bfloat16", **provenance(load_backend(args.backend).versions())}]  # fmt: skip
     print("| what | bytes: KL | bytes at KL 0.01 | at 0.004 |\n|---|---|---|---|")

@@ -20,6 +20,7 @@ from eps_core.evaluation.curves import BYTE_BUDGETS, TAUS, Plan, markdown, recor
 from eps_core.evaluation.runner import Runner
 from eps_core.load import load_backend
 from eps_core.telemetry.files import provenance, replacing
+from eps_core.telemetry.terminal import Progress, duration
 
 DEMO = Path(__file__).parent.parent / "eps_core" / "demo_model"
 
@@ -80,14 +81,10 @@ def main() -> None:
             plan = Plan(context, needles, texts, args.text_steps, seed=args.seed, **points)
             futures = [pool.submit(_document, *source, plan, kind, index) for kind, index in plan.documents()]
             results = []
-            for future in futures:
-                results.append(future.result())
-                print(
-                    f"\rcontext {context}: {len(results)} of {len(futures)} documents, {time.time() - started:.0f} s",
-                    end="",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            with Progress(f"context {context}:", "documents") as progress:
+                for future in futures:
+                    results.append(future.result())
+                    progress(len(results), len(futures), f"{duration(time.time() - started)} so far")
             cells = table_cells(plan, head_dim, results)
             for record in records(cells):
                 out.write(json.dumps(record) + "\n")

@@ -67,7 +67,7 @@ class Arm:
 class Bench:
     """One run: the backend with its platform, what was measured of it, and the lines of the record."""
 
-    def __init__(self, request: BenchRequest, progress: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(self, request: BenchRequest, progress: Callable[[int, int, str], None] = lambda *told: None) -> None:
         from eps_core.decode.session import choose_device
 
         self.request, self.progress = request, progress
@@ -116,15 +116,15 @@ class Bench:
             source = Source(shape, self.request.seed)
             dense: _Dense | None = None
             for config in self.configs:
-                self.progress(f"cell {number + 1} of {total}: filling {shape.batch} x {shape.context:,} tokens")
+                self.progress(number, total, f"filling {shape.batch} x {shape.context:,} tokens")
                 layer = self._refusing(
                     config, fill, self.backend, source, config, self.device, self.kernels, self._spare_tokens(),
                     self.platform.synchronize, None if dense is None else (dense.keys, dense.values),
                 )  # fmt: skip
                 dense = dense or _Dense(self, layer)
                 for kind, share in self.request.shares():
+                    self.progress(number, total, f"{config.method}@{config.S}, {kind} {share:g}")
                     number += 1
-                    self.progress(f"cell {number} of {total}: {config.method}@{config.S}, {kind} {share:g}")
                     yield self._cell(layer, dense, kind, share, roof)
 
     def _run_line(self) -> dict[str, Any]:

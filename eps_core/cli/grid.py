@@ -98,7 +98,9 @@ def grid_command(**flags: Any) -> None:
     )
     with GridFile(out, first) as file:
         resumed = len(file.finished)
-        counts = run_cells(bench, cells, head_modes, file, Progress(cells, file.finished))
+        progress = Progress(cells, file.finished)
+        with progress.bar:
+            counts = run_cells(bench, cells, head_modes, file, progress)
     click.echo(files.to_json({"out": str(out), "cells": len(cells), "resumed": resumed, **counts}))
 
 

@@ -166,7 +166,7 @@ def calibrate(request: CalibrateRequest, out: TextIO) -> dict[str, Any]:
     if gated.any():
         overall = break_even_tokens(config, spec.head_dim, token_bytes, float(needed[gated].mean()))
     sparse = overall is not None and overall < spec.max_context
-    out.write(_table(policy, needed, outside, pays, config) + "\n\n")
+    out.write(_table(policy, needed, outside, pays, config, out) + "\n\n")
     out.write(_verdict(policy, overall, sparse, spec.max_context, int(gated.sum()), gated.size) + "\n")
     write_policy(request.output, policy)
     return {
@@ -191,7 +191,12 @@ def _tuples(array: np.ndarray) -> Any:
 
 
 def _table(
-    policy: HeadPolicy, needed: np.ndarray, outside: np.ndarray, pays: list[float | None], config: EpsConfig
+    policy: HeadPolicy,
+    needed: np.ndarray,
+    outside: np.ndarray,
+    pays: list[float | None],
+    config: EpsConfig,
+    out: TextIO,
 ) -> str:
     tenth = policy.fractions.index(0.1)
     rows = []
@@ -212,7 +217,7 @@ def _table(
     header = ["layer", "in best 10 %", f"needed for {MASS:.0%}", "outside", "retrieval", "verdict", "pays from, est."]
     window = "first {sink_tokens} and last {recent_tokens} tokens".format(**policy.settings)
     return (
-        terminal.table(rows, header)
+        terminal.table(rows, header, out)
         + f"\n\nTrue masses of groups of {config.S} tokens at {policy.settings['context_tokens']:,} tokens, means over "
         f"{policy.settings['num_steps']} steps and the kv heads; outside: the {window}."
     )

@@ -10,7 +10,6 @@ is JSON under `METADATA_KEY` of the file's metadata. Letters as in `gate.protoco
 import hashlib
 import json
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from math import prod, sqrt
@@ -212,12 +211,13 @@ def record(
         mib = kv_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, num_tokens, model.kv_dtype) / 2**20
         raise ConfigError(f"a cache of {mib:,.0f} MiB does not fit {model.device}: lower --context") from error
     table = np.arange(units, dtype=np.int32)
-    progress = terminal.Progress("text", sys.stderr)
-    for start in range(0, context_tokens, prefill_chunk):
-        chunk = np.array(model.tokens[start : min(start + prefill_chunk, context_tokens)])
-        end = start + len(chunk)
-        cache, _ = decoder.prefill(cache, chunk, np.arange(start, end), table[: -(-end // config.unit_tokens)], end)
-        progress(0, end, num_tokens)
+    with terminal.Progress("text: prefill", "tokens") as progress:
+        for start in range(0, context_tokens, prefill_chunk):
+            chunk = np.array(model.tokens[start : min(start + prefill_chunk, context_tokens)])
+            end = start + len(chunk)
+            rows = table[: -(-end // config.unit_tokens)]
+            cache, _ = decoder.prefill(cache, chunk, np.arange(start, end), rows, end)
+            progress(end, context_tokens)
     taken: dict[int, list[np.ndarray]] = {layer: [] for layer in layers}
 
     def tap(layer: int, q: Array) -> None:

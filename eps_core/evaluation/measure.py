@@ -6,7 +6,6 @@ given to the model as they are, without a chat template. Decoding is greedy.
 """
 
 import os
-import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,6 +25,7 @@ from eps_core.tasks import benchmarks
 from eps_core.tasks.needle import corpus
 from eps_core.tasks.questions import Question, benchmark_question, generated_questions, text_window
 from eps_core.tasks.ruler import check_tasks
+from eps_core.telemetry import terminal
 from eps_core.telemetry.files import check_writable, replacing, run_line, to_json
 from eps_core.telemetry.steps import kl_divergence
 
@@ -195,23 +195,25 @@ def measure(request: MeasureRequest, out: TextIO) -> dict[str, Any]:
         request=_plain(request),
     )
     arms = request.arms()
-    with open(os.devnull, "w") if request.out is None else replacing(request.out) as lines:
+    with (
+        open(os.devnull, "w") if request.out is None else replacing(request.out) as lines,
+        terminal.Progress("evaluate:", "parts") as progress,
+    ):
         lines.write(to_json(run) + "\n")
         tasks, texts = [], []
         for done, questions in enumerate(groups):
-            _progress(f"task {done + 1} of {len(groups)}: {questions[0].sample.task}")
+            progress(done, len(groups) + len(windows), questions[0].sample.task)
             answers = []
             for question in questions:
                 answers.append(ask(runner, encoder, question, arms))
                 lines.write(to_json(_sample_line(question, answers[-1])) + "\n")
             tasks.append(quality.task_result(questions, answers, request.seed))
             lines.write(to_json({"type": "task", **asdict(tasks[-1])}) + "\n")
-        for context, documents in windows.items():
-            _progress(f"text at {context} tokens")
+        for done, (context, documents) in enumerate(windows.items(), start=len(groups)):
+            progress(done, len(groups) + len(windows), f"text at {context:,} tokens")
             followed = [follow_text(runner, tokens, request.text_steps, arms) for tokens in documents]
             texts.append(quality.text_result(context, request.text_steps, followed, request.seed))
             lines.write(to_json({"type": "text", **asdict(texts[-1])}) + "\n")
-    _progress("")
     out.write("\n".join(quality.table(tasks, texts)) + "\n")
     return {
         "model": name,
@@ -247,10 +249,3 @@ def _sample_line(question: Question, answers: dict[str, Answer]) -> dict[str, An
         "answers": sample.answers,
         **{name: asdict(answer) for name, answer in answers.items()},
     }
-
-
-def _progress(line: str) -> None:
-    """On a terminal alone: what is piped holds results and errors."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[K{line}")
-        sys.stderr.flush()
