@@ -273,7 +273,7 @@ def test_a_kill_loses_no_finished_cell_and_repeats_none(model: Path, tmp_path: P
     out = tmp_path / "r.jsonl"
     axes = {**AXES, "budget": [0.4, 0.5, 0.6, 0.7, 0.8, 0.9]}
     process = subprocess.Popen(
-        [sys.executable, "-c", "from eps_core.cli_grid import grid_command; grid_command()",
+        [sys.executable, "-c", "from eps_core.cli.grid import grid_command; grid_command()",
          *arguments(model, out, axes)],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},

@@ -11,11 +11,14 @@ import subprocess
 import sys
 import termios
 import threading
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_models
 
+from eps_core.evaluation import quality
 from eps_core.telemetry import terminal
 
 ROOT = Path(__file__).parent.parent
@@ -178,6 +181,30 @@ def test_a_table_on_a_terminal_fits_it_and_says_the_same(columns: int, monkeypat
     assert len(parts) == {40: 3, 80: 2, 200: 1}[columns]
     for part in parts:  # each can be read alone
         assert [line.split()[0] for line in part.splitlines()][2:] == [row[0] for row in ROWS]
+
+
+def test_tasks_and_texts_are_tables_with_what_limits_them() -> None:
+    known: dict[str, Any] = dict.fromkeys(field.name for field in fields(quality.TaskResult))
+    known |= {"task": "niah", "context_tokens": 4096, "num_samples": 20, "num_truncated": 3, "dense": 1.0, "eps": 0.95}
+    known |= {"eps_minus_dense": -0.05, "num_changed": 1, "changed_share_upper": 0.236, "bytes_ratio": 0.125}
+    failed = known | {"task": "vt", "context_tokens": None, "num_truncated": 0, "dense": 0.0, "says_nothing": True}
+    text: dict[str, Any] = dict.fromkeys(field.name for field in fields(quality.TextResult))
+    text |= {"context_tokens": 4096, "num_documents": 2, "text_steps": 64, "eps_kl": 0.01, "eps_kl_interval": (0, 1)}
+    text |= {"eps_top1_agreement": 0.99, "bytes_ratio": 0.1}
+    tasks = [quality.TaskResult(**known), quality.TaskResult(**failed)]
+    words = quality.table(tasks, [quality.TextResult(**text)], io.StringIO()).splitlines()
+    assert [line.split() for line in words] == [
+        ["task", "context", "n", "dense", "EPS", "oracle", "EPS", "-", "dense", "(95", "%)", "changed", "bytes"],
+        ["-" * n for n in (4, 7, 2, 5, 5, 6, 18, 10, 5)],
+        ["niah", "4,096", "20", "1.000", "0.950", "-", "-0.050", "1", "(<=", "24%)", "0.125"],
+        ["vt", "own", "20", "0.000", "0.950", "-", "-", "-", "-"],
+        "niah, 4,096: 3 of 20 prompts lost their middle".split(),
+        "vt, own: says nothing: dense itself fails".split(),
+        [],
+        ["text", "context", "n", "KL,", "nats", "(95", "%)", "top-1", "oracle", "KL", "bytes"],
+        ["-" * n for n in (13, 7, 1, 26, 6, 9, 5)],
+        ["64", "steps", "each", "4,096", "2", "0.01000", "[0.00000,", "1.00000]", "0.9900", "-", "0.100"],
+    ]
 
 
 def test_there_is_one_progress_and_one_table() -> None:

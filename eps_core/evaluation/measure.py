@@ -214,7 +214,7 @@ def measure(request: MeasureRequest, out: TextIO) -> dict[str, Any]:
             followed = [follow_text(runner, tokens, request.text_steps, arms) for tokens in documents]
             texts.append(quality.text_result(context, request.text_steps, followed, request.seed))
             lines.write(to_json({"type": "text", **asdict(texts[-1])}) + "\n")
-    out.write("\n".join(quality.table(tasks, texts)) + "\n")
+    out.write(quality.table(tasks, texts, out) + "\n")
     return {
         "model": name,
         "backend": backend_name(backend),
