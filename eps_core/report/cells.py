@@ -22,17 +22,14 @@ def table_of(lines: Iterable[Any], columns: Sequence[tuple[str, Callable[[Any], 
     return Table([head for head, _ in columns], [[text(line) for _, text in columns] for line in lines])
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
-
-
 def whole(value: Any) -> int:
     return int(number(value) or 0)
 
 
 def asked(cell: Line, name: str) -> Any:
     setting = cell.get("setting")
-    value = cell.get(name)
-    return value if value is not None or not isinstance(setting, dict) else setting.get(name)
+    given = cell.get(name)
+    return given if given is not None or not isinstance(setting, dict) else setting.get(name)
 
 
 def context(cell: Line) -> int:
@@ -43,12 +40,8 @@ def batch(cell: Line) -> int:
     return whole(cell.get("batch")) or 1
 
 
-def kl(cell: Line) -> float | None:
-    return number(cell.get("kl_mean"))
-
-
-def visit_ratio(cell: Line) -> float | None:
-    return number(cell.get("visit_ratio"))
+def value(name: str) -> Callable[[Line], float | None]:
+    return lambda line: number(line.get(name))
 
 
 def accuracy(cell: Line) -> float | None:
@@ -78,15 +71,12 @@ def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[A
     return dict(sorted(groups.items()))
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
-
-
 def method(cell: Line) -> str:
     return str(cell.get("method") or cell.get("policy") or "not named")
 
 
-def run_method(run: Line, unknown: str = "?") -> str:
-    return str((run["run"].get("config") or {}).get("method") or unknown)
+def run_setting(run: Line, name: str) -> str:
+    return str((run["run"].get("config") or {}).get(name) or "?")
 
 
 def arm(cell: Line) -> str:
@@ -116,21 +106,13 @@ def policy(cell: Line) -> str:
     return " ".join([str(cell.get("policy") or "topk"), *given])
 
 
-# --- texts ------------------------------------------------------------------------------------------------------------
-
-
-def form(value: Any, spec: str) -> str:
+def form(value: Any, spec: str, factor: float = 1) -> str:
     found = number(value)
-    return "–" if found is None else format(found, spec)
+    return "–" if found is None else format(factor * found, spec)
 
 
-def field(name: str, spec: str) -> Callable[[Line], str]:
-    return lambda line: form(line.get(name), spec)
-
-
-def percent(value: Any) -> str:
-    found = number(value)
-    return "–" if found is None else f"{100 * found:.1f}"
+def field(name: str, spec: str, factor: float = 1) -> Callable[[Line], str]:
+    return lambda line: form(line.get(name), spec, factor)
 
 
 def out_of_needles(name: str) -> Callable[[Line], str]:

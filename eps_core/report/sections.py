@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -69,7 +70,7 @@ def _quality(cells: list[Line]) -> list[Part]:
         # more documents at a time change the time and not the quality
         group = [cell for cell in group if of.batch(cell) == min(map(of.batch, group))]
         divergence = curves(
-            _quality_curves(group, of.kl),
+            _quality_curves(group, of.value("kl_mean")),
             "bytes read (K, V, summaries), share of dense",
             "KL to dense, nats",
             f"{title}: mean KL of the next token against dense, in nats (log scale; lower is better), over the bytes "
@@ -88,15 +89,12 @@ def _quality(cells: list[Line]) -> list[Part]:
         table = table_of(
             sorted(group, key=lambda cell: (of.curve_name(cell), cell["bytes_ratio"])),
             (
-                ("arm", of.arm),
-                ("policy", of.policy),
-                ("bytes / dense", field("bytes_ratio", ".4f")),
-                ("KL mean, nats", field("kl_mean", ".5f")),
-                ("top-1 agreement, %", lambda cell: of.percent(cell.get("top1_agreement"))),
+                ("arm", of.arm), ("policy", of.policy), ("bytes / dense", field("bytes_ratio", ".4f")),
+                ("KL mean, nats", field("kl_mean", ".5f")), ("top-1 agreement, %", field("top1_agreement", ".1f", 100)),
                 ("needles", of.out_of_needles("needles_answered")),
                 ("needles, dense", of.out_of_needles("needles_dense")),
             ),
-        )
+        )  # fmt: skip
         parts.append(Part(title, figures=[divergence, needles], tables=[table]))
     return parts or [Part(nothing="no measured cell (eps-proto grid or scripts/evaluate.py)")]
 
@@ -129,23 +127,24 @@ def _dense_accuracy(cells: list[Line]) -> str:
 
 def _visited(cells: list[Line], runs: list[Line]) -> Part:
     points = [
-        (of.method(cell), of.context(cell), ratio, number(cell.get("forced_ratio")))
+        (of.method(cell), cell.get("context_tokens"), cell.get("visit_ratio"), cell.get("forced_ratio"))
         for cell in cells
-        if (ratio := of.visit_ratio(cell)) is not None and cell.get("context_tokens")
     ]
-    for run in runs:
-        ratio, length, method = of.visit_ratio(run["summary"]), run["summary"].get("prompt_tokens"), of.run_method(run)
-        if ratio is not None and length and method != "?":
-            points.append((method, of.whole(length), ratio, None))
+    points += [
+        (of.run_setting(run, "method"), run["summary"].get("prompt_tokens"), run["summary"].get("visit_ratio"), None)
+        for run in runs
+    ]
+    points = [
+        (method, of.whole(context), found, number(forced))
+        for method, context, ratio, forced in points
+        if (found := number(ratio)) is not None and context and method != "?"
+    ]
     if not points:
         return Part(nothing="no cell or run with a visited ratio (eps-proto grid, eps-proto run --metrics)")
     groups = of.grouped(points, lambda point: point[:2])
-    means = {key: float(np.mean([point[2] for point in group])) for key, group in groups.items()}
+    means = {(method, context): float(np.mean([p[2] for p in group])) for (method, context), group in groups.items()}
     plot = curves(
-        [
-            Curve(method, [(context, mean) for (name, context), mean in means.items() if name == method], method)
-            for method in dict.fromkeys(name for name, _ in groups)
-        ],
+        [Curve(method, of_context, method) for method, of_context in _by_first(means).items()],
         "context, tokens (log scale)",
         "groups visited, share of all",
         "Groups that one decode step visits, as a share of all groups, mean over the cells of a method at that context "
@@ -163,6 +162,14 @@ def _visited(cells: list[Line], runs: list[Line]) -> Part:
     return Part(figures=[plot], tables=[Table(head, rows)])
 
 
+def _by_first(values: dict[tuple[Any, int], float]) -> dict[Any, list[tuple[float, float]]]:
+    """(context, value) of every curve."""
+    points: dict[Any, list[tuple[float, float]]] = {}
+    for (curve, context), value in values.items():
+        points.setdefault(curve, []).append((context, value))
+    return points
+
+
 def _time(cells: list[Line]) -> Part:
     timed = [c for c in cells if number(c.get("decode_ms_p95")) and number(c.get("dense_decode_ms_p95"))]
     if not timed:
@@ -170,18 +177,14 @@ def _time(cells: list[Line]) -> Part:
     devices = sorted({str(cell.get("device") or "an unnamed device") for cell in timed})
     groups = of.grouped(timed, lambda c: (of.method(c), of.batch(c), of.context(c)))
     ratios = {
-        key: float(np.mean([c["decode_ms_p95"] / c["dense_decode_ms_p95"] for c in group]))
-        for key, group in groups.items()
+        ((method, batch), context): float(np.mean([c["decode_ms_p95"] / c["dense_decode_ms_p95"] for c in group]))
+        for (method, batch, context), group in groups.items()
     }
     several_batches = len({batch for _, batch, _ in groups}) > 1
     plot = curves(
         [
-            Curve(
-                f"{method}, batch {batch}" if several_batches else method,
-                [(key[2], ratio) for key, ratio in ratios.items() if key[:2] == (method, batch)],
-                method,
-            )
-            for method, batch in dict.fromkeys(key[:2] for key in groups)
+            Curve(f"{method}, batch {batch}" if several_batches else method, of_context, method)
+            for (method, batch), of_context in _by_first(ratios).items()
         ],
         "context, tokens (log scale)",
         "p95 of decode, gated / dense",
@@ -196,21 +199,19 @@ def _time(cells: list[Line]) -> Part:
     table = table_of(
         timed,
         (
-            ("arm", of.arm),
-            ("policy", of.policy),
-            ("context, tokens", lambda cell: f"{of.context(cell):,}"),
+            ("arm", of.arm), ("policy", of.policy), ("context, tokens", lambda cell: f"{of.context(cell):,}"),
             ("batch", lambda cell: str(of.batch(cell))),
             *((f"{name} p{p}, ms", field(f"{key}_p{p}", ".2f")) for name, key in clocks for p in (50, 95)),
             ("p95 saved on a GPU, %", lambda cell: form(p95_saved_percent(cell), ".1f")),
         ),
-    )
+    )  # fmt: skip
     return Part(figures=[plot], tables=[table])
 
 
 def _certificate(cells: list[Line], runs: list[Line]) -> Part:
     pairs = [(of.arm(cell), *pair) for cell in cells for pair in cell.get("mass_pairs") or []]
     pairs += [
-        (of.run_method(run), step.get("mass_skipped_cert"), step.get("mass_skipped_true"))
+        (of.run_setting(run, "method"), step.get("mass_skipped_cert"), step.get("mass_skipped_true"))
         for run in runs
         for step in run["steps"]
     ]
@@ -243,7 +244,7 @@ def _heads(cells: list[Line], runs: list[Line]) -> Part:
         (f"{of.arm(cell)}, {of.policy(cell)}, {of.context(cell):,} tokens", cell)
         for cell in sorted(cells, key=lambda cell: (-of.context(cell), cell["bytes_ratio"]))
     ]
-    named += [(f"{run['file']}, {of.run_method(run)}", run["summary"]) for run in runs]
+    named += [(f"{run['file']}, {of.run_setting(run, 'method')}", run["summary"]) for run in runs]
     maps = [
         (name, array) for name, line in named
         if (array := of.map_of(line.get("visit_ratio_by_layer_and_head"))) is not None
@@ -285,21 +286,18 @@ def _ablation(cells: list[Line], axis: str, label: str) -> Part:
             log_y=log_y,
         )
         for what, unit, value, log_y in (
-            ("Mean KL to dense (log scale; lower is better)", "KL to dense, nats", of.kl, True),
-            ("Groups visited", "groups visited, share of all", of.visit_ratio, False),
+            ("Mean KL to dense (log scale; lower is better)", "KL to dense, nats", of.value("kl_mean"), True),
+            ("Groups visited", "groups visited, share of all", of.value("visit_ratio"), False),
         )
     ]
     table = table_of(
-        [(name, cell) for name, group in series.items() for cell in group],
+        [{**cell, "curve": name} for name, group in series.items() for cell in group],
         (
-            ("curve", lambda named: named[0]),
-            (label, lambda named: form(_axis_value(named[1], axis), "g")),
-            ("visited", lambda named: form(named[1].get("visit_ratio"), ".4f")),
-            ("bytes / dense", lambda named: form(named[1].get("bytes_ratio"), ".4f")),
-            ("KL mean, nats", lambda named: form(named[1].get("kl_mean"), ".5f")),
-            ("needles", lambda named: of.out_of_needles("needles_answered")(named[1])),
+            ("curve", itemgetter("curve")), (label, lambda cell: form(_axis_value(cell, axis), "g")),
+            ("visited", field("visit_ratio", ".4f")), ("bytes / dense", field("bytes_ratio", ".4f")),
+            ("KL mean, nats", field("kl_mean", ".5f")), ("needles", of.out_of_needles("needles_answered")),
         ),
-    )
+    )  # fmt: skip
     return Part(label, figures=plots, tables=[table])
 
 
@@ -347,28 +345,24 @@ def _runs(runs: list[Line]) -> Part:
     if not runs:
         return Part(nothing="no run of eps-proto run --metrics")
 
-    def summary(key: str, spec: str) -> Callable[[Line], str]:
-        return lambda run: form(run["summary"].get(key), spec)
-
-    def dense(key: str) -> Callable[[Line], str]:
-        return lambda run: form((run["summary"].get("dense") or {}).get(key), ".2f")
-
+    lines = [
+        {
+            **run["summary"], **{f"dense_{key}": value for key, value in (run["summary"].get("dense") or {}).items()},
+            "file": run["file"], "num_steps": len(run["steps"]), "method": of.run_setting(run, "method"),
+            "policy": of.run_setting(run, "policy"),
+            "backend": f"{run['run'].get('backend', '?')} on {run['run'].get('device', '?')}",
+        }
+        for run in runs
+    ]  # fmt: skip
     columns: tuple[tuple[str, Callable[[Line], str]], ...] = (
-        ("file", lambda run: run["file"]),
-        ("method", of.run_method),
-        ("policy", lambda run: str((run["run"].get("config") or {}).get("policy", "?"))),
-        ("backend", lambda run: f"{run['run'].get('backend', '?')} on {run['run'].get('device', '?')}"),
-        ("prompt, tokens", summary("prompt_tokens", ",.0f")),
-        ("steps", lambda run: str(len(run["steps"]))),
-        ("bytes / dense", summary("bytes_ratio", ".4f")),
-        ("visited", summary("visit_ratio", ".4f")),
-        ("KL mean, nats", summary("kl_mean", ".5f")),
-        ("dense p50, ms", dense("decode_ms_p50")),
-        ("dense p95, ms", dense("decode_ms_p95")),
-        ("p50, ms", summary("decode_ms_p50", ".2f")),
-        ("p95, ms", summary("decode_ms_p95", ".2f")),
-    )
-    return Part(tables=[table_of(runs, columns)])
+        *((name, itemgetter(name)) for name in ("file", "method", "policy", "backend")),
+        ("prompt, tokens", field("prompt_tokens", ",.0f")), ("steps", field("num_steps", ".0f")),
+        ("bytes / dense", field("bytes_ratio", ".4f")), ("visited", field("visit_ratio", ".4f")),
+        ("KL mean, nats", field("kl_mean", ".5f")),
+        *((f"{side}p{p}, ms", field(f"{key}decode_ms_p{p}", ".2f"))
+          for side, key in (("dense ", "dense_"), ("", "")) for p in (50, 95)),
+    )  # fmt: skip
+    return Part(tables=[table_of(lines, columns)])
 
 
 def _skipped(cells: list[Line]) -> Part:
