@@ -117,6 +117,14 @@ def test_progress_leaves_the_labels_of_a_run(model: Path, stdout_too: bool) -> N
     assert json.loads(text.strip().splitlines()[-1])["new_tokens"] == 3
 
 
+def test_the_progress_of_a_capture_ends_with_its_prefill(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text(PROMPT)
+    args = ["capture", "--device", "cpu", "--model", model, "--text", tmp_path / "text", "--context", 64, "--steps", 2]
+    received, _ = run_on_a_terminal([*args, "-o", tmp_path / "c"], stdout_too=True)
+    assert "64 of 64 tokens" in received
+    assert not any("prefill" in line for line in shown(received))
+
+
 def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     def drawn() -> str:
         stream = Screen()
