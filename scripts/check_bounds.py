@@ -21,6 +21,7 @@ from multiprocessing import get_context
 import numpy as np
 
 from eps_core.config.eps import EpsConfig
+from eps_core.decode.session import Session
 from eps_core.evaluation.bounds import (
     BOUNDED_ARMS,
     CACHE_DTYPES,
@@ -32,7 +33,7 @@ from eps_core.evaluation.bounds import (
     run_capture,
     run_gate,
 )
-from eps_core.evaluation.capture import open_text_model, record
+from eps_core.evaluation.capture import first_tokens, record
 from eps_core.load import BACKENDS, load_backend
 from eps_core.telemetry.files import git_commit
 
@@ -48,8 +49,9 @@ _captured: Layers = {}  # of a worker process
 
 def capture(target: Target) -> Layers:
     """q [steps, Hq, D], k, v [T, Hkv, D] float32 of every layer of the demo model."""
-    model = open_text_model(None, None, CONTEXT_TOKENS + STEPS, *target, "float32", "float32")
-    recording = record(model, model.load(), CONTEXT_TOKENS, range(model.spec.num_layers), EpsConfig.of())
+    session = Session.open(None, *target, "float32", "float32")
+    text = first_tokens(session, None, CONTEXT_TOKENS + STEPS)
+    recording = record(session, text.tokens, CONTEXT_TOKENS, range(session.spec.num_layers), EpsConfig())
     return {layer: (q, *recording.keys_values(layer)) for layer, q in recording.q.items()}
 
 

@@ -98,7 +98,7 @@ def capture_command(ctx: click.Context, /, **flags: Any) -> None:
             backend=flags["backend"],
             device=flags["device"],
             dtype=flags["dtype"],
-            kv_dtype=flags["kv_dtype"],
+            kv_dtype=flags["kv_dtype"] or "auto",
         )
     )
     click.echo(
@@ -357,7 +357,7 @@ def calibrate_command(ctx: click.Context, /, **flags: Any) -> None:
             backend=flags["backend"],
             device=flags["device"],
             dtype=flags["dtype"],
-            kv_dtype=flags["kv_dtype"],
+            kv_dtype=flags["kv_dtype"] or "auto",
         ),
         sys.stdout,
     )

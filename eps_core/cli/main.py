@@ -98,8 +98,7 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
     if "top_p" in given and not flags["temperature"]:
         raise click.UsageError("--top-p means nothing to greedy decoding: add --temperature")
     # late: `eps-proto info` and --help must work where a model cannot be loaded
-    from eps_core.decode.session import RunRequest
-    from eps_core.evaluation.compare import run
+    from eps_core.evaluation.compare import RunRequest, run
 
     prompt = _prompt(flags)
     request = RunRequest(
