@@ -94,6 +94,10 @@ class Session:
     def decoder(self) -> Decoder:
         return load_decoder(self.backend, self.path, self.spec, self.dtype, self.device)
 
+    def load(self) -> None:
+        """Reads the weights now, while nothing is written yet."""
+        _ = self.decoder
+
     @property
     def backend_name(self) -> str:
         return backend_name(self.backend)

@@ -149,7 +149,7 @@ def measure(request: MeasureRequest, out: TextIO) -> dict[str, Any]:
         compute_dtype=session.dtype,
         request=_plain(request),
     )
-    assert session.decoder  # the weights, before a line is written
+    session.load()
     arms = request.arms()
     with _Output(request.out) as lines:
         lines.write(run)
