@@ -76,7 +76,7 @@ def plan(number: int, targets: list[Target], seed: int) -> list[tuple[Target, Tr
 def run(target: Target, trial: Trial, number: int) -> tuple[dict[str, Tally], dict[str, Tally]]:
     """(of random and hard data, of captured data: one layer a round)."""
     backend, device = load_backend(target[0]), target[1]
-    made = run_bounds(backend, device, trial) if trial.config().own_bounds else {}
+    made = run_bounds(backend, device, trial) if trial.config().store.own_bounds else {}
     made |= run_gate(backend, device, trial)
     if number >= len(_captured):
         return made, {}
