@@ -40,7 +40,7 @@ from eps_core.telemetry.files import git_commit
 GROUP_TOKENS = (1, 128, 2, 64, 4, 32, 8, 16, 3, 5)
 HEAD_DIMS = (16, 20, 64, 80, 128)
 CONTEXT_TOKENS, STEPS = 2048, 8
-KINDS = ("bounds", "share", "error", "strict")
+KINDS = ("bounds", "share", "error", "strict", "layer")
 Target = tuple[str, str]  # backend, device
 Layers = dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]
 
@@ -122,9 +122,9 @@ def main() -> None:
             print(f"round {rounds}: {done:,} bounds, {seconds:.0f} s", file=sys.stderr, flush=True)
 
     print("checks / violations / tightest gap in nats of each; roundings: the tightest bound in float32 roundings of a")
-    print("logit; strict: true share unread <= epsilon\n")
-    print("| method | cache | backend | bounds | roundings | certified share | certified error | strict |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("logit; strict: true share unread <= epsilon; layer: both of a whole gated layer\n")
+    print("| method | cache | backend | bounds | roundings | certified share | certified error | strict | layer |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for key, tallies in sorted(cells.items(), key=lambda item: item[0]):
         entries = [f"{t.checks:,} / {t.violations} / {nats(t.gap)}" for t in tallies.values()]
         roundings = tallies["bounds"].gap_in_roundings
