@@ -200,9 +200,17 @@ def test_bytes_are_the_steps_own(session: Session) -> None:
         assert read == sum(layer.kv_bytes_read + layer.summary_bytes_read for step in steps for layer in step) < full
 
 
-def test_a_batch_says_what_its_documents_say_alone(session: Session) -> None:
+def test_a_batch_says_what_its_documents_say_alone(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [TOKENS[:200], TOKENS[50:333], TOKENS[:17]]
     documents = [Document(prompt, 8) for prompt in prompts]
+    plain_step = session.decoder.step
+
+    def step(cache: Any, tokens: Any, slots: Any, table: np.ndarray, *more: Any) -> Any:
+        for row in table:
+            assert (np.diff(row[row >= 0]) == 1).all(), "a sequence is scattered: some backends would copy it whole"
+        return plain_step(cache, tokens, slots, table, *more)
+
+    monkeypatch.setattr(session.decoder, "step", step)
     arms = {name: CONFIGS[name] for name in ("box", "off")}
     together = run_batch(session, documents, arms, [session.prefix(prompt[:-1]) for prompt in prompts])
     for index, document in enumerate(documents):
