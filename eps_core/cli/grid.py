@@ -6,13 +6,13 @@ from typing import Any
 
 import click
 
+from eps_core.cli.source import backend_option, device_option, dtype_option, model_option
 from eps_core.config.store import DTYPE_BYTES
 from eps_core.errors import ConfigError
 from eps_core.evaluation.grid import Progress, header, run_cells
 from eps_core.evaluation.grid_cell import Bench, Plan
 from eps_core.evaluation.grid_file import GridFile, continued
 from eps_core.evaluation.grid_settings import PRESETS, expand, load_grid
-from eps_core.load import BACKENDS
 from eps_core.telemetry import files
 
 MIB = 2**20
@@ -23,15 +23,10 @@ _PLAN = Plan()
 @click.option("--grid", type=click.Path(path_type=Path), metavar="FILE", help="JSON: axes and their values.")
 @click.option("--preset", type=click.Choice(tuple(PRESETS)), help="prd: the product requirements' 1,296 cells.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), metavar="FILE", required=True, help="JSONL; continued.")
-@click.option("--backend", type=click.Choice(("auto", *BACKENDS)), default="auto", show_default=True)
-@click.option("--device", type=click.Choice(("auto", "cpu", "cuda", "mps")), default="auto", show_default=True)
-@click.option(
-    "--model", type=click.Path(path_type=Path), metavar="DIR", help="Hugging Face directory.  [default: demo]"
-)
-@click.option(
-    "--dtype", type=click.Choice(("auto", *DTYPE_BYTES)), default="auto", show_default=True,
-    help="Of the weights; auto: float32 on a CPU, else as stored.",
-)  # fmt: skip
+@backend_option
+@device_option
+@model_option
+@dtype_option
 @click.option("--kv-dtype", type=click.Choice(tuple(DTYPE_BYTES)), default=_PLAN.kv_dtype, show_default=True)
 @click.option("--needles", type=click.IntRange(min=0), default=_PLAN.needles, show_default=True, help="Questions.")
 @click.option("--texts", type=click.IntRange(min=1), default=_PLAN.texts, show_default=True, help="Windows of text.")
