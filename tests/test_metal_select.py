@@ -19,7 +19,6 @@ from eps_core.config.eps import EpsConfig
 from eps_core.gate.protocol import Scores
 from eps_core.oracle import selection as oracle_selection
 from eps_core.oracle.selection import best_first
-from eps_core.paging.where import budget, forced_groups
 from eps_core.summaries import base as oracle_base
 from eps_core.summaries import meanstd as oracle_meanstd
 from eps_core.summaries import rq as oracle_rq
@@ -71,10 +70,11 @@ def check_topk(
     ends = -(-lengths // size)
     groups = int(ends.max()) + spare
     estimate = estimates(kind, (len(lengths), kv_heads, groups), ends, rng)
-    missing = (np.isposinf(estimate[:, 0]) & ~forced_groups(config, lengths, groups)).sum(axis=1)
+    where = place(config, lengths, groups)
+    missing = (np.isposinf(estimate[:, 0]) & ~where.forced).sum(axis=1)
     scores = Scores(mx.array(estimate), None, None, missing)
-    want = arrays.select(scores, place(config, lengths, scores))
-    uniform = budget(config, forced_groups(config, lengths, groups).sum(axis=1) + missing, lengths)
+    want = arrays.select(scores, where)
+    uniform = where.budget(where.num_forced + missing)
     listed, counts, visit = (
         np.array(part)
         for part in select.select_topk(

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eps_core.config.eps import EpsConfig
-from eps_core.oracle import attention, selection
+from eps_core.oracle import formulas, selection
 from eps_core.summaries import base, fd, rq
 from eps_core.summaries.base import bennett
 from eps_core.summaries.jl import jl_projection
@@ -80,11 +80,11 @@ def test_bounds_enclose_true_mass(method, n, head_dim, keys, query, dim, bits, s
     )
     k = make_keys(keys, n, head_dim, rng)
     centre = (0.5 * k.mean(axis=0) + rng.normal(size=head_dim) * 0.1).astype(np.float16)
-    summary = build_summary(config, k, None, centre)
+    summary = build_summary(config.store, k, None, centre)
     a = make_query(query, k, summary, rng)
     stacked = {name: np.asarray(value)[None] for name, value in summary.items()}
-    _, lower, upper = score_summary(config, stacked, a, n, None, centre)
-    truth = attention.group_masses(a, k, n)[0]
+    _, lower, upper = score_summary(config.store, stacked, a, n, None, centre)
+    truth = formulas.group_masses(a, k, n)[0]
     assert lower[0] <= truth <= upper[0]
     # every method's W also bounds the largest logit: A_p >= exp(max)
     assert (k.astype(np.float64) @ a).max() <= upper[0]
@@ -96,8 +96,10 @@ def test_methods_without_bounds_claim_none():
         assert not config.store.has_bounds
         k = np.ones((4, 8), np.float32)
         phi = jl_projection(0, 0, 1, 8, 8)[0]
-        summary = {n: np.asarray(v)[None] for n, v in build_summary(config, k, phi, np.zeros(8, np.float16)).items()}
-        assert score_summary(config, summary, np.ones(8), 4, phi, np.zeros(8, np.float16))[1:] == (None, None)
+        summary = {
+            n: np.asarray(v)[None] for n, v in build_summary(config.store, k, phi, np.zeros(8, np.float16)).items()
+        }
+        assert score_summary(config.store, summary, np.ones(8), 4, phi, np.zeros(8, np.float16))[1:] == (None, None)
 
 
 def test_jl_expectation():
@@ -123,12 +125,12 @@ def test_jl_ranks_no_better_than_chance_at_m_8():
     phi = jl_projection(0, 0, 1, 128, 8)[0]
     mean = rng.normal(size=128) * 2
     groups = [(rng.normal(size=(128, 128)) + mean).astype(np.float32) for _ in range(20)]
-    built = [build_summary(config, k, phi, None) for k in groups]
+    built = [build_summary(config.store, k, phi, None) for k in groups]
     stacked = {"gram": np.stack([s["gram"] for s in built])}
     for _ in range(60):
         a = rng.normal(size=128) / np.sqrt(128)
-        best = np.argmax([attention.group_masses(a, k, 128)[0] for k in groups])
-        found += best in np.argsort(-score_summary(config, stacked, a, 128, phi, None)[0])[:2]
+        best = np.argmax([formulas.group_masses(a, k, 128)[0] for k in groups])
+        found += best in np.argsort(-score_summary(config.store, stacked, a, 128, phi, None)[0])[:2]
     assert found / 60 < 0.35  # chance: 0.10
 
 
@@ -214,9 +216,9 @@ def test_merge_is_exact(n, cut, seed, scale):
     rng = np.random.default_rng(seed)
     k, v, a = rng.normal(size=(n, 8)) * scale, rng.normal(size=(n, 5)), rng.normal(size=8)
     cut = min(cut, n)
-    whole = attention.attend_keys(a, k, v)
-    first, second = (attention.attend_keys(a, k[s], v[s]) for s in (slice(cut), slice(cut, None)))
-    out, lse = attention.merge(first, second)
+    whole = formulas.attend_keys(a, k, v)
+    first, second = (formulas.attend_keys(a, k[s], v[s]) for s in (slice(cut), slice(cut, None)))
+    out, lse = formulas.merge(first, second)
     assert np.allclose(out, whole[0], atol=1e-12) and np.isclose(lse, whole[1], atol=1e-12)
 
 
@@ -261,8 +263,8 @@ def test_jl_cannot_tell_a_key_from_its_opposite():
     rng = np.random.default_rng(0)
     config, phi = EpsConfig.of(method="jl", group_tokens=4), jl_projection(0, 0, 1, 32, 8)[0]
     k, a = rng.normal(size=(4, 32)), rng.normal(size=32)
-    gram = np.stack([build_summary(config, sign * k, phi, None)["gram"] for sign in (1, -1)])
-    estimate = score_summary(config, {"gram": gram}, a, 4, phi, None)[0]
+    gram = np.stack([build_summary(config.store, sign * k, phi, None)["gram"] for sign in (1, -1)])
+    estimate = score_summary(config.store, {"gram": gram}, a, 4, phi, None)[0]
     assert estimate[0] == estimate[1]
 
 
@@ -270,8 +272,8 @@ def test_meanstd_is_no_bound_of_the_largest_logit():
     k = np.zeros((16, 8), np.float32)
     k[3, 0] = 100.0
     config = EpsConfig.of(method="meanstd", group_tokens=16)
-    summary = {n: np.asarray(v)[None] for n, v in build_summary(config, k, None, None).items()}
-    assert score_summary(config, summary, np.eye(8)[0], 16, None, None)[0][0] < 50
+    summary = {n: np.asarray(v)[None] for n, v in build_summary(config.store, k, None, None).items()}
+    assert score_summary(config.store, summary, np.eye(8)[0], 16, None, None)[0][0] < 50
 
 
 def test_schatten_bounds_from_above_and_power_iteration_from_below():

@@ -57,12 +57,13 @@ class EpsConfig:
         assert store.second_bit == (read.refine > 0), "a second bit is kept to be read: both are `refine`"
 
     @classmethod
-    def of(cls, **flat: Any) -> Self:
+    def of(cls, method: str = "off", **flat: Any) -> Self:
         """From flat settings; what is left out, or None, is the method's own. Raises ConfigError for unknown names and
         for values out of range."""
+        flat["method"] = method
         unknown = sorted(set(flat) - set(FLAT))
         require(not unknown, f"unknown EPS setting {', '.join(unknown)}: known are {', '.join(sorted(FLAT))}")
-        method, fine = flat.get("method", "off"), flat.get("method") == "rq"
+        fine = method == "rq"
         guards = FINE_GUARDS if fine else DEFAULT_GUARDS
         defaults = {
             "budget": FINE_BUDGET if fine else DEFAULT_BUDGET,

@@ -9,10 +9,7 @@ is JSON under `METADATA_KEY` of the file's metadata. Letters as in `gate.protoco
 
 import hashlib
 import json
-import os
 import shutil
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from math import prod, sqrt
@@ -172,10 +169,8 @@ def record(
     queries of the chosen layers are kept."""
     backend, decoder, num_steps = session.backend, session.decoder, len(tokens) - context_tokens
     cache, pool = session.cache(config.store, len(tokens))
-    progress = terminal.Progress("text", sys.stderr)
-    sequence, cache = prefill(
-        decoder, cache, pool, tokens[:context_tokens], prefill_chunk, lambda done, total: progress(0, done, len(tokens))
-    )
+    with terminal.Progress("text: prefill", "tokens") as progress:
+        sequence, cache = prefill(decoder, cache, pool, tokens[:context_tokens], prefill_chunk, progress)
     taken: dict[int, list[np.ndarray]] = {layer: [] for layer in layers}
 
     def tap(layer: int, q: Array) -> None:
@@ -225,6 +220,7 @@ def capture(request: CaptureRequest) -> dict[str, Any]:
             "lower --context or choose fewer --layers"
         )
     recording = record(session, text.tokens, request.context_tokens, layers, request.config)
+    made = files.provenance(session.backend.versions())
     info = CaptureInfo(
         format_version=FORMAT_VERSION,
         model=model_name(session),
@@ -243,8 +239,8 @@ def capture(request: CaptureRequest) -> dict[str, Any]:
         device=session.device,
         dtype=session.dtype,
         fingerprint=model_fingerprint(session.path),
-        versions={"eps": files.package_version(), **session.backend.versions()},
-        git_commit=files.git_commit(),
+        versions=made["versions"],
+        git_commit=made["git_commit"],
     )
     write_capture(request.output, info, recording)
     return {"capture": str(request.output), "bytes": request.output.stat().st_size, **vars(info)}
@@ -269,21 +265,11 @@ def write_capture(path: Path, info: CaptureInfo, recording: Recording) -> None:
         offset += size
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)  # the format wants data aligned to 8 bytes
-    handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(len(encoded).to_bytes(8, "little") + encoded)
-            for name, array in tensors():
-                assert list(array.shape) == header[name]["shape"], (name, array.shape)
-                file.write(np.ascontiguousarray(array).view(np.uint8).data)
-        # mkstemp makes the file private; give it the mode that open() would have
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(partial, 0o666 & ~mask)
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
+    with files.replacing(path, "wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name, array in tensors():
+            assert list(array.shape) == header[name]["shape"], (name, array.shape)
+            file.write(np.ascontiguousarray(array).view(np.uint8).data)
 
 
 def _layout(info: CaptureInfo) -> dict[str, tuple[list[int], str]]:

@@ -1,6 +1,5 @@
 """One `eps-proto run`: checks everything first, then decodes densely and gated in two caches, and compares them."""
 
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -158,31 +157,32 @@ def _decode(
     """(side, cache) of decoding the prompt; each step's record is handed over as it comes."""
     request, prefill_ms = job.request, 0.0
     started = time.perf_counter()
-    progress = terminal.Progress(name, sys.stderr)
+    progress = terminal.Progress(f"{name}: prefill", "tokens")
 
     def on_prefill(prompt: int, done: int, total: int) -> None:
         nonlocal prefill_ms
-        progress(prompt, done, total)
+        progress(done, total)
         prefill_ms = 1000 * (time.perf_counter() - started)
 
     document = job.document
     if forced is not None:
         document = replace(document, num_steps=len(forced), forced=forced[:-1])
-    outcome, cache = decode(
-        job.session,
-        cache,
-        pool,
-        [document],
-        request.config.read,
-        request.sampling,
-        on_record,
-        prefill_chunk=request.prefill_chunk,
-        on_prefill=on_prefill,
-        keep_logits=request.kl and name != "eps",
-        audit_every=request.audit_every if name == "eps" else 0,
-        audit_factor=request.audit_factor,
-        audit_off=request.audit_off,
-    )
+    with progress:
+        outcome, cache = decode(
+            job.session,
+            cache,
+            pool,
+            [document],
+            request.config.read,
+            request.sampling,
+            on_record,
+            prefill_chunk=request.prefill_chunk,
+            on_prefill=on_prefill,
+            keep_logits=request.kl and name != "eps",
+            audit_every=request.audit_every if name == "eps" else 0,
+            audit_factor=request.audit_factor,
+            audit_off=request.audit_off,
+        )
     side = Side(outcome, "", prefill_ms)
     side.text = job.session.decode(side.tokens)
     return side, cache
@@ -219,8 +219,8 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
         measured = "eps" if gated else "dense"  # the side that metrics and csv speak of
 
         def streamed(side_name: str, store: Store) -> tuple[Side, Any, PagePool]:
-            out.write(f"{side_name:5} > ")
-            text = terminal.TextStream(session.tokenizer, lambda piece: (out.write(piece), out.flush()))
+            label = f"{side_name:5} > "
+            text = terminal.TextStream(session.tokenizer, lambda piece: (out.write(piece), out.flush()), label)
 
             def on_record(record: StepRecord) -> None:
                 if metrics is not None and side_name == measured:
@@ -308,7 +308,7 @@ def _report(
         (name.replace("_", " "), None, f"{value:.5f}") for name, value in divergence.items() if value is not None
     ]
     dense_summary, eps_summary = dense.summary() if dense else None, eps.summary() if eps else None
-    out.write("\n" + terminal.run_table(dense_summary, eps_summary, checks) + "\n")
+    out.write("\n" + terminal.run_table(dense_summary, eps_summary, checks, out) + "\n")
     return {
         "backend": session.backend_name,
         "device": session.device,

@@ -3,8 +3,6 @@
 A cell is one setting of context, batch, method and policy (`grid_settings`); `grid_cell` measures it.
 """
 
-import platform
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,7 +13,7 @@ from eps_core.errors import ConfigError
 from eps_core.evaluation.grid_cell import Bench, Plan
 from eps_core.evaluation.grid_file import GridFile
 from eps_core.evaluation.grid_settings import HeadModes, Setting, config_of
-from eps_core.telemetry import files
+from eps_core.telemetry import files, terminal
 
 
 def header(
@@ -29,16 +27,7 @@ def header(
         "plan": asdict(plan),
         "head_modes": head_modes,
         **identity,
-        **environment(versions),
-    }
-
-
-def environment(versions: dict[str, str]) -> dict[str, Any]:
-    """What may differ between the starts of one grid."""
-    return {
-        "versions": {"eps": files.package_version(), "python": platform.python_version(), **versions},
-        "git_commit": files.git_commit(),
-        "platform": platform.platform(),
+        **files.provenance(versions),
     }
 
 
@@ -71,10 +60,10 @@ def cell_line(index: int, setting: Setting, config: EpsConfig | None, numbers: d
 
 
 class Progress:
-    """Cells done of all and the time left, on stderr: one rewritten line on a terminal, else a line a cell."""
+    """Cells done of all and the time left. `bar` is what shows it."""
 
     def __init__(self, cells: Sequence[Setting], finished: set[int], stream: Any = None) -> None:
-        self.stream = stream or sys.stderr
+        self.bar = terminal.Progress("grid:", "cells", stream, every_s=0)
         self.total, self.done = len(cells), len(finished)
         # a cell's time grows with the tokens it attends
         self.left = {i: cell.context * cell.batch for i, cell in enumerate(cells) if i not in finished}
@@ -90,19 +79,9 @@ class Progress:
             self.measured += weight
         left = ""
         if self.measured and self.left:
-            remaining = self.seconds / self.measured * sum(self.left.values())
-            left = f", about {_duration(remaining)} left"
-        tty = self.stream.isatty()
-        end = "" if tty and self.left else "\n"
-        if seconds is not None or not self.left or tty:
-            self.stream.write(("\r\033[K" if tty else "") + f"grid: {self.done} of {self.total} cells{left}{end}")
-            self.stream.flush()
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+            left = f"about {terminal.duration(self.seconds / self.measured * sum(self.left.values()))} left"
+        if seconds is not None or not self.left:
+            self.bar(self.done, self.total, left)
 
 
 def run_cells(

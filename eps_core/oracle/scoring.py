@@ -7,7 +7,7 @@ import numpy as np
 from eps_core.config.bytes import summary_group_bytes
 from eps_core.config.read import Read
 from eps_core.gate.protocol import Certificate, Scores, Selection
-from eps_core.oracle import attention, selection
+from eps_core.oracle import formulas, selection
 from eps_core.oracle.cache import Cache, read_kv
 from eps_core.oracle.selection import missing_groups
 from eps_core.paging.where import Where
@@ -114,7 +114,7 @@ def _true_scores(cache: Cache, layer: int, q: np.ndarray, where: Where) -> Score
     for b in range(batch):
         keys = read_kv(cache, layer, table[b], int(lengths[b]))[0]
         for r in range(num_heads):
-            masses = attention.group_masses(
+            masses = formulas.group_masses(
                 q[b, r].astype(np.float64) / np.sqrt(head_dim), keys[:, r // repeat], cache.store.S
             )
             row = estimate[b, r // repeat, : len(masses)]
