@@ -7,30 +7,16 @@ from typing import Any
 import click
 
 from eps_core.cli.options import config_of, given_flags, selection_options, summary_options
+from eps_core.cli.source import backend_option, device_option, dtype_option, kv_dtype_option, model_option
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import DEFAULT_DIM, DTYPE_BYTES, EVALUATION_METHODS, METHODS
+from eps_core.config.store import DEFAULT_DIM, EVALUATION_METHODS, METHODS
 from eps_core.errors import ConfigError
-from eps_core.load import BACKENDS
 from eps_core.telemetry import files, terminal
 
-_backend_option = click.option("--backend", type=click.Choice(("auto", *BACKENDS)), default="auto", show_default=True)
-_device_option = click.option(
-    "--device", type=click.Choice(("auto", "cpu", "cuda", "mps")), default="auto", show_default=True
-)
-_model_option = click.option(
-    "--model", type=click.Path(path_type=Path), metavar="DIR", help="Hugging Face directory.  [default: demo]"
-)
 _text_option = click.option(
     "--text", type=click.Path(path_type=Path), metavar="FILE",
     help="UTF-8 text that is read and decoded along.  [default: the Python library's source, a held-out tenth]",
 )  # fmt: skip
-_dtype_option = click.option(
-    "--dtype", type=click.Choice(("auto", *DTYPE_BYTES)), default="auto", show_default=True,
-    help="Of the weights; auto: float32 on a CPU, else as stored.",
-)  # fmt: skip
-_kv_dtype_option = click.option(
-    "--kv-dtype", type=click.Choice(tuple(DTYPE_BYTES)), help="Of the KV cache.  [default: as --dtype]"
-)
 _context_option = click.option("--context", type=click.IntRange(min=1), default=4096, show_default=True, metavar="N")
 _DEFAULT_BUDGETS = "0.05,0.1,0.2,0.3"
 # flags that only rq has, as they are when not given
@@ -56,15 +42,15 @@ class _Numbers(click.ParamType):
 
 
 @click.command("capture")
-@_model_option
+@model_option
 @_text_option
 @_context_option
 @click.option("--steps", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens decoded after it.")
 @click.option("--layers", type=_Numbers(int), metavar="LIST", help="Such as 0,3.  [default: all]")
-@_backend_option
-@_device_option
-@_dtype_option
-@_kv_dtype_option
+@backend_option
+@device_option
+@dtype_option
+@kv_dtype_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="FILE.safetensors")
 @selection_options
 @summary_options
@@ -86,27 +72,20 @@ def capture_command(ctx: click.Context, /, **flags: Any) -> None:
 
     # a capture is dense unless a method is named, with the demo model too
     config = config_of(flags | {"eps_method": flags["eps_method"] or _off(ctx, flags)}, given_flags(ctx, flags))
-    result = capture(
-        CaptureRequest(
-            output=flags["output"],
-            config=config,
-            model=flags["model"],
-            text=flags["text"],
-            context_tokens=flags["context"],
-            num_steps=flags["steps"],
-            layers=flags["layers"],
-            backend=flags["backend"],
-            device=flags["device"],
-            dtype=flags["dtype"],
-            kv_dtype=flags["kv_dtype"],
-        )
-    )
+    result = capture(CaptureRequest(config=config, layers=flags["layers"], **_source(flags)))
     click.echo(
         f"{result['capture']}: {len(result['layers'])} of {result['num_layers']} layers of {result['model']}, "
         f"{result['context_tokens']:,} + {result['num_steps']:,} tokens, {result['bytes'] / terminal.MIB:,.1f} MiB; "
         f"decode {terminal.describe(config) if config.store.enabled else 'dense'}"
     )
     click.echo(files.to_json(result))
+
+
+def _source(flags: dict[str, Any]) -> dict[str, Any]:
+    """What requests to capture and to calibrate have in common."""
+    same = {name: flags[name] for name in ("output", "model", "text", "backend", "device", "dtype")}
+    lengths = {"context_tokens": flags["context"], "num_steps": flags["steps"]}
+    return {**same, **lengths, "kv_dtype": flags["kv_dtype"] or "auto"}
 
 
 def _off(ctx: click.Context, flags: dict[str, Any]) -> str:
@@ -128,8 +107,8 @@ def _off(ctx: click.Context, flags: dict[str, Any]) -> str:
     help="Output error at which the methods' bytes are compared.",
 )  # fmt: skip
 @click.option("--layers", type=_Numbers(int), metavar="LIST", help="Such as 0,3.  [default: all of the capture]")
-@_backend_option
-@_device_option
+@backend_option
+@device_option
 @click.option("--jsonl", type=click.Path(path_type=Path), metavar="FILE", help="Write all figures, head by head too.")
 @selection_options
 @summary_options
@@ -286,7 +265,7 @@ def _table(names: list[str], rows: list[dict[str, Any]]) -> str:
 
 
 @click.command("calibrate")
-@_model_option
+@model_option
 @_text_option
 @_context_option
 @click.option("--steps", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens that are averaged.")
@@ -313,10 +292,10 @@ def _table(names: list[str], rows: list[dict[str, Any]]) -> str:
     "--dense-fraction", type=click.FloatRange(0, 1), default=0.5, show_default=True,
     help="A layer stays dense if 99 % of its mass takes more than this fraction of the groups.",
 )  # fmt: skip
-@_backend_option
-@_device_option
-@_dtype_option
-@_kv_dtype_option
+@backend_option
+@device_option
+@dtype_option
+@kv_dtype_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="POLICY.json")
 @click.pass_context
 def calibrate_command(ctx: click.Context, /, **flags: Any) -> None:
@@ -344,20 +323,9 @@ def calibrate_command(ctx: click.Context, /, **flags: Any) -> None:
     )
     result = calibrate(
         CalibrateRequest(
-            output=flags["output"],
             config=config,
-            model=flags["model"],
-            text=flags["text"],
-            context_tokens=flags["context"],
-            num_steps=flags["steps"],
-            sink_tokens=flags["sink_tokens"],
-            recent_tokens=flags["recent_tokens"],
-            streaming_share=flags["streaming_share"],
-            dense_fraction=flags["dense_fraction"],
-            backend=flags["backend"],
-            device=flags["device"],
-            dtype=flags["dtype"],
-            kv_dtype=flags["kv_dtype"],
+            **{name: flags[name] for name in ("sink_tokens", "recent_tokens", "streaming_share", "dense_fraction")},
+            **_source(flags),
         ),
         sys.stdout,
     )
