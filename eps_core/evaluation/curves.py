@@ -15,10 +15,10 @@ import numpy as np
 
 from eps_core.config.bytes import scoring_bytes
 from eps_core.config.eps import EpsConfig
-from eps_core.config.read import DEFAULT_GUARDS, FINE_GUARDS
 from eps_core.evaluation.runner import Prompt, Runner, Tally
 from eps_core.evaluation.statistics import bootstrap_interval
 from eps_core.oracle.selection import guards
+from eps_core.summaries.table import facts
 from eps_core.tasks.needle import VALUE_DIGITS, corpus, filler, needle_document
 from eps_core.telemetry.steps import kl_divergence
 
@@ -196,8 +196,8 @@ def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[Key
                     context_tokens=plan.context_tokens,
                     method=arm.store.method,
                     group_tokens=arm.store.S,
-                    bits=arm.store.bits if arm.store.method == "rq" else None,
-                    refine=arm.read.refine if arm.store.method == "rq" else None,
+                    bits=arm.store.code_bits,
+                    refine=arm.read.refine if arm.store.facts.coded else None,
                     tail_tokens=arm.store.tail_tokens,
                     dim=arm.store.dim,
                     policy=arm.read.policy,
@@ -239,7 +239,7 @@ def label(name: tuple) -> str:
         words.append(policy)
     if tail_tokens:
         words.append(f"tail {tail_tokens}")
-    if guards != (DEFAULT_GUARDS if method != "rq" else FINE_GUARDS):
+    if guards != facts(method).guards:
         words.append(f"guards {guards[0]}+{guards[1]}")
     return " ".join(words)
 

@@ -21,12 +21,13 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import POLICIES, SCOPES
-from eps_core.config.store import EVALUATION_METHODS, METHODS, CacheSpec
+from eps_core.config.store import EVALUATION_METHODS, METHODS, CacheSpec, coded_methods
 from eps_core.decode.forward import Decoder
 from eps_core.errors import ConfigError
 from eps_core.evaluation.grid_file import GridFile
 from eps_core.gate.protocol import Backend
 from eps_core.gate.stats import LayerStats
+from eps_core.summaries.table import facts
 from eps_core.tasks.needle import VALUE_DIGITS, corpus, filler, needle_document
 from eps_core.telemetry import files
 from eps_core.telemetry.steps import StepRecord, kl_divergence, percentile, step_record, summarise
@@ -182,8 +183,8 @@ def config_of(setting: Setting, head_modes: HeadModes | None) -> EpsConfig:
             raise ConfigError(f"{name} {getattr(setting, name)} belongs to policy {' or '.join(policies)}")
     if setting.epsilon is not None and setting.policy != "mass" and not setting.strict:
         raise ConfigError(f"epsilon {setting.epsilon} belongs to policy mass or to strict")
-    if setting.bits is not None and setting.method != "rq":
-        raise ConfigError(f"bits {setting.bits} belongs to method rq")
+    if setting.bits is not None and not facts(setting.method).coded:
+        raise ConfigError(f"bits {setting.bits} belongs to method {coded_methods()}")
     if setting.heads == "retrieval" and head_modes is None:
         raise ConfigError("heads retrieval needs --eps-head-policy FILE")
     default = EpsConfig.of()
@@ -587,7 +588,7 @@ def cell_line(index: int, setting: Setting, config: EpsConfig | None, numbers: d
         "method": setting.method,
         "policy": setting.policy,
         "dim": config.store.dim if config else setting.dim,
-        "bits": config.store.bits if config and config.store.method == "rq" else None,
+        "bits": config.store.code_bits if config else None,
         "group_tokens": config.store.S if config else setting.group_tokens,
         "alpha": config.read.alpha if config and config.read.policy == "threshold" else None,
         "top_pages": config.read.top_pages if config else setting.top_pages,
