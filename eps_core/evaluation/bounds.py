@@ -24,14 +24,12 @@ from eps_core.gate.protocol import Backend, Scores, Selection
 from eps_core.oracle.truth import Filled, true_loss, true_masses, visit_mask
 from eps_core.paging.where import Where
 from eps_core.summaries.rq import decode_rq, rotate
+from eps_core.summaries.table import names
 
 # every method with bounds, in each form that stores something else
 BOUNDED_ARMS: tuple[dict[str, Any], ...] = (
-    {"method": "1pc"},
-    {"method": "fd"},
-    {"method": "box"},
-    {"method": "ball"},
-    *({"method": "moments", "dim": dim} for dim in (1, 2, 4)),
+    *({"method": name} for name in names(lambda one: not one.no_bounds)),
+    *({"method": "moments", "dim": dim} for dim in (2, 4)),
     *({"method": "rq", "rq_bounds": True, "bits": bits} for bits in (1, 2, 4, 8)),
 )
 # certified from codes of single keys: their bounds are made after the selection, so the gate alone checks them
@@ -211,7 +209,7 @@ def _stored(filled: Filled, unit: np.ndarray, sub: np.ndarray) -> dict[str, np.n
 def _stored_mean(filled: Filled, stored: dict[str, np.ndarray]) -> np.ndarray | None:
     """The group mean [B, Hkv, D] as the summary holds it; None where it holds none."""
     config, head_dim = filled.config, filled.k.shape[-1]
-    if config.store.method == "rq":
+    if config.store.facts.coded:
         turned = decode_rq(stored["codes"], stored["scale"], config.store.bits, head_dim)
         centre = filled.backend.to_numpy(filled.cache.centre[0]).astype(np.float64)
         return centre + turned @ rotate(np.eye(head_dim), config.store.seed).T
@@ -241,7 +239,7 @@ def hard_queries(filled: Filled, units: np.ndarray, repeat: int, rng: np.random.
         return np.take_along_axis(gaps, index[..., None, None], axis=2)[:, :, 0]
 
     kept = stored.get("direction", stored.get("rows"))
-    rest = keys - mean[:, :, None] if filled.config.store.method == "moments" else keys
+    rest = keys - mean[:, :, None] if "rho" in stored else keys  # directions about the mean
     if kept is not None:
         kept = _unit(kept.reshape(batch, kv_heads, -1, head_dim).astype(np.float64))
         for j in range(kept.shape[2]):

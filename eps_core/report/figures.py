@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from eps_core.errors import ConfigError
+from eps_core.summaries.table import METHODS, facts
 
 # matplotlib wants colours: these two stand for the page's own and are replaced in the SVG
 _INK, _GRID = "#010203", "#010204"
@@ -19,7 +20,6 @@ PAGE_LIGHT, PAGE_DARK = "#ffffff", "#14171a"
 PALETTE = (
     "#3b82d6", "#d9730d", "#2b9a57", "#9b6bdf", "#e0524f", "#1695a4", "#d6589f", "#8a8a2a", "#b0703c", "#7f8790",
 )  # fmt: skip
-_METHODS = ("rq", "box", "meanstd", "ball", "moments", "jl", "1pc", "fd")
 _DASHES = ("-", "--", "-.", ":")
 _MARKERS = "osD^vP*Xhp<>"
 MAX_CURVES = 12  # past this a legend is unreadable: methods then share one colour and show their best front
@@ -164,11 +164,9 @@ class _Drawer:
 
 
 def _colour(method: str) -> str:
-    """One colour for a method on every plot; the oracle's is the ink."""
-    if method == "oracle":
-        return _INK
-    known = _METHODS.index(method) if method in _METHODS else len(_METHODS) + sum(map(ord, method)) % 2
-    return PALETTE[known % len(PALETTE)]
+    """One colour for a method on every plot; what is best possible has the ink."""
+    known = facts(method).colour if method in METHODS else len(PALETTE) - 2 + sum(map(ord, method)) % 2
+    return _INK if known is None else PALETTE[known % len(PALETTE)]
 
 
 def _front(points: list[tuple[float, float]], lower: bool) -> list[tuple[float, float]]:
