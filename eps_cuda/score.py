@@ -46,7 +46,11 @@ def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores:
         .reshape(batch, kv_heads, groups, *pool.shape[3:])
         for name, pool in pools.items()
     }
-    parts = score_summary(store, cache.constants(layer), gathered, a)
+    constants = cache.constants(layer)
+    if store.facts.by_place:
+        length = torch.from_numpy(where.lengths).to(q.device)[:, None, None, None]
+        constants = constants | {"groups": torch.arange(groups, device=q.device), "length": length}
+    parts = score_summary(store, constants, gathered, a)
     # 0: scored, 1: without a summary, 2: past the end
     state = torch.from_numpy(np.where(inside, missing.astype(np.uint8), np.uint8(2))).to(q.device)[:, None, :]
     known, past = state == 0, state == 2

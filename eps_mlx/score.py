@@ -43,7 +43,11 @@ def score(cache: Cache, layer: int, q: mx.array, where: Where) -> Scores:
             )
             for name, pool in pools.items()
         }
-        parts = score_summary(store, cache.constants(layer), gathered, a)
+        constants = cache.constants(layer)
+        if store.facts.by_place:
+            length = mx.array(where.lengths)[:, None, None, None]
+            constants = constants | {"groups": mx.arange(groups), "length": length}
+        parts = score_summary(store, constants, gathered, a)
         known, unknown = mx.array(inside & ~missing)[:, None, :], mx.array(missing)[:, None, :]
         # the groups that were not scored: without a summary, and past the end
         rest = mx.where(unknown, math.inf, -math.inf)

@@ -39,6 +39,8 @@ def score(cache: Cache, layer: int, q: np.ndarray, where: Where) -> Scores:
             if store.facts.reads_keys:
                 stacked = {"keys": _keys_of(cache, layer, units, known, head)}
             constants = cache.constants(layer, head)
+            if store.facts.by_place:
+                constants |= {"groups": known, "length": lengths[b]}
             heads = q[b, head * repeat : (head + 1) * repeat].astype(np.float64) / np.sqrt(head_dim)
             for r, a in enumerate(heads):
                 guess, least, most = score_summary(store, constants, stacked, a)

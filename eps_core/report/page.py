@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.config.store import COARSE_GROUP_BLOCKS
+from eps_core.config.store import COARSE_GROUP_BLOCKS, coded_methods
 from eps_core.evaluation.verdict import Verdict, arm_name, decide, loss_points, p95_saved_percent
 from eps_core.report.figures import MAX_CURVES, _Curve, _Drawer, _nothing, _text
 from eps_core.report.load import Line, Results, _number
+from eps_core.summaries.table import names
 
 MAX_MAPS = 6
 _ABLATIONS: tuple[tuple[str, str, Any], ...] = (
@@ -250,7 +251,8 @@ def _certificate(draw: "_Drawer", cells: list[Line], runs: list[Line]) -> str:
         for step in run["steps"]:
             _add_pair(points, method, step.get("mass_skipped_cert"), step.get("mass_skipped_true"))
     if not points:
-        return _nothing("no audited step of a method with bounds (box, ball, moments, 1pc, fd, rq with bounds)")
+        bounded = ", ".join(names(lambda one: not one.no_bounds))
+        return _nothing(f"no audited step of a method with bounds ({bounded}, {coded_methods()} with bounds)")
     plot = draw.scatter(
         points,
         "true share of the softmax left unread",

@@ -77,7 +77,7 @@ class Facts:
     follows: bool = False  # keeps running statistics of open groups, so that nothing is read again: `running` says
     # which ({}: the summary itself), `extend` adds keys, `seal` makes the summary of them
     reads_keys: bool = False  # stores nothing: is given the groups' keys [.., S, D] as a summary
-    by_place: bool = False  # stores nothing: its `constants` say which groups [G] of how long a sequence are scored
+    by_place: bool = False  # its `constants` also say which "groups" [G] of how long a sequence are scored: "length"
     budget: float = 0.1  # topk: share of the tokens
     guards: tuple[int, int] = (16, 128)  # first and last tokens that are always visited
     tail: bool = False  # skipped groups are stood for by mean values, unless told otherwise
