@@ -10,14 +10,14 @@ from torch import Tensor
 
 from eps_core.config.store import Store
 from eps_core.summaries.base import LARGEST_ESTIMATE
-from eps_core.summaries.table import METHODS
+from eps_core.summaries.table import FILES
 from eps_cuda.summaries.base import Score, Summary
 
 
 @cache
 def method(name: str) -> ModuleType:
     """The module of a method over Torch arrays."""
-    return importlib.import_module(f"eps_cuda.summaries.{METHODS[name].__name__.rpartition('.')[2]}")
+    return importlib.import_module(f"eps_cuda.summaries.{FILES[name]}")
 
 
 def build_summary(store: Store, constants: Summary, k: Tensor) -> Summary:

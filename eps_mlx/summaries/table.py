@@ -9,14 +9,14 @@ import mlx.core as mx
 
 from eps_core.config.store import Store
 from eps_core.summaries.base import LARGEST_ESTIMATE
-from eps_core.summaries.table import METHODS
+from eps_core.summaries.table import FILES
 from eps_mlx.summaries.base import Score, Summary
 
 
 @cache
 def method(name: str) -> ModuleType:
     """The module of a method over MLX arrays."""
-    return importlib.import_module(f"eps_mlx.summaries.{METHODS[name].__name__.rpartition('.')[2]}")
+    return importlib.import_module(f"eps_mlx.summaries.{FILES[name]}")
 
 
 def build_summary(store: Store, constants: Summary, k: mx.array) -> Summary:
