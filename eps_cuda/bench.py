@@ -215,7 +215,7 @@ def device_parts(cache: Cache, q: Tensor, where: Where) -> dict[str, Arm]:
     from eps_cuda.kernels import dispatch
     from eps_cuda.kernels.attend import attend_groups
     from eps_cuda.kernels.tail import attend_with_tail
-    from eps_cuda.score import score
+    from eps_cuda.scoring import score
     from eps_cuda.selection import select
 
     config = where.config

@@ -155,3 +155,14 @@ def skipped_mass(scores: Scores, selection: Selection) -> mx.array:
     estimate = mx.where(mx.isfinite(scores.estimate), scores.estimate, -math.inf)
     left = _log_total(mx.where(visit_mask(selection, estimate.shape[-1]), -math.inf, estimate))
     return mx.where(left > -math.inf, mx.exp(left - _log_total(estimate)), 0)[..., 0]
+
+
+def best_first(keys: mx.array) -> mx.array:
+    """Indices [.., G] int32 in falling order of keys [.., G], the lower first among equals. A sort need not be stable:
+    the second one is of whole numbers, (place among the different keys, index)."""
+    groups = keys.shape[-1]
+    falling = mx.argsort(-keys, axis=-1).astype(mx.int32)
+    values = mx.take_along_axis(keys, falling, axis=-1)
+    differs = (values[..., 1:] != values[..., :-1]).astype(mx.int64)
+    place = mx.pad(mx.cumsum(differs, axis=-1), [(0, 0)] * (keys.ndim - 1) + [(1, 0)])
+    return (mx.sort(place * groups + falling, axis=-1) % groups).astype(mx.int32)

@@ -53,8 +53,8 @@ class Bound(ModuleType):
         super().__init__(module.__name__)
         self.__dict__.update(vars(module))
 
-        def new_cache(spec: Any, config: Any, device: str = "auto", wanted: str = "auto") -> Any:
-            return module.new_cache(spec, config.store, device, kernels if wanted == "auto" else wanted)
+        def new_cache(spec: Any, store: Any, device: str = "auto", wanted: str = "auto") -> Any:
+            return module.new_cache(spec, store, device, kernels if wanted == "auto" else wanted)
 
         self.new_cache = new_cache
 

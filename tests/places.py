@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from eps_core.config.eps import EpsConfig
-from eps_core.gate.protocol import Scores
 from eps_core.paging.where import Where
 
 
-def place(config: EpsConfig, lengths: Sequence[int] | np.ndarray, scores: Scores) -> Where:
-    """A step of sequences of `lengths` tokens in units 0, 1, .., as wide as the scores [B, Hkv, G]."""
-    units = -(-scores.estimate.shape[-1] // config.store.groups_per_unit)
-    return Where.of(config, np.tile(np.arange(units), (len(lengths), 1)), np.asarray(lengths))
+def place(config: EpsConfig, lengths: Sequence[int] | np.ndarray, num_groups: int) -> Where:
+    """A step of sequences of `lengths` tokens in units 0, 1, .., of exactly that many groups, whole units or not."""
+    units = -(-num_groups // config.store.groups_per_unit)
+    where = Where.of(config, np.tile(np.arange(units), (len(lengths), 1)), np.asarray(lengths))
+    where.__dict__["num_groups"] = num_groups  # as a cached property keeps it
+    return where

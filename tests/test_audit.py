@@ -1,6 +1,5 @@
 """Audits and strict mode in a whole decode: what they report is true, and an audit changes nothing else."""
 
-import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_models
-from places import place
 from test_cli import lines_of
 from test_conformance import eps, visit_mask
 
@@ -54,7 +52,7 @@ class Watched:
         self.backend, device = target
         self.config, self.spec, self.dense_step = config, read_spec(model), dense_step
         self.decoder = load_decoder(self.backend, model, self.spec, "float32", device)
-        self.timing, self.num_steps = False, 0
+        self.eps, self.timing, self.num_steps = self.backend, False, 0
         self.seen: list[dict[int, np.ndarray]] = []  # of each step: {layer: q}
         self.visits: list[list[np.ndarray]] = []  # of each step and layer: [B, Hkv, G]
         self.unread: list[np.ndarray] = []  # of each step: [L, Hkv] in float64, the largest over sequences and queries
@@ -65,12 +63,12 @@ class Watched:
         return self.decoder.prefill(*args)
 
     def step(
-        self, cache: Any, tokens: Any, slots: Any, table: np.ndarray, lengths: np.ndarray, gate: bool, audit: bool
+        self, cache: Any, tokens: Any, slots: Any, table: np.ndarray, lengths: np.ndarray, read: Any, audit: bool
     ) -> Any:
         self.seen.append({})
-        gate, self.num_steps = gate and self.num_steps != self.dense_step, self.num_steps + 1
-        cache, output = self.decoder.step(cache, tokens, slots, table, lengths, gate, audit)
-        if self.watching and gate:
+        read, self.num_steps = None if self.num_steps == self.dense_step else read, self.num_steps + 1
+        cache, output = self.decoder.step(cache, tokens, slots, table, lengths, read, audit)
+        if self.watching and read is not None:
             self.visits.append([self._visit(cache, layer, table, lengths) for layer in range(self.spec.num_layers)])
             self.unread.append(self._unread(cache, table, lengths))
         return cache, output
@@ -82,7 +80,7 @@ class Watched:
             CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, units), config.store, self.decoder.device
         )
         pool, more = PagePool(units, config.store.unit_tokens), {"keep_logits": True, "prefill_chunk": 128, **more}
-        return list(generate(self.backend, self, cache, pool, prompts, STEPS, Sampling(), **more))  # type: ignore[arg-type]
+        return list(generate(self, cache, pool, prompts, STEPS, Sampling(), config.read, **more))  # type: ignore[arg-type]
 
     def _hear(self, layer: int, q: Any) -> None:
         if self.watching:
@@ -97,7 +95,7 @@ class Watched:
             return np.repeat(inside[:, None], self.spec.num_kv_heads, axis=1)
         q = backend.from_numpy(self.seen[-1][layer], "float32", self.decoder.device)
         scores = backend.score(cache, layer, q, Where.of(config, table, lengths))
-        selected = backend.select(scores, place(config, lengths, scores), layer)
+        selected = backend.select(scores, Where.of(config, table, lengths), layer)
         if config.read.strict:
             _, lse = backend.attend(cache, layer, q, Where.of(config, table, lengths), selected)
             scores = backend.bounds(cache, layer, q, Where.of(config, table, lengths), scores, selected)
@@ -194,10 +192,8 @@ def test_nothing_is_audited_where_eps_is_off(target, model):
 
 def break_scores(monkeypatch: pytest.MonkeyPatch, backend: Any, broken: Callable[[Any, Scores], Scores]) -> None:
     """`score`, as the decoder calls it, gives what `broken` makes of its result."""
-    name = backend.__name__
-    module = importlib.import_module(name if name == "eps_core.oracle" else f"{name}.model")
-    score = module.score
-    monkeypatch.setattr(module, "score", lambda cache, *args: broken(cache, score(cache, *args)))
+    score = backend.score
+    monkeypatch.setattr(backend, "score", lambda cache, *args: broken(cache, score(cache, *args)))
 
 
 def lowered(backend: Any, array: Any, which: np.ndarray, nats: float) -> Any:
@@ -288,7 +284,6 @@ def test_methods_without_bounds_are_strict_by_codes_of_keys(target, model, metho
         assert shares.max() <= record.mass_skipped_cert <= 0.2
         # codes of exactly those groups that the policy left out, whatever strict mode read of them afterwards
         left = record.pages_skipped + record.pages_escalated
-        units = -(-record.lengths[0] // config.store.unit_tokens)
         scored = scoring_bytes(config, spec.head_dim, record.lengths)
         scored *= spec.num_layers * spec.num_kv_heads
         assert record.bytes_summary_read - scored == left * config.store.S * key_bytes > 0

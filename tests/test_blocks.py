@@ -470,7 +470,7 @@ def random_slots(rng: random.Random, slow: SlowState, num_groups: int) -> list[i
 def test_plan_against_a_token_at_a_time(size, max_open, num_units, seed):
     rng, config = random.Random(seed), config_of(size)
     per_unit = config.store.groups_per_unit
-    state = GroupState(num_units, config, max_open)
+    state = GroupState(num_units, config.store, max_open)
     slow = SlowState(num_units * per_unit, size, max_open)
     running = Accumulators(max_open)
     for _ in range(25):
@@ -503,7 +503,7 @@ def test_plan_against_a_token_at_a_time(size, max_open, num_units, seed):
 def test_prefill_then_decode_of_several_sequences(size):
     """What the pool gives out goes through the plan: chunks that end anywhere, then one token each of three."""
     config = config_of(size)
-    pool, state = PagePool(64, config.store.unit_tokens), GroupState(64, config, 8)
+    pool, state = PagePool(64, config.store.unit_tokens), GroupState(64, config.store, 8)
     slow, running = SlowState(len(state.fill), size, 8), Accumulators(8)
     sequences = [pool.open()[0] for _ in range(3)]
 
@@ -523,7 +523,7 @@ def test_prefill_then_decode_of_several_sequences(size):
 
 
 def test_large_prefill_is_full_groups_and_two_ends():
-    state = GroupState(1024, config_of(8), 4)
+    state = GroupState(1024, config_of(8).store, 4)
     state.plan(np.arange(3))
     plan = state.plan(np.arange(3, 8001))
     assert plan.full_groups.tolist() == list(range(1, 1000))
@@ -534,7 +534,7 @@ def test_large_prefill_is_full_groups_and_two_ends():
 
 
 def test_overwriting_a_full_group_invalidates_it_and_loses_the_slot():
-    state = GroupState(2, config_of(8), 4)
+    state = GroupState(2, config_of(8).store, 4)
     state.plan(np.arange(16))
     plan = state.plan(np.array([3]))
     assert plan.part_before.tolist() == [3] and plan.part_open.tolist() == [-1] and not plan.sealed.any()
@@ -548,7 +548,7 @@ def test_overwriting_a_full_group_invalidates_it_and_loses_the_slot():
 
 
 def test_oldest_open_group_is_evicted():
-    state = GroupState(8, config_of(16), 2)
+    state = GroupState(8, config_of(16).store, 2)
     first, second = 0, 16
     assert state.plan(np.array([first])).part_open.tolist() != state.plan(np.array([second])).part_open.tolist()
     assert state.plan(np.array([32])).part_open[0] >= 0 and state.num_evicted == 1
@@ -559,19 +559,19 @@ def test_oldest_open_group_is_evicted():
 
 
 def test_a_sealing_and_a_starting_group_do_not_share_a_slot():
-    state = GroupState(8, config_of(4), 2)
+    state = GroupState(8, config_of(4).store, 2)
     state.plan(np.arange(3))
     plan = state.plan(np.arange(3, 5))
     assert plan.sealed.tolist() == [True, False] and sorted(plan.part_open.tolist()) == [0, 1]
     # with one slot the sealing group yields it and is read back
-    state = GroupState(8, config_of(4), 1)
+    state = GroupState(8, config_of(4).store, 1)
     state.plan(np.arange(3))
     assert state.plan(np.arange(3, 5)).part_open.tolist() == [-1, 0]
 
 
 def test_copy_and_release():
     config = config_of(4)
-    state = GroupState(4, config, 2)
+    state = GroupState(4, config.store, 2)
     state.plan(np.arange(10))  # groups 0 and 1 full, group 2 holds 2 of 4
     ((src_open, dst_open),) = state.copy(0, 3)
     assert src_open != dst_open
@@ -591,12 +591,12 @@ def test_copy_and_release():
     ids=["beyond-fill", "gap", "twice", "descending", "gap-after-full", "negative", "past-the-end", "second-group"],
 )
 def test_impossible_writes_change_nothing(slots):
-    state = GroupState(2, config_of(4), 2)
+    state = GroupState(2, config_of(4).store, 2)
     with pytest.raises(AssertionError):
         state.plan(np.array(slots))
     assert not state.fill.any() and not state._open
 
 
 def test_empty_write():
-    plan = GroupState(2, config_of(4), 2).plan(np.array([], dtype=np.int64))
+    plan = GroupState(2, config_of(4).store, 2).plan(np.array([], dtype=np.int64))
     assert plan.full_groups.size == plan.part_groups.size == 0 and plan.full_tokens.shape == (0, 4)

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from conftest import TARGETS, bound
-from places import place
 from test_conformance import Case, case_units, eps, make_kv, write_all
 
 from eps_core import oracle
@@ -47,8 +46,8 @@ def counter(target, monkeypatch) -> Counter:
         import mlx.core as mx
 
         import eps_mlx.attention
-        import eps_mlx.certify
-        import eps_mlx.score
+        import eps_mlx.certificates
+        import eps_mlx.scoring
         import eps_mlx.selection
 
         class Counting:
@@ -66,7 +65,7 @@ def counter(target, monkeypatch) -> Counter:
                 return result
 
         monkeypatch.setattr(eps_mlx.attention, "mx", Counting(codes=False))
-        for module in (eps_mlx.score, eps_mlx.certify, eps_mlx.selection):
+        for module in (eps_mlx.scoring, eps_mlx.certificates, eps_mlx.selection):
             monkeypatch.setattr(module, "mx", Counting(codes=True))
     return count
 
@@ -92,13 +91,11 @@ def test_counter_equals_gathered_tiles(target, counter, name, dtype):
         backend, device, case, backend.new_cache(spec, case.config.store, device), keys, values
     )
     q = backend.from_numpy(rng.normal(size=(2, 4, 16)).astype(np.float32), "float32", device)
-    selected = backend.select(
-        backend.score(cache, 0, q, table, lengths),
-        place(case.config, lengths, backend.score(cache, 0, q, table, lengths)),
-    )
+    where = Where.of(case.config, table, lengths)
+    selected = backend.select(backend.score(cache, 0, q, where), where)
     visited = int(backend.to_numpy(selected.counts).sum())
     counter.gathered, before = 0, cache.kv_bytes_read
-    backend.attend(cache, 0, q, Where.of(case.config, table, lengths), selected)
+    backend.attend(cache, 0, q, where, selected)
     expected = visited * case.config.store.S * spec.kv_token_bytes
     assert counter.gathered == cache.kv_bytes_read - before == expected
     # dense reads every token once, so a gate that skipped nothing could not pass for one
@@ -116,8 +113,8 @@ def test_rq_stores_two_bits_and_scans_one():
     assert scoring_bytes(plain, 128, [2000]) == 1000 * 18 + 125 * 18
     assert scoring_bytes(plain, 128, [2001]) == 1001 * 18 + 126 * 18
     assert scoring_bytes(coarse, 128, [2000]) == 1000 * 18
-    # padded to the longest of the batch, as a gather is
-    assert scoring_bytes(plain, 128, [2000, 10]) == 2000 * 18 + 2 * 125 * 18
+    # of each sequence as many as it has: what pads a table or a list is not counted
+    assert scoring_bytes(plain, 128, [2000, 10]) == 1000 * 18 + 125 * 18 + 5 * 18 + 1 * 18
     assert summary_group_bytes(EpsConfig.of(method="rq", rq_bounds=True).store, 128) == 36 + 6
     assert summary_group_bytes(EpsConfig.of(method="rq", bits=2).store, 128) == 34
     # with a mean value of 64 tokens
@@ -125,19 +122,24 @@ def test_rq_stores_two_bits_and_scans_one():
 
 
 @pytest.mark.parametrize("refine", [0, 0.125, 0.3, 1])
-def test_scoring_gathers_the_bytes_that_are_reported(target, counter, refine):
+@pytest.mark.parametrize("lengths", [(608,), (608, 608), (608, 37)])
+def test_scoring_gathers_the_bytes_that_are_reported(target, counter, refine, lengths):
+    """Array operations gather whole tables: what is reported, and the padding of ragged batches besides."""
     backend, device = target
-    case = Case((600, 37), eps("rq", group_tokens=2, refine=refine, tail_tokens=0), head_dim=64)
+    case = Case(lengths, eps("rq", group_tokens=2, refine=refine, tail_tokens=0), head_dim=64)
     keys, values = make_kv(case, np.random.default_rng(0))
-    spec = CacheSpec(1, 2, 64, case_units(case))
-    cache, table, lengths = write_all(
+    spec, batch = CacheSpec(1, 2, 64, case_units(case)), len(lengths)
+    cache, table, ends = write_all(
         backend, device, case, backend.new_cache(spec, case.config.store, device), keys, values
     )
-    q = backend.from_numpy(np.random.default_rng(1).normal(size=(2, 4, 64)).astype(np.float32), "float32", device)
+    q = backend.from_numpy(np.random.default_rng(1).normal(size=(batch, 4, 64)).astype(np.float32), "float32", device)
     counter.gathered = 0
-    backend.score(cache, 0, q, Where.of(case.config, table, lengths))
-    assert counter.gathered == 2 * scoring_bytes(case.config, 64, lengths)
-    assert scoring_bytes(case.config, 64, lengths) == 10 * (table.size * 8 + 2 * int(np.ceil(refine * 300)))
+    backend.score(cache, 0, q, Where.of(case.config, table, ends))
+    assert scoring_bytes(case.config, 64, lengths) == 10 * sum(
+        -(-length // 2) + int(np.ceil(refine * -(-length // 2))) for length in lengths
+    )
+    assert counter.gathered == 2 * 10 * batch * (304 + int(np.ceil(refine * 304)))
+    assert (counter.gathered == 2 * scoring_bytes(case.config, 64, lengths)) == (lengths[-1] == 608)
 
 
 def bounded(backend, device, lengths, bits, method, **settings):
@@ -150,9 +152,10 @@ def bounded(backend, device, lengths, bits, method, **settings):
     )
     q = np.random.default_rng(1).normal(size=(len(lengths), 4, 16)).astype(np.float32)
     q = backend.from_numpy(q, "float32", device)
-    scores = backend.score(cache, 0, q, Where.of(case.config, table, lengths))
-    selected = backend.select(scores, place(case.config, lengths, scores))
-    return case.config, cache, (q, table, lengths, scores, selected)
+    where = Where.of(case.config, table, lengths)
+    scores = backend.score(cache, 0, q, where)
+    selected = backend.select(scores, where)
+    return case.config, cache, (q, Where.of(case.config, table, lengths), scores, selected)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -162,22 +165,22 @@ def test_bounds_gather_the_codes_of_unvisited_groups_alone(target, counter, meth
     key_bytes = 16 * bits // 8 + 2 + 3 * 2
     for lengths in ((400,), (400, 290)):
         config, cache, given = bounded(backend, device, lengths, bits, method)
-        left = -(-given[2] // config.store.S)[:, None] - backend.to_numpy(given[-1].counts)
+        left = given[1].ends[:, None] - backend.to_numpy(given[-1].counts)
         for name in ("k", "v"):  # no key and no value is looked at
             setattr(cache, name, None)
         counter.gathered, before = 0, cache.bound_bytes_read
         backend.bounds(cache, 0, *given)
-        # a gather pads to the longest list
-        expected = int(left.max()) * left.size * config.store.S * key_bytes
-        assert counter.gathered == cache.bound_bytes_read - before == expected
-        assert len(lengths) > 1 or expected == left.sum() * config.store.S * key_bytes
+        # a gather pads to the longest list, which is not counted
+        assert counter.gathered == int(left.max()) * left.size * config.store.S * key_bytes
+        expected = left.sum() * config.store.S * key_bytes
+        assert cache.bound_bytes_read - before == expected and (counter.gathered == expected or len(lengths) > 1)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_oracle_counts_codes_without_padding(bits):
     config, cache, given = bounded(oracle, "cpu", (400, 290), bits, "jl")
     oracle.bounds(cache, 0, *given)
-    left = (-(-given[2] // config.store.S)[:, None] - given[-1].counts).sum()
+    left = (given[1].ends[:, None] - given[-1].counts).sum()
     assert cache.bound_bytes_read == left * config.store.S * (16 * bits // 8 + 8) > 0
 
 
@@ -195,10 +198,8 @@ def test_rq_codes_are_equal_in_mlx_and_torch():
             backend, "cpu", case, backend.new_cache(spec, case.config.store, "cpu"), keys, values
         )
         native = backend.from_numpy(q, "float32", "cpu")
-        groups = backend.select(
-            backend.score(cache, 0, native, table, lengths),
-            place(case.config, lengths, backend.score(cache, 0, native, table, lengths)),
-        ).groups
+        where = Where.of(case.config, table, lengths)
+        groups = backend.select(backend.score(cache, 0, native, where), where).groups
         summaries = cache.summaries[0]
         found.append([backend.to_numpy(x) for x in (cache.centre[0], summaries["codes"], groups)])
     for one, other in zip(*found, strict=True):

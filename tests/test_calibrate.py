@@ -28,7 +28,7 @@ from eps_core.evaluation.calibrate import (
     layer_curves,
     write_policy,
 )
-from eps_core.oracle import attention
+from eps_core.oracle import formulas
 
 CONFIG = EpsConfig.of(method="rq", group_tokens=4, first_tokens=4, last_tokens=16)
 CONTEXT = 260
@@ -72,7 +72,7 @@ def test_curves_rise_to_one_and_follow_the_oracle() -> None:
     for head in range(2):
         tenth, needed, outside = [], [], []
         for step, length in enumerate((90, 101)):
-            masses = [attention.group_masses(q[step, 2 * head + r] / 8**0.5, k[:length, head], 4) for r in (0, 1)]
+            masses = [formulas.group_masses(q[step, 2 * head + r] / 8**0.5, k[:length, head], 4) for r in (0, 1)]
             order = np.argsort(-np.max(masses, axis=0), kind="stable")
             held = np.mean([np.cumsum(np.exp(m[order])) / np.exp(m).sum() for m in masses], axis=0)
             tenth.append(held[-(-len(order) // 10) - 1])

@@ -43,7 +43,7 @@ from eps_core.evaluation.merits import (
 from eps_core.evaluation.replay import combine, replay, replay_many
 from eps_core.gate.stats import LayerStats
 from eps_core.load import load_backend
-from eps_core.oracle import attention
+from eps_core.oracle import formulas
 
 CONTEXT, STEPS = 300, 3
 SMALL = {"first_tokens": 4, "last_tokens": 16, "budget": 0.25}
@@ -166,13 +166,13 @@ def test_a_capture_holds_what_attention_saw(dense: Capture) -> None:
     model = open_text_model(None, None, CONTEXT + STEPS, "numpy", "cpu", "float32", "bfloat16")
     decoder = model.load()
     taken = {}
-    project = decoder._project  # type: ignore[attr-defined]
+    project = decoder.model.project
 
     def projected(layer: int, x: np.ndarray, positions: np.ndarray) -> Any:
         taken[layer] = project(layer, x, positions)
         return taken[layer]
 
-    decoder._project = projected  # type: ignore[attr-defined]
+    decoder.model.project = projected  # type: ignore[method-assign]
     tokens = np.array(model.tokens)
     units = -(-len(tokens) // 16)
     spec = capture_module.CacheSpec(4, 2, 64, units, "bfloat16")
@@ -192,8 +192,8 @@ def test_truth_is_the_oracles(dense: Capture) -> None:
     truth = truth_of(q[0], keys, values, 0.125, 8)
     for head in range(4):
         a, mine = q[0, head].astype(np.float64) / 8, (head // 2, head % 2)
-        out, lse = attention.attend_keys(a, k[:291, head // 2], v[:291, head // 2])
-        masses = attention.group_masses(a, k[:291, head // 2], 8)
+        out, lse = formulas.attend_keys(a, k[:291, head // 2], v[:291, head // 2])
+        masses = formulas.group_masses(a, k[:291, head // 2], 8)
         np.testing.assert_allclose(truth.log_masses[mine], masses, rtol=1e-12)
         np.testing.assert_allclose(truth.shares[mine], np.exp(masses - lse), rtol=1e-10)
         np.testing.assert_allclose(truth.out[mine], out, rtol=1e-9, atol=1e-12)
@@ -301,7 +301,7 @@ def test_a_wrong_bound_is_counted(dense: Capture) -> None:
 
 def test_strict_reaches_its_epsilon(dense: Capture) -> None:
     strict = EpsConfig.of(method="moments", strict=True, epsilon=0.2, **SMALL)
-    loose, tight = replay_many(dense, [replace(strict, strict=False), strict], load_backend("cuda"), "cpu")
+    loose, tight = replay_many(dense, [strict.replace(strict=False), strict], load_backend("cuda"), "cpu")
     assert (loose.certificate > 0.2).any() and (tight.certificate <= 0.2).all()
     assert (tight.skipped_true <= tight.certificate).all()
     assert tight.escalated.sum() == (tight.visited - loose.visited).sum() > 0
@@ -309,7 +309,7 @@ def test_strict_reaches_its_epsilon(dense: Capture) -> None:
 
 def test_configurations_that_share_a_cache_do_not_disturb_each_other(dense: Capture) -> None:
     base = EpsConfig.of(method="rq", **SMALL)
-    configs = [base, replace(base, budget=0.5), replace(base, policy="mass", epsilon=0.1), replace(base, last_tokens=8)]
+    configs = [base, base.replace(budget=0.5), base.replace(policy="mass", epsilon=0.1), base.replace(last_tokens=8)]
     together = replay_many(dense, configs, load_backend("cuda"), "cpu", layers=(1,))
     for config, found in zip(configs, together, strict=True):
         alone = replay(dense, config, load_backend("cuda"), "cpu", layers=(1,))
@@ -374,7 +374,7 @@ def test_commands_capture_and_replay(
     ]
     lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert [line["type"] for line in lines] == ["run", *(["replay"] + ["head"] * 4) * 6]
-    assert lines[0]["text_sha256"] and EpsConfig.from_dict(lines[1]["config"]).budget == 0.4
+    assert lines[0]["text_sha256"] and EpsConfig.from_dict(lines[1]["config"]).read.budget == 0.4
 
 
 MISTAKES = {

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from places import place
 
 from eps_core.config.eps import EpsConfig
+from eps_core.config.store import Store
 from eps_core.errors import ConfigError
 from eps_core.evaluation.bounds import (
     BOUNDED_ARMS,
@@ -37,10 +38,11 @@ from eps_core.evaluation.capture import open_text_model, record
 from eps_core.load import load_backend
 from eps_core.oracle.truth import Filled
 from eps_core.paging.where import Where
+from eps_core.summaries.table import names
 
 EPSILONS = (1.0, 0.5, 0.1, 1e-2, 1e-3, 0.0)  # falling
 POLICIES = ({"policy": "topk", "budget": 0.1}, {"policy": "share", "tau": 0.02}, {"policy": "mass"})
-WITHOUT_BOUNDS = ("jl", "meanstd", "rq")
+WITHOUT_BOUNDS = names(lambda one: one.no_bounds and one.role != "tail")
 
 
 def is_oracle(backend) -> bool:
@@ -77,7 +79,7 @@ def test_bounds_hold_for_hard_keys_and_queries(target, arm):
 )
 def test_everything_claimed_holds(target, arm, dtype, size, head_dim, kv_heads, seed):
     drawn = Trial(arm, dtype, size, head_dim, 8, 4, 2, seed, kv_heads)
-    bounds = run_bounds(*target, drawn) if drawn.config().own_bounds else {}
+    bounds = run_bounds(*target, drawn) if drawn.config().store.own_bounds else {}
     for tally in (bounds | run_gate(*target, drawn)).values():
         assert tally.checks > 0 and tally.violations == 0, tally
 
@@ -99,7 +101,7 @@ def test_codes_of_single_keys_certify_and_bind_strict_mode(target, arm):
 def test_summaries_in_other_units_are_refused(target, monkeypatch):
     """A nested summary of other pool units would read other keys' codes."""
     monkeypatch.setattr(
-        EpsConfig, "bound_store", property(lambda self: EpsConfig.of(method="rq", rq_bounds=True, bits=8))
+        Store, "bound_store", property(lambda self: EpsConfig.of(method="rq", rq_bounds=True, bits=8).store)
     )
     with pytest.raises(ValueError, match="in units of 64 tokens"):
         target[0].new_cache(CacheSpec(1, 1, 16, 4), EpsConfig.of(method="box", bound_bits=8).store, target[1])
@@ -154,7 +156,7 @@ def gate(one: Scene, config: EpsConfig) -> Gated:
     backend, cache = one.filled.backend, one.filled.cache
     q = backend.from_numpy(one.q, "float32", one.filled.device)
     scores = backend.score(cache, 0, q, Where.of(config, one.table, one.lengths))
-    selected = backend.select(scores, place(config, one.lengths, scores))
+    selected = backend.select(scores, place(config, one.lengths, scores.estimate.shape[-1]))
     state = backend.attend(cache, 0, q, Where.of(config, one.table, one.lengths), selected)
     before = backend.certify(cache, 0, scores, selected, *state)
     extra, whole = backend.escalate(config.read, scores, selected, state[1])
@@ -271,7 +273,7 @@ def test_nothing_is_certified_without_bounds(target, method):
     q = backend.from_numpy(rng.normal(size=(1, 2, 16)).astype(np.float32), "float32", device)
     table, lengths = np.arange(16)[None], np.array([256])
     scores = backend.score(filled.cache, 0, q, Where.of(config, table, lengths))
-    selected = backend.select(scores, place(config, lengths, scores))
+    selected = backend.select(scores, place(config, lengths, scores.estimate.shape[-1]))
     state = backend.attend(filled.cache, 0, q, Where.of(config, table, lengths), selected)
     with pytest.raises(ValueError, match="has no bounds"):
         backend.certify(filled.cache, 0, scores, selected, *state)

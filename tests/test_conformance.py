@@ -22,13 +22,13 @@ from test_oracle import KINDS, QUERIES, make_keys, make_query
 from eps_core import oracle
 from eps_core.config.bytes import scoring_bytes, summary_group_bytes
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import DTYPE_BYTES, CacheSpec
+from eps_core.config.store import DTYPE_BYTES, EVALUATION_METHODS, METHODS, CacheSpec
 from eps_core.decode.forward import load_decoder
 from eps_core.decode.model import read_spec
 from eps_core.errors import ConfigError
 from eps_core.gate.protocol import Scores, Selection
 from eps_core.oracle import selection as oracle_selection
-from eps_core.oracle.attention import attend_keys, group_masses
+from eps_core.oracle.formulas import attend_keys, group_masses
 from eps_core.paging.pool import PagePool
 from eps_core.paging.where import Where
 from eps_core.summaries import base as oracle_summaries
@@ -59,8 +59,8 @@ class Case:
         c = self.config
         lengths = "+".join(map(str, self.lengths))
         return (
-            f"{c.method}-S{c.S}-{c.policy}-{c.scope}-tail{c.tail_tokens}-T{lengths}-{self.num_heads}q{self.num_kv_heads}kv"
-            f"-D{self.head_dim}-{self.dtype}-{self.kind}"
+            f"{c.store.method}-S{c.store.S}-{c.read.policy}-{c.read.scope}-tail{c.store.tail_tokens}-T{lengths}"
+            f"-{self.num_heads}q{self.num_kv_heads}kv-D{self.head_dim}-{self.dtype}-{self.kind}"
         )
 
 
@@ -71,7 +71,7 @@ def eps(method: str, **settings: object) -> EpsConfig:
     return EpsConfig.of(method=method, **{**defaults, **settings})
 
 
-BASE = [Case((150, 37), eps(m)) for m in ("jl", "1pc", "fd", "box", "meanstd", "ball", "moments", "rq")]
+BASE = [Case((150, 37), eps(m)) for m in (*METHODS[1:], *EVALUATION_METHODS)]
 CASES = [
     *BASE,
     Case((260, 40, 3), eps("rq", rq_bounds=True, bits=2)),
@@ -210,14 +210,15 @@ def run_case(backend: ModuleType, device: str, case: Case) -> None:
         assert cache.summaries == [] and cache.state == [] and cache.open == [] and cache.centre == []
         check_attend(backend, case, cache, reference, q, q_native, table, lengths, None)
         return
-    scores = backend.score(cache, 0, q_native, Where.of(config, table, lengths))
-    expected = oracle.score(reference, 0, q, Where.of(config, table, lengths))
+    where = Where.of(case.config, table, lengths)
+    scores = backend.score(cache, 0, q_native, where)
+    expected = oracle.score(reference, 0, q, where)
     check_scores(backend, case, scores, expected, q, keys, table, lengths)
     check_scoring(backend, case, cache, reference, scores, q, keys, table, lengths)
     # selection is judged on the backend's own scores: what must agree is the rule, not the last bit of an estimate
     own = scores_on_host(backend, scores)
-    selected = backend.select(scores, place(case.config, lengths, scores))
-    wanted = oracle.select(own, place(case.config, lengths, own))
+    selected = backend.select(scores, where)
+    wanted = oracle.select(own, where)
     check_selection(backend, selected, wanted)
     assert wanted.counts.min() >= 1
     assert (selected.wanted is None) == (case.config.read.scope == "kv-head")
@@ -225,29 +226,22 @@ def run_case(backend: ModuleType, device: str, case: Case) -> None:
     assert np.allclose(skipped, oracle.skipped_mass(own, wanted), atol=1e-4)
     check_attend(backend, case, cache, reference, q, q_native, table, lengths, selected)
     check_tail(backend, case, cache, reference, q_native, scores, selected, table, lengths)
-    everything = backend.select(
-        scores, place(case.config.replace(policy="topk", budget=1.0, top_pages=None), lengths, scores)
-    )
+    all_of_it = case.config.replace(policy="topk", budget=1.0, top_pages=None)
+    everything = backend.select(scores, Where.of(all_of_it, table, lengths))
     everywhere = check_attend(backend, case, cache, reference, q, q_native, table, lengths, everything)
     dense = check_attend(backend, case, cache, reference, q, q_native, table, lengths, None)
     check_tail(backend, case, cache, reference, q_native, scores, everything, table, lengths)
     for one, other in zip(everywhere, dense, strict=True):  # every group visited is dense attention
         assert np.allclose(one, other, atol=4 * allowance(case, keys, q))
     if not case.config.store.has_bounds:
-        with pytest.raises(ValueError, match=f"method {case.config.store.method} has no bounds"):
-            backend.certify(
-                cache,
-                0,
-                scores,
-                selected,
-                *backend.attend(cache, 0, q_native, Where.of(config, table, lengths), selected),
-            )
+        with pytest.raises(ValueError, match="has no bounds"):
+            backend.certify(cache, 0, scores, selected, *backend.attend(cache, 0, q_native, where, selected))
         return
     truth = Truth(case, q, keys, values, lengths)
-    state = backend.attend(cache, 0, q_native, Where.of(config, table, lengths), everything)
+    state = backend.attend(cache, 0, q_native, where, everything)
     mass, error = check_certificate(backend, case, cache, reference, scores, everything, state, truth)
     assert (mass == 0).all() and (error == 0).all()
-    state = backend.attend(cache, 0, q_native, Where.of(config, table, lengths), selected)
+    state = backend.attend(cache, 0, q_native, where, selected)
     check_certificate(backend, case, cache, reference, scores, selected, state, truth)
     for epsilon in EPSILONS:
         config = case.config.replace(epsilon=epsilon)
@@ -255,7 +249,7 @@ def run_case(backend: ModuleType, device: str, case: Case) -> None:
         check_escalation(backend, config, own, selected, backend.to_numpy(state[1]), extra, whole)
         check_tail(backend, case, cache, reference, q_native, scores, whole, table, lengths)
         bytes_before = cache.kv_bytes_read
-        rest = backend.attend(cache, 0, q_native, Where.of(config, table, lengths), extra)
+        rest = backend.attend(cache, 0, q_native, where, extra)
         tiles = int(backend.to_numpy(extra.counts).sum())
         assert cache.kv_bytes_read - bytes_before == tiles * config.store.S * spec.kv_token_bytes
         merged = backend.merge(state, rest)
@@ -378,7 +372,7 @@ def check_storage(backend: ModuleType, case: Case, cache, reference) -> None:
         got = backend.to_numpy(getattr(cache, name)[0]).astype(np.float32)
         assert (got == getattr(reference, name)[0].astype(np.float32)).all()
     assert cache.bytes_k_reread == reference.bytes_k_reread
-    if case.config.store.method in ("jl", "box", "meanstd"):
+    if case.config.store.facts.follows:
         assert cache.bytes_k_reread == tail_bytes_reread(case)
     assert (cache.tail is None) == (case.config.store.tail_tokens == 0)
     if case.config.store.tail_tokens:
@@ -415,9 +409,9 @@ def check_stored_tail(backend: ModuleType, case: Case, tail, reference) -> None:
     bytes_each = sum(array.nbytes for array in stored.values()) / (case_units(case) * case.num_kv_heads * per_unit)
     assert bytes_each == case.head_dim + 2
     for units in (1, 7):
-        groups = units * config.store.groups_per_unit
-        without = scoring_bytes(config.replace(tail_tokens=0), case.head_dim, case.lengths)
-        assert scoring_bytes(config, case.head_dim, case.lengths) - without == units * per_unit * bytes_each
+        lengths = [units * config.store.unit_tokens]
+        without = scoring_bytes(config.replace(tail_tokens=0), case.head_dim, lengths)
+        assert scoring_bytes(config, case.head_dim, lengths) - without == units * per_unit * bytes_each
     assert set(stored) == set(want)
     scale = want["mean_scale"].astype(np.float64)
     assert np.allclose(stored["mean_scale"].astype(np.float64), scale, rtol=2**-10)
@@ -659,11 +653,15 @@ def check_head_modes(backend: ModuleType, device: str) -> None:
         scores = backend.score(cache, 0, native, Where.of(config, table, lengths))
         own, num_groups = scores_on_host(backend, scores), scores.estimate.shape[2]
         plain = visit_mask(
-            backend, backend.select(scores, place(config.replace(head_modes=None), lengths, scores)), num_groups
+            backend,
+            backend.select(scores, place(config.replace(head_modes=None), lengths, scores.estimate.shape[-1])),
+            num_groups,
         )
         for layer, modes in enumerate(MODES):
-            selected = backend.select(scores, place(config, lengths, scores), layer)
-            check_selection(backend, selected, oracle.select(own, place(config, lengths, own), layer))
+            selected = backend.select(scores, place(config, lengths, scores.estimate.shape[-1]), layer)
+            check_selection(
+                backend, selected, oracle.select(own, place(config, lengths, own.estimate.shape[-1]), layer)
+            )
             if set(modes) != {"gate"}:
                 assert selected.uniform is None
             check_attend(backend, case, cache, reference, q, native, table, lengths, selected)
@@ -699,7 +697,8 @@ def test_strict_holds_over_many_groups(target, epsilon):
     scores = Scores(*arrays[:3], np.zeros(1, np.int64), arrays[3])
     own = scores_on_host(backend, scores)
     selected = backend.select(
-        scores, place(config.replace(top_pages=10, budget=1.0), np.array([20_000 * config.store.S]), scores)
+        scores,
+        place(config.replace(top_pages=10, budget=1.0), np.array([20_000 * config.store.S]), scores.estimate.shape[-1]),
     )
     read = np.where(visit_mask(backend, selected, 20_000)[:, :, None], own.upper, -np.inf)
     lse = np.logaddexp.reduce(read, axis=3).reshape(1, 4)
@@ -765,7 +764,7 @@ def check_fork(backend: ModuleType, device: str, config: EpsConfig) -> None:
         results = []
         for p, c, s in ((pool, cache, sequence), (alone_pool, alone, only)):
             scores = backend.score(c, 0, q, Where.of(config, p.table([s]), p.lengths([s])))
-            selected = backend.select(scores, place(config, p.lengths([s]), scores))
+            selected = backend.select(scores, Where.of(config, p.table([s]), p.lengths([s])))
             out, lse = backend.attend(c, 0, q, Where.of(config, p.table([s]), p.lengths([s])), selected)
             n = -(-330 // config.store.S)
             arrays = [scores.estimate[..., :n], selected.groups, out, lse]
@@ -899,10 +898,8 @@ def test_queries_in_sixteen_bits(target, dtype):
     reference, _, _ = write_all(oracle, "cpu", case, oracle.new_cache(spec, case.config.store), keys, values)
     q = oracle.from_numpy(rng.normal(size=(2, 4, 64)).astype(np.float32), dtype)
     native = backend.from_numpy(q.astype(np.float32), dtype, device)
-    selected = backend.select(
-        backend.score(cache, 0, native, table, lengths),
-        place(case.config, lengths, backend.score(cache, 0, native, table, lengths)),
-    )
+    where = Where.of(case.config, table, lengths)
+    selected = backend.select(backend.score(cache, 0, native, where), where)
     out, lse = backend.attend(cache, 0, native, Where.of(case.config, table, lengths), selected)
     host = replace(selected, groups=backend.to_numpy(selected.groups), counts=backend.to_numpy(selected.counts))
     want_out, want_lse = oracle.attend(reference, 0, q.astype(np.float32), Where.of(case.config, table, lengths), host)
@@ -932,7 +929,7 @@ def test_keys_past_float16_loosen_and_never_displace_a_guard(target, method):
         for r in range(4):
             truth = group_masses(backend.to_numpy(q)[0, r].astype(np.float64) / 4, keys[:, r // 2], 4)[:37]
             assert (upper[0, r // 2, r % 2, :37] >= truth).all() and (lower[0, r // 2, r % 2, :37] <= truth).all()
-    selected = backend.select(scores, place(config, lengths, scores))
+    selected = backend.select(scores, place(config, lengths, scores.estimate.shape[-1]))
     for head in range(2):
         visited = set(backend.to_numpy(selected.groups)[0, head].tolist())
         assert {0, 35, 36, 37} <= visited, "a guard lost its place"
@@ -1041,11 +1038,12 @@ class Decoding:
         units, offsets = np.divmod(positions, self.config.store.unit_tokens)
         return self.table[b, units] * self.config.store.unit_tokens + offsets
 
-    def step(self, **how: bool):
+    def step(self, gate: bool = True, audit: bool = False, config: EpsConfig | None = None):
+        read = (config or self.config).read if gate else None
         slots = np.concatenate([self._slots(b, self.lengths[b : b + 1]) for b in range(2)])
         tokens = self.tokens[[0, 1], self.lengths]
         self.lengths = self.lengths + 1
-        self.cache, output = self.decoder.step(self.cache, tokens, slots, self.table, self.lengths.copy(), **how)
+        self.cache, output = self.decoder.step(self.cache, tokens, slots, self.table, self.lengths.copy(), read, audit)
         return output
 
     def listen(self) -> None:
@@ -1133,7 +1131,7 @@ def test_audit_tells_the_truth_and_changes_nothing(target, tiny_path, config):
                 assert np.abs(stats.mass_skipped_true).max() == 0
                 continue
             scores = audited.score(layer, q)
-            selected = backend.select(scores, place(config, audited.lengths, scores), layer)
+            selected = backend.select(scores, Where.of(config, audited.table, audited.lengths), layer)
             if config.read.strict:
                 native = backend.from_numpy(q.astype(np.float32), "float32", audited.decoder.device)
                 _, lse = backend.attend(

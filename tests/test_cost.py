@@ -61,8 +61,8 @@ def test_what_is_timed_is_gated_although_the_config_says_dense(target, monkeypat
     backend, device = target
     selections = []
 
-    def select(config, scores, lengths, layer=0):
-        selections.append(real(config, scores, lengths, layer))
+    def select(scores, where, layer=0):
+        selections.append(real(scores, where, layer))
         return selections[-1]
 
     real = backend.select

@@ -41,7 +41,8 @@ from eps_core.cpu import threads as threads_cpu
 from eps_core.cpu.threads import finish, take, wait
 from eps_core.gate.protocol import Scores, Selection
 from eps_core.load import load_backend
-from eps_core.paging.where import Where, forced_groups
+from eps_core.oracle import selection as oracle_selection
+from eps_core.paging.where import Where
 
 CASES = [
     Case((150, 37), eps("rq", group_tokens=2)),
@@ -113,25 +114,20 @@ class Setup:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels_follow_oracle_and_arrays(backend, case):
     s, kernels = Setup(backend, case), kernels_of(backend)
-    place = (0, s.native, s.table, s.lengths)
-    scores, plain = kernels.score(s.cache, *place), backend.score(s.arrays, *place)
+    where = Where.of(case.config, s.table, s.lengths)
+    at = (0, s.native, where)
+    scores, plain = kernels.score(s.cache, *at), backend.score(s.arrays, *at)
     assert scores is not None and scores.kernels == "numba" and plain.kernels == "arrays"
-    check_scores(backend, case, scores, oracle.score(s.reference, 0, s.q, Where.of(case.config, s.table, s.lengths)), s.q, s.keys, s.table,
+    check_scores(backend, case, scores, oracle.score(s.reference, 0, s.q, where), s.q, s.keys, s.table,
                  s.lengths)  # fmt: skip
     check_scoring(backend, case, s.cache, s.reference, scores, s.q, s.keys, s.table, s.lengths)
     own = scores_on_host(backend, scores)
-    selected = backend.select(scores, place(case.config, s.lengths, scores))
+    selected = backend.select(scores, where)
     covered = case.config.read.policy == "topk"
-    assert (kernels.select(scores, place(case.config, s.lengths, scores)) is not None) == covered
-    wanted = oracle.select(own, place(case.config, s.lengths, own))
+    assert (kernels.select(scores, where) is not None) == covered
+    wanted = oracle.select(own, where)
     check_selection(backend, selected, wanted)
-    check_selection(
-        backend,
-        backend.select(
-            replace(scores, kernels="arrays"), place(case.config, s.lengths, replace(scores, kernels="arrays"))
-        ),
-        wanted,
-    )
+    check_selection(backend, backend.select(replace(scores, kernels="arrays"), where), wanted)
     if covered:
         listed = np.zeros(own.estimate.shape, bool)
         for b, h in np.ndindex(*listed.shape[:2]):
@@ -139,12 +135,12 @@ def test_kernels_follow_oracle_and_arrays(backend, case):
         assert (backend.to_numpy(selected.visit) == listed).all()
     for chosen in (selected, None):
         state = check_attend(backend, case, s.cache, s.reference, s.q, s.native, s.table, s.lengths, chosen)
-        for one, other in zip(state, backend.attend(s.arrays, *place, chosen), strict=True):
+        for one, other in zip(state, backend.attend(s.arrays, *at, chosen), strict=True):
             assert np.abs(one - backend.to_numpy(other)).max() <= 16 * allowance(case, s.keys, s.q)
     check_tail(backend, case, s.cache, s.reference, s.native, scores, selected, s.table, s.lengths)
     if case.config.store.has_bounds:
         truth = Truth(case, s.q, s.keys, s.values, s.lengths)
-        state = backend.attend(s.cache, *place, selected)
+        state = backend.attend(s.cache, *at, selected)
         check_certificate(backend, case, s.cache, s.reference, scores, selected, state, truth)
 
 
@@ -159,16 +155,17 @@ def test_equal_estimates_go_to_the_lower_index():
         for b, length in enumerate(lengths):
             estimate[b, :, -(-length // 4) :] = -np.inf
             estimate[b, :, rng.integers(0, -(-length // 4), 2)] = np.inf
-        forced = forced_groups(eps("rq"), lengths, groups)
+        forced = place(eps("rq"), lengths, groups).forced
         missing = (np.isposinf(estimate[:, 0]) & ~forced).sum(axis=1)
         estimate[:, 1] = np.where(np.isposinf(estimate[:, 0]), np.inf, estimate[:, 1])
         estimate[:, 1][np.isneginf(estimate[:, 0])] = -np.inf
         for budget in (0.001, 0.3, 0.9, 1.0):
             config = eps("rq", budget=budget)
             scores = Scores(estimate.astype(np.float64), None, None, missing)
-            wanted = oracle.select(scores, place(config, lengths, scores))
+            where = place(config, lengths, groups)
+            wanted = oracle.select(scores, where)
             got_groups, counts, uniform, got_forced, _ = kernels_cpu.select(
-                estimate, place(config, missing, estimate), lengths, 0, threads_cpu.run
+                where, estimate, missing, 0, threads_cpu.run
             )
             assert (counts == wanted.counts).all() and (counts == uniform[:, None]).all()
             assert (got_forced == wanted.forced).all()
@@ -183,11 +180,10 @@ def test_unwritten_tail_is_never_read(backend, method, size, dtype):
     """NaN behind the last token of K and V changes nothing, listed or dense."""
     case = Case((301, 258), eps(method, group_tokens=size, tail_tokens=0), dtype=dtype, head_dim=20)
     s = Setup(backend, case)
-    place = (0, s.native, s.table, s.lengths)
-    selected = backend.select(
-        backend.score(s.cache, *place), place(case.config, s.lengths, backend.score(s.cache, *place))
-    )
-    before = [backend.attend(s.cache, *place, chosen) for chosen in (selected, None)]
+    where = Where.of(case.config, s.table, s.lengths)
+    at = (0, s.native, where)
+    selected = backend.select(backend.score(s.cache, *at), where)
+    before = [backend.attend(s.cache, *at, chosen) for chosen in (selected, None)]
     with writable(backend):
         for b, length in enumerate(s.lengths):
             unit, offset = (
@@ -197,7 +193,7 @@ def test_unwritten_tail_is_never_read(backend, method, size, dtype):
             for pool in (s.cache.k, s.cache.v):
                 pool[0][int(unit), :, int(offset) :] = float("nan")
     for (out, lse), chosen in zip(before, (selected, None), strict=True):
-        again = backend.attend(s.cache, *place, chosen)
+        again = backend.attend(s.cache, *at, chosen)
         assert (backend.to_numpy(again[0]) == backend.to_numpy(out)).all()
         assert (backend.to_numpy(again[1]) == backend.to_numpy(lse)).all()
 
@@ -248,10 +244,11 @@ def test_guards_are_ranges():
         )  # fmt: skip
         lengths = rng.integers(0, 150, 4)
         groups = -(-150 // config.store.S)
-        first, last = kernels_cpu.guard_ranges(config, lengths).T[:, :, None]
-        index, ends = np.arange(groups), -(-lengths // config.store.S)[:, None]
-        got = ((index < first) | (index >= last)) & (index < ends)
-        assert (got == forced_groups(config, lengths, groups)).all()
+        where = place(config, lengths, groups)
+        for b, length in enumerate(lengths.tolist()):
+            want = oracle_selection.guards(config, length)
+            assert (where.forced[b, : len(want)] == want).all() and not where.forced[b, len(want) :].any()
+            assert where.num_forced[b] == want.sum() and where.ends[b] == len(want)
 
 
 def test_calls_from_several_threads(backend):
@@ -300,7 +297,8 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
     rng, backend = np.random.default_rng(0), load_backend("cuda")
     monkeypatch.setattr(kernels_of(backend), "_run", counted)
     for config in (
-        EpsConfig.of(method="rq"), EpsConfig.of(method="box"), EpsConfig.of(method="ball"), EpsConfig.of(method="meanstd")
+        EpsConfig.of(method="rq"), EpsConfig.of(method="box"), EpsConfig.of(method="ball"),
+        EpsConfig.of(method="meanstd"),
     ):  # fmt: skip
         cache = backend.new_cache(
             CacheSpec(1, 2, 16, 600 // config.store.unit_tokens + 1), config.store, "cpu", "numba"
@@ -310,7 +308,7 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
         q = backend.from_numpy(rng.normal(size=(1, 4, 16)), "float32", "cpu")
         table, lengths = np.arange(cache.spec.num_units, dtype=np.int32)[None], np.array([600])
         scores = backend.score(cache, 0, q, Where.of(config, table, lengths))
-        selection = backend.select(scores, place(config, lengths, scores))
+        selection = backend.select(scores, place(config, lengths, scores.estimate.shape[-1]))
         state = backend.attend(cache, 0, q, Where.of(config, table, lengths), selection)
         backend.attend(cache, 0, q, Where.of(config, table, lengths), None)
         backend.skipped_mass(scores, selection)
@@ -404,6 +402,7 @@ def test_a_cpu_without_permutations(name, features, tmp_path):
         from eps_core.config.eps import EpsConfig
         from eps_core.config.store import CacheSpec
         from eps_core.load import load_backend
+        from eps_core.paging.where import Where
         from numba import njit
         assert not cpu_vectors.PERMUTES
 
@@ -423,19 +422,19 @@ def test_a_cpu_without_permutations(name, features, tmp_path):
         ):
             results = []
             for kernels in ("numba", "arrays"):
-                units = 600 // config.unit_tokens + 1
-                cache = backend.new_cache(CacheSpec(1, 2, 64, units, dtype), config, "cpu", kernels)
+                units = 600 // config.store.unit_tokens + 1
+                cache = backend.new_cache(CacheSpec(1, 2, 64, units, dtype), config.store, "cpu", kernels)
                 rng = np.random.default_rng(0)
                 k, v = (backend.from_numpy(rng.normal(size=(600, 2, 64)), dtype, "cpu") for _ in range(2))
                 cache = backend.write_kv(cache, 0, k, v, np.arange(600))
                 q = backend.from_numpy(rng.normal(size=(1, 6, 64)), "float32", "cpu")
-                table, lengths = np.arange(units, dtype=np.int32)[None], np.array([600])
-                scores = backend.score(cache, 0, q, table, lengths)
+                where = Where.of(config, np.arange(units)[None], np.array([600]))
+                scores = backend.score(cache, 0, q, where)
                 assert scores.kernels == kernels
-                selection = backend.select(config, scores, lengths)
-                out, lse = backend.attend(cache, 0, q, table, lengths, selection)
-                if config.tail_tokens:
-                    out, lse = backend.add_tail(cache, 0, table, lengths, scores, selection, (out, lse))
+                selection = backend.select(scores, where)
+                out, lse = backend.attend(cache, 0, q, where, selection)
+                if config.store.tail_tokens:
+                    out, lse = backend.add_tail(cache, 0, where, scores, selection, (out, lse))
                 results.append([x.numpy() for x in (scores.estimate, selection.groups, out, lse)])
             for one, other in zip(*results):
                 np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
@@ -453,15 +452,16 @@ def test_a_forked_child_does_not_wait_for_the_team_of_its_parent(before):
         from eps_core.config.eps import EpsConfig
         from eps_core.config.store import CacheSpec
         from eps_core.load import load_backend
+        from eps_core.paging.where import Where
         torch.set_num_threads(2)
         backend, rng = load_backend("cuda"), np.random.default_rng(0)
-        cache = backend.new_cache(CacheSpec(1, 2, 16, 3000), EpsConfig.of(method="box"), "cpu", "numba")
+        cache = backend.new_cache(CacheSpec(1, 2, 16, 3000), EpsConfig.of(method="box").store, "cpu", "numba")
         k = backend.from_numpy(rng.normal(size=(40000, 2, 16)), "float32", "cpu")
         cache = backend.write_kv(cache, 0, k, k, np.arange(40000))
         q = backend.from_numpy(rng.normal(size=(1, 4, 16)), "float32", "cpu")
-        place = (q, np.arange(3000, dtype=np.int32)[None], np.array([40000]))
+        where = Where.of(EpsConfig.of(method="box"), np.arange(3000)[None], np.array([40000]))
         def attend():
-            return backend.attend(cache, 0, *place, None)[0].numpy()
+            return backend.attend(cache, 0, q, where, None)[0].numpy()
         {before}
         child = os.fork()
         if not child:
@@ -574,7 +574,7 @@ def test_benchmarks_need_no_numba():
         import importlib.util
         find = importlib.util.find_spec
         importlib.util.find_spec = lambda name, *rest: None if name == "numba" else find(name, *rest)
-        from eps_cuda import dense_arms, usable_kernels
-        assert "numba" not in usable_kernels("cpu") and dense_arms.device_facts("cpu")["kernel_threads"] is None
+        from eps_cuda import bench, usable_kernels
+        assert "numba" not in usable_kernels("cpu") and bench.device_facts("cpu")["kernel_threads"] is None
     """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -39,6 +39,7 @@ class CountingDecoder:
         self.prefills: list[int] = []
         self.steps: list[int] = []
         self.timed: list[bool] = []
+        self.eps: Any = None
         self.timing = False
 
     def _logits(self, table: np.ndarray, length: int) -> np.ndarray:
@@ -61,11 +62,11 @@ class CountingDecoder:
         slots: np.ndarray,
         table: np.ndarray,
         lengths: np.ndarray,
-        gate: bool,
+        read: Any,
         audit: bool,
     ) -> tuple[Any, StepOutput]:
         assert len(tokens) == len(slots) == len(table) == len(lengths)
-        assert gate and not audit  # nothing is ever audited where EPS is off
+        assert read is None and not audit  # nothing is ever audited where EPS is off
         self.memory.update(zip(slots.tolist(), tokens.tolist(), strict=True))
         self.steps.append(len(tokens))
         self.timed.append(self.timing)
@@ -86,10 +87,10 @@ class Case:
 
     def __init__(self, num_units: int = 16) -> None:
         self.decoder, self.pool = CountingDecoder(), PagePool(num_units, 16)
-        self.cache = SimpleNamespace(spec=SPEC, config=EpsConfig.of(), kv_bytes_read=0, bytes_k_reread=0)
+        self.cache = SimpleNamespace(spec=SPEC, store=EpsConfig.of().store, kv_bytes_read=0, bytes_k_reread=0)
 
     def steps(self, prompts: list[list[int]], max_new_tokens: int, **more: Any) -> Any:
-        return generate(None, self.decoder, self.cache, self.pool, prompts, max_new_tokens, GREEDY, **more)  # type: ignore
+        return generate(self.decoder, self.cache, self.pool, prompts, max_new_tokens, GREEDY, **more)  # type: ignore
 
     def run(self, prompts: list[list[int]], max_new_tokens: int, **more: Any) -> list:
         records = list(self.steps(prompts, max_new_tokens, **more))
@@ -178,8 +179,8 @@ def test_copies_of_shared_pages_are_made_before_the_write() -> None:
         return cache
 
     case.pool = CopyingPool(16, 16)
-    backend = SimpleNamespace(copy_units=copy_units)
-    list(generate(backend, case.decoder, case.cache, case.pool, [[1, 2]], 1, GREEDY))  # type: ignore[arg-type]
+    case.decoder.eps = SimpleNamespace(copy_units=copy_units)
+    list(generate(case.decoder, case.cache, case.pool, [[1, 2]], 1, GREEDY))  # type: ignore[arg-type]
     assert made == [([3, 5], [4, 6])] * 2
 
 
@@ -270,7 +271,7 @@ def decode(
     pool = PagePool(units, config.store.unit_tokens)
     decoder = load_decoder(backend, path, spec, "float32", device)
     more = {"prefill_chunk": 64, "keep_logits": True, **more}
-    records = list(generate(backend, decoder, cache, pool, prompts, 12, sampling, **more))
+    records = list(generate(decoder, cache, pool, prompts, 12, sampling, config.read, **more))
     pool.check()
     return outputs(records, len(prompts)), records
 
@@ -318,7 +319,7 @@ def test_bytes_of_a_record_are_what_the_cache_counted(model_path: Path) -> None:
     )
     decoder = load_decoder(numpy_backend, model_path, spec, "float32", "cpu")
     pool, before = PagePool(40, config.store.unit_tokens), 0
-    for record in generate(numpy_backend, decoder, cache, pool, RAGGED, 4, GREEDY):  # type: ignore[arg-type]
+    for record in generate(decoder, cache, pool, RAGGED, 4, GREEDY, config.read):  # type: ignore[arg-type]
         if record.step:
             assert record.bytes_kv_read_est == cache.kv_bytes_read - before
         before = cache.kv_bytes_read

@@ -134,9 +134,9 @@ def test_settings_become_the_config_they_name() -> None:
     assert (config.store.S, config.store.dim, config.read.alpha, config.read.last_tokens) == (128, 4, 1.05, 512)
     assert config.read.top_pages == 16  # a quarter of 8,192 tokens in groups of 128
     modes = (("gate", "dense"), ("window", "gate"))
-    assert config_of(replace(setting, heads="retrieval"), modes).head_modes == modes
-    assert config_of(setting, modes).head_modes is None
-    assert config_of(Setting(method="rq", strict=True), None).bound_bits == 8
+    assert config_of(replace(setting, heads="retrieval"), modes).read.head_modes == modes
+    assert config_of(setting, modes).read.head_modes is None
+    assert config_of(Setting(method="rq", strict=True), None).store.bound_bits == 8
 
 
 def test_what_a_cell_measures(finished: Path) -> None:
@@ -251,16 +251,17 @@ def test_a_head_policy_gates_and_one_of_another_model_is_refused(model: Path, tm
 def test_what_a_grid_leaves_out_is_the_method_s_own_default(method: str) -> None:
     assert config_of(Setting(method=method), None) == EpsConfig.of(method=method)
     assert config_of(Setting(method=method, policy="share"), None) == EpsConfig.of(method=method, policy="share")
-    strict = config_of(Setting(method=method, strict=True), None)
-    assert strict.has_bounds and strict.bound_bits == (0 if EpsConfig.of(method=method).own_bounds else 8)
-    assert config_of(Setting(method=method, strict=True, bound_bits=4), None).bound_bits == 4
+    strict = config_of(Setting(method=method, strict=True), None).store
+    assert strict.has_bounds and strict.bound_bits == (0 if EpsConfig.of(method=method).store.own_bounds else 8)
+    assert config_of(Setting(method=method, strict=True, bound_bits=4), None).store.bound_bits == 4
 
 
 def test_the_axes_of_certificates_second_bits_tails_and_guards() -> None:
     axes = {"bound_bits": 4, "refine": 0.25, "tail_tokens": [0, 32], "scope": "union", "first_n": 3, "last_n": 0}
     dropped, kept = (config_of(cell, None) for cell in expand(axes, "g"))
-    assert dropped == replace(kept, tail_tokens=0) and kept.tail_tokens == 32
-    assert (kept.bound_bits, kept.refine, kept.scope, kept.first_tokens, kept.last_tokens) == (4, 0.25, "union", 6, 0)
+    assert dropped == kept.replace(tail_tokens=0) and kept.store.tail_tokens == 32
+    assert (kept.store.bound_bits, kept.read.refine, kept.read.scope) == (4, 0.25, "union")
+    assert (kept.read.first_tokens, kept.read.last_tokens) == (6, 0)
     for setting, words in (
         (Setting(strict=True, bound_bits=0), "eps-strict needs bounds"),
         (Setting(first_n=-1), "first_n -1 is negative"),
@@ -274,7 +275,7 @@ def test_a_kill_loses_no_finished_cell_and_repeats_none(model: Path, tmp_path: P
     out = tmp_path / "r.jsonl"
     axes = {**AXES, "budget": [0.4, 0.5, 0.6, 0.7, 0.8, 0.9]}
     process = subprocess.Popen(
-        [sys.executable, "-c", "from eps_core.cli_grid import grid_command; grid_command()",
+        [sys.executable, "-c", "from eps_core.cli.grid import grid_command; grid_command()",
          *arguments(model, out, axes)],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},

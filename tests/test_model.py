@@ -24,7 +24,7 @@ from eps_core.config.store import DTYPE_BYTES, CacheSpec
 from eps_core.decode.forward import Decoder, load_decoder
 from eps_core.decode.model import ModelSpec, inverse_frequencies, load_tokenizer, load_weights, read_spec, weight_names
 from eps_core.errors import ConfigError
-from eps_core.oracle.decoder import NumpyDecoder
+from eps_core.oracle.model import Model
 
 NUM_TOKENS = 75
 CHUNKS = (37, 23)  # prefilled; the rest of the tokens come one at a time
@@ -105,7 +105,9 @@ class Sequences:
     def step(self, tokens: np.ndarray, rows: np.ndarray | None = None):
         rows = np.arange(len(self.table)) if rows is None else rows
         slots = np.concatenate([self._slots(b, 1) for b in rows])
-        self.cache, output = self.decoder.step(self.cache, tokens, slots, self._table(rows), self.lengths[rows].copy())
+        self.cache, output = self.decoder.step(
+            self.cache, tokens, slots, self._table(rows), self.lengths[rows].copy(), self.config.read
+        )
         assert output.logits.shape == (len(rows), tiny_models.VOCAB_SIZE) and output.logits.dtype == np.float32
         return output
 
@@ -212,8 +214,8 @@ def test_gated_step_reports_what_it_read(target: tuple, saved: Callable) -> None
         np.testing.assert_array_equal(layer.mass_skipped_est[0], 0)
         assert (layer.mass_skipped_est[1] > 0).all() and (layer.mass_skipped_est[1] < 1).all()
         assert layer.kv_bytes_read == 4 * (3 + 7) * 4 * sequences.cache.spec.kv_token_bytes
-        # both rows of the table are gathered whole: 4 units of 16 tokens, the short sequence's padding included
-        assert layer.summary_bytes_read == 4 * (2 * 16) * (2 * 16 + 4)
+        # of each sequence its own groups: the short one's padding is not counted
+        assert layer.summary_bytes_read == 4 * (3 + 16) * (2 * 16 + 4)
         assert layer.prepass_ms is None and layer.attention_ms is None
     assert sequences.cache.kv_bytes_read - before == sum(layer.kv_bytes_read for layer in output.layers)
     decoder.timing = True  # type: ignore[attr-defined]
@@ -304,7 +306,7 @@ def _swapped_gate(spec: ModelSpec, weights: dict[str, np.ndarray]) -> ModelSpec:
 def test_tolerance_notices(name: str, change: Callable, saved: Callable, expected: Callable) -> None:
     """The comparison of `test_logits_match_transformers` fails for a decoder that is slightly wrong."""
     spec, weights = read_spec(saved(name)), load_weights(saved(name), read_spec(saved(name)))
-    positions, logits = run((oracle, "cpu"), NumpyDecoder(change(spec, weights), weights), tokens_of(name))
+    positions, logits = run((oracle, "cpu"), Decoder(oracle, Model(change(spec, weights), weights)), tokens_of(name))
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         assert_close(logits, expected(name)[positions])
 
@@ -312,10 +314,10 @@ def test_tolerance_notices(name: str, change: Callable, saved: Callable, expecte
 def test_numpy_decoder_refuses_unknown_tokens_and_dtypes(saved: Callable) -> None:
     spec = read_spec(saved("llama2"))
     weights = load_weights(saved("llama2"), spec)
-    with pytest.raises(ValueError, match="token 300 is outside the vocabulary of 300"):
-        Sequences((oracle, "cpu"), NumpyDecoder(spec, weights)).prefill(0, np.array([1, 300]))
+    with pytest.raises(ValueError, match="tokens run from 1 to 300: the vocabulary has 0 to 299"):
+        Sequences((oracle, "cpu"), Decoder(oracle, Model(spec, weights))).prefill(0, np.array([1, 300]))
     with pytest.raises(ConfigError, match="dtype 'int8' is unknown"):
-        NumpyDecoder(spec, weights, "int8")
+        Model(spec, weights, "int8")
 
 
 # Specifications and weights

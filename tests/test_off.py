@@ -8,6 +8,7 @@ import tiny_models
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
+from eps_core.decode import forward
 from eps_core.decode.forward import load_decoder
 from eps_core.decode.generate import Sampling, generate
 from eps_core.decode.model import read_spec
@@ -29,32 +30,29 @@ def logits_of(backend, device, model, config):
     cache_spec = CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 64)
     cache = backend.new_cache(cache_spec, config.store, device)
     records = generate(
-        backend, decoder, cache, PagePool(64, config.store.unit_tokens), PROMPTS, 6, Sampling(), keep_logits=True
+        decoder, cache, PagePool(64, config.store.unit_tokens), PROMPTS, 6, Sampling(), config.read, keep_logits=True
     )
     return np.concatenate([record.logits for record in records])
 
 
-EPS_PARTS = (
-    "score", "select", "skipped_mass", "bounds", "certify", "escalate", "merge", "attend_own", "GroupState",
-    "build_summary", "_update_summaries", "_add_summaries",
+# of the backend, of its cache module, of the decoder: all that EPS adds
+BACKEND_PARTS = (
+    "score", "select", "skipped_mass", "bounds", "certify", "escalate", "merge", "add_tail", "attend_tail",
+    "attend_own", "unread_share", "moved_by",
 )  # fmt: skip
+CACHE_PARTS = ("GroupState", "build_summary", "_update_summaries", "_add_summaries")
 
 
 def poison(monkeypatch, backend) -> None:
-    """Everything that EPS adds raises when it is called."""
+    """Everything that EPS adds raises when it is called; a name that is not there is an error."""
 
     def refuse(*args, **kwargs):
         raise AssertionError("EPS ran although it is off")
 
-    package = backend.__name__
-    modules = [package] if package == "eps_core.oracle" else [f"{package}.{m}" for m in ("cache", "model", "summaries")]
-    poisoned = set()
-    for module in map(importlib.import_module, modules):
-        for name in EPS_PARTS:
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, refuse)
-                poisoned.add(name)
-    assert poisoned == set(EPS_PARTS), f"renamed, so not poisoned: {set(EPS_PARTS) - poisoned}"
+    cache = importlib.import_module(f"{backend.__name__}.cache")
+    for module, names in ((backend, BACKEND_PARTS), (cache, CACHE_PARTS), (forward, ("attend_layer",))):
+        for name in names:
+            monkeypatch.setattr(module, name, refuse)
 
 
 def test_off_allocates_nothing_of_eps(target):

@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from places import place
 from test_conformance import Case, case_units, eps, keys_as_read, make_kv, write_all
 
 from eps_core import oracle
@@ -43,7 +42,7 @@ class Filled:
         self.native = self.backend.from_numpy(self.q, "float32", device)
 
     def scores(self) -> Scores:
-        return self.backend.score(self.cache, 0, self.native, Where.of(self.config, self.table, self.lengths))
+        return self.backend.score(self.cache, 0, self.native, Where.of(self.case.config, self.table, self.lengths))
 
     def estimate(self) -> np.ndarray:
         return self.backend.to_numpy(self.scores().estimate).astype(np.float64)
@@ -212,7 +211,7 @@ def test_a_batch_scores_each_sequence_as_alone(target):
             one.cache,
             0,
             one.native[b : b + 1],
-            Where.of(one.config, one.table[b : b + 1, :units], one.lengths[b : b + 1]),
+            Where.of(one.case.config, one.table[b : b + 1, :units], one.lengths[b : b + 1]),
         )
         estimate = one.backend.to_numpy(alone.estimate)[0]
         np.testing.assert_allclose(together[b, :, : estimate.shape[1]], estimate, atol=1e-5)
@@ -225,7 +224,7 @@ def test_backends_refine_the_same_groups():
     for name in ("mlx", "cuda", "numpy"):
         one = Filled((load_backend(name), "cpu"), case)
         visited.append(
-            one.backend.to_numpy(one.backend.select(one.scores(), place(case.config, one.lengths, one.scores())).groups)
+            one.backend.to_numpy(one.backend.select(one.scores(), Where.of(case.config, one.table, one.lengths)).groups)
         )
     assert np.array_equal(visited[0], visited[1])
     assert np.array_equal(visited[0], visited[2])
@@ -245,7 +244,7 @@ def test_backends_refine_the_same_groups():
 def test_only_one_bit_codes_have_a_second_bit(settings, words):
     with pytest.raises(ConfigError, match=words):
         EpsConfig.of(refine=0.125, **settings)
-    assert EpsConfig.of(**settings).refine == 0 == EpsConfig.of(refine=0, **settings).refine
+    assert EpsConfig.of(**settings).read.refine == 0 == EpsConfig.of(refine=0, **settings).read.refine
 
 
 @pytest.mark.parametrize("refine", [-0.1, 1.01, float("nan")])

@@ -28,7 +28,7 @@ from eps_core.evaluation.compare import run
 from eps_core.gate.protocol import Scores, Selection
 from eps_core.load import backend_name
 from eps_core.oracle import truth
-from eps_core.oracle.attention import attend_keys
+from eps_core.oracle.formulas import attend_keys
 from eps_core.paging.where import Where
 
 SIZE, TAIL, HEAD_DIM, UNITS = 8, 64, 16, 6  # tokens of a group, of a tail group; six of these in the pool
@@ -63,7 +63,7 @@ class Scene:
     def native_tail(self, more: float = 0.0) -> tuple:
         scores, cache = replace(self.scores, estimate=self.scores.estimate + more), self.filled.cache
         return self.backend.attend_tail(
-            cache, 0, Where.of(CONFIG_OF(cache), self.table, self.lengths), scores, self.selected, self.state[1]
+            cache, 0, Where.of(self.filled.config, self.table, self.lengths), scores, self.selected, self.state[1]
         )
 
     def tail(self, more: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
@@ -108,7 +108,7 @@ def scene(target, repeat: int = 1, lengths=(UNITS * TAIL, 2 * TAIL), dtype: str 
     native = backend.from_numpy(q, "float32", device)
     lengths = np.array(lengths)
     scores = backend.score(filled.cache, 0, native, Where.of(filled.config, table, lengths))
-    selected = backend.select(scores, place(eps_config, lengths, scores))
+    selected = backend.select(scores, place(eps_config, lengths, scores.estimate.shape[-1]))
     state = backend.attend(filled.cache, 0, native, Where.of(filled.config, table, lengths), selected)
     return Scene(filled, q, table, lengths, scores, selected, state)
 
@@ -208,7 +208,7 @@ def test_overwritten_tokens_leave_the_tail_until_their_group_is_full(target):
     def added() -> tuple[np.ndarray, float]:
         """(whether each unit's groups are skipped and known, the tail's log mass over its own estimates) of head 0."""
         one.scores = backend.score(one.filled.cache, 0, native, Where.of(one.filled.config, one.table, one.lengths))
-        one.selected = backend.select(one.scores, place(one.filled.config, one.lengths, one.scores))
+        one.selected = backend.select(one.scores, place(one.filled.config, one.lengths, one.scores.estimate.shape[-1]))
         one.state = backend.attend(
             one.filled.cache, 0, native, Where.of(one.filled.config, one.table, one.lengths), one.selected
         )
@@ -257,7 +257,7 @@ def test_values_of_others_never_reach_a_sequence(target):
         v_open = backend.from_numpy(np.ones((1, 2, HEAD_DIM), np.float32), "float32", device)
         cache = backend.write_kv(filled.cache, 0, v_open, v_open, np.array([0]))
         scores = backend.score(cache, 0, q, Where.of(config, table, lengths))
-        selected = backend.select(scores, place(config, lengths, scores))
+        selected = backend.select(scores, place(config, lengths, scores.estimate.shape[-1]))
         state = backend.attend(cache, 0, q, Where.of(config, table, lengths), selected)
         tail = backend.attend_tail(cache, 0, Where.of(config, table, lengths), scores, selected, state[1])
         results.append([backend.to_numpy(x) for x in (*tail, *backend.merge(state, tail))])
@@ -276,16 +276,16 @@ class Watched(Decoding):
     def __init__(self, target, path: Path, config: EpsConfig) -> None:
         super().__init__(target, path, config, LONG)
         self.outs: list[np.ndarray] = []
-        add = self.decoder._add_attention
+        add = self.decoder.model.add_attention
 
         def keep(layer, x, out):
             self.outs.append(self.backend.to_numpy(out).astype(np.float64))
             return add(layer, x, out)
 
-        self.decoder._add_attention = keep
+        self.decoder.model.add_attention = keep
         self.listen()
 
-    def step(self, **how: bool):
+    def step(self, **how):
         self.outs.clear()
         self.queries.clear()
         return super().step(**how)
@@ -328,15 +328,14 @@ def test_error_certificate_covers_the_tail(target, tiny_path, name):  # noqa: F8
 
 @pytest.mark.parametrize("name", CERTIFIED)
 def test_strict_epsilon_zero_with_a_tail_is_dense(target, tiny_path, name):  # noqa: F811
-    config = replace(CERTIFIED[name], strict=True, epsilon=0.0)
+    config = CERTIFIED[name].replace(strict=True, epsilon=0.0)
     run = Watched(target, tiny_path, config)
     for _ in range(2):
         output = run.step(audit=True)
         assert close(output.logits, output.dense_logits)
         for stats in output.layers:
             assert (stats.output_error_cert == 0).all() and (stats.mass_skipped_cert == 0).all()
-    run.cache = replace(run.cache, config=config.replace(epsilon=0.3))
-    some = run.step()
+    some = run.step(config=config.replace(epsilon=0.3))
     assert all((stats.mass_skipped_cert <= 0.3).all() for stats in some.layers)
     assert any((stats.counts < stats.groups[:, None]).any() for stats in some.layers)
 
@@ -352,8 +351,9 @@ def test_steps_count_the_means_that_they_read(target, tiny_path):  # noqa: F811
     config = gated("box", budget=0.1, block_size=64, tail_tokens=64)
     run, without = Watched(target, tiny_path, config), Watched(target, tiny_path, config.replace(tail_tokens=0))
     assert run.cache.bytes_k_reread == 0 and without.cache.bytes_k_reread == 0  # prompts in one chunk
-    more = run.spec.num_kv_heads * run.table.size * (run.spec.head_dim + 2)
     for _ in range(STEPS):
+        # of each sequence the tails that it has, in units of 64 tokens; what pads the table is not counted
+        more = run.spec.num_kv_heads * int((-(-(run.lengths + 1) // 64)).sum()) * (run.spec.head_dim + 2)
         for one, other in zip(run.step().layers, without.step().layers, strict=True):
             assert one.summary_bytes_read - other.summary_bytes_read == more
             assert one.kv_bytes_read == other.kv_bytes_read
@@ -367,10 +367,10 @@ def test_steps_count_the_means_that_they_read(target, tiny_path):  # noqa: F811
 
 @pytest.mark.parametrize("method", METHODS)
 def test_on_by_default_for_rq_alone(method):
-    assert EpsConfig.of(method=method).tail_tokens == (TAIL if method == "rq" else 0)
-    assert EpsConfig.of(method="rq", block_size=12).tail_tokens == 60
-    assert EpsConfig.of(method="rq", block_size=128).tail_tokens == 128
-    assert EpsConfig.of(method="rq", group_tokens=96).tail_tokens == 96
+    assert EpsConfig.of(method=method).store.tail_tokens == (TAIL if method == "rq" else 0)
+    assert EpsConfig.of(method="rq", block_size=12).store.tail_tokens == 60
+    assert EpsConfig.of(method="rq", block_size=128).store.tail_tokens == 128
+    assert EpsConfig.of(method="rq", group_tokens=96).store.tail_tokens == 96
     config = EpsConfig.of(method="rq", tail_tokens=128)
     assert EpsConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config and config.store.unit_tokens == 128
 
@@ -388,7 +388,7 @@ def test_refused_where_estimates_are_norms(method):
 def test_refused_where_groups_do_not_fill_it(tokens):
     with pytest.raises(ConfigError, match=f"eps-tail-tokens {tokens} is not a multiple, up to 256, of the 16"):
         EpsConfig.of(method="rq", tail_tokens=tokens)
-    assert EpsConfig.of(method="rq", tail_tokens=16).tail_tokens == 16
+    assert EpsConfig.of(method="rq", tail_tokens=16).store.tail_tokens == 16
 
 
 def test_bytes_of_a_tail():
@@ -401,7 +401,7 @@ def test_bytes_of_a_tail():
             summary_bytes(config.store, 3, 5, 128, tokens) - summary_bytes(without.store, 3, 5, 128, tokens)
             == 15 * tails * 130
         )
-    assert scoring_bytes(config, 128, [100, 70]) - scoring_bytes(without, 128, [100, 70]) == 3 * 130
+    assert scoring_bytes(config, 128, [100, 60]) - scoring_bytes(without, 128, [100, 60]) == 3 * 130
 
 
 def flags(*args: str) -> EpsConfig:
@@ -419,11 +419,11 @@ def flags(*args: str) -> EpsConfig:
 
 
 def test_flags():
-    assert flags("--eps-method", "rq").tail_tokens == TAIL
+    assert flags("--eps-method", "rq").store.tail_tokens == TAIL
     assert flags("--eps-method", "rq", "--eps-tail", "drop") == EpsConfig.of(method="rq", tail_tokens=0)
-    assert flags("--eps-method", "box", "--eps-tail", "mean").tail_tokens == TAIL
+    assert flags("--eps-method", "box", "--eps-tail", "mean").store.tail_tokens == TAIL
     assert flags("--eps-method", "box", "--eps-tail", "drop") == flags("--eps-method", "box")
-    assert flags("--eps-method", "moments", "--eps-tail-tokens", "128").tail_tokens == 128
+    assert flags("--eps-method", "moments", "--eps-tail-tokens", "128").store.tail_tokens == 128
     with pytest.raises(click.UsageError, match="--eps-tail-tokens belongs to --eps-tail mean"):
         flags("--eps-method", "rq", "--eps-tail", "drop", "--eps-tail-tokens", "64")
 
@@ -443,9 +443,7 @@ def test_dropping_is_the_run_without(target, tiny_path, monkeypatch):  # noqa: F
         return run(request, io.StringIO())
 
     given = ("--eps-method", "rq", "--eps-budget", "0.1", "--block-size", "64")
-    home = importlib.import_module(
-        backend.__name__ if backend_name(backend) == "numpy" else f"{backend.__name__}.attention"
-    )
+    home = importlib.import_module(f"{backend.__name__}.attention")
     attend_tail, calls = home.attend_tail, []
 
     def empty(*args: Any) -> tuple:

@@ -13,7 +13,6 @@ import torch
 from triton_aot import TARGETS, Job, compile_ahead
 from triton_interpreter import DEVICE
 
-from eps_core.paging.where import Where
 from eps_cuda.kernels import attend as attend_module
 from eps_cuda.kernels import tail as tail_module
 
@@ -322,7 +321,7 @@ def tail_reference(one: TailScene, lse: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 def tailed(module: ModuleType, one: TailScene, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return module.attend_tail(
-        one.estimate, one.visit, Where.of(one.config, lse, one.mean), one.mean_scale, one.valid, one.read.table, one.read.lengths,
+        one.estimate, one.visit, lse, one.mean, one.mean_scale, one.valid, one.read.table, one.read.lengths,
         group_tokens=one.read.case.size, tail_tokens=one.read.case.tail, num_splits=one.read.case.splits,
     )  # fmt: skip
 

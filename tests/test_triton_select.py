@@ -17,12 +17,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported (conftest.py, where pytest runs)
 
+from places import place  # noqa: E402
 from triton_aot import TARGETS, Job, compile_ahead  # noqa: E402
 
 from eps_core.config.eps import EpsConfig  # noqa: E402
 from eps_core.gate.protocol import Scores  # noqa: E402
 from eps_core.oracle import selection as oracle  # noqa: E402
-from eps_core.paging.where import budget, forced_groups  # noqa: E402
 from eps_core.summaries import meanstd as oracle_summaries_meanstd  # noqa: E402
 from eps_core.summaries import rq as oracle_summaries_rq  # noqa: E402
 from eps_core.summaries.base import LARGEST_ESTIMATE  # noqa: E402
@@ -108,21 +108,20 @@ def check_topk(kernels: Kernels, case: tuple, row_groups: int | None = None) -> 
     groups, kv_heads = -(-max(lengths) // size) + 3, 2
     estimate = estimates(size, len(lengths), kv_heads, lengths, groups, size, kind)
     ends = -(-np.array(lengths) // size)
-    guards = forced_groups(config, np.array(lengths), groups)
+    where = place(config, lengths, groups)
+    guards = where.forced
     # a group without a summary is one for all heads: as the state says
     missing = np.isposinf(estimate).any(axis=1)
     estimate[np.broadcast_to(missing[:, None], estimate.shape)] = np.inf
     num_missing = (missing & ~guards & (np.arange(groups) < ends[:, None])).sum(axis=1)
-    wanted = budget(config, guards.sum(axis=1) + num_missing, np.array(lengths))
+    wanted = where.budget(where.num_forced + num_missing)
     options = {} if row_groups is None else {"row_groups": row_groups}
     listed, counts, visit = kernels.select_topk(
         put(estimate), put(wanted.astype(np.int32)), put(np.array(lengths, np.int32)), group_tokens=size,
         first_tokens=first, last_tokens=last, min_context=least, width=max(int(wanted.max()), 1), **options,
     )  # fmt: skip
-    expected = selection.select(
-        Scores(put(estimate), None, None, num_missing),
-        place(config, np.array(lengths), Scores(put(estimate), None, None, num_missing)),
-    )
+    scores = Scores(put(estimate), None, None, num_missing)
+    expected = selection.select(scores, where)
     assert torch.equal(counts, expected.counts)
     assert torch.equal(listed, expected.groups)
     found = lists(listed, counts)
@@ -338,7 +337,7 @@ def check_meanstd(kernels: Kernels, case: Case) -> None:
     for b, h in np.ndindex(2, 2):
         a = case.heads(b, h)
         gathered = {name: case.gathered(array, b, h) for name, array in pools.items()}
-        estimate = np.stack([oracle_summaries_meanstd.score_meanstd(gathered, one)[0] for one in a])
+        estimate = np.stack([oracle_summaries_meanstd.score(None, {}, gathered, one)[0] for one in a])
         expected[b, h], magnitude[b, h] = case.settle(estimate, b), np.abs(a).sum(axis=-1).max() * 255 * 0.5
     assert_near(found, expected, magnitude)
 

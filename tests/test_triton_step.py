@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import eps_cuda
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
+from eps_core.decode.forward import load_decoder
 from eps_core.decode.generate import Sampling, generate
 from eps_core.decode.model import read_spec
 from eps_core.errors import ConfigError
@@ -56,7 +57,7 @@ def model(tmp_path_factory):
 def decode(model, kernels, config=CONFIG, prompts=PROMPTS, steps=STEPS, time_every=0):
     """(records with logits, cache, decoder, pool) of a greedy decode."""
     spec = read_spec(model)
-    decoder = eps_cuda.load_model(model, spec, "float32", DEVICE)
+    decoder = load_decoder(eps_cuda, model, spec, "float32", DEVICE)
     units = 60
     cache = eps_cuda.new_cache(
         CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, units), config.store, DEVICE, kernels
@@ -64,7 +65,7 @@ def decode(model, kernels, config=CONFIG, prompts=PROMPTS, steps=STEPS, time_eve
     pool = PagePool(units, config.store.unit_tokens)
     records = list(
         generate(
-            eps_cuda, decoder, cache, pool, prompts, steps, Sampling(), keep_logits=True, prefill_chunk=200,
+            decoder, cache, pool, prompts, steps, Sampling(), config.read, keep_logits=True, prefill_chunk=200,
             time_every=time_every,
         )
     )  # fmt: skip
@@ -105,7 +106,7 @@ def test_steps_that_are_timed_take_the_other_way_and_agree(model, reference) -> 
 def test_dense_steps_are_static_too(model) -> None:
     """What a gated step is compared with is launched the same way: without EPS, and in a cache of EPS."""
     records, cache, _ = decode(model, "triton", EpsConfig.of(method="off"))
-    assert [key[3] for key in cache.steps] == [False]
+    assert [key[3] for key in cache.steps] == [None]
     read, (plain, other, _) = cache.kv_bytes_read, decode(model, "arrays", EpsConfig.of(method="off"))
     same(records, plain)
     assert read == other.kv_bytes_read
@@ -114,10 +115,13 @@ def test_dense_steps_are_static_too(model) -> None:
     _, twin, reference = decode(model, "arrays", steps=1)
     for gate in (True, False, True):
         arguments = (np.array([5]), np.array([399]), np.arange(8, dtype=np.int32)[None], np.array([400]))
-        got, want = decoder.step(cache, *arguments, gate=gate)[1], reference.step(twin, *arguments, gate=gate)[1]
+        got, want = (
+            one.step(kept, *arguments, CONFIG.read if gate else None)[1]
+            for one, kept in ((decoder, cache), (reference, twin))
+        )
         assert np.abs(got.logits - want.logits).max() < 2e-4
         assert len(got.layers) == len(want.layers) == (cache.spec.num_layers if gate else 0)
-    assert sorted(key[1:4:2] for key in cache.steps) == [(1, False), (1, True), (2, True)]
+    assert sorted((key[1], key[3] is not None) for key in cache.steps) == [(1, False), (1, True), (2, True)]
     assert cache.kv_bytes_read == twin.kv_bytes_read
 
 
@@ -157,7 +161,7 @@ def filled_step(model):
     """(its computation, the step, its cache) as the last step of a decode left them."""
     _, cache, decoder = decode(model, "triton", steps=2)
     (step,) = cache.steps.values()
-    return lambda: step.compute(decoder, cache), step, cache
+    return lambda: step.compute(decoder.model, cache), step, cache
 
 
 def test_asks_the_host_for_nothing(model) -> None:
@@ -197,7 +201,7 @@ def test_a_second_run_changes_nothing(model) -> None:
 
 
 def test_few_steps_are_kept(model, monkeypatch) -> None:
-    monkeypatch.setattr(graph, "BUCKET_TOKENS", CONFIG.unit_tokens)
+    monkeypatch.setattr(graph, "BUCKET_TOKENS", CONFIG.store.unit_tokens)
     monkeypatch.setattr(graph, "MAX_GRAPHS", 1)
     # from 382 tokens on the table grows by a unit within three steps
     records, cache, _ = decode(model, "triton", prompts=[PROMPTS[0][:382]], steps=4)
@@ -218,8 +222,8 @@ def test_what_a_graph_holds_stays_where_it_is(model) -> None:
     """Through the prefill of a second prompt, a copied unit and a failed check."""
     _, cache, decoder = decode(model, "triton", steps=2)
     before = addresses(cache)
-    pool = PagePool(60, CONFIG.unit_tokens)
-    list(generate(eps_cuda, decoder, cache, pool, [[8, 9, 10] * 90], 2, Sampling(), prefill_chunk=100))
+    pool = PagePool(60, CONFIG.store.unit_tokens)
+    list(generate(decoder, cache, pool, [[8, 9, 10] * 90], 2, Sampling(), CONFIG.read, prefill_chunk=100))
     eps_cuda.copy_units(cache, [1], [59])
     with torch.inference_mode():
         cache.finite[1].fill_(False)
@@ -256,6 +260,6 @@ def test_groups_that_only_the_device_counts_are_one_number(model) -> None:
     _, cache, decoder = decode(model, "triton", config, steps=1)
     table, lengths = np.arange(8, dtype=np.int32)[None], np.array([400])
     for _ in range(3):
-        decoder.step(cache, np.array([5]), np.array([399]), table, lengths)
+        decoder.step(cache, np.array([5]), np.array([399]), table, lengths, config.read)
     assert len(cache.pending_reads) == 1
     assert cache.kv_bytes_read > 0 and cache.pending_reads == {}

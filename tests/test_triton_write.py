@@ -103,30 +103,30 @@ class Fast:
     """The pools of a cache's layer 0, copied to the device, written by a module like `write`."""
 
     def __init__(self, cache: Cache, module: ModuleType) -> None:
-        config, summary, tail = cache.config, cache.summaries[0], cache.tail
+        store, summary, tail = cache.store, cache.summaries[0], cache.tail
         pools = {"k": cache.k[0], "v": cache.v[0], "finite": cache.finite[0][None], "valid": valid_of(cache)}
         pools |= summary | {"centre": cache.constants(0)["centre"], "signs": cache.fixed[0]["signs"]}
         if tail:
             pools |= tail.summaries[0] | {"tail_valid": valid_of(tail)}
-        if config.store.has_bounds:
+        if store.has_bounds:
             pools |= {"largest_key": cache.largest_key[0], "largest_value": cache.largest_value[0]}
-        self.module, self.config = module, config
+        self.module, self.store = module, store
         self.pools = {name: Guarded(pool) for name, pool in pools.items()}
 
     def write(self, k: Tensor, v: Tensor, slots: np.ndarray) -> None:
         get = {name: pool.tensor for name, pool in self.pools.items()}.get
-        config, here = self.config, torch.from_numpy(slots.astype(np.int32)).to(DEVICE)
+        store, here = self.store, torch.from_numpy(slots.astype(np.int32)).to(DEVICE)
         # as rows of a larger projection: strided
         rows = torch.stack([k, v], dim=1).to(DEVICE)
         given = rows.clone()
         tail = None
-        if config.store.tail_tokens:
-            tail = self.module.TailPools(get("mean"), get("mean_scale"), get("tail_valid"), config.store.tail_tokens)
+        if store.tail_tokens:
+            tail = self.module.TailPools(get("mean"), get("mean_scale"), get("tail_valid"), store.tail_tokens)
         self.module.write_tokens(
             rows[:, 0], rows[:, 1], here, get("k"), get("v"), get("finite")[0], get("valid"),
-            group_tokens=config.store.S,
+            group_tokens=store.S,
             rq=self.module.RqPools(
-                get("codes"), get("scale"), get("second"), get("second_scale"), get("centre"), get("signs"), config.store.bits
+                get("codes"), get("scale"), get("second"), get("second_scale"), get("centre"), get("signs"), store.bits
             ),
             tail=tail,
             largest_key=get("largest_key"), largest_value=get("largest_value"),
@@ -136,7 +136,7 @@ class Fast:
 
 
 def valid_of(cache: Cache) -> Tensor:
-    groups = np.arange(cache.spec.num_units * cache.config.store.groups_per_unit)
+    groups = np.arange(cache.spec.num_units * cache.store.groups_per_unit)
     return torch.from_numpy(cache.state[0].valid(groups).astype(np.uint8))
 
 
@@ -155,7 +155,7 @@ def check_equal(fast: Fast, cache: Cache) -> None:
     assert bool(got["finite"][0]) == bool(cache.finite[0]), "finite differs"
     assert torch.equal(got["valid"], valid_of(cache)), "valid differs"
     assert torch.equal(got["centre"], cache.constants(0)["centre"])
-    summary, bits = cache.summaries[0], cache.config.store.bits
+    summary, bits = cache.summaries[0], cache.store.bits
     if bits == 1:
         assert torch.equal(got["codes"], summary["codes"]), "sign codes differ"
     else:
@@ -171,7 +171,7 @@ def check_equal(fast: Fast, cache: Cache) -> None:
         assert torch.equal(got["tail_valid"], valid_of(cache.tail)), "valid of tails differs"
         check_codes("mean values", got["mean"], tail["mean"])
         assert steps_apart(got["mean_scale"], tail["mean_scale"]) <= 1, "scale of mean values differs"
-    if cache.config.store.has_bounds:
+    if cache.store.has_bounds:
         for name, largest in (("largest_key", cache.largest_key), ("largest_value", cache.largest_value)):
             torch.testing.assert_close(got[name], largest[0], rtol=1e-6, atol=0)
 

@@ -7,13 +7,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from places import place
 from test_conformance import BASE, Case, check_fork, check_head_modes, check_largest, check_own_token, eps, run_case
 
 from eps_core import oracle
 from eps_core.gate.protocol import Certificate
 from eps_core.oracle import cache as oracle_cache
-from eps_core.oracle import score as oracle_score
+from eps_core.oracle import scoring as oracle_scoring
 from eps_core.oracle import selection as oracle_selection
 from eps_core.paging.where import Where
 
@@ -91,12 +90,9 @@ def swaps_kv(cache, layer, k, v, slots):
 
 
 def never_visits_the_open_group(scores, where, layer=0):
-    estimate = np.where(np.isposinf(scores.estimate), -1e9, scores.estimate)
-    return oracle.select(
-        replace(scores, estimate=estimate),
-        place(config.replace(last_tokens=0), lengths, replace(scores, estimate=estimate)),
-        layer,
-    )
+    scores = replace(scores, estimate=np.where(np.isposinf(scores.estimate), -1e9, scores.estimate))
+    where = Where.of(where.config.replace(last_tokens=0), where.table, where.lengths)
+    return oracle.select(scores, where, layer)
 
 
 def reads_unselected_groups(cache, layer, q, where, selected):
@@ -114,8 +110,8 @@ def certifies_lower_bounds(cache, layer, scores, visited, out, lse):
 
 
 def certifies_what_was_read(cache, layer, scores, visited, out, lse):
-    visit = oracle_score._visit_mask(visited, scores.upper.shape[3]) | np.isneginf(scores.estimate)
-    unvisited = oracle_score._selection(~visit, visited.forced, None)
+    visit = oracle_scoring._visit_mask(visited, scores.upper.shape[3]) | np.isneginf(scores.estimate)
+    unvisited = oracle_scoring._selection(~visit, visited.forced, None)
     return oracle.certify(cache, layer, scores, unvisited, out, lse)
 
 
@@ -148,14 +144,14 @@ def escalates_one_group_less(read, scores, selected, lse):
     """Of those that escalation adds, the one that it would take last."""
     extra, whole = oracle.escalate(read, scores, selected, lse)
     num_groups = scores.estimate.shape[2]
-    added, visit = (oracle_score._visit_mask(part, num_groups) for part in (extra, whole))
+    added, visit = (oracle_scoring._visit_mask(part, num_groups) for part in (extra, whole))
     for b, head in np.ndindex(*extra.counts.shape):
         listed = np.flatnonzero(added[b, head])
         if len(listed):
             need = (scores.upper[b, head] - lse.reshape(scores.slack.shape)[b, head][:, None]).max(axis=0)[listed]
             last = listed[oracle_selection.best_first(need)[-1]]
             added[b, head, last] = visit[b, head, last] = False
-    return oracle_score._selection(added, extra.forced, None), oracle_score._selection(
+    return oracle_scoring._selection(added, extra.forced, None), oracle_scoring._selection(
         visit, whole.forced, whole.wanted
     )
 
@@ -191,8 +187,9 @@ def ignores_the_layer(scores, where, layer=0):
 
 
 def shifts_the_head_modes(scores, where, layer=0):
-    modes = config.read.head_modes and tuple(modes[1:] + modes[:1] for modes in config.read.head_modes)
-    return oracle.select(scores, place(config.replace(head_modes=modes), lengths, scores), layer)
+    modes = where.config.read.head_modes
+    modes = modes and tuple(one[1:] + one[:1] for one in modes)
+    return oracle.select(scores, Where.of(where.config.replace(head_modes=modes), where.table, where.lengths), layer)
 
 
 def calls_mixed_heads_uniform(scores, where, layer=0):
@@ -225,7 +222,7 @@ def owns_the_next_kv_head(cache, q, k, v):
 
 def excess(scores, selected, lse):
     """[B, Hq]: how much too high the estimates of what was read are, in nats."""
-    visit = oracle_score._visit_mask(selected, scores.estimate.shape[2]) & np.isfinite(scores.estimate)
+    visit = oracle_scoring._visit_mask(selected, scores.estimate.shape[2]) & np.isfinite(scores.estimate)
     with np.errstate(divide="ignore"):
         read = np.logaddexp.reduce(np.where(visit, scores.estimate, -np.inf), axis=2)
     return np.repeat(read, lse.shape[1] // read.shape[1], axis=1) - lse
@@ -266,11 +263,11 @@ def tail_without_the_scale(cache, layer, where, scores, selected, lse):
 
 
 def tail_counts_its_open_group(cache, layer, where, scores, selected, lse):
-    full, size = deepcopy(cache.tail.state[layer]), cache.config.store.tail_tokens
+    full, size = deepcopy(cache.tail.state[layer]), cache.store.tail_tokens
     full.fill[:] = size
     cache = replace(cache, tail=replace(cache.tail, state=[full]))
     return oracle.attend_tail(
-        cache, layer, Where.of(CONFIG_OF(cache), table, -(-lengths // size) * size), scores, selected, lse
+        cache, layer, Where.of(where.config, where.table, -(-where.lengths // size) * size), scores, selected, lse
     )
 
 

@@ -379,11 +379,11 @@ def _eps_arms(layer: Layer, config: EpsConfig, first: Step, moved: dict[str, int
 
     def step() -> Any:
         out, one = attend_layer(backend, layer.cache, 0, layer.q, where)
-        return out, *one.pending.values()
+        return (out, one.lse), *one.pending.values()
 
     def step_with_write() -> Any:
         cache = layer.write()
-        return step(), cache
+        return *step(), cache
 
     read = first.kv_bytes
     arms = {

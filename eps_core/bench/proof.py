@@ -11,7 +11,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.errors import ConfigError
 from eps_core.gate.attend import attend_layer
 from eps_core.gate.protocol import Array, Scores, Selection
-from eps_core.oracle.attention import attend_keys
+from eps_core.oracle.formulas import attend_keys
 
 State = tuple[Array, Array]
 
@@ -58,8 +58,8 @@ def run_step(layer: Layer, config: EpsConfig, wait: Callable[..., None]) -> Step
     merged = read if tail is None else backend.merge(read, tail)
     wait(tail, merged)
     if not where.reads_all(0):  # the layer as a decoder takes it, from the same parts
-        whole, _ = attend_layer(backend, cache, 0, layer.q, where)
-        require_same(layer, (whole, merged[1]), merged, "its own parts, one by one")
+        whole, one = attend_layer(backend, cache, 0, layer.q, where)
+        require_same(layer, (whole, one.lse), merged, "its own parts, one by one")
     return Step(scores, selection, read, tail, merged, kv_bytes)
 
 

@@ -44,12 +44,13 @@ class EpsConfig:
         assert store.second_bit == (read.refine > 0), "a second bit is kept to be read: both are `refine`"
 
     @classmethod
-    def of(cls, **flat: Any) -> Self:
+    def of(cls, method: str = "off", **flat: Any) -> Self:
         """From flat settings; what is left out, or None, is the method's own. Raises ConfigError for unknown names and
         for values out of range."""
+        flat["method"] = method
         unknown = sorted(set(flat) - set(FLAT))
         require(not unknown, f"unknown EPS setting {', '.join(unknown)}: known are {', '.join(sorted(FLAT))}")
-        facts = table.facts(flat.get("method", table.OFF))
+        facts = table.facts(method)
         defaults = {
             "budget": facts.budget,
             "tau": DEFAULT_TAU if flat.get("policy") == "share" else None,

@@ -162,8 +162,8 @@ def attend_tail(
     out, tail = np.empty((*lse.shape, cache.spec.head_dim), np.float32), np.empty(lse.shape, np.float32)
     means, scale = (_lanes(host(inner.summaries[layer][name])) for name in ("mean", "mean_scale"))
     run(
-        attend.attend_tail, 1, estimate, *listed, lse, means, scale, inner.state[layer].fill, where.table, where.lengths,
-        inner.store.S, inner.store.groups_per_unit, out, tail,
+        attend.attend_tail, 1, estimate, *listed, lse, means, scale, inner.state[layer].fill, where.table,
+        where.lengths, inner.store.S, inner.store.groups_per_unit, out, tail,
     )  # fmt: skip
     return out, tail
 

@@ -61,7 +61,8 @@ class MeasureRequest:
         """The oracle has the same budget and group size, and the true masses in place of estimates."""
         arms = {"eps": self.config}
         if self.oracle:
-            shared: dict[str, Any] = {name: getattr(self.config, name) for name in _SHARED_WITH_ORACLE}
+            flat = self.config.to_dict()
+            shared: dict[str, Any] = {name: flat[name] for name in _SHARED_WITH_ORACLE}
             arms["oracle"] = EpsConfig.of(method="oracle", group_tokens=self.config.store.S, **shared)
         return arms
 

@@ -26,6 +26,7 @@ class LayerRead:
     tile_bytes: int  # K and V of a group, which is read whole
     pending: dict[str, Array] = field(default_factory=dict)
     selection: Selection | None = None  # what was visited, strict's additions too; None: everything
+    lse: Array = None  # [B, Hq] natural log of the softmax mass behind `out`, the tail's estimate included
 
 
 def attend_layer(
@@ -58,7 +59,7 @@ def attend_layer(
         stats.kv_bytes_read = int(where.lengths.sum()) * kv_heads * spec.kv_token_bytes
         with eps.span("eps.attention", cache):
             out, lse = eps.attend(cache, layer, q, where, None)
-        whole = out
+        whole, read.lse = out, lse
         if store.has_bounds:
             stats.mass_skipped_cert = stats.output_error_cert = np.zeros((batch, kv_heads))
     else:
@@ -79,9 +80,9 @@ def attend_layer(
                 certificate = eps.certify(cache, layer, scores, selection, out, lse)
                 pending["mass_skipped_cert"] = certificate.mass
                 pending["output_error_cert"] = certificate.error
-            whole = out
+            whole, read.lse = out, lse
             if store.tail_tokens:
-                whole, _ = eps.add_tail(cache, layer, where, scores, selection, (out, lse))
+                whole, read.lse = eps.add_tail(cache, layer, where, scores, selection, (out, lse))
                 if store.has_bounds:
                     # the bound is of what was read alone: the tail may move away from it, or from the truth
                     moved = eps.moved_by(out, whole, kv_heads)

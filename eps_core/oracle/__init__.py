@@ -4,7 +4,7 @@ K and V lie in the cache's dtype (bfloat16 through ml_dtypes); every statistic a
 float64 from what lies there.
 """
 
-from eps_core.oracle.attend import (
+from eps_core.oracle.attention import (
     add_tail,
     attend,
     attend_chunk,
@@ -33,7 +33,7 @@ from eps_core.oracle.cache import (
     write_kv,
 )
 from eps_core.oracle.model import load_model
-from eps_core.oracle.score import bounds, certify, escalate, score, select, skipped_mass
+from eps_core.oracle.scoring import bounds, certify, escalate, score, select, skipped_mass
 
 __all__ = [
     "Cache",

@@ -1,40 +1,130 @@
-"""The oracle's attention over a set of groups, in float64.
-
-`k`, `v` [n, D] are the visited keys and values of one kv head, `a` [D] = scale * q of one of its query heads.
-"""
+"""The oracle's attention over a paged cache, in float64."""
 
 import numpy as np
 
-State = tuple[np.ndarray, np.ndarray]
+from eps_core.gate.protocol import Scores, Selection
+from eps_core.oracle import formulas
+from eps_core.oracle.cache import _DTYPES, Cache, State
+from eps_core.oracle.scoring import _visit_mask
+from eps_core.oracle.selection import missing_groups
+from eps_core.paging.where import Where
+
+QUERY_BLOCK = 256  # queries that the prefill attends at a time; changes speed and memory only
 
 
-def attend_keys(a: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, float]:
-    """(out [D], lse): softmax(K a) V and log sum exp(K a). No keys: (0, -inf), the neutral element of `merge`."""
-    if not len(k):
-        return np.zeros(v.shape[1]), -np.inf
-    logits = k.astype(np.float64) @ a.astype(np.float64)
-    weights = np.exp(logits - logits.max())
-    return weights @ v.astype(np.float64) / weights.sum(), float(logits.max() + np.log(weights.sum()))
+def attend(
+    cache: Cache, layer: int, q: np.ndarray, where: Where, selected: Selection | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(out [B, Hq, D], lse [B, Hq]) over the visited groups, or over all tokens where `selected` is None."""
+    store, size, table, lengths = cache.store, cache.store.S, where.table, where.lengths
+    batch, num_heads, head_dim = q.shape
+    repeat = num_heads // cache.spec.num_kv_heads
+    out, lse = np.zeros(q.shape), np.zeros((batch, num_heads))
+    for b, head in np.ndindex(batch, cache.spec.num_kv_heads):
+        length = int(lengths[b])
+        if selected is None:
+            tokens = np.arange(length)
+            cache.kv_bytes_read += length * cache.spec.kv_token_bytes
+        else:
+            groups = selected.groups[b, head, : selected.counts[b, head]]
+            tokens = (groups[:, None] * size + np.arange(size)).reshape(-1)
+            cache.kv_bytes_read += len(tokens) * cache.spec.kv_token_bytes
+            tokens = tokens[tokens < length]
+        units, offsets = table[b, tokens // store.unit_tokens], tokens % store.unit_tokens
+        k, v = cache.k[layer][units, head, offsets], cache.v[layer][units, head, offsets]
+        for r in range(head * repeat, (head + 1) * repeat):
+            out[b, r], lse[b, r] = formulas.attend_keys(q[b, r].astype(np.float64) / np.sqrt(head_dim), k, v)
+    return out, lse
 
 
-def average(log_masses: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, float]:
-    """(mean [D] of values [n, D] weighted by their masses, log of the sum of the masses [n])."""
-    weights = np.exp(log_masses - log_masses.max())
-    return weights @ values / weights.sum(), float(log_masses.max() + np.log(weights.sum()))
+def add_tail(cache: Cache, layer: int, where: Where, scores: Scores, selection: Selection, state: State) -> State:
+    """What was read, `state`, merged with `attend_tail`."""
+    return merge(state, attend_tail(cache, layer, where, scores, selection, state[1]))
 
 
-def group_masses(a: np.ndarray, k: np.ndarray, group_tokens: int) -> np.ndarray:
-    """True log A_p [G] of every group of k [T, D], the last possibly open: what estimates and bounds speak of."""
-    logits = k.astype(np.float64) @ a.astype(np.float64)
-    starts = range(0, len(k), group_tokens)
-    return np.array([np.logaddexp.reduce(logits[start : start + group_tokens]) for start in starts])
+def merge(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Exact merge of two attentions over disjoint keys: out [.., D], lse [..]."""
+    return formulas.merge(first, second)
 
 
-def merge(first: State, second: State) -> State:
-    """Exact merge of attention over two disjoint sets of keys: out [.., D] with lse [..] (-inf: no keys)."""
-    (out1, lse1), (out2, lse2) = first, second
-    lse = np.logaddexp(lse1, lse2)
-    with np.errstate(invalid="ignore"):
-        weight1 = np.where(np.isneginf(lse), 0.0, np.exp(lse1 - lse))
-        weight2 = np.where(np.isneginf(lse), 0.0, np.exp(lse2 - lse))
-    return out1 * weight1[..., None] + out2 * weight2[..., None], lse
+def attend_own(cache: Cache, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(out [B, Hq, D], lse [B, Hq]) of each token over itself alone: q [B, Hq, D], k, v [B, Hkv, D] as the cache would
+    hold them."""
+    dtype, repeat = _DTYPES[cache.spec.dtype], q.shape[1] // k.shape[1]
+    key, value = (np.repeat(x.astype(dtype).astype(np.float64), repeat, axis=1) for x in (k, v))
+    return value, (q.astype(np.float64) * key).sum(axis=2) / np.sqrt(q.shape[2])
+
+
+def attend_tail(
+    cache: Cache,
+    layer: int,
+    where: Where,
+    scores: Scores,
+    selected: Selection,
+    lse: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(out [B, Hq, D], lse [B, Hq]): an estimate of attention over the groups that `selected` left out, to be merged
+    with what was read, whose log mass is lse [B, Hq]. Each skipped group counts with its estimated mass and the mean
+    value of the tail group around it. Estimates that were too high for what was read are lowered as much for what was
+    not; where the tail group is not full, or has no estimate, nothing is added. An estimate, no bound."""
+    assert cache.tail is not None
+    inner, size, per_unit = cache.tail, cache.store.S, cache.tail.store.groups_per_unit
+    batch, kv_heads, groups = scores.estimate.shape
+    repeat, head_dim, ratio = lse.shape[1] // kv_heads, cache.spec.head_dim, inner.store.S // size
+    table = where.table
+    missing = missing_groups(inner.state[layer], table, where.lengths, can_encode=True)
+    visit = _visit_mask(selected, groups)
+    out, tail = np.zeros((batch, kv_heads, repeat, head_dim)), np.full((batch, kv_heads, repeat), -np.inf)
+    for b, head in np.ndindex(batch, kv_heads):
+        estimate = scores.estimate[b, head]
+        known = np.isfinite(estimate)
+        usable = np.repeat(~missing[b], ratio)[:groups]
+        skipped = np.flatnonzero(known & usable & ~visit[b, head])
+        if not len(skipped):
+            continue
+        units, subs = table[b, skipped // ratio // per_unit], skipped // ratio % per_unit
+        scale = inner.summaries[layer]["mean_scale"][units, head, subs].astype(np.float64)
+        means = inner.summaries[layer]["mean"][units, head, subs] * scale[:, None]
+        mean_out, mass = formulas.average(estimate[skipped], means)
+        read = visit[b, head] & known
+        for r in range(repeat):
+            seen = lse[b, head * repeat + r]
+            excess = np.logaddexp.reduce(estimate[read]) - seen if read.any() else 0.0
+            out[b, head, r], tail[b, head, r] = mean_out, mass - max(excess, 0.0)
+    return out.reshape(batch, -1, head_dim), tail.reshape(batch, -1)
+
+
+def attend_chunk(cache: Cache, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Causal dense attention of a prefill chunk: out [N, Hq, D] of the last N of T tokens, each over itself and all
+    before it: q [N, Hq, D], k, v [T, Hkv, D]."""
+    num_queries, num_heads, head_dim = q.shape
+    length, num_kv_heads, _ = k.shape
+    repeat = num_heads // num_kv_heads
+    out = np.empty_like(q)
+    for head in range(num_kv_heads):
+        keys, values = k[:, head].astype(np.float64), v[:, head].astype(np.float64)
+        heads = slice(head * repeat, (head + 1) * repeat)
+        for start in range(0, num_queries, QUERY_BLOCK):
+            block = q[start : start + QUERY_BLOCK, heads].swapaxes(0, 1) / np.sqrt(head_dim)  # [R, n, D]
+            positions = length - num_queries + start + np.arange(block.shape[1])
+            seen = positions[-1] + 1
+            logits = block @ keys[:seen].T
+            logits[:, np.arange(seen) > positions[:, None]] = -np.inf
+            weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+            weights /= weights.sum(axis=-1, keepdims=True)
+            out[start : start + QUERY_BLOCK, heads] = (weights @ values[:seen]).swapaxes(0, 1)
+    return out
+
+
+def unread_share(lse: np.ndarray, lse_all: np.ndarray, kv_heads: int) -> np.ndarray:
+    """[B, Hkv]: the largest share of a query head's softmax that was left out, lse [B, Hq] of what was read, lse_all of
+    everything."""
+    rounding = 2.0**-44 * (np.abs(lse) + np.abs(lse_all))  # two sums of the same numbers differ by rounding
+    unread = np.where(lse_all - lse > rounding, -np.expm1(np.minimum(lse - lse_all, 0)), 0.0)
+    return unread.reshape(len(lse), kv_heads, -1).max(axis=2)
+
+
+def moved_by(out: np.ndarray, whole: np.ndarray, kv_heads: int) -> np.ndarray:
+    """[B, Hkv]: at least the largest L2 distance, over the query heads, between two outputs [B, Hq, D]."""
+    moved = np.linalg.norm(whole - out, axis=2).reshape(len(out), kv_heads, -1).max(axis=2)
+    return moved * (1 + 2.0**-44)

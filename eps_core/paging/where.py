@@ -89,7 +89,7 @@ class Where:
     def missing(self, state: GroupState, can_encode: bool = True) -> np.ndarray:
         """Groups of each sequence without a valid summary [B, G] bool (False past its end): open, overwritten, or,
         while `can_encode` is False (rq without its centre), any. Layers that were written alike share one answer."""
-        key = "missing", state.history, can_encode
+        key = "missing", state.group_tokens, state.history, can_encode
         if key not in self.kept:
             per_unit = state.groups_per_unit
             groups = (np.maximum(self.table, 0)[:, :, None] * per_unit + np.arange(per_unit)).reshape(

@@ -58,7 +58,7 @@ def _listed(selection: Selection) -> tuple[np.ndarray, np.ndarray]:
 
 @torch.inference_mode()
 def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores | None:
-    """See `score.score`."""
+    """See `scoring.score`."""
     scored = kernels.score(cache, layer, _host(q.float()), where, _host, _run)
     if scored is None:
         return None

@@ -41,7 +41,7 @@ def _listed(selection: Selection) -> tuple[np.ndarray, np.ndarray]:
 
 
 def score(cache: Cache, layer: int, q: mx.array, where: Where) -> Scores | None:
-    """See `score.score`."""
+    """See `scoring.score`."""
     with mx.stream(cache.stream):
         scored = kernels.score(cache, layer, _host(q.astype(mx.float32)), where, _host, _run)
         if scored is None:

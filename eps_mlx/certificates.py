@@ -11,8 +11,7 @@ from eps_core.config.read import Read
 from eps_core.gate.protocol import Certificate, Scores, Selection
 from eps_core.paging.where import Where
 from eps_mlx.cache import Cache
-from eps_mlx.score import best_first
-from eps_mlx.selection import _ascending, visit_mask
+from eps_mlx.selection import _ascending, best_first, visit_mask
 from eps_mlx.summaries.base import logit_slack
 from eps_mlx.summaries.table import score_summary
 

@@ -10,6 +10,7 @@ from eps_core.paging.where import Where
 from eps_core.summaries.table import fields
 from eps_mlx.cache import Cache
 from eps_mlx.kernels.choose import kernels_module
+from eps_mlx.selection import best_first
 from eps_mlx.summaries.base import Summary, logit_slack
 from eps_mlx.summaries.table import method, score_summary
 
@@ -85,14 +86,3 @@ def _refined(cache: Cache, layer: int, a: mx.array, estimate: mx.array, first: S
     wanted = mx.array(np.arange(most) < counts[:, None])[:, None]
     finer = mx.where(wanted & (coarse > -math.inf), finer, coarse)
     return mx.put_along_axis(estimate, best, finer, axis=-1)
-
-
-def best_first(keys: mx.array) -> mx.array:
-    """Indices [.., G] int32 in falling order of keys [.., G], the lower first among equals. A sort need not be stable:
-    the second one is of whole numbers, (place among the different keys, index)."""
-    groups = keys.shape[-1]
-    falling = mx.argsort(-keys, axis=-1).astype(mx.int32)
-    values = mx.take_along_axis(keys, falling, axis=-1)
-    differs = (values[..., 1:] != values[..., :-1]).astype(mx.int64)
-    place = mx.pad(mx.cumsum(differs, axis=-1), [(0, 0)] * (keys.ndim - 1) + [(1, 0)])
-    return (mx.sort(place * groups + falling, axis=-1) % groups).astype(mx.int32)
