@@ -8,7 +8,6 @@ Writes one JSON object a line, the run first, and prints a Markdown table. Texts
 import argparse
 import json
 import os
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -23,8 +22,9 @@ from eps_core.evaluation.curves import bytes_at_kl
 from eps_core.evaluation.runner import Runner
 from eps_core.load import load_backend
 from eps_core.tasks.needle import corpus, filler
-from eps_core.telemetry.files import git_commit
+from eps_core.telemetry.files import provenance, replacing
 from eps_core.telemetry.steps import kl_divergence
+from eps_core.telemetry.terminal import Progress
 
 DEMO = Path(__file__).parent.parent / "eps_core" / "demo_model"
 DEFAULT = EpsConfig.of(method="rq")
@@ -93,12 +93,12 @@ def main() -> None:
             pool.submit(one_text, args.context, args.text_steps, args.backend, index) for index in range(args.texts)
         ]
         texts = []
-        for future in futures:
-            texts.append(future.result())
-            print(f"text {len(texts)} of {args.texts}", file=sys.stderr, flush=True)
+        with Progress("ablate:", "texts") as progress:
+            for future in futures:
+                texts.append(future.result())
+                progress(len(texts), args.texts)
     rows = [{"type": "run", "context_tokens": args.context, "num_positions": args.texts * args.text_steps,
-             "cache_dtype": "bfloat16", "versions": load_backend(args.backend).versions(),
-             "git_commit": git_commit()}]  # fmt: skip
+             "cache_dtype": "bfloat16", **provenance(load_backend(args.backend).versions())}]  # fmt: skip
     print("| what | bytes: KL | bytes at KL 0.01 | at 0.004 |\n|---|---|---|---|")
     for arm, (name, config, settings) in enumerate(ARMS):
         points = []
@@ -112,9 +112,8 @@ def main() -> None:
         rows.append({"type": "ablation_bytes", "what": name, "bytes_at_0.01": at[0], "bytes_at_0.004": at[1]})
         curve = ", ".join(f"{ratio:.3f}: {kl:.4f}" for ratio, kl in points)
         print(f"| {name} | {curve} | {words[0]} | {words[1]} |", flush=True)
-    partial = args.out.with_suffix(".partial")
-    partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    partial.replace(args.out)
+    with replacing(args.out) as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 if __name__ == "__main__":

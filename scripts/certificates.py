@@ -25,7 +25,7 @@ from eps_core.evaluation.replay import combine, replay_many
 from eps_core.gate.protocol import Backend
 from eps_core.load import load_backend
 from eps_core.paging.where import Where
-from eps_core.telemetry.files import git_commit
+from eps_core.telemetry.files import provenance, replacing
 
 SUMMARIES = (
     EpsConfig.of(method="1pc"),
@@ -141,8 +141,7 @@ def main() -> None:
     captures = [open_capture(path) for path in args.captures]
     head_dim = captures[0].info.head_dim
     rows = [{"type": "run", "captures": [path.name for path in args.captures], "model": captures[0].info.model,
-             "contexts": [c.info.context_tokens for c in captures], "versions": backend.versions(),
-             "git_commit": git_commit()}]  # fmt: skip
+             "contexts": [c.info.context_tokens for c in captures], **provenance(backend.versions())}]  # fmt: skip
     configs = [*SUMMARIES, *STRICT]
     results = [replay_many(capture, configs, backend, "cpu") for capture in captures]
     for i, config in enumerate(configs):
@@ -160,9 +159,8 @@ def main() -> None:
     rows += refinement(captures[0], backend)
     if any(math.isnan(value) for row in rows for value in row.values() if isinstance(value, float)):
         raise SystemExit("a figure is not a number: nothing was written")
-    partial = args.out.with_suffix(".partial")
-    partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    partial.replace(args.out)
+    with replacing(args.out) as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ from eps_core.evaluation.bounds import (
 )
 from eps_core.evaluation.capture import open_text_model, record
 from eps_core.load import BACKENDS, load_backend
-from eps_core.telemetry.files import git_commit
+from eps_core.telemetry.files import provenance
+from eps_core.telemetry.terminal import Progress
 
 GROUP_TOKENS = (1, 128, 2, 64, 4, 32, 8, 16, 3, 5)
 HEAD_DIMS = (16, 20, 64, 80, 128)
@@ -104,7 +105,10 @@ def main() -> None:
     sums = {"made": {kind: Tally() for kind in KINDS}, "captured": {kind: Tally() for kind in KINDS}}
     rounds = 0
     # spawned, so that every process starts with one thread
-    with ProcessPoolExecutor(args.jobs, get_context("spawn"), initializer=keep, initargs=(captured,)) as pool:
+    with (
+        ProcessPoolExecutor(args.jobs, get_context("spawn"), initializer=keep, initargs=(captured,)) as pool,
+        Progress("check:", "bounds") as progress,
+    ):
         while rounds == 0 or (not args.quick and sums["made"]["bounds"].checks < args.checks):
             trials = plan(rounds, targets, args.seed)
             futures = [pool.submit(run, target, trial, rounds) for target, trial in trials]
@@ -116,8 +120,7 @@ def main() -> None:
                         if tally.violations:
                             print(f"violated: {source} {kind} {target} {trial} {tally}", file=sys.stderr, flush=True)
             rounds += 1
-            done, seconds = sums["made"]["bounds"].checks, time.time() - started
-            print(f"round {rounds}: {done:,} bounds, {seconds:.0f} s", file=sys.stderr, flush=True)
+            progress(sums["made"]["bounds"].checks, args.checks, f"{rounds} rounds")
 
     print("checks / violations / tightest gap in nats of each; roundings: the tightest bound in float32 roundings of a")
     print("logit; strict: true share unread <= epsilon\n")
@@ -141,8 +144,7 @@ def main() -> None:
         "rounds": rounds,
         "seed": args.seed,
         "targets": ["-".join(target) for target in targets],
-        "versions": {name: load_backend(name).versions() for name in args.backends},
-        "git_commit": git_commit(),
+        **provenance({k: v for name in args.backends for k, v in load_backend(name).versions().items()}),
         "seconds": round(time.time() - started),
     }
     print("\n" + json.dumps(result))

@@ -20,7 +20,8 @@ from eps_core.decode.model import load_tokenizer, read_spec
 from eps_core.evaluation.curves import BYTE_BUDGETS, TAUS, Plan, markdown, records, run_document, table_cells
 from eps_core.evaluation.runner import Runner
 from eps_core.load import load_backend
-from eps_core.telemetry.files import git_commit
+from eps_core.telemetry.files import provenance, replacing
+from eps_core.telemetry.terminal import Progress, duration
 
 DEMO = Path(__file__).parent.parent / "eps_core" / "demo_model"
 
@@ -57,22 +58,20 @@ def main() -> None:
 
     os.environ["OMP_NUM_THREADS"] = "1"
     source = (args.model, args.backend, args.device)
-    partial = args.out.with_suffix(".partial")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     started = time.time()
     # spawned, so that every process starts with one thread
-    with partial.open("w") as out, ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+    with replacing(args.out) as out, ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         run = {
             "type": "run",
             "command": " ".join(["python", "scripts/evaluate.py", *sys.argv[1:]]),
-            "versions": load_backend(args.backend).versions(),
+            **provenance(load_backend(args.backend).versions()),
             "device": args.device,
             "cpu_count": os.cpu_count(),
             "model": args.model.name,
             "cache_dtype": "bfloat16",
             "compute_dtype": "float32",
             "seed": args.seed,
-            "git_commit": git_commit(),
         }
         out.write(json.dumps(run) + "\n")
         head_dim = read_spec(args.model).head_dim
@@ -83,21 +82,16 @@ def main() -> None:
             plan = Plan(context, needles, texts, args.text_steps, seed=args.seed, **points)
             futures = [pool.submit(_document, *source, plan, kind, index) for kind, index in plan.documents()]
             results = []
-            for future in futures:
-                results.append(future.result())
-                print(
-                    f"\rcontext {context}: {len(results)} of {len(futures)} documents, {time.time() - started:.0f} s",
-                    end="",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            with Progress(f"context {context}:", "documents") as progress:
+                for future in futures:
+                    results.append(future.result())
+                    progress(len(results), len(futures), f"{duration(time.time() - started)} so far")
             cells = table_cells(plan, head_dim, results)
             for record in records(cells):
                 out.write(json.dumps(record) + "\n")
             out.flush()
             print(f"\nContext {context}: dense answers {cells[0].needles_dense} of {cells[0].num_needles} needles\n")
             print(markdown(cells), flush=True)
-    partial.replace(args.out)
     print(json.dumps({"out": str(args.out), "seconds": round(time.time() - started)}))
 
 

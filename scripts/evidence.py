@@ -10,12 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
-
 from eps_core.evaluation.curves import Cell, arm_name, bytes_at_kl, label, markdown
+from eps_core.report.style import DASHES, INK, colour, svg
+from eps_core.telemetry.files import replacing
 
 Rows = list[dict[str, Any]]
 KL_LIMIT = 0.01
@@ -23,7 +20,6 @@ KL_LIMIT = 0.01
 TARGETS = (("box", 16, (16, 128), 0.3), ("meanstd", 16, (16, 128), 0.35), ("oracle", 16, (16, 128), 1.0),
            ("oracle", 16, (4, 32), 1.0), ("oracle", 128, (16, 128), 0.5))  # fmt: skip
 LEVELS = ("0.1", "0.01", "0.001")
-COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#888888", "#222222")
 
 
 def rows(path: Path) -> Rows:
@@ -151,58 +147,61 @@ def ablation_table(found: Rows) -> list[str]:
     return table
 
 
-def quality_figure(demo: list[Cell], wide: list[Cell], path: Path) -> None:
+def quality_figure(demo: list[Cell], wide: list[Cell]) -> str:
     panels = [(demo, context, f"demo, {context:,}") for context in sorted({c.context_tokens for c in demo})]
     panels += [(wide, context, f"wide, {context:,}") for context in sorted({c.context_tokens for c in wide})]
-    figure, axes = plt.subplots(1, len(panels), figsize=(3.4 * len(panels), 3.6), sharey=True, layout="constrained")
     shown = [("jl", 128), ("1pc", 128), ("box", 16), ("meanstd", 16), ("moments", 8), ("oracle", 16), ("oracle", 128)]
-    for axis, (found, context, title) in zip(axes, panels, strict=True):
-        by_arm = curves(found, context)
-        default = default_of(by_arm)
-        for i, (method, size) in enumerate(shown):
-            curve = next((c for n, c in by_arm.items() if n[:2] == (method, size) and n[5] == (16, 128)), [])
-            _line(axis, curve, f"{method}, {size}", COLOURS[i], "--" if method == "oracle" else "-")
-        share = next(c for n, c in by_arm.items() if n[0] == "rq" and n[4] == "share" and n[6])
-        _line(axis, default, "rq, 2 (default)", COLOURS[7], "-", width=2.5)
-        _line(axis, share, "rq, 2, share", COLOURS[7], ":")
-        axis.axhline(KL_LIMIT, color="#bbbbbb", lw=0.8, zorder=0)
-        axis.set(title=title, xscale="log", yscale="log", xlabel="bytes read over dense")
-        axis.set_xticks([0.04, 0.07, 0.14, 0.28], ["0.04", "0.07", "0.14", "0.28"], minor=False)
-        axis.minorticks_off()
-    axes[0].set_ylabel("KL of the next token, nats")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=9, frameon=False)
-    _save(figure, path)
+
+    def plot(figure: Any) -> None:
+        axes = figure.subplots(1, len(panels), sharey=True)
+        for axis, (found, context, title) in zip(axes, panels, strict=True):
+            by_arm = curves(found, context)
+            for method, size in shown:
+                curve = next((c for n, c in by_arm.items() if n[:2] == (method, size) and n[5] == (16, 128)), [])
+                _line(axis, curve, f"{method}, {size}", method, DASHES[1 + (size > 16)] if method == "oracle" else "-")
+            share = next(c for n, c in by_arm.items() if n[0] == "rq" and n[4] == "share" and n[6])
+            _line(axis, default_of(by_arm), "rq, 2 (default)", "rq", "-", width=2.5)
+            _line(axis, share, "rq, 2, share", "rq", ":")
+            axis.axhline(KL_LIMIT, color="#bbbbbb", lw=0.8, zorder=0)
+            axis.set(title=title, xscale="log", yscale="log", xlabel="bytes read over dense")
+            axis.set_xticks([0.04, 0.07, 0.14, 0.28], ["0.04", "0.07", "0.14", "0.28"], minor=False)
+            axis.minorticks_off()
+        axes[0].set_ylabel("KL of the next token, nats")
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=9)
+
+    return svg((3.4 * len(panels), 3.6), plot)
 
 
-def _line(axis: Any, curve: list[Cell], name: str, colour: str, style: str, width: float = 1.4) -> None:
+def _line(axis: Any, curve: list[Cell], name: str, method: str, style: str, width: float = 1.4) -> None:
     points = sorted((c.bytes_ratio, c.kl_mean) for c in curve if c.bytes_ratio is not None and c.kl_mean is not None)
-    axis.plot(
-        [p[0] for p in points], [p[1] for p in points], style, color=colour, label=name, lw=width, marker="o", ms=3
-    )
+    xs, ys = [p[0] for p in points], [p[1] for p in points]
+    axis.plot(xs, ys, style, color=colour(method), label=name, lw=width, marker="o", ms=3)
 
 
-def certificate_figure(found: Rows, path: Path) -> None:
-    figure, axis = plt.subplots(figsize=(5.4, 3.6), layout="constrained")
+def certificate_figure(found: Rows) -> str:
     summaries = [row for row in found if row["type"] == "summary"]
     shares = [float(level) for level in LEVELS]
     wanted = [("box", 16, None), ("ball", 2, None), ("moments", 8, 4), ("moments", 2, 1), ("rq", 1, 4), ("rq", 1, 8)]
-    for colour, (method, size, detail) in zip(COLOURS, wanted, strict=False):
-        row = next(r for r in summaries if r["method"] == method and r["group_tokens"] == size
-                   and detail in (None, r["dim"], r["bits"]))  # fmt: skip
-        name = f"{method}, {size}" + (f", {'k =' if method == 'moments' else 'bits'} {detail}" if detail else "")
-        axis.plot(shares, row["bytes_at"], color=colour, marker="o", ms=3, label=name)
-    oracle = next(r for r in summaries if r["group_tokens"] == 1)
-    axis.plot(shares, oracle["oracle_bytes_at"], "--", color="#222222", marker="o", ms=3, label="oracle, 1")
-    axis.axhline(1, color="#bbbbbb", lw=0.8, zorder=0)
-    axis.set(xscale="log", xlabel="certified share of the softmax left unread", ylabel="bytes read over dense", ylim=0)
-    axis.legend(fontsize=8, frameon=False)
-    _save(figure, path)
 
+    def plot(figure: Any) -> None:
+        axis = figure.add_subplot()
+        drawn: list[str] = []  # of one method: one colour, another dash
+        for method, size, detail in wanted:
+            row = next(r for r in summaries if r["method"] == method and r["group_tokens"] == size
+                       and detail in (None, r["dim"], r["bits"]))  # fmt: skip
+            name = f"{method}, {size}" + (f", {'k =' if method == 'moments' else 'bits'} {detail}" if detail else "")
+            style = DASHES[drawn.count(method)]
+            axis.plot(shares, row["bytes_at"], style, color=colour(method), marker="o", ms=3, label=name)
+            drawn.append(method)
+        oracle = next(r for r in summaries if r["group_tokens"] == 1)
+        axis.plot(shares, oracle["oracle_bytes_at"], "--", color=INK, marker="o", ms=3, label="oracle, 1")
+        axis.axhline(1, color="#bbbbbb", lw=0.8, zorder=0)
+        axis.set(
+            xscale="log", xlabel="certified share of the softmax left unread", ylabel="bytes read over dense", ylim=0
+        )
+        axis.legend(fontsize=8)
 
-def _save(figure: Any, path: Path) -> None:
-    plt.rcParams["svg.hashsalt"] = "eps"
-    figure.savefig(path, metadata={"Date": None}, facecolor="white")
-    plt.close(figure)
+    return svg((5.4, 3.6), plot)
 
 
 def main() -> None:
@@ -222,9 +221,14 @@ def main() -> None:
     parts += ["## Certificates, demo model, 4,096 tokens", "", *certificate_tables(certificates), ""]
     parts += ["## Parts of the default, 4,096 tokens", "", *ablation_table(rows(out / "ablations.jsonl")), ""]
     parts += ["## Bounds checked", "", "```json", json.dumps(bounds, indent=1), "```", ""]
-    (out / "evidence.md").write_text("\n".join(parts))
-    quality_figure(demo, wide, out / "quality.svg")
-    certificate_figure(certificates, out / "certificates.svg")
+    made = {
+        "evidence.md": "\n".join(parts),
+        "quality.svg": quality_figure(demo, wide),
+        "certificates.svg": certificate_figure(certificates),
+    }
+    for name, text in made.items():
+        with replacing(out / name) as file:
+            file.write(text)
     print("\n".join(parts[:60]))
 
 

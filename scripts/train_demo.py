@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from eps_core.tasks.needle import corpus, draw_key, draw_value, filler, needle_document, needle_line, question
+from eps_core.telemetry.files import replacing
 
 BOS, EOS, VOCAB = 256, 257, 258
 CONFIG = {
@@ -302,9 +303,8 @@ def main() -> None:
 
     def save() -> None:
         state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "done": done}
-        partial = args.checkpoint.with_suffix(".partial")
-        torch.save(state, partial)
-        partial.replace(args.checkpoint)
+        with replacing(args.checkpoint, "wb") as file:
+            torch.save(state, file)
 
     for stage in range(done["stage"], len(stages)):
         length, most_steps, step_tokens, enough = stages[stage]

@@ -2,6 +2,9 @@
 
 import json
 import re
+import subprocess
+import sys
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,11 @@ from eps_core.cli.grid import report_command
 from eps_core.errors import ConfigError
 from eps_core.evaluation.verdict import arm_name, decide
 from eps_core.report import figures
-from eps_core.report.figures import PALETTE
-from eps_core.report.load import load_results
-from eps_core.report.page import PAGE_DARK, PAGE_LIGHT, page
+from eps_core.report.load import Results, load_results
+from eps_core.report.page import page
+from eps_core.report.style import PAGE_DARK, PAGE_LIGHT, PALETTE
 
+ROOT = Path(__file__).parent.parent
 SECTIONS = (
     "verdict", "quality", "visited", "time", "certificate", "heads", "ablations", "runs", "skipped", "inputs",
 )  # fmt: skip
@@ -210,8 +214,8 @@ def test_the_page_of_everything(tmp_path: Path) -> None:
     html, verdict = page(load_results(write(tmp_path, whole_results())))
     checked(html)
     # two plots for each of 3 contexts and of 4 axes, visited, time, certificates, six maps of seven
-    assert html.count("<figure><svg") == 6 + 8 + 3 + 6
-    assert html.count("<figcaption>") == html.count('role="img"') == html.count("<figure><svg")
+    assert html.count("<svg") == 6 + 8 + 3 + 6
+    assert html.count("<figcaption>") == html.count('role="img"') == html.count("<svg")
     assert "No data" not in html
     assert verdict.outcome == SHIP and '<p class="outcome ship">ship</p>' in html
     assert "3 of type replay" in html
@@ -230,7 +234,7 @@ def test_a_page_of_nothing_says_so_in_every_section(tmp_path: Path) -> None:
 
 def test_a_field_that_is_missing_everywhere_leaves_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # figures are what takes time, and the next test draws odd values
-    monkeypatch.setattr(figures._Drawer, "_draw", lambda self, height, caption, plot: "")
+    monkeypatch.setattr(figures, "_draw", lambda height, caption, plot: figures.Figure("<svg></svg>", caption))
     every = whole_results()
     for missing in sorted({key for lines in every.values() for line in lines for key in line} - {"type"}):
         files = {
@@ -271,6 +275,37 @@ def test_many_arms_share_a_colour_and_show_their_front(tmp_path: Path) -> None:
     checked(html)
 
 
+@pytest.mark.parametrize("module", ["matplotlib", "jinja2"])
+def test_a_library_that_is_absent_is_named_in_one_line(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=rf"need {module} \(.*\): pip install 'eps\[report\]'"):
+        page(Results())
+
+
+def test_an_installation_has_what_the_page_is_made_of() -> None:
+    """Package data: a wheel without its templates fails at the first report."""
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    folder = ROOT / "eps_core" / "report"
+    shipped = {path for pattern in patterns["eps_core.report"] for path in folder.glob(pattern)}
+    assert shipped == set((folder / "templates").iterdir()) != set()
+
+
+def test_text_in_results_stays_text(tmp_path: Path) -> None:
+    evil = "<script>x</script>&\"'"
+    odd = cell(method=evil, model=evil, skipped=evil, bytes_ratio=None)
+    html, _ = page(load_results(write(tmp_path, {"a.jsonl": [cell(method=evil, model=evil), odd]})))
+    checked(html)
+    assert "<script" not in html and html.count("&lt;script&gt;x&lt;/script&gt;&amp;") >= 4
+
+
+def test_plot_settings_are_in_one_place() -> None:
+    """Every colour that a plot has comes from style.py: one method looks the same on all of them."""
+    for path in (*(ROOT / "eps_core").rglob("*.py"), *(ROOT / "scripts").glob("*.py")):
+        text = path.read_text()
+        if path.name != "style.py":
+            assert not re.search("rcParams\\[|svg\\.hashsalt|import matplotlib|from matplotlib", text), path
+
+
 def test_colours_are_readable_on_both_pages() -> None:
     def luminance(colour: str) -> float:
         parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
@@ -301,3 +336,10 @@ def test_report_command_writes_the_page_whole(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             report_command.main(args, standalone_mode=False)
+
+
+def test_pages_are_made_on_demand_and_not_kept() -> None:
+    """Half a megabyte that scripts/reproduce.sh makes from the measurements beside it is no source."""
+    listed = subprocess.run(["git", "ls-files", "results"], cwd=ROOT, capture_output=True, text=True)
+    assert not [name for name in listed.stdout.split() if name.endswith((".html", "roofline.svg"))]
+    assert '"$out/evidence.html"' in (ROOT / "scripts" / "reproduce.sh").read_text()

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -196,6 +197,37 @@ def test_a_full_disk_takes_no_part_of_a_line(tmp_path: Path) -> None:
         writer.write({"b": list(range(50))})
     writer.close()
     assert path.read_bytes() == whole
+
+
+def test_a_whole_file_appears_at_the_end_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    for mode, text in (("w", "line\n"), ("wb", b"\x00")):
+        with files.replacing(path, mode) as file:
+            file.write(text)
+            before = path.exists() and path.read_bytes()
+        assert before != path.read_bytes() == (text if isinstance(text, bytes) else text.encode())
+    (tmp_path / "usual").touch()
+    assert path.stat().st_mode == (tmp_path / "usual").stat().st_mode  # and not the private one of a temporary file
+    with pytest.raises(KeyboardInterrupt), files.replacing(path) as file:
+        file.write("half")
+        raise KeyboardInterrupt
+    assert path.read_bytes() == b"\x00" and {p.name for p in tmp_path.iterdir()} == {"f", "usual"}
+
+
+def test_there_is_one_writer_of_files_and_one_of_provenance() -> None:
+    """Who renames a temporary file, or asks for the commit or the platform, does it in telemetry."""
+    root = Path(__file__).parent.parent
+    for path in (*(root / "eps_core").rglob("*.py"), *(root / "scripts").glob("*.py")):
+        hand_made = re.search(
+            r"mkstemp|os\.replace\(|\.partial\b|.git_commit.[:=] ?(files\.)?git_commit\(", path.read_text()
+        )
+        assert path.name == "files.py" or hand_made is None, path
+
+
+def test_provenance_names_packages_commit_and_platform() -> None:
+    made = files.provenance({"numpy": "2"})
+    assert list(made) == ["versions", "git_commit", "platform"]
+    assert set(made["versions"]) == {"eps", "python", "numpy"} and made["git_commit"] == files.git_commit()
 
 
 def test_csv_says_what_jsonl_says(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from platform import platform
 from typing import Any
 
 import numpy as np
@@ -67,7 +66,7 @@ class Arm:
 class Bench:
     """One run: the backend with its platform, what was measured of it, and the lines of the record."""
 
-    def __init__(self, request: BenchRequest, progress: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(self, request: BenchRequest, progress: Callable[[int, int, str], None] = lambda *told: None) -> None:
         from eps_core.decode.session import choose_device
 
         self.request, self.progress = request, progress
@@ -116,15 +115,15 @@ class Bench:
             source = Source(shape, self.request.seed)
             dense: _Dense | None = None
             for config in self.configs:
-                self.progress(f"cell {number + 1} of {total}: filling {shape.batch} x {shape.context:,} tokens")
+                self.progress(number, total, f"filling {shape.batch} x {shape.context:,} tokens")
                 layer = self._refusing(
                     config, fill, self.backend, source, config, self.device, self.kernels, self._spare_tokens(),
                     self.platform.synchronize, None if dense is None else (dense.keys, dense.values),
                 )  # fmt: skip
                 dense = dense or _Dense(self, layer)
                 for kind, share in self.request.shares():
+                    self.progress(number, total, f"{config.store.method}@{config.store.S}, {kind} {share:g}")
                     number += 1
-                    self.progress(f"cell {number} of {total}: {config.store.method}@{config.store.S}, {kind} {share:g}")
                     yield self._cell(layer, dense, kind, share, roof)
 
     def _run_line(self) -> dict[str, Any]:
@@ -138,9 +137,7 @@ class Bench:
             **self.platform.device_facts(self.device),
             "kernels": self.kernels,
             "interpreted": self.interpreted,
-            "versions": {"eps": files.package_version(), **self.backend.versions()},
-            "git_commit": files.git_commit(),
-            "platform": platform(),
+            **files.provenance(self.backend.versions()),
             "cpu_count": os.cpu_count(),
             "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,  # of others: a busy core tells
             "data": DESCRIPTION,

@@ -1,7 +1,5 @@
 """`eps-proto bench`: times one attention layer, dense and gated."""
 
-import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,8 @@ from eps_core.cli.options import given_flags, kernels_option
 from eps_core.config.store import DTYPE_BYTES
 from eps_core.errors import ConfigError
 from eps_core.load import BACKENDS
+from eps_core.report.style import need
 from eps_core.telemetry import files, terminal
-
-_PROGRESS_SECONDS = 10.0  # between lines where stderr is no terminal
 
 
 class _List(click.ParamType):
@@ -125,8 +122,9 @@ def bench_command(ctx: click.Context, /, **flags: Any) -> None:
         files.check_writable(request.output, "output file")
     if flags["plot"] is not None:
         _check_plots(flags["plot"])
-    bench, lines = Bench(request, _Progress()), []
+    lines = []
     with ExitStack() as stack:
+        bench = Bench(request, stack.enter_context(terminal.Progress("bench:", "cells")))
         writer = stack.enter_context(files.JsonlWriter(request.output)) if request.output is not None else None
         for line in bench.lines():
             lines.append(files.jsonable(line))
@@ -147,25 +145,7 @@ def _check_plots(folder: Path) -> None:
         raise ConfigError(f"plot folder {folder} is a file: name a folder")
     if not folder.parent.is_dir():
         raise ConfigError(f"plot folder {folder}: there is no directory {folder.parent}; create it first")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"plots need matplotlib ({error}): pip install 'eps[report]'") from error
-
-
-class _Progress:
-    """What is being measured, on stderr: one rewritten line on a terminal, else a line every few seconds."""
-
-    def __init__(self) -> None:
-        self.last = time.monotonic()
-
-    def __call__(self, text: str) -> None:
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r\033[K{text}")
-        elif time.monotonic() - self.last >= _PROGRESS_SECONDS:
-            sys.stderr.write(f"{text}\n")
-            self.last = time.monotonic()
-        sys.stderr.flush()
+    need("matplotlib")
 
 
 def bench_text(lines: list[dict[str, Any]]) -> str:

@@ -99,7 +99,9 @@ def grid_command(**flags: Any) -> None:
     )
     with GridFile(out, first) as file:
         resumed = len(file.finished)
-        counts = run_cells(bench, cells, head_modes, file, Progress(cells, file.finished))
+        progress = Progress(cells, file.finished)
+        with progress.bar:
+            counts = run_cells(bench, cells, head_modes, file, progress)
     click.echo(files.to_json({"out": str(out), "cells": len(cells), "resumed": resumed, **counts}))
 
 
@@ -119,7 +121,6 @@ def report_command(results: tuple[Path, ...], out: Path) -> None:
     if not any(loaded.counts.values()):
         raise ConfigError(f"{', '.join(map(str, results))}: no results to draw; give JSONL of grid, run or evaluate.py")
     html, verdict = page(loaded)
-    partial = out.with_name(f".{out.name}.partial")
-    partial.write_text(html, encoding="utf-8")
-    os.replace(partial, out)
+    with files.replacing(out) as file:
+        file.write(html)
     click.echo(files.to_json({"out": str(out), "lines": loaded.counts, "verdict": verdict.to_dict()}))

@@ -145,7 +145,9 @@ selection_options = _options(
         "--eps-scope", type=click.Choice(SCOPES), default=_DEFAULT.read.scope, show_default=True,
         help="A list of groups for each kv head, or the union of them for all heads.",
     ),
-    click.option("--eps-seed", type=int, default=_DEFAULT.store.seed, show_default=True, help="Of projections and signs."),
+    click.option(
+        "--eps-seed", type=int, default=_DEFAULT.store.seed, show_default=True, help="Of projections and signs."
+    ),
     click.option(
         "--eps-min-context", type=_MinContext(), default=_DEFAULT.read.min_context, show_default=True, metavar="N|auto",
         help="Dense below N tokens; auto (run only): below where gating pays, measured once on this device.",

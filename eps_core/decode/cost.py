@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from eps_core.gate.attend import attend_layer, collect
 from eps_core.gate.protocol import Backend
 from eps_core.load import backend_name, resolve_kernels
 from eps_core.paging.where import Where
+from eps_core.telemetry.files import package_version, replacing
 
 CONTEXTS = (2048, 8192, 32768)  # tokens
 ROUNDS = 7  # of which the median is taken
@@ -133,7 +133,7 @@ def cost_of(
             "backend": backend_name(backend),
             "device": backend.device_name(device),
             "kernels": resolve_kernels(kernels, backend.usable_kernels(device), device),
-            "versions": {**backend.versions(), **{name: _version(name) for name in ("eps", "numba", "triton")}},
+            "versions": {**backend.versions(), **{name: package_version(name) for name in ("eps", "numba", "triton")}},
             "threads": [os.cpu_count(), *(os.environ.get(f"{name}_NUM_THREADS") for name in ("OMP", "NUMBA"))],
             "shape": [num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype],
             "max_context": min(max_context, CONTEXTS[-1]),
@@ -154,16 +154,8 @@ def cost_of(
     try:
         path = costs_path()
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f"{path.name}.{os.getpid()}")
-        new.write_text(json.dumps({**kept, key: asdict(cost)}))
-        new.replace(path)
+        with replacing(path) as file:
+            file.write(json.dumps({**kept, key: asdict(cost)}))
     except (OSError, RuntimeError):  # no home folder is a RuntimeError
         pass
     return cost, False
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -6,8 +6,6 @@ that lies outside the first and the last tokens, without training.
 """
 
 import json
-import os
-import tempfile
 from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
@@ -151,7 +149,7 @@ def calibrate(request: CalibrateRequest, out: TextIO) -> dict[str, Any]:
             "device": model.device,
             "dtype": model.dtype,
             "kv_dtype": model.kv_dtype,
-            "git_commit": files.git_commit(),
+            **files.provenance(model.backend.versions()),
         },
         fractions=FRACTIONS,
         curves=_tuples(np.stack([one.curves for one in found])),
@@ -168,7 +166,7 @@ def calibrate(request: CalibrateRequest, out: TextIO) -> dict[str, Any]:
     if gated.any():
         overall = break_even_tokens(config, spec.head_dim, token_bytes, float(needed[gated].mean()))
     sparse = overall is not None and overall < spec.max_context
-    out.write(_table(policy, needed, outside, pays, config) + "\n\n")
+    out.write(_table(policy, needed, outside, pays, config, out) + "\n\n")
     out.write(_verdict(policy, overall, sparse, spec.max_context, int(gated.sum()), gated.size) + "\n")
     write_policy(request.output, policy)
     return {
@@ -193,7 +191,12 @@ def _tuples(array: np.ndarray) -> Any:
 
 
 def _table(
-    policy: HeadPolicy, needed: np.ndarray, outside: np.ndarray, pays: list[float | None], config: EpsConfig
+    policy: HeadPolicy,
+    needed: np.ndarray,
+    outside: np.ndarray,
+    pays: list[float | None],
+    config: EpsConfig,
+    out: TextIO,
 ) -> str:
     tenth = policy.fractions.index(0.1)
     rows = []
@@ -214,9 +217,9 @@ def _table(
     header = ["layer", "in best 10 %", f"needed for {MASS:.0%}", "outside", "retrieval", "verdict", "pays from, est."]
     window = "first {sink_tokens} and last {recent_tokens} tokens".format(**policy.settings)
     return (
-        terminal.table(rows, header)
-        + f"\n\nTrue masses of groups of {config.store.S} tokens at {policy.settings['context_tokens']:,} tokens, means over "
-        f"{policy.settings['num_steps']} steps and the kv heads; outside: the {window}."
+        terminal.table(rows, header, out)
+        + f"\n\nTrue masses of groups of {config.store.S} tokens at {policy.settings['context_tokens']:,} tokens, means "
+        f"over {policy.settings['num_steps']} steps and the kv heads; outside: the {window}."
     )
 
 
@@ -244,15 +247,5 @@ def _verdict(
 
 def write_policy(path: Path, policy: HeadPolicy) -> None:
     """Writes the policy as JSON; it appears whole."""
-    handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(json.dumps(asdict(policy), allow_nan=False, indent=1) + "\n")
-        # mkstemp makes the file private; give it the mode that open() would have
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(partial, 0o666 & ~mask)
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
+    with files.replacing(path) as file:
+        file.write(json.dumps(asdict(policy), allow_nan=False, indent=1) + "\n")

@@ -9,10 +9,7 @@ is JSON under `METADATA_KEY` of the file's metadata. Letters as in `gate.protoco
 
 import hashlib
 import json
-import os
 import shutil
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from math import prod, sqrt
@@ -215,14 +212,13 @@ def record(
         mib = kv_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, num_tokens, model.kv_dtype) / 2**20
         raise ConfigError(f"a cache of {mib:,.0f} MiB does not fit {model.device}: lower --context") from error
     table = np.arange(units, dtype=np.int32)
-    progress = terminal.Progress("text", sys.stderr)
-    for start in range(0, context_tokens, prefill_chunk):
-        chunk = np.array(model.tokens[start : min(start + prefill_chunk, context_tokens)])
-        end = start + len(chunk)
-        cache, _ = decoder.prefill(
-            cache, chunk, np.arange(start, end), table[: -(-end // config.store.unit_tokens)], end
-        )
-        progress(0, end, num_tokens)
+    with terminal.Progress("text: prefill", "tokens") as progress:
+        for start in range(0, context_tokens, prefill_chunk):
+            chunk = np.array(model.tokens[start : min(start + prefill_chunk, context_tokens)])
+            end = start + len(chunk)
+            rows = table[: -(-end // config.store.unit_tokens)]
+            cache, _ = decoder.prefill(cache, chunk, np.arange(start, end), rows, end)
+            progress(end, context_tokens)
     taken: dict[int, list[np.ndarray]] = {layer: [] for layer in layers}
 
     def tap(layer: int, q: Array) -> None:
@@ -271,6 +267,7 @@ def capture(request: CaptureRequest) -> dict[str, Any]:
             "lower --context or choose fewer --layers"
         )
     recording = record(model, model.load(), request.context_tokens, layers, request.config)
+    made = files.provenance(model.backend.versions())
     info = CaptureInfo(
         format_version=FORMAT_VERSION,
         model=model.name,
@@ -289,8 +286,8 @@ def capture(request: CaptureRequest) -> dict[str, Any]:
         device=model.device,
         dtype=model.dtype,
         fingerprint=model_fingerprint(model.path),
-        versions={"eps": files.package_version(), **model.backend.versions()},
-        git_commit=files.git_commit(),
+        versions=made["versions"],
+        git_commit=made["git_commit"],
     )
     write_capture(request.output, info, recording)
     return {"capture": str(request.output), "bytes": request.output.stat().st_size, **vars(info)}
@@ -315,21 +312,11 @@ def write_capture(path: Path, info: CaptureInfo, recording: Recording) -> None:
         offset += size
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)  # the format wants data aligned to 8 bytes
-    handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(len(encoded).to_bytes(8, "little") + encoded)
-            for name, array in tensors():
-                assert list(array.shape) == header[name]["shape"], (name, array.shape)
-                file.write(np.ascontiguousarray(array).view(np.uint8).data)
-        # mkstemp makes the file private; give it the mode that open() would have
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(partial, 0o666 & ~mask)
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
+    with files.replacing(path, "wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name, array in tensors():
+            assert list(array.shape) == header[name]["shape"], (name, array.shape)
+            file.write(np.ascontiguousarray(array).view(np.uint8).data)
 
 
 def _layout(info: CaptureInfo) -> dict[str, tuple[list[int], str]]:

@@ -1,6 +1,5 @@
 """One `eps-proto run`: checks everything first, then decodes densely and gated in two caches, and compares them."""
 
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -130,10 +129,10 @@ def decode(
     request = session.request
     side = Side()
     started = time.perf_counter()
-    progress = terminal.Progress(name, sys.stderr)
+    progress = terminal.Progress(f"{name}: prefill", "tokens")
 
     def on_prefill(prompt: int, done: int, total: int) -> None:
-        progress(prompt, done, total)
+        progress(done, total)
         side.prefill_ms = 1000 * (time.perf_counter() - started)
 
     steps = generate(
@@ -155,15 +154,16 @@ def decode(
         audit_factor=request.audit_factor,
         audit_off=request.audit_off,
     )
-    while True:
-        try:
-            record = next(steps)
-        except StopIteration as end:
-            side.text = session.tokenizer.decode(side.tokens, skip_special_tokens=True)
-            return side, end.value
-        on_record(record)
-        side.tokens += record.tokens
-        side.records.append(record)
+    with progress:
+        while True:
+            try:
+                record = next(steps)
+            except StopIteration as end:
+                side.text = session.tokenizer.decode(side.tokens, skip_special_tokens=True)
+                return side, end.value
+            on_record(record)
+            side.tokens += record.tokens
+            side.records.append(record)
 
 
 def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
@@ -199,8 +199,8 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
         measured = "eps" if gated else "dense"  # the side that metrics and csv speak of
 
         def streamed(side_name: str, cache: Any, pool: PagePool, keep_logits: bool = False) -> tuple[Side, Any]:
-            out.write(f"{side_name:5} > ")
-            text = terminal.TextStream(session.tokenizer, lambda piece: (out.write(piece), out.flush()))
+            label = f"{side_name:5} > "
+            text = terminal.TextStream(session.tokenizer, lambda piece: (out.write(piece), out.flush()), label)
 
             def on_record(record: StepRecord) -> None:
                 if metrics is not None and side_name == measured:
@@ -304,7 +304,7 @@ def _report(
         (name.replace("_", " "), None, f"{value:.5f}") for name, value in divergence.items() if value is not None
     ]
     dense_summary, eps_summary = dense.summary() if dense else None, eps.summary() if eps else None
-    out.write("\n" + terminal.run_table(dense_summary, eps_summary, checks) + "\n")
+    out.write("\n" + terminal.run_table(dense_summary, eps_summary, checks, out) + "\n")
     return {
         "backend": backend,
         "device": session.device,

@@ -9,8 +9,6 @@ import itertools
 import json
 import math
 import os
-import platform
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -29,7 +27,7 @@ from eps_core.gate.protocol import Backend
 from eps_core.gate.stats import LayerStats
 from eps_core.summaries.table import facts
 from eps_core.tasks.needle import VALUE_DIGITS, corpus, filler, needle_document
-from eps_core.telemetry import files
+from eps_core.telemetry import files, terminal
 from eps_core.telemetry.steps import StepRecord, kl_divergence, percentile, step_record, summarise
 
 MAX_MASS_PAIRS = 200  # (certified, true) pairs that one cell keeps for the report's scatter
@@ -247,16 +245,7 @@ def header(
         "plan": asdict(plan),
         "head_modes": head_modes,
         **identity,
-        **environment(versions),
-    }
-
-
-def environment(versions: dict[str, str]) -> dict[str, Any]:
-    """What may differ between the starts of one grid."""
-    return {
-        "versions": {"eps": files.package_version(), "python": platform.python_version(), **versions},
-        "git_commit": files.git_commit(),
-        "platform": platform.platform(),
+        **files.provenance(versions),
     }
 
 
@@ -606,10 +595,10 @@ def cell_line(index: int, setting: Setting, config: EpsConfig | None, numbers: d
 
 
 class Progress:
-    """Cells done of all and the time left, on stderr: one rewritten line on a terminal, else a line a cell."""
+    """Cells done of all and the time left. `bar` is what shows it."""
 
     def __init__(self, cells: Sequence[Setting], finished: set[int], stream: Any = None) -> None:
-        self.stream = stream or sys.stderr
+        self.bar = terminal.Progress("grid:", "cells", stream, every_s=0)
         self.total, self.done = len(cells), len(finished)
         # a cell's time grows with the tokens it attends
         self.left = {i: cell.context * cell.batch for i, cell in enumerate(cells) if i not in finished}
@@ -625,19 +614,9 @@ class Progress:
             self.measured += weight
         left = ""
         if self.measured and self.left:
-            remaining = self.seconds / self.measured * sum(self.left.values())
-            left = f", about {_duration(remaining)} left"
-        tty = self.stream.isatty()
-        end = "" if tty and self.left else "\n"
-        if seconds is not None or not self.left or tty:
-            self.stream.write(("\r\033[K" if tty else "") + f"grid: {self.done} of {self.total} cells{left}{end}")
-            self.stream.flush()
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+            left = f"about {terminal.duration(self.seconds / self.measured * sum(self.left.values()))} left"
+        if seconds is not None or not self.left:
+            self.bar(self.done, self.total, left)
 
 
 def run_cells(

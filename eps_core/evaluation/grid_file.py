@@ -2,8 +2,9 @@
 
 import fcntl
 import json
+from io import RawIOBase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from eps_core.errors import ConfigError
 from eps_core.telemetry import files
@@ -25,7 +26,7 @@ class GridFile:
     def __init__(self, path: Path, first: dict[str, Any]) -> None:
         files.check_writable(path, "results file")
         self.path = path
-        self._file: BinaryIO = open(path, "a+b", buffering=0)  # noqa: SIM115
+        self._file: RawIOBase = open(path, "a+b", buffering=0)  # noqa: SIM115
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.finished, self.num_skipped = self._resume(first)
@@ -40,7 +41,6 @@ class GridFile:
         self._file.seek(0)
         lines, size = continued(self.path, self._file.read(), first)
         self._file.truncate(size)
-        self._size_bytes = size
         if not lines:
             self.write(first)
             return set(), 0
@@ -52,12 +52,7 @@ class GridFile:
         return {line["index"] for line in cells}, sum(line.get("skipped") is not None for line in cells)
 
     def write(self, record: dict[str, Any]) -> None:
-        line = (files.to_json(record) + "\n").encode()
-        written = self._file.write(line)
-        if written != len(line):  # a full disk takes part of a line: take it back
-            self._file.truncate(self._size_bytes)
-            raise OSError(f"{self.path}: only {written} of {len(line)} bytes could be written")
-        self._size_bytes += written
+        files.append_line(self._file, record)
 
     def __enter__(self) -> "GridFile":
         return self

@@ -5,7 +5,7 @@ prompt's last token is decoded again in each arm, so that the first answer token
 given to the model as they are, without a chat template. Decoding is greedy.
 """
 
-import sys
+import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,7 +26,8 @@ from eps_core.tasks import benchmarks
 from eps_core.tasks.needle import corpus
 from eps_core.tasks.questions import Question, benchmark_question, generated_questions, text_window
 from eps_core.tasks.ruler import check_tasks
-from eps_core.telemetry.files import JsonlWriter, check_writable, run_line
+from eps_core.telemetry import terminal
+from eps_core.telemetry.files import check_writable, replacing, run_line, to_json
 from eps_core.telemetry.steps import kl_divergence
 
 # what selects and what is always visited; how a group is summarised means nothing to an oracle, nor does strictness,
@@ -196,24 +197,26 @@ def measure(request: MeasureRequest, out: TextIO) -> dict[str, Any]:
         request=_plain(request),
     )
     arms = request.arms()
-    with _Output(request.out) as lines:
-        lines.write(run)
+    with (
+        open(os.devnull, "w") if request.out is None else replacing(request.out) as lines,
+        terminal.Progress("evaluate:", "parts") as progress,
+    ):
+        lines.write(to_json(run) + "\n")
         tasks, texts = [], []
         for done, questions in enumerate(groups):
-            _progress(f"task {done + 1} of {len(groups)}: {questions[0].sample.task}")
+            progress(done, len(groups) + len(windows), questions[0].sample.task)
             answers = []
             for question in questions:
                 answers.append(ask(runner, encoder, question, arms))
-                lines.write(_sample_line(question, answers[-1]))
+                lines.write(to_json(_sample_line(question, answers[-1])) + "\n")
             tasks.append(quality.task_result(questions, answers, request.seed))
-            lines.write({"type": "task", **asdict(tasks[-1])})
-        for context, documents in windows.items():
-            _progress(f"text at {context} tokens")
+            lines.write(to_json({"type": "task", **asdict(tasks[-1])}) + "\n")
+        for done, (context, documents) in enumerate(windows.items(), start=len(groups)):
+            progress(done, len(groups) + len(windows), f"text at {context:,} tokens")
             followed = [follow_text(runner, tokens, request.text_steps, arms) for tokens in documents]
             texts.append(quality.text_result(context, request.text_steps, followed, request.seed))
-            lines.write({"type": "text", **asdict(texts[-1])})
-    _progress("")
-    out.write("\n".join(quality.table(tasks, texts)) + "\n")
+            lines.write(to_json({"type": "text", **asdict(texts[-1])}) + "\n")
+    out.write(quality.table(tasks, texts, out) + "\n")
     return {
         "model": name,
         "backend": backend_name(backend),
@@ -248,35 +251,3 @@ def _sample_line(question: Question, answers: dict[str, Answer]) -> dict[str, An
         "answers": sample.answers,
         **{name: asdict(answer) for name, answer in answers.items()},
     }
-
-
-class _Output:
-    """A JSONL under a temporary name beside `path`, renamed when all of it is written; removed when that fails."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._partial = None if path is None else path.with_name(path.name + ".partial")
-        self._writer = None if self._partial is None else JsonlWriter(self._partial)
-
-    def write(self, record: dict[str, Any]) -> None:
-        if self._writer is not None:
-            self._writer.write(record)
-
-    def __enter__(self) -> "_Output":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        if self._writer is None or self._partial is None or self._path is None:
-            return
-        self._writer.close()
-        if kind is None:
-            self._partial.replace(self._path)
-        else:
-            self._partial.unlink()
-
-
-def _progress(line: str) -> None:
-    """On a terminal alone: what is piped holds results and errors."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[K{line}")
-        sys.stderr.flush()

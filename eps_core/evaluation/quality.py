@@ -1,12 +1,13 @@
 """What the arms' answers and distributions add up to, with the intervals that say how far to trust it."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TextIO
 
 import numpy as np
 
 from eps_core.evaluation import statistics
 from eps_core.tasks.questions import Question
+from eps_core.telemetry import terminal
 
 # a mean score below this is dense failure: no loss can be seen where there is nothing to lose
 MIN_DENSE_SCORE = 0.1
@@ -132,34 +133,35 @@ def text_result(context_tokens: int, steps: int, documents: list[dict[str, tuple
     )
 
 
-def table(tasks: list[TaskResult], texts: list[TextResult]) -> Iterator[str]:
-    if tasks:
-        yield f"{'task':22}  context    n  dense    EPS oracle  EPS - dense (95 %)        changed        bytes"
+def table(tasks: list[TaskResult], texts: list[TextResult], out: TextIO | None = None) -> str:
+    """What a person reads of both, for `out` (stdout)."""
+    rows, notes = [], []
     for task in tasks:
+        changed = f"{task.num_changed} (<= {task.changed_share_upper:.0%})"
+        difference = _with_interval(task.eps_minus_dense, task.eps_minus_dense_interval)
         context = "own" if task.context_tokens is None else f"{task.context_tokens:,}"
+        scores = [f"{task.dense:.3f}", f"{task.eps:.3f}", _number(task.oracle)]
+        rest = ["-"] * 3 if task.says_nothing else [difference, changed, _number(task.bytes_ratio)]
+        rows.append([task.task, context, str(task.num_samples), *scores, *rest])
         if task.says_nothing:
-            rest = "says nothing: dense itself fails"
-        else:
-            ratio = "-" if task.bytes_ratio is None else f"{task.bytes_ratio:.3f}"
-            changed = f"{task.num_changed} (<= {task.changed_share_upper:.0%})"
-            rest = f"{_with_interval(task.eps_minus_dense, task.eps_minus_dense_interval):24}  {changed:13}  {ratio}"
-        yield (
-            f"{task.task:22} {context:>8} {task.num_samples:4} {task.dense:6.3f} {task.eps:6.3f} "
-            f"{_number(task.oracle):>6}  {rest}"
-        )
+            notes.append(f"{task.task}, {context}: says nothing: dense itself fails")
         if task.num_truncated:
-            yield f"{'':22} {task.num_truncated} of {task.num_samples} prompts lost their middle"
-    if texts:
-        yield ""
-        yield f"{'text':22}  context    n  KL, nats (95 %)               top-1   oracle KL  bytes"
+            notes.append(
+                f"{task.task}, {context}: {task.num_truncated} of {task.num_samples} prompts lost their middle"
+            )
+    header = ["task", "context", "n", "dense", "EPS", "oracle", "EPS - dense (95 %)", "changed", "bytes"]
+    parts = ["\n".join([terminal.table(rows, header, out), *notes])] if tasks else []
+    rows = []
     for text in texts:
         interval = text.eps_kl_interval
         shown = f"{text.eps_kl:.5f}" + (f" [{interval[0]:.5f}, {interval[1]:.5f}]" if interval else "")
         oracle = "-" if text.oracle_kl is None else f"{text.oracle_kl:.5f}"
-        yield (
-            f"{f'{text.text_steps} steps each':22} {text.context_tokens:8,} {text.num_documents:4}  {shown:29} "
-            f"{text.eps_top1_agreement:.4f}  {oracle:9}  {text.bytes_ratio:.3f}"
-        )
+        name, context = f"{text.text_steps} steps each", f"{text.context_tokens:,}"
+        numbers = [shown, f"{text.eps_top1_agreement:.4f}", oracle, f"{text.bytes_ratio:.3f}"]
+        rows.append([name, context, str(text.num_documents), *numbers])
+    header = ["text", "context", "n", "KL, nats (95 %)", "top-1", "oracle KL", "bytes"]
+    parts += [terminal.table(rows, header, out)] if texts else []
+    return "\n\n".join(parts)
 
 
 def _number(value: float | None) -> str:

@@ -1,53 +1,33 @@
 """Plots of a benchmark's record as SVG: a roofline, and how time and bytes grow with the context.
 
-The same record gives the same bytes. matplotlib draws (extra `report`).
+The same record gives the same bytes.
 """
 
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from eps_core.bench.layer import GRAPH
-from eps_core.errors import ConfigError
-from eps_core.report.figures import PALETTE
+from eps_core.report.style import MARKERS, PALETTE, svg
+from eps_core.telemetry.files import replacing
 
 Line = dict[str, Any]
 
 _PARTS = ("attend", "score", "select", "tail", "write", "step")
 _COLOURS = dict(zip((*_PARTS, "dense"), PALETTE, strict=False))
-_MARKERS = "os^vDP*X"
-_SETTINGS: Any = {
-    # glyphs as paths: the plot looks the same whatever fonts a machine has
-    "svg.fonttype": "path", "svg.hashsalt": "eps", "font.family": "DejaVu Sans", "font.size": 10,
-    "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "legend.fontsize": 9,
-}  # fmt: skip
 
 
 def draw(lines: list[Line], folder: Path) -> list[Path]:
     """Writes roofline.svg and scaling.svg of a run's line and its cells; returns their paths."""
     run, cells = lines[0], lines[1:]
     folder.mkdir(exist_ok=True)
-    height = 0.6 + 3.6 * len(_families(cells))
-    return [
-        _save(folder / "roofline.svg", (8.0, 5.2), lambda figure: _roofline(figure, run, cells)),
-        _save(folder / "scaling.svg", (10.5, height), lambda figure: _scaling(figure, cells)),
-    ]
-
-
-def _save(path: Path, inches: tuple[float, float], plot: Callable[[Any], None]) -> Path:
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(f"plots need matplotlib ({error}): pip install 'eps[report]'") from error
-    with matplotlib.rc_context(_SETTINGS):
-        figure = Figure(figsize=inches, layout="constrained")
-        plot(figure)
-        partial = path.with_name(f".{path.name}.partial")
-        figure.savefig(partial, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    os.replace(partial, path)
-    return path
+    drawn = {
+        folder / "roofline.svg": svg((8.0, 5.2), lambda figure: _roofline(figure, run, cells)),
+        folder / "scaling.svg": svg((10.5, 0.6 + 3.6 * len(_families(cells))), lambda figure: _scaling(figure, cells)),
+    }
+    for path, text in drawn.items():
+        with replacing(path) as file:
+            file.write(text)
+    return list(drawn)
 
 
 def _title(line: Line) -> str:
@@ -79,7 +59,7 @@ def _roofline(figure: Any, run: Line, cells: list[Line]) -> None:
         seen.add(label)
 
     for cell in cells:
-        marker = _MARKERS[1 + methods.index(_method(cell)) % (len(_MARKERS) - 1)]
+        marker = MARKERS[1 + methods.index(_method(cell)) % (len(MARKERS) - 1)]
         for part in ("attend", "score", "tail", "step"):
             if (arm := _arm(cell, part)) is not None and arm["bytes"]:
                 point(arm, part, marker, f"{part}, {_method(cell)}")

@@ -79,10 +79,7 @@ def _load(results: Results, name: str, data: bytes) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
-
-
-def _number(value: Any) -> float | None:
+def number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not np.isfinite(value):
         return None
     return float(value)

@@ -1,14 +1,18 @@
-"""JSONL files: one writer, one first line that says what ran."""
+"""Files: the one writer of lines, the one of whole files, and what says where a record came from."""
 
+import io
 import json
 import math
+import os
 import platform
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -37,20 +41,23 @@ def to_json(record: dict[str, Any]) -> str:
     return json.dumps(jsonable(record), allow_nan=False)
 
 
+def append_line(file: io.RawIOBase, record: dict[str, Any]) -> None:
+    """Appends one object in one unbuffered write: a killed run leaves whole lines only."""
+    line, size_bytes = (to_json(record) + "\n").encode(), os.fstat(file.fileno()).st_size
+    written = file.write(line)
+    if written != len(line):  # a full disk takes part of a line: take it back
+        file.truncate(size_bytes)
+        raise OSError(f"{getattr(file, 'name', 'file')}: only {written} of {len(line)} bytes could be written")
+
+
 class JsonlWriter:
-    """Appends one object a line, each in one unbuffered write: a killed run leaves whole lines only."""
+    """A new file of one object a line, each there as soon as it is written."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "wb", buffering=0)  # noqa: SIM115
-        self._size_bytes = 0
+        self._file: io.RawIOBase = open(path, "wb", buffering=0)  # noqa: SIM115
 
     def write(self, record: dict[str, Any]) -> None:
-        line = (to_json(record) + "\n").encode()
-        written = self._file.write(line)
-        if written != len(line):  # a full disk takes part of a line: take it back
-            self._file.truncate(self._size_bytes)
-            raise OSError(f"{self._file.name}: only {written} of {len(line)} bytes could be written")
-        self._size_bytes += written
+        append_line(self._file, record)
 
     def close(self) -> None:
         self._file.close()
@@ -60,6 +67,24 @@ class JsonlWriter:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+@contextmanager
+def replacing(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
+    """A file under a temporary name that becomes `path` when the block ends, and is removed where the block fails."""
+    handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+    try:
+        text: dict[str, Any] = {} if "b" in mode else {"encoding": "utf-8", "newline": ""}
+        with os.fdopen(handle, mode, **text) as file:
+            yield file
+        # mkstemp makes the file private; give it the mode that open() would have
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(partial, 0o666 & ~mask)
+        os.replace(partial, path)
+    except BaseException:
+        os.unlink(partial)
+        raise
 
 
 def check_writable(path: Path, what: str) -> None:
@@ -89,16 +114,23 @@ def run_line(
         "backend": backend,
         "device": device,
         "model": model,
-        "versions": {"eps": package_version(), "python": platform.python_version(), **versions},
-        "git_commit": git_commit(),
-        "platform": platform.platform(),
+        **provenance(versions),
         **more,
     }
 
 
-def package_version() -> str | None:
+def provenance(versions: dict[str, str]) -> dict[str, Any]:
+    """What made a record: packages (those of the backend given), commit, system."""
+    return {
+        "versions": {"eps": package_version(), "python": platform.python_version(), **versions},
+        "git_commit": git_commit(),
+        "platform": platform.platform(),
+    }
+
+
+def package_version(package: str = "eps") -> str | None:
     try:
-        return metadata.version("eps")
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 

@@ -6,8 +6,6 @@ Page counts are in groups (pages where nothing is gated), summed over sequences,
 
 import csv
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -18,7 +16,7 @@ import numpy as np
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.gate.stats import LayerStats, StepOutput
-from eps_core.telemetry.files import jsonable
+from eps_core.telemetry.files import jsonable, replacing
 
 
 @dataclass(frozen=True)
@@ -292,21 +290,11 @@ def _percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
 
 def write_csv(path: Path, records: Sequence[StepRecord]) -> None:
     """The step records as CSV: lists are joined by spaces, fallbacks are JSON, unknown is empty. Appears whole."""
-    handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(STEP_KEYS)
-            for record in records:
-                writer.writerow([_cell(jsonable(getattr(record, name))) for name in STEP_KEYS])
-        # mkstemp makes the file private; give it the mode that open() would have
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(partial, 0o666 & ~mask)
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
+    with replacing(path) as file:
+        writer = csv.writer(file)
+        writer.writerow(STEP_KEYS)
+        for record in records:
+            writer.writerow([_cell(jsonable(getattr(record, name))) for name in STEP_KEYS])
 
 
 def _cell(value: Any) -> Any:

@@ -1,5 +1,9 @@
 """What a person and a script read: streamed text and progress, the aligned table, the last JSON line, memory sizes."""
 
+import io
+import os
+import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
@@ -10,15 +14,22 @@ from eps_core.config.store import COARSE_GROUP_BLOCKS, METHODS
 from eps_core.summaries.table import KEY_CODES, facts
 
 MIB = 2**20
-_PROGRESS_SECONDS = 10.0  # between lines where stderr is no terminal
+PROGRESS_SECONDS = 10.0  # between lines where stderr is no terminal
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether `stream` is a screen that can move its cursor and show lines."""
+    utf8 = (getattr(stream, "encoding", None) or "").lower().startswith("utf")
+    return stream.isatty() and utf8 and os.environ.get("TERM") != "dumb"
 
 
 class TextStream:
-    """Prints the text of tokens as they come, holding back characters whose bytes are not all there yet."""
+    """Prints the text of tokens as they come, holding back characters whose bytes are not all there yet. The label goes
+    before the first token and not earlier: until then the line belongs to the progress of the prefill."""
 
-    def __init__(self, tokenizer: Any, write: Callable[[str], Any]) -> None:
+    def __init__(self, tokenizer: Any, write: Callable[[str], Any], label: str = "") -> None:
         self.decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
-        self.write = write
+        self.write, self.label = write, label
         self.tokens: list[int] = []
         self.start = self.end = 0  # tokens [start, end) are printed and give the next ones their context
 
@@ -27,6 +38,9 @@ class TextStream:
         self.flush(final=False)
 
     def flush(self, final: bool = True) -> None:
+        if self.label:
+            self.write(self.label)
+            self.label = ""
         before, now = self.decode(self.tokens[self.start : self.end]), self.decode(self.tokens[self.start :])
         if len(now) > len(before) and (final or not now.endswith("\ufffd")):
             self.write(now[len(before) :])
@@ -34,30 +48,104 @@ class TextStream:
 
 
 class Progress:
-    """Prefill progress on stderr: one rewritten line on a terminal, else a line every few seconds."""
+    """How far something is, on stderr: a bar on a terminal, which goes when the work ends; else a line now and then.
 
-    def __init__(self, name: str, stream: TextIO) -> None:
-        self.name, self.stream, self.is_tty = name, stream, stream.isatty()
+    A context manager, because a bar hides the cursor. The bar is drawn when it is told something and by no thread: it
+    takes no time from what is measured.
+    """
+
+    def __init__(self, title: str, unit: str, stream: TextIO | None = None, every_s: float = PROGRESS_SECONDS) -> None:
+        """Lines are at least `every_s` apart."""
+        self.title, self.unit, self.every_s = title, unit, every_s
+        self.stream = sys.stderr if stream is None else stream
         self.last = time.monotonic()
+        self.bar: Any = None
 
-    def __call__(self, prompt: int, done: int, total: int) -> None:
-        if self.is_tty:
-            self.stream.write("\r\033[K" if done == total else f"\r{self.name}: prefill {done:,} of {total:,} tokens")
-        elif time.monotonic() - self.last >= _PROGRESS_SECONDS:
-            self.stream.write(f"{self.name}: prefill {done:,} of {total:,} tokens\n")
+    def __call__(self, done: int, total: int, doing: str = "") -> None:
+        text = f"{done:,} of {total:,} {self.unit}" + (f", {doing}" if doing else "")
+        if is_terminal(self.stream):
+            self._draw(done, total, text)
+        elif time.monotonic() - self.last >= self.every_s:
+            self.stream.write(f"{self.title} {text}\n")
+            self.stream.flush()
             self.last = time.monotonic()
-        self.stream.flush()
+
+    def _draw(self, done: int, total: int, text: str) -> None:
+        from rich.console import Console  # late: most commands end without a bar
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bar
+        from rich.table import Column
+
+        if self.bar is None:
+            narrow = Column(no_wrap=True, overflow="ellipsis")
+            columns = (TextColumn(self.title, markup=False), BarColumn(20))
+            self.bar = Bar(
+                *columns, TextColumn("{task.description}", markup=False, table_column=narrow),
+                console=Console(file=self.stream, force_terminal=True), auto_refresh=False, transient=True,
+                redirect_stdout=False,  # which may be a file
+            )  # fmt: skip
+            self.bar.add_task(text, total=total, completed=done)
+            self.bar.start()
+        self.bar.update(self.bar.task_ids[0], completed=done, total=total, description=text, refresh=True)
+        if done >= total:
+            self.close()
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
-def table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
-    """Plain aligned text: the first column to the left, the others to the right."""
+def duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def table(rows: Sequence[Sequence[str]], header: Sequence[str], out: TextIO | None = None) -> str:
+    """Aligned text for `out` (stdout), the first column to the left, the others to the right. On a terminal, columns
+    that do not fit beside each other go on below, after the first one again."""
+    out = sys.stdout if out is None else out
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    lines = [header, ["-" * width for width in widths], *rows]
+    if is_terminal(out):
+        return _rich_table(rows, header, widths)
     left = widths[0]
     return "\n".join(
         "  ".join([line[0].ljust(left), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))])
-        for line in lines
+        for line in [header, ["-" * width for width in widths], *rows]
     )
+
+
+def _rich_table(rows: Sequence[Sequence[str]], header: Sequence[str], widths: Sequence[int]) -> str:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    screen = shutil.get_terminal_size().columns
+    parts: list[list[int]] = []  # columns of each table, the first one left out
+    for column in range(1, len(header)):
+        used = widths[0] + sum(widths[i] + 2 for i in parts[-1]) if parts else screen
+        if used + widths[column] + 2 > screen:
+            parts.append([])
+        parts[-1].append(column)
+    texts = []
+    for part in parts or [[]]:
+        shown = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), border_style="dim")
+        for column in (0, *part):
+            shown.add_column(Text(header[column]), justify="right" if column else "left", overflow="fold")
+        for row in rows:
+            shown.add_row(*(Text(row[column]) for column in (0, *part)))
+        console = Console(file=io.StringIO(), force_terminal=True, width=screen)
+        console.print(shown)
+        texts.append(console.file.getvalue().rstrip("\n"))  # type: ignore[attr-defined]
+    return "\n\n".join(texts)
 
 
 def describe(config: EpsConfig) -> str:
@@ -105,7 +193,10 @@ def _times(summary: dict[str, Any] | None, name: str) -> str:
 
 
 def run_table(
-    dense: dict[str, Any] | None, eps: dict[str, Any] | None, checks: Sequence[tuple[str, str | None, str | None]]
+    dense: dict[str, Any] | None,
+    eps: dict[str, Any] | None,
+    checks: Sequence[tuple[str, str | None, str | None]],
+    out: TextIO | None = None,
 ) -> str:
     """The sides that ran beside each other, from their summaries (`steps.summarise`); `checks` are rows (what,
     dense, EPS)."""
@@ -139,7 +230,7 @@ def run_table(
     ]
     kept = [0, *([1] if dense else []), *([2] if eps else [])]
     cells = [[cells[i] for i in kept] for cells in rows if any(cells[i] for i in kept[1:])]
-    return table(cells, [("", "dense", "EPS")[i] for i in kept])
+    return table(cells, [("", "dense", "EPS")[i] for i in kept], out)
 
 
 def _certified(eps: dict[str, Any] | None) -> list[tuple[str, str, str]]:

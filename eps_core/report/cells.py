@@ -1,0 +1,123 @@
+"""What a line of results says: its names, values and texts; fields may be absent or of another type."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from eps_core.evaluation.verdict import arm_name
+from eps_core.report.load import Line, number
+
+
+@dataclass(frozen=True)
+class Table:
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+
+
+def table_of(lines: Iterable[Any], columns: Sequence[tuple[str, Callable[[Any], str]]]) -> Table:
+    """A row for each line, a column for each (head, text of a line)."""
+    return Table([head for head, _ in columns], [[text(line) for _, text in columns] for line in lines])
+
+
+def whole(value: Any) -> int:
+    return int(number(value) or 0)
+
+
+def asked(cell: Line, name: str) -> Any:
+    setting = cell.get("setting")
+    given = cell.get(name)
+    return given if given is not None or not isinstance(setting, dict) else setting.get(name)
+
+
+def context(cell: Line) -> int:
+    return whole(cell.get("context_tokens"))
+
+
+def batch(cell: Line) -> int:
+    return whole(cell.get("batch")) or 1
+
+
+def value(name: str) -> Callable[[Line], float | None]:
+    return lambda line: number(line.get(name))
+
+
+def accuracy(cell: Line) -> float | None:
+    answered, total = number(cell.get("needles_answered")), number(cell.get("num_needles"))
+    return 100 * answered / total if answered is not None and total else None
+
+
+def map_of(value: Any) -> np.ndarray | None:
+    """[L, Hkv] or None where it is no such array."""
+    if not isinstance(value, list) or not value:
+        return None
+    if not all(isinstance(row, list) and len(row) == len(value[0]) and row for row in value):
+        return None
+    if any(number(item) is None for row in value for item in row):
+        return None
+    return np.array(value, float)
+
+
+def sorted_points(points: Iterable[tuple[Any, float | None]]) -> list[tuple[float, float]]:
+    return sorted((float(x), y) for x, y in points if y is not None and x is not None)
+
+
+def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
+    groups: dict[Any, list[Any]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return dict(sorted(groups.items()))
+
+
+def method(cell: Line) -> str:
+    return str(cell.get("method") or cell.get("policy") or "not named")
+
+
+def run_setting(run: Line, name: str) -> str:
+    return str((run["run"].get("config") or {}).get(name) or "?")
+
+
+def arm(cell: Line) -> str:
+    """The arm's name; of a comparison of policies alone, the policy's."""
+    if cell.get("method"):
+        return arm_name(cell)
+    return f"policy {cell['policy']}" if cell.get("policy") else "not named"
+
+
+def curve_name(cell: Line) -> str:
+    """What stays along a curve whose budget changes."""
+    name, policy = arm(cell), cell.get("policy")
+    if not cell.get("method") and cell.get("scope") == "union":
+        name += " union"
+    if policy in (None, "topk") or not cell.get("method"):
+        return name
+    given = (("alpha", asked(cell, "alpha")), ("last", asked(cell, "last_n")))
+    return f"{name} {policy}" + "".join(f" {label} {value:g}" for label, value in given if number(value) is not None)
+
+
+def policy(cell: Line) -> str:
+    """The policy with what it was given."""
+    names = ("budget", "byte_budget", "alpha", "epsilon", "tau", "last_n")
+    given = [
+        f"{name.replace('_', '-')} {asked(cell, name):g}" for name in names if number(asked(cell, name)) is not None
+    ]
+    return " ".join([str(cell.get("policy") or "topk"), *given])
+
+
+def form(value: Any, spec: str, factor: float = 1) -> str:
+    found = number(value)
+    return "–" if found is None else format(factor * found, spec)
+
+
+def field(name: str, spec: str, factor: float = 1) -> Callable[[Line], str]:
+    return lambda line: form(line.get(name), spec, factor)
+
+
+def out_of_needles(name: str) -> Callable[[Line], str]:
+    def text(cell: Line) -> str:
+        part, total = cell.get(name), cell.get("num_needles")
+        return "–" if number(part) is None or not number(total) else f"{whole(part)} of {whole(total)}"
+
+    return text
