@@ -12,6 +12,7 @@ FILES = {
     "jl": "jl",
     "1pc": "pc1",
     "fd": "fd",
+    "norm": "norm",
     "box": "box",
     "meanstd": "meanstd",
     "ball": "ball",
