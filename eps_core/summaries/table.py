@@ -18,6 +18,7 @@ FILES = {
     "ball": "ball",
     "moments": "moments",
     "rq": "rq",
+    "random": "uniform",
     "oracle": "exact",
     "mean": "mean",
 }
