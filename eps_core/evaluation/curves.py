@@ -25,12 +25,13 @@ from eps_core.telemetry.steps import kl_divergence
 Key = tuple[int, float]  # index of an arm, byte budget (topk) or tau (share)
 BYTE_BUDGETS = (0.04, 0.055, 0.07, 0.10, 0.14, 0.20, 0.28)
 TAUS = (4e-3, 2e-3, 1e-3, 5e-4, 2.5e-4)
-# the methods of the table: each at its own group size, box and meanstd at their authors', and what is best possible.
-# The second oracle has rq's narrow guards, which suit whatever ranks well and ruin what does not.
+# the methods of the table: each at its own group size, box and meanstd at their authors', what chance finds, and what
+# is best possible. The second oracle has rq's narrow guards, which suit whatever ranks well and ruin what does not.
 ARMS = (
     EpsConfig.of(method="jl"),
     EpsConfig.of(method="1pc"),
     EpsConfig.of(method="fd"),
+    EpsConfig.of(method="norm"),
     EpsConfig.of(method="box", group_tokens=16),
     EpsConfig.of(method="meanstd", group_tokens=16),
     EpsConfig.of(method="ball"),
@@ -40,6 +41,7 @@ ARMS = (
     EpsConfig.of(method="rq"),
     EpsConfig.of(method="rq", policy="share", tail_tokens=0),
     EpsConfig.of(method="rq", policy="share"),
+    EpsConfig.of(method="random", group_tokens=16),
     EpsConfig.of(method="oracle", group_tokens=16),
     EpsConfig.of(method="oracle", group_tokens=16, first_tokens=4, last_tokens=32),
     EpsConfig.of(method="oracle", group_tokens=128),
