@@ -38,10 +38,11 @@ from eps_core.evaluation.capture import first_tokens, record
 from eps_core.load import load_backend
 from eps_core.oracle.truth import Filled
 from eps_core.paging.where import Where
+from eps_core.summaries.table import names
 
 EPSILONS = (1.0, 0.5, 0.1, 1e-2, 1e-3, 0.0)  # falling
 POLICIES = ({"policy": "topk", "budget": 0.1}, {"policy": "share", "tau": 0.02}, {"policy": "mass"})
-WITHOUT_BOUNDS = ("jl", "meanstd", "rq")
+WITHOUT_BOUNDS = names(lambda one: one.no_bounds and one.role != "tail")
 
 
 def is_oracle(backend) -> bool:

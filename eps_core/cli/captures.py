@@ -6,11 +6,12 @@ from typing import Any
 
 import click
 
-from eps_core.cli.options import config_of, given_flags, selection_options, summary_options
+from eps_core.cli.options import DEMO_METHOD, config_of, given_flags, refuse_bits, selection_options, summary_options
 from eps_core.cli.source import backend_option, device_option, dtype_option, kv_dtype_option, model_option
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import DEFAULT_DIM, EVALUATION_METHODS, METHODS
+from eps_core.config.store import EVALUATION_METHODS, METHODS
 from eps_core.errors import ConfigError
+from eps_core.summaries.table import facts
 from eps_core.telemetry import files, terminal
 
 _text_option = click.option(
@@ -19,8 +20,8 @@ _text_option = click.option(
 )  # fmt: skip
 _context_option = click.option("--context", type=click.IntRange(min=1), default=4096, show_default=True, metavar="N")
 _DEFAULT_BUDGETS = "0.05,0.1,0.2,0.3"
-# flags that only rq has, as they are when not given
-_RQ_FLAGS: dict[str, Any] = {"eps_bits": EpsConfig.of().store.bits, "eps_rq_bounds": False, "eps_refine": None}
+# flags that only codes have, as they are when not given
+_CODE_FLAGS: dict[str, Any] = {"eps_bits": EpsConfig.of().store.bits, "eps_rq_bounds": False, "eps_refine": None}
 
 
 class _Numbers(click.ParamType):
@@ -208,7 +209,7 @@ def _configs(ctx: click.Context, flags: dict[str, Any]) -> list[EpsConfig]:
     if budgets is None and policy == "topk" and not given & {"eps_budget", "eps_top_pages"}:
         budgets = tuple(map(float, _DEFAULT_BUDGETS.split(",")))
     configs = []
-    for entry in (flags["methods"] or flags["eps_method"] or "rq").split(","):
+    for entry in (flags["methods"] or flags["eps_method"] or DEMO_METHOD).split(","):
         method, _, size = entry.strip().partition("@")
         if method not in (*METHODS[1:], *EVALUATION_METHODS):
             choices = ", ".join((*METHODS[1:], *EVALUATION_METHODS))
@@ -220,10 +221,10 @@ def _configs(ctx: click.Context, flags: dict[str, Any]) -> list[EpsConfig]:
             own["eps_group_tokens"] = int(size)
         mine = given - {"eps_epsilon"}  # here it also defines a false skip, whatever the policy
         if flags["methods"] is not None:  # a list of methods: each takes the flags that are its own
-            if method != "rq":
-                mine -= set(_RQ_FLAGS)
-                own |= _RQ_FLAGS
-            if method not in DEFAULT_DIM:
+            if not facts(method).coded:
+                mine -= set(_CODE_FLAGS)
+                own |= _CODE_FLAGS
+            if facts(method).dim is None:
                 own["eps_dim"] = None
         config = config_of(flags | own, mine)
         configs += [config] if budgets is None else [config.replace(budget=budget) for budget in budgets]
@@ -232,7 +233,7 @@ def _configs(ctx: click.Context, flags: dict[str, Any]) -> list[EpsConfig]:
 
 def _name(config: EpsConfig) -> str:
     name = f"{config.store.method}@{config.store.S}"
-    if config.store.method == "rq":
+    if config.store.facts.coded:
         name += f" {config.store.bits} bit" + (f" refine {config.read.refine:g}" if config.read.refine else "")
         name += " bounds" if config.store.rq_bounds else ""
     return name + (f" dim {config.store.dim}" if config.store.dim is not None else "")
@@ -270,7 +271,7 @@ def _table(names: list[str], rows: list[dict[str, Any]]) -> str:
 @_context_option
 @click.option("--steps", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens that are averaged.")
 @click.option(
-    "--eps-method", type=click.Choice(METHODS[1:]), default="rq", show_default=True,
+    "--eps-method", type=click.Choice(METHODS[1:]), default=DEMO_METHOD, show_default=True,
     help="Whose group size and summary bytes the estimate of the break-even context uses.",
 )  # fmt: skip
 @summary_options
@@ -310,8 +311,7 @@ def calibrate_command(ctx: click.Context, /, **flags: Any) -> None:
     from eps_core.evaluation.calibrate import CalibrateRequest, calibrate
 
     method = flags["eps_method"]
-    if "eps_bits" in given_flags(ctx, flags) and method != "rq":
-        raise click.UsageError("--eps-bits belongs to --eps-method rq: drop it or choose that method")
+    refuse_bits(given_flags(ctx, flags), method)
     config = EpsConfig.of(
         method=method,
         dim=flags["eps_dim"],

@@ -183,10 +183,10 @@ def info_command(ctx: click.Context, /, **flags: Any) -> None:
         f"bfloat16 KV cache {dense / terminal.MIB:,.0f} MiB; summaries of one sequence:\n"
     )
     click.echo(terminal.memory_table(rows))
-    statistics = open_group_bytes(layers, kv_heads, head_dim)
+    statistics, following = open_group_bytes(layers, kv_heads, head_dim)
     click.echo(
-        f"\nbox and meanstd also keep {statistics / terminal.MIB:,.1f} MiB of running statistics for each sequence in "
-        "mid-group, so that a growing group is never read back."
+        f"\n{' and '.join(following)} also keep {statistics / terminal.MIB:,.1f} MiB of running statistics for each "
+        "sequence in mid-group, so that a growing group is never read back."
     )
     shape = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "context": context, "kv_bytes": dense}
     click.echo(files.to_json({"backends": backends, "shape": shape, "summaries": rows}))

@@ -22,14 +22,12 @@ from eps_core.gate.attend import attend_layer, collect
 from eps_core.gate.protocol import Backend, Scores, Selection
 from eps_core.oracle.truth import Filled, true_loss, true_masses, visit_mask
 from eps_core.paging.where import Where
+from eps_core.summaries.table import names
 
 # every method with bounds, in each form that stores something else
 BOUNDED_ARMS: tuple[dict[str, Any], ...] = (
-    {"method": "1pc"},
-    {"method": "fd"},
-    {"method": "box"},
-    {"method": "ball"},
-    *({"method": "moments", "dim": dim} for dim in (1, 2, 4)),
+    *({"method": name} for name in names(lambda one: not one.no_bounds)),
+    *({"method": "moments", "dim": dim} for dim in (2, 4)),
     *({"method": "rq", "rq_bounds": True, "bits": bits} for bits in (1, 2, 4, 8)),
 )
 # certified from codes of single keys: their bounds are made after the selection, so the gate alone checks them

@@ -15,22 +15,23 @@ import numpy as np
 
 from eps_core.config.bytes import scoring_bytes
 from eps_core.config.eps import EpsConfig
-from eps_core.config.read import DEFAULT_GUARDS, FINE_GUARDS
 from eps_core.decode.session import Session
 from eps_core.evaluation.runner import DENSE, Document, run_document
 from eps_core.evaluation.statistics import bootstrap_interval
 from eps_core.oracle.selection import guards
+from eps_core.summaries.table import facts
 from eps_core.tasks.needle import VALUE_DIGITS, corpus, filler, needle_document
 
 Key = tuple[int, float]  # index of an arm, byte budget (topk) or tau (share)
 BYTE_BUDGETS = (0.04, 0.055, 0.07, 0.10, 0.14, 0.20, 0.28)
 TAUS = (4e-3, 2e-3, 1e-3, 5e-4, 2.5e-4)
-# the methods of the table: each at its own group size, box and meanstd at their authors', and what is best possible.
-# The second oracle has rq's narrow guards, which suit whatever ranks well and ruin what does not.
+# the methods of the table: each at its own group size, box and meanstd at their authors', what chance finds, and what
+# is best possible. The second oracle has rq's narrow guards, which suit whatever ranks well and ruin what does not.
 ARMS = (
     EpsConfig.of(method="jl"),
     EpsConfig.of(method="1pc"),
     EpsConfig.of(method="fd"),
+    EpsConfig.of(method="norm"),
     EpsConfig.of(method="box", group_tokens=16),
     EpsConfig.of(method="meanstd", group_tokens=16),
     EpsConfig.of(method="ball"),
@@ -40,6 +41,7 @@ ARMS = (
     EpsConfig.of(method="rq"),
     EpsConfig.of(method="rq", policy="share", tail_tokens=0),
     EpsConfig.of(method="rq", policy="share"),
+    EpsConfig.of(method="random", group_tokens=16),
     EpsConfig.of(method="oracle", group_tokens=16),
     EpsConfig.of(method="oracle", group_tokens=16, first_tokens=4, last_tokens=32),
     EpsConfig.of(method="oracle", group_tokens=128),
@@ -205,8 +207,8 @@ def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[Key
                     context_tokens=plan.context_tokens,
                     method=arm.store.method,
                     group_tokens=arm.store.S,
-                    bits=arm.store.bits if arm.store.method == "rq" else None,
-                    refine=arm.read.refine if arm.store.method == "rq" else None,
+                    bits=arm.store.code_bits,
+                    refine=arm.read.refine if arm.store.facts.coded else None,
                     tail_tokens=arm.store.tail_tokens,
                     dim=arm.store.dim,
                     policy=arm.read.policy,
@@ -248,7 +250,7 @@ def label(name: tuple) -> str:
         words.append(policy)
     if tail_tokens:
         words.append(f"tail {tail_tokens}")
-    if guards != (DEFAULT_GUARDS if method != "rq" else FINE_GUARDS):
+    if guards != facts(method).guards:
         words.append(f"guards {guards[0]}+{guards[1]}")
     return " ".join(words)
 

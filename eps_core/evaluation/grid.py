@@ -42,7 +42,7 @@ def cell_line(index: int, setting: Setting, config: EpsConfig | None, numbers: d
         "method": setting.method,
         "policy": setting.policy,
         "dim": config.store.dim if config else setting.dim,
-        "bits": config.store.bits if config and config.store.method == "rq" else None,
+        "bits": config.store.code_bits if config else None,
         "group_tokens": config.store.S if config else setting.group_tokens,
         "alpha": config.read.alpha if config and config.read.policy == "threshold" else None,
         "top_pages": config.read.top_pages if config else setting.top_pages,

@@ -8,8 +8,9 @@ from typing import Any
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import POLICIES, SCOPES
-from eps_core.config.store import EVALUATION_METHODS, METHODS
+from eps_core.config.store import EVALUATION_METHODS, METHODS, coded_methods
 from eps_core.errors import ConfigError
+from eps_core.summaries.table import facts
 
 HeadModes = tuple[tuple[str, ...], ...]
 
@@ -161,8 +162,8 @@ def config_of(setting: Setting, head_modes: HeadModes | None) -> EpsConfig:
             raise ConfigError(f"{name} {getattr(setting, name)} belongs to policy {' or '.join(policies)}")
     if setting.epsilon is not None and setting.policy != "mass" and not setting.strict:
         raise ConfigError(f"epsilon {setting.epsilon} belongs to policy mass or to strict")
-    if setting.bits is not None and setting.method != "rq":
-        raise ConfigError(f"bits {setting.bits} belongs to method rq")
+    if setting.bits is not None and not facts(setting.method).coded:
+        raise ConfigError(f"bits {setting.bits} belongs to method {coded_methods()}")
     if setting.heads == "retrieval" and head_modes is None:
         raise ConfigError("heads retrieval needs --eps-head-policy FILE")
     default = EpsConfig.of()

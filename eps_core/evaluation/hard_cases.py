@@ -152,7 +152,7 @@ def _stored(filled: Filled, unit: np.ndarray, sub: np.ndarray) -> dict[str, np.n
 def _stored_mean(filled: Filled, stored: dict[str, np.ndarray]) -> np.ndarray | None:
     """The group mean [B, Hkv, D] as the summary holds it; None where it holds none."""
     config, head_dim = filled.config, filled.k.shape[-1]
-    if config.store.method == "rq":
+    if config.store.facts.coded:
         turned = decode_rq(stored["codes"], stored["scale"], config.store.bits, head_dim)
         centre = filled.backend.to_numpy(filled.cache.centre[0]).astype(np.float64)
         return centre + turned @ rotate(np.eye(head_dim), config.store.seed).T
@@ -182,7 +182,7 @@ def hard_queries(filled: Filled, units: np.ndarray, repeat: int, rng: np.random.
         return np.take_along_axis(gaps, index[..., None, None], axis=2)[:, :, 0]
 
     kept = stored.get("direction", stored.get("rows"))
-    rest = keys - mean[:, :, None] if filled.config.store.method == "moments" else keys
+    rest = keys - mean[:, :, None] if "rho" in stored else keys  # directions about the mean
     if kept is not None:
         kept = unit_vectors(kept.reshape(batch, kv_heads, -1, head_dim).astype(np.float64))
         for j in range(kept.shape[2]):
