@@ -15,40 +15,6 @@ from eps_cuda.model import load_model
 from eps_cuda.scoring import score
 from eps_cuda.selection import select, skipped_mass
 
-__all__ = [
-    "Cache",
-    "add_tail",
-    "attend",
-    "attend_chunk",
-    "attend_own",
-    "attend_tail",
-    "bounds",
-    "certify",
-    "check_finite",
-    "copy_units",
-    "device_name",
-    "devices",
-    "escalate",
-    "from_numpy",
-    "kernels_module",
-    "load_model",
-    "merge",
-    "moved_by",
-    "new_cache",
-    "read_kv",
-    "score",
-    "select",
-    "skipped_mass",
-    "span",
-    "to_host",
-    "to_numpy",
-    "unread_share",
-    "usable_kernels",
-    "versions",
-    "wait",
-    "write_kv",
-]
-
 forks.watch()  # whatever Torch does from here on may make threads
 
 

@@ -2,19 +2,8 @@
 
 import numpy as np
 
-from eps_core.summaries.base import (
-    Constants,
-    Facts,
-    Field,
-    Score,
-    Settings,
-    Summary,
-    _f64,
-    key_norm,
-    mean_codes,
-    rounding_slack,
-    up16,
-)
+from eps_core.summaries import base
+from eps_core.summaries.base import Constants, Facts, Field, Score, Settings, Summary
 
 FACTS = Facts(group_tokens=8, colour=3)
 
@@ -27,20 +16,20 @@ def fields(settings: Settings, head_dim: int) -> dict[str, Field]:
 def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
     """Mean in int8 and the radius about the *rounded* mean (AETHER's ball bound)."""
     mean = k.mean(axis=0)
-    codes, scale = mean_codes(mean)
+    codes, scale = base.mean_codes(mean)
     rounded = codes * np.float64(scale)
     return {
         "mean": codes,
         "mean_scale": scale,
-        "error": up16(float(np.linalg.norm(mean - rounded))),
-        "radius": up16(key_norm(k - rounded)),
-        "norm": up16(key_norm(k)),
+        "error": base.up16(float(np.linalg.norm(mean - rounded))),
+        "radius": base.up16(base.key_norm(k - rounded)),
+        "norm": base.up16(base.key_norm(k)),
     }
 
 
 def score(settings: Settings, constants: Constants, summary: Summary, a: np.ndarray) -> Score:
     """mu_hat.a + |a| radius >= every logit; Jensen about the true mean gives the lower bound."""
-    mean, size = _f64(summary, "mean") @ a * _f64(summary, "mean_scale"), np.linalg.norm(a)
-    radius, error = _f64(summary, "radius"), _f64(summary, "error")
-    slack, log_n = rounding_slack(a, _f64(summary, "norm") + radius), np.log(settings.S)
+    mean, size = base.f64(summary, "mean") @ a * base.f64(summary, "mean_scale"), np.linalg.norm(a)
+    radius, error = base.f64(summary, "radius"), base.f64(summary, "error")
+    slack, log_n = base.rounding_slack(a, base.f64(summary, "norm") + radius), np.log(settings.S)
     return mean + size * radius, log_n + mean - size * error - slack, log_n + mean + size * radius + slack

@@ -123,7 +123,7 @@ def key_norm(k: np.ndarray) -> float:
     return float(np.linalg.norm(k, axis=1).max())
 
 
-def _near_codes(x: np.ndarray, most: int) -> tuple[np.ndarray, np.float16]:
+def near_codes(x: np.ndarray, most: int) -> tuple[np.ndarray, np.float16]:
     scale = near16(float(np.abs(x).max()) / most)
     if float(scale) == 0:
         return np.zeros(len(x)), np.float16(0)
@@ -145,7 +145,7 @@ def schatten_bound(matrix: np.ndarray, doublings: int = 4) -> float:
 # -------------------------------------------------------------------------------------------------------------- scoring
 
 
-def _f64(summary: Summary, name: str) -> np.ndarray:
+def f64(summary: Summary, name: str) -> np.ndarray:
     return np.asarray(summary[name], np.float64)
 
 

@@ -2,18 +2,8 @@
 
 import numpy as np
 
-from eps_core.summaries.base import (
-    Constants,
-    Facts,
-    Field,
-    Score,
-    Settings,
-    Summary,
-    _f64,
-    mean_codes,
-    rounding_slack,
-    up16,
-)
+from eps_core.summaries import base
+from eps_core.summaries.base import Constants, Facts, Field, Score, Settings, Summary
 
 # 8 rows would need 522 MiB at 32 x 32 x 64k, 2 need 132 MiB
 FACTS = Facts(group_tokens=None, colour=7, dim=2, dim_means="l", norm_estimate=True)
@@ -37,22 +27,22 @@ def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
     s, vt = np.pad(s, (0, rows + 1)), np.pad(vt, ((0, rows + 1), (0, 0)))
     delta = s[rows] ** 2
     sketch = np.sqrt(np.maximum(s[:rows, None] ** 2 - delta, 0)) * vt[:rows]
-    quantised = [mean_codes(row) for row in sketch]
+    quantised = [base.mean_codes(row) for row in sketch]
     codes, scales = np.stack([c for c, _ in quantised]), np.array([x for _, x in quantised], np.float16)
     return {
         "rows": codes,
         "row_scale": scales,
-        "error": up16(float(np.linalg.norm(sketch - codes * scales.astype(np.float64)[:, None]))),
-        "delta": up16(float(np.sqrt(delta + 1e-5 * s[0] ** 2))),
+        "error": base.up16(float(np.linalg.norm(sketch - codes * scales.astype(np.float64)[:, None]))),
+        "delta": base.up16(float(np.sqrt(delta + 1e-5 * s[0] ** 2))),
     }
 
 
 def score(settings: Settings, constants: Constants, summary: Summary, a: np.ndarray) -> Score:
     """|F a| estimates |K a|_2 from below; the bound adds the codes' rounding and the shrinkage Delta |a|^2."""
-    scales, log_n = _f64(summary, "row_scale"), np.log(settings.S)
-    estimate = np.linalg.norm(_f64(summary, "rows") @ a * scales, axis=-1)
+    scales, log_n = base.f64(summary, "row_scale"), np.log(settings.S)
+    estimate = np.linalg.norm(base.f64(summary, "rows") @ a * scales, axis=-1)
     size = np.linalg.norm(a)
-    error, delta = _f64(summary, "error"), _f64(summary, "delta")
+    error, delta = base.f64(summary, "error"), base.f64(summary, "delta")
     bound = np.hypot(estimate + error * size, delta * size)
-    slack = rounding_slack(a, error + delta + scales.sum(axis=-1) * 127 * np.sqrt(len(a)))
+    slack = base.rounding_slack(a, error + delta + scales.sum(axis=-1) * 127 * np.sqrt(len(a)))
     return estimate, log_n - bound - slack, log_n + bound + slack

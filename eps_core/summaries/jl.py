@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from eps_core.summaries.base import Constants, Facts, Field, Score, Settings, Summary, _f64
+from eps_core.summaries.base import Constants, Facts, Field, Score, Settings, Summary, f64
 
 FACTS = Facts(
     group_tokens=None,
@@ -54,4 +54,4 @@ def score(settings: Settings, constants: Constants, summary: Summary, a: np.ndar
     rows, columns = np.triu_indices(phi.shape[1])
     z = phi.T.astype(np.float64) @ a
     weights = np.where(rows == columns, 1.0, 2.0) * z[rows] * z[columns]
-    return np.sqrt(np.maximum(_f64(summary, "gram") @ weights, 0)), None, None
+    return np.sqrt(np.maximum(f64(summary, "gram") @ weights, 0)), None, None

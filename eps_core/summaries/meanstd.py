@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from eps_core.summaries.base import Constants, Facts, Field, Score, Settings, Summary, _f64, _near_codes
+from eps_core.summaries.base import Constants, Facts, Field, Score, Settings, Summary, f64, near_codes
 
 FACTS = Facts(
     group_tokens=16,
@@ -37,8 +37,8 @@ def extend(settings: Settings, constants: Constants, earlier: Summary, k: np.nda
 
 def seal(settings: Settings, statistics: Summary) -> Summary:
     """Per-channel mean (int8) and population standard deviation (uint8) [D] (UNIQUE, arXiv 2605.27740)."""
-    codes, scale = _near_codes(statistics["mean"], 127)
-    std_codes, std_scale = _near_codes(np.sqrt(statistics["m2"] / settings.S), 255)
+    codes, scale = near_codes(statistics["mean"], 127)
+    std_codes, std_scale = near_codes(np.sqrt(statistics["m2"] / settings.S), 255)
     return {
         "mean": codes.astype(np.int8),
         "mean_scale": scale,
@@ -53,5 +53,5 @@ def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
 
 def score(settings: Settings, constants: Constants, summary: Summary, a: np.ndarray) -> Score:
     """mu.a + sum_c |a_c| sd_c (UNIQUE): at least mean + one standard deviation of the logits; no bound."""
-    mean = _f64(summary, "mean") @ a * _f64(summary, "mean_scale")
-    return mean + _f64(summary, "std") @ np.abs(a) * _f64(summary, "std_scale"), None, None
+    mean = f64(summary, "mean") @ a * f64(summary, "mean_scale")
+    return mean + f64(summary, "std") @ np.abs(a) * f64(summary, "std_scale"), None, None

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from eps_core.summaries.base import Constants, Facts, Field, Score, Settings, Summary, _f64, rounding_slack, up16
+from eps_core.summaries.base import Constants, Facts, Field, Score, Settings, Summary, f64, rounding_slack, up16
 
 FACTS = Facts(group_tokens=None, colour=6, norm_estimate=True)
 
@@ -38,9 +38,9 @@ def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
 
 def score(settings: Settings, constants: Constants, summary: Summary, a: np.ndarray) -> Score:
     """B = |K u||u.a| + |K - K u uT|_F sqrt(|a|^2 - (u.a)^2) >= |K a|_2 >= every |logit| (product requirements, 1PC)."""
-    along = np.abs(_f64(summary, "direction") @ a * _f64(summary, "direction_scale"))
+    along = np.abs(f64(summary, "direction") @ a * f64(summary, "direction_scale"))
     across = np.maximum(a @ a - along**2, 0)
-    lam, rest = _f64(summary, "lam"), _f64(summary, "rest")
+    lam, rest = f64(summary, "lam"), f64(summary, "rest")
     estimate = lam * along + rest * np.sqrt(across)
     # the difference cancels in float32 where a runs along u: the bound pays for it under the root
     bound = lam * along + rest * np.sqrt(across + (len(a) + 32) * 2.0**-22 * (a @ a))

@@ -4,20 +4,8 @@ from functools import cache
 
 import numpy as np
 
-from eps_core.summaries.base import (
-    LARGEST_ESTIMATE,
-    Constants,
-    Facts,
-    Field,
-    Score,
-    Settings,
-    Summary,
-    _f64,
-    key_norm,
-    near16,
-    rounding_slack,
-    up16,
-)
+from eps_core.summaries import base
+from eps_core.summaries.base import Constants, Facts, Field, Score, Settings, Summary
 
 # it ranks single tokens well enough to find the recent ones that matter by itself: narrow guards, half the budget
 # (eps_core/README.md, "Decisions")
@@ -118,7 +106,7 @@ def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
         codes = np.clip(np.floor(x / step if step else x) + half, 0, 2 * half - 1).astype(int)
         levels = codes - half + 0.5
     product = float(x @ levels)
-    scale = near16(float(x @ x) / product) if product > 0 else np.float16(0)
+    scale = base.near16(float(x @ x) / product) if product > 0 else np.float16(0)
     summary = {"codes": pack_codes(codes, bits), "scale": scale}
     if settings.second_bit:
         step = SECOND_STEP * np.abs(x).mean()
@@ -126,24 +114,27 @@ def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
         finer = levels + (2 * second - 1) / 2
         product = float(x @ finer)
         summary["second"] = pack_codes(second, 1)
-        summary["second_scale"] = near16(float(x @ x) / product) if product > 0 else np.float16(0)
+        summary["second_scale"] = base.near16(float(x @ x) / product) if product > 0 else np.float16(0)
     if settings.rq_bounds:
         residual = float(np.linalg.norm(x - levels * float(scale)))
-        radius = key_norm(rotate(k - centre, seed) - levels * float(scale))
-        summary |= {"error": up16(residual), "radius": up16(radius), "norm": up16(key_norm(k))}
+        radius = base.key_norm(rotate(k - centre, seed) - levels * float(scale))
+        summary |= {"error": base.up16(residual), "radius": base.up16(radius), "norm": base.up16(base.key_norm(k))}
     return summary
 
 
 def score(settings: Settings, constants: Constants, summary: Summary, a: np.ndarray) -> Score:
     """log n + c.a + x_hat.(H a), which is log n + mu_hat.a; with a stored radius, `ball` about mu_hat."""
-    decoded, centre = decode_rq(summary["codes"], summary["scale"], settings.bits, len(a)), _f64(constants, "centre")
+    decoded, centre = (
+        decode_rq(summary["codes"], summary["scale"], settings.bits, len(a)),
+        base.f64(constants, "centre"),
+    )
     mean = np.log(settings.S) + (centre @ a + decoded @ rotate(a, settings.seed))
     if not settings.rq_bounds:
         return mean, None, None
-    size, radius = np.linalg.norm(a), _f64(summary, "radius")
+    size, radius = np.linalg.norm(a), base.f64(summary, "radius")
     # the centre is added and taken away again, whatever the size of the keys
-    slack = rounding_slack(a, _f64(summary, "norm") + radius + np.linalg.norm(centre))
-    return mean, mean - size * _f64(summary, "error") - slack, mean + size * radius + slack
+    slack = base.rounding_slack(a, base.f64(summary, "norm") + radius + np.linalg.norm(centre))
+    return mean, mean - size * base.f64(summary, "error") - slack, mean + size * radius + slack
 
 
 def refine(settings: Settings, constants: Constants, summary: Summary, a: np.ndarray) -> np.ndarray:
@@ -151,6 +142,6 @@ def refine(settings: Settings, constants: Constants, summary: Summary, a: np.nda
     head_dim = len(a)
     signs = 2.0 * unpack_codes(summary["codes"], 1, head_dim) - 1
     finer = signs + (2.0 * unpack_codes(summary["second"], 1, head_dim) - 1) / 2
-    dots = _f64(summary, "second_scale") * (finer @ rotate(a, settings.seed))
-    estimate = np.log(settings.S) + _f64(constants, "centre") @ a + dots
-    return np.where(np.isfinite(estimate), estimate, LARGEST_ESTIMATE)
+    dots = base.f64(summary, "second_scale") * (finer @ rotate(a, settings.seed))
+    estimate = np.log(settings.S) + base.f64(constants, "centre") @ a + dots
+    return np.where(np.isfinite(estimate), estimate, base.LARGEST_ESTIMATE)

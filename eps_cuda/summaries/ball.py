@@ -5,7 +5,7 @@ import math
 from torch import Tensor
 
 from eps_core.config.store import Store
-from eps_cuda.summaries.base import Score, Summary, _dots, _key_norm, _norm, _per_group, logit_slack, mean_codes, up16
+from eps_cuda.summaries.base import Score, Summary, all_dots, key_norm, logit_slack, mean_codes, norms, per_group, up16
 
 
 def build(store: Store, constants: Summary, k: Tensor) -> Summary:
@@ -16,17 +16,17 @@ def build(store: Store, constants: Summary, k: Tensor) -> Summary:
     return {
         "mean": codes,
         "mean_scale": scale,
-        "error": up16(_norm(mean - rounded)),
-        "radius": up16(_key_norm(k - rounded[..., None, :])),
-        "norm": up16(_key_norm(k)),
+        "error": up16(norms(mean - rounded)),
+        "radius": up16(key_norm(k - rounded[..., None, :])),
+        "norm": up16(key_norm(k)),
     }
 
 
 def score(store: Store, constants: Summary, summary: Summary, a: Tensor) -> Score:
     """mu_hat.a + |a| radius >= every logit; Jensen about the true mean gives the lower bound."""
     log_n = math.log(store.S)
-    mean, size = _dots(summary["mean"], a) * _per_group(summary, "mean_scale"), _norm(a)[..., None]
-    radius, error = _per_group(summary, "radius"), _per_group(summary, "error")
-    slack = logit_slack(a, _per_group(summary, "norm") + radius)
+    mean, size = all_dots(summary["mean"], a) * per_group(summary, "mean_scale"), norms(a)[..., None]
+    radius, error = per_group(summary, "radius"), per_group(summary, "error")
+    slack = logit_slack(a, per_group(summary, "norm") + radius)
     estimate = mean + size * radius
     return estimate, log_n + mean - size * error - slack, log_n + estimate + slack

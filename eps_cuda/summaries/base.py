@@ -57,25 +57,25 @@ def mean_codes(mu: Tensor) -> tuple[Tensor, Tensor]:
     largest = mu.abs().amax(dim=-1)
     scale = up16(largest / 127)
     scale = torch.where((largest > 0) & torch.isfinite(scale), scale, 0)
-    return _codes(mu, scale, 127).to(torch.int8), scale
+    return rounded_codes(mu, scale, 127).to(torch.int8), scale
 
 
-def _codes(x: Tensor, scale: Tensor, most: int) -> Tensor:
+def rounded_codes(x: Tensor, scale: Tensor, most: int) -> Tensor:
     """round(x / scale) within +-most, 0 where the scale [..] is 0; float32 [.., D]."""
     step = scale.float()[..., None]
     codes = (x / torch.where(step > 0, step, 1)).round().clamp(-most, most)
     return torch.where(step > 0, codes, 0)
 
 
-def _norm(x: Tensor) -> Tensor:
+def norms(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1)
 
 
-def _key_norm(k: Tensor) -> Tensor:
-    return _norm(k).amax(dim=-1)
+def key_norm(k: Tensor) -> Tensor:
+    return norms(k).amax(dim=-1)
 
 
-def _right_singular(k: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def right_singular(k: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """(squared singular values [.., count], right singular vectors as rows [.., count, D]) of k [.., S, D], largest
     first, zeros where there are none; through the smaller Gram matrix."""
     n, head_dim = k.shape[-2:]
@@ -91,21 +91,21 @@ def _right_singular(k: Tensor, count: int) -> tuple[Tensor, Tensor]:
     rows = vectors.flip(-1)[..., :kept].mT
     if not tall:
         rows = rows @ k
-        size = _norm(rows)[..., None]
+        size = norms(rows)[..., None]
         rows = torch.where(size > 0, rows / torch.where(size > 0, size, 1), 0)
     pad = torch.nn.functional.pad
     return pad(values, (0, count - kept)), pad(rows, (0, 0, 0, count - kept))
 
 
-def _direction_codes(direction: Tensor) -> tuple[Tensor, Tensor]:
+def direction_codes(direction: Tensor) -> tuple[Tensor, Tensor]:
     """int8 codes as float32 [.., D] of a direction, and 1 / |codes| [..] (0 where the direction is 0)."""
     largest = direction.abs().amax(dim=-1, keepdim=True)
     codes = (direction / torch.where(largest > 0, largest, 1) * 127).round()
-    length = _norm(codes)
+    length = norms(codes)
     return codes, torch.where(length > 0, 1 / torch.where(length > 0, length, 1), 0)
 
 
-def _schatten_bound(matrix: Tensor) -> Tensor:
+def schatten_bound(matrix: Tensor) -> Tensor:
     """(tr E^16)^(1/16) >= the spectral norm of the symmetric E [.., n, n]: valid without an eigensolver. Scaled by the
     Frobenius norm so that the sixteenth power stays within float32; the 1e-4 covers rounding."""
     size = torch.linalg.vector_norm(matrix, dim=(-1, -2))
@@ -120,19 +120,19 @@ def _schatten_bound(matrix: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------------------------------------- scoring
 
 
-def _pieces(codes: Tensor) -> Iterator[Tensor]:
+def pieces(codes: Tensor) -> Iterator[Tensor]:
     """Codes [B, Hkv, G, ..] in runs of groups: on a CPU decoded codes must not leave its cache (20 times faster than
     whole at 8,192 groups); a GPU takes all at once."""
     return iter(codes.split(PIECE_GROUPS if codes.device.type == "cpu" else max(codes.shape[2], 1), dim=2))
 
 
-def _dots(codes: Tensor, a: Tensor) -> Tensor:
+def all_dots(codes: Tensor, a: Tensor) -> Tensor:
     """Inner products [B, Hkv, R, G] of stored codes [B, Hkv, G, D] with a [B, Hkv, R, D]."""
     columns = a.mT
-    return torch.cat([piece.float() @ columns for piece in _pieces(codes)], dim=2).mT
+    return torch.cat([piece.float() @ columns for piece in pieces(codes)], dim=2).mT
 
 
-def _per_group(summary: Summary, name: str) -> Tensor:
+def per_group(summary: Summary, name: str) -> Tensor:
     """A stored scalar [B, Hkv, G] as float32 [B, Hkv, 1, G]."""
     return summary[name].float()[..., None, :]
 
@@ -140,7 +140,7 @@ def _per_group(summary: Summary, name: str) -> Tensor:
 def logit_slack(a: Tensor, norm: Tensor) -> Tensor:
     """What float32 arithmetic may add to a sum of D products of size |a| * norm (four times the worst case); the 1
     covers log n."""
-    return (a.shape[-1] + 32) * 2.0**-21 * (_norm(a)[..., None] * norm + 1)
+    return (a.shape[-1] + 32) * 2.0**-21 * (norms(a)[..., None] * norm + 1)
 
 
 def bennett(b: Tensor, v: Tensor) -> Tensor:

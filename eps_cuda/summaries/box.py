@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from eps_core.config.store import Store
-from eps_cuda.summaries.base import Part, Score, Summary, _dots, _key_norm, _per_group, logit_slack, up16
+from eps_cuda.summaries.base import Part, Score, Summary, all_dots, key_norm, logit_slack, per_group, up16
 
 
 def extend(store: Store, constants: Summary, earlier: Summary, part: Part) -> Summary:
     low = torch.where(part.present, part.keys, torch.inf).amin(dim=-2)
     high = torch.where(part.present, part.keys, -torch.inf).amax(dim=-2)
-    norm, continues = _key_norm(torch.where(part.present, part.keys, 0)), part.before > 0
+    norm, continues = key_norm(torch.where(part.present, part.keys, 0)), part.before > 0
     return {
         "min": torch.where(continues, torch.minimum(low, earlier["min"]), low),
         "max": torch.where(continues, torch.maximum(high, earlier["max"]), high),
@@ -38,7 +38,7 @@ def seal(store: Store, statistics: Summary) -> Summary:
 
 
 def build(store: Store, constants: Summary, k: Tensor) -> Summary:
-    return seal(store, {"min": k.amin(dim=-2), "max": k.amax(dim=-2), "norm": _key_norm(k)})
+    return seal(store, {"min": k.amin(dim=-2), "max": k.amax(dim=-2), "norm": key_norm(k)})
 
 
 def score(store: Store, constants: Summary, summary: Summary, a: Tensor) -> Score:
@@ -46,9 +46,9 @@ def score(store: Store, constants: Summary, summary: Summary, a: Tensor) -> Scor
     takes hi where a_c > 0 and lo where a_c < 0, the smallest the other way round."""
     log_n = math.log(store.S)
     both = torch.cat([a.clamp(min=0), a.clamp(max=0)], dim=2)
-    low_rising, low_falling = _dots(summary["lo"], both).chunk(2, dim=2)
-    high_rising, high_falling = _dots(summary["hi"], both).chunk(2, dim=2)
-    scale = _per_group(summary, "scale")
+    low_rising, low_falling = all_dots(summary["lo"], both).chunk(2, dim=2)
+    high_rising, high_falling = all_dots(summary["hi"], both).chunk(2, dim=2)
+    scale = per_group(summary, "scale")
     most, least = (high_rising + low_falling) * scale, (low_rising + high_falling) * scale
-    slack = logit_slack(a, _per_group(summary, "norm") + 2 * scale * math.sqrt(a.shape[-1]))
+    slack = logit_slack(a, per_group(summary, "norm") + 2 * scale * math.sqrt(a.shape[-1]))
     return most, log_n + least - slack, log_n + most + slack

@@ -6,33 +6,24 @@ import torch
 from torch import Tensor
 
 from eps_core.config.store import Store
-from eps_cuda.summaries.base import (
-    Score,
-    Summary,
-    _dots,
-    _norm,
-    _per_group,
-    _right_singular,
-    logit_slack,
-    mean_codes,
-    up16,
-)
+from eps_cuda.summaries import base
+from eps_cuda.summaries.base import Score, Summary
 
 
 def build(store: Store, constants: Summary, k: Tensor) -> Summary:
     """Frequent Directions of the whole group at once: |F a|^2 <= |K a|^2 <= |F a|^2 + Delta |a|^2."""
     rows = store.dim or 0
-    energies, directions = _right_singular(k, rows + 1)
+    energies, directions = base.right_singular(k, rows + 1)
     shrinkage = energies[..., rows]
     lengths = torch.sqrt((energies[..., :rows] - shrinkage[..., None]).clamp(min=0))
     sketch = lengths[..., None] * directions[..., :rows, :]
-    codes, scales = mean_codes(sketch)
+    codes, scales = base.mean_codes(sketch)
     rounding = sketch - codes.float() * scales.float()[..., None]
     return {
         "rows": codes,
         "row_scale": scales,
-        "error": up16(torch.linalg.vector_norm(rounding, dim=(-1, -2))),
-        "delta": up16(torch.sqrt(shrinkage + 1e-5 * energies[..., 0])),
+        "error": base.up16(torch.linalg.vector_norm(rounding, dim=(-1, -2))),
+        "delta": base.up16(torch.sqrt(shrinkage + 1e-5 * energies[..., 0])),
     }
 
 
@@ -41,9 +32,9 @@ def score(store: Store, constants: Summary, summary: Summary, a: Tensor) -> Scor
     log_n = math.log(store.S)
     scales = summary["row_scale"].float()
     rows, head_dim = summary["rows"].shape[-2:]
-    parts = _dots(summary["rows"].flatten(2, 3), a).unflatten(-1, (-1, rows)) * scales[..., None, :, :]
-    estimate, size = _norm(parts), _norm(a)[..., None]
-    error, delta = _per_group(summary, "error"), _per_group(summary, "delta")
+    parts = base.all_dots(summary["rows"].flatten(2, 3), a).unflatten(-1, (-1, rows)) * scales[..., None, :, :]
+    estimate, size = base.norms(parts), base.norms(a)[..., None]
+    error, delta = base.per_group(summary, "error"), base.per_group(summary, "delta")
     bound = torch.hypot(estimate + error * size, delta * size)
-    slack = logit_slack(a, error + delta + scales.sum(dim=-1)[..., None, :] * (127 * math.sqrt(head_dim)))
+    slack = base.logit_slack(a, error + delta + scales.sum(dim=-1)[..., None, :] * (127 * math.sqrt(head_dim)))
     return estimate, log_n - bound - slack, log_n + bound + slack

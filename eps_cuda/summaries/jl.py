@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from eps_core.config.store import Store
-from eps_cuda.summaries.base import Part, Score, Summary, _dots
+from eps_cuda.summaries.base import Part, Score, Summary, all_dots
 
 
 def gram_indices(dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -34,4 +34,4 @@ def score(store: Store, constants: Summary, summary: Summary, a: Tensor) -> Scor
     rows, columns = gram_indices(phi.shape[-1], a.device)
     z = a @ phi
     products = torch.where(rows == columns, 1.0, 2.0) * z[..., rows] * z[..., columns]
-    return torch.sqrt(_dots(summary["gram"], products).clamp(min=0)), None, None
+    return torch.sqrt(all_dots(summary["gram"], products).clamp(min=0)), None, None

@@ -9,7 +9,7 @@ from torch import Tensor
 from eps_core.config.store import Store
 from eps_core.summaries.base import LARGEST_ESTIMATE
 from eps_core.summaries.rq import RQ_STEP, SECOND_STEP, hadamard_blocks
-from eps_cuda.summaries.base import Score, Summary, _key_norm, _norm, _per_group, _pieces, logit_slack, near16, up16
+from eps_cuda.summaries.base import Score, Summary, key_norm, logit_slack, near16, norms, per_group, pieces, up16
 
 # ------------------------------------------------------------------------------------------------------------- rotation
 
@@ -89,9 +89,9 @@ def build(store: Store, constants: Summary, k: Tensor) -> Summary:
         rounded = levels * scale.float()[..., None]
         # distances to mu_hat, measured in rotated space
         turned = rotate(k - centre.float()[..., None, :], signs)
-        summary["error"] = up16(_norm(x - rounded))
-        summary["radius"] = up16(_key_norm(turned - rounded[..., None, :]))
-        summary["norm"] = up16(_key_norm(k))
+        summary["error"] = up16(norms(x - rounded))
+        summary["radius"] = up16(key_norm(turned - rounded[..., None, :]))
+        summary["norm"] = up16(key_norm(k))
     return summary
 
 
@@ -111,7 +111,7 @@ def _packed_dots(packed: Tensor, bits: int, a: Tensor) -> Tensor:
         torch.nn.functional.embedding_bag((piece + starts).reshape(-1, num_bytes), table, mode="sum").reshape(
             batch, kv_heads, -1, repeat
         )
-        for piece in _pieces(packed)
+        for piece in pieces(packed)
     ]
     return torch.cat(sums, dim=2).mT
 
@@ -120,13 +120,13 @@ def score(store: Store, constants: Summary, summary: Summary, a: Tensor) -> Scor
     """log n + c.a + x_hat.(H a), which is log n + mu_hat.a; with a stored radius, `ball` about mu_hat."""
     offset = (a * constants["centre"].float()[:, None, :]).sum(dim=-1)[..., None]
     dots = _packed_dots(summary["codes"], store.bits, rotate(a, constants["signs"]))
-    estimate = math.log(store.S) + (offset + dots * _per_group(summary, "scale"))
+    estimate = math.log(store.S) + (offset + dots * per_group(summary, "scale"))
     if not store.rq_bounds:
         return estimate, None, None
-    size, radius = _norm(a)[..., None], _per_group(summary, "radius")
+    size, radius = norms(a)[..., None], per_group(summary, "radius")
     # the centre is added and taken away again, whatever the size of the keys
-    slack = logit_slack(a, _per_group(summary, "norm") + radius + _norm(constants["centre"].float())[:, None, None])
-    return estimate, estimate - size * _per_group(summary, "error") - slack, estimate + size * radius + slack
+    slack = logit_slack(a, per_group(summary, "norm") + radius + norms(constants["centre"].float())[:, None, None])
+    return estimate, estimate - size * per_group(summary, "error") - slack, estimate + size * radius + slack
 
 
 def refine(store: Store, constants: Summary, summary: Summary, a: Tensor) -> Tensor:
@@ -134,5 +134,5 @@ def refine(store: Store, constants: Summary, summary: Summary, a: Tensor) -> Ten
     offset = (a * constants["centre"].float()[:, None, :]).sum(dim=-1)[..., None]
     turned = rotate(a, constants["signs"])
     dots = _packed_dots(summary["codes"], 1, turned) + 0.5 * _packed_dots(summary["second"], 1, turned)
-    estimate = math.log(store.S) + offset + dots * _per_group(summary, "second_scale")
+    estimate = math.log(store.S) + offset + dots * per_group(summary, "second_scale")
     return torch.where(torch.isfinite(estimate), estimate, LARGEST_ESTIMATE)

@@ -54,30 +54,30 @@ def mean_codes(mu: mx.array) -> tuple[mx.array, mx.array]:
     largest = mx.abs(mu).max(axis=-1)
     scale = up16(largest / 127)
     usable = (largest > 0) & mx.isfinite(scale)
-    codes = _codes(mu, mx.where(usable, scale, 0), 127)
+    codes = rounded_codes(mu, mx.where(usable, scale, 0), 127)
     return codes.astype(mx.int8), mx.where(usable, scale, 0).astype(mx.float16)
 
 
-def _codes(x: mx.array, scale: mx.array, most: int) -> mx.array:
+def rounded_codes(x: mx.array, scale: mx.array, most: int) -> mx.array:
     """round(x / scale) within +-most, 0 where the scale [..] is 0; float32 [.., D]."""
     step = scale.astype(mx.float32)[..., None]
     codes = mx.clip(mx.round(x / mx.where(step > 0, step, 1)), -most, most)
     return mx.where(step > 0, codes, 0)
 
 
-def _wide(x: mx.array) -> mx.array:
+def widened(x: mx.array) -> mx.array:
     return x.astype(mx.float32)
 
 
-def _norm(x: mx.array) -> mx.array:
+def norms(x: mx.array) -> mx.array:
     return mx.sqrt((x * x).sum(axis=-1))
 
 
-def _key_norm(k: mx.array) -> mx.array:
-    return _norm(k).max(axis=-1)
+def key_norm(k: mx.array) -> mx.array:
+    return norms(k).max(axis=-1)
 
 
-def _right_singular(k: mx.array, count: int) -> tuple[mx.array, mx.array]:
+def right_singular(k: mx.array, count: int) -> tuple[mx.array, mx.array]:
     """(squared singular values [.., count], right singular vectors as rows [.., count, D]) of k [.., S, D], largest
     first, zeros where there are none; through the smaller Gram matrix. eigh exists on the CPU only."""
     n, head_dim = k.shape[-2:]
@@ -91,7 +91,7 @@ def _right_singular(k: mx.array, count: int) -> tuple[mx.array, mx.array]:
     rows = vectors[..., ::-1][..., :kept].swapaxes(-1, -2)
     if not tall:
         rows = rows @ k
-        size = _norm(rows)[..., None]
+        size = norms(rows)[..., None]
         rows = mx.where(size > 0, rows / mx.where(size > 0, size, 1), 0)
     if kept < count:
         lead = [(0, 0)] * (k.ndim - 2)
@@ -100,15 +100,15 @@ def _right_singular(k: mx.array, count: int) -> tuple[mx.array, mx.array]:
     return values, rows
 
 
-def _direction_codes(direction: mx.array) -> tuple[mx.array, mx.array]:
+def direction_codes(direction: mx.array) -> tuple[mx.array, mx.array]:
     """int8 codes as float32 [.., D] of a direction, and 1 / |codes| [..] (0 where the direction is 0)."""
     largest = mx.abs(direction).max(axis=-1, keepdims=True)
     codes = mx.round(direction / mx.where(largest > 0, largest, 1) * 127)
-    length = _norm(codes)
+    length = norms(codes)
     return codes, mx.where(length > 0, 1 / mx.where(length > 0, length, 1), 0)
 
 
-def _schatten_bound(matrix: mx.array) -> mx.array:
+def schatten_bound(matrix: mx.array) -> mx.array:
     """(tr E^16)^(1/16) >= the spectral norm of the symmetric E [.., n, n]: valid without an eigensolver. Scaled by the
     Frobenius norm so that the sixteenth power stays within float32; the 1e-4 covers rounding."""
     size = mx.sqrt((matrix * matrix).sum(axis=(-1, -2)))
@@ -123,20 +123,20 @@ def _schatten_bound(matrix: mx.array) -> mx.array:
 # -------------------------------------------------------------------------------------------------------------- scoring
 
 
-def _dots(codes: mx.array, a: mx.array) -> mx.array:
+def all_dots(codes: mx.array, a: mx.array) -> mx.array:
     """Inner products [B, Hkv, R, G] of stored codes [B, Hkv, G, D] with a [B, Hkv, R, D]."""
-    return a @ _wide(codes).swapaxes(-1, -2)
+    return a @ widened(codes).swapaxes(-1, -2)
 
 
-def _per_group(summary: Summary, name: str) -> mx.array:
+def per_group(summary: Summary, name: str) -> mx.array:
     """A stored scalar [B, Hkv, G] as float32 [B, Hkv, 1, G]."""
-    return _wide(summary[name])[..., None, :]
+    return widened(summary[name])[..., None, :]
 
 
 def logit_slack(a: mx.array, norm: mx.array) -> mx.array:
     """What float32 arithmetic may add to a sum of D products of size |a| * norm (four times the worst case); the 1
     covers log n."""
-    return (a.shape[-1] + 32) * 2.0**-21 * (_norm(a)[..., None] * norm + 1)
+    return (a.shape[-1] + 32) * 2.0**-21 * (norms(a)[..., None] * norm + 1)
 
 
 def bennett(b: mx.array, v: mx.array) -> mx.array:

@@ -3,7 +3,7 @@
 import mlx.core as mx
 
 from eps_core.config.store import Store
-from eps_mlx.summaries.base import Part, Score, Summary, _codes, _dots, _per_group, near16
+from eps_mlx.summaries.base import Part, Score, Summary, all_dots, near16, per_group, rounded_codes
 
 
 def extend(store: Store, constants: Summary, earlier: Summary, part: Part) -> Summary:
@@ -29,14 +29,14 @@ def _stored(mean: mx.array, std: mx.array) -> Summary:
     mean_scale = near16(mx.abs(mean).max(axis=-1) / 127)
     std_scale = near16(std.max(axis=-1) / 255)
     return {
-        "mean": _codes(mean, mean_scale, 127).astype(mx.int8),
+        "mean": rounded_codes(mean, mean_scale, 127).astype(mx.int8),
         "mean_scale": mean_scale,
-        "std": _codes(std, std_scale, 255).astype(mx.uint8),
+        "std": rounded_codes(std, std_scale, 255).astype(mx.uint8),
         "std_scale": std_scale,
     }
 
 
 def score(store: Store, constants: Summary, summary: Summary, a: mx.array) -> Score:
     """mu.a + sum_c |a_c| sd_c (UNIQUE): at least mean + one standard deviation of the logits; no bound."""
-    mean = _dots(summary["mean"], a) * _per_group(summary, "mean_scale")
-    return mean + _dots(summary["std"], mx.abs(a)) * _per_group(summary, "std_scale"), None, None
+    mean = all_dots(summary["mean"], a) * per_group(summary, "mean_scale")
+    return mean + all_dots(summary["std"], mx.abs(a)) * per_group(summary, "std_scale"), None, None

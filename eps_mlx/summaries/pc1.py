@@ -5,21 +5,13 @@ import math
 import mlx.core as mx
 
 from eps_core.config.store import Store
-from eps_mlx.summaries.base import (
-    Score,
-    Summary,
-    _direction_codes,
-    _dots,
-    _per_group,
-    _right_singular,
-    logit_slack,
-    up16,
-)
+from eps_mlx.summaries import base
+from eps_mlx.summaries.base import Score, Summary
 
 
 def build(store: Store, constants: Summary, k: mx.array) -> Summary:
     """Top right singular direction of K in int8; lambda = |K u|^2 and the rest, both with the *quantised* u."""
-    codes, scale = _direction_codes(_right_singular(k, 1)[1][..., 0, :])
+    codes, scale = base.direction_codes(base.right_singular(k, 1)[1][..., 0, :])
     unit = (codes * scale[..., None])[..., None, :]
     along = (k * unit).sum(axis=-1, keepdims=True)
     # |K|^2 - |K u|^2 as a sum of squares: the difference would cancel where u explains nearly everything
@@ -27,20 +19,20 @@ def build(store: Store, constants: Summary, k: mx.array) -> Summary:
     return {
         "direction": codes.astype(mx.int8),
         "direction_scale": scale,
-        "lam": up16(mx.sqrt((along * along).sum(axis=(-1, -2)))),
-        "rest": up16(mx.sqrt((across * across).sum(axis=(-1, -2)) + 1e-6 * (k * k).sum(axis=(-1, -2)))),
+        "lam": base.up16(mx.sqrt((along * along).sum(axis=(-1, -2)))),
+        "rest": base.up16(mx.sqrt((across * across).sum(axis=(-1, -2)) + 1e-6 * (k * k).sum(axis=(-1, -2)))),
     }
 
 
 def score(store: Store, constants: Summary, summary: Summary, a: mx.array) -> Score:
     """B = |K u||u.a| + |K - K u uT|_F sqrt(|a|^2 - (u.a)^2) >= |K a|_2 >= every |logit| (product requirements, 1PC)."""
     log_n = math.log(store.S)
-    along = mx.abs(_dots(summary["direction"], a) * _per_group(summary, "direction_scale"))
+    along = mx.abs(base.all_dots(summary["direction"], a) * base.per_group(summary, "direction_scale"))
     energy = (a * a).sum(axis=-1)[..., None]
     across = mx.maximum(energy - along * along, 0)
-    lam, rest = _per_group(summary, "lam"), _per_group(summary, "rest")
+    lam, rest = base.per_group(summary, "lam"), base.per_group(summary, "rest")
     estimate = lam * along + rest * mx.sqrt(across)
     # the difference cancels in float32 where a runs along u: the bound pays for it under the root
     bound = lam * along + rest * mx.sqrt(across + (a.shape[-1] + 32) * 2.0**-22 * energy)
-    slack = logit_slack(a, lam + rest)
+    slack = base.logit_slack(a, lam + rest)
     return estimate, log_n - bound - slack, log_n + bound + slack

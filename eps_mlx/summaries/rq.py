@@ -8,7 +8,7 @@ import numpy as np
 from eps_core.config.store import Store
 from eps_core.summaries.base import LARGEST_ESTIMATE
 from eps_core.summaries.rq import RQ_STEP, SECOND_STEP, hadamard_blocks
-from eps_mlx.summaries.base import Score, Summary, _key_norm, _norm, _per_group, _wide, logit_slack, near16, up16
+from eps_mlx.summaries.base import Score, Summary, key_norm, logit_slack, near16, norms, per_group, up16, widened
 
 # ------------------------------------------------------------------------------------------------------------- rotation
 
@@ -50,7 +50,7 @@ def unpack_codes(packed: mx.array, bits: int, head_dim: int) -> mx.array:
 
 def _levels(codes: mx.array, bits: int) -> mx.array:
     """Codes as the float32 numbers that the scale multiplies."""
-    wide = _wide(codes)
+    wide = widened(codes)
     return 2 * wide - 1 if bits == 1 else wide - (2 ** (bits - 1) - 0.5)
 
 
@@ -68,7 +68,7 @@ def build(store: Store, constants: Summary, k: mx.array) -> Summary:
     (RaBitQ's estimator). centre [Hkv, D] float16. `second_bit` adds to 1-bit codes the bit that makes them 2-bit
     codes, levels sign + second / 2 of +-1, with a scale of its own."""
     head_dim, bits, centre, signs = k.shape[-1], store.bits, constants["centre"], constants["signs"]
-    x = rotate(_tree_sum(k) * (1 / k.shape[-2]) - _wide(centre), signs)
+    x = rotate(_tree_sum(k) * (1 / k.shape[-2]) - widened(centre), signs)
     if bits == 1:
         codes = (x >= 0).astype(mx.uint8)
     else:
@@ -89,12 +89,12 @@ def build(store: Store, constants: Summary, k: mx.array) -> Summary:
             mx.where(product > 0, (x * x).sum(axis=-1) / mx.where(product > 0, product, 1), 0)
         )
     if store.rq_bounds:
-        rounded = levels * _wide(scale)[..., None]
+        rounded = levels * widened(scale)[..., None]
         # distances to mu_hat, measured in rotated space
-        turned = rotate(k - _wide(centre)[..., None, :], signs)
-        summary["error"] = up16(_norm(x - rounded))
-        summary["radius"] = up16(_key_norm(turned - rounded[..., None, :]))
-        summary["norm"] = up16(_key_norm(k))
+        turned = rotate(k - widened(centre)[..., None, :], signs)
+        summary["error"] = up16(norms(x - rounded))
+        summary["radius"] = up16(key_norm(turned - rounded[..., None, :]))
+        summary["norm"] = up16(key_norm(k))
     return summary
 
 
@@ -115,21 +115,21 @@ def _packed_dots(packed: mx.array, bits: int, a: mx.array) -> mx.array:
 
 def score(store: Store, constants: Summary, summary: Summary, a: mx.array) -> Score:
     """log n + c.a + x_hat.(H a), which is log n + mu_hat.a; with a stored radius, `ball` about mu_hat."""
-    offset = (a * _wide(constants["centre"])[:, None, :]).sum(axis=-1)[..., None]
+    offset = (a * widened(constants["centre"])[:, None, :]).sum(axis=-1)[..., None]
     dots = _packed_dots(summary["codes"], store.bits, rotate(a, constants["signs"]))
-    estimate = math.log(store.S) + (offset + dots * _per_group(summary, "scale"))
+    estimate = math.log(store.S) + (offset + dots * per_group(summary, "scale"))
     if not store.rq_bounds:
         return estimate, None, None
-    size, radius = _norm(a)[..., None], _per_group(summary, "radius")
+    size, radius = norms(a)[..., None], per_group(summary, "radius")
     # the centre is added and taken away again, whatever the size of the keys
-    slack = logit_slack(a, _per_group(summary, "norm") + radius + _norm(_wide(constants["centre"]))[:, None, None])
-    return estimate, estimate - size * _per_group(summary, "error") - slack, estimate + size * radius + slack
+    slack = logit_slack(a, per_group(summary, "norm") + radius + norms(widened(constants["centre"]))[:, None, None])
+    return estimate, estimate - size * per_group(summary, "error") - slack, estimate + size * radius + slack
 
 
 def refine(store: Store, constants: Summary, summary: Summary, a: mx.array) -> mx.array:
     """log n + mu_hat.a from two bits a dimension: [B, Hkv, R, C]. An estimate, as of one bit."""
-    offset = (a * _wide(constants["centre"])[:, None, :]).sum(axis=-1)[..., None]
+    offset = (a * widened(constants["centre"])[:, None, :]).sum(axis=-1)[..., None]
     turned = rotate(a, constants["signs"])
     dots = _packed_dots(summary["codes"], 1, turned) + 0.5 * _packed_dots(summary["second"], 1, turned)
-    estimate = math.log(store.S) + offset + dots * _per_group(summary, "second_scale")
+    estimate = math.log(store.S) + offset + dots * per_group(summary, "second_scale")
     return mx.where(mx.isfinite(estimate), estimate, LARGEST_ESTIMATE)
