@@ -84,7 +84,7 @@ def estimates(
     return estimate
 
 
-def select(scores: Scores, where: Where, layer: int) -> Selection | None:
+def select(scores: Scores, where: Where, layer: int = 0) -> Selection | None:
     config, read = where.config, where.config.read
     if read.policy != "topk" or read.scope != "kv-head" or read.head_modes:
         return None
