@@ -14,7 +14,7 @@ from torch.nn.attention.bias import causal_lower_right
 from eps_core.gate.protocol import Scores, Selection
 from eps_core.paging.where import Where
 from eps_cuda.cache import Cache, units_of
-from eps_cuda.kernels.choose import kernels_module
+from eps_cuda.kernels.choose import routed
 from eps_cuda.selection import visit_mask
 
 State = tuple[Tensor, Tensor]
@@ -22,6 +22,7 @@ State = tuple[Tensor, Tensor]
 PIECE_TOKENS = 256  # of a dense read on a CPU, to stay in its cache; changes speed only
 
 
+@routed
 @torch.inference_mode()
 def attend(cache: Cache, layer: int, q: Tensor, where: Where, selection: Selection | None) -> State:
     """(out [B, Hq, D] in q's dtype, lse [B, Hq] float32: natural log of the softmax mass read) of q [B, Hq, D],
@@ -34,9 +35,6 @@ def attend(cache: Cache, layer: int, q: Tensor, where: Where, selection: Selecti
             f"q has {num_heads} heads of {head_dim}: the cache has {kv_heads} kv heads of {cache.spec.head_dim}, and "
             "query heads must be a multiple of them"
         )
-    module = kernels_module(cache.kernels)
-    if module is not None and (state := module.attend(cache, layer, q, where, selection)) is not None:
-        return state
     table, lengths = where.table, where.lengths
     a = q.float().reshape(batch, kv_heads, -1, head_dim) * (1 / math.sqrt(head_dim))
     if selection is None:
@@ -143,6 +141,7 @@ def merge(first: State, second: State) -> State:
     return out.to(out1.dtype), base + torch.log(total)
 
 
+@routed
 @torch.inference_mode()
 def attend_tail(cache: Cache, layer: int, where: Where, scores: Scores, selection: Selection, lse: Tensor) -> State:
     """(out [B, Hq, D] float32, lse [B, Hq]): an estimate of attention over the groups that `selection` left out, to be
@@ -151,11 +150,6 @@ def attend_tail(cache: Cache, layer: int, where: Where, scores: Scores, selectio
     was not; where the tail group is not full, or has no estimate, nothing is added. An estimate, no bound."""
     inner, spec = cache.tail, cache.spec
     assert inner is not None
-    module = kernels_module(cache.kernels)
-    if module is not None:
-        state = module.attend_tail(cache, layer, where, scores, selection, lse)
-        if state is not None:
-            return state
     batch, kv_heads, groups = scores.estimate.shape
     lse = lse.reshape(batch, kv_heads, -1)
     missing = where.missing(inner.state[layer])
@@ -182,13 +176,10 @@ def attend_tail(cache: Cache, layer: int, where: Where, scores: Scores, selectio
     return out.reshape(batch, -1, spec.head_dim), tail.reshape(batch, -1)
 
 
+@routed
 @torch.inference_mode()
 def add_tail(cache: Cache, layer: int, where: Where, scores: Scores, selection: Selection, state: State) -> State:
     """What was read, `state`, merged with `attend_tail`: out [B, Hq, D] in its dtype, lse [B, Hq]."""
-    module = kernels_module(cache.kernels) if cache.kernels == "numba" else None
-    if module is not None:
-        whole: State = module.add_tail(cache, layer, where, scores, selection, state)
-        return whole
     return merge(state, attend_tail(cache, layer, where, scores, selection, state[1]))
 
 

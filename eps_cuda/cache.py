@@ -19,15 +19,12 @@ from eps_core.errors import ConfigError
 from eps_core.load import resolve_kernels
 from eps_core.paging.groups import GroupState, WritePlan
 from eps_core.paging.where import check_units
-from eps_core.summaries.jl import jl_projection
-from eps_core.summaries.rq import CENTRE_TOKENS, rq_signs
+from eps_core.summaries import table
+from eps_core.summaries.rq import CENTRE_TOKENS
 from eps_cuda.device import DTYPES, device_of, empty_pool
 from eps_cuda.kernels.choose import kernels_module, usable_kernels
-from eps_cuda.summaries.base import Summary
-from eps_cuda.summaries.box import build_box
-from eps_cuda.summaries.jl import build_jl
-from eps_cuda.summaries.meanstd import build_meanstd
-from eps_cuda.summaries.table import build_summary
+from eps_cuda.summaries.base import Part, Summary
+from eps_cuda.summaries.table import build_summary, method
 
 
 @dataclass
@@ -42,10 +39,10 @@ class Cache:
     finite: list[Tensor]  # device bool: no NaN or Inf in any K so far
     summaries: list[Summary] = field(default_factory=list)
     state: list[GroupState] = field(default_factory=list)
-    open: list[Summary] = field(default_factory=list)  # box, meanstd: running statistics [slots, Hkv, ..] float32
-    centre: list[Tensor | None] = field(default_factory=list)  # rq: [Hkv, D] float16 once 256 keys were seen
-    early: list[list[Tensor]] = field(default_factory=list)  # rq: the keys until then
-    fixed: list[Summary] = field(default_factory=list)  # jl: phi [Hkv, D, m]; rq: signs [D]
+    open: list[Summary] = field(default_factory=list)  # running statistics of open groups [slots, Hkv, ..]
+    centre: list[Tensor | None] = field(default_factory=list)  # of codes: [Hkv, D] float16 once 256 keys were seen
+    early: list[list[Tensor]] = field(default_factory=list)  # the keys until then
+    fixed: list[Summary] = field(default_factory=list)  # see `eps_core.summaries.table.constants`
     # with bounds: at least the largest |k| and |v| that each kv head ever held, [Hkv] float32
     largest_key: list[Tensor] = field(default_factory=list)
     largest_value: list[Tensor] = field(default_factory=list)
@@ -83,13 +80,17 @@ class Cache:
         self.pending_reads[group_bytes] = number if before is None else before + number
 
     def constants(self, layer: int) -> Summary:
-        """What builders and scorers of this layer need besides keys (see summaries.py)."""
-        if self.store.method != "rq":
+        """What builders and scorers of this layer need besides keys (see summaries/base.py)."""
+        if not self.store.facts.coded:
             return self.fixed[layer]
         centre = self.centre[layer]
         if centre is None:
             centre = torch.zeros((self.spec.num_kv_heads, self.spec.head_dim), dtype=torch.float16, device=self.device)
         return self.fixed[layer] | {"centre": centre}
+
+    def can_encode(self, layer: int) -> bool:
+        """Whether full groups have summaries: codes wait for their centre."""
+        return not self.store.facts.coded or self.centre[layer] is not None
 
 
 @torch.inference_mode()
@@ -130,38 +131,23 @@ def _add_summaries(cache: Cache, place: torch.device) -> None:
         cache.valid = [torch.zeros(groups, dtype=torch.uint8, device=place) for _ in layers]
     cache.centre = [None for _ in layers]
     cache.early = [[] for _ in layers]
-    cache.fixed = [_fixed(spec, store, layer, place) for layer in layers]
-    # one group of zeros tells every summary's names, shapes and dtypes
-    group = torch.zeros((1, spec.num_kv_heads, store.S, spec.head_dim), device=place)
-    fields = build_summary(store, cache.constants(0), group)
-    pool = (spec.num_units, spec.num_kv_heads, store.groups_per_unit)
+    fixed = [table.constants(store, layer, spec.num_kv_heads, spec.head_dim) for layer in layers]
+    cache.fixed = [{name: torch.from_numpy(array).to(place) for name, array in one.items()} for one in fixed]
+    pool, slots = (spec.num_units, spec.num_kv_heads, store.groups_per_unit), (spec.max_open_groups, spec.num_kv_heads)
+    stored, running = table.fields(store, spec.head_dim), table.running(store, spec.head_dim)
     cache.summaries = [
-        {name: empty_pool((*pool, *one.shape[2:]), one.dtype, place).zero_() for name, one in fields.items()}
+        {
+            name: empty_pool((*pool, *one.shape), getattr(torch, one.dtype), place).zero_()
+            for name, one in stored.items()
+        }
         for _ in layers
     ]
-    cache.open = [_empty_statistics(spec, store, place) for _ in layers]
+    cache.open = [
+        {name: torch.zeros((*slots, *one.shape), device=place) for name, one in running.items()} for _ in layers
+    ]
     if store.has_bounds:
         cache.largest_key = [torch.zeros(spec.num_kv_heads, device=place) for _ in layers]
         cache.largest_value = [torch.zeros(spec.num_kv_heads, device=place) for _ in layers]
-
-
-def _fixed(spec: CacheSpec, store: Store, layer: int, device: torch.device) -> Summary:
-    if store.method == "jl":
-        assert store.dim is not None
-        phi = jl_projection(store.seed, layer, spec.num_kv_heads, spec.head_dim, store.dim)
-        return {"phi": torch.from_numpy(phi).to(device)}
-    if store.method == "rq":
-        return {"signs": torch.from_numpy(rq_signs(store.seed, spec.head_dim)).to(device)}
-    return {}
-
-
-def _empty_statistics(spec: CacheSpec, store: Store, device: torch.device) -> Summary:
-    names = {"box": ("min", "max"), "meanstd": ("mean", "m2")}.get(store.method, ())
-    shape = (spec.max_open_groups, spec.num_kv_heads, spec.head_dim)
-    running = {name: torch.zeros(shape, device=device) for name in names}
-    if store.method == "box":
-        running["norm"] = torch.zeros(shape[:2], device=device)
-    return running
 
 
 def span(name: str, cache: Cache) -> AbstractContextManager[Any]:
@@ -244,10 +230,10 @@ def write_kv(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) 
 
 
 def _update_summaries(cache: Cache, layer: int, keys: Tensor, plan: WritePlan) -> None:
-    if cache.store.method == "oracle":
+    if not cache.summaries[layer]:
         return
     has_parts = len(plan.part_groups) > 0
-    if cache.store.method == "rq" and cache.centre[layer] is None:
+    if not cache.can_encode(layer):
         if not _find_centre(cache, layer, keys):
             return
         # the first centre: encode every group that is full by now, also those written long ago
@@ -265,15 +251,15 @@ def _update_summaries(cache: Cache, layer: int, keys: Tensor, plan: WritePlan) -
 
 def _mark_valid(cache: Cache, layer: int, groups: np.ndarray) -> None:
     """Tells kernels which of groups [F] may be read."""
-    if not cache.valid or (cache.store.method == "rq" and cache.centre[layer] is None):
+    if not cache.valid or not cache.can_encode(layer):
         return
     flags = cache.state[layer].valid(groups).astype(np.uint8)
     cache.valid[layer][_on(cache, groups)] = _on(cache, flags)
 
 
 def _find_centre(cache: Cache, layer: int, keys: Tensor) -> bool:
-    """rq's centre is the mean of the first 256 keys this layer ever sees, in the order of the slots argument, taken in
-    float64 on the host: equal in every backend, once in a cache's life."""
+    """The centre of codes is the mean of the first 256 keys this layer ever sees, in the order of the slots argument,
+    taken in float64 on the host: equal in every backend, once in a cache's life."""
     early = cache.early[layer]
     early.append(keys.clone())  # the caller may reuse its buffer
     if sum(len(part) for part in early) < CENTRE_TOKENS:
@@ -287,50 +273,36 @@ def _find_centre(cache: Cache, layer: int, keys: Tensor) -> bool:
 
 
 def _extend(cache: Cache, layer: int, keys: Tensor, plan: WritePlan) -> None:
-    """Some keys of groups that this call does not write whole. jl adds in place, box and meanstd run their statistics
-    beside the pool; the others, and groups that lost their open slot, are read back once they are full."""
-    method = cache.store.method
-    followed = plan.part_open >= 0 if method in ("jl", "box", "meanstd") else np.zeros(len(plan.part_open), bool)
+    """Some keys of groups that this call does not write whole. A method that follows open groups adds them to its
+    statistics, which lie beside the pool or are the summary itself; of the others, and of groups that lost their open
+    slot, the keys are read back once they are full."""
+    store, constants = cache.store, cache.constants(layer)
+    followed = (plan.part_open >= 0) & store.facts.follows
     _seal_stored(cache, layer, plan.part_groups[plan.sealed & ~followed])
     if not followed.any():
         return
-    groups, sealed = plan.part_groups[followed], plan.sealed[followed]
-    tokens, before = plan.part_tokens[followed], plan.part_before[followed]
-    present = _on(cache, tokens >= 0)[:, None, :, None]
-    taken = keys[_on(cache, np.maximum(tokens, 0))].float().transpose(1, 2)  # [R, Hkv, L, D]
-    continues = _on(cache, before > 0)[:, None, None]
-    if method == "jl":
-        gram = build_jl(torch.where(present, taken, 0), cache.fixed[layer]["phi"])["gram"]
+    groups, sealed, tokens = plan.part_groups[followed], plan.sealed[followed], plan.part_tokens[followed]
+    present = tokens >= 0
+    part = Part(
+        keys[_on(cache, np.maximum(tokens, 0))].float().transpose(1, 2),
+        _on(cache, present)[:, None, :, None],
+        _on(cache, present.sum(axis=1).astype(np.float32))[:, None, None],
+        _on(cache, plan.part_before[followed].astype(np.float32))[:, None, None],
+    )
+    beside = cache.open[layer]
+    if not beside:
         units, subs = _places(cache, groups)
-        earlier = cache.summaries[layer]["gram"][units, :, subs]
-        _store(cache, layer, groups, {"gram": gram + torch.where(continues, earlier, 0)})
+        earlier = {name: pool[units, :, subs] for name, pool in cache.summaries[layer].items()}
+        _store(cache, layer, groups, method(store.method).extend(store, constants, earlier, part))
         return
     place = _on(cache, plan.part_open[followed])
-    running = cache.open[layer]
-    if method == "box":
-        low = torch.where(present, taken, torch.inf).amin(dim=2)
-        high = torch.where(present, taken, -torch.inf).amax(dim=2)
-        norm = torch.linalg.vector_norm(torch.where(present, taken, 0), dim=-1).amax(dim=2)
-        running["min"][place] = torch.where(continues, torch.minimum(low, running["min"][place]), low)
-        running["max"][place] = torch.where(continues, torch.maximum(high, running["max"][place]), high)
-        running["norm"][place] = torch.where(continues[..., 0], torch.maximum(norm, running["norm"][place]), norm)
-    else:
-        count = _on(cache, (tokens >= 0).sum(axis=1).astype(np.float32))[:, None, None]
-        mean = torch.where(present, taken, 0).sum(dim=2) / count
-        m2 = (torch.where(present, taken - mean[:, :, None], 0) ** 2).sum(dim=2)
-        # Chan et al. 1979; with nothing before it, the new part stands alone
-        earlier = _on(cache, before.astype(np.float32))[:, None, None]
-        gap = mean - torch.where(continues, running["mean"][place], mean)
-        m2 = m2 + torch.where(continues, running["m2"][place], 0) + gap * gap * (earlier * count / (earlier + count))
-        running["m2"][place] = m2
-        running["mean"][place] = mean - gap * (earlier / (earlier + count))
+    earlier = {name: array[place] for name, array in beside.items()}
+    statistics = method(store.method).extend(store, constants, earlier, part)
+    for name, value in statistics.items():
+        beside[name][place] = value
     if sealed.any():
-        done = place[_on(cache, np.flatnonzero(sealed))]
-        values = {name: statistic[done] for name, statistic in running.items()}
-        if method == "box":
-            summary = build_box(values["min"], values["max"], values["norm"])
-        else:
-            summary = build_meanstd(values["mean"], torch.sqrt(values["m2"] / cache.store.S))
+        done = _on(cache, np.flatnonzero(sealed))
+        summary = method(store.method).seal(store, {name: value[done] for name, value in statistics.items()})
         _store(cache, layer, groups[sealed], summary)
 
 

@@ -37,7 +37,7 @@ def bounds(cache: Cache, layer: int, q: Tensor, where: Where, scores: Scores, se
     lefts = left.sum(dim=-1).cpu().numpy()
     num_left, width = int(lefts.sum()), int(lefts.max())
     slack = logit_slack(a, cache.largest_key[layer][:, None, None])[..., 0]
-    if inner.centre[layer] is None or not width:
+    if not inner.can_encode(layer) or not width:
         upper = torch.where(left, math.inf, -math.inf)[:, :, None].expand(*a.shape[:3], groups)
         return replace(scores, lower=torch.full_like(upper, -math.inf), upper=upper, slack=slack)
     listed = _ascending(left, width).long()

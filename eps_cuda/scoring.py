@@ -1,14 +1,4 @@
-"""Build and score the summaries of all eight methods, float32 in Torch operations.
-
-Builders take keys `k [.., Hkv, S, D]` float32, exactly as attention will read them, and return a dict of stored arrays
-`[.., Hkv, fields]`. Scorers take such a dict gathered as `[B, Hkv, G, ..]` and `a = scale * q` as `[B, Hkv, R, D]`
-float32, and return `(estimate, lower, upper)`, each `[B, Hkv, R, G]` or None, of log A_p, the natural log of the
-group's softmax mass (scaled logits): `estimate` ranks and is no bound, `lower <= log A_p <= upper` for every q. Stored
-scalars are rounded to their safe side, and `slack` pays for float32 arithmetic.
-
-`constants`: what a layer keeps apart from its groups: `phi [Hkv, D, m]` of jl; `signs [D]` and `centre [Hkv, D]` of rq.
-Sources and formulas: see the float64 oracle of the same names; the functions stand in the same order.
-"""
+"""Scores of every group from its summary, and of the best from their second bits: array operations."""
 
 import math
 
@@ -18,11 +8,11 @@ from torch import Tensor
 
 from eps_core.gate.protocol import Scores
 from eps_core.paging.where import Where
+from eps_core.summaries.table import fields
 from eps_cuda.cache import Cache
 from eps_cuda.kernels.choose import kernels_module
-from eps_cuda.summaries.base import Score, _dots, logit_slack
-from eps_cuda.summaries.rq import SECOND_LEVEL, refine_rq
-from eps_cuda.summaries.table import score_summary
+from eps_cuda.summaries.base import Summary, logit_slack
+from eps_cuda.summaries.table import method, score_summary
 
 
 @torch.inference_mode()
@@ -35,7 +25,7 @@ def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores:
         return scores
     batch, _, head_dim = q.shape
     kv_heads = spec.num_kv_heads
-    can_encode = store.method != "rq" or cache.centre[layer] is not None
+    can_encode = cache.can_encode(layer)
     missing = where.missing(cache.state[layer], can_encode)
     num_missing = where.num_missing(cache.state[layer], can_encode)
     groups, inside = where.num_groups, where.inside
@@ -46,23 +36,27 @@ def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores:
         -1
     )
     rows = torch.from_numpy(rows).to(q.device)
-    if store.method == "oracle":
-        parts: Score = _true_masses(cache, layer, a, rows, where.lengths), None, None
-    else:
-        gathered = {
-            name: pool.reshape(spec.num_units * kv_heads, -1)
-            .index_select(0, rows)
-            .reshape(batch, kv_heads, groups, *pool.shape[3:])
-            for name, pool in cache.summaries[layer].items()
-            if name not in SECOND_LEVEL
-        }
-        parts = score_summary(store, cache.constants(layer), gathered, a)
+    stored = fields(store, head_dim)
+    pools = {name: pool for name, pool in cache.summaries[layer].items() if not stored[name].best_only}
+    if store.facts.reads_keys:
+        pools = {"keys": cache.k[layer].unflatten(2, (-1, store.S))}
+    gathered = {
+        name: pool.reshape(spec.num_units * kv_heads, -1)
+        .index_select(0, rows)
+        .reshape(batch, kv_heads, groups, *pool.shape[3:])
+        for name, pool in pools.items()
+    }
+    constants = cache.constants(layer)
+    if store.facts.by_place:
+        length = torch.from_numpy(where.lengths).to(q.device)[:, None, None, None]
+        constants = constants | {"groups": torch.arange(groups, device=q.device), "length": length}
+    parts = score_summary(store, constants, gathered, a)
     # 0: scored, 1: without a summary, 2: past the end
     state = torch.from_numpy(np.where(inside, missing.astype(np.uint8), np.uint8(2))).to(q.device)[:, None, :]
     known, past = state == 0, state == 2
     estimate = torch.where(known, parts[0].amax(dim=2), -math.inf)
     if where.config.read.refine:
-        estimate = _refined(cache, layer, a, estimate, gathered["codes"], where)
+        estimate = _refined(cache, layer, a, estimate, gathered, where)
     estimate = torch.where(known | past, estimate, math.inf)
     if parts[1] is None or parts[2] is None:
         return Scores(estimate, None, None, num_missing, kernels=cache.kernels)
@@ -73,9 +67,9 @@ def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores:
     return Scores(estimate, lower, upper, num_missing, slack, cache.kernels)
 
 
-def _refined(cache: Cache, layer: int, a: Tensor, estimate: Tensor, codes: Tensor, where: Where) -> Tensor:
+def _refined(cache: Cache, layer: int, a: Tensor, estimate: Tensor, first: Summary, where: Where) -> Tensor:
     """`estimate` [B, Hkv, G] (-inf: unknown) with two-bit estimates of each head's best groups, the lower index first
-    among equals; only their second bits are read. codes [B, Hkv, G, bytes] are the first bits of all."""
+    among equals; only their second bits are read. `first` [B, Hkv, G, ..] is what scoring read of all."""
     kv_heads, per_unit = cache.spec.num_kv_heads, cache.store.groups_per_unit
     device, counts = estimate.device, where.refined
     most = int(counts.max())
@@ -83,26 +77,16 @@ def _refined(cache: Cache, layer: int, a: Tensor, estimate: Tensor, codes: Tenso
     best = estimate.sort(dim=-1, descending=True, stable=True).indices[..., :most]
     units = torch.from_numpy(np.maximum(where.table, 0).astype(np.int64)).to(device)[:, None].expand(-1, kv_heads, -1)
     heads = torch.arange(kv_heads, device=device)[None, :, None]
+    index = torch.arange(len(estimate), device=device)[:, None, None]
     rows = (units.gather(-1, best // per_unit) * kv_heads + heads) * per_unit + best % per_unit
-    summary = {"codes": codes.gather(2, best[..., None].expand(-1, -1, -1, codes.shape[-1]))}
-    for name in SECOND_LEVEL:
+    summary = {name: array[index, heads, best] for name, array in first.items()}
+    for name in cache.summaries[layer].keys() - first.keys():
         pool = cache.summaries[layer][name]
         summary[name] = (
             pool.reshape(-1, *pool.shape[3:]).index_select(0, rows.reshape(-1)).reshape(*rows.shape, *pool.shape[3:])
         )
-    finer = refine_rq(summary, a, cache.store.S, cache.constants(layer)).amax(dim=2)
+    finer = method(cache.store.method).refine(cache.store, cache.constants(layer), summary, a).amax(dim=2)
     coarse = estimate.gather(-1, best)
     wanted = torch.from_numpy(np.arange(most) < counts[:, None]).to(device)[:, None]
     finer = torch.where(wanted & (coarse > -math.inf), finer, coarse)
     return estimate.scatter(-1, best, finer)
-
-
-def _true_masses(cache: Cache, layer: int, a: Tensor, rows: Tensor, lengths: np.ndarray) -> Tensor:
-    """True log masses [B, Hkv, R, G], by reading all of K: what a perfect summary would say (evaluation only)."""
-    batch, kv_heads, _, head_dim = a.shape
-    flat = cache.k[layer].reshape(-1, cache.store.unit_tokens * head_dim)
-    keys = flat.index_select(0, rows).reshape(batch, kv_heads, -1, head_dim)
-    logits = _dots(keys, a)
-    written = torch.from_numpy(np.arange(logits.shape[-1]) < lengths[:, None]).to(a.device)[:, None, None, :]
-    tiles = torch.where(written, logits, -math.inf).unflatten(-1, (-1, cache.store.S))
-    return torch.logsumexp(tiles, dim=-1)

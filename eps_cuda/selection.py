@@ -14,7 +14,7 @@ from torch import Tensor
 from eps_core.config.eps import EpsConfig
 from eps_core.gate.protocol import Scores, Selection
 from eps_core.paging.where import Where
-from eps_cuda.kernels.choose import kernels_module
+from eps_cuda.kernels.choose import kernels_module, routed
 
 THRESHOLD_ROWS = 256  # groups that one pass of `select_threshold` compares with all others; changes memory only
 
@@ -73,14 +73,12 @@ def _log_total(estimate: Tensor) -> Tensor:
     return torch.logsumexp(torch.where(torch.isfinite(estimate), estimate, -math.inf), dim=-1, keepdim=True)
 
 
+@routed
 @torch.inference_mode()
 def select(scores: Scores, where: Where, layer: int = 0) -> Selection:
     """The configured policy over every (sequence, kv head); scope union gives all heads the union of their groups.
     `layer` says which head modes apply, where the config has any."""
     config = where.config
-    module = kernels_module(scores.kernels)
-    if module is not None and (selection := module.select(scores, where, layer)) is not None:
-        return selection
     estimate = scores.estimate
     _, _, groups = estimate.shape
     device = estimate.device
@@ -115,8 +113,9 @@ def select(scores: Scores, where: Where, layer: int = 0) -> Selection:
         wanted = visit.sum(dim=-1, dtype=torch.int32)
         visit, uniform = visit.any(dim=1, keepdim=True).expand(visit.shape), None
     width = groups if uniform is None else max(int(uniform.max()), 1)
-    if module is not None and scores.kernels == "triton":
-        listed, counts = module.listing(visit, width)
+    listing = getattr(kernels_module(scores.kernels), "listing", None)
+    if listing is not None:
+        listed, counts = listing(visit, width)
         return Selection(listed, counts, uniform, num_forced, wanted, visit)
     counts = visit.sum(dim=-1, dtype=torch.int32)
     return Selection(_ascending(visit, width), counts, uniform, num_forced, wanted)
@@ -140,16 +139,11 @@ def visit_mask(selection: Selection, num_groups: int) -> Tensor:
     return visit.scatter_(-1, torch.where(groups < 0, num_groups, groups), True)[..., :num_groups]
 
 
+@routed
 @torch.inference_mode()
 def skipped_mass(scores: Scores, selection: Selection) -> Tensor:
     """Estimated share of the softmax left unread [B, Hkv]: an estimate, no bound. Groups without an estimate, which
     are always visited, are left out of both sides."""
-    if scores.kernels == "numba":
-        module = kernels_module(scores.kernels)
-        assert module is not None
-        share = module.skipped_mass(scores, selection)
-        if share is not None:
-            return share
     estimate = torch.where(torch.isfinite(scores.estimate), scores.estimate, -math.inf)
     largest = estimate.amax(dim=-1, keepdim=True).clamp(min=-3e38)
     mass = torch.exp(estimate - largest)

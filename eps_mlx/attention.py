@@ -12,7 +12,7 @@ import numpy as np
 from eps_core.gate.protocol import Scores, Selection
 from eps_core.paging.where import Where
 from eps_mlx.cache import Cache
-from eps_mlx.kernels.choose import kernels_module
+from eps_mlx.kernels.choose import routed
 from eps_mlx.selection import visit_mask
 
 State = tuple[mx.array, mx.array]
@@ -21,6 +21,7 @@ State = tuple[mx.array, mx.array]
 CPU_PIECE_TOKENS = 1024
 
 
+@routed
 def attend(cache: Cache, layer: int, q: mx.array, where: Where, selection: Selection | None) -> State:
     """(out [B, Hq, D] in q's dtype, lse [B, Hq] float32: natural log of the softmax mass read) of q [B, Hq, D]
     unscaled, over the selected groups of each sequence, or over all of its tokens where `selection` is None. A
@@ -32,9 +33,6 @@ def attend(cache: Cache, layer: int, q: mx.array, where: Where, selection: Selec
             f"q has {num_heads} heads of {head_dim}: the cache has {kv_heads} kv heads of {cache.spec.head_dim}, and "
             "query heads must be a multiple of them"
         )
-    module = kernels_module(cache.kernels)
-    if module is not None and (state := module.attend(cache, layer, q, where, selection)) is not None:
-        return state
     table, lengths = where.table, where.lengths
     with mx.stream(cache.stream):
         a = q.astype(mx.float32).reshape(batch, kv_heads, -1, head_dim) * (1 / math.sqrt(head_dim))
@@ -163,6 +161,7 @@ def merge(first: State, second: State) -> State:
     return out.astype(out1.dtype), base + mx.log(total)
 
 
+@routed
 def attend_tail(
     cache: Cache,
     layer: int,
@@ -177,11 +176,6 @@ def attend_tail(
     was not; where the tail group is not full, or has no estimate, nothing is added. An estimate, no bound."""
     inner, spec = cache.tail, cache.spec
     assert inner is not None
-    module = kernels_module(cache.kernels)
-    if module is not None:
-        state = module.attend_tail(cache, layer, where, scores, selection, lse)
-        if state is not None:
-            return state
     batch, kv_heads, groups = scores.estimate.shape
     missing = where.missing(inner.state[layer])
     usable = ~missing & (np.arange(missing.shape[1]) < -(-where.lengths // inner.store.S)[:, None])
@@ -209,12 +203,9 @@ def attend_tail(
         return out.reshape(batch, -1, spec.head_dim), tail.reshape(batch, -1)
 
 
+@routed
 def add_tail(cache: Cache, layer: int, where: Where, scores: Scores, selection: Selection, state: State) -> State:
     """What was read, `state`, merged with `attend_tail`: out [B, Hq, D] in its dtype, lse [B, Hq]."""
-    module = kernels_module(cache.kernels) if cache.kernels == "numba" else None
-    if module is not None:
-        whole: State = module.add_tail(cache, layer, where, scores, selection, state)
-        return whole
     return merge(state, attend_tail(cache, layer, where, scores, selection, state[1]))
 
 

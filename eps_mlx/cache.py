@@ -19,15 +19,12 @@ from eps_core.errors import ConfigError
 from eps_core.load import resolve_kernels
 from eps_core.paging.groups import GroupState, WritePlan
 from eps_core.paging.where import check_units
-from eps_core.summaries.jl import jl_projection
-from eps_core.summaries.rq import CENTRE_TOKENS, rq_signs
+from eps_core.summaries import table
+from eps_core.summaries.rq import CENTRE_TOKENS
 from eps_mlx.device import DTYPES, device_of, devices
 from eps_mlx.kernels.choose import kernels_module, usable_kernels
-from eps_mlx.summaries.base import Summary
-from eps_mlx.summaries.box import build_box
-from eps_mlx.summaries.jl import build_jl
-from eps_mlx.summaries.meanstd import build_meanstd
-from eps_mlx.summaries.table import build_summary
+from eps_mlx.summaries.base import Part, Summary
+from eps_mlx.summaries.table import build_summary, method
 
 
 @dataclass
@@ -42,10 +39,10 @@ class Cache:
     finite: list[mx.array]  # device bool: no NaN or Inf in any K so far
     summaries: list[Summary] = field(default_factory=list)
     state: list[GroupState] = field(default_factory=list)
-    open: list[Summary] = field(default_factory=list)  # box, meanstd: running statistics [slots, Hkv, ..] float32
-    centre: list[mx.array | None] = field(default_factory=list)  # rq: [Hkv, D] float16 once 256 keys were seen
-    early: list[list[mx.array]] = field(default_factory=list)  # rq: the keys until then
-    fixed: list[Summary] = field(default_factory=list)  # jl: phi [Hkv, D, m]; rq: signs [D]
+    open: list[Summary] = field(default_factory=list)  # running statistics of open groups [slots, Hkv, ..]
+    centre: list[mx.array | None] = field(default_factory=list)  # of codes: [Hkv, D] float16 once 256 keys were seen
+    early: list[list[mx.array]] = field(default_factory=list)  # the keys until then
+    fixed: list[Summary] = field(default_factory=list)  # see `eps_core.summaries.table.constants`
     # with bounds: at least the largest |k| and |v| that each kv head ever held, [Hkv] float32
     largest_key: list[mx.array] = field(default_factory=list)
     largest_value: list[mx.array] = field(default_factory=list)
@@ -86,12 +83,17 @@ class Cache:
         return device_of(self.device)
 
     def constants(self, layer: int) -> Summary:
-        """What builders and scorers of this layer need besides keys (see summaries.py)."""
-        centre = self.centre[layer]
-        if self.store.method != "rq":
+        """What builders and scorers of this layer need besides keys (see summaries/base.py)."""
+        if not self.store.facts.coded:
             return self.fixed[layer]
-        shape = (self.spec.num_kv_heads, self.spec.head_dim)
-        return self.fixed[layer] | {"centre": mx.zeros(shape, mx.float16) if centre is None else centre}
+        centre = self.centre[layer]
+        if centre is None:
+            centre = mx.zeros((self.spec.num_kv_heads, self.spec.head_dim), mx.float16)
+        return self.fixed[layer] | {"centre": centre}
+
+    def can_encode(self, layer: int) -> bool:
+        """Whether full groups have summaries: codes wait for their centre."""
+        return not self.store.facts.coded or self.centre[layer] is not None
 
 
 def new_cache(spec: CacheSpec, store: Store, device: str = "auto", kernels: str = "auto") -> Cache:
@@ -133,38 +135,17 @@ def _add_summaries(cache: Cache) -> None:
         cache.valid = [mx.zeros(spec.num_units * store.groups_per_unit, mx.uint8) for _ in layers]
     cache.centre = [None for _ in layers]
     cache.early = [[] for _ in layers]
-    cache.fixed = [_fixed(spec, store, layer) for layer in layers]
-    # one group of zeros tells every summary's names, shapes and dtypes
-    group = mx.zeros((1, spec.num_kv_heads, store.S, spec.head_dim))
-    fields = build_summary(store, cache.constants(0), group)
-    pool = (spec.num_units, spec.num_kv_heads, store.groups_per_unit)
+    fixed = [table.constants(store, layer, spec.num_kv_heads, spec.head_dim) for layer in layers]
+    cache.fixed = [{name: mx.array(array) for name, array in one.items()} for one in fixed]
+    pool, slots = (spec.num_units, spec.num_kv_heads, store.groups_per_unit), (spec.max_open_groups, spec.num_kv_heads)
+    stored, running = table.fields(store, spec.head_dim), table.running(store, spec.head_dim)
     cache.summaries = [
-        {name: mx.zeros((*pool, *one.shape[2:]), one.dtype) for name, one in fields.items()} for _ in layers
+        {name: mx.zeros((*pool, *one.shape), getattr(mx, one.dtype)) for name, one in stored.items()} for _ in layers
     ]
-    cache.open = [_empty_statistics(spec, store) for _ in layers]
+    cache.open = [{name: mx.zeros((*slots, *one.shape)) for name, one in running.items()} for _ in layers]
     if store.has_bounds:
         cache.largest_key = [mx.zeros(spec.num_kv_heads) for _ in layers]
         cache.largest_value = [mx.zeros(spec.num_kv_heads) for _ in layers]
-
-
-def _fixed(spec: CacheSpec, store: Store, layer: int) -> Summary:
-    if store.method == "jl":
-        assert store.dim is not None
-        return {"phi": mx.array(jl_projection(store.seed, layer, spec.num_kv_heads, spec.head_dim, store.dim))}
-    return {"signs": mx.array(rq_signs(store.seed, spec.head_dim))} if store.method == "rq" else {}
-
-
-def _empty_statistics(spec: CacheSpec, store: Store) -> Summary:
-    lead = (spec.max_open_groups, spec.num_kv_heads)
-    if store.method == "box":
-        return {
-            "min": mx.zeros((*lead, spec.head_dim)),
-            "max": mx.zeros((*lead, spec.head_dim)),
-            "norm": mx.zeros(lead),
-        }
-    if store.method == "meanstd":
-        return {"mean": mx.zeros((*lead, spec.head_dim)), "m2": mx.zeros((*lead, spec.head_dim))}
-    return {}
 
 
 def evaluate(cache: Cache, *others: mx.array) -> None:
@@ -259,10 +240,10 @@ def write_kv(cache: Cache, layer: int, k: mx.array, v: mx.array, slots: np.ndarr
 
 
 def _update_summaries(cache: Cache, layer: int, keys: mx.array, plan: WritePlan) -> None:
-    if cache.store.method == "oracle":
+    if not cache.summaries[layer]:
         return
     full, parts = np.asarray(plan.full_groups, np.int64), np.asarray(plan.part_groups, np.int64)
-    if cache.store.method == "rq" and cache.centre[layer] is None:
+    if not cache.can_encode(layer):
         if not _find_centre(cache, layer, keys):
             return
         # the first centre: encode every group that is full by now, also those written long ago
@@ -280,15 +261,15 @@ def _update_summaries(cache: Cache, layer: int, keys: mx.array, plan: WritePlan)
 
 def _mark_valid(cache: Cache, layer: int, groups: np.ndarray) -> None:
     """Tells kernels which of groups [F] may be read."""
-    if not cache.valid or (cache.store.method == "rq" and cache.centre[layer] is None):
+    if not cache.valid or not cache.can_encode(layer):
         return
     flags = cache.state[layer].valid(groups).astype(np.uint8)
     cache.valid[layer][mx.array(groups.astype(np.int32))] = mx.array(flags)
 
 
 def _find_centre(cache: Cache, layer: int, keys: mx.array) -> bool:
-    """rq's centre is the mean of the first 256 keys this layer ever sees, in the order of the slots argument, taken in
-    float64 on the host: equal in every backend, once in a cache's life."""
+    """The centre of codes is the mean of the first 256 keys this layer ever sees, in the order of the slots argument,
+    taken in float64 on the host: equal in every backend, once in a cache's life."""
     early = cache.early[layer]
     early.append(keys)
     if sum(len(part) for part in early) < CENTRE_TOKENS:
@@ -301,52 +282,37 @@ def _find_centre(cache: Cache, layer: int, keys: mx.array) -> bool:
 
 
 def _extend(cache: Cache, layer: int, keys: mx.array, plan: WritePlan) -> None:
-    """Some keys of groups that this call does not write whole. jl adds in place, box and meanstd run their statistics
-    beside the pool; the others, and groups that lost their open slot, are read back once they are full."""
-    method = cache.store.method
-    groups, sealed = np.asarray(plan.part_groups, np.int64), np.asarray(plan.sealed, bool)
-    tokens, before, slots = np.asarray(plan.part_tokens), np.asarray(plan.part_before), np.asarray(plan.part_open)
-    followed = slots >= 0 if method in ("jl", "box", "meanstd") else np.zeros(len(slots), bool)
-    _seal_stored(cache, layer, groups[sealed & ~followed])
+    """Some keys of groups that this call does not write whole. A method that follows open groups adds them to its
+    statistics, which lie beside the pool or are the summary itself; of the others, and of groups that lost their open
+    slot, the keys are read back once they are full."""
+    store, constants = cache.store, cache.constants(layer)
+    followed = (plan.part_open >= 0) & store.facts.follows
+    _seal_stored(cache, layer, plan.part_groups[plan.sealed & ~followed])
     if not followed.any():
         return
-    groups, sealed, tokens, before = groups[followed], sealed[followed], tokens[followed], before[followed]
-    present = mx.array(tokens >= 0)[:, None, :, None]
-    taken = mx.take(keys, mx.array(np.maximum(tokens, 0).astype(np.int32)), axis=0).astype(mx.float32)
-    taken = taken.swapaxes(1, 2)  # [R, Hkv, Lr, D]
-    continues = mx.array(before > 0)[:, None, None]
-    if method == "jl":
-        gram = build_jl(mx.where(present, taken, 0), cache.fixed[layer]["phi"])["gram"]
+    groups, sealed, tokens = plan.part_groups[followed], plan.sealed[followed], plan.part_tokens[followed]
+    present = tokens >= 0
+    taken = mx.take(keys, mx.array(np.maximum(tokens, 0).astype(np.int32)), axis=0)
+    part = Part(
+        taken.astype(mx.float32).swapaxes(1, 2),
+        mx.array(present)[:, None, :, None],
+        mx.array(present.sum(axis=1).astype(np.float32))[:, None, None],
+        mx.array(plan.part_before[followed].astype(np.float32))[:, None, None],
+    )
+    beside = cache.open[layer]
+    if not beside:
         units, subs = _places(cache, groups)
-        earlier = cache.summaries[layer]["gram"][units, :, subs]
-        _store(cache, layer, groups, {"gram": gram + mx.where(continues, earlier, 0)})
+        earlier = {name: pool[units, :, subs] for name, pool in cache.summaries[layer].items()}
+        _store(cache, layer, groups, method(store.method).extend(store, constants, earlier, part))
         return
-    place = mx.array(slots[followed].astype(np.int32))
-    running = cache.open[layer]
-    if method == "box":
-        low = mx.where(present, taken, mx.inf).min(axis=2)
-        high = mx.where(present, taken, -mx.inf).max(axis=2)
-        norm = mx.sqrt((mx.where(present, taken, 0) ** 2).sum(axis=-1)).max(axis=2)
-        running["min"][place] = mx.where(continues, mx.minimum(low, running["min"][place]), low)
-        running["max"][place] = mx.where(continues, mx.maximum(high, running["max"][place]), high)
-        running["norm"][place] = mx.where(continues[..., 0], mx.maximum(norm, running["norm"][place]), norm)
-    else:
-        count = mx.array((tokens >= 0).sum(axis=1).astype(np.float32))[:, None, None]
-        mean = mx.where(present, taken, 0).sum(axis=2) / count
-        m2 = (mx.where(present, taken - mean[:, :, None], 0) ** 2).sum(axis=2)
-        # Chan et al. 1979; with nothing before it, the new part stands alone
-        earlier = mx.array(before.astype(np.float32))[:, None, None]
-        gap = mean - mx.where(continues, running["mean"][place], mean)
-        m2 = m2 + mx.where(continues, running["m2"][place], 0) + gap * gap * (earlier * count / (earlier + count))
-        running["m2"][place] = m2
-        running["mean"][place] = mean - gap * (earlier / (earlier + count))
+    place = mx.array(plan.part_open[followed].astype(np.int32))
+    earlier = {name: array[place] for name, array in beside.items()}
+    statistics = method(store.method).extend(store, constants, earlier, part)
+    for name, value in statistics.items():
+        beside[name][place] = value
     if sealed.any():
-        done = place[mx.array(np.flatnonzero(sealed).astype(np.int32))]
-        values = {name: statistic[done] for name, statistic in running.items()}
-        if method == "box":
-            summary = build_box(values["min"], values["max"], values["norm"])
-        else:
-            summary = build_meanstd(values["mean"], mx.sqrt(values["m2"] / cache.store.S))
+        done = mx.array(np.flatnonzero(sealed).astype(np.int32))
+        summary = method(store.method).seal(store, {name: value[done] for name, value in statistics.items()})
         _store(cache, layer, groups[sealed], summary)
 
 

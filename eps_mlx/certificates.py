@@ -38,7 +38,7 @@ def bounds(cache: Cache, layer: int, q: mx.array, where: Where, scores: Scores, 
         lefts = np.array(left.sum(axis=-1))
         num_left, width = int(lefts.sum()), int(lefts.max())
         slack = logit_slack(a, cache.largest_key[layer][:, None, None])[..., 0]
-        if inner.centre[layer] is None or not width:
+        if not inner.can_encode(layer) or not width:
             upper = mx.broadcast_to(mx.where(left, math.inf, -math.inf)[:, :, None], (*a.shape[:3], groups))
             return replace(scores, lower=mx.full(upper.shape, -math.inf), upper=upper, slack=slack)
         listed = _ascending(left, width)

@@ -13,7 +13,7 @@ import numpy as np
 from eps_core.config.eps import EpsConfig
 from eps_core.gate.protocol import Scores, Selection
 from eps_core.paging.where import Where
-from eps_mlx.kernels.choose import kernels_module
+from eps_mlx.kernels.choose import kernels_module, routed
 
 THRESHOLD_ROWS = 256  # groups that one pass of `select_threshold` compares with all others; changes memory only
 
@@ -76,14 +76,12 @@ def _log_total(estimate: mx.array) -> mx.array:
     return largest + mx.log(mx.exp(known - largest).sum(axis=-1, keepdims=True))
 
 
+@routed
 def select(scores: Scores, where: Where, layer: int = 0) -> Selection:
     """The configured policy over every (sequence, kv head); scope union gives all heads the union of their groups.
     `layer` says which head modes apply, where the config has any. Runs on the current default device: `scores` are its
     arrays."""
     config = where.config
-    module = kernels_module(scores.kernels)
-    if module is not None and (selection := module.select(scores, where, layer)) is not None:
-        return selection
     estimate = scores.estimate
     groups = estimate.shape[-1]
     num_forced = where.num_forced + np.asarray(scores.num_missing, np.int64)
@@ -117,8 +115,9 @@ def select(scores: Scores, where: Where, layer: int = 0) -> Selection:
         wanted = visit.sum(axis=-1).astype(mx.int32)
         visit, uniform = mx.broadcast_to(visit.any(axis=1, keepdims=True), visit.shape), None
     width = groups if uniform is None else max(int(uniform.max()), 1)
-    if module is not None and scores.kernels == "metal":
-        listed, counts = module.listing(visit, width)
+    listing = getattr(kernels_module(scores.kernels), "listing", None)
+    if listing is not None:
+        listed, counts = listing(visit, width)
         return Selection(listed, counts, uniform, num_forced, wanted, visit)
     counts = visit.sum(axis=-1).astype(mx.int32)
     return Selection(_ascending(visit, width), counts, uniform, num_forced, wanted)
@@ -143,15 +142,10 @@ def visit_mask(selection: Selection, num_groups: int) -> mx.array:
     return mx.put_along_axis(visit, listed, mx.array(True), axis=-1)[..., :num_groups]
 
 
+@routed
 def skipped_mass(scores: Scores, selection: Selection) -> mx.array:
     """Estimated share of the softmax left unread [B, Hkv]: an estimate, no bound. Groups without an estimate, which
     are always visited, are left out of both sides."""
-    if scores.kernels == "numba":
-        module = kernels_module(scores.kernels)
-        assert module is not None
-        share = module.skipped_mass(scores, selection)
-        if share is not None:
-            return share
     estimate = mx.where(mx.isfinite(scores.estimate), scores.estimate, -math.inf)
     left = _log_total(mx.where(visit_mask(selection, estimate.shape[-1]), -math.inf, estimate))
     return mx.where(left > -math.inf, mx.exp(left - _log_total(estimate)), 0)[..., 0]

@@ -9,72 +9,68 @@ import argparse
 import json
 import os
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 
 from eps_core.config.eps import EpsConfig
-from eps_core.decode.forward import load_decoder
-from eps_core.decode.model import load_tokenizer, read_spec
-from eps_core.evaluation.curves import bytes_at_kl
-from eps_core.evaluation.runner import Runner
+from eps_core.decode.session import Session
+from eps_core.evaluation.curves import bytes_at_kl, text_document
+from eps_core.evaluation.runner import run_document
 from eps_core.load import load_backend
-from eps_core.tasks.needle import corpus, filler
 from eps_core.telemetry.files import provenance, replacing
-from eps_core.telemetry.steps import kl_divergence
 from eps_core.telemetry.terminal import Progress
 
-DEMO = Path(__file__).parent.parent / "eps_core" / "demo_model"
 DEFAULT = EpsConfig.of(method="rq")
 TAUS = tuple({"policy": "share", "tau": tau} for tau in (1e-2, 4e-3, 2e-3, 1e-3, 5e-4, 2.5e-4))
 BUDGETS = tuple({"budget": budget} for budget in (0.015, 0.022, 0.03, 0.05, 0.08, 0.12))
 MASSES = tuple({"policy": "mass", "epsilon": epsilon} for epsilon in (0.6, 0.4, 0.3, 0.2, 0.1))
 WIDER = tuple({"budget": budget} for budget in (0.05, 0.08, 0.12, 0.18, 0.26))
-FIRST = replace(DEFAULT, refine=0.0, tail_tokens=0, first_tokens=16, last_tokens=128)
+FIRST = DEFAULT.replace(refine=0.0, tail_tokens=0, first_tokens=16, last_tokens=128)
 # (what, the configuration, the settings of its curve)
 ARMS = (
     ("default", DEFAULT, BUDGETS),
     ("policy share", DEFAULT, TAUS),
     ("policy mass", DEFAULT, MASSES),
-    ("scope union", replace(DEFAULT, scope="union"), BUDGETS),
-    ("no second bit", replace(DEFAULT, refine=0.0), BUDGETS),
-    ("second bit of 1/16", replace(DEFAULT, refine=0.0625), BUDGETS),
-    ("second bit of 1/4", replace(DEFAULT, refine=0.25), BUDGETS),
-    ("2 bits of all", replace(DEFAULT, refine=0.0, bits=2), BUDGETS),
-    ("4 bits of all", replace(DEFAULT, refine=0.0, bits=4), BUDGETS),
-    ("groups of 1", replace(DEFAULT, group_tokens=1), BUDGETS),
-    ("groups of 4", replace(DEFAULT, group_tokens=4), BUDGETS),
-    ("tail dropped", replace(DEFAULT, tail_tokens=0), BUDGETS),
-    ("tail of 16", replace(DEFAULT, tail_tokens=16), BUDGETS),
-    ("tail of 128", replace(DEFAULT, tail_tokens=128), BUDGETS),
-    ("guards 16 + 128", replace(DEFAULT, first_tokens=16, last_tokens=128), WIDER),
-    ("guards 4 + 8", replace(DEFAULT, last_tokens=8), BUDGETS),
+    ("scope union", DEFAULT.replace(scope="union"), BUDGETS),
+    ("no second bit", DEFAULT.replace(refine=0.0), BUDGETS),
+    ("second bit of 1/16", DEFAULT.replace(refine=0.0625), BUDGETS),
+    ("second bit of 1/4", DEFAULT.replace(refine=0.25), BUDGETS),
+    ("2 bits of all", DEFAULT.replace(refine=0.0, bits=2), BUDGETS),
+    ("4 bits of all", DEFAULT.replace(refine=0.0, bits=4), BUDGETS),
+    ("groups of 1", DEFAULT.replace(group_tokens=1), BUDGETS),
+    ("groups of 4", DEFAULT.replace(group_tokens=4), BUDGETS),
+    ("tail dropped", DEFAULT.replace(tail_tokens=0), BUDGETS),
+    ("tail of 16", DEFAULT.replace(tail_tokens=16), BUDGETS),
+    ("tail of 128", DEFAULT.replace(tail_tokens=128), BUDGETS),
+    ("guards 16 + 128", DEFAULT.replace(first_tokens=16, last_tokens=128), WIDER),
+    ("guards 4 + 8", DEFAULT.replace(last_tokens=8), BUDGETS),
     ("1 bit, guards 16 + 128, no tail", FIRST, WIDER),
     ("box, 16", EpsConfig.of(method="box"), WIDER),
     ("box, 16, tail", EpsConfig.of(method="box", tail_tokens=64), WIDER),
 )
 
 
-def one_text(context: int, steps: int, backend_name: str, index: int) -> list[list[tuple[list[float], int, int]]]:
+@cache
+def _session(backend: str) -> Session:
+    return Session.open(None, backend, "cpu", "float32", "bfloat16")
+
+
+def one_text(context: int, steps: int, backend: str, index: int) -> list[list[tuple[list[float], int, int]]]:
     """Of every arm and setting: divergences [steps], bytes read, dense bytes along one text."""
-    backend, spec, tokenizer = load_backend(backend_name), read_spec(DEMO), load_tokenizer(DEMO)
-    runner = Runner(backend, load_decoder(backend, DEMO, spec, "float32", "cpu"), "cpu")
-    window = filler(corpus(held_out=True), context + steps, np.random.default_rng([0, 1, index])).decode("ascii")
-    tokens = tokenizer.encode(window).ids[: context + steps]
-    cache, table, prompt = runner.prefill(tokens[:context], steps)
-    _, dense, _, _, _ = runner.decode(cache, table, prompt, tokens[context:], steps, prompt.logits)
-    found = []
-    for _, config, settings in ARMS:
-        cache, table = runner.arm(prompt, config, steps)
-        rows = []
-        for setting in settings:
-            cache.config = config.replace(**setting)
-            cache, got, _, read, full = runner.decode(cache, table, prompt, tokens[context:], steps, prompt.logits)
-            rows.append((kl_divergence(dense, got).tolist(), read, full))
-        found.append(rows)
-    return found
+    session = _session(backend)
+    arms = {
+        (arm, i): config.replace(**setting)
+        for arm, (_, config, settings) in enumerate(ARMS)
+        for i, setting in enumerate(settings)
+    }
+    found = run_document(session, text_document(session, context, steps, 0, index), arms)
+    return [
+        [(found[arm, i].kl[:, 0].tolist(), *found[arm, i].bytes_read()) for i in range(len(settings))]
+        for arm, (_, _, settings) in enumerate(ARMS)
+    ]
 
 
 def main() -> None:

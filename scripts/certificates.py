@@ -18,8 +18,8 @@ import numpy as np
 
 from eps_core.config.bytes import summary_group_bytes
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
 from eps_core.evaluation.capture import Capture, open_capture
+from eps_core.evaluation.hard_cases import fill
 from eps_core.evaluation.merits import CERTIFIED_LEVELS, certified_skip, truth_of
 from eps_core.evaluation.replay import combine, replay_many
 from eps_core.gate.protocol import Backend
@@ -59,14 +59,13 @@ def uppers(capture: Capture, backend: Backend, config: EpsConfig, layer: int, st
     """Upper bounds of log mass [Hkv, R, T] of every key, from codes of single keys."""
     q, k, v = capture.layer(layer)
     length = int(capture.lengths[step])
-    units = -(-length // config.store.unit_tokens)
-    spec = CacheSpec(1, k.shape[1], k.shape[2], units, capture.info.kv_dtype)
-    cache = backend.new_cache(spec, config.store, "cpu")
-    keys, values = (backend.from_numpy(np.ascontiguousarray(x[:length]), spec.dtype, "cpu") for x in (k, v))
-    cache = backend.write_kv(cache, 0, keys, values, np.arange(length))
-    table = np.arange(units, dtype=np.int32)[None]
+    filled = fill(backend, "cpu", config, capture.info.kv_dtype, k[:length], v[:length])
+    table = np.arange(-(-length // config.store.unit_tokens), dtype=np.int32)[None]
     scores = backend.score(
-        cache, 0, backend.from_numpy(q[step][None], "float32", "cpu"), Where.of(config, table, np.array([length]))
+        filled.cache,
+        0,
+        backend.from_numpy(q[step][None], "float32", "cpu"),
+        Where.of(config, table, np.array([length])),
     )
     return backend.to_numpy(scores.upper)[0][..., :length].astype(np.float64)
 

@@ -21,6 +21,7 @@ from multiprocessing import get_context
 import numpy as np
 
 from eps_core.config.eps import EpsConfig
+from eps_core.decode.session import Session
 from eps_core.evaluation.bounds import (
     BOUNDED_ARMS,
     CACHE_DTYPES,
@@ -32,7 +33,7 @@ from eps_core.evaluation.bounds import (
     run_capture,
     run_gate,
 )
-from eps_core.evaluation.capture import open_text_model, record
+from eps_core.evaluation.capture import first_tokens, record
 from eps_core.load import BACKENDS, load_backend
 from eps_core.telemetry.files import provenance
 from eps_core.telemetry.terminal import Progress
@@ -40,7 +41,7 @@ from eps_core.telemetry.terminal import Progress
 GROUP_TOKENS = (1, 128, 2, 64, 4, 32, 8, 16, 3, 5)
 HEAD_DIMS = (16, 20, 64, 80, 128)
 CONTEXT_TOKENS, STEPS = 2048, 8
-KINDS = ("bounds", "share", "error", "strict")
+KINDS = ("bounds", "share", "error", "strict", "layer")
 Target = tuple[str, str]  # backend, device
 Layers = dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]
 
@@ -49,8 +50,9 @@ _captured: Layers = {}  # of a worker process
 
 def capture(target: Target) -> Layers:
     """q [steps, Hq, D], k, v [T, Hkv, D] float32 of every layer of the demo model."""
-    model = open_text_model(None, None, CONTEXT_TOKENS + STEPS, *target, "float32", "float32")
-    recording = record(model, model.load(), CONTEXT_TOKENS, range(model.spec.num_layers), EpsConfig.of())
+    session = Session.open(None, *target, "float32", "float32")
+    text = first_tokens(session, None, CONTEXT_TOKENS + STEPS)
+    recording = record(session, text.tokens, CONTEXT_TOKENS, range(session.spec.num_layers), EpsConfig())
     return {layer: (q, *recording.keys_values(layer)) for layer, q in recording.q.items()}
 
 
@@ -75,7 +77,7 @@ def plan(number: int, targets: list[Target], seed: int) -> list[tuple[Target, Tr
 def run(target: Target, trial: Trial, number: int) -> tuple[dict[str, Tally], dict[str, Tally]]:
     """(of random and hard data, of captured data: one layer a round)."""
     backend, device = load_backend(target[0]), target[1]
-    made = run_bounds(backend, device, trial) if trial.config().own_bounds else {}
+    made = run_bounds(backend, device, trial) if trial.config().store.own_bounds else {}
     made |= run_gate(backend, device, trial)
     if number >= len(_captured):
         return made, {}
@@ -123,9 +125,9 @@ def main() -> None:
             progress(sums["made"]["bounds"].checks, args.checks, f"{rounds} rounds")
 
     print("checks / violations / tightest gap in nats of each; roundings: the tightest bound in float32 roundings of a")
-    print("logit; strict: true share unread <= epsilon\n")
-    print("| method | cache | backend | bounds | roundings | certified share | certified error | strict |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("logit; strict: true share unread <= epsilon; layer: both of a whole gated layer\n")
+    print("| method | cache | backend | bounds | roundings | certified share | certified error | strict | layer |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for key, tallies in sorted(cells.items(), key=lambda item: item[0]):
         entries = [f"{t.checks:,} / {t.violations} / {nats(t.gap)}" for t in tallies.values()]
         roundings = tallies["bounds"].gap_in_roundings

@@ -15,33 +15,26 @@ from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
-from eps_core.decode.forward import load_decoder
-from eps_core.decode.model import load_tokenizer, read_spec
-from eps_core.evaluation.curves import BYTE_BUDGETS, TAUS, Plan, markdown, records, run_document, table_cells
-from eps_core.evaluation.runner import Runner
+from eps_core.decode.model import DEMO_MODEL, read_spec
+from eps_core.decode.session import Session
+from eps_core.evaluation.curves import BYTE_BUDGETS, TAUS, Plan, markdown, records, table_cells, tally_document
 from eps_core.load import load_backend
 from eps_core.telemetry.files import provenance, replacing
 from eps_core.telemetry.terminal import Progress, duration
 
-DEMO = Path(__file__).parent.parent / "eps_core" / "demo_model"
-
 
 @cache
-def _loaded(model: Path, backend_name: str, device: str):
-    backend = load_backend(backend_name)
-    decoder = load_decoder(backend, model, read_spec(model), "float32", device)
-    tokenizer = load_tokenizer(model)
-    return Runner(backend, decoder, device), lambda text: tokenizer.encode(text).ids
+def _session(model: Path, backend: str, device: str) -> Session:
+    return Session.open(model, backend, device, "float32", "bfloat16")
 
 
-def _document(model: Path, backend_name: str, device: str, plan: Plan, kind: str, index: int):
-    tallies, dense = run_document(*_loaded(model, backend_name, device), plan, kind, index)
-    return kind, tallies, dense
+def _document(model: Path, backend: str, device: str, plan: Plan, kind: str, index: int):
+    return kind, *tally_document(_session(model, backend, device), plan, kind, index)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=DEMO)
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 4096, 8192, 16384])

@@ -11,6 +11,7 @@ import pstats
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -20,12 +21,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from whole_step import make_demo
 
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
-from eps_core.decode.model import read_spec
-from eps_core.load import load_backend
+from eps_core.decode.generate import Sampling, generate
+from eps_core.decode.session import Prefix, Session
 from eps_core.telemetry.files import git_commit
 
-WARM_STEPS, FILL_TOKENS = 8, 2048
+WARM_STEPS = 8
 
 
 @click.command()
@@ -34,27 +34,29 @@ WARM_STEPS, FILL_TOKENS = 8, 2048
 @click.option("--backend", default="cuda", show_default=True)
 @click.option("--kernels", default="auto", show_default=True)
 def main(context: int, steps: int, backend: str, kernels: str) -> None:
-    module, config = load_backend(backend), EpsConfig.of(method="rq")
+    config, rng = EpsConfig.of(method="rq"), np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
         model = make_demo(Path(folder), context + WARM_STEPS + steps)
-        spec = read_spec(model)
-        decoder = module.load_model(model, spec, "float32", "cpu")
-    units = -(-(context + WARM_STEPS + steps) // config.store.unit_tokens)
-    cache_spec = CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, units)
-    cache, rng = module.new_cache(cache_spec, config.store, "cpu", kernels), np.random.default_rng(0)
-    for layer in range(spec.num_layers):
-        for start in range(0, context, FILL_TOKENS):
-            shape = (min(FILL_TOKENS, context - start), spec.num_kv_heads, spec.head_dim)
-            k, v = (module.from_numpy(rng.standard_normal(shape, np.float32), "float32", "cpu") for _ in range(2))
-            cache = module.write_kv(cache, layer, k, v, np.arange(start, start + shape[0]))
+        session = Session.open(model, backend, "cpu", "float32", kernels=kernels)
+        spec, decoder = session.spec, session.decoder
+
+    def random() -> Any:
+        data = rng.standard_normal((context, spec.num_kv_heads, spec.head_dim), np.float32)
+        return session.backend.from_numpy(data, "float32", "cpu")
+
+    room = WARM_STEPS + steps
+    prefix = Prefix([0] * context, [(random(), random()) for _ in range(spec.num_layers)])
+    cache, pool = session.cache(config.store, context + room)
+    sequence, cache = prefix.into(session.backend, cache, pool, room)
+    decode = generate(
+        decoder, cache, pool, [[*prefix.tokens, 65]], room, Sampling(), config.read, written=[sequence],
+        forced_tokens=[[65] * room],
+    )  # fmt: skip
     profile = cProfile.Profile()
-    for step in range(WARM_STEPS + steps):
-        length = context + step + 1
-        table = np.arange(-(-length // config.store.unit_tokens), dtype=np.int32)[None]
-        if step >= WARM_STEPS:
+    for record in decode:
+        if record.step + 1 >= WARM_STEPS:
             profile.enable()
-        cache, _ = decoder.step(cache, np.array([65]), np.array([length - 1]), table, np.array([length]))
-        profile.disable()
+    profile.disable()
     groups = spec.num_layers * spec.num_kv_heads * (context // config.store.S)
     print(
         f"{steps} steps of the demo model at {context:,} tokens ({groups:,} groups a step), backend {backend}, kernels"

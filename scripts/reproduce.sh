@@ -25,13 +25,13 @@ for context in 2048 4096 8192 16000; do
   eps-proto capture --backend cuda --kv-dtype bfloat16 --context "$context" --steps 12 \
     -o "$captures/demo-$context.safetensors" > /dev/null
   eps-proto replay "$captures/demo-$context.safetensors" --backend cuda --budgets 0.1 \
-    --methods jl,1pc,fd,box@16,meanstd@16,ball@8,moments@8,rq@2,oracle@2,oracle@16,oracle@128 \
+    --methods jl,1pc,fd,norm,random@2,box@16,meanstd@16,ball@8,moments@8,rq@2,oracle@2,oracle@16,oracle@128 \
     --jsonl "$out/replay-$context.jsonl" > /dev/null
 done
 eps-proto capture --backend cuda --model results/wide_model --kv-dtype bfloat16 --context 4096 --steps 8 \
   -o "$captures/wide-4096.safetensors" > /dev/null
 eps-proto replay "$captures/wide-4096.safetensors" --backend cuda --budgets 0.1 \
-  --methods jl,1pc,fd,box@16,meanstd@16,ball@8,moments@8,rq@2,oracle@2,oracle@16,oracle@128 \
+  --methods jl,1pc,fd,norm,random@2,box@16,meanstd@16,ball@8,moments@8,rq@2,oracle@2,oracle@16,oracle@128 \
   --jsonl "$out/replay-wide.jsonl" > /dev/null
 took "replays"
 # 4. what bounds certify, and what certainty costs

@@ -193,6 +193,41 @@ def test_two_that_compute_the_same_prompt_at_once():
         memory.pool.check()
 
 
+@pytest.mark.parametrize("length", [0, 3, 4, 9])
+def test_what_was_rewound_is_written_over_in_the_same_units(length):
+    memory = Memory(5, 4)
+    prompt = list(range(14))
+    sequence, _ = memory.open(prompt)
+    memory.pool.publish(sequence)
+    units = sequence.table.tolist()
+    memory.pool.rewind(sequence, length)
+    memory.pool.check()
+    assert memory.read(sequence) == prompt[:length] and sequence.table.tolist() == units
+    # nobody finds what will be written over
+    probe, shared = memory.pool.open(prompt)
+    assert shared == length // 4 * 4
+    memory.pool.free(probe)
+    assert memory.append(sequence, [50, 51]) == [] and memory.append(sequence, [52] * (18 - length)) == []
+    assert memory.read(sequence) == [*prompt[:length], 50, 51, *[52] * (18 - length)]
+    assert sequence.table[:4].tolist() == units and len(sequence.table) == 5
+    memory.pool.check()
+    memory.pool.free(sequence)
+    assert memory.pool.num_free == 5
+
+
+def test_a_fork_takes_no_unit_that_was_emptied_and_a_shared_one_is_not_cut():
+    memory = Memory(8, 4)
+    parent, _ = memory.open(list(range(14)))
+    memory.pool.rewind(parent, 6)
+    child = memory.pool.fork(parent)
+    assert len(child.table) == 2 and len(parent.table) == 4
+    assert memory.append(parent, [7, 8, 9]) == [(child.table[1], parent.table[1])]
+    assert memory.read(child) == list(range(6)) and memory.read(parent) == [*range(6), 7, 8, 9]
+    memory.pool.check()
+    with pytest.raises(AssertionError, match="another sequence's too"):
+        memory.pool.rewind(child, 3)
+
+
 def test_misuse_is_an_assertion():
     pool, other = PagePool(4, 4), PagePool(4, 4)
     sequence, _ = pool.open()

@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from eps_core.cli import captures, main
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.heads import HeadPolicy
+from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.evaluation import capture as capture_module
 from eps_core.evaluation.calibrate import write_policy
@@ -26,8 +27,8 @@ from eps_core.evaluation.capture import (
     Capture,
     CaptureRequest,
     capture,
+    first_tokens,
     open_capture,
-    open_text_model,
     record,
 )
 from eps_core.evaluation.merits import (
@@ -64,8 +65,8 @@ LIVE = {
 
 def live(backend: str, path: Path, config: EpsConfig, kv_dtype: str = "float32") -> tuple[Capture, list]:
     """(capture along a live decode of the demo model, its LayerStats [step][layer])."""
-    model = open_text_model(None, None, CONTEXT + STEPS, backend, "cpu", "float32", kv_dtype)
-    decoder = model.load()
+    session = Session.open(None, backend, "cpu", "float32", kv_dtype)
+    decoder = session.decoder
     outputs: list[list[LayerStats]] = []
     plain_step = decoder.step
 
@@ -75,7 +76,8 @@ def live(backend: str, path: Path, config: EpsConfig, kv_dtype: str = "float32")
         return cache, output
 
     decoder.step = step  # type: ignore[method-assign]
-    recording = record(model, decoder, CONTEXT, range(model.spec.num_layers), config)
+    tokens = first_tokens(session, None, CONTEXT + STEPS).tokens
+    recording = record(session, tokens, CONTEXT, range(session.spec.num_layers), config)
     info = capture_module.CaptureInfo(
         1, "demo", 4, 4, 2, 64, 0.125, (0, 1, 2, 3), CONTEXT, STEPS, kv_dtype, config.to_dict(), "", backend, "cpu",
         "float32", "",
@@ -127,8 +129,8 @@ def test_replay_is_the_live_decode_in_other_backends(backend: str, tmp_path: Pat
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
 def test_captures_round_trip_bit_for_bit(kv_dtype: str, tmp_path: Path) -> None:
     path = tmp_path / "c.safetensors"
-    model = open_text_model(None, None, 40, "cuda", "cpu", "float32", kv_dtype)
-    recording = record(model, model.load(), 36, (1, 3), EpsConfig.of())
+    session = Session.open(None, "cuda", "cpu", "float32", kv_dtype)
+    recording = record(session, first_tokens(session, None, 40).tokens, 36, (1, 3), EpsConfig.of())
     info = capture_module.CaptureInfo(
         1,
         "demo",
@@ -163,8 +165,8 @@ def test_captures_round_trip_bit_for_bit(kv_dtype: str, tmp_path: Path) -> None:
 
 def test_a_capture_holds_what_attention_saw(dense: Capture) -> None:
     """The last step's query is that of the last key's token: a dense decode gives the same in one prefill."""
-    model = open_text_model(None, None, CONTEXT + STEPS, "numpy", "cpu", "float32", "bfloat16")
-    decoder = model.load()
+    session = Session.open(None, "numpy", "cpu", "float32", "bfloat16")
+    decoder = session.decoder
     taken = {}
     project = decoder.model.project
 
@@ -173,11 +175,8 @@ def test_a_capture_holds_what_attention_saw(dense: Capture) -> None:
         return taken[layer]
 
     decoder.model.project = projected  # type: ignore[method-assign]
-    tokens = np.array(model.tokens)
-    units = -(-len(tokens) // 16)
-    spec = capture_module.CacheSpec(4, 2, 64, units, "bfloat16")
-    cache = model.backend.new_cache(spec, EpsConfig.of().store, "cpu")
-    decoder.prefill(cache, tokens, np.arange(len(tokens)), np.arange(units), len(tokens))
+    tokens = first_tokens(session, None, CONTEXT + STEPS).tokens
+    session.prefix(tokens, prefill_chunk=len(tokens))
     for layer in range(4):
         q, k, v = dense.layer(layer)
         want_q, want_k, want_v = taken[layer]

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from places import place
 
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import Store
+from eps_core.config.store import CacheSpec, Store
+from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.evaluation.bounds import (
     BOUNDED_ARMS,
     CACHE_DTYPES,
     KEY_CODE_ARMS,
-    CacheSpec,
     Tally,
     Trial,
     arm_name,
@@ -34,14 +34,15 @@ from eps_core.evaluation.bounds import (
     run_capture,
     run_gate,
 )
-from eps_core.evaluation.capture import open_text_model, record
+from eps_core.evaluation.capture import first_tokens, record
 from eps_core.load import load_backend
 from eps_core.oracle.truth import Filled
 from eps_core.paging.where import Where
+from eps_core.summaries.table import names
 
 EPSILONS = (1.0, 0.5, 0.1, 1e-2, 1e-3, 0.0)  # falling
 POLICIES = ({"policy": "topk", "budget": 0.1}, {"policy": "share", "tau": 0.02}, {"policy": "mass"})
-WITHOUT_BOUNDS = ("jl", "meanstd", "rq")
+WITHOUT_BOUNDS = names(lambda one: one.no_bounds and one.role != "tail")
 
 
 def is_oracle(backend) -> bool:
@@ -294,8 +295,9 @@ def test_strict_refuses_a_cap(policy):
 def captured() -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """layer -> q [8, Hq, D], k, v [2056, Hkv, D] of the demo model's decode of held-out text."""
     name, device, _ = max(TARGETS, key=lambda target: ("numpy", "mlx", "cuda").index(target[0]))
-    model = open_text_model(None, None, 2056, name, device, "float32", "float32")
-    recording = record(model, model.load(), 2048, range(model.spec.num_layers), EpsConfig.of())
+    session = Session.open(None, name, device, "float32", "float32")
+    tokens = first_tokens(session, None, 2056).tokens
+    recording = record(session, tokens, 2048, range(session.spec.num_layers), EpsConfig.of())
     assert load_backend(name) is recording.backend
     return {layer: (q, *recording.keys_values(layer)) for layer, q in recording.q.items()}
 

@@ -22,7 +22,7 @@ from test_oracle import KINDS, QUERIES, make_keys, make_query
 from eps_core import oracle
 from eps_core.config.bytes import scoring_bytes, summary_group_bytes
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import DTYPE_BYTES, CacheSpec
+from eps_core.config.store import DTYPE_BYTES, EVALUATION_METHODS, METHODS, CacheSpec
 from eps_core.decode.forward import load_decoder
 from eps_core.decode.model import read_spec
 from eps_core.errors import ConfigError
@@ -71,7 +71,7 @@ def eps(method: str, **settings: object) -> EpsConfig:
     return EpsConfig.of(method=method, **{**defaults, **settings})
 
 
-BASE = [Case((150, 37), eps(m)) for m in ("jl", "1pc", "fd", "box", "meanstd", "ball", "moments", "rq")]
+BASE = [Case((150, 37), eps(m)) for m in (*METHODS[1:], *EVALUATION_METHODS)]
 CASES = [
     *BASE,
     Case((260, 40, 3), eps("rq", rq_bounds=True, bits=2)),
@@ -372,7 +372,7 @@ def check_storage(backend: ModuleType, case: Case, cache, reference) -> None:
         got = backend.to_numpy(getattr(cache, name)[0]).astype(np.float32)
         assert (got == getattr(reference, name)[0].astype(np.float32)).all()
     assert cache.bytes_k_reread == reference.bytes_k_reread
-    if case.config.store.method in ("jl", "box", "meanstd"):
+    if case.config.store.facts.follows:
         assert cache.bytes_k_reread == tail_bytes_reread(case)
     assert (cache.tail is None) == (case.config.store.tail_tokens == 0)
     if case.config.store.tail_tokens:

@@ -13,10 +13,9 @@ import tiny_models
 from eps_core import oracle as numpy_backend
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
-from eps_core.decode import session
 from eps_core.decode.forward import load_decoder
 from eps_core.decode.generate import Sampling, generate, next_token
-from eps_core.decode.model import read_spec
+from eps_core.decode.model import load_tokenizer, read_spec
 from eps_core.errors import ConfigError
 from eps_core.evaluation import compare
 from eps_core.gate.stats import StepOutput
@@ -329,12 +328,12 @@ def test_kl_is_of_gated_from_dense_along_the_dense_tokens(model_path: Path) -> N
     """--kl against the sum written out, in a run whose own tokens leave the dense ones early."""
     config = EpsConfig.of(method="meanstd", group_tokens=16, budget=0.1, first_tokens=0, last_tokens=16)
     text = "It was a dark and stormy night; the rain fell in torrents. " * 5
-    request = session.RunRequest(
+    request = compare.RunRequest(
         config, GREEDY, "numpy", model=model_path, prompt=text, max_new_tokens=12, kl=True, stop=False
     )
     result = compare.run(request, io.StringIO())
     assert not result["tokens_equal"]
-    prompt = compare.load_tokenizer(model_path).encode(text).ids
+    prompt = load_tokenizer(model_path).encode(text).ids
     _, dense = decode(numpy_backend, "cpu", model_path, EpsConfig.of(), [prompt])
     _, gated = decode(numpy_backend, "cpu", model_path, config, [prompt], forced_tokens=[result["dense"]["tokens"]])
     log_p, log_q = (

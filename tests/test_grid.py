@@ -21,8 +21,10 @@ from eps_core.config.store import EVALUATION_METHODS, METHODS
 from eps_core.decode.heads import HeadPolicy, model_fingerprint, modes_of
 from eps_core.decode.model import read_spec
 from eps_core.errors import ConfigError
-from eps_core.evaluation.grid import PRESETS, Plan, Progress, Setting, config_of, expand, header, load_grid
+from eps_core.evaluation.grid import Progress, header
+from eps_core.evaluation.grid_cell import Plan
 from eps_core.evaluation.grid_file import GridFile
+from eps_core.evaluation.grid_settings import PRESETS, Setting, config_of, expand, load_grid
 
 # torch and MLX need seconds to import: the oracle's own loop is enough to test a file
 SMALL = ["--backend", "numpy", "--device", "cpu", "--needles", 1, "--texts", 1, "--text-steps", 4, "--audit-every", 2]

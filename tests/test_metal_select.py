@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -276,11 +276,20 @@ def rounding_of(one: Pool, levels: float, scale: float) -> float:
     return 2.0**-22 * (math.sqrt(one.head_dim) + 8) * (a * levels * scale + 5 * a + 1)
 
 
+def by_codes(function: Callable, one: Pool, centre: np.ndarray, bits: int = 1) -> Callable:
+    """The oracle's estimates of one head's groups, for `Pool.judged`."""
+    store = SimpleNamespace(S=one.size, bits=bits, rq_bounds=False, seed=SEED)
+
+    def estimate(summary: dict[str, np.ndarray], a: np.ndarray, head: int) -> np.ndarray:
+        found = function(store, {"centre": centre[head]}, summary, a)
+        return found[0] if isinstance(found, tuple) else found
+
+    return estimate
+
+
 def check_rq(bits=1, **shape) -> None:
     one, centre = rq_pool(bits, **shape)
-    want = one.judged(
-        lambda summary, a, head: oracle_rq.score_rq(summary, a, one.size, centre[head], bits, SEED)[0]  # of one head
-    )
+    want = one.judged(by_codes(oracle_rq.score, one, centre, bits))
     turned, offset = turned_of(one, centre)
     pools = [mx.array(one.summary[name]) for name in ("codes", "scale")]
     got = score.score_rq(turned, offset, *pools, *one.arrays(), group_tokens=one.size, bits=bits)
@@ -338,9 +347,9 @@ def check_refine(wanted=(20, 32, 1), **shape) -> None:
     one, centre = rq_pool(spoilt=False, **shape)
     one.summary |= {"second": one.bytes_of(-(-one.head_dim // 8)), "second_scale": one.scalars()}
     one.spoil("second_scale")
-    first = one.judged(lambda summary, a, head: oracle_rq.score_rq(summary, a, one.size, centre[head], 1, SEED)[0])
+    first = one.judged(by_codes(oracle_rq.score, one, centre))
     first = first.astype(np.float32)
-    fine = one.judged(lambda summary, a, head: oracle_rq.refine_rq(summary, a, one.size, centre[head], SEED))
+    fine = one.judged(by_codes(oracle_rq.refine, one, centre))
     want = first.astype(np.float64)
     for b, head in np.ndindex(*first.shape[:2]):
         known = np.flatnonzero(np.isfinite(first[b, head]))
@@ -382,7 +391,7 @@ def check_meanstd(**shape) -> None:
         "std": one.bytes_of(one.head_dim), "std_scale": one.scalars(),
     }  # fmt: skip
     one.spoil("std_scale")
-    want = one.judged(lambda summary, a, head: oracle_meanstd.score_meanstd(summary, a)[0])
+    want = one.judged(lambda summary, a, head: oracle_meanstd.score(None, {}, summary, a)[0])
     given = {name: mx.array(pool) for name, pool in one.summary.items()}
     got = score_meanstd.score_meanstd(mx.array(one.q), given, *one.arrays(), group_tokens=one.size)
     same(got, want, rounding_of(one, 2 * 256, 1.05))

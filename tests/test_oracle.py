@@ -11,9 +11,9 @@ from eps_core.summaries import base, fd, rq
 from eps_core.summaries.base import bennett
 from eps_core.summaries.jl import jl_projection
 from eps_core.summaries.rq import rotate
-from eps_core.summaries.table import build_summary, score_summary
+from eps_core.summaries.table import build_summary, facts, names, score_summary
 
-BOUNDED = ("1pc", "fd", "box", "ball", "moments", "rq")
+BOUNDED = names(lambda one: not one.no_bounds or one.bounds_setting)
 KINDS = ("gauss", "shifted", "equal", "zero", "outlier", "huge", "tiny", "rank one", "int grid")
 QUERIES = ("gauss", "along a key", "against a key", "null space", "zero", "huge")
 
@@ -74,16 +74,16 @@ def test_bounds_enclose_true_mass(method, n, head_dim, keys, query, dim, bits, s
     config = EpsConfig.of(
         method=method,
         group_tokens=n,
-        dim=dim if method in ("fd", "moments") else None,
+        dim=dim if facts(method).dim else None,
         bits=bits,
         rq_bounds=method == "rq",
     )
     k = make_keys(keys, n, head_dim, rng)
     centre = (0.5 * k.mean(axis=0) + rng.normal(size=head_dim) * 0.1).astype(np.float16)
-    summary = build_summary(config.store, k, None, centre)
+    summary = build_summary(config.store, {"centre": centre}, k)
     a = make_query(query, k, summary, rng)
     stacked = {name: np.asarray(value)[None] for name, value in summary.items()}
-    _, lower, upper = score_summary(config.store, stacked, a, n, None, centre)
+    _, lower, upper = score_summary(config.store, {"centre": centre}, stacked, a)
     truth = formulas.group_masses(a, k, n)[0]
     assert lower[0] <= truth <= upper[0]
     # every method's W also bounds the largest logit: A_p >= exp(max)
@@ -95,11 +95,9 @@ def test_methods_without_bounds_claim_none():
         config = EpsConfig.of(method=method, group_tokens=4)
         assert not config.store.has_bounds
         k = np.ones((4, 8), np.float32)
-        phi = jl_projection(0, 0, 1, 8, 8)[0]
-        summary = {
-            n: np.asarray(v)[None] for n, v in build_summary(config.store, k, phi, np.zeros(8, np.float16)).items()
-        }
-        assert score_summary(config.store, summary, np.ones(8), 4, phi, np.zeros(8, np.float16))[1:] == (None, None)
+        constants = {"phi": jl_projection(0, 0, 1, 8, 8)[0], "centre": np.zeros(8, np.float16)}
+        summary = {n: np.asarray(v)[None] for n, v in build_summary(config.store, constants, k).items()}
+        assert score_summary(config.store, constants, summary, np.ones(8))[1:] == (None, None)
 
 
 def test_jl_expectation():
@@ -125,12 +123,12 @@ def test_jl_ranks_no_better_than_chance_at_m_8():
     phi = jl_projection(0, 0, 1, 128, 8)[0]
     mean = rng.normal(size=128) * 2
     groups = [(rng.normal(size=(128, 128)) + mean).astype(np.float32) for _ in range(20)]
-    built = [build_summary(config.store, k, phi, None) for k in groups]
+    built = [build_summary(config.store, {"phi": phi}, k) for k in groups]
     stacked = {"gram": np.stack([s["gram"] for s in built])}
     for _ in range(60):
         a = rng.normal(size=128) / np.sqrt(128)
         best = np.argmax([formulas.group_masses(a, k, 128)[0] for k in groups])
-        found += best in np.argsort(-score_summary(config.store, stacked, a, 128, phi, None)[0])[:2]
+        found += best in np.argsort(-score_summary(config.store, {"phi": phi}, stacked, a)[0])[:2]
     assert found / 60 < 0.35  # chance: 0.10
 
 
@@ -140,7 +138,7 @@ def test_frequent_directions_theorem(n, rows, head_dim, seed):
     """0 <= |K a|^2 - |F a|^2 <= Delta |a|^2 and Delta <= |K|_F^2 / (l + 1), up to the stated int8 rounding."""
     rng = np.random.default_rng(seed)
     k, a = rng.normal(size=(n, head_dim)) * rng.exponential(size=head_dim), rng.normal(size=head_dim)
-    summary = fd.build_fd(k, rows)
+    summary = fd.build(EpsConfig.of(method="fd", group_tokens=1, dim=rows).store, {}, k)
     size = np.linalg.norm(a)
     kept = np.linalg.norm(summary["rows"] @ a * summary["row_scale"].astype(float))
     error, delta = float(summary["error"]), float(summary["delta"])
@@ -172,10 +170,10 @@ def test_rq_one_bit_is_unbiased_over_rotations():
     rng = np.random.default_rng(3)
     head_dim = 64
     k, a = rng.normal(size=(2, head_dim)), rng.normal(size=head_dim)
-    centre = np.zeros(head_dim, np.float16)
+    constants = {"centre": np.zeros(head_dim, np.float16)}
     values = []
     for seed in range(4000):
-        summary = rq.build_rq(k, centre, 1, seed, False)
+        summary = rq.build(EpsConfig.of(method="rq", refine=0.0, seed=seed).store, constants, k)
         decoded = rq.decode_rq(summary["codes"], summary["scale"], 1, head_dim)
         values.append(decoded @ rotate(a, seed))
     spread = np.std(values) / np.sqrt(len(values))
@@ -187,9 +185,9 @@ def test_rq_one_bit_is_unbiased_over_rotations():
 def test_rq_error_shrinks_with_bits(bits):
     rng = np.random.default_rng(bits)
     x = rng.normal(size=(200, 1, 64))
-    error = []
+    error, store = [], EpsConfig.of(method="rq", bits=bits).store
     for k in x:
-        summary = rq.build_rq(k, np.zeros(64, np.float16), bits, 0, False)
+        summary = rq.build(store, {"centre": np.zeros(64, np.float16)}, k)
         decoded = rq.decode_rq(summary["codes"], summary["scale"], bits, 64)
         error.append(np.linalg.norm(decoded - rotate(k[0], 0)) / np.linalg.norm(k))
     # sqrt(pi/2 - 1) = 0.755 for one bit with the unbiased scale; then about half for each bit more
@@ -263,8 +261,8 @@ def test_jl_cannot_tell_a_key_from_its_opposite():
     rng = np.random.default_rng(0)
     config, phi = EpsConfig.of(method="jl", group_tokens=4), jl_projection(0, 0, 1, 32, 8)[0]
     k, a = rng.normal(size=(4, 32)), rng.normal(size=32)
-    gram = np.stack([build_summary(config.store, sign * k, phi, None)["gram"] for sign in (1, -1)])
-    estimate = score_summary(config.store, {"gram": gram}, a, 4, phi, None)[0]
+    gram = np.stack([build_summary(config.store, {"phi": phi}, sign * k)["gram"] for sign in (1, -1)])
+    estimate = score_summary(config.store, {"phi": phi}, {"gram": gram}, a)[0]
     assert estimate[0] == estimate[1]
 
 
@@ -272,8 +270,8 @@ def test_meanstd_is_no_bound_of_the_largest_logit():
     k = np.zeros((16, 8), np.float32)
     k[3, 0] = 100.0
     config = EpsConfig.of(method="meanstd", group_tokens=16)
-    summary = {n: np.asarray(v)[None] for n, v in build_summary(config.store, k, None, None).items()}
-    assert score_summary(config.store, summary, np.eye(8)[0], 16, None, None)[0][0] < 50
+    summary = {n: np.asarray(v)[None] for n, v in build_summary(config.store, {}, k).items()}
+    assert score_summary(config.store, {}, summary, np.eye(8)[0])[0][0] < 50
 
 
 def test_schatten_bounds_from_above_and_power_iteration_from_below():

@@ -337,7 +337,7 @@ def check_meanstd(kernels: Kernels, case: Case) -> None:
     for b, h in np.ndindex(2, 2):
         a = case.heads(b, h)
         gathered = {name: case.gathered(array, b, h) for name, array in pools.items()}
-        estimate = np.stack([oracle_summaries_meanstd.score_meanstd(gathered, one)[0] for one in a])
+        estimate = np.stack([oracle_summaries_meanstd.score(None, {}, gathered, one)[0] for one in a])
         expected[b, h], magnitude[b, h] = case.settle(estimate, b), np.abs(a).sum(axis=-1).max() * 255 * 0.5
     assert_near(found, expected, magnitude)
 

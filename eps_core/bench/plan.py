@@ -81,8 +81,8 @@ def budgeted(config: EpsConfig, shape: Shape, kind: str, share: float) -> EpsCon
     if wanted < max(guards, 1):
         least = (beside + max(guards, 1) * config.store.S * token) / (shape.context * token)
         raise ConfigError(
-            f"bytes {share:g} cannot hold the summaries of {config.store.method}@{config.store.S} and its guards, which "
-            f"are {least:.3f} of the dense bytes of context {shape.context}: raise --bytes above that"
+            f"bytes {share:g} cannot hold the summaries of {config.store.method}@{config.store.S} and its guards, "
+            f"which are {least:.3f} of the dense bytes of context {shape.context}: raise --bytes above that"
         )
     return config.replace(top_pages=min(wanted, groups))
 

@@ -9,9 +9,9 @@ import click
 from eps_core.bench.layer import GRAPH, Bench
 from eps_core.bench.plan import DEFAULT_FRACTIONS, DEFAULT_REPEATS, SCALING_CONTEXTS, BenchRequest
 from eps_core.cli.options import given_flags, kernels_option
+from eps_core.cli.source import backend_option, device_option
 from eps_core.config.store import DTYPE_BYTES
 from eps_core.errors import ConfigError
-from eps_core.load import BACKENDS
 from eps_core.report.style import need
 from eps_core.telemetry import files, terminal
 
@@ -38,8 +38,8 @@ _SHARE = click.FloatRange(0, 1, min_open=True)
 
 
 @click.command("bench")
-@click.option("--backend", type=click.Choice(("auto", *BACKENDS)), default="auto", show_default=True)
-@click.option("--device", type=click.Choice(("auto", "cpu", "cuda", "mps")), default="auto", show_default=True)
+@backend_option
+@device_option
 @click.option("--context", type=_List(_POSITIVE), default="4096,32768", show_default=True, metavar="LIST")
 @click.option("--scaling", is_flag=True, help=f"Contexts {', '.join(map(str, SCALING_CONTEXTS))} of one dtype.")
 @click.option("--batch", type=_List(_POSITIVE), default="1", show_default=True, metavar="LIST", help="Sequences.")

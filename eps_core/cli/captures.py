@@ -6,35 +6,22 @@ from typing import Any
 
 import click
 
-from eps_core.cli.options import config_of, given_flags, selection_options, summary_options
+from eps_core.cli.options import DEMO_METHOD, config_of, given_flags, refuse_bits, selection_options, summary_options
+from eps_core.cli.source import backend_option, device_option, dtype_option, kv_dtype_option, model_option
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import DEFAULT_DIM, DTYPE_BYTES, EVALUATION_METHODS, METHODS
+from eps_core.config.store import EVALUATION_METHODS, METHODS
 from eps_core.errors import ConfigError
-from eps_core.load import BACKENDS
+from eps_core.summaries.table import facts
 from eps_core.telemetry import files, terminal
 
-_backend_option = click.option("--backend", type=click.Choice(("auto", *BACKENDS)), default="auto", show_default=True)
-_device_option = click.option(
-    "--device", type=click.Choice(("auto", "cpu", "cuda", "mps")), default="auto", show_default=True
-)
-_model_option = click.option(
-    "--model", type=click.Path(path_type=Path), metavar="DIR", help="Hugging Face directory.  [default: demo]"
-)
 _text_option = click.option(
     "--text", type=click.Path(path_type=Path), metavar="FILE",
     help="UTF-8 text that is read and decoded along.  [default: the Python library's source, a held-out tenth]",
 )  # fmt: skip
-_dtype_option = click.option(
-    "--dtype", type=click.Choice(("auto", *DTYPE_BYTES)), default="auto", show_default=True,
-    help="Of the weights; auto: float32 on a CPU, else as stored.",
-)  # fmt: skip
-_kv_dtype_option = click.option(
-    "--kv-dtype", type=click.Choice(tuple(DTYPE_BYTES)), help="Of the KV cache.  [default: as --dtype]"
-)
 _context_option = click.option("--context", type=click.IntRange(min=1), default=4096, show_default=True, metavar="N")
 _DEFAULT_BUDGETS = "0.05,0.1,0.2,0.3"
-# flags that only rq has, as they are when not given
-_RQ_FLAGS: dict[str, Any] = {"eps_bits": EpsConfig.of().store.bits, "eps_rq_bounds": False, "eps_refine": None}
+# flags that only codes have, as they are when not given
+_CODE_FLAGS: dict[str, Any] = {"eps_bits": EpsConfig.of().store.bits, "eps_rq_bounds": False, "eps_refine": None}
 
 
 class _Numbers(click.ParamType):
@@ -56,15 +43,15 @@ class _Numbers(click.ParamType):
 
 
 @click.command("capture")
-@_model_option
+@model_option
 @_text_option
 @_context_option
 @click.option("--steps", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens decoded after it.")
 @click.option("--layers", type=_Numbers(int), metavar="LIST", help="Such as 0,3.  [default: all]")
-@_backend_option
-@_device_option
-@_dtype_option
-@_kv_dtype_option
+@backend_option
+@device_option
+@dtype_option
+@kv_dtype_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="FILE.safetensors")
 @selection_options
 @summary_options
@@ -86,27 +73,20 @@ def capture_command(ctx: click.Context, /, **flags: Any) -> None:
 
     # a capture is dense unless a method is named, with the demo model too
     config = config_of(flags | {"eps_method": flags["eps_method"] or _off(ctx, flags)}, given_flags(ctx, flags))
-    result = capture(
-        CaptureRequest(
-            output=flags["output"],
-            config=config,
-            model=flags["model"],
-            text=flags["text"],
-            context_tokens=flags["context"],
-            num_steps=flags["steps"],
-            layers=flags["layers"],
-            backend=flags["backend"],
-            device=flags["device"],
-            dtype=flags["dtype"],
-            kv_dtype=flags["kv_dtype"],
-        )
-    )
+    result = capture(CaptureRequest(config=config, layers=flags["layers"], **_source(flags)))
     click.echo(
         f"{result['capture']}: {len(result['layers'])} of {result['num_layers']} layers of {result['model']}, "
         f"{result['context_tokens']:,} + {result['num_steps']:,} tokens, {result['bytes'] / terminal.MIB:,.1f} MiB; "
         f"decode {terminal.describe(config) if config.store.enabled else 'dense'}"
     )
     click.echo(files.to_json(result))
+
+
+def _source(flags: dict[str, Any]) -> dict[str, Any]:
+    """What requests to capture and to calibrate have in common."""
+    same = {name: flags[name] for name in ("output", "model", "text", "backend", "device", "dtype")}
+    lengths = {"context_tokens": flags["context"], "num_steps": flags["steps"]}
+    return {**same, **lengths, "kv_dtype": flags["kv_dtype"] or "auto"}
 
 
 def _off(ctx: click.Context, flags: dict[str, Any]) -> str:
@@ -128,8 +108,8 @@ def _off(ctx: click.Context, flags: dict[str, Any]) -> str:
     help="Output error at which the methods' bytes are compared.",
 )  # fmt: skip
 @click.option("--layers", type=_Numbers(int), metavar="LIST", help="Such as 0,3.  [default: all of the capture]")
-@_backend_option
-@_device_option
+@backend_option
+@device_option
 @click.option("--jsonl", type=click.Path(path_type=Path), metavar="FILE", help="Write all figures, head by head too.")
 @selection_options
 @summary_options
@@ -229,7 +209,7 @@ def _configs(ctx: click.Context, flags: dict[str, Any]) -> list[EpsConfig]:
     if budgets is None and policy == "topk" and not given & {"eps_budget", "eps_top_pages"}:
         budgets = tuple(map(float, _DEFAULT_BUDGETS.split(",")))
     configs = []
-    for entry in (flags["methods"] or flags["eps_method"] or "rq").split(","):
+    for entry in (flags["methods"] or flags["eps_method"] or DEMO_METHOD).split(","):
         method, _, size = entry.strip().partition("@")
         if method not in (*METHODS[1:], *EVALUATION_METHODS):
             choices = ", ".join((*METHODS[1:], *EVALUATION_METHODS))
@@ -241,10 +221,10 @@ def _configs(ctx: click.Context, flags: dict[str, Any]) -> list[EpsConfig]:
             own["eps_group_tokens"] = int(size)
         mine = given - {"eps_epsilon"}  # here it also defines a false skip, whatever the policy
         if flags["methods"] is not None:  # a list of methods: each takes the flags that are its own
-            if method != "rq":
-                mine -= set(_RQ_FLAGS)
-                own |= _RQ_FLAGS
-            if method not in DEFAULT_DIM:
+            if not facts(method).coded:
+                mine -= set(_CODE_FLAGS)
+                own |= _CODE_FLAGS
+            if facts(method).dim is None:
                 own["eps_dim"] = None
         config = config_of(flags | own, mine)
         configs += [config] if budgets is None else [config.replace(budget=budget) for budget in budgets]
@@ -253,7 +233,7 @@ def _configs(ctx: click.Context, flags: dict[str, Any]) -> list[EpsConfig]:
 
 def _name(config: EpsConfig) -> str:
     name = f"{config.store.method}@{config.store.S}"
-    if config.store.method == "rq":
+    if config.store.facts.coded:
         name += f" {config.store.bits} bit" + (f" refine {config.read.refine:g}" if config.read.refine else "")
         name += " bounds" if config.store.rq_bounds else ""
     return name + (f" dim {config.store.dim}" if config.store.dim is not None else "")
@@ -286,12 +266,12 @@ def _table(names: list[str], rows: list[dict[str, Any]]) -> str:
 
 
 @click.command("calibrate")
-@_model_option
+@model_option
 @_text_option
 @_context_option
 @click.option("--steps", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens that are averaged.")
 @click.option(
-    "--eps-method", type=click.Choice(METHODS[1:]), default="rq", show_default=True,
+    "--eps-method", type=click.Choice(METHODS[1:]), default=DEMO_METHOD, show_default=True,
     help="Whose group size and summary bytes the estimate of the break-even context uses.",
 )  # fmt: skip
 @summary_options
@@ -313,10 +293,10 @@ def _table(names: list[str], rows: list[dict[str, Any]]) -> str:
     "--dense-fraction", type=click.FloatRange(0, 1), default=0.5, show_default=True,
     help="A layer stays dense if 99 % of its mass takes more than this fraction of the groups.",
 )  # fmt: skip
-@_backend_option
-@_device_option
-@_dtype_option
-@_kv_dtype_option
+@backend_option
+@device_option
+@dtype_option
+@kv_dtype_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="POLICY.json")
 @click.pass_context
 def calibrate_command(ctx: click.Context, /, **flags: Any) -> None:
@@ -331,8 +311,7 @@ def calibrate_command(ctx: click.Context, /, **flags: Any) -> None:
     from eps_core.evaluation.calibrate import CalibrateRequest, calibrate
 
     method = flags["eps_method"]
-    if "eps_bits" in given_flags(ctx, flags) and method != "rq":
-        raise click.UsageError("--eps-bits belongs to --eps-method rq: drop it or choose that method")
+    refuse_bits(given_flags(ctx, flags), method)
     config = EpsConfig.of(
         method=method,
         dim=flags["eps_dim"],
@@ -344,20 +323,9 @@ def calibrate_command(ctx: click.Context, /, **flags: Any) -> None:
     )
     result = calibrate(
         CalibrateRequest(
-            output=flags["output"],
             config=config,
-            model=flags["model"],
-            text=flags["text"],
-            context_tokens=flags["context"],
-            num_steps=flags["steps"],
-            sink_tokens=flags["sink_tokens"],
-            recent_tokens=flags["recent_tokens"],
-            streaming_share=flags["streaming_share"],
-            dense_fraction=flags["dense_fraction"],
-            backend=flags["backend"],
-            device=flags["device"],
-            dtype=flags["dtype"],
-            kv_dtype=flags["kv_dtype"],
+            **{name: flags[name] for name in ("sink_tokens", "recent_tokens", "streaming_share", "dense_fraction")},
+            **_source(flags),
         ),
         sys.stdout,
     )

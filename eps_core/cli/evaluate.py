@@ -7,19 +7,22 @@ from typing import Any
 import click
 
 from eps_core.cli.options import config_of, given_flags, selection_options, summary_options
-from eps_core.load import BACKENDS
+from eps_core.cli.source import backend_option, device_option, model_option
 from eps_core.telemetry import files
 
 DEFAULT_TASKS = "niah_single,niah_multikey"
 NO_TASKS = "none"
+# flags that a request calls the same
+_SAME = (
+    "samples", "text_steps", "oracle", "seed", "longbench", "longbench_prompts", "ruler", "model", "backend", "device",
+    "text", "out",
+)  # fmt: skip
 
 
 @click.command("evaluate")
-@click.option("--backend", type=click.Choice(("auto", *BACKENDS)), default="auto", show_default=True)
-@click.option("--device", type=click.Choice(("auto", "cpu", "cuda", "mps")), default="auto", show_default=True)
-@click.option(
-    "--model", type=click.Path(path_type=Path), metavar="DIR", help="Hugging Face directory.  [default: demo]"
-)
+@backend_option
+@device_option
+@model_option
 @click.option(
     "--tasks", default=DEFAULT_TASKS, show_default=True, metavar="A,B,...",
     help=f"Generated tasks; an unknown one lists them all. {NO_TASKS}: leave them out.",
@@ -90,17 +93,6 @@ def evaluate_command(ctx: click.Context, /, **flags: Any) -> None:
         config=config,
         tasks=tasks,
         contexts=tuple(dict.fromkeys(flags["context"])),
-        samples=flags["samples"],
-        text_steps=flags["text_steps"],
-        oracle=flags["oracle"],
-        seed=flags["seed"],
-        longbench=flags["longbench"],
-        longbench_prompts=flags["longbench_prompts"],
-        ruler=flags["ruler"],
-        model=flags["model"],
-        backend=flags["backend"],
-        device=flags["device"],
-        text=flags["text"],
-        out=flags["out"],
+        **{name: flags[name] for name in _SAME},
     )
     click.echo(files.to_json(measure(request, sys.stdout)))

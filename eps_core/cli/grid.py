@@ -6,12 +6,13 @@ from typing import Any
 
 import click
 
+from eps_core.cli.source import backend_option, device_option, dtype_option, model_option
 from eps_core.config.store import DTYPE_BYTES
-from eps_core.decode.forward import load_decoder
 from eps_core.errors import ConfigError
-from eps_core.evaluation.grid import PRESETS, Bench, Plan, Progress, expand, header, load_grid, run_cells
+from eps_core.evaluation.grid import Progress, header, run_cells
+from eps_core.evaluation.grid_cell import Bench, Plan
 from eps_core.evaluation.grid_file import GridFile, continued
-from eps_core.load import BACKENDS, backend_name, load_backend
+from eps_core.evaluation.grid_settings import PRESETS, expand, load_grid
 from eps_core.telemetry import files
 
 MIB = 2**20
@@ -22,15 +23,10 @@ _PLAN = Plan()
 @click.option("--grid", type=click.Path(path_type=Path), metavar="FILE", help="JSON: axes and their values.")
 @click.option("--preset", type=click.Choice(tuple(PRESETS)), help="prd: the product requirements' 1,296 cells.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), metavar="FILE", required=True, help="JSONL; continued.")
-@click.option("--backend", type=click.Choice(("auto", *BACKENDS)), default="auto", show_default=True)
-@click.option("--device", type=click.Choice(("auto", "cpu", "cuda", "mps")), default="auto", show_default=True)
-@click.option(
-    "--model", type=click.Path(path_type=Path), metavar="DIR", help="Hugging Face directory.  [default: demo]"
-)
-@click.option(
-    "--dtype", type=click.Choice(("auto", *DTYPE_BYTES)), default="auto", show_default=True,
-    help="Of the weights; auto: float32 on a CPU, else as stored.",
-)  # fmt: skip
+@backend_option
+@device_option
+@model_option
+@dtype_option
 @click.option("--kv-dtype", type=click.Choice(tuple(DTYPE_BYTES)), default=_PLAN.kv_dtype, show_default=True)
 @click.option("--needles", type=click.IntRange(min=0), default=_PLAN.needles, show_default=True, help="Questions.")
 @click.option("--texts", type=click.IntRange(min=1), default=_PLAN.texts, show_default=True, help="Windows of text.")
@@ -67,36 +63,24 @@ def grid_command(**flags: Any) -> None:
     files.check_writable(out, "results file")
     # late: `eps-proto --help` must work where a model cannot be loaded
     from eps_core.decode.heads import check_policy, load_policy, model_fingerprint
-    from eps_core.decode.model import DEMO_MODEL, load_tokenizer, read_spec
-    from eps_core.decode.session import choose_device
+    from eps_core.decode.session import Session
 
-    model: Path = flags["model"] or DEMO_MODEL
-    if flags["model"] is None and not (model / "config.json").is_file():
-        raise ConfigError(f"the demo model is not in this installation ({model}): pass --model DIR")
-    spec = read_spec(model)
+    session = Session.open(flags["model"], flags["backend"], flags["device"], flags["dtype"], flags["kv_dtype"])
     head_modes = None
     if flags["eps_head_policy"] is not None:
         policy = load_policy(flags["eps_head_policy"])
-        check_policy(policy, model, spec)
+        check_policy(policy, session.path, session.spec)
         head_modes = policy.head_modes
-    tokenizer = load_tokenizer(model)
-    backend = load_backend(flags["backend"])
-    device = choose_device(backend, flags["device"])
-    dtype = flags["dtype"]
-    if dtype == "auto":
-        dtype = "float32" if device == "cpu" else spec.stored_dtype
     plan = Plan(**{name: flags[name] for name in vars(_PLAN)})
     first = header(
-        cells, plan, head_modes, backend.versions(),
-        preset=flags["preset"], model=str(flags["model"] or "demo"), model_id=model_fingerprint(model),
-        backend=backend_name(backend), device=device, dtype=dtype, cpu_count=os.cpu_count(),
+        cells, plan, head_modes, session.backend.versions(),
+        preset=flags["preset"], model=session.model, model_id=model_fingerprint(session.path),
+        backend=session.backend_name, device=session.device, dtype=session.dtype, cpu_count=os.cpu_count(),
     )  # fmt: skip
     if out.exists():  # before the weights are loaded, which may take minutes
         continued(out, out.read_bytes(), first)
-    # nothing is written until everything that can be refused has been
-    bench = Bench(
-        backend, load_decoder(backend, model, spec, dtype, device), tokenizer, device, plan, flags["prefill_mib"] * MIB
-    )
+    session.load()  # nothing is written until everything that can be refused has been
+    bench = Bench(session, plan, flags["prefill_mib"] * MIB)
     with GridFile(out, first) as file:
         resumed = len(file.finished)
         progress = Progress(cells, file.finished)

@@ -14,14 +14,19 @@ from eps_core.cli.captures import calibrate_command, capture_command, replay_com
 from eps_core.cli.evaluate import evaluate_command
 from eps_core.cli.grid import grid_command, report_command
 from eps_core.cli.options import AUTO, config_of, given_flags, kernels_option, selection_options, summary_options
+from eps_core.cli.source import backend_option, device_option, dtype_option, kv_dtype_option, model_option
 from eps_core.config.bytes import open_group_bytes
-from eps_core.config.store import DTYPE_BYTES
 from eps_core.decode.generate import Sampling
 from eps_core.errors import ConfigError
 from eps_core.load import BACKENDS, load_backend
 from eps_core.telemetry import files, steps, terminal
 
 DEMO_NEW_TOKENS = 16
+# flags that a request calls the same
+_SAME = (
+    "backend", "device", "model", "dtype", "prefill_chunk", "pool_tokens", "kl", "stop", "metrics", "csv",
+    "eps_audit_every", "eps_audit_factor", "eps_audit_off", "kernels",
+)  # fmt: skip
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=False)
@@ -31,11 +36,9 @@ def cli() -> None:
 
 
 @cli.command("run")
-@click.option("--backend", type=click.Choice(("auto", *BACKENDS)), default="auto", show_default=True)
-@click.option("--device", type=click.Choice(("auto", "cpu", "cuda", "mps")), default="auto", show_default=True)
-@click.option(
-    "--model", type=click.Path(path_type=Path), metavar="DIR", help="Hugging Face directory.  [default: demo]"
-)
+@backend_option
+@device_option
+@model_option
 @click.option(
     "--prompt", metavar="TEXT", help="Text to continue.  [default, without --model: a 4,096-token needle task]"
 )
@@ -44,11 +47,8 @@ def cli() -> None:
     "--max-new-tokens", type=click.IntRange(min=1),
     help=f"[default: 32; {DEMO_NEW_TOKENS} for the built-in prompt, whose answer is 5 digits and a full stop]",
 )  # fmt: skip
-@click.option(
-    "--dtype", type=click.Choice(("auto", *DTYPE_BYTES)), default="auto", show_default=True,
-    help="Of the weights; auto: float32 on a CPU, else as stored.",
-)  # fmt: skip
-@click.option("--kv-dtype", type=click.Choice(tuple(DTYPE_BYTES)), help="Of the KV cache.  [default: as --dtype]")
+@dtype_option
+@kv_dtype_option
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0: greedy.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="With a temperature: nucleus to draw from.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of drawing tokens.")
@@ -98,33 +98,19 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
     if "top_p" in given and not flags["temperature"]:
         raise click.UsageError("--top-p means nothing to greedy decoding: add --temperature")
     # late: `eps-proto info` and --help must work where a model cannot be loaded
-    from eps_core.decode.session import RunRequest
-    from eps_core.evaluation.compare import run
+    from eps_core.evaluation.compare import RunRequest, run
 
     prompt = _prompt(flags)
     request = RunRequest(
         config=config,
         sampling=Sampling(flags["temperature"], flags["top_p"], flags["seed"]),
-        backend=flags["backend"],
-        device=flags["device"],
-        model=flags["model"],
         prompt=prompt,
         max_new_tokens=flags["max_new_tokens"] or (DEMO_NEW_TOKENS if prompt is None else 32),
-        dtype=flags["dtype"],
         kv_dtype=flags["kv_dtype"] or "auto",
-        prefill_chunk=flags["prefill_chunk"],
-        pool_tokens=flags["pool_tokens"],
         baseline=not flags["no_baseline"],
-        kl=flags["kl"],
-        stop=flags["stop"],
         method_is_default=flags["eps_method"] is None,
-        metrics=flags["metrics"],
-        csv=flags["csv"],
-        audit_every=flags["eps_audit_every"],
-        audit_factor=flags["eps_audit_factor"],
-        audit_off=flags["eps_audit_off"],
-        kernels=flags["kernels"],
         auto_min_context=config.store.enabled and flags["eps_min_context"] == AUTO,
+        **{name.removeprefix("eps_"): flags[name] for name in _SAME},
     )
     result = run(request, sys.stdout)
     click.echo(files.to_json(result))
@@ -197,10 +183,10 @@ def info_command(ctx: click.Context, /, **flags: Any) -> None:
         f"bfloat16 KV cache {dense / terminal.MIB:,.0f} MiB; summaries of one sequence:\n"
     )
     click.echo(terminal.memory_table(rows))
-    statistics = open_group_bytes(layers, kv_heads, head_dim)
+    statistics, following = open_group_bytes(layers, kv_heads, head_dim)
     click.echo(
-        f"\nbox and meanstd also keep {statistics / terminal.MIB:,.1f} MiB of running statistics for each sequence in "
-        "mid-group, so that a growing group is never read back."
+        f"\n{' and '.join(following)} also keep {statistics / terminal.MIB:,.1f} MiB of running statistics for each "
+        "sequence in mid-group, so that a growing group is never read back."
     )
     shape = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "context": context, "kv_bytes": dense}
     click.echo(files.to_json({"backends": backends, "shape": shape, "summaries": rows}))

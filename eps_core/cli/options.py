@@ -7,16 +7,24 @@ from typing import Any
 import click
 
 from eps_core.config.eps import EpsConfig
-from eps_core.config.read import DEFAULT_BUDGET, DEFAULT_REFINE, DEFAULT_TAU, FINE_BUDGET, POLICIES, SCOPES
-from eps_core.config.store import DEFAULT_TAIL_TOKENS, METHODS
+from eps_core.config.read import DEFAULT_BUDGET, DEFAULT_GUARDS, DEFAULT_TAU, POLICIES, SCOPES
+from eps_core.config.store import DEFAULT_TAIL_TOKENS, METHODS, coded_methods, dim_meanings
 from eps_core.decode.model import DEMO_MODEL
 from eps_core.load import KERNELS
+from eps_core.summaries.table import facts, names
 
 DEMO_METHOD = "rq"
+_CODED = coded_methods()
+_OWN = ", ".join(names(lambda one: one.role == "public" and one.guards != DEFAULT_GUARDS))  # with defaults of their own
+_FACTS = facts(DEMO_METHOD)
 AUTO = "auto"  # of --eps-min-context
 # flags that mean something under one policy only
 _POLICY_FLAGS = {"eps_budget": "topk", "eps_tau": "share", "eps_alpha": "threshold"}
 _DEFAULT = EpsConfig.of()
+
+
+def _guard_help(end: int) -> str:
+    return f"Always visited.  [default: {_FACTS.guards[end]} for {_OWN}, {DEFAULT_GUARDS[end]} for the others]"
 
 
 def _options(*options: Callable) -> Callable:
@@ -43,19 +51,20 @@ class _MinContext(click.ParamType):
 
 
 summary_options = _options(
-    click.option("--eps-dim", type=int, help="m of jl (default 8), l of fd (2), k of moments (1)."),
+    click.option("--eps-dim", type=int, help=f"{dim_meanings('{what} of {name} (default {default})')}."),
     click.option(
         "--eps-bits",
         type=int,
         default=_DEFAULT.store.bits,
         show_default=True,
-        help="Bits of one rq code: 1, 2, 4 or 8.",
+        help=f"Bits of one {_CODED} code: 1, 2, 4 or 8.",
     ),
     click.option(
         "--eps-refine",
         type=float,
         metavar="X",
-        help=f"rq of 1 bit: share of the groups of which a second bit is read; 0: none.  [default: {DEFAULT_REFINE}]",
+        help=f"{_CODED} of 1 bit: share of the groups of which a second bit is read; 0: none.  "
+        f"[default: {_FACTS.refine}]",
     ),
     click.option(
         "--eps-group-tokens",
@@ -75,14 +84,15 @@ selection_options = _options(
         type=click.Choice(METHODS),
         help=f"Summary of a group of keys.  [default: off; {DEMO_METHOD} without --model]",
     ),
-    click.option("--eps-rq-bounds", is_flag=True, help="rq also stores what its bounds need (6 bytes a group)."),
+    click.option("--eps-rq-bounds", is_flag=True, help=f"{_CODED} also stores what its bounds need (6 bytes a group)."),
     click.option(
         "--eps-bound-bits", type=int, default=0, show_default=True,
         help="4 or 8: certify from codes of single keys, read of unvisited groups only; 0: the method's own bounds.",
     ),
     click.option(
         "--eps-tail", type=click.Choice(("drop", "mean")),
-        help="What is not read counts nothing, or with its estimated mass and mean value.  [default: mean for rq]",
+        help="What is not read counts nothing, or with its estimated mass and mean value.  [default: mean for "
+        f"{', '.join(names(lambda one: one.tail))}]",
     ),
     click.option(
         "--eps-tail-tokens", type=int, metavar="N",
@@ -95,7 +105,7 @@ selection_options = _options(
     click.option(
         "--eps-budget", type=float, metavar="X",
         help="topk: share of the context that is read (up to 1), or a number of tokens.  "
-        f"[default: {FINE_BUDGET} for rq, {DEFAULT_BUDGET} for the others]",
+        f"[default: {_FACTS.budget} for {_OWN}, {DEFAULT_BUDGET} for the others]",
     ),
     click.option(
         "--eps-tau", type=float,
@@ -124,10 +134,10 @@ selection_options = _options(
         "--eps-top-pages", type=int, metavar="N", help="In groups: topk budget, threshold heap, cap on share and mass."
     ),
     click.option(
-        "--eps-first-tokens", type=int, metavar="N", help="Always visited.  [default: 4 for rq, 16 for the others]"
+        "--eps-first-tokens", type=int, metavar="N", help=_guard_help(0)
     ),
     click.option(
-        "--eps-last-tokens", type=int, metavar="N", help="Always visited.  [default: 32 for rq, 128 for the others]"
+        "--eps-last-tokens", type=int, metavar="N", help=_guard_help(1)
     ),
     click.option("--eps-first-n", type=int, metavar="N", help="--eps-first-tokens in groups."),
     click.option("--eps-last-n", type=int, metavar="N", help="--eps-last-tokens in groups."),
@@ -178,8 +188,7 @@ def config_of(flags: dict[str, Any], given: set[str], auto_min_context: bool = F
         raise click.UsageError("--eps-heads retrieval and --eps-head-policy FILE need each other: give both or none")
     if "eps_budget" in given and "eps_top_pages" in given:
         raise click.UsageError("--eps-budget and --eps-top-pages both set the budget of topk: give one of them")
-    if "eps_bits" in given and method != "rq":
-        raise click.UsageError("--eps-bits belongs to --eps-method rq: drop it or choose that method")
+    refuse_bits(given, method)
     min_context = flags["eps_min_context"]
     if min_context == AUTO:
         if not auto_min_context:
@@ -222,6 +231,12 @@ def config_of(flags: dict[str, Any], given: set[str], auto_min_context: bool = F
             raise click.UsageError(f"--eps-{end}-n {groups} is negative: use 0 or more groups")
         config = config.replace(**{f"{end}_tokens": groups * config.store.S})
     return config
+
+
+def refuse_bits(given: set[str], method: str) -> None:
+    """Raises UsageError where `--eps-bits` is given and the method has no codes."""
+    if "eps_bits" in given and not facts(method).coded:
+        raise click.UsageError(f"--eps-bits belongs to --eps-method {_CODED}: drop it or choose that method")
 
 
 def _tail_tokens(flags: dict[str, Any]) -> int | None:

@@ -3,12 +3,13 @@
 from collections.abc import Iterable
 
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import DTYPE_BYTES, EVALUATION_METHODS, MEAN, Store
+from eps_core.config.store import DTYPE_BYTES, Store
+from eps_core.summaries import table
 
 
 def second_bit_bytes(store: Store, head_dim: int) -> int:
-    """Bytes of rq's second bit and its scale per (layer, kv head, group): stored of all, read of the best."""
-    return -(-head_dim // 8) + 2 if store.second_bit else 0
+    """Bytes of the second bit of codes and its scale per (layer, kv head, group): stored of all, read of the best."""
+    return sum(field.num_bytes for field in table.fields(store, head_dim).values() if field.best_only)
 
 
 def scoring_bytes(config: EpsConfig, head_dim: int, lengths: Iterable[int]) -> int:
@@ -28,33 +29,17 @@ def scoring_bytes(config: EpsConfig, head_dim: int, lengths: Iterable[int]) -> i
 def summary_group_bytes(store: Store, head_dim: int) -> int:
     """Bytes stored per (layer, kv head, group); a scoring pass reads `scoring_bytes`. Open-group accumulators are
     apart."""
-    dim = store.dim or 0
-    if store.method in ("off", *EVALUATION_METHODS):
-        return 0
-    if store.method == MEAN:
-        return head_dim + 2  # int8 mean, its fp16 scale
-    if store.method == "jl":
-        return 4 * dim * (dim + 1) // 2  # packed symmetric Gram matrix, fp32
-    if store.method == "1pc":
-        return head_dim + 4 + 2 * 2  # int8 direction, its fp32 scale, |K u| and residual norm in fp16
-    if store.method == "fd":
-        return dim * head_dim + 2 * (dim + 2)  # int8 rows, row scales, rounding error, sqrt(Delta) in fp16
-    if store.method == "box":
-        return 2 * head_dim + 2 * 2  # int8 min and max; scale and key norm in fp16
-    if store.method == "meanstd":
-        return 2 * head_dim + 2 * 2  # int8 mean and uint8 std; two fp16 scales
-    if store.method == "ball":
-        return head_dim + 2 * 4  # int8 mean; scale, rounding error, radius, key norm in fp16
-    if store.method == "moments":
-        return head_dim * (1 + dim) + 2 * (6 + 2 * dim)
-    packed = -(-head_dim * store.bits // 8)
-    return packed + 2 + (2 * 3 if store.rq_bounds else 0) + second_bit_bytes(store, head_dim)
+    return sum(field.num_bytes for field in table.fields(store, head_dim).values())
 
 
-def open_group_bytes(num_layers: int, num_kv_heads: int, head_dim: int) -> int:
-    """Bytes of the running statistics that box and meanstd keep for one open group, per slot of `max_open_groups`:
-    two float32 vectors and one norm."""
-    return num_layers * num_kv_heads * 4 * (2 * head_dim + 1)
+def open_group_bytes(num_layers: int, num_kv_heads: int, head_dim: int) -> tuple[int, list[str]]:
+    """Bytes of the running statistics of one open group, per slot of `max_open_groups`: the most that a method keeps,
+    and the methods that keep any."""
+    kept = {
+        name: sum(field.num_bytes for field in table.running(Store(name), head_dim).values())
+        for name in table.names(lambda one: one.follows)
+    }
+    return num_layers * num_kv_heads * max(kept.values()), [name for name, num_bytes in kept.items() if num_bytes]
 
 
 def summary_bytes(store: Store, num_layers: int, num_kv_heads: int, head_dim: int, num_tokens: int) -> int:

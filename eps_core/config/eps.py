@@ -9,24 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from eps_core.config.read import (
-    DEFAULT_BUDGET,
-    DEFAULT_GUARDS,
-    DEFAULT_REFINE,
-    DEFAULT_TAU,
-    FINE_BUDGET,
-    FINE_GUARDS,
-    Read,
-)
-from eps_core.config.store import Store
+from eps_core.config.read import DEFAULT_TAU, Read
+from eps_core.config.store import Store, coded_methods
 from eps_core.errors import require
+from eps_core.summaries import table
 
-NO_BOUNDS = {
-    "oracle": "none: it evaluates estimates",
-    "jl": "none: a random projection can miss a key entirely; add --eps-bound-bits 8",
-    "meanstd": "none: mean plus deviation is below the largest logit at times; add --eps-bound-bits 8",
-    "rq": "none without what they need in store: add --eps-bound-bits 8",
-}
 # names and order of the flat form: flags, JSONL, keyword arguments. `refine` says both what is kept and what is read
 FLAT = (
     "method", "dim", "bits", "refine", "rq_bounds", "bound_bits", "tail_tokens", "group_tokens", "group_blocks",
@@ -47,12 +34,12 @@ class EpsConfig:
         store, read = self.store, self.read
         require(
             not read.strict or store.has_bounds,
-            f"eps-strict needs bounds, and method {store.method} has {NO_BOUNDS.get(store.method, 'none')}",
+            f"eps-strict needs bounds, and method {store.method} has {store.facts.no_bounds}",
         )
         require(
-            not read.refine or (store.method == "rq" and store.bits == 1),
-            f"eps-refine {read.refine} reads a second bit of 1-bit rq codes, not of method {store.method} with "
-            f"{store.bits} bits: leave it out",
+            not read.refine or (store.facts.coded and store.bits == 1),
+            f"eps-refine {read.refine} reads a second bit of 1-bit {coded_methods()} codes, not of method "
+            f"{store.method} with {store.bits} bits: leave it out",
         )
         assert store.second_bit == (read.refine > 0), "a second bit is kept to be read: both are `refine`"
 
@@ -63,19 +50,18 @@ class EpsConfig:
         flat["method"] = method
         unknown = sorted(set(flat) - set(FLAT))
         require(not unknown, f"unknown EPS setting {', '.join(unknown)}: known are {', '.join(sorted(FLAT))}")
-        fine = method == "rq"
-        guards = FINE_GUARDS if fine else DEFAULT_GUARDS
+        facts = table.facts(method)
         defaults = {
-            "budget": FINE_BUDGET if fine else DEFAULT_BUDGET,
+            "budget": facts.budget,
             "tau": DEFAULT_TAU if flat.get("policy") == "share" else None,
-            "refine": DEFAULT_REFINE if fine and flat.get("bits", 1) == 1 else 0.0,
-            "first_tokens": guards[0],
-            "last_tokens": guards[1],
+            "refine": facts.refine if flat.get("bits", 1) == 1 else 0.0,
+            "first_tokens": facts.guards[0],
+            "last_tokens": facts.guards[1],
         }
         flat = {**flat, **{name: value for name, value in defaults.items() if flat.get(name) is None}}
         stored = {name: value for name, value in flat.items() if name in _STORED}
         read = Read(**{name: value for name, value in flat.items() if name not in _STORED})
-        return cls(Store(**stored, second_bit=method == "rq" and read.refine > 0), read)
+        return cls(Store(**stored, second_bit=facts.coded and read.refine > 0), read)
 
     def replace(self, **flat: Any) -> Self:
         """The same but for these flat settings, which are taken as given."""

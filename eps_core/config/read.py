@@ -4,15 +4,15 @@ import math
 from dataclasses import dataclass
 
 from eps_core.errors import require
+from eps_core.summaries.base import Facts
 
 POLICIES = ("topk", "share", "mass", "threshold")
 SCOPES = ("kv-head", "union")
 # what one kv head does: selects groups, reads them all, or reads the guards alone
 HEAD_MODES = ("gate", "dense", "window")
-DEFAULT_BUDGET, FINE_BUDGET, DEFAULT_TAU, DEFAULT_REFINE = 0.1, 0.05, 0.001, 0.125
-# always visited, in tokens. rq ranks single tokens well enough to find the recent ones that matter by itself; the
-# others need the wide guard (eps_core/README.md, "Decisions")
-DEFAULT_GUARDS, FINE_GUARDS = (16, 128), (4, 32)
+DEFAULT_TAU = 0.001
+# what most methods want; a method's own are in its facts
+DEFAULT_BUDGET, DEFAULT_GUARDS = Facts.budget, Facts.guards
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Read:
     strict: bool = False  # visit more until the certified share unread is at most epsilon
     head_modes: tuple[tuple[str, ...], ...] | None = None  # of each layer and kv head; None: all of them gate
     min_context: int = 0  # tokens; below it decode is dense
-    # rq of 1 bit: share of the groups, the best by that bit, of which the second bit is read too
+    # codes of 1 bit: share of the groups, the best by that bit, of which the second bit is read too
     refine: float = 0.0
 
     def __post_init__(self) -> None:

@@ -4,23 +4,16 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from eps_core.errors import require
+from eps_core.summaries import table
+from eps_core.summaries.base import Facts
 
-METHODS = ("off", "jl", "1pc", "fd", "box", "meanstd", "ball", "moments", "rq")
-# for evaluation alone: true masses as estimates, by reading all of K, which its byte counts leave out
-EVALUATION_METHODS = ("oracle",)
-MEAN = "mean"  # not a way to score: the mean values that stand for skipped groups
+METHODS = (table.OFF, *table.names(lambda one: one.role == "public"))
+EVALUATION_METHODS = table.names(lambda one: one.role == "evaluation")
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
-# Each method's measured best group size in tokens (results/README.md); None: the product requirements' coarse group
-# of `COARSE_GROUP_BLOCKS` pages.
-DEFAULT_GROUP_TOKENS: dict[str, int | None] = {
-    "oracle": 16, "jl": None, "1pc": None, "fd": None, "box": 16, "meanstd": 16, "ball": 8, "moments": 8, "rq": 2,
-}  # fmt: skip
-COARSE_GROUP_BLOCKS = 8
+COARSE_GROUP_BLOCKS = 8  # the product requirements' group in pages
 MAX_GROUP_TOKENS = 256
 DEFAULT_TAIL_TOKENS = 64
-# m of jl, l of fd (8 rows would need 522 MiB at 32 x 32 x 64k, 2 need 132 MiB), k of moments
-DEFAULT_DIM = {"jl": 8, "fd": 2, "moments": 1}
 
 
 @dataclass(frozen=True)
@@ -32,7 +25,7 @@ class CacheSpec:
     head_dim: int
     num_units: int
     dtype: str = "float32"
-    max_open_groups: int = 8  # sequences whose open group box and meanstd can follow without re-reading K
+    max_open_groups: int = 8  # sequences whose open group a method can follow without re-reading K
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "num_units", "max_open_groups"):
@@ -54,11 +47,11 @@ class Store:
     `group_tokens` can be None in a store.
     """
 
-    method: str = "off"
-    dim: int | None = None  # m of jl, l of fd, k of moments; None: the method's default
-    bits: int = 1  # of one rq code
-    second_bit: bool = False  # rq of 1 bit: a second bit of every code is kept, to be read of the best
-    rq_bounds: bool = False  # rq also stores residual norm, radius and key norm (fp16), and so has bounds
+    method: str = table.OFF
+    dim: int | None = None  # the method says of what; None: its default
+    bits: int = 1  # of one code, where a method has codes
+    second_bit: bool = False  # a second bit of every code of 1 bit is kept, to be read of the best
+    rq_bounds: bool = False  # codes also store residual norm, radius and key norm (fp16), and so have bounds
     bound_bits: int = 0  # 4 or 8: certify from codes of single keys instead of the method's own bounds
     # tokens whose mean value stands for the skipped groups among them; 0: these contribute nothing
     tail_tokens: int = None  # type: ignore[assignment]
@@ -69,7 +62,7 @@ class Store:
 
     def __post_init__(self) -> None:
         require(
-            self.method in (*METHODS, *EVALUATION_METHODS, MEAN),
+            self.method in (table.OFF, *table.METHODS),
             f"eps-method {self.method!r} is unknown: choose one of {', '.join(METHODS)}",
         )
         block = self.block_size
@@ -82,24 +75,23 @@ class Store:
             f"eps-group-tokens {self.group_tokens} and eps-group-blocks {self.group_blocks} say the same thing twice: "
             "give one of them",
         )
-        if self.method == "off":
+        if self.method == table.OFF:
             object.__setattr__(self, "tail_tokens", 0)
             return
         self._settle_group()
         self._settle_tail()
         if self.dim is not None:
             require(
-                self.method in DEFAULT_DIM,
-                f"eps-dim {self.dim} has no meaning for method {self.method}: it is m of jl, l of fd, k of moments; "
-                "leave it out",
+                self.facts.dim is not None,
+                f"eps-dim {self.dim} has no meaning for method {self.method}: it is {dim_meanings()}; leave it out",
             )
-            require(1 <= self.dim <= 64, f"eps-dim {self.dim} is outside 1 to 64: use {DEFAULT_DIM[self.method]}")
+            require(1 <= self.dim <= 64, f"eps-dim {self.dim} is outside 1 to 64: use {self.facts.dim}")
         else:
-            object.__setattr__(self, "dim", DEFAULT_DIM.get(self.method))
+            object.__setattr__(self, "dim", self.facts.dim)
         require(self.bits in (1, 2, 4, 8), f"eps-bits {self.bits} is not 1, 2, 4 or 8: use 1")
         require(
-            not self.rq_bounds or self.method == "rq",
-            f"eps-rq-bounds belongs to method rq, not {self.method}: leave it out",
+            not self.rq_bounds or self.facts.bounds_setting == "rq_bounds",
+            f"eps-rq-bounds belongs to method {coded_methods()}, not {self.method}: leave it out",
         )
         require(
             self.bound_bits in (0, 4, 8),
@@ -110,7 +102,7 @@ class Store:
     def _settle_group(self) -> None:
         block, tokens = self.block_size, self.group_tokens
         if tokens is None and self.group_blocks is None:
-            tokens = DEFAULT_GROUP_TOKENS[self.method]
+            tokens = self.facts.group_tokens
         if tokens is None:
             blocks = COARSE_GROUP_BLOCKS if self.group_blocks is None else self.group_blocks
             require(blocks >= 1, f"eps-group-blocks {blocks} must be at least 1 page: use {COARSE_GROUP_BLOCKS}")
@@ -130,7 +122,7 @@ class Store:
 
     def _settle_tail(self) -> None:
         if self.tail_tokens is None:
-            object.__setattr__(self, "tail_tokens", self._usual_tail() if self.method == "rq" else 0)
+            object.__setattr__(self, "tail_tokens", self._usual_tail() if self.facts.tail else 0)
         unit = max(self.block_size, self.S)
         require(
             not self.tail_tokens or not self.has_norm_estimate,
@@ -154,7 +146,16 @@ class Store:
 
     @property
     def enabled(self) -> bool:
-        return self.method != "off"
+        return self.method != table.OFF
+
+    @property
+    def facts(self) -> Facts:
+        return table.facts(self.method)
+
+    @property
+    def code_bits(self) -> int | None:
+        """Bits of one code; None where the method has no codes."""
+        return self.bits if self.facts.coded else None
 
     @property
     def S(self) -> int:
@@ -178,22 +179,35 @@ class Store:
     @property
     def own_bounds(self) -> bool:
         """Whether the summary that estimates also bounds."""
-        return self.method in ("1pc", "fd", "box", "ball", "moments") or (self.method == "rq" and self.rq_bounds)
+        return self.facts.has_bounds(self)
 
     @property
     def has_norm_estimate(self) -> bool:
         """Whether estimates are norms |K a|, never negative, and not logarithms of masses."""
-        return self.method in ("jl", "1pc", "fd")
+        return self.facts.norm_estimate
 
     @property
     def bound_store(self) -> "Store":
         """The summary that bounds, where it is another one: codes of single keys, in the same pool units."""
         return Store(
-            method="rq", bits=self.bound_bits, rq_bounds=True, group_tokens=1, tail_tokens=0, seed=self.seed,
+            method=table.KEY_CODES, bits=self.bound_bits, rq_bounds=True, group_tokens=1, tail_tokens=0, seed=self.seed,
             block_size=self.unit_tokens,
         )  # fmt: skip
 
     @property
     def tail_store(self) -> "Store":
         """The summary of values that stands for what is skipped, in the same pool units."""
-        return Store(method=MEAN, group_tokens=self.tail_tokens, tail_tokens=0, block_size=self.tail_tokens)
+        return Store(method=table.TAIL, group_tokens=self.tail_tokens, tail_tokens=0, block_size=self.tail_tokens)
+
+
+def dim_meanings(form: str = "{what} of {name}") -> str:
+    """What `dim` is, method by method."""
+    having = table.names(lambda one: one.dim is not None)
+    return ", ".join(
+        form.format(what=table.facts(name).dim_means, name=name, default=table.facts(name).dim) for name in having
+    )
+
+
+def coded_methods() -> str:
+    """The methods whose codes have bits."""
+    return " or ".join(table.names(lambda one: one.coded))

@@ -18,7 +18,9 @@ from eps_core.summaries.rq import hadamard_blocks
 
 Host = Callable[[Any], np.ndarray]
 Run = Callable[..., None]
-CODES = {  # method -> (index in `score_codes`, two code pools, four scalar pools, the unused ones repeated)
+# besides codes without bounds of their own: method -> (index in `score_codes`, two code pools, four scalar pools, the
+# unused ones repeated)
+CODES = {
     "box": (0, ("lo", "hi"), ("scale", "norm", "norm", "norm")),
     "ball": (1, ("mean", "mean"), ("mean_scale", "radius", "error", "norm")),
     "meanstd": (2, ("mean", "std"), ("mean_scale", "std_scale", "std_scale", "std_scale")),
@@ -42,7 +44,7 @@ def score(
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None, np.ndarray, np.ndarray | None] | None:
     """The fields of `Scores` in their order, for q [B, Hq, D] float32: estimate, lower, upper, num_missing, slack."""
     store, spec = cache.store, cache.spec
-    if store.rq_bounds or store.method not in ("rq", *CODES):
+    if store.rq_bounds or not (store.facts.coded or store.method in CODES):
         return None
     from eps_core.cpu import score, vectors
 
@@ -54,7 +56,7 @@ def score(
     estimate = np.empty((batch, kv_heads, groups), np.float32)
     missing, states = np.empty(batch, np.int64), np.empty((batch, groups), np.uint8)
     state, stored = cache.state[layer], cache.summaries[layer]
-    if store.method == "rq":
+    if store.facts.coded:
         pools = {name: _lanes(host(array)) for name, array in stored.items()}
         centre = cache.centre[layer]
         passes, num_bytes = -(-repeat // vectors.HEADS), -(-head_dim * store.bits // 8)
@@ -69,7 +71,7 @@ def score(
         )  # fmt: skip
         return estimate, None, None, missing, None
     index, codes, scalars = CODES[store.method]
-    bounded = store.method != "meanstd"
+    bounded = store.own_bounds
     lower, upper = (np.empty((batch, kv_heads, repeat, groups if bounded else 0), np.float32) for _ in range(2))
     first, second = (_lanes(host(stored[name])) for name in codes)
     run(

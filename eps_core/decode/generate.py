@@ -16,6 +16,7 @@ from eps_core.config.read import Read
 from eps_core.decode.forward import Decoder
 from eps_core.errors import ConfigError
 from eps_core.gate.protocol import Backend
+from eps_core.gate.stats import StepOutput
 from eps_core.paging.pool import PagePool
 from eps_core.paging.pool import Sequence as PagedSequence
 from eps_core.telemetry.steps import AUDIT_FACTOR, StepRecord, audit_step, step_record
@@ -77,6 +78,9 @@ def generate(
     audit_every: int = 0,
     audit_factor: float = AUDIT_FACTOR,
     audit_off: bool = False,
+    audit_first: int = 0,
+    written: Sequence[PagedSequence] | None = None,
+    on_output: Callable[[StepOutput], None] | None = None,
 ) -> Generator[StepRecord, None, Any]:
     """Decodes every prompt for at most `max_new_tokens` tokens, all in one batch; a sequence leaves it at a stop token.
 
@@ -85,17 +89,21 @@ def generate(
     (None: dense).
     `forced_tokens` (one list a prompt) are fed instead of what the model says, and end their sequence with them.
     `on_prefill(prompt, tokens done, tokens in all)` is called after each chunk. Every `time_every`-th step is timed
-    layer by layer (0: none). Every `audit_every`-th gated step attends densely besides (0: none) and raises an alarm
-    where a certificate was wrong, or an estimate by more than `audit_factor`; with `audit_off` the steps after an alarm
-    are dense, which `fallbacks` counts. Sequences are freed when the generator ends, and its value is the cache to go
-    on with: a prompt that is decoded again in it, with the same pool, finds its full pages.
+    layer by layer (0: none). Every `audit_every`-th gated step from `audit_first` on attends densely besides (0: none)
+    and raises an alarm where a certificate was wrong, or an estimate by more than `audit_factor`; with `audit_off` the
+    steps after an alarm are dense, which `fallbacks` counts. `on_output` is called with what each step gave.
+
+    Sequences are freed when the generator ends, and its value is the cache to go on with: a prompt that is decoded
+    again in it, with the same pool, finds its full pages. With `written`, sequences of the pool that hold all but the
+    last token of each prompt, nothing is prefilled; they grow, and stay the caller's.
     """
     if any(not len(prompt) for prompt in prompts):
         raise ConfigError("an empty prompt has nothing to continue: give at least one token")
-    sequences: dict[int, PagedSequence] = {}
+    sequences = dict(enumerate(written or ()))
+    own = written is None
     try:
-        for index, prompt in enumerate(prompts):
-            sequences[index], cache = _prefill(
+        for index, prompt in enumerate(prompts if own else ()):
+            sequences[index], cache = prefill(
                 decoder, cache, pool, prompt[:-1], prefill_chunk, _report(on_prefill, index)
             )
         fed = {index: int(prompt[-1]) for index, prompt in enumerate(prompts)}
@@ -116,13 +124,15 @@ def generate(
             timed = bool(time_every) and step % time_every == 0
             decoder.timing = timed
             kv_bytes, reread_bytes = cache.kv_bytes_read, cache.bytes_k_reread
-            audited = gated and not alarmed and bool(audit_every) and step % audit_every == 0 and lengths.min() > 1
+            audited = gated and not alarmed and is_audit(step, audit_every, audit_first) and lengths.min() > 1
             started = time.perf_counter()
             cache, output = decoder.step(
                 cache, np.array([fed[i] for i in alive]), np.concatenate(slots), pool.table(running), lengths,
                 None if alarmed else read, audited,
             )  # fmt: skip
             decode_ms = 1000 * (time.perf_counter() - started)
+            if on_output is not None:
+                on_output(output)
             for row, index in enumerate(alive):
                 if forced_tokens is not None:
                     fed[index] = int(forced_tokens[index][step])
@@ -152,26 +162,33 @@ def generate(
             yield record
             for index in alive:
                 if fed[index] in stop_tokens and forced_tokens is None:
-                    pool.free(sequences.pop(index))
+                    left = sequences.pop(index)
+                    if own:
+                        pool.free(left)
         return cache
     finally:
-        for sequence in sequences.values():
+        for sequence in sequences.values() if own else ():
             pool.free(sequence)
+
+
+def is_audit(step: int, every: int, first: int = 0) -> bool:
+    return every > 0 and step % every == first
 
 
 def _report(on_prefill: Callable[[int, int, int], None] | None, index: int) -> Callable[[int, int], None]:
     return (lambda done, total: None) if on_prefill is None else lambda done, total: on_prefill(index, done, total)
 
 
-def _prefill(
+def prefill(
     decoder: Decoder,
     cache: Any,
     pool: PagePool,
     tokens: Sequence[int],
     chunk_tokens: int,
-    report: Callable[[int, int], None],
+    report: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[PagedSequence, Any]:
-    """(sequence, cache) with K and V of `tokens` in the cache; pages that the pool holds are not computed again."""
+    """(sequence, cache) with K and V of `tokens` in the cache, by dense attention; pages that the pool holds are not
+    computed again. `report(tokens done, tokens in all)` is called after each chunk."""
     sequence, num_shared = pool.open(tokens)
     try:
         for start in range(num_shared, len(tokens), chunk_tokens):

@@ -384,22 +384,3 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
-
-
-class Encoder:
-    """A model's tokenizer, whose special tokens stand where the model expects them."""
-
-    def __init__(self, model: Path, spec: ModelSpec) -> None:
-        self._tokenizer, self._spec, self._model = load_tokenizer(model), spec, model
-
-    def __call__(self, text: str, special: bool = True) -> list[int]:
-        tokens = list(self._tokenizer.encode(text, add_special_tokens=special).ids)
-        if max(tokens, default=0) >= self._spec.vocab_size:
-            raise ConfigError(
-                f"{self._model}: its tokenizer gives token {max(tokens)}, its vocabulary ends at "
-                f"{self._spec.vocab_size - 1}: tokenizer.json and config.json are of different models"
-            )
-        return tokens
-
-    def decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)

@@ -1,100 +1,174 @@
 """A model, a backend, a device and kernels, opened once."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from tokenizers import Tokenizer
 
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
-from eps_core.decode.cost import Cost
-from eps_core.decode.forward import Decoder
-from eps_core.decode.generate import Sampling
+from eps_core.config.store import CacheSpec, Store
+from eps_core.decode.forward import Decoder, load_decoder
+from eps_core.decode.generate import prefill
 from eps_core.decode.kernel_check import disagreement
-from eps_core.decode.model import ModelSpec
+from eps_core.decode.model import DEMO_MODEL, ModelSpec, load_tokenizer, read_spec
 from eps_core.errors import ConfigError
-from eps_core.gate.protocol import Backend
-from eps_core.load import backend_name, resolve_kernels
+from eps_core.gate.protocol import Array, Backend
+from eps_core.load import backend_name, load_backend, resolve_kernels
 from eps_core.paging.pool import PagePool
-from eps_core.telemetry.steps import AUDIT_FACTOR
+from eps_core.paging.pool import Sequence as PagedSequence
 
 
-@dataclass(frozen=True)
-class RunRequest:
-    """What the command line asked for. `model` None is the demo model; `prompt` None is its needle document."""
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """A document's start after its dense prefill, to be written into any cache of its model, whatever that keeps."""
 
-    config: EpsConfig
-    sampling: Sampling
-    backend: str = "auto"
-    device: str = "auto"
-    model: Path | None = None
-    prompt: str | None = None
-    max_new_tokens: int = 32
-    dtype: str = "auto"
-    kv_dtype: str = "auto"
-    prefill_chunk: int = 512
-    pool_tokens: int | None = None
-    baseline: bool = True
-    kl: bool = False
-    stop: bool = True
-    method_is_default: bool = False  # for the header
-    metrics: Path | None = None
-    csv: Path | None = None
-    audit_every: int = 0
-    audit_factor: float = AUDIT_FACTOR
-    audit_off: bool = False
-    kernels: str = "auto"
-    auto_min_context: bool = False  # measured by `prepare`, which settles the config
+    tokens: list[int]
+    keys_values: list[tuple[Array, Array]]  # of each layer [T, Hkv, D]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for pair in self.keys_values for array in pair)
+
+    def into(self, backend: Backend, cache: Any, pool: PagePool, room: int = 0) -> tuple[PagedSequence, Any]:
+        """(sequence, cache) with these tokens written, and units for `room` more side by side with theirs."""
+        length = len(self.tokens)
+        sequence, _ = pool.open()
+        slots, _ = pool.append(sequence, [*self.tokens, *[0] * room])
+        pool.rewind(sequence, length)
+        for layer, (k, v) in enumerate(self.keys_values):
+            cache = backend.write_kv(cache, layer, k, v, slots[:length])
+        return sequence, cache
 
 
 @dataclass
 class Session:
-    """A loaded model and a prompt, ready to decode."""
+    """A loaded model: what every prompt, document and arm has in common."""
 
-    request: RunRequest
-    backend: Backend
-    decoder: Decoder
+    model: str  # as the user named it: a directory, or demo
+    path: Path
     spec: ModelSpec
-    tokenizer: Any
+    tokenizer: Tokenizer
+    backend: Backend
     device: str
     dtype: str
     kv_dtype: str
-    prompt_tokens: list[int]
-    answer: str | None  # of the built-in needle document
     kernels: str
     fault: str | None  # why auto took array operations instead of kernels
-    cost: Cost | None  # behind an automatic min_context
 
-    def cache_spec(self, config: EpsConfig) -> CacheSpec:
-        return cache_spec(self.request, self.spec, len(self.prompt_tokens), self.kv_dtype, config)
+    @classmethod
+    def open(
+        cls,
+        model: Path | None = None,
+        backend: str = "auto",
+        device: str = "auto",
+        dtype: str = "auto",
+        kv_dtype: str = "auto",
+        kernels: str = "auto",
+        checked: EpsConfig | None = None,
+    ) -> Self:
+        """A model directory, None for the demo model, on a backend. Everything that can be refused is refused here; the
+        weights are read when the decoder is first asked for. dtype auto: float32 on a CPU, else as stored; kv_dtype
+        auto: as dtype. Kernels that a GPU has and nobody named are first checked with `checked` (None: taken as is)."""
+        path = model or DEMO_MODEL
+        if model is None and not (path / "config.json").is_file():
+            raise ConfigError(f"the demo model is not in this installation ({path}): pass --model DIR")
+        spec, tokenizer, module = read_spec(path), load_tokenizer(path), load_backend(backend)
+        device = choose_device(module, device)
+        if dtype == "auto":
+            dtype = "float32" if device == "cpu" else spec.stored_dtype
+        kv_dtype = dtype if kv_dtype == "auto" else kv_dtype
+        fault = None
+        if checked is None:
+            kernels = resolve_kernels(kernels, module.usable_kernels(device), device)
+        else:
+            one = CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 1, kv_dtype)
+            kernels, fault = choose_kernels(module, device, kernels, one, spec.num_heads, checked)
+        name = "demo" if model is None else str(model)
+        return cls(name, path, spec, tokenizer, module, device, dtype, kv_dtype, kernels, fault)
 
+    @cached_property
+    def decoder(self) -> Decoder:
+        return load_decoder(self.backend, self.path, self.spec, self.dtype, self.device)
 
-def cache_spec(request: RunRequest, spec: ModelSpec, prompt_tokens: int, kv_dtype: str, config: EpsConfig) -> CacheSpec:
-    """A pool that holds the prompt and its continuation, or `pool_tokens`."""
-    needed_units = -(-(prompt_tokens + request.max_new_tokens) // config.store.unit_tokens)
-    asked = request.pool_tokens
-    num_units = needed_units if asked is None else asked // config.store.unit_tokens
-    if num_units < needed_units:
-        raise ConfigError(
-            f"a prompt of {prompt_tokens} tokens and {request.max_new_tokens} new ones need {needed_units} pool groups "
-            f"of {config.store.unit_tokens} tokens, and pool-tokens {asked} holds {num_units}: raise it to "
-            f"{needed_units * config.store.unit_tokens} or shorten the prompt"
+    def load(self) -> None:
+        """Reads the weights now, while nothing is written yet."""
+        _ = self.decoder
+
+    @property
+    def backend_name(self) -> str:
+        return backend_name(self.backend)
+
+    @property
+    def time_every(self) -> int:
+        """Steps of which one is timed layer by layer: waiting for the device between layers costs nothing on a CPU."""
+        return 1 if self.device == "cpu" else 4
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        try:
+            tokens = list(self.tokenizer.encode(text.encode().decode(), add_special_tokens=special).ids)
+        except UnicodeError as error:
+            raise ConfigError(f"the prompt is not valid Unicode ({error}): pass UTF-8 text") from error
+        if max(tokens, default=0) >= self.spec.vocab_size:
+            raise ConfigError(
+                f"{self.path}: its tokenizer gives token {max(tokens)}, its vocabulary ends at "
+                f"{self.spec.vocab_size - 1}: tokenizer.json and config.json are of different models"
+            )
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return text
+
+    def cache_spec(self, store: Store, num_tokens: int, batch: int = 1) -> CacheSpec:
+        """Of `batch` sequences of up to `num_tokens` tokens. A cache larger than the machine is refused here; on a GPU
+        its allocator is asked instead."""
+        units = batch * -(-num_tokens // store.unit_tokens)
+        spec = CacheSpec(
+            self.spec.num_layers,
+            self.spec.num_kv_heads,
+            self.spec.head_dim,
+            units,
+            self.kv_dtype,
+            max_open_groups=batch,
         )
-    return CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, num_units, kv_dtype, max_open_groups=1)
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if self.device == "cpu" and _cache_bytes(spec, store) > memory:
+            raise _too_large(spec, store, f"this machine's {memory / 2**20:,.0f} MiB")
+        return spec
+
+    def cache(self, store: Store, num_tokens: int, batch: int = 1) -> tuple[Any, PagePool]:
+        """(cache, the pool of its units), empty: see `cache_spec`."""
+        spec = self.cache_spec(store, num_tokens, batch)
+        try:
+            cache = self.backend.new_cache(spec, store, self.device, self.kernels)
+        except (MemoryError, RuntimeError) as error:
+            raise _too_large(spec, store, self.device) from error
+        return cache, PagePool(spec.num_units, store.unit_tokens)
+
+    def prefix(self, tokens: Sequence[int], prefill_chunk: int = 2048) -> Prefix:
+        """`tokens` prefilled, densely."""
+        if not tokens:
+            return Prefix([], [])
+        cache, pool = self.cache(Store(), len(tokens))
+        sequence, cache = prefill(self.decoder, cache, pool, tokens, prefill_chunk)
+        (table,) = pool.table([sequence])
+        layers = range(self.spec.num_layers)
+        return Prefix(list(tokens), [self.backend.read_kv(cache, layer, table, len(tokens)) for layer in layers])
 
 
-def _cache_bytes(spec: CacheSpec, config: EpsConfig) -> int:
-    return spec.num_layers * spec.num_kv_heads * spec.num_units * config.store.unit_tokens * spec.kv_token_bytes
+def _cache_bytes(spec: CacheSpec, store: Store) -> int:
+    return spec.num_layers * spec.num_kv_heads * spec.num_units * store.unit_tokens * spec.kv_token_bytes
 
 
-def _refuse_larger_than_memory(spec: CacheSpec, config: EpsConfig, device: str) -> None:
-    """A cache larger than the machine fails before anything is printed; on a GPU its allocator is asked instead."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if device == "cpu" and _cache_bytes(spec, config) > memory:
-        raise ConfigError(
-            f"a cache of {_cache_bytes(spec, config) / 2**20:,.0f} MiB does not fit this machine's "
-            f"{memory / 2**20:,.0f} MiB: lower pool-tokens or shorten the prompt"
-        )
+def _too_large(spec: CacheSpec, store: Store, where: str) -> ConfigError:
+    return ConfigError(
+        f"a cache of {_cache_bytes(spec, store) / 2**20:,.0f} MiB does not fit {where}: lower pool-tokens or shorten "
+        "the context"
+    )
 
 
 def choose_device(backend: Backend, asked: str) -> str:
@@ -122,15 +196,3 @@ def choose_kernels(
     if fault is None:
         return kernels, None
     return "arrays", f"kernels {kernels} failed their check on this device ({fault})"
-
-
-def new_cache(session: Session, config: EpsConfig) -> tuple[Any, PagePool]:
-    spec = session.cache_spec(config)
-    try:
-        cache = session.backend.new_cache(spec, config.store, session.device, session.kernels)
-    except (MemoryError, RuntimeError) as error:
-        mib = _cache_bytes(spec, config) / 2**20
-        raise ConfigError(
-            f"a cache of {mib:,.0f} MiB does not fit {session.device}: lower pool-tokens or shorten the prompt"
-        ) from error
-    return cache, PagePool(spec.num_units, config.store.unit_tokens)

@@ -10,7 +10,6 @@ Letters as in `gate.protocol`; P units of the pool, T tokens of a table.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,20 +17,17 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import HEAD_MODES
-from eps_core.config.store import CacheSpec
+from eps_core.evaluation.hard_cases import KEY_KINDS, fill, hard_queries, make_keys, mixed_keys, unit_vectors
 from eps_core.gate.attend import attend_layer, collect
 from eps_core.gate.protocol import Backend, Scores, Selection
 from eps_core.oracle.truth import Filled, true_loss, true_masses, visit_mask
 from eps_core.paging.where import Where
-from eps_core.summaries.rq import decode_rq, rotate
+from eps_core.summaries.table import names
 
 # every method with bounds, in each form that stores something else
 BOUNDED_ARMS: tuple[dict[str, Any], ...] = (
-    {"method": "1pc"},
-    {"method": "fd"},
-    {"method": "box"},
-    {"method": "ball"},
-    *({"method": "moments", "dim": dim} for dim in (1, 2, 4)),
+    *({"method": name} for name in names(lambda one: not one.no_bounds)),
+    *({"method": "moments", "dim": dim} for dim in (2, 4)),
     *({"method": "rq", "rq_bounds": True, "bits": bits} for bits in (1, 2, 4, 8)),
 )
 # certified from codes of single keys: their bounds are made after the selection, so the gate alone checks them
@@ -44,37 +40,6 @@ KEY_CODE_ARMS: tuple[dict[str, Any], ...] = (
     {"method": "meanstd", "bound_bits": 4},
 )
 CACHE_DTYPES = ("float32", "float16", "bfloat16")
-KEY_KINDS = (
-    "gauss",
-    "shifted",  # a mean much larger than the spread
-    "far",  # a mean so large that float32 hardly resolves the spread
-    "equal",
-    "outlier",
-    "huge",
-    "tiny",
-    "vanishing",  # below what a float16 scalar can say
-    "rank one",
-    "antipodal",  # k and -k: the mean is nearly 0
-    "code edge",  # halfway between two int8 codes, an ulp to either side
-    "half edge",  # norms halfway between two float16 numbers
-    "mixed scales",  # by channel and by key
-    "zero",
-)
-QUERY_KINDS = (
-    "gauss",
-    "key",  # along a key of the group
-    "mean",
-    "spread",  # from the mean to the farthest key
-    "rounding",  # along what rounding did to the stored mean, or to the codes of box
-    "radius",  # from the stored mean to the farthest key: where |a| radius is attained
-    "stored",  # along a stored direction: differences cancel
-    "residual",  # along the top direction that the summary did not keep
-    "channel",
-    "zero",
-)
-# logits that a hard query makes, as powers of ten; the rarest pass float32's range when squared
-_LOGIT_POWERS = (-8, -2, 0, 1, 2, 3, 5, 8, 25)
-_LOGIT_CHANCES = (0.04, 0.06, 0.15, 0.25, 0.2, 0.14, 0.1, 0.04, 0.02)
 # shares of the softmax that float32 cannot hold count as nothing
 _LEAST_SHARE = 2.0**-126
 
@@ -101,185 +66,6 @@ class Tally:
 def arm_name(arm: dict[str, Any]) -> str:
     detail = f" k={arm['dim']}" if "dim" in arm else f" {arm['bits']} bit" if "bits" in arm else ""
     return arm["method"] + detail + (f", {arm['bound_bits']}-bit keys" if "bound_bits" in arm else "")
-
-
-# ----------------------------------------------------------------------------------------------------------------- data
-
-
-def make_keys(kind: str, groups: int, group_tokens: int, head_dim: int, rng: np.random.Generator) -> np.ndarray:
-    """Keys [groups, S, D] float32, hard in the way of `KEY_KINDS`."""
-    shape = (groups, group_tokens, head_dim)
-    k, mean = rng.normal(size=shape), rng.normal(size=(groups, 1, head_dim))
-    if kind == "shifted":
-        k += 5 * mean
-    elif kind == "far":
-        k = 300 * rng.normal(size=head_dim) + mean + 10.0 ** rng.uniform(-4, 0, (groups, 1, 1)) * k
-    elif kind == "equal":
-        k[:] = mean
-    elif kind == "outlier":
-        k[:, rng.integers(group_tokens)] *= 40
-        k[..., rng.integers(head_dim)] += 30
-    elif kind == "huge":
-        k *= 10.0 ** rng.uniform(2, 2.7, (groups, 1, 1))
-    elif kind == "tiny":
-        k *= 10.0 ** rng.uniform(-6, -2, (groups, 1, 1))
-    elif kind == "vanishing":
-        k *= 10.0 ** rng.uniform(-30, -7, (groups, 1, 1))
-    elif kind == "rank one":
-        k = rng.normal(size=(groups, group_tokens, 1)) * mean
-    elif kind == "antipodal":
-        k = np.where(np.arange(group_tokens)[:, None] % 2, -mean, mean) + 1e-3 * k
-    elif kind == "code edge":
-        codes = rng.integers(-126, 126, (groups, 1, head_dim)) + rng.choice([0.0, 0.5], (groups, 1, head_dim))
-        codes[..., 0] = 127
-        scale = np.float16(2.0 ** rng.uniform(-8, 2, (groups, 1, 1))).astype(np.float64)
-        k = (codes * scale * (1 + rng.integers(-2, 3, shape) * 2.0**-24)).astype(np.float32)
-    elif kind == "half edge":
-        norm = (2048 + 2 * rng.integers(0, 1024, (groups, group_tokens, 1)) + 1) / 4096 * 2.0 ** rng.integers(-6, 9)
-        k *= norm / np.linalg.norm(k, axis=2, keepdims=True) * (1 + rng.integers(-2, 3, norm.shape) * 2.0**-24)
-    elif kind == "mixed scales":
-        k *= 10.0 ** rng.uniform(-3, 2, (groups, 1, head_dim)) * 10.0 ** rng.uniform(-1, 1, (groups, group_tokens, 1))
-    elif kind == "zero":
-        k[:] = 0
-    return k.astype(np.float32)
-
-
-def mixed_keys(
-    kinds: Sequence[str], groups: int, group_tokens: int, head_dim: int, rng: np.random.Generator
-) -> np.ndarray:
-    """Keys [groups, S, D], group by group of a kind drawn from `kinds`."""
-    k = np.empty((groups, group_tokens, head_dim), np.float32)
-    drawn = rng.integers(0, len(kinds), groups)
-    for i, kind in enumerate(kinds):
-        if (drawn == i).any():
-            k[drawn == i] = make_keys(kind, int((drawn == i).sum()), group_tokens, head_dim, rng)
-    return k
-
-
-def fill(
-    backend: Backend,
-    device: str,
-    config: EpsConfig,
-    dtype: str,
-    k: np.ndarray,
-    v: np.ndarray,
-    cut: int | None = None,
-) -> Filled:
-    """Writes k, v [T, Hkv, D] to the first slots of a new cache, in two calls where `cut` says where."""
-    num_tokens, kv_heads, head_dim = k.shape
-    units = -(-num_tokens // config.store.unit_tokens)
-    cache = backend.new_cache(CacheSpec(1, kv_heads, head_dim, units, dtype), config.store, device)
-    for rows in (slice(0, cut), slice(cut, None)) if cut else (slice(None),):
-        keys, values = (backend.from_numpy(np.ascontiguousarray(x[rows]), "float32", device) for x in (k, v))
-        cache = backend.write_kv(cache, 0, keys, values, np.arange(num_tokens)[rows])
-    stored = backend.read_kv(cache, 0, np.arange(units), num_tokens)
-    pad = ((0, units * config.store.unit_tokens - num_tokens), (0, 0), (0, 0))
-    keys, values = (
-        np.pad(backend.to_numpy(x).astype(np.float64), pad)
-        .reshape(units, config.store.unit_tokens, kv_heads, head_dim)
-        .swapaxes(1, 2)
-        for x in stored
-    )
-    return Filled(backend, device, config, cache, keys, values)
-
-
-def _unit(x: np.ndarray) -> np.ndarray:
-    """x over its length, along the last axis; zeros stay."""
-    # by the largest entry first: squares of tiny keys vanish
-    x = x / np.maximum(np.abs(x).max(axis=-1, keepdims=True), 1e-300)
-    return x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), 1e-300)
-
-
-def _top_direction(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Nearly the top right singular direction [.., D] of x [.., n, D], by power iteration: close is hard enough."""
-    x = x / np.maximum(np.abs(x).max(axis=(-1, -2), keepdims=True), 1e-300)
-    direction = rng.normal(size=(*x.shape[:-2], x.shape[-1]))
-    for _ in range(6):
-        direction = _unit(np.einsum("...nd,...n->...d", x, np.einsum("...nd,...d->...n", x, direction)))
-    return direction
-
-
-def _stored(filled: Filled, unit: np.ndarray, sub: np.ndarray) -> dict[str, np.ndarray]:
-    """The summaries of one group of every (sequence, kv head): fields [B, Hkv, ..]; unit, sub [B, Hkv]."""
-    heads = np.arange(filled.k.shape[1])
-    return {
-        name: filled.backend.to_numpy(array)[unit, heads, sub]
-        for name, array in filled.cache.summaries[0].items()
-    }  # fmt: skip
-
-
-def _stored_mean(filled: Filled, stored: dict[str, np.ndarray]) -> np.ndarray | None:
-    """The group mean [B, Hkv, D] as the summary holds it; None where it holds none."""
-    config, head_dim = filled.config, filled.k.shape[-1]
-    if config.store.method == "rq":
-        turned = decode_rq(stored["codes"], stored["scale"], config.store.bits, head_dim)
-        centre = filled.backend.to_numpy(filled.cache.centre[0]).astype(np.float64)
-        return centre + turned @ rotate(np.eye(head_dim), config.store.seed).T
-    if "mean" in stored:
-        return stored["mean"].astype(np.float64) * stored["mean_scale"].astype(np.float64)[..., None]
-    return None
-
-
-def hard_queries(filled: Filled, units: np.ndarray, repeat: int, rng: np.random.Generator) -> np.ndarray:
-    """q [B, Hkv * R, D] float32, unscaled: each of a kind of `QUERY_KINDS` against one group of unit units[b], made
-    from its keys and from what its summary says, of logits between 1e-8 and past float32's range."""
-    batch, (_, kv_heads, _, head_dim) = len(units), filled.k.shape
-    size = filled.config.store.S
-    unit = np.repeat(units[:, None], kv_heads, axis=1)
-    sub = rng.integers(0, filled.config.store.groups_per_unit, unit.shape)
-    heads = np.arange(kv_heads)
-    tiles = filled.k[unit, heads].reshape(batch, kv_heads, -1, size, head_dim)
-    keys = tiles[np.arange(batch)[:, None], heads, sub]  # [B, Hkv, S, D]
-    stored = _stored(filled, unit, sub)
-    mean = keys.mean(axis=2)
-    known = _stored_mean(filled, stored)
-    about = mean if known is None else known
-
-    def farthest(origin: np.ndarray) -> np.ndarray:
-        gaps = keys - origin[:, :, None]
-        index = np.linalg.norm(gaps, axis=-1).argmax(axis=-1)
-        return np.take_along_axis(gaps, index[..., None, None], axis=2)[:, :, 0]
-
-    kept = stored.get("direction", stored.get("rows"))
-    rest = keys - mean[:, :, None] if filled.config.store.method == "moments" else keys
-    if kept is not None:
-        kept = _unit(kept.reshape(batch, kv_heads, -1, head_dim).astype(np.float64))
-        for j in range(kept.shape[2]):
-            along = kept[:, :, j]
-            rest = rest - np.einsum("bhnd,bhd->bhn", rest, along)[..., None] * along[:, :, None]
-        chosen = kept[:, :, rng.integers(kept.shape[2])]
-    else:
-        chosen = about
-    if "hi" in stored:
-        rounding = stored["hi"] * stored["scale"].astype(np.float64)[..., None] - keys.max(axis=2)
-    else:
-        rounding = mean - about if known is not None else rest[:, :, 0]
-    picked = rng.integers(0, size, (batch, kv_heads, 1, 1))
-    directions = {
-        "gauss": rng.normal(size=mean.shape),
-        "key": np.take_along_axis(keys, picked, axis=2)[:, :, 0],
-        "mean": mean,
-        "spread": farthest(mean),
-        "rounding": rounding,
-        "radius": farthest(about),
-        "stored": chosen,
-        "residual": _top_direction(rest, rng),
-        "channel": np.eye(head_dim)[rng.integers(0, head_dim, (batch, kv_heads))],
-        "zero": np.zeros_like(mean),
-    }
-    table = np.stack([_unit(directions[kind]) for kind in QUERY_KINDS])  # [kinds, B, Hkv, D]
-    shape = (batch, kv_heads, repeat)
-    # zero says little: a fifth of the others' chance
-    chances = np.array([0.2 if kind == "zero" else 1.0 for kind in QUERY_KINDS])
-    kind = rng.choice(len(QUERY_KINDS), shape, p=chances / chances.sum())
-    a = table[kind, np.arange(batch)[:, None, None], heads[:, None]]
-    # a third a little off their direction, so that nothing cancels exactly
-    a = a + rng.normal(size=(*shape, head_dim)) * rng.choice([0, 0, 1e-4, 1e-1], (*shape, 1)) / math.sqrt(head_dim)
-    logit = 10.0 ** rng.choice(_LOGIT_POWERS, shape, p=_LOGIT_CHANCES) * rng.uniform(0.3, 3, shape)
-    largest = np.maximum(np.linalg.norm(keys, axis=-1).max(axis=-1), 1e-6)
-    a *= (rng.choice([-1.0, 1.0], shape) * logit / largest[..., None])[..., None]
-    q = np.clip(a * math.sqrt(head_dim), -1e30, 1e30)
-    return q.reshape(batch, kv_heads * repeat, head_dim).astype(np.float32)
 
 
 # --------------------------------------------------------------------------------------------------------------- checks
@@ -453,7 +239,7 @@ def run_gate(backend: Backend, device: str, trial: Trial) -> dict[str, Tally]:
     towards = towards[target, np.arange(trial.kv_heads)[:, None]]
     a = np.where(rng.integers(0, 2, (*a.shape[:3], 1)) > 0, towards, a)
     largest = np.linalg.norm(filled.k, axis=-1).max()
-    a = _unit(a) * 10.0 ** rng.uniform(-1, 2, (*a.shape[:3], 1)) / largest
+    a = unit_vectors(a) * 10.0 ** rng.uniform(-1, 2, (*a.shape[:3], 1)) / largest
     q = (a * math.sqrt(trial.head_dim)).astype(np.float32).reshape(len(lengths), -1, trial.head_dim)
     return check_gate(filled, config, q, table, lengths)
 

@@ -17,9 +17,9 @@ from eps_core.config.bytes import scoring_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.decode.heads import FORMAT_VERSION, HeadPolicy, model_fingerprint, modes_of
-from eps_core.evaluation.capture import open_text_model, record
+from eps_core.decode.session import Session
+from eps_core.evaluation.capture import first_tokens, model_name, record
 from eps_core.evaluation.merits import truth_of
-from eps_core.load import backend_name
 from eps_core.telemetry import files, terminal
 
 FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.125, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0)
@@ -43,7 +43,7 @@ class CalibrateRequest:
     backend: str = "auto"
     device: str = "auto"
     dtype: str = "auto"
-    kv_dtype: str | None = None
+    kv_dtype: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,10 @@ def calibrate(request: CalibrateRequest, out: TextIO) -> dict[str, Any]:
     """Runs a request, prints its findings to `out` and writes the policy. Returns the last line's object."""
     files.check_writable(request.output, "head policy")
     config = request.config
-    model = open_text_model(
-        request.model, request.text, request.context_tokens + request.num_steps, request.backend, request.device,
-        request.dtype, request.kv_dtype,
-    )  # fmt: skip
-    spec = model.spec
+    session = Session.open(request.model, request.backend, request.device, request.dtype, request.kv_dtype)
+    text, spec = first_tokens(session, request.text, request.context_tokens + request.num_steps), session.spec
     dense = EpsConfig.of(block_size=config.store.block_size)
-    recording = record(model, model.load(), request.context_tokens, range(spec.num_layers), dense)
+    recording = record(session, text.tokens, request.context_tokens, range(spec.num_layers), dense)
     scale = spec.head_dim**-0.5
     found = [
         layer_curves(
@@ -130,26 +127,26 @@ def calibrate(request: CalibrateRequest, out: TextIO) -> dict[str, Any]:
     dense_layers = tuple(np.flatnonzero(needed.mean(axis=1) > request.dense_fraction).tolist())
     policy = HeadPolicy(
         format_version=FORMAT_VERSION,
-        model=model.name,
-        fingerprint=model_fingerprint(model.path),
+        model=model_name(session),
+        fingerprint=model_fingerprint(session.path),
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         settings={
             "context_tokens": request.context_tokens,
             "num_steps": request.num_steps,
-            "text_sha256": model.text_sha256,
+            "text_sha256": text.sha256,
             "mass": MASS,
             "sink_tokens": request.sink_tokens,
             "recent_tokens": request.recent_tokens,
             "streaming_share": request.streaming_share,
             "dense_fraction": request.dense_fraction,
             "config": config.to_dict(),
-            "backend": backend_name(model.backend),
-            "device": model.device,
-            "dtype": model.dtype,
-            "kv_dtype": model.kv_dtype,
-            **files.provenance(model.backend.versions()),
+            "backend": session.backend_name,
+            "device": session.device,
+            "dtype": session.dtype,
+            "kv_dtype": session.kv_dtype,
+            **files.provenance(session.backend.versions()),
         },
         fractions=FRACTIONS,
         curves=_tuples(np.stack([one.curves for one in found])),
@@ -159,7 +156,7 @@ def calibrate(request: CalibrateRequest, out: TextIO) -> dict[str, Any]:
         dense_layers=dense_layers,
         head_modes=modes_of(classes, dense_layers),
     )
-    token_bytes = CacheSpec(1, 1, spec.head_dim, 1, model.kv_dtype).kv_token_bytes
+    token_bytes = CacheSpec(1, 1, spec.head_dim, 1, session.kv_dtype).kv_token_bytes
     pays = [break_even_tokens(config, spec.head_dim, token_bytes, float(heads.mean())) for heads in needed]
     gated = np.array([[mode == "gate" for mode in heads] for heads in policy.head_modes])
     overall = None
@@ -218,8 +215,8 @@ def _table(
     window = "first {sink_tokens} and last {recent_tokens} tokens".format(**policy.settings)
     return (
         terminal.table(rows, header, out)
-        + f"\n\nTrue masses of groups of {config.store.S} tokens at {policy.settings['context_tokens']:,} tokens, means "
-        f"over {policy.settings['num_steps']} steps and the kv heads; outside: the {window}."
+        + f"\n\nTrue masses of groups of {config.store.S} tokens at {policy.settings['context_tokens']:,} tokens, "
+        f"means over {policy.settings['num_steps']} steps and the kv heads; outside: the {window}."
     )
 
 

@@ -22,14 +22,14 @@ from safetensors import SafetensorError, safe_open
 
 from eps_core.config.bytes import kv_bytes
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import DTYPE_BYTES, CacheSpec
-from eps_core.decode.forward import Decoder, load_decoder
+from eps_core.config.store import DTYPE_BYTES
+from eps_core.decode.generate import prefill
 from eps_core.decode.heads import model_fingerprint
-from eps_core.decode.model import DEMO_MODEL, ModelSpec, load_tokenizer, read_spec
-from eps_core.decode.session import choose_device
+from eps_core.decode.model import ModelSpec
+from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
+from eps_core.evaluation.runner import Document, decode
 from eps_core.gate.protocol import Array, Backend
-from eps_core.load import backend_name, load_backend
 from eps_core.tasks import needle
 from eps_core.telemetry import files, terminal
 
@@ -102,22 +102,10 @@ class Recording:
         return self.backend.to_numpy(k), self.backend.to_numpy(v)
 
 
-@dataclass
-class TextModel:
-    """A model with a text long enough for it, ready to be recorded."""
-
-    name: str
-    path: Path
-    spec: ModelSpec
-    backend: Backend
-    device: str
-    dtype: str
-    kv_dtype: str
-    tokens: list[int]  # context + steps
-    text_sha256: str
-
-    def load(self) -> Decoder:
-        return load_decoder(self.backend, self.path, self.spec, self.dtype, self.device)
+@dataclass(frozen=True)
+class Text:
+    tokens: list[int]
+    sha256: str  # of the whole text
 
 
 @dataclass(frozen=True)
@@ -134,49 +122,25 @@ class CaptureRequest:
     backend: str = "auto"
     device: str = "auto"
     dtype: str = "auto"
-    kv_dtype: str | None = None  # None: as dtype
+    kv_dtype: str = "auto"
 
 
-def open_text_model(
-    model: Path | None,
-    text: Path | None,
-    num_tokens: int,
-    backend: str = "auto",
-    device: str = "auto",
-    dtype: str = "auto",
-    kv_dtype: str | None = None,
-) -> TextModel:
-    """Everything about a model and its text that can be refused before weights are read."""
-    path = model or DEMO_MODEL
-    if model is None and not (path / "config.json").is_file():
-        raise ConfigError(f"the demo model is not in this installation ({path}): pass --model DIR")
-    spec = read_spec(path)
-    if num_tokens > spec.max_context:
+def first_tokens(session: Session, path: Path | None, num_tokens: int) -> Text:
+    """The start of a text, None: of held-out library source."""
+    if num_tokens > session.spec.max_context:
         raise ConfigError(
-            f"context and steps are {num_tokens} tokens, the model's context is {spec.max_context}: lower --context"
+            f"context and steps are {num_tokens} tokens, the model's context is {session.spec.max_context}: "
+            "lower --context"
         )
-    content = _read_text(text)
-    tokenizer = load_tokenizer(path)
-    tokens = tokenizer.encode(content[: num_tokens * _CHARACTERS_PER_TOKEN]).ids
+    content = _read_text(path)
+    tokens = session.encode(content[: num_tokens * _CHARACTERS_PER_TOKEN])
     if len(tokens) < num_tokens:
-        tokens = tokenizer.encode(content).ids
+        tokens = session.encode(content)
     if len(tokens) < num_tokens:
         raise ConfigError(
             f"the text has {len(tokens)} tokens and {num_tokens} are wanted: give a longer --text or lower --context"
         )
-    tokens = tokens[:num_tokens]
-    if max(tokens) >= spec.vocab_size:
-        raise ConfigError(
-            f"{path}: its tokenizer gives token {max(tokens)}, its vocabulary ends at {spec.vocab_size - 1}: "
-            "tokenizer.json and config.json are of different models"
-        )
-    module = load_backend(backend)
-    device = choose_device(module, device)
-    if dtype == "auto":
-        dtype = "float32" if device == "cpu" else spec.stored_dtype
-    name = "demo" if model is None else path.resolve().name
-    digest = hashlib.sha256(content.encode()).hexdigest()
-    return TextModel(name, path, spec, module, device, dtype, kv_dtype or dtype, tokens, digest)
+    return Text(tokens[:num_tokens], hashlib.sha256(content.encode()).hexdigest())
 
 
 def _read_text(path: Path | None) -> str:
@@ -194,47 +158,39 @@ def _read_text(path: Path | None) -> str:
 
 
 def record(
-    model: TextModel,
-    decoder: Decoder,
+    session: Session,
+    tokens: list[int],
     context_tokens: int,
     layers: Sequence[int],
     config: EpsConfig,
     prefill_chunk: int = 512,
 ) -> Recording:
-    """Prefills the text's first `context_tokens` densely and decodes the rest of it token by token, gated by `config`;
+    """Prefills a text's first `context_tokens` densely and decodes the rest of it token by token, gated by `config`;
     queries of the chosen layers are kept."""
-    backend, spec, num_tokens = model.backend, model.spec, len(model.tokens)
-    units = -(-num_tokens // config.store.unit_tokens)
-    cache_spec = CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, units, model.kv_dtype, max_open_groups=1)
-    try:
-        cache = backend.new_cache(cache_spec, config.store, model.device)
-    except (MemoryError, RuntimeError) as error:
-        mib = kv_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, num_tokens, model.kv_dtype) / 2**20
-        raise ConfigError(f"a cache of {mib:,.0f} MiB does not fit {model.device}: lower --context") from error
-    table = np.arange(units, dtype=np.int32)
+    backend, decoder, num_steps = session.backend, session.decoder, len(tokens) - context_tokens
+    cache, pool = session.cache(config.store, len(tokens))
     with terminal.Progress("text: prefill", "tokens") as progress:
-        for start in range(0, context_tokens, prefill_chunk):
-            chunk = np.array(model.tokens[start : min(start + prefill_chunk, context_tokens)])
-            end = start + len(chunk)
-            rows = table[: -(-end // config.store.unit_tokens)]
-            cache, _ = decoder.prefill(cache, chunk, np.arange(start, end), rows, end)
-            progress(end, context_tokens)
+        sequence, cache = prefill(decoder, cache, pool, tokens[:context_tokens], prefill_chunk, progress)
     taken: dict[int, list[np.ndarray]] = {layer: [] for layer in layers}
 
     def tap(layer: int, q: Array) -> None:
         if layer in taken:
             taken[layer].append(backend.to_numpy(q)[0].astype(np.float32))
 
-    lengths = np.arange(context_tokens + 1, num_tokens + 1)
     decoder.tap = tap
     try:
-        for length in lengths.tolist():
-            token, slot = np.array([model.tokens[length - 1]]), np.array([length - 1])
-            rows = table[None, : -(-length // config.store.unit_tokens)]
-            cache, _ = decoder.step(cache, token, slot, rows, np.array([length]), config.read)
+        document = Document.along(tokens, num_steps)
+        _, cache = decode(session, cache, pool, [document], config.read, written=[sequence])
     finally:
         decoder.tap = None
+    lengths = np.arange(context_tokens + 1, len(tokens) + 1)
+    (table,) = pool.table([sequence])
     return Recording(backend, cache, table, lengths, {layer: np.stack(parts) for layer, parts in taken.items()})
+
+
+def model_name(session: Session) -> str:
+    """What a file that others may read calls the model: its directory's name, not where it lies."""
+    return session.model if session.model == "demo" else session.path.resolve().name
 
 
 def capture_bytes(spec: ModelSpec, num_layers: int, context_tokens: int, num_steps: int, kv_dtype: str) -> int:
@@ -248,29 +204,26 @@ def capture_bytes(spec: ModelSpec, num_layers: int, context_tokens: int, num_ste
 def capture(request: CaptureRequest) -> dict[str, Any]:
     """Runs a request and writes its file. Returns what the last line of stdout says."""
     files.check_writable(request.output, "capture")
-    model = open_text_model(
-        request.model, request.text, request.context_tokens + request.num_steps, request.backend, request.device,
-        request.dtype, request.kv_dtype,
-    )  # fmt: skip
-    spec = model.spec
+    session = Session.open(request.model, request.backend, request.device, request.dtype, request.kv_dtype)
+    text, spec = first_tokens(session, request.text, request.context_tokens + request.num_steps), session.spec
     layers = tuple(range(spec.num_layers)) if request.layers is None else tuple(sorted(set(request.layers)))
     unknown = [layer for layer in layers if not 0 <= layer < spec.num_layers]
     if unknown:
         raise ConfigError(
             f"layer {unknown[0]} is not in the model, which has 0 to {spec.num_layers - 1}: mend --layers"
         )
-    size = capture_bytes(spec, len(layers), request.context_tokens, request.num_steps, model.kv_dtype)
+    size = capture_bytes(spec, len(layers), request.context_tokens, request.num_steps, session.kv_dtype)
     free = shutil.disk_usage(request.output.parent).free
     if size > free:
         raise ConfigError(
             f"the capture takes {size / 2**20:,.0f} MiB and {request.output.parent} has {free / 2**20:,.0f} MiB left: "
             "lower --context or choose fewer --layers"
         )
-    recording = record(model, model.load(), request.context_tokens, layers, request.config)
-    made = files.provenance(model.backend.versions())
+    recording = record(session, text.tokens, request.context_tokens, layers, request.config)
+    made = files.provenance(session.backend.versions())
     info = CaptureInfo(
         format_version=FORMAT_VERSION,
-        model=model.name,
+        model=model_name(session),
         num_layers=spec.num_layers,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
@@ -279,13 +232,13 @@ def capture(request: CaptureRequest) -> dict[str, Any]:
         layers=layers,
         context_tokens=request.context_tokens,
         num_steps=request.num_steps,
-        kv_dtype=model.kv_dtype,
+        kv_dtype=session.kv_dtype,
         config=request.config.to_dict(),
-        text_sha256=model.text_sha256,
-        backend=backend_name(model.backend),
-        device=model.device,
-        dtype=model.dtype,
-        fingerprint=model_fingerprint(model.path),
+        text_sha256=text.sha256,
+        backend=session.backend_name,
+        device=session.device,
+        dtype=session.dtype,
+        fingerprint=model_fingerprint(session.path),
         versions=made["versions"],
         git_commit=made["git_commit"],
     )

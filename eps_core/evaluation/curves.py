@@ -7,30 +7,31 @@ exercise the gate.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
 from eps_core.config.bytes import scoring_bytes
 from eps_core.config.eps import EpsConfig
-from eps_core.config.read import DEFAULT_GUARDS, FINE_GUARDS
-from eps_core.evaluation.runner import Prompt, Runner, Tally
+from eps_core.decode.session import Session
+from eps_core.evaluation.runner import DENSE, Document, run_document
 from eps_core.evaluation.statistics import bootstrap_interval
 from eps_core.oracle.selection import guards
+from eps_core.summaries.table import facts
 from eps_core.tasks.needle import VALUE_DIGITS, corpus, filler, needle_document
-from eps_core.telemetry.steps import kl_divergence
 
 Key = tuple[int, float]  # index of an arm, byte budget (topk) or tau (share)
 BYTE_BUDGETS = (0.04, 0.055, 0.07, 0.10, 0.14, 0.20, 0.28)
 TAUS = (4e-3, 2e-3, 1e-3, 5e-4, 2.5e-4)
-# the methods of the table: each at its own group size, box and meanstd at their authors', and what is best possible.
-# The second oracle has rq's narrow guards, which suit whatever ranks well and ruin what does not.
+# the methods of the table: each at its own group size, box and meanstd at their authors', what chance finds, and what
+# is best possible. The second oracle has rq's narrow guards, which suit whatever ranks well and ruin what does not.
 ARMS = (
     EpsConfig.of(method="jl"),
     EpsConfig.of(method="1pc"),
     EpsConfig.of(method="fd"),
+    EpsConfig.of(method="norm"),
     EpsConfig.of(method="box", group_tokens=16),
     EpsConfig.of(method="meanstd", group_tokens=16),
     EpsConfig.of(method="ball"),
@@ -40,6 +41,7 @@ ARMS = (
     EpsConfig.of(method="rq"),
     EpsConfig.of(method="rq", policy="share", tail_tokens=0),
     EpsConfig.of(method="rq", policy="share"),
+    EpsConfig.of(method="random", group_tokens=16),
     EpsConfig.of(method="oracle", group_tokens=16),
     EpsConfig.of(method="oracle", group_tokens=16, first_tokens=4, last_tokens=32),
     EpsConfig.of(method="oracle", group_tokens=128),
@@ -123,59 +125,68 @@ class Plan:
         return found
 
 
-def run_document(
-    runner: Runner, encode: Callable[[str], list[int]], plan: Plan, kind: str, index: int
-) -> tuple[dict[Key, Tally], bool]:
+@dataclass
+class Tally:
+    """What one document, or several, gave for one arm and budget."""
+
+    divergences: list[float] = field(default_factory=list)
+    documents: list[float] = field(default_factory=list)  # mean divergence of each text
+    agreements: list[bool] = field(default_factory=list)
+    answered: int = 0
+    bytes_read: int = 0
+    bytes_dense: int = 0
+    needle_bytes_read: int = 0
+    needle_bytes_dense: int = 0
+
+    def add(self, other: "Tally") -> None:
+        for name in vars(self):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+def tally_document(session: Session, plan: Plan, kind: str, index: int) -> tuple[dict[Key, Tally], bool]:
     """One document through every arm and budget: (tallies, whether dense attention answered it)."""
-    return (_run_text if kind == "text" else _run_needle)(runner, encode, plan, index)
+    return (_text if kind == "text" else _needle)(session, plan, index)
 
 
-def _run_text(runner: Runner, encode: Callable, plan: Plan, index: int) -> tuple[dict[Key, Tally], bool]:
+def _text(session: Session, plan: Plan, index: int) -> tuple[dict[Key, Tally], bool]:
     """A window of held-out text, decoded along its own bytes."""
-    length, steps = plan.context_tokens, plan.text_steps
-    rng = np.random.default_rng([plan.seed, 1, index])
-    tokens = encode(filler(corpus(held_out=True), length + steps, rng).decode("ascii"))[: length + steps]
-    cache, table, prompt = runner.prefill(tokens[:length], steps)
-    _, dense, _, _, _ = runner.decode(cache, table, prompt, tokens[length:], steps, prompt.logits)
+    found = run_document(
+        session,
+        text_document(session, plan.context_tokens, plan.text_steps, plan.seed, index),
+        plan.configs(session.spec.head_dim),
+    )
+    del found[DENSE]
     tallies = {}
-    for (key, config), cache, table in _arms(runner, plan, prompt, steps):
-        # only the read differs within an arm: the summaries stay
-        cache, got, _, num_read, full = runner.decode(
-            cache, table, prompt, tokens[length:], steps, prompt.logits, config.read
-        )
-        agree = (dense.argmax(-1) == got.argmax(-1)).tolist()
-        divergences = kl_divergence(dense, got).tolist()
-        tallies[key] = Tally(divergences, [float(np.mean(divergences))], agree, 0, num_read, full)
+    for key, outcome in found.items():
+        assert outcome.kl is not None and outcome.agree is not None
+        divergences = outcome.kl[:, 0].tolist()
+        agree = outcome.agree[:, 0].tolist()
+        tallies[key] = Tally(divergences, [float(np.mean(divergences))], agree, 0, *outcome.bytes_read())
     return tallies, True
 
 
-def _run_needle(runner: Runner, encode: Callable, plan: Plan, index: int) -> tuple[dict[Key, Tally], bool]:
+def text_document(session: Session, context_tokens: int, steps: int, seed: int, index: int) -> Document:
+    """Window `index` of held-out text, to be decoded along its last `steps` tokens."""
+    rng = np.random.default_rng([seed, 1, index])
+    window = filler(corpus(held_out=True), context_tokens + steps, rng).decode("ascii")
+    return Document.along(session.encode(window)[: context_tokens + steps], steps)
+
+
+def _needle(session: Session, plan: Plan, index: int) -> tuple[dict[Key, Tally], bool]:
     """A needle document, answered greedily; depths spread evenly, 0 to 3 distractors."""
     depth, seed = (index + 0.5) / plan.num_needles, plan.seed + 3_000_000 + index
     doc = needle_document(corpus(held_out=True), plan.context_tokens - 1, seed, depth, num_distractors=index % 4)
-    tokens, answer = encode(doc.prompt), encode(doc.prompt + doc.answer)[-VALUE_DIGITS:]
-    cache, table, prompt = runner.prefill(tokens, VALUE_DIGITS)
-    _, _, fed, _, _ = runner.decode(cache, table, prompt, None, VALUE_DIGITS, prompt.logits)
-    # the prefill is dense, so its last token is decoded again, gated, to have the first digit from the gate too
-    again = replace(prompt, length=prompt.length - 1)
+    answer = session.encode(doc.prompt + doc.answer)[-VALUE_DIGITS:]
+    # bytes are of the steps that the answer's own tokens are fed to
+    document = Document(session.encode(doc.prompt), VALUE_DIGITS + 1)
+    found = run_document(session, document, plan.configs(session.spec.head_dim))
+    answered = {key: outcome.said[0][:VALUE_DIGITS] == answer for key, outcome in found.items()}
+    dense = answered.pop(DENSE)
     tallies = {}
-    for (key, config), cache, table in _arms(runner, plan, prompt, VALUE_DIGITS):
-        cache, got, _, _, _ = runner.decode(cache, table, again, [tokens[-1]], 1, prompt.logits, config.read)
-        cache, _, gated, num_read, full = runner.decode(cache, table, prompt, None, VALUE_DIGITS, got[0], config.read)
-        tallies[key] = Tally(answered=int(gated == answer), needle_bytes_read=num_read, needle_bytes_dense=full)
-    return tallies, fed == answer
-
-
-def _arms(runner: Runner, plan: Plan, prompt: Prompt, room: int) -> Iterator:
-    """((key, config), cache, table) of every arm and budget; an arm's cache is made once and decoded from repeatedly,
-    each time overwriting the tokens after the prompt."""
-    configs = plan.configs(runner.spec.head_dim)
-    for arm_index, arm in enumerate(plan.arms):
-        keys = [key for key in configs if key[0] == arm_index]
-        if keys:
-            cache, table = runner.arm(prompt, arm, room)
-            for key in keys:
-                yield (key, configs[key]), cache, table
+    for key, right in answered.items():
+        read, full = found[key].bytes_read(first=1)
+        tallies[key] = Tally(answered=int(right), needle_bytes_read=read, needle_bytes_dense=full)
+    return tallies, dense
 
 
 def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[Key, Tally], bool]]) -> list[Cell]:
@@ -196,8 +207,8 @@ def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[Key
                     context_tokens=plan.context_tokens,
                     method=arm.store.method,
                     group_tokens=arm.store.S,
-                    bits=arm.store.bits if arm.store.method == "rq" else None,
-                    refine=arm.read.refine if arm.store.method == "rq" else None,
+                    bits=arm.store.code_bits,
+                    refine=arm.read.refine if arm.store.facts.coded else None,
                     tail_tokens=arm.store.tail_tokens,
                     dim=arm.store.dim,
                     policy=arm.read.policy,
@@ -239,7 +250,7 @@ def label(name: tuple) -> str:
         words.append(policy)
     if tail_tokens:
         words.append(f"tail {tail_tokens}")
-    if guards != (DEFAULT_GUARDS if method != "rq" else FINE_GUARDS):
+    if guards != facts(method).guards:
         words.append(f"guards {guards[0]}+{guards[1]}")
     return " ".join(words)
 

@@ -89,7 +89,7 @@ class ReplayResult:
         row: dict[str, Any] = {
             "method": config.store.method,
             "group_tokens": config.store.S,
-            "bits": config.store.bits if config.store.method == "rq" else None,
+            "bits": config.store.code_bits,
             "refine": config.read.refine or None,
             "dim": config.store.dim,
             "policy": config.read.policy,

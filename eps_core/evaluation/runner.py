@@ -1,101 +1,146 @@
-"""Documents under arms: prefilled once, decoded by each."""
+"""Documents under arms: prefilled once, decoded densely and by each arm, compared step by step.
 
+Arms differ in decode alone, which is all that EPS changes. All but the last token of a document is prefilled, so that
+what follows the prompt comes from the gate from the first token on.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
-from eps_core.config.store import CacheSpec
-from eps_core.decode.forward import Decoder
-from eps_core.gate.protocol import Backend
+from eps_core.decode.generate import Sampling, generate
+from eps_core.decode.session import Prefix, Session
+from eps_core.gate.stats import LayerStats
+from eps_core.paging.pool import PagePool
+from eps_core.telemetry.steps import StepRecord, kl_divergence, summarise
+
+DENSE = "dense"  # the arm that the others are compared with
+GREEDY = Sampling()
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True, eq=False)
+class Document:
+    """A prompt and how it goes on for at most `num_steps` steps: by itself, up to a `stop` token, or `forced`."""
+
+    prompt: list[int]
+    num_steps: int
+    forced: list[int] | None = None  # what the steps after the first are fed
+    stop: tuple[int, ...] = ()
+
+    @classmethod
+    def along(cls, tokens: list[int], num_steps: int) -> Self:
+        """A text whose last `num_steps` tokens are fed one by one."""
+        prompt = len(tokens) - num_steps + 1
+        return cls(tokens[:prompt], num_steps, tokens[prompt:])
 
 
 @dataclass
-class Prompt:
-    """A document after its dense prefill: K, V per layer [T, Hkv, D] (backend arrays) and the last token's logits."""
+class Outcome:
+    """One decode of a batch of documents."""
 
-    length: int
-    keys_values: list
-    logits: np.ndarray
+    records: list[StepRecord] = field(default_factory=list)
+    layers: list[list[LayerStats]] = field(default_factory=list)  # of each step; empty where it was dense
+    said: list[list[int]] = field(default_factory=list)  # tokens of each document, a stop token left out
+    kl: np.ndarray | None = None  # [steps, B] nats of the next token from dense, along forced tokens
+    agree: np.ndarray | None = None  # [steps, B] whether the likeliest token is dense's
+
+    @property
+    def logits(self) -> np.ndarray:
+        """[steps, B, V], where they were kept."""
+        return np.array([record.logits for record in self.records])
+
+    def against(self, dense: "Outcome") -> None:
+        """Compares step by step with a dense decode that was fed the same; its own logits are let go."""
+        want, got = dense.logits, self.logits
+        self.kl, self.agree = kl_divergence(want, got), want.argmax(-1) == got.argmax(-1)
+        for record in self.records:
+            record.logits = None
+
+    def summary(self, prefill_ms: float | None = None) -> dict[str, Any]:
+        return summarise(self.records, prefill_ms)
+
+    def bytes_read(self, first: int = 0) -> tuple[int, int]:
+        """(K, V and summaries read, what dense attention reads) from step `first` on."""
+        total = summarise(self.records[first:])
+        return total["bytes_kv_read_est"] + total["bytes_summary_read"], total["bytes_kv_dense"]
 
 
-class Runner:
-    """Runs one document at a time through a decoder, dense once and gated once per arm."""
+def decode(
+    session: Session,
+    cache: Any,
+    pool: PagePool,
+    documents: Sequence[Document],
+    read: Read | None,
+    sampling: Sampling = GREEDY,
+    on_record: Callable[[StepRecord], None] | None = None,
+    **more: Any,
+) -> tuple[Outcome, Any]:
+    """(outcome, cache) of one decode of a batch; `more` goes to `generate`. Each step's record is handed over as it
+    comes."""
+    forced = None
+    if documents[0].forced is not None:
+        # the token after a text's last one is never fed: any will do
+        forced = [[*(one.forced or ()), one.prompt[-1]] for one in documents]
+    outcome = Outcome(said=[[] for _ in documents])
+    stop = documents[0].stop
+    steps = generate(
+        session.decoder, cache, pool, [one.prompt for one in documents], max(one.num_steps for one in documents),
+        sampling, read, stop_tokens=stop, forced_tokens=forced, time_every=session.time_every,
+        on_output=lambda output: outcome.layers.append(output.layers), **more,
+    )  # fmt: skip
+    while True:
+        try:
+            record = next(steps)
+        except StopIteration as end:
+            return outcome, end.value
+        outcome.records.append(record)
+        for index, token in zip(record.sequences, record.tokens, strict=True):
+            if token not in stop:
+                outcome.said[index].append(token)
+        if on_record is not None:
+            on_record(record)
 
-    def __init__(self, backend: Backend, decoder: Decoder, device: str, prefill_chunk: int = 2048) -> None:
-        self.backend, self.decoder, self.device, self.chunk = backend, decoder, device, prefill_chunk
-        self.spec = decoder.spec
 
-    def _cache(self, config: EpsConfig, num_tokens: int):
-        units = -(-num_tokens // config.store.unit_tokens)
-        spec = CacheSpec(self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim, units, "bfloat16")
-        return self.backend.new_cache(spec, config.store, self.device), np.arange(units, dtype=np.int32)
-
-    def prefill(self, tokens: list[int], room: int):
-        """(dense cache, table, Prompt): the prompt once, densely."""
-        cache, table = self._cache(EpsConfig.of(), len(tokens) + room)
-        logits = np.zeros(0)
-        for start in range(0, len(tokens), self.chunk):
-            chunk = np.array(tokens[start : start + self.chunk])
-            slots = np.arange(start, start + len(chunk))
-            cache, logits = self.decoder.prefill(cache, chunk, slots, table, start + len(chunk))
-        stored = [self.backend.read_kv(cache, layer, table, len(tokens)) for layer in range(self.spec.num_layers)]
-        return cache, table, Prompt(len(tokens), stored, logits)
-
-    def arm(self, prompt: Prompt, config: EpsConfig, room: int):
-        """An arm's cache with the prompt's K and V and their summaries."""
-        cache, table = self._cache(config, prompt.length + room)
-        for layer, (k, v) in enumerate(prompt.keys_values):
-            cache = self.backend.write_kv(cache, layer, k, v, np.arange(prompt.length))
-        return cache, table
-
-    def decode(
-        self,
-        cache,
-        table,
-        prompt: Prompt,
-        forced: list[int] | None,
-        num_tokens: int,
-        first: np.ndarray,
-        read: Read | None = None,
-    ):
-        """`num_tokens` steps after the prompt: the forced tokens, or greedily from `first`, the prompt's logits.
-        Returns (cache, logits [num_tokens, V] after each step, tokens fed, bytes read, dense bytes)."""
-        logits, fed, got, num_read, dense = first, [], [], 0, 0
-        for step in range(num_tokens):
-            token = forced[step] if forced is not None else int(logits.argmax())
-            length = prompt.length + step + 1
-            cache, output = self.decoder.step(
-                cache, np.array([token]), np.array([length - 1]), table[None], np.array([length]), read
+def run_batch(
+    session: Session,
+    documents: Sequence[Document],
+    arms: Mapping[K, EpsConfig],
+    prefixes: Sequence[Prefix],
+    dense: Outcome | None = None,
+    **more: Any,
+) -> dict[K, Outcome]:
+    """Every arm's decode of documents whose `prefixes` are at hand; along texts, against `dense` where it is given.
+    Arms that keep the same share one cache, each writing over what the one before it decoded."""
+    room = max(one.num_steps for one in documents)
+    num_tokens = max(len(prefix.tokens) for prefix in prefixes) + room
+    texts = documents[0].forced is not None
+    found: dict[K, Outcome] = {}
+    for store in dict.fromkeys(config.store for config in arms.values()):
+        cache, pool = session.cache(store, num_tokens, len(documents))
+        written = []
+        for prefix in prefixes:
+            sequence, cache = prefix.into(session.backend, cache, pool, room)
+            written.append(sequence)
+        for name, config in arms.items():
+            if config.store != store:
+                continue
+            found[name], cache = decode(
+                session, cache, pool, documents, config.read, written=written, keep_logits=texts, **more
             )
-            logits = output.logits[0]
-            fed.append(token)
-            got.append(logits)
-            num_read += sum(layer.kv_bytes_read + layer.summary_bytes_read for layer in output.layers)
-            dense += self.spec.num_layers * self.spec.num_kv_heads * length * 4 * self.spec.head_dim
-        return cache, np.array(got), fed, num_read, dense
+            for sequence, prefix in zip(written, prefixes, strict=True):
+                pool.rewind(sequence, len(prefix.tokens))
+            if texts and dense is not None:
+                found[name].against(dense)
+    return {name: found[name] for name in arms}
 
 
-@dataclass
-class Tally:
-    """What one document, or several, gave for one arm and budget."""
-
-    divergences: list[float] = field(default_factory=list)
-    documents: list[float] = field(default_factory=list)  # mean divergence of each text
-    agreements: list[bool] = field(default_factory=list)
-    answered: int = 0
-    bytes_read: int = 0
-    bytes_dense: int = 0
-    needle_bytes_read: int = 0
-    needle_bytes_dense: int = 0
-
-    def add(self, other: "Tally") -> None:
-        self.divergences += other.divergences
-        self.documents += other.documents
-        self.agreements += other.agreements
-        self.answered += other.answered
-        self.bytes_read += other.bytes_read
-        self.bytes_dense += other.bytes_dense
-        self.needle_bytes_read += other.needle_bytes_read
-        self.needle_bytes_dense += other.needle_bytes_dense
+def run_document(session: Session, document: Document, arms: Mapping[Any, EpsConfig]) -> dict[Any, Outcome]:
+    """One document, prefilled once: `DENSE` first, then every arm, along a text compared with it."""
+    prefixes = [session.prefix(document.prompt[:-1])]
+    outcomes = run_batch(session, [document], {DENSE: EpsConfig()}, prefixes)
+    return {**outcomes, **run_batch(session, [document], arms, prefixes, outcomes[DENSE])}

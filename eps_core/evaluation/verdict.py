@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from eps_core.config.eps import EpsConfig
-from eps_core.config.read import DEFAULT_GUARDS, FINE_GUARDS
 from eps_core.config.store import EVALUATION_METHODS
+from eps_core.summaries.table import facts
 
 SHIP, ITERATE, KILL, UNDECIDED = "ship", "iterate", "kill", "not decidable"
 
@@ -95,8 +95,7 @@ def arm_name(cell: Mapping[str, Any]) -> str:
     if _number(cell, "tail_tokens"):
         name += " tail"
     guards = cell.get("guards")
-    usual = FINE_GUARDS if cell.get("method") == "rq" else DEFAULT_GUARDS
-    if isinstance(guards, (list, tuple)) and tuple(guards) != usual:
+    if isinstance(guards, (list, tuple)) and tuple(guards) != facts(str(cell.get("method"))).guards:
         name += f" guards {'+'.join(map(str, guards))}"
     if _number(cell, "bound_bits"):
         name += f" {cell['bound_bits']} bit bounds"

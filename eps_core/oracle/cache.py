@@ -16,7 +16,8 @@ from eps_core.errors import ConfigError
 from eps_core.load import resolve_kernels
 from eps_core.paging.groups import GroupState, WritePlan
 from eps_core.paging.where import check_units
-from eps_core.summaries import base, box, jl, meanstd, rq
+from eps_core.summaries import base, table
+from eps_core.summaries.rq import CENTRE_TOKENS
 from eps_core.summaries.table import build_summary
 
 _DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float64": np.float64}
@@ -36,12 +37,11 @@ class Cache:
     v: list[np.ndarray]
     summaries: list[dict[str, np.ndarray]] = field(default_factory=list)
     state: list[GroupState] = field(default_factory=list)
-    open: list[dict[str, np.ndarray]] = field(
-        default_factory=list
-    )  # running statistics of open groups [slots, Hkv, ..]
-    centre: list[np.ndarray | None] = field(default_factory=list)  # rq: [Hkv, D] float16 once 256 keys were seen
-    early: list[np.ndarray] = field(default_factory=list)  # rq: the keys until then [<256, Hkv, D]
-    phi: list[np.ndarray] = field(default_factory=list)  # jl: [Hkv, D, m]
+    # running statistics of open groups [slots, Hkv, ..] float64
+    open: list[dict[str, np.ndarray]] = field(default_factory=list)
+    centre: list[np.ndarray | None] = field(default_factory=list)  # of codes: [Hkv, D] float16 once 256 keys were seen
+    early: list[np.ndarray] = field(default_factory=list)  # the keys until then [<256, Hkv, D]
+    fixed: list[base.Constants] = field(default_factory=list)  # see `summaries.table.constants`
     # with bounds: the largest |k| and |v| that each kv head ever held, [Hkv]
     largest_key: list[np.ndarray] = field(default_factory=list)
     largest_value: list[np.ndarray] = field(default_factory=list)
@@ -51,6 +51,16 @@ class Cache:
     kv_bytes_read: int = 0
     bound_bytes_read: int = 0
     kernels: str = "arrays"
+
+    def constants(self, layer: int, head: int) -> base.Constants:
+        """What builders and scorers of one kv head need besides keys."""
+        values = {name: array[head] if array.ndim > 1 else array for name, array in self.fixed[layer].items()}
+        centre = self.centre[layer]
+        return values if centre is None else values | {"centre": centre[head]}
+
+    def can_encode(self, layer: int) -> bool:
+        """Whether full groups have summaries: codes wait for their centre."""
+        return not self.store.facts.coded or self.centre[layer] is not None
 
 
 def device_name(device: str = "cpu") -> str:
@@ -67,7 +77,7 @@ def kernels_module(kernels: str) -> None:
 
 
 def new_cache(spec: CacheSpec, store: Store, device: str = "cpu", kernels: str = "auto") -> Cache:
-    """An empty cache. With method off no summary, state or projection is allocated."""
+    """An empty cache. With method off no summary, state or constant is allocated."""
     if device != "cpu":
         raise ConfigError(f"device {device!r} is not one of the numpy backend's: use --device cpu")
     resolve_kernels(kernels, usable_kernels(device), device)
@@ -91,19 +101,18 @@ def new_cache(spec: CacheSpec, store: Store, device: str = "cpu", kernels: str =
 def _add_summaries(cache: Cache) -> None:
     """Everything that a method keeps besides K and V, still empty."""
     spec, store, layers = cache.spec, cache.store, range(cache.spec.num_layers)
-    cache.summaries = [{} for _ in layers]
+    pool = (spec.num_units, spec.num_kv_heads, store.groups_per_unit)
+    stored, running = table.fields(store, spec.head_dim), table.running(store, spec.head_dim)
+    cache.summaries = [{name: np.zeros((*pool, *one.shape), one.dtype) for name, one in stored.items()} for _ in layers]
     cache.state = [GroupState(spec.num_units, store, spec.max_open_groups) for _ in layers]
-    cache.open = [{} for _ in layers]
+    slots = (spec.max_open_groups, spec.num_kv_heads)
+    cache.open = [{name: np.zeros((*slots, *one.shape)) for name, one in running.items()} for _ in layers]
     cache.centre = [None for _ in layers]
     cache.early = [np.zeros((0, spec.num_kv_heads, spec.head_dim)) for _ in layers]
     if store.has_bounds:
         cache.largest_key = [np.zeros(spec.num_kv_heads) for _ in layers]
         cache.largest_value = [np.zeros(spec.num_kv_heads) for _ in layers]
-    if store.method == "jl":
-        assert store.dim is not None
-        cache.phi = [
-            jl.jl_projection(store.seed, layer, spec.num_kv_heads, spec.head_dim, store.dim) for layer in layers
-        ]
+    cache.fixed = [table.constants(store, layer, spec.num_kv_heads, spec.head_dim) for layer in layers]
 
 
 def write_kv(cache: Cache, layer: int, k: np.ndarray, v: np.ndarray, slots: np.ndarray) -> Cache:
@@ -130,7 +139,7 @@ def write_kv(cache: Cache, layer: int, k: np.ndarray, v: np.ndarray, slots: np.n
         if one is None or not one.store.enabled:
             continue
         plan = one.state[layer].plan(slots)
-        if one.store.method != "oracle":
+        if one.summaries[layer]:
             _update_summaries(one, layer, rows, plan)
         if one is not cache:
             cache.bytes_k_reread += one.bytes_k_reread
@@ -139,10 +148,10 @@ def write_kv(cache: Cache, layer: int, k: np.ndarray, v: np.ndarray, slots: np.n
 
 
 def _update_summaries(cache: Cache, layer: int, keys: np.ndarray, plan: WritePlan) -> None:
-    if cache.store.method == "rq" and cache.centre[layer] is None:
-        early = np.concatenate([cache.early[layer], keys])[: rq.CENTRE_TOKENS]
+    if not cache.can_encode(layer):
+        early = np.concatenate([cache.early[layer], keys])[:CENTRE_TOKENS]
         cache.early[layer] = early
-        if len(early) < rq.CENTRE_TOKENS:
+        if len(early) < CENTRE_TOKENS:
             return
         cache.centre[layer] = early.mean(axis=0).astype(np.float16)
         cache.early[layer] = early[:0]
@@ -157,48 +166,24 @@ def _update_summaries(cache: Cache, layer: int, keys: np.ndarray, plan: WritePla
 
 
 def _extend(cache: Cache, layer: int, group: int, keys: np.ndarray, plan: WritePlan, i: int) -> None:
-    """Some keys [n, Hkv, D] of a group that this call does not write whole. jl adds in place, box and meanstd run
-    their statistics beside the pool, the others read the group back once it is full."""
-    method, before, slot = cache.store.method, int(plan.part_before[i]), int(plan.part_open[i])
-    if method == "jl" and slot >= 0:
-        for head in range(cache.spec.num_kv_heads):
-            added = jl.build_jl(keys[:, head], cache.phi[layer][head])
-            if before:
-                unit, sub = divmod(group, cache.store.groups_per_unit)
-                added["gram"] = added["gram"] + cache.summaries[layer]["gram"][unit, head, sub]
-            _store(cache, layer, group, head, added)
-        return
-    running = cache.open[layer]
-    if method in ("box", "meanstd") and slot >= 0:
-        if not running:
-            shape = (cache.spec.max_open_groups, cache.spec.num_kv_heads, cache.spec.head_dim)
-            for name in ("min", "max") if method == "box" else ("mean", "m2"):
-                running[name] = np.zeros(shape)
-            running["norm"] = np.zeros(shape[:2])
-        norm = np.linalg.norm(keys, axis=2).max(axis=0)
-        if method == "box":
-            low, high = keys.min(axis=0), keys.max(axis=0)
-            if before:
-                low, high = np.minimum(low, running["min"][slot]), np.maximum(high, running["max"][slot])
-                norm = np.maximum(norm, running["norm"][slot])
-            running["min"][slot], running["max"][slot], running["norm"][slot] = low, high, norm
-        else:
-            mean, m2, n = keys.mean(axis=0), ((keys - keys.mean(axis=0)) ** 2).sum(axis=0), len(keys)
-            if before:  # Chan et al. 1979
-                gap = mean - running["mean"][slot]
-                m2 = m2 + running["m2"][slot] + gap**2 * before * n / (before + n)
-                mean = running["mean"][slot] + gap * n / (before + n)
-            running["mean"][slot], running["m2"][slot] = mean, m2
+    """Some keys [n, Hkv, D] of a group that this call does not write whole. A method that follows open groups adds them
+    to its statistics, which lie beside the pool or are the summary itself; the others read the group back once it is
+    full."""
+    store, before, slot = cache.store, int(plan.part_before[i]), int(plan.part_open[i])
+    method = table.METHODS[store.method]
+    if not store.facts.follows or slot < 0:
         if plan.sealed[i]:
-            for head in range(cache.spec.num_kv_heads):
-                if method == "box":
-                    values = (running["min"][slot, head], running["max"][slot, head], running["norm"][slot, head])
-                    _store(cache, layer, group, head, box.build_box(*values))
-                else:
-                    std = np.sqrt(running["m2"][slot, head] / cache.store.S)
-                    _store(cache, layer, group, head, meanstd.build_meanstd(running["mean"][slot, head], std))
-    elif plan.sealed[i]:
-        _seal(cache, layer, group, _stored_group(cache, layer, group, reread=True))
+            _seal(cache, layer, group, _stored_group(cache, layer, group, reread=True))
+        return
+    beside, (unit, sub) = cache.open[layer], divmod(group, store.groups_per_unit)
+    for head in range(cache.spec.num_kv_heads):
+        place, kept = ((slot, head), beside) if beside else ((unit, head, sub), cache.summaries[layer])
+        earlier = {name: array[place] for name, array in kept.items()}
+        statistics = method.extend(store, cache.constants(layer, head), earlier, keys[:, head], before)
+        for name, value in statistics.items():
+            kept[name][place] = value
+        if beside and plan.sealed[i]:
+            _store(cache, layer, group, head, method.seal(store, statistics))
 
 
 def _stored_group(cache: Cache, layer: int, group: int, reread: bool) -> np.ndarray:
@@ -212,20 +197,13 @@ def _stored_group(cache: Cache, layer: int, group: int, reread: bool) -> np.ndar
 
 
 def _seal(cache: Cache, layer: int, group: int, keys: np.ndarray) -> None:
-    centre = cache.centre[layer]
     for head in range(cache.spec.num_kv_heads):
-        phi = cache.phi[layer][head] if cache.phi else None
-        head_centre = None if centre is None else centre[head]
-        _store(cache, layer, group, head, build_summary(cache.store, keys[:, head], phi, head_centre))
+        _store(cache, layer, group, head, build_summary(cache.store, cache.constants(layer, head), keys[:, head]))
 
 
 def _store(cache: Cache, layer: int, group: int, head: int, summary: base.Summary) -> None:
     unit, sub = divmod(group, cache.store.groups_per_unit)
     for name, value in summary.items():
-        value = np.asarray(value)
-        if name not in cache.summaries[layer]:
-            shape = (cache.spec.num_units, cache.spec.num_kv_heads, cache.store.groups_per_unit, *value.shape)
-            cache.summaries[layer][name] = np.zeros(shape, value.dtype)
         cache.summaries[layer][name][unit, head, sub] = value
 
 

@@ -7,12 +7,11 @@ import numpy as np
 from eps_core.config.bytes import summary_group_bytes
 from eps_core.config.read import Read
 from eps_core.gate.protocol import Certificate, Scores, Selection
-from eps_core.oracle import formulas, selection
-from eps_core.oracle.cache import Cache, read_kv
+from eps_core.oracle import selection
+from eps_core.oracle.cache import Cache
 from eps_core.oracle.selection import missing_groups
 from eps_core.paging.where import Where
-from eps_core.summaries import rq
-from eps_core.summaries.table import score_summary
+from eps_core.summaries.table import METHODS, score_summary
 
 
 def score(cache: Cache, layer: int, q: np.ndarray, where: Where) -> Scores:
@@ -21,10 +20,7 @@ def score(cache: Cache, layer: int, q: np.ndarray, where: Where) -> Scores:
     store, size, table, lengths = cache.store, cache.store.S, where.table, where.lengths
     batch, num_heads, head_dim = q.shape
     kv_heads, per_unit = cache.spec.num_kv_heads, store.groups_per_unit
-    if store.method == "oracle":
-        return _true_scores(cache, layer, q, where)
-    can_encode = store.method != "rq" or cache.centre[layer] is not None
-    missing = missing_groups(cache.state[layer], table, lengths, can_encode)
+    missing = missing_groups(cache.state[layer], table, lengths, cache.can_encode(layer))
     repeat = num_heads // kv_heads
     estimate = np.full((batch, kv_heads, missing.shape[1]), -np.inf)
     lower = np.full((batch, kv_heads, repeat, missing.shape[1]), -np.inf)
@@ -40,26 +36,21 @@ def score(cache: Cache, layer: int, q: np.ndarray, where: Where) -> Scores:
             if not len(known):
                 continue
             stacked = {name: pool[units, head, known % per_unit] for name, pool in cache.summaries[layer].items()}
-            centre = cache.centre[layer]
-            for r in range(repeat):
-                a = q[b, head * repeat + r].astype(np.float64) / np.sqrt(head_dim)
-                guess, least, most = score_summary(
-                    store,
-                    stacked,
-                    a,
-                    size,
-                    cache.phi[layer][head] if cache.phi else None,
-                    None if centre is None else centre[head],
-                )
+            if store.facts.reads_keys:
+                stacked = {"keys": _keys_of(cache, layer, units, known, head)}
+            constants = cache.constants(layer, head)
+            if store.facts.by_place:
+                constants |= {"groups": known, "length": lengths[b]}
+            heads = q[b, head * repeat : (head + 1) * repeat].astype(np.float64) / np.sqrt(head_dim)
+            for r, a in enumerate(heads):
+                guess, least, most = score_summary(store, constants, stacked, a)
                 estimate[b, head, known] = guess if r == 0 else np.maximum(estimate[b, head, known], guess)
                 if least is not None:
                     lower[b, head, r, known], upper[b, head, r, known] = least, most
             if where.config.read.refine:
-                assert centre is not None
                 best = selection.best_first(estimate[b, head, known])[: where.config.refined_groups(int(lengths[b]))]
                 kept = {name: array[best] for name, array in stacked.items()}
-                heads = q[b, head * repeat : (head + 1) * repeat].astype(np.float64) / np.sqrt(head_dim)
-                finer = [rq.refine_rq(kept, a, size, centre[head], store.seed) for a in heads]
+                finer = [METHODS[store.method].refine(store, constants, kept, a) for a in heads]
                 estimate[b, head, known[best]] = np.max(finer, axis=0)
     if not store.own_bounds:
         return Scores(estimate, None, None, num_missing)
@@ -77,11 +68,10 @@ def bounds(cache: Cache, layer: int, q: np.ndarray, where: Where, scores: Scores
     lower = np.full((batch, kv_heads, repeat, groups), -np.inf)
     upper = lower.copy()
     visit = _visit_mask(selected, groups)
-    centre = inner.centre[layer]
     for b, head in np.ndindex(batch, kv_heads):
         left = np.flatnonzero(~visit[b, head] & ~np.isneginf(scores.estimate[b, head]))
         tokens = (left[:, None] * size + np.arange(size)).reshape(-1)
-        if centre is None:
+        if not inner.can_encode(layer):
             upper[b, head][:, left] = np.inf
             continue
         cache.bound_bytes_read += len(tokens) * summary_group_bytes(inner.store, q.shape[2])
@@ -89,7 +79,7 @@ def bounds(cache: Cache, layer: int, q: np.ndarray, where: Where, scores: Scores
         stacked = {name: pool[units, head, subs] for name, pool in inner.summaries[layer].items()}
         for r in range(repeat):
             a = q[b, head * repeat + r].astype(np.float64) / np.sqrt(q.shape[2])
-            _, least, most = score_summary(inner.store, stacked, a, 1, None, centre[head])
+            _, least, most = score_summary(inner.store, inner.constants(layer, head), stacked, a)
             for target, part in ((lower, least), (upper, most)):
                 assert part is not None
                 target[b, head, r, left] = np.logaddexp.reduce(part.reshape(-1, size), axis=1)
@@ -104,23 +94,11 @@ def _logit_slack(cache: Cache, layer: int, q: np.ndarray) -> np.ndarray:
     return (head_dim + 32) * 2.0**-21 * (size / np.sqrt(head_dim) * largest + 1)
 
 
-def _true_scores(cache: Cache, layer: int, q: np.ndarray, where: Where) -> Scores:
-    """True log masses, for evaluation: what a perfect summary would say. The open group stays without one."""
-    table, lengths = where.table, where.lengths
-    missing = missing_groups(cache.state[layer], table, lengths, can_encode=True)
-    batch, num_heads, head_dim = q.shape
-    repeat = num_heads // cache.spec.num_kv_heads
-    estimate = np.full((batch, cache.spec.num_kv_heads, missing.shape[1]), -np.inf)
-    for b in range(batch):
-        keys = read_kv(cache, layer, table[b], int(lengths[b]))[0]
-        for r in range(num_heads):
-            masses = formulas.group_masses(
-                q[b, r].astype(np.float64) / np.sqrt(head_dim), keys[:, r // repeat], cache.store.S
-            )
-            row = estimate[b, r // repeat, : len(masses)]
-            np.maximum(row, masses, out=row)
-        estimate[b][:, missing[b]] = np.inf
-    return Scores(estimate, None, None, np.zeros(batch, np.int64))
+def _keys_of(cache: Cache, layer: int, units: np.ndarray, known: np.ndarray, head: int) -> np.ndarray:
+    """The keys [G, S, D] of groups `known` of a sequence, which lie in units [G]."""
+    size = cache.store.S
+    slots = (known % cache.store.groups_per_unit)[:, None] * size + np.arange(size)
+    return cache.k[layer][units[:, None], head, slots].astype(np.float64)
 
 
 def select(scores: Scores, where: Where, layer: int = 0) -> Selection:

@@ -27,7 +27,8 @@ class Sequence:
 
         [0, p)           full, shareable: K and V are written and the hash is published; p = len(hashes)
         [p, n // U)      full by the last append, whose K and V may not be written yet: not shareable
-        [n // U, len)    the open unit, present where n % U != 0: written in place, or copied first if a fork shares it
+        [n // U, ..)     the open unit where n % U != 0: written in place, or copied first if a fork shares it; then
+                         those that `rewind` emptied, to be filled again
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -98,8 +99,9 @@ class PagePool:
         new = [int(token) for token in token_ids]
         before, after = sequence.length, sequence.length + len(new)
         is_open = before % self.unit_tokens != 0
-        copy_open = bool(new) and is_open and self.ref_counts[sequence.table[-1]] > 1
-        num_new = -(-after // self.unit_tokens) - len(sequence.table) + copy_open
+        first = before // self.unit_tokens
+        copy_open = bool(new) and is_open and self.ref_counts[sequence.table[first]] > 1
+        num_new = max(-(-after // self.unit_tokens) - len(sequence.table), 0) + copy_open
         if num_new > self.num_free:
             raise ConfigError(
                 f"a sequence of {after} tokens needs {num_new} more units of {self.unit_tokens} tokens, "
@@ -109,14 +111,13 @@ class PagePool:
         fresh = self._allocate(num_new)
         copies = []
         if copy_open:
-            shared, own = sequence.table[-1], fresh.pop(0)
+            shared, own = sequence.table[first], fresh.pop(0)
             self._drop(shared)
-            sequence.table[-1] = own
+            sequence.table[first] = own
             copies.append((shared, own))
         sequence.table.extend(fresh)
         sequence.tokens += new
         positions = np.arange(before, after)
-        first = before // self.unit_tokens
         units = np.array(sequence.table[first:], dtype=np.int64)
         return units[positions // self.unit_tokens - first] * self.unit_tokens + positions % self.unit_tokens, copies
 
@@ -124,11 +125,24 @@ class PagePool:
         """A second sequence with the same tokens in the same units. Whoever first appends to a shared open unit gets
         its own copy of that unit; full units stay shared."""
         self.publish(sequence)
-        child = Sequence(list(sequence.tokens), sequence.table[:], list(sequence.hashes))
+        written = sequence.table[: -(-sequence.length // self.unit_tokens)]
+        child = Sequence(list(sequence.tokens), written, list(sequence.hashes))
         for unit in child.table:
             self._take(unit)
         self._live[child] = None
         return child
+
+    def rewind(self, sequence: Sequence, length: int) -> None:
+        """Takes the tokens after the first `length` back: what is appended next is written over them, in the same
+        units, which stay the sequence's. Nobody else may hold those units."""
+        assert sequence in self._live, "rewind of a sequence that was freed or belongs to another pool"
+        kept = length // self.unit_tokens
+        for unit in sequence.table[kept:]:
+            assert self.ref_counts[unit] == 1, f"unit {unit} is another sequence's too: it cannot be written over"
+            content, self._hash_of[unit] = self._hash_of[unit], None
+            if content is not None:
+                del self._unit_of[content]
+        del sequence.tokens[length:], sequence.hashes[kept:]
 
     def publish(self, sequence: Sequence) -> None:
         """Says that K and V of all the sequence's tokens are written: `open` may share its full units from now on."""
@@ -171,7 +185,7 @@ class PagePool:
         references = [0] * self.num_units
         for sequence in self._live:
             size, num_full = self.unit_tokens, sequence.length // self.unit_tokens
-            assert len(sequence.table) == -(-sequence.length // size), "a table's length is not its tokens'"
+            assert len(sequence.table) >= -(-sequence.length // size), "a table is shorter than its tokens"
             assert len(set(sequence.table)) == len(sequence.table), "a table holds a unit twice"
             assert len(sequence.hashes) <= num_full, "an open unit was published"
             parent = b""

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.config.store import COARSE_GROUP_BLOCKS
+from eps_core.config.store import COARSE_GROUP_BLOCKS, coded_methods
 from eps_core.evaluation.verdict import loss_points, p95_saved_percent
 from eps_core.report import cells as of
 from eps_core.report.cells import Table, field, form, table_of
 from eps_core.report.figures import MAX_CURVES, Curve, Figure, curves, heat_map, scatter
 from eps_core.report.load import Line, Results, number
+from eps_core.summaries.table import names
 
 MAX_MAPS = 6
 _ABLATIONS: tuple[tuple[str, str, Any], ...] = (
@@ -220,7 +221,8 @@ def _certificate(cells: list[Line], runs: list[Line]) -> Part:
         if (bound := number(cert)) is not None and (share := number(true)) is not None:
             points.setdefault(name, []).append((bound, share))
     if not points:
-        return Part(nothing="no audited step of a method with bounds (box, ball, moments, 1pc, fd, rq with bounds)")
+        bounded = ", ".join(names(lambda one: not one.no_bounds))
+        return Part(nothing=f"no audited step of a method with bounds ({bounded}, {coded_methods()} with bounds)")
     plot = scatter(
         points,
         "true share of the softmax left unread",

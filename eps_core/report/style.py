@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from eps_core.errors import ConfigError
+from eps_core.summaries.table import METHODS, facts
 
 # matplotlib wants colours: on the page these two stand for the page's own and are replaced in the SVG
 INK, GRID = "#010203", "#010204"
@@ -19,7 +20,6 @@ PALETTE = (
 )  # fmt: skip
 DASHES = ("-", "--", "-.", ":")
 MARKERS = "osD^vP*Xhp<>"
-_METHODS = ("rq", "box", "meanstd", "ball", "moments", "jl", "1pc", "fd")
 _SETTINGS: dict[str, Any] = {
     # glyphs as paths: a plot looks the same whatever fonts a machine has, and nothing is clipped
     "svg.fonttype": "path", "svg.hashsalt": "eps", "font.family": "DejaVu Sans", "font.size": 10,
@@ -48,8 +48,6 @@ def svg(inches: tuple[float, float], plot: Callable[[Any], None], **settings: An
 
 
 def colour(method: str) -> str:
-    """One colour for a method on every plot; the oracle's is the ink."""
-    if method == "oracle":
-        return INK
-    known = _METHODS.index(method) if method in _METHODS else len(_METHODS) + sum(map(ord, method)) % 2
-    return PALETTE[known % len(PALETTE)]
+    """One colour for a method on every plot; what is best possible has the ink."""
+    known = facts(method).colour if method in METHODS else len(PALETTE) - 2 + sum(map(ord, method)) % 2
+    return INK if known is None else PALETTE[known % len(PALETTE)]

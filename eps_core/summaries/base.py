@@ -1,11 +1,92 @@
-"""TODO"""
+"""What all methods share: the facts that the program asks instead of their names, and the arithmetic of their float64
+oracles.
 
-from typing import Any
+A summary of one group is a dict of numpy values in their *stored* dtypes (int8 codes, float16 scalars): rounding is
+part of the method, and every stored bound is rounded to its safe side. One file is one method, a module with
+
+- `FACTS`, and `fields(settings, head_dim)`: what is stored of a group, in its order;
+- `build(settings, constants, k [S, D])`: the summary of one full group of one kv head, k as attention reads it;
+- `score(settings, constants, summary [G, ..], a [D])`: `(estimate, lower, upper)`, each [G], of the natural log of the
+  groups' softmax mass for one query head, log A = log sum_i exp(a . k_i), a = scale * q: one estimate (ranks, may be
+  wrong) and two bounds (hold for every a), or None where the method has no bound;
+- where its facts say so `constants`, `running` with `extend` and `seal`, `refine` (see `Facts`).
+
+The backends have a file of the same name with these functions over their arrays, and share no code with this one, which
+judges them: it is written from the formulas and nobody optimises it. Design: sections 3 (methods) and 4 (bounds).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
+Constants = dict[str, np.ndarray]
 Summary = dict[str, Any]
 Score = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]
+
+
+class Settings(Protocol):
+    """What a method asks of a `config.store.Store`."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def S(self) -> int: ...
+    @property
+    def dim(self) -> int | None: ...
+    @property
+    def bits(self) -> int: ...
+    @property
+    def second_bit(self) -> bool: ...
+    @property
+    def rq_bounds(self) -> bool: ...
+    @property
+    def seed(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Field:
+    """One stored array: `shape` of one group."""
+
+    dtype: str
+    shape: tuple[int, ...] = ()
+    best_only: bool = False  # a scoring pass reads it of the best groups only
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the program asks of a method. What is left out is what most are."""
+
+    group_tokens: int | None  # measured best (results/README.md); None: the product requirements' coarse group
+    role: str = "public"  # "evaluation": for judging others, no way to gate; "tail": stands for skipped values
+    colour: int | None = None  # its place in the palette of every plot; None: the ink
+    dim: int | None = None  # default of --eps-dim; None: that flag has no meaning for it
+    dim_means: str = ""
+    norm_estimate: bool = False  # estimates are norms |K a|, never negative, and not logarithms of masses
+    no_bounds: str = ""  # why it has none (by itself)
+    bounds_setting: str = ""  # the setting that stores them nevertheless
+    coded: bool = (
+        False  # codes of --eps-bits, about a mean of the first keys a cache sees: `constants` has its "centre";
+    )
+    # those of 1 bit may have a second one, and `refine` scores with it
+    follows: bool = False  # keeps running statistics of open groups, so that nothing is read again: `running` says
+    # which ({}: the summary itself), `extend` adds keys, `seal` makes the summary of them
+    reads_keys: bool = False  # stores nothing: is given the groups' keys [.., S, D] as a summary
+    by_place: bool = False  # its `constants` also say which "groups" [G] of how long a sequence are scored: "length"
+    budget: float = 0.1  # topk: share of the tokens
+    guards: tuple[int, int] = (16, 128)  # first and last tokens that are always visited
+    tail: bool = False  # skipped groups are stood for by mean values, unless told otherwise
+    refine: float = 0.0  # share of the groups of which the second bit is read
+
+    def has_bounds(self, settings: Settings) -> bool:
+        return not self.no_bounds or bool(self.bounds_setting and getattr(settings, self.bounds_setting))
+
+
 # Stands for an estimate past float32 (keys past float16's range): first in rank, yet no group without a summary (+inf)
 LARGEST_ESTIMATE = 1e38
 

@@ -1,26 +1,62 @@
-"""TODO"""
+"""Quest's box: the least and the largest value of each channel."""
 
 import numpy as np
 
-from eps_core.summaries.base import Score, Summary, _f64, rounding_slack, up16
+from eps_core.summaries.base import (
+    Constants,
+    Facts,
+    Field,
+    Score,
+    Settings,
+    Summary,
+    _f64,
+    key_norm,
+    rounding_slack,
+    up16,
+)
+
+FACTS = Facts(group_tokens=16, colour=1, follows=True)
 
 
-def build_box(low: np.ndarray, high: np.ndarray, norm: float) -> Summary:
+def fields(settings: Settings, head_dim: int) -> dict[str, Field]:
+    side, scalar = Field("int8", (head_dim,)), Field("float16")
+    return {"lo": side, "hi": side, "scale": scalar, "norm": scalar}
+
+
+def running(settings: Settings, head_dim: int) -> dict[str, Field]:
+    return {"min": Field("float32", (head_dim,)), "max": Field("float32", (head_dim,)), "norm": Field("float32")}
+
+
+def extend(settings: Settings, constants: Constants, earlier: Summary, k: np.ndarray, before: int) -> Summary:
+    """The statistics of `before` keys (0: none) and of k [n, D]."""
+    low, high, norm = k.min(axis=0), k.max(axis=0), key_norm(k)
+    if before:
+        low, high = np.minimum(low, earlier["min"]), np.maximum(high, earlier["max"])
+        norm = max(norm, float(earlier["norm"]))
+    return {"min": low, "max": high, "norm": norm}
+
+
+def seal(settings: Settings, statistics: Summary) -> Summary:
     """Per-channel min and max [D] (Quest, arXiv 2406.10774) in int8, rounded outward; norm = max |k|."""
+    low, high = statistics["min"], statistics["max"]
     scale = up16(float(np.maximum(np.abs(low), np.abs(high)).max()) / 127)
     step = float(scale)
     return {
         "lo": np.clip(np.floor(low / step), -128, 127).astype(np.int8),
         "hi": np.clip(np.ceil(high / step), -128, 127).astype(np.int8),
         "scale": scale,
-        "norm": up16(norm),
+        "norm": up16(float(statistics["norm"])),
     }
 
 
-def score_box(summary: Summary, a: np.ndarray, n: int) -> Score:
+def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
+    return seal(settings, extend(settings, constants, {}, k, 0))
+
+
+def score(settings: Settings, constants: Constants, summary: Summary, a: np.ndarray) -> Score:
     """sum_c max(a_c lo_c, a_c hi_c): Quest's score, an upper bound of every logit of the group."""
-    scale = _f64(summary, "scale")
+    scale, log_n = _f64(summary, "scale"), np.log(settings.S)
     low, high = (_f64(summary, name) * scale[..., None] for name in ("lo", "hi"))
     most, least = np.maximum(a * low, a * high).sum(axis=-1), np.minimum(a * low, a * high).sum(axis=-1)
     slack = rounding_slack(a, _f64(summary, "norm") + 2 * scale * np.sqrt(len(a)))
-    return most, np.log(n) + least - slack, np.log(n) + most + slack
+    return most, log_n + least - slack, log_n + most + slack

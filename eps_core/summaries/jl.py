@@ -1,10 +1,23 @@
-"""TODO"""
+"""The product requirements' EPS-JL, literal: a random sketch of the keys' Gram matrix."""
 
 import numpy as np
 
-from eps_core.summaries.base import Score, Summary, _f64
+from eps_core.summaries.base import Constants, Facts, Field, Score, Settings, Summary, _f64
 
-# ---------------------------------------------------------------- constants shared with the backends (values, not code)
+FACTS = Facts(
+    group_tokens=None,
+    colour=5,
+    dim=8,
+    dim_means="m",
+    norm_estimate=True,
+    follows=True,
+    no_bounds="none: a random projection can miss a key entirely; add --eps-bound-bits 8",
+)
+
+
+def fields(settings: Settings, head_dim: int) -> dict[str, Field]:
+    m = settings.dim or 0
+    return {"gram": Field("float32", (m * (m + 1) // 2,))}
 
 
 def jl_projection(seed: int, layer: int, num_kv_heads: int, head_dim: int, dim: int) -> np.ndarray:
@@ -14,20 +27,31 @@ def jl_projection(seed: int, layer: int, num_kv_heads: int, head_dim: int, dim: 
     return (signs / np.sqrt(dim)).astype(np.float32)
 
 
-# ------------------------------------------------------------------------------------------------------------- building
+def constants(settings: Settings, layer: int, num_kv_heads: int, head_dim: int) -> Constants:
+    return {"phi": jl_projection(settings.seed, layer, num_kv_heads, head_dim, settings.dim or 0)}
 
 
-def build_jl(k: np.ndarray, phi: np.ndarray) -> Summary:
-    """Upper triangle, row by row, of sum y yT with y = PhiT k (product requirements, EPS-JL). phi [D, m]."""
-    y = k @ phi.astype(np.float64)
+def running(settings: Settings, head_dim: int) -> dict[str, Field]:
+    """The sketch is additive: it is its own running statistic."""
+    return {}
+
+
+def extend(settings: Settings, constants: Constants, earlier: Summary, k: np.ndarray, before: int) -> Summary:
+    added = build(settings, constants, k)
+    return {"gram": added["gram"] + earlier["gram"]} if before else added
+
+
+def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
+    """Upper triangle, row by row, of sum y yT with y = PhiT k (product requirements, EPS-JL)."""
+    y = k @ constants["phi"].astype(np.float64)
     gram = y.T @ y
     return {"gram": gram[np.triu_indices(len(gram))].astype(np.float32)}
 
 
-def score_jl(summary: Summary, a: np.ndarray, phi: np.ndarray) -> Score:
+def score(settings: Settings, constants: Constants, summary: Summary, a: np.ndarray) -> Score:
     """sqrt(zT G z), z = PhiT a: an estimate of |K a|_2, unsigned and no bound (the null space of Phi gives 0)."""
-    m = phi.shape[1]
-    rows, columns = np.triu_indices(m)
+    phi = constants["phi"]
+    rows, columns = np.triu_indices(phi.shape[1])
     z = phi.T.astype(np.float64) @ a
     weights = np.where(rows == columns, 1.0, 2.0) * z[rows] * z[columns]
     return np.sqrt(np.maximum(_f64(summary, "gram") @ weights, 0)), None, None

@@ -1,14 +1,44 @@
-"""TODO"""
+"""UNIQUE's mean and deviation of each channel."""
 
 import numpy as np
 
-from eps_core.summaries.base import Score, Summary, _f64, _near_codes
+from eps_core.summaries.base import Constants, Facts, Field, Score, Settings, Summary, _f64, _near_codes
+
+FACTS = Facts(
+    group_tokens=16,
+    colour=2,
+    follows=True,
+    no_bounds="none: mean plus deviation is below the largest logit at times; add --eps-bound-bits 8",
+)
 
 
-def build_meanstd(mean: np.ndarray, std: np.ndarray) -> Summary:
+def fields(settings: Settings, head_dim: int) -> dict[str, Field]:
+    return {
+        "mean": Field("int8", (head_dim,)),
+        "mean_scale": Field("float16"),
+        "std": Field("uint8", (head_dim,)),
+        "std_scale": Field("float16"),
+    }
+
+
+def running(settings: Settings, head_dim: int) -> dict[str, Field]:
+    return dict.fromkeys(("mean", "m2"), Field("float32", (head_dim,)))
+
+
+def extend(settings: Settings, constants: Constants, earlier: Summary, k: np.ndarray, before: int) -> Summary:
+    """The mean and the sum of squares about it of `before` keys (0: none) and of k [n, D]."""
+    mean, m2, n = k.mean(axis=0), ((k - k.mean(axis=0)) ** 2).sum(axis=0), len(k)
+    if before:  # Chan et al. 1979
+        gap = mean - earlier["mean"]
+        m2 = m2 + earlier["m2"] + gap**2 * before * n / (before + n)
+        mean = earlier["mean"] + gap * n / (before + n)
+    return {"mean": mean, "m2": m2}
+
+
+def seal(settings: Settings, statistics: Summary) -> Summary:
     """Per-channel mean (int8) and population standard deviation (uint8) [D] (UNIQUE, arXiv 2605.27740)."""
-    codes, scale = _near_codes(mean, 127)
-    std_codes, std_scale = _near_codes(std, 255)
+    codes, scale = _near_codes(statistics["mean"], 127)
+    std_codes, std_scale = _near_codes(np.sqrt(statistics["m2"] / settings.S), 255)
     return {
         "mean": codes.astype(np.int8),
         "mean_scale": scale,
@@ -17,7 +47,11 @@ def build_meanstd(mean: np.ndarray, std: np.ndarray) -> Summary:
     }
 
 
-def score_meanstd(summary: Summary, a: np.ndarray) -> Score:
+def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
+    return seal(settings, extend(settings, constants, {}, k, 0))
+
+
+def score(settings: Settings, constants: Constants, summary: Summary, a: np.ndarray) -> Score:
     """mu.a + sum_c |a_c| sd_c (UNIQUE): at least mean + one standard deviation of the logits; no bound."""
     mean = _f64(summary, "mean") @ a * _f64(summary, "mean_scale")
     return mean + _f64(summary, "std") @ np.abs(a) * _f64(summary, "std_scale"), None, None

@@ -1,9 +1,13 @@
-"""TODO"""
+"""Mean, principal directions and a bound on what is left (ours): the tightest bounds of the coarse summaries."""
 
 import numpy as np
 
 from eps_core.summaries.base import (
+    Constants,
+    Facts,
+    Field,
     Score,
+    Settings,
     Summary,
     _f64,
     bennett,
@@ -16,11 +20,27 @@ from eps_core.summaries.base import (
     up16,
 )
 
+FACTS = Facts(group_tokens=8, colour=4, dim=1, dim_means="k")
 
-def build_moments(k: np.ndarray, num_directions: int) -> Summary:
-    """Mean, `num_directions` centred principal directions with gains, and rho >= the norm of what they leave:
+
+def fields(settings: Settings, head_dim: int) -> dict[str, Field]:
+    kept, scalar = settings.dim or 0, Field("float16")
+    scalars = dict.fromkeys(("mean_scale", "error", "radius", "rest", "rho", "norm"), scalar)
+    return (
+        {"mean": Field("int8", (head_dim,))}
+        | scalars
+        | {
+            "direction": Field("int8", (kept, head_dim)),
+            "direction_scale": Field("float16", (kept,)),
+            "gain": Field("float16", (kept,)),
+        }
+    )
+
+
+def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
+    """Mean, `dim` centred principal directions with gains, and rho >= the norm of what they leave:
     aT C a <= sum_j gain_j (u_j.a)^2 + rho |a|^2 for every a, whatever rounding did to u_j and gain_j."""
-    n, head_dim = k.shape
+    (n, head_dim), num_directions = k.shape, settings.dim or 0
     mean = k.mean(axis=0)
     centred = k - mean
     covariance = centred.T @ centred / n
@@ -55,9 +75,9 @@ def build_moments(k: np.ndarray, num_directions: int) -> Summary:
     }
 
 
-def score_moments(summary: Summary, a: np.ndarray, n: int) -> Score:
+def score(settings: Settings, constants: Constants, summary: Summary, a: np.ndarray) -> Score:
     """Section 4: Samuelson and radius for the largest logit, Bennett for the upper mass, Jensen for the lower."""
-    energy, size = a @ a, np.linalg.norm(a)
+    energy, size, n = a @ a, np.linalg.norm(a), settings.S
     mean = _f64(summary, "mean") @ a * _f64(summary, "mean_scale")
     gains, rho, radius = _f64(summary, "gain"), _f64(summary, "rho"), _f64(summary, "radius")
     parts = (_f64(summary, "direction") @ a * _f64(summary, "direction_scale")) ** 2

@@ -1,11 +1,22 @@
-"""TODO"""
+"""The product requirements' 1PC: the keys' first principal direction and what it leaves."""
 
 import numpy as np
 
-from eps_core.summaries.base import Score, Summary, _f64, rounding_slack, up16
+from eps_core.summaries.base import Constants, Facts, Field, Score, Settings, Summary, _f64, rounding_slack, up16
+
+FACTS = Facts(group_tokens=None, colour=6, norm_estimate=True)
 
 
-def build_pc1(k: np.ndarray) -> Summary:
+def fields(settings: Settings, head_dim: int) -> dict[str, Field]:
+    return {
+        "direction": Field("int8", (head_dim,)),
+        "direction_scale": Field("float32"),
+        "lam": Field("float16"),
+        "rest": Field("float16"),
+    }
+
+
+def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
     """Top right singular direction of K in int8; lambda = |K u|^2 and the rest, both with the *quantised* u."""
     direction = np.linalg.svd(k, full_matrices=False)[2][0]
     codes = (
@@ -25,7 +36,7 @@ def build_pc1(k: np.ndarray) -> Summary:
     }
 
 
-def score_pc1(summary: Summary, a: np.ndarray, n: int) -> Score:
+def score(settings: Settings, constants: Constants, summary: Summary, a: np.ndarray) -> Score:
     """B = |K u||u.a| + |K - K u uT|_F sqrt(|a|^2 - (u.a)^2) >= |K a|_2 >= every |logit| (product requirements, 1PC)."""
     along = np.abs(_f64(summary, "direction") @ a * _f64(summary, "direction_scale"))
     across = np.maximum(a @ a - along**2, 0)
@@ -33,5 +44,5 @@ def score_pc1(summary: Summary, a: np.ndarray, n: int) -> Score:
     estimate = lam * along + rest * np.sqrt(across)
     # the difference cancels in float32 where a runs along u: the bound pays for it under the root
     bound = lam * along + rest * np.sqrt(across + (len(a) + 32) * 2.0**-22 * (a @ a))
-    slack = rounding_slack(a, lam + rest)
-    return estimate, np.log(n) - bound - slack, np.log(n) + bound + slack
+    slack, log_n = rounding_slack(a, lam + rest), np.log(settings.S)
+    return estimate, log_n - bound - slack, log_n + bound + slack

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 from eps_core.config.bytes import kv_bytes, summary_bytes, summary_group_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import COARSE_GROUP_BLOCKS, METHODS
+from eps_core.summaries.table import KEY_CODES, facts
 
 MIB = 2**20
 PROGRESS_SECONDS = 10.0  # between lines where stderr is no terminal
@@ -152,7 +153,7 @@ def describe(config: EpsConfig) -> str:
     if not config.store.enabled:
         return "off: dense attention, nothing allocated"
     method = config.store.method
-    if method == "rq":
+    if config.store.facts.coded:
         words = [f"{config.store.bits} bit{'s' if config.store.bits > 1 else ''}"]
         words += [f"a second of the best {config.read.refine:g}"] if config.read.refine else []
         words += ["with bounds"] if config.store.rq_bounds else []
@@ -292,21 +293,22 @@ def memory_rows(
     group_blocks: int | None = None,
 ) -> list[dict[str, Any]]:
     """Summary memory of one sequence by method: coarse groups (the product requirements', 8 pages) of every method but
-    rq, then each method at its own default group size. `dim`, `bits` and the group sizes replace the defaults."""
+    those of codes, then each fine one at its own group size. `dim`, `bits` and the group sizes replace the defaults."""
     dense = kv_bytes(num_layers, num_kv_heads, head_dim, num_tokens, "bfloat16")
     coarse = COARSE_GROUP_BLOCKS if group_blocks is None else group_blocks
     plans: list[tuple[str, str, dict[str, Any]]] = [
-        ("coarse", method, {"group_blocks": coarse}) for method in METHODS if method not in ("off", "rq")
+        ("coarse", method, {"group_blocks": coarse}) for method in METHODS[1:] if not facts(method).coded
     ]
-    for method in ("box", "meanstd", "ball", "moments", "rq"):
-        plans.append(("fine", method, {"group_tokens": group_tokens}))
-    plans.append(("fine", "rq", {"group_tokens": group_tokens, "rq_bounds": True}))
-    plans.append(("fine", "rq", {"group_tokens": group_tokens, "bound_bits": 8}))
+    for method in METHODS[1:]:
+        if facts(method).group_tokens is not None:
+            plans.append(("fine", method, {"group_tokens": group_tokens}))
+    plans.append(("fine", KEY_CODES, {"group_tokens": group_tokens, "rq_bounds": True}))
+    plans.append(("fine", KEY_CODES, {"group_tokens": group_tokens, "bound_bits": 8}))
     rows = []
     for kind, method, settings in plans:
-        if method in ("jl", "fd", "moments"):
+        if facts(method).dim is not None:
             settings["dim"] = dim
-        if method == "rq":
+        if facts(method).coded:
             settings["bits"] = bits
         config = EpsConfig.of(method=method, block_size=block_size, **settings)
         num_bytes = summary_bytes(config.store, num_layers, num_kv_heads, head_dim, num_tokens)
@@ -315,7 +317,7 @@ def memory_rows(
                 "kind": kind,
                 "method": method,
                 "dim": config.store.dim,
-                "bits": config.store.bits if method == "rq" else None,
+                "bits": config.store.code_bits,
                 "rq_bounds": config.store.rq_bounds,
                 "bound_bits": config.store.bound_bits,
                 "group_tokens": config.store.S,

@@ -27,6 +27,7 @@ from eps_cuda.kernels.write import RqPools, TailPools, write_tokens
 from eps_cuda.summaries.rq import rotate
 
 State = tuple[Tensor, Tensor]
+SCORERS = {"meanstd": score_kernels.score_meanstd}  # besides codes without bounds of their own
 
 
 def on_device(cache: Cache, where: Where) -> tuple[Tensor, Tensor]:
@@ -53,18 +54,18 @@ def rotation(cache: Cache) -> Tensor:
 def covers_scoring(cache: Cache, layer: int) -> bool:
     """Whether `estimates` serves: rq once its centre is there, without bounds of its own."""
     store = cache.store
-    return store.method == "rq" and not store.rq_bounds and cache.centre[layer] is not None
+    return store.facts.coded and not store.rq_bounds and cache.centre[layer] is not None
 
 
 @torch.inference_mode()
 def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores | None:
     store = cache.store
-    if store.method != "meanstd" and not covers_scoring(cache, layer):
+    if store.method not in SCORERS and not covers_scoring(cache, layer):
         return None
     num_missing = where.num_missing(cache.state[layer])
     table, lengths = on_device(cache, where)
-    if store.method == "meanstd":
-        estimate = score_kernels.score_meanstd(
+    if store.method in SCORERS:
+        estimate = SCORERS[store.method](
             q, cache.summaries[layer], cache.valid[layer], table, lengths, group_tokens=store.S
         )
     else:
@@ -163,7 +164,7 @@ def covers_writing(cache: Cache, layer: int) -> bool:
     store = cache.store
     if not store.enabled:
         return True
-    return store.method == "rq" and not store.has_bounds and cache.centre[layer] is not None
+    return store.facts.coded and not store.has_bounds and cache.centre[layer] is not None
 
 
 @torch.inference_mode()

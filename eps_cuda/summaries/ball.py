@@ -1,13 +1,14 @@
-"""TODO"""
+"""AETHER's ball: the mean, and the radius about it."""
 
 import math
 
 from torch import Tensor
 
+from eps_core.config.store import Store
 from eps_cuda.summaries.base import Score, Summary, _dots, _key_norm, _norm, _per_group, logit_slack, mean_codes, up16
 
 
-def build_ball(k: Tensor) -> Summary:
+def build(store: Store, constants: Summary, k: Tensor) -> Summary:
     """Mean in int8 and the radius about the *rounded* mean (AETHER's ball bound)."""
     mean = k.mean(dim=-2)
     codes, scale = mean_codes(mean)
@@ -21,10 +22,11 @@ def build_ball(k: Tensor) -> Summary:
     }
 
 
-def score_ball(summary: Summary, a: Tensor, n: int) -> Score:
+def score(store: Store, constants: Summary, summary: Summary, a: Tensor) -> Score:
     """mu_hat.a + |a| radius >= every logit; Jensen about the true mean gives the lower bound."""
+    log_n = math.log(store.S)
     mean, size = _dots(summary["mean"], a) * _per_group(summary, "mean_scale"), _norm(a)[..., None]
     radius, error = _per_group(summary, "radius"), _per_group(summary, "error")
     slack = logit_slack(a, _per_group(summary, "norm") + radius)
     estimate = mean + size * radius
-    return estimate, math.log(n) + mean - size * error - slack, math.log(n) + estimate + slack
+    return estimate, log_n + mean - size * error - slack, log_n + estimate + slack

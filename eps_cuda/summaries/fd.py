@@ -1,10 +1,11 @@
-"""TODO"""
+"""Frequent Directions, as the product requirements name it."""
 
 import math
 
 import torch
 from torch import Tensor
 
+from eps_core.config.store import Store
 from eps_cuda.summaries.base import (
     Score,
     Summary,
@@ -18,8 +19,9 @@ from eps_cuda.summaries.base import (
 )
 
 
-def build_fd(k: Tensor, rows: int) -> Summary:
+def build(store: Store, constants: Summary, k: Tensor) -> Summary:
     """Frequent Directions of the whole group at once: |F a|^2 <= |K a|^2 <= |F a|^2 + Delta |a|^2."""
+    rows = store.dim or 0
     energies, directions = _right_singular(k, rows + 1)
     shrinkage = energies[..., rows]
     lengths = torch.sqrt((energies[..., :rows] - shrinkage[..., None]).clamp(min=0))
@@ -34,8 +36,9 @@ def build_fd(k: Tensor, rows: int) -> Summary:
     }
 
 
-def score_fd(summary: Summary, a: Tensor, n: int) -> Score:
+def score(store: Store, constants: Summary, summary: Summary, a: Tensor) -> Score:
     """|F a| estimates |K a|_2 from below; the bound adds the codes' rounding and the shrinkage Delta |a|^2."""
+    log_n = math.log(store.S)
     scales = summary["row_scale"].float()
     rows, head_dim = summary["rows"].shape[-2:]
     parts = _dots(summary["rows"].flatten(2, 3), a).unflatten(-1, (-1, rows)) * scales[..., None, :, :]
@@ -43,4 +46,4 @@ def score_fd(summary: Summary, a: Tensor, n: int) -> Score:
     error, delta = _per_group(summary, "error"), _per_group(summary, "delta")
     bound = torch.hypot(estimate + error * size, delta * size)
     slack = logit_slack(a, error + delta + scales.sum(dim=-1)[..., None, :] * (127 * math.sqrt(head_dim)))
-    return estimate, math.log(n) - bound - slack, math.log(n) + bound + slack
+    return estimate, log_n - bound - slack, log_n + bound + slack

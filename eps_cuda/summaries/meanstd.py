@@ -1,12 +1,31 @@
-"""TODO"""
+"""UNIQUE's mean and deviation of each channel."""
 
 import torch
 from torch import Tensor
 
-from eps_cuda.summaries.base import Score, Summary, _codes, _dots, _per_group, near16
+from eps_core.config.store import Store
+from eps_cuda.summaries.base import Part, Score, Summary, _codes, _dots, _per_group, near16
 
 
-def build_meanstd(mean: Tensor, std: Tensor) -> Summary:
+def extend(store: Store, constants: Summary, earlier: Summary, part: Part) -> Summary:
+    before, count = part.before, part.number
+    mean = torch.where(part.present, part.keys, 0).sum(dim=-2) / count
+    m2 = (torch.where(part.present, part.keys - mean[..., None, :], 0) ** 2).sum(dim=-2)
+    # Chan et al. 1979; with nothing before it, the new part stands alone
+    gap = mean - torch.where(before > 0, earlier["mean"], mean)
+    m2 = m2 + torch.where(before > 0, earlier["m2"], 0) + gap * gap * (before * count / (before + count))
+    return {"mean": mean - gap * (before / (before + count)), "m2": m2}
+
+
+def seal(store: Store, statistics: Summary) -> Summary:
+    return _stored(statistics["mean"], torch.sqrt(statistics["m2"] / store.S))
+
+
+def build(store: Store, constants: Summary, k: Tensor) -> Summary:
+    return _stored(k.mean(dim=-2), torch.sqrt(k.var(dim=-2, correction=0)))
+
+
+def _stored(mean: Tensor, std: Tensor) -> Summary:
     """Per-channel mean (int8) and population standard deviation (uint8) [.., D] (UNIQUE)."""
     mean_scale = near16(mean.abs().amax(dim=-1) / 127)
     std_scale = near16(std.amax(dim=-1) / 255)
@@ -18,7 +37,7 @@ def build_meanstd(mean: Tensor, std: Tensor) -> Summary:
     }
 
 
-def score_meanstd(summary: Summary, a: Tensor) -> Score:
+def score(store: Store, constants: Summary, summary: Summary, a: Tensor) -> Score:
     """mu.a + sum_c |a_c| sd_c (UNIQUE): at least mean + one standard deviation of the logits; no bound."""
     mean = _dots(summary["mean"], a) * _per_group(summary, "mean_scale")
     return mean + _dots(summary["std"], a.abs()) * _per_group(summary, "std_scale"), None, None

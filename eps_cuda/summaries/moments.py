@@ -1,10 +1,11 @@
-"""TODO"""
+"""Mean, principal directions and a bound on what is left (ours): the tightest bounds of the coarse summaries."""
 
 import math
 
 import torch
 from torch import Tensor
 
+from eps_core.config.store import Store
 from eps_cuda.summaries.base import (
     Score,
     Summary,
@@ -24,10 +25,10 @@ from eps_cuda.summaries.base import (
 )
 
 
-def build_moments(k: Tensor, num_directions: int) -> Summary:
-    """Mean, `num_directions` centred principal directions with gains, and rho >= the norm of what they leave:
+def build(store: Store, constants: Summary, k: Tensor) -> Summary:
+    """Mean, `dim` centred principal directions with gains, and rho >= the norm of what they leave:
     aT C a <= sum_j gain_j (u_j.a)^2 + rho |a|^2 for every a, whatever rounding did to u_j and gain_j."""
-    n, head_dim = k.shape[-2:]
+    (n, head_dim), num_directions = k.shape[-2:], store.dim or 0
     mean = k.mean(dim=-2)
     centred = k - mean[..., None, :]
     energies, directions = _right_singular(centred, min(n, head_dim) + num_directions)
@@ -66,8 +67,9 @@ def build_moments(k: Tensor, num_directions: int) -> Summary:
     }
 
 
-def score_moments(summary: Summary, a: Tensor, n: int) -> Score:
+def score(store: Store, constants: Summary, summary: Summary, a: Tensor) -> Score:
     """Section 4: Samuelson and radius for the largest logit, Bennett for the upper mass, Jensen for the lower."""
+    n, log_n = store.S, math.log(store.S)
     energy = (a * a).sum(dim=-1)[..., None]
     size = torch.sqrt(energy)
     mean = _dots(summary["mean"], a) * _per_group(summary, "mean_scale")
@@ -85,7 +87,7 @@ def score_moments(summary: Summary, a: Tensor, n: int) -> Score:
     slack = logit_slack(a, _per_group(summary, "norm") + radius)
     error = size * _per_group(summary, "error")
     return (
-        math.log(n) + mean + random_energy(v_estimate, n),
-        math.log(n) + mean - error - slack,
-        math.log(n) + mean + error + bennett(b, v_upper) + slack,
+        log_n + mean + random_energy(v_estimate, n),
+        log_n + mean - error - slack,
+        log_n + mean + error + bennett(b, v_upper) + slack,
     )

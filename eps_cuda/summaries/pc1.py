@@ -1,10 +1,11 @@
-"""TODO"""
+"""The product requirements' 1PC: the keys' first principal direction and what it leaves."""
 
 import math
 
 import torch
 from torch import Tensor
 
+from eps_core.config.store import Store
 from eps_cuda.summaries.base import (
     Score,
     Summary,
@@ -18,7 +19,7 @@ from eps_cuda.summaries.base import (
 )
 
 
-def build_pc1(k: Tensor) -> Summary:
+def build(store: Store, constants: Summary, k: Tensor) -> Summary:
     """Top right singular direction of K in int8; lambda = |K u|^2 and the rest, both with the *quantised* u."""
     codes, scale = _direction_codes(_right_singular(k, 1)[1][..., 0, :])
     along = _norm((k @ (codes * scale[..., None])[..., None])[..., 0])
@@ -31,8 +32,9 @@ def build_pc1(k: Tensor) -> Summary:
     }
 
 
-def score_pc1(summary: Summary, a: Tensor, n: int) -> Score:
+def score(store: Store, constants: Summary, summary: Summary, a: Tensor) -> Score:
     """B = |K u||u.a| + |K - K u uT|_F sqrt(|a|^2 - (u.a)^2) >= |K a|_2 >= every |logit| (product requirements, 1PC)."""
+    log_n = math.log(store.S)
     along = (_dots(summary["direction"], a) * _per_group(summary, "direction_scale")).abs()
     energy = (a * a).sum(dim=-1)[..., None]
     across = (energy - along * along).clamp(min=0)
@@ -41,4 +43,4 @@ def score_pc1(summary: Summary, a: Tensor, n: int) -> Score:
     # the difference cancels in float32 where a runs along u: the bound pays for it under the root
     bound = lam * along + rest * torch.sqrt(across + (a.shape[-1] + 32) * 2.0**-22 * energy)
     slack = logit_slack(a, lam + rest)
-    return estimate, math.log(n) - bound - slack, math.log(n) + bound + slack
+    return estimate, log_n - bound - slack, log_n + bound + slack

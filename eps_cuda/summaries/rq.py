@@ -1,4 +1,4 @@
-"""TODO"""
+"""Rotated quantised mean (ours): a few bits a dimension of each group's mean, about a centre of the whole cache."""
 
 import math
 
@@ -6,12 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eps_core.config.store import Store
 from eps_core.summaries.base import LARGEST_ESTIMATE
 from eps_core.summaries.rq import RQ_STEP, SECOND_STEP, hadamard_blocks
 from eps_cuda.summaries.base import Score, Summary, _key_norm, _norm, _per_group, _pieces, logit_slack, near16, up16
-
-SECOND_LEVEL = ("second", "second_scale")  # of rq: read of the best groups only
-
 
 # ------------------------------------------------------------------------------------------------------------- rotation
 
@@ -62,13 +60,11 @@ def _tree_sum(x: Tensor) -> Tensor:
     return x[..., 0, :]
 
 
-def build_rq(
-    k: Tensor, centre: Tensor, signs: Tensor, bits: int, with_bounds: bool, with_second: bool = False
-) -> Summary:
+def build(store: Store, constants: Summary, k: Tensor) -> Summary:
     """Rotated quantised mean (ours): `bits` per dimension of H D (mu - c) and one scale that makes <x_hat, x> = |x|^2
-    (RaBitQ's estimator). centre [Hkv, D] float16. `with_second` adds to 1-bit codes the bit that makes them 2-bit
+    (RaBitQ's estimator). centre [Hkv, D] float16. `second_bit` adds to 1-bit codes the bit that makes them 2-bit
     codes, levels sign + second / 2 of +-1, with a scale of its own."""
-    head_dim = k.shape[-1]
+    head_dim, bits, centre, signs = k.shape[-1], store.bits, constants["centre"], constants["signs"]
     x = rotate(_tree_sum(k) * (1 / k.shape[-2]) - centre.float(), signs)
     if bits == 1:
         codes = (x >= 0).to(torch.uint8)
@@ -80,7 +76,7 @@ def build_rq(
     product = (x * levels).sum(dim=-1)
     scale = near16(torch.where(product > 0, (x * x).sum(dim=-1) / torch.where(product > 0, product, 1), 0))
     summary = {"codes": pack_codes(codes, bits), "scale": scale}
-    if with_second:
+    if store.second_bit:
         step = _tree_sum(x.abs()[..., None]) * float(np.float32(SECOND_STEP / head_dim))
         second = ((x >= step) | ((x < 0) & (x >= -step))).to(torch.uint8)
         finer = levels + 0.5 * _levels(second, 1)
@@ -89,7 +85,7 @@ def build_rq(
         summary["second_scale"] = near16(
             torch.where(product > 0, (x * x).sum(dim=-1) / torch.where(product > 0, product, 1), 0)
         )
-    if with_bounds:
+    if store.rq_bounds:
         rounded = levels * scale.float()[..., None]
         # distances to mu_hat, measured in rotated space
         turned = rotate(k - centre.float()[..., None, :], signs)
@@ -120,24 +116,23 @@ def _packed_dots(packed: Tensor, bits: int, a: Tensor) -> Tensor:
     return torch.cat(sums, dim=2).mT
 
 
-def score_rq(summary: Summary, a: Tensor, n: int, constants: Summary, bits: int) -> Score:
+def score(store: Store, constants: Summary, summary: Summary, a: Tensor) -> Score:
     """log n + c.a + x_hat.(H a), which is log n + mu_hat.a; with a stored radius, `ball` about mu_hat."""
     offset = (a * constants["centre"].float()[:, None, :]).sum(dim=-1)[..., None]
-    dots = _packed_dots(summary["codes"], bits, rotate(a, constants["signs"]))
-    mean = offset + dots * _per_group(summary, "scale")
-    if "radius" not in summary:
-        return math.log(n) + mean, None, None
+    dots = _packed_dots(summary["codes"], store.bits, rotate(a, constants["signs"]))
+    estimate = math.log(store.S) + (offset + dots * _per_group(summary, "scale"))
+    if not store.rq_bounds:
+        return estimate, None, None
     size, radius = _norm(a)[..., None], _per_group(summary, "radius")
     # the centre is added and taken away again, whatever the size of the keys
     slack = logit_slack(a, _per_group(summary, "norm") + radius + _norm(constants["centre"].float())[:, None, None])
-    lower = math.log(n) + mean - size * _per_group(summary, "error") - slack
-    return math.log(n) + mean, lower, math.log(n) + mean + size * radius + slack
+    return estimate, estimate - size * _per_group(summary, "error") - slack, estimate + size * radius + slack
 
 
-def refine_rq(summary: Summary, a: Tensor, n: int, constants: Summary) -> Tensor:
+def refine(store: Store, constants: Summary, summary: Summary, a: Tensor) -> Tensor:
     """log n + mu_hat.a from two bits a dimension: [B, Hkv, R, C]. An estimate, as of one bit."""
     offset = (a * constants["centre"].float()[:, None, :]).sum(dim=-1)[..., None]
     turned = rotate(a, constants["signs"])
     dots = _packed_dots(summary["codes"], 1, turned) + 0.5 * _packed_dots(summary["second"], 1, turned)
-    estimate = math.log(n) + offset + dots * _per_group(summary, "second_scale")
+    estimate = math.log(store.S) + offset + dots * _per_group(summary, "second_scale")
     return torch.where(torch.isfinite(estimate), estimate, LARGEST_ESTIMATE)

@@ -2,11 +2,15 @@
 
 import importlib
 import importlib.util
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from types import ModuleType
+from typing import ParamSpec, TypeVar
 
 from eps_mlx.kernels import launch
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _MODULES = {"numba": "eps_mlx.kernels.cpu", "metal": "eps_mlx.kernels.dispatch"}
 
 
@@ -22,7 +26,20 @@ def usable_kernels(device: str) -> list[str]:
 
 @cache
 def kernels_module(kernels: str) -> ModuleType | None:
-    """The module whose `score`, `select`, `attend` and `attend_tail` come before the array operations of the same
-    names, each of which may return None for what it does not cover; None for the array operations themselves. A GPU's
-    also has `listing`, for masks that array operations made."""
+    """The module whose functions come before the array operations of the same names (see `routed`); None for the array
+    operations themselves. A GPU's also has `listing`, for masks that array operations made."""
     return importlib.import_module(_MODULES[kernels]) if kernels in _MODULES else None
+
+
+def routed(plain: Callable[P, R]) -> Callable[P, R]:
+    """A function over arrays whose first argument names its kernels: their function of the same name comes first, where
+    there is one, and what it answers with None is done by `plain`."""
+    name = plain.__name__
+
+    @wraps(plain)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        fast = getattr(kernels_module(args[0].kernels), name, None)  # type: ignore[attr-defined]
+        result = None if fast is None else fast(*args, **kwargs)
+        return plain(*args, **kwargs) if result is None else result
+
+    return call

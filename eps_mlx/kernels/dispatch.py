@@ -24,6 +24,7 @@ from eps_mlx.selection import visit_mask
 from eps_mlx.summaries.rq import rotate
 
 State = tuple[mx.array, mx.array]
+SCORERS = {"meanstd": score_meanstd}  # besides codes without bounds of their own
 
 
 def on_device(cache: Cache, where: Where) -> tuple[mx.array, mx.array]:
@@ -44,14 +45,14 @@ def rotation(cache: Cache) -> mx.array:
 
 def score(cache: Cache, layer: int, q: mx.array, where: Where) -> Scores | None:
     store = cache.store
-    covers_rq = store.method == "rq" and not store.rq_bounds and cache.centre[layer] is not None
-    if store.method != "meanstd" and not covers_rq:
+    covers_codes = store.facts.coded and not store.rq_bounds and cache.centre[layer] is not None
+    if store.method not in SCORERS and not covers_codes:
         return None
     num_missing = where.num_missing(cache.state[layer])
     with mx.stream(cache.stream):
         table, lengths = on_device(cache, where)
-        if store.method == "meanstd":
-            estimate = score_meanstd(
+        if store.method in SCORERS:
+            estimate = SCORERS[store.method](
                 q, cache.summaries[layer], cache.valid[layer], table, lengths, group_tokens=store.S
             )
         else:

@@ -1,9 +1,10 @@
-"""TODO"""
+"""AETHER's ball: the mean, and the radius about it."""
 
 import math
 
 import mlx.core as mx
 
+from eps_core.config.store import Store
 from eps_mlx.summaries.base import (
     Score,
     Summary,
@@ -18,7 +19,7 @@ from eps_mlx.summaries.base import (
 )
 
 
-def build_ball(k: mx.array) -> Summary:
+def build(store: Store, constants: Summary, k: mx.array) -> Summary:
     """Mean in int8 and the radius about the *rounded* mean (AETHER's ball bound)."""
     mean = k.mean(axis=-2)
     codes, scale = mean_codes(mean)
@@ -32,10 +33,11 @@ def build_ball(k: mx.array) -> Summary:
     }
 
 
-def score_ball(summary: Summary, a: mx.array, n: int) -> Score:
+def score(store: Store, constants: Summary, summary: Summary, a: mx.array) -> Score:
     """mu_hat.a + |a| radius >= every logit; Jensen about the true mean gives the lower bound."""
+    log_n = math.log(store.S)
     mean, size = _dots(summary["mean"], a) * _per_group(summary, "mean_scale"), _norm(a)[..., None]
     radius, error = _per_group(summary, "radius"), _per_group(summary, "error")
     slack = logit_slack(a, _per_group(summary, "norm") + radius)
     estimate = mean + size * radius
-    return estimate, math.log(n) + mean - size * error - slack, math.log(n) + estimate + slack
+    return estimate, log_n + mean - size * error - slack, log_n + estimate + slack

@@ -1,11 +1,37 @@
-"""TODO"""
+"""What all methods share, float32 in MLX operations.
+
+One file is one method, a module with the functions of its namesake in `eps_core.summaries`, which has the sources and
+formulas, and whose facts and fields it shares:
+
+- `build(store, constants, k [.., Hkv, S, D])`: stored arrays [.., Hkv, fields] of keys, float32, exactly as attention
+  will read them;
+- `score(store, constants, summary [B, Hkv, G, ..], a [B, Hkv, R, D])`, a = scale * q: `(estimate, lower, upper)`, each
+  [B, Hkv, R, G] or None, of log A_p, the natural log of the group's softmax mass (scaled logits): `estimate` ranks and
+  is no bound, `lower <= log A_p <= upper` for every q. Stored scalars are rounded to their safe side, and `slack` pays
+  for float32 arithmetic;
+- where its facts say so: `extend` and `seal`, which follow open groups, and `refine`.
+
+`constants`: what a layer keeps apart from its groups, see `eps_core.summaries.table.constants`, and of codes `centre`;
+of methods that score by place, `groups` [G] and `length` [B, 1, 1, 1] of the sequences.
+"""
 
 import math
+from typing import NamedTuple
 
 import mlx.core as mx
 
 Summary = dict[str, mx.array]
 Score = tuple[mx.array, mx.array | None, mx.array | None]
+
+
+class Part(NamedTuple):
+    """Keys of R groups that one write does not make whole, for the methods that follow open groups."""
+
+    keys: mx.array  # [R, Hkv, L, D] float32
+    present: mx.array  # [R, 1, L, 1] bool: which of them are keys
+    number: mx.array  # [R, 1, 1] float32: how many
+    before: mx.array  # [R, 1, 1] float32: keys of the group that came earlier; 0: it starts here
+
 
 SCHATTEN_DOUBLINGS = 4
 

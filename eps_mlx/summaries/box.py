@@ -1,14 +1,27 @@
-"""TODO"""
+"""Quest's box: the least and the largest value of each channel."""
 
 import math
 
 import mlx.core as mx
 
-from eps_mlx.summaries.base import Score, Summary, _dots, _per_group, _wide, logit_slack, up16
+from eps_core.config.store import Store
+from eps_mlx.summaries.base import Part, Score, Summary, _dots, _key_norm, _per_group, _wide, logit_slack, up16
 
 
-def build_box(low: mx.array, high: mx.array, norm: mx.array) -> Summary:
+def extend(store: Store, constants: Summary, earlier: Summary, part: Part) -> Summary:
+    low = mx.where(part.present, part.keys, mx.inf).min(axis=-2)
+    high = mx.where(part.present, part.keys, -mx.inf).max(axis=-2)
+    norm, continues = _key_norm(mx.where(part.present, part.keys, 0)), part.before > 0
+    return {
+        "min": mx.where(continues, mx.minimum(low, earlier["min"]), low),
+        "max": mx.where(continues, mx.maximum(high, earlier["max"]), high),
+        "norm": mx.where(continues[..., 0], mx.maximum(norm, earlier["norm"]), norm),
+    }
+
+
+def seal(store: Store, statistics: Summary) -> Summary:
     """Per-channel min and max [.., D] (Quest) in int8, rounded outward; norm [..] = max |k|."""
+    low, high = statistics["min"], statistics["max"]
     scale = up16(mx.maximum(mx.abs(low), mx.abs(high)).max(axis=-1) / 127)
     step = _wide(scale)[..., None]
     lo, hi = mx.floor(low / step), mx.ceil(high / step)
@@ -19,16 +32,21 @@ def build_box(low: mx.array, high: mx.array, norm: mx.array) -> Summary:
         "lo": mx.clip(lo, -128, 127).astype(mx.int8),
         "hi": mx.clip(hi, -128, 127).astype(mx.int8),
         "scale": scale,
-        "norm": up16(norm),
+        "norm": up16(statistics["norm"]),
     }
 
 
-def score_box(summary: Summary, a: mx.array, n: int) -> Score:
+def build(store: Store, constants: Summary, k: mx.array) -> Summary:
+    return seal(store, {"min": k.min(axis=-2), "max": k.max(axis=-2), "norm": _key_norm(k)})
+
+
+def score(store: Store, constants: Summary, summary: Summary, a: mx.array) -> Score:
     """sum_c max(a_c lo_c, a_c hi_c): Quest's score, an upper bound of every logit of the group. As two products:
     a.mid +- |a|.half, in code units."""
+    log_n = math.log(store.S)
     lo, hi = _wide(summary["lo"]), _wide(summary["hi"])
     scale = _per_group(summary, "scale")
     middle = _dots((lo + hi) * 0.5, a) * scale
     half = _dots((hi - lo) * 0.5, mx.abs(a)) * scale
     slack = logit_slack(a, _per_group(summary, "norm") + 2 * scale * math.sqrt(a.shape[-1]))
-    return middle + half, math.log(n) + middle - half - slack, math.log(n) + middle + half + slack
+    return middle + half, log_n + middle - half - slack, log_n + middle + half + slack

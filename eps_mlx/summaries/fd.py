@@ -1,9 +1,10 @@
-"""TODO"""
+"""Frequent Directions, as the product requirements name it."""
 
 import math
 
 import mlx.core as mx
 
+from eps_core.config.store import Store
 from eps_mlx.summaries.base import (
     Score,
     Summary,
@@ -18,8 +19,9 @@ from eps_mlx.summaries.base import (
 )
 
 
-def build_fd(k: mx.array, rows: int) -> Summary:
+def build(store: Store, constants: Summary, k: mx.array) -> Summary:
     """Frequent Directions of the whole group at once: |F a|^2 <= |K a|^2 <= |F a|^2 + Delta |a|^2."""
+    rows = store.dim or 0
     energies, directions = _right_singular(k, rows + 1)
     shrinkage = energies[..., rows]
     sketch = mx.sqrt(mx.maximum(energies[..., :rows] - shrinkage[..., None], 0))[..., None] * directions[..., :rows, :]
@@ -33,8 +35,9 @@ def build_fd(k: mx.array, rows: int) -> Summary:
     }
 
 
-def score_fd(summary: Summary, a: mx.array, n: int) -> Score:
+def score(store: Store, constants: Summary, summary: Summary, a: mx.array) -> Score:
     """|F a| estimates |K a|_2 from below; the bound adds the codes' rounding and the shrinkage Delta |a|^2."""
+    log_n = math.log(store.S)
     scales = _wide(summary["row_scale"])
     batch, kv_heads, groups, rows, head_dim = summary["rows"].shape
     parts = _dots(summary["rows"].reshape(batch, kv_heads, groups * rows, head_dim), a)
@@ -44,4 +47,4 @@ def score_fd(summary: Summary, a: mx.array, n: int) -> Score:
     inside, across = estimate + error * size, delta * size
     bound = mx.sqrt(inside * inside + across * across)
     slack = logit_slack(a, error + delta + scales.sum(axis=-1)[..., None, :] * (127 * math.sqrt(head_dim)))
-    return estimate, math.log(n) - bound - slack, math.log(n) + bound + slack
+    return estimate, log_n - bound - slack, log_n + bound + slack

@@ -1,11 +1,10 @@
-"""TODO"""
+"""The product requirements' EPS-JL, literal: a random sketch of the keys' Gram matrix."""
 
 import mlx.core as mx
 import numpy as np
 
-from eps_mlx.summaries.base import Score, Summary
-
-# ------------------------------------------------------------------------------------------------------------- building
+from eps_core.config.store import Store
+from eps_mlx.summaries.base import Part, Score, Summary
 
 
 def gram_indices(dim: int) -> tuple[mx.array, mx.array]:
@@ -14,16 +13,22 @@ def gram_indices(dim: int) -> tuple[mx.array, mx.array]:
     return mx.array(rows.astype(np.int32)), mx.array(columns.astype(np.int32))
 
 
-def build_jl(k: mx.array, phi: mx.array) -> Summary:
+def extend(store: Store, constants: Summary, earlier: Summary, part: Part) -> Summary:
+    added = build(store, constants, mx.where(part.present, part.keys, 0))
+    return {"gram": added["gram"] + mx.where(part.before > 0, earlier["gram"], 0)}
+
+
+def build(store: Store, constants: Summary, k: mx.array) -> Summary:
     """Packed upper triangle of sum y yT, y = PhiT k (product requirements, EPS-JL). Additive over keys; a key of zeros
     adds nothing."""
+    phi = constants["phi"]
     y = k @ phi
     gram = y.swapaxes(-1, -2) @ y
     rows, columns = gram_indices(phi.shape[-1])
     return {"gram": gram[..., rows, columns]}
 
 
-def score_jl(summary: Summary, a: mx.array, constants: Summary) -> Score:
+def score(store: Store, constants: Summary, summary: Summary, a: mx.array) -> Score:
     """sqrt(zT G z), z = PhiT a: an estimate of |K a|_2, unsigned and no bound (the null space of Phi gives 0)."""
     phi = constants["phi"]
     rows, columns = gram_indices(phi.shape[-1])

@@ -1,11 +1,30 @@
-"""TODO"""
+"""UNIQUE's mean and deviation of each channel."""
 
 import mlx.core as mx
 
-from eps_mlx.summaries.base import Score, Summary, _codes, _dots, _per_group, near16
+from eps_core.config.store import Store
+from eps_mlx.summaries.base import Part, Score, Summary, _codes, _dots, _per_group, near16
 
 
-def build_meanstd(mean: mx.array, std: mx.array) -> Summary:
+def extend(store: Store, constants: Summary, earlier: Summary, part: Part) -> Summary:
+    before, count = part.before, part.number
+    mean = mx.where(part.present, part.keys, 0).sum(axis=-2) / count
+    m2 = (mx.where(part.present, part.keys - mean[..., None, :], 0) ** 2).sum(axis=-2)
+    # Chan et al. 1979; with nothing before it, the new part stands alone
+    gap = mean - mx.where(before > 0, earlier["mean"], mean)
+    m2 = m2 + mx.where(before > 0, earlier["m2"], 0) + gap * gap * (before * count / (before + count))
+    return {"mean": mean - gap * (before / (before + count)), "m2": m2}
+
+
+def seal(store: Store, statistics: Summary) -> Summary:
+    return _stored(statistics["mean"], mx.sqrt(statistics["m2"] / store.S))
+
+
+def build(store: Store, constants: Summary, k: mx.array) -> Summary:
+    return _stored(k.mean(axis=-2), mx.sqrt(k.var(axis=-2)))
+
+
+def _stored(mean: mx.array, std: mx.array) -> Summary:
     """Per-channel mean (int8) and population standard deviation (uint8) [.., D] (UNIQUE)."""
     mean_scale = near16(mx.abs(mean).max(axis=-1) / 127)
     std_scale = near16(std.max(axis=-1) / 255)
@@ -17,7 +36,7 @@ def build_meanstd(mean: mx.array, std: mx.array) -> Summary:
     }
 
 
-def score_meanstd(summary: Summary, a: mx.array) -> Score:
+def score(store: Store, constants: Summary, summary: Summary, a: mx.array) -> Score:
     """mu.a + sum_c |a_c| sd_c (UNIQUE): at least mean + one standard deviation of the logits; no bound."""
     mean = _dots(summary["mean"], a) * _per_group(summary, "mean_scale")
     return mean + _dots(summary["std"], mx.abs(a)) * _per_group(summary, "std_scale"), None, None

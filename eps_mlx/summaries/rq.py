@@ -1,16 +1,14 @@
-"""TODO"""
+"""Rotated quantised mean (ours): a few bits a dimension of each group's mean, about a centre of the whole cache."""
 
 import math
 
 import mlx.core as mx
 import numpy as np
 
+from eps_core.config.store import Store
 from eps_core.summaries.base import LARGEST_ESTIMATE
 from eps_core.summaries.rq import RQ_STEP, SECOND_STEP, hadamard_blocks
 from eps_mlx.summaries.base import Score, Summary, _key_norm, _norm, _per_group, _wide, logit_slack, near16, up16
-
-SECOND_LEVEL = ("second", "second_scale")  # of rq: read of the best groups only
-
 
 # ------------------------------------------------------------------------------------------------------------- rotation
 
@@ -65,13 +63,11 @@ def _tree_sum(x: mx.array) -> mx.array:
     return x[..., 0, :]
 
 
-def build_rq(
-    k: mx.array, centre: mx.array, signs: mx.array, bits: int, with_bounds: bool, with_second: bool = False
-) -> Summary:
+def build(store: Store, constants: Summary, k: mx.array) -> Summary:
     """Rotated quantised mean (ours): `bits` per dimension of H D (mu - c) and one scale that makes <x_hat, x> = |x|^2
-    (RaBitQ's estimator). centre [Hkv, D] float16. `with_second` adds to 1-bit codes the bit that makes them 2-bit
+    (RaBitQ's estimator). centre [Hkv, D] float16. `second_bit` adds to 1-bit codes the bit that makes them 2-bit
     codes, levels sign + second / 2 of +-1, with a scale of its own."""
-    head_dim = k.shape[-1]
+    head_dim, bits, centre, signs = k.shape[-1], store.bits, constants["centre"], constants["signs"]
     x = rotate(_tree_sum(k) * (1 / k.shape[-2]) - _wide(centre), signs)
     if bits == 1:
         codes = (x >= 0).astype(mx.uint8)
@@ -83,7 +79,7 @@ def build_rq(
     product = (x * levels).sum(axis=-1)
     scale = near16(mx.where(product > 0, (x * x).sum(axis=-1) / mx.where(product > 0, product, 1), 0))
     summary = {"codes": pack_codes(codes, bits), "scale": scale}
-    if with_second:
+    if store.second_bit:
         step = _tree_sum(mx.abs(x)[..., None]) * float(np.float32(SECOND_STEP / head_dim))
         second = ((x >= step) | ((x < 0) & (x >= -step))).astype(mx.uint8)
         finer = levels + 0.5 * _levels(second, 1)
@@ -92,7 +88,7 @@ def build_rq(
         summary["second_scale"] = near16(
             mx.where(product > 0, (x * x).sum(axis=-1) / mx.where(product > 0, product, 1), 0)
         )
-    if with_bounds:
+    if store.rq_bounds:
         rounded = levels * _wide(scale)[..., None]
         # distances to mu_hat, measured in rotated space
         turned = rotate(k - _wide(centre)[..., None, :], signs)
@@ -117,23 +113,23 @@ def _packed_dots(packed: mx.array, bits: int, a: mx.array) -> mx.array:
     return mx.take(added.reshape(-1, repeat), packed + first, axis=0).sum(axis=3).swapaxes(-1, -2)
 
 
-def score_rq(summary: Summary, a: mx.array, n: int, constants: Summary, bits: int) -> Score:
+def score(store: Store, constants: Summary, summary: Summary, a: mx.array) -> Score:
     """log n + c.a + x_hat.(H a), which is log n + mu_hat.a; with a stored radius, `ball` about mu_hat."""
     offset = (a * _wide(constants["centre"])[:, None, :]).sum(axis=-1)[..., None]
-    mean = offset + _packed_dots(summary["codes"], bits, rotate(a, constants["signs"])) * _per_group(summary, "scale")
-    if "radius" not in summary:
-        return math.log(n) + mean, None, None
+    dots = _packed_dots(summary["codes"], store.bits, rotate(a, constants["signs"]))
+    estimate = math.log(store.S) + (offset + dots * _per_group(summary, "scale"))
+    if not store.rq_bounds:
+        return estimate, None, None
     size, radius = _norm(a)[..., None], _per_group(summary, "radius")
     # the centre is added and taken away again, whatever the size of the keys
     slack = logit_slack(a, _per_group(summary, "norm") + radius + _norm(_wide(constants["centre"]))[:, None, None])
-    lower = math.log(n) + mean - size * _per_group(summary, "error") - slack
-    return math.log(n) + mean, lower, math.log(n) + mean + size * radius + slack
+    return estimate, estimate - size * _per_group(summary, "error") - slack, estimate + size * radius + slack
 
 
-def refine_rq(summary: Summary, a: mx.array, n: int, constants: Summary) -> mx.array:
+def refine(store: Store, constants: Summary, summary: Summary, a: mx.array) -> mx.array:
     """log n + mu_hat.a from two bits a dimension: [B, Hkv, R, C]. An estimate, as of one bit."""
     offset = (a * _wide(constants["centre"])[:, None, :]).sum(axis=-1)[..., None]
     turned = rotate(a, constants["signs"])
     dots = _packed_dots(summary["codes"], 1, turned) + 0.5 * _packed_dots(summary["second"], 1, turned)
-    estimate = math.log(n) + offset + dots * _per_group(summary, "second_scale")
+    estimate = math.log(store.S) + offset + dots * _per_group(summary, "second_scale")
     return mx.where(mx.isfinite(estimate), estimate, LARGEST_ESTIMATE)

@@ -1,0 +1,258 @@
+"""How one cell of a grid is measured.
+
+Its quality and its time are measured on the decode path, token by token, beside a dense decode of the same documents:
+a teacher-forced prefill would not exercise the gate. The dense prefill and the dense decode of a document are shared by
+every cell that needs them, within one process.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from eps_core.config.eps import EpsConfig
+from eps_core.decode.session import Prefix, Session
+from eps_core.errors import ConfigError
+from eps_core.evaluation.grid_settings import Setting
+from eps_core.evaluation.runner import Document, Outcome, run_batch
+from eps_core.gate.stats import LayerStats
+from eps_core.tasks.needle import VALUE_DIGITS, corpus, filler, needle_document
+from eps_core.telemetry.steps import StepRecord, percentile, summarise
+
+MAX_MASS_PAIRS = 200  # (certified, true) pairs that one cell keeps for the report's scatter
+Key = tuple[str, int, int]  # of a document: its kind, context and index
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every cell of a grid measures."""
+
+    needles: int = 20  # questions
+    texts: int = 2  # windows of real text, rounded up to whole batches
+    text_steps: int = 64  # decode steps of each window
+    repeat: int = 1  # times that each window is decoded, for more timings
+    audit_every: int = 16  # steps between dense second reads, which measure the true skipped mass; 0: none
+    kv_dtype: str = "bfloat16"
+    prefill_chunk: int = 2048  # tokens
+    seed: int = 0
+
+
+@dataclass
+class _Measured:
+    """What the decodes of one cell gave, dense or gated."""
+
+    records: list[StepRecord] = field(default_factory=list)
+    layers: list[list[LayerStats]] = field(default_factory=list)
+    timings: list[StepRecord] = field(default_factory=list)  # of text, past each decode's first step
+
+    def add(self, decoded: Outcome) -> None:
+        self.records += decoded.records
+        self.layers += decoded.layers
+
+    def times(self) -> dict[str, float | None]:
+        """p50 and p95 of the three clocks, ms a step. Steps timed layer by layer wait for the device in between, so
+        whole steps come from the others where there are any."""
+        untimed = [r.decode_ms for r in self.timings if not r.timed] or [r.decode_ms for r in self.timings]
+        clocks = {
+            "prepass_ms": [r.eps_prepass_ms for r in self.timings if r.eps_prepass_ms is not None],
+            "attention_ms": [r.attention_ms for r in self.timings if r.attention_ms is not None],
+            "decode_ms": untimed,
+        }
+        return {
+            f"{name}_p{percent}": percentile(values, percent) for name, values in clocks.items() for percent in (50, 95)
+        }
+
+
+class Bench:
+    """A loaded model that measures cells. `store_bytes` bounds the K and V of prefilled documents that are kept, on
+    the device; documents beyond it are prefilled again for every cell."""
+
+    def __init__(self, session: Session, plan: Plan, store_bytes: int = 2**32) -> None:
+        self.session, self.plan, self.store_bytes = session, plan, store_bytes
+        self._text = corpus(held_out=True)
+        sample = self._text[: 2**16].decode("ascii")
+        self._bytes_per_token = len(sample) / max(len(session.encode(sample)), 1)
+        self._documents: dict[Key, tuple[Document, str]] = {}
+        self._prefixes: dict[Key, Prefix] = {}
+        self._dense: dict[tuple[str, int, tuple[int, ...]], list[Outcome]] = {}
+        self._group: tuple[int, int] | None = None
+
+    def why_not(self, setting: Setting, config: EpsConfig) -> str | None:
+        """Why the model or the machine cannot run a cell."""
+        steps = max(self.plan.text_steps, VALUE_DIGITS)
+        spec = self.session.spec
+        if setting.context > spec.max_context:
+            return f"context {setting.context} is past the model's {spec.max_context} tokens"
+        if setting.context <= steps:
+            return f"context {setting.context} leaves no prompt before {steps} decode steps"
+        if config.read.head_modes is not None:
+            shape = (len(config.read.head_modes), len(config.read.head_modes[0]))
+            if shape != (spec.num_layers, spec.num_kv_heads):
+                return f"the head policy is of {shape[0]} layers x {shape[1]} kv heads: of another model"
+        try:
+            self.session.cache_spec(config.store, setting.context, setting.batch)
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    def measure(self, setting: Setting, config: EpsConfig) -> dict[str, Any]:
+        """The numbers of one cell (see `cell_line`)."""
+        if self._group != (setting.context, setting.batch):
+            self._group = (setting.context, setting.batch)
+            self._dense.clear()  # whole vocabularies: only the cells of one context and batch share them
+            self._prefixes = {key: kept for key, kept in self._prefixes.items() if key[1] == setting.context}
+        plan, batch = self.plan, setting.batch
+        gated, dense = _Measured(), _Measured()
+        divergences: list[float] = []
+        agreements: list[bool] = []
+        for indices in _batches(-(-plan.texts // batch) * batch, batch):
+            reference = self._decode_dense("text", setting.context, indices)
+            for one in reference:
+                dense.timings += _steady(one.records)
+            decoded = self._decode("text", setting.context, indices, config, plan.repeat, reference[0])
+            for one in decoded:
+                gated.timings += _steady(one.records)
+            gated.add(decoded[0])
+            assert decoded[0].kl is not None and decoded[0].agree is not None
+            divergences += np.maximum(decoded[0].kl, 0).ravel().tolist()
+            agreements += decoded[0].agree.ravel().tolist()
+        answered: list[tuple[bool, bool]] = []  # (densely, gated)
+        for indices in _batches(plan.needles, batch):
+            (before,) = self._decode_dense("needle", setting.context, indices)
+            (now,) = self._decode("needle", setting.context, indices, config)
+            gated.add(now)
+            for row, index in enumerate(indices):
+                _, answer = self._document("needle", setting.context, index)
+                answered.append((self._says(before.said[row], answer), self._says(now.said[row], answer)))
+        summary = summarise(gated.records)
+        pages_total = summary["pages_total"]
+        return {
+            "bytes_ratio": summary["bytes_ratio"],
+            "kv_ratio": summary["kv_ratio"],
+            "summary_ratio": summary["summary_ratio"],
+            "visit_ratio": summary["visit_ratio"],
+            "forced_ratio": summary["pages_forced"] / pages_total if pages_total else None,
+            "visit_ratio_by_layer_and_head": summary["visit_ratio_by_layer_and_head"],
+            "kl_mean": float(np.mean(divergences)) if divergences else None,
+            "kl_max": max(divergences, default=None),
+            "top1_agreement": float(np.mean(agreements)) if agreements else None,
+            "num_positions": len(divergences),
+            "num_needles": len(answered),
+            "needles_answered": sum(now for _, now in answered),
+            "needles_dense": sum(before for before, _ in answered),
+            "needles_lost": sum(before and not now for before, now in answered),
+            "needles_gained": sum(now and not before for before, now in answered),
+            **gated.times(),
+            **{f"dense_{name}": value for name, value in dense.times().items()},
+            "timed_steps": len(gated.timings),
+            "mass_skipped_est_mean": summary["mass_skipped_est_mean"],
+            **masses(gated.layers),
+            "escalations": summary["escalations"],
+            "fallbacks": summary["fallbacks"],
+        }
+
+    # -- documents
+
+    def _says(self, tokens: list[int], answer: str) -> bool:
+        return self.session.decode(tokens).strip().startswith(answer)
+
+    def _document(self, kind: str, context: int, index: int) -> tuple[Document, str]:
+        """(document, the answer to its question)"""
+        key = (kind, context, index)
+        if key not in self._documents:
+            self._documents[key] = (self._new_text if kind == "text" else self._new_needle)(context, index)
+        return self._documents[key]
+
+    def _new_text(self, context: int, index: int) -> tuple[Document, str]:
+        """A window of held-out text, decoded along its own tokens up to `context` of them."""
+        rng = np.random.default_rng([self.plan.seed, 1, index])
+        num_bytes = math.ceil(1.25 * context * self._bytes_per_token) + 64
+        tokens = self.session.encode(filler(self._text, num_bytes, rng).decode("ascii"))[:context]
+        if len(tokens) < context:
+            raise ValueError(f"{num_bytes} bytes of text are only {len(tokens)} tokens of the {context} asked for")
+        return Document.along(tokens, self.plan.text_steps), ""
+
+    def _new_needle(self, context: int, index: int) -> tuple[Document, str]:
+        """A needle document whose answer ends within `context` tokens; depths spread evenly, 0 to 3 distractors."""
+        depth = (index + 0.5) / max(self.plan.needles, 1)
+        room = context - VALUE_DIGITS
+        num_bytes = int(room * self._bytes_per_token)
+        while True:
+            made = needle_document(
+                self._text, num_bytes, self.plan.seed + 3_000_000 + index, depth, num_distractors=index % 4
+            )
+            tokens = self.session.encode(made.prompt)
+            if len(tokens) <= room:
+                return Document(tokens, VALUE_DIGITS), made.answer
+            num_bytes -= max(1, math.ceil((len(tokens) - room) * self._bytes_per_token))
+
+    # -- decoding
+
+    def _prefix(self, kind: str, context: int, index: int) -> Prefix:
+        key = (kind, context, index)
+        if key in self._prefixes:
+            return self._prefixes[key]
+        document, _ = self._document(*key)
+        prefix = self.session.prefix(document.prompt[:-1], self.plan.prefill_chunk)
+        if sum(kept.num_bytes for kept in self._prefixes.values()) + prefix.num_bytes <= self.store_bytes:
+            self._prefixes[key] = prefix
+        return prefix
+
+    def _decode_dense(self, kind: str, context: int, indices: tuple[int, ...]) -> list[Outcome]:
+        """The dense decode, once for all cells; a text is decoded `repeat` times, for as many timings."""
+        key = (kind, context, indices)
+        if key not in self._dense:
+            first, *others = self._decode(*key, EpsConfig(), self.plan.repeat if kind == "text" else 1)
+            for one in others:
+                one.against(first)
+            self._dense[key] = [first, *others]
+        return self._dense[key]
+
+    def _decode(
+        self,
+        kind: str,
+        context: int,
+        indices: tuple[int, ...],
+        config: EpsConfig,
+        repeat: int = 1,
+        dense: Outcome | None = None,
+    ) -> list[Outcome]:
+        """Decodes of a batch: along the text's tokens, or greedily for an answer."""
+        documents = [self._document(kind, context, index)[0] for index in indices]
+        prefixes = [self._prefix(kind, context, index) for index in indices]
+        every = self.plan.audit_every if kind == "text" else 0
+        arms = dict.fromkeys(range(repeat), config)
+        found = run_batch(self.session, documents, arms, prefixes, dense, audit_every=every, audit_first=every - 1)
+        return list(found.values())
+
+
+def _batches(count: int, batch: int) -> Iterator[tuple[int, ...]]:
+    for start in range(0, count, batch):
+        yield tuple(range(start, min(start + batch, count)))
+
+
+def _steady(records: Sequence[StepRecord]) -> list[StepRecord]:
+    """The steps whose time says something: not each decode's first, which may compile kernels, and no audits, which
+    attend twice."""
+    return [record for record in records if record.step > 0 and not record.audited]
+
+
+def masses(layers: Sequence[Sequence[LayerStats]]) -> dict[str, Any]:
+    """Certified and true shares of the softmax left unread, over all steps, layers, sequences and kv heads."""
+    flat = [layer for step in layers for layer in step]
+    certified = [layer.mass_skipped_cert for layer in flat if layer.mass_skipped_cert is not None]
+    true = [layer.mass_skipped_true for layer in flat if layer.mass_skipped_true is not None]
+    pairs: list[tuple[float, float]] = []
+    for layer in flat:
+        if layer.mass_skipped_cert is not None and layer.mass_skipped_true is not None:
+            both = zip(layer.mass_skipped_cert.ravel(), layer.mass_skipped_true.ravel(), strict=True)
+            pairs += [(float(bound), float(share)) for bound, share in both]
+    stride = max(1, -(-len(pairs) // MAX_MASS_PAIRS))
+    found: dict[str, Any] = {}
+    for name, values in (("cert", certified), ("true", true)):
+        joined = np.concatenate([value.ravel() for value in values]) if values else np.zeros(0)
+        found[f"mass_skipped_{name}_mean"] = float(joined.mean()) if len(joined) else None
+        found[f"mass_skipped_{name}_max"] = float(joined.max()) if len(joined) else None
+    return {**found, "mass_pairs": pairs[::stride]}

@@ -1,0 +1,201 @@
+"""The cells of a grid as asked for: axes and their values, and the config that each combination names."""
+
+import itertools
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from eps_core.config.eps import EpsConfig
+from eps_core.config.read import POLICIES, SCOPES
+from eps_core.config.store import EVALUATION_METHODS, METHODS, coded_methods
+from eps_core.errors import ConfigError
+from eps_core.summaries.table import facts
+
+HeadModes = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One cell as asked for. None leaves a value to its default; `first_n` and `last_n` are in groups,
+    `group_blocks` in pages.
+
+    Under policy threshold the heap (`top_pages`, in groups) is as large as `budget` buys unless it is given.
+    """
+
+    context: int = 4096  # tokens that the last decode step attends
+    batch: int = 1  # documents decoded together
+    method: str = "rq"
+    policy: str = "topk"
+    dim: int | None = None  # m of jl, l of fd, k of moments
+    alpha: float | None = None
+    last_n: int | None = None
+    group_blocks: int | None = None
+    group_tokens: int | None = None
+    bits: int | None = None
+    budget: float | None = None
+    top_pages: int | None = None
+    epsilon: float | None = None
+    tau: float | None = None
+    heads: str = "all"
+    strict: bool = False
+    bound_bits: int | None = None
+    refine: float | None = None
+    tail_tokens: int | None = None
+    scope: str = "kv-head"
+    first_n: int | None = None
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("context", "batch"), (int,)),
+    **dict.fromkeys(("dim", "last_n", "group_blocks", "group_tokens", "bits", "top_pages"), (int, type(None))),
+    **dict.fromkeys(("bound_bits", "tail_tokens", "first_n"), (int, type(None))),
+    **dict.fromkeys(("alpha", "budget", "epsilon", "tau", "refine"), (int, float, type(None))),
+    **dict.fromkeys(("method", "policy", "heads", "scope"), (str,)),
+    "strict": (bool,),
+}
+_CHOICES = {
+    "method": (*METHODS, *EVALUATION_METHODS),
+    "policy": POLICIES,
+    "heads": ("all", "retrieval"),
+    "scope": SCOPES,
+}
+STRICT_BITS = 8  # of the codes that certify a strict cell of a method without bounds
+# the axes that mean something under one policy, or some, only
+_POLICIES_OF = {"alpha": ("threshold",), "tau": ("share",), "budget": ("topk", "threshold")}
+
+# the product requirements' grid, 1,296 cells, and one that the demo model finishes in minutes
+PRESETS: dict[str, list[dict[str, Any]]] = {
+    "prd": [
+        {
+            "context": [8192, 32768, 65536, 131072],
+            "batch": [1, 4, 8],
+            "method": "jl",
+            "policy": "threshold",
+            "dim": [4, 8, 16],
+            "alpha": [1.0, 1.05, 1.1],
+            "last_n": [4, 8],
+            "heads": ["retrieval", "all"],
+            "group_blocks": [4, 8, 16],
+        }
+    ],
+    "small": [
+        {
+            "context": [2048, 4096],
+            "method": ["rq", "box", "meanstd", "ball", "moments", "oracle"],
+            "budget": [0.1, 0.15, 0.25],
+        },
+        {"context": [2048, 4096], "method": ["jl", "1pc", "fd"], "budget": 0.25},
+        {"context": 4096, "method": "ball", "strict": True, "epsilon": 0.1},
+        {"context": 4096, "method": "rq", "strict": True, "epsilon": [0.01, 0.1]},
+        {"context": 2048, "batch": 4, "method": "rq", "budget": 0.1},
+        # one axis at a time around m 8, alpha 1.1, the last 4 groups of 8 pages
+        *(
+            {
+                "method": "jl",
+                "policy": "threshold",
+                **{"dim": 8, "alpha": 1.1, "last_n": 4, "group_blocks": 8},
+                **{axis: values},
+            }
+            for axis, values in {
+                "dim": [4, 8, 16],
+                "alpha": [1.0, 1.05, 1.1],
+                "last_n": [4, 8],
+                "group_blocks": [4, 8, 16],
+            }.items()
+        ),
+    ],
+}
+
+
+def load_grid(path: Path) -> tuple[Setting, ...]:
+    """The cells of a JSON file: an object of axes, each a value or a list of them, or a list of such objects."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"grid {path} cannot be read ({error.strerror}): give a JSON file") from error
+    except ValueError as error:
+        raise ConfigError(f"grid {path} is not JSON ({error}): mend it there") from error
+    return expand(data, f"grid {path}")
+
+
+def expand(data: Any, source: str) -> tuple[Setting, ...]:
+    """Every combination of the axes, each once, in order; `source` names them in errors."""
+    cells: list[Setting] = []
+    known = [field.name for field in fields(Setting)]
+    blocks = data if isinstance(data, list) else [data]
+    if not blocks:
+        raise ConfigError(f"{source} holds no cells: give at least one object of axes")
+    for block in blocks:
+        if not isinstance(block, dict):
+            raise ConfigError(f"{source} must be an object of axes, or a list of them, and holds {block!r}")
+        unknown = sorted(set(block) - set(known))
+        if unknown:
+            raise ConfigError(f"{source}: unknown axis {', '.join(unknown)}: known are {', '.join(known)}")
+        axes = {name: _axis(name, value, source) for name, value in block.items()}
+        cells += [Setting(**dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
+    return tuple(dict.fromkeys(cells))
+
+
+def _axis(name: str, value: Any, source: str) -> list[Any]:
+    values = value if isinstance(value, list) else [value]
+    if not values:
+        raise ConfigError(f"{source}: axis {name} is an empty list: give it a value or leave it out")
+    for item in values:
+        # bool is an int to Python, and true is no number of tokens
+        if type(item) not in _KINDS[name]:
+            kinds = " or ".join("null" if kind is type(None) else kind.__name__ for kind in _KINDS[name])
+            raise ConfigError(f"{source}: axis {name} holds {item!r}, which is not {kinds}")
+        if name in _CHOICES and item not in _CHOICES[name]:
+            raise ConfigError(f"{source}: {name} {item!r} is unknown: choose among {', '.join(_CHOICES[name])}")
+        if name in ("context", "batch") and item < 1:
+            raise ConfigError(f"{source}: {name} {item} must be at least 1")
+    return values
+
+
+def config_of(setting: Setting, head_modes: HeadModes | None) -> EpsConfig:
+    """The cell's EpsConfig; ConfigError says why a combination is impossible."""
+    if setting.method == "off":
+        raise ConfigError("method off is the dense side of every cell")
+    for name, policies in _POLICIES_OF.items():
+        if getattr(setting, name) is not None and setting.policy not in policies:
+            raise ConfigError(f"{name} {getattr(setting, name)} belongs to policy {' or '.join(policies)}")
+    if setting.epsilon is not None and setting.policy != "mass" and not setting.strict:
+        raise ConfigError(f"epsilon {setting.epsilon} belongs to policy mass or to strict")
+    if setting.bits is not None and not facts(setting.method).coded:
+        raise ConfigError(f"bits {setting.bits} belongs to method {coded_methods()}")
+    if setting.heads == "retrieval" and head_modes is None:
+        raise ConfigError("heads retrieval needs --eps-head-policy FILE")
+    default = EpsConfig.of()
+    # what an axis leaves out is the method's own default
+    given = {
+        name: getattr(setting, name) for name in ("dim", "bits", "budget", "tau", "bound_bits", "refine", "tail_tokens")
+    }
+    common: dict[str, Any] = {
+        "method": setting.method,
+        "policy": setting.policy,
+        "scope": setting.scope,
+        "group_tokens": setting.group_tokens,
+        "group_blocks": setting.group_blocks,
+        "head_modes": head_modes if setting.heads == "retrieval" else None,
+        **{name: value for name, value in given.items() if value is not None},
+    }
+    sized = EpsConfig.of(**(common | {"policy": "topk"}))
+    if setting.strict and setting.bound_bits is None and not sized.store.has_bounds:
+        common["bound_bits"] = STRICT_BITS
+    top_pages = setting.top_pages
+    if setting.policy == "threshold" and top_pages is None:
+        top_pages = sized.budget_groups(setting.context)
+    for name, tokens in (("first_n", "first_tokens"), ("last_n", "last_tokens")):
+        groups = getattr(setting, name)
+        if groups is not None and groups < 0:
+            raise ConfigError(f"{name} {groups} is negative")
+        if groups is not None:
+            common[tokens] = groups * sized.store.S
+    return EpsConfig.of(
+        **common,
+        alpha=default.read.alpha if setting.alpha is None else float(setting.alpha),
+        top_pages=top_pages,
+        epsilon=default.read.epsilon if setting.epsilon is None else float(setting.epsilon),
+        strict=setting.strict,
+    )

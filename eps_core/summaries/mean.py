@@ -1,0 +1,16 @@
+"""The mean values that stand for skipped groups: no way to score keys."""
+
+import numpy as np
+
+from eps_core.summaries.base import Constants, Facts, Field, Settings, Summary, mean_codes
+
+FACTS = Facts(group_tokens=64, role="tail", no_bounds="none")
+
+
+def fields(settings: Settings, head_dim: int) -> dict[str, Field]:
+    return {"mean": Field("int8", (head_dim,)), "mean_scale": Field("float16")}
+
+
+def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
+    codes, scale = mean_codes(k.mean(axis=0))
+    return {"mean": codes, "mean_scale": scale}

@@ -1,0 +1,115 @@
+"""`norm`, the required scalar fallback: what it says, that its bounds hold and are no looser than they must be."""
+
+import numpy as np
+import pytest
+from test_conformance import Case, eps, run_case
+
+from eps_core import oracle
+from eps_core.config.bytes import summary_bytes, summary_group_bytes
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
+from eps_core.errors import ConfigError
+from eps_core.evaluation.bounds import Trial, run_bounds
+from eps_core.paging.where import Where
+from eps_core.summaries import norm
+from eps_core.summaries.base import near16, up16
+
+CASES = (
+    Case((300, 130), eps("norm", group_tokens=128)),
+    Case((300, 130), eps("norm", group_tokens=128, policy="threshold", top_pages=1), dtype="bfloat16"),
+    Case((70, 33), eps("norm", group_tokens=1), dtype="float16"),
+    Case((290, 31), eps("norm", group_tokens=5, block_size=5), head_dim=33, kind="outlier"),
+    Case((150, 37), eps("norm", scope="union"), num_heads=6, num_kv_heads=3, kind="equal"),
+)
+
+
+@pytest.mark.kernels("numba", "triton", "metal")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_conforms(target, case) -> None:
+    run_case(*target, case)
+
+
+def test_four_bytes_of_coarse_groups() -> None:
+    config = EpsConfig.of(method="norm")
+    assert config.store.S == 128 and config.store.has_bounds
+    assert [summary_group_bytes(config.store, head_dim) for head_dim in (1, 33, 128)] == [4, 4, 4]
+    assert summary_bytes(config.store, 32, 32, 128, 65536) == 2 << 20  # 2 MiB of the allowed 150
+    with pytest.raises(ConfigError, match="are norms"):
+        EpsConfig.of(method="norm", tail_tokens=128)
+
+
+def filled(target, k: np.ndarray, q: np.ndarray):
+    """Scores of one sequence of keys k [T, D] in groups of 16, for one query q [D] whose scaled form is `q`."""
+    backend, device = target
+    config = EpsConfig.of(method="norm", group_tokens=16, first_tokens=0, last_tokens=0)
+    cache = backend.new_cache(CacheSpec(1, 1, k.shape[1], len(k) // 16), config.store, device)
+    keys = backend.from_numpy(np.ascontiguousarray(k[:, None], np.float32), "float32", device)
+    cache = backend.write_kv(cache, 0, keys, keys, np.arange(len(k)))
+    table = np.arange(len(k) // 16, dtype=np.int32)[None]
+    query = backend.from_numpy((q * np.sqrt(len(q)))[None, None].astype(np.float32), "float32", device)
+    scores = backend.score(cache, 0, query, Where.of(config, table, np.array([len(k)])))
+    return [backend.to_numpy(x).astype(np.float64).reshape(-1) for x in (scores.estimate, scores.lower, scores.upper)]
+
+
+def test_the_estimate_is_a_norm_that_no_direction_changes(target) -> None:
+    rng = np.random.default_rng(0)
+    k = rng.normal(size=(20 * 16, 24)) * rng.exponential(size=(20, 1)).repeat(16, axis=0)
+    groups, a = k.reshape(20, 16, 24), rng.normal(size=24)
+    estimate = filled(target, k, a)[0]
+    wanted = np.linalg.norm(a) * np.linalg.norm(groups, axis=(1, 2))
+    assert (estimate >= wanted * (1 - 1e-6)).all() and np.allclose(estimate, wanted, rtol=3e-3)
+    assert (estimate >= np.linalg.norm(groups @ a, axis=1) * (1 - 1e-6)).all()  # |K a|, of which it is one
+    turned = np.linalg.norm(a) * np.eye(24)[3]
+    assert np.allclose(filled(target, k, turned)[0], estimate, rtol=1e-5)
+
+
+def test_the_bounds_are_attained(target) -> None:
+    """By equal keys along the query, and against it: nothing tighter follows from the two numbers."""
+    a = np.random.default_rng(0).normal(size=24)
+    k = np.concatenate([np.tile(sign * a * size, (16, 1)) for size in (0.5, 1, 2) for sign in (1, -1)])
+    masses = np.log(16) + np.array([sign * size * (a @ a) for size in (0.5, 1, 2) for sign in (1, -1)])
+    _, lower, upper = filled(target, k, a)
+    assert (lower <= masses).all() and (masses <= upper).all()
+    assert (upper[::2] - masses[::2] < 2e-3 * (a @ a) * 2 + 1e-3).all()
+    assert (masses[1::2] - lower[1::2] < 2e-3 * (a @ a) * 2 + 1e-3).all()
+
+
+BUILD, SCORE = norm.build, norm.score
+
+
+def rms_for_the_largest(settings, constants, summary, a):
+    estimate, lower, _ = SCORE(settings, constants, summary, a)
+    return estimate, lower, np.log(settings.S) + estimate / np.sqrt(settings.S) + 1e-3
+
+
+def divides_by_n(settings, constants, summary, a):
+    estimate, _, upper = SCORE(settings, constants, summary, a)
+    return estimate, np.log(settings.S) - estimate / settings.S - 1e-3, upper
+
+
+def forgets_log_n(settings, constants, summary, a):
+    estimate, lower, upper = SCORE(settings, constants, summary, a)
+    return estimate, lower, upper - np.log(settings.S)
+
+
+def rounds_to_nearest(settings, constants, k):
+    return {"largest": near16(np.linalg.norm(k, axis=1).max()), "frobenius": near16(np.linalg.norm(k))}
+
+
+def mean_norm(settings, constants, k):
+    return BUILD(settings, constants, k) | {"largest": up16(np.linalg.norm(k, axis=1).mean())}
+
+
+WRONG = {
+    "score": (rms_for_the_largest, divides_by_n, forgets_log_n),
+    "build": (rounds_to_nearest, mean_norm),
+}
+
+
+@pytest.mark.parametrize("size", [4, 64])
+@pytest.mark.parametrize("name, wrong", [(name, wrong) for name, many in WRONG.items() for wrong in many])
+def test_a_wrong_bound_is_found_out(monkeypatch, name, wrong, size) -> None:
+    trial = Trial({"method": "norm"}, "float32", size, 32, 64, 16, 2, 7)
+    assert run_bounds(oracle, "cpu", trial)["bounds"].violations == 0
+    monkeypatch.setattr(norm, name, wrong)
+    assert run_bounds(oracle, "cpu", trial)["bounds"].violations > 0
