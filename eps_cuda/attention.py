@@ -13,7 +13,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from eps_core.gate.protocol import Scores, Selection
 from eps_core.paging.where import Where
-from eps_cuda.cache import Cache, units_of
+from eps_cuda import pages
+from eps_cuda.cache import Cache
 from eps_cuda.kernels.choose import routed
 from eps_cuda.selection import visit_mask
 
@@ -85,7 +86,7 @@ def _attend_all(cache: Cache, layer: int, a: Tensor, table: np.ndarray, length: 
 def _by_head(pool: Tensor, units: np.ndarray, buffer: Tensor) -> Tensor:
     """Tokens of some units of a pool, head by head, [Hkv, tokens, D] float32: a copy into the buffer [Hkv, M, U, D],
     valid until its next use."""
-    return buffer[:, : len(units)].copy_(units_of(pool, units).transpose(0, 1)).flatten(1, 2)
+    return buffer[:, : len(units)].copy_(pages.units_of(pool, units).transpose(0, 1)).flatten(1, 2)
 
 
 def _attend_groups(
@@ -114,7 +115,7 @@ def _attend_groups(
 def _attend_rows(cache: Cache, layer: int, a: Tensor, rows: Tensor, last: Tensor, length: int) -> State:
     """Attention of a [H, R, D] over the pool's tiles rows [H, W]; last [H] is the group in the last tile."""
     size, head_dim = cache.store.S, cache.spec.head_dim
-    tiles = [pool[layer].view(-1, size * head_dim).index_select(0, rows.reshape(-1)) for pool in (cache.k, cache.v)]
+    tiles = [pages.tiles_of(pool[layer], rows, size) for pool in (cache.k, cache.v)]
     cache.count_read(sum(tile.nbytes for tile in tiles))
     k, v = (tile.view(len(rows), -1, head_dim).float() for tile in tiles)
     logits = (k @ a.mT).mT

@@ -10,19 +10,17 @@ from eps_core.gate.protocol import Scores
 from eps_core.paging.where import Where
 from eps_core.summaries.table import fields
 from eps_cuda.cache import Cache
-from eps_cuda.kernels.choose import kernels_module
+from eps_cuda.kernels.choose import routed
 from eps_cuda.summaries.base import Summary, logit_slack
 from eps_cuda.summaries.table import method, score_summary
 
 
+@routed
 @torch.inference_mode()
 def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores:
     """Estimates [B, Hkv, G] of every group, max over the query heads of each kv head (never a mean), and bounds
     [B, Hkv, R, G]: q [B, Hq, D] unscaled. See `Scores` for what the numbers mean."""
     store, spec = cache.store, cache.spec
-    module = kernels_module(cache.kernels)
-    if module is not None and (scores := module.score(cache, layer, q, where)) is not None:
-        return scores
     batch, _, head_dim = q.shape
     kv_heads = spec.num_kv_heads
     can_encode = cache.can_encode(layer)

@@ -11,6 +11,7 @@ import numpy as np
 
 from eps_core.gate.protocol import Scores, Selection
 from eps_core.paging.where import Where
+from eps_mlx import pages
 from eps_mlx.cache import Cache
 from eps_mlx.kernels.choose import routed
 from eps_mlx.selection import visit_mask
@@ -95,11 +96,7 @@ def _attend_units(cache: Cache, layer: int, a: mx.array, units: np.ndarray, toke
 
 def _read_units(pool: mx.array, units: np.ndarray, tokens: int) -> mx.array:
     """The first `tokens` tokens of each unit of K or V, float32 [M, Hkv, tokens, D]."""
-    if (np.diff(units) == 1).all():
-        read = pool[int(units[0]) : int(units[0]) + len(units)]
-    else:
-        read = mx.take(pool, mx.array(units.astype(np.int32)), axis=0)
-    return read[:, :, :tokens].astype(mx.float32)
+    return pages.units_of(pool, units)[:, :, :tokens].astype(mx.float32)
 
 
 def _attend_tiles(cache: Cache, layer: int, a: mx.array, groups: mx.array, table: np.ndarray, unwritten: int) -> State:
@@ -115,7 +112,7 @@ def _attend_rows(cache: Cache, layer: int, a: mx.array, rows: mx.array, unwritte
     """Attention of a [H, R, D] over the pool's tiles rows [H, W], numbered as K's memory lies."""
     size, head_dim = cache.store.S, cache.spec.head_dim
     tokens = rows.shape[1] * size - unwritten
-    tiles = [mx.take(pool[layer].reshape(-1, size * head_dim), rows, axis=0) for pool in (cache.k, cache.v)]
+    tiles = [pages.tiles_of(pool[layer], rows, size) for pool in (cache.k, cache.v)]
     cache.count_read(sum(tile.nbytes for tile in tiles))
     k, v = (tile.reshape(len(rows), -1, head_dim)[:, :tokens].astype(mx.float32) for tile in tiles)
     weights, total, largest = _softmax_sums(a @ k.swapaxes(-1, -2), (2,))

@@ -17,10 +17,12 @@ import numpy as np
 from eps_core.config.store import CacheSpec, Store
 from eps_core.errors import ConfigError
 from eps_core.load import resolve_kernels
+from eps_core.paging.counts import CountsReads, check_write
 from eps_core.paging.groups import GroupState, WritePlan
 from eps_core.paging.where import check_units
 from eps_core.summaries import table
 from eps_core.summaries.rq import CENTRE_TOKENS
+from eps_mlx import pages
 from eps_mlx.device import DTYPES, device_of, devices
 from eps_mlx.kernels.choose import kernels_module, usable_kernels
 from eps_mlx.summaries.base import Part, Summary
@@ -28,7 +30,7 @@ from eps_mlx.summaries.table import build_summary, method
 
 
 @dataclass
-class Cache:
+class Cache(CountsReads):
     """Everything per layer. With method off only `k`, `v` and `finite` are filled."""
 
     spec: CacheSpec
@@ -50,33 +52,12 @@ class Cache:
     tail: "Cache | None" = None  # mean values: its K is this cache's V
     bytes_k_reread: int = 0
     bound_bytes_read: int = 0
-    kernels: str = "arrays"  # see paths.py
+    kernels: str = "arrays"  # see kernels/choose.py
     # metal: whether each group's summary may be read [P * U / S] uint8, what `state` says on the host
     valid: list[mx.array] = field(default_factory=list)
     rotation: mx.array | None = None  # metal, rq: [D, D] float32
     known_bytes_read: int = 0
     pending_reads: dict[int, mx.array] = field(default_factory=dict)  # bytes of a group -> groups read, on the device
-
-    @property
-    def kv_bytes_read(self) -> int:
-        """Bytes of K and V read so far. Synchronises where only the device knows how many groups were."""
-        for group_bytes, number in self.pending_reads.items():
-            self.known_bytes_read += int(np.array(number)) * group_bytes
-        self.pending_reads = {}
-        return self.known_bytes_read
-
-    @kv_bytes_read.setter
-    def kv_bytes_read(self, value: int) -> None:
-        self.known_bytes_read, self.pending_reads = value, {}
-
-    def count_read(self, num_bytes: int) -> None:
-        """Adds to `kv_bytes_read` without asking for it."""
-        self.known_bytes_read += num_bytes
-
-    def count_groups(self, number: mx.array, group_bytes: int) -> None:
-        """The same for a number of groups that only the device knows."""
-        before = self.pending_reads.get(group_bytes)
-        self.pending_reads[group_bytes] = number if before is None else before + number
 
     @property
     def stream(self) -> mx.Device:
@@ -200,25 +181,18 @@ def write_kv(cache: Cache, layer: int, k: mx.array, v: mx.array, slots: np.ndarr
     """Writes k, v [N, Hkv, D] to pool slots [N] (host) and brings the summaries of the touched groups up to date: a
     group is valid again when its last slot is written. NaN or Inf in K is kept for `check_finite` to raise."""
     spec, slots = cache.spec, np.asarray(slots, np.int64)
-    expected = (len(slots), spec.num_kv_heads, spec.head_dim)
-    for name, array in (("k", k), ("v", v)):
-        if tuple(array.shape) != expected:
-            raise ValueError(f"{name} has shape {tuple(array.shape)}: [slots, kv heads, head dim] is {expected}")
-    capacity = spec.num_units * cache.store.unit_tokens
-    if len(slots) and not 0 <= slots.min() <= slots.max() < capacity:
-        raise ValueError(f"slots run from {slots.min()} to {slots.max()}: the pool has slots 0 to {capacity - 1}")
+    check_write(spec, cache.store, (k.shape, v.shape), slots)
     if not len(slots):
         return cache
-    if cache.kernels == "numba":
-        module = kernels_module(cache.kernels)
-        assert module is not None
-        module.let_go()
+    let_go = getattr(kernels_module(cache.kernels), "let_go", None)
+    if let_go is not None:
+        let_go()
     with mx.stream(cache.stream):
         units, offsets = (mx.array(part.astype(np.int32)) for part in np.divmod(slots, cache.store.unit_tokens))
         keys = k.astype(DTYPES[spec.dtype])
         values = v.astype(DTYPES[spec.dtype])
-        cache.k[layer][units, :, offsets] = keys
-        cache.v[layer][units, :, offsets] = values
+        pages.write(cache.k[layer], units, offsets, keys)
+        pages.write(cache.v[layer], units, offsets, values)
         cache.finite[layer] = cache.finite[layer] & mx.isfinite(keys).all()
         if cache.store.has_bounds:
             for largest, array in ((cache.largest_key, keys), (cache.largest_value, values)):
@@ -323,8 +297,7 @@ def _seal_stored(cache: Cache, layer: int, groups: np.ndarray) -> None:
     spec, store = cache.spec, cache.store
     units, subs = np.divmod(groups, store.groups_per_unit)
     rows = (units[:, None] * spec.num_kv_heads + np.arange(spec.num_kv_heads)) * store.groups_per_unit + subs[:, None]
-    flat = cache.k[layer].reshape(-1, store.S * spec.head_dim)
-    keys = mx.take(flat, mx.array(rows), axis=0).reshape(*rows.shape, store.S, spec.head_dim)
+    keys = pages.tiles_of(cache.k[layer], mx.array(rows), store.S)
     cache.bytes_k_reread += keys.nbytes
     _store(cache, layer, groups, _summarise(cache, layer, keys))
 
@@ -332,13 +305,9 @@ def _seal_stored(cache: Cache, layer: int, groups: np.ndarray) -> None:
 def _summarise(cache: Cache, layer: int, k: mx.array) -> Summary:
     """Summaries of full groups: k [F, Hkv, S, D]."""
     store, constants = cache.store, cache.constants(layer)
-    if cache.kernels == "numba":
-        module = kernels_module(cache.kernels)
-        assert module is not None
-        summary = module.build_summary(store, constants, k)
-        if summary is not None:
-            return summary
-    return build_summary(store, constants, k)
+    fast = getattr(kernels_module(cache.kernels), "build_summary", None)
+    summary: Summary | None = None if fast is None else fast(store, constants, k)
+    return build_summary(store, constants, k) if summary is None else summary
 
 
 def _places(cache: Cache, groups: np.ndarray) -> tuple[mx.array, mx.array]:

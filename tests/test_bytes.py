@@ -47,6 +47,7 @@ def counter(target, monkeypatch) -> Counter:
 
         import eps_mlx.attention
         import eps_mlx.certificates
+        import eps_mlx.pages
         import eps_mlx.scoring
         import eps_mlx.selection
 
@@ -65,6 +66,7 @@ def counter(target, monkeypatch) -> Counter:
                 return result
 
         monkeypatch.setattr(eps_mlx.attention, "mx", Counting(codes=False))
+        monkeypatch.setattr(eps_mlx.pages, "mx", Counting(codes=False))
         for module in (eps_mlx.scoring, eps_mlx.certificates, eps_mlx.selection):
             monkeypatch.setattr(module, "mx", Counting(codes=True))
     return count

@@ -125,7 +125,7 @@ SUMMARIES = [f"summaries/{file.stem}" for file in (ROOT / "eps_cuda" / "summarie
 
 def test_siblings_list_the_same_functions_in_the_same_order() -> None:
     """`diff` is a review tool: what both backends define, they define in one order."""
-    for name in ("cache", "scoring", "selection", "certificates", "attention", "model", "device", *SUMMARIES):
+    for name in ("cache", "scoring", "selection", "certificates", "attention", "model", "device", "pages", *SUMMARIES):
         listed = []
         for package in ("eps_mlx", "eps_cuda"):
             tree = ast.parse((ROOT / package / f"{name}.py").read_text())
