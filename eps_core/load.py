@@ -1,13 +1,4 @@
-"""What a backend module provides, and the one place where a backend's name becomes a module.
-
-A backend is a module, not a class. Arrays are the backend's own (numpy, mlx or torch); everything that describes
-*where* data lives (slots, tables, lengths) is numpy integers on the host, because the allocator that makes it is.
-State is plain data: functions return the new cache and callers must rebind it (MLX copies on slice assignment, torch
-aliases).
-
-Letters: B sequences, N tokens in hand, Hq query heads, Hkv kv heads, R = Hq / Hkv, D head dim, P pool units,
-U tokens per unit, S tokens per group, M units of a table, G groups of a table (M * U / S).
-"""
+"""The one place where a backend's name becomes a module: everything else is imported by name."""
 
 import importlib
 import importlib.util
@@ -77,7 +68,7 @@ def _automatic() -> Backend:
             usable.append(load_backend(name))
         except ConfigError:
             continue
-    # a GPU first; among CPUs torch was the fastest (README, "Decisions")
+    # a GPU first; among CPUs torch was the fastest (eps_core/README.md, "Decisions")
     for backend in usable:
         if any(device != "cpu" for device in backend.devices()):
             return backend

@@ -1,4 +1,4 @@
-"""Makes the README's table: every method at equal total bytes, on the demo model, at each context length, in one run.
+"""Makes the table of results/README.md: every method at equal total bytes, on the demo model, at each context length.
 
     python scripts/evaluate.py --out results/methods.jsonl            (half an hour on 2 cores)
 

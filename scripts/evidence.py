@@ -1,4 +1,4 @@
-"""Turns the raw measurements of scripts/reproduce.sh into the README's tables and figures.
+"""Turns the raw measurements of scripts/reproduce.sh into the tables and figures of results/README.md.
 
     python scripts/evidence.py [results]
 

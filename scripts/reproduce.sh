@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Remakes everything in the README's "Evidence" from nothing: raw measurements (JSONL), tables and figures, in results/.
+# Remakes everything in results/README.md but speed from nothing: raw measurements (JSONL), tables, figures.
 # Under an hour on 2 cores. Usage: scripts/reproduce.sh [output directory]     (default: results)
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Measures speed on this machine and makes the raw files and figures of README "Speed": one layer at 32k against the
-# fastest dense arm, how cost grows from 4k to 128k, whole decode steps. About 5 minutes on 2 idle cores; times are
+# Measures speed on this machine and makes its raw files and figures for results/README.md: one layer at 32k against
+# the fastest dense arm, how cost grows from 4k to 128k, whole decode steps. About 5 minutes on 2 idle cores; times are
 # of this machine alone. Usage: scripts/speed.sh [output folder, default results]
 # With EPS_SPEED_1B=1 also a random model of Llama 3.2 1B's shape, whose two prefills of 32k take half an hour on 2 cores.
 # (MLX takes no part in whole steps: its Linux build needs a quarter of an hour to prefill 32k tokens.)

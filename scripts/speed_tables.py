@@ -1,4 +1,4 @@
-"""Prints the tables of README "Speed" from the raw files of scripts/speed.sh: python scripts/speed_tables.py results"""
+"""Prints the tables of speed from the raw files of scripts/speed.sh: python scripts/speed_tables.py results"""
 
 import json
 import sys

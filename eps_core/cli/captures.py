@@ -171,7 +171,7 @@ def replay_command(ctx: click.Context, /, **flags: Any) -> None:
     if flags["jsonl"] is not None:
         with files.JsonlWriter(flags["jsonl"]) as writer:
             for capture, found in zip(captures, results, strict=True):
-                run = {"type": "run", "capture": str(capture.path), **vars(capture.info)}
+                run = {"type": "run", "capture": capture.path.name, **vars(capture.info)}
                 writer.write(run | {"replay_backend": backend_name(backend), "replay_versions": backend.versions()})
                 for config, result in zip(configs, found, strict=True):
                     writer.write({"type": "replay", "config": config.to_dict(), **result.summary()})
