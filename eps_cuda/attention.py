@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from eps_core.gate.protocol import Scores, Selection
+from eps_core.paging.counts import check_query
 from eps_core.paging.where import Where
 from eps_cuda import pages
 from eps_cuda.cache import Cache
@@ -23,19 +24,19 @@ State = tuple[Tensor, Tensor]
 PIECE_TOKENS = 256  # of a dense read on a CPU, to stay in its cache; changes speed only
 
 
-@routed
-@torch.inference_mode()
 def attend(cache: Cache, layer: int, q: Tensor, where: Where, selection: Selection | None) -> State:
     """(out [B, Hq, D] in q's dtype, lse [B, Hq] float32: natural log of the softmax mass read) of q [B, Hq, D],
     unscaled, over the selected groups of each sequence, or over all of its tokens where `selection` is None. A
     selection whose numbers only the device knows costs one synchronisation."""
+    check_query(cache.spec, q.shape)
+    return _attend(cache, layer, q, where, selection)
+
+
+@routed
+@torch.inference_mode()
+def _attend(cache: Cache, layer: int, q: Tensor, where: Where, selection: Selection | None) -> State:
     batch, num_heads, head_dim = q.shape
     kv_heads = cache.spec.num_kv_heads
-    if head_dim != cache.spec.head_dim or num_heads % kv_heads:
-        raise ValueError(
-            f"q has {num_heads} heads of {head_dim}: the cache has {kv_heads} kv heads of {cache.spec.head_dim}, and "
-            "query heads must be a multiple of them"
-        )
     table, lengths = where.table, where.lengths
     a = q.float().reshape(batch, kv_heads, -1, head_dim) * (1 / math.sqrt(head_dim))
     if selection is None:

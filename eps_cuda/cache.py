@@ -56,7 +56,8 @@ class Cache(CountsReads):
     # triton: whether each group's summary may be read [P * U / S] uint8, what `state` says on the host
     valid: list[Tensor] = field(default_factory=list)
     rotation: Tensor | None = None  # triton, rq: [D, D] float32
-    steps: dict[Any, Any] = field(default_factory=dict)  # triton: graph.StaticStep by batch and width, oldest first
+    # triton: graph.StaticStep by model, batch, width and config, oldest first
+    steps: dict[Any, Any] = field(default_factory=dict)
     known_bytes_read: int = 0
     pending_reads: dict[int, Tensor] = field(default_factory=dict)  # bytes of a group -> groups read, on the device
 
@@ -143,13 +144,15 @@ def wait(cache: Cache, *arrays: Tensor) -> None:
 
 
 def to_host(cache: Cache, arrays: Sequence[Tensor]) -> list[np.ndarray]:
-    """Arrays on the host: one copy for all of one shape and dtype."""
+    """Arrays on the host, bfloat16 as float32: one copy for all of one shape and dtype."""
     alike: dict[Any, list[int]] = {}
     for i, array in enumerate(arrays):
         alike.setdefault((array.shape, array.dtype), []).append(i)
     values: list[np.ndarray] = [np.empty(0)] * len(arrays)
     for places in alike.values():
-        for i, value in zip(places, torch.stack([arrays[i] for i in places]).cpu().numpy(), strict=True):
+        stacked = torch.stack([arrays[i] for i in places])
+        stacked = stacked.float() if stacked.dtype == torch.bfloat16 else stacked  # which numpy lacks
+        for i, value in zip(places, stacked.cpu().numpy(), strict=True):
             values[i] = value
     return values
 

@@ -12,7 +12,7 @@ from eps_core.config.read import Read
 from eps_core.gate.protocol import Certificate, Scores, Selection
 from eps_core.paging.where import Where
 from eps_cuda.cache import Cache
-from eps_cuda.selection import _ascending, visit_mask
+from eps_cuda.selection import ascending, visit_mask
 from eps_cuda.summaries.base import logit_slack
 from eps_cuda.summaries.table import score_summary
 
@@ -40,7 +40,7 @@ def bounds(cache: Cache, layer: int, q: Tensor, where: Where, scores: Scores, se
     if not inner.can_encode(layer) or not width:
         upper = torch.where(left, math.inf, -math.inf)[:, :, None].expand(*a.shape[:3], groups)
         return replace(scores, lower=torch.full_like(upper, -math.inf), upper=upper, slack=slack)
-    listed = _ascending(left, width).long()
+    listed = ascending(left, width).long()
     tokens = (listed.clamp(min=0)[..., None] * size + torch.arange(size, device=device)).flatten(-2)
     units = torch.from_numpy(np.maximum(where.table, 0).astype(np.int64)).to(device)[:, None].expand(-1, kv_heads, -1)
     heads = torch.arange(kv_heads, device=device)[:, None]
@@ -116,7 +116,7 @@ def escalate(read: Read, scores: Scores, selection: Selection, lse: Tensor) -> t
         extra = extra.any(dim=1, keepdim=True) & ~visit
     whole = visit | extra
     return tuple(  # type: ignore[return-value]
-        Selection(_ascending(mask, groups), mask.sum(dim=-1, dtype=torch.int32), None, forced, wanted)
+        Selection(ascending(mask, groups), mask.sum(dim=-1, dtype=torch.int32), None, forced, wanted)
         for mask, forced, wanted in (
             (extra, np.zeros(batch, np.int64), None),
             (whole, selection.forced, selection.wanted),

@@ -1,5 +1,6 @@
 """A whole decode step over device buffers at fixed addresses: no host value, no wait, no shape that depends on what is
-kept. On CUDA it is captured once per (batch, table width) as a CUDA graph and replayed; elsewhere it runs as it is.
+kept. On CUDA it is captured once per (batch, table width, configuration) as a CUDA graph and replayed; elsewhere it
+runs as it is.
 
 What changes from step to step goes through `Buffers`, one small copy each. The step is idempotent (it writes the same
 rows again), so the warm-up that a capture needs leaves the cache as one step would.
@@ -26,7 +27,7 @@ from eps_cuda.kernels.tail import attend_with_tail
 from eps_cuda.selection import skipped_mass
 
 BUCKET_TOKENS = 4096  # tables are padded to whole multiples, so that a graph serves this many steps
-MAX_GRAPHS = 4  # of one cache; the oldest goes first
+MAX_GRAPHS = 8  # of one cache, by model, batch, table width and what is read; the oldest goes first
 WARM_UP_STEPS = 3
 
 
@@ -152,7 +153,7 @@ class StaticStep:
             q, k, v = model.project(layer, x, (at.cos, at.sin))
             dispatch.write(cache, layer, k, v, at.slots)
             if self.config is not None:
-                out, unread = attend_layer(
+                out, unread = attend_static(
                     self.config, cache, layer, q, at.table, at.lengths, at.wanted, at.refined, self.width,
                     self.most_refined,
                 )  # fmt: skip
@@ -165,7 +166,7 @@ class StaticStep:
         return Outputs(model.logits(x), torch.stack(skipped) if skipped else None)
 
 
-def attend_layer(
+def attend_static(
     config: EpsConfig,
     cache: Cache,
     layer: int,

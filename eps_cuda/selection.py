@@ -118,10 +118,10 @@ def select(scores: Scores, where: Where, layer: int = 0) -> Selection:
         listed, counts = listing(visit, width)
         return Selection(listed, counts, uniform, num_forced, wanted, visit)
     counts = visit.sum(dim=-1, dtype=torch.int32)
-    return Selection(_ascending(visit, width), counts, uniform, num_forced, wanted)
+    return Selection(ascending(visit, width), counts, uniform, num_forced, wanted)
 
 
-def _ascending(visit: Tensor, width: int) -> Tensor:
+def ascending(visit: Tensor, width: int) -> Tensor:
     """Indices of the True entries of visit [B, Hkv, G], ascending, then -1: [B, Hkv, width] int32. Each True entry goes
     to the place that its rank says, the others to a column that is cut off."""
     place = torch.where(visit, visit.cumsum(dim=-1) - 1, width)

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from eps_core.gate.protocol import Scores, Selection
+from eps_core.paging.counts import check_query
 from eps_core.paging.where import Where
 from eps_mlx import pages
 from eps_mlx.cache import Cache
@@ -22,18 +23,18 @@ State = tuple[mx.array, mx.array]
 CPU_PIECE_TOKENS = 1024
 
 
-@routed
 def attend(cache: Cache, layer: int, q: mx.array, where: Where, selection: Selection | None) -> State:
     """(out [B, Hq, D] in q's dtype, lse [B, Hq] float32: natural log of the softmax mass read) of q [B, Hq, D]
     unscaled, over the selected groups of each sequence, or over all of its tokens where `selection` is None. A
     selection whose numbers only the device knows costs one synchronisation."""
+    check_query(cache.spec, q.shape)
+    return _attend(cache, layer, q, where, selection)
+
+
+@routed
+def _attend(cache: Cache, layer: int, q: mx.array, where: Where, selection: Selection | None) -> State:
     batch, num_heads, head_dim = q.shape
     kv_heads = cache.spec.num_kv_heads
-    if head_dim != cache.spec.head_dim or num_heads % kv_heads:
-        raise ValueError(
-            f"q has {num_heads} heads of {head_dim}: the cache has {kv_heads} kv heads of {cache.spec.head_dim}, and "
-            "query heads must be a multiple of them"
-        )
     table, lengths = where.table, where.lengths
     with mx.stream(cache.stream):
         a = q.astype(mx.float32).reshape(batch, kv_heads, -1, head_dim) * (1 / math.sqrt(head_dim))

@@ -161,6 +161,8 @@ def wait(cache: Cache, *arrays: mx.array) -> None:
 
 def to_host(cache: Cache, arrays: Sequence[mx.array]) -> list[np.ndarray]:
     """Arrays on the host, computed together with the cache's pending writes."""
+    # bfloat16, which numpy lacks, as float32
+    arrays = [array.astype(mx.float32) if array.dtype == mx.bfloat16 else array for array in arrays]
     evaluate(cache, *arrays)
     return [np.array(array) for array in arrays]
 

@@ -11,7 +11,7 @@ from eps_core.config.read import Read
 from eps_core.gate.protocol import Certificate, Scores, Selection
 from eps_core.paging.where import Where
 from eps_mlx.cache import Cache
-from eps_mlx.selection import _ascending, best_first, visit_mask
+from eps_mlx.selection import ascending, best_first, visit_mask
 from eps_mlx.summaries.base import logit_slack
 from eps_mlx.summaries.table import score_summary
 
@@ -41,7 +41,7 @@ def bounds(cache: Cache, layer: int, q: mx.array, where: Where, scores: Scores, 
         if not inner.can_encode(layer) or not width:
             upper = mx.broadcast_to(mx.where(left, math.inf, -math.inf)[:, :, None], (*a.shape[:3], groups))
             return replace(scores, lower=mx.full(upper.shape, -math.inf), upper=upper, slack=slack)
-        listed = _ascending(left, width)
+        listed = ascending(left, width)
         tokens = (mx.maximum(listed, 0)[..., None] * size + mx.arange(size, dtype=mx.int32)).reshape(
             batch, kv_heads, -1
         )
@@ -121,7 +121,7 @@ def escalate(read: Read, scores: Scores, selection: Selection, lse: mx.array) ->
         extra = extra.any(axis=1, keepdims=True) & ~visit
     whole = visit | extra
     first, second = (
-        Selection(_ascending(mask, groups), mask.sum(axis=-1).astype(mx.int32), None, forced, wanted)
+        Selection(ascending(mask, groups), mask.sum(axis=-1).astype(mx.int32), None, forced, wanted)
         for mask, forced, wanted in (
             (extra, np.zeros(batch, np.int64), None),
             (whole, selection.forced, selection.wanted),

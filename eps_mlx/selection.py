@@ -120,10 +120,10 @@ def select(scores: Scores, where: Where, layer: int = 0) -> Selection:
         listed, counts = listing(visit, width)
         return Selection(listed, counts, uniform, num_forced, wanted, visit)
     counts = visit.sum(axis=-1).astype(mx.int32)
-    return Selection(_ascending(visit, width), counts, uniform, num_forced, wanted)
+    return Selection(ascending(visit, width), counts, uniform, num_forced, wanted)
 
 
-def _ascending(visit: mx.array, width: int) -> mx.array:
+def ascending(visit: mx.array, width: int) -> mx.array:
     """Indices of the True entries of visit [B, Hkv, G], ascending, then -1: [B, Hkv, width] int32. Each True entry goes
     to the place that its rank says, the others to a column that is cut off."""
     place = mx.where(visit, mx.cumsum(visit.astype(mx.int32), axis=-1) - 1, width)

@@ -234,7 +234,7 @@ def run_case(backend: ModuleType, device: str, case: Case) -> None:
     for one, other in zip(everywhere, dense, strict=True):  # every group visited is dense attention
         assert np.allclose(one, other, atol=4 * allowance(case, keys, q))
     if not case.config.store.has_bounds:
-        with pytest.raises(ValueError, match="has no bounds"):
+        with pytest.raises(ValueError, match=f"method {case.config.store.method} has no bounds"):
             backend.certify(cache, 0, scores, selected, *backend.attend(cache, 0, q_native, where, selected))
         return
     truth = Truth(case, q, keys, values, lengths)
@@ -1199,3 +1199,18 @@ def test_strict_decoding_is_certified(target, tiny_path, epsilon, scope):
             for stats in output.layers:
                 assert (stats.counts == stats.groups[:, None]).all()
                 assert (stats.mass_skipped_cert == 0).all() and (stats.output_error_cert == 0).all()
+
+
+@pytest.mark.kernels("numba", "triton", "metal")
+@pytest.mark.parametrize("shape", [(1, 3, 16), (1, 4, 32)], ids=["heads", "head dim"])
+def test_queries_of_another_shape_are_refused(target, shape):
+    """Whatever computes: a kernel would read past its arrays."""
+    backend, device = target
+    case = Case((40,), eps("box"))
+    keys, values = make_kv(case, np.random.default_rng(0))
+    cache = backend.new_cache(CacheSpec(1, 2, 16, case_units(case)), case.config.store, device)
+    cache, table, lengths = write_all(backend, device, case, cache, keys, values)
+    q = backend.from_numpy(np.zeros(shape, np.float32), "float32", device)
+    if backend is not oracle:
+        with pytest.raises(ValueError, match="query heads must be a multiple"):
+            backend.attend(cache, 0, q, Where.of(case.config, table, lengths), None)

@@ -120,3 +120,16 @@ def test_a_context_that_is_no_number_is_refused(value: str) -> None:
 def test_auto_belongs_to_run() -> None:
     done = CliRunner().invoke(cli, ["evaluate", "--eps-method", "rq", "--eps-min-context", "auto"])
     assert done.exit_code == 2 and "auto belongs to `eps-proto run`" in done.output
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_caches_of_16_bits_are_measured_too(target, dtype) -> None:
+    backend, device = target
+    cost = measure(backend, device, "auto", CacheSpec(1, 2, 32, 1, dtype), 4, EpsConfig.of(method="rq"), 512)
+    assert cost.contexts == (256, 512) and min(cost.dense_ms + cost.gated_ms) > 0
+
+
+def test_a_context_that_the_budget_covers_saves_nothing(target) -> None:
+    backend, device = target
+    cost = measure(backend, device, "auto", CacheSpec(1, 2, 32, 1), 4, EpsConfig.of(method="rq", budget=512.0), 512)
+    assert cost.gated_ms == cost.dense_ms and cost.min_context is None

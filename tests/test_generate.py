@@ -344,3 +344,11 @@ def test_kl_is_of_gated_from_dense_along_the_dense_tokens(model_path: Path) -> N
     assert result["kl_mean"] == pytest.approx(want.mean()) and result["kl_max"] == pytest.approx(want.max())
     assert want.mean() != pytest.approx((np.exp(log_q) * (log_q - log_p)).sum(axis=1).mean(), rel=1e-3)
     assert result["top1_agreement"] == (log_p.argmax(axis=1) == log_q.argmax(axis=1)).mean()
+
+
+def test_dense_records_count_pages_of_the_cache_s_own_size(model_path: Path) -> None:
+    for block in (16, 32):
+        config = EpsConfig.of(block_size=block)
+        _, (first, *_) = decode(numpy_backend, "cpu", model_path, config, [RAGGED[0]])
+        pages = -(-len(RAGGED[0]) // block) * 2 * 2  # of 2 layers and 2 kv heads
+        assert (first.pages_total, first.pages_visited, first.pages_skipped) == (pages, pages, 0)

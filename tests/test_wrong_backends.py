@@ -110,7 +110,7 @@ def certifies_lower_bounds(cache, layer, scores, visited, out, lse):
 
 
 def certifies_what_was_read(cache, layer, scores, visited, out, lse):
-    visit = oracle_scoring._visit_mask(visited, scores.upper.shape[3]) | np.isneginf(scores.estimate)
+    visit = oracle_scoring.visit_mask(visited, scores.upper.shape[3]) | np.isneginf(scores.estimate)
     unvisited = oracle_scoring._selection(~visit, visited.forced, None)
     return oracle.certify(cache, layer, scores, unvisited, out, lse)
 
@@ -144,7 +144,7 @@ def escalates_one_group_less(read, scores, selected, lse):
     """Of those that escalation adds, the one that it would take last."""
     extra, whole = oracle.escalate(read, scores, selected, lse)
     num_groups = scores.estimate.shape[2]
-    added, visit = (oracle_scoring._visit_mask(part, num_groups) for part in (extra, whole))
+    added, visit = (oracle_scoring.visit_mask(part, num_groups) for part in (extra, whole))
     for b, head in np.ndindex(*extra.counts.shape):
         listed = np.flatnonzero(added[b, head])
         if len(listed):
@@ -222,7 +222,7 @@ def owns_the_next_kv_head(cache, q, k, v):
 
 def excess(scores, selected, lse):
     """[B, Hq]: how much too high the estimates of what was read are, in nats."""
-    visit = oracle_scoring._visit_mask(selected, scores.estimate.shape[2]) & np.isfinite(scores.estimate)
+    visit = oracle_scoring.visit_mask(selected, scores.estimate.shape[2]) & np.isfinite(scores.estimate)
     with np.errstate(divide="ignore"):
         read = np.logaddexp.reduce(np.where(visit, scores.estimate, -np.inf), axis=2)
     return np.repeat(read, lse.shape[1] // read.shape[1], axis=1) - lse

@@ -383,13 +383,16 @@ def _eps_arms(layer: Layer, config: EpsConfig, first: Step, moved: dict[str, int
         return *step(), cache
 
     read = first.kv_bytes
+    # a step that would read every group reads every token, and scores none
+    whole = int(where.lengths.sum()) * layer.shape.kv_heads * layer.cache.spec.kv_token_bytes
+    taken = whole if where.reads_all(0) else read
     arms = {
         "score": Arm(score, "eps", moved["score"]),
         "select": Arm(select, "eps", moved["select"]),
         "attend": Arm(attend, "eps", moved["attend"], read),
         "write": Arm(layer.write, "eps", moved["write"]),
-        "step": Arm(step, "eps", moved["step"], read),
-        "step_with_write": Arm(step_with_write, "eps", moved["step"] + moved["write"], read),
+        "step": Arm(step, "eps", moved["step"], taken),
+        "step_with_write": Arm(step_with_write, "eps", moved["step"] + moved["write"], taken),
     }
     return arms | ({"tail": Arm(tail, "eps", moved["tail"])} if config.store.tail_tokens else {})
 

@@ -101,5 +101,5 @@ def moved_bytes(layer: Layer, config: EpsConfig, kv_read: int) -> dict[str, int]
         "tail": whole - score,
         "attend_with_tail": kv_read + whole - score,
         "write": heads * shape.batch * layer.cache.spec.kv_token_bytes,
-        "step": kv_read if where.reads_all(0) else whole + kv_read,
+        "step": heads * sum(lengths) * layer.cache.spec.kv_token_bytes if where.reads_all(0) else whole + kv_read,
     }

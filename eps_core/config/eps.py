@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from eps_core.config.read import DEFAULT_TAU, Read
 from eps_core.config.store import Store, coded_methods
-from eps_core.errors import require
+from eps_core.errors import ConfigError, require
 from eps_core.summaries import table
 
 # names and order of the flat form: flags, JSONL, keyword arguments. `refine` says both what is kept and what is read
@@ -32,6 +32,8 @@ class EpsConfig:
 
     def __post_init__(self) -> None:
         store, read = self.store, self.read
+        if not store.enabled:  # the rollback: what it would have read is nobody's concern
+            return
         require(
             not read.strict or store.has_bounds,
             f"eps-strict needs bounds, and method {store.method} has {store.facts.no_bounds}",
@@ -41,7 +43,10 @@ class EpsConfig:
             f"eps-refine {read.refine} reads a second bit of 1-bit {coded_methods()} codes, not of method "
             f"{store.method} with {store.bits} bits: leave it out",
         )
-        assert store.second_bit == (read.refine > 0), "a second bit is kept to be read: both are `refine`"
+        require(
+            store.second_bit or not read.refine,
+            f"eps-refine {read.refine} reads a second bit and the cache keeps none: make it with eps-refine",
+        )
 
     @classmethod
     def of(cls, method: str = "off", **flat: Any) -> Self:
@@ -60,7 +65,14 @@ class EpsConfig:
         }
         flat = {**flat, **{name: value for name, value in defaults.items() if flat.get(name) is None}}
         stored = {name: value for name, value in flat.items() if name in _STORED}
-        read = Read(**{name: value for name, value in flat.items() if name not in _STORED})
+        given = {name: value for name, value in flat.items() if name not in _STORED}
+        try:
+            read = Read(**given)
+        except ConfigError:
+            if method != table.OFF:
+                raise
+            # off must always be there to fall back to; only what is misspelt is refused
+            read = Read(policy=flat.get("policy", "topk"), scope=flat.get("scope", "kv-head"))
         return cls(Store(**stored, second_bit=facts.coded and read.refine > 0), read)
 
     def replace(self, **flat: Any) -> Self:

@@ -150,7 +150,7 @@ def generate(
                 [int(length) for length in lengths],
                 output,
                 cache.spec,
-                EpsConfig(cache.store, read) if gated and read is not None else EpsConfig(),
+                EpsConfig(cache.store, read or Read()),
                 decode_ms,
                 cache.kv_bytes_read - kv_bytes,
                 cache.bytes_k_reread - reread_bytes,

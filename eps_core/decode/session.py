@@ -146,6 +146,8 @@ class Session:
         try:
             cache = self.backend.new_cache(spec, store, self.device, self.kernels)
         except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
+                raise
             raise _too_large(spec, store, self.device) from error
         return cache, PagePool(spec.num_units, store.unit_tokens)
 

@@ -224,7 +224,10 @@ class Bench:
         prefixes = [self._prefix(kind, context, index) for index in indices]
         every = self.plan.audit_every if kind == "text" else 0
         arms = dict.fromkeys(range(repeat), config)
-        found = run_batch(self.session, documents, arms, prefixes, dense, audit_every=every, audit_first=every - 1)
+        found = run_batch(
+            self.session, documents, arms, prefixes, dense, audit_every=every, audit_first=every - 1,
+            time_every=self.session.time_every, keep_layers=True,
+        )  # fmt: skip
         return list(found.values())
 
 

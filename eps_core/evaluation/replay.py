@@ -32,7 +32,6 @@ from eps_core.gate.protocol import Array, Backend, Scores, Selection
 from eps_core.load import load_backend
 from eps_core.paging.where import Where
 
-# what may differ between configurations that share a cache and its scores
 _SUMS = ("bound_checks", "lower_violations", "upper_violations", "certificate_violations", "groups_escalated")
 
 
@@ -174,7 +173,7 @@ def replay_many(
     device: str = "auto",
     layers: Sequence[int] | None = None,
 ) -> list[ReplayResult]:
-    """Every configuration on one capture; those with the same summaries and guards share a cache and its scores.
+    """Every configuration on one capture; those that keep and refine the same share a cache.
 
     `backend` None is the fastest here, `layers` None all of the capture. Beside the cache, one layer of K and V is held
     in float64: 16 * (context + steps) * Hkv * D bytes.

@@ -12,10 +12,12 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
+from eps_core.config.store import Store
 from eps_core.decode.generate import Sampling, generate
 from eps_core.decode.session import Prefix, Session
 from eps_core.gate.stats import LayerStats
 from eps_core.paging.pool import PagePool
+from eps_core.summaries.rq import CENTRE_TOKENS
 from eps_core.telemetry.steps import StepRecord, kl_divergence, summarise
 
 DENSE = "dense"  # the arm that the others are compared with
@@ -44,7 +46,7 @@ class Outcome:
     """One decode of a batch of documents."""
 
     records: list[StepRecord] = field(default_factory=list)
-    layers: list[list[LayerStats]] = field(default_factory=list)  # of each step; empty where it was dense
+    layers: list[list[LayerStats]] = field(default_factory=list)  # of each step, where they were kept
     said: list[list[int]] = field(default_factory=list)  # tokens of each document, a stop token left out
     kl: np.ndarray | None = None  # [steps, B] nats of the next token from dense, along forced tokens
     agree: np.ndarray | None = None  # [steps, B] whether the likeliest token is dense's
@@ -78,10 +80,12 @@ def decode(
     read: Read | None,
     sampling: Sampling = GREEDY,
     on_record: Callable[[StepRecord], None] | None = None,
+    time_every: int = 0,
+    keep_layers: bool = False,
     **more: Any,
 ) -> tuple[Outcome, Any]:
     """(outcome, cache) of one decode of a batch; `more` goes to `generate`. Each step's record is handed over as it
-    comes."""
+    comes; its layers' statistics are kept where `keep_layers` asks for them."""
     forced = None
     if documents[0].forced is not None:
         # the token after a text's last one is never fed: any will do
@@ -90,8 +94,8 @@ def decode(
     stop = documents[0].stop
     steps = generate(
         session.decoder, cache, pool, [one.prompt for one in documents], max(one.num_steps for one in documents),
-        sampling, read, stop_tokens=stop, forced_tokens=forced, time_every=session.time_every,
-        on_output=lambda output: outcome.layers.append(output.layers), **more,
+        sampling, read, stop_tokens=stop, forced_tokens=forced, time_every=time_every,
+        on_output=(lambda output: outcome.layers.append(output.layers)) if keep_layers else None, **more,
     )  # fmt: skip
     while True:
         try:
@@ -115,22 +119,23 @@ def run_batch(
     **more: Any,
 ) -> dict[K, Outcome]:
     """Every arm's decode of documents whose `prefixes` are at hand; along texts, against `dense` where it is given.
-    Arms that keep the same share one cache, each writing over what the one before it decoded."""
+    Arms that keep the same share one cache, each writing over what the one before it decoded: an arm is what it would
+    be alone, but for keys read back to seal the group that a prompt ends in. Where the prompts are too short for codes'
+    centre, which the first arm's decode would then find for the next one, each has a cache of its own."""
     room = max(one.num_steps for one in documents)
     num_tokens = max(len(prefix.tokens) for prefix in prefixes) + room
     texts = documents[0].forced is not None
     found: dict[K, Outcome] = {}
-    for store in dict.fromkeys(config.store for config in arms.values()):
+    short = sum(len(prefix.tokens) for prefix in prefixes) < CENTRE_TOKENS
+    for store, mine in _groups(arms, short):
         cache, pool = session.cache(store, num_tokens, len(documents))
         written = []
         for prefix in prefixes:
             sequence, cache = prefix.into(session.backend, cache, pool, room)
             written.append(sequence)
-        for name, config in arms.items():
-            if config.store != store:
-                continue
+        for name in mine:
             found[name], cache = decode(
-                session, cache, pool, documents, config.read, written=written, keep_logits=texts, **more
+                session, cache, pool, documents, arms[name].read, written=written, keep_logits=texts, **more
             )
             for sequence, prefix in zip(written, prefixes, strict=True):
                 pool.rewind(sequence, len(prefix.tokens))
@@ -139,8 +144,20 @@ def run_batch(
     return {name: found[name] for name in arms}
 
 
-def run_document(session: Session, document: Document, arms: Mapping[Any, EpsConfig]) -> dict[Any, Outcome]:
+def _groups(arms: Mapping[K, EpsConfig], alone: bool) -> list[tuple[Store, list[K]]]:
+    """The arms that share a cache, by what it keeps; where they must stand `alone`, each by itself if it finds a
+    centre."""
+    found: dict[Hashable, tuple[Store, list[K]]] = {}
+    for name, config in arms.items():
+        key = (config.store, name) if alone and config.store.facts.coded else config.store
+        found.setdefault(key, (config.store, []))[1].append(name)
+    return list(found.values())
+
+
+def run_document(
+    session: Session, document: Document, arms: Mapping[Any, EpsConfig], **more: Any
+) -> dict[Any, Outcome]:
     """One document, prefilled once: `DENSE` first, then every arm, along a text compared with it."""
     prefixes = [session.prefix(document.prompt[:-1])]
-    outcomes = run_batch(session, [document], {DENSE: EpsConfig()}, prefixes)
-    return {**outcomes, **run_batch(session, [document], arms, prefixes, outcomes[DENSE])}
+    outcomes = run_batch(session, [document], {DENSE: EpsConfig()}, prefixes, **more)
+    return {**outcomes, **run_batch(session, [document], arms, prefixes, outcomes[DENSE], **more)}

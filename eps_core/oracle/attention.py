@@ -4,8 +4,8 @@ import numpy as np
 
 from eps_core.gate.protocol import Scores, Selection
 from eps_core.oracle import formulas
-from eps_core.oracle.cache import _DTYPES, Cache, State
-from eps_core.oracle.scoring import _visit_mask
+from eps_core.oracle.cache import DTYPES, Cache, State
+from eps_core.oracle.scoring import visit_mask
 from eps_core.oracle.selection import missing_groups
 from eps_core.paging.where import Where
 
@@ -50,7 +50,7 @@ def merge(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.nda
 def attend_own(cache: Cache, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(out [B, Hq, D], lse [B, Hq]) of each token over itself alone: q [B, Hq, D], k, v [B, Hkv, D] as the cache would
     hold them."""
-    dtype, repeat = _DTYPES[cache.spec.dtype], q.shape[1] // k.shape[1]
+    dtype, repeat = DTYPES[cache.spec.dtype], q.shape[1] // k.shape[1]
     key, value = (np.repeat(x.astype(dtype).astype(np.float64), repeat, axis=1) for x in (k, v))
     return value, (q.astype(np.float64) * key).sum(axis=2) / np.sqrt(q.shape[2])
 
@@ -73,7 +73,7 @@ def attend_tail(
     repeat, head_dim, ratio = lse.shape[1] // kv_heads, cache.spec.head_dim, inner.store.S // size
     table = where.table
     missing = missing_groups(inner.state[layer], table, where.lengths, can_encode=True)
-    visit = _visit_mask(selected, groups)
+    visit = visit_mask(selected, groups)
     out, tail = np.zeros((batch, kv_heads, repeat, head_dim)), np.full((batch, kv_heads, repeat), -np.inf)
     for b, head in np.ndindex(batch, kv_heads):
         estimate = scores.estimate[b, head]

@@ -20,7 +20,7 @@ from eps_core.summaries import base, table
 from eps_core.summaries.rq import CENTRE_TOKENS
 from eps_core.summaries.table import build_summary
 
-_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float64": np.float64}
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float64": np.float64}
 
 
 State = tuple[np.ndarray, np.ndarray]  # out and lse of attention
@@ -82,7 +82,7 @@ def new_cache(spec: CacheSpec, store: Store, device: str = "cpu", kernels: str =
         raise ConfigError(f"device {device!r} is not one of the numpy backend's: use --device cpu")
     resolve_kernels(kernels, usable_kernels(device), device)
     shape = (spec.num_units, spec.num_kv_heads, store.unit_tokens, spec.head_dim)
-    dtype = _DTYPES[spec.dtype]
+    dtype = DTYPES[spec.dtype]
     layers = range(spec.num_layers)
     cache = Cache(
         spec, store, device, [np.zeros(shape, dtype) for _ in layers], [np.zeros(shape, dtype) for _ in layers]
@@ -120,7 +120,7 @@ def write_kv(cache: Cache, layer: int, k: np.ndarray, v: np.ndarray, slots: np.n
     valid again when its last slot is written. Raises ConfigError on NaN or Inf in K, before anything is written."""
     units, offsets = np.divmod(slots, cache.store.unit_tokens)
     with np.errstate(over="ignore"):  # an overflow to Inf is what the next lines refuse
-        stored, values = k.astype(_DTYPES[cache.spec.dtype]), v.astype(_DTYPES[cache.spec.dtype])
+        stored, values = k.astype(DTYPES[cache.spec.dtype]), v.astype(DTYPES[cache.spec.dtype])
     keys = stored.astype(np.float64)
     if not np.isfinite(keys).all():
         raise ConfigError(
@@ -251,7 +251,7 @@ def to_numpy(array: np.ndarray) -> np.ndarray:
 
 
 def from_numpy(array: np.ndarray, dtype: str, device: str = "cpu") -> np.ndarray:
-    return array.astype(_DTYPES[dtype])
+    return array.astype(DTYPES[dtype])
 
 
 def devices() -> list[str]:

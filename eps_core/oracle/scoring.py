@@ -67,7 +67,7 @@ def bounds(cache: Cache, layer: int, q: np.ndarray, where: Where, scores: Scores
     inner, size, repeat = cache.bound, cache.store.S, q.shape[1] // kv_heads
     lower = np.full((batch, kv_heads, repeat, groups), -np.inf)
     upper = lower.copy()
-    visit = _visit_mask(selected, groups)
+    visit = visit_mask(selected, groups)
     for b, head in np.ndindex(batch, kv_heads):
         left = np.flatnonzero(~visit[b, head] & ~np.isneginf(scores.estimate[b, head]))
         tokens = (left[:, None] * size + np.arange(size)).reshape(-1)
@@ -133,7 +133,7 @@ def _selection(visit: np.ndarray, forced: np.ndarray, wanted: np.ndarray | None)
     return Selection(groups, counts, None, forced, wanted)
 
 
-def _visit_mask(selected: Selection, num_groups: int) -> np.ndarray:
+def visit_mask(selected: Selection, num_groups: int) -> np.ndarray:
     """[B, Hkv, G]: True where a group is listed."""
     visit = np.zeros((*selected.counts.shape, num_groups), bool)
     for b, head in np.ndindex(*selected.counts.shape):
@@ -149,7 +149,7 @@ def certify(
     if scores.upper is None or scores.slack is None:
         raise ValueError(f"method {cache.store.method} has no bounds: nothing can be certified")
     batch, kv_heads, repeat, width = scores.upper.shape
-    visit = _visit_mask(visited, width)
+    visit = visit_mask(visited, width)
     mass, error = np.zeros((batch, kv_heads)), np.zeros((batch, kv_heads))
     lse, size = lse.reshape(batch, kv_heads, repeat), np.linalg.norm(out, axis=2).reshape(batch, kv_heads, repeat)
     for b, head in np.ndindex(batch, kv_heads):
@@ -168,7 +168,7 @@ def escalate(read: Read, scores: Scores, selected: Selection, lse: np.ndarray) -
     if scores.upper is None or scores.lower is None or scores.slack is None:
         raise ValueError("the method has no bounds: nothing can be certified")
     batch, kv_heads, repeat, width = scores.upper.shape
-    visit = _visit_mask(selected, width)
+    visit = visit_mask(selected, width)
     extra = np.zeros_like(visit)
     lse = lse.reshape(batch, kv_heads, repeat)
     for b, head in np.ndindex(batch, kv_heads):
@@ -191,7 +191,7 @@ def escalate(read: Read, scores: Scores, selected: Selection, lse: np.ndarray) -
 def skipped_mass(scores: Scores, selected: Selection) -> np.ndarray:
     """Estimated share of the softmax left unread [B, Hkv]: an estimate, no bound."""
     share = np.zeros(selected.counts.shape)
-    visit = _visit_mask(selected, scores.estimate.shape[2])
+    visit = visit_mask(selected, scores.estimate.shape[2])
     for b, head in np.ndindex(*share.shape):
         within = ~np.isneginf(scores.estimate[b, head])
         share[b, head] = selection.skipped_share(scores.estimate[b, head, within], visit[b, head, within])

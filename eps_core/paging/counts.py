@@ -19,6 +19,16 @@ def check_write(spec: CacheSpec, store: Store, shapes: Sequence[Sequence[int]], 
         raise ValueError(f"slots run from {slots.min()} to {slots.max()}: the pool has slots 0 to {capacity - 1}")
 
 
+def check_query(spec: CacheSpec, shape: Sequence[int]) -> None:
+    """Raises ValueError unless q, of this shape, is [B, Hq, D] with Hq a multiple of the cache's kv heads."""
+    _, num_heads, head_dim = shape
+    if head_dim != spec.head_dim or num_heads % spec.num_kv_heads:
+        raise ValueError(
+            f"q has {num_heads} heads of {head_dim}: the cache has {spec.num_kv_heads} kv heads of {spec.head_dim}, "
+            "and query heads must be a multiple of them"
+        )
+
+
 class CountsReads:
     """Bytes of K and V that a cache has read, some of them known to the device alone until somebody asks."""
 

@@ -5,7 +5,7 @@ Every array backend shares this; the oracle's per-sequence `selection.guards` is
 """
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -32,7 +32,7 @@ class Where:
     @classmethod
     def dense(cls, store: Store, table: np.ndarray, lengths: np.ndarray) -> Self:
         """For reading everything, whatever the cache keeps."""
-        return cls.of(EpsConfig.of(method="off", block_size=store.unit_tokens), table, lengths)
+        return cls.of(_off(store.unit_tokens), table, lengths)
 
     @cached_property
     def num_groups(self) -> int:
@@ -89,7 +89,7 @@ class Where:
     def missing(self, state: GroupState, can_encode: bool = True) -> np.ndarray:
         """Groups of each sequence without a valid summary [B, G] bool (False past its end): open, overwritten, or,
         while `can_encode` is False (rq without its centre), any. Layers that were written alike share one answer."""
-        key = "missing", state.group_tokens, state.history, can_encode
+        key = "missing", state.group_tokens, state.groups_per_unit, state.history, can_encode
         if key not in self.kept:
             per_unit = state.groups_per_unit
             groups = (np.maximum(self.table, 0)[:, :, None] * per_unit + np.arange(per_unit)).reshape(
@@ -106,6 +106,11 @@ class Where:
     def num_missing(self, state: GroupState, can_encode: bool = True) -> np.ndarray:
         """How many of these no guard covers [B] int64: they must be visited too."""
         return (self.missing(state, can_encode) & ~self.forced).sum(axis=1)
+
+
+@cache
+def _off(unit_tokens: int) -> EpsConfig:
+    return EpsConfig.of(method="off", block_size=unit_tokens)
 
 
 def check_units(store: Store, nested: Store) -> None:

@@ -70,10 +70,9 @@ class Facts:
     norm_estimate: bool = False  # estimates are norms |K a|, never negative, and not logarithms of masses
     no_bounds: str = ""  # why it has none (by itself)
     bounds_setting: str = ""  # the setting that stores them nevertheless
-    coded: bool = (
-        False  # codes of --eps-bits, about a mean of the first keys a cache sees: `constants` has its "centre";
-    )
-    # those of 1 bit may have a second one, and `refine` scores with it
+    # codes of --eps-bits, about a mean of the first keys a cache sees: `constants` has its "centre"; those of 1 bit may
+    # have a second one, and `refine` scores with it
+    coded: bool = False
     follows: bool = False  # keeps running statistics of open groups, so that nothing is read again: `running` says
     # which ({}: the summary itself), `extend` adds keys, `seal` makes the summary of them
     reads_keys: bool = False  # stores nothing: is given the groups' keys [.., S, D] as a summary

@@ -38,7 +38,7 @@ def kernels_module(kernels: str) -> ModuleType | None:
 def routed(plain: Callable[P, R]) -> Callable[P, R]:
     """A function over arrays whose first argument names its kernels: their function of the same name comes first, where
     there is one, and what it answers with None is done by `plain`."""
-    name = plain.__name__
+    name = plain.__name__.lstrip("_")
 
     @wraps(plain)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
