@@ -9,20 +9,17 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
-
 from eps_core.bench.data import DESCRIPTION, Layer, Shape, Source, fill, pool_units
+from eps_core.bench.dense import GRAPH, Arm, DenseArms, reason
 from eps_core.bench.plan import BenchRequest, budgeted, moved_bytes
 from eps_core.bench.proof import (
-    DENSE_TOLERANCE,
     GateError,
     Step,
     check_gate,
     check_values,
-    dense_error,
     require_same,
     run_step,
 )
@@ -39,28 +36,6 @@ MIN_ROUNDS, MAX_ROUNDS, MAX_WARM_ROUNDS = 5, 500, 300
 COPIES = 8  # at least so many big copies, of which the best counts
 COPY_SECONDS = 0.3
 LARGEST_COPY_BYTES = 2**30
-GRAPH = " (graph)"  # ends the names of arms that replay a recorded launch
-
-
-@dataclass
-class Arm:
-    """One thing that is timed. `kv_bytes`: what one call must add to the cache's count of K and V read."""
-
-    call: Callable[[], Any]
-    kind: str  # dense or eps
-    bytes: int | None  # that one call moves, by the definitions of the record
-    kv_bytes: int = 0
-    samples_ms: list[float] = field(default_factory=list)
-
-    def statistics(self, roof_gbps: float) -> dict[str, Any]:
-        samples = np.array(self.samples_ms)
-        p10, median, p90 = np.percentile(samples, (10, 50, 90))
-        gbps = None if self.bytes is None else self.bytes / median / 1e6
-        return {
-            "kind": self.kind, "ms": median, "p10_ms": p10, "p90_ms": p90, "mean_ms": samples.mean(),
-            "least_ms": samples.min(), "bytes": self.bytes, "gbps": gbps,
-            "share_of_bandwidth": None if gbps is None else gbps / roof_gbps, "samples_ms": self.samples_ms,
-        }  # fmt: skip
 
 
 class Bench:
@@ -113,14 +88,14 @@ class Bench:
         number, total = 0, len(self.shapes) * len(self.configs) * len(self.request.shares())
         for shape in self.shapes:
             source = Source(shape, self.request.seed)
-            dense: _Dense | None = None
+            dense: DenseArms | None = None
             for config in self.configs:
                 self.progress(number, total, f"filling {shape.batch} x {shape.context:,} tokens")
                 layer = self._refusing(
                     config, fill, self.backend, source, config, self.device, self.kernels, self._spare_tokens(),
                     self.platform.synchronize, None if dense is None else (dense.keys, dense.values),
                 )  # fmt: skip
-                dense = dense or _Dense(self, layer)
+                dense = dense or DenseArms(self.platform, self.timed, layer)
                 for kind, share in self.request.shares():
                     self.progress(number, total, f"{config.store.method}@{config.store.S}, {kind} {share:g}")
                     number += 1
@@ -195,9 +170,9 @@ class Bench:
             raise
         except Exception as error:  # a kernel may fail in any way, and the user asked for a time
             what = f"{config.store.method}@{config.store.S} by kernels {self.kernels}"
-            raise GateError(f"{what} failed: {_reason(error)}: nothing was timed") from error
+            raise GateError(f"{what} failed: {reason(error)}: nothing was timed") from error
 
-    def _cell(self, layer: Layer, dense: "_Dense", kind: str, share: float, roof: float) -> dict[str, Any]:
+    def _cell(self, layer: Layer, dense: "DenseArms", kind: str, share: float, roof: float) -> dict[str, Any]:
         shape, config = layer.shape, budgeted(layer.config, layer.shape, kind, share)
         step = self._refusing(config, run_step, layer, config, self.platform.synchronize)
         gate = check_gate(layer, step, self.kernels, partial=share < 1)
@@ -257,7 +232,7 @@ class Bench:
         try:
             parts = self.platform.device_parts(layer.cache, layer.q, layer.where(config))
         except RuntimeError as error:
-            failed["parts" + GRAPH] = _reason(error)
+            failed["parts" + GRAPH] = reason(error)
             return
         whole = step.merged[0], step.read[1]
         right = {"attend": step.read, "attend_with_tail": whole, "step": whole}
@@ -265,7 +240,7 @@ class Bench:
             try:
                 graph = self.platform.capture(part)
             except RuntimeError as error:
-                failed[name + GRAPH] = _reason(error)
+                failed[name + GRAPH] = reason(error)
                 continue
             if graph is None:
                 return
@@ -303,58 +278,6 @@ class Bench:
                 )
             if keep:
                 arm.samples_ms.append(elapsed_ms)
-
-
-class _Dense:
-    """The dense arms of one shape, over contiguous copies of the cache's K and V [B, Hkv, T, D]; each was run once and
-    compared with float64."""
-
-    def __init__(self, bench: Bench, layer: Layer) -> None:
-        self.bench, shape, platform = bench, layer.shape, bench.platform
-        self.bytes = kv_bytes(1, shape.kv_heads, shape.head_dim, shape.batch * shape.context, shape.dtype)
-        pairs = [layer.backend.read_kv(layer.cache, 0, row, shape.context) for row in layer.table]
-        self.keys, self.values = (platform.stack_heads(parts) for parts in zip(*pairs, strict=True))
-        del pairs
-        self.arms: dict[str, Arm] = {}
-        self.failed: dict[str, str] = {}
-        for name, call in platform.dense_arms(self.keys, self.values, layer.q).items():
-            if not self._add(layer, name, call):
-                continue
-            try:
-                graph = platform.capture(call)
-            except RuntimeError as error:
-                self.failed[name + GRAPH] = _reason(error)
-                continue
-            if graph is not None:
-                self._add(layer, name + GRAPH, graph)
-
-    def _add(self, layer: Layer, name: str, call: Callable[[], Any]) -> bool:
-        """Whether the arm runs and is right; if not, `failed` says why."""
-        try:
-            _, out = self.bench.timed(call)
-            error = dense_error(layer, out, self.keys, self.values)
-        except Exception as problem:  # a library may lack this device, dtype or shape in any way it likes
-            self.failed[name] = _reason(problem)
-            return False
-        limit = DENSE_TOLERANCE[layer.shape.dtype]
-        if not error <= limit:
-            self.failed[name] = f"wrong: relative error {error:.2g}, {layer.shape.dtype} allows {limit:g}"
-            return False
-        self.arms[name] = Arm(call, "dense", self.bytes)
-        return True
-
-    def eps_arm(self, layer: Layer) -> dict[str, Arm]:
-        """EPS's own dense attention over its paged cache."""
-        where = layer.where()
-
-        def attend() -> Any:
-            return layer.backend.attend(layer.cache, 0, layer.q, where, None)
-
-        _, (out, _) = self.bench.timed(attend)
-        error, limit = dense_error(layer, out, self.keys, self.values), DENSE_TOLERANCE[layer.shape.dtype]
-        if not error <= limit:
-            raise GateError(f"EPS's dense attention is wrong: relative error {error:.2g}: nothing was timed")
-        return {"eps dense": Arm(attend, "dense", self.bytes, self.bytes)}
 
 
 def _eps_arms(layer: Layer, config: EpsConfig, first: Step, moved: dict[str, int]) -> dict[str, Arm]:
@@ -399,8 +322,3 @@ def _eps_arms(layer: Layer, config: EpsConfig, first: Step, moved: dict[str, int
 
 def _exceeds(num_bytes: int, last_cache: int | None) -> bool | None:
     return None if last_cache is None else num_bytes > last_cache
-
-
-def _reason(error: BaseException) -> str:
-    text = " ".join(str(error).split())[:300]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

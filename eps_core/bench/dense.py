@@ -1,0 +1,91 @@
+"""The dense arms of the bench: the platform's own attention and ours, each run once and compared with float64."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from eps_core.bench.data import Layer
+from eps_core.bench.proof import DENSE_TOLERANCE, GateError, dense_error
+from eps_core.config.bytes import kv_bytes
+
+GRAPH = " (graph)"  # ends the names of arms that replay a recorded launch
+
+
+@dataclass
+class Arm:
+    """One thing that is timed. `kv_bytes`: what one call must add to the cache's count of K and V read."""
+
+    call: Callable[[], Any]
+    kind: str  # dense or eps
+    bytes: int | None  # that one call moves, by the definitions of the record
+    kv_bytes: int = 0
+    samples_ms: list[float] = field(default_factory=list)
+
+    def statistics(self, roof_gbps: float) -> dict[str, Any]:
+        samples = np.array(self.samples_ms)
+        p10, median, p90 = np.percentile(samples, (10, 50, 90))
+        gbps = None if self.bytes is None else self.bytes / median / 1e6
+        return {
+            "kind": self.kind, "ms": median, "p10_ms": p10, "p90_ms": p90, "mean_ms": samples.mean(),
+            "least_ms": samples.min(), "bytes": self.bytes, "gbps": gbps,
+            "share_of_bandwidth": None if gbps is None else gbps / roof_gbps, "samples_ms": self.samples_ms,
+        }  # fmt: skip
+
+
+class DenseArms:
+    """The dense arms of one shape, over contiguous copies of the cache's K and V [B, Hkv, T, D]; each was run once and
+    compared with float64."""
+
+    def __init__(self, platform: Any, timed: Callable[..., Any], layer: Layer) -> None:
+        self.timed, shape = timed, layer.shape
+        self.bytes = kv_bytes(1, shape.kv_heads, shape.head_dim, shape.batch * shape.context, shape.dtype)
+        pairs = [layer.backend.read_kv(layer.cache, 0, row, shape.context) for row in layer.table]
+        self.keys, self.values = (platform.stack_heads(parts) for parts in zip(*pairs, strict=True))
+        del pairs
+        self.arms: dict[str, Arm] = {}
+        self.failed: dict[str, str] = {}
+        for name, call in platform.dense_arms(self.keys, self.values, layer.q).items():
+            if not self._add(layer, name, call):
+                continue
+            try:
+                graph = platform.capture(call)
+            except RuntimeError as error:
+                self.failed[name + GRAPH] = reason(error)
+                continue
+            if graph is not None:
+                self._add(layer, name + GRAPH, graph)
+
+    def _add(self, layer: Layer, name: str, call: Callable[[], Any]) -> bool:
+        """Whether the arm runs and is right; if not, `failed` says why."""
+        try:
+            _, out = self.timed(call)
+            error = dense_error(layer, out, self.keys, self.values)
+        except Exception as problem:  # a library may lack this device, dtype or shape in any way it likes
+            self.failed[name] = reason(problem)
+            return False
+        limit = DENSE_TOLERANCE[layer.shape.dtype]
+        if not error <= limit:
+            self.failed[name] = f"wrong: relative error {error:.2g}, {layer.shape.dtype} allows {limit:g}"
+            return False
+        self.arms[name] = Arm(call, "dense", self.bytes)
+        return True
+
+    def eps_arm(self, layer: Layer) -> dict[str, Arm]:
+        """EPS's own dense attention over its paged cache."""
+        where = layer.where()
+
+        def attend() -> Any:
+            return layer.backend.attend(layer.cache, 0, layer.q, where, None)
+
+        _, (out, _) = self.timed(attend)
+        error, limit = dense_error(layer, out, self.keys, self.values), DENSE_TOLERANCE[layer.shape.dtype]
+        if not error <= limit:
+            raise GateError(f"EPS's dense attention is wrong: relative error {error:.2g}: nothing was timed")
+        return {"eps dense": Arm(attend, "dense", self.bytes, self.bytes)}
+
+
+def reason(error: BaseException) -> str:
+    text = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
