@@ -254,11 +254,12 @@ def _extend(cache: Cache, layer: int, keys: Tensor, plan: WritePlan) -> None:
     """Some keys of groups that this call does not write whole. A method that follows open groups adds them to its
     statistics, which lie beside the pool or are the summary itself; of the others, and of groups that lost their open
     slot, the keys are read back once they are full."""
-    store, constants = cache.store, cache.constants(layer)
+    store = cache.store
     followed = (plan.part_open >= 0) & store.facts.follows
     _seal_stored(cache, layer, plan.part_groups[plan.sealed & ~followed])
     if not followed.any():
         return
+    constants = cache.constants(layer)
     groups, sealed, tokens = plan.part_groups[followed], plan.sealed[followed], plan.part_tokens[followed]
     present = tokens >= 0
     part = Part(

@@ -1,6 +1,7 @@
 """What is kept: the shape of a cache and of its groups, and the summaries of these."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
 
 from eps_core.errors import require
@@ -144,49 +145,51 @@ class Store:
         """The same with a tail of the usual length."""
         return replace(self, tail_tokens=self._usual_tail())
 
-    @property
+    # Derived once: every layer of every step asks. `__post_init__` asks of each only when its settings are settled
+
+    @cached_property
     def enabled(self) -> bool:
         return self.method != table.OFF
 
-    @property
+    @cached_property
     def facts(self) -> Facts:
         return table.facts(self.method)
 
-    @property
+    @cached_property
     def code_bits(self) -> int | None:
         """Bits of one code; None where the method has no codes."""
         return self.bits if self.facts.coded else None
 
-    @property
+    @cached_property
     def S(self) -> int:
         """Tokens per group. With method off, the page."""
         return self.group_tokens if self.enabled and self.group_tokens else self.block_size
 
-    @property
+    @cached_property
     def unit_tokens(self) -> int:
         """Tokens per pool unit: the page, or the whole group or tail where these span pages."""
         return max(self.block_size, self.S, self.tail_tokens)
 
-    @property
+    @cached_property
     def groups_per_unit(self) -> int:
         return self.unit_tokens // self.S
 
-    @property
+    @cached_property
     def has_bounds(self) -> bool:
         """Whether a certificate can be taken."""
         return self.own_bounds or self.bound_bits > 0
 
-    @property
+    @cached_property
     def own_bounds(self) -> bool:
         """Whether the summary that estimates also bounds."""
         return self.facts.has_bounds(self)
 
-    @property
+    @cached_property
     def has_norm_estimate(self) -> bool:
         """Whether estimates are norms |K a|, never negative, and not logarithms of masses."""
         return self.facts.norm_estimate
 
-    @property
+    @cached_property
     def bound_store(self) -> "Store":
         """The summary that bounds, where it is another one: codes of single keys, in the same pool units."""
         return Store(
@@ -194,7 +197,7 @@ class Store:
             block_size=self.unit_tokens,
         )  # fmt: skip
 
-    @property
+    @cached_property
     def tail_store(self) -> "Store":
         """The summary of values that stands for what is skipped, in the same pool units."""
         return Store(method=table.TAIL, group_tokens=self.tail_tokens, tail_tokens=0, block_size=self.tail_tokens)
