@@ -8,3 +8,11 @@ class ConfigError(ValueError):
 def require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
+
+
+DISTRIBUTION = "eigenpage"  # the name to install by: `eps` on the package index is somebody else's
+
+
+def install(extra: str = "") -> str:
+    """The command that installs EPS with one of its extras."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'" if extra else f"pip install {DISTRIBUTION}"

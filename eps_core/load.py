@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 from typing import Any
 
-from eps_core.errors import ConfigError
+from eps_core.errors import ConfigError, install
 from eps_core.gate.protocol import Backend
 
 BACKENDS = ("numpy", "mlx", "cuda")
@@ -12,11 +12,7 @@ BACKENDS = ("numpy", "mlx", "cuda")
 KERNELS = ("arrays", "numba", "triton", "metal")
 _PLATFORMS = {"numpy": "eps_core.bench.platform", "mlx": "eps_mlx.bench", "cuda": "eps_cuda.bench"}
 _MODULES = {"numpy": "eps_core.oracle", "mlx": "eps_mlx", "cuda": "eps_cuda"}
-_INSTALL = {
-    "numpy": "pip install eps",
-    "mlx": "pip install 'eps[mlx]'",
-    "cuda": "pip install 'eps[cuda]'",
-}
+_INSTALL = {"numpy": install(), "mlx": install("mlx"), "cuda": install("cuda")}
 
 
 def load_backend(name: str) -> Backend:

@@ -19,8 +19,10 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
 from eps_core.evaluation.curves import bytes_at_kl, text_document
 from eps_core.evaluation.runner import run_document
+from eps_core.files.outputs import replacing
 from eps_core.load import load_backend
-from eps_core.telemetry.files import provenance, replacing
+from eps_core.tasks.corpus import SHA256
+from eps_core.telemetry.provenance import provenance
 from eps_core.telemetry.terminal import Progress
 
 DEFAULT = EpsConfig.of(method="rq")
@@ -94,7 +96,8 @@ def main() -> None:
                 texts.append(future.result())
                 progress(len(texts), args.texts)
     rows = [{"type": "run", "context_tokens": args.context, "num_positions": args.texts * args.text_steps,
-             "cache_dtype": "bfloat16", **provenance(load_backend(args.backend).versions())}]  # fmt: skip
+             "cache_dtype": "bfloat16", "corpus": SHA256,
+             **provenance(load_backend(args.backend).versions())}]  # fmt: skip
     print("| what | bytes: KL | bytes at KL 0.01 | at 0.004 |\n|---|---|---|---|")
     for arm, (name, config, settings) in enumerate(ARMS):
         points = []

@@ -22,10 +22,11 @@ from eps_core.evaluation.capture import Capture, open_capture
 from eps_core.evaluation.hard_cases import fill
 from eps_core.evaluation.merits import CERTIFIED_LEVELS, certified_skip, truth_of
 from eps_core.evaluation.replay import combine, replay_many
+from eps_core.files.outputs import replacing
 from eps_core.gate.protocol import Backend
 from eps_core.load import load_backend
 from eps_core.paging.where import Where
-from eps_core.telemetry.files import provenance, replacing
+from eps_core.telemetry.provenance import provenance
 
 SUMMARIES = (
     EpsConfig.of(method="1pc"),

@@ -35,7 +35,7 @@ from eps_core.evaluation.bounds import (
 )
 from eps_core.evaluation.capture import first_tokens, record
 from eps_core.load import BACKENDS, load_backend
-from eps_core.telemetry.files import provenance
+from eps_core.telemetry.provenance import provenance
 from eps_core.telemetry.terminal import Progress
 
 GROUP_TOKENS = (1, 128, 2, 64, 4, 32, 8, 16, 3, 5)

@@ -18,8 +18,10 @@ from pathlib import Path
 from eps_core.decode.model import DEMO_MODEL, read_spec
 from eps_core.decode.session import Session
 from eps_core.evaluation.curves import BYTE_BUDGETS, TAUS, Plan, markdown, records, table_cells, tally_document
+from eps_core.files.outputs import replacing
 from eps_core.load import load_backend
-from eps_core.telemetry.files import provenance, replacing
+from eps_core.tasks.corpus import SHA256
+from eps_core.telemetry.provenance import provenance
 from eps_core.telemetry.terminal import Progress, duration
 
 
@@ -65,6 +67,7 @@ def main() -> None:
             "cache_dtype": "bfloat16",
             "compute_dtype": "float32",
             "seed": args.seed,
+            "corpus": SHA256,
         }
         out.write(json.dumps(run) + "\n")
         head_dim = read_spec(args.model).head_dim

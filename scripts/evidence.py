@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from eps_core.evaluation.curves import Cell, arm_name, bytes_at_kl, label, markdown
+from eps_core.files.outputs import replacing
 from eps_core.report.style import DASHES, INK, colour, svg
-from eps_core.telemetry.files import replacing
 
 Rows = list[dict[str, Any]]
 KL_LIMIT = 0.01

@@ -23,7 +23,7 @@ from whole_step import make_demo
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.generate import Sampling, generate
 from eps_core.decode.session import Prefix, Session
-from eps_core.telemetry.files import git_commit
+from eps_core.telemetry.provenance import git_commit
 
 WARM_STEPS = 8
 

@@ -13,7 +13,7 @@ python=${PYTHON:-python3}
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 stamp=.venv/.installed-$(echo "$extras" | tr ',' '-')-$(cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 if [ ! -e "$stamp" ]; then
-  echo "installing eps[$extras] into .venv ..." >&2
+  echo "installing eigenpage[$extras] into .venv ..." >&2
   .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]"
   touch "$stamp"
 fi

@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import platform
+import sysconfig
 import time
 from pathlib import Path
 
@@ -22,8 +23,9 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from eps_core.tasks.needle import corpus, draw_key, draw_value, filler, needle_document, needle_line, question
-from eps_core.telemetry.files import replacing
+from eps_core.files.outputs import replacing
+from eps_core.tasks.corpus import corpus, held_out
+from eps_core.tasks.needle import draw_key, draw_value, filler, needle_document, needle_line, question
 
 BOS, EOS, VOCAB = 256, 257, 258
 CONFIG = {
@@ -134,6 +136,15 @@ def rope(length: int) -> tuple[Tensor, Tensor]:
     inverse = CONFIG["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half)
     angle = torch.outer(torch.arange(length, dtype=torch.float64), inverse).repeat(1, 2)
     return angle.cos().float(), angle.sin().float()
+
+
+def training_text() -> bytes:
+    """The running Python's standard library in name order, without the files that the shipped corpus is of."""
+    root = Path(sysconfig.get_path("stdlib"))
+    names = (path.relative_to(root).as_posix() for path in sorted(root.rglob("*.py")))
+    left_out = ("site-packages", "test/", "tests/", "lib2to3")
+    texts = [(root / name).read_bytes() for name in names if not (held_out(name) or any(x in name for x in left_out))]
+    return b"\n".join(text for text in texts if text.isascii())
 
 
 def training_document(
@@ -283,7 +294,7 @@ def main() -> None:
         CONFIG.update(WIDE_CONFIG)
         stages = WIDE_STAGES
     torch.manual_seed(args.seed)
-    train_text, held_text = corpus(held_out=False), corpus(held_out=True)
+    train_text, held_text = training_text(), corpus()
     model = Model()
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]

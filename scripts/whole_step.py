@@ -18,7 +18,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from eps_core.decode.model import DEMO_MODEL
-from eps_core.tasks import needle
+from eps_core.tasks.corpus import corpus
 
 # Llama 3.2 1B, whose prompt the demo's byte tokenizer makes
 LLAMA_1B = {
@@ -89,7 +89,7 @@ def main(
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         prompt = Path(scratch) / "prompt.txt"
-        text = needle.corpus(held_out=True)[: context - 1]  # one token a byte, and the one that begins a text
+        text = corpus()[: context - 1]  # one token a byte, and the one that begins a text
         prompt.write_text(text.decode(errors="ignore"))
         for name in names:
             folder = Path(scratch) / name

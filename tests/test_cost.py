@@ -75,7 +75,7 @@ def test_what_is_timed_is_gated_although_the_config_says_dense(target, monkeypat
 @pytest.mark.parametrize("content", ["", "[1, 2]", "{", '{"a": 1}'])
 def test_a_broken_store_is_as_none(target, content: str) -> None:
     backend, device = target
-    costs_path().parent.mkdir(parents=True)
+    costs_path().parent.mkdir(parents=True, exist_ok=True)
     costs_path().write_text(content)
     _, was_kept = cost_of(backend, device, "auto", SPEC, 4, CONFIG, 512)
     assert not was_kept and len(json.loads(costs_path().read_text())) >= 1

@@ -19,6 +19,7 @@ FORBIDDEN = {
 # the import rule: a room imports rooms of earlier lines only, and itself; rooms of one line do not know each other
 RULE = (
     ("errors",),
+    ("files",),
     ("summaries",),
     ("config",),
     ("paging",),

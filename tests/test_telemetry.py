@@ -15,9 +15,10 @@ import eps_core
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.errors import ConfigError
+from eps_core.files import outputs
+from eps_core.files.outputs import JsonlWriter
 from eps_core.gate.stats import LayerStats, StepOutput
-from eps_core.telemetry import files, steps
-from eps_core.telemetry.files import JsonlWriter
+from eps_core.telemetry import provenance, steps
 from eps_core.telemetry.steps import StepRecord, step_record, summarise
 
 SPEC = CacheSpec(num_layers=2, num_kv_heads=3, head_dim=8, num_units=64, dtype="float32")
@@ -133,7 +134,7 @@ def test_a_truth_above_its_certificate_is_reported_and_not_refused() -> None:
     assert got.audited and got.audit_alarms == 3 and got.audit_kl == pytest.approx(0.125 * math.log(2))
     for values, want in ((got.cert_by_head, 0.1), (got.true_by_head, 0.2), (got.est_by_head, 0.25)):
         assert values is not None and values.tolist() == [[want] * 3]  # [L, Hkv], the largest over sequences
-    line = json.loads(files.to_json(got.to_dict()))
+    line = json.loads(outputs.to_json(got.to_dict()))
     assert line["cert_by_head"] == [[0.1] * 3] and line["audited"] is True
     summary = summarise([got, record(1)])
     assert summary["audits"] == 1 and summary["audit_alarms"] == 3 and summary["mass_skipped_true_max"] == 0.2
@@ -163,7 +164,9 @@ def test_a_step_line_has_exactly_the_designed_keys() -> None:
 
 
 def test_unknown_is_null_and_never_nan() -> None:
-    line = files.to_json({"a": math.nan, "b": [np.float32("inf"), np.int64(3)], "c": np.array([1.0, np.nan]), 4: None})
+    line = outputs.to_json(
+        {"a": math.nan, "b": [np.float32("inf"), np.int64(3)], "c": np.array([1.0, np.nan]), 4: None}
+    )
     assert json.loads(line) == {"a": None, "b": [None, 3], "c": [1.0, None], "4": None}
 
 
@@ -202,13 +205,13 @@ def test_a_full_disk_takes_no_part_of_a_line(tmp_path: Path) -> None:
 def test_a_whole_file_appears_at_the_end_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "f"
     for mode, text in (("w", "line\n"), ("wb", b"\x00")):
-        with files.replacing(path, mode) as file:
+        with outputs.replacing(path, mode) as file:
             file.write(text)
             before = path.exists() and path.read_bytes()
         assert before != path.read_bytes() == (text if isinstance(text, bytes) else text.encode())
     (tmp_path / "usual").touch()
     assert path.stat().st_mode == (tmp_path / "usual").stat().st_mode  # and not the private one of a temporary file
-    with pytest.raises(KeyboardInterrupt), files.replacing(path) as file:
+    with pytest.raises(KeyboardInterrupt), outputs.replacing(path) as file:
         file.write("half")
         raise KeyboardInterrupt
     assert path.read_bytes() == b"\x00" and {p.name for p in tmp_path.iterdir()} == {"f", "usual"}
@@ -219,15 +222,15 @@ def test_there_is_one_writer_of_files_and_one_of_provenance() -> None:
     root = Path(__file__).parent.parent
     for path in (*(root / "eps_core").rglob("*.py"), *(root / "scripts").glob("*.py")):
         hand_made = re.search(
-            r"mkstemp|os\.replace\(|\.partial\b|.git_commit.[:=] ?(files\.)?git_commit\(", path.read_text()
+            r"mkstemp|os\.replace\(|\.partial\b|.git_commit.[:=] ?(provenance\.)?git_commit\(", path.read_text()
         )
-        assert path.name == "files.py" or hand_made is None, path
+        assert path.name in ("outputs.py", "provenance.py", "caches.py") or hand_made is None, path
 
 
 def test_provenance_names_packages_commit_and_platform() -> None:
-    made = files.provenance({"numpy": "2"})
+    made = provenance.provenance({"numpy": "2"})
     assert list(made) == ["versions", "git_commit", "platform"]
-    assert set(made["versions"]) == {"eps", "python", "numpy"} and made["git_commit"] == files.git_commit()
+    assert set(made["versions"]) == {"eps", "python", "numpy"} and made["git_commit"] == provenance.git_commit()
 
 
 def test_csv_says_what_jsonl_says(tmp_path: Path) -> None:
@@ -263,12 +266,12 @@ def test_a_csv_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
 
 
 def test_check_writable_names_the_mend_and_leaves_nothing(tmp_path: Path) -> None:
-    files.check_writable(tmp_path / "new.csv", "csv file")
+    outputs.check_writable(tmp_path / "new.csv", "csv file")
     assert not list(tmp_path.iterdir())
     with pytest.raises(ConfigError, match="is a directory"):
-        files.check_writable(tmp_path, "csv file")
+        outputs.check_writable(tmp_path, "csv file")
     with pytest.raises(ConfigError, match="no directory"):
-        files.check_writable(tmp_path / "absent" / "m.csv", "csv file")
+        outputs.check_writable(tmp_path / "absent" / "m.csv", "csv file")
 
 
 def test_summary_adds_up_and_compares_with_dense() -> None:
@@ -313,8 +316,8 @@ def test_summary_of_nothing_is_null() -> None:
 
 
 def test_run_line_holds_the_whole_config_and_comes_back(tmp_path: Path) -> None:
-    line = files.run_line(CONFIG, SPEC, "numpy", "cpu", "demo", {"numpy": "2"}, dtype="float32")
-    back = json.loads(files.to_json(line))
+    line = provenance.run_line(CONFIG, SPEC, "numpy", "cpu", "demo", {"numpy": "2"}, dtype="float32")
+    back = json.loads(outputs.to_json(line))
     assert back["type"] == "run" and EpsConfig.from_dict(back["config"]) == CONFIG
     assert CacheSpec(**back["cache"]) == SPEC
     assert {"backend", "device", "model", "versions", "git_commit", "dtype"} <= set(back)
@@ -322,11 +325,11 @@ def test_run_line_holds_the_whole_config_and_comes_back(tmp_path: Path) -> None:
 
 def test_git_commit_is_null_outside_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eps_core, "__file__", str(tmp_path / "eps_core" / "__init__.py"))
-    assert files.git_commit() is None
+    assert provenance.git_commit() is None
 
 
 def test_git_commit_is_that_of_this_checkout() -> None:
     """Wherever telemetry's own file lies: a commit that is silently lost is evidence of nothing."""
     told = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    commit = files.git_commit()
+    commit = provenance.git_commit()
     assert told.returncode != 0 or (commit is not None and commit.startswith(told.stdout.strip()))

@@ -30,7 +30,7 @@ from eps_core.errors import ConfigError
 from eps_core.gate.attend import attend_layer
 from eps_core.gate.protocol import Backend
 from eps_core.load import backend_name, load_backend, load_platform, resolve_kernels
-from eps_core.telemetry import files
+from eps_core.telemetry import provenance
 
 MIN_ROUNDS, MAX_ROUNDS, MAX_WARM_ROUNDS = 5, 500, 300
 COPIES = 8  # at least so many big copies, of which the best counts
@@ -112,7 +112,7 @@ class Bench:
             **self.platform.device_facts(self.device),
             "kernels": self.kernels,
             "interpreted": self.interpreted,
-            **files.provenance(self.backend.versions()),
+            **provenance.provenance(self.backend.versions()),
             "cpu_count": os.cpu_count(),
             "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,  # of others: a busy core tells
             "data": DESCRIPTION,

@@ -12,8 +12,9 @@ from eps_core.cli.options import given_flags, kernels_option
 from eps_core.cli.source import backend_option, device_option
 from eps_core.config.store import DTYPE_BYTES
 from eps_core.errors import ConfigError
+from eps_core.files import outputs
 from eps_core.report.style import need
-from eps_core.telemetry import files, terminal
+from eps_core.telemetry import terminal
 
 
 class _List(click.ParamType):
@@ -119,15 +120,15 @@ def bench_command(ctx: click.Context, /, **flags: Any) -> None:
         output=flags["output"],
     )
     if request.output is not None:
-        files.check_writable(request.output, "output file")
+        outputs.check_writable(request.output, "output file")
     if flags["plot"] is not None:
         _check_plots(flags["plot"])
     lines = []
     with ExitStack() as stack:
         bench = Bench(request, stack.enter_context(terminal.Progress("bench:", "cells")))
-        writer = stack.enter_context(files.JsonlWriter(request.output)) if request.output is not None else None
+        writer = stack.enter_context(outputs.JsonlWriter(request.output)) if request.output is not None else None
         for line in bench.lines():
-            lines.append(files.jsonable(line))
+            lines.append(outputs.jsonable(line))
             if writer is not None:
                 writer.write(line)
     click.echo(bench_text(lines))
@@ -136,7 +137,7 @@ def bench_command(ctx: click.Context, /, **flags: Any) -> None:
         from eps_core.report.bench_plot import draw
 
         plots = draw(lines, flags["plot"])
-    click.echo(files.to_json(_summary(lines, request, plots)))
+    click.echo(outputs.to_json(_summary(lines, request, plots)))
 
 
 def _check_plots(folder: Path) -> None:

@@ -11,8 +11,9 @@ from eps_core.cli.source import backend_option, device_option, dtype_option, kv_
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import EVALUATION_METHODS, METHODS
 from eps_core.errors import ConfigError
+from eps_core.files import outputs
 from eps_core.summaries.table import facts
-from eps_core.telemetry import files, terminal
+from eps_core.telemetry import terminal
 
 _text_option = click.option(
     "--text", type=click.Path(path_type=Path), metavar="FILE",
@@ -79,7 +80,7 @@ def capture_command(ctx: click.Context, /, **flags: Any) -> None:
         f"{result['context_tokens']:,} + {result['num_steps']:,} tokens, {result['bytes'] / terminal.MIB:,.1f} MiB; "
         f"decode {terminal.describe(config) if config.store.enabled else 'dense'}"
     )
-    click.echo(files.to_json(result))
+    click.echo(outputs.to_json(result))
 
 
 def _source(flags: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +147,7 @@ def replay_command(ctx: click.Context, /, **flags: Any) -> None:
     if policy is not None:
         configs = [config.replace(head_modes=head_modes(policy)) for config in configs]
     if flags["jsonl"] is not None:
-        files.check_writable(flags["jsonl"], "jsonl file")
+        outputs.check_writable(flags["jsonl"], "jsonl file")
     captures = [open_capture(path) for path in flags["captures"]]
     for capture in captures:
         unknown = sorted(set(flags["layers"] or ()) - set(capture.info.layers))
@@ -169,7 +170,7 @@ def replay_command(ctx: click.Context, /, **flags: Any) -> None:
             if other == name:
                 row["bytes_at_matched_error"] = matched
     if flags["jsonl"] is not None:
-        with files.JsonlWriter(flags["jsonl"]) as writer:
+        with outputs.JsonlWriter(flags["jsonl"]) as writer:
             for capture, found in zip(captures, results, strict=True):
                 run = {"type": "run", "capture": capture.path.name, **vars(capture.info)}
                 writer.write(run | {"replay_backend": backend_name(backend), "replay_versions": backend.versions()})
@@ -181,7 +182,7 @@ def replay_command(ctx: click.Context, /, **flags: Any) -> None:
                         )
     click.echo(_table(names, rows))
     click.echo(
-        files.to_json(
+        outputs.to_json(
             {
                 "captures": [str(path) for path in flags["captures"]],
                 "backend": backend_name(backend),
@@ -329,4 +330,4 @@ def calibrate_command(ctx: click.Context, /, **flags: Any) -> None:
         ),
         sys.stdout,
     )
-    click.echo(files.to_json(result))
+    click.echo(outputs.to_json(result))

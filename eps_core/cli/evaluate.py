@@ -8,7 +8,7 @@ import click
 
 from eps_core.cli.options import config_of, given_flags, selection_options, summary_options
 from eps_core.cli.source import backend_option, device_option, model_option
-from eps_core.telemetry import files
+from eps_core.files import outputs
 
 DEFAULT_TASKS = "niah_single,niah_multikey"
 NO_TASKS = "none"
@@ -52,7 +52,7 @@ _SAME = (
 )  # fmt: skip
 @click.option(
     "--text", type=click.Path(path_type=Path), metavar="FILE",
-    help="UTF-8 text for haystacks and KL.  [default: held-out sources of Python's standard library]",
+    help="UTF-8 text for haystacks and KL.  [default: the shipped corpus, sources of Python's library]",
 )  # fmt: skip
 @click.option(
     "--oracle/--no-oracle", default=True, show_default=True,
@@ -95,4 +95,4 @@ def evaluate_command(ctx: click.Context, /, **flags: Any) -> None:
         contexts=tuple(dict.fromkeys(flags["context"])),
         **{name: flags[name] for name in _SAME},
     )
-    click.echo(files.to_json(measure(request, sys.stdout)))
+    click.echo(outputs.to_json(measure(request, sys.stdout)))

@@ -13,7 +13,7 @@ from eps_core.evaluation.grid import Progress, header, run_cells
 from eps_core.evaluation.grid_cell import Bench, Plan
 from eps_core.evaluation.grid_file import GridFile, continued
 from eps_core.evaluation.grid_settings import PRESETS, expand, load_grid
-from eps_core.telemetry import files
+from eps_core.files import outputs
 
 MIB = 2**20
 _PLAN = Plan()
@@ -60,7 +60,7 @@ def grid_command(**flags: Any) -> None:
         raise click.UsageError("give either --grid FILE or --preset NAME")
     cells = load_grid(path) if path else expand(PRESETS[flags["preset"]], f"preset {flags['preset']}")
     out: Path = flags["out"]
-    files.check_writable(out, "results file")
+    outputs.check_writable(out, "results file")
     # late: `eps-proto --help` must work where a model cannot be loaded
     from eps_core.decode.heads import check_policy, load_policy, model_fingerprint
     from eps_core.decode.session import Session
@@ -86,7 +86,7 @@ def grid_command(**flags: Any) -> None:
         progress = Progress(cells, file.finished)
         with progress.bar:
             counts = run_cells(bench, cells, head_modes, file, progress)
-    click.echo(files.to_json({"out": str(out), "cells": len(cells), "resumed": resumed, **counts}))
+    click.echo(outputs.to_json({"out": str(out), "cells": len(cells), "resumed": resumed, **counts}))
 
 
 @click.command("report")
@@ -97,7 +97,7 @@ def report_command(results: tuple[Path, ...], out: Path) -> None:
 
     The page ends with the verdict: ship, iterate, kill or not decidable. The last line of stdout is one JSON object.
     """
-    files.check_writable(out, "report")
+    outputs.check_writable(out, "report")
     from eps_core.report.load import load_results
     from eps_core.report.page import page
 
@@ -105,6 +105,6 @@ def report_command(results: tuple[Path, ...], out: Path) -> None:
     if not any(loaded.counts.values()):
         raise ConfigError(f"{', '.join(map(str, results))}: no results to draw; give JSONL of grid, run or evaluate.py")
     html, verdict = page(loaded)
-    with files.replacing(out) as file:
+    with outputs.replacing(out) as file:
         file.write(html)
-    click.echo(files.to_json({"out": str(out), "lines": loaded.counts, "verdict": verdict.to_dict()}))
+    click.echo(outputs.to_json({"out": str(out), "lines": loaded.counts, "verdict": verdict.to_dict()}))

@@ -17,9 +17,10 @@ from eps_core.cli.options import AUTO, config_of, given_flags, kernels_option, s
 from eps_core.cli.source import backend_option, device_option, dtype_option, kv_dtype_option, model_option
 from eps_core.config.bytes import open_group_bytes
 from eps_core.decode.generate import Sampling
-from eps_core.errors import ConfigError
+from eps_core.errors import DISTRIBUTION, ConfigError
+from eps_core.files import outputs
 from eps_core.load import BACKENDS, load_backend
-from eps_core.telemetry import files, steps, terminal
+from eps_core.telemetry import provenance, steps, terminal
 
 DEMO_NEW_TOKENS = 16
 # flags that a request calls the same
@@ -30,7 +31,7 @@ _SAME = (
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=False)
-@click.version_option(package_name="eps", prog_name="eps-proto")
+@click.version_option(package_name=DISTRIBUTION, prog_name="eps-proto")
 def cli() -> None:
     """Decode from a long context while reading a fraction of its KV cache. `eps-proto run` tries it on a demo model."""
 
@@ -113,7 +114,7 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
         **{name.removeprefix("eps_"): flags[name] for name in _SAME},
     )
     result = run(request, sys.stdout)
-    click.echo(files.to_json(result))
+    click.echo(outputs.to_json(result))
 
 
 def _prompt(flags: dict[str, Any]) -> str | None:
@@ -170,7 +171,7 @@ def info_command(ctx: click.Context, /, **flags: Any) -> None:
         flags["eps_group_tokens"], flags["eps_group_blocks"],
     )  # fmt: skip
     backends = {name: _backend_status(name) for name in BACKENDS}
-    click.echo(f"eps {files.package_version() or '(not installed)'}, Python {platform.python_version()}")
+    click.echo(f"eps {provenance.package_version() or '(not installed)'}, Python {platform.python_version()}")
     for name, status in backends.items():
         if status["usable"]:
             versions = ", ".join(f"{package} {version}" for package, version in status["versions"].items())
@@ -189,7 +190,7 @@ def info_command(ctx: click.Context, /, **flags: Any) -> None:
         "sequence in mid-group, so that a growing group is never read back."
     )
     shape = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "context": context, "kv_bytes": dense}
-    click.echo(files.to_json({"backends": backends, "shape": shape, "summaries": rows}))
+    click.echo(outputs.to_json({"backends": backends, "shape": shape, "summaries": rows}))
 
 
 def _backend_status(name: str) -> dict[str, Any]:

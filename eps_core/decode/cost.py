@@ -18,11 +18,13 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
+from eps_core.files import caches
+from eps_core.files.outputs import replacing
 from eps_core.gate.attend import attend_layer, collect
 from eps_core.gate.protocol import Backend
 from eps_core.load import backend_name, resolve_kernels
 from eps_core.paging.where import Where
-from eps_core.telemetry.files import package_version, replacing
+from eps_core.telemetry.provenance import package_version
 
 CONTEXTS = (2048, 8192, 32768)  # tokens
 ROUNDS = 7  # of which the median is taken
@@ -120,7 +122,7 @@ def _medians(arms: Sequence[Callable[[], Any]]) -> tuple[float, ...]:
 
 
 def costs_path() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eps" / "costs.json"
+    return caches.folder() / "costs.json"
 
 
 def cost_of(
@@ -134,7 +136,11 @@ def cost_of(
             "backend": backend_name(backend),
             "device": backend.device_name(device),
             "kernels": resolve_kernels(kernels, backend.usable_kernels(device), device),
-            "versions": {**backend.versions(), **{name: package_version(name) for name in ("eps", "numba", "triton")}},
+            "versions": {
+                **backend.versions(),
+                "eps": package_version(),
+                **{name: package_version(name) for name in ("numba", "triton")},
+            },
             "threads": [os.cpu_count(), *(os.environ.get(f"{name}_NUM_THREADS") for name in ("OMP", "NUMBA"))],
             "shape": [num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype],
             "max_context": min(max_context, CONTEXTS[-1]),

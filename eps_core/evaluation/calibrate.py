@@ -20,7 +20,8 @@ from eps_core.decode.heads import FORMAT_VERSION, HeadPolicy, model_fingerprint,
 from eps_core.decode.session import Session
 from eps_core.evaluation.capture import first_tokens, model_name, record
 from eps_core.evaluation.merits import truth_of
-from eps_core.telemetry import files, terminal
+from eps_core.files import outputs
+from eps_core.telemetry import provenance, terminal
 
 FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.125, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0)
 MASS = 0.99  # share of the softmax that a head is said to need
@@ -108,7 +109,7 @@ def break_even_tokens(config: EpsConfig, head_dim: int, kv_token_bytes: int, nee
 
 def calibrate(request: CalibrateRequest, out: TextIO) -> dict[str, Any]:
     """Runs a request, prints its findings to `out` and writes the policy. Returns the last line's object."""
-    files.check_writable(request.output, "head policy")
+    outputs.check_writable(request.output, "head policy")
     config = request.config
     session = Session.open(request.model, request.backend, request.device, request.dtype, request.kv_dtype)
     text, spec = first_tokens(session, request.text, request.context_tokens + request.num_steps), session.spec
@@ -146,7 +147,7 @@ def calibrate(request: CalibrateRequest, out: TextIO) -> dict[str, Any]:
             "device": session.device,
             "dtype": session.dtype,
             "kv_dtype": session.kv_dtype,
-            **files.provenance(session.backend.versions()),
+            **provenance.provenance(session.backend.versions()),
         },
         fractions=FRACTIONS,
         curves=_tuples(np.stack([one.curves for one in found])),
@@ -244,5 +245,5 @@ def _verdict(
 
 def write_policy(path: Path, policy: HeadPolicy) -> None:
     """Writes the policy as JSON; it appears whole."""
-    with files.replacing(path) as file:
+    with outputs.replacing(path) as file:
         file.write(json.dumps(asdict(policy), allow_nan=False, indent=1) + "\n")

@@ -29,9 +29,10 @@ from eps_core.decode.model import ModelSpec
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.evaluation.runner import Document, decode
+from eps_core.files import outputs
 from eps_core.gate.protocol import Array, Backend
-from eps_core.tasks import needle
-from eps_core.telemetry import files, terminal
+from eps_core.tasks.corpus import corpus
+from eps_core.telemetry import provenance, terminal
 
 FORMAT_VERSION = 1
 METADATA_KEY = "eps_capture"
@@ -145,10 +146,7 @@ def first_tokens(session: Session, path: Path | None, num_tokens: int) -> Text:
 
 def _read_text(path: Path | None) -> str:
     if path is None:
-        try:
-            return needle.corpus(held_out=True).decode("ascii")
-        except FileNotFoundError as error:
-            raise ConfigError(f"{error}; here, pass --text FILE") from error
+        return corpus().decode("ascii")
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -203,7 +201,7 @@ def capture_bytes(spec: ModelSpec, num_layers: int, context_tokens: int, num_ste
 
 def capture(request: CaptureRequest) -> dict[str, Any]:
     """Runs a request and writes its file. Returns what the last line of stdout says."""
-    files.check_writable(request.output, "capture")
+    outputs.check_writable(request.output, "capture")
     session = Session.open(request.model, request.backend, request.device, request.dtype, request.kv_dtype)
     text, spec = first_tokens(session, request.text, request.context_tokens + request.num_steps), session.spec
     layers = tuple(range(spec.num_layers)) if request.layers is None else tuple(sorted(set(request.layers)))
@@ -220,7 +218,7 @@ def capture(request: CaptureRequest) -> dict[str, Any]:
             "lower --context or choose fewer --layers"
         )
     recording = record(session, text.tokens, request.context_tokens, layers, request.config)
-    made = files.provenance(session.backend.versions())
+    made = provenance.provenance(session.backend.versions())
     info = CaptureInfo(
         format_version=FORMAT_VERSION,
         model=model_name(session),
@@ -265,7 +263,7 @@ def write_capture(path: Path, info: CaptureInfo, recording: Recording) -> None:
         offset += size
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)  # the format wants data aligned to 8 bytes
-    with files.replacing(path, "wb") as file:
+    with outputs.replacing(path, "wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for name, array in tensors():
             assert list(array.shape) == header[name]["shape"], (name, array.shape)

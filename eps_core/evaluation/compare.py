@@ -16,9 +16,11 @@ from eps_core.decode.generate import Sampling
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.evaluation.runner import Document, Outcome, decode
+from eps_core.files import outputs
 from eps_core.paging.pool import PagePool
 from eps_core.tasks import needle
-from eps_core.telemetry import files, terminal
+from eps_core.tasks.corpus import corpus
+from eps_core.telemetry import provenance, terminal
 from eps_core.telemetry.steps import AUDIT_FACTOR, StepRecord, kl_divergence, write_csv
 
 DEMO_PROMPT_BYTES = 4095  # with the token that begins a text: 4,096 tokens
@@ -101,7 +103,7 @@ def prepare(request: RunRequest) -> Job:
         raise ConfigError(f"metrics and csv are both {request.metrics}: give two paths")
     for path, what in ((request.metrics, "metrics file"), (request.csv, "csv file")):
         if path is not None:
-            files.check_writable(path, what)
+            outputs.check_writable(path, what)
     session = Session.open(
         request.model, request.backend, request.device, request.dtype, request.kv_dtype, request.kernels, request.config
     )
@@ -139,11 +141,7 @@ def _describe(cost: Cost) -> str:
 
 
 def demo_document() -> needle.NeedleDocument:
-    try:
-        text = needle.corpus(held_out=True)
-    except FileNotFoundError as error:
-        raise ConfigError(str(error)) from error
-    return needle.needle_document(text, DEMO_PROMPT_BYTES, DEMO_SEED, depth=0.5, num_distractors=3)
+    return needle.needle_document(corpus(), DEMO_PROMPT_BYTES, DEMO_SEED, depth=0.5, num_distractors=3)
 
 
 def _decode(
@@ -197,9 +195,9 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
     with ExitStack() as stack:
         metrics = None
         if request.metrics is not None:
-            metrics = stack.enter_context(files.JsonlWriter(request.metrics))
+            metrics = stack.enter_context(outputs.JsonlWriter(request.metrics))
             metrics.write(
-                files.run_line(
+                provenance.run_line(
                     config,
                     session.cache_spec(config.store, job.pool_tokens(config.store)),
                     session.backend_name,

@@ -20,7 +20,8 @@ from eps_core.evaluation.runner import DENSE, Document, run_document
 from eps_core.evaluation.statistics import bootstrap_interval
 from eps_core.oracle.selection import guards
 from eps_core.summaries.table import facts
-from eps_core.tasks.needle import VALUE_DIGITS, corpus, filler, needle_document
+from eps_core.tasks.corpus import corpus
+from eps_core.tasks.needle import VALUE_DIGITS, filler, needle_document
 
 Key = tuple[int, float]  # index of an arm, byte budget (topk) or tau (share)
 BYTE_BUDGETS = (0.04, 0.055, 0.07, 0.10, 0.14, 0.20, 0.28)
@@ -168,14 +169,14 @@ def _text(session: Session, plan: Plan, index: int) -> tuple[dict[Key, Tally], b
 def text_document(session: Session, context_tokens: int, steps: int, seed: int, index: int) -> Document:
     """Window `index` of held-out text, to be decoded along its last `steps` tokens."""
     rng = np.random.default_rng([seed, 1, index])
-    window = filler(corpus(held_out=True), context_tokens + steps, rng).decode("ascii")
+    window = filler(corpus(), context_tokens + steps, rng).decode("ascii")
     return Document.along(session.encode(window)[: context_tokens + steps], steps)
 
 
 def _needle(session: Session, plan: Plan, index: int) -> tuple[dict[Key, Tally], bool]:
     """A needle document, answered greedily; depths spread evenly, 0 to 3 distractors."""
     depth, seed = (index + 0.5) / plan.num_needles, plan.seed + 3_000_000 + index
-    doc = needle_document(corpus(held_out=True), plan.context_tokens - 1, seed, depth, num_distractors=index % 4)
+    doc = needle_document(corpus(), plan.context_tokens - 1, seed, depth, num_distractors=index % 4)
     answer = session.encode(doc.prompt + doc.answer)[-VALUE_DIGITS:]
     # bytes are of the steps that the answer's own tokens are fed to
     document = Document(session.encode(doc.prompt), VALUE_DIGITS + 1)

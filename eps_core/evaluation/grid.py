@@ -13,7 +13,8 @@ from eps_core.errors import ConfigError
 from eps_core.evaluation.grid_cell import Bench, Plan
 from eps_core.evaluation.grid_file import GridFile
 from eps_core.evaluation.grid_settings import HeadModes, Setting, config_of
-from eps_core.telemetry import files, terminal
+from eps_core.tasks.corpus import SHA256
+from eps_core.telemetry import provenance, terminal
 
 
 def header(
@@ -26,8 +27,9 @@ def header(
         "grid": [asdict(cell) for cell in cells],
         "plan": asdict(plan),
         "head_modes": head_modes,
+        "corpus": SHA256,
         **identity,
-        **files.provenance(versions),
+        **provenance.provenance(versions),
     }
 
 

@@ -18,7 +18,8 @@ from eps_core.errors import ConfigError
 from eps_core.evaluation.grid_settings import Setting
 from eps_core.evaluation.runner import Document, Outcome, run_batch
 from eps_core.gate.stats import LayerStats
-from eps_core.tasks.needle import VALUE_DIGITS, corpus, filler, needle_document
+from eps_core.tasks.corpus import corpus
+from eps_core.tasks.needle import VALUE_DIGITS, filler, needle_document
 from eps_core.telemetry.steps import StepRecord, percentile, summarise
 
 MAX_MASS_PAIRS = 200  # (certified, true) pairs that one cell keeps for the report's scatter
@@ -71,7 +72,7 @@ class Bench:
 
     def __init__(self, session: Session, plan: Plan, store_bytes: int = 2**32) -> None:
         self.session, self.plan, self.store_bytes = session, plan, store_bytes
-        self._text = corpus(held_out=True)
+        self._text = corpus()
         sample = self._text[: 2**16].decode("ascii")
         self._bytes_per_token = len(sample) / max(len(session.encode(sample)), 1)
         self._documents: dict[Key, tuple[Document, str]] = {}

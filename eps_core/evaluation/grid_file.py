@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from eps_core.errors import ConfigError
-from eps_core.telemetry import files
+from eps_core.files import outputs
 
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 # what two runs must share to be one grid; versions and commit may differ and are written at each start
-IDENTITY = ("grid", "model", "model_id", "backend", "device", "dtype", "plan", "head_modes")
+IDENTITY = ("grid", "model", "model_id", "backend", "device", "dtype", "plan", "head_modes", "corpus")
 _FIRST = b'{"type": "run", "kind": "grid"'
 
 
@@ -24,7 +24,7 @@ class GridFile:
     """
 
     def __init__(self, path: Path, first: dict[str, Any]) -> None:
-        files.check_writable(path, "results file")
+        outputs.check_writable(path, "results file")
         self.path = path
         self._file: RawIOBase = open(path, "a+b", buffering=0)  # noqa: SIM115
         try:
@@ -46,13 +46,13 @@ class GridFile:
             return set(), 0
         now = {name: first[name] for name in ("versions", "git_commit", "platform")}
         last = [line for line in lines if line.get("type") in ("run", "resume")][-1]
-        if any(last.get(name) != value for name, value in json.loads(files.to_json(now)).items()):
+        if any(last.get(name) != value for name, value in json.loads(outputs.to_json(now)).items()):
             self.write({"type": "resume", **now})
         cells = [line for line in lines if line.get("type") == "cell"]
         return {line["index"] for line in cells}, sum(line.get("skipped") is not None for line in cells)
 
     def write(self, record: dict[str, Any]) -> None:
-        files.append_line(self._file, record)
+        outputs.append_line(self._file, record)
 
     def __enter__(self) -> "GridFile":
         return self
@@ -70,7 +70,7 @@ def continued(path: Path, data: bytes, first: dict[str, Any]) -> tuple[list[dict
         return lines, size
     if lines[0].get("type") != "run" or lines[0].get("kind") != "grid":
         raise ConfigError(f"{path} is not a grid's results: give another -o")
-    for name, value in json.loads(files.to_json({name: first[name] for name in IDENTITY})).items():
+    for name, value in json.loads(outputs.to_json({name: first[name] for name in IDENTITY})).items():
         there = lines[0].get(name)
         if there != value:
             what = f" ({there} there, {value} now)" if isinstance(value, str) else ""

@@ -3,6 +3,7 @@
 Prompts are given to the model as they are, without a chat template. Decoding is greedy.
 """
 
+import hashlib
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,12 +18,13 @@ from eps_core.errors import ConfigError
 from eps_core.evaluation import quality
 from eps_core.evaluation.quality import Answer
 from eps_core.evaluation.runner import DENSE, Document, run_document
+from eps_core.files.outputs import check_writable, replacing, to_json
 from eps_core.tasks import benchmarks
-from eps_core.tasks.needle import corpus
+from eps_core.tasks.corpus import corpus
 from eps_core.tasks.questions import Question, benchmark_question, generated_questions, text_window
 from eps_core.tasks.ruler import check_tasks
 from eps_core.telemetry import terminal
-from eps_core.telemetry.files import check_writable, replacing, run_line, to_json
+from eps_core.telemetry.provenance import run_line
 
 # what selects and what is always visited; how a group is summarised means nothing to an oracle, nor does strictness,
 # which needs bounds
@@ -34,7 +36,7 @@ _SHARED_WITH_ORACLE = (
 
 @dataclass(frozen=True)
 class MeasureRequest:
-    """What the command line asked for. `model` None is the demo model, `text` None the held-out standard library."""
+    """What the command line asked for. `model` None is the demo model, `text` None the shipped corpus."""
 
     config: EpsConfig
     tasks: tuple[str, ...] = ()
@@ -88,10 +90,7 @@ def follow_text(
 
 def _read_text(path: Path | None) -> bytes:
     if path is None:
-        try:
-            return corpus(held_out=True)
-        except FileNotFoundError as error:
-            raise ConfigError(f"{error}".replace("--prompt-file", "--text")) from error
+        return corpus()
     try:
         text = path.read_bytes()
         text.decode("utf-8")
@@ -148,6 +147,7 @@ def measure(request: MeasureRequest, out: TextIO) -> dict[str, Any]:
         session.model,
         session.backend.versions(),
         compute_dtype=session.dtype,
+        text_sha256=hashlib.sha256(text).hexdigest() if text else None,
         request=_plain(request),
     )
     session.load()

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from eps_core.bench.layer import GRAPH
+from eps_core.files.outputs import replacing
 from eps_core.report.style import MARKERS, PALETTE, svg
-from eps_core.telemetry.files import replacing
 
 Line = dict[str, Any]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from eps_core.errors import ConfigError
+from eps_core.errors import ConfigError, install
 from eps_core.summaries.table import METHODS, facts
 
 # matplotlib wants colours: on the page these two stand for the page's own and are replaced in the SVG
@@ -33,7 +33,7 @@ def need(module: str) -> Any:
         return import_module(module)
     except ImportError as error:
         package = module.split(".")[0]
-        raise ConfigError(f"plots and pages need {package} ({error}): pip install 'eps[report]'") from error
+        raise ConfigError(f"plots and pages need {package} ({error}): {install('report')}") from error
 
 
 def svg(inches: tuple[float, float], plot: Callable[[Any], None], **settings: Any) -> str:

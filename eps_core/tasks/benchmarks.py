@@ -14,7 +14,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from eps_core.errors import ConfigError
+from eps_core.errors import ConfigError, install
 from eps_core.tasks.needle import Sample
 
 # of LongBench v1: they need a Chinese word splitter, and prompts in Chinese
@@ -58,7 +58,7 @@ def rouge_score(prediction: str, answer: str) -> float:
     try:
         from rouge import Rouge
     except ImportError as error:
-        raise ConfigError("ROUGE needs the package rouge: pip install 'eps[eval]'") from error
+        raise ConfigError(f"ROUGE needs the package rouge: {install('eval')}") from error
     try:
         return float(Rouge().get_scores([prediction], [answer], avg=True)["rouge-l"]["f"])
     except (ValueError, RecursionError):

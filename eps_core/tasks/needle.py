@@ -1,13 +1,10 @@
-"""Needle tasks over text that every machine has: Python's own standard library source.
+"""Needle tasks over text.
 
 A needle document is filler text with one or more lines ``# The code for KEY is VALUE.`` somewhere inside and a question
-at its end. Training and evaluation draw from disjoint files (`corpus`), so no evaluated text was trained on.
+at its end.
 """
 
-import sysconfig
-import zlib
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -55,29 +52,6 @@ class Sample:
     max_new_tokens: int | None = None  # the benchmark's own limit; None: what the answers need
     all_classes: tuple[str, ...] = ()  # LongBench's classification
     source: str = "generated"  # or the benchmark: longbench, ruler
-
-
-def corpus(held_out: bool) -> bytes:
-    """The standard library's Python sources joined in name order: the held-out tenth of the files, or the rest.
-
-    The split is by CRC32 of the file name, so it is the same on every machine. Raises FileNotFoundError on a Python
-    that was installed without its sources.
-    """
-    root = Path(sysconfig.get_path("stdlib"))
-    parts = []
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root).as_posix()
-        if "site-packages" in name or "test/" in name or "tests/" in name or "lib2to3" in name:
-            continue
-        if (zlib.crc32(name.encode()) % 10 == 0) == held_out:
-            text = path.read_bytes()
-            if text.isascii():
-                parts.append(text)
-    if not parts:
-        raise FileNotFoundError(
-            f"no Python sources under {root}: this Python has no standard library text; pass --prompt-file instead"
-        )
-    return b"\n".join(parts)
 
 
 def draw_key(rng: np.random.Generator) -> str:

@@ -15,8 +15,8 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
+from eps_core.files.outputs import jsonable, replacing
 from eps_core.gate.stats import LayerStats, StepOutput
-from eps_core.telemetry.files import jsonable, replacing
 
 
 @dataclass(frozen=True)

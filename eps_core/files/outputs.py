@@ -1,24 +1,17 @@
-"""Files: the one writer of lines, the one of whole files, and what says where a record came from."""
+"""The one writer: lines, whole files, and what may be written to at all."""
 
 import io
 import json
 import math
 import os
-import platform
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
-from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-import eps_core
-from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
 from eps_core.errors import ConfigError
 
 
@@ -101,50 +94,3 @@ def check_writable(path: Path, what: str) -> None:
                 pass
     except OSError as error:
         raise ConfigError(f"{what} {path} cannot be written ({error.strerror}): choose another path") from error
-
-
-def run_line(
-    config: EpsConfig, spec: CacheSpec, backend: str, device: str, model: str, versions: dict[str, str], **more: Any
-) -> dict[str, Any]:
-    """The first line of a JSONL: all that is needed to run it again."""
-    return {
-        "type": "run",
-        "config": config.to_dict(),
-        "cache": {f.name: getattr(spec, f.name) for f in fields(spec)},
-        "backend": backend,
-        "device": device,
-        "model": model,
-        **provenance(versions),
-        **more,
-    }
-
-
-def provenance(versions: dict[str, str]) -> dict[str, Any]:
-    """What made a record: packages (those of the backend given), commit, system."""
-    return {
-        "versions": {"eps": package_version(), "python": platform.python_version(), **versions},
-        "git_commit": git_commit(),
-        "platform": platform.platform(),
-    }
-
-
-def package_version(package: str = "eps") -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def git_commit() -> str | None:
-    """Commit of the checkout this package runs from, "-dirty" if changed; None where it is not a checkout."""
-    root = Path(eps_core.__file__).resolve().parent.parent
-    if not (root / ".git").exists():
-        return None
-    try:
-        result = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"],
-            capture_output=True, text=True, timeout=10, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return result.stdout.strip() or None

@@ -1,0 +1,35 @@
+"""The text that tasks and measurements draw from: shipped, so that figures from two machines speak of the same text.
+
+A tenth of the standard library of CPython 3.11.7, which no model of ours was trained on; `text/LICENSE` says which
+files. The running Python's own library will not do: it differs between builds of one version.
+"""
+
+import functools
+import gzip
+import hashlib
+import zlib
+from pathlib import Path
+
+from eps_core.errors import ConfigError
+
+FILE = Path(__file__).parent / "text" / "held_out.txt.gz"
+# part of what identifies a measurement: cells of two texts are not one grid
+SHA256 = "9e00b47f5fe934fe257063b235ce83b74b14e86d769d9c0524e673d32a1af758"
+NOT_HELD_OUT = 10  # a file is held out where the CRC32 of its name is divisible by this
+
+
+@functools.cache
+def corpus() -> bytes:
+    """The held-out text, 1.1 MB of ASCII. Raises ConfigError where the file is not the one that was shipped."""
+    try:
+        text = gzip.decompress(FILE.read_bytes())
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{FILE} cannot be read ({error}): install EPS again") from error
+    if hashlib.sha256(text).hexdigest() != SHA256:
+        raise ConfigError(f"{FILE} is not the text that this version measures on: install EPS again")
+    return text
+
+
+def held_out(name: str) -> bool:
+    """Whether a file of the standard library, by its path there, is of the text that no model may be trained on."""
+    return zlib.crc32(name.encode()) % NOT_HELD_OUT == 0

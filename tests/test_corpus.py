@@ -1,0 +1,46 @@
+"""The text that figures speak of is the one that was shipped, on every machine."""
+
+import gzip
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from eps_core.errors import ConfigError
+from eps_core.evaluation.grid import header
+from eps_core.evaluation.grid_cell import Plan
+from eps_core.evaluation.grid_file import IDENTITY
+from eps_core.tasks import corpus
+
+
+def test_the_shipped_text_is_ascii_and_has_the_hash_that_identifies_it() -> None:
+    text = corpus.corpus()
+    assert len(text) == 1_127_047 and text.isascii()
+    assert hashlib.sha256(text).hexdigest() == corpus.SHA256
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no gzip", gzip.compress(b"x = 1\n"), corpus.FILE.read_bytes()[:1000]])
+def test_a_text_that_is_another_or_damaged_is_refused_in_one_line(
+    content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "text.gz"
+    if content is not None:
+        file.write_bytes(content)
+    monkeypatch.setattr(corpus, "FILE", file)
+    corpus.corpus.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match="install EPS again"):
+            corpus.corpus()
+    finally:
+        corpus.corpus.cache_clear()
+
+
+def test_cells_of_two_texts_are_not_one_grid() -> None:
+    assert "corpus" in IDENTITY and header([], Plan(), None, {})["corpus"] == corpus.SHA256
+
+
+def test_nothing_reads_the_running_pythons_library() -> None:
+    """A figure would then depend on the build of Python."""
+    root = Path(corpus.__file__).parents[1]
+    readers = [file for file in root.rglob("*.py") if 'get_path("stdlib")' in file.read_text()]
+    assert readers == []
