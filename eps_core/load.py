@@ -1,9 +1,9 @@
 """The one place where a backend's name becomes a module: everything else is imported by name."""
 
 import importlib
-import importlib.util
 from typing import Any
 
+from eps_core.cpu.kernels import why_not
 from eps_core.errors import ConfigError, install
 from eps_core.gate.protocol import Backend
 
@@ -47,7 +47,7 @@ def resolve_kernels(kernels: str, usable: list[str], device: str) -> str:
     if kernels not in usable:
         raise ConfigError(
             f"kernels {kernels} are not there for this backend on {device}: choose one of auto, {', '.join(usable)}"
-            + ("; or pip install numba" if kernels == "numba" and importlib.util.find_spec("numba") is None else "")
+            + (f"; {why_not()}" if kernels == "numba" and device == "cpu" and why_not() else "")
         )
     return kernels
 

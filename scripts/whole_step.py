@@ -124,8 +124,6 @@ def _run(
     run_line = json.loads(metrics.read_text().splitlines()[0])
     for side in ("dense", "eps"):
         result[side].pop("tokens")
-        # of the median step: the first ones compile and load kernels
-        result[side]["tokens_per_s"] = 1000 / result[side]["decode_ms_p50"]
     made = {key: run_line[key] for key in ("config", "versions", "git_commit", "device_name", "platform")}
     line = {"type": "whole_step", **{k: v for k, v in result.items() if k not in ("text", "tokens")}, **made}
     line["model"], line["dtype"] = name, dtype

@@ -25,7 +25,8 @@ from eps_core.config.store import METHODS
 from eps_core.load import BACKENDS
 
 PROMPT = "It was a dark and stormy night; the rain fell in torrents. " * 5  # 295 tokens
-PROGRESS = r"(\w+: prefill [\d,]+ of [\d,]+ tokens\n)*"  # where stderr is no terminal: only on a slow machine
+# where stderr is no terminal: on a slow machine, and what compiles once
+PROGRESS = r"(\w+: prefill [\d,]+ of [\d,]+ tokens\n|compiling CPU kernels .*\n|kernels: compiling .*\n)*"
 RESULT_KEYS = [
     "backend", "device", "kernels", "kernels_fault", "model", "prompt_tokens", "new_tokens", "text", "tokens",
     "tokens_equal", "bytes_ratio", "dense", "eps",

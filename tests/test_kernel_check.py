@@ -1,11 +1,15 @@
-"""The check that a run makes before it trusts a GPU's kernels: good ones pass, bad ones are named."""
+"""The check that a run makes before it trusts kernels: good ones pass, bad ones are named, all are compiled in it."""
 
 import numpy as np
 import pytest
 
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
+from eps_core.config.store import CacheSpec, Store
+from eps_core.decode import session as session_module
 from eps_core.decode.kernel_check import disagreement
+from eps_core.decode.session import Session
+from eps_core.errors import ConfigError
+from eps_core.evaluation.runner import Document, decode
 
 CONFIGS = [EpsConfig.of(), EpsConfig.of(method="rq"), EpsConfig.of(method="box", group_tokens=32)]
 
@@ -58,21 +62,51 @@ def test_what_is_wrong_is_named(monkeypatch, name, change, expected) -> None:
     assert fault is not None and expected in fault
 
 
-@pytest.mark.parametrize(
-    ("asked", "device", "found", "expected"),
-    [
-        ("auto", "gpu", None, ("numba", None)),
-        ("auto", "gpu", "wrong", ("arrays", "kernels numba failed their check on this device (wrong)")),
-        ("numba", "gpu", "wrong", ("numba", None)),  # asked for by name: nothing falls back
-        ("auto", "cpu", "wrong", ("numba", None)),
-        ("arrays", "gpu", "wrong", ("arrays", None)),
-    ],
-)
-def test_only_kernels_that_nobody_named_fall_back(monkeypatch, asked, device, found, expected) -> None:
-    from types import SimpleNamespace
+@pytest.mark.parametrize("found", [None, "wrong"])
+@pytest.mark.parametrize("named", ["auto", "numba"])
+def test_only_kernels_that_nobody_named_fall_back(monkeypatch, capsys, named, found) -> None:
+    checks = []
+    monkeypatch.setattr(session_module, "disagreement", lambda *args: checks.append(args) or found)
+    session = Session.open(None, "cuda", "cpu", kernels=named)
+    line = "kernels numba failed their check on this device (wrong)"
+    if found and named != "auto":
+        with pytest.raises(ConfigError, match=r"wrong.*choose --kernels arrays"):
+            session.cache(Store(), 64)
+        return
+    for _ in range(2):
+        session.cache(Store(), 64)
+    assert len(checks) == 1, "a cache that keeps the same is checked once"
+    assert (session.kernels, session.fault) == (("arrays", line) if found else ("numba", None))
+    assert capsys.readouterr().err == (f"{line}: array operations instead\n" if found else "")
 
-    from eps_core.decode import session
 
-    monkeypatch.setattr(session, "disagreement", lambda *args: found)
-    backend = SimpleNamespace(usable_kernels=lambda device: ["arrays", "numba"])
-    assert session.choose_kernels(backend, device, asked, CacheSpec(1, 2, 32, 1), 4, EpsConfig.of()) == expected
+def test_arrays_and_emulated_kernels_are_not_checked(monkeypatch) -> None:
+    monkeypatch.setattr(session_module, "disagreement", lambda *args: "wrong")
+    for kernels in ("arrays", "triton"):
+        session = Session.open(None, "cuda", "cpu", kernels=kernels)
+        session.check_kernels(Store())
+        assert session.kernels == kernels and session.fault is None
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.store.method)
+def test_nothing_is_compiled_after_the_check(config, monkeypatch) -> None:
+    """What compiles inside a timed step makes EPS look slow, silently."""
+    from eps_core.cpu import compile
+
+    session = Session.open(None, "cuda", "cpu", kv_dtype="bfloat16")
+    # a process that has called a kernel before finds it in memory: only what is not there asks the folder
+    asked: list[str] = []
+    real = compile._Kept.load_overload
+
+    def load(self, sig, context):
+        asked.append(self._name)
+        return real(self, sig, context)
+
+    monkeypatch.setattr(compile._Kept, "load_overload", load)
+    session.check_kernels(Store())
+    session.check_kernels(config.store)
+    asked.clear()
+    tokens = [1 + i % 90 for i in range(600)]
+    cache, pool = session.cache(config.store, len(tokens) + 4)
+    decode(session, cache, pool, [Document(tokens, 4)], config.read)
+    assert asked == []

@@ -278,8 +278,8 @@ def test_summary_adds_up_and_compares_with_dense() -> None:
     records = [record(0, 10.0), record(1, 20.0), record(2, 30.0, min_context=2)]
     got = summarise(records, prefill_ms=5.0)
     assert got["steps"] == 3 and got["new_tokens"] == 6 and got["prefill_ms"] == 5.0
-    assert got["decode_ms_p50"] == 20.0 and got["decode_ms_p95"] == pytest.approx(29.0)
-    assert got["tokens_per_s"] == pytest.approx(6 / 0.060)
+    assert got["decode_ms_p50"] == got["decode_ms_p95"] == 30.0 and got["warm_up_steps"] == 2
+    assert got["tokens_per_s"] == pytest.approx(2 / 0.030)
     assert got["prepass_ms_p50"] == 3.0 and got["attention_ms_p99"] == 1.0
     dense = 3 * 64 * 2 * 3 * 64
     assert got["bytes_kv_dense"] == dense
@@ -292,15 +292,27 @@ def test_summary_adds_up_and_compares_with_dense() -> None:
 
 
 def test_times_of_a_decode_come_from_steps_that_did_not_wait_for_every_layer() -> None:
-    got = summarise([record(0, 100.0), record(1, 10.0, timed=False), record(2, 12.0, timed=False)])
-    assert got["decode_ms_p50"] == 11.0
+    got = summarise([record(4, 100.0), record(5, 10.0, timed=False), record(6, 12.0, timed=False)])
+    assert got["decode_ms_p50"] == 11.0 and got["warm_up_steps"] == 0
     assert got["tokens_per_s"] == pytest.approx(4 / 0.022)
     assert got["prepass_ms_p50"] == 3.0
 
 
+def test_warm_up_steps_are_in_no_time_and_tokens_a_second_say_what_the_median_says() -> None:
+    """The first steps find new memory and cold caches: a run of which they are a part says nothing of the others."""
+    slow, fast = [record(step, 3000.0, timed=False) for step in (0, 1)], record(2, 10.0, timed=False)
+    got = summarise([*slow, fast, replace(fast, step=3, decode_ms=12.0), replace(fast, step=4, decode_ms=900.0)])
+    assert got["decode_ms_p50"] == 12.0 and got["decode_ms_p95"] < 900 and got["warm_up_steps"] == 2
+    assert got["tokens_per_s"] == pytest.approx(2 / 0.012)
+    assert got["steps"] == 5 and got["bytes_kv_read_est"] == 5 * 2000, "what is counted is counted of every step"
+    # each decode of a batch of decodes has its own; a run of warm-up steps alone reports them and says so
+    assert summarise([*slow, fast, *slow, fast])["warm_up_steps"] == 4
+    assert summarise(slow)["decode_ms_p50"] == 3000.0 and summarise(slow)["warm_up_steps"] == 0
+
+
 def test_times_of_a_decode_leave_audited_steps_out() -> None:
     slow = replace(record(0, 500.0, timed=False), audited=True, audit_kl=0.5)
-    got = summarise([slow, record(1, 10.0, timed=False), record(2, 12.0, timed=False), record(3, 90.0)])
+    got = summarise([slow, record(5, 10.0, timed=False), record(6, 12.0, timed=False), record(7, 90.0)])
     assert (
         got["decode_ms_p50"] == 11.0 and got["decode_ms_p99"] < 13 and got["tokens_per_s"] == pytest.approx(4 / 0.022)
     )

@@ -9,8 +9,10 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from eps_core.bench.data import DESCRIPTION, Layer, Shape, Source, fill, pool_units
 from eps_core.bench.dense import GRAPH, Arm, DenseArms, reason
@@ -36,6 +38,16 @@ MIN_ROUNDS, MAX_ROUNDS, MAX_WARM_ROUNDS = 5, 500, 300
 COPIES = 8  # at least so many big copies, of which the best counts
 COPY_SECONDS = 0.3
 LARGEST_COPY_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class _Checked:
+    config: EpsConfig  # with the budget that was asked for
+    gate: dict[str, Any]
+    values: dict[str, Any]
+    moved: dict[str, int]  # bytes of each part
+    arms: dict[str, Arm]
+    failed: dict[str, str]  # arms that this machine cannot run, and why
 
 
 class Bench:
@@ -91,15 +103,44 @@ class Bench:
             dense: DenseArms | None = None
             for config in self.configs:
                 self.progress(number, total, f"filling {shape.batch} x {shape.context:,} tokens")
-                layer = self._refusing(
-                    config, fill, self.backend, source, config, self.device, self.kernels, self._spare_tokens(),
-                    self.platform.synchronize, None if dense is None else (dense.keys, dense.values),
-                )  # fmt: skip
+                layer = self._fill(source, config, None if dense is None else (dense.keys, dense.values))
                 dense = dense or DenseArms(self.platform, self.timed, layer)
                 for kind, share in self.request.shares():
                     self.progress(number, total, f"{config.store.method}@{config.store.S}, {kind} {share:g}")
                     number += 1
                     yield self._cell(layer, dense, kind, share, roof)
+
+    def headline(self) -> dict[str, Any]:
+        """The request's one cell in a few seconds: its step and the fastest dense attention, checked as all are, but
+        neither the step's parts nor the machine's bandwidth."""
+        (shape,), (config,), ((kind, share),) = self.shapes, self.configs, self.request.shares()
+        self.progress(0, 2, f"filling {shape.context:,} tokens")
+        layer = self._fill(Source(shape, self.request.seed), config)
+        dense = DenseArms(self.platform, self.timed, layer)
+        self.progress(1, 2, f"{shape.context:,} tokens")
+        checked = self._checked(layer, dense, kind, share)
+        arms = {n: arm for n, arm in checked.arms.items() if arm.kind == "dense" or n in ("step", "step" + GRAPH)}
+        self._measure(layer, arms)
+        self.progress(2, 2, "")
+        ms = {name: float(np.median(arm.samples_ms)) for name, arm in arms.items()}
+        best = min((name for name, arm in arms.items() if arm.kind == "dense"), key=ms.__getitem__)
+        step_ms = ms.get("step" + GRAPH, ms["step"])
+        return {
+            **asdict(shape),
+            "method": config.store.method,
+            "group_tokens": config.store.S,
+            "best_dense": best,
+            "best_dense_ms": ms[best],
+            "step_ms": step_ms,
+            "speedup": ms[best] / step_ms,
+            "bytes_ratio": checked.moved["step"] / dense.bytes,
+        }
+
+    def _fill(self, source: Source, config: EpsConfig, keys_values: Any = None) -> Layer:
+        return self._refusing(
+            config, fill, self.backend, source, config, self.device, self.kernels, self._spare_tokens(),
+            self.platform.synchronize, keys_values,
+        )  # fmt: skip
 
     def _run_line(self) -> dict[str, Any]:
         byte_shares, fractions = self.request.byte_shares, self.request.fractions
@@ -172,8 +213,9 @@ class Bench:
             what = f"{config.store.method}@{config.store.S} by kernels {self.kernels}"
             raise GateError(f"{what} failed: {reason(error)}: nothing was timed") from error
 
-    def _cell(self, layer: Layer, dense: "DenseArms", kind: str, share: float, roof: float) -> dict[str, Any]:
-        shape, config = layer.shape, budgeted(layer.config, layer.shape, kind, share)
+    def _checked(self, layer: Layer, dense: "DenseArms", kind: str, share: float) -> "_Checked":
+        """Everything of one cell that may be timed: found to skip groups, to read what was selected, to be right."""
+        config = budgeted(layer.config, layer.shape, kind, share)
         step = self._refusing(config, run_step, layer, config, self.platform.synchronize)
         gate = check_gate(layer, step, self.kernels, partial=share < 1)
         values = check_values(layer, config, step, dense.keys, dense.values)
@@ -184,6 +226,11 @@ class Bench:
         for name in ("step", "step_with_write"):
             _, result = self.timed(arms[name].call)
             require_same(layer, result[0], step.merged, f"its own parts, as {name}")
+        return _Checked(config, gate, values, moved, arms, failed)
+
+    def _cell(self, layer: Layer, dense: "DenseArms", kind: str, share: float, roof: float) -> dict[str, Any]:
+        shape, checked = layer.shape, self._checked(layer, dense, kind, share)
+        config, moved, arms = checked.config, checked.moved, checked.arms
         rounds, warm_rounds = self._measure(layer, arms)
         stats = {name: arm.statistics(roof) for name, arm in arms.items()}
         best = min((name for name in stats if stats[name]["kind"] == "dense"), key=lambda name: stats[name]["ms"])
@@ -200,19 +247,19 @@ class Bench:
             "group_tokens": config.store.S,
             "asked": {kind: share},
             "config": config.to_dict(),
-            **gate,
+            **checked.gate,
             "summary_bytes": moved["score"],
             "tail_bytes": moved["tail"],
             "bytes_read": total_bytes,
             "dense_bytes": dense.bytes,
             "bytes_ratio": total_bytes / dense.bytes,
-            "check": values,
+            "check": checked.values,
             "rounds": rounds,
             "warm_rounds": warm_rounds,
             "dense_exceeds_last_cache": _exceeds(dense.bytes, self.last_cache_bytes),
             "gated_exceeds_last_cache": _exceeds(total_bytes, self.last_cache_bytes),
             "arms": stats,
-            "failed_arms": failed,
+            "failed_arms": checked.failed,
             "best_dense": best,
             "best_dense_ms": stats[best]["ms"],
             "step_ms": stats["step"]["ms"],

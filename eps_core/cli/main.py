@@ -13,13 +13,22 @@ from eps_core.cli.bench import bench_command
 from eps_core.cli.captures import calibrate_command, capture_command, replay_command
 from eps_core.cli.evaluate import evaluate_command
 from eps_core.cli.grid import grid_command, report_command
-from eps_core.cli.options import AUTO, config_of, given_flags, kernels_option, selection_options, summary_options
+from eps_core.cli.options import (
+    AUTO,
+    DEMO_METHOD,
+    config_of,
+    given_flags,
+    kernels_option,
+    selection_options,
+    summary_options,
+)
 from eps_core.cli.source import backend_option, device_option, dtype_option, kv_dtype_option, model_option
 from eps_core.config.bytes import open_group_bytes
 from eps_core.decode.generate import Sampling
 from eps_core.errors import DISTRIBUTION, ConfigError
 from eps_core.files import outputs
 from eps_core.load import BACKENDS, load_backend
+from eps_core.summaries.table import facts
 from eps_core.telemetry import provenance, steps, terminal
 
 DEMO_NEW_TOKENS = 16
@@ -111,10 +120,26 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
         baseline=not flags["no_baseline"],
         method_is_default=flags["eps_method"] is None,
         auto_min_context=config.store.enabled and flags["eps_min_context"] == AUTO,
+        layer=_large_layer,
         **{name.removeprefix("eps_"): flags[name] for name in _SAME},
     )
     result = run(request, sys.stdout)
     click.echo(outputs.to_json(result))
+
+
+def _large_layer(session: Any) -> dict[str, Any] | None:
+    """What EPS is for, on this machine: one layer of an 8B model's shape at 32,768 tokens, dense and gated."""
+    from eps_core.bench.layer import Bench
+    from eps_core.bench.plan import BenchRequest
+
+    if session.kernels == "arrays":  # whose times say nothing of EPS
+        return None
+    request = BenchRequest(
+        contexts=(32768,), fractions=(facts(DEMO_METHOD).budget,), dtypes=("bfloat16",), methods=(DEMO_METHOD,),
+        backend=session.backend_name, device=session.device, kernels=session.kernels, seconds=1.0, warm_seconds=0.3,
+    )  # fmt: skip
+    with terminal.Progress("a layer of an 8B model:", "parts") as progress:
+        return Bench(request, progress).headline()
 
 
 def _prompt(flags: dict[str, Any]) -> str | None:

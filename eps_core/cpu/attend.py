@@ -7,16 +7,15 @@ groups, and one sequence with few kv heads still keeps every core busy.
 """
 
 import numpy as np
-from numba import njit
 
-from eps_core.cpu.score import FAST, OPTIONS
+from eps_core.cpu.compile import FAST, kernel
 from eps_core.cpu.threads import finish, take, wait
 from eps_core.cpu.vectors import DOT_ROWS, HEADS, PREFETCH_ROWS, add_scaled, add_weighted, dots, exp_all, weigh, wide
 
 ROWS_AT_A_TIME = 32  # values between a load and a store of the sums; changes speed only
 
 
-@njit(**OPTIONS)
+@kernel(fastmath=FAST)
 def attend(
     progress, q, k, v, table, lengths, groups, counts, size, per_unit, per_task, starts, largest, masses, sums, out, lse
 ):  # fmt: skip
@@ -90,7 +89,7 @@ def attend(
     wait(progress, 1, batch * num_heads)
 
 
-@njit(cache=True, nogil=True, error_model="numpy", fastmath={*FAST, "nnan"})
+@kernel(fastmath=FAST | {"nnan"})
 def exp_from_largest(x):
     """x [n] without NaN, n a multiple of 16, becomes exp(x - largest); returns (largest, sum). 0 and a sum of 0 where
     all are -inf."""
@@ -106,7 +105,7 @@ def exp_from_largest(x):
     return largest, total
 
 
-@njit(**OPTIONS)
+@kernel(fastmath=FAST)
 def attend_tail(
     progress, estimate, groups, counts, lse, means, scale, fill, table, lengths, size, tails_per_unit, out, tail
 ):  # fmt: skip
@@ -163,7 +162,7 @@ def attend_tail(
     wait(progress, 0, batch * kv_heads)
 
 
-@njit(**OPTIONS)
+@kernel(fastmath=FAST)
 def merge(out, lse, other_out, other_lse, whole, whole_lse):
     """Fills whole [N, D] and whole_lse [N] float32 with the merge of attention over two disjoint sets of keys, out and
     other_out [N, D] float32 with lse and other_lse [N]; -inf: no keys."""
@@ -178,7 +177,7 @@ def merge(out, lse, other_out, other_lse, whole, whole_lse):
         whole_lse[n] = base + np.log(total) if total > 0 else np.float32(-np.inf)
 
 
-@njit(**OPTIONS)
+@kernel(fastmath=FAST)
 def skipped_mass(progress, estimate, visit, shares):
     """Fills shares [B, Hkv] with the estimated share of the softmax outside visit [B, Hkv, G] uint8; groups without an
     estimate are left out of both sides. One phase."""

@@ -8,11 +8,13 @@ seconds), later ones load what was compiled.
 """
 
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from eps_core.errors import install
 from eps_core.paging.where import Where
 from eps_core.summaries.rq import hadamard_blocks
 
@@ -29,9 +31,16 @@ TASK_TOKENS, TASKS_PER_THREAD = (256, 1024), 16  # of attention: least and most,
 FEW_GROUPS = 4096  # of all rows: selecting among fewer is done before a helper wakes
 
 
-def available() -> bool:
-    """Whether numba is installed; does not import it, which takes a second."""
-    return importlib.util.find_spec("numba") is not None
+def why_not() -> str | None:
+    """Why these kernels cannot be used here, in a few words, or None; does not import numba, which takes a second."""
+    if importlib.util.find_spec("numba") is None:
+        return f"numba is not installed: {install('cuda')}"
+    if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
+        return "NUMBA_DISABLE_JIT is set: unset it"
+    threads = os.environ.get("NUMBA_NUM_THREADS")
+    if threads is not None and not (threads.isdecimal() and int(threads)):
+        return f"NUMBA_NUM_THREADS {threads!r} is no number of threads: set 1 or more, or unset it"
+    return None
 
 
 def _lanes(array: np.ndarray) -> np.ndarray:

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from eps_core.cpu import attend, forks, score, threads
-from eps_core.cpu.score import OPTIONS
+from eps_core.cpu import attend, compile, forks, score, threads
+from eps_core.cpu.compile import FAST, kernel
 from eps_core.cpu.threads import FAILED, FINISHED
 
 LATE_NS = 500_000  # a member that was awake came within 20 microseconds
@@ -80,32 +80,32 @@ def on_team(typing_context, parallel, num_threads, kernel, args):
 # one function each: numba keeps no compiled code of functions made in a loop
 
 
-@njit(**OPTIONS)
+@kernel(fastmath=FAST)
 def _score_rq(parallel, num_threads, *args):
     on_team(parallel, num_threads, score.score_rq, args)
 
 
-@njit(**OPTIONS)
+@kernel(fastmath=FAST)
 def _score_codes(parallel, num_threads, *args):
     on_team(parallel, num_threads, score.score_codes, args)
 
 
-@njit(**OPTIONS)
+@kernel(fastmath=FAST)
 def _select_topk(parallel, num_threads, *args):
     on_team(parallel, num_threads, score.select_topk, args)
 
 
-@njit(**OPTIONS)
+@kernel(fastmath=FAST)
 def _attend(parallel, num_threads, *args):
     on_team(parallel, num_threads, attend.attend, args)
 
 
-@njit(**OPTIONS)
+@kernel(fastmath=FAST)
 def _attend_tail(parallel, num_threads, *args):
     on_team(parallel, num_threads, attend.attend_tail, args)
 
 
-@njit(**OPTIONS)
+@kernel(fastmath=FAST)
 def _skipped_mass(parallel, num_threads, *args):
     on_team(parallel, num_threads, attend.skipped_mass, args)
 
@@ -161,6 +161,9 @@ def team_of(library: Path, num_threads: Callable[[], int]) -> Callable[..., None
         """Calls kernel(progress, *args) here and, unless `alone`, in the rest of the team, and returns when all of them
         have. May be called from several threads at once: each has its own team."""
         number = num_threads()
+        if compile.is_preparing() and number > 1 and not forks.forked():
+            threads.run(kernel, phases, *args, alone=True)
+            _LAUNCHERS[kernel](parallel, number, threads.new_progress(phases), *args)
         if forks.forked() or not (alone or number == 1 or patience.asks_team()):
             threads.run(kernel, phases, *args, alone=alone)
             return

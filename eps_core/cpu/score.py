@@ -7,16 +7,13 @@ second on are always visited.
 """
 
 import numpy as np
-from numba import njit
 
+from eps_core.cpu.compile import FAST, kernel
 from eps_core.cpu.threads import finish, take, wait
 from eps_core.cpu.vectors import DOT_ROWS, HEADS, LANES, PERMUTES, PREFETCH_ROWS, ask_for, dots, score_rows, wide
 from eps_core.summaries.base import LARGEST_ESTIMATE
 
-# never nnan or ninf: infinities carry meaning here
-FAST = {"reassoc", "contract", "arcp", "nsz"}
 # nothing raises in a kernel: a thread that left between `take` and `finish` would keep the others waiting
-OPTIONS = {"cache": True, "nogil": True, "fastmath": FAST, "error_model": "numpy"}
 CHUNK_GROUPS, CODE_GROUPS = 1024, 64  # of one scoring task of rq and of int8 codes; changes speed only
 UNITS_AHEAD = 8  # whose codes are asked for; changes speed only
 
@@ -29,7 +26,7 @@ RADIX_BITS = (11, 11, 10)  # of a float's 32, most significant first
 KNOWN, MISSING, PAST = 0, 1, 2
 
 
-@njit(**OPTIONS)
+@kernel(fastmath=FAST)
 def group_states(fill, table, length, guards, size, per_unit, can_encode, states):
     """Fills states [G] uint8 of one sequence, table [M]: KNOWN; MISSING, without a valid summary: open, or not full in
     fill [P * GPU]; PAST the end. Returns how many of the missing no guard [2] covers."""
@@ -50,7 +47,7 @@ def group_states(fill, table, length, guards, size, per_unit, can_encode, states
 # ------------------------------------------------------------------------------------------------------------------- rq
 
 
-@njit(**OPTIONS)
+@kernel(fastmath=FAST)
 def rotate(x, signs, blocks):
     """H diag(signs) x in place, x [D]: a Hadamard matrix for each of `blocks`, see `rotate` of the array backends."""
     start = 0
@@ -70,7 +67,7 @@ def rotate(x, signs, blocks):
         start += size
 
 
-@njit(**OPTIONS)
+@kernel(fastmath=FAST)
 def fill_table(turned, bits, num_bytes, by_head, table):
     """table [nibbles * 16 * HEADS]: what each value of each nibble of num_bytes codes adds to turned [HEADS, D] .
     levels; of `score_rows`' first order if by_head, else of its second."""
@@ -100,7 +97,7 @@ def fill_table(turned, bits, num_bytes, by_head, table):
                 table[place] = entries[value]
 
 
-@njit(**OPTIONS)
+@kernel(fastmath=FAST)
 def pad(places, count):
     """Repeats the last of `count` places up to a multiple of LANES, and returns that."""
     padded = (count + LANES - 1) // LANES * LANES
@@ -109,7 +106,7 @@ def pad(places, count):
     return padded
 
 
-@njit(**OPTIONS)
+@kernel(fastmath=FAST)
 def score_rq(
     progress, q, codes, scale, second, second_scale, fill, table, lengths, guards, refined, centre, signs, blocks, bits,
     size, per_unit, can_encode, states, tables, base, missing, estimate,
@@ -222,13 +219,13 @@ def score_rq(
 # --------------------------------------------------------------------------------------------------- box, ball, meanstd
 
 
-@njit(**OPTIONS)
+@kernel(fastmath=FAST)
 def slack_of(head_dim, length, norm):
     """What float32 arithmetic may add to a sum of D products of size length * norm: `logit_slack` of the arrays."""
     return np.float32((head_dim + 32) * 2.0**-21) * (length * norm + np.float32(1))
 
 
-@njit(**OPTIONS)
+@kernel(fastmath=FAST)
 def score_codes(
     progress, method, q, first, second, scalars, fill, table, lengths, guards, size, per_unit, states, missing,
     estimate, lower, upper,
@@ -331,7 +328,7 @@ def score_codes(
     wait(progress, 1, total)
 
 
-@njit(**OPTIONS)
+@kernel(fastmath=FAST)
 def score_slack(q, largest_key, slack):
     """Fills slack [B, Hkv, R]: `slack_of` the largest key of each kv head."""
     batch, kv_heads, repeat = slack.shape
@@ -347,7 +344,7 @@ def score_slack(q, largest_key, slack):
 # ------------------------------------------------------------------------------------------------------------ selection
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@kernel()
 def rank_keys(estimate, first, last):
     """uint32 keys in the order of estimate [G]; groups below `first` and from `last` on, and +inf, come first. -0 ties
     with 0."""
@@ -361,7 +358,7 @@ def rank_keys(estimate, first, last):
     return keys
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@kernel()
 def pick(keys, count, picked):
     """The indices of the `count` largest keys, the lower first among equals, ascending in picked, which has room for
     one more; returns count."""
@@ -405,7 +402,7 @@ def pick(keys, count, picked):
     return taken
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@kernel()
 def select_topk(progress, estimate, count, guards, ends, groups, visit):
     """Fills groups [B, Hkv, W] with the `count` [B] best of estimate [B, Hkv, G] within ends [B], the guards and +inf
     first, ascending and then -1; and visit [B, Hkv, G] uint8. One phase."""

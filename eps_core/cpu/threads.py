@@ -9,12 +9,10 @@ on the cores that the other needs (measured with two cores: calls of 0.4 ms took
 """
 
 import atexit
-import hashlib
 import os
 import queue
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numba
@@ -22,9 +20,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.caching import UserWideCacheLocator
 from numba.extending import intrinsic
-from numba.misc.appdirs import AppDirs
 
 _LINE = 8  # int64 of a cache line: counters of different phases and kinds share none
 _TAKEN, _DONE = 0, _LINE
@@ -112,41 +108,6 @@ def _help(jobs: "queue.SimpleQueue[_Job]") -> None:
             del kernel, args
             left.release()
 
-
-def compiled_from() -> str:
-    """A hash of all sources that kernels are compiled from: this folder, and the summaries whose numbers they hold."""
-    folder = Path(__file__).parent
-    sources = hashlib.sha256(numba.__version__.encode())
-    for source in (*sorted(folder.glob("*.py")), *sorted((folder.parent / "summaries").glob("*.py"))):
-        sources.update(source.read_bytes())
-    return sources.hexdigest()
-
-
-def _drop_stale() -> None:
-    """Numba keeps compiled code by the file of the outermost function alone: one that calls into a file that changed
-    would run old code. So everything kept of this folder is dropped where any of the sources changed."""
-    now = compiled_from()
-    for kept_in in _kept_in(Path(__file__)):
-        stamp = kept_in / "eps_cpu_kernels.sources"
-        try:
-            if stamp.exists() and stamp.read_text() == now:
-                continue
-            kept_in.mkdir(parents=True, exist_ok=True)
-            for kept in kept_in.glob("*.nb?"):
-                kept.unlink(missing_ok=True)
-            stamp.write_text(now)
-        except OSError:  # cannot be written, by numba neither
-            continue
-
-
-def _kept_in(file: Path) -> list[Path]:
-    """Where numba may keep the code of `file` and its siblings: folders that hold nothing else's."""
-    inner = UserWideCacheLocator.get_suitable_cache_subpath(str(file))
-    folders = [file.parent / "__pycache__", Path(AppDirs(appname="numba", appauthor=False).user_cache_dir) / inner]
-    return folders + ([Path(numba.config.CACHE_DIR) / inner] if numba.config.CACHE_DIR else [])
-
-
-_drop_stale()
 
 # at the end no thread may be on its way back into Python
 atexit.register(settle)

@@ -7,13 +7,13 @@ codes are equal bit for bit in every library.
 import math
 from collections.abc import Mapping
 
-import numba
 import numpy as np
 
+from eps_core.cpu.compile import kernel
 from eps_core.summaries.rq import SECOND_STEP, hadamard_blocks
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
+@kernel()
 def _fold(rows, count):
     """Sums rows [count, D] into the first as a tree of float32 additions."""
     while count > 1:
@@ -26,7 +26,7 @@ def _fold(rows, count):
         count = half + odd
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
+@kernel()
 def _rotate(x, signs, blocks, scales):
     """H diag(signs) x in place: butterflies from the largest half down, block by block."""
     for d in range(len(x)):
@@ -46,7 +46,7 @@ def _rotate(x, signs, blocks, scales):
         start += size
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
+@kernel()
 def _seal(k, centre, signs, blocks, scales, inverse, second_step, codes, scale, second, second_scale):
     groups, kv_heads, size, head_dim = k.shape
     rows, column = np.empty((size, head_dim), np.float32), np.empty((head_dim, 1), np.float32)

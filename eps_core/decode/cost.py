@@ -19,7 +19,6 @@ import numpy as np
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.files import caches
-from eps_core.files.outputs import replacing
 from eps_core.gate.attend import attend_layer, collect
 from eps_core.gate.protocol import Backend
 from eps_core.load import backend_name, resolve_kernels
@@ -121,8 +120,9 @@ def _medians(arms: Sequence[Callable[[], Any]]) -> tuple[float, ...]:
     return tuple(float(np.median(taken)) for taken in times)
 
 
-def costs_path() -> Path:
-    return caches.folder() / "costs.json"
+def costs_path() -> Path | None:
+    folder = caches.folder()
+    return None if folder is None else folder / "costs.json"
 
 
 def cost_of(
@@ -150,20 +150,16 @@ def cost_of(
         sort_keys=True,
     )
     kept: Any = {}
+    path = costs_path()
     try:
-        kept = json.loads(costs_path().read_text())
+        kept = json.loads(path.read_text()) if path is not None else {}
         contexts, dense_ms, gated_ms = (kept[key][name] for name in ("contexts", "dense_ms", "gated_ms"))
         return Cost(tuple(map(int, contexts)), tuple(map(float, dense_ms)), tuple(map(float, gated_ms))), True
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     cost = measure(backend, device, kernels, spec, num_heads, config, max_context)
     if not isinstance(kept, dict):
         kept = {}
-    try:
-        path = costs_path()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
-            file.write(json.dumps({**kept, key: asdict(cost)}))
-    except (OSError, RuntimeError):  # no home folder is a RuntimeError
-        pass
+    if path is not None:
+        caches.keep(path, json.dumps({**kept, key: asdict(cost)}).encode())
     return cost, False

@@ -1,9 +1,11 @@
-"""Do a device's kernels say what array operations say? Asked once before a run on a GPU trusts them.
+"""Do a device's kernels say what array operations say? Asked once before a run trusts them.
 
-Kernels are tested on an interpreter and an emulator; a driver or a compiler can still break them. One small case in the
-model's own shape, dtype and method tells, in well under a second once they are compiled.
+A driver, a compiler or a CPU that no test has seen can break them. One small case in the model's own shape, dtype and
+method tells, in about a second once they are compiled; and all that a step uses is compiled then, before it is timed.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
+from eps_core.gate.attend import attend_layer
 from eps_core.gate.protocol import Backend
 from eps_core.paging.where import Where
 
@@ -20,10 +23,16 @@ TOLERANCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
 
 
 def disagreement(
-    backend: Backend, device: str, kernels: str, spec: CacheSpec, num_heads: int, config: EpsConfig
+    backend: Backend,
+    device: str,
+    kernels: str,
+    spec: CacheSpec,
+    num_heads: int,
+    config: EpsConfig,
+    progress: Callable[[int, int, str], None] = lambda *told: None,
 ) -> str | None:
     """What kernels and array operations differ in over one layer of `spec`'s shape, in a few words; None where they
-    agree. An exception of the kernels is a difference too."""
+    agree. An exception of the kernels is a difference too. `progress(done, total, part)` is told before each part."""
     length = TOKENS + (1 if config.store.S > 1 else 0)
     units = -(-length // config.store.unit_tokens)
     one = replace(spec, num_layers=1, num_units=units, max_open_groups=1)
@@ -33,7 +42,8 @@ def disagreement(
     q = 2 * rng.standard_normal((1, num_heads, spec.head_dim), np.float32)
     expected = _results(backend, device, "arrays", one, config, k, v, q)
     try:
-        got = _results(backend, device, kernels, one, config, k, v, q)
+        with _preparing(kernels):
+            got = _results(backend, device, kernels, one, config, k, v, q, progress)
     except Exception as error:  # whatever a compiler or a driver raises
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
     limit = TOLERANCE[spec.dtype]
@@ -52,6 +62,14 @@ def disagreement(
     return None
 
 
+def _preparing(kernels: str) -> AbstractContextManager[None]:
+    if kernels != "numba":
+        return nullcontext()
+    from eps_core.cpu import compile  # imports numba, which takes a second
+
+    return compile.preparing()
+
+
 def _results(
     backend: Backend,
     device: str,
@@ -61,9 +79,17 @@ def _results(
     k: np.ndarray,
     v: np.ndarray,
     q: np.ndarray,
+    progress: Callable[[int, int, str], None] = lambda *told: None,
 ) -> dict[str, np.ndarray]:
     """Everything that a gated step and a dense one compute. Groups are not compared where estimates are: their rounding
     may swap two that are nearly equal, so both sides rank the same made-up ones."""
+    parts = ["write", "dense attention"]
+    parts += ["score", "select", "attend", "tail", "step"] if config.store.enabled else []
+
+    def begin(part: str) -> None:
+        progress(parts.index(part), len(parts), part)
+
+    begin("write")
     cache: Any = backend.new_cache(spec, config.store, device, kernels)
     length = len(k)
     native = [backend.from_numpy(x, spec.dtype, device) for x in (k, v)]
@@ -76,20 +102,28 @@ def _results(
     units = -(-length // config.store.unit_tokens)
     where = Where.of(config, np.arange(units, dtype=np.int32)[None], np.array([length]))
     query = backend.from_numpy(q, spec.dtype, device)
-    parts: dict[str, Any] = {"dense": backend.attend(cache, 0, query, where, None)}
+    begin("dense attention")
+    states: dict[str, Any] = {"dense": backend.attend(cache, 0, query, where, None)}
     results: dict[str, np.ndarray] = {}
     if config.store.enabled:
+        begin("score")
         scores = backend.score(cache, 0, query, where)
         results["estimates"] = backend.to_numpy(scores.estimate)
         # ranks that no rounding can change
         clear = replace(scores, estimate=_spread(backend, results["estimates"], device))
+        begin("select")
         selection = backend.select(clear, where)
         results["groups"] = backend.to_numpy(selection.groups)
         results["counts"] = backend.to_numpy(selection.counts)
-        parts["gated"] = backend.attend(cache, 0, query, where, selection)
+        begin("attend")
+        states["gated"] = backend.attend(cache, 0, query, where, selection)
         if config.store.tail_tokens:
-            parts["tail"] = backend.attend_tail(cache, 0, where, clear, selection, parts["gated"][1])
-    for name, (out, lse) in parts.items():
+            begin("tail")
+            states["tail"] = backend.attend_tail(cache, 0, where, clear, selection, states["gated"][1])
+        begin("step")  # what statistics and certificates use besides; its parts are compared above
+        out, _ = attend_layer(backend, cache, 0, query, where)
+        backend.to_numpy(out)
+    for name, (out, lse) in states.items():
         results[f"{name} outputs"] = backend.to_numpy(out).astype(np.float32)
         results[f"{name} lse"] = backend.to_numpy(lse)
     return results

@@ -1,8 +1,9 @@
 """A model, a backend, a device and kernels, opened once."""
 
 import os
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -10,7 +11,9 @@ from typing import Any, Self
 from tokenizers import Tokenizer
 
 from eps_core.config.eps import EpsConfig
+from eps_core.config.read import Read
 from eps_core.config.store import CacheSpec, Store
+from eps_core.cpu.kernels import why_not
 from eps_core.decode.forward import Decoder, load_decoder
 from eps_core.decode.generate import prefill
 from eps_core.decode.kernel_check import disagreement
@@ -20,6 +23,7 @@ from eps_core.gate.protocol import Array, Backend
 from eps_core.load import backend_name, load_backend, resolve_kernels
 from eps_core.paging.pool import PagePool
 from eps_core.paging.pool import Sequence as PagedSequence
+from eps_core.telemetry import terminal
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +61,9 @@ class Session:
     dtype: str
     kv_dtype: str
     kernels: str
-    fault: str | None  # why auto took array operations instead of kernels
+    named: bool = False  # whether the user named the kernels
+    fault: str | None = None  # why auto took array operations instead of kernels
+    checked: set[Store] = field(default_factory=set, repr=False)  # whose kernels were compiled and compared
 
     @classmethod
     def open(
@@ -68,11 +74,10 @@ class Session:
         dtype: str = "auto",
         kv_dtype: str = "auto",
         kernels: str = "auto",
-        checked: EpsConfig | None = None,
     ) -> Self:
         """A model directory, None for the demo model, on a backend. Everything that can be refused is refused here; the
         weights are read when the decoder is first asked for. dtype auto: float32 on a CPU, else as stored; kv_dtype
-        auto: as dtype. Kernels that a GPU has and nobody named are first checked with `checked` (None: taken as is)."""
+        auto: as dtype."""
         path = model or DEMO_MODEL
         if model is None and not (path / "config.json").is_file():
             raise ConfigError(f"the demo model is not in this installation ({path}): pass --model DIR")
@@ -81,14 +86,13 @@ class Session:
         if dtype == "auto":
             dtype = "float32" if device == "cpu" else spec.stored_dtype
         kv_dtype = dtype if kv_dtype == "auto" else kv_dtype
-        fault = None
-        if checked is None:
-            kernels = resolve_kernels(kernels, module.usable_kernels(device), device)
-        else:
-            one = CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 1, kv_dtype)
-            kernels, fault = choose_kernels(module, device, kernels, one, spec.num_heads, checked)
+        named, kernels = kernels != "auto", resolve_kernels(kernels, module.usable_kernels(device), device)
         name = "demo" if model is None else str(model)
-        return cls(name, path, spec, tokenizer, module, device, dtype, kv_dtype, kernels, fault)
+        session = cls(name, path, spec, tokenizer, module, device, dtype, kv_dtype, kernels, named)
+        reason = why_not()
+        if device == "cpu" and not named and session.backend_name != "numpy" and reason is not None:
+            session.fall_back(f"CPU kernels cannot be used ({reason})")
+        return session
 
     @cached_property
     def decoder(self) -> Decoder:
@@ -97,6 +101,28 @@ class Session:
     def load(self) -> None:
         """Reads the weights now, while nothing is written yet."""
         _ = self.decoder
+
+    def fall_back(self, fault: str) -> None:
+        """Array operations from now on, with one line that says why. Raises ConfigError where kernels were named."""
+        if self.named:
+            raise ConfigError(f"{fault}: choose --kernels arrays")
+        self.kernels, self.fault = "arrays", fault
+        print(f"{fault}: array operations instead", file=sys.stderr)
+
+    def check_kernels(self, store: Store) -> None:
+        """Compiles the kernels that a cache of `store` takes and compares them with array operations, once: before
+        anything is timed or trusted."""
+        emulated = self.device == "cpu" and self.kernels != "numba"  # a GPU's kernels in a test
+        if self.kernels == "arrays" or emulated or store in self.checked:
+            return
+        self.checked.add(store)
+        spec = CacheSpec(self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim, 1, self.kv_dtype)
+        with terminal.Progress("kernels: compiling and checking", "parts") as progress:
+            fault = disagreement(
+                self.backend, self.device, self.kernels, spec, self.spec.num_heads, EpsConfig(store, Read()), progress
+            )
+        if fault is not None:
+            self.fall_back(f"kernels {self.kernels} failed their check on this device ({fault})")
 
     @property
     def backend_name(self) -> str:
@@ -144,6 +170,7 @@ class Session:
         """(cache, the pool of its units), empty: see `cache_spec`."""
         spec = self.cache_spec(store, num_tokens, batch)
         try:
+            self.check_kernels(store)
             cache = self.backend.new_cache(spec, store, self.device, self.kernels)
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
@@ -184,17 +211,3 @@ def choose_device(backend: Backend, asked: str) -> str:
             "choose one of them or --device auto"
         )
     return asked
-
-
-def choose_kernels(
-    backend: Backend, device: str, asked: str, spec: CacheSpec, num_heads: int, config: EpsConfig
-) -> tuple[str, str | None]:
-    """(kernels, why array operations were taken instead or None). A GPU's kernels that nobody asked for by name must
-    agree with array operations first; a CPU's are tested on CPUs."""
-    kernels = resolve_kernels(asked, backend.usable_kernels(device), device)
-    if asked != "auto" or kernels == "arrays" or device == "cpu":
-        return kernels, None
-    fault = disagreement(backend, device, kernels, spec, num_heads, config)
-    if fault is None:
-        return kernels, None
-    return "arrays", f"kernels {kernels} failed their check on this device ({fault})"

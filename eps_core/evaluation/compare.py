@@ -25,6 +25,7 @@ from eps_core.telemetry.steps import AUDIT_FACTOR, StepRecord, kl_divergence, wr
 
 DEMO_PROMPT_BYTES = 4095  # with the token that begins a text: 4,096 tokens
 DEMO_SEED = 1
+WARM_UP_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class RunRequest:
     audit_off: bool = False
     kernels: str = "auto"
     auto_min_context: bool = False  # measured by `prepare`, which settles the config
+    # with the built-in prompt: times one layer of a large model, for the end of the table
+    layer: Callable[[Session], dict[str, Any] | None] | None = None
 
 
 @dataclass
@@ -105,7 +108,7 @@ def prepare(request: RunRequest) -> Job:
         if path is not None:
             outputs.check_writable(path, what)
     session = Session.open(
-        request.model, request.backend, request.device, request.dtype, request.kv_dtype, request.kernels, request.config
+        request.model, request.backend, request.device, request.dtype, request.kv_dtype, request.kernels
     )
     spec, text, answer = session.spec, request.prompt, None
     if text is None:
@@ -130,7 +133,17 @@ def prepare(request: RunRequest) -> Job:
         least = spec.max_context + 1 if job.cost.min_context is None else job.cost.min_context
         job.request = replace(request, config=request.config.replace(min_context=least))
     session.load()
+    for store in (Store(block_size=request.config.store.block_size), request.config.store):
+        session.check_kernels(store)
+    _warm_up(job)
     return job
+
+
+def _warm_up(job: Job) -> None:
+    """Takes the model's first steps, which set the array library up, before anything is timed."""
+    session, tokens = job.session, job.document.prompt[:WARM_UP_TOKENS]
+    cache, pool = session.cache(Store(), len(tokens) + 2)
+    decode(session, cache, pool, [Document(tokens, 2)], None)
 
 
 def _describe(cost: Cost) -> str:
@@ -240,7 +253,10 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
             eps, cache, pool = streamed("eps", config.store)
             if request.kl and dense is not None:
                 divergence = _divergence(job, cache, pool, dense)
-        result = _report(job, dense, eps, divergence, out)
+        layer = None
+        if request.layer is not None and job.answer is not None and dense is not None and eps is not None:
+            layer = request.layer(session)
+        result = _report(job, dense, eps, divergence, layer, out)
         main = eps or dense
         assert main is not None
         if metrics is not None:
@@ -270,8 +286,6 @@ def _print_header(job: Job, out: TextIO) -> None:
     kind = "" if job.answer is None else f", a needle document whose answer is {job.answer}"
     out.write(f"prompt  {len(job.document.prompt):,} tokens{kind}\n")
     out.write(f"eps     {terminal.describe(request.config)}\n")
-    if session.fault is not None:
-        out.write(f"        {session.fault}: array operations instead\n")
     if job.cost is not None:
         out.write(f"        {_describe(job.cost)}\n")
     if request.method_is_default and request.config.store.enabled:
@@ -302,7 +316,12 @@ def _divergence(job: Job, cache: Any, pool: PagePool, dense: Side) -> dict[str, 
 
 
 def _report(
-    job: Job, dense: Side | None, eps: Side | None, divergence: dict[str, float | None], out: TextIO
+    job: Job,
+    dense: Side | None,
+    eps: Side | None,
+    divergence: dict[str, float | None],
+    layer: dict[str, Any] | None,
+    out: TextIO,
 ) -> dict[str, Any]:
     session, main = job.session, eps or dense
     assert main is not None
@@ -317,7 +336,7 @@ def _report(
         (name.replace("_", " "), None, f"{value:.5f}") for name, value in divergence.items() if value is not None
     ]
     dense_summary, eps_summary = dense.summary() if dense else None, eps.summary() if eps else None
-    out.write("\n" + terminal.run_table(dense_summary, eps_summary, checks, out) + "\n")
+    out.write("\n" + terminal.run_table(dense_summary, eps_summary, checks, layer, out) + "\n")
     return {
         "backend": session.backend_name,
         "device": session.device,
@@ -333,6 +352,7 @@ def _report(
         "dense": terminal.dense_json(dense.tokens, dense_summary) if dense and dense_summary else None,
         "eps": terminal.eps_json(eps.tokens, eps_summary, job.request.config) if eps and eps_summary else None,
         **divergence,
+        **({} if layer is None else {"layer": layer}),
     }
 
 

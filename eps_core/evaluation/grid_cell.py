@@ -20,7 +20,7 @@ from eps_core.evaluation.runner import Document, Outcome, run_batch
 from eps_core.gate.stats import LayerStats
 from eps_core.tasks.corpus import corpus
 from eps_core.tasks.needle import VALUE_DIGITS, filler, needle_document
-from eps_core.telemetry.steps import StepRecord, percentile, summarise
+from eps_core.telemetry.steps import StepRecord, percentile, steady, summarise, untimed
 
 MAX_MASS_PAIRS = 200  # (certified, true) pairs that one cell keeps for the report's scatter
 Key = tuple[str, int, int]  # of a document: its kind, context and index
@@ -46,20 +46,18 @@ class _Measured:
 
     records: list[StepRecord] = field(default_factory=list)
     layers: list[list[LayerStats]] = field(default_factory=list)
-    timings: list[StepRecord] = field(default_factory=list)  # of text, past each decode's first step
+    timings: list[StepRecord] = field(default_factory=list)  # the steady steps of text
 
     def add(self, decoded: Outcome) -> None:
         self.records += decoded.records
         self.layers += decoded.layers
 
     def times(self) -> dict[str, float | None]:
-        """p50 and p95 of the three clocks, ms a step. Steps timed layer by layer wait for the device in between, so
-        whole steps come from the others where there are any."""
-        untimed = [r.decode_ms for r in self.timings if not r.timed] or [r.decode_ms for r in self.timings]
+        """p50 and p95 of the three clocks, ms a step."""
         clocks = {
             "prepass_ms": [r.eps_prepass_ms for r in self.timings if r.eps_prepass_ms is not None],
             "attention_ms": [r.attention_ms for r in self.timings if r.attention_ms is not None],
-            "decode_ms": untimed,
+            "decode_ms": [r.decode_ms for r in untimed(self.timings)],
         }
         return {
             f"{name}_p{percent}": percentile(values, percent) for name, values in clocks.items() for percent in (50, 95)
@@ -111,10 +109,10 @@ class Bench:
         for indices in _batches(-(-plan.texts // batch) * batch, batch):
             reference = self._decode_dense("text", setting.context, indices)
             for one in reference:
-                dense.timings += _steady(one.records)
+                dense.timings += steady(one.records)
             decoded = self._decode("text", setting.context, indices, config, plan.repeat, reference[0])
             for one in decoded:
-                gated.timings += _steady(one.records)
+                gated.timings += steady(one.records)
             gated.add(decoded[0])
             assert decoded[0].kl is not None and decoded[0].agree is not None
             divergences += np.maximum(decoded[0].kl, 0).ravel().tolist()
@@ -235,12 +233,6 @@ class Bench:
 def _batches(count: int, batch: int) -> Iterator[tuple[int, ...]]:
     for start in range(0, count, batch):
         yield tuple(range(start, min(start + batch, count)))
-
-
-def _steady(records: Sequence[StepRecord]) -> list[StepRecord]:
-    """The steps whose time says something: not each decode's first, which may compile kernels, and no audits, which
-    attend twice."""
-    return [record for record in records if record.step > 0 and not record.audited]
 
 
 def masses(layers: Sequence[Sequence[LayerStats]]) -> dict[str, Any]:

@@ -220,15 +220,28 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
     return float(np.percentile(values, percent)) if len(values) else None
 
 
-def summarise(records: Sequence[StepRecord], prefill_ms: float | None = None) -> dict[str, Any]:
-    """Totals, percentiles and ratios against dense of one run.
+WARM_UP_STEPS = 2  # of each decode: they find new memory and cold caches, and are in no time
 
-    Steps that were timed layer by layer wait for the device between layers, so on a GPU they are slower: decode
-    percentiles come from the other steps where there are any, on the dense side too.
-    """
-    plain = [r for r in records if not r.audited] or list(records)  # an audit reads everything besides
-    untimed = [r for r in plain if not r.timed] or plain
-    decode_ms = [r.decode_ms for r in untimed]
+
+def steady(records: Sequence[StepRecord]) -> list[StepRecord]:
+    """The steps whose times say something: past each decode's first ones, and no audits, which attend twice. Of a run
+    that has no others, all."""
+    plain = [r for r in records if not r.audited] or list(records)
+    return [r for r in plain if r.step >= WARM_UP_STEPS] or plain
+
+
+def untimed(records: Sequence[StepRecord]) -> list[StepRecord]:
+    """Steps timed layer by layer wait for the device between layers, so on a GPU they are slower: whole steps are timed
+    by the others where there are any, on the dense side too."""
+    return [r for r in records if not r.timed] or list(records)
+
+
+def summarise(records: Sequence[StepRecord], prefill_ms: float | None = None) -> dict[str, Any]:
+    """Totals, percentiles and ratios against dense of one run. Times are of `steady` steps; tokens a second is of the
+    median step."""
+    timed = steady(records)
+    whole = untimed(timed)
+    median_ms = percentile([r.decode_ms for r in whole], 50)
     num_tokens = sum(len(r.tokens) for r in records)
     totals = {name: sum(getattr(r, name) for r in records) for name in _SUMMED}
     dense = totals["bytes_kv_dense"]
@@ -248,10 +261,11 @@ def summarise(records: Sequence[StepRecord], prefill_ms: float | None = None) ->
         "steps": len(records),
         "new_tokens": num_tokens,
         "prefill_ms": prefill_ms,
-        "tokens_per_s": 1000 * sum(len(r.tokens) for r in untimed) / sum(decode_ms) if sum(decode_ms) > 0 else None,
-        **_percentiles("decode_ms", decode_ms),
-        **_percentiles("prepass_ms", [r.eps_prepass_ms for r in records if r.eps_prepass_ms is not None]),
-        **_percentiles("attention_ms", [r.attention_ms for r in records if r.attention_ms is not None]),
+        "warm_up_steps": sum(r.step < WARM_UP_STEPS for r in records) - sum(r.step < WARM_UP_STEPS for r in timed),
+        "tokens_per_s": 1000 * float(np.mean([len(r.tokens) for r in whole])) / median_ms if median_ms else None,
+        **_percentiles("decode_ms", [r.decode_ms for r in whole]),
+        **_percentiles("prepass_ms", _known(timed, "eps_prepass_ms") or _known(records, "eps_prepass_ms")),
+        **_percentiles("attention_ms", _known(timed, "attention_ms") or _known(records, "attention_ms")),
         **totals,
         "visit_ratio": totals["pages_visited"] / totals["pages_total"] if totals["pages_total"] else None,
         "visit_ratio_by_layer_and_head": by_head,
@@ -272,6 +286,10 @@ def summarise(records: Sequence[StepRecord], prefill_ms: float | None = None) ->
         "audit_kl_mean": float(np.mean([r.audit_kl for r in audited if r.audit_kl is not None])) if audited else None,
         "fallbacks": fallbacks,
     }
+
+
+def _known(records: Sequence[StepRecord], name: str) -> list[float]:
+    return [value for r in records if (value := getattr(r, name)) is not None]
 
 
 def _most(values: Iterable[float | None]) -> float | None:

@@ -196,10 +196,11 @@ def run_table(
     dense: dict[str, Any] | None,
     eps: dict[str, Any] | None,
     checks: Sequence[tuple[str, str | None, str | None]],
+    layer: dict[str, Any] | None = None,
     out: TextIO | None = None,
 ) -> str:
     """The sides that ran beside each other, from their summaries (`steps.summarise`); `checks` are rows (what,
-    dense, EPS)."""
+    dense, EPS); `layer` is one layer of a large model (`bench.layer.Bench.headline`)."""
 
     def row(name: str, key: str, form: str = ",.0f") -> tuple[str, str, str]:
         return (name, *(_number(side[key] if side else None, form) for side in (dense, eps)))  # type: ignore[return-value]
@@ -207,6 +208,8 @@ def run_table(
     def groups(name: str, key: str) -> tuple[str, str, str]:
         return (name, "", _number(eps[key]) if eps else "")
 
+    left_out = (eps or dense or {}).get("warm_up_steps")
+    steps = f" ({left_out} warm-up steps left out)" if left_out else ""
     amplification = _number(eps["union_amplification"], ".3f") if eps and eps["union_amplification"] else ""
     rows = [
         row("new tokens", "new_tokens"),
@@ -224,9 +227,10 @@ def run_table(
         *_certified(eps),
         ("pre-pass ms, p50 / p95", "", _times(eps, "prepass_ms")),
         ("attention ms, p50 / p95", "", _times(eps, "attention_ms")),
-        ("decode ms, p50 / p95", _times(dense, "decode_ms"), _times(eps, "decode_ms")),
+        (f"decode ms, p50 / p95{steps}", _times(dense, "decode_ms"), _times(eps, "decode_ms")),
         row("tokens per second", "tokens_per_s", ".1f"),
         row("prefill ms", "prefill_ms"),
+        *_layer(layer),
     ]
     kept = [0, *([1] if dense else []), *([2] if eps else [])]
     cells = [[cells[i] for i in kept] for cells in rows if any(cells[i] for i in kept[1:])]
@@ -248,6 +252,20 @@ def _certified(eps: dict[str, Any] | None) -> list[tuple[str, str, str]]:
         ("  alarms", eps["audit_alarms"] if eps["audits"] else None, ",.0f"),
     ]
     return [(name, "", format(value, form)) for name, value, form in rows if value is not None]
+
+
+def _layer(layer: dict[str, Any] | None) -> list[tuple[str, str, str]]:
+    if layer is None:
+        return []
+    return [
+        (
+            f"8B model's layer, {layer['context']:,} tokens: ms",
+            f"{layer['best_dense_ms']:.2f}",
+            f"{layer['step_ms']:.2f}",
+        ),
+        ("  bytes against dense", "1.0000", f"{layer['bytes_ratio']:.4f}"),
+        ("  times as fast", "", f"{layer['speedup']:.1f}"),
+    ]
 
 
 def dense_json(tokens: Sequence[int], summary: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from functools import cache, wraps
 from types import ModuleType
 from typing import ParamSpec, TypeVar
 
+from eps_core.cpu.kernels import why_not
+
 P = ParamSpec("P")
 R = TypeVar("R")
 _MODULES = {"numba": "eps_cuda.kernels.cpu", "triton": "eps_cuda.kernels.dispatch"}
@@ -23,7 +25,7 @@ def usable_kernels(device: str) -> list[str]:
     usable = ["arrays"]
     if importlib.util.find_spec("triton") is not None and (device != "cpu" or interpreted()):
         usable.append("triton")
-    if device == "cpu" and importlib.util.find_spec("numba") is not None:
+    if device == "cpu" and why_not() is None:
         usable.append("numba")
     return usable
 

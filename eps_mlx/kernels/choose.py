@@ -1,12 +1,12 @@
 """Which code computes a cache's functions: array operations, or kernels. Both give the same values and visit lists."""
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from functools import cache, wraps
 from types import ModuleType
 from typing import ParamSpec, TypeVar
 
+from eps_core.cpu.kernels import why_not
 from eps_mlx.kernels import launch
 
 P = ParamSpec("P")
@@ -19,7 +19,7 @@ def usable_kernels(device: str) -> list[str]:
     usable = ["arrays"]
     if launch.available() and (device != "cpu" or launch.runner is not None):
         usable.append("metal")
-    if device == "cpu" and importlib.util.find_spec("numba") is not None:
+    if device == "cpu" and why_not() is None:
         usable.append("numba")
     return usable
 

@@ -1,0 +1,139 @@
+"""Compiles CPU kernels and keeps what was compiled in EPS's own cache folder, a file a function and signature.
+
+numba's own caches lie beside the sources or in the user's folder and end a program where neither can be written, or a
+file in them is damaged; and they keep code by the source of the outermost function alone, so that one that calls into
+a file that changed would run old code. Here all sources name the folder, a file carries its own hash, and a cache that
+cannot be read or written costs a compilation.
+"""
+
+import functools
+import hashlib
+import os
+import pickle
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+from numba.core.caching import NullCache
+from numba.core.compiler import CompileResult
+from numba.core.serialize import dumps
+
+from eps_core.files import caches
+
+# never nnan or ninf: infinities carry meaning here
+FAST = frozenset({"reassoc", "contract", "arcp", "nsz"})
+_DIGEST = hashlib.sha256().digest_size
+_KEPT_DAYS = 30  # of code that another version of EPS, numba or Python compiled
+
+_state = {"preparing": False, "announced": False}
+
+
+def kernel(fastmath: frozenset[str] = frozenset()) -> Callable[[Callable[..., Any]], Any]:
+    """Compiles a function without the GIL and keeps its code."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        compiled = numba.njit(nogil=True, error_model="numpy", fastmath=set(fastmath))(function)
+        compiled._cache = _Kept(function)
+        return compiled
+
+    return decorate
+
+
+def compiled_from() -> str:
+    """A hash of all that kernels come from: this folder, the summaries whose numbers they hold, the versions."""
+    folder = Path(__file__).parent
+    versions = numba.__version__, llvmlite.__version__, platform.python_version(), *numba_settings()
+    sources = hashlib.sha256(repr(versions).encode())
+    for source in (*sorted(folder.glob("*.py")), *sorted((folder.parent / "summaries").glob("*.py"))):
+        sources.update(source.read_bytes())
+    return sources.hexdigest()
+
+
+def numba_settings() -> list[tuple[str, str]]:
+    """Of numba's variables, those that may change the code it makes."""
+    harmless = ("NUMBA_NUM_THREADS", "NUMBA_CACHE_DIR")
+    return sorted((k, v) for k, v in os.environ.items() if k.startswith("NUMBA_") and k not in harmless)
+
+
+@contextmanager
+def preparing() -> Iterator[None]:
+    """While it lasts, the first compilation is announced on stderr, and a kernel is called every way that later calls
+    may take (`openmp`), so that all of them are compiled."""
+    before = _state["preparing"]
+    _state["preparing"] = True
+    try:
+        yield
+    finally:
+        _state["preparing"] = before
+
+
+def is_preparing() -> bool:
+    return _state["preparing"]
+
+
+@functools.cache
+def _folder() -> Path | None:
+    """Where this version's code is kept; None: nowhere."""
+    caches_folder = caches.folder()
+    if caches_folder is None:
+        return None
+    folder = caches_folder / f"kernels-{compiled_from()[:32]}"
+    try:
+        folder.mkdir(exist_ok=True)
+        os.utime(folder)  # says that it is used
+        for other in caches_folder.glob("kernels-*"):
+            if time.time() - other.stat().st_mtime > _KEPT_DAYS * 86400:
+                shutil.rmtree(other, ignore_errors=True)
+    except OSError:
+        return None
+    return folder
+
+
+class _Kept(NullCache):
+    """The code of one function: each file a SHA-256 and what it is of."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._name = f"{Path(function.__code__.co_filename).stem}.{function.__qualname__}"
+
+    def _path(self, signature: Any, codegen: Any) -> Path | None:
+        folder = _folder()
+        if folder is None:
+            return None
+        key = hashlib.sha256(repr((self._name, str(signature), codegen.magic_tuple())).encode()).hexdigest()
+        return folder / f"{self._name}-{key[:32]}"
+
+    def load_overload(self, sig: Any, target_context: Any) -> CompileResult | None:
+        target_context.refresh()
+        path = self._path(sig, target_context.codegen())
+        try:
+            data = b"" if path is None else path.read_bytes()
+        except OSError:
+            data = b""
+        digest, code = data[:_DIGEST], data[_DIGEST:]
+        if code and hashlib.sha256(code).digest() == digest:
+            return CompileResult._rebuild(target_context, *pickle.loads(code))
+        if _state["preparing"] and not _state["announced"]:
+            _state["announced"] = True
+            print("compiling CPU kernels for this machine, once: about half a minute ..", file=sys.stderr)
+        return None
+
+    def save_overload(self, sig: Any, data: CompileResult) -> None:
+        path = self._path(sig, data.codegen)
+        if path is None or data.library.has_dynamic_globals:
+            return
+        code = dumps(data._reduce())
+        fault = caches.keep(path, hashlib.sha256(code).digest() + code)
+        if fault is not None:
+            _warn_once(f"compiled kernels cannot be kept in {path.parent} ({fault}): set {caches.VARIABLE}")
+
+
+@functools.cache
+def _warn_once(line: str) -> None:
+    print(line, file=sys.stderr)

@@ -1,0 +1,108 @@
+"""Compiled kernels are kept in a folder of EPS's own; what is wrong with it costs a compilation and never a run."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eps_core.cpu.kernels import why_not
+from eps_core.errors import ConfigError
+from eps_core.files import caches
+from eps_core.load import load_backend, resolve_kernels
+
+# compiles one small kernel and says how often numba compiled it
+PROGRAM = """
+import numpy as np
+from eps_core.cpu import compile, score
+times = []
+real = compile._Kept.load_overload
+def counted(self, sig, context):
+    found = real(self, sig, context)
+    times.append(found is None)
+    return found
+compile._Kept.load_overload = counted
+score.slack_of(64, np.float32(2.0), np.float32(3.0))
+print(sum(times))
+"""
+
+
+def compilations(cache: Path | None, **environment: str) -> tuple[int, str]:
+    """(kernels that were compiled, stderr) of a process of its own."""
+    given = {name: value for name, value in os.environ.items() if name not in ("HOME", "XDG_CACHE_HOME")}
+    given |= environment | ({} if cache is None else {caches.VARIABLE: str(cache)})
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=given, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout), done.stderr
+
+
+def kept(folder: Path) -> list[Path]:
+    return [file for file in folder.rglob("*") if file.is_file()]
+
+
+def test_what_was_compiled_is_loaded_and_what_is_damaged_is_made_again(tmp_path: Path) -> None:
+    assert compilations(tmp_path) == (1, "") and compilations(tmp_path) == (0, "")
+    (file,) = kept(tmp_path)
+    whole = file.read_bytes()
+    flipped = whole[:100] + bytes([whole[100] ^ 1]) + whole[101:]
+    for damaged in (b"", whole[:20], whole[: len(whole) // 2], flipped, os.urandom(500)):
+        file.write_bytes(damaged)
+        assert compilations(tmp_path) == (1, "")
+        assert compilations(tmp_path) == (0, "")
+
+
+def test_numbas_own_folder_is_left_alone(tmp_path: Path) -> None:
+    """It holds other programs' code."""
+    theirs = tmp_path / "numba" / "eps_core_cpu" / "other.nbi"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_bytes(b"not ours")
+    compilations(tmp_path / "ours", NUMBA_CACHE_DIR=str(tmp_path / "numba"))
+    assert kept(tmp_path / "numba") == [theirs] and theirs.read_bytes() == b"not ours"
+
+
+@pytest.mark.parametrize("wanted", ["/proc/nowhere", "/dev/null/x"])
+def test_where_no_folder_can_be_written_a_temporary_one_serves_and_goes(wanted: str, tmp_path: Path) -> None:
+    compiled, said = compilations(Path(wanted), HOME=wanted, TMPDIR=str(tmp_path))
+    assert compiled == 1 and said.count("\n") == 1 and wanted in said and caches.VARIABLE in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_costs_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    assert caches.keep(tmp_path / "kernel", b"code") == "No space left on device"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("NUMBA_DISABLE_JIT", "1", "unset it"),
+        ("NUMBA_NUM_THREADS", "0", "set 1 or more"),
+        ("NUMBA_NUM_THREADS", "many", "set 1 or more"),
+    ],
+)
+def test_kernels_that_cannot_be_compiled_mean_array_operations(
+    variable: str, value: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    reason = why_not()
+    assert reason is not None and variable in reason and says in reason
+    for name in ("cuda", "mlx"):
+        usable = load_backend(name).usable_kernels("cpu")
+        assert "numba" not in usable
+        with pytest.raises(ConfigError, match=variable):
+            resolve_kernels("numba", usable, "cpu")
+
+
+def test_old_versions_code_goes_and_this_ones_stays(tmp_path: Path) -> None:
+    old, recent, foreign = (tmp_path / name for name in ("kernels-0123", "kernels-4567", "costs.json"))
+    for folder in (old, recent):
+        folder.mkdir()
+    foreign.write_text("{}")
+    os.utime(old, (0, 0))
+    compilations(tmp_path)
+    assert not old.exists() and recent.exists() and foreign.exists()
