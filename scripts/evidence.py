@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from eps_core.errors import ConfigError
+from eps_core.errors import ConfigError, exit_code
 from eps_core.evaluation.curves import Cell, arm_name, bytes_at_kl, label, markdown
 from eps_core.files import inputs
 from eps_core.files.outputs import replacing
@@ -281,8 +281,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(exit_code(main))

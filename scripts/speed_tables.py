@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from eps_core.bench import targets
-from eps_core.errors import ConfigError
+from eps_core.errors import exit_code
 from eps_core.files import inputs
 from eps_core.files.records import Name, Positive, read_record
 
@@ -70,12 +70,12 @@ def step_table(folder: Path) -> None:
         ))  # fmt: skip
 
 
-if __name__ == "__main__":
+def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "results")
-    try:
-        for table in (layer_table, scaling_table, step_table):
-            table(folder)
-            print()
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    for table in (layer_table, scaling_table, step_table):
+        table(folder)
+        print()
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

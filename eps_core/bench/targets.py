@@ -1,14 +1,13 @@
 """Which of the GPU targets a benchmark's records meet."""
 
 import json
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from eps_core.bench.layer import GRAPH
-from eps_core.errors import ConfigError
+from eps_core.errors import ConfigError, exit_code
 from eps_core.files import inputs
 from eps_core.files.records import Between, Count, Name, Positive, read_record
 
@@ -127,14 +126,14 @@ def _name(cell: Line) -> str:
 
 def main(paths: list[Path]) -> int:
     """Prints every target; 0: all met or none judged, 1: some missed, 2: unusable input."""
-    try:
-        runs, cells = load_lines(paths)
-        if not cells:
-            raise ConfigError(f"{', '.join(map(str, paths)) or 'no file'}: no cells of bench: {MEND}")
-        targets = judge(cells)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return exit_code(lambda: _main(paths))
+
+
+def _main(paths: list[Path]) -> int:
+    runs, cells = load_lines(paths)
+    if not cells:
+        raise ConfigError(f"{', '.join(map(str, paths)) or 'no file'}: no cells of bench: {MEND}")
+    targets = judge(cells)
     for run in runs:
         known = (str(run.get(name))[:200] for name in ("device_name", "versions", "git_commit"))
         print("{} on {} ({}), {}, {}".format(run["backend"], run["device"], *known))
