@@ -8,7 +8,7 @@ from typing import Any
 
 JUNK: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 2, 0.0, -0.5, 0.5, 1e-320, 1e308, -1e308, 2**31, 2**53, 2**63, -(2**63) - 1, 10**300,
-    float("nan"), float("inf"), "", "x", "0", "nan", "x" * 5000, "\x00", "\ud800", "é $\\frac{1 <b>&", "[" * 200,
+    float("nan"), float("inf"), "", " ", "x", "0", "nan", "x" * 5000, "\x00", "\ud800", "é $\\frac{1 <b>&", "[" * 200,
     "a\nb", [], {}, [[]], [None], [0, 1], [[0.5, 0.1]], {"": {}}, {"type": []},
 )  # fmt: skip
 # texts that Python's own JSON writer does not write
@@ -36,7 +36,7 @@ def _mutate(value: Any, random: Random) -> Any:
     if fault < 0.15:
         del value[key]
     elif fault < 0.25 and isinstance(value, dict):
-        value[random.choice(("", "x", "type", "method", "\ud800", "y" * 300))] = random.choice(JUNK)
+        value[random.choice(("", "x", "type", "method", "\ud800", "y" * 300))] = _junk(random)
     elif fault < 0.25:
         value.insert(key, copy.deepcopy(value[key]))
     elif fault < 0.3:
@@ -47,13 +47,17 @@ def _mutate(value: Any, random: Random) -> Any:
 
 
 def _other(value: Any, random: Random) -> Any:
-    if type(value) in (int, float) and random.random() < 0.4:
+    if type(value) in (int, float) and abs(value) < 1e15 and random.random() < 0.4:
         return random.choice((-value, value * 1000, value / 1000, value + 1, float(value), str(value)))
     if random.random() < 0.15:
         return [value] if random.random() < 0.5 else {"x": value}
     if random.random() < 0.05:
         return _deep(value, random.choice((70, 400)))
-    return random.choice(JUNK)
+    return _junk(random)
+
+
+def _junk(random: Random) -> Any:
+    return copy.deepcopy(random.choice(JUNK))
 
 
 def _deep(value: Any, depth: int) -> Any:

@@ -102,7 +102,8 @@ def scatter(points: Mapping[str, list[tuple[float, float]]], x: str, y: str, cap
         for index, (name, pairs) in enumerate(points.items()):
             axes.plot(
                 [true for _, true in pairs], [cert for cert, _ in pairs], linestyle="none", alpha=0.7,
-                marker=MARKERS[index % len(MARKERS)], markersize=4, color=colour(name.split()[0]), label=_plain(name),
+                marker=MARKERS[index % len(MARKERS)], markersize=4, color=colour(name.split(" ")[0]),
+                label=_plain(name),
             )  # fmt: skip
         axes.plot([0, 1], [0, 1], color=INK, linewidth=1, linestyle=":", label="certificate = truth")
         axes.set_xlabel(x)
