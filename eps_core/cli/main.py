@@ -52,7 +52,9 @@ def cli() -> None:
 @click.option(
     "--prompt", metavar="TEXT", help="Text to continue.  [default, without --model: a 4,096-token needle task]"
 )
-@click.option("--prompt-file", type=click.Path(path_type=Path), metavar="FILE", help="The same from a UTF-8 file.")
+@click.option(
+    "--prompt-file", type=click.Path(path_type=Path), metavar="FILE", help="The same from a UTF-8 file; -: stdin."
+)
 @click.option(
     "--max-new-tokens", type=click.IntRange(min=1),
     help=f"[default: 32; {DEMO_NEW_TOKENS} for the built-in prompt, whose answer is 5 digits and a full stop]",
@@ -142,27 +144,15 @@ def _large_layer(session: Any) -> dict[str, Any] | None:
         return Bench(request, progress).headline()
 
 
-def _prompt(flags: dict[str, Any]) -> str | None:
-    """The prompt's text; None: the demo's needle document."""
+def _prompt(flags: dict[str, Any]) -> str | Path | None:
+    """The prompt, as a text or the file that holds it; None: the demo's needle document."""
+    prompt: str | None = flags["prompt"]
     path: Path | None = flags["prompt_file"]
-    if flags["prompt"] is not None and path is not None:
+    if prompt is not None and path is not None:
         raise click.UsageError("--prompt and --prompt-file say two things: give one of them")
-    if path is not None:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"prompt file {path} cannot be read ({error.strerror}): give a text file") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"prompt file {path} is not UTF-8 at byte {error.start}: convert it") from error
-    elif flags["prompt"] is None and flags["model"] is None:
-        return None
-    elif flags["prompt"] is None:
+    if prompt is None and path is None and flags["model"] is not None:
         raise click.UsageError("--model needs a prompt: add --prompt or --prompt-file")
-    else:
-        text = flags["prompt"]
-    if not text:
-        raise ConfigError("the prompt is empty: give at least one character")
-    return text
+    return path if path is not None else prompt
 
 
 @cli.command("info")

@@ -18,12 +18,16 @@ from eps_core.decode.forward import Decoder, load_decoder
 from eps_core.decode.generate import prefill
 from eps_core.decode.kernel_check import disagreement
 from eps_core.decode.model import DEMO_MODEL, ModelSpec, load_tokenizer, read_spec
-from eps_core.errors import ConfigError
+from eps_core.errors import ConfigError, require
+from eps_core.files import inputs
 from eps_core.gate.protocol import Array, Backend
 from eps_core.load import backend_name, load_backend, resolve_kernels
 from eps_core.paging.pool import PagePool
 from eps_core.paging.pool import Sequence as PagedSequence
 from eps_core.telemetry import terminal
+
+_CHARACTERS_PER_TOKEN = 16  # of a text's start that is encoded at first
+_CUT_TOKENS = 64  # more than a cut within a word can change
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +137,31 @@ class Session:
         """Steps of which one is timed layer by layer: waiting for the device between layers costs nothing on a CPU."""
         return 1 if self.device == "cpu" else 4
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
+    def prompt_text(self, prompt: str | Path) -> str:
+        """A prompt's text, of a path what the file holds: no more of it than the model's context could."""
+        if isinstance(prompt, Path):
+            context = self.spec.max_context
+            limit = f"more than the {context:,} tokens of the model's context could hold"
+            prompt = inputs.read_text(prompt, "prompt file", "give a text file", inputs.text_bytes(context), limit)
+        require(bool(prompt), "the prompt is empty: give at least one character")
+        return prompt
+
+    def encode(self, text: str, special: bool = True, most_tokens: int | None = None) -> list[int]:
+        """The tokens of a text. With `most_tokens` no more of a long text is encoded than shows that it has more than
+        these, for a tokenizer takes seconds and hundreds of MB for each MB: more than `most_tokens` tokens are of its
+        start, then, and the last ones not as they are within the whole."""
+        if most_tokens is None:
+            return self._encode(text, special)
+        wanted = most_tokens + _CUT_TOKENS
+        length = wanted * _CHARACTERS_PER_TOKEN
+        while length < len(text):
+            tokens = self._encode(text[:length], special)
+            if len(tokens) >= wanted:
+                return tokens
+            length *= 4
+        return self._encode(text, special)
+
+    def _encode(self, text: str, special: bool) -> list[int]:
         try:
             tokens = list(self.tokenizer.encode(text.encode().decode(), add_special_tokens=special).ids)
         except UnicodeError as error:

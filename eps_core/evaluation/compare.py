@@ -37,7 +37,7 @@ class RunRequest:
     backend: str = "auto"
     device: str = "auto"
     model: Path | None = None
-    prompt: str | None = None
+    prompt: str | Path | None = None  # a path: the file that holds it
     max_new_tokens: int = 32
     dtype: str = "auto"
     kv_dtype: str = "auto"
@@ -110,11 +110,13 @@ def prepare(request: RunRequest) -> Job:
     session = Session.open(
         request.model, request.backend, request.device, request.dtype, request.kv_dtype, request.kernels
     )
-    spec, text, answer = session.spec, request.prompt, None
-    if text is None:
+    spec, answer = session.spec, None
+    if request.prompt is None:
         made = demo_document()
         text, answer = made.prompt, made.answer
-    prompt = session.encode(text)
+    else:
+        text = session.prompt_text(request.prompt)
+    prompt = session.encode(text, most_tokens=spec.max_context)
     if not prompt:
         raise ConfigError("the prompt is empty: give at least one token")
     if len(prompt) + request.max_new_tokens > spec.max_context:
