@@ -14,6 +14,7 @@ from eps_core.cli.captures import calibrate_command, capture_command, replay_com
 from eps_core.cli.evaluate import evaluate_command
 from eps_core.cli.grid import grid_command, report_command
 from eps_core.cli.options import AUTO, config_of, given_flags, kernels_option, selection_options, summary_options
+from eps_core.cli.prompts import prompts_of
 from eps_core.cli.source import backend_option, device_option, dtype_option, kv_dtype_option, model_option
 from eps_core.config.bytes import open_group_bytes
 from eps_core.decode.generate import Sampling
@@ -43,7 +44,10 @@ def cli() -> None:
 @click.option(
     "--prompt", metavar="TEXT", help="Text to continue.  [default, without --model: a 4,096-token needle task]"
 )
-@click.option("--prompt-file", type=click.Path(path_type=Path), metavar="FILE", help="The same from a UTF-8 file.")
+@click.option(
+    "--prompt-file", "prompt_files", type=click.Path(path_type=Path), metavar="FILE", multiple=True,
+    help="The same from a UTF-8 file; from a .jsonl file each line's \"prompt\". Several prompts are one batch.",
+)  # fmt: skip
 @click.option(
     "--max-new-tokens", type=click.IntRange(min=1),
     help=f"[default: 32; {DEMO_NEW_TOKENS} for the built-in prompt, whose answer is 5 digits and a full stop]",
@@ -76,7 +80,7 @@ def cli() -> None:
 @summary_options
 @click.pass_context
 def run_command(ctx: click.Context, /, **flags: Any) -> None:
-    """Decode a prompt densely, then with EPS, and compare.
+    """Decode a prompt, or a batch of them, densely, then with EPS, and compare.
 
     Without --model this runs the demo model on a built-in needle prompt with --eps-method rq; with --model EPS is off
     until --eps-method names a method. --eps-method off is the rollback: other --eps flags then mean nothing.
@@ -101,12 +105,12 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
     # late: `eps-proto info` and --help must work where a model cannot be loaded
     from eps_core.evaluation.compare import RunRequest, run
 
-    prompt = _prompt(flags)
+    prompts = prompts_of(flags["prompt"], flags["prompt_files"], needed=flags["model"] is not None)
     request = RunRequest(
         config=config,
         sampling=Sampling(flags["temperature"], flags["top_p"], flags["seed"]),
-        prompt=prompt,
-        max_new_tokens=flags["max_new_tokens"] or (DEMO_NEW_TOKENS if prompt is None else 32),
+        prompts=prompts,
+        max_new_tokens=flags["max_new_tokens"] or (32 if prompts else DEMO_NEW_TOKENS),
         kv_dtype=flags["kv_dtype"] or "auto",
         baseline=not flags["no_baseline"],
         method_is_default=flags["eps_method"] is None,
@@ -115,29 +119,6 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
     )
     result = run(request, sys.stdout)
     click.echo(outputs.to_json(result))
-
-
-def _prompt(flags: dict[str, Any]) -> str | None:
-    """The prompt's text; None: the demo's needle document."""
-    path: Path | None = flags["prompt_file"]
-    if flags["prompt"] is not None and path is not None:
-        raise click.UsageError("--prompt and --prompt-file say two things: give one of them")
-    if path is not None:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"prompt file {path} cannot be read ({error.strerror}): give a text file") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"prompt file {path} is not UTF-8 at byte {error.start}: convert it") from error
-    elif flags["prompt"] is None and flags["model"] is None:
-        return None
-    elif flags["prompt"] is None:
-        raise click.UsageError("--model needs a prompt: add --prompt or --prompt-file")
-    else:
-        text = flags["prompt"]
-    if not text:
-        raise ConfigError("the prompt is empty: give at least one character")
-    return text
 
 
 @cli.command("info")

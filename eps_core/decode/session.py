@@ -1,25 +1,27 @@
 """A model, a backend, a device and kernels, opened once."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, overload
 
 from tokenizers import Tokenizer
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec, Store
 from eps_core.decode.forward import Decoder, load_decoder
-from eps_core.decode.generate import prefill
+from eps_core.decode.generate import Sampling, generate, prefill, tokens_of
 from eps_core.decode.kernel_check import disagreement
 from eps_core.decode.model import DEMO_MODEL, ModelSpec, load_tokenizer, read_spec
-from eps_core.errors import ConfigError
+from eps_core.errors import ConfigError, require, require_kind
 from eps_core.gate.protocol import Array, Backend
 from eps_core.load import backend_name, load_backend, resolve_kernels
 from eps_core.paging.pool import PagePool
 from eps_core.paging.pool import Sequence as PagedSequence
+from eps_core.telemetry.steps import StepRecord, summarise
+from eps_core.telemetry.terminal import TextStream
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +46,23 @@ class Prefix:
         return sequence, cache
 
 
+@dataclass(frozen=True)
+class Generation:
+    """How a prompt went on. What was read, and the speed, are of the whole batch that it was decoded in."""
+
+    text: str
+    tokens: list[int]  # the end-of-text token that it stopped at included
+    prompt_tokens: int
+    bytes_read: int  # K, V and summaries, over all steps
+    bytes_dense: int  # what dense attention reads in the same steps
+    groups_read: int  # summed over steps, layers and kv heads; pages where EPS is off
+    groups_total: int
+    tokens_per_s: float | None  # of decode
+
+
 @dataclass
 class Session:
-    """A loaded model: what every prompt, document and arm has in common."""
+    """A loaded model: what every prompt, document and arm has in common. `generate` and `stream` continue prompts."""
 
     model: str  # as the user named it: a directory, or demo
     path: Path
@@ -58,22 +74,27 @@ class Session:
     kv_dtype: str
     kernels: str
     fault: str | None  # why auto took array operations instead of kernels
+    config: EpsConfig  # of `generate` and `stream`; documents and arms bring their own
 
     @classmethod
     def open(
         cls,
-        model: Path | None = None,
+        model: Path | str | None = None,
         backend: str = "auto",
         device: str = "auto",
         dtype: str = "auto",
         kv_dtype: str = "auto",
         kernels: str = "auto",
-        checked: EpsConfig | None = None,
+        config: EpsConfig | None = None,
+        **settings: Any,
     ) -> Self:
-        """A model directory, None for the demo model, on a backend. Everything that can be refused is refused here; the
-        weights are read when the decoder is first asked for. dtype auto: float32 on a CPU, else as stored; kv_dtype
-        auto: as dtype. Kernels that a GPU has and nobody named are first checked with `checked` (None: taken as is)."""
-        path = model or DEMO_MODEL
+        """A model directory, None for the demo model, on a backend. EPS as `config` says, or flat `settings` of
+        `EpsConfig.of` (method="rq", budget=0.05, ..); off without them. Everything that can be refused is refused here;
+        the weights are read when the decoder is first asked for. dtype auto: float32 on a CPU, else as stored; kv_dtype
+        auto: as dtype. Kernels that a GPU has and nobody named are first checked with the config (none: taken as
+        is)."""
+        checked = _config_of(config, settings)
+        path = DEMO_MODEL if model is None else Path(model)
         if model is None and not (path / "config.json").is_file():
             raise ConfigError(f"the demo model is not in this installation ({path}): pass --model DIR")
         spec, tokenizer, module = read_spec(path), load_tokenizer(path), load_backend(backend)
@@ -88,7 +109,7 @@ class Session:
             one = CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 1, kv_dtype)
             kernels, fault = choose_kernels(module, device, kernels, one, spec.num_heads, checked)
         name = "demo" if model is None else str(model)
-        return cls(name, path, spec, tokenizer, module, device, dtype, kv_dtype, kernels, fault)
+        return cls(name, path, spec, tokenizer, module, device, dtype, kv_dtype, kernels, fault, checked or EpsConfig())
 
     @cached_property
     def decoder(self) -> Decoder:
@@ -123,26 +144,131 @@ class Session:
         text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
-    def cache_spec(self, store: Store, num_tokens: int, batch: int = 1) -> CacheSpec:
-        """Of `batch` sequences of up to `num_tokens` tokens. A cache larger than the machine is refused here; on a GPU
-        its allocator is asked instead."""
-        units = batch * -(-num_tokens // store.unit_tokens)
+    def encode_prompts(self, texts: Sequence[str], max_new_tokens: int) -> list[list[int]]:
+        """Tokens of prompts that the model can continue by `max_new_tokens`; others are refused, by their number where
+        there are several."""
+        require(len(texts) > 0, "there is no prompt to continue: give at least one")
+        require_kind("max-new-tokens", max_new_tokens, int)
+        require(max_new_tokens >= 1, f"max-new-tokens {max_new_tokens} is below 1: nothing would be generated; use 32")
+        prompts = []
+        for number, text in enumerate(texts, start=1):
+            which = f"prompt {number}" if len(texts) > 1 else "the prompt"
+            require_kind(which, text, str)
+            prompts.append(self.encode(text))
+            length = len(prompts[-1])
+            require(bool(text) and length > 0, f"{which} is empty: give at least one character")
+            require(
+                length + max_new_tokens <= self.spec.max_context,
+                f"{which} of {length} tokens and {max_new_tokens} new ones exceed "
+                f"the model's context of {self.spec.max_context} tokens: shorten the prompt or lower max-new-tokens",
+            )
+        return prompts
+
+    @overload
+    def generate(self, prompt: str, *args: Any, **more: Any) -> Generation: ...
+
+    @overload
+    def generate(self, prompt: list[str] | tuple[str, ...], *args: Any, **more: Any) -> list[Generation]: ...
+
+    def generate(
+        self,
+        prompt: str | list[str] | tuple[str, ...],
+        max_new_tokens: int = 32,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: bool = True,
+    ) -> Generation | list[Generation]:
+        """How a prompt goes on, or each of a list of prompts, decoded in one batch. Temperature 0 is greedy; a drawn
+        token depends on seed, the prompt's place in the list and its position alone. With `stop` a prompt ends at the
+        model's end-of-text tokens. Nothing is kept from one call to the next."""
+        texts = list(prompt) if isinstance(prompt, list | tuple) else [prompt]
+        prompts, steps = self._steps(texts, max_new_tokens, Sampling(temperature, top_p, seed), stop)
+        records = list(steps)
+        total = summarise(records)
+        made = [
+            Generation(
+                self.decode(tokens),
+                tokens,
+                len(one),
+                total["bytes_kv_read_est"] + total["bytes_summary_read"],
+                total["bytes_kv_dense"],
+                total["pages_visited"],
+                total["pages_total"],
+                total["tokens_per_s"],
+            )
+            for one, tokens in zip(prompts, tokens_of(records, len(prompts)), strict=True)
+        ]
+        return made if isinstance(prompt, list | tuple) else made[0]
+
+    def stream(
+        self,
+        prompt: str,
+        max_new_tokens: int = 32,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: bool = True,
+    ) -> Iterator[str]:
+        """The text of `generate` in pieces of whole characters, each as soon as its tokens are there."""
+        _, steps = self._steps([prompt], max_new_tokens, Sampling(temperature, top_p, seed), stop)
+        pieces: list[str] = []
+        text = TextStream(self.tokenizer, pieces.append)
+
+        def told() -> Iterator[str]:
+            for record in steps:
+                text.add(record.tokens[0])
+                yield from pieces
+                pieces.clear()
+            text.flush()
+            yield from pieces
+
+        return told()
+
+    def _steps(
+        self, texts: Sequence[str], max_new_tokens: int, sampling: Sampling, stop: bool
+    ) -> tuple[list[list[int]], Generator[StepRecord, None, Any]]:
+        """(tokens of each prompt, steps to come), in a cache of their own; what can be refused is refused here."""
+        prompts = self.encode_prompts(texts, max_new_tokens)
+        self.load()
+        cache, pool = self.cache(self.config.store, [len(prompt) + max_new_tokens for prompt in prompts])
+        stop_tokens = self.spec.eos_token_ids if stop else ()
+        return prompts, generate(
+            self.decoder, cache, pool, prompts, max_new_tokens, sampling, self.config.read, stop_tokens
+        )
+
+    def cache_spec(self, store: Store, num_tokens: int | Sequence[int], pool_tokens: int | None = None) -> CacheSpec:
+        """Of a sequence of up to `num_tokens` tokens, or of several, each with its own number; of `pool_tokens` in all
+        where these are given, which must suffice. A cache larger than the machine is refused here; on a GPU its
+        allocator is asked instead."""
+        size = store.unit_tokens
+        lengths = [num_tokens] if isinstance(num_tokens, int) else num_tokens
+        needed = sum(-(-length // size) for length in lengths)
+        units = needed if pool_tokens is None else pool_tokens // size
+        require(
+            units >= needed,
+            f"{'a prompt' if len(lengths) == 1 else f'{len(lengths)} prompts'} of {sum(lengths)} tokens, new ones "
+            f"included, need{'s' if len(lengths) == 1 else ''} {needed} pool groups of {size} tokens, and pool-tokens "
+            f"{pool_tokens} holds {units}: raise it to {needed * size} or shorten the prompt",
+        )
         spec = CacheSpec(
             self.spec.num_layers,
             self.spec.num_kv_heads,
             self.spec.head_dim,
             units,
             self.kv_dtype,
-            max_open_groups=batch,
+            max_open_groups=len(lengths),
         )
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if self.device == "cpu" and _cache_bytes(spec, store) > memory:
             raise _too_large(spec, store, f"this machine's {memory / 2**20:,.0f} MiB")
         return spec
 
-    def cache(self, store: Store, num_tokens: int, batch: int = 1) -> tuple[Any, PagePool]:
+    def cache(
+        self, store: Store, num_tokens: int | Sequence[int], pool_tokens: int | None = None
+    ) -> tuple[Any, PagePool]:
         """(cache, the pool of its units), empty: see `cache_spec`."""
-        spec = self.cache_spec(store, num_tokens, batch)
+        spec = self.cache_spec(store, num_tokens, pool_tokens)
         try:
             cache = self.backend.new_cache(spec, store, self.device, self.kernels)
         except (MemoryError, RuntimeError) as error:
@@ -160,6 +286,18 @@ class Session:
         (table,) = pool.table([sequence])
         layers = range(self.spec.num_layers)
         return Prefix(list(tokens), [self.backend.read_kv(cache, layer, table, len(tokens)) for layer in layers])
+
+
+def _config_of(config: EpsConfig | None, settings: dict[str, Any]) -> EpsConfig | None:
+    """A config or flat settings; None where there is neither."""
+    if not settings:
+        return config
+    require(config is None, f"config and {next(iter(settings))} say two things: give one of them")
+    made = EpsConfig.of(**settings)
+    idle = sorted(set(settings) - {"method", "block_size"})
+    if idle and "method" not in settings:
+        raise ConfigError(f'{idle[0]} means nothing while EPS is off: add method="rq"')
+    return made
 
 
 def _cache_bytes(spec: CacheSpec, store: Store) -> int:
