@@ -213,6 +213,14 @@ def test_wrong_settings_are_refused_in_one_line(plain: Session, settings: dict, 
     assert "\n" not in str(refused.value)
 
 
+def test_kernels_that_nobody_named_are_checked_with_what_will_run(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(session_module, "choose_kernels", lambda *args: seen.append(args[-1]) or ("arrays", None))
+    for settings in ({}, BOX):
+        Session.open(model, "numpy", **settings)
+    assert seen == [EpsConfig(), EpsConfig.of(**BOX)]
+
+
 def test_settings_are_flat_or_a_config_and_off_without_either(model: Path) -> None:
     config = EpsConfig.of(**BOX)
     assert Session.open(str(model), "numpy").config == EpsConfig()

@@ -74,7 +74,7 @@ class Session:
     kv_dtype: str
     kernels: str
     fault: str | None  # why auto took array operations instead of kernels
-    config: EpsConfig  # of `generate` and `stream`; documents and arms bring their own
+    config: EpsConfig = EpsConfig()  # noqa: RUF009  of `generate` and `stream`; documents and arms bring their own
 
     @classmethod
     def open(
@@ -91,9 +91,8 @@ class Session:
         """A model directory, None for the demo model, on a backend. EPS as `config` says, or flat `settings` of
         `EpsConfig.of` (method="rq", budget=0.05, ..); off without them. Everything that can be refused is refused here;
         the weights are read when the decoder is first asked for. dtype auto: float32 on a CPU, else as stored; kv_dtype
-        auto: as dtype. Kernels that a GPU has and nobody named are first checked with the config (none: taken as
-        is)."""
-        checked = _config_of(config, settings)
+        auto: as dtype. Kernels that a GPU has and nobody named are first checked with that config."""
+        config = _config_of(config, settings)
         path = DEMO_MODEL if model is None else Path(model)
         if model is None and not (path / "config.json").is_file():
             raise ConfigError(f"the demo model is not in this installation ({path}): pass --model DIR")
@@ -102,14 +101,10 @@ class Session:
         if dtype == "auto":
             dtype = "float32" if device == "cpu" else spec.stored_dtype
         kv_dtype = dtype if kv_dtype == "auto" else kv_dtype
-        fault = None
-        if checked is None:
-            kernels = resolve_kernels(kernels, module.usable_kernels(device), device)
-        else:
-            one = CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 1, kv_dtype)
-            kernels, fault = choose_kernels(module, device, kernels, one, spec.num_heads, checked)
+        one = CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 1, kv_dtype)
+        kernels, fault = choose_kernels(module, device, kernels, one, spec.num_heads, config)
         name = "demo" if model is None else str(model)
-        return cls(name, path, spec, tokenizer, module, device, dtype, kv_dtype, kernels, fault, checked or EpsConfig())
+        return cls(name, path, spec, tokenizer, module, device, dtype, kv_dtype, kernels, fault, config)
 
     @cached_property
     def decoder(self) -> Decoder:
@@ -288,10 +283,10 @@ class Session:
         return Prefix(list(tokens), [self.backend.read_kv(cache, layer, table, len(tokens)) for layer in layers])
 
 
-def _config_of(config: EpsConfig | None, settings: dict[str, Any]) -> EpsConfig | None:
-    """A config or flat settings; None where there is neither."""
+def _config_of(config: EpsConfig | None, settings: dict[str, Any]) -> EpsConfig:
+    """A config or flat settings; off where there is neither."""
     if not settings:
-        return config
+        return config or EpsConfig()
     require(config is None, f"config and {next(iter(settings))} say two things: give one of them")
     made = EpsConfig.of(**settings)
     idle = sorted(set(settings) - {"method", "block_size"})
