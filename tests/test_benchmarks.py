@@ -251,7 +251,7 @@ def test_files_that_are_none_are_refused(tmp_path):
     (tmp_path / "binary.jsonl").write_bytes(b'{"a": "\xff"}')
     with pytest.raises(ConfigError, match="line 1: no JSON in UTF-8"):
         load_ruler(tmp_path / "binary.jsonl")
-    with pytest.raises(ConfigError, match="no JSON"):
+    with pytest.raises(ConfigError, match="is not JSON"):
         load_longbench(write(tmp_path / "a.jsonl", LINE), write(tmp_path / "prompts.json", "{"))
 
 

@@ -14,7 +14,6 @@ from eps_core.cli.captures import calibrate_command, capture_command, replay_com
 from eps_core.cli.evaluate import evaluate_command
 from eps_core.cli.grid import grid_command, report_command
 from eps_core.cli.options import AUTO, config_of, given_flags, kernels_option, selection_options, summary_options
-from eps_core.cli.prompts import prompts_of
 from eps_core.cli.source import backend_option, device_option, dtype_option, kv_dtype_option, model_option
 from eps_core.config.bytes import open_group_bytes
 from eps_core.decode.generate import Sampling
@@ -46,7 +45,7 @@ def cli() -> None:
 )
 @click.option(
     "--prompt-file", "prompt_files", type=click.Path(path_type=Path), metavar="FILE", multiple=True,
-    help="The same from a UTF-8 file; from a .jsonl file each line's \"prompt\". Several prompts are one batch.",
+    help="The same from a UTF-8 file; -: stdin; .jsonl: each line's \"prompt\". Several prompts are one batch.",
 )  # fmt: skip
 @click.option(
     "--max-new-tokens", type=click.IntRange(min=1),
@@ -105,7 +104,7 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
     # late: `eps-proto info` and --help must work where a model cannot be loaded
     from eps_core.evaluation.compare import RunRequest, run
 
-    prompts = prompts_of(flags["prompt"], flags["prompt_files"], needed=flags["model"] is not None)
+    prompts = _prompts(flags)
     request = RunRequest(
         config=config,
         sampling=Sampling(flags["temperature"], flags["top_p"], flags["seed"]),
@@ -119,6 +118,17 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
     )
     result = run(request, sys.stdout)
     click.echo(outputs.to_json(result))
+
+
+def _prompts(flags: dict[str, Any]) -> tuple[str | Path, ...]:
+    """The prompts, as texts or the files that hold them; none: the demo's needle document."""
+    prompt: str | None = flags["prompt"]
+    paths: tuple[Path, ...] = flags["prompt_files"]
+    if prompt is not None and paths:
+        raise click.UsageError("--prompt and --prompt-file say two things: give one of them")
+    if prompt is None and not paths and flags["model"] is not None:
+        raise click.UsageError("--model needs a prompt: add --prompt or --prompt-file")
+    return paths if prompt is None else (prompt,)
 
 
 @cli.command("info")

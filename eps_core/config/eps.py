@@ -7,12 +7,12 @@ errors, so the first line of every JSONL says exactly what ran.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from types import UnionType
-from typing import Any, Self, get_args, get_origin, get_type_hints
+from typing import Any, Self, get_type_hints
 
 from eps_core.config.read import DEFAULT_TAU, Read
 from eps_core.config.store import Store, coded_methods
-from eps_core.errors import ConfigError, require, require_kind
+from eps_core.errors import ConfigError, require
+from eps_core.files import records
 from eps_core.summaries import table
 
 # names and order of the flat form: flags, JSONL, keyword arguments. `refine` says both what is kept and what is read
@@ -22,16 +22,7 @@ FLAT = (
     "head_modes", "seed", "min_context", "block_size",
 )  # fmt: skip
 _STORED = {field.name for field in fields(Store)} - {"second_bit"}
-
-
-def _kind(hint: Any) -> type:
-    """The type of a setting that may be None, too."""
-    hint = get_args(hint)[0] if isinstance(hint, UnionType) else hint
-    kind: type = get_origin(hint) or hint
-    return kind
-
-
-_KINDS = {name: _kind(hint) for part in (Store, Read) for name, hint in get_type_hints(part).items() if name in FLAT}
+_KINDS = {**get_type_hints(Store), **get_type_hints(Read)}
 
 
 @dataclass(frozen=True)
@@ -68,7 +59,7 @@ class EpsConfig:
         require(not unknown, f"unknown EPS setting {', '.join(unknown)}: known are {', '.join(sorted(FLAT))}")
         for name, value in flat.items():
             if value is not None:
-                require_kind(name, value, _KINDS[name])
+                records.check(name, value, _KINDS[name])
         facts = table.facts(method)
         defaults = {
             "budget": facts.budget,

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from eps_core.errors import require, require_kind
+from eps_core.errors import require
 from eps_core.summaries.base import Facts
 
 POLICIES = ("topk", "share", "mass", "threshold")
@@ -69,10 +69,6 @@ class Read:
 
     def _check_head_modes(self) -> None:
         assert self.head_modes is not None
-        for layer in self.head_modes:
-            require_kind("a layer of head_modes", layer, tuple)
-            for mode in layer:
-                require_kind("head mode", mode, str)
         # lists come from JSON: the frozen form is tuples
         modes = tuple(tuple(layer) for layer in self.head_modes)
         object.__setattr__(self, "head_modes", modes)

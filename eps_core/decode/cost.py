@@ -10,6 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
-from eps_core.files import caches
+from eps_core.errors import ConfigError
+from eps_core.files import caches, inputs
 from eps_core.files.outputs import replacing
+from eps_core.files.records import Count, Positive, read_record
 from eps_core.gate.attend import attend_layer, collect
 from eps_core.gate.protocol import Backend
 from eps_core.load import backend_name, resolve_kernels
@@ -37,9 +40,9 @@ FILL_TOKENS = 2048  # written at a time
 class Cost:
     """Median milliseconds of one layer's attention at each of `contexts` tokens, one sequence."""
 
-    contexts: tuple[int, ...]
-    dense_ms: tuple[float, ...]
-    gated_ms: tuple[float, ...]  # score, select, attend and tail
+    contexts: tuple[Count, ...]
+    dense_ms: tuple[Positive, ...]
+    gated_ms: tuple[Positive, ...]  # score, select, attend and tail
 
     @property
     def min_context(self) -> int | None:
@@ -149,21 +152,16 @@ def cost_of(
         },
         sort_keys=True,
     )
-    kept: Any = {}
-    try:
-        kept = json.loads(costs_path().read_text())
-        contexts, dense_ms, gated_ms = (kept[key][name] for name in ("contexts", "dense_ms", "gated_ms"))
-        return Cost(tuple(map(int, contexts)), tuple(map(float, dense_ms)), tuple(map(float, gated_ms))), True
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
-        pass
+    path = costs_path()
+    kept: dict[str, Any] = {}
+    with suppress(ConfigError):
+        kept = inputs.read_object(path, "costs", "remove it")
+    with suppress(ConfigError):
+        found = read_record(Cost, kept.get(key), str(path), "remove it")
+        rising = found.contexts and list(found.contexts) == sorted(set(found.contexts))
+        if rising and len(found.contexts) == len(found.dense_ms) == len(found.gated_ms):
+            return found, True
     cost = measure(backend, device, kernels, spec, num_heads, config, max_context)
-    if not isinstance(kept, dict):
-        kept = {}
-    try:
-        path = costs_path()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
-            file.write(json.dumps({**kept, key: asdict(cost)}))
-    except (OSError, RuntimeError):  # no home folder is a RuntimeError
-        pass
+    with suppress(OSError), replacing(path) as file:
+        file.write(json.dumps({**kept, key: asdict(cost)}))
     return cost, False

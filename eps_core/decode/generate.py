@@ -14,7 +14,8 @@ import numpy as np
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
 from eps_core.decode.forward import Decoder
-from eps_core.errors import ConfigError, require_kind
+from eps_core.errors import ConfigError
+from eps_core.files import records
 from eps_core.gate.protocol import Backend
 from eps_core.gate.stats import StepOutput
 from eps_core.paging.pool import PagePool
@@ -31,9 +32,9 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require_kind("temperature", self.temperature, float)
-        require_kind("top-p", self.top_p, float)
-        require_kind("seed", self.seed, int)
+        records.check("temperature", self.temperature, float)
+        records.check("top-p", self.top_p, float)
+        records.check("seed", self.seed, int)
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise ConfigError(f"temperature {self.temperature} is negative or not a number: use 0 for greedy decoding")
         if not 0 < self.top_p <= 1:

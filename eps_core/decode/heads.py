@@ -6,12 +6,14 @@ Classes are of kv heads, because a kv head's K and V are read once for all of it
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from eps_core.decode.model import ModelSpec, read_spec
 from eps_core.errors import ConfigError
+from eps_core.files import inputs
+from eps_core.files.records import Share, read_record
 
 FORMAT_VERSION = 1
 CLASSES = ("retrieval", "streaming")
@@ -29,10 +31,10 @@ class HeadPolicy:
     num_kv_heads: int
     head_dim: int
     settings: dict[str, Any]  # context, steps, text, summary configuration and limits
-    fractions: tuple[float, ...]  # C fractions of the groups, rising
-    curves: tuple[tuple[tuple[float, ...], ...], ...]  # [L][Hkv][C] share that the best groups hold, masses known
-    fraction_needed: tuple[tuple[float, ...], ...]  # [L][Hkv] of the groups, for settings["mass"] of the softmax
-    outside_share: tuple[tuple[float, ...], ...]  # [L][Hkv] share outside the first and last tokens
+    fractions: tuple[Share, ...]  # C fractions of the groups, rising
+    curves: tuple[tuple[tuple[Share, ...], ...], ...]  # [L][Hkv][C] share that the best groups hold, masses known
+    fraction_needed: tuple[tuple[Share, ...], ...]  # [L][Hkv] of the groups, for settings["mass"] of the softmax
+    outside_share: tuple[tuple[Share, ...], ...]  # [L][Hkv] share outside the first and last tokens
     classes: tuple[tuple[str, ...], ...]  # [L][Hkv] of CLASSES
     dense_layers: tuple[int, ...]  # not sparse: gating them would not pay
     head_modes: tuple[tuple[str, ...], ...]  # [L][Hkv], as EpsConfig.head_modes
@@ -69,57 +71,35 @@ def model_fingerprint(path: Path) -> str:
 
 def load_policy(path: Path) -> HeadPolicy:
     """The policy in a JSON file, checked field by field."""
-    try:
-        values = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(
-            f"head policy {path} cannot be read ({error.strerror}): eps-proto calibrate makes one"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"head policy {path} is not JSON ({error}): calibrate again") from error
+    values = inputs.read_json(path, "head policy", "make one with eps-proto calibrate")
     if not isinstance(values, dict) or "format_version" not in values:
         raise ConfigError(f"{path} is JSON but no head policy: make one with eps-proto calibrate")
     if values["format_version"] != FORMAT_VERSION:
         raise ConfigError(
             f"{path} has head policy format {values['format_version']!r}, this is {FORMAT_VERSION}: calibrate again"
         )
-    wrong = sorted(set(values) ^ {one.name for one in fields(HeadPolicy)})
-    if wrong:
-        raise ConfigError(f"head policy {path} has unknown or missing {', '.join(wrong)}: calibrate again")
-    for name in ("fractions", "curves", "fraction_needed", "outside_share", "classes", "dense_layers", "head_modes"):
-        values[name] = _frozen(values[name])
-    policy = HeadPolicy(**values)
+    policy = read_record(HeadPolicy, values, f"head policy {path}", "calibrate again")
     fault = _fault(policy)
     if fault:
         raise ConfigError(f"head policy {path}: {fault}; calibrate again")
     return policy
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
-
-
 def _fault(policy: HeadPolicy) -> str | None:
-    """What is wrong with a policy's values, or None."""
+    """What is wrong with values that are of the right kinds, or None."""
     shape = (policy.num_layers, policy.num_kv_heads)
-    if not all(type(size) is int and size >= 1 for size in (*shape, policy.head_dim)):
+    if min(*shape, policy.head_dim) < 1:
         return f"its shape {(*shape, policy.head_dim)} is not three positive integers"
-    if not isinstance(policy.model, str) or not isinstance(policy.fingerprint, str):
-        return "its model and fingerprint are not text"
-    if not isinstance(policy.settings, dict):
-        return "its settings are no object"
-    if not _is_shares(policy.fractions) or list(policy.fractions) != sorted(set(policy.fractions)):
-        return "its fractions do not rise within 0 to 1"
+    if list(policy.fractions) != sorted(set(policy.fractions)):
+        return "its fractions do not rise"
     for name in ("curves", "fraction_needed", "outside_share", "classes", "head_modes"):
         grid = getattr(policy, name)
-        if not isinstance(grid, tuple) or len(grid) != shape[0]:
+        if len(grid) != shape[0]:
             return f"{name} is not of {shape[0]} layers"
-        if any(not isinstance(heads, tuple) or len(heads) != shape[1] for heads in grid):
+        if any(len(heads) != shape[1] for heads in grid):
             return f"{name} is not of {shape[1]} kv heads in every layer"
-    if any(not _is_shares(heads) for heads in (*policy.fraction_needed, *policy.outside_share)):
-        return "fraction_needed and outside_share must be numbers within 0 to 1"
     curves = [curve for heads in policy.curves for curve in heads]
-    if any(not _is_shares(curve) or len(curve) != len(policy.fractions) for curve in curves):
+    if any(len(curve) != len(policy.fractions) for curve in curves):
         return f"its curves are not of {len(policy.fractions)} shares each"
     if any(list(curve) != sorted(curve) for curve in curves):
         return "a curve falls: more groups cannot hold less"
@@ -127,17 +107,11 @@ def _fault(policy: HeadPolicy) -> str | None:
     if unknown:
         return f"class {unknown[0]} is none of {', '.join(CLASSES)}"
     layers = policy.dense_layers
-    if not isinstance(layers, tuple) or any(type(i) is not int or not 0 <= i < shape[0] for i in layers):
+    if any(not 0 <= layer < shape[0] for layer in layers):
         return f"dense_layers {layers!r} are not layers 0 to {shape[0] - 1}"
     if policy.head_modes != modes_of(policy.classes, layers):
         return "head_modes do not follow from its classes and dense_layers"
     return None
-
-
-def _is_shares(values: Any) -> bool:
-    return isinstance(values, tuple) and all(
-        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1 for value in values
-    )
 
 
 def check_policy(policy: HeadPolicy, model: Path, spec: ModelSpec) -> None:

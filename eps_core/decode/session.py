@@ -15,13 +15,17 @@ from eps_core.decode.forward import Decoder, load_decoder
 from eps_core.decode.generate import Sampling, generate, prefill, tokens_of
 from eps_core.decode.kernel_check import disagreement
 from eps_core.decode.model import DEMO_MODEL, ModelSpec, load_tokenizer, read_spec
-from eps_core.errors import ConfigError, require, require_kind
+from eps_core.errors import ConfigError, require
+from eps_core.files import inputs, records
 from eps_core.gate.protocol import Array, Backend
 from eps_core.load import backend_name, load_backend, resolve_kernels
 from eps_core.paging.pool import PagePool
 from eps_core.paging.pool import Sequence as PagedSequence
 from eps_core.telemetry.steps import StepRecord, summarise
 from eps_core.telemetry.terminal import TextStream
+
+_CHARACTERS_PER_TOKEN = 16  # of a text's start that is encoded at first
+_CUT_TOKENS = 64  # more than a cut within a word can change
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +127,33 @@ class Session:
         """Steps of which one is timed layer by layer: waiting for the device between layers costs nothing on a CPU."""
         return 1 if self.device == "cpu" else 4
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
+    def prompt_texts(self, prompt: str | Path) -> list[str]:
+        """A prompt's text; of a path what the file holds, no more of it than the model's context could; of a .jsonl
+        file the prompt of each line."""
+        if not isinstance(prompt, Path):
+            return [prompt]
+        if prompt.suffix == ".jsonl":
+            return _jsonl_prompts(prompt)
+        context = self.spec.max_context
+        limit = f"more than the {context:,} tokens of the model's context could hold"
+        return [inputs.read_text(prompt, "prompt file", "give a text file", inputs.text_bytes(context), limit)]
+
+    def encode(self, text: str, special: bool = True, most_tokens: int | None = None) -> list[int]:
+        """The tokens of a text. With `most_tokens` no more of a long text is encoded than shows that it has more than
+        these, for a tokenizer takes seconds and hundreds of MB for each MB: more than `most_tokens` tokens are of its
+        start, then, and the last ones not as they are within the whole."""
+        if most_tokens is None:
+            return self._encode(text, special)
+        wanted = most_tokens + _CUT_TOKENS
+        length = wanted * _CHARACTERS_PER_TOKEN
+        while length < len(text):
+            tokens = self._encode(text[:length], special)
+            if len(tokens) >= wanted:
+                return tokens
+            length *= 4
+        return self._encode(text, special)
+
+    def _encode(self, text: str, special: bool) -> list[int]:
         try:
             tokens = list(self.tokenizer.encode(text.encode().decode(), add_special_tokens=special).ids)
         except UnicodeError as error:
@@ -143,19 +173,19 @@ class Session:
         """Tokens of prompts that the model can continue by `max_new_tokens`; others are refused, by their number where
         there are several."""
         require(len(texts) > 0, "there is no prompt to continue: give at least one")
-        require_kind("max-new-tokens", max_new_tokens, int)
+        records.check("max-new-tokens", max_new_tokens, int)
         require(max_new_tokens >= 1, f"max-new-tokens {max_new_tokens} is below 1: nothing would be generated; use 32")
-        prompts = []
+        prompts, most = [], self.spec.max_context
         for number, text in enumerate(texts, start=1):
             which = f"prompt {number}" if len(texts) > 1 else "the prompt"
-            require_kind(which, text, str)
-            prompts.append(self.encode(text))
+            records.check(which, text, str)
+            prompts.append(self.encode(text, most_tokens=most))
             length = len(prompts[-1])
             require(bool(text) and length > 0, f"{which} is empty: give at least one character")
             require(
-                length + max_new_tokens <= self.spec.max_context,
-                f"{which} of {length} tokens and {max_new_tokens} new ones exceed "
-                f"the model's context of {self.spec.max_context} tokens: shorten the prompt or lower max-new-tokens",
+                length + max_new_tokens <= most,
+                f"{which} of {length if length <= most else f'more than {most}'} tokens and {max_new_tokens} new ones "
+                f"exceed the model's context of {most} tokens: shorten the prompt or lower max-new-tokens",
             )
         return prompts
 
@@ -281,6 +311,23 @@ class Session:
         (table,) = pool.table([sequence])
         layers = range(self.spec.num_layers)
         return Prefix(list(tokens), [self.backend.read_kv(cache, layer, table, len(tokens)) for layer in layers])
+
+
+def _jsonl_prompts(path: Path) -> list[str]:
+    """The prompts of a file whose lines are objects with one, or strings."""
+    mend = 'give a JSON object with a "prompt" a line'
+    prompts = []
+    for number, line in inputs.read_lines(path, "prompt file", mend, inputs.MOST_LINES_BYTES):
+        try:
+            value = inputs.parse_json(line)
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {number}: no JSON in UTF-8 ({error}): mend or remove the line") from error
+        prompt = value.get("prompt") if isinstance(value, dict) else value
+        if not isinstance(prompt, str):
+            raise ConfigError(f'{path}, line {number}: no "prompt" that is text: {mend}')
+        prompts.append(prompt)
+    require(len(prompts) > 0, f"prompt file {path} has no lines: {mend}")
+    return prompts
 
 
 def _config_of(config: EpsConfig | None, settings: dict[str, Any]) -> EpsConfig:

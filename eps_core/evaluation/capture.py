@@ -11,10 +11,10 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from math import prod, sqrt
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import ml_dtypes  # noqa: F401 - registers bfloat16 with numpy, which safetensors then returns
 import numpy as np
@@ -29,16 +29,16 @@ from eps_core.decode.model import ModelSpec
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.evaluation.runner import Document, decode
-from eps_core.files import outputs
+from eps_core.files import inputs, outputs
+from eps_core.files.records import Between, read_record
 from eps_core.gate.protocol import Array, Backend
-from eps_core.tasks.corpus import corpus
+from eps_core.tasks.corpus import corpus_or_text
 from eps_core.telemetry import provenance, terminal
 
+Size = Annotated[int, Between(1, 2**40)]
 FORMAT_VERSION = 1
 METADATA_KEY = "eps_capture"
 _SAFETENSORS_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64"}
-# characters of a text that are encoded for each token wanted, before the whole text is
-_CHARACTERS_PER_TOKEN = 16
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class CaptureInfo:
 
     format_version: int
     model: str  # name of its directory, or demo
-    num_layers: int  # of the model
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    num_layers: Size  # of the model
+    num_heads: Size
+    num_kv_heads: Size
+    head_dim: Size
     scale: float  # of the logits, a = scale * q
     layers: tuple[int, ...]  # that the file holds
-    context_tokens: int
-    num_steps: int
+    context_tokens: Size
+    num_steps: Size
     kv_dtype: str
     config: dict[str, Any]  # EpsConfig of the decode; method off: dense
     text_sha256: str
@@ -133,26 +133,13 @@ def first_tokens(session: Session, path: Path | None, num_tokens: int) -> Text:
             f"context and steps are {num_tokens} tokens, the model's context is {session.spec.max_context}: "
             "lower --context"
         )
-    content = _read_text(path)
-    tokens = session.encode(content[: num_tokens * _CHARACTERS_PER_TOKEN])
-    if len(tokens) < num_tokens:
-        tokens = session.encode(content)
+    content = corpus_or_text(path)
+    tokens = session.encode(content, most_tokens=num_tokens)
     if len(tokens) < num_tokens:
         raise ConfigError(
             f"the text has {len(tokens)} tokens and {num_tokens} are wanted: give a longer --text or lower --context"
         )
     return Text(tokens[:num_tokens], hashlib.sha256(content.encode()).hexdigest())
-
-
-def _read_text(path: Path | None) -> str:
-    if path is None:
-        return corpus().decode("ascii")
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"text file {path} cannot be read ({error.strerror}): give a text file") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"text file {path} is not UTF-8 at byte {error.start}: convert it") from error
 
 
 def record(
@@ -310,27 +297,23 @@ def open_capture(path: Path) -> Capture:
 
 def _read_info(path: Path, metadata: str) -> CaptureInfo:
     try:
-        values = json.loads(metadata)
-        version = values.get("format_version")
-    except (ValueError, AttributeError) as error:
-        raise ConfigError(f"metadata of {path} is no JSON object: capture again") from error
+        values = inputs.parse_json(metadata)
+    except ValueError as error:
+        raise ConfigError(f"metadata of {path} is not JSON ({error}): capture again") from error
+    version = values.get("format_version") if isinstance(values, dict) else None
     if version != FORMAT_VERSION:
-        raise ConfigError(f"{path} has capture format {version!r}, this is {FORMAT_VERSION}: capture again")
-    known = {one.name for one in fields(CaptureInfo)}
-    if set(values) != known:
-        wrong = sorted(set(values) ^ known)
-        raise ConfigError(f"metadata of {path} has unknown or missing {', '.join(wrong)}: capture again")
-    sizes = [values[name] for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "num_steps")]
+        raise ConfigError(f"{path} has capture format {str(version)[:20]}, this is {FORMAT_VERSION}: capture again")
+    info = read_record(CaptureInfo, values, f"metadata of {path}", "capture again")
     if (
-        not all(type(size) is int and size >= 1 for size in [*sizes, values["context_tokens"]])
-        or values["num_heads"] % values["num_kv_heads"]
-        or values["kv_dtype"] not in DTYPE_BYTES
-        or values["scale"] != 1 / sqrt(values["head_dim"])
-        or not isinstance(values["layers"], list)
-        or not all(type(layer) is int and 0 <= layer < values["num_layers"] for layer in values["layers"])
+        info.num_heads % info.num_kv_heads
+        or info.kv_dtype not in DTYPE_BYTES
+        or info.scale != 1 / sqrt(info.head_dim)
+        or not info.layers
+        or list(info.layers) != sorted(set(info.layers))
+        or not 0 <= info.layers[0] <= info.layers[-1] < info.num_layers
     ):
         raise ConfigError(f"metadata of {path} contradicts itself: capture again")
-    return CaptureInfo(**values | {"layers": tuple(values["layers"])})
+    return info
 
 
 def _corrupt(path: Path, error: Exception) -> ConfigError:

@@ -36,7 +36,7 @@ class RunRequest:
     backend: str = "auto"
     device: str = "auto"
     model: Path | None = None
-    prompts: tuple[str, ...] = ()  # decoded in one batch
+    prompts: tuple[str | Path, ...] = ()  # decoded in one batch; a path: the file that holds it, or several
     max_new_tokens: int = 32
     dtype: str = "auto"
     kv_dtype: str = "auto"
@@ -97,10 +97,11 @@ def prepare(request: RunRequest) -> Job:
     session = Session.open(
         request.model, request.backend, request.device, request.dtype, request.kv_dtype, request.kernels, request.config
     )
-    spec, texts, answer = session.spec, request.prompts, None
-    if not texts:
+    spec, answer = session.spec, None
+    texts = [text for prompt in request.prompts for text in session.prompt_texts(prompt)]
+    if not request.prompts:
         made = demo_document()
-        texts, answer = (made.prompt,), made.answer
+        texts, answer = [made.prompt], made.answer
     prompts = session.encode_prompts(texts, request.max_new_tokens)
     stop = spec.eos_token_ids if request.stop else ()
     job = Job(

@@ -1,18 +1,21 @@
 """The cells of a grid as asked for: axes and their values, and the config that each combination names."""
 
 import itertools
-import json
 from dataclasses import dataclass, fields
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import POLICIES, SCOPES
 from eps_core.config.store import EVALUATION_METHODS, METHODS, coded_methods
 from eps_core.errors import ConfigError
+from eps_core.files import inputs
+from eps_core.files.records import Between, read_record
 from eps_core.summaries.table import facts
 
 HeadModes = tuple[tuple[str, ...], ...]
+AtLeastOne = Annotated[int, Between(1, 2**40)]
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,8 @@ class Setting:
     Under policy threshold the heap (`top_pages`, in groups) is as large as `budget` buys unless it is given.
     """
 
-    context: int = 4096  # tokens that the last decode step attends
-    batch: int = 1  # documents decoded together
+    context: AtLeastOne = 4096  # tokens that the last decode step attends
+    batch: AtLeastOne = 1  # documents decoded together
     method: str = "rq"
     policy: str = "topk"
     dim: int | None = None  # m of jl, l of fd, k of moments
@@ -46,14 +49,8 @@ class Setting:
     first_n: int | None = None
 
 
-_KINDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("context", "batch"), (int,)),
-    **dict.fromkeys(("dim", "last_n", "group_blocks", "group_tokens", "bits", "top_pages"), (int, type(None))),
-    **dict.fromkeys(("bound_bits", "tail_tokens", "first_n"), (int, type(None))),
-    **dict.fromkeys(("alpha", "budget", "epsilon", "tau", "refine"), (int, float, type(None))),
-    **dict.fromkeys(("method", "policy", "heads", "scope"), (str,)),
-    "strict": (bool,),
-}
+_KINDS = get_type_hints(Setting, include_extras=True)
+MOST_CELLS = 100_000  # years of measuring
 _CHOICES = {
     "method": (*METHODS, *EVALUATION_METHODS),
     "policy": POLICIES,
@@ -110,13 +107,7 @@ PRESETS: dict[str, list[dict[str, Any]]] = {
 
 def load_grid(path: Path) -> tuple[Setting, ...]:
     """The cells of a JSON file: an object of axes, each a value or a list of them, or a list of such objects."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"grid {path} cannot be read ({error.strerror}): give a JSON file") from error
-    except ValueError as error:
-        raise ConfigError(f"grid {path} is not JSON ({error}): mend it there") from error
-    return expand(data, f"grid {path}")
+    return expand(inputs.read_json(path, "grid", "give a JSON file of axes"), f"grid {path}")
 
 
 def expand(data: Any, source: str) -> tuple[Setting, ...]:
@@ -128,11 +119,14 @@ def expand(data: Any, source: str) -> tuple[Setting, ...]:
         raise ConfigError(f"{source} holds no cells: give at least one object of axes")
     for block in blocks:
         if not isinstance(block, dict):
-            raise ConfigError(f"{source} must be an object of axes, or a list of them, and holds {block!r}")
+            kind = type(block).__name__
+            raise ConfigError(f"{source} must be an object of axes, or a list of them, and holds a JSON {kind}")
         unknown = sorted(set(block) - set(known))
         if unknown:
-            raise ConfigError(f"{source}: unknown axis {', '.join(unknown)}: known are {', '.join(known)}")
+            raise ConfigError(f"{source}: unknown axis {', '.join(unknown)[:100]}: known are {', '.join(known)}")
         axes = {name: _axis(name, value, source) for name, value in block.items()}
+        if len(cells) + prod(map(len, axes.values())) > MOST_CELLS:
+            raise ConfigError(f"{source} holds more than {MOST_CELLS:,} cells: give fewer values")
         cells += [Setting(**dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
     return tuple(dict.fromkeys(cells))
 
@@ -142,14 +136,9 @@ def _axis(name: str, value: Any, source: str) -> list[Any]:
     if not values:
         raise ConfigError(f"{source}: axis {name} is an empty list: give it a value or leave it out")
     for item in values:
-        # bool is an int to Python, and true is no number of tokens
-        if type(item) not in _KINDS[name]:
-            kinds = " or ".join("null" if kind is type(None) else kind.__name__ for kind in _KINDS[name])
-            raise ConfigError(f"{source}: axis {name} holds {item!r}, which is not {kinds}")
+        read_record(_KINDS[name], item, f"{source}: axis {name}", "mend it")
         if name in _CHOICES and item not in _CHOICES[name]:
-            raise ConfigError(f"{source}: {name} {item!r} is unknown: choose among {', '.join(_CHOICES[name])}")
-        if name in ("context", "batch") and item < 1:
-            raise ConfigError(f"{source}: {name} {item} must be at least 1")
+            raise ConfigError(f"{source}: {name} {item[:60]!r} is unknown: choose among {', '.join(_CHOICES[name])}")
     return values
 
 

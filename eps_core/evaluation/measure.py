@@ -20,7 +20,7 @@ from eps_core.evaluation.quality import Answer
 from eps_core.evaluation.runner import DENSE, Document, run_document
 from eps_core.files.outputs import check_writable, replacing, to_json
 from eps_core.tasks import benchmarks
-from eps_core.tasks.corpus import corpus
+from eps_core.tasks.corpus import corpus_or_text
 from eps_core.tasks.questions import Question, benchmark_question, generated_questions, text_window
 from eps_core.tasks.ruler import check_tasks
 from eps_core.telemetry import terminal
@@ -88,19 +88,6 @@ def follow_text(
     return found
 
 
-def _read_text(path: Path | None) -> bytes:
-    if path is None:
-        return corpus()
-    try:
-        text = path.read_bytes()
-        text.decode("utf-8")
-    except OSError as error:
-        raise ConfigError(f"text file {path} cannot be read ({error.strerror}): give a text file") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"text file {path} is not UTF-8 at byte {error.start}: convert it") from error
-    return text
-
-
 def _questions(request: MeasureRequest, session: Session, text: bytes) -> list[list[Question]]:
     """The questions of every task and context, then of every benchmark file; datasets of one file are apart."""
     found, spec = [], session.spec
@@ -114,10 +101,11 @@ def _questions(request: MeasureRequest, session: Session, text: bytes) -> list[l
             generated_questions(task, context, request.samples, request.seed, text, session.encode)
             for task in request.tasks
         ]
-    files = [benchmarks.load_longbench(path, request.longbench_prompts) for path in request.longbench]
-    for samples in [*files, *map(benchmarks.load_ruler, request.ruler)]:
+    most = request.samples
+    files = [benchmarks.load_longbench(path, request.longbench_prompts, most) for path in request.longbench]
+    for samples in [*files, *(benchmarks.load_ruler(path, most) for path in request.ruler)]:
         for task in dict.fromkeys(sample.task for sample in samples):
-            chosen = [sample for sample in samples if sample.task == task][: request.samples]
+            chosen = [sample for sample in samples if sample.task == task]
             found.append([benchmark_question(sample, session.encode, spec.max_context) for sample in chosen])
     return found
 
@@ -132,7 +120,7 @@ def measure(request: MeasureRequest, out: TextIO) -> dict[str, Any]:
         check_writable(request.out, "output file")
     session = Session.open(request.model, request.backend, request.device, kv_dtype="bfloat16")
     spec = session.spec
-    text = _read_text(request.text) if request.tasks or request.text_steps else b""
+    text = corpus_or_text(request.text).encode() if request.tasks or request.text_steps else b""
     groups = _questions(request, session, text)
     windows = {}
     if request.text_steps:

@@ -5,16 +5,18 @@ The metrics give the official numbers, quirks included, and are written from the
 shares, 0 to 1, higher is better; the papers print them times 100.
 """
 
-import json
 import re
 import string
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from difflib import SequenceMatcher
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from eps_core.errors import ConfigError, install
+from eps_core.files import inputs
 from eps_core.tasks.needle import Sample
 
 # of LongBench v1: they need a Chinese word splitter, and prompts in Chinese
@@ -175,14 +177,15 @@ def score(sample: Sample, prediction: str) -> float:
     return score_ruler(sample.task, prediction, sample.answers)
 
 
-def load_longbench(path: Path, prompts: Path | None = None) -> list[Sample]:
-    """The samples of a LongBench v1 JSONL, in order.
+def load_longbench(path: Path, prompts: Path | None = None, most_samples: int | None = None) -> list[Sample]:
+    """The samples of a LongBench v1 JSONL, in order; of each dataset in it the first `most_samples`.
 
     `prompts`: LongBench's own config/dataset2prompt.json. Without it prompts are ours, and scores are comparable
     between methods but not with published ones. Raises ConfigError naming file, line and what is wrong.
     """
-    official = _read_prompts(prompts) if prompts is not None else {}
+    official = inputs.read_object(prompts, "prompts file", "give LongBench's dataset2prompt.json") if prompts else {}
     samples = []
+    left: dict[str, int] = {}
     for where, record in _records(path):
         dataset = _text(where, record, "dataset").removesuffix("_e")  # LongBench-E is scored as LongBench
         if dataset in CHINESE_DATASETS:
@@ -190,6 +193,9 @@ def load_longbench(path: Path, prompts: Path | None = None) -> list[Sample]:
         if dataset not in _DATASETS:
             raise ConfigError(f"{where}: dataset {dataset!r} is unknown: known are {', '.join(_DATASETS)}")
         metric, max_new_tokens, prompt = _DATASETS[dataset]
+        if left.setdefault(dataset, most_samples or sys.maxsize) == 0:
+            continue
+        left[dataset] -= 1
         if prompts is not None:
             if not isinstance(official.get(dataset), str):
                 raise ConfigError(f"{prompts}: no prompt for dataset {dataset}: take LongBench's dataset2prompt.json")
@@ -208,14 +214,14 @@ def _fill(prompt: str, fields: dict[str, str]) -> str:
     return re.sub(r"\{(context|input)\}", lambda found: fields[found[1]], prompt)
 
 
-def load_ruler(path: Path) -> list[Sample]:
-    """The samples of a RULER JSONL, in order. The task is the file's name, or its folder's where RULER calls the file
-    validation or test. Raises ConfigError naming file, line and what is wrong."""
+def load_ruler(path: Path, most_samples: int | None = None) -> list[Sample]:
+    """The first `most_samples` of a RULER JSONL, all of them where it is None, in order. The task is the file's name,
+    or its folder's where RULER calls the file validation or test. Raises ConfigError naming file, line and fault."""
     task = path.parent.resolve().name if path.stem in ("validation", "test") else path.stem
     limits = (tokens for start, tokens in _RULER_NEW_TOKENS.items() if task.startswith(start))
     max_new_tokens = next(limits, _RULER_DEFAULT_NEW_TOKENS)
     samples = []
-    for where, record in _records(path):
+    for where, record in islice(_records(path), most_samples):
         prefix = _text(where, record, "answer_prefix") if "answer_prefix" in record else ""
         prompt = _text(where, record, "input") + prefix
         answers = _texts(where, record, "outputs")
@@ -223,37 +229,14 @@ def load_ruler(path: Path) -> list[Sample]:
     return samples
 
 
-def _read_prompts(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"prompts file {path} cannot be read ({error.strerror}): give dataset2prompt.json") from error
-    except ValueError as error:
-        raise ConfigError(f"prompts file {path} is no JSON ({error}): give dataset2prompt.json") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"prompts file {path} is no JSON object: give LongBench's dataset2prompt.json")
-    return found
-
-
 def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """("file, line n", object) of every line that is not blank; at least one."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(f"benchmark file {path} cannot be read ({error.strerror}): give a JSONL file") from error
-    if not any(line.strip() for line in lines):
-        raise ConfigError(f"benchmark file {path} is empty: give one JSON object a line")
-    for number, line in enumerate(lines, start=1):
-        where = f"{path}, line {number}"
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line.decode("utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"{where}: no JSON in UTF-8 ({error}): mend or remove the line") from error
-        if not isinstance(record, dict):
-            raise ConfigError(f"{where}: a JSON {type(record).__name__}, not an object: mend or remove the line")
+    empty = True
+    for where, record in inputs.read_jsonl(path, "benchmark file", "give a JSONL file"):
+        empty = False
         yield where, record
+    if empty:
+        raise ConfigError(f"benchmark file {path} is empty: give one JSON object a line")
 
 
 def _text(where: str, record: dict[str, Any], key: str) -> str:

@@ -11,6 +11,7 @@ import zlib
 from pathlib import Path
 
 from eps_core.errors import ConfigError
+from eps_core.files import inputs
 
 FILE = Path(__file__).parent / "text" / "held_out.txt.gz"
 # part of what identifies a measurement: cells of two texts are not one grid
@@ -28,6 +29,11 @@ def corpus() -> bytes:
     if hashlib.sha256(text).hexdigest() != SHA256:
         raise ConfigError(f"{FILE} is not the text that this version measures on: install EPS again")
     return text
+
+
+def corpus_or_text(path: Path | None) -> str:
+    """The text of a file that the user names, None: the corpus."""
+    return corpus().decode("ascii") if path is None else inputs.read_text(path, "text file", "give a text file")
 
 
 def held_out(name: str) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from eps_core.errors import ConfigError
+from eps_core.files.inputs import text_bytes
 from eps_core.tasks.needle import Sample, filler
 from eps_core.tasks.ruler import DEPTHS, make_sample
 
@@ -67,19 +68,24 @@ def benchmark_question(sample: Sample, encode: Callable[..., list[int]], max_con
     """A benchmark's sample as it is. One of LongBench that is too long loses its middle, as in the official code, which
     keeps the first and last half of what the model takes; here tokens are kept, not text that is split anew."""
     assert sample.max_new_tokens is not None
-    tokens = encode(sample.prompt)
+    room = max_context - sample.max_new_tokens
+    # what lies further from both ends than all tokens of the context reach is cut before it is encoded
+    reach = text_bytes(max_context)
+    whole = len(sample.prompt) <= 2 * reach
+    tokens = encode(sample.prompt if whole else sample.prompt[:reach] + sample.prompt[-reach:])
     if not tokens:
         raise ConfigError(f"a prompt of {sample.task} is empty: remove its line")
-    room = max_context - sample.max_new_tokens
-    if len(tokens) <= room:
+    if whole and len(tokens) <= room:
         return Question(sample, tokens, sample.max_new_tokens, None)
     half = room // 2
     if sample.source != "longbench" or half < 1:
         raise ConfigError(
-            f"a prompt of {len(tokens)} tokens of {sample.task} and {sample.max_new_tokens} new ones exceed the "
-            f"model's context of {max_context} tokens: use a shorter file or another model"
+            f"a prompt of {len(tokens)} tokens{'' if whole else ' and more'} of {sample.task} and "
+            f"{sample.max_new_tokens} new ones exceed the model's context of {max_context} tokens: use a shorter file "
+            "or another model"
         )
-    return Question(sample, tokens[:half] + tokens[-half:], sample.max_new_tokens, None, truncated=True)
+    kept = tokens if len(tokens) <= room else tokens[:half] + tokens[-half:]
+    return Question(sample, kept, sample.max_new_tokens, None, truncated=True)
 
 
 def text_window(text: bytes, encode: Callable[..., list[int]], num_tokens: int, rng: np.random.Generator) -> list[int]:
