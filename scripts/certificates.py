@@ -12,16 +12,18 @@ cache.
 import argparse
 import json
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
 
 from eps_core.config.bytes import summary_group_bytes
 from eps_core.config.eps import EpsConfig
+from eps_core.errors import exit_code
 from eps_core.evaluation.capture import Capture, open_capture
 from eps_core.evaluation.hard_cases import fill
 from eps_core.evaluation.merits import CERTIFIED_LEVELS, certified_skip, truth_of
-from eps_core.evaluation.replay import combine, replay_many
+from eps_core.evaluation.replay import check_alike, combine, replay_many
 from eps_core.files.outputs import replacing
 from eps_core.gate.protocol import Backend
 from eps_core.load import load_backend
@@ -139,6 +141,7 @@ def main() -> None:
     args = parser.parse_args()
     backend = load_backend(args.backend)
     captures = [open_capture(path) for path in args.captures]
+    check_alike(captures)
     head_dim = captures[0].info.head_dim
     rows = [{"type": "run", "captures": [path.name for path in args.captures], "model": captures[0].info.model,
              "contexts": [c.info.context_tokens for c in captures], **provenance(backend.versions())}]  # fmt: skip
@@ -164,4 +167,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

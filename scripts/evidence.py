@@ -7,14 +7,20 @@ Writes evidence.md (every table), quality.svg (KL against bytes) and certificate
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from eps_core.errors import ConfigError, exit_code
 from eps_core.evaluation.curves import Cell, arm_name, bytes_at_kl, label, markdown
+from eps_core.files import inputs
 from eps_core.files.outputs import replacing
+from eps_core.files.records import Count, Name, Ratio, read_record
 from eps_core.report.style import DASHES, INK, colour, svg
 
 Rows = list[dict[str, Any]]
+T = TypeVar("T")
+MEND = "run scripts/reproduce.sh again"
 KL_LIMIT = 0.01
 # what the default is held against, and the most of its bytes that the default may read
 TARGETS = (("box", 16, (16, 128), 0.3), ("meanstd", 16, (16, 128), 0.35), ("oracle", 16, (16, 128), 1.0),
@@ -22,13 +28,52 @@ TARGETS = (("box", 16, (16, 128), 0.3), ("meanstd", 16, (16, 128), 0.35), ("orac
 LEVELS = ("0.1", "0.01", "0.001")
 
 
-def rows(path: Path) -> Rows:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+KINDS: dict[str, Any] = {
+    "replay": {
+        "method": Name, "group_tokens": Count, **{f"recall_at_{f}": Ratio | None for f in ("0.05", "0.125", "0.25")},
+        **{f"{kind}_skip_{level}": Ratio | None for kind in ("certified", "oracle") for level in LEVELS},
+    },
+    "summary": {
+        "method": Name, "group_tokens": Count, "bits": Count | None, "dim": Count | None, "upper_gap": Ratio,
+        "bytes_at": tuple[Ratio, Ratio, Ratio], "oracle_bytes_at": tuple[Ratio, Ratio, Ratio],
+        **{f"certified_skip_{level}": Ratio for level in LEVELS},
+    },
+    "strict": {
+        "bound_bits": Count, "epsilon": Ratio, "bytes_ratio": Ratio, "skipped_true_max": Ratio, "certificate": Ratio,
+    },
+    "refinement": dict.fromkeys((
+        "certified_share", "refined_fraction", "bytes_ratio", "bytes_8_bit_only", "error_bound_per_key_over_global",
+    ), Ratio),
+    "ablation_bytes": {
+        "what": Name, **{f"bytes_at_{kl}": tuple[Ratio | None, Name] for kl in ("0.01", "0.004")},
+    },
+}  # fmt: skip
+
+
+def rows(path: Path, *kinds: str) -> Rows:
+    """The lines of these types."""
+    lines = inputs.read_jsonl(path, "results", MEND)
+    return [read_record(KINDS[row["type"]], row, where, MEND) for where, row in lines if row.get("type") in kinds]
 
 
 def cells(path: Path) -> list[Cell]:
-    found = [row for row in rows(path) if row["type"] == "cell"]
-    return [Cell(**{k: tuple(v) if k == "guards" else v for k, v in row.items() if k != "type"}) for row in found]
+    found = []
+    for where, row in inputs.read_jsonl(path, "results", MEND):
+        if row.pop("type", None) == "cell":
+            found.append(read_record(Cell, row, where, MEND))
+            if (found[-1].bytes_ratio is None) != (found[-1].kl_mean is None):
+                raise ConfigError(f"{where}: bytes_ratio or kl_mean is null and the other is not: {MEND}")
+            if (found[-1].tau is None) == (found[-1].policy == "share"):
+                raise ConfigError(f"{where}: tau belongs to policy share, and to it alone: {MEND}")
+    if not found:
+        raise ConfigError(f"results {path} hold no cells: {MEND}")
+    return found
+
+
+def first(found: Iterable[T], what: str) -> T:
+    for one in found:
+        return one
+    raise ConfigError(f"the results hold no {what}: {MEND}")
 
 
 def curves(found: list[Cell], context: int) -> dict[tuple, list[Cell]]:
@@ -43,7 +88,8 @@ def crossing(curve: list[Cell]) -> tuple[float | None, str]:
 
 def default_of(by_arm: dict[tuple, list[Cell]]) -> list[Cell]:
     """The default's curve: rq, topk, with its tail."""
-    return next(curve for name, curve in by_arm.items() if name[0] == "rq" and name[4] == "topk" and name[6])
+    found = (curve for name, curve in by_arm.items() if name[0] == "rq" and name[4] == "topk" and name[6])
+    return first(found, "cell of the default, rq under topk with a tail, at some context")
 
 
 def number(value: float | None, how: str = "measured") -> str:
@@ -75,9 +121,8 @@ def targets(found: list[Cell]) -> list[str]:
         for context in contexts:
             by_arm = curves(found, context)
             ours, ours_how = crossing(default_of(by_arm))
-            theirs, how = crossing(
-                next(c for n, c in by_arm.items() if (n[0], n[1], n[5]) == (method, group_tokens, guards))
-            )
+            others = (c for n, c in by_arm.items() if (n[0], n[1], n[5]) == (method, group_tokens, guards))
+            theirs, how = crossing(first(others, f"{method} of {group_tokens} tokens at {context:,}"))
             sign = {("measured", ">"): "< ", ("<", "measured"): "< ", ("<", ">"): "< ", ("measured", "<"): "> "}
             words = "-" if ours is None or theirs is None else f"{sign.get((ours_how, how), '')}{ours / theirs:.2f}"
             entries.append(words)
@@ -90,15 +135,13 @@ def targets(found: list[Cell]) -> list[str]:
 def recall_table(out: Path) -> list[str]:
     """Share of the softmax mass in the best groups by estimate, guards ignored, and the certified skips."""
     files = [
-        *sorted(out.glob("replay-[0-9]*.jsonl"), key=lambda p: int(p.stem.split("-")[1])),
+        *sorted(out.glob("replay-[0-9]*.jsonl"), key=lambda path: (len(path.stem), path.stem)),
         out / "replay-wide.jsonl",
     ]
     table = ["| capture | method, S | 5 % | 12.5 % | 25 % | certified skip at 0.1 / 0.01 / 0.001 | oracle's |",
              "|---|---|---|---|---|---|---|"]  # fmt: skip
     for path in files:
-        for row in rows(path):
-            if row["type"] != "replay":
-                continue
+        for row in rows(path, "replay"):
             recall = " | ".join(number(row[f"recall_at_{f}"]) for f in ("0.05", "0.125", "0.25"))
             skip, best = (
                 " / ".join("-" if row[f"{kind}_skip_{e}"] is None else f"{row[f'{kind}_skip_{e}']:.2f}" for e in LEVELS)
@@ -142,8 +185,7 @@ def certificate_tables(found: Rows) -> list[str]:
 def ablation_table(found: Rows) -> list[str]:
     table = ["| what | bytes at KL 0.01 | at KL 0.004 |", "|---|---|---|"]
     for row in found:
-        if row["type"] == "ablation_bytes":
-            table.append(f"| {row['what']} | {number(*row['bytes_at_0.01'])} | {number(*row['bytes_at_0.004'])} |")
+        table.append(f"| {row['what']} | {number(*row['bytes_at_0.01'])} | {number(*row['bytes_at_0.004'])} |")
     return table
 
 
@@ -159,7 +201,8 @@ def quality_figure(demo: list[Cell], wide: list[Cell]) -> str:
             for method, size in shown:
                 curve = next((c for n, c in by_arm.items() if n[:2] == (method, size) and n[5] == (16, 128)), [])
                 _line(axis, curve, f"{method}, {size}", method, DASHES[1 + (size > 16)] if method == "oracle" else "-")
-            share = next(c for n, c in by_arm.items() if n[0] == "rq" and n[4] == "share" and n[6])
+            shared = (c for n, c in by_arm.items() if n[0] == "rq" and n[4] == "share" and n[6])
+            share = first(shared, f"rq under share with a tail at {context:,}")
             _line(axis, default_of(by_arm), "rq, 2 (default)", "rq", "-", width=2.5)
             _line(axis, share, "rq, 2, share", "rq", ":")
             axis.axhline(KL_LIMIT, color="#bbbbbb", lw=0.8, zorder=0)
@@ -187,13 +230,13 @@ def certificate_figure(found: Rows) -> str:
         axis = figure.add_subplot()
         drawn: list[str] = []  # of one method: one colour, another dash
         for method, size, detail in wanted:
-            row = next(r for r in summaries if r["method"] == method and r["group_tokens"] == size
-                       and detail in (None, r["dim"], r["bits"]))  # fmt: skip
+            fit = (r for r in summaries if (r["method"], r["group_tokens"]) == (method, size))
+            row = first((r for r in fit if detail in (None, r["dim"], r["bits"])), f"certificate of {method} of {size}")
             name = f"{method}, {size}" + (f", {'k =' if method == 'moments' else 'bits'} {detail}" if detail else "")
             style = DASHES[drawn.count(method)]
             axis.plot(shares, row["bytes_at"], style, color=colour(method), marker="o", ms=3, label=name)
             drawn.append(method)
-        oracle = next(r for r in summaries if r["group_tokens"] == 1)
+        oracle = first((r for r in summaries if r["group_tokens"] == 1), "certificate of single keys")
         axis.plot(shares, oracle["oracle_bytes_at"], "--", color=INK, marker="o", ms=3, label="oracle, 1")
         axis.axhline(1, color="#bbbbbb", lw=0.8, zorder=0)
         axis.set(
@@ -207,8 +250,8 @@ def certificate_figure(found: Rows) -> str:
 def main() -> None:
     out = Path(sys.argv[1] if len(sys.argv) > 1 else "results")
     demo, wide = cells(out / "methods.jsonl"), cells(out / "wide.jsonl")
-    certificates = rows(out / "certificates.jsonl")
-    bounds = json.loads((out / "bounds.json").read_text())
+    certificates = rows(out / "certificates.jsonl", "summary", "strict", "refinement")
+    bounds = inputs.read_object(out / "bounds.json", "results", MEND)
     parts = ["# Evidence", "", "Made by `scripts/reproduce.sh`. Bytes are K, V and summaries read, over dense.", ""]
     for found, model in ((demo, "demo model"), (wide, "wide model")):
         parts += [f"## Bytes at a KL of {KL_LIMIT} / needles there, {model}", "", *bytes_table(found), ""]
@@ -219,7 +262,12 @@ def main() -> None:
             parts += [f"## KL / needles at each byte budget, {model} model, {context:,} tokens", "", markdown(here), ""]
     parts += ["## Mass recall without guards, certified skip", "", *recall_table(out), ""]
     parts += ["## Certificates, demo model, 4,096 tokens", "", *certificate_tables(certificates), ""]
-    parts += ["## Parts of the default, 4,096 tokens", "", *ablation_table(rows(out / "ablations.jsonl")), ""]
+    parts += [
+        "## Parts of the default, 4,096 tokens",
+        "",
+        *ablation_table(rows(out / "ablations.jsonl", "ablation_bytes")),
+        "",
+    ]
     parts += ["## Bounds checked", "", "```json", json.dumps(bounds, indent=1), "```", ""]
     made = {
         "evidence.md": "\n".join(parts),
@@ -233,4 +281,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

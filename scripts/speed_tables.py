@@ -1,14 +1,31 @@
 """Prints the tables of speed from the raw files of scripts/speed.sh: python scripts/speed_tables.py results"""
 
-import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from eps_core.bench import targets
+from eps_core.errors import exit_code
+from eps_core.files import inputs
+from eps_core.files.records import Name, Positive, read_record
 
 PLATFORM = {"sdpa gqa", "sdpa rows", "grouped matmul", "flex", "flashinfer"}
+MEND = "run scripts/speed.sh again"
 
 
-def cells(path: Path) -> list[dict]:
-    return [cell for cell in map(json.loads, path.read_text().splitlines()) if "arms" in cell]
+RATIOS = {"bytes_ratio": Positive, "speedup": Positive}
+SIDE = {"decode_ms_p50": Positive, "tokens_per_s": Positive}
+WHOLE_STEP = {**RATIOS, **dict.fromkeys(("model", "backend", "dtype"), Name), "dense": SIDE, "eps": SIDE}
+
+
+def cells(path: Path, *needed: str) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
+    """(a cell, milliseconds of its arms by name); the `needed` arms are there."""
+    for cell in targets.load_lines([path])[1]:
+        read_record({**RATIOS, "dtype": Name}, cell, cell["where"], MEND)
+        for name in needed:
+            targets.arm_of(cell, name)
+        yield cell, {arm: stats["ms"] for arm, stats in cell["arms"].items()}
 
 
 def row(*values: object) -> str:
@@ -21,9 +38,8 @@ def layer_table(folder: Path) -> None:
     print("|" + "---|" * 12)
     for kind in ("coarse", "fine"):
         for backend, name in (("cuda", "Torch"), ("mlx", "MLX")):
-            for cell in cells(folder / f"speed-{kind}-{backend}.jsonl"):
-                ms = {arm: stats["ms"] for arm, stats in cell["arms"].items()}
-                best = min((arm for arm in ms if arm in PLATFORM), key=lambda arm: ms[arm])
+            for cell, ms in cells(folder / f"speed-{kind}-{backend}.jsonl", "eps dense", "step"):
+                best = min((arm for arm in ms if arm in PLATFORM), key=ms.__getitem__, default="eps dense")
                 parts = (f"{ms[part]:.2f}" if part in ms else "-" for part in ("score", "select", "attend", "tail"))
                 print(row(
                     f"{name}, {cell['dtype']}", f"`{cell['method']}` {cell['group_tokens']}",
@@ -35,16 +51,17 @@ def layer_table(folder: Path) -> None:
 def scaling_table(folder: Path) -> None:
     print(row("context", "dense", "write", "score", "select", "attend", "tail", "step", "dense / step"))
     print("|" + "---|" * 9)
-    for cell in cells(folder / "speed-scaling.jsonl"):
-        ms = {arm: stats["ms"] for arm, stats in cell["arms"].items()}
-        parts = (f"{ms[part]:.2f}" for part in ("write", "score", "select", "attend", "tail", "step"))
+    for cell, ms in cells(folder / "speed-scaling.jsonl"):
+        names = ("write", "score", "select", "attend", "tail", "step")
+        parts = (f"{ms[part]:.2f}" if part in ms else "-" for part in names)
         print(row(f"{cell['context']:,}", f"{cell['best_dense_ms']:.1f}", *parts, f"{cell['speedup']:.1f} x"))
 
 
 def step_table(folder: Path) -> None:
     print(row("model", "backend, dtype", "dense", "gated", "tokens/s dense, gated", "bytes", "dense / gated"))
     print("|" + "---|" * 7)
-    for line in map(json.loads, (folder / "whole_step.jsonl").read_text().splitlines()):
+    for where, values in inputs.read_jsonl(folder / "whole_step.jsonl", "results", MEND):
+        line = read_record(WHOLE_STEP, values, where, MEND)
         dense, eps = line["dense"], line["eps"]
         print(row(
             line["model"], f"{line['backend']}, {line['dtype']}", f"{dense['decode_ms_p50']:.1f}",
@@ -53,8 +70,12 @@ def step_table(folder: Path) -> None:
         ))  # fmt: skip
 
 
-if __name__ == "__main__":
+def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "results")
     for table in (layer_table, scaling_table, step_table):
         table(folder)
         print()
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -1,17 +1,28 @@
 """Which of the GPU targets a benchmark's records meet."""
 
 import json
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from eps_core.bench.layer import GRAPH
-from eps_core.errors import ConfigError
+from eps_core.errors import ConfigError, exit_code
+from eps_core.files import inputs
+from eps_core.files.records import Between, Count, Name, Positive, read_record
 
 Line = dict[str, Any]
 
+
+# the kinds of what is read back of a run's line and of a cell's
+RUN = {"backend": Name, "device": Name, "bandwidth": {"copy_gbps": Positive}}
+CELL = {
+    **dict.fromkeys(("context", "batch", "group_tokens"), Count), **dict.fromkeys(("method", "best_dense"), Name),
+    "asked": dict[str, Positive], "arms": dict[str, Any], "best_dense_ms": Positive,
+    "graphed_step_ms": Positive | None, "interpreted": bool,
+}  # fmt: skip
+ARM = {"ms": Positive, "bytes": Annotated[float, Between(0, 1e18)] | None}
+MEND = "give what eps-proto bench --output wrote"
 LARGE_TOKENS = 4 * 65536  # context x batch from which a launch no longer hides what the memory gives
 # group size in tokens -> least share of the measured copy bandwidth
 ATTEND_SHARES = {128: 0.85, 2: 0.65, 4: 0.65}
@@ -33,19 +44,15 @@ def load_lines(paths: Iterable[Path]) -> tuple[list[Line], list[Line]]:
     runs: list[Line] = []
     cells: list[Line] = []
     for path in paths:
-        try:
-            lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        except OSError as error:
-            raise ConfigError(f"results {path} cannot be read ({error.strerror}): give JSONL of bench") from error
-        except ValueError as error:
-            raise ConfigError(f"results {path} are not JSONL ({error}): give what bench --output wrote") from error
         run: Line | None = None
-        for line in lines:
+        for where, line in inputs.read_jsonl(path, "results", MEND, inputs.MOST_LINES_BYTES):
             if line.get("type") == "run" and line.get("command") == "bench":
-                run = line
-                runs.append(line)
+                run = read_record(RUN, line, where, MEND)
+                runs.append(run)
             elif line.get("type") == "bench" and run is not None:
-                cells.append({**line, "bandwidth": run["bandwidth"]})
+                cell = read_record(CELL, line, where, MEND)
+                arms = {name: read_record(ARM, arm, f"{where}: arm {name}", MEND) for name, arm in cell["arms"].items()}
+                cells.append({**cell, "arms": arms, "where": where, "bandwidth": run["bandwidth"]})
     return runs, cells
 
 
@@ -56,7 +63,7 @@ def judge(cells: list[Line]) -> list[Target]:
     for size, least in ATTEND_SHARES.items():
         large = [c for c in cells if c["group_tokens"] == size and c["context"] * c["batch"] >= LARGE_TOKENS]
         shares = [
-            _arm(cell, "attend")["bytes"] / _arm(cell, "attend")["ms"] / 1e6 / cell["bandwidth"]["copy_gbps"]
+            (_arm(cell, "attend").get("bytes") or 0) / _arm(cell, "attend")["ms"] / 1e6 / cell["bandwidth"]["copy_gbps"]
             for cell in large
         ]
         measured = f"{100 * min(shares):.0f} to {100 * max(shares):.0f} %, {len(shares)} cells" if shares else ""
@@ -101,7 +108,16 @@ def _target(name: str, meaningful: bool, measured: str, passed: bool) -> Target:
 
 
 def _arm(cell: Line, name: str) -> Line:
-    return cell["arms"].get(name + GRAPH) or cell["arms"][name]
+    return arm_of(cell, name + GRAPH, name)
+
+
+def arm_of(cell: Line, *names: str) -> Line:
+    """The first of these arms that a cell has."""
+    for name in names:
+        if name in cell["arms"]:
+            arm: Line = cell["arms"][name]
+            return arm
+    raise ConfigError(f"{cell['where']}: no arm {names[-1]}: {MEND}")
 
 
 def _name(cell: Line) -> str:
@@ -110,16 +126,17 @@ def _name(cell: Line) -> str:
 
 def main(paths: list[Path]) -> int:
     """Prints every target; 0: all met or none judged, 1: some missed, 2: unusable input."""
-    try:
-        runs, cells = load_lines(paths)
-        if not cells:
-            raise ConfigError(f"{', '.join(map(str, paths)) or 'no file'}: no cells of bench: give JSONL of --output")
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    for run in runs:
-        print(f"{run['backend']} on {run['device']} ({run.get('device_name')}), {run['versions']}, {run['git_commit']}")
+    return exit_code(lambda: _main(paths))
+
+
+def _main(paths: list[Path]) -> int:
+    runs, cells = load_lines(paths)
+    if not cells:
+        raise ConfigError(f"{', '.join(map(str, paths)) or 'no file'}: no cells of bench: {MEND}")
     targets = judge(cells)
+    for run in runs:
+        known = (str(run.get(name))[:200] for name in ("device_name", "versions", "git_commit"))
+        print("{} on {} ({}), {}, {}".format(run["backend"], run["device"], *known))
     for target in targets:
         word = {True: "pass", False: "FAIL", None: "----"}[target.passed]
         print(f"{word}  {target.name}: {target.measured}")

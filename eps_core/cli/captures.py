@@ -136,7 +136,7 @@ def replay_command(ctx: click.Context, /, **flags: Any) -> None:
     from eps_core.decode.heads import head_modes, load_policy
     from eps_core.evaluation.capture import open_capture
     from eps_core.evaluation.merits import bytes_at_error
-    from eps_core.evaluation.replay import combine, replay_many
+    from eps_core.evaluation.replay import check_alike, combine, replay_many
     from eps_core.load import backend_name, load_backend
 
     if (flags["eps_heads"] == "retrieval") != (flags["eps_head_policy"] is not None):
@@ -149,6 +149,7 @@ def replay_command(ctx: click.Context, /, **flags: Any) -> None:
     if flags["jsonl"] is not None:
         outputs.check_writable(flags["jsonl"], "jsonl file")
     captures = [open_capture(path) for path in flags["captures"]]
+    check_alike(captures, flags["layers"])
     for capture in captures:
         unknown = sorted(set(flags["layers"] or ()) - set(capture.info.layers))
         if unknown:

@@ -18,6 +18,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
 from eps_core.evaluation.runner import DENSE, Document, run_document
 from eps_core.evaluation.statistics import bootstrap_interval
+from eps_core.files.records import Count, Name, Nats, Positive
 from eps_core.oracle.selection import guards
 from eps_core.summaries.table import facts
 from eps_core.tasks.corpus import corpus
@@ -59,9 +60,9 @@ class Cell:
     group more.
     """
 
-    context_tokens: int
-    method: str
-    group_tokens: int
+    context_tokens: Count
+    method: Name
+    group_tokens: Count
     bits: int | None
     refine: float | None
     tail_tokens: int
@@ -70,12 +71,12 @@ class Cell:
     guards: tuple[int, int]
     byte_budget: float | None
     tau: float | None
-    bytes_ratio: float | None
-    needle_bytes_ratio: float | None
-    kl_mean: float | None
-    kl_low: float | None
-    kl_high: float | None
-    kl_max: float | None
+    bytes_ratio: Positive | None
+    needle_bytes_ratio: Positive | None
+    kl_mean: Nats | None
+    kl_low: Nats | None
+    kl_high: Nats | None
+    kl_max: Nats | None
     top1_agreement: float | None
     num_positions: int
     needles_answered: int | None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eps_core.errors import ConfigError
-from eps_core.files import outputs
+from eps_core.files import inputs, outputs
 
 # --- the file ---------------------------------------------------------------------------------------------------------
 
@@ -49,6 +49,8 @@ class GridFile:
         if any(last.get(name) != value for name, value in json.loads(outputs.to_json(now)).items()):
             self.write({"type": "resume", **now})
         cells = [line for line in lines if line.get("type") == "cell"]
+        if any(type(line.get("index")) is not int for line in cells):
+            raise ConfigError(f"{self.path} holds a cell without an index, it is damaged: give another -o")
         return {line["index"] for line in cells}, sum(line.get("skipped") is not None for line in cells)
 
     def write(self, record: dict[str, Any]) -> None:
@@ -86,7 +88,7 @@ def whole_lines(path: Path, data: bytes) -> tuple[list[dict[str, Any]], int]:
     size = 0
     for number, piece in enumerate(pieces, start=1):
         try:
-            line = json.loads(piece)
+            line = inputs.parse_json(piece)
         except ValueError:
             line = None
         if not isinstance(line, dict):

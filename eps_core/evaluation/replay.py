@@ -336,6 +336,33 @@ class _Layer:
         return visit
 
 
+# what captures must share for a mean over them to say something: one model, one context and one kind of decode.
+# Texts, numbers of steps, and what computed them may differ.
+_ALIKE = (
+    "fingerprint", "num_layers", "num_heads", "num_kv_heads", "head_dim", "context_tokens", "kv_dtype", "config",
+)  # fmt: skip
+
+
+def check_alike(captures: Sequence[Capture], layers: Sequence[int] | None = None) -> None:
+    """Raises ConfigError where a mean over these captures, all their layers or `layers` of them, would mix what no
+    figure speaks of."""
+    first = captures[0]
+    for other in captures[1:]:
+        ours, theirs = vars(first.info), vars(other.info)
+        names = [name for name in (*_ALIKE, *(("layers",) if layers is None else ())) if ours[name] != theirs[name]]
+        if not names:
+            continue
+        what, values = names[0].replace("_", " "), [ours[names[0]], theirs[names[0]]]
+        if names[0] == "fingerprint":
+            what, values = "model", [f"{info.model} {info.fingerprint[:8]}" for info in (first.info, other.info)]
+        elif names[0] == "config":
+            what, values = "decode", [f"method {info.config.get('method')}" for info in (first.info, other.info)]
+        raise ConfigError(
+            f"captures {first.path} and {other.path} differ in {what} ({values[0]} and {values[1]}), and a mean over "
+            "both says nothing: replay them one by one"
+        )
+
+
 def combine(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One configuration's summaries of several captures as one: means of what is known, sums of counts, maxima."""
     row = dict(summaries[0])

@@ -7,13 +7,13 @@ anywhere. Between: iterate. Where the data cannot say, the verdict says so and w
 it says it may: it is judged as any other arm, and what it loses is a caveat.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import EVALUATION_METHODS
+from eps_core.files.records import number
 from eps_core.summaries.table import facts
 
 SHIP, ITERATE, KILL, UNDECIDED = "ship", "iterate", "kill", "not decidable"
@@ -248,7 +248,4 @@ def _tokens(cell: Mapping[str, Any]) -> int:
 
 
 def _number(cell: Mapping[str, Any], key: str) -> float | None:
-    value = cell.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return float(value)
+    return number(cell.get(key))

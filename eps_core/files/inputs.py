@@ -131,7 +131,7 @@ def _short(digits: str) -> str:
 def _check_depth_and_texts(value: Any) -> None:
     level, depth = [value], 0
     while level:
-        if depth > MOST_DEPTH:
+        if depth >= MOST_DEPTH and any(isinstance(item, dict | list) for item in level):
             raise ValueError(_TOO_DEEP)
         below: list[Any] = []
         for item in level:

@@ -1,8 +1,8 @@
 """Whether values of JSON are what they should be: kinds are type hints, checked in this one place.
 
 A kind is int (of 64 bits), float (an int will do), str, bool, None, Any, a union of kinds, tuple[..] (a list),
-dict[str, kind], a TypedDict (an object with at least its required fields), a dataclass (an object with exactly its
-fields), or any of them `Annotated` with `Between`.
+dict[str, kind], a dictionary of kinds by name (an object with these fields and any others; one that is missing is
+null), a dataclass (an object with exactly its fields), or a type `Annotated` with `Between`.
 """
 
 import math
@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, NotRequired, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from eps_core.errors import ConfigError
 
-T = TypeVar("T")
 _MOST_INT = 2**63
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", NoneType: "null"}
 
@@ -38,6 +37,8 @@ class Between:
 Share = Annotated[float, Between(0, 1)]
 Positive = Annotated[float, Between(1e-12, 1e12)]  # what is divided by
 Count = Annotated[int, Between(0, 2**48)]
+Ratio = Annotated[float, Between(0, 1e6)]
+Nats = Annotated[float, Between(0, 1e6)]
 Name = Annotated[str, Between(0, 200)]
 
 
@@ -58,11 +59,10 @@ def check(name: str, value: Any, kind: Any) -> None:
         raise ConfigError(f"{name} {error}: give one") from error
 
 
-def read_record(kind: type[T], values: Any, where: str, mend: str) -> T:
-    """`values` as a dataclass or TypedDict `kind`; ConfigError names `where`, the field and what is wrong."""
+def read_record(kind: Any, values: Any, where: str, mend: str) -> Any:
+    """`values` as `kind`; ConfigError names `where`, the field and what is wrong."""
     try:
-        found: T = convert(values, kind)
-        return found
+        return convert(values, kind)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}: {mend}") from error
 
@@ -83,11 +83,11 @@ def convert(value: Any, kind: Any) -> Any:
         return _tuple(value, args)
     if origin is dict:
         return {name: _within(name, item, args[1]) for name, item in _object(value).items()}
-    if is_typeddict(kind):
-        return _fields(_object(value), _hints(kind), kind.__required_keys__, exact=False)
-    if isinstance(kind, type) and is_dataclass(kind):
-        hints = _hints(kind)
-        return kind(**_fields(_object(value), hints, hints, exact=True))
+    if isinstance(kind, dict):
+        values = _object(value)
+        return {**values, **{name: _within(name, values.get(name), one) for name, one in kind.items()}}
+    if is_dataclass(kind):
+        return _dataclass(kind, _object(value))
     if kind is float:
         if (found := number(value)) is not None:
             return found
@@ -110,16 +110,15 @@ def _object(value: Any) -> Mapping[str, Any]:
     return value
 
 
-def _fields(values: Mapping[str, Any], hints: Mapping[str, Any], required: Any, exact: bool) -> dict[str, Any]:
-    wrong = sorted(set(required) - set(values) | (set(values) - set(hints) if exact else set()))
+def _dataclass(kind: Any, values: Mapping[str, Any]) -> Any:
+    hints = _hints(kind)
+    wrong = sorted(set(values) ^ set(hints))
     if wrong:
-        raise ValueError(f"unknown or missing {', '.join(map(_brief, wrong))}")
-    return {name: _within(name, item, hints[name]) if name in hints else item for name, item in values.items()}
+        raise ValueError(f"unknown or missing {', '.join(map(_brief, wrong[:20]))}")
+    return kind(**{name: _within(name, item, hints[name]) for name, item in values.items()})
 
 
 def _within(name: str, value: Any, kind: Any) -> Any:
-    if get_origin(kind) is NotRequired:
-        (kind,) = get_args(kind)
     try:
         return convert(value, kind)
     except ValueError as error:

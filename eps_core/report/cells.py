@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from eps_core.evaluation.verdict import arm_name
-from eps_core.report.load import Line, number
+from eps_core.files.records import number
+from eps_core.report.kinds import Line
 
 
 @dataclass(frozen=True)

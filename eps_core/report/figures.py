@@ -75,7 +75,7 @@ def curves(
             if not curve.joined:
                 axes.plot(*zip(*_front(points, lower=log_y), strict=True), color=style["color"], linewidth=1.2)
                 style |= {"linestyle": "none", "alpha": 0.6}
-            axes.plot(xs, ys, label=curve.name, markersize=4.5, linewidth=1.4, **style)
+            axes.plot(xs, ys, label=_plain(curve.name), markersize=4.5, linewidth=1.4, **style)
         if line_y is not None:
             axes.axhline(line_y[0], color=INK, linewidth=1, linestyle=":", label=line_y[1])
         if log_y:
@@ -102,7 +102,7 @@ def scatter(points: Mapping[str, list[tuple[float, float]]], x: str, y: str, cap
         for index, (name, pairs) in enumerate(points.items()):
             axes.plot(
                 [true for _, true in pairs], [cert for cert, _ in pairs], linestyle="none", alpha=0.7,
-                marker=MARKERS[index % len(MARKERS)], markersize=4, color=colour(name.split()[0]), label=name,
+                marker=MARKERS[index % len(MARKERS)], markersize=4, color=colour(name.split()[0]), label=_plain(name),
             )  # fmt: skip
         axes.plot([0, 1], [0, 1], color=INK, linewidth=1, linestyle=":", label="certificate = truth")
         axes.set_xlabel(x)
@@ -137,6 +137,11 @@ def heat_map(values: np.ndarray, x: str, y: str, caption: str) -> Figure:
         figure.colorbar(mesh, ax=axes, label="share visited")
 
     return _draw(min(1.6 + 0.3 * layers, 6.5), caption, plot)
+
+
+def _plain(name: str) -> str:
+    """A name from a results file, of which matplotlib would read what is between dollars as a formula."""
+    return name.replace("$", r"\$")
 
 
 def _front(points: list[tuple[float, float]], lower: bool) -> list[tuple[float, float]]:

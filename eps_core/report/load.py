@@ -1,17 +1,14 @@
 """Result files of every kind, read into what the page shows."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+from eps_core.files import inputs
+from eps_core.report.kinds import Line, clean
 
-from eps_core.errors import ConfigError
-
-Line = dict[str, Any]
+MOST_NOTES = 50  # of one file
 _COUNTED = ("run", "resume", "cell", "step", "summary")
 
 
@@ -30,31 +27,28 @@ def load_results(paths: Iterable[Path]) -> Results:
     """Every line of every file, by type. A damaged line and an unknown type are noted, an absent file is refused."""
     results = Results()
     for path in paths:
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"results {path} cannot be read ({error.strerror}): give a JSONL file") from error
         name = path.name if path.name not in results.counts else str(path)
         results.names.append(name)
-        results.counts[name] = _load(results, name, data)
+        results.counts[name] = _load(results, name, path)
     return results
 
 
-def _load(results: Results, name: str, data: bytes) -> dict[str, int]:
+def _load(results: Results, name: str, path: Path) -> dict[str, int]:
     counts: Counter[str] = Counter()
     run: Line = {}
     open_run: Line | None = None
-    for number, piece in enumerate(data.splitlines(), start=1):
-        if not piece.strip():
-            continue
+    notes: list[str] = []
+    for number, piece in inputs.read_lines(path, "results", "give a JSONL file", inputs.MOST_LINES_BYTES):
         try:
-            line = json.loads(piece)
+            line = inputs.parse_json(piece)
         except ValueError:
             line = None
         if not isinstance(line, dict):
-            results.notes.append(f"{name}, line {number}: not a JSON object, left out")
+            notes.append(f"{name}, line {number}: not a JSON object, left out")
             continue
-        kind = str(line.get("type", "(no type)"))
+        line, faults = clean(line)
+        notes += [f"{name}, line {number}: {fault}, left out" for fault in faults]
+        kind = line.get("type") or "(no type)"
         counts[kind] += 1
         if kind == "run":
             run = line
@@ -71,15 +65,12 @@ def _load(results: Results, name: str, data: bytes) -> dict[str, int]:
                 open_run["steps"].append(line)
             else:
                 open_run["summary"] = line
+    results.notes += notes[:MOST_NOTES]
+    if len(notes) > MOST_NOTES:
+        results.notes.append(f"{name}: {len(notes) - MOST_NOTES:,} more such values and lines")
     if not counts:
         results.notes.append(f"{name} holds no results")
     unknown = [f"{count} of type {kind}" for kind, count in sorted(counts.items()) if kind not in _COUNTED]
     if unknown:
         results.notes.append(f"{name}: lines that this page does not draw: {', '.join(unknown)}")
     return dict(sorted(counts.items()))
-
-
-def number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not np.isfinite(value):
-        return None
-    return float(value)

@@ -10,10 +10,12 @@ import numpy as np
 
 from eps_core.config.store import COARSE_GROUP_BLOCKS, coded_methods
 from eps_core.evaluation.verdict import loss_points, p95_saved_percent
+from eps_core.files.records import number
 from eps_core.report import cells as of
 from eps_core.report.cells import Table, field, form, table_of
 from eps_core.report.figures import MAX_CURVES, Curve, Figure, curves, heat_map, scatter
-from eps_core.report.load import Line, Results, number
+from eps_core.report.kinds import Line
+from eps_core.report.load import Results
 from eps_core.summaries.table import names
 
 MAX_MAPS = 6

@@ -1,0 +1,57 @@
+"""What the fields of a results line may be: one of another kind is left out before anything is drawn of it."""
+
+from typing import Annotated, Any
+
+from eps_core.files.records import Between, Count, Name, Nats, Ratio, Share, convert
+
+Line = dict[str, Any]
+
+Setting = Annotated[float, Between(0, 1e12)]  # a share, or a number of tokens or groups
+Milliseconds = Annotated[float, Between(0, 1e12)]
+Points = tuple[tuple[float | None, float | None], ...]
+
+_FIELDS: dict[str, Any] = {
+    **dict.fromkeys(("type", "method", "policy", "scope", "heads", "device", "model", "backend", "task"), Name),
+    "skipped": Annotated[str, Between(0, 10_000)],
+    "strict": bool,
+    **dict.fromkeys(("context_tokens", "prompt_tokens", "batch", "index", "num_needles", "num_samples"), Count),
+    **dict.fromkeys(("needles_answered", "needles_dense"), Count),
+    **dict.fromkeys(
+        ("dim", "bits", "group_tokens", "tail_tokens", "bound_bits", "top_pages", "last_n", "first_n"), Count
+    ),
+    **dict.fromkeys(("alpha", "budget", "byte_budget", "epsilon", "tau", "refine", "last_tokens"), Setting),
+    **dict.fromkeys(("bytes_ratio", "visit_ratio", "forced_ratio"), Ratio),
+    **dict.fromkeys(("kl_mean", "kl_max"), Nats),
+    "top1_agreement": Share,
+    **{
+        f"{clock}_ms_p{part}": Milliseconds
+        for clock in ("decode", "dense_decode", "prepass", "attention")
+        for part in (50, 95)
+    },
+    **dict.fromkeys(("mass_skipped_cert", "mass_skipped_true"), Ratio),
+    "mass_pairs": Points,
+    "visit_ratio_by_layer_and_head": tuple[tuple[Share, ...], ...],
+    "guards": tuple[Count, Count],
+    **dict.fromkeys(("setting", "config", "request"), dict[str, Any]),
+}
+_OF_TYPE: dict[str, dict[str, Any]] = {"summary": {"dense": dict[str, Any]}}
+
+
+def clean(line: Line) -> tuple[Line, list[str]]:
+    """(the line with null in place of what is not of its field's kind, what was wrong)."""
+    kind = line.get("type")
+    own = _OF_TYPE.get(kind, {}) if isinstance(kind, str) else {}
+    found: Line = {}
+    faults: list[str] = []
+    for name, value in line.items():
+        if value is not None and (wanted := own.get(name, _FIELDS.get(name))) is not None:
+            try:
+                convert(value, wanted)
+            except ValueError as error:
+                faults.append(f"{name} {error}")
+                value = None
+        if isinstance(value, dict) and name in ("setting", "config", "dense"):
+            value, inner = clean(value)
+            faults += [f"{name}.{fault}" for fault in inner]
+        found[name] = value
+    return found, faults
