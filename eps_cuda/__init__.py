@@ -1,4 +1,4 @@
-"""The Torch backend: CUDA and ROCm GPUs, and CPUs. See eps_core.gate.protocol.Backend."""
+"""The Torch backend: CUDA, ROCm and Intel GPUs, and CPUs. See eps_core.gate.protocol.Backend."""
 
 import platform
 

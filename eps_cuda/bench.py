@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from eps_core.cpu.host import Arm, host_bandwidth_arms, host_cache_bytes, host_free_bytes, host_name, wall_clock
 from eps_core.paging.where import Where
 from eps_cuda.cache import Cache
-from eps_cuda.device import empty_pool
+from eps_cuda.device import devices, empty_pool, gpu
 from eps_cuda.kernels.choose import usable_kernels
 
 PAGE_TOKENS = 16  # flashinfer splits a sequence between pages only
@@ -115,8 +115,8 @@ def _flashinfer(k: Tensor, v: Tensor, q: Tensor) -> Arm:
 
 def synchronize(*results: Any) -> None:
     """Waits until the device has nothing left to do."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    for device in devices()[1:]:
+        gpu(device).synchronize()
 
 
 def stopwatch(device: str) -> Callable[[Arm], tuple[float, Any]]:
@@ -124,7 +124,7 @@ def stopwatch(device: str) -> Callable[[Arm], tuple[float, Any]]:
         return wall_clock(lambda result: None)
 
     def timed(function: Arm) -> tuple[float, Any]:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = (gpu(device).Event(enable_timing=True) for _ in range(2))
         start.record()
         result = function()
         end.record()
@@ -158,11 +158,14 @@ def stack_heads(parts: Sequence[Tensor]) -> Tensor:
 
 
 def free_bytes(device: str) -> int | None:
-    return host_free_bytes() if device == "cpu" else torch.cuda.mem_get_info()[0]
+    return host_free_bytes() if device == "cpu" else gpu(device).mem_get_info()[0]
 
 
 def last_cache_bytes(device: str) -> int | None:
-    return host_cache_bytes() if device == "cpu" else torch.cuda.get_device_properties(0).L2_cache_size
+    """None where the device does not say."""
+    return (
+        host_cache_bytes() if device == "cpu" else getattr(gpu(device).get_device_properties(0), "L2_cache_size", None)
+    )
 
 
 def device_facts(device: str) -> dict[str, Any]:
@@ -173,17 +176,17 @@ def device_facts(device: str) -> dict[str, Any]:
 
             threads = kernel_threads()
         return {"device_name": host_name(), "threads": torch.get_num_threads(), "kernel_threads": threads}
-    facts = torch.cuda.get_device_properties(0)
+    facts = gpu(device).get_device_properties(0)
     return {
         "device_name": facts.name,
-        "multiprocessors": facts.multi_processor_count,
+        "multiprocessors": getattr(facts, "multi_processor_count", None),
         "memory_bytes": facts.total_memory,
         "cuda": torch.version.cuda or torch.version.hip,
     }
 
 
 def capture(function: Arm) -> Arm | None:
-    """The function as a CUDA graph that gives the same output arrays at each replay; None without a GPU. Raises
+    """The function as a CUDA graph that gives the same output arrays at each replay; None without CUDA. Raises
     RuntimeError where it cannot be captured."""
     if not torch.cuda.is_available():
         return None

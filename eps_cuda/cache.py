@@ -23,7 +23,7 @@ from eps_core.paging.where import check_units
 from eps_core.summaries import table
 from eps_core.summaries.rq import CENTRE_TOKENS
 from eps_cuda import pages
-from eps_cuda.device import DTYPES, device_of, empty_pool
+from eps_cuda.device import DTYPES, device_of, empty_pool, gpu
 from eps_cuda.kernels.choose import kernels_module, usable_kernels
 from eps_cuda.summaries.base import Part, Summary
 from eps_cuda.summaries.table import build_summary, method
@@ -139,8 +139,8 @@ def span(name: str, cache: Cache) -> AbstractContextManager[Any]:
 
 def wait(cache: Cache, *arrays: Tensor) -> None:
     """Until everything so far is computed."""
-    if cache.device == "cuda":
-        torch.cuda.synchronize()
+    if cache.device != "cpu":
+        gpu(cache.device).synchronize()
 
 
 def to_host(cache: Cache, arrays: Sequence[Tensor]) -> list[np.ndarray]:
@@ -242,7 +242,7 @@ def _find_centre(cache: Cache, layer: int, keys: Tensor) -> bool:
     early.append(keys.clone())  # the caller may reuse its buffer
     if sum(len(part) for part in early) < CENTRE_TOKENS:
         return False
-    first = torch.cat(early)[:CENTRE_TOKENS].double().cpu().numpy()
+    first = torch.cat(early)[:CENTRE_TOKENS].cpu().double().numpy()
     # rounded by numpy: Torch rounds float64 to float16 twice
     with np.errstate(over="ignore"):
         cache.centre[layer] = torch.from_numpy(first.mean(axis=0).astype(np.float16)).to(keys.device)

@@ -1,6 +1,7 @@
 """Devices, dtypes, and arrays from and to the host."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -12,27 +13,34 @@ from eps_core.cpu.memory import advise_huge_pages
 from eps_core.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+GPUS = ("cuda", "xpu")  # the first of them that is there is auto's; ROCm's Torch calls its device cuda, too
 
 
 def devices() -> list[str]:
-    """Usable devices by their CLI names. ROCm's Torch calls its device cuda, too."""
-    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    """Usable devices by their CLI names."""
+    return ["cpu", *(name for name in GPUS if gpu(name).is_available())]
 
 
 def device_name(device: str) -> str:
     """What the device calls itself, for measurements."""
-    return torch.cuda.get_device_name() if device_of(device).type == "cuda" else cpu_name()
+    place = device_of(device).type
+    return cpu_name() if place == "cpu" else gpu(place).get_device_name()
+
+
+def gpu(device: str) -> Any:
+    """Torch's module of a kind of GPU, torch.cuda or torch.xpu: they name alike what both have."""
+    return getattr(torch, device)
 
 
 def device_of(device: str) -> torch.device:
     """The Torch device of a CLI name; auto is the GPU where there is one."""
     usable = devices()
+    best = usable[1] if len(usable) > 1 else "cpu"
     if device == "auto":
-        device = usable[-1]
+        device = best
     if device not in usable:
         raise ConfigError(
-            f"device {device!r} is absent: this torch {torch.__version__} has {', '.join(usable)}; "
-            f"use --device {usable[-1]}"
+            f"device {device!r} is absent: this torch {torch.__version__} has {', '.join(usable)}; use --device {best}"
         )
     return torch.device(device)
 

@@ -329,7 +329,7 @@ def test_kl_is_of_gated_from_dense_along_the_dense_tokens(model_path: Path) -> N
     config = EpsConfig.of(method="meanstd", group_tokens=16, budget=0.1, first_tokens=0, last_tokens=16)
     text = "It was a dark and stormy night; the rain fell in torrents. " * 5
     request = compare.RunRequest(
-        config, GREEDY, "numpy", model=model_path, prompt=text, max_new_tokens=12, kl=True, stop=False
+        config, GREEDY, "numpy", model=model_path, prompts=(text,), max_new_tokens=12, kl=True, stop=False
     )
     result = compare.run(request, io.StringIO())
     assert not result["tokens_equal"]

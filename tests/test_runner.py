@@ -94,7 +94,7 @@ def test_a_cache_that_does_not_fit_is_refused_by_one_message(session: Session, m
 
 
 def test_a_cache_has_room_for_every_sequence(session: Session) -> None:
-    cache, pool = session.cache(CONFIGS["box"].store, 33, batch=3)
+    cache, pool = session.cache(CONFIGS["box"].store, [33] * 3)
     assert cache.spec.num_units == pool.num_units == 9 and cache.spec.max_open_groups == 3
     assert cache.spec.dtype == "bfloat16" and cache.kernels == session.kernels
 

@@ -436,7 +436,7 @@ def test_dropping_is_the_run_without(target, tiny_path, monkeypatch):  # noqa: F
 
     def decode(config: EpsConfig) -> dict[str, Any]:
         request = RunRequest(
-            config, Sampling(), backend_name(backend), device, tiny_path, PROMPT, max_new_tokens=6, baseline=False,
+            config, Sampling(), backend_name(backend), device, tiny_path, (PROMPT,), max_new_tokens=6, baseline=False,
             stop=False, kernels="arrays",
         )  # fmt: skip
         return run(request, io.StringIO())

@@ -53,8 +53,9 @@ def cli() -> None:
     "--prompt", metavar="TEXT", help="Text to continue.  [default, without --model: a 4,096-token needle task]"
 )
 @click.option(
-    "--prompt-file", type=click.Path(path_type=Path), metavar="FILE", help="The same from a UTF-8 file; -: stdin."
-)
+    "--prompt-file", "prompt_files", type=click.Path(path_type=Path), metavar="FILE", multiple=True,
+    help="The same from a UTF-8 file; -: stdin; .jsonl: each line's \"prompt\". Several prompts are one batch.",
+)  # fmt: skip
 @click.option(
     "--max-new-tokens", type=click.IntRange(min=1),
     help=f"[default: 32; {DEMO_NEW_TOKENS} for the built-in prompt, whose answer is 5 digits and a full stop]",
@@ -87,7 +88,7 @@ def cli() -> None:
 @summary_options
 @click.pass_context
 def run_command(ctx: click.Context, /, **flags: Any) -> None:
-    """Decode a prompt densely, then with EPS, and compare.
+    """Decode a prompt, or a batch of them, densely, then with EPS, and compare.
 
     Without --model this runs the demo model on a built-in needle prompt with --eps-method rq; with --model EPS is off
     until --eps-method names a method. --eps-method off is the rollback: other --eps flags then mean nothing.
@@ -112,12 +113,12 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
     # late: `eps-proto info` and --help must work where a model cannot be loaded
     from eps_core.evaluation.compare import RunRequest, run
 
-    prompt = _prompt(flags)
+    prompts = _prompts(flags)
     request = RunRequest(
         config=config,
         sampling=Sampling(flags["temperature"], flags["top_p"], flags["seed"]),
-        prompt=prompt,
-        max_new_tokens=flags["max_new_tokens"] or (DEMO_NEW_TOKENS if prompt is None else 32),
+        prompts=prompts,
+        max_new_tokens=flags["max_new_tokens"] or (32 if prompts else DEMO_NEW_TOKENS),
         kv_dtype=flags["kv_dtype"] or "auto",
         baseline=not flags["no_baseline"],
         method_is_default=flags["eps_method"] is None,
@@ -144,15 +145,15 @@ def _large_layer(session: Any) -> dict[str, Any] | None:
         return Bench(request, progress).headline()
 
 
-def _prompt(flags: dict[str, Any]) -> str | Path | None:
-    """The prompt, as a text or the file that holds it; None: the demo's needle document."""
+def _prompts(flags: dict[str, Any]) -> tuple[str | Path, ...]:
+    """The prompts, as texts or the files that hold them; none: the demo's needle document."""
     prompt: str | None = flags["prompt"]
-    path: Path | None = flags["prompt_file"]
-    if prompt is not None and path is not None:
+    paths: tuple[Path, ...] = flags["prompt_files"]
+    if prompt is not None and paths:
         raise click.UsageError("--prompt and --prompt-file say two things: give one of them")
-    if prompt is None and path is None and flags["model"] is not None:
+    if prompt is None and not paths and flags["model"] is not None:
         raise click.UsageError("--model needs a prompt: add --prompt or --prompt-file")
-    return path if path is not None else prompt
+    return paths if prompt is None else (prompt,)
 
 
 @cli.command("info")

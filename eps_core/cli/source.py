@@ -9,7 +9,7 @@ from eps_core.load import BACKENDS
 
 backend_option = click.option("--backend", type=click.Choice(("auto", *BACKENDS)), default="auto", show_default=True)
 device_option = click.option(
-    "--device", type=click.Choice(("auto", "cpu", "cuda", "mps")), default="auto", show_default=True
+    "--device", type=click.Choice(("auto", "cpu", "cuda", "xpu", "mps")), default="auto", show_default=True
 )
 model_option = click.option(
     "--model", type=click.Path(path_type=Path), metavar="DIR", help="Hugging Face directory.  [default: demo]"

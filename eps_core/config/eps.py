@@ -7,11 +7,12 @@ errors, so the first line of every JSONL says exactly what ran.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, Self, get_type_hints
 
 from eps_core.config.read import DEFAULT_TAU, Read
 from eps_core.config.store import Store, coded_methods
 from eps_core.errors import ConfigError, require
+from eps_core.files import records
 from eps_core.summaries import table
 
 # names and order of the flat form: flags, JSONL, keyword arguments. `refine` says both what is kept and what is read
@@ -21,6 +22,7 @@ FLAT = (
     "head_modes", "seed", "min_context", "block_size",
 )  # fmt: skip
 _STORED = {field.name for field in fields(Store)} - {"second_bit"}
+_KINDS = {**get_type_hints(Store), **get_type_hints(Read)}
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,9 @@ class EpsConfig:
         flat["method"] = method
         unknown = sorted(set(flat) - set(FLAT))
         require(not unknown, f"unknown EPS setting {', '.join(unknown)}: known are {', '.join(sorted(FLAT))}")
+        for name, value in flat.items():
+            if value is not None:
+                records.check(name, value, _KINDS[name])
         facts = table.facts(method)
         defaults = {
             "budget": facts.budget,

@@ -15,6 +15,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
 from eps_core.decode.forward import Decoder
 from eps_core.errors import ConfigError
+from eps_core.files import records
 from eps_core.gate.protocol import Backend
 from eps_core.gate.stats import StepOutput
 from eps_core.paging.pool import PagePool
@@ -31,6 +32,9 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        records.check("temperature", self.temperature, float)
+        records.check("top-p", self.top_p, float)
+        records.check("seed", self.seed, int)
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise ConfigError(f"temperature {self.temperature} is negative or not a number: use 0 for greedy decoding")
         if not 0 < self.top_p <= 1:
@@ -169,6 +173,15 @@ def generate(
     finally:
         for sequence in sequences.values() if own else ():
             pool.free(sequence)
+
+
+def tokens_of(records: Sequence[StepRecord], num_prompts: int) -> list[list[int]]:
+    """What each prompt was continued with, the stop token that ended it included."""
+    said: list[list[int]] = [[] for _ in range(num_prompts)]
+    for record in records:
+        for index, token in zip(record.sequences, record.tokens, strict=True):
+            said[index].append(token)
+    return said
 
 
 def is_audit(step: int, every: int, first: int = 0) -> bool:

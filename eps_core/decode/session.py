@@ -2,11 +2,11 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, overload
 
 from tokenizers import Tokenizer
 
@@ -15,16 +15,17 @@ from eps_core.config.read import Read
 from eps_core.config.store import CacheSpec, Store
 from eps_core.cpu.kernels import why_not
 from eps_core.decode.forward import Decoder, load_decoder
-from eps_core.decode.generate import prefill
+from eps_core.decode.generate import Sampling, generate, prefill, tokens_of
 from eps_core.decode.kernel_check import disagreement
 from eps_core.decode.model import DEMO_MODEL, ModelSpec, load_tokenizer, read_spec
 from eps_core.errors import ConfigError, require
-from eps_core.files import inputs
+from eps_core.files import inputs, records
 from eps_core.gate.protocol import Array, Backend
 from eps_core.load import backend_name, load_backend, resolve_kernels
 from eps_core.paging.pool import PagePool
 from eps_core.paging.pool import Sequence as PagedSequence
-from eps_core.telemetry import terminal
+from eps_core.telemetry.steps import StepRecord, summarise
+from eps_core.telemetry.terminal import Progress, TextStream
 
 _CHARACTERS_PER_TOKEN = 16  # of a text's start that is encoded at first
 _CUT_TOKENS = 64  # more than a cut within a word can change
@@ -52,9 +53,23 @@ class Prefix:
         return sequence, cache
 
 
+@dataclass(frozen=True)
+class Generation:
+    """How a prompt went on. What was read, and the speed, are of the whole batch that it was decoded in."""
+
+    text: str
+    tokens: list[int]  # the end-of-text token that it stopped at included
+    prompt_tokens: int
+    bytes_read: int  # K, V and summaries, over all steps
+    bytes_dense: int  # what dense attention reads in the same steps
+    groups_read: int  # summed over steps, layers and kv heads; pages where EPS is off
+    groups_total: int
+    tokens_per_s: float | None  # of decode
+
+
 @dataclass
 class Session:
-    """A loaded model: what every prompt, document and arm has in common."""
+    """A loaded model: what every prompt, document and arm has in common. `generate` and `stream` continue prompts."""
 
     model: str  # as the user named it: a directory, or demo
     path: Path
@@ -68,21 +83,26 @@ class Session:
     named: bool = False  # whether the user named the kernels
     fault: str | None = None  # why auto took array operations instead of kernels
     checked: set[Store] = field(default_factory=set, repr=False)  # whose kernels were compiled and compared
+    config: EpsConfig = EpsConfig()  # noqa: RUF009  of `generate` and `stream`; documents and arms bring their own
 
     @classmethod
     def open(
         cls,
-        model: Path | None = None,
+        model: Path | str | None = None,
         backend: str = "auto",
         device: str = "auto",
         dtype: str = "auto",
         kv_dtype: str = "auto",
         kernels: str = "auto",
+        config: EpsConfig | None = None,
+        **settings: Any,
     ) -> Self:
-        """A model directory, None for the demo model, on a backend. Everything that can be refused is refused here; the
-        weights are read when the decoder is first asked for. dtype auto: float32 on a CPU, else as stored; kv_dtype
+        """A model directory, None for the demo model, on a backend. EPS as `config` says, or flat `settings` of
+        `EpsConfig.of` (method="rq", budget=0.05, ..); off without them. Everything that can be refused is refused here;
+        the weights are read when the decoder is first asked for. dtype auto: float32 on a CPU, else as stored; kv_dtype
         auto: as dtype."""
-        path = model or DEMO_MODEL
+        config = _config_of(config, settings)
+        path = DEMO_MODEL if model is None else Path(model)
         if model is None and not (path / "config.json").is_file():
             raise ConfigError(f"the demo model is not in this installation ({path}): pass --model DIR")
         spec, tokenizer, module = read_spec(path), load_tokenizer(path), load_backend(backend)
@@ -92,7 +112,7 @@ class Session:
         kv_dtype = dtype if kv_dtype == "auto" else kv_dtype
         named, kernels = kernels != "auto", resolve_kernels(kernels, module.usable_kernels(device), device)
         name = "demo" if model is None else str(model)
-        session = cls(name, path, spec, tokenizer, module, device, dtype, kv_dtype, kernels, named)
+        session = cls(name, path, spec, tokenizer, module, device, dtype, kv_dtype, kernels, named, config=config)
         reason = why_not()
         if device == "cpu" and not named and session.backend_name != "numpy" and reason is not None:
             session.fall_back(f"CPU kernels cannot be used ({reason})")
@@ -121,7 +141,7 @@ class Session:
             return
         self.checked.add(store)
         spec = CacheSpec(self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim, 1, self.kv_dtype)
-        with terminal.Progress("kernels: compiling and checking", "parts") as progress:
+        with Progress("kernels: compiling and checking", "parts") as progress:
             fault = disagreement(
                 self.backend, self.device, self.kernels, spec, self.spec.num_heads, EpsConfig(store, Read()), progress
             )
@@ -137,14 +157,16 @@ class Session:
         """Steps of which one is timed layer by layer: waiting for the device between layers costs nothing on a CPU."""
         return 1 if self.device == "cpu" else 4
 
-    def prompt_text(self, prompt: str | Path) -> str:
-        """A prompt's text, of a path what the file holds: no more of it than the model's context could."""
-        if isinstance(prompt, Path):
-            context = self.spec.max_context
-            limit = f"more than the {context:,} tokens of the model's context could hold"
-            prompt = inputs.read_text(prompt, "prompt file", "give a text file", inputs.text_bytes(context), limit)
-        require(bool(prompt), "the prompt is empty: give at least one character")
-        return prompt
+    def prompt_texts(self, prompt: str | Path) -> list[str]:
+        """A prompt's text; of a path what the file holds, no more of it than the model's context could; of a .jsonl
+        file the prompt of each line."""
+        if not isinstance(prompt, Path):
+            return [prompt]
+        if prompt.suffix == ".jsonl":
+            return _jsonl_prompts(prompt)
+        context = self.spec.max_context
+        limit = f"more than the {context:,} tokens of the model's context could hold"
+        return [inputs.read_text(prompt, "prompt file", "give a text file", inputs.text_bytes(context), limit)]
 
     def encode(self, text: str, special: bool = True, most_tokens: int | None = None) -> list[int]:
         """The tokens of a text. With `most_tokens` no more of a long text is encoded than shows that it has more than
@@ -177,26 +199,131 @@ class Session:
         text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
-    def cache_spec(self, store: Store, num_tokens: int, batch: int = 1) -> CacheSpec:
-        """Of `batch` sequences of up to `num_tokens` tokens. A cache larger than the machine is refused here; on a GPU
-        its allocator is asked instead."""
-        units = batch * -(-num_tokens // store.unit_tokens)
+    def encode_prompts(self, texts: Sequence[str], max_new_tokens: int) -> list[list[int]]:
+        """Tokens of prompts that the model can continue by `max_new_tokens`; others are refused, by their number where
+        there are several."""
+        require(len(texts) > 0, "there is no prompt to continue: give at least one")
+        records.check("max-new-tokens", max_new_tokens, int)
+        require(max_new_tokens >= 1, f"max-new-tokens {max_new_tokens} is below 1: nothing would be generated; use 32")
+        prompts, most = [], self.spec.max_context
+        for number, text in enumerate(texts, start=1):
+            which = f"prompt {number}" if len(texts) > 1 else "the prompt"
+            records.check(which, text, str)
+            prompts.append(self.encode(text, most_tokens=most))
+            length = len(prompts[-1])
+            require(bool(text) and length > 0, f"{which} is empty: give at least one character")
+            require(
+                length + max_new_tokens <= most,
+                f"{which} of {length if length <= most else f'more than {most}'} tokens and {max_new_tokens} new ones "
+                f"exceed the model's context of {most} tokens: shorten the prompt or lower max-new-tokens",
+            )
+        return prompts
+
+    @overload
+    def generate(self, prompt: str, *args: Any, **more: Any) -> Generation: ...
+
+    @overload
+    def generate(self, prompt: list[str] | tuple[str, ...], *args: Any, **more: Any) -> list[Generation]: ...
+
+    def generate(
+        self,
+        prompt: str | list[str] | tuple[str, ...],
+        max_new_tokens: int = 32,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: bool = True,
+    ) -> Generation | list[Generation]:
+        """How a prompt goes on, or each of a list of prompts, decoded in one batch. Temperature 0 is greedy; a drawn
+        token depends on seed, the prompt's place in the list and its position alone. With `stop` a prompt ends at the
+        model's end-of-text tokens. Nothing is kept from one call to the next."""
+        texts = list(prompt) if isinstance(prompt, list | tuple) else [prompt]
+        prompts, steps = self._steps(texts, max_new_tokens, Sampling(temperature, top_p, seed), stop)
+        records = list(steps)
+        total = summarise(records)
+        made = [
+            Generation(
+                self.decode(tokens),
+                tokens,
+                len(one),
+                total["bytes_kv_read_est"] + total["bytes_summary_read"],
+                total["bytes_kv_dense"],
+                total["pages_visited"],
+                total["pages_total"],
+                total["tokens_per_s"],
+            )
+            for one, tokens in zip(prompts, tokens_of(records, len(prompts)), strict=True)
+        ]
+        return made if isinstance(prompt, list | tuple) else made[0]
+
+    def stream(
+        self,
+        prompt: str,
+        max_new_tokens: int = 32,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: bool = True,
+    ) -> Iterator[str]:
+        """The text of `generate` in pieces of whole characters, each as soon as its tokens are there."""
+        _, steps = self._steps([prompt], max_new_tokens, Sampling(temperature, top_p, seed), stop)
+        pieces: list[str] = []
+        text = TextStream(self.tokenizer, pieces.append)
+
+        def told() -> Iterator[str]:
+            for record in steps:
+                text.add(record.tokens[0])
+                yield from pieces
+                pieces.clear()
+            text.flush()
+            yield from pieces
+
+        return told()
+
+    def _steps(
+        self, texts: Sequence[str], max_new_tokens: int, sampling: Sampling, stop: bool
+    ) -> tuple[list[list[int]], Generator[StepRecord, None, Any]]:
+        """(tokens of each prompt, steps to come), in a cache of their own; what can be refused is refused here."""
+        prompts = self.encode_prompts(texts, max_new_tokens)
+        self.load()
+        cache, pool = self.cache(self.config.store, [len(prompt) + max_new_tokens for prompt in prompts])
+        stop_tokens = self.spec.eos_token_ids if stop else ()
+        return prompts, generate(
+            self.decoder, cache, pool, prompts, max_new_tokens, sampling, self.config.read, stop_tokens
+        )
+
+    def cache_spec(self, store: Store, num_tokens: int | Sequence[int], pool_tokens: int | None = None) -> CacheSpec:
+        """Of a sequence of up to `num_tokens` tokens, or of several, each with its own number; of `pool_tokens` in all
+        where these are given, which must suffice. A cache larger than the machine is refused here; on a GPU its
+        allocator is asked instead."""
+        size = store.unit_tokens
+        lengths = [num_tokens] if isinstance(num_tokens, int) else num_tokens
+        needed = sum(-(-length // size) for length in lengths)
+        units = needed if pool_tokens is None else pool_tokens // size
+        require(
+            units >= needed,
+            f"{'a prompt' if len(lengths) == 1 else f'{len(lengths)} prompts'} of {sum(lengths)} tokens, new ones "
+            f"included, need{'s' if len(lengths) == 1 else ''} {needed} pool groups of {size} tokens, and pool-tokens "
+            f"{pool_tokens} holds {units}: raise it to {needed * size} or shorten the prompt",
+        )
         spec = CacheSpec(
             self.spec.num_layers,
             self.spec.num_kv_heads,
             self.spec.head_dim,
             units,
             self.kv_dtype,
-            max_open_groups=batch,
+            max_open_groups=len(lengths),
         )
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if self.device == "cpu" and _cache_bytes(spec, store) > memory:
             raise _too_large(spec, store, f"this machine's {memory / 2**20:,.0f} MiB")
         return spec
 
-    def cache(self, store: Store, num_tokens: int, batch: int = 1) -> tuple[Any, PagePool]:
+    def cache(
+        self, store: Store, num_tokens: int | Sequence[int], pool_tokens: int | None = None
+    ) -> tuple[Any, PagePool]:
         """(cache, the pool of its units), empty: see `cache_spec`."""
-        spec = self.cache_spec(store, num_tokens, batch)
+        spec = self.cache_spec(store, num_tokens, pool_tokens)
         try:
             self.check_kernels(store)
             cache = self.backend.new_cache(spec, store, self.device, self.kernels)
@@ -215,6 +342,35 @@ class Session:
         (table,) = pool.table([sequence])
         layers = range(self.spec.num_layers)
         return Prefix(list(tokens), [self.backend.read_kv(cache, layer, table, len(tokens)) for layer in layers])
+
+
+def _jsonl_prompts(path: Path) -> list[str]:
+    """The prompts of a file whose lines are objects with one, or strings."""
+    mend = 'give a JSON object with a "prompt" a line'
+    prompts = []
+    for number, line in inputs.read_lines(path, "prompt file", mend, inputs.MOST_LINES_BYTES):
+        try:
+            value = inputs.parse_json(line)
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {number}: no JSON in UTF-8 ({error}): mend or remove the line") from error
+        prompt = value.get("prompt") if isinstance(value, dict) else value
+        if not isinstance(prompt, str):
+            raise ConfigError(f'{path}, line {number}: no "prompt" that is text: {mend}')
+        prompts.append(prompt)
+    require(len(prompts) > 0, f"prompt file {path} has no lines: {mend}")
+    return prompts
+
+
+def _config_of(config: EpsConfig | None, settings: dict[str, Any]) -> EpsConfig:
+    """A config or flat settings; off where there is neither."""
+    if not settings:
+        return config or EpsConfig()
+    require(config is None, f"config and {next(iter(settings))} say two things: give one of them")
+    made = EpsConfig.of(**settings)
+    idle = sorted(set(settings) - {"method", "block_size"})
+    if idle and "method" not in settings:
+        raise ConfigError(f'{idle[0]} means nothing while EPS is off: add method="rq"')
+    return made
 
 
 def _cache_bytes(spec: CacheSpec, store: Store) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import Store
 from eps_core.decode.cost import Cost, cost_of
-from eps_core.decode.generate import Sampling
+from eps_core.decode.generate import Sampling, tokens_of
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.evaluation.runner import Document, Outcome, decode
@@ -30,14 +30,14 @@ WARM_UP_TOKENS = 64
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What the command line asked for. `model` None is the demo model; `prompt` None is its needle document."""
+    """What the command line asked for. `model` None is the demo model; no prompt is its needle document."""
 
     config: EpsConfig
     sampling: Sampling
     backend: str = "auto"
     device: str = "auto"
     model: Path | None = None
-    prompt: str | Path | None = None  # a path: the file that holds it
+    prompts: tuple[str | Path, ...] = ()  # decoded in one batch; a path: the file that holds it, or several
     max_new_tokens: int = 32
     dtype: str = "auto"
     kv_dtype: str = "auto"
@@ -60,15 +60,12 @@ class RunRequest:
 
 @dataclass
 class Side:
-    """One decode of the prompt, dense or gated."""
+    """One decode of the prompts, dense or gated."""
 
     outcome: Outcome
-    text: str
+    tokens: list[list[int]]  # of each prompt
+    texts: list[str]
     prefill_ms: float
-
-    @property
-    def tokens(self) -> list[int]:
-        return [record.tokens[0] for record in self.outcome.records]
 
     def summary(self) -> dict[str, Any]:
         return self.outcome.summary(self.prefill_ms)
@@ -76,28 +73,21 @@ class Side:
 
 @dataclass
 class Job:
-    """A request whose config is settled, with its session and prompt."""
+    """A request whose config is settled, with its session and prompts."""
 
     request: RunRequest
     session: Session
-    document: Document
+    documents: list[Document]
     answer: str | None  # of the built-in needle document
     cost: Cost | None  # behind an automatic min_context
 
-    def pool_tokens(self, store: Store) -> int:
-        """Tokens of a pool that holds the prompt and its continuation, or as many as were asked for."""
-        tokens, asked, unit = len(self.document.prompt), self.request.pool_tokens, store.unit_tokens
-        needed = tokens + self.document.num_steps
-        units = -(-needed // unit)
-        if asked is None:
-            return needed
-        if asked // unit < units:
-            raise ConfigError(
-                f"a prompt of {tokens} tokens and {self.document.num_steps} new ones need {units} pool groups of "
-                f"{unit} tokens, and pool-tokens {asked} holds {asked // unit}: raise it to {units * unit} or shorten "
-                "the prompt"
-            )
-        return asked // unit * unit
+    @property
+    def prompt_lengths(self) -> list[int]:
+        return [len(one.prompt) for one in self.documents]
+
+    def room(self, store: Store) -> tuple[Store, list[int], int | None]:
+        """What a cache of the prompts and their continuations is made of."""
+        return store, [len(one.prompt) + one.num_steps for one in self.documents], self.request.pool_tokens
 
 
 def prepare(request: RunRequest) -> Job:
@@ -111,22 +101,16 @@ def prepare(request: RunRequest) -> Job:
         request.model, request.backend, request.device, request.dtype, request.kv_dtype, request.kernels
     )
     spec, answer = session.spec, None
-    if request.prompt is None:
+    texts = [text for prompt in request.prompts for text in session.prompt_texts(prompt)]
+    if not request.prompts:
         made = demo_document()
-        text, answer = made.prompt, made.answer
-    else:
-        text = session.prompt_text(request.prompt)
-    prompt = session.encode(text, most_tokens=spec.max_context)
-    if not prompt:
-        raise ConfigError("the prompt is empty: give at least one token")
-    if len(prompt) + request.max_new_tokens > spec.max_context:
-        raise ConfigError(
-            f"a prompt of {len(prompt)} tokens and {request.max_new_tokens} new ones exceed the model's context "
-            f"of {spec.max_context} tokens: shorten the prompt or lower max-new-tokens"
-        )
-    document = Document(prompt, request.max_new_tokens, stop=spec.eos_token_ids if request.stop else ())
-    job = Job(request, session, document, answer, None)
-    pool = session.cache_spec(request.config.store, job.pool_tokens(request.config.store))
+        texts, answer = [made.prompt], made.answer
+    prompts = session.encode_prompts(texts, request.max_new_tokens)
+    stop = spec.eos_token_ids if request.stop else ()
+    job = Job(
+        request, session, [Document(prompt, request.max_new_tokens, stop=stop) for prompt in prompts], answer, None
+    )
+    pool = session.cache_spec(*job.room(request.config.store))
     if request.auto_min_context:
         job.cost, _ = cost_of(
             session.backend, session.device, session.kernels, pool, spec.num_heads, request.config, spec.max_context
@@ -143,7 +127,7 @@ def prepare(request: RunRequest) -> Job:
 
 def _warm_up(job: Job) -> None:
     """Takes the model's first steps, which set the array library up, before anything is timed."""
-    session, tokens = job.session, job.document.prompt[:WARM_UP_TOKENS]
+    session, tokens = job.session, job.documents[0].prompt[:WARM_UP_TOKENS]
     cache, pool = session.cache(Store(), len(tokens) + 2)
     decode(session, cache, pool, [Document(tokens, 2)], None)
 
@@ -165,27 +149,33 @@ def _decode(
     cache: Any,
     pool: PagePool,
     on_record: Callable[[StepRecord], None] | None = None,
-    forced: list[int] | None = None,
+    forced: list[list[int]] | None = None,
 ) -> tuple[Side, Any]:
-    """(side, cache) of decoding the prompt; each step's record is handed over as it comes."""
+    """(side, cache) of decoding the prompts; each step's record is handed over as it comes."""
     request, prefill_ms = job.request, 0.0
     started = time.perf_counter()
     progress = terminal.Progress(f"{name}: prefill", "tokens")
 
+    # all but the last token of each prompt is prefilled
+    before = np.cumsum([0, *job.prompt_lengths]) - np.arange(len(job.documents) + 1)
+
     def on_prefill(prompt: int, done: int, total: int) -> None:
         nonlocal prefill_ms
-        progress(done, total)
+        progress(int(before[prompt]) + done, int(before[-1]))
         prefill_ms = 1000 * (time.perf_counter() - started)
 
-    document = job.document
+    documents = job.documents
     if forced is not None:
-        document = replace(document, num_steps=len(forced), forced=forced[:-1])
+        documents = [
+            replace(one, num_steps=len(tokens), forced=tokens[:-1])
+            for one, tokens in zip(documents, forced, strict=True)
+        ]
     with progress:
         outcome, cache = decode(
             job.session,
             cache,
             pool,
-            [document],
+            documents,
             request.config.read,
             request.sampling,
             on_record,
@@ -197,9 +187,8 @@ def _decode(
             audit_factor=request.audit_factor,
             audit_off=request.audit_off,
         )
-    side = Side(outcome, "", prefill_ms)
-    side.text = job.session.decode(side.tokens)
-    return side, cache
+    tokens = tokens_of(outcome.records, len(documents))
+    return Side(outcome, tokens, [job.session.decode(one) for one in tokens], prefill_ms), cache
 
 
 def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
@@ -214,13 +203,13 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
             metrics.write(
                 provenance.run_line(
                     config,
-                    session.cache_spec(config.store, job.pool_tokens(config.store)),
+                    session.cache_spec(*job.room(config.store)),
                     session.backend_name,
                     session.device,
                     session.model,
                     session.backend.versions(),
                     dtype=session.dtype,
-                    prompt_tokens=len(job.document.prompt),
+                    prompt_tokens=sum(job.prompt_lengths),
                     max_new_tokens=request.max_new_tokens,
                     sampling=vars(request.sampling),
                     kernels=session.kernels,
@@ -235,16 +224,26 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
         def streamed(side_name: str, store: Store) -> tuple[Side, Any, PagePool]:
             label = f"{side_name:5} > "
             text = terminal.TextStream(session.tokenizer, lambda piece: (out.write(piece), out.flush()), label)
+            progress = terminal.Progress(f"{side_name}: decode", "steps")
+            alone = len(job.documents) == 1
 
             def on_record(record: StepRecord) -> None:
                 if metrics is not None and side_name == measured:
                     metrics.write(record.to_dict())
-                text.add(record.tokens[0])
+                if alone:
+                    text.add(record.tokens[0])
+                else:  # their texts would come mixed: shown at the end
+                    progress(record.step + 1, request.max_new_tokens)
 
-            cache, pool = session.cache(store, job.pool_tokens(store))
-            side, cache = _decode(job, side_name, cache, pool, on_record)
-            text.flush()
-            out.write("\n")
+            cache, pool = session.cache(*job.room(store))
+            with progress:
+                side, cache = _decode(job, side_name, cache, pool, on_record)
+            if alone:
+                text.flush()
+                out.write("\n")
+            else:
+                out.writelines(f"{side_name:5} {i} > {said}\n" for i, said in enumerate(side.texts, start=1))
+                out.flush()
             return side, cache, pool
 
         dense = eps = None
@@ -266,7 +265,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
                 {
                     "type": "summary",
                     **main.summary(),
-                    "prompt_tokens": len(job.document.prompt),
+                    "prompt_tokens": sum(job.prompt_lengths),
                     "tokens_equal": result["tokens_equal"],
                     "dense": dense.summary() if dense is not None and eps is not None else None,
                     **divergence,
@@ -285,8 +284,12 @@ def _print_header(job: Job, out: TextIO) -> None:
     out.write(
         f"backend {session.backend_name} on {session.device}, {session.dtype}{cache}, kernels {session.kernels}\n"
     )
-    kind = "" if job.answer is None else f", a needle document whose answer is {job.answer}"
-    out.write(f"prompt  {len(job.document.prompt):,} tokens{kind}\n")
+    lengths = job.prompt_lengths
+    if len(lengths) > 1:
+        out.write(f"prompts {len(lengths)} of {min(lengths):,} to {max(lengths):,} tokens, {sum(lengths):,} in all\n")
+    else:
+        kind = "" if job.answer is None else f", a needle document whose answer is {job.answer}"
+        out.write(f"prompt  {lengths[0]:,} tokens{kind}\n")
     out.write(f"eps     {terminal.describe(request.config)}\n")
     if job.cost is not None:
         out.write(f"        {_describe(job.cost)}\n")
@@ -298,15 +301,15 @@ def _print_header(job: Job, out: TextIO) -> None:
 
 def _divergence(job: Job, cache: Any, pool: PagePool, dense: Side) -> dict[str, float | None]:
     """KL(dense || gated) of the next-token distribution in nats, both fed the dense run's tokens through the decode.
-    The prompt's pages are still in `cache`."""
+    The prompts' pages are still in `cache`."""
     values: list[float] = []
     agree: list[bool] = []
 
     def on_record(record: StepRecord) -> None:
         got, want = record.logits, dense.outcome.records[record.step].logits
         assert got is not None and want is not None
-        values.append(max(float(kl_divergence(want, got)[0]), 0.0))
-        agree.append(bool(np.argmax(got[0]) == np.argmax(want[0])))
+        values.extend(np.maximum(kl_divergence(want, got), 0.0).tolist())
+        agree.extend((got.argmax(-1) == want.argmax(-1)).tolist())
         record.logits = None  # a vocabulary a step: not to be held for the whole run
 
     _decode(job, "kl", cache, pool, on_record, forced=dense.tokens)
@@ -327,13 +330,18 @@ def _report(
 ) -> dict[str, Any]:
     session, main = job.session, eps or dense
     assert main is not None
-    equal = eps.tokens == dense.tokens if eps is not None and dense is not None else None
+    alike: list[bool] | None = None  # of each prompt
+    if eps is not None and dense is not None:
+        alike = [a == b for a, b in zip(eps.tokens, dense.tokens, strict=True)]
+    alone = len(job.documents) == 1
     checks: list[tuple[str, str | None, str | None]] = []
     if job.answer is not None:
-        answered = [_yes(side.text.startswith(job.answer)) if side else None for side in (dense, eps)]
+        answered = [_yes(side.texts[0].startswith(job.answer)) if side else None for side in (dense, eps)]
         checks.append(("needle answered", answered[0], answered[1]))
-    if equal is not None:
-        checks.append(("tokens equal to dense", None, _yes(equal)))
+    if alike is not None:
+        checks.append(
+            ("tokens equal to dense", None, _yes(alike[0]) if alone else f"{sum(alike)} of {len(alike)} prompts")
+        )
     checks += [
         (name.replace("_", " "), None, f"{value:.5f}") for name, value in divergence.items() if value is not None
     ]
@@ -345,17 +353,39 @@ def _report(
         "kernels": session.kernels,
         "kernels_fault": session.fault,
         "model": session.model,
-        "prompt_tokens": len(job.document.prompt),
-        "new_tokens": len(main.tokens),
-        "text": main.text,
-        "tokens": main.tokens,
-        "tokens_equal": equal,
+        "prompt_tokens": sum(job.prompt_lengths),
+        "new_tokens": sum(map(len, main.tokens)),
+        # of several prompts, `sequences` tells each
+        "text": main.texts[0] if alone else None,
+        "tokens": _told(main),
+        "tokens_equal": None if alike is None else all(alike),
         "bytes_ratio": eps_summary["bytes_ratio"] if eps_summary else None,
-        "dense": terminal.dense_json(dense.tokens, dense_summary) if dense and dense_summary else None,
-        "eps": terminal.eps_json(eps.tokens, eps_summary, job.request.config) if eps and eps_summary else None,
+        "dense": terminal.dense_json(_told(dense), dense_summary) if dense and dense_summary else None,
+        "eps": terminal.eps_json(_told(eps), eps_summary, job.request.config) if eps and eps_summary else None,
         **divergence,
         **({} if layer is None else {"layer": layer}),
+        **({} if alone else {"sequences": _sequences(job, main, dense, alike)}),
     }
+
+
+def _told(side: Side) -> list[int] | None:
+    """The tokens that were said, where one prompt was."""
+    return side.tokens[0] if len(side.tokens) == 1 else None
+
+
+def _sequences(job: Job, main: Side, dense: Side | None, alike: list[bool] | None) -> list[dict[str, Any]]:
+    """Of each prompt of a batch what a single one has at the top."""
+    return [
+        {
+            "prompt_tokens": length,
+            "new_tokens": len(tokens),
+            "text": text,
+            "tokens": tokens,
+            "tokens_equal": None if alike is None else alike[i],
+            "dense_tokens": None if dense is None else dense.tokens[i],
+        }
+        for i, (length, tokens, text) in enumerate(zip(job.prompt_lengths, main.tokens, main.texts, strict=True))
+    ]
 
 
 def _yes(value: bool) -> str:

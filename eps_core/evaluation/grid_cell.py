@@ -91,7 +91,7 @@ class Bench:
             if shape != (spec.num_layers, spec.num_kv_heads):
                 return f"the head policy is of {shape[0]} layers x {shape[1]} kv heads: of another model"
         try:
-            self.session.cache_spec(config.store, setting.context, setting.batch)
+            self.session.cache_spec(config.store, [setting.context] * setting.batch)
         except ConfigError as error:
             return str(error)
         return None

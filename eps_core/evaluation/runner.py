@@ -128,7 +128,7 @@ def run_batch(
     found: dict[K, Outcome] = {}
     short = sum(len(prefix.tokens) for prefix in prefixes) < CENTRE_TOKENS
     for store, mine in _groups(arms, short):
-        cache, pool = session.cache(store, num_tokens, len(documents))
+        cache, pool = session.cache(store, [num_tokens] * len(documents))
         written = []
         for prefix in prefixes:
             sequence, cache = prefix.into(session.backend, cache, pool, room)

@@ -12,6 +12,8 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
+
 from eps_core.errors import ConfigError
 
 _MOST_INT = 2**63
@@ -47,6 +49,14 @@ def number(value: Any) -> float | None:
     except OverflowError:
         return None
     return found if math.isfinite(found) else None
+
+
+def check(name: str, value: Any, kind: Any) -> None:
+    """Raises ConfigError unless a value given from Python is of that kind; numpy's numbers are numbers."""
+    try:
+        convert(value.item() if isinstance(value, np.generic) else value, kind)
+    except ValueError as error:
+        raise ConfigError(f"{name} {error}: give one") from error
 
 
 def read_record(kind: Any, values: Any, where: str, mend: str) -> Any:

@@ -268,10 +268,10 @@ def _layer(layer: dict[str, Any] | None) -> list[tuple[str, str, str]]:
     ]
 
 
-def dense_json(tokens: Sequence[int], summary: dict[str, Any]) -> dict[str, Any]:
-    """One side of the last stdout line."""
+def dense_json(tokens: list[int] | None, summary: dict[str, Any]) -> dict[str, Any]:
+    """One side of the last stdout line; `tokens` of one prompt, None of several."""
     return {
-        "tokens": list(tokens),
+        "tokens": tokens,
         "decode_ms_p50": summary["decode_ms_p50"],
         "decode_ms_p95": summary["decode_ms_p95"],
         "tokens_per_s": summary["tokens_per_s"],
@@ -279,7 +279,7 @@ def dense_json(tokens: Sequence[int], summary: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def eps_json(tokens: Sequence[int], summary: dict[str, Any], config: EpsConfig) -> dict[str, Any]:
+def eps_json(tokens: list[int] | None, summary: dict[str, Any], config: EpsConfig) -> dict[str, Any]:
     return {
         **dense_json(tokens, summary),
         "method": config.store.method,

@@ -23,11 +23,20 @@ def interpreted() -> bool:
 def usable_kernels(device: str) -> list[str]:
     """Kernels that this installation has for a device, the fastest last."""
     usable = ["arrays"]
-    if importlib.util.find_spec("triton") is not None and (device != "cpu" or interpreted()):
+    if _compiles(device):
         usable.append("triton")
     if device == "cpu" and why_not() is None:
         usable.append("numba")
     return usable
+
+
+def _compiles(device: str) -> bool:
+    """Whether the Triton that is installed, if any, has a compiler for a device; Intel's is in a build of its own."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    if device == "xpu":
+        return importlib.util.find_spec("triton.backends.intel") is not None
+    return device != "cpu" or interpreted()
 
 
 @cache
