@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from eps_core.decode.model import ModelSpec, read_spec
+from eps_core.decode.model import read_spec
+from eps_core.decode.spec import ModelSpec
 from eps_core.errors import ConfigError
 
 FORMAT_VERSION = 1

@@ -11,10 +11,14 @@ from tokenizers import Tokenizer
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec, Store
+from eps_core.decode.chat import render
 from eps_core.decode.forward import Decoder, load_decoder
 from eps_core.decode.generate import prefill
+from eps_core.decode.hub import resolve_model
 from eps_core.decode.kernel_check import disagreement
-from eps_core.decode.model import DEMO_MODEL, ModelSpec, load_tokenizer, read_spec
+from eps_core.decode.model import DEMO_MODEL, read_spec
+from eps_core.decode.spec import ModelSpec
+from eps_core.decode.tokenizer import encode, load_tokenizer
 from eps_core.errors import ConfigError
 from eps_core.gate.protocol import Array, Backend
 from eps_core.load import backend_name, load_backend, resolve_kernels
@@ -48,7 +52,7 @@ class Prefix:
 class Session:
     """A loaded model: what every prompt, document and arm has in common."""
 
-    model: str  # as the user named it: a directory, or demo
+    model: str  # as the user named it: a directory, org/name, or demo
     path: Path
     spec: ModelSpec
     tokenizer: Tokenizer
@@ -62,7 +66,7 @@ class Session:
     @classmethod
     def open(
         cls,
-        model: Path | None = None,
+        model: str | Path | None = None,
         backend: str = "auto",
         device: str = "auto",
         dtype: str = "auto",
@@ -70,10 +74,11 @@ class Session:
         kernels: str = "auto",
         checked: EpsConfig | None = None,
     ) -> Self:
-        """A model directory, None for the demo model, on a backend. Everything that can be refused is refused here; the
-        weights are read when the decoder is first asked for. dtype auto: float32 on a CPU, else as stored; kv_dtype
-        auto: as dtype. Kernels that a GPU has and nobody named are first checked with `checked` (None: taken as is)."""
-        path = model or DEMO_MODEL
+        """A model as `resolve_model` reads it, None for the demo model, on a backend. Everything that can be refused is
+        refused here; the weights are read when the decoder is first asked for. dtype auto: float32 on a CPU, else as
+        stored; kv_dtype auto: as dtype. Kernels that a GPU has and nobody named are first checked with `checked` (None:
+        taken as is)."""
+        path = DEMO_MODEL if model is None else resolve_model(model)
         if model is None and not (path / "config.json").is_file():
             raise ConfigError(f"the demo model is not in this installation ({path}): pass --model DIR")
         spec, tokenizer, module = read_spec(path), load_tokenizer(path), load_backend(backend)
@@ -108,16 +113,17 @@ class Session:
         return 1 if self.device == "cpu" else 4
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        try:
-            tokens = list(self.tokenizer.encode(text.encode().decode(), add_special_tokens=special).ids)
-        except UnicodeError as error:
-            raise ConfigError(f"the prompt is not valid Unicode ({error}): pass UTF-8 text") from error
+        tokens = encode(self.tokenizer, self.path, text, special)
         if max(tokens, default=0) >= self.spec.vocab_size:
             raise ConfigError(
                 f"{self.path}: its tokenizer gives token {max(tokens)}, its vocabulary ends at "
                 f"{self.spec.vocab_size - 1}: tokenizer.json and config.json are of different models"
             )
         return tokens
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Tokens of the user's message `text` in the model's chat template, which brings its own special tokens."""
+        return self.encode(render(self.path, text), special=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)

@@ -37,6 +37,7 @@ class RunRequest:
     device: str = "auto"
     model: Path | None = None
     prompt: str | None = None
+    chat: bool = False  # the prompt is a message, put into the model's chat template
     max_new_tokens: int = 32
     dtype: str = "auto"
     kv_dtype: str = "auto"
@@ -111,13 +112,13 @@ def prepare(request: RunRequest) -> Job:
     if text is None:
         made = demo_document()
         text, answer = made.prompt, made.answer
-    prompt = session.encode(text)
+    prompt = session.encode_chat(text) if request.chat else session.encode(text)
     if not prompt:
         raise ConfigError("the prompt is empty: give at least one token")
     if len(prompt) + request.max_new_tokens > spec.max_context:
         raise ConfigError(
             f"a prompt of {len(prompt)} tokens and {request.max_new_tokens} new ones exceed the model's context "
-            f"of {spec.max_context} tokens: shorten the prompt or lower max-new-tokens"
+            f"of {spec.max_context} tokens{spec.context_note}: shorten the prompt or lower max-new-tokens"
         )
     document = Document(prompt, request.max_new_tokens, stop=spec.eos_token_ids if request.stop else ())
     job = Job(request, session, document, answer, None)
