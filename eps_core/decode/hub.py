@@ -29,17 +29,20 @@ def resolve_model(model: str | Path, weights: bool = True) -> Path:
     folder = _fetch(named["name"], named["revision"], _SMALL_FILES)
     if weights:
         read_spec(folder)
-        # the snapshot's own name is its commit: the branch may have moved since
-        folder = _fetch(named["name"], folder.name, (*_SMALL_FILES, *weight_files(folder)))
+        files = weight_files(folder)
+        if not all(os.path.exists(folder / file) for file in files):
+            # the snapshot's own name is its commit: the branch may have moved since
+            folder = _fetch(named["name"], folder.name, (*_SMALL_FILES, *files))
     return folder
 
 
 def _fetch(name: str, revision: str | None, files: tuple[str, ...]) -> Path:
     """The cached snapshot with what the repository has of `files` (glob patterns); progress goes to stderr."""
-    import huggingface_hub  # late: it takes a while, and folders do not need it
+    from huggingface_hub import constants, snapshot_download  # late: it takes a while, and folders do not need it
 
+    offline = constants.HF_HUB_OFFLINE
     try:
-        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=list(files)))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(files), local_files_only=offline))
     except Exception as error:  # HTTP errors, timeouts, full disks: no common class
         _refuse(name, revision, error)
 

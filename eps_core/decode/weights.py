@@ -107,9 +107,11 @@ def _same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def weight_files(path: Path) -> list[str]:
-    """Names of the files in a folder, or to be fetched into it, that its index says hold the weights."""
+    """Names of the files that hold a folder's weights, there or yet to be fetched, as `load_weights` reads them."""
     index = path / INDEX_FILE
-    return sorted(set(_weight_map(index).values())) if os.path.lexists(index) else [WEIGHT_FILE]
+    if os.path.lexists(path / WEIGHT_FILE) or not os.path.lexists(index):
+        return [WEIGHT_FILE]
+    return sorted(set(_weight_map(index).values()))
 
 
 def _weight_map(index: Path) -> dict[str, str]:
