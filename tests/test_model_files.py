@@ -17,16 +17,19 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from test_model import LLAMA_CONFIG, TOLERANCE, assert_refused
 
+from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec, Store
 from eps_core.decode import weights as weights_module
 from eps_core.decode.chat import render
 from eps_core.decode.fields import MOST_JSON_BYTES
 from eps_core.decode.forward import load_decoder
+from eps_core.decode.generate import Sampling
 from eps_core.decode.model import read_spec
 from eps_core.decode.rope import attention_factor, inverse_frequencies
 from eps_core.decode.tokenizer import encode, load_tokenizer
 from eps_core.decode.weights import load_weights, weight_files, weight_names
 from eps_core.errors import ConfigError
+from eps_core.evaluation.compare import RunRequest, prepare
 
 FUZZED = int(os.environ.get("EPS_FUZZ", 200))  # folders of each kind; the acceptance takes 2,000
 INDEX = "model.safetensors.index.json"
@@ -158,6 +161,11 @@ def test_shards_that_are_links_are_read(damaged: Callable, saved: Callable) -> N
     assert read.keys() == expected.keys()
     for name, array in read.items():
         np.testing.assert_array_equal(array, expected[name])
+
+
+def test_a_context_past_dynamic_scaling_is_refused_with_its_reason(saved: Callable) -> None:
+    request = RunRequest(EpsConfig.of(), Sampling(), "numpy", model=saved("llama2-dynamic"), prompt="x" * 500)
+    assert_refused(lambda: prepare(request), "context of 512 tokens", "dynamic RoPE scaling", "shorten the prompt")
 
 
 # Tokenizers
