@@ -1,7 +1,9 @@
 """What a user can mend: one line that names the value, the limit and the mend."""
 
+import reprlib
 import sys
 from collections.abc import Callable
+from typing import Any
 
 
 class ConfigError(ValueError):
@@ -20,6 +22,27 @@ def exit_code(main: Callable[[], int | None]) -> int:
     except ConfigError as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
+
+
+def overflow(where: str, kept_in: str = "float32") -> ConfigError:
+    """The error for NaN or Inf in what a model computed, and the mend that is left."""
+    cause = "the weights are damaged, or overflow --dtype where that is not float32"
+    if kept_in != "float32":
+        cause = f"the model or its {kept_in} cache overflows; try --dtype float32"
+    return ConfigError(f"NaN or Inf in {where}: {cause}")
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 3, 4, 4, 80, 30, 80
+
+
+def shown(value: Any) -> str:
+    """`value` as a message shows it: whatever JSON held, in less than a line."""
+    return _SHORT.repr(value)
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 DISTRIBUTION = "eigenpage"  # the name to install by: `eps` on the package index is somebody else's

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from eps_core.config.store import CacheSpec, Store
-from eps_core.errors import ConfigError
+from eps_core.errors import overflow
 from eps_core.load import resolve_kernels
 from eps_core.paging.counts import CountsReads, check_write
 from eps_core.paging.groups import GroupState, WritePlan
@@ -165,10 +165,7 @@ def check_finite(cache: Cache) -> None:
         layer = int(np.argmin(finite))
         for one in cache.finite:
             one.fill_(True)
-        raise ConfigError(
-            f"NaN or Inf in K of layer {layer}: the model or its {cache.spec.dtype} cache overflows; "
-            "try --dtype float32"
-        )
+        raise overflow(f"K of layer {layer}", cache.spec.dtype)
 
 
 @torch.inference_mode()

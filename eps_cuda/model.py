@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eps_core.decode.model import ModelSpec, inverse_frequencies, load_weights
+from eps_core.decode.rope import attention_factor, inverse_frequencies
+from eps_core.decode.spec import ModelSpec
+from eps_core.decode.weights import load_weights
 from eps_core.errors import ConfigError
 from eps_core.gate.stats import StepOutput
 from eps_core.paging.where import Where
@@ -23,7 +25,7 @@ class Model:
 
     def __init__(self, spec: ModelSpec, weights: dict[str, Tensor], dtype: str, device: str) -> None:
         self.spec, self.weights, self.dtype, self.device = spec, weights, dtype, device
-        self.inverse_frequencies = inverse_frequencies(spec)
+        self.inverse_frequencies, self.attention_factor = inverse_frequencies(spec), attention_factor(spec)
 
     def scope(self) -> AbstractContextManager[Any]:
         return torch.inference_mode()
@@ -32,10 +34,11 @@ class Model:
         return self.weights["embed"][torch.from_numpy(np.asarray(tokens, np.int64)).to(self.device)]
 
     def angles(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """cos and sin [N, 1, D/2] float32 of every position's angles, from float64: float32 angles lose a thousandth of
-        a radian at 16k tokens."""
+        """cos and sin [N, 1, D/2] float32 of every position's angles, times `rope.attention_factor`, from float64:
+        float32 angles lose a thousandth of a radian at 16k tokens."""
         angles = positions[:, None, None] * self.inverse_frequencies
-        return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        cos, sin = self.attention_factor * np.cos(angles), self.attention_factor * np.sin(angles)
+        return cos.astype(np.float32), sin.astype(np.float32)
 
     def rotation(self, positions: np.ndarray) -> tuple[Tensor, Tensor]:
         cos, sin = (torch.from_numpy(part).to(self.device) for part in self.angles(positions))
@@ -61,7 +64,7 @@ class Model:
         return x + self._linear(prefix + "down", gate * self._linear(prefix + "up", h))
 
     def logits(self, x: Tensor) -> Tensor:
-        name = "embed" if self.spec.tie_embeddings else "lm_head"
+        name = "lm_head" if "lm_head" in self.weights else "embed"
         return self._linear(name, self._norm("norm", x)).float()
 
     def whole_step(

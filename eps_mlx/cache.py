@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from eps_core.config.store import CacheSpec, Store
-from eps_core.errors import ConfigError
+from eps_core.errors import overflow
 from eps_core.load import resolve_kernels
 from eps_core.paging.counts import CountsReads, check_write
 from eps_core.paging.groups import GroupState, WritePlan
@@ -173,10 +173,7 @@ def check_finite(cache: Cache) -> None:
     if not finite.all():
         layer = int(np.argmin(finite))
         cache.finite = [mx.array(True) for _ in cache.finite]
-        raise ConfigError(
-            f"NaN or Inf in K of layer {layer}: the model or its {cache.spec.dtype} cache overflows; "
-            "try --dtype float32"
-        )
+        raise overflow(f"K of layer {layer}", cache.spec.dtype)
 
 
 def write_kv(cache: Cache, layer: int, k: mx.array, v: mx.array, slots: np.ndarray) -> Cache:

@@ -11,7 +11,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from eps_core.decode.model import ModelSpec, inverse_frequencies, load_weights
+from eps_core.decode.rope import attention_factor, inverse_frequencies
+from eps_core.decode.spec import ModelSpec
+from eps_core.decode.weights import load_weights
 from eps_core.errors import ConfigError
 from eps_mlx.device import DTYPES, device_of, devices, from_numpy
 
@@ -22,7 +24,7 @@ class Model:
 
     def __init__(self, spec: ModelSpec, weights: dict[str, mx.array], dtype: str, device: str) -> None:
         self.spec, self.weights, self.dtype, self.device = spec, weights, dtype, device
-        self.inverse_frequencies = inverse_frequencies(spec)
+        self.inverse_frequencies, self.attention_factor = inverse_frequencies(spec), attention_factor(spec)
 
     def scope(self) -> AbstractContextManager[Any]:
         return mx.stream(device_of(self.device))
@@ -31,10 +33,11 @@ class Model:
         return self.weights["embed"][mx.array(np.asarray(tokens).astype(np.int32))]
 
     def rotation(self, positions: np.ndarray) -> tuple[mx.array, mx.array]:
-        """cos and sin [N, 1, D/2] float32 of every position's angles, from float64: float32 angles lose a thousandth of
-        a radian at 16k tokens."""
+        """cos and sin [N, 1, D/2] float32 of every position's angles, times `rope.attention_factor`, from float64:
+        float32 angles lose a thousandth of a radian at 16k tokens."""
         angles = positions[:, None, None] * self.inverse_frequencies
-        return mx.array(np.cos(angles).astype(np.float32)), mx.array(np.sin(angles).astype(np.float32))
+        cos, sin = self.attention_factor * np.cos(angles), self.attention_factor * np.sin(angles)
+        return mx.array(cos.astype(np.float32)), mx.array(sin.astype(np.float32))
 
     def project(self, layer: int, x: mx.array, turn: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array, mx.array]:
         spec, prefix = self.spec, f"layers.{layer}."
@@ -56,7 +59,7 @@ class Model:
         return x + self._linear(prefix + "down", gate * mx.sigmoid(gate) * self._linear(prefix + "up", h))
 
     def logits(self, x: mx.array) -> mx.array:
-        name = "embed" if self.spec.tie_embeddings else "lm_head"
+        name = "lm_head" if "lm_head" in self.weights else "embed"
         return self._linear(name, self._norm("norm", x)).astype(mx.float32)
 
     def whole_step(self, *step: Any) -> None:

@@ -15,6 +15,7 @@ from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
+from eps_core.decode.hub import resolve_model
 from eps_core.decode.model import DEMO_MODEL, read_spec
 from eps_core.decode.session import Session
 from eps_core.evaluation.curves import BYTE_BUDGETS, TAUS, Plan, markdown, records, table_cells, tally_document
@@ -70,7 +71,7 @@ def main() -> None:
             "corpus": SHA256,
         }
         out.write(json.dumps(run) + "\n")
-        head_dim = read_spec(args.model).head_dim
+        head_dim = read_spec(resolve_model(args.model, weights=False)).head_dim
         for context in args.contexts:
             part = 3 if context >= args.long else 1
             needles, texts = -(-args.needles // part), -(-args.texts // part)

@@ -15,7 +15,8 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.decode.forward import load_decoder
 from eps_core.decode.generate import Sampling, generate, next_token
-from eps_core.decode.model import load_tokenizer, read_spec
+from eps_core.decode.model import read_spec
+from eps_core.decode.tokenizer import load_tokenizer
 from eps_core.errors import ConfigError
 from eps_core.evaluation import compare
 from eps_core.gate.stats import StepOutput

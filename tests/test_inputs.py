@@ -24,7 +24,7 @@ from eps_core.bench import targets
 from eps_core.cli import main
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
-from eps_core.decode import cost
+from eps_core.decode import cost, tokenizer
 from eps_core.decode.cost import Cost
 from eps_core.decode.heads import check_policy, load_policy, model_fingerprint
 from eps_core.decode.model import DEMO_MODEL, read_spec
@@ -197,13 +197,13 @@ def test_values_are_of_their_kinds() -> None:
 def most_encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Characters of every text that a tokenizer was given."""
     given: list[int] = []
-    encode = Session._encode
+    encode = tokenizer._encode_whole
 
-    def counted(self: Session, text: str, special: bool) -> list[int]:
+    def counted(one: Any, path: Path, text: str, special: bool) -> list[int]:
         given.append(len(text))
-        return encode(self, text, special)
+        return encode(one, path, text, special)
 
-    monkeypatch.setattr(Session, "_encode", counted)
+    monkeypatch.setattr(tokenizer, "_encode_whole", counted)
     return given
 
 

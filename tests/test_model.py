@@ -22,7 +22,11 @@ from eps_core import oracle
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import DTYPE_BYTES, CacheSpec
 from eps_core.decode.forward import Decoder, load_decoder
-from eps_core.decode.model import ModelSpec, inverse_frequencies, load_tokenizer, load_weights, read_spec, weight_names
+from eps_core.decode.model import read_spec
+from eps_core.decode.rope import attention_factor, inverse_frequencies
+from eps_core.decode.spec import ModelSpec
+from eps_core.decode.tokenizer import load_tokenizer
+from eps_core.decode.weights import load_weights, weight_names
 from eps_core.errors import ConfigError
 from eps_core.oracle.model import Model
 
@@ -145,8 +149,10 @@ def test_logits_match_transformers(name: str, target: tuple, saved: Callable, ex
     assert_close(logits, expected(name)[positions])
 
 
-# mlx-lm's Qwen3 has no biases
-@pytest.mark.parametrize("name", [name for name in tiny_models.NAMES if name != "qwen3-tied-biased"])
+# mlx-lm's Qwen3 has no biases, and its YaRN always rounds
+@pytest.mark.parametrize(
+    "name", [name for name in tiny_models.NAMES if name not in ("qwen3-tied-biased", "llama2-yarn-numbers")]
+)
 def test_logits_match_mlx_lm(name: str, target: tuple, saved: Callable, tmp_path: Path) -> None:
     import mlx.core as mx
     from mlx_lm.utils import load_model
@@ -253,9 +259,13 @@ def test_nan_in_keys_is_named(target: tuple, saved: Callable, tmp_path: Path) ->
     weights = load_file(path / "model.safetensors")
     weights["model.layers.1.self_attn.k_proj.weight"][0, 0] = np.nan
     save_file(weights, path / "model.safetensors")
-    sequences = Sequences(target, load(target, path))
-    with pytest.raises(ConfigError, match="NaN or Inf in K of layer 1"):
-        sequences.prefill(0, tokens_of("llama2")[:5])
+    for dtype, mend in (
+        ("float32", "weights are damaged"),
+        ("bfloat16", "bfloat16 cache overflows; try --dtype float32"),
+    ):
+        sequences = Sequences(target, load(target, path, dtype), dtype=dtype)
+        with pytest.raises(ConfigError, match=f"NaN or Inf in K of layer 1: .*{mend}"):
+            sequences.prefill(0, tokens_of("llama2")[:5])
 
 
 def _other_norm(spec: ModelSpec, weights: dict[str, np.ndarray]) -> ModelSpec:
@@ -268,6 +278,14 @@ def _other_theta(spec: ModelSpec, weights: dict[str, np.ndarray]) -> ModelSpec:
 
 def _plain_rope(spec: ModelSpec, weights: dict[str, np.ndarray]) -> ModelSpec:
     return replace(spec, rope_scaling=None)
+
+
+def _no_attention_factor(spec: ModelSpec, weights: dict[str, np.ndarray]) -> ModelSpec:
+    return replace(spec, rope_scaling=spec.rope_scaling | {"attention_factor": 1.0})
+
+
+def _rounded(spec: ModelSpec, weights: dict[str, np.ndarray]) -> ModelSpec:
+    return replace(spec, rope_scaling=spec.rope_scaling | {"truncate": True})
 
 
 def _no_qk_norm(spec: ModelSpec, weights: dict[str, np.ndarray]) -> ModelSpec:
@@ -294,6 +312,9 @@ def _swapped_gate(spec: ModelSpec, weights: dict[str, np.ndarray]) -> ModelSpec:
         pytest.param("mistral", _other_theta, id="rope_theta"),
         pytest.param("llama3.1-tied-sharded", _plain_rope, id="llama3-scaling"),
         pytest.param("llama2-linear-biased", _plain_rope, id="linear-scaling"),
+        pytest.param("qwen2-yarn", _plain_rope, id="yarn-scaling"),
+        pytest.param("qwen2-yarn", _no_attention_factor, id="yarn-attention-factor"),
+        pytest.param("llama2-yarn-numbers", _rounded, id="yarn-truncate"),
         pytest.param("qwen3", _no_qk_norm, id="qk_norm"),
         pytest.param("llama2", _swapped_gate, id="gate-and-up"),
         # a bias of k alone cancels in the softmax where RoPE does not turn it; it must show here
@@ -384,6 +405,73 @@ def test_inverse_frequencies_of_llama31_8b(tmp_path: Path) -> None:
     assert stretch.min() == 1 and np.isclose(stretch.max(), 8) and ((stretch > 1.1) & (stretch < 7.9)).any()
 
 
+REAL_YARN = {
+    "qwen2.5": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6},
+    "no original": {"rope_type": "yarn", "factor": 8.0, "rope_theta": 10_000.0},
+    "no factor": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 8192, "rope_theta": 5e5},
+    "mscale": {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "rope_theta": 10_000.0}
+    | {"mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 0, "beta_slow": None},
+    "attention factor": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 0.9, "rope_theta": 10_000.0}
+    | {"truncate": False, "mscale": 0},
+    "no blend": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1, "beta_slow": 1, "rope_theta": 10_000.0},
+    "betas that cross": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1, "beta_slow": 32, "rope_theta": 10_000.0},
+    "a factor below one": {"rope_type": "yarn", "factor": 0.5, "rope_theta": 10_000.0},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", REAL_YARN)
+def test_yarn_of_every_form_matches_transformers(name: str, tmp_path: Path) -> None:
+    rope = dict(REAL_YARN[name])
+    config = tiny_models.transformers.LlamaConfig(
+        hidden_size=512, num_attention_heads=4, head_dim=128, max_position_embeddings=32768, rope_parameters=dict(rope)
+    )
+    theirs = LlamaRotaryEmbedding(config)
+    spec = read_spec(write_config(tmp_path, head_dim=128, max_position_embeddings=32768, rope_parameters=rope))
+    np.testing.assert_allclose(inverse_frequencies(spec), theirs.inv_freq.numpy(), rtol=5e-6)
+    assert attention_factor(spec) == pytest.approx(theirs.attention_scaling, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("positions", "rope", "context"),
+    [
+        # Qwen 2.5 as its README has it: the context in config.json is the one before YaRN
+        (32768, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+        # Qwen 3: a little more than that
+        (40960, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+        (131072, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8192}, 131072),
+        # where config.json names no original context, what it says is all that there is
+        (32768, {"rope_type": "yarn", "factor": 4.0}, 32768),
+        (4096, {"rope_type": "dynamic", "factor": 4.0}, 4096),
+        (32768, {"rope_type": "linear", "factor": 8.0}, 32768),
+    ],
+)
+def test_context_of_scaled_models(positions: int, rope: dict, context: int, tmp_path: Path) -> None:
+    spec = read_spec(write_config(tmp_path, max_position_embeddings=positions, rope_scaling=rope))
+    assert spec.max_context == context
+    assert ("dynamic" in spec.context_note) == (rope["rope_type"] == "dynamic")
+
+
+def test_original_context_beside_the_set_comes_first(tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    given = {"original_max_position_embeddings": 128}
+    spec = read_spec(write_config(tmp_path, rope_scaling=rope | {"original_max_position_embeddings": 64}, **given))
+    assert spec.rope_scaling is not None and spec.rope_scaling["original_max_position_embeddings"] == 128
+    spec = read_spec(write_config(tmp_path, rope_scaling=rope))
+    assert spec.rope_scaling is not None and spec.rope_scaling["original_max_position_embeddings"] == 512
+
+
+def test_dynamic_scaling_is_none_within_the_context(tmp_path: Path) -> None:
+    """transformers turns positions past the context by other frequencies, anew at every step; EPS ends before."""
+    config = tiny_models.make_config("llama2-dynamic")
+    rope, last = LlamaRotaryEmbedding(config), config.max_position_embeddings - 1
+    within, _ = rope(torch.zeros(1), torch.tensor([[last]]))
+    ours = inverse_frequencies(read_spec(write_config(tmp_path, rope_parameters=config.rope_parameters)))
+    np.testing.assert_allclose(within[0, 0, : len(ours)], np.cos(last * ours), atol=1e-4)
+    beyond, _ = rope(torch.zeros(1), torch.tensor([[last, 4 * last]]))
+    assert not np.allclose(beyond[0, 0, : len(ours)], np.cos(last * ours), atol=1e-2)
+
+
 def test_tokenizer_round_trip(saved: Callable) -> None:
     tokenizer = load_tokenizer(saved("llama2"))
     text = "the key of 7 is naïve\n"
@@ -456,6 +544,7 @@ def test_generation_config_adds_stop_tokens(tmp_path: Path) -> None:
 
 
 LLAMA3_OLD = {key: value for key, value in tiny_models.LLAMA3_SCALING.items() if key != "rope_theta"}
+YARN_OLD = {key: value for key, value in tiny_models.YARN_SCALING.items() if key != "rope_theta"}
 
 
 @pytest.mark.parametrize(
@@ -480,9 +569,22 @@ LLAMA3_OLD = {key: value for key, value in tiny_models.LLAMA3_SCALING.items() if
         ({"layer_types": ["full_attention", "sliding_attention"]}, ("layer_types", "'sliding_attention'")),
         ({"quantization_config": {"quant_method": "gptq"}}, ("quantization_config", "unquantised")),
         ({"quantization": {"bits": 4}}, ("quantization of 1 entries", "unquantised")),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, ("rope type 'yarn'", "default, linear, llama3")),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4}}, ("rope type 'dynamic'", "default, linear, llama3")),
-        ({"rope_parameters": {"rope_type": "longrope"}}, ("rope type 'longrope'",)),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ("rope type 'longrope'", "linear, dynamic, llama3, yarn")),
+        ({"rope_scaling": {"rope_type": "yarn"}}, ("lacks 'factor'",)),
+        ({"rope_scaling": {"type": "dynamic"}}, ("lacks 'factor'",)),
+        ({"rope_scaling": YARN_OLD | {"truncate": 1}}, ("truncate 1", "true or false")),
+        ({"rope_scaling": YARN_OLD | {"attention_factor": 0}}, ("attention_factor 0", "positive")),
+        ({"rope_scaling": YARN_OLD | {"mscale": "much"}}, ("mscale 'much'", "positive")),
+        ({"rope_scaling": {"type": "linear", "factor": 1e-320}}, ("rotary embeddings", "overflow")),
+        ({"rope_scaling": {"type": "linear", "factor": 10**400}}, ("factor 1000", "positive number")),
+        ({"rope_theta": 10**400}, ("rope_theta 1000", "positive number")),
+        ({"rms_norm_eps": 10**400}, ("rms_norm_eps 1000", "positive number")),
+        ({"architectures": 5}, ("architectures 5", "list of names")),
+        ({"architectures": "LlamaForCausalLM"}, ("architectures 'LlamaForCausalLM'", "list of names")),
+        ({"layer_types": 5}, ("layer_types 5", "list of names")),
+        ({"num_hidden_layers": 2**62}, ("num_hidden_layers 4611686018427387904", "at most 4096")),
+        ({"hidden_size": 2**62}, ("hidden_size 4611686018427387904", "at most 16777216")),
+        ({"head_dim": 2**40}, ("head_dim 1099511627776", "at most 65536")),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, ("rope_parameters", "one flat set")),
         ({"rope_scaling": {"rope_type": "linear"}}, ("lacks 'factor'",)),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, ("factor 0", "positive")),
@@ -523,7 +625,7 @@ def assert_refused(call: Callable[[], Any], *says: str) -> None:
 
 def test_unreadable_config_is_named(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
-    assert_refused(lambda: read_spec(tmp_path / "absent"), "absent", "is no directory", "config.json")
+    assert_refused(lambda: read_spec(tmp_path / "absent"), "absent", "is missing", "config.json")
     assert_refused(lambda: read_spec(tmp_path), str(file), "is missing")
     file.write_text('{"model_type": ')
     assert_refused(lambda: read_spec(tmp_path), str(file), "is not JSON")
@@ -559,7 +661,7 @@ def test_absent_shard_is_named(damaged: Callable) -> None:
     path = damaged("llama2-bf16-sharded")
     assert len(list(path.glob("*.safetensors"))) > 2
     (path / "model-00002-of-00004.safetensors").unlink()
-    refuse_weights(path, "shard model-00002-of-00004.safetensors", "is missing")
+    refuse_weights(path, "shard 'model-00002-of-00004.safetensors'", "is missing")
 
 
 def test_broken_index_is_named(damaged: Callable) -> None:

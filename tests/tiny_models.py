@@ -21,6 +21,13 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+# as long Qwen models have it; 64 tokens are fewer than tests give
+YARN_SCALING = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 VOCAB_SIZE = 300
 WEIGHT_STD = 0.15  # seven times transformers' own: logits of tiny models would be nearly constant otherwise
 
@@ -54,6 +61,18 @@ MODELS = {
     "mistral": TinyModel("MistralConfig", {"sliding_window": None, "head_dim": 32}),
     "qwen2-tied": TinyModel("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen2-fp16": TinyModel("Qwen2Config", dtype="float16"),
+    "llama2-dynamic": TinyModel(
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}},
+    ),
+    "qwen2-yarn": TinyModel("Qwen2Config", {"rope_parameters": YARN_SCALING}),
+    "llama2-yarn-numbers": TinyModel(
+        "LlamaConfig",
+        {
+            "rope_parameters": YARN_SCALING
+            | {"mscale": 1.3, "mscale_all_dim": 0.4, "beta_fast": 16, "beta_slow": 2.0, "truncate": False}
+        },
+    ),
     "qwen3": TinyModel("Qwen3Config", {"head_dim": 32}),
     "qwen3-tied-biased": TinyModel(
         "Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}

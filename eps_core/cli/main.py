@@ -35,7 +35,7 @@ DEMO_NEW_TOKENS = 16
 # flags that a request calls the same
 _SAME = (
     "backend", "device", "model", "dtype", "prefill_chunk", "pool_tokens", "kl", "stop", "metrics", "csv",
-    "eps_audit_every", "eps_audit_factor", "eps_audit_off", "kernels",
+    "eps_audit_every", "eps_audit_factor", "eps_audit_off", "kernels", "chat",
 )  # fmt: skip
 
 
@@ -56,6 +56,7 @@ def cli() -> None:
     "--prompt-file", "prompt_files", type=click.Path(path_type=Path), metavar="FILE", multiple=True,
     help="The same from a UTF-8 file; -: stdin; .jsonl: each line's \"prompt\". Several prompts are one batch.",
 )  # fmt: skip
+@click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template, as a user's message.")
 @click.option(
     "--max-new-tokens", type=click.IntRange(min=1),
     help=f"[default: 32; {DEMO_NEW_TOKENS} for the built-in prompt, whose answer is 5 digits and a full stop]",
@@ -157,7 +158,7 @@ def _prompts(flags: dict[str, Any]) -> tuple[str | Path, ...]:
 
 
 @cli.command("info")
-@click.option("--model", type=click.Path(path_type=Path), metavar="DIR", help="Take the shape from its config.json.")
+@click.option("--model", type=click.Path(path_type=Path), metavar="MODEL", help="Take the shape from its config.json.")
 @click.option("--layers", type=click.IntRange(min=1), default=32, show_default=True)
 @click.option("--kv-heads", type=click.IntRange(min=1), default=32, show_default=True)
 @click.option("--head-dim", type=click.IntRange(min=1), default=128, show_default=True)
@@ -175,9 +176,10 @@ def info_command(ctx: click.Context, /, **flags: Any) -> None:
     if flags["model"] is not None:
         if given & {"layers", "kv_heads", "head_dim"}:
             raise click.UsageError("--model already says the shape: drop --layers, --kv-heads and --head-dim")
+        from eps_core.decode.hub import resolve_model
         from eps_core.decode.model import read_spec
 
-        spec = read_spec(flags["model"])
+        spec = read_spec(resolve_model(flags["model"], weights=False))
         layers, kv_heads, head_dim = spec.num_layers, spec.num_kv_heads, spec.head_dim
         context = flags["context"] or spec.max_context
     if flags["eps_group_tokens"] is not None and flags["eps_group_blocks"] is not None:

@@ -252,9 +252,10 @@ def _head_modes(flags: dict[str, Any]) -> tuple[tuple[str, ...], ...] | None:
         return None
     # late: `--help` must work where a model cannot be read
     from eps_core.decode.heads import check_policy, head_modes, load_policy
+    from eps_core.decode.hub import resolve_model
     from eps_core.decode.model import read_spec
 
-    model = flags["model"] or DEMO_MODEL
+    model = DEMO_MODEL if flags["model"] is None else resolve_model(flags["model"])
     policy = load_policy(flags["eps_head_policy"])
     check_policy(policy, model, read_spec(model))
     return head_modes(policy)

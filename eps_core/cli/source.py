@@ -12,8 +12,9 @@ device_option = click.option(
     "--device", type=click.Choice(("auto", "cpu", "cuda", "xpu", "mps")), default="auto", show_default=True
 )
 model_option = click.option(
-    "--model", type=click.Path(path_type=Path), metavar="DIR", help="Hugging Face directory.  [default: demo]"
-)
+    "--model", type=click.Path(path_type=Path), metavar="MODEL",
+    help="Hugging Face directory, or org/name[@revision] of the Hub.  [default: demo]",
+)  # fmt: skip
 dtype_option = click.option(
     "--dtype", type=click.Choice(("auto", *DTYPE_BYTES)), default="auto", show_default=True,
     help="Of the weights; auto: float32 on a CPU, else as stored.",

@@ -14,7 +14,7 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
-from eps_core.decode.model import ModelSpec
+from eps_core.decode.spec import ModelSpec
 from eps_core.gate.attend import LayerRead, attend_layer, collect
 from eps_core.gate.protocol import Array, Backend
 from eps_core.gate.stats import StepOutput

@@ -14,7 +14,7 @@ import numpy as np
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
 from eps_core.decode.forward import Decoder
-from eps_core.errors import ConfigError
+from eps_core.errors import ConfigError, overflow
 from eps_core.files import records
 from eps_core.gate.protocol import Backend
 from eps_core.gate.stats import StepOutput
@@ -49,9 +49,7 @@ def next_token(logits: np.ndarray, sampling: Sampling, sequence: int, position: 
     The random number depends on (seed, sequence, position) alone, so a draw is the same in any batch.
     """
     if np.isnan(logits).any() or np.isposinf(logits).any():
-        raise ConfigError(
-            f"NaN or Inf in the logits at position {position}: the model or its dtype overflows; try --dtype float32"
-        )
+        raise overflow(f"the logits at position {position}")
     if sampling.temperature == 0:
         return int(np.argmax(logits))
     scaled = (logits.astype(np.float64) - logits.max()) / sampling.temperature

@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eps_core.decode.model import ModelSpec, read_spec
+from eps_core.decode.model import read_spec
+from eps_core.decode.spec import ModelSpec
+from eps_core.decode.weights import weight_files
 from eps_core.errors import ConfigError
 from eps_core.files import inputs
 from eps_core.files.records import Share, read_record
@@ -59,13 +61,16 @@ def model_fingerprint(path: Path) -> str:
     and another for another model or another training."""
     spec = read_spec(path)
     digest = hashlib.sha256(json.dumps(asdict(spec), sort_keys=True).encode())
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{path} holds no safetensors weights: give a complete model")
-    with open(files[0], "rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        file.seek(8 + header_bytes)
-        digest.update(file.read(_FINGERPRINT_BYTES))
+    first = path / weight_files(path)[0]
+    try:
+        with open(first, "rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            file.seek(8 + header_bytes)
+            digest.update(file.read(_FINGERPRINT_BYTES))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} holds no weights: there is no {first.name}; give a complete model") from None
+    except (OSError, OverflowError) as error:  # a header's length that no file has
+        raise ConfigError(f"{first} cannot be read ({error}): check it, or download it again") from error
     return digest.hexdigest()
 
 

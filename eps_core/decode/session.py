@@ -14,10 +14,14 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
 from eps_core.config.store import CacheSpec, Store
 from eps_core.cpu.kernels import why_not
+from eps_core.decode.chat import render
 from eps_core.decode.forward import Decoder, load_decoder
 from eps_core.decode.generate import Sampling, generate, prefill, tokens_of
+from eps_core.decode.hub import resolve_model
 from eps_core.decode.kernel_check import disagreement
-from eps_core.decode.model import DEMO_MODEL, ModelSpec, load_tokenizer, read_spec
+from eps_core.decode.model import DEMO_MODEL, read_spec
+from eps_core.decode.spec import ModelSpec
+from eps_core.decode.tokenizer import encode, load_tokenizer
 from eps_core.errors import ConfigError, require
 from eps_core.files import inputs, records
 from eps_core.gate.protocol import Array, Backend
@@ -26,9 +30,6 @@ from eps_core.paging.pool import PagePool
 from eps_core.paging.pool import Sequence as PagedSequence
 from eps_core.telemetry.steps import StepRecord, summarise
 from eps_core.telemetry.terminal import Progress, TextStream
-
-_CHARACTERS_PER_TOKEN = 16  # of a text's start that is encoded at first
-_CUT_TOKENS = 64  # more than a cut within a word can change
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +72,7 @@ class Generation:
 class Session:
     """A loaded model: what every prompt, document and arm has in common. `generate` and `stream` continue prompts."""
 
-    model: str  # as the user named it: a directory, or demo
+    model: str  # as the user named it: a directory, org/name, or demo
     path: Path
     spec: ModelSpec
     tokenizer: Tokenizer
@@ -97,12 +98,12 @@ class Session:
         config: EpsConfig | None = None,
         **settings: Any,
     ) -> Self:
-        """A model directory, None for the demo model, on a backend. EPS as `config` says, or flat `settings` of
-        `EpsConfig.of` (method="rq", budget=0.05, ..); off without them. Everything that can be refused is refused here;
-        the weights are read when the decoder is first asked for. dtype auto: float32 on a CPU, else as stored; kv_dtype
-        auto: as dtype."""
+        """A model as `resolve_model` reads it, None for the demo model, on a backend. EPS as `config` says, or flat
+        `settings` of `EpsConfig.of` (method="rq", budget=0.05, ..); off without them. Everything that can be refused is
+        refused here; the weights are read when the decoder is first asked for. dtype auto: float32 on a CPU, else as
+        stored; kv_dtype auto: as dtype."""
         config = _config_of(config, settings)
-        path = DEMO_MODEL if model is None else Path(model)
+        path = DEMO_MODEL if model is None else resolve_model(model)
         if model is None and not (path / "config.json").is_file():
             raise ConfigError(f"the demo model is not in this installation ({path}): pass --model DIR")
         spec, tokenizer, module = read_spec(path), load_tokenizer(path), load_backend(backend)
@@ -169,25 +170,8 @@ class Session:
         return [inputs.read_text(prompt, "prompt file", "give a text file", inputs.text_bytes(context), limit)]
 
     def encode(self, text: str, special: bool = True, most_tokens: int | None = None) -> list[int]:
-        """The tokens of a text. With `most_tokens` no more of a long text is encoded than shows that it has more than
-        these, for a tokenizer takes seconds and hundreds of MB for each MB: more than `most_tokens` tokens are of its
-        start, then, and the last ones not as they are within the whole."""
-        if most_tokens is None:
-            return self._encode(text, special)
-        wanted = most_tokens + _CUT_TOKENS
-        length = wanted * _CHARACTERS_PER_TOKEN
-        while length < len(text):
-            tokens = self._encode(text[:length], special)
-            if len(tokens) >= wanted:
-                return tokens
-            length *= 4
-        return self._encode(text, special)
-
-    def _encode(self, text: str, special: bool) -> list[int]:
-        try:
-            tokens = list(self.tokenizer.encode(text.encode().decode(), add_special_tokens=special).ids)
-        except UnicodeError as error:
-            raise ConfigError(f"the prompt is not valid Unicode ({error}): pass UTF-8 text") from error
+        """The tokens of a text, at most a few more than `most_tokens`: see `tokenizer.encode`."""
+        tokens = encode(self.tokenizer, self.path, text, special, most_tokens)
         if max(tokens, default=0) >= self.spec.vocab_size:
             raise ConfigError(
                 f"{self.path}: its tokenizer gives token {max(tokens)}, its vocabulary ends at "
@@ -195,13 +179,17 @@ class Session:
             )
         return tokens
 
+    def encode_chat(self, text: str, most_tokens: int | None = None) -> list[int]:
+        """Tokens of the user's message `text` in the model's chat template, which brings its own special tokens."""
+        return self.encode(render(self.path, text), special=False, most_tokens=most_tokens)
+
     def decode(self, tokens: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
-    def encode_prompts(self, texts: Sequence[str], max_new_tokens: int) -> list[list[int]]:
+    def encode_prompts(self, texts: Sequence[str], max_new_tokens: int, chat: bool = False) -> list[list[int]]:
         """Tokens of prompts that the model can continue by `max_new_tokens`; others are refused, by their number where
-        there are several."""
+        there are several. With `chat` each is a user's message, put into the model's chat template."""
         require(len(texts) > 0, "there is no prompt to continue: give at least one")
         records.check("max-new-tokens", max_new_tokens, int)
         require(max_new_tokens >= 1, f"max-new-tokens {max_new_tokens} is below 1: nothing would be generated; use 32")
@@ -209,13 +197,14 @@ class Session:
         for number, text in enumerate(texts, start=1):
             which = f"prompt {number}" if len(texts) > 1 else "the prompt"
             records.check(which, text, str)
-            prompts.append(self.encode(text, most_tokens=most))
+            prompts.append((self.encode_chat if chat else self.encode)(text, most_tokens=most))
             length = len(prompts[-1])
             require(bool(text) and length > 0, f"{which} is empty: give at least one character")
             require(
                 length + max_new_tokens <= most,
                 f"{which} of {length if length <= most else f'more than {most}'} tokens and {max_new_tokens} new ones "
-                f"exceed the model's context of {most} tokens: shorten the prompt or lower max-new-tokens",
+                f"exceed the model's context of {most} tokens{self.spec.context_note}: shorten the prompt or lower "
+                "max-new-tokens",
             )
         return prompts
 
@@ -233,12 +222,13 @@ class Session:
         top_p: float = 1.0,
         seed: int = 0,
         stop: bool = True,
+        chat: bool = False,
     ) -> Generation | list[Generation]:
         """How a prompt goes on, or each of a list of prompts, decoded in one batch. Temperature 0 is greedy; a drawn
         token depends on seed, the prompt's place in the list and its position alone. With `stop` a prompt ends at the
-        model's end-of-text tokens. Nothing is kept from one call to the next."""
+        model's end-of-text tokens; with `chat` it is a user's message. Nothing is kept from one call to the next."""
         texts = list(prompt) if isinstance(prompt, list | tuple) else [prompt]
-        prompts, steps = self._steps(texts, max_new_tokens, Sampling(temperature, top_p, seed), stop)
+        prompts, steps = self._steps(texts, max_new_tokens, Sampling(temperature, top_p, seed), stop, chat)
         records = list(steps)
         total = summarise(records)
         made = [
@@ -264,9 +254,10 @@ class Session:
         top_p: float = 1.0,
         seed: int = 0,
         stop: bool = True,
+        chat: bool = False,
     ) -> Iterator[str]:
         """The text of `generate` in pieces of whole characters, each as soon as its tokens are there."""
-        _, steps = self._steps([prompt], max_new_tokens, Sampling(temperature, top_p, seed), stop)
+        _, steps = self._steps([prompt], max_new_tokens, Sampling(temperature, top_p, seed), stop, chat)
         pieces: list[str] = []
         text = TextStream(self.tokenizer, pieces.append)
 
@@ -281,10 +272,10 @@ class Session:
         return told()
 
     def _steps(
-        self, texts: Sequence[str], max_new_tokens: int, sampling: Sampling, stop: bool
+        self, texts: Sequence[str], max_new_tokens: int, sampling: Sampling, stop: bool, chat: bool
     ) -> tuple[list[list[int]], Generator[StepRecord, None, Any]]:
         """(tokens of each prompt, steps to come), in a cache of their own; what can be refused is refused here."""
-        prompts = self.encode_prompts(texts, max_new_tokens)
+        prompts = self.encode_prompts(texts, max_new_tokens, chat)
         self.load()
         cache, pool = self.cache(self.config.store, [len(prompt) + max_new_tokens for prompt in prompts])
         stop_tokens = self.spec.eos_token_ids if stop else ()

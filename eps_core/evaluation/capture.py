@@ -25,8 +25,8 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.store import DTYPE_BYTES
 from eps_core.decode.generate import prefill
 from eps_core.decode.heads import model_fingerprint
-from eps_core.decode.model import ModelSpec
 from eps_core.decode.session import Session
+from eps_core.decode.spec import ModelSpec
 from eps_core.errors import ConfigError
 from eps_core.evaluation.runner import Document, decode
 from eps_core.files import inputs, outputs
@@ -130,8 +130,8 @@ def first_tokens(session: Session, path: Path | None, num_tokens: int) -> Text:
     """The start of a text, None: of held-out library source."""
     if num_tokens > session.spec.max_context:
         raise ConfigError(
-            f"context and steps are {num_tokens} tokens, the model's context is {session.spec.max_context}: "
-            "lower --context"
+            f"context and steps are {num_tokens} tokens, the model's context is {session.spec.max_context}"
+            f"{session.spec.context_note}: lower --context"
         )
     content = corpus_or_text(path)
     tokens = session.encode(content, most_tokens=num_tokens)

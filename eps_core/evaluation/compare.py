@@ -53,6 +53,7 @@ class RunRequest:
     audit_factor: float = AUDIT_FACTOR
     audit_off: bool = False
     kernels: str = "auto"
+    chat: bool = False  # prompts are messages, put into the model's chat template
     auto_min_context: bool = False  # measured by `prepare`, which settles the config
     # with the built-in prompt: times one layer of a large model, for the end of the table
     layer: Callable[[Session], dict[str, Any] | None] | None = None
@@ -105,7 +106,7 @@ def prepare(request: RunRequest) -> Job:
     if not request.prompts:
         made = demo_document()
         texts, answer = [made.prompt], made.answer
-    prompts = session.encode_prompts(texts, request.max_new_tokens)
+    prompts = session.encode_prompts(texts, request.max_new_tokens, request.chat)
     stop = spec.eos_token_ids if request.stop else ()
     job = Job(
         request, session, [Document(prompt, request.max_new_tokens, stop=stop) for prompt in prompts], answer, None

@@ -83,7 +83,7 @@ class Bench:
         steps = max(self.plan.text_steps, VALUE_DIGITS)
         spec = self.session.spec
         if setting.context > spec.max_context:
-            return f"context {setting.context} is past the model's {spec.max_context} tokens"
+            return f"context {setting.context} is past the model's {spec.max_context} tokens{spec.context_note}"
         if setting.context <= steps:
             return f"context {setting.context} leaves no prompt before {steps} decode steps"
         if config.read.head_modes is not None:

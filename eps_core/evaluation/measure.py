@@ -95,7 +95,7 @@ def _questions(request: MeasureRequest, session: Session, text: bytes) -> list[l
         if context + request.text_steps > spec.max_context:
             raise ConfigError(
                 f"context {context} and {request.text_steps} text-steps exceed the model's context of "
-                f"{spec.max_context} tokens: lower --context"
+                f"{spec.max_context} tokens{spec.context_note}: lower --context"
             )
         found += [
             generated_questions(task, context, request.samples, request.seed, text, session.encode)

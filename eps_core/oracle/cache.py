@@ -12,7 +12,7 @@ import numpy as np
 
 from eps_core.config.store import CacheSpec, Store
 from eps_core.cpu.host import cpu_name
-from eps_core.errors import ConfigError
+from eps_core.errors import ConfigError, overflow
 from eps_core.load import resolve_kernels
 from eps_core.paging.groups import GroupState, WritePlan
 from eps_core.paging.where import check_units
@@ -123,10 +123,7 @@ def write_kv(cache: Cache, layer: int, k: np.ndarray, v: np.ndarray, slots: np.n
         stored, values = k.astype(DTYPES[cache.spec.dtype]), v.astype(DTYPES[cache.spec.dtype])
     keys = stored.astype(np.float64)
     if not np.isfinite(keys).all():
-        raise ConfigError(
-            f"NaN or Inf in K of layer {layer}: the model or its {cache.spec.dtype} cache overflows; "
-            "try --dtype float32"
-        )
+        raise overflow(f"K of layer {layer}", cache.spec.dtype)
     cache.k[layer][units, :, offsets] = stored
     cache.v[layer][units, :, offsets] = values
     if cache.store.has_bounds and len(slots):

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from eps_core.config.store import DTYPE_BYTES
-from eps_core.decode.model import ModelSpec, inverse_frequencies, load_weights
+from eps_core.decode.rope import attention_factor, inverse_frequencies
+from eps_core.decode.spec import ModelSpec
+from eps_core.decode.weights import load_weights
 from eps_core.errors import ConfigError
 from eps_core.oracle.cache import from_numpy
 
@@ -22,7 +24,7 @@ class Model:
             raise ConfigError(f"dtype {dtype!r} is unknown: choose one of {', '.join(DTYPE_BYTES)}")
         self.spec, self.dtype, self.device = spec, dtype, "cpu"
         self.weights = {name: from_numpy(w, dtype).astype(np.float64) for name, w in weights.items()}
-        self.inverse_frequencies = inverse_frequencies(spec)
+        self.inverse_frequencies, self.attention_factor = inverse_frequencies(spec), attention_factor(spec)
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -43,7 +45,7 @@ class Model:
         v = self._linear(prefix + "v", h).reshape(len(x), spec.num_kv_heads, spec.head_dim)
         if spec.qk_norm:
             q, k = self._norm(prefix + "q_norm", q), self._norm(prefix + "k_norm", k)
-        return rotate(q, turn), rotate(k, turn), v
+        return self.attention_factor * rotate(q, turn), self.attention_factor * rotate(k, turn), v
 
     def add_attention(self, layer: int, x: np.ndarray, out: np.ndarray) -> np.ndarray:
         return x + self._linear(f"layers.{layer}.o", out.reshape(len(x), -1))
@@ -56,7 +58,7 @@ class Model:
         return x + self._linear(prefix + "down", silu * self._linear(prefix + "up", h))
 
     def logits(self, x: np.ndarray) -> np.ndarray:
-        name = "embed" if self.spec.tie_embeddings else "lm_head"
+        name = "lm_head" if "lm_head" in self.weights else "embed"
         return self._linear(name, self._norm("norm", x)).astype(np.float32)
 
     def whole_step(self, *step: Any) -> None:

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from eps_core.errors import ConfigError, install
+from eps_core.errors import ConfigError, install, shown
 from eps_core.files import inputs
 from eps_core.tasks.needle import Sample
 
@@ -191,7 +191,7 @@ def load_longbench(path: Path, prompts: Path | None = None, most_samples: int | 
         if dataset in CHINESE_DATASETS:
             raise ConfigError(f"{where}: dataset {dataset} is Chinese and not supported: use an English one")
         if dataset not in _DATASETS:
-            raise ConfigError(f"{where}: dataset {dataset!r} is unknown: known are {', '.join(_DATASETS)}")
+            raise ConfigError(f"{where}: dataset {shown(dataset)} is unknown: known are {', '.join(_DATASETS)}")
         metric, max_new_tokens, prompt = _DATASETS[dataset]
         if left.setdefault(dataset, most_samples or sys.maxsize) == 0:
             continue

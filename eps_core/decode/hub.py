@@ -1,0 +1,69 @@
+"""What `--model` names: a directory, or a repository of the Hugging Face Hub, fetched into its shared cache."""
+
+import os
+import re
+from pathlib import Path
+from typing import NoReturn
+
+from eps_core.decode.model import read_spec
+from eps_core.decode.weights import INDEX_FILE, weight_files
+from eps_core.errors import ConfigError, one_line
+
+_REPOSITORY = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w][\w./-]*))?")
+# all that is read of a model but its weights
+_SMALL_FILES = ("config.json", "generation_config.json", "tokenizer*.json", "chat_template.*", INDEX_FILE)
+
+
+def resolve_model(model: str | Path, weights: bool = True) -> Path:
+    """The folder of a model that is named by its folder or by org/name[@revision]. A folder that is there wins. Without
+    `weights` nothing but the small files is fetched; with them, they are after the model was found to be supported."""
+    if os.path.isdir(model):
+        return Path(model)
+    named = _REPOSITORY.fullmatch(str(model))
+    if named is None or os.path.lexists(model):
+        raise ConfigError(
+            f"model {str(model)!r} is no directory: give the folder with config.json and weights, or org/name of the "
+            "Hugging Face Hub"
+        )
+    folder = _fetch(named["name"], named["revision"], _SMALL_FILES)
+    if weights:
+        read_spec(folder)
+        files = weight_files(folder)
+        if not all(os.path.exists(folder / file) for file in files):
+            # the snapshot's own name is its commit: the branch may have moved since
+            folder = _fetch(named["name"], folder.name, (*_SMALL_FILES, *files))
+    return folder
+
+
+def _fetch(name: str, revision: str | None, files: tuple[str, ...]) -> Path:
+    """The cached snapshot with what the repository has of `files` (glob patterns); progress goes to stderr."""
+    from huggingface_hub import constants, snapshot_download  # late: it takes a while, and folders do not need it
+
+    offline = constants.HF_HUB_OFFLINE
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(files), local_files_only=offline))
+    except Exception as error:  # HTTP errors, timeouts, full disks: no common class
+        _refuse(name, revision, error)
+
+
+def _refuse(name: str, revision: str | None, error: Exception) -> NoReturn:
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.GatedRepoError):
+        mend = f"is gated: accept its terms on {constants.ENDPOINT}/{name}, then set HF_TOKEN or run `hf auth login`"
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        mend = "is neither a directory here nor a repository of the Hub: check the name; a private one needs HF_TOKEN"
+    elif isinstance(error, errors.RevisionNotFoundError):
+        mend = f"has no revision {revision!r}: name a branch, a tag or a commit"
+    elif isinstance(error, errors.LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
+        mend = (
+            f"is no directory here and not (whole) in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set: unset it, "
+            "or give a folder"
+        )
+    else:
+        cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ else error
+        mend = (
+            f"is no directory here and cannot be fetched from {constants.ENDPOINT} ({one_line(cause)}): check the "
+            "network, the disk and the name"
+        )
+    raise ConfigError(f"model {name} {mend}") from error

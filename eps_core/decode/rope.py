@@ -1,0 +1,132 @@
+"""Rotary position embeddings: what config.json may say of them, and the rotation that every backend applies."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from eps_core.decode.fields import Fields
+from eps_core.decode.spec import ModelSpec
+from eps_core.errors import ConfigError, shown
+
+# each rope type with the numbers that it must have
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+}
+_WITH_ORIGINAL = ("llama3", "yarn")  # scaled from a context that they name
+MOST_POSITIONS = 2**31
+
+
+def read_rope(fields: Fields, max_positions: int) -> tuple[float, dict[str, Any] | None, int]:
+    """(rope_theta, rope_scaling, tokens of context): `rope_parameters` of transformers 5, or rope_theta and
+    rope_scaling beside it. The numbers of `yarn` are all there, its attention_factor settled."""
+    config = fields.values
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise ConfigError(f"rope_parameters {shown(rope)} of {fields.file} is unsupported: EPS reads one flat set")
+    within = Fields({key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")} | rope, fields.file)
+    if within.values["partial_rotary_factor"] not in (None, 1):
+        raise within.unsupported("partial_rotary_factor", "1, the whole head rotated")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
+        raise ConfigError(f"rope type {shown(kind)} of {fields.file} is unsupported: EPS reads {', '.join(ROPE_TYPES)}")
+    rope_theta = within.number("rope_theta", 10_000.0)
+    if kind == "default":
+        return rope_theta, None, max_positions
+    scaling: dict[str, Any] = {"rope_type": kind, **{key: within.number(key) for key in ROPE_TYPES[kind]}}
+    if kind in _WITH_ORIGINAL:
+        # beside the set it comes first, and absent it is the whole context, as transformers has it
+        outer = fields if config.get("original_max_position_embeddings") is not None else within
+        original = outer.number("original_max_position_embeddings", max_positions)
+        scaling["original_max_position_embeddings"] = original
+    if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+        raise ConfigError(
+            f"low_freq_factor {scaling['low_freq_factor']} of {fields.file} must be below "
+            f"high_freq_factor {scaling['high_freq_factor']}"
+        )
+    if kind == "yarn":
+        scaling |= _yarn_numbers(within, original, max_positions)
+        # long Qwen models name the context that they were trained at, and by how much YaRN stretches it
+        if outer.values.get("original_max_position_embeddings") is not None:
+            max_positions = max(max_positions, math.floor(min(original * scaling["factor"], MOST_POSITIONS)))
+    return rope_theta, scaling, max_positions
+
+
+def _yarn_numbers(within: Fields, original: float, max_positions: int) -> dict[str, Any]:
+    """All that YaRN computes with, and transformers' defaults for what is absent."""
+    # null, unlike a missing key, means the ratio of the contexts
+    ratio = max_positions / original if "factor" in within.values else None
+    factor = within.number("factor", ratio)
+    attention_factor = None
+    if within.values.get("attention_factor") is not None:
+        attention_factor = within.number("attention_factor")
+
+    def stretched(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    mscale, mscale_all_dim = within.number_or_none("mscale"), within.number_or_none("mscale_all_dim")
+    if attention_factor is None and mscale and mscale_all_dim:
+        attention_factor = stretched(mscale) / stretched(mscale_all_dim)
+    return {
+        "factor": factor,
+        "attention_factor": stretched(1.0) if attention_factor is None else attention_factor,
+        "beta_fast": within.number_or_none("beta_fast") or 32.0,
+        "beta_slow": within.number_or_none("beta_slow") or 1.0,
+        "truncate": within.boolean("truncate") if "truncate" in within.values else True,
+    }
+
+
+def check_rope(spec: ModelSpec, fields: Fields) -> None:
+    """Raises ConfigError where numbers that are fine one by one make no finite rotation."""
+    numbers = np.append(inverse_frequencies(spec), attention_factor(spec))
+    if not (np.isfinite(numbers) & (numbers >= 0)).all() or not attention_factor(spec):
+        values = shown({"rope_theta": spec.rope_theta} | (spec.rope_scaling or {}))
+        raise ConfigError(f"the rotary embeddings of {fields.file} overflow ({values}): mend its rope_parameters")
+
+
+@np.errstate(all="ignore")  # what overflows is refused by `check_rope`
+def inverse_frequencies(spec: ModelSpec) -> np.ndarray:
+    """Radians per position of each rotated pair: [D/2] float64. Dimension i rotates with dimension i + D/2.
+
+    `llama3` (Llama 3.1): wavelengths of more than original / low_freq_factor tokens are stretched by `factor`, those
+    below original / high_freq_factor are kept, and between them the two are blended linearly. `yarn`: pairs that turn
+    more than beta_fast times within the original context are kept, those that turn less than beta_slow times are
+    stretched, and between them the two are blended linearly by dimension. `dynamic` stretches beyond the model's
+    context alone, where it would turn every key anew: EPS ends there, and within it the rotation is the plain one.
+    """
+    frequencies = spec.rope_theta ** -(np.arange(0, spec.head_dim, 2, dtype=np.float64) / spec.head_dim)
+    scaling = spec.rope_scaling
+    if scaling is None or scaling["rope_type"] == "dynamic":
+        return frequencies
+    stretched = frequencies / scaling["factor"]
+    if scaling["rope_type"] == "linear":
+        return stretched
+    if scaling["rope_type"] == "llama3":
+        turns = scaling["original_max_position_embeddings"] * frequencies / (2 * np.pi)
+        kept = (turns - scaling["low_freq_factor"]) / (scaling["high_freq_factor"] - scaling["low_freq_factor"])
+    else:
+        assert scaling["rope_type"] == "yarn", scaling
+        low, high = _yarn_dimensions(spec, scaling)
+        kept = 1.0 - (np.arange(spec.head_dim // 2) - low) / (high - low)
+    kept = np.clip(kept, 0.0, 1.0)
+    return frequencies * kept + stretched * (1.0 - kept)
+
+
+def _yarn_dimensions(spec: ModelSpec, scaling: dict[str, Any]) -> tuple[float, float]:
+    """Between which pairs YaRN blends, as its reference rounds them."""
+    turns = np.array([scaling["beta_fast"], scaling["beta_slow"]])
+    lengths = scaling["original_max_position_embeddings"] / (turns * 2 * np.pi)
+    low, high = spec.head_dim * np.log(lengths) / (2 * np.log(np.float64(spec.rope_theta)))
+    if scaling["truncate"]:
+        low, high = np.floor(low), np.ceil(high)
+    low, high = max(low, 0), min(high, spec.head_dim - 1)
+    return low, high + 0.001 if low == high else high
+
+
+def attention_factor(spec: ModelSpec) -> float:
+    """What cosine and sine are multiplied by, for queries and for keys: YaRN's temperature, else 1."""
+    return 1.0 if spec.rope_scaling is None else spec.rope_scaling.get("attention_factor", 1.0)
