@@ -17,6 +17,7 @@ from typing import Any
 
 from eps_core.errors import ConfigError, install
 from eps_core.files import inputs
+from eps_core.files.records import brief
 from eps_core.tasks.needle import Sample
 
 # of LongBench v1: they need a Chinese word splitter, and prompts in Chinese
@@ -191,7 +192,7 @@ def load_longbench(path: Path, prompts: Path | None = None, most_samples: int | 
         if dataset in CHINESE_DATASETS:
             raise ConfigError(f"{where}: dataset {dataset} is Chinese and not supported: use an English one")
         if dataset not in _DATASETS:
-            raise ConfigError(f"{where}: dataset {dataset!r} is unknown: known are {', '.join(_DATASETS)}")
+            raise ConfigError(f"{where}: dataset {brief(dataset)!r} is unknown: known are {', '.join(_DATASETS)}")
         metric, max_new_tokens, prompt = _DATASETS[dataset]
         if left.setdefault(dataset, most_samples or sys.maxsize) == 0:
             continue
