@@ -118,8 +118,8 @@ def prepare(request: RunRequest) -> Job:
         raise ConfigError("the prompt is empty: give at least one token")
     if len(prompt) + request.max_new_tokens > spec.max_context:
         raise ConfigError(
-            f"a prompt of {len(prompt)} tokens and {request.max_new_tokens} new ones exceed the model's context "
-            f"of {spec.max_context} tokens: shorten the prompt or lower max-new-tokens"
+            f"a prompt of at least {len(prompt)} tokens and {request.max_new_tokens} new ones exceed the model's "
+            f"context of {spec.max_context} tokens: shorten the prompt or lower max-new-tokens"
         )
     document = Document(prompt, request.max_new_tokens, stop=spec.eos_token_ids if request.stop else ())
     job = Job(request, session, document, answer, None)
