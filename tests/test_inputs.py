@@ -146,6 +146,19 @@ def test_json_that_nothing_can_use_is_refused(text: str | bytes, words: str) -> 
     assert words in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 200
 
 
+def test_lines_that_are_kept_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "f", b"{}\n" * 11)
+    assert len(list(inputs.read_lines(path, *WHAT))) == 11
+    for name, most in (("MOST_KEPT_LINES", 10), ("MOST_KEPT_BYTES", 30)):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(ConfigError, match="notes .* is longer than .*: give a part"),
+        ):
+            patch.setattr(inputs, name, most)
+            list(inputs.read_lines(path, *WHAT))
+        assert len(list(inputs.read_jsonl(path, *WHAT, kept=False))) == 11
+
+
 def test_json_that_is_used_stays() -> None:
     value = {"a": [1.5, -3, 2**70, True, None, "\U0001f600 é"], "b": {"c": [[]] * 70}}
     assert inputs.parse_json(json.dumps(value)) == value
