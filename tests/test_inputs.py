@@ -152,7 +152,7 @@ def test_lines_that_are_kept_are_counted(tmp_path: Path, monkeypatch: pytest.Mon
     for name, most in (("MOST_KEPT_LINES", 10), ("MOST_KEPT_BYTES", 30)):
         with (
             monkeypatch.context() as patch,
-            pytest.raises(ConfigError, match="notes .* is longer than .*: give a part"),
+            pytest.raises(ConfigError, match="give a part"),
         ):
             patch.setattr(inputs, name, most)
             list(inputs.read_lines(path, *WHAT))
