@@ -131,7 +131,7 @@ def test_a_shard_that_is_a_directory_is_named(damaged: Callable) -> None:
 def test_a_json_file_without_end_is_refused(tmp_path: Path) -> None:
     with open(tmp_path / "config.json", "wb") as file:
         file.truncate(inputs.MOST_BYTES + 1)  # takes no room on the disk
-    assert_refused(lambda: read_spec(tmp_path), "config.json", "more than")
+    assert_refused(lambda: read_spec(tmp_path), "config.json", "is longer than")
 
 
 # An index names files of its folder
@@ -164,7 +164,7 @@ def test_shards_that_are_links_are_read(damaged: Callable, saved: Callable) -> N
 
 
 def test_a_context_past_dynamic_scaling_is_refused_with_its_reason(saved: Callable) -> None:
-    request = RunRequest(EpsConfig.of(), Sampling(), "numpy", model=saved("llama2-dynamic"), prompt="x" * 500)
+    request = RunRequest(EpsConfig.of(), Sampling(), "numpy", model=saved("llama2-dynamic"), prompts=("x" * 500,))
     assert_refused(lambda: prepare(request), "context of 512 tokens", "dynamic RoPE scaling", "shorten the prompt")
 
 

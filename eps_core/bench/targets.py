@@ -45,7 +45,7 @@ def load_lines(paths: Iterable[Path]) -> tuple[list[Line], list[Line]]:
     cells: list[Line] = []
     for path in paths:
         run: Line | None = None
-        for where, line in inputs.read_jsonl(path, "results", MEND, inputs.MOST_LINES_BYTES):
+        for where, line in inputs.read_jsonl(path, "results", MEND):
             if line.get("type") == "run" and line.get("command") == "bench":
                 run = read_record(RUN, line, where, MEND)
                 runs.append(run)

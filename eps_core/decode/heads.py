@@ -15,7 +15,7 @@ from eps_core.decode.spec import ModelSpec
 from eps_core.decode.weights import weight_files
 from eps_core.errors import ConfigError
 from eps_core.files import inputs
-from eps_core.files.records import Share, read_record
+from eps_core.files.records import Share, brief, read_record
 
 FORMAT_VERSION = 1
 CLASSES = ("retrieval", "streaming")
@@ -79,9 +79,10 @@ def load_policy(path: Path) -> HeadPolicy:
     values = inputs.read_json(path, "head policy", "make one with eps-proto calibrate")
     if not isinstance(values, dict) or "format_version" not in values:
         raise ConfigError(f"{path} is JSON but no head policy: make one with eps-proto calibrate")
-    if values["format_version"] != FORMAT_VERSION:
+    version = values["format_version"]
+    if version != FORMAT_VERSION:
         raise ConfigError(
-            f"{path} has head policy format {values['format_version']!r}, this is {FORMAT_VERSION}: calibrate again"
+            f"{path} has head policy format {brief(repr(version))}, this is {FORMAT_VERSION}: calibrate again"
         )
     policy = read_record(HeadPolicy, values, f"head policy {path}", "calibrate again")
     fault = _fault(policy)
@@ -110,7 +111,7 @@ def _fault(policy: HeadPolicy) -> str | None:
         return "a curve falls: more groups cannot hold less"
     unknown = [repr(kind) for heads in policy.classes for kind in heads if kind not in CLASSES]
     if unknown:
-        return f"class {unknown[0]} is none of {', '.join(CLASSES)}"
+        return f"class {brief(unknown[0])} is none of {', '.join(CLASSES)}"
     layers = policy.dense_layers
     if any(not 0 <= layer < shape[0] for layer in layers):
         return f"dense_layers {layers!r} are not layers 0 to {shape[0] - 1}"

@@ -30,7 +30,7 @@ from eps_core.decode.spec import ModelSpec
 from eps_core.errors import ConfigError
 from eps_core.evaluation.runner import Document, decode
 from eps_core.files import inputs, outputs
-from eps_core.files.records import Between, read_record
+from eps_core.files.records import Between, brief, read_record
 from eps_core.gate.protocol import Array, Backend
 from eps_core.tasks.corpus import corpus_or_text
 from eps_core.telemetry import provenance, terminal
@@ -302,7 +302,7 @@ def _read_info(path: Path, metadata: str) -> CaptureInfo:
         raise ConfigError(f"metadata of {path} is not JSON ({error}): capture again") from error
     version = values.get("format_version") if isinstance(values, dict) else None
     if version != FORMAT_VERSION:
-        raise ConfigError(f"{path} has capture format {str(version)[:20]}, this is {FORMAT_VERSION}: capture again")
+        raise ConfigError(f"{path} has capture format {brief(repr(version))}, this is {FORMAT_VERSION}: capture again")
     info = read_record(CaptureInfo, values, f"metadata of {path}", "capture again")
     if (
         info.num_heads % info.num_kv_heads

@@ -11,7 +11,7 @@ from eps_core.config.read import POLICIES, SCOPES
 from eps_core.config.store import EVALUATION_METHODS, METHODS, coded_methods
 from eps_core.errors import ConfigError
 from eps_core.files import inputs
-from eps_core.files.records import Between, read_record
+from eps_core.files.records import Between, brief, read_record
 from eps_core.summaries.table import facts
 
 HeadModes = tuple[tuple[str, ...], ...]
@@ -123,7 +123,7 @@ def expand(data: Any, source: str) -> tuple[Setting, ...]:
             raise ConfigError(f"{source} must be an object of axes, or a list of them, and holds a JSON {kind}")
         unknown = sorted(set(block) - set(known))
         if unknown:
-            raise ConfigError(f"{source}: unknown axis {', '.join(unknown)[:100]}: known are {', '.join(known)}")
+            raise ConfigError(f"{source}: unknown axis {brief(', '.join(unknown))}: known are {', '.join(known)}")
         axes = {name: _axis(name, value, source) for name, value in block.items()}
         if len(cells) + prod(map(len, axes.values())) > MOST_CELLS:
             raise ConfigError(f"{source} holds more than {MOST_CELLS:,} cells: give fewer values")
@@ -138,7 +138,7 @@ def _axis(name: str, value: Any, source: str) -> list[Any]:
     for item in values:
         read_record(_KINDS[name], item, f"{source}: axis {name}", "mend it")
         if name in _CHOICES and item not in _CHOICES[name]:
-            raise ConfigError(f"{source}: {name} {item[:60]!r} is unknown: choose among {', '.join(_CHOICES[name])}")
+            raise ConfigError(f"{source}: {name} {brief(item)!r} is unknown: choose among {', '.join(_CHOICES[name])}")
     return values
 
 

@@ -16,7 +16,7 @@ from eps_core.errors import ConfigError
 
 STDIN = Path("-")
 MOST_BYTES = 2**26  # of a text or a JSON document, and of one line of JSONL: far more than any that EPS writes or needs
-MOST_LINES_BYTES = 2**30  # of a JSONL whose lines are all kept
+MOST_KEPT_BYTES, MOST_KEPT_LINES = 2**28, 200_000  # of a JSONL whose lines are all kept
 BYTES_PER_TOKEN = 128  # the longest token of common vocabularies: 128 spaces in Llama 3's and Qwen's
 MARGIN_BYTES = 2**16
 MOST_DEPTH = 64  # of JSON
@@ -55,9 +55,9 @@ def read_object(path: Path, what: str, mend: str, most_bytes: int = MOST_BYTES) 
     return value
 
 
-def read_jsonl(path: Path, what: str, mend: str, most_bytes: int | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_jsonl(path: Path, what: str, mend: str, kept: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
     """("file, line n", object) of every line that is not blank, read as they are asked for."""
-    for number, line in read_lines(path, what, mend, most_bytes):
+    for number, line in read_lines(path, what, mend, kept):
         where = f"{path}, line {number}"
         try:
             record = parse_json(line)
@@ -68,8 +68,8 @@ def read_jsonl(path: Path, what: str, mend: str, most_bytes: int | None = None) 
         yield where, record
 
 
-def read_lines(path: Path, what: str, mend: str, most_bytes: int | None = None) -> Iterator[tuple[int, bytes]]:
-    """(number, line) of every line that is not blank; of `most_bytes` in all, where these are given."""
+def read_lines(path: Path, what: str, mend: str, kept: bool = True) -> Iterator[tuple[int, bytes]]:
+    """(number, line) of every line that is not blank. `kept`: the caller keeps them all, so their number is bounded."""
     name, number, total = _name(what, path), 0, 0
     file = _open(path, what, mend)
     try:
@@ -80,8 +80,9 @@ def read_lines(path: Path, what: str, mend: str, most_bytes: int | None = None) 
                 line = line.removeprefix(codecs.BOM_UTF8)
             if len(line) > MOST_BYTES:
                 raise ConfigError(f"{name}, line {number} is longer than {MOST_BYTES:,} bytes: {mend}")
-            if most_bytes is not None and total > most_bytes:
-                raise ConfigError(f"{name} is longer than {most_bytes:,} bytes: give a part of it")
+            if kept and (total > MOST_KEPT_BYTES or number > MOST_KEPT_LINES):
+                limit = f"{MOST_KEPT_BYTES:,} bytes or {MOST_KEPT_LINES:,} lines"
+                raise ConfigError(f"{name} is longer than {limit}: give a part of it")
             if line.strip():
                 yield number, line
     except OSError as error:

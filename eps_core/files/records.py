@@ -114,7 +114,7 @@ def _dataclass(kind: Any, values: Mapping[str, Any]) -> Any:
     hints = _hints(kind)
     wrong = sorted(set(values) ^ set(hints))
     if wrong:
-        raise ValueError(f"unknown or missing {', '.join(map(_brief, wrong[:20]))}")
+        raise ValueError(f"unknown or missing {', '.join(map(brief, wrong[:20]))}")
     return kind(**{name: _within(name, item, hints[name]) for name, item in values.items()})
 
 
@@ -122,7 +122,7 @@ def _within(name: str, value: Any, kind: Any) -> Any:
     try:
         return convert(value, kind)
     except ValueError as error:
-        raise ValueError(f"{_brief(name)} {error}") from error
+        raise ValueError(f"{brief(name)} {error}") from error
 
 
 def _one_of(value: Any, kinds: tuple[Any, ...]) -> Any:
@@ -150,8 +150,9 @@ def _tuple(value: Any, kinds: tuple[Any, ...]) -> tuple[Any, ...]:
 def _shown(value: Any) -> str:
     if isinstance(value, dict | list | tuple):
         return "{..}" if isinstance(value, dict) else "[..]"
-    return _brief(repr(value))
+    return brief(repr(value))
 
 
-def _brief(text: str) -> str:
+def brief(text: str) -> str:
+    """A text as a one-line message can hold it."""
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -38,7 +38,7 @@ def _load(results: Results, name: str, path: Path) -> dict[str, int]:
     run: Line = {}
     open_run: Line | None = None
     notes: list[str] = []
-    for number, piece in inputs.read_lines(path, "results", "give a JSONL file", inputs.MOST_LINES_BYTES):
+    for number, piece in inputs.read_lines(path, "results", "give a JSONL file"):
         try:
             line = inputs.parse_json(piece)
         except ValueError:

@@ -232,7 +232,7 @@ def load_ruler(path: Path, most_samples: int | None = None) -> list[Sample]:
 def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """("file, line n", object) of every line that is not blank; at least one."""
     empty = True
-    for where, record in inputs.read_jsonl(path, "benchmark file", "give a JSONL file"):
+    for where, record in inputs.read_jsonl(path, "benchmark file", "give a JSONL file", kept=False):
         empty = False
         yield where, record
     if empty:
