@@ -119,14 +119,13 @@ def bench_command(ctx: click.Context, /, **flags: Any) -> None:
         seed=flags["seed"],
         output=flags["output"],
     )
-    if request.output is not None:
-        outputs.check_writable(request.output, "output file")
     if flags["plot"] is not None:
         _check_plots(flags["plot"])
     lines = []
     with ExitStack() as stack:
+        output = None if request.output is None else stack.enter_context(outputs.Output(request.output))
         bench = Bench(request, stack.enter_context(terminal.Progress("bench:", "cells")))
-        writer = stack.enter_context(outputs.JsonlWriter(request.output)) if request.output is not None else None
+        writer = None if output is None else stack.enter_context(outputs.JsonlWriter(output))
         for line in bench.lines():
             lines.append(outputs.jsonable(line))
             if writer is not None:

@@ -18,6 +18,7 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
+from eps_core.errors import ConfigError
 from eps_core.files import caches
 from eps_core.files.outputs import replacing
 from eps_core.gate.attend import attend_layer, collect
@@ -164,6 +165,6 @@ def cost_of(
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
             file.write(json.dumps({**kept, key: asdict(cost)}))
-    except (OSError, RuntimeError):  # no home folder is a RuntimeError
+    except (OSError, RuntimeError, ConfigError):  # no home folder; another process writes it now
         pass
     return cost, False
