@@ -13,6 +13,7 @@ from eps_core.cli.source import backend_option, device_option
 from eps_core.config.store import DTYPE_BYTES
 from eps_core.errors import ConfigError
 from eps_core.files import outputs
+from eps_core.report.bench_plot import PLOTS, draw
 from eps_core.report.style import need
 from eps_core.telemetry import terminal
 
@@ -119,8 +120,12 @@ def bench_command(ctx: click.Context, /, **flags: Any) -> None:
         seed=flags["seed"],
         output=flags["output"],
     )
+    plots = {}
     if flags["plot"] is not None:
         _check_plots(flags["plot"])
+        if flags["plot"].is_dir():
+            plots = {f"--plot {name}": flags["plot"] / name for name in PLOTS}
+    outputs.check({"--output": request.output, **plots}, {})
     lines = []
     with ExitStack() as stack:
         output = None if request.output is None else stack.enter_context(outputs.Output(request.output))
@@ -131,12 +136,8 @@ def bench_command(ctx: click.Context, /, **flags: Any) -> None:
             if writer is not None:
                 writer.write(line)
     click.echo(bench_text(lines))
-    plots = []
-    if flags["plot"] is not None:
-        from eps_core.report.bench_plot import draw
-
-        plots = draw(lines, flags["plot"])
-    click.echo(outputs.to_json(_summary(lines, request, plots)))
+    drawn = [] if flags["plot"] is None else draw(lines, flags["plot"])
+    click.echo(outputs.to_json(_summary(lines, request, drawn)))
 
 
 def _check_plots(folder: Path) -> None:
