@@ -146,6 +146,17 @@ def test_stdout_is_written_into_whatever_it_is(kind: str, to: str, tmp_path: Pat
     assert text == f"before\n{WANT}after\n"
 
 
+def test_another_users_pipe_need_not_be_readable() -> None:
+    """What click asks of a path that is there, unless told otherwise: /dev/stdout is then refused."""
+    found = [
+        (name, option.type.readable)
+        for name, one in cli.commands.items()
+        for option in one.params
+        if {"-o", "--metrics", "--csv", "--jsonl", "--output", "--plot"} & set(option.opts)
+    ]
+    assert len(found) >= 10 and not [name for name, readable in found if readable]
+
+
 def test_names_are_as_long_as_the_file_system_takes(tmp_path: Path) -> None:
     longest = tmp_path / ("n" * 251 + ".txt")
     write_whole(longest)

@@ -9,7 +9,7 @@ import click
 from eps_core.bench.layer import GRAPH, Bench
 from eps_core.bench.plan import DEFAULT_FRACTIONS, DEFAULT_REPEATS, SCALING_CONTEXTS, BenchRequest
 from eps_core.cli.options import given_flags, kernels_option
-from eps_core.cli.source import backend_option, device_option
+from eps_core.cli.source import OUTPUT, backend_option, device_option
 from eps_core.config.store import DTYPE_BYTES
 from eps_core.errors import ConfigError
 from eps_core.files import outputs
@@ -76,8 +76,8 @@ _SHARE = click.FloatRange(0, 1, min_open=True)
 @click.option("--seconds", type=click.FloatRange(0, min_open=True), help="The same as time, warm-up not included.")
 @click.option("--warm-seconds", type=click.FloatRange(0), default=1.0, show_default=True, help="Before every cell.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of keys, values, queries.")
-@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Write JSONL, every sample of it.")
-@click.option("--plot", type=click.Path(path_type=Path), metavar="DIR", help="Draw roofline.svg and scaling.svg there.")
+@click.option("--output", type=OUTPUT, metavar="FILE", help="Write JSONL, every sample of it.")
+@click.option("--plot", type=OUTPUT, metavar="DIR", help="Draw roofline.svg and scaling.svg there.")
 @click.pass_context
 def bench_command(ctx: click.Context, /, **flags: Any) -> None:
     """Time one attention layer: score, select, attend, tail and write of EPS, and the fastest dense attention here.

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from eps_core.cli.options import DEMO_METHOD, config_of, given_flags, refuse_bits, selection_options, summary_options
-from eps_core.cli.source import backend_option, device_option, dtype_option, kv_dtype_option, model_option
+from eps_core.cli.source import OUTPUT, backend_option, device_option, dtype_option, kv_dtype_option, model_option
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import EVALUATION_METHODS, METHODS
 from eps_core.decode.model import DEMO_MODEL
@@ -55,7 +55,7 @@ class _Numbers(click.ParamType):
 @device_option
 @dtype_option
 @kv_dtype_option
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="FILE.safetensors")
+@click.option("-o", "--output", type=OUTPUT, required=True, metavar="FILE.safetensors")
 @selection_options
 @summary_options
 @click.pass_context
@@ -119,7 +119,7 @@ def _off(ctx: click.Context, flags: dict[str, Any]) -> str:
 @click.option("--layers", type=_Numbers(int), metavar="LIST", help="Such as 0,3.  [default: all of the capture]")
 @backend_option
 @device_option
-@click.option("--jsonl", type=click.Path(path_type=Path), metavar="FILE", help="Write all figures, head by head too.")
+@click.option("--jsonl", type=OUTPUT, metavar="FILE", help="Write all figures, head by head too.")
 @selection_options
 @summary_options
 @click.pass_context
@@ -313,7 +313,7 @@ def _table(names: list[str], rows: list[dict[str, Any]]) -> str:
 @device_option
 @dtype_option
 @kv_dtype_option
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="POLICY.json")
+@click.option("-o", "--output", type=OUTPUT, required=True, metavar="POLICY.json")
 @click.pass_context
 def calibrate_command(ctx: click.Context, /, **flags: Any) -> None:
     """Find out how sparse a model's attention is, which kv heads retrieve, and from which context gating can pay.

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from eps_core.cli.options import config_of, given_flags, selection_options, summary_options
-from eps_core.cli.source import backend_option, device_option, model_option
+from eps_core.cli.source import OUTPUT, backend_option, device_option, model_option
 from eps_core.decode.model import DEMO_MODEL
 from eps_core.files import outputs
 
@@ -61,7 +61,7 @@ _SAME = (
 )  # fmt: skip
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of tasks and resampling.")
 @click.option(
-    "-o", "--out", type=click.Path(path_type=Path), metavar="FILE",
+    "-o", "--out", type=OUTPUT, metavar="FILE",
     help="Write JSONL: the run, every sample with its answers, every result. A stopped run's is continued.",
 )  # fmt: skip
 @selection_options

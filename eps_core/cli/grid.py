@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from eps_core.cli.source import backend_option, device_option, dtype_option, model_option
+from eps_core.cli.source import OUTPUT, backend_option, device_option, dtype_option, model_option
 from eps_core.config.store import DTYPE_BYTES
 from eps_core.decode.model import DEMO_MODEL
 from eps_core.errors import ConfigError
@@ -23,7 +23,7 @@ _PLAN = Plan()
 @click.command("grid")
 @click.option("--grid", type=click.Path(path_type=Path), metavar="FILE", help="JSON: axes and their values.")
 @click.option("--preset", type=click.Choice(tuple(PRESETS)), help="prd: the product requirements' 1,296 cells.")
-@click.option("-o", "--out", type=click.Path(path_type=Path), metavar="FILE", required=True, help="JSONL; continued.")
+@click.option("-o", "--out", type=OUTPUT, metavar="FILE", required=True, help="JSONL; continued.")
 @backend_option
 @device_option
 @model_option
@@ -112,7 +112,7 @@ def _grid(output: outputs.Output, flags: dict[str, Any]) -> None:
 
 @click.command("report")
 @click.argument("results", type=click.Path(path_type=Path), nargs=-1, required=True)
-@click.option("-o", "--out", type=click.Path(path_type=Path), metavar="FILE", required=True, help="HTML.")
+@click.option("-o", "--out", type=OUTPUT, metavar="FILE", required=True, help="HTML.")
 def report_command(results: tuple[Path, ...], out: Path) -> None:
     """Draw results (JSONL of grid, evaluate, run --metrics or scripts/evaluate.py) as one HTML page without network.
 

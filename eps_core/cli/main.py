@@ -15,7 +15,7 @@ from eps_core.cli.captures import calibrate_command, capture_command, replay_com
 from eps_core.cli.evaluate import evaluate_command
 from eps_core.cli.grid import grid_command, report_command
 from eps_core.cli.options import AUTO, config_of, given_flags, kernels_option, selection_options, summary_options
-from eps_core.cli.source import backend_option, device_option, dtype_option, kv_dtype_option, model_option
+from eps_core.cli.source import OUTPUT, backend_option, device_option, dtype_option, kv_dtype_option, model_option
 from eps_core.config.bytes import open_group_bytes
 from eps_core.decode.generate import Sampling
 from eps_core.decode.model import DEMO_MODEL
@@ -71,8 +71,8 @@ def cli() -> None:
     help="An audit raises an alarm where the true unread share is above this many times its estimate.",
 )  # fmt: skip
 @click.option("--eps-audit-off", is_flag=True, help="After an alarm the steps are dense.")
-@click.option("--metrics", type=click.Path(path_type=Path), metavar="FILE", help="Write JSONL, one line a decode step.")
-@click.option("--csv", type=click.Path(path_type=Path), metavar="FILE", help="Write the same steps as CSV.")
+@click.option("--metrics", type=OUTPUT, metavar="FILE", help="Write JSONL, one line a decode step.")
+@click.option("--csv", type=OUTPUT, metavar="FILE", help="Write the same steps as CSV.")
 @kernels_option
 @selection_options
 @summary_options

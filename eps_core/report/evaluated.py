@@ -8,7 +8,7 @@ from eps_core.report.figures import MAX_CURVES, Curve, Figure, curves, scatter
 from eps_core.report.load import Line, number
 
 
-def tasks(lines: list[Line]) -> tuple[Figure, Table]:
+def tasks(lines: list[Line]) -> tuple[list[Figure], list[Table]]:
     points: dict[str, list[tuple[float, float]]] = {}
     for line in lines:
         if (dense := number(line.get("dense"))) is not None and (eps := number(line.get("eps"))) is not None:
@@ -38,10 +38,10 @@ def tasks(lines: list[Line]) -> tuple[Figure, Table]:
             ("bytes / dense", field("bytes_ratio", ".4f")),
         ),
     )
-    return plot, table
+    return [plot], [table]
 
 
-def texts(lines: list[Line]) -> tuple[Figure, Table]:
+def texts(lines: list[Line]) -> tuple[list[Figure], list[Table]]:
     by_arm = of.grouped(lines, lambda line: (f"{of.arm(line)} at {of.context(line):,}", of.method(line)))
 
     def points(group: list[Line]) -> list[tuple[float, float]]:
@@ -71,7 +71,7 @@ def texts(lines: list[Line]) -> tuple[Figure, Table]:
             ("bytes / dense", field("bytes_ratio", ".4f")),
         ),
     )
-    return plot, table
+    return [plot], [table]
 
 
 def _interval(value: Any, spec: str) -> str:

@@ -65,10 +65,9 @@ def sections_of(results: Results) -> list[Section]:
 
 def _evaluated(results: Results) -> list[Part]:
     parts = [
-        Part(title, figures=[figure], tables=[table])
+        Part(title, "", "", *drawn(lines))
         for title, lines, drawn in (("Tasks", results.tasks, evaluated.tasks), ("Text", results.texts, evaluated.texts))
         if lines
-        for figure, table in [drawn(lines)]
     ]
     return parts or [Part(nothing="no task and no text (eps-proto evaluate -o)")]
 
@@ -358,7 +357,6 @@ def _ablation_series(cells: list[Line], axis: str) -> dict[str, list[Line]]:
 def _runs(runs: list[Line]) -> Part:
     if not runs:
         return Part(nothing="no run of eps-proto run --metrics")
-
     lines = [
         {
             **run["summary"], **{f"dense_{key}": value for key, value in (run["summary"].get("dense") or {}).items()},
@@ -387,7 +385,7 @@ def _skipped(cells: list[Line], failed: list[Line]) -> Part:
         for cell in cells
         if number(cell.get("bytes_ratio")) is None
     )
-    reasons.update(f"failed, and not measured since: {cell.get('reason') or 'no reason named'}" for cell in failed)
+    reasons.update(f"failed, and not measured since: {cell.get('reason') or 'unnamed'}" for cell in failed)
     if not reasons:
         return Part(note="Every cell was measured.")
     ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
