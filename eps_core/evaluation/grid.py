@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from eps_core.config.eps import EpsConfig
-from eps_core.errors import ConfigError
+from eps_core.errors import ConfigError, fault_line
 from eps_core.evaluation.grid_cell import Bench, Plan
 from eps_core.evaluation.grid_settings import HeadModes, Setting, config_of
 from eps_core.files.resumable import ResumableFile
@@ -152,8 +152,7 @@ def run_cells(
             if isinstance(error, ValueError) and error.__cause__ is None:
                 skip(index, plans[index], str(error))
                 continue
-            reason = f"{'out of memory' if isinstance(error, MemoryError) else type(error).__name__}: {error}"
-            reason = " ".join(reason.split()).removesuffix(":")
+            reason = fault_line(error)
             file.write({"type": "failed", "index": index, "setting": asdict(cells[index]), "reason": reason})
             counts.failed[reason] += 1
             progress(index, None)

@@ -19,7 +19,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.decode.heads import model_fingerprint
 from eps_core.decode.session import Session
-from eps_core.errors import ConfigError
+from eps_core.errors import ConfigError, fault_line
 from eps_core.evaluation import quality
 from eps_core.evaluation.quality import Answer, Followed
 from eps_core.evaluation.runner import DENSE, Document, run_document
@@ -185,7 +185,12 @@ def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, 
             index = line["index"]
             if index not in there:
                 progress(len(samples) + len(documents), num_samples + num_documents, what)
-                there[index] = {**line, **{arm: asdict(one) for arm, one in work().items()}}
+                try:
+                    did = work()
+                except (MemoryError, RuntimeError) as error:
+                    kept = "" if request.out is None else f"; {request.out} keeps what was found: start again to go on"
+                    raise ConfigError(f"{what} failed ({fault_line(error)}){kept}") from error
+                there[index] = {**line, **{arm: asdict(one) for arm, one in did.items()}}
                 file.write(there[index])
             return there[index]
 

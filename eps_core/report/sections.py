@@ -355,8 +355,6 @@ def _ablation_series(cells: list[Line], axis: str) -> dict[str, list[Line]]:
 
 
 def _runs(runs: list[Line]) -> Part:
-    if not runs:
-        return Part(nothing="no run of eps-proto run --metrics")
     lines = [
         {
             **run["summary"], **{f"dense_{key}": value for key, value in (run["summary"].get("dense") or {}).items()},
@@ -374,7 +372,7 @@ def _runs(runs: list[Line]) -> Part:
         *((f"{side}p{p}, ms", field(f"{key}decode_ms_p{p}", ".2f"))
           for side, key in (("dense ", "dense_"), ("", "")) for p in (50, 95)),
     )  # fmt: skip
-    return Part(tables=[table_of(lines, columns)])
+    return Part(tables=[table_of(lines, columns)]) if lines else Part(nothing="no run of eps-proto run --metrics")
 
 
 def _skipped(cells: list[Line], failed: list[Line]) -> Part:
