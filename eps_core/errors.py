@@ -45,6 +45,12 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
+def fault_line(error: BaseException) -> str:
+    """What the machine did, in one line."""
+    name = "out of memory" if isinstance(error, MemoryError) else type(error).__name__
+    return " ".join(f"{name}: {error}".split()).removesuffix(":")
+
+
 DISTRIBUTION = "eigenpage"  # the name to install by: `eps` on the package index is somebody else's
 
 

@@ -319,7 +319,9 @@ def test_a_killed_run_leaves_whole_lines_only(model: Path, tmp_path: Path, how: 
     first, *steps = lines_of(metrics)
     assert first["type"] == "run" and len(steps) >= 4
     assert [step["step"] for step in steps] == list(range(len(steps))) and len(steps) < 200
-    assert [path.name for path in tmp_path.iterdir()] == ["m.jsonl"]
+    # a kill leaves the locks, empty: test_outputs says what becomes of them
+    left = {path.name for path in tmp_path.iterdir() if how == signal.SIGINT or path.stat().st_size}
+    assert left == {"m.jsonl"}
 
 
 @pytest.mark.parametrize("args", [["info"], ["run", "--prompt", "x", "--max-new-tokens", 3]], ids=["info", "run"])

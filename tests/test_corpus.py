@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from eps_core.errors import ConfigError
-from eps_core.evaluation.grid import header
+from eps_core.evaluation.grid import IDENTITY, header
 from eps_core.evaluation.grid_cell import Plan
-from eps_core.evaluation.grid_file import IDENTITY
 from eps_core.tasks import corpus
 
 

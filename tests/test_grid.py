@@ -21,10 +21,11 @@ from eps_core.config.store import EVALUATION_METHODS, METHODS
 from eps_core.decode.heads import HeadPolicy, model_fingerprint, modes_of
 from eps_core.decode.model import read_spec
 from eps_core.errors import ConfigError
-from eps_core.evaluation.grid import Progress, header
+from eps_core.evaluation.grid import IDENTITY, Progress, header
 from eps_core.evaluation.grid_cell import Plan
-from eps_core.evaluation.grid_file import GridFile
 from eps_core.evaluation.grid_settings import PRESETS, Setting, config_of, expand, load_grid
+from eps_core.files.outputs import Output
+from eps_core.files.resumable import ResumableFile
 
 # torch and MLX need seconds to import: the oracle's own loop is enough to test a file
 SMALL = ["--backend", "numpy", "--device", "cpu", "--needles", 1, "--texts", 1, "--text-steps", 4, "--audit-every", 2]
@@ -72,7 +73,7 @@ def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Results of AXES, all cells."""
     out = tmp_path_factory.mktemp("finished") / "r.jsonl"
     result = run(model, out, AXES)
-    assert result == {"out": str(out), "cells": 12, "resumed": 0, "measured": 12, "skipped": 0}
+    assert result == {"out": str(out), "cells": 12, "resumed": 0, "measured": 12, "skipped": 0, "failed": 0}
     return out
 
 
@@ -337,14 +338,14 @@ def test_another_grid_or_model_or_file_is_refused_and_left_alone(model: Path, fi
     out = tmp_path / "r.jsonl"
     out.write_bytes(finished.read_bytes())
     assert "its grid differs" in refusal(model, out, {**AXES, "budget": [0.5]})
-    assert "its plan differs" in refusal(model, out, AXES, "--needles", 2)
+    assert "its plan.needles differs (1 there, 2 now)" in refusal(model, out, AXES, "--needles", 2)
     other = tiny_models.save_model("qwen3", tmp_path / "other")
     assert f"its model differs ({model} there, {other} now)" in refusal(model, out, AXES, "--model", other)
     assert "its dtype differs (float32 there, float16 now)" in refusal(model, out, AXES, "--dtype", "float16")
     assert out.read_bytes() == finished.read_bytes()
     for text, words in (
-        ('{"type": "run"}\n', "is not a grid's results"),
-        ("my notes", "is not a grid's results"),
+        ('{"type": "run"}\n', "is no file of eps-proto grid"),
+        ("my notes", "is no file of eps-proto grid"),
         ("my notes\nand more\n", "line 1 is not a JSON object"),
     ):
         out.write_text(text)
@@ -357,19 +358,10 @@ def test_a_start_with_other_versions_is_written_down(tmp_path: Path) -> None:
     first = header(
         [Setting()], Plan(), None, {}, model="m", model_id="0", backend="numpy", device="cpu", dtype="float32"
     )
-    with GridFile(path, first):
-        pass
-    with GridFile(path, {**first, "git_commit": "another"}):
-        pass
-    with GridFile(path, {**first, "git_commit": "another"}):
-        pass
+    for commit in (first["git_commit"], "another", "another"):
+        with Output(path) as output, ResumableFile(output, {**first, "git_commit": commit}, IDENTITY):
+            pass
     assert [line["type"] for line in lines_of(path)] == ["run", "resume"]
-    with (
-        GridFile(path, first),
-        pytest.raises(ConfigError, match="being written by another"),
-        GridFile(path, first),
-    ):
-        pass
 
 
 def test_progress_counts_cells_and_time(capsys: pytest.CaptureFixture) -> None:

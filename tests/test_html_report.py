@@ -22,7 +22,7 @@ from eps_core.report.style import PAGE_DARK, PAGE_LIGHT, PALETTE
 
 ROOT = Path(__file__).parent.parent
 SECTIONS = (
-    "verdict", "quality", "visited", "time", "certificate", "heads", "ablations", "runs", "skipped", "inputs",
+    "verdict", "quality", "tasks", "visited", "time", "certificate", "heads", "ablations", "runs", "skipped", "inputs",
 )  # fmt: skip
 VOID = {"meta", "path", "br"}
 
@@ -157,7 +157,19 @@ def whole_results() -> dict[str, list[dict[str, Any]]]:
          "byte_budget": 0.1, "bytes_ratio": 0.1, "kl_mean": 0.004, "num_needles": 50, "needles_answered": 50,
          "needles_dense": 50},
     ]  # fmt: skip
-    return {"grid.jsonl": grid, "run.jsonl": run, "evaluate.jsonl": evaluated, "replay.jsonl": [{"type": "replay"}] * 3}
+    asked = [
+        {"type": "run", "kind": "evaluate", "model": "demo", "config": {"method": "rq", "group_tokens": 2, "bits": 1}},
+        *({"type": "sample", "index": index} for index in range(2)),
+        {"type": "task", "task": "vt", "context_tokens": 4096, "num_samples": 2, "dense": 1.0, "eps": 0.75,
+         "eps_minus_dense": -0.25, "eps_minus_dense_interval": [-0.5, 0.0], "bytes_ratio": 0.125},
+        {"type": "document", "index": 0},
+        {"type": "text", "context_tokens": 4096, "num_documents": 1, "text_steps": 8, "eps_kl": 0.0125,
+         "eps_kl_interval": None, "bytes_ratio": 0.125},
+    ]  # fmt: skip
+    return {
+        "grid.jsonl": grid, "run.jsonl": run, "evaluate.jsonl": evaluated, "asked.jsonl": asked,
+        "replay.jsonl": [{"type": "replay"}] * 3,
+    }  # fmt: skip
 
 
 def write(root: Path, files: dict[str, list[dict[str, Any]]]) -> list[Path]:
@@ -213,8 +225,8 @@ def checked(html: str) -> Checker:
 def test_the_page_of_everything(tmp_path: Path) -> None:
     html, verdict = page(load_results(write(tmp_path, whole_results())))
     checked(html)
-    # two plots for each of 3 contexts and of 4 axes, visited, time, certificates, six maps of seven
-    assert html.count("<svg") == 6 + 8 + 3 + 6
+    # two plots for each of 3 contexts and of 4 axes, tasks, text, visited, time, certificates, six maps of seven
+    assert html.count("<svg") == 6 + 8 + 2 + 3 + 6
     assert html.count("<figcaption>") == html.count('role="img"') == html.count("<svg")
     assert "No data" not in html
     assert verdict.outcome == SHIP and '<p class="outcome ship">ship</p>' in html
@@ -228,7 +240,7 @@ def test_a_page_of_nothing_says_so_in_every_section(tmp_path: Path) -> None:
     html, verdict = page(load_results([tmp_path / "empty.jsonl"]))
     checked(html)
     assert "empty.jsonl holds no results" in html and "<svg" not in html
-    assert html.count("No data") == 11  # four of them axes, one each of the other sections with numbers
+    assert html.count("No data") == 12  # four of them axes, one each of the other sections with numbers
     assert verdict.outcome == OPEN
 
 
@@ -254,13 +266,17 @@ def test_odd_values_leave_a_page(tmp_path: Path) -> None:
         cell(visit_ratio_by_layer_and_head="no", device=None),
         {"type": "step"},
         {"type": "summary"},
+        {"type": "run", "config": [1]},
+        {"type": "task", "dense": "all", "eps": 1, "eps_minus_dense_interval": [None, "x"]},
+        {"type": "text", "eps_kl": [1], "bytes_ratio": None, "context_tokens": "long"},
+        {"type": "failed", "index": [], "reason": None},
         {"no": "type"},
     ]
     path = write(tmp_path, {"odd.jsonl": odd})[0]
     path.write_text(path.read_text() + "[1]\nnot json\n" + '{"type": "cell", "bytes_ratio": NaN}\n{"type": "ce')
     html, _ = page(load_results([path, path]))
     checked(html)
-    for number in (10, 11, 13):
+    for number in (14, 15, 17):
         assert f"odd.jsonl, line {number}: not a JSON object, left out" in html
     assert "1 of type (no type)" in html
 
@@ -288,6 +304,36 @@ def test_an_installation_has_what_the_page_is_made_of() -> None:
     folder = ROOT / "eps_core" / "report"
     shipped = {path for pattern in patterns["eps_core.report"] for path in folder.glob(pattern)}
     assert shipped == set((folder / "templates").iterdir()) != set()
+
+
+def test_what_evaluate_found_is_drawn(tmp_path: Path) -> None:
+    path, other = write(
+        tmp_path,
+        {
+            "asked.jsonl": whole_results()["asked.jsonl"],
+            "stopped.jsonl": [{"type": "run", "kind": "evaluate"}, {"type": "sample", "index": 0}],
+        },
+    )
+    loaded = load_results([path, other])
+    assert loaded.notes == ["stopped.jsonl: 1 of type sample and no task: evaluate was stopped"]
+    html = checked_section(page(loaded)[0], "tasks")
+    assert html.count("<svg") == 2 and "nothing lost" in html
+    for shown in ("rq 1 bit S=2", "-0.500 to +0.000", "0.750", "0.01250", "4,096"):
+        assert shown in html
+
+
+def test_a_failed_cell_is_listed_until_it_is_measured(tmp_path: Path) -> None:
+    failed = {"type": "failed", "index": 7, "setting": {}, "reason": "out of memory"}
+    (path,) = write(tmp_path, {"grid.jsonl": [cell(index=0), failed, failed]})
+    html = checked_section(page(load_results([path]))[0], "skipped")
+    assert "failed, and not measured since: out of memory</td><td>1<" in html
+    (path,) = write(tmp_path, {"grid.jsonl": [failed, cell(index=7)]})
+    assert "out of memory" not in page(load_results([path]))[0]
+
+
+def checked_section(html: str, key: str) -> str:
+    checked(html)
+    return html.partition(f'<section id="{key}">')[2].partition("</section>")[0]
 
 
 def test_text_in_results_stays_text(tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def test_reading_everything_is_dense_and_reading_the_ends_alone_is_not(tmp_path:
     assert whole["text"][0]["eps_kl"] < 1e-6 and whole["text"][0]["eps_top1_agreement"] == 1
 
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["type"] for line in lines] == ["run", "sample", "sample", "task", "text"]
+    assert [line["type"] for line in lines] == ["run", *["sample"] * 2, "task", *["document"] * 2, "text"]
     assert lines[1]["dense"]["text"].startswith(lines[1]["answers"][0]) and lines[1]["prompt_tokens"] <= 384
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all.jsonl", "text.txt"]
 

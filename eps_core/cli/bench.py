@@ -9,10 +9,11 @@ import click
 from eps_core.bench.layer import GRAPH, Bench
 from eps_core.bench.plan import DEFAULT_FRACTIONS, DEFAULT_REPEATS, SCALING_CONTEXTS, BenchRequest
 from eps_core.cli.options import given_flags, kernels_option
-from eps_core.cli.source import backend_option, device_option
+from eps_core.cli.source import OUTPUT, backend_option, device_option
 from eps_core.config.store import DTYPE_BYTES
 from eps_core.errors import ConfigError
 from eps_core.files import outputs
+from eps_core.report.bench_plot import PLOTS, draw
 from eps_core.report.style import need
 from eps_core.telemetry import terminal
 
@@ -75,8 +76,8 @@ _SHARE = click.FloatRange(0, 1, min_open=True)
 @click.option("--seconds", type=click.FloatRange(0, min_open=True), help="The same as time, warm-up not included.")
 @click.option("--warm-seconds", type=click.FloatRange(0), default=1.0, show_default=True, help="Before every cell.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of keys, values, queries.")
-@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Write JSONL, every sample of it.")
-@click.option("--plot", type=click.Path(path_type=Path), metavar="DIR", help="Draw roofline.svg and scaling.svg there.")
+@click.option("--output", type=OUTPUT, metavar="FILE", help="Write JSONL, every sample of it.")
+@click.option("--plot", type=OUTPUT, metavar="DIR", help="Draw roofline.svg and scaling.svg there.")
 @click.pass_context
 def bench_command(ctx: click.Context, /, **flags: Any) -> None:
     """Time one attention layer: score, select, attend, tail and write of EPS, and the fastest dense attention here.
@@ -119,25 +120,24 @@ def bench_command(ctx: click.Context, /, **flags: Any) -> None:
         seed=flags["seed"],
         output=flags["output"],
     )
-    if request.output is not None:
-        outputs.check_writable(request.output, "output file")
+    plots = {}
     if flags["plot"] is not None:
         _check_plots(flags["plot"])
+        if flags["plot"].is_dir():
+            plots = {f"--plot {name}": flags["plot"] / name for name in PLOTS}
+    outputs.check({"--output": request.output, **plots}, {})
     lines = []
     with ExitStack() as stack:
+        output = None if request.output is None else stack.enter_context(outputs.Output(request.output))
         bench = Bench(request, stack.enter_context(terminal.Progress("bench:", "cells")))
-        writer = stack.enter_context(outputs.JsonlWriter(request.output)) if request.output is not None else None
+        writer = None if output is None else stack.enter_context(outputs.JsonlWriter(output))
         for line in bench.lines():
             lines.append(outputs.jsonable(line))
             if writer is not None:
                 writer.write(line)
     click.echo(bench_text(lines))
-    plots = []
-    if flags["plot"] is not None:
-        from eps_core.report.bench_plot import draw
-
-        plots = draw(lines, flags["plot"])
-    click.echo(outputs.to_json(_summary(lines, request, plots)))
+    drawn = [] if flags["plot"] is None else draw(lines, flags["plot"])
+    click.echo(outputs.to_json(_summary(lines, request, drawn)))
 
 
 def _check_plots(folder: Path) -> None:

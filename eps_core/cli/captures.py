@@ -1,15 +1,17 @@
 """`eps-proto capture`, `replay` and `calibrate`: look at one's own checkpoint before gating it."""
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import click
 
 from eps_core.cli.options import DEMO_METHOD, config_of, given_flags, refuse_bits, selection_options, summary_options
-from eps_core.cli.source import backend_option, device_option, dtype_option, kv_dtype_option, model_option
+from eps_core.cli.source import OUTPUT, backend_option, device_option, dtype_option, kv_dtype_option, model_option
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import EVALUATION_METHODS, METHODS
+from eps_core.decode.model import DEMO_MODEL
 from eps_core.errors import ConfigError
 from eps_core.files import outputs
 from eps_core.summaries.table import facts
@@ -53,7 +55,7 @@ class _Numbers(click.ParamType):
 @device_option
 @dtype_option
 @kv_dtype_option
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="FILE.safetensors")
+@click.option("-o", "--output", type=OUTPUT, required=True, metavar="FILE.safetensors")
 @selection_options
 @summary_options
 @click.pass_context
@@ -72,6 +74,7 @@ def capture_command(ctx: click.Context, /, **flags: Any) -> None:
     """
     from eps_core.evaluation.capture import CaptureRequest, capture
 
+    _check_paths(flags)
     # a capture is dense unless a method is named, with the demo model too
     config = config_of(flags | {"eps_method": flags["eps_method"] or _off(ctx, flags)}, given_flags(ctx, flags))
     result = capture(CaptureRequest(config=config, layers=flags["layers"], **_source(flags)))
@@ -88,6 +91,11 @@ def _source(flags: dict[str, Any]) -> dict[str, Any]:
     same = {name: flags[name] for name in ("output", "model", "text", "backend", "device", "dtype")}
     lengths = {"context_tokens": flags["context"], "num_steps": flags["steps"]}
     return {**same, **lengths, "kv_dtype": flags["kv_dtype"] or "auto"}
+
+
+def _check_paths(flags: dict[str, Any]) -> None:
+    read = {"--text": flags["text"], "--model": flags["model"] or DEMO_MODEL}
+    outputs.check({"-o": flags["output"]}, read | {"--eps-head-policy": flags.get("eps_head_policy")})
 
 
 def _off(ctx: click.Context, flags: dict[str, Any]) -> str:
@@ -111,7 +119,7 @@ def _off(ctx: click.Context, flags: dict[str, Any]) -> str:
 @click.option("--layers", type=_Numbers(int), metavar="LIST", help="Such as 0,3.  [default: all of the capture]")
 @backend_option
 @device_option
-@click.option("--jsonl", type=click.Path(path_type=Path), metavar="FILE", help="Write all figures, head by head too.")
+@click.option("--jsonl", type=OUTPUT, metavar="FILE", help="Write all figures, head by head too.")
 @selection_options
 @summary_options
 @click.pass_context
@@ -133,6 +141,15 @@ def replay_command(ctx: click.Context, /, **flags: Any) -> None:
     bounds      violations of the lower and upper bounds, of all checks
     union       groups that any kv head of a layer wants, over the mean of what each wants
     """
+    captures, jsonl = flags["captures"], flags["jsonl"]
+    outputs.check({"--jsonl": jsonl}, {"capture": captures, "--eps-head-policy": flags["eps_head_policy"]})
+    if jsonl is not None:
+        outputs.check_start("--jsonl", jsonl, b"{", "JSONL")
+    with nullcontext() if jsonl is None else outputs.Output(jsonl, "jsonl file") as output:
+        _replay(ctx, flags, output)
+
+
+def _replay(ctx: click.Context, flags: dict[str, Any], output: outputs.Output | None) -> None:
     from eps_core.decode.heads import head_modes, load_policy
     from eps_core.evaluation.capture import open_capture
     from eps_core.evaluation.merits import bytes_at_error
@@ -146,8 +163,6 @@ def replay_command(ctx: click.Context, /, **flags: Any) -> None:
     configs = _configs(ctx, flags | {"eps_heads": "all", "eps_head_policy": None})
     if policy is not None:
         configs = [config.replace(head_modes=head_modes(policy)) for config in configs]
-    if flags["jsonl"] is not None:
-        outputs.check_writable(flags["jsonl"], "jsonl file")
     captures = [open_capture(path) for path in flags["captures"]]
     check_alike(captures, flags["layers"])
     for capture in captures:
@@ -170,8 +185,8 @@ def replay_command(ctx: click.Context, /, **flags: Any) -> None:
         for row, other in zip(rows, names, strict=True):
             if other == name:
                 row["bytes_at_matched_error"] = matched
-    if flags["jsonl"] is not None:
-        with outputs.JsonlWriter(flags["jsonl"]) as writer:
+    if output is not None:
+        with outputs.JsonlWriter(output) as writer:
             for capture, found in zip(captures, results, strict=True):
                 run = {"type": "run", "capture": capture.path.name, **vars(capture.info)}
                 writer.write(run | {"replay_backend": backend_name(backend), "replay_versions": backend.versions()})
@@ -299,7 +314,7 @@ def _table(names: list[str], rows: list[dict[str, Any]]) -> str:
 @device_option
 @dtype_option
 @kv_dtype_option
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="POLICY.json")
+@click.option("-o", "--output", type=OUTPUT, required=True, metavar="POLICY.json")
 @click.pass_context
 def calibrate_command(ctx: click.Context, /, **flags: Any) -> None:
     """Find out how sparse a model's attention is, which kv heads retrieve, and from which context gating can pay.
@@ -312,6 +327,7 @@ def calibrate_command(ctx: click.Context, /, **flags: Any) -> None:
     """
     from eps_core.evaluation.calibrate import CalibrateRequest, calibrate
 
+    _check_paths(flags)
     method = flags["eps_method"]
     refuse_bits(given_flags(ctx, flags), method)
     config = EpsConfig.of(

@@ -7,7 +7,8 @@ from typing import Any
 import click
 
 from eps_core.cli.options import config_of, given_flags, selection_options, summary_options
-from eps_core.cli.source import backend_option, device_option, model_option
+from eps_core.cli.source import OUTPUT, backend_option, device_option, model_option
+from eps_core.decode.model import DEMO_MODEL
 from eps_core.files import outputs
 
 DEFAULT_TASKS = "niah_single,niah_multikey"
@@ -60,8 +61,8 @@ _SAME = (
 )  # fmt: skip
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of tasks and resampling.")
 @click.option(
-    "-o", "--out", type=click.Path(path_type=Path), metavar="FILE",
-    help="Write JSONL: the run, every sample with its answers, every result.",
+    "-o", "--out", type=OUTPUT, metavar="FILE",
+    help="Write JSONL: the run, every sample with its answers, every result. A stopped run's is continued.",
 )  # fmt: skip
 @selection_options
 @summary_options
@@ -75,8 +76,14 @@ def evaluate_command(ctx: click.Context, /, **flags: Any) -> None:
     The demo model knows the sentence of niah_single and niah_multikey and nothing else: it fails the other tasks
     densely, and a task that dense fails says nothing about EPS.
 
+    Started again with the same -o it goes on where it was stopped, however it was stopped: finished samples are not
+    asked again.
+
     Prints a table; the last line of stdout is one JSON object.
     """
+    read = ("model", "text", "longbench", "longbench_prompts", "ruler", "eps_head_policy")
+    inputs = {f"--{name.replace('_', '-')}": flags[name] for name in read}
+    outputs.check({"-o": flags["out"]}, inputs | {"--model": flags["model"] or DEMO_MODEL})
     config = config_of(flags, given_flags(ctx, flags))
     if not config.store.enabled:
         raise click.UsageError("evaluate compares EPS with dense decode and EPS is off: add --eps-method")

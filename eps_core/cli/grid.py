@@ -6,14 +6,15 @@ from typing import Any
 
 import click
 
-from eps_core.cli.source import backend_option, device_option, dtype_option, model_option
+from eps_core.cli.source import OUTPUT, backend_option, device_option, dtype_option, model_option
 from eps_core.config.store import DTYPE_BYTES
+from eps_core.decode.model import DEMO_MODEL
 from eps_core.errors import ConfigError
-from eps_core.evaluation.grid import Progress, header, run_cells
+from eps_core.evaluation.grid import IDENTITY, Progress, header, run_cells
 from eps_core.evaluation.grid_cell import Bench, Plan
-from eps_core.evaluation.grid_file import GridFile, continued
 from eps_core.evaluation.grid_settings import PRESETS, expand, load_grid
 from eps_core.files import outputs
+from eps_core.files.resumable import ResumableFile
 
 MIB = 2**20
 _PLAN = Plan()
@@ -22,7 +23,7 @@ _PLAN = Plan()
 @click.command("grid")
 @click.option("--grid", type=click.Path(path_type=Path), metavar="FILE", help="JSON: axes and their values.")
 @click.option("--preset", type=click.Choice(tuple(PRESETS)), help="prd: the product requirements' 1,296 cells.")
-@click.option("-o", "--out", type=click.Path(path_type=Path), metavar="FILE", required=True, help="JSONL; continued.")
+@click.option("-o", "--out", type=OUTPUT, metavar="FILE", required=True, help="JSONL; continued.")
 @backend_option
 @device_option
 @model_option
@@ -52,15 +53,27 @@ def grid_command(**flags: Any) -> None:
     """Measure every combination of a grid, dense and gated side by side, one JSON line a finished cell.
 
     Started again with the same -o it goes on where it was stopped, however it was stopped. The grid file holds axes,
-    {"context": [2048, 4096], "method": ["rq", "box"], "budget": [0.1, 0.2]}, or a list of such objects. The last line
-    of stdout is one JSON object.
+    {"context": [2048, 4096], "method": ["rq", "box"], "budget": [0.1, 0.2]}, or a list of such objects.
+
+    A cell that is impossible as it is set is skipped for good. One that fails, for want of memory or by a fault, is
+    tried again when the grid is started again, and makes the exit code 2. Reasons are printed; the last line of stdout
+    is one JSON object.
     """
     path: Path | None = flags["grid"]
     if (path is None) == (flags["preset"] is None):
         raise click.UsageError("give either --grid FILE or --preset NAME")
-    cells = load_grid(path) if path else expand(PRESETS[flags["preset"]], f"preset {flags['preset']}")
     out: Path = flags["out"]
-    outputs.check_writable(out, "results file")
+    outputs.check(
+        {"-o": out},
+        {"--grid": path, "--model": flags["model"] or DEMO_MODEL, "--eps-head-policy": flags["eps_head_policy"]},
+    )
+    with outputs.Output(out, "results file") as output:
+        _grid(output, flags)
+
+
+def _grid(output: outputs.Output, flags: dict[str, Any]) -> None:
+    path: Path | None = flags["grid"]
+    cells = load_grid(path) if path else expand(PRESETS[flags["preset"]], f"preset {flags['preset']}")
     # late: `eps-proto --help` must work where a model cannot be loaded
     from eps_core.decode.heads import check_policy, load_policy, model_fingerprint
     from eps_core.decode.session import Session
@@ -77,34 +90,48 @@ def grid_command(**flags: Any) -> None:
         preset=flags["preset"], model=session.model, model_id=model_fingerprint(session.path),
         backend=session.backend_name, device=session.device, dtype=session.dtype, cpu_count=os.cpu_count(),
     )  # fmt: skip
-    if out.exists():  # before the weights are loaded, which may take minutes
-        continued(out, out.read_bytes(), first)
-    session.load()  # nothing is written until everything that can be refused has been
+    results = ResumableFile(output, first, IDENTITY)  # before the weights are loaded, which may take minutes
+    finished = set(results.indexed("cell", len(cells)))
+    if len(finished) < len(cells):
+        session.load()  # nothing is written until everything that can be refused has been
     bench = Bench(session, plan, flags["prefill_mib"] * MIB)
-    with GridFile(out, first) as file:
-        resumed = len(file.finished)
-        progress = Progress(cells, file.finished)
-        with progress.bar:
-            counts = run_cells(bench, cells, head_modes, file, progress)
-    click.echo(outputs.to_json({"out": str(out), "cells": len(cells), "resumed": resumed, **counts}))
+    progress = Progress(cells, finished)
+    with results, progress.bar:
+        counts = run_cells(bench, cells, head_modes, results, finished, progress)
+    for reason in counts.reasons():
+        click.echo(reason)
+    skipped, failed = counts.skipped.total(), counts.failed.total()
+    result = {"out": str(output.path), "cells": len(cells), "resumed": len(finished), "measured": counts.measured}
+    click.echo(outputs.to_json({**result, "skipped": skipped, "failed": failed}))
+    if failed:
+        raise ConfigError(
+            f"{failed} of {len(cells)} cells failed ({counts.failed.most_common(1)[0][0]}): run the same grid again to "
+            "try them again"
+        )
 
 
 @click.command("report")
 @click.argument("results", type=click.Path(path_type=Path), nargs=-1, required=True)
-@click.option("-o", "--out", type=click.Path(path_type=Path), metavar="FILE", required=True, help="HTML.")
+@click.option("-o", "--out", type=OUTPUT, metavar="FILE", required=True, help="HTML.")
 def report_command(results: tuple[Path, ...], out: Path) -> None:
-    """Draw results (JSONL of grid, run --metrics or scripts/evaluate.py) as one HTML page that needs no network.
+    """Draw results (JSONL of grid, evaluate, run --metrics or scripts/evaluate.py) as one HTML page without network.
 
     The page ends with the verdict: ship, iterate, kill or not decidable. The last line of stdout is one JSON object.
     """
-    outputs.check_writable(out, "report")
+    outputs.check({"-o": out}, {"results": results})
+    outputs.check_start("-o", out, b"<", "HTML page")
     from eps_core.report.load import load_results
     from eps_core.report.page import page
 
-    loaded = load_results(results)
-    if not any(loaded.counts.values()):
-        raise ConfigError(f"{', '.join(map(str, results))}: no results to draw; give JSONL of grid, run or evaluate.py")
-    html, verdict = page(loaded)
-    with outputs.replacing(out) as file:
-        file.write(html)
+    with outputs.Output(out, "report") as output:
+        loaded = load_results(results)
+        if not any(loaded.counts.values()):
+            raise ConfigError(
+                f"{', '.join(map(str, results))}: no results to draw; give JSONL of grid, evaluate, run or evaluate.py"
+            )
+        html, verdict = page(loaded)
+        with output.replacing() as file:
+            file.write(html)
+    for note in loaded.notes:
+        click.echo(f"note: {note}")
     click.echo(outputs.to_json({"out": str(out), "lines": loaded.counts, "verdict": verdict.to_dict()}))

@@ -4,6 +4,7 @@ import io
 import os
 import platform
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,9 +23,10 @@ from eps_core.cli.options import (
     selection_options,
     summary_options,
 )
-from eps_core.cli.source import backend_option, device_option, dtype_option, kv_dtype_option, model_option
+from eps_core.cli.source import OUTPUT, backend_option, device_option, dtype_option, kv_dtype_option, model_option
 from eps_core.config.bytes import open_group_bytes
 from eps_core.decode.generate import Sampling
+from eps_core.decode.model import DEMO_MODEL
 from eps_core.errors import DISTRIBUTION, ConfigError
 from eps_core.files import outputs
 from eps_core.load import BACKENDS, load_backend
@@ -82,8 +84,8 @@ def cli() -> None:
     help="An audit raises an alarm where the true unread share is above this many times its estimate.",
 )  # fmt: skip
 @click.option("--eps-audit-off", is_flag=True, help="After an alarm the steps are dense.")
-@click.option("--metrics", type=click.Path(path_type=Path), metavar="FILE", help="Write JSONL, one line a decode step.")
-@click.option("--csv", type=click.Path(path_type=Path), metavar="FILE", help="Write the same steps as CSV.")
+@click.option("--metrics", type=OUTPUT, metavar="FILE", help="Write JSONL, one line a decode step.")
+@click.option("--csv", type=OUTPUT, metavar="FILE", help="Write the same steps as CSV.")
 @kernels_option
 @selection_options
 @summary_options
@@ -97,6 +99,11 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
     Prints the text as it comes and a table; the last line of stdout is one JSON object. --metrics and --csv hold the
     EPS run's steps, or the dense run's where EPS is off.
     """
+    outputs.check(
+        {"--metrics": flags["metrics"], "--csv": flags["csv"]},
+        {name: flags[name[2:].replace("-", "_")] for name in ("--prompt-file", "--eps-head-policy")}
+        | {"--model": flags["model"] or DEMO_MODEL},
+    )
     given = given_flags(ctx, flags)
     config = config_of(flags, given, auto_min_context=True)
     if flags["no_baseline"] and not config.store.enabled:
@@ -226,21 +233,45 @@ for command in (
 
 
 def _fail(message: str) -> NoReturn:
-    click.echo("error: " + " ".join(message.split()), err=True)
-    sys.exit(2)
+    with suppress(OSError):
+        click.echo("error: " + " ".join(message.split()), err=True)
+    _end(2)
+
+
+def _end(code: int) -> NoReturn:
+    """Ends the process; Python's own flush on the way must not complain of a stream that cannot be written."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    sys.exit(code)
+
+
+def _open_streams() -> None:
+    """What was closed before the start (`>&-`) becomes the null device: the next file to be opened would take its
+    place, and be printed into."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest that is free, which is this one
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def main() -> None:
     """Entry point: every mistake of the user's is one line on stderr and exit code 2."""
+    _open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the run
     try:
         code = cli.main(standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
-        # whoever read us has gone; Python's own flush at exit must not complain either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        _end(2)  # whoever read us has gone: nobody is there to be told
     except click.UsageError as error:
         _fail(f"{error.format_message()} ({error.ctx.command_path if error.ctx else 'eps-proto'} --help)")
     except click.ClickException as error:
@@ -248,10 +279,11 @@ def main() -> None:
     except ConfigError as error:
         _fail(str(error))
     except OSError as error:
-        _fail(str(error))
+        # outputs name themselves, and what is read has a name: the rest is what is printed
+        _fail(str(error) if error.filename else f"stdout cannot be written ({error.strerror or error})")
     except (KeyboardInterrupt, click.Abort):
-        sys.exit(130)
-    sys.exit(code if isinstance(code, int) else 0)
+        _end(130)
+    _end(code if isinstance(code, int) else 0)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import click
 from eps_core.config.store import DTYPE_BYTES
 from eps_core.load import BACKENDS
 
+# outputs: click's own check would ask that they can be read, which another user's pipe behind /dev/stdout cannot
+OUTPUT = click.Path(path_type=Path, readable=False)
 backend_option = click.option("--backend", type=click.Choice(("auto", *BACKENDS)), default="auto", show_default=True)
 device_option = click.option(
     "--device", type=click.Choice(("auto", "cpu", "cuda", "xpu", "mps")), default="auto", show_default=True

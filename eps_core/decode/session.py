@@ -339,7 +339,7 @@ def _jsonl_prompts(path: Path) -> list[str]:
     """The prompts of a file whose lines are objects with one, or strings."""
     mend = 'give a JSON object with a "prompt" a line'
     prompts = []
-    for number, line in inputs.read_lines(path, "prompt file", mend, inputs.MOST_LINES_BYTES):
+    for number, line in inputs.read_lines(path, "prompt file", mend, kept=True):
         try:
             value = inputs.parse_json(line)
         except ValueError as error:

@@ -109,7 +109,11 @@ def break_even_tokens(config: EpsConfig, head_dim: int, kv_token_bytes: int, nee
 
 def calibrate(request: CalibrateRequest, out: TextIO) -> dict[str, Any]:
     """Runs a request, prints its findings to `out` and writes the policy. Returns the last line's object."""
-    outputs.check_writable(request.output, "head policy")
+    with outputs.Output(request.output, "head policy") as output:
+        return _calibrate(request, output, out)
+
+
+def _calibrate(request: CalibrateRequest, output: outputs.Output, out: TextIO) -> dict[str, Any]:
     config = request.config
     session = Session.open(request.model, request.backend, request.device, request.dtype, request.kv_dtype)
     text, spec = first_tokens(session, request.text, request.context_tokens + request.num_steps), session.spec
@@ -166,7 +170,7 @@ def calibrate(request: CalibrateRequest, out: TextIO) -> dict[str, Any]:
     sparse = overall is not None and overall < spec.max_context
     out.write(_table(policy, needed, outside, pays, config, out) + "\n\n")
     out.write(_verdict(policy, overall, sparse, spec.max_context, int(gated.sum()), gated.size) + "\n")
-    write_policy(request.output, policy)
+    write_policy(output, policy)
     return {
         "policy": str(request.output),
         "model": policy.model,
@@ -243,7 +247,7 @@ def _verdict(
     )
 
 
-def write_policy(path: Path, policy: HeadPolicy) -> None:
+def write_policy(place: Path | outputs.Output, policy: HeadPolicy) -> None:
     """Writes the policy as JSON; it appears whole."""
-    with outputs.replacing(path) as file:
+    with outputs.replacing(place) as file:
         file.write(json.dumps(asdict(policy), allow_nan=False, indent=1) + "\n")

@@ -188,7 +188,11 @@ def capture_bytes(spec: ModelSpec, num_layers: int, context_tokens: int, num_ste
 
 def capture(request: CaptureRequest) -> dict[str, Any]:
     """Runs a request and writes its file. Returns what the last line of stdout says."""
-    outputs.check_writable(request.output, "capture")
+    with outputs.Output(request.output, "capture") as output:
+        return _capture(request, output)
+
+
+def _capture(request: CaptureRequest, output: outputs.Output) -> dict[str, Any]:
     session = Session.open(request.model, request.backend, request.device, request.dtype, request.kv_dtype)
     text, spec = first_tokens(session, request.text, request.context_tokens + request.num_steps), session.spec
     layers = tuple(range(spec.num_layers)) if request.layers is None else tuple(sorted(set(request.layers)))
@@ -198,8 +202,8 @@ def capture(request: CaptureRequest) -> dict[str, Any]:
             f"layer {unknown[0]} is not in the model, which has 0 to {spec.num_layers - 1}: mend --layers"
         )
     size = capture_bytes(spec, len(layers), request.context_tokens, request.num_steps, session.kv_dtype)
-    free = shutil.disk_usage(request.output.parent).free
-    if size > free:
+    free = None if output.file is None else shutil.disk_usage(output.file.parent).free
+    if free is not None and size > free:
         raise ConfigError(
             f"the capture takes {size / 2**20:,.0f} MiB and {request.output.parent} has {free / 2**20:,.0f} MiB left: "
             "lower --context or choose fewer --layers"
@@ -227,12 +231,11 @@ def capture(request: CaptureRequest) -> dict[str, Any]:
         versions=made["versions"],
         git_commit=made["git_commit"],
     )
-    write_capture(request.output, info, recording)
-    return {"capture": str(request.output), "bytes": request.output.stat().st_size, **vars(info)}
+    return {"capture": str(request.output), "bytes": write_capture(output, info, recording), **vars(info)}
 
 
-def write_capture(path: Path, info: CaptureInfo, recording: Recording) -> None:
-    """Writes a capture under a temporary name, one layer in memory at a time, and renames it."""
+def write_capture(place: Path | outputs.Output, info: CaptureInfo, recording: Recording) -> int:
+    """Writes a capture, one layer in memory at a time; it appears whole. Returns its bytes."""
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
         yield "lengths", recording.lengths.astype(np.int64)
@@ -250,11 +253,12 @@ def write_capture(path: Path, info: CaptureInfo, recording: Recording) -> None:
         offset += size
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)  # the format wants data aligned to 8 bytes
-    with outputs.replacing(path, "wb") as file:
+    with outputs.replacing(place, "wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for name, array in tensors():
             assert list(array.shape) == header[name]["shape"], (name, array.shape)
             file.write(np.ascontiguousarray(array).view(np.uint8).data)
+    return 8 + len(encoded) + offset
 
 
 def _layout(info: CaptureInfo) -> dict[str, tuple[list[int], str]]:

@@ -14,7 +14,6 @@ from eps_core.config.store import Store
 from eps_core.decode.cost import Cost, cost_of
 from eps_core.decode.generate import Sampling, tokens_of
 from eps_core.decode.session import Session
-from eps_core.errors import ConfigError
 from eps_core.evaluation.runner import Document, Outcome, decode
 from eps_core.files import outputs
 from eps_core.paging.pool import PagePool
@@ -93,11 +92,6 @@ class Job:
 
 def prepare(request: RunRequest) -> Job:
     """Everything that can be refused is refused here, the weights last; nothing is written."""
-    if request.metrics is not None and request.csv is not None and request.metrics.resolve() == request.csv.resolve():
-        raise ConfigError(f"metrics and csv are both {request.metrics}: give two paths")
-    for path, what in ((request.metrics, "metrics file"), (request.csv, "csv file")):
-        if path is not None:
-            outputs.check_writable(path, what)
     session = Session.open(
         request.model, request.backend, request.device, request.dtype, request.kv_dtype, request.kernels
     )
@@ -194,13 +188,17 @@ def _decode(
 
 def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
     """Runs a request, writing text and table to `out` and metrics where asked. Returns the last line's object."""
-    job = prepare(request)
-    request, session = job.request, job.session  # its config is settled
-    config, gated = request.config, request.config.store.enabled
     with ExitStack() as stack:
+        lines, csv = (
+            None if path is None else stack.enter_context(outputs.Output(path, what))
+            for path, what in ((request.metrics, "metrics file"), (request.csv, "csv file"))
+        )
+        job = prepare(request)
+        request, session = job.request, job.session  # its config is settled
+        config, gated = request.config, request.config.store.enabled
         metrics = None
-        if request.metrics is not None:
-            metrics = stack.enter_context(outputs.JsonlWriter(request.metrics))
+        if lines is not None:
+            metrics = stack.enter_context(outputs.JsonlWriter(lines))
             metrics.write(
                 provenance.run_line(
                     config,
@@ -272,8 +270,8 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
                     **divergence,
                 }
             )
-        if request.csv is not None:
-            write_csv(request.csv, main.outcome.records)
+        if csv is not None:
+            write_csv(csv, main.outcome.records)
     return result
 
 

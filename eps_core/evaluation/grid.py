@@ -4,17 +4,21 @@ A cell is one setting of context, batch, method and policy (`grid_settings`); `g
 """
 
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from eps_core.config.eps import EpsConfig
-from eps_core.errors import ConfigError
+from eps_core.errors import ConfigError, fault_line
 from eps_core.evaluation.grid_cell import Bench, Plan
-from eps_core.evaluation.grid_file import GridFile
 from eps_core.evaluation.grid_settings import HeadModes, Setting, config_of
+from eps_core.files.resumable import ResumableFile
 from eps_core.tasks.corpus import SHA256
 from eps_core.telemetry import provenance, terminal
+
+# what two runs must share to be one grid
+IDENTITY = ("grid", "model", "model_id", "backend", "device", "dtype", "plan", "head_modes", "corpus")
 
 
 def header(
@@ -86,18 +90,45 @@ class Progress:
             self.bar(self.done, self.total, left)
 
 
+@dataclass
+class Counts:
+    """What one start of a grid did: cells measured, and reasons of those that were not, with how many there are.
+
+    Skipped cells are impossible as they are set, and finished with that. Failed ones were not for want of memory or by
+    a fault, and are tried again when the grid is.
+    """
+
+    measured: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
+
+    def reasons(self) -> list[str]:
+        """A line for each."""
+        return [
+            f"{count} of the cells {what}: {reason}"
+            for what, reasons in (("skipped", self.skipped), ("failed", self.failed))
+            for reason, count in reasons.most_common()
+        ]
+
+
 def run_cells(
-    bench: Bench, cells: Sequence[Setting], head_modes: HeadModes | None, file: GridFile, progress: Progress
-) -> dict[str, int]:
-    """Measures what the file lacks, cells of one context and batch after each other, and writes each when it is done.
-    A cell that the machine or the model cannot run is written with the reason, and the grid goes on."""
-    counts = {"measured": 0, "skipped": 0}
-    pending = [index for index in range(len(cells)) if index not in file.finished]
+    bench: Bench,
+    cells: Sequence[Setting],
+    head_modes: HeadModes | None,
+    file: ResumableFile,
+    finished: set[int],
+    progress: Progress,
+) -> Counts:
+    """Measures what is not `finished`, cells of one context and batch after each other, and writes each when it is
+    done. A cell that cannot be run is written with the reason, and the grid goes on."""
+    counts = Counts()
+    pending = [index for index in range(len(cells)) if index not in finished]
     plans: dict[int, EpsConfig] = {}
 
-    def skip(index: int, config: EpsConfig | None, reason: str) -> None:
-        file.write(cell_line(index, cells[index], config, {"skipped": " ".join(reason.split())}))
-        counts["skipped"] += 1
+    def skip(index: int, config: EpsConfig | None, why: str) -> None:
+        reason = " ".join(why.split())
+        file.write(cell_line(index, cells[index], config, {"skipped": reason}))
+        counts.skipped[reason] += 1
         progress(index, None)
 
     for index in pending:
@@ -116,13 +147,18 @@ def run_cells(
         try:
             numbers = bench.measure(cells[index], plans[index])
         except (MemoryError, RuntimeError, ValueError) as error:
-            # ValueError: no such document, or NaN in K. Of the others only memory is a property of the cell.
-            if isinstance(error, RuntimeError) and "out of memory" not in str(error).lower():
-                raise
-            skip(index, plans[index], f"out of memory: {error}" if isinstance(error, MemoryError) else str(error))
+            # an error of a value alone is the cell's own: no such document, NaN in K. What the machine did comes first
+            # in a chain: a cache that it could not allocate is refused, too
+            if isinstance(error, ValueError) and error.__cause__ is None:
+                skip(index, plans[index], str(error))
+                continue
+            reason = fault_line(error)
+            file.write({"type": "failed", "index": index, "setting": asdict(cells[index]), "reason": reason})
+            counts.failed[reason] += 1
+            progress(index, None)
             continue
         seconds = time.perf_counter() - started
         file.write(cell_line(index, cells[index], plans[index], {**numbers, "seconds": round(seconds, 3)}))
-        counts["measured"] += 1
+        counts.measured += 1
         progress(index, seconds)
     return counts

@@ -1,24 +1,30 @@
 """What EPS costs in quality: tasks, benchmark files and plain text, answered densely, with EPS and by an oracle.
 
+A stopped measurement goes on where it was: every answered sample and every followed text is a line of its file.
 Prompts are given to the model as they are, without a chat template. Decoding is greedy.
 """
 
 import hashlib
+import json
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
+from eps_core.decode.heads import model_fingerprint
 from eps_core.decode.session import Session
-from eps_core.errors import ConfigError
+from eps_core.errors import ConfigError, fault_line
 from eps_core.evaluation import quality
-from eps_core.evaluation.quality import Answer
+from eps_core.evaluation.quality import Answer, Followed
 from eps_core.evaluation.runner import DENSE, Document, run_document
-from eps_core.files.outputs import check_writable, replacing, to_json
+from eps_core.files.outputs import Output
+from eps_core.files.resumable import Line, ResumableFile
 from eps_core.tasks import benchmarks
 from eps_core.tasks.corpus import corpus_or_text
 from eps_core.tasks.questions import Question, benchmark_question, generated_questions, text_window
@@ -32,6 +38,15 @@ _SHARED_WITH_ORACLE = (
     "policy", "budget", "tau", "epsilon", "alpha", "top_pages", "first_tokens", "last_tokens", "scope", "head_modes",
     "min_context", "block_size",
 )  # fmt: skip
+
+# what two runs must share for one to go on with the other's samples; `asked` is of numbers, `questions_sha256` and
+# `text_sha256` of all that is read
+IDENTITY = (
+    "config", "cache", "model", "model_id", "backend", "device", "compute_dtype", "asked", "text_sha256",
+    "questions_sha256",
+)  # fmt: skip
+_ASKED = ("tasks", "contexts", "samples", "text_steps", "oracle", "seed")
+_Found = TypeVar("_Found", Answer, Followed)
 
 
 @dataclass(frozen=True)
@@ -74,17 +89,15 @@ def ask(session: Session, question: Question, arms: dict[str, EpsConfig]) -> dic
     return answers
 
 
-def follow_text(
-    session: Session, tokens: list[int], steps: int, arms: dict[str, EpsConfig]
-) -> dict[str, tuple[np.ndarray, np.ndarray, int, int]]:
-    """Each arm's (KL in nats [steps], whether the likeliest token is dense's [steps], bytes read, dense bytes), all
-    fed the text's own last `steps` tokens one by one. A teacher-forced prefill would not exercise the gate."""
+def follow_text(session: Session, tokens: list[int], steps: int, arms: dict[str, EpsConfig]) -> dict[str, Followed]:
+    """What each arm did, fed the text's own last `steps` tokens one by one. A teacher-forced prefill would not exercise
+    the gate."""
     outcomes = run_document(session, Document.along(tokens, steps), arms)
     del outcomes[DENSE]
     found = {}
     for name, outcome in outcomes.items():
         assert outcome.kl is not None and outcome.agree is not None
-        found[name] = (outcome.kl[:, 0], outcome.agree[:, 0], *outcome.bytes_read())
+        found[name] = Followed(outcome.kl[:, 0].tolist(), outcome.agree[:, 0].tolist(), *outcome.bytes_read())
     return found
 
 
@@ -111,13 +124,17 @@ def _questions(request: MeasureRequest, session: Session, text: bytes) -> list[l
 
 
 def measure(request: MeasureRequest, out: TextIO) -> dict[str, Any]:
-    """Runs everything, prints the table to `out` and returns it as a record; the JSONL appears whole or not at all.
+    """Runs everything, prints the table to `out` and returns it as a record. The file grows by a line a sample, and one
+    of the same measurement is continued.
 
     Everything that can be refused is refused before the weights are loaded.
     """
     check_tasks(request.tasks)
-    if request.out is not None:
-        check_writable(request.out, "output file")
+    with Output(request.out or Path(os.devnull)) as output:
+        return _measure(request, output, out)
+
+
+def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, Any]:
     session = Session.open(request.model, request.backend, request.device, kv_dtype="bfloat16")
     spec = session.spec
     text = corpus_or_text(request.text).encode() if request.tasks or request.text_steps else b""
@@ -127,6 +144,7 @@ def measure(request: MeasureRequest, out: TextIO) -> dict[str, Any]:
         for context in request.contexts:
             rngs = [np.random.default_rng([request.seed, 1, index]) for index in range(request.samples)]
             windows[context] = [text_window(text, session.encode, context + request.text_steps, rng) for rng in rngs]
+    files = (*request.longbench, *request.ruler, request.longbench_prompts, request.text)
     run = run_line(
         request.config,
         CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 1, session.kv_dtype),
@@ -135,30 +153,56 @@ def measure(request: MeasureRequest, out: TextIO) -> dict[str, Any]:
         session.model,
         session.backend.versions(),
         compute_dtype=session.dtype,
+        model_id=model_fingerprint(session.path),
         text_sha256=hashlib.sha256(text).hexdigest() if text else None,
-        request=_plain(request),
+        questions_sha256=_questions_sha256(groups),
+        asked={name: getattr(request, name) for name in _ASKED},
+        files=[str(path) for path in files if path is not None],
     )
-    session.load()
     arms = request.arms()
-    with (
-        open(os.devnull, "w") if request.out is None else replacing(request.out) as lines,
-        terminal.Progress("evaluate:", "parts") as progress,
-    ):
-        lines.write(to_json(run) + "\n")
-        tasks, texts = [], []
-        for done, questions in enumerate(groups):
-            progress(done, len(groups) + len(windows), questions[0].sample.task)
+    file = ResumableFile(output, {"type": "run", "kind": "evaluate", **run}, IDENTITY)
+    num_samples, num_documents = sum(map(len, groups)), sum(map(len, windows.values()))
+    samples, documents = file.indexed("sample", num_samples), file.indexed("document", num_documents)
+    resumed = len(samples) + len(documents)
+    if resumed < num_samples + num_documents:
+        session.load()
+    with file, terminal.Progress("evaluate:", "samples") as progress:
+
+        def found(there: dict[int, Line], line: Line, what: str, work: Callable[[], Mapping[str, Any]]) -> Line:
+            """The line of a sample or document: what `there` is of it, else of the work that is done now, and kept."""
+            index = line["index"]
+            if index not in there:
+                progress(len(samples) + len(documents), num_samples + num_documents, what)
+                try:
+                    did = work()
+                except (MemoryError, RuntimeError) as error:
+                    kept = "" if request.out is None else f"; {request.out} keeps what was found: start again to go on"
+                    raise ConfigError(f"{what} failed ({fault_line(error)}){kept}") from error
+                there[index] = {**line, **{arm: asdict(one) for arm, one in did.items()}}
+                file.write(there[index])
+            return there[index]
+
+        tasks, texts, index = [], [], 0
+        for questions in groups:
             answers = []
             for question in questions:
-                answers.append(ask(session, question, arms))
-                lines.write(to_json(_sample_line(question, answers[-1])) + "\n")
+                line = _sample_line(index, question)
+                line = found(samples, line, question.sample.task, partial(ask, session, question, arms))
+                answers.append(_arms_of(line, (DENSE, *arms), Answer, output.path))
+                index += 1
             tasks.append(quality.task_result(questions, answers, request.seed))
-            lines.write(to_json({"type": "task", **asdict(tasks[-1])}) + "\n")
-        for done, (context, documents) in enumerate(windows.items(), start=len(groups)):
-            progress(done, len(groups) + len(windows), f"text at {context:,} tokens")
-            followed = [follow_text(session, tokens, request.text_steps, arms) for tokens in documents]
+            file.write_once({"type": "task", **asdict(tasks[-1])})
+        index = 0
+        for context, of_context in windows.items():
+            followed = []
+            for tokens in of_context:
+                line = {"type": "document", "index": index, "context_tokens": context}
+                work = partial(follow_text, session, tokens, request.text_steps, arms)
+                line = found(documents, line, f"text at {context:,} tokens", work)
+                followed.append(_arms_of(line, arms, Followed, output.path))
+                index += 1
             texts.append(quality.text_result(context, request.text_steps, followed, request.seed))
-            lines.write(to_json({"type": "text", **asdict(texts[-1])}) + "\n")
+            file.write_once({"type": "text", **asdict(texts[-1])})
     out.write(quality.table(tasks, texts, out) + "\n")
     return {
         "model": session.model,
@@ -167,24 +211,32 @@ def measure(request: MeasureRequest, out: TextIO) -> dict[str, Any]:
         "method": request.config.store.method,
         "policy": request.config.read.policy,
         "group_tokens": request.config.store.S,
+        "resumed": resumed,
         "tasks": [asdict(result) for result in tasks],
         "text": [asdict(result) for result in texts],
         "out": None if request.out is None else str(request.out),
     }
 
 
-def _plain(request: MeasureRequest) -> dict[str, Any]:
-    """What was asked for, paths as strings; the config has its own key in a run line."""
-    fields = {key: value for key, value in asdict(request).items() if key != "config"}
-    for key in ("longbench", "ruler"):
-        fields[key] = [str(path) for path in fields[key]]
-    return {key: str(value) if isinstance(value, Path) else value for key, value in fields.items()}
+def _questions_sha256(groups: list[list[Question]]) -> str:
+    """Of all that is asked and how it is scored."""
+    asked = [[one.tokens, one.max_new_tokens, *astuple(replace(one.sample, prompt=""))] for g in groups for one in g]
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
 
-def _sample_line(question: Question, answers: dict[str, Answer]) -> dict[str, Any]:
+def _arms_of(line: Line, arms: Iterable[str], kind: Callable[..., _Found], path: Path) -> dict[str, _Found]:
+    """What every arm did, from its line in the results at `path`."""
+    try:
+        return {arm: kind(**line[arm]) for arm in arms}
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{path} is damaged at {line['type']} {line['index']}: give another -o") from error
+
+
+def _sample_line(index: int, question: Question) -> Line:
     sample = question.sample
     return {
         "type": "sample",
+        "index": index,
         "task": sample.task,
         "source": sample.source,
         "context_tokens": question.context_tokens,
@@ -192,5 +244,4 @@ def _sample_line(question: Question, answers: dict[str, Answer]) -> dict[str, An
         "truncated": question.truncated,
         "depth": sample.depth,
         "answers": sample.answers,
-        **{name: asdict(answer) for name, answer in answers.items()},
     }

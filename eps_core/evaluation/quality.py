@@ -24,6 +24,27 @@ class Answer:
     bytes_read: int
     bytes_dense: int
 
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError for what a damaged file may hold."""
+        self.score, self.bytes_read, self.bytes_dense = float(self.score), int(self.bytes_read), int(self.bytes_dense)
+
+
+@dataclass
+class Followed:
+    """What one arm did along one text: KL to dense in nats and whether the likeliest token was dense's, step by step
+    (None where a step's was no number)."""
+
+    kl: list[float | None]
+    agree: list[bool]
+    bytes_read: int
+    bytes_dense: int
+
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError for what a damaged file may hold."""
+        self.kl = [None if one is None or not np.isfinite(one) else float(one) for one in self.kl]
+        self.agree = list(map(bool, self.agree))
+        self.bytes_read, self.bytes_dense = int(self.bytes_read), int(self.bytes_dense)
+
 
 @dataclass(frozen=True)
 class TaskResult:
@@ -110,26 +131,26 @@ def task_result(questions: list[Question], answers: list[dict[str, Answer]], see
     )
 
 
-def text_result(context_tokens: int, steps: int, documents: list[dict[str, tuple]], seed: int) -> TextResult:
-    def means(arm: str, part: int) -> np.ndarray:
-        return np.array([document[arm][part].mean() for document in documents])
+def text_result(context_tokens: int, steps: int, documents: list[dict[str, Followed]], seed: int) -> TextResult:
+    def means(arm: str, part: str) -> np.ndarray:
+        return np.array([np.array(getattr(document[arm], part), float).mean() for document in documents])
 
-    kl, agreement = means("eps", 0), means("eps", 1)
-    oracle_kl = means("oracle", 0) if "oracle" in documents[0] else None
+    kl, agreement = means("eps", "kl"), means("eps", "agree")
+    oracle_kl = means("oracle", "kl") if "oracle" in documents[0] else None
     return TextResult(
         context_tokens=context_tokens,
         num_documents=len(documents),
         text_steps=steps,
         eps_kl=float(kl.mean()),
         eps_kl_interval=statistics.bootstrap_interval(kl, seed),
-        eps_kl_max=float(max(document["eps"][0].max() for document in documents)),
+        eps_kl_max=max(float(np.array(document["eps"].kl, float).max()) for document in documents),
         eps_top1_agreement=float(agreement.mean()),
         eps_top1_agreement_interval=statistics.bootstrap_interval(agreement, seed),
         oracle_kl=None if oracle_kl is None else float(oracle_kl.mean()),
         oracle_kl_interval=None if oracle_kl is None else statistics.bootstrap_interval(oracle_kl, seed),
-        oracle_top1_agreement=None if oracle_kl is None else float(means("oracle", 1).mean()),
-        bytes_ratio=sum(document["eps"][2] for document in documents)
-        / sum(document["eps"][3] for document in documents),
+        oracle_top1_agreement=None if oracle_kl is None else float(means("oracle", "agree").mean()),
+        bytes_ratio=sum(document["eps"].bytes_read for document in documents)
+        / sum(document["eps"].bytes_dense for document in documents),
     )
 
 

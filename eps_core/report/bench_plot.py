@@ -12,6 +12,7 @@ from eps_core.report.style import MARKERS, PALETTE, svg
 
 Line = dict[str, Any]
 
+PLOTS = ("roofline.svg", "scaling.svg")
 _PARTS = ("attend", "score", "select", "tail", "write", "step")
 _COLOURS = dict(zip((*_PARTS, "dense"), PALETTE, strict=False))
 
@@ -20,14 +21,15 @@ def draw(lines: list[Line], folder: Path) -> list[Path]:
     """Writes roofline.svg and scaling.svg of a run's line and its cells; returns their paths."""
     run, cells = lines[0], lines[1:]
     folder.mkdir(exist_ok=True)
-    drawn = {
-        folder / "roofline.svg": svg((8.0, 5.2), lambda figure: _roofline(figure, run, cells)),
-        folder / "scaling.svg": svg((10.5, 0.6 + 3.6 * len(_families(cells))), lambda figure: _scaling(figure, cells)),
-    }
-    for path, text in drawn.items():
+    drawn = (
+        svg((8.0, 5.2), lambda figure: _roofline(figure, run, cells)),
+        svg((10.5, 0.6 + 3.6 * len(_families(cells))), lambda figure: _scaling(figure, cells)),
+    )
+    paths = [folder / name for name in PLOTS]
+    for path, text in zip(paths, drawn, strict=True):
         with replacing(path) as file:
             file.write(text)
-    return list(drawn)
+    return paths
 
 
 def _title(line: Line) -> str:

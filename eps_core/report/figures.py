@@ -95,8 +95,10 @@ def curves(
     return _draw(3.4 + 0.19 * -(-(len(drawn) + (line_y is not None)) // 2), caption, plot)
 
 
-def scatter(points: Mapping[str, list[tuple[float, float]]], x: str, y: str, caption: str) -> Figure:
-    """`points` by arm: (bound, true)."""
+def scatter(
+    points: Mapping[str, list[tuple[float, float]]], x: str, y: str, caption: str, diagonal: str = "certificate = truth"
+) -> Figure:
+    """`points` by arm: (y, x), as (bound, true)."""
 
     def plot(figure: Any, axes: Any) -> None:
         for index, (name, pairs) in enumerate(points.items()):
@@ -105,7 +107,7 @@ def scatter(points: Mapping[str, list[tuple[float, float]]], x: str, y: str, cap
                 marker=MARKERS[index % len(MARKERS)], markersize=4, color=colour(name.split(" ")[0]),
                 label=_plain(name),
             )  # fmt: skip
-        axes.plot([0, 1], [0, 1], color=INK, linewidth=1, linestyle=":", label="certificate = truth")
+        axes.plot([0, 1], [0, 1], color=INK, linewidth=1, linestyle=":", label=diagonal)
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         axes.grid(linewidth=0.6)

@@ -34,7 +34,21 @@ _FIELDS: dict[str, Any] = {
     "guards": tuple[Count, Count],
     **dict.fromkeys(("setting", "config", "request"), dict[str, Any]),
 }
-_OF_TYPE: dict[str, dict[str, Any]] = {"summary": {"dense": dict[str, Any]}}
+Score = Annotated[float, Between(-1e6, 1e6)]
+_OF_TYPE: dict[str, dict[str, Any]] = {
+    "summary": {"dense": dict[str, Any]},
+    "task": {
+        **dict.fromkeys(("dense", "eps", "oracle", "eps_minus_dense"), Score),
+        "eps_minus_dense_interval": tuple[Score, Score],
+        "num_changed": Count,
+    },
+    "text": {
+        **dict.fromkeys(("num_documents", "text_steps"), Count),
+        **dict.fromkeys(("eps_kl", "eps_kl_max", "oracle_kl"), Nats),
+        "eps_kl_interval": tuple[Nats, Nats],
+        "eps_top1_agreement": Share,
+    },
+}
 
 
 def clean(line: Line) -> tuple[Line, list[str]]:

@@ -9,7 +9,7 @@ from eps_core.files import inputs
 from eps_core.report.kinds import Line, clean
 
 MOST_NOTES = 50  # of one file
-_COUNTED = ("run", "resume", "cell", "step", "summary")
+_COUNTED = ("run", "resume", "cell", "failed", "step", "summary", "sample", "document", "task", "text")
 
 
 @dataclass
@@ -19,7 +19,10 @@ class Results:
     names: list[str] = field(default_factory=list)
     counts: dict[str, dict[str, int]] = field(default_factory=dict)  # file -> type -> lines
     cells: list[Line] = field(default_factory=list)
+    failed: list[Line] = field(default_factory=list)  # cells of a grid that were not measured since
     runs: list[Line] = field(default_factory=list)  # of run --metrics: {"run", "steps", "summary"}
+    tasks: list[Line] = field(default_factory=list)  # of evaluate, with the settings and the model of their run
+    texts: list[Line] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -37,6 +40,7 @@ def _load(results: Results, name: str, path: Path) -> dict[str, int]:
     counts: Counter[str] = Counter()
     run: Line = {}
     open_run: Line | None = None
+    failed: dict[str, Line] = {}  # by the cell's index
     notes: list[str] = []
     for number, piece in inputs.read_lines(path, "results", "give a JSONL file"):
         try:
@@ -56,6 +60,13 @@ def _load(results: Results, name: str, path: Path) -> dict[str, int]:
         elif kind == "cell":
             inherited: Line = {key: run[key] for key in ("device", "model", "context_tokens") if key in run}
             results.cells.append({**inherited, **line, "file": name})
+            failed.pop(repr(line.get("index")), None)
+        elif kind == "failed":
+            failed[repr(line.get("index"))] = line
+        elif kind in ("task", "text"):
+            config = run.get("config") if isinstance(run.get("config"), dict) else None
+            made = {**(config or {}), "model": run.get("model"), **line, "file": name}
+            (results.tasks if kind == "task" else results.texts).append(made)
         elif kind in ("step", "summary"):
             if open_run is None:
                 open_run = {"file": name, "run": {}, "steps": [], "summary": {}}
@@ -68,6 +79,10 @@ def _load(results: Results, name: str, path: Path) -> dict[str, int]:
     results.notes += notes[:MOST_NOTES]
     if len(notes) > MOST_NOTES:
         results.notes.append(f"{name}: {len(notes) - MOST_NOTES:,} more such values and lines")
+    results.failed += failed.values()
+    for kind, whole in (("sample", "task"), ("document", "text")):
+        if counts[kind] and not counts[whole]:
+            results.notes.append(f"{name}: {counts[kind]} of type {kind} and no {whole}: evaluate was stopped")
     if not counts:
         results.notes.append(f"{name} holds no results")
     unknown = [f"{count} of type {kind}" for kind, count in sorted(counts.items()) if kind not in _COUNTED]

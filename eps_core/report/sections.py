@@ -12,6 +12,7 @@ from eps_core.config.store import COARSE_GROUP_BLOCKS, coded_methods
 from eps_core.evaluation.verdict import loss_points, p95_saved_percent
 from eps_core.files.records import number
 from eps_core.report import cells as of
+from eps_core.report import evaluated
 from eps_core.report.cells import Table, field, form, table_of
 from eps_core.report.figures import MAX_CURVES, Curve, Figure, curves, heat_map, scatter
 from eps_core.report.kinds import Line
@@ -52,15 +53,25 @@ def sections_of(results: Results) -> list[Section]:
     runs = results.runs
     return [
         Section("quality", "Quality against bytes", _quality(cells)),
+        Section("tasks", "Tasks and text", _evaluated(results)),
         Section("visited", "Visited ratio against context", [_visited(cells, runs)]),
         Section("time", "Decode time", [_time(cells)]),
         Section("certificate", "Certificate against truth", [_certificate(cells, runs)]),
         Section("heads", "Visited ratio by layer and kv head", [_heads(cells, runs)]),
         Section("ablations", "Ablations", [_ablation(cells, axis, label) for axis, label, _ in _ABLATIONS]),
         Section("runs", "Single runs", [_runs(runs)]),
-        Section("skipped", "Cells without numbers", [_skipped(results.cells)]),
+        Section("skipped", "Cells without numbers", [_skipped(results.cells, results.failed)]),
         Section("inputs", "Inputs", [_inputs(results)]),
     ]
+
+
+def _evaluated(results: Results) -> list[Part]:
+    parts = [
+        Part(title, "", "", *drawn(lines))
+        for title, lines, drawn in (("Tasks", results.tasks, evaluated.tasks), ("Text", results.texts, evaluated.texts))
+        if lines
+    ]
+    return parts or [Part(nothing="no task and no text (eps-proto evaluate -o)")]
 
 
 def _quality(cells: list[Line]) -> list[Part]:
@@ -346,9 +357,6 @@ def _ablation_series(cells: list[Line], axis: str) -> dict[str, list[Line]]:
 
 
 def _runs(runs: list[Line]) -> Part:
-    if not runs:
-        return Part(nothing="no run of eps-proto run --metrics")
-
     lines = [
         {
             **run["summary"], **{f"dense_{key}": value for key, value in (run["summary"].get("dense") or {}).items()},
@@ -366,17 +374,18 @@ def _runs(runs: list[Line]) -> Part:
         *((f"{side}p{p}, ms", field(f"{key}decode_ms_p{p}", ".2f"))
           for side, key in (("dense ", "dense_"), ("", "")) for p in (50, 95)),
     )  # fmt: skip
-    return Part(tables=[table_of(lines, columns)])
+    return Part(tables=[table_of(lines, columns)]) if lines else Part(nothing="no run of eps-proto run --metrics")
 
 
-def _skipped(cells: list[Line]) -> Part:
-    if not cells:
+def _skipped(cells: list[Line], failed: list[Line]) -> Part:
+    if not cells and not failed:
         return Part(nothing="no cells at all")
     reasons = Counter(
         str(cell.get("skipped") or "no numbers: the budget has no room beyond what is always visited")
         for cell in cells
         if number(cell.get("bytes_ratio")) is None
     )
+    reasons.update(f"failed, and not measured since: {cell.get('reason') or 'unnamed'}" for cell in failed)
     if not reasons:
         return Part(note="Every cell was measured.")
     ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))

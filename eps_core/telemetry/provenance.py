@@ -52,9 +52,15 @@ def git_commit() -> str | None:
         return None
     try:
         result = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"],
+            # `describe --dirty` writes the index and takes its lock, which the user's own commit may be waiting for
+            ["git", "--no-optional-locks", "-C", str(root), "status", "--porcelain=v2", "--branch",
+             "--untracked-files=no"],
             capture_output=True, text=True, timeout=10, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None
-    return result.stdout.strip() or None
+    lines = result.stdout.splitlines()
+    commit = next((line.split()[2] for line in lines if line.startswith("# branch.oid ")), "(none)")
+    if commit.startswith("("):  # nothing was committed yet
+        return None
+    return commit + "-dirty" * any(not line.startswith("#") for line in lines)

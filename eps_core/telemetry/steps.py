@@ -15,7 +15,7 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
-from eps_core.files.outputs import jsonable, replacing
+from eps_core.files.outputs import Output, jsonable, replacing
 from eps_core.gate.stats import LayerStats, StepOutput
 
 
@@ -306,9 +306,9 @@ def _percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
     return {f"{name}_p{percent}": percentile(values, percent) for percent in (50, 95, 99)}
 
 
-def write_csv(path: Path, records: Sequence[StepRecord]) -> None:
+def write_csv(place: Path | Output, records: Sequence[StepRecord]) -> None:
     """The step records as CSV: lists are joined by spaces, fallbacks are JSON, unknown is empty. Appears whole."""
-    with replacing(path) as file:
+    with replacing(place) as file:
         writer = csv.writer(file)
         writer.writerow(STEP_KEYS)
         for record in records:

@@ -1,0 +1,629 @@
+"""What is written to: files, links, pipes and devices; never an input, never by two, never by halves."""
+
+import errno
+import json
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import tiny_models
+from click.testing import CliRunner
+from test_cli import call, command, lines_of
+
+from eps_core.cli.evaluate import evaluate_command
+from eps_core.cli.grid import grid_command
+from eps_core.cli.main import cli
+from eps_core.errors import ConfigError
+from eps_core.evaluation import measure as measure_module
+from eps_core.evaluation.grid_cell import Bench
+from eps_core.files import outputs
+from eps_core.files.outputs import JsonlWriter, Output
+from eps_core.telemetry import provenance
+
+ROOT = Path(__file__).parent.parent
+
+
+def write_whole(path: Path) -> None:
+    with outputs.replacing(path) as file:
+        file.write('{"a": 1}\n' * 3)
+
+
+def write_lines(path: Path) -> None:
+    with Output(path) as output, JsonlWriter(output) as writer:
+        for _ in range(3):
+            writer.write({"a": 1})
+
+
+WRITERS = pytest.mark.parametrize("write", [write_whole, write_lines], ids=["whole", "lines"])
+WANT = '{"a": 1}\n' * 3
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# --- where writing goes -----------------------------------------------------------------------------------------------
+
+
+@WRITERS
+def test_a_link_stays_a_link_and_its_file_is_written(write: Any, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").write_text("old and longer than what is new" * 9)
+    (tmp_path / "link").symlink_to("folder/file")
+    (tmp_path / "dangling").symlink_to("folder/new")
+    (tmp_path / "chain").symlink_to("link")
+    for name, file in (("link", "file"), ("chain", "file"), ("dangling", "new")):
+        write(tmp_path / name)
+        assert (tmp_path / name).is_symlink() and (tmp_path / "folder" / file).read_text() == WANT
+    assert names(tmp_path / "folder") == ["file", "new"]
+    (tmp_path / "nowhere").symlink_to("absent/new")
+    with pytest.raises(ConfigError, match="no directory"):
+        write(tmp_path / "nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ConfigError, match="loop cannot be written"):
+        write(tmp_path / "loop")
+
+
+@WRITERS
+def test_a_pipe_and_a_device_are_written_into(write: Any, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    got: list[str] = []
+    reader = threading.Thread(target=lambda: got.append(pipe.read_text()))
+    reader.start()
+    write(pipe)
+    reader.join(60)
+    assert got == [WANT] and stat.S_ISFIFO(pipe.stat().st_mode) and names(tmp_path) == ["pipe"]
+    (tmp_path / "null").symlink_to("/dev/null")
+    for path in (Path("/dev/null"), tmp_path / "null"):
+        write(path)
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode) and (tmp_path / "null").is_symlink()
+    with pytest.raises(ConfigError, match=r"^/dev/full cannot be written \(No space left on device\)"):
+        write(Path("/dev/full"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root could replace a device")
+@WRITERS
+def test_a_device_that_could_be_replaced_is_not(write: Any, tmp_path: Path) -> None:
+    try:
+        os.mknod(tmp_path / "null", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+        os.mknod(tmp_path / "disk", stat.S_IFBLK | 0o666, os.makedev(7, 250))
+    except PermissionError:
+        pytest.skip("no devices can be made here")
+    try:
+        write(tmp_path / "null")
+    except ConfigError as error:  # on a file system without devices
+        assert "Permission denied" in str(error)
+    assert stat.S_ISCHR((tmp_path / "null").stat().st_mode)
+    with pytest.raises(ConfigError, match="is a disk or a socket"):
+        write(tmp_path / "disk")
+    assert names(tmp_path) == ["disk", "null"]
+
+
+STDOUT = """
+import sys
+from pathlib import Path
+from eps_core.files.outputs import JsonlWriter, Output
+print("before")
+with Output(Path("/dev/stdout")) as output:
+    if sys.argv[1] == "whole":
+        with output.replacing() as file:
+            file.write('{"a": 1}\\n' * 3)
+    else:
+        with JsonlWriter(output) as writer:
+            for _ in range(3):
+                writer.write({"a": 1})
+print("after")
+"""
+
+
+@pytest.mark.parametrize("to", ["pipe", "file", "socket"])
+@pytest.mark.parametrize("kind", ["whole", "lines"])
+def test_stdout_is_written_into_whatever_it_is(kind: str, to: str, tmp_path: Path) -> None:
+    """Through the descriptor: opened again, another user's would be refused, and a file be written from its start."""
+    import socket
+
+    ends: list[Any] = list(map(socket.SocketIO, socket.socketpair(), ("rw", "rw"))) if to == "socket" else []
+    if to == "file":
+        ends = [open(tmp_path / "out", "w")] * 2  # noqa: SIM115
+    process = subprocess.Popen(
+        [sys.executable, "-c", STDOUT, kind],
+        stdout=ends[1] if ends else subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    got = process.communicate(timeout=120)[0]
+    assert process.returncode == 0
+    if to == "socket":
+        got = ends[0].read(1000)
+    text = (tmp_path / "out").read_text() if to == "file" else got.decode()
+    assert text == f"before\n{WANT}after\n"
+
+
+def test_another_users_pipe_need_not_be_readable() -> None:
+    """What click asks of a path that is there, unless told otherwise: /dev/stdout is then refused."""
+    found = [
+        (name, option.type.readable)
+        for name, one in cli.commands.items()
+        for option in one.params
+        if {"-o", "--metrics", "--csv", "--jsonl", "--output", "--plot"} & set(option.opts)
+    ]
+    assert len(found) >= 10 and not [name for name, readable in found if readable]
+
+
+def test_names_are_as_long_as_the_file_system_takes(tmp_path: Path) -> None:
+    longest = tmp_path / ("n" * 251 + ".txt")
+    write_whole(longest)
+    assert longest.read_text() == WANT and len(names(tmp_path)) == 1
+    with pytest.raises(ConfigError, match="File name too long"):
+        outputs.check_writable(tmp_path / ("n" * 256), "csv file")
+    two = [tmp_path / ("n" * 250 + end) for end in ("a", "b")]
+    with Output(two[0]), Output(two[1]):  # one beginning, two locks
+        pass
+
+
+# --- by one alone -----------------------------------------------------------------------------------------------------
+
+HOLDER = """
+import sys
+from pathlib import Path
+from eps_core.files.outputs import Output
+with Output(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def holder(path: Path) -> subprocess.Popen:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    return process
+
+
+@WRITERS
+@pytest.mark.parametrize("how", [signal.SIGKILL, None], ids=["killed", "ended"])
+def test_a_second_writer_is_refused_until_the_first_has_gone(
+    write: Any, how: signal.Signals | None, tmp_path: Path
+) -> None:
+    (tmp_path / "folder").mkdir()
+    out, link = tmp_path / "folder" / "out", tmp_path / "link"
+    link.symlink_to(out)
+    out.write_text("old")
+    process = holder(out)
+    for spelled in (out, link, tmp_path / "folder" / ".." / "folder" / "out"):
+        with pytest.raises(ConfigError, match="is being written by another process"):
+            write(spelled)
+    write(tmp_path / "folder" / "other")
+    assert out.read_text() == "old"
+    if how is None:
+        process.communicate("")
+        assert names(out.parent) == ["other", "out"]
+    else:
+        process.send_signal(how)
+        process.communicate()
+        assert len(names(out.parent)) == 3  # the lock of a killed writer stays ..
+    write(link)
+    assert out.read_text() == WANT and names(out.parent) == ["other", "out"]  # .. until the next one
+
+
+def test_what_a_killed_writer_had_written_is_not_kept(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with Output(out):
+        (partial,) = tmp_path.iterdir()
+    partial.write_text("half of something longer" * 9)
+    partial.chmod(0o400)
+    with outputs.replacing(out) as file:
+        file.write("whole")
+    assert out.read_text() == "whole" and names(tmp_path) == ["out"]
+    (tmp_path / "usual").touch()
+    assert out.stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
+    with Output(tmp_path / "out"):
+        (partial,) = tmp_path.iterdir()
+    (tmp_path / "precious").write_text("precious")
+    partial.symlink_to("precious")
+    with pytest.raises(ConfigError, match=f"{partial.name}.*: remove that file"):
+        write_whole(tmp_path / "out")
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_where_there_are_no_locks_files_are_still_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*args: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "no locks")
+
+    monkeypatch.setattr(outputs.fcntl, "flock", flock)
+    write_whole(tmp_path / "out")
+    assert names(tmp_path) == ["out"]
+    with Output(tmp_path / "out"), pytest.raises(ConfigError, match="is being written"):
+        write_whole(tmp_path / "out")
+
+
+# --- a full disk ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("old", [None, b'{"old": 0}\n'], ids=["new", "old"])
+def test_a_full_disk_names_its_file_and_takes_no_part_of_a_line(old: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    if old is not None:
+        path.write_bytes(old)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"m\.jsonl cannot be written \(File too large\)"), Output(path) as output:  # noqa: SIM117
+            with JsonlWriter(output) as writer:
+                writer.write({"a": 1})
+                writer.write({"b": "b" * 200})
+        assert path.read_bytes() == b'{"a": 1}\n' and names(tmp_path) == ["m.jsonl"]
+        with pytest.raises(ConfigError, match="m\\.jsonl cannot be written"), outputs.replacing(path) as file:
+            file.write("c" * 200)
+        assert path.read_bytes() == b'{"a": 1}\n' and names(tmp_path) == ["m.jsonl"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+# --- never an input ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.save_model("mistral", tmp_path_factory.mktemp("model") / "M")
+
+
+COMMANDS: dict[str, list[str]] = {
+    "report": ["report", "IN", "-o", "OUT"],
+    "report-of-two": ["report", "OTHER", "IN", "-o", "OUT"],
+    "capture-text": ["capture", "--text", "IN", "-o", "OUT"],
+    "calibrate-text": ["calibrate", "--text", "IN", "-o", "OUT"],
+    "replay": ["replay", "OTHER", "IN", "--jsonl", "OUT"],
+    "replay-policy": ["replay", "OTHER", "--eps-heads", "retrieval", "--eps-head-policy", "IN", "--jsonl", "OUT"],
+    "run-metrics": ["run", "--prompt-file", "IN", "--metrics", "OUT"],
+    "run-csv": ["run", "--prompt-file", "IN", "--csv", "OUT"],
+    "run-policy": ["run", "--eps-heads", "retrieval", "--eps-head-policy", "IN", "--csv", "OUT"],
+    "run-both": ["run", "--metrics", "IN", "--csv", "OUT"],
+    "evaluate-longbench": ["evaluate", "--eps-method", "rq", "--longbench", "OTHER", "--longbench", "IN", "-o", "OUT"],
+    "evaluate-ruler": ["evaluate", "--eps-method", "rq", "--ruler", "IN", "-o", "OUT"],
+    "evaluate-text": ["evaluate", "--eps-method", "rq", "--text", "IN", "-o", "OUT"],
+    "evaluate-prompts": ["evaluate", "--longbench", "OTHER", "--longbench-prompts", "IN", "-o", "OUT"],
+    "grid": ["grid", "--grid", "IN", "-o", "OUT"],
+    "grid-policy": ["grid", "--preset", "small", "--eps-head-policy", "IN", "-o", "OUT"],
+}
+SPELLINGS = {"same": "in", "dots": "folder/../in", "link": "soft", "link-of-a-folder": "back/in", "hard-link": "hard"}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for name in ("in", "other"):
+        (tmp_path / name).write_text("precious")
+    (tmp_path / "soft").symlink_to("in")
+    (tmp_path / "hard").hardlink_to("in")
+    (tmp_path / "back").symlink_to(".")
+    return tmp_path
+
+
+def refusal(args: list[Any]) -> str:
+    with pytest.raises(ConfigError) as error:
+        cli.main([str(arg) for arg in args], standalone_mode=False)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_an_output_that_is_an_input_is_refused(name: str, spelling: str, place: Path) -> None:
+    words = {"IN": "in", "OTHER": "other", "OUT": SPELLINGS[spelling]}
+    before = names(place)
+    message = refusal([words.get(arg, arg) for arg in COMMANDS[name]])
+    assert f" {SPELLINGS[spelling]} is " in message and "it would destroy" in message
+    assert names(place) == before and (place / "in").read_text() == (place / "other").read_text() == "precious"
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "new.safetensors", "link"])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["run", "--prompt", "x", "--metrics"], ["run", "--prompt", "x", "--csv"], ["capture", "-o"],
+        ["calibrate", "-o"], ["evaluate", "--eps-method", "rq", "-o"], ["grid", "--preset", "small", "-o"],
+    ],
+    ids=lambda args: "-".join((args[0], args[-1].strip("-"))),
+)  # fmt: skip
+def test_a_model_is_no_place_for_an_output(args: list[str], file: str, model: Path, tmp_path: Path) -> None:
+    out = model / file
+    if file == "link":
+        out = tmp_path / "link"
+        out.hardlink_to(model / "tokenizer.json")
+    before = {path: path.read_bytes() for path in model.iterdir()}
+    message = refusal([*args, out, "--model", model])
+    assert f"{args[-1]} {out} is " in message and f"of --model {model}" in message
+    assert {path: path.read_bytes() for path in model.iterdir()} == before
+
+
+def test_other_files_may_lie_beside_a_model(model: Path, tmp_path: Path) -> None:
+    outputs.check({"-o": model / "m.jsonl", "--csv": tmp_path / "config.json"}, {"--model": model})
+    outputs.check({"--metrics": Path("/dev/null"), "--csv": Path("/dev/null")}, {"--prompt-file": Path("/dev/null")})
+
+
+def test_a_plot_is_not_its_own_numbers(place: Path) -> None:
+    assert "it would destroy" in refusal(["bench", "--plot", "folder", "--output", "back/folder/scaling.svg"])
+
+
+@pytest.mark.parametrize(
+    "args", [["report", "-o", "s1.jsonl", "s2.jsonl"], ["replay", "--jsonl", "c1", "c2"]], ids=["report", "replay"]
+)
+def test_a_shells_list_does_not_make_its_first_file_the_output(
+    args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    content = {"s1.jsonl": b'{"type": "run"}\n', "c1": b"\x20\0\0\0\0\0\0\0{}"}[args[2]]
+    Path(args[2]).write_bytes(content)
+    assert f"{args[1]} {args[2]} is there and is no" in refusal(args)
+    assert Path(args[2]).read_bytes() == content and names(tmp_path) == [args[2]]
+
+
+# --- what goes on after a stop ----------------------------------------------------------------------------------------
+
+EVALUATE = [
+    "--backend", "numpy", "--context", "320", "--context", "384", "--samples", "2", "--text-steps", "2",
+    "--tasks", "niah_single", "--eps-method", "box", "--eps-policy", "topk",
+]  # fmt: skip
+
+
+def evaluate(model: Path, out: Path, *more: object) -> dict[str, Any]:
+    args = [*EVALUATE, "--model", str(model), "-o", str(out), *map(str, more)]
+    done = CliRunner().invoke(evaluate_command, args, standalone_mode=False, catch_exceptions=True)
+    if done.exception is not None:
+        raise done.exception
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def evaluated(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("evaluated") / "e.jsonl"
+    return out, evaluate(model, out)
+
+
+def test_evaluate_keeps_what_it_found_and_goes_on(
+    model: Path, evaluated: tuple[Path, dict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped at every sample and every text in turn: nothing is asked twice, and all is as if it had not been."""
+    whole, result = evaluated
+    asked: list[str] = []
+    stop: list[Any] = [KeyboardInterrupt(), MemoryError(), RuntimeError("fault"), ConfigError("NaN"), OSError("x")]
+
+    def once(work: Any) -> Any:
+        def found(session: Any, what: Any, *more: Any) -> Any:
+            if len(asked) % 2:
+                asked.append("stopped")
+                raise stop[len(asked) % len(stop)]
+            asked.append("asked")
+            return work(session, what, *more)
+
+        return found
+
+    monkeypatch.setattr(measure_module, "ask", once(measure_module.ask))
+    monkeypatch.setattr(measure_module, "follow_text", once(measure_module.follow_text))
+    out = tmp_path / "e.jsonl"
+    kept = b""
+    for finished in range(1, 8):
+        error = stop[2 * finished % len(stop)]
+        want: dict[type, Any] = {KeyboardInterrupt: click.Abort, OSError: OSError}
+        with pytest.raises(want.get(type(error), ConfigError)) as raised:
+            evaluate(model, out)
+        if isinstance(error, RuntimeError):
+            assert f"failed (RuntimeError: fault); {out} keeps what was found" in str(raised.value)
+        assert out.read_bytes().startswith(kept) and names(tmp_path) == ["e.jsonl"]
+        kept = out.read_bytes()
+        assert len([line for line in lines_of(out) if line["type"] in ("sample", "document")]) == finished
+    last = evaluate(model, out)
+    assert asked.count("asked") == 8 and last["resumed"] == 7
+    assert out.read_bytes() == whole.read_bytes()
+    assert {**last, "out": None, "resumed": 0} == {**result, "out": None}
+    again = evaluate(model, out)
+    assert again == {**last, "resumed": 8} and out.read_bytes() == whole.read_bytes() and asked.count("asked") == 8
+
+
+@pytest.mark.parametrize("cut", [1, 40, 400])
+def test_a_torn_line_of_evaluate_is_found_again(
+    model: Path, evaluated: tuple[Path, dict], tmp_path: Path, cut: int
+) -> None:
+    out = tmp_path / "e.jsonl"
+    out.write_bytes(evaluated[0].read_bytes()[:-cut])
+    evaluate(model, out)
+    assert out.read_bytes() == evaluated[0].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--samples", 3], "its asked.samples differs (2 there, 3 now)"),
+        (["--seed", 1], "its asked.seed differs"),
+        (["--no-oracle"], "its asked.oracle differs (True there, False now)"),
+        (["--eps-budget", 0.5], "its config.budget differs"),
+        (["--text", "TEXT"], "its text_sha256 differs"),
+        (["--model", "OTHER"], "its model differs"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_evaluate_does_not_go_on_with_another_run(
+    model: Path, evaluated: tuple[Path, dict], tmp_path: Path, more: list, words: str
+) -> None:
+    out = tmp_path / "e.jsonl"
+    out.write_bytes(evaluated[0].read_bytes())
+    if "OTHER" in more:
+        tiny_models.save_model("mistral", tmp_path / "OTHER", seed=1)
+    (tmp_path / "TEXT").write_text("A short text of a few words, again and again. " * 100)
+    more = [tmp_path / one if one in ("OTHER", "TEXT") else one for one in more]
+    with pytest.raises(ConfigError) as error:
+        evaluate(model, out, *more)
+    assert words in str(error.value) and out.read_bytes() == evaluated[0].read_bytes()
+
+
+@pytest.mark.parametrize(
+    "damage", [{"index": None}, {"index": 99}, {"eps": None}, {"dense": {"text": "", "score": "high"}}], ids=str
+)
+def test_a_damaged_line_of_evaluate_is_one_line(
+    model: Path, evaluated: tuple[Path, dict], tmp_path: Path, damage: dict
+) -> None:
+    out = tmp_path / "e.jsonl"
+    lines = lines_of(evaluated[0])
+    lines[1] |= damage
+    out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ConfigError, match="is damaged"):
+        evaluate(model, out)
+
+
+def grid(model: Path, out: Path, axes: Any) -> Any:
+    axes_file = model.parent / "grid.json"
+    axes_file.write_text(json.dumps(axes))
+    args = ["--model", model, "--grid", axes_file, "-o", out, "--backend", "numpy", "--needles", 0, "--texts", 1]
+    args += ["--text-steps", 4, "--audit-every", 0]
+    return CliRunner().invoke(grid_command, list(map(str, args)), standalone_mode=False)
+
+
+AXES = {"context": [288, 9999], "method": ["rq", "box"], "budget": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (MemoryError(), "out of memory"),
+        (RuntimeError("CUDA out of memory"), "RuntimeError: CUDA out of memory"),
+        (RuntimeError("an illegal memory access"), "RuntimeError: an illegal memory access"),
+        ("cache", "does not fit"),
+    ],
+    ids=str,
+)
+def test_a_failed_cell_is_named_and_tried_again_and_an_impossible_one_is_not(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any, reason: str
+) -> None:
+    measure, measured, broken = Bench.measure, [], [True]
+
+    def faulty(self: Bench, setting: Any, config: Any) -> dict[str, Any]:
+        measured.append(setting.method)
+        if setting.method == "box" and broken[0]:
+            if fault == "cache":  # the device had no room for it just then
+                raise ConfigError("a cache of 1 MiB does not fit cpu") from RuntimeError("out of memory")
+            raise fault
+        return measure(self, setting, config)
+
+    monkeypatch.setattr(Bench, "measure", faulty)
+    out = tmp_path / "g.jsonl"
+    done = grid(model, out, AXES)
+    assert isinstance(done.exception, ConfigError) and "1 of 4 cells failed" in str(done.exception)
+    assert reason in str(done.exception)
+    *reasons, last = done.stdout.splitlines()
+    assert json.loads(last) | {"out": ""} == {
+        "out": "", "cells": 4, "resumed": 0, "measured": 1, "skipped": 2, "failed": 1
+    }  # fmt: skip
+    assert len(reasons) == 2 and reasons[0].startswith("2 of the cells skipped: context 9999 is past the model")
+    assert reasons[1].startswith("1 of the cells failed: ") and reason in reasons[1]
+    broken[0] = False
+    done = grid(model, out, AXES)
+    assert done.exception is None and measured == ["rq", "box", "box"]
+    assert json.loads(done.stdout) | {"out": ""} == {
+        "out": "", "cells": 4, "resumed": 3, "measured": 1, "skipped": 0, "failed": 0
+    }  # fmt: skip
+    assert sorted(line["index"] for line in lines_of(out) if line["type"] == "cell") == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("index", [None, "0", -1, 4, True])
+def test_a_cell_of_no_index_is_one_line(model: Path, tmp_path: Path, index: Any) -> None:
+    out = tmp_path / "g.jsonl"
+    axes = {"context": 9999, "method": ["rq", "box"]}
+    assert grid(model, out, axes).exception is None
+    lines = lines_of(out)
+    lines[1]["index"] = index
+    out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    error = grid(model, out, axes).exception
+    assert isinstance(error, ConfigError) and f"index {index!r}" in str(error)
+
+
+def test_a_grid_reads_nothing_back_from_a_device(model: Path) -> None:
+    """/dev/full and /dev/zero give zeros without an end."""
+    assert grid(model, Path("/dev/null"), {"context": 9999}).exception is None
+    error = grid(model, Path("/dev/full"), {"context": 9999}).exception
+    assert isinstance(error, ConfigError) and "/dev/full cannot be written (No space left" in str(error)
+
+
+# --- streams that are closed or full ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("closed", [[1], [2], [1, 2], [0, 1, 2]], ids=str)
+@pytest.mark.parametrize(("args", "code"), [(["info"], 0), (["info", "--layers", "0"], 2)], ids=["good", "bad"])
+def test_closed_streams_are_no_error(args: list[str], code: int, closed: list[int], tmp_path: Path) -> None:
+    shell = " ".join(f"{fd}{'<' if fd == 0 else '>'}&-" for fd in closed)
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {shell}', "sh", *command(*args)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+    assert (done.stdout != "") == (1 not in closed and code == 0)
+    assert (done.stderr != "") == (2 not in closed and code == 2)
+
+
+def test_a_closed_stdout_is_not_the_next_file(model: Path, tmp_path: Path) -> None:
+    """The lowest free descriptor is what the next file gets: printing would go into it."""
+    metrics = tmp_path / "m.jsonl"
+    args = command("run", "--backend", "numpy", "--model", model, "--prompt", "x y z", "--max-new-tokens", 2,
+                   "--metrics", metrics)  # fmt: skip
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *args], timeout=120)
+    assert done.returncode == 0
+    assert {line["type"] for line in lines_of(metrics)} == {"run", "step", "summary"}
+
+
+def test_full_streams_are_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command("info"), stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+        assert (done.returncode, done.stderr) == (2, "error: stdout cannot be written (No space left on device)\n")
+        done = subprocess.run(command("walk"), stdout=subprocess.PIPE, stderr=full, text=True, timeout=120)
+        assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_a_pipe_that_is_closed_is_named(model: Path, tmp_path: Path) -> None:
+    """An output's reader that has gone is not stdout's."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = call("run", "--backend", "numpy", "--model", model, "--prompt", "x y z", "--max-new-tokens", 2,
+                "--metrics", f"/dev/fd/{writer}", pass_fds=[writer])  # fmt: skip
+    os.close(writer)
+    assert done.returncode == 2 and f"/dev/fd/{writer} cannot be written (Broken pipe)" in done.stderr
+
+
+# --- provenance -------------------------------------------------------------------------------------------------------
+
+
+def test_the_commit_is_asked_for_without_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*args: str) -> str:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e", *args]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    git("init")
+    (tmp_path / "eps_core").mkdir()
+    file = tmp_path / "eps_core" / "__init__.py"
+    file.touch()
+    monkeypatch.setattr(provenance.eps_core, "__file__", str(file))
+    assert provenance.git_commit() is None
+    git("add", ".")
+    git("commit", "-m", "first")
+    commit = git("rev-parse", "HEAD")
+    os.utime(file, (10**9, 10**9))  # looks changed: git would look at it and write down that it is not
+    index = tmp_path / ".git" / "index"
+    before = (index.read_bytes(), index.stat().st_mtime_ns)
+    assert provenance.git_commit() == commit
+    (tmp_path / "untracked").touch()
+    assert provenance.git_commit() == commit
+    file.write_text("x = 1")
+    assert provenance.git_commit() == f"{commit}-dirty"
+    assert (index.read_bytes(), index.stat().st_mtime_ns) == before
