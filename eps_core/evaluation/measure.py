@@ -5,7 +5,7 @@ Prompts are given to the model as they are, without a chat template. Decoding is
 
 import hashlib
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,7 +17,7 @@ from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.evaluation import quality
 from eps_core.evaluation.quality import Answer
-from eps_core.evaluation.runner import DENSE, Document, run_document
+from eps_core.evaluation.runner import DENSE, Document, run_document, usual_context
 from eps_core.files.outputs import check_writable, replacing, to_json
 from eps_core.tasks import benchmarks
 from eps_core.tasks.corpus import corpus
@@ -40,7 +40,7 @@ class MeasureRequest:
 
     config: EpsConfig
     tasks: tuple[str, ...] = ()
-    contexts: tuple[int, ...] = (4096,)
+    contexts: tuple[int, ...] = ()  # none: see `usual_context`
     samples: int = 20
     text_steps: int = 64
     oracle: bool = True
@@ -132,6 +132,7 @@ def measure(request: MeasureRequest, out: TextIO) -> dict[str, Any]:
         check_writable(request.out, "output file")
     session = Session.open(request.model, request.backend, request.device, kv_dtype="bfloat16")
     spec = session.spec
+    request = replace(request, contexts=request.contexts or (usual_context(spec, request.text_steps),))
     text = _read_text(request.text) if request.tasks or request.text_steps else b""
     groups = _questions(request, session, text)
     windows = {}
