@@ -31,4 +31,5 @@ def outcome(line: list[str], folder: Path, stdin: str = "") -> Outcome:
             code: object = None
         except SystemExit as end:
             code = end.code
-    return Outcome(code, *(stream.getvalue().decode(errors="replace") for stream in (out, err)))
+        # before the wrappers go, which close them
+        return Outcome(code, *(stream.getvalue().decode(errors="replace") for stream in (out, err)))

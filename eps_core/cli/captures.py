@@ -46,7 +46,7 @@ _CODE_FLAGS: dict[str, Any] = {"eps_bits": EpsConfig.of().store.bits, "eps_rq_bo
     examples={
         "eps-proto capture -o c.safetensors": "the demo model along the shipped text",
         "eps-proto capture --model DIR --text long.txt --layers 0,1 -o c.safetensors": "two layers of yours",
-        "eps-proto replay c.safetensors": "what each budget would read and miss there",
+        "eps-proto replay c.safetensors": "score budgets on it",
     },
 )
 @model_option

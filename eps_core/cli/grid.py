@@ -24,14 +24,17 @@ _PLAN = Plan()
 @command(
     "grid",
     examples={
-        "eps-proto grid --preset small -o grid.jsonl": "the same line again goes on where it stopped",
+        "eps-proto grid --preset quick -o grid.jsonl": "the same line again goes on where it stopped",
         "eps-proto grid --model DIR --grid axes.json -o grid.jsonl --repeats 3": "axes of your own",
         "eps-proto report grid.jsonl -o report.html": "as one page",
     },
 )
 @option("--grid", heading=INPUT, type=FILE, metavar="FILE", help="JSON: axes and their values.")
 @option(
-    "--preset", heading=INPUT, type=click.Choice(tuple(PRESETS)), help="prd: the product requirements' 1,296 cells."
+    "--preset",
+    heading=INPUT,
+    type=click.Choice(tuple(PRESETS)),
+    help="quick: 4 cells; small: minutes; prd: the product requirements' 1,296.",
 )
 @option(
     "-o", "--output", "out", also=["--out"], heading=OUTPUT, type=FILE, metavar="FILE", required=True,

@@ -184,7 +184,7 @@ def _prompt(flags: dict[str, Any]) -> str | None:
 @cli.command(
     "info",
     examples={
-        "eps-proto info": "what is usable here; memory of summaries at 64k",
+        "eps-proto info": "what is usable here, what summaries take",
         "eps-proto info --model DIR --context 32768": "for your model's shape",
         "eps-proto info --layers 32 --kv-heads 8 --head-dim 128 --eps-refine 0": "rq without its second bit",
     },
