@@ -129,3 +129,14 @@ def test_their_commands_run_as_printed(line: tuple[str, ...], folder: Path) -> N
 def test_the_long_ones_are_there() -> None:
     named = {line[0] for page in (README, CORE) for line in commands(page)} - {"eps-proto"}
     assert named == LONG and all(os.access(ROOT / name, os.X_OK) for name in LONG)
+
+
+def test_its_python_runs_with_a_model_of_your_own(folder: Path) -> None:
+    """As its comment says."""
+    (block,) = blocks(README, "python")
+    (own,) = re.findall(r'Session\.open\(Path\("DIR"\).*?\)', block)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    code = block.replace("Session.open()", own, 1)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("groups read") == 6
