@@ -1,6 +1,6 @@
 """Takes the default apart: what each part of `rq` is worth, as bytes against KL along held-out text.
 
-    python scripts/ablate.py --out results/ablations.jsonl                                    (minutes on 2 cores)
+    python scripts/ablate.py -o results/ablations.jsonl                                    (minutes on 2 cores)
 
 Writes one JSON object a line, the run first, and prints a Markdown table. Texts are those of evaluate.py.
 """
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--text-steps", type=int, default=48)
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--out", type=Path, default=Path("results/ablations.jsonl"))
+    parser.add_argument("-o", "--output", "--out", dest="out", type=Path, default=Path("results/ablations.jsonl"))
     args = parser.parse_args()
 
     os.environ["OMP_NUM_THREADS"] = "1"

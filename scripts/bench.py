@@ -5,6 +5,7 @@ python scripts/bench.py --help
 python scripts/bench.py targets results/gpu-*.jsonl        (which of the GPU targets those records meet)
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from eps_core.cli.main import main
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["targets"]:
-        sys.exit(targets([Path(name) for name in sys.argv[2:]]))
+        parser = argparse.ArgumentParser("bench.py targets", description="Which of the GPU targets those records meet.")
+        parser.add_argument("records", type=Path, nargs="+", metavar="JSONL", help="what bench --output wrote")
+        sys.exit(targets(parser.parse_args(sys.argv[2:]).records))
     sys.argv.insert(1, "bench")
     main()

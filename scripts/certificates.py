@@ -1,6 +1,6 @@
 """Measures what bounds are worth: how much may stay unread at a certified share, and in how many bytes, on captures.
 
-    python scripts/certificates.py CAPTURE... --out results/certificates.jsonl            (minutes on 2 cores)
+    python scripts/certificates.py CAPTURE... -o results/certificates.jsonl            (minutes on 2 cores)
 
 For every summary that bounds: its size, its mean gap to the truth in nats, and for certified shares of 0.1, 0.01 and
 0.001 the fraction of tokens that may stay unread and the bytes read, summaries included, over dense; next to it the
@@ -137,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("captures", type=Path, nargs="+")
     parser.add_argument("--backend", default="cuda")
-    parser.add_argument("--out", type=Path, default=Path("results/certificates.jsonl"))
+    parser.add_argument("-o", "--output", "--out", dest="out", type=Path, default=Path("results/certificates.jsonl"))
     args = parser.parse_args()
     backend = load_backend(args.backend)
     captures = [open_capture(path) for path in args.captures]

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Sets everything up and answers the built-in needle prompt with the demo model, dense and with EPS, in one run.
-# Further arguments go to `eps-proto run`.
+# Usage: scripts/demo.sh [flags of `eps-proto run`]
 set -euo pipefail
+. "$(dirname "$0")/help.sh"
 cd "$(dirname "$0")/.."
 scripts/setup.sh
 exec .venv/bin/eps-proto run "$@"

@@ -1,6 +1,6 @@
 """Makes the table of results/README.md: every method at equal total bytes, on the demo model, at each context length.
 
-    python scripts/evaluate.py --out results/methods.jsonl            (half an hour on 2 cores)
+    python scripts/evaluate.py -o results/methods.jsonl            (half an hour on 2 cores)
 
 Writes one JSON object a line (the run, then every cell) and prints the tables in Markdown.
 """
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--taus", type=float, nargs="+", default=TAUS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes, one thread each")
-    parser.add_argument("--out", type=Path, default=Path("results/methods.jsonl"))
+    parser.add_argument("-o", "--output", "--out", dest="out", type=Path, default=Path("results/methods.jsonl"))
     args = parser.parse_args()
 
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -5,6 +5,7 @@
 Writes evidence.md (every table), quality.svg (KL against bytes) and certificates.svg (what certainty costs) there.
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Iterable
@@ -248,7 +249,11 @@ def certificate_figure(found: Rows) -> str:
 
 
 def main() -> None:
-    out = Path(sys.argv[1] if len(sys.argv) > 1 else "results")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("results"), help="of reproduce.sh's raw files")
+    out = parser.parse_args().folder
+    if not out.is_dir():
+        parser.error(f"there is no folder {out}: run scripts/reproduce.sh, which makes its files")
     demo, wide = cells(out / "methods.jsonl"), cells(out / "wide.jsonl")
     certificates = rows(out / "certificates.jsonl", "summary", "strict", "refinement")
     bounds = inputs.read_object(out / "bounds.json", "results", MEND)

@@ -5,16 +5,17 @@
 # Needs: torch with CUDA, triton, numpy, click, pytest, hypothesis, tokenizers, safetensors, ml_dtypes; no installation.
 # Exit status: 0 if every phase passed, 1 if one failed or ran out of its time, 2 if it cannot start.
 set -uo pipefail
+. "$(dirname "$0")/help.sh"
 python=$(command -v "${PYTHON:-python3}") || { echo "error: ${PYTHON:-python3} is not there: set PYTHON" >&2; exit 2; }
 python=$(realpath -s "$python")
 cd "$(dirname "$0")/.."
 out=${OUT:-results}
 dry=0
-case "${1:-}" in
-  --dry-run) dry=1 ;;
-  "") ;;
-  *) echo "error: $1 is unknown: give --dry-run or nothing" >&2; exit 2 ;;
-esac
+if [ "${1:-}" = --dry-run ]; then
+  dry=1
+  shift
+fi
+at_most 0 "$@"
 mkdir -p "$out" || exit 2
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" EPS_TEST_BACKENDS=cuda
 "$python" -c 'import torch, triton, numpy, click, pytest' || {

@@ -2,6 +2,8 @@
 # Remakes everything in results/README.md but speed from nothing: raw measurements (JSONL), tables, figures.
 # Under an hour on 2 cores. Usage: scripts/reproduce.sh [output directory]     (default: results)
 set -euo pipefail
+. "$(dirname "$0")/help.sh"
+at_most 1 "$@"
 cd "$(dirname "$0")/.."
 out=${1:-results}
 mkdir -p "$out"
@@ -13,11 +15,11 @@ started=$(date +%s)
 took() { echo "== $1: $(($(date +%s) - started)) s so far" >&2; }
 
 # 1. quality against bytes: every method and the oracle, needles and KL along the decode, 2k to 16k
-python scripts/evaluate.py --needles 40 --texts 6 --text-steps 48 --out "$out/methods.jsonl" > "$captures/methods.md"
+python scripts/evaluate.py --needles 40 --texts 6 --text-steps 48 -o "$out/methods.jsonl" > "$captures/methods.md"
 took "methods on the demo model"
 # 2. the same on a model of another shape: heads of 128, 8 layers, 4 kv heads
 python scripts/evaluate.py --model results/wide_model --contexts 4096 --needles 16 --texts 4 --text-steps 32 \
-  --budgets 0.04 0.07 0.10 0.14 0.20 0.28 --taus 4e-3 2e-3 1e-3 5e-4 --out "$out/wide.jsonl" > "$captures/wide.md"
+  --budgets 0.04 0.07 0.10 0.14 0.20 0.28 --taus 4e-3 2e-3 1e-3 5e-4 -o "$out/wide.jsonl" > "$captures/wide.md"
 took "methods on the wide model"
 # 3. captures of both, replayed without a model: mass recall, certified skip
 # the demo model ends at 16,384 tokens, the decoded ones included
@@ -25,20 +27,20 @@ for context in 2048 4096 8192 16000; do
   eps-proto capture --backend cuda --kv-dtype bfloat16 --context "$context" --steps 12 \
     -o "$captures/demo-$context.safetensors" > /dev/null
   eps-proto replay "$captures/demo-$context.safetensors" --backend cuda --budgets 0.1 \
-    --methods jl,1pc,fd,norm,random@2,box@16,meanstd@16,ball@8,moments@8,rq@2,oracle@2,oracle@16,oracle@128 \
-    --jsonl "$out/replay-$context.jsonl" > /dev/null
+    --method jl,1pc,fd,norm,random@2,box@16,meanstd@16,ball@8,moments@8,rq@2,oracle@2,oracle@16,oracle@128 \
+    -o "$out/replay-$context.jsonl" > /dev/null
 done
 eps-proto capture --backend cuda --model results/wide_model --kv-dtype bfloat16 --context 4096 --steps 8 \
   -o "$captures/wide-4096.safetensors" > /dev/null
 eps-proto replay "$captures/wide-4096.safetensors" --backend cuda --budgets 0.1 \
-  --methods jl,1pc,fd,norm,random@2,box@16,meanstd@16,ball@8,moments@8,rq@2,oracle@2,oracle@16,oracle@128 \
-  --jsonl "$out/replay-wide.jsonl" > /dev/null
+  --method jl,1pc,fd,norm,random@2,box@16,meanstd@16,ball@8,moments@8,rq@2,oracle@2,oracle@16,oracle@128 \
+  -o "$out/replay-wide.jsonl" > /dev/null
 took "replays"
 # 4. what bounds certify, and what certainty costs
-python scripts/certificates.py "$captures/demo-4096.safetensors" --out "$out/certificates.jsonl" > /dev/null
+python scripts/certificates.py "$captures/demo-4096.safetensors" -o "$out/certificates.jsonl" > /dev/null
 took "certificates"
 # 5. the parts of the default
-python scripts/ablate.py --texts 4 --out "$out/ablations.jsonl" > "$captures/ablations.md"
+python scripts/ablate.py --texts 4 -o "$out/ablations.jsonl" > "$captures/ablations.md"
 took "ablations"
 # 6. ten million bounds
 python scripts/check_bounds.py | tee "$captures/bounds.txt" | tail -n 1 > "$out/bounds.json"

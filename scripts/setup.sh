@@ -2,6 +2,8 @@
 # Makes .venv beside this checkout and installs EPS into it with the pinned versions.
 # Usage: scripts/setup.sh [extras]   (default: this platform's backend; "mlx,cuda,dev" for everything)
 set -euo pipefail
+. "$(dirname "$0")/help.sh"
+at_most 1 "$@"
 cd "$(dirname "$0")/.."
 if [ "$(uname)" = Darwin ]; then platform=mlx; else platform=cuda; fi
 extras=${1:-$platform}

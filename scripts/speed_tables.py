@@ -1,5 +1,6 @@
 """Prints the tables of speed from the raw files of scripts/speed.sh: python scripts/speed_tables.py results"""
 
+import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,7 +72,11 @@ def step_table(folder: Path) -> None:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "results")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("results"), help="of speed.sh's raw files")
+    folder = parser.parse_args().folder
+    if not folder.is_dir():
+        parser.error(f"there is no folder {folder}: run scripts/speed.sh, which makes its files")
     for table in (layer_table, scaling_table, step_table):
         table(folder)
         print()

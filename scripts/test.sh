@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Sets everything up and passes the tests: style, types, then the whole suite on every backend.
+# Usage: [EPS_TEST_WORKERS=auto] scripts/test.sh [arguments of pytest]
 set -euo pipefail
+. "$(dirname "$0")/help.sh"
 cd "$(dirname "$0")/.."
 scripts/setup.sh mlx,cuda,dev
 .venv/bin/ruff check .

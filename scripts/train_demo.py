@@ -3,8 +3,8 @@
 Text: Python's own standard library source (nine tenths of its files; the rest is held out for evaluation).
 Stages lengthen the context once the answers are right. Writes a Hugging Face directory and its model card.
 
-    python scripts/train_demo.py --out eps_core/demo_model          (about an hour on 2 cores; resumes with --resume)
-    python scripts/train_demo.py --shape wide --out results/wide_model     (a second shape, to check the ranking on)
+    python scripts/train_demo.py -o eps_core/demo_model          (about an hour on 2 cores; resumes with --resume)
+    python scripts/train_demo.py --shape wide -o results/wide_model     (a second shape, to check the ranking on)
 
 Preload jemalloc (LD_PRELOAD=libjemalloc.so.2): without it this script spends most of its time in the allocator.
 """
@@ -278,7 +278,7 @@ def held_out_bits_per_byte(model: Model, text: bytes, seed: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("-o", "--output", "--out", dest="out", type=Path, required=True)
     parser.add_argument("--shape", choices=["demo", "wide"], default="demo")
     parser.add_argument("--checkpoint", type=Path, default=Path("demo_checkpoint.pt"))
     parser.add_argument("--resume", action="store_true")

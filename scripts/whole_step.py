@@ -76,7 +76,10 @@ MODELS = {"demo": make_demo, "llama-1b": make_llama_1b}
 @click.option("--models", default="demo", show_default=True, help=f"Of {', '.join(MODELS)}; separated by commas.")
 @click.option("--backend", default="cuda,mlx", show_default=True, help="Separated by commas.")
 @click.option("--dtype", default="float32,bfloat16", show_default=True, help="Of weights and cache; commas.")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("results/whole_step.jsonl"), show_default=True)
+@click.option(
+    "-o", "--output", "--out", "out", type=click.Path(path_type=Path), default=Path("results/whole_step.jsonl"),
+    show_default=True,
+)  # fmt: skip
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def main(
     context: int, new_tokens: int, models: str, backend: str, dtype: str, out: Path, flags: tuple[str, ...]
@@ -116,7 +119,7 @@ def _run(
     """One run's last line, without its tokens, and what says how it was made."""
     command = [
         sys.executable, "-m", "eps_core.cli", "run", "--model", model, "--prompt-file", prompt, "--backend", backend,
-        "--dtype", dtype, "--max-new-tokens", new_tokens, "--no-stop", "--eps-method", "rq", "--metrics", metrics,
+        "--dtype", dtype, "--max-new-tokens", new_tokens, "--no-stop", "--method", "rq", "--metrics", metrics,
         *flags,
     ]  # fmt: skip
     done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, text=True, check=True)

@@ -388,7 +388,6 @@ MISTAKES = {
     "unknown-method": (["replay", "GOOD", "--methods", "svd@4"], "svd"),
     "off": (["replay", "GOOD", "--methods", "off"], "off"),
     "no-size": (["replay", "GOOD", "--methods", "rq@x"], "rq@x"),
-    "methods-twice": (["replay", "GOOD", "--methods", "rq", "--eps-method", "rq"], "--methods"),
     "budgets-twice": (["replay", "GOOD", "--budgets", "0.1", "--eps-budget", 0.1], "--budgets"),
     "budgets-of-another-policy": (["replay", "GOOD", "--eps-policy", "mass", "--budgets", "0.1"], "--budgets"),
     "no-list": (["replay", "GOOD", "--budgets", "few"], "few"),
@@ -405,7 +404,7 @@ MISTAKES = {
     "no-text": (["capture", "-o", "new", "--text", "absent.txt"], "absent.txt"),
     "no-directory": (["capture", "-o", "absent/new"], "absent"),
     "no-output": (["capture"], "-o"),
-    "flags-while-off": (["capture", "-o", "new", "--eps-budget", 0.2], "--eps-method"),
+    "flags-while-off": (["capture", "-o", "new", "--eps-budget", 0.2], "--method"),
     "absent-model": (["capture", "-o", "new", "--model", "absent"], "absent"),
     "full-disk": (["capture", "-o", "new"], "does not fit"),
 }

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from test_telemetry import KEYS
 
 from eps_core.cli.main import cli
-from eps_core.cli.options import config_of, given_flags, selection_options, summary_options
+from eps_core.cli.options import config_of, given_flags, method_option, selection_options, summary_options
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import METHODS
 from eps_core.load import BACKENDS
@@ -344,9 +344,9 @@ def test_help_and_version() -> None:
             listed = re.findall(r"^  (\w+) +\w", done.stdout.partition("Commands:")[2], re.MULTILINE)
             assert sorted(listed) == sorted(COMMANDS)
         if args[0] == "run":
-            for flag in ("strict", "audit-every", "audit-factor", "audit-off", "heads", "head-policy", "bound-bits",
-                         "refine"):  # fmt: skip
-                assert f"--eps-{flag} " in done.stdout
+            for flag in ("eps-strict", "audit-every", "audit-factor", "audit-off", "eps-heads", "eps-head-policy",
+                         "eps-bound-bits", "eps-refine"):  # fmt: skip
+                assert f"--{flag} " in done.stdout
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -357,6 +357,7 @@ def test_every_command_has_help(name: str) -> None:
 
 @click.command()
 @click.option("--model", type=Path)
+@method_option("off")
 @selection_options
 @summary_options
 @click.pass_context

@@ -1,13 +1,19 @@
-"""The three READMEs: short where promised, no dead link, no flag that is not there, Python that runs as written."""
+"""The three READMEs: short where promised, no dead link, no flag that is not there, commands and Python that run as
+written."""
 
+import itertools
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import click
 import pytest
+import tiny_models
+from command import outcome
 
 from eps_core.cli.main import cli
 
@@ -18,7 +24,9 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 
 
 def flags_of(command: click.Command) -> set[str]:
-    own = {flag for param in command.params for flag in (*param.opts, *param.secondary_opts)}
+    own = {
+        flag for param in command.params for flag in (*param.opts, *param.secondary_opts, *getattr(param, "also", ()))
+    }
     inner = command.commands.values() if isinstance(command, click.Group) else ()
     return own.union(*map(flags_of, inner), {"--help"})
 
@@ -29,8 +37,18 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def python_blocks(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Every command of its `sh` blocks, those of a line after each other."""
+    found: list[list[str]] = []
+    for line in "".join(blocks(page, "sh")).splitlines():
+        words = shlex.split(line, comments=True)
+        for _, one in itertools.groupby(words, lambda word: word == "&&"):
+            found.append(list(one))
+    return [one for one in found if one != ["&&"]]
 
 
 def test_the_readme_is_a_screen_and_a_half() -> None:
@@ -65,10 +83,60 @@ def test_every_flag_exists(page: Path) -> None:
     ids=("README.md", "eps_core/README.md"),
 )
 def test_its_python_runs_as_written(page: Path, says: str) -> None:
-    (block,) = python_blocks(page)
+    (block,) = blocks(page, "python")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
     assert says in done.stdout
     if page == README:  # the needle's value, a token a line
         assert "".join(line.split()[0] for line in done.stdout.splitlines()) == "31415."
+
+
+# what takes minutes or installs: these print their usage (test_scripts.py), and no other command is excused
+LONG = {"scripts/demo.sh", "scripts/test.sh"}
+MAX_CONTEXT = 4096
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the READMEs' commands find what they name: DIR, a model of 4,096 tokens, and the user's files."""
+    root = tmp_path_factory.mktemp("readme")
+    model = tiny_models.save_model("llama2", root / "DIR")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": MAX_CONTEXT}))
+    (root / "long.txt").write_text("It was a dark and stormy night; the rain fell in torrents.\n" * 30)
+    sample = {
+        "input": "Who fell?", "context": "The rain fell in torrents. " * 100, "answers": ["the rain"], "length": 500,
+        "dataset": "qasper", "language": "en", "all_classes": None, "_id": "0",
+    }  # fmt: skip
+    (root / "qasper.jsonl").write_text("".join(json.dumps(sample | {"_id": str(i)}) + "\n" for i in range(2)))
+    return root
+
+
+COMMANDS = dict.fromkeys(tuple(line) for page in (README, CORE) for line in commands(page) if line[0] not in LONG)
+
+
+@pytest.mark.parametrize("line", COMMANDS, ids=lambda line: " ".join(line[1:]))
+def test_their_commands_run_as_printed(line: tuple[str, ...], folder: Path) -> None:
+    """In their order: what one writes, the next reads."""
+    assert line[0] == "eps-proto"
+    done = outcome([*line[1:]], folder)
+    assert done.code == 0, done.err
+    last = done.out.splitlines()[-1]
+    assert json.loads(last) if last.startswith("{") else line[1] == "report"
+
+
+def test_the_long_ones_are_there() -> None:
+    named = {line[0] for page in (README, CORE) for line in commands(page)} - {"eps-proto"}
+    assert named == LONG and all(os.access(ROOT / name, os.X_OK) for name in LONG)
+
+
+def test_its_python_runs_with_a_model_of_your_own(folder: Path) -> None:
+    """As its comment says."""
+    (block,) = blocks(README, "python")
+    (own,) = re.findall(r'Session\.open\(Path\("DIR"\).*?\)', block)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    code = block.replace("Session.open()", own, 1)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("groups read") == 6

@@ -249,7 +249,7 @@ def test_benchmark_files_are_scored_by_their_own_metrics(tmp_path: Path):
     [
         (["--tasks", "niah_single,tea"], "task 'tea' is unknown"),
         (["--tasks", "none", "--text-steps", 0], "nothing to evaluate"),
-        (["--eps-method", "off"], "add --eps-method"),
+        (["--eps-method", "off"], "name another --method"),
         (["--context", 20000], "context 20000"),
         (["--context", 60], "ask for"),
         (["--longbench", "absent.jsonl"], "absent.jsonl"),

@@ -10,7 +10,7 @@ from eps_core.bench.data import Layer, Shape
 from eps_core.bench.proof import GateError
 from eps_core.config.bytes import scoring_bytes
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import DTYPE_BYTES, METHODS
+from eps_core.config.store import DTYPE_BYTES, METHODS, sized_method
 from eps_core.errors import ConfigError
 from eps_core.paging.where import Where
 
@@ -50,17 +50,12 @@ class BenchRequest:
     def configs(self) -> list[EpsConfig]:
         configs = []
         for name in self.methods:
-            method, _, size = name.partition("@")
+            method, size = sized_method(name, METHODS)
             if method == "off":
                 raise GateError("method off gates nothing and there is nothing to time: choose rq, box or another one")
-            if method not in METHODS or ("@" in name and not size.isdigit()):
-                raise ConfigError(
-                    f"method {name!r} is unknown: choose among {', '.join(METHODS[1:])}, with tokens of a group as in "
-                    "rq@2"
-                )
             configs += [
                 EpsConfig.of(method=method, group_tokens=tokens, block_size=self.block_size)
-                for tokens in ((int(size),) if size else self.group_tokens)
+                for tokens in (self.group_tokens if size is None else (size,))
             ]
         return list(dict.fromkeys(configs))
 

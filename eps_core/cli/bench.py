@@ -8,9 +8,11 @@ import click
 
 from eps_core.bench.layer import GRAPH, Bench
 from eps_core.bench.plan import DEFAULT_FRACTIONS, DEFAULT_REPEATS, SCALING_CONTEXTS, BenchRequest
+from eps_core.cli.help import INPUT, MEASURING, METHOD, OUTPUT, OUTPUT_FILE, SELECTION, command, option
+from eps_core.cli.numbers import MOST_SECONDS, PART, SEED, TOKENS, ListOf, Real, SizedMethod
 from eps_core.cli.options import given_flags, kernels_option
-from eps_core.cli.source import OUTPUT, backend_option, device_option
-from eps_core.config.store import DTYPE_BYTES
+from eps_core.cli.source import backend_option, device_option
+from eps_core.config.store import DTYPE_BYTES, METHODS
 from eps_core.errors import ConfigError
 from eps_core.files import outputs
 from eps_core.report.bench_plot import PLOTS, draw
@@ -18,66 +20,58 @@ from eps_core.report.style import need
 from eps_core.telemetry import terminal
 
 
-class _List(click.ParamType):
-    """A comma list of one kind of value, each within its limits."""
-
-    name = "list"
-
-    def __init__(self, kind: click.ParamType) -> None:
-        self.kind = kind
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, tuple):
-            return value
-        parts = tuple(self.kind.convert(part.strip(), param, ctx) for part in value.split(","))
-        if len(set(parts)) < len(parts):
-            self.fail(f"{value!r} names a value twice: drop one", param, ctx)
-        return parts
-
-
-_POSITIVE = click.IntRange(min=1)
-_SHARE = click.FloatRange(0, 1, min_open=True)
-
-
-@click.command("bench")
+@command(
+    "bench",
+    examples={
+        "eps-proto bench": "one layer at 4k and 32k tokens",
+        "eps-proto bench --context 32768 --bytes 0.1 --method rq,box@128 --repeats 40": "at a tenth of the bytes",
+        "eps-proto bench --scaling --method rq --bytes 0.1 -o scaling.jsonl --plot figures": "how it grows, 4k to 128k",
+    },
+)
 @backend_option
 @device_option
-@click.option("--context", type=_List(_POSITIVE), default="4096,32768", show_default=True, metavar="LIST")
-@click.option("--scaling", is_flag=True, help=f"Contexts {', '.join(map(str, SCALING_CONTEXTS))} of one dtype.")
-@click.option("--batch", type=_List(_POSITIVE), default="1", show_default=True, metavar="LIST", help="Sequences.")
-@click.option(
-    "--fraction", type=_List(_SHARE), metavar="LIST",
+@option("--context", heading=INPUT, type=ListOf(TOKENS), default="4096,32768", show_default=True, help="Tokens.")
+@option(
+    "--scaling", heading=INPUT, is_flag=True, help=f"Contexts {', '.join(map(str, SCALING_CONTEXTS))} of one dtype."
+)
+@option("--batch", heading=INPUT, type=ListOf(TOKENS), default="1", show_default=True, help="Sequences.")
+@option(
+    "--fraction", heading=SELECTION, type=ListOf(PART),
     help=f"Share of the groups that is visited.  [default: {','.join(map(str, DEFAULT_FRACTIONS))}]",
 )  # fmt: skip
-@click.option(
-    "--bytes",
-    "byte_shares",
-    type=_List(_SHARE),
-    metavar="LIST",
+@option(
+    "--bytes", "byte_shares", heading=SELECTION, type=ListOf(PART),
     help="Instead of --fraction: visit as many groups as fit this share of the dense bytes, summaries included.",
-)
-@click.option("--dtype", type=_List(click.Choice(("auto", *DTYPE_BYTES))), default="auto", metavar="LIST",
-    help="Of cache and queries; auto: float32 on a CPU, else bfloat16.", show_default=True,
 )  # fmt: skip
-@click.option("--q-heads", type=_POSITIVE, default=32, show_default=True)
-@click.option("--kv-heads", type=_POSITIVE, default=8, show_default=True)
-@click.option("--head-dim", type=_POSITIVE, default=128, show_default=True)
-@click.option(
-    "--method", type=_List(click.STRING), default="rq,box", show_default=True, metavar="LIST",
-    help="With group sizes where not the default: rq@2,box@128.",
+@option(
+    "--dtype", heading=INPUT, type=ListOf(click.Choice(("auto", *DTYPE_BYTES))), default="auto", show_default=True,
+    help="Of cache and queries; auto: float32 on a CPU, else bfloat16.",
 )  # fmt: skip
-@click.option(
-    "--group-tokens", type=_List(_POSITIVE), metavar="LIST",
+@option("--q-heads", heading=INPUT, type=TOKENS, default=32, show_default=True)
+@option("--kv-heads", heading=INPUT, type=TOKENS, default=8, show_default=True)
+@option("--head-dim", heading=INPUT, type=TOKENS, default=128, show_default=True)
+@option(
+    "--method", also=["--methods", "--eps-method"], heading=METHOD, type=ListOf(SizedMethod(METHODS)), default="rq,box",
+    show_default=True, help="With group sizes where not the default: rq@2,box@128.",
+)  # fmt: skip
+@option(
+    "--group-tokens", also=["--eps-group-tokens"], heading=METHOD, type=ListOf(TOKENS),
     help="Of every method that names none.  [default: each method's best]",
 )  # fmt: skip
-@click.option("--block-size", type=_POSITIVE, default=16, show_default=True, help="Tokens of a page.")
+@option("--block-size", heading=METHOD, type=TOKENS, default=16, show_default=True, help="Tokens of a page.")
 @kernels_option
-@click.option("--repeats", type=_POSITIVE, help=f"Rounds of every cell.  [default: {DEFAULT_REPEATS}]")
-@click.option("--seconds", type=click.FloatRange(0, min_open=True), help="The same as time, warm-up not included.")
-@click.option("--warm-seconds", type=click.FloatRange(0), default=1.0, show_default=True, help="Before every cell.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of keys, values, queries.")
-@click.option("--output", type=OUTPUT, metavar="FILE", help="Write JSONL, every sample of it.")
-@click.option("--plot", type=OUTPUT, metavar="DIR", help="Draw roofline.svg and scaling.svg there.")
+@option("--repeats", heading=MEASURING, type=TOKENS, help=f"Rounds of every cell.  [default: {DEFAULT_REPEATS}]")
+@option(
+    "--seconds", heading=MEASURING, type=Real(0, MOST_SECONDS, above=True),
+    help="The same as time, warm-up not included.",
+)  # fmt: skip
+@option(
+    "--warm-seconds", heading=MEASURING, type=Real(0, MOST_SECONDS), default=1.0, show_default=True,
+    help="Before every cell.",
+)  # fmt: skip
+@option("--seed", heading=INPUT, type=SEED, default=0, show_default=True, help="Of keys, values, queries.")
+@option("-o", "--output", heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE", help="Write JSONL, every sample of it.")
+@option("--plot", heading=OUTPUT, type=OUTPUT_FILE, metavar="DIR", help="Draw roofline.svg and scaling.svg there.")
 @click.pass_context
 def bench_command(ctx: click.Context, /, **flags: Any) -> None:
     """Time one attention layer: score, select, attend, tail and write of EPS, and the fastest dense attention here.

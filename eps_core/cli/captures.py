@@ -2,60 +2,66 @@
 
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import click
 
-from eps_core.cli.options import DEMO_METHOD, config_of, given_flags, refuse_bits, selection_options, summary_options
-from eps_core.cli.source import OUTPUT, backend_option, device_option, dtype_option, kv_dtype_option, model_option
+from eps_core.cli.help import FILE, INPUT, MEASURING, METHOD, OUTPUT, OUTPUT_FILE, SELECTION, command, option
+from eps_core.cli.numbers import COUNT, SHARE, TOKENS, ListOf, Real, SizedMethod
+from eps_core.cli.options import (
+    DEMO_METHOD,
+    config_of,
+    flag,
+    given_flags,
+    method_option,
+    refuse_bits,
+    selection_options,
+    summary_options,
+)
+from eps_core.cli.source import backend_option, device_option, dtype_option, kv_dtype_option, model_option
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import EVALUATION_METHODS, METHODS
+from eps_core.config.store import EVALUATION_METHODS, METHODS, sized_method
 from eps_core.decode.model import DEMO_MODEL
 from eps_core.errors import ConfigError
+from eps_core.evaluation.runner import DEFAULT_CONTEXT
 from eps_core.files import outputs
 from eps_core.summaries.table import facts
 from eps_core.telemetry import terminal
 
-_text_option = click.option(
-    "--text", type=click.Path(path_type=Path), metavar="FILE",
-    help="UTF-8 text that is read and decoded along.  [default: the Python library's source, a held-out tenth]",
+_text_option = option(
+    "--text", heading=INPUT, type=FILE, metavar="FILE",
+    help="UTF-8 text that is read and decoded along.  [default: the shipped corpus, sources of Python's library]",
 )  # fmt: skip
-_context_option = click.option("--context", type=click.IntRange(min=1), default=4096, show_default=True, metavar="N")
+_context_option = option(
+    "--context", heading=INPUT, type=TOKENS,
+    help=f"Tokens before the first step.  [default: {DEFAULT_CONTEXT}, or as many as model and text hold]",
+)  # fmt: skip
+_STEPS: dict[str, Any] = {"heading": INPUT, "type": TOKENS, "default": 32, "show_default": True}
 _DEFAULT_BUDGETS = "0.05,0.1,0.2,0.3"
+_METHODS = (*METHODS[1:], *EVALUATION_METHODS)  # that replay takes
 # flags that only codes have, as they are when not given
 _CODE_FLAGS: dict[str, Any] = {"eps_bits": EpsConfig.of().store.bits, "eps_rq_bounds": False, "eps_refine": None}
 
 
-class _Numbers(click.ParamType):
-    """A comma list of numbers of one kind."""
-
-    name = "list"
-
-    def __init__(self, kind: type) -> None:
-        self.kind = kind
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, tuple):
-            return value
-        try:
-            numbers = tuple(self.kind(part) for part in value.split(","))
-        except ValueError:
-            self.fail(f"{value!r} is no comma list of numbers, such as 0,3", param, ctx)
-        return numbers
-
-
-@click.command("capture")
+@command(
+    "capture",
+    examples={
+        "eps-proto capture -o c.safetensors": "the demo model along the shipped text",
+        "eps-proto capture --model DIR --text long.txt --layers 0,1 -o c.safetensors": "two layers of yours",
+        "eps-proto replay c.safetensors": "score budgets on it",
+    },
+)
 @model_option
 @_text_option
 @_context_option
-@click.option("--steps", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens decoded after it.")
-@click.option("--layers", type=_Numbers(int), metavar="LIST", help="Such as 0,3.  [default: all]")
+@option("--steps", **_STEPS, help="Tokens decoded after it.")
+@option("--layers", heading=INPUT, type=ListOf(COUNT), help="Such as 0,3.  [default: all]")
 @backend_option
 @device_option
 @dtype_option
 @kv_dtype_option
-@click.option("-o", "--output", type=OUTPUT, required=True, metavar="FILE.safetensors")
+@option("-o", "--output", heading=OUTPUT, type=OUTPUT_FILE, required=True, metavar="FILE.safetensors")
+@method_option("off")
 @selection_options
 @summary_options
 @click.pass_context
@@ -63,7 +69,7 @@ def capture_command(ctx: click.Context, /, **flags: Any) -> None:
     """Save the queries, keys and values of a real decode, so that `eps-proto replay` can score any method on them.
 
     The text's first --context tokens are prefilled densely and --steps tokens of it are decoded one by one: densely, or
-    gated with an --eps-method (off by default, also for the demo model). Nothing else of EPS is needed to try it on
+    gated with a --method (off by default, also for the demo model). Nothing else of EPS is needed to try it on
     your own checkpoint: capture some layers, replay.
 
     The file takes, for each layer, 2 (context + steps) kv-heads head-dim bytes-of-kv-dtype + 4 steps heads head-dim
@@ -101,25 +107,39 @@ def _check_paths(flags: dict[str, Any]) -> None:
 def _off(ctx: click.Context, flags: dict[str, Any]) -> str:
     stray = sorted(name for name in given_flags(ctx, flags) if name.startswith("eps_"))
     if stray:
-        raise click.UsageError(f"--{stray[0].replace('_', '-')} means nothing to a dense capture: add --eps-method")
+        raise click.UsageError(f"{flag(stray[0])} means nothing to a dense capture: add --method")
     return "off"
 
 
-@click.command("replay")
-@click.argument("captures", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="CAPTURE...")
-@click.option(
-    "--methods", metavar="LIST",
-    help="Methods, with their group sizes where not the default: rq@2,box@16,oracle.  [default: --eps-method, or rq]",
+@command(
+    "replay",
+    examples={
+        "eps-proto replay c.safetensors": "rq at four budgets",
+        "eps-proto replay c.safetensors --method rq,box@16,oracle --budgets 0.05,0.1": "methods side by side",
+        "eps-proto replay c.safetensors --layers 0,1 -o heads.jsonl": "figures of every head",
+    },
+)
+@click.argument("captures", nargs=-1, required=True, type=FILE, metavar="CAPTURE...")
+@option(
+    "--method", "methods", also=["--methods", "--eps-method"], heading=METHOD, type=ListOf(SizedMethod(_METHODS)),
+    default=DEMO_METHOD, show_default=True,
+    help="With group sizes where not the default: rq@2,box@16,oracle. Each takes the --eps flags that are its own.",
 )  # fmt: skip
-@click.option("--budgets", type=_Numbers(float), metavar="LIST", help=f"Of policy topk.  [default: {_DEFAULT_BUDGETS}]")
-@click.option(
-    "--match-error", type=click.FloatRange(min=0, min_open=True), default=0.05, show_default=True,
+@option(
+    "--budgets", heading=SELECTION, type=ListOf(Real()), metavar="LIST",
+    help=f"Of policy topk.  [default: {_DEFAULT_BUDGETS}]",
+)  # fmt: skip
+@option(
+    "--match-error", heading=MEASURING, type=Real(0, above=True), default=0.05, show_default=True,
     help="Output error at which the methods' bytes are compared.",
 )  # fmt: skip
-@click.option("--layers", type=_Numbers(int), metavar="LIST", help="Such as 0,3.  [default: all of the capture]")
+@option("--layers", heading=INPUT, type=ListOf(COUNT), help="Such as 0,3.  [default: all of the capture]")
 @backend_option
 @device_option
-@click.option("--jsonl", type=OUTPUT, metavar="FILE", help="Write all figures, head by head too.")
+@option(
+    "-o", "--output", "jsonl", also=["--jsonl"], heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE",
+    help="Write JSONL: all figures, head by head too.",
+)  # fmt: skip
 @selection_options
 @summary_options
 @click.pass_context
@@ -212,10 +232,10 @@ def _replay(ctx: click.Context, flags: dict[str, Any], output: outputs.Output | 
 def _configs(ctx: click.Context, flags: dict[str, Any]) -> list[EpsConfig]:
     """Every method at every budget."""
     given = given_flags(ctx, flags)
-    if flags["methods"] is not None and flags["eps_method"] is not None:
-        raise click.UsageError("--methods and --eps-method both name methods: give one of them")
-    if flags["methods"] is not None and given & {"eps_group_tokens", "eps_group_blocks"}:
-        raise click.UsageError("--methods gives each method its group size, as in rq@2: drop the --eps-group flag")
+    methods = [sized_method(name, _METHODS) for name in flags["methods"]]
+    sizes = sorted(given & {"eps_group_tokens", "eps_group_blocks"})
+    if sizes and any(size is not None for _, size in methods):
+        raise click.UsageError(f"--method gives group sizes, as in rq@2, and {flag(sizes[0])} does, too: drop one")
     # a sweep of budgets is what compares methods, whatever a method's own policy is
     policy = flags["eps_policy"] if given & {"eps_policy", "eps_tau"} else "topk"
     if flags["budgets"] is not None and (policy != "topk" or "eps_top_pages" in given):
@@ -226,18 +246,12 @@ def _configs(ctx: click.Context, flags: dict[str, Any]) -> list[EpsConfig]:
     if budgets is None and policy == "topk" and not given & {"eps_budget", "eps_top_pages"}:
         budgets = tuple(map(float, _DEFAULT_BUDGETS.split(",")))
     configs = []
-    for entry in (flags["methods"] or flags["eps_method"] or DEMO_METHOD).split(","):
-        method, _, size = entry.strip().partition("@")
-        if method not in (*METHODS[1:], *EVALUATION_METHODS):
-            choices = ", ".join((*METHODS[1:], *EVALUATION_METHODS))
-            raise click.UsageError(f"method {method!r} in --methods is unknown: choose among {choices}")
+    for method, size in methods:
         own: dict[str, Any] = {"eps_method": method, "eps_policy": policy}
-        if size:
-            if not size.isdigit():
-                raise click.UsageError(f"{entry!r} in --methods has no group size in tokens: write {method}@16")
-            own["eps_group_tokens"] = int(size)
+        if size is not None:
+            own["eps_group_tokens"] = size
         mine = given - {"eps_epsilon"}  # here it also defines a false skip, whatever the policy
-        if flags["methods"] is not None:  # a list of methods: each takes the flags that are its own
+        if len(methods) > 1:  # each takes the flags that are its own
             if not facts(method).coded:
                 mine -= set(_CODE_FLAGS)
                 own |= _CODE_FLAGS
@@ -282,39 +296,42 @@ def _table(names: list[str], rows: list[dict[str, Any]]) -> str:
     return terminal.table(cells, [*header, "union"])
 
 
-@click.command("calibrate")
+@command(
+    "calibrate",
+    examples={
+        "eps-proto calibrate -o policy.json": "the demo model along the shipped text",
+        "eps-proto calibrate --model DIR --text long.txt -o policy.json": "yours",
+        "eps-proto run --method rq --eps-heads retrieval --eps-head-policy policy.json": "gate what retrieves",
+    },
+)
 @model_option
 @_text_option
 @_context_option
-@click.option("--steps", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens that are averaged.")
-@click.option(
-    "--eps-method", type=click.Choice(METHODS[1:]), default=DEMO_METHOD, show_default=True,
+@option("--steps", **_STEPS, help="Tokens that are averaged.")
+@option(
+    "--method", "eps_method", also=["--eps-method"], heading=METHOD, type=click.Choice(METHODS[1:]),
+    default=DEMO_METHOD, show_default=True,
     help="Whose group size and summary bytes the estimate of the break-even context uses.",
 )  # fmt: skip
 @summary_options
-@click.option(
-    "--sink-tokens",
-    type=click.IntRange(min=0),
-    default=16,
-    show_default=True,
+@option(
+    "--sink-tokens", heading=MEASURING, type=COUNT, default=16, show_default=True,
     help="A streaming head sees these first,",
-)
-@click.option(
-    "--recent-tokens", type=click.IntRange(min=0), default=128, show_default=True, help="and these last tokens."
-)
-@click.option(
-    "--streaming-share", type=click.FloatRange(0, 1), default=0.05, show_default=True,
+)  # fmt: skip
+@option("--recent-tokens", heading=MEASURING, type=COUNT, default=128, show_default=True, help="and these last tokens.")
+@option(
+    "--streaming-share", heading=MEASURING, type=SHARE, default=0.05, show_default=True,
     help="A kv head is streaming if no more than this share of its mass lies outside of them.",
 )  # fmt: skip
-@click.option(
-    "--dense-fraction", type=click.FloatRange(0, 1), default=0.5, show_default=True,
+@option(
+    "--dense-fraction", heading=MEASURING, type=SHARE, default=0.5, show_default=True,
     help="A layer stays dense if 99 % of its mass takes more than this fraction of the groups.",
 )  # fmt: skip
 @backend_option
 @device_option
 @dtype_option
 @kv_dtype_option
-@click.option("-o", "--output", type=OUTPUT, required=True, metavar="POLICY.json")
+@option("-o", "--output", heading=OUTPUT, type=OUTPUT_FILE, required=True, metavar="POLICY.json")
 @click.pass_context
 def calibrate_command(ctx: click.Context, /, **flags: Any) -> None:
     """Find out how sparse a model's attention is, which kv heads retrieve, and from which context gating can pay.

@@ -1,14 +1,16 @@
 """`eps-proto evaluate`: what EPS costs in quality, on tasks, benchmark files and plain text."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
 
-from eps_core.cli.options import config_of, given_flags, selection_options, summary_options
-from eps_core.cli.source import OUTPUT, backend_option, device_option, model_option
+from eps_core.cli.help import CHECKS, FILE, INPUT, OUTPUT, OUTPUT_FILE, command, option
+from eps_core.cli.numbers import COUNT, SEED, TOKENS
+from eps_core.cli.options import DEMO_METHOD, config_of, given_flags, method_option, selection_options, summary_options
+from eps_core.cli.source import backend_option, device_option, model_option
 from eps_core.decode.model import DEMO_MODEL
+from eps_core.evaluation.runner import DEFAULT_CONTEXT
 from eps_core.files import outputs
 
 DEFAULT_TASKS = "niah_single,niah_multikey"
@@ -20,50 +22,57 @@ _SAME = (
 )  # fmt: skip
 
 
-@click.command("evaluate")
+@command(
+    "evaluate",
+    examples={
+        "eps-proto evaluate": "needles and text, the demo model",
+        "eps-proto evaluate --model DIR --longbench qasper.jsonl -o quality.jsonl": "every answer is kept",
+        "eps-proto evaluate --model DIR --tasks none --text long.txt --method box": "KL along a text of yours",
+    },
+)
 @backend_option
 @device_option
 @model_option
-@click.option(
-    "--tasks", default=DEFAULT_TASKS, show_default=True, metavar="A,B,...",
+@option(
+    "--tasks", heading=INPUT, default=DEFAULT_TASKS, show_default=True, metavar="A,B,...",
     help=f"Generated tasks; an unknown one lists them all. {NO_TASKS}: leave them out.",
 )  # fmt: skip
-@click.option(
-    "--longbench", type=click.Path(path_type=Path), multiple=True, metavar="FILE",
+@option(
+    "--longbench", heading=INPUT, type=FILE, multiple=True, metavar="FILE",
     help="LongBench v1 JSONL; too long prompts lose their middle. Repeatable.",
 )  # fmt: skip
-@click.option(
-    "--longbench-prompts", type=click.Path(path_type=Path), metavar="FILE",
+@option(
+    "--longbench-prompts", heading=INPUT, type=FILE, metavar="FILE",
     help="LongBench's config/dataset2prompt.json.  [default: prompts of our own, not comparable with published scores]",
 )  # fmt: skip
-@click.option(
-    "--ruler", type=click.Path(path_type=Path), multiple=True, metavar="FILE", help="RULER JSONL. Repeatable."
-)
-@click.option(
-    "--context", type=click.IntRange(min=1), multiple=True, default=(4096,), show_default=True, metavar="N",
-    help="Tokens of a generated task, answer included, and of text. Repeatable.",
+@option("--ruler", heading=INPUT, type=FILE, multiple=True, metavar="FILE", help="RULER JSONL. Repeatable.")
+@option(
+    "--context", heading=INPUT, type=TOKENS, multiple=True,
+    help=f"Tokens of a generated task, answer included, and of text. Repeatable.  [default: {DEFAULT_CONTEXT}, or as "
+    "many as the model holds]",
 )  # fmt: skip
-@click.option(
-    "--samples", type=click.IntRange(min=1), default=20, show_default=True, metavar="N",
+@option(
+    "--samples", heading=INPUT, type=TOKENS, default=20, show_default=True,
     help="Of each task and context, of each dataset in a file (its first ones), and documents of text.",
 )  # fmt: skip
-@click.option(
-    "--text-steps", type=click.IntRange(min=0), default=64, show_default=True, metavar="N",
+@option(
+    "--text-steps", heading=INPUT, type=COUNT, default=64, show_default=True,
     help="Tokens of real text to decode along for KL and top-1 agreement. 0: none.",
 )  # fmt: skip
-@click.option(
-    "--text", type=click.Path(path_type=Path), metavar="FILE",
+@option(
+    "--text", heading=INPUT, type=FILE, metavar="FILE",
     help="UTF-8 text for haystacks and KL.  [default: the shipped corpus, sources of Python's library]",
 )  # fmt: skip
-@click.option(
-    "--oracle/--no-oracle", default=True, show_default=True,
+@option(
+    "--oracle/--no-oracle", heading=CHECKS, default=True, show_default=True,
     help="Also run true masses as estimates, at the same budget and group size: what ranking could reach at best.",
 )  # fmt: skip
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of tasks and resampling.")
-@click.option(
-    "-o", "--out", type=OUTPUT, metavar="FILE",
+@option("--seed", heading=INPUT, type=SEED, default=0, show_default=True, help="Of tasks and resampling.")
+@option(
+    "-o", "--output", "out", also=["--out"], heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE",
     help="Write JSONL: the run, every sample with its answers, every result. A stopped run's is continued.",
 )  # fmt: skip
+@method_option(DEMO_METHOD)
 @selection_options
 @summary_options
 @click.pass_context
@@ -84,9 +93,9 @@ def evaluate_command(ctx: click.Context, /, **flags: Any) -> None:
     read = ("model", "text", "longbench", "longbench_prompts", "ruler", "eps_head_policy")
     inputs = {f"--{name.replace('_', '-')}": flags[name] for name in read}
     outputs.check({"-o": flags["out"]}, inputs | {"--model": flags["model"] or DEMO_MODEL})
-    config = config_of(flags, given_flags(ctx, flags))
+    config = config_of(flags, given_flags(ctx, flags), default=DEMO_METHOD)
     if not config.store.enabled:
-        raise click.UsageError("evaluate compares EPS with dense decode and EPS is off: add --eps-method")
+        raise click.UsageError("evaluate compares EPS with dense decode and EPS is off: name another --method")
     named = [task.strip() for task in flags["tasks"].split(",")]
     tasks = () if named == [NO_TASKS] else tuple(dict.fromkeys(named))
     if not (tasks or flags["longbench"] or flags["ruler"] or flags["text_steps"]):

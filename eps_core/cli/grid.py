@@ -6,7 +6,9 @@ from typing import Any
 
 import click
 
-from eps_core.cli.source import OUTPUT, backend_option, device_option, dtype_option, model_option
+from eps_core.cli.help import CHECKS, FILE, INPUT, MEASURING, MODEL, OUTPUT, OUTPUT_FILE, SELECTION, command, option
+from eps_core.cli.numbers import COUNT, SEED, TOKENS, Whole
+from eps_core.cli.source import backend_option, device_option, dtype_option, model_option
 from eps_core.config.store import DTYPE_BYTES
 from eps_core.decode.model import DEMO_MODEL
 from eps_core.errors import ConfigError
@@ -20,35 +22,57 @@ MIB = 2**20
 _PLAN = Plan()
 
 
-@click.command("grid")
-@click.option("--grid", type=click.Path(path_type=Path), metavar="FILE", help="JSON: axes and their values.")
-@click.option("--preset", type=click.Choice(tuple(PRESETS)), help="prd: the product requirements' 1,296 cells.")
-@click.option("-o", "--out", type=OUTPUT, metavar="FILE", required=True, help="JSONL; continued.")
+@command(
+    "grid",
+    examples={
+        "eps-proto grid --preset quick -o grid.jsonl": "the same line again goes on where it stopped",
+        "eps-proto grid --model DIR --grid axes.json -o grid.jsonl --repeats 3": "axes of your own",
+        "eps-proto report grid.jsonl -o report.html": "as one page",
+    },
+)
+@option("--grid", heading=INPUT, type=FILE, metavar="FILE", help="JSON: axes and their values.")
+@option(
+    "--preset",
+    heading=INPUT,
+    type=click.Choice(tuple(PRESETS)),
+    help="quick: 4 cells; small: minutes; prd: the product requirements' 1,296.",
+)
+@option(
+    "-o", "--output", "out", also=["--out"], heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE", required=True,
+    help="JSONL; continued.",
+)  # fmt: skip
 @backend_option
 @device_option
 @model_option
 @dtype_option
-@click.option("--kv-dtype", type=click.Choice(tuple(DTYPE_BYTES)), default=_PLAN.kv_dtype, show_default=True)
-@click.option("--needles", type=click.IntRange(min=0), default=_PLAN.needles, show_default=True, help="Questions.")
-@click.option("--texts", type=click.IntRange(min=1), default=_PLAN.texts, show_default=True, help="Windows of text.")
-@click.option("--text-steps", type=click.IntRange(min=2), default=_PLAN.text_steps, show_default=True)
-@click.option(
-    "--repeat", type=click.IntRange(min=1), default=_PLAN.repeat, show_default=True,
+@option(
+    "--kv-dtype", heading=MODEL, type=click.Choice(tuple(DTYPE_BYTES)), default=_PLAN.kv_dtype, show_default=True,
+    help="Of the KV cache.",
+)  # fmt: skip
+@option("--needles", heading=INPUT, type=COUNT, default=_PLAN.needles, show_default=True, help="Questions.")
+@option("--texts", heading=INPUT, type=TOKENS, default=_PLAN.texts, show_default=True, help="Windows of text.")
+@option(
+    "--text-steps", heading=INPUT, type=Whole(2), default=_PLAN.text_steps, show_default=True,
+    help="Tokens of a window that are decoded.",
+)  # fmt: skip
+@option(
+    "--repeats", "repeat", also=["--repeat"], heading=MEASURING, type=TOKENS, default=_PLAN.repeat, show_default=True,
     help="Decodes of each text, for more timings.",
 )  # fmt: skip
-@click.option(
-    "--audit-every", type=click.IntRange(min=0), default=_PLAN.audit_every, show_default=True, metavar="N",
-    help="Measure the true skipped mass every N steps; 0: never.",
+@option(
+    "--audit-every", also=["--eps-audit-every"], heading=CHECKS, type=COUNT, default=_PLAN.audit_every,
+    show_default=True, help="Measure the true skipped mass every N steps; 0: never.",
 )  # fmt: skip
-@click.option(
-    "--eps-head-policy", type=click.Path(path_type=Path), metavar="FILE", help="For cells of heads retrieval."
-)
-@click.option("--prefill-chunk", type=click.IntRange(min=1), default=_PLAN.prefill_chunk, show_default=True)
-@click.option(
-    "--prefill-mib", type=click.IntRange(min=0), default=4096, show_default=True, metavar="MIB",
+@option("--eps-head-policy", heading=SELECTION, type=FILE, metavar="FILE", help="For cells of heads retrieval.")
+@option(
+    "--prefill-chunk", heading=MEASURING, type=TOKENS, default=_PLAN.prefill_chunk, show_default=True,
+    help="Tokens at a time.",
+)  # fmt: skip
+@option(
+    "--prefill-mib", heading=MEASURING, type=COUNT, default=4096, show_default=True,
     help="Most K and V of prefilled documents kept for the next cells.",
 )  # fmt: skip
-@click.option("--seed", type=click.IntRange(min=0), default=_PLAN.seed, show_default=True, help="Of the documents.")
+@option("--seed", heading=INPUT, type=SEED, default=_PLAN.seed, show_default=True, help="Of the documents.")
 def grid_command(**flags: Any) -> None:
     """Measure every combination of a grid, dense and gated side by side, one JSON line a finished cell.
 
@@ -110,9 +134,26 @@ def _grid(output: outputs.Output, flags: dict[str, Any]) -> None:
         )
 
 
-@click.command("report")
-@click.argument("results", type=click.Path(path_type=Path), nargs=-1, required=True)
-@click.option("-o", "--out", type=OUTPUT, metavar="FILE", required=True, help="HTML.")
+@command(
+    "report",
+    examples={
+        "eps-proto report grid.jsonl -o report.html": "of `eps-proto grid -o`",
+        "eps-proto report steps.jsonl -o report.html": "of `eps-proto run --metrics`",
+        "eps-proto report grid.jsonl other.jsonl -o report.html": "several in one",
+    },
+)
+@click.argument("results", type=FILE, nargs=-1, required=True)
+@option(
+    "-o",
+    "--output",
+    "out",
+    also=["--out"],
+    heading=OUTPUT,
+    type=OUTPUT_FILE,
+    metavar="FILE",
+    required=True,
+    help="HTML.",
+)
 def report_command(results: tuple[Path, ...], out: Path) -> None:
     """Draw results (JSONL of grid, evaluate, run --metrics or scripts/evaluate.py) as one HTML page without network.
 

@@ -14,16 +14,19 @@ from eps_core.cli.bench import bench_command
 from eps_core.cli.captures import calibrate_command, capture_command, replay_command
 from eps_core.cli.evaluate import evaluate_command
 from eps_core.cli.grid import grid_command, report_command
+from eps_core.cli.help import CHECKS, DECODING, FILE, INPUT, MODEL, OUTPUT, OUTPUT_FILE, Group, option
+from eps_core.cli.numbers import COUNT, SEED, TOKENS, Real
 from eps_core.cli.options import (
     AUTO,
     DEMO_METHOD,
     config_of,
     given_flags,
     kernels_option,
+    method_option,
     selection_options,
     summary_options,
 )
-from eps_core.cli.source import OUTPUT, backend_option, device_option, dtype_option, kv_dtype_option, model_option
+from eps_core.cli.source import backend_option, device_option, dtype_option, kv_dtype_option, model_option
 from eps_core.config.bytes import open_group_bytes
 from eps_core.decode.generate import Sampling
 from eps_core.decode.model import DEMO_MODEL
@@ -41,60 +44,87 @@ _SAME = (
 )  # fmt: skip
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=False)
+@click.group(
+    cls=Group,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=False,
+    examples={
+        "eps-proto run": "the demo model: dense, then EPS",
+        "eps-proto run --model DIR --prompt-file long.txt --method rq --kl": "yours, and how far EPS moves it",
+        "eps-proto evaluate --model DIR --longbench qasper.jsonl": "what EPS costs in quality",
+    },
+)
 @click.version_option(package_name=DISTRIBUTION, prog_name="eps-proto")
 def cli() -> None:
     """Decode from a long context while reading a fraction of its KV cache. `eps-proto run` tries it on a demo model."""
 
 
-@cli.command("run")
+@cli.command(
+    "run",
+    examples={
+        "eps-proto run": "the demo model on a needle prompt",
+        "eps-proto run --model DIR --prompt-file long.txt --method rq --kl": "and how far EPS moves it",
+        "eps-proto run --model DIR --prompt-file - --method rq --audit-every 16 < long.txt": "true unread mass",
+    },
+)
+@option(
+    "--prompt", heading=INPUT, metavar="TEXT",
+    help="Text to continue.  [default, without --model: a 4,096-token needle task]",
+)  # fmt: skip
+@option(
+    "--prompt-file", "prompt_files", heading=INPUT, type=FILE, metavar="FILE", multiple=True,
+    help="The same from a UTF-8 file; -: stdin; .jsonl: each line's \"prompt\". Several prompts are one batch.",
+)  # fmt: skip
+@option(
+    "--chat", heading=INPUT, is_flag=True, help="Put the prompt into the model's chat template, as a user's message."
+)
 @backend_option
 @device_option
 @model_option
-@click.option(
-    "--prompt", metavar="TEXT", help="Text to continue.  [default, without --model: a 4,096-token needle task]"
-)
-@click.option(
-    "--prompt-file", "prompt_files", type=click.Path(path_type=Path), metavar="FILE", multiple=True,
-    help="The same from a UTF-8 file; -: stdin; .jsonl: each line's \"prompt\". Several prompts are one batch.",
-)  # fmt: skip
-@click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template, as a user's message.")
-@click.option(
-    "--max-new-tokens", type=click.IntRange(min=1),
-    help=f"[default: 32; {DEMO_NEW_TOKENS} for the built-in prompt, whose answer is 5 digits and a full stop]",
-)  # fmt: skip
 @dtype_option
 @kv_dtype_option
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0: greedy.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="With a temperature: nucleus to draw from.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of drawing tokens.")
-@click.option("--prefill-chunk", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens at a time.")
-@click.option(
-    "--pool-tokens", type=click.IntRange(min=1), metavar="N", help="Cache size.  [default: what the run needs]"
-)
-@click.option("--stop/--no-stop", default=True, show_default=True, help="End at the model's end-of-text tokens.")
-@click.option("--no-baseline", is_flag=True, help="Skip the dense run.")
-@click.option("--kl", is_flag=True, help="Also measure KL and top-1 agreement along the dense run's tokens.")
-@click.option(
-    "--eps-audit-every", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
-    help="Attend densely besides on every N-th step: true unread mass, KL, alarms; 0: never.",
+@option(
+    "--max-new-tokens", heading=DECODING, type=TOKENS,
+    help=f"[default: 32; {DEMO_NEW_TOKENS} for the built-in prompt, whose answer is 5 digits and a full stop]",
 )  # fmt: skip
-@click.option(
-    "--eps-audit-factor", type=float, default=steps.AUDIT_FACTOR, show_default=True,
+@option("--temperature", heading=DECODING, type=Real(), default=0.0, show_default=True, help="0: greedy.")
+@option(
+    "--top-p", heading=DECODING, type=Real(), default=1.0, show_default=True,
+    help="With a temperature: nucleus to draw from.",
+)  # fmt: skip
+@option("--seed", heading=DECODING, type=SEED, default=0, show_default=True, help="Of drawing tokens.")
+@option("--prefill-chunk", heading=DECODING, type=TOKENS, default=512, show_default=True, help="Tokens at a time.")
+@option("--pool-tokens", heading=DECODING, type=TOKENS, help="Cache size.  [default: what the run needs]")
+@option(
+    "--stop/--no-stop", heading=DECODING, default=True, show_default=True, help="End at the model's end-of-text tokens."
+)
+@option("--no-baseline", heading=CHECKS, is_flag=True, help="Skip the dense run.")
+@option("--kl", heading=CHECKS, is_flag=True, help="Also measure KL and top-1 agreement along the dense run's tokens.")
+@option(
+    "--audit-every", "eps_audit_every", also=["--eps-audit-every"], heading=CHECKS, type=COUNT, default=0,
+    show_default=True, help="Attend densely besides on every N-th step: true unread mass, KL, alarms; 0: never.",
+)  # fmt: skip
+@option(
+    "--audit-factor", "eps_audit_factor", also=["--eps-audit-factor"], heading=CHECKS, type=Real(1),
+    default=steps.AUDIT_FACTOR, show_default=True,
     help="An audit raises an alarm where the true unread share is above this many times its estimate.",
 )  # fmt: skip
-@click.option("--eps-audit-off", is_flag=True, help="After an alarm the steps are dense.")
-@click.option("--metrics", type=OUTPUT, metavar="FILE", help="Write JSONL, one line a decode step.")
-@click.option("--csv", type=OUTPUT, metavar="FILE", help="Write the same steps as CSV.")
+@option(
+    "--audit-off", "eps_audit_off", also=["--eps-audit-off"], heading=CHECKS, is_flag=True,
+    help="After an alarm the steps are dense.",
+)  # fmt: skip
+@option("--metrics", heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE", help="Write JSONL, one line a decode step.")
+@option("--csv", heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE", help="Write the same steps as CSV.")
 @kernels_option
+@method_option(f"off; {DEMO_METHOD} without --model")
 @selection_options
 @summary_options
 @click.pass_context
 def run_command(ctx: click.Context, /, **flags: Any) -> None:
     """Decode a prompt, or a batch of them, densely, then with EPS, and compare.
 
-    Without --model this runs the demo model on a built-in needle prompt with --eps-method rq; with --model EPS is off
-    until --eps-method names a method. --eps-method off is the rollback: other --eps flags then mean nothing.
+    Without --model this runs the demo model on a built-in needle prompt with --method rq; with --model EPS is off until
+    --method names one. --method off is the rollback: other --eps flags then mean nothing.
 
     Prints the text as it comes and a table; the last line of stdout is one JSON object. --metrics and --csv hold the
     EPS run's steps, or the dense run's where EPS is off.
@@ -107,15 +137,13 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
     given = given_flags(ctx, flags)
     config = config_of(flags, given, auto_min_context=True)
     if flags["no_baseline"] and not config.store.enabled:
-        raise click.UsageError("--no-baseline with EPS off leaves nothing to run: drop it or choose an --eps-method")
+        raise click.UsageError("--no-baseline with EPS off leaves nothing to run: drop it or choose a --method")
     if flags["kl"] and (flags["no_baseline"] or not config.store.enabled):
-        raise click.UsageError("--kl compares EPS with the dense run: it needs an --eps-method and no --no-baseline")
+        raise click.UsageError("--kl compares EPS with the dense run: it needs a --method and no --no-baseline")
     if given & {"eps_audit_factor", "eps_audit_off"} and not flags["eps_audit_every"]:
-        raise click.UsageError("--eps-audit-factor and --eps-audit-off need audits: add --eps-audit-every")
+        raise click.UsageError("--audit-factor and --audit-off need audits: add --audit-every")
     if flags["eps_audit_every"] and not config.store.enabled:
-        raise click.UsageError("--eps-audit-every audits gated steps: choose an --eps-method")
-    if not flags["eps_audit_factor"] >= 1:  # NaN too
-        raise click.UsageError(f"--eps-audit-factor {flags['eps_audit_factor']} is below 1: use 10")
+        raise click.UsageError("--audit-every audits gated steps: choose a --method")
     if "top_p" in given and not flags["temperature"]:
         raise click.UsageError("--top-p means nothing to greedy decoding: add --temperature")
     # late: `eps-proto info` and --help must work where a model cannot be loaded
@@ -164,12 +192,19 @@ def _prompts(flags: dict[str, Any]) -> tuple[str | Path, ...]:
     return paths if prompt is None else (prompt,)
 
 
-@cli.command("info")
-@click.option("--model", type=click.Path(path_type=Path), metavar="MODEL", help="Take the shape from its config.json.")
-@click.option("--layers", type=click.IntRange(min=1), default=32, show_default=True)
-@click.option("--kv-heads", type=click.IntRange(min=1), default=32, show_default=True)
-@click.option("--head-dim", type=click.IntRange(min=1), default=128, show_default=True)
-@click.option("--context", type=click.IntRange(min=1), help="Tokens.  [default: 65536, or the model's context]")
+@cli.command(
+    "info",
+    examples={
+        "eps-proto info": "what is usable here, what summaries take",
+        "eps-proto info --model DIR --context 32768": "for your model's shape",
+        "eps-proto info --layers 32 --kv-heads 8 --head-dim 128 --eps-refine 0": "rq without its second bit",
+    },
+)
+@option("--model", heading=MODEL, type=FILE, metavar="DIR", help="Take the shape from its config.json.")
+@option("--layers", heading=MODEL, type=TOKENS, default=32, show_default=True)
+@option("--kv-heads", heading=MODEL, type=TOKENS, default=32, show_default=True)
+@option("--head-dim", heading=MODEL, type=TOKENS, default=128, show_default=True)
+@option("--context", heading=MODEL, type=TOKENS, help="Tokens.  [default: 65536, or the model's context]")
 @summary_options
 @click.pass_context
 def info_command(ctx: click.Context, /, **flags: Any) -> None:
@@ -193,7 +228,7 @@ def info_command(ctx: click.Context, /, **flags: Any) -> None:
         raise click.UsageError("--eps-group-tokens and --eps-group-blocks say the same thing twice: give one of them")
     rows = terminal.memory_rows(
         layers, kv_heads, head_dim, context, flags["block_size"], flags["eps_dim"], flags["eps_bits"],
-        flags["eps_group_tokens"], flags["eps_group_blocks"],
+        flags["eps_group_tokens"], flags["eps_group_blocks"], flags["eps_refine"],
     )  # fmt: skip
     backends = {name: _backend_status(name) for name in BACKENDS}
     click.echo(f"eps {provenance.package_version() or '(not installed)'}, Python {platform.python_version()}")
@@ -233,45 +268,45 @@ for command in (
 
 
 def _fail(message: str) -> NoReturn:
-    with suppress(OSError):
+    with suppress(OSError):  # nobody reads it
         click.echo("error: " + " ".join(message.split()), err=True)
-    _end(2)
-
-
-def _end(code: int) -> NoReturn:
-    """Ends the process; Python's own flush on the way must not complain of a stream that cannot be written."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    sys.exit(code)
+    sys.exit(2)
 
 
 def _open_streams() -> None:
-    """What was closed before the start (`>&-`) becomes the null device: the next file to be opened would take its
-    place, and be printed into."""
-    for descriptor in range(3):
+    """Standard streams that were closed before we came lead nowhere: else the next file that is opened gets their
+    number, and what is printed goes into it."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
-            os.fstat(descriptor)
+            os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest that is free, which is this one
-    if sys.stdout is None:
-        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-    if sys.stderr is None:
-        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the run
+
+
+def _flush() -> None:
+    """What was printed is out, or an error says that it is not; what is stuck then goes nowhere, so that Python's own
+    flush at exit has nothing to complain of."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
 
 
 def main() -> None:
     """Entry point: every mistake of the user's is one line on stderr and exit code 2."""
     _open_streams()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the run
     try:
-        code = cli.main(standalone_mode=False)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _end(2)  # whoever read us has gone: nobody is there to be told
+        try:
+            code = cli.main(prog_name="eps-proto", standalone_mode=False)
+        finally:
+            _flush()
+    except (BrokenPipeError, SystemExit):  # whoever read us has gone (click turns that into an exit): nobody to tell
+        sys.exit(2)
     except click.UsageError as error:
         _fail(f"{error.format_message()} ({error.ctx.command_path if error.ctx else 'eps-proto'} --help)")
     except click.ClickException as error:
@@ -279,11 +314,11 @@ def main() -> None:
     except ConfigError as error:
         _fail(str(error))
     except OSError as error:
-        # outputs name themselves, and what is read has a name: the rest is what is printed
-        _fail(str(error) if error.filename else f"stdout cannot be written ({error.strerror or error})")
+        nameless = f"standard output cannot be written ({error.strerror}): send it elsewhere"
+        _fail(str(error) if error.filename else nameless)
     except (KeyboardInterrupt, click.Abort):
-        _end(130)
-    _end(code if isinstance(code, int) else 0)
+        sys.exit(130)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 if __name__ == "__main__":

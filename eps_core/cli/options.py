@@ -1,11 +1,13 @@
 """The `--eps-*` flags that several commands share, and how they become an EpsConfig."""
 
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import click
 
+from eps_core.cli.help import FILE, METHOD, MODEL, SELECTION, option, options
+from eps_core.cli.numbers import MOST_SEED, OrWord, Real, Whole
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import DEFAULT_BUDGET, DEFAULT_GUARDS, DEFAULT_TAU, POLICIES, SCOPES
 from eps_core.config.store import DEFAULT_TAIL_TOKENS, METHODS, coded_methods, dim_meanings
@@ -21,141 +23,120 @@ AUTO = "auto"  # of --eps-min-context
 # flags that mean something under one policy only
 _POLICY_FLAGS = {"eps_budget": "topk", "eps_tau": "share", "eps_alpha": "threshold"}
 _DEFAULT = EpsConfig.of()
+_kept, _read = partial(option, heading=METHOD), partial(option, heading=SELECTION)
 
 
 def _guard_help(end: int) -> str:
     return f"Always visited.  [default: {_FACTS.guards[end]} for {_OWN}, {DEFAULT_GUARDS[end]} for the others]"
 
 
-def _options(*options: Callable) -> Callable:
-    def decorate(function: Callable) -> Callable:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
-
-
-class _MinContext(click.ParamType):
-    """A number of tokens, or the word auto."""
-
-    name = "tokens"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        if value == AUTO:
-            return AUTO
-        try:
-            return int(value)
-        except ValueError:
-            self.fail(f"{value!r} is neither a number of tokens nor auto", param, ctx)
+def method_option(default: str) -> Callable:
+    """`--method`, whose default is a matter of the command."""
+    return _kept(
+        "--method", "eps_method", also=["--eps-method"], type=click.Choice(METHODS),
+        help=f"Summary of a group of keys.  [default: {default}]",
+    )  # fmt: skip
 
 
-summary_options = _options(
-    click.option("--eps-dim", type=int, help=f"{dim_meanings('{what} of {name} (default {default})')}."),
-    click.option(
-        "--eps-bits",
-        type=int,
-        default=_DEFAULT.store.bits,
-        show_default=True,
+summary_options = options(
+    _kept(
+        "--eps-dim", type=Whole(), help=f"{dim_meanings('{what} of {name} (default {default})')}."
+    ),
+    _kept(
+        "--eps-bits", type=Whole(), default=_DEFAULT.store.bits, show_default=True,
         help=f"Bits of one {_CODED} code: 1, 2, 4 or 8.",
     ),
-    click.option(
-        "--eps-refine",
-        type=float,
-        metavar="X",
+    _kept(
+        "--eps-refine", type=Real(),
         help=f"{_CODED} of 1 bit: share of the groups of which a second bit is read; 0: none.  "
         f"[default: {_FACTS.refine}]",
     ),
-    click.option(
-        "--eps-group-tokens",
-        type=int,
-        metavar="N",
-        help="Tokens of a group, up to 256; divides the page or is a multiple of it.",
+    _kept(
+        "--eps-group-tokens", type=Whole(),
+        help="Tokens of a group, up to 256; divides the page or is a multiple of it.  [default: each method's best]",
     ),
-    click.option("--eps-group-blocks", type=int, metavar="G", help="The same in pages.  [default: each method's best]"),
-    click.option(
-        "--block-size", type=int, default=_DEFAULT.store.block_size, show_default=True, help="Tokens of a page."
+    _kept("--eps-group-blocks", type=Whole(), metavar="G", help="The same in pages."),
+    _kept(
+        "--block-size", type=Whole(), default=_DEFAULT.store.block_size, show_default=True,
+        help="Tokens of a page.",
     ),
-)
+)  # fmt: skip
 
-selection_options = _options(
-    click.option(
-        "--eps-method",
-        type=click.Choice(METHODS),
-        help=f"Summary of a group of keys.  [default: off; {DEMO_METHOD} without --model]",
+selection_options = options(
+    _kept(
+        "--eps-rq-bounds", is_flag=True,
+        help=f"{_CODED} also stores what its bounds need (6 bytes a group).",
     ),
-    click.option("--eps-rq-bounds", is_flag=True, help=f"{_CODED} also stores what its bounds need (6 bytes a group)."),
-    click.option(
-        "--eps-bound-bits", type=int, default=0, show_default=True,
+    _kept(
+        "--eps-bound-bits", type=Whole(), default=0, show_default=True,
         help="4 or 8: certify from codes of single keys, read of unvisited groups only; 0: the method's own bounds.",
     ),
-    click.option(
+    _kept(
         "--eps-tail", type=click.Choice(("drop", "mean")),
         help="What is not read counts nothing, or with its estimated mass and mean value.  [default: mean for "
         f"{', '.join(names(lambda one: one.tail))}]",
     ),
-    click.option(
-        "--eps-tail-tokens", type=int, metavar="N",
+    _kept(
+        "--eps-tail-tokens", type=Whole(),
         help=f"Tokens of one mean value: a multiple of page and group.  [default: {DEFAULT_TAIL_TOKENS}]",
     ),
-    click.option(
+    _kept(
+        "--eps-seed", type=Whole(most=MOST_SEED), default=_DEFAULT.store.seed, show_default=True,
+        help="Of projections and signs.",
+    ),
+    _read(
         "--eps-policy", type=click.Choice(POLICIES), default=_DEFAULT.read.policy, show_default=True,
         help="Rule that chooses groups; --eps-tau alone means share.",
     ),
-    click.option(
-        "--eps-budget", type=float, metavar="X",
+    _read(
+        "--eps-budget", type=Real(),
         help="topk: share of the context that is read (up to 1), or a number of tokens.  "
         f"[default: {_FACTS.budget} for {_OWN}, {DEFAULT_BUDGET} for the others]",
     ),
-    click.option(
-        "--eps-tau", type=float,
+    _read(
+        "--eps-tau", type=Real(),
         help=f"share: least estimated share of the softmax worth a visit.  [default: {DEFAULT_TAU}]",
     ),
-    click.option(
-        "--eps-epsilon", type=float, default=_DEFAULT.read.epsilon, show_default=True,
+    _read(
+        "--eps-epsilon", type=Real(), default=_DEFAULT.read.epsilon, show_default=True,
         help="mass: most estimated share of the softmax left unread; --eps-strict: most certified one.",
     ),
-    click.option(
-        "--eps-strict", is_flag=True,
-        help="Read more until the certified unread share of every head is at most --eps-epsilon.",
-    ),
-    click.option(
-        "--eps-heads", type=click.Choice(("all", "retrieval")), default="all", show_default=True,
-        help="retrieval: gate only the heads that --eps-head-policy marks so; the others stay dense.",
-    ),
-    click.option(
-        "--eps-head-policy", type=click.Path(path_type=Path), metavar="FILE", help="What `eps-proto calibrate` wrote."
-    ),
-    click.option(
-        "--eps-alpha", type=float, default=_DEFAULT.read.alpha, show_default=True,
+    _read(
+        "--eps-alpha", type=Real(), default=_DEFAULT.read.alpha, show_default=True,
         help="threshold: a group is skipped below T / alpha; higher visits more.",
     ),
-    click.option(
-        "--eps-top-pages", type=int, metavar="N", help="In groups: topk budget, threshold heap, cap on share and mass."
+    _read(
+        "--eps-top-pages", type=Whole(),
+        help="In groups: topk budget, threshold heap, cap on share and mass.",
     ),
-    click.option(
-        "--eps-first-tokens", type=int, metavar="N", help=_guard_help(0)
-    ),
-    click.option(
-        "--eps-last-tokens", type=int, metavar="N", help=_guard_help(1)
-    ),
-    click.option("--eps-first-n", type=int, metavar="N", help="--eps-first-tokens in groups."),
-    click.option("--eps-last-n", type=int, metavar="N", help="--eps-last-tokens in groups."),
-    click.option(
+    _read("--eps-first-tokens", type=Whole(), help=_guard_help(0)),
+    _read("--eps-last-tokens", type=Whole(), help=_guard_help(1)),
+    _read("--eps-first-n", type=Whole(), help="--eps-first-tokens in groups."),
+    _read("--eps-last-n", type=Whole(), help="--eps-last-tokens in groups."),
+    _read(
         "--eps-scope", type=click.Choice(SCOPES), default=_DEFAULT.read.scope, show_default=True,
         help="A list of groups for each kv head, or the union of them for all heads.",
     ),
-    click.option(
-        "--eps-seed", type=int, default=_DEFAULT.store.seed, show_default=True, help="Of projections and signs."
+    _read(
+        "--eps-heads", type=click.Choice(("all", "retrieval")), default="all", show_default=True,
+        help="retrieval: gate only the heads that --eps-head-policy marks so; the others stay dense.",
     ),
-    click.option(
-        "--eps-min-context", type=_MinContext(), default=_DEFAULT.read.min_context, show_default=True, metavar="N|auto",
+    _read(
+        "--eps-head-policy", type=FILE, metavar="FILE", help="What `eps-proto calibrate` wrote."
+    ),
+    _read(
+        "--eps-strict", is_flag=True,
+        help="Read more until the certified unread share of every head is at most --eps-epsilon.",
+    ),
+    _read(
+        "--eps-min-context", type=OrWord(Whole(), AUTO), default=_DEFAULT.read.min_context,
+        show_default=True, metavar="N|auto",
         help="Dense below N tokens; auto (run only): below where gating pays, measured once on this device.",
     ),
 )  # fmt: skip
 
-kernels_option = click.option(
-    "--kernels", type=click.Choice(("auto", *KERNELS)), default="auto", show_default=True,
+kernels_option = option(
+    "--kernels", heading=MODEL, type=click.Choice(("auto", *KERNELS)), default="auto", show_default=True,
     help="What computes attention; changes speed only. auto: the fastest that this device has.",
 )  # fmt: skip
 
@@ -165,15 +146,18 @@ def given_flags(ctx: click.Context, flags: dict[str, Any]) -> set[str]:
     return {name for name in flags if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE}
 
 
-def config_of(flags: dict[str, Any], given: set[str], auto_min_context: bool = False) -> EpsConfig:
+def config_of(
+    flags: dict[str, Any], given: set[str], auto_min_context: bool = False, default: str = "off"
+) -> EpsConfig:
     """The flags as an EpsConfig; flags that contradict each other are refused, unless EPS is turned off outright. With
-    `auto_min_context`, `auto` is let through as 0: the caller measures."""
+    `auto_min_context`, `auto` is let through as 0: the caller measures. `default` is the method of a --model for which
+    none is named; the demo model's is its own."""
     method = flags["eps_method"]
     eps_given = sorted(name for name in given if name.startswith("eps_") and name != "eps_method")
     if method is None:
-        method = DEMO_METHOD if flags["model"] is None else "off"
+        method = DEMO_METHOD if flags["model"] is None else default
         if method == "off" and eps_given:
-            raise click.UsageError(f"{_flag(eps_given[0])} means nothing while EPS is off: add --eps-method")
+            raise click.UsageError(f"{flag(eps_given[0])} means nothing while EPS is off: add --method")
     if method == "off":
         return EpsConfig.of(block_size=flags["block_size"])
     policy = flags["eps_policy"]
@@ -181,7 +165,7 @@ def config_of(flags: dict[str, Any], given: set[str], auto_min_context: bool = F
         policy = "share"
     for name, owner in _POLICY_FLAGS.items():
         if name in given and policy != owner:
-            raise click.UsageError(f"{_flag(name)} belongs to --eps-policy {owner}: drop it or choose that policy")
+            raise click.UsageError(f"{flag(name)} belongs to --eps-policy {owner}: drop it or choose that policy")
     if "eps_epsilon" in given and policy != "mass" and not flags["eps_strict"]:
         raise click.UsageError("--eps-epsilon belongs to --eps-policy mass and to --eps-strict: drop it or add one")
     if (flags["eps_heads"] == "retrieval") != (flags["eps_head_policy"] is not None):
@@ -236,7 +220,7 @@ def config_of(flags: dict[str, Any], given: set[str], auto_min_context: bool = F
 def refuse_bits(given: set[str], method: str) -> None:
     """Raises UsageError where `--eps-bits` is given and the method has no codes."""
     if "eps_bits" in given and not facts(method).coded:
-        raise click.UsageError(f"--eps-bits belongs to --eps-method {_CODED}: drop it or choose that method")
+        raise click.UsageError(f"--eps-bits belongs to --method {_CODED}: drop it or choose that method")
 
 
 def _tail_tokens(flags: dict[str, Any]) -> int | None:
@@ -261,5 +245,5 @@ def _head_modes(flags: dict[str, Any]) -> tuple[tuple[str, ...], ...] | None:
     return head_modes(policy)
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
     return "--" + name.replace("_", "-")

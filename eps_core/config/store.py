@@ -1,5 +1,6 @@
 """What is kept: the shape of a cache and of its groups, and the summaries of these."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
@@ -209,6 +210,18 @@ def dim_meanings(form: str = "{what} of {name}") -> str:
     return ", ".join(
         form.format(what=table.facts(name).dim_means, name=name, default=table.facts(name).dim) for name in having
     )
+
+
+def sized_method(text: str, choices: Sequence[str]) -> tuple[str, int | None]:
+    """(method, tokens of a group or None) of a name such as rq or rq@2."""
+    method, at, size = text.partition("@")
+    require(
+        method in choices, f"method {method[:40]!r} is unknown: choose among {', '.join(choices)}; rq@2: groups of 2"
+    )
+    # isdigit alone takes digits of other scripts and superscripts, which int does not
+    sized = not at or (size.isascii() and size.isdigit() and len(size) <= 9)
+    require(sized, f"{text[:40]!r} has no group size in tokens after the @: write {method}@16")
+    return method, int(size) if at else None
 
 
 def coded_methods() -> str:

@@ -35,7 +35,7 @@ class CalibrateRequest:
     config: EpsConfig  # group size; of the estimate, summary bytes and always-visited tokens
     model: Path | None = None
     text: Path | None = None
-    context_tokens: int = 4096
+    context_tokens: int | None = None  # None: see `first_tokens`
     num_steps: int = 32
     sink_tokens: int = 16
     recent_tokens: int = 128
@@ -116,9 +116,11 @@ def calibrate(request: CalibrateRequest, out: TextIO) -> dict[str, Any]:
 def _calibrate(request: CalibrateRequest, output: outputs.Output, out: TextIO) -> dict[str, Any]:
     config = request.config
     session = Session.open(request.model, request.backend, request.device, request.dtype, request.kv_dtype)
-    text, spec = first_tokens(session, request.text, request.context_tokens + request.num_steps), session.spec
+    spec = session.spec
+    text = first_tokens(session, request.text, request.context_tokens, request.num_steps)
+    context = len(text.tokens) - request.num_steps
     dense = EpsConfig.of(block_size=config.store.block_size)
-    recording = record(session, text.tokens, request.context_tokens, range(spec.num_layers), dense)
+    recording = record(session, text.tokens, context, range(spec.num_layers), dense)
     scale = spec.head_dim**-0.5
     found = [
         layer_curves(
@@ -138,7 +140,7 @@ def _calibrate(request: CalibrateRequest, output: outputs.Output, out: TextIO) -
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         settings={
-            "context_tokens": request.context_tokens,
+            "context_tokens": context,
             "num_steps": request.num_steps,
             "text_sha256": text.sha256,
             "mass": MASS,

@@ -28,7 +28,7 @@ from eps_core.decode.heads import model_fingerprint
 from eps_core.decode.session import Session
 from eps_core.decode.spec import ModelSpec
 from eps_core.errors import ConfigError
-from eps_core.evaluation.runner import Document, decode
+from eps_core.evaluation.runner import Document, decode, usual_context
 from eps_core.files import inputs, outputs
 from eps_core.files.records import Between, brief, read_record
 from eps_core.gate.protocol import Array, Backend
@@ -117,7 +117,7 @@ class CaptureRequest:
     config: EpsConfig = field(default_factory=EpsConfig)
     model: Path | None = None
     text: Path | None = None
-    context_tokens: int = 4096
+    context_tokens: int | None = None  # None: see `first_tokens`
     num_steps: int = 32
     layers: tuple[int, ...] | None = None  # None: all
     backend: str = "auto"
@@ -126,8 +126,10 @@ class CaptureRequest:
     kv_dtype: str = "auto"
 
 
-def first_tokens(session: Session, path: Path | None, num_tokens: int) -> Text:
-    """The start of a text, None: of held-out library source."""
+def first_tokens(session: Session, path: Path | None, context: int | None, num_steps: int = 0) -> Text:
+    """`context` and `num_steps` tokens from the start of a text, None: of held-out library source. A `context` of None
+    is `usual_context`, or what the text holds."""
+    num_tokens = (usual_context(session.spec, num_steps) if context is None else context) + num_steps
     if num_tokens > session.spec.max_context:
         raise ConfigError(
             f"context and steps are {num_tokens} tokens, the model's context is {session.spec.max_context}"
@@ -135,9 +137,10 @@ def first_tokens(session: Session, path: Path | None, num_tokens: int) -> Text:
         )
     content = corpus_or_text(path)
     tokens = session.encode(content, most_tokens=num_tokens)
-    if len(tokens) < num_tokens:
+    if len(tokens) < num_tokens and (context is not None or len(tokens) <= num_steps):
+        wanted = f"more than the {num_steps} steps" if context is None else str(num_tokens)
         raise ConfigError(
-            f"the text has {len(tokens)} tokens and {num_tokens} are wanted: give a longer --text or lower --context"
+            f"the text has {len(tokens)} tokens and {wanted} are wanted: give a longer --text or lower --context"
         )
     return Text(tokens[:num_tokens], hashlib.sha256(content.encode()).hexdigest())
 
@@ -194,21 +197,23 @@ def capture(request: CaptureRequest) -> dict[str, Any]:
 
 def _capture(request: CaptureRequest, output: outputs.Output) -> dict[str, Any]:
     session = Session.open(request.model, request.backend, request.device, request.dtype, request.kv_dtype)
-    text, spec = first_tokens(session, request.text, request.context_tokens + request.num_steps), session.spec
+    spec = session.spec
+    text = first_tokens(session, request.text, request.context_tokens, request.num_steps)
+    context = len(text.tokens) - request.num_steps
     layers = tuple(range(spec.num_layers)) if request.layers is None else tuple(sorted(set(request.layers)))
     unknown = [layer for layer in layers if not 0 <= layer < spec.num_layers]
     if unknown:
         raise ConfigError(
             f"layer {unknown[0]} is not in the model, which has 0 to {spec.num_layers - 1}: mend --layers"
         )
-    size = capture_bytes(spec, len(layers), request.context_tokens, request.num_steps, session.kv_dtype)
+    size = capture_bytes(spec, len(layers), context, request.num_steps, session.kv_dtype)
     free = None if output.file is None else shutil.disk_usage(output.file.parent).free
     if free is not None and size > free:
         raise ConfigError(
             f"the capture takes {size / 2**20:,.0f} MiB and {request.output.parent} has {free / 2**20:,.0f} MiB left: "
             "lower --context or choose fewer --layers"
         )
-    recording = record(session, text.tokens, request.context_tokens, layers, request.config)
+    recording = record(session, text.tokens, context, layers, request.config)
     made = provenance.provenance(session.backend.versions())
     info = CaptureInfo(
         format_version=FORMAT_VERSION,
@@ -219,7 +224,7 @@ def _capture(request: CaptureRequest, output: outputs.Output) -> dict[str, Any]:
         head_dim=spec.head_dim,
         scale=1 / sqrt(spec.head_dim),
         layers=layers,
-        context_tokens=request.context_tokens,
+        context_tokens=context,
         num_steps=request.num_steps,
         kv_dtype=session.kv_dtype,
         config=request.config.to_dict(),

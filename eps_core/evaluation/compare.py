@@ -293,7 +293,7 @@ def _print_header(job: Job, out: TextIO) -> None:
     if job.cost is not None:
         out.write(f"        {_describe(job.cost)}\n")
     if request.method_is_default and request.config.store.enabled:
-        out.write("        (the demo's default; --eps-method off turns it off)\n")
+        out.write("        (the demo's default; --method off turns it off)\n")
     out.write("\n")
     out.flush()
 

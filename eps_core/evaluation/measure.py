@@ -22,7 +22,7 @@ from eps_core.decode.session import Session
 from eps_core.errors import ConfigError, fault_line
 from eps_core.evaluation import quality
 from eps_core.evaluation.quality import Answer, Followed
-from eps_core.evaluation.runner import DENSE, Document, run_document
+from eps_core.evaluation.runner import DENSE, Document, run_document, usual_context
 from eps_core.files.outputs import Output
 from eps_core.files.resumable import Line, ResumableFile
 from eps_core.tasks import benchmarks
@@ -55,7 +55,7 @@ class MeasureRequest:
 
     config: EpsConfig
     tasks: tuple[str, ...] = ()
-    contexts: tuple[int, ...] = (4096,)
+    contexts: tuple[int, ...] = ()  # none: see `usual_context`
     samples: int = 20
     text_steps: int = 64
     oracle: bool = True
@@ -138,6 +138,7 @@ def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, 
     session = Session.open(request.model, request.backend, request.device, kv_dtype="bfloat16")
     spec = session.spec
     text = corpus_or_text(request.text).encode() if request.tasks or request.text_steps else b""
+    request = replace(request, contexts=request.contexts or (usual_context(spec, request.text_steps),))
     groups = _questions(request, session, text)
     windows = {}
     if request.text_steps:

@@ -14,6 +14,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
 from eps_core.config.store import Store
 from eps_core.decode.generate import Sampling, generate
+from eps_core.decode.model import ModelSpec
 from eps_core.decode.session import Prefix, Session
 from eps_core.gate.stats import LayerStats
 from eps_core.paging.pool import PagePool
@@ -22,7 +23,14 @@ from eps_core.telemetry.steps import StepRecord, kl_divergence, summarise
 
 DENSE = "dense"  # the arm that the others are compared with
 GREEDY = Sampling()
+DEFAULT_CONTEXT = 4096  # tokens
 K = TypeVar("K", bound=Hashable)
+
+
+def usual_context(spec: ModelSpec, num_steps: int) -> int:
+    """Tokens of a context where none is asked for: as many as the model holds besides `num_steps`, at most
+    DEFAULT_CONTEXT."""
+    return max(1, min(DEFAULT_CONTEXT, spec.max_context - num_steps))
 
 
 @dataclass(frozen=True, eq=False)

@@ -309,9 +309,11 @@ def memory_rows(
     bits: int = 1,
     group_tokens: int | None = None,
     group_blocks: int | None = None,
+    refine: float | None = None,
 ) -> list[dict[str, Any]]:
     """Summary memory of one sequence by method: coarse groups (the product requirements', 8 pages) of every method but
-    those of codes, then each fine one at its own group size. `dim`, `bits` and the group sizes replace the defaults."""
+    those of codes, then each fine one at its own group size. `dim`, `bits`, the group sizes and `refine` replace the
+    defaults; a second bit is kept of all codes, whatever share of them a step reads, and of none where that is 0."""
     dense = kv_bytes(num_layers, num_kv_heads, head_dim, num_tokens, "bfloat16")
     coarse = COARSE_GROUP_BLOCKS if group_blocks is None else group_blocks
     plans: list[tuple[str, str, dict[str, Any]]] = [
@@ -327,7 +329,7 @@ def memory_rows(
         if facts(method).dim is not None:
             settings["dim"] = dim
         if facts(method).coded:
-            settings["bits"] = bits
+            settings |= {"bits": bits, "refine": refine}
         config = EpsConfig.of(method=method, block_size=block_size, **settings)
         num_bytes = summary_bytes(config.store, num_layers, num_kv_heads, head_dim, num_tokens)
         rows.append(

@@ -1,0 +1,25 @@
+# Sourced first by the other scripts, as `. "$(dirname "$0")/help.sh"`: --help prints the comment at the script's head
+# and does nothing else.
+for argument in "$@"; do
+  case $argument in
+    -h | --help)
+      awk 'NR > 1 { if (!sub(/^# ?/, "")) exit; print }' "$0"
+      exit 0
+      ;;
+  esac
+done
+
+# at_most N ARGUMENT...: N operands and no flag, else exit status 2.
+at_most() {
+  local most=$1 argument
+  shift
+  for argument in "$@"; do
+    case $argument in
+      -*) echo "error: $argument is unknown: see $0 --help" >&2; exit 2 ;;
+    esac
+  done
+  if [ $# -gt "$most" ]; then
+    echo "error: $# arguments where at most $most is taken: see $0 --help" >&2
+    exit 2
+  fi
+}

@@ -1,0 +1,186 @@
+"""What every command's flags have in common: help that starts with examples, one name for one thing, numbers that are
+numbers."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+import tiny_models
+from click.testing import CliRunner
+from command import outcome
+
+from eps_core.cli.help import HEADINGS, OTHER
+from eps_core.cli.main import cli
+
+EVERY = {"": cli, **cli.commands}
+PROMPT = "It was a dark and stormy night; the rain fell in torrents. " * 5
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_models.save_model("llama2", tmp_path_factory.mktemp("model")))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_help_starts_with_three_examples_and_groups_its_flags(name: str) -> None:
+    done = CliRunner().invoke(cli, [name, "--help"] if name else ["--help"])
+    assert done.exit_code == 0
+    first = done.stdout.splitlines()[:4]
+    assert all(line.startswith("eps-proto ") for line in first[:3]) and not first[3]
+    assert max(map(len, first)) <= 120
+    headings = re.findall(r"^(\w.*):$", done.stdout, re.M)
+    assert [heading for heading in headings if heading != "Commands"] == [h for h in HEADINGS if h in headings]
+    other = done.stdout.split(f"\n{OTHER}:\n")[1]
+    assert re.findall(r"--[\w-]+", other) == (["--help"] if name else ["--version", "--help"])
+
+
+EXAMPLES = dict.fromkeys(line for one in EVERY.values() for line in one.examples)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("line", EXAMPLES)
+def test_an_example_is_a_line_that_the_command_takes(line: str) -> None:
+    name, *words = shlex.split(line.partition("<")[0])[1:]
+    with cli.commands[name].make_context(name, words):
+        pass
+
+
+# of every command: the name that help shows -> the names that are taken besides
+NAMES = {
+    "-o": {"capture", "calibrate", "replay", "evaluate", "grid", "report", "bench"},
+    "--output": {"capture", "calibrate", "replay", "evaluate", "grid", "report", "bench"},
+    "--out": {"evaluate", "grid", "report"},
+    "--jsonl": {"replay"},
+    "--method": {"run", "capture", "calibrate", "replay", "evaluate", "bench"},
+    "--eps-method": {"run", "capture", "calibrate", "replay", "evaluate", "bench"},
+    "--methods": {"replay", "bench"},
+    "--repeats": {"grid", "bench"},
+    "--repeat": {"grid"},
+    "--audit-every": {"run", "grid"},
+    "--eps-audit-every": {"run", "grid"},
+    "--eps-audit-factor": {"run"},
+    "--eps-audit-off": {"run"},
+}  # fmt: skip
+OLD = {"--out", "--jsonl", "--eps-method", "--methods", "--repeat", "--eps-audit-every", "--eps-audit-factor",
+       "--eps-audit-off"}  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", NAMES)
+def test_one_thing_has_one_name_and_old_ones_are_taken(flag: str) -> None:
+    for name, command in cli.commands.items():
+        context = click.Context(command)
+        parser = command.make_parser(context)
+        taken = {one for param in command.params for one in (*param.opts, *getattr(param, "also", ()))}
+        assert (flag in taken) == (name in NAMES[flag]), name
+        if flag in taken:
+            assert flag in {**parser._long_opt, **parser._short_opt}
+            shown = re.search(rf"(^|\s){re.escape(flag)}[ ,]", command.get_help(context).split("\nUsage:")[1])
+            assert bool(shown) == (flag not in OLD)
+
+
+def test_an_old_name_says_what_the_new_one_does(model: str, tmp_path: Path) -> None:
+    same = ["run", "--model", model, "--backend", "numpy", "--prompt", PROMPT, "--max-new-tokens", "2"]
+    found = []
+    for names in (("--method", "--audit-every"), ("--eps-method", "--eps-audit-every")):
+        done = outcome([*same, names[0], "box", names[1], "1"], tmp_path)
+        assert done.code == 0, done.err
+        found.append(json.loads(done.out.splitlines()[-1])["eps"])
+    times = ("_ms_p50", "_ms_p95", "per_s")
+    new, old = ({key: value for key, value in one.items() if not key.endswith(times)} for one in found)
+    assert new == old and new["method"] == "box" and new["mass_skipped_true_max"] is not None
+
+
+NO_NUMBERS = ("nan", "inf", "1e400", "", "²", "٣", "1_000", "0x1", str(2**63), "1" + "0" * 400, "9" * 5000)
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=lambda value: value[:8] or "empty")
+def test_what_is_no_number_or_too_large_a_one_is_named_with_its_limit(value: str, tmp_path: Path) -> None:
+    """Of every flag that takes a number, or a list of them."""
+    tried = 0
+    for name, command in cli.commands.items():
+        for param in command.params:
+            kind = getattr(param.type, "kind", "")
+            kind = kind if isinstance(kind, str) else getattr(kind, "kind", "")  # of a list
+            if not isinstance(kind, str) or "number" not in kind or (value == str(2**63) and "whole" not in kind):
+                continue
+            tried += 1
+            done = outcome([name, param.opts[-1], value], tmp_path)
+            assert done.code == 2 and done.out == "", (name, param.opts)
+            assert re.fullmatch(r"error: Invalid value for [^\n]{,250}\n", done.err), done.err[:300]
+    assert tried > 30 + 60 * (value != str(2**63))
+
+
+SIZED = (["replay", "x", "--method", "rq@²"], ["bench", "--method", "rq@٣"], ["bench", "--method", "rq@" + "9" * 5000])
+
+
+@pytest.mark.parametrize("line", SIZED, ids=("replay", "bench", "digits"))
+def test_a_group_size_is_of_ascii_digits(line: list[str], tmp_path: Path) -> None:
+    done = outcome(line, tmp_path)
+    assert done.code == 2 and "has no group size in tokens after the @: write rq@16" in done.err
+
+
+def test_a_prompt_may_come_from_standard_input(model: str, tmp_path: Path) -> None:
+    same = ["run", "--model", model, "--backend", "numpy", "--max-new-tokens", "2"]
+    piped = outcome([*same, "--prompt-file", "-"], tmp_path, stdin=PROMPT)
+    given = outcome([*same, "--prompt", PROMPT], tmp_path)
+    assert piped.code == given.code == 0
+    tokens = [json.loads(done.out.splitlines()[-1])["tokens"] for done in (piped, given)]
+    assert tokens[0] == tokens[1]
+    assert outcome([*same, "--prompt-file", "-"], tmp_path).err.startswith("error: the prompt is empty")
+
+
+def test_evaluate_takes_the_default_method_and_what_the_model_holds(model: str, tmp_path: Path) -> None:
+    flags = ["--model", model, "--backend", "numpy", "--tasks", "none", "--samples", "1", "--text-steps", "4"]
+    done = outcome(["evaluate", *flags, "--no-oracle"], tmp_path)
+    assert done.code == 0, done.err
+    found = json.loads(done.out.splitlines()[-1])
+    assert found["method"] == "rq" and found["text"][0]["context_tokens"] == 512 - 4
+
+
+@pytest.mark.parametrize(("size", "want"), [(9000, 512 - 3), (100, 97)], ids=["model", "text"])
+def test_a_context_that_is_not_given_is_what_model_and_text_hold(
+    model: str, tmp_path: Path, size: int, want: int
+) -> None:
+    (tmp_path / "long.txt").write_text("x" * size)
+    flags = ["--model", model, "--backend", "numpy", "--text", "long.txt", "--steps", "3"]
+    done = outcome(["capture", *flags, "-o", "c.safetensors"], tmp_path)
+    assert done.code == 0, done.err
+    assert json.loads(done.out.splitlines()[-1])["context_tokens"] == want
+    done = outcome(["calibrate", *flags, "-o", "p.json"], tmp_path)
+    assert done.code == 0, done.err
+    assert json.loads((tmp_path / "p.json").read_text())["settings"]["context_tokens"] == want
+
+
+def test_the_memory_of_summaries_follows_refine(tmp_path: Path) -> None:
+    def plain(*flags: str) -> int:
+        done = outcome(["info", *flags], tmp_path)
+        assert done.code == 0, done.err
+        rows = json.loads(done.out.splitlines()[-1])["summaries"]
+        mine = [row for row in rows if row["method"] == "rq" and not (row["rq_bounds"] or row["bound_bits"])]
+        return int(mine[0]["bytes_per_group"])
+
+    assert plain() == plain("--eps-refine", "0.5") == 36 and plain("--eps-refine", "0") == 18
+    for value in ("nan", "-5"):
+        assert outcome(["info", "--eps-refine", value], tmp_path).code == 2
+
+
+STREAMS = {
+    "stdout-closed": ("info >&-", 0, ""),
+    "stderr-closed": ("info --bogus 2>&-", 2, ""),
+    "all-closed": ("info <&- >&- 2>&-", 0, ""),
+    "stdout-full": ("info > /dev/full", 2, "error: standard output cannot be written (No space left on device)"),
+    "stderr-full": ("info --bogus 2> /dev/full", 2, ""),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_standard_streams_that_are_closed_or_full_give_no_traceback(name: str) -> None:
+    line, code, words = STREAMS[name]
+    shell = ["bash", "-c", f'"$0" -m eps_core.cli {line}', sys.executable]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=300, env={**os.environ})
+    assert done.returncode == code and done.stderr.startswith(words) and done.stderr.count("\n") == bool(words)

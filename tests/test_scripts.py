@@ -1,0 +1,64 @@
+"""Every script says how it is used and then does nothing; a flag that it does not know is exit status 2."""
+
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+SHELL = sorted(path.name for path in SCRIPTS.glob("*.sh") if os.access(path, os.X_OK))
+PYTHON = sorted(path.name for path in SCRIPTS.glob("*.py"))
+PASSED_ON = {"demo.sh", "test.sh"}  # their flags are those of another program
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The scripts where there is nothing to install or to run."""
+    return shutil.copytree(SCRIPTS, tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def everything(folder: Path) -> list[Path]:
+    return sorted(folder.parent.rglob("*"))
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+@pytest.mark.parametrize("name", SHELL)
+def test_a_shell_script_prints_its_usage_and_does_nothing(name: str, flag: str, copy: Path) -> None:
+    before = everything(copy)
+    done = subprocess.run([copy / name, flag], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == ""
+    assert f"scripts/{name}" in done.stdout and "Usage: " in done.stdout and "set -" not in done.stdout
+    assert everything(copy) == before
+
+
+@pytest.mark.parametrize("arguments", [["--bogus"], ["a", "b"]], ids=" ".join)
+@pytest.mark.parametrize("name", [name for name in SHELL if name not in PASSED_ON])
+def test_a_shell_script_refuses_what_it_does_not_know(name: str, arguments: list[str], copy: Path) -> None:
+    before = everything(copy)
+    done = subprocess.run([copy / name, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: ")
+    assert everything(copy) == before
+
+
+def ran(name: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> object:
+    """The exit code of a Python script, run here."""
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+    return end.value.code
+
+
+@pytest.mark.parametrize("name", PYTHON)
+def test_a_python_script_prints_its_usage_or_refuses(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert not ran(name, "--help", monkeypatch=monkeypatch)
+    assert "usage: " in capsys.readouterr().out.lower()
+    assert ran(name, "--bogus", monkeypatch=monkeypatch) == 2
+    assert not list(tmp_path.iterdir())
