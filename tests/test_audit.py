@@ -172,7 +172,8 @@ def test_every_nth_step_is_audited(target, model, every):
     assert [record.audited for record in records] == [step % every == 0 for step in range(STEPS)]
     summary = summarise(records)
     assert summary["audits"] == sum(record.audited for record in records)
-    rest = [record.decode_ms for record in records if not record.audited] or [r.decode_ms for r in records]
+    late = [record for record in records if record.step >= 2]  # past the warm-up
+    rest = [record.decode_ms for record in late if not record.audited] or [record.decode_ms for record in late]
     assert summary["decode_ms_p50"] == np.percentile(rest, 50) and summary["decode_ms_p99"] == np.percentile(rest, 99)
     assert summary["audit_kl_mean"] == np.mean([record.audit_kl for record in records if record.audited])
 

@@ -114,7 +114,7 @@ class FixedCost(Cost):
 @pytest.mark.parametrize("value", ["sometimes", "1.5"])
 def test_a_context_that_is_no_number_is_refused(value: str) -> None:
     done = CliRunner().invoke(cli, ["run", "--eps-min-context", value])
-    assert done.exit_code == 2 and f"{value!r} is neither a number of tokens nor auto" in done.output
+    assert done.exit_code == 2 and f"{value!r} is neither a whole number nor auto" in done.output
 
 
 def test_auto_belongs_to_run() -> None:

@@ -194,7 +194,8 @@ def test_damaged_inputs_are_read_or_refused(tmp_path_factory: pytest.TempPathFac
         load_longbench(path, prompts)
 
     def prompt() -> None:
-        SESSION.encode(SESSION.prompt_text(write(path, mutations.damaged("def f(é):\n".encode(), random))))
+        (text,) = SESSION.prompt_texts(write(path, mutations.damaged("def f(é):\n".encode(), random)))
+        SESSION.encode(text)
 
     try:
         random.choice((policy, grid, benchmark, prompts, prompt))()

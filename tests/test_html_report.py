@@ -267,7 +267,7 @@ def test_odd_values_leave_a_page(tmp_path: Path) -> None:
         {"type": "step"},
         {"type": "summary"},
         {"type": "run", "config": [1]},
-        {"type": "task", "dense": "all", "eps": 1, "eps_minus_dense_interval": [None, "x"]},
+        {"type": "task", "dense": "all", "eps": 1, "eps_minus_dense_interval": ["low", "x"]},
         {"type": "text", "eps_kl": [1], "bytes_ratio": None, "context_tokens": "long"},
         {"type": "failed", "index": [], "reason": None},
         {"no": "type"},
@@ -294,7 +294,7 @@ def test_many_arms_share_a_colour_and_show_their_front(tmp_path: Path) -> None:
 @pytest.mark.parametrize("module", ["matplotlib", "jinja2"])
 def test_a_library_that_is_absent_is_named_in_one_line(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=rf"need {module} \(.*\): pip install 'eps\[report\]'"):
+    with pytest.raises(ConfigError, match=rf"need {module} \(.*\): pip install 'eigenpage\[report\]'"):
         page(Results())
 
 

@@ -586,7 +586,10 @@ def test_a_closed_stdout_is_not_the_next_file(model: Path, tmp_path: Path) -> No
 def test_full_streams_are_one_line() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(command("info"), stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
-        assert (done.returncode, done.stderr) == (2, "error: stdout cannot be written (No space left on device)\n")
+        assert (done.returncode, done.stderr) == (
+            2,
+            "error: standard output cannot be written (No space left on device): send it elsewhere\n",
+        )
         done = subprocess.run(command("walk"), stdout=subprocess.PIPE, stderr=full, text=True, timeout=120)
         assert (done.returncode, done.stdout) == (2, "")
 

@@ -16,7 +16,7 @@ import pytest
 from places import place
 from test_conformance import STEPS, Decoding, close, gated, tiny_path, visit_mask  # noqa: F401
 
-from eps_core.cli.options import config_of, given_flags, selection_options, summary_options
+from eps_core.cli.options import config_of, given_flags, method_option, selection_options, summary_options
 from eps_core.config.bytes import scoring_bytes, summary_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import METHODS
@@ -409,6 +409,7 @@ def flags(*args: str) -> EpsConfig:
     @click.command()
     @click.option("--model")
     @summary_options
+    @method_option("off")
     @selection_options
     @click.pass_context
     def command(ctx: click.Context, **given: Any) -> EpsConfig:

@@ -131,7 +131,7 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
     """
     outputs.check(
         {"--metrics": flags["metrics"], "--csv": flags["csv"]},
-        {name: flags[name[2:].replace("-", "_")] for name in ("--prompt-file", "--eps-head-policy")}
+        {"--prompt-file": flags["prompt_files"], "--eps-head-policy": flags["eps_head_policy"]}
         | {"--model": flags["model"] or DEMO_MODEL},
     )
     given = given_flags(ctx, flags)
