@@ -4,5 +4,5 @@
 set -euo pipefail
 . "$(dirname "$0")/help.sh"
 cd "$(dirname "$0")/.."
-scripts/setup.sh
-exec .venv/bin/eps-proto run "$@"
+venv=$(scripts/setup.sh)
+exec "$venv/bin/eps-proto" run "$@"

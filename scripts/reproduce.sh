@@ -7,8 +7,8 @@ at_most 1 "$@"
 cd "$(dirname "$0")/.."
 out=${1:-results}
 mkdir -p "$out"
-scripts/setup.sh mlx,cuda,report
-export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
+venv=$(scripts/setup.sh mlx,cuda,report)
+export PATH="$venv/bin:$PATH" OMP_NUM_THREADS=1
 captures=$(mktemp -d)
 trap 'rm -rf "$captures"' EXIT
 started=$(date +%s)

@@ -1,21 +1,41 @@
 #!/usr/bin/env bash
-# Makes .venv beside this checkout and installs EPS into it with the pinned versions.
-# Usage: scripts/setup.sh [extras]   (default: this platform's backend; "mlx,cuda,dev" for everything)
+# Makes .venv beside this checkout, installs EPS into it with the pinned versions, and prints where it is.
+# Usage: [EPS_VENV=folder] scripts/setup.sh [extras]   (default: this platform's backend; "mlx,cuda,dev" for everything)
+# In a checkout that cannot be written, a folder of the user's under $TMPDIR takes a copy of it instead.
 set -euo pipefail
 . "$(dirname "$0")/help.sh"
 at_most 1 "$@"
 cd "$(dirname "$0")/.."
 if [ "$(uname)" = Darwin ]; then platform=mlx; else platform=cuda; fi
 extras=${1:-$platform}
-python=${PYTHON:-python3}
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
-  echo "error: $("$python" --version) is too old: EPS needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2
-  exit 2
-}
-[ -x .venv/bin/python ] || "$python" -m venv .venv
-stamp=.venv/.installed-$(echo "$extras" | tr ',' '-')-$(cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
-if [ ! -e "$stamp" ]; then
-  echo "installing eigenpage[$extras] into .venv ..." >&2
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]"
-  touch "$stamp"
+stamp=.installed-$(echo "$extras" | tr ',' '-')-$(cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+source=.
+if [ -n "${EPS_VENV:-}" ]; then
+  venv=$EPS_VENV
+elif [ -w . ] || [ -e ".venv/$stamp" ]; then
+  venv=$PWD/.venv
+else
+  venv=${TMPDIR:-/tmp}/eps-venv-$(id -u)
+  mkdir -p -m 700 "$venv"
+  [ -O "$venv" ] || { echo "error: $venv is another user's: set EPS_VENV to a folder of yours" >&2; exit 2; }
 fi
+if [ ! -e "$venv/$stamp" ]; then
+  python=${PYTHON:-python3}
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "error: $("$python" --version) is too old: EPS needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2
+    exit 2
+  }
+  [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+  echo "installing eigenpage[$extras] into $venv ..." >&2
+  if [ -w . ]; then
+    edit=-e
+  else  # an installation from here would write here
+    edit= source=$(mktemp -d)
+    trap 'rm -rf "$source"' EXIT
+    cp -R pyproject.toml README.md LICENSE eps_core eps_mlx eps_cuda "$source"
+    chmod -R u+w "$source"
+  fi
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt $edit "$source[$extras]" >&2
+  touch "$venv/$stamp"
+fi
+echo "$venv"

@@ -8,10 +8,10 @@ set -euo pipefail
 . "$(dirname "$0")/help.sh"
 at_most 1 "$@"
 cd "$(dirname "$0")/.."
-scripts/setup.sh mlx,cuda,report
+venv=$(scripts/setup.sh mlx,cuda,report)
 out=${1:-results}
 mkdir -p "$out"
-python=.venv/bin/python
+python=$venv/bin/python
 rm -f "$out"/speed-*.jsonl "$out/whole_step.jsonl"
 for backend in cuda mlx; do
   shape=(--backend "$backend" --context 32768 --dtype bfloat16,float32)

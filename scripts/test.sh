@@ -4,10 +4,10 @@
 set -euo pipefail
 . "$(dirname "$0")/help.sh"
 cd "$(dirname "$0")/.."
-scripts/setup.sh mlx,cuda,dev
-.venv/bin/ruff check .
-.venv/bin/ruff format --check .
-.venv/bin/mypy
+venv=$(scripts/setup.sh mlx,cuda,dev)
+"$venv/bin/ruff" check .
+"$venv/bin/ruff" format --check .
+"$venv/bin/mypy"
 # one thread a worker: more only fight over the cores
 export OMP_NUM_THREADS=1
-exec .venv/bin/python -m pytest -n "${EPS_TEST_WORKERS:-auto}" "$@"
+exec "$venv/bin/python" -m pytest -n "${EPS_TEST_WORKERS:-auto}" "$@"
