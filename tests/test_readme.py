@@ -134,9 +134,9 @@ def test_the_long_ones_are_there() -> None:
 def test_its_python_runs_with_a_model_of_your_own(folder: Path) -> None:
     """As its comment says."""
     (block,) = blocks(README, "python")
-    (own,) = re.findall(r'Session\.open\(Path\("DIR"\).*?\)', block)
+    (own,) = re.findall(r'Session\.open\("DIR".*?\)', block)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    code = block.replace("Session.open()", own, 1)
+    code = re.sub(r"= Session\.open\(.*?\)", f"= {own}", block, count=1)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("groups read") == 6
+    assert done.stdout.count("groups read") == 1
