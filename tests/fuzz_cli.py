@@ -1,7 +1,7 @@
 """Random command lines, built from the definitions of the commands: any flag, under any of its names, with whatever a
 user, a script or a mistake may hand over. `test_fuzz_cli.py` runs some in every test; many more by
 
-    EPS_FUZZ_EXAMPLES=2000 python -m pytest tests/test_fuzz_cli.py
+    EPS_FUZZ=2000 python -m pytest tests/test_fuzz_cli.py
 """
 
 import shutil
@@ -40,8 +40,10 @@ WORDS = ("auto", "all", "none", "é", "\udcff", "a\udcffb", "x" * 300, "\x1b[31m
 # numbers here are small or refused: whatever is valid must also end soon
 RIGHT = ("0", "1", "2", "16", "64", "0.1", "0.5")
 PLAIN = (*NUMBERS, *LISTS, *WORDS)
-OUTPUTS = ("new", ".", "", "absent/new", "x" * 300, "\udcff", "new/")
-RIGHT_FILES = {"text": "TEXT", "prompt_file": "TEXT", "eps_head_policy": "POLICY", "captures": "CAPTURE",
+OUTPUTS = (
+    "new", ".", "", "absent/new", "x" * 300, "\udcff", "new/", "link", "/dev/null", "/dev/full", "/dev/stdout", "-"
+)  # fmt: skip
+RIGHT_FILES = {"text": "TEXT", "prompt_files": "TEXT", "eps_head_policy": "POLICY", "captures": "CAPTURE",
                "results": "STEPS", "grid": "GRID", "model": "MODEL"}  # fmt: skip
 # of choices that are all valid, those that are quick here
 QUICK = {"backend": ("numpy",), "device": ("cpu", "auto"), "kernels": ("arrays", "auto")}
@@ -63,7 +65,7 @@ BASE = {
     "report": {"results": "STEPS", "out": "new"},
 }  # fmt: skip
 # flags that say the same as one of BASE
-SAME = {"prompt_file": "prompt", "seconds": "repeats", "preset": "grid"}
+SAME = {"prompt_files": "prompt", "seconds": "repeats", "preset": "grid"}
 GRID = '{"context": 64, "method": "rq"}'
 
 
@@ -101,7 +103,7 @@ def names_of(param: click.Parameter) -> list[str]:
 def values_of(param: click.Parameter, places: dict[str, str]) -> st.SearchStrategy[str]:
     name = str(param.name)
     if isinstance(param.type, click.Path):
-        inputs = [*places.values(), "", "-", "/dev/null", "x" * 300, "\udcff"]
+        inputs = [*places.values(), "", "-", "/dev/null", "/dev/zero", "x" * 300, "\udcff"]
         right = "new" if name in WRITTEN else places[RIGHT_FILES.get(name, "TEXT")]
         return st.just(right) | st.sampled_from(OUTPUTS if name in WRITTEN else inputs)
     plain = st.sampled_from(PLAIN)
@@ -140,6 +142,7 @@ def outcome(line: list[str], folder: Path) -> Outcome:
     """Of a command line, run in `folder`, which is emptied first."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
+    (folder / "link").symlink_to("target")
     # a benchmark's copies of hundreds of megabytes say nothing about flags
     with mock.patch.multiple(layer, LARGEST_COPY_BYTES=2**16, COPY_SECONDS=0.0, flush_bytes=lambda _: 2**16):
         return command.outcome(line, folder, stdin=PROMPT[:64])

@@ -9,7 +9,7 @@ from fuzz_cli import command_lines, make_places, outcome
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-EXAMPLES = int(os.environ.get("EPS_FUZZ_EXAMPLES", "150"))
+EXAMPLES = int(os.environ.get("EPS_FUZZ", "150"))
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @settings(
-    max_examples=EXAMPLES, deadline=None, database=None, derandomize="EPS_FUZZ_EXAMPLES" not in os.environ,
+    max_examples=EXAMPLES, deadline=None, database=None, derandomize="EPS_FUZZ" not in os.environ,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 @given(data=st.data())
@@ -27,5 +27,7 @@ def test_no_command_line_gives_a_traceback(data: st.DataObject, places: dict[str
     code, out, err = outcome(line, tmp_path / "scratch")
     assert code in (0, 2), (line, code, err)
     assert "Traceback" not in out + err
+    for device in ("/dev/null", "/dev/full", "/dev/zero"):
+        assert Path(device).is_char_device(), line
     if code == 2:
         assert re.search(r"(^|\n)error: [^\n]+\n$", err), (line, err)
