@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eps_core.cpu.host import cpu_name
+from eps_core.cpu.host import host_name
 from eps_core.cpu.memory import advise_huge_pages
 from eps_core.errors import ConfigError
 
@@ -24,7 +24,7 @@ def devices() -> list[str]:
 def device_name(device: str) -> str:
     """What the device calls itself, for measurements."""
     place = device_of(device).type
-    return cpu_name() if place == "cpu" else gpu(place).get_device_name()
+    return host_name() if place == "cpu" else gpu(place).get_device_name()
 
 
 def gpu(device: str) -> Any:

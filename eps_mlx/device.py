@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 
-from eps_core.cpu.host import cpu_name
+from eps_core.cpu.host import host_name
 from eps_core.errors import ConfigError
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -16,7 +16,7 @@ def devices() -> list[str]:
 
 def device_name(device: str) -> str:
     """What the device calls itself, for measurements."""
-    return str(mx.device_info()["device_name"]) if device_of(device) == mx.Device(mx.gpu) else cpu_name()
+    return str(mx.device_info()["device_name"]) if device_of(device) == mx.Device(mx.gpu) else host_name()
 
 
 def device_of(device: str) -> mx.Device:

@@ -1,6 +1,7 @@
 """Where gating pays: the break-even of measured costs, what is kept of them, and what `run` does with them."""
 
 import json
+import tempfile
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.decode import cost
 from eps_core.decode.cost import Cost, cost_of, costs_path, measure
+from eps_core.files import caches
 
 SPEC = CacheSpec(4, 2, 16, 1)
 CONFIG = EpsConfig.of(method="rq")
@@ -18,6 +20,7 @@ CONFIG = EpsConfig.of(method="rq")
 
 @pytest.fixture(autouse=True)
 def store(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv(caches.VARIABLE, "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cost, "CONTEXTS", (256, 512))
 
@@ -86,6 +89,7 @@ def test_a_store_that_cannot_be_written_is_no_error(target, monkeypatch, tmp_pat
     backend, device = target
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert not cost_of(backend, device, "auto", SPEC, 4, CONFIG, 512)[1]
 
 

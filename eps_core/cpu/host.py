@@ -11,16 +11,6 @@ from typing import Any
 
 import numpy as np
 
-
-def cpu_name() -> str:
-    """What the processor calls itself, for measurements."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
 Arm = Callable[[], Any]
 FLUSH_BYTES = 64 * 2**20  # where the size of the last cache is unknown
 LARGEST_FLUSH_BYTES = 512 * 2**20
@@ -51,13 +41,13 @@ def host_flusher(num_bytes: int) -> Arm:
 def host_threads() -> int:
     """Threads that the libraries here may use."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
-    return min(int(asked), os.cpu_count() or 1) if asked.isdigit() and int(asked) else os.cpu_count() or 1
+    return min(int(asked), os.cpu_count() or 1) if asked.isdecimal() and int(asked) else os.cpu_count() or 1
 
 
 def kernel_threads() -> int:
     """Threads of EPS's own CPU kernels where they are helpers of ours, which OMP_NUM_THREADS does not rule."""
     asked = os.environ.get("NUMBA_NUM_THREADS", "")
-    return int(asked) if asked.isdigit() and int(asked) else os.cpu_count() or 1
+    return int(asked) if asked.isdecimal() and int(asked) else os.cpu_count() or 1
 
 
 def host_bandwidth_arms(num_bytes: int) -> dict[str, tuple[Arm, int]]:
@@ -105,6 +95,7 @@ def host_cache_bytes() -> int | None:
 
 
 def host_name() -> str:
+    """What the processor calls itself, for measurements."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

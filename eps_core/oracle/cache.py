@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from eps_core.config.store import CacheSpec, Store
-from eps_core.cpu.host import cpu_name
+from eps_core.cpu.host import host_name
 from eps_core.errors import ConfigError, overflow
 from eps_core.load import resolve_kernels
 from eps_core.paging.groups import GroupState, WritePlan
@@ -64,7 +64,7 @@ class Cache:
 
 
 def device_name(device: str = "cpu") -> str:
-    return cpu_name()
+    return host_name()
 
 
 def usable_kernels(device: str = "cpu") -> list[str]:

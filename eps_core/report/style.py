@@ -4,11 +4,13 @@ matplotlib draws and Jinja2 sets the page: both come with the extra `report` and
 """
 
 import io
+import os
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 from eps_core.errors import ConfigError, install
+from eps_core.files import caches
 from eps_core.summaries.table import METHODS, facts
 
 # matplotlib wants colours: on the page these two stand for the page's own and are replaced in the SVG
@@ -29,6 +31,9 @@ _SETTINGS: dict[str, Any] = {
 
 def need(module: str) -> Any:
     """The module; ConfigError that says what to install where there is none."""
+    folder = caches.folder()
+    if folder is not None:  # matplotlib keeps a list of fonts, and complains where its own folder cannot be written
+        os.environ.setdefault("MPLCONFIGDIR", str(folder / "matplotlib"))
     try:
         return import_module(module)
     except ImportError as error:
