@@ -1,5 +1,6 @@
 """What a user can mend: one line that names the value, the limit and the mend."""
 
+import os
 import reprlib
 import sys
 from collections.abc import Callable
@@ -16,12 +17,14 @@ def require(condition: bool, message: str) -> None:
 
 
 def exit_code(main: Callable[[], int | None]) -> int:
-    """Of a script: 2, and one line on stderr, where it meets what the user can mend."""
+    """Of a script: 2, and one line on stderr, where it meets what the user can mend; 2 where its reader has gone."""
     try:
         return main() or 0
     except ConfigError as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
+    except BrokenPipeError:  # whoever read us has gone; Python's own flush at exit must not complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 2
 
 
 def overflow(where: str, kept_in: str = "float32") -> ConfigError:

@@ -200,3 +200,20 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert re.fullmatch(r"error: [^\n]+\n", err), err
     assert words in err
     assert out == "" and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "fault", [MemoryError(), RuntimeError("DefaultCPUAllocator: not enough memory:\n you tried to allocate")], ids=str
+)
+def test_a_machine_without_memory_is_one_line(
+    fault: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise fault
+
+    monkeypatch.setattr("eps_core.evaluation.compare.run", full)
+    monkeypatch.setattr(sys, "argv", ["eps-proto", "run"])
+    with pytest.raises(SystemExit) as end:
+        main.main()
+    assert end.value.code == 2
+    assert re.fullmatch(r"error: [^\n]*memory[^\n]*: shorten the context, [^\n]+\n", capsys.readouterr().err)

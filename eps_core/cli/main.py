@@ -30,7 +30,7 @@ from eps_core.cli.source import backend_option, device_option, dtype_option, kv_
 from eps_core.config.bytes import open_group_bytes
 from eps_core.decode.generate import Sampling
 from eps_core.decode.model import DEMO_MODEL
-from eps_core.errors import DISTRIBUTION, ConfigError
+from eps_core.errors import DISTRIBUTION, ConfigError, fault_line
 from eps_core.files import outputs
 from eps_core.load import BACKENDS, load_backend
 from eps_core.summaries.table import facts
@@ -316,6 +316,10 @@ def main() -> None:
     except OSError as error:
         nameless = f"standard output cannot be written ({error.strerror}): send it elsewhere"
         _fail(str(error) if error.filename else nameless)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
+            raise  # a fault of ours
+        _fail(f"{fault_line(error)[:300]}: shorten the context, give fewer prompts, or free memory")
     except (KeyboardInterrupt, click.Abort):
         sys.exit(130)
     sys.exit(code if isinstance(code, int) else 0)
