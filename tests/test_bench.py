@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from conftest import REQUESTED
 
+from eps_core.bench import layer as layer_module
 from eps_core.bench import targets
 from eps_core.bench.data import CHUNK_TOKENS, Shape, Source, fill
 from eps_core.bench.plan import SCALING_CONTEXTS, BenchRequest, budgeted
@@ -442,3 +443,24 @@ def test_scripts_start() -> None:
     assert subprocess.run(["bash", "-n", script]).returncode == 0
     done = subprocess.run([script, "--wet-run"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "--wet-run is unknown" in done.stderr
+
+
+def test_the_headline_is_a_checked_step_beside_the_fastest_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = BenchRequest(
+        contexts=(512,), fractions=(0.1,), dtypes=("float32",), methods=("rq",), q_heads=4, kv_heads=2, head_dim=32,
+        backend="cuda", device="cpu", repeats=3, warm_seconds=0.0,
+    )  # fmt: skip
+    told: list[tuple[int, int, str]] = []
+    found = layer_module.Bench(tiny, lambda *told_now: told.append(told_now)).headline()
+    assert (found["context"], found["method"], found["group_tokens"]) == (512, "rq", 2)
+    assert found["speedup"] == pytest.approx(found["best_dense_ms"] / found["step_ms"]) and found["step_ms"] > 0
+    # a tenth of the tokens, codes, and the means of the tail
+    assert 0.1 < found["bytes_ratio"] < 0.3
+    assert told[0][:2] == (0, 2) and told[-1][:2] == (2, 2)
+
+    def wrong(*args: Any, **more: Any) -> Any:
+        raise layer_module.GateError("nothing was skipped")
+
+    monkeypatch.setattr(layer_module, "check_gate", wrong)
+    with pytest.raises(ConfigError, match="nothing was skipped"):
+        layer_module.Bench(tiny).headline()

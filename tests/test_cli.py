@@ -22,6 +22,7 @@ from eps_core.cli.main import cli
 from eps_core.cli.options import config_of, given_flags, method_option, selection_options, summary_options
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import METHODS
+from eps_core.errors import ConfigError
 from eps_core.load import BACKENDS
 
 PROMPT = "It was a dark and stormy night; the rain fell in torrents. " * 5  # 295 tokens
@@ -239,6 +240,27 @@ def test_the_demo_answers_its_needle_with_eps_on() -> None:
     assert result["model"] == "demo" and result["prompt_tokens"] == 4096
     assert result["eps"]["method"] == "rq" and result["eps"]["policy"] == "topk" and result["bytes_ratio"] < 0.08
     assert re.search(r"needle answered +yes +yes", done.stdout) and "the demo's default" in done.stdout
+    # what EPS is for, in the same table
+    assert result["layer"]["context"] == 32768 and result["layer"]["bytes_ratio"] < 0.1
+    times = f"{result['layer']['best_dense_ms']:.2f} +{result['layer']['step_ms']:.2f}"
+    assert re.search(rf"8B model's layer, rq, 32,768 tokens: ms +{times}\n", done.stdout)
+    assert "2 warm-up steps left out" in done.stdout
+
+
+@pytest.mark.parametrize("fault", [ConfigError("needs 3 GiB"), MemoryError(), RuntimeError("no such kernel")], ids=repr)
+def test_a_demo_whose_last_figure_fails_is_whole(
+    fault: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails(*_: object) -> None:
+        raise fault
+
+    monkeypatch.setattr("eps_core.bench.layer.Bench", fails)
+    flags = ["--backend", "cuda", "--device", "cpu", "--max-new-tokens", "1", "--metrics", str(tmp_path / "m")]
+    done = CliRunner().invoke(cli, ["run", *flags])
+    assert done.exit_code == 0 and "tokens equal to dense" in done.stdout
+    assert "layer" not in json.loads(done.stdout.splitlines()[-1])
+    assert re.search(r"no figure of an 8B model's layer \([^\n]+\)\n", done.stderr)
+    assert lines_of(tmp_path / "m")[-1]["type"] == "summary"
 
 
 INFO_COARSE = [method for method in METHODS[1:] if method != "rq"]

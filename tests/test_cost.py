@@ -12,6 +12,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.decode import cost
 from eps_core.decode.cost import Cost, cost_of, costs_path, measure
+from eps_core.decode.session import Session
 from eps_core.files import caches
 
 SPEC = CacheSpec(4, 2, 16, 1)
@@ -137,3 +138,15 @@ def test_a_context_that_the_budget_covers_saves_nothing(target) -> None:
     backend, device = target
     cost = measure(backend, device, "auto", CacheSpec(1, 2, 32, 1), 4, EpsConfig.of(method="rq", budget=512.0), 512)
     assert cost.gated_ms == cost.dense_ms and cost.min_context is None
+
+
+def test_kernels_are_compiled_before_costs_are_measured(monkeypatch) -> None:
+    """What compiles within them would be kept for ever."""
+    order: list[str] = []
+    monkeypatch.setattr(Session, "check_kernels", lambda self, store: order.append("kernels"))
+    monkeypatch.setattr(
+        "eps_core.evaluation.compare.cost_of", lambda *a: order.append("costs") or (FixedCost(100), False)
+    )
+    flags = ["--backend", "cuda", "--method", "rq", "--eps-min-context", "auto", "--max-new-tokens", "1"]
+    assert CliRunner().invoke(cli, ["run", *flags, "--prompt", "It was a dark and stormy night."]).exit_code == 0
+    assert order.index("costs") == 2 and order[:2] == ["kernels"] * 2

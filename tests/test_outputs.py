@@ -630,3 +630,27 @@ def test_the_commit_is_asked_for_without_writing(tmp_path: Path, monkeypatch: py
     file.write_text("x = 1")
     assert provenance.git_commit() == f"{commit}-dirty"
     assert (index.read_bytes(), index.stat().st_mtime_ns) == before
+
+
+def test_standard_input_is_an_input(model: Path, tmp_path: Path) -> None:
+    prompt = tmp_path / "p.txt"
+    prompt.write_text("x y z")
+    line = command("run", "--backend", "numpy", "--model", model, "--prompt-file", "-", "--metrics", prompt)
+    with open(prompt) as given:
+        done = subprocess.run(line, stdin=given, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "which it would destroy" in done.stderr
+    assert prompt.read_text() == "x y z"
+
+
+def test_a_dash_is_no_output(model: Path, tmp_path: Path) -> None:
+    done = call("run", "--backend", "numpy", "--model", model, "--prompt", "x", "--metrics", "-", cwd=tmp_path)
+    assert done.returncode == 2 and "/dev/stdout" in done.stderr and list(tmp_path.iterdir()) == []
+
+
+def test_a_huge_file_is_not_read_back(model: Path, tmp_path: Path) -> None:
+    huge = tmp_path / "g.jsonl"
+    with open(huge, "wb") as file:
+        file.truncate(2**40)  # a hole takes no disk
+    done = call("grid", "--backend", "numpy", "--model", model, "--preset", "quick", "-o", huge)
+    assert done.returncode == 2 and "is longer than" in done.stderr
+    assert huge.stat().st_size == 2**40

@@ -11,11 +11,9 @@ import hashlib
 import os
 import pickle
 import platform
-import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +28,7 @@ from eps_core.files import caches
 # never nnan or ninf: infinities carry meaning here
 FAST = frozenset({"reassoc", "contract", "arcp", "nsz"})
 _DIGEST = hashlib.sha256().digest_size
-_KEPT_DAYS = 30  # of code that another version of EPS, numba or Python compiled
-
-_state = {"preparing": False, "announced": False}
+_state = {"preparing": False}
 
 
 def kernel(fastmath: frozenset[str] = frozenset()) -> Callable[[Callable[..., Any]], Any]:
@@ -64,8 +60,8 @@ def numba_settings() -> list[tuple[str, str]]:
 
 @contextmanager
 def preparing() -> Iterator[None]:
-    """While it lasts, the first compilation is announced on stderr, and a kernel is called every way that later calls
-    may take (`openmp`), so that all of them are compiled."""
+    """While it lasts, a kernel is called every way that later calls may take (`openmp`), so that all of them are
+    compiled."""
     before = _state["preparing"]
     _state["preparing"] = True
     try:
@@ -85,14 +81,10 @@ def _folder() -> Path | None:
     if caches_folder is None:
         return None
     folder = caches_folder / f"kernels-{compiled_from()[:32]}"
-    try:
+    with suppress(OSError):  # one that cannot be written is read
         folder.mkdir(exist_ok=True)
         os.utime(folder)  # says that it is used
-        for other in caches_folder.glob("kernels-*"):
-            if time.time() - other.stat().st_mtime > _KEPT_DAYS * 86400:
-                shutil.rmtree(other, ignore_errors=True)
-    except OSError:
-        return None
+        caches.clear_old(caches_folder, "kernels-*")  # another version's
     return folder
 
 
@@ -119,9 +111,7 @@ class _Kept(NullCache):
         digest, code = data[:_DIGEST], data[_DIGEST:]
         if code and hashlib.sha256(code).digest() == digest:
             return CompileResult._rebuild(target_context, *pickle.loads(code))
-        if _state["preparing"] and not _state["announced"]:
-            _state["announced"] = True
-            print("compiling CPU kernels for this machine, once: about half a minute ..", file=sys.stderr)
+        _say("compiling CPU kernels for this machine, once: about half a minute ..")
         return None
 
     def save_overload(self, sig: Any, data: CompileResult) -> None:
@@ -131,9 +121,10 @@ class _Kept(NullCache):
         code = dumps(data._reduce())
         fault = caches.keep(path, hashlib.sha256(code).digest() + code)
         if fault is not None:
-            _warn_once(f"compiled kernels cannot be kept in {path.parent} ({fault}): set {caches.VARIABLE}")
+            _say(f"compiled kernels cannot be kept in {path.parent} ({fault}): set {caches.VARIABLE}")
 
 
 @functools.cache
-def _warn_once(line: str) -> None:
+def _say(line: str) -> None:
+    """Once a process."""
     print(line, file=sys.stderr)

@@ -106,6 +106,8 @@ def prepare(request: RunRequest) -> Job:
         request, session, [Document(prompt, request.max_new_tokens, stop=stop) for prompt in prompts], answer, None
     )
     pool = session.cache_spec(*job.room(request.config.store))
+    for store in (Store(block_size=request.config.store.block_size), request.config.store):
+        session.check_kernels(store)
     if request.auto_min_context:
         job.cost, _ = cost_of(
             session.backend, session.device, session.kernels, pool, spec.num_heads, request.config, spec.max_context
@@ -114,8 +116,6 @@ def prepare(request: RunRequest) -> Job:
         least = spec.max_context + 1 if job.cost.min_context is None else job.cost.min_context
         job.request = replace(request, config=request.config.replace(min_context=least))
     session.load()
-    for store in (Store(block_size=request.config.store.block_size), request.config.store):
-        session.check_kernels(store)
     _warm_up(job)
     return job
 
@@ -253,10 +253,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
             eps, cache, pool = streamed("eps", config.store)
             if request.kl and dense is not None:
                 divergence = _divergence(job, cache, pool, dense)
-        layer = None
-        if request.layer is not None and job.answer is not None and dense is not None and eps is not None:
-            layer = request.layer(session)
-        result = _report(job, dense, eps, divergence, layer, out)
+        alike = _alike(dense, eps)
         main = eps or dense
         assert main is not None
         if metrics is not None:
@@ -265,13 +262,17 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
                     "type": "summary",
                     **main.summary(),
                     "prompt_tokens": sum(job.prompt_lengths),
-                    "tokens_equal": result["tokens_equal"],
+                    "tokens_equal": None if alike is None else all(alike),
                     "dense": dense.summary() if dense is not None and eps is not None else None,
                     **divergence,
                 }
             )
         if csv is not None:
             write_csv(csv, main.outcome.records)
+        layer = None  # last: what was asked for is there and written
+        if request.layer is not None and job.answer is not None and alike is not None and request.method_is_default:
+            layer = request.layer(session)
+        result = _report(job, dense, eps, alike, divergence, layer, out)
     return result
 
 
@@ -319,19 +320,24 @@ def _divergence(job: Job, cache: Any, pool: PagePool, dense: Side) -> dict[str, 
     }
 
 
+def _alike(dense: Side | None, eps: Side | None) -> list[bool] | None:
+    """Whether both sides said the same, of each prompt; None where one did not run."""
+    if dense is None or eps is None:
+        return None
+    return [a == b for a, b in zip(eps.tokens, dense.tokens, strict=True)]
+
+
 def _report(
     job: Job,
     dense: Side | None,
     eps: Side | None,
+    alike: list[bool] | None,
     divergence: dict[str, float | None],
     layer: dict[str, Any] | None,
     out: TextIO,
 ) -> dict[str, Any]:
     session, main = job.session, eps or dense
     assert main is not None
-    alike: list[bool] | None = None  # of each prompt
-    if eps is not None and dense is not None:
-        alike = [a == b for a, b in zip(eps.tokens, dense.tokens, strict=True)]
     alone = len(job.documents) == 1
     checks: list[tuple[str, str | None, str | None]] = []
     if job.answer is not None:

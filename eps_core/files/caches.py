@@ -7,15 +7,21 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 
 VARIABLE = "EPS_CACHE_DIR"
+_TEMPORARY = "eps-cache-"
+
+
+KEPT_DAYS = 30  # of what nobody has used since
 
 
 def folder() -> Path | None:
-    """Where caches are, made and writable: `EPS_CACHE_DIR`, else the user's cache folder, else a temporary one of this
-    process and its children, with one line on stderr; None where nothing can be written at all."""
+    """Where caches are: `EPS_CACHE_DIR`, else the user's cache folder, else a temporary one of this process and its
+    children; None where nothing can be written at all. One that cannot be written serves where it holds kernels, as in
+    an image; what was wanted and cannot serve is told in one line on stderr."""
     wanted = [Path(os.environ[VARIABLE])] if os.environ.get(VARIABLE) else []
     with suppress(RuntimeError):  # a user without a home
         wanted.append(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eps")
@@ -26,13 +32,19 @@ def folder() -> Path | None:
 def _first_writable(wanted: tuple[Path, ...]) -> Path | None:
     for path in wanted:
         with suppress(OSError, ValueError):
+            if any(path.glob("kernels-*")) and not os.access(path, os.W_OK):
+                return path.resolve()
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.TemporaryFile(dir=path):
+                if path != wanted[0]:
+                    print(f"{VARIABLE} {wanted[0]} cannot be written: using {path}", file=sys.stderr)
+                clear_old(path, ".*.partial", days=1)  # of runs that were killed
                 return path.resolve()
     tried = ", ".join(map(str, wanted)) or "no home"
     print(f"no cache folder can be written ({tried}): nothing is kept; set {VARIABLE} to a folder", file=sys.stderr)
     try:
-        path = Path(tempfile.mkdtemp(prefix="eps-cache-"))
+        clear_old(Path(tempfile.gettempdir()), f"{_TEMPORARY}*")
+        path = Path(tempfile.mkdtemp(prefix=_TEMPORARY))
     except OSError:
         return None
     os.environ[VARIABLE] = str(path)  # for children
@@ -43,6 +55,15 @@ def _first_writable(wanted: tuple[Path, ...]) -> Path | None:
 def _remove(path: Path, owner: int) -> None:
     if os.getpid() == owner:  # a forked child ends, too
         shutil.rmtree(path, ignore_errors=True)
+
+
+def clear_old(folder: Path, pattern: str, days: float = KEPT_DAYS) -> None:
+    """Removes what is this user's and was not used for so long."""
+    for path in folder.glob(pattern):
+        with suppress(OSError):
+            found = path.lstat()
+            if found.st_uid == os.getuid() and time.time() - found.st_mtime > days * 86400:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def keep(path: Path, data: bytes) -> str | None:

@@ -17,6 +17,7 @@ from typing import IO, Any, Self
 import numpy as np
 
 from eps_core.errors import ConfigError
+from eps_core.files.inputs import STDIN
 
 # what a model's folder is read for: an output of such a name in it would change or become the model
 MODEL_SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt", ".bin")
@@ -71,6 +72,8 @@ def _standard(found: os.stat_result) -> int | None:
 
 def _place(path: Path, what: str) -> Path | None:
     """`regular_file` of what may be created, replaced or written into by its kind, else ConfigError."""
+    if path == STDIN:
+        raise ConfigError(f"{what} - is no file: name one, or /dev/stdout")
     try:
         file = regular_file(path)
         if file is not None:
@@ -107,6 +110,10 @@ def check(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | Sequen
     for flag, given in inputs.items():
         for source in [given] if isinstance(given, Path) else given or ():
             name = f"{flag} {source}"
+            if source == STDIN:
+                with suppress(OSError, ValueError):
+                    taken[_same(os.fstat(0))] = name
+                continue
             with suppress(OSError):  # what cannot be looked at is named by who reads it
                 if not source.is_dir():
                     taken[_identity(source)] = name
@@ -147,6 +154,10 @@ def _identity(path: Path) -> Any:
         found = os.stat(path)
     except FileNotFoundError:
         return os.path.realpath(path)
+    return _same(found)
+
+
+def _same(found: os.stat_result) -> Any:
     return (found.st_dev, found.st_ino) if stat.S_ISREG(found.st_mode) else object()
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from eps_core.errors import ConfigError
-from eps_core.files.inputs import parse_json
+from eps_core.files.inputs import MOST_KEPT_BYTES, parse_json
 from eps_core.files.outputs import JsonlWriter, Output, to_json
 
 Line = dict[str, Any]
@@ -25,6 +25,8 @@ class ResumableFile:
         self.found: list[Line] = []
         self._size = 0
         if output.file is not None and output.file.exists():
+            if output.file.stat().st_size > MOST_KEPT_BYTES:
+                raise ConfigError(f"{self._path} is longer than {MOST_KEPT_BYTES:,} bytes: give another -o")
             self._read(output.file.read_bytes(), identity)
 
     def _read(self, data: bytes, identity: Sequence[str]) -> None:

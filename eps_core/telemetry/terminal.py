@@ -259,7 +259,7 @@ def _layer(layer: dict[str, Any] | None) -> list[tuple[str, str, str]]:
         return []
     return [
         (
-            f"8B model's layer, {layer['context']:,} tokens: ms",
+            f"8B model's layer, {layer['method']}, {layer['context']:,} tokens: ms",
             f"{layer['best_dense_ms']:.2f}",
             f"{layer['step_ms']:.2f}",
         ),
