@@ -18,6 +18,7 @@ import tiny_models
 from click.testing import CliRunner
 from test_telemetry import KEYS
 
+from eps_core.cli import __main__ as entry
 from eps_core.cli.main import cli
 from eps_core.cli.options import config_of, given_flags, method_option, selection_options, summary_options
 from eps_core.config.eps import EpsConfig
@@ -424,3 +425,16 @@ def test_defaults_follow_the_method(flags: str, want: dict) -> None:
 def test_the_command_line_loads_no_array_library_but_numpy() -> None:
     code = "import sys, eps_core.cli.main; assert not {'torch', 'mlx', 'mlx.core'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_ctrl_c_while_modules_are_imported_is_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupts:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "eps_core.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "eps_core.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupts(), *sys.meta_path])
+    with pytest.raises(SystemExit) as end:
+        entry.main()
+    assert end.value.code == 130

@@ -115,13 +115,16 @@ def _grid(output: outputs.Output, flags: dict[str, Any]) -> None:
         backend=session.backend_name, device=session.device, dtype=session.dtype, cpu_count=os.cpu_count(),
     )  # fmt: skip
     results = ResumableFile(output, first, IDENTITY)  # before the weights are loaded, which may take minutes
-    finished = set(results.indexed("cell", len(cells)))
+    there = results.indexed("cell", len(cells))
+    finished = set(there)
     if len(finished) < len(cells):
         session.load()  # nothing is written until everything that can be refused has been
     bench = Bench(session, plan, flags["prefill_mib"] * MIB)
     progress = Progress(cells, finished)
     with results, progress.bar:
         counts = run_cells(bench, cells, head_modes, results, finished, progress)
+    # a grid that was finished before has the same holes
+    counts.skipped.update(str(line["skipped"]) for line in there.values() if line.get("skipped") is not None)
     for reason in counts.reasons():
         click.echo(reason)
     skipped, failed = counts.skipped.total(), counts.failed.total()

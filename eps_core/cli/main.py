@@ -320,12 +320,12 @@ def main() -> None:
     except OSError as error:
         nameless = f"standard output cannot be written ({error.strerror}): send it elsewhere"
         _fail(str(error) if error.filename else nameless)
+    except (KeyboardInterrupt, click.Abort):
+        sys.exit(130)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
             raise  # a fault of ours
         _fail(f"{fault_line(error)[:300]}: shorten the context, give fewer prompts, or free memory")
-    except (KeyboardInterrupt, click.Abort):
-        sys.exit(130)
     sys.exit(code if isinstance(code, int) else 0)
 
 

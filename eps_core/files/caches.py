@@ -24,7 +24,8 @@ def folder() -> Path | None:
     an image; what was wanted and cannot serve is told in one line on stderr."""
     wanted = [Path(os.environ[VARIABLE])] if os.environ.get(VARIABLE) else []
     with suppress(RuntimeError):  # a user without a home
-        wanted.append(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eps")
+        home = os.environ.get("XDG_CACHE_HOME") or (Path.home() / ".cache" if Path.home().is_dir() else None)
+        wanted += [] if home is None else [Path(home) / "eps"]
     return _first_writable(tuple(wanted))
 
 
