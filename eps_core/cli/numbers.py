@@ -1,8 +1,10 @@
 """Numbers on the command line, checked in one place: ASCII digits, finite, no larger than what the program can hold.
 What a number means is checked where it is used (`config`, `Sampling`); here it is made sure to be one."""
 
+import argparse
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -124,6 +126,18 @@ class SizedMethod(click.ParamType):
         except ConfigError as error:
             self.fail(str(error), param, ctx)
         return str(value)
+
+
+def argument(kind: click.ParamType) -> Callable[[str], Any]:
+    """The same kind for argparse, which the scripts use."""
+
+    def converted(text: str) -> Any:
+        try:
+            return kind.convert(text, None, None)
+        except click.BadParameter as error:
+            raise argparse.ArgumentTypeError(error.message) from error
+
+    return converted
 
 
 TOKENS = Whole(1)
