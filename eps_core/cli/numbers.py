@@ -10,18 +10,12 @@ from typing import Any
 import click
 
 from eps_core.config.store import sized_method
-from eps_core.errors import ConfigError
+from eps_core.errors import ConfigError, shown
 
 MOST = 2**31 - 1  # tokens, groups, layers: slots and tables are int32
 MOST_SEED = 2**63 - 1
 MOST_SECONDS = 86_400.0
 _WHOLE = re.compile(r"[+-]?[0-9]+", re.ASCII)
-
-
-def shown(value: object) -> str:
-    """The value as an error names it: a line, however long it is."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:40]}.. ({len(str(value)):,} characters)"
 
 
 class _Number(click.ParamType):
