@@ -35,23 +35,34 @@ def overflow(where: str, kept_in: str = "float32") -> ConfigError:
     return ConfigError(f"NaN or Inf in {where}: {cause}")
 
 
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 3, 4, 4, 80, 30, 80
+class _Short(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() <= 128 else f"a number of {x.bit_length():,} bits"
+
+
+_SHORT = _Short()
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxother = 3, 4, 4, 80, 80
+
+
+def brief(text: str, most: int = 60) -> str:
+    """A text as it stands, cut to `most` characters."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def shown(value: Any) -> str:
-    """`value` as a message shows it: whatever JSON held, in less than a line."""
-    return _SHORT.repr(value)
+    """`value` as a message shows it: whatever a flag or JSON held, in less than a line."""
+    return brief(_SHORT.repr(value), 120)
 
 
 def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    """What an error of a library says, else its name."""
+    return brief(" ".join(str(error).split()), 300) or type(error).__name__
 
 
 def fault_line(error: BaseException) -> str:
-    """What the machine did, in one line."""
+    """What the machine did: the error's name and what it says."""
     name = "out of memory" if isinstance(error, MemoryError) else type(error).__name__
-    return " ".join(f"{name}: {error}".split()).removesuffix(":")
+    return brief(" ".join(f"{name}: {error}".split()).removesuffix(":"), 300)
 
 
 DISTRIBUTION = "eigenpage"  # the name to install by: `eps` on the package index is somebody else's

@@ -8,6 +8,7 @@ Writes one JSON object a line, the run first, and prints a Markdown table. Texts
 import argparse
 import json
 import os
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from multiprocessing import get_context
@@ -15,11 +16,14 @@ from pathlib import Path
 
 import numpy as np
 
+from eps_core.cli.numbers import TOKENS, argument
 from eps_core.config.eps import EpsConfig
+from eps_core.decode.model import DEMO_MODEL
 from eps_core.decode.session import Session
+from eps_core.errors import exit_code
 from eps_core.evaluation.curves import bytes_at_kl, text_document
 from eps_core.evaluation.runner import run_document
-from eps_core.files.outputs import replacing
+from eps_core.files import outputs
 from eps_core.load import load_backend
 from eps_core.tasks.corpus import SHA256
 from eps_core.telemetry.provenance import provenance
@@ -77,13 +81,14 @@ def one_text(context: int, steps: int, backend: str, index: int) -> list[list[tu
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--context", type=int, default=4096)
-    parser.add_argument("--texts", type=int, default=6)
-    parser.add_argument("--text-steps", type=int, default=48)
+    parser.add_argument("--context", type=argument(TOKENS), default=4096)
+    parser.add_argument("--texts", type=argument(TOKENS), default=6)
+    parser.add_argument("--text-steps", type=argument(TOKENS), default=48)
     parser.add_argument("--backend", default="cuda")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--jobs", type=argument(TOKENS), default=os.cpu_count())
     parser.add_argument("-o", "--output", "--out", dest="out", type=Path, default=Path("results/ablations.jsonl"))
     args = parser.parse_args()
+    outputs.check({"-o": args.out}, {"the demo model": DEMO_MODEL})
 
     os.environ["OMP_NUM_THREADS"] = "1"
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
@@ -111,9 +116,9 @@ def main() -> None:
         rows.append({"type": "ablation_bytes", "what": name, "bytes_at_0.01": at[0], "bytes_at_0.004": at[1]})
         curve = ", ".join(f"{ratio:.3f}: {kl:.4f}" for ratio, kl in points)
         print(f"| {name} | {curve} | {words[0]} | {words[1]} |", flush=True)
-    with replacing(args.out) as file:
+    with outputs.replacing(args.out) as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -24,7 +24,7 @@ from eps_core.evaluation.capture import Capture, open_capture
 from eps_core.evaluation.hard_cases import fill
 from eps_core.evaluation.merits import CERTIFIED_LEVELS, certified_skip, truth_of
 from eps_core.evaluation.replay import check_alike, combine, replay_many
-from eps_core.files.outputs import replacing
+from eps_core.files import outputs
 from eps_core.gate.protocol import Backend
 from eps_core.load import load_backend
 from eps_core.paging.where import Where
@@ -139,6 +139,7 @@ def main() -> None:
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("-o", "--output", "--out", dest="out", type=Path, default=Path("results/certificates.jsonl"))
     args = parser.parse_args()
+    outputs.check({"-o": args.out}, {"capture": args.captures})
     backend = load_backend(args.backend)
     captures = [open_capture(path) for path in args.captures]
     check_alike(captures)
@@ -162,7 +163,7 @@ def main() -> None:
     rows += refinement(captures[0], backend)
     if any(math.isnan(value) for row in rows for value in row.values() if isinstance(value, float)):
         raise SystemExit("a figure is not a number: nothing was written")
-    with replacing(args.out) as file:
+    with outputs.replacing(args.out) as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 

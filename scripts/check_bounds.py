@@ -20,8 +20,10 @@ from multiprocessing import get_context
 
 import numpy as np
 
+from eps_core.cli.numbers import SEED, TOKENS, argument
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
+from eps_core.errors import exit_code
 from eps_core.evaluation.bounds import (
     BOUNDED_ARMS,
     CACHE_DTYPES,
@@ -89,13 +91,15 @@ def nats(gap: float) -> str:
     return "-" if math.isinf(gap) else f"{gap:.1e}"
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checks", type=int, default=10_000_000, help="bounds to check on made-up data at least")
+    parser.add_argument(
+        "--checks", type=argument(TOKENS), default=10_000_000, help="bounds to check on made-up data at least"
+    )
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), help="each on all its devices")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=argument(SEED), default=0)
     parser.add_argument("--quick", action="store_true", help="one round, whatever --checks says")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes, one thread each")
+    parser.add_argument("--jobs", type=argument(TOKENS), default=os.cpu_count(), help="processes, one thread each")
     args = parser.parse_args()
 
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -150,8 +154,8 @@ def main() -> None:
         "seconds": round(time.time() - started),
     }
     print("\n" + json.dumps(result))
-    sys.exit(1 if violations else 0)
+    return 1 if violations else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -15,11 +15,13 @@ from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
+from eps_core.cli.numbers import PART, SEED, TOKENS, argument
 from eps_core.decode.hub import resolve_model
 from eps_core.decode.model import DEMO_MODEL, read_spec
 from eps_core.decode.session import Session
+from eps_core.errors import exit_code
 from eps_core.evaluation.curves import BYTE_BUDGETS, TAUS, Plan, markdown, records, table_cells, tally_document
-from eps_core.files.outputs import replacing
+from eps_core.files import outputs
 from eps_core.load import load_backend
 from eps_core.tasks.corpus import SHA256
 from eps_core.telemetry.provenance import provenance
@@ -40,24 +42,26 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
-    parser.add_argument("--needles", type=int, default=50)
-    parser.add_argument("--texts", type=int, default=6)
-    parser.add_argument("--long", type=int, default=12288, help="contexts from here on get a third of the documents")
-    parser.add_argument("--text-steps", type=int, default=64)
-    parser.add_argument("--budgets", type=float, nargs="+", default=BYTE_BUDGETS)
-    parser.add_argument("--taus", type=float, nargs="+", default=TAUS)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes, one thread each")
+    parser.add_argument("--contexts", type=argument(TOKENS), nargs="+", default=[2048, 4096, 8192, 16384])
+    parser.add_argument("--needles", type=argument(TOKENS), default=50)
+    parser.add_argument("--texts", type=argument(TOKENS), default=6)
+    parser.add_argument(
+        "--long", type=argument(TOKENS), default=12288, help="contexts from here on get a third of the documents"
+    )
+    parser.add_argument("--text-steps", type=argument(TOKENS), default=64)
+    parser.add_argument("--budgets", type=argument(PART), nargs="+", default=BYTE_BUDGETS)
+    parser.add_argument("--taus", type=argument(PART), nargs="+", default=TAUS)
+    parser.add_argument("--seed", type=argument(SEED), default=0)
+    parser.add_argument("--jobs", type=argument(TOKENS), default=os.cpu_count(), help="processes, one thread each")
     parser.add_argument("-o", "--output", "--out", dest="out", type=Path, default=Path("results/methods.jsonl"))
     args = parser.parse_args()
+    outputs.check({"-o": args.out}, {"--model": args.model})
 
     os.environ["OMP_NUM_THREADS"] = "1"
     source = (args.model, args.backend, args.device)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     started = time.time()
     # spawned, so that every process starts with one thread
-    with replacing(args.out) as out, ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+    with outputs.replacing(args.out) as out, ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         run = {
             "type": "run",
             "command": " ".join(["python", "scripts/evaluate.py", *sys.argv[1:]]),
@@ -93,4 +97,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -23,6 +23,7 @@ from whole_step import make_demo
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.generate import Sampling, generate
 from eps_core.decode.session import Prefix, Session
+from eps_core.errors import exit_code
 from eps_core.telemetry.provenance import git_commit
 
 WARM_STEPS = 8
@@ -67,4 +68,4 @@ def main(context: int, steps: int, backend: str, kernels: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import platform
+import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -20,10 +21,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
-from eps_core.files.outputs import replacing
+from eps_core.cli.numbers import SEED, TOKENS, Real, argument
+from eps_core.errors import ConfigError, exit_code
+from eps_core.files import outputs
 from eps_core.tasks.corpus import corpus, held_out
 from eps_core.tasks.needle import draw_key, draw_value, filler, needle_document, needle_line, question
 
@@ -202,12 +205,16 @@ def needle_accuracy(model: Model, text: bytes, length: int, count: int, seed: in
     return right / count
 
 
+def write(path: Path, data: bytes) -> None:
+    with outputs.replacing(path, "wb") as file:
+        file.write(data)
+
+
 def export(model: Model, out: Path) -> None:
     """Writes config.json, tokenizer.json, model.safetensors (bf16) and generation settings."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
+    write(out / "config.json", (json.dumps(CONFIG, indent=2) + "\n").encode())
     weights = {}
     for name, tensor in model.state_dict().items():
         for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
@@ -215,7 +222,7 @@ def export(model: Model, out: Path) -> None:
         for part in ("gate_proj", "up_proj", "down_proj"):
             name = name.replace(f".{part}", f".mlp.{part}")
         weights[f"model.{name}"] = tensor.to(torch.bfloat16).contiguous()
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    write(out / "model.safetensors", save(weights, metadata={"format": "pt"}))
     # GPT-2's byte alphabet: each byte is one printable character, in byte order, so token id = byte value
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -226,7 +233,7 @@ def export(model: Model, out: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<|bos|>", special=True), AddedToken("<|eos|>", special=True)])
     tokenizer.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", BOS)])
-    tokenizer.save(str(out / "tokenizer.json"))
+    write(out / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
 
 
 def write_card(out: Path, record: dict) -> None:
@@ -261,8 +268,8 @@ Held-out needles answered exactly (all five digits, dense attention, depths spre
 
 Licence: the weights are released under this repository's licence; the training text is under the PSF licence.
 """
-    (out / "README.md").write_text(text)
-    (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    write(out / "README.md", text.encode())
+    write(out / "training.json", (json.dumps(record, indent=2) + "\n").encode())
 
 
 @torch.no_grad()
@@ -282,12 +289,19 @@ def main() -> None:
     parser.add_argument("--shape", choices=["demo", "wide"], default="demo")
     parser.add_argument("--checkpoint", type=Path, default=Path("demo_checkpoint.pt"))
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lr", type=float, default=1.5e-3)
-    parser.add_argument("--needle-documents", type=int, default=100)
+    parser.add_argument("--seed", type=argument(SEED), default=0)
+    parser.add_argument("--lr", type=argument(Real(0, above=True)), default=1.5e-3)
+    parser.add_argument("--needle-documents", type=argument(TOKENS), default=100)
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--max-steps", type=int, help="stop after this many steps in all (for timing)")
+    parser.add_argument("--max-steps", type=argument(TOKENS), help="stop after this many steps in all (for timing)")
     args = parser.parse_args()
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"-o {args.out} cannot be a folder ({error.strerror}): give another path") from error
+    outputs.check({"--checkpoint": args.checkpoint}, {"-o": args.out})
+    if args.resume and not args.checkpoint.is_file():
+        raise ConfigError(f"there is no checkpoint {args.checkpoint} to resume: leave out --resume")
 
     stages = STAGES
     if args.shape == "wide":
@@ -314,7 +328,7 @@ def main() -> None:
 
     def save() -> None:
         state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "done": done}
-        with replacing(args.checkpoint, "wb") as file:
+        with outputs.replacing(args.checkpoint, "wb") as file:
             torch.save(state, file)
 
     for stage in range(done["stage"], len(stages)):
@@ -378,7 +392,7 @@ def main() -> None:
     accuracy, documents = {}, {}
     for length in (256, 512, 1024, 2048, 4096, 8192, 12288, 16384):
         # a 16k document costs as much as thirty of 1k: fewer of the longest
-        documents[length] = args.needle_documents // (1 if length <= 8192 else 4)
+        documents[length] = -(-args.needle_documents // (1 if length <= 8192 else 4))
         accuracy[length] = needle_accuracy(model, held_text, length, documents[length], 2 * 10**6)
         print(f"held-out needles at {length}: {accuracy[length]:.3f} of {documents[length]}", flush=True)
     failing = [length for length, value in accuracy.items() if value < 0.95]
@@ -399,4 +413,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

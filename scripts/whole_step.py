@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import click
@@ -18,6 +19,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from eps_core.decode.model import DEMO_MODEL
+from eps_core.errors import exit_code
+from eps_core.files import outputs
 from eps_core.tasks.corpus import corpus
 
 # Llama 3.2 1B, whose prompt the demo's byte tokenizer makes
@@ -89,8 +92,13 @@ def main(
     unknown = sorted(set(names) - set(MODELS))
     if unknown:
         raise click.UsageError(f"model {', '.join(unknown)} is unknown: choose among {', '.join(MODELS)}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as scratch:
+    outputs.check({"-o": out}, {"the demo model": DEMO_MODEL})
+    outputs.check_start("-o", out, b"{", "JSONL")
+    with ExitStack() as stack:
+        output = stack.enter_context(outputs.Output(out, "-o"))
+        kept_bytes = output.file.stat().st_size if output.file is not None and output.file.exists() else 0
+        writer = stack.enter_context(outputs.JsonlWriter(output, kept_bytes))
+        scratch = stack.enter_context(tempfile.TemporaryDirectory())
         prompt = Path(scratch) / "prompt.txt"
         text = corpus()[: context - 1]  # one token a byte, and the one that begins a text
         prompt.write_text(text.decode(errors="ignore"))
@@ -101,8 +109,7 @@ def main(
             for one in backend.split(","):
                 for kind in dtype.split(","):
                     line = _run(name, model, prompt, new_tokens, one, kind, flags, Path(scratch) / "metrics.jsonl")
-                    with out.open("a") as file:
-                        file.write(json.dumps(line) + "\n")
+                    writer.write(line)
             shutil.rmtree(folder)
 
 
@@ -122,7 +129,9 @@ def _run(
         "--dtype", dtype, "--max-new-tokens", new_tokens, "--no-stop", "--method", "rq", "--metrics", metrics,
         *flags,
     ]  # fmt: skip
-    done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, text=True)
+    if done.returncode:  # it has said why
+        sys.exit(done.returncode)
     result = json.loads(done.stdout.splitlines()[-1])
     run_line = json.loads(metrics.read_text().splitlines()[0])
     for side in ("dense", "eps"):
@@ -141,4 +150,4 @@ def _run(
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -165,7 +165,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "no-shape": ({"num_kv_heads": "2"}, "'2' is not a whole number"),
     "heads": ({"classes": [["retrieval"]] * 4}, "2 kv heads"),
     "class": ({"classes": [["retrieval", "sleepy"]] * 4}, "sleepy"),
-    "class-of-another-kind": ({"classes": [["retrieval", {"3": 3}]] * 4}, "classes {..} is not a text"),
+    "class-of-another-kind": ({"classes": [["retrieval", {"3": 3}]] * 4}, "classes {'3': 3} is not a text"),
     "modes": ({"head_modes": [["window", "window"]] * 4}, "head_modes"),
     "dense-layers": ({"dense_layers": [4]}, "dense_layers (4,)"),
     "falling-curve": ({"curves": [[[0.5] * 11 + [0.4]] * 2] * 4}, "falls"),

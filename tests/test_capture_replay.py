@@ -405,6 +405,7 @@ MISTAKES = {
     "no-directory": (["capture", "-o", "absent/new"], "absent"),
     "no-output": (["capture"], "-o"),
     "flags-while-off": (["capture", "-o", "new", "--eps-budget", 0.2], "--method"),
+    "replay-of-a-folder": (["replay", "."], "capture . cannot be read (Is a directory)"),
     "absent-model": (["capture", "-o", "new", "--model", "absent"], "absent"),
     "full-disk": (["capture", "-o", "new"], "does not fit"),
 }
@@ -448,7 +449,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
         words = "MiB left"
         usage = namedtuple("usage", "total used free")
         monkeypatch.setattr(capture_module.shutil, "disk_usage", lambda path: usage(2**20, 2**20, 0))
-    outputs = ["--jsonl", "new.jsonl"] if args[0] == "replay" else []
+    outputs = ["-o", "new.jsonl"] if args[0] == "replay" else []
     code = run_cli(monkeypatch, *[places.get(str(arg), arg) for arg in args], *outputs, "--backend", "cuda")
     printed = capsys.readouterr()
     assert code == 2 and printed.out == "", printed

@@ -19,7 +19,7 @@ from eps_core.decode import tokenizer
 from eps_core.decode.cost import Cost
 from eps_core.decode.model import DEMO_MODEL, read_spec
 from eps_core.decode.session import Session
-from eps_core.errors import ConfigError
+from eps_core.errors import ConfigError, fault_line, one_line, shown
 from eps_core.evaluation.capture import METADATA_KEY, CaptureRequest, capture, first_tokens, open_capture
 from eps_core.evaluation.replay import check_alike
 from eps_core.files import inputs
@@ -135,7 +135,7 @@ def test_texts_come_from_files_pipes_and_stdin(tmp_path: Path, monkeypatch: pyte
     ("text", "words"),
     [
         ("NaN", "NaN is no number"), ("[-Infinity]", "-Infinity is no number"), ("1e999", "1e999 is past"),
-        ("9" * 5000, "a number of 5,000 characters is past"), ("[" * 100_000, "nested more than 64 deep"),
+        ("9" * 5000, f"{'9' * 57}... is past"), ("[" * 100_000, "nested more than 64 deep"),
         ("[" * 65 + "]" * 65, "nested more than 64 deep"), ('["\\ud800"]', "half of a surrogate pair"),
         ('{"\\udc00": 1}', "half of a surrogate pair"), ("{", "at character 1"), ("", "at character 0"),
         (b"\xff", "can't decode"),
@@ -166,6 +166,15 @@ def test_json_that_is_used_stays() -> None:
     assert inputs.parse_json("[" * 64 + "]" * 64)
 
 
+def test_whatever_a_message_shows_is_less_than_a_line() -> None:
+    for value in ([[["x" * 500] * 9] * 9] * 9, 10**5000, {"k" * 300: ["\n" * 300] * 9}, "9" * 10**5, None):
+        assert len(shown(value)) <= 120 and "\n" not in shown(value)
+    for error in (RuntimeError("x \n" * 500), MemoryError(), ValueError("\n")):
+        assert 0 < len(one_line(error)) <= 300 and 0 < len(fault_line(error)) <= 300
+        assert "\n" not in one_line(error) + fault_line(error)
+    assert fault_line(MemoryError()) == "out of memory" and one_line(ValueError("\n")) == "ValueError"
+
+
 def test_values_are_of_their_kinds() -> None:
     assert convert({"a": [1, 2.5], "other": ()}, {"a": tuple[float, ...], "b": int | None}) == {
         "a": (1.0, 2.5), "b": None, "other": (),
@@ -173,12 +182,13 @@ def test_values_are_of_their_kinds() -> None:
     assert isinstance(convert(3, float), float) and convert([1, "x"], tuple[int, str]) == (1, "x")
     for value, kind, words in (
         (True, int, "True is not a whole number"),
-        (2**63, int, "not a whole number"),
+        (2**63, int, "9223372036854775808 is past 64 bits"),
+        (-(10**5000), int | None, "a number of 16,610 bits is past 64 bits"),
         (10**400, float, "not a number"),
         (float("nan"), float, "nan is not a number"),
         ("1", float | None, "'1' is not a number"),
-        ([1, 2, 3], tuple[int, int], "[..] is not a list of 2"),
-        ({"a": {}}, {"a": int}, "a {..} is not a whole number"),
+        ([1, 2, 3], tuple[int, int], "[1, 2, 3] is not a list of 2"),
+        ({"a": {}}, {"a": int}, "a {} is not a whole number"),
         ({}, {"a": int}, "a None is not a whole number"),
         ({"contexts": []}, Cost, "unknown or missing dense_ms, gated_ms"),
         (1.5, Annotated[float, Between(0, 1)], "1.5 is not within 0 to 1"),

@@ -1,4 +1,4 @@
-"""`--eps-method off` is the rollback: no line of EPS runs, nothing of it is allocated, and no logit changes a bit."""
+"""`--method off` is the rollback: no line of EPS runs, nothing of it is allocated, and no logit changes a bit."""
 
 import importlib
 

@@ -285,8 +285,8 @@ COMMANDS: dict[str, list[str]] = {
     "report-of-two": ["report", "OTHER", "IN", "-o", "OUT"],
     "capture-text": ["capture", "--text", "IN", "-o", "OUT"],
     "calibrate-text": ["calibrate", "--text", "IN", "-o", "OUT"],
-    "replay": ["replay", "OTHER", "IN", "--jsonl", "OUT"],
-    "replay-policy": ["replay", "OTHER", "--eps-heads", "retrieval", "--eps-head-policy", "IN", "--jsonl", "OUT"],
+    "replay": ["replay", "OTHER", "IN", "-o", "OUT"],
+    "replay-policy": ["replay", "OTHER", "--eps-heads", "retrieval", "--eps-head-policy", "IN", "-o", "OUT"],
     "run-metrics": ["run", "--prompt-file", "IN", "--metrics", "OUT"],
     "run-csv": ["run", "--prompt-file", "IN", "--csv", "OUT"],
     "run-policy": ["run", "--eps-heads", "retrieval", "--eps-head-policy", "IN", "--csv", "OUT"],
@@ -356,11 +356,12 @@ def test_other_files_may_lie_beside_a_model(model: Path, tmp_path: Path) -> None
 
 
 def test_a_plot_is_not_its_own_numbers(place: Path) -> None:
-    assert "it would destroy" in refusal(["bench", "--plot", "folder", "--output", "back/folder/scaling.svg"])
+    error = refusal(["bench", "--plot", "folder", "-o", "back/folder/scaling.svg"])
+    assert "is -o back/folder/scaling.svg, which it would destroy" in error
 
 
 @pytest.mark.parametrize(
-    "args", [["report", "-o", "s1.jsonl", "s2.jsonl"], ["replay", "--jsonl", "c1", "c2"]], ids=["report", "replay"]
+    "args", [["report", "-o", "s1.jsonl", "s2.jsonl"], ["replay", "-o", "c1", "c2"]], ids=["report", "replay"]
 )
 def test_a_shells_list_does_not_make_its_first_file_the_output(
     args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

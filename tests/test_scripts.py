@@ -62,3 +62,66 @@ def test_a_python_script_prints_its_usage_or_refuses(
     assert "usage: " in capsys.readouterr().out.lower()
     assert ran(name, "--bogus", monkeypatch=monkeypatch) == 2
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name, arguments, taken",
+    [
+        ("certificates.py", ["{}/c.safetensors", "-o", "{}/c.safetensors"], "c.safetensors"),
+        ("certificates.py", ["{}/c.safetensors", "-o", "{}/link.safetensors"], "c.safetensors"),
+        ("evaluate.py", ["--model", "{}", "-o", "{}/config.json"], "config.json"),
+        ("train_demo.py", ["-o", "{}", "--checkpoint", "{}/c.safetensors"], "c.safetensors"),
+        ("whole_step.py", ["-o", "{}/c.safetensors"], "c.safetensors"),
+    ],
+)
+def test_a_script_never_replaces_what_it_reads(
+    name: str,
+    arguments: list[str],
+    taken: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    for file in ("c.safetensors", "config.json"):
+        (tmp_path / file).write_text("of the user")
+    (tmp_path / "link.safetensors").symlink_to(tmp_path / "c.safetensors")
+    assert ran(name, *(argument.format(tmp_path) for argument in arguments), monkeypatch=monkeypatch) == 2
+    error = capsys.readouterr().err
+    assert taken in error and "give another path" in error and "Traceback" not in error
+    assert (tmp_path / taken).read_text() == "of the user"
+
+
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        ("ablate.py", ["--texts", "-1"]),
+        ("ablate.py", ["--jobs", "0"]),
+        ("evaluate.py", ["--contexts", "2048", "0"]),
+        ("evaluate.py", ["--budgets", "nan"]),
+        ("check_bounds.py", ["--jobs", "0"]),
+        ("train_demo.py", ["-o", "{}/model", "--needle-documents", "0"]),
+    ],
+)
+def test_a_script_refuses_numbers_that_mean_nothing(
+    name: str,
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    assert ran(name, *(argument.format(tmp_path) for argument in arguments), monkeypatch=monkeypatch) == 2
+    error = capsys.readouterr().err
+    assert f"'{arguments[-1]}' is not a" in error and "Traceback" not in error
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name, arguments",
+    [("check_bounds.py", ["--backends", "abacus"]), ("profile_step.py", ["--backend", "abacus"])],
+)
+def test_a_script_names_what_the_user_can_mend_in_one_line(
+    name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    assert ran(name, *arguments, monkeypatch=monkeypatch) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: backend 'abacus' is unknown") and error.count("\n") == 1

@@ -197,7 +197,7 @@ def test_what_cannot_be_continued_is_refused_in_one_line(plain: Session, call: s
         ({"budget": 0.1}, 'budget means nothing while EPS is off: add method="rq"'),
         ({"method": "rq", "config": EpsConfig()}, "config and method say two things"),
         ({"modle": "x"}, "unknown EPS setting modle"),
-        ({"method": "svd"}, "eps-method 'svd' is unknown"),
+        ({"method": "svd"}, "^method 'svd' is unknown"),
         ({"method": 5}, "method 5 is not a text"),
         ({"method": "rq", "budget": "much"}, "budget 'much' is not a number"),
         ({"method": "rq", "min_context": "auto"}, "min_context 'auto' is not a whole number"),

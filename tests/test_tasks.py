@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from eps_core.cli.evaluate import evaluate_command
 from eps_core.errors import ConfigError
+from eps_core.evaluation import measure
 from eps_core.evaluation.quality import Answer, table, task_result
 from eps_core.tasks.needle import Sample, needle_document
 from eps_core.tasks.questions import ANSWER_SLACK_TOKENS, Question, fit_question, generated_questions, text_window
@@ -268,6 +269,14 @@ def test_mistakes_are_named_before_anything_runs(args, words, tmp_path, monkeypa
         evaluate("--samples", 1, *few, *args)
     assert words in str(error.value) and "\n" not in str(error.value)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flags", [["260,300", "280,260"], ["260", "300", "280"]], ids=" ".join)
+def test_contexts_are_repeated_or_lists(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[measure.MeasureRequest] = []
+    monkeypatch.setattr(measure, "measure", lambda request, out: asked.append(request) or {})
+    evaluate(*(part for flag in flags for part in ("--context", flag)))
+    assert asked[0].contexts == (260, 300, 280)
 
 
 def test_help_says_that_prompts_are_raw():

@@ -9,6 +9,7 @@ import numpy as np
 from eps_core.bench.data import Layer
 from eps_core.bench.proof import DENSE_TOLERANCE, GateError, dense_error
 from eps_core.config.bytes import kv_bytes
+from eps_core.errors import fault_line as reason
 
 GRAPH = " (graph)"  # ends the names of arms that replay a recorded launch
 
@@ -84,8 +85,3 @@ class DenseArms:
         if not error <= limit:
             raise GateError(f"EPS's dense attention is wrong: relative error {error:.2g}: nothing was timed")
         return {"eps dense": Arm(attend, "dense", self.bytes, self.bytes)}
-
-
-def reason(error: BaseException) -> str:
-    text = " ".join(str(error).split())[:300]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -22,7 +22,7 @@ CELL = {
     "graphed_step_ms": Positive | None, "interpreted": bool,
 }  # fmt: skip
 ARM = {"ms": Positive, "bytes": Annotated[float, Between(0, 1e18)] | None}
-MEND = "give what eps-proto bench --output wrote"
+MEND = "give what eps-proto bench -o wrote"
 LARGE_TOKENS = 4 * 65536  # context x batch from which a launch no longer hides what the memory gives
 # group size in tokens -> least share of the measured copy bandwidth
 ATTEND_SHARES = {128: 0.85, 2: 0.65, 4: 0.65}

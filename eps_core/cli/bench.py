@@ -119,7 +119,7 @@ def bench_command(ctx: click.Context, /, **flags: Any) -> None:
         _check_plots(flags["plot"])
         if flags["plot"].is_dir():
             plots = {f"--plot {name}": flags["plot"] / name for name in PLOTS}
-    outputs.check({"--output": request.output, **plots}, {})
+    outputs.check({"-o": request.output, **plots}, {})
     lines = []
     with ExitStack() as stack:
         output = None if request.output is None else stack.enter_context(outputs.Output(request.output))

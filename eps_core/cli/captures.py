@@ -137,7 +137,7 @@ def _off(ctx: click.Context, flags: dict[str, Any]) -> str:
 @backend_option
 @device_option
 @option(
-    "-o", "--output", "jsonl", also=["--jsonl"], heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE",
+    "-o", "--output", also=["--jsonl"], heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE",
     help="Write JSONL: all figures, head by head too.",
 )  # fmt: skip
 @selection_options
@@ -161,11 +161,11 @@ def replay_command(ctx: click.Context, /, **flags: Any) -> None:
     bounds      violations of the lower and upper bounds, of all checks
     union       groups that any kv head of a layer wants, over the mean of what each wants
     """
-    captures, jsonl = flags["captures"], flags["jsonl"]
-    outputs.check({"--jsonl": jsonl}, {"capture": captures, "--eps-head-policy": flags["eps_head_policy"]})
-    if jsonl is not None:
-        outputs.check_start("--jsonl", jsonl, b"{", "JSONL")
-    with nullcontext() if jsonl is None else outputs.Output(jsonl, "jsonl file") as output:
+    path = flags["output"]
+    outputs.check({"-o": path}, {"capture": flags["captures"], "--eps-head-policy": flags["eps_head_policy"]})
+    if path is not None:
+        outputs.check_start("-o", path, b"{", "JSONL")
+    with nullcontext() if path is None else outputs.Output(path, "-o") as output:
         _replay(ctx, flags, output)
 
 

@@ -1,12 +1,13 @@
 """`eps-proto evaluate`: what EPS costs in quality, on tasks, benchmark files and plain text."""
 
 import sys
+from itertools import chain
 from typing import Any
 
 import click
 
 from eps_core.cli.help import CHECKS, FILE, INPUT, OUTPUT, OUTPUT_FILE, command, option
-from eps_core.cli.numbers import COUNT, SEED, TOKENS
+from eps_core.cli.numbers import COUNT, SEED, TOKENS, ListOf
 from eps_core.cli.options import DEMO_METHOD, config_of, given_flags, method_option, selection_options, summary_options
 from eps_core.cli.source import backend_option, device_option, model_option
 from eps_core.decode.model import DEMO_MODEL
@@ -47,9 +48,9 @@ _SAME = (
 )  # fmt: skip
 @option("--ruler", heading=INPUT, type=FILE, multiple=True, metavar="FILE", help="RULER JSONL. Repeatable.")
 @option(
-    "--context", heading=INPUT, type=TOKENS, multiple=True,
-    help=f"Tokens of a generated task, answer included, and of text. Repeatable.  [default: {DEFAULT_CONTEXT}, or as "
-    "many as the model holds]",
+    "--context", heading=INPUT, type=ListOf(TOKENS), multiple=True,
+    help="Tokens of a generated task, answer included, and of text, as in 4096,8192. Repeatable.  "
+    f"[default: {DEFAULT_CONTEXT}, or as many as the model holds]",
 )  # fmt: skip
 @option(
     "--samples", heading=INPUT, type=TOKENS, default=20, show_default=True,
@@ -108,7 +109,7 @@ def evaluate_command(ctx: click.Context, /, **flags: Any) -> None:
     request = MeasureRequest(
         config=config,
         tasks=tasks,
-        contexts=tuple(dict.fromkeys(flags["context"])),
+        contexts=tuple(dict.fromkeys(chain.from_iterable(flags["context"]))),
         **{name: flags[name] for name in _SAME},
     )
     click.echo(outputs.to_json(measure(request, sys.stdout)))

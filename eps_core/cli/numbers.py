@@ -1,25 +1,21 @@
 """Numbers on the command line, checked in one place: ASCII digits, finite, no larger than what the program can hold.
 What a number means is checked where it is used (`config`, `Sampling`); here it is made sure to be one."""
 
+import argparse
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import click
 
 from eps_core.config.store import sized_method
-from eps_core.errors import ConfigError
+from eps_core.errors import ConfigError, shown
 
 MOST = 2**31 - 1  # tokens, groups, layers: slots and tables are int32
 MOST_SEED = 2**63 - 1
 MOST_SECONDS = 86_400.0
 _WHOLE = re.compile(r"[+-]?[0-9]+", re.ASCII)
-
-
-def shown(value: object) -> str:
-    """The value as an error names it: a line, however long it is."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:40]}.. ({len(str(value)):,} characters)"
 
 
 class _Number(click.ParamType):
@@ -124,6 +120,18 @@ class SizedMethod(click.ParamType):
         except ConfigError as error:
             self.fail(str(error), param, ctx)
         return str(value)
+
+
+def argument(kind: click.ParamType) -> Callable[[str], Any]:
+    """The same kind for argparse, which the scripts use."""
+
+    def converted(text: str) -> Any:
+        try:
+            return kind.convert(text, None, None)
+        except click.BadParameter as error:
+            raise argparse.ArgumentTypeError(error.message) from error
+
+    return converted
 
 
 TOKENS = Whole(1)

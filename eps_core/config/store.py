@@ -65,7 +65,7 @@ class Store:
     def __post_init__(self) -> None:
         require(
             self.method in (table.OFF, *table.METHODS),
-            f"eps-method {self.method!r} is unknown: choose one of {', '.join(METHODS)}",
+            f"method {self.method!r} is unknown: choose one of {', '.join(METHODS)}",
         )
         block = self.block_size
         require(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from eps_core.errors import ConfigError, shown
-from eps_core.files import inputs
+from eps_core.files import inputs, records
 
 MOST_SIZE = 2**24  # of hidden layers, vocabularies ..; beyond any model, and refused before memory or time goes
 
@@ -51,12 +51,8 @@ class Fields:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        value = self._get(key, default)
-        try:
-            number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
-        except OverflowError:  # an integer past any float
-            number = 0.0
-        if not 0 < number < float("inf"):
+        number = records.number(self._get(key, default))
+        if number is None or number <= 0:
             raise self._wrong(key, "a positive number")
         return number
 

@@ -13,9 +13,9 @@ from typing import Any
 from eps_core.decode.model import read_spec
 from eps_core.decode.spec import ModelSpec
 from eps_core.decode.weights import weight_files
-from eps_core.errors import ConfigError
+from eps_core.errors import ConfigError, shown
 from eps_core.files import inputs
-from eps_core.files.records import Share, brief, read_record
+from eps_core.files.records import Share, read_record
 
 FORMAT_VERSION = 1
 CLASSES = ("retrieval", "streaming")
@@ -81,9 +81,7 @@ def load_policy(path: Path) -> HeadPolicy:
         raise ConfigError(f"{path} is JSON but no head policy: make one with eps-proto calibrate")
     version = values["format_version"]
     if version != FORMAT_VERSION:
-        raise ConfigError(
-            f"{path} has head policy format {brief(repr(version))}, this is {FORMAT_VERSION}: calibrate again"
-        )
+        raise ConfigError(f"{path} has head policy format {shown(version)}, this is {FORMAT_VERSION}: calibrate again")
     policy = read_record(HeadPolicy, values, f"head policy {path}", "calibrate again")
     fault = _fault(policy)
     if fault:
@@ -109,9 +107,9 @@ def _fault(policy: HeadPolicy) -> str | None:
         return f"its curves are not of {len(policy.fractions)} shares each"
     if any(list(curve) != sorted(curve) for curve in curves):
         return "a curve falls: more groups cannot hold less"
-    unknown = [repr(kind) for heads in policy.classes for kind in heads if kind not in CLASSES]
+    unknown = [kind for heads in policy.classes for kind in heads if kind not in CLASSES]
     if unknown:
-        return f"class {brief(unknown[0])} is none of {', '.join(CLASSES)}"
+        return f"class {shown(unknown[0])} is none of {', '.join(CLASSES)}"
     layers = policy.dense_layers
     if any(not 0 <= layer < shape[0] for layer in layers):
         return f"dense_layers {layers!r} are not layers 0 to {shape[0] - 1}"

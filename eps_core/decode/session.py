@@ -339,14 +339,10 @@ def _jsonl_prompts(path: Path) -> list[str]:
     """The prompts of a file whose lines are objects with one, or strings."""
     mend = 'give a JSON object with a "prompt" a line'
     prompts = []
-    for number, line in inputs.read_lines(path, "prompt file", mend, kept=True):
-        try:
-            value = inputs.parse_json(line)
-        except ValueError as error:
-            raise ConfigError(f"{path}, line {number}: no JSON in UTF-8 ({error}): mend or remove the line") from error
+    for where, value in inputs.read_values(path, "prompt file", mend):
         prompt = value.get("prompt") if isinstance(value, dict) else value
         if not isinstance(prompt, str):
-            raise ConfigError(f'{path}, line {number}: no "prompt" that is text: {mend}')
+            raise ConfigError(f'{where}: no "prompt" that is text: {mend}')
         prompts.append(prompt)
     require(len(prompts) > 0, f"prompt file {path} has no lines: {mend}")
     return prompts

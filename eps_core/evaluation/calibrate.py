@@ -29,7 +29,7 @@ MASS = 0.99  # share of the softmax that a head is said to need
 
 @dataclass(frozen=True)
 class CalibrateRequest:
-    """What the command line asked for. `model` None is the demo model, `text` None held-out library source."""
+    """What the command line asked for. `model` None is the demo model, `text` None the shipped corpus."""
 
     output: Path
     config: EpsConfig  # group size; of the estimate, summary bytes and always-visited tokens

@@ -27,10 +27,10 @@ from eps_core.decode.generate import prefill
 from eps_core.decode.heads import model_fingerprint
 from eps_core.decode.session import Session
 from eps_core.decode.spec import ModelSpec
-from eps_core.errors import ConfigError
+from eps_core.errors import ConfigError, one_line, shown
 from eps_core.evaluation.runner import Document, decode, usual_context
 from eps_core.files import inputs, outputs
-from eps_core.files.records import Between, brief, read_record
+from eps_core.files.records import Between, read_record
 from eps_core.gate.protocol import Array, Backend
 from eps_core.tasks.corpus import corpus_or_text
 from eps_core.telemetry import provenance, terminal
@@ -111,7 +111,7 @@ class Text:
 
 @dataclass(frozen=True)
 class CaptureRequest:
-    """What the command line asked for. `model` None is the demo model, `text` None held-out library source."""
+    """What the command line asked for. `model` None is the demo model, `text` None the shipped corpus."""
 
     output: Path
     config: EpsConfig = field(default_factory=EpsConfig)
@@ -127,7 +127,7 @@ class CaptureRequest:
 
 
 def first_tokens(session: Session, path: Path | None, context: int | None, num_steps: int = 0) -> Text:
-    """`context` and `num_steps` tokens from the start of a text, None: of held-out library source. A `context` of None
+    """`context` and `num_steps` tokens from the start of a text, None: of the shipped corpus. A `context` of None
     is `usual_context`, or what the text holds."""
     num_tokens = (usual_context(session.spec, num_steps) if context is None else context) + num_steps
     if num_tokens > session.spec.max_context:
@@ -280,6 +280,14 @@ def _layout(info: CaptureInfo) -> dict[str, tuple[list[int], str]]:
 def open_capture(path: Path) -> Capture:
     """The capture at `path`. Raises ConfigError for a file that is truncated, no capture, or of another version."""
     try:
+        with open(path, "rb"):  # the library does not say why it cannot open a file
+            pass
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no capture {path}: make one with eps-proto capture") from error
+    except (OSError, ValueError) as error:  # ValueError: a path that no file can have
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise ConfigError(f"capture {path} cannot be read ({reason}): give a file of eps-proto capture") from error
+    try:
         with safe_open(path, framework="numpy") as opened:
             metadata = (opened.metadata() or {}).get(METADATA_KEY)
             if metadata is None:
@@ -294,8 +302,6 @@ def open_capture(path: Path) -> Capture:
                 wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
                 raise ConfigError(f"tensor {wrong[0]} of {path} is not what its metadata says: capture again")
             lengths = opened.get_tensor("lengths")
-    except FileNotFoundError as error:
-        raise ConfigError(f"there is no capture {path}: make one with eps-proto capture") from error
     except (SafetensorError, OSError) as error:
         raise _corrupt(path, error) from error
     last = info.context_tokens + info.num_steps
@@ -311,7 +317,7 @@ def _read_info(path: Path, metadata: str) -> CaptureInfo:
         raise ConfigError(f"metadata of {path} is not JSON ({error}): capture again") from error
     version = values.get("format_version") if isinstance(values, dict) else None
     if version != FORMAT_VERSION:
-        raise ConfigError(f"{path} has capture format {brief(repr(version))}, this is {FORMAT_VERSION}: capture again")
+        raise ConfigError(f"{path} has capture format {shown(version)}, this is {FORMAT_VERSION}: capture again")
     info = read_record(CaptureInfo, values, f"metadata of {path}", "capture again")
     if (
         info.num_heads % info.num_kv_heads
@@ -326,5 +332,6 @@ def _read_info(path: Path, metadata: str) -> CaptureInfo:
 
 
 def _corrupt(path: Path, error: Exception) -> ConfigError:
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return ConfigError(f"capture {path} is truncated, corrupt or no safetensors file ({reason}): capture again")
+    return ConfigError(
+        f"capture {path} is truncated, corrupt or no safetensors file ({one_line(error)}): capture again"
+    )

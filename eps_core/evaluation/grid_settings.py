@@ -9,9 +9,9 @@ from typing import Annotated, Any, get_type_hints
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import POLICIES, SCOPES
 from eps_core.config.store import EVALUATION_METHODS, METHODS, coded_methods
-from eps_core.errors import ConfigError
+from eps_core.errors import ConfigError, brief, shown
 from eps_core.files import inputs
-from eps_core.files.records import Between, brief, read_record
+from eps_core.files.records import Between, read_record
 from eps_core.summaries.table import facts
 
 HeadModes = tuple[tuple[str, ...], ...]
@@ -139,7 +139,7 @@ def _axis(name: str, value: Any, source: str) -> list[Any]:
     for item in values:
         read_record(_KINDS[name], item, f"{source}: axis {name}", "mend it")
         if name in _CHOICES and item not in _CHOICES[name]:
-            raise ConfigError(f"{source}: {name} {brief(item)!r} is unknown: choose among {', '.join(_CHOICES[name])}")
+            raise ConfigError(f"{source}: {name} {shown(item)} is unknown: choose among {', '.join(_CHOICES[name])}")
     return values
 
 

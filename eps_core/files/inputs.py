@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from eps_core.errors import ConfigError
+from eps_core.errors import ConfigError, brief
 
 STDIN = Path("-")
 MOST_BYTES = 2**26  # of a text or a JSON document, and of one line of JSONL: far more than any that EPS writes or needs
@@ -57,15 +57,21 @@ def read_object(path: Path, what: str, mend: str, most_bytes: int = MOST_BYTES) 
 
 def read_jsonl(path: Path, what: str, mend: str, kept: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
     """("file, line n", object) of every line that is not blank, read as they are asked for."""
-    for number, line in read_lines(path, what, mend, kept):
-        where = f"{path}, line {number}"
-        try:
-            record = parse_json(line)
-        except ValueError as error:
-            raise ConfigError(f"{where}: no JSON in UTF-8 ({error}): mend or remove the line") from error
+    for where, record in read_values(path, what, mend, kept):
         if not isinstance(record, dict):
             raise ConfigError(f"{where}: a JSON {type(record).__name__}, not an object: mend or remove the line")
         yield where, record
+
+
+def read_values(path: Path, what: str, mend: str, kept: bool = True) -> Iterator[tuple[str, Any]]:
+    """As `read_jsonl`, of lines that hold any JSON."""
+    for number, line in read_lines(path, what, mend, kept):
+        where = f"{path}, line {number}"
+        try:
+            value = parse_json(line)
+        except ValueError as error:
+            raise ConfigError(f"{where}: no JSON in UTF-8 ({error}): mend or remove the line") from error
+        yield where, value
 
 
 def read_lines(path: Path, what: str, mend: str, kept: bool = True) -> Iterator[tuple[int, bytes]]:
@@ -116,17 +122,13 @@ def _refuse(constant: str) -> Any:
 def _finite(digits: str) -> float:
     value = float(digits)
     if not math.isfinite(value):
-        raise ValueError(f"{_short(digits)} is past what a float64 holds")
+        raise ValueError(f"{brief(digits)} is past what a float64 holds")
     return value
 
 
 def _integer(digits: str) -> int:
     _finite(digits)  # before Python is asked for thousands of digits
     return int(digits)
-
-
-def _short(digits: str) -> str:
-    return digits if len(digits) <= 24 else f"a number of {len(digits):,} characters"
 
 
 def _check_depth_and_texts(value: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from eps_core.errors import ConfigError
+from eps_core.errors import ConfigError, brief, shown
 
 _MOST_INT = 2**63
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", NoneType: "null"}
@@ -31,7 +31,7 @@ class Between:
         size = len(value) if isinstance(value, str) else value
         if not self.least <= size <= self.most:
             unit = " characters" if isinstance(value, str) else ""
-            raise ValueError(f"{_shown(value)} is not within {self.least:g} to {self.most:g}{unit}")
+            raise ValueError(f"{shown(value)} is not within {self.least:g} to {self.most:g}{unit}")
 
 
 Share = Annotated[float, Between(0, 1)]
@@ -92,11 +92,13 @@ def convert(value: Any, kind: Any) -> Any:
         if (found := number(value)) is not None:
             return found
     elif kind is int:
-        if type(value) is int and -_MOST_INT <= value < _MOST_INT:
+        if type(value) is int:
+            if not -_MOST_INT <= value < _MOST_INT:
+                raise ValueError(f"{shown(value)} is past 64 bits")
             return value
     elif type(value) is kind:
         return value
-    raise ValueError(f"{_shown(value)} is not {_WORDS[kind]}")
+    raise ValueError(f"{shown(value)} is not {_WORDS[kind]}")
 
 
 @cache
@@ -106,7 +108,7 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 def _object(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"{_shown(value)} is not an object")
+        raise ValueError(f"{shown(value)} is not an object")
     return value
 
 
@@ -139,20 +141,9 @@ def _one_of(value: Any, kinds: tuple[Any, ...]) -> Any:
 
 def _tuple(value: Any, kinds: tuple[Any, ...]) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
-        raise ValueError(f"{_shown(value)} is not a list")
+        raise ValueError(f"{shown(value)} is not a list")
     if kinds[-1] is Ellipsis:
         return tuple(convert(item, kinds[0]) for item in value)
     if len(value) != len(kinds):
-        raise ValueError(f"{_shown(value)} is not a list of {len(kinds)}")
+        raise ValueError(f"{shown(value)} is not a list of {len(kinds)}")
     return tuple(convert(item, kind) for item, kind in zip(value, kinds, strict=True))
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, dict | list | tuple):
-        return "{..}" if isinstance(value, dict) else "[..]"
-    return brief(repr(value))
-
-
-def brief(text: str) -> str:
-    """A text as a one-line message can hold it."""
-    return text if len(text) <= 60 else f"{text[:57]}..."

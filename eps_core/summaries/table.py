@@ -1,4 +1,4 @@
-"""Every method by its name, in the order of `--eps-method`: a new one is one line here and one file a library."""
+"""Every method by its name, in the order of `--method`: a new one is one line here and one file a library."""
 
 import importlib
 from collections.abc import Callable
