@@ -9,7 +9,7 @@ import numpy as np
 from eps_core.bench.data import Layer
 from eps_core.bench.proof import DENSE_TOLERANCE, GateError, dense_error
 from eps_core.config.bytes import kv_bytes
-from eps_core.errors import fault_line as reason
+from eps_core.errors import fault_line
 
 GRAPH = " (graph)"  # ends the names of arms that replay a recorded launch
 
@@ -53,7 +53,7 @@ class DenseArms:
             try:
                 graph = platform.capture(call)
             except RuntimeError as error:
-                self.failed[name + GRAPH] = reason(error)
+                self.failed[name + GRAPH] = fault_line(error)
                 continue
             if graph is not None:
                 self._add(layer, name + GRAPH, graph)
@@ -64,7 +64,7 @@ class DenseArms:
             _, out = self.timed(call)
             error = dense_error(layer, out, self.keys, self.values)
         except Exception as problem:  # a library may lack this device, dtype or shape in any way it likes
-            self.failed[name] = reason(problem)
+            self.failed[name] = fault_line(problem)
             return False
         limit = DENSE_TOLERANCE[layer.shape.dtype]
         if not error <= limit:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from eps_core.bench.data import DESCRIPTION, Layer, Shape, Source, fill, pool_units
-from eps_core.bench.dense import GRAPH, Arm, DenseArms, reason
+from eps_core.bench.dense import GRAPH, Arm, DenseArms
 from eps_core.bench.plan import BenchRequest, budgeted, moved_bytes
 from eps_core.bench.proof import (
     GateError,
@@ -28,7 +28,7 @@ from eps_core.bench.proof import (
 from eps_core.config.bytes import kv_bytes, summary_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.cpu.host import flush_bytes
-from eps_core.errors import ConfigError
+from eps_core.errors import ConfigError, fault_line
 from eps_core.gate.attend import attend_layer
 from eps_core.gate.protocol import Backend
 from eps_core.load import backend_name, load_backend, load_platform, resolve_kernels
@@ -211,7 +211,7 @@ class Bench:
             raise
         except Exception as error:  # a kernel may fail in any way, and the user asked for a time
             what = f"{config.store.method}@{config.store.S} by kernels {self.kernels}"
-            raise GateError(f"{what} failed: {reason(error)}: nothing was timed") from error
+            raise GateError(f"{what} failed: {fault_line(error)}: nothing was timed") from error
 
     def _checked(self, layer: Layer, dense: "DenseArms", kind: str, share: float) -> "_Checked":
         """Everything of one cell that may be timed: found to skip groups, to read what was selected, to be right."""
@@ -279,7 +279,7 @@ class Bench:
         try:
             parts = self.platform.device_parts(layer.cache, layer.q, layer.where(config))
         except RuntimeError as error:
-            failed["parts" + GRAPH] = reason(error)
+            failed["parts" + GRAPH] = fault_line(error)
             return
         whole = step.merged[0], step.read[1]
         right = {"attend": step.read, "attend_with_tail": whole, "step": whole}
@@ -287,7 +287,7 @@ class Bench:
             try:
                 graph = self.platform.capture(part)
             except RuntimeError as error:
-                failed[name + GRAPH] = reason(error)
+                failed[name + GRAPH] = fault_line(error)
                 continue
             if graph is None:
                 return
