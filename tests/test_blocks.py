@@ -635,3 +635,19 @@ def test_impossible_writes_change_nothing(slots):
 def test_empty_write():
     plan = GroupState(2, config_of(4).store, 2).plan(np.array([], dtype=np.int64))
     assert plan.full_groups.size == plan.part_groups.size == 0 and plan.full_tokens.shape == (0, 4)
+
+
+def test_what_a_live_sequence_holds_is_found_after_its_first_copy_was_reused() -> None:
+    """Two sequences computed the same unit; the one that was found first is freed, and its unit used for other text."""
+    pool = PagePool(3, 2)
+    first, _ = pool.open()
+    pool.append(first, [0, 1])
+    second, _ = pool.open()  # publishes the first one's unit
+    pool.append(second, [0, 1, 5, 5])
+    pool.publish(second)
+    pool.free(first)
+    third, _ = pool.open()
+    pool.append(third, [7, 7])  # takes the freed unit
+    pool.check()
+    shared, num_shared = pool.open([0, 1, 0])
+    assert num_shared == 2 and list(shared.table) == [second.table[0]]

@@ -139,9 +139,7 @@ class PagePool:
         kept = length // self.unit_tokens
         for unit in sequence.table[kept:]:
             assert self.ref_counts[unit] == 1, f"unit {unit} is another sequence's too: it cannot be written over"
-            content, self._hash_of[unit] = self._hash_of[unit], None
-            if content is not None:
-                del self._unit_of[content]
+            self._forget(unit)
         del sequence.tokens[length:], sequence.hashes[kept:]
 
     def publish(self, sequence: Sequence) -> None:
@@ -220,10 +218,19 @@ class PagePool:
         units = sorted(self._free.popitem(last=False)[0] for _ in range(num_units))
         for unit in units:
             self.ref_counts[unit] = 1
-            content, self._hash_of[unit] = self._hash_of[unit], None
-            if content is not None:
-                del self._unit_of[content]
+            self._forget(unit)
         return units
+
+    def _forget(self, unit: int) -> None:
+        """What the unit holds is no longer found there, but where another live sequence has computed the same."""
+        content, self._hash_of[unit] = self._hash_of[unit], None
+        if content is None:
+            return
+        del self._unit_of[content]
+        for live in self._live:
+            if content in live.hashes and (other := live.table[live.hashes.index(content)]) != unit:
+                self._unit_of[content], self._hash_of[other] = other, content
+                return
 
 
 def _unit_hash(parent: bytes, content: list[int]) -> bytes:
