@@ -14,7 +14,7 @@ MOST_SIZE = 2**24  # of hidden layers, vocabularies ..; beyond any model, and re
 def read_json(file: Path) -> dict[str, Any]:
     if not os.path.lexists(file):
         raise ConfigError(f"{file} is missing: give the folder of a complete Hugging Face model")
-    return inputs.read_object(file, "", "check its permissions, or download it again")
+    return inputs.read_object(file, "", "give a complete Hugging Face model")
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ def first_tokens(session: Session, path: Path | None, context: int | None, num_s
     if num_tokens > session.spec.max_context:
         raise ConfigError(
             f"context and steps are {num_tokens} tokens, the model's context is {session.spec.max_context}"
-            f"{session.spec.context_note}: lower --context"
+            f"{session.spec.context_note}: lower {'--steps' if context is None else '--context'}"
         )
     content = corpus_or_text(path)
     tokens = session.encode(content, most_tokens=num_tokens)
