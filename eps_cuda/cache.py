@@ -76,19 +76,32 @@ class Cache(CountsReads):
 
 
 @torch.inference_mode()
-def new_cache(spec: CacheSpec, store: Store, device: str = "auto", kernels: str = "auto") -> Cache:
+def new_cache(
+    spec: CacheSpec,
+    store: Store,
+    device: str = "auto",
+    kernels: str = "auto",
+    pools: Sequence[tuple[Tensor, Tensor]] | None = None,
+) -> Cache:
     """An empty cache. With method off no summary, state or constant is allocated. `kernels` changes speed only: auto,
-    or one of `usable_kernels`."""
+    or one of `usable_kernels`. `pools`: of each layer an engine's own K and V to live in, views [P, Hkv, U, D] (see
+    `pages.check_pools`); what they hold is left as it is."""
     place = device_of(device)
     kernels = resolve_kernels(kernels, usable_kernels(place.type), place.type)
     shape = (spec.num_units, spec.num_kv_heads, store.unit_tokens, spec.head_dim)
     dtype, layers = DTYPES[spec.dtype], range(spec.num_layers)
+    if pools is None:
+        pools = [(empty_pool(shape, dtype, place).zero_(), empty_pool(shape, dtype, place).zero_()) for _ in layers]
+    elif len(pools) != spec.num_layers:
+        raise ValueError(f"pools of {len(pools)} layers for a cache of {spec.num_layers}: give one pair per layer")
+    for k, v in pools:
+        pages.check_pools(k, v, shape, dtype, place.type)
     cache = Cache(
         spec,
         store,
         place.type,
-        k=[empty_pool(shape, dtype, place).zero_() for _ in layers],
-        v=[empty_pool(shape, dtype, place).zero_() for _ in layers],
+        k=[k for k, _ in pools],
+        v=[v for _, v in pools],
         finite=[torch.tensor(True, device=place) for _ in layers],
         kernels=kernels,
     )

@@ -1,8 +1,35 @@
-"""How K and V lie: a pool [P, Hkv, U, D] a layer, written by slot, read by unit or by tile (a group of one kv head)."""
+"""How K and V lie: a pool [P, Hkv, U, D] a layer, written by slot, read by unit or by tile (a group of one kv head).
+
+Our own pools are contiguous. Those of an engine are views of its memory, with any strides of unit, head and token, but
+the D elements of a row together.
+"""
 
 import numpy as np
 import torch
 from torch import Tensor
+
+
+def check_pools(k: Tensor, v: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """Raises ValueError unless an engine's k and v, [P, Hkv, U, D] views, are as a cache needs them: of its shape, dtype
+    and device, both with the same strides, and the elements of a row together."""
+    for name, pool in (("k", k), ("v", v)):
+        if tuple(pool.shape) != shape or pool.dtype != dtype or pool.device.type != device:
+            raise ValueError(
+                f"pool {name} is {list(pool.shape)} of {pool.dtype} on {pool.device}: the cache needs {list(shape)} of "
+                f"{dtype} on {device}"
+            )
+    strides(k, v)
+
+
+def strides(k: Tensor, v: Tensor) -> tuple[int, int, int]:
+    """Of a unit, a kv head and a token, in elements. Raises ValueError where pools k and v [P, Hkv, U, D] do not lie
+    alike, or the elements of a row not together."""
+    if k.stride() != v.stride() or (k.stride(3) != 1 and k.shape[3] > 1):
+        raise ValueError(
+            f"pools k and v have strides {k.stride()} and {v.stride()}: they must lie alike, and the elements of a row "
+            "together"
+        )
+    return k.stride(0), k.stride(1), k.stride(2)
 
 
 def write(pool: Tensor, units: Tensor, offsets: Tensor, rows: Tensor) -> None:
@@ -19,8 +46,13 @@ def units_of(pool: Tensor, units: np.ndarray) -> Tensor:
 
 
 def tiles_of(pool: Tensor, rows: Tensor, group_tokens: int) -> Tensor:
-    """Tiles rows [..] of a pool, numbered as its memory lies ((unit * Hkv + head) * U / S + group in the unit):
+    """Tiles rows [..] of a pool, numbered as a contiguous one lies ((unit * Hkv + head) * U / S + group in the unit):
     [.., S, D], a copy."""
-    head_dim = pool.shape[-1]
+    _, kv_heads, unit_tokens, head_dim = pool.shape
+    if not pool.is_contiguous():
+        per_unit = unit_tokens // group_tokens
+        at, sub = rows.div(per_unit, rounding_mode="floor"), rows % per_unit
+        tiles = pool.unflatten(2, (per_unit, group_tokens))
+        return tiles[at.div(kv_heads, rounding_mode="floor"), at % kv_heads, sub]
     tiles = pool.view(-1, group_tokens * head_dim).index_select(0, rows.reshape(-1))
     return tiles.view(*rows.shape, group_tokens, head_dim)

@@ -391,6 +391,8 @@ def job_of(case: Case) -> Job:
     constants, num_warps = write.launch_constants(
         8, case.head_dim, config.store.unit_tokens, config.store.S, config.store.tail_tokens, config.store.bits
     )
+    unit = config.store.unit_tokens * case.head_dim
+    constants |= {"UNIT_STRIDE": 8 * unit, "HEAD_STRIDE": unit, "TOKEN_STRIDE": case.head_dim}
     types = dict.fromkeys(("k", "v", "k_pool", "v_pool"), kind)
     types |= dict.fromkeys(("k_token", "k_head", "v_token", "v_head"), "i32")
     types |= {"slots": "*i32", "finite": "*u8", "valid": "*u8", "codes": "*u8", "scale": "*fp16"}
