@@ -12,6 +12,12 @@ BACKENDS = ("numpy", "mlx", "cuda")
 KERNELS = ("arrays", "numba", "triton", "metal")
 _PLATFORMS = {"numpy": "eps_core.bench.platform", "mlx": "eps_mlx.bench", "cuda": "eps_cuda.bench"}
 _MODULES = {"numpy": "eps_core.oracle", "mlx": "eps_mlx", "cuda": "eps_cuda"}
+_ENGINES = {
+    "mlx-lm": "eps_mlx.hooks.mlx_lm",
+    "transformers": "eps_cuda.hooks.transformers",
+    "vllm": "eps_cuda.hooks.vllm",
+}
+ENGINES = tuple(_ENGINES)
 _INSTALL = {"numpy": install(), "mlx": install("mlx"), "cuda": install("cuda")}
 
 
@@ -30,6 +36,17 @@ def load_backend(name: str) -> Backend:
         return importlib.import_module(_MODULES[name])  # type: ignore[return-value]
     except (ImportError, OSError, RuntimeError, AttributeError) as error:  # a broken library fails in many ways
         raise ConfigError(f"backend {name} cannot be loaded ({error}): {_INSTALL[name]}") from error
+
+
+def load_engine(name: str) -> Any:
+    """The hook of an engine by its name: see `engine.protocol.EngineModule`. Raises ConfigError where it does not
+    import."""
+    if name not in _ENGINES:
+        raise ConfigError(f"engine {name!r} is unknown: choose one of {', '.join(ENGINES)}")
+    try:
+        return importlib.import_module(_ENGINES[name])
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        raise ConfigError(f"engine {name} cannot be loaded ({error}): {install(name)}") from error
 
 
 def load_platform(name: str) -> Any:

@@ -7,7 +7,7 @@ place: the cache that a function returns is the one it was given.
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -355,6 +355,31 @@ def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
                 per_unit = one.store.groups_per_unit
                 _mark_valid(one, layer, to_unit * per_unit + np.arange(per_unit))
     return cache
+
+
+@torch.inference_mode()
+def grow(cache: Cache, num_units: int) -> Cache:
+    """Room for `num_units` units in all; what the cache holds stays where it is."""
+    for pools in (cache.k, cache.v):  # which bounds and tails share
+        pools[:] = [_longer(pool, num_units) for pool in pools]
+    for one in (cache, cache.bound, cache.tail):
+        if one is None:
+            continue
+        one.spec = replace(one.spec, num_units=num_units)
+        for state in one.state:
+            state.grow(num_units)
+        one.summaries = [{name: _longer(pool, num_units) for name, pool in fields.items()} for fields in one.summaries]
+        one.valid = [_longer(flags, num_units * one.store.groups_per_unit) for flags in one.valid]
+    cache.steps.clear()  # captured graphs hold the old pools
+    return cache
+
+
+def _longer(pool: Tensor, length: int) -> Tensor:
+    """The pool with more, empty rows."""
+    longer = empty_pool((length, *pool.shape[1:]), pool.dtype, pool.device)
+    longer[: len(pool)] = pool
+    longer[len(pool) :] = 0
+    return longer
 
 
 @torch.inference_mode()

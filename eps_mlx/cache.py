@@ -8,7 +8,7 @@ run once per chunk or step so that no un-evaluated reader pins an old buffer.
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -345,6 +345,30 @@ def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
                     per_unit = one.store.groups_per_unit
                     _mark_valid(one, layer, to_unit * per_unit + np.arange(per_unit))
     return cache
+
+
+def grow(cache: Cache, num_units: int) -> Cache:
+    """Room for `num_units` units in all; what the cache holds stays where it is."""
+    with mx.stream(cache.stream):
+        for pools in (cache.k, cache.v):  # which bounds and tails share
+            pools[:] = [_longer(pool, num_units) for pool in pools]
+        for one in (cache, cache.bound, cache.tail):
+            if one is None:
+                continue
+            one.spec = replace(one.spec, num_units=num_units)
+            for state in one.state:
+                state.grow(num_units)
+            one.summaries = [
+                {name: _longer(pool, num_units) for name, pool in fields.items()} for fields in one.summaries
+            ]
+            one.valid = [_longer(flags, num_units * one.store.groups_per_unit) for flags in one.valid]
+        evaluate(cache)
+    return cache
+
+
+def _longer(pool: mx.array, length: int) -> mx.array:
+    """The pool with more, empty rows."""
+    return mx.concatenate([pool, mx.zeros((length - len(pool), *pool.shape[1:]), pool.dtype)])
 
 
 def read_kv(cache: Cache, layer: int, table: np.ndarray, length: int) -> tuple[mx.array, mx.array]:

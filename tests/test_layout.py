@@ -26,6 +26,7 @@ RULE = (
     ("gate", "cpu"),
     ("telemetry", "load"),
     ("decode", "tasks"),
+    ("engine",),
     ("oracle", "eps_mlx", "eps_cuda"),
     ("evaluation", "bench"),
     ("report",),

@@ -57,7 +57,7 @@ class _Measured:
         clocks = {
             "prepass_ms": [r.eps_prepass_ms for r in self.timings if r.eps_prepass_ms is not None],
             "attention_ms": [r.attention_ms for r in self.timings if r.attention_ms is not None],
-            "decode_ms": [r.decode_ms for r in untimed(self.timings)],
+            "decode_ms": [r.decode_ms for r in untimed(self.timings) if r.decode_ms is not None],
         }
         return {
             f"{name}_p{percent}": percentile(values, percent) for name, values in clocks.items() for percent in (50, 95)

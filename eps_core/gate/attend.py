@@ -30,35 +30,32 @@ class LayerRead:
 
 
 def attend_layer(
-    eps: Backend, cache: Any, layer: int, q: Array, where: Where, audit: bool = False, clock: Clock | None = None
+    eps: Backend,
+    cache: Any,
+    layer: int,
+    q: Array,
+    where: Where,
+    audit: bool = False,
+    clock: Clock | None = None,
+    dense: Callable[[], Array] | None = None,
 ) -> tuple[Array, LayerRead]:
     """(out [B, Hq, D] in q's dtype, what was read) of one layer's gated attention of q [B, Hq, D], unscaled, as `where`
     says. K and V of the step are in `cache` already.
 
-    Where every group would be read (`Where.reads_all`) nothing is scored. `audit` reads everything in addition, for the
-    true share that was left out; its bytes are counted nowhere. `clock` times pre-pass and attention, at the cost of a
-    wait each."""
+    Where every group would be read (`Where.reads_all`) nothing is scored; `dense`, where given, attends then: out
+    [B, Hq, D] as an engine itself would have it, of which `LayerRead.lse` is None. `audit` reads everything in
+    addition, for the true share that was left out; its bytes are counted nowhere. `clock` times pre-pass and attention,
+    at the cost of a wait each."""
     config, store, spec = where.config, cache.store, cache.spec
     batch, kv_heads = len(where.lengths), spec.num_kv_heads
-    stats = LayerStats(
-        counts=np.repeat(where.ends[:, None], kv_heads, axis=1),
-        groups=where.ends,
-        forced=np.zeros(batch, np.int64),
-        mass_skipped_est=np.zeros((batch, kv_heads)),
-        kv_bytes_read=0,
-        summary_bytes_read=0,
-        prepass_ms=None,
-        attention_ms=None,
-    )
-    read = LayerRead(stats, store.S * spec.kv_token_bytes)
-    pending = read.pending
+    read = dense_read(cache, where)
+    stats, pending = read.stats, read.pending
     started = selected = None if clock is None else clock(cache, q)
     if where.reads_all(layer):
         if not config.read.dense_layer(layer):
             stats.forced = where.num_forced
-        stats.kv_bytes_read = int(where.lengths.sum()) * kv_heads * spec.kv_token_bytes
         with eps.span("eps.attention", cache):
-            out, lse = eps.attend(cache, layer, q, where, None)
+            out, lse = eps.attend(cache, layer, q, where, None) if dense is None else (dense(), None)
         whole, read.lse = out, lse
         if store.has_bounds:
             stats.mass_skipped_cert = stats.output_error_cert = np.zeros((batch, kv_heads))
@@ -96,12 +93,30 @@ def attend_layer(
     if clock is not None and started is not None and selected is not None:
         attended = clock(cache, whole, *pending.values())
         stats.prepass_ms, stats.attention_ms = 1000 * (selected - started), 1000 * (attended - selected)
-    if audit:
+    if audit and lse is None:
+        stats.mass_skipped_true = np.zeros((batch, kv_heads))
+    elif audit:
         kv_bytes = cache.kv_bytes_read
         _, lse_all = eps.attend(cache, layer, q, where, None)
         cache.kv_bytes_read = kv_bytes
         pending["mass_skipped_true"] = eps.unread_share(lse, lse_all, kv_heads)
     return whole, read
+
+
+def dense_read(cache: Any, where: Where) -> LayerRead:
+    """What one layer reads that attends densely: every group of every sequence."""
+    spec, store, batch = cache.spec, cache.store, len(where.lengths)
+    stats = LayerStats(
+        counts=np.repeat(-(-where.lengths // store.S)[:, None], spec.num_kv_heads, axis=1),
+        groups=-(-where.lengths // store.S),
+        forced=np.zeros(batch, np.int64),
+        mass_skipped_est=np.zeros((batch, spec.num_kv_heads)),
+        kv_bytes_read=int(where.lengths.sum()) * spec.num_kv_heads * spec.kv_token_bytes,
+        summary_bytes_read=0,
+        prepass_ms=None,
+        attention_ms=None,
+    )
+    return LayerRead(stats, store.S * spec.kv_token_bytes)
 
 
 def collect(eps: Backend, cache: Any, reads: Sequence[LayerRead], *arrays: Array) -> tuple[list[LayerStats], list[Any]]:

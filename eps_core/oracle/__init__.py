@@ -21,6 +21,7 @@ from eps_core.oracle.cache import (
     device_name,
     devices,
     from_numpy,
+    grow,
     kernels_module,
     new_cache,
     read_kv,

@@ -4,7 +4,7 @@ float64 from what lies there."""
 import platform
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ml_dtypes
@@ -218,6 +218,23 @@ def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
                 for src_open, dst_open in one.state[layer].copy(source, target):
                     for running in one.open[layer].values():
                         running[dst_open] = running[src_open]
+    return cache
+
+
+def grow(cache: Cache, num_units: int) -> Cache:
+    """Room for `num_units` units in all; what the cache holds stays where it is."""
+
+    def longer(pool: np.ndarray) -> np.ndarray:
+        return np.concatenate([pool, np.zeros((num_units - len(pool), *pool.shape[1:]), pool.dtype)])
+
+    for pools in (cache.k, cache.v):  # which bounds and tails share
+        pools[:] = [longer(pool) for pool in pools]
+    for one in (cache, cache.bound, cache.tail):
+        if one is not None:
+            one.spec = replace(one.spec, num_units=num_units)
+            one.summaries = [{name: longer(pool) for name, pool in fields.items()} for fields in one.summaries]
+            for state in one.state:
+                state.grow(num_units)
     return cache
 
 

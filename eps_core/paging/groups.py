@@ -153,6 +153,11 @@ class GroupState:
                 pairs.append((src_open, self._claim_open(dst + sub)))
         return pairs
 
+    def grow(self, num_units: int) -> None:
+        """Room for `num_units` in all, the new ones empty."""
+        more = num_units * self.groups_per_unit - len(self.fill)
+        self.fill = np.concatenate([self.fill, np.zeros(more, self.fill.dtype)])
+
     def release(self, units: Iterable[int]) -> None:
         """Forgets what the groups of some units hold. Need not be called for freed units: offset 0 starts anew."""
         for unit in units:

@@ -49,11 +49,14 @@ class PagePool:
     are forgotten.
     """
 
-    def __init__(self, num_units: int, unit_tokens: int) -> None:
+    def __init__(self, num_units: int, unit_tokens: int, shares: bool = True) -> None:
+        """With `shares` False nothing is found again by its tokens, which then need not be the real ones: forks alone
+        share units."""
         if num_units < 1 or unit_tokens < 1:
             raise ValueError(f"a pool of {num_units} units of {unit_tokens} tokens: both must be at least 1")
         self.num_units = num_units
         self.unit_tokens = unit_tokens
+        self.shares = shares
         self.ref_counts = [0] * num_units  # tables that hold each unit
         # Reuse is from the front: units that nobody can find again first, then those with a hash, oldest first
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_units))
@@ -115,6 +118,8 @@ class PagePool:
             self._drop(shared)
             sequence.table[first] = own
             copies.append((shared, own))
+        elif new and is_open:
+            self._forget(sequence.table[first])  # of a unit that was full before `truncate`
         sequence.table.extend(fresh)
         sequence.tokens += new
         positions = np.arange(before, after)
@@ -142,9 +147,31 @@ class PagePool:
             self._forget(unit)
         del sequence.tokens[length:], sequence.hashes[kept:]
 
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        """Takes the tokens after the first `length` back and gives their units up. Forks that hold these keep them: the
+        unit that `length` ends in is then copied before it is written again."""
+        assert sequence in self._live, "truncate of a sequence that was freed or belongs to another pool"
+        assert 0 <= length <= sequence.length, f"{length} is no length of a sequence of {sequence.length} tokens"
+        kept = -(-length // self.unit_tokens)
+        for unit in reversed(sequence.table[kept:]):
+            self._drop(unit)
+        del sequence.table[kept:], sequence.tokens[length:], sequence.hashes[length // self.unit_tokens :]
+
+    def grow(self, num_units: int) -> None:
+        """Makes room for `num_units` in all; the caller's cache must have them."""
+        assert num_units >= self.num_units, f"a pool of {self.num_units} units cannot shrink to {num_units}"
+        for unit in range(self.num_units, num_units):
+            self._free[unit] = None
+            self._free.move_to_end(unit, last=False)  # before units that can still be found
+            self.ref_counts.append(0)
+            self._hash_of.append(None)
+        self.num_units = num_units
+
     def publish(self, sequence: Sequence) -> None:
         """Says that K and V of all the sequence's tokens are written: `open` may share its full units from now on."""
         assert sequence in self._live, "the sequence was freed or belongs to another pool"
+        if not self.shares:
+            return
         size = self.unit_tokens
         for index in range(len(sequence.hashes), sequence.length // size):
             parent = sequence.hashes[-1] if sequence.hashes else b""
@@ -193,7 +220,7 @@ class PagePool:
                     parent = _unit_hash(parent, sequence.tokens[index * size : (index + 1) * size])
                     assert sequence.hashes[index] == parent, f"unit {unit}: its hash is not its content's"
                     assert self._hash_of[unit] in (None, parent), f"unit {unit} is published with other content"
-                else:
+                elif index != num_full:  # what a truncated unit held is there until it is written again
                     assert self._hash_of[unit] is None, f"unit {unit} is published before it is written"
         assert references == self.ref_counts, "reference counts are not the tables' references"
         unused = {unit for unit in range(self.num_units) if not references[unit]}

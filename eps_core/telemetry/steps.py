@@ -24,7 +24,7 @@ class Audit:
     """What a dense read beside a gated step showed. `alarms` counts the (sequence, layer, kv head)s whose true unread
     share was above its certificate, or above `factor` times its estimate and above `floor`."""
 
-    kl: float
+    kl: float | None  # None: nobody asked for dense logits
     alarms: int
 
 
@@ -34,7 +34,6 @@ AUDIT_FACTOR, AUDIT_FLOOR = 10.0, 0.01  # an unread share under a hundredth rais
 def audit_step(output: StepOutput, factor: float) -> Audit:
     """Compares a step's certificates and estimates with its own dense reads. An alarm means that a number was *under*
     the truth: an estimate that is too high costs bytes, not quality."""
-    assert output.dense_logits is not None
     alarms = 0
     for layer in output.layers:
         true = layer.mass_skipped_true
@@ -46,6 +45,8 @@ def audit_step(output: StepOutput, factor: float) -> Audit:
         if layer.mass_skipped_est is not None:
             wrong |= (true > factor * layer.mass_skipped_est) & (true > AUDIT_FLOOR)
         alarms += int(wrong.sum())
+    if output.dense_logits is None:
+        return Audit(None, alarms)
     kl = kl_divergence(output.dense_logits, output.logits)
     return Audit(max(float(np.mean(kl)), 0.0), alarms)
 
@@ -84,7 +85,7 @@ class StepRecord:
     bytes_k_reread: int  # K read back to seal groups that filled in this step
     eps_prepass_ms: float | None  # None: this step was not timed layer by layer
     attention_ms: float | None
-    decode_ms: float  # the whole step on the host's clock
+    decode_ms: float | None  # the whole step on the host's clock; None: an engine's own, which nobody timed
     mass_skipped_est: float | None  # mean over sequences, layers and kv heads of the estimated unread softmax share
     mass_skipped_cert: float | None  # the largest certified upper bound of any of them
     mass_skipped_true: float | None  # the largest of any of them, measured by a second, dense read; audits only
@@ -127,7 +128,7 @@ def step_record(
     output: StepOutput,
     spec: CacheSpec,
     config: EpsConfig,
-    decode_ms: float,
+    decode_ms: float | None,
     bytes_kv_read: int,
     bytes_k_reread: int,
     timed: bool = False,
@@ -241,7 +242,8 @@ def summarise(records: Sequence[StepRecord], prefill_ms: float | None = None) ->
     median step."""
     timed = steady(records)
     whole = untimed(timed)
-    median_ms = percentile([r.decode_ms for r in whole], 50)
+    decode_ms = _known(whole, "decode_ms")
+    median_ms = percentile(decode_ms, 50)
     num_tokens = sum(len(r.tokens) for r in records)
     totals = {name: sum(getattr(r, name) for r in records) for name in _SUMMED}
     dense = totals["bytes_kv_dense"]
@@ -252,6 +254,7 @@ def summarise(records: Sequence[StepRecord], prefill_ms: float | None = None) ->
             fallbacks[reason] = fallbacks.get(reason, 0) + count
     estimates = [r.mass_skipped_est for r in records if r.mass_skipped_est is not None]
     audited = [r for r in records if r.audited]
+    audit_kl = _known(audited, "audit_kl")
     escalated = [r.escalated_by_head for r in records if r.escalated_by_head is not None]
     wanted = [r.pages_wanted for r in records if r.pages_wanted is not None]
     by_head = None
@@ -263,7 +266,7 @@ def summarise(records: Sequence[StepRecord], prefill_ms: float | None = None) ->
         "prefill_ms": prefill_ms,
         "warm_up_steps": sum(r.step < WARM_UP_STEPS for r in records) - sum(r.step < WARM_UP_STEPS for r in timed),
         "tokens_per_s": 1000 * float(np.mean([len(r.tokens) for r in whole])) / median_ms if median_ms else None,
-        **_percentiles("decode_ms", [r.decode_ms for r in whole]),
+        **_percentiles("decode_ms", decode_ms),
         **_percentiles("prepass_ms", _known(timed, "eps_prepass_ms") or _known(records, "eps_prepass_ms")),
         **_percentiles("attention_ms", _known(timed, "attention_ms") or _known(records, "attention_ms")),
         **totals,
@@ -283,7 +286,7 @@ def summarise(records: Sequence[StepRecord], prefill_ms: float | None = None) ->
         ),
         "escalations_by_layer_and_head": sum(escalated) if escalated else None,
         "audits": len(audited),
-        "audit_kl_mean": float(np.mean([r.audit_kl for r in audited if r.audit_kl is not None])) if audited else None,
+        "audit_kl_mean": float(np.mean(audit_kl)) if audit_kl else None,
         "fallbacks": fallbacks,
     }
 

@@ -1,0 +1,289 @@
+"""One model's gated attention inside an engine: the call itself, what it falls back to, and what it read."""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from eps_core.config.eps import EpsConfig
+from eps_core.engine.plan import Plan
+from eps_core.errors import ConfigError, fault_line
+from eps_core.files.outputs import JsonlWriter, Output
+from eps_core.gate.attend import LayerRead, attend_layer, collect, dense_read
+from eps_core.gate.protocol import Array, Backend
+from eps_core.gate.stats import StepOutput
+from eps_core.load import backend_name
+from eps_core.paging.where import Where
+from eps_core.telemetry import provenance
+from eps_core.telemetry.steps import AUDIT_FACTOR, StepRecord, audit_step, step_record
+
+logger = logging.getLogger("eps")
+STEPS_HELD = 32  # whose numbers may wait on the device: a step itself never waits for them
+_SUMMED = {  # counter -> field of a step's record
+    "groups_total": "pages_total",
+    "groups_visited": "pages_visited",
+    "groups_forced": "pages_forced",
+    "bytes_kv_read": "bytes_kv_read_est",
+    "bytes_kv_dense": "bytes_kv_dense",
+    "bytes_summary_read": "bytes_summary_read",
+    "bytes_k_reread": "bytes_k_reread",
+    "escalations": "escalations",
+    "audits": "audited",
+    "audit_alarms": "audit_alarms",
+}
+
+
+@dataclass
+class _Step:
+    """One forward of the engine: every gated layer of the same rows."""
+
+    cache: Any
+    where: Where
+    audited: bool
+    reads: dict[int, LayerRead] = field(default_factory=dict)
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    k_reread: int = 0  # bytes, since the step before
+
+
+class Gated:
+    """Calls the gate for an engine's decode rows and counts. `on` is the live switch; `config` may be replaced by one
+    that keeps the same. Nothing that fails in here ends the engine's call: it attends densely, and is told."""
+
+    def __init__(
+        self,
+        eps: Backend,
+        config: EpsConfig,
+        plan: Plan,
+        metrics: Path | None = None,
+        audit_every: int = 0,
+        keep_records: bool = False,
+        keep_lists: bool = False,
+        model: str = "",
+        device: str = "",
+    ) -> None:
+        """`metrics`: a JSONL file of steps, as of `eps-proto run`. Every `audit_every`-th step reads everything
+        besides, for the true unread mass. `keep_records` and `keep_lists` are for tests and comparisons."""
+        self.eps, self.plan, self.on = eps, plan, True
+        self.audit_every, self.keep_records, self.keep_lists = audit_every, keep_records, keep_lists
+        self.model, self.device = model, device
+        self._config = config
+        self._lock = threading.RLock()
+        self._step: _Step | None = None
+        self._held: list[_Step] = []
+        self._told: set[str] = set()
+        self._output = None if metrics is None else Output(metrics, "metrics file")
+        self._writer = None if self._output is None else JsonlWriter(self._output)
+        self._run_line_written = False
+        self._begun = 0  # steps
+        self._k_reread = 0  # bytes of the whole cache up to the last step; those of a prefill are the next step's
+        self.reset()
+
+    @property
+    def config(self) -> EpsConfig:
+        return self._config
+
+    @config.setter
+    def config(self, config: EpsConfig) -> None:
+        if config.store != self._config.store:
+            raise ConfigError(
+                "a running engine keeps the summaries that it began with: change how they are read (budget, policy, "
+                "min_context, ..), or start it again"
+            )
+        self._config = config
+
+    def attend(self, cache: Any, layer: int, q: Array, where: Where, dense: Callable[[], Array]) -> Array:
+        """out [B, Hq, D] of one decode token of each of B rows: q [B, Hq, D], whose K and V are in `cache` already.
+        `layer` is the cache's; `dense()` gives out as the engine itself attends: where everything would be read, while
+        `on` is False, and where EPS fails."""
+        if not self.on:
+            return dense()
+        own_faults: list[Exception] = []
+
+        def engine() -> Array:
+            try:
+                return dense()
+            except Exception as error:
+                own_faults.append(error)
+                raise
+
+        try:
+            step = self._step_of(cache, layer, where)
+            out, read = attend_layer(self.eps, cache, layer, q, where, step.audited, dense=engine)
+        except Exception as error:
+            if own_faults:
+                raise
+            self._tell(error)
+            self.fall_back(cache, layer, where, "error")
+            return dense()
+        if not self.keep_lists:
+            read.selection = read.lse = None  # large, and nobody asks
+        with self._lock:
+            step.reads[layer] = read
+        return out
+
+    def fall_back(self, cache: Any, layer: int, where: Where, reason: str) -> None:
+        """Counts a gated layer's call that the engine attends densely."""
+        with self._lock:
+            step = self._step_of(cache, layer, where)
+            step.reads[layer] = dense_read(cache, where)
+            step.fallbacks[reason] += len(where.lengths)
+
+    def end_step(self) -> None:
+        """Says that the engine's forward is over; the next one says so, too."""
+        with self._lock:
+            if self._step is not None:
+                total = self._step.cache.bytes_k_reread
+                self._step.k_reread, self._k_reread = total - self._k_reread, total
+                self._held.append(self._step)
+                self._step = None
+            if len(self._held) >= STEPS_HELD:
+                self._collect()
+
+    def pending(self) -> list[Array]:
+        """Arrays of the current and held steps that nobody else may ask for, of a library that computes lazily."""
+        steps = [*self._held, *([] if self._step is None else [self._step])]
+        return [array for step in steps for read in step.reads.values() for array in read.pending.values()]
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the start or `reset`: plain numbers, of decode rows of gated layers alone. `bytes_ratio` is K, V
+        and summaries read over what dense attention of these layers reads."""
+        with self._lock:
+            self.end_step()
+            self._collect()
+            counts = self._counts
+            dense = counts["bytes_kv_dense"]
+            read = counts["bytes_kv_read"] + counts["bytes_summary_read"]
+            return {
+                "on": self.on,
+                "steps": counts["steps"],
+                "rows": counts["rows"],
+                **{name: int(counts[name]) for name in _SUMMED},
+                "bytes_ratio": read / dense if dense else None,
+                "fallbacks": dict(self._fallbacks),
+            }
+
+    def reset(self) -> None:
+        with self._lock:
+            self._step, self._held = None, []
+            self._counts: Counter[str] = Counter()
+            self._fallbacks: Counter[str] = Counter()
+            self.records: list[StepRecord] = []
+            # of each step, by layer of the cache: the groups visited [B][Hkv], ascending; None: everything
+            self.lists: list[dict[int, list[list[np.ndarray]] | None]] = []
+
+    def take_records(self) -> list[StepRecord]:
+        """The records kept so far, which are then let go."""
+        with self._lock:
+            self.end_step()
+            self._collect()
+            records, self.records = self.records, []
+            return records
+
+    def close(self) -> None:
+        """Writes what is held and the summary, and lets the metrics file go."""
+        stats = self.stats()
+        if self._writer is not None and self._output is not None:
+            if self._run_line_written:
+                self._writer.write({"type": "summary", **stats})
+            self._writer.close()
+            self._output.close()
+            self._writer = self._output = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _step_of(self, cache: Any, layer: int, where: Where) -> _Step:
+        """The step that a layer's call belongs to: a new one where this layer was there already, or others' rows."""
+        with self._lock:
+            step = self._step
+            if step is None or layer in step.reads or step.cache is not cache or step.where is not where:
+                self.end_step()
+                audited = self.audit_every > 0 and self._begun % self.audit_every == 0
+                step = self._step = _Step(cache, where, audited)
+                self._begun += 1
+            return step
+
+    def _tell(self, error: Exception) -> None:
+        line = fault_line(error)
+        if line not in self._told:
+            self._told.add(line)
+            logger.error("EPS failed and attends densely (each kind is told once): %s", line, exc_info=error)
+
+    def _collect(self) -> None:
+        """Makes records of the steps held; waits for the device once."""
+        steps, self._held = self._held, []
+        if not steps:
+            return
+        collect(self.eps, steps[-1].cache, [read for step in steps for read in step.reads.values()])
+        for step in steps:
+            self._record(step)
+
+    def _record(self, step: _Step) -> None:
+        cache, where = step.cache, step.where
+        spec = cache.spec
+        layers = []
+        for layer in range(spec.num_layers):
+            if layer not in step.reads:  # the engine ended its forward early
+                step.reads[layer] = dense_read(cache, where)
+                step.fallbacks["unseen"] += len(where.lengths)
+            layers.append(step.reads[layer].stats)
+        output = StepOutput(np.zeros((0, 0), np.float32), layers, dict(step.fallbacks))
+        record = step_record(
+            self._counts["steps"],
+            range(len(where.lengths)),
+            [],
+            where.lengths.tolist(),
+            output,
+            spec,
+            where.config,
+            None,
+            0,
+            step.k_reread,
+            audit=audit_step(output, AUDIT_FACTOR) if step.audited else None,
+        )
+        self._counts["steps"] += 1
+        self._counts["rows"] += len(where.lengths)
+        self._fallbacks.update(step.fallbacks)
+        for name, key in _SUMMED.items():
+            self._counts[name] += getattr(record, key)
+        if self._writer is not None:
+            self._write(record, step)
+        if self.keep_records:
+            self.records.append(record)
+        if self.keep_lists:
+            self.lists.append({layer: self._lists(read) for layer, read in sorted(step.reads.items())})
+
+    def _lists(self, read: LayerRead) -> list[list[np.ndarray]] | None:
+        if read.selection is None:
+            return None
+        groups, counts = (self.eps.to_numpy(part) for part in (read.selection.groups, read.selection.counts))
+        return [
+            [head[:count] for head, count in zip(row, numbers, strict=True)]
+            for row, numbers in zip(groups, counts, strict=True)
+        ]
+
+    def _write(self, record: StepRecord, step: _Step) -> None:
+        assert self._writer is not None
+        if not self._run_line_written:
+            self._run_line_written = True
+            self._writer.write(
+                provenance.run_line(
+                    self.config,
+                    step.cache.spec,
+                    backend_name(self.eps),
+                    self.device or step.cache.device,
+                    self.model,
+                    self.eps.versions(),
+                    layers_gated=list(self.plan.gated),
+                    layers_dense={str(layer): reason for layer, reason in self.plan.dense.items()},
+                )
+            )
+        self._writer.write(record.to_dict())

@@ -1,0 +1,82 @@
+"""A cache and its pool that grow on demand, for engines that leave allocation to their cache objects."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec, Store
+from eps_core.gate.protocol import Array, Backend
+from eps_core.paging.pool import PagePool
+from eps_core.paging.pool import Sequence as PagedSequence
+from eps_core.paging.where import Where
+
+GROWTH = 1.5  # at least, so that copying what is there costs a constant share of what is written
+
+
+class Paged:
+    """K, V and summaries of all sequences of one model. Tokens are not known here: forks alone share units."""
+
+    def __init__(
+        self, eps: Backend, spec: CacheSpec, store: Store, device: str = "auto", kernels: str = "auto"
+    ) -> None:
+        self.eps = eps
+        self.cache = eps.new_cache(spec, store, device, kernels)
+        self.pool = PagePool(spec.num_units, store.unit_tokens, shares=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of K and V of the whole pool, what is free included."""
+        spec, store = self.cache.spec, self.cache.store
+        tokens = spec.num_units * store.unit_tokens
+        return int(spec.num_layers * spec.num_kv_heads * tokens * spec.kv_token_bytes)
+
+    def open(self) -> PagedSequence:
+        """A new sequence without tokens."""
+        return self.pool.open()[0]
+
+    def append(self, sequences: Sequence[PagedSequence], counts: Sequence[int]) -> np.ndarray:
+        """Slots [sum(counts)] int64 of `counts` new tokens of each sequence, in order; the caller writes K and V of
+        every layer to them before anything else is done with these sequences."""
+        size = self.pool.unit_tokens
+        needed = 0
+        for sequence, count in zip(sequences, counts, strict=True):
+            # one more: a fork's open unit is copied
+            needed += max(-(-(sequence.length + count) // size) - len(sequence.table), 0) + 1
+        if needed > self.pool.num_free:
+            self._grow(self.pool.num_units + needed - self.pool.num_free)
+        slots = []
+        for sequence, count in zip(sequences, counts, strict=True):
+            found, copies = self.pool.append(sequence, [0] * count)
+            if copies:
+                self.cache = self.eps.copy_units(self.cache, *zip(*copies, strict=True))
+            slots.append(found)
+        return np.concatenate(slots) if slots else np.zeros(0, np.int64)
+
+    def write(self, layer: int, k: Array, v: Array, slots: np.ndarray) -> None:
+        """k, v [N, Hkv, D] of one layer to slots [N]."""
+        self.cache = self.eps.write_kv(self.cache, layer, k, v, slots)
+
+    def read(self, layer: int, sequence: PagedSequence) -> tuple[Array, Array]:
+        """K, V [T, Hkv, D] of all of a sequence's tokens, a copy."""
+        (table,) = self.pool.table([sequence])
+        k, v = self.eps.read_kv(self.cache, layer, table, sequence.length)
+        return k, v
+
+    def where(self, config: EpsConfig, sequences: Sequence[PagedSequence]) -> Where:
+        """One step of these sequences, as `config` reads."""
+        return Where.of(config, self.pool.table(sequences), self.pool.lengths(sequences))
+
+    def fork(self, sequence: PagedSequence) -> PagedSequence:
+        return self.pool.fork(sequence)
+
+    def truncate(self, sequence: PagedSequence, length: int) -> None:
+        self.pool.truncate(sequence, length)
+
+    def free(self, sequence: PagedSequence) -> None:
+        self.pool.free(sequence)
+
+    def _grow(self, least_units: int) -> None:
+        num_units = max(least_units, int(GROWTH * self.pool.num_units))
+        self.cache = self.eps.grow(self.cache, num_units)
+        self.pool.grow(num_units)

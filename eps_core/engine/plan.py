@@ -1,0 +1,62 @@
+"""Which layers of an engine's model are gated, and why the others are not."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
+
+from eps_core.config.eps import EpsConfig
+from eps_core.errors import ConfigError
+from eps_core.telemetry.terminal import describe
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`gated` model layers in order: their places are the layers of the cache. `dense`: layer -> why it is left."""
+
+    gated: tuple[int, ...]
+    dense: dict[int, str]
+
+    @classmethod
+    def of(cls, reasons: Sequence[str | None]) -> Self:
+        """Of every layer why it is not gated, None where it is. Raises ConfigError where none would be."""
+        dense = {layer: reason for layer, reason in enumerate(reasons) if reason is not None}
+        if len(dense) == len(reasons):
+            raise ConfigError(
+                f"EPS has nothing to gate in this model, whose {len(reasons)} layers are {_listed(dense)}: run it "
+                "with --method off"
+            )
+        return cls(tuple(layer for layer, reason in enumerate(reasons) if reason is None), dense)
+
+    @property
+    def num_layers(self) -> int:
+        """Of the model."""
+        return len(self.gated) + len(self.dense)
+
+    @cached_property
+    def places(self) -> dict[int, int]:
+        """Model layer -> layer of the cache, of those gated."""
+        return {layer: place for place, layer in enumerate(self.gated)}
+
+    def line(self, config: EpsConfig) -> str:
+        """What a user is told at the start, in one line."""
+        left = f"; left dense: {_listed(self.dense)}" if self.dense else ""
+        return f"eps: {describe(config)}; gates {len(self.gated)} of {self.num_layers} layers{left}"
+
+
+def _listed(dense: dict[int, str]) -> str:
+    """Reasons, each with its layers as ranges."""
+    by_reason: dict[str, list[int]] = {}
+    for layer, reason in dense.items():
+        by_reason.setdefault(reason, []).append(layer)
+    return ", ".join(f"{reason} ({_ranges(layers)})" for reason, layers in by_reason.items())
+
+
+def _ranges(layers: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return " ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

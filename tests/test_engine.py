@@ -1,0 +1,310 @@
+"""What the hooks of all engines share: a pool that grows and goes back, the gate's call with fallbacks, settings."""
+
+import json
+import logging
+import random
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_blocks import Memory
+
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
+from eps_core.engine.gated import Gated
+from eps_core.engine.paged import Paged
+from eps_core.engine.plan import Plan
+from eps_core.engine.settings import VERSIONS, Settings, check_version, from_environment, to_environment
+from eps_core.errors import ConfigError
+from eps_core.load import load_backend
+from eps_core.paging.pool import PagePool
+
+RQ = EpsConfig.of("rq", budget=0.2, first_tokens=2, last_tokens=8, tail_tokens=32)
+
+
+# ---- the pool ----
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("seed", range(8))
+def test_any_order_of_truncate_fork_append_and_free_keeps_what_each_sequence_holds(shares: bool, seed: int) -> None:
+    rng, memory = random.Random(seed), Memory(24, 4)
+    memory.pool = PagePool(24, 4, shares)
+    live: list[tuple[Any, list[int]]] = []
+    for _ in range(600):
+        act = rng.choice(["open", "append", "append", "truncate", "fork", "free"])
+        if act == "open" or not live:
+            tokens = [rng.randrange(3) for _ in range(rng.randrange(9))]
+            if len(tokens) // 4 + 2 > memory.pool.num_free:
+                continue
+            live.append((memory.open(tokens)[0], tokens))
+        sequence, tokens = place = rng.choice(live)
+        if act == "append":
+            new = [rng.randrange(3) for _ in range(rng.randrange(1, 7))]
+            if memory.pool.num_free > 3:
+                memory.append(sequence, new)
+                tokens += new
+        elif act == "truncate":
+            length = rng.randrange(len(tokens) + 1)
+            memory.pool.truncate(sequence, length)
+            del tokens[length:]
+        elif act == "fork":
+            live.append((memory.pool.fork(sequence), tokens[:]))
+        elif act == "free":
+            memory.pool.free(sequence)
+            live.remove(place)
+        memory.pool.check()
+        for one, held in live:
+            assert memory.read(one) == held
+    assert shares or not memory.pool._unit_of
+
+
+def test_a_truncated_unit_is_not_found_by_what_it_no_longer_holds() -> None:
+    memory = Memory(8, 4)
+    first, _ = memory.open([1, 2, 3, 4, 5])
+    memory.pool.truncate(first, 2)
+    memory.append(first, [9, 9, 9])
+    memory.pool.check()
+    _, shared = memory.open([1, 2, 3, 4, 5])
+    assert shared == 0
+
+
+def test_a_pool_that_grew_hands_out_the_new_units_too() -> None:
+    pool = PagePool(2, 4)
+    sequence, _ = pool.open()
+    pool.append(sequence, range(8))
+    with pytest.raises(ConfigError, match="needs 1 more"):
+        pool.append(sequence, [1])
+    pool.grow(4)
+    slots, _ = pool.append(sequence, range(8))
+    assert slots.tolist() == list(range(8, 16)) and pool.num_free == 0
+    pool.check()
+
+
+# ---- a cache that grows ----
+
+
+@pytest.mark.kernels("numba", "triton", "metal")
+def test_a_grown_cache_scores_and_attends_as_one_that_was_large(target: Any) -> None:
+    eps, device = target
+    rng = np.random.default_rng(0)
+    k, v = (rng.normal(size=(2, 700, 2, 32)).astype(np.float32) for _ in range(2))
+    q = rng.normal(size=(2, 4, 32)).astype(np.float32)
+    found = []
+    for units in (1, 40):
+        one = Paged(eps, CacheSpec(1, 2, 32, units, "float32", max_open_groups=2), RQ.store, device, "auto")
+        sequences = [one.open(), one.open()]
+        for start in range(0, 700, 100):
+            slots = one.append(sequences, [100, 100])
+            rows = [np.concatenate(list(x[:, start : start + 100])) for x in (k, v)]
+            one.write(0, *(eps.from_numpy(x, "float32", device) for x in rows), slots)
+        where, query = one.where(RQ, sequences), eps.from_numpy(q, "float32", device)
+        scores = eps.score(one.cache, 0, query, where)
+        selection = eps.select(scores, where, 0)
+        out, _ = eps.attend(one.cache, 0, query, where, selection)
+        found.append([eps.to_numpy(x) for x in (scores.estimate[..., :350], selection.counts, out)])
+        one.pool.check()
+        assert one.num_bytes == one.pool.num_units * 32 * 2 * 32 * 2 * 4
+    for small, large in zip(*found, strict=True):
+        np.testing.assert_array_equal(small, large)
+
+
+def test_a_fork_writes_to_its_own_copy_and_a_truncated_fork_leaves_the_other_alone() -> None:
+    eps = load_backend("numpy")
+    one = Paged(eps, CacheSpec(1, 1, 4, 1), EpsConfig.of("rq", tail_tokens=0).store, "cpu")
+    rng = np.random.default_rng(1)
+    held: list[tuple[Any, np.ndarray]] = []
+
+    def append(index: int, count: int) -> None:
+        sequence, keys = held[index]
+        new = rng.normal(size=(count, 1, 4)).astype(np.float32)
+        one.write(0, new, new, one.append([sequence], [count]))
+        held[index] = sequence, np.concatenate([keys, new])
+
+    held.append((one.open(), np.zeros((0, 1, 4), np.float32)))
+    append(0, 300)
+    held.append((one.fork(held[0][0]), held[0][1]))
+    append(1, 5)
+    append(0, 3)
+    one.truncate(held[1][0], 250)
+    held[1] = held[1][0], held[1][1][:250]
+    append(1, 20)
+    for sequence, keys in held:
+        np.testing.assert_array_equal(one.read(0, sequence)[0], keys)
+    one.pool.check()
+
+
+# ---- the call ----
+
+
+class Layers:
+    """A two-layer cache of one sequence and queries for both."""
+
+    def __init__(self, length: int = 400, **kept: Any) -> None:
+        self.eps = load_backend("numpy")
+        rng = np.random.default_rng(2)
+        self.paged = Paged(self.eps, CacheSpec(2, 2, 16, 8), RQ.store, "cpu")
+        self.sequence = self.paged.open()
+        self.gated = Gated(self.eps, RQ, Plan((0, 2), {1: "sliding window"}), **kept)
+        self.q = rng.normal(size=(1, 4, 16)).astype(np.float32)
+        self.rng = rng
+        self.grow(length)
+
+    def grow(self, count: int = 1) -> None:
+        slots = self.paged.append([self.sequence], [count])
+        for layer in range(2):
+            self.paged.write(layer, *(self.rng.normal(size=(count, 2, 16)).astype(np.float32) for _ in "kv"), slots)
+
+    def step(self, dense: Any = lambda: "dense") -> list[Any]:
+        self.grow()
+        where = self.paged.where(self.gated.config, [self.sequence])
+        return [self.gated.attend(self.paged.cache, layer, self.q, where, dense) for layer in range(2)]
+
+
+def test_counts_are_the_records_sums() -> None:
+    one = Layers(keep_records=True, keep_lists=True)
+    for _ in range(3):
+        assert all(isinstance(out, np.ndarray) for out in one.step())
+    stats = one.gated.stats()
+    assert stats["steps"] == stats["rows"] == 3 and stats["fallbacks"] == {}
+    assert stats["bytes_kv_dense"] == (401 + 402 + 403) * 2 * 2 * 128
+    assert (
+        stats["bytes_kv_read"]
+        == stats["groups_visited"] * 2 * 128
+        == sum(len(head) * 256 for step in one.gated.lists for rows in step.values() for row in rows for head in row)
+    )
+    assert 0 < stats["bytes_ratio"] < 0.4
+    assert [r.lengths for r in one.gated.records] == [[401], [402], [403]]
+    one.gated.reset()
+    assert one.gated.stats()["steps"] == 0
+
+
+def test_what_would_be_read_whole_is_the_engines_own_attention() -> None:
+    one = Layers(keep_lists=True)
+    one.gated.config = one.gated.config.replace(budget=1.0)
+    assert one.step() == ["dense", "dense"]
+    stats = one.gated.stats()
+    assert stats["bytes_ratio"] == 1 and stats["fallbacks"] == {} and one.gated.lists == [{0: None, 1: None}]
+
+
+def test_off_is_dense_and_counts_nothing() -> None:
+    one = Layers()
+    one.gated.on = False
+    assert one.step() == ["dense", "dense"]
+    assert one.gated.stats()["steps"] == 0
+
+
+def test_a_fault_of_ours_is_dense_for_that_call_counted_and_loud(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = Layers()
+    real = one.eps.score
+
+    def broken(cache: Any, layer: int, *rest: Any) -> Any:
+        if layer == 1:
+            raise RuntimeError("a broken score")
+        return real(cache, layer, *rest)
+
+    monkeypatch.setattr(one.eps, "score", broken)
+    with caplog.at_level(logging.ERROR, "eps"):
+        for _ in range(2):
+            first, second = one.step()
+            assert isinstance(first, np.ndarray) and second == "dense"
+    assert len(caplog.records) == 1 and "a broken score" in caplog.text
+    stats = one.gated.stats()
+    assert stats["fallbacks"] == {"error": 2} and stats["steps"] == 2
+    # the failed layer read everything
+    assert stats["bytes_kv_read"] > stats["bytes_kv_dense"] // 2
+
+
+def test_a_fault_of_the_engines_is_the_engines() -> None:
+    one = Layers()
+    one.gated.config = one.gated.config.replace(budget=1.0)
+
+    def dense() -> Any:
+        raise KeyError("the engine's")
+
+    with pytest.raises(KeyError, match="the engine's"):
+        one.step(dense)
+    assert one.gated.stats()["fallbacks"].get("error") is None
+
+
+def test_a_live_change_may_not_change_what_is_kept() -> None:
+    one = Layers()
+    with pytest.raises(ConfigError, match="start it again"):
+        one.gated.config = EpsConfig.of("box")
+
+
+def test_metrics_are_a_run_its_steps_and_a_summary(tmp_path: Path) -> None:
+    file = tmp_path / "steps.jsonl"
+    one = Layers(metrics=file, audit_every=2)
+    with one.gated:
+        for _ in range(3):
+            one.step()
+    run, *steps, summary = [json.loads(line) for line in file.read_text().splitlines()]
+    assert run["type"] == "run" and run["layers_gated"] == [0, 2] and run["layers_dense"] == {"1": "sliding window"}
+    assert [step["lengths"] for step in steps] == [[401], [402], [403]]
+    assert [step["audited"] for step in steps] == [True, False, True]
+    assert steps[0]["mass_skipped_true"] > 0 and steps[1]["mass_skipped_true"] is None
+    assert summary["steps"] == 3 and summary["audits"] == 2
+
+
+# ---- the plan ----
+
+
+def test_the_plan_says_which_layers_are_left_and_why() -> None:
+    plan = Plan.of(["sliding window", None, None, "sliding window", "sliding window", "sinks"])
+    assert plan.gated == (1, 2) and plan.places == {1: 0, 2: 1}
+    line = plan.line(RQ)
+    assert line.startswith("eps: rq") and "gates 2 of 6 layers" in line
+    assert line.endswith("left dense: sliding window (0 3-4), sinks (5)")
+    with pytest.raises(ConfigError, match="nothing to gate"):
+        Plan.of(["sliding window"] * 3)
+
+
+# ---- settings ----
+
+
+def test_settings_survive_the_environment() -> None:
+    asked = {"method": "rq", "budget": 0.03, "metrics": "out.jsonl", "audit_every": 4, "policy": "topk"}
+    settings = Settings.of(asked)
+    assert Settings.of(from_environment(to_environment(settings))) == settings
+    assert from_environment({"EPS_METHOD": "rq", "EPS_STRICT": "true", "EPS_BUDGET": "0.1", "OTHER": "1"}) == {
+        "method": "rq", "strict": True, "budget": 0.1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flat", "words"),
+    [
+        ({"methode": "rq"}, "unknown EPS setting methode"),
+        ({"method": "rq", "budget": "much"}, "budget"),
+        ({"method": "rq", "audit_every": -1}, "audit_every"),
+        ({"method": "rq", "kernels": "cudnn"}, "kernels 'cudnn'"),
+    ],
+)
+def test_a_wrong_setting_is_one_line(flat: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Settings.of(flat)
+
+
+def test_versions_outside_the_range_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from eps_core.engine import settings
+
+    for found, fits in (("0.31.0", True), ("0.32.9+cpu", True), ("0.33.0", False), ("0.30.9", False), (None, False)):
+        monkeypatch.setattr(settings, "package_version", lambda package, found=found: found)
+        if fits:
+            assert check_version("mlx-lm") == found
+        else:
+            with pytest.raises(ConfigError, match=r"mlx-lm.*pip install 'eigenpage\[mlx-lm\]'"):
+                check_version("mlx-lm")
+
+
+def test_the_extras_install_what_is_checked() -> None:
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    for package, (low, high) in VERSIONS.items():
+        assert f"{package}>={low},<{high}" in [
+            one.split(";")[0].strip() for one in project["optional-dependencies"][package]
+        ]
