@@ -9,29 +9,6 @@ import torch
 from torch import Tensor
 
 
-def check_pools(k: Tensor, v: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    """Raises ValueError unless an engine's k and v, [P, Hkv, U, D] views, are as a cache needs them: of its shape, dtype
-    and device, both with the same strides, and the elements of a row together."""
-    for name, pool in (("k", k), ("v", v)):
-        if tuple(pool.shape) != shape or pool.dtype != dtype or pool.device.type != device:
-            raise ValueError(
-                f"pool {name} is {list(pool.shape)} of {pool.dtype} on {pool.device}: the cache needs {list(shape)} of "
-                f"{dtype} on {device}"
-            )
-    strides(k, v)
-
-
-def strides(k: Tensor, v: Tensor) -> tuple[int, int, int]:
-    """Of a unit, a kv head and a token, in elements. Raises ValueError where pools k and v [P, Hkv, U, D] do not lie
-    alike, or the elements of a row not together."""
-    if k.stride() != v.stride() or (k.stride(3) != 1 and k.shape[3] > 1):
-        raise ValueError(
-            f"pools k and v have strides {k.stride()} and {v.stride()}: they must lie alike, and the elements of a row "
-            "together"
-        )
-    return k.stride(0), k.stride(1), k.stride(2)
-
-
 def write(pool: Tensor, units: Tensor, offsets: Tensor, rows: Tensor) -> None:
     """Writes rows [N, Hkv, D] to offsets [N] of units [N], in place."""
     pool[units, :, offsets] = rows

@@ -14,6 +14,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec, Store
 from eps_core.load import load_backend
 from eps_core.paging.where import Where
+from eps_cuda.adopt import adopt, forget, trust
 from eps_cuda.cache import Cache
 
 eps = load_backend("cuda")
@@ -156,15 +157,58 @@ def test_pools_that_do_not_fit_are_refused() -> None:
     spec = CacheSpec(1, KV_HEADS, HEAD_DIM, UNITS)
     unit = config.store.unit_tokens
     k, v = interleaved_hnd(UNITS, unit, torch.float32)
-    good = [(k, v)]
+    good, turned = [(k, v)], k.mT.contiguous().mT
     for pools, message in (
         (good * 2, "2 layers for a cache of 1"),
         ([(k[:-1], v[:-1])], "pool k is"),
         ([(k.bfloat16(), v.bfloat16())], "torch.bfloat16"),
         ([(k, v.contiguous())], "lie alike"),
-        ([(x.transpose(2, 3).contiguous().transpose(2, 3), x.transpose(2, 3).contiguous().transpose(2, 3)) for x in [k]],
-         "together"),
+        ([(turned, turned)], "together"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             eps.new_cache(spec, config.store, "cpu", "arrays", pools)
     assert isinstance(config.store, Store) and eps.new_cache(spec, config.store, "cpu", "arrays", good).k[0] is k
+
+
+def test_what_an_engine_wrote_is_adopted_as_if_eps_had_been_there() -> None:
+    config = EpsConfig.of(method="rq", bound_bits=8, budget=0.2)
+    watched, late = caches(config, pages, "numba", "float32")
+    table, rng = fill(config, (watched, late))
+    forget(late)
+    lengths = np.array(LENGTHS)
+    where = Where.of(config, table, lengths)
+    q = torch.randn((len(LENGTHS), HEADS, HEAD_DIM), generator=rng)
+    for layer in range(LAYERS):
+        unknown = eps.score(late, layer, q, where)
+        assert torch.isposinf(
+            unknown.estimate[torch.from_numpy(where.inside)[:, None].expand_as(unknown.estimate)]
+        ).all()
+        before = late.bytes_k_reread
+        assert adopt(late, layer, table, lengths) == sum(LENGTHS)
+        assert late.bytes_k_reread - before >= sum(LENGTHS) * KV_HEADS * HEAD_DIM * 4
+        assert adopt(late, layer, table, lengths) == 0, "read a second time"
+        for name in ("", "tail", "bound"):
+            one, other = (getattr(cache, name) if name else cache for cache in (watched, late))
+            assert np.array_equal(one.state[layer].fill, other.state[layer].fill)
+            for field in one.summaries[layer]:
+                full = (
+                    torch.from_numpy(one.state[layer].fill == one.store.S).view(UNITS, 1, -1).expand(-1, KV_HEADS, -1)
+                )
+                assert torch.equal(one.summaries[layer][field][full], other.summaries[layer][field][full]), field
+        found = [eps.score(cache, layer, q, Where.of(config, table, lengths)) for cache in (watched, late)]
+        for mine, other in zip(*((one.estimate, one.lower, one.upper) for one in found), strict=True):
+            assert (mine is None) == (other is None) and (mine is None or torch.equal(mine, other))
+
+
+def test_a_group_begun_by_others_is_continued() -> None:
+    config = EpsConfig.of(method="rq")
+    cache = eps.new_cache(CacheSpec(1, KV_HEADS, HEAD_DIM, UNITS), config.store, "cpu", "arrays")
+    k = torch.randn((300, KV_HEADS, HEAD_DIM), generator=torch.Generator().manual_seed(1))
+    eps.write_kv(cache, 0, k, k, np.arange(300))
+    forget(cache)
+    slots = np.array([301 - 2, 300])
+    with pytest.raises(AssertionError, match="beyond what its group holds"):
+        eps.write_kv(cache, 0, k[:1], k[:1], slots[:1])
+    trust(cache, 0, slots)
+    eps.write_kv(cache, 0, k[299:], k[299:], slots[:1])
+    assert cache.state[0].fill[299 // 2] == 2 and cache.state[0].valid(np.array([149])).all()

@@ -1,9 +1,9 @@
 """Compiled attention over listed groups of a paged cache, and over the mean values of what was left out.
 
 K and V pools come flat, with their strides in elements: those of a unit, of a kv head in it and of a token, whose D
-elements lie together. Logits, softmax and sums are float32 whatever the cache holds. Lists are cut into tasks of about as many tokens, whose partial results
-(largest logit, sum of exponentials, weighted sum of values) are merged at the end: heads may list different numbers of
-groups, and one sequence with few kv heads still keeps every core busy.
+elements lie together. Logits, softmax and sums are float32 whatever the cache holds. Lists are cut into tasks of about
+as many tokens, whose partial results (largest logit, sum of exponentials, weighted sum of values) are merged at the
+end: heads may list different numbers of groups, and one sequence with few kv heads still keeps every core busy.
 """
 
 import numpy as np

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eps_cuda import pages
+from eps_cuda.pools import strides
 
 State = tuple[Tensor, Tensor]
 
@@ -273,8 +273,8 @@ def plan(
 
 def stride_constants(k_pool: Tensor, v_pool: Tensor) -> dict[str, int]:
     """How both pools lie, compiled into a kernel: the pools of a cache do not move. Raises ValueError as
-    `pages.strides`."""
-    return dict(zip(("UNIT_STRIDE", "HEAD_STRIDE", "TOKEN_STRIDE"), pages.strides(k_pool, v_pool), strict=True))
+    `pools.strides`."""
+    return dict(zip(("UNIT_STRIDE", "HEAD_STRIDE", "TOKEN_STRIDE"), strides(k_pool, v_pool), strict=True))
 
 
 def padding(repeat: int, head_dim: int) -> dict[str, int]:
