@@ -170,6 +170,12 @@ class GroupState:
         for group in groups.tolist():
             self._release_open(group)
 
+    def unseal(self, groups: np.ndarray) -> None:
+        """Full groups [N] whose keys were not known count as one token short: they get no summary."""
+        if len(groups):
+            self.history = hash((self.history, "unseal", groups.tobytes()))
+            self.fill[groups] = self.group_tokens - 1
+
     def forget(self) -> None:
         """Nothing is known of any group: the pool was, or may have been, written by others."""
         self.history = hash((self.history, "forget"))
