@@ -1,5 +1,5 @@
 """Route stock: vLLM's own kernel over the block tables of what is visited. Groups are blocks, and all kv heads of a
-layer visit the same ones: for kernels that cannot gather smaller groups. Bit-equal to stock where everything is visited.
+layer visit the same ones: for kernels that cannot gather smaller groups. Bit-equal to stock where all is visited.
 """
 
 from collections import OrderedDict
