@@ -13,8 +13,10 @@ from engines import Said
 
 CASES = [("demo", "float32"), ("demo", "bfloat16"), ("qwen2", "float32"), ("qwen3", "bfloat16"), ("llama", "float32")]
 LENGTHS = (700, 130, 1100)
-STOCK = "from pathlib import Path; import json, sys; sys.path.insert(0, {here!r}); import conftest, engines, test_equal; \
+STOCK = (
+    "from pathlib import Path; import json, sys; sys.path.insert(0, {here!r}); import conftest, engines, test_equal; \
 test_equal.stock_alone({models!r}, Path({out!r}))"
+)
 
 
 def asked() -> list[list[int]]:
@@ -47,7 +49,9 @@ def stock(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     return {
-        case: [(tokens, [{int(token): value for token, value in step.items()} for step in best]) for tokens, best in said]
+        case: [
+            (tokens, [{int(token): value for token, value in step.items()} for step in best]) for tokens, best in said
+        ]
         for case, said in json.loads(out.read_text()).items()
     }
 

@@ -30,12 +30,22 @@ def register() -> None:
         for backend in AttentionBackendEnum:
             if backend.name not in (*HOOKED, "CUSTOM", "NO_ATTENTION") and backend.value:
                 register_backend(backend, f"eps_cuda.hooks.vllm.refused.{backend.name}")
+        if _named():
+            from eps_cuda.hooks.vllm import metrics
+
+            metrics.export()
     except Exception as error:
         message = f"EPS cannot be used with this vLLM ({one_line(error)}): install a version that it works with"
         # vLLM would go on without us, and nobody would notice
-        if os.environ.get("EPS_METHOD", "off") != "off" or any('"eps"' in argument for argument in sys.argv):
+        if _named():
             raise ConfigError(message) from error
         logger.warning(message)
+
+
+def _named() -> bool:
+    """Whether the environment or the command line of this process asks for EPS, as far as can be told before vLLM reads
+    its own configuration."""
+    return os.environ.get("EPS_METHOD", "off") != "off" or any('"eps"' in argument for argument in sys.argv)
 
 
 def open_engine(

@@ -157,9 +157,9 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
 
 
 def spare_llvmlite() -> None:
-    """Where compiled kernels have run already, vLLM 0.32 cannot make another engine in the process: it looks through all
-    modules for its own kernels, and takes llvmlite's library, which has a function of any name, `__dict__` too, for an
-    object with attributes."""
+    """Where compiled kernels have run already, vLLM 0.32 cannot make another engine in the process: it looks through
+    all modules for its own kernels, and takes llvmlite's library, which has a function of any name, `__dict__` too, for
+    an object with attributes."""
     ffi = sys.modules.get("llvmlite.binding.ffi")
     if ffi is not None:
         ffi.lib._fntab.setdefault("__dict__", {})

@@ -67,22 +67,24 @@ class Runtime:
             if hasattr(layer, "impl")
         }
         settings = fitted(self.want, block_tokens)
-        reasons: dict[str, str | None] = {}
-        shape = None
-        for name, layer in layers.items():
-            reason = (
-                dense_reason(layer.impl) if runtime_of(layer) is self else f"attends by {type(layer.impl).__name__}"
-            )
-            if reason is None:
-                own = layer.impl.num_kv_heads, layer.impl.num_heads, layer.impl.head_size, layer.kv_cache_torch_dtype
-                shape = shape or (own if name in names else None)
-                if name not in names:
-                    reason = "another KV cache group"
-                elif own != shape:
-                    reason = "heads of another shape"
-            reasons[name] = reason
-        if shape is None and any(name not in names for name in layers):
+        reasons = {
+            name: dense_reason(layer.impl) if runtime_of(layer) is self else f"attends by {type(layer.impl).__name__}"
+            for name, layer in layers.items()
+        }
+        able = [name for name, reason in reasons.items() if reason is None]
+        shapes = {
+            name: (impl.num_kv_heads, impl.num_heads, impl.head_size, layers[name].kv_cache_torch_dtype)
+            for name in able
+            if (impl := layers[name].impl)
+        }
+        ours = next((name for name in able if name in names), None)
+        if able and ours is None:
             return  # a group of sliding windows, say: another one follows
+        for name in able:
+            if name not in names:
+                reasons[name] = "another KV cache group"
+            elif shapes[name] != shapes[ours]:
+                reasons[name] = "heads of another shape"
         plan = Plan.of(list(reasons.values()))
         heads = settings.config.read.head_modes
         require(
@@ -131,7 +133,6 @@ class Runtime:
         pools = [self.route.pools(tensor, impl.head_size, unit) for tensor in tensors]
         self.cache = new_cache(spec, settings.config.store, first.device.type, settings.kernels, pools)
         self._pointers = [tensor.data_ptr() for tensor in tensors]
-        self.lazy = False
 
     # ------------------------------------------------------------------------------------------------------ each step
 
@@ -207,8 +208,9 @@ class Runtime:
         self._forget()
 
     def _forget(self) -> None:
-        adopt.forget(self.cache)
-        self.route.forget()
+        if self.cache is not None:
+            adopt.forget(self.cache)
+            self.route.forget()
         self.lazy = True
 
     # ------------------------------------------------------------------------------------------------- what users call
@@ -230,7 +232,7 @@ class Runtime:
             if not isinstance(on, bool):
                 raise ConfigError(f"on {on!r} is not true or false")
             self.gated.on = on
-            if not on and self.cache is not None:
+            if not on:
                 self._forget()
         return {"on": self.gated.on, "route": self.want.route, **self.settings.flat()}
 
