@@ -19,7 +19,6 @@ ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "eps_core" / "demo_model"
 EXTENSION = "eps_cuda.hooks.vllm.worker.EpsWorker"
 FAMILIES = {
-    "llama": ("LlamaConfig", {}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
     "mistral-window": ("MistralConfig", {"sliding_window": 64}),

@@ -9,7 +9,7 @@ from engines import runtime
 from eps_cuda.hooks.vllm.forward import on_host
 from eps_cuda.summaries.table import build_summary
 
-GROUPS = 24  # of each row and layer that are looked at in a step, drawn anew
+GROUPS = 16  # of each row and layer that are looked at in a step, drawn anew
 
 
 class Shadow:

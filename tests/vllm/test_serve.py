@@ -22,6 +22,10 @@ SERVE = (
     "load_engine; sys.exit(load_engine('vllm').serve(Path({path!r}), Settings.of({settings!r}), '127.0.0.1', {port}, "
     "{more!r}))"
 )
+ASK = (
+    "import openai; print(openai.OpenAI(base_url={url!r} + '/v1', api_key='none').completions.create(model={model!r}, "
+    "prompt={prompt!r}, max_tokens=6, temperature=0).choices[0].text)"
+)
 SETTINGS = {"method": "rq", "budget": 0.05}
 MORE = ["--enforce-eager", "--max-model-len", "4096", "--block-size", "64", "--max-num-seqs", "8"]
 
@@ -82,7 +86,15 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def refused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that cannot gate; it takes its time to say so, beside the other one."""
+    one = Server(tmp_path_factory.mktemp("refused"), {"method": "meanstd", "group_tokens": 128}, MORE)
+    yield one
+    one.end()
+
+
+@pytest.fixture(scope="module")
+def server(refused: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     one = Server(tmp_path_factory.mktemp("serve"), SETTINGS, MORE)
     try:
         assert one.wait(180), one.log.read_text()[-3000:]
@@ -167,10 +179,31 @@ def test_counters_are_on_the_servers_own_page_and_knobs_turn(server: Server) -> 
     assert server.rpc("eps_set", on=True)["results"][0]["on"] is True
 
 
-def test_a_server_that_cannot_gate_does_not_answer(tmp_path: Path) -> None:
-    one = Server(tmp_path, {"method": "meanstd", "group_tokens": 128}, MORE)
+def test_a_server_that_cannot_gate_does_not_answer(refused: Server) -> None:
+    assert not refused.wait(120) and refused.process.wait(30) != 0
+    said = refused.log.read_text()
+    assert "ConfigError" in said and "no multiple of EPS's units of 128" in said
+
+
+@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--data-parallel-size"])
+def test_two_workers_gate_their_share(flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    one = Server(tmp_path, SETTINGS, [*MORE, flag, "2"])
     try:
-        assert not one.wait(120) and one.process.wait(30) != 0
-        assert "ConfigError" in one.log.read_text() and "no multiple of EPS's units of 128" in one.log.read_text()
+        assert one.wait(180), one.log.read_text()[-3000:]
+        asked, answers = engines.needles(900, 1200, 1400, 2100)
+        clients = [
+            subprocess.Popen([sys.executable, "-c", ASK.format(url=one.url, model=str(engines.DEMO), prompt=prompt)],
+                             stdout=subprocess.PIPE, text=True)
+            for prompt in asked
+        ]  # fmt: skip
+        said = [client.communicate(timeout=120)[0] for client in clients]
+        assert sum(text.startswith(answer) for text, answer in zip(said, answers, strict=True)) >= 3
+        time.sleep(1.2)
+        for prompt in asked:
+            streamed(one, prompt)  # each worker writes its counters with its next forward
+        workers = {line.split("{")[1].split("}")[0] for line in one.get("/metrics").splitlines() if "eps_on{" in line}
+        assert workers == {'worker="0"', 'worker="1"'}
+        assert one.log.read_text().count("gates 4 of 4 layers") == 2
     finally:
         one.end()

@@ -45,14 +45,19 @@ def text(stats: dict[str, Any], labels: str = "") -> str:
     return "\n".join(lines) + "\n"
 
 
+def worker_number(vllm_config: Any) -> int:
+    """Of this worker among all of a server, tensor and data parallel ones."""
+    parallel = vllm_config.parallel_config
+    # the rank in data parallelism is 0 where replicas know nothing of each other; the index is not
+    return int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
+
+
 class Shown:
     """Writes a worker's counters where the server finds them."""
 
     def __init__(self, vllm_config: Any) -> None:
         folder = os.environ.get(FOLDER)
-        parallel = vllm_config.parallel_config
-        number = parallel.data_parallel_rank * parallel.world_size + parallel.rank
-        self.file = None if folder is None else Path(folder) / f"{number}.json"
+        self.file = None if folder is None else Path(folder) / f"{worker_number(vllm_config)}.json"
         self._last = -SECONDS
 
     def update(self, runtime: Any) -> None:

@@ -270,9 +270,8 @@ def runtime_of(layer: Any) -> Runtime | None:
 
 
 def _own_file(metrics_file: Path | None, vllm_config: Any) -> Path | None:
-    """Each worker writes a file of its own where there are several."""
-    parallel = vllm_config.parallel_config
-    if metrics_file is None or parallel.world_size_across_dp == 1:
+    """Each worker writes a file of its own: the first one that which was named, the others beside it."""
+    number = metrics.worker_number(vllm_config)
+    if metrics_file is None or number == 0:
         return metrics_file
-    number = parallel.data_parallel_rank * parallel.world_size + parallel.rank
     return metrics_file.with_name(f"{metrics_file.stem}.{number}{metrics_file.suffix}")
