@@ -80,7 +80,7 @@ class EpsLayer(CacheLayerMixin):
             out, _ = sdpa_attention_forward(module, query, k, v, mask, scaling=scaling, **more)
             return out
 
-        if num_new > 1:
+        if num_new > 1 or not rows.gated.on:
             return whole()
         assert rows.paged is not None and rows.where is not None
         cache, where = rows.paged.cache, rows.where

@@ -1,7 +1,10 @@
 """`transformers serve` with EPS in the model that it serves."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,8 @@ _REFUSED = {
 
 def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[str]) -> int:
     """Runs `transformers serve` on a model directory, with EPS on, until it is stopped; `more` are its own arguments.
-    /v1/completions and /v1/chat/completions answer one request after another, each in a cache of its own."""
+    /v1/completions and /v1/chat/completions answer one request after another, each in a cache of its own; /eps/stats
+    says what EPS has read."""
     check_version("transformers")
     for flag, reason in _REFUSED.items() if settings.config.store.enabled else ():
         given = any(one == flag or one.startswith(f"{flag}=") for one in more)
@@ -36,9 +40,13 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
         def start_server(self) -> None:
             manager = self._model_manager
             model, _ = manager.load_model_and_processor(manager.process_model_name(str(path)))
-            on = settings.config.store.enabled
+            if not settings.config.store.enabled:
+                self.server.run()
+                return
             extras: dict[str, Any] = {"metrics": settings.metrics, "audit_every": settings.audit_every}
-            with eps(model, settings.config, kernels=settings.kernels, **extras) if on else nullcontext():
+            with eps(model, settings.config, kernels=settings.kernels, **extras) as gated, _terminated():
+                print(gated.plan.line(gated.config), file=sys.stderr, flush=True)
+                self.server.config.app.get("/eps/stats")(gated.stats)
                 self.server.run()
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -49,3 +57,21 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
     except (ImportError, ValueError, OSError) as error:
         raise ConfigError(f"transformers serve cannot start: {error}") from error
     return int(code) if isinstance(code, int) else 0
+
+
+@contextmanager
+def _terminated() -> Iterator[None]:
+    """Makes a plea to end an exception: the server hands it on when it has shut down, and what is measured so far is
+    still to be written."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
