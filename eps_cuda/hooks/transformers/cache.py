@@ -1,5 +1,6 @@
 """A transformers cache whose full-attention layers keep K and V in pages and attend them as EPS says."""
 
+import copy
 import logging
 import math
 from dataclasses import replace
@@ -37,6 +38,12 @@ class EpsLayer(CacheLayerMixin):
         self.length = 0  # tokens of each row, padding and those that wait included
         self.is_initialized = True
         self._waiting: tuple[Tensor, Tensor] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "EpsLayer":
+        """The layer of a copied cache: its rows are forks over the same pages."""
+        other = EpsLayer(copy.deepcopy(self.rows, memo), self.index, self.config)
+        other.length = self.length
+        return other
 
     @property
     def keys(self) -> Tensor | None:
@@ -160,8 +167,13 @@ class EpsCache(Cache):
         asked = asked_for(config, settings)
         if gated is None:
             gated = make_gated(model, asked)
-        self.gated = gated
-        super().__init__(layers=put_into(DynamicCache(config=text).layers, text, Rows(gated, asked.kernels)))
+        self._rows = Rows(gated, asked.kernels)
+        super().__init__(layers=put_into(DynamicCache(config=text).layers, text, self._rows))
+
+    @property
+    def gated(self) -> Gated:
+        """The counters, and the live switch."""
+        return self._rows.gated
 
 
 def asked_for(config: EpsConfig | None, settings: dict[str, Any]) -> Settings:
