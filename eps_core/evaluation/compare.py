@@ -13,6 +13,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.store import Store
 from eps_core.decode.cost import Cost, cost_of
 from eps_core.decode.generate import Sampling, tokens_of
+from eps_core.decode.prompts import prompt_texts
 from eps_core.decode.session import Session
 from eps_core.evaluation.runner import Document, decode
 from eps_core.evaluation.sides import Ran, Side, alike, prompt_line, report
@@ -84,7 +85,7 @@ def prepare(request: RunRequest) -> Job:
         request.model, request.backend, request.device, request.dtype, request.kv_dtype, request.kernels
     )
     spec, answer = session.spec, None
-    texts = [text for prompt in request.prompts for text in session.prompt_texts(prompt)]
+    texts = [text for prompt in request.prompts for text in prompt_texts(prompt, spec.max_context)]
     if not request.prompts:
         made = demo_document()
         texts, answer = [made.prompt], made.answer
