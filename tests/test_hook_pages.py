@@ -11,7 +11,7 @@ from eps_core.config.store import CacheSpec
 from eps_core.engine.paged import Paged
 from eps_core.load import load_backend
 
-STEPS, CHECK_EVERY = 10_000, 200
+STEPS, CHECK_EVERY = 10_000, 250
 LAYERS, HEADS, DIM = 2, 2, 8
 STORES = {
     "rq": EpsConfig.of("rq", tail_tokens=32, block_size=16).store,
@@ -68,7 +68,7 @@ class Shadow:
             length = max(held.shape[2] - int(self.rng.integers(12)), 0)
             self.paged.truncate(sequence, length)
             self.live[place] = sequence, held[:, :, :length]
-        elif act == "free" and len(self.live) > 2 or held.shape[2] > 600:
+        elif (act == "free" and len(self.live) > 2) or held.shape[2] > 600:
             self.paged.free(sequence)
             del self.live[place]
         self.most_units = max(self.most_units, self.paged.pool.num_units)

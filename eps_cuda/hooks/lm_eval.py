@@ -25,8 +25,8 @@ class EpsHFLM(HFLM):
     """`HFLM`, whose model attends as EPS says while this object lives."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Arguments of `HFLM`; those that begin with eps_ are EPS's. Raises ConfigError for a wrong one before the model
-        is read."""
+        """Arguments of `HFLM`; those that begin with eps_ are EPS's. Raises ConfigError for a wrong one before the
+        model is read."""
         given = {name.removeprefix(PREFIX): kwargs.pop(name) for name in list(kwargs) if name.startswith(PREFIX)}
         settings = Settings.of({**from_environment(), **given})
         super().__init__(*args, **kwargs)

@@ -1,11 +1,11 @@
 """EPS inside Hugging Face transformers, through its public interfaces: an attention function and its mask under the
 name "eps", and a cache of own layers.
 
-    with eps(model, method="rq", budget=0.05) as gated:   # generate, pipelines, evaluation: whatever makes its own cache
+    with eps(model, method="rq", budget=0.05) as gated:  # generate, pipelines, evaluation: what makes its own cache
         model.generate(**inputs)
     print(gated.stats())
 
-    model.set_attn_implementation("eps")                  # or from_pretrained(.., attn_implementation="eps")
+    model.set_attn_implementation("eps")  # or from_pretrained(.., attn_implementation="eps")
     model.generate(**inputs, past_key_values=EpsCache(model, method="rq", budget=0.05))
 
 Without an `EpsCache` attention "eps" is sdpa, bit for bit.

@@ -1,4 +1,4 @@
-"""What transformers calls for attention "eps": our cache's layers attend themselves, everything else is its own sdpa."""
+"""What transformers calls for attention "eps": layers of our cache attend themselves, all else is its own sdpa."""
 
 from typing import Any
 
@@ -37,8 +37,8 @@ def attention(
 
 
 def left_padding(mask: Tensor | None, batch: int, length: int) -> tuple[np.ndarray, bool]:
-    """(hidden [B] int64, plain): how many tokens before the first that each row's last query may see, of `length`; plain
-    where it sees all from there on. A mask of another kind than sdpa's is not plain. Waits for the device once."""
+    """(hidden [B] int64, plain): of `length` tokens, how many come before the first that each row's last query may see;
+    plain where it sees all from there on. A mask unlike sdpa's is not plain. Waits for the device once."""
     if mask is None:
         return np.zeros(batch, np.int64), True
     if mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[-1] != length:

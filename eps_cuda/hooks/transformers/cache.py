@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from eps_core.config.eps import EpsConfig
 from eps_core.engine.gated import Gated
 from eps_core.engine.plan import Plan
-from eps_core.engine.settings import Settings, check_version
+from eps_core.engine.settings import EXTRAS, Settings, check_version
 from eps_core.errors import ConfigError, require
 from eps_core.load import load_backend
 from eps_cuda.hooks.transformers.attention import NAME, hand_over
@@ -46,12 +46,12 @@ class EpsLayer(CacheLayerMixin):
         return other
 
     @property
-    def keys(self) -> Tensor | None:
+    def keys(self) -> Tensor | None:  # type: ignore[override]
         """K [B, Hkv, T, D], a copy; zeros for padding."""
         return self.rows.read(self.index)[0] if self.rows.length else None
 
     @property
-    def values(self) -> Tensor | None:
+    def values(self) -> Tensor | None:  # type: ignore[override]
         return self.rows.read(self.index)[1] if self.rows.length else None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
@@ -121,7 +121,8 @@ class EpsLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes the last tokens back: -n of them, as transformers calls it, or down to n as it once did."""
-        removed = max(self.length - tokens_to_remove, 0) if tokens_to_remove > 0 else min(-tokens_to_remove, self.length)
+        removed = self.length - tokens_to_remove if tokens_to_remove > 0 else -tokens_to_remove
+        removed = min(max(removed, 0), self.length)
         self.length -= removed
         if self.index == 0:
             self.rows.crop(removed)
@@ -180,7 +181,7 @@ def asked_for(config: EpsConfig | None, settings: dict[str, Any]) -> Settings:
     """What a caller asks for, by a config or by flat settings beside it."""
     if config is None:
         return Settings.of(settings)
-    extras = {name: settings.pop(name) for name in ("metrics", "audit_every", "kernels") if name in settings}
+    extras: dict[str, Any] = {name: settings.pop(name) for name in EXTRAS if name in settings}
     require(not settings, f"give EPS settings by config or by name, not both: {', '.join(settings)}")
     return replace(Settings.of(extras), config=config)
 

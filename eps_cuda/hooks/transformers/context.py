@@ -16,8 +16,8 @@ from eps_cuda.hooks.transformers.rows import Rows
 
 @contextmanager
 def eps(model: Any, config: EpsConfig | None = None, **settings: Any) -> Iterator[Gated]:
-    """Inside, `model` attends by "eps" and every `generate` that makes its own cache has EPS in it; the yielded counters
-    speak of all of them. Settings as of `EpsCache`.
+    """Inside, `model` attends by "eps" and every `generate` that makes its own cache has EPS in it; the yielded
+    counters speak of all of them. Settings as of `EpsCache`.
 
     How: transformers offers no name for a cache of one's own, so a forward pre-hook (torch's own, on this model
     object alone) looks for the empty `DynamicCache` that `generate` has just made and puts our layers where its
@@ -29,11 +29,10 @@ def eps(model: Any, config: EpsConfig | None = None, **settings: Any) -> Iterato
     text, before = text_config(model), _implementations(model.config)
 
     def put_in(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        cache = kwargs.get("past_key_values")
+        cache: Any = kwargs.get("past_key_values")
         if is_fresh(cache):
-            cache.layers = put_into(
-                cache.layers or DynamicCache(config=text).layers, text, Rows(gated, asked.kernels)
-            )
+            layers = cache.layers or DynamicCache(config=text).layers
+            cache.layers = put_into(layers, text, Rows(gated, asked.kernels))
 
     handle = model.register_forward_pre_hook(put_in, with_kwargs=True)
     try:
@@ -55,7 +54,7 @@ def is_fresh(cache: Any) -> bool:
         return False
     if type(cache) is not DynamicCache or cache.offloading:
         kind = "an offloaded cache" if cache.offloading else type(cache).__name__
-        raise ConfigError(f"EPS keeps K and V in pages of its own and cannot use {kind}: leave cache_implementation out")
+        raise ConfigError(f"EPS keeps K and V in its own pages and cannot use {kind}: leave cache_implementation out")
     return True
 
 

@@ -1,7 +1,7 @@
 """The rows of a batch in one pool of pages: what the layers of one cache share.
 
-Letters: B rows, N new tokens of each, T tokens of each, left padding included, as transformers counts them. Of row b the
-first `padding[b]` tokens are in no page: its sequence holds the T - padding[b] others.
+Letters: B rows, N new tokens of each, T tokens of each, left padding included, as transformers counts them. Of row b
+the first `padding[b]` tokens are in no page: its sequence holds the T - padding[b] others.
 """
 
 import weakref
@@ -146,7 +146,9 @@ class Rows:
         if key.dtype not in _NAMES:
             raise ConfigError(f"K is {key.dtype}: load the model with one of {', '.join(_NAMES.values())}")
         place = torch.empty(0, device=key.device.type).device
-        require(key.device == place, f"the layer is on {key.device}, the current device is {place}: EPS needs one device")
+        require(
+            key.device == place, f"K is on {key.device} and the current device is {place}: put the model on one device"
+        )
         store = self.gated.config.store
         units = batch * -(-(num_new + FIRST_ROOM) // store.unit_tokens)
         # beams hold twice as many open groups while they change places

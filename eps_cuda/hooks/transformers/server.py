@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eps_core.engine.settings import Settings, check_version
-from eps_core.errors import ConfigError, install, require
+from eps_core.errors import ConfigError, install, one_line, require
 from eps_cuda.hooks.transformers.context import eps
 
 # flags of that server under which no cache of `generate` would be there to gate
@@ -46,7 +46,8 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
             extras: dict[str, Any] = {"metrics": settings.metrics, "audit_every": settings.audit_every}
             with eps(model, settings.config, kernels=settings.kernels, **extras) as gated, _terminated():
                 print(gated.plan.line(gated.config), file=sys.stderr, flush=True)
-                self.server.config.app.get("/eps/stats")(gated.stats)
+                app: Any = self.server.config.app
+                app.get("/eps/stats")(gated.stats)
                 self.server.run()
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -55,7 +56,7 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
     try:
         code = app(arguments, prog_name="transformers serve", standalone_mode=False)
     except (ImportError, ValueError, OSError) as error:
-        raise ConfigError(f"transformers serve cannot start: {error}") from error
+        raise ConfigError(f"transformers serve cannot start: {one_line(error)}") from error
     return int(code) if isinstance(code, int) else 0
 
 
