@@ -413,7 +413,7 @@ def test_metrics_are_written(tmp_path: Any) -> None:
     assert gated.stats()["audits"] == 2
 
 
-def test_a_sparse_forward_does_not_need_a_fresh_kind_of_cache() -> None:
+def test_a_loop_of_ones_own_has_eps_in_its_empty_cache() -> None:
     """A lazily filled stock cache, as one makes it without a config, gets every layer at once."""
     model, (ids, mask) = tiny("llama"), prompts([50])
     with eps(model, RQ) as gated, torch.no_grad():

@@ -121,8 +121,8 @@ class EpsLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes the last tokens back: -n of them, as transformers calls it, or down to n as it once did."""
-        removed = self.length - tokens_to_remove if tokens_to_remove > 0 else -tokens_to_remove
-        removed = min(max(removed, 0), self.length)
+        asked = int(tokens_to_remove)  # a tensor in some versions
+        removed = min(max(self.length - asked if asked > 0 else -asked, 0), self.length)
         self.length -= removed
         if self.index == 0:
             self.rows.crop(removed)

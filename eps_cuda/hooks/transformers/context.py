@@ -21,9 +21,10 @@ def eps(model: Any, config: EpsConfig | None = None, **settings: Any) -> Iterato
 
     How: transformers offers no name for a cache of one's own, so a forward pre-hook (torch's own, on this model
     object alone) looks for the empty `DynamicCache` that `generate` has just made and puts our layers where its
-    full-attention ones are. A cache that was passed in by name, or that holds tokens already, is left as it is, and
-    attended by sdpa; static, quantised and offloaded ones are refused. On exit, also by an exception, the hook and the
-    attention implementation are what they were; caches made inside are then of no use."""
+    full-attention ones are. A cache that holds tokens already, or that transformers marks as passed in by name (newer
+    versions do), is left as it is, and attended by sdpa; static, quantised and offloaded ones are refused. On exit,
+    also by an exception, the hook and the attention implementation are what they were; caches made inside are then of
+    no use."""
     asked = asked_for(config, settings)
     gated = make_gated(model, asked)
     text, before = text_config(model), _implementations(model.config)
