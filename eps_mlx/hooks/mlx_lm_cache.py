@@ -184,8 +184,8 @@ class PagedKVCache(_BaseCache, Attends):
                 break
         else:
             raise ConfigError(
-                f"a prompt cache of {num_layers} gated layers fits no model that has EPS on: load it with the model and "
-                "dtype that it was made with, and within their EPS"
+                f"a prompt cache of {num_layers} gated layers fits no model that has EPS on: load it while EPS is on, "
+                "for the model and dtype that it was made with"
             )
         self.__init__(pool, layer, pool.adopted(layer, [columns - one for one in left]))  # type: ignore[misc]
         self.left = left
@@ -216,8 +216,8 @@ class EpsKVCache(PagedKVCache):
     def offset(self) -> int:
         return self.columns
 
-    def make_mask(self, *args: Any, **kwargs: Any) -> Any:
-        return self.pool.made(create_attention_mask(*args, offset=self.columns, **kwargs))
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        return self.pool.made(create_attention_mask(N, self.columns, return_array, window_size))
 
     @classmethod
     def merge(cls, caches: Sequence["EpsKVCache"]) -> "EpsBatchKVCache":
@@ -270,7 +270,7 @@ class EpsBatchKVCache(PagedKVCache):
             self.end = self._padding = None
 
     def filter(self, batch_indices: Any) -> None:
-        keep = [int(one) for one in (batch_indices.tolist() if isinstance(batch_indices, mx.array) else batch_indices)]
+        keep = [int(one) for one in batch_indices]
         self.rows, self.left = [self.rows[one] for one in keep], [self.left[one] for one in keep]
         shift = min(self.left)
         self.left, self.columns = [left - shift for left in self.left], self.columns - shift

@@ -1,0 +1,94 @@
+"""EPS put on one model of mlx-lm, and taken off again."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+import eps_mlx
+from eps_core.engine.gated import Gated
+from eps_core.engine.plan import Plan
+from eps_core.engine.settings import Settings, check_version
+from eps_core.errors import ConfigError
+from eps_mlx.hooks import mlx_lm_names
+from eps_mlx.hooks.mlx_lm_cache import CLASSES, make_caches, open_pools
+from eps_mlx.hooks.mlx_lm_plan import look_at
+from eps_mlx.hooks.mlx_lm_rows import FIRST_TOKENS, OPEN_GROUPS, Rows
+
+logger = logging.getLogger("eps")
+_HANDLE = "_eps_hook"  # on the model
+
+
+class Hook:
+    """EPS on one model, from birth to `close`. With method off nothing is touched."""
+
+    def __init__(self, model: Any, settings: Settings, expected_tokens: int = 0, **kept: Any) -> None:
+        """`expected_tokens`: room in the pool from the start, of all sequences together. `kept`: `Gated`'s own."""
+        check_version("mlx-lm")
+        if getattr(model, _HANDLE, None) is not None:
+            raise ConfigError("this model has EPS on already: leave the other `with eps(model)` first")
+        self.model, config = model, settings.config
+        self.pool: Rows | None = None
+        self.stock_caches: Callable[[], list[Any]] = lambda: make_prompt_cache(model)
+        if not config.store.enabled:
+            self.gated = Gated(eps_mlx, config, Plan((), {}))
+            self.gated.on = False
+            return
+        self._before = model.__dict__.get("make_cache")
+        own = getattr(model, "make_cache", None)
+        self.stock_caches = own or (lambda: _plain_caches(model))
+        mlx_lm_names.rebind(CLASSES)
+        try:
+            plan, spec = look_at(model, self.stock_caches())
+            device = "cpu" if mx.default_device() == mx.Device(mx.cpu) else "mps"
+            units = -(-max(FIRST_TOKENS, expected_tokens) // config.store.unit_tokens)
+            self.gated = Gated(
+                eps_mlx, config, plan, settings.metrics, settings.audit_every, model=type(model).__module__,
+                device=device, **kept,
+            )  # fmt: skip
+            spec = replace(spec, num_units=units, max_open_groups=OPEN_GROUPS)
+            self.pool = Rows(self.gated, spec, device, settings.kernels)
+        except BaseException:
+            mlx_lm_names.restore()
+            raise
+        model.make_cache = self.make_cache
+        setattr(model, _HANDLE, self)
+        open_pools.append(self.pool)
+        logger.warning(plan.line(config))  # not a fault: what everyone should see once
+
+    def make_cache(self) -> list[Any]:
+        """What the model's own `make_cache` gives, with ours in the gated layers."""
+        assert self.pool is not None
+        made = list(self.stock_caches())
+        for layer, one in zip(self.gated.plan.gated, make_caches(self.pool), strict=True):
+            made[layer] = one
+        return made
+
+    def close(self) -> None:
+        """Takes EPS off the model; caches made with it can no longer be used."""
+        if self.pool is None:
+            return
+        pool, self.pool = self.pool, None
+        pool.closed = True
+        open_pools.remove(pool)
+        if self._before is None:
+            del self.model.make_cache
+        else:
+            self.model.make_cache = self._before
+        delattr(self.model, _HANDLE)
+        mlx_lm_names.restore()
+        self.gated.close()
+
+
+def _plain_caches(model: Any) -> list[Any]:
+    """What mlx-lm makes for a model without `make_cache`."""
+    return [KVCache() for _ in model.layers]
+
+
+def hook_of(model: Any) -> Hook | None:
+    """The hook of a model that has EPS on."""
+    found: Hook | None = getattr(model, _HANDLE, None)
+    return found
