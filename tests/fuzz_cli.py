@@ -6,6 +6,7 @@ user, a script or a mistake may hand over. `test_fuzz_cli.py` runs some in every
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import click
@@ -15,6 +16,7 @@ from command import Outcome
 from hypothesis import strategies as st
 
 from eps_core.bench import layer
+from eps_core.cli import engines
 from eps_core.cli.main import cli
 
 PROMPT = "It was a dark and stormy night. " * 40
@@ -46,7 +48,12 @@ OUTPUTS = (
 RIGHT_FILES = {"text": "TEXT", "prompt_files": "TEXT", "eps_head_policy": "POLICY", "captures": "CAPTURE",
                "results": "STEPS", "grid": "GRID", "model": "MODEL"}  # fmt: skip
 # of choices that are all valid, those that are quick here
-QUICK = {"backend": ("numpy",), "device": ("cpu", "auto"), "kernels": ("arrays", "auto")}
+QUICK = {
+    "backend": ("numpy",),
+    "engine": ("own", "transformers"),
+    "device": ("cpu", "auto"),
+    "kernels": ("arrays", "auto"),
+}
 WRITTEN = ("out", "output", "jsonl", "metrics", "csv", "plot")
 # what makes a command short; each is left out where a drawn flag says the same
 BASE = {
@@ -63,6 +70,7 @@ BASE = {
     "grid": {"backend": "numpy", "model": "MODEL", "grid": "GRID", "out": "new", "needles": "0", "texts": "1",
              "text_steps": "2"},
     "report": {"results": "STEPS", "out": "new"},
+    "serve": {"engine": "transformers", "model": "MODEL", "eps_method": "rq"},
 }  # fmt: skip
 # flags that say the same as one of BASE
 SAME = {"prompt_files": "prompt", "seconds": "repeats", "preset": "grid"}
@@ -143,6 +151,8 @@ def outcome(line: list[str], folder: Path) -> Outcome:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     (folder / "link").symlink_to("target")
+    idle = SimpleNamespace(serve=lambda *args: 0)  # a server would not end
     # a benchmark's copies of hundreds of megabytes say nothing about flags
-    with mock.patch.multiple(layer, LARGEST_COPY_BYTES=2**16, COPY_SECONDS=0.0, flush_bytes=lambda _: 2**16):
+    small = {"LARGEST_COPY_BYTES": 2**16, "COPY_SECONDS": 0.0, "flush_bytes": lambda _: 2**16}
+    with mock.patch.object(engines, "load_engine", lambda name: idle), mock.patch.multiple(layer, **small):
         return command.outcome(line, folder, stdin=PROMPT[:64])

@@ -356,7 +356,7 @@ def test_a_reader_that_has_gone_is_no_error(args: list, bare: dict[str, str]) ->
     assert done.returncode != 0 and done.stderr == b""
 
 
-COMMANDS = ("run", "bench", "info", "capture", "replay", "calibrate", "evaluate", "grid", "report")
+COMMANDS = ("run", "bench", "info", "capture", "replay", "calibrate", "evaluate", "grid", "report", "serve")
 
 
 def test_help_and_version() -> None:

@@ -29,6 +29,7 @@ from eps_core.decode import cost
 from eps_core.decode.cost import Cost
 from eps_core.decode.heads import check_policy, load_policy, model_fingerprint
 from eps_core.decode.model import DEMO_MODEL, read_spec
+from eps_core.decode.prompts import prompt_texts
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.evaluation.grid_settings import config_of, load_grid
@@ -194,7 +195,7 @@ def test_damaged_inputs_are_read_or_refused(tmp_path_factory: pytest.TempPathFac
         load_longbench(path, prompts)
 
     def prompt() -> None:
-        (text,) = SESSION.prompt_texts(write(path, mutations.damaged("def f(é):\n".encode(), random)))
+        (text,) = prompt_texts(write(path, mutations.damaged("def f(é):\n".encode(), random)), 16384)
         SESSION.encode(text)
 
     try:

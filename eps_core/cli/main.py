@@ -12,6 +12,7 @@ import click
 
 from eps_core.cli.bench import bench_command
 from eps_core.cli.captures import calibrate_command, capture_command, replay_command
+from eps_core.cli.engines import OWN, engine_option, run_in_engine, serve_command
 from eps_core.cli.evaluate import evaluate_command
 from eps_core.cli.grid import grid_command, report_command
 from eps_core.cli.help import CHECKS, DECODING, FILE, INPUT, MODEL, OUTPUT, OUTPUT_FILE, Group, option
@@ -64,7 +65,7 @@ def cli() -> None:
     examples={
         "eps-proto run": "the demo model on a needle prompt",
         "eps-proto run --model DIR --prompt-file long.txt --method rq --kl": "and how far EPS moves it",
-        "eps-proto run --model DIR --prompt-file - --method rq --audit-every 16 < long.txt": "true unread mass",
+        "eps-proto run --engine transformers --model DIR --prompt-file long.txt --method rq": "in another engine",
     },
 )
 @option(
@@ -78,6 +79,7 @@ def cli() -> None:
 @option(
     "--chat", heading=INPUT, is_flag=True, help="Put the prompt into the model's chat template, as a user's message."
 )
+@engine_option
 @backend_option
 @device_option
 @model_option
@@ -146,6 +148,9 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
         raise click.UsageError("--audit-every audits gated steps: choose a --method")
     if "top_p" in given and not flags["temperature"]:
         raise click.UsageError("--top-p means nothing to greedy decoding: add --temperature")
+    if flags["engine"] != OWN:
+        click.echo(outputs.to_json(run_in_engine(flags, given, config, _prompts(flags), DEMO_NEW_TOKENS)))
+        return
     # late: `eps-proto info` and --help must work where a model cannot be loaded
     from eps_core.evaluation.compare import RunRequest, run
 
@@ -267,6 +272,7 @@ def _backend_status(name: str) -> dict[str, Any]:
 
 for command in (
     capture_command, replay_command, calibrate_command, evaluate_command, grid_command, report_command, bench_command,
+    serve_command,
 ):  # fmt: skip
     cli.add_command(command)
 

@@ -14,9 +14,10 @@ _REPOSITORY = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<
 _SMALL_FILES = ("config.json", "generation_config.json", "tokenizer*.json", "chat_template.*", INDEX_FILE)
 
 
-def resolve_model(model: str | Path, weights: bool = True) -> Path:
+def resolve_model(model: str | Path, weights: bool = True, own: bool = True) -> Path:
     """The folder of a model that is named by its folder or by org/name[@revision]. A folder that is there wins. Without
-    `weights` nothing but the small files is fetched; with them, they are after the model was found to be supported."""
+    `weights` nothing but the small files is fetched; with them, they are after the model was found to be one that this
+    project computes, or, where `own` is False, whatever it is."""
     if os.path.isdir(model):
         return Path(model)
     named = _REPOSITORY.fullmatch(str(model))
@@ -27,7 +28,8 @@ def resolve_model(model: str | Path, weights: bool = True) -> Path:
         )
     folder = _fetch(named["name"], named["revision"], _SMALL_FILES)
     if weights:
-        read_spec(folder)
+        if own:
+            read_spec(folder)
         files = weight_files(folder)
         if not all(os.path.exists(folder / file) for file in files):
             # the snapshot's own name is its commit: the branch may have moved since

@@ -76,6 +76,17 @@ def read_spec(path: str | Path) -> ModelSpec:
     return spec
 
 
+def read_limits(path: str | Path) -> tuple[int, tuple[int, ...]]:
+    """(tokens of context, ids of the tokens that end a text) of a model of any family, as its config.json has them: for
+    engines, which compute more families than this project does."""
+    path = Path(path)
+    fields = Fields.of(path / "config.json")
+    inner = fields.values.get("text_config")  # of a model that reads images, too
+    text = Fields(inner, fields.file) if isinstance(inner, dict) else fields
+    ends = _eos_token_ids(path, fields) or _eos_token_ids(path, text)
+    return text.integer("max_position_embeddings", most=MOST_POSITIONS), ends
+
+
 def _refuse_sliding_window(family: str, fields: Fields) -> None:
     config = fields.values
     # a Mistral config.json without the key means a window of 4096, as transformers reads it

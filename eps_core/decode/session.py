@@ -20,10 +20,10 @@ from eps_core.decode.generate import Sampling, generate, prefill, tokens_of
 from eps_core.decode.hub import resolve_model
 from eps_core.decode.kernel_check import disagreement
 from eps_core.decode.model import DEMO_MODEL, read_spec
+from eps_core.decode.prompts import encode_prompts
 from eps_core.decode.spec import ModelSpec
 from eps_core.decode.tokenizer import encode, load_tokenizer
 from eps_core.errors import ConfigError, require
-from eps_core.files import inputs, records
 from eps_core.gate.protocol import Array, Backend
 from eps_core.load import backend_name, load_backend, resolve_kernels
 from eps_core.paging.pool import PagePool
@@ -158,17 +158,6 @@ class Session:
         """Steps of which one is timed layer by layer: waiting for the device between layers costs nothing on a CPU."""
         return 1 if self.device == "cpu" else 4
 
-    def prompt_texts(self, prompt: str | Path) -> list[str]:
-        """A prompt's text; of a path what the file holds, no more of it than the model's context could; of a .jsonl
-        file the prompt of each line."""
-        if not isinstance(prompt, Path):
-            return [prompt]
-        if prompt.suffix == ".jsonl":
-            return _jsonl_prompts(prompt)
-        context = self.spec.max_context
-        limit = f"more than the {context:,} tokens of the model's context could hold"
-        return [inputs.read_text(prompt, "prompt file", "give a text file", inputs.text_bytes(context), limit)]
-
     def encode(self, text: str, special: bool = True, most_tokens: int | None = None) -> list[int]:
         """The tokens of a text, at most a few more than `most_tokens`: see `tokenizer.encode`."""
         tokens = encode(self.tokenizer, self.path, text, special, most_tokens)
@@ -190,23 +179,14 @@ class Session:
     def encode_prompts(self, texts: Sequence[str], max_new_tokens: int, chat: bool = False) -> list[list[int]]:
         """Tokens of prompts that the model can continue by `max_new_tokens`; others are refused, by their number where
         there are several. With `chat` each is a user's message, put into the model's chat template."""
-        require(len(texts) > 0, "there is no prompt to continue: give at least one")
-        records.check("max-new-tokens", max_new_tokens, int)
-        require(max_new_tokens >= 1, f"max-new-tokens {max_new_tokens} is below 1: nothing would be generated; use 32")
-        prompts, most = [], self.spec.max_context
-        for number, text in enumerate(texts, start=1):
-            which = f"prompt {number}" if len(texts) > 1 else "the prompt"
-            records.check(which, text, str)
-            prompts.append((self.encode_chat if chat else self.encode)(text, most_tokens=most))
-            length = len(prompts[-1])
-            require(bool(text) and length > 0, f"{which} is empty: give at least one character")
-            require(
-                length + max_new_tokens <= most,
-                f"{which} of {length if length <= most else f'more than {most}'} tokens and {max_new_tokens} new ones "
-                f"exceed the model's context of {most} tokens{self.spec.context_note}: shorten the prompt or lower "
-                "max-new-tokens",
-            )
-        return prompts
+        encode = self.encode_chat if chat else self.encode
+        return encode_prompts(
+            texts,
+            max_new_tokens,
+            lambda text, most: encode(text, most_tokens=most),
+            self.spec.max_context,
+            self.spec.context_note,
+        )
 
     @overload
     def generate(self, prompt: str, *args: Any, **more: Any) -> Generation: ...
@@ -333,19 +313,6 @@ class Session:
         (table,) = pool.table([sequence])
         layers = range(self.spec.num_layers)
         return Prefix(list(tokens), [self.backend.read_kv(cache, layer, table, len(tokens)) for layer in layers])
-
-
-def _jsonl_prompts(path: Path) -> list[str]:
-    """The prompts of a file whose lines are objects with one, or strings."""
-    mend = 'give a JSON object with a "prompt" a line'
-    prompts = []
-    for where, value in inputs.read_values(path, "prompt file", mend):
-        prompt = value.get("prompt") if isinstance(value, dict) else value
-        if not isinstance(prompt, str):
-            raise ConfigError(f'{where}: no "prompt" that is text: {mend}')
-        prompts.append(prompt)
-    require(len(prompts) > 0, f"prompt file {path} has no lines: {mend}")
-    return prompts
 
 
 def _config_of(config: EpsConfig | None, settings: dict[str, Any]) -> EpsConfig:

@@ -13,8 +13,10 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.store import Store
 from eps_core.decode.cost import Cost, cost_of
 from eps_core.decode.generate import Sampling, tokens_of
+from eps_core.decode.prompts import prompt_texts
 from eps_core.decode.session import Session
-from eps_core.evaluation.runner import Document, Outcome, decode
+from eps_core.evaluation.runner import Document, decode
+from eps_core.evaluation.sides import Ran, Side, alike, prompt_line, report
 from eps_core.files import outputs
 from eps_core.paging.pool import PagePool
 from eps_core.tasks import needle
@@ -59,19 +61,6 @@ class RunRequest:
 
 
 @dataclass
-class Side:
-    """One decode of the prompts, dense or gated."""
-
-    outcome: Outcome
-    tokens: list[list[int]]  # of each prompt
-    texts: list[str]
-    prefill_ms: float
-
-    def summary(self) -> dict[str, Any]:
-        return self.outcome.summary(self.prefill_ms)
-
-
-@dataclass
 class Job:
     """A request whose config is settled, with its session and prompts."""
 
@@ -96,7 +85,7 @@ def prepare(request: RunRequest) -> Job:
         request.model, request.backend, request.device, request.dtype, request.kv_dtype, request.kernels
     )
     spec, answer = session.spec, None
-    texts = [text for prompt in request.prompts for text in session.prompt_texts(prompt)]
+    texts = [text for prompt in request.prompts for text in prompt_texts(prompt, spec.max_context)]
     if not request.prompts:
         made = demo_document()
         texts, answer = [made.prompt], made.answer
@@ -253,7 +242,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
             eps, cache, pool = streamed("eps", config.store)
             if request.kl and dense is not None:
                 divergence = _divergence(job, cache, pool, dense)
-        alike = _alike(dense, eps)
+        both = alike(dense, eps)
         main = eps or dense
         assert main is not None
         if metrics is not None:
@@ -262,7 +251,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
                     "type": "summary",
                     **main.summary(),
                     "prompt_tokens": sum(job.prompt_lengths),
-                    "tokens_equal": None if alike is None else all(alike),
+                    "tokens_equal": None if both is None else all(both),
                     "dense": dense.summary() if dense is not None and eps is not None else None,
                     **divergence,
                 }
@@ -270,10 +259,21 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
         if csv is not None:
             write_csv(csv, main.outcome.records)
         layer = None  # last: what was asked for is there and written
-        if request.layer is not None and job.answer is not None and alike is not None and request.method_is_default:
+        if request.layer is not None and job.answer is not None and both is not None and request.method_is_default:
             layer = request.layer(session)
-        result = _report(job, dense, eps, alike, divergence, layer, out)
-    return result
+        ran = Ran(
+            {
+                "backend": session.backend_name,
+                "device": session.device,
+                "kernels": session.kernels,
+                "kernels_fault": session.fault,
+                "model": session.model,
+            },
+            config,
+            job.prompt_lengths,
+            job.answer,
+        )
+        return report(ran, dense, eps, out, divergence, layer)
 
 
 def _print_header(job: Job, out: TextIO) -> None:
@@ -284,12 +284,7 @@ def _print_header(job: Job, out: TextIO) -> None:
     out.write(
         f"backend {session.backend_name} on {session.device}, {session.dtype}{cache}, kernels {session.kernels}\n"
     )
-    lengths = job.prompt_lengths
-    if len(lengths) > 1:
-        out.write(f"prompts {len(lengths)} of {min(lengths):,} to {max(lengths):,} tokens, {sum(lengths):,} in all\n")
-    else:
-        kind = "" if job.answer is None else f", a needle document whose answer is {job.answer}"
-        out.write(f"prompt  {lengths[0]:,} tokens{kind}\n")
+    out.write(prompt_line(job.prompt_lengths, job.answer))
     out.write(f"eps     {terminal.describe(request.config)}\n")
     if job.cost is not None:
         out.write(f"        {_describe(job.cost)}\n")
@@ -318,80 +313,3 @@ def _divergence(job: Job, cache: Any, pool: PagePool, dense: Side) -> dict[str, 
         "kl_max": max(values, default=None),
         "top1_agreement": float(np.mean(agree)) if agree else None,
     }
-
-
-def _alike(dense: Side | None, eps: Side | None) -> list[bool] | None:
-    """Whether both sides said the same, of each prompt; None where one did not run."""
-    if dense is None or eps is None:
-        return None
-    return [a == b for a, b in zip(eps.tokens, dense.tokens, strict=True)]
-
-
-def _report(
-    job: Job,
-    dense: Side | None,
-    eps: Side | None,
-    alike: list[bool] | None,
-    divergence: dict[str, float | None],
-    layer: dict[str, Any] | None,
-    out: TextIO,
-) -> dict[str, Any]:
-    session, main = job.session, eps or dense
-    assert main is not None
-    alone = len(job.documents) == 1
-    checks: list[tuple[str, str | None, str | None]] = []
-    if job.answer is not None:
-        answered = [_yes(side.texts[0].startswith(job.answer)) if side else None for side in (dense, eps)]
-        checks.append(("needle answered", answered[0], answered[1]))
-    if alike is not None:
-        checks.append(
-            ("tokens equal to dense", None, _yes(alike[0]) if alone else f"{sum(alike)} of {len(alike)} prompts")
-        )
-    checks += [
-        (name.replace("_", " "), None, f"{value:.5f}") for name, value in divergence.items() if value is not None
-    ]
-    dense_summary, eps_summary = dense.summary() if dense else None, eps.summary() if eps else None
-    out.write("\n" + terminal.run_table(dense_summary, eps_summary, checks, layer, out) + "\n")
-    return {
-        "backend": session.backend_name,
-        "device": session.device,
-        "kernels": session.kernels,
-        "kernels_fault": session.fault,
-        "model": session.model,
-        "prompt_tokens": sum(job.prompt_lengths),
-        "new_tokens": sum(map(len, main.tokens)),
-        # of several prompts, `sequences` tells each
-        "text": main.texts[0] if alone else None,
-        "tokens": _told(main),
-        "tokens_equal": None if alike is None else all(alike),
-        "bytes_ratio": eps_summary["bytes_ratio"] if eps_summary else None,
-        "dense": terminal.dense_json(_told(dense), dense_summary) if dense and dense_summary else None,
-        "eps": terminal.eps_json(_told(eps), eps_summary, job.request.config) if eps and eps_summary else None,
-        **divergence,
-        **({} if layer is None else {"layer": layer}),
-        **({} if alone else {"sequences": _sequences(job, main, dense, alike)}),
-    }
-
-
-def _told(side: Side) -> list[int] | None:
-    """The tokens that were said, where one prompt was."""
-    return side.tokens[0] if len(side.tokens) == 1 else None
-
-
-def _sequences(job: Job, main: Side, dense: Side | None, alike: list[bool] | None) -> list[dict[str, Any]]:
-    """Of each prompt of a batch what a single one has at the top."""
-    return [
-        {
-            "prompt_tokens": length,
-            "new_tokens": len(tokens),
-            "text": text,
-            "tokens": tokens,
-            "tokens_equal": None if alike is None else alike[i],
-            "dense_tokens": None if dense is None else dense.tokens[i],
-        }
-        for i, (length, tokens, text) in enumerate(zip(job.prompt_lengths, main.tokens, main.texts, strict=True))
-    ]
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"

@@ -1,0 +1,110 @@
+"""EPS in the engines that people run: `run --engine` compares in one, `serve` starts its server."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from eps_core.cli.help import CHECKS, FILE, MODEL, OUTPUT, OUTPUT_FILE, command, option
+from eps_core.cli.numbers import COUNT, Whole
+from eps_core.cli.options import (
+    config_of,
+    flag,
+    given_flags,
+    kernels_option,
+    method_option,
+    selection_options,
+    summary_options,
+)
+from eps_core.config.eps import EpsConfig
+from eps_core.decode.generate import Sampling
+from eps_core.decode.model import DEMO_MODEL
+from eps_core.engine.settings import Settings
+from eps_core.files import outputs
+from eps_core.load import ENGINES, load_engine
+
+OWN = "own"
+# what our own decoders do and engines do not, or do their own way
+_OWN_ONLY = (
+    "backend", "kv_dtype", "prefill_chunk", "pool_tokens", "kl", "eps_audit_factor", "eps_audit_off",
+)  # fmt: skip
+
+engine_option = option(
+    "--engine", heading=MODEL, type=click.Choice((OWN, *ENGINES)), default=OWN, show_default=True,
+    help="Whose decoder runs the model: this project's, or another engine with EPS in it.",
+)  # fmt: skip
+
+
+def run_in_engine(
+    flags: dict[str, Any], given: set[str], config: EpsConfig, prompts: tuple[str | Path, ...], demo_new_tokens: int
+) -> dict[str, Any]:
+    """`eps-proto run` in another engine; returns the last line's object."""
+    for name in _OWN_ONLY:
+        if name in given:
+            raise click.UsageError(f"{flag(name)} belongs to our own decoders: drop it or --engine {flags['engine']}")
+    if not config.store.enabled:
+        raise click.UsageError(f"--engine {flags['engine']} with EPS off has nothing to compare: choose a --method")
+    from eps_core.evaluation.engines import EngineRequest, run  # late: --help must work where a model cannot be loaded
+
+    request = EngineRequest(
+        flags["engine"],
+        Settings(config, flags["metrics"], flags["eps_audit_every"], flags["kernels"]),
+        Sampling(flags["temperature"], flags["top_p"], flags["seed"]),
+        flags["model"],
+        prompts,
+        flags["max_new_tokens"] or (32 if prompts else demo_new_tokens),
+        flags["device"],
+        flags["dtype"],
+        not flags["no_baseline"],
+        flags["stop"],
+        flags["chat"],
+        flags["csv"],
+        flags["eps_method"] is None,
+    )
+    return run(request, sys.stdout)
+
+
+@command(
+    "serve",
+    examples={
+        "eps-proto serve --engine mlx-lm --model DIR --method rq": "an OpenAI endpoint on this machine",
+        "eps-proto serve --engine vllm --model DIR --method rq -- --max-model-len 65536": "with vLLM's own flags",
+        "eps-proto serve --engine vllm --model DIR --method off": "the same server without EPS",
+    },
+)
+@option("--engine", heading=MODEL, type=click.Choice(ENGINES), required=True, help="Whose server.")
+@option(
+    "--model", heading=MODEL, type=FILE, metavar="MODEL",
+    help="Hugging Face directory, or org/name[@revision] of the Hub.  [default: demo]",
+)  # fmt: skip
+@option("--host", heading=MODEL, default="127.0.0.1", show_default=True, help="Address to listen at.")
+@option("--port", heading=MODEL, type=Whole(most=65535), default=8000, show_default=True)
+@kernels_option
+@option(
+    "--audit-every", "eps_audit_every", also=["--eps-audit-every"], heading=CHECKS, type=COUNT, default=0,
+    show_default=True, help="Read everything besides on every N-th step, for the true unread mass; 0: never.",
+)  # fmt: skip
+@option("--metrics", heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE", help="Write JSONL, one line a decode step.")
+@method_option("off; rq without --model")
+@selection_options
+@summary_options
+@click.argument("more", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def serve_command(ctx: click.Context, /, **flags: Any) -> None:
+    """Start an engine's own OpenAI-compatible server with EPS in it. What stands after -- goes to that server as it is.
+
+    The endpoint, its batching and its flags are the engine's; EPS gates the decode steps of the layers that it says at
+    the start. --method off starts the same server without EPS.
+    """
+    outputs.check({"--metrics": flags["metrics"]}, {"--model": flags["model"] or DEMO_MODEL})
+    given = given_flags(ctx, flags)
+    config = config_of(flags, given)
+    from eps_core.decode.hub import resolve_model  # late: --help must work where a model cannot be loaded
+
+    module = load_engine(flags["engine"])
+    path = DEMO_MODEL if flags["model"] is None else resolve_model(flags["model"], own=False)
+    settings = Settings(config, flags["metrics"], flags["eps_audit_every"], flags["kernels"])
+    code = module.serve(path, settings, flags["host"], flags["port"], flags["more"])
+    if code:
+        sys.exit(code)

@@ -1,0 +1,58 @@
+"""Prompts as users give them: texts, files, chat messages; and their tokens, of lengths that a model can continue."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from eps_core.errors import ConfigError, require
+from eps_core.files import inputs, records
+
+
+def prompt_texts(prompt: str | Path, max_context: int) -> list[str]:
+    """A prompt's text; of a path what the file holds, no more of it than `max_context` tokens could be; of a .jsonl
+    file the prompt of each line."""
+    if not isinstance(prompt, Path):
+        return [prompt]
+    if prompt.suffix == ".jsonl":
+        return _jsonl_prompts(prompt)
+    limit = f"more than the {max_context:,} tokens of the model's context could hold"
+    return [inputs.read_text(prompt, "prompt file", "give a text file", inputs.text_bytes(max_context), limit)]
+
+
+def encode_prompts(
+    texts: Sequence[str],
+    max_new_tokens: int,
+    encode: Callable[[str, int], list[int]],
+    max_context: int,
+    context_note: str = "",
+) -> list[list[int]]:
+    """Tokens of prompts that a model of `max_context` tokens can continue by `max_new_tokens`; others are refused, by
+    their number where there are several. `encode(text, most)` gives at most a few more tokens than `most`."""
+    require(len(texts) > 0, "there is no prompt to continue: give at least one")
+    records.check("max-new-tokens", max_new_tokens, int)
+    require(max_new_tokens >= 1, f"max-new-tokens {max_new_tokens} is below 1: nothing would be generated; use 32")
+    prompts, most = [], max_context
+    for number, text in enumerate(texts, start=1):
+        which = f"prompt {number}" if len(texts) > 1 else "the prompt"
+        records.check(which, text, str)
+        prompts.append(encode(text, most))
+        length = len(prompts[-1])
+        require(bool(text) and length > 0, f"{which} is empty: give at least one character")
+        require(
+            length + max_new_tokens <= most,
+            f"{which} of {length if length <= most else f'more than {most}'} tokens and {max_new_tokens} new ones "
+            f"exceed the model's context of {most} tokens{context_note}: shorten the prompt or lower max-new-tokens",
+        )
+    return prompts
+
+
+def _jsonl_prompts(path: Path) -> list[str]:
+    """The prompts of a file whose lines are objects with one, or strings."""
+    mend = 'give a JSON object with a "prompt" a line'
+    prompts = []
+    for where, value in inputs.read_values(path, "prompt file", mend):
+        prompt = value.get("prompt") if isinstance(value, dict) else value
+        if not isinstance(prompt, str):
+            raise ConfigError(f'{where}: no "prompt" that is text: {mend}')
+        prompts.append(prompt)
+    require(len(prompts) > 0, f"prompt file {path} has no lines: {mend}")
+    return prompts

@@ -1,0 +1,241 @@
+"""`eps-proto run --engine`: a model inside another engine, as that engine runs it and with EPS in it, side by side."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from eps_core.decode.chat import render
+from eps_core.decode.generate import Sampling
+from eps_core.decode.hub import resolve_model
+from eps_core.decode.model import DEMO_MODEL, read_limits
+from eps_core.decode.prompts import encode_prompts, prompt_texts
+from eps_core.decode.tokenizer import encode, load_tokenizer
+from eps_core.engine.protocol import Engine
+from eps_core.engine.settings import Settings
+from eps_core.evaluation.compare import demo_document
+from eps_core.evaluation.runner import Outcome
+from eps_core.evaluation.sides import Ran, Side, prompt_line, report
+from eps_core.files import outputs
+from eps_core.load import load_engine
+from eps_core.summaries.rq import CENTRE_TOKENS
+from eps_core.telemetry import provenance, terminal
+from eps_core.telemetry.steps import StepRecord, write_csv
+
+# before anything is timed: engines set themselves up, too. As many as find rq's centre, which is the prompt's own then
+WARM_UP_TOKENS, WARM_UP_NEW = CENTRE_TOKENS, 3
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """What the command line asked for. `model` None is the demo model; no prompt is its needle document."""
+
+    engine: str
+    settings: Settings
+    sampling: Sampling
+    model: Path | None = None
+    prompts: tuple[str | Path, ...] = ()  # run at once; a path: the file that holds it, or several
+    max_new_tokens: int = 32
+    device: str = "auto"
+    dtype: str = "auto"
+    baseline: bool = True
+    stop: bool = True
+    chat: bool = False  # prompts are messages, put into the model's chat template
+    csv: Path | None = None
+    method_is_default: bool = False
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A token that came of a decode step."""
+
+    sequence: int
+    token: int
+    length: int  # tokens that the step attended for it
+
+
+def run(request: EngineRequest, out: TextIO) -> dict[str, Any]:
+    """Runs a request, writing text and table to `out` and metrics where asked. Returns the last line's object."""
+    settings, module = request.settings, load_engine(request.engine)
+    path = DEMO_MODEL if request.model is None else resolve_model(request.model, own=False)
+    tokenizer, (context, ends) = load_tokenizer(path), read_limits(path)
+    texts = [text for prompt in request.prompts for text in prompt_texts(prompt, context)]
+    answer = None
+    if not request.prompts:
+        made = demo_document()
+        texts, answer = [made.prompt], made.answer
+
+    def tokens_of(text: str, most: int) -> list[int]:
+        return encode(tokenizer, path, render(path, text) if request.chat else text, not request.chat, most)
+
+    prompts = encode_prompts(texts, request.max_new_tokens, tokens_of, context)
+    with ExitStack() as stack:
+        lines, csv = (
+            None if file is None else stack.enter_context(outputs.Output(file, what))
+            for file, what in ((settings.metrics, "metrics file"), (request.csv, "csv file"))
+        )
+        engine: Engine = module.open_engine(
+            path, replace(settings, metrics=None), request.device, request.dtype,
+            max_tokens=max(map(len, prompts)) + request.max_new_tokens, num_sequences=len(prompts),
+        )  # fmt: skip
+        stack.callback(engine.close)
+        name = "demo" if request.model is None else str(request.model)
+        known = engine.describe()
+        _print_header(request, name, known, engine, [len(prompt) for prompt in prompts], answer, out)
+        for _ in engine.generate([prompts[0][:WARM_UP_TOKENS]], WARM_UP_NEW, Sampling(), True):
+            pass
+        decoded: dict[str, _Decoded] = {}
+        for side in ("dense", "eps") if request.baseline else ("eps",):
+            engine.gated.take_records()
+            engine.gated.reset()
+            decoded[side] = _decode(request, engine, prompts, ends, side, tokenizer, out)
+        gated = _gated_records(decoded["eps"], engine)
+        sides = {"eps": decoded["eps"].side(gated, tokenizer)}
+        if request.baseline:
+            dense = [_dense_record(i, *step, gated[0]) for i, step in enumerate(decoded["dense"].steps)]
+            sides["dense"] = decoded["dense"].side(dense, tokenizer)
+        identity = {**known, "model": name}
+        if lines is not None:
+            _write_metrics(stack.enter_context(outputs.JsonlWriter(lines)), request, engine, identity, sides)
+        if csv is not None:
+            write_csv(csv, gated)
+        ran = Ran(identity, settings.config, [len(prompt) for prompt in prompts], answer)
+        return report(ran, sides.get("dense"), sides["eps"], out)
+
+
+@dataclass
+class _Decoded:
+    """What one run of the engine said: its decode steps, and every token."""
+
+    steps: list[tuple[list[_Row], float]]  # rows and ms; of steps that a prefill alone made nothing
+    tokens: list[list[int]]
+    prefill_ms: float | None
+
+    def side(self, records: list[StepRecord], tokenizer: Tokenizer) -> Side:
+        texts = [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in self.tokens]
+        return Side(Outcome(records), self.tokens, texts, self.prefill_ms)
+
+
+def _decode(
+    request: EngineRequest,
+    engine: Engine,
+    prompts: list[list[int]],
+    ends: Sequence[int],
+    side: str,
+    tokenizer: Tokenizer,
+    out: TextIO,
+) -> _Decoded:
+    """One run of all prompts; a single one's text is shown as it comes."""
+    done = _Decoded([], [[] for _ in prompts], None)
+    alone = len(prompts) == 1
+    text = terminal.TextStream(tokenizer, lambda piece: (out.write(piece), out.flush()), f"{side:5} > ")
+    progress = terminal.Progress(f"{side}: prefill and decode", "tokens")
+    first = 1 if engine.first_token_is_prefill else 0
+    with progress:
+        steps = engine.generate(
+            prompts, request.max_new_tokens, request.sampling, side == "eps", ends if request.stop else ()
+        )
+        for step in steps:
+            rows = []
+            for sequence, token in zip(step.sequences, step.tokens, strict=True):
+                said = done.tokens[sequence]
+                if len(said) >= first:
+                    rows.append(_Row(sequence, token, len(prompts[sequence]) + len(said)))
+                said.append(token)
+                if alone:
+                    text.add(token)
+            if rows:
+                done.steps.append((rows, step.ms))
+            if not alone:
+                progress(sum(map(len, done.tokens)), request.max_new_tokens * len(prompts))
+    done.prefill_ms = engine.prefill_ms
+    if alone:
+        text.flush()
+        out.write("\n")
+    else:
+        told = (tokenizer.decode(tokens, skip_special_tokens=True) for tokens in done.tokens)
+        out.writelines(f"{side:5} {i} > {said}\n" for i, said in enumerate(told, start=1))
+    out.flush()
+    return done
+
+
+def _gated_records(decoded: _Decoded, engine: Engine) -> list[StepRecord]:
+    """The gate's records of the steps that said something, with what they said and their times."""
+    records = engine.gated.take_records()
+    assert len(records) >= len(decoded.steps), (len(records), len(decoded.steps))
+    found: list[StepRecord] = []
+    for record, (rows, ms) in zip(records, decoded.steps, strict=False):  # an engine may compute one step ahead
+        assert sorted(record.lengths) == sorted(row.length for row in rows), (record.lengths, rows)
+        record.sequences, record.tokens = [row.sequence for row in rows], [row.token for row in rows]
+        record.lengths, record.decode_ms, record.step = [row.length for row in rows], ms, len(found)
+        found.append(record)
+    return found
+
+
+def _dense_record(index: int, rows: Sequence[_Row], ms: float, gated: StepRecord) -> StepRecord:
+    """A step of the engine alone: every byte of the layers that EPS gates was read."""
+    lengths = [row.length for row in rows]
+    token_bytes = gated.bytes_kv_dense // sum(gated.lengths)
+    heads = np.ones_like(gated.total_by_head)
+    return replace(
+        gated,
+        sequences=[row.sequence for row in rows],
+        tokens=[row.token for row in rows],
+        lengths=lengths,
+        step=index,
+        decode_ms=ms,
+        pages_total=heads.size, pages_visited=heads.size, pages_skipped=0, pages_forced=0, pages_wanted=None,
+        bytes_kv_read_est=sum(lengths) * token_bytes, bytes_kv_dense=sum(lengths) * token_bytes,
+        bytes_summary_read=0, bytes_k_reread=0, mass_skipped_est=None, mass_skipped_cert=None, mass_skipped_true=None,
+        output_error_cert=None, escalations=0, pages_escalated=0, audited=False, audit_kl=None, audit_alarms=0,
+        cert_by_head=None, est_by_head=None, true_by_head=None, escalated_by_head=None, fallbacks={},
+        visited_by_head=heads, total_by_head=heads,
+    )  # fmt: skip
+
+
+def _print_header(
+    request: EngineRequest, name: str, known: dict[str, Any], engine: Engine, lengths: list[int], answer: str | None,
+    out: TextIO,
+) -> None:  # fmt: skip
+    versions = known["versions"].get(request.engine, "")
+    out.write(f"model   {name}\n")
+    out.write(
+        f"engine  {request.engine} {versions} on {known['device']}, {known['dtype']}, kernels {known['kernels']}\n"
+    )
+    out.write(prompt_line(lengths, answer))
+    out.write(f"{engine.gated.plan.line(request.settings.config)}\n")
+    if request.method_is_default:
+        out.write("        (the demo's default)\n")
+    out.write("\n")
+    out.flush()
+
+
+def _write_metrics(
+    writer: outputs.JsonlWriter,
+    request: EngineRequest,
+    engine: Engine,
+    identity: dict[str, Any],
+    sides: dict[str, Side],
+) -> None:
+    """The same lines as of our own decoders: a run, its gated steps, a summary."""
+    versions = identity["versions"]
+    writer.write(
+        {
+            "type": "run",
+            "config": request.settings.config.to_dict(),
+            **identity,
+            "layers_gated": list(engine.gated.plan.gated),
+            "layers_dense": {str(layer): why for layer, why in engine.gated.plan.dense.items()},
+            "sampling": vars(request.sampling),
+            "max_new_tokens": request.max_new_tokens,
+            **provenance.provenance(versions),
+        }
+    )
+    for record in sides["eps"].outcome.records:
+        writer.write(record.to_dict())
+    dense = sides.get("dense")
+    writer.write({"type": "summary", **sides["eps"].summary(), "dense": dense.summary() if dense else None})

@@ -1,0 +1,115 @@
+"""Two sides of one `eps-proto run`, dense and gated, whatever decoded them: their table, and the last line's object."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from eps_core.config.eps import EpsConfig
+from eps_core.evaluation.runner import Outcome
+from eps_core.telemetry import terminal
+
+
+@dataclass
+class Side:
+    """One decode of the prompts, dense or gated."""
+
+    outcome: Outcome
+    tokens: list[list[int]]  # of each prompt
+    texts: list[str]
+    prefill_ms: float | None
+
+    def summary(self) -> dict[str, Any]:
+        # an engine's first token may come from its prefill, which is no step
+        return self.outcome.summary(self.prefill_ms) | {"new_tokens": sum(map(len, self.tokens))}
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What both sides have in common."""
+
+    identity: dict[str, Any]  # how the last line names it: backend, device, model, ..
+    config: EpsConfig
+    prompt_lengths: list[int]
+    answer: str | None  # of the built-in needle document
+
+
+def prompt_line(lengths: Sequence[int], answer: str | None) -> str:
+    """What the header says of the prompts."""
+    if len(lengths) > 1:
+        return f"prompts {len(lengths)} of {min(lengths):,} to {max(lengths):,} tokens, {sum(lengths):,} in all\n"
+    kind = "" if answer is None else f", a needle document whose answer is {answer}"
+    return f"prompt  {lengths[0]:,} tokens{kind}\n"
+
+
+def alike(dense: Side | None, eps: Side | None) -> list[bool] | None:
+    """Whether both sides said the same, of each prompt; None where one did not run."""
+    if dense is None or eps is None:
+        return None
+    return [a == b for a, b in zip(eps.tokens, dense.tokens, strict=True)]
+
+
+def report(
+    ran: Ran,
+    dense: Side | None,
+    eps: Side | None,
+    out: TextIO,
+    divergence: dict[str, float | None] | None = None,
+    layer: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Writes the table to `out`; returns the last line's object. `layer` is one layer of a large model."""
+    divergence = divergence or {}
+    main, same = eps or dense, alike(dense, eps)
+    assert main is not None
+    alone = len(ran.prompt_lengths) == 1
+    checks: list[tuple[str, str | None, str | None]] = []
+    if ran.answer is not None:
+        answered = [_yes(side.texts[0].startswith(ran.answer)) if side else None for side in (dense, eps)]
+        checks.append(("needle answered", answered[0], answered[1]))
+    if same is not None:
+        checks.append(
+            ("tokens equal to dense", None, _yes(same[0]) if alone else f"{sum(same)} of {len(same)} prompts")
+        )
+    checks += [
+        (name.replace("_", " "), None, f"{value:.5f}") for name, value in divergence.items() if value is not None
+    ]
+    dense_summary, eps_summary = dense.summary() if dense else None, eps.summary() if eps else None
+    out.write("\n" + terminal.run_table(dense_summary, eps_summary, checks, layer, out) + "\n")
+    return {
+        **ran.identity,
+        "prompt_tokens": sum(ran.prompt_lengths),
+        "new_tokens": sum(map(len, main.tokens)),
+        # of several prompts, `sequences` tells each
+        "text": main.texts[0] if alone else None,
+        "tokens": _told(main),
+        "tokens_equal": None if same is None else all(same),
+        "bytes_ratio": eps_summary["bytes_ratio"] if eps_summary else None,
+        "dense": terminal.dense_json(_told(dense), dense_summary) if dense and dense_summary else None,
+        "eps": terminal.eps_json(_told(eps), eps_summary, ran.config) if eps and eps_summary else None,
+        **divergence,
+        **({} if layer is None else {"layer": layer}),
+        **({} if alone else {"sequences": _sequences(ran, main, dense, same)}),
+    }
+
+
+def _told(side: Side) -> list[int] | None:
+    """The tokens that were said, where one prompt was."""
+    return side.tokens[0] if len(side.tokens) == 1 else None
+
+
+def _sequences(ran: Ran, main: Side, dense: Side | None, same: list[bool] | None) -> list[dict[str, Any]]:
+    """Of each prompt of a batch what a single one has at the top."""
+    return [
+        {
+            "prompt_tokens": length,
+            "new_tokens": len(tokens),
+            "text": text,
+            "tokens": tokens,
+            "tokens_equal": None if same is None else same[i],
+            "dense_tokens": None if dense is None else dense.tokens[i],
+        }
+        for i, (length, tokens, text) in enumerate(zip(ran.prompt_lengths, main.tokens, main.texts, strict=True))
+    ]
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
