@@ -197,8 +197,8 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
             except Exception as error:
                 self.reset()  # or the next request would find the model, without EPS
                 if args[0] == str(path):  # nothing to serve
-                    known = isinstance(error, ConfigError)
-                    faults.append(error if known else ConfigError(f"mlx-lm cannot load {path}: {one_line(error)}"))
+                    text = "" if isinstance(error, ConfigError) else f"mlx-lm cannot load {path}: "
+                    faults.append(ConfigError(text + one_line(error)))
                     _thread.interrupt_main()
                 raise
 
