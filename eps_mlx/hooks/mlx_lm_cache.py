@@ -7,7 +7,7 @@ padding, too.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import mlx.core as mx
@@ -22,14 +22,16 @@ from eps_mlx.hooks.mlx_lm_rows import Row, Rows
 open_pools: list[Rows] = []
 
 
-class _State(tuple):
-    """What a cache says its state is. mlx evaluates the tuple's own items, after every chunk of a prompt: what is still
-    to be computed. Saving iterates, and only then K and V are read out of the pool."""
+class _State(dict):
+    """What a cache says its state is. After every chunk of a prompt mlx evaluates the dict's own values, which are what
+    is still to be computed; saving asks for `items`, and only then K and V are read out of the pool."""
 
-    saved: Any
+    def __init__(self, pending: Sequence[mx.array], saved: Callable[[], tuple[Any, ...]]) -> None:
+        super().__init__(enumerate(pending))
+        self._saved = saved
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.saved())
+    def items(self) -> Any:
+        return [(str(index), item) for index, item in enumerate(self._saved())]
 
 
 class PagedKVCache(_BaseCache, Attends):
@@ -158,9 +160,7 @@ class PagedKVCache(_BaseCache, Attends):
 
     @property
     def state(self) -> _State:
-        state = _State(self.pool.pending())
-        state.saved = self._saved
-        return state
+        return _State(self.pool.pending(), self._saved)
 
     @state.setter
     def state(self, saved: Any) -> None:

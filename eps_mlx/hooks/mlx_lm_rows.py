@@ -132,16 +132,18 @@ class Rows:
         """k, v [sum(counts), Hkv, D] of one layer at `counts` positions from `starts` on of each row. The first layer
         to come makes the room."""
         slots = self._slots(rows, starts, counts)
-        try:
-            self.paged.write(layer, k, v, slots)
-        except Exception as error:
-            # K and V are the model's own and must be there whatever becomes of the summaries; without these, no gate
-            cache = self.paged.cache
-            units, offsets = (mx.array(part.astype(np.int32)) for part in np.divmod(slots, cache.store.unit_tokens))
-            for pool, array in ((cache.k, k), (cache.v, v)):
-                pages.write(pool[layer], units, offsets, array.astype(self.dtype))
-            self.broken = True
-            self.gated.tell(error)
+        if not self.broken:
+            try:
+                self.paged.write(layer, k, v, slots)
+                return
+            except Exception as error:
+                self.broken = True
+                self.gated.tell(error)
+        # K and V are the model's own, and must be there whatever becomes of the summaries
+        cache = self.paged.cache
+        units, offsets = (mx.array(part.astype(np.int32)) for part in np.divmod(slots, cache.store.unit_tokens))
+        for pool, array in ((cache.k, k), (cache.v, v)):
+            pages.write(pool[layer], units, offsets, array.astype(self.dtype))
 
     def _slots(self, rows: Sequence[Row], starts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
         if self._places is not None and self._places[0] == self._key(rows, starts, counts):
