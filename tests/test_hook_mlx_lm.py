@@ -3,8 +3,10 @@ batches, chunks and families. Caches' lives are in test_hook_mlx_lm_caches.py, t
 """
 
 import gc
+import json
 import logging
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,11 @@ from tiny_models import save_model
 
 import eps_mlx
 from eps_core.engine import settings as engine_settings
+from eps_core.engine.settings import Settings
 from eps_core.errors import ConfigError
 from eps_mlx.hooks import mlx_lm_names
 from eps_mlx.hooks.mlx_lm import eps, hook_of, load
+from eps_mlx.hooks.mlx_lm_hook import Hook
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 SMALL = {"method": "rq", "first_tokens": 4, "last_tokens": 16}
@@ -226,6 +230,30 @@ def test_two_models_at_once_and_left_in_any_order() -> None:
     assert llama.scaled_dot_product_attention is STOCK and gemma3_text.scaled_dot_product_attention is STOCK
 
 
+def test_a_model_that_is_dropped_takes_eps_with_it() -> None:
+    model = tiny("llama")
+    Hook(model, Settings.of(SMALL))
+    pool, gone = weakref.ref(pool_of(model)), weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None and pool() is None
+    assert base.scaled_dot_product_attention is STOCK and not hasattr(mlx_caches, "EpsKVCache")
+
+
+def test_steps_are_written_as_lines(tmp_path: Path) -> None:
+    model, file = tiny("gemma3_text"), tmp_path / "steps.jsonl"
+    with eps(model, **SMALL, metrics=file, audit_every=4) as gated:
+        alone(model, *prompts(300))
+        stats = gated.stats()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["type"] for line in lines] == ["run", *["step"] * 9, "summary"]
+    assert lines[0]["layers_gated"] == [1] and lines[0]["layers_dense"] == {"0": "sliding window"}
+    assert lines[0]["model"] == "mlx_lm.models.gemma3_text"
+    assert [line["lengths"] for line in lines[1:-1]] == [[300 + step] for step in range(9)]
+    assert [line["mass_skipped_true"] is not None for line in lines[1:-1]] == [step % 4 == 0 for step in range(9)]
+    assert lines[-1]["bytes_ratio"] == stats["bytes_ratio"] and stats["audits"] == 3
+
+
 def test_a_model_that_cannot_be_reached_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
     for module in list(sys.modules.values()):
@@ -348,7 +376,30 @@ def test_a_quantised_kv_cache_and_other_versions_are_refused(monkeypatch: pytest
         eps(model, **SMALL).__enter__()
 
 
-# ---- memory ----
+# ---- memory and waits ----
+
+
+def test_a_step_waits_for_nothing(tmp_path: Path) -> None:
+    """Over array operations, which are a GPU's too: after a step's forward nothing of it has been computed yet."""
+    model = tiny("llama")
+    (prompt,) = prompts(400)
+
+    def uncomputed(cache: Any) -> list[int]:
+        model(mx.array([prompt]), cache=cache)
+        mx.eval([one.state for one in cache])
+        found = []
+        for _ in range(3):
+            logits = model(mx.array([[7]]), cache=cache)
+            mx.export_to_dot(str(tmp_path / "graph"), logits)
+            found.append((tmp_path / "graph").read_text().count("Rsqrt"))
+            mx.async_eval(logits)
+        return found
+
+    plain = uncomputed(make_prompt_cache(model))
+    assert plain == [5, 5, 5]  # norms, two a layer and the last
+    with eps(model, **SMALL, budget=0.2, kernels="arrays") as gated:
+        assert uncomputed(make_prompt_cache(model)) == plain
+        assert gated.stats()["bytes_ratio"] < 0.4
 
 
 @pytest.mark.parametrize(("kernels", "budget"), [("numba", 0.2), ("arrays", 0.2), ("arrays", 1)])

@@ -28,9 +28,10 @@ _LOAD_NAMES = (
 
 class eps:
     """`with eps(model, method="rq", budget=0.05, ..) as gated:` EPS attention in a model of mlx-lm, for as long as the
-    block lasts; `gated` is its `Gated`, with `stats()`. Settings are those of `EpsConfig.of`, and `metrics`,
-    `audit_every` and `kernels`. Raises ConfigError for settings out of range, a model without a layer that can be
-    gated (MLA is named), and a version of mlx-lm that is not known to work."""
+    block lasts; `gated` is its `Gated`, with `stats()`, to be asked in the thread that generates. Settings are those of
+    `EpsConfig.of`, and `metrics`, `audit_every` and `kernels`. mlx-lm's `max_kv_size` does nothing meanwhile: gated
+    layers keep every token. Raises ConfigError for settings out of range, a model without a layer that can be gated
+    (MLA is named), and a version of mlx-lm that is not known to work."""
 
     def __init__(self, model: Any, **settings: Any) -> None:
         self._model, self._settings = model, Settings.of(settings)
@@ -49,5 +50,5 @@ def load(path: str | Path, **settings: Any) -> Any:
     theirs = {name: settings.pop(name) for name in list(settings) if name in _LOAD_NAMES}
     chosen = Settings.of(settings)
     loaded = mlx_lm.load(str(path), **theirs)
-    Hook(loaded[0], chosen)
+    Hook(loaded[0], chosen, str(path))
     return loaded

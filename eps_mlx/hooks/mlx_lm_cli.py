@@ -26,6 +26,8 @@ from eps_mlx.device import DTYPES, device_of
 from eps_mlx.hooks.mlx_lm_hook import Hook
 from eps_mlx.hooks.mlx_lm_rows import Rows
 
+PREFILL_CHUNK = 2048  # mlx-lm's own
+
 
 class MlxLmEngine:
     """See `eps_core.engine.protocol.Engine`. One prompt goes through `generate_step`, several through
@@ -79,29 +81,34 @@ class MlxLmEngine:
     def _batch(
         self, prompts: list[list[int]], max_new_tokens: int, sampler: Any, make: Any, stop: Sequence[int]
     ) -> Iterator[Step]:
-        started = last = time.perf_counter()
+        started, caches = time.perf_counter(), [make() for _ in prompts]
+        with mx.stream(_stream()):
+            for prompt, cache in zip(prompts, caches, strict=True):
+                for start in range(0, len(prompt) - 1, PREFILL_CHUNK):
+                    chunk = prompt[start : min(start + PREFILL_CHUNK, len(prompt) - 1)]
+                    self.hook.model(mx.array([chunk]), cache=cache)
+                    mx.eval([one.state for one in cache])
+        last = time.perf_counter()
+        self.prefill_ms = 1000 * (last - started)
         generator = BatchGenerator(
             self.hook.model, stop_tokens=[[token] for token in stop], sampler=sampler,
             completion_batch_size=len(prompts), prefill_batch_size=len(prompts), stream=_stream(),
         )  # fmt: skip
         try:
-            order = {
-                number: index
-                for index, number in enumerate(
-                    generator.insert(prompts, [max_new_tokens] * len(prompts), caches=[make() for _ in prompts])
-                )
-            }
-            begun, left = False, len(prompts)
+            # prompts that were read join the batch together; the generator alone would let short ones begin earlier
+            numbers = generator.insert(
+                [prompt[-1:] for prompt in prompts], [max_new_tokens] * len(prompts), caches=caches,
+                all_tokens=[prompt[:-1] for prompt in prompts],
+            )  # fmt: skip
+            del caches, cache  # the batch has its own
+            order, left = {number: index for index, number in enumerate(numbers)}, len(prompts)
             while left:
                 _, said = generator.next()
                 now = time.perf_counter()
                 if said:
-                    begun = True
                     left -= sum(one.finish_reason is not None for one in said)
                     yield Step([order[one.uid] for one in said], [int(one.token) for one in said], 1000 * (now - last))
-                elif not begun:
-                    self.prefill_ms = 1000 * (now - started)
-                last = time.perf_counter()
+                    last = time.perf_counter()
         finally:
             generator.close()
 
@@ -162,7 +169,7 @@ def open_engine(
             raise ConfigError(f"mlx-lm cannot load {path}: {one_line(error)}") from error
         if dtype != "auto":
             model.set_dtype(DTYPES[dtype])
-        hook = Hook(model, settings, max_tokens * num_sequences, keep_records=True)
+        hook = Hook(model, settings, str(path), max_tokens * num_sequences, keep_records=True)
     except BaseException:
         mx.set_default_device(default)
         raise
@@ -191,7 +198,7 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
         def _load(self, *args: Any, **kwargs: Any) -> None:
             try:
                 super()._load(*args, **kwargs)
-                self.hook = Hook(self.model, settings)
+                self.hook = Hook(self.model, settings, str(args[0]))
                 if self.hook.pool is not None:
                     pools.append(self.hook.pool)
             except Exception as error:

@@ -1,6 +1,7 @@
 """EPS put on one model of mlx-lm, and taken off again."""
 
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -25,8 +26,11 @@ _HANDLE = "_eps_hook"  # on the model
 class Hook:
     """EPS on one model, from birth to `close`. With method off nothing is touched."""
 
-    def __init__(self, model: Any, settings: Settings, expected_tokens: int = 0, **kept: Any) -> None:
-        """`expected_tokens`: room in the pool from the start, of all sequences together. `kept`: `Gated`'s own."""
+    def __init__(
+        self, model: Any, settings: Settings, name: str | None = None, expected_tokens: int = 0, **kept: Any
+    ) -> None:
+        """`name`: of the model, for metrics. `expected_tokens`: room in the pool from the start, of all sequences
+        together. `kept`: `Gated`'s own."""
         check_version("mlx-lm")
         if getattr(model, _HANDLE, None) is not None:
             raise ConfigError("this model has EPS on already: leave the other `with eps(model)` first")
@@ -46,14 +50,17 @@ class Hook:
             device = "cpu" if mx.default_device() == mx.Device(mx.cpu) else "mps"
             units = -(-max(FIRST_TOKENS, expected_tokens) // config.store.unit_tokens)
             self.gated = Gated(
-                eps_mlx, config, plan, settings.metrics, settings.audit_every, model=type(model).__module__,
-                device=device, **kept,
+                eps_mlx, config, plan, settings.metrics, settings.audit_every,
+                model=name or type(model).__module__, device=device, **kept,
             )  # fmt: skip
             spec = replace(spec, num_units=units, max_open_groups=OPEN_GROUPS)
-            self.pool = Rows(self.gated, spec, device, settings.kernels)
+            pool = self.pool = Rows(self.gated, spec, device, settings.kernels)
         except BaseException:
             mlx_lm_names.restore()
             raise
+        # a model that is dropped without `close` takes EPS with it; metrics are written at the latest at the end
+        self._leave = weakref.finalize(model, _leave, pool)
+        self._leave.atexit = settings.metrics is not None
         model.make_cache = self.make_cache
         setattr(model, _HANDLE, self)
         open_pools.append(self.pool)
@@ -71,16 +78,21 @@ class Hook:
         """Takes EPS off the model; caches made with it can no longer be used."""
         if self.pool is None:
             return
-        pool, self.pool = self.pool, None
-        pool.closed = True
-        open_pools.remove(pool)
+        self.pool = None
         if self._before is None:
             del self.model.make_cache
         else:
             self.model.make_cache = self._before
         delattr(self.model, _HANDLE)
-        mlx_lm_names.restore()
-        self.gated.close()
+        self._leave()
+
+
+def _leave(pool: Rows) -> None:
+    """What does not need the model."""
+    pool.closed = True
+    open_pools.remove(pool)
+    mlx_lm_names.restore()
+    pool.gated.close()
 
 
 def _plain_caches(model: Any) -> list[Any]:
