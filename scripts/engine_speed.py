@@ -89,11 +89,17 @@ def time_transformers(path: Path, dtype: str, contexts: list[int], num_steps: in
             with torch.inference_mode():
                 for _ in range(0, context, FILL_TOKENS):
                     for layer in range(model.config.num_hidden_layers):
-                        cache.update(torch.randn(shape, dtype=kind), torch.randn(shape, dtype=kind), layer)
+                        k, v = torch.randn(shape, dtype=kind), torch.randn(shape, dtype=kind)
+                        cache.update(k, v, layer)
+                        if gated:  # which waits for the mask that attention brings
+                            mine = cache.layers[layer]
+                            mine.rows.begin(k, None, mine.length)
+                            mine.rows.write(mine.index, k, v)
+                            mine._waiting = None
                 clock = Clock()
                 model.generate(
                     torch.full((1, context + 1), 5), past_key_values=cache, max_new_tokens=num_steps, do_sample=False,
-                    eos_token_id=-1, pad_token_id=0, streamer=clock,
+                    eos_token_id=None, pad_token_id=0, streamer=clock,
                 )  # fmt: skip
             times = (1000 * np.diff(clock.at)).tolist()
             yield context, gated, times[WARM_UP:], cache.gated.stats() if gated else {}

@@ -9,6 +9,7 @@ import click
 from eps_core.cli.help import CHECKS, FILE, MODEL, OUTPUT, OUTPUT_FILE, command, option
 from eps_core.cli.numbers import COUNT, Whole
 from eps_core.cli.options import (
+    AUTO,
     config_of,
     flag,
     given_flags,
@@ -43,6 +44,8 @@ def run_in_engine(
     for name in _OWN_ONLY:
         if name in given:
             raise click.UsageError(f"{flag(name)} belongs to our own decoders: drop it or --engine {flags['engine']}")
+    if flags["eps_min_context"] == AUTO:
+        raise click.UsageError("--eps-min-context auto times our own decoders: give a number of tokens")
     if not config.store.enabled:
         raise click.UsageError(f"--engine {flags['engine']} with EPS off has nothing to compare: choose a --method")
     from eps_core.evaluation.engines import EngineRequest, run  # late: --help must work where a model cannot be loaded
@@ -106,5 +109,4 @@ def serve_command(ctx: click.Context, /, **flags: Any) -> None:
     path = DEMO_MODEL if flags["model"] is None else resolve_model(flags["model"], own=False)
     settings = Settings(config, flags["metrics"], flags["eps_audit_every"], flags["kernels"])
     code = module.serve(path, settings, flags["host"], flags["port"], flags["more"])
-    if code:
-        sys.exit(code)
+    ctx.exit(code)

@@ -1,0 +1,138 @@
+"""`eps-proto run --engine` and `serve`: the same table, JSON line, metrics and CSV as of our own decoders, whatever
+engine computes; and what they refuse."""
+
+import csv
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny_models
+from command import Outcome, outcome
+
+from eps_core.cli import engines
+from eps_core.config.eps import EpsConfig
+from eps_core.engine.settings import VERSIONS, Settings
+from eps_core.load import ENGINES
+
+HERE = ("transformers", "mlx-lm")  # vLLM has an environment of its own: tests/vllm
+SETTINGS = ("--method", "rq", "--eps-budget", "0.2", "--max-new-tokens", "6", "--no-stop")
+PROMPT = "It was a dark and stormy night; the rain fell in torrents. " * 6
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.save_model("llama2", tmp_path_factory.mktemp("engine") / "model")
+
+
+def last(done: Outcome) -> dict[str, Any]:
+    assert done.code == 0, done.err
+    found: dict[str, Any] = json.loads(done.out.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("engine", HERE)
+def test_an_engine_says_and_reads_what_our_own_decoder_does(engine: str, model: Path, tmp_path: Path) -> None:
+    line = ["run", "--model", str(model), "--prompt", PROMPT, "--dtype", "float32", *SETTINGS]
+    own = last(outcome([*line, "--backend", "mlx" if engine == "mlx-lm" else "cuda"], tmp_path))
+    files = ["--metrics", "steps.jsonl", "--csv", "steps.csv"]
+    theirs = last(outcome([*line, "--engine", engine, *files], tmp_path))
+    assert theirs["engine"] == engine and theirs["versions"][engine]
+    for side in ("dense", "eps"):
+        assert theirs[side]["tokens"] == own[side]["tokens"]
+        assert theirs[side]["bytes_kv_read"] == own[side]["bytes_kv_read"] > 0
+        assert theirs[side]["tokens_per_s"] > 0
+    assert theirs["eps"]["pages_visited"] == own["eps"]["pages_visited"]
+    assert theirs["bytes_ratio"] == own["bytes_ratio"] < 0.5
+    run, *steps, summary = [json.loads(one) for one in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert EpsConfig.from_dict(run["config"]).read.budget == 0.2 and run["layers_gated"] == [0, 1]
+    assert [step["type"] for step in steps] == ["step"] * 6
+    assert [step["tokens"] for step in steps] == [[token] for token in own["tokens"]]
+    assert summary["bytes_ratio"] == own["bytes_ratio"] and summary["dense"]["bytes_ratio"] == 1
+    rows = list(csv.DictReader((tmp_path / "steps.csv").open()))
+    assert [int(row["pages_visited"]) for row in rows] == [step["pages_visited"] for step in steps]
+
+
+@pytest.mark.parametrize("engine", HERE)
+def test_a_batch_of_prompts_is_run_at_once(engine: str, model: Path, tmp_path: Path) -> None:
+    lines = [PROMPT[: 40 * n] for n in (3, 8, 5)]
+    (tmp_path / "three.jsonl").write_text("".join(json.dumps({"prompt": one}) + "\n" for one in lines))
+    line = ["run", "--model", str(model), "--engine", engine, "--dtype", "float32", *SETTINGS]
+    found = last(outcome([*line, "--prompt-file", "three.jsonl"], tmp_path))
+    assert [one["prompt_tokens"] for one in found["sequences"]] == [len(one) for one in lines]
+    for text, one in zip(lines, found["sequences"], strict=True):
+        alone = last(outcome([*line, "--prompt", text, "--no-baseline"], tmp_path))
+        assert alone["dense"] is None and one["new_tokens"] == 6
+        dense = last(outcome([*line[:-2], "2", "--no-stop", "--prompt", text], tmp_path))["dense"]["tokens"]
+        assert one["dense_tokens"][:2] == dense
+    assert found["eps"]["bytes_kv_read"] < found["dense"]["bytes_kv_read"] / 2
+
+
+@pytest.mark.parametrize("engine", HERE)
+def test_a_sequence_ends_after_a_stop_token(engine: str, model: Path, tmp_path: Path) -> None:
+    line = ["run", "--model", str(model), "--engine", engine, "--prompt", PROMPT, *SETTINGS[:-1]]
+    said = last(outcome([*line, "--no-stop"], tmp_path))["dense"]["tokens"]
+    config = json.loads((model / "config.json").read_text())
+    stopping = tmp_path / "stopping"
+    stopping.mkdir()
+    for file in model.iterdir():
+        (stopping / file.name).write_bytes(file.read_bytes())
+    (stopping / "generation_config.json").unlink(missing_ok=True)
+    (stopping / "config.json").write_text(json.dumps(config | {"eos_token_id": said[2]}))
+    line[2] = str(stopping)
+    assert last(outcome(line, tmp_path))["dense"]["tokens"] == said[: said.index(said[2]) + 1]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--kl"], "--kl belongs to our own decoders"),
+        (["--backend", "cuda"], "--backend belongs to our own decoders"),
+        (["--pool-tokens", "512"], "--pool-tokens belongs"),
+        (["--method", "off"], "has nothing to compare"),
+        (["--eps-min-context", "auto"], "auto"),
+    ],
+)
+def test_what_engines_do_not_do_is_refused(more: list[str], words: str, model: Path, tmp_path: Path) -> None:
+    line = ["run", "--engine", "transformers", "--model", str(model), "--prompt", PROMPT, "--method", "rq", *more]
+    done = outcome(line, tmp_path)
+    assert done.code == 2 and words in done.err and len(done.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("engine", HERE)
+def test_a_prompt_longer_than_the_model_is_refused_before_anything_runs(
+    engine: str, model: Path, tmp_path: Path
+) -> None:
+    done = outcome(["run", "--engine", engine, "--model", str(model), "--prompt", PROMPT * 3, *SETTINGS], tmp_path)
+    assert done.code == 2 and "exceed the model's context of 512 tokens" in done.err
+
+
+def test_serve_hands_over_the_settings_and_the_engines_own_arguments(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    module = SimpleNamespace(serve=lambda *args: calls.append(args) or 3)
+    monkeypatch.setattr(engines, "load_engine", lambda name: calls.append(name) or module)
+    line = ["serve", "--engine", "vllm", "--model", str(model), "--method", "rq", "--eps-budget", "0.03",
+            "--port", "8123", "--", "--max-model-len", "512"]  # fmt: skip
+    done = outcome(line, tmp_path)
+    settings = Settings(EpsConfig.of("rq", budget=0.03))
+    assert done.code == 3
+    assert calls == ["vllm", (model, settings, "127.0.0.1", 8123, ("--max-model-len", "512"))]
+
+
+def test_every_engine_has_checked_versions() -> None:
+    assert set(ENGINES) <= set(VERSIONS)
+
+
+def test_an_engine_that_is_not_installed_is_one_line(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from eps_core.engine import settings
+
+    monkeypatch.setattr(settings, "package_version", lambda package: None)
+    line = ["run", "--engine", "transformers", "--model", str(model), "--prompt", PROMPT, "--method", "rq"]
+    done = outcome(line, tmp_path)
+    assert done.code == 2 and "pip install 'eigenpage[transformers]'" in done.err
+    assert len(done.err.splitlines()) == 1
