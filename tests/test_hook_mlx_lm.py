@@ -94,6 +94,20 @@ def test_a_continuous_batch_of_unequal_prompts_is_mlx_lms_own(family: str, dtype
         assert_empty(pool)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_gates_own_attention_over_everything_is_the_familys_to_rounding(family: str) -> None:
+    """All is forced and nothing is within the budget, so it is EPS that attends: scale, heads and order are right."""
+    model = tiny(family)
+    prompt, tokens = mx.array(prompts(300, 300)), mx.array(prompts(5, 5, seed=1))
+    plain = teacher_forced(model, make_prompt_cache(model), prompt, tokens)
+    with eps(model, method="rq", budget=0.5, last_tokens=4096) as gated:
+        found = teacher_forced(model, make_prompt_cache(model), prompt, tokens)
+        stats = gated.stats()
+        assert stats["bytes_summary_read"] > 0 and stats["groups_visited"] == stats["groups_total"]
+    np.testing.assert_allclose(np.array(found), np.array(plain), atol=2e-4)
+    assert not mx.array_equal(found, plain)  # or mlx-lm would have attended
+
+
 @pytest.mark.parametrize("chunk", [7, 64, 512])
 def test_prompts_are_read_in_chunks_of_any_size(chunk: int) -> None:
     model = tiny("llama")

@@ -43,8 +43,8 @@ class Row:
 
 
 class Rows:
-    """What the caches of a hooked model write to and read from. `gated` counts; every array of a step is made at once,
-    for all layers. `layers` [number of gated layers], `kv_heads`, `head_dim` and `dtype` are the cache's."""
+    """What the caches of a hooked model write to and read from, and what they have in common in a step: places, tables,
+    lengths. `spec`: of its gated layers. Not for several threads at once, but rows may die in any."""
 
     def __init__(self, gated: Gated, spec: CacheSpec, device: str, kernels: str) -> None:
         self.gated = gated
