@@ -27,10 +27,16 @@ _COMMON = {
     "sliding_window": 32,
     "sliding_window_pattern": 2,
 }
+# fmt: off
 _OWN: dict[str, dict[str, Any]] = {
     "llama": {"sliding_window": None},
     "gemma3_text": {"query_pre_attn_scalar": 64},  # a scale that is not 1/sqrt(D)
+    # convolutions, and attention in every second layer
+    "lfm2": {"num_hidden_layers": 4, "full_attn_idxs": [1, 3], "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3,
+             "block_dim": 64, "block_ff_dim": 96, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.0,
+             "block_auto_adjust_ff_dim": False},
 }
+# fmt: on
 
 
 def tiny(family: str, dtype: mx.Dtype = mx.float32, seed: int = 0, **more: Any) -> Any:

@@ -15,6 +15,7 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
+from metal import shim
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models import base, gemma3_text, llama
 from mlx_lm.models import cache as mlx_caches
@@ -29,6 +30,7 @@ from eps_core.errors import ConfigError
 from eps_mlx.hooks import mlx_lm_names
 from eps_mlx.hooks.mlx_lm import eps, hook_of, load
 from eps_mlx.hooks.mlx_lm_hook import Hook
+from eps_mlx.kernels import cpu as numba_kernels
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 SMALL = {"method": "rq", "first_tokens": 4, "last_tokens": 16}
@@ -78,7 +80,7 @@ def test_everything_visited_or_switched_off_gives_the_familys_own_logits(family:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "lfm2"])
 def test_a_continuous_batch_of_unequal_prompts_is_mlx_lms_own(family: str, dtype: str) -> None:
     model = tiny(family, DTYPES[dtype])
     first, later = prompts(150, 97, 203, 2), prompts(1, 64, seed=1)
@@ -147,10 +149,27 @@ def test_a_gated_batch_reads_what_each_prompt_reads_alone(family: str) -> None:
         assert_empty(pool_of(model))
 
 
+def test_every_kind_of_kernels_says_the_same() -> None:
+    model = tiny("llama")
+    (prompt,) = prompts(290)
+    found = {}
+    with shim.installed():  # Metal's text, run on the CPU
+        for kernels in ("arrays", "numba", "metal"):
+            with eps(model, **SMALL, budget=0.2, kernels=kernels) as gated:
+                found[kernels] = alone(model, prompt, 4)
+                assert pool_of(model).paged.cache.kernels == kernels
+                assert gated.stats()["bytes_ratio"] < 0.3 and not gated.stats()["fallbacks"]
+    for tokens, logprobs in found.values():
+        assert tokens == found["arrays"][0]
+        np.testing.assert_allclose(np.array(logprobs), np.array(found["arrays"][1]), atol=2e-4)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantised_weights(bits: int, tmp_path: Path) -> None:
-    model = tiny("qwen3", mx.bfloat16)
-    nn.quantize(model, group_size=32, bits=bits)
+    stored, converted = save_model("llama2-bf16-sharded", tmp_path / "stored"), str(tmp_path / "converted")
+    mlx_lm.convert(str(stored), converted, quantize=True, q_bits=bits, q_group_size=32)
+    model = mlx_lm.load(converted)[0]
+    assert isinstance(model.layers[0].self_attn.q_proj, nn.QuantizedLinear)
     (prompt,) = prompts(300)
     plain = alone(model, prompt)
     with eps(model, **SMALL, budget=1):
@@ -344,6 +363,21 @@ def test_sinks_and_masks_that_come_up_later_are_dense_and_counted(monkeypatch: p
     assert found == {"sinks": {"sinks": 18}, "mask": {"mask": 18}}
 
 
+def test_kernels_that_fail_their_check_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What MLX computes later cannot be caught, so kernels are asked before."""
+    model = tiny("llama")
+    monkeypatch.setattr(numba_kernels, "score", lambda *args: 1 / 0)
+    with pytest.raises(ConfigError, match=r"kernels numba failed their check on this device .* --kernels arrays"):
+        eps(model, **SMALL, kernels="numba").__enter__()
+    with eps(model, **SMALL, budget=0.1) as gated:
+        assert "array operations instead" in caplog.text
+        alone(model, *prompts(300))
+        assert gated.stats()["fallbacks"] == {} and gated.stats()["bytes_ratio"] < 0.4
+        assert pool_of(model).paged.cache.kernels == "arrays"
+
+
 ODD: dict[str, tuple[str, dict[str, Any], str]] = {
     "latent keys": (
         "deepseek_v2",
@@ -377,6 +411,8 @@ def test_layers_that_slide_are_named_in_the_one_line(caplog: pytest.LogCaptureFi
     with eps(tiny("gemma3_text", num_hidden_layers=5, sliding_window_pattern=3), **SMALL) as gated:
         assert gated.plan.gated == (2,)
     assert "gates 1 of 5 layers; left dense: sliding window (0-1 3-4)" in caplog.text
+    with eps(tiny("lfm2"), **SMALL) as gated:
+        assert gated.plan.dense == {0: "no attention", 2: "no attention"}
 
 
 def test_a_quantised_kv_cache_and_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ class _Probe(caches.KVCache, Attends):
         super().__init__()
         self.updates = self.calls = 0
         self.shape: tuple[int, int] | None = None  # kv heads, head dim
+        self.num_heads = 0  # of queries
         self.dtype: mx.Dtype | None = None
         self.fault: str | None = None
         self._handed: tuple[Any, Any] = (None, None)
@@ -54,6 +55,7 @@ class _Probe(caches.KVCache, Attends):
         self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array:
         self.calls += 1
+        self.num_heads = queries.shape[1]
         if keys is not self._handed[0] or values is not self._handed[1]:
             self.fault = "keys changed after the cache"
         elif sinks is not None:
@@ -73,9 +75,10 @@ class _Probe(caches.KVCache, Attends):
         return self.fault
 
 
-def look_at(model: Any, stock: Sequence[Any]) -> tuple[Plan, CacheSpec]:
-    """The plan of a model whose own empty caches are `stock`, and the shape of its gated layers. Its attention must be
-    rebound already (`mlx_lm_names.rebind`). Raises ConfigError for MLA, and where no layer can be gated."""
+def look_at(model: Any, stock: Sequence[Any]) -> tuple[Plan, CacheSpec, int]:
+    """The plan of a model whose own empty caches are `stock`, the shape of its gated layers, and their query heads. Its
+    attention must be rebound already (`mlx_lm_names.rebind`). Raises ConfigError for MLA, and where no layer can be
+    gated."""
     refuse_latent(model)
     probes = [_Probe() if type(one) is caches.KVCache else one for one in stock]
     try:
@@ -86,22 +89,23 @@ def look_at(model: Any, stock: Sequence[Any]) -> tuple[Plan, CacheSpec]:
             f"EPS cannot follow this model, which fails on a prompt of its own: {one_line(error)}"
         ) from error
     reasons: list[str | None] = []
-    shape: tuple[Any, Any] | None = None
+    shape: tuple[Any, Any, int] | None = None
     for one in probes:
         if not isinstance(one, _Probe):
             reasons.append(_KINDS.get(type(one).__name__, type(one).__name__))
             continue
         reason = one.why_not()
         if reason is None:
-            shape = shape or (one.shape, one.dtype)
-            if shape != (one.shape, one.dtype):
+            found = one.shape, one.dtype, one.num_heads
+            shape = shape or found
+            if shape != found:
                 reason = "heads of another shape"
         reasons.append(reason)
     plan = Plan.of(reasons)
     assert shape is not None
-    (kv_heads, head_dim), dtype = shape
+    (kv_heads, head_dim), dtype, num_heads = shape
     name = next(name for name, one in DTYPES.items() if one == dtype)
-    return plan, CacheSpec(len(plan.gated), kv_heads, head_dim, num_units=1, dtype=name)
+    return plan, CacheSpec(len(plan.gated), kv_heads, head_dim, num_units=1, dtype=name), num_heads
 
 
 def refuse_latent(model: Any) -> None:
