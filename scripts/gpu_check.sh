@@ -99,6 +99,23 @@ else
     --batch 1,4,8 --method rq@2,rq@4,box@128 --bytes 0.1 --warm-seconds 0.3 --output "$out/gpu-bench.jsonl"
   records=("$out/gpu-bench.jsonl")
 fi
+# the hooks on this device, gated beside dense: the same text, and bytes counted
+if [ $dry = 1 ]; then
+  asked=(--prompt "$(head -c 500 README.md)" --eps-budget 0.2 --max-new-tokens 2 --no-stop)
+else
+  asked=(--max-new-tokens 32)
+fi
+engine=("$python" -m eps_core.cli run --device "$device" --kernels triton --method rq "${asked[@]}" --engine)
+if "$python" -c 'import transformers' 2>/dev/null; then
+  phase transformers 60 "${engine[@]}" transformers
+else
+  echo "=== transformers: it is absent: its hook was not run"
+fi
+if [ $dry = 0 ] && "$python" -c 'import vllm' 2>/dev/null; then
+  phase vllm 240 "${engine[@]}" vllm
+else
+  echo "=== vllm: it is absent, or there is no GPU: its hook was not run"
+fi
 phase targets 10 "$python" scripts/bench.py targets "${records[@]}"
 
 if [ ${#failed[@]} -gt 0 ]; then

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import click
@@ -16,6 +17,7 @@ import tiny_models
 from command import outcome
 
 from eps_core.cli.main import cli
+from eps_core.load import ENGINES
 
 ROOT = Path(__file__).parent.parent
 README, RESULTS, CORE = (ROOT / name for name in ("README.md", "results/README.md", "eps_core/README.md"))
@@ -73,7 +75,8 @@ def test_every_link_leads_to_a_tracked_file(page: Path) -> None:
 
 @pytest.mark.parametrize("page", (README, CORE), ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_flag_exists(page: Path) -> None:
-    named = set(FLAG.findall(page.read_text()))
+    ours = [line for line in page.read_text().splitlines() if "vllm serve" not in line]
+    named = set(FLAG.findall("\n".join(ours)))
     assert named and not named - flags_of(cli)
 
 
@@ -124,6 +127,20 @@ def test_their_commands_run_as_printed(folder: Path) -> None:
         assert done.code == 0, (line, done.err)
         last = done.out.splitlines()[-1]
         assert json.loads(last) if last.startswith("{") else line[1] == "report", line
+
+
+def test_every_engine_has_a_block_of_a_few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That `scripts/try_engines.py` runs in fresh environments: installs, and answers the demo's needle."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from try_engines import LINES, readme_blocks
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    found = readme_blocks()
+    assert tuple(found) == ENGINES and LINES == 5
+    for engine, block in found.items():
+        install, run = block.splitlines()
+        (extra,) = re.findall(r"pip install .*?'\.\[(.*?)\]'", install)
+        assert extra in extras and extra.startswith(engine) and f"run --engine {engine} " in run
 
 
 def test_the_long_ones_are_there() -> None:
