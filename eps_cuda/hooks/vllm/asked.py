@@ -110,6 +110,7 @@ def refusals(vllm_config: Any, want: Asked) -> None:
         ),
         "speculative decoding in route stock": speculative is not None and want.route == "stock",
         "a window of its own (R-SWA)": getattr(model, "rswa_window", None) is not None,
+        "a prefix that attends both ways": bool(getattr(model, "is_mm_prefix_lm", False)),
         "a head policy under tensor parallelism": bool(heads) and parallel.tensor_parallel_size > 1,
     }
     found = [what for what, there in wrong.items() if there]

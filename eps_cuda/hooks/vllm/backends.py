@@ -102,13 +102,14 @@ class EpsBuilder:
 def hooked(stock: type, rows: type, by_blocks: type) -> type:
     """The backend that takes the place of a stock one, with the routes that it has."""
     stock_impl, stock_builder = stock.get_impl_cls(), stock.get_builder_cls()  # type: ignore[attr-defined]
-    impl = type(f"Eps{stock_impl.__name__}", (EpsImpl, stock_impl), {"routes": {"rows": rows, "stock": by_blocks}})
-    builder = type(f"Eps{stock_builder.__name__}", (EpsBuilder, stock_builder), {})
-    members = {
+    here = {"__module__": __name__}  # vLLM groups layers by the full name of their backend
+    routes = {"routes": {"rows": rows, "stock": by_blocks}}
+    impl = type(f"Eps{stock_impl.__name__}", (EpsImpl, stock_impl), here | routes)
+    builder = type(f"Eps{stock_builder.__name__}", (EpsBuilder, stock_builder), here)
+    members = here | {
         "get_impl_cls": staticmethod(lambda: impl if current_wants_eps() else stock_impl),
         # asked of each server when it is built, as it is not always known here which one that is
         "get_builder_cls": staticmethod(lambda: builder),
-        "supports_kv_cache_update_bypass": False,
     }
     return type(f"Eps{stock.__name__}", (stock,), members)
 

@@ -66,7 +66,6 @@ class Runtime:
             for name, layer in self.vllm_config.compilation_config.static_forward_context.items()
             if hasattr(layer, "impl")
         }
-        settings = fitted(self.want, block_tokens)
         reasons = {
             name: dense_reason(layer.impl) if runtime_of(layer) is self else f"attends by {type(layer.impl).__name__}"
             for name, layer in layers.items()
@@ -86,6 +85,7 @@ class Runtime:
             elif shapes[name] != shapes[ours]:
                 reasons[name] = "heads of another shape"
         plan = Plan.of(list(reasons.values()))
+        settings = fitted(self.want, block_tokens)
         heads = settings.config.read.head_modes
         require(
             not heads or (len(heads) == len(plan.gated) == len(reasons)),
