@@ -118,6 +118,10 @@ def main() -> None:
         } for side, one in told.items()},
         "read": told["eps"]["config"]["eps"],
     }  # fmt: skip
+    require(
+        found["dense"]["needle_chosen"] == found["eps"]["needle_chosen"],
+        f"log-likelihoods changed from {found['dense']} to {found['eps']}, where EPS does nothing: this is a fault",
+    )
     with replacing(given.output) as file:
         file.write(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found))

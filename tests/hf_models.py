@@ -49,23 +49,26 @@ def tiny_config(name: str, **overrides: Any) -> Any:
     return getattr(transformers, kind)(**common | own | overrides)
 
 
+DEVICES = load_backend("cuda").devices()
+
+
 @cache
-def tiny(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+def tiny(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> Any:
     """A model of that family. Tests leave it as it was."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(tiny_config(name), dtype=dtype, attn_implementation="sdpa")
     model.generation_config = transformers.GenerationConfig(pad_token_id=0)
-    return model.eval()
+    return model.eval().to(device)
 
 
-def prompts(lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor]:
+def prompts(lengths: list[int], seed: int = 0, device: str = "cpu") -> tuple[Tensor, Tensor]:
     """Random tokens [B, T] padded on the left, and their mask."""
     rng = np.random.default_rng(seed)
     rows = [rng.integers(1, 256, length) for length in lengths]
     most = max(lengths)
     ids = np.stack([np.pad(row, (most - len(row), 0)) for row in rows])
     mask = np.stack([np.arange(most) >= most - len(row) for row in rows]).astype(np.int64)
-    return torch.from_numpy(ids), torch.from_numpy(mask)
+    return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
 
 
 class Attending:
@@ -124,11 +127,11 @@ class Reference:
         sequences = [paged.open() for _ in range(batch)]
         counts = [total if mask is None else int(mask[row, 0, -1].sum()) for row in range(batch)]
         k, v = (
-            np.concatenate([x[row, :, total - counts[row] :].transpose(0, 1).numpy() for row in range(batch)])
+            np.concatenate([x[row, :, total - counts[row] :].transpose(0, 1).cpu().numpy() for row in range(batch)])
             for x in (key, value)
         )
         paged.write(0, k, v, paged.append(sequences, counts))
-        q = query[:, :, 0].numpy() * (more["scaling"] * width**0.5)
+        q = query[:, :, 0].cpu().numpy() * (more["scaling"] * width**0.5)
         out, read = attend_layer(self.eps, paged.cache, 0, q, paged.where(self.config, sequences))
         collect(self.eps, paged.cache, [read])
         chosen = read.selection
@@ -138,7 +141,7 @@ class Reference:
                 for row, numbers in zip(chosen.groups, chosen.counts, strict=True)
             ]
         )  # fmt: skip
-        return torch.from_numpy(np.asarray(out, np.float32))[:, None], None
+        return torch.from_numpy(np.asarray(out, np.float32)).to(query)[:, None], None
 
 
 def stock(model: Any) -> DynamicCache:

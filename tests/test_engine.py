@@ -181,6 +181,15 @@ def test_counts_are_the_records_sums() -> None:
     assert one.gated.stats()["steps"] == 0
 
 
+def test_bytes_read_again_are_counted_cache_by_cache() -> None:
+    one, other = Layers(), Layers()
+    other.gated = one.gated
+    for _ in range(5):
+        one.step()
+        other.step()
+    assert one.gated.stats()["bytes_k_reread"] == sum(x.paged.cache.bytes_k_reread for x in (one, other)) > 0
+
+
 def test_what_would_be_read_whole_is_the_engines_own_attention() -> None:
     one = Layers(keep_lists=True)
     one.gated.config = one.gated.config.replace(budget=1.0)
