@@ -129,24 +129,20 @@ def _add_summaries(cache: Cache) -> None:
         cache.largest_value = [mx.zeros(spec.num_kv_heads) for _ in layers]
 
 
+def pending(cache: Cache) -> list[mx.array]:
+    """All state that a write or a read may have left to be computed."""
+    arrays = [*cache.k, *cache.v, *cache.finite, *cache.pending_reads.values()]
+    for one in (cache, cache.bound, cache.tail):
+        if one is not None:
+            arrays += [array for fields in (*one.summaries, *one.open) for array in fields.values()]
+            arrays += [array for keys in one.early for array in keys]
+            arrays += [*one.valid, *one.largest_key, *one.largest_value]
+    return arrays
+
+
 def evaluate(cache: Cache, *others: mx.array) -> None:
     """Computes all pending state, once per chunk or step: from here on the cache owns its buffers alone."""
-    largest = cache.largest_key, cache.largest_value
-    for one in (cache.bound, cache.tail):
-        if one is not None:
-            others = (*others, *(array for fields in one.summaries for array in fields.values()), *one.valid)
-    mx.eval(
-        cache.valid,
-        cache.pending_reads,
-        cache.k,
-        cache.v,
-        cache.finite,
-        cache.summaries,
-        cache.open,
-        cache.early,
-        largest,
-        *others,
-    )
+    mx.eval(pending(cache), *others)
 
 
 def span(name: str, cache: Cache) -> AbstractContextManager[Any]:

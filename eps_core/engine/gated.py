@@ -119,7 +119,7 @@ class Gated:
         except Exception as error:
             if own_faults:
                 raise
-            self._tell(error)
+            self.tell(error)
             self.fall_back(cache, layer, where, "error")
             return dense()
         if not self.keep_lists:
@@ -152,9 +152,9 @@ class Gated:
             self._collect()
 
     def pending(self) -> list[Array]:
-        """Arrays of the current and held steps that nobody else may ask for, of a library that computes lazily."""
-        steps = [*self._held, *([] if self._step is None else [self._step])]
-        return [array for step in steps for read in step.reads.values() for array in read.pending.values()]
+        """Arrays of the current step that nobody else may ask for, of a library that computes lazily."""
+        reads = {} if self._step is None else self._step.reads
+        return [array for read in reads.values() for array in read.pending.values()]
 
     def stats(self) -> dict[str, Any]:
         """Counts since the start or `reset`: plain numbers, of decode rows of gated layers alone. `bytes_ratio` is K, V
@@ -228,7 +228,8 @@ class Gated:
         self._k_reread = [*others, (weakref.ref(cache), cache.bytes_k_reread)]
         return int(cache.bytes_k_reread - told)
 
-    def _tell(self, error: Exception) -> None:
+    def tell(self, error: Exception) -> None:
+        """Logs what failed inside EPS, each kind once."""
         line = fault_line(error)
         if line not in self._told:
             self._told.add(line)

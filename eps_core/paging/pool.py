@@ -69,6 +69,11 @@ class PagePool:
         """Units in no table, those that still hold a findable prefix included."""
         return len(self._free)
 
+    @property
+    def num_live(self) -> int:
+        """Sequences that were opened or forked and not freed."""
+        return len(self._live)
+
     def open(self, tokens: Items[int] = ()) -> tuple[Sequence, int]:
         """A new sequence that shares the longest run of full units already holding the start of `tokens`.
 

@@ -108,6 +108,12 @@ class EpsLayer(CacheLayerMixin):
             out = out.clone()  # which autograd may keep
         return out.to(query.dtype)[:, None]
 
+    def fill(self, key: Tensor, value: Tensor) -> None:
+        """K and V [B, Hkv, N, D] of tokens that no forward brings, none of them padding: kept, or made."""
+        self.length += key.shape[-2]
+        self.rows.begin(key, None, self.length)
+        self.rows.write(self.index, key, value)
+
     def get_seq_length(self) -> int:
         return self.length
 

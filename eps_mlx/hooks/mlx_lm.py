@@ -1,0 +1,54 @@
+"""EPS inside mlx-lm, nothing of it changed for good:
+
+    with eps(model, method="rq", budget=0.05) as gated:
+        mlx_lm.generate(model, tokenizer, prompt)
+    print(gated.stats())
+
+or `model, tokenizer = load("mlx-community/..", method="rq")`. `generate`, `stream_generate`, `batch_generate`, saved
+prompt caches, trimming, speculative decoding and the server work as before; a decode token of a gated layer reads what
+EPS selects, and everything else is mlx-lm's own. Letters as in eps_core.gate.protocol.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import mlx_lm
+
+from eps_core.engine.gated import Gated
+from eps_core.engine.settings import Settings
+from eps_mlx.hooks.mlx_lm_cli import open_engine, serve
+from eps_mlx.hooks.mlx_lm_hook import Hook, hook_of
+
+__all__ = ["eps", "hook_of", "load", "open_engine", "serve"]
+
+_LOAD_NAMES = (
+    "tokenizer_config", "model_config", "adapter_path", "lazy", "return_config", "revision", "trust_remote_code",
+)  # fmt: skip
+
+
+class eps:
+    """`with eps(model, method="rq", budget=0.05, ..) as gated:` EPS attention in a model of mlx-lm, for as long as the
+    block lasts; `gated` is its `Gated`, with `stats()`, to be asked in the thread that generates. Settings are those of
+    `EpsConfig.of`, and `metrics`, `audit_every` and `kernels`. mlx-lm's `max_kv_size` does nothing meanwhile: gated
+    layers keep every token. Raises ConfigError for settings out of range, a model without a layer that can be gated
+    (MLA is named), and a version of mlx-lm that is not known to work."""
+
+    def __init__(self, model: Any, **settings: Any) -> None:
+        self._model, self._settings = model, Settings.of(settings)
+
+    def __enter__(self) -> Gated:
+        self._hook = Hook(self._model, self._settings)
+        return self._hook.gated
+
+    def __exit__(self, *exc: object) -> None:
+        self._hook.close()
+
+
+def load(path: str | Path, **settings: Any) -> Any:
+    """What `mlx_lm.load(path)` gives, with EPS on for good; `hook_of(model).gated` has the counters. Names that are no
+    setting of EPS are mlx_lm.load's (`adapter_path`, `lazy`, ..)."""
+    theirs = {name: settings.pop(name) for name in list(settings) if name in _LOAD_NAMES}
+    chosen = Settings.of(settings)
+    loaded = mlx_lm.load(str(path), **theirs)
+    Hook(loaded[0], chosen, str(path))
+    return loaded

@@ -1,0 +1,129 @@
+"""EPS put on one model of mlx-lm, and taken off again."""
+
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+import eps_mlx
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
+from eps_core.decode.kernel_check import disagreement
+from eps_core.engine.gated import Gated
+from eps_core.engine.plan import Plan
+from eps_core.engine.settings import Settings, check_version
+from eps_core.errors import ConfigError
+from eps_core.gate.protocol import Backend
+from eps_core.load import resolve_kernels
+from eps_mlx.hooks import mlx_lm_names
+from eps_mlx.hooks.mlx_lm_cache import CLASSES, make_caches, open_pools
+from eps_mlx.hooks.mlx_lm_plan import look_at
+from eps_mlx.hooks.mlx_lm_rows import FIRST_TOKENS, OPEN_GROUPS, Rows
+
+logger = logging.getLogger("eps")
+_HANDLE = "_eps_hook"  # on the model
+
+
+class Hook:
+    """EPS on one model, from birth to `close`. With method off nothing is touched."""
+
+    def __init__(
+        self, model: Any, settings: Settings, name: str | None = None, expected_tokens: int = 0, **kept: Any
+    ) -> None:
+        """`name`: of the model, for metrics. `expected_tokens`: room in the pool from the start, of all sequences
+        together. `kept`: `Gated`'s own."""
+        check_version("mlx-lm")
+        if getattr(model, _HANDLE, None) is not None:
+            raise ConfigError("this model has EPS on already: leave the other `with eps(model)` first")
+        self.model, config = model, settings.config
+        self.pool: Rows | None = None
+        self.stock_caches: Callable[[], list[Any]] = lambda: make_prompt_cache(model)
+        if not config.store.enabled:
+            self.gated = Gated(eps_mlx, config, Plan((), {}))
+            self.gated.on = False
+            return
+        self._before = model.__dict__.get("make_cache")
+        own = getattr(model, "make_cache", None)
+        self.stock_caches = own or (lambda: _plain_caches(model))
+        mlx_lm_names.rebind(CLASSES)
+        try:
+            plan, spec, num_heads = look_at(model, self.stock_caches())
+            device = "cpu" if mx.default_device() == mx.Device(mx.cpu) else "mps"
+            kernels = _checked_kernels(settings, device, spec, num_heads)
+            units = -(-max(FIRST_TOKENS, expected_tokens) // config.store.unit_tokens)
+            self.gated = Gated(
+                eps_mlx, config, plan, settings.metrics, settings.audit_every,
+                model=name or type(model).__module__, device=device, **kept,
+            )  # fmt: skip
+            spec = replace(spec, num_units=units, max_open_groups=OPEN_GROUPS)
+            pool = self.pool = Rows(self.gated, spec, device, kernels)
+        except BaseException:
+            mlx_lm_names.restore()
+            raise
+        # a model that is dropped without `close` takes EPS with it; metrics are written at the latest at the end
+        self._leave = weakref.finalize(model, _leave, pool)
+        self._leave.atexit = settings.metrics is not None
+        model.make_cache = self.make_cache
+        setattr(model, _HANDLE, self)
+        open_pools.append(self.pool)
+        logger.warning(plan.line(config))  # not a fault: what everyone should see once
+
+    def make_cache(self) -> list[Any]:
+        """What the model's own `make_cache` gives, with ours in the gated layers."""
+        assert self.pool is not None
+        made = list(self.stock_caches())
+        for layer, one in zip(self.gated.plan.gated, make_caches(self.pool), strict=True):
+            made[layer] = one
+        return made
+
+    def close(self) -> None:
+        """Takes EPS off the model; caches made with it can no longer be used."""
+        if self.pool is None:
+            return
+        self.pool = None
+        if self._before is None:
+            del self.model.make_cache
+        else:
+            self.model.make_cache = self._before
+        delattr(self.model, _HANDLE)
+        self._leave()
+
+
+def _leave(pool: Rows) -> None:
+    """What does not need the model."""
+    pool.closed = True
+    open_pools.remove(pool)
+    mlx_lm_names.restore()
+    pool.gated.close()
+
+
+def _checked_kernels(settings: Settings, device: str, spec: CacheSpec, num_heads: int) -> str:
+    """The kernels asked for, if on this device they say what array operations say. What MLX computes later fails out of
+    the gate's sight, so it is asked now; of kernels that nobody named, array operations then take the place. Raises
+    ConfigError for named ones."""
+    kernels = resolve_kernels(settings.kernels, eps_mlx.usable_kernels(device), device)
+    if kernels == "arrays" or (kernels == "metal" and device == "cpu"):  # a GPU's kernels in a test
+        return kernels
+    fault = disagreement(cast(Backend, eps_mlx), device, kernels, spec, num_heads, EpsConfig(settings.config.store))
+    if fault is None:
+        return kernels
+    line = f"kernels {kernels} failed their check on this device ({fault})"
+    if settings.kernels != "auto":
+        raise ConfigError(f"{line}: choose --kernels arrays")
+    logger.warning("%s: array operations instead", line)
+    return "arrays"
+
+
+def _plain_caches(model: Any) -> list[Any]:
+    """What mlx-lm makes for a model without `make_cache`."""
+    return [KVCache() for _ in model.layers]
+
+
+def hook_of(model: Any) -> Hook | None:
+    """The hook of a model that has EPS on."""
+    found: Hook | None = getattr(model, _HANDLE, None)
+    return found

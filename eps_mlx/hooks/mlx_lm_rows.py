@@ -1,0 +1,203 @@
+"""The one paged pool of a hooked model, and its sequences: shared by all caches, layers and batches of that model."""
+
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
+from eps_core.engine.gated import Gated
+from eps_core.engine.paged import Paged
+from eps_core.paging.pool import Sequence as PagedSequence
+from eps_core.paging.where import Where
+from eps_mlx import pages
+from eps_mlx.cache import pending
+from eps_mlx.device import DTYPES
+
+FIRST_TOKENS = 1024  # room that a pool begins with
+OPEN_GROUPS = 32  # mlx-lm's batches by default
+
+_numbers = itertools.count()
+
+
+class Row:
+    """One sequence of a pool, without tokens at first. Whoever holds the row holds the sequence: it is freed when the
+    last cache has let go."""
+
+    def __init__(self, rows: "Rows", sequence: PagedSequence) -> None:
+        self.sequence, self.number = sequence, next(_numbers)
+        self.edits = 0  # how often tokens were appended or taken back
+        self._copies: list[tuple[weakref.ref[Row], int, set[int]]] = []
+        # the collector may run in any thread, and in the middle of the pool's own work: the pool frees when it is next
+        # asked for anything
+        weakref.finalize(self, rows.dead.append, sequence).atexit = False
+
+    @property
+    def length(self) -> int:
+        return self.sequence.length
+
+
+class Rows:
+    """What the caches of a hooked model write to and read from, and what they have in common in a step: places, tables,
+    lengths. `spec`: of its gated layers. Not for several threads at once, but rows may die in any."""
+
+    def __init__(self, gated: Gated, spec: CacheSpec, device: str, kernels: str) -> None:
+        self.gated = gated
+        self.closed = False  # EPS was taken off the model
+        self.broken = False  # a summary could not be written: everything is attended densely from then on
+        self.paged = Paged(gated.eps, spec, gated.config.store, device, kernels)
+        self.dead: deque[PagedSequence] = deque()
+        self._mask: weakref.ref[mx.array] | None = None  # the last one that a cache of this model made
+        self._version = 0  # of tables and lengths
+        self._step: tuple[Any, EpsConfig, Where] | None = None
+        self._loaded: tuple[list[weakref.ref[Row]], set[int]] = [], set()
+        self._places: tuple[Any, np.ndarray] | None = None
+
+    @property
+    def spec(self) -> CacheSpec:
+        spec: CacheSpec = self.paged.cache.spec
+        return spec
+
+    @property
+    def num_live(self) -> int:
+        """Sequences that some cache still holds."""
+        self.collect()
+        return self.paged.pool.num_live
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return DTYPES[self.spec.dtype]
+
+    def made(self, mask: Any) -> Any:
+        """Remembers a mask of one of these caches, and returns it."""
+        self._mask = weakref.ref(mask) if isinstance(mask, mx.array) else None
+        return mask
+
+    def has_made(self, mask: Any) -> bool:
+        return self._mask is not None and self._mask() is mask
+
+    def collect(self) -> None:
+        """Frees what nobody holds any more."""
+        while self.dead:
+            self.paged.free(self.dead.popleft())
+            self._version += 1
+
+    def open(self) -> Row:
+        self.collect()
+        self._version += 1
+        return Row(self, self.paged.open())
+
+    def adopted(self, layer: int, lengths: Sequence[int]) -> list[Row]:
+        """Rows for what one layer's loaded cache holds: those of the layers loaded just before, where these are as
+        long and none was this layer's."""
+        rows = [found for one in self._loaded[0] if (found := one()) is not None]
+        shared = layer not in self._loaded[1] and [row.length for row in rows] == list(lengths)
+        if not shared or any(row.edits > 1 for row in rows):
+            rows = [self.open() for _ in lengths]
+            self._loaded = [weakref.ref(row) for row in rows], set()
+        self._loaded[1].add(layer)
+        return rows
+
+    def copy(self, row: Row, layer: int) -> Row:
+        """A row with the same tokens, for one layer's cache. Layers copy one after the other: those that find the same
+        row as it was share the copy. (Any other order costs memory, never truth.)"""
+        self.collect()
+        row._copies = [one for one in row._copies if one[0]() is not None]
+        for found, edits, taken in row._copies:
+            copied = found()
+            if copied is not None and edits == row.edits and not copied.edits and layer not in taken:
+                taken.add(layer)
+                return copied
+        self._version += 1
+        copied = Row(self, self.paged.fork(row.sequence))
+        row._copies.append((weakref.ref(copied), row.edits, {layer}))
+        return copied
+
+    def truncate(self, row: Row, length: int) -> None:
+        """The first layer that trims does it for all."""
+        if length < row.length:
+            self.collect()
+            self.paged.truncate(row.sequence, length)
+            row.edits += 1
+            self._version += 1
+
+    def write(
+        self, layer: int, rows: Sequence[Row], starts: Sequence[int], counts: Sequence[int], k: mx.array, v: mx.array
+    ) -> None:
+        """k, v [sum(counts), Hkv, D] of one layer at `counts` positions from `starts` on of each row. The first layer
+        to come makes the room."""
+        slots = self._slots(rows, starts, counts)
+        if not self.broken:
+            try:
+                self.paged.write(layer, k, v, slots)
+                return
+            except Exception as error:
+                self.broken = True
+                self.gated.tell(error)
+        # K and V are the model's own, and must be there whatever becomes of the summaries
+        cache = self.paged.cache
+        units, offsets = (mx.array(part.astype(np.int32)) for part in np.divmod(slots, cache.store.unit_tokens))
+        for pool, array in ((cache.k, k), (cache.v, v)):
+            pages.write(pool[layer], units, offsets, array.astype(self.dtype))
+
+    def _slots(self, rows: Sequence[Row], starts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
+        if self._places is not None and self._places[0] == self._key(rows, starts, counts):
+            return self._places[1]
+        self.collect()
+        grown = [max(start + count - row.length, 0) for row, start, count in zip(rows, starts, counts, strict=True)]
+        if any(start > row.length for row, start in zip(rows, starts, strict=True)):
+            raise RuntimeError("a layer's cache is ahead of its sequence: trim the caches of all layers alike")
+        if any(grown):
+            self.paged.append([row.sequence for row in rows], grown)
+            self._version += 1
+            for row in rows:
+                row.edits += 1
+        size, slots = self.paged.pool.unit_tokens, []
+        for row, start, count in zip(rows, starts, counts, strict=True):
+            units, offsets = np.divmod(np.arange(start, start + count), size)
+            slots.append(np.asarray(row.sequence.table, np.int64)[units] * size + offsets)
+        found = np.concatenate(slots)
+        self._places = self._key(rows, starts, counts), found
+        return found
+
+    def _key(self, rows: Sequence[Row], *numbers: Sequence[int]) -> tuple[Any, ...]:
+        return self._version, tuple(row.number for row in rows), *map(tuple, numbers)
+
+    def read(self, layer: int, row: Row, length: int) -> tuple[mx.array, mx.array]:
+        """K, V [length, Hkv, D] of one layer's first tokens, copies."""
+        pool = self.paged.pool
+        k, v = self.gated.eps.read_kv(self.paged.cache, layer, pool.table([row.sequence])[0], length)
+        return k, v
+
+    def where(self, rows: Sequence[Row], lengths: Sequence[int]) -> Where:
+        """One decode step of rows of these lengths, the new token counted: the same object for every layer."""
+        key, config = self._key(rows, lengths), self.gated.config
+        if self._step is None or self._step[0] != key or self._step[1] is not config:
+            table = self.paged.pool.table([row.sequence for row in rows])
+            self._step = key, config, Where.of(config, table, np.asarray(lengths))
+        return self._step[2]
+
+    def attend(self, layer: int, q: mx.array, where: Where, dense: Any) -> mx.array:
+        return self.gated.attend(self.paged.cache, layer, q, where, dense)
+
+    def fall_back(self, layer: int, where: Where, reason: str) -> None:
+        self.gated.fall_back(self.paged.cache, layer, where, reason)
+
+    def pending(self) -> list[mx.array]:
+        """What this step made and nobody else may ask for: evaluated with the step, or it would hold the pool's old
+        buffers through the next one's writes."""
+        return [*pending(self.paged.cache), *self.gated.pending()]
+
+    def num_bytes(self, rows: Sequence[Row]) -> int:
+        """Bytes of one layer's K, V and summaries in the units of these rows, shared ones counted each time."""
+        cache, units = self.paged.cache, sum(len(row.sequence.table) for row in rows)
+        pools = [cache.k[0], cache.v[0]]
+        for one in (cache, cache.bound, cache.tail):
+            if one is not None and one.summaries:
+                pools += one.summaries[0].values()
+        return units * sum(pool.nbytes // len(pool) for pool in pools)

@@ -1,0 +1,321 @@
+"""mlx-lm as an engine: the same decode as our own decoder's, `run` and `serve` on the command line, real clients."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import openai
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm_models import tiny
+from tiny_models import save_model
+
+from eps_core.config.eps import EpsConfig
+from eps_core.decode.generate import Sampling, generate
+from eps_core.decode.model import DEMO_MODEL
+from eps_core.decode.session import Session
+from eps_core.engine.settings import Settings
+from eps_core.errors import ConfigError
+from eps_core.paging.pool import PagePool
+from eps_core.tasks import needle
+from eps_core.tasks.corpus import corpus
+from eps_mlx.hooks import mlx_lm_cli
+from eps_mlx.hooks.mlx_lm import open_engine, serve
+from eps_mlx.hooks.mlx_lm_hook import Hook
+
+RQ = {"method": "rq", "budget": 0.1}
+
+
+# ---- our own decoder ----
+
+
+class Decoded(NamedTuple):
+    tokens: list[int]
+    logprobs: np.ndarray  # [steps, V]
+    lists: list[list[list[np.ndarray]]]  # of each step, layer and kv head: the groups visited
+    kv_bytes: list[int]
+    summary_bytes: list[int]
+
+
+NEEDLE = needle.needle_document(corpus(), 1200, 1, depth=0.5, num_distractors=2)
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def prompt() -> list[int]:
+    return Session.open(None, backend="mlx").encode(NEEDLE.prompt)
+
+
+@pytest.fixture(scope="module")
+def ours(prompt: list[int]) -> Decoded:
+    """The demo model on the needle, decoded by this project's decoder over the same backend."""
+    from eps_core.decode import forward
+
+    session, config = Session.open(None, backend="mlx"), EpsConfig.of(**RQ)
+    spec = session.cache_spec(config.store, [len(prompt) + STEPS])
+    cache = session.backend.new_cache(spec, config.store, session.device, session.kernels)
+    lists: list[list[list[np.ndarray]]] = []
+
+    def noting(eps: Any, cache: Any, layer: int, *args: Any, **kwargs: Any) -> Any:
+        out, read = plain(eps, cache, layer, *args, **kwargs)
+        if layer == 0:
+            lists.append([])
+        assert read.selection is not None
+        groups, counts = np.array(read.selection.groups)[0], np.array(read.selection.counts)[0]
+        lists[-1].append([head[:count] for head, count in zip(groups, counts, strict=True)])
+        return out, read
+
+    plain = forward.attend_layer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forward, "attend_layer", noting)
+        pool = PagePool(spec.num_units, config.store.unit_tokens)
+        steps = list(generate(session.decoder, cache, pool, [prompt], STEPS, Sampling(), config.read, keep_logits=True))
+    logits = np.stack([step.logits[0] for step in steps])
+    return Decoded(
+        [step.tokens[0] for step in steps],
+        logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True),
+        lists,
+        [step.bytes_kv_read_est for step in steps],
+        [step.bytes_summary_read for step in steps],
+    )
+
+
+def test_the_needle_is_read_as_by_our_own_decoder(prompt: list[int], ours: Decoded) -> None:
+    model, tokenizer = mlx_lm.load(str(DEMO_MODEL))
+    model.set_dtype(mx.float32)
+    assert tokenizer.encode(NEEDLE.prompt) == prompt
+    cache = make_prompt_cache(model)
+    dense = [token for token, _ in generate_step(mx.array(prompt), model, max_tokens=STEPS, prompt_cache=cache)]
+    assert tokenizer.decode(dense).startswith(NEEDLE.answer)
+    hook = Hook(model, Settings.of(RQ), keep_lists=True, keep_records=True)
+    try:
+        said = list(generate_step(mx.array(prompt), model, max_tokens=STEPS))
+        stats = hook.gated.stats()
+    finally:
+        hook.close()
+    assert [token for token, _ in said] == ours.tokens
+    assert tokenizer.decode(ours.tokens).startswith(NEEDLE.answer)
+    logprobs = np.stack([np.array(one) for _, one in said])
+    np.testing.assert_allclose(logprobs, ours.logprobs, atol=2e-3)
+    assert stats["steps"] == STEPS + 1  # mlx-lm is one ahead of what it says
+    for step, layers in enumerate(ours.lists):
+        for layer, heads in enumerate(layers):
+            read = hook.gated.lists[step][layer]
+            assert read is not None
+            for mine, theirs in zip(heads, read[0], strict=True):
+                np.testing.assert_array_equal(mine, theirs, err_msg=f"step {step}, layer {layer}")
+    records = hook.gated.records[:STEPS]
+    assert [one.bytes_kv_read_est for one in records] == ours.kv_bytes
+    assert [one.bytes_summary_read for one in records] == ours.summary_bytes
+    assert stats["bytes_ratio"] < 0.13
+
+
+# ---- the engine ----
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model("qwen3", tmp_path_factory.mktemp("model") / "qwen3")
+
+
+PROMPTS = [list(range(60)) * 5, [7, 8, 9], [9] * 40]
+
+
+def test_an_engine_says_the_same_alone_and_in_a_batch_and_ends_at_a_stop(directory: Path) -> None:
+    device = mx.default_device()
+    engine = open_engine(directory, Settings.of({**RQ, "budget": 1}), dtype="float32", max_tokens=320, num_sequences=3)
+    try:
+        said: dict[bool, list[list[int]]] = {}
+        for gated in (False, True):
+            engine.gated.reset()
+            tokens: list[list[int]] = [[] for _ in PROMPTS]
+            for step in engine.generate(PROMPTS, 10, Sampling(), gated):
+                assert len(step.sequences) == len(step.tokens) and step.ms >= 0
+                for sequence, token in zip(step.sequences, step.tokens, strict=True):
+                    tokens[sequence].append(token)
+            said[gated] = tokens
+            assert engine.gated.stats()["rows"] == (33 if gated else 0)
+            assert engine.prefill_ms is not None and engine.prefill_ms > 0
+        assert said[True] == said[False] and [len(tokens) for tokens in said[True]] == [10, 10, 10]
+        for prompt, tokens in zip(PROMPTS, said[True], strict=True):
+            steps = list(engine.generate([prompt], 10, Sampling(), True))
+            assert [step.tokens[0] for step in steps] == tokens and all(step.sequences == [0] for step in steps)
+        stop = said[True][0][4]
+        at = [tokens.index(stop) + 1 if stop in tokens else 10 for tokens in said[True]]
+        ended: list[int] = [0, 0, 0]
+        for step in engine.generate(PROMPTS, 10, Sampling(), True, (stop,)):
+            for sequence in step.sequences:
+                ended[sequence] += 1
+        assert ended == at and ended[0] <= 5
+        assert sum(1 for _ in engine.generate(PROMPTS[:1], 10, Sampling(), True, (stop,))) == ended[0]
+        pool = engine.hook.pool
+        assert pool is not None and pool.num_live == 0
+        known = engine.describe()
+        assert known["engine"] == "mlx-lm" and known["dtype"] == "float32" and known["versions"]["mlx-lm"]
+    finally:
+        engine.close()
+    assert mx.default_device() == device and "make_cache" not in engine.hook.model.__dict__
+
+
+def test_sampling_is_drawn_from_its_seed(directory: Path) -> None:
+    engine = open_engine(directory, Settings.of(RQ))
+    try:
+        drawn = [
+            [step.tokens[0] for step in engine.generate(PROMPTS[:1], 12, Sampling(1.5, 0.9, seed), True)]
+            for seed in (1, 1, 2)
+        ]
+    finally:
+        engine.close()
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_what_cannot_be_opened_is_one_line(directory: Path, tmp_path: Path) -> None:
+    settings, before = Settings.of(RQ), mx.default_device()
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        open_engine(tmp_path, settings)
+    (tmp_path / "config.json").write_text('{"model_type": "nobody"}')
+    with pytest.raises(ConfigError, match="mlx-lm cannot load"):
+        open_engine(tmp_path, settings)
+    with pytest.raises(ConfigError, match="device 'tpu' is absent"):
+        open_engine(directory, settings, device="tpu")
+    with pytest.raises(ConfigError, match="dtype 'int3' is unknown"):
+        open_engine(directory, settings, dtype="int3")
+    with pytest.raises(ConfigError, match="kernels triton are not there"):
+        open_engine(directory, Settings.of({**RQ, "kernels": "triton"}))
+    with pytest.raises(ConfigError, match="mlx-lm cannot load"):
+        serve(tmp_path, settings, "127.0.0.1", free_port(), ())
+    assert mx.default_device() == before
+
+
+def test_a_step_ahead_holds_the_counts_of_what_was_said(directory: Path, tmp_path: Path) -> None:
+    """`run --engine` on prompts that end at different steps."""
+    file, metrics = tmp_path / "prompts.jsonl", tmp_path / "steps.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "ab" * n}) + "\n" for n in (150, 3, 40)))
+    command = [
+        sys.executable, "-m", "eps_core.cli", "run", "--engine", "mlx-lm", "--model", str(directory), "--prompt-file",
+        str(file), "--method", "rq", "--max-new-tokens", "12", "--metrics", str(metrics), "--dtype", "float32",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert last["engine"] == "mlx-lm" and last["bytes_ratio"] > 0
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert lines[0]["layers_gated"] == [0, 1] and [line["type"] for line in lines[1:-1]] == ["step"] * (len(lines) - 2)
+
+
+# ---- the server ----
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+class Server(NamedTuple):
+    process: "subprocess.Popen[str]"
+    port: int
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0)
+
+    def stop(self) -> dict[str, Any]:
+        """Ctrl-C; what its last line says."""
+        self.process.send_signal(signal.SIGINT)
+        out, _ = self.process.communicate(timeout=30)
+        assert self.process.returncode == 0
+        last: dict[str, Any] = json.loads(out.splitlines()[-1])
+        return last
+
+
+@pytest.fixture
+def server(directory: Path, tmp_path: Path) -> Iterator[Server]:
+    port = free_port()
+    command = [
+        sys.executable, "-m", "eps_core.cli", "serve", "--engine", "mlx-lm", "--model", str(directory), "--method",
+        "rq", "--eps-budget", "0.1", "--port", str(port), "--", "--prompt-cache-size", "3",
+    ]  # fmt: skip
+    log = tmp_path / "server.log"
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True)
+    try:
+        for _ in range(300):
+            assert process.poll() is None, log.read_text()
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health")
+                break
+            except urllib.error.URLError:
+                time.sleep(0.1)
+        yield Server(process, port)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def test_eight_clients_at_once_one_of_which_goes_away_leave_nothing_behind(server: Server, directory: Path) -> None:
+    texts = [f"the {index} sleeps " * (4 + 5 * index) for index in range(8)]
+    said: dict[int, str] = {}
+
+    def ask(index: int, most: int, leave: bool = False) -> None:
+        stream = server.client().completions.create(
+            model="default_model", prompt=texts[index], max_tokens=most, temperature=0, stream=True
+        )
+        pieces = []
+        for event in stream:
+            pieces.append(event.choices[0].text if event.choices else "")
+            if leave and len(pieces) == 3:
+                stream.close()
+                break
+        said[index] = "".join(pieces)
+
+    clients = [threading.Thread(target=ask, args=(i, 3000 if i == 5 else 10 + i, i == 5)) for i in range(8)]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join()
+    again = dict(said)
+    for index in (2, 7):  # their prompts are found in the server's prompt cache, copied and trimmed
+        ask(index, 10 + index)
+        assert said[index] == again[index]
+    last = server.stop()
+    assert last["live_sequences"] == 0 and last["units_in_use"] == 0 and last["fallbacks"] == {}
+    # of seven clients' tokens, the two asked again, and some of the one that left in the midst of 3,000
+    assert 100 < last["rows"] < 1500 and last["bytes_ratio"] < 1
+
+
+def test_the_server_without_its_model_ends_with_one_line(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "nobody"}')
+    command = [sys.executable, "-c", "from eps_core.cli.__main__ import main; main()"]
+    arguments = ["serve", "--engine", "mlx-lm", "--model", str(model), "--method", "rq", "--port", str(free_port())]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "error: " in done.stderr.splitlines()[-1]
+
+
+def test_off_serves_mlx_lm_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlx_lm import server as theirs
+
+    before, argv, seen = theirs.ModelProvider, sys.argv, {}
+
+    def main() -> None:
+        seen["argv"], seen["provider"] = sys.argv, theirs.ModelProvider
+
+    monkeypatch.setattr(theirs, "main", main)
+    assert serve(Path("/m"), Settings.of({}), "127.0.0.1", 1, ["--temp", "0.5"]) == 0
+    assert seen["argv"] == ["mlx_lm.server", "--model", "/m", "--host", "127.0.0.1", "--port", "1", "--temp", "0.5"]
+    assert theirs.ModelProvider is before and sys.argv is argv
+    assert mlx_lm_cli._dtype(tiny("llama", mx.bfloat16)) == "bfloat16"
