@@ -37,6 +37,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 GATED = {name: (1, 3) if name == "gemma3" else (0, 1) for name in FAMILIES}
 SMALL = {"first_tokens": 4, "last_tokens": 8}
+RQ = EpsConfig.of("rq", budget=0.2, **SMALL)
+WHOLE = EpsConfig.of("rq", budget=1.0, **SMALL)
 
 
 def tiny_config(name: str, **overrides: Any) -> Any:
@@ -97,11 +99,25 @@ def feed(model: Any, cache: Any, ids: Tensor, mask: Tensor, start: int, end: int
 
 def live_sequences(cache: EpsCache) -> int:
     rows = eps_layers(cache)[0].rows
-    return 0 if rows.paged is None else len(rows.paged.pool._live)
+    return 0 if rows.paged is None else rows.paged.pool.num_live
 
 
 def eps_layers(cache: Any) -> list[Any]:
     return [layer for layer in cache.layers if type(layer).__name__ == "EpsLayer"]
+
+
+def generate(model: Any, ids: Tensor, mask: Tensor, cache: Any, **how: Any) -> Any:
+    how = {"do_sample": False, "max_new_tokens": 8, **how}
+    return model.generate(ids, attention_mask=mask, past_key_values=cache, **how)
+
+
+def gone(cache: EpsCache) -> None:
+    """Asserts that nothing of a cache is left in its pool once it is reset, and nothing leaked before."""
+    pool = eps_layers(cache)[0].rows.paged.pool
+    pool.check()
+    cache.reset()
+    pool.check()
+    assert not pool.num_live and pool.num_free == pool.num_units and cache.get_seq_length() == 0
 
 
 # ---- a straightforward reference: stock caches, and the oracle over a new cache for every call ----

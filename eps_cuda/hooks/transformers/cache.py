@@ -91,7 +91,7 @@ class EpsLayer(CacheLayerMixin):
             return whole()
         assert rows.paged is not None and rows.where is not None
         cache, where = rows.paged.cache, rows.where
-        reason = rows.odd
+        reason = "error" if rows.broken else rows.odd
         if reason is None and more.get("dropout"):
             reason = "dropout"
         if reason is None and more.get("position_bias") is not None:
