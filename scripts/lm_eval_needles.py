@@ -4,7 +4,8 @@
     python scripts/lm_eval_needles.py [--model DIR] [--documents 24] [--budgets 0.05,0.1] results/lm_eval.json
 
 Writes a task of each kind to a folder of its own, runs the harness's command once with --model hf, and with
---model eps-hf at each budget, and keeps what it said (8 minutes on 2 cores). The choice is of log-likelihoods, which are one dense forward each: EPS must change nothing there.
+--model eps-hf at each budget, and keeps what it said (8 minutes on 2 cores). The choice is of log-likelihoods, which
+are one dense forward each: EPS must change nothing there.
 """
 
 import argparse

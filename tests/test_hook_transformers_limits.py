@@ -10,6 +10,7 @@ import torch
 import transformers
 from hf_models import FAMILIES, RQ, Attending, eps_layers, feed, generate, gone, prompts, stock, tiny
 from hf_models import tiny_config as config_of
+from tiny_models import save_model
 from transformers import DynamicCache, StaticCache
 
 from eps_core.errors import ConfigError
@@ -103,6 +104,17 @@ def test_gradients_may_be_on() -> None:
             feed(model, cache, ids, mask, 0, 59)
             found.append(feed(model, cache, ids, mask, 59, 60).detach().clone())
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_the_name_may_be_given_while_loading(tmp_path: Any) -> None:
+    path, (ids, mask) = save_model("qwen3", tmp_path), prompts([290])
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model, plain = (load(path, attn_implementation=name, dtype=torch.float32) for name in ("eps", "sdpa"))
+    expected = generate(plain, ids, mask, None)
+    assert torch.equal(generate(model, ids, mask, None), expected)  # without our cache it is sdpa
+    cache = EpsCache(model.config, RQ)
+    generate(model, ids, mask, cache)
+    assert cache.gated.stats()["bytes_ratio"] < 0.5
 
 
 def test_an_own_cache_needs_our_attention() -> None:
