@@ -95,15 +95,25 @@ def test_a_cache_that_outlives_its_eps_is_refused() -> None:
         model(mx.array([[1]]), cache=cache)
 
 
-def test_what_is_evaluated_after_a_chunk_is_not_a_copy_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny("llama")
-    with eps(model, **SMALL):
+def test_what_is_evaluated_after_a_chunk_is_all_that_is_left_and_no_copy_of_the_prompt(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, file = tiny("llama"), tmp_path / "graph"
+
+    def operations() -> int:
+        mx.export_to_dot(str(file), *pool.pending())
+        return file.read_text().count("rectangle")
+
+    with eps(model, **SMALL, kernels="arrays"):
         pool, cache = pool_of(model), make_prompt_cache(model)
         model(mx.array(prompts(64)), cache=cache)
-        monkeypatch.setattr(pool, "read", lambda *args: 1 / 0)
-        mx.eval([one.state for one in cache])
-        with pytest.raises(ZeroDivisionError):
-            tree_flatten(cache[0].state)
+        assert operations() > 0
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, "read", lambda *args: 1 / 0)
+            mx.eval([one.state for one in cache])
+            with pytest.raises(ZeroDivisionError):
+                tree_flatten(cache[0].state)
+        assert operations() == 0
 
 
 def test_bytes_are_those_of_the_units_held_summaries_too() -> None:
@@ -325,12 +335,15 @@ def test_any_order_of_lives_holds_what_mlx_lms_own_caches_hold(seed: int) -> Non
     assert done >= BATCHED | {"new", "append", "trim", "copy", "drop", "merge"} - {"drop_batch"}
 
 
-def test_a_batch_of_caches_made_with_and_without_eps_is_refused() -> None:
+def test_a_batch_of_caches_that_do_not_go_together_is_refused() -> None:
     model = tiny("llama")
     with eps(model, **SMALL):
         mine, plain = make_prompt_cache(model)[0], KVCache()
-        with pytest.raises(ConfigError, match="mixes prompt caches"):
-            mine.merge([mine, plain])
+        several = make_prompt_cache(model)
+        model(mx.array(prompts(5, 5)), cache=several)
+        for other in (plain, several[0]):
+            with pytest.raises(ConfigError, match="caches of one prompt each, all of one model and made with EPS on"):
+                mine.merge([mine, other])
 
 
 def test_layers_that_were_trimmed_differently_are_told() -> None:

@@ -118,8 +118,9 @@ class PagedKVCache(_BaseCache, Attends):
             else:
                 q, ratio = queries[:, :, 0], scale * math.sqrt(queries.shape[-1])
                 if abs(ratio - 1) > 1e-6:  # the gate scales by 1/sqrt(D)
-                    q = q * ratio
-                out = pool.attend(self.layer, q, where, lambda: dense()[:, :, 0])[:, :, None]
+                    q = q.astype(mx.float32) * ratio
+                out = pool.attend(self.layer, q, where, lambda: dense()[:, :, 0])
+                out = out.astype(queries.dtype)[:, :, None]
         if self.layer == pool.spec.num_layers - 1:
             out = mx.depends(out, pool.pending())
         return out
@@ -222,12 +223,13 @@ class EpsKVCache(PagedKVCache):
     @classmethod
     def merge(cls, caches: Sequence["EpsKVCache"]) -> "EpsBatchKVCache":
         """A batch of copies."""
-        if any(not isinstance(one, EpsKVCache) or one.pool is not caches[0].pool for one in caches):
+        pool = caches[0].pool
+        if any(not isinstance(one, EpsKVCache) or one.pool is not pool or len(one.rows) > 1 for one in caches):
             raise ConfigError(
-                "a batch mixes prompt caches made with EPS on and off, or of different models: make all of them alike"
+                "a batch is made of caches of one prompt each, all of one model and made with EPS on: make them alike"
             )
         longest = max(one.columns for one in caches)
-        batch = EpsBatchKVCache(caches[0].pool, caches[0].layer, [])
+        batch = EpsBatchKVCache(pool, caches[0].layer, [])
         for one in caches:
             batch.rows += one._copied(range(1))
             batch.left.append(longest - one.columns)
