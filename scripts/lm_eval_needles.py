@@ -1,0 +1,127 @@
+"""lm-evaluation-harness on the demo model, dense and with EPS: needle questions, answered freely and by choice.
+
+    pip install 'lm_eval[hf]'
+    python scripts/lm_eval_needles.py [--model DIR] [--documents 24] [--bytes 4095] [--budget 0.05] results/lm_eval.json
+
+Writes a task of each kind to a folder of its own, runs the harness's command twice (--model hf, --model eps-hf) and
+keeps what it said. The choice is of log-likelihoods, which are one dense forward each: EPS must change nothing there.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eps_core.decode.model import DEMO_MODEL
+from eps_core.errors import ConfigError, exit_code, require
+from eps_core.files.outputs import replacing
+from eps_core.tasks.corpus import corpus
+from eps_core.tasks.needle import draw_value, needle_document
+
+CHOICES = 4
+COMMON = {"dataset_path": "json", "test_split": "test", "doc_to_text": "prompt", "target_delimiter": ""}
+TASKS: dict[str, dict[str, Any]] = {
+    "needle_said": {
+        "output_type": "generate_until", "doc_to_target": "answer",
+        "generation_kwargs": {"until": ["."], "max_gen_toks": 8, "do_sample": False},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    },
+    "needle_chosen": {
+        "output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "place",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    },
+}  # fmt: skip
+
+
+def write_tasks(folder: Path, num_documents: int, num_bytes: int) -> None:
+    """Both tasks over the same documents, as the harness reads them."""
+    rng, text, lines = np.random.default_rng(0), corpus(), []
+    for seed in range(num_documents):
+        made = needle_document(text, num_bytes, seed, depth=(seed + 0.5) / num_documents, num_distractors=3)
+        values = {made.answer}
+        while len(values) < CHOICES:
+            values.add(draw_value(rng))
+        choices = sorted(values)
+        lines.append(
+            {"prompt": made.prompt, "answer": made.answer, "choices": choices, "place": choices.index(made.answer)}
+        )
+    data = folder / "needles.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name, task in TASKS.items():
+        whole = {"task": name, **COMMON, "dataset_kwargs": {"data_files": {"test": str(data)}}, **task}
+        (folder / f"{name}.yaml").write_text(json.dumps(whole))  # JSON is YAML
+
+
+def demo_tokenizer(folder: Path) -> Path:
+    """The demo model's tokenizer with the names of its special tokens, which the harness asks for."""
+    folder.mkdir()
+    shutil.copy(DEMO_MODEL / "tokenizer.json", folder)
+    names = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|eos|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}))
+    return folder
+
+
+def run(module: str, model: str, model_args: str, tasks: Path, out: Path, batch: int) -> dict[str, Any]:
+    """What the harness writes of one run."""
+    command = [
+        sys.executable, "-m", module, "run", "--model", model, "--model_args", model_args, "--tasks", *TASKS,
+        "--include_path", str(tasks), "--output_path", str(out), "--device", "cpu", "--batch_size", str(batch),
+    ]  # fmt: skip
+    done = subprocess.run(command, stdin=subprocess.DEVNULL)
+    require(done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}: see what it said above")
+    (written,) = out.rglob("results_*.json")
+    told: dict[str, Any] = json.loads(written.read_text())
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path, help="JSON file to write")
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="Hugging Face directory")
+    parser.add_argument("--documents", type=int, default=24)
+    parser.add_argument("--bytes", type=int, default=4095, help="of each prompt")
+    parser.add_argument("--batch", type=int, default=4, help="rows at once; shorter ones are padded on the left")
+    parser.add_argument("--budget", type=float, default=0.05)
+    given = parser.parse_args()
+    if find_spec("lm_eval") is None:
+        raise ConfigError("lm-evaluation-harness is not installed: pip install 'lm_eval[hf]'")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        base = f"pretrained={given.model},dtype=float32,max_length={given.bytes + 64}"
+        if given.model == DEMO_MODEL:
+            base += f",tokenizer={demo_tokenizer(folder / 'tokenizer')}"
+        (folder / "tasks").mkdir()
+        write_tasks(folder / "tasks", given.documents, given.bytes)
+        sides = {
+            "dense": ("lm_eval", "hf", base),
+            "eps": ("eps_cuda.hooks.lm_eval", "eps-hf", f"{base},eps_method=rq,eps_budget={given.budget}"),
+        }
+        told = {
+            side: run(*arguments, folder / "tasks", folder / side, given.batch) for side, arguments in sides.items()
+        }
+    found = {
+        "lm_eval": version("lm_eval"), "transformers": version("transformers"), "torch": version("torch"),
+        "model": "demo" if given.model == DEMO_MODEL else str(given.model), "documents": given.documents,
+        "prompt_bytes": given.bytes, "batch": given.batch,
+        **{side: {
+            "needle_said": one["results"]["needle_said"]["exact_match,none"],
+            "needle_chosen": one["results"]["needle_chosen"]["acc,none"],
+            "seconds": round(float(one["total_evaluation_time_seconds"]), 1),
+        } for side, one in told.items()},
+        "read": told["eps"]["config"]["eps"],
+    }  # fmt: skip
+    with replacing(given.output) as file:
+        file.write(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

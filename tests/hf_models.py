@@ -1,0 +1,145 @@
+"""Tiny random models of the families that the transformers hook gates, and what its tests do with them."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from tiny_models import VOCAB_SIZE, WEIGHT_STD
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
+from eps_core.engine.paged import Paged
+from eps_core.gate.attend import attend_layer, collect
+from eps_core.load import load_backend
+from eps_cuda.hooks.transformers import EpsCache
+
+GLOBAL, SLIDING = "full_attention", "sliding_attention"
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 32}),
+    # its scale is not that of its head dim, and every other layer has a window
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 32, "query_pre_attn_scalar": 11, "sliding_window": 24, "num_hidden_layers": 4,
+            "layer_types": [SLIDING, GLOBAL, SLIDING, GLOBAL],
+        },
+    ),
+    "phi3": ("Phi3Config", {"pad_token_id": 0, "sliding_window": None}),
+}  # fmt: skip
+GATED = {name: (1, 3) if name == "gemma3" else (0, 1) for name in FAMILIES}
+SMALL = {"first_tokens": 4, "last_tokens": 8}
+
+
+def tiny_config(name: str, **overrides: Any) -> Any:
+    common = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
+        "initializer_range": WEIGHT_STD, "rms_norm_eps": 1e-5, "bos_token_id": 256, "eos_token_id": 257,
+    }  # fmt: skip
+    kind, own = FAMILIES[name]
+    return getattr(transformers, kind)(**common | own | overrides)
+
+
+@cache
+def tiny(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    """A model of that family. Tests leave it as it was."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(name), dtype=dtype, attn_implementation="sdpa")
+    model.generation_config = transformers.GenerationConfig(pad_token_id=0)
+    return model.eval()
+
+
+def prompts(lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Random tokens [B, T] padded on the left, and their mask."""
+    rng = np.random.default_rng(seed)
+    rows = [rng.integers(1, 256, length) for length in lengths]
+    most = max(lengths)
+    ids = np.stack([np.pad(row, (most - len(row), 0)) for row in rows])
+    mask = np.stack([np.arange(most) >= most - len(row) for row in rows]).astype(np.int64)
+    return torch.from_numpy(ids), torch.from_numpy(mask)
+
+
+class Attending:
+    """A model under an attention implementation, and as it was afterwards."""
+
+    def __init__(self, model: Any, name: str = "eps") -> None:
+        self.model, self.name = model, name
+
+    def __enter__(self) -> Any:
+        self.before = self.model.config._attn_implementation
+        self.model.set_attn_implementation(self.name)
+        return self.model
+
+    def __exit__(self, *exc: object) -> None:
+        self.model.set_attn_implementation(self.before)
+
+
+def feed(model: Any, cache: Any, ids: Tensor, mask: Tensor, start: int, end: int) -> Tensor:
+    """Logits [B, end - start, V] of the tokens from start to end, as `generate` would ask for them."""
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, start:end]
+    seen = None if bool(mask.all()) else mask[:, :end]
+    return model(
+        ids[:, start:end], attention_mask=seen, position_ids=positions, past_key_values=cache, use_cache=True
+    ).logits  # fmt: skip
+
+
+def live_sequences(cache: EpsCache) -> int:
+    rows = eps_layers(cache)[0].rows
+    return 0 if rows.paged is None else len(rows.paged.pool._live)
+
+
+def eps_layers(cache: Any) -> list[Any]:
+    return [layer for layer in cache.layers if type(layer).__name__ == "EpsLayer"]
+
+
+# ---- a straightforward reference: stock caches, and the oracle over a new cache for every call ----
+
+
+class Reference:
+    """Attention "eps-reference": of decode rows, everything anew from the raw K and V of a stock cache, in float64."""
+
+    NAME = "eps-reference"
+
+    def __init__(self, config: EpsConfig) -> None:
+        self.config, self.eps = config, load_backend("numpy")
+        self.lists: list[Any] = []
+        AttentionInterface.register(self.NAME, self.attend)
+        AttentionMaskInterface.register(self.NAME, sdpa_mask)
+
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any) -> Any:
+        if query.shape[2] > 1 or getattr(module, "is_sliding", False):
+            return sdpa_attention_forward(module, query, key, value, mask, **more)
+        batch, kv_heads, total, width = key.shape
+        spec = CacheSpec(1, kv_heads, width, batch * (total // self.config.store.unit_tokens + 1))
+        paged = Paged(self.eps, spec, self.config.store, "cpu")
+        sequences = [paged.open() for _ in range(batch)]
+        counts = [total if mask is None else int(mask[row, 0, -1].sum()) for row in range(batch)]
+        k, v = (
+            np.concatenate([x[row, :, total - counts[row] :].transpose(0, 1).numpy() for row in range(batch)])
+            for x in (key, value)
+        )
+        paged.write(0, k, v, paged.append(sequences, counts))
+        q = query[:, :, 0].numpy() * (more["scaling"] * width**0.5)
+        out, read = attend_layer(self.eps, paged.cache, 0, q, paged.where(self.config, sequences))
+        collect(self.eps, paged.cache, [read])
+        chosen = read.selection
+        self.lists.append(
+            None if chosen is None else [
+                [head[:count] for head, count in zip(row, numbers, strict=True)]
+                for row, numbers in zip(chosen.groups, chosen.counts, strict=True)
+            ]
+        )  # fmt: skip
+        return torch.from_numpy(np.asarray(out, np.float32))[:, None], None
+
+
+def stock(model: Any) -> DynamicCache:
+    return DynamicCache(config=model.config)

@@ -1,0 +1,118 @@
+"""`transformers serve` with EPS in it, asked by the `openai` client over the loopback address."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from tiny_models import save_model
+
+from eps_core.engine.settings import Settings, to_environment
+from eps_core.errors import ConfigError
+from eps_cuda.hooks.transformers import serve
+
+ROOT = Path(__file__).parent.parent
+SETTINGS = Settings.of({"method": "box", "group_tokens": 2, "budget": 0.2, "first_tokens": 2, "last_tokens": 4})
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+CODE = """
+import sys
+from pathlib import Path
+from eps_core.engine.settings import Settings, from_environment
+from eps_cuda.hooks.transformers import serve
+sys.exit(serve(Path(sys.argv[1]), Settings.of(from_environment()), "127.0.0.1", int(sys.argv[2]), ["--device", "cpu"]))
+"""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int, Path, subprocess.Popen]]:
+    """(model, port, metrics file, process) of a running server."""
+    folder = tmp_path_factory.mktemp("served")
+    path, metrics = save_model("llama2", folder / "model"), folder / "steps.jsonl"
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": TEMPLATE})
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, **to_environment(SETTINGS), "EPS_METRICS": str(metrics), "PYTHONPATH": str(ROOT)}
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", CODE, str(path), str(port)], stdout=log, stderr=log, env=environment
+        )
+    try:
+        for _ in range(600):
+            assert process.poll() is None, (folder / "log").read_text()
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield str(path), port, metrics, process
+        assert "gates 2 of 2 layers" in (folder / "log").read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def stats(port: int) -> dict[str, Any]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/eps/stats", timeout=30) as answer:
+        told: dict[str, Any] = json.load(answer)
+    return told
+
+
+def test_a_client_is_answered_in_a_stream_and_eps_is_in_it(served: Any) -> None:
+    model, port, metrics, process = served
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    before = stats(port)["steps"]
+    ask = {"model": model, "prompt": "ab" * 150, "max_tokens": 8, "temperature": 0}
+    whole = client.completions.create(**ask).choices[0].text
+    pieces = [one.choices[0].text for one in client.completions.create(**ask, stream=True) if one.choices]
+    assert "".join(pieces) == whole and len(pieces) >= 8
+    told = stats(port)
+    assert told["steps"] - before == 14 and told["fallbacks"] == {} and told["bytes_ratio"] < 0.5
+    message = [{"role": "user", "content": "ab" * 150}]
+    said = client.chat.completions.create(model=model, messages=message, max_tokens=8, temperature=0, stream=True)
+    assert sum(bool(one.choices and one.choices[0].delta.content) for one in said) >= 7
+
+    def asked(length: int) -> str:
+        text: str = client.completions.create(**{**ask, "prompt": "c" * length}).choices[0].text
+        return text
+
+    lengths = [40, 300, 90, 200, 10, 150, 60, 250]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(asked, lengths))
+    assert together[:2] == [asked(length) for length in lengths[:2]]
+
+    # a client that goes in mid-stream: its request ends, and the server answers the next
+    stream = client.completions.create(**{**ask, "max_tokens": 200}, stream=True)
+    next(iter(stream))
+    stream.close()
+    assert client.completions.create(**ask).choices[0].text == whole
+    assert stats(port)["fallbacks"] == {}
+
+    process.send_signal(signal.SIGTERM)
+    process.wait(30)
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert lines[0]["type"] == "run" and lines[-1]["type"] == "summary"
+    assert lines[-1]["steps"] == len(lines) - 2 > 14
+
+
+@pytest.mark.parametrize("flag", ["--continuous-batching", "--compile", "--attn-implementation=eager"])
+def test_flags_that_cannot_go_with_it_are_refused_by_name(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"serve {flag.split('=')[0]} cannot go with EPS"):
+        serve(Path("anywhere"), SETTINGS, "127.0.0.1", 1, [flag])
+
+
+def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="transformers serve cannot start"):
+        serve(tmp_path / "none", SETTINGS, "127.0.0.1", 1, ["--device", "cpu"])
