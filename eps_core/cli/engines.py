@@ -108,5 +108,6 @@ def serve_command(ctx: click.Context, /, **flags: Any) -> None:
     module = load_engine(flags["engine"])
     path = DEMO_MODEL if flags["model"] is None else resolve_model(flags["model"], own=False)
     settings = Settings(config, flags["metrics"], flags["eps_audit_every"], flags["kernels"])
+    click.echo(f"serving http://{flags['host']}:{flags['port']}/v1, model name {path}", err=True)
     code = module.serve(path, settings, flags["host"], flags["port"], flags["more"])
     ctx.exit(code)
