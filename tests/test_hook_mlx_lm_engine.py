@@ -136,7 +136,7 @@ PROMPTS = [list(range(60)) * 5, [7, 8, 9], [9] * 40]
 
 def test_an_engine_says_the_same_alone_and_in_a_batch_and_ends_at_a_stop(directory: Path) -> None:
     device = mx.default_device()
-    engine = open_engine(directory, Settings.of({**RQ, "budget": 1}), dtype="float32", max_tokens=320, num_sequences=3)
+    engine = open_engine(directory, Settings.of({**RQ, "budget": 1}), dtype="float32", max_tokens=2000, num_sequences=3)
     try:
         said: dict[bool, list[list[int]]] = {}
         for gated in (False, True):
@@ -163,6 +163,7 @@ def test_an_engine_says_the_same_alone_and_in_a_batch_and_ends_at_a_stop(directo
         assert sum(1 for _ in engine.generate(PROMPTS[:1], 10, Sampling(), True, (stop,))) == ended[0]
         pool = engine.hook.pool
         assert pool is not None and pool.num_live == 0
+        assert pool.spec.num_units == 94  # of 64 tokens: room for all of them, and it did not grow
         known = engine.describe()
         assert known["engine"] == "mlx-lm" and known["dtype"] == "float32" and known["versions"]["mlx-lm"]
     finally:

@@ -86,9 +86,9 @@ class PagedKVCache(_BaseCache, Attends):
         parts: tuple[list[mx.array], list[mx.array]] = ([], [])
         for row, left, length in zip(self.rows, self.left, lengths, strict=True):
             for kept, array in zip(parts, self.pool.read(self.layer, row, length), strict=True):
-                array = array.swapaxes(0, 1)
-                right = self.columns - left - length
-                kept.append(mx.pad(array, [(0, 0), (left, right), (0, 0)]) if left or right else array)
+                array, before = array.swapaxes(0, 1), min(left, self.columns)
+                after = self.columns - before - length
+                kept.append(mx.pad(array, [(0, 0), (before, after), (0, 0)]) if before or after else array)
         k, v = (mx.contiguous(mx.stack(kept)) for kept in parts)
         return k, v
 
