@@ -246,7 +246,8 @@ def server(directory: Path, tmp_path: Path) -> Iterator[Server]:
     port = free_port()
     command = [
         sys.executable, "-m", "eps_core.cli", "serve", "--engine", "mlx-lm", "--model", str(directory), "--method",
-        "rq", "--eps-budget", "0.1", "--port", str(port), "--", "--prompt-cache-size", "3",
+        "rq", "--eps-budget", "0.1", "--metrics", str(tmp_path / "steps.jsonl"), "--port", str(port), "--",
+        "--prompt-cache-size", "3",
     ]  # fmt: skip
     log = tmp_path / "server.log"
     with log.open("w") as file:
@@ -266,7 +267,7 @@ def server(directory: Path, tmp_path: Path) -> Iterator[Server]:
             process.wait()
 
 
-def test_eight_clients_at_once_one_of_which_goes_away_leave_nothing_behind(server: Server, directory: Path) -> None:
+def test_eight_clients_at_once_one_of_which_goes_away_leave_nothing_behind(server: Server, tmp_path: Path) -> None:
     texts = [f"the {index} sleeps " * (4 + 5 * index) for index in range(8)]
     said: dict[int, str] = {}
 
@@ -295,6 +296,10 @@ def test_eight_clients_at_once_one_of_which_goes_away_leave_nothing_behind(serve
     assert last["live_sequences"] == 0 and last["units_in_use"] == 0 and last["fallbacks"] == {}
     # of seven clients' tokens, the two asked again, and some of the one that left in the midst of 3,000
     assert 100 < last["rows"] < 1500 and last["bytes_ratio"] < 1
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [line["type"] for line in lines] == ["run", *["step"] * last["steps"], "summary"]
+    assert lines[-1]["bytes_kv_read"] == last["bytes_kv_read"] == sum(line["bytes_kv_read_est"] for line in lines[1:-1])
+    assert max(len(line["lengths"]) for line in lines[1:-1]) > 2  # clients shared steps
 
 
 def test_the_server_without_its_model_ends_with_one_line(tmp_path: Path) -> None:
