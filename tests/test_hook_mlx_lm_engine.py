@@ -312,6 +312,23 @@ def test_the_server_without_its_model_ends_with_one_line(tmp_path: Path) -> None
     assert done.returncode == 2 and "error: " in done.stderr.splitlines()[-1]
 
 
+def test_what_the_server_is_asked_for_besides_is_refused_or_told_at_once(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: Any
+) -> None:
+    from mlx_lm import server as theirs
+
+    monkeypatch.setattr(theirs, "run", lambda host, port, provider: None)
+    settings, draft = Settings.of(RQ), ["--draft-model", str(directory)]
+    with pytest.raises(ConfigError, match="KV cache of 4 bits: leave --kv-bits out"):
+        serve(directory, settings, "127.0.0.1", 1, ["--kv-bits", "4"])
+    assert serve(directory, Settings.of({}), "127.0.0.1", 1, ["--kv-bits", "4", *draft]) == 0
+    assert serve(directory, settings, "127.0.0.1", 1, []) == 0 and not caplog.records
+    assert serve(directory, settings, "127.0.0.1", 1, draft) == 0
+    assert "attended densely" in caplog.text
+    assert serve(directory, settings, "127.0.0.1", 1, ["--nonsense"]) == 2
+    assert "--nonsense" in capsys.readouterr().err
+
+
 def test_off_serves_mlx_lm_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     from mlx_lm import server as theirs
 
