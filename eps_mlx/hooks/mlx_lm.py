@@ -29,9 +29,11 @@ _LOAD_NAMES = (
 class eps:
     """`with eps(model, method="rq", budget=0.05, ..) as gated:` EPS attention in a model of mlx-lm, for as long as the
     block lasts; `gated` is its `Gated`, with `stats()`, to be asked in the thread that generates. Settings are those of
-    `EpsConfig.of`, and `metrics`, `audit_every` and `kernels`. mlx-lm's `max_kv_size` does nothing meanwhile: gated
-    layers keep every token. Raises ConfigError for settings out of range, a model without a layer that can be gated
-    (MLA is named), and a version of mlx-lm that is not known to work."""
+    `EpsConfig.of`, and `metrics`, `audit_every` and `kernels`.
+
+    Meanwhile mlx-lm's `max_kv_size` does nothing, as gated layers keep every token; prompt caches made without EPS are
+    attended densely. Raises ConfigError for settings out of range, a model without a layer that can be gated (MLA is
+    named), and a version of mlx-lm that is not known to work."""
 
     def __init__(self, model: Any, **settings: Any) -> None:
         self._model, self._settings = model, Settings.of(settings)
