@@ -25,6 +25,7 @@ from eps_core.summaries.rq import CENTRE_TOKENS
 from eps_cuda import pages
 from eps_cuda.device import DTYPES, device_of, empty_pool, gpu
 from eps_cuda.kernels.choose import kernels_module, usable_kernels
+from eps_cuda.pools import check_pools
 from eps_cuda.summaries.base import Part, Summary
 from eps_cuda.summaries.table import build_summary, method
 
@@ -76,19 +77,29 @@ class Cache(CountsReads):
 
 
 @torch.inference_mode()
-def new_cache(spec: CacheSpec, store: Store, device: str = "auto", kernels: str = "auto") -> Cache:
+def new_cache(
+    spec: CacheSpec,
+    store: Store,
+    device: str = "auto",
+    kernels: str = "auto",
+    pools: Sequence[tuple[Tensor, Tensor]] | None = None,
+) -> Cache:
     """An empty cache. With method off no summary, state or constant is allocated. `kernels` changes speed only: auto,
-    or one of `usable_kernels`."""
+    or one of `usable_kernels`. `pools`: of each layer an engine's own K and V to live in, views [P, Hkv, U, D] (see
+    `pools.check_pools`); what they hold is left as it is."""
     place = device_of(device)
     kernels = resolve_kernels(kernels, usable_kernels(place.type), place.type)
     shape = (spec.num_units, spec.num_kv_heads, store.unit_tokens, spec.head_dim)
     dtype, layers = DTYPES[spec.dtype], range(spec.num_layers)
+    if pools is None:
+        pools = [(empty_pool(shape, dtype, place).zero_(), empty_pool(shape, dtype, place).zero_()) for _ in layers]
+    check_pools(pools, spec.num_layers, shape, dtype, place.type)
     cache = Cache(
         spec,
         store,
         place.type,
-        k=[empty_pool(shape, dtype, place).zero_() for _ in layers],
-        v=[empty_pool(shape, dtype, place).zero_() for _ in layers],
+        k=[k for k, _ in pools],
+        v=[v for _, v in pools],
         finite=[torch.tensor(True, device=place) for _ in layers],
         kernels=kernels,
     )
@@ -197,7 +208,7 @@ def write_kv(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) 
         # the plan must follow every write, whatever the method makes of it
         plan = one.state[layer].plan(slots)
         _update_summaries(one, layer, rows, plan)
-        _mark_valid(one, layer, np.concatenate([plan.full_groups, plan.part_groups]))
+        mark_valid(one, layer, np.concatenate([plan.full_groups, plan.part_groups]))
         if one is not cache:
             cache.bytes_k_reread += one.bytes_k_reread
             one.bytes_k_reread = 0
@@ -214,17 +225,16 @@ def _update_summaries(cache: Cache, layer: int, keys: Tensor, plan: WritePlan) -
         # the first centre: encode every group that is full by now, also those written long ago
         state = cache.state[layer]
         written = np.flatnonzero(state.valid(np.arange(cache.spec.num_units * cache.store.groups_per_unit)))
-        _seal_stored(cache, layer, np.setdiff1d(written, plan.full_groups))
-        _mark_valid(cache, layer, written)
+        seal(cache, layer, np.setdiff1d(written, plan.full_groups))
+        mark_valid(cache, layer, written)
         has_parts = False
     if len(plan.full_groups):
-        in_hand = keys[_on(cache, plan.full_tokens)].transpose(1, 2)  # [F, Hkv, S, D]
-        _store(cache, layer, plan.full_groups, _summarise(cache, layer, in_hand))
+        seal(cache, layer, plan.full_groups, keys[_on(cache, plan.full_tokens)].transpose(1, 2))
     if has_parts:
         _extend(cache, layer, keys, plan)
 
 
-def _mark_valid(cache: Cache, layer: int, groups: np.ndarray) -> None:
+def mark_valid(cache: Cache, layer: int, groups: np.ndarray) -> None:
     """Tells kernels which of groups [F] may be read."""
     if not cache.valid or not cache.can_encode(layer):
         return
@@ -253,7 +263,7 @@ def _extend(cache: Cache, layer: int, keys: Tensor, plan: WritePlan) -> None:
     slot, the keys are read back once they are full."""
     store = cache.store
     followed = (plan.part_open >= 0) & store.facts.follows
-    _seal_stored(cache, layer, plan.part_groups[plan.sealed & ~followed])
+    seal(cache, layer, plan.part_groups[plan.sealed & ~followed])
     if not followed.any():
         return
     constants = cache.constants(layer)
@@ -282,15 +292,18 @@ def _extend(cache: Cache, layer: int, keys: Tensor, plan: WritePlan) -> None:
         _store(cache, layer, groups[sealed], summary)
 
 
-def _seal_stored(cache: Cache, layer: int, groups: np.ndarray) -> None:
-    """Summarises full groups [F] by reading their keys back from the cache, which is counted."""
+def seal(cache: Cache, layer: int, groups: np.ndarray, keys: Tensor | None = None) -> None:
+    """Summarises full groups [F] of keys [F, Hkv, S, D]; where these are not in hand, they are read back from the
+    cache, which is counted."""
     if not len(groups):
         return
     spec, store = cache.spec, cache.store
-    units, subs = np.divmod(groups, store.groups_per_unit)
-    rows = (units[:, None] * spec.num_kv_heads + np.arange(spec.num_kv_heads)) * store.groups_per_unit + subs[:, None]
-    keys = pages.tiles_of(cache.k[layer], _on(cache, rows), store.S)
-    cache.bytes_k_reread += keys.nbytes
+    if keys is None:
+        units, subs = np.divmod(groups, store.groups_per_unit)
+        heads = units[:, None] * spec.num_kv_heads + np.arange(spec.num_kv_heads)
+        rows = heads * store.groups_per_unit + subs[:, None]
+        keys = pages.tiles_of(cache.k[layer], _on(cache, rows), store.S)
+        cache.bytes_k_reread += keys.nbytes
     _store(cache, layer, groups, _summarise(cache, layer, keys))
 
 
@@ -340,7 +353,7 @@ def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
                     for running in one.open[layer].values():
                         running[to_open] = running[from_open]
                 per_unit = one.store.groups_per_unit
-                _mark_valid(one, layer, to_unit * per_unit + np.arange(per_unit))
+                mark_valid(one, layer, to_unit * per_unit + np.arange(per_unit))
     return cache
 
 

@@ -19,6 +19,7 @@ import triton_interpreter  # noqa: F401  mends what the interpreter gets wrong i
 
 from eps_core.load import BACKENDS, load_backend
 
+collect_ignore = ["vllm"]  # a suite of its own: scripts/test_vllm.sh
 REQUESTED = os.environ.get("EPS_TEST_BACKENDS", ",".join(BACKENDS)).split(",")
 
 

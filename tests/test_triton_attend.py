@@ -225,7 +225,7 @@ def test_splits_change_rounding_alone():
         check_states(one, *attended(attend_module, replace(one, case=replace(one.case, splits=splits))), want)
 
 
-def test_lists_may_come_in_strides_and_pools_may_not():
+def test_lists_may_come_in_strides_and_tables_may_not():
     one = scene(BASE)
     want = attended(attend_module, one)
     padded = torch.nn.functional.pad(one.groups, (0, 3), value=-1)[..., :-3]
@@ -233,8 +233,10 @@ def test_lists_may_come_in_strides_and_pools_may_not():
     assert not padded.is_contiguous() and not q.is_contiguous()
     for got, same in zip(attended(attend_module, replace(one, groups=padded, q=q)), want, strict=True):
         assert torch.equal(got, same)
+    with pytest.raises(ValueError, match="lie alike"):
+        attended(attend_module, replace(one, k=one.k.transpose(2, 3).contiguous().transpose(2, 3)))
     with pytest.raises(ValueError, match="is not contiguous"):
-        attended(attend_module, replace(one, k=one.k.transpose(0, 1)))
+        attended(attend_module, replace(one, table=one.table.repeat(1, 2)[:, : one.table.shape[1]]))
     with pytest.raises(ValueError, match="must agree"):
         attended(attend_module, replace(one, q=one.q[..., :8]))
     with pytest.raises(ValueError, match="multiple"):
@@ -411,10 +413,10 @@ ATTEND_MUTANTS = {
                                   "total = total + tl.sum(weight, axis=1)", LONG),
     "interleaves query heads": ("head = pair.to(tl.int64) * R + r",
                                 "head = (b * HKV * R + r * HKV + h).to(tl.int64)", BASE),
-    "reads the first kv head": ("(unit.to(tl.int64) * HKV + h) * U", "(unit.to(tl.int64) * HKV) * U", BASE),
+    "reads the first kv head": ("+ h * HEAD_STRIDE", "", BASE),
     "reads the group after": ("group * S + token % S", "(group + 1) * S + token % S", BASE),
-    "takes the tile's place for the unit's": ("* U + position % U", "* U + position % S", BASE),
-    "reads masked rows": ("mask = live[:, None]", "mask = (row >= 0)[:, None]", BASE),
+    "takes the tile's place for the unit's": ("position % U * TOKEN_STRIDE", "position % S * TOKEN_STRIDE", BASE),
+    "reads masked rows": ("mask = live[:, None]", "mask = (start >= 0)[:, None]", BASE),
     "lets dead tokens count": ("tl.where(live[None, :], logits * scale", "tl.where(row[None, :] > -9, logits * scale",
                                BASE),
     "forgets the base of its logarithm": ("* 0.6931471805599453", "* 1.0", BASE),
@@ -506,7 +508,8 @@ def split_job(vendor: str, dtype: str, head_dim: int, repeat: int, size: int, ga
     constants = {
         "HKV": 8, "R": repeat, "D": head_dim, "U": max(64, size), "S": size, "GATED": gated,
         "WIDE_Q": dtype != "fp32" and dtype != q_dtype, **attend_module.padding(repeat, head_dim),
-        "BLOCK_N": chosen.block_tokens,
+        "BLOCK_N": chosen.block_tokens, "TOKEN_STRIDE": head_dim, "HEAD_STRIDE": max(64, size) * head_dim,
+        "UNIT_STRIDE": 8 * max(64, size) * head_dim,
     }  # fmt: skip
     options = {"num_warps": chosen.num_warps, "num_stages": attend_module.STAGES[vendor]}
     return Job("eps_cuda.kernels.attend", "attend_split_kernel", types, constants, options)

@@ -342,11 +342,11 @@ MUTATIONS = {
     "sealed one slot early": ("seals = offset % GROUP == GROUP - 1", "seals = offset % GROUP == GROUP - 2"),
     "centre left out": (" - tl.load(centre + d, mask=inside, other=0).to(tl.float32)", ""),
     "centre of the first head": ("centre + head * HEAD_DIM, signs", "centre, signs"),
-    "heads mixed up": ("start = (unit * KV_HEADS + head) * UNIT", "start = (unit * KV_HEADS + 1 - head) * UNIT"),
+    "heads mixed up": ("+ head * HEAD_STRIDE  #", "+ (1 - head) * HEAD_STRIDE  #"),
     "summaries of heads mixed up": ("group = (unit * KV_HEADS + head)", "group = (unit * KV_HEADS + 1 - head)"),
     "valid never cleared": ("seals.to(tl.uint8), mask=head == 0", "seals.to(tl.uint8), mask=(head == 0) & seals"),
     "tail valid never cleared": ("ends.to(tl.uint8), mask=head == 0", "ends.to(tl.uint8), mask=(head == 0) & ends"),
-    "tail of one row less": ("_sum_rows(rows, value, TAIL,", "_sum_rows(rows + HEAD_DIM, value, TAIL - 1,"),
+    "tail of one row less": ("_sum_rows(rows, value, TAIL,", "_sum_rows(rows + TOKEN_STRIDE, value, TAIL - 1,"),
     "new row left out": ("[:, None], new[None, :], x)", "[:, None], 0.0, x)"),
     "infinity passed over": ('tl.abs(key.to(tl.float32)) < float("inf")', 'tl.abs(key.to(tl.float32)) <= float("inf")'),
     "padding written": ("    if slot < 0:\n        return\n", "    slot = tl.maximum(slot, 0)\n"),
@@ -391,6 +391,8 @@ def job_of(case: Case) -> Job:
     constants, num_warps = write.launch_constants(
         8, case.head_dim, config.store.unit_tokens, config.store.S, config.store.tail_tokens, config.store.bits
     )
+    unit = config.store.unit_tokens * case.head_dim
+    constants |= {"UNIT_STRIDE": 8 * unit, "HEAD_STRIDE": unit, "TOKEN_STRIDE": case.head_dim}
     types = dict.fromkeys(("k", "v", "k_pool", "v_pool"), kind)
     types |= dict.fromkeys(("k_token", "k_head", "v_token", "v_head"), "i32")
     types |= {"slots": "*i32", "finite": "*u8", "valid": "*u8", "codes": "*u8", "scale": "*fp16"}

@@ -1,9 +1,9 @@
 """Compiled attention over listed groups of a paged cache, and over the mean values of what was left out.
 
-K and V pools come flat; token row (((unit * Hkv + h) * GPU + g % GPU) * S + offset) has D elements. Logits, softmax and
-sums are float32 whatever the cache holds. Lists are cut into tasks of about as many tokens, whose partial results
-(largest logit, sum of exponentials, weighted sum of values) are merged at the end: heads may list different numbers of
-groups, and one sequence with few kv heads still keeps every core busy.
+K and V pools come flat, with their strides in elements: those of a unit, of a kv head in it and of a token, whose D
+elements lie together. Logits, softmax and sums are float32 whatever the cache holds. Lists are cut into tasks of about
+as many tokens, whose partial results (largest logit, sum of exponentials, weighted sum of values) are merged at the
+end: heads may list different numbers of groups, and one sequence with few kv heads still keeps every core busy.
 """
 
 import numpy as np
@@ -17,7 +17,8 @@ ROWS_AT_A_TIME = 32  # values between a load and a store of the sums; changes sp
 
 @kernel(fastmath=FAST)
 def attend(
-    progress, q, k, v, table, lengths, groups, counts, size, per_unit, per_task, starts, largest, masses, sums, out, lse
+    progress, q, k, v, strides, table, lengths, groups, counts, size, per_unit, per_task, starts, largest, masses, sums,
+    out, lse,
 ):  # fmt: skip
     """Fills out [B, Hq, D] and lse [B, Hq] float32 with attention of q [B, Hq, D] float32 unscaled over the first
     counts [B, Hkv] of groups [B, Hkv, W], ascending; 0 and -inf where none is listed. Tokens from lengths [B] on are
@@ -41,9 +42,9 @@ def attend(
         count = 0
         for i in range(first, min(first + per_task, counts[b, h])):
             m, sub = divmod(groups[b, h, i], per_unit)
-            start = ((table[b, m] * kv_heads + h) * per_unit + sub) * size
+            start = table[b, m] * strides[0] + h * strides[1] + sub * size * strides[2]
             for offset in range(min(size, lengths[b] - groups[b, h, i] * size)):
-                rows[count] = (start + offset) * head_dim
+                rows[count] = start + offset * strides[2]
                 count += 1
         padded = (count + 3) // 4 * 4
         rows[count : padded + PREFETCH_ROWS] = rows[count - 1] if count else 0

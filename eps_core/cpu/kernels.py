@@ -48,6 +48,16 @@ def _lanes(array: np.ndarray) -> np.ndarray:
     return (array.view(np.int16) if array.dtype == np.float16 else array).reshape(-1)
 
 
+def _flat_pool(pool: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int]]:
+    """The memory from the first to the last element of a pool [P, Hkv, U, D], flat as `_lanes`, and the strides of a
+    unit, a kv head and a token in elements: no copy however they lie, as long as a row's D elements lie together."""
+    unit, head, token, element = (stride // pool.itemsize for stride in pool.strides)
+    assert element == 1 or pool.shape[3] == 1, "the elements of a row of K or V do not lie together"
+    span = 1 + sum((size - 1) * stride for size, stride in zip(pool.shape, (unit, head, token, 1), strict=True))
+    flat = np.lib.stride_tricks.as_strided(pool, (span,), (pool.itemsize,))
+    return _lanes(flat), (unit, head, token)
+
+
 def score(
     cache: Any, layer: int, q: np.ndarray, where: Where, host: Host, run: Run
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None, np.ndarray, np.ndarray | None] | None:
@@ -142,7 +152,8 @@ def attend(
         groups, counts = listed
         cache.kv_bytes_read += int(counts.sum()) * size * spec.kv_token_bytes
     out, lse = np.empty(q.shape, np.float32), np.empty(q.shape[:2], np.float32)
-    k, v = (_lanes(host(pool[layer])) for pool in (cache.k, cache.v))
+    (k, strides), (v, other) = (_flat_pool(host(pool[layer])) for pool in (cache.k, cache.v))
+    assert strides == other, "K and V do not lie alike"
     tokens = int(counts.sum()) * size
     least, most = TASK_TOKENS
     tokens_each = min(max(tokens // (TASKS_PER_THREAD * threads.num_threads()), least), most)
@@ -153,8 +164,8 @@ def attend(
     largest, masses = (np.empty((starts[-1], heads), np.float32) for _ in range(2))
     sums = np.empty((starts[-1], heads * q.shape[2]), np.float32)
     run(
-        attend.attend, 2, q, k, v, table, lengths, groups, counts, size, per_unit, per_task, starts, largest,
-        masses, sums, out, lse,
+        attend.attend, 2, q, k, v, strides, table, lengths, groups, counts, size, per_unit, per_task, starts,
+        largest, masses, sums, out, lse,
     )  # fmt: skip
     return out, lse
 

@@ -158,6 +158,31 @@ class GroupState:
         more = num_units * self.groups_per_unit - len(self.fill)
         self.fill = np.concatenate([self.fill, np.zeros(more, self.fill.dtype)])
 
+    def trust(self, groups: np.ndarray, fill: np.ndarray) -> None:
+        """Says that each of groups [N] holds at least its first `fill` [N] tokens, whoever wrote them: those that this
+        state knew less of have no accumulators."""
+        less = np.flatnonzero(self.fill[groups] < fill)
+        if not len(less):
+            return
+        groups, fill = np.asarray(groups)[less], np.asarray(fill)[less]
+        self.history = hash((self.history, "trust", groups.tobytes(), fill.tobytes()))
+        self.fill[groups] = fill
+        for group in groups.tolist():
+            self._release_open(group)
+
+    def unseal(self, groups: np.ndarray) -> None:
+        """Full groups [N] whose keys were not known count as one token short: they get no summary."""
+        if len(groups):
+            self.history = hash((self.history, "unseal", groups.tobytes()))
+            self.fill[groups] = self.group_tokens - 1
+
+    def forget(self) -> None:
+        """Nothing is known of any group: the pool was, or may have been, written by others."""
+        self.history = hash((self.history, "forget"))
+        self.fill[:] = 0
+        for group in list(self._open):
+            self._release_open(group)
+
     def release(self, units: Iterable[int]) -> None:
         """Forgets what the groups of some units hold. Need not be called for freed units: offset 0 starts anew."""
         for unit in units:

@@ -27,6 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eps_cuda.pools import strides
+
 State = tuple[Tensor, Tensor]
 
 DEFAULT_PROCESSORS = 132  # multiprocessors to fill where no GPU can be asked
@@ -72,9 +74,9 @@ def load_units(table, position, U: tl.constexpr):
 
 
 @triton.jit
-def load_rows(pool, row, d, live, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Rows [N] int64 of a pool [.., D] as [N, D_PAD]: zeros, unread, where not `live` [N] or past D."""
-    offset = row[:, None] * D + d[None, :]
+def load_rows(pool, start, d, live, D: tl.constexpr, D_PAD: tl.constexpr):
+    """The rows of D elements from start [N] int64 on as [N, D_PAD]: zeros, unread, where not `live` [N] or past D."""
+    offset = start[:, None] + d[None, :]
     mask = live[:, None]
     if D != D_PAD:
         mask = mask & (d < D)[None, :]
@@ -94,6 +96,7 @@ def attend_split_kernel(
     scale, list_width, table_width,
     HKV: tl.constexpr, R: tl.constexpr, D: tl.constexpr, U: tl.constexpr, S: tl.constexpr, GATED: tl.constexpr,
     WIDE_Q: tl.constexpr, R_PAD: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Program (b * HKV + h, split): its share of the tokens of kv head h of sequence b, for the R query heads at once.
     Writes part_out [B, Hq, splits, D] float32, normalised, and part_lse [B, Hq, splits] float32, natural log."""
@@ -129,7 +132,7 @@ def attend_split_kernel(
     group = load_groups(groups, token + BLOCK_N, last, S, GATED)
     for start in range(first, last, BLOCK_N):
         live = position >= 0
-        row = (unit.to(tl.int64) * HKV + h) * U + position % U
+        row = unit.to(tl.int64) * UNIT_STRIDE + h * HEAD_STRIDE + position % U * TOKEN_STRIDE
         token = start + BLOCK_N + tl.arange(0, BLOCK_N)
         position = positions(group, token, last, length, S)
         unit = load_units(table, position, U)
@@ -224,7 +227,7 @@ def attend_splits(
     counts: Tensor | None, group_tokens: int, num_splits: int | None,
 ) -> State:  # fmt: skip
     """The partial results that `merge_splits` merges: (out [B, Hq, splits, D], lse [B, Hq, splits]) float32."""
-    check_layout(k_pool=k_pool, v_pool=v_pool, table=table, lengths=lengths)
+    check_layout(table=table, lengths=lengths)
     batch, num_heads, head_dim = q.shape
     _, kv_heads, unit_tokens, _ = k_pool.shape
     if k_pool.shape != v_pool.shape or k_pool.dtype != v_pool.dtype or k_pool.shape[3] != head_dim:
@@ -246,7 +249,8 @@ def attend_splits(
         math.log2(math.e) / math.sqrt(head_dim), width, table.shape[1],
         HKV=kv_heads, R=repeat, D=head_dim, U=unit_tokens, S=group_tokens, GATED=groups is not None,
         WIDE_Q=k_pool.dtype in HALVES and q.dtype != k_pool.dtype, **padding(repeat, head_dim),
-        BLOCK_N=chosen.block_tokens, num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+        BLOCK_N=chosen.block_tokens, **stride_constants(k_pool, v_pool), num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
     )  # fmt: skip
     return part_out, part_lse
 
@@ -265,6 +269,12 @@ def plan(
     # float32 has no tensor cores here: its products need the registers of more warps (4 spill)
     num_warps = 8 if dtype == torch.float32 and head_dim > 64 else 4
     return Plan(block_tokens, max(num_splits, 1), num_warps, STAGES["hip" if torch.version.hip else "cuda"])
+
+
+def stride_constants(k_pool: Tensor, v_pool: Tensor) -> dict[str, int]:
+    """How both pools lie, compiled into a kernel: the pools of a cache do not move. Raises ValueError as
+    `pools.strides`."""
+    return dict(zip(("UNIT_STRIDE", "HEAD_STRIDE", "TOKEN_STRIDE"), strides(k_pool, v_pool), strict=True))
 
 
 def padding(repeat: int, head_dim: int) -> dict[str, int]:

@@ -24,8 +24,12 @@ State = tuple[Tensor, Tensor]
 
 def _host(array: Tensor) -> np.ndarray:
     """The array's own memory; bfloat16 as uint16."""
+    return _memory(array if array.is_contiguous() else array.contiguous())
+
+
+def _memory(array: Tensor) -> np.ndarray:
+    """`_host` without a copy, with the strides that the array has."""
     array = array.detach() if array.requires_grad else array
-    array = array if array.is_contiguous() else array.contiguous()
     return array.view(torch.uint16).numpy() if array.dtype == torch.bfloat16 else array.numpy()
 
 
@@ -82,7 +86,7 @@ def select(scores: Scores, where: Where, layer: int = 0) -> Selection | None:
 def attend(cache: Cache, layer: int, q: Tensor, where: Where, selection: Selection | None) -> State:
     """See `attention.attend`."""
     listed = None if selection is None else _listed(selection)
-    out, lse = kernels.attend(cache, layer, _host(q.float()), where, listed, _host, _run)
+    out, lse = kernels.attend(cache, layer, _host(q.float()), where, listed, _memory, _run)
     return torch.from_numpy(out).to(q.dtype), torch.from_numpy(lse)
 
 

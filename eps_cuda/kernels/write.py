@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eps_core.summaries.rq import RQ_STEP, SECOND_STEP
+from eps_cuda.kernels.attend import stride_constants
 
 # most elements of a group or tail that a program sums at once, and the most that one warp is given: its butterflies
 # need no barrier, and it still fits its registers. Changes speed only
@@ -92,8 +93,9 @@ def _add_halves(x, ROWS: tl.constexpr, DIM2: tl.constexpr, LOG: tl.constexpr):
 
 @triton.jit
 def _sum_rows(
-    rows, new, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.constexpr, LOG: tl.constexpr, LOG_MOST: tl.constexpr
-):
+    rows, new, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.constexpr, LOG: tl.constexpr,
+    LOG_MOST: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
+):  # fmt: skip
     """`_tree_sum` of the ROWS rows at `rows`, float32 [DIM2]; the last of them is `new` [DIM2], in registers. At most
     2^LOG_MOST rows are in hand at once."""
     LOG_TILE: tl.constexpr = LOG if LOG < LOG_MOST else LOG_MOST
@@ -105,7 +107,7 @@ def _sum_rows(
         row, there = _tree_row(part + (tl.arange(0, 1 << LOG_TILE) << LOG_PARTS), ROWS, LOG)
         stored = there & (row != ROWS - 1)
         inside = stored[:, None] & (d < HEAD_DIM)[None, :]
-        x = tl.load(rows + row[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0)
+        x = tl.load(rows + row[:, None] * TOKEN_STRIDE + d[None, :], mask=inside, other=0)
         x = tl.where((there & (row == ROWS - 1))[:, None], new[None, :], x).to(tl.float32)
         branch = _add_halves(x, 1 << LOG_TILE, DIM2, LOG_TILE)
         parts = tl.where((tl.arange(0, 1 << LOG_PARTS) == part)[:, None], branch[None, :], parts)
@@ -225,6 +227,7 @@ def write_kernel(
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.constexpr, LOG_DIM: tl.constexpr,
     UNIT: tl.constexpr, GROUP: tl.constexpr, LOG_GROUP: tl.constexpr, TAIL: tl.constexpr, LOG_TAIL: tl.constexpr,
     LOG_TILE: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr, SECOND: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
 ):  # fmt: skip
     """One program per (token, kv head). Pointers that are None are left out; `finite` uint8; `largest_*` as int32."""
     token = tl.program_id(0).to(tl.int64)
@@ -238,8 +241,8 @@ def write_kernel(
     inside = d < HEAD_DIM
     key = tl.load(k + token * k_token + head * k_head + d, mask=inside, other=0).to(k_pool.dtype.element_ty)
     value = tl.load(v + token * v_token + head * v_head + d, mask=inside, other=0).to(v_pool.dtype.element_ty)
-    start = (unit * KV_HEADS + head) * UNIT  # row of the unit's first token
-    at = (start + offset) * HEAD_DIM + d
+    start = unit * UNIT_STRIDE + head * HEAD_STRIDE  # of the unit's first token
+    at = start + offset * TOKEN_STRIDE + d
     tl.store(k_pool + at, key, mask=inside)
     tl.store(v_pool + at, value, mask=inside)
     is_finite = tl.abs(key.to(tl.float32)) < float("inf")
@@ -251,8 +254,8 @@ def write_kernel(
     if codes is not None:
         group = (unit * KV_HEADS + head) * (UNIT // GROUP) + offset // GROUP
         if seals:
-            rows = k_pool + (start + offset - (GROUP - 1)) * HEAD_DIM
-            total = _sum_rows(rows, key, GROUP, HEAD_DIM, DIM2, LOG_GROUP, LOG_TILE)
+            rows = k_pool + start + (offset - (GROUP - 1)) * TOKEN_STRIDE
+            total = _sum_rows(rows, key, GROUP, HEAD_DIM, DIM2, LOG_GROUP, LOG_TILE, TOKEN_STRIDE)
             _seal_keys(
                 total, centre + head * HEAD_DIM, signs, group, codes, scale, second, second_scale,
                 GROUP, HEAD_DIM, DIM2, LOG_DIM, BITS, STEP, SECOND,
@@ -262,8 +265,8 @@ def write_kernel(
         if tail_valid is not None:
             tl.store(tail_valid + unit * (UNIT // TAIL) + offset // TAIL, ends.to(tl.uint8), mask=head == 0)
         if ends:
-            rows = v_pool + (start + offset - (TAIL - 1)) * HEAD_DIM
-            total = _sum_rows(rows, value, TAIL, HEAD_DIM, DIM2, LOG_TAIL, LOG_TILE)
+            rows = v_pool + start + (offset - (TAIL - 1)) * TOKEN_STRIDE
+            total = _sum_rows(rows, value, TAIL, HEAD_DIM, DIM2, LOG_TAIL, LOG_TILE, TOKEN_STRIDE)
             run = (unit * KV_HEADS + head) * (UNIT // TAIL) + offset // TAIL
             _seal_values(total, run, mean, mean_scale, TAIL, HEAD_DIM, DIM2)
     if largest_key is not None:
@@ -324,7 +327,7 @@ def write_tokens(
     assert k.stride(2) == v.stride(2) == 1 or head_dim == 1, "a row of k or v is not contiguous"
     assert unit_tokens % group_tokens == 0, "groups do not divide a unit"
     assert finite.dtype in (torch.bool, torch.uint8) and finite.numel() == 1
-    flat = [k_pool, v_pool]
+    flat = []
     per_unit = unit_tokens // group_tokens
     if valid is not None:
         assert valid.dtype == torch.uint8 and valid.shape == (num_units * per_unit,)
@@ -360,5 +363,5 @@ def write_tokens(
         *((tail.mean, tail.mean_scale, tail.valid) if tail else (None,) * 3),
         *largest,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        **constants, num_warps=num_warps, enable_fp_fusion=False,
+        **constants, **stride_constants(k_pool, v_pool), num_warps=num_warps, enable_fp_fusion=False,
     )  # fmt: skip

@@ -1,0 +1,214 @@
+"""A cache over an engine's own pools, however they lie, equals one over contiguous pools: values, lists and summaries.
+
+What lies between the rows, and in slots that were never written, is NaN: whatever reads it shows.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec, Store
+from eps_core.load import load_backend
+from eps_core.paging.where import Where
+from eps_cuda.adopt import adopt, forget, trust
+from eps_cuda.cache import Cache
+
+eps = load_backend("cuda")
+
+LAYERS, KV_HEADS, HEADS, HEAD_DIM, UNITS = 2, 2, 4, 16, 32
+LENGTHS = (300, 129, 7)
+Layout = Callable[[int, int, torch.dtype], tuple[Tensor, Tensor]]
+
+
+def interleaved_hnd(units: int, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """vLLM's LBHNC: K and V of a token side by side, heads before tokens."""
+    base = torch.full((units, KV_HEADS, tokens, 2 * HEAD_DIM), torch.nan, dtype=dtype)
+    return base[..., :HEAD_DIM], base[..., HEAD_DIM:]
+
+
+def interleaved_nhd(units: int, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """vLLM's LBNHC: tokens before heads."""
+    base = torch.full((units, tokens, KV_HEADS, 2 * HEAD_DIM), torch.nan, dtype=dtype).transpose(1, 2)
+    return base[..., :HEAD_DIM], base[..., HEAD_DIM:]
+
+
+def pages(units: int, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """All K of a page, then all V, then what somebody else keeps there."""
+    size = KV_HEADS * tokens * HEAD_DIM
+    base = torch.full((units, 2 * size + 24), torch.nan, dtype=dtype)
+    k, v = (base[:, i * size : (i + 1) * size].unflatten(1, (KV_HEADS, tokens, HEAD_DIM)) for i in range(2))
+    return k, v
+
+
+LAYOUTS = (interleaved_hnd, interleaved_nhd, pages)
+CONFIGS = {
+    "rq@2": {"method": "rq"},
+    "rq@4 of 2 bits": {"method": "rq", "group_tokens": 4, "bits": 2},
+    "box": {"method": "box", "group_tokens": 16},
+    "moments, tail of 64": {"method": "moments", "group_tokens": 16, "tail_tokens": 64},
+    "rq@2, certified": {"method": "rq", "bound_bits": 8},
+}
+CASES = [
+    pytest.param(layout, settings, kernels, dtype, id=f"{layout.__name__}-{name}-{kernels}-{dtype}")
+    for layout in LAYOUTS
+    for name, settings in CONFIGS.items()
+    for kernels in ("arrays", "numba")
+    for dtype in ("float32", "bfloat16")
+] + [  # in the interpreter, which is slow
+    pytest.param(layout, CONFIGS["rq@2"], "triton", dtype, id=f"{layout.__name__}-rq@2-triton-{dtype}")
+    for layout, dtype in zip(LAYOUTS, ("bfloat16", "float32", "float32"), strict=True)
+]
+
+
+def caches(config: EpsConfig, layout: Layout, kernels: str, dtype: str) -> tuple[Cache, Cache]:
+    """The same cache over contiguous pools and over strided ones."""
+    spec = CacheSpec(LAYERS, KV_HEADS, HEAD_DIM, UNITS, dtype)
+    pools = [layout(UNITS, config.store.unit_tokens, getattr(torch, dtype)) for _ in range(LAYERS)]
+    for k, v in pools:
+        assert not k.is_contiguous() and not v.is_contiguous()
+    return eps.new_cache(spec, config.store, "cpu", kernels), eps.new_cache(spec, config.store, "cpu", kernels, pools)
+
+
+def fill(config: EpsConfig, both: tuple[Cache, Cache]) -> tuple[np.ndarray, torch.Generator]:
+    """Writes three sequences, in chunks and then token by token; returns their table."""
+    unit = config.store.unit_tokens
+    rng = torch.Generator().manual_seed(3)
+    order = np.random.default_rng(5).permutation(UNITS)
+    table, taken = np.full((len(LENGTHS), -(-max(LENGTHS) // unit)), -1, np.int32), 0
+    for b, length in enumerate(LENGTHS):
+        needed = -(-length // unit)
+        table[b, :needed] = order[taken : taken + needed]
+        taken += needed
+    for step in range(4):
+        slots = []
+        for b, length in enumerate(LENGTHS):
+            # all but the last three tokens at once
+            at = np.arange(length - 3) if step == 0 else np.array([length - 4 + step])
+            slots.append(table[b, at // unit].astype(np.int64) * unit + at % unit)
+        where = np.concatenate(slots)
+        for layer in range(LAYERS):
+            k, v = (torch.randn((len(where), KV_HEADS, HEAD_DIM), generator=rng) for _ in range(2))
+            for cache in both:
+                eps.write_kv(cache, layer, k.to(cache.k[0].dtype), v.to(cache.k[0].dtype), where)
+    return table, rng
+
+
+@pytest.mark.parametrize(("layout", "settings", "kernels", "dtype"), CASES)
+def test_strided_pools_equal_contiguous_ones(layout: Layout, settings: dict, kernels: str, dtype: str) -> None:
+    config = EpsConfig.of(budget=0.2, first_tokens=4, last_tokens=8, **settings)
+    both = caches(config, layout, kernels, dtype)
+    table, rng = fill(config, both)
+    where = Where.of(config, table, np.array(LENGTHS))
+    ours, theirs = both
+    for layer in range(LAYERS):
+        for b, length in enumerate(LENGTHS):
+            for mine, other in zip(*(eps.read_kv(one, layer, table[b], length) for one in both), strict=True):
+                assert torch.isfinite(other).all() and torch.equal(mine, other)
+        for nested in ("", "tail", "bound"):
+            one, other = (getattr(cache, nested) if nested else cache for cache in both)
+            if one is not None and other is not None:
+                for name in one.summaries[layer]:
+                    assert torch.equal(one.summaries[layer][name], other.summaries[layer][name]), name
+        q = torch.randn((len(LENGTHS), HEADS, HEAD_DIM), generator=rng)
+        for dense in (True, False):
+            states, lists = [], []
+            for cache in both:
+                chosen = None
+                if not dense:
+                    scores = eps.score(cache, layer, q, where)
+                    chosen = eps.select(scores, where, layer)
+                    lists.append(chosen)
+                state = eps.attend(cache, layer, q, where, chosen)
+                if chosen is not None and cache.tail is not None:
+                    state = eps.add_tail(cache, layer, where, scores, chosen, state)
+                states.append(state)
+            for mine, other in zip(*states, strict=True):
+                assert torch.isfinite(other).all() and torch.equal(mine, other)
+            if lists:
+                assert torch.equal(lists[0].counts, lists[1].counts) and torch.equal(lists[0].groups, lists[1].groups)
+    assert ours.kv_bytes_read == theirs.kv_bytes_read and ours.bytes_k_reread == theirs.bytes_k_reread
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_units_are_copied_and_nothing_else_is_touched(layout: Layout) -> None:
+    config = EpsConfig.of(method="rq")
+    both = caches(config, layout, "arrays", "float32")
+    table, _ = fill(config, both)
+    free = [unit for unit in range(UNITS) if unit not in table]
+    for cache in both:
+        eps.copy_units(cache, [int(table[0, 1])], free[:1])
+    for layer in range(LAYERS):
+        for mine, other in zip(both[0].k + both[0].v, both[1].k + both[1].v, strict=True):
+            written = ~torch.isnan(other)
+            assert torch.equal(mine[written], other[written])
+            assert (mine[~written] == 0).all(), "a slot that was never written holds something"
+        gaps = both[1].k[layer]
+        whole = torch.as_strided(gaps, (gaps.untyped_storage().nbytes() // 4,), (1,), 0)
+        if layout is pages:
+            assert torch.isnan(whole.view(UNITS, -1)[:, -24:]).all(), "the engine's own bytes were written to"
+
+
+def test_pools_that_do_not_fit_are_refused() -> None:
+    config = EpsConfig.of(method="rq")
+    spec = CacheSpec(1, KV_HEADS, HEAD_DIM, UNITS)
+    unit = config.store.unit_tokens
+    k, v = interleaved_hnd(UNITS, unit, torch.float32)
+    good, turned = [(k, v)], k.mT.contiguous().mT
+    for pools, message in (
+        (good * 2, "2 layers for a cache of 1"),
+        ([(k[:-1], v[:-1])], "pool k is"),
+        ([(k.bfloat16(), v.bfloat16())], "torch.bfloat16"),
+        ([(k, v.contiguous())], "lie alike"),
+        ([(turned, turned)], "together"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            eps.new_cache(spec, config.store, "cpu", "arrays", pools)
+    assert isinstance(config.store, Store) and eps.new_cache(spec, config.store, "cpu", "arrays", good).k[0] is k
+
+
+def test_what_an_engine_wrote_is_adopted_as_if_eps_had_been_there() -> None:
+    config = EpsConfig.of(method="rq", bound_bits=8, budget=0.2)
+    watched, late = caches(config, pages, "numba", "float32")
+    table, rng = fill(config, (watched, late))
+    forget(late)
+    lengths = np.array(LENGTHS)
+    where = Where.of(config, table, lengths)
+    q = torch.randn((len(LENGTHS), HEADS, HEAD_DIM), generator=rng)
+    for layer in range(LAYERS):
+        unknown = eps.score(late, layer, q, where)
+        assert torch.isposinf(
+            unknown.estimate[torch.from_numpy(where.inside)[:, None].expand_as(unknown.estimate)]
+        ).all()
+        before = late.bytes_k_reread
+        assert adopt(late, layer, table, lengths) == sum(LENGTHS)
+        assert late.bytes_k_reread - before >= sum(LENGTHS) * KV_HEADS * HEAD_DIM * 4
+        assert adopt(late, layer, table, lengths) == 0, "read a second time"
+        for name in ("", "tail", "bound"):
+            one, other = (getattr(cache, name) if name else cache for cache in (watched, late))
+            assert np.array_equal(one.state[layer].fill, other.state[layer].fill)
+            for field in one.summaries[layer]:
+                full = (
+                    torch.from_numpy(one.state[layer].fill == one.store.S).view(UNITS, 1, -1).expand(-1, KV_HEADS, -1)
+                )
+                assert torch.equal(one.summaries[layer][field][full], other.summaries[layer][field][full]), field
+        found = [eps.score(cache, layer, q, Where.of(config, table, lengths)) for cache in (watched, late)]
+        for mine, other in zip(*((one.estimate, one.lower, one.upper) for one in found), strict=True):
+            assert (mine is None) == (other is None) and (mine is None or torch.equal(mine, other))
+
+
+def test_a_group_begun_by_others_is_continued() -> None:
+    config = EpsConfig.of(method="rq")
+    cache = eps.new_cache(CacheSpec(1, KV_HEADS, HEAD_DIM, UNITS), config.store, "cpu", "arrays")
+    k = torch.randn((300, KV_HEADS, HEAD_DIM), generator=torch.Generator().manual_seed(1))
+    eps.write_kv(cache, 0, k, k, np.arange(300))
+    forget(cache)
+    slots = np.array([301 - 2, 300])
+    with pytest.raises(AssertionError, match="beyond what its group holds"):
+        eps.write_kv(cache, 0, k[:1], k[:1], slots[:1])
+    trust(cache, 0, slots)
+    eps.write_kv(cache, 0, k[299:], k[299:], slots[:1])
+    assert cache.state[0].fill[299 // 2] == 2 and cache.state[0].valid(np.array([149])).all()

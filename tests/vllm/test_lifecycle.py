@@ -1,0 +1,197 @@
+"""What vLLM does with its blocks: sharing, preemption, reuse, drafts that are rejected, EPS switched off and on."""
+
+import logging
+from typing import Any
+
+import engines
+import numpy as np
+import pytest
+from shadow import Shadow
+
+import eps_cuda
+
+RQ = {"method": "rq", "budget": 0.1}
+
+
+def metric(llm: Any, name: str) -> float:
+    return next(float(one.value) for one in llm.get_metrics() if one.name == name)
+
+
+def test_shared_preempted_and_reused_blocks_keep_their_summaries() -> None:
+    rng = np.random.default_rng(1)
+    shared = rng.integers(0, 256, 400).tolist()
+    asked = [
+        (shared if i % 2 else []) + rng.integers(0, 256, int(rng.integers(40, 400))).tolist() for i in range(30)
+    ]  # fmt: skip
+    more = {"num_gpu_blocks_override": 44, "disable_log_stats": False}
+    with engines.engine(engines.DEMO, RQ, **more) as llm:
+        shadow = Shadow(llm)
+        engines.say(llm, asked, 360, logprobs=None)
+        found = engines.stats(llm)
+        assert metric(llm, "vllm:num_preemptions") > 0, "the pool was large enough: nothing was preempted"
+        assert metric(llm, "vllm:prefix_cache_hits") > 1000
+    assert shadow.layer_steps >= 10_000 and shadow.checked > 300_000
+    assert shadow.largest == 0 and shadow.wrong == 0 and shadow.lacking == 0
+    assert not found["fallbacks"] and not found["failed_writes"] and found["bytes_ratio"] < 0.2
+
+
+def test_preempted_text_is_stock_text() -> None:
+    asked = engines.prompts(300, 500, 200, 450, 350, 250)
+    more = {"num_gpu_blocks_override": 26, "disable_log_stats": False, "max_model_len": 1024}
+    with engines.engine(engines.DEMO, **more) as llm:
+        dense = engines.say(llm, asked, 150, logprobs=None)
+        assert metric(llm, "vllm:num_preemptions") > 0
+    with engines.engine(engines.DEMO, {"method": "rq", "budget": 1.0}, **more) as llm:
+        assert engines.say(llm, asked, 150, logprobs=None) == dense
+
+
+def test_rejected_drafts_leave_nothing_behind() -> None:
+    # what repeats is drafted, and what does not is rejected
+    rng = np.random.default_rng(2)
+    phrase = rng.integers(97, 123, 60).tolist()
+    asked = [phrase * 6 + rng.integers(97, 123, 5).tolist() for _ in range(3)]
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
+    with engines.engine(engines.DEMO, {"method": "rq", "budget": 1.0}) as llm:
+        wanted = engines.say(llm, asked, 64, logprobs=None)
+    more = {"speculative_config": drafts, "disable_log_stats": False}
+    with engines.engine(engines.DEMO, {"method": "rq", "budget": 1.0}, **more) as llm:
+        shadow = Shadow(llm)
+        assert engines.say(llm, asked, 64, logprobs=None) == wanted
+        drafted, accepted = (
+            metric(llm, f"vllm:spec_decode_num_{name}_tokens") for name in ("draft", "accepted")
+        )  # fmt: skip
+        assert drafted > accepted > 0, (drafted, accepted)
+        found = engines.stats(llm)
+        assert found["verified_rows"] > 0 and not found["failed_writes"]
+        llm.collective_rpc("eps_set", kwargs={"budget": 0.2})
+        engines.say(llm, asked, 64, logprobs=None)
+    assert shadow.checked > 1000 and shadow.largest == 0 and shadow.wrong == 0 and shadow.lacking == 0
+
+
+def test_off_and_on_again_reads_what_it_missed_once() -> None:
+    asked, _ = engines.needles(1500, 1100)
+
+    def lists(llm: Any) -> Any:
+        gated = engines.runtime(llm).gated
+        assert gated is not None
+        gated.keep_lists = True
+        said = engines.say(llm, asked, 8, logprobs=None)
+        engines.stats(llm)
+        return said, gated.lists
+
+    first = engines.prompts(300, seed=7)  # which the centre of codes is taken from
+    with engines.engine(engines.DEMO, RQ) as llm:
+        engines.say(llm, first, 1, logprobs=None)
+        engines.say(llm, asked, 1, logprobs=None)
+        wanted, wanted_lists = lists(llm)
+    with engines.engine(engines.DEMO, RQ) as llm:
+        engines.say(llm, first, 1, logprobs=None)
+        assert llm.collective_rpc("eps_set", kwargs={"on": False})[0]["on"] is False
+        engines.say(llm, asked, 1, logprobs=None)
+        engines.say(llm, engines.prompts(200), 5, logprobs=None)
+        assert engines.stats(llm)["rows"] == 0
+        llm.collective_rpc("eps_set", kwargs={"on": True})
+        llm.collective_rpc("eps_reset")
+        said, found_lists = lists(llm)
+        found = engines.stats(llm)
+        layers, row_bytes = 4, 2 * 64 * 4  # of K, both kv heads
+        adopted = found["tokens_adopted"]
+        assert adopted >= layers * (1472 + 1088) and found["bytes_k_reread"] >= adopted * row_bytes
+        llm.collective_rpc("eps_reset")
+        engines.say(llm, asked, 8, logprobs=None)
+        assert engines.stats(llm)["tokens_adopted"] == 0
+    assert said == wanted and len(found_lists) == len(wanted_lists)
+    for step, other in zip(found_lists, wanted_lists, strict=True):
+        for layer in range(layers):
+            for mine, theirs in zip(step[layer], other[layer], strict=True):
+                assert all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_knobs_turn_while_it_runs_and_what_is_kept_does_not() -> None:
+    asked = engines.prompts(900)
+    with engines.engine(engines.DEMO, RQ) as llm:
+        ratios = []
+        for budget in (0.1, 0.3):
+            assert llm.collective_rpc("eps_set", kwargs={"budget": budget})[0]["budget"] == budget
+            llm.collective_rpc("eps_reset")
+            engines.say(llm, asked, 6, logprobs=None)
+            ratios.append(engines.stats(llm)["bytes_ratio"])
+        assert 0.1 < ratios[0] < 0.15 < 0.3 < ratios[1] < 0.35
+        for wrong in ({"group_tokens": 4}, {"budget": -1.0}, {"budgets": 0.1}, {"kernels": "arrays"}):
+            with pytest.raises(Exception, match=r"begin|began|budget|fixed"):
+                llm.collective_rpc("eps_set", kwargs=wrong)
+        text = llm.collective_rpc("eps_metrics")[0]
+        assert f"eps_bytes_kv_read_total{{}} {engines.stats(llm)['bytes_kv_read']}\n" in text and "eps_on{} 1" in text
+
+
+def test_a_fault_in_eps_is_dense_counted_and_loud(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = engines.prompts(700, 400)
+
+    def broken(*args: Any, **more: Any) -> Any:
+        raise RuntimeError("a test broke this")
+
+    with engines.engine(engines.DEMO, RQ) as llm:
+        wanted = engines.say(llm, asked, 8, logprobs=None)
+        llm.reset_prefix_cache()
+        llm.collective_rpc("eps_set", kwargs={"on": False})
+        dense = engines.say(llm, asked, 8, logprobs=None)
+        llm.reset_prefix_cache()
+        llm.collective_rpc("eps_set", kwargs={"on": True})
+        llm.collective_rpc("eps_reset")
+        with monkeypatch.context() as patched, caplog.at_level(logging.ERROR, "eps"):
+            patched.setattr(eps_cuda, "score", broken)
+            assert engines.say(llm, asked, 8, logprobs=None) == dense
+        found = engines.stats(llm)
+        assert found["fallbacks"] == {"error": 4 * found["rows"]} and found["bytes_ratio"] == 1.0
+        assert [one for one in caplog.records if "a test broke this" in one.getMessage() and one.exc_info]
+        # a write that fails: K and V are there all the same, and summaries are made up for
+        caplog.clear()
+        llm.reset_prefix_cache()
+        llm.collective_rpc("eps_reset")
+        with monkeypatch.context() as patched, caplog.at_level(logging.ERROR, "eps"):
+            patched.setattr(eps_cuda, "write_kv", broken)
+            engines.say(llm, asked, 1, logprobs=None)
+        assert engines.stats(llm)["failed_writes"] > 0 and "a test broke this" in caplog.text
+        assert engines.say(llm, asked, 8, logprobs=None) == wanted
+        assert engines.stats(llm)["tokens_adopted"] > 0
+
+
+def test_blocks_that_only_the_stock_kernel_reads_survive_the_same() -> None:
+    """Route stock: shared, preempted and reused blocks; off, on, and what was written meanwhile is always visited."""
+    rng = np.random.default_rng(3)
+    shared = rng.integers(0, 256, 320).tolist()
+    asked = [shared + rng.integers(0, 256, int(rng.integers(40, 300))).tolist() for _ in range(8)]
+    settings = {"method": "meanstd", "route": "stock", "budget": 0.4}
+    more = {"num_gpu_blocks_override": 26, "disable_log_stats": False, "max_model_len": 1024}
+    with engines.engine(engines.DEMO, settings, **more) as llm:
+        runtime = engines.runtime(llm)
+        seen: dict[int, Any] = {}
+        route, write, attend = runtime.route, runtime.route.write, runtime.attend
+        checked = 0
+
+        def watched_write(owner: Any, place: int, key: Any, value: Any, slot_mapping: Any, stock: Any) -> None:
+            for row, slot in enumerate(slot_mapping.tolist()):
+                seen[place, slot] = key[row].clone()
+            write(owner, place, key, value, slot_mapping, stock)
+
+        def watched_attend(place: int, q: Any, where: Any, dense: Any) -> Any:
+            nonlocal checked
+            out = attend(place, q, where, dense)
+            cache, size = runtime.cache, where.config.store.S
+            for units, length in zip(where.table, where.lengths.tolist(), strict=True):
+                unit = int(units[rng.integers(0, length // size)])
+                if cache.state[place].valid(np.array([unit]))[0]:
+                    checked += 1
+                    mean = sum(seen[place, unit * size + i].double() for i in range(size)) / size
+                    fields = cache.summaries[place]
+                    stored = fields["mean"][unit, :, 0].double() * fields["mean_scale"][unit, :, 0, None].double()
+                    assert (stored - mean).abs().max() <= 1.01 * fields["mean_scale"][unit].max()
+            return out
+
+        route.write, runtime.attend = watched_write, watched_attend  # type: ignore[method-assign]
+        engines.say(llm, asked, 120, logprobs=None)
+        assert metric(llm, "vllm:num_preemptions") > 0 and checked > 1000
+        found = engines.stats(llm)
+        assert not found["fallbacks"] and not found["failed_writes"] and found["bytes_ratio"] < 0.8

@@ -1,0 +1,163 @@
+"""What a start says, and what does not start: a server that was asked for EPS runs with it or not at all."""
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import engines
+import pytest
+
+from eps_core.errors import ConfigError
+from eps_cuda.hooks import vllm as hook
+from eps_cuda.hooks.vllm.asked import Asked, asked, fitted, refusals
+
+RQ = {"method": "rq", "budget": 0.1}
+
+
+def test_layers_that_cannot_be_gated_stay_dense_by_name(
+    models: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Gemma 3: sliding windows beside full attention, and a scale of its own."""
+    prompts = engines.prompts(500, 90)
+    with engines.engine(models["gemma3"]) as llm:
+        dense = engines.say(llm, prompts)
+    logging.getLogger("vllm").addHandler(caplog.handler)
+    with engines.engine(models["gemma3"], {"method": "rq", "budget": 1.0}) as llm:
+        said = engines.say(llm, prompts)
+        found = engines.stats(llm)
+        assert found["layers_gated"] == [1, 3]
+        assert found["layers_dense"] == {"0": "sliding window", "2": "sliding window"}
+        llm.collective_rpc("eps_set", kwargs={"budget": 0.1})
+        llm.collective_rpc("eps_reset")
+        engines.say(llm, prompts)
+        assert engines.stats(llm)["bytes_ratio"] < 0.5
+    for (tokens, best), (wanted, wanted_best) in zip(said, dense, strict=True):
+        assert tokens == wanted
+        for mine, other in zip(best, wanted_best, strict=True):
+            assert all(abs(mine[one] - other[one]) < 2e-4 for one in mine.keys() & other.keys())
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "more", "message"),
+    [
+        ("mistral-window", RQ, {}, r"nothing to gate .* sliding window \(0-3\)"),
+        ("gemma2", RQ, {}, "nothing to gate .* logits soft-capping"),
+        ("demo", RQ, {"kv_cache_dtype": "fp8"}, "a quantised KV cache"),
+        ("demo", {"method": "rqq"}, {}, "method 'rqq' is unknown"),
+        ("demo", {"method": "rq", "budgets": 0.1}, {}, "unknown EPS setting budgets"),
+        ("demo", {"budget": 0.1}, {}, 'add "method": "rq"'),
+        ("demo", "rq", {}, "no mapping"),
+        ("demo", RQ | {"route": "fast"}, {}, "route 'fast' is unknown"),
+        ("demo", RQ | {"route": "stock"}, {}, "route stock has no softmax mass"),
+        (
+            "demo",
+            {"method": "meanstd", "group_tokens": 128},
+            {},
+            "no multiple of EPS's units of 128 .*--block-size 128",
+        ),
+        ("demo", {"method": "meanstd", "route": "stock", "scope": "kv-head"}, {}, "cannot have scope 'kv-head'"),
+    ],
+)
+def test_what_cannot_be_gated_does_not_start(
+    name: str, settings: Any, more: dict[str, Any], message: str, models: dict[str, Path]
+) -> None:
+    with pytest.raises(Exception, match=message) as caught, engines.engine(models[name], settings, **more):
+        pass
+    assert "\n" not in str(caught.value).splitlines()[0]
+
+
+def configured(**changes: Any) -> Any:
+    """A server's configuration with nothing that EPS refuses, but for the changes, `part.name=value`."""
+    parts: dict[str, Any] = {
+        "model_config": {"use_mla": False, "is_hybrid": False, "is_encoder_decoder": False, "rswa_window": None},
+        "cache_config": {"cache_dtype": "auto", "kv_sharing_fast_prefill": False},
+        "parallel_config": {
+            "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "use_ubatching": False,
+            "tensor_parallel_size": 1,
+        },
+        "kv_transfer_config": None, "speculative_config": None,
+    }  # fmt: skip
+    for name, value in changes.items():
+        part, _, inner = name.partition("__")
+        if inner:
+            parts[part][inner] = value
+        else:
+            parts[part] = value
+    return SimpleNamespace(**{n: SimpleNamespace(**v) if isinstance(v, dict) else v for n, v in parts.items()})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"kv_transfer_config": object()}, "a KV connector"),
+        ({"model_config__use_mla": True}, "MLA"),
+        ({"model_config__is_hybrid": True}, "Mamba"),
+        ({"model_config__is_encoder_decoder": True}, "cross attention"),
+        ({"cache_config__cache_dtype": "fp8_e4m3"}, r"quantised KV cache \(fp8_e4m3\)"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "decode context parallelism"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "prefill context parallelism"),
+        ({"parallel_config__use_ubatching": True}, "dual batch overlap"),
+        ({"cache_config__kv_sharing_fast_prefill": True}, "fast prefill"),
+        ({"speculative_config": SimpleNamespace(method="eagle")}, "speculative decoding by eagle"),
+    ],
+    ids=str,
+)
+def test_whole_models_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    want = Asked(dict(RQ), "rows")
+    refusals(configured(), want)
+    with pytest.raises(ConfigError, match=f"cannot gate a vLLM server with .*{named}"):
+        refusals(configured(**changes), want)
+
+
+def test_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = SimpleNamespace(additional_config={"eps": {"method": "rq", "budget": 0.1}})
+    assert asked(server) == Asked({"method": "rq", "budget": 0.1}, "rows")
+    assert asked(SimpleNamespace(additional_config={})) is None
+    monkeypatch.setenv("EPS_BUDGET", "0.3")
+    assert asked(server) == Asked({"method": "rq", "budget": 0.3}, "rows")
+    assert asked(SimpleNamespace(additional_config={})) is None, "a budget alone asks for nothing"
+    monkeypatch.setenv("EPS_METHOD", "off")
+    assert asked(server) is None
+    monkeypatch.setenv("EPS_METHOD", "meanstd")
+    monkeypatch.setenv("EPS_ROUTE", "stock")
+    assert asked(SimpleNamespace(additional_config={})) == Asked({"method": "meanstd", "budget": 0.3}, "stock")
+
+
+@pytest.mark.parametrize(("block", "unit"), [(16, 16), (32, 32), (64, 64), (128, 64), (192, 64), (256, 64)])
+def test_units_divide_the_blocks_of_the_server(block: int, unit: int) -> None:
+    assert fitted(Asked(dict(RQ), "rows"), block).config.store.unit_tokens == unit
+
+
+def test_a_backend_that_is_not_hooked_refuses_a_server_that_asked() -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    hook.register()
+    backend = AttentionBackendEnum.FLEX_ATTENTION.get_class()
+    stock = backend.__mro__[1]
+    assert stock.__module__.startswith("vllm.") and backend.get_name() == stock.get_name()
+    with set_current_vllm_config(VllmConfig()):
+        assert backend.get_impl_cls() is stock.get_impl_cls()
+    with (
+        set_current_vllm_config(VllmConfig(additional_config={"eps": RQ})),
+        pytest.raises(ConfigError, match="does not gate vLLM's attention backend FLEX_ATTENTION"),
+    ):
+        backend.get_impl_cls()
+
+
+def test_a_plugin_that_cannot_hook_ends_the_start_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.attention.backends import registry
+
+    monkeypatch.delattr(registry, "register_backend")
+    hook.register()  # nobody asked
+    monkeypatch.setenv("EPS_METHOD", "rq")
+    with pytest.raises(ConfigError, match="EPS cannot be used with this vLLM"):
+        hook.register()
+
+
+def test_importing_the_hook_changes_nothing() -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+
+    assert CPUAttentionBackend.get_impl_cls() is CPUAttentionBackendImpl
+    assert not hasattr(CPUAttentionBackendImpl, "eps_route")
