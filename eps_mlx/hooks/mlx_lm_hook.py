@@ -70,7 +70,7 @@ class Hook:
         model.make_cache = self.make_cache
         setattr(model, _HANDLE, self)
         open_pools.append(self.pool)
-        logger.warning(plan.line(config))  # not a fault: what everyone should see once
+        logger.log(logging.WARNING if plan.dense else logging.INFO, plan.line(config))
 
     def make_cache(self) -> list[Any]:
         """What the model's own `make_cache` gives, with ours in the gated layers."""

@@ -46,8 +46,8 @@ class _Probe(caches.KVCache, Attends):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self.updates += 1
         self.shape, self.dtype = (keys.shape[1], keys.shape[3]), keys.dtype
-        if keys.shape != values.shape:
-            self.fault = "keys and values of different sizes"
+        if keys.shape != values.shape or keys.dtype != values.dtype:
+            self.fault = "keys and values of different sizes or dtypes"
         self._handed = super().update_and_fetch(keys, values)
         return self._handed
 
