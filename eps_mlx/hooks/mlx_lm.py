@@ -47,8 +47,8 @@ class eps:
 
 
 def load(path: str | Path, **settings: Any) -> Any:
-    """What `mlx_lm.load(path)` gives, with EPS on; `hook_of(model).gated` has the counters, and `hook_of(model).close()`
-    takes it off. Names of mlx_lm.load's own (`adapter_path`, `lazy`, ..) go there."""
+    """What `mlx_lm.load(path)` gives, with EPS on; `hook_of(model)` has the counters (`.gated`) and takes it off
+    (`.close()`). Names of mlx_lm.load's own (`adapter_path`, `lazy`, ..) go there."""
     theirs = {name: settings.pop(name) for name in list(settings) if name in _LOAD_NAMES}
     chosen = Settings.of(settings)
     loaded = mlx_lm.load(str(path), **theirs)
