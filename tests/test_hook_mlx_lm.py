@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import sys
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,18 @@ def test_every_kind_of_kernels_says_the_same() -> None:
     for tokens, logprobs in found.values():
         assert tokens == found["arrays"][0]
         np.testing.assert_allclose(np.array(logprobs), np.array(found["arrays"][1]), atol=2e-4)
+
+
+@pytest.mark.parametrize("kernels", ["arrays", "numba"])
+def test_another_thread_may_generate_and_counts_are_asked_for_after_it(kernels: str) -> None:
+    model, said = tiny("llama"), []
+    (prompt,) = prompts(300)
+    with eps(model, **SMALL, budget=0.2, kernels=kernels) as gated:
+        thread = threading.Thread(target=lambda: said.append(alone(model, prompt, 12)[0]))
+        thread.start()
+        thread.join()
+        assert gated.stats()["rows"] == 13 and gated.stats()["bytes_ratio"] < 0.4
+        assert said == [alone(model, prompt, 12)[0]]
 
 
 @pytest.mark.parametrize("bits", [4, 8])
