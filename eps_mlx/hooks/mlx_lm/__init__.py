@@ -16,8 +16,8 @@ import mlx_lm
 
 from eps_core.engine.gated import Gated
 from eps_core.engine.settings import Settings
-from eps_mlx.hooks.mlx_lm_cli import open_engine, serve
-from eps_mlx.hooks.mlx_lm_hook import Hook, hook_of
+from eps_mlx.hooks.mlx_lm.engine import open_engine, serve
+from eps_mlx.hooks.mlx_lm.hook import Hook, hook_of
 
 __all__ = ["eps", "hook_of", "load", "open_engine", "serve"]
 
