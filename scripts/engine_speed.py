@@ -90,12 +90,10 @@ def time_transformers(path: Path, dtype: str, contexts: list[int], num_steps: in
                 for _ in range(0, context, FILL_TOKENS):
                     for layer in range(model.config.num_hidden_layers):
                         k, v = torch.randn(shape, dtype=kind), torch.randn(shape, dtype=kind)
-                        cache.update(k, v, layer)
-                        if gated:  # which waits for the mask that attention brings
-                            mine = cache.layers[layer]
-                            mine.rows.begin(k, None, mine.length)
-                            mine.rows.write(mine.index, k, v)
-                            mine._waiting = None
+                        if gated:
+                            cache.layers[layer].fill(k, v)
+                        else:
+                            cache.update(k, v, layer)
                 clock = Clock()
                 model.generate(
                     torch.full((1, context + 1), 5), past_key_values=cache, max_new_tokens=num_steps, do_sample=False,

@@ -37,6 +37,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 GATED = {name: (1, 3) if name == "gemma3" else (0, 1) for name in FAMILIES}
 SMALL = {"first_tokens": 4, "last_tokens": 8}
+RQ = EpsConfig.of("rq", budget=0.2, **SMALL)
+WHOLE = EpsConfig.of("rq", budget=1.0, **SMALL)
 
 
 def tiny_config(name: str, **overrides: Any) -> Any:
@@ -49,23 +51,26 @@ def tiny_config(name: str, **overrides: Any) -> Any:
     return getattr(transformers, kind)(**common | own | overrides)
 
 
+DEVICES = load_backend("cuda").devices()
+
+
 @cache
-def tiny(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+def tiny(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> Any:
     """A model of that family. Tests leave it as it was."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(tiny_config(name), dtype=dtype, attn_implementation="sdpa")
     model.generation_config = transformers.GenerationConfig(pad_token_id=0)
-    return model.eval()
+    return model.eval().to(device)
 
 
-def prompts(lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor]:
+def prompts(lengths: list[int], seed: int = 0, device: str = "cpu") -> tuple[Tensor, Tensor]:
     """Random tokens [B, T] padded on the left, and their mask."""
     rng = np.random.default_rng(seed)
     rows = [rng.integers(1, 256, length) for length in lengths]
     most = max(lengths)
     ids = np.stack([np.pad(row, (most - len(row), 0)) for row in rows])
     mask = np.stack([np.arange(most) >= most - len(row) for row in rows]).astype(np.int64)
-    return torch.from_numpy(ids), torch.from_numpy(mask)
+    return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
 
 
 class Attending:
@@ -94,11 +99,25 @@ def feed(model: Any, cache: Any, ids: Tensor, mask: Tensor, start: int, end: int
 
 def live_sequences(cache: EpsCache) -> int:
     rows = eps_layers(cache)[0].rows
-    return 0 if rows.paged is None else len(rows.paged.pool._live)
+    return 0 if rows.paged is None else rows.paged.pool.num_live
 
 
 def eps_layers(cache: Any) -> list[Any]:
     return [layer for layer in cache.layers if type(layer).__name__ == "EpsLayer"]
+
+
+def generate(model: Any, ids: Tensor, mask: Tensor, cache: Any, **how: Any) -> Any:
+    how = {"do_sample": False, "max_new_tokens": 8, **how}
+    return model.generate(ids, attention_mask=mask, past_key_values=cache, **how)
+
+
+def gone(cache: EpsCache) -> None:
+    """Asserts that nothing of a cache is left in its pool once it is reset, and nothing leaked before."""
+    pool = eps_layers(cache)[0].rows.paged.pool
+    pool.check()
+    cache.reset()
+    pool.check()
+    assert not pool.num_live and pool.num_free == pool.num_units and cache.get_seq_length() == 0
 
 
 # ---- a straightforward reference: stock caches, and the oracle over a new cache for every call ----
@@ -124,11 +143,11 @@ class Reference:
         sequences = [paged.open() for _ in range(batch)]
         counts = [total if mask is None else int(mask[row, 0, -1].sum()) for row in range(batch)]
         k, v = (
-            np.concatenate([x[row, :, total - counts[row] :].transpose(0, 1).numpy() for row in range(batch)])
+            np.concatenate([x[row, :, total - counts[row] :].transpose(0, 1).cpu().numpy() for row in range(batch)])
             for x in (key, value)
         )
         paged.write(0, k, v, paged.append(sequences, counts))
-        q = query[:, :, 0].numpy() * (more["scaling"] * width**0.5)
+        q = query[:, :, 0].cpu().numpy() * (more["scaling"] * width**0.5)
         out, read = attend_layer(self.eps, paged.cache, 0, q, paged.where(self.config, sequences))
         collect(self.eps, paged.cache, [read])
         chosen = read.selection
@@ -138,7 +157,7 @@ class Reference:
                 for row, numbers in zip(chosen.groups, chosen.counts, strict=True)
             ]
         )  # fmt: skip
-        return torch.from_numpy(np.asarray(out, np.float32))[:, None], None
+        return torch.from_numpy(np.asarray(out, np.float32)).to(query)[:, None], None
 
 
 def stock(model: Any) -> DynamicCache:

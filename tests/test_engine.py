@@ -181,6 +181,15 @@ def test_counts_are_the_records_sums() -> None:
     assert one.gated.stats()["steps"] == 0
 
 
+def test_bytes_read_again_are_counted_cache_by_cache() -> None:
+    one, other = Layers(), Layers()
+    other.gated = one.gated
+    for _ in range(5):
+        one.step()
+        other.step()
+    assert one.gated.stats()["bytes_k_reread"] == sum(x.paged.cache.bytes_k_reread for x in (one, other)) > 0
+
+
 def test_what_would_be_read_whole_is_the_engines_own_attention() -> None:
     one = Layers(keep_lists=True)
     one.gated.config = one.gated.config.replace(budget=1.0)
@@ -293,7 +302,7 @@ def test_a_wrong_setting_is_one_line(flat: dict[str, Any], words: str) -> None:
 def test_versions_outside_the_range_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     from eps_core.engine import settings
 
-    for found, fits in (("0.31.0", True), ("0.32.9+cpu", True), ("0.33.0", False), ("0.30.9", False), (None, False)):
+    for found, fits in (("0.32.0", True), ("0.32.9+cpu", True), ("0.33.0", False), ("0.31.9", False), (None, False)):
         monkeypatch.setattr(settings, "package_version", lambda package, found=found: found)
         if fits:
             assert check_version("mlx-lm") == found

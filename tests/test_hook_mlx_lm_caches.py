@@ -59,14 +59,16 @@ def test_a_copy_and_a_saved_cache_go_on_as_the_original_does(budget: float, tmp_
         file = str(tmp_path / "cache.safetensors")
         save_prompt_cache(file, cache, {"model": "tiny"})
         copied, (loaded, metadata) = copy.deepcopy(cache), load_prompt_cache(file, return_metadata=True)
+        again = load_prompt_cache(file)
         assert metadata == {"model": "tiny"}
         assert [type(one).__name__ for one in loaded] == ["RotatingKVCache", "EpsKVCache"] * 2
-        assert pool.num_live == 3  # each holds one sequence, whatever its layers
-        continued(model, copied, other)  # what one does is nothing to the others
+        assert pool.num_live == 4  # each holds one sequence, whatever its layers
+        for one in (copied, again):  # what one does is nothing to the others
+            continued(model, one, other)
         expected = continued(model, copy.deepcopy(cache), rest)
         assert_equal(expected, continued(model, loaded, rest))
         assert_equal(expected, continued(model, cache, rest))
-        del cache, copied, loaded
+        del cache, copied, loaded, again, one
         assert_empty(pool)
         early = make_prompt_cache(model)
         save_prompt_cache(file, early)
@@ -95,15 +97,25 @@ def test_a_cache_that_outlives_its_eps_is_refused() -> None:
         model(mx.array([[1]]), cache=cache)
 
 
-def test_what_is_evaluated_after_a_chunk_is_not_a_copy_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny("llama")
-    with eps(model, **SMALL):
+def test_what_is_evaluated_after_a_chunk_is_all_that_is_left_and_no_copy_of_the_prompt(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, file = tiny("llama"), tmp_path / "graph"
+
+    def operations() -> int:
+        mx.export_to_dot(str(file), *pool.pending())
+        return file.read_text().count("rectangle")
+
+    with eps(model, **SMALL, kernels="arrays"):
         pool, cache = pool_of(model), make_prompt_cache(model)
         model(mx.array(prompts(64)), cache=cache)
-        monkeypatch.setattr(pool, "read", lambda *args: 1 / 0)
-        mx.eval([one.state for one in cache])
-        with pytest.raises(ZeroDivisionError):
-            tree_flatten(cache[0].state)
+        assert operations() > 0
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, "read", lambda *args: 1 / 0)
+            mx.eval([one.state for one in cache])
+            with pytest.raises(ZeroDivisionError):
+                tree_flatten(cache[0].state)
+        assert operations() == 0
 
 
 def test_bytes_are_those_of_the_units_held_summaries_too() -> None:
@@ -128,6 +140,7 @@ def test_caches_may_die_in_another_thread() -> None:
         other = threading.Thread(target=cache.clear)
         other.start()
         other.join()
+        assert pool.paged.pool.num_live == 1  # it may have been in the midst of something
         assert_empty(pool)
 
 
@@ -161,7 +174,7 @@ class Lives:
     def step(self) -> None:
         singles = [pair for pair in self.pairs if not pair.batched]
         batches = [pair for pair in self.pairs if pair.batched]
-        acts = ["new"] if len(self.pairs) < 5 else []
+        acts = ["new", "pad"] if len(self.pairs) < 5 else []
         acts += ["append", "append", "trim", "copy", "drop", "merge"] if singles else []
         acts += (
             ["token", "token", "prompt", "filter", "extract", "split", "drop_batch", "trim_batch"] if batches else []
@@ -169,7 +182,7 @@ class Lives:
         acts += ["extend"] if len(batches) > 1 else []
         act = self.rng.choice(acts)
         self.done.add(act)
-        pair = self.rng.choice(batches if act in BATCHED else singles) if act != "new" else None
+        pair = self.rng.choice(batches if act in BATCHED else singles) if act not in MAKING else None
         getattr(self, f"_{act}")(*([] if pair is None else [pair]))
 
     def _feed(self, pair: Pair, count: int) -> None:
@@ -205,6 +218,17 @@ class Lives:
         if self.rng.random() < 0.8:
             self._feed(pair, self.rng.choice([1, 5, 64, 130]))
 
+    def _pad(self) -> None:
+        """A batch of prompts that the caller has padded on the left."""
+        singles = [Pair(make_prompt_cache(self.model), [KVCache() for _ in range(LAYERS)], False) for _ in range(3)]
+        pair = self._merged(singles)
+        padding = [self.rng.randrange(70) for _ in singles]
+        for cache in (*pair.ours, *pair.stock):
+            cache.prepare(left_padding=padding)
+        for count in (30, 45):  # the first chunk may hold padding alone
+            self._feed(pair, count)
+        self.pairs.append(pair)
+
     def _append(self, pair: Pair) -> None:
         self._feed(pair, self.rng.choice([1, 1, 2, 30, 65]))
 
@@ -225,17 +249,20 @@ class Lives:
 
     _drop_batch = _drop
 
+    def _merged(self, chosen: list[Pair]) -> Pair:
+        made = [
+            [type(side[0][layer]).merge([caches[layer] for caches in side]) for layer in range(LAYERS)]
+            for side in ([one.ours for one in chosen], [one.stock for one in chosen])
+        ]
+        return Pair(made[0], made[1], True)
+
     def _merge(self, pair: Pair) -> None:
         chosen = [one for one in self.pairs if not one.batched and one.rows == 1 and self.rng.random() < 0.7] or [pair]
         # mlx-lm cannot merge what it trimmed to nothing
         chosen = [one for one in chosen if one.stock[0].empty() or one.stock[0].size()]
         if not chosen:
             return
-        made = [
-            [type(side[0][layer]).merge([caches[layer] for caches in side]) for layer in range(LAYERS)]
-            for side in ([one.ours for one in chosen], [one.stock for one in chosen])
-        ]
-        self.pairs.append(Pair(made[0], made[1], True))
+        self.pairs.append(self._merged(chosen))
         self._compare(self.pairs[-1])
         if self.rng.random() < 0.5:
             self.pairs = [one for one in self.pairs if all(one is not gone for gone in chosen)]
@@ -301,6 +328,7 @@ class Lives:
         self._compare(pair)
 
 
+MAKING = {"new", "pad"}
 BATCHED = {"token", "prompt", "filter", "extract", "split", "drop_batch", "trim_batch", "extend"}
 
 
@@ -322,15 +350,18 @@ def live_random_lives(seed: int, steps: int) -> set[str]:
 @pytest.mark.parametrize("seed", range(3))
 def test_any_order_of_lives_holds_what_mlx_lms_own_caches_hold(seed: int) -> None:
     done = live_random_lives(seed, 220)
-    assert done >= BATCHED | {"new", "append", "trim", "copy", "drop", "merge"} - {"drop_batch"}
+    assert done >= BATCHED | MAKING | {"append", "trim", "copy", "drop", "merge"} - {"drop_batch"}
 
 
-def test_a_batch_of_caches_made_with_and_without_eps_is_refused() -> None:
+def test_a_batch_of_caches_that_do_not_go_together_is_refused() -> None:
     model = tiny("llama")
     with eps(model, **SMALL):
         mine, plain = make_prompt_cache(model)[0], KVCache()
-        with pytest.raises(ConfigError, match="mixes prompt caches"):
-            mine.merge([mine, plain])
+        several = make_prompt_cache(model)
+        model(mx.array(prompts(5, 5)), cache=several)
+        for other in (plain, several[0]):
+            with pytest.raises(ConfigError, match="caches of one prompt each, all of one model and made with EPS on"):
+                mine.merge([mine, other])
 
 
 def test_layers_that_were_trimmed_differently_are_told() -> None:
@@ -350,7 +381,7 @@ def test_the_pool_of_a_hook_shares_by_forks_alone() -> None:
 
 
 def pool_of_first(gated: Any) -> PagePool:
-    from eps_mlx.hooks.mlx_lm_cache import open_pools
+    from eps_mlx.hooks.mlx_lm.cache import open_pools
 
     (pool,) = (one for one in open_pools if one.gated is gated)
     return pool.paged.pool

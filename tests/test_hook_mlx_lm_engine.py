@@ -32,9 +32,9 @@ from eps_core.errors import ConfigError
 from eps_core.paging.pool import PagePool
 from eps_core.tasks import needle
 from eps_core.tasks.corpus import corpus
-from eps_mlx.hooks import mlx_lm_cli
+from eps_mlx.hooks.mlx_lm import engine as mlx_lm_engine
 from eps_mlx.hooks.mlx_lm import open_engine, serve
-from eps_mlx.hooks.mlx_lm_hook import Hook
+from eps_mlx.hooks.mlx_lm.hook import Hook
 
 RQ = {"method": "rq", "budget": 0.1}
 
@@ -136,7 +136,7 @@ PROMPTS = [list(range(60)) * 5, [7, 8, 9], [9] * 40]
 
 def test_an_engine_says_the_same_alone_and_in_a_batch_and_ends_at_a_stop(directory: Path) -> None:
     device = mx.default_device()
-    engine = open_engine(directory, Settings.of({**RQ, "budget": 1}), dtype="float32", max_tokens=320, num_sequences=3)
+    engine = open_engine(directory, Settings.of({**RQ, "budget": 1}), dtype="float32", max_tokens=2000, num_sequences=3)
     try:
         said: dict[bool, list[list[int]]] = {}
         for gated in (False, True):
@@ -163,6 +163,7 @@ def test_an_engine_says_the_same_alone_and_in_a_batch_and_ends_at_a_stop(directo
         assert sum(1 for _ in engine.generate(PROMPTS[:1], 10, Sampling(), True, (stop,))) == ended[0]
         pool = engine.hook.pool
         assert pool is not None and pool.num_live == 0
+        assert pool.spec.num_units == 94  # of 64 tokens: room for all of them, and it did not grow
         known = engine.describe()
         assert known["engine"] == "mlx-lm" and known["dtype"] == "float32" and known["versions"]["mlx-lm"]
     finally:
@@ -245,7 +246,8 @@ def server(directory: Path, tmp_path: Path) -> Iterator[Server]:
     port = free_port()
     command = [
         sys.executable, "-m", "eps_core.cli", "serve", "--engine", "mlx-lm", "--model", str(directory), "--method",
-        "rq", "--eps-budget", "0.1", "--port", str(port), "--", "--prompt-cache-size", "3",
+        "rq", "--eps-budget", "0.1", "--metrics", str(tmp_path / "steps.jsonl"), "--port", str(port), "--",
+        "--prompt-cache-size", "3",
     ]  # fmt: skip
     log = tmp_path / "server.log"
     with log.open("w") as file:
@@ -265,7 +267,7 @@ def server(directory: Path, tmp_path: Path) -> Iterator[Server]:
             process.wait()
 
 
-def test_eight_clients_at_once_one_of_which_goes_away_leave_nothing_behind(server: Server, directory: Path) -> None:
+def test_eight_clients_at_once_one_of_which_goes_away_leave_nothing_behind(server: Server, tmp_path: Path) -> None:
     texts = [f"the {index} sleeps " * (4 + 5 * index) for index in range(8)]
     said: dict[int, str] = {}
 
@@ -294,6 +296,10 @@ def test_eight_clients_at_once_one_of_which_goes_away_leave_nothing_behind(serve
     assert last["live_sequences"] == 0 and last["units_in_use"] == 0 and last["fallbacks"] == {}
     # of seven clients' tokens, the two asked again, and some of the one that left in the midst of 3,000
     assert 100 < last["rows"] < 1500 and last["bytes_ratio"] < 1
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [line["type"] for line in lines] == ["run", *["step"] * last["steps"], "summary"]
+    assert lines[-1]["bytes_kv_read"] == last["bytes_kv_read"] == sum(line["bytes_kv_read_est"] for line in lines[1:-1])
+    assert max(len(line["lengths"]) for line in lines[1:-1]) > 2  # clients shared steps
 
 
 def test_the_server_without_its_model_ends_with_one_line(tmp_path: Path) -> None:
@@ -304,6 +310,23 @@ def test_the_server_without_its_model_ends_with_one_line(tmp_path: Path) -> None
     arguments = ["serve", "--engine", "mlx-lm", "--model", str(model), "--method", "rq", "--port", str(free_port())]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "error: " in done.stderr.splitlines()[-1]
+
+
+def test_what_the_server_is_asked_for_besides_is_refused_or_told_at_once(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: Any
+) -> None:
+    from mlx_lm import server as theirs
+
+    monkeypatch.setattr(theirs, "run", lambda host, port, provider: None)
+    settings, draft = Settings.of(RQ), ["--draft-model", str(directory)]
+    with pytest.raises(ConfigError, match="KV cache of 4 bits: leave --kv-bits out"):
+        serve(directory, settings, "127.0.0.1", 1, ["--kv-bits", "4"])
+    assert serve(directory, Settings.of({}), "127.0.0.1", 1, ["--kv-bits", "4", *draft]) == 0
+    assert serve(directory, settings, "127.0.0.1", 1, []) == 0 and not caplog.records
+    assert serve(directory, settings, "127.0.0.1", 1, draft) == 0
+    assert "attended densely" in caplog.text
+    assert serve(directory, settings, "127.0.0.1", 1, ["--nonsense"]) == 2
+    assert "--nonsense" in capsys.readouterr().err
 
 
 def test_off_serves_mlx_lm_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,4 +341,4 @@ def test_off_serves_mlx_lm_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert serve(Path("/m"), Settings.of({}), "127.0.0.1", 1, ["--temp", "0.5"]) == 0
     assert seen["argv"] == ["mlx_lm.server", "--model", "/m", "--host", "127.0.0.1", "--port", "1", "--temp", "0.5"]
     assert theirs.ModelProvider is before and sys.argv is argv
-    assert mlx_lm_cli._dtype(tiny("llama", mx.bfloat16)) == "bfloat16"
+    assert mlx_lm_engine._dtype(tiny("llama", mx.bfloat16)) == "bfloat16"

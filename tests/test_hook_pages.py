@@ -11,7 +11,7 @@ from eps_core.config.store import CacheSpec
 from eps_core.engine.paged import Paged
 from eps_core.load import load_backend
 
-STEPS, CHECK_EVERY = 10_000, 250
+STEPS, CHECK_EVERY = 10_000, 500
 LAYERS, HEADS, DIM = 2, 2, 8
 STORES = {
     "rq": EpsConfig.of("rq", tail_tokens=32, block_size=16).store,
@@ -127,4 +127,4 @@ def test_pages_are_the_raw_keys_through_a_long_life(name: str, kernels: str) -> 
         one.paged.free(sequence)
     pool = one.paged.pool
     pool.check()
-    assert not pool._live and pool.num_free == pool.num_units
+    assert not pool.num_live and pool.num_free == pool.num_units

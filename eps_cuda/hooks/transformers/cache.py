@@ -91,7 +91,7 @@ class EpsLayer(CacheLayerMixin):
             return whole()
         assert rows.paged is not None and rows.where is not None
         cache, where = rows.paged.cache, rows.where
-        reason = rows.odd
+        reason = "error" if rows.broken else rows.odd
         if reason is None and more.get("dropout"):
             reason = "dropout"
         if reason is None and more.get("position_bias") is not None:
@@ -107,6 +107,12 @@ class EpsLayer(CacheLayerMixin):
         if torch.is_grad_enabled() and out.is_inference():
             out = out.clone()  # which autograd may keep
         return out.to(query.dtype)[:, None]
+
+    def fill(self, key: Tensor, value: Tensor) -> None:
+        """K and V [B, Hkv, N, D] of tokens that no forward brings, none of them padding: kept, or made."""
+        self.length += key.shape[-2]
+        self.rows.begin(key, None, self.length)
+        self.rows.write(self.index, key, value)
 
     def get_seq_length(self) -> int:
         return self.length

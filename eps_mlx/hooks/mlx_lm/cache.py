@@ -15,8 +15,8 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import _BaseCache, create_attention_mask
 
 from eps_core.errors import ConfigError
-from eps_mlx.hooks.mlx_lm_names import Attends, stock_attention
-from eps_mlx.hooks.mlx_lm_rows import Row, Rows
+from eps_mlx.hooks.mlx_lm.names import Attends, stock_attention
+from eps_mlx.hooks.mlx_lm.rows import Row, Rows
 
 # pools of the models that have EPS on, the last one first asked: where a loaded prompt cache may go
 open_pools: list[Rows] = []
@@ -86,9 +86,9 @@ class PagedKVCache(_BaseCache, Attends):
         parts: tuple[list[mx.array], list[mx.array]] = ([], [])
         for row, left, length in zip(self.rows, self.left, lengths, strict=True):
             for kept, array in zip(parts, self.pool.read(self.layer, row, length), strict=True):
-                array = array.swapaxes(0, 1)
-                right = self.columns - left - length
-                kept.append(mx.pad(array, [(0, 0), (left, right), (0, 0)]) if left or right else array)
+                array, before = array.swapaxes(0, 1), min(left, self.columns)
+                after = self.columns - before - length
+                kept.append(mx.pad(array, [(0, 0), (before, after), (0, 0)]) if before or after else array)
         k, v = (mx.contiguous(mx.stack(kept)) for kept in parts)
         return k, v
 
@@ -118,8 +118,9 @@ class PagedKVCache(_BaseCache, Attends):
             else:
                 q, ratio = queries[:, :, 0], scale * math.sqrt(queries.shape[-1])
                 if abs(ratio - 1) > 1e-6:  # the gate scales by 1/sqrt(D)
-                    q = q * ratio
-                out = pool.attend(self.layer, q, where, lambda: dense()[:, :, 0])[:, :, None]
+                    q = q.astype(mx.float32) * ratio
+                out = pool.attend(self.layer, q, where, lambda: dense()[:, :, 0])
+                out = out.astype(queries.dtype)[:, :, None]
         if self.layer == pool.spec.num_layers - 1:
             out = mx.depends(out, pool.pending())
         return out
@@ -222,12 +223,13 @@ class EpsKVCache(PagedKVCache):
     @classmethod
     def merge(cls, caches: Sequence["EpsKVCache"]) -> "EpsBatchKVCache":
         """A batch of copies."""
-        if any(not isinstance(one, EpsKVCache) or one.pool is not caches[0].pool for one in caches):
+        pool = caches[0].pool
+        if any(not isinstance(one, EpsKVCache) or one.pool is not pool or len(one.rows) > 1 for one in caches):
             raise ConfigError(
-                "a batch mixes prompt caches made with EPS on and off, or of different models: make all of them alike"
+                "a batch is made of caches of one prompt each, all of one model and made with EPS on: make them alike"
             )
         longest = max(one.columns for one in caches)
-        batch = EpsBatchKVCache(caches[0].pool, caches[0].layer, [])
+        batch = EpsBatchKVCache(pool, caches[0].layer, [])
         for one in caches:
             batch.rows += one._copied(range(1))
             batch.left.append(longest - one.columns)

@@ -9,7 +9,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.engine.gated import Gated
 from eps_core.engine.paged import Paged
@@ -54,7 +53,7 @@ class Rows:
         self.dead: deque[PagedSequence] = deque()
         self._mask: weakref.ref[mx.array] | None = None  # the last one that a cache of this model made
         self._version = 0  # of tables and lengths
-        self._step: tuple[Any, EpsConfig, Where] | None = None
+        self._step: tuple[Any, Where] | None = None
         self._loaded: tuple[list[weakref.ref[Row]], set[int]] = [], set()
         self._places: tuple[Any, np.ndarray] | None = None
 
@@ -175,12 +174,13 @@ class Rows:
         return k, v
 
     def where(self, rows: Sequence[Row], lengths: Sequence[int]) -> Where:
-        """One decode step of rows of these lengths, the new token counted: the same object for every layer."""
-        key, config = self._key(rows, lengths), self.gated.config
-        if self._step is None or self._step[0] != key or self._step[1] is not config:
+        """One decode step of rows of these lengths, the new token counted: the same object for every layer. A config
+        that was replaced meanwhile is the next step's."""
+        key = self._key(rows, lengths)
+        if self._step is None or self._step[0] != key:
             table = self.paged.pool.table([row.sequence for row in rows])
-            self._step = key, config, Where.of(config, table, np.asarray(lengths))
-        return self._step[2]
+            self._step = key, Where.of(self.gated.config, table, np.asarray(lengths))
+        return self._step[1]
 
     def attend(self, layer: int, q: mx.array, where: Where, dense: Any) -> mx.array:
         return self.gated.attend(self.paged.cache, layer, q, where, dense)

@@ -3,6 +3,7 @@
 import _thread
 import gc
 import json
+import logging
 import platform
 import sys
 import time
@@ -23,10 +24,11 @@ from eps_core.engine.settings import Settings, check_version
 from eps_core.errors import ConfigError, one_line
 from eps_core.telemetry.provenance import package_version
 from eps_mlx.device import DTYPES, device_of
-from eps_mlx.hooks.mlx_lm_hook import Hook
-from eps_mlx.hooks.mlx_lm_rows import Rows
+from eps_mlx.hooks.mlx_lm.hook import Hook
+from eps_mlx.hooks.mlx_lm.rows import Rows
 
 PREFILL_CHUNK = 2048  # mlx-lm's own
+logger = logging.getLogger("eps")
 
 
 class MlxLmEngine:
@@ -176,6 +178,19 @@ def open_engine(
     return MlxLmEngine(hook, "cpu" if chosen == mx.Device(mx.cpu) else "mps", default)
 
 
+def _check_arguments(arguments: Any) -> None:
+    """What mlx-lm's server is asked for besides. Raises ConfigError for what EPS cannot read."""
+    if arguments.kv_bits is not None:
+        raise ConfigError(
+            f"EPS does not read a KV cache of {arguments.kv_bits} bits: leave --kv-bits out, or use --method off"
+        )
+    if arguments.draft_model is not None:
+        logger.warning(
+            "eps: with --draft-model several tokens are verified at once, and those are attended densely: EPS will "
+            "hardly read less"
+        )
+
+
 def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[str]) -> int:
     """Runs `mlx_lm.server` on a model with EPS on until it is interrupted, with `more` of its own arguments. The last
     line on stdout is one JSON object: the counters, and what is left in the pool. Raises ConfigError where the model
@@ -192,6 +207,8 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
         """Puts EPS on whatever model mlx-lm's server loads, and takes it off again, in the thread that generates."""
 
         def __init__(self, arguments: Any) -> None:
+            if settings.config.store.enabled:
+                _check_arguments(arguments)
             self.hook: Hook | None = None
             super().__init__(arguments)
 

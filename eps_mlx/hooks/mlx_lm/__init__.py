@@ -16,8 +16,8 @@ import mlx_lm
 
 from eps_core.engine.gated import Gated
 from eps_core.engine.settings import Settings
-from eps_mlx.hooks.mlx_lm_cli import open_engine, serve
-from eps_mlx.hooks.mlx_lm_hook import Hook, hook_of
+from eps_mlx.hooks.mlx_lm.engine import open_engine, serve
+from eps_mlx.hooks.mlx_lm.hook import Hook, hook_of
 
 __all__ = ["eps", "hook_of", "load", "open_engine", "serve"]
 
@@ -29,9 +29,11 @@ _LOAD_NAMES = (
 class eps:
     """`with eps(model, method="rq", budget=0.05, ..) as gated:` EPS attention in a model of mlx-lm, for as long as the
     block lasts; `gated` is its `Gated`, with `stats()`, to be asked in the thread that generates. Settings are those of
-    `EpsConfig.of`, and `metrics`, `audit_every` and `kernels`. mlx-lm's `max_kv_size` does nothing meanwhile: gated
-    layers keep every token. Raises ConfigError for settings out of range, a model without a layer that can be gated
-    (MLA is named), and a version of mlx-lm that is not known to work."""
+    `EpsConfig.of`, and `metrics`, `audit_every` and `kernels`.
+
+    Meanwhile mlx-lm's `max_kv_size` does nothing, as gated layers keep every token; prompt caches made without EPS are
+    attended densely. Raises ConfigError for settings out of range, a model without a layer that can be gated (MLA is
+    named), and a version of mlx-lm that is not known to work."""
 
     def __init__(self, model: Any, **settings: Any) -> None:
         self._model, self._settings = model, Settings.of(settings)
@@ -45,8 +47,8 @@ class eps:
 
 
 def load(path: str | Path, **settings: Any) -> Any:
-    """What `mlx_lm.load(path)` gives, with EPS on for good; `hook_of(model).gated` has the counters. Names that are no
-    setting of EPS are mlx_lm.load's (`adapter_path`, `lazy`, ..)."""
+    """What `mlx_lm.load(path)` gives, with EPS on; `hook_of(model)` has the counters (`.gated`) and takes it off
+    (`.close()`). Names of mlx_lm.load's own (`adapter_path`, `lazy`, ..) go there."""
     theirs = {name: settings.pop(name) for name in list(settings) if name in _LOAD_NAMES}
     chosen = Settings.of(settings)
     loaded = mlx_lm.load(str(path), **theirs)

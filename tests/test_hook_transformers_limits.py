@@ -1,0 +1,272 @@
+"""Where EPS stops in transformers: faults, masks, other caches, models it cannot gate; and what it leaves behind."""
+
+import gc
+import logging
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hf_models import FAMILIES, RQ, Attending, eps_layers, feed, generate, gone, prompts, stock, tiny
+from hf_models import tiny_config as config_of
+from tiny_models import save_model
+from transformers import DynamicCache, StaticCache
+
+from eps_core.errors import ConfigError
+from eps_cuda.hooks.transformers import EpsCache, eps, plan_of
+
+# ---- faults, masks, gradients ----
+
+
+def test_a_fault_of_ours_is_the_engines_attention_counted_and_loud(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, (ids, mask) = tiny("llama"), prompts([150, 130], seed=12)
+    plain = generate(model, ids, mask, stock(model))
+    cache = EpsCache(model, RQ)
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("a broken selection")
+
+    monkeypatch.setattr(cache.gated.eps, "select", broken)
+    with Attending(model), caplog.at_level(logging.ERROR, "eps"):
+        assert torch.equal(generate(model, ids, mask, cache), plain)
+    stats = cache.gated.stats()
+    assert stats["fallbacks"] == {"error": 7 * 2 * 2} and stats["bytes_ratio"] == 1
+    assert caplog.text.count("a broken selection") >= 1 and len(caplog.records) == 1
+
+
+def test_a_fault_while_summaries_are_written_loses_no_token(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, (ids, mask) = tiny("llama"), prompts([290, 130], seed=12)
+    plain = generate(model, ids, mask, stock(model))
+    cache = EpsCache(model, RQ)
+    write, calls = cache.gated.eps.write_kv, []
+
+    def broken(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 4:  # the second layer of the first token
+            raise RuntimeError("a broken write")
+        return write(*args)
+
+    monkeypatch.setattr(cache.gated.eps, "write_kv", broken)
+    with Attending(model), caplog.at_level(logging.ERROR, "eps"):
+        said = generate(model, ids, mask, cache, output_scores=True, return_dict_in_generate=True)
+    # the first layer of that token was gated, all that came after is sdpa over the same keys and values
+    assert said.sequences.shape == plain.shape and torch.equal(said.sequences[:, :291], plain[:, :291])
+    assert cache.gated.stats()["fallbacks"] == {"error": 2 * (1 + 6 * 2)}
+    assert len(calls) == 4 and "a broken write" in caplog.text
+    whole = EpsCache(model, RQ.replace(budget=1.0))
+    calls.clear()
+    with Attending(model):
+        assert torch.equal(generate(model, ids, mask, whole), plain)
+    whole.reset()
+    assert not eps_layers(whole)[0].rows.broken
+    gone(cache)
+
+
+def test_a_mask_that_is_no_left_padding_is_the_engines(caplog: pytest.LogCaptureFixture) -> None:
+    model, (ids, _) = tiny("llama"), prompts([60], seed=13)
+    hole = torch.ones_like(ids)
+    hole[:, 20:25] = 0
+    found = []
+    for name in ("sdpa", "eps"):
+        cache = EpsCache(model, RQ) if name == "eps" else stock(model)
+        with Attending(model, name), torch.no_grad():
+            feed(model, cache, ids, hole, 0, 50)
+            found.append(feed(model, cache, ids, hole, 50, 51))
+            added = torch.zeros(1, 1, 1, 52)  # a mask to add, made by the caller
+            added[..., 30] = -1.0
+            found.append(model(ids[:, 51:52], attention_mask=added, past_key_values=cache).logits)
+            found.append(feed(model, cache, ids, torch.ones_like(ids), 52, 53))
+    assert torch.equal(found[0], found[3]) and torch.equal(found[1], found[4])
+    assert cache.gated.stats()["fallbacks"] == {"mask": 4}  # the third sees every token: gated
+    assert not torch.equal(found[2], found[5])
+
+
+def test_padding_that_is_no_longer_hidden_is_one_line() -> None:
+    model, (ids, mask) = tiny("llama"), prompts([40, 30], seed=14)
+    with Attending(model), torch.no_grad():
+        cache = EpsCache(model, RQ)
+        feed(model, cache, ids, mask, 0, 30)
+        with pytest.raises(ConfigError, match="no longer hides"):
+            feed(model, cache, ids, torch.ones_like(mask), 30, 31)
+
+
+def test_gradients_may_be_on() -> None:
+    model, (ids, mask) = tiny("llama"), prompts([60], seed=15)
+    found = []
+    for budget, mode in ((0.3, torch.enable_grad), (0.3, torch.inference_mode), (0.3, torch.no_grad)):
+        cache = EpsCache(model, RQ.replace(budget=budget))
+        with Attending(model), mode():
+            feed(model, cache, ids, mask, 0, 59)
+            found.append(feed(model, cache, ids, mask, 59, 60).detach().clone())
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_the_name_may_be_given_while_loading(tmp_path: Any) -> None:
+    path, (ids, mask) = save_model("qwen3", tmp_path), prompts([290])
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model, plain = (load(path, attn_implementation=name, dtype=torch.float32) for name in ("eps", "sdpa"))
+    expected = generate(plain, ids, mask, None)
+    assert torch.equal(generate(model, ids, mask, None), expected)  # without our cache it is sdpa
+    cache = EpsCache(model.config, RQ)
+    generate(model, ids, mask, cache)
+    assert cache.gated.stats()["bytes_ratio"] < 0.5
+
+
+def test_an_own_cache_needs_our_attention() -> None:
+    model, (ids, mask) = tiny("llama"), prompts([20])
+    with pytest.raises(ConfigError, match=r'attends by "sdpa".*set_attn_implementation\("eps"\)'):
+        generate(model, ids, mask, EpsCache(model, RQ))
+    with Attending(model), torch.no_grad():
+        cache = EpsCache(model, RQ)
+        feed(model, cache, ids, mask, 0, 10)
+        with pytest.raises(ConfigError, match="2 rows go on with a cache of 1"):
+            feed(model, cache, ids.repeat(2, 1), mask.repeat(2, 1), 10, 11)
+
+
+# ---- the context manager, lives and deaths ----
+
+
+def test_the_context_leaves_everything_as_it_was_after_a_fault_too() -> None:
+    model, (ids, _) = tiny("gemma3"), prompts([40])
+    before = dict(vars(model)), model.config._attn_implementation, len(model._forward_pre_hooks)
+    plain = model.generate(ids, max_new_tokens=4, do_sample=False)
+    for fault in (None, ValueError("the caller's"), KeyboardInterrupt()):
+        try:
+            with eps(model, RQ):
+                assert model.config._attn_implementation == "eps"
+                model.generate(ids, max_new_tokens=2, do_sample=False)
+                if fault is not None:
+                    raise fault
+        except BaseException as error:
+            assert error is fault
+        assert (dict(vars(model)), model.config._attn_implementation, len(model._forward_pre_hooks)) == before
+    assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), plain)
+
+
+def test_two_models_at_once() -> None:
+    one, two, (ids, _) = tiny("llama"), tiny("qwen2"), prompts([300], seed=16)
+    alone = []
+    for model in (one, two):
+        with eps(model, RQ):
+            alone.append(model.generate(ids, max_new_tokens=6, do_sample=False))
+    with eps(one, RQ) as first, eps(two, method="box", budget=0.4, group_tokens=16) as second:
+        assert torch.equal(one.generate(ids, max_new_tokens=6, do_sample=False), alone[0])
+        two.generate(ids, max_new_tokens=6, do_sample=False)
+        assert torch.equal(one.generate(ids, max_new_tokens=6, do_sample=False), alone[0])
+    assert first.stats()["steps"] == 10 and second.stats()["steps"] == 5
+    assert first.stats()["bytes_ratio"] < second.stats()["bytes_ratio"]
+
+
+def test_a_cache_that_was_passed_in_is_left_alone() -> None:
+    model, (ids, mask) = tiny("llama"), prompts([60], seed=17)
+    plain = generate(model, ids, mask, stock(model))
+    with eps(model, RQ) as gated:
+        mine = stock(model)
+        assert torch.equal(generate(model, ids, mask, mine), plain)
+        assert not eps_layers(mine) and gated.stats()["steps"] == 0
+        made = model.generate(ids, max_new_tokens=3, do_sample=False, return_dict_in_generate=True).past_key_values
+        assert len(eps_layers(made)) == 2 and gated.stats()["steps"] == 2
+
+
+@pytest.mark.parametrize(("asked", "kind"), [("static", "StaticCache"), ("offloaded", "offloaded")])
+def test_other_caches_are_refused_by_name(asked: str, kind: str) -> None:
+    model, (ids, _) = tiny("llama"), prompts([20])
+    with eps(model, RQ), pytest.raises(ConfigError, match=f"{kind}.*leave cache_implementation out"):
+        model.generate(ids, max_new_tokens=2, do_sample=False, cache_implementation=asked)
+    with Attending(model), torch.no_grad():  # attention "eps" alone is sdpa for them
+        cache = StaticCache(config=model.config, max_cache_len=32)
+        ours = model(ids, past_key_values=cache).logits
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    with torch.no_grad():
+        assert torch.equal(ours, model(ids, past_key_values=cache).logits)
+
+
+def test_memory_goes_with_the_cache() -> None:
+    model, (ids, mask) = tiny("llama"), prompts([300, 200], seed=18)
+    with Attending(model):
+        cache = EpsCache(model, RQ)
+        generate(model, ids, mask, cache, num_beams=3)
+        gated, paged = cache.gated, eps_layers(cache)[0].rows.paged
+        pool, kept = paged.pool, weakref.ref(paged.cache)
+        assert pool.num_live
+        del paged, cache
+        gc.collect()
+    pool.check()
+    assert not pool.num_live and kept() is None and gated.stats()["steps"] == 7
+    with eps(model, RQ) as gated:
+        out = model.generate(ids, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
+        kept = weakref.ref(eps_layers(out.past_key_values)[0].rows.paged.cache)
+        del out
+        gc.collect()
+        assert kept() is None
+
+
+# ---- plans ----
+
+
+def test_plans_say_what_is_left_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    for name in FAMILIES:
+        assert plan_of(config_of(name)).gated == plan_of(tiny(name)).gated
+    plan = plan_of(tiny("gemma3"))
+    assert plan.dense == {0: "sliding window of 24", 2: "sliding window of 24"}
+    with caplog.at_level(logging.WARNING, "eps"):
+        EpsCache(tiny("llama"), RQ)
+        assert not caplog.records
+        EpsCache(tiny("gemma3"), RQ)
+    assert "gates 2 of 4 layers; left dense: sliding window of 24 (0 2)" in caplog.text
+
+
+REFUSED = {
+    "mistral with a window": (lambda: config_of("mistral", sliding_window=16), r"sliding window of 16 \(0-1\)"),
+    "gemma2": (
+        lambda: transformers.Gemma2Config(num_hidden_layers=2, hidden_size=32, vocab_size=64, head_dim=16),
+        "soft-capped",
+    ),
+    "gpt-oss": (lambda: transformers.GptOssConfig(num_hidden_layers=2), "learned sinks"),
+    "deepseek": (lambda: transformers.DeepseekV3Config(num_hidden_layers=2), r"latent attention \(MLA\)"),
+    "t5": (lambda: transformers.T5Config(num_layers=2), "encoder-decoder"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_gated_is_refused_by_name(name: str) -> None:
+    make, words = REFUSED[name]
+    with pytest.raises(ConfigError, match=f"nothing to gate.*{words}"):
+        EpsCache(make(), RQ)
+
+
+def test_settings_are_checked_before_anything_is_touched() -> None:
+    model = tiny("llama")
+    for wrong, words in (
+        ({"methode": "rq"}, "methode"),
+        ({}, 'method="rq"'),
+        ({"method": "rq", "budget": -1}, "budget"),
+    ):
+        with pytest.raises(ConfigError, match=words), eps(model, **wrong):
+            pass
+    with pytest.raises(ConfigError, match="not both: budget"):
+        EpsCache(model, RQ, budget=0.1)
+    assert model.config._attn_implementation == "sdpa" and not model._forward_pre_hooks
+
+
+def test_metrics_are_written(tmp_path: Any) -> None:
+    model, (ids, _) = tiny("llama"), prompts([300])
+    with eps(model, RQ, metrics=tmp_path / "steps.jsonl", audit_every=2) as gated:
+        model.generate(ids, max_new_tokens=5, do_sample=False)
+    assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 1 + 4 + 1
+    assert gated.stats()["audits"] == 2
+
+
+def test_a_loop_of_ones_own_has_eps_in_its_empty_cache() -> None:
+    """A lazily filled stock cache, as one makes it without a config, gets every layer at once."""
+    model, (ids, mask) = tiny("llama"), prompts([50])
+    with eps(model, RQ) as gated, torch.no_grad():
+        cache = DynamicCache()
+        feed(model, cache, ids, mask, 0, 49)
+        feed(model, cache, ids, mask, 49, 50)
+    assert gated.stats()["steps"] == 1 and len(eps_layers(cache)) == 2
