@@ -97,7 +97,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def server(refused: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     one = Server(tmp_path_factory.mktemp("serve"), SETTINGS, MORE)
     try:
-        assert one.wait(180), one.log.read_text()[-3000:]
+        assert one.wait(300), one.log.read_text()[-3000:]
         yield one
     finally:
         one.end()
@@ -180,7 +180,7 @@ def test_counters_are_on_the_servers_own_page_and_knobs_turn(server: Server) -> 
 
 
 def test_a_server_that_cannot_gate_does_not_answer(refused: Server) -> None:
-    assert not refused.wait(120) and refused.process.wait(30) != 0
+    assert not refused.wait(300) and refused.process.wait(30) != 0
     said = refused.log.read_text()
     assert "ConfigError" in said and "no multiple of EPS's units of 128" in said
 
@@ -190,7 +190,7 @@ def test_two_workers_gate_their_share(flag: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     one = Server(tmp_path, SETTINGS, [*MORE, flag, "2"])
     try:
-        assert one.wait(180), one.log.read_text()[-3000:]
+        assert one.wait(300), one.log.read_text()[-3000:]
         asked, answers = engines.needles(900, 1200, 1400, 2100)
         clients = [
             subprocess.Popen([sys.executable, "-c", ASK.format(url=one.url, model=str(engines.DEMO), prompt=prompt)],
