@@ -16,7 +16,8 @@ if [ ! -e "$stamp" ]; then
   "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-compile --no-deps \
     -r tests/vllm/requirements.txt -e . >&2
   # what the tests import is compiled once: their workers write no bytecode
-  env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c "import vllm.entrypoints.openai.api_server, vllm.v1.worker.cpu_worker, numba" 2> /dev/null
+  env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" \
+    -c "import vllm.entrypoints.openai.api_server, vllm.v1.worker.cpu_worker, numba" 2> /dev/null
   touch "$stamp"
 fi
 cd tests/vllm
