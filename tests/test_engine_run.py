@@ -70,6 +70,23 @@ def test_a_batch_of_prompts_is_run_at_once(engine: str, model: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("engine", HERE)
+def test_a_prompts_chunk_of_one_token_is_no_step(engine: str, model: Path, tmp_path: Path) -> None:
+    """Of two tokens the first one is such a chunk; of 2,050 the one before the last."""
+    line = ["run", "--model", str(model), "--dtype", "float32", *SETTINGS]
+    own = last(outcome([*line, "--prompt", "ab", "--backend", "mlx" if engine == "mlx-lm" else "cuda"], tmp_path))
+    alone = last(outcome([*line, "--prompt", "ab", "--engine", engine, "--metrics", "steps.jsonl"], tmp_path))
+    for side in ("dense", "eps"):
+        assert alone[side]["tokens"] == own[side]["tokens"]
+        assert alone[side]["bytes_kv_read"] == own[side]["bytes_kv_read"]
+    steps = [json.loads(one) for one in (tmp_path / "steps.jsonl").read_text().splitlines()][1:-1]
+    assert [step["lengths"] for step in steps] == [[2 + index] for index in range(6)]
+    (tmp_path / "three.jsonl").write_text("".join(json.dumps({"prompt": one}) + "\n" for one in ("ab", PROMPT, "c")))
+    found = last(outcome([*line, "--prompt-file", "three.jsonl", "--engine", engine], tmp_path))
+    assert [one["new_tokens"] for one in found["sequences"]] == [6, 6, 6]
+    assert found["sequences"][0]["tokens"] == alone["tokens"]
+
+
+@pytest.mark.parametrize("engine", HERE)
 def test_a_sequence_ends_after_a_stop_token(engine: str, model: Path, tmp_path: Path) -> None:
     line = ["run", "--model", str(model), "--engine", engine, "--prompt", PROMPT, *SETTINGS[:-1]]
     said = last(outcome([*line, "--no-stop"], tmp_path))["dense"]["tokens"]

@@ -166,14 +166,17 @@ def _decode(
 
 def _gated_records(decoded: _Decoded, engine: Engine) -> list[StepRecord]:
     """The gate's records of the steps that said something, with what they said and their times."""
-    records = engine.gated.take_records()
-    assert len(records) >= len(decoded.steps), (len(records), len(decoded.steps))
+    records = iter(engine.gated.take_records())
     found: list[StepRecord] = []
-    for record, (rows, ms) in zip(records, decoded.steps, strict=False):  # an engine may compute one step ahead
-        # which then has sequences in it that have just ended
-        assert not Counter(row.length for row in rows) - Counter(record.lengths), (record.lengths, rows)
+    for rows, ms in decoded.steps:
+        wanted, k_reread = Counter(row.length for row in rows), 0
+        # a prompt's chunk of one token is gated as any token, and no step. An engine that computes ahead has sequences
+        # in its steps that have just ended
+        while wanted - Counter((record := next(records)).lengths):
+            k_reread += record.bytes_k_reread
         record.sequences, record.tokens = [row.sequence for row in rows], [row.token for row in rows]
         record.lengths, record.decode_ms, record.step = [row.length for row in rows], ms, len(found)
+        record.bytes_k_reread += k_reread
         found.append(record)
     return found
 
