@@ -273,6 +273,26 @@ def test_the_plan_says_which_layers_are_left_and_why() -> None:
         Plan.of(["sliding window"] * 3)
 
 
+MODES = (("gate", "gate"), ("dense", "gate"), ("gate", "dense"))  # of three layers, two of which are gated
+
+
+def test_head_modes_are_those_of_the_gated_layers() -> None:
+    plan = Plan((0, 2), {1: "sliding window"})
+    assert plan.of_gated(RQ) is RQ
+    mapped = plan.of_gated(RQ.replace(head_modes=MODES))
+    assert mapped.read.head_modes == (MODES[0], MODES[2]) and plan.of_gated(mapped) is mapped
+    with pytest.raises(ConfigError, match="head modes of 4 layers do not fit this model of 3, of which EPS gates 2"):
+        plan.of_gated(RQ.replace(head_modes=(*MODES, MODES[0])))
+    one = Gated(load_backend("numpy"), RQ.replace(head_modes=MODES), plan)
+    assert one.config == mapped
+    one.config = RQ.replace(head_modes=MODES, budget=0.5)
+    assert one.config == mapped.replace(budget=0.5)
+    with pytest.raises(ConfigError, match="head modes of 2 kv heads do not fit layers of 4"):
+        one.fits(4)
+    with pytest.raises(ConfigError, match="head modes of 1 kv heads do not fit layers of 4"):
+        one.config = RQ.replace(head_modes=(("dense",), ("gate",)))
+
+
 # ---- settings ----
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.engine.plan import Plan
-from eps_core.errors import ConfigError, fault_line
+from eps_core.errors import ConfigError, fault_line, require
 from eps_core.files.outputs import JsonlWriter, Output
 from eps_core.gate.attend import LayerRead, attend_layer, collect, dense_read
 from eps_core.gate.protocol import Array, Backend
@@ -72,7 +72,8 @@ class Gated:
         self.eps, self.plan, self.on = eps, plan, True
         self.audit_every, self.keep_records, self.keep_lists = audit_every, keep_records, keep_lists
         self.model, self.device = model, device
-        self._config = config
+        self._config = plan.of_gated(config)
+        self._num_kv_heads: int | None = None  # once known
         self._lock = threading.RLock()
         self._step: _Step | None = None
         self._held: list[_Step] = []
@@ -87,6 +88,7 @@ class Gated:
 
     @property
     def config(self) -> EpsConfig:
+        """Head modes are those of the gated layers; it may be set to those of all layers of the model, too."""
         return self._config
 
     @config.setter
@@ -96,7 +98,21 @@ class Gated:
                 "a running engine keeps the summaries that it began with: change how they are read (budget, policy, "
                 "min_context, ..), or start it again"
             )
+        config = self.plan.of_gated(config)
+        self._check_heads(config)
         self._config = config
+
+    def fits(self, num_kv_heads: int) -> None:
+        """Raises ConfigError where head modes, from now on too, are not of so many kv heads."""
+        self._num_kv_heads = num_kv_heads
+        self._check_heads(self._config)
+
+    def _check_heads(self, config: EpsConfig) -> None:
+        modes, heads = config.read.head_modes, self._num_kv_heads
+        require(
+            modes is None or heads is None or len(modes[0]) == heads,
+            f"head modes of {len(modes[0]) if modes else 0} kv heads do not fit layers of {heads}: calibrate it",
+        )
 
     def attend(self, cache: Any, layer: int, q: Array, where: Where, dense: Callable[[], Array]) -> Array:
         """out [B, Hq, D] of one decode token of each of B rows: q [B, Hq, D], whose K and V are in `cache` already.

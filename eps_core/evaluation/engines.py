@@ -212,7 +212,7 @@ def _print_header(
         f"engine  {request.engine} {versions} on {known['device']}, {known['dtype']}, kernels {known['kernels']}\n"
     )
     out.write(prompt_line(lengths, answer))
-    out.write(f"{engine.gated.plan.line(request.settings.config)}\n")
+    out.write(f"{engine.gated.plan.line(engine.gated.config)}\n")
     if request.method_is_default:
         out.write("        (the demo's default)\n")
     out.write("\n")

@@ -59,8 +59,13 @@ class Hook:
                 eps_mlx, config, plan, settings.metrics, settings.audit_every,
                 model=name or type(model).__module__, device=device, **kept,
             )  # fmt: skip
-            spec = replace(spec, num_units=units, max_open_groups=OPEN_GROUPS)
-            pool = self.pool = Rows(self.gated, spec, device, kernels)
+            try:
+                self.gated.fits(spec.num_kv_heads)
+                spec = replace(spec, num_units=units, max_open_groups=OPEN_GROUPS)
+                pool = self.pool = Rows(self.gated, spec, device, kernels)
+            except BaseException:
+                self.gated.close()  # the metrics file is free again
+                raise
         except BaseException:
             mlx_lm_names.restore()
             raise
@@ -70,7 +75,7 @@ class Hook:
         model.make_cache = self.make_cache
         setattr(model, _HANDLE, self)
         open_pools.append(self.pool)
-        logger.warning(plan.line(config))  # not a fault: what everyone should see once
+        logger.warning(plan.line(self.gated.config))  # not a fault: what everyone should see once
 
     def make_cache(self) -> list[Any]:
         """What the model's own `make_cache` gives, with ours in the gated layers."""

@@ -164,6 +164,7 @@ class Rows:
         require(
             key.device == place, f"K is on {key.device} and the current device is {place}: put the model on one device"
         )
+        self.gated.fits(kv_heads)
         store = self.gated.config.store
         units = batch * -(-(num_new + FIRST_ROOM) // store.unit_tokens)
         # beams hold twice as many open groups while they change places
