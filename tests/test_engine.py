@@ -240,6 +240,37 @@ def test_a_fault_of_the_engines_is_the_engines() -> None:
     assert one.gated.stats()["fallbacks"].get("error") is None
 
 
+def test_forwards_of_two_caches_in_turn_are_steps_of_their_own() -> None:
+    """As of two threads; who asks for the counts meanwhile, or gives a third cache back, disturbs neither."""
+    one, other, third = Layers(), Layers(300), Layers(200)
+    other.gated = third.gated = one.gated
+    third.step()
+    for _ in range(3):
+        wheres = []
+        for each in (one, other):
+            each.grow()
+            wheres.append(each.paged.where(each.gated.config, [each.sequence]))
+        for layer in range(2):
+            for each, where in zip((one, other), wheres, strict=True):
+                one.gated.attend(each.paged.cache, layer, each.q, where, lambda: "dense")
+                one.gated.stats()
+                one.gated.let_go(third.paged.cache)
+    stats = one.gated.stats()
+    assert stats["steps"] == stats["rows"] == 7 and stats["fallbacks"] == {}
+    assert stats["bytes_kv_dense"] == (401 + 402 + 403 + 301 + 302 + 303 + 201) * 2 * 2 * 128
+
+
+def test_a_forward_that_ended_early_is_counted_and_let_go() -> None:
+    one = Layers()
+    one.grow()
+    where = one.paged.where(one.gated.config, [one.sequence])
+    one.gated.attend(one.paged.cache, 0, one.q, where, lambda: "dense")
+    assert one.gated.stats()["steps"] == 0  # it may go on
+    one.gated.let_go(one.paged.cache)
+    stats = one.gated.stats()
+    assert stats["steps"] == 1 and stats["fallbacks"] == {"unseen": 1}
+
+
 def test_a_live_change_may_not_change_what_is_kept() -> None:
     one = Layers()
     with pytest.raises(ConfigError, match="start it again"):

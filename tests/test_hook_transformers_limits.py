@@ -3,6 +3,7 @@
 import gc
 import logging
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -160,6 +161,18 @@ def test_two_models_at_once() -> None:
         assert torch.equal(one.generate(ids, max_new_tokens=6, do_sample=False), alone[0])
     assert first.stats()["steps"] == 10 and second.stats()["steps"] == 5
     assert first.stats()["bytes_ratio"] < second.stats()["bytes_ratio"]
+
+
+def test_two_threads_of_one_model_are_counted_as_one_after_the_other() -> None:
+    model, counts = tiny("llama"), []
+    with eps(model, RQ) as gated:
+        for workers in (1, 2):
+            gated.reset()
+            with ThreadPoolExecutor(workers) as pool:
+                for made in pool.map(lambda seed: model.generate(prompts([300], seed)[0], max_new_tokens=12), (1, 2)):
+                    assert made.shape == (1, 312)
+            counts.append(gated.stats())
+    assert counts[0] == counts[1] and counts[0]["fallbacks"] == {} and counts[0]["steps"] == 22
 
 
 def test_a_cache_that_was_passed_in_is_left_alone() -> None:

@@ -190,4 +190,5 @@ class Rows:
 def _give_back(paged: Paged, sequences: list[PagedSequence], gated: Gated) -> None:
     for sequence in sequences:
         paged.free(sequence)
-    gated.settle()  # steps that nobody asked for yet hold the cache
+    if not paged.pool.num_live:
+        gated.let_go(paged.cache)  # which steps that nobody asked for yet hold
