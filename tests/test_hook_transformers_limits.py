@@ -149,6 +149,18 @@ def test_the_context_leaves_everything_as_it_was_after_a_fault_too() -> None:
     assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), plain)
 
 
+def test_a_model_has_eps_on_once(tmp_path: Any) -> None:
+    model, (ids, _) = tiny("llama"), prompts([300])
+    with eps(model, RQ) as gated:
+        for _ in range(2):
+            inner = eps(model, RQ.replace(budget=0.9), metrics=tmp_path / "steps.jsonl")
+            with pytest.raises(ConfigError, match="EPS on already"), inner:
+                pass
+        assert model.config._attn_implementation == "eps" and len(model._forward_pre_hooks) == 1
+        model.generate(ids, max_new_tokens=3, do_sample=False)
+    assert gated.stats()["steps"] == 2 and not model._forward_pre_hooks
+
+
 def test_two_models_at_once() -> None:
     one, two, (ids, _) = tiny("llama"), tiny("qwen2"), prompts([300], seed=16)
     alone = []
