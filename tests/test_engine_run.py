@@ -99,6 +99,16 @@ def test_a_sequence_ends_after_a_stop_token(engine: str, model: Path, tmp_path: 
     (stopping / "config.json").write_text(json.dumps(config | {"eos_token_id": said[2]}))
     line[2] = str(stopping)
     assert last(outcome(line, tmp_path))["dense"]["tokens"] == said[: said.index(said[2]) + 1]
+    # one of several that ends: with everything visited both sides read the same, whatever the engine computed ahead
+    (tmp_path / "two.jsonl").write_text("".join(json.dumps({"prompt": one}) + "\n" for one in ("b" * 70, PROMPT)))
+    line[line.index("--prompt") : line.index("--prompt") + 2] = ["--prompt-file", "two.jsonl"]
+    line[line.index("--eps-budget") + 1] = "1"
+    found = last(outcome([*line, "--metrics", "steps.jsonl"], tmp_path))
+    assert found["sequences"][1]["new_tokens"] < found["sequences"][0]["new_tokens"] == 6
+    assert found["eps"]["bytes_kv_read"] == found["dense"]["bytes_kv_read"] and found["bytes_ratio"] == 1
+    steps = [json.loads(one) for one in (tmp_path / "steps.jsonl").read_text().splitlines()][1:-1]
+    token_bytes = {step["bytes_kv_dense"] / sum(step["lengths"]) for step in steps}
+    assert len(token_bytes) == 1 and all(len(step["sequences"]) <= len(step["lengths"]) for step in steps)
 
 
 @pytest.mark.parametrize(

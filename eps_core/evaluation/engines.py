@@ -97,7 +97,7 @@ def run(request: EngineRequest, out: TextIO) -> dict[str, Any]:
         gated = _gated_records(decoded["eps"], engine)
         sides = {"eps": decoded["eps"].side(gated, tokenizer)}
         if request.baseline:
-            dense = [_dense_record(i, *step, gated[0]) for i, step in enumerate(decoded["dense"].steps)]
+            dense = _dense_records(decoded["dense"].steps, gated[0], engine.computes_ahead)
             sides["dense"] = decoded["dense"].side(dense, tokenizer)
         identity = {**known, "model": name}
         if lines is not None:
@@ -170,20 +170,35 @@ def _gated_records(decoded: _Decoded, engine: Engine) -> list[StepRecord]:
     found: list[StepRecord] = []
     for rows, ms in decoded.steps:
         wanted, k_reread = Counter(row.length for row in rows), 0
-        # a prompt's chunk of one token is gated as any token, and no step. An engine that computes ahead has sequences
-        # in its steps that have just ended
+        # a prompt's chunk of one token is gated as any token, and no step
         while wanted - Counter((record := next(records)).lengths):
             k_reread += record.bytes_k_reread
         record.sequences, record.tokens = [row.sequence for row in rows], [row.token for row in rows]
-        record.lengths, record.decode_ms, record.step = [row.length for row in rows], ms, len(found)
+        ended = Counter(record.lengths) - wanted
+        record.lengths = [*(row.length for row in rows), *ended.elements()]
+        record.decode_ms, record.step = ms, len(found)
         record.bytes_k_reread += k_reread
         found.append(record)
     return found
 
 
-def _dense_record(index: int, rows: Sequence[_Row], ms: float, gated: StepRecord) -> StepRecord:
-    """A step of the engine alone: every byte of the layers that EPS gates was read."""
-    lengths = [row.length for row in rows]
+def _dense_records(
+    steps: Sequence[tuple[list[_Row], float]], gated: StepRecord, computes_ahead: bool
+) -> list[StepRecord]:
+    """Steps of the engine alone, whose records are like that of a gated one."""
+    found, before = [], list[_Row]()
+    for index, (rows, ms) in enumerate(steps):
+        there = {row.sequence for row in rows}
+        ended = [row.length + 1 for row in before if computes_ahead and row.sequence not in there]
+        found.append(_dense_record(index, rows, ended, ms, gated))
+        before = rows
+    return found
+
+
+def _dense_record(index: int, rows: Sequence[_Row], ended: list[int], ms: float, gated: StepRecord) -> StepRecord:
+    """A step of the engine alone: every byte of the layers that EPS gates was read, of sequences that have just `ended`
+    too."""
+    lengths = [row.length for row in rows] + ended
     token_bytes = gated.bytes_kv_dense // sum(gated.lengths)
     heads = np.ones_like(gated.total_by_head)
     return replace(

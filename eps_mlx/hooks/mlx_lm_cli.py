@@ -36,6 +36,7 @@ class MlxLmEngine:
     `BatchGenerator`."""
 
     first_token_is_prefill = False  # mlx-lm gives a prompt's last token a step of its own
+    computes_ahead = True
 
     def __init__(self, hook: Hook, device: str, default: mx.Device) -> None:
         self.hook, self.gated, self._device, self._default = hook, hook.gated, device, default
