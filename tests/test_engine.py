@@ -198,6 +198,14 @@ def test_what_would_be_read_whole_is_the_engines_own_attention() -> None:
     assert stats["bytes_ratio"] == 1 and stats["fallbacks"] == {} and one.gated.lists == [{0: None, 1: None}]
 
 
+def test_what_the_config_leaves_dense_is_counted_by_reason() -> None:
+    one = Layers()
+    one.gated.config = RQ.replace(min_context=402, head_modes=(("dense", "dense"), ("gate", "gate")))
+    for _ in range(3):  # of 401, 402, 403 tokens
+        one.step()
+    assert one.gated.stats()["fallbacks"] == {"min_context": 2, "dense_layer": 3}
+
+
 def test_off_is_dense_and_counts_nothing() -> None:
     one = Layers()
     one.gated.on = False

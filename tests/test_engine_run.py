@@ -35,6 +35,7 @@ def last(done: Outcome) -> dict[str, Any]:
 @pytest.mark.parametrize("engine", HERE)
 def test_an_engine_says_and_reads_what_our_own_decoder_does(engine: str, model: Path, tmp_path: Path) -> None:
     line = ["run", "--model", str(model), "--prompt", PROMPT, "--dtype", "float32", *SETTINGS]
+    line += ["--eps-min-context", "355"]
     own = last(outcome([*line, "--backend", "mlx" if engine == "mlx-lm" else "cuda"], tmp_path))
     files = ["--metrics", "steps.jsonl", "--csv", "steps.csv"]
     theirs = last(outcome([*line, "--engine", engine, *files], tmp_path))
@@ -43,7 +44,9 @@ def test_an_engine_says_and_reads_what_our_own_decoder_does(engine: str, model: 
         assert theirs[side]["tokens"] == own[side]["tokens"]
         assert theirs[side]["bytes_kv_read"] == own[side]["bytes_kv_read"] > 0
         assert theirs[side]["tokens_per_s"] > 0
-    assert theirs["eps"]["pages_visited"] == own["eps"]["pages_visited"]
+    assert own["eps"]["fallbacks"] == {"min_context": 2}  # the prompt has 354 tokens
+    for name in ("pages_visited", "fallbacks"):
+        assert theirs["eps"][name] == own["eps"][name]
     assert theirs["bytes_ratio"] == own["bytes_ratio"] < 0.5
     run, *steps, summary = [json.loads(one) for one in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert EpsConfig.from_dict(run["config"]).read.budget == 0.2 and run["layers_gated"] == [0, 1]
