@@ -2,7 +2,10 @@
 
 import json
 import logging
+import os
 import random
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -297,6 +300,15 @@ def test_metrics_are_a_run_its_steps_and_a_summary(tmp_path: Path) -> None:
     assert [step["audited"] for step in steps] == [True, False, True]
     assert steps[0]["mass_skipped_true"] > 0 and steps[1]["mass_skipped_true"] is None
     assert summary["steps"] == 3 and summary["audits"] == 2
+
+
+def test_metrics_that_nobody_closes_are_whole_when_the_process_ends(tmp_path: Path) -> None:
+    code = f"from test_engine import Layers; one = Layers(metrics={str(tmp_path / 'steps.jsonl')!r}); one.step()"
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True)
+    assert done.returncode == 0 and not done.stderr
+    (file,) = tmp_path.iterdir()
+    assert [json.loads(line)["type"] for line in file.read_text().splitlines()] == ["run", "step", "summary"]
 
 
 # ---- the plan ----

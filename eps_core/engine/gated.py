@@ -1,5 +1,6 @@
 """One model's gated attention inside an engine: the call itself, what it falls back to, and what it read."""
 
+import atexit
 import logging
 import threading
 import weakref
@@ -67,8 +68,9 @@ class Gated:
         model: str = "",
         device: str = "",
     ) -> None:
-        """`metrics`: a JSONL file of steps, as of `eps-proto run`. Every `audit_every`-th step reads everything
-        besides, for the true unread mass. `keep_records` and `keep_lists` are for tests and comparisons."""
+        """`metrics`: a JSONL file of steps, as of `eps-proto run`; `close` writes its summary, at the latest when the
+        process ends. Every `audit_every`-th step reads everything besides, for the true unread mass. `keep_records` and
+        `keep_lists` are for tests and comparisons."""
         self.eps, self.plan, self.on = eps, plan, True
         self.audit_every, self.keep_records, self.keep_lists = audit_every, keep_records, keep_lists
         self.model, self.device = model, device
@@ -80,6 +82,8 @@ class Gated:
         self._told: set[str] = set()
         self._output = None if metrics is None else Output(metrics, "metrics file")
         self._writer = None if self._output is None else JsonlWriter(self._output)
+        if self._writer is not None:
+            atexit.register(self.close)  # not every engine says when it is done
         self._run_line_written = False
         self._begun = 0  # steps
         # bytes of each cache up to its last step; those of a prefill are the next step's
@@ -216,6 +220,7 @@ class Gated:
             self._writer.close()
             self._output.close()
             self._writer = self._output = None
+            atexit.unregister(self.close)
 
     def __enter__(self) -> Self:
         return self
