@@ -3,6 +3,7 @@ engine computes; and what they refuse."""
 
 import csv
 import json
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -150,6 +151,20 @@ def test_serve_hands_over_the_settings_and_the_engines_own_arguments(
     settings = Settings(EpsConfig.of("rq", budget=0.03))
     assert done.code == 3
     assert calls == ["vllm", (model, settings, "127.0.0.1", 8123, ("--max-model-len", "512"))]
+
+
+def test_an_address_that_is_taken_is_one_line_before_anything_runs(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "load_engine", lambda name: SimpleNamespace(serve=lambda *args: 0))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        line = ["serve", "--engine", "mlx-lm", "--model", str(model), "--method", "rq", "--port"]
+        done = outcome([*line, str(taken.getsockname()[1])], tmp_path)
+    assert done.code == 2 and "already in use" in done.err and len(done.err.splitlines()) == 1
+    done = outcome([*line[:-1], "--host", "no.such.host.invalid"], tmp_path)
+    assert done.code == 2 and "nobody can listen at no.such.host.invalid" in done.err
 
 
 def test_every_engine_has_checked_versions() -> None:
