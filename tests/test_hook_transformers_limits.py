@@ -265,6 +265,22 @@ def test_what_cannot_be_gated_is_refused_by_name(name: str) -> None:
         EpsCache(make(), RQ)
 
 
+OWN_ATTENTION = {
+    "gptj": lambda: transformers.GPTJConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=2, rotary_dim=8),
+    "mpt": lambda: transformers.MptConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=2),  # parts without one, too
+}
+
+
+@pytest.mark.parametrize("name", OWN_ATTENTION)
+def test_a_model_that_attends_by_itself_is_refused_and_left_as_it_was(name: str, tmp_path: Any) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(OWN_ATTENTION[name]())
+    before = model.config._attn_implementation
+    for _ in range(2):  # the metrics file is free again
+        with pytest.raises(ConfigError, match="attention of its own"), eps(model, RQ, metrics=tmp_path / "steps.jsonl"):
+            pass
+    assert model.config._attn_implementation == before and not model._forward_pre_hooks
+
+
 def test_settings_are_checked_before_anything_is_touched() -> None:
     model = tiny("llama")
     for wrong, words in (

@@ -33,10 +33,10 @@ def eps(model: Any, config: EpsConfig | None = None, **settings: Any) -> Iterato
     text, before = text_config(model), _implementations(model.config)
     handle = model.register_forward_pre_hook(_PutIn(text, gated, asked.kernels), with_kwargs=True)
     try:
-        model.set_attn_implementation(NAME)
-        if text._attn_implementation != NAME:
-            raise ConfigError(f"{type(model).__name__} has an attention of its own, which EPS cannot replace")
         with gated:
+            model.set_attn_implementation(NAME)
+            if text._attn_implementation != NAME:
+                raise ConfigError(f"{type(model).__name__} has an attention of its own, which EPS cannot replace")
             yield gated
     finally:
         handle.remove()
@@ -75,6 +75,6 @@ def _implementations(config: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"": config._attn_implementation}
     for name in config.sub_configs:
         sub = getattr(config, name, None)
-        if sub is not None:
+        if sub is not None and sub._attn_implementation is not None:  # of parts that attend
             found[name] = sub._attn_implementation
     return found
