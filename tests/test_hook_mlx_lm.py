@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import sys
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,8 @@ import eps_mlx
 from eps_core.engine import settings as engine_settings
 from eps_core.engine.settings import Settings
 from eps_core.errors import ConfigError
-from eps_mlx.hooks import mlx_lm_names
-from eps_mlx.hooks.mlx_lm import eps, hook_of, load
-from eps_mlx.hooks.mlx_lm_hook import Hook
+from eps_mlx.hooks.mlx_lm import eps, hook_of, load, names
+from eps_mlx.hooks.mlx_lm.hook import Hook
 from eps_mlx.kernels import cpu as numba_kernels
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
@@ -181,6 +181,18 @@ def test_every_kind_of_kernels_says_the_same() -> None:
         np.testing.assert_allclose(np.array(logprobs), np.array(found["arrays"][1]), atol=2e-4)
 
 
+@pytest.mark.parametrize("kernels", ["arrays", "numba"])
+def test_another_thread_may_generate_and_counts_are_asked_for_after_it(kernels: str) -> None:
+    model, said = tiny("llama"), []
+    (prompt,) = prompts(300)
+    with eps(model, **SMALL, budget=0.2, kernels=kernels) as gated:
+        thread = threading.Thread(target=lambda: said.append(alone(model, prompt, 12)[0]))
+        thread.start()
+        thread.join()
+        assert gated.stats()["rows"] == 13 and gated.stats()["bytes_ratio"] < 0.4
+        assert said == [alone(model, prompt, 12)[0]]
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantised_weights(bits: int, tmp_path: Path) -> None:
     stored, converted = save_model("llama2-bf16-sharded", tmp_path / "stored"), str(tmp_path / "converted")
@@ -240,11 +252,9 @@ def test_a_directory_is_loaded_with_eps_on_and_generates(tmp_path: Path) -> None
 
 def bindings() -> dict[str, Any]:
     """Modules that have mlx-lm's attention, or what stands for it."""
-    found = {name: getattr(module, "__dict__", {}).get(mlx_lm_names.ATTENTION) for name, module in sys.modules.items()}
+    found = {name: getattr(module, "__dict__", {}).get(names.ATTENTION) for name, module in sys.modules.items()}
     return {
-        name: one
-        for name, one in found.items()
-        if one in (STOCK, mlx_lm_names.attention) and not name.startswith("eps_mlx")
+        name: one for name, one in found.items() if one in (STOCK, names.attention) and not name.startswith("eps_mlx")
     }
 
 
@@ -252,7 +262,7 @@ def test_everything_is_put_back_after_an_exception_too() -> None:
     model, before = tiny("qwen2"), bindings()
     assert len(before) > 3 and set(before.values()) == {STOCK}
     with pytest.raises(ZeroDivisionError), eps(model, **SMALL):
-        assert bindings() == dict.fromkeys(before, mlx_lm_names.attention)
+        assert bindings() == dict.fromkeys(before, names.attention)
         assert mlx_caches.EpsKVCache is type(make_prompt_cache(model)[0])
         raise ZeroDivisionError
     assert bindings() == before and not hasattr(mlx_caches, "EpsKVCache")
@@ -307,8 +317,8 @@ def test_steps_are_written_as_lines(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_reached_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
     for module in list(sys.modules.values()):
-        if module is not base and getattr(module, "__dict__", {}).get(mlx_lm_names.ATTENTION) is STOCK:
-            monkeypatch.delattr(module, mlx_lm_names.ATTENTION)
+        if module is not base and getattr(module, "__dict__", {}).get(names.ATTENTION) is STOCK:
+            monkeypatch.delattr(module, names.ATTENTION)
     with pytest.raises(ConfigError, match="no loaded model binds"):
         eps(model, **SMALL).__enter__()
     assert base.scaled_dot_product_attention is STOCK
@@ -371,12 +381,12 @@ def test_sinks_and_masks_that_come_up_later_are_dense_and_counted(monkeypatch: p
 
             def changed(*args: Any, more: Any = more, **kwargs: Any) -> Any:
                 more = more if args[0].shape[2] == 1 else {}
-                return mlx_lm_names.attention(*args, **{**kwargs, **more})
+                return names.attention(*args, **{**kwargs, **more})
 
-            monkeypatch.setattr(llama, mlx_lm_names.ATTENTION, changed)
+            monkeypatch.setattr(llama, names.ATTENTION, changed)
             alone(model, prompt)
             found[reason] = gated.stats()["fallbacks"]
-        monkeypatch.setattr(llama, mlx_lm_names.ATTENTION, mlx_lm_names.attention)
+        monkeypatch.setattr(llama, names.ATTENTION, names.attention)
     assert found == {"sinks": {"sinks": 18}, "mask": {"mask": 18}}
 
 
@@ -479,6 +489,7 @@ def test_memory_does_not_grow_with_steps(kernels: str, budget: float) -> None:
         cache = make_prompt_cache(model)
         model(mx.array([prompt]), cache=cache)
         mx.eval([one.state for one in cache])
+        gc.collect()  # what other tests left
         held = []
         for _ in range(60):
             mx.eval(model(mx.array([[7]]), cache=cache))

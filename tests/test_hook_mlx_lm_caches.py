@@ -381,7 +381,7 @@ def test_the_pool_of_a_hook_shares_by_forks_alone() -> None:
 
 
 def pool_of_first(gated: Any) -> PagePool:
-    from eps_mlx.hooks.mlx_lm_cache import open_pools
+    from eps_mlx.hooks.mlx_lm.cache import open_pools
 
     (pool,) = (one for one in open_pools if one.gated is gated)
     return pool.paged.pool

@@ -32,9 +32,9 @@ from eps_core.errors import ConfigError
 from eps_core.paging.pool import PagePool
 from eps_core.tasks import needle
 from eps_core.tasks.corpus import corpus
-from eps_mlx.hooks import mlx_lm_cli
+from eps_mlx.hooks.mlx_lm import engine as mlx_lm_engine
 from eps_mlx.hooks.mlx_lm import open_engine, serve
-from eps_mlx.hooks.mlx_lm_hook import Hook
+from eps_mlx.hooks.mlx_lm.hook import Hook
 
 RQ = {"method": "rq", "budget": 0.1}
 
@@ -356,4 +356,4 @@ def test_off_serves_mlx_lm_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert serve(Path("/m"), Settings.of({}), "127.0.0.1", 1, ["--temp", "0.5"]) == 0
     assert seen["argv"] == ["mlx_lm.server", "--model", "/m", "--host", "127.0.0.1", "--port", "1", "--temp", "0.5"]
     assert theirs.ModelProvider is before and sys.argv is argv
-    assert mlx_lm_cli._dtype(tiny("llama", mx.bfloat16)) == "bfloat16"
+    assert mlx_lm_engine._dtype(tiny("llama", mx.bfloat16)) == "bfloat16"

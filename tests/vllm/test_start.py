@@ -90,7 +90,7 @@ def configured(**changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"kv_transfer_config": object()}, "a KV connector"),
+        ({"kv_transfer_config": "a connector"}, "a KV connector"),
         ({"model_config__use_mla": True}, "MLA"),
         ({"model_config__is_hybrid": True}, "Mamba"),
         ({"model_config__is_encoder_decoder": True}, "cross attention"),
@@ -99,7 +99,7 @@ def configured(**changes: Any) -> Any:
         ({"parallel_config__prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ({"parallel_config__use_ubatching": True}, "dual batch overlap"),
         ({"cache_config__kv_sharing_fast_prefill": True}, "fast prefill"),
-        ({"speculative_config": SimpleNamespace(method="eagle")}, "speculative decoding by eagle"),
+        ({"speculative_config": {"method": "eagle"}}, "speculative decoding by eagle"),
     ],
     ids=str,
 )

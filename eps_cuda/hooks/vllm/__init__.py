@@ -55,6 +55,7 @@ def open_engine(
     """See `eps_core.engine.protocol.EngineModule`."""
     from eps_cuda.hooks.vllm import adapter
 
+    register()  # whether or not vLLM finds the entry point
     return adapter.open_engine(path, settings, device, dtype, max_tokens, num_sequences)
 
 

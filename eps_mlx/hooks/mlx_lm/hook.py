@@ -19,10 +19,10 @@ from eps_core.engine.settings import Settings, check_version
 from eps_core.errors import ConfigError
 from eps_core.gate.protocol import Backend
 from eps_core.load import resolve_kernels
-from eps_mlx.hooks import mlx_lm_names
-from eps_mlx.hooks.mlx_lm_cache import CLASSES, make_caches, open_pools
-from eps_mlx.hooks.mlx_lm_plan import look_at
-from eps_mlx.hooks.mlx_lm_rows import FIRST_TOKENS, OPEN_GROUPS, Rows
+from eps_mlx.hooks.mlx_lm import names
+from eps_mlx.hooks.mlx_lm.cache import CLASSES, make_caches, open_pools
+from eps_mlx.hooks.mlx_lm.plan import look_at
+from eps_mlx.hooks.mlx_lm.rows import FIRST_TOKENS, OPEN_GROUPS, Rows
 
 logger = logging.getLogger("eps")
 _HANDLE = "_eps_hook"  # on the model
@@ -49,7 +49,7 @@ class Hook:
         self._before = model.__dict__.get("make_cache")
         own = getattr(model, "make_cache", None)
         self.stock_caches = own or (lambda: _plain_caches(model))
-        mlx_lm_names.rebind(CLASSES)
+        names.rebind(CLASSES)
         try:
             plan, spec, num_heads = look_at(model, self.stock_caches())
             device = "cpu" if mx.default_device() == mx.Device(mx.cpu) else "mps"
@@ -67,7 +67,7 @@ class Hook:
                 self.gated.close()  # the metrics file is free again
                 raise
         except BaseException:
-            mlx_lm_names.restore()
+            names.restore()
             raise
         # a model that is dropped without `close` takes EPS with it; metrics are written at the latest at the end
         self._leave = weakref.finalize(model, _leave, pool)
@@ -75,7 +75,7 @@ class Hook:
         model.make_cache = self.make_cache
         setattr(model, _HANDLE, self)
         open_pools.append(self.pool)
-        logger.warning(plan.line(self.gated.config))  # not a fault: what everyone should see once
+        logger.log(logging.WARNING if plan.dense else logging.INFO, plan.line(self.gated.config))
 
     def make_cache(self) -> list[Any]:
         """What the model's own `make_cache` gives, with ours in the gated layers."""
@@ -102,7 +102,7 @@ def _leave(pool: Rows) -> None:
     """What does not need the model."""
     pool.closed = True
     open_pools.remove(pool)
-    mlx_lm_names.restore()
+    names.restore()
     pool.gated.close()
 
 

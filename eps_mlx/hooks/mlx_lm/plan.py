@@ -11,7 +11,7 @@ from eps_core.config.store import CacheSpec
 from eps_core.engine.plan import Plan
 from eps_core.errors import ConfigError, one_line
 from eps_mlx.device import DTYPES
-from eps_mlx.hooks.mlx_lm_names import Attends, stock_attention
+from eps_mlx.hooks.mlx_lm.names import Attends, stock_attention
 
 PROBE_TOKENS = (3, 1)  # of a prompt, of a step
 # what the cache of a layer that is not a plain KVCache says of it
@@ -46,8 +46,8 @@ class _Probe(caches.KVCache, Attends):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self.updates += 1
         self.shape, self.dtype = (keys.shape[1], keys.shape[3]), keys.dtype
-        if keys.shape != values.shape:
-            self.fault = "keys and values of different sizes"
+        if keys.shape != values.shape or keys.dtype != values.dtype:
+            self.fault = "keys and values of different sizes or dtypes"
         self._handed = super().update_and_fetch(keys, values)
         return self._handed
 
@@ -77,7 +77,7 @@ class _Probe(caches.KVCache, Attends):
 
 def look_at(model: Any, stock: Sequence[Any]) -> tuple[Plan, CacheSpec, int]:
     """The plan of a model whose own empty caches are `stock`, the shape of its gated layers, and their query heads. Its
-    attention must be rebound already (`mlx_lm_names.rebind`). Raises ConfigError for MLA, and where no layer can be
+    attention must be rebound already (`names.rebind`). Raises ConfigError for MLA, and where no layer can be
     gated."""
     refuse_latent(model)
     probes = [_Probe() if type(one) is caches.KVCache else one for one in stock]

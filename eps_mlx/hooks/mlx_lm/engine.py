@@ -26,8 +26,8 @@ from eps_core.engine.settings import Settings, check_version
 from eps_core.errors import ConfigError, one_line
 from eps_core.telemetry.provenance import package_version
 from eps_mlx.device import DTYPES, device_of
-from eps_mlx.hooks.mlx_lm_hook import Hook
-from eps_mlx.hooks.mlx_lm_rows import Rows
+from eps_mlx.hooks.mlx_lm.hook import Hook
+from eps_mlx.hooks.mlx_lm.rows import Rows
 
 PREFILL_CHUNK = 2048  # mlx-lm's own
 logger = logging.getLogger("eps")

@@ -16,8 +16,8 @@ import mlx_lm
 
 from eps_core.engine.gated import Gated
 from eps_core.engine.settings import Settings
-from eps_mlx.hooks.mlx_lm_cli import open_engine, serve
-from eps_mlx.hooks.mlx_lm_hook import Hook, hook_of
+from eps_mlx.hooks.mlx_lm.engine import open_engine, serve
+from eps_mlx.hooks.mlx_lm.hook import Hook, hook_of
 
 __all__ = ["eps", "hook_of", "load", "open_engine", "serve"]
 
@@ -47,8 +47,8 @@ class eps:
 
 
 def load(path: str | Path, **settings: Any) -> Any:
-    """What `mlx_lm.load(path)` gives, with EPS on for good; `hook_of(model).gated` has the counters. Names that are no
-    setting of EPS are mlx_lm.load's (`adapter_path`, `lazy`, ..)."""
+    """What `mlx_lm.load(path)` gives, with EPS on; `hook_of(model)` has the counters (`.gated`) and takes it off
+    (`.close()`). Names of mlx_lm.load's own (`adapter_path`, `lazy`, ..) go there."""
     theirs = {name: settings.pop(name) for name in list(settings) if name in _LOAD_NAMES}
     chosen = Settings.of(settings)
     loaded = mlx_lm.load(str(path), **theirs)
