@@ -2,7 +2,10 @@
 
 import json
 import logging
+import os
 import random
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -198,6 +201,14 @@ def test_what_would_be_read_whole_is_the_engines_own_attention() -> None:
     assert stats["bytes_ratio"] == 1 and stats["fallbacks"] == {} and one.gated.lists == [{0: None, 1: None}]
 
 
+def test_what_the_config_leaves_dense_is_counted_by_reason() -> None:
+    one = Layers()
+    one.gated.config = RQ.replace(min_context=402, head_modes=(("dense", "dense"), ("gate", "gate")))
+    for _ in range(3):  # of 401, 402, 403 tokens
+        one.step()
+    assert one.gated.stats()["fallbacks"] == {"min_context": 2, "dense_layer": 3}
+
+
 def test_off_is_dense_and_counts_nothing() -> None:
     one = Layers()
     one.gated.on = False
@@ -240,6 +251,37 @@ def test_a_fault_of_the_engines_is_the_engines() -> None:
     assert one.gated.stats()["fallbacks"].get("error") is None
 
 
+def test_forwards_of_two_caches_in_turn_are_steps_of_their_own() -> None:
+    """As of two threads; who asks for the counts meanwhile, or gives a third cache back, disturbs neither."""
+    one, other, third = Layers(), Layers(300), Layers(200)
+    other.gated = third.gated = one.gated
+    third.step()
+    for _ in range(3):
+        wheres = []
+        for each in (one, other):
+            each.grow()
+            wheres.append(each.paged.where(each.gated.config, [each.sequence]))
+        for layer in range(2):
+            for each, where in zip((one, other), wheres, strict=True):
+                one.gated.attend(each.paged.cache, layer, each.q, where, lambda: "dense")
+                one.gated.stats()
+                one.gated.let_go(third.paged.cache)
+    stats = one.gated.stats()
+    assert stats["steps"] == stats["rows"] == 7 and stats["fallbacks"] == {}
+    assert stats["bytes_kv_dense"] == (401 + 402 + 403 + 301 + 302 + 303 + 201) * 2 * 2 * 128
+
+
+def test_a_forward_that_ended_early_is_counted_and_let_go() -> None:
+    one = Layers()
+    one.grow()
+    where = one.paged.where(one.gated.config, [one.sequence])
+    one.gated.attend(one.paged.cache, 0, one.q, where, lambda: "dense")
+    assert one.gated.stats()["steps"] == 0  # it may go on
+    one.gated.let_go(one.paged.cache)
+    stats = one.gated.stats()
+    assert stats["steps"] == 1 and stats["fallbacks"] == {"unseen": 1}
+
+
 def test_a_live_change_may_not_change_what_is_kept() -> None:
     one = Layers()
     with pytest.raises(ConfigError, match="start it again"):
@@ -260,6 +302,15 @@ def test_metrics_are_a_run_its_steps_and_a_summary(tmp_path: Path) -> None:
     assert summary["steps"] == 3 and summary["audits"] == 2
 
 
+def test_metrics_that_nobody_closes_are_whole_when_the_process_ends(tmp_path: Path) -> None:
+    code = f"from test_engine import Layers; one = Layers(metrics={str(tmp_path / 'steps.jsonl')!r}); one.step()"
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True)
+    assert done.returncode == 0 and not done.stderr
+    (file,) = tmp_path.iterdir()
+    assert [json.loads(line)["type"] for line in file.read_text().splitlines()] == ["run", "step", "summary"]
+
+
 # ---- the plan ----
 
 
@@ -271,6 +322,26 @@ def test_the_plan_says_which_layers_are_left_and_why() -> None:
     assert line.endswith("left dense: sliding window (0 3-4), sinks (5)")
     with pytest.raises(ConfigError, match="nothing to gate"):
         Plan.of(["sliding window"] * 3)
+
+
+MODES = (("gate", "gate"), ("dense", "gate"), ("gate", "dense"))  # of three layers, two of which are gated
+
+
+def test_head_modes_are_those_of_the_gated_layers() -> None:
+    plan = Plan((0, 2), {1: "sliding window"})
+    assert plan.of_gated(RQ) is RQ
+    mapped = plan.of_gated(RQ.replace(head_modes=MODES))
+    assert mapped.read.head_modes == (MODES[0], MODES[2]) and plan.of_gated(mapped) is mapped
+    with pytest.raises(ConfigError, match="head modes of 4 layers do not fit this model of 3, of which EPS gates 2"):
+        plan.of_gated(RQ.replace(head_modes=(*MODES, MODES[0])))
+    one = Gated(load_backend("numpy"), RQ.replace(head_modes=MODES), plan)
+    assert one.config == mapped
+    one.config = RQ.replace(head_modes=MODES, budget=0.5)
+    assert one.config == mapped.replace(budget=0.5)
+    with pytest.raises(ConfigError, match="head modes of 2 kv heads do not fit layers of 4"):
+        one.fits(4)
+    with pytest.raises(ConfigError, match="head modes of 1 kv heads do not fit layers of 4"):
+        one.config = RQ.replace(head_modes=(("dense",), ("gate",)))
 
 
 # ---- settings ----

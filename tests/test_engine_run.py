@@ -3,6 +3,7 @@ engine computes; and what they refuse."""
 
 import csv
 import json
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,7 @@ def last(done: Outcome) -> dict[str, Any]:
 @pytest.mark.parametrize("engine", HERE)
 def test_an_engine_says_and_reads_what_our_own_decoder_does(engine: str, model: Path, tmp_path: Path) -> None:
     line = ["run", "--model", str(model), "--prompt", PROMPT, "--dtype", "float32", *SETTINGS]
+    line += ["--eps-min-context", "355"]
     own = last(outcome([*line, "--backend", "mlx" if engine == "mlx-lm" else "cuda"], tmp_path))
     files = ["--metrics", "steps.jsonl", "--csv", "steps.csv"]
     theirs = last(outcome([*line, "--engine", engine, *files], tmp_path))
@@ -43,7 +45,9 @@ def test_an_engine_says_and_reads_what_our_own_decoder_does(engine: str, model: 
         assert theirs[side]["tokens"] == own[side]["tokens"]
         assert theirs[side]["bytes_kv_read"] == own[side]["bytes_kv_read"] > 0
         assert theirs[side]["tokens_per_s"] > 0
-    assert theirs["eps"]["pages_visited"] == own["eps"]["pages_visited"]
+    assert own["eps"]["fallbacks"] == {"min_context": 2}  # the prompt has 354 tokens
+    for name in ("pages_visited", "fallbacks"):
+        assert theirs["eps"][name] == own["eps"][name]
     assert theirs["bytes_ratio"] == own["bytes_ratio"] < 0.5
     run, *steps, summary = [json.loads(one) for one in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert EpsConfig.from_dict(run["config"]).read.budget == 0.2 and run["layers_gated"] == [0, 1]
@@ -70,6 +74,23 @@ def test_a_batch_of_prompts_is_run_at_once(engine: str, model: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("engine", HERE)
+def test_a_prompts_chunk_of_one_token_is_no_step(engine: str, model: Path, tmp_path: Path) -> None:
+    """Of two tokens the first one is such a chunk; of 2,050 the one before the last."""
+    line = ["run", "--model", str(model), "--dtype", "float32", *SETTINGS]
+    own = last(outcome([*line, "--prompt", "ab", "--backend", "mlx" if engine == "mlx-lm" else "cuda"], tmp_path))
+    alone = last(outcome([*line, "--prompt", "ab", "--engine", engine, "--metrics", "steps.jsonl"], tmp_path))
+    for side in ("dense", "eps"):
+        assert alone[side]["tokens"] == own[side]["tokens"]
+        assert alone[side]["bytes_kv_read"] == own[side]["bytes_kv_read"]
+    steps = [json.loads(one) for one in (tmp_path / "steps.jsonl").read_text().splitlines()][1:-1]
+    assert [step["lengths"] for step in steps] == [[2 + index] for index in range(6)]
+    (tmp_path / "three.jsonl").write_text("".join(json.dumps({"prompt": one}) + "\n" for one in ("ab", PROMPT, "c")))
+    found = last(outcome([*line, "--prompt-file", "three.jsonl", "--engine", engine], tmp_path))
+    assert [one["new_tokens"] for one in found["sequences"]] == [6, 6, 6]
+    assert found["sequences"][0]["tokens"] == alone["tokens"]
+
+
+@pytest.mark.parametrize("engine", HERE)
 def test_a_sequence_ends_after_a_stop_token(engine: str, model: Path, tmp_path: Path) -> None:
     line = ["run", "--model", str(model), "--engine", engine, "--prompt", PROMPT, *SETTINGS[:-1]]
     said = last(outcome([*line, "--no-stop"], tmp_path))["dense"]["tokens"]
@@ -82,6 +103,16 @@ def test_a_sequence_ends_after_a_stop_token(engine: str, model: Path, tmp_path: 
     (stopping / "config.json").write_text(json.dumps(config | {"eos_token_id": said[2]}))
     line[2] = str(stopping)
     assert last(outcome(line, tmp_path))["dense"]["tokens"] == said[: said.index(said[2]) + 1]
+    # one of several that ends: with everything visited both sides read the same, whatever the engine computed ahead
+    (tmp_path / "two.jsonl").write_text("".join(json.dumps({"prompt": one}) + "\n" for one in ("b" * 70, PROMPT)))
+    line[line.index("--prompt") : line.index("--prompt") + 2] = ["--prompt-file", "two.jsonl"]
+    line[line.index("--eps-budget") + 1] = "1"
+    found = last(outcome([*line, "--metrics", "steps.jsonl"], tmp_path))
+    assert found["sequences"][1]["new_tokens"] < found["sequences"][0]["new_tokens"] == 6
+    assert found["eps"]["bytes_kv_read"] == found["dense"]["bytes_kv_read"] and found["bytes_ratio"] == 1
+    steps = [json.loads(one) for one in (tmp_path / "steps.jsonl").read_text().splitlines()][1:-1]
+    token_bytes = {step["bytes_kv_dense"] / sum(step["lengths"]) for step in steps}
+    assert len(token_bytes) == 1 and all(len(step["sequences"]) <= len(step["lengths"]) for step in steps)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +151,20 @@ def test_serve_hands_over_the_settings_and_the_engines_own_arguments(
     settings = Settings(EpsConfig.of("rq", budget=0.03))
     assert done.code == 3
     assert calls == ["vllm", (model, settings, "127.0.0.1", 8123, ("--max-model-len", "512"))]
+
+
+def test_an_address_that_is_taken_is_one_line_before_anything_runs(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "load_engine", lambda name: SimpleNamespace(serve=lambda *args: 0))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        line = ["serve", "--engine", "mlx-lm", "--model", str(model), "--method", "rq", "--port"]
+        done = outcome([*line, str(taken.getsockname()[1])], tmp_path)
+    assert done.code == 2 and "already in use" in done.err and len(done.err.splitlines()) == 1
+    done = outcome([*line[:-1], "--host", "no.such.host.invalid"], tmp_path)
+    assert done.code == 2 and "nobody can listen at no.such.host.invalid" in done.err
 
 
 def test_every_engine_has_checked_versions() -> None:

@@ -149,6 +149,23 @@ def test_a_gated_batch_reads_what_each_prompt_reads_alone(family: str) -> None:
         assert_empty(pool_of(model))
 
 
+def test_head_modes_are_the_models_layers(tmp_path: Path) -> None:
+    """Of four layers every other one is gated, and of those the first alone reads less."""
+    model = tiny("gemma3_text", num_hidden_layers=4)
+    modes = (("window", "window"), ("gate", "gate"), ("window", "window"), ("dense", "dense"))
+    hook = Hook(model, Settings.of({**SMALL, "budget": 0.2, "head_modes": modes}), keep_lists=True)
+    try:
+        alone(model, *prompts(300), 1)
+        hook.gated.settle()
+        assert all(step[0] is not None and step[1] is None for step in hook.gated.lists) and hook.gated.lists
+    finally:
+        hook.close()
+    for _ in range(2):  # the metrics file is free again
+        with pytest.raises(ConfigError, match="head modes of 1 kv heads"):
+            eps(model, **SMALL, head_modes=(("gate",),) * 4, metrics=tmp_path / "steps.jsonl").__enter__()
+    assert base.scaled_dot_product_attention is STOCK
+
+
 def test_every_kind_of_kernels_says_the_same() -> None:
     model = tiny("llama")
     (prompt,) = prompts(290)

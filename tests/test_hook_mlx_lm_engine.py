@@ -329,6 +329,21 @@ def test_what_the_server_is_asked_for_besides_is_refused_or_told_at_once(
     assert "--nonsense" in capsys.readouterr().err
 
 
+def test_a_plea_to_end_is_an_interrupt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    from mlx_lm import server as theirs
+
+    before = signal.getsignal(signal.SIGTERM)
+
+    def main() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(10)
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr(theirs, "main", main)
+    assert serve(Path("/m"), Settings.of(RQ), "127.0.0.1", 1, ()) == 0
+    assert json.loads(capsys.readouterr().out) == {} and signal.getsignal(signal.SIGTERM) is before
+
+
 def test_off_serves_mlx_lm_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     from mlx_lm import server as theirs
 

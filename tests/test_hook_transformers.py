@@ -14,6 +14,7 @@ from eps_core.decode.generate import Sampling
 from eps_core.decode.model import DEMO_MODEL
 from eps_core.decode.session import Prefix, Session
 from eps_core.engine.settings import Settings
+from eps_core.errors import ConfigError
 from eps_core.evaluation.compare import demo_document
 from eps_core.load import load_backend
 from eps_cuda.hooks.transformers import EpsCache, eps, open_engine
@@ -97,6 +98,23 @@ def test_gated_rows_are_the_oracles(device: str, kernels: str, name: str, rows: 
         for row, its in zip(mine, judged, strict=True):
             for head, heads in zip(row, its, strict=True):
                 np.testing.assert_array_equal(head, heads)
+
+
+def test_head_modes_are_the_models_layers() -> None:
+    """Of four layers every other one is gated, and of those the first alone reads less."""
+    model, (ids, mask) = tiny("gemma3"), prompts([300])
+    modes = (("window", "window"), ("gate", "gate"), ("window", "window"), ("dense", "dense"))
+    cache = EpsCache(model, method="rq", budget=0.2, head_modes=modes, **SMALL)
+    cache.gated.keep_lists = True
+    with Attending(model), torch.no_grad():
+        feed(model, cache, ids, mask, 0, 299)
+        feed(model, cache, ids, mask, 299, 300)
+    cache.gated.settle()
+    (step,) = cache.gated.lists
+    assert step[0] is not None and step[1] is None
+    few = EpsCache(model, method="rq", head_modes=(("gate",),) * 4)
+    with Attending(model), torch.no_grad(), pytest.raises(ConfigError, match="head modes of 1 kv heads"):
+        feed(model, few, ids, mask, 0, 10)
 
 
 # ---- the demo model, beside our own decoder ----

@@ -3,6 +3,7 @@
 import gc
 import logging
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -148,6 +149,18 @@ def test_the_context_leaves_everything_as_it_was_after_a_fault_too() -> None:
     assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), plain)
 
 
+def test_a_model_has_eps_on_once(tmp_path: Any) -> None:
+    model, (ids, _) = tiny("llama"), prompts([300])
+    with eps(model, RQ) as gated:
+        for _ in range(2):
+            inner = eps(model, RQ.replace(budget=0.9), metrics=tmp_path / "steps.jsonl")
+            with pytest.raises(ConfigError, match="EPS on already"), inner:
+                pass
+        assert model.config._attn_implementation == "eps" and len(model._forward_pre_hooks) == 1
+        model.generate(ids, max_new_tokens=3, do_sample=False)
+    assert gated.stats()["steps"] == 2 and not model._forward_pre_hooks
+
+
 def test_two_models_at_once() -> None:
     one, two, (ids, _) = tiny("llama"), tiny("qwen2"), prompts([300], seed=16)
     alone = []
@@ -160,6 +173,18 @@ def test_two_models_at_once() -> None:
         assert torch.equal(one.generate(ids, max_new_tokens=6, do_sample=False), alone[0])
     assert first.stats()["steps"] == 10 and second.stats()["steps"] == 5
     assert first.stats()["bytes_ratio"] < second.stats()["bytes_ratio"]
+
+
+def test_two_threads_of_one_model_are_counted_as_one_after_the_other() -> None:
+    model, counts = tiny("llama"), []
+    with eps(model, RQ) as gated:
+        for workers in (1, 2):
+            gated.reset()
+            with ThreadPoolExecutor(workers) as pool:
+                for made in pool.map(lambda seed: model.generate(prompts([300], seed)[0], max_new_tokens=12), (1, 2)):
+                    assert made.shape == (1, 312)
+            counts.append(gated.stats())
+    assert counts[0] == counts[1] and counts[0]["fallbacks"] == {} and counts[0]["steps"] == 22
 
 
 def test_a_cache_that_was_passed_in_is_left_alone() -> None:
@@ -238,6 +263,22 @@ def test_what_cannot_be_gated_is_refused_by_name(name: str) -> None:
     make, words = REFUSED[name]
     with pytest.raises(ConfigError, match=f"nothing to gate.*{words}"):
         EpsCache(make(), RQ)
+
+
+OWN_ATTENTION = {
+    "gptj": lambda: transformers.GPTJConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=2, rotary_dim=8),
+    "mpt": lambda: transformers.MptConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=2),  # parts without one, too
+}
+
+
+@pytest.mark.parametrize("name", OWN_ATTENTION)
+def test_a_model_that_attends_by_itself_is_refused_and_left_as_it_was(name: str, tmp_path: Any) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(OWN_ATTENTION[name]())
+    before = model.config._attn_implementation
+    for _ in range(2):  # the metrics file is free again
+        with pytest.raises(ConfigError, match="attention of its own"), eps(model, RQ, metrics=tmp_path / "steps.jsonl"):
+            pass
+    assert model.config._attn_implementation == before and not model._forward_pre_hooks
 
 
 def test_settings_are_checked_before_anything_is_touched() -> None:

@@ -113,6 +113,11 @@ def test_flags_that_cannot_go_with_it_are_refused_by_name(flag: str) -> None:
         serve(Path("anywhere"), SETTINGS, "127.0.0.1", 1, [flag])
 
 
+def test_a_flag_that_the_server_does_not_have_is_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"transformers serve: .*--nonsense"):
+        serve(Path("anywhere"), SETTINGS, "127.0.0.1", 1, ["--nonsense", "3"])
+
+
 def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="transformers serve cannot start"):
         serve(tmp_path / "none", SETTINGS, "127.0.0.1", 1, ["--device", "cpu"])

@@ -1,5 +1,6 @@
 """EPS in the engines that people run: `run --engine` compares in one, `serve` starts its server."""
 
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode.generate import Sampling
 from eps_core.decode.model import DEMO_MODEL
 from eps_core.engine.settings import Settings
+from eps_core.errors import ConfigError
 from eps_core.files import outputs
 from eps_core.load import ENGINES, load_engine
 
@@ -68,6 +70,20 @@ def run_in_engine(
     return run(request, sys.stdout)
 
 
+def _check_address(host: str, port: int) -> None:
+    """Raises ConfigError where nobody can listen: engines find out when their model is loaded, or their threads run."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, _, _, address = found[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+            probe.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"nobody can listen at {host} port {port} ({error.strerror}): choose another --port, or --host"
+        ) from error
+
+
 @command(
     "serve",
     examples={
@@ -108,6 +124,8 @@ def serve_command(ctx: click.Context, /, **flags: Any) -> None:
     module = load_engine(flags["engine"])
     path = DEMO_MODEL if flags["model"] is None else resolve_model(flags["model"], own=False)
     settings = Settings(config, flags["metrics"], flags["eps_audit_every"], flags["kernels"])
+    if not {"--host", "--port"} & {one.split("=")[0] for one in flags["more"]}:
+        _check_address(flags["host"], flags["port"])
     click.echo(f"serving http://{flags['host']}:{flags['port']}/v1, model name {path}", err=True)
     code = module.serve(path, settings, flags["host"], flags["port"], flags["more"])
     ctx.exit(code)

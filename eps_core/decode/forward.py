@@ -134,17 +134,7 @@ class Decoder:
                 x = model.feed_forward(layer, model.add_attention(layer, x, out))
             layers, (logits,) = collect(eps, cache, reads, model.logits(x))
             eps.check_finite(cache)
-        return cache, StepOutput(logits, layers, self._fallbacks(where) if gated else {}, dense_logits)
-
-    def _fallbacks(self, where: Where) -> dict[str, int]:
-        """reason -> layer calls of a gated step that attended densely."""
-        read, num_layers = where.config.read, self.spec.num_layers
-        dense_layers = sum(read.dense_layer(layer) for layer in range(num_layers))
-        found = {
-            "min_context": int((where.lengths < read.min_context).sum()) * num_layers,
-            "dense_layer": dense_layers * len(where.lengths),
-        }
-        return {reason: calls for reason, calls in found.items() if calls}
+        return cache, StepOutput(logits, layers, where.fallbacks(spec.num_layers) if gated else {}, dense_logits)
 
     def _dense_logits(self, cache: Any, tokens: np.ndarray, where: Where) -> np.ndarray:
         """Logits [B, V] of a dense step of the new tokens, whose K and V are merged in instead of written. Computed at

@@ -1,5 +1,6 @@
 """One model's gated attention inside an engine: the call itself, what it falls back to, and what it read."""
 
+import atexit
 import logging
 import threading
 import weakref
@@ -13,7 +14,7 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.engine.plan import Plan
-from eps_core.errors import ConfigError, fault_line
+from eps_core.errors import ConfigError, fault_line, require
 from eps_core.files.outputs import JsonlWriter, Output
 from eps_core.gate.attend import LayerRead, attend_layer, collect, dense_read
 from eps_core.gate.protocol import Array, Backend
@@ -67,18 +68,22 @@ class Gated:
         model: str = "",
         device: str = "",
     ) -> None:
-        """`metrics`: a JSONL file of steps, as of `eps-proto run`. Every `audit_every`-th step reads everything
-        besides, for the true unread mass. `keep_records` and `keep_lists` are for tests and comparisons."""
+        """`metrics`: a JSONL file of steps, as of `eps-proto run`; `close` writes its summary, at the latest when the
+        process ends. Every `audit_every`-th step reads everything besides, for the true unread mass. `keep_records` and
+        `keep_lists` are for tests and comparisons."""
         self.eps, self.plan, self.on = eps, plan, True
         self.audit_every, self.keep_records, self.keep_lists = audit_every, keep_records, keep_lists
         self.model, self.device = model, device
-        self._config = config
+        self._config = plan.of_gated(config)
+        self._num_kv_heads: int | None = None  # once known
         self._lock = threading.RLock()
-        self._step: _Step | None = None
+        self._steps: dict[int, _Step] = {}  # under way, by the cache's id: threads may each have a forward of their own
         self._held: list[_Step] = []
         self._told: set[str] = set()
         self._output = None if metrics is None else Output(metrics, "metrics file")
         self._writer = None if self._output is None else JsonlWriter(self._output)
+        if self._writer is not None:
+            atexit.register(self.close)  # not every engine says when it is done
         self._run_line_written = False
         self._begun = 0  # steps
         # bytes of each cache up to its last step; those of a prefill are the next step's
@@ -87,6 +92,7 @@ class Gated:
 
     @property
     def config(self) -> EpsConfig:
+        """Head modes are those of the gated layers; it may be set to those of all layers of the model, too."""
         return self._config
 
     @config.setter
@@ -96,7 +102,21 @@ class Gated:
                 "a running engine keeps the summaries that it began with: change how they are read (budget, policy, "
                 "min_context, ..), or start it again"
             )
+        config = self.plan.of_gated(config)
+        self._check_heads(config)
         self._config = config
+
+    def fits(self, num_kv_heads: int) -> None:
+        """Raises ConfigError where head modes, from now on too, are not of so many kv heads."""
+        self._num_kv_heads = num_kv_heads
+        self._check_heads(self._config)
+
+    def _check_heads(self, config: EpsConfig) -> None:
+        modes, heads = config.read.head_modes, self._num_kv_heads
+        require(
+            modes is None or heads is None or len(modes[0]) == heads,
+            f"head modes of {len(modes[0]) if modes else 0} kv heads do not fit layers of {heads}: calibrate it",
+        )
 
     def attend(self, cache: Any, layer: int, q: Array, where: Where, dense: Callable[[], Array]) -> Array:
         """out [B, Hq, D] of one decode token of each of B rows: q [B, Hq, D], whose K and V are in `cache` already.
@@ -135,26 +155,24 @@ class Gated:
             step.reads[layer] = dense_read(cache, where)
             step.fallbacks[reason] += len(where.lengths)
 
-    def end_step(self) -> None:
-        """Says that the engine's forward is over; the next one says so, too."""
-        with self._lock:
-            if self._step is not None:
-                self._step.k_reread = self._newly_reread(self._step.cache)
-                self._held.append(self._step)
-                self._step = None
-            if len(self._held) >= STEPS_HELD:
-                self._collect()
-
     def settle(self) -> None:
-        """Ends the step and lets go of the caches that steps held; waits for the device once."""
+        """Counts every step of which all layers were there, and lets go of their caches; waits for the device once. A
+        forward may be under way: it is counted when it is over."""
         with self._lock:
-            self.end_step()
+            self._end_whole()
+            self._collect()
+
+    def let_go(self, cache: Any) -> None:
+        """Ends what a cache that is given back was in the middle of, and lets go of it; waits for the device once."""
+        with self._lock:
+            if id(cache) in self._steps:
+                self._end(self._steps[id(cache)])
             self._collect()
 
     def pending(self) -> list[Array]:
-        """Arrays of the current step that nobody else may ask for, of a library that computes lazily."""
-        reads = {} if self._step is None else self._step.reads
-        return [array for read in reads.values() for array in read.pending.values()]
+        """Arrays of steps under way that nobody else may ask for, of a library that computes lazily."""
+        reads = [read for step in self._steps.values() for read in step.reads.values()]
+        return [array for read in reads for array in read.pending.values()]
 
     def stats(self) -> dict[str, Any]:
         """Counts since the start or `reset`: plain numbers, of decode rows of gated layers alone. `bytes_ratio` is K, V
@@ -175,7 +193,8 @@ class Gated:
 
     def reset(self) -> None:
         with self._lock:
-            self._step, self._held = None, []
+            self._steps.clear()
+            self._held = []
             self._counts: Counter[str] = Counter()
             self._fallbacks: Counter[str] = Counter()
             self.records: list[StepRecord] = []
@@ -191,6 +210,9 @@ class Gated:
 
     def close(self) -> None:
         """Writes what is held and the summary, and lets the metrics file go."""
+        with self._lock:
+            for step in list(self._steps.values()):
+                self._end(step)
         stats = self.stats()
         if self._writer is not None and self._output is not None:
             if self._run_line_written:
@@ -198,6 +220,7 @@ class Gated:
             self._writer.close()
             self._output.close()
             self._writer = self._output = None
+            atexit.unregister(self.close)
 
     def __enter__(self) -> Self:
         return self
@@ -208,13 +231,28 @@ class Gated:
     def _step_of(self, cache: Any, layer: int, where: Where) -> _Step:
         """The step that a layer's call belongs to: a new one where this layer was there already, or others' rows."""
         with self._lock:
-            step = self._step
-            if step is None or layer in step.reads or step.cache is not cache or step.where is not where:
-                self.end_step()
+            step = self._steps.get(id(cache))
+            if step is None or layer in step.reads or step.where is not where:
+                if step is not None:
+                    self._end(step)
+                self._end_whole()  # of caches that may be gone
                 audited = self.audit_every > 0 and self._begun % self.audit_every == 0
-                step = self._step = _Step(cache, where, audited)
+                step = self._steps[id(cache)] = _Step(cache, where, audited)
                 self._begun += 1
             return step
+
+    def _end_whole(self) -> None:
+        """Ends the steps of which all layers were there."""
+        for step in list(self._steps.values()):
+            if len(step.reads) == step.cache.spec.num_layers:
+                self._end(step)
+
+    def _end(self, step: _Step) -> None:
+        del self._steps[id(step.cache)]
+        step.k_reread = self._newly_reread(step.cache)
+        self._held.append(step)
+        if len(self._held) >= STEPS_HELD:
+            self._collect()
 
     def _newly_reread(self, cache: Any) -> int:
         """Bytes of K that a cache read again since its step before this."""
@@ -253,6 +291,7 @@ class Gated:
                 step.reads[layer] = dense_read(cache, where)
                 step.fallbacks["unseen"] += len(where.lengths)
             layers.append(step.reads[layer].stats)
+        step.fallbacks.update(where.fallbacks(spec.num_layers))
         output = StepOutput(np.zeros((0, 0), np.float32), layers, dict(step.fallbacks))
         record = step_record(
             self._counts["steps"],

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Self
 
 from eps_core.config.eps import EpsConfig
-from eps_core.errors import ConfigError
+from eps_core.errors import ConfigError, require
 from eps_core.telemetry.terminal import describe
 
 
@@ -37,6 +37,19 @@ class Plan:
     def places(self) -> dict[int, int]:
         """Model layer -> layer of the cache, of those gated."""
         return {layer: place for place, layer in enumerate(self.gated)}
+
+    def of_gated(self, config: EpsConfig) -> EpsConfig:
+        """`config` for the layers of the cache: head modes of every layer of the model become those of the gated ones.
+        Raises ConfigError where they are of neither."""
+        modes = config.read.head_modes
+        if modes is None or not config.store.enabled or len(modes) == len(self.gated):
+            return config
+        require(
+            len(modes) == self.num_layers,
+            f"head modes of {len(modes)} layers do not fit this model of {self.num_layers}, of which EPS gates "
+            f"{len(self.gated)}: calibrate it",
+        )
+        return config.replace(head_modes=tuple(modes[layer] for layer in self.gated))
 
     def line(self, config: EpsConfig) -> str:
         """What a user is told at the start, in one line."""

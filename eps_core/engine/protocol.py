@@ -26,6 +26,8 @@ class Engine(Protocol):
     prefill_ms: float | None  # of the last `generate`, up to its first token's step
     # whether the first token of a prompt comes from its prefill (dense in every engine), or from a step of its own
     first_token_is_prefill: bool
+    # whether a step begins before it is known which sequences have ended with the last: those are read once more
+    computes_ahead: bool
 
     def generate(
         self,

@@ -97,7 +97,7 @@ def run(request: EngineRequest, out: TextIO) -> dict[str, Any]:
         gated = _gated_records(decoded["eps"], engine)
         sides = {"eps": decoded["eps"].side(gated, tokenizer)}
         if request.baseline:
-            dense = [_dense_record(i, *step, gated[0]) for i, step in enumerate(decoded["dense"].steps)]
+            dense = _dense_records(decoded["dense"].steps, gated[0], engine.computes_ahead)
             sides["dense"] = decoded["dense"].side(dense, tokenizer)
         identity = {**known, "model": name}
         if lines is not None:
@@ -166,21 +166,39 @@ def _decode(
 
 def _gated_records(decoded: _Decoded, engine: Engine) -> list[StepRecord]:
     """The gate's records of the steps that said something, with what they said and their times."""
-    records = engine.gated.take_records()
-    assert len(records) >= len(decoded.steps), (len(records), len(decoded.steps))
+    records = iter(engine.gated.take_records())
     found: list[StepRecord] = []
-    for record, (rows, ms) in zip(records, decoded.steps, strict=False):  # an engine may compute one step ahead
-        # which then has sequences in it that have just ended
-        assert not Counter(row.length for row in rows) - Counter(record.lengths), (record.lengths, rows)
+    for rows, ms in decoded.steps:
+        wanted, k_reread = Counter(row.length for row in rows), 0
+        # a prompt's chunk of one token is gated as any token, and no step
+        while wanted - Counter((record := next(records)).lengths):
+            k_reread += record.bytes_k_reread
         record.sequences, record.tokens = [row.sequence for row in rows], [row.token for row in rows]
-        record.lengths, record.decode_ms, record.step = [row.length for row in rows], ms, len(found)
+        ended = Counter(record.lengths) - wanted
+        record.lengths = [*(row.length for row in rows), *ended.elements()]
+        record.decode_ms, record.step = ms, len(found)
+        record.bytes_k_reread += k_reread
         found.append(record)
     return found
 
 
-def _dense_record(index: int, rows: Sequence[_Row], ms: float, gated: StepRecord) -> StepRecord:
-    """A step of the engine alone: every byte of the layers that EPS gates was read."""
-    lengths = [row.length for row in rows]
+def _dense_records(
+    steps: Sequence[tuple[list[_Row], float]], gated: StepRecord, computes_ahead: bool
+) -> list[StepRecord]:
+    """Steps of the engine alone, whose records are like that of a gated one."""
+    found, before = [], list[_Row]()
+    for index, (rows, ms) in enumerate(steps):
+        there = {row.sequence for row in rows}
+        ended = [row.length + 1 for row in before if computes_ahead and row.sequence not in there]
+        found.append(_dense_record(index, rows, ended, ms, gated))
+        before = rows
+    return found
+
+
+def _dense_record(index: int, rows: Sequence[_Row], ended: list[int], ms: float, gated: StepRecord) -> StepRecord:
+    """A step of the engine alone: every byte of the layers that EPS gates was read, of sequences that have just `ended`
+    too."""
+    lengths = [row.length for row in rows] + ended
     token_bytes = gated.bytes_kv_dense // sum(gated.lengths)
     heads = np.ones_like(gated.total_by_head)
     return replace(
@@ -209,7 +227,7 @@ def _print_header(
         f"engine  {request.engine} {versions} on {known['device']}, {known['dtype']}, kernels {known['kernels']}\n"
     )
     out.write(prompt_line(lengths, answer))
-    out.write(f"{engine.gated.plan.line(request.settings.config)}\n")
+    out.write(f"{engine.gated.plan.line(engine.gated.config)}\n")
     if request.method_is_default:
         out.write("        (the demo's default)\n")
     out.write("\n")

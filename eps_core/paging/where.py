@@ -86,6 +86,16 @@ class Where:
         """Whether the step needs no score in a layer: see `EpsConfig.reads_all`."""
         return self.config.reads_all(layer, self.lengths.tolist())
 
+    def fallbacks(self, num_layers: int) -> dict[str, int]:
+        """reason -> layer calls of a gated step that attend densely because the config says so."""
+        read = self.config.read
+        dense_layers = sum(read.dense_layer(layer) for layer in range(num_layers))
+        found = {
+            "min_context": int((self.lengths < read.min_context).sum()) * num_layers,
+            "dense_layer": dense_layers * len(self.lengths),
+        }
+        return {reason: calls for reason, calls in found.items() if calls}
+
     def missing(self, state: GroupState, can_encode: bool = True) -> np.ndarray:
         """Groups of each sequence without a valid summary [B, G] bool (False past its end): open, overwritten, or,
         while `can_encode` is False (rq without its centre), any. Layers that were written alike share one answer."""

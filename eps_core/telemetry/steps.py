@@ -68,7 +68,8 @@ def _log_softmax(x: np.ndarray) -> np.ndarray:
 @dataclass
 class StepRecord:
     """One decode step of the sequences still running. `tokens[i]` is what sequence `sequences[i]` says next, and
-    `lengths[i]` the tokens that the step attended for it."""
+    `lengths[i]` the tokens that the step attended for it; further ones are of sequences that had ended already, which
+    an engine that computes ahead attends once more."""
 
     step: int
     sequences: list[int]

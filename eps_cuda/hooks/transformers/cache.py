@@ -197,11 +197,12 @@ def make_gated(model: Any, asked: Settings, **more: Any) -> Gated:
     check_version("transformers")
     require(asked.config.store.enabled, 'EPS is off and would keep nothing: name a method, such as method="rq"')
     plan = plan_of(model)
-    logger.log(logging.WARNING if plan.dense else logging.INFO, plan.line(asked.config))
     name = str(getattr(getattr(model, "config", model), "_name_or_path", ""))
-    return Gated(
+    gated = Gated(
         load_backend("cuda"), asked.config, plan, asked.metrics, asked.audit_every, model=Path(name).name, **more
     )
+    logger.log(logging.WARNING if plan.dense else logging.INFO, plan.line(gated.config))
+    return gated
 
 
 def put_into(layers: list[Any], text: Any, rows: Rows) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import Cache, DynamicCache
@@ -26,25 +27,35 @@ def eps(model: Any, config: EpsConfig | None = None, **settings: Any) -> Iterato
     also by an exception, the hook and the attention implementation are what they were; caches made inside are then of
     no use."""
     asked = asked_for(config, settings)
+    if any(isinstance(hook, _PutIn) for hook in model._forward_pre_hooks.values()):
+        raise ConfigError("this model has EPS on already: leave the other `with eps(model)` first")
     gated = make_gated(model, asked)
     text, before = text_config(model), _implementations(model.config)
-
-    def put_in(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        cache: Any = kwargs.get("past_key_values")
-        if is_fresh(cache):
-            layers = cache.layers or DynamicCache(config=text).layers
-            cache.layers = put_into(layers, text, Rows(gated, asked.kernels))
-
-    handle = model.register_forward_pre_hook(put_in, with_kwargs=True)
+    handle = model.register_forward_pre_hook(_PutIn(text, gated, asked.kernels), with_kwargs=True)
     try:
-        model.set_attn_implementation(NAME)
-        if text._attn_implementation != NAME:
-            raise ConfigError(f"{type(model).__name__} has an attention of its own, which EPS cannot replace")
         with gated:
+            model.set_attn_implementation(NAME)
+            if text._attn_implementation != NAME:
+                raise ConfigError(f"{type(model).__name__} has an attention of its own, which EPS cannot replace")
             yield gated
     finally:
         handle.remove()
         model.set_attn_implementation(before)
+
+
+@dataclass(frozen=True)
+class _PutIn:
+    """The pre-hook of a model that has EPS on."""
+
+    text: Any  # config
+    gated: Gated
+    kernels: str
+
+    def __call__(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        cache: Any = kwargs.get("past_key_values")
+        if is_fresh(cache):
+            layers = cache.layers or DynamicCache(config=self.text).layers
+            cache.layers = put_into(layers, self.text, Rows(self.gated, self.kernels))
 
 
 def is_fresh(cache: Any) -> bool:
@@ -64,6 +75,6 @@ def _implementations(config: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"": config._attn_implementation}
     for name in config.sub_configs:
         sub = getattr(config, name, None)
-        if sub is not None:
+        if sub is not None and sub._attn_implementation is not None:  # of parts that attend
             found[name] = sub._attn_implementation
     return found

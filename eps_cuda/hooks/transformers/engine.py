@@ -32,6 +32,7 @@ class TransformersEngine:
 
     # all but the last token of each prompt are prefilled; `generate` goes on from there with a step of its own
     first_token_is_prefill = False
+    computes_ahead = False
     prefill_ms: float | None = None
 
     def __init__(self, model: Any, settings: Settings, kernels: str) -> None:

@@ -164,6 +164,7 @@ class Rows:
         require(
             key.device == place, f"K is on {key.device} and the current device is {place}: put the model on one device"
         )
+        self.gated.fits(kv_heads)
         store = self.gated.config.store
         units = batch * -(-(num_new + FIRST_ROOM) // store.unit_tokens)
         # beams hold twice as many open groups while they change places
@@ -189,4 +190,5 @@ class Rows:
 def _give_back(paged: Paged, sequences: list[PagedSequence], gated: Gated) -> None:
     for sequence in sequences:
         paged.free(sequence)
-    gated.settle()  # steps that nobody asked for yet hold the cache
+    if not paged.pool.num_live:
+        gated.let_go(paged.cache)  # which steps that nobody asked for yet hold

@@ -57,6 +57,10 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
         code = app(arguments, prog_name="transformers serve", standalone_mode=False)
     except (ImportError, ValueError, OSError) as error:
         raise ConfigError(f"transformers serve cannot start: {one_line(error)}") from error
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # of a wrong flag, whose kind is another in each version of typer
+            raise
+        raise ConfigError(f"transformers serve: {error.format_message()}") from error
     return int(code) if isinstance(code, int) else 0
 
 

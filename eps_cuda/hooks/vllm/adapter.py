@@ -30,6 +30,7 @@ class Engine:
     made when it is first asked for: vLLM's own, in its own layout."""
 
     first_token_is_prefill = True
+    computes_ahead = False
 
     def __init__(self, arguments: dict[str, Any], settings: Settings) -> None:
         self._arguments, self._kernels = arguments, settings.kernels

@@ -5,7 +5,9 @@ import gc
 import json
 import logging
 import platform
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -36,6 +38,7 @@ class MlxLmEngine:
     `BatchGenerator`."""
 
     first_token_is_prefill = False  # mlx-lm gives a prompt's last token a step of its own
+    computes_ahead = True
 
     def __init__(self, hook: Hook, device: str, default: mx.Device) -> None:
         self.hook, self.gated, self._device, self._default = hook, hook.gated, device, default
@@ -192,9 +195,9 @@ def _check_arguments(arguments: Any) -> None:
 
 
 def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[str]) -> int:
-    """Runs `mlx_lm.server` on a model with EPS on until it is interrupted, with `more` of its own arguments. The last
-    line on stdout is one JSON object: the counters, and what is left in the pool. Raises ConfigError where the model
-    cannot be served with EPS."""
+    """Runs `mlx_lm.server` on a model with EPS on until it is interrupted or terminated, with `more` of its own
+    arguments. The last line on stdout is one JSON object: the counters, and what is left in the pool. Raises
+    ConfigError where the model cannot be served with EPS."""
     check_version("mlx-lm")
     from mlx_lm import server as module
 
@@ -235,6 +238,9 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
 
     before = server.ModelProvider, sys.argv
     server.ModelProvider = Provider
+    main = threading.current_thread() is threading.main_thread()
+    # a plea to end is an interrupt: what was measured is still to be said and written
+    terminated = signal.signal(signal.SIGTERM, signal.default_int_handler) if main else None
     sys.argv = ["mlx_lm.server", "--model", str(path), "--host", host, "--port", str(port), *more]
     try:
         server.main()
@@ -244,6 +250,8 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
         return error.code if isinstance(error.code, int) else 2
     finally:
         server.ModelProvider, sys.argv = before
+        if main:
+            signal.signal(signal.SIGTERM, terminated)
     if faults:
         raise faults[0]
     # what outlived the server's own threads

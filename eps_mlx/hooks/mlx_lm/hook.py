@@ -59,8 +59,13 @@ class Hook:
                 eps_mlx, config, plan, settings.metrics, settings.audit_every,
                 model=name or type(model).__module__, device=device, **kept,
             )  # fmt: skip
-            spec = replace(spec, num_units=units, max_open_groups=OPEN_GROUPS)
-            pool = self.pool = Rows(self.gated, spec, device, kernels)
+            try:
+                self.gated.fits(spec.num_kv_heads)
+                spec = replace(spec, num_units=units, max_open_groups=OPEN_GROUPS)
+                pool = self.pool = Rows(self.gated, spec, device, kernels)
+            except BaseException:
+                self.gated.close()  # the metrics file is free again
+                raise
         except BaseException:
             names.restore()
             raise
@@ -70,7 +75,7 @@ class Hook:
         model.make_cache = self.make_cache
         setattr(model, _HANDLE, self)
         open_pools.append(self.pool)
-        logger.log(logging.WARNING if plan.dense else logging.INFO, plan.line(config))
+        logger.log(logging.WARNING if plan.dense else logging.INFO, plan.line(self.gated.config))
 
     def make_cache(self) -> list[Any]:
         """What the model's own `make_cache` gives, with ours in the gated layers."""
