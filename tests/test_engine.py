@@ -139,6 +139,18 @@ def test_a_fork_writes_to_its_own_copy_and_a_truncated_fork_leaves_the_other_alo
     one.pool.check()
 
 
+def test_what_a_dead_holder_leaves_is_freed_when_the_pool_is_next_asked() -> None:
+    one = Paged(load_backend("numpy"), CacheSpec(1, 1, 4, 4), EpsConfig.of("rq", tail_tokens=0).store, "cpu")
+    first, second = one.open(), one.open()
+    one.append([first, second], [20, 20])
+    one.num_holders = 2
+    assert not one.give_up([first]) and one.pool.num_live == 2  # the other may be at work
+    one.append([second], [1])
+    assert one.pool.num_live == 1
+    assert one.give_up([second]) and one.pool.num_live == 0 and one.pool.num_free == one.pool.num_units
+    one.pool.check()
+
+
 # ---- the call ----
 
 
@@ -354,6 +366,14 @@ def test_settings_survive_the_environment() -> None:
     assert from_environment({"EPS_METHOD": "rq", "EPS_STRICT": "true", "EPS_BUDGET": "0.1", "OTHER": "1"}) == {
         "method": "rq", "strict": True, "budget": 0.1,
     }  # fmt: skip
+
+
+def test_a_misspelt_variable_is_refused_and_a_strangers_is_not() -> None:
+    others = "CACHE_DIR VENV VLLM_VENV TEST_WORKERS TEST_BACKENDS FUZZ ROUTE SPEED_1B SOMETHING"
+    assert from_environment({f"EPS_{name}": "1" for name in others.split()}) == {}
+    for name, meant in (("EPS_BUDGTE", "EPS_BUDGET"), ("EPS_METHODS", "EPS_METHOD"), ("EPS_TUA", "EPS_TAU")):
+        with pytest.raises(ConfigError, match=f"{name} is no setting of EPS: did you mean {meant}"):
+            from_environment({"EPS_METHOD": "rq", name: "1"})
 
 
 @pytest.mark.parametrize(

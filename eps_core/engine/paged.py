@@ -1,5 +1,6 @@
 """A cache and its pool that grow on demand, for engines that leave allocation to their cache objects."""
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,6 +24,8 @@ class Paged:
         self.eps = eps
         self.cache = eps.new_cache(spec, store, device, kernels)
         self.pool = PagePool(spec.num_units, store.unit_tokens, shares=False)
+        self.num_holders = 0  # who may be at work in here: see `give_up`
+        self._dead: deque[PagedSequence] = deque()
 
     @property
     def num_bytes(self) -> int:
@@ -33,11 +36,13 @@ class Paged:
 
     def open(self) -> PagedSequence:
         """A new sequence without tokens."""
+        self._collect()
         return self.pool.open()[0]
 
     def append(self, sequences: Sequence[PagedSequence], counts: Sequence[int]) -> np.ndarray:
         """Slots [sum(counts)] int64 of `counts` new tokens of each sequence, in order; the caller writes K and V of
         every layer to them before anything else is done with these sequences."""
+        self._collect()
         size = self.pool.unit_tokens
         needed = 0
         for sequence, count in zip(sequences, counts, strict=True):
@@ -75,6 +80,20 @@ class Paged:
 
     def free(self, sequence: PagedSequence) -> None:
         self.pool.free(sequence)
+
+    def give_up(self, sequences: Sequence[PagedSequence]) -> bool:
+        """One of `num_holders` has died with its sequences: freed at once where it was the last, else when the pool is
+        next asked for anything, as the garbage collector may come in any thread and in the midst of the pool's own
+        work. Says whether it was the last."""
+        self._dead.extend(sequences)
+        self.num_holders -= 1
+        if not self.num_holders:
+            self._collect()
+        return not self.num_holders
+
+    def _collect(self) -> None:
+        while self._dead:
+            self.pool.free(self._dead.popleft())
 
     def _grow(self, least_units: int) -> None:
         num_units = max(least_units, int(GROWTH * self.pool.num_units))

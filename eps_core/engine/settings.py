@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,6 +15,7 @@ from eps_core.load import KERNELS
 from eps_core.telemetry.provenance import package_version
 
 PREFIX = "EPS_"
+NEARLY = 0.85  # of difflib: a letter or two wrong
 # package -> (first version that works, first that is not known to); pyproject.toml's extras say the same
 VERSIONS = {
     "mlx-lm": ("0.32", "0.33"),
@@ -61,8 +63,15 @@ class Settings:
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The flat settings that EPS_METHOD, EPS_BUDGET, .. name; numbers, true and false as JSON writes them."""
+    """The flat settings that EPS_METHOD, EPS_BUDGET, .. name; numbers, true and false as JSON writes them. Raises
+    ConfigError for a variable that is nearly one of them: others that begin alike are not ours."""
     environ = os.environ if environ is None else environ
+    known = [PREFIX + name.upper() for name in (*FLAT, *EXTRAS)]
+    for name in sorted(environ):
+        near = get_close_matches(name, known, 1, NEARLY) if name.startswith(PREFIX) and name not in known else []
+        require(
+            not near, f"environment variable {name} is no setting of EPS: did you mean {near and near[0]}? Unset it"
+        )
     found = {}
     for name in (*FLAT, *EXTRAS):
         text = environ.get(PREFIX + name.upper())

@@ -174,7 +174,7 @@ class EpsCache(Cache):
         asked = asked_for(config, settings)
         if gated is None:
             gated = make_gated(model, asked)
-        self._rows = Rows(gated, asked.kernels)
+        self._rows = Rows(gated, asked.kernels, text.num_attention_heads)
         super().__init__(layers=put_into(DynamicCache(config=text).layers, text, self._rows))
 
     @property

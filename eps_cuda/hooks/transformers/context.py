@@ -9,7 +9,9 @@ from transformers import Cache, DynamicCache
 
 from eps_core.config.eps import EpsConfig
 from eps_core.engine.gated import Gated
+from eps_core.engine.plan import Plan
 from eps_core.errors import ConfigError
+from eps_core.load import load_backend
 from eps_cuda.hooks.transformers.attention import NAME
 from eps_cuda.hooks.transformers.cache import EpsLayer, asked_for, make_gated, put_into, text_config
 from eps_cuda.hooks.transformers.rows import Rows
@@ -18,7 +20,7 @@ from eps_cuda.hooks.transformers.rows import Rows
 @contextmanager
 def eps(model: Any, config: EpsConfig | None = None, **settings: Any) -> Iterator[Gated]:
     """Inside, `model` attends by "eps" and every `generate` that makes its own cache has EPS in it; the yielded
-    counters speak of all of them. Settings as of `EpsCache`.
+    counters speak of all of them. Settings as of `EpsCache`; with method off nothing is touched.
 
     How: transformers offers no name for a cache of one's own, so a forward pre-hook (torch's own, on this model
     object alone) looks for the empty `DynamicCache` that `generate` has just made and puts our layers where its
@@ -27,6 +29,11 @@ def eps(model: Any, config: EpsConfig | None = None, **settings: Any) -> Iterato
     also by an exception, the hook and the attention implementation are what they were; caches made inside are then of
     no use."""
     asked = asked_for(config, settings)
+    if not asked.config.store.enabled:  # the rollback
+        gated = Gated(load_backend("cuda"), asked.config, Plan((), {}))
+        gated.on = False
+        yield gated
+        return
     if any(isinstance(hook, _PutIn) for hook in model._forward_pre_hooks.values()):
         raise ConfigError("this model has EPS on already: leave the other `with eps(model)` first")
     gated = make_gated(model, asked)
@@ -54,8 +61,9 @@ class _PutIn:
     def __call__(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         cache: Any = kwargs.get("past_key_values")
         if is_fresh(cache):
+            rows = Rows(self.gated, self.kernels, self.text.num_attention_heads)
             layers = cache.layers or DynamicCache(config=self.text).layers
-            cache.layers = put_into(layers, self.text, Rows(self.gated, self.kernels))
+            cache.layers = put_into(layers, self.text, rows)
 
 
 def is_fresh(cache: Any) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from eps_core.config.store import CacheSpec
 from eps_core.engine.gated import Gated
+from eps_core.engine.kernels import checked_kernels
 from eps_core.engine.paged import Paged
 from eps_core.errors import ConfigError, require
 from eps_core.paging.pool import Sequence as PagedSequence
@@ -29,8 +30,9 @@ class Rows:
     """Opened by the first forward, whose K says shape, dtype and device. One forward writes N tokens of every row:
     `begin` gives them slots once, `write` each layer's K and V."""
 
-    def __init__(self, gated: Gated, kernels: str) -> None:
-        self.gated, self.kernels = gated, kernels
+    def __init__(self, gated: Gated, kernels: str, num_heads: int) -> None:
+        """`num_heads`: query heads of a layer, in whose shape the kernels are checked before they are used."""
+        self.gated, self.kernels, self.num_heads = gated, kernels, num_heads
         self.paged: Paged | None = None
         self.reset()
 
@@ -145,7 +147,7 @@ class Rows:
 
     def copy(self) -> "Rows":
         """The same rows once more, over the same pages."""
-        other = Rows(self.gated, self.kernels)
+        other = Rows(self.gated, self.kernels, self.num_heads)
         if self.paged is not None:
             other.paged = self.paged
             other.sequences = [self.paged.fork(sequence) for sequence in self.sequences]
@@ -169,7 +171,9 @@ class Rows:
         units = batch * -(-(num_new + FIRST_ROOM) // store.unit_tokens)
         # beams hold twice as many open groups while they change places
         spec = CacheSpec(len(self.gated.plan.gated), kv_heads, head_dim, units, _NAMES[key.dtype], 2 * batch)
-        self.paged = Paged(self.gated.eps, spec, store, key.device.type, self.kernels)
+        device = key.device.type
+        kernels = checked_kernels(self.gated.eps, self.kernels, device, spec, self.num_heads, store)
+        self.paged = Paged(self.gated.eps, spec, store, device, kernels)
         self.sequences = [self.paged.open() for _ in range(batch)]
         self.padding = np.zeros(batch, np.int64)
         self._watch()
@@ -177,6 +181,7 @@ class Rows:
 
     def _watch(self) -> None:
         assert self.paged is not None
+        self.paged.num_holders += 1
         self._finalizer = weakref.finalize(self, _give_back, self.paged, self.sequences, self.gated)
         self._finalizer.atexit = False
 
@@ -188,7 +193,5 @@ class Rows:
 
 
 def _give_back(paged: Paged, sequences: list[PagedSequence], gated: Gated) -> None:
-    for sequence in sequences:
-        paged.free(sequence)
-    if not paged.pool.num_live:
+    if paged.give_up(sequences):
         gated.let_go(paged.cache)  # which steps that nobody asked for yet hold

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from eps_core.config.store import CacheSpec
 from eps_core.engine.gated import Gated
+from eps_core.engine.kernels import checked_kernels
 from eps_core.engine.plan import Plan
 from eps_core.engine.settings import Settings
 from eps_core.errors import ConfigError, fault_line, require
@@ -131,7 +132,9 @@ class Runtime:
             max_open_groups=self.vllm_config.scheduler_config.max_num_seqs,
         )  # fmt: skip
         pools = [self.route.pools(tensor, impl.head_size, unit) for tensor in tensors]
-        self.cache = new_cache(spec, settings.config.store, first.device.type, settings.kernels, pools)
+        store, device = settings.config.store, first.device.type
+        kernels = checked_kernels(self.eps, settings.kernels, device, spec, impl.num_heads, store)
+        self.cache = new_cache(spec, store, device, kernels, pools)
         self._pointers = [tensor.data_ptr() for tensor in tensors]
 
     # ------------------------------------------------------------------------------------------------------ each step

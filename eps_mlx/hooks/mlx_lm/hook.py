@@ -10,15 +10,12 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import eps_mlx
-from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
-from eps_core.decode.kernel_check import disagreement
 from eps_core.engine.gated import Gated
+from eps_core.engine.kernels import checked_kernels
 from eps_core.engine.plan import Plan
 from eps_core.engine.settings import Settings, check_version
 from eps_core.errors import ConfigError
 from eps_core.gate.protocol import Backend
-from eps_core.load import resolve_kernels
 from eps_mlx.hooks.mlx_lm import names
 from eps_mlx.hooks.mlx_lm.cache import CLASSES, make_caches, open_pools
 from eps_mlx.hooks.mlx_lm.plan import look_at
@@ -53,7 +50,7 @@ class Hook:
         try:
             plan, spec, num_heads = look_at(model, self.stock_caches())
             device = "cpu" if mx.default_device() == mx.Device(mx.cpu) else "mps"
-            kernels = _checked_kernels(settings, device, spec, num_heads)
+            kernels = checked_kernels(cast(Backend, eps_mlx), settings.kernels, device, spec, num_heads, config.store)
             units = -(-max(FIRST_TOKENS, expected_tokens) // config.store.unit_tokens)
             self.gated = Gated(
                 eps_mlx, config, plan, settings.metrics, settings.audit_every,
@@ -104,23 +101,6 @@ def _leave(pool: Rows) -> None:
     open_pools.remove(pool)
     names.restore()
     pool.gated.close()
-
-
-def _checked_kernels(settings: Settings, device: str, spec: CacheSpec, num_heads: int) -> str:
-    """The kernels asked for, if on this device they say what array operations say. What MLX computes later fails out of
-    the gate's sight, so it is asked now; of kernels that nobody named, array operations then take the place. Raises
-    ConfigError for named ones."""
-    kernels = resolve_kernels(settings.kernels, eps_mlx.usable_kernels(device), device)
-    if kernels == "arrays" or (kernels == "metal" and device == "cpu"):  # a GPU's kernels in a test
-        return kernels
-    fault = disagreement(cast(Backend, eps_mlx), device, kernels, spec, num_heads, EpsConfig(settings.config.store))
-    if fault is None:
-        return kernels
-    line = f"kernels {kernels} failed their check on this device ({fault})"
-    if settings.kernels != "auto":
-        raise ConfigError(f"{line}: choose --kernels arrays")
-    logger.warning("%s: array operations instead", line)
-    return "arrays"
 
 
 def _plain_caches(model: Any) -> list[Any]:
