@@ -79,6 +79,9 @@ ENGINE = {
 
 
 def engine_table(folder: Path) -> None:
+    if not (folder / "engine_speed.jsonl").is_file():  # another script's
+        print("no engine_speed.jsonl here: scripts/engine_speed.sh makes it")
+        return
     print(row("engine", "model, dtype", "context", "tokens/s dense (its own)", "gated", "gated / dense", "bytes"))
     print("|" + "---|" * 7)
     for where, values in inputs.read_jsonl(folder / "engine_speed.jsonl", "results", MEND):
