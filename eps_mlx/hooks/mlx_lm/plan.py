@@ -68,7 +68,7 @@ class _Probe(caches.KVCache, Attends):
         """Why the layer cannot be gated."""
         if self.updates and not self.calls:
             return "attention of its own"  # soft-capping, or a kernel
-        if not self.updates or self.updates != self.calls or self.updates != len(PROBE_TOKENS):
+        if not self.updates == self.calls == len(PROBE_TOKENS):
             return "keys of another layer"
         if self.dtype not in DTYPES.values():
             return f"keys of {self.dtype}"
