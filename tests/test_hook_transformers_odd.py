@@ -28,7 +28,9 @@ def one_step(model: Any, cache: Any, **more: Any) -> Any:
 BIAS = torch.linspace(-4, 4, 4 * 60).reshape(1, 4, 1, 60)
 
 
-@pytest.mark.parametrize(("reason", "rate", "more"), [("dropout", 0.5, {}), ("position bias", 0, {"position_bias": BIAS})])
+@pytest.mark.parametrize(
+    ("reason", "rate", "more"), [("dropout", 0.5, {}), ("position bias", 0, {"position_bias": BIAS})]
+)
 def test_what_attention_is_asked_for_besides_is_the_engines_and_counted(reason: str, rate: float, more: Any) -> None:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config_of("llama", attention_dropout=rate))
@@ -55,7 +57,10 @@ def test_learned_sinks_that_reach_attention_are_refused() -> None:
             num_key_value_heads=1, head_dim=16, num_local_experts=2, num_experts_per_tok=1,
         )
     )  # fmt: skip
-    with Attending(model), pytest.raises(ConfigError, match='learned sinks of GptOssAttention.*implementation="eager"'):
+    with (
+        Attending(model),
+        pytest.raises(ConfigError, match=r'learned sinks of GptOssAttention.*implementation="eager"'),
+    ):
         model(torch.ones(1, 3, dtype=torch.int64))
 
 
