@@ -1,7 +1,7 @@
 """The rows of a batch in one pool of pages: what the layers of one cache share.
 
 Letters: B rows, N new tokens of each, T tokens of each, left padding included, as transformers counts them. Of row b
-the first `padding[b]` tokens are in no page: its sequence holds the T - padding[b] others.
+the first `padding[b]` tokens are in no page: its sequence holds the T - padding[b] others, if there are any.
 """
 
 import weakref
@@ -128,7 +128,6 @@ class Rows:
         self.length = max(self.length - num_tokens, 0)
         for sequence in self.sequences:
             self.paged.truncate(sequence, max(sequence.length - num_tokens, 0))
-        self.padding = np.minimum(self.padding, self.length)
 
     def select(self, indices: Sequence[int]) -> None:
         """Row i becomes what row indices[i] was: sequences that several rows go on with are forked."""

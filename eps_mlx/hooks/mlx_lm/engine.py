@@ -221,13 +221,18 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
                 self.hook = Hook(self.model, settings, str(args[0]))
                 if self.hook.pool is not None:
                     pools.append(self.hook.pool)
-            except Exception as error:
+            except Exception:
                 self.reset()  # or the next request would find the model, without EPS
-                if args[0] == str(path):  # nothing to serve
-                    text = "" if isinstance(error, ConfigError) else f"mlx-lm cannot load {path}: "
-                    faults.append(ConfigError(text + one_line(error)))
-                    _thread.interrupt_main()
                 raise
+
+        def load_default(self) -> None:
+            try:
+                super().load_default()
+            except Exception as error:  # nothing to serve
+                text = "" if isinstance(error, ConfigError) else f"mlx-lm cannot load {path}: "
+                faults.append(ConfigError(text + one_line(error)))
+                _thread.interrupt_main(signal.SIGTERM)  # an interrupt; SIGINT itself is ignored in the background
+                raise SystemExit from error  # of this thread; mlx-lm prints a traceback of anything else
 
         def reset(self) -> None:
             if self.hook is not None:

@@ -1,7 +1,8 @@
 """The names in mlx-lm that a hook rebinds, and back: counted, so that several models can have EPS on at once."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -46,6 +47,16 @@ def _swap(old: Callable[..., Any], new: Callable[..., Any]) -> list[str]:
             setattr(module, ATTENTION, new)
             found.append(name)
     return found
+
+
+@contextmanager
+def swapped(old: Callable[..., Any], new: Callable[..., Any]) -> Iterator[None]:
+    """Inside, every model that attends by `old` attends by `new`."""
+    _swap(old, new)
+    try:
+        yield
+    finally:
+        _swap(new, old)
 
 
 _MISSING = object()

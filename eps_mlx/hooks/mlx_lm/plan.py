@@ -11,7 +11,7 @@ from eps_core.config.store import CacheSpec
 from eps_core.engine.plan import Plan
 from eps_core.errors import ConfigError, one_line
 from eps_mlx.device import DTYPES
-from eps_mlx.hooks.mlx_lm.names import Attends, stock_attention
+from eps_mlx.hooks.mlx_lm.names import Attends, attention, stock_attention, swapped
 
 PROBE_TOKENS = (3, 1)  # of a prompt, of a step
 # what the cache of a layer that is not a plain KVCache says of it
@@ -36,12 +36,8 @@ class _Probe(caches.KVCache, Attends):
         self.num_heads = 0  # of queries
         self.dtype: mx.Dtype | None = None
         self.fault: str | None = None
+        self.lends = False
         self._handed: tuple[Any, Any] = (None, None)
-        self._mask: Any = None
-
-    def make_mask(self, *args: Any, **kwargs: Any) -> Any:
-        self._mask = super().make_mask(*args, **kwargs)
-        return self._mask
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self.updates += 1
@@ -64,11 +60,17 @@ class _Probe(caches.KVCache, Attends):
             self.fault = "a mask of its own"
         return stock_attention(queries, keys, values, self, scale=scale, mask=mask, sinks=sinks)
 
+    def note(self, keys: Any, values: Any, cache: Any) -> None:
+        """Of every attention of the model: whether it is another layer's, of this one's K or V."""
+        self.lends |= cache is not self and (keys is self._handed[0] or values is self._handed[1])
+
     def why_not(self) -> str | None:
         """Why the layer cannot be gated."""
+        if self.lends:
+            return "keys for other layers"  # ours hands out no K and V that somebody else could attend
         if self.updates and not self.calls:
             return "attention of its own"  # soft-capping, or a kernel
-        if not self.updates or self.updates != self.calls or self.updates != len(PROBE_TOKENS):
+        if not self.updates == self.calls == len(PROBE_TOKENS):
             return "keys of another layer"
         if self.dtype not in DTYPES.values():
             return f"keys of {self.dtype}"
@@ -81,9 +83,17 @@ def look_at(model: Any, stock: Sequence[Any]) -> tuple[Plan, CacheSpec, int]:
     gated."""
     refuse_latent(model)
     probes = [_Probe() if type(one) is caches.KVCache else one for one in stock]
+
+    def noting(queries: Any, keys: Any, values: Any, cache: Any, *args: Any, **kwargs: Any) -> mx.array:
+        for one in probes:
+            if isinstance(one, _Probe):
+                one.note(keys, values, cache)
+        return attention(queries, keys, values, cache, *args, **kwargs)
+
     try:
-        for tokens in PROBE_TOKENS:
-            model(mx.zeros((1, tokens), mx.int32), cache=probes)
+        with swapped(attention, noting):
+            for tokens in PROBE_TOKENS:
+                model(mx.zeros((1, tokens), mx.int32), cache=probes)
     except Exception as error:
         raise ConfigError(
             f"EPS cannot follow this model, which fails on a prompt of its own: {one_line(error)}"
