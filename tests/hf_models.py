@@ -99,7 +99,7 @@ def feed(model: Any, cache: Any, ids: Tensor, mask: Tensor, start: int, end: int
 
 def live_sequences(cache: EpsCache) -> int:
     rows = eps_layers(cache)[0].rows
-    return 0 if rows.paged is None else rows.paged.pool.num_live
+    return 0 if rows.paged is None else rows.paged.num_live
 
 
 def eps_layers(cache: Any) -> list[Any]:

@@ -178,9 +178,11 @@ STREAMS = {
 }
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])  # Python's own flush at exit has nothing to say either
 @pytest.mark.parametrize("name", STREAMS)
-def test_standard_streams_that_are_closed_or_full_give_no_traceback(name: str) -> None:
+def test_standard_streams_that_are_closed_or_full_give_no_traceback(name: str, unbuffered: str) -> None:
     line, code, words = STREAMS[name]
     shell = ["bash", "-c", f'"$0" -m eps_core.cli {line}', sys.executable]
-    done = subprocess.run(shell, capture_output=True, text=True, timeout=300, env={**os.environ})
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == code and done.stderr.startswith(words) and done.stderr.count("\n") == bool(words)

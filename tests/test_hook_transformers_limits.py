@@ -14,8 +14,10 @@ from hf_models import tiny_config as config_of
 from tiny_models import save_model
 from transformers import DynamicCache, StaticCache
 
+from eps_core.engine import kernels as engine_kernels
 from eps_core.errors import ConfigError
 from eps_cuda.hooks.transformers import EpsCache, eps, plan_of
+from eps_cuda.kernels import cpu as numba_kernels
 
 # ---- faults, masks, gradients ----
 
@@ -293,6 +295,30 @@ def test_settings_are_checked_before_anything_is_touched() -> None:
     with pytest.raises(ConfigError, match="not both: budget"):
         EpsCache(model, RQ, budget=0.1)
     assert model.config._attn_implementation == "sdpa" and not model._forward_pre_hooks
+
+
+def test_method_off_is_the_rollback() -> None:
+    model, (ids, _) = tiny("llama"), prompts([300])
+    with eps(model, method="off") as gated:
+        assert model.config._attn_implementation == "sdpa" and not model._forward_pre_hooks
+        model.generate(ids, max_new_tokens=2, do_sample=False)
+    assert gated.stats()["steps"] == 0 and not gated.stats()["on"]
+
+
+def test_kernels_that_fail_their_check_are_not_used(monkeypatch: Any, caplog: Any) -> None:
+    model, (ids, _) = tiny("llama"), prompts([300])
+    monkeypatch.setattr(engine_kernels, "_fault", engine_kernels._fault.__wrapped__)  # asked once a shape, else
+    monkeypatch.setattr(numba_kernels, "score", lambda *args: 1 / 0)
+    with eps(model, RQ) as gated:
+        made = model.generate(ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+        assert eps_layers(made.past_key_values)[0].rows.paged.cache.kernels == "arrays"
+    assert "array operations instead" in caplog.text and gated.stats()["fallbacks"] == {}
+    assert gated.stats()["steps"] == 3
+    with (
+        eps(model, RQ, kernels="numba"),
+        pytest.raises(ConfigError, match=r"numba failed their check.*--kernels arrays"),
+    ):
+        model.generate(ids, max_new_tokens=2, do_sample=False)
 
 
 def test_metrics_are_written(tmp_path: Any) -> None:

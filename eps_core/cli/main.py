@@ -278,8 +278,11 @@ for command in (
 
 
 def _fail(message: str) -> NoReturn:
-    with suppress(OSError):  # nobody reads it
+    try:
         click.echo("error: " + " ".join(message.split()), err=True)
+    except OSError:  # nobody reads it; what is stuck goes nowhere, or Python's own flush would end with status 120
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     sys.exit(2)
 
 

@@ -26,7 +26,7 @@ def checked_kernels(eps: Backend, kernels: str, device: str, spec: CacheSpec, nu
     if fault is None:
         return found
     if kernels != "auto":
-        raise ConfigError(f"{fault}: choose kernels arrays")
+        raise ConfigError(f"{fault}: choose --kernels arrays")
     return "arrays"
 
 

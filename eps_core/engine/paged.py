@@ -28,6 +28,12 @@ class Paged:
         self._dead: deque[PagedSequence] = deque()
 
     @property
+    def num_live(self) -> int:
+        """Sequences that somebody holds."""
+        self._collect()
+        return self.pool.num_live
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of K and V of the whole pool, what is free included."""
         spec, store = self.cache.spec, self.cache.store

@@ -10,7 +10,7 @@ from transformers import Cache, DynamicCache
 from eps_core.config.eps import EpsConfig
 from eps_core.engine.gated import Gated
 from eps_core.engine.plan import Plan
-from eps_core.errors import ConfigError
+from eps_core.errors import ConfigError, require
 from eps_core.load import load_backend
 from eps_cuda.hooks.transformers.attention import NAME
 from eps_cuda.hooks.transformers.cache import EpsLayer, asked_for, make_gated, put_into, text_config
@@ -30,6 +30,7 @@ def eps(model: Any, config: EpsConfig | None = None, **settings: Any) -> Iterato
     no use."""
     asked = asked_for(config, settings)
     if not asked.config.store.enabled:  # the rollback
+        require("method" in settings or config is not None, 'EPS is off by default: name a method, such as method="rq"')
         gated = Gated(load_backend("cuda"), asked.config, Plan((), {}))
         gated.on = False
         yield gated

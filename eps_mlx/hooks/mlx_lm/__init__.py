@@ -16,6 +16,7 @@ import mlx_lm
 
 from eps_core.engine.gated import Gated
 from eps_core.engine.settings import Settings
+from eps_core.errors import require
 from eps_mlx.hooks.mlx_lm.engine import open_engine, serve
 from eps_mlx.hooks.mlx_lm.hook import Hook, hook_of
 
@@ -36,6 +37,7 @@ class eps:
     named), and a version of mlx-lm that is not known to work."""
 
     def __init__(self, model: Any, **settings: Any) -> None:
+        require("method" in settings, 'EPS is off by default: name a method, such as method="rq"')
         self._model, self._settings = model, Settings.of(settings)
 
     def __enter__(self) -> Gated:
