@@ -6,8 +6,30 @@ import numpy as np
 import torch
 
 from eps_core.cpu import forks
-from eps_cuda.attention import add_tail, attend, attend_chunk, attend_own, attend_tail, merge, moved_by, unread_share
-from eps_cuda.cache import Cache, check_finite, copy_units, grow, new_cache, read_kv, span, to_host, wait, write_kv
+from eps_cuda.attention import (
+    add_tail,
+    attend,
+    attend_chunk,
+    attend_own,
+    attend_rows,
+    attend_tail,
+    merge,
+    moved_by,
+    unread_share,
+)
+from eps_cuda.cache import (
+    Cache,
+    check_finite,
+    copy_units,
+    grow,
+    new_cache,
+    place_kv,
+    read_kv,
+    span,
+    to_host,
+    wait,
+    write_kv,
+)
 from eps_cuda.certificates import bounds, certify, escalate
 from eps_cuda.device import device_name, devices, from_numpy, to_numpy
 from eps_cuda.kernels.choose import kernels_module, usable_kernels

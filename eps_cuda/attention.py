@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from eps_core.gate.protocol import Scores, Selection
+from eps_core.gate.protocol import RowsRead, Scores, Selection
 from eps_core.paging.counts import check_query
+from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
 from eps_cuda import pages
-from eps_cuda.cache import Cache
+from eps_cuda.cache import Cache, read_kv
 from eps_cuda.kernels.choose import routed
 from eps_cuda.selection import visit_mask
 
@@ -101,19 +102,19 @@ def _attend_groups(
     heads = torch.arange(spec.num_kv_heads, device=a.device)[:, None]
     rows = (units * spec.num_kv_heads + heads) * per_unit + groups % per_unit  # as K's memory lies
     if width and (counts == width).all():
-        return _attend_rows(cache, layer, a, rows, groups[:, -1], length)
+        return _attend_places(cache, layer, a, rows, groups[:, -1], length)
     states = []
     for head, count in enumerate(counts.tolist()):
         part = slice(head, head + 1)
         if count:
-            states.append(_attend_rows(cache, layer, a[part], rows[part, :count], groups[part, count - 1], length))
+            states.append(_attend_places(cache, layer, a[part], rows[part, :count], groups[part, count - 1], length))
         else:
             states.append((torch.zeros_like(a[part]), a.new_full((1, a.shape[1]), -math.inf)))
     out, lse = (torch.cat(part) for part in zip(*states, strict=True))
     return out, lse
 
 
-def _attend_rows(cache: Cache, layer: int, a: Tensor, rows: Tensor, last: Tensor, length: int) -> State:
+def _attend_places(cache: Cache, layer: int, a: Tensor, rows: Tensor, last: Tensor, length: int) -> State:
     """Attention of a [H, R, D] over the pool's tiles rows [H, W]; last [H] is the group in the last tile."""
     size, head_dim = cache.store.S, cache.spec.head_dim
     tiles = [pages.tiles_of(pool[layer], rows, size) for pool in (cache.k, cache.v)]
@@ -128,6 +129,55 @@ def _attend_rows(cache: Cache, layer: int, a: Tensor, rows: Tensor, last: Tensor
         v[:, -unwritten:].masked_fill_(is_open, 0.0)
     weights, total, lse = _softmax_sums(logits)
     return (weights @ v) / total, lse
+
+
+def attend_rows(
+    cache: Cache, layer: int, q: Tensor, rows: Rows, visit: Tensor | None = None, masses: bool = False
+) -> RowsRead:
+    """Dense attention of q [T, Hq, D], unscaled, each row over the tokens before it and itself: see `RowsRead`. `visit`
+    [T, Hkv, G] bool; the groups are the cache's. K and V are read, and count, once for all rows of a sequence. What a
+    row does not see does not reach it, NaN included."""
+    check_query(cache.spec, q.shape)
+    return _attend_rows(cache, layer, q, rows, visit, masses)
+
+
+@routed
+@torch.inference_mode()
+def _attend_rows(
+    cache: Cache, layer: int, q: Tensor, rows: Rows, visit: Tensor | None = None, masses: bool = False
+) -> RowsRead:
+    kv_heads, head_dim, size = cache.spec.num_kv_heads, cache.spec.head_dim, cache.store.S
+    num_groups = rows.table.shape[1] * cache.store.groups_per_unit
+    parts = []
+    for b, length in enumerate(rows.lengths.tolist()):
+        own = slice(int(rows.starts[b]), int(rows.starts[b + 1]))
+        k, v = (x.float().transpose(0, 1) for x in read_kv(cache, layer, rows.table[b], length))  # [Hkv, T, D]
+        a = q[own].float().unflatten(1, (kv_heads, -1)).transpose(0, 1) / math.sqrt(head_dim)  # [Hkv, N, R, D]
+        seen = torch.from_numpy(rows.seen[own]).to(q.device)[:, None]
+        hidden = torch.arange(length, device=q.device) >= seen  # [N, T]
+        logits = (a.flatten(1, 2) @ k.mT).unflatten(1, a.shape[1:3]).masked_fill(hidden[:, None], -math.inf)
+        weights, total, lse = _softmax_sums(logits)
+        finite = torch.isfinite(v)
+        out = (weights.flatten(1, 2) @ v.masked_fill(~finite, 0.0)).unflatten(1, a.shape[1:3]) / total
+        broken = ~finite.all(dim=2)  # [Hkv, T]
+        out = out.masked_fill((broken[:, None] & ~hidden).any(dim=2)[..., None, None], math.nan)
+        by_group = visited = None
+        if masses or visit is not None:
+            padded = torch.nn.functional.pad(logits, (0, num_groups * size - length), value=-math.inf)
+            mass = torch.logsumexp(padded.unflatten(3, (num_groups, size)), dim=4)  # [Hkv, N, R, G]
+            by_group = mass.amax(dim=2).transpose(0, 1)
+            if visit is not None:
+                listed = visit[own].to(torch.bool).transpose(0, 1)[:, :, None]
+                visited = torch.logsumexp(mass.masked_fill(~listed, -math.inf), dim=3).transpose(0, 1).flatten(1)
+        parts.append((out.transpose(0, 1).flatten(1, 2), lse.transpose(0, 1).flatten(1), visited, by_group))
+    cache.count_read(int(rows.lengths.sum()) * kv_heads * cache.spec.kv_token_bytes)
+    outs, lses, visits, by_groups = zip(*parts, strict=True)
+    return RowsRead(
+        torch.cat(outs).to(q.dtype),
+        torch.cat(lses),
+        None if visit is None else torch.cat(visits),
+        torch.cat(by_groups) if masses else None,
+    )
 
 
 @torch.inference_mode()

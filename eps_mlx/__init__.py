@@ -5,8 +5,30 @@ from importlib.metadata import version
 
 import numpy as np
 
-from eps_mlx.attention import add_tail, attend, attend_chunk, attend_own, attend_tail, merge, moved_by, unread_share
-from eps_mlx.cache import Cache, check_finite, copy_units, grow, new_cache, read_kv, span, to_host, wait, write_kv
+from eps_mlx.attention import (
+    add_tail,
+    attend,
+    attend_chunk,
+    attend_own,
+    attend_rows,
+    attend_tail,
+    merge,
+    moved_by,
+    unread_share,
+)
+from eps_mlx.cache import (
+    Cache,
+    check_finite,
+    copy_units,
+    grow,
+    new_cache,
+    place_kv,
+    read_kv,
+    span,
+    to_host,
+    wait,
+    write_kv,
+)
 from eps_mlx.certificates import bounds, certify, escalate
 from eps_mlx.device import device_name, devices, from_numpy, to_numpy
 from eps_mlx.kernels.choose import kernels_module, usable_kernels

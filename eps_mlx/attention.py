@@ -9,11 +9,12 @@ import math
 import mlx.core as mx
 import numpy as np
 
-from eps_core.gate.protocol import Scores, Selection
+from eps_core.gate.protocol import RowsRead, Scores, Selection
 from eps_core.paging.counts import check_query
+from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
 from eps_mlx import pages
-from eps_mlx.cache import Cache
+from eps_mlx.cache import Cache, read_kv
 from eps_mlx.kernels.choose import routed
 from eps_mlx.selection import visit_mask
 
@@ -106,10 +107,10 @@ def _attend_tiles(cache: Cache, layer: int, a: mx.array, groups: mx.array, table
     per_unit = cache.store.groups_per_unit
     units = mx.take(mx.array(table.astype(np.int32)), groups // per_unit)
     rows = (units * cache.spec.num_kv_heads + mx.arange(len(groups))[:, None]) * per_unit + groups % per_unit
-    return _attend_rows(cache, layer, a, rows, unwritten)
+    return _attend_places(cache, layer, a, rows, unwritten)
 
 
-def _attend_rows(cache: Cache, layer: int, a: mx.array, rows: mx.array, unwritten: int) -> State:
+def _attend_places(cache: Cache, layer: int, a: mx.array, rows: mx.array, unwritten: int) -> State:
     """Attention of a [H, R, D] over the pool's tiles rows [H, W], numbered as K's memory lies."""
     size, head_dim = cache.store.S, cache.spec.head_dim
     tokens = rows.shape[1] * size - unwritten
@@ -140,11 +141,63 @@ def _attend_ragged(
             rows = (table[b, listed // per_unit] * spec.num_kv_heads + head) * per_unit + listed % per_unit
             unwritten = _unwritten(cache, length) if listed[-1] == length // size else 0
             heads.append(
-                _attend_rows(cache, layer, a[b, head : head + 1], mx.array(rows.astype(np.int32))[None], unwritten)
+                _attend_places(cache, layer, a[b, head : head + 1], mx.array(rows.astype(np.int32))[None], unwritten)
             )
         out, lse = (mx.concatenate(list(part)) for part in zip(*heads, strict=True))
         states.append((out, lse))
     return states
+
+
+def attend_rows(
+    cache: Cache, layer: int, q: mx.array, rows: Rows, visit: mx.array | None = None, masses: bool = False
+) -> RowsRead:
+    """Dense attention of q [T, Hq, D], unscaled, each row over the tokens before it and itself: see `RowsRead`. `visit`
+    [T, Hkv, G] bool; the groups are the cache's. K and V are read, and count, once for all rows of a sequence. What a
+    row does not see does not reach it, NaN included."""
+    check_query(cache.spec, q.shape)
+    return _attend_rows(cache, layer, q, rows, visit, masses)
+
+
+@routed
+def _attend_rows(
+    cache: Cache, layer: int, q: mx.array, rows: Rows, visit: mx.array | None = None, masses: bool = False
+) -> RowsRead:
+    kv_heads, head_dim, size = cache.spec.num_kv_heads, cache.spec.head_dim, cache.store.S
+    num_groups = rows.table.shape[1] * cache.store.groups_per_unit
+    outs, lses, visits, by_groups = [], [], [], []
+    with mx.stream(cache.stream):
+        for b, length in enumerate(rows.lengths.tolist()):
+            own = slice(int(rows.starts[b]), int(rows.starts[b + 1]))
+            k, v = (x.astype(mx.float32).swapaxes(0, 1) for x in read_kv(cache, layer, rows.table[b], length))
+            a = q[own].astype(mx.float32).reshape(int(rows.num_rows[b]), kv_heads, -1, head_dim).swapaxes(0, 1)
+            a = a / math.sqrt(head_dim)  # [Hkv, N, R, D]
+            hidden = mx.arange(length) >= mx.array(rows.seen[own].astype(np.int32))[:, None]  # [N, T]
+            logits = (a.reshape(kv_heads, -1, head_dim) @ k.swapaxes(1, 2)).reshape(*a.shape[:3], length)
+            logits = mx.where(hidden[:, None], -math.inf, logits)
+            weights, total, largest = _softmax_sums(logits, (3,))
+            finite = mx.isfinite(v)
+            out = weights.reshape(kv_heads, -1, length) @ mx.where(finite, v, 0.0)
+            broken = ~finite.all(axis=2)  # [Hkv, T]
+            reached = (broken[:, None] & ~hidden).any(axis=2)[..., None, None]
+            out = mx.where(reached, math.nan, out.reshape(a.shape) / total)
+            outs.append(out.swapaxes(0, 1).reshape(-1, q.shape[1], head_dim))
+            lses.append((largest + mx.log(total))[..., 0].swapaxes(0, 1).reshape(-1, q.shape[1]))
+            if masses or visit is not None:
+                room = num_groups * size - length
+                padded = mx.pad(logits, [(0, 0), (0, 0), (0, 0), (0, room)], constant_values=-math.inf)
+                mass = mx.logsumexp(padded.reshape(*a.shape[:3], num_groups, size), axis=4)  # [Hkv, N, R, G]
+                by_groups.append(mass.max(axis=2).swapaxes(0, 1))
+                if visit is not None:
+                    listed = visit[own].astype(mx.bool_).swapaxes(0, 1)[:, :, None]
+                    seen = mx.logsumexp(mx.where(listed, mass, -math.inf), axis=3)
+                    visits.append(seen.swapaxes(0, 1).reshape(-1, q.shape[1]))
+        cache.count_read(int(rows.lengths.sum()) * kv_heads * cache.spec.kv_token_bytes)
+        return RowsRead(
+            mx.concatenate(outs).astype(q.dtype),
+            mx.concatenate(lses),
+            None if visit is None else mx.concatenate(visits),
+            mx.concatenate(by_groups) if masses else None,
+        )
 
 
 def merge(first: State, second: State) -> State:

@@ -179,15 +179,10 @@ def write_kv(cache: Cache, layer: int, k: mx.array, v: mx.array, slots: np.ndarr
     check_write(spec, cache.store, (k.shape, v.shape), slots)
     if not len(slots):
         return cache
-    let_go = getattr(kernels_module(cache.kernels), "let_go", None)
-    if let_go is not None:
-        let_go()
     with mx.stream(cache.stream):
-        units, offsets = (mx.array(part.astype(np.int32)) for part in np.divmod(slots, cache.store.unit_tokens))
         keys = k.astype(DTYPES[spec.dtype])
         values = v.astype(DTYPES[spec.dtype])
-        pages.write(cache.k[layer], units, offsets, keys)
-        pages.write(cache.v[layer], units, offsets, values)
+        _write_rows(cache, layer, keys, values, slots)
         cache.finite[layer] = cache.finite[layer] & mx.isfinite(keys).all()
         if cache.store.has_bounds:
             for largest, array in ((cache.largest_key, keys), (cache.largest_value, values)):
@@ -206,6 +201,34 @@ def write_kv(cache: Cache, layer: int, k: mx.array, v: mx.array, slots: np.ndarr
                 cache.bytes_k_reread += one.bytes_k_reread
                 one.bytes_k_reread = 0
     return cache
+
+
+def place_kv(cache: Cache, layer: int, k: mx.array, v: mx.array, slots: np.ndarray) -> Cache:
+    """Writes k, v [N, Hkv, D] to pool slots [N] (host) and nothing else: of what lies there no summary speaks until
+    `write_kv` writes it again. For tokens that may be taken back; NaN and Inf are kept as they are."""
+    slots = np.asarray(slots, np.int64)
+    check_write(cache.spec, cache.store, (k.shape, v.shape), slots)
+    if not len(slots):
+        return cache
+    with mx.stream(cache.stream):
+        _write_rows(cache, layer, k.astype(DTYPES[cache.spec.dtype]), v.astype(DTYPES[cache.spec.dtype]), slots)
+    for one in (cache, cache.bound, cache.tail):
+        if one is not None and one.store.enabled:
+            changed = one.state[layer].void(slots)
+            if len(changed):
+                _mark_valid(one, layer, changed)
+    return cache
+
+
+def _write_rows(cache: Cache, layer: int, keys: mx.array, values: mx.array, slots: np.ndarray) -> None:
+    """Rows [N, Hkv, D] of the cache's dtype to slots [N], in place while nobody else holds the pools."""
+    let_go = getattr(kernels_module(cache.kernels), "let_go", None)
+    if let_go is not None:
+        let_go()
+    with mx.stream(cache.stream):
+        units, offsets = (mx.array(part.astype(np.int32)) for part in np.divmod(slots, cache.store.unit_tokens))
+        pages.write(cache.k[layer], units, offsets, keys)
+        pages.write(cache.v[layer], units, offsets, values)
 
 
 def _update_summaries(cache: Cache, layer: int, keys: mx.array, plan: WritePlan) -> None:

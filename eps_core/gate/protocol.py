@@ -19,6 +19,7 @@ import numpy as np
 
 from eps_core.config.read import Read
 from eps_core.config.store import CacheSpec, Store
+from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
 
 Array = Any
@@ -79,6 +80,24 @@ class Certificate:
     error: Array
 
 
+@dataclass(frozen=True)
+class RowsRead:
+    """Dense attention of T rows (`paging.rows.Rows`), each over every token before it and itself.
+
+    `out` [T, Hq, D] in q's dtype; `lse` [T, Hq] float32: natural log of a row's softmax mass (scaled logits).
+    `visited_lse` [T, Hq] float32: the same over the groups of `visit` alone, -inf where it has none; None where no
+    `visit` was given.
+    `masses` [T, Hkv, G] float32: of every group the largest, over the R query heads, of the natural log of the mass of
+    those of its tokens that the row sees; -inf where it sees none. Exact where `Scores.estimate` guesses; None unless
+    asked for.
+    """
+
+    out: Array
+    lse: Array
+    visited_lse: Array | None = None
+    masses: Array | None = None
+
+
 class Backend(Protocol):
     """The functions of a backend module, in the order in which each sibling file lists them."""
 
@@ -86,6 +105,7 @@ class Backend(Protocol):
     def usable_kernels(self, device: str) -> list[str]: ...
     def kernels_module(self, kernels: str) -> Any: ...
     def write_kv(self, cache: Any, layer: int, k: Array, v: Array, slots: np.ndarray) -> Any: ...
+    def place_kv(self, cache: Any, layer: int, k: Array, v: Array, slots: np.ndarray) -> Any: ...
     def copy_units(self, cache: Any, src: Sequence[int], dst: Sequence[int]) -> Any: ...
     def grow(self, cache: Any, num_units: int) -> Any: ...
     def read_kv(self, cache: Any, layer: int, table: np.ndarray, length: int) -> tuple[Array, Array]: ...
@@ -94,6 +114,9 @@ class Backend(Protocol):
     def attend(
         self, cache: Any, layer: int, q: Array, where: Where, selection: Selection | None
     ) -> tuple[Array, Array]: ...
+    def attend_rows(
+        self, cache: Any, layer: int, q: Array, rows: Rows, visit: Array | None = None, masses: bool = False
+    ) -> RowsRead: ...
     def attend_tail(
         self, cache: Any, layer: int, where: Where, scores: Scores, selection: Selection, lse: Array
     ) -> tuple[Array, Array]: ...

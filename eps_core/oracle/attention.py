@@ -2,11 +2,12 @@
 
 import numpy as np
 
-from eps_core.gate.protocol import Scores, Selection
+from eps_core.gate.protocol import RowsRead, Scores, Selection
 from eps_core.oracle import formulas
 from eps_core.oracle.cache import DTYPES, Cache, State
 from eps_core.oracle.scoring import visit_mask
 from eps_core.oracle.selection import missing_groups
+from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
 
 QUERY_BLOCK = 256  # queries that the prefill attends at a time; changes speed and memory only
@@ -35,6 +36,35 @@ def attend(
         for r in range(head * repeat, (head + 1) * repeat):
             out[b, r], lse[b, r] = formulas.attend_keys(q[b, r].astype(np.float64) / np.sqrt(head_dim), k, v)
     return out, lse
+
+
+def attend_rows(
+    cache: Cache, layer: int, q: np.ndarray, rows: Rows, visit: np.ndarray | None = None, masses: bool = False
+) -> RowsRead:
+    """Dense attention of q [T, Hq, D], unscaled, each row over the tokens before it and itself: see `RowsRead`. `visit`
+    [T, Hkv, G] bool; the groups are the cache's. K and V count as read once for all rows of a sequence."""
+    size, unit_tokens, kv_heads = cache.store.S, cache.store.unit_tokens, cache.spec.num_kv_heads
+    total, num_heads, head_dim = q.shape
+    repeat, num_groups = num_heads // kv_heads, rows.table.shape[1] * cache.store.groups_per_unit
+    out, lse = np.zeros(q.shape), np.zeros((total, num_heads))
+    visited = None if visit is None else np.full((total, num_heads), -np.inf)
+    by_group = np.full((total, kv_heads, num_groups), -np.inf) if masses else None
+    cache.kv_bytes_read += int(rows.lengths.sum()) * kv_heads * cache.spec.kv_token_bytes
+    for t, head in np.ndindex(total, kv_heads):
+        tokens = np.arange(rows.seen[t])
+        units, offsets = rows.table[rows.sequence[t], tokens // unit_tokens], tokens % unit_tokens
+        k, v = cache.k[layer][units, head, offsets], cache.v[layer][units, head, offsets]
+        for r in range(head * repeat, (head + 1) * repeat):
+            query = q[t, r].astype(np.float64) / np.sqrt(head_dim)
+            out[t, r], lse[t, r] = formulas.attend_keys(query, k, v)
+            if by_group is None and visit is None:
+                continue
+            own = formulas.group_masses(query, k, size)
+            if by_group is not None:
+                by_group[t, head, : len(own)] = np.maximum(by_group[t, head, : len(own)], own)
+            if visited is not None and visit is not None:
+                visited[t, r] = np.logaddexp.reduce(own[visit[t, head, : len(own)]], initial=-np.inf)
+    return RowsRead(out, lse, visited, by_group)
 
 
 def add_tail(cache: Cache, layer: int, where: Where, scores: Scores, selection: Selection, state: State) -> State:

@@ -144,6 +144,19 @@ def write_kv(cache: Cache, layer: int, k: np.ndarray, v: np.ndarray, slots: np.n
     return cache
 
 
+def place_kv(cache: Cache, layer: int, k: np.ndarray, v: np.ndarray, slots: np.ndarray) -> Cache:
+    """Writes k, v [N, Hkv, D] to pool slots [N] and nothing else: of what lies there no summary speaks until `write_kv`
+    writes it again. For tokens that may be taken back; NaN and Inf are kept as they are."""
+    units, offsets = np.divmod(slots, cache.store.unit_tokens)
+    with np.errstate(over="ignore"):
+        cache.k[layer][units, :, offsets] = k.astype(DTYPES[cache.spec.dtype])
+        cache.v[layer][units, :, offsets] = v.astype(DTYPES[cache.spec.dtype])
+    for one in (cache, cache.bound, cache.tail):
+        if one is not None and one.store.enabled:
+            one.state[layer].void(slots)
+    return cache
+
+
 def _update_summaries(cache: Cache, layer: int, keys: np.ndarray, plan: WritePlan) -> None:
     if not cache.can_encode(layer):
         early = np.concatenate([cache.early[layer], keys])[:CENTRE_TOKENS]

@@ -176,6 +176,20 @@ class GroupState:
             self.history = hash((self.history, "unseal", groups.tobytes()))
             self.fill[groups] = self.group_tokens - 1
 
+    def void(self, slots: np.ndarray) -> np.ndarray:
+        """Slots [N] now hold what no summary may speak of: their groups count as written up to the first of them. Those
+        that this changes, rows [F]: the groups that a unit's last owner had filled, not those a sequence goes on in."""
+        groups, offsets = np.divmod(np.asarray(slots, np.int64), self.group_tokens)
+        found, first = np.unique(groups, return_index=True)  # slots of a group ascend
+        beyond = self.fill[found] > offsets[first]
+        changed, kept = found[beyond], offsets[first][beyond]
+        if len(changed):
+            self.history = hash((self.history, "void", changed.tobytes(), kept.tobytes()))
+            self.fill[changed] = kept
+            for group in changed.tolist():
+                self._release_open(group)
+        return changed
+
     def forget(self) -> None:
         """Nothing is known of any group: the pool was, or may have been, written by others."""
         self.history = hash((self.history, "forget"))
