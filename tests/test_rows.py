@@ -1,5 +1,5 @@
-"""Dense attention of several rows of several sequences in one pass, and writes that may be taken back: every backend and
-kernel against the float64 oracle, which goes row by row."""
+"""Dense attention of several rows of several sequences in one pass, and writes that may be taken back: every backend
+and kernel against the float64 oracle, which goes row by row."""
 
 import math
 from dataclasses import dataclass
@@ -218,7 +218,7 @@ def test_placed_tokens_have_no_summary(target) -> None:
 def test_numbers_of_rows_are_checked() -> None:
     table = np.zeros((2, 1), np.int32)
     for lengths, num_rows in (([3, 3], [1, 0]), ([3, 3], [1, 4]), ([3], [1]), ([3, 3], [1, 1, 1])):
-        with pytest.raises(ValueError, match="rows|lengths"):
+        with pytest.raises(ValueError, match=r"rows|lengths"):
             Rows.of(table, np.array(lengths), np.array(num_rows))
     rows = Rows.of(table, np.array([5, 9]), np.array([2, 3]))
     np.testing.assert_array_equal(rows.seen, [4, 5, 7, 8, 9])
