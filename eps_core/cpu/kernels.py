@@ -173,11 +173,13 @@ def attend(
 
 
 def attend_rows(
-    cache: Any, layer: int, q: np.ndarray, rows: Rows, visit: np.ndarray | None, masses: bool, host: Host, run: Run
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:
-    """The fields of `RowsRead` for q [T, Hq, D] float32, visit [T, Hkv, G] bool."""
-    from eps_core.cpu import rows as compiled
-    from eps_core.cpu import vectors
+    cache: Any, layer: int, q: np.ndarray, is_short: bool, rows: Rows, visit: np.ndarray | None, masses: bool,
+    host: Host, run: Run,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:  # fmt: skip
+    """The fields of `RowsRead` for q [T, Hq, D] float32, of bfloat16 numbers where it `is_short`, visit [T, Hkv, G]
+    bool."""
+    from eps_core.cpu import amx, rows_amx, vectors
+    from eps_core.cpu import rows as portable
 
     store, spec = cache.store, cache.spec
     q = np.ascontiguousarray(q)
@@ -196,11 +198,19 @@ def attend_rows(
     by_group = np.empty(shape if masses else (0, 0, 0), np.float32)
     largest, totals, visited = (np.empty(slots[-1], np.float32) for _ in range(3))
     out, lse, visited_lse = np.empty(q.shape, np.float32), *(np.empty(q.shape[:2], np.float32) for _ in range(2))
-    run(
-        compiled.attend_rows, 3, q, k, v, strides, rows.table, rows.lengths, rows.starts, unit_tokens, store.S,
-        per_task, starts, slots, places, listed, _aligned(int(places[-1]) * head_dim), largest, totals, visited,
+    tiled = k.dtype == np.uint16 and amx.usable()
+    tiled = tiled and head_dim % amx.STEP == 0 and unit_tokens % rows_amx.UNIT_TOKENS == 0
+    parts = 1 if is_short else 3
+    queries = _aligned(int(places[-1]) * head_dim * (parts if tiled else 1))
+    about = (
+        k, v, strides, rows.table, rows.lengths, rows.starts, unit_tokens, store.S, per_task, starts, slots, places,
+        listed, queries.view(np.uint16) if tiled else queries, largest, totals, visited,
         _aligned(int(slots[-1]) * head_dim), by_group, out, lse, visited_lse,
     )  # fmt: skip
+    if tiled:
+        run(rows_amx.attend_rows, 3, q, parts, *about)
+    else:
+        run(portable.attend_rows, 3, q, *about)
     return out, lse, None if visit is None else visited_lse, by_group if masses else None
 
 

@@ -35,6 +35,12 @@ def lanes_of(num_rows, repeat):
 
 
 @kernel()
+def scale_of(head_dim):
+    """What takes products of queries and keys to logits in base two."""
+    return np.float32(LOG2_E / math.sqrt(head_dim))
+
+
+@kernel()
 def aligned(count):
     """count float32 that begin with a cache line."""
     whole = np.empty(count + 16, np.float32)
@@ -181,6 +187,38 @@ def place_queries(q, num_rows, repeat, h, queries):
 
 
 @kernel()
+def merge_pairs(
+    progress, phase, kv_heads, first_rows, starts, slots, largest, totals, visited, sums, out, lse, visited_lse
+):  # fmt: skip
+    """The last phase of `attend_rows`."""
+    num_heads, head_dim = out.shape[1:]
+    pairs, repeat = len(starts) - 1, num_heads // kv_heads
+    while True:
+        pair = take(progress, phase)
+        if pair >= pairs:
+            break
+        b, h = pair // kv_heads, pair % kv_heads
+        here, own = slice(first_rows[b], first_rows[b + 1]), slice(h * repeat, (h + 1) * repeat)
+        num_rows, slot = first_rows[b + 1] - first_rows[b], slots[pair]
+        merge_tasks(
+            starts[pair + 1] - starts[pair], lanes_of(num_rows, repeat), num_rows, repeat, scale_of(head_dim),
+            largest[slot:], totals[slot:], visited[slot:], sums[slot * head_dim :], out[here, own], lse[here, own],
+            visited_lse[here, own],
+        )  # fmt: skip
+        finish(progress, phase)
+    wait(progress, phase, pairs)
+
+
+@kernel()
+def widest_of(first_rows, repeat):
+    """The most lanes of a sequence."""
+    widest = 0
+    for b in range(len(first_rows) - 1):
+        widest = max(widest, lanes_of(first_rows[b + 1] - first_rows[b], repeat))
+    return widest
+
+
+@kernel()
 def attend_rows(
     progress, q, k, v, strides, table, lengths, first_rows, unit_tokens, size, per_task, starts, slots, places, visit,
     queries, largest, totals, visited, sums, by_group, out, lse, visited_lse,
@@ -196,7 +234,7 @@ def attend_rows(
     num_heads, head_dim = q.shape[1:]
     pairs, kv_heads = len(starts) - 1, (len(starts) - 1) // len(lengths)
     repeat = num_heads // kv_heads
-    scale = np.float32(LOG2_E / math.sqrt(head_dim))
+    scale = scale_of(head_dim)
     listing, masses_wanted = visit.size > 0, by_group.size > 0
     flat_visit, num_groups = visit.reshape(-1), visit.shape[2]
     while True:
@@ -213,9 +251,7 @@ def attend_rows(
         finish(progress, 0)
     wait(progress, 0, pairs)
 
-    widest = 0
-    for b in range(len(lengths)):
-        widest = max(widest, lanes_of(first_rows[b + 1] - first_rows[b], repeat))
+    widest = widest_of(first_rows, repeat)
     wide, logits = aligned(TILE_TOKENS * head_dim), aligned(TILE_TOKENS * widest)
     all_factors, masses = aligned(widest), aligned(widest)
     all_most, all_totals = np.full(widest, -np.inf, np.float32), np.zeros(widest, np.float32)
@@ -279,17 +315,6 @@ def attend_rows(
         finish(progress, 1)
     wait(progress, 1, starts[-1])
 
-    while True:
-        pair = take(progress, 2)
-        if pair >= pairs:
-            break
-        b, h = pair // kv_heads, pair % kv_heads
-        here = slice(first_rows[b], first_rows[b + 1])
-        rows_here, own = first_rows[b + 1] - first_rows[b], slice(h * repeat, (h + 1) * repeat)
-        lanes, slot, num_tasks = lanes_of(rows_here, repeat), slots[pair], starts[pair + 1] - starts[pair]
-        merge_tasks(
-            num_tasks, lanes, rows_here, repeat, scale, largest[slot:], totals[slot:], visited[slot:],
-            sums[slot * head_dim :], out[here, own], lse[here, own], visited_lse[here, own],
-        )  # fmt: skip
-        finish(progress, 2)
-    wait(progress, 2, pairs)
+    merge_pairs(
+        progress, 2, kv_heads, first_rows, starts, slots, largest, totals, visited, sums, out, lse, visited_lse
+    )  # fmt: skip

@@ -97,7 +97,8 @@ def attend_rows(
 ) -> RowsRead:
     """See `attention.attend_rows`."""
     listed = None if visit is None else _host(visit.to(torch.bool))
-    out, *others = kernels.attend_rows(cache, layer, _host(q.float()), rows, listed, masses, _memory, _run)
+    is_short = q.dtype == torch.bfloat16
+    out, *others = kernels.attend_rows(cache, layer, _host(q.float()), is_short, rows, listed, masses, _memory, _run)
     return RowsRead(torch.from_numpy(out).to(q.dtype), *map(_tensor, others))
 
 

@@ -76,7 +76,8 @@ def attend_rows(
     """See `attention.attend_rows`."""
     with mx.stream(cache.stream):
         listed = None if visit is None else _host(visit.astype(mx.bool_))
-        out, *others = kernels.attend_rows(cache, layer, _host(q.astype(mx.float32)), rows, listed, masses, _host, _run)
+        query, is_short = _host(q.astype(mx.float32)), q.dtype == mx.bfloat16
+        out, *others = kernels.attend_rows(cache, layer, query, is_short, rows, listed, masses, _host, _run)
         return RowsRead(mx.array(out).astype(q.dtype), *map(_array, others))
 
 
