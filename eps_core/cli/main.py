@@ -29,8 +29,8 @@ from eps_core.cli.options import (
 )
 from eps_core.cli.source import backend_option, device_option, dtype_option, kv_dtype_option, model_option
 from eps_core.config.bytes import open_group_bytes
-from eps_core.decode.generate import Sampling
 from eps_core.decode.model import DEMO_MODEL
+from eps_core.decode.sampling import Sampling
 from eps_core.errors import DISTRIBUTION, ConfigError, fault_line
 from eps_core.files import outputs
 from eps_core.load import BACKENDS, load_backend

@@ -16,11 +16,12 @@ from eps_core.config.store import CacheSpec, Store
 from eps_core.cpu.kernels import why_not
 from eps_core.decode.chat import render
 from eps_core.decode.forward import Decoder, load_decoder
-from eps_core.decode.generate import Sampling, generate, prefill, tokens_of
+from eps_core.decode.generate import generate, prefill, tokens_of
 from eps_core.decode.hub import resolve_model
 from eps_core.decode.kernel_check import disagreement
 from eps_core.decode.model import DEMO_MODEL, read_spec
 from eps_core.decode.prompts import encode_prompts
+from eps_core.decode.sampling import Sampling
 from eps_core.decode.spec import ModelSpec
 from eps_core.decode.tokenizer import encode, load_tokenizer
 from eps_core.errors import ConfigError, require

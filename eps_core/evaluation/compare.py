@@ -12,8 +12,9 @@ import numpy as np
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import Store
 from eps_core.decode.cost import Cost, cost_of
-from eps_core.decode.generate import Sampling, tokens_of
+from eps_core.decode.generate import tokens_of
 from eps_core.decode.prompts import prompt_texts
+from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.evaluation.runner import Document, decode
 from eps_core.evaluation.sides import Ran, Side, alike, prompt_line, report

@@ -13,8 +13,9 @@ import numpy as np
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
 from eps_core.config.store import Store
-from eps_core.decode.generate import Sampling, generate
+from eps_core.decode.generate import generate
 from eps_core.decode.model import ModelSpec
+from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Prefix, Session
 from eps_core.gate.stats import LayerStats
 from eps_core.paging.pool import PagePool
