@@ -18,6 +18,7 @@ from eps_core.gate.protocol import Backend
 from eps_core.gate.stats import StepOutput
 from eps_core.paging.pool import PagePool
 from eps_core.paging.pool import Sequence as PagedSequence
+from eps_core.telemetry.rounds import RoundRecord
 from eps_core.telemetry.steps import AUDIT_FACTOR, StepRecord, audit_step, step_record
 
 
@@ -92,11 +93,14 @@ def generate(
             decode_ms = 1000 * (time.perf_counter() - started)
             if on_output is not None:
                 on_output(output)
+            margins = []
             for row, index in enumerate(alive):
                 if forced_tokens is not None:
                     fed[index] = int(forced_tokens[index][step])
                 else:
-                    fed[index] = draw(output.logits[row], sampling, index, int(lengths[row])).token
+                    drawn = draw(output.logits[row], sampling, index, int(lengths[row]))
+                    fed[index] = drawn.token
+                    margins.append(drawn.margin)
             if gated and alarmed:
                 output.fallbacks["audit_alarm"] = cache.spec.num_layers * len(alive)
             audit = audit_step(output, audit_factor) if audited else None
@@ -116,6 +120,7 @@ def generate(
                 timed,
                 audit,
             )
+            record.margins = margins
             if keep_logits:
                 record.logits = output.logits
             yield record
@@ -136,7 +141,7 @@ def check_prompts(prompts: Sequence[Sequence[int]]) -> None:
         raise ConfigError("an empty prompt has nothing to continue: give at least one token")
 
 
-def tokens_of(records: Sequence[StepRecord], num_prompts: int) -> list[list[int]]:
+def tokens_of(records: Sequence[StepRecord] | Sequence[RoundRecord], num_prompts: int) -> list[list[int]]:
     """What each prompt was continued with, the stop token that ended it included."""
     said: list[list[int]] = [[] for _ in range(num_prompts)]
     for record in records:

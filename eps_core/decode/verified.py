@@ -75,10 +75,8 @@ class Verifier:
         started, fallbacks = self.clock(), dict[str, int]()
         gamma = self.pace.next()
         wanted = {index: self._wanted(index, gamma, sequences, room, fallbacks) for index in sorted(sequences)}
-        if any(wanted.values()) or self.bits:
-            parts = self._reserve(sequences, wanted, fallbacks)
-        else:
-            parts = None
+        drafting = any(wanted.values()) or self.bits
+        parts = self._reserve(sequences, wanted, fallbacks) if drafting else None
         before = self.cache.kv_bytes_read, self.cache.bytes_k_reread
         if parts is None:
             record = self._dense_round(sequences, fed)
@@ -391,7 +389,7 @@ class Verifier:
             offered_by_depth=offered,
             accepted_by_depth=kept,
             bytes_kv_dense=tokens_read * spec.num_layers * spec.num_kv_heads * spec.kv_token_bytes,
-            top2_margin_min=min(margins),
+            top2_margin_min=min((one for one in margins if np.isfinite(one)), default=None),
             margins=margins,
             **(values | more),
         )

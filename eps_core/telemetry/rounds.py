@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.telemetry.steps import WARM_UP_STEPS, kl_divergence, percentile
+from eps_core.telemetry.steps import WARM_UP_STEPS, kl_divergence, percentile, summarise
 
 
 @dataclass
@@ -39,14 +39,14 @@ class RoundRecord:
     audit_kl: list[float]  # KL(dense || draft) of the next token, nats
     audit_tv: list[float]  # total variation between them
     mass_skipped_true: list[float] | None  # share of the dense softmax that the draft left out, mean over layers, heads
-    top2_margin_min: float  # of all verified rows, nats: the closest that two tokens came
+    top2_margin_min: float | None  # of all tokens said, nats: the closest that a runner-up came; None: by rejection
     rolled_back: int  # slots given back
     fallbacks: dict[str, int]  # reason -> sequences that were not drafted for, or not as far
     margins: list[float] = field(default_factory=list, repr=False)  # of each of `tokens`; not written
 
     def to_dict(self) -> dict[str, Any]:
         """The record as written: `type` first."""
-        return {"type": "round", **{f.name: getattr(self, f.name) for f in fields(self) if f.name != "margins"}}
+        return {"type": "round", **{name: getattr(self, name) for name in ROUND_KEYS}}
 
     def check(self) -> None:
         """Asserts what must hold of every record."""
@@ -54,6 +54,9 @@ class RoundRecord:
         assert all(0 <= kept <= made for kept, made in zip(self.accepted, self.drafted, strict=True)), self
         assert sum(self.accepted_by_depth) == sum(self.accepted), self
         assert all(1 <= said <= kept + 1 for said, kept in zip(self.emitted, self.accepted, strict=True)), self
+
+
+ROUND_KEYS = tuple(f.name for f in fields(RoundRecord) if f.name != "margins")
 
 
 def divergences(dense: np.ndarray, draft: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -75,7 +78,7 @@ def summarise_rounds(records: Sequence[RoundRecord], prefill_ms: float | None = 
     first `WARM_UP_STEPS`."""
     timed = [r for r in records if r.step >= WARM_UP_STEPS] or list(records)
     drafted, accepted = sum(sum(r.drafted) for r in records), sum(sum(r.accepted) for r in records)
-    num_tokens, with_drafts = sum(len(r.tokens) for r in records), [r for r in records if sum(r.drafted)]
+    num_tokens = sum(len(r.tokens) for r in records)
     rounds_of = sum(len(r.drafted) for r in records)
     offered, kept = _summed(r.offered_by_depth for r in records), _summed(r.accepted_by_depth for r in records)
     read = {name: sum(getattr(r, name) for r in records) for name in _SUMMED}
@@ -88,11 +91,16 @@ def summarise_rounds(records: Sequence[RoundRecord], prefill_ms: float | None = 
     kl, tv = ([x for r in records for x in getattr(r, name)] for name in ("audit_kl", "audit_tv"))
     unread = [x for r in records for x in r.mass_skipped_true or ()]
     ms = sum(r.round_ms for r in timed)
+    by_token = [r.round_ms / max(r.emitted) for r in timed]
+    margins = [r.top2_margin_min for r in records if r.top2_margin_min is not None]
     return {
+        **summarise([]),
+        **dict.fromkeys(("pages_total", "pages_visited", "pages_skipped", "pages_forced")),
         "rounds": len(records),
-        "rounds_drafted": len(with_drafts),
+        "rounds_drafted": sum(1 for r in records if sum(r.drafted)),
         "new_tokens": num_tokens,
         "prefill_ms": prefill_ms,
+        "warm_up_steps": len(records) - len(timed),
         "tokens_per_s": 1000 * sum(len(r.tokens) for r in timed) / ms if ms else None,
         "tokens_per_round": num_tokens / rounds_of if rounds_of else None,
         "tokens_per_round_histogram": _histogram(records),
@@ -102,15 +110,16 @@ def summarise_rounds(records: Sequence[RoundRecord], prefill_ms: float | None = 
         "acceptance_by_depth": [a / o if o else None for a, o in zip(kept, offered, strict=True)],
         "offered_by_depth": offered,
         **read,
+        "bytes_kv_read_est": read["bytes_kv_draft"] + read["bytes_kv_verify"],
+        "bytes_summary_read": read["bytes_summary_draft"],
         "bytes_ratio": total / dense if dense else None,
         "draft_ratio": (read["bytes_kv_draft"] + read["bytes_summary_draft"]) / dense if dense else None,
-        "round_ms_p50": percentile([r.round_ms for r in timed], 50),
-        "round_ms_p95": percentile([r.round_ms for r in timed], 95),
-        "token_ms_p50": percentile([r.round_ms / max(r.emitted) for r in timed], 50),
+        # of a token: a round's tokens come together
+        **{f"decode_ms_p{percent}": percentile(by_token, percent) for percent in (50, 95, 99)},
         "audit_kl_mean": float(np.mean(kl)) if kl else None,
         "audit_tv_mean": float(np.mean(tv)) if tv else None,
         "mass_skipped_true_mean": float(np.mean(unread)) if unread else None,
-        "top2_margin_min": min((r.top2_margin_min for r in records), default=None),
+        "top2_margin_min": min(margins, default=None),
         "fallbacks": fallbacks,
     }
 
