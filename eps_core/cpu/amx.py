@@ -68,7 +68,7 @@ def end_tiles(typing_context):
 
 
 def _columns(builder, width, use):
-    """Calls use(lane, columns) for the lanes in columns of sixteen: two at a time, and the last one of an odd number."""
+    """Calls use(lane, columns) for the lanes in columns of sixteen: two at a time, and the last of an odd number."""
     pairs = builder.and_(width, _i64(-2 * LANES))
     for columns, begin, end in ((2, _i64(0), pairs), (1, pairs, width)):
         with cgutils.for_range_slice(builder, begin, end, _i64(columns * LANES)) as (lane, _):
@@ -150,9 +150,7 @@ def tile_sums(typing_context, values, weights, num_steps, head_dim, lanes, sums)
                         pointer = builder.gep(value_data, [builder.add(words, _i64(half * _TILE_WORDS))])
                         _tile(builder, "tileloadd64", 4 + half, _bytes_at(builder, pointer), _i64(64))
                     for part in range(2):
-                        words = builder.mul(
-                            builder.add(builder.mul(step.index, _i64(2)), _i64(part)), part_words
-                        )
+                        words = builder.mul(builder.add(builder.mul(step.index, _i64(2)), _i64(part)), part_words)
                         words = builder.add(words, builder.mul(lane, _i64(STEP)))
                         for j in range(columns):
                             pointer = builder.gep(weight_data, [builder.add(words, _i64(j * _TILE_WORDS))])
@@ -228,7 +226,7 @@ def _turned(builder, rows, side: int):
         # words of two rows: channels 4 side .. + 3 of each quarter
         _shuffle(
             builder, rows[i], rows[i + 1],
-            [lane + row for quarter in quarters for lane in range(quarter + 4 * side, quarter + 4 * side + 4) for row in (0, 32)],
+            [start + lane + row for start in quarters for lane in range(4 * side, 4 * side + 4) for row in (0, 32)],
         )
         for i in range(0, 32, 2)
     ]  # fmt: skip
@@ -254,10 +252,8 @@ def _turned(builder, rows, side: int):
                 for a in (0, 2)
             ]
             for low in (0, 8):
-                picks = [
-                    first + place + row for row in (0, 32) for first in (low, low + 16) for place in range(8)
-                ]
-                yield 8 * ((start + low) // 8) + 4 * side + channel, _shuffle(builder, *pairs, picks)
+                picks = [first + place + row for row in (0, 32) for first in (low, low + 16) for place in range(8)]
+                yield 8 * ((start + low) // 8) + 4 * side + channel, _shuffle(builder, pairs[0], pairs[1], picks)
 
 
 @intrinsic

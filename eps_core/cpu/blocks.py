@@ -231,9 +231,7 @@ def weigh_lanes(typing_context, logits, count, lanes, scale, most, totals, facto
             builder.store(before, largest)
             with cgutils.for_range(builder, num) as each:
                 pointer = builder.gep(data, [builder.add(builder.mul(each.index, width), lane)])
-                builder.store(
-                    _greater(builder, _load(builder, pointer, LANES, _f32), builder.load(largest)), largest
-                )
+                builder.store(_greater(builder, _load(builder, pointer, LANES, _f32), builder.load(largest)), largest)
             now = builder.load(largest)
             base = _base(builder, now, by)
             # a former most of -inf stands for sums of 0
@@ -311,14 +309,10 @@ def log_masses(typing_context, most, totals, count, scale, masses):
         num = _int64(context, builder, kinds[2], args[2])
         by = _broadcast(builder, context.cast(builder, args[3], kinds[3], types.float32))
         with cgutils.for_range_slice(builder, _i64(0), num, _i64(LANES)) as (lane, _):
-            largest, total = (
-                _load(builder, builder.gep(one, [lane]), LANES, _f32) for one in (most_data, total_data)
-            )
+            largest, total = (_load(builder, builder.gep(one, [lane]), LANES, _f32) for one in (most_data, total_data))
             mass = _fma(builder, largest, by, _logs(builder, total))
             seen = builder.fcmp_unordered(">", largest, _splat(float("-inf")))
-            _store(
-                builder, builder.select(seen, mass, _splat(float("-inf"))), builder.gep(mass_data, [lane])
-            )
+            _store(builder, builder.select(seen, mass, _splat(float("-inf"))), builder.gep(mass_data, [lane]))
         return context.get_dummy_value()
 
     return types.void(most, totals, count, scale, masses), codegen

@@ -1,5 +1,6 @@
-"""The CPU kernels over numpy arrays: `score`, `select`, `attend`, `attend_rows` and `attend_tail` of an array backend whose arrays
-lie in the memory of the host. Speed only: values are the array operations' up to float32 rounding, lists are equal.
+"""The CPU kernels over numpy arrays: `score`, `select`, `attend`, `attend_rows` and `attend_tail` of an array backend
+whose arrays lie in the memory of the host. Speed only: values are the array operations' up to float32 rounding, lists
+are equal.
 
 A backend gives its cache as it is; `host`, which shows one of its arrays as numpy without a copy (bfloat16 as uint16);
 and `run`, which calls a kernel in every thread (`threads.run` or `openmp.team_of` its library). `None` says
@@ -201,7 +202,8 @@ def attend_rows(
     tiled = k.dtype == np.uint16 and amx.usable()
     tiled = tiled and head_dim % amx.STEP == 0 and unit_tokens % rows_amx.UNIT_TOKENS == 0
     parts = 1 if is_short else 3
-    queries = _aligned(int(places[-1]) * head_dim * (parts if tiled else 1))
+    # of two bytes on tile registers
+    queries = _aligned(-(-int(places[-1]) * head_dim * (parts if tiled else 2) // 2))
     about = (
         k, v, strides, rows.table, rows.lengths, rows.starts, unit_tokens, store.S, per_task, starts, slots, places,
         listed, queries.view(np.uint16) if tiled else queries, largest, totals, visited,

@@ -38,8 +38,8 @@ def aligned_bits(count):
 
 @kernel()
 def copy_clean(v, rows, at, count, padded, first, first_hidden, head_dim, seen, sums, copy):
-    """copy [padded, D] becomes `count` rows of v from rows[at] on and zeros: tokens from `first` on, zeros also for what
-    is not finite of those that some lane does not see; NaN for the sums [D, L] of lanes that see them."""
+    """copy [padded, D] becomes `count` rows of v from rows[at] on and zeros: tokens from `first` on, zeros also for
+    what is not finite of those that some lane does not see; NaN for the sums [D, L] of lanes that see them."""
     lanes = len(seen)
     copy[: padded * head_dim] = 0
     for i in range(count):
