@@ -213,18 +213,17 @@ def add_products(typing_context, a, a_start, row_step, step, num_rows, b, num_te
 
 
 @intrinsic
-def weigh_lanes(typing_context, logits, count, lanes, scale, most, totals, factors):
+def raise_most(typing_context, logits, count, lanes, scale, most, totals, factors):
     """A step of a softmax that runs over tiles of tokens, lane by lane: most[l] becomes the largest of itself and of
-    logits[t L + l] over t < count; these become weights 2^((logit - most) scale); factors[l] what sums relative to the
-    former most are multiplied by, and totals[l] becomes totals[l] factors[l] + the sum of the weights. -inf weighs
-    nothing; a lane that has seen nothing else keeps a most of -inf and a total of 0."""
+    logits[t L + l] over t < count; factors[l] what sums relative to the former most are multiplied by, as totals[l]
+    is."""
 
     def codegen(context, builder, signature, args):
         kinds = signature.args
         data, most_data, total_data, factor_data = (_data(context, builder, kinds[i], args[i]) for i in (0, 4, 5, 6))
         num, width = (_int64(context, builder, kinds[i], args[i]) for i in (1, 2))
         by = _broadcast(builder, context.cast(builder, args[3], kinds[3], types.float32))
-        largest, total = (cgutils.alloca_once(builder, _vector(_f32)) for _ in range(2))
+        largest = cgutils.alloca_once(builder, _vector(_f32))
         with cgutils.for_range_slice(builder, _i64(0), width, _i64(LANES)) as (lane, _):
             most_at, total_at, factor_at = (builder.gep(one, [lane]) for one in (most_data, total_data, factor_data))
             before = _load(builder, most_at, LANES, _f32)
@@ -233,29 +232,47 @@ def weigh_lanes(typing_context, logits, count, lanes, scale, most, totals, facto
                 pointer = builder.gep(data, [builder.add(builder.mul(each.index, width), lane)])
                 builder.store(_greater(builder, _load(builder, pointer, LANES, _f32), builder.load(largest)), largest)
             now = builder.load(largest)
-            base = _base(builder, now, by)
+            factor = _powers(builder, builder.fsub(_base(builder, before, by), _base(builder, now, by)))
             # a former most of -inf stands for sums of 0
-            factor = _powers(builder, builder.fsub(_base(builder, before, by), base))
             factor = builder.select(builder.fcmp_ordered(">", before, _splat(float("-inf"))), factor, _splat(0.0))
-            builder.store(builder.fmul(_load(builder, total_at, LANES, _f32), factor), total)
-            lowered = builder.fneg(base)
-            with cgutils.for_range(builder, num) as each:
-                pointer = builder.gep(data, [builder.add(builder.mul(each.index, width), lane)])
-                weight = _powers(builder, _fma(builder, _load(builder, pointer, LANES, _f32), by, lowered))
-                _store(builder, weight, pointer)
-                builder.store(builder.fadd(builder.load(total), weight), total)
             _store(builder, now, most_at)
             _store(builder, factor, factor_at)
-            _store(builder, builder.load(total), total_at)
+            _store(builder, builder.fmul(_load(builder, total_at, LANES, _f32), factor), total_at)
         return context.get_dummy_value()
 
     return types.void(logits, count, lanes, scale, most, totals, factors), codegen
 
 
 @intrinsic
+def weigh_lanes(typing_context, logits, first, end, lanes, scale, most, totals):
+    """logits[t L + l] become weights 2^((logit - most[l]) scale) for tokens first .. end - 1, and totals[l] grows by
+    them in their order. -inf weighs nothing; a lane that has seen nothing else keeps a total of 0."""
+
+    def codegen(context, builder, signature, args):
+        kinds = signature.args
+        data, most_data, total_data = (_data(context, builder, kinds[i], args[i]) for i in (0, 5, 6))
+        start, stop, width = (_int64(context, builder, kinds[i], args[i]) for i in (1, 2, 3))
+        by = _broadcast(builder, context.cast(builder, args[4], kinds[4], types.float32))
+        total = cgutils.alloca_once(builder, _vector(_f32))
+        with cgutils.for_range_slice(builder, _i64(0), width, _i64(LANES)) as (lane, _):
+            most_at, total_at = (builder.gep(one, [lane]) for one in (most_data, total_data))
+            lowered = builder.fneg(_base(builder, _load(builder, most_at, LANES, _f32), by))
+            builder.store(_load(builder, total_at, LANES, _f32), total)
+            with cgutils.for_range_slice(builder, start, stop, _i64(1)) as (token, _):
+                pointer = builder.gep(data, [builder.add(builder.mul(token, width), lane)])
+                weight = _powers(builder, _fma(builder, _load(builder, pointer, LANES, _f32), by, lowered))
+                _store(builder, weight, pointer)
+                builder.store(builder.fadd(builder.load(total), weight), total)
+            _store(builder, builder.load(total), total_at)
+        return context.get_dummy_value()
+
+    return types.void(logits, first, end, lanes, scale, most, totals), codegen
+
+
+@intrinsic
 def gather_mass(typing_context, logits, first, end, lanes, scale, most, totals):
-    """Adds the tokens first .. end - 1 of logits[t L + l] to the mass of a group, lane by lane: most[l] and totals[l]
-    as in `weigh_lanes`, the logits left as they are."""
+    """Adds the tokens first .. end - 1 of logits[t L + l] to the mass of a group, lane by lane: most[l] is
+    the largest of them so far, totals[l] the sum of their weights relative to it. Logits stay as they are."""
 
     def codegen(context, builder, signature, args):
         kinds = signature.args

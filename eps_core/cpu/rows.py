@@ -18,6 +18,7 @@ from eps_core.cpu.blocks import (
     gather_mass,
     log_masses,
     powers,
+    raise_most,
     weigh_lanes,
     widen_rows,
 )
@@ -294,7 +295,8 @@ def attend_rows(
                     logits, first, count, length, size, rows_here, repeat, scale, all_most[:lanes],
                     all_totals[:lanes], masses, by_group[first_row : first_row + rows_here, h],
                 )  # fmt: skip
-            weigh_lanes(logits, count, lanes, scale, most, total, factors)
+            raise_most(logits, count, lanes, scale, most, total, factors)
+            weigh_lanes(logits, 0, count, lanes, scale, most, total)
             if listing:
                 add_visited(
                     logits, first, count, size, rows_here, repeat, lanes, flat_visit, visits, factors, share
