@@ -351,12 +351,24 @@ def powers(typing_context, x, count):
 
 
 @intrinsic
-def eight_bytes(typing_context, array, start):
-    """array[start : start + 8] of a uint8 array as one number, to see at once that nothing is set."""
+def set_bits(typing_context, array, start):
+    """Bit i of the result says whether array[start + i], of 64 uint8, is not 0."""
 
     def codegen(context, builder, signature, args):
         data = _data(context, builder, signature.args[0], args[0])
         pointer = builder.gep(data, [_int64(context, builder, signature.args[1], args[1])])
-        return builder.load(builder.bitcast(pointer, _i64.as_pointer()), align=1)
+        bytes_there = _load(builder, pointer, 64, ir.IntType(8))
+        zeros = ir.Constant(bytes_there.type, [0] * 64)
+        return builder.bitcast(builder.icmp_unsigned("!=", bytes_there, zeros), _i64)
 
-    return types.int64(array, start), codegen
+    return types.uint64(array, start), codegen
+
+
+@intrinsic
+def lowest_bit(typing_context, word):
+    """Which bit of a uint64 that is not 0 is its lowest."""
+
+    def codegen(context, builder, signature, args):
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(types.uint64), codegen

@@ -14,11 +14,12 @@ import numpy as np
 from eps_core.cpu.blocks import (
     BLOCK_ROWS,
     add_products,
-    eight_bytes,
     gather_mass,
     log_masses,
+    lowest_bit,
     powers,
     raise_most,
+    set_bits,
     weigh_lanes,
     widen_rows,
 )
@@ -109,17 +110,21 @@ def add_visited(weights, first, count, size, num_rows, repeat, lanes, visit, sta
         totals[lane] *= factors[lane]
     last = (first + count + size - 1) // size
     for n in range(num_rows):
-        start, group = starts[n], first // size
-        while group < last:
-            if group + 8 <= last and eight_bytes(visit, start + group) == 0:
-                group += 8
-                continue
-            for one in range(group, min(group + 8, last)):
-                if visit[start + one]:
-                    for i in range(max(one * size - first, 0), min((one + 1) * size - first, count)):
-                        for r in range(repeat):
-                            totals[r * num_rows + n] += weights[i * lanes + r * num_rows + n]
-            group += 8
+        for group in range(first // size, last, 64):
+            word, start = np.uint64(0), starts[n] + group
+            if start + 64 <= len(visit):
+                word = set_bits(visit, start)
+            else:
+                for one in range(len(visit) - start):
+                    word |= np.uint64(visit[start + one] != 0) << np.uint64(one)
+            if last - group < 64:
+                word &= (np.uint64(1) << np.uint64(last - group)) - np.uint64(1)
+            while word:
+                begin = (group + lowest_bit(word)) * size - first
+                word &= word - np.uint64(1)
+                for i in range(max(begin, 0), min(begin + size, count)):
+                    for r in range(repeat):
+                        totals[r * num_rows + n] += weights[i * lanes + r * num_rows + n]
 
 
 @kernel()
