@@ -103,6 +103,13 @@ def _base(builder, largest, scale):
     return builder.select(seen, builder.fmul(largest, scale), _splat(0.0))
 
 
+def _log_mass(builder, largest, total, natural):
+    """largest * natural + ln total; -inf where nothing was seen."""
+    mass = _fma(builder, largest, natural, _logs(builder, total))
+    seen = builder.fcmp_unordered(">", largest, _splat(float("-inf")))
+    return builder.select(seen, mass, _splat(float("-inf")))
+
+
 @intrinsic
 def widen_rows(typing_context, pool, rows, first, count, head_dim, wide):
     """wide[i D + c] = pool[rows[first + i] + c] as float32, for i < count and the head_dim D channels c."""
@@ -316,6 +323,37 @@ def gather_mass(typing_context, logits, first, end, lanes, scale, most, totals):
 
 
 @intrinsic
+def whole_masses(typing_context, logits, first, end, lanes, scale, natural, masses):
+    """What `gather_mass` and `log_masses` leave of a group whose tokens are first .. end - 1, and no others."""
+
+    def codegen(context, builder, signature, args):
+        kinds = signature.args
+        data, mass_data = (_data(context, builder, kinds[i], args[i]) for i in (0, 6))
+        start, stop, width = (_int64(context, builder, kinds[i], args[i]) for i in (1, 2, 3))
+        by, to_natural = (_broadcast(builder, context.cast(builder, args[i], kinds[i], types.float32)) for i in (4, 5))
+        largest, total = (cgutils.alloca_once(builder, _vector(_f32)) for _ in range(2))
+        with cgutils.for_range_slice(builder, _i64(0), width, _i64(LANES)) as (lane, _):
+
+            def logit(token, lane=lane):
+                place = builder.add(builder.mul(token, width), lane)
+                return _load(builder, builder.gep(data, [place]), LANES, _f32)
+
+            builder.store(_splat(float("-inf")), largest)
+            with cgutils.for_range_slice(builder, start, stop, _i64(1)) as (token, _):
+                builder.store(_greater(builder, logit(token), builder.load(largest)), largest)
+            lowered = builder.fneg(_base(builder, builder.load(largest), by))
+            builder.store(_splat(0.0), total)
+            with cgutils.for_range_slice(builder, start, stop, _i64(1)) as (token, _):
+                weight = _powers(builder, _fma(builder, logit(token), by, lowered))
+                builder.store(builder.fadd(builder.load(total), weight), total)
+            mass = _log_mass(builder, builder.load(largest), builder.load(total), to_natural)
+            _store(builder, mass, builder.gep(mass_data, [lane]))
+        return context.get_dummy_value()
+
+    return types.void(logits, first, end, lanes, scale, natural, masses), codegen
+
+
+@intrinsic
 def log_masses(typing_context, most, totals, count, scale, masses):
     """masses[l] = most[l] scale + ln totals[l], -inf where most is, for l < count, a multiple of 16; scale takes logits
     to natural units."""
@@ -327,9 +365,7 @@ def log_masses(typing_context, most, totals, count, scale, masses):
         by = _broadcast(builder, context.cast(builder, args[3], kinds[3], types.float32))
         with cgutils.for_range_slice(builder, _i64(0), num, _i64(LANES)) as (lane, _):
             largest, total = (_load(builder, builder.gep(one, [lane]), LANES, _f32) for one in (most_data, total_data))
-            mass = _fma(builder, largest, by, _logs(builder, total))
-            seen = builder.fcmp_unordered(">", largest, _splat(float("-inf")))
-            _store(builder, builder.select(seen, mass, _splat(float("-inf"))), builder.gep(mass_data, [lane]))
+            _store(builder, _log_mass(builder, largest, total, by), builder.gep(mass_data, [lane]))
         return context.get_dummy_value()
 
     return types.void(most, totals, count, scale, masses), codegen

@@ -21,6 +21,7 @@ from eps_core.cpu.blocks import (
     raise_most,
     set_bits,
     weigh_lanes,
+    whole_masses,
     widen_rows,
 )
 from eps_core.cpu.compile import kernel
@@ -89,12 +90,17 @@ def note_masses(logits, first, count, length, size, num_rows, repeat, scale, mos
     most and totals [L] hold what the group that goes on has so far."""
     lanes, end = len(most), first + count
     for group in range(first // size, (end + size - 1) // size):
-        stop = min((group + 1) * size, end)
-        gather_mass(logits, max(group * size, first) - first, stop - first, lanes, scale, most, totals)
-        if stop == (group + 1) * size or stop == length:
-            log_masses(most, totals, lanes, scale * LN_2, masses)
-            most[:] = -np.inf
-            totals[:] = 0
+        begin, stop = max(group * size, first), min((group + 1) * size, end)
+        ends = stop == (group + 1) * size or stop == length
+        if ends and begin == group * size:
+            whole_masses(logits, begin - first, stop - first, lanes, scale, scale * LN_2, masses)
+        else:
+            gather_mass(logits, begin - first, stop - first, lanes, scale, most, totals)
+        if ends:
+            if begin > group * size:
+                log_masses(most, totals, lanes, scale * LN_2, masses)
+                most[:] = -np.inf
+                totals[:] = 0
             for n in range(num_rows):
                 largest = masses[n]
                 for r in range(1, repeat):
