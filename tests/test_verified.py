@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_models
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from verified_runs import Model, assert_same_state
 
 from eps_core import oracle
@@ -41,9 +39,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def eps(method: str, **flat: Any) -> EpsConfig:
-    return EpsConfig.of(
-        method=method, **{"budget": 0.2, "first_tokens": 2, "last_tokens": 8, "block_size": 16, **flat}
-    )
+    return EpsConfig.of(method=method, **{"budget": 0.2, "first_tokens": 2, "last_tokens": 8, "block_size": 16, **flat})
 
 
 SMALL = {"group_tokens": 4}

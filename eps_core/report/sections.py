@@ -12,7 +12,7 @@ from eps_core.config.store import COARSE_GROUP_BLOCKS, coded_methods
 from eps_core.evaluation.verdict import loss_points, p95_saved_percent
 from eps_core.files.records import number
 from eps_core.report import cells as of
-from eps_core.report import evaluated
+from eps_core.report import evaluated, verified
 from eps_core.report.cells import Table, field, form, table_of
 from eps_core.report.figures import MAX_CURVES, Curve, Figure, curves, heat_map, scatter
 from eps_core.report.kinds import Line
@@ -49,10 +49,11 @@ class Section:
 
 def sections_of(results: Results) -> list[Section]:
     """All sections but the verdict, whatever the results lack."""
-    cells = [cell for cell in results.cells if number(cell.get("bytes_ratio")) is not None]
+    exact, cells = verified.apart([cell for cell in results.cells if number(cell.get("bytes_ratio")) is not None])
     runs = results.runs
     return [
         Section("quality", "Quality against bytes", _quality(cells)),
+        Section("verified", "Verified decoding", [Part("", *verified.drawn(exact))]),
         Section("tasks", "Tasks and text", _evaluated(results)),
         Section("visited", "Visited ratio against context", [_visited(cells, runs)]),
         Section("time", "Decode time", [_time(cells)]),
