@@ -22,8 +22,8 @@ from eps_core.report.style import PAGE_DARK, PAGE_LIGHT, PALETTE
 
 ROOT = Path(__file__).parent.parent
 SECTIONS = (
-    "verdict", "quality", "verified", "tasks", "visited", "time", "certificate", "heads", "ablations", "runs", "skipped",
-    "inputs",
+    "verdict", "quality", "verified", "tasks", "visited", "time", "certificate", "heads", "ablations", "runs",
+    "skipped", "inputs",
 )  # fmt: skip
 VOID = {"meta", "path", "br"}
 
@@ -236,8 +236,8 @@ def checked(html: str) -> Checker:
 def test_the_page_of_everything(tmp_path: Path) -> None:
     html, verdict = page(load_results(write(tmp_path, whole_results())))
     checked(html)
-    # two plots for each of 3 contexts, of verified decoding and of 4 axes, tasks, text, visited, time, certificates, six
-    # maps of seven
+    # two plots for each of 3 contexts, of verified decoding and of 4 axes, tasks, text, visited, time, certificates,
+    # six maps of seven
     assert html.count("<svg") == 6 + 2 + 8 + 2 + 3 + 6
     assert "0.900 [0.850, 0.950]" in html and "6 of 6" in html
     assert html.count("<figcaption>") == html.count('role="img"') == html.count("<svg")
