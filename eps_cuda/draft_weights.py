@@ -10,7 +10,9 @@ LEVELS = 15  # steps between the 16 codes
 LEAST_STEP = 1e-7
 MIDDLE_CODE = 8  # the kernel's zeros belong to it
 ROWS_MULTIPLE = 16  # of outputs: what the kernel takes
-CHUNK_ROWS = 4096  # quantised at a time, so that codes need no copy of the model in int32; the kernel packs 64 rows a tile
+CHUNK_ROWS = (
+    4096  # quantised at a time, so that codes need no copy of the model in int32; the kernel packs 64 rows a tile
+)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,9 @@ class Model:
 
     @property
     def weight_bytes(self) -> int:
-        read = {name: weight.nbytes for name, weight in self.weights.items() if name != "embed" or self._head == "embed"}
+        read = {
+            name: weight.nbytes for name, weight in self.weights.items() if name != "embed" or self._head == "embed"
+        }
         return sum(read.values()) + sum(packed.nbytes for packed in self.packed.values())
 
     @torch.inference_mode()
@@ -41,7 +43,9 @@ class Model:
         if self.packed:
             return self
         if self.device != "cpu":
-            raise ConfigError(f"4-bit draft weights need the CPU in Torch, and the model is on {self.device}: add {FLAG}")
+            raise ConfigError(
+                f"4-bit draft weights need the CPU in Torch, and the model is on {self.device}: add {FLAG}"
+            )
         drafts = copy.copy(self)
         drafts.weights, drafts.packed = dict(self.weights), {}
         for name, group_size in quantised_layers(self.spec).items():

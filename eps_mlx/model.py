@@ -32,7 +32,9 @@ class Model:
 
     @property
     def weight_bytes(self) -> int:
-        read = {name: weight.nbytes for name, weight in self.weights.items() if name != "embed" or self._head == "embed"}
+        read = {
+            name: weight.nbytes for name, weight in self.weights.items() if name != "embed" or self._head == "embed"
+        }
         return sum(read.values()) + sum(packed.nbytes for packed in self.packed.values())
 
     def quantised(self) -> "Model":

@@ -17,6 +17,7 @@ from eps_core.config.store import DTYPE_BYTES
 from eps_core.decode.draft_weights import BITS, FLAG, GROUP_SIZES, HEAD, group_size, quantised_layers
 from eps_core.decode.forward import Decoder
 from eps_core.decode.model import read_spec
+from eps_core.decode.weights import weight_names
 from eps_core.errors import ConfigError
 from eps_core.load import load_backend
 from eps_core.oracle.draft_weights import LEVELS, affine
@@ -25,6 +26,7 @@ from eps_core.oracle.model import Model
 # tied and untied heads, biases, norms of q and k, rows of 64, 96 and 128 weights
 NAMES = ("llama2", "llama2-linear-biased", "llama3.1-tied-sharded", "qwen2-tied", "qwen3-tied-biased")
 LIBRARIES = ("eps_cuda", "eps_mlx")
+EPSILON = {"float32": 2**-23, "float16": 2**-10, "bfloat16": 2**-7}
 
 
 @pytest.fixture(scope="module")
@@ -91,27 +93,22 @@ def packed_and_held(library: str, weight: np.ndarray, size: int, dtype: str) -> 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
-@pytest.mark.parametrize(("rows", "width"), [(7, 32), (300, 64), (96, 96), (4200, 128)])
+@pytest.mark.parametrize(("rows", "width"), [(70, 32), (300, 64), (96, 96), (4200, 128)])
 def test_packed_weights_hold_the_oracles_groups(library: str, dtype: str, rows: int, width: int) -> None:
     size = group_size(width)
     weight = load_backend("numpy").from_numpy(groups_of_weights(rows, width), dtype).astype(np.float64)
     _, held = packed_and_held(library, weight, size, dtype)
     codes, steps, offsets = affine(weight, size)
-    steps_off = np.abs(held.reshape(codes.shape) - (steps * codes + offsets)) / np.abs(steps)
-    # a rounded step is felt 15 times at the far edge, a rounded offset once, as the fraction of a step that it is
-    rounding = {"float32": 2**-23, "float16": 2**-10, "bfloat16": 2**-7}[dtype]
-    allowed = rounding * (LEVELS + np.abs(offsets / steps))
-    near_a_tie = np.abs(np.abs((weight.reshape(codes.shape) - offsets) / steps % 1) - 0.5) < 1e-4 + 0 * allowed
-    # where the edge lies half a step from a multiple, float32 and float64 may count one step more or less to 0
-    edge_tie = np.abs(np.abs(offsets / steps_to_zero(weight, size) % 1) - 0.5) < 1e-4
-    sure = ~(near_a_tie | edge_tie)
-    assert sure.mean() > 0.9 and (steps_off <= allowed)[sure].all()
-
-
-def steps_to_zero(weight: np.ndarray, size: int) -> np.ndarray:
-    """The step of every group [N, K/g, 1] before 0 was made a multiple of it."""
-    groups = weight.reshape(len(weight), -1, size)
-    return np.maximum(groups.max(-1, keepdims=True) - groups.min(-1, keepdims=True), 1e-7 * LEVELS) / LEVELS
+    groups, held = weight.reshape(codes.shape), held.reshape(codes.shape)
+    # a step of its own is rounded, and what it starts from: twice where the library moves it to the middle
+    rounding = EPSILON[dtype] * (LEVELS * np.abs(steps) + 2 * np.abs(offsets)) + 1e-6
+    near = np.abs(held - (steps * codes + offsets)) <= rounding
+    # float32 and float64 may round a code, or the steps from an edge to 0, to two sides
+    ties = np.abs(np.abs((groups - offsets) / steps % 1) - 0.5) < 1e-4
+    low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
+    symmetric = np.abs(np.abs(LEVELS * offsets / np.maximum(high - low, 1e-7)) % 1 - 0.5) < 1e-4
+    assert (near | ties | symmetric).all() and (ties | symmetric).mean() < 0.2
+    assert (np.abs(held - groups) <= np.abs(steps) * 8 / 7 + rounding).all()
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -125,10 +122,10 @@ def test_products_are_those_of_the_held_weights(library: str, dtype: str, rows: 
     x, bias = (backend.from_numpy(rng.standard_normal(shape), dtype, "cpu") for shape in ((count, width), (rows,)))
     exact_x, exact_bias = (backend.to_numpy(one).astype(np.float64) for one in (x, bias))
     exact = exact_x @ held.T
-    # the plain product of the same weights, rounded to the dtype, and the rounding of the result
+    # the plain product of the same weights, rounded to the dtype, float32 sums, and the rounding of the result
     plain = x @ backend.from_numpy(held, dtype, "cpu").T
     error = np.abs(backend.to_numpy(plain).astype(np.float64) - exact).max()
-    floor = {"float32": 2**-22, "float16": 2**-9, "bfloat16": 2**-6}[dtype] * np.abs(exact).max()
+    floor = EPSILON["float32"] * (np.abs(exact_x) @ np.abs(held).T).max() + EPSILON[dtype] * np.abs(exact).max()
     product = packed(x, None)
     assert product.dtype == x.dtype and product.shape == (count, rows)
     assert np.abs(backend.to_numpy(product).astype(np.float64) - exact).max() <= 2 * error + floor
@@ -157,15 +154,13 @@ def test_logits_are_those_of_the_oracles_4_bit_model(name: str, target: tuple, s
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama2", "qwen2-tied"])
 def test_logits_in_half_precision(name: str, dtype: str, target: tuple, saved: Callable) -> None:
-    """As near to the oracle as the full model in the same dtype is, but for a factor."""
+    """Near the oracle's, by a tenth of what 4 bits change. Not by more: few different numbers make groups with edges
+    +w and -w, in which two steps serve equally, and float32 may take the other one."""
     tokens, oracle = tokens_of(name), (load_backend("numpy"), "cpu")
-    full, judge = load(target, saved(name), dtype), load(oracle, saved(name), dtype)
+    judge = load(oracle, saved(name), dtype)
     (_, expected), (_, exact) = (run(oracle, one, tokens, dtype=dtype) for one in (drafts_of(judge), judge))
-    (_, logits), (_, plain) = (run(target, one, tokens, dtype=dtype) for one in (drafts_of(full), full))
-    floor = {"float16": 2**-9, "bfloat16": 2**-6}[dtype] * expected.std()
-    error = np.sqrt(((plain - exact) ** 2).mean())
-    assert np.sqrt(((logits - expected) ** 2).mean()) <= 2 * error + floor
-    assert np.sqrt(((plain - expected) ** 2).mean()) > 2 * (2 * error + floor), "4 bits change nothing"
+    _, logits = run(target, drafts_of(load(target, saved(name), dtype)), tokens, dtype=dtype)
+    assert ((logits - expected) ** 2).mean() <= 0.1**2 * ((exact - expected) ** 2).mean()
 
 
 @pytest.mark.parametrize("name", ["llama2", "qwen2-tied"])
@@ -192,7 +187,7 @@ def test_weight_bytes(name: str, dtype: str, target: tuple, saved: Callable) -> 
     model: Any = load(target, saved(name), dtype).model
     spec, number_bytes = model.spec, DTYPE_BYTES[dtype]
     kv_width = spec.num_kv_heads * spec.head_dim
-    wide = 3 * kv_width * 0 + 2 * 64 * 64 + 2 * kv_width * 64 + 2 * 96 * 64  # weights of a layer in groups of 64
+    wide = 2 * 64 * 64 + 2 * kv_width * 64 + 2 * 96 * 64  # weights of a layer in groups of 64
     narrow = 64 * 96  # of down, whose rows have 96
     biases = (64 + 2 * kv_width) if spec.qkv_bias else 0
     vectors = spec.num_layers * (biases + 2 * 64) + 64
@@ -215,10 +210,11 @@ def test_weight_bytes(name: str, dtype: str, target: tuple, saved: Callable) -> 
 
 def odd_model(backend: Any, device: str, path: Path, **shape: int) -> Any:
     """A random model of a tiny model's spec with another shape, as the backend's Model."""
-    from eps_core.decode.weights import weight_names
-
     spec, rng = replace(read_spec(path), **shape), np.random.default_rng(0)
-    arrays = {name: 0.15 * rng.standard_normal(size) for name, (_, size) in weight_names(spec).items()}
+    arrays = {
+        name: np.ones(shape) if len(shape) == 1 else tiny_models.WEIGHT_STD * rng.standard_normal(shape)
+        for name, (_, shape) in weight_names(spec).items()
+    }
     model = importlib.import_module(f"{backend.__name__}.model").Model
     if model is Model:
         return model(spec, arrays, "float32")
@@ -231,13 +227,14 @@ def test_rows_that_no_group_divides_keep_full_weights(
     backend, device = target
     model = odd_model(backend, device, saved("llama2"), intermediate_size=80)
     drafts = model.quantised()
-    assert capsys.readouterr().err.count("rows of 80 weights") == 1
+    assert capsys.readouterr().err.count("layers with 80 weights a row") == 1
     assert not any(name.endswith("down") for name in quantised_layers(model.spec))
     assert all(drafts.weights[f"layers.{i}.down"] is model.weights[f"layers.{i}.down"] for i in range(2))
     judge = odd_model(load_backend("numpy"), "cpu", saved("llama2"), intermediate_size=80).quantised()
     tokens = tokens_of("odd")
     (_, logits), (_, expected) = (
-        run(one, Decoder(one[0], two), tokens) for one, two in ((target, drafts), ((load_backend("numpy"), "cpu"), judge))
+        run(one, Decoder(one[0], model), tokens)
+        for one, model in ((target, drafts), ((load_backend("numpy"), "cpu"), judge))
     )
     assert_close(logits, expected)
 
@@ -245,7 +242,7 @@ def test_rows_that_no_group_divides_keep_full_weights(
 def test_a_model_without_any_fit_layer_is_refused(target: tuple, saved: Callable) -> None:
     backend, device = target
     model = odd_model(backend, device, saved("llama2"), hidden_size=48, intermediate_size=80, head_dim=12)
-    with pytest.raises(ConfigError, match=f"rows of 48, 80 weights.*{FLAG}"):
+    with pytest.raises(ConfigError, match=f"rows have 48, 80: add {FLAG}"):
         model.quantised()
 
 

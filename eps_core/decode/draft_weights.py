@@ -33,12 +33,12 @@ def quantised_layers(spec: ModelSpec) -> dict[str, int]:
     widths = ", ".join(str(width) for width in full)
     require(
         any(sizes.values()),
-        f"rows of {widths} weights are no multiples of {GROUP_SIZES[-1]}, so 4-bit drafts have nothing to read: add {FLAG}",
+        f"4-bit drafts need layers with a multiple of {GROUP_SIZES[-1]} weights a row, and this model's rows have "
+        f"{widths}: add {FLAG}",
     )
     if full:
         print(
-            f"4-bit drafts: layers with rows of {widths} weights, no multiple of {GROUP_SIZES[-1]}, keep full weights",
+            f"4-bit drafts: layers with {widths} weights a row, no multiple of {GROUP_SIZES[-1]}, keep full weights",
             file=sys.stderr,
         )
     return {name: size for name, size in sizes.items() if size is not None}
-

@@ -7,13 +7,13 @@ LEAST_STEP = 1e-7
 
 
 def affine(weight: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(codes [N, K/g, g], steps [N, K/g, 1], offsets [N, K/g, 1]) of rows [N, K] in groups of g = `group_size`: a weight
-    is step * code + offset, code an integer of 0 to 15.
+    """(codes [N, K/g, g], steps [N, K/g, 1], offsets [N, K/g, 1]) of rows [N, K] in groups of g = `group_size`: a
+    weight is step * code + offset, code an integer of 0 to 15.
 
-    By the rule of MLX's `quantize`, which differs from its documentation's min and max: the edge of larger magnitude is
-    kept exactly (it is the offset, and steps lead away from it, so a step may be negative), and so is 0, for the step is
-    the edge over a whole number. Codes at the far edge may be clipped: the error is one step at most there, half a step
-    elsewhere.
+    By the rule of MLX's `quantize`, which differs from its documentation's min and max: the edge of larger magnitude
+    is kept exactly (it is the offset, and steps lead away from it, so a step may be negative), and so is 0, for the
+    step is the edge over a whole number. Codes at the far edge may be clipped: the error is one step at most there,
+    half a step elsewhere.
     """
     groups = weight.reshape(len(weight), -1, group_size)
     low, high = groups.min(axis=-1, keepdims=True), groups.max(axis=-1, keepdims=True)
