@@ -144,7 +144,7 @@ class Session:
         if verify.weights == "full":
             return self.decoder
         if self._drafter is None:
-            self._drafter = Decoder(self.backend, self.decoder.model.quantised(4))
+            self._drafter = Decoder(self.backend, self.decoder.model.quantised())
         return self._drafter
 
     def load(self) -> None:
