@@ -148,6 +148,12 @@ def span(name: str, cache: Cache) -> AbstractContextManager[Any]:
     return torch.cuda.nvtx.range(name) if cache.device == "cuda" else nullcontext()
 
 
+@torch.inference_mode()
+def take(cache: Cache, array: Tensor, index: np.ndarray) -> Tensor:
+    """Rows [N, ..] of an array [T, ..]: index [N], host."""
+    return array.index_select(0, _on(cache, np.asarray(index, np.int64)))
+
+
 def wait(cache: Cache, *arrays: Tensor) -> None:
     """Until everything so far is computed."""
     if cache.device != "cpu":

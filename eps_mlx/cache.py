@@ -150,6 +150,12 @@ def span(name: str, cache: Cache) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+def take(cache: Cache, array: mx.array, index: np.ndarray) -> mx.array:
+    """Rows [N, ..] of an array [T, ..]: index [N], host."""
+    with mx.stream(cache.stream):
+        return mx.take(array, mx.array(np.asarray(index, np.int32)), axis=0)
+
+
 def wait(cache: Cache, *arrays: mx.array) -> None:
     """Until everything so far is computed."""
     evaluate(cache, *arrays)

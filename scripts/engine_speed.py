@@ -20,7 +20,7 @@ import numpy as np
 from whole_step import MODELS
 
 from eps_core.cpu.host import host_name
-from eps_core.decode.generate import Sampling
+from eps_core.decode.sampling import Sampling
 from eps_core.engine.settings import Settings
 from eps_core.errors import exit_code
 from eps_core.files import outputs

@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from whole_step import make_demo
 
 from eps_core.config.eps import EpsConfig
-from eps_core.decode.generate import Sampling, generate
+from eps_core.decode.generate import generate
+from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Prefix, Session
 from eps_core.errors import exit_code
 from eps_core.telemetry.provenance import git_commit

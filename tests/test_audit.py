@@ -18,8 +18,9 @@ from eps_core.config.bytes import scoring_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.decode.forward import load_decoder
-from eps_core.decode.generate import Sampling, generate
+from eps_core.decode.generate import generate
 from eps_core.decode.model import read_spec
+from eps_core.decode.sampling import Sampling
 from eps_core.gate.protocol import Scores
 from eps_core.paging.pool import PagePool
 from eps_core.paging.where import Where

@@ -14,8 +14,9 @@ from eps_core import oracle as numpy_backend
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.decode.forward import load_decoder
-from eps_core.decode.generate import Sampling, generate, next_token
+from eps_core.decode.generate import generate
 from eps_core.decode.model import read_spec
+from eps_core.decode.sampling import Sampling, draw
 from eps_core.decode.tokenizer import load_tokenizer
 from eps_core.errors import ConfigError
 from eps_core.evaluation import compare
@@ -219,19 +220,19 @@ def test_wrong_sampling_is_refused(wrong: dict) -> None:
 
 
 def test_greedy_takes_the_lowest_of_equals() -> None:
-    assert next_token(np.array([0.0, 2.0, 2.0, 1.0], np.float32), GREEDY, 0, 0) == 1
+    assert draw(np.array([0.0, 2.0, 2.0, 1.0], np.float32), GREEDY, 0, 0).token == 1
 
 
 def test_logits_that_are_no_numbers_are_refused() -> None:
     for bad in (np.nan, np.inf):
         with pytest.raises(ConfigError, match=r"position 7.*float32"):
-            next_token(np.array([0.0, bad], np.float32), GREEDY, 0, 7)
-    assert next_token(np.array([-np.inf, 0.0], np.float32), Sampling(1.0), 0, 7) == 1
+            draw(np.array([0.0, bad], np.float32), GREEDY, 0, 7)
+    assert draw(np.array([-np.inf, 0.0], np.float32), Sampling(1.0), 0, 7).token == 1
 
 
 def test_a_draw_follows_the_tempered_distribution() -> None:
     logits = np.log(np.array([0.5, 0.1, 0.4], np.float32))
-    drawn = Counter(next_token(logits, Sampling(temperature=0.5, seed=seed), 3, 9) for seed in range(3000))
+    drawn = Counter(draw(logits, Sampling(temperature=0.5, seed=seed), 3, 9).token for seed in range(3000))
     want = np.array([0.25, 0.01, 0.16]) / 0.42
     # five standard deviations of a binomial
     for token in range(3):
@@ -242,16 +243,16 @@ def test_top_p_keeps_the_fewest_tokens_that_hold_it() -> None:
     logits = np.log(np.array([0.2, 0.5, 0.3], np.float32))
 
     def drawn(top_p: float) -> set[int]:
-        return {next_token(logits, Sampling(1.0, top_p, seed), 0, 0) for seed in range(300)}
+        return {draw(logits, Sampling(1.0, top_p, seed), 0, 0).token for seed in range(300)}
 
     assert drawn(0.4) == {1} and drawn(0.7) == {1, 2} and drawn(0.9) == {0, 1, 2}
 
 
 def test_a_draw_depends_on_seed_sequence_and_position_alone() -> None:
     logits = np.zeros(1000, np.float32)
-    drawn = [next_token(logits, Sampling(1.0, seed=s), i, p) for s in range(4) for i in range(4) for p in range(4)]
+    drawn = [draw(logits, Sampling(1.0, seed=s), i, p).token for s in range(4) for i in range(4) for p in range(4)]
     assert drawn == [
-        next_token(logits, Sampling(1.0, seed=s), i, p) for s in range(4) for i in range(4) for p in range(4)
+        draw(logits, Sampling(1.0, seed=s), i, p).token for s in range(4) for i in range(4) for p in range(4)
     ]
     assert len(set(drawn)) > 55
 

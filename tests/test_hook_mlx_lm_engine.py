@@ -24,8 +24,9 @@ from mlx_lm_models import tiny
 from tiny_models import save_model
 
 from eps_core.config.eps import EpsConfig
-from eps_core.decode.generate import Sampling, generate
+from eps_core.decode.generate import generate
 from eps_core.decode.model import DEMO_MODEL
+from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.engine.settings import Settings
 from eps_core.errors import ConfigError

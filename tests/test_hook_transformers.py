@@ -10,8 +10,8 @@ from hf_models import DEVICES, FAMILIES, GATED, SMALL, Attending, Reference, eps
 from transformers import AutoModelForCausalLM
 
 from eps_core.config.eps import EpsConfig
-from eps_core.decode.generate import Sampling
 from eps_core.decode.model import DEMO_MODEL
+from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Prefix, Session
 from eps_core.engine.settings import Settings
 from eps_core.errors import ConfigError

@@ -22,9 +22,9 @@ from eps_core.config.store import CacheSpec, Store
 from eps_core.decode import weights as weights_module
 from eps_core.decode.chat import render
 from eps_core.decode.forward import load_decoder
-from eps_core.decode.generate import Sampling
 from eps_core.decode.model import read_spec
 from eps_core.decode.rope import attention_factor, inverse_frequencies
+from eps_core.decode.sampling import Sampling
 from eps_core.decode.tokenizer import encode, load_tokenizer
 from eps_core.decode.weights import load_weights, weight_files, weight_names
 from eps_core.errors import ConfigError

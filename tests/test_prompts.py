@@ -14,7 +14,7 @@ from test_cli import PROGRESS, PROMPT, RESULT_KEYS, call, lines_of
 
 from eps_core.cli import main
 from eps_core.config.eps import EpsConfig
-from eps_core.decode.generate import Sampling
+from eps_core.decode.sampling import Sampling
 from eps_core.evaluation import compare
 from eps_core.load import backend_name, load_backend
 

@@ -12,7 +12,7 @@ import tiny_models
 
 from eps_core.config.eps import EpsConfig
 from eps_core.decode import session as session_module
-from eps_core.decode.generate import Sampling
+from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.evaluation import compare

@@ -20,7 +20,7 @@ from eps_core.cli.options import config_of, given_flags, method_option, selectio
 from eps_core.config.bytes import scoring_bytes, summary_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import METHODS
-from eps_core.decode.generate import Sampling
+from eps_core.decode.sampling import Sampling
 from eps_core.errors import ConfigError
 from eps_core.evaluation import bounds
 from eps_core.evaluation.compare import RunRequest, run

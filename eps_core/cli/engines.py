@@ -20,8 +20,8 @@ from eps_core.cli.options import (
     summary_options,
 )
 from eps_core.config.eps import EpsConfig
-from eps_core.decode.generate import Sampling
 from eps_core.decode.model import DEMO_MODEL
+from eps_core.decode.sampling import Sampling
 from eps_core.engine.settings import Settings
 from eps_core.errors import ConfigError
 from eps_core.files import outputs

@@ -21,6 +21,7 @@ from eps_core.cli.options import (
     AUTO,
     DEMO_METHOD,
     config_of,
+    flag,
     given_flags,
     kernels_option,
     method_option,
@@ -28,9 +29,11 @@ from eps_core.cli.options import (
     summary_options,
 )
 from eps_core.cli.source import backend_option, device_option, dtype_option, kv_dtype_option, model_option
+from eps_core.cli.verify import verify_of, verify_options
 from eps_core.config.bytes import open_group_bytes
-from eps_core.decode.generate import Sampling
 from eps_core.decode.model import DEMO_MODEL
+from eps_core.decode.sampling import RULES as DRAW_RULES
+from eps_core.decode.sampling import Sampling
 from eps_core.errors import DISTRIBUTION, ConfigError, fault_line
 from eps_core.files import outputs
 from eps_core.load import BACKENDS, load_backend
@@ -65,6 +68,7 @@ def cli() -> None:
     examples={
         "eps-proto run": "the demo model on a needle prompt",
         "eps-proto run --model DIR --prompt-file long.txt --method rq --kl": "and how far EPS moves it",
+        "eps-proto run --model DIR --prompt-file long.txt --method rq --eps-verify tokens": "exactly the dense text",
         "eps-proto run --engine transformers --model DIR --prompt-file long.txt --method rq": "in another engine",
     },
 )
@@ -95,6 +99,10 @@ def cli() -> None:
     help="With a temperature: nucleus to draw from.",
 )  # fmt: skip
 @option("--seed", heading=DECODING, type=SEED, default=0, show_default=True, help="Of drawing tokens.")
+@option(
+    "--sample-by", heading=DECODING, type=click.Choice(DRAW_RULES), default=DRAW_RULES[0], show_default=True,
+    help="With a temperature: noise for each token, or one number through cumulated probabilities, as it once was.",
+)  # fmt: skip
 @option("--prefill-chunk", heading=DECODING, type=TOKENS, default=512, show_default=True, help="Tokens at a time.")
 @option("--pool-tokens", heading=DECODING, type=TOKENS, help="Cache size.  [default: what the run needs]")
 @option(
@@ -115,11 +123,14 @@ def cli() -> None:
     "--audit-off", "eps_audit_off", also=["--eps-audit-off"], heading=CHECKS, is_flag=True,
     help="After an alarm the steps are dense.",
 )  # fmt: skip
-@option("--metrics", heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE", help="Write JSONL, one line a decode step.")
+@option(
+    "--metrics", heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE", help="Write JSONL, one line a decode step or round."
+)
 @option("--csv", heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE", help="Write the same steps as CSV.")
 @kernels_option
 @method_option(f"off; {DEMO_METHOD} without --model")
 @selection_options
+@verify_options
 @summary_options
 @click.pass_context
 def run_command(ctx: click.Context, /, **flags: Any) -> None:
@@ -146,8 +157,14 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
         raise click.UsageError("--audit-factor and --audit-off need audits: add --audit-every")
     if flags["eps_audit_every"] and not config.store.enabled:
         raise click.UsageError("--audit-every audits gated steps: choose a --method")
-    if "top_p" in given and not flags["temperature"]:
-        raise click.UsageError("--top-p means nothing to greedy decoding: add --temperature")
+    for name in ("top_p", "sample_by"):
+        if name in given and not flags["temperature"]:
+            raise click.UsageError(f"{flag(name)} means nothing to greedy decoding: add --temperature")
+    verify = verify_of(flags, given, config)
+    if verify.enabled and flags["kl"]:
+        raise click.UsageError("--kl measures how far EPS moves the text and --eps-verify moves none: drop one")
+    if verify.enabled and flags["eps_audit_every"]:
+        raise click.UsageError("--eps-verify audits every draft as it is: drop --audit-every")
     if flags["engine"] != OWN:
         click.echo(outputs.to_json(run_in_engine(flags, given, config, _prompts(flags), DEMO_NEW_TOKENS)))
         return
@@ -157,7 +174,8 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
     prompts = _prompts(flags)
     request = RunRequest(
         config=config,
-        sampling=Sampling(flags["temperature"], flags["top_p"], flags["seed"]),
+        sampling=Sampling(flags["temperature"], flags["top_p"], flags["seed"], flags["sample_by"]),
+        verify=verify,
         prompts=prompts,
         max_new_tokens=flags["max_new_tokens"] or (32 if prompts else DEMO_NEW_TOKENS),
         kv_dtype=flags["kv_dtype"] or "auto",

@@ -5,8 +5,9 @@ its logits go to the host.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,8 +17,9 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
 from eps_core.decode.spec import ModelSpec
 from eps_core.gate.attend import LayerRead, attend_layer, collect
-from eps_core.gate.protocol import Array, Backend
-from eps_core.gate.stats import StepOutput
+from eps_core.gate.protocol import Array, Backend, Scores, Selection
+from eps_core.gate.stats import StepOutput, VerifyOutput
+from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
 
 
@@ -63,6 +65,10 @@ class Arithmetic(Protocol):
         ...
 
 
+# (cache, layer, q, where) -> scores of a layer's groups, and the bytes read for them
+LayerScorer = Callable[[Any, int, Array, Where], tuple[Scores, int]]
+
+
 class Decoder:
     """A loaded model on a backend. Calls return the cache, which the caller must rebind."""
 
@@ -99,11 +105,16 @@ class Decoder:
         lengths: np.ndarray,
         read: Read | None = None,
         audit: bool = False,
+        draft: bool = False,
+        score: LayerScorer | None = None,
     ) -> tuple[Any, StepOutput]:
         """One token of each of B sequences: tokens [B], slots [B], table [B, M] (padding -1), lengths [B] that count
         the new token. Gated as `read` says; dense without it, or where the cache keeps no summaries (which follow every
         write all the same). `audit` attends densely in addition: true skipped masses and dense logits; its reads are
-        counted nowhere. It needs at least one token before the new one."""
+        counted nowhere. It needs at least one token before the new one.
+
+        A `draft` may be taken back: its K and V are placed, not written (see `Backend.place_kv`), NaN is not refused,
+        and `selections` say what was visited. `score` takes the place of the summaries' scores."""
         eps, model, spec = self.eps, self.model, self.spec
         self._check_tokens(tokens)
         gated = read is not None and cache.store.enabled
@@ -112,7 +123,7 @@ class Decoder:
             where = Where.of(EpsConfig(cache.store, read), table, lengths)
         else:
             where = Where.dense(cache.store, table, lengths)
-        if not audit and not self.timing and self.tap is None:
+        if not audit and not self.timing and self.tap is None and not draft:
             done = model.whole_step(cache, tokens, slots, where, gated)
             if done is not None:
                 return done
@@ -123,18 +134,78 @@ class Decoder:
             x, turn = model.embed(tokens), model.rotation(where.lengths - 1)
             for layer in range(spec.num_layers):
                 q, k, v = model.project(layer, x, turn)
-                cache = eps.write_kv(cache, layer, k, v, slots)
+                cache = (eps.place_kv if draft else eps.write_kv)(cache, layer, k, v, slots)
                 if self.tap is not None:
                     self.tap(layer, q)
                 if gated:
-                    out, one = attend_layer(eps, cache, layer, q, where, audit, clock)
+                    scorer = None if score is None else partial(score, cache, layer, q, where)
+                    out, one = attend_layer(eps, cache, layer, q, where, audit, clock, scorer=scorer)
                     reads.append(one)
                 else:
                     out, _ = eps.attend(cache, layer, q, where, None)
                 x = model.feed_forward(layer, model.add_attention(layer, x, out))
+            selections = [one.selection for one in reads] if draft else []
             layers, (logits,) = collect(eps, cache, reads, model.logits(x))
+            if not draft:
+                eps.check_finite(cache)
+        fallbacks = where.fallbacks(spec.num_layers) if gated else {}
+        return cache, StepOutput(logits, layers, fallbacks, dense_logits, selections)
+
+    def verify(
+        self,
+        cache: Any,
+        tokens: np.ndarray,
+        slots: np.ndarray,
+        rows: Rows,
+        drafts: Sequence[Sequence[tuple[Selection, int] | None]] = (),
+        masses: bool = False,
+        fixed_rows: int = 0,
+    ) -> tuple[Any, VerifyOutput]:
+        """Dense attention of several new tokens of each of B sequences in one pass (design section 10): tokens [T] and
+        their slots [T], T as in `rows`. K and V are placed; `commit` writes those that stay. `drafts`: of each layer
+        and row what a draft step visited (None: everything), for the share that it left out. `fixed_rows` does the
+        matrix products with this many rows, at least T, whatever T is: their kernels then cannot depend on it."""
+        eps, model, spec = self.eps, self.model, self.spec
+        self._check_tokens(tokens)
+        total, num_groups = rows.total, rows.table.shape[1] * cache.store.groups_per_unit
+        assert not fixed_rows or total <= fixed_rows, f"{total} rows for products of {fixed_rows}"
+        # what fills them is the first row again: finite, and thrown away
+        index = np.concatenate([np.arange(total), np.zeros(max(fixed_rows - total, 0), np.int64)])
+        kv, lses, visited, measured = [], [], [], []
+        with model.scope():
+            x, turn = model.embed(np.asarray(tokens)[index]), model.rotation(rows.seen[index] - 1)
+            for layer in range(spec.num_layers):
+                q, k, v = (part[:total] for part in model.project(layer, x, turn))
+                cache = eps.place_kv(cache, layer, k, v, slots)
+                visit = eps.visits(cache, drafts[layer], num_groups) if drafts else None
+                with eps.span("eps.verify", cache):
+                    read = eps.attend_rows(cache, layer, q, rows, visit, masses)
+                kv.append((k, v))
+                lses.append(read.lse)
+                visited.append(read.visited_lse)
+                if masses:
+                    measured.append(read.masses)
+                out = read.out if len(index) == total else eps.take(cache, read.out, index)
+                x = model.feed_forward(layer, model.add_attention(layer, x, out))
+            logits = model.logits(x)[:total]
+            unread = []
+            if drafts:
+                pairs = zip(visited, lses, strict=True)
+                unread = [eps.unread_share(seen, lse, spec.num_kv_heads) for seen, lse in pairs]
+            _, (values, *shares) = collect(eps, cache, [], logits, *unread)
+        return cache, VerifyOutput(values, kv, np.stack(shares) if drafts else None, measured)
+
+    def commit(self, cache: Any, verified: VerifyOutput, kept: np.ndarray, slots: np.ndarray) -> Any:
+        """Writes K and V of the rows `kept` [N] of a verify pass to their slots [N] again, now for good: all that
+        follows from a write follows. Raises ConfigError where K is NaN or Inf."""
+        eps = self.eps
+        every = len(kept) == len(verified.logits) and (np.diff(kept) == 1).all()
+        with self.model.scope():
+            for layer, (k, v) in enumerate(verified.kv):
+                k, v = (part if every else eps.take(cache, part, kept) for part in (k, v))
+                cache = eps.write_kv(cache, layer, k, v, slots)
             eps.check_finite(cache)
-        return cache, StepOutput(logits, layers, where.fallbacks(spec.num_layers) if gated else {}, dense_logits)
+        return cache
 
     def _dense_logits(self, cache: Any, tokens: np.ndarray, where: Where) -> np.ndarray:
         """Logits [B, V] of a dense step of the new tokens, whose K and V are merged in instead of written. Computed at

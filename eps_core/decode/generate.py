@@ -3,10 +3,8 @@
 Holds integers and host logits only; arrays stay in the backend. One `StepRecord` a decode step.
 """
 
-import math
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,53 +12,14 @@ import numpy as np
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
 from eps_core.decode.forward import Decoder
-from eps_core.errors import ConfigError, overflow
-from eps_core.files import records
+from eps_core.decode.sampling import Sampling, draw
+from eps_core.errors import ConfigError
 from eps_core.gate.protocol import Backend
 from eps_core.gate.stats import StepOutput
 from eps_core.paging.pool import PagePool
 from eps_core.paging.pool import Sequence as PagedSequence
+from eps_core.telemetry.rounds import RoundRecord
 from eps_core.telemetry.steps import AUDIT_FACTOR, StepRecord, audit_step, step_record
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is drawn. Temperature 0 is greedy."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        records.check("temperature", self.temperature, float)
-        records.check("top-p", self.top_p, float)
-        records.check("seed", self.seed, int)
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ConfigError(f"temperature {self.temperature} is negative or not a number: use 0 for greedy decoding")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top-p {self.top_p} is outside (0, 1]: use 1 to draw from every token")
-        if self.seed < 0:
-            raise ConfigError(f"seed {self.seed} is negative: use 0 or more")
-
-
-def next_token(logits: np.ndarray, sampling: Sampling, sequence: int, position: int) -> int:
-    """Token drawn from logits [V] for `position` of prompt number `sequence`; the lowest token wins a tie.
-
-    The random number depends on (seed, sequence, position) alone, so a draw is the same in any batch.
-    """
-    if np.isnan(logits).any() or np.isposinf(logits).any():
-        raise overflow(f"the logits at position {position}")
-    if sampling.temperature == 0:
-        return int(np.argmax(logits))
-    scaled = (logits.astype(np.float64) - logits.max()) / sampling.temperature
-    mass = np.exp(scaled)
-    order = np.argsort(-mass, kind="stable")
-    cumulative = np.cumsum(mass[order])
-    # the fewest tokens, best first, that hold top_p of the probability
-    kept = int(np.searchsorted(cumulative, sampling.top_p * cumulative[-1])) + 1
-    cumulative = cumulative[:kept]
-    draw = np.random.default_rng([sampling.seed, sequence, position]).random() * cumulative[-1]
-    return int(order[np.searchsorted(cumulative, draw, side="right")])
 
 
 def generate(
@@ -99,14 +58,13 @@ def generate(
     again in it, with the same pool, finds its full pages. With `written`, sequences of the pool that hold all but the
     last token of each prompt, nothing is prefilled; they grow, and stay the caller's.
     """
-    if any(not len(prompt) for prompt in prompts):
-        raise ConfigError("an empty prompt has nothing to continue: give at least one token")
+    check_prompts(prompts)
     sequences = dict(enumerate(written or ()))
     own = written is None
     try:
         for index, prompt in enumerate(prompts if own else ()):
             sequences[index], cache = prefill(
-                decoder, cache, pool, prompt[:-1], prefill_chunk, _report(on_prefill, index)
+                decoder, cache, pool, prompt[:-1], prefill_chunk, report_of(on_prefill, index)
             )
         fed = {index: int(prompt[-1]) for index, prompt in enumerate(prompts)}
         gated = read is not None and cache.store.enabled
@@ -119,7 +77,7 @@ def generate(
                 break
             slots = []
             for index in alive:
-                new_slots, cache = _append(decoder.eps, cache, pool, sequences[index], [fed[index]])
+                new_slots, cache = append(decoder.eps, cache, pool, sequences[index], [fed[index]])
                 slots.append(new_slots)
             running = [sequences[index] for index in alive]
             lengths = pool.lengths(running)
@@ -135,11 +93,14 @@ def generate(
             decode_ms = 1000 * (time.perf_counter() - started)
             if on_output is not None:
                 on_output(output)
+            margins = []
             for row, index in enumerate(alive):
                 if forced_tokens is not None:
                     fed[index] = int(forced_tokens[index][step])
                 else:
-                    fed[index] = next_token(output.logits[row], sampling, index, int(lengths[row]))
+                    drawn = draw(output.logits[row], sampling, index, int(lengths[row]))
+                    fed[index] = drawn.token
+                    margins.append(drawn.margin)
             if gated and alarmed:
                 output.fallbacks["audit_alarm"] = cache.spec.num_layers * len(alive)
             audit = audit_step(output, audit_factor) if audited else None
@@ -159,6 +120,7 @@ def generate(
                 timed,
                 audit,
             )
+            record.margins = margins
             if keep_logits:
                 record.logits = output.logits
             yield record
@@ -173,7 +135,13 @@ def generate(
             pool.free(sequence)
 
 
-def tokens_of(records: Sequence[StepRecord], num_prompts: int) -> list[list[int]]:
+def check_prompts(prompts: Sequence[Sequence[int]]) -> None:
+    """Raises ConfigError for a prompt without a token."""
+    if any(not len(prompt) for prompt in prompts):
+        raise ConfigError("an empty prompt has nothing to continue: give at least one token")
+
+
+def tokens_of(records: Sequence[StepRecord] | Sequence[RoundRecord], num_prompts: int) -> list[list[int]]:
     """What each prompt was continued with, the stop token that ended it included."""
     said: list[list[int]] = [[] for _ in range(num_prompts)]
     for record in records:
@@ -186,7 +154,8 @@ def is_audit(step: int, every: int, first: int = 0) -> bool:
     return every > 0 and step % every == first
 
 
-def _report(on_prefill: Callable[[int, int, int], None] | None, index: int) -> Callable[[int, int], None]:
+def report_of(on_prefill: Callable[[int, int, int], None] | None, index: int) -> Callable[[int, int], None]:
+    """`on_prefill` of one prompt."""
     return (lambda done, total: None) if on_prefill is None else lambda done, total: on_prefill(index, done, total)
 
 
@@ -204,7 +173,7 @@ def prefill(
     try:
         for start in range(num_shared, len(tokens), chunk_tokens):
             chunk = tokens[start : start + chunk_tokens]
-            slots, cache = _append(decoder.eps, cache, pool, sequence, chunk)
+            slots, cache = append(decoder.eps, cache, pool, sequence, chunk)
             table = pool.table([sequence])[0]
             cache, _ = decoder.prefill(cache, np.array(chunk), slots, table, start + len(chunk))
             report(start + len(chunk), len(tokens))
@@ -214,7 +183,7 @@ def prefill(
     return sequence, cache
 
 
-def _append(
+def append(
     eps: Backend, cache: Any, pool: PagePool, sequence: PagedSequence, tokens: Sequence[int]
 ) -> tuple[np.ndarray, Any]:
     """Slots [N] for `tokens` at the end of a sequence; a page shared with a fork is copied before it is written."""

@@ -13,14 +13,16 @@ from tokenizers import Tokenizer
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
 from eps_core.config.store import CacheSpec, Store
+from eps_core.config.verify import Verify
 from eps_core.cpu.kernels import why_not
 from eps_core.decode.chat import render
 from eps_core.decode.forward import Decoder, load_decoder
-from eps_core.decode.generate import Sampling, generate, prefill, tokens_of
+from eps_core.decode.generate import generate, prefill, tokens_of
 from eps_core.decode.hub import resolve_model
 from eps_core.decode.kernel_check import disagreement
 from eps_core.decode.model import DEMO_MODEL, read_spec
 from eps_core.decode.prompts import encode_prompts
+from eps_core.decode.sampling import Sampling
 from eps_core.decode.spec import ModelSpec
 from eps_core.decode.tokenizer import encode, load_tokenizer
 from eps_core.errors import ConfigError, require
@@ -85,6 +87,8 @@ class Session:
     fault: str | None = None  # why auto took array operations instead of kernels
     checked: set[Store] = field(default_factory=set, repr=False)  # whose kernels were compiled and compared
     config: EpsConfig = EpsConfig()  # noqa: RUF009  of `generate` and `stream`; documents and arms bring their own
+    verify: Verify = Verify()  # noqa: RUF009  the same
+    _drafter: Decoder | None = field(default=None, repr=False)
 
     @classmethod
     def open(
@@ -122,6 +126,15 @@ class Session:
     @cached_property
     def decoder(self) -> Decoder:
         return load_decoder(self.backend, self.path, self.spec, self.dtype, self.device)
+
+    def drafter(self, verify: Verify) -> Decoder:
+        """What drafts of verified decoding are made with: the decoder, or one over the same caches with quantised
+        weights, made once."""
+        if verify.weights == "full":
+            return self.decoder
+        if self._drafter is None:
+            self._drafter = Decoder(self.backend, self.decoder.model.quantised(4))
+        return self._drafter
 
     def load(self) -> None:
         """Reads the weights now, while nothing is written yet."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from eps_core.decode.generate import Sampling
+from eps_core.decode.sampling import Sampling
 from eps_core.engine.gated import Gated
 from eps_core.engine.settings import Settings
 

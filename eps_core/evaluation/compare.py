@@ -11,18 +11,21 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import Store
+from eps_core.config.verify import Verify
 from eps_core.decode.cost import Cost, cost_of
-from eps_core.decode.generate import Sampling, tokens_of
+from eps_core.decode.generate import tokens_of
 from eps_core.decode.prompts import prompt_texts
+from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
-from eps_core.evaluation.runner import Document, decode
+from eps_core.evaluation.runner import UNVERIFIED, Document, decode
 from eps_core.evaluation.sides import Ran, Side, alike, prompt_line, report
 from eps_core.files import outputs
 from eps_core.paging.pool import PagePool
 from eps_core.tasks import needle
 from eps_core.tasks.corpus import corpus
 from eps_core.telemetry import provenance, terminal
-from eps_core.telemetry.steps import AUDIT_FACTOR, StepRecord, kl_divergence, write_csv
+from eps_core.telemetry.rounds import ROUND_KEYS, RoundRecord
+from eps_core.telemetry.steps import AUDIT_FACTOR, STEP_KEYS, StepRecord, kl_divergence, write_csv
 
 DEMO_PROMPT_BYTES = 4095  # with the token that begins a text: 4,096 tokens
 DEMO_SEED = 1
@@ -56,6 +59,7 @@ class RunRequest:
     kernels: str = "auto"
     chat: bool = False  # prompts are messages, put into the model's chat template
     auto_min_context: bool = False  # measured by `prepare`, which settles the config
+    verify: Verify = UNVERIFIED  # of the EPS side
     # with the built-in prompt: times one layer of a large model, for the end of the table
     layer: Callable[[Session], dict[str, Any] | None] | None = None
 
@@ -81,6 +85,7 @@ class Job:
 
 def prepare(request: RunRequest) -> Job:
     """Everything that can be refused is refused here, the weights last; nothing is written."""
+    request.verify.check(request.config, request.sampling.temperature, request.sampling.by)
     session = Session.open(
         request.model, request.backend, request.device, request.dtype, request.kv_dtype, request.kernels
     )
@@ -132,7 +137,7 @@ def _decode(
     name: str,
     cache: Any,
     pool: PagePool,
-    on_record: Callable[[StepRecord], None] | None = None,
+    on_record: Callable[[Any], None] | None = None,
     forced: list[list[int]] | None = None,
 ) -> tuple[Side, Any]:
     """(side, cache) of decoding the prompts; each step's record is handed over as it comes."""
@@ -170,8 +175,9 @@ def _decode(
             audit_every=request.audit_every if name == "eps" else 0,
             audit_factor=request.audit_factor,
             audit_off=request.audit_off,
+            verify=request.verify if name == "eps" else UNVERIFIED,
         )
-    tokens = tokens_of(outcome.records, len(documents))
+    tokens = tokens_of(outcome.rounds or outcome.records, len(documents))
     return Side(outcome, tokens, [job.session.decode(one) for one in tokens], prefill_ms), cache
 
 
@@ -204,6 +210,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
                     kernels_fault=session.fault,
                     device_name=session.backend.device_name(session.device),
                     min_context_cost=asdict(job.cost) if job.cost else None,
+                    verify=request.verify.to_dict() if request.verify.enabled else None,
                 )
             )
         _print_header(job, out)
@@ -212,16 +219,21 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
         def streamed(side_name: str, store: Store) -> tuple[Side, Any, PagePool]:
             label = f"{side_name:5} > "
             text = terminal.TextStream(session.tokenizer, lambda piece: (out.write(piece), out.flush()), label)
-            progress = terminal.Progress(f"{side_name}: decode", "steps")
+            progress = terminal.Progress(f"{side_name}: decode", "tokens")
             alone = len(job.documents) == 1
 
-            def on_record(record: StepRecord) -> None:
+            num_said = 0
+
+            def on_record(record: StepRecord | RoundRecord) -> None:
+                nonlocal num_said
                 if metrics is not None and side_name == measured:
                     metrics.write(record.to_dict())
+                num_said += len(record.tokens)
                 if alone:
-                    text.add(record.tokens[0])
+                    for token in record.tokens:
+                        text.add(token)
                 else:  # their texts would come mixed: shown at the end
-                    progress(record.step + 1, request.max_new_tokens)
+                    progress(num_said, request.max_new_tokens * len(job.documents))
 
             cache, pool = session.cache(*job.room(store))
             with progress:
@@ -257,7 +269,9 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
                 }
             )
         if csv is not None:
-            write_csv(csv, main.outcome.records)
+            write_csv(
+                csv, main.outcome.rounds or main.outcome.records, ROUND_KEYS if main.outcome.rounds else STEP_KEYS
+            )
         layer = None  # last: what was asked for is there and written
         if request.layer is not None and job.answer is not None and both is not None and request.method_is_default:
             layer = request.layer(session)
@@ -272,6 +286,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
             config,
             job.prompt_lengths,
             job.answer,
+            request.verify,
         )
         return report(ran, dense, eps, out, divergence, layer)
 
@@ -286,6 +301,8 @@ def _print_header(job: Job, out: TextIO) -> None:
     )
     out.write(prompt_line(job.prompt_lengths, job.answer))
     out.write(f"eps     {terminal.describe(request.config)}\n")
+    if request.verify.enabled:
+        out.write(f"verify  {terminal.describe_verify(request.verify)}\n")
     if job.cost is not None:
         out.write(f"        {_describe(job.cost)}\n")
     if request.method_is_default and request.config.store.enabled:

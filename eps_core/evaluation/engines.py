@@ -11,10 +11,10 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from eps_core.decode.chat import render
-from eps_core.decode.generate import Sampling
 from eps_core.decode.hub import resolve_model
 from eps_core.decode.model import DEMO_MODEL, read_limits
 from eps_core.decode.prompts import encode_prompts, prompt_texts
+from eps_core.decode.sampling import Sampling
 from eps_core.decode.tokenizer import encode, load_tokenizer
 from eps_core.engine.protocol import Engine
 from eps_core.engine.settings import Settings

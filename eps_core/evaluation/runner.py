@@ -4,7 +4,7 @@ Arms differ in decode alone, which is all that EPS changes. All but the last tok
 what follows the prompt comes from the gate from the first token on.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
@@ -13,16 +13,21 @@ import numpy as np
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
 from eps_core.config.store import Store
-from eps_core.decode.generate import Sampling, generate
+from eps_core.config.verify import Verify
+from eps_core.decode.generate import generate
 from eps_core.decode.model import ModelSpec
+from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Prefix, Session
+from eps_core.decode.verified import verified
 from eps_core.gate.stats import LayerStats
 from eps_core.paging.pool import PagePool
 from eps_core.summaries.rq import CENTRE_TOKENS
+from eps_core.telemetry.rounds import RoundRecord, summarise_rounds
 from eps_core.telemetry.steps import StepRecord, kl_divergence, summarise
 
 DENSE = "dense"  # the arm that the others are compared with
 GREEDY = Sampling()
+UNVERIFIED = Verify()
 DEFAULT_CONTEXT = 4096  # tokens
 K = TypeVar("K", bound=Hashable)
 
@@ -54,6 +59,7 @@ class Outcome:
     """One decode of a batch of documents."""
 
     records: list[StepRecord] = field(default_factory=list)
+    rounds: list[RoundRecord] = field(default_factory=list)  # of a verified decode, which has no `records`
     layers: list[list[LayerStats]] = field(default_factory=list)  # of each step, where they were kept
     said: list[list[int]] = field(default_factory=list)  # tokens of each document, a stop token left out
     kl: np.ndarray | None = None  # [steps, B] nats of the next token from dense, along forced tokens
@@ -72,11 +78,17 @@ class Outcome:
             record.logits = None
 
     def summary(self, prefill_ms: float | None = None) -> dict[str, Any]:
-        return summarise(self.records, prefill_ms)
+        return summarise_rounds(self.rounds, prefill_ms) if self.rounds else summarise(self.records, prefill_ms)
+
+    @property
+    def margins(self) -> list[tuple[int, int, float]]:
+        """(document, token, margin: see `sampling.Drawn`) of all that was said, in the order in which it was."""
+        every: Sequence[StepRecord | RoundRecord] = self.rounds or self.records
+        return [said for r in every for said in zip(r.sequences, r.tokens, r.margins, strict=True)]
 
     def bytes_read(self, first: int = 0) -> tuple[int, int]:
-        """(K, V and summaries read, what dense attention reads) from step `first` on."""
-        total = summarise(self.records[first:])
+        """(K, V and summaries read, what dense attention reads) from step `first` on, or of all rounds."""
+        total = summarise_rounds(self.rounds) if self.rounds else summarise(self.records[first:])
         return total["bytes_kv_read_est"] + total["bytes_summary_read"], total["bytes_kv_dense"]
 
 
@@ -87,33 +99,54 @@ def decode(
     documents: Sequence[Document],
     read: Read | None,
     sampling: Sampling = GREEDY,
-    on_record: Callable[[StepRecord], None] | None = None,
+    on_record: Callable[[Any], None] | None = None,
     time_every: int = 0,
     keep_layers: bool = False,
+    verify: Verify = UNVERIFIED,
     **more: Any,
 ) -> tuple[Outcome, Any]:
-    """(outcome, cache) of one decode of a batch; `more` goes to `generate`. Each step's record is handed over as it
-    comes; its layers' statistics are kept where `keep_layers` asks for them."""
+    """(outcome, cache) of one decode of a batch, verified where `verify` says so; `more` goes to `generate`. Each
+    step's or round's record is handed over as it comes; its layers' statistics are kept where `keep_layers` asks for
+    them."""
+    prompts, stop = [one.prompt for one in documents], documents[0].stop
+    num_steps, outcome = max(one.num_steps for one in documents), Outcome(said=[[] for _ in documents])
+    if verify.enabled and read is not None and cache.store.enabled:
+        assert documents[0].forced is None, "a verified decode says what it says: it cannot be forced"
+        known = {name: more[name] for name in ("prefill_chunk", "on_prefill", "written") if name in more}
+        rounds = verified(
+            session.decoder, cache, pool, prompts, num_steps, sampling, read, verify, stop,
+            drafter=session.drafter(verify), **known,
+        )  # fmt: skip
+        return outcome, _drain(rounds, outcome.rounds, outcome.said, stop, on_record)
     forced = None
     if documents[0].forced is not None:
         # the token after a text's last one is never fed: any will do
         forced = [[*(one.forced or ()), one.prompt[-1]] for one in documents]
-    outcome = Outcome(said=[[] for _ in documents])
-    stop = documents[0].stop
     steps = generate(
-        session.decoder, cache, pool, [one.prompt for one in documents], max(one.num_steps for one in documents),
-        sampling, read, stop_tokens=stop, forced_tokens=forced, time_every=time_every,
-        on_output=(lambda output: outcome.layers.append(output.layers)) if keep_layers else None, **more,
+        session.decoder, cache, pool, prompts, num_steps, sampling, read, stop_tokens=stop, forced_tokens=forced,
+        time_every=time_every, on_output=(lambda output: outcome.layers.append(output.layers)) if keep_layers else None,
+        **more,
     )  # fmt: skip
+    return outcome, _drain(steps, outcome.records, outcome.said, stop, on_record)
+
+
+def _drain(
+    records: Generator[Any, None, Any],
+    kept: list[Any],
+    said: list[list[int]],
+    stop: tuple[int, ...],
+    on_record: Callable[[Any], None] | None,
+) -> Any:
+    """Runs a decode to its end: its records to `kept`, its tokens to `said`; returns the cache."""
     while True:
         try:
-            record = next(steps)
+            record = next(records)
         except StopIteration as end:
-            return outcome, end.value
-        outcome.records.append(record)
+            return end.value
+        kept.append(record)
         for index, token in zip(record.sequences, record.tokens, strict=True):
             if token not in stop:
-                outcome.said[index].append(token)
+                said[index].append(token)
         if on_record is not None:
             on_record(record)
 

@@ -1,10 +1,11 @@
 """Two sides of one `eps-proto run`, dense and gated, whatever decoded them: their table, and the last line's object."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
 from eps_core.config.eps import EpsConfig
+from eps_core.config.verify import Verify
 from eps_core.evaluation.runner import Outcome
 from eps_core.telemetry import terminal
 
@@ -31,6 +32,34 @@ class Ran:
     config: EpsConfig
     prompt_lengths: list[int]
     answer: str | None  # of the built-in needle document
+    verify: Verify = Verify()  # noqa: RUF009  of the EPS side
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where a text first is another than dense decoding's, and how close the two best tokens were there: see
+    `decode.sampling.Drawn`. Behind it both go their own ways."""
+
+    prompt: int
+    token: int  # index among the new ones
+    dense_margin: float | None
+    verified_margin: float | None
+
+
+def partings(dense: Side, eps: Side) -> list[Parting]:
+    """Of every prompt that is continued otherwise than densely."""
+    margins: list[dict[int, list[float]]] = [{}, {}]
+    for by_prompt, side in zip(margins, (dense, eps), strict=True):
+        for prompt, _, margin in side.outcome.margins:
+            by_prompt.setdefault(prompt, []).append(margin)
+    found = []
+    for prompt, (a, b) in enumerate(zip(dense.tokens, eps.tokens, strict=True)):
+        if a != b:
+            pairs = enumerate(zip(a, b, strict=False))
+            at = next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
+            own = [by_prompt[prompt][at] if at < len(by_prompt.get(prompt, ())) else None for by_prompt in margins]
+            found.append(Parting(prompt, at, *own))
+    return found
 
 
 def prompt_line(lengths: Sequence[int], answer: str | None) -> str:
@@ -69,6 +98,11 @@ def report(
         checks.append(
             ("tokens equal to dense", None, _yes(same[0]) if alone else f"{sum(same)} of {len(same)} prompts")
         )
+    parted = partings(dense, eps) if dense and eps and ran.verify.enabled else []
+    for one in parted:
+        margins = " and ".join(f"{m:.2g}" for m in (one.dense_margin, one.verified_margin) if m is not None)
+        where = f"  not from new token {one.token + 1}" + ("" if alone else f" of prompt {one.prompt + 1}")
+        checks.append((f"{where} on: nats to the runner-up", None, margins or "-"))
     checks += [
         (name.replace("_", " "), None, f"{value:.5f}") for name, value in divergence.items() if value is not None
     ]
@@ -84,11 +118,18 @@ def report(
         "tokens_equal": None if same is None else all(same),
         "bytes_ratio": eps_summary["bytes_ratio"] if eps_summary else None,
         "dense": terminal.dense_json(_told(dense), dense_summary) if dense and dense_summary else None,
-        "eps": terminal.eps_json(_told(eps), eps_summary, ran.config) if eps and eps_summary else None,
+        "eps": _eps_json(ran, eps, eps_summary) if eps and eps_summary else None,
+        **({"partings": [asdict(one) for one in parted]} if ran.verify.enabled else {}),
         **divergence,
         **({} if layer is None else {"layer": layer}),
         **({} if alone else {"sequences": _sequences(ran, main, dense, same)}),
     }
+
+
+def _eps_json(ran: Ran, eps: Side, summary: dict[str, Any]) -> dict[str, Any]:
+    if ran.verify.enabled:
+        return terminal.rounds_json(_told(eps), summary, ran.config, ran.verify)
+    return terminal.eps_json(_told(eps), summary, ran.config)
 
 
 def _told(side: Side) -> list[int] | None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from eps_core.config.bytes import scoring_bytes
-from eps_core.gate.protocol import Array, Backend, Selection
+from eps_core.gate.protocol import Array, Backend, Scores, Selection
 from eps_core.gate.stats import LayerStats
 from eps_core.paging.where import Where
 
@@ -38,12 +38,14 @@ def attend_layer(
     audit: bool = False,
     clock: Clock | None = None,
     dense: Callable[[], Array] | None = None,
+    scorer: Callable[[], tuple[Scores, int]] | None = None,
 ) -> tuple[Array, LayerRead]:
     """(out [B, Hq, D] in q's dtype, what was read) of one layer's gated attention of q [B, Hq, D], unscaled, as `where`
     says. K and V of the step are in `cache` already.
 
     Where every group would be read (`Where.reads_all`) nothing is scored; `dense`, where given, attends then: out
-    [B, Hq, D] as an engine itself would have it, of which `LayerRead.lse` is None. `audit` reads everything in
+    [B, Hq, D] as an engine itself would have it, of which `LayerRead.lse` is None. `scorer`, where given,
+    takes the place of the summaries' scores and says how many bytes it read for them. `audit` reads everything in
     addition, for the true share that was left out; its bytes are counted nowhere. `clock` times pre-pass and attention,
     at the cost of a wait each."""
     config, store, spec = where.config, cache.store, cache.spec
@@ -61,7 +63,11 @@ def attend_layer(
             stats.mass_skipped_cert = stats.output_error_cert = np.zeros((batch, kv_heads))
     else:
         with eps.span("eps.prepass", cache):
-            scores = eps.score(cache, layer, q, where)
+            if scorer is None:
+                scores = eps.score(cache, layer, q, where)
+                scored_bytes = kv_heads * scoring_bytes(config, spec.head_dim, where.lengths.tolist())
+            else:
+                scores, scored_bytes = scorer()
             selection = eps.select(scores, where, layer)
         selected = None if clock is None else clock(cache, selection.groups, selection.counts)
         with eps.span("eps.attention", cache):
@@ -88,8 +94,7 @@ def attend_layer(
         if selection.wanted is not None:
             pending["wanted"] = selection.wanted
         read.selection, stats.forced = selection, selection.forced
-        stats.summary_bytes_read = kv_heads * scoring_bytes(config, spec.head_dim, where.lengths.tolist())
-        stats.summary_bytes_read += cache.bound_bytes_read - bound_bytes
+        stats.summary_bytes_read = scored_bytes + cache.bound_bytes_read - bound_bytes
     if clock is not None and started is not None and selected is not None:
         attended = clock(cache, whole, *pending.values())
         stats.prepass_ms, stats.attention_ms = 1000 * (selected - started), 1000 * (attended - selected)

@@ -1,6 +1,7 @@
 """What one decode step read, layer by layer."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -32,3 +33,16 @@ class StepOutput:
     layers: list[LayerStats] = field(default_factory=list)
     fallbacks: dict[str, int] = field(default_factory=dict)  # reason -> layer calls that attended densely
     dense_logits: np.ndarray | None = None  # [B, V] of a dense step over the same cache; audits only
+    # of a draft: what each layer visited, on the device; None: everything
+    selections: list[Any] = field(default_factory=list)
+
+
+@dataclass
+class VerifyOutput:
+    """Result of one verify pass over T rows (`paging.rows.Rows`)."""
+
+    logits: np.ndarray  # [T, V] float32, host
+    kv: list[tuple[Any, Any]]  # of each layer k, v [T, Hkv, D] on the device: what `Decoder.commit` writes
+    # [L, T, Hkv] of the dense softmax the share outside the groups that were asked for, the largest of the query heads
+    unread: np.ndarray | None = None
+    masses: list[Any] = field(default_factory=list)  # of each layer [T, Hkv, G] on the device, see `RowsRead`

@@ -51,7 +51,7 @@ def attend_rows(
     by_group = np.full((total, kv_heads, num_groups), -np.inf) if masses else None
     cache.kv_bytes_read += int(rows.lengths.sum()) * kv_heads * cache.spec.kv_token_bytes
     for t, head in np.ndindex(total, kv_heads):
-        tokens = np.arange(rows.seen[t])
+        tokens = np.arange(int(rows.seen[t]))
         units, offsets = rows.table[rows.sequence[t], tokens // unit_tokens], tokens % unit_tokens
         k, v = cache.k[layer][units, head, offsets], cache.v[layer][units, head, offsets]
         for r in range(head * repeat, (head + 1) * repeat):

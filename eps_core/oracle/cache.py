@@ -261,6 +261,11 @@ def span(name: str, cache: Cache) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+def take(cache: Cache, array: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """Rows [N, ..] of an array [T, ..]: index [N], host."""
+    return array[index]
+
+
 def wait(cache: Cache, *arrays: np.ndarray) -> None:
     """numpy computes at once."""
 

@@ -28,7 +28,7 @@ class Sequence:
         [0, p)           full, shareable: K and V are written and the hash is published; p = len(hashes)
         [p, n // U)      full by the last append, whose K and V may not be written yet: not shareable
         [n // U, ..)     the open unit where n % U != 0: written in place, or copied first if a fork shares it; then
-                         those that `rewind` emptied, to be filled again
+                         those that `rewind` emptied, to be filled again, and those of reserved slots
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -63,6 +63,7 @@ class PagePool:
         self._hash_of: list[bytes | None] = [None] * num_units
         self._unit_of: dict[bytes, int] = {}
         self._live: dict[Sequence, None] = {}
+        self._reserved: dict[Sequence, tuple[int, int]] = {}  # units that a sequence had before, slots reserved
 
     @property
     def num_free(self) -> int:
@@ -104,11 +105,47 @@ class PagePool:
         about this sequence. Raises ConfigError and changes nothing where the free units do not suffice.
         """
         assert sequence in self._live, "append to a sequence that was freed or belongs to another pool"
+        assert sequence not in self._reserved, "append to a sequence with reserved slots: commit or release first"
         new = [int(token) for token in token_ids]
-        before, after = sequence.length, sequence.length + len(new)
+        slots, copies = self._lengthen(sequence, len(new))
+        sequence.tokens += new
+        return slots, copies
+
+    def reserve(self, sequence: Sequence, num_tokens: int) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """The slots and copies that `append` of as many tokens would give, for tokens that may be taken back: nothing
+        is appended, and what is written to the slots is neither found by `open` nor taken by `fork`. `commit` or
+        `release` must come before anything else about this sequence but `fork` and `free`. Raises ConfigError and
+        changes nothing where the free units do not suffice."""
+        assert sequence in self._live, "reserve for a sequence that was freed or belongs to another pool"
+        assert sequence not in self._reserved, "reserve for a sequence with reserved slots: commit or release first"
+        num_units = len(sequence.table)
+        slots, copies = self._lengthen(sequence, num_tokens)
+        self._reserved[sequence] = num_units, num_tokens
+        return slots, copies
+
+    def commit(self, sequence: Sequence, token_ids: Iterable[int]) -> None:
+        """Appends tokens whose K and V lie in the first of the reserved slots, summaries included, and gives back the
+        units that none of them needs."""
+        num_units, num_reserved = self._reserved.get(sequence, (0, -1))
+        new = [int(token) for token in token_ids]
+        assert len(new) <= num_reserved, f"commit of {len(new)} tokens to {max(num_reserved, 0)} reserved slots"
+        sequence.tokens += new
+        kept = max(num_units, -(-sequence.length // self.unit_tokens))
+        for unit in reversed(sequence.table[kept:]):
+            self._drop(unit)
+        del sequence.table[kept:], self._reserved[sequence]
+
+    def release(self, sequence: Sequence) -> None:
+        """Gives the reserved slots back, where there are any, whatever was written there."""
+        if sequence in self._reserved:
+            self.commit(sequence, ())
+
+    def _lengthen(self, sequence: Sequence, num_tokens: int) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """Units for `num_tokens` more tokens: (their slots [N] int64, unit copies), or ConfigError and no change."""
+        before, after = sequence.length, sequence.length + num_tokens
         is_open = before % self.unit_tokens != 0
         first = before // self.unit_tokens
-        copy_open = bool(new) and is_open and self.ref_counts[sequence.table[first]] > 1
+        copy_open = bool(num_tokens) and is_open and self.ref_counts[sequence.table[first]] > 1
         num_new = max(-(-after // self.unit_tokens) - len(sequence.table), 0) + copy_open
         if num_new > self.num_free:
             raise ConfigError(
@@ -123,10 +160,9 @@ class PagePool:
             self._drop(shared)
             sequence.table[first] = own
             copies.append((shared, own))
-        elif new and is_open:
+        elif num_tokens and is_open:
             self._forget(sequence.table[first])  # of a unit that was full before `truncate`
         sequence.table.extend(fresh)
-        sequence.tokens += new
         positions = np.arange(before, after)
         units = np.array(sequence.table[first:], dtype=np.int64)
         return units[positions // self.unit_tokens - first] * self.unit_tokens + positions % self.unit_tokens, copies
@@ -146,6 +182,7 @@ class PagePool:
         """Takes the tokens after the first `length` back: what is appended next is written over them, in the same
         units, which stay the sequence's. Nobody else may hold those units."""
         assert sequence in self._live, "rewind of a sequence that was freed or belongs to another pool"
+        assert sequence not in self._reserved, "rewind of a sequence with reserved slots: commit or release first"
         kept = length // self.unit_tokens
         for unit in sequence.table[kept:]:
             assert self.ref_counts[unit] == 1, f"unit {unit} is another sequence's too: it cannot be written over"
@@ -156,6 +193,7 @@ class PagePool:
         """Takes the tokens after the first `length` back and gives their units up. Forks that hold these keep them: the
         unit that `length` ends in is then copied before it is written again."""
         assert sequence in self._live, "truncate of a sequence that was freed or belongs to another pool"
+        assert sequence not in self._reserved, "truncate of a sequence with reserved slots: commit or release first"
         assert 0 <= length <= sequence.length, f"{length} is no length of a sequence of {sequence.length} tokens"
         kept = -(-length // self.unit_tokens)
         for unit in reversed(sequence.table[kept:]):
@@ -196,6 +234,7 @@ class PagePool:
         for unit in reversed(sequence.table):
             self._drop(unit)
         del self._live[sequence]
+        self._reserved.pop(sequence, None)
         sequence.tokens, sequence.table, sequence.hashes = [], array("i"), []
 
     def table(self, sequences: Items[Sequence]) -> np.ndarray:
@@ -213,6 +252,9 @@ class PagePool:
     def check(self) -> None:
         """Raises AssertionError unless every unit is free or used, never both, and counts, tables and hashes agree."""
         references = [0] * self.num_units
+        assert self._reserved.keys() <= self._live.keys(), "a sequence that is not live has reserved slots"
+        for sequence, (_, num_tokens) in self._reserved.items():
+            assert len(sequence.table) * self.unit_tokens >= sequence.length + num_tokens, "reserved slots have no unit"
         for sequence in self._live:
             size, num_full = self.unit_tokens, sequence.length // self.unit_tokens
             assert len(sequence.table) >= -(-sequence.length // size), "a table is shorter than its tokens"

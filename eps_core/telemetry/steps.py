@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -106,6 +106,7 @@ class StepRecord:
     total_by_head: np.ndarray = field(repr=False)  # [L, Hkv] int64
     escalated_by_head: np.ndarray | None = field(repr=False)  # [L, Hkv] sequences that strict mode escalated
     logits: np.ndarray | None = field(default=None, repr=False)  # [B, V] float32, kept on request
+    margins: list[float] = field(default_factory=list, repr=False)  # of each of `tokens`, see `sampling.Drawn`
 
     def to_dict(self) -> dict[str, Any]:
         """The record as written: `type` first, arrays left out."""
@@ -117,7 +118,7 @@ class StepRecord:
         assert self.pages_visited >= self.pages_forced >= 0 and self.pages_skipped >= 0, self
 
 
-_UNWRITTEN = ("timed", "visited_by_head", "total_by_head", "escalated_by_head", "logits")
+_UNWRITTEN = ("timed", "visited_by_head", "total_by_head", "escalated_by_head", "logits", "margins")
 STEP_KEYS = tuple(f.name for f in fields(StepRecord) if f.name not in _UNWRITTEN)
 
 
@@ -310,13 +311,20 @@ def _percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
     return {f"{name}_p{percent}": percentile(values, percent) for percent in (50, 95, 99)}
 
 
-def write_csv(place: Path | Output, records: Sequence[StepRecord]) -> None:
-    """The step records as CSV: lists are joined by spaces, fallbacks are JSON, unknown is empty. Appears whole."""
+class Record(Protocol):
+    """A step or a round, as it is written."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+def write_csv(place: Path | Output, records: Sequence[Record], keys: Sequence[str] = STEP_KEYS) -> None:
+    """Records as CSV: lists are joined by spaces, fallbacks are JSON, unknown is empty. Appears whole."""
     with replacing(place) as file:
         writer = csv.writer(file)
-        writer.writerow(STEP_KEYS)
+        writer.writerow(keys)
         for record in records:
-            writer.writerow([_cell(jsonable(getattr(record, name))) for name in STEP_KEYS])
+            values = record.to_dict()
+            writer.writerow([_cell(jsonable(values[name])) for name in keys])
 
 
 def _cell(value: Any) -> Any:

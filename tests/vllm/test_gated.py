@@ -9,7 +9,8 @@ import pytest
 
 from eps_core.config.eps import EpsConfig
 from eps_core.decode import forward as forward_module
-from eps_core.decode.generate import Sampling, generate
+from eps_core.decode.generate import generate
+from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.paging.pool import PagePool
 

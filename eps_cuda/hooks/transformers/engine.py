@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache, GenerationCo
 from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from eps_core.decode.generate import Sampling
+from eps_core.decode.sampling import Sampling
 from eps_core.engine.protocol import Step
 from eps_core.engine.settings import Settings, check_version
 from eps_core.errors import ConfigError, one_line

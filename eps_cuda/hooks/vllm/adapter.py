@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from eps_core.decode.generate import Sampling
+from eps_core.decode.sampling import Sampling
 from eps_core.engine.gated import Gated
 from eps_core.engine.protocol import Step
 from eps_core.engine.settings import PREFIX, Settings, check_version

@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.sample_utils import make_sampler
 
-from eps_core.decode.generate import Sampling
+from eps_core.decode.sampling import Sampling
 from eps_core.engine.protocol import Step
 from eps_core.engine.settings import Settings, check_version
 from eps_core.errors import ConfigError, one_line

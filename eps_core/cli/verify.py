@@ -1,0 +1,64 @@
+"""The flags of verified decoding, and how they become a Verify."""
+
+from functools import partial
+from typing import Any
+
+import click
+
+from eps_core.cli.help import VERIFY, option, options
+from eps_core.cli.numbers import OrWord, Whole
+from eps_core.cli.options import AUTO, flag
+from eps_core.config.eps import EpsConfig
+from eps_core.config.verify import DRAFT_WEIGHTS, MODES, SELECTS, VERIFY_RULES, Verify
+
+_DEFAULT = Verify()
+_option = partial(option, heading=VERIFY)
+# flag -> field of Verify
+_FIELDS = {
+    "eps_verify": "mode",
+    "eps_draft": "draft",
+    "eps_draft_most": "most",
+    "eps_draft_select": "select",
+    "eps_verify_rule": "rule",
+    "eps_draft_weights": "weights",
+}
+
+verify_options = options(
+    _option(
+        "--eps-verify", type=click.Choice(MODES), default=_DEFAULT.mode, show_default=True,
+        help="Gated steps draft, a dense pass verifies: the dense text for a fraction of the reads. tokens: but for "
+        "ties of rounding; bits: the same bits whatever is drafted, slower.",
+    ),
+    _option(
+        "--eps-draft", type=OrWord(Whole(), AUTO), default=_DEFAULT.draft, show_default=True, metavar="N|auto",
+        help="Drafts a round; auto: as many as measured acceptance and costs make worth it, 0 among them.",
+    ),
+    _option(
+        "--eps-draft-most", type=Whole(), default=_DEFAULT.most, show_default=True, help="Drafts of a round at most."
+    ),
+    _option(
+        "--eps-draft-select", type=click.Choice(SELECTS), default=_DEFAULT.select, show_default=True,
+        help="What a draft reads: what its step's scores say; what the last verified token attended to; of each group "
+        "the larger.",
+    ),
+    _option(
+        "--eps-verify-rule", type=click.Choice(VERIFY_RULES), default=_DEFAULT.rule, show_default=True,
+        help="couple: the dense text of the seed; reject: speculative sampling, dense in distribution.",
+    ),
+    _option(
+        "--eps-draft-weights", type=click.Choice(DRAFT_WEIGHTS), default=_DEFAULT.weights, show_default=True,
+        help="Of the drafting model; the text comes from the full weights all the same.",
+    ),
+)  # fmt: skip
+
+
+def verify_of(flags: dict[str, Any], given: set[str], config: EpsConfig) -> Verify:
+    """The flags as a Verify; flags that mean nothing, or contradict each other, are refused."""
+    values = {field: flags[name] for name, field in _FIELDS.items()}
+    values["draft"] = None if values["draft"] == AUTO else values["draft"]
+    verify = Verify(**values)
+    idle = sorted(given & (set(_FIELDS) - {"eps_verify"}))
+    if idle and not verify.enabled:
+        raise click.UsageError(f"{flag(idle[0])} means nothing without verified decoding: add --eps-verify tokens")
+    verify.check(config, flags.get("temperature", 0.0), flags.get("sample_by", "gumbel"))
+    return verify

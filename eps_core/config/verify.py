@@ -1,0 +1,92 @@
+"""Verified decoding: whether gated steps draft and dense passes decide, and how (design section 10)."""
+
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Self, get_type_hints
+
+from eps_core.config.eps import EpsConfig
+from eps_core.config.read import Read
+from eps_core.errors import require
+from eps_core.files import records
+
+MODES = ("off", "tokens", "bits")
+SELECTS = ("step", "verified", "hybrid")
+VERIFY_RULES = ("couple", "reject")
+DRAFT_WEIGHTS = ("full", "4bit")
+MOST_DRAFTS = 64
+DEFAULT_DRAFTS = 12  # about the fewest bytes a token on both of our models; time asks for fewer, or none
+
+
+@dataclass(frozen=True)
+class Verify:
+    """How a run drafts and verifies. It changes what a text costs and, but for ties of rounding, not the text.
+
+    `mode`: off; tokens, the dense text but where two logits are closer than rounding; bits, every matrix product in one
+    shape and every sum in one order, so that each number of drafts gives the same bits.
+    `draft`: drafts a round, None for as many as measured acceptance and costs make worth it, 0 to `most`.
+    `select`: what a draft reads: `step`, the summaries' scores of each step; `verified`, the groups that held the mass
+    of the last verified token; `hybrid`, of each group the larger of the two.
+    `rule`: `couple` accepts a draft that is the token dense decoding draws with the same noise; `reject` accepts with
+    probability min(1, p / q) (Leviathan et al. 2023, Chen et al. 2023): dense in distribution, not token for token.
+    `weights`: of the drafting model.
+    """
+
+    mode: str = "off"
+    draft: int | None = DEFAULT_DRAFTS
+    most: int = 16
+    select: str = "step"
+    rule: str = "couple"
+    weights: str = "full"
+
+    def __post_init__(self) -> None:
+        kinds = get_type_hints(type(self))
+        for field in fields(self):
+            records.check(field.name, getattr(self, field.name), kinds[field.name])
+        for name, flag, known in (
+            ("mode", "eps-verify", MODES),
+            ("select", "eps-draft-select", SELECTS),
+            ("rule", "eps-verify-rule", VERIFY_RULES),
+            ("weights", "eps-draft-weights", DRAFT_WEIGHTS),
+        ):
+            value = getattr(self, name)
+            require(value in known, f"{flag} {value!r} is unknown: choose one of {', '.join(known)}")
+        require(1 <= self.most <= MOST_DRAFTS, f"eps-draft-most {self.most} is outside 1 to {MOST_DRAFTS} tokens")
+        require(
+            self.draft is None or 0 <= self.draft <= self.most,
+            f"eps-draft {self.draft} is outside 0 to {self.most} (eps-draft-most) tokens: or use auto",
+        )
+
+    @property
+    def enabled(self) -> bool:
+        return self.mode != "off"
+
+    @property
+    def fixed_rows(self) -> int:
+        """Rows of every matrix product of a pass in mode bits; 0 elsewhere. Whole blocks of 16, as kernels take."""
+        return -(-(self.most + 1) // 16) * 16 if self.mode == "bits" else 0
+
+    def check(self, config: EpsConfig, temperature: float = 0.0, sample_by: str = "gumbel") -> None:
+        """Raises ConfigError where a run with `config`, drawing so, cannot be verified so."""
+        if not self.enabled:
+            return
+        store = config.store
+        require(store.enabled, f"eps-verify {self.mode} drafts with gated steps and method off gates nothing: use rq")
+        require(
+            temperature == 0 or sample_by == "gumbel",
+            f"eps-verify {self.mode} at temperature {temperature} couples drafts by Gumbel noise, and sample-by "
+            f"{sample_by} draws otherwise: use sample-by gumbel",
+        )
+        require(
+            self.select == "step" or not store.has_bounds,
+            f"eps-draft-select {self.select} knows no bounds, and method {store.method} keeps them here: use step",
+        )
+
+    def draft_read(self, read: Read) -> Read:
+        """What a draft step reads: drafts have no summaries, so the last tokens that are always visited cover them."""
+        return replace(read, last_tokens=max(read.last_tokens, self.most + 1))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        return cls(**data)

@@ -1,0 +1,440 @@
+"""Verified decoding: gated steps draft, one dense pass verifies all drafts at once and overwrites what they wrote.
+
+The text is the dense one whatever the drafts were (design section 10; prior art: self-speculation with the target's own
+sparse cache, as in TriForce, MagicDec, SparseSpec and Vegas). After every round cache, summaries and pool are those of
+a run that never drafted: drafts are placed in reserved slots, the verify pass places over them, and only what was
+accepted is written.
+"""
+
+import time
+from collections.abc import Callable, Collection, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from eps_core.config.read import Read
+from eps_core.config.verify import Verify
+from eps_core.decode.accept import Said, accept, propose
+from eps_core.decode.forward import Decoder, LayerScorer
+from eps_core.decode.generate import append, check_prompts, prefill, report_of
+from eps_core.decode.pace import Pace
+from eps_core.decode.sampling import Sampling
+from eps_core.errors import ConfigError
+from eps_core.gate.protocol import Array, Scores, Selection
+from eps_core.gate.stats import StepOutput
+from eps_core.paging.pool import PagePool
+from eps_core.paging.pool import Sequence as PagedSequence
+from eps_core.paging.rows import Rows
+from eps_core.paging.where import Where
+from eps_core.telemetry.rounds import RoundRecord, by_depth, divergences
+
+MASS_BYTES = 4  # of a group's log mass, float32
+
+
+@dataclass
+class _Drafted:
+    """One sequence's part of a round."""
+
+    index: int  # of its prompt
+    length: int  # tokens whose K and V are in the cache for good
+    wanted: int  # drafts
+    slots: np.ndarray  # wanted + 1 reserved ones
+    tokens: list[int] = field(default_factory=list)
+    logits: list[np.ndarray] = field(default_factory=list)  # [V] of each draft step
+    visited: list[tuple[int, int]] = field(default_factory=list)  # of each: which draft step, which of its sequences
+
+
+class Verifier:
+    """One verified run: what it decodes with and what it has learnt."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: Any,
+        pool: PagePool,
+        sampling: Sampling,
+        read: Read,
+        verify: Verify,
+        stop_tokens: Collection[int] = (),
+        drafter: Decoder | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.decoder, self.drafter = decoder, drafter or decoder
+        self.cache, self.pool, self.sampling, self.verify = cache, pool, sampling, verify
+        self.min_context, self.read = read.min_context, verify.draft_read(read)
+        self.bits, self.stop, self.clock = verify.mode == "bits", frozenset(stop_tokens), clock
+        self.pace = Pace(verify)
+        self.num_rounds = 0
+        # of the last verify pass: each layer's masses, and by prompt the row of its last token
+        self._measured: tuple[list[Array], dict[int, int]] = [], {}
+
+    def round(self, sequences: dict[int, PagedSequence], fed: dict[int, int], room: dict[int, int]) -> RoundRecord:
+        """One round of sequences by prompt number: `fed` is the token of each that is not in the cache yet and becomes
+        its last one, `room` how many more it may say. The sequences grow by what they said, the last token excepted."""
+        started, fallbacks = self.clock(), dict[str, int]()
+        gamma = self.pace.next()
+        wanted = {index: self._wanted(index, gamma, sequences, room, fallbacks) for index in sorted(sequences)}
+        drafting = any(wanted.values()) or self.bits
+        parts = self._reserve(sequences, wanted, fallbacks) if drafting else None
+        before = self.cache.kv_bytes_read, self.cache.bytes_k_reread
+        if parts is None:
+            record = self._dense_round(sequences, fed)
+        else:
+            record = self._drafted_round(sequences, fed, parts, fallbacks)
+        record.bytes_k_reread = self.cache.bytes_k_reread - before[1]
+        record.step, record.gamma, record.fallbacks = self.num_rounds, gamma, fallbacks
+        record.round_ms = 1000 * (self.clock() - started)
+        record.check()
+        self.num_rounds += 1
+        return record
+
+    # ---- before ----
+
+    def _wanted(
+        self,
+        index: int,
+        gamma: int,
+        sequences: dict[int, PagedSequence],
+        room: dict[int, int],
+        fallbacks: dict[str, int],
+    ) -> int:
+        """Drafts for one sequence, and why fewer than asked."""
+        if not gamma:
+            return 0
+        reason = None
+        if not all(self.cache.can_encode(layer) for layer in range(self.cache.spec.num_layers)):
+            reason = "no_centre"
+        elif sequences[index].length + 1 < self.min_context:
+            reason = "min_context"
+        elif not sequences[index].length:
+            reason = "empty"
+        if reason is not None:
+            fallbacks[reason] = fallbacks.get(reason, 0) + 1
+            return 0
+        return min(gamma, room[index] - 1)
+
+    def _reserve(
+        self, sequences: dict[int, PagedSequence], wanted: dict[int, int], fallbacks: dict[str, int]
+    ) -> list[_Drafted] | None:
+        """Slots for the drafts and one token more of each sequence; None, and nothing held, where the pool has too
+        few: a dense step may still do."""
+        parts: list[_Drafted] = []
+        copies: list[tuple[int, int]] = []
+        for index, drafts in wanted.items():
+            sequence = sequences[index]
+            try:
+                slots, more = self.pool.reserve(sequence, drafts + 1)
+            except ConfigError:
+                self._copy(copies)  # the tables name the copies from here on
+                for part in parts:
+                    self.pool.release(sequences[part.index])
+                if not any(wanted.values()):
+                    raise
+                fallbacks["pool"] = fallbacks.get("pool", 0) + 1
+                return self._reserve(sequences, dict.fromkeys(wanted, 0), fallbacks) if self.bits else None
+            copies += more
+            parts.append(_Drafted(index, sequence.length, drafts, slots))
+        self._copy(copies)
+        return parts
+
+    def _copy(self, copies: list[tuple[int, int]]) -> None:
+        if copies:
+            self.cache = self.decoder.eps.copy_units(self.cache, *zip(*copies, strict=True))
+
+    # ---- without drafts ----
+
+    def _dense_round(self, sequences: dict[int, PagedSequence], fed: dict[int, int]) -> RoundRecord:
+        alive = sorted(sequences)
+        slots = []
+        for index in alive:
+            own, self.cache = append(self.decoder.eps, self.cache, self.pool, sequences[index], [fed[index]])
+            slots.append(own)
+        running = [sequences[index] for index in alive]
+        lengths = self.pool.lengths(running)
+        started, kv_bytes = self.clock(), self.cache.kv_bytes_read
+        self.cache, output = self.decoder.step(
+            self.cache, np.array([fed[i] for i in alive]), np.concatenate(slots), self.pool.table(running), lengths
+        )
+        verify_ms = 1000 * (self.clock() - started)
+        if self.num_rounds:
+            self.pace.saw_cost("dense", verify_ms)
+        self._measured = [], {}
+        said = [
+            accept(output.logits[row : row + 1], (), (), self.sampling, "couple", index, int(lengths[row]), self.stop)
+            for row, index in enumerate(alive)
+        ]
+        return self._record(
+            alive, [0] * len(alive), said, [int(length) - 1 for length in lengths],
+            bytes_kv_verify=self.cache.kv_bytes_read - kv_bytes, weight_passes=1, verify_ms=verify_ms,
+        )  # fmt: skip
+
+    # ---- with drafts ----
+
+    def _drafted_round(
+        self, sequences: dict[int, PagedSequence], fed: dict[int, int], parts: list[_Drafted], fallbacks: dict[str, int]
+    ) -> RoundRecord:
+        running = [sequences[part.index] for part in parts]
+        table = self.pool.table(running)
+        try:
+            started = self.clock()
+            outputs = self._draft(parts, fed, table, fallbacks)
+            draft_ms = 1000 * (self.clock() - started)
+            if outputs:
+                self.pace.saw_cost("draft", draft_ms / len(outputs))
+            for part in parts:
+                part.slots = part.slots[: len(part.tokens) + 1]
+            num_rows = np.array([len(part.slots) for part in parts])
+            lengths = np.array([part.length for part in parts]) + num_rows
+            rows = Rows.of(table, lengths, num_rows)
+            kv_bytes, started = self.cache.kv_bytes_read, self.clock()
+            logits, unread = self._verify(parts, fed, rows, outputs)
+            verify_ms = 1000 * (self.clock() - started)
+            verify_bytes = self.cache.kv_bytes_read - kv_bytes
+            said = [
+                accept(own, part.tokens, part.logits, self.sampling, self.verify.rule, part.index, part.length + 1,
+                       self.stop)
+                for part, own in zip(parts, np.split(logits, rows.starts[1:-1]), strict=True)
+            ]  # fmt: skip
+            self._commit(parts, sequences, fed, said, rows)
+        except BaseException:
+            for part in parts:
+                self.pool.release(sequences[part.index])
+            raise
+        drafted = [len(part.tokens) for part in parts]
+        if any(drafted):
+            self.pace.saw_cost(int(num_rows.max()), verify_ms)
+            self.pace.saw_round(drafted, [one.accepted for one in said])
+        elif self.num_rounds:
+            self.pace.saw_cost("dense", verify_ms)
+        return self._record(
+            [part.index for part in parts], drafted, said, [part.length for part in parts],
+            bytes_kv_draft=sum(layer.kv_bytes_read for output in outputs for layer in output.layers),
+            bytes_summary_draft=sum(layer.summary_bytes_read for output in outputs for layer in output.layers),
+            bytes_kv_verify=verify_bytes, weight_passes=len(outputs) + 1, draft_ms=draft_ms, verify_ms=verify_ms,
+            rolled_back=int(num_rows.sum()) - sum(len(one.tokens) for one in said),
+            **self._audit(parts, logits, rows, unread),
+        )  # fmt: skip
+
+    def _draft(
+        self, parts: list[_Drafted], fed: dict[int, int], table: np.ndarray, fallbacks: dict[str, int]
+    ) -> list[StepOutput]:
+        """Fills `tokens` and `logits` of the parts, a gated step at a time; a sequence leaves at a stop token, or where
+        its logits are not finite."""
+        outputs: list[StepOutput] = []
+        while active := [i for i, part in enumerate(parts) if len(part.tokens) == len(outputs) < part.wanted]:
+            depth = len(outputs)
+            now = [parts[i] for i in active]
+            lengths = np.array([part.length + depth + 1 for part in now])
+            self.cache, output = self.drafter.step(
+                self.cache,
+                np.array([part.tokens[-1] if depth else fed[part.index] for part in now]),
+                np.array([part.slots[depth] for part in now]),
+                table[active],
+                lengths,
+                self.read,
+                draft=True,
+                score=self._scorer([part.index for part in now]),
+            )
+            outputs.append(output)
+            for row, part in enumerate(now):
+                logits = output.logits[row]
+                if np.isnan(logits).any() or np.isposinf(logits).any():
+                    fallbacks["non_finite"] = fallbacks.get("non_finite", 0) + 1
+                    continue
+                token = propose(logits, self.sampling, self.verify.rule, part.index, int(lengths[row]))
+                part.tokens.append(token)
+                part.logits.append(logits)
+                part.visited.append((depth, row))
+                if token in self.stop:
+                    part.wanted = depth + 1
+        return outputs
+
+    def _scorer(self, indices: list[int]) -> LayerScorer | None:
+        """What takes the place of the summaries' scores; None where nothing was measured in the last round."""
+        masses, rows = self._measured
+        if self.verify.select == "step" or not masses or any(index not in rows for index in indices):
+            return None
+        eps, picks, mixes = self.drafter.eps, np.array([rows[index] for index in indices]), self.verify.select
+        spec = self.cache.spec
+
+        def score(cache: Any, layer: int, q: Array, where: Where) -> tuple[Scores, int]:
+            known = eps.frozen_masses(cache, masses[layer], picks, where.num_groups)
+            num_bytes = spec.num_kv_heads * MASS_BYTES * int(where.ends.sum())
+            if mixes == "verified":
+                # groups that came since are among the last tokens, which are always visited
+                return Scores(known, None, None, np.zeros(len(picks), np.int64), kernels=cache.kernels), num_bytes
+            from eps_core.config.bytes import scoring_bytes
+
+            own = eps.score(cache, layer, q, where)
+            num_bytes += spec.num_kv_heads * scoring_bytes(where.config, spec.head_dim, where.lengths.tolist())
+            return Scores(
+                eps.larger(cache, own.estimate, known), None, None, own.num_missing, kernels=cache.kernels
+            ), num_bytes
+
+        return score
+
+    def _verify(
+        self, parts: list[_Drafted], fed: dict[int, int], rows: Rows, outputs: list[StepOutput]
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """(logits [T, V], unread shares [L, T, Hkv] or None) of the dense pass; what `commit` needs is kept."""
+        tokens = [[fed[part.index], *part.tokens] for part in parts]
+        masses = self.verify.select != "step"
+        drafts = self._visited(parts, outputs)
+        fixed = self.verify.fixed_rows
+        if not fixed:
+            self.cache, done = self.decoder.verify(
+                self.cache, np.concatenate(tokens), np.concatenate([part.slots for part in parts]), rows, drafts, masses
+            )
+            self._passes = [done]
+            if masses:
+                self._measured = done.masses, {}
+            return done.logits, done.unread
+        # one sequence at a time: then nothing of a pass depends on who else is in the batch
+        self._passes = []
+        for i, part in enumerate(parts):
+            own = slice(int(rows.starts[i]), int(rows.starts[i + 1]))
+            alone = Rows.of(rows.table[i : i + 1], rows.lengths[i : i + 1], rows.num_rows[i : i + 1])
+            layers = [layer[own] for layer in drafts]
+            self.cache, done = self.decoder.verify(
+                self.cache, np.array(tokens[i]), part.slots, alone, layers, False, fixed
+            )
+            self._passes.append(done)
+        shares = [done.unread for done in self._passes if done.unread is not None]
+        unread = np.concatenate(shares, axis=1) if shares else None
+        return np.concatenate([done.logits for done in self._passes]), unread
+
+    def _visited(self, parts: list[_Drafted], outputs: list[StepOutput]) -> list[list[tuple[Selection, int] | None]]:
+        """Of each layer and row what the draft of its token visited; nothing where drafts do not say."""
+        if not outputs or not all(output.selections for output in outputs):
+            return []
+        found: list[list[tuple[Selection, int] | None]] = []
+        for layer in range(self.cache.spec.num_layers):
+            rows: list[tuple[Selection, int] | None] = []
+            for part in parts:
+                for depth, row in part.visited:
+                    selection = outputs[depth].selections[layer]
+                    rows.append(None if selection is None else (selection, row))
+                rows.append(None)  # the last row's token was not drafted from
+            found.append(rows)
+        return found
+
+    def _commit(
+        self, parts: list[_Drafted], sequences: dict[int, PagedSequence], fed: dict[int, int], said: list[Said],
+        rows: Rows,
+    ) -> None:  # fmt: skip
+        """Writes what stays: of each sequence the token it was fed and all that it said but the last."""
+        kept = [rows.starts[i] + np.arange(len(one.tokens)) for i, one in enumerate(said)]
+        slots = [part.slots[: len(one.tokens)] for part, one in zip(parts, said, strict=True)]
+        if len(self._passes) == 1:
+            self.cache = self.decoder.commit(self.cache, self._passes[0], np.concatenate(kept), np.concatenate(slots))
+        else:
+            for done, one, own in zip(self._passes, said, slots, strict=True):
+                self.cache = self.decoder.commit(self.cache, done, np.arange(len(one.tokens)), own)
+        self._passes = []
+        masses, _ = self._measured
+        self._measured = masses, {part.index: int(row[-1]) for part, row in zip(parts, kept, strict=True)}
+        for part, one in zip(parts, said, strict=True):
+            self.pool.commit(sequences[part.index], [fed[part.index], *one.tokens[:-1]])
+
+    # ---- after ----
+
+    def _audit(
+        self, parts: list[_Drafted], logits: np.ndarray, rows: Rows, unread: np.ndarray | None
+    ) -> dict[str, Any]:
+        """How far each draft step was from the dense pass, by depth, mean over sequences."""
+        most = max(len(part.tokens) for part in parts)
+        kl: list[list[float]] = [[] for _ in range(most)]
+        tv: list[list[float]] = [[] for _ in range(most)]
+        shares: list[list[float]] = [[] for _ in range(most)]
+        for i, part in enumerate(parts):
+            if not part.tokens:
+                continue
+            first = int(rows.starts[i])
+            values = divergences(logits[first : first + len(part.tokens)], np.array(part.logits))
+            for depth in range(len(part.tokens)):
+                kl[depth].append(float(values[0][depth]))
+                tv[depth].append(float(values[1][depth]))
+                if unread is not None:
+                    shares[depth].append(float(unread[:, first + depth].mean()))
+
+        def means(by: list[list[float]]) -> list[float]:
+            return [float(np.mean(one)) for one in by]
+
+        return {
+            "audit_kl": means(kl), "audit_tv": means(tv), "mass_skipped_true": None if unread is None else means(shares)
+        }  # fmt: skip
+
+    def _record(
+        self, indices: list[int], drafted: list[int], said: list[Said], lengths: list[int], **more: Any
+    ) -> RoundRecord:
+        spec, accepted = self.cache.spec, [one.accepted for one in said]
+        # dense decoding reads all that came before each token that was said
+        tokens_read = sum(
+            length + 1 + i for length, one in zip(lengths, said, strict=True) for i in range(len(one.tokens))
+        )
+        margins = [margin for one in said for margin in one.margins]
+        offered, kept = by_depth(drafted, accepted)
+        values: dict[str, Any] = {
+            "step": 0, "gamma": 0, "bytes_kv_draft": 0, "bytes_summary_draft": 0, "bytes_k_reread": 0, "draft_ms": 0.0,
+            "round_ms": 0.0, "audit_kl": [], "audit_tv": [], "mass_skipped_true": None, "rolled_back": 0,
+            "fallbacks": {},
+        }  # fmt: skip
+        return RoundRecord(
+            sequences=[index for index, one in zip(indices, said, strict=True) for _ in one.tokens],
+            tokens=[token for one in said for token in one.tokens],
+            drafted=drafted,
+            accepted=accepted,
+            emitted=[len(one.tokens) for one in said],
+            offered_by_depth=offered,
+            accepted_by_depth=kept,
+            bytes_kv_dense=tokens_read * spec.num_layers * spec.num_kv_heads * spec.kv_token_bytes,
+            top2_margin_min=min((one for one in margins if np.isfinite(one)), default=None),
+            margins=margins,
+            **(values | more),
+        )
+
+
+def verified(
+    decoder: Decoder,
+    cache: Any,
+    pool: PagePool,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    read: Read,
+    verify: Verify,
+    stop_tokens: Collection[int] = (),
+    prefill_chunk: int = 512,
+    on_prefill: Callable[[int, int, int], None] | None = None,
+    written: Sequence[PagedSequence] | None = None,
+    drafter: Decoder | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Generator[RoundRecord, None, Any]:
+    """`generate` whose text is the dense one, a round at a time: `read` says how drafts read the cache, `verify` how
+    they are made, `drafter` with which decoder (of the same cache; None: this one). Everything else as there."""
+    check_prompts(prompts)
+    sequences = dict(enumerate(written or ()))
+    own = written is None
+    try:
+        for index, prompt in enumerate(prompts if own else ()):
+            sequences[index], cache = prefill(
+                decoder, cache, pool, prompt[:-1], prefill_chunk, report_of(on_prefill, index)
+            )
+        run = Verifier(decoder, cache, pool, sampling, read, verify, stop_tokens, drafter, clock)
+        fed = {index: int(prompt[-1]) for index, prompt in enumerate(prompts)}
+        room = dict.fromkeys(sequences, max_new_tokens)
+        while max_new_tokens and sequences:
+            record = run.round(sequences, fed, room)
+            for index, token in zip(record.sequences, record.tokens, strict=True):
+                fed[index] = token
+                room[index] -= 1
+            yield record
+            for index in [i for i in sequences if not room[i] or fed[i] in run.stop]:
+                left = sequences.pop(index)
+                if own:
+                    pool.free(left)
+        return run.cache
+    finally:
+        for sequence in sequences.values() if own else ():
+            pool.free(sequence)

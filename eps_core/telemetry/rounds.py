@@ -1,0 +1,148 @@
+"""What each round of verified decoding drafted, accepted and read: one record a round, summed up at the end.
+
+Bytes are of K, V and summaries; weights are passes over all of them. Unknown is None, never NaN. Design section 10.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from eps_core.telemetry.steps import WARM_UP_STEPS, kl_divergence, percentile, summarise
+
+
+@dataclass
+class RoundRecord:
+    """One round of the sequences still running. Sequence `sequences[i]` says `tokens[i]`, in order: several of each.
+    A round without drafts is a dense step."""
+
+    step: int  # rounds before this one
+    sequences: list[int]
+    tokens: list[int]
+    drafted: list[int]  # of each running sequence, in the order in which they first appear in `sequences`
+    accepted: list[int]
+    emitted: list[int]
+    gamma: int  # drafts that were asked for
+    offered_by_depth: list[int]  # drafts at each depth whose predecessors were accepted
+    accepted_by_depth: list[int]
+    bytes_kv_draft: int
+    bytes_summary_draft: int
+    bytes_kv_verify: int  # of a round without drafts: of its dense step
+    bytes_k_reread: int
+    bytes_kv_dense: int  # what dense decoding reads for the same tokens
+    weight_passes: int  # over all weights: a draft step or verify pass each
+    draft_ms: float  # of all draft steps
+    verify_ms: float  # of a round without drafts: of its dense step
+    round_ms: float  # the whole round on the host's clock
+    # of every drafted position, by depth, mean over sequences: drafts of any depth share their prefix with the pass
+    audit_kl: list[float]  # KL(dense || draft) of the next token, nats
+    audit_tv: list[float]  # total variation between them
+    mass_skipped_true: list[float] | None  # share of the dense softmax that the draft left out, mean over layers, heads
+    top2_margin_min: float | None  # of all tokens said, nats: the closest that a runner-up came; None: by rejection
+    rolled_back: int  # slots given back
+    fallbacks: dict[str, int]  # reason -> sequences that were not drafted for, or not as far
+    margins: list[float] = field(default_factory=list, repr=False)  # of each of `tokens`; not written
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as written: `type` first."""
+        return {"type": "round", **{name: getattr(self, name) for name in ROUND_KEYS}}
+
+    def check(self) -> None:
+        """Asserts what must hold of every record."""
+        assert len(self.sequences) == len(self.tokens) == sum(self.emitted), self
+        assert all(0 <= kept <= made for kept, made in zip(self.accepted, self.drafted, strict=True)), self
+        assert sum(self.accepted_by_depth) == sum(self.accepted), self
+        assert all(1 <= said <= kept + 1 for said, kept in zip(self.emitted, self.accepted, strict=True)), self
+
+
+ROUND_KEYS = tuple(f.name for f in fields(RoundRecord) if f.name != "margins")
+
+
+def divergences(dense: np.ndarray, draft: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(KL(dense || draft) in nats, total variation) [N] of next-token logits [N, V] each."""
+    p, q = (np.exp(x - x.max(axis=-1, keepdims=True)) for x in (dense.astype(np.float64), draft.astype(np.float64)))
+    p, q = p / p.sum(axis=-1, keepdims=True), q / q.sum(axis=-1, keepdims=True)
+    return np.maximum(kl_divergence(dense, draft), 0.0), 0.5 * np.abs(p - q).sum(axis=-1)
+
+
+def by_depth(drafted: Sequence[int], accepted: Sequence[int]) -> tuple[list[int], list[int]]:
+    """(offered, accepted) of each depth: a draft counts as offered where all before it were accepted."""
+    most = max(drafted, default=0)
+    offered = [sum(d > depth and a >= depth for d, a in zip(drafted, accepted, strict=True)) for depth in range(most)]
+    return offered, [sum(a > depth for a in accepted) for depth in range(most)]
+
+
+def summarise_rounds(records: Sequence[RoundRecord], prefill_ms: float | None = None) -> dict[str, Any]:
+    """Totals, acceptance, percentiles and ratios against dense of one verified run. Times leave out the rounds of the
+    first `WARM_UP_STEPS`."""
+    timed = [r for r in records if r.step >= WARM_UP_STEPS] or list(records)
+    drafted, accepted = sum(sum(r.drafted) for r in records), sum(sum(r.accepted) for r in records)
+    num_tokens = sum(len(r.tokens) for r in records)
+    rounds_of = sum(len(r.drafted) for r in records)
+    offered, kept = _summed(r.offered_by_depth for r in records), _summed(r.accepted_by_depth for r in records)
+    read = {name: sum(getattr(r, name) for r in records) for name in _SUMMED}
+    total = read["bytes_kv_draft"] + read["bytes_summary_draft"] + read["bytes_kv_verify"]
+    dense = read["bytes_kv_dense"]
+    fallbacks: dict[str, int] = {}
+    for record in records:
+        for reason, count in record.fallbacks.items():
+            fallbacks[reason] = fallbacks.get(reason, 0) + count
+    kl, tv = ([x for r in records for x in getattr(r, name)] for name in ("audit_kl", "audit_tv"))
+    unread = [x for r in records for x in r.mass_skipped_true or ()]
+    ms = sum(r.round_ms for r in timed)
+    by_token = [r.round_ms / max(r.emitted) for r in timed]
+    margins = [r.top2_margin_min for r in records if r.top2_margin_min is not None]
+    return {
+        **summarise([]),
+        **dict.fromkeys(("pages_total", "pages_visited", "pages_skipped", "pages_forced")),
+        "rounds": len(records),
+        "rounds_drafted": sum(1 for r in records if sum(r.drafted)),
+        "new_tokens": num_tokens,
+        "prefill_ms": prefill_ms,
+        "warm_up_steps": len(records) - len(timed),
+        "tokens_per_s": 1000 * sum(len(r.tokens) for r in timed) / ms if ms else None,
+        "tokens_per_round": num_tokens / rounds_of if rounds_of else None,
+        "tokens_per_round_histogram": _histogram(records),
+        "drafted": drafted,
+        "accepted": accepted,
+        "acceptance": accepted / drafted if drafted else None,
+        "acceptance_by_depth": [a / o if o else None for a, o in zip(kept, offered, strict=True)],
+        "offered_by_depth": offered,
+        **read,
+        "bytes_kv_read_est": read["bytes_kv_draft"] + read["bytes_kv_verify"],
+        "bytes_summary_read": read["bytes_summary_draft"],
+        "bytes_ratio": total / dense if dense else None,
+        "draft_ratio": (read["bytes_kv_draft"] + read["bytes_summary_draft"]) / dense if dense else None,
+        # of a token: a round's tokens come together
+        **{f"decode_ms_p{percent}": percentile(by_token, percent) for percent in (50, 95, 99)},
+        "audit_kl_mean": float(np.mean(kl)) if kl else None,
+        "audit_tv_mean": float(np.mean(tv)) if tv else None,
+        "mass_skipped_true_mean": float(np.mean(unread)) if unread else None,
+        "top2_margin_min": min(margins, default=None),
+        "fallbacks": fallbacks,
+    }
+
+
+_SUMMED = (
+    "bytes_kv_draft", "bytes_summary_draft", "bytes_kv_verify", "bytes_k_reread", "bytes_kv_dense", "weight_passes",
+    "rolled_back",
+)  # fmt: skip
+
+
+def _summed(lists: Any) -> list[int]:
+    total: list[int] = []
+    for one in lists:
+        total += [0] * (len(one) - len(total))
+        for depth, count in enumerate(one):
+            total[depth] += count
+    return total
+
+
+def _histogram(records: Sequence[RoundRecord]) -> dict[str, int]:
+    """Tokens that a sequence said in a round -> rounds."""
+    counts: dict[int, int] = {}
+    for record in records:
+        for said in record.emitted:
+            counts[said] = counts.get(said, 0) + 1
+    return {str(said): counts[said] for said in sorted(counts)}
