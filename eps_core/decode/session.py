@@ -290,6 +290,7 @@ class Session:
         """(tokens of each prompt, steps or rounds to come), in a cache of their own; what can be refused, is now."""
         prompts = self.encode_prompts(texts, max_new_tokens, chat)
         self.load()
+        self.check_kernels(self.config.store, self.verify.enabled)
         cache, pool = self.cache(self.config.store, [len(prompt) + max_new_tokens for prompt in prompts])
         stop_tokens = self.spec.eos_token_ids if stop else ()
         same = self.decoder, cache, pool, prompts, max_new_tokens, sampling, self.config.read
