@@ -41,9 +41,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def eps(method: str, **flat: Any) -> EpsConfig:
-    return EpsConfig.of(
-        method=method, **{"budget": 0.2, "first_tokens": 2, "last_tokens": 8, "block_size": 16, **flat}
-    )
+    return EpsConfig.of(method=method, **{"budget": 0.2, "first_tokens": 2, "last_tokens": 8, "block_size": 16, **flat})
 
 
 SMALL = {"group_tokens": 4}
