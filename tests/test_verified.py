@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_models
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from verified_runs import Model, assert_same_state
 
 from eps_core import oracle

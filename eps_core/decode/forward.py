@@ -30,6 +30,18 @@ class Arithmetic(Protocol):
     dtype: str
     device: str
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that one call reads, for any number of rows: all but the input embedding, of which a token
+        takes one row, unless it is the output head, too."""
+        ...
+
+    def quantised(self) -> "Arithmetic":
+        """The model with 4-bit weights in its linear layers, output head included, for drafts: affine groups rounded to
+        nearest (`decode.draft_weights`, `oracle.draft_weights.affine`). It shares all else with this one, which stays
+        as it is. Raises ConfigError where the library has no such product for the device or no layer is fit for it."""
+        ...
+
     def scope(self) -> AbstractContextManager[Any]:
         """Where all of a call runs: a stream, inference mode."""
         ...

@@ -90,7 +90,7 @@ class Session:
     kernels: str
     named: bool = False  # whether the user named the kernels
     fault: str | None = None  # why auto took array operations instead of kernels
-    checked: set[Store] = field(default_factory=set, repr=False)  # whose kernels were compiled and compared
+    checked: set[tuple[Store, bool]] = field(default_factory=set, repr=False)  # see `check_kernels`
     config: EpsConfig = EpsConfig()  # noqa: RUF009  of `generate` and `stream`; documents and arms bring their own
     verify: Verify = UNVERIFIED  # the same
     _drafter: Decoder | None = field(default=None, repr=False)
@@ -144,7 +144,7 @@ class Session:
         if verify.weights == "full":
             return self.decoder
         if self._drafter is None:
-            self._drafter = Decoder(self.backend, self.decoder.model.quantised(4))
+            self._drafter = Decoder(self.backend, self.decoder.model.quantised())
         return self._drafter
 
     def load(self) -> None:
@@ -158,17 +158,24 @@ class Session:
         self.kernels, self.fault = "arrays", fault
         print(f"{fault}: array operations instead", file=sys.stderr)
 
-    def check_kernels(self, store: Store) -> None:
-        """Compiles the kernels that a cache of `store` takes and compares them with array operations, once: before
-        anything is timed or trusted."""
+    def check_kernels(self, store: Store, verified: bool = False) -> None:
+        """Compiles the kernels that a cache of `store` takes, in verified decoding too where it is `verified`, and
+        compares them with array operations, once: before anything is timed or trusted."""
         emulated = self.device == "cpu" and self.kernels != "numba"  # a GPU's kernels in a test
-        if self.kernels == "arrays" or emulated or store in self.checked:
+        if self.kernels == "arrays" or emulated or {(store, verified), (store, True)} & self.checked:
             return
-        self.checked.add(store)
+        self.checked.add((store, verified))
         spec = CacheSpec(self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim, 1, self.kv_dtype)
         with Progress("kernels: compiling and checking", "parts") as progress:
             fault = disagreement(
-                self.backend, self.device, self.kernels, spec, self.spec.num_heads, EpsConfig(store, Read()), progress
+                self.backend,
+                self.device,
+                self.kernels,
+                spec,
+                self.spec.num_heads,
+                EpsConfig(store, Read()),
+                progress,
+                verified,
             )
         if fault is not None:
             self.fall_back(f"kernels {self.kernels} failed their check on this device ({fault})")
