@@ -93,7 +93,7 @@ def rows_split_kernel(
 ):  # fmt: skip
     """Program (tile of queries, b * HKV + h, split): the tokens of one split, for BLOCK_M / R_PAD rows of sequence b
     and the R query heads of kv head h. Writes part_out [T, Hq, splits, D] float32, normalised, part_lse and
-    part_visited [T, Hq, splits] float32, natural log, and masses [T, Hkv, G] of the groups that hold a token of the sequence."""
+    part_visited [T, Hq, splits] float32, natural log, and masses [T, Hkv, G] of groups that hold a token of b."""
     tile, pair, split, num_splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     b, h = pair // HKV, pair % HKV
     length, first_row = tl.load(lengths + b), tl.load(starts + b)
