@@ -2,7 +2,7 @@
 compared token by token, drafters of all kinds, and a run that is held against one that never drafted, round by round."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,9 +16,9 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.config.verify import Verify
 from eps_core.decode.forward import Decoder, load_decoder
-from eps_core.decode.generate import generate, prefill, tokens_of
+from eps_core.decode.generate import append, generate, prefill, tokens_of
 from eps_core.decode.model import read_spec
-from eps_core.decode.sampling import Sampling
+from eps_core.decode.sampling import Sampling, draw
 from eps_core.decode.verified import Verifier, verified
 from eps_core.paging.pool import PagePool
 from eps_core.telemetry.rounds import RoundRecord
@@ -128,7 +128,7 @@ def assert_same_state(model: Model, got: Run, want: Run, tolerance: float = 0.0)
         return np.asarray(backend.to_numpy(array), np.float64)
 
     for mine, other in zip(got.sequences, want.sequences, strict=True):
-        assert mine.tokens == other.tokens
+        assert mine.tokens == other.tokens, "the sequences differ"
         if not mine.tokens:
             continue
         tables = [run.pool.table([one])[0] for run, one in ((got, mine), (want, other))]
@@ -145,7 +145,7 @@ def assert_same_state(model: Model, got: Run, want: Run, tolerance: float = 0.0)
                     continue
                 assert_same_summaries(numbers, caches, tables, layer, mine.length, tolerance)
     # a round that fills a group has its keys in hand, where single steps read them back
-    assert got.cache.bytes_k_reread <= want.cache.bytes_k_reread
+    assert got.cache.bytes_k_reread <= want.cache.bytes_k_reread, "K was read back more often"
     if got.cache.centre and got.cache.centre[0] is not None:
         np.testing.assert_allclose(
             numbers(got.cache.centre[0]), numbers(want.cache.centre[0]), rtol=0, atol=tolerance
@@ -224,6 +224,28 @@ def unwritten(pool: PagePool, sequences: Sequence[Any]) -> np.ndarray:
     return np.setdiff1d(np.arange(pool.num_units * pool.unit_tokens), np.concatenate([np.zeros(0, int), *held]))
 
 
+class _Plain:
+    """Dense decoding of one sequence and one token at a time: `Decoder.step` and `draw`, or for `bits` passes of the one
+    shape that all passes have, whose numbers must be the same to the last bit."""
+
+    def __init__(
+        self, model: Model, cache: Any, pool: PagePool, sampling: Sampling, config: EpsConfig, verify: Verify
+    ) -> None:
+        self.decoder, self.cache, self.pool, self.sampling = model.decoder, cache, pool, sampling
+        bits = replace(verify, draft=0, select="step")
+        self.bits = Verifier(model.decoder, cache, pool, sampling, config.read, bits) if bits.mode == "bits" else None
+
+    def next(self, index: int, sequence: Any, token: int) -> int:
+        if self.bits is not None:
+            said = self.bits.round({index: sequence}, {index: token}, {index: 1}).tokens[0]
+            self.cache = self.bits.cache
+            return said
+        slots, self.cache = append(self.decoder.eps, self.cache, self.pool, sequence, [token])
+        table, lengths = self.pool.table([sequence]), self.pool.lengths([sequence])
+        self.cache, output = self.decoder.step(self.cache, np.array([token]), slots, table, lengths)
+        return draw(output.logits[0], self.sampling, index, sequence.length).token
+
+
 def check_rounds(
     model: Model,
     prompts: Sequence[Sequence[int]],
@@ -242,8 +264,7 @@ def check_rounds(
     cache, pool, sequences = model.start(prompts, config)
     run = Verifier(model.decoder, cache, pool, sampling, config.read, verify, stop, drafter)
     cache, other, mirrored = model.start(prompts, config)
-    # of the same mode: `bits` must be the same to the last bit
-    plain = Verifier(model.decoder, cache, other, sampling, config.read, Verify(verify.mode, 0, verify.most))
+    plain = _Plain(model, cache, other, sampling, config, verify)
     fed = {index: int(one[-1]) for index, one in enumerate(prompts)}
     room, alive, records = dict.fromkeys(fed, tokens), dict(enumerate(sequences)), []
     while alive:
@@ -258,23 +279,24 @@ def check_rounds(
         for depth in range(max(map(len, said.values()))):
             for index in [i for i in said if depth < len(said[i])]:
                 feed = said[index][depth - 1] if depth else before[index]
-                want = plain.round({index: mirrored[index]}, {index: feed}, {index: 1}).tokens
-                assert [said[index][depth]] == want, f"sequence {index} says other than dense decoding"
+                want = plain.next(index, mirrored[index], feed)
+                assert said[index][depth] == want, f"sequence {index} says other than dense decoding"
         for (index, own), drafted, accepted in zip(said.items(), record.drafted, record.accepted, strict=True):
-            assert drafted <= (record.gamma if verify.draft is None else verify.draft)
+            asked = record.gamma if verify.draft is None else verify.draft
+            assert drafted <= asked, "more drafts than were asked for"
             # all that was accepted and the token after it
             ends = own[-1] in stop
             assert len(own) == accepted + 1 or (ends and len(own) == accepted), "a round says too few or too many"
             assert not any(token in stop for token in own[:-1]), "a sequence goes on after its end"
             fed[index], room[index] = own[-1], room[index] - len(own)
-            assert room[index] >= 0
+            assert room[index] >= 0, "says more than it was asked for"
             if ends or not room[index]:
                 del alive[index]
         assert_same_state(
             model, Run([], [], run.cache, pool, sequences), Run([], [], plain.cache, other, mirrored), tolerance
         )
         assert [len(one.table) for one in sequences] == [len(one.table) for one in mirrored], "units are held"
-        assert pool.num_free == other.num_free
+        assert pool.num_free == other.num_free, "units are held"
         for index, own in said.items():
-            assert sequences[index].tokens[-len(own) :] == [before[index], *own[:-1]]
+            assert sequences[index].tokens[-len(own) :] == [before[index], *own[:-1]], "other tokens are in the cache"
     return records
