@@ -6,7 +6,7 @@ from verified_runs import DRAWN, GREEDY, Model, assert_same_state, eps, judge, p
 from eps_core.config.store import METHODS
 from eps_core.config.verify import Verify
 
-pytestmark = pytest.mark.kernels("numba", "triton", "metal")
+pytestmark = pytest.mark.kernels("numba", "metal")
 
 CONFIGS = {
     **{method: eps(method) for method in METHODS[1:]},

@@ -36,9 +36,18 @@ def test_what_lies_in_free_slots_is_never_read(target: Any, name: str, poison: f
     assert sum(r.rolled_back for r in records) > 4 and not any(r.fallbacks for r in records)
 
 
-@pytest.mark.kernels("numba", "metal")  # Triton's is among `test_verified.py`: its interpreter takes long
+@pytest.mark.kernels("numba", "metal")
 def test_what_lies_in_free_slots_is_never_read_by_kernels(target: Any) -> None:
     test_what_lies_in_free_slots_is_never_read(target, "meanstd", np.nan)
+
+
+@pytest.mark.kernels("triton")
+def test_what_lies_in_free_slots_is_never_read_by_triton(target: Any) -> None:
+    """A short one: its interpreter takes long."""
+    backend, device = target
+    model = Model(backend, device, saved("llama2"), units=6)
+    drafter = Drafter(model, np.negative)
+    check_rounds(model, [prompt(20)], CONFIGS["meanstd"], 3, DRAWN, Verify("tokens", 2), drafter, np.nan, 1e-4)
 
 
 def changed(value: float, where: str) -> Any:

@@ -147,14 +147,10 @@ def assert_same_state(model: Model, got: Run, want: Run, tolerance: float = 0.0)
     # a round that fills a group has its keys in hand, where single steps read them back
     assert got.cache.bytes_k_reread <= want.cache.bytes_k_reread, "K was read back more often"
     if got.cache.centre and got.cache.centre[0] is not None:
-        np.testing.assert_allclose(
-            numbers(got.cache.centre[0]), numbers(want.cache.centre[0]), rtol=0, atol=tolerance
-        )
+        np.testing.assert_allclose(numbers(got.cache.centre[0]), numbers(want.cache.centre[0]), rtol=0, atol=tolerance)
 
 
-def assert_same_summaries(
-    numbers: Any, caches: list, tables: list, layer: int, length: int, tolerance: float
-) -> None:
+def assert_same_summaries(numbers: Any, caches: list, tables: list, layer: int, length: int, tolerance: float) -> None:
     per_unit, size = caches[0].store.groups_per_unit, caches[0].store.S
     index = np.arange(-(-length // size))
     rows = [table[index // per_unit] * per_unit + index % per_unit for table in tables]

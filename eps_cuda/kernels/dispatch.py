@@ -6,8 +6,8 @@ function then does it. Nothing here waits for the device.
 Kernels score `meanstd`, and `rq` unless it has bounds of its own: where array operations make bounds they make the
 estimate with them, and a kernel of the estimate alone would save nothing. Kernels choose groups by topk per kv head;
 the masks of other policies, of scope union and of head modes come from array operations, and a kernel lists them
-(`listing`). Attention and tails have kernels whatever was chosen; writes have them where `covers_writing` says
-so.
+(`listing`). Attention, of rows too, and tails have kernels whatever was chosen; writes have them where
+`covers_writing` says so.
 """
 
 import numpy as np
@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from eps_core.config.eps import EpsConfig
-from eps_core.gate.protocol import Scores, Selection
+from eps_core.gate.protocol import RowsRead, Scores, Selection
 from eps_core.paging.groups import WritePlan
+from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
 from eps_cuda.cache import Cache
 from eps_cuda.kernels import attend as attend_kernels
+from eps_cuda.kernels import rows as rows_kernels
 from eps_cuda.kernels import score as score_kernels
 from eps_cuda.kernels import select as select_kernels
 from eps_cuda.kernels import tail as tail_kernels
@@ -30,8 +32,8 @@ State = tuple[Tensor, Tensor]
 SCORERS = {"meanstd": score_kernels.score_meanstd}  # besides codes without bounds of their own
 
 
-def on_device(cache: Cache, where: Where) -> tuple[Tensor, Tensor]:
-    """The step's table [B, M] and lengths [B] int32 on the device, copied once a step."""
+def on_device(cache: Cache, where: Where | Rows) -> tuple[Tensor, Tensor]:
+    """A step's or pass's table [B, M] and lengths [B] int32 on the device, copied once for all layers."""
     key = "device", cache.device
     if key not in where.kept:
         where.kept[key] = to_device(cache, where.table), to_device(cache, where.lengths.astype(np.int32))
@@ -141,6 +143,23 @@ def attend(cache: Cache, layer: int, q: Tensor, where: Where, selection: Selecti
     return attend_kernels.attend_groups(
         q, cache.k[layer], cache.v[layer], table, lengths, listed, counts, group_tokens=size
     )
+
+
+@torch.inference_mode()
+def attend_rows(
+    cache: Cache, layer: int, q: Tensor, rows: Rows, visit: Tensor | None = None, masses: bool = False
+) -> RowsRead:
+    table, lengths = on_device(cache, rows)
+    key = "starts", cache.device
+    if key not in rows.kept:
+        rows.kept[key] = to_device(cache, rows.starts.astype(np.int32))
+    cache.count_read(int(rows.lengths.sum()) * cache.spec.num_kv_heads * cache.spec.kv_token_bytes)
+    return RowsRead(
+        *rows_kernels.attend_rows(
+            q, cache.k[layer], cache.v[layer], table, lengths, rows.kept[key],
+            most_rows=int(rows.num_rows.max()), group_tokens=cache.store.S, visit=visit, masses=masses,
+        )
+    )  # fmt: skip
 
 
 @torch.inference_mode()
