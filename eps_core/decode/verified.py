@@ -165,8 +165,8 @@ class Verifier:
             for row, index in enumerate(alive)
         ]
         return self._record(
-            alive, [0] * len(alive), said, [int(length) - 1 for length in lengths],
-            bytes_kv_verify=self.cache.kv_bytes_read - kv_bytes, weight_passes=1, verify_ms=verify_ms,
+            alive, [0] * len(alive), said, [int(length) - 1 for length in lengths], (0, 1),
+            bytes_kv_verify=self.cache.kv_bytes_read - kv_bytes, verify_ms=verify_ms,
         )  # fmt: skip
 
     # ---- with drafts ----
@@ -190,7 +190,7 @@ class Verifier:
             kv_bytes, started = self.cache.kv_bytes_read, self.clock()
             logits, unread = self._verify(parts, fed, rows, outputs)
             verify_ms = 1000 * (self.clock() - started)
-            verify_bytes = self.cache.kv_bytes_read - kv_bytes
+            verify_bytes, passes = self.cache.kv_bytes_read - kv_bytes, (len(outputs), len(self._passes))
             said = [
                 accept(own, part.tokens, part.logits, self.sampling, self.verify.rule, part.index, part.length + 1,
                        self.stop)
@@ -208,10 +208,10 @@ class Verifier:
         elif self.num_rounds:
             self.pace.saw_cost("dense", verify_ms)
         return self._record(
-            [part.index for part in parts], drafted, said, [part.length for part in parts],
+            [part.index for part in parts], drafted, said, [part.length for part in parts], passes,
             bytes_kv_draft=sum(layer.kv_bytes_read for output in outputs for layer in output.layers),
             bytes_summary_draft=sum(layer.summary_bytes_read for output in outputs for layer in output.layers),
-            bytes_kv_verify=verify_bytes, weight_passes=len(outputs) + 1, draft_ms=draft_ms, verify_ms=verify_ms,
+            bytes_kv_verify=verify_bytes, draft_ms=draft_ms, verify_ms=verify_ms,
             rolled_back=int(num_rows.sum()) - sum(len(one.tokens) for one in said),
             **self._audit(parts, logits, rows, unread),
         )  # fmt: skip
@@ -366,8 +366,10 @@ class Verifier:
         }  # fmt: skip
 
     def _record(
-        self, indices: list[int], drafted: list[int], said: list[Said], lengths: list[int], **more: Any
-    ) -> RoundRecord:
+        self, indices: list[int], drafted: list[int], said: list[Said], lengths: list[int], passes: tuple[int, int],
+        **more: Any,
+    ) -> RoundRecord:  # fmt: skip
+        """`lengths` in the cache before the round; `passes` over the drafter's weights and over the decoder's."""
         spec, accepted = self.cache.spec, [one.accepted for one in said]
         # dense decoding reads all that came before each token that was said
         tokens_read = sum(
@@ -391,6 +393,8 @@ class Verifier:
             bytes_kv_dense=tokens_read * spec.num_layers * spec.num_kv_heads * spec.kv_token_bytes,
             top2_margin_min=min((one for one in margins if np.isfinite(one)), default=None),
             margins=margins,
+            weight_passes=sum(passes),
+            bytes_weights=passes[0] * self.drafter.model.weight_bytes + passes[1] * self.decoder.model.weight_bytes,
             **(values | more),
         )
 
