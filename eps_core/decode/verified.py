@@ -159,17 +159,16 @@ class Verifier:
             self.cache, np.array([fed[i] for i in alive]), np.concatenate(slots), self.pool.table(running), lengths
         )
         verify_ms = 1000 * (self.clock() - started)
-        if self.num_rounds:
-            self.pace.saw_cost("dense", verify_ms)
         self._measured = [], {}
         said = [
             accept(output.logits[row : row + 1], (), (), self.sampling, "couple", index, int(lengths[row]), self.stop)
             for row, index in enumerate(alive)
         ]
+        if self.num_rounds:
+            self.pace.saw_cost("dense", 1000 * (self.clock() - started))
         return round_record(
-            self.cache.spec,
-            alive, [0] * len(alive), said, [int(length) - 1 for length in lengths],
-            bytes_kv_verify=self.cache.kv_bytes_read - kv_bytes, weight_passes=1, verify_ms=verify_ms,
+            self.cache.spec, alive, [0] * len(alive), said, [int(length) - 1 for length in lengths],
+            bytes_kv_verify=self.cache.kv_bytes_read - kv_bytes, verify_ms=verify_ms, **self._weights(0, 1),
         )  # fmt: skip
 
     # ---- with drafts ----
@@ -193,31 +192,31 @@ class Verifier:
             kv_bytes, started = self.cache.kv_bytes_read, self.clock()
             logits, unread = self._verify(parts, fed, rows, outputs)
             verify_ms = 1000 * (self.clock() - started)
-            verify_bytes = self.cache.kv_bytes_read - kv_bytes
+            verify_bytes, passes = self.cache.kv_bytes_read - kv_bytes, (len(outputs), len(self._passes))
             said = [
                 accept(own, part.tokens, part.logits, self.sampling, self.verify.rule, part.index, part.length + 1,
                        self.stop)
                 for part, own in zip(parts, np.split(logits, rows.starts[1:-1]), strict=True)
             ]  # fmt: skip
             self._commit(parts, sequences, fed, said, rows)
+            pass_ms = 1000 * (self.clock() - started)  # what a round pays for the pass, drawing and writing included
         except BaseException:
             for part in parts:
                 self.pool.release(sequences[part.index])
             raise
         drafted = [len(part.tokens) for part in parts]
         if any(drafted):
-            self.pace.saw_cost(int(num_rows.max()), verify_ms)
+            self.pace.saw_cost(int(num_rows.max()), pass_ms)
             self.pace.saw_round(drafted, [one.accepted for one in said])
         elif self.num_rounds:
-            self.pace.saw_cost("dense", verify_ms)
+            self.pace.saw_cost("dense", pass_ms)
         return round_record(
-            self.cache.spec,
-            [part.index for part in parts], drafted, said, [part.length for part in parts],
+            self.cache.spec, [part.index for part in parts], drafted, said, [part.length for part in parts],
             bytes_kv_draft=sum(layer.kv_bytes_read for output in outputs for layer in output.layers),
             bytes_summary_draft=sum(layer.summary_bytes_read for output in outputs for layer in output.layers),
-            bytes_kv_verify=verify_bytes, weight_passes=len(outputs) + 1, draft_ms=draft_ms, verify_ms=verify_ms,
+            bytes_kv_verify=verify_bytes, draft_ms=draft_ms, verify_ms=verify_ms,
             rolled_back=int(num_rows.sum()) - sum(len(one.tokens) for one in said),
-            **draft_audit([part.logits for part in parts], logits, rows, unread),
+            **draft_audit([part.logits for part in parts], logits, rows, unread), **self._weights(*passes),
         )  # fmt: skip
 
     def _draft(
@@ -339,6 +338,10 @@ class Verifier:
         for part, one in zip(parts, said, strict=True):
             self.pool.commit(sequences[part.index], [fed[part.index], *one.tokens[:-1]])
 
+    def _weights(self, drafts: int, verifies: int) -> dict[str, int]:
+        """What so many passes over the drafter's and the decoder's weights read."""
+        num_bytes = drafts * self.drafter.model.weight_bytes + verifies * self.decoder.model.weight_bytes
+        return {"weight_passes": drafts + verifies, "bytes_weights": num_bytes}
 
 def verified(
     decoder: Decoder,
