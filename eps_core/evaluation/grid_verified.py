@@ -74,7 +74,7 @@ def decode_both(
     """(dense, verified) decodes of documents that go on by themselves."""
     free = [Document(one.prompt, one.num_steps) for one in documents]
     dense = run_batch(session, free, {DENSE: EpsConfig()}, prefixes, sampling=sampling)[DENSE]
-    return dense, run_batch(session, free, {0: config}, prefixes, sampling=sampling, verify=verify)[0]
+    return dense, run_batch(session, free, {0: config}, prefixes, verifies={0: verify}, sampling=sampling)[0]
 
 
 def needle_numbers(answered: Sequence[tuple[bool, bool]]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from eps_core.config.verify import Verify
 from eps_core.decode.generate import generate
 from eps_core.decode.model import ModelSpec
 from eps_core.decode.sampling import Sampling
-from eps_core.decode.session import Prefix, Session
+from eps_core.decode.session import UNVERIFIED, Prefix, Session
 from eps_core.decode.verified import verified
 from eps_core.gate.stats import LayerStats
 from eps_core.paging.pool import PagePool
@@ -27,7 +27,6 @@ from eps_core.telemetry.steps import StepRecord, kl_divergence, summarise
 
 DENSE = "dense"  # the arm that the others are compared with
 GREEDY = Sampling()
-UNVERIFIED = Verify()
 DEFAULT_CONTEXT = 4096  # tokens
 K = TypeVar("K", bound=Hashable)
 
@@ -157,9 +156,11 @@ def run_batch(
     arms: Mapping[K, EpsConfig],
     prefixes: Sequence[Prefix],
     dense: Outcome | None = None,
+    verifies: Mapping[K, Verify] | None = None,
     **more: Any,
 ) -> dict[K, Outcome]:
     """Every arm's decode of documents whose `prefixes` are at hand; along texts, against `dense` where it is given.
+    Arms of `verifies` are verified, so that documents go on by themselves.
     Arms that keep the same share one cache, each writing over what the one before it decoded: an arm is what it would
     be alone, but for keys read back to seal the group that a prompt ends in. Where the prompts are too short for codes'
     centre, which the first arm's decode would then find for the next one, each has a cache of its own."""
@@ -176,8 +177,9 @@ def run_batch(
             written.append(sequence)
         for name in mine:
             found[name], cache = decode(
-                session, cache, pool, documents, arms[name].read, written=written, keep_logits=texts, **more
-            )
+                session, cache, pool, documents, arms[name].read, written=written, keep_logits=texts,
+                verify=(verifies or {}).get(name, UNVERIFIED), **more,
+            )  # fmt: skip
             for sequence, prefix in zip(written, prefixes, strict=True):
                 pool.rewind(sequence, len(prefix.tokens))
             if texts and dense is not None:
