@@ -13,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
 from eps_core.config.verify import Verify
 from eps_core.engine.plan import Plan
 from eps_core.engine.verified import Rounds
@@ -82,6 +83,7 @@ class Gated:
         self.rounds = Rounds(verify, self.stats, self._round) if verify.enabled else None
         self._config = plan.of_gated(config)
         self._num_kv_heads: int | None = None  # once known
+        self.spec: CacheSpec | None = None  # of verified rounds' cache, once there was one
         self._lock = threading.RLock()
         self._steps: dict[int, _Step] = {}  # under way, by the cache's id: threads may each have a forward of their own
         self._held: list[_Step] = []
@@ -218,6 +220,12 @@ class Gated:
             records, self.records = self.records, []
             return records
 
+    def take_rounds(self) -> list[RoundRecord]:
+        """The rounds of verified decoding kept so far, which are then let go."""
+        with self._lock:
+            rounds, self.round_records = self.round_records, []
+            return rounds
+
     def close(self) -> None:
         """Writes what is held and the summary, and lets the metrics file go."""
         with self._lock:
@@ -340,6 +348,7 @@ class Gated:
 
     def _round(self, record: RoundRecord, cache: Any) -> None:
         """A round of verified decoding is over."""
+        self.spec = cache.spec
         if self._writer is not None:
             self._write(record, cache)
         if self.keep_records:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from eps_core.config.eps import FLAT, EpsConfig
-from eps_core.config.verify import Verify
+from eps_core.config.verify import DEFAULT_DRAFTS, Verify
 from eps_core.errors import ConfigError, install, require
 from eps_core.files import records
 from eps_core.load import KERNELS
@@ -60,7 +60,11 @@ class Settings:
             records.check("metrics", str(extras["metrics"]), str)
             extras["metrics"] = Path(extras["metrics"])
         named = {field: extras.pop(name) for name, field in VERIFY.items() if name in extras}
-        verify = Verify(**{field: value for field, value in named.items() if value != "auto"})
+        if "draft" in named:
+            named["draft"] = None if named["draft"] == "auto" else named["draft"]
+        elif "most" in named:
+            named["draft"] = min(DEFAULT_DRAFTS, named["most"])
+        verify = Verify(**named)
         idle = sorted(name for name, field in VERIFY.items() if field in named and field != "mode")
         require(
             verify.enabled or not idle, f'{", ".join(idle)} means nothing without verified decoding: add verify="tokens"'
@@ -76,6 +80,7 @@ class Settings:
         extras = {"metrics": metrics, "audit_every": self.audit_every or None, "kernels": self.kernels}
         if self.verify.enabled:
             extras |= {name: getattr(self.verify, field) for name, field in VERIFY.items()}
+            extras["draft"] = "auto" if self.verify.draft is None else self.verify.draft
         return {**named, **{name: value for name, value in extras.items() if value is not None}}
 
 

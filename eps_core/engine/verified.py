@@ -28,10 +28,11 @@ _COUNTED = ("drafted", "accepted", "new_tokens", "bytes_kv_draft", "bytes_summar
             "bytes_kv_dense", "rolled_back")  # fmt: skip
 
 
-def check_engine(verify: Verify, engine: str) -> None:
-    """Raises ConfigError for what no engine's own decoding can do."""
+def check_engine(verify: Verify, engine: str, num_sequences: int = 1) -> None:
+    """Raises ConfigError for what no engine's own decoding can do, or not for so many prompts at once."""
     if not verify.enabled:
         return
+    require(num_sequences == 1, f"eps-verify drafts for one prompt at a time in {engine}: give one, not {num_sequences}")
     require(verify.mode == "tokens", f"eps-verify {verify.mode} needs our own matrix products: in {engine} use tokens")
     require(verify.select == "step", f"eps-draft-select {verify.select} is of our own decoders: in {engine} use step")
     require(verify.weights == "full", f"eps-draft-weights {verify.weights} are of our own decoders: in {engine} use full")
@@ -160,7 +161,7 @@ class Rounds:
             weight_passes=drafted + 1, draft_ms=draft_ms, verify_ms=verify_ms, round_ms=draft_ms + verify_ms,
             audit_kl=[], audit_tv=[], mass_skipped_true=None, top2_margin_min=min(finite, default=None),
             rolled_back=drafted + 1 - len(tokens), fallbacks={self._why: 1} if self._why is not None else {},
-            margins=list(margins) or [math.inf] * len(tokens),
+            margins=list(margins),
         )  # fmt: skip
         record.check()
         self._begun += 1

@@ -66,12 +66,15 @@ class _Text:
         logits_processors: Sequence[Callable[[mx.array, mx.array], mx.array]] | None = None,
         prefill_step_size: int = 2048,
         prompt_progress_callback: Callable[[int, int], None] | None = None,
+        stop: Sequence[int] = (),
     ) -> None:
-        """As mlx-lm's own loop; `own`: the layers of `cache` that are ours."""
+        """As mlx-lm's own loop; `own`: the layers of `cache` that are ours. A round ends with a token of `stop`, of
+        which mlx-lm's loop knows nothing: its caller leaves it there."""
         assert pool.gated.rounds is not None
         self.pool, self.model, self.cache, self.own, self.rounds = pool, model, cache, own, pool.gated.rounds
         self.max_tokens, self.sampler, self.processors = max_tokens, sampler, logits_processors or ()
         self.chunk, self.on_progress = prefill_step_size, prompt_progress_callback or (lambda done, total: None)
+        self.stop = frozenset(stop)
         self.context: mx.array | None = None  # tokens that processors are told of
 
     def said(self, prompt: mx.array) -> Iterator[tuple[int, mx.array]]:
@@ -166,8 +169,9 @@ class _Text:
         mx.eval(chosen, tokens, best)
         found, drafted = chosen.tolist(), tokens[1:].tolist()
         accepted = next((i for i, token in enumerate(drafted) if found[i] != token), len(drafted))
-        num_said = accepted + 1
-        mx.random.state[0][:] = rows[accepted][2]
+        stopped = next((i for i, token in enumerate(found[: accepted + 1]) if token in self.stop), accepted)
+        num_said, accepted = stopped + 1, min(accepted, stopped + 1)
+        mx.random.state[0][:] = rows[num_said - 1][2]
         margins: list[float] = [] if best is None else [abs(a - b) for a, b in best[:num_said].tolist()]
         return found[:num_said], [row[0] for _, row, _ in rows[:num_said]], margins, accepted
 
