@@ -195,7 +195,7 @@ def asked_for(config: EpsConfig | None, settings: dict[str, Any]) -> Settings:
         return Settings.of(settings)
     extras: dict[str, Any] = {name: settings.pop(name) for name in EXTRAS if name in settings}
     require(not settings, f"give EPS settings by config or by name, not both: {', '.join(settings)}")
-    return replace(Settings.of(extras), config=config)
+    return replace(Settings.of({"method": config.store.method, **extras}), config=config)
 
 
 def make_gated(model: Any, asked: Settings, **more: Any) -> Gated:

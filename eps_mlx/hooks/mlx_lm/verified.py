@@ -102,8 +102,8 @@ class _Text:
                     yield token, row
             finally:
                 # nobody takes the rest: the cache ends before it, as after mlx-lm's own speculation
-                for one in self.cache if num_taken < accepted else ():
-                    one.trim(accepted - num_taken)
+                if num_taken < accepted:
+                    self._take_back(accepted - num_taken, num_taken + 1)
             fed = tokens[-1]
             num_rounds += 1
             if num_rounds % 32 == 0:
@@ -119,7 +119,7 @@ class _Text:
         num_kept = 0
         try:
             tokens, numbers = mx.array([fed], mx.uint32), mx.array(mx.random.state[0])
-            drafting, context = self._copies(), self.context
+            drafting = self._copies()
             for _ in range(drafts):
                 logits = self.model(tokens[-1:][None], cache=drafting)[:, -1]
                 tokens = mx.concatenate([tokens, self._drawn(logits, tokens)[0].astype(mx.uint32)])
@@ -134,18 +134,11 @@ class _Text:
                 self.rounds.drafted()
             mx.random.state[0][:] = numbers
             state.verifying = True
-            watched, taken = self._watched()
-            logits = self.model(tokens[None], cache=watched)[0]
+            logits = self.model(tokens[None], cache=self._watched())[0]
             said, logprobs, margins, accepted = self._judge(logits, tokens)
             num_kept = len(said)
-            for one in self.cache:
-                if isinstance(one, EpsKVCache) or type(one) is KVCache:
-                    one.trim(drafts + 1 - num_kept)
-                else:
-                    for k, v in taken[id(one)]:
-                        for i in range(num_kept):
-                            one.update_and_fetch(k[:, :, i : i + 1], v[:, :, i : i + 1])
-            self.context = context
+            self._before = self._copies()
+            self._take_back(drafts + 1 - num_kept, num_kept)
             self._tell(tokens[:num_kept])
         finally:
             if not num_kept:
@@ -191,19 +184,30 @@ class _Text:
             self.context = tokens if self.context is None else mx.concatenate([self.context, tokens])
 
     def _copies(self) -> list[Any]:
-        """Of the layers whose cache overwrites what it holds a copy each, to draft with."""
+        """The caches; of layers that overwrite what they hold a copy each, to be written to instead."""
         return [_copied(one) if type(one) is RotatingKVCache else one for one in self.cache]
 
-    def _watched(self) -> tuple[list[Any], dict[int, list[tuple[mx.array, mx.array]]]]:
-        """The same for the verify pass, and what it will have written to them, by the layer's own cache."""
-        taken: dict[int, list[tuple[mx.array, mx.array]]] = {}
-        watched = []
-        for one, other in zip(self.cache, self._copies(), strict=True):
-            if other is not one:
-                taken[id(one)] = []
-                other.update_and_fetch = _noting(other, taken[id(one)])
-            watched.append(other)
-        return watched, taken
+    def _watched(self) -> list[Any]:
+        """The same for the verify pass, whose K and V of these layers are kept."""
+        self._rows: dict[int, list[tuple[mx.array, mx.array]]] = {}  # by place in the cache
+        watched = self._copies()
+        for place, one in enumerate(watched):
+            if one is not self.cache[place]:
+                self._rows[place] = []
+                one.update_and_fetch = _noting(one, self._rows[place])
+        return watched
+
+    def _take_back(self, num_tokens: int, num_kept: int) -> None:
+        """Takes the last tokens of a verify pass back, so that its first `num_kept` rows stay."""
+        for place, (one, before) in enumerate(zip(self.cache, self._before, strict=True)):
+            if one is before:
+                one.trim(num_tokens)
+                continue
+            # what was overwritten cannot be trimmed: rows come again, one by one, as dense decoding brings them
+            vars(one).update(vars(_copied(before)))
+            for k, v in self._rows[place]:
+                for i in range(num_kept):
+                    one.update_and_fetch(k[:, :, i : i + 1], v[:, :, i : i + 1])
 
 
 def _copied(cache: Any) -> Any:
