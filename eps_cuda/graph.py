@@ -296,10 +296,10 @@ def step(
     selections = []
     if outputs.visited is not None:
         # the next draft's take their places
-        groups, counts, visit = (one.clone() for one in outputs.visited)
+        groups, listed, visit = (one.clone() for one in outputs.visited)
         visit = visit[..., : where.num_groups]
         selections = [
-            Selection(groups[layer], counts[layer], uniform, where.num_forced, visit=visit[layer])
+            Selection(groups[layer], listed[layer], uniform, where.num_forced, visit=visit[layer])
             for layer in range(spec.num_layers)
         ]
     return cache, StepOutput(logits, layers, selections=selections)
