@@ -10,6 +10,7 @@ from eps_core.cli.help import CHECKS, FILE, INPUT, OUTPUT, OUTPUT_FILE, command,
 from eps_core.cli.numbers import COUNT, SEED, TOKENS, ListOf
 from eps_core.cli.options import DEMO_METHOD, config_of, given_flags, method_option, selection_options, summary_options
 from eps_core.cli.source import backend_option, device_option, model_option
+from eps_core.cli.verify import verify_of, verify_options
 from eps_core.decode.model import DEMO_MODEL
 from eps_core.evaluation.runner import DEFAULT_CONTEXT
 from eps_core.files import outputs
@@ -75,6 +76,7 @@ _SAME = (
 )  # fmt: skip
 @method_option(DEMO_METHOD)
 @selection_options
+@verify_options
 @summary_options
 @click.pass_context
 def evaluate_command(ctx: click.Context, /, **flags: Any) -> None:
@@ -89,12 +91,17 @@ def evaluate_command(ctx: click.Context, /, **flags: Any) -> None:
     Started again with the same -o it goes on where it was stopped, however it was stopped: finished samples are not
     asked again.
 
+    With --eps-verify the answers of EPS are verified, which makes them the dense ones, and real text is left out.
+
     Prints a table; the last line of stdout is one JSON object.
     """
     read = ("model", "text", "longbench", "longbench_prompts", "ruler", "eps_head_policy")
     inputs = {f"--{name.replace('_', '-')}": flags[name] for name in read}
     outputs.check({"-o": flags["out"]}, inputs | {"--model": flags["model"] or DEMO_MODEL})
     config = config_of(flags, given_flags(ctx, flags), default=DEMO_METHOD)
+    verify = verify_of(flags, given_flags(ctx, flags), config)
+    if verify.enabled and "text_steps" not in given_flags(ctx, flags):
+        flags["text_steps"] = 0  # a verified text is the dense one: there is no way to go
     if not config.store.enabled:
         raise click.UsageError("evaluate compares EPS with dense decode and EPS is off: name another --method")
     named = [task.strip() for task in flags["tasks"].split(",")]
@@ -108,6 +115,7 @@ def evaluate_command(ctx: click.Context, /, **flags: Any) -> None:
 
     request = MeasureRequest(
         config=config,
+        verify=verify,
         tasks=tasks,
         contexts=tuple(dict.fromkeys(chain.from_iterable(flags["context"]))),
         **{name: flags[name] for name in _SAME},

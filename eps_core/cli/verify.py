@@ -30,7 +30,7 @@ verify_options = options(
         "ties of rounding; bits: the same bits whatever is drafted, slower.",
     ),
     _option(
-        "--eps-draft", type=OrWord(Whole(), AUTO), default=AUTO, show_default=True, metavar="N|auto",
+        "--eps-draft", type=OrWord(Whole(), AUTO), default=_DEFAULT.draft, show_default=True, metavar="N|auto",
         help="Drafts a round; auto: as many as measured acceptance and costs make worth it, 0 among them.",
     ),
     _option(

@@ -25,13 +25,17 @@ from eps_core.decode.prompts import encode_prompts
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.spec import ModelSpec
 from eps_core.decode.tokenizer import encode, load_tokenizer
+from eps_core.decode.verified import verified
 from eps_core.errors import ConfigError, require
 from eps_core.gate.protocol import Array, Backend
 from eps_core.load import backend_name, load_backend, resolve_kernels
 from eps_core.paging.pool import PagePool
 from eps_core.paging.pool import Sequence as PagedSequence
-from eps_core.telemetry.steps import StepRecord, summarise
+from eps_core.telemetry.rounds import summarise_rounds
+from eps_core.telemetry.steps import summarise
 from eps_core.telemetry.terminal import Progress, TextStream
+
+UNVERIFIED = Verify()
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,9 +69,10 @@ class Generation:
     prompt_tokens: int
     bytes_read: int  # K, V and summaries, over all steps
     bytes_dense: int  # what dense attention reads in the same steps
-    groups_read: int  # summed over steps, layers and kv heads; pages where EPS is off
-    groups_total: int
+    groups_read: int | None  # summed over steps, layers and kv heads; pages where EPS is off; None: verified
+    groups_total: int | None
     tokens_per_s: float | None  # of decode
+    acceptance: float | None = None  # verified: share of the drafts that were dense decoding's tokens
 
 
 @dataclass
@@ -87,7 +92,7 @@ class Session:
     fault: str | None = None  # why auto took array operations instead of kernels
     checked: set[tuple[Store, bool]] = field(default_factory=set, repr=False)  # see `check_kernels`
     config: EpsConfig = EpsConfig()  # noqa: RUF009  of `generate` and `stream`; documents and arms bring their own
-    verify: Verify = Verify()  # noqa: RUF009  the same
+    verify: Verify = UNVERIFIED  # the same
     _drafter: Decoder | None = field(default=None, repr=False)
 
     @classmethod
@@ -100,13 +105,17 @@ class Session:
         kv_dtype: str = "auto",
         kernels: str = "auto",
         config: EpsConfig | None = None,
+        verify: Verify | str = UNVERIFIED,
         **settings: Any,
     ) -> Self:
         """A model as `resolve_model` reads it, None for the demo model, on a backend. EPS as `config` says, or flat
-        `settings` of `EpsConfig.of` (method="rq", budget=0.05, ..); off without them. Everything that can be refused is
-        refused here; the weights are read when the decoder is first asked for. dtype auto: float32 on a CPU, else as
+        `settings` of `EpsConfig.of` (method="rq", budget=0.05, ..); off without them. `verify`, a Verify or its mode
+        ("tokens", "bits"), makes every text the dense one: gated steps then only draft. Everything that can be refused
+        is refused here; the weights are read when the decoder is first asked for. dtype auto: float32 on a CPU, else as
         stored; kv_dtype auto: as dtype."""
         config = _config_of(config, settings)
+        verify = Verify(verify) if isinstance(verify, str) else verify
+        verify.check(config)
         path = DEMO_MODEL if model is None else resolve_model(model)
         if model is None and not (path / "config.json").is_file():
             raise ConfigError(f"the demo model is not in this installation ({path}): pass --model DIR")
@@ -117,7 +126,9 @@ class Session:
         kv_dtype = dtype if kv_dtype == "auto" else kv_dtype
         named, kernels = kernels != "auto", resolve_kernels(kernels, module.usable_kernels(device), device)
         name = "demo" if model is None else str(model)
-        session = cls(name, path, spec, tokenizer, module, device, dtype, kv_dtype, kernels, named, config=config)
+        session = cls(
+            name, path, spec, tokenizer, module, device, dtype, kv_dtype, kernels, named, config=config, verify=verify
+        )
         reason = why_not()
         if device == "cpu" and not named and session.backend_name != "numpy" and reason is not None:
             session.fall_back(f"CPU kernels cannot be used ({reason})")
@@ -133,12 +144,15 @@ class Session:
         if verify.weights == "full":
             return self.decoder
         if self._drafter is None:
-            self._drafter = Decoder(self.backend, self.decoder.model.quantised(4))
+            self._drafter = Decoder(self.backend, self.decoder.model.quantised())
         return self._drafter
 
-    def load(self) -> None:
-        """Reads the weights now, while nothing is written yet."""
+    def load(self, verify: Verify = UNVERIFIED) -> None:
+        """Reads the weights now, and makes what `verify` drafts with, while nothing is decoded or written yet. Raises
+        ConfigError where this model or device cannot draft so."""
         _ = self.decoder
+        if verify.enabled:
+            self.drafter(verify)
 
     def fall_back(self, fault: str) -> None:
         """Array operations from now on, with one line that says why. Raises ConfigError where kernels were named."""
@@ -230,7 +244,7 @@ class Session:
         texts = list(prompt) if isinstance(prompt, list | tuple) else [prompt]
         prompts, steps = self._steps(texts, max_new_tokens, Sampling(temperature, top_p, seed), stop, chat)
         records = list(steps)
-        total = summarise(records)
+        total = summarise_rounds(records) if self.verify.enabled else summarise(records)
         made = [
             Generation(
                 self.decode(tokens),
@@ -241,6 +255,7 @@ class Session:
                 total["pages_visited"],
                 total["pages_total"],
                 total["tokens_per_s"],
+                total.get("acceptance"),
             )
             for one, tokens in zip(prompts, tokens_of(records, len(prompts)), strict=True)
         ]
@@ -263,7 +278,8 @@ class Session:
 
         def told() -> Iterator[str]:
             for record in steps:
-                text.add(record.tokens[0])
+                for token in record.tokens:
+                    text.add(token)
                 yield from pieces
                 pieces.clear()
             text.flush()
@@ -273,15 +289,17 @@ class Session:
 
     def _steps(
         self, texts: Sequence[str], max_new_tokens: int, sampling: Sampling, stop: bool, chat: bool
-    ) -> tuple[list[list[int]], Generator[StepRecord, None, Any]]:
-        """(tokens of each prompt, steps to come), in a cache of their own; what can be refused is refused here."""
+    ) -> tuple[list[list[int]], Generator[Any, None, Any]]:
+        """(tokens of each prompt, steps or rounds to come), in a cache of their own; what can be refused, is now."""
         prompts = self.encode_prompts(texts, max_new_tokens, chat)
-        self.load()
+        self.load(self.verify)
+        self.check_kernels(self.config.store, self.verify.enabled)
         cache, pool = self.cache(self.config.store, [len(prompt) + max_new_tokens for prompt in prompts])
         stop_tokens = self.spec.eos_token_ids if stop else ()
-        return prompts, generate(
-            self.decoder, cache, pool, prompts, max_new_tokens, sampling, self.config.read, stop_tokens
-        )
+        same = self.decoder, cache, pool, prompts, max_new_tokens, sampling, self.config.read
+        if self.verify.enabled:
+            return prompts, verified(*same, self.verify, stop_tokens, drafter=self.drafter(self.verify))
+        return prompts, generate(*same, stop_tokens)
 
     def cache_spec(self, store: Store, num_tokens: int | Sequence[int], pool_tokens: int | None = None) -> CacheSpec:
         """Of a sequence of up to `num_tokens` tokens, or of several, each with its own number; of `pool_tokens` in all

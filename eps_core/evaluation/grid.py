@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from eps_core.config.eps import EpsConfig
+from eps_core.config.verify import Verify
 from eps_core.errors import ConfigError, fault_line
 from eps_core.evaluation.grid_cell import Bench, Plan
-from eps_core.evaluation.grid_settings import HeadModes, Setting, config_of
+from eps_core.evaluation.grid_settings import HeadModes, Setting, config_of, verify_of
 from eps_core.files.resumable import ResumableFile
 from eps_core.tasks.corpus import SHA256
 from eps_core.telemetry import provenance, terminal
@@ -60,6 +61,7 @@ def cell_line(index: int, setting: Setting, config: EpsConfig | None, numbers: d
         "scope": setting.scope,
         "heads": setting.heads,
         "strict": setting.strict,
+        "verified": None,  # how, of a cell of verified decoding
         "skipped": None,
         **numbers,
     }
@@ -123,7 +125,7 @@ def run_cells(
     done. A cell that cannot be run is written with the reason, and the grid goes on."""
     counts = Counts()
     pending = [index for index in range(len(cells)) if index not in finished]
-    plans: dict[int, EpsConfig] = {}
+    plans: dict[int, tuple[EpsConfig, Verify]] = {}
 
     def skip(index: int, config: EpsConfig | None, why: str) -> None:
         reason = " ".join(why.split())
@@ -134,6 +136,7 @@ def run_cells(
     for index in pending:
         try:
             config = config_of(cells[index], head_modes)
+            verify = verify_of(cells[index], config)
         except ConfigError as error:
             skip(index, None, str(error))
             continue
@@ -141,16 +144,20 @@ def run_cells(
         if reason is not None:
             skip(index, config, reason)
         else:
-            plans[index] = config
+            plans[index] = config, verify
     for index in sorted(plans, key=lambda i: (cells[i].context, cells[i].batch, i)):
         started = time.perf_counter()
         try:
-            numbers = bench.measure(cells[index], plans[index])
+            config, verify = plans[index]
+            if verify.enabled:
+                numbers = {"verified": verify.to_dict(), **bench.measure_verified(cells[index], config, verify)}
+            else:
+                numbers = bench.measure(cells[index], config)
         except (MemoryError, RuntimeError, ValueError) as error:
             # an error of a value alone is the cell's own: no such document, NaN in K. What the machine did comes first
             # in a chain: a cache that it could not allocate is refused, too
             if isinstance(error, ValueError) and error.__cause__ is None:
-                skip(index, plans[index], str(error))
+                skip(index, config, str(error))
                 continue
             reason = fault_line(error)
             file.write({"type": "failed", "index": index, "setting": asdict(cells[index]), "reason": reason})
@@ -158,7 +165,7 @@ def run_cells(
             progress(index, None)
             continue
         seconds = time.perf_counter() - started
-        file.write(cell_line(index, cells[index], plans[index], {**numbers, "seconds": round(seconds, 3)}))
+        file.write(cell_line(index, cells[index], config, {**numbers, "seconds": round(seconds, 3)}))
         counts.measured += 1
         progress(index, seconds)
     return counts

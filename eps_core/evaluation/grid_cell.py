@@ -13,9 +13,12 @@ from typing import Any
 import numpy as np
 
 from eps_core.config.eps import EpsConfig
+from eps_core.config.verify import Verify
+from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Prefix, Session
 from eps_core.errors import ConfigError
 from eps_core.evaluation.grid_settings import Setting
+from eps_core.evaluation.grid_verified import Measured, decode_both, needle_numbers
 from eps_core.evaluation.runner import Document, Outcome, run_batch
 from eps_core.gate.stats import LayerStats
 from eps_core.tasks.corpus import corpus
@@ -96,12 +99,40 @@ class Bench:
             return str(error)
         return None
 
-    def measure(self, setting: Setting, config: EpsConfig) -> dict[str, Any]:
-        """The numbers of one cell (see `cell_line`)."""
+    def measure_verified(self, setting: Setting, config: EpsConfig, verify: Verify) -> dict[str, Any]:
+        """The numbers of one cell of verified decoding (see `cell_line`)."""
+        self._turn_to(setting)
+        plan, batch, context = self.plan, setting.batch, setting.context
+        measured = Measured(plan.seed)
+        sampling = Sampling(setting.temperature, seed=plan.seed)
+        for indices in _batches(-(-plan.texts // batch) * batch, batch):
+            measured.add(*self._both("text", context, indices, config, verify, sampling), len(indices))
+        answered: list[tuple[bool, bool]] = []
+        for indices in _batches(plan.needles, batch):
+            outcomes = self._both("needle", context, indices, config, verify, Sampling())
+            for row, index in enumerate(indices):
+                _, answer = self._document("needle", context, index)
+                before, now = (self._says(one.said[row], answer) for one in outcomes)
+                answered.append((before, now))
+        return {**measured.numbers(), **needle_numbers(answered)}
+
+    def _both(
+        self, kind: str, context: int, indices: tuple[int, ...], config: EpsConfig, verify: Verify, sampling: Sampling
+    ) -> tuple[Outcome, Outcome]:
+        documents = [self._document(kind, context, index)[0] for index in indices]
+        prefixes = [self._prefix(kind, context, index) for index in indices]
+        return decode_both(self.session, documents, prefixes, config, verify, sampling)
+
+    def _turn_to(self, setting: Setting) -> None:
+        """Lets go of what cells of another context or batch shared."""
         if self._group != (setting.context, setting.batch):
             self._group = (setting.context, setting.batch)
             self._dense.clear()  # whole vocabularies: only the cells of one context and batch share them
             self._prefixes = {key: kept for key, kept in self._prefixes.items() if key[1] == setting.context}
+
+    def measure(self, setting: Setting, config: EpsConfig) -> dict[str, Any]:
+        """The numbers of one cell (see `cell_line`)."""
+        self._turn_to(setting)
         plan, batch = self.plan, setting.batch
         gated, dense = _Measured(), _Measured()
         divergences: list[float] = []

@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_type_hints
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import POLICIES, SCOPES
 from eps_core.config.store import EVALUATION_METHODS, METHODS, coded_methods
+from eps_core.config.verify import DRAFT_WEIGHTS, MODES, SELECTS, VERIFY_RULES, Verify
 from eps_core.errors import ConfigError, brief, shown
 from eps_core.files import inputs
 from eps_core.files.records import Between, read_record
@@ -47,6 +48,14 @@ class Setting:
     tail_tokens: int | None = None
     scope: str = "kv-head"
     first_n: int | None = None
+    # verified decoding: documents then go on by themselves, drawn with `temperature`
+    verify: str = "off"
+    draft: int | None = None
+    draft_auto: bool = False
+    draft_select: str = "step"
+    draft_weights: str = "full"
+    verify_rule: str = "couple"
+    temperature: float = 0.0
 
 
 _KINDS = get_type_hints(Setting, include_extras=True)
@@ -56,10 +65,16 @@ _CHOICES = {
     "policy": POLICIES,
     "heads": ("all", "retrieval"),
     "scope": SCOPES,
+    "verify": MODES,
+    "draft_select": SELECTS,
+    "draft_weights": DRAFT_WEIGHTS,
+    "verify_rule": VERIFY_RULES,
 }
 STRICT_BITS = 8  # of the codes that certify a strict cell of a method without bounds
 # the axes that mean something under one policy, or some, only
 _POLICIES_OF = {"alpha": ("threshold",), "tau": ("share",), "budget": ("topk", "threshold")}
+
+_EXACT = {"context": [4096, 8192], "verify": "tokens", "temperature": [0.0, 0.8]}
 
 # the product requirements' grid, 1,296 cells; one that the demo model finishes in minutes, and one in half a minute
 PRESETS: dict[str, list[dict[str, Any]]] = {
@@ -102,6 +117,15 @@ PRESETS: dict[str, list[dict[str, Any]]] = {
                 "group_blocks": [4, 8, 16],
             }.items()
         ),
+    ],
+    # exact text: drafts and budgets, what drafts read, other drafters at about the same bytes, and rejection
+    "verified": [
+        {**_EXACT, "method": "rq", "budget": 0.05, "draft": [4, 8, 12, 16]},
+        {**_EXACT, "method": "rq", "budget": [0.02, 0.1], "draft": [8, 16]},
+        {**_EXACT, "method": "rq", "budget": 0.05, "draft": 12, "draft_select": ["verified", "hybrid"]},
+        {**_EXACT, "method": ["box", "meanstd"], "group_tokens": 16, "budget": 0.03, "draft": 12},
+        {**_EXACT, "method": "rq", "budget": 0.05, "draft": 12, "temperature": 0.8, "verify_rule": "reject"},
+        {**_EXACT, "method": "rq", "budget": 0.05, "draft": 12, "draft_weights": "4bit"},
     ],
 }
 
@@ -189,3 +213,21 @@ def config_of(setting: Setting, head_modes: HeadModes | None) -> EpsConfig:
         epsilon=default.read.epsilon if setting.epsilon is None else float(setting.epsilon),
         strict=setting.strict,
     )
+
+
+def verify_of(setting: Setting, config: EpsConfig) -> Verify:
+    """The cell's Verify; ConfigError says why a combination is impossible."""
+    default = Verify()
+    draft = None if setting.draft_auto else default.draft if setting.draft is None else setting.draft
+    most = max(default.most, draft or 0)
+    verify = Verify(setting.verify, draft, most, setting.draft_select, setting.verify_rule, setting.draft_weights)
+    idle = [name for name in _VERIFY_AXES if getattr(setting, name) != getattr(Setting(), name)]
+    if idle and not verify.enabled:
+        raise ConfigError(f"{idle[0]} {getattr(setting, idle[0])} belongs to verified decoding: add verify tokens")
+    if setting.draft_auto and setting.draft is not None:
+        raise ConfigError(f"draft {setting.draft} and draft_auto say two things")
+    verify.check(config, setting.temperature)
+    return verify
+
+
+_VERIFY_AXES = ("draft", "draft_auto", "draft_select", "draft_weights", "verify_rule", "temperature")

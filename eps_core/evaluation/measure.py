@@ -17,12 +17,13 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
+from eps_core.config.verify import Verify
 from eps_core.decode.heads import model_fingerprint
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError, fault_line
 from eps_core.evaluation import quality
 from eps_core.evaluation.quality import Answer, Followed
-from eps_core.evaluation.runner import DENSE, Document, run_document, usual_context
+from eps_core.evaluation.runner import DENSE, UNVERIFIED, Document, run_document, usual_context
 from eps_core.files.outputs import Output
 from eps_core.files.resumable import Line, ResumableFile
 from eps_core.tasks import benchmarks
@@ -43,7 +44,7 @@ _SHARED_WITH_ORACLE = (
 # `text_sha256` of all that is read
 IDENTITY = (
     "config", "cache", "model", "model_id", "backend", "device", "compute_dtype", "asked", "text_sha256",
-    "questions_sha256",
+    "questions_sha256", "verify",
 )  # fmt: skip
 _ASKED = ("tasks", "contexts", "samples", "text_steps", "oracle", "seed")
 _Found = TypeVar("_Found", Answer, Followed)
@@ -68,6 +69,14 @@ class MeasureRequest:
     device: str = "auto"
     text: Path | None = None
     out: Path | None = None
+    verify: Verify = UNVERIFIED  # of the answers of the EPS arm
+
+    def __post_init__(self) -> None:
+        self.verify.check(self.config)
+        if self.verify.enabled and self.text_steps:
+            raise ConfigError(
+                f"text-steps {self.text_steps} measures how far EPS moves a text, and eps-verify moves none: use 0"
+            )
 
     def arms(self) -> dict[str, EpsConfig]:
         """The oracle has the same budget and group size, and the true masses in place of estimates."""
@@ -79,11 +88,13 @@ class MeasureRequest:
         return arms
 
 
-def ask(session: Session, question: Question, arms: dict[str, EpsConfig]) -> dict[str, Answer]:
-    """Every arm's answer to one question, `dense` first."""
+def ask(
+    session: Session, question: Question, arms: dict[str, EpsConfig], verify: Verify = UNVERIFIED
+) -> dict[str, Answer]:
+    """Every arm's answer to one question, `dense` first; that of `eps` verified where `verify` says so."""
     document = Document(question.tokens, question.max_new_tokens, stop=session.spec.eos_token_ids)
     answers = {}
-    for name, outcome in run_document(session, document, arms).items():
+    for name, outcome in run_document(session, document, arms, verifies={"eps": verify}).items():
         text = session.decode(outcome.said[0])
         answers[name] = Answer(text, benchmarks.score(question.sample, text), *outcome.bytes_read())
     return answers
@@ -158,6 +169,7 @@ def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, 
         text_sha256=hashlib.sha256(text).hexdigest() if text else None,
         questions_sha256=_questions_sha256(groups),
         asked={name: getattr(request, name) for name in _ASKED},
+        verify=request.verify.to_dict() if request.verify.enabled else None,
         files=[str(path) for path in files if path is not None],
     )
     arms = request.arms()
@@ -166,7 +178,7 @@ def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, 
     samples, documents = file.indexed("sample", num_samples), file.indexed("document", num_documents)
     resumed = len(samples) + len(documents)
     if resumed < num_samples + num_documents:
-        session.load()
+        session.load(request.verify)
     with file, terminal.Progress("evaluate:", "samples") as progress:
 
         def found(there: dict[int, Line], line: Line, what: str, work: Callable[[], Mapping[str, Any]]) -> Line:
@@ -188,7 +200,7 @@ def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, 
             answers = []
             for question in questions:
                 line = _sample_line(index, question)
-                line = found(samples, line, question.sample.task, partial(ask, session, question, arms))
+                line = found(samples, line, question.sample.task, partial(ask, session, question, arms, request.verify))
                 answers.append(_arms_of(line, (DENSE, *arms), Answer, output.path))
                 index += 1
             tasks.append(quality.task_result(questions, answers, request.seed))
@@ -212,6 +224,7 @@ def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, 
         "method": request.config.store.method,
         "policy": request.config.read.policy,
         "group_tokens": request.config.store.S,
+        "verify": request.verify.to_dict() if request.verify.enabled else None,
         "resumed": resumed,
         "tasks": [asdict(result) for result in tasks],
         "text": [asdict(result) for result in texts],

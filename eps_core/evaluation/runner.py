@@ -17,7 +17,7 @@ from eps_core.config.verify import Verify
 from eps_core.decode.generate import generate
 from eps_core.decode.model import ModelSpec
 from eps_core.decode.sampling import Sampling
-from eps_core.decode.session import Prefix, Session
+from eps_core.decode.session import UNVERIFIED, Prefix, Session
 from eps_core.decode.verified import verified
 from eps_core.gate.stats import LayerStats
 from eps_core.paging.pool import PagePool
@@ -27,7 +27,6 @@ from eps_core.telemetry.steps import StepRecord, kl_divergence, summarise
 
 DENSE = "dense"  # the arm that the others are compared with
 GREEDY = Sampling()
-UNVERIFIED = Verify()
 DEFAULT_CONTEXT = 4096  # tokens
 K = TypeVar("K", bound=Hashable)
 
@@ -82,9 +81,10 @@ class Outcome:
 
     @property
     def margins(self) -> list[tuple[int, int, float]]:
-        """(document, token, margin: see `sampling.Drawn`) of all that was said, in the order in which it was."""
+        """(document, token, margin: see `sampling.Drawn`) of all that was said, in the order in which it was; nothing
+        where an engine's own decoding does not tell."""
         every: Sequence[StepRecord | RoundRecord] = self.rounds or self.records
-        return [said for r in every for said in zip(r.sequences, r.tokens, r.margins, strict=True)]
+        return [said for r in every if r.margins for said in zip(r.sequences, r.tokens, r.margins, strict=True)]
 
     def bytes_read(self, first: int = 0) -> tuple[int, int]:
         """(K, V and summaries read, what dense attention reads) from step `first` on, or of all rounds."""
@@ -112,6 +112,7 @@ def decode(
     num_steps, outcome = max(one.num_steps for one in documents), Outcome(said=[[] for _ in documents])
     if verify.enabled and read is not None and cache.store.enabled:
         assert documents[0].forced is None, "a verified decode says what it says: it cannot be forced"
+        session.check_kernels(cache.store, verified=True)
         known = {name: more[name] for name in ("prefill_chunk", "on_prefill", "written") if name in more}
         rounds = verified(
             session.decoder, cache, pool, prompts, num_steps, sampling, read, verify, stop,
@@ -157,9 +158,11 @@ def run_batch(
     arms: Mapping[K, EpsConfig],
     prefixes: Sequence[Prefix],
     dense: Outcome | None = None,
+    verifies: Mapping[K, Verify] | None = None,
     **more: Any,
 ) -> dict[K, Outcome]:
     """Every arm's decode of documents whose `prefixes` are at hand; along texts, against `dense` where it is given.
+    Arms of `verifies` are verified, so that documents go on by themselves.
     Arms that keep the same share one cache, each writing over what the one before it decoded: an arm is what it would
     be alone, but for keys read back to seal the group that a prompt ends in. Where the prompts are too short for codes'
     centre, which the first arm's decode would then find for the next one, each has a cache of its own."""
@@ -176,8 +179,9 @@ def run_batch(
             written.append(sequence)
         for name in mine:
             found[name], cache = decode(
-                session, cache, pool, documents, arms[name].read, written=written, keep_logits=texts, **more
-            )
+                session, cache, pool, documents, arms[name].read, written=written, keep_logits=texts,
+                verify=(verifies or {}).get(name, UNVERIFIED), **more,
+            )  # fmt: skip
             for sequence, prefix in zip(written, prefixes, strict=True):
                 pool.rewind(sequence, len(prefix.tokens))
             if texts and dense is not None:

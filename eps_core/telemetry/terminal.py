@@ -188,7 +188,8 @@ def describe_verify(verify: Verify) -> str:
     )
     more = "" if verify.select == "step" else f", chosen by {verify.select} masses"
     more += "" if verify.weights == "full" else f", drafted with {verify.weights} weights"
-    return f"{verify.mode}: {drafts} drafts a round{more}, accepted by {'coupling' if verify.rule == 'couple' else 'rejection'}"
+    how = "coupling" if verify.rule == "couple" else "rejection"
+    return f"{verify.mode}: {drafts} drafts a round{more}, accepted by {how}"
 
 
 def _number(value: float | None, form: str = ",.0f") -> str:
@@ -242,7 +243,7 @@ def run_table(
         *([] if rounds else [("pre-pass ms, p50 / p95", "", _times(eps, "prepass_ms"))]),
         *([] if rounds else [("attention ms, p50 / p95", "", _times(eps, "attention_ms"))]),
         (
-            f"decode ms{' a token' if rounds else ''}, p50 / p95{steps}",
+            f"decode ms{of}, p50 / p95{steps}",
             _times(dense, "decode_ms"),
             _times(eps, "decode_ms"),
         ),
@@ -348,10 +349,10 @@ def rounds_json(tokens: list[int] | None, summary: dict[str, Any], config: EpsCo
 
 
 _ROUNDS_JSON = (
-    "bytes_summary_read", "bytes_kv_draft", "bytes_kv_verify", "weight_passes", "rounds", "rounds_drafted",
-    "tokens_per_round", "tokens_per_round_histogram", "drafted", "accepted", "acceptance", "acceptance_by_depth",
-    "offered_by_depth", "audit_kl_mean", "audit_tv_mean", "mass_skipped_true_mean", "top2_margin_min", "rolled_back",
-    "fallbacks",
+    "bytes_summary_read", "bytes_kv_draft", "bytes_kv_verify", "weight_passes", "bytes_weights", "rounds",
+    "rounds_drafted", "tokens_per_round", "tokens_per_round_histogram", "drafted", "accepted", "acceptance",
+    "acceptance_by_depth", "offered_by_depth", "audit_kl_mean", "audit_tv_mean", "mass_skipped_true_mean",
+    "top2_margin_min", "rolled_back", "fallbacks",
 )  # fmt: skip
 
 
