@@ -4,6 +4,7 @@ that come before anything is decoded or written."""
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.evaluation.runner import DENSE, Document, run_batch
 from eps_core.load import backend_name, load_backend
+from eps_core.telemetry.rounds import summarise_rounds
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 5
 RQ: dict[str, Any] = {"method": "rq", "budget": 0.3, "first_tokens": 4, "last_tokens": 16}
@@ -105,6 +107,8 @@ def test_rounds_say_which_weights_were_read(target: tuple, saved, verify: Verify
     assert total["drafted"] >= total["accepted"] > 0
     assert total["weight_passes"] == sum(passes.values())
     assert total["bytes_weights"] == sum(num_bytes * count for num_bytes, count in passes.items())
+    of_an_engine = [replace(one, bytes_weights=None) for one in got.rounds[-1:]]
+    assert summarise_rounds([*got.rounds[:-1], *of_an_engine])["bytes_weights"] is None
     drafts = session.drafter(verify).model.weight_bytes
     assert set(passes) == {full, drafts} and (drafts == full) == (verify.weights == "full")
     if drafts != full:  # a verify pass a round, in mode bits one of each sequence
