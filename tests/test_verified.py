@@ -27,7 +27,7 @@ def test_the_oracle_says_the_dense_text(name: str) -> None:
     prompts = [prompt(300), prompt(41, 1)]
     for sampling in (GREEDY, DRAWN):
         want = model.dense(prompts, config, 13, sampling)
-        for verify in (Verify("tokens", 5), Verify("tokens")):
+        for verify in (Verify("tokens", 5), Verify("tokens", None)):
             got = model.verified(prompts, config, 13, sampling, verify)
             assert got.said == want.said, (verify, sampling)
             assert_same_state(model, got, want, 1e-6)

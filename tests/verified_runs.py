@@ -66,7 +66,7 @@ class Model:
     """A tiny model on a backend, whose runs begin with all prompts but their last tokens in the cache."""
 
     def __init__(self, backend: Any, device: str, path: Path, kv_dtype: str = "float32", units: int = 40) -> None:
-        self.backend, self.device, self.kv_dtype, self.units = backend, device, kv_dtype, units
+        self.backend, self.device, self.path, self.kv_dtype, self.units = backend, device, path, kv_dtype, units
         self.spec = read_spec(path)
         self.decoder = load_decoder(backend, path, self.spec, "float32", device)
 
