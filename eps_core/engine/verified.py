@@ -32,10 +32,14 @@ def check_engine(verify: Verify, engine: str, num_sequences: int = 1) -> None:
     """Raises ConfigError for what no engine's own decoding can do, or not for so many prompts at once."""
     if not verify.enabled:
         return
-    require(num_sequences == 1, f"eps-verify drafts for one prompt at a time in {engine}: give one, not {num_sequences}")
+    require(
+        num_sequences == 1, f"eps-verify drafts for one prompt at a time in {engine}: give one, not {num_sequences}"
+    )
     require(verify.mode == "tokens", f"eps-verify {verify.mode} needs our own matrix products: in {engine} use tokens")
     require(verify.select == "step", f"eps-draft-select {verify.select} is of our own decoders: in {engine} use step")
-    require(verify.weights == "full", f"eps-draft-weights {verify.weights} are of our own decoders: in {engine} use full")
+    require(
+        verify.weights == "full", f"eps-draft-weights {verify.weights} are of our own decoders: in {engine} use full"
+    )
     require(
         verify.rule == "couple",
         f"eps-verify-rule {verify.rule} is of our own decoders: in {engine} drafts take the engine's own random "
