@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from verified_runs import DRAWN, Drafter, Model, Run, assert_same_state, check_rounds, eps, judge, placed, prompt, saved
+from verified_runs import DRAWN, Drafter, Model, assert_same_state, check_rounds, eps, judge, placed, prompt, saved
 
 from eps_core.config.verify import Verify
 from eps_core.decode.verified import Verifier
