@@ -17,21 +17,22 @@ CHUNK_ROWS = 1024  # quantised at a time, in memory that is used again; a multip
 class Packed:
     """A linear layer's weight [N, K] in groups of g. Rows are filled up to a multiple of 16.
 
-    Activations, steps and zeros have the model's dtype, which the kernel takes as it is, be it float32, float16 or
-    bfloat16; it sums in float32. It is made for few rows: on two cores with AVX-512 and AMX it was 2.5 to 3 times as
-    fast as the full bfloat16 product at one row, 1.7 times at four and slower at nine. In float32 it took six times as
-    long as the full product.
+    Activations, steps and zeros are bfloat16 on their way through whatever the model's dtype; the kernel sums in
+    float32. It is made for bfloat16 and few rows: on two cores with AVX-512 and AMX it was 2.5 to 3 times as fast as
+    the full bfloat16 product at one row, 1.7 times at four and slower at nine, where with float32 activations it took
+    five times as long as the full float32 product. Rounding to bfloat16 is small beside that to 4 bits.
     """
 
     codes: Tensor  # [rows, K/2] uint8, in the kernel's order
-    steps_zeros: Tensor  # [K/g, rows, 2]: step, and the weight of code 8
+    steps_zeros: Tensor  # [K/g, rows, 2] bfloat16: step, and the weight of code 8
     group_size: int
     outputs: int  # N
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """[T, N] of x [T, K]."""
-        y = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self.codes, self.group_size, self.steps_zeros)
-        y = y[:, : self.outputs]
+        """[T, N] of x [T, K], in the dtype of x."""
+        rounded = x.to(self.steps_zeros.dtype).contiguous()
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(rounded, self.codes, self.group_size, self.steps_zeros)
+        y = y[:, : self.outputs].to(x.dtype)
         return y if bias is None else y + bias
 
     @property
@@ -60,5 +61,5 @@ def pack(weight: Tensor, group_size: int) -> Packed:
     for rows in weight.split(CHUNK_ROWS):
         part, steps, offsets = affine(functional.pad(rows, (0, 0, 0, -len(rows) % ROWS_MULTIPLE)), group_size)
         codes.append(torch.ops.aten._convert_weight_to_int4pack_for_cpu(part, 1))
-        steps_zeros.append(torch.stack([steps, offsets + MIDDLE_CODE * steps], -1).transpose(0, 1).to(weight.dtype))
+        steps_zeros.append(torch.stack([steps, offsets + MIDDLE_CODE * steps], -1).transpose(0, 1).to(torch.bfloat16))
     return Packed(torch.cat(codes), torch.cat(steps_zeros, 1).contiguous(), group_size, len(weight))

@@ -92,14 +92,14 @@ class Model:
         return self._linear(self._head, self._norm("norm", x)).float()
 
     def whole_step(
-        self, cache: Cache, tokens: np.ndarray, slots: np.ndarray, where: Where, gated: bool
+        self, cache: Cache, tokens: np.ndarray, slots: np.ndarray, where: Where, gated: bool, draft: bool
     ) -> tuple[Cache, StepOutput] | None:
-        if cache.kernels != "triton":
+        if cache.kernels != "triton" or (draft and not gated):
             return None
         from eps_cuda import graph  # imports Triton, which only these kernels need
 
         return (
-            graph.step(self, cache, tokens, slots, where)
+            graph.step(self, cache, tokens, slots, where, draft)
             if gated
             else graph.dense_step(self, cache, tokens, slots, where)
         )

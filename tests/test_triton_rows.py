@@ -48,6 +48,7 @@ class Case:
     q_dtype: str | None = None
     asked: bool = True  # for visits and masses
     loud: float = 1.5  # of q's entries
+    spoilt: bool = False  # the last token of each sequence has NaN in V
 
     def __str__(self) -> str:
         rows = "+".join(map(str, self.rows))
@@ -82,6 +83,7 @@ def scene(case: Case, seed: int = 0) -> Scene:
     rng = np.random.default_rng(seed)
     batch = len(case.lengths)
     pool = batch * case.units + 3
+    values = rng.normal(size=(pool, case.kv_heads, case.unit, case.head_dim)) + 0.5
     table, order = np.full((batch, case.units), -1, np.int32), rng.permutation(np.arange(1, pool))
     inside = np.zeros((pool, 1, case.unit, 1), bool)
     for b, length in enumerate(case.lengths):
@@ -89,6 +91,8 @@ def scene(case: Case, seed: int = 0) -> Scene:
         table[b, :used], order = order[:used], order[used:]
         tokens = np.arange(length)
         inside[table[b, tokens // case.unit], 0, tokens % case.unit] = True
+        if case.spoilt:
+            values[table[b, (length - 1) // case.unit], :, (length - 1) % case.unit, 3] = np.nan
     shape = (pool, case.kv_heads, case.unit, case.head_dim)
     # one token far above the others makes the running maximum move
     k = rng.normal(size=shape) * (1 + 2 * (rng.random(shape[:3]) < 0.1))[..., None]
@@ -104,7 +108,7 @@ def scene(case: Case, seed: int = 0) -> Scene:
         case,
         native(q, case.q_dtype or case.dtype),
         native(np.where(inside, k, np.nan), case.dtype),
-        native(np.where(inside, rng.normal(size=shape) + 0.5, np.nan), case.dtype),
+        native(np.where(inside, values, np.nan), case.dtype),
         torch.from_numpy(table).to(DEVICE),
         Rows.of(table, np.array(case.lengths), np.array(case.rows)),
         torch.from_numpy(visit).to(DEVICE) if case.asked else None,
@@ -129,6 +133,9 @@ def check(module: ModuleType, case: Case) -> None:
         if case.dtype != "fp32":
             of_logits += 0 if same else reach * stored**2
             of_weights = stored if same else stored**2
+        if case.spoilt and seen == one.rows.lengths[b]:
+            assert torch.isnan(out[t, head]).all(), "a broken value changed the result of no row that sees it"
+            continue
         weights = np.exp(logits - logits.max())
         mass = logits.max() + np.log(weights.sum())
         weights /= weights.sum()
@@ -153,6 +160,7 @@ def check(module: ModuleType, case: Case) -> None:
 BASE = Case()
 CASES = [
     BASE,
+    replace(BASE, spoilt=True, asked=False),
     Case("bf16", 64, 4, 2, 64, 3, lengths=(190, 65, 1), rows=(9, 5, 1)),
     Case("fp16", 128, 8, 3, 48, 3, lengths=(143, 48), rows=(9, 48)),  # several tiles of queries
     Case("bf16", 80, 16, 16, 64, 2, kv_heads=1, lengths=(100,), rows=(33,)),
@@ -293,6 +301,7 @@ def test_placing_needs_no_kernel_and_kernels_see_no_summary():
 
 # ---------------------------------------------------------------------------------------------------------- mistakes
 
+SPOILT = replace(BASE, spoilt=True, asked=False)
 LONG = Case("fp32", 16, 2, 2, 16, 40, kv_heads=1, lengths=(620, 150), rows=(3, 9), asked=False)
 SPANS = Case("fp32", 16, 2, 80, 80, 3, kv_heads=1, lengths=(230,), rows=(3,))
 WIDE = Case("bf16", 64, 4, 2, 64, 1, lengths=(60,), rows=(3,), q_dtype="fp32", loud=0.1, asked=False)
@@ -300,7 +309,6 @@ WIDE = Case("bf16", 64, 4, 2, 64, 1, lengths=(60,), rows=(3,), q_dtype="fp32", l
 MUTANTS = {
     "sees the next row": ("length - num_rows + row + 1", "length - num_rows + row + 2", BASE),
     "sees one token less": ("length - num_rows + row + 1", "length - num_rows + row", BASE),
-    "reads past the end": ("(position < last)", "(position < last + 1)", replace(BASE, lengths=(179, 45))),
     "reads lanes past the group": ("(lane % S_PAD < S) & ", "", Case(size=3, unit=12, units=15)),
     "takes the other rows' queries": ("pair_row = (first_row + row)", "pair_row = (row)", BASE),
     "interleaves query heads": ("head = pair_row * R + r", "head = (first_row + row) * HKV * R + r * HKV + h", BASE),
@@ -308,9 +316,10 @@ MUTANTS = {
     "keeps old sums unscaled": ("acc = acc * shrink[:, None]", "acc = acc * 1.0", LONG),
     "keeps old totals unscaled": ("total = total * shrink", "total = total", LONG),
     "leaves NaN in unseen values": ("value = tl.where(finite, value, 0.0)", "value = tl.where(finite, value, value)",
-                                    replace(BASE, lengths=(180, 44))),
-    "drops a block": ("num_blocks = tl.cdiv(tl.maximum(last - first, 0)", "num_blocks = (tl.maximum(last - first, 0)",
-                      BASE),
+                                    SPOILT),
+    "forgets values that it took out": ("visible & spoilt[None, :]", "visible & (spoilt[None, :] & False)", SPOILT),
+    "drops a block": ("tl.cdiv(tl.maximum(last - first, 0), GROUPS * S)",
+                      "(tl.maximum(last - first, 0) // (GROUPS * S))", BASE),
     "drops the second tile": ("tiles = triton.cdiv(", "tiles = min(1, ", Case(rows=(9, 33))),
     "rounds a wider q": ("tl.dot(query_low, ", "tl.dot(query_low * 0, ", WIDE),
     "rounds weights under a wider q": ("tl.dot(weight_low, ", "tl.dot(weight_low * 0, ", WIDE),

@@ -20,6 +20,7 @@ from eps_core.cli.options import (
     summary_options,
 )
 from eps_core.config.eps import EpsConfig
+from eps_core.config.verify import Verify
 from eps_core.decode.model import DEMO_MODEL
 from eps_core.decode.sampling import Sampling
 from eps_core.engine.settings import Settings
@@ -40,7 +41,12 @@ engine_option = option(
 
 
 def run_in_engine(
-    flags: dict[str, Any], given: set[str], config: EpsConfig, prompts: tuple[str | Path, ...], demo_new_tokens: int
+    flags: dict[str, Any],
+    given: set[str],
+    config: EpsConfig,
+    verify: Verify,
+    prompts: tuple[str | Path, ...],
+    demo_new_tokens: int,
 ) -> dict[str, Any]:
     """`eps-proto run` in another engine; returns the last line's object."""
     for name in _OWN_ONLY:
@@ -54,7 +60,7 @@ def run_in_engine(
 
     request = EngineRequest(
         flags["engine"],
-        Settings(config, flags["metrics"], flags["eps_audit_every"], flags["kernels"]),
+        Settings(config, flags["metrics"], flags["eps_audit_every"], flags["kernels"], verify),
         Sampling(flags["temperature"], flags["top_p"], flags["seed"]),
         flags["model"],
         prompts,

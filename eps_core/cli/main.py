@@ -166,7 +166,7 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
     if verify.enabled and flags["eps_audit_every"]:
         raise click.UsageError("--eps-verify audits every draft as it is: drop --audit-every")
     if flags["engine"] != OWN:
-        click.echo(outputs.to_json(run_in_engine(flags, given, config, _prompts(flags), DEMO_NEW_TOKENS)))
+        click.echo(outputs.to_json(run_in_engine(flags, given, config, verify, _prompts(flags), DEMO_NEW_TOKENS)))
         return
     # late: `eps-proto info` and --help must work where a model cannot be loaded
     from eps_core.evaluation.compare import RunRequest, run

@@ -123,48 +123,47 @@ def tile_logits(typing_context, keys, first, second, stride, queries, num_parts,
 
 
 @intrinsic
-def tile_sums(typing_context, values, weights, num_steps, head_dim, lanes, sums):
-    """sums[c L + l] += value of token t in channel c . weight of t in lane l, over 32 num_steps tokens: values
-    [steps, D / 16, 16, 32] uint16 as `turn_values` leaves them, weights [steps, 2, L / 16, 16, 16, 2] as
-    `split_weights` does."""
+def tile_sums(typing_context, values, weights, num_steps, first, head_dim, lanes, sums):
+    """sums[c L + l] += value of token t in channel c . weight of t in lane l, for 32 channels from `first` on, over 32
+    num_steps tokens: values [steps, D, 32] uint16 as `turn_values` leaves them, weights [steps, 2, L / 16, 16, 16, 2]
+    as `split_rows` does."""
 
     def codegen(context, builder, signature, args):
         kinds = signature.args
-        value_data, weight_data, sum_data = (_data(context, builder, kinds[i], args[i]) for i in (0, 1, 5))
-        steps, dim, width = (_int64(context, builder, kinds[i], args[i]) for i in (2, 3, 4))
+        value_data, weight_data, sum_data = (_data(context, builder, kinds[i], args[i]) for i in (0, 1, 6))
+        steps, channel, dim, width = (_int64(context, builder, kinds[i], args[i]) for i in (2, 3, 4, 5))
         row_step, part_words = builder.mul(width, _i64(4)), builder.mul(width, _i64(STEP))
 
         def block(lane, columns: int):
-            with cgutils.for_range_slice(builder, _i64(0), dim, _i64(STEP)) as (channel, _):
-                places = []
+            places = []
+            for half in range(2):
+                for j in range(columns):
+                    row = builder.mul(builder.add(channel, _i64(16 * half)), width)
+                    at = builder.add(row, builder.add(lane, _i64(16 * j)))
+                    places.append(_bytes_at(builder, builder.gep(sum_data, [at])))
+            for i, place in enumerate(places):
+                _tile(builder, "tileloadd64", i, place, row_step)
+            with cgutils.for_range(builder, steps) as step:
+                words = builder.mul(builder.add(builder.mul(step.index, dim), channel), _i64(STEP))
                 for half in range(2):
+                    pointer = builder.gep(value_data, [builder.add(words, _i64(half * _TILE_WORDS))])
+                    _tile(builder, "tileloadd64", 4 + half, _bytes_at(builder, pointer), _i64(64))
+                for part in range(2):
+                    words = builder.mul(builder.add(builder.mul(step.index, _i64(2)), _i64(part)), part_words)
+                    words = builder.add(words, builder.mul(lane, _i64(STEP)))
                     for j in range(columns):
-                        row = builder.mul(builder.add(channel, _i64(16 * half)), width)
-                        at = builder.add(row, builder.add(lane, _i64(16 * j)))
-                        places.append(_bytes_at(builder, builder.gep(sum_data, [at])))
-                for i, place in enumerate(places):
-                    _tile(builder, "tileloadd64", i, place, row_step)
-                with cgutils.for_range(builder, steps) as step:
-                    words = builder.mul(builder.add(builder.mul(step.index, dim), channel), _i64(STEP))
+                        pointer = builder.gep(weight_data, [builder.add(words, _i64(j * _TILE_WORDS))])
+                        _tile(builder, "tileloadd64", 6 + j, _bytes_at(builder, pointer), _i64(64))
                     for half in range(2):
-                        pointer = builder.gep(value_data, [builder.add(words, _i64(half * _TILE_WORDS))])
-                        _tile(builder, "tileloadd64", 4 + half, _bytes_at(builder, pointer), _i64(64))
-                    for part in range(2):
-                        words = builder.mul(builder.add(builder.mul(step.index, _i64(2)), _i64(part)), part_words)
-                        words = builder.add(words, builder.mul(lane, _i64(STEP)))
                         for j in range(columns):
-                            pointer = builder.gep(weight_data, [builder.add(words, _i64(j * _TILE_WORDS))])
-                            _tile(builder, "tileloadd64", 6 + j, _bytes_at(builder, pointer), _i64(64))
-                        for half in range(2):
-                            for j in range(columns):
-                                _tile(builder, "tdpbf16ps", half * columns + j, 4 + half, 6 + j)
-                for i, place in enumerate(places):
-                    _tile(builder, "tilestored64", i, place, row_step)
+                            _tile(builder, "tdpbf16ps", half * columns + j, 4 + half, 6 + j)
+            for i, place in enumerate(places):
+                _tile(builder, "tilestored64", i, place, row_step)
 
         _columns(builder, width, block)
         return context.get_dummy_value()
 
-    return types.void(values, weights, num_steps, head_dim, lanes, sums), codegen
+    return types.void(values, weights, num_steps, first, head_dim, lanes, sums), codegen
 
 
 def _halves(builder, words):

@@ -43,14 +43,7 @@ def _powers(builder, x):
     shifted = builder.fadd(x, _splat(_MAGIC))
     rest = builder.fsub(x, builder.fsub(shifted, _splat(_MAGIC)))
     value = _splat(1.535336188319500e-4)
-    for term in (
-        1.339887440266574e-3,
-        9.618437357674640e-3,
-        5.550332471162809e-2,
-        2.402264791363012e-1,
-        6.931472028550421e-1,
-        1.0,
-    ):
+    for term in (1.33988744e-3, 9.61843736e-3, 5.55033247e-2, 2.40226479e-1, 6.93147203e-1, 1.0):
         value = _fma(builder, value, rest, _splat(term))
     exponent = builder.shl(builder.bitcast(shifted, integers), ir.Constant(integers, [23] * LANES))
     power = builder.add(exponent, ir.Constant(integers, [127 << 23] * LANES))
@@ -74,15 +67,9 @@ def _logs(builder, x):
     square = builder.fmul(rest, rest)
     value = _splat(7.0376836292e-2)
     for term in (
-        -1.1514610310e-1,
-        1.1676998740e-1,
-        -1.2420140846e-1,
-        1.4249322787e-1,
-        -1.6668057665e-1,
-        2.0000714765e-1,
-        -2.4999993993e-1,
-        3.3333331174e-1,
-    ):
+        -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1, 2.0000714765e-1,
+        -2.4999993993e-1, 3.3333331174e-1,
+    ):  # fmt: skip
         value = _fma(builder, value, rest, _splat(term))
     value = builder.fmul(builder.fmul(value, rest), square)
     value = _fma(builder, whole, _splat(-2.12194440e-4), value)
@@ -101,6 +88,13 @@ def _base(builder, largest, scale):
     """What logits are lowered by: largest * scale, 0 where nothing was seen."""
     seen = builder.fcmp_ordered(">", largest, _splat(float("-inf")))
     return builder.select(seen, builder.fmul(largest, scale), _splat(0.0))
+
+
+def _log_mass(builder, largest, total, natural):
+    """largest * natural + ln total; -inf where nothing was seen."""
+    mass = _fma(builder, largest, natural, _logs(builder, total))
+    seen = builder.fcmp_unordered(">", largest, _splat(float("-inf")))
+    return builder.select(seen, mass, _splat(float("-inf")))
 
 
 @intrinsic
@@ -213,18 +207,17 @@ def add_products(typing_context, a, a_start, row_step, step, num_rows, b, num_te
 
 
 @intrinsic
-def weigh_lanes(typing_context, logits, count, lanes, scale, most, totals, factors):
+def raise_most(typing_context, logits, count, lanes, scale, most, totals, factors):
     """A step of a softmax that runs over tiles of tokens, lane by lane: most[l] becomes the largest of itself and of
-    logits[t L + l] over t < count; these become weights 2^((logit - most) scale); factors[l] what sums relative to the
-    former most are multiplied by, and totals[l] becomes totals[l] factors[l] + the sum of the weights. -inf weighs
-    nothing; a lane that has seen nothing else keeps a most of -inf and a total of 0."""
+    logits[t L + l] over t < count; factors[l] what sums relative to the former most are multiplied by, as totals[l]
+    is."""
 
     def codegen(context, builder, signature, args):
         kinds = signature.args
         data, most_data, total_data, factor_data = (_data(context, builder, kinds[i], args[i]) for i in (0, 4, 5, 6))
         num, width = (_int64(context, builder, kinds[i], args[i]) for i in (1, 2))
         by = _broadcast(builder, context.cast(builder, args[3], kinds[3], types.float32))
-        largest, total = (cgutils.alloca_once(builder, _vector(_f32)) for _ in range(2))
+        largest = cgutils.alloca_once(builder, _vector(_f32))
         with cgutils.for_range_slice(builder, _i64(0), width, _i64(LANES)) as (lane, _):
             most_at, total_at, factor_at = (builder.gep(one, [lane]) for one in (most_data, total_data, factor_data))
             before = _load(builder, most_at, LANES, _f32)
@@ -233,29 +226,47 @@ def weigh_lanes(typing_context, logits, count, lanes, scale, most, totals, facto
                 pointer = builder.gep(data, [builder.add(builder.mul(each.index, width), lane)])
                 builder.store(_greater(builder, _load(builder, pointer, LANES, _f32), builder.load(largest)), largest)
             now = builder.load(largest)
-            base = _base(builder, now, by)
+            factor = _powers(builder, builder.fsub(_base(builder, before, by), _base(builder, now, by)))
             # a former most of -inf stands for sums of 0
-            factor = _powers(builder, builder.fsub(_base(builder, before, by), base))
             factor = builder.select(builder.fcmp_ordered(">", before, _splat(float("-inf"))), factor, _splat(0.0))
-            builder.store(builder.fmul(_load(builder, total_at, LANES, _f32), factor), total)
-            lowered = builder.fneg(base)
-            with cgutils.for_range(builder, num) as each:
-                pointer = builder.gep(data, [builder.add(builder.mul(each.index, width), lane)])
-                weight = _powers(builder, _fma(builder, _load(builder, pointer, LANES, _f32), by, lowered))
-                _store(builder, weight, pointer)
-                builder.store(builder.fadd(builder.load(total), weight), total)
             _store(builder, now, most_at)
             _store(builder, factor, factor_at)
-            _store(builder, builder.load(total), total_at)
+            _store(builder, builder.fmul(_load(builder, total_at, LANES, _f32), factor), total_at)
         return context.get_dummy_value()
 
     return types.void(logits, count, lanes, scale, most, totals, factors), codegen
 
 
 @intrinsic
+def weigh_lanes(typing_context, logits, first, end, lanes, scale, most, totals):
+    """logits[t L + l] become weights 2^((logit - most[l]) scale) for tokens first .. end - 1, and totals[l] grows by
+    them in their order. -inf weighs nothing; a lane that has seen nothing else keeps a total of 0."""
+
+    def codegen(context, builder, signature, args):
+        kinds = signature.args
+        data, most_data, total_data = (_data(context, builder, kinds[i], args[i]) for i in (0, 5, 6))
+        start, stop, width = (_int64(context, builder, kinds[i], args[i]) for i in (1, 2, 3))
+        by = _broadcast(builder, context.cast(builder, args[4], kinds[4], types.float32))
+        total = cgutils.alloca_once(builder, _vector(_f32))
+        with cgutils.for_range_slice(builder, _i64(0), width, _i64(LANES)) as (lane, _):
+            most_at, total_at = (builder.gep(one, [lane]) for one in (most_data, total_data))
+            lowered = builder.fneg(_base(builder, _load(builder, most_at, LANES, _f32), by))
+            builder.store(_load(builder, total_at, LANES, _f32), total)
+            with cgutils.for_range_slice(builder, start, stop, _i64(1)) as (token, _):
+                pointer = builder.gep(data, [builder.add(builder.mul(token, width), lane)])
+                weight = _powers(builder, _fma(builder, _load(builder, pointer, LANES, _f32), by, lowered))
+                _store(builder, weight, pointer)
+                builder.store(builder.fadd(builder.load(total), weight), total)
+            _store(builder, builder.load(total), total_at)
+        return context.get_dummy_value()
+
+    return types.void(logits, first, end, lanes, scale, most, totals), codegen
+
+
+@intrinsic
 def gather_mass(typing_context, logits, first, end, lanes, scale, most, totals):
-    """Adds the tokens first .. end - 1 of logits[t L + l] to the mass of a group, lane by lane: most[l] and totals[l]
-    as in `weigh_lanes`, the logits left as they are."""
+    """Adds the tokens first .. end - 1 of logits[t L + l] to the mass of a group, lane by lane: most[l] is
+    the largest of them so far, totals[l] the sum of their weights relative to it. Logits stay as they are."""
 
     def codegen(context, builder, signature, args):
         kinds = signature.args
@@ -299,6 +310,37 @@ def gather_mass(typing_context, logits, first, end, lanes, scale, most, totals):
 
 
 @intrinsic
+def whole_masses(typing_context, logits, first, end, lanes, scale, natural, masses):
+    """What `gather_mass` and `log_masses` leave of a group whose tokens are first .. end - 1, and no others."""
+
+    def codegen(context, builder, signature, args):
+        kinds = signature.args
+        data, mass_data = (_data(context, builder, kinds[i], args[i]) for i in (0, 6))
+        start, stop, width = (_int64(context, builder, kinds[i], args[i]) for i in (1, 2, 3))
+        by, to_natural = (_broadcast(builder, context.cast(builder, args[i], kinds[i], types.float32)) for i in (4, 5))
+        largest, total = (cgutils.alloca_once(builder, _vector(_f32)) for _ in range(2))
+        with cgutils.for_range_slice(builder, _i64(0), width, _i64(LANES)) as (lane, _):
+
+            def logit(token, lane=lane):
+                place = builder.add(builder.mul(token, width), lane)
+                return _load(builder, builder.gep(data, [place]), LANES, _f32)
+
+            builder.store(_splat(float("-inf")), largest)
+            with cgutils.for_range_slice(builder, start, stop, _i64(1)) as (token, _):
+                builder.store(_greater(builder, logit(token), builder.load(largest)), largest)
+            lowered = builder.fneg(_base(builder, builder.load(largest), by))
+            builder.store(_splat(0.0), total)
+            with cgutils.for_range_slice(builder, start, stop, _i64(1)) as (token, _):
+                weight = _powers(builder, _fma(builder, logit(token), by, lowered))
+                builder.store(builder.fadd(builder.load(total), weight), total)
+            mass = _log_mass(builder, builder.load(largest), builder.load(total), to_natural)
+            _store(builder, mass, builder.gep(mass_data, [lane]))
+        return context.get_dummy_value()
+
+    return types.void(logits, first, end, lanes, scale, natural, masses), codegen
+
+
+@intrinsic
 def log_masses(typing_context, most, totals, count, scale, masses):
     """masses[l] = most[l] scale + ln totals[l], -inf where most is, for l < count, a multiple of 16; scale takes logits
     to natural units."""
@@ -310,9 +352,7 @@ def log_masses(typing_context, most, totals, count, scale, masses):
         by = _broadcast(builder, context.cast(builder, args[3], kinds[3], types.float32))
         with cgutils.for_range_slice(builder, _i64(0), num, _i64(LANES)) as (lane, _):
             largest, total = (_load(builder, builder.gep(one, [lane]), LANES, _f32) for one in (most_data, total_data))
-            mass = _fma(builder, largest, by, _logs(builder, total))
-            seen = builder.fcmp_unordered(">", largest, _splat(float("-inf")))
-            _store(builder, builder.select(seen, mass, _splat(float("-inf"))), builder.gep(mass_data, [lane]))
+            _store(builder, _log_mass(builder, largest, total, by), builder.gep(mass_data, [lane]))
         return context.get_dummy_value()
 
     return types.void(most, totals, count, scale, masses), codegen
@@ -334,12 +374,24 @@ def powers(typing_context, x, count):
 
 
 @intrinsic
-def eight_bytes(typing_context, array, start):
-    """array[start : start + 8] of a uint8 array as one number, to see at once that nothing is set."""
+def set_bits(typing_context, array, start):
+    """Bit i of the result says whether array[start + i], of 64 uint8, is not 0."""
 
     def codegen(context, builder, signature, args):
         data = _data(context, builder, signature.args[0], args[0])
         pointer = builder.gep(data, [_int64(context, builder, signature.args[1], args[1])])
-        return builder.load(builder.bitcast(pointer, _i64.as_pointer()), align=1)
+        bytes_there = _load(builder, pointer, 64, ir.IntType(8))
+        zeros = ir.Constant(bytes_there.type, [0] * 64)
+        return builder.bitcast(builder.icmp_unsigned("!=", bytes_there, zeros), _i64)
 
-    return types.int64(array, start), codegen
+    return types.uint64(array, start), codegen
+
+
+@intrinsic
+def lowest_bit(typing_context, word):
+    """Which bit of a uint64 that is not 0 is its lowest."""
+
+    def codegen(context, builder, signature, args):
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(types.uint64), codegen

@@ -14,11 +14,14 @@ import numpy as np
 from eps_core.cpu.blocks import (
     BLOCK_ROWS,
     add_products,
-    eight_bytes,
     gather_mass,
     log_masses,
+    lowest_bit,
     powers,
+    raise_most,
+    set_bits,
     weigh_lanes,
+    whole_masses,
     widen_rows,
 )
 from eps_core.cpu.compile import kernel
@@ -87,12 +90,17 @@ def note_masses(logits, first, count, length, size, num_rows, repeat, scale, mos
     most and totals [L] hold what the group that goes on has so far."""
     lanes, end = len(most), first + count
     for group in range(first // size, (end + size - 1) // size):
-        stop = min((group + 1) * size, end)
-        gather_mass(logits, max(group * size, first) - first, stop - first, lanes, scale, most, totals)
-        if stop == (group + 1) * size or stop == length:
-            log_masses(most, totals, lanes, scale * LN_2, masses)
-            most[:] = -np.inf
-            totals[:] = 0
+        begin, stop = max(group * size, first), min((group + 1) * size, end)
+        ends = stop == (group + 1) * size or stop == length
+        if ends and begin == group * size:
+            whole_masses(logits, begin - first, stop - first, lanes, scale, scale * LN_2, masses)
+        else:
+            gather_mass(logits, begin - first, stop - first, lanes, scale, most, totals)
+        if ends:
+            if begin > group * size:
+                log_masses(most, totals, lanes, scale * LN_2, masses)
+                most[:] = -np.inf
+                totals[:] = 0
             for n in range(num_rows):
                 largest = masses[n]
                 for r in range(1, repeat):
@@ -108,17 +116,21 @@ def add_visited(weights, first, count, size, num_rows, repeat, lanes, visit, sta
         totals[lane] *= factors[lane]
     last = (first + count + size - 1) // size
     for n in range(num_rows):
-        start, group = starts[n], first // size
-        while group < last:
-            if group + 8 <= last and eight_bytes(visit, start + group) == 0:
-                group += 8
-                continue
-            for one in range(group, min(group + 8, last)):
-                if visit[start + one]:
-                    for i in range(max(one * size - first, 0), min((one + 1) * size - first, count)):
-                        for r in range(repeat):
-                            totals[r * num_rows + n] += weights[i * lanes + r * num_rows + n]
-            group += 8
+        for group in range(first // size, last, 64):
+            word, start = np.uint64(0), starts[n] + group
+            if start + 64 <= len(visit):
+                word = set_bits(visit, start)
+            else:
+                for one in range(len(visit) - start):
+                    word |= np.uint64(visit[start + one] != 0) << np.uint64(one)
+            if last - group < 64:
+                word &= (np.uint64(1) << np.uint64(last - group)) - np.uint64(1)
+            while word:
+                begin = (group + lowest_bit(word)) * size - first
+                word &= word - np.uint64(1)
+                for i in range(max(begin, 0), min(begin + size, count)):
+                    for r in range(repeat):
+                        totals[r * num_rows + n] += weights[i * lanes + r * num_rows + n]
 
 
 @kernel()
@@ -294,7 +306,8 @@ def attend_rows(
                     logits, first, count, length, size, rows_here, repeat, scale, all_most[:lanes],
                     all_totals[:lanes], masses, by_group[first_row : first_row + rows_here, h],
                 )  # fmt: skip
-            weigh_lanes(logits, count, lanes, scale, most, total, factors)
+            raise_most(logits, count, lanes, scale, most, total, factors)
+            weigh_lanes(logits, 0, count, lanes, scale, most, total)
             if listing:
                 add_visited(
                     logits, first, count, size, rows_here, repeat, lanes, flat_visit, visits, factors, share

@@ -8,7 +8,7 @@ float32's. As there, tasks and tiles lie at fixed places and lanes are their own
 import numpy as np
 
 from eps_core.cpu.amx import STEP, begin_tiles, end_tiles, split_rows, tile_logits, tile_sums, turn_values
-from eps_core.cpu.blocks import weigh_lanes
+from eps_core.cpu.blocks import raise_most, weigh_lanes
 from eps_core.cpu.compile import kernel
 from eps_core.cpu.rows import (
     add_visited,
@@ -34,6 +34,20 @@ UNIT_TOKENS = 16  # units of as many tokens, or multiples, can be multiplied whe
 def aligned_bits(count):
     """count uint16 that begin with a cache line."""
     return aligned((count + 1) // 2).view(np.uint16)
+
+
+@kernel()
+def ask_ahead(k, v, rows, at, asked_for, count, head_dim):
+    """Asks for `count` more rows of the tile behind that of rows[at], K and V in turns, `asked_for` of which were;
+    returns how many were then. A few at a time: what finds the queue of the second cache full is dropped."""
+    end = min(asked_for + count, 2 * TILE_TOKENS)
+    for i in range(asked_for, end):
+        row = rows[at + TILE_TOKENS + i // 2]
+        if i % 2:
+            ask_for(v, row, head_dim)
+        else:
+            ask_for(k, row, head_dim)
+    return end
 
 
 @kernel()
@@ -132,10 +146,9 @@ def attend_rows(
         first_hidden = length - num_rows + 1
         for at in range(0, end - begin, TILE_TOKENS):
             count, first = min(TILE_TOKENS, end - begin - at), begin + at
-            padded = (count + STEP - 1) // STEP * STEP
+            padded, asked_for = (count + STEP - 1) // STEP * STEP, 0
             for i in range(0, padded, STEP):
-                for ahead in range(at + i + TILE_TOKENS, at + i + TILE_TOKENS + STEP):
-                    ask_for(k, rows[ahead], head_dim)
+                asked_for = ask_ahead(k, v, rows, at, asked_for, 12, head_dim)
                 # sixteen tokens of a unit lie `strides` apart, past the end too; there may be no second sixteen
                 other = rows[at + i + 16] if i + 16 < count else rows[at + i]
                 tile_logits(
@@ -148,7 +161,10 @@ def attend_rows(
                     logits, first, count, length, size, num_rows, repeat, scale, all_most[:lanes],
                     all_totals[:lanes], masses, by_group[first_row : first_row + num_rows, h],
                 )  # fmt: skip
-            weigh_lanes(logits, count, lanes, scale, most, total, factors)
+            raise_most(logits, count, lanes, scale, most, total, factors)
+            for i in range(0, count, 16):
+                asked_for = ask_ahead(k, v, rows, at, asked_for, 12, head_dim)
+                weigh_lanes(logits, i, min(i + 16, count), lanes, scale, most, total)
             if listing:
                 add_visited(
                     logits, first, count, size, num_rows, repeat, lanes, flat_visit, visits, factors, share
@@ -159,14 +175,15 @@ def attend_rows(
             if not whole:
                 copy_clean(v, rows, at, count, padded, first, first_hidden, head_dim, seen, own, copy)
             for i in range(0, padded, STEP):
-                for ahead in range(at + i + TILE_TOKENS, at + i + TILE_TOKENS + STEP):
-                    ask_for(v, rows[ahead], head_dim)
+                asked_for = ask_ahead(k, v, rows, at, asked_for, 12, head_dim)
                 if whole:
                     turn_values(v, rows, at + i, head_dim, turned, i * head_dim)
                 else:
                     turn_values(copy, copy_rows, i, head_dim, turned, i * head_dim)
             scale_sums(own, factors)
-            tile_sums(turned, weights, padded // STEP, head_dim, lanes, own)
+            for c in range(0, head_dim, STEP):
+                asked_for = ask_ahead(k, v, rows, at, asked_for, 16, head_dim)
+                tile_sums(turned, weights, padded // STEP, c, head_dim, lanes, own)
         finish(progress, 1)
     end_tiles()
     wait(progress, 1, starts[-1])

@@ -71,9 +71,10 @@ class Arithmetic(Protocol):
         ...
 
     def whole_step(
-        self, cache: Any, tokens: np.ndarray, slots: np.ndarray, where: Where, gated: bool
+        self, cache: Any, tokens: np.ndarray, slots: np.ndarray, where: Where, gated: bool, draft: bool
     ) -> tuple[Any, StepOutput] | None:
-        """A decode step as one piece (a CUDA graph), or None, and nothing done, where there is none."""
+        """A decode step as one piece (a CUDA graph), or None, and nothing done, where there is none. A `draft` as
+        `Decoder.step` has it."""
         ...
 
 
@@ -135,8 +136,8 @@ class Decoder:
             where = Where.of(EpsConfig(cache.store, read), table, lengths)
         else:
             where = Where.dense(cache.store, table, lengths)
-        if not audit and not self.timing and self.tap is None and not draft:
-            done = model.whole_step(cache, tokens, slots, where, gated)
+        if not audit and not self.timing and self.tap is None and score is None:
+            done = model.whole_step(cache, tokens, slots, where, gated, draft)
             if done is not None:
                 return done
         reads: list[LayerRead] = []

@@ -147,9 +147,12 @@ class Session:
             self._drafter = Decoder(self.backend, self.decoder.model.quantised())
         return self._drafter
 
-    def load(self) -> None:
-        """Reads the weights now, while nothing is written yet."""
+    def load(self, verify: Verify = UNVERIFIED) -> None:
+        """Reads the weights now, and makes what `verify` drafts with, while nothing is decoded or written yet. Raises
+        ConfigError where this model or device cannot draft so."""
         _ = self.decoder
+        if verify.enabled:
+            self.drafter(verify)
 
     def fall_back(self, fault: str) -> None:
         """Array operations from now on, with one line that says why. Raises ConfigError where kernels were named."""
@@ -289,7 +292,7 @@ class Session:
     ) -> tuple[list[list[int]], Generator[Any, None, Any]]:
         """(tokens of each prompt, steps or rounds to come), in a cache of their own; what can be refused, is now."""
         prompts = self.encode_prompts(texts, max_new_tokens, chat)
-        self.load()
+        self.load(self.verify)
         self.check_kernels(self.config.store, self.verify.enabled)
         cache, pool = self.cache(self.config.store, [len(prompt) + max_new_tokens for prompt in prompts])
         stop_tokens = self.spec.eos_token_ids if stop else ()

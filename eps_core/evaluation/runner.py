@@ -81,9 +81,10 @@ class Outcome:
 
     @property
     def margins(self) -> list[tuple[int, int, float]]:
-        """(document, token, margin: see `sampling.Drawn`) of all that was said, in the order in which it was."""
+        """(document, token, margin: see `sampling.Drawn`) of all that was said, in the order in which it was; nothing
+        where an engine's own decoding does not tell."""
         every: Sequence[StepRecord | RoundRecord] = self.rounds or self.records
-        return [said for r in every for said in zip(r.sequences, r.tokens, r.margins, strict=True)]
+        return [said for r in every if r.margins for said in zip(r.sequences, r.tokens, r.margins, strict=True)]
 
     def bytes_read(self, first: int = 0) -> tuple[int, int]:
         """(K, V and summaries read, what dense attention reads) from step `first` on, or of all rounds."""

@@ -240,3 +240,14 @@ def write(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None
         k, v, slots, cache.k[layer], cache.v[layer], cache.finite[layer], valid, group_tokens=store.S, rq=rq,
         tail=tail, largest_key=None, largest_value=None,
     )  # fmt: skip
+
+
+@torch.inference_mode()
+def place(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: Tensor, finite: Tensor) -> None:
+    """`write` without what follows from a write: K and V alone, as `cache.place_kv` leaves them. `finite` [] bool is
+    told of NaN and Inf in the cache's place."""
+    k, v = (x.to(cache.k[layer].dtype).contiguous() for x in (k, v))
+    write_tokens(
+        k, v, slots, cache.k[layer], cache.v[layer], finite, None, group_tokens=cache.store.S, rq=None, tail=None,
+        largest_key=None, largest_value=None,
+    )  # fmt: skip

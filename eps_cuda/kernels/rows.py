@@ -91,9 +91,9 @@ def rows_split_kernel(
     GROUPS: tl.constexpr, SPAN: tl.constexpr, SPLIT_GROUPS: tl.constexpr,
     UNIT_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of queries, b * HKV + h, split): the tokens of one split, for BLOCK_M / R_PAD rows of sequence b and
-    the R query heads of kv head h. Writes part_out [T, Hq, splits, D] float32, normalised, part_lse and part_visited
-    [T, Hq, splits] float32, natural log, and masses [T, Hkv, G] of the groups that hold a token of the sequence."""
+    """Program (tile of queries, b * HKV + h, split): the tokens of one split, for BLOCK_M / R_PAD rows of sequence b
+    and the R query heads of kv head h. Writes part_out [T, Hq, splits, D] float32, normalised, part_lse and
+    part_visited [T, Hq, splits] float32, natural log, and masses [T, Hkv, G] of groups that hold a token of b."""
     tile, pair, split, num_splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     b, h = pair // HKV, pair % HKV
     length, first_row = tl.load(lengths + b), tl.load(starts + b)
@@ -249,15 +249,14 @@ def attend_rows(
 def blocks(repeat: int, head_dim: int, group_tokens: int, dtype: torch.dtype, q_dtype: torch.dtype) -> Blocks:
     """Of R query heads a kv head, D, S and the dtypes of the cache and of q. Not of how many rows or sequences there
     are: their bits would follow."""
-    # beside up to 64 queries, half of what one step's query has room for: more spills
-    tokens = min(plan(1, 0, head_dim, dtype, 1, 1).block_tokens, 32)
+    # half of what the few queries of one step have room for: more spills
+    tokens = max(plan(1, 0, head_dim, dtype, 1, 1).block_tokens // 2, 16)
     group_lanes = triton.next_power_of_2(group_tokens)
     groups, span = max(tokens // group_lanes, 1), max(group_lanes // tokens, 1)
     split_groups = max(SPLIT_TOKENS // (groups * group_tokens), 1) * groups
+    queries = 64 if q_dtype == dtype and head_dim <= 128 else 32
     if dtype not in HALVES:
-        queries = 16  # no tensor cores: their registers bound the tile
-    else:
-        queries = 64 if q_dtype == dtype and head_dim <= 128 else 32
+        queries = 16  # no tensor cores: the products' registers bound the tile
     return Blocks(max(queries, triton.next_power_of_2(repeat)), tokens, groups, span, split_groups, 8)
 
 

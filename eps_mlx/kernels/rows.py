@@ -94,7 +94,7 @@ _ROWS = (
         }
     }
 
-    // past the last query: beside others the last row stands in, whose results nobody writes twice; alone nothing is done
+    // past the last query: beside others the last row stands in, and is not written; alone nothing is done
     const bool works = first_query < rows * R;
     const bool idle = int(threadgroup_position_in_grid.x) * simdgroups * HEADS >= rows * R;
     for (int tile = 0; tile < (idle ? 0 : tiles); tile++) {
@@ -133,11 +133,9 @@ _ROWS = (
     + READ_PIECE
     + """
                             const size_t to = (next % STAGES * 32 + at) * STRIDE + lane % LANES;
-                            if (next < CHUNKS) {
-                                staged[to] = load_piece<VEC>(k_pool + from);
-                            } else {
-                                staged[to] = load_piece<VEC>(v_pool + from);
-                            }
+                            const auto pool = next < CHUNKS ? k_pool : v_pool;
+                            const Stored loaded = load_piece<VEC>(pool + from);
+                            staged[to] = loaded;
                         }
                     }
                 }
@@ -151,10 +149,12 @@ _ROWS = (
                         #pragma unroll
                         for (int h = 0; h < HEADS; h++) {
                             const Piece<float, VEC> a = load_piece<VEC>(q + head[h] * D + (p + c * LANES) * VEC);
+                            float dot = 0.0f;
                             #pragma unroll
                             for (int i = 0; i < VEC; i++) {
-                                weight[h] += a.v[i] * static_cast<float>(key.v[i]);
+                                dot += a.v[i] * static_cast<float>(key.v[i]);
                             }
+                            weight[h] += dot;
                         }
                     }
                 }

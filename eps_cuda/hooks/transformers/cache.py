@@ -17,6 +17,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.engine.gated import Gated
 from eps_core.engine.plan import Plan
 from eps_core.engine.settings import EXTRAS, Settings, check_version
+from eps_core.engine.verified import check_engine
 from eps_core.errors import ConfigError, require
 from eps_core.load import load_backend
 from eps_cuda.hooks.transformers.attention import NAME, hand_over
@@ -87,7 +88,8 @@ class EpsLayer(CacheLayerMixin):
             out, _ = sdpa_attention_forward(module, query, k, v, mask, scaling=scaling, **more)
             return out
 
-        if num_new > 1 or not rows.gated.on:
+        drafting = rows.round is not None and not rows.round.verifying
+        if num_new > 1 or not rows.gated.on or (rows.gated.rounds is not None and not drafting):
             return whole()
         assert rows.paged is not None and rows.where is not None
         cache, where = rows.paged.cache, rows.where
@@ -172,6 +174,10 @@ class EpsCache(Cache):
         Raises ConfigError for a model that has nothing to gate, naming why."""
         text = text_config(model)
         asked = asked_for(config, settings)
+        require(
+            not asked.verify.enabled,
+            "verified decoding is a loop, which a cache alone cannot be: use `with eps(model, verify=..)`",
+        )
         if gated is None:
             gated = make_gated(model, asked)
         self._rows = Rows(gated, asked.kernels, text.num_attention_heads)
@@ -189,18 +195,20 @@ def asked_for(config: EpsConfig | None, settings: dict[str, Any]) -> Settings:
         return Settings.of(settings)
     extras: dict[str, Any] = {name: settings.pop(name) for name in EXTRAS if name in settings}
     require(not settings, f"give EPS settings by config or by name, not both: {', '.join(settings)}")
-    return replace(Settings.of(extras), config=config)
+    return replace(Settings.of({"method": config.store.method, **extras}), config=config)
 
 
 def make_gated(model: Any, asked: Settings, **more: Any) -> Gated:
     """Counters of one model. Tells the layers that stay dense, and why."""
     check_version("transformers")
     require(asked.config.store.enabled, 'EPS is off and would keep nothing: name a method, such as method="rq"')
+    check_engine(asked.verify, "transformers")
     plan = plan_of(model)
     name = str(getattr(getattr(model, "config", model), "_name_or_path", ""))
     gated = Gated(
-        load_backend("cuda"), asked.config, plan, asked.metrics, asked.audit_every, model=Path(name).name, **more
-    )
+        load_backend("cuda"), asked.config, plan, asked.metrics, asked.audit_every, model=Path(name).name,
+        verify=asked.verify, **more,
+    )  # fmt: skip
     logger.log(logging.WARNING if plan.dense else logging.INFO, plan.line(gated.config))
     return gated
 

@@ -1,7 +1,7 @@
 """EPS for whatever calls a model's `generate` without a cache of its own: pipelines, servers, evaluation."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from eps_core.load import load_backend
 from eps_cuda.hooks.transformers.attention import NAME
 from eps_cuda.hooks.transformers.cache import EpsLayer, asked_for, make_gated, put_into, text_config
 from eps_cuda.hooks.transformers.rows import Rows
+from eps_cuda.hooks.transformers.verified import verifying
 
 
 @contextmanager
@@ -45,7 +46,8 @@ def eps(model: Any, config: EpsConfig | None = None, **settings: Any) -> Iterato
             model.set_attn_implementation(NAME)
             if text._attn_implementation != NAME:
                 raise ConfigError(f"{type(model).__name__} has an attention of its own, which EPS cannot replace")
-            yield gated
+            with verifying(model, gated) if gated.rounds is not None else nullcontext():
+                yield gated
     finally:
         handle.remove()
         model.set_attn_implementation(before)

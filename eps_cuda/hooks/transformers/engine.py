@@ -18,11 +18,13 @@ from transformers.generation.streamers import BaseStreamer
 from eps_core.decode.sampling import Sampling
 from eps_core.engine.protocol import Step
 from eps_core.engine.settings import Settings, check_version
+from eps_core.engine.verified import check_engine
 from eps_core.errors import ConfigError, one_line
 from eps_core.load import load_backend, resolve_kernels
 from eps_cuda.device import DTYPES, device_of
 from eps_cuda.hooks.transformers.attention import NAME
 from eps_cuda.hooks.transformers.cache import EpsCache, make_gated
+from eps_cuda.hooks.transformers.verified import verifying
 
 PREFILL_TOKENS = 2048  # of a prompt at once; bounds the memory of a padded batch's mask
 
@@ -98,7 +100,8 @@ class TransformersEngine:
         if sampling.temperature > 0:
             drawn = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
         devices = [device] if device.type != "cpu" else []
-        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        loop = verifying(model, self.gated) if gated and self.gated.rounds is not None else contextlib.nullcontext()
+        with loop, torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
             torch.manual_seed(sampling.seed)
             while streamer.sequences and ids.shape[1] < longest + max_new_tokens:
                 ids = model.generate(
@@ -150,6 +153,7 @@ def open_engine(
     """See `engine.protocol.EngineModule`; the cache grows as it is filled. dtype auto: float32 on a CPU, else as
     stored."""
     check_version("transformers")
+    check_engine(settings.verify, "transformers", num_sequences)
     place = device_of(device)
     kernels = resolve_kernels(settings.kernels, load_backend("cuda").usable_kernels(place.type), place.type)
     if dtype != "auto" and dtype not in DTYPES:
@@ -195,7 +199,9 @@ class _Streamer(BaseStreamer):
         if self.skip:
             self.skip = False
             return
-        self.told.put((time.perf_counter(), list(self.sequences), value.tolist()))
+        tokens = value.flatten().tolist()  # of a round: several of the one prompt there is
+        rows = self.sequences if len(tokens) == len(self.sequences) else self.sequences * len(tokens)
+        self.told.put((time.perf_counter(), list(rows), tokens))
 
     def end(self) -> None:
         self.skip = True  # the next `generate` begins with what it starts with, too

@@ -15,6 +15,7 @@ from eps_core.config.store import CacheSpec
 from eps_core.engine.gated import Gated
 from eps_core.engine.kernels import checked_kernels
 from eps_core.engine.paged import Paged
+from eps_core.engine.verified import Round
 from eps_core.errors import ConfigError, require
 from eps_core.paging.pool import Sequence as PagedSequence
 from eps_core.paging.where import Where
@@ -41,6 +42,7 @@ class Rows:
         if self.paged is not None:
             self._finalizer()
         self.paged = None
+        self.round: Round | None = None  # of verified decoding, where one is under way
         self.sequences: list[PagedSequence] = []
         self.padding = np.zeros(0, np.int64)
         self.length = 0  # T
@@ -57,6 +59,12 @@ class Rows:
         if length == self.length:
             return
         batch, num_new = key.shape[0], key.shape[2]
+        if self.round is not None:
+            held = self.length - int(self.padding[0])
+            self._slots, self._skipped, self.odd = self.round.slots(held, num_new), [0], None
+            self.where = None if self.round.verifying else self.round.where(held + num_new)
+            self.length = length
+            return
         before = self.length
         assert before + num_new == length, f"a layer holds {length - num_new} tokens, the layers below it {before}"
         paged = self._open(key) if self.paged is None else self.paged
@@ -94,9 +102,11 @@ class Rows:
             "shape; run this model with --method off",
         )
         k, v = self._own(key), self._own(value)
+        if self.round is not None:
+            self.round.placed(layer, k, v)
         if not self.broken:
             try:
-                self.paged.write(layer, k, v, self._slots)
+                (self.paged.write if self.round is None else self.paged.place)(layer, k, v, self._slots)
                 return
             except Exception as error:
                 self.broken = True
@@ -115,19 +125,44 @@ class Rows:
         make = torch.zeros if self.padding.any() else torch.empty
         k, v = (make(shape, dtype=DTYPES[spec.dtype], device=device) for _ in "kv")
         for row, sequence in enumerate(self.sequences):
-            if sequence.length:
-                own_k, own_v = self.paged.read(layer, sequence)
-                first = self.length - sequence.length
+            held = self.length - int(self.padding[row])  # what a round has placed counts
+            if held:
+                own_k, own_v = self.paged.read(layer, sequence, held)
+                first = self.length - held
                 k[row, :, first:], v[row, :, first:] = own_k.transpose(0, 1), own_v.transpose(0, 1)
         return k, v
 
     def crop(self, num_tokens: int) -> None:
-        """Takes the last `num_tokens` of every row back."""
+        """Takes the last `num_tokens` of every row back. In a round they stay in their slots, to be placed over."""
         if self.paged is None:
             return
         self.length = max(self.length - num_tokens, 0)
-        for sequence in self.sequences:
+        for sequence in self.sequences if self.round is None else ():
             self.paged.truncate(sequence, max(sequence.length - num_tokens, 0))
+
+    def open_round(self, num_drafts: int) -> None:
+        """Begins a round of the one row there is: single tokens are drafts from now on."""
+        assert self.paged is not None and self.gated.rounds is not None and len(self.sequences) == 1
+        config = self.gated.rounds.config(self.gated.config)
+        self.round = Round(self.paged, self.sequences[0], config, num_drafts)
+
+    def commit(self, num_kept: int) -> None:
+        """Ends the round: the first rows of its verify pass are written, and are all that stays."""
+        assert self.round is not None
+        found, self.round = self.round, None
+        self.length = int(self.padding[0]) + found.length + num_kept
+        try:
+            found.commit(num_kept)
+        except Exception as error:
+            self.broken = True
+            self.gated.tell(error)
+
+    def abandon(self) -> None:
+        """Ends a round that something else ended, if there is one: nothing of it stays."""
+        if self.round is not None:
+            found, self.round = self.round, None
+            self.length = int(self.padding[0]) + found.length
+            found.release()
 
     def select(self, indices: Sequence[int]) -> None:
         """Row i becomes what row indices[i] was: sequences that several rows go on with are forked."""

@@ -53,6 +53,9 @@ def open_engine(
     num_sequences: int = 1,
 ) -> Engine:  # fmt: skip
     """See `eps_core.engine.protocol.EngineModule`."""
+    from eps_cuda.hooks.vllm.asked import refuse_verified
+
+    refuse_verified(settings)
     from eps_cuda.hooks.vllm import adapter
 
     register()  # whether or not vLLM finds the entry point

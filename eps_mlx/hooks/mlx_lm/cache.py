@@ -107,7 +107,9 @@ class PagedKVCache(_BaseCache, Attends):
             return stock_attention(queries, *self.keys_and_values(), None, scale=scale, mask=mask, sinks=sinks)
 
         pool, lengths = self.pool, self.lengths
-        if queries.shape[2] > 1 or not all(lengths) or self.end is not None:
+        if queries.shape[2] > 1 or not all(lengths) or self.end is not None or not pool.gates:
+            if len(lengths) > 1 and pool.gated.rounds is not None:
+                pool.gated.rounds.undrafted("a batch")
             out = dense()
         else:
             where = pool.where(self.rows, lengths)

@@ -17,17 +17,21 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 
 from eps_core.decode.sampling import Sampling
 from eps_core.engine.protocol import Step
 from eps_core.engine.settings import Settings, check_version
+from eps_core.engine.verified import check_engine
 from eps_core.errors import ConfigError, one_line
 from eps_core.telemetry.provenance import package_version
 from eps_mlx.device import DTYPES, device_of
+from eps_mlx.hooks.mlx_lm.cache import EpsKVCache
 from eps_mlx.hooks.mlx_lm.hook import Hook
+from eps_mlx.hooks.mlx_lm.names import stock_step
 from eps_mlx.hooks.mlx_lm.rows import Rows
+from eps_mlx.hooks.mlx_lm.verified import verified_step
 
 PREFILL_CHUNK = 2048  # mlx-lm's own
 logger = logging.getLogger("eps")
@@ -55,7 +59,8 @@ class MlxLmEngine:
         """See `Engine.generate`. mlx-lm starts a step before the last one's token is asked for, so the counters show
         one step more than there are tokens."""
         mx.random.seed(sampling.seed)
-        sampler = make_sampler(temp=sampling.temperature, top_p=sampling.top_p if sampling.top_p < 1 else 0.0)
+        top_p = sampling.top_p if sampling.top_p < 1 else 0.0
+        sampler = make_sampler(temp=sampling.temperature, top_p=top_p) if sampling.temperature else None
         make = self.hook.model.make_cache if gated and self.hook.pool is not None else self.hook.stock_caches
         self.prefill_ms = 0.0
         steps = self._one if len(prompts) == 1 else self._batch
@@ -72,9 +77,13 @@ class MlxLmEngine:
                 last = time.perf_counter()
                 self.prefill_ms = 1000 * (last - started)
 
-        steps = generate_step(
+        cache, more = make(), {}
+        verified = self.gated.rounds is not None and any(isinstance(one, EpsKVCache) for one in cache)
+        if verified:
+            more = {"stop": stop}
+        steps = (verified_step if verified else stock_step)(
             mx.array(prompts[0]), self.hook.model, _stream(), max_tokens=max_new_tokens, sampler=sampler,
-            prompt_cache=make(), prompt_progress_callback=on_progress,
+            prompt_cache=cache, prompt_progress_callback=on_progress, **more,
         )  # fmt: skip
         for token, _ in steps:
             now = time.perf_counter()
@@ -161,6 +170,7 @@ def open_engine(
 ) -> MlxLmEngine:
     """See `EngineModule.open_engine`. dtype auto is as stored, as mlx-lm itself has it."""
     check_version("mlx-lm")
+    check_engine(settings.verify, "mlx-lm", num_sequences)
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"dtype {dtype!r} is unknown: choose one of auto, {', '.join(DTYPES)}")
     default, chosen = mx.default_device(), device_of(device)

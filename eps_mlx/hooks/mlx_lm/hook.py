@@ -14,15 +14,16 @@ from eps_core.engine.gated import Gated
 from eps_core.engine.kernels import checked_kernels
 from eps_core.engine.plan import Plan
 from eps_core.engine.settings import Settings, check_version
+from eps_core.engine.verified import check_engine
 from eps_core.errors import ConfigError
 from eps_core.gate.protocol import Backend
 from eps_mlx.hooks.mlx_lm import names
 from eps_mlx.hooks.mlx_lm.cache import CLASSES, make_caches, open_pools
 from eps_mlx.hooks.mlx_lm.plan import look_at
 from eps_mlx.hooks.mlx_lm.rows import FIRST_TOKENS, OPEN_GROUPS, Rows
+from eps_mlx.hooks.mlx_lm.verified import verified_step
 
 logger = logging.getLogger("eps")
-_HANDLE = "_eps_hook"  # on the model
 
 
 class Hook:
@@ -34,7 +35,8 @@ class Hook:
         """`name`: of the model, for metrics. `expected_tokens`: room in the pool from the start, of all sequences
         together. `kept`: `Gated`'s own."""
         check_version("mlx-lm")
-        if getattr(model, _HANDLE, None) is not None:
+        check_engine(settings.verify, "mlx-lm")
+        if getattr(model, names.HANDLE, None) is not None:
             raise ConfigError("this model has EPS on already: leave the other `with eps(model)` first")
         self.model, config = model, settings.config
         self.pool: Rows | None = None
@@ -54,7 +56,7 @@ class Hook:
             units = -(-max(FIRST_TOKENS, expected_tokens) // config.store.unit_tokens)
             self.gated = Gated(
                 eps_mlx, config, plan, settings.metrics, settings.audit_every,
-                model=name or type(model).__module__, device=device, **kept,
+                model=name or type(model).__module__, device=device, verify=settings.verify, **kept,
             )  # fmt: skip
             try:
                 self.gated.fits(spec.num_kv_heads)
@@ -70,8 +72,10 @@ class Hook:
         self._leave = weakref.finalize(model, _leave, pool)
         self._leave.atexit = settings.metrics is not None
         model.make_cache = self.make_cache
-        setattr(model, _HANDLE, self)
+        setattr(model, names.HANDLE, self)
         open_pools.append(self.pool)
+        if self.gated.rounds is not None:
+            names.rebind_step(verified_step)
         logger.log(logging.WARNING if plan.dense else logging.INFO, plan.line(self.gated.config))
 
     def make_cache(self) -> list[Any]:
@@ -91,7 +95,7 @@ class Hook:
             del self.model.make_cache
         else:
             self.model.make_cache = self._before
-        delattr(self.model, _HANDLE)
+        delattr(self.model, names.HANDLE)
         self._leave()
 
 
@@ -100,6 +104,8 @@ def _leave(pool: Rows) -> None:
     pool.closed = True
     open_pools.remove(pool)
     names.restore()
+    if pool.gated.rounds is not None:
+        names.restore_step()
     pool.gated.close()
 
 
@@ -110,5 +116,5 @@ def _plain_caches(model: Any) -> list[Any]:
 
 def hook_of(model: Any) -> Hook | None:
     """The hook of a model that has EPS on."""
-    found: Hook | None = getattr(model, _HANDLE, None)
+    found: Hook | None = getattr(model, names.HANDLE, None)
     return found

@@ -6,12 +6,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.generate import generate_step as stock_step
 from mlx_lm.models import base
 from mlx_lm.models import cache as caches
 
 from eps_core.errors import ConfigError
 
 ATTENTION = "scaled_dot_product_attention"
+STEP = "generate_step"
+HANDLE = "_eps_hook"  # on a model that has EPS on
 stock_attention = base.scaled_dot_product_attention
 
 
@@ -39,13 +42,13 @@ def attention(
     return stock_attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
 
 
-def _swap(old: Callable[..., Any], new: Callable[..., Any]) -> list[str]:
-    """Rebinds the attention in every loaded module that has it; the modules' names."""
+def _swap(old: Callable[..., Any], new: Callable[..., Any], name: str = ATTENTION) -> list[str]:
+    """Rebinds a name, the attention's, in every loaded module that has it; the modules' names."""
     found = []
-    for name, module in list(sys.modules.items()):
-        if getattr(module, "__dict__", {}).get(ATTENTION) is old:
-            setattr(module, ATTENTION, new)
-            found.append(name)
+    for where, module in list(sys.modules.items()):
+        if getattr(module, "__dict__", {}).get(name) is old:
+            setattr(module, name, new)
+            found.append(where)
     return found
 
 
@@ -57,6 +60,23 @@ def swapped(old: Callable[..., Any], new: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         _swap(new, old)
+
+
+_verifying: list[Callable[..., Any]] = []  # one a model
+
+
+def rebind_step(step: Callable[..., Any]) -> None:
+    """Sends mlx-lm's loop of one prompt through `step`, which knows its models. Each call asks for one
+    `restore_step`."""
+    if not _verifying:
+        _swap(stock_step, step, STEP)
+    _verifying.append(step)
+
+
+def restore_step() -> None:
+    step = _verifying.pop()
+    if not _verifying:
+        _swap(step, stock_step, STEP)
 
 
 _MISSING = object()

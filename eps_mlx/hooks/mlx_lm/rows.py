@@ -12,6 +12,7 @@ import numpy as np
 from eps_core.config.store import CacheSpec
 from eps_core.engine.gated import Gated
 from eps_core.engine.paged import Paged
+from eps_core.engine.verified import Round
 from eps_core.paging.pool import Sequence as PagedSequence
 from eps_core.paging.where import Where
 from eps_mlx import pages
@@ -51,6 +52,7 @@ class Rows:
         self.broken = False  # a summary could not be written: everything is attended densely from then on
         self.paged = Paged(gated.eps, spec, gated.config.store, device, kernels)
         self.dead: deque[PagedSequence] = deque()
+        self.round: Round | None = None  # of verified decoding, where one is under way
         self._mask: weakref.ref[mx.array] | None = None  # the last one that a cache of this model made
         self._version = 0  # of tables and lengths
         self._step: tuple[Any, Where] | None = None
@@ -131,9 +133,11 @@ class Rows:
         """k, v [sum(counts), Hkv, D] of one layer at `counts` positions from `starts` on of each row. The first layer
         to come makes the room."""
         slots = self._slots(rows, starts, counts)
+        if self.round is not None:
+            self.round.placed(layer, k, v)
         if not self.broken:
             try:
-                self.paged.write(layer, k, v, slots)
+                (self.paged.write if self.round is None else self.paged.place)(layer, k, v, slots)
                 return
             except Exception as error:
                 self.broken = True
@@ -145,6 +149,10 @@ class Rows:
             pages.write(pool[layer], units, offsets, array.astype(self.dtype))
 
     def _slots(self, rows: Sequence[Row], starts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
+        if self.round is not None:
+            (row,), (start,), (count,) = rows, starts, counts
+            assert row.sequence is self.round.sequence, "another prompt came in the middle of a round"
+            return self.round.slots(start, count)
         if self._places is not None and self._places[0] == self._key(rows, starts, counts):
             return self._places[1]
         self.collect()
@@ -176,11 +184,43 @@ class Rows:
     def where(self, rows: Sequence[Row], lengths: Sequence[int]) -> Where:
         """One decode step of rows of these lengths, the new token counted: the same object for every layer. A config
         that was replaced meanwhile is the next step's."""
+        if self.round is not None:
+            return self.round.where(lengths[0])
         key = self._key(rows, lengths)
         if self._step is None or self._step[0] != key:
             table = self.paged.pool.table([row.sequence for row in rows])
             self._step = key, Where.of(self.gated.config, table, np.asarray(lengths))
         return self._step[1]
+
+    @property
+    def gates(self) -> bool:
+        """Whether single tokens are gated: in verified decoding only drafts are."""
+        if self.gated.rounds is None:
+            return True
+        return self.round is not None and not self.round.verifying
+
+    def open_round(self, row: Row, num_drafts: int) -> Round:
+        """Begins a round of a row, the only one that is written to until `end_round`."""
+        assert self.gated.rounds is not None and self.round is None
+        self.collect()
+        self.round = Round(self.paged, row.sequence, self.gated.rounds.config(self.gated.config), num_drafts)
+        self._version += 1
+        return self.round
+
+    def end_round(self, row: Row, num_kept: int) -> None:
+        """The first rows of the round's verify pass are written, and are all that stays."""
+        assert self.round is not None
+        found, self.round = self.round, None
+        self._version += 1
+        row.edits += 1
+        if not num_kept:
+            found.release()
+            return
+        try:
+            found.commit(num_kept)
+        except Exception as error:
+            self.broken = True
+            self.gated.tell(error)
 
     def attend(self, layer: int, q: mx.array, where: Where, dense: Any) -> mx.array:
         return self.gated.attend(self.paged.cache, layer, q, where, dense)
