@@ -83,6 +83,7 @@ def assert_same_bits(got: Bits, want: dict[int, Bits]) -> None:
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.kernels("numba")
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
 def test_bits_do_not_depend_on_drafts_or_batch(target: Any, monkeypatch: pytest.MonkeyPatch, kv_dtype: str) -> None:
     backend, device = target

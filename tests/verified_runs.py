@@ -188,7 +188,8 @@ class Drafter:
         place: float | None = None,
         dense: bool = False,
     ) -> None:
-        self.model, self.eps, self.change, self.place, self.dense = model, model.backend, change, place, dense
+        self.runs, self.model, self.eps = model, model.decoder.model, model.backend
+        self.change, self.place, self.dense = change, place, dense
         self.steps = 0
 
     def step(
@@ -197,11 +198,11 @@ class Drafter:
         assert draft
         self.steps += 1
         with np.errstate(invalid="ignore"):  # NaN that was placed
-            cache, output = self.model.decoder.step(
+            cache, output = self.runs.decoder.step(
                 cache, tokens, slots, table, lengths, None if self.dense else read, draft=True, score=score
             )
         if self.place is not None:
-            cache = placed(self.model, cache, slots, self.place)
+            cache = placed(self.runs, cache, slots, self.place)
         if self.change is not None:
             output.logits = self.change(output.logits)
         return cache, output
