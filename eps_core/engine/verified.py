@@ -32,15 +32,14 @@ def check_engine(verify: Verify, engine: str, num_sequences: int = 1) -> None:
     """Raises ConfigError for what no engine's own decoding can do, or not for so many prompts at once."""
     if not verify.enabled:
         return
-    require(num_sequences == 1, f"eps-verify drafts for one prompt at a time in {engine}: give one, not {num_sequences}")
-    require(verify.mode == "tokens", f"eps-verify {verify.mode} needs our own matrix products: in {engine} use tokens")
-    require(verify.select == "step", f"eps-draft-select {verify.select} is of our own decoders: in {engine} use step")
-    require(verify.weights == "full", f"eps-draft-weights {verify.weights} are of our own decoders: in {engine} use full")
-    require(
-        verify.rule == "couple",
-        f"eps-verify-rule {verify.rule} is of our own decoders: in {engine} drafts take the engine's own random "
-        "numbers, use couple",
-    )
+    require(num_sequences == 1, f"eps-verify drafts for one prompt at a time in {engine}, not for {num_sequences}")
+    for flag, value, known in (
+        ("eps-verify", verify.mode, "tokens"),
+        ("eps-draft-select", verify.select, "step"),
+        ("eps-verify-rule", verify.rule, "couple"),
+        ("eps-draft-weights", verify.weights, "full"),
+    ):
+        require(value == known, f"{flag} {value} is of our own decoders alone: in {engine} use {known}")
 
 
 class Round:
@@ -60,7 +59,7 @@ class Round:
     def slots(self, start: int, count: int) -> np.ndarray:
         """Of `count` tokens from position `start` of the sequence on."""
         first = start - self.length
-        assert 0 <= first and first + count <= len(self._slots), f"tokens {start} to {start + count} of a round"
+        assert first >= 0 and first + count <= len(self._slots), f"tokens {start} to {start + count} of a round"
         return self._slots[first : first + count]
 
     def placed(self, layer: int, k: Array, v: Array) -> None:
