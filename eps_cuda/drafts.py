@@ -21,8 +21,9 @@ def visits(cache: Cache, drafts: Sequence[tuple[Selection, int] | None], num_gro
 
 @torch.inference_mode()
 def frozen_masses(cache: Cache, masses: Tensor, index: np.ndarray, num_groups: int) -> Tensor:
-    """Rows [B, Hkv, num_groups] of masses [T, Hkv, G]: index [B], host; groups that came since have none, -inf."""
-    found = take(cache, masses, index)
+    """Rows [B, Hkv, num_groups] of masses [T, Hkv, G]: index [B], host; groups that came since have none, -inf;
+    those past `num_groups`, of a longer sequence that has ended, go."""
+    found = take(cache, masses, index)[..., :num_groups]
     return torch.nn.functional.pad(found, (0, num_groups - found.shape[2]), value=-math.inf)
 
 

@@ -4,6 +4,8 @@ runs as it is.
 
 What changes from step to step goes through `Buffers`, one small copy each. The step is idempotent (it writes the same
 rows again), so the warm-up that a capture needs leaves the cache as one step would.
+
+A draft is a gated step that places K and V and says what it visited; on the host its groups are void, not planned.
 """
 
 import math
@@ -20,7 +22,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.gate.protocol import Scores, Selection
 from eps_core.gate.stats import LayerStats, StepOutput
 from eps_core.paging.where import Where
-from eps_cuda.cache import Cache, check_finite, span
+from eps_cuda.cache import Cache, check_finite, span, void
 from eps_cuda.kernels import dispatch
 from eps_cuda.kernels.attend import attend_groups
 from eps_cuda.kernels.tail import attend_with_tail
@@ -29,6 +31,7 @@ from eps_cuda.selection import skipped_mass
 BUCKET_TOKENS = 4096  # tables are padded to whole multiples, so that a graph serves this many steps
 MAX_GRAPHS = 8  # of one cache, by model, batch, table width and what is read; the oldest goes first
 WARM_UP_STEPS = 3
+VISITED = ("groups", "counts", "visit")  # of a Selection
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Outputs:
 
     logits: Tensor  # [B, V] float32
     mass_skipped_est: Tensor | None  # [L, B, Hkv] of a gated step
+    visited: tuple[Tensor, Tensor, Tensor] | None  # of a draft, all layers: a `Selection`'s groups, counts and visit
 
 
 def covers(cache: Cache, where: Where) -> bool:
@@ -77,11 +81,14 @@ def covers_dense(cache: Cache) -> bool:
 
 
 class StaticStep:
-    """The step of one cache for B sequences and tables of up to `num_units` units, gated or dense."""
+    """The step of one cache for B sequences and tables of up to `num_units` units: dense, gated or a draft."""
 
-    def __init__(self, model: Any, cache: Cache, batch: int, num_units: int, config: EpsConfig | None) -> None:
+    def __init__(
+        self, model: Any, cache: Cache, batch: int, num_units: int, config: EpsConfig | None, draft: bool = False
+    ) -> None:
         device = cache.device
         self.config = config  # None: dense
+        self.finite = torch.ones((), dtype=torch.bool, device=device) if draft else None  # what nobody asks
         # neither is held: the cache holds its steps, and a ring of the two would outlive both
         self.owner = weakref.ref(model)
         if config is not None:
@@ -148,22 +155,30 @@ class StaticStep:
         """Every layer, from the buffers."""
         at = self.buffers
         x = model.weights["embed"][at.tokens]
-        skipped = []
+        skipped, selections = [], []
         for layer in range(cache.spec.num_layers):
             q, k, v = model.project(layer, x, (at.cos, at.sin))
-            dispatch.write(cache, layer, k, v, at.slots)
+            if self.finite is None:
+                dispatch.write(cache, layer, k, v, at.slots)
+            else:
+                dispatch.place(cache, layer, k, v, at.slots, self.finite)
             if self.config is not None:
-                out, unread = attend_static(
+                out, unread, selection = attend_static(
                     self.config, cache, layer, q, at.table, at.lengths, at.wanted, at.refined, self.width,
                     self.most_refined,
                 )  # fmt: skip
                 skipped.append(unread)
+                selections.append(selection)
             else:
                 out, _ = attend_groups(
                     q, cache.k[layer], cache.v[layer], at.table, at.lengths, None, None, group_tokens=cache.store.S
                 )
             x = model.feed_forward(layer, model.add_attention(layer, x, out))
-        return Outputs(model.logits(x), torch.stack(skipped) if skipped else None)
+        visited = None
+        if self.finite is not None:
+            groups, counts, visit = (torch.stack([getattr(one, name) for one in selections]) for name in VISITED)
+            visited = groups, counts, visit
+        return Outputs(model.logits(x), torch.stack(skipped) if skipped else None, visited)
 
 
 def attend_static(
@@ -177,9 +192,9 @@ def attend_static(
     refined: Tensor,
     width: int,
     most_refined: int,
-) -> tuple[Tensor, Tensor]:
-    """(out [B, Hq, D], estimated share left unread [B, Hkv]) of one layer's gated attention with its tail: score,
-    select and attend, from device arrays alone."""
+) -> tuple[Tensor, Tensor, Selection]:
+    """(out [B, Hq, D], estimated share left unread [B, Hkv], what was visited) of one layer's gated attention with its
+    tail: score, select and attend, from device arrays alone."""
     inner = cache.tail
     assert inner is not None
     with span("eps.prepass", cache):
@@ -193,19 +208,19 @@ def attend_static(
         )  # fmt: skip
     nothing = np.zeros(0, np.int64)
     selection = Selection(groups, counts, None, nothing, visit=visit.bool())
-    return out, skipped_mass(Scores(estimate, None, None, nothing), selection)
+    return out, skipped_mass(Scores(estimate, None, None, nothing), selection), selection
 
 
-def _static(model: Any, cache: Cache, where: Where, gated: bool) -> StaticStep:
+def _static(model: Any, cache: Cache, where: Where, gated: bool, draft: bool = False) -> StaticStep:
     """The kept step for tables of at least this width, or a new one."""
     batch, num_units = where.table.shape
     config = where.config if gated else None
     bucket = BUCKET_TOKENS // cache.store.unit_tokens
     num_units = -(-num_units // bucket) * bucket
-    key = (id(model), batch, num_units, config)
+    key = (id(model), batch, num_units, config, draft)
     static = cache.steps.pop(key, None)
     if static is None or static.owner() is not model:
-        static = StaticStep(model, cache, batch, num_units, config)
+        static = StaticStep(model, cache, batch, num_units, config, draft)
     cache.steps[key] = static
     while len(cache.steps) > MAX_GRAPHS:
         cache.steps.pop(next(iter(cache.steps)))
@@ -216,7 +231,11 @@ def _advance(
     static: StaticStep, model: Any, cache: Cache, tokens: np.ndarray, slots: np.ndarray, where: Where
 ) -> Outputs:
     """Runs a step whose budget is in place."""
-    dispatch.plan_step(cache, slots)
+    if static.finite is None:
+        dispatch.plan_step(cache, slots)
+    else:
+        for layer in range(cache.spec.num_layers):
+            void(cache, layer, slots)
     cos, sin = model.angles(where.lengths - 1)
     static.fill(
         tokens=np.asarray(tokens, np.int64), slots=slots.astype(np.int32), lengths=where.lengths.astype(np.int32),
@@ -242,18 +261,20 @@ def dense_step(
 
 @torch.inference_mode()
 def step(
-    model: Any, cache: Cache, tokens: np.ndarray, slots: np.ndarray, where: Where
+    model: Any, cache: Cache, tokens: np.ndarray, slots: np.ndarray, where: Where, draft: bool = False
 ) -> tuple[Cache, StepOutput] | None:
     """`Decoder.step`, gated, with one wait at its end; None, and nothing done, where kernels do not cover it or groups
     are without a summary."""
     if not covers(cache, where):
         return None
     store, spec = cache.store, cache.spec
-    # what this step writes belongs to the open group, or seals it: a guard covers both
     written = np.arange(where.num_groups) == ((where.lengths - 1) // store.S)[:, None]
-    if (where.missing(cache.state[0]) & ~written & ~where.forced).any():
+    missing = where.missing(cache.state[0])
+    # what a step writes belongs to the open group, or seals it: a guard covers both. What a draft places seals nothing.
+    missing = missing | written if draft else missing & ~written
+    if (missing & ~where.forced).any():
         return None
-    static = _static(model, cache, where, gated=True)
+    static = _static(model, cache, where, gated=True, draft=draft)
     # the token of this step is written before it scores: a group that it fills is full, not open
     uniform = where.budget(where.num_forced)
     if int(uniform.max()) > static.width:
@@ -262,7 +283,8 @@ def step(
     outputs = _advance(static, model, cache, tokens, slots, where)
     assert outputs.mass_skipped_est is not None
     logits, unread = outputs.logits.cpu().numpy(), outputs.mass_skipped_est.cpu().numpy()
-    check_finite(cache)
+    if not draft:
+        check_finite(cache)
     counts = np.repeat(uniform[:, None], spec.num_kv_heads, axis=1)
     kv_bytes = int(counts.sum()) * store.S * spec.kv_token_bytes
     summary_bytes = spec.num_kv_heads * scoring_bytes(where.config, spec.head_dim, where.lengths.tolist())
@@ -271,4 +293,13 @@ def step(
         for layer in range(spec.num_layers)
     ]
     cache.count_read(kv_bytes * spec.num_layers)
-    return cache, StepOutput(logits, layers)
+    selections = []
+    if outputs.visited is not None:
+        # the next draft's take their places
+        groups, listed, visit = (one.clone() for one in outputs.visited)
+        visit = visit[..., : where.num_groups]
+        selections = [
+            Selection(groups[layer], listed[layer], uniform, where.num_forced, visit=visit[layer])
+            for layer in range(spec.num_layers)
+        ]
+    return cache, StepOutput(logits, layers, selections=selections)

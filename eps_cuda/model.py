@@ -1,5 +1,6 @@
 """Llama, Mistral, Qwen2 and Qwen3 in Torch operations: the arithmetic of `decode.forward`."""
 
+import copy
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from eps_core.decode.draft_weights import FLAG, HEAD, quantised_layers
 from eps_core.decode.rope import attention_factor, inverse_frequencies
 from eps_core.decode.spec import ModelSpec
 from eps_core.decode.weights import load_weights
@@ -17,6 +19,7 @@ from eps_core.gate.stats import StepOutput
 from eps_core.paging.where import Where
 from eps_cuda.cache import Cache
 from eps_cuda.device import DTYPES, device_of, from_numpy
+from eps_cuda.draft_weights import Packed, pack
 
 
 class Model:
@@ -25,7 +28,29 @@ class Model:
 
     def __init__(self, spec: ModelSpec, weights: dict[str, Tensor], dtype: str, device: str) -> None:
         self.spec, self.weights, self.dtype, self.device = spec, weights, dtype, device
+        self.packed: dict[str, Packed] = {}  # layers with 4-bit weights
         self.inverse_frequencies, self.attention_factor = inverse_frequencies(spec), attention_factor(spec)
+
+    @property
+    def weight_bytes(self) -> int:
+        read = {
+            name: weight.nbytes for name, weight in self.weights.items() if name != "embed" or self._head == "embed"
+        }
+        return sum(read.values()) + sum(packed.nbytes for packed in self.packed.values())
+
+    @torch.inference_mode()
+    def quantised(self) -> "Model":
+        if self.packed:
+            return self
+        if self.device != "cpu":
+            raise ConfigError(
+                f"4-bit draft weights need the CPU in Torch, and the model is on {self.device}: add {FLAG}"
+            )
+        drafts = copy.copy(self)
+        drafts.weights, drafts.packed = dict(self.weights), {}
+        for name, group_size in quantised_layers(self.spec).items():
+            drafts.packed[name] = pack(drafts.weights.pop(name, self.weights["embed"]), group_size)
+        return drafts
 
     def scope(self) -> AbstractContextManager[Any]:
         return torch.inference_mode()
@@ -64,24 +89,30 @@ class Model:
         return x + self._linear(prefix + "down", gate * self._linear(prefix + "up", h))
 
     def logits(self, x: Tensor) -> Tensor:
-        name = "lm_head" if "lm_head" in self.weights else "embed"
-        return self._linear(name, self._norm("norm", x)).float()
+        return self._linear(self._head, self._norm("norm", x)).float()
 
     def whole_step(
-        self, cache: Cache, tokens: np.ndarray, slots: np.ndarray, where: Where, gated: bool
+        self, cache: Cache, tokens: np.ndarray, slots: np.ndarray, where: Where, gated: bool, draft: bool
     ) -> tuple[Cache, StepOutput] | None:
-        if cache.kernels != "triton":
+        if cache.kernels != "triton" or (draft and not gated):
             return None
         from eps_cuda import graph  # imports Triton, which only these kernels need
 
         return (
-            graph.step(self, cache, tokens, slots, where)
+            graph.step(self, cache, tokens, slots, where, draft)
             if gated
             else graph.dense_step(self, cache, tokens, slots, where)
         )
 
+    @property
+    def _head(self) -> str:
+        return HEAD if HEAD in self.weights or HEAD in self.packed else "embed"
+
     def _linear(self, name: str, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weights[name], self.weights.get(f"{name}_bias"))
+        bias = self.weights.get(f"{name}_bias")
+        if name in self.packed:
+            return self.packed[name](x, bias)
+        return functional.linear(x, self.weights[name], bias)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return functional.rms_norm(x, x.shape[-1:], self.weights[name], self.spec.norm_eps)

@@ -19,8 +19,9 @@ def visits(cache: Cache, drafts: Sequence[tuple[Selection, int] | None], num_gro
 
 
 def frozen_masses(cache: Cache, masses: mx.array, index: np.ndarray, num_groups: int) -> mx.array:
-    """Rows [B, Hkv, num_groups] of masses [T, Hkv, G]: index [B], host; groups that came since have none, -inf."""
-    found = take(cache, masses, index)
+    """Rows [B, Hkv, num_groups] of masses [T, Hkv, G]: index [B], host; groups that came since have none, -inf;
+    those past `num_groups`, of a longer sequence that has ended, go."""
+    found = take(cache, masses, index)[..., :num_groups]
     with mx.stream(cache.stream):
         room = [(0, 0), (0, 0), (0, num_groups - found.shape[2])]
         return mx.pad(found, room, constant_values=-math.inf)

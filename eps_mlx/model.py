@@ -4,6 +4,7 @@ Pending state is evaluated once per chunk or step, together with the logits: tha
 whose selection has host-known numbers.
 """
 
+import copy
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from eps_core.decode.draft_weights import HEAD, quantised_layers
 from eps_core.decode.rope import attention_factor, inverse_frequencies
 from eps_core.decode.spec import ModelSpec
 from eps_core.decode.weights import load_weights
 from eps_core.errors import ConfigError
 from eps_mlx.device import DTYPES, device_of, devices, from_numpy
+from eps_mlx.draft_weights import Packed, pack
 
 
 class Model:
@@ -24,7 +27,25 @@ class Model:
 
     def __init__(self, spec: ModelSpec, weights: dict[str, mx.array], dtype: str, device: str) -> None:
         self.spec, self.weights, self.dtype, self.device = spec, weights, dtype, device
+        self.packed: dict[str, Packed] = {}  # layers with 4-bit weights
         self.inverse_frequencies, self.attention_factor = inverse_frequencies(spec), attention_factor(spec)
+
+    @property
+    def weight_bytes(self) -> int:
+        read = {
+            name: weight.nbytes for name, weight in self.weights.items() if name != "embed" or self._head == "embed"
+        }
+        return sum(read.values()) + sum(packed.nbytes for packed in self.packed.values())
+
+    def quantised(self) -> "Model":
+        if self.packed:
+            return self
+        drafts = copy.copy(self)
+        drafts.weights, drafts.packed = dict(self.weights), {}
+        for name, group_size in quantised_layers(self.spec).items():
+            with self.scope():
+                drafts.packed[name] = pack(drafts.weights.pop(name, self.weights["embed"]), group_size, self.device)
+        return drafts
 
     def scope(self) -> AbstractContextManager[Any]:
         return mx.stream(device_of(self.device))
@@ -59,14 +80,20 @@ class Model:
         return x + self._linear(prefix + "down", gate * mx.sigmoid(gate) * self._linear(prefix + "up", h))
 
     def logits(self, x: mx.array) -> mx.array:
-        name = "lm_head" if "lm_head" in self.weights else "embed"
-        return self._linear(name, self._norm("norm", x)).astype(mx.float32)
+        return self._linear(self._head, self._norm("norm", x)).astype(mx.float32)
 
     def whole_step(self, *step: Any) -> None:
         return None
 
+    @property
+    def _head(self) -> str:
+        return HEAD if HEAD in self.weights or HEAD in self.packed else "embed"
+
     def _linear(self, name: str, x: mx.array) -> mx.array:
-        y, bias = x @ self.weights[name].T, self.weights.get(f"{name}_bias")
+        bias = self.weights.get(f"{name}_bias")
+        if name in self.packed:
+            return self.packed[name](x, bias)
+        y = x @ self.weights[name].T
         return y if bias is None else y + bias
 
     def _norm(self, name: str, x: mx.array) -> mx.array:

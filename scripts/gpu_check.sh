@@ -99,6 +99,15 @@ else
     --batch 1,4,8 --method rq@2,rq@4,box@128 --bytes 0.1 --warm-seconds 0.3 --output "$out/gpu-bench.jsonl"
   records=("$out/gpu-bench.jsonl")
 fi
+# attention of a verify pass beside one row's: v(g)
+rows=(scripts/rows_cost.py --backend cuda --device "$device" --kernels triton)
+if [ $dry = 1 ]; then
+  phase rows 40 "$python" "${rows[@]}" --context 300 --gamma 0,4 --q-heads 4 --kv-heads 2 --head-dim 32 --rounds 1 \
+    --output "$out/gpu-rows-dry-run.jsonl"
+else
+  rm -f "$out/gpu-rows.jsonl"
+  phase rows 60 "$python" "${rows[@]}" --context 8192,32768 --gamma 0,4,8,16 --output "$out/gpu-rows.jsonl"
+fi
 # the hooks on this device, gated beside dense: the same text, and bytes counted
 if [ $dry = 1 ]; then
   asked=(--prompt "$(head -c 500 README.md)" --eps-budget 0.2 --max-new-tokens 2 --no-stop)

@@ -22,7 +22,8 @@ from eps_core.report.style import PAGE_DARK, PAGE_LIGHT, PALETTE
 
 ROOT = Path(__file__).parent.parent
 SECTIONS = (
-    "verdict", "quality", "tasks", "visited", "time", "certificate", "heads", "ablations", "runs", "skipped", "inputs",
+    "verdict", "quality", "verified", "tasks", "visited", "time", "certificate", "heads", "ablations", "runs",
+    "skipped", "inputs",
 )  # fmt: skip
 VOID = {"meta", "path", "br"}
 
@@ -120,6 +121,15 @@ def test_an_arm_is_named_by_what_sets_it_apart() -> None:
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
+def verified_cell(draft: int | None, temperature: float) -> dict[str, Any]:
+    return cell(
+        context_tokens=8192, kl_mean=None, bytes_ratio=0.15, acceptance=0.9, acceptance_interval=[0.85, 0.95],
+        acceptance_by_depth=[0.99, 0.95, None], tokens_per_round=7.5, draft_ratio=0.06, draft_kl_mean=0.003,
+        documents=6, documents_equal=6, temperature=temperature, setting={"verify": "tokens", "budget": 0.05},
+        verified={"mode": "tokens", "draft": draft, "most": 16, "select": "step", "rule": "couple", "weights": "full"},
+    )  # fmt: skip
+
+
 def whole_results() -> dict[str, list[dict[str, Any]]]:
     """Lines of every kind, by file."""
     shared = {"visit_ratio_by_layer_and_head": [[0.1, 0.4], [0.9, 0.2]], "mass_skipped_cert_max": 0.5}
@@ -132,6 +142,7 @@ def whole_results() -> dict[str, list[dict[str, Any]]]:
         ),
         cell(method="ball", bits=None, group_tokens=8, mass_pairs=[[0.5, 0.1], [0.2, 0.2], [1.0, 0.0]], **shared),
         {**cell(), "skipped": "context 65536 is past the model's <b>", "bytes_ratio": None},
+        *(verified_cell(draft, temperature) for draft in (4, 8, 16, None) for temperature in (0.0, 0.8)),
     ]
     for axis, values in {
         "dim": (4, 8, 16),
@@ -225,8 +236,10 @@ def checked(html: str) -> Checker:
 def test_the_page_of_everything(tmp_path: Path) -> None:
     html, verdict = page(load_results(write(tmp_path, whole_results())))
     checked(html)
-    # two plots for each of 3 contexts and of 4 axes, tasks, text, visited, time, certificates, six maps of seven
-    assert html.count("<svg") == 6 + 8 + 2 + 3 + 6
+    # two plots for each of 3 contexts, of verified decoding and of 4 axes, tasks, text, visited, time, certificates,
+    # six maps of seven
+    assert html.count("<svg") == 6 + 2 + 8 + 2 + 3 + 6
+    assert "0.900 [0.850, 0.950]" in html and "6 of 6" in html
     assert html.count("<figcaption>") == html.count('role="img"') == html.count("<svg")
     assert "No data" not in html
     assert verdict.outcome == SHIP and '<p class="outcome ship">ship</p>' in html
@@ -240,7 +253,7 @@ def test_a_page_of_nothing_says_so_in_every_section(tmp_path: Path) -> None:
     html, verdict = page(load_results([tmp_path / "empty.jsonl"]))
     checked(html)
     assert "empty.jsonl holds no results" in html and "<svg" not in html
-    assert html.count("No data") == 12  # four of them axes, one each of the other sections with numbers
+    assert html.count("No data") == 13  # four of them axes, one each of the other sections with numbers
     assert verdict.outcome == OPEN
 
 

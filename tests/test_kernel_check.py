@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,15 +24,16 @@ CONFIGS = [EpsConfig.of(), EpsConfig.of(method="rq"), EpsConfig.of(method="box",
 def test_kernels_agree_with_arrays(target, config, dtype) -> None:
     backend, device = target
     for kernels in set(backend.usable_kernels(device)) - {"triton"}:  # slow in the interpreter; conformance has it
-        assert disagreement(backend, device, kernels, CacheSpec(3, 2, 32, 1, dtype), 6, config) is None
+        spec = CacheSpec(3, 2, 32, 1, dtype)
+        assert disagreement(backend, device, kernels, spec, 6, config, verified=True) is None
 
 
 def broken(backend, name, change):
     """The backend with one function changed for every cache that does not use array operations."""
     real = getattr(backend, name)
 
-    def function(first, *args):
-        result = real(first, *args)
+    def function(first, *args, **more):
+        result = real(first, *args, **more)
         return change(result) if first.kernels != "arrays" else result
 
     return function
@@ -47,6 +49,9 @@ def raises(result):
         ("attend", lambda r: (r[0] * 1.5, r[1]), "dense outputs differ by"),
         ("attend", lambda r: (r[0], r[1] + 0.1), "dense lse differ by"),
         ("attend", lambda r: (r[0] * np.nan, r[1]), "dense outputs differ"),
+        ("attend_rows", lambda r: replace(r, out=r.out * 1.5), "verified outputs differ by"),
+        ("attend_rows", lambda r: replace(r, visited_lse=r.visited_lse + 0.1), "verified lse of what was visited"),
+        ("attend_rows", lambda r: replace(r, masses=r.masses + 0.1), "verified masses differ"),
         ("attend_tail", lambda r: (r[0], r[1] + 0.1), "tail lse differ by"),
         (
             "score",
@@ -61,7 +66,8 @@ def test_what_is_wrong_is_named(monkeypatch, name, change, expected) -> None:
     import eps_cuda
 
     monkeypatch.setattr(eps_cuda, name, broken(eps_cuda, name, change))
-    fault = disagreement(eps_cuda, "cpu", "numba", CacheSpec(1, 2, 32, 1), 4, EpsConfig.of(method="rq"))
+    config = EpsConfig.of(method="rq")
+    fault = disagreement(eps_cuda, "cpu", "numba", CacheSpec(1, 2, 32, 1), 4, config, verified=True)
     assert fault is not None and expected in fault
 
 

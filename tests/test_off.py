@@ -6,14 +6,18 @@ import numpy as np
 import pytest
 import tiny_models
 
+from eps_core import oracle
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
-from eps_core.decode import forward
-from eps_core.decode.forward import load_decoder
+from eps_core.config.verify import Verify
+from eps_core.decode import accept, forward, pace, verified
+from eps_core.decode.forward import Decoder, load_decoder
 from eps_core.decode.generate import generate
 from eps_core.decode.model import read_spec
 from eps_core.decode.sampling import Sampling
+from eps_core.paging.groups import GroupState
 from eps_core.paging.pool import PagePool
+from eps_core.telemetry import rounds
 
 pytestmark = pytest.mark.kernels("numba")
 
@@ -75,3 +79,59 @@ def test_off_runs_nothing_of_eps_and_changes_no_bit(target, model, monkeypatch):
     # and in a process where EPS ran before: no state leaks from one cache to another
     logits_of(backend, device, model, EpsConfig.of(method="rq", group_tokens=2))
     assert np.array_equal(without, logits_of(backend, device, model, EpsConfig.of(method="off")))
+
+
+def verified_parts(backend) -> list[tuple[object, str]]:
+    """All that verified decoding adds to dense and gated decoding."""
+    named = [(module, name) for module in (verified, accept, pace, rounds) for name in functions_of(module)]
+    methods = (
+        (Decoder, ("verify", "commit")), (PagePool, ("reserve", "commit", "release")), (GroupState, ("void",)),
+        (backend, ("attend_rows", "place_kv", "visits", "frozen_masses", "larger")),
+    )  # fmt: skip
+    return [*named, *((owner, name) for owner, names in methods for name in names)]
+
+
+def functions_of(module) -> list[str]:
+    return [name for name, one in vars(module).items() if callable(one) and one.__module__ == module.__name__]
+
+
+def test_without_verify_nothing_of_it_runs(target, model, monkeypatch):
+    """Dense and gated decoding: the same bits, and no function of the mode is called."""
+    backend, device = target
+    configs = [EpsConfig.of(), EpsConfig.of(method="meanstd", group_tokens=4, budget=0.3)]
+    want = [logits_of(backend, device, model, config) for config in configs]
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("verified decoding ran although it is off")
+
+    for owner, name in verified_parts(backend):
+        monkeypatch.setattr(owner, name, refuse)
+    for config, one in zip(configs, want, strict=True):
+        np.testing.assert_array_equal(logits_of(backend, device, model, config), one)
+
+
+def test_every_part_of_verified_decoding_is_among_them(model, monkeypatch):
+    """Each of the poisons is one that a verified run would meet, or that only its summary needs."""
+    met = set()
+
+    def noted(owner, name, right):
+        def call(*args, **kwargs):
+            met.add(name)
+            return right(*args, **kwargs)
+
+        return call
+
+    parts = [(o, n) for o, n in verified_parts(oracle) if not isinstance(getattr(o, n), type)]
+    for owner, name in parts:
+        monkeypatch.setattr(owner, name, noted(owner, name, getattr(owner, name)))
+    spec = read_spec(model)
+    config = EpsConfig.of(method="meanstd", group_tokens=4, budget=0.3)
+    cache = oracle.new_cache(CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 64), config.store)
+    decoder, pool = load_decoder(oracle, model, spec), PagePool(64, config.store.unit_tokens)
+    for select in ("step", "hybrid"):
+        for _ in verified.verified(
+            decoder, cache, pool, [[5, 3, 2] * 9], 8, Sampling(1.0), config.read, Verify("tokens", 3, select=select)
+        ):
+            pass
+    methods = {"verify", "commit", "reserve", "void", "attend_rows", "place_kv", "visits", "frozen_masses", "larger"}
+    assert methods | {"verified", "accept", "propose"} <= met

@@ -21,6 +21,7 @@ from eps_core.decode.sampling import Sampling
 from eps_core.errors import ConfigError
 from eps_core.paging.pool import PagePool
 from eps_cuda import graph
+from eps_cuda.kernels import dispatch
 
 DEVICE = triton_interpreter.DEVICE
 PROMPTS = [[7, 5, 3, 2, 9, 30, 41] * 60, [11, 4, 9, 77] * 75]  # 420 and 300 tokens
@@ -124,6 +125,59 @@ def test_dense_steps_are_static_too(model) -> None:
         assert len(got.layers) == len(want.layers) == (cache.spec.num_layers if gate else 0)
     assert sorted((key[1], key[3] is not None) for key in cache.steps) == [(1, False), (1, True), (2, True)]
     assert cache.kv_bytes_read == twin.kv_bytes_read
+
+
+def drafts(kernels, model, number):
+    """(outputs of `number` draft steps after one that is kept, cache, decoder): the last ones in a fresh unit."""
+    config = EpsConfig.of(method="rq", budget=0.2, last_tokens=16)
+    _, cache, decoder = decode(model, kernels, config, [PROMPTS[0][:380]], 1)
+    table, outputs = np.arange(8, dtype=np.int32)[None], []
+    for depth in range(number):
+        length = 381 + depth
+        cache, output = decoder.step(
+            cache, np.array([5 + depth]), np.array([length - 1]), table[:, : -(-length // 64)], np.array([length]),
+            config.read, draft=True,
+        )  # fmt: skip
+        outputs.append(output)
+    return outputs, cache, decoder
+
+
+def test_drafts_are_static_steps_that_leave_no_summary(model) -> None:
+    got, cache, _ = drafts("triton", model, 6)
+    want, plain, _ = drafts("arrays", model, 6)
+    assert [key[4] for key in cache.steps] == [False, True]
+    for one, other in zip(got, want, strict=True):
+        assert np.abs(one.logits - other.logits).max() < 2e-4
+        assert len(one.selections) == len(other.selections) == cache.spec.num_layers
+        for a, b, x, y in zip(one.selections, other.selections, one.layers, other.layers, strict=True):
+            visited = eps_cuda.visits(cache, [(a, 0)], len(b.visit[0, 0]) if b.visit is not None else 0)
+            assert torch.equal(visited, eps_cuda.visits(plain, [(b, 0)], visited.shape[-1]))
+            np.testing.assert_array_equal(x.counts, y.counts)
+            np.testing.assert_array_equal(x.forced, y.forced)
+            assert x.kv_bytes_read == y.kv_bytes_read and x.summary_bytes_read == y.summary_bytes_read
+    assert cache.kv_bytes_read == plain.kv_bytes_read and cache.bytes_k_reread == plain.bytes_k_reread
+    for layer in range(cache.spec.num_layers):
+        assert torch.allclose(cache.k[layer], plain.k[layer], atol=1e-5)
+        for mine, other in ((cache, plain), (cache.tail, plain.tail)):
+            assert (mine.state[layer].fill == other.state[layer].fill).all()
+            valid = mine.state[layer].valid(np.arange(len(mine.state[layer].fill)))
+            assert (mine.valid[layer].cpu().numpy().astype(bool) == valid).all()
+    # what could not be taken back is not there: NaN in a draft's K is nobody's error
+    with torch.inference_mode():
+        (draft,) = (step for key, step in cache.steps.items() if key[4])
+        dispatch.place(
+            cache, 0, *(torch.full((1, cache.spec.num_kv_heads, cache.spec.head_dim), np.nan, device=DEVICE),) * 2,
+            draft.buffers.slots, draft.finite,
+        )  # fmt: skip
+    assert torch.isnan(cache.k[0]).any() and not draft.finite
+    eps_cuda.check_finite(cache)
+
+
+def test_drafts_that_no_guard_covers_take_the_other_way(model) -> None:
+    _, cache, _ = drafts("triton", model, 20)  # last_tokens covers 16
+    assert len(cache.steps) == 2
+    _, plain, _ = drafts("arrays", model, 20)
+    assert all((a.fill == b.fill).all() for a, b in zip(cache.state, plain.state, strict=True))
 
 
 def test_cache_is_left_as_array_operations_leave_it(model) -> None:

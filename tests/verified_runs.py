@@ -1,25 +1,54 @@
-"""What tests of verified decoding share: a tiny model's dense and verified runs of the same prompts, and their caches
-compared token by token."""
+"""What tests of verified decoding share: a tiny model's dense and verified runs of the same prompts, their caches
+compared token by token, drafters of all kinds, and a run that is held against one that never drafted, round by round."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import tiny_models
 
+from eps_core import oracle
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.config.verify import Verify
 from eps_core.decode.forward import Decoder, load_decoder
-from eps_core.decode.generate import generate, prefill, tokens_of
+from eps_core.decode.generate import append, generate, prefill, tokens_of
 from eps_core.decode.model import read_spec
-from eps_core.decode.sampling import Sampling
-from eps_core.decode.verified import verified
+from eps_core.decode.sampling import Sampling, draw
+from eps_core.decode.verified import Verifier, verified
 from eps_core.paging.pool import PagePool
 from eps_core.telemetry.rounds import RoundRecord
 
 TOKENS = Verify("tokens")
+GREEDY = Sampling()
+DRAWN = Sampling(0.8, 0.9, 3)
+
+_ROOT = TemporaryDirectory(prefix="eps-tests-")
+
+
+@cache
+def saved(name: str) -> Path:
+    """The directory of a tiny model, written once."""
+    return tiny_models.save_model(name, Path(_ROOT.name) / name)
+
+
+@cache
+def judge(name: str = "llama2") -> "Model":
+    """The float64 oracle of a tiny model."""
+    return Model(oracle, "cpu", saved(name))
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng([seed, length]).integers(0, tiny_models.VOCAB_SIZE, length).tolist()
+
+
+def eps(method: str, **flat: Any) -> EpsConfig:
+    small = {"budget": 0.2, "first_tokens": 2, "last_tokens": 8, "block_size": 16}
+    return EpsConfig.of(method=method, **small | ({} if method == "rq" else {"group_tokens": 4}) | flat)
 
 
 @dataclass
@@ -37,7 +66,7 @@ class Model:
     """A tiny model on a backend, whose runs begin with all prompts but their last tokens in the cache."""
 
     def __init__(self, backend: Any, device: str, path: Path, kv_dtype: str = "float32", units: int = 40) -> None:
-        self.backend, self.device, self.kv_dtype, self.units = backend, device, kv_dtype, units
+        self.backend, self.device, self.path, self.kv_dtype, self.units = backend, device, path, kv_dtype, units
         self.spec = read_spec(path)
         self.decoder = load_decoder(backend, path, self.spec, "float32", device)
 
@@ -99,7 +128,7 @@ def assert_same_state(model: Model, got: Run, want: Run, tolerance: float = 0.0)
         return np.asarray(backend.to_numpy(array), np.float64)
 
     for mine, other in zip(got.sequences, want.sequences, strict=True):
-        assert mine.tokens == other.tokens
+        assert mine.tokens == other.tokens, "the sequences differ"
         if not mine.tokens:
             continue
         tables = [run.pool.table([one])[0] for run, one in ((got, mine), (want, other))]
@@ -116,16 +145,12 @@ def assert_same_state(model: Model, got: Run, want: Run, tolerance: float = 0.0)
                     continue
                 assert_same_summaries(numbers, caches, tables, layer, mine.length, tolerance)
     # a round that fills a group has its keys in hand, where single steps read them back
-    assert got.cache.bytes_k_reread <= want.cache.bytes_k_reread
+    assert got.cache.bytes_k_reread <= want.cache.bytes_k_reread, "K was read back more often"
     if got.cache.centre and got.cache.centre[0] is not None:
-        np.testing.assert_allclose(
-            numbers(got.cache.centre[0]), numbers(want.cache.centre[0]), rtol=0, atol=tolerance
-        )
+        np.testing.assert_allclose(numbers(got.cache.centre[0]), numbers(want.cache.centre[0]), rtol=0, atol=tolerance)
 
 
-def assert_same_summaries(
-    numbers: Any, caches: list, tables: list, layer: int, length: int, tolerance: float
-) -> None:
+def assert_same_summaries(numbers: Any, caches: list, tables: list, layer: int, length: int, tolerance: float) -> None:
     per_unit, size = caches[0].store.groups_per_unit, caches[0].store.S
     index = np.arange(-(-length // size))
     rows = [table[index // per_unit] * per_unit + index % per_unit for table in tables]
@@ -144,5 +169,130 @@ def assert_same_summaries(
         assert close.mean() >= (1.0 if not tolerance else 0.99), (name, layer)
 
 
-def rounds(run: Run) -> list[RoundRecord]:
-    return run.records
+class Drafter:
+    """A decoder whose draft steps are changed: `change` makes other logits [B, V] of theirs, `place` is what K and V of
+    the drafts are set to, and a `dense` one reads everything, so that in exact arithmetic it is always right."""
+
+    def __init__(
+        self,
+        model: Model,
+        change: Callable[[np.ndarray], np.ndarray] | None = None,
+        place: float | None = None,
+        dense: bool = False,
+    ) -> None:
+        self.model, self.eps, self.change, self.place, self.dense = model, model.backend, change, place, dense
+        self.steps = 0
+
+    def step(
+        self, cache: Any, tokens: Any, slots: Any, table: Any, lengths: Any, read: Any, *, draft: bool, score: Any
+    ) -> Any:
+        assert draft
+        self.steps += 1
+        with np.errstate(invalid="ignore"):  # NaN that was placed
+            cache, output = self.model.decoder.step(
+                cache, tokens, slots, table, lengths, None if self.dense else read, draft=True, score=score
+            )
+        if self.place is not None:
+            cache = placed(self.model, cache, slots, self.place)
+        if self.change is not None:
+            output.logits = self.change(output.logits)
+        return cache, output
+
+
+def placed(model: Model, cache: Any, slots: np.ndarray, value: float) -> Any:
+    """The cache with K and V of slots [N] set to a number, in every layer."""
+    spec = model.spec
+    rows = np.full((len(slots), spec.num_kv_heads, spec.head_dim), value, np.float32)
+    given = model.backend.from_numpy(rows, model.kv_dtype, model.device)
+    for layer in range(spec.num_layers):
+        cache = model.backend.place_kv(cache, layer, given, given, slots)
+    return cache
+
+
+def unwritten(pool: PagePool, sequences: Sequence[Any]) -> np.ndarray:
+    """Slots of a pool that hold no token of the sequences, ascending."""
+    held = [
+        unit * pool.unit_tokens + np.arange(min(one.length - i * pool.unit_tokens, pool.unit_tokens))
+        for one in sequences
+        for i, unit in enumerate(one.table)
+        if one.length > i * pool.unit_tokens
+    ]
+    return np.setdiff1d(np.arange(pool.num_units * pool.unit_tokens), np.concatenate([np.zeros(0, int), *held]))
+
+
+class _Plain:
+    """Dense decoding of one sequence and one token at a time: `Decoder.step` and `draw`, or for `bits` passes of the one
+    shape that all passes have, whose numbers must be the same to the last bit."""
+
+    def __init__(
+        self, model: Model, cache: Any, pool: PagePool, sampling: Sampling, config: EpsConfig, verify: Verify
+    ) -> None:
+        self.decoder, self.cache, self.pool, self.sampling = model.decoder, cache, pool, sampling
+        bits = replace(verify, draft=0, select="step")
+        self.bits = Verifier(model.decoder, cache, pool, sampling, config.read, bits) if bits.mode == "bits" else None
+
+    def next(self, index: int, sequence: Any, token: int) -> int:
+        if self.bits is not None:
+            said = self.bits.round({index: sequence}, {index: token}, {index: 1}).tokens[0]
+            self.cache = self.bits.cache
+            return said
+        slots, self.cache = append(self.decoder.eps, self.cache, self.pool, sequence, [token])
+        table, lengths = self.pool.table([sequence]), self.pool.lengths([sequence])
+        self.cache, output = self.decoder.step(self.cache, np.array([token]), slots, table, lengths)
+        return draw(output.logits[0], self.sampling, index, sequence.length).token
+
+
+def check_rounds(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    config: EpsConfig,
+    tokens: int,
+    sampling: Sampling,
+    verify: Verify,
+    drafter: Any = None,
+    poison: float | None = None,
+    tolerance: float = 1e-6,
+    stop: Sequence[int] = (),
+) -> list[RoundRecord]:
+    """Decodes, and after every round feeds what was said, token by token, to a cache in which nothing is ever drafted:
+    tokens, K, V, summaries, centre and pool must be the same there. `poison` is written, between the rounds, to every
+    slot that holds no token."""
+    cache, pool, sequences = model.start(prompts, config)
+    run = Verifier(model.decoder, cache, pool, sampling, config.read, verify, stop, drafter)
+    cache, other, mirrored = model.start(prompts, config)
+    plain = _Plain(model, cache, other, sampling, config, verify)
+    fed = {index: int(one[-1]) for index, one in enumerate(prompts)}
+    room, alive, records = dict.fromkeys(fed, tokens), dict(enumerate(sequences)), []
+    while alive:
+        if poison is not None:
+            run.cache = placed(model, run.cache, unwritten(pool, sequences), poison)
+        before = dict(fed)
+        records.append(record := run.round(alive, dict(fed), room))
+        pool.check()
+        said: dict[int, list[int]] = {index: [] for index in alive}
+        for index, token in zip(record.sequences, record.tokens, strict=True):
+            said[index].append(token)
+        for depth in range(max(map(len, said.values()))):
+            for index in [i for i in said if depth < len(said[i])]:
+                feed = said[index][depth - 1] if depth else before[index]
+                want = plain.next(index, mirrored[index], feed)
+                assert said[index][depth] == want, f"sequence {index} says other than dense decoding"
+        for (index, own), drafted, accepted in zip(said.items(), record.drafted, record.accepted, strict=True):
+            asked = record.gamma if verify.draft is None else verify.draft
+            assert drafted <= asked, "more drafts than were asked for"
+            # all that was accepted and the token after it
+            ends = own[-1] in stop
+            assert len(own) == accepted + 1 or (ends and len(own) == accepted), "a round says too few or too many"
+            assert not any(token in stop for token in own[:-1]), "a sequence goes on after its end"
+            fed[index], room[index] = own[-1], room[index] - len(own)
+            assert room[index] >= 0, "says more than it was asked for"
+            if ends or not room[index]:
+                del alive[index]
+        assert_same_state(
+            model, Run([], [], run.cache, pool, sequences), Run([], [], plain.cache, other, mirrored), tolerance
+        )
+        assert [len(one.table) for one in sequences] == [len(one.table) for one in mirrored], "units are held"
+        assert pool.num_free == other.num_free, "units are held"
+        for index, own in said.items():
+            assert sequences[index].tokens[-len(own) :] == [before[index], *own[:-1]], "other tokens are in the cache"
+    return records

@@ -1,5 +1,6 @@
-"""The CPU kernels over numpy arrays: `score`, `select`, `attend` and `attend_tail` of an array backend whose arrays
-lie in the memory of the host. Speed only: values are the array operations' up to float32 rounding, lists are equal.
+"""The CPU kernels over numpy arrays: `score`, `select`, `attend`, `attend_rows` and `attend_tail` of an array backend
+whose arrays lie in the memory of the host. Speed only: values are the array operations' up to float32 rounding, lists
+are equal.
 
 A backend gives its cache as it is; `host`, which shows one of its arrays as numpy without a copy (bfloat16 as uint16);
 and `run`, which calls a kernel in every thread (`threads.run` or `openmp.team_of` its library). `None` says
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from eps_core.errors import install
+from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
 from eps_core.summaries.rq import hadamard_blocks
 
@@ -28,6 +30,7 @@ CODES = {
     "meanstd": (2, ("mean", "std"), ("mean_scale", "std_scale", "std_scale", "std_scale")),
 }
 TASK_TOKENS, TASKS_PER_THREAD = (256, 1024), 16  # of attention: least and most, and how many are wanted; speed only
+ROWS_TASK_TOKENS = 1024  # of attention of rows, about: fixed, so that the bits of a row are
 FEW_GROUPS = 4096  # of all rows: selecting among fewer is done before a helper wakes
 
 
@@ -168,6 +171,56 @@ def attend(
         largest, masses, sums, out, lse,
     )  # fmt: skip
     return out, lse
+
+
+def attend_rows(
+    cache: Any, layer: int, q: np.ndarray, is_short: bool, rows: Rows, visit: np.ndarray | None, masses: bool,
+    host: Host, run: Run,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:  # fmt: skip
+    """The fields of `RowsRead` for q [T, Hq, D] float32, of bfloat16 numbers where it `is_short`, visit [T, Hkv, G]
+    bool."""
+    from eps_core.cpu import amx, rows_amx, vectors
+    from eps_core.cpu import rows as portable
+
+    store, spec = cache.store, cache.spec
+    q = np.ascontiguousarray(q)
+    kv_heads, unit_tokens = spec.num_kv_heads, store.unit_tokens
+    total, num_heads, head_dim = q.shape
+    cache.kv_bytes_read += int(rows.lengths.sum()) * kv_heads * spec.kv_token_bytes
+    (k, strides), (v, other) = (_flat_pool(host(pool[layer])) for pool in (cache.k, cache.v))
+    assert strides == other, "K and V do not lie alike"
+    per_task = max(ROWS_TASK_TOKENS // unit_tokens, 1) * unit_tokens
+    tasks = np.repeat(-(-rows.lengths // per_task), kv_heads)  # of every (sequence, kv head)
+    lanes = -(-rows.num_rows * (num_heads // kv_heads) // vectors.LANES) * vectors.LANES
+    lanes = np.repeat(lanes, kv_heads)
+    starts, slots, places = (np.concatenate([[0], np.cumsum(one)]) for one in (tasks, tasks * lanes, lanes))
+    shape = total, kv_heads, rows.table.shape[1] * store.groups_per_unit
+    listed = np.empty((0, 0, 0), np.uint8) if visit is None else visit.view(np.uint8)
+    by_group = np.empty(shape if masses else (0, 0, 0), np.float32)
+    largest, totals, visited = (np.empty(slots[-1], np.float32) for _ in range(3))
+    out, lse, visited_lse = np.empty(q.shape, np.float32), *(np.empty(q.shape[:2], np.float32) for _ in range(2))
+    tiled = k.dtype == np.uint16 and amx.usable()
+    tiled = tiled and head_dim % amx.STEP == 0 and unit_tokens % rows_amx.UNIT_TOKENS == 0
+    parts = 1 if is_short else 3
+    # of two bytes on tile registers
+    queries = _aligned(-(-int(places[-1]) * head_dim * (parts if tiled else 2) // 2))
+    about = (
+        k, v, strides, rows.table, rows.lengths, rows.starts, unit_tokens, store.S, per_task, starts, slots, places,
+        listed, queries.view(np.uint16) if tiled else queries, largest, totals, visited,
+        _aligned(int(slots[-1]) * head_dim), by_group, out, lse, visited_lse,
+    )  # fmt: skip
+    if tiled:
+        run(rows_amx.attend_rows, 3, q, parts, *about)
+    else:
+        run(portable.attend_rows, 3, q, *about)
+    return out, lse, None if visit is None else visited_lse, by_group if masses else None
+
+
+def _aligned(count: int) -> np.ndarray:
+    """count float32 that begin with a cache line."""
+    whole = np.empty(count + 16, np.float32)
+    skip = -whole.ctypes.data % 64 // 4
+    return whole[skip : skip + count]
 
 
 def attend_tail(

@@ -20,7 +20,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from eps_core.cpu import attend, compile, forks, score, threads
+from eps_core.cpu import attend, compile, forks, rows, rows_amx, score, threads
 from eps_core.cpu.compile import FAST, kernel
 from eps_core.cpu.threads import FAILED, FINISHED
 
@@ -110,6 +110,16 @@ def _skipped_mass(parallel, num_threads, *args):
     on_team(parallel, num_threads, attend.skipped_mass, args)
 
 
+@kernel(fastmath=FAST)
+def _attend_rows(parallel, num_threads, *args):
+    on_team(parallel, num_threads, rows.attend_rows, args)
+
+
+@kernel(fastmath=FAST)
+def _attend_rows_amx(parallel, num_threads, *args):
+    on_team(parallel, num_threads, rows_amx.attend_rows, args)
+
+
 _LAUNCHERS: dict[Any, Callable[..., None]] = {
     score.score_rq: _score_rq,
     score.score_codes: _score_codes,
@@ -117,6 +127,8 @@ _LAUNCHERS: dict[Any, Callable[..., None]] = {
     attend.attend: _attend,
     attend.attend_tail: _attend_tail,
     attend.skipped_mass: _skipped_mass,
+    rows.attend_rows: _attend_rows,
+    rows_amx.attend_rows: _attend_rows_amx,
 }
 
 

@@ -17,7 +17,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
 from eps_core.decode.spec import ModelSpec
 from eps_core.gate.attend import LayerRead, attend_layer, collect
-from eps_core.gate.protocol import Array, Backend, Scores, Selection
+from eps_core.gate.protocol import Array, Backend, RowsRead, Scores, Selection
 from eps_core.gate.stats import StepOutput, VerifyOutput
 from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
@@ -29,6 +29,18 @@ class Arithmetic(Protocol):
     spec: ModelSpec
     dtype: str
     device: str
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that one call reads, for any number of rows: all but the input embedding, of which a token
+        takes one row, unless it is the output head, too."""
+        ...
+
+    def quantised(self) -> "Arithmetic":
+        """The model with 4-bit weights in its linear layers, output head included, for drafts: affine groups rounded to
+        nearest (`decode.draft_weights`, `oracle.draft_weights.affine`). It shares all else with this one, which stays
+        as it is. Raises ConfigError where the library has no such product for the device or no layer is fit for it."""
+        ...
 
     def scope(self) -> AbstractContextManager[Any]:
         """Where all of a call runs: a stream, inference mode."""
@@ -59,9 +71,10 @@ class Arithmetic(Protocol):
         ...
 
     def whole_step(
-        self, cache: Any, tokens: np.ndarray, slots: np.ndarray, where: Where, gated: bool
+        self, cache: Any, tokens: np.ndarray, slots: np.ndarray, where: Where, gated: bool, draft: bool
     ) -> tuple[Any, StepOutput] | None:
-        """A decode step as one piece (a CUDA graph), or None, and nothing done, where there is none."""
+        """A decode step as one piece (a CUDA graph), or None, and nothing done, where there is none. A `draft` as
+        `Decoder.step` has it."""
         ...
 
 
@@ -123,8 +136,8 @@ class Decoder:
             where = Where.of(EpsConfig(cache.store, read), table, lengths)
         else:
             where = Where.dense(cache.store, table, lengths)
-        if not audit and not self.timing and self.tap is None and not draft:
-            done = model.whole_step(cache, tokens, slots, where, gated)
+        if not audit and not self.timing and self.tap is None and score is None:
+            done = model.whole_step(cache, tokens, slots, where, gated, draft)
             if done is not None:
                 return done
         reads: list[LayerRead] = []
@@ -164,11 +177,16 @@ class Decoder:
         """Dense attention of several new tokens of each of B sequences in one pass (design section 10): tokens [T] and
         their slots [T], T as in `rows`. K and V are placed; `commit` writes those that stay. `drafts`: of each layer
         and row what a draft step visited (None: everything), for the share that it left out. `fixed_rows` does the
-        matrix products with this many rows, at least T, whatever T is: their kernels then cannot depend on it."""
+        matrix products with this many rows, at least T, whatever T is: their kernels then cannot depend on it. Array
+        operations then attend row by row, as their products depend on how many rows there are: K and V are read, and
+        count, once a row, and what drafts left out is not known."""
         eps, model, spec = self.eps, self.model, self.spec
         self._check_tokens(tokens)
         total, num_groups = rows.total, rows.table.shape[1] * cache.store.groups_per_unit
         assert not fixed_rows or total <= fixed_rows, f"{total} rows for products of {fixed_rows}"
+        alone = fixed_rows > 0 and cache.kernels == "arrays"
+        if alone:
+            drafts, each = (), Where.dense(cache.store, rows.table[rows.sequence], rows.seen)
         # what fills them is the first row again: finite, and thrown away
         index = np.concatenate([np.arange(total), np.zeros(max(fixed_rows - total, 0), np.int64)])
         kv, lses, visited, measured = [], [], [], []
@@ -179,7 +197,10 @@ class Decoder:
                 cache = eps.place_kv(cache, layer, k, v, slots)
                 visit = eps.visits(cache, drafts[layer], num_groups) if drafts else None
                 with eps.span("eps.verify", cache):
-                    read = eps.attend_rows(cache, layer, q, rows, visit, masses)
+                    if alone:
+                        read = RowsRead(*eps.attend(cache, layer, q, each, None))
+                    else:
+                        read = eps.attend_rows(cache, layer, q, rows, visit, masses)
                 kv.append((k, v))
                 lses.append(read.lse)
                 visited.append(read.visited_lse)

@@ -15,9 +15,11 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.gate.attend import attend_layer
 from eps_core.gate.protocol import Backend
+from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
 
 TOKENS = 700  # past the 256 that rq's centre needs, with an open group where groups are of two
+VERIFIED_ROWS = 5
 # of an output against the largest |v|: what the rounding of its dtype and of other sum orders may differ by
 TOLERANCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
 
@@ -30,9 +32,11 @@ def disagreement(
     num_heads: int,
     config: EpsConfig,
     progress: Callable[[int, int, str], None] = lambda *told: None,
+    verified: bool = False,
 ) -> str | None:
     """What kernels and array operations differ in over one layer of `spec`'s shape, in a few words; None where they
-    agree. An exception of the kernels is a difference too. `progress(done, total, part)` is told before each part."""
+    agree. An exception of the kernels is a difference too. `progress(done, total, part)` is told before each part. What
+    only verified decoding uses is compiled and compared where it is `verified`: it takes as long as the rest."""
     length = TOKENS + (1 if config.store.S > 1 else 0)
     units = -(-length // config.store.unit_tokens)
     one = replace(spec, num_layers=1, num_units=units, max_open_groups=1)
@@ -40,10 +44,10 @@ def disagreement(
     rng = np.random.default_rng(0)
     k, v = (rng.standard_normal((length, spec.num_kv_heads, spec.head_dim), np.float32) for _ in range(2))
     q = 2 * rng.standard_normal((1, num_heads, spec.head_dim), np.float32)
-    expected = _results(backend, device, "arrays", one, config, k, v, q)
+    expected = _results(backend, device, "arrays", one, config, k, v, q, verified=verified)
     try:
         with _preparing(kernels):
-            got = _results(backend, device, kernels, one, config, k, v, q, progress)
+            got = _results(backend, device, kernels, one, config, k, v, q, progress, verified)
     except Exception as error:  # whatever a compiler or a driver raises
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
     limit = TOLERANCE[spec.dtype]
@@ -80,10 +84,11 @@ def _results(
     v: np.ndarray,
     q: np.ndarray,
     progress: Callable[[int, int, str], None] = lambda *told: None,
+    verified: bool = False,
 ) -> dict[str, np.ndarray]:
-    """Everything that a gated step and a dense one compute. Groups are not compared where estimates are: their rounding
-    may swap two that are nearly equal, so both sides rank the same made-up ones."""
-    parts = ["write", "dense attention"]
+    """Everything that a gated step and a dense one compute, and a pass that verifies. Groups are not compared where
+    estimates are: their rounding may swap two that are nearly equal, so both sides rank the same made-up ones."""
+    parts = ["write", "dense attention", *(["verify pass"] if verified else [])]
     parts += ["score", "select", "attend", "tail", "step"] if config.store.enabled else []
 
     def begin(part: str) -> None:
@@ -105,6 +110,19 @@ def _results(
     begin("dense attention")
     states: dict[str, Any] = {"dense": backend.attend(cache, 0, query, where, None)}
     results: dict[str, np.ndarray] = {}
+    if verified:
+        begin("verify pass")
+        rows = Rows.of(where.table, where.lengths, np.array([VERIFIED_ROWS]))
+        factors = np.linspace(-1, 1, VERIFIED_ROWS, dtype=np.float32)[:, None, None]
+        turned = backend.from_numpy(q * factors, spec.dtype, device)
+        listed = np.zeros((VERIFIED_ROWS, spec.num_kv_heads, where.num_groups), np.float32)
+        listed[..., ::3] = 1
+        read = backend.attend_rows(
+            cache, 0, turned, rows, backend.from_numpy(listed, "float32", device) > 0, masses=True
+        )
+        states["verified"] = read.out, read.lse
+        results["verified lse of what was visited"] = backend.to_numpy(read.visited_lse)
+        results["verified masses"] = backend.to_numpy(read.masses)
     if config.store.enabled:
         begin("score")
         scores = backend.score(cache, 0, query, where)

@@ -90,7 +90,7 @@ class Session:
     kernels: str
     named: bool = False  # whether the user named the kernels
     fault: str | None = None  # why auto took array operations instead of kernels
-    checked: set[Store] = field(default_factory=set, repr=False)  # whose kernels were compiled and compared
+    checked: set[tuple[Store, bool]] = field(default_factory=set, repr=False)  # see `check_kernels`
     config: EpsConfig = EpsConfig()  # noqa: RUF009  of `generate` and `stream`; documents and arms bring their own
     verify: Verify = UNVERIFIED  # the same
     _drafter: Decoder | None = field(default=None, repr=False)
@@ -144,12 +144,15 @@ class Session:
         if verify.weights == "full":
             return self.decoder
         if self._drafter is None:
-            self._drafter = Decoder(self.backend, self.decoder.model.quantised(4))
+            self._drafter = Decoder(self.backend, self.decoder.model.quantised())
         return self._drafter
 
-    def load(self) -> None:
-        """Reads the weights now, while nothing is written yet."""
+    def load(self, verify: Verify = UNVERIFIED) -> None:
+        """Reads the weights now, and makes what `verify` drafts with, while nothing is decoded or written yet. Raises
+        ConfigError where this model or device cannot draft so."""
         _ = self.decoder
+        if verify.enabled:
+            self.drafter(verify)
 
     def fall_back(self, fault: str) -> None:
         """Array operations from now on, with one line that says why. Raises ConfigError where kernels were named."""
@@ -158,17 +161,24 @@ class Session:
         self.kernels, self.fault = "arrays", fault
         print(f"{fault}: array operations instead", file=sys.stderr)
 
-    def check_kernels(self, store: Store) -> None:
-        """Compiles the kernels that a cache of `store` takes and compares them with array operations, once: before
-        anything is timed or trusted."""
+    def check_kernels(self, store: Store, verified: bool = False) -> None:
+        """Compiles the kernels that a cache of `store` takes, in verified decoding too where it is `verified`, and
+        compares them with array operations, once: before anything is timed or trusted."""
         emulated = self.device == "cpu" and self.kernels != "numba"  # a GPU's kernels in a test
-        if self.kernels == "arrays" or emulated or store in self.checked:
+        if self.kernels == "arrays" or emulated or {(store, verified), (store, True)} & self.checked:
             return
-        self.checked.add(store)
+        self.checked.add((store, verified))
         spec = CacheSpec(self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim, 1, self.kv_dtype)
         with Progress("kernels: compiling and checking", "parts") as progress:
             fault = disagreement(
-                self.backend, self.device, self.kernels, spec, self.spec.num_heads, EpsConfig(store, Read()), progress
+                self.backend,
+                self.device,
+                self.kernels,
+                spec,
+                self.spec.num_heads,
+                EpsConfig(store, Read()),
+                progress,
+                verified,
             )
         if fault is not None:
             self.fall_back(f"kernels {self.kernels} failed their check on this device ({fault})")
@@ -282,7 +292,8 @@ class Session:
     ) -> tuple[list[list[int]], Generator[Any, None, Any]]:
         """(tokens of each prompt, steps or rounds to come), in a cache of their own; what can be refused, is now."""
         prompts = self.encode_prompts(texts, max_new_tokens, chat)
-        self.load()
+        self.load(self.verify)
+        self.check_kernels(self.config.store, self.verify.enabled)
         cache, pool = self.cache(self.config.store, [len(prompt) + max_new_tokens for prompt in prompts])
         stop_tokens = self.spec.eos_token_ids if stop else ()
         same = self.decoder, cache, pool, prompts, max_new_tokens, sampling, self.config.read

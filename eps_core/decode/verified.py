@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from eps_core.config.bytes import scoring_bytes
 from eps_core.config.read import Read
 from eps_core.config.verify import Verify
 from eps_core.decode.accept import Said, accept, propose
 from eps_core.decode.forward import Decoder, LayerScorer
 from eps_core.decode.generate import append, check_prompts, prefill, report_of
 from eps_core.decode.pace import Pace
+from eps_core.decode.round_records import draft_audit, round_record
 from eps_core.decode.sampling import Sampling
 from eps_core.errors import ConfigError
 from eps_core.gate.protocol import Array, Scores, Selection
@@ -27,7 +29,7 @@ from eps_core.paging.pool import PagePool
 from eps_core.paging.pool import Sequence as PagedSequence
 from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
-from eps_core.telemetry.rounds import RoundRecord, by_depth, divergences
+from eps_core.telemetry.rounds import RoundRecord
 
 MASS_BYTES = 4  # of a group's log mass, float32
 
@@ -157,16 +159,16 @@ class Verifier:
             self.cache, np.array([fed[i] for i in alive]), np.concatenate(slots), self.pool.table(running), lengths
         )
         verify_ms = 1000 * (self.clock() - started)
-        if self.num_rounds:
-            self.pace.saw_cost("dense", verify_ms)
         self._measured = [], {}
         said = [
             accept(output.logits[row : row + 1], (), (), self.sampling, "couple", index, int(lengths[row]), self.stop)
             for row, index in enumerate(alive)
         ]
-        return self._record(
-            alive, [0] * len(alive), said, [int(length) - 1 for length in lengths],
-            bytes_kv_verify=self.cache.kv_bytes_read - kv_bytes, weight_passes=1, verify_ms=verify_ms,
+        if self.num_rounds:
+            self.pace.saw_cost("dense", 1000 * (self.clock() - started))
+        return round_record(
+            self.cache.spec, alive, [0] * len(alive), said, [int(length) - 1 for length in lengths],
+            bytes_kv_verify=self.cache.kv_bytes_read - kv_bytes, verify_ms=verify_ms, **self._weights(0, 1),
         )  # fmt: skip
 
     # ---- with drafts ----
@@ -190,30 +192,31 @@ class Verifier:
             kv_bytes, started = self.cache.kv_bytes_read, self.clock()
             logits, unread = self._verify(parts, fed, rows, outputs)
             verify_ms = 1000 * (self.clock() - started)
-            verify_bytes = self.cache.kv_bytes_read - kv_bytes
+            verify_bytes, passes = self.cache.kv_bytes_read - kv_bytes, (len(outputs), len(self._passes))
             said = [
                 accept(own, part.tokens, part.logits, self.sampling, self.verify.rule, part.index, part.length + 1,
                        self.stop)
                 for part, own in zip(parts, np.split(logits, rows.starts[1:-1]), strict=True)
             ]  # fmt: skip
             self._commit(parts, sequences, fed, said, rows)
+            pass_ms = 1000 * (self.clock() - started)  # what a round pays for the pass, drawing and writing included
         except BaseException:
             for part in parts:
                 self.pool.release(sequences[part.index])
             raise
         drafted = [len(part.tokens) for part in parts]
         if any(drafted):
-            self.pace.saw_cost(int(num_rows.max()), verify_ms)
+            self.pace.saw_cost(int(num_rows.max()), pass_ms)
             self.pace.saw_round(drafted, [one.accepted for one in said])
         elif self.num_rounds:
-            self.pace.saw_cost("dense", verify_ms)
-        return self._record(
-            [part.index for part in parts], drafted, said, [part.length for part in parts],
+            self.pace.saw_cost("dense", pass_ms)
+        return round_record(
+            self.cache.spec, [part.index for part in parts], drafted, said, [part.length for part in parts],
             bytes_kv_draft=sum(layer.kv_bytes_read for output in outputs for layer in output.layers),
             bytes_summary_draft=sum(layer.summary_bytes_read for output in outputs for layer in output.layers),
-            bytes_kv_verify=verify_bytes, weight_passes=len(outputs) + 1, draft_ms=draft_ms, verify_ms=verify_ms,
+            bytes_kv_verify=verify_bytes, draft_ms=draft_ms, verify_ms=verify_ms,
             rolled_back=int(num_rows.sum()) - sum(len(one.tokens) for one in said),
-            **self._audit(parts, logits, rows, unread),
+            **draft_audit([part.logits for part in parts], logits, rows, unread), **self._weights(*passes),
         )  # fmt: skip
 
     def _draft(
@@ -264,8 +267,6 @@ class Verifier:
             if mixes == "verified":
                 # groups that came since are among the last tokens, which are always visited
                 return Scores(known, None, None, np.zeros(len(picks), np.int64), kernels=cache.kernels), num_bytes
-            from eps_core.config.bytes import scoring_bytes
-
             own = eps.score(cache, layer, q, where)
             num_bytes += spec.num_kv_heads * scoring_bytes(where.config, spec.head_dim, where.lengths.tolist())
             return Scores(
@@ -337,63 +338,10 @@ class Verifier:
         for part, one in zip(parts, said, strict=True):
             self.pool.commit(sequences[part.index], [fed[part.index], *one.tokens[:-1]])
 
-    # ---- after ----
-
-    def _audit(
-        self, parts: list[_Drafted], logits: np.ndarray, rows: Rows, unread: np.ndarray | None
-    ) -> dict[str, Any]:
-        """How far each draft step was from the dense pass, by depth, mean over sequences."""
-        most = max(len(part.tokens) for part in parts)
-        kl: list[list[float]] = [[] for _ in range(most)]
-        tv: list[list[float]] = [[] for _ in range(most)]
-        shares: list[list[float]] = [[] for _ in range(most)]
-        for i, part in enumerate(parts):
-            if not part.tokens:
-                continue
-            first = int(rows.starts[i])
-            values = divergences(logits[first : first + len(part.tokens)], np.array(part.logits))
-            for depth in range(len(part.tokens)):
-                kl[depth].append(float(values[0][depth]))
-                tv[depth].append(float(values[1][depth]))
-                if unread is not None:
-                    shares[depth].append(float(unread[:, first + depth].mean()))
-
-        def means(by: list[list[float]]) -> list[float]:
-            return [float(np.mean(one)) for one in by]
-
-        return {
-            "audit_kl": means(kl), "audit_tv": means(tv), "mass_skipped_true": None if unread is None else means(shares)
-        }  # fmt: skip
-
-    def _record(
-        self, indices: list[int], drafted: list[int], said: list[Said], lengths: list[int], **more: Any
-    ) -> RoundRecord:
-        spec, accepted = self.cache.spec, [one.accepted for one in said]
-        # dense decoding reads all that came before each token that was said
-        tokens_read = sum(
-            length + 1 + i for length, one in zip(lengths, said, strict=True) for i in range(len(one.tokens))
-        )
-        margins = [margin for one in said for margin in one.margins]
-        offered, kept = by_depth(drafted, accepted)
-        values: dict[str, Any] = {
-            "step": 0, "gamma": 0, "bytes_kv_draft": 0, "bytes_summary_draft": 0, "bytes_k_reread": 0, "draft_ms": 0.0,
-            "round_ms": 0.0, "audit_kl": [], "audit_tv": [], "mass_skipped_true": None, "rolled_back": 0,
-            "fallbacks": {},
-        }  # fmt: skip
-        return RoundRecord(
-            sequences=[index for index, one in zip(indices, said, strict=True) for _ in one.tokens],
-            tokens=[token for one in said for token in one.tokens],
-            drafted=drafted,
-            accepted=accepted,
-            emitted=[len(one.tokens) for one in said],
-            offered_by_depth=offered,
-            accepted_by_depth=kept,
-            bytes_kv_dense=tokens_read * spec.num_layers * spec.num_kv_heads * spec.kv_token_bytes,
-            top2_margin_min=min((one for one in margins if np.isfinite(one)), default=None),
-            margins=margins,
-            **(values | more),
-        )
-
+    def _weights(self, drafts: int, verifies: int) -> dict[str, int]:
+        """What so many passes over the drafter's and the decoder's weights read."""
+        num_bytes = drafts * self.drafter.model.weight_bytes + verifies * self.decoder.model.weight_bytes
+        return {"weight_passes": drafts + verifies, "bytes_weights": num_bytes}
 
 def verified(
     decoder: Decoder,

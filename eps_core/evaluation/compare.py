@@ -101,7 +101,7 @@ def prepare(request: RunRequest) -> Job:
     )
     pool = session.cache_spec(*job.room(request.config.store))
     for store in (Store(block_size=request.config.store.block_size), request.config.store):
-        session.check_kernels(store)
+        session.check_kernels(store, request.verify.enabled)
     if request.auto_min_context:
         job.cost, _ = cost_of(
             session.backend, session.device, session.kernels, pool, spec.num_heads, request.config, spec.max_context
@@ -109,7 +109,7 @@ def prepare(request: RunRequest) -> Job:
         # where gating never pays, everything that the model can hold is below the least context
         least = spec.max_context + 1 if job.cost.min_context is None else job.cost.min_context
         job.request = replace(request, config=request.config.replace(min_context=least))
-    session.load()
+    session.load(request.verify)
     _warm_up(job)
     return job
 

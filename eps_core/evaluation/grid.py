@@ -61,7 +61,7 @@ def cell_line(index: int, setting: Setting, config: EpsConfig | None, numbers: d
         "scope": setting.scope,
         "heads": setting.heads,
         "strict": setting.strict,
-        "verify": None,
+        "verified": None,  # how, of a cell of verified decoding
         "skipped": None,
         **numbers,
     }
@@ -150,7 +150,7 @@ def run_cells(
         try:
             config, verify = plans[index]
             if verify.enabled:
-                numbers = {"verify": verify.to_dict(), **bench.measure_verified(cells[index], config, verify)}
+                numbers = {"verified": verify.to_dict(), **bench.measure_verified(cells[index], config, verify)}
             else:
                 numbers = bench.measure(cells[index], config)
         except (MemoryError, RuntimeError, ValueError) as error:

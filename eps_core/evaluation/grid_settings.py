@@ -74,6 +74,8 @@ STRICT_BITS = 8  # of the codes that certify a strict cell of a method without b
 # the axes that mean something under one policy, or some, only
 _POLICIES_OF = {"alpha": ("threshold",), "tau": ("share",), "budget": ("topk", "threshold")}
 
+_EXACT = {"context": [4096, 8192], "verify": "tokens", "temperature": [0.0, 0.8]}
+
 # the product requirements' grid, 1,296 cells; one that the demo model finishes in minutes, and one in half a minute
 PRESETS: dict[str, list[dict[str, Any]]] = {
     "prd": [
@@ -115,6 +117,15 @@ PRESETS: dict[str, list[dict[str, Any]]] = {
                 "group_blocks": [4, 8, 16],
             }.items()
         ),
+    ],
+    # exact text: drafts and budgets, what drafts read, other drafters at about the same bytes, and rejection
+    "verified": [
+        {**_EXACT, "method": "rq", "budget": 0.05, "draft": [4, 8, 12, 16]},
+        {**_EXACT, "method": "rq", "budget": [0.02, 0.1], "draft": [8, 16]},
+        {**_EXACT, "method": "rq", "budget": 0.05, "draft": 12, "draft_select": ["verified", "hybrid"]},
+        {**_EXACT, "method": ["box", "meanstd"], "group_tokens": 16, "budget": 0.03, "draft": 12},
+        {**_EXACT, "method": "rq", "budget": 0.05, "draft": 12, "temperature": 0.8, "verify_rule": "reject"},
+        {**_EXACT, "method": "rq", "budget": 0.05, "draft": 12, "draft_weights": "4bit"},
     ],
 }
 

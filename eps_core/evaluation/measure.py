@@ -178,7 +178,7 @@ def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, 
     samples, documents = file.indexed("sample", num_samples), file.indexed("document", num_documents)
     resumed = len(samples) + len(documents)
     if resumed < num_samples + num_documents:
-        session.load()
+        session.load(request.verify)
     with file, terminal.Progress("evaluate:", "samples") as progress:
 
         def found(there: dict[int, Line], line: Line, what: str, work: Callable[[], Mapping[str, Any]]) -> Line:

@@ -112,6 +112,7 @@ def decode(
     num_steps, outcome = max(one.num_steps for one in documents), Outcome(said=[[] for _ in documents])
     if verify.enabled and read is not None and cache.store.enabled:
         assert documents[0].forced is None, "a verified decode says what it says: it cannot be forced"
+        session.check_kernels(cache.store, verified=True)
         known = {name: more[name] for name in ("prefill_chunk", "on_prefill", "written") if name in more}
         rounds = verified(
             session.decoder, cache, pool, prompts, num_steps, sampling, read, verify, stop,

@@ -111,7 +111,9 @@ def decide(cells: Iterable[Mapping[str, Any]]) -> Verdict:
     measured = [
         cell
         for cell in cells
-        if _number(cell, "bytes_ratio") is not None and cell.get("method") not in (*EVALUATION_METHODS, "off")
+        if _number(cell, "bytes_ratio") is not None
+        and cell.get("method") not in (*EVALUATION_METHODS, "off")
+        and not cell.get("verified")  # whose text is the dense one: it says nothing of the gate's quality
     ]
     if not measured:
         return Verdict(UNDECIDED, ("no measured cell of a method is in the data",))

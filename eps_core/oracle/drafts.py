@@ -16,9 +16,11 @@ def visits(cache: Cache, drafts: Sequence[tuple[Selection, int] | None], num_gro
 
 
 def frozen_masses(cache: Cache, masses: np.ndarray, index: np.ndarray, num_groups: int) -> np.ndarray:
-    """Rows [B, Hkv, num_groups] of masses [T, Hkv, G]: index [B], host; groups that came since have none, -inf."""
+    """Rows [B, Hkv, num_groups] of masses [T, Hkv, G]: index [B], host; groups that came since have none, -inf;
+    those past `num_groups`, of a longer sequence that has ended, go."""
     found = np.full((len(index), masses.shape[1], num_groups), -np.inf)
-    found[..., : masses.shape[2]] = masses[index]
+    known = min(num_groups, masses.shape[2])
+    found[..., :known] = masses[index, :, :known]
     return found
 
 

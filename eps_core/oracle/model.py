@@ -1,5 +1,6 @@
 """The oracle's arithmetic for whole models, in float64. Slow on purpose, never optimised."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,11 +9,13 @@ from typing import Any
 import numpy as np
 
 from eps_core.config.store import DTYPE_BYTES
+from eps_core.decode.draft_weights import BITS, HEAD, quantised_layers
 from eps_core.decode.rope import attention_factor, inverse_frequencies
 from eps_core.decode.spec import ModelSpec
 from eps_core.decode.weights import load_weights
 from eps_core.errors import ConfigError
 from eps_core.oracle.cache import from_numpy
+from eps_core.oracle.draft_weights import affine
 
 
 class Model:
@@ -24,7 +27,33 @@ class Model:
             raise ConfigError(f"dtype {dtype!r} is unknown: choose one of {', '.join(DTYPE_BYTES)}")
         self.spec, self.dtype, self.device = spec, dtype, "cpu"
         self.weights = {name: from_numpy(w, dtype).astype(np.float64) for name, w in weights.items()}
+        self.group_sizes: dict[str, int] = {}  # of the weights that hold what 4 bits do
         self.inverse_frequencies, self.attention_factor = inverse_frequencies(spec), attention_factor(spec)
+
+    @property
+    def weight_bytes(self) -> int:
+        """What a backend reads: float64 stands here for `dtype`, and for codes, steps and offsets."""
+
+        def stored(name: str) -> int:
+            size, number_bytes = self.weights[name].size, DTYPE_BYTES[self.dtype]
+            if name not in self.group_sizes:
+                return size * number_bytes
+            return size * BITS // 8 + size // self.group_sizes[name] * 2 * number_bytes
+
+        return sum(stored(name) for name in self.weights if name != "embed" or self._head == "embed")
+
+    def quantised(self) -> "Model":
+        if self.group_sizes:
+            return self
+        drafts = copy.copy(self)
+        drafts.group_sizes = quantised_layers(self.spec)
+        drafts.weights = dict(self.weights)
+        for name, group_size in drafts.group_sizes.items():
+            weight = self.weights[self._head if name == HEAD else name]
+            codes, *affinities = affine(weight, group_size)
+            steps, offsets = (from_numpy(one, self.dtype).astype(np.float64) for one in affinities)
+            drafts.weights[name] = (steps * codes + offsets).reshape(weight.shape)
+        return drafts
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -58,11 +87,14 @@ class Model:
         return x + self._linear(prefix + "down", silu * self._linear(prefix + "up", h))
 
     def logits(self, x: np.ndarray) -> np.ndarray:
-        name = "lm_head" if "lm_head" in self.weights else "embed"
-        return self._linear(name, self._norm("norm", x)).astype(np.float32)
+        return self._linear(self._head, self._norm("norm", x)).astype(np.float32)
 
     def whole_step(self, *step: Any) -> None:
         return None
+
+    @property
+    def _head(self) -> str:
+        return HEAD if HEAD in self.weights else "embed"
 
     def _linear(self, name: str, x: np.ndarray) -> np.ndarray:
         y = x @ self.weights[name].T

@@ -32,7 +32,9 @@ _FIELDS: dict[str, Any] = {
     "mass_pairs": Points,
     "visit_ratio_by_layer_and_head": tuple[tuple[Share, ...], ...],
     "guards": tuple[Count, Count],
-    **dict.fromkeys(("setting", "config", "request"), dict[str, Any]),
+    **dict.fromkeys(("setting", "config", "request", "verified"), dict[str, Any]),
+    **dict.fromkeys(("acceptance", "temperature", "draft_ratio", "tokens_per_round", "draft_kl_mean"), Ratio),
+    **dict.fromkeys(("documents", "documents_equal"), Count),
 }
 Score = Annotated[float, Between(-1e6, 1e6)]
 _OF_TYPE: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ from eps_core.files import inputs
 from eps_core.report.kinds import Line, clean
 
 MOST_NOTES = 50  # of one file
-_COUNTED = ("run", "resume", "cell", "failed", "step", "summary", "sample", "document", "task", "text")
+_COUNTED = ("run", "resume", "cell", "failed", "step", "round", "summary", "sample", "document", "task", "text")
 
 
 @dataclass
@@ -67,12 +67,12 @@ def _load(results: Results, name: str, path: Path) -> dict[str, int]:
             config = run.get("config") if isinstance(run.get("config"), dict) else None
             made = {**(config or {}), "model": run.get("model"), **line, "file": name}
             (results.tasks if kind == "task" else results.texts).append(made)
-        elif kind in ("step", "summary"):
+        elif kind in ("step", "round", "summary"):
             if open_run is None:
                 open_run = {"file": name, "run": {}, "steps": [], "summary": {}}
             if open_run not in results.runs[-1:]:
                 results.runs.append(open_run)
-            if kind == "step":
+            if kind != "summary":
                 open_run["steps"].append(line)
             else:
                 open_run["summary"] = line

@@ -12,7 +12,7 @@ from eps_core.config.store import COARSE_GROUP_BLOCKS, coded_methods
 from eps_core.evaluation.verdict import loss_points, p95_saved_percent
 from eps_core.files.records import number
 from eps_core.report import cells as of
-from eps_core.report import evaluated
+from eps_core.report import evaluated, verified
 from eps_core.report.cells import Table, field, form, table_of
 from eps_core.report.figures import MAX_CURVES, Curve, Figure, curves, heat_map, scatter
 from eps_core.report.kinds import Line
@@ -49,17 +49,17 @@ class Section:
 
 def sections_of(results: Results) -> list[Section]:
     """All sections but the verdict, whatever the results lack."""
-    cells = [cell for cell in results.cells if number(cell.get("bytes_ratio")) is not None]
-    runs = results.runs
+    exact, cells = verified.apart([cell for cell in results.cells if number(cell.get("bytes_ratio")) is not None])
     return [
         Section("quality", "Quality against bytes", _quality(cells)),
+        Section("verified", "Verified decoding", [Part("", *verified.drawn(exact))]),
         Section("tasks", "Tasks and text", _evaluated(results)),
-        Section("visited", "Visited ratio against context", [_visited(cells, runs)]),
+        Section("visited", "Visited ratio against context", [_visited(cells, results.runs)]),
         Section("time", "Decode time", [_time(cells)]),
-        Section("certificate", "Certificate against truth", [_certificate(cells, runs)]),
-        Section("heads", "Visited ratio by layer and kv head", [_heads(cells, runs)]),
+        Section("certificate", "Certificate against truth", [_certificate(cells, results.runs)]),
+        Section("heads", "Visited ratio by layer and kv head", [_heads(cells, results.runs)]),
         Section("ablations", "Ablations", [_ablation(cells, axis, label) for axis, label, _ in _ABLATIONS]),
-        Section("runs", "Single runs", [_runs(runs)]),
+        Section("runs", "Single runs", [_runs(results.runs)]),
         Section("skipped", "Cells without numbers", [_skipped(results.cells, results.failed)]),
         Section("inputs", "Inputs", [_inputs(results)]),
     ]

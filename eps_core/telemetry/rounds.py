@@ -1,6 +1,7 @@
 """What each round of verified decoding drafted, accepted and read: one record a round, summed up at the end.
 
-Bytes are of K, V and summaries; weights are passes over all of them. Unknown is None, never NaN. Design section 10.
+Bytes are of K, V and summaries; those of weights stand apart, in `bytes_weights`. Unknown is None, never NaN.
+Design section 10.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,8 @@ class RoundRecord:
     bytes_kv_verify: int  # of a round without drafts: of its dense step
     bytes_k_reread: int
     bytes_kv_dense: int  # what dense decoding reads for the same tokens
-    weight_passes: int  # over all weights: a draft step or verify pass each
+    weight_passes: int  # over all weights: one of each draft step, dense step and verify pass
+    bytes_weights: int  # of these passes: the drafter's weights in draft steps, the decoder's in the others
     draft_ms: float  # of all draft steps
     verify_ms: float  # of a round without drafts: of its dense step
     round_ms: float  # the whole round on the host's clock
@@ -126,7 +128,7 @@ def summarise_rounds(records: Sequence[RoundRecord], prefill_ms: float | None = 
 
 _SUMMED = (
     "bytes_kv_draft", "bytes_summary_draft", "bytes_kv_verify", "bytes_k_reread", "bytes_kv_dense", "weight_passes",
-    "rolled_back",
+    "bytes_weights", "rolled_back",
 )  # fmt: skip
 
 

@@ -349,10 +349,10 @@ def rounds_json(tokens: list[int] | None, summary: dict[str, Any], config: EpsCo
 
 
 _ROUNDS_JSON = (
-    "bytes_summary_read", "bytes_kv_draft", "bytes_kv_verify", "weight_passes", "rounds", "rounds_drafted",
-    "tokens_per_round", "tokens_per_round_histogram", "drafted", "accepted", "acceptance", "acceptance_by_depth",
-    "offered_by_depth", "audit_kl_mean", "audit_tv_mean", "mass_skipped_true_mean", "top2_margin_min", "rolled_back",
-    "fallbacks",
+    "bytes_summary_read", "bytes_kv_draft", "bytes_kv_verify", "weight_passes", "bytes_weights", "rounds",
+    "rounds_drafted", "tokens_per_round", "tokens_per_round_histogram", "drafted", "accepted", "acceptance",
+    "acceptance_by_depth", "offered_by_depth", "audit_kl_mean", "audit_tv_mean", "mass_skipped_true_mean",
+    "top2_margin_min", "rolled_back", "fallbacks",
 )  # fmt: skip
 
 

@@ -230,13 +230,7 @@ def attend_splits(
     check_layout(table=table, lengths=lengths)
     batch, num_heads, head_dim = q.shape
     _, kv_heads, unit_tokens, _ = k_pool.shape
-    if k_pool.shape != v_pool.shape or k_pool.dtype != v_pool.dtype or k_pool.shape[3] != head_dim:
-        raise ValueError(f"k {list(k_pool.shape)} and v {list(v_pool.shape)} must agree, also with q {list(q.shape)}")
-    if num_heads % kv_heads or unit_tokens % group_tokens:
-        raise ValueError(
-            f"{num_heads} query heads must be a multiple of {kv_heads} kv heads, and units of {unit_tokens} tokens of "
-            f"groups of {group_tokens}"
-        )
+    check_shapes(q, k_pool, v_pool, group_tokens)
     width = 0 if groups is None else groups.shape[2]
     most_tokens = table.shape[1] * unit_tokens if groups is None else width * group_tokens
     chosen = plan(batch * kv_heads, most_tokens, head_dim, k_pool.dtype, processors(q.device), num_splits)
@@ -293,6 +287,19 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return DEFAULT_PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def check_shapes(q: Tensor, k_pool: Tensor, v_pool: Tensor, group_tokens: int) -> None:
+    """Raises ValueError unless q [.., Hq, D] and pools [P, Hkv, U, D] agree, and units hold whole groups."""
+    _, num_heads, head_dim = q.shape
+    _, kv_heads, unit_tokens, _ = k_pool.shape
+    if k_pool.shape != v_pool.shape or k_pool.dtype != v_pool.dtype or k_pool.shape[3] != head_dim:
+        raise ValueError(f"k {list(k_pool.shape)} and v {list(v_pool.shape)} must agree, also with q {list(q.shape)}")
+    if num_heads % kv_heads or unit_tokens % group_tokens:
+        raise ValueError(
+            f"{num_heads} query heads must be a multiple of {kv_heads} kv heads, and units of {unit_tokens} tokens of "
+            f"groups of {group_tokens}"
+        )
 
 
 def check_layout(**tensors: Tensor) -> None:

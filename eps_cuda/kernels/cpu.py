@@ -14,7 +14,8 @@ from torch import Tensor
 
 from eps_core.config.store import Store
 from eps_core.cpu import kernels, write
-from eps_core.gate.protocol import Scores, Selection
+from eps_core.gate.protocol import RowsRead, Scores, Selection
+from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
 from eps_cuda.cache import Cache
 from eps_cuda.summaries.base import near16
@@ -88,6 +89,17 @@ def attend(cache: Cache, layer: int, q: Tensor, where: Where, selection: Selecti
     listed = None if selection is None else _listed(selection)
     out, lse = kernels.attend(cache, layer, _host(q.float()), where, listed, _memory, _run)
     return torch.from_numpy(out).to(q.dtype), torch.from_numpy(lse)
+
+
+@torch.inference_mode()
+def attend_rows(
+    cache: Cache, layer: int, q: Tensor, rows: Rows, visit: Tensor | None = None, masses: bool = False
+) -> RowsRead:
+    """See `attention.attend_rows`."""
+    listed = None if visit is None else _host(visit.to(torch.bool))
+    is_short = q.dtype == torch.bfloat16
+    out, *others = kernels.attend_rows(cache, layer, _host(q.float()), is_short, rows, listed, masses, _memory, _run)
+    return RowsRead(torch.from_numpy(out).to(q.dtype), *map(_tensor, others))
 
 
 @torch.inference_mode()

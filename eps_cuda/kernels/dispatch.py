@@ -6,8 +6,8 @@ function then does it. Nothing here waits for the device.
 Kernels score `meanstd`, and `rq` unless it has bounds of its own: where array operations make bounds they make the
 estimate with them, and a kernel of the estimate alone would save nothing. Kernels choose groups by topk per kv head;
 the masks of other policies, of scope union and of head modes come from array operations, and a kernel lists them
-(`listing`). Attention and tails have kernels whatever was chosen; writes have them where `covers_writing` says
-so.
+(`listing`). Attention, of rows too, and tails have kernels whatever was chosen; writes have them where
+`covers_writing` says so.
 """
 
 import numpy as np
@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from eps_core.config.eps import EpsConfig
-from eps_core.gate.protocol import Scores, Selection
+from eps_core.gate.protocol import RowsRead, Scores, Selection
 from eps_core.paging.groups import WritePlan
+from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
 from eps_cuda.cache import Cache
 from eps_cuda.kernels import attend as attend_kernels
+from eps_cuda.kernels import rows as rows_kernels
 from eps_cuda.kernels import score as score_kernels
 from eps_cuda.kernels import select as select_kernels
 from eps_cuda.kernels import tail as tail_kernels
@@ -30,8 +32,8 @@ State = tuple[Tensor, Tensor]
 SCORERS = {"meanstd": score_kernels.score_meanstd}  # besides codes without bounds of their own
 
 
-def on_device(cache: Cache, where: Where) -> tuple[Tensor, Tensor]:
-    """The step's table [B, M] and lengths [B] int32 on the device, copied once a step."""
+def on_device(cache: Cache, where: Where | Rows) -> tuple[Tensor, Tensor]:
+    """A step's or pass's table [B, M] and lengths [B] int32 on the device, copied once for all layers."""
     key = "device", cache.device
     if key not in where.kept:
         where.kept[key] = to_device(cache, where.table), to_device(cache, where.lengths.astype(np.int32))
@@ -144,6 +146,23 @@ def attend(cache: Cache, layer: int, q: Tensor, where: Where, selection: Selecti
 
 
 @torch.inference_mode()
+def attend_rows(
+    cache: Cache, layer: int, q: Tensor, rows: Rows, visit: Tensor | None = None, masses: bool = False
+) -> RowsRead:
+    table, lengths = on_device(cache, rows)
+    key = "starts", cache.device
+    if key not in rows.kept:
+        rows.kept[key] = to_device(cache, rows.starts.astype(np.int32))
+    cache.count_read(int(rows.lengths.sum()) * cache.spec.num_kv_heads * cache.spec.kv_token_bytes)
+    return RowsRead(
+        *rows_kernels.attend_rows(
+            q, cache.k[layer], cache.v[layer], table, lengths, rows.kept[key],
+            most_rows=int(rows.num_rows.max()), group_tokens=cache.store.S, visit=visit, masses=masses,
+        )
+    )  # fmt: skip
+
+
+@torch.inference_mode()
 def attend_tail(
     cache: Cache, layer: int, where: Where, scores: Scores, selection: Selection, lse: Tensor
 ) -> State | None:
@@ -220,4 +239,15 @@ def write(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None
     write_tokens(
         k, v, slots, cache.k[layer], cache.v[layer], cache.finite[layer], valid, group_tokens=store.S, rq=rq,
         tail=tail, largest_key=None, largest_value=None,
+    )  # fmt: skip
+
+
+@torch.inference_mode()
+def place(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: Tensor, finite: Tensor) -> None:
+    """`write` without what follows from a write: K and V alone, as `cache.place_kv` leaves them. `finite` [] bool is
+    told of NaN and Inf in the cache's place."""
+    k, v = (x.to(cache.k[layer].dtype).contiguous() for x in (k, v))
+    write_tokens(
+        k, v, slots, cache.k[layer], cache.v[layer], finite, None, group_tokens=cache.store.S, rq=None, tail=None,
+        largest_key=None, largest_value=None,
     )  # fmt: skip

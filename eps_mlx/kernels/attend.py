@@ -286,11 +286,9 @@ def attend_groups(
     read, each once, and no token at or past the length.
     """
     batch, num_heads, head_dim = q.shape
-    num_units, kv_heads, unit_tokens, pool_dim = k_pool.shape
-    assert k_pool.shape == v_pool.shape and k_pool.dtype == v_pool.dtype
-    assert head_dim == pool_dim and num_heads % kv_heads == 0 and unit_tokens % group_tokens == 0
-    assert table.dtype == lengths.dtype == mx.int32 and (groups is None) == (counts is None)
-    assert num_units * kv_heads * unit_tokens < 2**31, "rows of a pool are counted in 32 bits"
+    _, kv_heads, unit_tokens, _ = k_pool.shape
+    check_shapes(q, k_pool, v_pool, table, lengths, group_tokens)
+    assert (groups is None) == (counts is None)
     repeat, dense = num_heads // kv_heads, groups is None or counts is None
     width = 0 if groups is None else groups.shape[2]
     parts = -(-repeat // SIMDGROUP_HEADS)
@@ -324,15 +322,33 @@ def attend_groups(
         output_shapes=[(batch, num_heads, splits, head_dim), (batch, num_heads, splits, 2)],
         output_dtypes=[mx.float32, mx.float32],
     )
+    return merge_splits(part_sum, part_mass, q.dtype)
+
+
+def check_shapes(
+    q: mx.array, k_pool: mx.array, v_pool: mx.array, table: mx.array, lengths: mx.array, group_tokens: int
+) -> None:
+    """Asserts that q [.., Hq, D], pools [P, Hkv, U, D], table and lengths are as attention's kernels take them."""
+    _, num_heads, head_dim = q.shape
+    num_units, kv_heads, unit_tokens, pool_dim = k_pool.shape
+    assert k_pool.shape == v_pool.shape and k_pool.dtype == v_pool.dtype
+    assert head_dim == pool_dim and num_heads % kv_heads == 0 and unit_tokens % group_tokens == 0
+    assert table.dtype == lengths.dtype == mx.int32
+    assert num_units * kv_heads * unit_tokens < 2**31, "rows of a pool are counted in 32 bits"
+
+
+def merge_splits(part_sum: mx.array, part_mass: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    """(out [N, Hq, D], lse [N, Hq]) of the splits' sums [N, Hq, splits, D] and base-2 masses [N, Hq, splits, 2]."""
+    batch, num_heads, splits, head_dim = part_sum.shape
     threads = min(-(-head_dim // 32) * 32, 256)
     out, lse = launch(
         merge,
         [part_sum, part_mass, integers(splits)],
-        {"T": q.dtype, "D": head_dim, "THREADS": threads},
+        {"T": dtype, "D": head_dim, "THREADS": threads},
         grid=(threads, batch * num_heads, 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=[q.shape, (batch, num_heads)],
-        output_dtypes=[q.dtype, mx.float32],
+        output_shapes=[(batch, num_heads, head_dim), (batch, num_heads)],
+        output_dtypes=[dtype, mx.float32],
     )
     return out, lse
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from eps_core.config.store import Store
 from eps_core.cpu import kernels, write
-from eps_core.gate.protocol import Scores, Selection
+from eps_core.gate.protocol import RowsRead, Scores, Selection
+from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
 from eps_mlx.cache import Cache
 from eps_mlx.summaries.base import near16
@@ -67,6 +68,17 @@ def attend(cache: Cache, layer: int, q: mx.array, where: Where, selection: Selec
         listed = None if selection is None else _listed(selection)
         out, lse = kernels.attend(cache, layer, _host(q.astype(mx.float32)), where, listed, _host, _run)
         return mx.array(out).astype(q.dtype), mx.array(lse)
+
+
+def attend_rows(
+    cache: Cache, layer: int, q: mx.array, rows: Rows, visit: mx.array | None = None, masses: bool = False
+) -> RowsRead:
+    """See `attention.attend_rows`."""
+    with mx.stream(cache.stream):
+        listed = None if visit is None else _host(visit.astype(mx.bool_))
+        query, is_short = _host(q.astype(mx.float32)), q.dtype == mx.bfloat16
+        out, *others = kernels.attend_rows(cache, layer, query, is_short, rows, listed, masses, _host, _run)
+        return RowsRead(mx.array(out).astype(q.dtype), *map(_array, others))
 
 
 def attend_tail(

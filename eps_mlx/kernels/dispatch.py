@@ -6,16 +6,18 @@ function then does it. Nothing here waits for the device.
 Kernels score `meanstd`, and `rq` unless it has bounds of its own: where array operations make bounds they make the
 estimate with them, and a kernel of the estimate alone would save nothing. Kernels choose groups by topk per kv head;
 the masks of other policies, of scope union and of head modes come from array operations, and a kernel lists them
-(`listing`). Attention and tails have kernels whatever was chosen; writes have none.
+(`listing`). Attention, of rows too, and tails have kernels whatever was chosen; writes have none.
 """
 
 import mlx.core as mx
 import numpy as np
 
-from eps_core.gate.protocol import Scores, Selection
+from eps_core.gate.protocol import RowsRead, Scores, Selection
+from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
 from eps_mlx.cache import Cache
 from eps_mlx.kernels import attend as attend_kernels
+from eps_mlx.kernels import rows as rows_kernels
 from eps_mlx.kernels import score as score_kernels
 from eps_mlx.kernels import select as select_kernels
 from eps_mlx.kernels import tail as tail_kernels
@@ -27,8 +29,8 @@ State = tuple[mx.array, mx.array]
 SCORERS = {"meanstd": score_meanstd}  # besides codes without bounds of their own
 
 
-def on_device(cache: Cache, where: Where) -> tuple[mx.array, mx.array]:
-    """The step's table [B, M] and lengths [B] int32 on the device, copied once a step."""
+def on_device(cache: Cache, where: Where | Rows) -> tuple[mx.array, mx.array]:
+    """A step's or pass's table [B, M] and lengths [B] int32 on the device, copied once for all layers."""
     key = "device", cache.device
     if key not in where.kept:
         where.kept[key] = mx.array(where.table), mx.array(where.lengths.astype(np.int32))
@@ -120,6 +122,23 @@ def attend(cache: Cache, layer: int, q: mx.array, where: Where, selection: Selec
         return attend_kernels.attend_groups(
             q, cache.k[layer], cache.v[layer], table, lengths, listed, counts, group_tokens=size
         )
+
+
+def attend_rows(
+    cache: Cache, layer: int, q: mx.array, rows: Rows, visit: mx.array | None = None, masses: bool = False
+) -> RowsRead:
+    cache.count_read(int(rows.lengths.sum()) * cache.spec.num_kv_heads * cache.spec.kv_token_bytes)
+    key = "starts", cache.device
+    with mx.stream(cache.stream):
+        table, lengths = on_device(cache, rows)
+        if key not in rows.kept:
+            rows.kept[key] = mx.array(rows.starts.astype(np.int32))
+        return RowsRead(
+            *rows_kernels.attend_rows(
+                q, cache.k[layer], cache.v[layer], table, lengths, rows.kept[key],
+                most_rows=int(rows.num_rows.max()), group_tokens=cache.store.S, visit=visit, masses=masses,
+            )
+        )  # fmt: skip
 
 
 def attend_tail(

@@ -1,0 +1,70 @@
+"""What a round of verified decoding is written down as."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from eps_core.config.store import CacheSpec
+from eps_core.decode.accept import Said
+from eps_core.paging.rows import Rows
+from eps_core.telemetry.rounds import RoundRecord, by_depth, divergences
+
+
+def draft_audit(
+    drafts: Sequence[Sequence[np.ndarray]], logits: np.ndarray, rows: Rows, unread: np.ndarray | None
+) -> dict[str, Any]:
+    """How far each draft step was from the dense pass, by depth, mean over sequences: `drafts` are the draft steps'
+    logits [V] of every sequence, logits [T, V] and unread shares [L, T, Hkv] the pass's. The fields of `RoundRecord`.
+    """
+    most = max(len(one) for one in drafts)
+    kl: list[list[float]] = [[] for _ in range(most)]
+    tv: list[list[float]] = [[] for _ in range(most)]
+    shares: list[list[float]] = [[] for _ in range(most)]
+    for first, own in zip(rows.starts.tolist(), drafts, strict=False):
+        if not own:
+            continue
+        values = divergences(logits[first : first + len(own)], np.array(own))
+        for depth in range(len(own)):
+            kl[depth].append(float(values[0][depth]))
+            tv[depth].append(float(values[1][depth]))
+            if unread is not None:
+                shares[depth].append(float(unread[:, first + depth].mean()))
+
+    def means(by: list[list[float]]) -> list[float]:
+        return [float(np.mean(one)) for one in by]
+
+    return {
+        "audit_kl": means(kl),
+        "audit_tv": means(tv),
+        "mass_skipped_true": None if unread is None else means(shares),
+    }
+
+
+def round_record(
+    spec: CacheSpec, indices: list[int], drafted: list[int], said: list[Said], lengths: list[int], **more: Any
+) -> RoundRecord:
+    """Of sequences by prompt number, which had `lengths` tokens in the cache and `drafted` so many; `more` are other
+    fields of `RoundRecord`."""
+    accepted = [one.accepted for one in said]
+    # dense decoding reads all that came before each token that was said
+    tokens_read = sum(length + 1 + i for length, one in zip(lengths, said, strict=True) for i in range(len(one.tokens)))
+    margins = [margin for one in said for margin in one.margins]
+    offered, kept = by_depth(drafted, accepted)
+    values: dict[str, Any] = {
+        "step": 0, "gamma": 0, "bytes_kv_draft": 0, "bytes_summary_draft": 0, "bytes_k_reread": 0, "draft_ms": 0.0,
+        "round_ms": 0.0, "audit_kl": [], "audit_tv": [], "mass_skipped_true": None, "rolled_back": 0, "fallbacks": {},
+    }  # fmt: skip
+    return RoundRecord(
+        sequences=[index for index, one in zip(indices, said, strict=True) for _ in one.tokens],
+        tokens=[token for one in said for token in one.tokens],
+        drafted=drafted,
+        accepted=accepted,
+        emitted=[len(one.tokens) for one in said],
+        offered_by_depth=offered,
+        accepted_by_depth=kept,
+        bytes_kv_dense=tokens_read * spec.num_layers * spec.num_kv_heads * spec.kv_token_bytes,
+        top2_margin_min=min((one for one in margins if np.isfinite(one)), default=None),
+        margins=margins,
+        **(values | more),
+    )

@@ -1,0 +1,269 @@
+"""Dense split-KV attention of several new tokens (rows) of each sequence at once, in Triton: what a verify pass reads.
+
+`attend` with many queries a kv head. The rows of a sequence times the R query heads of a kv head are the queries of one
+product, so a tile of K and V is loaded once for all of them: a program serves BLOCK_M queries, 64 of a 16-bit cache up
+to D = 128. Further queries are a further program on the fastest axis of the grid, which reads the same tiles while they
+are in the second-level cache.
+
+A row's bits are its own. Tokens are cut at fixed places, counted from token 0: into splits of SPLIT_TOKENS, these into
+blocks of whole groups. BLOCK_M depends on R and D, not on how many rows there are; a block, or a split, of which a row
+sees nothing adds exact zeros to it. So neither the batch, nor the number of rows, nor what the other rows are, nor the
+table's width changes `out` or `lse` of a row.
+
+What a row does not see does not reach it. Its weights there are zeros, which 0 x NaN would undo: in blocks of which
+some row does not see all, elements of V that are not finite are taken out and the rows that see them made NaN.
+
+A group of S tokens fills S_PAD lanes of a block, the next power of two, so that its mass is a sum over an axis; lanes
+past S touch no memory. Of the precision see `attend`.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eps_cuda.kernels.attend import (
+    HALVES,
+    MERGE_SPLITS,
+    STAGES,
+    check_layout,
+    check_shapes,
+    load_rows,
+    load_units,
+    merge_channels,
+    merge_kernel,
+    padding,
+    plan,
+    split_two,
+    stride_constants,
+)
+
+SPLIT_TOKENS = 512  # of one program; changes speed and the order of float32 sums
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Changes speed only, but for the order of float32 sums. Made from a model's shape and S alone."""
+
+    queries: int  # BLOCK_M: rows x query heads of one program
+    tokens: int  # BLOCK_N: lanes of one iteration
+    groups: int  # of one iteration, whole ones; 1 where a group needs several
+    span: int  # iterations of one group
+    split_groups: int  # of one program
+    num_warps: int
+
+
+# ------------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def block_positions(block, first, last, S: tl.constexpr, S_PAD: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the tokens of a block [BLOCK_N] of a split lie in the sequence; negative for none."""
+    lane = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    position = first + lane // S_PAD * S + lane % S_PAD
+    return tl.where((lane % S_PAD < S) & (position < last), position, -1)
+
+
+@triton.jit
+def add_mass(largest, total, other_largest, other_total):
+    """Base-2 masses, total x 2^largest each, of which neither `largest` is infinite: their sum."""
+    new = tl.maximum(largest, other_largest)
+    return new, total * tl.exp2(largest - new) + other_total * tl.exp2(other_largest - new)
+
+
+@triton.jit
+def natural_log(largest, total):
+    """Of the base-2 mass total x 2^largest; -inf of none."""
+    empty = total == 0
+    return tl.where(empty, float("-inf"), (largest + tl.log2(tl.where(empty, 1.0, total))) * 0.6931471805599453)
+
+
+@triton.jit(do_not_specialize=["table_width", "num_groups"])
+def rows_split_kernel(
+    q, k, v, table, lengths, starts, visit, part_out, part_lse, part_visited, masses,
+    scale, table_width, num_groups,
+    HKV: tl.constexpr, R: tl.constexpr, D: tl.constexpr, U: tl.constexpr, S: tl.constexpr,
+    WIDE_Q: tl.constexpr, VISIT: tl.constexpr, MASSES: tl.constexpr,
+    R_PAD: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr, SPAN: tl.constexpr, SPLIT_GROUPS: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of queries, b * HKV + h, split): the tokens of one split, for BLOCK_M / R_PAD rows of sequence b
+    and the R query heads of kv head h. Writes part_out [T, Hq, splits, D] float32, normalised, part_lse and
+    part_visited [T, Hq, splits] float32, natural log, and masses [T, Hkv, G] of groups that hold a token of b."""
+    tile, pair, split, num_splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    b, h = pair // HKV, pair % HKV
+    length, first_row = tl.load(lengths + b), tl.load(starts + b)
+    num_rows = tl.load(starts + b + 1) - first_row
+    first_in_tile = tile * (BLOCK_M // R_PAD)
+    if first_in_tile >= num_rows:
+        return
+    first = split * (SPLIT_GROUPS * S)
+    last = tl.minimum(first + SPLIT_GROUPS * S, length)
+    table += b.to(tl.int64) * table_width
+    num_blocks = tl.cdiv(tl.maximum(last - first, 0), GROUPS * S) * SPAN
+    # blocks of which every row sees every token
+    num_shared = tl.maximum(length - num_rows + 1 - first, 0) // (GROUPS * S) * SPAN
+    num_shared = tl.minimum(num_shared, num_blocks)
+
+    m, d = tl.arange(0, BLOCK_M), tl.arange(0, D_PAD)
+    row, r = first_in_tile + m // R_PAD, m % R_PAD
+    exists = (row < num_rows) & (r < R)
+    seen = tl.where(exists, length - num_rows + row + 1, 0)  # tokens of each query
+    pair_row = (first_row + row).to(tl.int64) * HKV + h  # of all T * HKV
+    head = pair_row * R + r  # of all T * Hq
+    in_head = exists[:, None] & (d < D)[None, :]
+    query = tl.load(q + head[:, None] * D + d[None, :], mask=in_head, other=0.0)
+    if WIDE_Q:
+        query, query_low = split_two(query.to(tl.float32), k.dtype.element_ty)
+    else:
+        query = query.to(k.dtype.element_ty)
+
+    # finite, so that a block of which a row sees nothing leaves no NaN behind
+    largest = tl.full([BLOCK_M], -3.0e38, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    broken = tl.zeros([BLOCK_M], tl.int32)
+    visited_largest, visited_total = largest, total
+    group_largest = tl.full([BLOCK_M, GROUPS], -3.0e38, tl.float32)
+    group_total = tl.zeros([BLOCK_M, GROUPS], tl.float32)
+    # the way to a token is table, row: the first step runs one iteration ahead, so that it is not waited for
+    position = block_positions(0, first, last, S, S_PAD, BLOCK_N)
+    unit = load_units(table, position, U)
+    for guarded in tl.static_range(2):  # blocks that every row sees whole, then the others
+        for block in range(num_shared * guarded, num_shared + (num_blocks - num_shared) * guarded):
+            here = position
+            live = here >= 0
+            place = unit.to(tl.int64) * UNIT_STRIDE + h * HEAD_STRIDE + here % U * TOKEN_STRIDE
+            position = block_positions(block + 1, first, last, S, S_PAD, BLOCK_N)
+            unit = load_units(table, position, U)
+            key = load_rows(k, place, d, live, D, D_PAD)
+            logits = tl.dot(query, tl.trans(key), input_precision="ieee")
+            if WIDE_Q:
+                logits = tl.dot(query_low, tl.trans(key), logits)
+            visible = live[None, :] & (here[None, :] < seen[:, None])
+            logits = tl.where(visible, logits * scale, float("-inf"))
+            new = tl.maximum(largest, tl.max(logits, axis=1))
+            shrink, weight = tl.exp2(largest - new), tl.exp2(logits - new[:, None])
+            total = total * shrink + tl.sum(weight, axis=1)
+            value = load_rows(v, place, d, live, D, D_PAD)
+            if guarded == 1:
+                finite = tl.abs(value.to(tl.float32)) < float("inf")
+                value = tl.where(finite, value, 0.0).to(v.dtype.element_ty)
+                spoilt = tl.min(finite.to(tl.int32), axis=1) == 0
+                broken = tl.maximum(broken, tl.max((visible & spoilt[None, :]).to(tl.int32), axis=1))
+            acc = acc * shrink[:, None]
+            if WIDE_Q:
+                weight_high, weight_low = split_two(weight, v.dtype.element_ty)
+                acc = tl.dot(weight_high, value, acc)
+                acc = tl.dot(weight_low, value, acc)
+            else:
+                acc = tl.dot(weight.to(v.dtype.element_ty), value, acc, input_precision="ieee")
+            largest = new
+            if VISIT or MASSES:
+                by_group = tl.reshape(logits, [BLOCK_M, GROUPS, BLOCK_N // GROUPS])
+                top = tl.maximum(tl.max(by_group, axis=2), -3.0e38)
+                mass = tl.sum(tl.exp2(by_group - top[:, :, None]), axis=2)
+                group = split * SPLIT_GROUPS + block // SPAN * GROUPS + tl.arange(0, GROUPS)
+                inside = (group < num_groups)[None, :]
+                if VISIT:
+                    asked = tl.load(
+                        visit + pair_row[:, None] * num_groups + group[None, :], mask=exists[:, None] & inside, other=0
+                    )
+                    listed = asked != 0
+                    listed_top = tl.where(listed, top, -3.0e38)
+                    new = tl.max(listed_top, axis=1)
+                    mass_listed = tl.where(listed, mass * tl.exp2(listed_top - new[:, None]), 0.0)
+                    visited_largest, visited_total = add_mass(
+                        visited_largest, visited_total, new, tl.sum(mass_listed, axis=1)
+                    )
+                if MASSES:
+                    if SPAN > 1:  # with the group's earlier blocks
+                        group_total = tl.where(block % SPAN == 0, 0.0, group_total)
+                        group_largest = tl.where(block % SPAN == 0, -3.0e38, group_largest)
+                        group_largest, group_total = add_mass(group_largest, group_total, top, mass)
+                        top, mass = group_largest, group_total
+                    of_heads = tl.reshape(natural_log(top, mass), [BLOCK_M // R_PAD, R_PAD, GROUPS])
+                    of_row = first_in_tile + tl.arange(0, BLOCK_M // R_PAD)
+                    to_row = ((first_row + of_row).to(tl.int64) * HKV + h) * num_groups
+                    tl.store(
+                        masses + to_row[:, None] + group[None, :],
+                        tl.max(of_heads, axis=1),
+                        mask=(of_row < num_rows)[:, None] & inside & (block % SPAN == SPAN - 1),
+                    )
+
+    part = head * num_splits + split
+    tl.store(part_lse + part, natural_log(largest, total), mask=exists)
+    if VISIT:
+        tl.store(part_visited + part, natural_log(visited_largest, visited_total), mask=exists)
+    if first < last:  # the merge gives a split without tokens no weight and needs no zeros of it
+        out = tl.where((broken > 0)[:, None], float("nan"), acc / tl.where(total == 0, 1.0, total)[:, None])
+        tl.store(part_out + part[:, None] * D + d[None, :], out, mask=in_head)
+
+
+# ----------------------------------------------------------------------------------------------------------- launchers
+
+
+def attend_rows(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, lengths: Tensor, starts: Tensor, *, most_rows: int,
+    group_tokens: int, visit: Tensor | None = None, masses: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """(out [T, Hq, D] in q's dtype, lse, visited_lse, masses) of `RowsRead` for q [T, Hq, D], unscaled, over k_pool,
+    v_pool [P, Hkv, U, D]. Rows starts[b] to starts[b + 1] - 1 are the last tokens of sequence b, starts [B + 1] int32,
+    at most `most_rows`; table [B, M] int32, lengths [B] int32, visit [T, Hkv, M * U / S] bool.
+    Two launches besides what `visit` and `masses` ask for; shapes are static, and nothing waits."""
+    check_layout(table=table, lengths=lengths, starts=starts)
+    check_shapes(q, k_pool, v_pool, group_tokens)
+    num_rows, num_heads, head_dim = q.shape
+    _, kv_heads, unit_tokens, _ = k_pool.shape
+    batch, width = table.shape
+    repeat, num_groups = num_heads // kv_heads, width * (unit_tokens // group_tokens)
+    sizes = blocks(repeat, head_dim, group_tokens, k_pool.dtype, q.dtype)
+    num_splits = max(triton.cdiv(num_groups, sizes.split_groups), 1)
+    repeat_pad = triton.next_power_of_2(repeat)
+    part_out = torch.empty((num_rows, num_heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
+    part_lse = part_out.new_empty(part_out.shape[:3])
+    part_visited = None if visit is None else torch.empty_like(part_lse)
+    by_group = part_out.new_full((num_rows, kv_heads, num_groups), -math.inf) if masses else None
+    tiles = triton.cdiv(most_rows * repeat_pad, sizes.queries)
+    rows_split_kernel[(tiles, batch * kv_heads, num_splits)](
+        q.contiguous(), k_pool, v_pool, table, lengths, starts,
+        None if visit is None else visit.to(torch.uint8).contiguous(), part_out, part_lse, part_visited, by_group,
+        math.log2(math.e) / math.sqrt(head_dim), width, num_groups,
+        HKV=kv_heads, R=repeat, D=head_dim, U=unit_tokens, S=group_tokens,
+        WIDE_Q=k_pool.dtype in HALVES and q.dtype != k_pool.dtype, VISIT=visit is not None, MASSES=masses,
+        **constants(sizes, repeat, head_dim, group_tokens), **stride_constants(k_pool, v_pool),
+        num_warps=sizes.num_warps, num_stages=STAGES["hip" if torch.version.hip else "cuda"],
+    )  # fmt: skip
+    out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), part_lse.new_empty((num_rows, num_heads))
+    block_d = merge_channels(head_dim)
+    merge_kernel[(num_rows * num_heads, triton.cdiv(head_dim, block_d))](
+        part_out, part_lse, out, lse, num_splits, D=head_dim, BLOCK_S=MERGE_SPLITS, BLOCK_D=block_d
+    )
+    return out, lse, None if part_visited is None else torch.logsumexp(part_visited, dim=2), by_group
+
+
+def blocks(repeat: int, head_dim: int, group_tokens: int, dtype: torch.dtype, q_dtype: torch.dtype) -> Blocks:
+    """Of R query heads a kv head, D, S and the dtypes of the cache and of q. Not of how many rows or sequences there
+    are: their bits would follow."""
+    # half of what the few queries of one step have room for: more spills
+    tokens = max(plan(1, 0, head_dim, dtype, 1, 1).block_tokens // 2, 16)
+    group_lanes = triton.next_power_of_2(group_tokens)
+    groups, span = max(tokens // group_lanes, 1), max(group_lanes // tokens, 1)
+    split_groups = max(SPLIT_TOKENS // (groups * group_tokens), 1) * groups
+    queries = 64 if q_dtype == dtype and head_dim <= 128 else 32
+    if dtype not in HALVES:
+        queries = 16  # no tensor cores: the products' registers bound the tile
+    return Blocks(max(queries, triton.next_power_of_2(repeat)), tokens, groups, span, split_groups, 8)
+
+
+def constants(sizes: Blocks, repeat: int, head_dim: int, group_tokens: int) -> dict[str, int]:
+    """What `rows_split_kernel` is compiled for besides the model's shape."""
+    return {
+        "R_PAD": triton.next_power_of_2(repeat), "D_PAD": padding(repeat, head_dim)["D_PAD"],
+        "S_PAD": triton.next_power_of_2(group_tokens), "BLOCK_M": sizes.queries, "BLOCK_N": sizes.tokens,
+        "GROUPS": sizes.groups, "SPAN": sizes.span, "SPLIT_GROUPS": sizes.split_groups,
+    }  # fmt: skip

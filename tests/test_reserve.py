@@ -1,0 +1,307 @@
+"""Slots for tokens that may be taken back, against a naive model: reserve, commit, release, and all else meanwhile."""
+
+from itertools import takewhile
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from test_blocks import Memory, snapshot
+
+from eps_core.errors import ConfigError
+from eps_core.paging.pool import PagePool, Sequence
+
+DRAFT = 1000  # tokens above are drafts, which nobody may ever find
+
+
+class Drafts(Memory):
+    """A memory in which drafts are placed before it is known which of them stay."""
+
+    def reserve(self, sequence: Sequence, num_tokens: int) -> np.ndarray:
+        slots, copies = self.pool.reserve(sequence, num_tokens)
+        for src, dst in copies:
+            self.slots[dst] = self.slots[src]
+        assert slots.dtype == np.int64 and slots.shape == (num_tokens,)
+        self.slots.reshape(-1)[slots] = DRAFT + np.arange(num_tokens)
+        return slots
+
+    def commit(self, sequence: Sequence, slots: np.ndarray, tokens: list[int]) -> None:
+        """What was accepted is written before the pool is told."""
+        self.slots.reshape(-1)[slots[: len(tokens)]] = tokens
+        self.pool.commit(sequence, tokens)
+
+
+def state_of(memory: Drafts, *sequences: Sequence) -> tuple:
+    return snapshot(memory.pool, *sequences), dict(memory.pool._reserved)
+
+
+# ---- by hand ----
+
+
+def test_reserved_slots_are_those_of_append() -> None:
+    memory, other = Drafts(8, 4), Drafts(8, 4)
+    for length, count in ((0, 3), (3, 1), (3, 9), (8, 4)):
+        one, two = (each.open(list(range(length)))[0] for each in (memory, other))
+        slots, copies = memory.pool.reserve(one, count)
+        want, want_copies = other.pool.append(two, range(count))
+        np.testing.assert_array_equal(slots, want)
+        assert copies == want_copies and one.table == two.table and one.length == length
+        memory.pool.check()
+        memory.pool.release(one)
+        memory.pool.check()
+        for each, sequence in ((memory, one), (other, two)):
+            each.pool.free(sequence)
+
+
+@pytest.mark.parametrize("kept", range(10))
+def test_commit_gives_back_what_nothing_needs(kept: int) -> None:
+    memory = Drafts(8, 4)
+    sequence, _ = memory.open([0, 1, 2])
+    slots = memory.reserve(sequence, 9)
+    assert len(sequence.table) == 3 and memory.pool.num_free == 5
+    memory.commit(sequence, slots, list(range(10, 10 + kept)))
+    memory.pool.check()
+    assert len(sequence.table) == -(-(3 + kept) // 4) and memory.pool.num_free == 8 - len(sequence.table)
+    assert memory.read(sequence) == [0, 1, 2, *range(10, 10 + kept)]
+    # and it goes on as any other
+    memory.append(sequence, [7, 8])
+    assert memory.read(sequence)[-2:] == [7, 8]
+    memory.pool.check()
+
+
+def test_units_that_were_there_before_stay() -> None:
+    """Those that `rewind` emptied are the sequence's, whatever a round held besides."""
+    memory = Drafts(8, 4)
+    sequence, _ = memory.open(list(range(14)))
+    memory.pool.rewind(sequence, 5)
+    units = list(sequence.table)
+    slots = memory.reserve(sequence, 13)
+    assert len(sequence.table) == 5
+    memory.commit(sequence, slots, [50])
+    assert list(sequence.table) == units and memory.read(sequence) == [*range(5), 50]
+    memory.pool.check()
+
+
+def test_drafted_units_are_found_by_nobody() -> None:
+    memory = Drafts(16, 2)
+    sequence, _ = memory.open([0, 1, 2])
+    drafts = [3, 4, 5, 6, 7]
+    slots = memory.reserve(sequence, 5)
+    memory.slots.reshape(-1)[slots] = drafts  # as a lucky drafter would leave them
+    probe, shared = memory.pool.open([0, 1, 2, *drafts])
+    assert shared == 2  # the unit that was full before
+    memory.pool.free(probe)
+    child = memory.pool.fork(sequence)
+    assert child.length == 3 and len(child.table) == 2
+    memory.commit(sequence, slots, drafts[:3])
+    probe, shared = memory.pool.open([0, 1, 2, *drafts])
+    assert shared == 6
+    memory.pool.check()
+
+
+def test_a_shared_open_unit_is_copied_before_it_is_drafted_into() -> None:
+    memory = Drafts(8, 4)
+    parent, _ = memory.open(list(range(6)))
+    child = memory.pool.fork(parent)
+    slots = memory.reserve(child, 3)
+    assert child.table[0] == parent.table[0] and child.table[1] != parent.table[1]
+    assert (slots // 4).tolist() == [child.table[1], child.table[1], child.table[2]]
+    assert memory.read(parent) == memory.read(child) == list(range(6))
+    memory.pool.release(child)
+    memory.pool.check()
+    assert memory.read(child) == list(range(6)) and len(child.table) == 2
+
+
+def test_a_fork_in_the_middle_of_a_round_takes_no_draft() -> None:
+    memory = Drafts(8, 4)
+    parent, _ = memory.open(list(range(6)))
+    slots = memory.reserve(parent, 6)
+    child = memory.pool.fork(parent)
+    memory.pool.check()
+    assert len(child.table) == 2 and memory.read(child) == list(range(6))
+    memory.commit(parent, slots, [60, 70, 80])  # into the unit that both hold, behind what the child knows
+    memory.pool.check()
+    assert memory.read(child) == list(range(6))
+    memory.append(child, [61])
+    assert memory.read(child) == [*range(6), 61] and memory.read(parent) == [*range(6), 60, 70, 80]
+    memory.pool.check()
+
+
+def test_exhaustion_changes_nothing() -> None:
+    memory = Drafts(4, 4)
+    first, _ = memory.open(list(range(6)))
+    second = memory.pool.fork(first)
+    before = state_of(memory, first, second)
+    with pytest.raises(ConfigError, match="needs 3 more units of 4 tokens, 2 of the pool's 4 are free"):
+        memory.pool.reserve(second, 10)
+    assert state_of(memory, first, second) == before
+    memory.reserve(second, 3)  # a copy and one more: exactly what is free
+    before = state_of(memory, first, second)
+    with pytest.raises(ConfigError):
+        memory.pool.reserve(first, 3)
+    assert state_of(memory, first, second) == before
+    memory.pool.release(second)
+    memory.reserve(first, 3)
+    memory.pool.check()
+
+
+def test_free_in_the_middle_of_a_round() -> None:
+    memory = Drafts(8, 4)
+    sequence, _ = memory.open(list(range(6)))
+    memory.reserve(sequence, 9)
+    memory.pool.free(sequence)
+    memory.pool.check()
+    assert memory.pool.num_free == 8 and not memory.pool._reserved
+    assert memory.pool.open(list(range(30)))[1] in (0, 4)
+
+
+def test_misuse_is_an_assertion() -> None:
+    pool, other = PagePool(8, 4), PagePool(8, 4)
+    sequence, _ = pool.open()
+    pool.append(sequence, range(5))
+    pool.reserve(sequence, 3)
+    calls = {
+        "append": lambda: pool.append(sequence, [1]),
+        "reserve": lambda: pool.reserve(sequence, 1),
+        "rewind": lambda: pool.rewind(sequence, 2),
+        "truncate": lambda: pool.truncate(sequence, 2),
+        "commit of 4 tokens to 3": lambda: pool.commit(sequence, range(4)),
+        "belongs to another pool": lambda: other.reserve(sequence, 1),
+    }
+    before = snapshot(pool, sequence), dict(pool._reserved)
+    for said, call in calls.items():
+        with pytest.raises(AssertionError, match=said):
+            call()
+        assert (snapshot(pool, sequence), dict(pool._reserved)) == before
+    pool.release(sequence)
+    pool.release(sequence)  # where nothing is held, nothing is given back
+    with pytest.raises(AssertionError, match="to 0 reserved slots"):
+        pool.commit(sequence, [1])
+    with pytest.raises(AssertionError):
+        pool.commit(sequence, [])
+    pool.check()
+
+
+def test_check_finds_reserved_slots_without_a_unit() -> None:
+    for damage in (lambda s: s.table.pop(), lambda s: pool._live.pop(s)):
+        pool = PagePool(8, 4)
+        sequence, _ = pool.open()
+        pool.reserve(sequence, 5)
+        pool.check()
+        damage(sequence)
+        with pytest.raises(AssertionError):
+            pool.check()
+
+
+# ---- random programs ----
+
+
+class ReserveMachine(RuleBasedStateMachine):
+    """Sequences stay readable whatever was drafted, and nothing of a draft is ever found."""
+
+    @initialize(num_units=st.integers(2, 12), unit_tokens=st.sampled_from([1, 2, 3, 4]))
+    def start(self, num_units: int, unit_tokens: int) -> None:
+        self.memory = Drafts(num_units, unit_tokens)
+        self.model: dict[Sequence, list[int]] = {}
+        self.held: dict[Sequence, np.ndarray] = {}
+
+    def pick(self, data, among) -> Sequence:
+        return data.draw(st.sampled_from(list(among)), label="sequence")
+
+    def idle(self) -> list[Sequence]:
+        return [sequence for sequence in self.model if sequence not in self.held]
+
+    def attempt(self, call, *given):
+        """The call's value, or None where the pool refused and left all as it was."""
+        before = state_of(self.memory, *self.model)
+        try:
+            return call(*given)
+        except ConfigError:
+            assert state_of(self.memory, *self.model) == before
+            return None
+
+    @rule(tokens=st.lists(st.integers(0, 1), max_size=12))
+    def open(self, tokens):
+        sequence, num_shared = self.memory.pool.open(tokens)
+        # what it shares was written for good
+        assert self.memory.read(sequence) == tokens[:num_shared]
+        for held in self.model.values():
+            same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(tokens, held, strict=False))))
+            full = min(same, len(tokens) - 1) // self.memory.pool.unit_tokens
+            assert num_shared >= full * self.memory.pool.unit_tokens
+        self.model[sequence] = tokens[:num_shared]
+        if self.attempt(self.memory.append, sequence, tokens[num_shared:]) is not None:
+            self.model[sequence] = tokens
+
+    @precondition(lambda self: self.idle())
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), max_size=6))
+    def grow(self, data, tokens):
+        sequence = self.pick(data, self.idle())
+        if self.attempt(self.memory.append, sequence, tokens) is not None:
+            self.model[sequence] += tokens
+
+    @precondition(lambda self: self.idle())
+    @rule(data=st.data(), count=st.integers(0, 9))
+    def reserve(self, data, count):
+        sequence = self.pick(data, self.idle())
+        slots = self.attempt(self.memory.reserve, sequence, count)
+        if slots is not None:
+            assert len(set(slots.tolist())) == count
+            self.held[sequence] = slots
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def commit(self, data):
+        sequence = self.pick(data, self.held)
+        slots = self.held.pop(sequence)
+        tokens = data.draw(st.lists(st.integers(0, 1), max_size=len(slots)))
+        self.memory.commit(sequence, slots, tokens)
+        self.model[sequence] += tokens
+        size = self.memory.pool.unit_tokens
+        assert len(sequence.table) == -(-len(self.model[sequence]) // size)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data):
+        sequence = self.pick(data, self.held)
+        del self.held[sequence]
+        self.memory.pool.release(sequence)
+        assert len(sequence.table) == -(-sequence.length // self.memory.pool.unit_tokens)
+
+    @precondition(lambda self: self.model and len(self.model) < 6)
+    @rule(data=st.data())
+    def fork(self, data):
+        parent = self.pick(data, self.model)
+        free = self.memory.pool.num_free
+        child = self.memory.pool.fork(parent)
+        assert self.memory.pool.num_free == free and child.tokens == parent.tokens
+        self.model[child] = list(self.model[parent])
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def free(self, data):
+        sequence = self.pick(data, self.model)
+        del self.model[sequence]
+        self.held.pop(sequence, None)
+        self.memory.pool.free(sequence)
+
+    @invariant()
+    def holds(self):
+        if not hasattr(self, "memory"):
+            return
+        pool = self.memory.pool
+        pool.check()
+        for sequence, tokens in self.model.items():
+            assert sequence.tokens == tokens and self.memory.read(sequence) == tokens
+        # reserved slots are one sequence's alone, but for an open unit that a fork took in mid-round
+        taken = [slot for slots in self.held.values() for slot in slots.tolist()]
+        assert len(set(taken)) == len(taken)
+        for unit, content in enumerate(pool._hash_of):
+            assert content is None or (self.memory.slots[unit] < DRAFT).all(), "a drafted unit can be found"
+
+
+ReserveMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestReserveMachine = ReserveMachine.TestCase

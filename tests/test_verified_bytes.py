@@ -1,0 +1,139 @@
+"""What rounds say that they read is what was read."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from verified_runs import DRAWN, GREEDY, Drafter, Model, eps, judge, prompt, saved
+
+from eps_core.config.bytes import scoring_bytes
+from eps_core.config.verify import Verify
+from eps_core.telemetry.rounds import RoundRecord, by_depth, divergences, summarise_rounds
+
+CONFIGS = {
+    "meanstd": eps("meanstd", budget=0.3),
+    "box, bounds": eps("box", policy="mass", epsilon=0.3),
+    "tails": eps("meanstd", budget=0.1, tail_tokens=16),
+    "dense layers": eps("meanstd", budget=0.3, head_modes=(("dense",) * 4, ("gate",) * 4)),
+}
+PROMPTS = [prompt(45), prompt(22, 1)]
+TOTAL = ("bytes_kv_draft", "bytes_kv_verify")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("gamma", [0, 1, 5])
+def test_rounds_count_every_read(target: Any, name: str, gamma: int) -> None:
+    backend, device = target
+    model, config = Model(backend, device, saved("llama2"), units=16), CONFIGS[name]
+    cache, pool, sequences = model.start(PROMPTS, config)
+    before = cache.kv_bytes_read
+    run = model.verified(PROMPTS, config, 8, GREEDY, Verify("tokens", gamma))
+    assert run.cache.kv_bytes_read - before == sum(getattr(r, part) for r in run.records for part in TOTAL)
+    token_bytes = model.spec.num_layers * model.spec.num_kv_heads * run.cache.spec.kv_token_bytes
+    lengths = [len(one) - 1 for one in PROMPTS]
+    for record in run.records:
+        alive = sorted(set(record.sequences))
+        rows = [made + 1 for made in record.drafted]
+        # every K and V once for all rows of a sequence
+        assert record.bytes_kv_verify == token_bytes * sum(
+            lengths[i] + count for i, count in zip(alive, rows, strict=True)
+        )
+        said = [record.sequences.count(i) for i in alive]
+        assert record.emitted == said
+        dense = sum(lengths[i] + 1 + k for i, count in zip(alive, said, strict=True) for k in range(count))
+        assert record.bytes_kv_dense == token_bytes * dense
+        assert record.weight_passes == 1 + max(record.drafted)
+        assert record.rolled_back == (sum(rows) - sum(said) if any(record.drafted) else 0)
+        for i, count in zip(alive, said, strict=True):
+            lengths[i] += count
+    assert lengths == [one.length for one in run.sequences]
+
+
+def test_summaries_of_drafts_are_counted() -> None:
+    model, config = judge(), CONFIGS["meanstd"]
+    run = model.verified(PROMPTS[:1], config, 8, GREEDY, Verify("tokens", 3))
+    length = len(PROMPTS[0]) - 1
+    for record in run.records:
+        each = [
+            scoring_bytes(config, model.spec.head_dim, [length + 1 + depth]) for depth in range(record.drafted[0])
+        ]
+        assert record.bytes_summary_draft == model.spec.num_layers * model.spec.num_kv_heads * sum(each)
+        length += record.emitted[0]
+
+
+@pytest.mark.parametrize("select", ["verified", "hybrid"])
+def test_measured_masses_are_counted(select: str) -> None:
+    model, config = judge(), CONFIGS["meanstd"]
+    run = model.verified(PROMPTS[:1], config, 8, GREEDY, Verify("tokens", 3, select=select))
+    length, spec = len(PROMPTS[0]) - 1, model.spec
+    for record in run.records:
+        steps = [length + 1 + depth for depth in range(record.drafted[0])]
+        summaries = sum(scoring_bytes(config, spec.head_dim, [step]) for step in steps)
+        masses = sum(4 * -(-step // config.store.S) for step in steps)
+        first = record is run.records[0]  # nothing was measured yet
+        want = summaries if first else masses + (summaries if select == "hybrid" else 0)
+        assert record.bytes_summary_draft == spec.num_layers * spec.num_kv_heads * want
+        length += record.emitted[0]
+
+
+@pytest.mark.parametrize("gamma", [1, 4, 8])
+@pytest.mark.parametrize("right", [True, False])
+def test_bytes_a_token_are_those_of_the_formula(gamma: int, right: bool) -> None:
+    """(g f + 1) / E: g drafts that read the share f of dense reading, one dense pass, E tokens."""
+    model, config = judge(), CONFIGS["meanstd"]
+    drafter = Drafter(model) if right else Drafter(model, lambda logits: 1e3 * np.eye(300)[[299] * len(logits)])
+    run = model.verified([prompt(120)], config, 28, DRAWN, Verify("tokens", gamma), drafter=drafter)
+    records = [r for r in run.records if r.drafted == [gamma]]
+    assert len(records) > 2
+    spec = run.cache.spec
+    token_bytes = spec.num_layers * spec.num_kv_heads * spec.kv_token_bytes
+    found = summarise_rounds(records)
+    dense_step = found["bytes_kv_verify"] / len(records)
+    f = (found["bytes_kv_draft"] + found["bytes_summary_draft"]) / (gamma * len(records)) / dense_step
+    expected = found["tokens_per_round"]
+    if not right:
+        assert expected == 1
+    # lengths differ by the rows of a round
+    assert found["bytes_ratio"] == pytest.approx((gamma * f + 1) / expected, rel=2 * (gamma + 1) / 120)
+    assert dense_step > 120 * token_bytes
+
+
+def test_the_audit_is_the_divergence_of_the_two_steps() -> None:
+    """And none where the draft reads all."""
+    run = judge().verified(PROMPTS, eps("meanstd", budget=1.0), 10, GREEDY, Verify("tokens", 4))
+    for record in run.records:
+        assert len(record.audit_kl) == len(record.audit_tv) == max(record.drafted)
+        assert max(record.audit_tv, default=0) < 1e-5 and max(record.audit_kl, default=0) < 1e-6
+        assert max(record.mass_skipped_true or [0]) < 1e-6
+        assert record.accepted == record.drafted
+    run = judge().verified(PROMPTS, eps("meanstd", budget=0.1, last_tokens=1), 10, GREEDY, Verify("tokens", 1, 1))
+    skipped = [share for r in run.records for share in r.mass_skipped_true or ()]
+    assert min(skipped) > 0.01 and max(skipped) < 1
+    assert min(tv for r in run.records for tv in r.audit_tv) > 1e-4
+    p, q = np.array([[0.5, 0.3, 0.2]]), np.array([[0.2, 0.3, 0.5]])
+    kl, tv = divergences(np.log(p), np.log(q))
+    assert kl[0] == pytest.approx(0.3 * np.log(2.5)) and tv[0] == pytest.approx(0.3)
+
+
+def test_acceptance_by_depth_counts_what_could_be_accepted() -> None:
+    assert by_depth([4, 4, 0, 2], [4, 1, 0, 0]) == ([3, 2, 1, 1], [2, 1, 1, 1])
+    assert by_depth([0], [0]) == ([], [])
+
+
+def test_the_margin_of_a_round_is_its_closest() -> None:
+    run = judge().verified(PROMPTS, CONFIGS["meanstd"], 10, DRAWN, Verify("tokens", 4))
+    for record in run.records:
+        assert len(record.margins) == len(record.tokens) and record.top2_margin_min == min(record.margins)
+        assert "margins" not in record.to_dict() and record.to_dict()["type"] == "round"
+
+
+def test_a_record_that_contradicts_itself_is_refused() -> None:
+    run = judge().verified(PROMPTS, CONFIGS["meanstd"], 10, GREEDY, Verify("tokens", 4))
+    record: RoundRecord = run.records[0]
+    record.check()
+    for name in ("accepted", "emitted", "tokens", "accepted_by_depth"):
+        kept = getattr(record, name)
+        setattr(record, name, [*kept[:-1], kept[-1] + 9] if name != "tokens" else kept[:-1])
+        with pytest.raises(AssertionError):
+            record.check()
+        setattr(record, name, kept)

@@ -1,0 +1,212 @@
+"""Where a verified run ends, and what stops it from drafting: as dense decoding, with nothing left behind."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from verified_runs import DRAWN, GREEDY, Drafter, Model, check_rounds, eps, judge, prompt
+
+from eps_core.config.eps import EpsConfig
+from eps_core.config.verify import Verify
+from eps_core.decode.generate import generate, tokens_of
+from eps_core.decode.sampling import Sampling
+from eps_core.decode.verified import Verifier, verified
+from eps_core.errors import ConfigError
+from eps_core.paging.pool import PagePool
+
+CONFIG = eps("meanstd", budget=0.3)
+PROMPTS = [prompt(45), prompt(22, 1), prompt(9, 2)]
+FOUR = Verify("tokens", 4)
+
+
+def right(model: Model) -> Drafter:
+    """Accepted wholly: then what ends a sequence lies inside what was accepted."""
+    return Drafter(model, dense=True)
+
+
+@pytest.mark.parametrize("place", range(9))
+@pytest.mark.parametrize("mode", ["tokens", "bits"])
+def test_a_stop_token_inside_what_was_accepted(place: int, mode: str) -> None:
+    model = judge()
+    said = model.dense(PROMPTS, CONFIG, 9, DRAWN).said
+    stop = [said[0][place]]
+    want = model.dense(PROMPTS, CONFIG, 9, DRAWN, stop_tokens=stop)
+    got = model.verified(PROMPTS, CONFIG, 9, DRAWN, Verify(mode, 4), drafter=right(model), stop_tokens=stop)
+    assert got.said == want.said and got.said[0] == said[0][: said[0].index(stop[0]) + 1]
+    assert [one.tokens for one in got.sequences] == [one.tokens for one in want.sequences]
+    assert got.pool.num_free == want.pool.num_free and not got.pool._reserved
+    check_rounds(model, PROMPTS, CONFIG, 9, DRAWN, Verify(mode, 4), right(model), stop=stop)
+
+
+def test_sequences_that_end_at_different_times() -> None:
+    model = judge()
+    said = model.dense(PROMPTS, CONFIG, 14, DRAWN).said
+    stop = [said[0][2], said[1][7]]
+    for drafter in (right(model), Drafter(model), Drafter(model, np.negative)):
+        for select in ("step", "verified", "hybrid"):
+            verify = Verify("tokens", 5, select=select)
+            got = model.verified(PROMPTS, CONFIG, 14, DRAWN, verify, drafter=drafter, stop_tokens=stop)
+            assert got.said == model.dense(PROMPTS, CONFIG, 14, DRAWN, stop_tokens=stop).said
+            assert len({len(one) for one in got.said}) > 1
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 4, 5, 6])
+@pytest.mark.parametrize("mode", ["tokens", "bits"])
+def test_the_last_token_is_never_passed(tokens: int, mode: str) -> None:
+    model = judge()
+    drafter = right(model)
+    got = model.verified(PROMPTS, CONFIG, tokens, GREEDY, Verify(mode, 4), drafter=drafter)
+    assert got.said == model.dense(PROMPTS, CONFIG, tokens, GREEDY).said
+    assert [len(one) for one in got.said] == [tokens] * 3
+    assert [one.length for one in got.sequences] == [len(one) - 1 + tokens for one in PROMPTS]
+    assert drafter.steps == sum(max(r.drafted) for r in got.records) and len(got.records) == -(-tokens // 5)
+
+
+@pytest.mark.parametrize("rule", ["couple", "reject"])
+def test_min_context_is_dense(rule: str) -> None:
+    """No draft for a sequence below it, while others draft."""
+    model, config = judge(), eps("meanstd", budget=0.3, min_context=40)
+    records = model.verified(PROMPTS, config, 9, GREEDY, Verify("tokens", 4, rule=rule)).records
+    for record in records:
+        alive = sorted(set(record.sequences))
+        assert record.fallbacks == ({"min_context": sum(i > 0 for i in alive)} if 1 in alive or 2 in alive else {})
+        assert all(not made for i, made in zip(alive, record.drafted, strict=True) if i)
+    assert sum(r.drafted[0] for r in records if 0 in r.sequences) > 4
+    check_rounds(model, PROMPTS, config, 9, DRAWN, FOUR)
+
+
+def test_without_a_centre_nothing_is_drafted() -> None:
+    model = judge()
+    got = model.verified(PROMPTS, eps("rq"), 6, DRAWN, FOUR)
+    assert got.said == model.dense(PROMPTS, eps("rq"), 6, DRAWN).said
+    assert [r.fallbacks for r in got.records] == [{"no_centre": 3}] * 6
+    assert not any(sum(r.drafted) for r in got.records)
+
+
+def test_the_first_token_of_all_is_drafted_by_nobody() -> None:
+    model = judge()
+    got = model.verified([[5], [7, 8]], CONFIG, 6, DRAWN, FOUR)
+    assert got.said == model.dense([[5], [7, 8]], CONFIG, 6, DRAWN).said
+    assert got.records[0].fallbacks == {"empty": 1} and got.records[0].drafted == [0, 4]
+
+
+@pytest.mark.parametrize("mode", ["tokens", "bits"])
+@pytest.mark.parametrize("units", [6, 7, 8])
+def test_a_pool_too_small_for_drafts_is_dense(units: int, mode: str) -> None:
+    """Three units of 16 tokens hold 45 + 9, and as many more as there are drafts need others."""
+    model = Model(judge().backend, "cpu", judge().path, units=units)
+    prompts = [prompt(45), prompt(22, 1)]
+    want = model.dense(prompts, CONFIG, 4, DRAWN)
+    got = model.verified(prompts, CONFIG, 4, DRAWN, Verify(mode, 16, 20), drafter=right(model))
+    assert got.said == want.said
+    got = model.verified(prompts, CONFIG, 20, DRAWN, Verify(mode, 19, 20), drafter=Drafter(model, np.negative)) \
+        if units > 6 else got
+    got.pool.check()
+    assert not got.pool._reserved
+    if units < 8 and len(got.said[0]) == 20:
+        assert any(r.fallbacks.get("pool") for r in got.records)
+        assert got.said == model.dense(prompts, CONFIG, 20, DRAWN).said
+
+
+def test_a_pool_too_small_for_the_text_is_the_same_error() -> None:
+    model = Model(judge().backend, "cpu", judge().path, units=5)
+    prompts = [prompt(45), prompt(22, 1)]
+    for mode in ("tokens", "bits"):
+        with pytest.raises(ConfigError, match="raise --pool-tokens") as error:
+            model.verified(prompts, CONFIG, 30, DRAWN, Verify(mode, 4))
+        with pytest.raises(ConfigError) as other:
+            model.dense(prompts, CONFIG, 30, DRAWN)
+        assert str(error.value) == str(other.value)
+
+
+# ---- the generator ----
+
+
+def begin(model: Model, config: EpsConfig = CONFIG, **more: Any) -> tuple[Any, PagePool]:
+    cache, pool = model.cache(config)
+    return verified(model.decoder, cache, pool, PROMPTS, 12, DRAWN, config.read, FOUR, **more), pool
+
+
+def test_all_is_freed_at_the_end_or_when_it_is_closed_early() -> None:
+    model = judge()
+    rounds, pool = begin(model)
+    records = list(rounds)
+    assert tokens_of(records, 3) == model.dense(PROMPTS, CONFIG, 12, DRAWN).said
+    assert pool.num_live == 0 and pool.num_free == pool.num_units
+    pool.check()
+    for after in (0, 1, 2):
+        rounds, pool = begin(model)
+        for _ in range(after):
+            next(rounds)
+        rounds.close()
+        assert pool.num_live == 0 and pool.num_free == pool.num_units and not pool._reserved
+        pool.check()
+
+
+def test_a_prompt_that_was_decoded_is_found_again() -> None:
+    """Full units of the text itself too; none that a draft lay in is anything but the text."""
+    model = judge()
+    cache, pool = model.cache(CONFIG)
+    one = verified(model.decoder, cache, pool, PROMPTS[:1], 40, GREEDY, CONFIG.read, FOUR)
+    said: list[int] = []
+    try:
+        while True:
+            said += next(one).tokens
+    except StopIteration as end:
+        cache = end.value
+    whole = [*PROMPTS[0], *said]
+    _, shared = (probe := pool.open(whole))
+    assert shared == (len(whole) - 1) // 16 * 16
+    pool.free(probe[0])
+    steps = generate(model.decoder, cache, pool, [whole], 5, GREEDY)
+    assert tokens_of(list(steps), 1)[0] == model.dense([whole], CONFIG, 5, GREEDY).said[0]
+
+
+def test_prefill_is_reported_and_a_prompt_without_tokens_refused() -> None:
+    seen: list[tuple[int, int, int]] = []
+    rounds, _ = begin(judge(), on_prefill=lambda *done: seen.append(done), prefill_chunk=16)
+    next(rounds)
+    assert seen[:3] == [(0, 16, 44), (0, 32, 44), (0, 44, 44)] and seen[-1] == (2, 8, 8)
+    model = judge()
+    cache, pool = model.cache(CONFIG)
+    with pytest.raises(ConfigError, match="empty prompt"):
+        next(verified(model.decoder, cache, pool, [[]], 3, GREEDY, CONFIG.read, FOUR))
+
+
+def test_rejection_says_a_text_of_its_own_and_leaves_a_dense_state() -> None:
+    """Not the dense text: but what is in the cache is what dense prefill makes of it."""
+    model, verify = judge(), Verify("tokens", 4, rule="reject")
+    hot = Sampling(1.0, seed=3)
+    got = model.verified(PROMPTS, CONFIG, 12, hot, verify)
+    assert [len(one) for one in got.said] == [12] * 3
+    assert got.said == model.verified(PROMPTS, CONFIG, 12, hot, verify).said  # by its seed
+    # greedy, both rules are the same one
+    want = model.dense(PROMPTS, CONFIG, 12, GREEDY).said
+    assert model.verified(PROMPTS, CONFIG, 12, GREEDY, verify).said == want
+    wrong = model.verified(PROMPTS, CONFIG, 12, hot, verify, drafter=Drafter(model, np.negative))
+    assert sum(sum(r.accepted) for r in wrong.records) < 6 and not wrong.pool._reserved
+
+
+def test_an_auto_run_by_a_clock_that_says_drafts_are_dear_is_dense() -> None:
+    """The clock is the only measure: a draft that takes as long as a dense step is drafted as a probe only."""
+    model, now = judge(), [0.0]
+
+    class Timed(Drafter):
+        def step(self, *given: Any, **named: Any) -> Any:
+            now[0] += 5.0
+            return super().step(*given, **named)
+
+    config, prompts = CONFIG, PROMPTS[:1]
+    cache, pool, (sequence,) = model.start(prompts, config)
+    drafter = Timed(model, dense=True)
+    run = Verifier(
+        model.decoder, cache, pool, GREEDY, config.read, Verify("tokens", None), drafter=drafter,
+        clock=lambda: now.__setitem__(0, now[0] + 1.0) or now[0],
+    )  # fmt: skip
+    fed, said = prompts[0][-1], []
+    while len(said) < 40:
+        record = run.round({0: sequence}, {0: fed}, {0: 40 - len(said)})
+        said += record.tokens
+        fed = said[-1]
+    assert said == model.dense(prompts, config, 40, GREEDY).said[0]
+    assert 0 < drafter.steps <= 4 * 3

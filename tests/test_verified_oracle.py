@@ -1,0 +1,103 @@
+"""Verified decoding against dense decoding in exact arithmetic, over drawn models, prompts and settings: token for
+token, and with the same cache and pool after every round."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from verified_runs import DRAWN, GREEDY, Drafter, check_rounds, eps, judge, prompt
+
+from eps_core.config.store import METHODS
+from eps_core.config.verify import Verify
+from eps_core.decode.sampling import Sampling
+
+MODELS = ("llama2", "qwen2-tied", "qwen3", "mistral", "llama2-linear-biased")
+READS: dict[str, dict[str, Any]] = {
+    "few": {"budget": 0.2},
+    "one group": {"budget": 0.001, "first_tokens": 0, "last_tokens": 0},
+    "all": {"budget": 1.0},
+    "mass": {"policy": "mass", "epsilon": 0.3},
+    "share": {"policy": "share", "tau": 0.05},
+    "threshold": {"policy": "threshold", "top_pages": 3},
+    "union": {"scope": "union", "budget": 0.3},
+    "tails": {"tail_tokens": 16, "budget": 0.1},
+}
+VERIFIES = st.builds(
+    Verify,
+    mode=st.sampled_from(["tokens", "tokens", "bits"]),
+    draft=st.one_of(st.none(), st.integers(1, 16)),
+    most=st.just(16),
+    select=st.sampled_from(["step", "step", "verified", "hybrid"]),
+)
+SAMPLINGS = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.6, 1.0]),
+    top_p=st.sampled_from([1.0, 0.9]),
+    seed=st.integers(0, 2**32),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    name=st.sampled_from(MODELS),
+    method=st.sampled_from([method for method in METHODS if method not in ("off", "rq")]),
+    read=st.sampled_from(list(READS)),
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    tokens=st.integers(1, 9),
+    verify=VERIFIES,
+    sampling=SAMPLINGS,
+    drafter=st.sampled_from([None, {"dense": True}, {"change": np.negative}, {"place": np.nan}]),
+    poison=st.sampled_from([None, np.nan, 1e30]),
+)
+def test_a_drawn_run_is_the_dense_one(
+    name: str,
+    method: str,
+    read: str,
+    lengths: list[int],
+    tokens: int,
+    verify: Verify,
+    sampling: Sampling,
+    drafter: dict[str, Any] | None,
+    poison: float | None,
+) -> None:
+    config, model = eps(method, **READS[read]), judge(name)
+    if config.store.has_bounds:
+        verify = Verify(verify.mode, verify.draft, verify.most)
+    verify.check(config, sampling.temperature, sampling.by)
+    prompts = [prompt(length, i) for i, length in enumerate(lengths)]
+    check_rounds(
+        model, prompts, config, tokens, sampling, verify, drafter and Drafter(model, **drafter), poison,
+        0.0 if verify.mode == "bits" else 1e-6,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("poison", [None, np.nan, 1e30], ids=str)
+@pytest.mark.parametrize("name", ["few", "one group", "mass", "tails"])
+def test_rq_before_and_after_its_centre(name: str, poison: float | None) -> None:
+    """The first 256 tokens make rq's centre; drafts begin once it is there, and are never part of it."""
+    read = READS[name] | ({"tail_tokens": 64} if name == "tails" else {})
+    config, model = eps("rq", **read), judge()
+    prompts = [prompt(201), prompt(51, 1)]  # 250 tokens in the cache: three rounds of two are missing
+    drafter = Drafter(model, place=poison)
+    records = check_rounds(model, prompts, config, 10, DRAWN, Verify("tokens", 4), drafter, poison)
+    assert [r.fallbacks.get("no_centre", 0) for r in records[:4]] == [2, 2, 2, 0]
+    assert [sum(r.drafted) for r in records[:3]] == [0, 0, 0]
+    assert sum(sum(r.drafted) for r in records) > 4
+
+
+@pytest.mark.parametrize("mode", ["tokens", "bits"])
+def test_the_number_of_drafts_changes_nothing(mode: str) -> None:
+    """Nor does the batch: `check_rounds` decodes each sequence alone."""
+    model, config = judge(), eps("meanstd", budget=0.4)
+    prompts = [prompt(30 + 7 * i, i) for i in range(3)]
+    said = []
+    for draft in (0, 1, 2, 5, 16):
+        for sampling in (GREEDY, DRAWN):
+            run = model.verified(prompts, config, 8, sampling, Verify(mode, draft))
+            said.append((sampling, run.said))
+    for sampling in (GREEDY, DRAWN):
+        first, *others = [one for which, one in said if which == sampling]
+        assert all(one == first for one in others)
+        assert first == model.dense(prompts, config, 8, sampling).said

@@ -1,0 +1,79 @@
+"""Settings of verified decoding: one line for each mistake, which names the flag."""
+
+from typing import Any
+
+import pytest
+from verified_runs import eps
+
+from eps_core.config.eps import EpsConfig
+from eps_core.config.read import Read
+from eps_core.config.verify import MOST_DRAFTS, Verify
+from eps_core.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"mode": "on"}, "eps-verify 'on' is unknown: choose one of off, tokens, bits"),
+        ({"select": "all"}, "eps-draft-select 'all' is unknown: choose one of step, verified, hybrid"),
+        ({"rule": "maybe"}, "eps-verify-rule 'maybe' is unknown: choose one of couple, reject"),
+        ({"weights": "8bit"}, "eps-draft-weights '8bit' is unknown: choose one of full, 4bit"),
+        ({"draft": None, "most": 0}, "eps-draft-most 0 is outside 1 to 64 tokens"),
+        ({"draft": None, "most": 65}, "eps-draft-most 65 is outside 1 to 64 tokens"),
+        ({"draft": -1}, r"eps-draft -1 is outside 0 to 16 \(eps-draft-most\) tokens: or use auto"),
+        ({"draft": 17}, r"eps-draft 17 is outside 0 to 16"),
+        ({"draft": 4, "most": 3}, r"eps-draft 4 is outside 0 to 3"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_that_names_its_flag(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as error:
+        Verify(**settings)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("settings", [{"draft": 1.5}, {"draft": "4"}, {"most": True}, {"mode": 1}, {"select": None}])
+def test_a_setting_of_another_kind_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        Verify(**settings)
+
+
+@pytest.mark.parametrize(
+    ("config", "verify", "drawn", "said"),
+    [
+        (EpsConfig.of(), Verify("tokens"), {}, "method off gates nothing: use rq"),
+        (eps("box"), Verify("bits"), {"temperature": 0.5, "sample_by": "cdf"}, "sample-by cdf draws otherwise"),
+        (eps("box"), Verify("tokens", select="verified"), {}, "method box keeps them here: use step"),
+        (eps("box"), Verify("tokens", select="hybrid"), {}, "eps-draft-select hybrid knows no bounds"),
+    ],
+)
+def test_what_cannot_be_verified_is_refused(config: EpsConfig, verify: Verify, drawn: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as error:
+        verify.check(config, **drawn)
+    assert "\n" not in str(error.value)
+    assert str(error.value).startswith("eps-")
+
+
+def test_what_can_be_verified_passes() -> None:
+    Verify("tokens").check(eps("box"))
+    Verify("tokens").check(eps("box"), 0.0, "cdf")  # greedy draws nothing
+    Verify("bits", select="hybrid").check(eps("rq"), 1.0, "gumbel")
+    Verify().check(EpsConfig.of(), 1.0, "cdf")  # off
+
+
+def test_the_last_tokens_of_a_draft_cover_all_drafts() -> None:
+    read = Read(last_tokens=8)
+    assert Verify("tokens", most=16).draft_read(read).last_tokens == 17
+    assert Verify("tokens", 4, 4).draft_read(read) == read
+
+
+def test_fixed_rows_hold_every_round() -> None:
+    for most in range(1, MOST_DRAFTS + 1):
+        rows = Verify("bits", None, most).fixed_rows
+        assert rows % 16 == 0 and most + 1 <= rows < most + 17
+        assert Verify("tokens", None, most).fixed_rows == 0
+
+
+def test_settings_are_written_and_read_again() -> None:
+    for verify in (Verify(), Verify("bits", 0, 3, "hybrid", "couple", "4bit"), Verify("tokens", rule="reject")):
+        assert Verify.from_dict(verify.to_dict()) == verify
+    assert not Verify().enabled and Verify("bits").enabled
