@@ -404,9 +404,11 @@ def test_a_cpu_without_permutations(name, features, tmp_path):
         from eps_core.config.eps import EpsConfig
         from eps_core.config.store import CacheSpec
         from eps_core.load import load_backend
+        from eps_core.cpu import amx
+        from eps_core.paging.rows import Rows
         from eps_core.paging.where import Where
         from numba import njit
-        assert not cpu_vectors.PERMUTES
+        assert not cpu_vectors.PERMUTES and not amx.usable()
 
         @njit
         def widen(bits, values):
@@ -437,7 +439,11 @@ def test_a_cpu_without_permutations(name, features, tmp_path):
                 out, lse = backend.attend(cache, 0, q, where, selection)
                 if config.store.tail_tokens:
                     out, lse = backend.add_tail(cache, 0, where, scores, selection, (out, lse))
-                results.append([x.numpy() for x in (scores.estimate, selection.groups, out, lse)])
+                rows = Rows.of(where.table, where.lengths, np.array([7]))
+                several = backend.from_numpy(rng.normal(size=(7, 6, 64)), "float32", "cpu")
+                read = backend.attend_rows(cache, 0, several, rows, masses=True)
+                found = scores.estimate, selection.groups, out, lse, read.out, read.lse, read.masses
+                results.append([x.numpy() for x in found])
             for one, other in zip(*results):
                 np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
     """

@@ -99,20 +99,29 @@ def test_arrays_and_emulated_kernels_are_not_checked(monkeypatch) -> None:
 
 # which kernels a process asks its cache for after the check, and so may have to compile
 AFTER_THE_CHECK = """
+import numpy as np
+import torch
+
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import Store
 from eps_core.cpu import compile
 from eps_core.decode.session import Session
 from eps_core.evaluation.runner import Document, decode
+from eps_core.paging.rows import Rows
 
 session, config, asked = Session.open(None, "cuda", "cpu", kv_dtype="bfloat16"), EpsConfig.of(method="rq"), []
 session.check_kernels(Store())
-session.check_kernels(config.store)
+session.check_kernels(config.store, verified=True)
 real = compile._Kept.load_overload
 compile._Kept.load_overload = lambda self, *args: asked.append(self._name) or real(self, *args)
 tokens = [1 + i % 90 for i in range(5000)]  # past what selection does alone
 cache, pool = session.cache(config.store, len(tokens) + 4)
 decode(session, cache, pool, [Document(tokens, 4)], config.read)
+rows, spec = Rows.of(np.arange(4)[None], np.array([200]), np.array([3])), cache.spec
+q, visit = torch.ones(3, session.spec.num_heads, spec.head_dim), torch.ones(3, spec.num_kv_heads, 128) > 0
+for query in (q, q.bfloat16()):
+    for given in ((), (visit,), (None, True), (visit, True)):
+        session.backend.attend_rows(cache, 0, query, rows, *given)
 print(asked)
 """
 

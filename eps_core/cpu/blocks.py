@@ -43,14 +43,7 @@ def _powers(builder, x):
     shifted = builder.fadd(x, _splat(_MAGIC))
     rest = builder.fsub(x, builder.fsub(shifted, _splat(_MAGIC)))
     value = _splat(1.535336188319500e-4)
-    for term in (
-        1.339887440266574e-3,
-        9.618437357674640e-3,
-        5.550332471162809e-2,
-        2.402264791363012e-1,
-        6.931472028550421e-1,
-        1.0,
-    ):
+    for term in (1.33988744e-3, 9.61843736e-3, 5.55033247e-2, 2.40226479e-1, 6.93147203e-1, 1.0):
         value = _fma(builder, value, rest, _splat(term))
     exponent = builder.shl(builder.bitcast(shifted, integers), ir.Constant(integers, [23] * LANES))
     power = builder.add(exponent, ir.Constant(integers, [127 << 23] * LANES))
@@ -74,15 +67,9 @@ def _logs(builder, x):
     square = builder.fmul(rest, rest)
     value = _splat(7.0376836292e-2)
     for term in (
-        -1.1514610310e-1,
-        1.1676998740e-1,
-        -1.2420140846e-1,
-        1.4249322787e-1,
-        -1.6668057665e-1,
-        2.0000714765e-1,
-        -2.4999993993e-1,
-        3.3333331174e-1,
-    ):
+        -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1, 2.0000714765e-1,
+        -2.4999993993e-1, 3.3333331174e-1,
+    ):  # fmt: skip
         value = _fma(builder, value, rest, _splat(term))
     value = builder.fmul(builder.fmul(value, rest), square)
     value = _fma(builder, whole, _splat(-2.12194440e-4), value)
