@@ -28,6 +28,15 @@ def test_kernels_agree_with_arrays(target, config, dtype) -> None:
         assert disagreement(backend, device, kernels, spec, 6, config, verified=True) is None
 
 
+@pytest.mark.kernels("numba")
+def test_codes_that_round_to_two_sides_are_no_fault(target) -> None:
+    """Of thousands of groups of a large model in float32 a few have a key that lies between two codes."""
+    backend, device = target
+    for kernels in set(backend.usable_kernels(device)) - {"triton"}:
+        spec = CacheSpec(1, 8, 64, 1, "float32")
+        assert disagreement(backend, device, kernels, spec, 8, EpsConfig.of(method="rq")) is None
+
+
 def broken(backend, name, change):
     """The backend with one function changed for every cache that does not use array operations."""
     real = getattr(backend, name)

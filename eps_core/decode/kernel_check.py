@@ -20,6 +20,7 @@ from eps_core.paging.where import Where
 
 TOKENS = 700  # past the 256 that rq's centre needs, with an open group where groups are of two
 VERIFIED_ROWS = 5
+TIES = 0.005  # share of the estimates
 # of an output against the largest |v|: what the rounding of its dtype and of other sum orders may differ by
 TOLERANCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
 
@@ -60,7 +61,12 @@ def disagreement(
         finite = np.isfinite(value)
         if not np.array_equal(value[~finite], other[~finite]):
             return f"{name} differ in what is infinite"
-        worst = float(np.abs(value[finite] - other[finite]).max(initial=0))
+        apart = np.abs(value[finite] - other[finite])
+        if (
+            name == "estimates" and not np.isnan(apart).any()
+        ):  # of a few groups a code, or which of them were refined, rounds to two sides
+            apart = np.sort(apart)[: len(apart) - int(TIES * len(apart))]
+        worst = float(apart.max(initial=0))
         if not worst <= limit * max(1.0, float(np.abs(value[finite]).max(initial=0))):  # NaN too
             return f"{name} differ by {worst:.3g}"
     return None
