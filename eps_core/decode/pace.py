@@ -24,8 +24,17 @@ class Pace:
         self.accepted = [0.0] * verify.most
         self._costs: dict[str | int, deque[float]] = {}
         self._rest, self._resting = FIRST_REST, 0
+        self._num_sequences = 0
 
     # ---- what happened ----
+
+    def saw_sequences(self, num_sequences: int) -> None:
+        """So many run from now on. Costs of another number no longer count: dense steps, which are not run where
+        drafting pays, would look as slow as those of the whole batch."""
+        if num_sequences != self._num_sequences:
+            self._num_sequences = num_sequences
+            self._costs.clear()
+            self._rest, self._resting = FIRST_REST, 0
 
     def saw_round(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Of each sequence, how many drafts were offered and how many of them, from the first on, were accepted."""
