@@ -85,7 +85,8 @@ def verified_parts(backend) -> list[tuple[object, str]]:
     """All that verified decoding adds to dense and gated decoding."""
     named = [(module, name) for module in (verified, accept, pace, rounds) for name in functions_of(module)]
     methods = (
-        (Decoder, ("verify", "commit")), (PagePool, ("reserve", "commit", "release")), (GroupState, ("void",)),
+        (verified, ("accept", "propose")), (Decoder, ("verify", "commit")),
+        (PagePool, ("reserve", "commit", "release")), (GroupState, ("void",)),
         (backend, ("attend_rows", "place_kv", "visits", "frozen_masses", "larger")),
     )  # fmt: skip
     return [*named, *((owner, name) for owner, names in methods for name in names)]

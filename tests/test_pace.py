@@ -1,6 +1,7 @@
 """The number of drafts that pays: by the costs of a pretended device and the acceptances of a pretended drafter."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -67,7 +68,7 @@ def test_where_drafts_do_not_pay_a_run_is_dense_but_for_its_probes(device: Devic
     # rests double, up to the longest
     assert 1 <= len(probes) <= 8 + np.log2(LONGEST_REST / FIRST_REST) + said / LONGEST_REST
     late = [i for i in probes if i > 1000]
-    assert all(b - a > LONGEST_REST for a, b in zip(late, late[1:], strict=False))
+    assert all(b - a > LONGEST_REST for a, b in pairwise(late))
     cost = sum(gammas[i] * device.draft + device.verify(gammas[i] + 1) for i in probes)
     assert ms <= said * device.dense + cost  # never slower than dense, beyond the probes
     assert cost < 0.05 * said

@@ -184,12 +184,12 @@ def test_misuse_is_an_assertion() -> None:
 
 
 def test_check_finds_reserved_slots_without_a_unit() -> None:
-    for damage in (lambda s: s.table.pop(), lambda s: pool._live.pop(s)):
+    for damage in (lambda pool, s: s.table.pop(), lambda pool, s: pool._live.pop(s)):
         pool = PagePool(8, 4)
         sequence, _ = pool.open()
         pool.reserve(sequence, 5)
         pool.check()
-        damage(sequence)
+        damage(pool, sequence)
         with pytest.raises(AssertionError):
             pool.check()
 

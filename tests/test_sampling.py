@@ -159,7 +159,7 @@ def test_streams_are_independent() -> None:
     correlation = np.corrcoef([*streams, *others])
     assert np.abs(correlation - np.eye(len(correlation))).max() < 4 / np.sqrt(VOCAB * count)
     for one in streams:
-        assert abs(one.mean() - 0.5) < 4 / np.sqrt(12 * len(one)) and (0 < one).all() and (one < 1).all()
+        assert abs(one.mean() - 0.5) < 4 / np.sqrt(12 * len(one)) and (one > 0).all() and (one < 1).all()
 
 
 def test_numbers_of_one_position_are_no_other_positions() -> None:
@@ -312,7 +312,6 @@ def test_a_verify_pass_that_overflowed_is_an_error(rule: str, bad: float) -> Non
     logits[0, 3] = bad
     with pytest.raises(ConfigError, match="logits at position 7"):
         accept(logits, [4], [DRAFT], CASES[0], rule, 0, 7, frozenset())
-
 
 
 def test_gumbel_noise_has_its_mean_and_variance() -> None:

@@ -1,5 +1,4 @@
-"""Mode bits: logits and cache are the same to the last bit for every number of drafts, alone and in any batch; and what
-the other mode may do in float32 on real text."""
+"""Mode bits: logits and cache are the same to the last bit for every number of drafts, alone and in any batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,16 +28,16 @@ class Bits:
     kv: dict[int, list[np.ndarray]] = field(default_factory=dict)
 
 
-def decode(
-    model: Model, monkeypatch: pytest.MonkeyPatch, order: Sequence[int], gamma: int, change: Any = None
-) -> Bits:
+def decode(model: Model, monkeypatch: pytest.MonkeyPatch, order: Sequence[int], gamma: int, change: Any = None) -> Bits:
     """The prompts of `order`, prefilled in that order."""
     (cache, pool, _), sequences = model.start([], CONFIG), {}
     for index in order:
         sequences[index], cache = prefill(model.decoder, cache, pool, PROMPTS[index][:-1], 64)
     seen: dict[int, list[np.ndarray]] = {index: [] for index in order}
 
-    def accept(logits: np.ndarray, drafts: Any, proposals: Any, sampling: Any, rule: str, index: int, *more: Any) -> Said:
+    def accept(
+        logits: np.ndarray, drafts: Any, proposals: Any, sampling: Any, rule: str, index: int, *more: Any
+    ) -> Said:
         said = right(logits, drafts, proposals, sampling, rule, index, *more)
         seen[index] += list(logits[: len(said.tokens)].copy())
         return said
@@ -48,7 +47,13 @@ def decode(
         patch.setattr(verified, "accept", accept)
         drafter = Drafter(model, change) if change is not None else None
         run = Verifier(
-            model.decoder, cache, pool, DRAWN, CONFIG.read, Verify("bits", gamma, MOST), drafter=drafter  # type: ignore
+            model.decoder,
+            cache,
+            pool,
+            DRAWN,
+            CONFIG.read,
+            Verify("bits", gamma, MOST),
+            drafter=drafter,  # type: ignore
         )
         fed, room, alive = {i: PROMPTS[i][-1] for i in order}, dict.fromkeys(order, TOKENS), dict(sequences)
         said: dict[int, list[int]] = {index: [] for index in order}
@@ -78,10 +83,9 @@ def assert_same_bits(got: Bits, want: dict[int, Bits]) -> None:
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.kernels("numba")
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
-def test_bits_do_not_depend_on_drafts_or_batch(
-    target: Any, monkeypatch: pytest.MonkeyPatch, kv_dtype: str
-) -> None:
+def test_bits_do_not_depend_on_drafts_or_batch(target: Any, monkeypatch: pytest.MonkeyPatch, kv_dtype: str) -> None:
     backend, device = target
     model = Model(backend, device, saved("llama2"), kv_dtype, units=16)
     want = {index: decode(model, monkeypatch, [index], 0) for index in range(3)}

@@ -25,8 +25,7 @@ TOTAL = ("bytes_kv_draft", "bytes_kv_verify")
 def test_rounds_count_every_read(target: Any, name: str, gamma: int) -> None:
     backend, device = target
     model, config = Model(backend, device, saved("llama2"), units=16), CONFIGS[name]
-    cache, pool, sequences = model.start(PROMPTS, config)
-    before = cache.kv_bytes_read
+    before = model.start(PROMPTS, config)[0].kv_bytes_read
     run = model.verified(PROMPTS, config, 8, GREEDY, Verify("tokens", gamma))
     assert run.cache.kv_bytes_read - before == sum(getattr(r, part) for r in run.records for part in TOTAL)
     token_bytes = model.spec.num_layers * model.spec.num_kv_heads * run.cache.spec.kv_token_bytes
@@ -54,9 +53,7 @@ def test_summaries_of_drafts_are_counted() -> None:
     run = model.verified(PROMPTS[:1], config, 8, GREEDY, Verify("tokens", 3))
     length = len(PROMPTS[0]) - 1
     for record in run.records:
-        each = [
-            scoring_bytes(config, model.spec.head_dim, [length + 1 + depth]) for depth in range(record.drafted[0])
-        ]
+        each = [scoring_bytes(config, model.spec.head_dim, [length + 1 + depth]) for depth in range(record.drafted[0])]
         assert record.bytes_summary_draft == model.spec.num_layers * model.spec.num_kv_heads * sum(each)
         length += record.emitted[0]
 

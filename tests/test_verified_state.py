@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from verified_runs import DRAWN, Drafter, Model, Run, assert_same_state, check_rounds, eps, judge, placed, prompt, saved
+from verified_runs import DRAWN, Drafter, Model, assert_same_state, check_rounds, eps, judge, placed, prompt, saved
 
 from eps_core.config.verify import Verify
 from eps_core.decode.verified import Verifier
@@ -139,13 +139,13 @@ def test_a_fork_in_the_middle_of_a_round_has_what_was_committed() -> None:
 
 @pytest.mark.parametrize("step", ["draft", "verify", "commit"])
 def test_a_round_that_fails_gives_back_what_it_held(step: str) -> None:
-    model = judge()
+    model = right = judge()
     run, alive, fed = start(model, [prompt(45), prompt(31, 1)], Verify("tokens", 20, most=20))
     free, tables = run.pool.num_free, [list(one.table) for one in alive.values()]
     tokens = [one.tokens[:] for one in alive.values()]
 
     class Failing:
-        eps = model.backend
+        eps, model = right.backend, right.decoder.model
 
         def step(self, *given: Any, **named: Any) -> Any:
             if step == "draft":

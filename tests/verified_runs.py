@@ -1,5 +1,5 @@
 """What tests of verified decoding share: a tiny model's dense and verified runs of the same prompts, their caches
-compared token by token, drafters of all kinds, and a run that is held against one that never drafted, round by round."""
+compared token by token, drafters of all kinds, and runs held against one that never drafted, round by round."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -65,10 +65,18 @@ class Run:
 class Model:
     """A tiny model on a backend, whose runs begin with all prompts but their last tokens in the cache."""
 
-    def __init__(self, backend: Any, device: str, path: Path, kv_dtype: str = "float32", units: int = 40) -> None:
+    def __init__(
+        self,
+        backend: Any,
+        device: str,
+        path: Path,
+        kv_dtype: str = "float32",
+        units: int = 40,
+        dtype: str = "float32",
+    ) -> None:
         self.backend, self.device, self.path, self.kv_dtype, self.units = backend, device, path, kv_dtype, units
         self.spec = read_spec(path)
-        self.decoder = load_decoder(backend, path, self.spec, "float32", device)
+        self.decoder = load_decoder(backend, path, self.spec, dtype, device)
 
     def cache(self, config: EpsConfig) -> tuple[Any, PagePool]:
         spec = CacheSpec(
@@ -180,7 +188,8 @@ class Drafter:
         place: float | None = None,
         dense: bool = False,
     ) -> None:
-        self.model, self.eps, self.change, self.place, self.dense = model, model.backend, change, place, dense
+        self.runs, self.model, self.eps = model, model.decoder.model, model.backend
+        self.change, self.place, self.dense = change, place, dense
         self.steps = 0
 
     def step(
@@ -189,11 +198,11 @@ class Drafter:
         assert draft
         self.steps += 1
         with np.errstate(invalid="ignore"):  # NaN that was placed
-            cache, output = self.model.decoder.step(
+            cache, output = self.runs.decoder.step(
                 cache, tokens, slots, table, lengths, None if self.dense else read, draft=True, score=score
             )
         if self.place is not None:
-            cache = placed(self.model, cache, slots, self.place)
+            cache = placed(self.runs, cache, slots, self.place)
         if self.change is not None:
             output.logits = self.change(output.logits)
         return cache, output
@@ -221,8 +230,8 @@ def unwritten(pool: PagePool, sequences: Sequence[Any]) -> np.ndarray:
 
 
 class _Plain:
-    """Dense decoding of one sequence and one token at a time: `Decoder.step` and `draw`, or for `bits` passes of the one
-    shape that all passes have, whose numbers must be the same to the last bit."""
+    """Dense decoding of one sequence and one token at a time: `Decoder.step` and `draw`, or for `bits` passes of the
+    one shape that all passes have, whose numbers must be the same to the last bit."""
 
     def __init__(
         self, model: Model, cache: Any, pool: PagePool, sampling: Sampling, config: EpsConfig, verify: Verify

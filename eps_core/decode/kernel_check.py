@@ -62,7 +62,9 @@ def disagreement(
         if not np.array_equal(value[~finite], other[~finite]):
             return f"{name} differ in what is infinite"
         apart = np.abs(value[finite] - other[finite])
-        if name == "estimates" and not np.isnan(apart).any():  # of a few groups a code, or which of them were refined, rounds to two sides
+        if (
+            name == "estimates" and not np.isnan(apart).any()
+        ):  # of a few groups a code, or which of them were refined, rounds to two sides
             apart = np.sort(apart)[: len(apart) - int(TIES * len(apart))]
         worst = float(apart.max(initial=0))
         if not worst <= limit * max(1.0, float(np.abs(value[finite]).max(initial=0))):  # NaN too

@@ -72,16 +72,25 @@ def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
     tokens, likeliest first, that hold top_p; 0 for the others."""
     mass = np.exp((logits.astype(np.float64) - logits.max()) / sampling.temperature)
     if sampling.top_p < 1:
-        order = _order(mass)
-        cumulative = np.cumsum(mass[order])
-        kept = int(np.searchsorted(cumulative, sampling.top_p * cumulative[-1])) + 1
-        mass[order[kept:]] = 0.0
+        kept = np.zeros_like(mass)
+        nucleus = _nucleus(mass, sampling.top_p)
+        kept[nucleus] = mass[nucleus]
+        mass = kept
     p: np.ndarray = mass / mass.sum()
     return p
 
 
 def _order(mass: np.ndarray) -> np.ndarray:
     return np.argsort(-mass, kind="stable")
+
+
+def _nucleus(mass: np.ndarray, top_p: float) -> np.ndarray:
+    """The fewest tokens, likeliest first, that hold top_p of the mass [V]."""
+    total = mass.sum()
+    # all tokens below this share hold less than what the nucleus leaves: only the others need a sort
+    likely = np.flatnonzero(mass >= (1 - top_p) * total / len(mass))
+    order = likely[_order(mass[likely])]
+    return order[: int(np.searchsorted(np.cumsum(mass[order]), top_p * total)) + 1]
 
 
 def check_logits(logits: np.ndarray, position: int) -> None:
@@ -94,7 +103,7 @@ def draw(logits: np.ndarray, sampling: Sampling, sequence: int, position: int, s
     """Token drawn from logits [V] for `position` of prompt number `sequence`; the lowest token wins a tie."""
     check_logits(logits, position)
     if sampling.temperature == 0:
-        return _best(logits.astype(np.float64))
+        return _best(logits)
     p = probabilities(logits, sampling)
     if sampling.by == "cdf":
         order = _order(p)
@@ -114,5 +123,6 @@ def draw_from(p: np.ndarray, sampling: Sampling, sequence: int, position: int, s
 
 def _best(scores: np.ndarray) -> Drawn:
     token = int(np.argmax(scores))
-    rest = np.delete(scores, token)
-    return Drawn(token, float(scores[token] - rest.max()) if len(rest) else math.inf)
+    # slices, no copy: a vocabulary is large
+    runner_up = max(scores[:token].max(initial=-math.inf), scores[token + 1 :].max(initial=-math.inf))
+    return Drawn(token, float(scores[token]) - float(runner_up))

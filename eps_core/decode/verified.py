@@ -346,6 +346,7 @@ class Verifier:
         num_bytes = drafts * self.drafter.model.weight_bytes + verifies * self.decoder.model.weight_bytes
         return {"weight_passes": drafts + verifies, "bytes_weights": num_bytes}
 
+
 def verified(
     decoder: Decoder,
     cache: Any,

@@ -72,15 +72,16 @@ class Gated:
         model: str = "",
         device: str = "",
         verify: Verify = Verify(),  # noqa: B008  frozen
+        weight_bytes: int = 0,
     ) -> None:
         """`metrics`: a JSONL file of steps, as of `eps-proto run`; `close` writes its summary, at the latest when the
         process ends. Every `audit_every`-th step reads everything besides, for the true unread mass. `keep_records` and
-        `keep_lists` are for tests and comparisons."""
+        `keep_lists` are for tests and comparisons. `weight_bytes`: that one pass of the model reads, for `verify`."""
         self.eps, self.plan, self.on = eps, plan, True
         self.audit_every, self.keep_records, self.keep_lists = audit_every, keep_records, keep_lists
         self.model, self.device = model, device
         # of verified decoding, where it is on: then nothing is gated but its drafts
-        self.rounds = Rounds(verify, self.stats, self._round) if verify.enabled else None
+        self.rounds = Rounds(verify, weight_bytes, self.stats, self._round) if verify.enabled else None
         self._config = plan.of_gated(config)
         self._num_kv_heads: int | None = None  # once known
         self.spec: CacheSpec | None = None  # of verified rounds' cache, once there was one

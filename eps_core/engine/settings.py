@@ -65,7 +65,8 @@ class Settings:
         verify = Verify.of(**named)
         idle = sorted(name for name, field in VERIFY.items() if field in named and field != "mode")
         require(
-            verify.enabled or not idle, f'{", ".join(idle)} means nothing without verified decoding: add verify="tokens"'
+            verify.enabled or not idle,
+            f'{", ".join(idle)} means nothing without verified decoding: add verify="tokens"',
         )
         config = EpsConfig.of(**given)
         verify.check(config)

@@ -32,15 +32,14 @@ def check_engine(verify: Verify, engine: str, num_sequences: int = 1) -> None:
     """Raises ConfigError for what no engine's own decoding can do, or not for so many prompts at once."""
     if not verify.enabled:
         return
-    require(num_sequences == 1, f"eps-verify drafts for one prompt at a time in {engine}: give one, not {num_sequences}")
-    require(verify.mode == "tokens", f"eps-verify {verify.mode} needs our own matrix products: in {engine} use tokens")
-    require(verify.select == "step", f"eps-draft-select {verify.select} is of our own decoders: in {engine} use step")
-    require(verify.weights == "full", f"eps-draft-weights {verify.weights} are of our own decoders: in {engine} use full")
-    require(
-        verify.rule == "couple",
-        f"eps-verify-rule {verify.rule} is of our own decoders: in {engine} drafts take the engine's own random "
-        "numbers, use couple",
-    )
+    require(num_sequences == 1, f"eps-verify drafts for one prompt at a time in {engine}, not for {num_sequences}")
+    for flag, value, known in (
+        ("eps-verify", verify.mode, "tokens"),
+        ("eps-draft-select", verify.select, "step"),
+        ("eps-verify-rule", verify.rule, "couple"),
+        ("eps-draft-weights", verify.weights, "full"),
+    ):
+        require(value == known, f"{flag} {value} is of our own decoders alone: in {engine} use {known}")
 
 
 class Round:
@@ -60,7 +59,7 @@ class Round:
     def slots(self, start: int, count: int) -> np.ndarray:
         """Of `count` tokens from position `start` of the sequence on."""
         first = start - self.length
-        assert 0 <= first and first + count <= len(self._slots), f"tokens {start} to {start + count} of a round"
+        assert first >= 0 and first + count <= len(self._slots), f"tokens {start} to {start + count} of a round"
         return self._slots[first : first + count]
 
     def placed(self, layer: int, k: Array, v: Array) -> None:
@@ -94,12 +93,13 @@ class Rounds:
     """How many drafts the next round has, and what came of all of them."""
 
     def __init__(
-        self, verify: Verify, stats: Callable[[], dict[str, Any]], write: Callable[[RoundRecord, Any], None],
-        clock: Callable[[], float] = time.perf_counter,
+        self, verify: Verify, weight_bytes: int, stats: Callable[[], dict[str, Any]],
+        write: Callable[[RoundRecord, Any], None], clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
-        """`stats`: the gate's counters, which in verified decoding speak of drafts alone. `write` takes each record and
-        its cache."""
-        self.verify, self._stats, self._write, self._clock = verify, stats, write, clock
+        """`weight_bytes`: that one pass reads, see `decode.forward.Arithmetic`. `stats`: the gate's counters, which in
+        verified decoding speak of drafts alone. `write` takes each record and its cache."""
+        self.verify, self.weight_bytes = verify, weight_bytes
+        self._stats, self._write, self._clock = stats, write, clock
         self.pace = Pace(verify)
         self._told = False
         self.reset()
@@ -158,7 +158,8 @@ class Rounds:
             emitted=[len(tokens)], gamma=self._gamma, offered_by_depth=offered, accepted_by_depth=kept,
             bytes_kv_draft=kv, bytes_summary_draft=summary, bytes_kv_verify=(length + drafted + 1) * token_bytes,
             bytes_k_reread=reread, bytes_kv_dense=sum(length + 1 + i for i in range(len(tokens))) * token_bytes,
-            weight_passes=drafted + 1, draft_ms=draft_ms, verify_ms=verify_ms, round_ms=draft_ms + verify_ms,
+            weight_passes=drafted + 1, bytes_weights=(drafted + 1) * self.weight_bytes,
+            draft_ms=draft_ms, verify_ms=verify_ms, round_ms=draft_ms + verify_ms,
             audit_kl=[], audit_tv=[], mass_skipped_true=None, top2_margin_min=min(finite, default=None),
             rolled_back=drafted + 1 - len(tokens), fallbacks={self._why: 1} if self._why is not None else {},
             margins=list(margins),

@@ -101,6 +101,7 @@ class Bench:
 
     def measure_verified(self, setting: Setting, config: EpsConfig, verify: Verify) -> dict[str, Any]:
         """The numbers of one cell of verified decoding (see `cell_line`)."""
+        self.session.load(verify)  # a drafter that cannot be costs no prefill
         self._turn_to(setting)
         plan, batch, context = self.plan, setting.batch, setting.context
         measured = Measured(plan.seed)

@@ -123,7 +123,16 @@ PRESETS: dict[str, list[dict[str, Any]]] = {
         {**_EXACT, "method": "rq", "budget": 0.05, "draft": [4, 8, 12, 16]},
         {**_EXACT, "method": "rq", "budget": [0.02, 0.1], "draft": [8, 16]},
         {**_EXACT, "method": "rq", "budget": 0.05, "draft": 12, "draft_select": ["verified", "hybrid"]},
-        {**_EXACT, "method": ["box", "meanstd"], "group_tokens": 16, "budget": 0.03, "draft": 12},
+        # a budget that small would go to their usual guards, 144 tokens, alone
+        {
+            **_EXACT,
+            "method": ["box", "meanstd"],
+            "group_tokens": 16,
+            "budget": 0.03,
+            "first_n": 1,
+            "last_n": 2,
+            "draft": 12,
+        },
         {**_EXACT, "method": "rq", "budget": 0.05, "draft": 12, "temperature": 0.8, "verify_rule": "reject"},
         {**_EXACT, "method": "rq", "budget": 0.05, "draft": 12, "draft_weights": "4bit"},
     ],

@@ -33,7 +33,8 @@ class RoundRecord:
     bytes_k_reread: int
     bytes_kv_dense: int  # what dense decoding reads for the same tokens
     weight_passes: int  # over all weights: one of each draft step, dense step and verify pass
-    bytes_weights: int  # of these passes: the drafter's weights in draft steps, the decoder's in the others
+    # of these passes: the drafter's weights in draft steps, the decoder's in the others; None: an engine's, not known
+    bytes_weights: int | None
     draft_ms: float  # of all draft steps
     verify_ms: float  # of a round without drafts: of its dense step
     round_ms: float  # the whole round on the host's clock
@@ -102,6 +103,7 @@ def summarise_rounds(records: Sequence[RoundRecord], prefill_ms: float | None = 
     # of a sequence, as a dense step's: what a round says, over how many say it
     by_token = [r.round_ms * len(r.emitted) / len(r.tokens) for r in timed]
     margins = [r.top2_margin_min for r in records if r.top2_margin_min is not None]
+    weights = [r.bytes_weights for r in records if r.bytes_weights is not None]
     return {
         **summarise([]),
         **dict.fromkeys(("pages_total", "pages_visited", "pages_skipped", "pages_forced")),
@@ -119,6 +121,7 @@ def summarise_rounds(records: Sequence[RoundRecord], prefill_ms: float | None = 
         "acceptance_by_depth": [a / o if o else None for a, o in zip(kept, offered, strict=True)],
         "offered_by_depth": offered,
         **read,
+        "bytes_weights": sum(weights) if len(weights) == len(records) else None,
         "bytes_kv_read_est": read["bytes_kv_draft"] + read["bytes_kv_verify"],
         "bytes_summary_read": read["bytes_summary_draft"],
         "bytes_ratio": total / dense if dense else None,
@@ -135,7 +138,7 @@ def summarise_rounds(records: Sequence[RoundRecord], prefill_ms: float | None = 
 
 _SUMMED = (
     "bytes_kv_draft", "bytes_summary_draft", "bytes_kv_verify", "bytes_k_reread", "bytes_kv_dense", "weight_passes",
-    "bytes_weights", "rolled_back",
+    "rolled_back",
 )  # fmt: skip
 
 

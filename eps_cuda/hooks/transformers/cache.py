@@ -207,10 +207,17 @@ def make_gated(model: Any, asked: Settings, **more: Any) -> Gated:
     name = str(getattr(getattr(model, "config", model), "_name_or_path", ""))
     gated = Gated(
         load_backend("cuda"), asked.config, plan, asked.metrics, asked.audit_every, model=Path(name).name,
-        verify=asked.verify, **more,
+        verify=asked.verify, weight_bytes=_weight_bytes(model) if asked.verify.enabled else 0, **more,
     )  # fmt: skip
     logger.log(logging.WARNING if plan.dense else logging.INFO, plan.line(gated.config))
     return gated
+
+
+def _weight_bytes(model: Any) -> int:
+    """Of all weights, the input embedding left out unless it is the output head, too."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = embedding is None or head is None or head.weight is embedding.weight
+    return sum(one.nbytes for one in model.parameters()) - (0 if tied else embedding.weight.nbytes)
 
 
 def put_into(layers: list[Any], text: Any, rows: Rows) -> list[Any]:

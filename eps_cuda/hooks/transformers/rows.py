@@ -60,9 +60,9 @@ class Rows:
             return
         batch, num_new = key.shape[0], key.shape[2]
         if self.round is not None:
-            held = self.length - int(self.padding[0])
-            self._slots, self._skipped, self.odd = self.round.slots(held, num_new), [0], None
-            self.where = None if self.round.verifying else self.round.where(held + num_new)
+            start = self.length - int(self.padding[0])
+            self._slots, self._skipped, self.odd = self.round.slots(start, num_new), [0], None
+            self.where = None if self.round.verifying else self.round.where(start + num_new)
             self.length = length
             return
         before = self.length

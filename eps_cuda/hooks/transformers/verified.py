@@ -73,7 +73,7 @@ def _loop(gated: Gated, rounds: Rounds, streamer: Any) -> Any:
         model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
         **model_kwargs: Any,
     ) -> Any:  # fmt: skip
-        cache = model_kwargs.get("past_key_values")
+        cache: Any = model_kwargs.get("past_key_values")
         # an empty one becomes ours in its first forward; others hold what was kept without EPS
         ours = cache is not None and (not cache.get_seq_length() or bool(_own_layers(cache)))
         if len(input_ids) > 1 or not ours:
@@ -83,7 +83,7 @@ def _loop(gated: Gated, rounds: Rounds, streamer: Any) -> Any:
                 generation_config=generation_config, streamer=streamer, **model_kwargs,
             )  # fmt: skip
         text = _Text(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, streamer)
-        if cache.get_seq_length() != input_ids.shape[1] - 1:
+        if not text.lacks_one(cache):
             text.begin()
         require(
             getattr(cache, "is_croppable", True),
@@ -122,6 +122,13 @@ class _Text:
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
 
+    def lacks_one(self, cache: Any) -> bool:
+        """Whether the cache holds all of the prompt but its last token."""
+        mask = self.kwargs.get("attention_mask")
+        whole = getattr(self.config, "_mask_length", -1) if mask is None else mask.shape[1]
+        # else the prompt goes on from what the cache holds
+        return bool(whole == self.ids.shape[1] == cache.get_seq_length() + 1)
+
     def begin(self) -> None:
         """Reads the prompt, and says the first token."""
         outputs = self.model._prefill(self.ids, self.config, self.kwargs)
@@ -142,7 +149,7 @@ class _Text:
         numbers = _RandomNumbers(ids.device) if self.config.do_sample else None
         for _ in range(drafts):
             outputs = self._forward(ids, kwargs, 1)
-            scores = self.processor(ids, _row(outputs.logits, -1, ids))
+            scores = self.processor(ids, self._row(outputs.logits[:, -1]))
             # a draft may be anything, but drawing from NaN would end the text
             ids = torch.cat([ids, self._drawn(torch.nan_to_num(scores))[:, None]], dim=-1)
             kwargs = self.model._update_model_kwargs_for_generation(outputs, dict(kwargs))
@@ -175,15 +182,12 @@ class _Text:
         """What `generate` returns."""
         if self.streamer is not None:
             self.streamer.end()
-        config = self.config
-        if not config.return_dict_in_generate:
+        if not self.config.return_dict_in_generate:
             return self.ids
-        return GenerateDecoderOnlyOutput(
-            sequences=self.ids,
-            scores=tuple(self.scores) if config.output_scores else None,
-            logits=tuple(self.logits) if config.output_logits else None,
-            past_key_values=cache,
-        )
+        found: dict[str, Any] = {"sequences": self.ids, "past_key_values": cache}
+        found["scores"] = tuple(self.scores) if self.config.output_scores else None
+        found["logits"] = tuple(self.logits) if self.config.output_logits else None
+        return GenerateDecoderOnlyOutput(**found)
 
     def _forward(self, ids: Tensor, kwargs: dict[str, Any], num_new: int) -> Any:
         inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=num_new, **kwargs)
@@ -193,7 +197,7 @@ class _Text:
 
     def _say(self, logits: Tensor) -> Tensor:
         """Adds the token that `_sample` would, of logits [1, V]; its scores [1, V]."""
-        logits = logits.to(copy=True, dtype=torch.float32, device=self.ids.device)
+        logits = self._row(logits)
         scores: Tensor = self.processor(self.ids, logits)
         if self.config.return_dict_in_generate:
             self.scores += [scores] if self.config.output_scores else []
@@ -201,6 +205,9 @@ class _Text:
         self.ids = torch.cat([self.ids, self._drawn(scores)[:, None]], dim=-1)
         self.ended = bool(self.criteria(self.ids, tuple(self.scores) or None).all())
         return scores
+
+    def _row(self, logits: Tensor) -> Tensor:
+        return logits.to(copy=True, dtype=torch.float32, device=self.ids.device)
 
     def _drawn(self, scores: Tensor) -> Tensor:
         """Token [1] of scores [1, V], as `_sample` has it."""
@@ -211,10 +218,6 @@ class _Text:
     def _stream(self, before: int) -> None:
         if self.streamer is not None:
             self.streamer.put(self.ids[:, before:].cpu())
-
-
-def _row(logits: Tensor, row: int, ids: Tensor) -> Tensor:
-    return logits[:, row].to(copy=True, dtype=torch.float32, device=ids.device)
 
 
 class _RandomNumbers:

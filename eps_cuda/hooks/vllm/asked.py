@@ -49,8 +49,8 @@ def refuse_verified(settings: Settings) -> None:
     """Raises ConfigError for verified decoding."""
     require(
         not settings.verify.enabled,
-        "eps-verify: vLLM has no place yet for drafts over its own model's cache (vllm#47351 asks for one): leave it out, "
-        "or take --engine own, mlx-lm or transformers",
+        "eps-verify: vLLM has no place yet for drafts over its own model's cache (vllm#47351 asks for one): leave it "
+        "out, or take --engine own, mlx-lm or transformers",
     )
 
 

@@ -77,10 +77,10 @@ class MlxLmEngine:
                 last = time.perf_counter()
                 self.prefill_ms = 1000 * (last - started)
 
-        cache, more = make(), {}
+        cache, more = make(), dict[str, Any]()
         verified = self.gated.rounds is not None and any(isinstance(one, EpsKVCache) for one in cache)
         if verified:
-            more = {"stop": stop}
+            more["stop"] = stop
         steps = (verified_step if verified else stock_step)(
             mx.array(prompts[0]), self.hook.model, _stream(), max_tokens=max_new_tokens, sampler=sampler,
             prompt_cache=cache, prompt_progress_callback=on_progress, **more,

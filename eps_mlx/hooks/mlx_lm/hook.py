@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import eps_mlx
@@ -56,7 +57,8 @@ class Hook:
             units = -(-max(FIRST_TOKENS, expected_tokens) // config.store.unit_tokens)
             self.gated = Gated(
                 eps_mlx, config, plan, settings.metrics, settings.audit_every,
-                model=name or type(model).__module__, device=device, verify=settings.verify, **kept,
+                model=name or type(model).__module__, device=device, verify=settings.verify,
+                weight_bytes=_weight_bytes(model) if settings.verify.enabled else 0, **kept,
             )  # fmt: skip
             try:
                 self.gated.fits(spec.num_kv_heads)
@@ -107,6 +109,13 @@ def _leave(pool: Rows) -> None:
     if pool.gated.rounds is not None:
         names.restore_step()
     pool.gated.close()
+
+
+def _weight_bytes(model: Any) -> int:
+    """Of all weights, the input embedding left out unless it is the output head, too."""
+    flat: Any = tree_flatten(model.parameters())
+    tied = not any("lm_head" in name for name, _ in flat)
+    return sum(array.nbytes for name, array in flat if tied or "embed_tokens" not in name)
 
 
 def _plain_caches(model: Any) -> list[Any]:

@@ -22,7 +22,7 @@ from eps_mlx.hooks.mlx_lm.rows import Rows
 _NOT_OURS = ("kv_bits", "input_embeddings")  # arguments of mlx-lm's loop that this one has no place for
 
 
-def verified_step(prompt: mx.array, model: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[int, mx.array]]:
+def verified_step(prompt: mx.array, model: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, mx.array]]:
     """mlx-lm's `generate_step`, to which all goes but single prompts of models that are verified, over caches that EPS
     made: (token, log probabilities [V]) of each new token."""
     hook = getattr(model, names.HANDLE, None)
@@ -35,7 +35,8 @@ def verified_step(prompt: mx.array, model: Any, *args: Any, **kwargs: Any) -> It
     asked = [name for name in _NOT_OURS if kwargs.get(name) is not None]
     own = [one for one in cache if isinstance(one, EpsKVCache)]
     if asked or not own or len(own[0].rows) > 1:
-        pool.gated.rounds.undrafted(f"what has {asked[0]}" if asked else "a cache that was made without EPS, or a batch")
+        what = f"a prompt with {asked[0]}" if asked else "a batch, or a cache that was made without EPS,"
+        pool.gated.rounds.undrafted(what)
         yield from names.stock_step(prompt, model, *args, prompt_cache=cache, **kwargs)
         return
     for one in cache:
@@ -88,7 +89,8 @@ class _Text:
             self._tell(part)
             self.on_progress(done, len(prompt))
             mx.clear_cache()
-        fed, num_said, num_rounds = int(prompt[-1].item()), 0, 0
+        last: Any = prompt[-1].item()
+        fed, num_said, num_rounds = int(last), 0, 0
         while num_said != self.max_tokens:
             room = self.max_tokens - num_said if self.max_tokens > 0 else self.rounds.verify.most + 1
             tokens, logprobs, accepted = self._round(fed, room)
@@ -118,7 +120,7 @@ class _Text:
         state = pool.open_round(row, drafts)
         num_kept = 0
         try:
-            tokens, numbers = mx.array([fed], mx.uint32), mx.array(mx.random.state[0])
+            tokens, numbers = mx.array([fed], mx.uint32), _random_state()
             drafting = self._copies()
             for _ in range(drafts):
                 logits = self.model(tokens[-1:][None], cache=drafting)[:, -1]
@@ -132,7 +134,7 @@ class _Text:
             if drafts:
                 mx.eval(tokens)
                 self.rounds.drafted()
-            mx.random.state[0][:] = numbers
+            _set_random_state(numbers)
             state.verifying = True
             logits = self.model(tokens[None], cache=self._watched())[0]
             said, logprobs, margins, accepted = self._judge(logits, tokens)
@@ -156,16 +158,18 @@ class _Text:
         for i in range(len(logits)):
             drawn = self._drawn(logits[i : i + 1], tokens[: i + 1])
             # the numbers that are next after this token
-            rows.append((*drawn, mx.array(mx.random.state[0])))
+            rows.append((*drawn, _random_state()))
         chosen = mx.concatenate([token for token, _, _ in rows])
         best = None if self.sampler is not None else mx.topk(mx.concatenate([row for _, row, _ in rows]), 2)
         mx.eval(chosen, tokens, best)
-        found, drafted = chosen.tolist(), tokens[1:].tolist()
+        found: Any = chosen.tolist()
+        drafted: Any = tokens[1:].tolist()
         accepted = next((i for i, token in enumerate(drafted) if found[i] != token), len(drafted))
         stopped = next((i for i, token in enumerate(found[: accepted + 1]) if token in self.stop), accepted)
         num_said, accepted = stopped + 1, min(accepted, stopped + 1)
-        mx.random.state[0][:] = rows[num_said - 1][2]
-        margins: list[float] = [] if best is None else [abs(a - b) for a, b in best[:num_said].tolist()]
+        _set_random_state(rows[num_said - 1][2])
+        pairs: Any = [] if best is None else best[:num_said].tolist()
+        margins = [abs(a - b) for a, b in pairs]
         return found[:num_said], [row[0] for _, row, _ in rows[:num_said]], margins, accepted
 
     def _drawn(self, logits: mx.array, new: mx.array) -> tuple[mx.array, mx.array]:
@@ -208,6 +212,17 @@ class _Text:
             for k, v in self._rows[place]:
                 for i in range(num_kept):
                     one.update_and_fetch(k[:, :, i : i + 1], v[:, :, i : i + 1])
+
+
+def _random_state() -> mx.array:
+    """The key of what mlx draws next; its samplers are compiled over the list that holds it."""
+    held: Any = mx.random.state
+    return mx.array(held[0])
+
+
+def _set_random_state(key: mx.array) -> None:
+    held: Any = mx.random.state
+    held[0][:] = key
 
 
 def _copied(cache: Any) -> Any:

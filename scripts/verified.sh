@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Remakes results/verified*.jsonl: what exact text costs in bytes (both models), then in time on this machine.
+# About an hour on 2 idle cores. Usage: scripts/verified.sh [output directory]     (default: results)
+set -euo pipefail
+. "$(dirname "$0")/help.sh"
+at_most 1 "$@"
+cd "$(dirname "$0")/.."
+out=${1:-results}
+mkdir -p "$out"
+venv=$(scripts/setup.sh mlx,cuda)
+export PATH="$venv/bin:$PATH"
+OMP_NUM_THREADS=1 eps-proto grid --preset verified --backend cuda --texts 6 --needles 0 -o "$out/verified.jsonl"
+OMP_NUM_THREADS=1 eps-proto grid --preset verified --backend cuda --texts 4 --needles 0 --model results/wide_model \
+  -o "$out/verified-wide.jsonl"
+rm -f "$out/verified_speed.jsonl"
+python scripts/verified_speed.py -o "$out/verified_speed.jsonl"
+python scripts/verified_tables.py "$out"

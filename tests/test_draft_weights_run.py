@@ -1,0 +1,203 @@
+"""Verified decoding with 4-bit drafts, end to end: the dense text, one drafter, what of weights is read, and refusals
+that come before anything is decoded or written."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+from command import outcome
+
+from eps_core.config.eps import EpsConfig
+from eps_core.config.verify import Verify
+from eps_core.decode import session as session_module
+from eps_core.decode.draft_weights import FLAG
+from eps_core.decode.forward import Decoder
+from eps_core.decode.sampling import Sampling
+from eps_core.decode.session import Session
+from eps_core.errors import ConfigError
+from eps_core.evaluation.runner import DENSE, Document, run_batch
+from eps_core.load import backend_name, load_backend
+from eps_core.telemetry.rounds import summarise_rounds
+
+TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 5
+RQ: dict[str, Any] = {"method": "rq", "budget": 0.3, "first_tokens": 4, "last_tokens": 16}
+FOUR_BITS = Verify("tokens", 5, weights="4bit")
+NEW_TOKENS = 12
+NARROW = tiny_models.TinyModel(
+    "LlamaConfig",
+    {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16},
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Name of a tiny model -> its directory, written once."""
+    root = tmp_path_factory.mktemp("models")
+    return cache(lambda name: tiny_models.save_model(name, root / name))
+
+
+@pytest.fixture
+def narrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model of which no layer is fit for 4 bits."""
+    monkeypatch.setitem(tiny_models.MODELS, "narrow", NARROW)
+    return tiny_models.save_model("narrow", tmp_path / "narrow")
+
+
+def opened(target: tuple, path: Path, **settings: Any) -> Session:
+    backend, device = target
+    return Session.open(path, backend_name(backend), device, "float32", kernels="arrays", **settings)
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    """Calls that read all weights from here on, by the bytes of the model's weights: prefill left out."""
+    found: Counter = Counter()
+
+    def counted(name: str) -> None:
+        real = getattr(Decoder, name)
+
+        def call(self: Decoder, *args: Any, **more: Any) -> Any:
+            found[self.model.weight_bytes] += 1
+            return real(self, *args, **more)
+
+        monkeypatch.setattr(Decoder, name, call)
+
+    counted("step")
+    counted("verify")
+    return found
+
+
+def test_a_session_makes_one_drafter_over_its_own_caches(target: tuple, saved, monkeypatch) -> None:
+    session = opened(target, saved("llama2"), verify=FOUR_BITS, **RQ)
+    made = []
+    model = type(session.decoder.model)
+    real = model.quantised
+    monkeypatch.setattr(model, "quantised", lambda self: made.append(self) or real(self))
+    plain = opened(target, saved("llama2"))
+    for sampling in ({}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}):
+        want, got = plain.generate(TEXT, NEW_TOKENS, **sampling), session.generate(TEXT, NEW_TOKENS, **sampling)
+        assert got.tokens == want.tokens and want.acceptance is None
+        assert got.acceptance is not None and 0 < got.acceptance <= 1
+        assert "".join(session.stream(TEXT, NEW_TOKENS, **sampling)) == want.text
+    assert made == [session.decoder.model]
+    drafter = session.drafter(FOUR_BITS)
+    assert drafter is session.drafter(FOUR_BITS) and drafter.eps is session.decoder.eps
+    assert drafter.model.weight_bytes < session.decoder.model.weight_bytes / 2
+    assert session.drafter(Verify("tokens")) is session.decoder
+
+
+@pytest.mark.parametrize("verify", [FOUR_BITS, Verify("bits", 5, weights="4bit"), Verify("tokens", 5)], ids=str)
+def test_rounds_say_which_weights_were_read(target: tuple, saved, verify: Verify, passes: Counter) -> None:
+    session = opened(target, saved("llama2"))
+    texts = session.encode_prompts([TEXT, TEXT[9:170]], NEW_TOKENS)
+    documents, sampling = [Document(one, NEW_TOKENS) for one in texts], Sampling()
+    prefixes = [session.prefix(one[:-1]) for one in texts]
+    dense = run_batch(session, documents, {DENSE: EpsConfig()}, prefixes, sampling=sampling)[DENSE]
+    passes.clear()
+    arms, verifies = {"eps": EpsConfig.of(**RQ)}, {"eps": verify}
+    got = run_batch(session, documents, arms, prefixes, verifies=verifies, sampling=sampling)["eps"]
+    assert got.said == dense.said
+    full, total = session.decoder.model.weight_bytes, got.summary()
+    assert total["drafted"] >= total["accepted"] > 0
+    assert total["weight_passes"] == sum(passes.values())
+    assert total["bytes_weights"] == sum(num_bytes * count for num_bytes, count in passes.items())
+    of_an_engine = [replace(one, bytes_weights=None) for one in got.rounds[-1:]]
+    assert summarise_rounds([*got.rounds[:-1], *of_an_engine])["bytes_weights"] is None
+    drafts = session.drafter(verify).model.weight_bytes
+    assert set(passes) == {full, drafts} and (drafts == full) == (verify.weights == "full")
+    if drafts != full:  # a verify pass a round, in mode bits one of each sequence
+        assert (passes[full] == total["rounds"]) == (verify.mode == "tokens")
+
+
+def command_of(target: tuple, path: Path, folder: Path, *more: object) -> list[str]:
+    backend, device = target
+    line = [
+        "run", "--backend", backend_name(backend), "--device", device, "--model", path, "--prompt", TEXT,
+        "--max-new-tokens", NEW_TOKENS, "--kernels", "arrays", "--method", "rq", "--eps-budget", 0.3, "--eps-verify",
+        "tokens", "--eps-draft", 5, "--eps-draft-weights", "4bit", "--metrics", folder / "metrics.jsonl", *more,
+    ]  # fmt: skip
+    return [str(word) for word in line]
+
+
+def test_a_run_reports_acceptance_and_bytes_of_weights(target: tuple, saved, tmp_path: Path) -> None:
+    done = outcome(command_of(target, saved("llama2"), tmp_path), tmp_path)
+    assert done.code in (None, 0), done.err
+    assert "drafted with 4bit weights" in done.out
+    result = json.loads(done.out.splitlines()[-1])
+    eps = result["eps"]
+    assert result["tokens_equal"] and eps["verify"]["weights"] == "4bit" and 0 < eps["acceptance"] <= 1
+    first, *rounds, last = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert first["verify"]["weights"] == "4bit" and {one["type"] for one in rounds} == {"round"}
+    total = sum(one["bytes_weights"] for one in rounds)
+    assert total == last["bytes_weights"] == eps["bytes_weights"]
+    session = opened(target, saved("llama2"))
+    full, drafts = (session.drafter(one).model.weight_bytes for one in (Verify("tokens"), FOUR_BITS))
+    for one in rounds:
+        assert one["bytes_weights"] == full + (one["weight_passes"] - 1) * drafts
+
+
+# What cannot draft so is refused when the weights are there, before the first token
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of Torch that say they are on a GPU."""
+    real = session_module.load_decoder
+
+    def load(*args: Any) -> Decoder:
+        decoder = real(*args)
+        decoder.model.device = "cuda"
+        return decoder
+
+    monkeypatch.setattr(session_module, "load_decoder", load)
+
+
+@pytest.fixture
+def forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on no cache may be made and nothing decoded."""
+
+    def begun(*_: Any, **__: Any) -> None:
+        raise AssertionError("begun")
+
+    for owner, name in ((Session, "cache"), (Decoder, "prefill"), (Decoder, "step"), (Decoder, "verify")):
+        monkeypatch.setattr(owner, name, begun)
+
+
+def assert_refused(target: tuple, path: Path, folder: Path, words: str) -> None:
+    """`run`, `evaluate`, a text and a stream are refused in one line that says `words`; nothing is written."""
+    before = sorted(folder.iterdir())
+    backend, device = target
+    evaluate = [
+        "evaluate", "--backend", backend_name(backend), "--device", device, "--model", path, "--method", "rq",
+        "--tasks", "niah_single", "--context", 400, "--samples", 1, "--text-steps", 0, "-o", folder / "quality.jsonl",
+        "--eps-verify", "tokens", "--eps-draft-weights", "4bit",
+    ]  # fmt: skip
+    for line in (command_of(target, path, folder), [str(word) for word in evaluate]):
+        done = outcome(line, folder)
+        assert done.code not in (None, 0) and done.out == ""
+        assert words in done.err and f"add {FLAG}" in done.err and done.err.count("\n") == 1, done.err
+        assert sorted(folder.iterdir()) == before
+    session = opened(target, path, verify=FOUR_BITS, **RQ)
+    for call in (session.generate, session.stream):
+        with pytest.raises(ConfigError, match=words):
+            call(TEXT, NEW_TOKENS)
+
+
+def test_torch_on_a_gpu_is_refused_before_the_first_token(saved, on_a_gpu, forbidden, tmp_path: Path) -> None:
+    assert_refused((load_backend("cuda"), "cpu"), saved("llama2"), tmp_path, "need the CPU in Torch")
+
+
+def test_layers_too_narrow_are_refused_before_the_first_token(target, narrow, forbidden, tmp_path: Path) -> None:
+    assert_refused(target, narrow, tmp_path, "rows have 48, 80")
+
+
+def test_full_drafts_of_a_narrow_model_run(target: tuple, narrow: Path, tmp_path: Path) -> None:
+    done = outcome([*command_of(target, narrow, tmp_path), "--eps-draft-weights", "full"], tmp_path)
+    assert done.code in (None, 0), done.err
+    assert json.loads(done.out.splitlines()[-1])["tokens_equal"]
