@@ -158,3 +158,19 @@ def test_the_rate_is_expected_tokens_a_ms() -> None:
     a = PRIOR
     assert pace.rate(3) == pytest.approx((1 + a + a**2 + a**3) / (3 * 0.25 + 2.0))
     assert pace.rate(0) == 1.0 and GAIN > 1
+
+
+def test_costs_of_more_sequences_do_not_count() -> None:
+    """Where drafting pays nobody sees what a dense step costs once others have ended: it must be run again."""
+    pace = Pace(AUTO)
+    for ms in (4.0, 1.0):  # of a batch, then of what is left of it, which no longer pays
+        pace.saw_sequences(8 if ms > 1 else 1)
+        assert pace.next() == 0 and pace.cost("dense") is None
+        for _ in range(DENSE_PROBES):
+            assert pace.next() == 0
+            pace.saw_cost("dense", ms)
+        for kind in ("draft", 5):
+            pace.saw_cost(kind, 1.0)
+        pace.saw_round([4], [4])
+        pace.saw_sequences(8 if ms > 1 else 1)  # the same: nothing is forgotten
+        assert (pace.next() > 0) is (ms > 1)
