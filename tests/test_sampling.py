@@ -24,7 +24,7 @@ from eps_core.decode.sampling import (
 )
 from eps_core.errors import ConfigError
 
-VOCAB, DRAWS = 50, 10_000
+VOCAB, DRAWS = 50, 100_000
 RNG = np.random.default_rng(7)
 TARGET, NEXT = RNG.normal(size=(2, VOCAB)).astype(np.float32)
 DRAFT = (TARGET + RNG.normal(size=VOCAB) * 0.7).astype(np.float32)  # of other support, once top-p has cut

@@ -183,9 +183,7 @@ def describe(config: EpsConfig) -> str:
 
 def describe_verify(verify: Verify) -> str:
     """One line on how a run drafts and verifies."""
-    drafts = (
-        f"up to {verify.most} drafts a round, as they pay" if verify.draft is None else f"{verify.draft} drafts a round"
-    )
+    drafts = f"up to {verify.most}, as they pay," if verify.draft is None else str(verify.draft)
     more = "" if verify.select == "step" else f", chosen by {verify.select} masses"
     more += "" if verify.weights == "full" else f", drafted with {verify.weights} weights"
     how = "coupling" if verify.rule == "couple" else "rejection"
