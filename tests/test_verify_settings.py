@@ -95,6 +95,6 @@ def test_fewer_drafts_at_most_are_fewer_drafts() -> None:
 def test_one_line_says_how_a_run_verifies() -> None:
     assert describe_verify(Verify("bits", 4)) == "bits: 4 drafts a round, accepted by coupling"
     assert describe_verify(Verify("tokens", None, 8, "hybrid", "reject", "4bit")) == (
-        "tokens: up to 8 drafts a round, as they pay, chosen by hybrid masses, drafted with 4bit weights, accepted by "
+        "tokens: up to 8, as they pay, drafts a round, chosen by hybrid masses, drafted with 4bit weights, accepted by "
         "rejection"
     )

@@ -24,15 +24,16 @@ class Pace:
         self.accepted = [0.0] * verify.most
         self._costs: dict[str | int, deque[float]] = {}
         self._rest, self._resting = FIRST_REST, 0
-        self._num_sequences = 0
+        self._load = 0, 0
 
     # ---- what happened ----
 
-    def saw_sequences(self, num_sequences: int) -> None:
-        """So many run from now on. Costs of another number no longer count: dense steps, which are not run where
-        drafting pays, would look as slow as those of the whole batch."""
-        if num_sequences != self._num_sequences:
-            self._num_sequences = num_sequences
+    def saw_load(self, num_sequences: int, num_tokens: int) -> None:
+        """So many sequences run in the next round, with so many tokens of context in all. Where sequences ended, or
+        another prompt began, what steps cost before no longer counts: dense steps, which are not run where drafting
+        pays, would look as slow as those of the larger load for good."""
+        before, self._load = self._load, (num_sequences, num_tokens)
+        if num_sequences != before[0] or num_tokens < before[1]:
             self._costs.clear()
             self._rest, self._resting = FIRST_REST, 0
 

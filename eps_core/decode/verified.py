@@ -75,7 +75,7 @@ class Verifier:
         """One round of sequences by prompt number: `fed` is the token of each that is not in the cache yet and becomes
         its last one, `room` how many more it may say. The sequences grow by what they said, the last token excepted."""
         started, fallbacks = self.clock(), dict[str, int]()
-        self.pace.saw_sequences(len(sequences))
+        self.pace.saw_load(len(sequences), sum(one.length for one in sequences.values()))
         gamma = self.pace.next()
         wanted = {index: self._wanted(index, gamma, sequences, room, fallbacks) for index in sorted(sequences)}
         drafting = any(wanted.values()) or self.bits

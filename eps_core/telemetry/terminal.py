@@ -187,7 +187,7 @@ def describe_verify(verify: Verify) -> str:
     more = "" if verify.select == "step" else f", chosen by {verify.select} masses"
     more += "" if verify.weights == "full" else f", drafted with {verify.weights} weights"
     how = "coupling" if verify.rule == "couple" else "rejection"
-    return f"{verify.mode}: {drafts}{more}, accepted by {how}"
+    return f"{verify.mode}: {drafts} drafts a round{more}, accepted by {how}"
 
 
 def _number(value: float | None, form: str = ",.0f") -> str:
