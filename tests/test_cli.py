@@ -123,7 +123,7 @@ def test_gated_run_reports_both_sides(model: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert first["type"] == "run" and EpsConfig.from_dict(first["config"]) == config
     assert first["cache"]["dtype"] == "bfloat16" and first["cache"]["num_units"] == 64 and first["dtype"] == "float32"
-    assert first["sampling"] == {"temperature": 0.8, "top_p": 0.9, "seed": 4}
+    assert first["sampling"] == {"temperature": 0.8, "top_p": 0.9, "seed": 4, "by": "gumbel"}
     assert {"eps", "numpy", "python"} <= set(first["versions"]) and "git_commit" in first
     assert [step["step"] for step in steps] == list(range(6))
     for step in steps:

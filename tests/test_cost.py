@@ -143,7 +143,7 @@ def test_a_context_that_the_budget_covers_saves_nothing(target) -> None:
 def test_kernels_are_compiled_before_costs_are_measured(monkeypatch) -> None:
     """What compiles within them would be kept for ever."""
     order: list[str] = []
-    monkeypatch.setattr(Session, "check_kernels", lambda self, store: order.append("kernels"))
+    monkeypatch.setattr(Session, "check_kernels", lambda self, store, verified=False: order.append("kernels"))
     monkeypatch.setattr(
         "eps_core.evaluation.compare.cost_of", lambda *a: order.append("costs") or (FixedCost(100), False)
     )

@@ -160,7 +160,7 @@ WRONG = {
         "eps.unread_share(read.lse, lse_all, kv_heads)",
     ),
     "scores where everything is read": ("    if where.reads_all(layer):", "    if False:"),
-    "summaries not counted": ("stats.summary_bytes_read = kv_heads *", "stats.summary_bytes_read = 0 *"),
+    "summaries not counted": ("scored_bytes = kv_heads *", "scored_bytes = 0 *"),
 }
 
 
