@@ -58,12 +58,11 @@ class Setting:
     temperature: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Without the axes of verified decoding that are left to their defaults: a grid that asks for none of it is the
-        same grid as before there were any, and its file goes on."""
-        usual = Setting()
-        axes = ("verify", *_VERIFY_AXES)
-        values = asdict(self)
-        return {name: v for name, v in values.items() if name not in axes or v != getattr(usual, name)}
+        """A cell of no verified decoding leaves out such axes as have their defaults: a grid that asks for none of it
+        is the same grid as before there were any, and its file goes on."""
+        usual, values = Setting(), asdict(self)
+        axes = ("verify", *_VERIFY_AXES) if self.verify == usual.verify else ()
+        return {name: value for name, value in values.items() if name not in axes or value != getattr(usual, name)}
 
 
 _KINDS = get_type_hints(Setting, include_extras=True)
