@@ -49,6 +49,7 @@ def acceptance_table(folder: Path) -> None:
             how = line["verified"]
             more = [how["select"]] if how["select"] != "step" else []
             more += [f"{how['weights']} weights"] if how["weights"] != "full" else []
+            more += ["guards {} and {}".format(*line["guards"])] if cell["method"] != "rq" else []
             more += ["rejection"] if how["rule"] == "reject" else []
             label = f"`{cell['method']}` {line['group_tokens']}, {asked['budget']:g}" + "".join(f", {m}" for m in more)
             equal = "-" if how["rule"] == "reject" else f"{cell['documents_equal']} of {cell['documents']}"
