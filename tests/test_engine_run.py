@@ -121,6 +121,7 @@ def test_a_sequence_ends_after_a_stop_token(engine: str, model: Path, tmp_path: 
         (["--kl"], "--kl belongs to our own decoders"),
         (["--backend", "cuda"], "--backend belongs to our own decoders"),
         (["--pool-tokens", "512"], "--pool-tokens belongs"),
+        (["--sample-by", "cdf", "--temperature", "1"], "--sample-by belongs"),
         (["--method", "off"], "has nothing to compare"),
         (["--eps-min-context", "auto"], "auto"),
     ],

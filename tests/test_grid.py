@@ -144,7 +144,7 @@ def test_settings_become_the_config_they_name() -> None:
 
 def test_what_a_cell_measures(finished: Path) -> None:
     first, *rest = lines_of(finished)
-    assert first["type"] == "run" and first["grid"] == [asdict(cell) for cell in expand(AXES, "g")]
+    assert first["type"] == "run" and first["grid"] == [cell.to_dict() for cell in expand(AXES, "g")]
     assert first["plan"]["text_steps"] == 4 and "numpy" in first["versions"]
     assert [cell["index"] for cell in sorted(rest, key=lambda cell: cell["index"])] == list(range(12))
     for cell in rest:
@@ -371,3 +371,14 @@ def test_progress_counts_cells_and_time(capsys: pytest.CaptureFixture) -> None:
     progress(1, 60.0)
     progress(2, 60.0)
     assert capsys.readouterr().err == "grid: 3 of 4 cells, about 60 s left\ngrid: 4 of 4 cells\n"
+
+
+def test_a_grid_of_no_verified_cell_is_the_grid_that_it_was() -> None:
+    """Its file began before there were these axes, and goes on."""
+    off, drawn = expand({"context": 256, "verify": ["off", "tokens"], "draft": 4}, "g")
+    assert replace(off, draft=None).to_dict().keys() == asdict(off).keys() - {
+        "verify", "draft", "draft_auto", "draft_select", "draft_weights", "verify_rule", "temperature",
+    }  # fmt: skip
+    assert off.to_dict()["draft"] == 4 and drawn.to_dict() == asdict(drawn)
+    for cell in (off, drawn):
+        assert Setting(**cell.to_dict()) == cell

@@ -16,6 +16,7 @@ from eps_core.cli.grid import report_command
 from eps_core.errors import ConfigError
 from eps_core.evaluation.verdict import arm_name, decide
 from eps_core.report import figures
+from eps_core.report.kinds import clean
 from eps_core.report.load import Results, load_results
 from eps_core.report.page import page
 from eps_core.report.style import PAGE_DARK, PAGE_LIGHT, PALETTE
@@ -402,3 +403,9 @@ def test_pages_are_made_on_demand_and_not_kept() -> None:
     listed = subprocess.run(["git", "ls-files", "results"], cwd=ROOT, capture_output=True, text=True)
     assert not [name for name in listed.stdout.split() if name.endswith((".html", "roofline.svg"))]
     assert '"$out/evidence.html"' in (ROOT / "scripts" / "reproduce.sh").read_text()
+
+
+def test_a_round_tells_the_mass_of_each_depth() -> None:
+    line = {"type": "round", "mass_skipped_true": [0.4, 0.1]}
+    assert clean(line) == (line, [])
+    assert len(clean(line | {"type": "step"})[1]) == 1 and len(clean(line | {"mass_skipped_true": 0.4})[1]) == 1

@@ -158,3 +158,21 @@ def test_the_rate_is_expected_tokens_a_ms() -> None:
     a = PRIOR
     assert pace.rate(3) == pytest.approx((1 + a + a**2 + a**3) / (3 * 0.25 + 2.0))
     assert pace.rate(0) == 1.0 and GAIN > 1
+
+
+@pytest.mark.parametrize(("load", "less"), [((8, 4000), (1, 4000)), ((1, 32_000), (1, 200))])
+def test_costs_of_a_larger_load_do_not_count(load: tuple[int, int], less: tuple[int, int]) -> None:
+    """Where drafting pays nobody sees what a dense step costs once others have ended, or another prompt has begun: it
+    must be run again."""
+    pace = Pace(AUTO)
+    for (num_sequences, num_tokens), dense in ((load, 4.0), (less, 1.0)):  # the smaller load's drafts do not pay
+        pace.saw_load(num_sequences, num_tokens)
+        assert pace.cost("dense") is None
+        for _ in range(DENSE_PROBES):
+            assert pace.next() == 0
+            pace.saw_cost("dense", dense)
+        for kind in ("draft", 5):
+            pace.saw_cost(kind, 1.0)
+        pace.saw_round([4], [4])
+        pace.saw_load(num_sequences, num_tokens + 5)  # as it grows: nothing is forgotten
+        assert pace.cost("dense") == dense and (pace.next() > 0) is (dense > 1)

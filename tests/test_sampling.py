@@ -318,3 +318,9 @@ def test_gumbel_noise_has_its_mean_and_variance() -> None:
     noise = np.concatenate([gumbel(Sampling(1.0, seed=1), 0, position, 500) for position in range(200)])
     assert abs(noise.mean() - np.euler_gamma) < 4 * np.pi / np.sqrt(6 * len(noise))
     assert abs(noise.var() - np.pi**2 / 6) < 0.05
+
+
+def test_no_number_is_0_or_1() -> None:
+    found = sampling_._inside(np.array([0, 2**11 - 1, 2**63, 2**64 - 1], np.uint64))
+    assert (found > 0).all() and (found < 1).all() and (np.diff(found)[1:] > 0).all()
+    assert np.isfinite(-np.log(-np.log(found))).all()

@@ -1,5 +1,6 @@
 """What rounds say that they read is what was read."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,14 @@ def test_the_audit_is_the_divergence_of_the_two_steps() -> None:
     p, q = np.array([[0.5, 0.3, 0.2]]), np.array([[0.2, 0.3, 0.5]])
     kl, tv = divergences(np.log(p), np.log(q))
     assert kl[0] == pytest.approx(0.3 * np.log(2.5)) and tv[0] == pytest.approx(0.3)
+    assert [len(one) for one in divergences(np.zeros((0, 3)), np.zeros((0, 3)))] == [0, 0]
+
+
+def test_the_time_of_a_token_is_that_of_all_sequences() -> None:
+    """A round whose sequences say 7 and 1 tokens gives a sequence 4: not one of them the time of the other's."""
+    run = judge().verified(PROMPTS, CONFIGS["meanstd"], 8, GREEDY, Verify("tokens", 6), drafter=None)
+    record = replace(run.records[0], sequences=[0] * 7 + [1], tokens=[0] * 8, emitted=[7, 1], round_ms=80.0)
+    assert summarise_rounds([record])["decode_ms_p50"] == 20.0
 
 
 def test_acceptance_by_depth_counts_what_could_be_accepted() -> None:

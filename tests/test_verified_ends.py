@@ -8,7 +8,9 @@ from verified_runs import DRAWN, GREEDY, Drafter, Model, check_rounds, eps, judg
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.verify import Verify
+from eps_core.decode import verified as verified_module
 from eps_core.decode.generate import generate, tokens_of
+from eps_core.decode.round_records import draft_audit
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.verified import Verifier, verified
 from eps_core.errors import ConfigError
@@ -211,3 +213,18 @@ def test_an_auto_run_by_a_clock_that_says_drafts_are_dear_is_dense() -> None:
         fed = said[-1]
     assert said == model.dense(prompts, config, 40, GREEDY).said[0]
     assert 0 < drafter.steps <= 4 * 3
+
+
+def test_what_the_audit_takes_is_part_of_what_a_pass_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else auto would call drafts cheap on a model whose vocabulary takes longer to compare than to decode."""
+    model, now = judge(), [0.0]
+
+    def slow(*given: Any) -> dict[str, Any]:
+        now[0] += 7.0
+        return draft_audit(*given)
+
+    monkeypatch.setattr(verified_module, "draft_audit", slow)
+    cache, pool, (sequence,) = model.start(PROMPTS[:1], CONFIG)
+    run = Verifier(model.decoder, cache, pool, GREEDY, CONFIG.read, FOUR, clock=lambda: now[0])
+    record = run.round({0: sequence}, {0: PROMPTS[0][-1]}, {0: 9})
+    assert run.pace.cost(5) == record.round_ms == 7000.0

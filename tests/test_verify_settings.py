@@ -9,6 +9,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
 from eps_core.config.verify import MOST_DRAFTS, Verify
 from eps_core.errors import ConfigError
+from eps_core.telemetry.terminal import describe_verify
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,8 @@ def test_a_setting_of_another_kind_is_refused(settings: dict[str, Any]) -> None:
         (eps("box"), Verify("bits"), {"temperature": 0.5, "sample_by": "cdf"}, "sample-by cdf draws otherwise"),
         (eps("box"), Verify("tokens", select="verified"), {}, "method box keeps them here: use step"),
         (eps("box"), Verify("tokens", select="hybrid"), {}, "eps-draft-select hybrid knows no bounds"),
+        (eps("rq"), Verify("bits", select="hybrid"), {}, "a pass of eps-verify bits does not measure: use step"),
+        (eps("rq"), Verify("tokens", rule="reject"), {"temperature": 0.0}, "temperature 0 is greedy: use couple"),
     ],
 )
 def test_what_cannot_be_verified_is_refused(config: EpsConfig, verify: Verify, drawn: dict, said: str) -> None:
@@ -56,7 +59,9 @@ def test_what_cannot_be_verified_is_refused(config: EpsConfig, verify: Verify, d
 def test_what_can_be_verified_passes() -> None:
     Verify("tokens").check(eps("box"))
     Verify("tokens").check(eps("box"), 0.0, "cdf")  # greedy draws nothing
-    Verify("bits", select="hybrid").check(eps("rq"), 1.0, "gumbel")
+    Verify("tokens", select="hybrid").check(eps("rq"), 1.0, "gumbel")
+    Verify("bits", rule="reject").check(eps("rq"), 1.0)
+    Verify("tokens", rule="reject").check(eps("rq"))  # nobody knows yet how it will draw
     Verify().check(EpsConfig.of(), 1.0, "cdf")  # off
 
 
@@ -77,3 +82,19 @@ def test_settings_are_written_and_read_again() -> None:
     for verify in (Verify(), Verify("bits", 0, 3, "hybrid", "couple", "4bit"), Verify("tokens", rule="reject")):
         assert Verify.from_dict(verify.to_dict()) == verify
     assert not Verify().enabled and Verify("bits").enabled
+
+
+def test_fewer_drafts_at_most_are_fewer_drafts() -> None:
+    assert Verify.of(mode="tokens", most=8).draft == 8 and Verify.of(mode="tokens", most=16) == Verify("tokens")
+    assert Verify.of(mode="tokens", most=8, draft=None).draft is None and Verify.of() == Verify()
+    for most in (-1, 0, 65, "8"):
+        with pytest.raises(ConfigError, match="most"):
+            Verify.of(mode="tokens", most=most)
+
+
+def test_one_line_says_how_a_run_verifies() -> None:
+    assert describe_verify(Verify("bits", 4)) == "bits: 4 drafts a round, accepted by coupling"
+    assert describe_verify(Verify("tokens", None, 8, "hybrid", "reject", "4bit")) == (
+        "tokens: up to 8, as they pay, drafts a round, chosen by hybrid masses, drafted with 4bit weights, accepted by "
+        "rejection"
+    )

@@ -55,10 +55,11 @@ verify_options = options(
 def verify_of(flags: dict[str, Any], given: set[str], config: EpsConfig) -> Verify:
     """The flags as a Verify; flags that mean nothing, or contradict each other, are refused."""
     values = {field: flags[name] for name, field in _FIELDS.items()}
-    values["draft"] = None if values["draft"] == AUTO else values["draft"]
-    if "eps_draft" not in given and values["draft"] is not None:
-        values["draft"] = min(values["draft"], max(values["most"], 0))
-    verify = Verify(**values)
+    if "eps_draft" not in given:
+        del values["draft"]
+    elif values["draft"] == AUTO:
+        values["draft"] = None
+    verify = Verify.of(**values)
     idle = sorted(given & (set(_FIELDS) - {"eps_verify"}))
     if idle and not verify.enabled:
         raise click.UsageError(f"{flag(idle[0])} means nothing without verified decoding: add --eps-verify tokens")

@@ -55,6 +55,14 @@ class Verify:
             f"eps-draft {self.draft} is outside 0 to {self.most} (eps-draft-most) tokens: or use auto",
         )
 
+    @classmethod
+    def of(cls, **named: Any) -> Self:
+        """Of the fields that a user names: where `draft` is not among them, no more drafts than a smaller `most`."""
+        most = named.get("most")
+        if "draft" not in named and isinstance(most, int):
+            named["draft"] = min(DEFAULT_DRAFTS, max(most, 0))  # a number that is out of range is told by its own name
+        return cls(**named)
+
     @property
     def enabled(self) -> bool:
         return self.mode != "off"
@@ -64,16 +72,26 @@ class Verify:
         """Rows of every matrix product of a pass in mode bits; 0 elsewhere. Whole blocks of 16, as kernels take."""
         return -(-(self.most + 1) // 16) * 16 if self.mode == "bits" else 0
 
-    def check(self, config: EpsConfig, temperature: float = 0.0, sample_by: str = "gumbel") -> None:
-        """Raises ConfigError where a run with `config`, drawing so, cannot be verified so."""
+    def check(self, config: EpsConfig, temperature: float | None = None, sample_by: str = "gumbel") -> None:
+        """Raises ConfigError where a run with `config`, drawing so, cannot be verified so. A temperature of None is yet
+        to come."""
         if not self.enabled:
             return
         store = config.store
         require(store.enabled, f"eps-verify {self.mode} drafts with gated steps and method off gates nothing: use rq")
         require(
-            temperature == 0 or sample_by == "gumbel",
+            not temperature or sample_by == "gumbel",
             f"eps-verify {self.mode} at temperature {temperature} couples drafts by Gumbel noise, and sample-by "
             f"{sample_by} draws otherwise: use sample-by gumbel",
+        )
+        require(
+            self.rule == "couple" or temperature != 0,
+            "eps-verify-rule reject draws, and temperature 0 is greedy: use couple, or a temperature above 0",
+        )
+        require(
+            self.select == "step" or self.mode == "tokens",
+            f"eps-draft-select {self.select} needs masses that a pass of eps-verify {self.mode} does not measure: use "
+            "step",
         )
         require(
             self.select == "step" or not store.has_bounds,

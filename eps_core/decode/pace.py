@@ -24,8 +24,18 @@ class Pace:
         self.accepted = [0.0] * verify.most
         self._costs: dict[str | int, deque[float]] = {}
         self._rest, self._resting = FIRST_REST, 0
+        self._load = 0, 0
 
     # ---- what happened ----
+
+    def saw_load(self, num_sequences: int, num_tokens: int) -> None:
+        """So many sequences run in the next round, with so many tokens of context in all. Where sequences ended, or
+        another prompt began, what steps cost before no longer counts: dense steps, which are not run where drafting
+        pays, would look as slow as those of the larger load for good."""
+        before, self._load = self._load, (num_sequences, num_tokens)
+        if num_sequences != before[0] or num_tokens < before[1]:
+            self._costs.clear()
+            self._rest, self._resting = FIRST_REST, 0
 
     def saw_round(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Of each sequence, how many drafts were offered and how many of them, from the first on, were accepted."""

@@ -52,7 +52,13 @@ def uniforms(sampling: Sampling, sequence: int, position: int, count: int, strea
     counted from (position, 0) on, so that number i of a position is the same whoever asks, and for nobody else's."""
     key = np.random.SeedSequence([sampling.seed, sequence, stream]).generate_state(2, np.uint64)
     raw = np.random.Philox(key=key, counter=[0, position, 0, 0]).random_raw(count)
-    return ((raw >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    return _inside(raw)
+
+
+def _inside(raw: np.ndarray) -> np.ndarray:
+    """uint64 to (0, 1): the middles of 2^53 equal parts, the last of which would round to 1."""
+    numbers: np.ndarray = np.minimum(((raw >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53, 1 - 2.0**-53)
+    return numbers
 
 
 def gumbel(sampling: Sampling, sequence: int, position: int, count: int, stream: int = DRAW) -> np.ndarray:

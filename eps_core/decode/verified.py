@@ -75,6 +75,7 @@ class Verifier:
         """One round of sequences by prompt number: `fed` is the token of each that is not in the cache yet and becomes
         its last one, `room` how many more it may say. The sequences grow by what they said, the last token excepted."""
         started, fallbacks = self.clock(), dict[str, int]()
+        self.pace.saw_load(len(sequences), sum(one.length for one in sequences.values()))
         gamma = self.pace.next()
         wanted = {index: self._wanted(index, gamma, sequences, room, fallbacks) for index in sorted(sequences)}
         drafting = any(wanted.values()) or self.bits
@@ -199,12 +200,14 @@ class Verifier:
                 for part, own in zip(parts, np.split(logits, rows.starts[1:-1]), strict=True)
             ]  # fmt: skip
             self._commit(parts, sequences, fed, said, rows)
-            pass_ms = 1000 * (self.clock() - started)  # what a round pays for the pass, drawing and writing included
         except BaseException:
             for part in parts:
                 self.pool.release(sequences[part.index])
             raise
         drafted = [len(part.tokens) for part in parts]
+        audit = draft_audit([part.logits for part in parts], logits, rows, unread)
+        # what a round pays for the pass: drawing, writing and the audit, whole vocabularies on the host, included
+        pass_ms = 1000 * (self.clock() - started)
         if any(drafted):
             self.pace.saw_cost(int(num_rows.max()), pass_ms)
             self.pace.saw_round(drafted, [one.accepted for one in said])
@@ -216,7 +219,7 @@ class Verifier:
             bytes_summary_draft=sum(layer.summary_bytes_read for output in outputs for layer in output.layers),
             bytes_kv_verify=verify_bytes, draft_ms=draft_ms, verify_ms=verify_ms,
             rolled_back=int(num_rows.sum()) - sum(len(one.tokens) for one in said),
-            **draft_audit([part.logits for part in parts], logits, rows, unread), **self._weights(*passes),
+            **audit, **self._weights(*passes),
         )  # fmt: skip
 
     def _draft(

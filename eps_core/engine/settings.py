@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from eps_core.config.eps import FLAT, EpsConfig
-from eps_core.config.verify import DEFAULT_DRAFTS, Verify
+from eps_core.config.verify import Verify
 from eps_core.errors import ConfigError, install, require
 from eps_core.files import records
 from eps_core.load import KERNELS
@@ -62,9 +62,7 @@ class Settings:
         named = {field: extras.pop(name) for name, field in VERIFY.items() if name in extras}
         if "draft" in named:
             named["draft"] = None if named["draft"] == "auto" else named["draft"]
-        elif "most" in named:
-            named["draft"] = min(DEFAULT_DRAFTS, named["most"])
-        verify = Verify(**named)
+        verify = Verify.of(**named)
         idle = sorted(name for name, field in VERIFY.items() if field in named and field != "mode")
         require(
             verify.enabled or not idle,

@@ -118,6 +118,7 @@ class Rounds:
         """Drafts of the round that begins now: a sequence holds `length` tokens and may say `room` more. `reason`: why
         there can be none."""
         self._started, self._why = self._clock(), reason
+        self.pace.saw_load(1, length)
         self._gamma = self.pace.next()
         self._drafted_at: float | None = None
         if self._gamma and reason is None:

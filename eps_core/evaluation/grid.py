@@ -29,7 +29,7 @@ def header(
     return {
         "type": "run",
         "kind": "grid",
-        "grid": [asdict(cell) for cell in cells],
+        "grid": [cell.to_dict() for cell in cells],
         "plan": asdict(plan),
         "head_modes": head_modes,
         "corpus": SHA256,

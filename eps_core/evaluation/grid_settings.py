@@ -1,7 +1,7 @@
 """The cells of a grid as asked for: axes and their values, and the config that each combination names."""
 
 import itertools
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -56,6 +56,13 @@ class Setting:
     draft_weights: str = "full"
     verify_rule: str = "couple"
     temperature: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """A cell of no verified decoding leaves out such axes as have their defaults: a grid that asks for none of it
+        is the same grid as before there were any, and its file goes on."""
+        usual, values = Setting(), asdict(self)
+        axes = ("verify", *_VERIFY_AXES) if self.verify == usual.verify else ()
+        return {name: value for name, value in values.items() if name not in axes or value != getattr(usual, name)}
 
 
 _KINDS = get_type_hints(Setting, include_extras=True)

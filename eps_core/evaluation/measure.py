@@ -72,7 +72,7 @@ class MeasureRequest:
     verify: Verify = UNVERIFIED  # of the answers of the EPS arm
 
     def __post_init__(self) -> None:
-        self.verify.check(self.config)
+        self.verify.check(self.config, 0.0)
         if self.verify.enabled and self.text_steps:
             raise ConfigError(
                 f"text-steps {self.text_steps} measures how far EPS moves a text, and eps-verify moves none: use 0"

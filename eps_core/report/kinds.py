@@ -39,6 +39,7 @@ _FIELDS: dict[str, Any] = {
 Score = Annotated[float, Between(-1e6, 1e6)]
 _OF_TYPE: dict[str, dict[str, Any]] = {
     "summary": {"dense": dict[str, Any]},
+    "round": {"mass_skipped_true": tuple[Ratio, ...]},  # by depth
     "task": {
         **dict.fromkeys(("dense", "eps", "oracle", "eps_minus_dense"), Score),
         "eps_minus_dense_interval": tuple[Score, Score],

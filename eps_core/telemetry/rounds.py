@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.telemetry.steps import WARM_UP_STEPS, kl_divergence, percentile, summarise
+from eps_core.telemetry.steps import WARM_UP_STEPS, kl_divergence, log_softmax, percentile, summarise
 
 
 @dataclass
@@ -63,10 +63,16 @@ ROUND_KEYS = tuple(f.name for f in fields(RoundRecord) if f.name != "margins")
 
 
 def divergences(dense: np.ndarray, draft: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(KL(dense || draft) in nats, total variation) [N] of next-token logits [N, V] each."""
-    p, q = (np.exp(x - x.max(axis=-1, keepdims=True)) for x in (dense.astype(np.float64), draft.astype(np.float64)))
-    p, q = p / p.sum(axis=-1, keepdims=True), q / q.sum(axis=-1, keepdims=True)
-    return np.maximum(kl_divergence(dense, draft), 0.0), 0.5 * np.abs(p - q).sum(axis=-1)
+    """(KL(dense || draft) in nats, total variation) [N] of next-token logits [N, V] each. A row at a time: a whole
+    vocabulary of every draft leaves the processor's cache, which takes several times as long."""
+    pairs = [_divergences(*rows) for rows in zip(dense, draft, strict=True)]
+    kl, tv = np.array(pairs, np.float64).reshape(-1, 2).T
+    return kl, tv
+
+
+def _divergences(dense: np.ndarray, draft: np.ndarray) -> tuple[float, float]:
+    p, q = (np.exp(log_softmax(x.astype(np.float64))) for x in (dense, draft))
+    return max(float(kl_divergence(dense, draft)), 0.0), 0.5 * float(np.abs(p - q).sum())
 
 
 def by_depth(drafted: Sequence[int], accepted: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -94,7 +100,8 @@ def summarise_rounds(records: Sequence[RoundRecord], prefill_ms: float | None = 
     kl, tv = ([x for r in records for x in getattr(r, name)] for name in ("audit_kl", "audit_tv"))
     unread = [x for r in records for x in r.mass_skipped_true or ()]
     ms = sum(r.round_ms for r in timed)
-    by_token = [r.round_ms / max(r.emitted) for r in timed]
+    # of a sequence, as a dense step's: what a round says, over how many say it
+    by_token = [r.round_ms * len(r.emitted) / len(r.tokens) for r in timed]
     margins = [r.top2_margin_min for r in records if r.top2_margin_min is not None]
     weights = [r.bytes_weights for r in records if r.bytes_weights is not None]
     return {

@@ -56,11 +56,11 @@ TRUE_ROUNDING = 1e-5  # of a true share taken from two float32 log-sum-exps
 
 def kl_divergence(dense_logits: np.ndarray, logits: np.ndarray) -> np.ndarray:
     """KL(dense || gated) in nats over the last axis: [..]."""
-    p, q = (_log_softmax(x.astype(np.float64)) for x in (dense_logits, logits))
+    p, q = (log_softmax(x.astype(np.float64)) for x in (dense_logits, logits))
     return (np.exp(p) * (p - q)).sum(axis=-1)
 
 
-def _log_softmax(x: np.ndarray) -> np.ndarray:
+def log_softmax(x: np.ndarray) -> np.ndarray:
     x = x - x.max(axis=-1, keepdims=True)
     return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
 
