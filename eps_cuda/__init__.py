@@ -23,17 +23,15 @@ from eps_cuda.cache import (
     copy_units,
     grow,
     new_cache,
-    place_kv,
     read_kv,
     span,
-    take,
     to_host,
     wait,
     write_kv,
 )
 from eps_cuda.certificates import bounds, certify, escalate
 from eps_cuda.device import device_name, devices, from_numpy, to_numpy
-from eps_cuda.drafts import frozen_masses, larger, visits
+from eps_cuda.drafts import frozen_masses, larger, place_kv, take, visits
 from eps_cuda.kernels.choose import kernels_module, usable_kernels
 from eps_cuda.model import load_model
 from eps_cuda.scoring import score

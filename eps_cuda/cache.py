@@ -148,12 +148,6 @@ def span(name: str, cache: Cache) -> AbstractContextManager[Any]:
     return torch.cuda.nvtx.range(name) if cache.device == "cuda" else nullcontext()
 
 
-@torch.inference_mode()
-def take(cache: Cache, array: Tensor, index: np.ndarray) -> Tensor:
-    """Rows [N, ..] of an array [T, ..]: index [N], host."""
-    return array.index_select(0, _on(cache, np.asarray(index, np.int64)))
-
-
 def wait(cache: Cache, *arrays: Tensor) -> None:
     """Until everything so far is computed."""
     if cache.device != "cpu":
@@ -219,30 +213,6 @@ def write_kv(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) 
             cache.bytes_k_reread += one.bytes_k_reread
             one.bytes_k_reread = 0
     return cache
-
-
-@torch.inference_mode()
-def place_kv(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) -> Cache:
-    """Writes k, v [N, Hkv, D] to pool slots [N] (host) and nothing else: of what lies there no summary speaks until
-    `write_kv` writes it again. For tokens that may be taken back; NaN and Inf are kept as they are."""
-    slots = np.asarray(slots, np.int64)
-    check_write(cache.spec, cache.store, (k.shape, v.shape), slots)
-    if not len(slots):
-        return cache
-    units, offsets = (_on(cache, part) for part in np.divmod(slots, cache.store.unit_tokens))
-    for pool, rows in ((cache.k, k), (cache.v, v)):
-        pages.write(pool[layer], units, offsets, rows.to(DTYPES[cache.spec.dtype]))
-    void(cache, layer, slots)
-    return cache
-
-
-def void(cache: Cache, layer: int, slots: np.ndarray) -> None:
-    """No summary of the groups of slots [N] counts from there on: on the host, and for kernels."""
-    for one in (cache, cache.bound, cache.tail):
-        if one is not None and one.store.enabled:
-            changed = one.state[layer].void(slots)
-            if len(changed):
-                mark_valid(one, layer, changed)
 
 
 def _update_summaries(cache: Cache, layer: int, keys: Tensor, plan: WritePlan) -> None:

@@ -22,7 +22,8 @@ from eps_core.config.eps import EpsConfig
 from eps_core.gate.protocol import Scores, Selection
 from eps_core.gate.stats import LayerStats, StepOutput
 from eps_core.paging.where import Where
-from eps_cuda.cache import Cache, check_finite, span, void
+from eps_cuda.cache import Cache, check_finite, span
+from eps_cuda.drafts import void
 from eps_cuda.kernels import dispatch
 from eps_cuda.kernels.attend import attend_groups
 from eps_cuda.kernels.tail import attend_with_tail

@@ -22,17 +22,15 @@ from eps_mlx.cache import (
     copy_units,
     grow,
     new_cache,
-    place_kv,
     read_kv,
     span,
-    take,
     to_host,
     wait,
     write_kv,
 )
 from eps_mlx.certificates import bounds, certify, escalate
 from eps_mlx.device import device_name, devices, from_numpy, to_numpy
-from eps_mlx.drafts import frozen_masses, larger, visits
+from eps_mlx.drafts import frozen_masses, larger, place_kv, take, visits
 from eps_mlx.kernels.choose import kernels_module, usable_kernels
 from eps_mlx.model import load_model
 from eps_mlx.scoring import score

@@ -150,12 +150,6 @@ def span(name: str, cache: Cache) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def take(cache: Cache, array: mx.array, index: np.ndarray) -> mx.array:
-    """Rows [N, ..] of an array [T, ..]: index [N], host."""
-    with mx.stream(cache.stream):
-        return mx.take(array, mx.array(np.asarray(index, np.int32)), axis=0)
-
-
 def wait(cache: Cache, *arrays: mx.array) -> None:
     """Until everything so far is computed."""
     evaluate(cache, *arrays)
@@ -188,7 +182,7 @@ def write_kv(cache: Cache, layer: int, k: mx.array, v: mx.array, slots: np.ndarr
     with mx.stream(cache.stream):
         keys = k.astype(DTYPES[spec.dtype])
         values = v.astype(DTYPES[spec.dtype])
-        _write_rows(cache, layer, keys, values, slots)
+        write_rows(cache, layer, keys, values, slots)
         cache.finite[layer] = cache.finite[layer] & mx.isfinite(keys).all()
         if cache.store.has_bounds:
             for largest, array in ((cache.largest_key, keys), (cache.largest_value, values)):
@@ -202,31 +196,14 @@ def write_kv(cache: Cache, layer: int, k: mx.array, v: mx.array, slots: np.ndarr
             # the plan must follow every write, whatever the method makes of it
             plan = one.state[layer].plan(slots)
             _update_summaries(one, layer, rows, plan)
-            _mark_valid(one, layer, np.concatenate([plan.full_groups, plan.part_groups]))
+            mark_valid(one, layer, np.concatenate([plan.full_groups, plan.part_groups]))
             if one is not cache:
                 cache.bytes_k_reread += one.bytes_k_reread
                 one.bytes_k_reread = 0
     return cache
 
 
-def place_kv(cache: Cache, layer: int, k: mx.array, v: mx.array, slots: np.ndarray) -> Cache:
-    """Writes k, v [N, Hkv, D] to pool slots [N] (host) and nothing else: of what lies there no summary speaks until
-    `write_kv` writes it again. For tokens that may be taken back; NaN and Inf are kept as they are."""
-    slots = np.asarray(slots, np.int64)
-    check_write(cache.spec, cache.store, (k.shape, v.shape), slots)
-    if not len(slots):
-        return cache
-    with mx.stream(cache.stream):
-        _write_rows(cache, layer, k.astype(DTYPES[cache.spec.dtype]), v.astype(DTYPES[cache.spec.dtype]), slots)
-    for one in (cache, cache.bound, cache.tail):
-        if one is not None and one.store.enabled:
-            changed = one.state[layer].void(slots)
-            if len(changed):
-                _mark_valid(one, layer, changed)
-    return cache
-
-
-def _write_rows(cache: Cache, layer: int, keys: mx.array, values: mx.array, slots: np.ndarray) -> None:
+def write_rows(cache: Cache, layer: int, keys: mx.array, values: mx.array, slots: np.ndarray) -> None:
     """Rows [N, Hkv, D] of the cache's dtype to slots [N], in place while nobody else holds the pools."""
     let_go = getattr(kernels_module(cache.kernels), "let_go", None)
     if let_go is not None:
@@ -248,7 +225,7 @@ def _update_summaries(cache: Cache, layer: int, keys: mx.array, plan: WritePlan)
         state = cache.state[layer]
         written = np.flatnonzero(state.valid(np.arange(cache.spec.num_units * cache.store.groups_per_unit)))
         _seal_stored(cache, layer, np.setdiff1d(written, full))
-        _mark_valid(cache, layer, written)
+        mark_valid(cache, layer, written)
         parts = parts[:0]
     if len(full):
         in_hand = mx.take(keys, mx.array(plan.full_tokens.astype(np.int32)), axis=0)  # [F, S, Hkv, D]
@@ -257,7 +234,7 @@ def _update_summaries(cache: Cache, layer: int, keys: mx.array, plan: WritePlan)
         _extend(cache, layer, keys, plan)
 
 
-def _mark_valid(cache: Cache, layer: int, groups: np.ndarray) -> None:
+def mark_valid(cache: Cache, layer: int, groups: np.ndarray) -> None:
     """Tells kernels which of groups [F] may be read."""
     if not cache.valid or not cache.can_encode(layer):
         return
@@ -368,7 +345,7 @@ def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
                         for running in one.open[layer].values():
                             running[to_open] = running[from_open]
                     per_unit = one.store.groups_per_unit
-                    _mark_valid(one, layer, to_unit * per_unit + np.arange(per_unit))
+                    mark_valid(one, layer, to_unit * per_unit + np.arange(per_unit))
     return cache
 
 

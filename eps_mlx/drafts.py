@@ -1,4 +1,5 @@
-"""What drafting asks of a cache besides a gated step: what was visited, and masses that a verify pass measured."""
+"""What drafting asks of a cache besides a gated step: tokens that may be taken back, what was visited, and masses that
+a verify pass measured."""
 
 import math
 from collections.abc import Sequence
@@ -7,8 +8,33 @@ import mlx.core as mx
 import numpy as np
 
 from eps_core.gate.protocol import Selection
-from eps_mlx.cache import Cache, take
+from eps_core.paging.counts import check_write
+from eps_mlx.cache import Cache, mark_valid, write_rows
+from eps_mlx.device import DTYPES
 from eps_mlx.selection import visit_mask
+
+
+def place_kv(cache: Cache, layer: int, k: mx.array, v: mx.array, slots: np.ndarray) -> Cache:
+    """Writes k, v [N, Hkv, D] to pool slots [N] (host) and nothing else: of what lies there no summary speaks until
+    `write_kv` writes it again. For tokens that may be taken back; NaN and Inf are kept as they are."""
+    slots = np.asarray(slots, np.int64)
+    check_write(cache.spec, cache.store, (k.shape, v.shape), slots)
+    if not len(slots):
+        return cache
+    with mx.stream(cache.stream):
+        write_rows(cache, layer, k.astype(DTYPES[cache.spec.dtype]), v.astype(DTYPES[cache.spec.dtype]), slots)
+    for one in (cache, cache.bound, cache.tail):
+        if one is not None and one.store.enabled:
+            changed = one.state[layer].void(slots)
+            if len(changed):
+                mark_valid(one, layer, changed)
+    return cache
+
+
+def take(cache: Cache, array: mx.array, index: np.ndarray) -> mx.array:
+    """Rows [N, ..] of an array [T, ..]: index [N], host."""
+    with mx.stream(cache.stream):
+        return mx.take(array, mx.array(np.asarray(index, np.int32)), axis=0)
 
 
 def visits(cache: Cache, drafts: Sequence[tuple[Selection, int] | None], num_groups: int) -> mx.array:

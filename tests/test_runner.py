@@ -242,8 +242,9 @@ def test_a_stop_token_is_not_said(session: Session) -> None:
         # our own decoders, and what runs in other engines
         ("load_tokenizer", "eps_core/decode/session.py eps_core/evaluation/engines.py"),
         ("prefill", "eps_core/decode/generate.py"),
-        ("step", "eps_core/decode/generate.py"),
-        ("step_record", "eps_core/decode/generate.py eps_core/engine/gated.py"),
+        # a round's drafts and its dense step; and what times them apart
+        ("step", "eps_core/decode/generate.py eps_core/decode/verified.py scripts/verified_speed.py"),
+        ("step_record", "eps_core/decode/generate.py eps_core/engine/gated.py eps_core/evaluation/engines.py"),
     ],
 )
 def test_there_is_one_place_that(call: str, home: str) -> None:

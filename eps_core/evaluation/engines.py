@@ -27,6 +27,7 @@ from eps_core.load import load_engine
 from eps_core.summaries.rq import CENTRE_TOKENS
 from eps_core.telemetry import provenance, terminal
 from eps_core.telemetry.rounds import ROUND_KEYS
+from eps_core.telemetry.rounds_shown import describe_verify
 from eps_core.telemetry.steps import STEP_KEYS, StepRecord, step_record, write_csv
 
 # before anything is timed: engines set themselves up, too. As many as find rq's centre, which is the prompt's own then
@@ -244,7 +245,7 @@ def _print_header(
     out.write(prompt_line(lengths, answer))
     out.write(f"{engine.gated.plan.line(engine.gated.config)}\n")
     if request.settings.verify.enabled:
-        out.write(f"verify  {terminal.describe_verify(request.settings.verify)}\n")
+        out.write(f"verify  {describe_verify(request.settings.verify)}\n")
     if request.method_is_default:
         out.write("        (the demo's default)\n")
     out.write("\n")

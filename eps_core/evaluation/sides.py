@@ -8,6 +8,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.verify import Verify
 from eps_core.evaluation.runner import Outcome
 from eps_core.telemetry import terminal
+from eps_core.telemetry.rounds_shown import rounds_json
 
 
 @dataclass
@@ -129,7 +130,7 @@ def report(
 
 def _eps_json(ran: Ran, eps: Side, summary: dict[str, Any]) -> dict[str, Any]:
     if ran.verify.enabled:
-        return terminal.rounds_json(_told(eps), summary, ran.config, ran.verify)
+        return rounds_json(terminal.dense_json(_told(eps), summary), summary, ran.config, ran.verify)
     return terminal.eps_json(_told(eps), summary, ran.config)
 
 

@@ -11,8 +11,8 @@ from typing import Any, TextIO
 from eps_core.config.bytes import kv_bytes, summary_bytes, summary_group_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import COARSE_GROUP_BLOCKS, METHODS
-from eps_core.config.verify import Verify
 from eps_core.summaries.table import KEY_CODES, facts
+from eps_core.telemetry.rounds_shown import rounds_rows
 
 MIB = 2**20
 PROGRESS_SECONDS = 10.0  # between lines where stderr is no terminal
@@ -181,15 +181,6 @@ def describe(config: EpsConfig) -> str:
     )
 
 
-def describe_verify(verify: Verify) -> str:
-    """One line on how a run drafts and verifies."""
-    drafts = f"up to {verify.most}, as they pay," if verify.draft is None else str(verify.draft)
-    more = "" if verify.select == "step" else f", chosen by {verify.select} masses"
-    more += "" if verify.weights == "full" else f", drafted with {verify.weights} weights"
-    how = "coupling" if verify.rule == "couple" else "rejection"
-    return f"{verify.mode}: {drafts} drafts a round{more}, accepted by {how}"
-
-
 def _number(value: float | None, form: str = ",.0f") -> str:
     return "-" if value is None else format(value, form)
 
@@ -237,7 +228,7 @@ def run_table(
         ("read amplification of union", "", amplification),
         *([] if rounds else [row("estimated mass skipped", "mass_skipped_est_mean", ".4f")]),
         *_certified(eps),
-        *_rounds(eps if rounds else None),
+        *rounds_rows(eps if rounds else None),
         *([] if rounds else [("pre-pass ms, p50 / p95", "", _times(eps, "prepass_ms"))]),
         *([] if rounds else [("attention ms, p50 / p95", "", _times(eps, "attention_ms"))]),
         (
@@ -252,25 +243,6 @@ def run_table(
     kept = [0, *([1] if dense else []), *([2] if eps else [])]
     cells = [[cells[i] for i in kept] for cells in rows if any(cells[i] for i in kept[1:])]
     return table(cells, [("", "dense", "EPS")[i] for i in kept], out)
-
-
-def _rounds(eps: dict[str, Any] | None) -> list[tuple[str, str, str]]:
-    """Rows of verified decoding."""
-    if eps is None:
-        return []
-    accepted = "" if eps["acceptance"] is None else f"{eps['acceptance']:.3f} of {eps['drafted']:,}"
-    rows = [
-        ("rounds, with drafts", f"{eps['rounds']:,}, {eps['rounds_drafted']:,}"),
-        ("  drafts accepted", accepted),
-        ("  tokens a round", _number(eps["tokens_per_round"], ".2f")),
-        ("  KL of a draft, mean", "" if eps["audit_kl_mean"] is None else f"{eps['audit_kl_mean']:.5f}"),
-        (
-            "  true mass skipped, mean",
-            "" if eps["mass_skipped_true_mean"] is None else f"{eps['mass_skipped_true_mean']:.4f}",
-        ),
-        ("  fallbacks", ", ".join(f"{name} {count}" for name, count in eps["fallbacks"].items())),
-    ]
-    return [(name, "", value) for name, value in rows]
 
 
 def _certified(eps: dict[str, Any] | None) -> list[tuple[str, str, str]]:
@@ -333,25 +305,6 @@ def eps_json(tokens: list[int] | None, summary: dict[str, Any], config: EpsConfi
         "escalations": summary["escalations"],
         "fallbacks": summary["fallbacks"],
     }
-
-
-def rounds_json(tokens: list[int] | None, summary: dict[str, Any], config: EpsConfig, verify: Verify) -> dict[str, Any]:
-    """The verified side of the last stdout line."""
-    return {
-        **dense_json(tokens, summary),
-        "method": config.store.method,
-        "policy": config.read.policy,
-        "verify": verify.to_dict(),
-        **{name: summary[name] for name in _ROUNDS_JSON},
-    }
-
-
-_ROUNDS_JSON = (
-    "bytes_summary_read", "bytes_kv_draft", "bytes_kv_verify", "weight_passes", "bytes_weights", "rounds",
-    "rounds_drafted", "tokens_per_round", "tokens_per_round_histogram", "drafted", "accepted", "acceptance",
-    "acceptance_by_depth", "offered_by_depth", "audit_kl_mean", "audit_tv_mean", "mass_skipped_true_mean",
-    "top2_margin_min", "rolled_back", "fallbacks",
-)  # fmt: skip
 
 
 def memory_rows(
