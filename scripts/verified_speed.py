@@ -4,8 +4,9 @@
 
 Caches hold random keys and values, the models are the demo's past its context and a random one of Llama 3.2 1B's shape:
 speed only. A line holds medians of ms: c is a draft step over a dense one, v(g) a verify pass of g + 1 rows, with its
-commit, over a dense step, v0 a dense step that keeps summaries, which a round without drafts is. What a model accepts is measured elsewhere (`eps-proto grid --preset verified`);
-`times_as_fast` is E / (g c + v(g)) for an acceptance a of each draft, E = (1 - a^(g + 1)) / (1 - a): an estimate.
+commit, over a dense step, v0 a dense step that keeps summaries, which a round without drafts is. What a model accepts
+is measured elsewhere (`eps-proto grid --preset verified`); `times_as_fast` is E / (g c + v(g)) for an acceptance a of
+each draft, E = (1 - a^(g + 1)) / (1 - a): an estimate.
 """
 
 import sys
@@ -164,9 +165,10 @@ def main(models: str, context: str, backend: str, dtype: str, rounds: int, quant
                      "kernels": session.kernels, "device_name": device, "rounds": rounds, **row, **made}
                 )  # fmt: skip
                 v = ", ".join(f"v({g}) {x:.2f}" for g, x in row["v"].items())
+                c = ", ".join(f"{cost:.2f}" for cost in row["c"].values())
                 print(
                     f"{name} {one:,} tokens: dense {row['ms']['dense']:.1f} ms, gate "
-                    f"{row['gated_times_as_fast']:.2f} x, v0 {row['v0']:.2f}, c {', '.join(f'{c:.2f}' for c in row['c'].values())}, {v}",
+                    f"{row['gated_times_as_fast']:.2f} x, v0 {row['v0']:.2f}, c {c}, {v}",
                     flush=True,
                 )
 
