@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Remakes results/verified*.jsonl: what exact text costs in bytes (both models), then in time on this machine.
+# Remakes results/verified*: what exact text costs in bytes (both models), then in time on this machine, and tables.
 # About an hour on 2 idle cores. Usage: scripts/verified.sh [output directory]     (default: results)
 set -euo pipefail
 . "$(dirname "$0")/help.sh"
@@ -14,4 +14,4 @@ OMP_NUM_THREADS=1 eps-proto grid --preset verified --backend cuda --texts 4 --ne
   -o "$out/verified-wide.jsonl"
 rm -f "$out/verified_speed.jsonl"
 python scripts/verified_speed.py -o "$out/verified_speed.jsonl"
-python scripts/verified_tables.py "$out"
+python scripts/verified_tables.py "$out" > "$out/verified.md"
