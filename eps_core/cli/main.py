@@ -68,7 +68,7 @@ def cli() -> None:
     examples={
         "eps-proto run": "the demo model on a needle prompt",
         "eps-proto run --model DIR --prompt-file long.txt --method rq --kl": "and how far EPS moves it",
-        "eps-proto run --model DIR --prompt-file long.txt --method rq --eps-verify tokens": "not at all",
+        "eps-proto run --model DIR --prompt-file long.txt --method rq --eps-verify tokens": "exactly the dense text",
     },
 )
 @option(
