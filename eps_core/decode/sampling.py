@@ -93,9 +93,14 @@ def _nucleus(mass: np.ndarray, top_p: float) -> np.ndarray:
     return order[: int(np.searchsorted(np.cumsum(mass[order]), top_p * total)) + 1]
 
 
+def drawable(logits: np.ndarray) -> bool:
+    """Whether no logit is NaN or +Inf."""
+    return not (np.isnan(logits).any() or np.isposinf(logits).any())
+
+
 def check_logits(logits: np.ndarray, position: int) -> None:
     """Raises ConfigError where logits are NaN or +Inf."""
-    if np.isnan(logits).any() or np.isposinf(logits).any():
+    if not drawable(logits):
         raise overflow(f"the logits at position {position}")
 
 

@@ -21,7 +21,7 @@ from eps_core.decode.forward import Decoder, LayerScorer
 from eps_core.decode.generate import append, check_prompts, prefill, report_of
 from eps_core.decode.pace import Pace
 from eps_core.decode.round_records import draft_audit, round_record
-from eps_core.decode.sampling import Sampling
+from eps_core.decode.sampling import Sampling, drawable
 from eps_core.errors import ConfigError
 from eps_core.gate.protocol import Array, Scores, Selection
 from eps_core.gate.stats import StepOutput
@@ -80,12 +80,12 @@ class Verifier:
         wanted = {index: self._wanted(index, gamma, sequences, room, fallbacks) for index in sorted(sequences)}
         drafting = any(wanted.values()) or self.bits
         parts = self._reserve(sequences, wanted, fallbacks) if drafting else None
-        before = self.cache.kv_bytes_read, self.cache.bytes_k_reread
+        reread_bytes = self.cache.bytes_k_reread
         if parts is None:
             record = self._dense_round(sequences, fed)
         else:
             record = self._drafted_round(sequences, fed, parts, fallbacks)
-        record.bytes_k_reread = self.cache.bytes_k_reread - before[1]
+        record.bytes_k_reread = self.cache.bytes_k_reread - reread_bytes
         record.step, record.gamma, record.fallbacks = self.num_rounds, gamma, fallbacks
         record.round_ms = 1000 * (self.clock() - started)
         record.check()
@@ -245,7 +245,7 @@ class Verifier:
             outputs.append(output)
             for row, part in enumerate(now):
                 logits = output.logits[row]
-                if np.isnan(logits).any() or np.isposinf(logits).any():
+                if not drawable(logits):
                     fallbacks["non_finite"] = fallbacks.get("non_finite", 0) + 1
                     continue
                 token = propose(logits, self.sampling, self.verify.rule, part.index, int(lengths[row]))
