@@ -172,9 +172,11 @@ def assert_same_summaries(numbers: Any, caches: list, tables: list, layer: int, 
             numbers(cache.summaries[layer][name])[table[index // per_unit], :, index % per_unit][full]
             for cache, table in zip(caches, tables, strict=True)
         )
-        # a code may round the other way where its number lies between two
-        close = np.isclose(a, b, rtol=tolerance, atol=tolerance)
-        assert close.mean() >= (1.0 if not tolerance else 0.99), (name, layer)
+        # running statistics in float32 are sums of single keys or of those of a round, and a code or float16 of
+        # them, or of keys that differ within the tolerance, may round the other way where its number lies between two
+        near = max(tolerance, 1e-5 if caches[0].store.facts.follows else 0.0)
+        close = np.isclose(a, b, rtol=near, atol=near * max(np.abs(b).max(), 1.0))
+        assert (~close).sum() <= (max(0.01 * close.size, 1) if near else 0), (name, layer)
 
 
 class Drafter:
