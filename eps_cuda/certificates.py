@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eps_core.config.bytes import summary_group_bytes
+from eps_core.config.bytes import sealed_bytes
 from eps_core.config.read import Read
 from eps_core.gate.protocol import Certificate, Scores, Selection
 from eps_core.paging.where import Where
@@ -49,7 +49,7 @@ def bounds(cache: Cache, layer: int, q: Tensor, where: Where, scores: Scores, se
         name: pool.view(-1, *pool.shape[3:]).index_select(0, rows.reshape(-1)).view(*rows.shape, *pool.shape[3:])
         for name, pool in inner.summaries[layer].items()
     }
-    cache.bound_bytes_read += num_left * size * summary_group_bytes(inner.store, q.shape[-1])
+    cache.bound_bytes_read += num_left * size * sealed_bytes(inner.store, q.shape[-1])
     _, least, most = score_summary(inner.store, inner.constants(layer), codes, a)
     assert least is not None and most is not None
     place = torch.where(listed < 0, groups, listed)[:, :, None].expand(-1, -1, a.shape[2], -1)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 
-from eps_core.config.bytes import summary_group_bytes
+from eps_core.config.bytes import sealed_bytes
 from eps_core.config.read import Read
 from eps_core.gate.protocol import Certificate, Scores, Selection
 from eps_core.paging.where import Where
@@ -55,7 +55,7 @@ def bounds(cache: Cache, layer: int, q: mx.array, where: Where, scores: Scores, 
             name: mx.take(pool.reshape(-1, *pool.shape[3:]), rows, axis=0)
             for name, pool in inner.summaries[layer].items()
         }
-        cache.bound_bytes_read += num_left * size * summary_group_bytes(inner.store, q.shape[-1])
+        cache.bound_bytes_read += num_left * size * sealed_bytes(inner.store, q.shape[-1])
         _, least, most = score_summary(inner.store, inner.constants(layer), codes, a)
         assert least is not None and most is not None
         place = mx.broadcast_to(mx.where(listed < 0, groups, listed)[:, :, None], (*a.shape[:3], width))

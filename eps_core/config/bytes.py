@@ -1,6 +1,7 @@
 """The byte arithmetic that follows from a configuration: the one definition of every counted byte."""
 
 from collections.abc import Iterable
+from operator import mul
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import DTYPE_BYTES, Store
@@ -9,27 +10,44 @@ from eps_core.summaries import table
 
 def second_bit_bytes(store: Store, head_dim: int) -> int:
     """Bytes of the second bit of codes and its scale per (layer, kv head, group): stored of all, read of the best."""
-    return sum(field.num_bytes for field in table.fields(store, head_dim).values() if field.best_only)
+    fields = table.fields(store, head_dim).values()
+    return sum(field.num_bytes for field in fields if field.best_only) // store.groups_per_seal
+
+
+def part_bytes(store: Store, head_dim: int) -> list[int]:
+    """Bytes of each part of a code after the first per (layer, kv head, group): read of the best by those before."""
+    fields = table.fields(store, head_dim).values()
+    later = range(1, table.num_parts(store, head_dim))
+    return [sum(field.num_bytes for field in fields if field.part == part) // store.groups_per_seal for part in later]
 
 
 def scoring_bytes(config: EpsConfig, head_dim: int, lengths: Iterable[int]) -> int:
     """Bytes read besides K and V per (layer, kv head) to score sequences of `lengths` tokens: the summaries of their
-    groups, the second bits of the best, and the mean values of the tail. Padding of tables is not counted: what a
-    table's width adds is the backend's affair, and a kernel does not read it."""
+    groups, of codes in stages the first part of all and each further part of the best, the second bits of the best, and
+    the mean values of the tail. Padding of tables is not counted: what a table's width adds is the backend's affair,
+    and a kernel does not read it."""
     store, total = config.store, 0
-    second = second_bit_bytes(store, head_dim)
+    second, parts = second_bit_bytes(store, head_dim), part_bytes(store, head_dim)
+    of_all = sealed_bytes(store, head_dim) - store.groups_per_seal * (second + sum(parts))
     for length in lengths:
-        total += -(-length // store.S) * (summary_group_bytes(store, head_dim) - second)
+        total += -(-length // store.sealed_tokens) * of_all
+        total += sum(map(mul, config.staged_groups(length, head_dim), parts))
         total += config.refined_groups(length) * second
         if store.tail_tokens:
-            total += -(-length // store.tail_tokens) * summary_group_bytes(store.tail_store, head_dim)
+            total += -(-length // store.tail_tokens) * sealed_bytes(store.tail_store, head_dim)
     return total
 
 
-def summary_group_bytes(store: Store, head_dim: int) -> int:
-    """Bytes stored per (layer, kv head, group); a scoring pass reads `scoring_bytes`. Open-group accumulators are
-    apart."""
+def sealed_bytes(store: Store, head_dim: int) -> int:
+    """Bytes stored per (layer, kv head) of what is summarised together, `store.groups_per_seal` groups."""
     return sum(field.num_bytes for field in table.fields(store, head_dim).values())
+
+
+def summary_group_bytes(store: Store, head_dim: int) -> int | float:
+    """Bytes stored per (layer, kv head, group), no whole number where groups share a mean; a scoring pass reads
+    `scoring_bytes`. Open-group accumulators are apart."""
+    shared, groups = sealed_bytes(store, head_dim), store.groups_per_seal
+    return shared / groups if shared % groups else shared // groups
 
 
 def open_group_bytes(num_layers: int, num_kv_heads: int, head_dim: int) -> tuple[int, list[str]]:
@@ -44,11 +62,11 @@ def open_group_bytes(num_layers: int, num_kv_heads: int, head_dim: int) -> tuple
 
 def summary_bytes(store: Store, num_layers: int, num_kv_heads: int, head_dim: int, num_tokens: int) -> int:
     """Bytes of all summaries of one sequence of `num_tokens` tokens, those of bounds and tails included."""
-    kept = -(-num_tokens // store.S) * summary_group_bytes(store, head_dim)
+    kept = -(-num_tokens // store.sealed_tokens) * sealed_bytes(store, head_dim)
     if store.tail_tokens:
-        kept += -(-num_tokens // store.tail_tokens) * summary_group_bytes(store.tail_store, head_dim)
+        kept += -(-num_tokens // store.tail_tokens) * sealed_bytes(store.tail_store, head_dim)
     if store.bound_bits:
-        kept += num_tokens * summary_group_bytes(store.bound_store, head_dim)
+        kept += num_tokens * sealed_bytes(store.bound_store, head_dim)
     return num_layers * num_kv_heads * kept
 
 

@@ -6,7 +6,7 @@ errors, so the first line of every JSONL says exactly what ran.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self, get_type_hints
 
 from eps_core.config.read import DEFAULT_TAU, Read
@@ -15,13 +15,17 @@ from eps_core.errors import ConfigError, require
 from eps_core.files import records
 from eps_core.summaries import table
 
-# names and order of the flat form: flags, JSONL, keyword arguments. `refine` says both what is kept and what is read
+# names and order of the flat form: flags, JSONL, keyword arguments. `refine` and `stages` say both what is kept and
+# what is read
 FLAT = (
-    "method", "dim", "bits", "refine", "rq_bounds", "bound_bits", "tail_tokens", "group_tokens", "group_blocks",
+    "method", "dim", "bits", "mean_tokens", "mean_bits", "stages", "refine", "rq_bounds", "bound_bits", "tail_tokens",
+    "group_tokens", "group_blocks",
     "policy", "budget", "tau", "epsilon", "alpha", "top_pages", "first_tokens", "last_tokens", "scope", "strict",
     "head_modes", "seed", "min_context", "block_size",
 )  # fmt: skip
-_STORED = {field.name for field in fields(Store)} - {"second_bit"}
+_STORED = {field.name for field in fields(Store)} - {"second_bit", "parts"}
+# what was not yet said when it was the only way
+_EARLIER: dict[str, Any] = {"mean_tokens": 0, "stages": ()}
 _KINDS = {**get_type_hints(Store), **get_type_hints(Read)}
 
 
@@ -46,6 +50,11 @@ class EpsConfig:
             f"{store.method} with {store.bits} bits: leave it out",
         )
         require(
+            store.parts == 1 + len(read.stages),
+            f"eps-stages {','.join(map(str, read.stages)) or 'none'} reads other parts of codes than the cache keeps, "
+            f"{store.parts}: make it with as many eps-stages",
+        )
+        require(
             store.second_bit or not read.refine,
             f"eps-refine {read.refine} reads a second bit and the cache keeps none: make it with eps-refine",
         )
@@ -61,16 +70,18 @@ class EpsConfig:
             if value is not None:
                 records.check(name, value, _KINDS[name])
         facts = table.facts(method)
+        store = Store(**{name: value for name, value in flat.items() if name in _STORED and value is not None})
+        usual = facts.unit if store.mean_tokens else None
         defaults = {
             "budget": facts.budget,
             "tau": DEFAULT_TAU if flat.get("policy") == "share" else None,
-            "refine": facts.refine if flat.get("bits", 1) == 1 else 0.0,
+            "stages": () if usual is None or store.rq_bounds else usual.stages,
+            "refine": (facts.refine if usual is None else usual.refine) if store.bits == 1 else 0.0,
             "first_tokens": facts.guards[0],
             "last_tokens": facts.guards[1],
         }
-        flat = {**flat, **{name: value for name, value in defaults.items() if flat.get(name) is None}}
-        stored = {name: value for name, value in flat.items() if name in _STORED}
-        given = {name: value for name, value in flat.items() if name not in _STORED}
+        given = {name: value for name, value in flat.items() if name not in _STORED and value is not None}
+        given = {**defaults, **given}
         try:
             read = Read(**given)
         except ConfigError:
@@ -78,7 +89,9 @@ class EpsConfig:
                 raise
             # off must always be there to fall back to; only what is misspelt is refused
             read = Read(policy=flat.get("policy", "topk"), scope=flat.get("scope", "kv-head"))
-        return cls(Store(**stored, second_bit=facts.coded and read.refine > 0), read)
+        if not store.enabled:
+            return cls(store, read)
+        return cls(replace(store, second_bit=facts.coded and read.refine > 0, parts=1 + len(read.stages)), read)
 
     def replace(self, **flat: Any) -> Self:
         """The same but for these flat settings, which are taken as given."""
@@ -113,11 +126,17 @@ class EpsConfig:
         """Groups of a sequence of `length` tokens, per kv head, whose second bit scoring reads."""
         return math.ceil(self.read.refine * -(-length // self.store.S)) if self.store.enabled else 0
 
+    def staged_groups(self, length: int, head_dim: int) -> tuple[int, ...]:
+        """Groups of a sequence of `length` tokens, per kv head, of whose codes scoring reads each part after the first.
+        A head dim of fewer parts than the store asks for has the last of its stages."""
+        stages = self.read.stages[len(self.read.stages) + 1 - table.num_parts(self.store, head_dim) :]
+        return tuple(math.ceil(share * -(-length // self.store.S)) for share in stages)
+
     def to_dict(self) -> dict[str, Any]:
         """The flat form, in the order of FLAT."""
         return {name: getattr(self.store if name in _STORED else self.read, name) for name in FLAT}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """The flat form back, exactly as it was written."""
-        return cls.of(**data)
+        """The flat form back, exactly as it was written; one of before there were unit means, as it was meant."""
+        return cls.of(**{**_EARLIER, **data})

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 from eps_core.errors import require
 from eps_core.summaries.base import Facts
@@ -11,6 +12,7 @@ SCOPES = ("kv-head", "union")
 # what one kv head does: selects groups, reads them all, or reads the guards alone
 HEAD_MODES = ("gate", "dense", "window")
 DEFAULT_TAU = 0.001
+MOST_STAGES = 2
 # what most methods want; a method's own are in its facts
 DEFAULT_BUDGET, DEFAULT_GUARDS = Facts.budget, Facts.guards
 
@@ -33,6 +35,8 @@ class Read:
     min_context: int = 0  # tokens; below it decode is dense
     # codes of 1 bit: share of the groups, the best by that bit, of which the second bit is read too
     refine: float = 0.0
+    # codes about a unit's mean: of the groups the shares whose codes are read further than the part before; none: whole
+    stages: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         require(self.policy in POLICIES, f"eps-policy {self.policy!r} is unknown: choose one of {', '.join(POLICIES)}")
@@ -47,6 +51,7 @@ class Read:
         require(
             0 <= self.refine <= 1, f"eps-refine {self.refine} is outside [0, 1]: it is a share of the groups; use 0.125"
         )
+        self._check_stages()
         require(0 <= self.epsilon <= 1, f"eps-epsilon {self.epsilon} is outside [0, 1]: it is a share of the softmax")
         require(self.alpha >= 1, f"eps-alpha {self.alpha} is below 1: raising it visits more; use 1.1")
         require(
@@ -66,6 +71,20 @@ class Read:
         for name in ("first_tokens", "last_tokens", "min_context"):
             value = getattr(self, name)
             require(value >= 0, f"eps-{name.replace('_', '-')} {value} is negative: use 0 or more tokens")
+
+    def _check_stages(self) -> None:
+        stages = tuple(self.stages)  # a list from JSON
+        object.__setattr__(self, "stages", stages)
+        words = ",".join(f"{share:g}" for share in stages)
+        require(
+            len(stages) <= MOST_STAGES and all(0 < share <= 1 for share in stages),
+            f"eps-stages {words} is not up to {MOST_STAGES} shares of the groups within (0, 1]: use 0.25",
+        )
+        falling = (*stages, self.refine)
+        require(
+            not stages or all(a >= b for a, b in pairwise(falling)),
+            f"eps-stages {words} and eps-refine {self.refine:g} rise: each reads on in groups of the one before",
+        )
 
     def _check_head_modes(self) -> None:
         assert self.head_modes is not None

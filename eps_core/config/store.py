@@ -16,6 +16,7 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 COARSE_GROUP_BLOCKS = 8  # the product requirements' group in pages
 MAX_GROUP_TOKENS = 256
 DEFAULT_TAIL_TOKENS = 64
+UNIT_TOKENS = (32, 64)  # of `mean_tokens`
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,10 @@ class Store:
     dim: int | None = None  # the method says of what; None: its default
     bits: int = 1  # of one code, where a method has codes
     second_bit: bool = False  # a second bit of every code of 1 bit is kept, to be read of the best
+    # rq: tokens of the unit about whose mean its groups are coded; 0: about one centre a head
+    mean_tokens: int = None  # type: ignore[assignment]
+    mean_bits: int = 4  # of one dimension of that mean
+    parts: int = 1  # in how many parts such codes are kept, to be read in stages
     rq_bounds: bool = False  # codes also store residual norm, radius and key norm (fp16), and so have bounds
     bound_bits: int = 0  # 4 or 8: certify from codes of single keys instead of the method's own bounds
     # tokens whose mean value stands for the skipped groups among them; 0: these contribute nothing
@@ -79,9 +84,11 @@ class Store:
         )
         if self.method == table.OFF:
             object.__setattr__(self, "tail_tokens", 0)
+            object.__setattr__(self, "mean_tokens", 0)
             return
         self._settle_group()
         self._settle_tail()
+        self._settle_mean()
         if self.dim is not None:
             require(
                 self.facts.dim is not None,
@@ -137,6 +144,39 @@ class Store:
             f"a page or group: use {self._usual_tail()}, or 0 to drop what is skipped",
         )
 
+    def _settle_mean(self) -> None:
+        facts, tokens = self.facts.unit, self.mean_tokens
+        if tokens is None:
+            usual = facts.mean_tokens if facts is not None and self.bits == 1 else 0
+            fitting = [size for size in UNIT_TOKENS if size <= usual and self._mean_fits(size)]
+            tokens = max(fitting, default=0)
+            object.__setattr__(self, "mean_tokens", tokens)
+        require(tokens in (0, *UNIT_TOKENS), f"eps-unit-tokens {tokens} is not 0, 32 or 64: use 64")
+        require(self.mean_bits in (4, 8), f"eps-mean-bits {self.mean_bits} is not 4 or 8: use 4")
+        if not tokens:
+            require(self.parts == 1, "eps-stages reads codes about a unit's mean: add --eps-unit-tokens 64")
+            return
+        require(
+            facts is not None and self.bits == 1,
+            f"eps-unit-tokens {tokens} is for {coded_methods()} codes of 1 bit, not for method {self.method} with "
+            f"{self.bits} bits: leave it out",
+        )
+        require(
+            self._mean_fits(tokens),
+            f"eps-unit-tokens {tokens} is no multiple of the group of {self.S} tokens beyond itself, or does not fit "
+            f"whole into the {max(self.block_size, self.S, self.tail_tokens)} tokens of a page or tail: use 0",
+        )
+        require(1 <= self.parts <= 3, f"{self.parts} parts of a code are not 1 to 3: give at most two eps-stages")
+        require(
+            self.parts == 1 or not self.rq_bounds,
+            "eps-rq-bounds reads the whole code of every group: leave eps-stages out, or use eps-bound-bits 8",
+        )
+
+    def _mean_fits(self, tokens: int) -> bool:
+        held = max(self.block_size, self.group_tokens or 0, self.tail_tokens)
+        whole = held % tokens == 0 or (not self.tail_tokens and tokens % held == 0)
+        return whole and tokens > self.S and tokens % self.S == 0
+
     def _usual_tail(self) -> int:
         """About DEFAULT_TAIL_TOKENS, in whole pages and groups."""
         unit = max(self.block_size, self.group_tokens or 0)
@@ -169,11 +209,29 @@ class Store:
     @cached_property
     def unit_tokens(self) -> int:
         """Tokens per pool unit: the page, or the whole group or tail where these span pages."""
-        return max(self.block_size, self.S, self.tail_tokens)
+        return max(self.block_size, self.S, self.tail_tokens, self.mean_tokens)
 
     @cached_property
     def groups_per_unit(self) -> int:
         return self.unit_tokens // self.S
+
+    @cached_property
+    def sealed_tokens(self) -> int:
+        """Tokens that are summarised together, once the last of them is written: a group, or all groups of one mean."""
+        return self.mean_tokens or self.S
+
+    @cached_property
+    def seals_per_unit(self) -> int:
+        return self.unit_tokens // self.sealed_tokens
+
+    @cached_property
+    def groups_per_seal(self) -> int:
+        return self.sealed_tokens // self.S
+
+    @cached_property
+    def needs_centre(self) -> bool:
+        """Whether codes speak of a centre, the mean of the first keys a cache sees, and wait for it."""
+        return self.facts.coded and not self.mean_tokens
 
     @cached_property
     def has_bounds(self) -> bool:
@@ -194,8 +252,8 @@ class Store:
     def bound_store(self) -> "Store":
         """The summary that bounds, where it is another one: codes of single keys, in the same pool units."""
         return Store(
-            method=table.KEY_CODES, bits=self.bound_bits, rq_bounds=True, group_tokens=1, tail_tokens=0, seed=self.seed,
-            block_size=self.unit_tokens,
+            method=table.KEY_CODES, bits=self.bound_bits, mean_tokens=0, rq_bounds=True, group_tokens=1, tail_tokens=0,
+            seed=self.seed, block_size=self.unit_tokens,
         )  # fmt: skip
 
     @cached_property

@@ -28,7 +28,8 @@ State = tuple[np.ndarray, np.ndarray]  # out and lse of attention
 
 @dataclass
 class Cache:
-    """Paged K and V [P, Hkv, U, D] per layer and, under the same index, the summaries [P, Hkv, U/S, ...]."""
+    """Paged K and V [P, Hkv, U, D] per layer and, under the same index, the summaries [P, Hkv, U/S, ...], S the tokens
+    that are summarised together (`Store.sealed_tokens`)."""
 
     spec: CacheSpec
     store: Store
@@ -59,8 +60,8 @@ class Cache:
         return values if centre is None else values | {"centre": centre[head]}
 
     def can_encode(self, layer: int) -> bool:
-        """Whether full groups have summaries: codes wait for their centre."""
-        return not self.store.facts.coded or self.centre[layer] is not None
+        """Whether full groups have summaries: codes about a centre wait for it."""
+        return not self.store.needs_centre or self.centre[layer] is not None
 
 
 def device_name(device: str = "cpu") -> str:
@@ -101,7 +102,7 @@ def new_cache(spec: CacheSpec, store: Store, device: str = "cpu", kernels: str =
 def _add_summaries(cache: Cache) -> None:
     """Everything that a method keeps besides K and V, still empty."""
     spec, store, layers = cache.spec, cache.store, range(cache.spec.num_layers)
-    pool = (spec.num_units, spec.num_kv_heads, store.groups_per_unit)
+    pool = (spec.num_units, spec.num_kv_heads, store.seals_per_unit)
     stored, running = table.fields(store, spec.head_dim), table.running(store, spec.head_dim)
     cache.summaries = [{name: np.zeros((*pool, *one.shape), one.dtype) for name, one in stored.items()} for _ in layers]
     cache.state = [GroupState(spec.num_units, store, spec.max_open_groups) for _ in layers]
@@ -165,7 +166,7 @@ def _update_summaries(cache: Cache, layer: int, keys: np.ndarray, plan: WritePla
             return
         cache.centre[layer] = early.mean(axis=0).astype(np.float16)
         cache.early[layer] = early[:0]
-        full = np.flatnonzero(cache.state[layer].valid(np.arange(cache.spec.num_units * cache.store.groups_per_unit)))
+        full = np.flatnonzero(cache.state[layer].valid(np.arange(cache.spec.num_units * cache.store.seals_per_unit)))
         for group in full:
             _seal(cache, layer, int(group), _stored_group(cache, layer, int(group), group not in plan.full_groups))
         return
@@ -185,7 +186,7 @@ def _extend(cache: Cache, layer: int, group: int, keys: np.ndarray, plan: WriteP
         if plan.sealed[i]:
             _seal(cache, layer, group, _stored_group(cache, layer, group, reread=True))
         return
-    beside, (unit, sub) = cache.open[layer], divmod(group, store.groups_per_unit)
+    beside, (unit, sub) = cache.open[layer], divmod(group, store.seals_per_unit)
     for head in range(cache.spec.num_kv_heads):
         place, kept = ((slot, head), beside) if beside else ((unit, head, sub), cache.summaries[layer])
         earlier = {name: array[place] for name, array in kept.items()}
@@ -198,8 +199,8 @@ def _extend(cache: Cache, layer: int, group: int, keys: np.ndarray, plan: WriteP
 
 def _stored_group(cache: Cache, layer: int, group: int, reread: bool) -> np.ndarray:
     """K of one full group [S, Hkv, D] float64, read from the cache; `reread` counts its bytes."""
-    unit, sub = divmod(group, cache.store.groups_per_unit)
-    size = cache.store.S
+    unit, sub = divmod(group, cache.store.seals_per_unit)
+    size = cache.store.sealed_tokens
     stored = cache.k[layer][unit, :, sub * size : (sub + 1) * size]
     if reread:
         cache.bytes_k_reread += stored.nbytes
@@ -212,7 +213,7 @@ def _seal(cache: Cache, layer: int, group: int, keys: np.ndarray) -> None:
 
 
 def _store(cache: Cache, layer: int, group: int, head: int, summary: base.Summary) -> None:
-    unit, sub = divmod(group, cache.store.groups_per_unit)
+    unit, sub = divmod(group, cache.store.seals_per_unit)
     for name, value in summary.items():
         cache.summaries[layer][name][unit, head, sub] = value
 

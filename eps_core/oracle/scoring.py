@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from eps_core.config.bytes import summary_group_bytes
+from eps_core.config.bytes import sealed_bytes
 from eps_core.config.read import Read
 from eps_core.gate.protocol import Certificate, Scores, Selection
 from eps_core.oracle import selection
@@ -19,7 +19,7 @@ def score(cache: Cache, layer: int, q: np.ndarray, where: Where) -> Scores:
     q [B, Hq, D]."""
     store, size, table, lengths = cache.store, cache.store.S, where.table, where.lengths
     batch, num_heads, head_dim = q.shape
-    kv_heads, per_unit = cache.spec.num_kv_heads, store.groups_per_unit
+    kv_heads, per_unit = cache.spec.num_kv_heads, store.seals_per_unit
     missing = missing_groups(cache.state[layer], table, lengths, cache.can_encode(layer))
     repeat = num_heads // kv_heads
     estimate = np.full((batch, kv_heads, missing.shape[1]), -np.inf)
@@ -30,12 +30,14 @@ def score(cache: Cache, layer: int, q: np.ndarray, where: Where) -> Scores:
         n = selection.num_groups(int(lengths[b]), size)
         known = np.flatnonzero(~missing[b, :n])
         num_missing[b] = (missing[b, :n] & ~selection.guards(where.config, int(lengths[b]))).sum()
-        units = table[b, known // per_unit]
+        # what is summarised together is known together
+        seals = known[:: store.groups_per_seal] // store.groups_per_seal
+        units = table[b, seals // per_unit]
         for head in range(kv_heads):
             estimate[b, head, :n], upper[b, head, :, :n] = np.inf, np.inf
             if not len(known):
                 continue
-            stacked = {name: pool[units, head, known % per_unit] for name, pool in cache.summaries[layer].items()}
+            stacked = {name: pool[units, head, seals % per_unit] for name, pool in cache.summaries[layer].items()}
             if store.facts.reads_keys:
                 stacked = {"keys": _keys_of(cache, layer, units, known, head)}
             constants = cache.constants(layer, head)
@@ -47,11 +49,16 @@ def score(cache: Cache, layer: int, q: np.ndarray, where: Where) -> Scores:
                 estimate[b, head, known] = guess if r == 0 else np.maximum(estimate[b, head, known], guess)
                 if least is not None:
                     lower[b, head, r, known], upper[b, head, r, known] = least, most
+            left = np.arange(len(known))  # of them, those whose codes were read further and further
+            for part, count in enumerate(where.config.staged_groups(int(lengths[b]), head_dim), start=2):
+                finer = np.max([METHODS[store.method].stage(store, stacked, a, part) for a in heads], axis=0)
+                left = np.sort(left[selection.best_first(estimate[b, head, known[left]])[:count]])
+                estimate[b, head, known[left]] = finer[left]
             if where.config.read.refine:
-                best = selection.best_first(estimate[b, head, known])[: where.config.refined_groups(int(lengths[b]))]
-                kept = {name: array[best] for name, array in stacked.items()}
-                finer = [METHODS[store.method].refine(store, constants, kept, a) for a in heads]
-                estimate[b, head, known[best]] = np.max(finer, axis=0)
+                count = where.config.refined_groups(int(lengths[b]))
+                left = left[selection.best_first(estimate[b, head, known[left]])[:count]]
+                finer = np.max([METHODS[store.method].refine(store, constants, stacked, a) for a in heads], axis=0)
+                estimate[b, head, known[left]] = finer[left]
     if not store.own_bounds:
         return Scores(estimate, None, None, num_missing)
     return Scores(estimate, lower, upper, num_missing, _logit_slack(cache, layer, q))
@@ -74,7 +81,7 @@ def bounds(cache: Cache, layer: int, q: np.ndarray, where: Where, scores: Scores
         if not inner.can_encode(layer):
             upper[b, head][:, left] = np.inf
             continue
-        cache.bound_bytes_read += len(tokens) * summary_group_bytes(inner.store, q.shape[2])
+        cache.bound_bytes_read += len(tokens) * sealed_bytes(inner.store, q.shape[2])
         units, subs = where.table[b, tokens // inner.store.unit_tokens], tokens % inner.store.unit_tokens
         stacked = {name: pool[units, head, subs] for name, pool in inner.summaries[layer].items()}
         for r in range(repeat):

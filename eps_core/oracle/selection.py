@@ -27,15 +27,16 @@ def guards(config: EpsConfig, length: int) -> np.ndarray:
 
 
 def missing_groups(state: GroupState, table: np.ndarray, lengths: np.ndarray, can_encode: bool) -> np.ndarray:
-    """Groups without a valid summary [B, G] bool, one group at a time: open, overwritten, or, before rq's centre is
-    there, any. False past the sequence's end. table [B, M], lengths [B]."""
-    size, per_unit = state.group_tokens, state.groups_per_unit
-    missing = np.zeros((len(table), table.shape[1] * per_unit), bool)
+    """Groups without a valid summary [B, G] bool, one group at a time: open (as long as any group of its mean is),
+    overwritten, or, before rq's centre is there, any. False past the sequence's end. table [B, M], lengths [B]."""
+    size, per_unit, together = state.group_tokens, state.groups_per_unit, state.groups_per_seal
+    missing = np.zeros((len(table), table.shape[1] * per_unit * together), bool)
     for b, length in enumerate(lengths.tolist()):
-        for group in range(num_groups(length, size)):
-            unit, sub = divmod(group, per_unit)
+        for group in range(num_groups(length, size // together)):
+            seal = group // together
+            unit, sub = divmod(seal, per_unit)
             written = state.fill[table[b, unit] * per_unit + sub]
-            missing[b, group] = not can_encode or written != size or (group + 1) * size > length
+            missing[b, group] = not can_encode or written != size or (seal + 1) * size > length
     return missing
 
 

@@ -35,15 +35,19 @@ _NO_TOKENS = np.zeros((0, 0), np.int64)
 class GroupState:
     """How far each group of a pool is written, and which open groups have accumulators; one per layer.
 
+    A group is here what is summarised together: all groups of one mean, where codes speak of such
+    (`Store.sealed_tokens`); `groups_per_seal` says how many that a step may visit lie in it.
+
     An open slot belongs to a group from the write of its first token until it is sealed, copied over, written again
     below its fill (the accumulators cannot go back), or evicted, oldest claim first, by a group that starts when all
     slots are taken.
     """
 
     def __init__(self, num_units: int, store: Store, max_open_groups: int) -> None:
-        self.group_tokens = store.S
-        self.groups_per_unit = store.groups_per_unit
-        self.fill = np.zeros(num_units * store.groups_per_unit, dtype=np.int16)  # tokens written, [P * U / S]
+        self.group_tokens = store.sealed_tokens
+        self.groups_per_unit = store.seals_per_unit
+        self.groups_per_seal = store.groups_per_seal
+        self.fill = np.zeros(num_units * store.seals_per_unit, dtype=np.int16)  # tokens written, [P * U / S]
         self.num_evicted = 0
         self.history = 0  # a hash of all that was done to `fill`: states of equal history are equal
         self._open: dict[int, int] = {}  # group row -> open slot, oldest claim first

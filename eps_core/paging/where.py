@@ -76,6 +76,15 @@ class Where:
         """Groups of each sequence, per kv head, whose second bit scoring reads [B] int64."""
         return np.array([self.config.refined_groups(int(length)) for length in self.lengths], np.int64)
 
+    def staged(self, head_dim: int) -> list[np.ndarray]:
+        """Groups of each sequence, per kv head, of which scoring reads each further part of codes: [B] int64 each."""
+        key = "staged", head_dim
+        if key not in self.kept:
+            counts = [self.config.staged_groups(int(length), head_dim) for length in self.lengths]
+            self.kept[key] = [np.array(part, np.int64) for part in zip(*counts, strict=True)]
+        found: list[np.ndarray] = self.kept[key]
+        return found
+
     def budget(self, num_forced: np.ndarray) -> np.ndarray:
         """Groups that topk visits of each sequence [B] int64: the budget, but all of the `num_forced` [B] and none past
         the end."""
@@ -97,9 +106,10 @@ class Where:
         return {reason: calls for reason, calls in found.items() if calls}
 
     def missing(self, state: GroupState, can_encode: bool = True) -> np.ndarray:
-        """Groups of each sequence without a valid summary [B, G] bool (False past its end): open, overwritten, or,
-        while `can_encode` is False (rq without its centre), any. Layers that were written alike share one answer."""
-        key = "missing", state.group_tokens, state.groups_per_unit, state.history, can_encode
+        """Groups of each sequence without a valid summary [B, G] bool (False past its end): open (all of one mean
+        together), overwritten, or, while `can_encode` is False (rq without its centre), any. Layers that were written
+        alike share one answer."""
+        key = "missing", state.group_tokens, state.groups_per_seal, state.groups_per_unit, state.history, can_encode
         if key not in self.kept:
             per_unit = state.groups_per_unit
             groups = (np.maximum(self.table, 0)[:, :, None] * per_unit + np.arange(per_unit)).reshape(
@@ -109,7 +119,9 @@ class Where:
             index = np.arange(groups.shape[1])
             is_open = (index == ends[:, None] - 1) & (self.lengths % state.group_tokens != 0)[:, None]
             valid = state.valid(groups) & can_encode
-            self.kept[key] = (index < ends[:, None]) & (~valid | is_open)
+            missing = np.repeat((index < ends[:, None]) & (~valid | is_open), state.groups_per_seal, axis=1)
+            size = state.group_tokens // state.groups_per_seal
+            self.kept[key] = missing & (np.arange(missing.shape[1]) * size < self.lengths[:, None])
         found: np.ndarray = self.kept[key]
         return found
 

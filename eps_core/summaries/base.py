@@ -40,6 +40,14 @@ class Settings(Protocol):
     @property
     def second_bit(self) -> bool: ...
     @property
+    def sealed_tokens(self) -> int: ...
+    @property
+    def mean_tokens(self) -> int: ...
+    @property
+    def mean_bits(self) -> int: ...
+    @property
+    def parts(self) -> int: ...
+    @property
     def rq_bounds(self) -> bool: ...
     @property
     def seed(self) -> int: ...
@@ -47,11 +55,12 @@ class Settings(Protocol):
 
 @dataclass(frozen=True)
 class Field:
-    """One stored array: `shape` of one group."""
+    """One stored array: `shape` of what is summarised together (`Store.sealed_tokens`), a group by itself as a rule."""
 
     dtype: str
     shape: tuple[int, ...] = ()
     best_only: bool = False  # a scoring pass reads it of the best groups only
+    part: int = 0  # from 1 on: it reads it of those groups only that were best by the parts before
 
     @property
     def num_bytes(self) -> int:
@@ -81,9 +90,20 @@ class Facts:
     guards: tuple[int, int] = (16, 128)  # first and last tokens that are always visited
     tail: bool = False  # skipped groups are stood for by mean values, unless told otherwise
     refine: float = 0.0  # share of the groups of which the second bit is read
+    unit: "UnitFacts | None" = None  # codes may speak of a unit's mean instead of a centre: what is usual then
 
     def has_bounds(self, settings: Settings) -> bool:
         return not self.no_bounds or bool(self.bounds_setting and getattr(settings, self.bounds_setting))
+
+
+@dataclass(frozen=True)
+class UnitFacts:
+    """Defaults of codes about the mean of a unit of tokens."""
+
+    mean_tokens: int = 0  # 0: they speak of a centre unless asked to
+    mean_bits: int = 4
+    stages: tuple[float, ...] = ()
+    refine: float = 0.0
 
 
 # Stands for an estimate past float32 (keys past float16's range): first in rank, yet no group without a summary (+inf)
@@ -104,12 +124,23 @@ def near16(x: float) -> np.float16:
     return np.float16(np.clip(x, -65504, 65504))
 
 
-def mean_codes(mu: np.ndarray) -> tuple[np.ndarray, np.float16]:
-    """int8 codes [D] and a float16 scale with mu ~ codes * scale, |codes| <= 127."""
-    scale = up16(float(np.abs(mu).max()) / 127)
+def mean_codes(mu: np.ndarray, most: int = 127) -> tuple[np.ndarray, np.float16]:
+    """int8 codes [D] and a float16 scale with mu ~ codes * scale, |codes| <= most."""
+    scale = up16(float(np.abs(mu).max()) / most)
     if not np.abs(mu).any() or not np.isfinite(scale):
         return np.zeros(len(mu), np.int8), np.float16(0)
-    return np.clip(np.round(mu / float(scale)), -127, 127).astype(np.int8), scale
+    return np.clip(np.round(mu / float(scale)), -most, most).astype(np.int8), scale
+
+
+def to_byte(scale: np.ndarray) -> np.ndarray:
+    """float16 numbers >= 0 in one byte: five bits of exponent and three of mantissa, to the nearest."""
+    bits = np.asarray(scale, np.float16).view(np.uint16).astype(np.int32)
+    return np.minimum((bits + 64) >> 7, 0xF7).astype(np.uint8)
+
+
+def from_byte(stored: np.ndarray) -> np.ndarray:
+    """The numbers [..] float64 that `to_byte` stored."""
+    return (np.asarray(stored).astype(np.uint16) << 7).view(np.float16).astype(np.float64)
 
 
 def rounding_slack(a: np.ndarray, norm: np.ndarray) -> np.ndarray:

@@ -1,11 +1,13 @@
-"""Rotated quantised mean (ours): a few bits a dimension of each group's mean, about a centre of the whole cache."""
+"""Rotated quantised mean (ours): a few bits a dimension of each group's mean, about a centre of the whole cache or
+about the mean of the unit of tokens that the group lies in (`mean_tokens`: an inverted file's residuals, with position
+as the list), and then read in stages: after a Hadamard rotation a part of the dimensions is an estimate of them all."""
 
 from functools import cache
 
 import numpy as np
 
 from eps_core.summaries import base
-from eps_core.summaries.base import Constants, Facts, Field, Score, Settings, Summary
+from eps_core.summaries.base import Constants, Facts, Field, Score, Settings, Summary, UnitFacts
 
 # it ranks single tokens well enough to find the recent ones that matter by itself: narrow guards, half the budget
 # (eps_core/README.md, "Decisions")
@@ -19,6 +21,7 @@ FACTS = Facts(
     guards=(4, 32),
     tail=True,
     refine=0.125,
+    unit=UnitFacts(mean_tokens=0, mean_bits=4, stages=(0.25,), refine=0.0625),
 )
 
 # Steps of the best uniform quantiser of a unit Gaussian with 2^b levels (Max 1960), by bits b
@@ -28,7 +31,44 @@ SECOND_STEP = 0.9957 * 1.2533141373155003
 CENTRE_TOKENS = 256  # rq's centre is the mean of the first keys that a cache ever sees
 
 
+QUERY_STEPS = (
+    31  # to each side: four dimensions of a rounded query sum within int8, so that tables of nibbles are exact
+)
+PARTS = {1: ("codes",), 2: ("codes", "rest"), 3: ("codes", "more", "rest")}  # the fields of a code, in their order
+
+
+def part_dims(settings: Settings, head_dim: int) -> tuple[int, ...]:
+    """Dimensions of each part of a code about a unit's mean: (D / 2, D / 2) of two, (D / 4, D / 4, D / 2) of three.
+    Fewer parts where one would be under a byte, and one where D is no power of two: blocks of their own are rotated
+    there, and a part would speak of some of them alone."""
+    parts = min(settings.parts, max(head_dim.bit_length() - 3, 1)) if head_dim & (head_dim - 1) == 0 else 1
+    return tuple([head_dim >> max(parts - 1, 0)] + [head_dim >> at for at in range(parts - 1, 0, -1)])
+
+
+def _unit_fields(settings: Settings, head_dim: int) -> dict[str, Field]:
+    """Of all groups of one mean. The first part of the codes lies byte by byte, that of all groups together: every one
+    of them is read. Scales have one byte (`base.to_byte`)."""
+    groups = settings.sealed_tokens // settings.S
+    kept = {
+        "mean": Field("uint8", (-(-head_dim * settings.mean_bits // 8),)),
+        "mean_scale": Field("float16"),
+        "scale": Field("uint8", (groups,)),
+    }
+    dims = part_dims(settings, head_dim)
+    for part, name in enumerate(PARTS[len(dims)]):
+        num_bytes = -(-dims[part] // 8)
+        kept[name] = Field("uint8", (groups, num_bytes) if part else (num_bytes, groups), part=part)
+    if settings.second_bit:
+        kept["second"] = Field("uint8", (groups, -(-head_dim // 8)), best_only=True)
+        kept["second_scale"] = Field("uint8", (groups,), best_only=True)
+    return kept | (
+        dict.fromkeys(("error", "radius", "norm"), Field("float16", (groups,))) if settings.rq_bounds else {}
+    )
+
+
 def fields(settings: Settings, head_dim: int) -> dict[str, Field]:
+    if settings.mean_tokens:
+        return _unit_fields(settings, head_dim)
     kept = {"codes": Field("uint8", (-(-head_dim * settings.bits // 8),)), "scale": Field("float16")}
     if settings.second_bit:
         kept["second"] = Field("uint8", (-(-head_dim // 8),), best_only=True)
@@ -91,10 +131,56 @@ def decode_rq(packed: np.ndarray, scale: np.ndarray, bits: int, head_dim: int) -
     return levels * np.asarray(scale, np.float64)[..., None]
 
 
+def _second_bit(x: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, np.float16]:
+    """The second bits [D] of signs `levels` [D] of x [D], and their scale."""
+    step = SECOND_STEP * np.abs(x).mean()
+    second = ((x >= step) | ((x < 0) & (x >= -step))).astype(int)
+    finer = levels + (2 * second - 1) / 2
+    product = float(x @ finer)
+    return second, base.near16(float(x @ x) / product) if product > 0 else np.float16(0)
+
+
+def _build_unit(settings: Settings, k: np.ndarray) -> Summary:
+    """Of all groups of one mean, k [U, D]: the mean of a unit in `mean_bits` a dimension of H D mu, and of each group
+    the sign of what its own mean differs from what is stored of that."""
+    turned = rotate(k.reshape(-1, settings.S, k.shape[1]).mean(axis=1), settings.seed)
+    most = 2 ** (settings.mean_bits - 1) - 1
+    codes, mean_scale = base.mean_codes(turned.mean(axis=0), most)
+    stored_mean = codes * float(mean_scale)
+    summary: Summary = {
+        "mean": pack_codes(codes.astype(int) + most + 1, settings.mean_bits), "mean_scale": mean_scale,
+    }  # fmt: skip
+    dims = part_dims(settings, k.shape[1])
+    edges = np.cumsum((0, *dims))
+    rows: dict[str, list] = {name: [] for name in _unit_fields(settings, k.shape[1]) if name not in summary}
+    for group, x in enumerate(turned - stored_mean):
+        positive = (x >= 0).astype(int)
+        levels, size = 2.0 * positive - 1, np.abs(x).sum()
+        scale = base.near16(float(x @ x) / size) if size > 0 else np.float16(0)
+        rows["scale"].append(base.to_byte(scale))
+        for name, start, end in zip(PARTS[len(dims)], edges, edges[1:], strict=False):
+            rows[name].append(pack_codes(positive[start:end], 1))
+        if settings.second_bit:
+            second, second_scale = _second_bit(x, levels)
+            rows["second"].append(pack_codes(second, 1))
+            rows["second_scale"].append(base.to_byte(second_scale))
+        if settings.rq_bounds:
+            rounded = levels * base.from_byte(base.to_byte(scale))
+            own = k[group * settings.S : (group + 1) * settings.S]
+            rows["error"].append(base.up16(float(np.linalg.norm(x - rounded))))
+            rows["radius"].append(base.up16(base.key_norm(rotate(own, settings.seed) - stored_mean - rounded)))
+            rows["norm"].append(base.up16(base.key_norm(own)))
+    summary |= {name: np.stack(values) for name, values in rows.items()}
+    summary["codes"] = summary["codes"].T
+    return summary
+
+
 def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
     """Rotated quantised mean (ours): `bits` per dimension of H D (mu - c) and one scale that makes
     <x_hat, x> = |x|^2 (RaBitQ, arXiv 2405.12497, for one bit: |x|^2 / |x|_1). centre [D] float16. `second_bit` adds
     to 1-bit codes the bit that makes them 2-bit codes, levels sign + second / 2 of +-1, with a scale of its own."""
+    if settings.mean_tokens:
+        return _build_unit(settings, k)
     centre, bits, seed = constants["centre"].astype(np.float64), settings.bits, settings.seed
     x = rotate(k.mean(axis=0) - centre, seed)
     if bits == 1:
@@ -109,12 +195,8 @@ def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
     scale = base.near16(float(x @ x) / product) if product > 0 else np.float16(0)
     summary = {"codes": pack_codes(codes, bits), "scale": scale}
     if settings.second_bit:
-        step = SECOND_STEP * np.abs(x).mean()
-        second = ((x >= step) | ((x < 0) & (x >= -step))).astype(int)
-        finer = levels + (2 * second - 1) / 2
-        product = float(x @ finer)
+        second, summary["second_scale"] = _second_bit(x, levels)
         summary["second"] = pack_codes(second, 1)
-        summary["second_scale"] = base.near16(float(x @ x) / product) if product > 0 else np.float16(0)
     if settings.rq_bounds:
         residual = float(np.linalg.norm(x - levels * float(scale)))
         radius = base.key_norm(rotate(k - centre, seed) - levels * float(scale))
@@ -122,8 +204,62 @@ def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
     return summary
 
 
+def rotate_query(a: np.ndarray, seed: int) -> np.ndarray:
+    """H diag(signs) a [D] in float32 with the additions in the backends' order, so that what is rounded of it is equal:
+    pairs that are half a block apart are added and subtracted, down to neighbours."""
+    signed, pieces, start = a.astype(np.float32) * rq_signs(seed, len(a)), [], 0
+    for size in hadamard_blocks(len(a)):
+        block, half = signed[start : start + size], size // 2
+        while half:
+            pairs = block.reshape(-1, 2, half)
+            block = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1).reshape(-1)
+            half //= 2
+        pieces.append(block * np.float32(1 / np.sqrt(size)))
+        start += size
+    return np.concatenate(pieces)
+
+
+def rounded_query(turned: np.ndarray) -> tuple[np.ndarray, float]:
+    """(integers [D] within +-QUERY_STEPS, step) of a rotated query [D] float32 ~ integers * step."""
+    step = np.float32(np.abs(turned).max()) / np.float32(QUERY_STEPS)
+    if not (step > 0 and np.isfinite(step)):
+        return np.zeros(len(turned)), float(step)
+    return np.rint(turned / step).astype(np.float64), float(step)
+
+
+def _unit_base(settings: Settings, summary: Summary, a: np.ndarray) -> np.ndarray:
+    """log n + m_hat.a of each group of units: [units, N]."""
+    most = 2 ** (settings.mean_bits - 1) - 1
+    codes = unpack_codes(summary["mean"], settings.mean_bits, len(a)).astype(np.float64) - (most + 1)
+    dots = base.f64(summary, "mean_scale") * (codes @ rotate(a, settings.seed))
+    return np.log(settings.S) + np.repeat(dots[:, None], settings.sealed_tokens // settings.S, axis=1)
+
+
+def _signs(settings: Settings, summary: Summary, head_dim: int, parts: int) -> np.ndarray:
+    """Levels +-1 [units, N, d] of the first `parts` of the codes."""
+    dims = part_dims(settings, head_dim)
+    names = PARTS[len(dims)][:parts]
+    pieces = [summary[name].swapaxes(-1, -2) if name == "codes" else summary[name] for name in names]
+    codes = [unpack_codes(piece, 1, own) for piece, own in zip(pieces, dims, strict=False)]
+    return 2.0 * np.concatenate(codes, axis=-1) - 1
+
+
+def stage(settings: Settings, summary: Summary, a: np.ndarray, parts: int) -> np.ndarray:
+    """log n + mu_hat.a from the first `parts` of codes about a unit's mean, the query rounded to QUERY_STEPS (as RaBitQ
+    does, with 4 bits): [units N]. An estimate; from all parts, too."""
+    integers, step = rounded_query(rotate_query(a, settings.seed))
+    signs = _signs(settings, summary, len(a), parts)
+    many = signs.shape[-1]
+    dots = base.from_byte(summary["scale"]) * (step * len(a) / many) * (signs @ integers[:many])
+    estimate = (_unit_base(settings, summary, a) + dots).reshape(-1)
+    return np.where(np.isfinite(estimate), estimate, base.LARGEST_ESTIMATE)
+
+
 def score(settings: Settings, constants: Constants, summary: Summary, a: np.ndarray) -> Score:
-    """log n + c.a + x_hat.(H a), which is log n + mu_hat.a; with a stored radius, `ball` about mu_hat."""
+    """log n + c.a + x_hat.(H a), which is log n + mu_hat.a; with a stored radius, `ball` about mu_hat. Of codes about
+    units' means [units, ..] the first part alone: [units N]."""
+    if settings.mean_tokens:
+        return _score_units(settings, summary, a)
     decoded, centre = (
         decode_rq(summary["codes"], summary["scale"], settings.bits, len(a)),
         base.f64(constants, "centre"),
@@ -137,9 +273,34 @@ def score(settings: Settings, constants: Constants, summary: Summary, a: np.ndar
     return mean, mean - size * base.f64(summary, "error") - slack, mean + size * radius + slack
 
 
+def _score_units(settings: Settings, summary: Summary, a: np.ndarray) -> Score:
+    estimate = stage(settings, summary, a, 1)
+    if not settings.rq_bounds:
+        return estimate, None, None
+    # bounds are about what is stored, and ask the query as it is
+    dots = base.from_byte(summary["scale"]) * (_signs(settings, summary, len(a), 1) @ rotate(a, settings.seed))
+    mean = (_unit_base(settings, summary, a) + dots).reshape(-1)
+    error, radius, norm = (base.f64(summary, name).reshape(-1) for name in ("error", "radius", "norm"))
+    size, stored = np.linalg.norm(a), _stored_norm(settings, summary, len(a))
+    slack = base.rounding_slack(a, norm + radius + stored)
+    return estimate, mean - size * error - slack, mean + size * radius + slack
+
+
+def _stored_norm(settings: Settings, summary: Summary, head_dim: int) -> np.ndarray:
+    """At least |m_hat| of each group: [units N]. It is added and taken away again, whatever the size of the keys."""
+    most = 2 ** (settings.mean_bits - 1) - 1
+    return np.repeat(base.f64(summary, "mean_scale") * most * np.sqrt(head_dim), settings.sealed_tokens // settings.S)
+
+
 def refine(settings: Settings, constants: Constants, summary: Summary, a: np.ndarray) -> np.ndarray:
     """log n + mu_hat.a from two bits a dimension: [G]. An estimate, as of one bit."""
     head_dim = len(a)
+    if settings.mean_tokens:
+        signs = _signs(settings, summary, head_dim, settings.parts)
+        finer = signs + (2.0 * unpack_codes(summary["second"], 1, head_dim) - 1) / 2
+        dots = base.from_byte(summary["second_scale"]) * (finer @ rotate(a, settings.seed))
+        estimate = (_unit_base(settings, summary, a) + dots).reshape(-1)
+        return np.where(np.isfinite(estimate), estimate, base.LARGEST_ESTIMATE)
     signs = 2.0 * unpack_codes(summary["codes"], 1, head_dim) - 1
     finer = signs + (2.0 * unpack_codes(summary["second"], 1, head_dim) - 1) / 2
     dots = base.f64(summary, "second_scale") * (finer @ rotate(a, settings.seed))

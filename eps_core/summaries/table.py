@@ -48,6 +48,11 @@ def fields(settings: Settings, head_dim: int) -> dict[str, Field]:
     return found
 
 
+def num_parts(settings: Settings, head_dim: int) -> int:
+    """In how many parts the codes of a head dim are kept."""
+    return 1 + max((one.part for one in fields(settings, head_dim).values()), default=0)
+
+
 def running(settings: Settings, head_dim: int) -> dict[str, Field]:
     """The running statistics of one open group, kept beside the pool."""
     name = settings.method
