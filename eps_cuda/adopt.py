@@ -20,7 +20,7 @@ def forget(cache: Cache) -> None:
 def trust(cache: Cache, layer: int, slots: np.ndarray) -> None:
     """Before a write to slots [N]: what lies below each in its group is the same sequence's, whoever wrote it."""
     for one in _summarised(cache):
-        groups, offsets = np.divmod(np.asarray(slots, np.int64), one.store.S)
+        groups, offsets = np.divmod(np.asarray(slots, np.int64), one.store.sealed_tokens)
         found, first = np.unique(groups, return_index=True)
         one.state[layer].trust(found, offsets[first])
 
@@ -48,8 +48,8 @@ def adopt(cache: Cache, layer: int, table: np.ndarray, lengths: np.ndarray) -> i
 
 def _lacks(one: Cache, layer: int, unit: int, held: int) -> bool:
     """Whether a group among the first `held` tokens of a unit is full and has no valid summary."""
-    first = unit * one.store.groups_per_unit
-    full = np.arange(first, first + held // one.store.S)
+    first = unit * one.store.seals_per_unit
+    full = np.arange(first, first + held // one.store.sealed_tokens)
     return not one.state[layer].valid(full).all()
 
 
@@ -57,7 +57,7 @@ def _lacks(one: Cache, layer: int, unit: int, held: int) -> bool:
 def summarise_rows(cache: Cache, layer: int, groups: np.ndarray, keys: Tensor) -> None:
     """Summaries of full groups [F] whose keys [F, Hkv, S, D] are in hand, of a cache whose pools nobody can read, and
     of a method that needs no more than the keys."""
-    cache.state[layer].trust(groups, np.full(len(groups), cache.store.S))
+    cache.state[layer].trust(groups, np.full(len(groups), cache.store.sealed_tokens))
     seal(cache, layer, groups, keys)
     mark_valid(cache, layer, groups)
 

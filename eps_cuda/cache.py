@@ -1,7 +1,8 @@
 """The paged KV cache with its summaries: state as plain data, functions that return it.
 
-K and V lie in `[P, Hkv, U, D]` per layer, summaries in `[P, Hkv, U/S, ..]` under the same pool index. Torch writes in
-place: the cache that a function returns is the one it was given.
+K and V lie in `[P, Hkv, U, D]` per layer, summaries in `[P, Hkv, U/S, ..]` under the same pool index, S the tokens that
+are summarised together (`Store.sealed_tokens`; "group" here). Torch writes in place: the cache that a function returns
+is the one it was given.
 """
 
 import math
@@ -64,7 +65,7 @@ class Cache(CountsReads):
 
     def constants(self, layer: int) -> Summary:
         """What builders and scorers of this layer need besides keys (see summaries/base.py)."""
-        if not self.store.facts.coded:
+        if not self.store.needs_centre:
             return self.fixed[layer]
         centre = self.centre[layer]
         if centre is None:
@@ -72,8 +73,8 @@ class Cache(CountsReads):
         return self.fixed[layer] | {"centre": centre}
 
     def can_encode(self, layer: int) -> bool:
-        """Whether full groups have summaries: codes wait for their centre."""
-        return not self.store.facts.coded or self.centre[layer] is not None
+        """Whether full groups have summaries: codes about a centre wait for it."""
+        return not self.store.needs_centre or self.centre[layer] is not None
 
 
 @torch.inference_mode()
@@ -120,13 +121,13 @@ def _add_summaries(cache: Cache, place: torch.device) -> None:
     spec, store, layers = cache.spec, cache.store, range(cache.spec.num_layers)
     cache.state = [GroupState(spec.num_units, store, spec.max_open_groups) for _ in layers]
     if cache.kernels == "triton":
-        groups = spec.num_units * store.groups_per_unit
+        groups = spec.num_units * store.seals_per_unit
         cache.valid = [torch.zeros(groups, dtype=torch.uint8, device=place) for _ in layers]
     cache.centre = [None for _ in layers]
     cache.early = [[] for _ in layers]
     fixed = [table.constants(store, layer, spec.num_kv_heads, spec.head_dim) for layer in layers]
     cache.fixed = [{name: torch.from_numpy(array).to(place) for name, array in one.items()} for one in fixed]
-    pool, slots = (spec.num_units, spec.num_kv_heads, store.groups_per_unit), (spec.max_open_groups, spec.num_kv_heads)
+    pool, slots = (spec.num_units, spec.num_kv_heads, store.seals_per_unit), (spec.max_open_groups, spec.num_kv_heads)
     stored, running = table.fields(store, spec.head_dim), table.running(store, spec.head_dim)
     cache.summaries = [
         {
@@ -224,7 +225,7 @@ def _update_summaries(cache: Cache, layer: int, keys: Tensor, plan: WritePlan) -
             return
         # the first centre: encode every group that is full by now, also those written long ago
         state = cache.state[layer]
-        written = np.flatnonzero(state.valid(np.arange(cache.spec.num_units * cache.store.groups_per_unit)))
+        written = np.flatnonzero(state.valid(np.arange(cache.spec.num_units * cache.store.seals_per_unit)))
         seal(cache, layer, np.setdiff1d(written, plan.full_groups))
         mark_valid(cache, layer, written)
         has_parts = False
@@ -299,10 +300,10 @@ def seal(cache: Cache, layer: int, groups: np.ndarray, keys: Tensor | None = Non
         return
     spec, store = cache.spec, cache.store
     if keys is None:
-        units, subs = np.divmod(groups, store.groups_per_unit)
+        units, subs = np.divmod(groups, store.seals_per_unit)
         heads = units[:, None] * spec.num_kv_heads + np.arange(spec.num_kv_heads)
-        rows = heads * store.groups_per_unit + subs[:, None]
-        keys = pages.tiles_of(cache.k[layer], _on(cache, rows), store.S)
+        rows = heads * store.seals_per_unit + subs[:, None]
+        keys = pages.tiles_of(cache.k[layer], _on(cache, rows), store.sealed_tokens)
         cache.bytes_k_reread += keys.nbytes
     _store(cache, layer, groups, _summarise(cache, layer, keys))
 
@@ -321,7 +322,7 @@ def _on(cache: Cache, array: np.ndarray) -> Tensor:
 
 
 def _places(cache: Cache, groups: np.ndarray) -> tuple[Tensor, Tensor]:
-    units, subs = np.divmod(groups, cache.store.groups_per_unit)
+    units, subs = np.divmod(groups, cache.store.seals_per_unit)
     return _on(cache, units), _on(cache, subs)
 
 
@@ -352,7 +353,7 @@ def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
                 for from_open, to_open in one.state[layer].copy(from_unit, to_unit):
                     for running in one.open[layer].values():
                         running[to_open] = running[from_open]
-                per_unit = one.store.groups_per_unit
+                per_unit = one.store.seals_per_unit
                 mark_valid(one, layer, to_unit * per_unit + np.arange(per_unit))
     return cache
 
@@ -369,7 +370,7 @@ def grow(cache: Cache, num_units: int) -> Cache:
         for state in one.state:
             state.grow(num_units)
         one.summaries = [{name: _longer(pool, num_units) for name, pool in fields.items()} for fields in one.summaries]
-        one.valid = [_longer(flags, num_units * one.store.groups_per_unit) for flags in one.valid]
+        one.valid = [_longer(flags, num_units * one.store.seals_per_unit) for flags in one.valid]
     cache.steps.clear()  # captured graphs hold the old pools
     return cache
 

@@ -8,10 +8,12 @@ from torch import Tensor
 
 from eps_core.gate.protocol import Scores
 from eps_core.paging.where import Where
+from eps_core.summaries.base import Field
 from eps_core.summaries.table import fields
 from eps_cuda.cache import Cache
 from eps_cuda.kernels.choose import routed
 from eps_cuda.summaries.base import Summary, logit_slack
+from eps_cuda.summaries.rq import of_groups
 from eps_cuda.summaries.table import method, score_summary
 
 
@@ -26,7 +28,7 @@ def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores:
     can_encode = cache.can_encode(layer)
     missing = where.missing(cache.state[layer], can_encode)
     num_missing = where.num_missing(cache.state[layer], can_encode)
-    groups, inside = where.num_groups, where.inside
+    inside = where.inside
 
     a = q.float().reshape(batch, kv_heads, -1, head_dim) * (1 / math.sqrt(head_dim))
     # whole units of one head are contiguous in K and in every summary
@@ -35,26 +37,29 @@ def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores:
     )
     rows = torch.from_numpy(rows).to(q.device)
     stored = fields(store, head_dim)
-    pools = {name: pool for name, pool in cache.summaries[layer].items() if not stored[name].best_only}
+    pools = {name: pool for name, pool in cache.summaries[layer].items() if _of_all(stored[name])}
     if store.facts.reads_keys:
         pools = {"keys": cache.k[layer].unflatten(2, (-1, store.S))}
     gathered = {
         name: pool.reshape(spec.num_units * kv_heads, -1)
         .index_select(0, rows)
-        .reshape(batch, kv_heads, groups, *pool.shape[3:])
+        .reshape(batch, kv_heads, -1, *pool.shape[3:])
         for name, pool in pools.items()
     }
     constants = cache.constants(layer)
     if store.facts.by_place:
         length = torch.from_numpy(where.lengths).to(q.device)[:, None, None, None]
-        constants = constants | {"groups": torch.arange(groups, device=q.device), "length": length}
+        constants = constants | {"groups": torch.arange(where.num_groups, device=q.device), "length": length}
     parts = score_summary(store, constants, gathered, a)
     # 0: scored, 1: without a summary, 2: past the end
     state = torch.from_numpy(np.where(inside, missing.astype(np.uint8), np.uint8(2))).to(q.device)[:, None, :]
     known, past = state == 0, state == 2
     estimate = torch.where(known, parts[0].amax(dim=2), -math.inf)
+    left = known.expand(estimate.shape)  # whose codes were read as far as any
+    for part in range(2, 2 + len(where.staged(head_dim))):
+        estimate, left = _read_on(cache, layer, a, estimate, left, gathered, where, part)
     if where.config.read.refine:
-        estimate = _refined(cache, layer, a, estimate, gathered, where)
+        estimate, left = _read_on(cache, layer, a, estimate, left, gathered, where, None)
     estimate = torch.where(known | past, estimate, math.inf)
     if parts[1] is None or parts[2] is None:
         return Scores(estimate, None, None, num_missing, kernels=cache.kernels)
@@ -65,26 +70,42 @@ def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores:
     return Scores(estimate, lower, upper, num_missing, slack, cache.kernels)
 
 
-def _refined(cache: Cache, layer: int, a: Tensor, estimate: Tensor, first: Summary, where: Where) -> Tensor:
-    """`estimate` [B, Hkv, G] (-inf: unknown) with two-bit estimates of each head's best groups, the lower index first
-    among equals; only their second bits are read. `first` [B, Hkv, G, ..] is what scoring read of all."""
-    kv_heads, per_unit = cache.spec.num_kv_heads, cache.store.groups_per_unit
-    device, counts = estimate.device, where.refined
+def _of_all(field: Field) -> bool:
+    """Whether scoring reads it of every group."""
+    return not field.best_only and not field.part
+
+
+def _read_on(
+    cache: Cache, layer: int, a: Tensor, estimate: Tensor, left: Tensor, first: Summary, where: Where, part: int | None
+) -> tuple[Tensor, Tensor]:
+    """(`estimate` [B, Hkv, G] with better ones of each head's best groups among `left` [B, Hkv, G], the lower index
+    first among equals; these alone [B, Hkv, G]): from one more part of their codes, the `part`-th, or from their second
+    bits where it is None. Only these are read. `first` [B, Hkv, .., ..] is what scoring read of all."""
+    store, kv_heads, head_dim = cache.store, cache.spec.num_kv_heads, a.shape[-1]
+    device, counts = estimate.device, where.refined if part is None else where.staged(head_dim)[part - 2]
     most = int(counts.max())
     # a stable sort: equal estimates keep their order
-    best = estimate.sort(dim=-1, descending=True, stable=True).indices[..., :most]
+    ranked = torch.where(left, estimate, -math.inf)
+    best = ranked.sort(dim=-1, descending=True, stable=True).indices[..., :most]
     units = torch.from_numpy(np.maximum(where.table, 0).astype(np.int64)).to(device)[:, None].expand(-1, kv_heads, -1)
     heads = torch.arange(kv_heads, device=device)[None, :, None]
     index = torch.arange(len(estimate), device=device)[:, None, None]
-    rows = (units.gather(-1, best // per_unit) * kv_heads + heads) * per_unit + best % per_unit
-    summary = {name: array[index, heads, best] for name, array in first.items()}
-    for name in cache.summaries[layer].keys() - first.keys():
-        pool = cache.summaries[layer][name]
-        summary[name] = (
-            pool.reshape(-1, *pool.shape[3:]).index_select(0, rows.reshape(-1)).reshape(*rows.shape, *pool.shape[3:])
-        )
-    finer = method(cache.store.method).refine(cache.store, cache.constants(layer), summary, a).amax(dim=2)
+    seals, groups, per_unit = best // store.groups_per_seal, best % store.groups_per_seal, store.seals_per_unit
+    rows = (units.gather(-1, seals // per_unit) * kv_heads + heads) * per_unit + seals % per_unit
+    later = {
+        name: cache.summaries[layer][name].flatten(0, 2)
+        for name, field in fields(store, head_dim).items()
+        if (field.best_only or field.part if part is None else 0 < field.part < part)
+    }
+    if store.mean_tokens:
+        summary = {name: of_groups(name, array, (index, heads, seals), groups) for name, array in first.items()}
+        summary |= {name: of_groups(name, pool, (rows,), groups) for name, pool in later.items()}
+    else:
+        summary = {name: array[index, heads, best] for name, array in first.items()}
+        summary |= {name: pool[rows] for name, pool in later.items()}
+    constants, own = cache.constants(layer), method(store.method)
+    finer = own.refine(store, constants, summary, a) if part is None else own.stage(store, constants, summary, a, part)
     coarse = estimate.gather(-1, best)
-    wanted = torch.from_numpy(np.arange(most) < counts[:, None]).to(device)[:, None]
-    finer = torch.where(wanted & (coarse > -math.inf), finer, coarse)
-    return estimate.scatter(-1, best, finer)
+    wanted = torch.from_numpy(np.arange(most) < counts[:, None]).to(device)[:, None] & left.gather(-1, best)
+    estimate = estimate.scatter(-1, best, torch.where(wanted, finer.amax(dim=2), coarse))
+    return estimate, torch.zeros_like(left).scatter(-1, best, wanted)

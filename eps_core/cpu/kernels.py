@@ -66,7 +66,7 @@ def score(
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None, np.ndarray, np.ndarray | None] | None:
     """The fields of `Scores` in their order, for q [B, Hq, D] float32: estimate, lower, upper, num_missing, slack."""
     store, spec = cache.store, cache.spec
-    if store.rq_bounds or not (store.facts.coded or store.method in CODES):
+    if store.rq_bounds or store.mean_tokens or not (store.facts.coded or store.method in CODES):
         return None
     from eps_core.cpu import score, vectors
 

@@ -76,6 +76,13 @@ class Where:
         """Groups of each sequence, per kv head, whose second bit scoring reads [B] int64."""
         return np.array([self.config.refined_groups(int(length)) for length in self.lengths], np.int64)
 
+    @cached_property
+    def num_open(self) -> np.ndarray:
+        """Groups of each sequence that have no summary yet because not all that is summarised with them is written [B]
+        int64."""
+        store = self.config.store
+        return -(-(self.lengths % store.sealed_tokens) // store.S)
+
     def staged(self, head_dim: int) -> list[np.ndarray]:
         """Groups of each sequence, per kv head, of which scoring reads each further part of codes: [B] int64 each."""
         key = "staged", head_dim

@@ -114,7 +114,7 @@ def attend_tail(cache: Cache, layer: int, where: Where, scores: Scores, selectio
 @torch.inference_mode()
 def build_summary(store: Store, constants: dict[str, Tensor], k: Tensor) -> dict[str, Tensor] | None:
     """See `summaries.build_summary`: k [F, Hkv, S, D]. Covers rq of one bit without bounds."""
-    if not store.facts.coded or store.bits != 1 or store.rq_bounds:
+    if not store.facts.coded or store.bits != 1 or store.rq_bounds or store.mean_tokens:
         return None
     keys, centre, signs = (_host(x.float()) for x in (k, constants["centre"], constants["signs"]))
     summary = write.build_rq(keys, centre, signs, store.second_bit)

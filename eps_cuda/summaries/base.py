@@ -52,12 +52,22 @@ def near16(x: Tensor) -> Tensor:
     return x.clamp(-65504.0, 65504.0).to(torch.float16)
 
 
-def mean_codes(mu: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 codes [.., D] and a float16 scale [..] with mu ~ codes * scale, |codes| <= 127."""
+def mean_codes(mu: Tensor, most: int = 127) -> tuple[Tensor, Tensor]:
+    """int8 codes [.., D] and a float16 scale [..] with mu ~ codes * scale, |codes| <= most."""
     largest = mu.abs().amax(dim=-1)
-    scale = up16(largest / 127)
+    scale = up16(largest / most)
     scale = torch.where((largest > 0) & torch.isfinite(scale), scale, 0)
-    return rounded_codes(mu, scale, 127).to(torch.int8), scale
+    return rounded_codes(mu, scale, most).to(torch.int8), scale
+
+
+def to_byte(scale: Tensor) -> Tensor:
+    """float16 numbers >= 0 in one byte: five bits of exponent and three of mantissa, to the nearest."""
+    return ((scale.view(torch.int16).int() + 64) >> 7).clamp(max=0xF7).to(torch.uint8)
+
+
+def from_byte(stored: Tensor) -> Tensor:
+    """The numbers [..] float32 that `to_byte` stored."""
+    return (stored.to(torch.int16) << 7).view(torch.float16).float()
 
 
 def rounded_codes(x: Tensor, scale: Tensor, most: int) -> Tensor:

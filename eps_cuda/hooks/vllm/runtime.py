@@ -198,7 +198,7 @@ class Runtime:
         if not self.route.readable:
             return  # what has no summary is always visited
         missing = where.missing(self.cache.state[place], self.cache.can_encode(place)).sum(axis=1)
-        if (missing > (where.lengths % self.cache.store.S != 0)).any():
+        if (missing > where.num_open).any():
             self.counts["tokens_adopted"] += adopt.adopt(self.cache, place, where.table, where.lengths)
 
     def _fail(self, error: Exception, counter: str) -> None:
