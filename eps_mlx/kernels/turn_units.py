@@ -36,8 +36,7 @@ _TURN = f"""
             }}
             const float own = x[from][d];
             const float other = block > apart ? x[from][d ^ apart] : 0.0f;
-            const float both = (d & apart) != 0 ? other - own : own + other;
-            x[1 - from][d] = block > apart ? both : own;
+            x[1 - from][d] = (d & apart) != 0 ? other - own : own + other;
         }}
         from = 1 - from;
         threadgroup_barrier(mem_flags::mem_threadgroup);
