@@ -18,7 +18,7 @@ import numpy as np
 from eps_core.errors import install
 from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
-from eps_core.summaries.rq import hadamard_blocks
+from eps_core.summaries.rq import PARTS, hadamard_blocks, part_dims
 
 Host = Callable[[Any], np.ndarray]
 Run = Callable[..., None]
@@ -105,6 +105,47 @@ def score(
     slack = np.empty((batch, kv_heads, repeat), np.float32)
     score.score_slack(q, host(cache.largest_key[layer]), slack)
     return estimate, lower, upper, missing, slack
+
+
+def _score_units(
+    cache: Any, layer: int, q: np.ndarray, where: Where, host: Host, run: Run
+) -> tuple[np.ndarray, None, None, np.ndarray, None] | None:
+    """`score` by codes about units' means."""
+    from eps_core.cpu import threads, unit_vectors, units, vectors
+
+    store, spec = cache.store, cache.spec
+    groups_per_seal = store.groups_per_seal
+    if groups_per_seal % vectors.LANES:
+        return None
+    batch, num_heads, head_dim = q.shape
+    kv_heads = spec.num_kv_heads
+    rows, passes = batch * kv_heads, -(-num_heads // kv_heads // vectors.HEADS)
+    groups = where.num_groups
+    seals = groups // groups_per_seal
+    dims, staged = part_dims(store, head_dim), where.staged(head_dim)
+    estimate, missing = np.empty((batch, kv_heads, groups), np.float32), np.empty(batch, np.int64)
+    pools = {name: _lanes(host(array)) for name, array in cache.summaries[layer].items()}
+    codes, *later = (pools[name] for name in PARTS[len(dims)])
+    words = sum(-(-many // (8 * unit_vectors.WORD)) for many in dims)
+    at_once = max(threads.num_threads(), 1)
+    nibbles, mean_bytes = 2 * -(-head_dim // 8), -(-head_dim * store.mean_bits // 8)
+
+    def each_pass(*shape: int) -> np.ndarray:
+        return np.empty((rows, passes, *shape), np.float32)
+
+    run(
+        units.score_units, 1 - (-rows // at_once) * (1 + 2 * len(dims)), at_once, np.ascontiguousarray(q),
+        pools["mean"], pools["mean_scale"], store.mean_bits, pools["scale"], codes, (*later, codes, codes)[:2],
+        pools.get("second", codes), pools.get("second_scale", codes), cache.state[layer].fill, where.table,
+        where.lengths, where.guards, np.array(staged, np.int64).reshape(-1, batch), where.refined,
+        host(cache.fixed[layer]["signs"]), *hadamard_scales(head_dim), np.array(dims), store.S, store.sealed_tokens,
+        store.seals_per_unit, np.empty((batch, seals), np.uint8),
+        np.empty((rows, passes, words * unit_vectors.WORD_TABLE), np.int8), each_pass(nibbles * 16 * vectors.HEADS),
+        each_pass(8 // store.mean_bits * vectors.HEADS * mean_bytes), each_pass(len(dims), vectors.HEADS),
+        np.empty((rows, seals * passes * vectors.HEADS), np.float32), np.empty((rows, groups), np.uint32),
+        np.empty((rows, groups + vectors.LANES), np.int32), np.empty(rows, np.int64), missing, estimate,
+    )  # fmt: skip
+    return estimate, None, None, missing, None
 
 
 def select(

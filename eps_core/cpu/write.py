@@ -27,7 +27,7 @@ def _fold(rows, count):
 
 
 @kernel()
-def _rotate(x, signs, blocks, scales):
+def rotate(x, signs, blocks, scales):
     """H diag(signs) x in place: butterflies from the largest half down, block by block."""
     for d in range(len(x)):
         x[d] *= signs[d]
@@ -57,7 +57,7 @@ def _seal(k, centre, signs, blocks, scales, inverse, second_step, codes, scale, 
             _fold(rows, size)
             for d in range(head_dim):
                 x[d] = rows[0, d] * inverse - centre[h, d]
-            _rotate(x, signs, blocks, scales)
+            rotate(x, signs, blocks, scales)
             step = np.float32(0)
             if second.shape[0]:
                 for d in range(head_dim):
