@@ -66,8 +66,10 @@ def score(
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None, np.ndarray, np.ndarray | None] | None:
     """The fields of `Scores` in their order, for q [B, Hq, D] float32: estimate, lower, upper, num_missing, slack."""
     store, spec = cache.store, cache.spec
-    if store.rq_bounds or store.mean_tokens or not (store.facts.coded or store.method in CODES):
+    if store.rq_bounds or not (store.facts.coded or store.method in CODES):
         return None
+    if store.mean_tokens:
+        return _score_units(cache, layer, q, where, host, run)
     from eps_core.cpu import score, vectors
 
     table, lengths, guards = where.table, where.lengths, where.guards
@@ -111,7 +113,7 @@ def _score_units(
     cache: Any, layer: int, q: np.ndarray, where: Where, host: Host, run: Run
 ) -> tuple[np.ndarray, None, None, np.ndarray, None] | None:
     """`score` by codes about units' means."""
-    from eps_core.cpu import threads, unit_vectors, units, vectors
+    from eps_core.cpu import threads, unit_vectors, units, vectors, write
 
     store, spec = cache.store, cache.spec
     groups_per_seal = store.groups_per_seal
@@ -138,7 +140,7 @@ def _score_units(
         pools["mean"], pools["mean_scale"], store.mean_bits, pools["scale"], codes, (*later, codes, codes)[:2],
         pools.get("second", codes), pools.get("second_scale", codes), cache.state[layer].fill, where.table,
         where.lengths, where.guards, np.array(staged, np.int64).reshape(-1, batch), where.refined,
-        host(cache.fixed[layer]["signs"]), *hadamard_scales(head_dim), np.array(dims), store.S, store.sealed_tokens,
+        host(cache.fixed[layer]["signs"]), *write.rotation(head_dim), np.array(dims), store.S, store.sealed_tokens,
         store.seals_per_unit, np.empty((batch, seals), np.uint8),
         np.empty((rows, passes, words * unit_vectors.WORD_TABLE), np.int8), each_pass(nibbles * 16 * vectors.HEADS),
         each_pass(8 // store.mean_bits * vectors.HEADS * mean_bytes), each_pass(len(dims), vectors.HEADS),
@@ -157,7 +159,7 @@ def select(
     modes = read.head_modes[layer] if read.head_modes else ()
     if read.policy != "topk" or read.scope != "kv-head" or set(modes) - {"gate"}:
         return None
-    from eps_core.cpu import score
+    from eps_core.cpu import best
 
     batch, kv_heads, _ = estimate.shape
     forced = where.num_forced + np.asarray(num_missing, np.int64)
@@ -165,7 +167,7 @@ def select(
     groups = np.empty((batch, kv_heads, max(int(uniform.max()), 1)), np.int32)
     visit = np.empty(estimate.shape, np.bool_)
     run(
-        score.select_topk, 1, estimate, uniform, where.guards, where.ends, groups, visit.view(np.uint8),
+        best.select_topk, 1, estimate, uniform, where.guards, where.ends, groups, visit.view(np.uint8),
         alone=estimate.size < FEW_GROUPS,
     )  # fmt: skip
     counts = np.repeat(uniform[:, None], kv_heads, axis=1).astype(np.int32)
