@@ -18,7 +18,7 @@ import numpy as np
 from eps_core.errors import install
 from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
-from eps_core.summaries.rq import hadamard_blocks
+from eps_core.summaries.rq import PARTS, hadamard_blocks, part_dims
 
 Host = Callable[[Any], np.ndarray]
 Run = Callable[..., None]
@@ -66,8 +66,10 @@ def score(
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None, np.ndarray, np.ndarray | None] | None:
     """The fields of `Scores` in their order, for q [B, Hq, D] float32: estimate, lower, upper, num_missing, slack."""
     store, spec = cache.store, cache.spec
-    if store.rq_bounds or store.mean_tokens or not (store.facts.coded or store.method in CODES):
+    if store.rq_bounds or not (store.facts.coded or store.method in CODES):
         return None
+    if store.mean_tokens:
+        return _score_units(cache, layer, q, where, host, run)
     from eps_core.cpu import score, vectors
 
     table, lengths, guards = where.table, where.lengths, where.guards
@@ -107,6 +109,47 @@ def score(
     return estimate, lower, upper, missing, slack
 
 
+def _score_units(
+    cache: Any, layer: int, q: np.ndarray, where: Where, host: Host, run: Run
+) -> tuple[np.ndarray, None, None, np.ndarray, None] | None:
+    """`score` by codes about units' means."""
+    from eps_core.cpu import threads, unit_vectors, units, vectors, write
+
+    store, spec = cache.store, cache.spec
+    groups_per_seal = store.groups_per_seal
+    if groups_per_seal % vectors.LANES:
+        return None
+    batch, num_heads, head_dim = q.shape
+    kv_heads = spec.num_kv_heads
+    rows, passes = batch * kv_heads, -(-num_heads // kv_heads // vectors.HEADS)
+    groups = where.num_groups
+    seals = groups // groups_per_seal
+    dims, staged = part_dims(store, head_dim), where.staged(head_dim)
+    estimate, missing = np.empty((batch, kv_heads, groups), np.float32), np.empty(batch, np.int64)
+    pools = {name: _lanes(host(array)) for name, array in cache.summaries[layer].items()}
+    codes, *later = (pools[name] for name in PARTS[len(dims)])
+    words = sum(-(-many // (8 * unit_vectors.WORD)) for many in dims)
+    at_once = max(threads.num_threads(), 1)
+    nibbles, mean_bytes = 2 * -(-head_dim // 8), -(-head_dim * store.mean_bits // 8)
+
+    def each_pass(*shape: int) -> np.ndarray:
+        return np.empty((rows, passes, *shape), np.float32)
+
+    run(
+        units.score_units, 1 - (-rows // at_once) * (1 + 2 * len(dims)), at_once, np.ascontiguousarray(q),
+        pools["mean"], pools["mean_scale"], store.mean_bits, pools["scale"], codes, (*later, codes, codes)[:2],
+        pools.get("second", codes), pools.get("second_scale", codes), cache.state[layer].fill, where.table,
+        where.lengths, where.guards, np.array(staged, np.int64).reshape(-1, batch), where.refined,
+        host(cache.fixed[layer]["signs"]), *write.rotation(head_dim), np.array(dims), store.S, store.sealed_tokens,
+        store.seals_per_unit, np.empty((batch, seals), np.uint8),
+        np.empty((rows, passes, words * unit_vectors.WORD_TABLE), np.int8), each_pass(nibbles * 16 * vectors.HEADS),
+        each_pass(8 // store.mean_bits * vectors.HEADS * mean_bytes), each_pass(len(dims), vectors.HEADS),
+        np.empty((rows, seals * passes * vectors.HEADS), np.float32), np.empty((rows, groups), np.uint32),
+        np.empty((rows, groups + vectors.LANES), np.int32), np.empty(rows, np.int64), missing, estimate,
+    )  # fmt: skip
+    return estimate, None, None, missing, None
+
+
 def select(
     where: Where, estimate: np.ndarray, num_missing: np.ndarray, layer: int, run: Run
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
@@ -116,7 +159,7 @@ def select(
     modes = read.head_modes[layer] if read.head_modes else ()
     if read.policy != "topk" or read.scope != "kv-head" or set(modes) - {"gate"}:
         return None
-    from eps_core.cpu import score
+    from eps_core.cpu import best
 
     batch, kv_heads, _ = estimate.shape
     forced = where.num_forced + np.asarray(num_missing, np.int64)
@@ -124,7 +167,7 @@ def select(
     groups = np.empty((batch, kv_heads, max(int(uniform.max()), 1)), np.int32)
     visit = np.empty(estimate.shape, np.bool_)
     run(
-        score.select_topk, 1, estimate, uniform, where.guards, where.ends, groups, visit.view(np.uint8),
+        best.select_topk, 1, estimate, uniform, where.guards, where.ends, groups, visit.view(np.uint8),
         alone=estimate.size < FEW_GROUPS,
     )  # fmt: skip
     counts = np.repeat(uniform[:, None], kv_heads, axis=1).astype(np.int32)

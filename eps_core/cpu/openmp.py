@@ -20,7 +20,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from eps_core.cpu import attend, compile, forks, rows, rows_amx, score, threads
+from eps_core.cpu import attend, best, compile, forks, rows, rows_amx, score, threads, units
 from eps_core.cpu.compile import FAST, kernel
 from eps_core.cpu.threads import FAILED, FINISHED
 
@@ -91,8 +91,13 @@ def _score_codes(parallel, num_threads, *args):
 
 
 @kernel(fastmath=FAST)
+def _score_units(parallel, num_threads, *args):
+    on_team(parallel, num_threads, units.score_units, args)
+
+
+@kernel(fastmath=FAST)
 def _select_topk(parallel, num_threads, *args):
-    on_team(parallel, num_threads, score.select_topk, args)
+    on_team(parallel, num_threads, best.select_topk, args)
 
 
 @kernel(fastmath=FAST)
@@ -123,7 +128,8 @@ def _attend_rows_amx(parallel, num_threads, *args):
 _LAUNCHERS: dict[Any, Callable[..., None]] = {
     score.score_rq: _score_rq,
     score.score_codes: _score_codes,
-    score.select_topk: _select_topk,
+    units.score_units: _score_units,
+    best.select_topk: _select_topk,
     attend.attend: _attend,
     attend.attend_tail: _attend_tail,
     attend.skipped_mass: _skipped_mass,

@@ -1,4 +1,4 @@
-"""Compiled scoring and selection over numpy views of a cache: what `score` and `select` of the array backends compute.
+"""Compiled scoring over numpy views of a cache: what `score` of the array backends computes.
 
 Letters as in `gate.protocol`. Float16 arrays come as the int16 of their bits. Summary pools are flat: group row
 ((unit * Hkv + h) * GPU + g % GPU) of a table's group g, GPU = U / S groups per unit. `estimate [B, Hkv, G]` float32 is
@@ -8,6 +8,7 @@ second on are always visited.
 
 import numpy as np
 
+from eps_core.cpu.best import keep_best, list_kept, order
 from eps_core.cpu.compile import FAST, kernel
 from eps_core.cpu.threads import finish, take, wait
 from eps_core.cpu.vectors import DOT_ROWS, HEADS, LANES, PERMUTES, PREFETCH_ROWS, ask_for, dots, score_rows, wide
@@ -16,8 +17,6 @@ from eps_core.summaries.base import LARGEST_ESTIMATE
 # nothing raises in a kernel: a thread that left between `take` and `finish` would keep the others waiting
 CHUNK_GROUPS, CODE_GROUPS = 1024, 64  # of one scoring task of rq and of int8 codes; changes speed only
 UNITS_AHEAD = 8  # whose codes are asked for; changes speed only
-
-RADIX_BITS = (11, 11, 10)  # of a float's 32, most significant first
 
 
 # ---------------------------------------------------------------------------------------------------------------- state
@@ -152,7 +151,8 @@ def score_rq(
     chunks = (units + per_task - 1) // per_task
     in_runs = per_unit % LANES == 0
     places = np.empty(max(per_task * per_unit, groups) + LANES, np.int64)
-    listed, scores = np.empty(groups + 1, np.int32), np.empty(len(places), np.float32)
+    listed, scores = np.empty(groups + LANES, np.int32), np.empty(len(places), np.float32)
+    keys, spare = np.empty(groups, np.uint32), np.empty(groups + LANES, np.uint32)
     while True:
         task = take(progress, 1)
         if task >= rows * chunks:
@@ -195,11 +195,12 @@ def score_rq(
         b, h = row // kv_heads, row % kv_heads
         own = estimate[b, h]
         if refined[b]:
-            keys, known, state = rank_keys(own, 0, groups), 0, states[b]
+            state = states[b]
+            order(own.view(np.uint32), keys)
             for group in range(groups):
-                known += int(state[group] == KNOWN)
                 keys[group] = keys[group] if state[group] == KNOWN else np.uint32(0)
-            count = pick(keys, min(refined[b], known), listed)
+            keep_best(keys, groups, refined[b], spare)
+            count = list_kept(keys, groups, listed)
             m, end, start = -1, 0, 0
             for i in range(count):
                 while listed[i] >= end:
@@ -339,87 +340,3 @@ def score_slack(q, largest_key, slack):
                 energy += q[b, head, c] * q[b, head, c]
             length = np.sqrt(energy) * np.float32(1 / np.sqrt(q.shape[2]))
             slack[b, head // repeat, head % repeat] = slack_of(q.shape[2], length, largest_key[head // repeat])
-
-
-# ------------------------------------------------------------------------------------------------------------ selection
-
-
-@kernel()
-def rank_keys(estimate, first, last):
-    """uint32 keys in the order of estimate [G]; groups below `first` and from `last` on, and +inf, come first. -0 ties
-    with 0."""
-    bits, keys = estimate.view(np.uint32), np.empty(len(estimate), np.uint32)
-    sign, top = np.uint32(0x80000000), np.uint32(0xFF800000)
-    for group in range(len(estimate)):
-        bit = bits[group]
-        keys[group] = ~bit if bit > sign else bit | sign
-    keys[:first] = top
-    keys[last:] = top
-    return keys
-
-
-@kernel()
-def pick(keys, count, picked):
-    """The indices of the `count` largest keys, the lower first among equals, ascending in picked, which has room for
-    one more; returns count."""
-    left, threshold = min(count, len(keys)), np.uint32(0)
-    if left <= 0:
-        return 0
-    candidates, num, shift = keys, len(keys), 32
-    for bits in RADIX_BITS:
-        shift -= bits
-        # four counts of each digit: consecutive keys often share a digit, and an increment waits for the last
-        counts = np.zeros((4, 1 << bits), np.int32)
-        mask = np.uint32((1 << bits) - 1)
-        for i in range(num):
-            counts[i & 3, (candidates[i] >> np.uint32(shift)) & mask] += 1
-        digit = 1 << bits
-        above = 0
-        while above < left:
-            digit -= 1
-            above += counts[0, digit] + counts[1, digit] + counts[2, digit] + counts[3, digit]
-        equal = counts[0, digit] + counts[1, digit] + counts[2, digit] + counts[3, digit]
-        left -= above - equal
-        threshold |= np.uint32(digit) << np.uint32(shift)
-        kept, found = np.empty(num + 1, np.uint32), 0
-        for i in range(num):
-            kept[found] = candidates[i]
-            found += int(((candidates[i] >> np.uint32(shift)) & mask) == digit)
-        candidates, num = kept, found
-    # `left` of the keys that equal the threshold, `num` in all, are wanted: the lowest indices, those below `end`
-    end = len(keys)
-    while num > left:
-        end -= 1
-        num -= int(keys[end] == threshold)
-    # no branches: none could be predicted
-    taken = 0
-    for i in range(end):
-        picked[taken] = i
-        taken += int(keys[i] >= threshold)
-    for i in range(end, len(keys)):
-        picked[taken] = i
-        taken += int(keys[i] > threshold)
-    return taken
-
-
-@kernel()
-def select_topk(progress, estimate, count, guards, ends, groups, visit):
-    """Fills groups [B, Hkv, W] with the `count` [B] best of estimate [B, Hkv, G] within ends [B], the guards and +inf
-    first, ascending and then -1; and visit [B, Hkv, G] uint8. One phase."""
-    batch, kv_heads, _ = estimate.shape
-    while True:
-        row = take(progress, 0)
-        if row >= batch * kv_heads:
-            break
-        b, h = row // kv_heads, row % kv_heads
-        own, end = groups[b, h], ends[b]
-        keys = rank_keys(estimate[b, h, :end], guards[b, 0], guards[b, 1])
-        picked = np.empty(end + 1, np.int32)
-        taken = pick(keys, count[b], picked)
-        visit[b, h] = 0
-        for i in range(taken):
-            own[i] = picked[i]
-            visit[b, h, picked[i]] = 1
-        own[taken:] = -1
-        finish(progress, 0)
-    wait(progress, 0, batch * kv_heads)

@@ -4,6 +4,7 @@ No fastmath here: the order of float32 additions is part of rq's definition (ora
 codes are equal bit for bit in every library.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 
@@ -27,7 +28,7 @@ def _fold(rows, count):
 
 
 @kernel()
-def _rotate(x, signs, blocks, scales):
+def rotate(x, signs, blocks, scales):
     """H diag(signs) x in place: butterflies from the largest half down, block by block."""
     for d in range(len(x)):
         x[d] *= signs[d]
@@ -46,6 +47,13 @@ def _rotate(x, signs, blocks, scales):
         start += size
 
 
+@functools.cache
+def rotation(head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """The blocks of `rotate` and their scales, which nobody may write to."""
+    blocks = hadamard_blocks(head_dim)
+    return np.array(blocks, np.int64), np.array([1 / math.sqrt(block) for block in blocks], np.float32)
+
+
 @kernel()
 def _seal(k, centre, signs, blocks, scales, inverse, second_step, codes, scale, second, second_scale):
     groups, kv_heads, size, head_dim = k.shape
@@ -57,7 +65,7 @@ def _seal(k, centre, signs, blocks, scales, inverse, second_step, codes, scale, 
             _fold(rows, size)
             for d in range(head_dim):
                 x[d] = rows[0, d] * inverse - centre[h, d]
-            _rotate(x, signs, blocks, scales)
+            rotate(x, signs, blocks, scales)
             step = np.float32(0)
             if second.shape[0]:
                 for d in range(head_dim):
@@ -87,8 +95,7 @@ def build_rq(k: np.ndarray, centre: np.ndarray, signs: np.ndarray, with_second: 
     """Summaries [F, Hkv, ..] of keys k [F, Hkv, S, D] float32, as `rq.build_rq` of one bit makes them: centre [Hkv, D],
     signs [D] float32. Scales are float32, to be rounded by the caller."""
     groups, kv_heads, size, head_dim = k.shape
-    blocks = np.array(hadamard_blocks(head_dim), np.int64)
-    scales = np.array([1 / math.sqrt(block) for block in blocks], np.float32)
+    blocks, scales = rotation(head_dim)
     packed, kept = (groups, kv_heads, -(-head_dim // 8)), groups if with_second else 0
     codes, scale = np.zeros(packed, np.uint8), np.zeros(packed[:2], np.float32)
     second, second_scale = np.zeros((kept, *packed[1:]), np.uint8), np.zeros((kept, kv_heads), np.float32)

@@ -1,0 +1,325 @@
+"""Compiled scoring by codes about a unit's mean, read in stages: what `score` of the array backends computes of `rq`
+with `mean_tokens`.
+
+Letters as in `gate.protocol`; N groups share a mean and are sealed together: a seal. Summary pools are flat, the rows of
+seals ((unit * Hkv + h) * seals per unit + seal) and of groups (row of the seal * N + group in it). N is a multiple of
+LANES here. Stages follow each other, as each reads on where the one before estimated most.
+"""
+
+import numpy as np
+
+from eps_core.cpu.best import keep_best, list_kept, order
+from eps_core.cpu.compile import FAST, kernel
+from eps_core.cpu.score import KNOWN, MISSING, PAST, fill_table, pad
+from eps_core.cpu.threads import finish, take, wait
+from eps_core.cpu.unit_vectors import SCANS, WORD, WORD_TABLE, finer_rows, mean_dots, scan
+from eps_core.cpu.vectors import HEADS, LANES, PERMUTES, ask_for, wide
+from eps_core.cpu.write import rotate
+from eps_core.summaries.rq import QUERY_STEPS
+
+CHUNK_GROUPS, FINER_GROUPS = 1024, 256  # of one task; changes speed only
+SEALS_AHEAD, BLOCKS_AHEAD = 6, 16  # whose codes are asked for; changes speed only
+
+
+@kernel()
+def seal_states(fill, table, length, guards, size, sealed, per_unit, states):
+    """Fills states [seals] uint8 of one sequence, table [M]: KNOWN; MISSING, not full in fill [P * per_unit] or at the
+    sequence's end; PAST the end. Returns how many groups of the missing no guard [2] covers."""
+    groups, missing = sealed // size, 0
+    for seal in range(len(states)):
+        first, end = seal * sealed, (seal + 1) * sealed
+        if first >= length:
+            states[seal] = PAST
+        elif end <= length and fill[table[seal // per_unit] * per_unit + seal % per_unit] == sealed:
+            states[seal] = KNOWN
+        else:
+            states[seal] = MISSING
+            missing += max(min((seal + 1) * groups, guards[1]) - max(seal * groups, guards[0]), 0)
+    return missing
+
+
+@kernel()
+def rounded_query(turned, integers):
+    """Fills integers [D] int8 within +-QUERY_STEPS and returns the float32 step of a rotated query [D] float32 ~
+    integers * step. No fastmath: every library rounds the same numbers."""
+    largest = np.float32(0)
+    for d in range(len(turned)):
+        size = abs(turned[d])
+        largest = size if not size <= largest else largest  # NaN stays
+    step = largest / np.float32(QUERY_STEPS)
+    for d in range(len(turned)):
+        whole = np.rint(turned[d] / step) if step > 0 and step < np.inf else np.float32(0)
+        integers[d] = np.int8(min(max(whole, np.float32(-QUERY_STEPS)), np.float32(QUERY_STEPS)))
+    return step
+
+
+@kernel()
+def fill_words(integers, dims, table):
+    """table: what each value of each nibble of the parts of a code, of `dims` dimensions each, adds to integers
+    [HEADS, D] int8 . signs: the tables of `scan`."""
+    word, start = 0, 0
+    entries = np.empty(16, np.int8)
+    for part in range(len(dims)):
+        many = dims[part]
+        words = (many + 8 * WORD - 1) // (8 * WORD)
+        for nibble in range(2 * WORD * words):
+            at, j, side = word + nibble // (2 * WORD), nibble // 2 % WORD, nibble % 2
+            for r in range(HEADS):
+                entries[:] = 0
+                for bit in range(4):
+                    dim = 4 * nibble + bit
+                    one = integers[r, start + dim] if dim < many else np.int8(0)
+                    for value in range(16):
+                        entries[value] += one if (value >> bit) & 1 else -one
+                for value in range(16):
+                    if SCANS:
+                        place = ((side * HEADS + r) * WORD + j) * 16 + value
+                    else:
+                        place = ((side * WORD + j) * 16 + value) * HEADS + r
+                    table[at * WORD_TABLE + place] = entries[value]
+        word, start = word + words, start + many
+
+
+@kernel(fastmath=FAST)
+def prepare(q, shrink, signs, blocks, block_scales, dims, mean_bits, turned, words, table, queries, factors):
+    """The tables of one pass of HEADS query heads: q [HEADS, D] float32 unscaled becomes turned [HEADS, D]; words of
+    `scan`; table of `score_rows`; queries of `mean_dots`; factors [parts, HEADS] of `scan`."""
+    head_dim = q.shape[1]
+    integers = np.empty((HEADS, head_dim), np.int8)
+    sides = 8 // mean_bits
+    mean_bytes = (head_dim + sides - 1) // sides
+    for r in range(HEADS):
+        for d in range(head_dim):
+            turned[r, d] = q[r, d] * shrink
+        rotate(turned[r], signs, blocks, block_scales)
+        step, many = rounded_query(turned[r], integers[r]), 0
+        for part in range(len(dims)):
+            many += dims[part]
+            factors[part, r] = step * np.float32(head_dim / many)
+        for side in range(sides):
+            for byte in range(mean_bytes):
+                dim = byte * sides + side
+                own = turned[r, dim] if dim < head_dim else np.float32(0)
+                queries[(side * HEADS + r) * mean_bytes + byte] = own
+    fill_words(integers, dims, words)
+    num_bytes = (head_dim + 7) // 8
+    fill_table(turned, 1, num_bytes, PERMUTES and num_bytes % 4 == 0, table)
+
+
+@kernel(fastmath=FAST)
+def score_units(
+    progress, rows_at_once, q, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale, fill, table,
+    lengths, guards, staged, refined, signs, blocks, block_scales, dims, size, sealed, per_unit, states, words, tables,
+    queries, factors, bases, keys, listed, counts, missing, estimate,
+):  # fmt: skip
+    """Fills estimate [B, Hkv, G], and missing [B] with how many groups lack a summary and a guard. q [B, Hq, D] float32
+    unscaled. The fields of `summaries.rq` flat, `later` the second and the third part of codes; staged [parts - 1, B]
+    groups are read further, refined [B] get the second bit (0: none); dims of each part; sealed tokens are summarised
+    together, per_unit times a unit. blocks and block_scales of `rotate`.
+
+    Between the phases: states [B, seals] uint8; of each row (b, h) and pass of HEADS query heads: words int8, tables,
+    queries and factors [.., parts, HEADS] float32 of `prepare`, bases [rows, seals * passes * HEADS] float32; keys
+    [rows, G] uint32 of groups whose codes were all read so far; listed [rows, G + LANES] int32 and counts [rows]. A
+    phase and, for each rows_at_once rows, whose summaries then still lie in the caches, another, two a stage, and two
+    for the second bit."""
+    batch, num_heads, head_dim = q.shape
+    _, kv_heads, groups = estimate.shape
+    repeat, rows, passes = num_heads // kv_heads, batch * kv_heads, words.shape[1]
+    seal_groups, seals, parts = sealed // size, states.shape[1], len(dims)
+    shrink, log_size = np.float32(1 / np.sqrt(head_dim)), np.float32(np.log(size))
+    mean_bytes, num_bytes = (head_dim * mean_bits + 7) // 8, (head_dim + 7) // 8
+    first_bytes = (dims[0] + 7) // 8
+    # of all further parts: none has an odd number of bits (`part_dims`)
+    middle_bytes, last_bytes = (dims[1] // 8 if parts > 1 else 0), (dims[2] // 8 if parts > 2 else 0)
+    total = batch + rows * passes
+    own_q, turned = np.empty((HEADS, head_dim), np.float32), np.empty((HEADS, head_dim), np.float32)
+    while True:
+        task = take(progress, 0)
+        if task >= total:
+            break
+        if task < batch:
+            missing[task] = seal_states(
+                fill, table[task], lengths[task], guards[task], size, sealed, per_unit, states[task]
+            )
+        else:
+            row, at = (task - batch) // passes, (task - batch) % passes
+            for r in range(HEADS):
+                # places without a head repeat the first: they do not change a maximum
+                head = row % kv_heads * repeat + at * HEADS + (r if at * HEADS + r < repeat else 0)
+                own_q[r] = q[row // kv_heads, head]
+            prepare(
+                own_q, shrink, signs, blocks, block_scales, dims, mean_bits, turned, words[row, at], tables[row, at],
+                queries[row, at], factors[row, at],
+            )  # fmt: skip
+        finish(progress, 0)
+    wait(progress, 0, total)
+
+    spare, dots = np.empty(groups + LANES, np.uint32), np.empty(HEADS, np.float32)
+    fresh = np.empty(max(seal_groups, FINER_GROUPS), np.float32)
+    fresh_bits = fresh.view(np.uint32)
+    gathered = np.empty(FINER_GROUPS * num_bytes, np.uint8)
+    places, offsets = np.empty(FINER_GROUPS, np.int64), np.empty(HEADS * FINER_GROUPS, np.float32)
+    per_task = max(CHUNK_GROUPS // seal_groups, 1)
+    chunks = (seals + per_task - 1) // per_task
+    most_refined = 0
+    for b in range(batch):
+        most_refined = max(most_refined, refined[b])
+    phase = 1
+    for first_row in range(0, rows, rows_at_once):
+        some = min(rows_at_once, rows - first_row)
+        while True:
+            task = take(progress, phase)
+            if task >= some * chunks:
+                break
+            row, begin = first_row + task // chunks, task % chunks * per_task
+            b, h = row // kv_heads, row % kv_heads
+            own, own_keys = estimate[b, h], keys[row]
+            for seal in range(begin, min(begin + per_task, seals)):
+                group = seal * seal_groups
+                if states[b, seal] != KNOWN:
+                    end = (lengths[b] + size - 1) // size
+                    for i in range(group, group + seal_groups):
+                        own[i] = np.inf if i < end else -np.inf
+                        own_keys[i] = 0
+                    continue
+                place = (table[b, seal // per_unit] * kv_heads + h) * per_unit + seal % per_unit
+                ahead = min(seal + SEALS_AHEAD, seals - 1)
+                ahead = (max(table[b, ahead // per_unit], 0) * kv_heads + h) * per_unit + ahead % per_unit
+                ask_for(codes, ahead * first_bytes * seal_groups, first_bytes * seal_groups)
+                ask_for(mean, ahead * mean_bytes, mean_bytes)
+                ask_for(scale, ahead * seal_groups, seal_groups)
+                ask_for(mean_scale, ahead, 1)
+                for at in range(passes):
+                    mean_dots(mean, place * mean_bytes, mean_bytes, mean_bits, queries[row, at], dots)
+                    base_at, shift = (seal * passes + at) * HEADS, wide(mean_scale[place])
+                    for r in range(HEADS):
+                        bases[row, base_at + r] = log_size + shift * dots[r]
+                    for i in range(0, seal_groups, LANES):
+                        scan(
+                            codes, place * first_bytes * seal_groups + i, seal_groups, first_bytes, (), (), (), scale,
+                            place * seal_groups + i, words[row, at], factors[row, at, 0], bases[row], base_at, at > 0,
+                            fresh[i:],
+                        )  # fmt: skip
+                own[group : group + seal_groups] = fresh[:seal_groups]
+                order(fresh_bits[:seal_groups], own_keys[group:])
+            finish(progress, phase)
+        wait(progress, phase, some * chunks)
+        phase += 1
+
+        for part in range(1, parts):
+            while True:
+                row = take(progress, phase)
+                if row >= some:
+                    break
+                row += first_row
+                keep_best(keys[row], groups, staged[part - 1, row // kv_heads], spare)
+                finish(progress, phase)
+            wait(progress, phase, some)
+            phase += 1
+            while True:
+                task = take(progress, phase)
+                if task >= some * chunks:
+                    break
+                row, begin = first_row + task // chunks, task % chunks * per_task
+                b, h = row // kv_heads, row % kv_heads
+                own, own_keys = estimate[b, h], keys[row]
+                for group in range(begin * seal_groups, min(begin + per_task, seals) * seal_groups, LANES):
+                    alive, coming, next_group = np.uint32(0), np.uint32(0), group + BLOCKS_AHEAD * LANES
+                    for i in range(group, group + LANES):
+                        alive |= own_keys[i]
+                    if next_group < groups:
+                        for i in range(next_group, next_group + LANES):
+                            coming |= own_keys[i]
+                        if coming:
+                            seal = next_group // seal_groups
+                            place = (table[b, seal // per_unit] * kv_heads + h) * per_unit + seal % per_unit
+                            place = place * seal_groups + next_group % seal_groups
+                            if part == 1:
+                                ask_for(later[0], place * middle_bytes, LANES * middle_bytes)
+                            elif part == 2:
+                                ask_for(later[1], place * last_bytes, LANES * last_bytes)
+                    if not alive:
+                        continue
+                    seal, inside = group // seal_groups, group % seal_groups
+                    place = (table[b, seal // per_unit] * kv_heads + h) * per_unit + seal % per_unit
+                    plane, place = place * first_bytes * seal_groups + inside, place * seal_groups + inside
+                    for at in range(passes):
+                        base_at = (seal * passes + at) * HEADS
+                        if part == 1:
+                            scan(
+                                codes, plane, seal_groups, first_bytes, later[:1], (place * middle_bytes,),
+                                (middle_bytes,), scale, place, words[row, at], factors[row, at, 1], bases[row],
+                                base_at, at > 0, fresh,
+                            )  # fmt: skip
+                        else:
+                            scan(
+                                codes, plane, seal_groups, first_bytes, later,
+                                (place * middle_bytes, place * last_bytes), (middle_bytes, last_bytes), scale, place,
+                                words[row, at], factors[row, at, 2], bases[row], base_at, at > 0, fresh,
+                            )  # fmt: skip
+                    order(fresh_bits[:LANES], spare)
+                    for i in range(LANES):
+                        own[group + i] = fresh[i] if own_keys[group + i] else own[group + i]
+                        own_keys[group + i] = spare[i] if own_keys[group + i] else np.uint32(0)
+                finish(progress, phase)
+            wait(progress, phase, some * chunks)
+            phase += 1
+
+        if not most_refined:
+            continue
+        while True:
+            row = take(progress, phase)
+            if row >= some:
+                break
+            row += first_row
+            keep_best(keys[row], groups, refined[row // kv_heads], spare)
+            counts[row] = list_kept(keys[row], groups, listed[row])
+            finish(progress, phase)
+        wait(progress, phase, some)
+        phase += 1
+        pieces = (most_refined + FINER_GROUPS - 1) // FINER_GROUPS
+        while True:
+            task = take(progress, phase)
+            if task >= some * pieces:
+                break
+            row, begin = first_row + task // pieces, task % pieces * FINER_GROUPS
+            b, h = row // kv_heads, row % kv_heads
+            own, count = estimate[b, h], min(counts[row] - begin, FINER_GROUPS)
+            if count > 0:
+                seal, end, start, inside = -1, 0, 0, 0
+                for i in range(count):
+                    group = listed[row, begin + i]
+                    if group >= end:
+                        seal = group // seal_groups
+                        inside, end = seal * seal_groups, (seal + 1) * seal_groups
+                        start = (table[b, seal // per_unit] * kv_heads + h) * per_unit + seal % per_unit
+                    place, n = start * seal_groups + group - inside, group - inside
+                    places[i] = place
+                    ask_for(second, place * num_bytes, num_bytes)
+                    ask_for(second_scale, place, 1)
+                    to = i * num_bytes
+                    for j in range(first_bytes):
+                        gathered[to + j] = codes[(start * first_bytes + j) * seal_groups + n]
+                    if parts > 1:
+                        to += first_bytes
+                        for j in range(middle_bytes):
+                            gathered[to + j] = later[0][place * middle_bytes + j]
+                    if parts > 2:
+                        to += middle_bytes
+                        for j in range(last_bytes):
+                            gathered[to + j] = later[1][place * last_bytes + j]
+                padded = pad(places, count)
+                for at in range(passes):
+                    for i in range(count):
+                        base_at = (listed[row, begin + i] // seal_groups * passes + at) * HEADS
+                        for r in range(HEADS):
+                            offsets[r * FINER_GROUPS + i] = bases[row, base_at + r]
+                    finer_rows(
+                        gathered, second, places, padded, num_bytes, tables[row, at], second_scale, offsets,
+                        FINER_GROUPS, at > 0, fresh,
+                    )  # fmt: skip
+                for i in range(count):
+                    own[listed[row, begin + i]] = fresh[i]
+            finish(progress, phase)
+        wait(progress, phase, some * pieces)
+        phase += 1
