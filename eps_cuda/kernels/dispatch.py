@@ -25,7 +25,7 @@ from eps_cuda.kernels import rows as rows_kernels
 from eps_cuda.kernels import score as score_kernels
 from eps_cuda.kernels import select as select_kernels
 from eps_cuda.kernels import tail as tail_kernels
-from eps_cuda.kernels.write import RqPools, TailPools, write_tokens
+from eps_cuda.kernels.write import RqPools, TailPools, UnitPools, write_tokens
 from eps_cuda.summaries.rq import rotate
 
 State = tuple[Tensor, Tensor]
@@ -179,11 +179,12 @@ def attend_tail(
 
 
 def covers_writing(cache: Cache, layer: int) -> bool:
-    """Whether one kernel writes a decode step's tokens and all that follows from them: rq with its centre, or off."""
+    """Whether one kernel writes a decode step's tokens and all that follows from them: rq, with its centre where it has
+    one, or off."""
     store = cache.store
     if not store.enabled:
         return True
-    return store.facts.coded and not store.has_bounds and cache.centre[layer] is not None
+    return store.facts.coded and not store.has_bounds and cache.can_encode(layer)
 
 
 @torch.inference_mode()
@@ -214,7 +215,7 @@ def plan_step(cache: Cache, slots: np.ndarray) -> None:
 def count_sealed(cache: Cache, one: Cache, plan: WritePlan, num_layers: int = 1) -> None:
     """Counts the keys and values that are read back to seal groups of `one`, the cache or its tail."""
     sealed = num_layers * int(plan.sealed.sum())
-    cache.bytes_k_reread += sealed * cache.spec.num_kv_heads * one.store.S * cache.spec.kv_token_bytes // 2
+    cache.bytes_k_reread += sealed * cache.spec.num_kv_heads * one.store.sealed_tokens * cache.spec.kv_token_bytes // 2
 
 
 @torch.inference_mode()
@@ -222,23 +223,30 @@ def write(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None
     """One token of each sequence, k, v [N, Hkv, D] to slots [N] (device, -1: none), from device arrays alone. The host
     must tell every `state` of the same slots."""
     store, inner = cache.store, cache.tail
-    rq = tail = None
-    valid = None
+    rq: RqPools | UnitPools | None = None
+    tail = valid = None
     if store.enabled:
-        summary, centre = cache.summaries[layer], cache.centre[layer]
-        assert centre is not None
+        summary, centre, signs = cache.summaries[layer], cache.centre[layer], cache.fixed[layer]["signs"]
         valid = cache.valid[layer]
-        rq = RqPools(
-            summary["codes"], summary["scale"], summary.get("second"), summary.get("second_scale"), centre,
-            cache.fixed[layer]["signs"], store.bits,
-        )  # fmt: skip
+        if store.mean_tokens:
+            optional = {name: summary.get(name) for name in ("more", "rest", "second", "second_scale")}
+            rq = UnitPools(
+                mean=summary["mean"], mean_scale=summary["mean_scale"], codes=summary["codes"], scale=summary["scale"],
+                signs=signs, group_tokens=store.S, bits=store.mean_bits, **optional,
+            )  # fmt: skip
+        else:
+            assert centre is not None
+            rq = RqPools(
+                summary["codes"], summary["scale"], summary.get("second"), summary.get("second_scale"), centre, signs,
+                store.bits,
+            )  # fmt: skip
     if inner is not None:
         fields = inner.summaries[layer]
         tail = TailPools(fields["mean"], fields["mean_scale"], inner.valid[layer], store.tail_tokens)
     k, v = (x.to(cache.k[layer].dtype).contiguous() for x in (k, v))
     write_tokens(
-        k, v, slots, cache.k[layer], cache.v[layer], cache.finite[layer], valid, group_tokens=store.S, rq=rq,
-        tail=tail, largest_key=None, largest_value=None,
+        k, v, slots, cache.k[layer], cache.v[layer], cache.finite[layer], valid,
+        sealed_tokens=store.sealed_tokens, rq=rq, tail=tail, largest_key=None, largest_value=None,
     )  # fmt: skip
 
 
@@ -248,6 +256,6 @@ def place(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: Tensor, finite:
     told of NaN and Inf in the cache's place."""
     k, v = (x.to(cache.k[layer].dtype).contiguous() for x in (k, v))
     write_tokens(
-        k, v, slots, cache.k[layer], cache.v[layer], finite, None, group_tokens=cache.store.S, rq=None, tail=None,
-        largest_key=None, largest_value=None,
+        k, v, slots, cache.k[layer], cache.v[layer], finite, None, sealed_tokens=cache.store.sealed_tokens, rq=None,
+        tail=None, largest_key=None, largest_value=None,
     )  # fmt: skip
