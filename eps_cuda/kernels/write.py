@@ -199,7 +199,8 @@ def launch_constants(
     }  # fmt: skip
     warps = 1 if 1 << (log_dim + max(log_sealed, log_tail)) <= TILE else 4
     # all groups of a mean are in hand at once, several times
-    return constants, max(4, (sealed_tokens << log_dim) // (TILE // 8)) if group_tokens else warps
+    at_once = sealed_tokens // group_tokens << log_dim if group_tokens else 0
+    return constants, min(max(at_once // (TILE // 16), 4), 16) if group_tokens else warps
 
 
 def write_tokens(
