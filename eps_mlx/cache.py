@@ -1,8 +1,9 @@
 """The paged KV cache with its summaries: state as plain data, functions that return it.
 
-K and V lie in `[P, Hkv, U, D]` per layer, summaries in `[P, Hkv, U/S, ..]` under the same pool index. MLX writes a
-slice in place only while nobody else holds the buffer: no view of the cache outlives a call here, and `evaluate` must
-run once per chunk or step so that no un-evaluated reader pins an old buffer.
+K and V lie in `[P, Hkv, U, D]` per layer, summaries in `[P, Hkv, U/S, ..]` under the same pool index, S the tokens that
+are summarised together (`Store.sealed_tokens`; "group" means these here). MLX writes a slice in place only while nobody
+else holds the buffer: no view of the cache outlives a call here, and `evaluate` must run once per chunk or step so that
+no un-evaluated reader pins an old buffer.
 """
 
 import math
@@ -65,7 +66,7 @@ class Cache(CountsReads):
 
     def constants(self, layer: int) -> Summary:
         """What builders and scorers of this layer need besides keys (see summaries/base.py)."""
-        if not self.store.facts.coded:
+        if not self.store.needs_centre:
             return self.fixed[layer]
         centre = self.centre[layer]
         if centre is None:
@@ -73,8 +74,8 @@ class Cache(CountsReads):
         return self.fixed[layer] | {"centre": centre}
 
     def can_encode(self, layer: int) -> bool:
-        """Whether full groups have summaries: codes wait for their centre."""
-        return not self.store.facts.coded or self.centre[layer] is not None
+        """Whether full groups have summaries: codes about a centre wait for it."""
+        return not self.store.needs_centre or self.centre[layer] is not None
 
 
 def new_cache(spec: CacheSpec, store: Store, device: str = "auto", kernels: str = "auto") -> Cache:
@@ -113,12 +114,12 @@ def _add_summaries(cache: Cache) -> None:
     spec, store, layers = cache.spec, cache.store, range(cache.spec.num_layers)
     cache.state = [GroupState(spec.num_units, store, spec.max_open_groups) for _ in layers]
     if cache.kernels == "metal":
-        cache.valid = [mx.zeros(spec.num_units * store.groups_per_unit, mx.uint8) for _ in layers]
+        cache.valid = [mx.zeros(spec.num_units * store.seals_per_unit, mx.uint8) for _ in layers]
     cache.centre = [None for _ in layers]
     cache.early = [[] for _ in layers]
     fixed = [table.constants(store, layer, spec.num_kv_heads, spec.head_dim) for layer in layers]
     cache.fixed = [{name: mx.array(array) for name, array in one.items()} for one in fixed]
-    pool, slots = (spec.num_units, spec.num_kv_heads, store.groups_per_unit), (spec.max_open_groups, spec.num_kv_heads)
+    pool, slots = (spec.num_units, spec.num_kv_heads, store.seals_per_unit), (spec.max_open_groups, spec.num_kv_heads)
     stored, running = table.fields(store, spec.head_dim), table.running(store, spec.head_dim)
     cache.summaries = [
         {name: mx.zeros((*pool, *one.shape), getattr(mx, one.dtype)) for name, one in stored.items()} for _ in layers
@@ -223,7 +224,7 @@ def _update_summaries(cache: Cache, layer: int, keys: mx.array, plan: WritePlan)
             return
         # the first centre: encode every group that is full by now, also those written long ago
         state = cache.state[layer]
-        written = np.flatnonzero(state.valid(np.arange(cache.spec.num_units * cache.store.groups_per_unit)))
+        written = np.flatnonzero(state.valid(np.arange(cache.spec.num_units * cache.store.seals_per_unit)))
         _seal_stored(cache, layer, np.setdiff1d(written, full))
         mark_valid(cache, layer, written)
         parts = parts[:0]
@@ -297,9 +298,9 @@ def _seal_stored(cache: Cache, layer: int, groups: np.ndarray) -> None:
     if not len(groups):
         return
     spec, store = cache.spec, cache.store
-    units, subs = np.divmod(groups, store.groups_per_unit)
-    rows = (units[:, None] * spec.num_kv_heads + np.arange(spec.num_kv_heads)) * store.groups_per_unit + subs[:, None]
-    keys = pages.tiles_of(cache.k[layer], mx.array(rows), store.S)
+    units, subs = np.divmod(groups, store.seals_per_unit)
+    rows = (units[:, None] * spec.num_kv_heads + np.arange(spec.num_kv_heads)) * store.seals_per_unit + subs[:, None]
+    keys = pages.tiles_of(cache.k[layer], mx.array(rows), store.sealed_tokens)
     cache.bytes_k_reread += keys.nbytes
     _store(cache, layer, groups, _summarise(cache, layer, keys))
 
@@ -313,7 +314,7 @@ def _summarise(cache: Cache, layer: int, k: mx.array) -> Summary:
 
 
 def _places(cache: Cache, groups: np.ndarray) -> tuple[mx.array, mx.array]:
-    units, subs = np.divmod(groups, cache.store.groups_per_unit)
+    units, subs = np.divmod(groups, cache.store.seals_per_unit)
     return mx.array(units.astype(np.int32)), mx.array(subs.astype(np.int32))
 
 
@@ -344,7 +345,7 @@ def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
                     for from_open, to_open in one.state[layer].copy(from_unit, to_unit):
                         for running in one.open[layer].values():
                             running[to_open] = running[from_open]
-                    per_unit = one.store.groups_per_unit
+                    per_unit = one.store.seals_per_unit
                     mark_valid(one, layer, to_unit * per_unit + np.arange(per_unit))
     return cache
 
@@ -363,7 +364,7 @@ def grow(cache: Cache, num_units: int) -> Cache:
             one.summaries = [
                 {name: _longer(pool, num_units) for name, pool in fields.items()} for fields in one.summaries
             ]
-            one.valid = [_longer(flags, num_units * one.store.groups_per_unit) for flags in one.valid]
+            one.valid = [_longer(flags, num_units * one.store.seals_per_unit) for flags in one.valid]
         evaluate(cache)
     return cache
 

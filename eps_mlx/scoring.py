@@ -7,11 +7,13 @@ import numpy as np
 
 from eps_core.gate.protocol import Scores
 from eps_core.paging.where import Where
+from eps_core.summaries.base import Field
 from eps_core.summaries.table import fields
 from eps_mlx.cache import Cache
 from eps_mlx.kernels.choose import routed
 from eps_mlx.selection import best_first
 from eps_mlx.summaries.base import Summary, logit_slack
+from eps_mlx.summaries.rq import of_groups
 from eps_mlx.summaries.table import method, score_summary
 
 
@@ -25,34 +27,39 @@ def score(cache: Cache, layer: int, q: mx.array, where: Where) -> Scores:
     can_encode = cache.can_encode(layer)
     missing = where.missing(cache.state[layer], can_encode)
     num_missing = where.num_missing(cache.state[layer], can_encode)
-    groups, inside, table = where.num_groups, where.inside, where.table
+    inside = where.inside
 
     with mx.stream(cache.stream):
         a = q.astype(mx.float32).reshape(batch, kv_heads, -1, head_dim) * (1 / math.sqrt(head_dim))
         # whole units of one head are contiguous in K and in every summary
-        rows = mx.array((np.maximum(table, 0)[:, None, :] * kv_heads + np.arange(kv_heads)[:, None]).astype(np.int32))
+        rows = mx.array(
+            (np.maximum(where.table, 0)[:, None, :] * kv_heads + np.arange(kv_heads)[:, None]).astype(np.int32)
+        )
         stored = fields(store, head_dim)
-        pools = {name: pool for name, pool in cache.summaries[layer].items() if not stored[name].best_only}
+        pools = {name: pool for name, pool in cache.summaries[layer].items() if _of_all(stored[name])}
         if store.facts.reads_keys:
             keys = cache.k[layer]
             pools = {"keys": keys.reshape(*keys.shape[:2], -1, store.S, head_dim)}
         gathered = {
             name: mx.take(pool.reshape(spec.num_units * kv_heads, -1), rows, axis=0).reshape(
-                batch, kv_heads, groups, *pool.shape[3:]
+                batch, kv_heads, -1, *pool.shape[3:]
             )
             for name, pool in pools.items()
         }
         constants = cache.constants(layer)
         if store.facts.by_place:
             length = mx.array(where.lengths)[:, None, None, None]
-            constants = constants | {"groups": mx.arange(groups), "length": length}
+            constants = constants | {"groups": mx.arange(where.num_groups), "length": length}
         parts = score_summary(store, constants, gathered, a)
         known, unknown = mx.array(inside & ~missing)[:, None, :], mx.array(missing)[:, None, :]
         # the groups that were not scored: without a summary, and past the end
         rest = mx.where(unknown, math.inf, -math.inf)
         estimate = mx.where(known, parts[0].max(axis=2), -math.inf)
+        left = mx.broadcast_to(known, estimate.shape)  # whose codes were read as far as any
+        for part in range(2, 2 + len(where.staged(head_dim))):
+            estimate, left = _read_on(cache, layer, a, estimate, left, gathered, where, part)
         if where.config.read.refine:
-            estimate = _refined(cache, layer, a, estimate, gathered, where)
+            estimate, left = _read_on(cache, layer, a, estimate, left, gathered, where, None)
         estimate = mx.where(known, estimate, rest)
         if parts[1] is None or parts[2] is None:
             return Scores(estimate, None, None, num_missing, kernels=cache.kernels)
@@ -62,25 +69,49 @@ def score(cache: Cache, layer: int, q: mx.array, where: Where) -> Scores:
         return Scores(estimate, lower, upper, num_missing, slack, cache.kernels)
 
 
-def _refined(cache: Cache, layer: int, a: mx.array, estimate: mx.array, first: Summary, where: Where) -> mx.array:
-    """`estimate` [B, Hkv, G] (-inf: unknown) with two-bit estimates of each head's best groups, the lower index first
-    among equals; only their second bits are read. `first` [B, Hkv, G, ..] is what scoring read of all."""
-    kv_heads, per_unit = cache.spec.num_kv_heads, cache.store.groups_per_unit
-    table, counts = where.table, where.refined
+def _of_all(field: Field) -> bool:
+    """Whether scoring reads it of every group."""
+    return not field.best_only and not field.part
+
+
+def _read_on(
+    cache: Cache,
+    layer: int,
+    a: mx.array,
+    estimate: mx.array,
+    left: mx.array,
+    first: Summary,
+    where: Where,
+    part: int | None,
+) -> tuple[mx.array, mx.array]:
+    """(`estimate` [B, Hkv, G] with better ones of each head's best groups among `left` [B, Hkv, G], the lower index
+    first among equals; these alone [B, Hkv, G]): from one more part of their codes, the `part`-th, or from their second
+    bits where it is None. Only these are read. `first` [B, Hkv, .., ..] is what scoring read of all."""
+    store, kv_heads, head_dim = cache.store, cache.spec.num_kv_heads, a.shape[-1]
+    table, counts = where.table, where.refined if part is None else where.staged(head_dim)[part - 2]
     most = int(counts.max())
-    best = best_first(estimate)[..., :most]
+    best = best_first(mx.where(left, estimate, -math.inf))[..., :most]
     units = mx.broadcast_to(
         mx.array(np.maximum(table, 0).astype(np.int32))[:, None], (len(table), kv_heads, table.shape[1])
     )
     heads = mx.arange(kv_heads, dtype=mx.int32)[None, :, None]
-    rows = (mx.take_along_axis(units, best // per_unit, axis=-1) * kv_heads + heads) * per_unit + best % per_unit
     index = mx.arange(len(table), dtype=mx.int32)[:, None, None]
-    summary = {name: array[index, heads, best] for name, array in first.items()}
-    for name in cache.summaries[layer].keys() - first.keys():
-        pool = cache.summaries[layer][name]
-        summary[name] = mx.take(pool.reshape(-1, *pool.shape[3:]), rows, axis=0)
-    finer = method(cache.store.method).refine(cache.store, cache.constants(layer), summary, a).max(axis=2)
+    seals, groups, per_unit = best // store.groups_per_seal, best % store.groups_per_seal, store.seals_per_unit
+    rows = (mx.take_along_axis(units, seals // per_unit, axis=-1) * kv_heads + heads) * per_unit + seals % per_unit
+    later = {
+        name: cache.summaries[layer][name].flatten(0, 2)
+        for name, field in fields(store, head_dim).items()
+        if (field.best_only or field.part if part is None else 0 < field.part < part)
+    }
+    if store.mean_tokens:
+        summary = {name: of_groups(name, array, (index, heads, seals), groups) for name, array in first.items()}
+        summary |= {name: of_groups(name, pool, (rows,), groups) for name, pool in later.items()}
+    else:
+        summary = {name: array[index, heads, best] for name, array in first.items()}
+        summary |= {name: pool[rows] for name, pool in later.items()}
+    constants, own = cache.constants(layer), method(store.method)
+    finer = own.refine(store, constants, summary, a) if part is None else own.stage(store, constants, summary, a, part)
     coarse = mx.take_along_axis(estimate, best, axis=-1)
-    wanted = mx.array(np.arange(most) < counts[:, None])[:, None]
-    finer = mx.where(wanted & (coarse > -math.inf), finer, coarse)
-    return mx.put_along_axis(estimate, best, finer, axis=-1)
+    wanted = mx.array(np.arange(most) < counts[:, None])[:, None] & mx.take_along_axis(left, best, axis=-1)
+    finer = mx.where(wanted, finer.max(axis=2), coarse)
+    return mx.put_along_axis(estimate, best, finer, axis=-1), mx.put_along_axis(left & False, best, wanted, axis=-1)

@@ -133,7 +133,8 @@ def scene(target, repeat: int = 2, kv_heads: int = 2, spread: float = 0.1, **con
     k = rng.normal(size=(80, 1, kv_heads, 16)) + spread * rng.normal(size=(80, 4, kv_heads, 16))
     k = k.reshape(-1, kv_heads, 16).astype(np.float32)
     v = rng.normal(size=k.shape).astype(np.float32)
-    table = np.stack([rng.permutation(20) for _ in range(3)])
+    units = 320 // eps.store.unit_tokens
+    table = np.stack([rng.permutation(units) for _ in range(3)])
     q = rng.normal(size=(3, kv_heads * repeat, 16)) * rng.choice([0.5, 3, 8], (3, kv_heads * repeat, 1))
     return Scene(fill(*target, eps, "float32", k, v), q.astype(np.float32), table, np.array([320, 251, 37]))
 

@@ -10,6 +10,7 @@ from eps_core.cli.help import FILE, INPUT, MEASURING, METHOD, OUTPUT, OUTPUT_FIL
 from eps_core.cli.numbers import COUNT, SHARE, TOKENS, ListOf, Real, SizedMethod
 from eps_core.cli.options import (
     DEMO_METHOD,
+    code_settings,
     config_of,
     flag,
     given_flags,
@@ -40,7 +41,11 @@ _STEPS: dict[str, Any] = {"heading": INPUT, "type": TOKENS, "default": 32, "show
 _DEFAULT_BUDGETS = "0.05,0.1,0.2,0.3"
 _METHODS = (*METHODS[1:], *EVALUATION_METHODS)  # that replay takes
 # flags that only codes have, as they are when not given
-_CODE_FLAGS: dict[str, Any] = {"eps_bits": EpsConfig.of().store.bits, "eps_rq_bounds": False, "eps_refine": None}
+_CODE_FLAGS: dict[str, Any] = {
+    "eps_bits": EpsConfig.of().store.bits,
+    "eps_rq_bounds": False,
+    **dict.fromkeys(("eps_unit_tokens", "eps_mean_bits", "eps_stages", "eps_refine")),
+}
 
 
 @command(
@@ -265,7 +270,10 @@ def _configs(ctx: click.Context, flags: dict[str, Any]) -> list[EpsConfig]:
 def _name(config: EpsConfig) -> str:
     name = f"{config.store.method}@{config.store.S}"
     if config.store.facts.coded:
-        name += f" {config.store.bits} bit" + (f" refine {config.read.refine:g}" if config.read.refine else "")
+        name += f" {config.store.bits} bit"
+        name += f" of {config.store.mean_tokens}" if config.store.mean_tokens else ""
+        name += f" stages {','.join(map(str, config.read.stages))}" if config.read.stages else ""
+        name += f" refine {config.read.refine:g}" if config.read.refine else ""
         name += " bounds" if config.store.rq_bounds else ""
     return name + (f" dim {config.store.dim}" if config.store.dim is not None else "")
 
@@ -350,8 +358,7 @@ def calibrate_command(ctx: click.Context, /, **flags: Any) -> None:
     config = EpsConfig.of(
         method=method,
         dim=flags["eps_dim"],
-        bits=flags["eps_bits"],
-        refine=flags["eps_refine"],
+        **code_settings(flags),
         group_tokens=flags["eps_group_tokens"],
         group_blocks=flags["eps_group_blocks"],
         block_size=flags["block_size"],

@@ -20,6 +20,7 @@ from eps_core.cli.numbers import COUNT, SEED, TOKENS, Real
 from eps_core.cli.options import (
     AUTO,
     DEMO_METHOD,
+    code_settings,
     config_of,
     flag,
     given_flags,
@@ -253,8 +254,8 @@ def info_command(ctx: click.Context, /, **flags: Any) -> None:
     if flags["eps_group_tokens"] is not None and flags["eps_group_blocks"] is not None:
         raise click.UsageError("--eps-group-tokens and --eps-group-blocks say the same thing twice: give one of them")
     rows = terminal.memory_rows(
-        layers, kv_heads, head_dim, context, flags["block_size"], flags["eps_dim"], flags["eps_bits"],
-        flags["eps_group_tokens"], flags["eps_group_blocks"], flags["eps_refine"],
+        layers, kv_heads, head_dim, context, flags["block_size"], flags["eps_dim"], flags["eps_group_tokens"],
+        flags["eps_group_blocks"], code_settings(flags),
     )  # fmt: skip
     backends = {name: _backend_status(name) for name in BACKENDS}
     click.echo(f"eps {provenance.package_version() or '(not installed)'}, Python {platform.python_version()}")

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from eps_core.cli.help import FILE, METHOD, MODEL, SELECTION, option, options
-from eps_core.cli.numbers import MOST_SEED, OrWord, Real, Whole
+from eps_core.cli.numbers import MOST_SEED, ListOf, OrWord, Real, Whole
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import DEFAULT_BUDGET, DEFAULT_GUARDS, DEFAULT_TAU, POLICIES, SCOPES
 from eps_core.config.store import DEFAULT_TAIL_TOKENS, METHODS, coded_methods, dim_meanings
@@ -19,6 +19,8 @@ DEMO_METHOD = "rq"
 _CODED = coded_methods()
 _OWN = ", ".join(names(lambda one: one.role == "public" and one.guards != DEFAULT_GUARDS))  # with defaults of their own
 _FACTS = facts(DEMO_METHOD)
+assert _FACTS.unit is not None
+_UNIT = _FACTS.unit
 AUTO = "auto"  # of --eps-min-context
 # flags that mean something under one policy only
 _POLICY_FLAGS = {"eps_budget": "topk", "eps_tau": "share", "eps_alpha": "threshold"}
@@ -47,9 +49,22 @@ summary_options = options(
         help=f"Bits of one {_CODED} code: 1, 2, 4 or 8.",
     ),
     _kept(
+        "--eps-unit-tokens", type=Whole(),
+        help=f"{_CODED} of 1 bit: code groups about the mean of 32 or 64 tokens; 0: about one centre a head.  "
+        f"[default: {_UNIT.mean_tokens}]",
+    ),
+    _kept(
+        "--eps-mean-bits", type=Whole(), help=f"Of a dimension of that mean, 4 or 8.  [default: {_UNIT.mean_bits}]",
+    ),
+    _kept(
+        "--eps-stages", type=ListOf(Real()),
+        help="With --eps-unit-tokens: read half of each code, the rest of this share of the groups; 0.5,0.2: a "
+        f"quarter, a quarter of .5, half of .2; 0: whole.  [default: {','.join(map(str, _UNIT.stages))}]",
+    ),
+    _kept(
         "--eps-refine", type=Real(),
         help=f"{_CODED} of 1 bit: share of the groups of which a second bit is read; 0: none.  "
-        f"[default: {_FACTS.refine}]",
+        f"[default: {_UNIT.refine}, {_FACTS.refine} without --eps-unit-tokens]",
     ),
     _kept(
         "--eps-group-tokens", type=Whole(),
@@ -181,13 +196,12 @@ def config_of(
     config = EpsConfig.of(
         method=method,
         dim=flags["eps_dim"],
-        bits=flags["eps_bits"],
+        **code_settings(flags),
         rq_bounds=flags["eps_rq_bounds"],
         bound_bits=flags["eps_bound_bits"],
         tail_tokens=_tail_tokens(flags),  # type: ignore[arg-type]
         group_tokens=flags["eps_group_tokens"],
         group_blocks=flags["eps_group_blocks"],
-        refine=flags["eps_refine"],
         policy=policy,
         budget=flags["eps_budget"],
         tau=flags["eps_tau"],
@@ -215,6 +229,18 @@ def config_of(
             raise click.UsageError(f"--eps-{end}-n {groups} is negative: use 0 or more groups")
         config = config.replace(**{f"{end}_tokens": groups * config.store.S})
     return config
+
+
+def code_settings(flags: dict[str, Any]) -> dict[str, Any]:
+    """What the flags say of codes, as flat settings."""
+    stages = flags["eps_stages"]
+    return {
+        "bits": flags["eps_bits"],
+        "mean_tokens": flags["eps_unit_tokens"],
+        "mean_bits": flags["eps_mean_bits"],
+        "stages": () if stages == (0,) else stages,
+        "refine": flags["eps_refine"],
+    }
 
 
 def refuse_bits(given: set[str], method: str) -> None:

@@ -50,9 +50,9 @@ class EpsConfig:
             f"{store.method} with {store.bits} bits: leave it out",
         )
         require(
-            store.parts == 1 + len(read.stages),
-            f"eps-stages {','.join(map(str, read.stages)) or 'none'} reads other parts of codes than the cache keeps, "
-            f"{store.parts}: make it with as many eps-stages",
+            len(read.stages) < store.parts,
+            f"eps-stages {','.join(map(str, read.stages))} reads codes in more parts than the {store.parts} that the "
+            "cache keeps: make it with these eps-stages",
         )
         require(
             store.second_bit or not read.refine,
@@ -93,6 +93,11 @@ class EpsConfig:
             return cls(store, read)
         return cls(replace(store, second_bit=facts.coded and read.refine > 0, parts=1 + len(read.stages)), read)
 
+    @classmethod
+    def reading(cls, store: Store) -> Self:
+        """A read of everything that a store keeps, whatever its method's usual one is: for checks."""
+        return cls(store, Read(stages=(0.5,) * (store.parts - 1), refine=0.25 if store.second_bit else 0.0))
+
     def replace(self, **flat: Any) -> Self:
         """The same but for these flat settings, which are taken as given."""
         return type(self).of(**{**self.to_dict(), **flat})
@@ -128,8 +133,9 @@ class EpsConfig:
 
     def staged_groups(self, length: int, head_dim: int) -> tuple[int, ...]:
         """Groups of a sequence of `length` tokens, per kv head, of whose codes scoring reads each part after the first.
-        A head dim of fewer parts than the store asks for has the last of its stages."""
-        stages = self.read.stages[len(self.read.stages) + 1 - table.num_parts(self.store, head_dim) :]
+        Parts that no stage speaks of are read of all; a head dim of fewer parts than stages has the last of them."""
+        later = table.num_parts(self.store, head_dim) - 1
+        stages = ((1.0,) * later + self.read.stages)[len(self.read.stages) :]
         return tuple(math.ceil(share * -(-length // self.store.S)) for share in stages)
 
     def to_dict(self) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from typing import Any, Self, overload
 from tokenizers import Tokenizer
 
 from eps_core.config.eps import EpsConfig
-from eps_core.config.read import Read
 from eps_core.config.store import CacheSpec, Store
 from eps_core.config.verify import Verify
 from eps_core.cpu.kernels import why_not
@@ -176,7 +175,7 @@ class Session:
                 self.kernels,
                 spec,
                 self.spec.num_heads,
-                EpsConfig(store, Read()),
+                EpsConfig.reading(store),
                 progress,
                 verified,
             )

@@ -35,7 +35,7 @@ def _fault(
     eps: Any, device: str, kernels: str, kv_heads: int, head_dim: int, dtype: str, num_heads: int, store: Store
 ) -> str | None:
     spec = CacheSpec(1, kv_heads, head_dim, 1, dtype)
-    fault = disagreement(eps, device, kernels, spec, num_heads, EpsConfig(store))
+    fault = disagreement(eps, device, kernels, spec, num_heads, EpsConfig.reading(store))
     if fault is None:
         return None
     line = f"kernels {kernels} failed their check on this device ({fault})"

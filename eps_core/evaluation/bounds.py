@@ -28,12 +28,14 @@ from eps_core.summaries.table import names
 BOUNDED_ARMS: tuple[dict[str, Any], ...] = (
     *({"method": name} for name in names(lambda one: not one.no_bounds)),
     *({"method": "moments", "dim": dim} for dim in (2, 4)),
-    *({"method": "rq", "rq_bounds": True, "bits": bits} for bits in (1, 2, 4, 8)),
+    *({"method": "rq", "rq_bounds": True, "bits": bits, "mean_tokens": 0} for bits in (1, 2, 4, 8)),
+    *({"method": "rq", "rq_bounds": True, "mean_tokens": 32, "mean_bits": bits} for bits in (4, 8)),
+    {"method": "rq", "rq_bounds": True, "mean_tokens": 64},
 )
 # certified from codes of single keys: their bounds are made after the selection, so the gate alone checks them
 KEY_CODE_ARMS: tuple[dict[str, Any], ...] = (
-    {"method": "rq", "bound_bits": 8},
-    {"method": "rq", "bound_bits": 4},
+    {"method": "rq", "bound_bits": 8, "mean_tokens": 0},
+    {"method": "rq", "bound_bits": 4, "mean_tokens": 32},
     {"method": "box", "bound_bits": 8},
     {"method": "moments", "bound_bits": 4},
     {"method": "jl", "bound_bits": 8},
@@ -183,7 +185,9 @@ class Trial:
     kv_heads: int = 2
 
     def config(self, **settings: Any) -> EpsConfig:
-        size = self.group_tokens
+        size, mean_tokens = self.group_tokens, self.arm.get("mean_tokens", 0)
+        if mean_tokens and (size >= mean_tokens or mean_tokens % size):
+            size = 4  # which lie in a mean's tokens
         block = size * max(1, 16 // size)
         defaults = {"group_tokens": size, "block_size": block, "first_tokens": size, "last_tokens": size}
         defaults["tail_tokens"] = 0  # not part of what is certified

@@ -65,6 +65,8 @@ class Cell:
     group_tokens: Count
     bits: int | None
     refine: float | None
+    mean_tokens: int | None
+    stages: tuple[float, ...] | None
     tail_tokens: int
     dim: int | None
     policy: str
@@ -211,6 +213,8 @@ def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[Key
                     group_tokens=arm.store.S,
                     bits=arm.store.code_bits,
                     refine=arm.read.refine if arm.store.facts.coded else None,
+                    mean_tokens=arm.store.mean_tokens or None,
+                    stages=arm.read.stages or None,
                     tail_tokens=arm.store.tail_tokens,
                     dim=arm.store.dim,
                     policy=arm.read.policy,
@@ -239,15 +243,20 @@ def _ratio(part: int, whole: int) -> float | None:
 
 def arm_name(cell: Cell) -> tuple:
     """What makes cells points of one curve."""
-    return cell.method, cell.group_tokens, cell.bits, cell.refine, cell.policy, tuple(cell.guards), cell.tail_tokens
+    codes = cell.bits, cell.refine, cell.mean_tokens, cell.stages and tuple(cell.stages)
+    return cell.method, cell.group_tokens, codes, cell.policy, tuple(cell.guards), cell.tail_tokens
 
 
 def label(name: tuple) -> str:
     """An arm in words, for a table."""
-    method, group_tokens, bits, refine, policy, guards, tail_tokens = name
+    method, group_tokens, (bits, refine, mean_tokens, stages), policy, guards, tail_tokens = name
     words = [f"`{method}`", str(group_tokens)]
     if bits:
         words.append(f"{bits}+1 bit" if refine else f"{bits} bit")
+        if bits == 1 and not mean_tokens:
+            words.append("about a centre")
+        elif mean_tokens:
+            words.append(f"about {mean_tokens}" + ("" if stages else ", whole"))
     if policy != "topk":
         words.append(policy)
     if tail_tokens:

@@ -54,6 +54,8 @@ def cell_line(index: int, setting: Setting, config: EpsConfig | None, numbers: d
         "alpha": config.read.alpha if config and config.read.policy == "threshold" else None,
         "top_pages": config.read.top_pages if config else setting.top_pages,
         "guards": [config.read.first_tokens, config.read.last_tokens] if config else None,
+        "mean_tokens": (config.store.mean_tokens or None) if config else setting.mean_tokens,
+        "stages": (list(config.read.stages) or None) if config else None,
         "refine": config.read.refine if config else setting.refine,
         "tail_tokens": config.store.tail_tokens if config else setting.tail_tokens,
         "bound_bits": config.store.bound_bits if config else setting.bound_bits,

@@ -1,6 +1,7 @@
 """The cells of a grid as asked for: axes and their values, and the config that each combination names."""
 
 import itertools
+import re
 from dataclasses import asdict, dataclass, fields
 from math import prod
 from pathlib import Path
@@ -44,6 +45,8 @@ class Setting:
     heads: str = "all"
     strict: bool = False
     bound_bits: int | None = None
+    mean_tokens: int | None = None  # rq: see `Store`
+    stages: str | None = None  # as --eps-stages takes them
     refine: float | None = None
     tail_tokens: int | None = None
     scope: str = "kv-head"
@@ -58,10 +61,10 @@ class Setting:
     temperature: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """A cell of no verified decoding leaves out such axes as have their defaults: a grid that asks for none of it
-        is the same grid as before there were any, and its file goes on."""
+        """A cell leaves out newer axes that have their defaults (of verified decoding, where it has none of it): a grid
+        that asks for none of them is the same grid as before there were any, and its file goes on."""
         usual, values = Setting(), asdict(self)
-        axes = ("verify", *_VERIFY_AXES) if self.verify == usual.verify else ()
+        axes = ("mean_tokens", "stages", *(("verify", *_VERIFY_AXES) if self.verify == usual.verify else ()))
         return {name: value for name, value in values.items() if name not in axes or value != getattr(usual, name)}
 
 
@@ -199,8 +202,9 @@ def config_of(setting: Setting, head_modes: HeadModes | None) -> EpsConfig:
     default = EpsConfig.of()
     # what an axis leaves out is the method's own default
     given = {
-        name: getattr(setting, name) for name in ("dim", "bits", "budget", "tau", "bound_bits", "refine", "tail_tokens")
-    }
+        name: getattr(setting, name)
+        for name in ("dim", "bits", "mean_tokens", "budget", "tau", "bound_bits", "refine", "tail_tokens")
+    } | {"stages": _stages_of(setting)}
     common: dict[str, Any] = {
         "method": setting.method,
         "policy": setting.policy,
@@ -229,6 +233,21 @@ def config_of(setting: Setting, head_modes: HeadModes | None) -> EpsConfig:
         epsilon=default.read.epsilon if setting.epsilon is None else float(setting.epsilon),
         strict=setting.strict,
     )
+
+
+_SHARES = re.compile(r"[0-9.]+(,[0-9.]+)*", re.ASCII)
+
+
+def _stages_of(setting: Setting) -> tuple[float, ...] | None:
+    if setting.stages is None:
+        return None
+    try:
+        shares = tuple(map(float, setting.stages.split(","))) if _SHARES.fullmatch(setting.stages) else None
+    except ValueError:
+        shares = None
+    if shares is None:
+        raise ConfigError(f"stages {shown(setting.stages)} is no list of shares: write 0.25, or 0.5,0.2, or 0 for none")
+    return () if shares == (0,) else shares
 
 
 def verify_of(setting: Setting, config: EpsConfig) -> Verify:

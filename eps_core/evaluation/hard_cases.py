@@ -12,7 +12,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.gate.protocol import Backend
 from eps_core.oracle.truth import Filled
-from eps_core.summaries.rq import decode_rq, rotate
+from eps_core.summaries.rq import decode_rq, decode_units, rotate
 
 KEY_KINDS = (
     "gauss",
@@ -141,17 +141,23 @@ def _top_direction(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def _stored(filled: Filled, unit: np.ndarray, sub: np.ndarray) -> dict[str, np.ndarray]:
-    """The summaries of one group of every (sequence, kv head): fields [B, Hkv, ..]; unit, sub [B, Hkv]."""
-    heads = np.arange(filled.k.shape[1])
+    """The summaries of one group of every (sequence, kv head), with those of all groups that are summarised with it:
+    fields [B, Hkv, ..]; unit, sub [B, Hkv]."""
+    heads, together = np.arange(filled.k.shape[1]), filled.config.store.groups_per_seal
     return {
-        name: filled.backend.to_numpy(array)[unit, heads, sub]
+        name: filled.backend.to_numpy(array)[unit, heads, sub // together]
         for name, array in filled.cache.summaries[0].items()
     }  # fmt: skip
 
 
-def _stored_mean(filled: Filled, stored: dict[str, np.ndarray]) -> np.ndarray | None:
-    """The group mean [B, Hkv, D] as the summary holds it; None where it holds none."""
+def _stored_mean(filled: Filled, stored: dict[str, np.ndarray], sub: np.ndarray) -> np.ndarray | None:
+    """The group mean [B, Hkv, D] as the summary holds it, of group `sub` [B, Hkv] of its unit; None where it holds
+    none."""
     config, head_dim = filled.config, filled.k.shape[-1]
+    if config.store.mean_tokens:
+        means = decode_units(config.store, stored, head_dim)
+        turned = np.take_along_axis(means, (sub % config.store.groups_per_seal)[..., None, None], axis=2)[:, :, 0]
+        return turned @ rotate(np.eye(head_dim), config.store.seed).T
     if config.store.facts.coded:
         turned = decode_rq(stored["codes"], stored["scale"], config.store.bits, head_dim)
         centre = filled.backend.to_numpy(filled.cache.centre[0]).astype(np.float64)
@@ -173,7 +179,7 @@ def hard_queries(filled: Filled, units: np.ndarray, repeat: int, rng: np.random.
     keys = tiles[np.arange(batch)[:, None], heads, sub]  # [B, Hkv, S, D]
     stored = _stored(filled, unit, sub)
     mean = keys.mean(axis=2)
-    known = _stored_mean(filled, stored)
+    known = _stored_mean(filled, stored, sub)
     about = mean if known is None else known
 
     def farthest(origin: np.ndarray) -> np.ndarray:

@@ -89,6 +89,8 @@ class ReplayResult:
             "method": config.store.method,
             "group_tokens": config.store.S,
             "bits": config.store.code_bits,
+            "mean_tokens": config.store.mean_tokens or None,
+            "stages": list(config.read.stages) or None,
             "refine": config.read.refine or None,
             "dim": config.store.dim,
             "policy": config.read.policy,
@@ -173,7 +175,7 @@ def replay_many(
     device: str = "auto",
     layers: Sequence[int] | None = None,
 ) -> list[ReplayResult]:
-    """Every configuration on one capture; those that keep and refine the same share a cache.
+    """Every configuration on one capture; those that keep and score the same share a cache.
 
     `backend` None is the fastest here, `layers` None all of the capture. Beside the cache, one layer of K and V is held
     in float64: 16 * (context + steps) * Hkv * D bytes.
@@ -181,7 +183,7 @@ def replay_many(
     backend = load_backend("auto") if backend is None else backend
     device = choose_device(backend, device)
     layers = capture.info.layers if layers is None else tuple(layers)
-    shared: dict[tuple[Store, float], list[int]] = {}  # what is scored alike
+    shared: dict[tuple[Store, tuple[float, ...], float], list[int]] = {}  # what is scored alike
     for index, config in enumerate(configs):
         if not config.store.enabled:
             raise ConfigError("method off selects nothing: replay needs another method")
@@ -191,12 +193,12 @@ def replay_many(
                 f"head modes are of {len(modes)} layers x {len(modes[0])} kv heads, the capture's model has "
                 f"{capture.info.num_layers} x {capture.info.num_kv_heads}: calibrate that model"
             )
-        shared.setdefault((config.store, config.read.refine), []).append(index)
+        shared.setdefault((config.store, config.read.stages, config.read.refine), []).append(index)
     rows: list[list[dict[str, Any]]] = [[] for _ in configs]  # of each configuration, one a (layer, step)
     for layer in layers:
         q, k, v = capture.layer(layer)
         keys, values = (np.ascontiguousarray(x.swapaxes(0, 1).astype(np.float64)) for x in (k, v))
-        for (store, _), members in shared.items():
+        for (store, *_), members in shared.items():
             one_layer = [_of_layer(configs[index], layer) for index in members]
             state = _Layer(capture, backend, device, store, q, k, v, keys, values)
             for step in range(len(capture.lengths)):

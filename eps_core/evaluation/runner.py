@@ -194,7 +194,7 @@ def _groups(arms: Mapping[K, EpsConfig], alone: bool) -> list[tuple[Store, list[
     centre."""
     found: dict[Hashable, tuple[Store, list[K]]] = {}
     for name, config in arms.items():
-        key = (config.store, name) if alone and config.store.facts.coded else config.store
+        key = (config.store, name) if alone and config.store.needs_centre else config.store
         found.setdefault(key, (config.store, []))[1].append(name)
     return list(found.values())
 

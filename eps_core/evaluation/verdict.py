@@ -31,7 +31,7 @@ _ROUNDING = 1e-9  # a ratio of 0.9 must be 10 % saved
 ARM_KEYS = (
     "method", "policy", "dim", "bits", "group_tokens", "alpha", "budget", "epsilon", "tau", "first_n", "last_n",
     "last_tokens", "byte_budget", "heads", "strict", "device", "model", "refine", "tail_tokens", "guards", "scope",
-    "bound_bits",
+    "bound_bits", "mean_tokens", "stages",
 )  # fmt: skip
 
 
@@ -92,6 +92,8 @@ def arm_name(cell: Mapping[str, Any]) -> str:
         name += f" S={cell['group_tokens']}"
     if _number(cell, "refine"):
         name += " +1 bit"
+    if _number(cell, "mean_tokens"):
+        name += f" about {cell['mean_tokens']:g}" + ("" if cell.get("stages") else ", whole")
     if _number(cell, "tail_tokens"):
         name += " tail"
     guards = cell.get("guards")

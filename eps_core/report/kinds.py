@@ -17,7 +17,8 @@ _FIELDS: dict[str, Any] = {
     **dict.fromkeys(("context_tokens", "prompt_tokens", "batch", "index", "num_needles", "num_samples"), Count),
     **dict.fromkeys(("needles_answered", "needles_dense"), Count),
     **dict.fromkeys(
-        ("dim", "bits", "group_tokens", "tail_tokens", "bound_bits", "top_pages", "last_n", "first_n"), Count
+        ("dim", "bits", "group_tokens", "mean_tokens", "tail_tokens", "bound_bits", "top_pages", "last_n", "first_n"),
+        Count,
     ),
     **dict.fromkeys(("alpha", "budget", "byte_budget", "epsilon", "tau", "refine", "last_tokens"), Setting),
     **dict.fromkeys(("bytes_ratio", "visit_ratio", "forced_ratio"), Ratio),
@@ -32,6 +33,7 @@ _FIELDS: dict[str, Any] = {
     "mass_pairs": Points,
     "visit_ratio_by_layer_and_head": tuple[tuple[Share, ...], ...],
     "guards": tuple[Count, Count],
+    "stages": tuple[Share, ...] | None,
     **dict.fromkeys(("setting", "config", "request", "verified"), dict[str, Any]),
     **dict.fromkeys(("acceptance", "temperature", "draft_ratio", "tokens_per_round", "draft_kl_mean"), Ratio),
     **dict.fromkeys(("documents", "documents_equal"), Count),

@@ -326,7 +326,7 @@ def _ablation_series(cells: list[Line], axis: str) -> dict[str, list[Line]]:
     others = [name for name, _, _ in _ABLATIONS if name != axis]
     held = (
         "policy", "bits", "heads", "strict", "batch", "budget", "byte_budget", "epsilon", "tau", "top_pages", "first_n",
-        "refine", "scope", "bound_bits",
+        "refine", "mean_tokens", "stages", "scope", "bound_bits",
     )  # fmt: skip
     groups: dict[Any, dict[Any, list[Line]]] = {}
     for cell in cells:

@@ -132,7 +132,7 @@ def mean_codes(mu: np.ndarray, most: int = 127) -> tuple[np.ndarray, np.float16]
     return np.clip(np.round(mu / float(scale)), -most, most).astype(np.int8), scale
 
 
-def to_byte(scale: np.ndarray) -> np.ndarray:
+def to_byte(scale: np.ndarray | np.float16) -> np.ndarray:
     """float16 numbers >= 0 in one byte: five bits of exponent and three of mantissa, to the nearest."""
     bits = np.asarray(scale, np.float16).view(np.uint16).astype(np.int32)
     return np.minimum((bits + 64) >> 7, 0xF7).astype(np.uint8)

@@ -204,6 +204,15 @@ def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
     return summary
 
 
+def decode_units(settings: Settings, summary: Summary, head_dim: int) -> np.ndarray:
+    """mu_hat [.., N, D] in rotated space of groups about their units' means, from fields [.., *shape]."""
+    most = 2 ** (settings.mean_bits - 1) - 1
+    codes = unpack_codes(summary["mean"], settings.mean_bits, head_dim).astype(np.float64) - (most + 1)
+    mean = codes * base.f64(summary, "mean_scale")[..., None]
+    signs = _signs(settings, summary, head_dim, settings.parts)
+    return np.asarray(mean[..., None, :] + base.from_byte(summary["scale"])[..., None] * signs)
+
+
 def rotate_query(a: np.ndarray, seed: int) -> np.ndarray:
     """H diag(signs) a [D] in float32 with the additions in the backends' order, so that what is rounded of it is equal:
     pairs that are half a block apart are added and subtracted, down to neighbours."""

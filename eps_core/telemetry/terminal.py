@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from eps_core.config.bytes import kv_bytes, summary_bytes, summary_group_bytes
@@ -156,6 +156,9 @@ def describe(config: EpsConfig) -> str:
     method = config.store.method
     if config.store.facts.coded:
         words = [f"{config.store.bits} bit{'s' if config.store.bits > 1 else ''}"]
+        if config.store.mean_tokens:
+            words[0] += f" about the mean of {config.store.mean_tokens} tokens"
+        words += [f"stages {', '.join(f'{share:g}' for share in config.read.stages)}"] if config.read.stages else []
         words += [f"a second of the best {config.read.refine:g}"] if config.read.refine else []
         words += ["with bounds"] if config.store.rq_bounds else []
         method += f" ({', '.join(words)})"
@@ -314,14 +317,14 @@ def memory_rows(
     num_tokens: int,
     block_size: int = 16,
     dim: int | None = None,
-    bits: int = 1,
     group_tokens: int | None = None,
     group_blocks: int | None = None,
-    refine: float | None = None,
+    codes: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Summary memory of one sequence by method: coarse groups (the product requirements', 8 pages) of every method but
-    those of codes, then each fine one at its own group size. `dim`, `bits`, the group sizes and `refine` replace the
-    defaults; a second bit is kept of all codes, whatever share of them a step reads, and of none where that is 0."""
+    those of codes, then each fine one at its own group size. `dim`, the group sizes and the settings of `codes` replace
+    the defaults; a second bit is kept of all codes, whatever share of them a step reads, and of none where that is
+    0."""
     dense = kv_bytes(num_layers, num_kv_heads, head_dim, num_tokens, "bfloat16")
     coarse = COARSE_GROUP_BLOCKS if group_blocks is None else group_blocks
     plans: list[tuple[str, str, dict[str, Any]]] = [
@@ -337,7 +340,9 @@ def memory_rows(
         if facts(method).dim is not None:
             settings["dim"] = dim
         if facts(method).coded:
-            settings |= {"bits": bits, "refine": refine}
+            settings |= codes or {}
+            if "rq_bounds" in settings:  # which read codes whole
+                settings["stages"] = None
         config = EpsConfig.of(method=method, block_size=block_size, **settings)
         num_bytes = summary_bytes(config.store, num_layers, num_kv_heads, head_dim, num_tokens)
         rows.append(

@@ -186,7 +186,8 @@ def of_groups(name: str, array: Tensor, places: tuple[Tensor, ...], groups: Tens
     index an axis before the shape."""
     if name in ("mean", "mean_scale"):
         return array[places]
-    return array[(*places, slice(None), groups)] if name == "codes" else array[(*places, groups)]
+    within = (slice(None), groups) if name == "codes" else (groups,)
+    return array[(*places, *within)]
 
 
 def _estimate(base: Tensor, codes: Tensor, scale: Tensor, turned: Tensor) -> Tensor:

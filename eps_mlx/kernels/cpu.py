@@ -99,7 +99,7 @@ def attend_tail(
 
 def build_summary(store: Store, constants: dict[str, mx.array], k: mx.array) -> dict[str, mx.array] | None:
     """See `summaries.build_summary`: k [F, Hkv, S, D]. Covers rq of one bit without bounds."""
-    if not store.facts.coded or store.bits != 1 or store.rq_bounds:
+    if not store.facts.coded or store.bits != 1 or store.rq_bounds or store.mean_tokens:
         return None
     keys, centre, signs = (_host(x.astype(mx.float32)) for x in (k, constants["centre"], constants["signs"]))
     summary = write.build_rq(keys, centre, signs, store.second_bit)

@@ -4,7 +4,8 @@ Each takes what the array function of its name takes and returns the same, or No
 function then does it. Nothing here waits for the device.
 
 Kernels score `meanstd`, and `rq` unless it has bounds of its own: where array operations make bounds they make the
-estimate with them, and a kernel of the estimate alone would save nothing. Kernels choose groups by topk per kv head;
+estimate with them, and a kernel of the estimate alone would save nothing. Codes about units' means are read in stages,
+each by one kernel over what the one before left. Kernels choose groups by topk per kv head;
 the masks of other policies, of scope union and of head modes come from array operations, and a kernel lists them
 (`listing`). Attention, of rows too, and tails have kernels whatever was chosen; writes have none.
 """
@@ -22,6 +23,8 @@ from eps_mlx.kernels import score as score_kernels
 from eps_mlx.kernels import select as select_kernels
 from eps_mlx.kernels import tail as tail_kernels
 from eps_mlx.kernels.score_meanstd import score_meanstd
+from eps_mlx.kernels.score_units import read_on, score_units
+from eps_mlx.kernels.turn_units import turn_units
 from eps_mlx.selection import visit_mask
 from eps_mlx.summaries.rq import rotate
 
@@ -47,7 +50,7 @@ def rotation(cache: Cache) -> mx.array:
 
 def score(cache: Cache, layer: int, q: mx.array, where: Where) -> Scores | None:
     store = cache.store
-    covers_codes = store.facts.coded and not store.rq_bounds and cache.centre[layer] is not None
+    covers_codes = store.facts.coded and not store.rq_bounds and cache.can_encode(layer)
     if store.method not in SCORERS and not covers_codes:
         return None
     num_missing = where.num_missing(cache.state[layer])
@@ -57,6 +60,8 @@ def score(cache: Cache, layer: int, q: mx.array, where: Where) -> Scores | None:
             estimate = SCORERS[store.method](
                 q, cache.summaries[layer], cache.valid[layer], table, lengths, group_tokens=store.S
             )
+        elif store.mean_tokens:
+            estimate = unit_estimates(cache, layer, q, where, table, lengths)
         else:
             refined = where.refined
             estimate = estimates(
@@ -84,6 +89,34 @@ def estimates(
             group_tokens=store.S,
         )  # fmt: skip
     return estimate
+
+
+def unit_estimates(cache: Cache, layer: int, q: mx.array, where: Where, table: mx.array, lengths: mx.array) -> mx.array:
+    """[B, Hkv, G] of rq about units' means: q [B, Hq, D], table [B, M] and lengths [B] of `where` on the device."""
+    store, summary = cache.store, cache.summaries[layer]
+    query = turn_units(q, cache.fixed[layer]["signs"], cache.spec.num_kv_heads)
+    estimate, base = score_units(
+        query, summary, cache.valid[layer], table, lengths, group_tokens=store.S, mean_bits=store.mean_bits
+    )
+    # the groups still in the race: of the first stage all
+    values, groups = estimate, None
+    for parts, wanted, most in _stages(cache, where):
+        picked, counts = select_kernels.select_best(values, wanted, width=max(most, 1))
+        estimate, values, groups = read_on(query, base, summary, table, estimate, groups, picked, counts, parts=parts)
+    return estimate
+
+
+def _stages(cache: Cache, where: Where) -> list[tuple[int | None, mx.array, int]]:
+    """(parts of the codes that it reads, None for the second bit; of how many groups of each sequence [B] int32, and at
+    most) of each stage after the first: copied to the device once for all layers."""
+    key = "stages", cache.device
+    if key not in where.kept:
+        found: list[tuple[int | None, np.ndarray]] = list(enumerate(where.staged(cache.spec.head_dim), start=2))
+        if where.config.read.refine:
+            found.append((None, where.refined))
+        where.kept[key] = [(parts, mx.array(wanted.astype(np.int32)), int(wanted.max())) for parts, wanted in found]
+    stages: list[tuple[int | None, mx.array, int]] = where.kept[key]
+    return stages
 
 
 def select(scores: Scores, where: Where, layer: int = 0) -> Selection | None:

@@ -49,13 +49,23 @@ def near16(x: mx.array) -> mx.array:
     return mx.clip(x, -65504.0, 65504.0).astype(mx.float16)
 
 
-def mean_codes(mu: mx.array) -> tuple[mx.array, mx.array]:
-    """int8 codes [.., D] and a float16 scale [..] with mu ~ codes * scale, |codes| <= 127."""
+def mean_codes(mu: mx.array, most: int = 127) -> tuple[mx.array, mx.array]:
+    """int8 codes [.., D] and a float16 scale [..] with mu ~ codes * scale, |codes| <= most."""
     largest = mx.abs(mu).max(axis=-1)
-    scale = up16(largest / 127)
+    scale = up16(largest / most)
     usable = (largest > 0) & mx.isfinite(scale)
-    codes = rounded_codes(mu, mx.where(usable, scale, 0), 127)
+    codes = rounded_codes(mu, mx.where(usable, scale, 0), most)
     return codes.astype(mx.int8), mx.where(usable, scale, 0).astype(mx.float16)
+
+
+def to_byte(scale: mx.array) -> mx.array:
+    """float16 numbers >= 0 in one byte: five bits of exponent and three of mantissa, to the nearest."""
+    return mx.minimum((scale.view(mx.uint16).astype(mx.int32) + 64) >> 7, 0xF7).astype(mx.uint8)
+
+
+def from_byte(stored: mx.array) -> mx.array:
+    """The numbers [..] float32 that `to_byte` stored."""
+    return widened((stored.astype(mx.uint16) << 7).view(mx.float16))
 
 
 def rounded_codes(x: mx.array, scale: mx.array, most: int) -> mx.array:

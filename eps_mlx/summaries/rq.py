@@ -1,4 +1,5 @@
-"""Rotated quantised mean (ours): a few bits a dimension of each group's mean, about a centre of the whole cache."""
+"""Rotated quantised mean (ours): a few bits a dimension of each group's mean, about a centre of the whole cache or
+about the mean of the unit of tokens that the group lies in, and then read in stages."""
 
 import math
 
@@ -7,8 +8,21 @@ import numpy as np
 
 from eps_core.config.store import Store
 from eps_core.summaries.base import LARGEST_ESTIMATE
-from eps_core.summaries.rq import RQ_STEP, SECOND_STEP, hadamard_blocks
-from eps_mlx.summaries.base import Score, Summary, key_norm, logit_slack, near16, norms, per_group, up16, widened
+from eps_core.summaries.rq import PARTS, QUERY_STEPS, RQ_STEP, SECOND_STEP, hadamard_blocks, part_dims
+from eps_mlx.summaries.base import (
+    Score,
+    Summary,
+    from_byte,
+    key_norm,
+    logit_slack,
+    mean_codes,
+    near16,
+    norms,
+    per_group,
+    to_byte,
+    up16,
+    widened,
+)
 
 # ------------------------------------------------------------------------------------------------------------- rotation
 
@@ -48,10 +62,10 @@ def unpack_codes(packed: mx.array, bits: int, head_dim: int) -> mx.array:
     return parts.reshape(*packed.shape[:-1], -1)[..., :head_dim]
 
 
-def _levels(codes: mx.array, bits: int) -> mx.array:
-    """Codes as the float32 numbers that the scale multiplies."""
-    wide = widened(codes)
-    return 2 * wide - 1 if bits == 1 else wide - (2 ** (bits - 1) - 0.5)
+def _levels(codes: mx.array, bits: int, has_zero: bool = False) -> mx.array:
+    """Codes as the float32 numbers that the scale multiplies: 0 is one of them where it `has_zero`."""
+    wide, middle = widened(codes), 2 ** (bits - 1) - (0 if has_zero else 0.5)
+    return 2 * wide - 1 if bits == 1 else wide - middle
 
 
 def _tree_sum(x: mx.array) -> mx.array:
@@ -63,11 +77,57 @@ def _tree_sum(x: mx.array) -> mx.array:
     return x[..., 0, :]
 
 
+def _scale(x: mx.array, levels: mx.array) -> mx.array:
+    """The factor [..] of levels [.., D] that makes <x_hat, x> = |x|^2 (RaBitQ's estimator), float16."""
+    product = (x * levels).sum(axis=-1)
+    return near16(mx.where(product > 0, (x * x).sum(axis=-1) / mx.where(product > 0, product, 1), 0))
+
+
+def _second_bit(x: mx.array, levels: mx.array) -> tuple[mx.array, mx.array]:
+    """The second bits [.., D] of signs `levels` of x [.., D], and their scale [..]."""
+    step = _tree_sum(mx.abs(x)[..., None]) * float(np.float32(SECOND_STEP / x.shape[-1]))
+    second = ((x >= step) | ((x < 0) & (x >= -step))).astype(mx.uint8)
+    return second, _scale(x, levels + 0.5 * _levels(second, 1))
+
+
+def _build_units(store: Store, signs: mx.array, k: mx.array) -> Summary:
+    """Of all groups of a mean: k [.., Hkv, U, D]. The fields of `eps_core.summaries.rq`."""
+    by_group = k.reshape(*k.shape[:-2], -1, store.S, k.shape[-1])
+    turned = rotate(_tree_sum(by_group) * (1 / store.S), signs)  # [.., Hkv, N, D]
+    most = 2 ** (store.mean_bits - 1) - 1
+    codes, mean_scale = mean_codes(_tree_sum(turned) * (1 / turned.shape[-2]), most)
+    stored = (widened(codes) * widened(mean_scale)[..., None])[..., None, :]
+    x = turned - stored
+    positive = (x >= 0).astype(mx.uint8)
+    levels = _levels(positive, 1)
+    scale = to_byte(_scale(x, levels))
+    summary = {
+        "mean": pack_codes(codes.astype(mx.int32) + (most + 1), store.mean_bits), "mean_scale": mean_scale,
+        "scale": scale,
+    }  # fmt: skip
+    dims = part_dims(store, k.shape[-1])
+    for name, part in zip(PARTS[len(dims)], mx.split(positive, np.cumsum(dims)[:-1].tolist(), axis=-1), strict=True):
+        summary[name] = pack_codes(part, 1)
+    summary["codes"] = summary["codes"].swapaxes(-1, -2)
+    if store.second_bit:
+        second, second_scale = _second_bit(x, levels)
+        summary |= {"second": pack_codes(second, 1), "second_scale": to_byte(second_scale)}
+    if store.rq_bounds:
+        rounded = levels * from_byte(scale)[..., None]
+        far = rotate(by_group, signs) - stored[..., None, :] - rounded[..., None, :]
+        summary["error"] = up16(norms(x - rounded))
+        summary["radius"] = up16(key_norm(far))
+        summary["norm"] = up16(key_norm(by_group))
+    return summary
+
+
 def build(store: Store, constants: Summary, k: mx.array) -> Summary:
     """Rotated quantised mean (ours): `bits` per dimension of H D (mu - c) and one scale that makes <x_hat, x> = |x|^2
     (RaBitQ's estimator). centre [Hkv, D] float16. `second_bit` adds to 1-bit codes the bit that makes them 2-bit
     codes, levels sign + second / 2 of +-1, with a scale of its own."""
-    head_dim, bits, centre, signs = k.shape[-1], store.bits, constants["centre"], constants["signs"]
+    if store.mean_tokens:
+        return _build_units(store, constants["signs"], k)
+    bits, centre, signs = store.bits, constants["centre"], constants["signs"]
     x = rotate(_tree_sum(k) * (1 / k.shape[-2]) - widened(centre), signs)
     if bits == 1:
         codes = (x >= 0).astype(mx.uint8)
@@ -76,18 +136,11 @@ def build(store: Store, constants: Summary, k: mx.array) -> Summary:
         step = RQ_STEP[bits] * mx.sqrt((x * x).mean(axis=-1, keepdims=True))
         codes = mx.clip(mx.floor(x / mx.where(step > 0, step, 1)) + half, 0, 2 * half - 1).astype(mx.uint8)
     levels = _levels(codes, bits)
-    product = (x * levels).sum(axis=-1)
-    scale = near16(mx.where(product > 0, (x * x).sum(axis=-1) / mx.where(product > 0, product, 1), 0))
+    scale = _scale(x, levels)
     summary = {"codes": pack_codes(codes, bits), "scale": scale}
     if store.second_bit:
-        step = _tree_sum(mx.abs(x)[..., None]) * float(np.float32(SECOND_STEP / head_dim))
-        second = ((x >= step) | ((x < 0) & (x >= -step))).astype(mx.uint8)
-        finer = levels + 0.5 * _levels(second, 1)
-        product = (x * finer).sum(axis=-1)
+        second, summary["second_scale"] = _second_bit(x, levels)
         summary["second"] = pack_codes(second, 1)
-        summary["second_scale"] = near16(
-            mx.where(product > 0, (x * x).sum(axis=-1) / mx.where(product > 0, product, 1), 0)
-        )
     if store.rq_bounds:
         rounded = levels * widened(scale)[..., None]
         # distances to mu_hat, measured in rotated space
@@ -98,11 +151,11 @@ def build(store: Store, constants: Summary, k: mx.array) -> Summary:
     return summary
 
 
-def _packed_dots(packed: mx.array, bits: int, a: mx.array) -> mx.array:
-    """Inner products [B, Hkv, R, G] of packed codes [B, Hkv, G, bytes] with a [B, Hkv, R, D], scale left out."""
+def _packed_dots(packed: mx.array, bits: int, a: mx.array, has_zero: bool = False) -> mx.array:
+    """Inner products [B, Hkv, R, G] of packed levels [B, Hkv, G, bytes] with a [B, Hkv, R, D], scale left out."""
     head_dim, num_bytes, per_byte = a.shape[-1], packed.shape[-1], 8 // bits
     if bits > 2:
-        return a @ _levels(unpack_codes(packed, bits, head_dim), bits).swapaxes(-1, -2)
+        return a @ _levels(unpack_codes(packed, bits, head_dim), bits, has_zero).swapaxes(-1, -2)
     # One table look-up a byte, for all R heads at once: what each of the 256 bytes adds to each inner product. Three
     # times as fast as unpacking into a matrix on a CPU, and a 32nd of its memory.
     batch, kv_heads, repeat, _ = a.shape
@@ -113,8 +166,68 @@ def _packed_dots(packed: mx.array, bits: int, a: mx.array) -> mx.array:
     return mx.take(added.reshape(-1, repeat), packed + first, axis=0).sum(axis=3).swapaxes(-1, -2)
 
 
+def rounded_query(turned: mx.array) -> tuple[mx.array, mx.array]:
+    """(integers [.., D] float32 within +-QUERY_STEPS, step [.., 1]) of rotated queries [.., D] ~ integers * step."""
+    step = mx.abs(turned).max(axis=-1, keepdims=True) / QUERY_STEPS
+    usable = (step > 0) & mx.isfinite(step)
+    return mx.where(usable, mx.round(turned / mx.where(usable, step, 1)), 0), step
+
+
+def unit_base(store: Store, summary: Summary, turned: mx.array) -> mx.array:
+    """log n + m_hat.a of units, [B, Hkv, R, units]."""
+    dots = _packed_dots(summary["mean"], store.mean_bits, turned, has_zero=True)
+    return math.log(store.S) + dots * per_group(summary, "mean_scale")
+
+
+def of_groups(name: str, array: mx.array, places: tuple[mx.array, ...], groups: mx.array) -> mx.array:
+    """A field [.., *shape] of units as one of groups [.., C, ..]: `groups` [.., C] within the units at `places`, one
+    index an axis before the shape."""
+    if name in ("mean", "mean_scale"):
+        return array[places]
+    return array[(*places, slice(None), groups)] if name == "codes" else array[(*places, groups)]
+
+
+def _estimate(base: mx.array, codes: mx.array, scale: mx.array, turned: mx.array) -> mx.array:
+    """base + x_hat.(H a) [B, Hkv, R, G] from the first d dimensions: base [B, Hkv, R, G], codes [B, Hkv, G, d / 8],
+    scale [B, Hkv, G] in one byte. The sums over a rounded query are exact."""
+    integers, step = rounded_query(turned)
+    many = min(8 * codes.shape[-1], turned.shape[-1])
+    factor = from_byte(scale)[:, :, None] * (step * (turned.shape[-1] / many))
+    return base + factor * _packed_dots(codes, 1, integers[..., :many])
+
+
+def _score_units(store: Store, signs: mx.array, summary: Summary, a: mx.array) -> Score:
+    """By the first part of the codes: summary [B, Hkv, units, ..]."""
+    turned, groups = rotate(a, signs), store.groups_per_seal
+    base = mx.repeat(unit_base(store, summary, turned), groups, axis=-1)
+    codes, scale = summary["codes"].swapaxes(-1, -2).flatten(2, 3), summary["scale"].flatten(2)
+    estimate = _estimate(base, codes, scale, turned)
+    if not store.rq_bounds:
+        return estimate, None, None
+    # bounds are about what is stored, and ask the query as it is
+    mean = base + from_byte(scale)[:, :, None] * _packed_dots(codes, 1, turned)
+    error, radius, norm = (widened(summary[name].flatten(2))[:, :, None] for name in ("error", "radius", "norm"))
+    # the mean is added and taken away again, whatever the size of the keys
+    most = (2 ** (store.mean_bits - 1) - 1) * math.sqrt(a.shape[-1]) * (1 + 2.0**-16)
+    stored = mx.repeat(per_group(summary, "mean_scale") * most, groups, axis=-1)
+    size, slack = norms(a)[..., None], logit_slack(a, norm + radius + stored)
+    return estimate, mean - size * error - slack, mean + size * radius + slack
+
+
+def stage(store: Store, constants: Summary, summary: Summary, a: mx.array, parts: int) -> mx.array:
+    """log n + mu_hat.a [B, Hkv, R, C] of groups from the first `parts` of their codes: summary [B, Hkv, C, ..]
+    (`of_groups`). An estimate; from all parts, too."""
+    turned = rotate(a, constants["signs"])
+    codes = mx.concatenate([summary[name] for name in PARTS[len(part_dims(store, a.shape[-1]))][:parts]], axis=-1)
+    estimate = _estimate(unit_base(store, summary, turned), codes, summary["scale"], turned)
+    return mx.where(mx.isfinite(estimate), estimate, LARGEST_ESTIMATE)
+
+
 def score(store: Store, constants: Summary, summary: Summary, a: mx.array) -> Score:
-    """log n + c.a + x_hat.(H a), which is log n + mu_hat.a; with a stored radius, `ball` about mu_hat."""
+    """log n + c.a + x_hat.(H a), which is log n + mu_hat.a; with a stored radius, `ball` about mu_hat. Of codes about
+    units' means the first part alone."""
+    if store.mean_tokens:
+        return _score_units(store, constants["signs"], summary, a)
     offset = (a * widened(constants["centre"])[:, None, :]).sum(axis=-1)[..., None]
     dots = _packed_dots(summary["codes"], store.bits, rotate(a, constants["signs"]))
     estimate = math.log(store.S) + (offset + dots * per_group(summary, "scale"))
@@ -128,8 +241,13 @@ def score(store: Store, constants: Summary, summary: Summary, a: mx.array) -> Sc
 
 def refine(store: Store, constants: Summary, summary: Summary, a: mx.array) -> mx.array:
     """log n + mu_hat.a from two bits a dimension: [B, Hkv, R, C]. An estimate, as of one bit."""
-    offset = (a * widened(constants["centre"])[:, None, :]).sum(axis=-1)[..., None]
     turned = rotate(a, constants["signs"])
-    dots = _packed_dots(summary["codes"], 1, turned) + 0.5 * _packed_dots(summary["second"], 1, turned)
-    estimate = math.log(store.S) + offset + dots * per_group(summary, "second_scale")
+    if store.mean_tokens:
+        codes = mx.concatenate([summary[name] for name in PARTS[len(part_dims(store, a.shape[-1]))]], axis=-1)
+        base, scale = unit_base(store, summary, turned), from_byte(summary["second_scale"])[:, :, None]
+    else:
+        offset = (a * widened(constants["centre"])[:, None, :]).sum(axis=-1)[..., None]
+        codes, base, scale = summary["codes"], math.log(store.S) + offset, per_group(summary, "second_scale")
+    dots = _packed_dots(codes, 1, turned) + 0.5 * _packed_dots(summary["second"], 1, turned)
+    estimate = base + dots * scale
     return mx.where(mx.isfinite(estimate), estimate, LARGEST_ESTIMATE)
