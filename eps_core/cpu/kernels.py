@@ -141,7 +141,7 @@ def _score_units(
         pools.get("second", codes), pools.get("second_scale", codes), cache.state[layer].fill, where.table,
         where.lengths, where.guards, np.array(staged, np.int64).reshape(-1, batch), where.refined,
         host(cache.fixed[layer]["signs"]), *write.rotation(head_dim), np.array(dims), store.S, store.sealed_tokens,
-        store.seals_per_unit, np.empty((batch, seals), np.uint8),
+        store.seals_per_unit, np.empty((batch, seals), np.uint8), np.empty((batch, seals), np.int64),
         np.empty((rows, passes, words * unit_vectors.WORD_TABLE), np.int8), each_pass(nibbles * 16 * vectors.HEADS),
         each_pass(8 // store.mean_bits * vectors.HEADS * mean_bytes), each_pass(len(dims), vectors.HEADS),
         np.empty((rows, seals * passes * vectors.HEADS), np.float32), np.empty((rows, groups), np.uint32),

@@ -398,6 +398,48 @@ def finer_rows(typing_context, signs, second, rows, count, num_bytes, table, sca
 
 
 @intrinsic
+def any_kept(typing_context, keys, start):
+    """Whether any of the sixteen keys from `start` on is not 0."""
+
+    def codegen(context, builder, signature, args):
+        pointer = builder.gep(_data(context, builder, signature.args[0], args[0]), [
+            _int64(context, builder, signature.args[1], args[1])
+        ])
+        kept = builder.icmp_unsigned("!=", _load(builder, pointer, LANES, _i32), _repeated(0))
+        return builder.icmp_unsigned("!=", builder.bitcast(kept, _i16), ir.Constant(_i16, 0))
+
+    return types.boolean(keys, start), codegen
+
+
+@intrinsic
+def put_kept(typing_context, fresh, scores, keys, start, every):
+    """Of sixteen groups from `start` on, those with a key, or `every` one, take fresh [16] as their score, and its key
+    (`best.order`)."""
+
+    def codegen(context, builder, signature, args):
+        kinds = signature.args
+        fresh_data, score_data, key_data = (_data(context, builder, kinds[i], args[i]) for i in (0, 1, 2))
+        first = _int64(context, builder, kinds[3], args[3])
+        every = context.is_true(builder, kinds[4], args[4])
+        at, key_at = builder.gep(score_data, [first]), builder.gep(key_data, [first])
+        value, before = _load(builder, fresh_data, LANES, _f32), _load(builder, at, LANES, _f32)
+        keys = _load(builder, key_at, LANES, _i32)
+        taken = builder.icmp_unsigned("!=", builder.select(every, _repeated(1), keys), _repeated(0))
+        _store(builder, builder.select(taken, value, before), at)
+        _store(builder, builder.select(taken, _ordered(builder, value), _repeated(0)), key_at)
+        return context.get_dummy_value()
+
+    return types.void(fresh, scores, keys, start, every), codegen
+
+
+def _ordered(builder, values):
+    """Sixteen float32 as uint32 in their order, -0 as 0."""
+    bits, sign = builder.bitcast(values, _vector(_i32)), _repeated(0x80000000)
+    negative = builder.icmp_unsigned(">", bits, sign)
+    return builder.select(negative, builder.xor(bits, _repeated(0xFFFFFFFF)), builder.or_(bits, sign))
+
+
+@intrinsic
 def squeeze(typing_context, keys, first, end, least, most, values, target, taken):
     """Appends to target, which holds `taken`, values[i] (i itself where values is None) of every i from `first` to `end
     - 1` with least <= keys[i] <= most, in order; returns how many it then holds. keys, least and most are uint32; target

@@ -8,33 +8,38 @@ LANES here. Stages follow each other, as each reads on where the one before esti
 
 import numpy as np
 
-from eps_core.cpu.best import keep_best, list_kept, order
+from eps_core.cpu.best import keep_best, list_kept
 from eps_core.cpu.compile import FAST, kernel
 from eps_core.cpu.score import KNOWN, MISSING, PAST, fill_table, pad
 from eps_core.cpu.threads import finish, take, wait
-from eps_core.cpu.unit_vectors import SCANS, WORD, WORD_TABLE, finer_rows, mean_dots, scan
+from eps_core.cpu.unit_vectors import SCANS, WORD, WORD_TABLE, any_kept, finer_rows, mean_dots, put_kept, scan
 from eps_core.cpu.vectors import HEADS, LANES, PERMUTES, ask_for, wide
 from eps_core.cpu.write import rotate
 from eps_core.summaries.rq import QUERY_STEPS
 
 CHUNK_GROUPS, FINER_GROUPS = 1024, 256  # of one task; changes speed only
-SEALS_AHEAD, BLOCKS_AHEAD = 6, 16  # whose codes are asked for; changes speed only
+SEALS_AHEAD = 6  # whose codes are asked for; changes speed only
 
 
 @kernel()
-def seal_states(fill, table, length, guards, size, sealed, per_unit, states):
+def place_seals(fill, table, length, guards, kv_heads, size, sealed, per_unit, states, places):
     """Fills states [seals] uint8 of one sequence, table [M]: KNOWN; MISSING, not full in fill [P * per_unit] or at the
-    sequence's end; PAST the end. Returns how many groups of the missing no guard [2] covers."""
+    sequence's end; PAST the end; and places [seals] with the row of each in the pools of kv head 0. Returns how many
+    groups of the missing no guard [2] covers."""
     groups, missing = sealed // size, 0
-    for seal in range(len(states)):
-        first, end = seal * sealed, (seal + 1) * sealed
-        if first >= length:
-            states[seal] = PAST
-        elif end <= length and fill[table[seal // per_unit] * per_unit + seal % per_unit] == sealed:
-            states[seal] = KNOWN
-        else:
-            states[seal] = MISSING
-            missing += max(min((seal + 1) * groups, guards[1]) - max(seal * groups, guards[0]), 0)
+    for m in range(len(table)):
+        unit = max(table[m], 0)
+        for sub in range(per_unit):
+            seal = m * per_unit + sub
+            first, end = seal * sealed, (seal + 1) * sealed
+            places[seal] = unit * kv_heads * per_unit + sub
+            if first >= length:
+                states[seal] = PAST
+            elif end <= length and fill[unit * per_unit + sub] == sealed:
+                states[seal] = KNOWN
+            else:
+                states[seal] = MISSING
+                missing += max(min((seal + 1) * groups, guards[1]) - max(seal * groups, guards[0]), 0)
     return missing
 
 
@@ -109,7 +114,7 @@ def prepare(q, shrink, signs, blocks, block_scales, dims, mean_bits, turned, wor
 @kernel(fastmath=FAST)
 def score_units(
     progress, rows_at_once, q, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale, fill, table,
-    lengths, guards, staged, refined, signs, blocks, block_scales, dims, size, sealed, per_unit, states, words, tables,
+    lengths, guards, staged, refined, signs, blocks, block_scales, dims, size, sealed, per_unit, states, places, words, tables,
     queries, factors, bases, keys, listed, counts, missing, estimate,
 ):  # fmt: skip
     """Fills estimate [B, Hkv, G], and missing [B] with how many groups lack a summary and a guard. q [B, Hq, D] float32
@@ -117,7 +122,7 @@ def score_units(
     groups are read further, refined [B] get the second bit (0: none); dims of each part; sealed tokens are summarised
     together, per_unit times a unit. blocks and block_scales of `rotate`.
 
-    Between the phases: states [B, seals] uint8; of each row (b, h) and pass of HEADS query heads: words int8, tables,
+    Between the phases: states [B, seals] uint8 and places [B, seals] int64; of each row (b, h) and pass of HEADS query heads: words int8, tables,
     queries and factors [.., parts, HEADS] float32 of `prepare`, bases [rows, seals * passes * HEADS] float32; keys
     [rows, G] uint32 of groups whose codes were all read so far; listed [rows, G + LANES] int32 and counts [rows]. A
     phase and, for each rows_at_once rows, whose summaries then still lie in the caches, another, two a stage, and two
@@ -138,9 +143,10 @@ def score_units(
         if task >= total:
             break
         if task < batch:
-            missing[task] = seal_states(
-                fill, table[task], lengths[task], guards[task], size, sealed, per_unit, states[task]
-            )
+            missing[task] = place_seals(
+                fill, table[task], lengths[task], guards[task], kv_heads, size, sealed, per_unit, states[task],
+                places[task],
+            )  # fmt: skip
         else:
             row, at = (task - batch) // passes, (task - batch) % passes
             for r in range(HEADS):
@@ -156,9 +162,9 @@ def score_units(
 
     spare, dots = np.empty(groups + LANES, np.uint32), np.empty(HEADS, np.float32)
     fresh = np.empty(max(seal_groups, FINER_GROUPS), np.float32)
-    fresh_bits = fresh.view(np.uint32)
     gathered = np.empty(FINER_GROUPS * num_bytes, np.uint8)
-    places, offsets = np.empty(FINER_GROUPS, np.int64), np.empty(HEADS * FINER_GROUPS, np.float32)
+    chosen, seal_of = np.empty(FINER_GROUPS, np.int64), np.empty(FINER_GROUPS, np.int64)
+    offsets = np.empty(HEADS * FINER_GROUPS, np.float32)
     per_task = max(CHUNK_GROUPS // seal_groups, 1)
     chunks = (seals + per_task - 1) // per_task
     most_refined = 0
@@ -182,9 +188,8 @@ def score_units(
                         own[i] = np.inf if i < end else -np.inf
                         own_keys[i] = 0
                     continue
-                place = (table[b, seal // per_unit] * kv_heads + h) * per_unit + seal % per_unit
-                ahead = min(seal + SEALS_AHEAD, seals - 1)
-                ahead = (max(table[b, ahead // per_unit], 0) * kv_heads + h) * per_unit + ahead % per_unit
+                place = places[b, seal] + h * per_unit
+                ahead = places[b, min(seal + SEALS_AHEAD, seals - 1)] + h * per_unit
                 ask_for(codes, ahead * first_bytes * seal_groups, first_bytes * seal_groups)
                 ask_for(mean, ahead * mean_bytes, mean_bytes)
                 ask_for(scale, ahead * seal_groups, seal_groups)
@@ -200,8 +205,9 @@ def score_units(
                             place * seal_groups + i, words[row, at], factors[row, at, 0], bases[row], base_at, at > 0,
                             fresh[i:],
                         )  # fmt: skip
-                own[group : group + seal_groups] = fresh[:seal_groups]
-                order(fresh_bits[:seal_groups], own_keys[group:])
+                    if at == passes - 1:
+                        for i in range(0, seal_groups, LANES):
+                            put_kept(fresh[i:], own, own_keys, group + i, True)
             finish(progress, phase)
         wait(progress, phase, some * chunks)
         phase += 1
@@ -223,44 +229,39 @@ def score_units(
                 row, begin = first_row + task // chunks, task % chunks * per_task
                 b, h = row // kv_heads, row % kv_heads
                 own, own_keys = estimate[b, h], keys[row]
-                for group in range(begin * seal_groups, min(begin + per_task, seals) * seal_groups, LANES):
-                    alive, coming, next_group = np.uint32(0), np.uint32(0), group + BLOCKS_AHEAD * LANES
-                    for i in range(group, group + LANES):
-                        alive |= own_keys[i]
-                    if next_group < groups:
-                        for i in range(next_group, next_group + LANES):
-                            coming |= own_keys[i]
-                        if coming:
-                            seal = next_group // seal_groups
-                            place = (table[b, seal // per_unit] * kv_heads + h) * per_unit + seal % per_unit
-                            place = place * seal_groups + next_group % seal_groups
+                for seal in range(begin, min(begin + per_task, seals)):
+                    ahead = min(seal + SEALS_AHEAD, seals - 1)
+                    coming = (places[b, ahead] + h * per_unit) * seal_groups
+                    asked = False
+                    for i in range(0, seal_groups, LANES):
+                        if any_kept(own_keys, ahead * seal_groups + i):
+                            asked = True
+                            ask_for(later[0], (coming + i) * middle_bytes, LANES * middle_bytes)
+                            if part == 2:
+                                ask_for(later[1], (coming + i) * last_bytes, LANES * last_bytes)
+                    if asked:
+                        ask_for(codes, coming * first_bytes, first_bytes * seal_groups)
+                        ask_for(scale, coming, seal_groups)
+                    start = places[b, seal] + h * per_unit
+                    for i in range(0, seal_groups, LANES):
+                        group, place = seal * seal_groups + i, start * seal_groups + i
+                        if not any_kept(own_keys, group):
+                            continue
+                        for at in range(passes):
+                            base_at = (seal * passes + at) * HEADS
                             if part == 1:
-                                ask_for(later[0], place * middle_bytes, LANES * middle_bytes)
-                            elif part == 2:
-                                ask_for(later[1], place * last_bytes, LANES * last_bytes)
-                    if not alive:
-                        continue
-                    seal, inside = group // seal_groups, group % seal_groups
-                    place = (table[b, seal // per_unit] * kv_heads + h) * per_unit + seal % per_unit
-                    plane, place = place * first_bytes * seal_groups + inside, place * seal_groups + inside
-                    for at in range(passes):
-                        base_at = (seal * passes + at) * HEADS
-                        if part == 1:
-                            scan(
-                                codes, plane, seal_groups, first_bytes, later[:1], (place * middle_bytes,),
-                                (middle_bytes,), scale, place, words[row, at], factors[row, at, 1], bases[row],
-                                base_at, at > 0, fresh,
-                            )  # fmt: skip
-                        else:
-                            scan(
-                                codes, plane, seal_groups, first_bytes, later,
-                                (place * middle_bytes, place * last_bytes), (middle_bytes, last_bytes), scale, place,
-                                words[row, at], factors[row, at, 2], bases[row], base_at, at > 0, fresh,
-                            )  # fmt: skip
-                    order(fresh_bits[:LANES], spare)
-                    for i in range(LANES):
-                        own[group + i] = fresh[i] if own_keys[group + i] else own[group + i]
-                        own_keys[group + i] = spare[i] if own_keys[group + i] else np.uint32(0)
+                                scan(
+                                    codes, start * first_bytes * seal_groups + i, seal_groups, first_bytes, later[:1],
+                                    (place * middle_bytes,), (middle_bytes,), scale, place, words[row, at],
+                                    factors[row, at, 1], bases[row], base_at, at > 0, fresh,
+                                )  # fmt: skip
+                            else:
+                                scan(
+                                    codes, start * first_bytes * seal_groups + i, seal_groups, first_bytes, later,
+                                    (place * middle_bytes, place * last_bytes), (middle_bytes, last_bytes), scale,
+                                    place, words[row, at], factors[row, at, 2], bases[row], base_at, at > 0, fresh,
+                                )  # fmt: skip
+                        put_kept(fresh, own, own_keys, group, False)
                 finish(progress, phase)
             wait(progress, phase, some * chunks)
             phase += 1
@@ -286,36 +287,41 @@ def score_units(
             b, h = row // kv_heads, row % kv_heads
             own, count = estimate[b, h], min(counts[row] - begin, FINER_GROUPS)
             if count > 0:
-                seal, end, start, inside = -1, 0, 0, 0
+                seal = 0
+                end, start = 0, 0
                 for i in range(count):
                     group = listed[row, begin + i]
                     if group >= end:
                         seal = group // seal_groups
-                        inside, end = seal * seal_groups, (seal + 1) * seal_groups
-                        start = (table[b, seal // per_unit] * kv_heads + h) * per_unit + seal % per_unit
-                    place, n = start * seal_groups + group - inside, group - inside
-                    places[i] = place
+                        end = (seal + 1) * seal_groups
+                        # of the first group of the seal, less its number
+                        start = (places[b, seal] + h * per_unit) * seal_groups - seal * seal_groups
+                        ask_for(codes, (start + seal * seal_groups) * first_bytes, first_bytes * seal_groups)
+                    place = start + group
+                    chosen[i], seal_of[i] = place, seal
                     ask_for(second, place * num_bytes, num_bytes)
                     ask_for(second_scale, place, 1)
-                    to = i * num_bytes
+                    ask_for(later[0], place * middle_bytes, middle_bytes)
+                    ask_for(later[1], place * last_bytes, last_bytes)
+                for i in range(count):
+                    place, n = chosen[i], listed[row, begin + i] - seal_of[i] * seal_groups
+                    plane, to = (place - n) * first_bytes + n, i * num_bytes
                     for j in range(first_bytes):
-                        gathered[to + j] = codes[(start * first_bytes + j) * seal_groups + n]
-                    if parts > 1:
-                        to += first_bytes
-                        for j in range(middle_bytes):
-                            gathered[to + j] = later[0][place * middle_bytes + j]
-                    if parts > 2:
-                        to += middle_bytes
-                        for j in range(last_bytes):
-                            gathered[to + j] = later[1][place * last_bytes + j]
-                padded = pad(places, count)
+                        gathered[to + j] = codes[plane + j * seal_groups]
+                    to += first_bytes
+                    for j in range(middle_bytes):
+                        gathered[to + j] = later[0][place * middle_bytes + j]
+                    to += middle_bytes
+                    for j in range(last_bytes):
+                        gathered[to + j] = later[1][place * last_bytes + j]
+                padded = pad(chosen, count)
                 for at in range(passes):
                     for i in range(count):
-                        base_at = (listed[row, begin + i] // seal_groups * passes + at) * HEADS
+                        base_at = (seal_of[i] * passes + at) * HEADS
                         for r in range(HEADS):
                             offsets[r * FINER_GROUPS + i] = bases[row, base_at + r]
                     finer_rows(
-                        gathered, second, places, padded, num_bytes, tables[row, at], second_scale, offsets,
+                        gathered, second, chosen, padded, num_bytes, tables[row, at], second_scale, offsets,
                         FINER_GROUPS, at > 0, fresh,
                     )  # fmt: skip
                 for i in range(count):

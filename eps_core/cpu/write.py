@@ -6,12 +6,12 @@ codes are equal bit for bit in every library.
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from eps_core.cpu.compile import kernel
-from eps_core.summaries.rq import SECOND_STEP, hadamard_blocks
+from eps_core.summaries.rq import PARTS, SECOND_STEP, hadamard_blocks
 
 
 @kernel()
@@ -55,10 +55,39 @@ def rotation(head_dim: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @kernel()
+def _encode(x, column, with_second, second_step, codes, second):
+    """Sets the bits of one vector x [D] in codes and second [bytes], which are 0, and returns their scales; column
+    [D, 1] is overwritten. Without the second bit the scale of both is that of the first."""
+    head_dim = len(x)
+    step = np.float32(0)
+    if with_second:
+        for d in range(head_dim):
+            column[d, 0] = abs(x[d])
+        _fold(column, head_dim)
+        step = column[0, 0] * second_step
+    energy, product, finer_product = np.float32(0), np.float32(0), np.float32(0)
+    for d in range(head_dim):
+        value = x[d]
+        energy += value * value
+        positive = value >= 0
+        level = np.float32(1) if positive else np.float32(-1)
+        product += value * level
+        if positive:
+            codes[d // 8] |= np.uint8(1 << (d % 8))
+        if with_second:
+            upper = value >= step or (value < 0 and value >= -step)
+            if upper:
+                second[d // 8] |= np.uint8(1 << (d % 8))
+            finer_product += value * (level + (np.float32(0.5) if upper else np.float32(-0.5)))
+    scale = energy / product if product > 0 else np.float32(0)
+    return scale, energy / finer_product if finer_product > 0 else np.float32(0)
+
+
+@kernel()
 def _seal(k, centre, signs, blocks, scales, inverse, second_step, codes, scale, second, second_scale):
     groups, kv_heads, size, head_dim = k.shape
     rows, column = np.empty((size, head_dim), np.float32), np.empty((head_dim, 1), np.float32)
-    x = np.empty(head_dim, np.float32)
+    x, with_second, unused = np.empty(head_dim, np.float32), second.shape[0] > 0, np.empty(0, np.uint8)
     for g in range(groups):
         for h in range(kv_heads):
             rows[:] = k[g, h]
@@ -66,29 +95,53 @@ def _seal(k, centre, signs, blocks, scales, inverse, second_step, codes, scale, 
             for d in range(head_dim):
                 x[d] = rows[0, d] * inverse - centre[h, d]
             rotate(x, signs, blocks, scales)
-            step = np.float32(0)
-            if second.shape[0]:
+            own = second[g, h] if with_second else unused
+            first, other = _encode(x, column, with_second, second_step, codes[g, h], own)
+            scale[g, h] = first
+            if with_second:
+                second_scale[g, h] = other
+
+
+@kernel()
+def _turn_means(k, size, signs, blocks, scales, turned, mean):
+    """Of seals k [F, Hkv, U, D] the rotated means turned [F, Hkv, N, D] of their groups of `size`, and the mean
+    [F, Hkv, D] of these."""
+    seals, kv_heads, sealed, head_dim = k.shape
+    groups = sealed // size
+    rows = np.empty((max(size, groups), head_dim), np.float32)
+    inverse, inverse_groups = np.float32(1 / size), np.float32(1 / groups)
+    for f in range(seals):
+        for h in range(kv_heads):
+            for n in range(groups):
+                rows[:size] = k[f, h, n * size : (n + 1) * size]
+                _fold(rows, size)
+                x = turned[f, h, n]
                 for d in range(head_dim):
-                    column[d, 0] = abs(x[d])
-                _fold(column, head_dim)
-                step = column[0, 0] * second_step
-            energy, product, finer_product = np.float32(0), np.float32(0), np.float32(0)
+                    x[d] = rows[0, d] * inverse
+                rotate(x, signs, blocks, scales)
+            rows[:groups] = turned[f, h]
+            _fold(rows, groups)
             for d in range(head_dim):
-                value = x[d]
-                energy += value * value
-                positive = value >= 0
-                level = np.float32(1) if positive else np.float32(-1)
-                product += value * level
-                if positive:
-                    codes[g, h, d // 8] |= np.uint8(1 << (d % 8))
-                if second.shape[0]:
-                    upper = value >= step or (value < 0 and value >= -step)
-                    if upper:
-                        second[g, h, d // 8] |= np.uint8(1 << (d % 8))
-                    finer_product += value * (level + (np.float32(0.5) if upper else np.float32(-0.5)))
-            scale[g, h] = energy / product if product > 0 else 0
-            if second.shape[0]:
-                second_scale[g, h] = energy / finer_product if finer_product > 0 else 0
+                mean[f, h, d] = rows[0, d] * inverse_groups
+
+
+@kernel()
+def _encode_units(turned, stored, second_step, codes, scale, second, second_scale):
+    """`_encode` of what turned [F, Hkv, N, D] differs from stored [F, Hkv, D]; turned is overwritten."""
+    seals, kv_heads, groups, head_dim = turned.shape
+    column, unused = np.empty((head_dim, 1), np.float32), np.empty(0, np.uint8)
+    with_second = second.shape[0] > 0
+    for f in range(seals):
+        for h in range(kv_heads):
+            for n in range(groups):
+                x = turned[f, h, n]
+                for d in range(head_dim):
+                    x[d] -= stored[f, h, d]
+                own = second[f, h, n] if with_second else unused
+                first, other = _encode(x, column, with_second, second_step, codes[f, h, n], own)
+                scale[f, h, n] = first
+                if with_second:
+                    second_scale[f, h, n] = other
 
 
 def build_rq(k: np.ndarray, centre: np.ndarray, signs: np.ndarray, with_second: bool) -> Mapping[str, np.ndarray]:
@@ -104,4 +157,32 @@ def build_rq(k: np.ndarray, centre: np.ndarray, signs: np.ndarray, with_second: 
         second, second_scale,
     )  # fmt: skip
     summary = {"codes": codes, "scale": scale}
+    return summary | {"second": second, "second_scale": second_scale} if with_second else summary
+
+
+def unit_means(k: np.ndarray, size: int, signs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of keys k [F, Hkv, U, D] float32 that are summarised together: the rotated means [F, Hkv, N, D] of their groups
+    of `size` tokens, and the means of these [F, Hkv, D], float32, as `rq.build` has them."""
+    seals, kv_heads, sealed, head_dim = k.shape
+    turned = np.empty((seals, kv_heads, sealed // size, head_dim), np.float32)
+    mean = np.empty((seals, kv_heads, head_dim), np.float32)
+    _turn_means(k, size, signs, *rotation(head_dim), turned, mean)
+    return turned, mean
+
+
+def build_units(turned: np.ndarray, stored: np.ndarray, dims: Sequence[int], with_second: bool) -> dict[str, np.ndarray]:
+    """The codes of groups with rotated means turned [F, Hkv, N, D] float32, which are overwritten, about the stored
+    means [F, Hkv, D] float32, in parts of `dims` dimensions: the fields of `rq` [F, Hkv, ..] but for the mean. Scales
+    are float32, to be rounded by the caller."""
+    seals, kv_heads, groups, head_dim = turned.shape
+    shape, kept = (kv_heads, groups, -(-head_dim // 8)), seals if with_second else 0
+    codes, scale = np.zeros((seals, *shape), np.uint8), np.empty((seals, kv_heads, groups), np.float32)
+    second, second_scale = np.zeros((kept, *shape), np.uint8), np.empty((kept, kv_heads, groups), np.float32)
+    _encode_units(turned, stored, np.float32(SECOND_STEP / head_dim), codes, scale, second, second_scale)
+    edges = [-(-edge // 8) for edge in np.cumsum((0, *dims))]
+    summary = {
+        name: codes[..., start:end] for name, start, end in zip(PARTS[len(dims)], edges, edges[1:], strict=False)
+    }
+    summary["codes"] = summary["codes"].swapaxes(-1, -2)
+    summary = {name: np.ascontiguousarray(part) for name, part in summary.items()} | {"scale": scale}
     return summary | {"second": second, "second_scale": second_scale} if with_second else summary

@@ -17,8 +17,10 @@ from eps_core.cpu import kernels, write
 from eps_core.gate.protocol import RowsRead, Scores, Selection
 from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
+from eps_core.summaries.rq import part_dims
 from eps_cuda.cache import Cache
-from eps_cuda.summaries.base import near16
+from eps_cuda.summaries.base import mean_codes, near16, to_byte
+from eps_cuda.summaries.rq import pack_codes
 
 State = tuple[Tensor, Tensor]
 
@@ -113,13 +115,26 @@ def attend_tail(cache: Cache, layer: int, where: Where, scores: Scores, selectio
 
 @torch.inference_mode()
 def build_summary(store: Store, constants: dict[str, Tensor], k: Tensor) -> dict[str, Tensor] | None:
-    """See `summaries.build_summary`: k [F, Hkv, S, D]. Covers rq of one bit without bounds."""
-    if not store.facts.coded or store.bits != 1 or store.rq_bounds or store.mean_tokens:
+    """See `summaries.build_summary`: k [F, Hkv, S, D], or of U tokens. Covers rq of one bit without bounds."""
+    if not store.facts.coded or store.bits != 1 or store.rq_bounds:
         return None
-    keys, centre, signs = (_host(x.float()) for x in (k, constants["centre"], constants["signs"]))
-    summary = write.build_rq(keys, centre, signs, store.second_bit)
+    keys, signs = _host(k.float()), _host(constants["signs"])
+    if store.mean_tokens:
+        return _build_units(store, keys, signs)
+    summary = write.build_rq(keys, _host(constants["centre"].float()), signs, store.second_bit)
     arrays = {name: torch.from_numpy(array) for name, array in summary.items()}
     return {name: near16(x) if x.dtype == torch.float32 else x for name, x in arrays.items()}
+
+
+def _build_units(store: Store, keys: np.ndarray, signs: np.ndarray) -> dict[str, Tensor]:
+    turned, mean = write.unit_means(keys, store.S, signs)
+    most = 2 ** (store.mean_bits - 1) - 1
+    codes, mean_scale = mean_codes(torch.from_numpy(mean), most)
+    stored = codes.float() * mean_scale.float()[..., None]
+    summary = write.build_units(turned, _host(stored), part_dims(store, keys.shape[-1]), store.second_bit)
+    arrays = {name: torch.from_numpy(array) for name, array in summary.items()}
+    rounded = {name: to_byte(near16(x)) if x.dtype == torch.float32 else x for name, x in arrays.items()}
+    return rounded | {"mean": pack_codes(codes.int() + (most + 1), store.mean_bits), "mean_scale": mean_scale}
 
 
 @torch.inference_mode()

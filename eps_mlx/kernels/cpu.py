@@ -15,8 +15,10 @@ from eps_core.cpu import kernels, write
 from eps_core.gate.protocol import RowsRead, Scores, Selection
 from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
+from eps_core.summaries.rq import part_dims
 from eps_mlx.cache import Cache
-from eps_mlx.summaries.base import near16
+from eps_mlx.summaries.base import mean_codes, near16, to_byte, widened
+from eps_mlx.summaries.rq import pack_codes
 
 State = tuple[mx.array, mx.array]
 
@@ -98,13 +100,27 @@ def attend_tail(
 
 
 def build_summary(store: Store, constants: dict[str, mx.array], k: mx.array) -> dict[str, mx.array] | None:
-    """See `summaries.build_summary`: k [F, Hkv, S, D]. Covers rq of one bit without bounds."""
-    if not store.facts.coded or store.bits != 1 or store.rq_bounds or store.mean_tokens:
+    """See `summaries.build_summary`: k [F, Hkv, S, D], or of U tokens. Covers rq of one bit without bounds."""
+    if not store.facts.coded or store.bits != 1 or store.rq_bounds:
         return None
-    keys, centre, signs = (_host(x.astype(mx.float32)) for x in (k, constants["centre"], constants["signs"]))
-    summary = write.build_rq(keys, centre, signs, store.second_bit)
+    keys, signs = _host(k.astype(mx.float32)), _host(constants["signs"])
+    if store.mean_tokens:
+        return _build_units(store, keys, signs)
+    summary = write.build_rq(keys, _host(constants["centre"].astype(mx.float32)), signs, store.second_bit)
     arrays = {name: mx.array(array) for name, array in summary.items()}
     return {name: near16(x) if x.dtype == mx.float32 else x for name, x in arrays.items()}
+
+
+def _build_units(store: Store, keys: np.ndarray, signs: np.ndarray) -> dict[str, mx.array]:
+    turned, mean = write.unit_means(keys, store.S, signs)
+    most = 2 ** (store.mean_bits - 1) - 1
+    codes, mean_scale = mean_codes(mx.array(mean), most)
+    stored = widened(codes) * widened(mean_scale)[..., None]
+    summary = write.build_units(turned, _host(stored), part_dims(store, keys.shape[-1]), store.second_bit)
+    arrays = {name: mx.array(array) for name, array in summary.items()}
+    rounded = {name: to_byte(near16(x)) if x.dtype == mx.float32 else x for name, x in arrays.items()}
+    packed = pack_codes(codes.astype(mx.int32) + (most + 1), store.mean_bits)
+    return rounded | {"mean": packed, "mean_scale": mean_scale}
 
 
 def add_tail(cache: Cache, layer: int, where: Where, scores: Scores, selection: Selection, state: State) -> State:
