@@ -227,11 +227,11 @@ def device_parts(cache: Cache, q: Tensor, where: Where) -> dict[str, Arm]:
     if chosen.uniform is None:
         return {}
     (table, lengths), inner = dispatch.on_device(cache, where), cache.tail
-    refined, most_refined = dispatch.to_device(cache, where.refined.astype(np.int32)), int(where.refined.max())
+    depth = dispatch.depth_of(cache, where)
     wanted, width = dispatch.to_device(cache, chosen.uniform.astype(np.int32)), max(int(chosen.uniform.max()), 1)
 
     def estimates() -> Tensor:
-        return dispatch.estimates(cache, 0, q, table, lengths, refined, most_refined)
+        return dispatch.estimates(cache, 0, q, table, lengths, depth)
 
     def choose(estimate: Tensor = first.estimate) -> tuple[Tensor, Tensor, Tensor]:
         return dispatch.choose(config, estimate, wanted, lengths, width)

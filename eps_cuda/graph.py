@@ -26,6 +26,7 @@ from eps_cuda.cache import Cache, check_finite, span
 from eps_cuda.drafts import void
 from eps_cuda.kernels import dispatch
 from eps_cuda.kernels.attend import attend_groups
+from eps_cuda.kernels.select import Depth
 from eps_cuda.kernels.tail import attend_with_tail
 from eps_cuda.selection import skipped_mass
 
@@ -43,6 +44,7 @@ class Buffers:
     slots: Tensor  # [B] int32
     lengths: Tensor  # [B] int32
     wanted: Tensor  # [B] int32 groups that each kv head visits
+    staged: Tensor  # [parts - 1, B] int32 groups of whose codes each further part is read
     refined: Tensor  # [B] int32 groups whose second bit is read
     table: Tensor  # [B, M] int32
     cos: Tensor  # [B, 1, D/2] float32
@@ -94,10 +96,11 @@ class StaticStep:
         self.owner = weakref.ref(model)
         if config is not None:
             read, size, most_tokens = config.read, config.store.S, num_units * config.store.unit_tokens
-            guards = -(-read.first_tokens // size) - (-read.last_tokens // size) + 2
+            guards = -(-read.first_tokens // size) - (-read.last_tokens // size) + 1 + config.store.groups_per_seal
             # a budget in tokens rounds up where it covers a sequence
             covering = math.ceil(read.budget / size) if read.budget > 1 else 0
             self.width = min(max(config.budget_groups(most_tokens), covering, guards), most_tokens // size)
+            self.most_staged = config.staged_groups(most_tokens, cache.spec.head_dim)
             self.most_refined = config.refined_groups(most_tokens)
 
         def integers(*shape: int) -> Tensor:
@@ -111,11 +114,15 @@ class StaticStep:
             slots=integers(batch),
             lengths=integers(batch),
             wanted=integers(batch),
+            staged=integers(0 if config is None else len(self.most_staged), batch),
             refined=integers(batch),
             table=integers(batch, num_units),
             cos=angles(),
             sin=angles(),
         )
+        if config is not None:
+            staged = tuple(zip(self.buffers.staged, self.most_staged, strict=True))
+            self.depth = Depth(staged, (self.buffers.refined, self.most_refined))
         self.graph: torch.cuda.CUDAGraph | None = None
         self.outputs: Outputs | None = None
 
@@ -165,9 +172,8 @@ class StaticStep:
                 dispatch.place(cache, layer, k, v, at.slots, self.finite)
             if self.config is not None:
                 out, unread, selection = attend_static(
-                    self.config, cache, layer, q, at.table, at.lengths, at.wanted, at.refined, self.width,
-                    self.most_refined,
-                )  # fmt: skip
+                    self.config, cache, layer, q, at.table, at.lengths, at.wanted, self.depth, self.width
+                )
                 skipped.append(unread)
                 selections.append(selection)
             else:
@@ -190,16 +196,15 @@ def attend_static(
     table: Tensor,
     lengths: Tensor,
     wanted: Tensor,
-    refined: Tensor,
+    depth: Depth,
     width: int,
-    most_refined: int,
 ) -> tuple[Tensor, Tensor, Selection]:
     """(out [B, Hq, D], estimated share left unread [B, Hkv], what was visited) of one layer's gated attention with its
     tail: score, select and attend, from device arrays alone."""
     inner = cache.tail
     assert inner is not None
     with span("eps.prepass", cache):
-        estimate = dispatch.estimates(cache, layer, q, table, lengths, refined, most_refined)
+        estimate = dispatch.estimates(cache, layer, q, table, lengths, depth)
         groups, counts, visit = dispatch.choose(config, estimate, wanted, lengths, width)
     with span("eps.attention", cache):
         out, _ = attend_with_tail(
@@ -264,23 +269,26 @@ def dense_step(
 def step(
     model: Any, cache: Cache, tokens: np.ndarray, slots: np.ndarray, where: Where, draft: bool = False
 ) -> tuple[Cache, StepOutput] | None:
-    """`Decoder.step`, gated, with one wait at its end; None, and nothing done, where kernels do not cover it or groups
-    are without a summary."""
+    """`Decoder.step`, gated, with one wait at its end; None, and nothing done, where kernels do not cover it or more
+    groups are without a summary than its lists have room for: that is there for those of an open unit."""
     if not covers(cache, where):
         return None
     store, spec = cache.store, cache.spec
-    written = np.arange(where.num_groups) == ((where.lengths - 1) // store.S)[:, None]
-    missing = where.missing(cache.state[0])
-    # what a step writes belongs to the open group, or seals it: a guard covers both. What a draft places seals nothing.
-    missing = missing | written if draft else missing & ~written
-    if (missing & ~where.forced).any():
-        return None
+    # the token of this step is written before it scores: what it fills has a summary then. What a draft places seals
+    # nothing
+    seals = np.arange(where.num_groups) // store.groups_per_seal
+    written = (seals == ((where.lengths - 1) // store.sealed_tokens)[:, None]) & where.inside
+    fills = (where.lengths % store.sealed_tokens == 0)[:, None] & (not draft)
+    missing = np.where(written, ~fills, where.missing(cache.state[0])) & ~where.forced
+    forced = where.num_forced + missing.sum(axis=1)
     static = _static(model, cache, where, gated=True, draft=draft)
-    # the token of this step is written before it scores: a group that it fills is full, not open
-    uniform = where.budget(where.num_forced)
+    uniform = where.budget(forced)
     if int(uniform.max()) > static.width:
         return None
-    static.fill(wanted=uniform.astype(np.int32), refined=where.refined.astype(np.int32))
+    static.fill(
+        wanted=uniform.astype(np.int32), refined=where.refined.astype(np.int32),
+        staged=np.array(where.staged(spec.head_dim), np.int32).reshape(tuple(static.buffers.staged.shape)),
+    )  # fmt: skip
     outputs = _advance(static, model, cache, tokens, slots, where)
     assert outputs.mass_skipped_est is not None
     logits, unread = outputs.logits.cpu().numpy(), outputs.mass_skipped_est.cpu().numpy()
@@ -290,7 +298,7 @@ def step(
     kv_bytes = int(counts.sum()) * store.S * spec.kv_token_bytes
     summary_bytes = spec.num_kv_heads * scoring_bytes(where.config, spec.head_dim, where.lengths.tolist())
     layers = [
-        LayerStats(counts, where.ends, where.num_forced, unread[layer], kv_bytes, summary_bytes, None, None)
+        LayerStats(counts, where.ends, forced, unread[layer], kv_bytes, summary_bytes, None, None)
         for layer in range(spec.num_layers)
     ]
     cache.count_read(kv_bytes * spec.num_layers)
@@ -300,7 +308,7 @@ def step(
         groups, listed, visit = (one.clone() for one in outputs.visited)
         visit = visit[..., : where.num_groups]
         selections = [
-            Selection(groups[layer], listed[layer], uniform, where.num_forced, visit=visit[layer])
+            Selection(groups[layer], listed[layer], uniform, forced, visit=visit[layer])
             for layer in range(spec.num_layers)
         ]
     return cache, StepOutput(logits, layers, selections=selections)

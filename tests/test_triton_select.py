@@ -459,7 +459,7 @@ SCORE_MUTANTS = {
     "valid of another group": ("unit * GPU + g % GPU,", "unit * GPU + (g + 1) % GPU,", check_small),
     "mean over heads": ("return tl.max(tl.where(", "return tl.min(tl.where(", check_small),
     "second bit with the first one's weight": (
-        "second, tile, listed, turned_row, power, 1,", "second, tile, listed, turned_row, power, 2,", check_small,
+        "second, at, listed, turned_row, power, 1,", "second, at, listed, turned_row, power, 2,", check_small,
     ),
     "infinite estimates kept": (
         "tl.where(tl.abs(estimate) < float(\"inf\"), estimate, LARGEST)", "estimate", check_small,

@@ -9,6 +9,7 @@ import importlib.util
 import itertools
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -24,10 +25,12 @@ if not torch.cuda.is_available():
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
-from eps_core.summaries.rq import SECOND_STEP, rotate
+from eps_core.summaries.base import up16
+from eps_core.summaries.rq import SECOND_STEP, part_dims, rotate
+from eps_core.summaries.table import fields
 from eps_cuda.cache import Cache, new_cache, write_kv
 from eps_cuda.device import DTYPES
-from eps_cuda.kernels import write
+from eps_cuda.kernels import seal, write
 from eps_cuda.summaries.rq import rotate as rotate32
 from eps_cuda.summaries.rq import unpack_codes
 
@@ -53,12 +56,16 @@ class Case:
     before: tuple[int, ...] = (150, 91, 60)  # tokens of each sequence when decode starts
     steps: int = 5
     given: str | None = None  # dtype of the model's k and v; None: the cache's
+    mean_tokens: int = 0
+    mean_bits: int = 4
+    stages: tuple[float, ...] = ()
 
     @property
     def config(self) -> EpsConfig:
         return EpsConfig.of(
             method="rq", bits=self.bits, refine=self.refine if self.bits == 1 else 0.0, tail_tokens=self.tail_tokens,
             group_tokens=self.group_tokens, block_size=self.block_size, bound_bits=self.bound_bits, seed=3,
+            mean_tokens=self.mean_tokens, mean_bits=self.mean_bits, stages=self.stages,
         )  # fmt: skip
 
 
@@ -80,7 +87,21 @@ CASES = [
     Case(48, 2, "bfloat16", bits=4),
     Case(33, 2, bits=8),
 ]
-NAMES = [f"D{case.head_dim}-S{case.group_tokens}-{case.dtype}-{case.bits}bit-T{case.tail_tokens}" for case in CASES]
+UNITS = Case(64, 2, mean_tokens=32, stages=(0.25,), before=(29, 61, 94), steps=4, tail_tokens=64)
+CASES += [
+    UNITS,
+    Case(128, 2, "bfloat16", mean_tokens=64, stages=(0.5, 0.2), before=(62, 126, 62), tail_tokens=64, kv_heads=1),
+    Case(128, 4, mean_tokens=64, mean_bits=8, stages=(0.5,), refine=0.5, before=(61, 30, 127), steps=3),
+    Case(80, 1, "float16", mean_tokens=32, mean_bits=8, before=(29, 62), steps=3, given="float32"),
+    Case(33, 16, mean_tokens=64, refine=0.0, before=(62, 61, 62), steps=3, kv_heads=3),
+    Case(20, 8, mean_tokens=32, before=(30, 95), steps=3, tail_tokens=32),
+    Case(256, 2, "bfloat16", mean_tokens=64, stages=(0.25,), before=(62, 30), steps=3, kv_heads=1),
+]
+NAMES = [
+    f"D{case.head_dim}-S{case.group_tokens}-{case.dtype}-{case.bits}bit-T{case.tail_tokens}"
+    + (f"-U{case.mean_tokens}-{len(case.stages) + 1}parts" if case.mean_tokens else "")
+    for case in CASES
+]
 
 
 class Guarded:
@@ -105,9 +126,9 @@ class Fast:
     def __init__(self, cache: Cache, module: ModuleType) -> None:
         store, summary, tail = cache.store, cache.summaries[0], cache.tail
         pools = {"k": cache.k[0], "v": cache.v[0], "finite": cache.finite[0][None], "valid": valid_of(cache)}
-        pools |= summary | {"centre": cache.constants(0)["centre"], "signs": cache.fixed[0]["signs"]}
+        pools |= summary | cache.constants(0)
         if tail:
-            pools |= tail.summaries[0] | {"tail_valid": valid_of(tail)}
+            pools |= {f"tail_{name}": pool for name, pool in tail.summaries[0].items()} | {"tail_valid": valid_of(tail)}
         if store.has_bounds:
             pools |= {"largest_key": cache.largest_key[0], "largest_value": cache.largest_value[0]}
         self.module, self.store = module, store
@@ -121,22 +142,25 @@ class Fast:
         given = rows.clone()
         tail = None
         if store.tail_tokens:
-            tail = self.module.TailPools(get("mean"), get("mean_scale"), get("tail_valid"), store.tail_tokens)
+            tail = self.module.TailPools(get("tail_mean"), get("tail_mean_scale"), get("tail_valid"), store.tail_tokens)
         self.module.write_tokens(
             rows[:, 0], rows[:, 1], here, get("k"), get("v"), get("finite")[0], get("valid"),
-            group_tokens=store.S,
-            rq=self.module.RqPools(
-                get("codes"), get("scale"), get("second"), get("second_scale"), get("centre"), get("signs"), store.bits
-            ),
-            tail=tail,
+            sealed_tokens=store.sealed_tokens, rq=self.pools_of_rq(get), tail=tail,
             largest_key=get("largest_key"), largest_value=get("largest_value"),
         )  # fmt: skip
         assert torch.equal(given.view(torch.uint8), rows.view(torch.uint8)), "the arguments changed"
         assert np.array_equal(here.cpu().numpy(), slots)
 
+    def pools_of_rq(self, get: Callable[[str], Tensor | None]):
+        if self.store.mean_tokens:
+            names = "mean mean_scale codes more rest scale second second_scale signs".split()
+            return self.module.UnitPools(*map(get, names), self.store.S, self.store.mean_bits)
+        names = "codes scale second second_scale centre signs".split()
+        return self.module.RqPools(*map(get, names), self.store.bits)
+
 
 def valid_of(cache: Cache) -> Tensor:
-    groups = np.arange(cache.spec.num_units * cache.store.groups_per_unit)
+    groups = np.arange(cache.spec.num_units * cache.store.seals_per_unit)
     return torch.from_numpy(cache.state[0].valid(groups).astype(np.uint8))
 
 
@@ -154,23 +178,29 @@ def check_equal(fast: Fast, cache: Cache) -> None:
         assert ((got[name].view(bits) == want.view(bits)) | is_nan).all(), f"{name} differs"
     assert bool(got["finite"][0]) == bool(cache.finite[0]), "finite differs"
     assert torch.equal(got["valid"], valid_of(cache)), "valid differs"
-    assert torch.equal(got["centre"], cache.constants(0)["centre"])
+    assert all(torch.equal(got[name], want) for name, want in cache.constants(0).items())
     summary, bits = cache.summaries[0], cache.store.bits
+    for name in ("mean", "mean_scale", "more", "rest"):
+        if name in summary:
+            assert torch.equal(got[name], summary[name]), f"{name} differs"
     if bits == 1:
         assert torch.equal(got["codes"], summary["codes"]), "sign codes differ"
     else:
         check_codes(
             "codes", *(unpack_codes(one, bits, cache.spec.head_dim) for one in (got["codes"], summary["codes"]))
         )
-    assert steps_apart(got["scale"], summary["scale"]) <= 1, "scale differs"
+    for name in {"scale", "second_scale"} & set(summary):
+        if cache.store.mean_tokens:
+            check_codes(f"bytes of {name}", got[name], summary[name])
+        else:
+            assert steps_apart(got[name], summary[name]) <= 1, f"{name} differs"
     if "second" in summary:
         assert torch.equal(got["second"], summary["second"]), "second bits differ"
-        assert steps_apart(got["second_scale"], summary["second_scale"]) <= 1, "scale of second bits differs"
     if cache.tail:
         tail = cache.tail.summaries[0]
         assert torch.equal(got["tail_valid"], valid_of(cache.tail)), "valid of tails differs"
-        check_codes("mean values", got["mean"], tail["mean"])
-        assert steps_apart(got["mean_scale"], tail["mean_scale"]) <= 1, "scale of mean values differs"
+        check_codes("mean values", got["tail_mean"], tail["mean"])
+        assert steps_apart(got["tail_mean_scale"], tail["mean_scale"]) <= 1, "scale of mean values differs"
     if cache.store.has_bounds:
         for name, largest in (("largest_key", cache.largest_key), ("largest_value", cache.largest_value)):
             torch.testing.assert_close(got[name], largest[0], rtol=1e-6, atol=0)
@@ -198,10 +228,15 @@ class Run:
         positions = np.concatenate([np.arange(length) for length in self.lengths])
         self.zero = self.rng.normal(size=(case.kv_heads, case.head_dim))  # about the centre
         k, v = self.rows(len(positions))
+        if case.mean_tokens:  # about its mean a unit is special only where all of its groups are
+            self.means = [self.special_mean(kind) for kind in range(len(self.lengths))]
+            for sequence, mean in enumerate(self.means):
+                self.finish_groups(k[sequences == sequence], mean, sequences == sequence, k)
         write_kv(self.cache, 0, k, v, self.slots(sequences, positions))
-        assert self.cache.centre[0] is not None
+        assert self.cache.can_encode(0)
         self.fast = Fast(copy.deepcopy(self.cache), module)
-        self.means = [self.special_mean(kind) for kind in range(len(self.lengths))]
+        if not case.mean_tokens:
+            self.means = [self.special_mean(kind) for kind in range(len(self.lengths))]
 
     def slots(self, sequences: np.ndarray, positions: np.ndarray) -> np.ndarray:
         size = self.case.config.store.unit_tokens
@@ -226,9 +261,30 @@ class Run:
         else:
             turned *= self.rng.uniform(0.5, 2, size=shape)
             turned[:, self.case.head_dim // 8 + 1 :] = 0
+        if self.case.mean_tokens:
+            turned = self.on_the_steps_of_a_mean(turned)
         signs = self.cache.fixed[0]["signs"].double().numpy()
         back = np.stack([signs * rotate(row * signs, self.case.config.store.seed) for row in turned])
-        return self.cache.constants(0)["centre"].double().numpy() + back
+        centre = self.cache.centre[0]
+        return back if centre is None else centre.double().numpy() + back
+
+    def on_the_steps_of_a_mean(self, beside: np.ndarray) -> np.ndarray:
+        """What lies `beside` [Hkv, D] whole steps of a mean's codes, some of it between two; its first dimension, the
+        largest, sets them."""
+        most, (kv_heads, head_dim) = 2 ** (self.case.mean_bits - 1) - 1, beside.shape
+        largest = self.rng.uniform(0.05, 0.2, kv_heads)
+        steps = np.array([float(up16(one)) for one in largest])[:, None]
+        turned = (self.rng.integers(1 - most, most, (kv_heads, head_dim)) + 0.1 * beside) * steps
+        turned[:, 2::3] = (np.round(turned[:, 2::3] / steps) - 0.5) * steps
+        turned[:, 0] = most * largest
+        return turned
+
+    def finish_groups(self, own: Tensor, mean: np.ndarray, mask: np.ndarray, k: Tensor) -> None:
+        """`finish_group` of a prompt: own [T, Hkv, D] are the rows `mask` of k."""
+        size, whole = self.case.group_tokens, len(own) // self.case.group_tokens * self.case.group_tokens
+        groups = own[:whole].unflatten(0, (-1, size))
+        groups[:, -1] = (torch.from_numpy(mean) * size - groups[:, :-1].double().sum(dim=1)).to(k.dtype)
+        k[torch.from_numpy(mask)] = own
 
     def finish_group(self, k: Tensor, sequences: np.ndarray, slots: np.ndarray) -> None:
         """Last keys of groups get what makes the group's mean a special one, in place."""
@@ -291,6 +347,19 @@ def test_hard_keys_are_hard():
     assert (beside < 1e-5).float().mean() > 0.4
 
 
+def test_hard_units_are_hard():
+    """Of a unit whose groups all have the special mean, what is left of a group hangs on the last bit of the sums."""
+    run = Run(Case(64, 2, mean_tokens=32, before=(64, 64), steps=0, tail_tokens=64))
+    signs = run.cache.fixed[0]["signs"]
+    keys = run.cache.k[0][torch.from_numpy(run.table[:, 0])].unflatten(2, (2, -1, 2))  # [B, Hkv, 2, N, S, D]
+    summary = {name: pool[torch.from_numpy(run.table[:, 0])] for name, pool in run.cache.summaries[0].items()}
+    codes = unpack_codes(summary["mean"], 4, 64).float() - 8
+    step = summary["mean_scale"].float()[..., None]
+    left = ((rotate32(keys.float().mean(dim=-2), signs) - (codes * step)[..., None, :]) / step[..., None, :]).abs()
+    assert (left[0] < 1e-5).float().mean() > 0.5
+    assert ((left - 0.5).abs() < 1e-5).float().mean() > 0.3
+
+
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 @torch.inference_mode()
 def test_numbers_that_have_no_scale():
@@ -326,7 +395,7 @@ def test_without_summaries_only_rows_and_flags_change():
     for valid in (None, pools["valid"]):
         write.write_tokens(
             k.to(DEVICE), v.to(DEVICE), here, pools["k"], pools["v"], pools["finite"][0], valid,
-            group_tokens=2, rq=None, tail=None, largest_key=None, largest_value=None,
+            sealed_tokens=2, rq=None, tail=None, largest_key=None, largest_value=None,
         )  # fmt: skip
         assert torch.equal(fast.pools["valid"].check("valid"), kept["valid"]) == (valid is None)
     for row, name in itertools.product(range(2), ("k", "v")):
@@ -339,7 +408,7 @@ def test_without_summaries_only_rows_and_flags_change():
 
 
 MUTATIONS = {
-    "sealed one slot early": ("seals = offset % GROUP == GROUP - 1", "seals = offset % GROUP == GROUP - 2"),
+    "sealed one slot early": ("seals = offset % SEALED == SEALED - 1", "seals = offset % SEALED == SEALED - 2"),
     "centre left out": (" - tl.load(centre + d, mask=inside, other=0).to(tl.float32)", ""),
     "centre of the first head": ("centre + head * HEAD_DIM, signs", "centre, signs"),
     "heads mixed up": ("+ head * HEAD_STRIDE  #", "+ (1 - head) * HEAD_STRIDE  #"),
@@ -360,23 +429,54 @@ MUTATIONS = {
 }  # fmt: skip
 
 
+UNIT_MUTATIONS = {
+    "new key left out": ("[:, None], new[None, :], k)", "[:, None], 0.0, k)"),
+    "keys of other groups": ("(i % GROUPS << LOG_SIZE) + i // GROUPS", "i"),
+    "groups added in another order": (
+        "_add_halves(y, GROUPS, DIM2, LOG_GROUPS)",
+        "_add_halves(tl.trans(tl.reshape(y, (GROUPS // 2, 2, DIM2)), (1, 0, 2)).reshape(GROUPS, DIM2), GROUPS, DIM2, "
+        "LOG_GROUPS)",
+    ),
+    "about the mean itself": (
+        "(integers * step.to(tl.float32))[None, :]", "(_add_halves(y, GROUPS, DIM2, LOG_GROUPS) / GROUPS)[None, :]"
+    ),
+    "codes of the mean from 0 on": ("integers.to(tl.int32) + (MOST + 1)", "integers.to(tl.int32) + MOST"),
+    "mean cut off": ("+ TO_INTEGER) - TO_INTEGER", "- 0.5 + TO_INTEGER) - TO_INTEGER"),
+    "largest code one less": ("(1 << (MEAN_BITS - 1)) - 1", "(1 << (MEAN_BITS - 1)) - 2"),
+    "codes group by group": ("packed, at, 0, CODES, True,", "packed, at, 0, CODES, False,"),
+    "rest plane by plane": ("packed, at, CODES + MORE, REST, False,", "packed, at, CODES + MORE, REST, True,"),
+    "rest from the first byte on": ("packed, at, CODES + MORE, REST,", "packed, at, 0, REST,"),
+    "scales cut off": ("(bits + 64) >> 7", "(bits >> 7)"),
+    "scale of the second bits from signs": (
+        "tl.sum(x * finer_levels, axis=1)", "tl.sum(x * levels, axis=1)"
+    ),
+    "threshold of the next group": ("(_add_halves(tl.trans(size), DIM2, GROUPS, LOG_DIM)", "(tl.max(size)"),
+}  # fmt: skip
+
+
 def mutated(name: str, folder: Path) -> ModuleType:
-    """The kernel's module with one text replaced, imported from a file of its own."""
-    old, new = MUTATIONS[name]
-    source = Path(write.__file__).read_text()
-    assert source.count(old) == 1, f"{source.count(old)} places hold {old!r}"
-    path = folder / "mutated_write.py"
-    path.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location("mutated_write", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """The kernel's module with one text of it or of `seal` replaced, imported from files of their own."""
+    old, new = (MUTATIONS | UNIT_MUTATIONS)[name]
+    made, counts = [], []
+    for module in (seal, write):
+        source = Path(module.__file__).read_text()
+        counts.append(source.count(old))
+        path = folder / f"mutated_{Path(module.__file__).name}"
+        path.write_text(source.replace(old, new))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        made.append(importlib.util.module_from_spec(spec))
+        spec.loader.exec_module(made[-1])
+    assert sum(counts) == 1, f"{sum(counts)} places hold {old!r}"
+    for helper in ("_seal_keys", "_seal_unit", "_seal_values", "_sum_rows"):
+        assert hasattr(made[1], helper)
+        setattr(made[1], helper, getattr(made[0], helper))
+    return made[1]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize("name", [*MUTATIONS, *UNIT_MUTATIONS])
 def test_a_wrong_kernel_is_found(name, tmp_path):
-    case = Case(32, 4, tail_tokens=16, before=(126, 94, 45), steps=4)
+    case = UNITS if name in UNIT_MUTATIONS else Case(32, 4, tail_tokens=16, before=(126, 94, 45), steps=4)
     module = mutated(name, tmp_path)
     with pytest.raises(AssertionError, match=r"differ|changed|outside"):
         run = Run(case, module)
@@ -388,17 +488,27 @@ def test_a_wrong_kernel_is_found(name, tmp_path):
 def job_of(case: Case) -> Job:
     """The launch of `write_tokens` for a model of eight kv heads."""
     config, kind = case.config, {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16"}[case.dtype]
+    store = config.store
+    parts = [dims // 8 for dims in part_dims(store, case.head_dim)]
+    by_mean = store.S, (parts[0], parts[1] if len(parts) == 3 else 0, parts[-1] if len(parts) > 1 else 0)
     constants, num_warps = write.launch_constants(
-        8, case.head_dim, config.store.unit_tokens, config.store.S, config.store.tail_tokens, config.store.bits
-    )
+        8, case.head_dim, store.unit_tokens, store.sealed_tokens, store.tail_tokens,
+        store.mean_bits if store.mean_tokens else store.bits, *(by_mean if store.mean_tokens else ()),
+    )  # fmt: skip
     unit = config.store.unit_tokens * case.head_dim
     constants |= {"UNIT_STRIDE": 8 * unit, "HEAD_STRIDE": unit, "TOKEN_STRIDE": case.head_dim}
     types = dict.fromkeys(("k", "v", "k_pool", "v_pool"), kind)
     types |= dict.fromkeys(("k_token", "k_head", "v_token", "v_head"), "i32")
     types |= {"slots": "*i32", "finite": "*u8", "valid": "*u8", "codes": "*u8", "scale": "*fp16"}
-    types |= {"centre": "*fp16", "signs": "*fp32"}
+    types |= {"signs": "*fp32"}
     if config.read.refine:
         types |= {"second": "*u8", "second_scale": "*fp16"}
+    if store.mean_tokens:
+        types |= {"unit_mean": "*u8", "unit_mean_scale": "*fp16"}
+        types |= dict.fromkeys(set(fields(store, case.head_dim)) & {"more", "rest"}, "*u8")
+        types |= dict.fromkeys({"scale", "second_scale"} & set(types), "*u8")
+    else:
+        types |= {"centre": "*fp16"}
     if config.store.tail_tokens:
         types |= {"mean": "*i8", "mean_scale": "*fp16", "tail_valid": "*u8"}
     if config.store.has_bounds:
@@ -409,12 +519,16 @@ def job_of(case: Case) -> Job:
 
 def test_compiles_for_gpus_without_spills_or_contraction():
     usual = Case(128, 2, "bfloat16", tail_tokens=64)
+    unit = Case(128, 2, "bfloat16", tail_tokens=64, mean_tokens=64, stages=(0.25,))
     others = [
+        Case(64, 4, "float16", tail_tokens=64, mean_tokens=32, mean_bits=8, stages=(0.5, 0.2)),
+        Case(80, 1, "bfloat16", mean_tokens=32),
+        Case(256, 2, "float32", tail_tokens=64, mean_tokens=64, stages=(0.25,)),
         Case(96, 3, "float32", tail_tokens=48, block_size=48),
         Case(256, 256, "bfloat16", tail_tokens=256, bound_bits=8),
         Case(80, 16, "float16", bits=4),
     ]
-    compiled = {usual: compile_ahead([job_of(usual)])[0]}
+    compiled = dict(zip((usual, unit), compile_ahead([job_of(usual), job_of(unit)]), strict=True))
     hopper = compile_ahead([job_of(case) for case in others], targets=(("cuda", 90, 32),))
     compiled |= dict(zip(others, hopper, strict=True))
     for case, results in compiled.items():

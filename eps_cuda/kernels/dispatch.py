@@ -19,13 +19,16 @@ from eps_core.gate.protocol import RowsRead, Scores, Selection
 from eps_core.paging.groups import WritePlan
 from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
+from eps_core.summaries.rq import part_dims
 from eps_cuda.cache import Cache
 from eps_cuda.kernels import attend as attend_kernels
 from eps_cuda.kernels import rows as rows_kernels
 from eps_cuda.kernels import score as score_kernels
 from eps_cuda.kernels import select as select_kernels
 from eps_cuda.kernels import tail as tail_kernels
-from eps_cuda.kernels.write import RqPools, TailPools, write_tokens
+from eps_cuda.kernels import units as unit_kernels
+from eps_cuda.kernels.select import Depth
+from eps_cuda.kernels.write import RqPools, TailPools, UnitPools, write_tokens
 from eps_cuda.summaries.rq import rotate
 
 State = tuple[Tensor, Tensor]
@@ -54,9 +57,9 @@ def rotation(cache: Cache) -> Tensor:
 
 
 def covers_scoring(cache: Cache, layer: int) -> bool:
-    """Whether `estimates` serves: rq once its centre is there, without bounds of its own."""
+    """Whether `estimates` serves: rq, once its centre is there where it has one, without bounds of its own."""
     store = cache.store
-    return store.facts.coded and not store.rq_bounds and cache.centre[layer] is not None
+    return store.facts.coded and not store.rq_bounds and cache.can_encode(layer)
 
 
 @torch.inference_mode()
@@ -71,19 +74,30 @@ def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores | None:
             q, cache.summaries[layer], cache.valid[layer], table, lengths, group_tokens=store.S
         )
     else:
-        refined = where.refined
-        estimate = estimates(
-            cache, layer, q, table, lengths, to_device(cache, refined.astype(np.int32)), int(refined.max())
-        )
+        estimate = estimates(cache, layer, q, table, lengths, depth_of(cache, where))
     return Scores(estimate, None, None, num_missing, kernels=cache.kernels)
 
 
-def estimates(
-    cache: Cache, layer: int, q: Tensor, table: Tensor, lengths: Tensor, refined: Tensor, most_refined: int
-) -> Tensor:
-    """[B, Hkv, G] of rq, from device arrays alone: q [B, Hq, D], table [B, M], lengths [B], refined [B] groups whose
-    second bit is read, at most `most_refined`."""
+def depth_of(cache: Cache, where: Where) -> Depth:
+    """How far a step reads codes, copied once for all layers."""
+    key = "depth", cache.device
+    if key not in where.kept:
+        counts = [*where.staged(cache.spec.head_dim), where.refined]
+        *staged, refined = ((to_device(cache, one.astype(np.int32)), int(one.max())) for one in counts)
+        where.kept[key] = Depth(tuple(staged), refined)
+    depth: Depth = where.kept[key]
+    return depth
+
+
+def estimates(cache: Cache, layer: int, q: Tensor, table: Tensor, lengths: Tensor, depth: Depth) -> Tensor:
+    """[B, Hkv, G] of rq, from device arrays alone: q [B, Hq, D], table [B, M], lengths [B]."""
     store, summary, centre = cache.store, cache.summaries[layer], cache.centre[layer]
+    if store.mean_tokens:
+        query = unit_kernels.round_queries(q.contiguous(), cache.fixed[layer]["signs"], cache.spec.num_kv_heads)
+        return unit_kernels.score_units(
+            query, summary, cache.valid[layer], table, lengths, depth, group_tokens=store.S, mean_bits=store.mean_bits,
+            dims=part_dims(store, cache.spec.head_dim),
+        )  # fmt: skip
     assert centre is not None
     turned, offset = score_kernels.turn_queries(q.contiguous(), rotation(cache), centre)
     estimate = score_kernels.score_rq(
@@ -91,7 +105,8 @@ def estimates(
         group_tokens=store.S, bits=store.bits,
     )  # fmt: skip
     if store.second_bit:
-        best, counts = select_kernels.select_best(estimate, refined, width=max(most_refined, 1))
+        counts_wanted, most = depth.refined
+        best, counts = select_kernels.select_best(estimate, counts_wanted, width=max(most, 1))
         score_kernels.refine_rq(
             turned, offset, summary["codes"], summary["second"], summary["second_scale"], table, estimate, best, counts,
             group_tokens=store.S,
@@ -179,11 +194,12 @@ def attend_tail(
 
 
 def covers_writing(cache: Cache, layer: int) -> bool:
-    """Whether one kernel writes a decode step's tokens and all that follows from them: rq with its centre, or off."""
+    """Whether one kernel writes a decode step's tokens and all that follows from them: rq, with its centre where it has
+    one, or off."""
     store = cache.store
     if not store.enabled:
         return True
-    return store.facts.coded and not store.has_bounds and cache.centre[layer] is not None
+    return store.facts.coded and not store.has_bounds and cache.can_encode(layer)
 
 
 @torch.inference_mode()
@@ -214,7 +230,7 @@ def plan_step(cache: Cache, slots: np.ndarray) -> None:
 def count_sealed(cache: Cache, one: Cache, plan: WritePlan, num_layers: int = 1) -> None:
     """Counts the keys and values that are read back to seal groups of `one`, the cache or its tail."""
     sealed = num_layers * int(plan.sealed.sum())
-    cache.bytes_k_reread += sealed * cache.spec.num_kv_heads * one.store.S * cache.spec.kv_token_bytes // 2
+    cache.bytes_k_reread += sealed * cache.spec.num_kv_heads * one.store.sealed_tokens * cache.spec.kv_token_bytes // 2
 
 
 @torch.inference_mode()
@@ -222,23 +238,30 @@ def write(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None
     """One token of each sequence, k, v [N, Hkv, D] to slots [N] (device, -1: none), from device arrays alone. The host
     must tell every `state` of the same slots."""
     store, inner = cache.store, cache.tail
-    rq = tail = None
-    valid = None
+    rq: RqPools | UnitPools | None = None
+    tail = valid = None
     if store.enabled:
-        summary, centre = cache.summaries[layer], cache.centre[layer]
-        assert centre is not None
+        summary, centre, signs = cache.summaries[layer], cache.centre[layer], cache.fixed[layer]["signs"]
         valid = cache.valid[layer]
-        rq = RqPools(
-            summary["codes"], summary["scale"], summary.get("second"), summary.get("second_scale"), centre,
-            cache.fixed[layer]["signs"], store.bits,
-        )  # fmt: skip
+        if store.mean_tokens:
+            optional = {name: summary.get(name) for name in ("more", "rest", "second", "second_scale")}
+            rq = UnitPools(
+                mean=summary["mean"], mean_scale=summary["mean_scale"], codes=summary["codes"], scale=summary["scale"],
+                signs=signs, group_tokens=store.S, bits=store.mean_bits, **optional,
+            )  # fmt: skip
+        else:
+            assert centre is not None
+            rq = RqPools(
+                summary["codes"], summary["scale"], summary.get("second"), summary.get("second_scale"), centre, signs,
+                store.bits,
+            )  # fmt: skip
     if inner is not None:
         fields = inner.summaries[layer]
         tail = TailPools(fields["mean"], fields["mean_scale"], inner.valid[layer], store.tail_tokens)
     k, v = (x.to(cache.k[layer].dtype).contiguous() for x in (k, v))
     write_tokens(
-        k, v, slots, cache.k[layer], cache.v[layer], cache.finite[layer], valid, group_tokens=store.S, rq=rq,
-        tail=tail, largest_key=None, largest_value=None,
+        k, v, slots, cache.k[layer], cache.v[layer], cache.finite[layer], valid,
+        sealed_tokens=store.sealed_tokens, rq=rq, tail=tail, largest_key=None, largest_value=None,
     )  # fmt: skip
 
 
@@ -248,6 +271,6 @@ def place(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: Tensor, finite:
     told of NaN and Inf in the cache's place."""
     k, v = (x.to(cache.k[layer].dtype).contiguous() for x in (k, v))
     write_tokens(
-        k, v, slots, cache.k[layer], cache.v[layer], finite, None, group_tokens=cache.store.S, rq=None, tail=None,
-        largest_key=None, largest_value=None,
+        k, v, slots, cache.k[layer], cache.v[layer], finite, None, sealed_tokens=cache.store.sealed_tokens, rq=None,
+        tail=None, largest_key=None, largest_value=None,
     )  # fmt: skip

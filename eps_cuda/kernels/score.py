@@ -98,9 +98,12 @@ def _settle(estimate, R: tl.constexpr, RP: tl.constexpr, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def _store_estimate(best, estimate, valid, place, g, row, length, groups, inside, S: tl.constexpr):
-    """+inf inside the sequence without a valid summary, -inf past its end."""
-    is_open = (g == (length + S - 1) // S - 1) & (length % S != 0)
+def _store_estimate(
+    best, estimate, valid, place, seal, g, row, length, groups, inside, SEALED: tl.constexpr,
+):  # fmt: skip
+    """+inf inside the sequence without a valid summary, -inf past its end. `seal`: the run of SEALED tokens that is
+    summarised together in which group g lies; `place`: its own among those of the pool."""
+    is_open = (seal == (length + SEALED - 1) // SEALED - 1) & (length % SEALED != 0)
     known = inside & ~is_open & (tl.load(valid + place, mask=inside, other=0) != 0)
     best = tl.where(known, best, tl.where(inside, float("inf"), -float("inf")))
     tl.store(estimate + row.to(tl.int64) * groups + g, best, mask=g < groups)
@@ -117,19 +120,22 @@ def _query(turned_row, R: tl.constexpr, D: tl.constexpr, RP: tl.constexpr, DP: t
 
 @triton.jit
 def _add_codes(
-    total, codes, tile, listed, turned_row, power, WEIGHT: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
-    RP: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr, BP: tl.constexpr, FOLD: tl.constexpr,
-    SUBNORMAL: tl.constexpr,
+    total, codes, at, listed, query_row, power, WEIGHT: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    ROW: tl.constexpr, RP: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr, STRIDE: tl.constexpr,
+    BP: tl.constexpr, FOLD: tl.constexpr, SUBNORMAL: tl.constexpr,
 ):  # fmt: skip
-    """total [BLOCK, 2 RP] + WEIGHT * sum over dimensions of code * scaled query, times 2^-24 where SUBNORMAL. Where a
-    group has fewer bytes than the 16 that one product adds up, FOLD codes of each byte share it."""
+    """total [BLOCK, n] + WEIGHT * sum over D dimensions of code * query, times 2^-24 where SUBNORMAL. Bytes of a group
+    lie STRIDE apart from `at` on, entries of a head's query ROW from those of the next. With `power` [2 RP] the query
+    is scaled by it and in halves, n = 2 RP; without it is of integers, exact in float16, n = RP. Where a group has
+    fewer bytes than the 16 that one product adds up, FOLD codes of each byte share it."""
     PER_BYTE: tl.constexpr = 8 // BITS
     MASK: tl.constexpr = (1 << BITS) - 1
-    k, n = tl.arange(0, BP * FOLD), tl.arange(0, 2 * RP)
-    r = n // 2
+    HALVES: tl.constexpr = 1 if power is None else 2
+    k, n = tl.arange(0, BP * FOLD), tl.arange(0, HALVES * RP)
+    r = n // HALVES
     byte, fold = k % BP, k // BP
     packed = tl.load(
-        codes + tile[:, None] * BYTES + byte[None, :], mask=listed[:, None] & (byte < BYTES)[None, :], other=0
+        codes + at[:, None] + byte[None, :] * STRIDE, mask=listed[:, None] & (byte < BYTES)[None, :], other=0
     )
     for step in tl.static_range((PER_BYTE + FOLD - 1) // FOLD):
         if FOLD == 1:
@@ -139,9 +145,12 @@ def _add_codes(
         part = step * FOLD + fold
         d = byte * PER_BYTE + part
         used = (byte < BYTES) & (part < PER_BYTE) & (d < D)
-        a = tl.load(turned_row + r[None, :] * D + d[:, None], mask=used[:, None] & (r < R)[None, :], other=0.0)
+        a = tl.load(query_row + r[None, :] * ROW + d[:, None], mask=used[:, None] & (r < R)[None, :], other=0.0)
         unshift = ((127 - part * BITS) << 23).to(tl.float32, bitcast=True) * WEIGHT
-        columns = _halves(a * power[None, :] * unshift[:, None], n)
+        if power is None:
+            columns = (a * unshift[:, None]).to(tl.float16)
+        else:
+            columns = _halves(a * power[None, :] * unshift[:, None], n)
         if SUBNORMAL:
             total = tl.dot(masked.to(tl.uint16).to(tl.float16, bitcast=True), columns, total)
         else:
@@ -170,14 +179,14 @@ def _score_rq(
     MIDDLE: tl.constexpr = 1.0 if BITS == 1 else (1 << (BITS - 1)) - 0.5
     total = tl.zeros((BLOCK, 2 * RP), tl.float32)
     total = _add_codes(
-        total, codes, tile, inside, turned_row, power, WEIGHT, R, D, RP, BITS, BYTES, BP, FOLD, SUBNORMAL
-    )
+        total, codes, tile * BYTES, inside, turned_row, power, WEIGHT, R, D, D, RP, BITS, BYTES, 1, BP, FOLD, SUBNORMAL
+    )  # fmt: skip
     unit = inverse * 16777216.0 if SUBNORMAL else inverse
     dots = _pairs(total, BLOCK, RP) * unit[None, :] - (MIDDLE * sums)[None, :]
     step = tl.load(scale + tile, mask=inside, other=0.0).to(tl.float32)
     shift = tl.load(offset + row * R + r, mask=r < R, other=0.0)
     best = _settle(LOG_S + (shift[None, :] + dots * step[:, None]), R, RP, LARGEST)
-    _store_estimate(best, estimate, valid, place, g, row, length, groups, inside, S)
+    _store_estimate(best, estimate, valid, place, g, g, row, length, groups, inside, S)
 
 
 @triton.jit
@@ -200,8 +209,13 @@ def _refine_rq(
         turned_row, r = turned + row * R * D, tl.arange(0, RP)
         power, inverse, sums = _query(turned_row, R, D, RP, DP)
         total = tl.zeros((BLOCK, 2 * RP), tl.float32)
-        total = _add_codes(total, codes, tile, listed, turned_row, power, 2, R, D, RP, 1, BYTES, BP, FOLD, SUBNORMAL)
-        total = _add_codes(total, second, tile, listed, turned_row, power, 1, R, D, RP, 1, BYTES, BP, FOLD, SUBNORMAL)
+        at = tile * BYTES
+        total = _add_codes(
+            total, codes, at, listed, turned_row, power, 2, R, D, D, RP, 1, BYTES, 1, BP, FOLD, SUBNORMAL
+        )
+        total = _add_codes(
+            total, second, at, listed, turned_row, power, 1, R, D, D, RP, 1, BYTES, 1, BP, FOLD, SUBNORMAL
+        )
         unit = inverse * 16777216.0 if SUBNORMAL else inverse
         dots = _pairs(total, BLOCK, RP) * unit[None, :] - (1.5 * sums)[None, :]
         step = tl.load(second_scale + tile, mask=listed, other=0.0).to(tl.float32)
@@ -244,7 +258,7 @@ def _score_meanstd(
     across_step = tl.load(std_scale + tile, mask=inside, other=0.0).to(tl.float32)
     value = (along * along_step[:, None] + across * across_step[:, None]) * _once(inverse, RP)[None, :]
     best = _settle(value, R, RP, LARGEST)
-    _store_estimate(best, estimate, valid, place, g, row, length, groups, inside, S)
+    _store_estimate(best, estimate, valid, place, g, g, row, length, groups, inside, S)
 
 
 # ----------------------------------------------------------------------------------------------------------- launchers

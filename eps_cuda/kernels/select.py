@@ -11,6 +11,8 @@ launch per digit of a radix search and one for the list, as programs cannot wait
 each that is no less than the counts of a row of 32k groups are assumed to take. Not timed on a GPU.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -20,6 +22,16 @@ from torch import Tensor
 ROW_IN_REGISTERS, READ_AGAIN = 32768, 8192
 LIST_BLOCK = 4096  # groups that the list is written in at a time; at most 2^15 (two counts share an int32)
 THREADS = 512  # of a program at most: twice as many leave too few registers for the longest row
+
+
+@dataclass(frozen=True)
+class Depth:
+    """Of how many groups of each sequence, per kv head, a step reads how much of a code: counts [B] int32 on the
+    device, and the most that they can be, which the host knows before a step is captured. 0: none."""
+
+    staged: tuple[tuple[Tensor, int], ...]  # each part after the first
+    refined: tuple[Tensor, int]  # the second bit
+
 
 # ------------------------------------------------------------------------------------------------------------- kernels
 

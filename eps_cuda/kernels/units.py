@@ -1,0 +1,325 @@
+"""Triton: estimates of all groups from codes about the means of units, read in stages (`rq` with `mean_tokens`).
+
+A query is rounded to integers (`rounded_query`), in the order of additions that all libraries share. What the signs of
+a group add up to with them is then an exact integer, whatever device adds: integers are exact in float16, one column a
+query head, and go to the tensor cores as in `score`. Means, and second bits, ask the query as it is, in two columns.
+
+The first pass reads the first part of all codes, which lies byte by byte, neighbouring groups side by side. Each
+further pass reads one part more of the best of those that the pass before read: it writes their estimates to their
+places and, in a row of their own, side by side, so that the next choice reads no other groups. Bytes that an earlier
+pass has read are read again, of the best alone, which takes less than to keep what all groups added up to.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eps_core.summaries.base import LARGEST_ESTIMATE
+from eps_core.summaries.rq import PARTS, QUERY_STEPS
+from eps_cuda.kernels.score import (
+    _add_codes,
+    _block,
+    _check_layout,
+    _padded_heads,
+    _pairs,
+    _places,
+    _power_of_two,
+    _query,
+    _settle,
+    _store_estimate,
+    code_shape,
+)
+from eps_cuda.kernels.seal import TO_INTEGER, _rotate
+from eps_cuda.kernels.select import Depth, select_best
+
+READ_ON_GROUPS = 256  # that one program of a further pass reads at most; changes speed only
+LEAST_WIDTH = 8  # dimensions that a program rotates at least
+
+
+# ------------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _round_queries(
+    q, signs, turned, integers, steps, stride_b, stride_h, kv_heads, inverse_root,
+    R: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.constexpr, LOG_DIM: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """One query head: `rotate` and `rounded_query`."""
+    row, r = tl.program_id(0), tl.program_id(1)
+    d = tl.arange(0, DIM2)
+    start = q + (row // kv_heads).to(tl.int64) * stride_b + ((row % kv_heads) * R + r) * stride_h
+    a = tl.load(start + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32) * inverse_root
+    t = _rotate(a * tl.load(signs + d, mask=d < HEAD_DIM, other=0.0), 1, HEAD_DIM, DIM2, LOG_DIM)
+    step = tl.div_rn(tl.max(tl.abs(t)), STEPS * 1.0)
+    usable = (step > 0) & (step < float("inf"))
+    nearest = (tl.div_rn(t, tl.where(usable, step, 1.0)) + TO_INTEGER) - TO_INTEGER
+    head = row * R + r
+    tl.store(turned + head * HEAD_DIM + d, t, mask=d < HEAD_DIM)
+    tl.store(integers + head * HEAD_DIM + d, tl.where(usable, nearest, 0.0).to(tl.float16), mask=d < HEAD_DIM)
+    tl.store(steps + head, step)
+
+
+@triton.jit
+def _score_means(
+    turned, mean, mean_scale, table, lengths, bases, table_units, seals, kv_heads,
+    R: tl.constexpr, D: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr,
+    BP: tl.constexpr, FOLD: tl.constexpr, SUBNORMAL: tl.constexpr, SPU: tl.constexpr, SEALED: tl.constexpr,
+    LOG_S: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK units' means of one (sequence, kv head): log S + m_hat . a of each query head."""
+    row = tl.program_id(1)
+    b, h = row // kv_heads, row % kv_heads
+    seal = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = (seal < seals) & (seal < (tl.load(lengths + b) + SEALED - 1) // SEALED)
+    _, tile = _places(table + b * table_units, seal, inside, kv_heads, h, SPU)
+    turned_row, r = turned + row * R * D, tl.arange(0, RP)
+    power, inverse, sums = _query(turned_row, R, D, RP, DP)
+    total = tl.zeros((BLOCK, 2 * RP), tl.float32)
+    total = _add_codes(
+        total, mean, tile * BYTES, inside, turned_row, power, 1, R, D, D, RP, BITS, BYTES, 1, BP, FOLD, SUBNORMAL
+    )
+    unit = inverse * 16777216.0 if SUBNORMAL else inverse
+    MIDDLE: tl.constexpr = 1 << (BITS - 1)
+    dots = _pairs(total, BLOCK, RP) * unit[None, :] - (MIDDLE * sums)[None, :]
+    step = tl.load(mean_scale + tile, mask=inside, other=0.0).to(tl.float32)
+    place = (row.to(tl.int64) * seals + seal)[:, None] * R + r[None, :]
+    tl.store(bases + place, LOG_S + dots * step[:, None], mask=(seal < seals)[:, None] & (r < R)[None, :])
+
+
+@triton.jit
+def _from_byte(stored):
+    """The float32 numbers that `_to_byte` stored."""
+    return (stored.to(tl.uint16) << 7).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _integer_sums(
+    integers_row, R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr
+):
+    """Of each head the sum of its first D integers: float32 [RP]."""
+    r, d = tl.arange(0, RP), tl.arange(0, DP)
+    a = tl.load(integers_row + r[:, None] * ROW + d[None, :], mask=(r < R)[:, None] & (d < D)[None, :], other=0.0)
+    return tl.sum(a.to(tl.float32), axis=1)
+
+
+@triton.jit
+def _add_part(
+    total, codes, at, listed, query_row, power, WEIGHT: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    ROW: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr, STRIDE: tl.constexpr, SUBNORMAL: tl.constexpr,
+):  # fmt: skip
+    """`_add_codes` of signs of D dimensions: all of ROW, which DP pads to a power of two, or such a power."""
+    BYTES: tl.constexpr = (D + 7) // 8
+    BP: tl.constexpr = (DP + 7) // 8 if D == ROW else BYTES
+    FOLD: tl.constexpr = 16 // BP if BP < 16 else 1
+    return _add_codes(
+        total, codes, at, listed, query_row, power, WEIGHT, R, D, ROW, RP, 1, BYTES, STRIDE, BP, FOLD, SUBNORMAL
+    )
+
+
+@triton.jit
+def _estimate(
+    total, integers_row, steps_row, shift, scale, R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr,
+    RP: tl.constexpr, DP: tl.constexpr, SUBNORMAL: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK] by the signs of the first D dimensions, whose ones add up to total [BLOCK, RP]."""
+    r = tl.arange(0, RP)
+    ones = total * 16777216.0 if SUBNORMAL else total
+    sums = _integer_sums(integers_row, R, D, ROW, RP, DP)
+    step = tl.load(steps_row + r, mask=r < R, other=0.0) * (ROW / D)
+    return _settle(shift + scale[:, None] * step[None, :] * (2.0 * ones - sums[None, :]), R, RP, LARGEST)
+
+
+@triton.jit
+def _score_units(
+    integers, steps, bases, codes, scale, valid, table, lengths, estimate, table_units, groups, seals, kv_heads,
+    R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr,
+    SUBNORMAL: tl.constexpr, SPU: tl.constexpr, N: tl.constexpr, S: tl.constexpr, LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK groups of one (sequence, kv head), by the first D of ROW dimensions."""
+    row = tl.program_id(1)
+    b, h = row // kv_heads, row % kv_heads
+    g = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    seal, r = g // N, tl.arange(0, RP)
+    length = tl.load(lengths + b)
+    inside = (g < groups) & (g < (length + S - 1) // S)
+    # all or none of a unit's groups, so that neighbours are read together
+    there = (seal < seals) & (seal < (length + N * S - 1) // (N * S))
+    place, tile = _places(table + b * table_units, seal, there, kv_heads, h, SPU)
+    integers_row = integers + row * R * ROW
+    BYTES: tl.constexpr = (D + 7) // 8
+    total = tl.zeros((BLOCK, RP), tl.float32)
+    total = _add_part(
+        total, codes, tile * (BYTES * N) + g % N, there, integers_row, None, 1, R, D, ROW, RP, DP, N, SUBNORMAL
+    )
+    by = _from_byte(tl.load(scale + tile * N + g % N, mask=there, other=0))
+    at = (row.to(tl.int64) * seals + seal)[:, None] * R + r[None, :]
+    shift = tl.load(bases + at, mask=there[:, None] & (r < R)[None, :], other=0.0)
+    best = _estimate(total, integers_row, steps + row * R, shift, by, R, D, ROW, RP, DP, SUBNORMAL, LARGEST)
+    _store_estimate(best, estimate, valid, place, seal, g, row, length, groups, inside, N * S)
+
+
+@triton.jit
+def _read_on(
+    query, steps, bases, codes, more, rest, second, scale, table, estimate, left, listed_groups, through, counts,
+    table_units, groups, seals, kv_heads, width, through_width,
+    R: tl.constexpr, D: tl.constexpr, MORE: tl.constexpr, REST: tl.constexpr, ROW: tl.constexpr, RP: tl.constexpr,
+    DP: tl.constexpr, SUBNORMAL: tl.constexpr, SPU: tl.constexpr, N: tl.constexpr, LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK listed groups of one (sequence, kv head), by the parts that are given, of D, MORE and REST dimensions. With
+    `second` by their second bits, too, `query` turned, else integers. Lists name entries of `through`, or groups where
+    that is None; they name groups afterwards. Estimates go to `left` [B, Hkv, width] besides, unless that is None."""
+    row = tl.program_id(1)
+    b, h = row // kv_heads, row % kv_heads
+    start = tl.program_id(0) * BLOCK
+    w = start + tl.arange(0, BLOCK)
+    count = tl.load(counts + row)
+    entry = listed_groups + row.to(tl.int64) * width + w
+    if left is not None:
+        tl.store(left + row.to(tl.int64) * width + w, -float("inf"), mask=(w >= count) & (w < width))
+    # lists are as wide as the longest sequence needs
+    if start < count:
+        g = tl.load(entry, mask=w < width, other=-1)
+        listed = g >= 0
+        if through is not None:
+            g = tl.load(through + row.to(tl.int64) * through_width + g, mask=listed, other=0)
+            tl.store(entry, g, mask=listed)
+        seal, r = g // N, tl.arange(0, RP)
+        _, tile = _places(table + b * table_units, seal, listed, kv_heads, h, SPU)
+        place = tile * N + g % N
+        query_row = query + row * R * ROW
+        BYTES: tl.constexpr = (D + 7) // 8
+        planes = tile * (BYTES * N) + g % N
+        WEIGHT: tl.constexpr = 1 if second is None else 2
+        if second is None:
+            power = None
+            total = tl.zeros((BLOCK, RP), tl.float32)
+        else:
+            power, inverse, sums = _query(query_row, R, ROW, RP, DP)
+            total = tl.zeros((BLOCK, 2 * RP), tl.float32)
+        total = _add_part(total, codes, planes, listed, query_row, power, WEIGHT, R, D, ROW, RP, DP, N, SUBNORMAL)
+        if more is not None:
+            total = _add_part(
+                total, more, place * (MORE // 8), listed, query_row + D, power, WEIGHT, R, MORE, ROW, RP, DP, 1,
+                SUBNORMAL,
+            )  # fmt: skip
+        if rest is not None:
+            total = _add_part(
+                total, rest, place * (REST // 8), listed, query_row + D + MORE, power, WEIGHT, R, REST, ROW, RP, DP, 1,
+                SUBNORMAL,
+            )  # fmt: skip
+        at = (row.to(tl.int64) * seals + seal)[:, None] * R + r[None, :]
+        shift = tl.load(bases + at, mask=listed[:, None] & (r < R)[None, :], other=0.0)
+        by = _from_byte(tl.load(scale + place, mask=listed, other=0))
+        if second is None:
+            best = _estimate(
+                total, query_row, steps + row * R, shift, by, R, D + MORE + REST, ROW, RP, DP, SUBNORMAL, LARGEST
+            )
+        else:
+            total = _add_part(
+                total, second, place * ((ROW + 7) // 8), listed, query_row, power, 1, R, ROW, ROW, RP, DP, 1,
+                SUBNORMAL,
+            )  # fmt: skip
+            unit = inverse * 16777216.0 if SUBNORMAL else inverse
+            dots = _pairs(total, BLOCK, RP) * unit[None, :] - (1.5 * sums)[None, :]
+            best = _settle(shift + dots * by[:, None], R, RP, LARGEST)
+        tl.store(estimate + row.to(tl.int64) * groups + g, best, mask=listed)
+        if left is not None:
+            tl.store(left + row.to(tl.int64) * width + w, best, mask=listed)
+
+
+# ----------------------------------------------------------------------------------------------------------- launchers
+
+
+@dataclass(frozen=True)
+class Query:
+    """Of `round_queries`."""
+
+    turned: Tensor  # [B, Hkv, R, D] float32
+    integers: Tensor  # [B, Hkv, R, D] float16: turned ~ integers * steps
+    steps: Tensor  # [B, Hkv, R] float32
+
+
+def round_queries(q: Tensor, signs: Tensor, kv_heads: int) -> Query:
+    """q [B, Hq, D] unscaled, signs [D] float32 of the rotation."""
+    batch, heads, head_dim = q.shape
+    assert q.stride(-1) == 1 and signs.is_contiguous()
+    shape = batch, kv_heads, heads // kv_heads, head_dim
+    turned = torch.empty(shape, dtype=torch.float32, device=q.device)
+    integers = torch.empty(shape, dtype=torch.float16, device=q.device)
+    steps = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
+    padded = max(_power_of_two(head_dim), LEAST_WIDTH)
+    _round_queries[(batch * kv_heads, shape[2])](
+        q, signs, turned, integers, steps, q.stride(0), q.stride(1), kv_heads, 1 / math.sqrt(head_dim), R=shape[2],
+        HEAD_DIM=head_dim, DIM2=padded, LOG_DIM=padded.bit_length() - 1, STEPS=QUERY_STEPS, num_warps=1,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return Query(turned, integers, steps)
+
+
+def integer_columns(repeat: int) -> int:
+    """Columns of a product with integers, one a query head: no fewer than a device multiplies at least."""
+    return max(_power_of_two(repeat), 16 if torch.version.hip else 8)
+
+
+def score_units(
+    query: Query, summary: dict[str, Tensor], valid: Tensor, table: Tensor, lengths: Tensor, depth: Depth, *,
+    group_tokens: int, mean_bits: int, dims: tuple[int, ...], subnormal: bool = not torch.version.hip,
+) -> Tensor:  # fmt: skip
+    """Estimates [B, Hkv, G] float32 of log A_p as `score.score_rq` gives them, each by as much of its code as `depth`
+    lets be read: `summary` has the pools [P, Hkv, SPU, ..] of `eps_core.summaries.rq` by name, `valid` [P * SPU] uint8,
+    table [B, M] and lengths [B] int32; `dims` of each part of a code (`part_dims`)."""
+    batch, kv_heads, repeat, head_dim = query.turned.shape
+    per_unit, together = summary["scale"].shape[2:]
+    seals, rows = table.shape[1] * per_unit, batch * kv_heads
+    groups = seals * together
+    _check_layout(query.turned, query.integers, query.steps, *summary.values(), valid, table, lengths)
+    assert summary["codes"].shape[3:] == (-(-dims[0] // 8), together) and sum(dims) == head_dim
+    shared: dict[str, float] = {"R": repeat, "DP": _power_of_two(head_dim), "SUBNORMAL": subnormal, "SPU": per_unit}
+    bases = torch.empty((batch, kv_heads, seals, repeat), dtype=torch.float32, device=table.device)
+    shape = code_shape(head_dim, mean_bits)
+    assert shape["BYTES"] == summary["mean"].shape[3]
+    block = _block(rows, seals, shape["BP"] * shape["FOLD"])
+    _score_means[(triton.cdiv(seals, block), rows)](
+        query.turned, summary["mean"], summary["mean_scale"], table, lengths, bases, table.shape[1], seals, kv_heads,
+        D=head_dim, RP=_padded_heads(repeat), **shared, **shape, SEALED=together * group_tokens,
+        LOG_S=math.log(group_tokens), BLOCK=block,
+    )  # fmt: skip
+    estimate = torch.empty((batch, kv_heads, groups), dtype=torch.float32, device=table.device)
+    shared |= {"D": dims[0], "ROW": head_dim, "N": together, "LARGEST": LARGEST_ESTIMATE}
+    block = _block(rows, groups, max(_power_of_two(summary["codes"].shape[3]), 16))
+    _score_units[(triton.cdiv(groups, block), rows)](
+        query.integers, query.steps, bases, summary["codes"], summary["scale"], valid, table, lengths, estimate,
+        table.shape[1], groups, seals, kv_heads, **shared, RP=integer_columns(repeat), S=group_tokens, BLOCK=block,
+    )  # fmt: skip
+
+    # of each further pass: groups that it reads, parts, and whether second bits
+    names = PARTS[len(dims)]
+    passes = [(counts, most, names[: at + 2], False) for at, (counts, most) in enumerate(depth.staged)]
+    if depth.refined[1]:
+        passes.append((*depth.refined, names, True))
+    held = dict(zip(names, dims, strict=True))
+    through: Tensor | None = None
+    left: Tensor | None = estimate
+    for left_passes, (counts, most, parts, twice) in zip(reversed(range(len(passes))), passes, strict=True):
+        assert left is not None
+        width = min(max(most, 1), left.shape[2])
+        listed, found = select_best(left, counts, width=width)
+        further = torch.empty(listed.shape, dtype=torch.float32, device=table.device) if left_passes else None
+        block = min(_block(rows, width, max(_power_of_two(-(-head_dim // 8)), 16)), READ_ON_GROUPS)
+        _read_on[(triton.cdiv(width, block), rows)](
+            query.turned if twice else query.integers, query.steps, bases, summary["codes"],
+            *(summary[name] if name in parts else None for name in ("more", "rest")),
+            summary["second"] if twice else None, summary["second_scale" if twice else "scale"], table, estimate,
+            further, listed, through, found, table.shape[1], groups, seals, kv_heads, width,
+            1 if through is None else through.shape[2], **shared,
+            **{name.upper(): held[name] if name in parts else 0 for name in ("more", "rest")},
+            RP=_padded_heads(repeat) if twice else integer_columns(repeat), BLOCK=block,
+        )  # fmt: skip
+        through, left = listed, further
+    return estimate
