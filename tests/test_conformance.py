@@ -58,8 +58,9 @@ class Case:
     def __str__(self) -> str:
         c = self.config
         lengths = "+".join(map(str, self.lengths))
+        unit = f"-U{c.store.mean_tokens}" if c.store.mean_tokens else ""
         return (
-            f"{c.store.method}-S{c.store.S}-{c.read.policy}-{c.read.scope}-tail{c.store.tail_tokens}-T{lengths}"
+            f"{c.store.method}-S{c.store.S}{unit}-{c.read.policy}-{c.read.scope}-tail{c.store.tail_tokens}-T{lengths}"
             f"-{self.num_heads}q{self.num_kv_heads}kv-D{self.head_dim}-{self.dtype}-{self.kind}"
         )
 
@@ -76,6 +77,20 @@ CASES = [
     *BASE,
     Case((260, 40, 3), eps("rq", rq_bounds=True, bits=2)),
     Case((300,), eps("rq", group_tokens=2)),
+    # about a centre; then about units' means of all sizes, in stages and whole, with bounds, in head dims of one part
+    Case((150, 37), eps("rq", mean_tokens=0)),
+    Case((300, 61), eps("rq", mean_tokens=0, group_tokens=2, rq_bounds=True), num_heads=6, num_kv_heads=3),
+    Case((600, 290), eps("rq", mean_tokens=0, group_tokens=2), dtype="bfloat16", head_dim=64),
+    Case((300, 64, 63), eps("rq", group_tokens=2, mean_tokens=32), head_dim=64),
+    Case((600, 290), eps("rq", group_tokens=1, mean_tokens=64, budget=0.1), dtype="bfloat16", head_dim=128),
+    Case((300, 61), eps("rq", group_tokens=2, mean_tokens=32, stages=(0.5, 0.2)), head_dim=32, num_heads=6),
+    Case((300, 129), eps("rq", group_tokens=2, mean_tokens=64, mean_bits=8, stages=(), refine=0.0), head_dim=64),
+    Case((300, 65), eps("rq", group_tokens=8, mean_tokens=64, mean_bits=8, tail_tokens=0), head_dim=20),
+    Case((300,), eps("rq", group_tokens=2, mean_tokens=32, rq_bounds=True), num_heads=3, num_kv_heads=1),
+    Case((260, 40, 3), eps("rq", group_tokens=16, mean_tokens=64, rq_bounds=True), dtype="float16", head_dim=64),
+    Case((300, 61), eps("rq", group_tokens=2, scope="union"), head_dim=64, kind="outlier"),
+    Case((300, 61), eps("rq", group_tokens=2, policy="share", tau=0.01), head_dim=64, kind="ties"),
+    Case((300, 130), eps("rq", group_tokens=2, policy="mass", epsilon=0.05), head_dim=64, num_heads=8),
     Case((300,), eps("rq", group_tokens=1, bits=8)),
     Case((290,), eps("rq", group_tokens=3, block_size=12)),
     Case((290,), eps("box", group_tokens=48)),

@@ -118,18 +118,21 @@ def test_what_is_evaluated_after_a_chunk_is_all_that_is_left_and_no_copy_of_the_
         assert operations() == 0
 
 
-def test_bytes_are_those_of_the_units_held_summaries_too() -> None:
+@pytest.mark.parametrize("mean_tokens", [0, 32])
+def test_bytes_are_those_of_the_units_held_summaries_too(mean_tokens: int) -> None:
     model = tiny("llama", mx.bfloat16)
-    with eps(model, **SMALL):
+    with eps(model, **SMALL, mean_tokens=mean_tokens):
         cache = make_prompt_cache(model)
         assert cache[0].nbytes == 0
         alone(model, *prompts(130), 1, cache=cache)
         store = pool_of(model).gated.config.store
         units, groups = 3, 3 * 64 // store.S
         kv = units * 64 * 2 * 2 * 16 * 2  # tokens, K and V, heads, dims, bytes
-        # 16 sign bits twice and two scales a group; a mean value (int8) and its scale a unit; of 2 heads
+        # 16 sign bits twice and two scales a group, of a byte each about a mean of 32 tokens; that mean (4 bits a
+        # dimension) and its scale; a mean value (int8) and its scale a unit; of 2 heads
         assert store.unit_tokens == 64
-        assert cache[1].nbytes - kv == 2 * (groups * (2 + 2 + 2 + 2) + units * (16 + 2))
+        kept = groups * (2 + 2 + 1 + 1) + 2 * units * (8 + 2) if mean_tokens else groups * (2 + 2 + 2 + 2)
+        assert cache[1].nbytes - kv == 2 * (kept + units * (16 + 2))
 
 
 def test_caches_may_die_in_another_thread() -> None:

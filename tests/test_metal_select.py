@@ -278,7 +278,7 @@ def rounding_of(one: Pool, levels: float, scale: float) -> float:
 
 def by_codes(function: Callable, one: Pool, centre: np.ndarray, bits: int = 1) -> Callable:
     """The oracle's estimates of one head's groups, for `Pool.judged`."""
-    store = SimpleNamespace(S=one.size, bits=bits, rq_bounds=False, seed=SEED)
+    store = SimpleNamespace(S=one.size, bits=bits, mean_tokens=0, rq_bounds=False, seed=SEED)
 
     def estimate(summary: dict[str, np.ndarray], a: np.ndarray, head: int) -> np.ndarray:
         found = function(store, {"centre": centre[head]}, summary, a)

@@ -15,9 +15,11 @@ import pytest
 from metal import shim
 from test_metal_select import BARRIER, everything_written, same
 
+import eps_mlx
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import Store
+from eps_core.config.store import CacheSpec, Store
 from eps_core.oracle.selection import best_first
+from eps_core.paging.where import Where
 from eps_core.summaries import base as oracle_base
 from eps_core.summaries import rq as oracle
 from eps_core.summaries.table import fields, num_parts
@@ -265,6 +267,44 @@ def test_equal_codes_tie_to_the_bit(metal_shim):
         )
         assert (np.array(values) == np.array(values)[0, 0, 0]).all()
         assert np.array(groups)[0, 0].tolist() == list(range(300))  # the lower index first
+
+
+PATHS = {
+    "halves": (64, {}),
+    "halves, no second bit": (64, {"refine": 0.0}),
+    "three parts about means of 32": (128, {"mean_tokens": 32, "stages": (0.5, 0.2)}),
+    "whole codes of a head dim of 96": (96, {"group_tokens": 4, "mean_bits": 8}),
+    "groups of one": (16, {"group_tokens": 1, "stages": (1.0,), "refine": 1.0}),
+}
+
+
+@pytest.mark.parametrize(("head_dim", "settings"), PATHS.values(), ids=PATHS)
+def test_a_step_visits_what_the_array_path_visits(head_dim, settings, metal_shim):
+    """Through prefill, decode and a group that is written again, several sequences of which one is short."""
+    lengths, rng = np.array([470, 260, 40]), np.random.default_rng(4)
+    config = EpsConfig.of(method="rq", **{"mean_tokens": 64, "budget": 0.2, "first_tokens": 4, **settings})
+    spec = CacheSpec(1, 2, head_dim, 16, "bfloat16")
+    table = np.array([range(8), [8, 9, 10, 11, 12, *[-1] * 3], [13, *[-1] * 7]])
+    mean = 2 * rng.normal(size=(2, head_dim))
+    k, v = ((rng.normal(size=(16 * 64, 2, head_dim)) + mean).astype(np.float32) for _ in range(2))
+    q = mx.array(3 * rng.normal(size=(3, 6, head_dim)).astype(np.float32))
+    slots = [table[b, np.arange(n) // 64] * 64 + np.arange(n) % 64 for b, n in enumerate(lengths)]
+    writes = [np.concatenate([one[:-30] for one in slots]), *np.array([one[-30:] for one in slots]).T, slots[0][64:130]]
+    found = []
+    for kernels in ("arrays", "metal"):
+        cache = eps_mlx.new_cache(spec, config.store, "cpu", kernels)
+        for at in writes:
+            cache = eps_mlx.write_kv(cache, 0, mx.array(k[at]), mx.array(v[at]), at)
+        where = Where.of(config, table, lengths)
+        scores = eps_mlx.score(cache, 0, q, where)
+        found.append((cache, scores, eps_mlx.select(scores, where)))
+    (arrays, coarse, wanted), (metal, fine, chosen) = found
+    assert metal_shim["eps_read_on"].threadgroups
+    assert np.isposinf(np.array(coarse.estimate)).any() and np.isfinite(np.array(coarse.estimate)).any()
+    for name, stored in arrays.summaries[0].items():
+        assert np.array_equal(np.array(stored), np.array(metal.summaries[0][name])), name
+    np.testing.assert_allclose(np.array(fine.estimate), np.array(coarse.estimate), rtol=2e-6, atol=2e-5)
+    assert np.array_equal(np.array(chosen.groups), np.array(wanted.groups))
 
 
 # --------------------------------------------------------------------------------------------------------- what is read

@@ -159,7 +159,7 @@ def assert_same_state(model: Model, got: Run, want: Run, tolerance: float = 0.0)
 
 
 def assert_same_summaries(numbers: Any, caches: list, tables: list, layer: int, length: int, tolerance: float) -> None:
-    per_unit, size = caches[0].store.groups_per_unit, caches[0].store.S
+    per_unit, size = caches[0].store.seals_per_unit, caches[0].store.sealed_tokens
     index = np.arange(-(-length // size))
     rows = [table[index // per_unit] * per_unit + index % per_unit for table in tables]
     fills = [cache.state[layer].fill[row] for cache, row in zip(caches, rows, strict=True)]

@@ -18,10 +18,10 @@ FACTS = Facts(
     bounds_setting="rq_bounds",
     no_bounds="none without what they need in store: add --eps-bound-bits 8",
     budget=0.05,
-    guards=(4, 32),
+    guards=(4, 8),
     tail=True,
     refine=0.125,
-    unit=UnitFacts(mean_tokens=0, mean_bits=4, stages=(0.25,), refine=0.0625),
+    unit=UnitFacts(mean_tokens=64, mean_bits=4, stages=(0.25,), refine=0.0625),
 )
 
 # Steps of the best uniform quantiser of a unit Gaussian with 2^b levels (Max 1960), by bits b
