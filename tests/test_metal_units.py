@@ -3,7 +3,6 @@
 Estimates are judged by the float64 oracle from the same stored bytes, rounded queries by the oracle to the bit.
 """
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from functools import cached_property
 import mlx.core as mx
 import numpy as np
 import pytest
-from metal import shim
+from metal import cuda_check, shim
 from test_metal_select import BARRIER, everything_written, same
 
 import eps_mlx
@@ -428,23 +427,39 @@ def test_a_missing_barrier_is_caught(name, place, metal_shim, monkeypatch):
     caught(monkeypatch, name, BARRIER.join(parts), {})
 
 
-def test_texts_keep_the_front_end_rules_of_metal(monkeypatch):
-    """Of every kernel, for inputs of fewer than 8 elements and more."""
-    found, texts = [], set()
+def launched(monkeypatch) -> list[tuple]:
+    """Kernel, template, inputs and dtypes of outputs of launches of every kernel, for inputs of fewer than 8 elements
+    and more."""
+    calls = []
 
     def record(kernel, inputs, template, grid, threadgroup, shapes, dtypes):
-        text = shim.generated_text(kernel, inputs, template, dtypes)
-        if text not in texts:
-            texts.add(text)
-            found.extend(f"{kernel.name} {line}" for line in clang_check.diagnostics(text))
+        calls.append((kernel, template, inputs, list(dtypes)))
         return [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
-    clang_check = pytest.importorskip("metal.clang_check")
     monkeypatch.setattr(launch, "runner", record)
     few = {"lengths": (3,), "repeat": 1, "kv_heads": 1, "head_dim": 8, "spoilt": False}
     for shape in (few, {}, {"head_dim": 33}, {"head_dim": 128, "stages": (0.5, 0.2)}, {"mean_tokens": 32, "size": 16}):
-        for check in (check_turned, check_score, check_read_on):
-            with contextlib.suppress(AssertionError):
-                given = {k: v for k, v in shape.items() if k != "lengths" or check is not check_turned}
-                check(**given, **({"wanted": ((1,), (1,))} if shape is few and check is check_read_on else {}))
-    assert not found and len(texts) >= 12, (found, len(texts))
+        one = Units(**shape)
+        query, estimate, base = one.scored()
+        one.asked(mx.bfloat16)
+        picked = mx.zeros((len(one.lengths), one.kv_heads, 1), mx.int32)
+        for parts in (*range(2, 1 + num_parts(one.store, one.head_dim)), None):
+            for groups in (None, picked):
+                units.read_on(
+                    query, base, one.arrays(), mx.array(one.table), estimate, groups, picked, picked[..., 0],
+                    parts=parts,
+                )  # fmt: skip
+    return calls
+
+
+def test_texts_keep_the_front_end_rules_of_metal(monkeypatch):
+    clang_check = pytest.importorskip("metal.clang_check")
+    calls = launched(monkeypatch)
+    texts = {shim.generated_text(kernel, inputs, template, dtypes) for kernel, template, inputs, dtypes in calls}
+    assert [line for text in texts for line in clang_check.diagnostics(text)] == []
+    assert len(texts) >= 20
+
+
+@cuda_check.needs_nvcc
+def test_nvcc_compiles_every_body(monkeypatch, tmp_path):
+    assert not cuda_check.errors(launched(monkeypatch), tmp_path)
