@@ -278,12 +278,11 @@ def test_info_counts_memory_within_the_limits() -> None:
     assert coarse["jl"]["summary_mib"] == 72 and coarse["moments"]["summary_mib"] == 136
     fine = [row for row in info["summaries"] if row["kind"] == "fine"]
     plain = next(row for row in fine if row["method"] == "rq" and not (row["rq_bounds"] or row["bound_bits"]))
-    # two bits: 18 bytes that every step scans, 18 that it reads of the best groups; 3.5 % of the cache, and for 64
-    # tokens their mean value
-    assert plain["bytes_per_group"] == 36 and plain["group_tokens"] == 2
-    assert plain["share_of_kv"] == (36 + (128 + 2) / 32) / 1024
+    # two bits, each 16 bytes and a scale of one; for 64 tokens the mean key in 4 bits, and their mean value
+    assert plain["bytes_per_group"] == 34 + 66 / 32 and plain["group_tokens"] == 2
+    assert plain["share_of_kv"] == (34 + 66 / 32 + (128 + 2) / 32) / 1024
     bounded = next(row for row in fine if row["method"] == "rq" and row["rq_bounds"])
-    assert bounded["bytes_per_group"] == 36 + 3 * 2
+    assert bounded["bytes_per_group"] == 34 + 66 / 32 + 3 * 2
     assert {"box", "rq"} <= {row["method"] for row in fine} and all(row["group_tokens"] <= 16 for row in fine)
     assert list(info["backends"]) == list(BACKENDS)
     assert all(status["usable"] and "cpu" in status["devices"] for status in info["backends"].values())
@@ -388,14 +387,30 @@ def configured(ctx: click.Context, /, **flags: Any) -> EpsConfig:
     return config_of(flags, given_flags(ctx, flags))
 
 
-FINE, WIDE = {"first_tokens": 4, "last_tokens": 32}, {"first_tokens": 16, "last_tokens": 128}
+FINE, WIDE = {"first_tokens": 4, "last_tokens": 8}, {"first_tokens": 16, "last_tokens": 128}
 TOPK = {"policy": "topk", "tau": None, "budget": 0.05}
 
 
 @pytest.mark.parametrize(
     ("flags", "want"),
     [
-        ("", {"method": "rq", "bits": 1, "refine": 0.125, "group_tokens": 2, **TOPK, **FINE}),
+        (
+            "",
+            {
+                "method": "rq",
+                "bits": 1,
+                "mean_tokens": 64,
+                "mean_bits": 4,
+                "stages": (0.25,),
+                "refine": 0.0625,
+                "group_tokens": 2,
+                **TOPK,
+                **FINE,
+            },
+        ),
+        ("--eps-unit-tokens 0", {"mean_tokens": 0, "stages": (), "refine": 0.125}),
+        ("--eps-unit-tokens 32 --eps-stages 0.5,0.2", {"mean_tokens": 32, "stages": (0.5, 0.2), "refine": 0.0625}),
+        ("--eps-stages 0 --eps-mean-bits 8", {"mean_tokens": 64, "mean_bits": 8, "stages": ()}),
         ("--eps-method rq --eps-bits 2", {"bits": 2, "refine": 0, **TOPK, **FINE}),
         ("--eps-budget 0.2", {"policy": "topk", "budget": 0.2, "tau": None, **FINE}),
         ("--eps-top-pages 7", {"policy": "topk", "top_pages": 7, **FINE}),
@@ -410,7 +425,7 @@ TOPK = {"policy": "topk", "tau": None, "budget": 0.05}
         ("--eps-last-tokens 64", {"first_tokens": 4, "last_tokens": 64}),
         ("--eps-last-n 3", {"first_tokens": 4, "last_tokens": 6}),
         ("--eps-refine 0", {"refine": 0}),
-        ("--eps-refine 1", {"refine": 1}),
+        ("--eps-refine 1", {"refine": 1, "stages": (1,)}),
         ("--eps-bound-bits 4 --eps-strict", {"bound_bits": 4, "strict": True, "epsilon": 0.01, **TOPK}),
         ("--eps-method moments --eps-strict --eps-epsilon 0.2", {"strict": True, "epsilon": 0.2, "policy": "topk"}),
     ],

@@ -162,9 +162,15 @@ def test_the_memory_of_summaries_follows_refine(tmp_path: Path) -> None:
         assert done.code == 0, done.err
         rows = json.loads(done.out.splitlines()[-1])["summaries"]
         mine = [row for row in rows if row["method"] == "rq" and not (row["rq_bounds"] or row["bound_bits"])]
-        return int(mine[0]["bytes_per_group"])
+        return float(mine[0]["bytes_per_group"])
 
-    assert plain() == plain("--eps-refine", "0.5") == 36 and plain("--eps-refine", "0") == 18
+    centred = ("--eps-unit-tokens", "0")
+    assert (
+        plain(*centred) == plain(*centred, "--eps-refine", "0.5") == 36 and plain(*centred, "--eps-refine", "0") == 18
+    )
+    shared = (64 + 2) / 32  # of the mean
+    assert plain() == plain("--eps-refine", "0.5") == 34 + shared and plain("--eps-refine", "0") == 17 + shared
+    assert plain("--eps-unit-tokens", "32", "--eps-mean-bits", "8") == 34 + (128 + 2) / 16
     for value in ("nan", "-5"):
         assert outcome(["info", "--eps-refine", value], tmp_path).code == 2
 

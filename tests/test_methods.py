@@ -44,7 +44,8 @@ SECOND = (3, 5, 7, 10, 12, 18, 74)
 
 
 def store_of(settings: dict) -> Store:
-    return Store(**settings) if settings["method"] == "off" else Store(**settings, group_tokens=4, tail_tokens=0)
+    sized = {"group_tokens": 4, "tail_tokens": 0, "mean_tokens": 0}
+    return Store(**settings) if settings["method"] == "off" else Store(**{**sized, **settings})
 
 
 @pytest.mark.parametrize("settings, expected", BYTES)
@@ -82,6 +83,14 @@ POOLS = (
             "radius": ("f2",), "norm": ("f2",),
         },
     ),
+    (
+        {"method": "rq", "mean_tokens": 32, "second_bit": True, "rq_bounds": True},
+        {
+            "mean": ("u1", 10), "mean_scale": ("f2",), "scale": ("u1", 8), "codes": ("u1", 3, 8),
+            "second": ("u1", 8, 3), "second_scale": ("u1", 8), "error": ("f2", 8), "radius": ("f2", 8),
+            "norm": ("f2", 8),
+        },
+    ),
     ({"method": "mean"}, {"mean": ("i1", 20), "mean_scale": ("f2",)}),
     ({"method": "oracle"}, {}),
 )  # fmt: skip
@@ -93,7 +102,7 @@ def test_pools_are_of_the_stated_fields_and_hold_what_is_built(target, settings,
     store = store_of(settings)
     spec = CacheSpec(2, 3, 20, 21)
     cache = backend.new_cache(spec, store, device)
-    lead = 21, 3, store.groups_per_unit
+    lead = 21, 3, store.seals_per_unit
     wanted = {name: (np.dtype(kind), (*lead, *shape)) for name, (kind, *shape) in expected.items()}
 
     def found() -> list[dict]:
@@ -107,4 +116,4 @@ def test_pools_are_of_the_stated_fields_and_hold_what_is_built(target, settings,
     cache = backend.write_kv(cache, 1, k, v, np.arange(300))
     assert found() == [wanted, wanted]
     for name, pool in cache.summaries[1].items():
-        assert backend.to_numpy(pool)[:18].any(), name
+        assert backend.to_numpy(pool)[: 300 // store.unit_tokens].any(), name

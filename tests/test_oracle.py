@@ -173,7 +173,7 @@ def test_rq_one_bit_is_unbiased_over_rotations():
     constants = {"centre": np.zeros(head_dim, np.float16)}
     values = []
     for seed in range(4000):
-        summary = rq.build(EpsConfig.of(method="rq", refine=0.0, seed=seed).store, constants, k)
+        summary = rq.build(EpsConfig.of(method="rq", mean_tokens=0, refine=0.0, seed=seed).store, constants, k)
         decoded = rq.decode_rq(summary["codes"], summary["scale"], 1, head_dim)
         values.append(decoded @ rotate(a, seed))
     spread = np.std(values) / np.sqrt(len(values))
@@ -185,7 +185,7 @@ def test_rq_one_bit_is_unbiased_over_rotations():
 def test_rq_error_shrinks_with_bits(bits):
     rng = np.random.default_rng(bits)
     x = rng.normal(size=(200, 1, 64))
-    error, store = [], EpsConfig.of(method="rq", bits=bits).store
+    error, store = [], EpsConfig.of(method="rq", bits=bits, mean_tokens=0).store
     for k in x:
         summary = rq.build(store, {"centre": np.zeros(64, np.float16)}, k)
         decoded = rq.decode_rq(summary["codes"], summary["scale"], bits, 64)

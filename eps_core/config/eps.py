@@ -72,11 +72,13 @@ class EpsConfig:
         facts = table.facts(method)
         store = Store(**{name: value for name, value in flat.items() if name in _STORED and value is not None})
         usual = facts.unit if store.mean_tokens else None
+        refine = (facts.refine if usual is None else usual.refine) if store.bits == 1 else 0.0
+        least = refine if flat.get("refine") is None else flat["refine"]  # what is read on was read whole
         defaults = {
             "budget": facts.budget,
             "tau": DEFAULT_TAU if flat.get("policy") == "share" else None,
-            "stages": () if usual is None or store.rq_bounds else usual.stages,
-            "refine": (facts.refine if usual is None else usual.refine) if store.bits == 1 else 0.0,
+            "stages": () if usual is None or store.rq_bounds else tuple(max(part, least) for part in usual.stages),
+            "refine": refine,
             "first_tokens": facts.guards[0],
             "last_tokens": facts.guards[1],
         }

@@ -55,7 +55,7 @@ CODES = (
     CENTRE,
     CENTRE.replace(last_tokens=8),
     EpsConfig.of(method="rq"),
-    EpsConfig.of(method="rq", mean_tokens=32),
+    EpsConfig.of(method="rq", mean_tokens=64),
     EpsConfig.of(method="rq", mean_bits=8),
     EpsConfig.of(method="rq", stages=()),
     EpsConfig.of(method="rq", stages=(0.5,), refine=0.125),

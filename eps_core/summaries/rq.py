@@ -21,7 +21,7 @@ FACTS = Facts(
     guards=(4, 8),
     tail=True,
     refine=0.125,
-    unit=UnitFacts(mean_tokens=64, mean_bits=4, stages=(0.25,), refine=0.0625),
+    unit=UnitFacts(mean_tokens=32, mean_bits=4, stages=(0.25,), refine=0.0625),
 )
 
 # Steps of the best uniform quantiser of a unit Gaussian with 2^b levels (Max 1960), by bits b
