@@ -1,6 +1,7 @@
 """Scores of every group from its summary, and of the best from their second bits: array operations."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +16,14 @@ from eps_cuda.kernels.choose import routed
 from eps_cuda.summaries.base import Summary, logit_slack
 from eps_cuda.summaries.rq import of_groups
 from eps_cuda.summaries.table import method, score_summary
+
+
+class Race(NamedTuple):
+    """The groups whose codes were read as far as any."""
+
+    left: Tensor  # [B, Hkv, G] bool: which these are
+    summary: Summary  # what was read of them [B, Hkv, C, ..], or of all groups, before any were left behind
+    place: Tensor | None  # [B, Hkv, G] int64: where in the former they are; None: the latter
 
 
 @routed
@@ -55,11 +64,11 @@ def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores:
     state = torch.from_numpy(np.where(inside, missing.astype(np.uint8), np.uint8(2))).to(q.device)[:, None, :]
     known, past = state == 0, state == 2
     estimate = torch.where(known, parts[0].amax(dim=2), -math.inf)
-    left = known.expand(estimate.shape)  # whose codes were read as far as any
+    race = Race(known.expand(estimate.shape), gathered, None)
     for part in range(2, 2 + len(where.staged(head_dim))):
-        estimate, left = _read_on(cache, layer, a, estimate, left, gathered, where, part)
+        estimate, race = _read_on(cache, layer, a, estimate, race, where, part)
     if where.config.read.refine:
-        estimate, left = _read_on(cache, layer, a, estimate, left, gathered, where, None)
+        estimate, race = _read_on(cache, layer, a, estimate, race, where, None)
     estimate = torch.where(known | past, estimate, math.inf)
     if parts[1] is None or parts[2] is None:
         return Scores(estimate, None, None, num_missing, kernels=cache.kernels)
@@ -76,36 +85,40 @@ def _of_all(field: Field) -> bool:
 
 
 def _read_on(
-    cache: Cache, layer: int, a: Tensor, estimate: Tensor, left: Tensor, first: Summary, where: Where, part: int | None
-) -> tuple[Tensor, Tensor]:
-    """(`estimate` [B, Hkv, G] with better ones of each head's best groups among `left` [B, Hkv, G], the lower index
-    first among equals; these alone [B, Hkv, G]): from one more part of their codes, the `part`-th, or from their second
-    bits where it is None. Only these are read. `first` [B, Hkv, .., ..] is what scoring read of all."""
+    cache: Cache, layer: int, a: Tensor, estimate: Tensor, race: Race, where: Where, part: int | None
+) -> tuple[Tensor, Race]:
+    """(`estimate` [B, Hkv, G] with better ones of each head's best groups in the race, the lower index first among
+    equals; these alone): from one more part of their codes, the `part`-th, or from their second bits where it is None.
+    Only this is read, and of them alone."""
     store, kv_heads, head_dim = cache.store, cache.spec.num_kv_heads, a.shape[-1]
     device, counts = estimate.device, where.refined if part is None else where.staged(head_dim)[part - 2]
     most = int(counts.max())
     # a stable sort: equal estimates keep their order
-    ranked = torch.where(left, estimate, -math.inf)
+    ranked = torch.where(race.left, estimate, -math.inf)
     best = ranked.sort(dim=-1, descending=True, stable=True).indices[..., :most]
     units = torch.from_numpy(np.maximum(where.table, 0).astype(np.int64)).to(device)[:, None].expand(-1, kv_heads, -1)
     heads = torch.arange(kv_heads, device=device)[None, :, None]
     index = torch.arange(len(estimate), device=device)[:, None, None]
     seals, groups, per_unit = best // store.groups_per_seal, best % store.groups_per_seal, store.seals_per_unit
     rows = (units.gather(-1, seals // per_unit) * kv_heads + heads) * per_unit + seals % per_unit
-    later = {
-        name: cache.summaries[layer][name].flatten(0, 2)
-        for name, field in fields(store, head_dim).items()
-        if (field.best_only or field.part if part is None else 0 < field.part < part)
-    }
-    if store.mean_tokens:
-        summary = {name: of_groups(name, array, (index, heads, seals), groups) for name, array in first.items()}
-        summary |= {name: of_groups(name, pool, (rows,), groups) for name, pool in later.items()}
+    if race.place is None and store.mean_tokens:
+        summary = {name: of_groups(name, array, index, heads, seals, groups) for name, array in race.summary.items()}
     else:
-        summary = {name: array[index, heads, best] for name, array in first.items()}
-        summary |= {name: pool[rows] for name, pool in later.items()}
+        place = best if race.place is None else race.place.gather(-1, best)
+        summary = {name: array[index, heads, place] for name, array in race.summary.items()}
+    for name, field in fields(store, head_dim).items():
+        if field.best_only if part is None else field.part == part - 1:
+            shape = field.shape[1:] if store.mean_tokens else field.shape
+            by_group = cache.summaries[layer][name].reshape(-1, *shape)
+            wanted_rows = (rows * store.groups_per_seal + groups).reshape(-1)
+            summary[name] = by_group.index_select(0, wanted_rows).reshape(*rows.shape, *shape)
     constants, own = cache.constants(layer), method(store.method)
     finer = own.refine(store, constants, summary, a) if part is None else own.stage(store, constants, summary, a, part)
     coarse = estimate.gather(-1, best)
-    wanted = torch.from_numpy(np.arange(most) < counts[:, None]).to(device)[:, None] & left.gather(-1, best)
+    wanted = torch.from_numpy(np.arange(most) < counts[:, None]).to(device)[:, None] & race.left.gather(-1, best)
     estimate = estimate.scatter(-1, best, torch.where(wanted, finer.amax(dim=2), coarse))
-    return estimate, torch.zeros_like(left).scatter(-1, best, wanted)
+    left = torch.zeros_like(race.left).scatter(-1, best, wanted)
+    place = torch.zeros_like(left, dtype=torch.int64).scatter(
+        -1, best, torch.arange(most, device=device).expand_as(best)
+    )
+    return estimate, Race(left, summary, place)

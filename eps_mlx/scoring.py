@@ -1,6 +1,7 @@
 """Scores of every group from its summary, and of the best from their second bits: array operations."""
 
 import math
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -15,6 +16,14 @@ from eps_mlx.selection import best_first
 from eps_mlx.summaries.base import Summary, logit_slack
 from eps_mlx.summaries.rq import of_groups
 from eps_mlx.summaries.table import method, score_summary
+
+
+class Race(NamedTuple):
+    """The groups whose codes were read as far as any."""
+
+    left: mx.array  # [B, Hkv, G] bool: which these are
+    summary: Summary  # what was read of them [B, Hkv, C, ..], or of all groups, before any were left behind
+    place: mx.array | None  # [B, Hkv, G] int32: where in the former they are; None: the latter
 
 
 @routed
@@ -55,11 +64,11 @@ def score(cache: Cache, layer: int, q: mx.array, where: Where) -> Scores:
         # the groups that were not scored: without a summary, and past the end
         rest = mx.where(unknown, math.inf, -math.inf)
         estimate = mx.where(known, parts[0].max(axis=2), -math.inf)
-        left = mx.broadcast_to(known, estimate.shape)  # whose codes were read as far as any
+        race = Race(mx.broadcast_to(known, estimate.shape), gathered, None)
         for part in range(2, 2 + len(where.staged(head_dim))):
-            estimate, left = _read_on(cache, layer, a, estimate, left, gathered, where, part)
+            estimate, race = _read_on(cache, layer, a, estimate, race, where, part)
         if where.config.read.refine:
-            estimate, left = _read_on(cache, layer, a, estimate, left, gathered, where, None)
+            estimate, race = _read_on(cache, layer, a, estimate, race, where, None)
         estimate = mx.where(known, estimate, rest)
         if parts[1] is None or parts[2] is None:
             return Scores(estimate, None, None, num_missing, kernels=cache.kernels)
@@ -75,22 +84,15 @@ def _of_all(field: Field) -> bool:
 
 
 def _read_on(
-    cache: Cache,
-    layer: int,
-    a: mx.array,
-    estimate: mx.array,
-    left: mx.array,
-    first: Summary,
-    where: Where,
-    part: int | None,
-) -> tuple[mx.array, mx.array]:
-    """(`estimate` [B, Hkv, G] with better ones of each head's best groups among `left` [B, Hkv, G], the lower index
-    first among equals; these alone [B, Hkv, G]): from one more part of their codes, the `part`-th, or from their second
-    bits where it is None. Only these are read. `first` [B, Hkv, .., ..] is what scoring read of all."""
+    cache: Cache, layer: int, a: mx.array, estimate: mx.array, race: Race, where: Where, part: int | None
+) -> tuple[mx.array, Race]:
+    """(`estimate` [B, Hkv, G] with better ones of each head's best groups in the race, the lower index first among
+    equals; these alone): from one more part of their codes, the `part`-th, or from their second bits where it is None.
+    Only this is read, and of them alone."""
     store, kv_heads, head_dim = cache.store, cache.spec.num_kv_heads, a.shape[-1]
     table, counts = where.table, where.refined if part is None else where.staged(head_dim)[part - 2]
     most = int(counts.max())
-    best = best_first(mx.where(left, estimate, -math.inf))[..., :most]
+    best = best_first(mx.where(race.left, estimate, -math.inf))[..., :most]
     units = mx.broadcast_to(
         mx.array(np.maximum(table, 0).astype(np.int32))[:, None], (len(table), kv_heads, table.shape[1])
     )
@@ -98,20 +100,22 @@ def _read_on(
     index = mx.arange(len(table), dtype=mx.int32)[:, None, None]
     seals, groups, per_unit = best // store.groups_per_seal, best % store.groups_per_seal, store.seals_per_unit
     rows = (mx.take_along_axis(units, seals // per_unit, axis=-1) * kv_heads + heads) * per_unit + seals % per_unit
-    later = {
-        name: cache.summaries[layer][name].flatten(0, 2)
-        for name, field in fields(store, head_dim).items()
-        if (field.best_only or field.part if part is None else 0 < field.part < part)
-    }
-    if store.mean_tokens:
-        summary = {name: of_groups(name, array, (index, heads, seals), groups) for name, array in first.items()}
-        summary |= {name: of_groups(name, pool, (rows,), groups) for name, pool in later.items()}
+    if race.place is None and store.mean_tokens:
+        summary = {name: of_groups(name, array, index, heads, seals, groups) for name, array in race.summary.items()}
     else:
-        summary = {name: array[index, heads, best] for name, array in first.items()}
-        summary |= {name: pool[rows] for name, pool in later.items()}
+        place = best if race.place is None else mx.take_along_axis(race.place, best, axis=-1)
+        summary = {name: array[index, heads, place] for name, array in race.summary.items()}
+    for name, field in fields(store, head_dim).items():
+        if field.best_only if part is None else field.part == part - 1:
+            pool = cache.summaries[layer][name]
+            by_group = pool.reshape(-1, *(field.shape[1:] if store.mean_tokens else field.shape))
+            summary[name] = mx.take(by_group, rows * store.groups_per_seal + groups, axis=0)
     constants, own = cache.constants(layer), method(store.method)
     finer = own.refine(store, constants, summary, a) if part is None else own.stage(store, constants, summary, a, part)
     coarse = mx.take_along_axis(estimate, best, axis=-1)
-    wanted = mx.array(np.arange(most) < counts[:, None])[:, None] & mx.take_along_axis(left, best, axis=-1)
-    finer = mx.where(wanted, finer.max(axis=2), coarse)
-    return mx.put_along_axis(estimate, best, finer, axis=-1), mx.put_along_axis(left & False, best, wanted, axis=-1)
+    wanted = mx.array(np.arange(most) < counts[:, None])[:, None] & mx.take_along_axis(race.left, best, axis=-1)
+    estimate = mx.put_along_axis(estimate, best, mx.where(wanted, finer.max(axis=2), coarse), axis=-1)
+    left = mx.put_along_axis(race.left & False, best, wanted, axis=-1)
+    places = mx.broadcast_to(mx.arange(most, dtype=mx.int32), best.shape)
+    place = mx.put_along_axis(mx.zeros(left.shape, mx.int32), best, places, axis=-1)
+    return estimate, Race(left, summary, place)

@@ -20,7 +20,7 @@ from eps_core.decode.hub import resolve_model
 from eps_core.decode.model import DEMO_MODEL, read_spec
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code
-from eps_core.evaluation.curves import BYTE_BUDGETS, TAUS, Plan, markdown, records, table_cells, tally_document
+from eps_core.evaluation.curves import BYTE_BUDGETS, SETS, TAUS, Plan, markdown, records, table_cells, tally_document
 from eps_core.files import outputs
 from eps_core.load import load_backend
 from eps_core.tasks.corpus import SHA256
@@ -43,6 +43,9 @@ def main() -> None:
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--contexts", type=argument(TOKENS), nargs="+", default=[2048, 4096, 8192, 16384])
+    parser.add_argument(
+        "--arms", choices=SETS, default="methods", help="all methods, or the parts of the default's codes"
+    )
     parser.add_argument("--needles", type=argument(TOKENS), default=50)
     parser.add_argument("--texts", type=argument(TOKENS), default=6)
     parser.add_argument(
@@ -79,7 +82,7 @@ def main() -> None:
         for context in args.contexts:
             part = 3 if context >= args.long else 1
             needles, texts = -(-args.needles // part), -(-args.texts // part)
-            points = {"byte_budgets": tuple(args.budgets), "taus": tuple(args.taus)}
+            points = {"arms": SETS[args.arms], "byte_budgets": tuple(args.budgets), "taus": tuple(args.taus)}
             plan = Plan(context, needles, texts, args.text_steps, seed=args.seed, **points)
             futures = [pool.submit(_document, *source, plan, kind, index) for kind, index in plan.documents()]
             results = []

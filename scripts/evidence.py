@@ -12,12 +12,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from eps_core.config.eps import EpsConfig
 from eps_core.errors import ConfigError, exit_code
-from eps_core.evaluation.curves import Cell, arm_name, bytes_at_kl, label, markdown
+from eps_core.evaluation.curves import EARLIER, ArmName, Cell, arm_name, bytes_at_kl, label, markdown
 from eps_core.files import inputs
 from eps_core.files.outputs import replacing
 from eps_core.files.records import Count, Name, Ratio, read_record
 from eps_core.report.style import DASHES, INK, colour, svg
+from eps_core.summaries.table import facts
 
 Rows = list[dict[str, Any]]
 T = TypeVar("T")
@@ -61,7 +63,7 @@ def cells(path: Path) -> list[Cell]:
     found = []
     for where, row in inputs.read_jsonl(path, "results", MEND):
         if row.pop("type", None) == "cell":
-            found.append(read_record(Cell, row, where, MEND))
+            found.append(read_record(Cell, {**EARLIER, **row}, where, MEND))
             if (found[-1].bytes_ratio is None) != (found[-1].kl_mean is None):
                 raise ConfigError(f"{where}: bytes_ratio or kl_mean is null and the other is not: {MEND}")
             if (found[-1].tau is None) == (found[-1].policy == "share"):
@@ -71,13 +73,19 @@ def cells(path: Path) -> list[Cell]:
     return found
 
 
+def merged(methods: list[Cell], codes: list[Cell]) -> list[Cell]:
+    """Both, with the newer cells of an arm that both have."""
+    there = {(arm_name(cell), cell.context_tokens) for cell in codes}
+    return [cell for cell in methods if (arm_name(cell), cell.context_tokens) not in there] + codes
+
+
 def first(found: Iterable[T], what: str) -> T:
     for one in found:
         return one
     raise ConfigError(f"the results hold no {what}: {MEND}")
 
 
-def curves(found: list[Cell], context: int) -> dict[tuple, list[Cell]]:
+def curves(found: list[Cell], context: int) -> dict[ArmName, list[Cell]]:
     """The cells of one context, arm by arm."""
     here = [cell for cell in found if cell.context_tokens == context]
     return {name: [c for c in here if arm_name(c) == name] for name in dict.fromkeys(map(arm_name, here))}
@@ -87,10 +95,18 @@ def crossing(curve: list[Cell]) -> tuple[float | None, str]:
     return bytes_at_kl(((c.bytes_ratio, c.kl_mean) for c in curve), KL_LIMIT)
 
 
-def default_of(by_arm: dict[tuple, list[Cell]]) -> list[Cell]:
-    """The default's curve: rq, topk, with its tail."""
-    found = (curve for name, curve in by_arm.items() if name[0] == "rq" and name[4] == "topk" and name[6])
-    return first(found, "cell of the default, rq under topk with a tail, at some context")
+def default_of(by_arm: dict[ArmName, list[Cell]]) -> list[Cell]:
+    """The default's curve: rq as it is without settings."""
+    usual = EpsConfig.of(method="rq")
+    told = usual.store.S, usual.store.mean_tokens, usual.read.stages, usual.read.refine, usual.store.tail_tokens
+    found = (
+        curve
+        for name, curve in by_arm.items()
+        if (name.method, name.policy, name.guards) == ("rq", "topk", facts("rq").guards)
+        and (name.group_tokens, name.mean_tokens, name.stages, name.refine, name.tail_tokens) == told
+        and name.mean_bits == usual.store.mean_bits
+    )
+    return first(found, "cell of the default, rq as it is without settings, at some context")
 
 
 def number(value: float | None, how: str = "measured") -> str:
@@ -122,14 +138,14 @@ def targets(found: list[Cell]) -> list[str]:
         for context in contexts:
             by_arm = curves(found, context)
             ours, ours_how = crossing(default_of(by_arm))
-            others = (c for n, c in by_arm.items() if (n[0], n[1], n[5]) == (method, group_tokens, guards))
+            others = (
+                c for n, c in by_arm.items() if (n.method, n.group_tokens, n.guards) == (method, group_tokens, guards)
+            )
             theirs, how = crossing(first(others, f"{method} of {group_tokens} tokens at {context:,}"))
             sign = {("measured", ">"): "< ", ("<", "measured"): "< ", ("<", ">"): "< ", ("measured", "<"): "> "}
             words = "-" if ours is None or theirs is None else f"{sign.get((ours_how, how), '')}{ours / theirs:.2f}"
             entries.append(words)
-        table.append(
-            f"| {label((method, group_tokens, None, None, 'topk', guards, 0))} | {limit:g} | {' | '.join(entries)} |"
-        )
+        table.append(f"| {label(ArmName(method, group_tokens, guards))} | {limit:g} | {' | '.join(entries)} |")
     return table
 
 
@@ -200,9 +216,12 @@ def quality_figure(demo: list[Cell], wide: list[Cell]) -> str:
         for axis, (found, context, title) in zip(axes, panels, strict=True):
             by_arm = curves(found, context)
             for method, size in shown:
-                curve = next((c for n, c in by_arm.items() if n[:2] == (method, size) and n[5] == (16, 128)), [])
+                same = (
+                    c for n, c in by_arm.items() if (n.method, n.group_tokens, n.guards) == (method, size, (16, 128))
+                )
+                curve = next(same, [])
                 _line(axis, curve, f"{method}, {size}", method, DASHES[1 + (size > 16)] if method == "oracle" else "-")
-            shared = (c for n, c in by_arm.items() if n[0] == "rq" and n[4] == "share" and n[6])
+            shared = (c for n, c in by_arm.items() if (n.method, n.policy) == ("rq", "share") and n.tail_tokens)
             share = first(shared, f"rq under share with a tail at {context:,}")
             _line(axis, default_of(by_arm), "rq, 2 (default)", "rq", "-", width=2.5)
             _line(axis, share, "rq, 2, share", "rq", ":")
@@ -254,7 +273,10 @@ def main() -> None:
     out = parser.parse_args().folder
     if not out.is_dir():
         parser.error(f"there is no folder {out}: run scripts/reproduce.sh, which makes its files")
-    demo, wide = cells(out / "methods.jsonl"), cells(out / "wide.jsonl")
+    demo, wide = (
+        merged(cells(out / methods), cells(out / codes))
+        for methods, codes in (("methods.jsonl", "codes.jsonl"), ("wide.jsonl", "codes-wide.jsonl"))
+    )
     certificates = rows(out / "certificates.jsonl", "summary", "strict", "refinement")
     bounds = inputs.read_object(out / "bounds.json", "results", MEND)
     parts = ["# Evidence", "", "Made by `scripts/reproduce.sh`. Bytes are K, V and summaries read, over dense.", ""]

@@ -21,6 +21,12 @@ took "methods on the demo model"
 python scripts/evaluate.py --model results/wide_model --contexts 4096 --needles 16 --texts 4 --text-steps 32 \
   --budgets 0.04 0.07 0.10 0.14 0.20 0.28 --taus 4e-3 2e-3 1e-3 5e-4 -o "$out/wide.jsonl" > "$captures/wide.md"
 took "methods on the wide model"
+# the parts of the default's codes, on both
+codes="--arms codes --budgets 0.025 0.03 0.035 0.04 0.05 0.07 --text-steps 48"
+python scripts/evaluate.py $codes --needles 40 --texts 8 -o "$out/codes.jsonl" > "$captures/codes.md"
+python scripts/evaluate.py $codes --model results/wide_model --contexts 4096 --needles 16 --texts 6 \
+  -o "$out/codes-wide.jsonl" > "$captures/codes-wide.md"
+took "codes on both"
 # 3. captures of both, replayed without a model: mass recall, certified skip
 # the demo model ends at 16,384 tokens, the decoded ones included
 for context in 2048 4096 8192 16000; do

@@ -105,8 +105,9 @@ def test_counter_equals_gathered_tiles(target, counter, name, dtype):
 
 
 def test_rq_stores_two_bits_and_scans_one():
-    """D = 128, S = 2: 18 + 18 bytes of 1,024 stored, 18 scanned, the second 18 read of the best eighth."""
-    plain, coarse = EpsConfig.of(method="rq", tail_tokens=0), EpsConfig.of(method="rq", refine=0, tail_tokens=0)
+    """D = 128, S = 2, about a centre: 18 + 18 bytes of 1,024 stored, 18 scanned, the second 18 read of the best
+    eighth."""
+    plain, coarse = (EpsConfig.of(method="rq", mean_tokens=0, tail_tokens=0, **one) for one in ({}, {"refine": 0}))
     assert (summary_group_bytes(plain.store, 128), summary_group_bytes(coarse.store, 128)) == (36, 18)
     assert (
         summary_group_bytes(plain.store, 128) / (2 * CacheSpec(1, 1, 128, 1, "bfloat16").kv_token_bytes) == 0.03515625
@@ -117,10 +118,23 @@ def test_rq_stores_two_bits_and_scans_one():
     assert scoring_bytes(coarse, 128, [2000]) == 1000 * 18
     # of each sequence as many as it has: what pads a table or a list is not counted
     assert scoring_bytes(plain, 128, [2000, 10]) == 1000 * 18 + 125 * 18 + 5 * 18 + 1 * 18
-    assert summary_group_bytes(EpsConfig.of(method="rq", rq_bounds=True).store, 128) == 36 + 6
+    assert summary_group_bytes(plain.replace(rq_bounds=True).store, 128) == 36 + 6
     assert summary_group_bytes(EpsConfig.of(method="rq", bits=2).store, 128) == 34
     # with a mean value of 64 tokens
-    assert summary_bytes(EpsConfig.of(method="rq").store, 1, 1, 128, 128) == 64 * 36 + 2 * 130
+    assert summary_bytes(plain.store.with_tail(), 1, 1, 128, 128) == 64 * 36 + 2 * 130
+
+
+def score_once(backend, device, counter, case: Case) -> int:
+    """Counts what scoring all of a case's sequences gathers; how many these are."""
+    keys, values = make_kv(case, np.random.default_rng(0))
+    spec, batch = CacheSpec(1, 2, 64, case_units(case)), len(case.lengths)
+    cache, table, ends = write_all(
+        backend, device, case, backend.new_cache(spec, case.config.store, device), keys, values
+    )
+    q = backend.from_numpy(np.random.default_rng(1).normal(size=(batch, 4, 64)).astype(np.float32), "float32", device)
+    counter.gathered = 0
+    backend.score(cache, 0, q, Where.of(case.config, table, ends))
+    return batch
 
 
 @pytest.mark.parametrize("refine", [0, 0.125, 0.3, 1])
@@ -128,20 +142,36 @@ def test_rq_stores_two_bits_and_scans_one():
 def test_scoring_gathers_the_bytes_that_are_reported(target, counter, refine, lengths):
     """Array operations gather whole tables: what is reported, and the padding of ragged batches besides."""
     backend, device = target
-    case = Case(lengths, eps("rq", group_tokens=2, refine=refine, tail_tokens=0), head_dim=64)
-    keys, values = make_kv(case, np.random.default_rng(0))
-    spec, batch = CacheSpec(1, 2, 64, case_units(case)), len(lengths)
-    cache, table, ends = write_all(
-        backend, device, case, backend.new_cache(spec, case.config.store, device), keys, values
-    )
-    q = backend.from_numpy(np.random.default_rng(1).normal(size=(batch, 4, 64)).astype(np.float32), "float32", device)
-    counter.gathered = 0
-    backend.score(cache, 0, q, Where.of(case.config, table, ends))
+    case = Case(lengths, eps("rq", group_tokens=2, mean_tokens=0, refine=refine, tail_tokens=0), head_dim=64)
+    batch = score_once(backend, device, counter, case)
     assert scoring_bytes(case.config, 64, lengths) == 10 * sum(
         -(-length // 2) + int(np.ceil(refine * -(-length // 2))) for length in lengths
     )
     assert counter.gathered == 2 * 10 * batch * (304 + int(np.ceil(refine * 304)))
     assert (counter.gathered == 2 * scoring_bytes(case.config, 64, lengths)) == (lengths[-1] == 608)
+
+
+# stages: bytes of each part of a code of 64 dimensions
+PARTS = {(): [8], (0.25,): [4, 4], (0.5, 0.2): [2, 2, 4]}
+
+
+@pytest.mark.parametrize("stages", PARTS, ids=str)
+@pytest.mark.parametrize("lengths", [(608,), (608, 608), (608, 37)])
+def test_scoring_in_stages_gathers_each_part_of_those_that_are_left(target, counter, stages, lengths):
+    case = Case(
+        lengths, eps("rq", group_tokens=2, mean_tokens=64, stages=stages, refine=0.0625, tail_tokens=0), head_dim=64
+    )
+
+    def read(length: int) -> int:
+        """A mean in 4 bits a dimension and its scale; of 32 groups a scale in one byte and the first part; then each
+        further part, and a second bit with a scale of its own."""
+        first, *later = PARTS[stages]
+        best = [np.ceil(share * -(-length // 2)) for share in (*stages, 0.0625)]
+        return -(-length // 64) * (32 + 2 + 32 * (1 + first)) + int(np.dot(best, [*later, 8 + 1]))
+
+    batch = score_once(*target, counter, case)
+    assert scoring_bytes(case.config, 64, lengths) == sum(map(read, lengths))
+    assert counter.gathered == 2 * batch * read(608)
 
 
 def bounded(backend, device, lengths, bits, method, **settings):
@@ -186,10 +216,11 @@ def test_the_oracle_counts_codes_without_padding(bits):
     assert cache.bound_bytes_read == left * config.store.S * (16 * bits // 8 + 8) > 0
 
 
-def test_rq_codes_are_equal_in_mlx_and_torch():
+@pytest.mark.parametrize("mean_tokens", [0, 32, 64])
+def test_rq_codes_are_equal_in_mlx_and_torch(mean_tokens):
     """One-bit codes and visit lists must not depend on the library: the mean and the rotation are prescribed sums."""
     rng = np.random.default_rng(3)
-    case = Case((700,), eps("rq", group_tokens=2), head_dim=64, dtype="bfloat16", chunk=333)
+    case = Case((700,), eps("rq", group_tokens=2, mean_tokens=mean_tokens), head_dim=64, dtype="bfloat16", chunk=333)
     keys, values = make_kv(case, rng)
     q = rng.normal(size=(1, 4, 64)).astype(np.float32)
     found = []
@@ -203,6 +234,7 @@ def test_rq_codes_are_equal_in_mlx_and_torch():
         where = Where.of(case.config, table, lengths)
         groups = backend.select(backend.score(cache, 0, native, where), where).groups
         summaries = cache.summaries[0]
-        found.append([backend.to_numpy(x) for x in (cache.centre[0], summaries["codes"], groups)])
+        shared = [cache.centre[0]] if not mean_tokens else [summaries[name] for name in ("mean", "mean_scale", "rest")]
+        found.append([backend.to_numpy(x) for x in (*shared, summaries["codes"], summaries["second"], groups)])
     for one, other in zip(*found, strict=True):
         assert np.array_equal(one, other)

@@ -58,8 +58,9 @@ class Case:
     def __str__(self) -> str:
         c = self.config
         lengths = "+".join(map(str, self.lengths))
+        unit = f"-U{c.store.mean_tokens}" if c.store.mean_tokens else ""
         return (
-            f"{c.store.method}-S{c.store.S}{f'-U{c.store.mean_tokens}' if c.store.mean_tokens else ''}-{c.read.policy}-{c.read.scope}-tail{c.store.tail_tokens}-T{lengths}"
+            f"{c.store.method}-S{c.store.S}{unit}-{c.read.policy}-{c.read.scope}-tail{c.store.tail_tokens}-T{lengths}"
             f"-{self.num_heads}q{self.num_kv_heads}kv-D{self.head_dim}-{self.dtype}-{self.kind}"
         )
 
@@ -76,7 +77,7 @@ CASES = [
     *BASE,
     Case((260, 40, 3), eps("rq", rq_bounds=True, bits=2)),
     Case((300,), eps("rq", group_tokens=2)),
-    # about a centre; then about units' means of all sizes, in stages and whole, with bounds and in head dims of one part
+    # about a centre; then about units' means of all sizes, in stages and whole, with bounds, in head dims of one part
     Case((150, 37), eps("rq", mean_tokens=0)),
     Case((300, 61), eps("rq", mean_tokens=0, group_tokens=2, rq_bounds=True), num_heads=6, num_kv_heads=3),
     Case((600, 290), eps("rq", mean_tokens=0, group_tokens=2), dtype="bfloat16", head_dim=64),

@@ -57,6 +57,7 @@ CASES = [
     Case((300, 37), eps("rq", refine=0.3), head_dim=160, num_heads=6, num_kv_heads=2),  # codes of 4 words and 1
     Case((300,), eps("rq", group_tokens=16), head_dim=96, num_heads=2, num_kv_heads=1),
     Case((290, 41), eps("rq", group_tokens=2, min_context=100, top_pages=9)),
+    Case((700, 290), eps("rq", mean_tokens=64, stages=(0.25,)), num_heads=8, head_dim=128, dtype="bfloat16"),
     Case((100, 37), eps("rq")),  # too short for rq's centre: nothing has a summary
     Case((150, 37, 1), eps("box"), num_heads=16, num_kv_heads=1, head_dim=33, dtype="float16"),
     Case((530, 300), eps("box", group_tokens=128, tail_tokens=128), num_heads=8, dtype="bfloat16", head_dim=128),
@@ -393,12 +394,17 @@ def test_torch_without_a_team_uses_helpers(monkeypatch, case):
     check_attend(backend, case, s.cache, s.reference, s.q, s.native, s.table, s.lengths, None)
 
 
-@pytest.mark.parametrize("name, features", [("generic", None), ("haswell", "+avx,+avx2,+fma,+f16c")])
+@pytest.mark.parametrize("name, features", [
+    ("generic", None), ("haswell", "+avx,+avx2,+fma,+f16c"),
+    ("skylake-avx512", "+avx,+avx2,+fma,+f16c,+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512cd"),
+])  # fmt: skip
 def test_a_cpu_without_permutations(name, features, tmp_path):
-    """The code for CPUs that cannot look numbers up in a register (all but AVX-512), compiled for such ones."""
+    """The code for CPUs that cannot look numbers up in a register (all but AVX-512), or not bytes, compiled for such
+    ones."""
     environment = {**os.environ, "NUMBA_CPU_NAME": name, "NUMBA_CACHE_DIR": str(tmp_path)}
     environment |= {} if features is None else {"NUMBA_CPU_FEATURES": features}
     code = """if True:
+        import sys
         import numpy as np, torch
         from eps_core.cpu import vectors as cpu_vectors
         from eps_core.config.eps import EpsConfig
@@ -408,7 +414,9 @@ def test_a_cpu_without_permutations(name, features, tmp_path):
         from eps_core.paging.rows import Rows
         from eps_core.paging.where import Where
         from numba import njit
-        assert not cpu_vectors.PERMUTES and not amx.usable()
+        from eps_core.cpu import unit_vectors as cpu_units
+        assert not cpu_units.SCANS and not amx.usable()
+        assert cpu_vectors.PERMUTES == (sys.argv[1] == "skylake-avx512")
 
         @njit
         def widen(bits, values):
@@ -422,6 +430,7 @@ def test_a_cpu_without_permutations(name, features, tmp_path):
         for dtype, config in (
             ("float32", EpsConfig.of(method="rq", refine=0.2, tail_tokens=64)),
             ("bfloat16", EpsConfig.of(method="rq", bits=4)),
+            ("float32", EpsConfig.of(method="rq", mean_tokens=64, stages=(0.5, 0.2))),
             ("float16", EpsConfig.of(method="box", group_tokens=16)),
         ):
             results = []
@@ -447,7 +456,7 @@ def test_a_cpu_without_permutations(name, features, tmp_path):
             for one, other in zip(*results):
                 np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
     """
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    subprocess.run([sys.executable, "-c", code, name], check=True, env=environment)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")

@@ -5,8 +5,6 @@ fetched shows in the bytes.
 """
 
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from metal import shim
+from metal import cuda_check, shim
 from metal.shim import ShimError, metal_shim  # noqa: F401
 
 from eps_mlx.kernels import attend, launch, tail
@@ -460,25 +458,6 @@ def test_clang_refuses_what_metal_would(name: str) -> None:
     assert any(message in one for one in found), found
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is absent: kernels are not compiled as CUDA")
+@cuda_check.needs_nvcc
 def test_nvcc_compiles_every_body(tmp_path: Path) -> None:
-    """The bodies behind `CUDA_HEADER`, with a signature as `mx.fast.cuda_kernel` makes one."""
-    types = {mx.float32: "float", mx.float16: "__half", mx.bfloat16: "__nv_bfloat16", mx.bool_: "bool"}
-    source = "#include <cstdint>\n#include <cuda_fp16.h>\n#include <cuda_bf16.h>\n" + launch.CUDA_HEADER
-    for number, (kernel, template, inputs, dtypes, _) in enumerate(generated()):
-        cuda = [types.get(x, f"{str(x).removeprefix('mlx.core.')}_t") for x in [y.dtype for y in inputs] + dtypes]
-        names = [f"const {t}* {n}" for t, n in zip(cuda, kernel.inputs, strict=False)]
-        names += [f"{t}* {n}" for t, n in zip(cuda[len(inputs) :], kernel.outputs, strict=True)]
-        constants = "".join(
-            f"using {name} = {types[value]};\n" if isinstance(value, mx.Dtype)
-            else f"constexpr {type(value).__name__} {name} = {str(value).lower()};\n"
-            for name, value in template.items()
-        )  # fmt: skip
-        source += f"__global__ void {kernel.name}_{number}({', '.join(names)}) {{\n{constants}{kernel.source}}}\n"
-    path = tmp_path / "kernels.cu"
-    path.write_text(source)
-    done = subprocess.run(
-        ["nvcc", "-std=c++17", "-arch=sm_90", "-ptx", str(path), "-o", str(tmp_path / "kernels.ptx")],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[:4000]
+    assert not cuda_check.errors([(kernel, *launched) for kernel, *launched, _ in generated()], tmp_path)

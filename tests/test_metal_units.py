@@ -3,7 +3,6 @@
 Estimates are judged by the float64 oracle from the same stored bytes, rounded queries by the oracle to the bit.
 """
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from functools import cached_property
 import mlx.core as mx
 import numpy as np
 import pytest
-from metal import shim
+from metal import cuda_check, shim
 from test_metal_select import BARRIER, everything_written, same
 
 import eps_mlx
@@ -23,7 +22,7 @@ from eps_core.paging.where import Where
 from eps_core.summaries import base as oracle_base
 from eps_core.summaries import rq as oracle
 from eps_core.summaries.table import fields, num_parts
-from eps_mlx.kernels import launch, score_units, select, turn_units
+from eps_mlx.kernels import launch, select, turn_units, units
 
 SEED = 3
 metal_shim = shim.metal_shim
@@ -48,14 +47,14 @@ class Units:
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.seed)
         per_unit, unit = self.store.seals_per_unit, self.store.unit_tokens
-        units = [-(-length // unit) for length in self.lengths]
-        num_units = sum(units) + 3
+        held = [-(-length // unit) for length in self.lengths]
+        num_units = sum(held) + 3
         free = rng.permutation(num_units)
-        self.table = np.full((len(self.lengths), max(units) + 1), -1, np.int32)
-        for b, number in enumerate(units):
+        self.table = np.full((len(self.lengths), max(held) + 1), -1, np.int32)
+        for b, number in enumerate(held):
             self.table[b, :number], free = free[:number], free[number:]
         self.valid = (rng.random(num_units * per_unit) < 0.9).astype(np.uint8)
-        self.q = (3 * rng.normal(size=(len(units), self.kv_heads * self.repeat, self.head_dim))).astype(np.float32)
+        self.q = (3 * rng.normal(size=(len(held), self.kv_heads * self.repeat, self.head_dim))).astype(np.float32)
         pool = num_units, self.kv_heads, per_unit
         self.summary = {}
         for name, one in fields(self.store, self.head_dim).items():
@@ -121,7 +120,7 @@ class Units:
     def scored(self) -> tuple[turn_units.Query, mx.array, mx.array]:
         query = self.asked()
         places = [mx.array(self.valid), mx.array(self.table), mx.array(np.array(self.lengths, np.int32))]
-        estimate, base = score_units.score_units(
+        estimate, base = units.score_units(
             query, self.arrays(), *places, group_tokens=self.size, mean_bits=self.mean_bits
         )
         return query, estimate, base
@@ -206,7 +205,7 @@ def check_read_on(wanted=((40, 32, 1), (16, 5, 0)), first=2, **shape) -> None:
     for parts, counts in zip((first, None), wanted, strict=False):
         now = np.array(estimate)
         picked, listed = select.select_best(values, mx.array(list(counts), mx.int32), width=max(*counts, 1))
-        estimate, values, groups = score_units.read_on(
+        estimate, values, groups = units.read_on(
             query, base, one.arrays(), mx.array(one.table), estimate, groups, picked, listed, parts=parts
         )
         finer = one.stage(parts)
@@ -262,7 +261,7 @@ def test_equal_codes_tie_to_the_bit(metal_shim):
     assert (np.array(estimate)[0, 0, :full] == np.array(estimate)[0, 0, 0]).all()
     picked, counts = select.select_best(estimate, mx.array([300]), width=300)
     for parts in (2, None):
-        _, values, groups = score_units.read_on(
+        _, values, groups = units.read_on(
             query, base, one.arrays(), mx.array(one.table), estimate, None, picked, counts, parts=parts
         )
         assert (np.array(values) == np.array(values)[0, 0, 0]).all()
@@ -332,13 +331,13 @@ def test_further_parts_are_read_of_listed_groups_only(metal_shim):
     fewer = mx.array([[2, 2], [0, 0], [3, 3]], mx.int32)
     table = mx.array(one.table)
     for parts, want in ((2, {"more": 4}), (3, {"more": 4, "rest": 8})):
-        _, _, groups = score_units.read_on(query, base, given, table, estimate, None, listed, counts, parts=parts)
+        _, _, groups = units.read_on(query, base, given, table, estimate, None, listed, counts, parts=parts)
         seen = metal_shim["eps_read_on"]
         for name in ("more", "rest", "second"):
             own = want.get(name, 0) * 14
             assert seen.loaded[name] == own and (not own or seen.read[name] == own), name
         assert seen.read["codes"] == seen.loaded["codes"] == 14 * 4 and seen.read["scale"] == 14
-    _, _, groups = score_units.read_on(query, base, given, table, estimate, groups, places, fewer, parts=None)
+    _, _, groups = units.read_on(query, base, given, table, estimate, groups, places, fewer, parts=None)
     seen = metal_shim["eps_read_on"]
     assert seen.read["second"] == seen.loaded["second"] == 10 * 16 and seen.read["scale"] == 10
     assert np.array(groups)[:, 0].tolist() == [[0, 9, -1], [-1, -1, -1], [31, 32, 33]]
@@ -350,7 +349,7 @@ def test_more_query_heads_than_threadgroup_memory_holds_are_refused():
     query = turn_units.Query(mx.zeros(shape), mx.zeros(shape), mx.zeros(shape[:3]))
     places = [mx.array(one.valid), mx.array(one.table), mx.array([3], mx.int32)]
     with pytest.raises(ValueError, match="49152 bytes of threadgroup memory"):
-        score_units.score_units(query, one.arrays(), *places, group_tokens=2, mean_bits=4)
+        units.score_units(query, one.arrays(), *places, group_tokens=2, mean_bits=4)
 
 
 # ----------------------------------------------------------------------------------------------------- wrong on purpose
@@ -398,12 +397,12 @@ CHECKS: dict[str, Callable[..., None]] = {
 
 
 def kernel_of(name: str) -> launch.Kernel:
-    return vars(turn_units if name == "_turn_units" else score_units)[name]
+    return vars(turn_units if name == "_turn_units" else units)[name]
 
 
 def caught(monkeypatch, name: str, source: str, settings: dict) -> None:
     """The check of a kernel must fail with `source` in place of its own."""
-    module = turn_units if name == "_turn_units" else score_units
+    module = turn_units if name == "_turn_units" else units
     monkeypatch.setattr(module, name, dataclasses.replace(kernel_of(name), source=source))
     with pytest.raises(AssertionError) as error:
         CHECKS[name](**settings)
@@ -428,23 +427,39 @@ def test_a_missing_barrier_is_caught(name, place, metal_shim, monkeypatch):
     caught(monkeypatch, name, BARRIER.join(parts), {})
 
 
-def test_texts_keep_the_front_end_rules_of_metal(monkeypatch):
-    """Of every kernel, for inputs of fewer than 8 elements and more."""
-    found, texts = [], set()
+def launched(monkeypatch) -> list[tuple]:
+    """Kernel, template, inputs and dtypes of outputs of launches of every kernel, for inputs of fewer than 8 elements
+    and more."""
+    calls = []
 
     def record(kernel, inputs, template, grid, threadgroup, shapes, dtypes):
-        text = shim.generated_text(kernel, inputs, template, dtypes)
-        if text not in texts:
-            texts.add(text)
-            found.extend(f"{kernel.name} {line}" for line in clang_check.diagnostics(text))
+        calls.append((kernel, template, inputs, list(dtypes)))
         return [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
-    clang_check = pytest.importorskip("metal.clang_check")
     monkeypatch.setattr(launch, "runner", record)
     few = {"lengths": (3,), "repeat": 1, "kv_heads": 1, "head_dim": 8, "spoilt": False}
     for shape in (few, {}, {"head_dim": 33}, {"head_dim": 128, "stages": (0.5, 0.2)}, {"mean_tokens": 32, "size": 16}):
-        for check in (check_turned, check_score, check_read_on):
-            with contextlib.suppress(AssertionError):
-                given = {k: v for k, v in shape.items() if k != "lengths" or check is not check_turned}
-                check(**given, **({"wanted": ((1,), (1,))} if shape is few and check is check_read_on else {}))
-    assert not found and len(texts) >= 12, (found, len(texts))
+        one = Units(**shape)
+        query, estimate, base = one.scored()
+        one.asked(mx.bfloat16)
+        picked = mx.zeros((len(one.lengths), one.kv_heads, 1), mx.int32)
+        for parts in (*range(2, 1 + num_parts(one.store, one.head_dim)), None):
+            for groups in (None, picked):
+                units.read_on(
+                    query, base, one.arrays(), mx.array(one.table), estimate, groups, picked, picked[..., 0],
+                    parts=parts,
+                )  # fmt: skip
+    return calls
+
+
+def test_texts_keep_the_front_end_rules_of_metal(monkeypatch):
+    clang_check = pytest.importorskip("metal.clang_check")
+    calls = launched(monkeypatch)
+    texts = {shim.generated_text(kernel, inputs, template, dtypes) for kernel, template, inputs, dtypes in calls}
+    assert [line for text in texts for line in clang_check.diagnostics(text)] == []
+    assert len(texts) >= 20
+
+
+@cuda_check.needs_nvcc
+def test_nvcc_compiles_every_body(monkeypatch, tmp_path):
+    assert not cuda_check.errors(launched(monkeypatch), tmp_path)

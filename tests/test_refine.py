@@ -22,7 +22,7 @@ MEAN_OF_A_GAUSSIAN = math.sqrt(2 / math.pi)  # of its absolute value, in standar
 
 
 def case_of(lengths: tuple[int, ...] = (600, 290, 37), refine: float = 0.125, **more) -> Case:
-    settings = {"group_tokens": 2, "tail_tokens": 0, **more.pop("config", {})}
+    settings = {"group_tokens": 2, "tail_tokens": 0, "mean_tokens": 0, **more.pop("config", {})}
     config = eps("rq", refine=refine, **settings)
     return Case(lengths, config, **{"head_dim": 32, "chunk": 333, **more})
 

@@ -36,9 +36,10 @@ def test_what_lies_in_free_slots_is_never_read(target: Any, name: str, poison: f
     assert sum(r.rolled_back for r in records) > 4 and not any(r.fallbacks for r in records)
 
 
+@pytest.mark.parametrize("name", ["meanstd", "rq"])
 @pytest.mark.kernels("numba", "metal")
-def test_what_lies_in_free_slots_is_never_read_by_kernels(target: Any) -> None:
-    test_what_lies_in_free_slots_is_never_read(target, "meanstd", np.nan)
+def test_what_lies_in_free_slots_is_never_read_by_kernels(target: Any, name: str) -> None:
+    test_what_lies_in_free_slots_is_never_read(target, name, np.nan)
 
 
 @pytest.mark.kernels("triton")

@@ -16,7 +16,6 @@ from eps_core.cpu.vectors import (
     HEADS,
     LANES,
     PERMUTES,
-    PREFETCH_CODES,
     _broadcast,
     _call,
     _data,
@@ -28,7 +27,6 @@ from eps_core.cpu.vectors import (
     _int64,
     _load,
     _permuted_sums,
-    _prefetch_line,
     _row_sums,
     _shuffle,
     _splat,
@@ -93,9 +91,7 @@ def _in_words(builder, vectors):
         return vectors
     even, odd = ([*range(side, 2 * LANES, 2)] for side in (0, 1))
     pairs = list(zip(vectors[::2], vectors[1::2], strict=True))
-    first, second = (
-        _in_words(builder, [_shuffle(builder, x, y, picks) for x, y in pairs]) for picks in (even, odd)
-    )
+    first, second = (_in_words(builder, [_shuffle(builder, x, y, picks) for x, y in pairs]) for picks in (even, odd))
     return [word for pair in zip(first, second, strict=True) for word in pair]
 
 
@@ -107,9 +103,7 @@ def _add_planes(builder, data, stride, num_planes, table, sums):
         for j in range(WORD):
             # past the last plane entries are 0
             plane = builder.add(first, _i64(j))
-            plane = builder.select(
-                builder.icmp_signed("<", plane, num_planes), plane, builder.sub(num_planes, _i64(1))
-            )
+            plane = builder.select(builder.icmp_signed("<", plane, num_planes), plane, builder.sub(num_planes, _i64(1)))
             own = _load(builder, builder.gep(data, [builder.mul(plane, stride)]), LANES, _i8)
             own = builder.shl(builder.zext(own, wide), _repeated(8 * j))
             word = own if word is None else builder.or_(word, own)
@@ -123,26 +117,25 @@ def _add_rows(builder, data, num_bytes, table, sums):
     for size, kind in ((1, _i8), (2, _i16)):
         with builder.if_then(builder.icmp_signed("==", num_bytes, _i64(size))):
             _add_word(builder, builder.zext(_load(builder, data, LANES, kind), wide), table, sums)
-    done = _i64(0)
     all_words = builder.udiv(num_bytes, _i64(WORD))
     for words in (4, 2, 1):  # a longer code is one of several fours
-        with builder.if_then(builder.icmp_signed(">=" if words == 4 else "==", all_words, _i64(words))):
-            with cgutils.for_range_slice(builder, done, all_words, _i64(words)) as (word, _):
-                if words == 4:
-                    # of codes of more than four words, four words of each group at a time
-                    rows = [
-                        builder.gep(data, [builder.add(builder.mul(num_bytes, _i64(lane)), builder.mul(word, _i64(4)))])
-                        for lane in range(LANES)
-                    ]
-                    quads = [_load(builder, row, 4, _i32) for row in rows]
-                    vectors = [_joined(builder, quads[at : at + 4]) for at in range(0, LANES, 4)]
-                else:
-                    vectors = [
-                        _load(builder, builder.gep(data, [_i64(4 * LANES * at)]), LANES, _i32) for at in range(words)
-                    ]
-                for j, column in enumerate(_in_words(builder, vectors)):
-                    at = builder.mul(builder.add(word, _i64(j)), _i64(WORD_TABLE))
-                    _add_word(builder, column, builder.gep(table, [at]), sums)
+        fits = builder.icmp_signed(">=" if words == 4 else "==", all_words, _i64(words))
+        with builder.if_then(fits), cgutils.for_range_slice(builder, _i64(0), all_words, _i64(words)) as (word, _):
+            if words == 4:
+                # of codes of more than four words, four words of each group at a time
+                rows = [
+                    builder.gep(data, [builder.add(builder.mul(num_bytes, _i64(lane)), builder.mul(word, _i64(4)))])
+                    for lane in range(LANES)
+                ]
+                quads = [_load(builder, row, 4, _i32) for row in rows]
+                vectors = [_joined(builder, quads[at : at + 4]) for at in range(0, LANES, 4)]
+            else:
+                vectors = [
+                    _load(builder, builder.gep(data, [_i64(4 * LANES * at)]), LANES, _i32) for at in range(words)
+                ]
+            for j, column in enumerate(_in_words(builder, vectors)):
+                at = builder.mul(builder.add(word, _i64(j)), _i64(WORD_TABLE))
+                _add_word(builder, column, builder.gep(table, [at]), sums)
 
 
 def _joined(builder, quads):
@@ -188,9 +181,7 @@ def scan(typing_context, planes, at, stride, num_planes, rows, starts, num_bytes
         pools = []
         for p in range(len(kinds[4])):
             pool = _data(context, builder, kinds[4][p], builder.extract_value(args[4], p))
-            start, size = (
-                _int64(context, builder, kinds[i][p], builder.extract_value(args[i], p)) for i in (5, 6)
-            )
+            start, size = (_int64(context, builder, kinds[i][p], builder.extract_value(args[i], p)) for i in (5, 6))
             pools.append((builder.gep(pool, [start]), size))
 
         def tables():
@@ -258,7 +249,7 @@ def scan(typing_context, planes, at, stride, num_planes, rows, starts, num_bytes
     )  # fmt: skip
 
 
-# --------------------------------------------------------------------------------------------------- queries as they are
+# -------------------------------------------------------------------------------------------------- queries as they are
 
 
 @intrinsic
@@ -402,9 +393,9 @@ def any_kept(typing_context, keys, start):
     """Whether any of the sixteen keys from `start` on is not 0."""
 
     def codegen(context, builder, signature, args):
-        pointer = builder.gep(_data(context, builder, signature.args[0], args[0]), [
-            _int64(context, builder, signature.args[1], args[1])
-        ])
+        pointer = builder.gep(
+            _data(context, builder, signature.args[0], args[0]), [_int64(context, builder, signature.args[1], args[1])]
+        )
         kept = builder.icmp_unsigned("!=", _load(builder, pointer, LANES, _i32), _repeated(0))
         return builder.icmp_unsigned("!=", builder.bitcast(kept, _i16), ir.Constant(_i16, 0))
 
@@ -442,8 +433,8 @@ def _ordered(builder, values):
 @intrinsic
 def squeeze(typing_context, keys, first, end, least, most, values, target, taken):
     """Appends to target, which holds `taken`, values[i] (i itself where values is None) of every i from `first` to `end
-    - 1` with least <= keys[i] <= most, in order; returns how many it then holds. keys, least and most are uint32; target
-    has room for LANES more than it takes."""
+    - 1` with least <= keys[i] <= most, in order; returns how many it then holds. keys, least and most are uint32;
+    target has room for LANES more than it takes."""
 
     def codegen(context, builder, signature, args):
         kinds = signature.args

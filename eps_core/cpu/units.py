@@ -1,9 +1,9 @@
 """Compiled scoring by codes about a unit's mean, read in stages: what `score` of the array backends computes of `rq`
 with `mean_tokens`.
 
-Letters as in `gate.protocol`; N groups share a mean and are sealed together: a seal. Summary pools are flat, the rows of
-seals ((unit * Hkv + h) * seals per unit + seal) and of groups (row of the seal * N + group in it). N is a multiple of
-LANES here. Stages follow each other, as each reads on where the one before estimated most.
+Letters as in `gate.protocol`; N groups share a mean and are sealed together: a seal. Summary pools are flat, the rows
+of seals ((unit * Hkv + h) * seals per unit + seal) and of groups (row of the seal * N + group in it). N is a multiple
+of LANES here. Stages follow each other, as each reads on where the one before estimated most.
 """
 
 import numpy as np
@@ -114,19 +114,19 @@ def prepare(q, shrink, signs, blocks, block_scales, dims, mean_bits, turned, wor
 @kernel(fastmath=FAST)
 def score_units(
     progress, rows_at_once, q, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale, fill, table,
-    lengths, guards, staged, refined, signs, blocks, block_scales, dims, size, sealed, per_unit, states, places, words, tables,
-    queries, factors, bases, keys, listed, counts, missing, estimate,
+    lengths, guards, staged, refined, signs, blocks, block_scales, dims, size, sealed, per_unit, states, places, words,
+    tables, queries, factors, bases, keys, listed, counts, missing, estimate,
 ):  # fmt: skip
     """Fills estimate [B, Hkv, G], and missing [B] with how many groups lack a summary and a guard. q [B, Hq, D] float32
     unscaled. The fields of `summaries.rq` flat, `later` the second and the third part of codes; staged [parts - 1, B]
     groups are read further, refined [B] get the second bit (0: none); dims of each part; sealed tokens are summarised
     together, per_unit times a unit. blocks and block_scales of `rotate`.
 
-    Between the phases: states [B, seals] uint8 and places [B, seals] int64; of each row (b, h) and pass of HEADS query heads: words int8, tables,
-    queries and factors [.., parts, HEADS] float32 of `prepare`, bases [rows, seals * passes * HEADS] float32; keys
-    [rows, G] uint32 of groups whose codes were all read so far; listed [rows, G + LANES] int32 and counts [rows]. A
-    phase and, for each rows_at_once rows, whose summaries then still lie in the caches, another, two a stage, and two
-    for the second bit."""
+    Between the phases: states [B, seals] uint8 and places [B, seals] int64; of each row (b, h) and pass of HEADS query
+    heads words int8, tables, queries and factors [.., parts, HEADS] float32 of `prepare`, and bases [rows, seals *
+    passes * HEADS] float32; keys [rows, G] uint32 of groups whose codes were all read so far; listed [rows, G + LANES]
+    int32 and counts [rows]. One phase, and then for each rows_at_once rows, whose summaries still lie in the caches,
+    one of the first stage, two of every further one and two of the second bit."""
     batch, num_heads, head_dim = q.shape
     _, kv_heads, groups = estimate.shape
     repeat, rows, passes = num_heads // kv_heads, batch * kv_heads, words.shape[1]

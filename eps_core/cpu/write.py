@@ -170,7 +170,9 @@ def unit_means(k: np.ndarray, size: int, signs: np.ndarray) -> tuple[np.ndarray,
     return turned, mean
 
 
-def build_units(turned: np.ndarray, stored: np.ndarray, dims: Sequence[int], with_second: bool) -> dict[str, np.ndarray]:
+def build_units(
+    turned: np.ndarray, stored: np.ndarray, dims: Sequence[int], with_second: bool
+) -> dict[str, np.ndarray]:
     """The codes of groups with rotated means turned [F, Hkv, N, D] float32, which are overwritten, about the stored
     means [F, Hkv, D] float32, in parts of `dims` dimensions: the fields of `rq` [F, Hkv, ..] but for the mean. Scales
     are float32, to be rounded by the caller."""

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,6 +49,24 @@ ARMS = (
     EpsConfig.of(method="oracle", group_tokens=16, first_tokens=4, last_tokens=32),
     EpsConfig.of(method="oracle", group_tokens=128),
 )
+# what each part of the codes about units' means is worth, beside those about a centre
+CENTRE = EpsConfig.of(method="rq", mean_tokens=0, last_tokens=32)
+CODES = (
+    CENTRE,
+    CENTRE.replace(last_tokens=8),
+    EpsConfig.of(method="rq"),
+    EpsConfig.of(method="rq", mean_tokens=32),
+    EpsConfig.of(method="rq", mean_bits=8),
+    EpsConfig.of(method="rq", stages=()),
+    EpsConfig.of(method="rq", stages=(0.5,), refine=0.125),
+    EpsConfig.of(method="rq", stages=(0.5, 0.2)),
+    EpsConfig.of(method="rq", refine=0.0),
+    EpsConfig.of(method="rq", last_tokens=32),
+    EpsConfig.of(method="rq", tail_tokens=0),
+    CENTRE.replace(tail_tokens=0),
+)
+SETS = {"methods": ARMS, "codes": CODES}
+EARLIER = dict.fromkeys(("mean_tokens", "mean_bits", "stages"))  # of cells of before there were unit means
 
 
 @dataclass(frozen=True)
@@ -66,6 +85,7 @@ class Cell:
     bits: int | None
     refine: float | None
     mean_tokens: int | None
+    mean_bits: int | None
     stages: tuple[float, ...] | None
     tail_tokens: int
     dim: int | None
@@ -214,6 +234,7 @@ def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[Key
                     bits=arm.store.code_bits,
                     refine=arm.read.refine if arm.store.facts.coded else None,
                     mean_tokens=arm.store.mean_tokens or None,
+                    mean_bits=arm.store.mean_bits if arm.store.mean_tokens else None,
                     stages=arm.read.stages or None,
                     tail_tokens=arm.store.tail_tokens,
                     dim=arm.store.dim,
@@ -241,28 +262,40 @@ def _ratio(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
-def arm_name(cell: Cell) -> tuple:
+class ArmName(NamedTuple):
     """What makes cells points of one curve."""
-    codes = cell.bits, cell.refine, cell.mean_tokens, cell.stages and tuple(cell.stages)
-    return cell.method, cell.group_tokens, codes, cell.policy, tuple(cell.guards), cell.tail_tokens
+
+    method: str
+    group_tokens: int
+    guards: tuple[int, int]
+    policy: str = "topk"
+    tail_tokens: int = 0
+    bits: int | None = None
+    refine: float | None = None
+    mean_tokens: int | None = None
+    mean_bits: int | None = None
+    stages: tuple[float, ...] | None = None
 
 
-def label(name: tuple) -> str:
+def arm_name(cell: Cell) -> ArmName:
+    return ArmName(**{name: getattr(cell, name) for name in ArmName._fields})
+
+
+def label(name: ArmName) -> str:
     """An arm in words, for a table."""
-    method, group_tokens, (bits, refine, mean_tokens, stages), policy, guards, tail_tokens = name
-    words = [f"`{method}`", str(group_tokens)]
-    if bits:
-        words.append(f"{bits}+1 bit" if refine else f"{bits} bit")
-        if bits == 1 and not mean_tokens:
-            words.append("about a centre")
-        elif mean_tokens:
-            words.append(f"about {mean_tokens}" + ("" if stages else ", whole"))
-    if policy != "topk":
-        words.append(policy)
-    if tail_tokens:
-        words.append(f"tail {tail_tokens}")
-    if guards != facts(method).guards:
-        words.append(f"guards {guards[0]}+{guards[1]}")
+    words = [f"`{name.method}`", str(name.group_tokens)]
+    if name.bits:
+        words.append(f"{name.bits}+1 bit" if name.refine else f"{name.bits} bit")
+    if name.mean_tokens:
+        words += [f"of {name.mean_tokens}", *(["in 8 bits"] if name.mean_bits == 8 else [])]
+        words.append("stages " + ",".join(f"{share:g}" for share in name.stages) if name.stages else "whole")
+        words += [f"second of {name.refine:g}"] if name.refine else []
+    if name.policy != "topk":
+        words.append(name.policy)
+    if name.tail_tokens:
+        words.append(f"tail {name.tail_tokens}")
+    if name.guards != facts(name.method).guards:
+        words.append(f"guards {name.guards[0]}+{name.guards[1]}")
     return " ".join(words)
 
 
@@ -291,7 +324,7 @@ def markdown(cells: list[Cell]) -> str:
         curve = [cell for cell in cells if arm_name(cell) == name]
         value, known = bytes_at_kl((cell.bytes_ratio, cell.kl_mean) for cell in curve)
         at = "-" if value is None else f"{'' if known == 'measured' else known + ' '}{value:.3f}"
-        if name[4] == "share":
+        if name.policy == "share":
             points = [
                 f"{c.bytes_ratio:.3f}: {c.kl_mean:.4f} / {c.needles_answered}" for c in curve if c.kl_mean is not None
             ]

@@ -181,13 +181,12 @@ def unit_base(store: Store, summary: Summary, turned: Tensor) -> Tensor:
     return math.log(store.S) + dots * per_group(summary, "mean_scale")
 
 
-def of_groups(name: str, array: Tensor, places: tuple[Tensor, ...], groups: Tensor) -> Tensor:
-    """A field [.., *shape] of units as one of groups [.., C, ..]: `groups` [.., C] within the units at `places`, one
-    index an axis before the shape."""
+def of_groups(name: str, array: Tensor, index: Tensor, heads: Tensor, seals: Tensor, groups: Tensor) -> Tensor:
+    """A field [B, Hkv, seals, *shape] as one of groups [B, Hkv, C, ..]: `groups` [B, Hkv, C] within `seals` [B, Hkv, C]
+    of sequences `index` [B, 1, 1] and kv heads `heads` [1, Hkv, 1]."""
     if name in ("mean", "mean_scale"):
-        return array[places]
-    within = (slice(None), groups) if name == "codes" else (groups,)
-    return array[(*places, *within)]
+        return array[index, heads, seals]
+    return array[index, heads, seals, :, groups] if name == "codes" else array[index, heads, seals, groups]
 
 
 def _estimate(base: Tensor, codes: Tensor, scale: Tensor, turned: Tensor) -> Tensor:

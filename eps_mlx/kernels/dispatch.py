@@ -23,8 +23,8 @@ from eps_mlx.kernels import score as score_kernels
 from eps_mlx.kernels import select as select_kernels
 from eps_mlx.kernels import tail as tail_kernels
 from eps_mlx.kernels.score_meanstd import score_meanstd
-from eps_mlx.kernels.score_units import read_on, score_units
 from eps_mlx.kernels.turn_units import turn_units
+from eps_mlx.kernels.units import read_on, score_units
 from eps_mlx.selection import visit_mask
 from eps_mlx.summaries.rq import rotate
 

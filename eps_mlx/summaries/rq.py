@@ -179,12 +179,14 @@ def unit_base(store: Store, summary: Summary, turned: mx.array) -> mx.array:
     return math.log(store.S) + dots * per_group(summary, "mean_scale")
 
 
-def of_groups(name: str, array: mx.array, places: tuple[mx.array, ...], groups: mx.array) -> mx.array:
-    """A field [.., *shape] of units as one of groups [.., C, ..]: `groups` [.., C] within the units at `places`, one
-    index an axis before the shape."""
+def of_groups(
+    name: str, array: mx.array, index: mx.array, heads: mx.array, seals: mx.array, groups: mx.array
+) -> mx.array:
+    """A field [B, Hkv, seals, *shape] as one of groups [B, Hkv, C, ..]: `groups` [B, Hkv, C] within `seals` [B, Hkv, C]
+    of sequences `index` [B, 1, 1] and kv heads `heads` [1, Hkv, 1]."""
     if name in ("mean", "mean_scale"):
-        return array[places]
-    return array[(*places, slice(None), groups)] if name == "codes" else array[(*places, groups)]
+        return array[index, heads, seals]
+    return array[index, heads, seals, :, groups] if name == "codes" else array[index, heads, seals, groups]
 
 
 def _estimate(base: mx.array, codes: mx.array, scale: mx.array, turned: mx.array) -> mx.array:

@@ -1,0 +1,185 @@
+"""Compiled scoring and building of codes about a unit's mean, and selection without a sort, against the oracle, the
+array operations and plain numpy."""
+
+import importlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_conformance import Case, check_scoring, check_selection, eps, scores_on_host
+from test_cpu_kernels import Setup, kernels_of
+
+from eps_core import oracle
+from eps_core.cpu import best, kernels, unit_vectors, units
+from eps_core.cpu import threads as threads_cpu
+from eps_core.load import load_backend
+from eps_core.paging.where import Where
+from eps_core.summaries.rq import QUERY_STEPS, rq_signs
+
+CASES = [
+    Case(
+        (700, 300),
+        eps("rq", mean_tokens=64, group_tokens=2, stages=(0.25,), refine=0.1),
+        head_dim=128,
+        dtype="bfloat16",
+    ),
+    Case(
+        (500, 64, 70),
+        eps("rq", mean_tokens=64, group_tokens=2, stages=(0.5, 0.3)),
+        num_heads=10,
+        num_kv_heads=2,
+        head_dim=64,
+    ),
+    Case(
+        (600,),
+        eps("rq", mean_tokens=32, group_tokens=2, stages=(0.4, 0.2), mean_bits=8),
+        head_dim=256,
+        num_heads=3,
+        num_kv_heads=3,
+    ),
+    Case((300,), eps("rq", mean_tokens=64, stages=(0.4, 0.2), refine=0.2), head_dim=512, num_heads=2, num_kv_heads=1),
+    Case((400, 37), eps("rq", mean_tokens=64, group_tokens=4, stages=(0.3,)), head_dim=32),  # codes of two bytes
+    Case((400, 330), eps("rq", mean_tokens=32, group_tokens=1, stages=(0.3,)), head_dim=16, num_heads=8),  # of one
+    Case((500, 300), eps("rq", mean_tokens=64, stages=(0.3,), mean_bits=8), head_dim=80, dtype="float16"),
+    Case((400,), eps("rq", mean_tokens=64, refine=0.0), head_dim=33, num_heads=6, num_kv_heads=2),
+    Case((400, 129), eps("rq", mean_tokens=64, stages=(0.25,), tail_tokens=192, block_size=64), kind="ties"),
+    Case((290,), eps("rq", mean_tokens=64, stages=(0.25,)), kind="equal"),
+    Case((63, 1), eps("rq", mean_tokens=64, stages=(0.25,))),  # nothing is full
+]
+
+
+@pytest.fixture(params=("cuda", "mlx"))
+def backend(request: pytest.FixtureRequest):
+    return load_backend(request.param)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_scores_follow_oracle_and_arrays(backend, case):
+    s = Setup(backend, case)
+    where = Where.of(case.config, s.table, s.lengths)
+    scores = kernels_of(backend).score(s.cache, 0, s.native, where)
+    plain = backend.score(s.arrays, 0, s.native, where)
+    assert scores is not None and scores.kernels == "numba" and plain.kernels == "arrays"
+    check_scoring(backend, case, s.cache, s.reference, scores, s.q, s.keys, s.table, s.lengths)
+    assert (np.asarray(scores.num_missing) == np.asarray(plain.num_missing)).all()
+    np.testing.assert_allclose(backend.to_numpy(scores.estimate), backend.to_numpy(plain.estimate), 1e-5, 1e-4)
+    wanted = oracle.select(scores_on_host(backend, scores), where)
+    check_selection(backend, backend.select(scores, where), wanted)
+
+
+def test_groups_that_fill_no_register_are_left_to_arrays(backend):
+    case = Case((300,), eps("rq", mean_tokens=32, group_tokens=4, stages=(0.25,)))
+    s = Setup(backend, case)
+    assert kernels_of(backend).score(s.cache, 0, s.native, Where.of(case.config, s.table, s.lengths)) is None
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, 100.0, 1e-45, 0.0])
+def test_odd_queries(odd):
+    """What is not finite ranks first; what is too small to round is read as the mean alone."""
+    backend, case = load_backend("cuda"), CASES[0]
+    s = Setup(backend, case)
+    q = s.q.copy()
+    q[0, : case.num_heads // case.num_kv_heads] = odd
+    native, where = backend.from_numpy(q, "float32", "cpu"), Where.of(case.config, s.table, s.lengths)
+    scores = kernels_of(backend).score(s.cache, 0, native, where)
+    plain = backend.score(s.arrays, 0, native, where)
+    np.testing.assert_allclose(backend.to_numpy(scores.estimate), backend.to_numpy(plain.estimate), 1e-5, 1e-4)
+
+
+def test_bits_do_not_depend_on_threads():
+    backend, case = load_backend("cuda"), CASES[1]
+    s = Setup(backend, case)
+    where = Where.of(case.config, s.table, s.lengths)
+    found = []
+    for at_once, alone in ((1, True), (1, False), (4, False), (64, True), (64, False)):
+
+        def run(kernel, phases, _, *args, at_once=at_once, alone=alone):
+            threads_cpu.run(kernel, phases * 10, at_once, *args, alone=alone)
+
+        found.append(kernels.score(s.cache, 0, s.q, where, lambda x: x.numpy(), run)[0])
+    assert all((one == found[0]).all() for one in found)
+
+
+def test_words_add_what_signs_add():
+    """Every table entry is the exact sum of its four signed integers, and none leaves int8."""
+    rng = np.random.default_rng(0)
+    for dims in ((64,), (32, 32), (16, 16, 32), (8, 8), (33,)):
+        integers = rng.choice([-QUERY_STEPS, QUERY_STEPS, 3], (unit_vectors.HEADS, sum(dims))).astype(np.int8)
+        words = [-(-many // 32) for many in dims]
+        table = np.empty(sum(words) * unit_vectors.WORD_TABLE, np.int8)
+        units.fill_words(integers, np.array(dims), table)
+        by_head = table.reshape(-1, 2, *((4, 4, 16) if unit_vectors.SCANS else (4, 16, 4)))
+        by_head = by_head if unit_vectors.SCANS else by_head.transpose(0, 1, 4, 2, 3)
+        start = 0
+        for part, many in enumerate(dims):
+            padded = np.zeros((unit_vectors.HEADS, words[part] * 32), int)
+            padded[:, :many] = integers[:, start : start + many]
+            for word, j, side, value in np.ndindex(words[part], 4, 2, 16):
+                signs = [1 if value >> bit & 1 else -1 for bit in range(4)]
+                own = padded[:, word * 32 + j * 8 + side * 4 :][:, :4] @ signs
+                assert (by_head[sum(words[:part]) + word, side, :, j, value] == own).all()
+            start += many
+
+
+def test_best_are_those_of_a_stable_sort():
+    rng = np.random.default_rng(0)
+    for count in (1, 15, 300, 4096, 5000, 66_000):
+        draws = {
+            "normal": rng.normal(size=count).astype(np.float32),
+            "ties": rng.choice(np.float32([-1, -0.0, 0.0, 1, 1 + 2**-23]), count),
+            "equal": np.full(count, 3.5, np.float32),
+            "runs": np.repeat(rng.normal(size=-(-count // 16)), 16)[:count].astype(np.float32),
+        }
+        # what a sample of every so many says is wrong
+        step = max(count // best.SAMPLE, 1)
+        draws["misled"] = np.where(np.arange(count) % step == 0, 9, draws["normal"]).astype(np.float32)
+        for name, values in draws.items():
+            for absent in (0.0, 0.6):
+                keys = np.empty(count, np.uint32)
+                best.order(values.view(np.uint32), keys)
+                missing = rng.random(count) < absent
+                keys[missing] = 0
+                ranked = np.argsort(np.where(missing, np.inf, -values), kind="stable")[: count - missing.sum()]
+                for num in {0, 1, count // 50, count // 4, count - 1, count}:
+                    kept, listed = keys.copy(), np.empty(count + 16, np.int32)
+                    best.keep_best(kept, count, num, np.empty(count + 16, np.uint32))
+                    taken = best.list_kept(kept, count, listed)
+                    assert listed[:taken].tolist() == sorted(ranked[:num].tolist()), (name, count, num)
+                    assert (kept[listed[:taken]] == keys[listed[:taken]]).all()
+
+
+@pytest.mark.parametrize("config, head_dim", [
+    (eps("rq", mean_tokens=64, stages=(0.25,)), 128), (eps("rq", mean_tokens=32, stages=(0.5, 0.25), mean_bits=8), 64),
+    (eps("rq", mean_tokens=64), 80), (eps("rq", mean_tokens=64, refine=0.0), 33),
+    (eps("rq", mean_tokens=32, group_tokens=8), 20), (eps("rq", mean_tokens=32, group_tokens=1, stages=(0.3,)), 32),
+], ids=str)  # fmt: skip
+def test_seals_are_bit_equal(backend, config, head_dim):
+    rng, store = np.random.default_rng(0), config.store
+    shape = 40, 3, store.sealed_tokens, head_dim
+    k = (rng.normal(size=shape) + 2 * rng.normal(size=(1, 3, 1, head_dim))).astype(np.float32)
+    k[0], k[1], k[2:5] = 0, k[1, :, :1], k[2:5] * np.float32([1e5, 1e-6, 1e-3])[:, None, None, None]
+    constants = {"signs": backend.from_numpy(rq_signs(0, head_dim), "float32", "cpu")}
+    keys = backend.from_numpy(k, "float32", "cpu")
+    got = kernels_of(backend).build_summary(store, constants, keys)
+    table = importlib.import_module(f"{backend.__name__}.summaries.table")
+    wanted = table.build_summary(store, constants, keys)
+    assert set(got) == set(wanted)
+    for name, array in wanted.items():
+        own, right = backend.to_numpy(got[name]), backend.to_numpy(array)
+        assert own.dtype == right.dtype and own.shape == right.shape
+        assert (own == right).all(), name
+
+
+def test_overwritten_units_have_no_estimate():
+    """A seal whose fill went back is read whole until it is full again."""
+    backend, case = load_backend("cuda"), CASES[0]
+    s = Setup(backend, case)
+    store, where = case.config.store, Where.of(case.config, s.table, s.lengths)
+    seal = int(s.table[0, 2]) * store.seals_per_unit
+    s.cache.state[0].fill[seal] = 5
+    for cache in (s.cache, replace(s.cache, kernels="arrays")):
+        scores = backend.score(cache, 0, s.native, where)
+        lost = np.isposinf(backend.to_numpy(scores.estimate)[0])
+        first = 2 * store.seals_per_unit * store.groups_per_seal
+        assert lost[:, first : first + store.groups_per_seal].all()
+        assert scores.num_missing[0] >= store.groups_per_seal

@@ -1,0 +1,334 @@
+"""rq about units' means, read in stages: what is stored, which groups are read further, what a write does to a unit."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_conformance import eps
+from test_refine import Filled, case_of, heads_of
+
+from eps_core import oracle
+from eps_core.config.bytes import scoring_bytes, sealed_bytes, summary_bytes, summary_group_bytes
+from eps_core.config.eps import EpsConfig
+from eps_core.config.read import Read
+from eps_core.config.store import CacheSpec, Store
+from eps_core.errors import ConfigError
+from eps_core.load import load_backend
+from eps_core.oracle.selection import best_first
+from eps_core.paging.where import Where
+from eps_core.summaries import base, rq
+
+UNIT = {"mean_tokens": 64, "stages": (0.25,), "refine": 0.0625, "tail_tokens": 0}
+
+
+def units_case(lengths=(600, 290, 37), head_dim: int = 64, **more):
+    config = {**UNIT, **more}
+    return case_of(lengths, refine=config.pop("refine"), config=config, head_dim=head_dim)
+
+
+def score_with(one: Filled, **changed) -> np.ndarray:
+    """Estimates of the same cache read otherwise."""
+    config = EpsConfig(one.case.config.store, Read(**changed))
+    return one.backend.to_numpy(
+        one.backend.score(one.cache, 0, one.native, Where.of(config, one.table, one.lengths)).estimate
+    ).astype(np.float64)
+
+
+# --------------------------------------------------------------------------------------------------------- what is kept
+
+
+def test_a_scale_of_one_byte_is_within_a_sixteenth() -> None:
+    values = np.geomspace(2.0**-14, 61440, 20_000).astype(np.float16)
+    stored = base.to_byte(values)
+    assert stored.dtype == np.uint8 and (np.diff(stored.astype(int)) >= 0).all()
+    near = base.from_byte(stored)
+    assert (np.abs(near / values.astype(np.float64) - 1) <= 1 / 16).all()
+    assert base.from_byte(base.to_byte(np.float16(0))) == 0
+    assert np.isfinite(base.from_byte(base.to_byte(np.array([65504, np.inf], np.float16)))).all()
+    every = np.arange(0xF8, dtype=np.uint8)
+    assert (base.to_byte(base.from_byte(every).astype(np.float16)) == every).all()
+
+
+@pytest.mark.parametrize(("parts", "head_dim", "dims"), [
+    (1, 128, (128,)), (2, 128, (64, 64)), (3, 128, (32, 32, 64)), (3, 32, (8, 8, 16)), (3, 16, (8, 8)), (2, 8, (8,)),
+    (2, 96, (96,)), (3, 20, (20,)), (2, 64, (32, 32)), (3, 64, (16, 16, 32)),
+])  # fmt: skip
+def test_the_parts_of_a_code(parts: int, head_dim: int, dims: tuple[int, ...]) -> None:
+    store = Store(method="rq", mean_tokens=64, parts=parts)
+    assert rq.part_dims(store, head_dim) == dims and sum(dims) == head_dim
+    fields = rq.fields(store, head_dim)
+    assert [name for name in fields if name in ("codes", "more", "rest")] == list(rq.PARTS[len(dims)])
+    assert [fields[name].part for name in rq.PARTS[len(dims)]] == list(range(len(dims)))
+
+
+def test_bytes_are_counted_stage_by_stage() -> None:
+    config = EpsConfig.of(method="rq", tail_tokens=0, mean_tokens=64, stages=(0.25,), refine=0.0625)
+    # of 64 tokens: a mean of 4 bits and its scale, 32 scales, the first half of 32 codes
+    read_of_all = 64 + 2 + 32 + 32 * 8
+    assert scoring_bytes(config, 128, [2000]) == 32 * read_of_all + 250 * 8 + 63 * (16 + 1)
+    assert scoring_bytes(config, 128, [2000, 64]) - scoring_bytes(config, 128, [2000]) == read_of_all + 8 * 8 + 2 * 17
+    assert sealed_bytes(config.store, 128) == read_of_all + 32 * 8 + 32 * 17
+    assert summary_group_bytes(config.store, 128) == sealed_bytes(config.store, 128) / 32
+    assert summary_bytes(config.store, 2, 3, 128, 130) == 2 * 3 * 3 * sealed_bytes(config.store, 128)
+    quarters = EpsConfig.of(method="rq", tail_tokens=0, mean_tokens=32, mean_bits=8, stages=(0.5, 0.2), refine=0)
+    assert scoring_bytes(quarters, 128, [3200]) == 100 * (128 + 2 + 16 + 16 * 4) + 800 * 4 + 320 * 8
+    whole = EpsConfig(config.store, Read())  # no stage: every part of all
+    assert scoring_bytes(whole, 128, [2000]) == 32 * read_of_all + 1000 * 8
+    share = scoring_bytes(config, 128, [65536]) / (65536 * 2 * 2 * 128)
+    assert 0.0135 < share < 0.0145
+
+
+def test_codes_are_those_of_the_definition(target) -> None:
+    """Decoded from what is stored: the mean within half a step of each dimension, the signs those of the rest, and the
+    first part of the codes byte by byte."""
+    one = Filled(target, units_case((320, 130), stages=(0.5, 0.2), mean_tokens=32))
+    store = one.case.config.store
+    for b, head in heads_of(one):
+        full = int(one.lengths[b]) // 32
+        stored = {
+            name: one.stored(name)[one.table[b], head].reshape(-1, *one.stored(name).shape[3:])[:full]
+            for name in one.cache.summaries[0]
+        }
+        assert stored["codes"].shape == (full, 2, 16) and stored["rest"].shape == (full, 16, 4)
+        turned = rq.rotate(one.means(b, head)[: full * 16], store.seed).reshape(full, 16, 64)
+        codes = rq.unpack_codes(stored["mean"], 4, 64).astype(int) - 8
+        scale = stored["mean_scale"].astype(np.float64)[:, None]
+        assert np.abs(codes).max() == 7
+        assert (np.abs(codes * scale - turned.mean(axis=1)) <= scale * (0.5 + 1e-3)).all()
+        rest = turned - (codes * scale)[:, None]
+        assert (np.abs(np.abs(rest).mean(axis=2) - (rest**2).sum(axis=2) / np.abs(rest).sum(axis=2)) >= 0).all()
+        signs = rq._signs(store, stored, 64, 3)
+        assert (signs == np.where(rest >= 0, 1, -1)).mean() > 0.999
+        wanted = (rest**2).sum(axis=2) / np.abs(rest).sum(axis=2)
+        assert (np.abs(base.from_byte(stored["scale"]) / wanted - 1) < 1 / 14).all()
+
+
+# --------------------------------------------------------------------------------------------------------------- stages
+
+
+def test_a_part_of_the_dimensions_estimates_them_all() -> None:
+    """Unbiased over the random signs: the mean over seeds nears the whole code's, within five standard errors."""
+    rng = np.random.default_rng(3)
+    k, a = rng.normal(size=(64, 64)) + rng.normal(size=64), rng.normal(size=64)
+    gaps = []
+    for seed in range(300):
+        store = Store(method="rq", mean_tokens=64, mean_bits=8, parts=2, seed=seed)
+        summary = {name: np.asarray(x)[None] for name, x in rq.build(store, {}, k).items()}
+        gaps.append(rq.stage(store, summary, a, 1) - rq.stage(store, summary, a, 2))
+    gaps = np.array(gaps)
+    assert (np.abs(gaps.mean(axis=0)) < 5 * gaps.std(axis=0) / np.sqrt(len(gaps))).all() and gaps.std() > 0.1
+
+
+@pytest.mark.kernels("numba")
+@pytest.mark.parametrize("stages", [(0.25,), (0.37,), (0.5, 0.2), (1.0,)], ids=str)
+@pytest.mark.parametrize("refine", [0.0, 0.1])
+def test_exactly_the_best_are_read_further(target, stages, refine) -> None:
+    """Judged by the estimates of every group read one part, two parts, .. and refined."""
+    one = Filled(target, units_case(stages=stages, refine=refine))
+    got, parts = one.estimate(), len(stages) + 1
+    store = one.case.config.store
+    stored = {name: one.stored(name) for name in one.cache.summaries[0]}
+    for b, head in heads_of(one):
+        seals = int(one.lengths[b]) // 64
+        if not seals:
+            continue
+        own = {name: array[one.table[b, :seals], head, 0] for name, array in stored.items()}
+        heads = one.q[b].reshape(one.case.num_kv_heads, -1, 64)[head].astype(np.float64) / 8
+        by_part = [np.max([rq.stage(store, own, a, part) for a in heads], axis=0) for part in range(1, parts + 1)]
+        left, want = np.arange(32 * seals), by_part[0].copy()
+        for share, finer in zip(stages, by_part[1:], strict=True):
+            count = int(np.ceil(share * -(-one.lengths[b] // 2)))
+            left = np.sort(left[best_first(want[left])[:count]])
+            want[left] = finer[left]
+        if refine:
+            left = left[best_first(want[left])[: int(np.ceil(refine * -(-one.lengths[b] // 2)))]]
+            want[left] = np.max([rq.refine(store, {}, own, a) for a in heads], axis=0)[left]
+        np.testing.assert_allclose(got[b, head, : 32 * seals], want, atol=2e-5)
+
+
+def test_a_read_without_stages_reads_every_code_whole(target) -> None:
+    one = Filled(target, units_case(refine=0.0))
+    whole = Filled(target, units_case(refine=0.0, stages=()))
+    known = np.isfinite(one.estimate())
+    np.testing.assert_allclose(score_with(one)[known], whole.estimate()[known], atol=1e-6)
+    assert np.abs(one.estimate()[known] - whole.estimate()[known]).max() > 0.1
+
+
+def test_all_backends_visit_the_same_groups() -> None:
+    for case in (units_case((700, 290)), units_case((700, 290), stages=(0.5, 0.2), mean_tokens=32, head_dim=128)):
+        ones = [Filled((load_backend(name), "cpu"), case) for name in ("mlx", "cuda", "numpy")]
+        visited = [
+            one.backend.to_numpy(one.backend.select(one.scores(), Where.of(case.config, one.table, one.lengths)).groups)
+            for one in ones
+        ]
+        assert np.array_equal(visited[0], visited[1]) and np.array_equal(visited[0], visited[2])
+        for name in ones[0].cache.summaries[0]:
+            assert np.array_equal(ones[0].stored(name), ones[1].stored(name)), name
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30, np.inf])
+def test_extreme_queries_rank_without_nan(target, scale) -> None:
+    one = Filled(target, units_case((300,)))
+    with np.errstate(invalid="ignore", over="ignore"):
+        one.native = one.backend.from_numpy((one.q * np.float32(scale)).astype(np.float32), "float32", target[1])
+    estimate = one.estimate()
+    assert not np.isnan(estimate).any() and (estimate[..., :128] > -np.inf).all() and (estimate < np.inf).any()
+
+
+# --------------------------------------------------------------------------------------------------- the life of a unit
+
+
+class Written:
+    """One sequence's cache [1 layer, 2 kv heads], written piece by piece."""
+
+    def __init__(self, target, num_units: int = 6, **config) -> None:
+        self.backend, self.device = target
+        self.config = eps("rq", group_tokens=2, **{**UNIT, **config})
+        self.cache = self.backend.new_cache(CacheSpec(1, 2, 32, num_units), self.config.store, self.device)
+
+    def write(self, k: np.ndarray, slots: np.ndarray, place: bool = False) -> None:
+        native = self.backend.from_numpy(np.ascontiguousarray(k), "float32", self.device)
+        self.cache = (self.backend.place_kv if place else self.backend.write_kv)(self.cache, 0, native, native, slots)
+
+    def missing(self, length: int, table=(0, 1, 2, 3)) -> np.ndarray:
+        where = Where.of(self.config, np.array([table]), np.array([length]))
+        q = self.backend.from_numpy(np.ones((1, 2, 32), np.float32), "float32", self.device)
+        return np.isposinf(self.backend.to_numpy(self.backend.score(self.cache, 0, q, where).estimate))[0, 0]
+
+    def stored(self, unit: int) -> dict[str, np.ndarray]:
+        return {name: self.backend.to_numpy(pool)[unit] for name, pool in self.cache.summaries[0].items()}
+
+
+def keys(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(length, 2, 32)).astype(np.float32)
+
+
+@pytest.mark.kernels("numba")
+def test_a_unit_is_summarised_once_its_last_token_is_written(target) -> None:
+    """And waits for no centre: the first 64 tokens have summaries at once."""
+    k, one, whole = keys(130), Written(target), Written(target)
+    for at in range(130):
+        one.write(k[at : at + 1], np.array([at]))
+        sealed = (at + 1) // 64 * 32
+        assert not one.missing(at + 1)[:sealed].any() and one.missing(at + 1)[sealed : -(-(at + 1) // 2)].all()
+    whole.write(k, np.arange(130))
+    for unit in (0, 1):
+        for name, value in one.stored(unit).items():
+            assert np.array_equal(value, whole.stored(unit)[name]), name
+    assert one.cache.bytes_k_reread == 2 * 64 * 2 * 32 * 4 and whole.cache.bytes_k_reread == 0
+    assert one.cache.centre[0] is None
+
+
+@pytest.mark.kernels("numba")
+def test_what_is_written_over_is_summarised_anew(target) -> None:
+    """A token inside a full unit: nothing is known of its groups until the unit is whole again."""
+    k, other = keys(128), keys(128, 1)
+    one, fresh = Written(target), Written(target)
+    one.write(k, np.arange(128))
+    one.write(other[10:11], np.array([10]))
+    assert one.missing(128)[:32].all() and not one.missing(128)[32:64].any()
+    one.write(other[11:64], np.arange(11, 64))
+    assert not one.missing(128)[:64].any()
+    fresh.write(np.concatenate([k[:10], other[10:64], k[64:]]), np.arange(128))
+    for unit in (0, 1):
+        for name, value in one.stored(unit).items():
+            assert np.array_equal(value, fresh.stored(unit)[name]), name
+
+
+def test_a_draft_in_a_unit_leaves_it_open(target) -> None:
+    k, draft, one, never = keys(128), keys(8, 2), Written(target), Written(target)
+    for each in (one, never):
+        each.write(k[:60], np.arange(60))
+    one.write(draft, np.arange(60, 68), place=True)
+    assert one.missing(68)[:34].all()
+    for each in (one, never):
+        each.write(k[60:], np.arange(60, 128))
+    for unit in (0, 1):
+        for name, value in one.stored(unit).items():
+            assert np.array_equal(value, never.stored(unit)[name]), name
+
+
+def test_a_fork_goes_on_from_a_copied_open_unit(target) -> None:
+    k, mine, theirs, one = keys(100), keys(64, 3), keys(64, 4), Written(target)
+    one.write(k, np.arange(100))
+    one.cache = one.backend.copy_units(one.cache, [1], [4])
+    one.write(mine[:28], np.arange(100, 128))
+    one.write(theirs[:28], np.arange(4 * 64 + 36, 5 * 64))
+    for unit, tail in ((1, mine), (4, theirs)):
+        fresh = Written(target)
+        fresh.write(np.concatenate([k[64:], tail[:28]]), np.arange(64))
+        for name, value in one.stored(unit).items():
+            assert np.array_equal(value, fresh.stored(0)[name]), (unit, name)
+    assert not one.missing(128, (0, 4, 2, 3))[:64].any()
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_units_written_in_any_pieces_are_those_written_whole(data) -> None:
+    """Float64: pieces, rewinds and reuse of units, against one write of what is there at last."""
+    mean_tokens = data.draw(st.sampled_from([32, 64]))
+    one = Written((oracle, "cpu"), mean_tokens=mean_tokens, block_size=64)
+    k, length = np.zeros((256, 2, 32), np.float32), 0
+    for step in range(data.draw(st.integers(2, 7))):
+        length = data.draw(st.integers(0, length))  # back to here
+        count = data.draw(st.integers(1, 256 - length)) if length < 256 else 0
+        k[length : length + count] = keys(count, 10 + step)
+        if count:
+            one.write(k[length : length + count], np.arange(length, length + count))
+        length += count
+    fresh = Written((oracle, "cpu"), mean_tokens=mean_tokens, block_size=64)
+    fresh.write(k[:length], np.arange(length))
+    assert np.array_equal(one.missing(length), fresh.missing(length))
+    per_unit = 64 // mean_tokens
+    for seal in range(length // mean_tokens):
+        for name, value in one.stored(seal // per_unit).items():
+            assert np.array_equal(value[:, seal % per_unit], fresh.stored(seal // per_unit)[name][:, seal % per_unit])
+
+
+# ------------------------------------------------------------------------------------------------------------- settings
+
+
+def test_what_is_usual() -> None:
+    usual = EpsConfig.of(method="rq")
+    assert usual.store.mean_tokens == 64 and usual.store.parts == 1 + len(usual.read.stages) > 1
+    assert EpsConfig.from_dict(usual.to_dict()) == usual
+    for without in ({"bits": 2}, {"group_tokens": 64}, {"mean_tokens": 0}, {"block_size": 48}):
+        config = EpsConfig.of(method="rq", **without)
+        assert config.store.mean_tokens == 0 and config.read.stages == () and config.store.parts == 1, without
+    assert EpsConfig.of(method="rq", bits=1, mean_tokens=0).read.refine == 0.125
+    assert EpsConfig.of(method="rq", tail_tokens=32).store.mean_tokens == 32
+    bounded = EpsConfig.of(method="rq", rq_bounds=True)
+    assert bounded.store.mean_tokens == 64 and bounded.read.stages == ()
+    assert EpsConfig.of(method="box").store.mean_tokens == 0
+
+
+def test_a_file_of_before_means_what_it_meant() -> None:
+    """Captures, policies and JSONL that were written when there was a centre alone."""
+    flat = EpsConfig.of(method="rq", mean_tokens=0).to_dict()
+    old = {name: value for name, value in flat.items() if name not in ("mean_tokens", "mean_bits", "stages")}
+    assert EpsConfig.from_dict(old) == EpsConfig.of(method="rq", mean_tokens=0)
+    assert EpsConfig.from_dict({"method": "off"}) == EpsConfig()
+
+
+@pytest.mark.parametrize(("wrong", "words"), [
+    ({"mean_tokens": 16}, "eps-unit-tokens 16 is not 0, 32 or 64"),
+    ({"mean_tokens": 32, "bits": 2}, "is for rq codes of 1 bit, not for method rq with 2 bits"),
+    ({"method": "box", "mean_tokens": 32}, "not for method box"),
+    ({"mean_tokens": 32, "group_tokens": 32}, "no multiple of the group of 32 tokens"),
+    ({"mean_tokens": 64, "tail_tokens": 32}, "does not fit"),
+    ({"mean_bits": 3}, "eps-mean-bits 3 is not 4 or 8"),
+    ({"stages": (0.5, 0.4, 0.3)}, "up to 2 shares"),
+    ({"stages": (1.5,)}, "eps-stages 1.5 is not"),
+    ({"stages": (0.2, 0.5)}, "rise"),
+    ({"stages": (0.05,), "refine": 0.1}, "eps-stages 0.05 and eps-refine 0.1 rise"),
+    ({"stages": (0.25,), "mean_tokens": 0}, "add --eps-unit-tokens 64"),
+    ({"stages": (0.25,), "rq_bounds": True}, "eps-rq-bounds reads the whole code"),
+], ids=str)  # fmt: skip
+def test_contradictions_are_one_line(wrong: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        EpsConfig.of(**{"method": "rq", **wrong})
+
+
+def test_a_read_in_more_parts_than_are_kept_is_refused() -> None:
+    with pytest.raises(ConfigError, match="in more parts than the 2"):
+        EpsConfig(EpsConfig.of(method="rq", stages=(0.25,)).store, Read(stages=(0.5, 0.2)))
