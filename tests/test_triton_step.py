@@ -22,11 +22,17 @@ from eps_core.errors import ConfigError
 from eps_core.paging.pool import PagePool
 from eps_cuda import graph
 from eps_cuda.kernels import dispatch
+from eps_cuda.summaries.table import build_summary
 
 DEVICE = triton_interpreter.DEVICE
-PROMPTS = [[7, 5, 3, 2, 9, 30, 41] * 60, [11, 4, 9, 77] * 75]  # 420 and 300 tokens
+PROMPTS = [[7, 5, 3, 2, 9, 30, 41] * 60, [11, 4, 9, 77] * 79 + [5]]  # 420 and 317 tokens: a unit ends at 320
 STEPS = 5
 CONFIG = EpsConfig.of(method="rq", budget=0.2, last_tokens=16)
+CONFIGS = {
+    "units": CONFIG,
+    "short units in three parts": CONFIG.replace(mean_tokens=32, stages=(0.5, 0.2)),
+    "about a centre": EpsConfig.of(method="rq", mean_tokens=0, budget=0.2, last_tokens=16),
+}
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::item", "aten::equal"}
 
 
@@ -91,11 +97,12 @@ def same(got, want) -> None:
         assert one.mass_skipped_est == pytest.approx(other.mass_skipped_est, abs=1e-4)
 
 
-def test_says_what_array_operations_say(model, reference) -> None:
-    records, cache, _ = decode(model, "triton")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_says_what_array_operations_say(model, reference, name) -> None:
+    records, cache, _ = decode(model, "triton", CONFIGS[name])
     (step,) = cache.steps.values()
     assert step.outputs is not None or DEVICE == "cpu"
-    same(records, reference)
+    same(records, reference if CONFIGS[name] == CONFIG else decode(model, "arrays", CONFIGS[name])[0])
 
 
 def test_steps_that_are_timed_take_the_other_way_and_agree(model, reference) -> None:
@@ -127,9 +134,8 @@ def test_dense_steps_are_static_too(model) -> None:
     assert cache.kv_bytes_read == twin.kv_bytes_read
 
 
-def drafts(kernels, model, number):
+def drafts(kernels, model, number, config=CONFIG):
     """(outputs of `number` draft steps after one that is kept, cache, decoder): the last ones in a fresh unit."""
-    config = EpsConfig.of(method="rq", budget=0.2, last_tokens=16)
     _, cache, decoder = decode(model, kernels, config, [PROMPTS[0][:380]], 1)
     table, outputs = np.arange(8, dtype=np.int32)[None], []
     for depth in range(number):
@@ -142,9 +148,10 @@ def drafts(kernels, model, number):
     return outputs, cache, decoder
 
 
-def test_drafts_are_static_steps_that_leave_no_summary(model) -> None:
-    got, cache, _ = drafts("triton", model, 6)
-    want, plain, _ = drafts("arrays", model, 6)
+@pytest.mark.parametrize("name", ["units", "about a centre"])
+def test_drafts_are_static_steps_that_leave_no_summary(model, name) -> None:
+    got, cache, _ = drafts("triton", model, 6, CONFIGS[name])
+    want, plain, _ = drafts("arrays", model, 6, CONFIGS[name])
     assert [key[4] for key in cache.steps] == [False, True]
     for one, other in zip(got, want, strict=True):
         assert np.abs(one.logits - other.logits).max() < 2e-4
@@ -192,6 +199,17 @@ def test_cache_is_left_as_array_operations_leave_it(model) -> None:
             assert (mine.state[layer].fill == other.state[layer].fill).all()
             valid = mine.state[layer].valid(np.arange(len(mine.state[layer].fill)))
             assert (other.valid[layer].cpu().numpy().astype(bool) == valid).all()
+        # what steps sealed is what their keys make, bit for bit
+        shape = (-1, static.store.sealed_tokens)
+        made = build_summary(
+            static.store, static.constants(layer), static.k[layer].unflatten(2, shape).transpose(1, 2).float()
+        )
+        sealed = static.state[layer].valid(np.arange(len(static.state[layer].fill)))
+        for field in ("codes", "second", "mean", "rest"):
+            if field in made:
+                stored = static.summaries[layer][field].transpose(1, 2).flatten(0, 1)[sealed]
+                assert torch.equal(stored, made[field].flatten(0, 1)[sealed]), field
+    assert 0 < sealed.sum() < len(sealed)
 
 
 @pytest.mark.parametrize(
@@ -201,10 +219,11 @@ def test_cache_is_left_as_array_operations_leave_it(model) -> None:
         (EpsConfig.of(method="rq", bound_bits=8), PROMPTS),
         (EpsConfig.of(method="box", group_tokens=16), PROMPTS),
         (EpsConfig.of(method="rq", tail_tokens=0), PROMPTS),
-        (EpsConfig.of(method="rq", min_context=310), PROMPTS),
-        (CONFIG, [[5, 6, 7] * 20]),  # too short for a centre
+        (EpsConfig.of(method="rq", min_context=330), PROMPTS),
+        (CONFIG.replace(stages=(), rq_bounds=True), PROMPTS),
+        (CONFIGS["about a centre"], [[5, 6, 7] * 20]),  # too short for one
     ],
-    ids=["share", "bounds", "box", "no tail", "below min_context", "no centre"],
+    ids=["share", "bounds", "box", "no tail", "below min_context", "bounds of its own", "no centre"],
 )
 def test_what_it_does_not_cover_takes_the_other_way(model, config, prompts) -> None:
     records, cache, _ = decode(model, "triton", config, prompts, 2)
@@ -231,10 +250,13 @@ def test_asks_the_host_for_nothing(model) -> None:
 def test_makes_the_same_operations_whatever_is_kept(model) -> None:
     compute, step, _ = filled_step(model)
     seen, places = [], [x.data_ptr() for x in vars(step.buffers).values()]
-    for lengths, wanted, refined in (([420, 300], [40, 20], [20, 11]), ([299, 421], [9, 150], [1, 2])):
+    for lengths, wanted, staged, refined in (
+        ([420, 317], [40, 20], [30, 40], [20, 11]), ([299, 320], [9, 150], [2, 90], [1, 2])
+    ):  # fmt: skip
         step.fill(
-            lengths=np.array(lengths, np.int32), wanted=np.array(wanted, np.int32), refined=np.array(refined, np.int32)
-        )
+            lengths=np.array(lengths, np.int32), wanted=np.array(wanted, np.int32),
+            staged=np.array([staged], np.int32), refined=np.array(refined, np.int32),
+        )  # fmt: skip
         with Recording() as recording:
             compute()
         seen.append(recording.calls)
@@ -267,18 +289,20 @@ def test_few_steps_are_kept(model, monkeypatch) -> None:
 def addresses(cache) -> list[int]:
     """Everything that a captured graph holds by address."""
     inner = cache.tail
-    arrays = [*cache.k, *cache.v, *cache.finite, *cache.valid, *cache.centre, *inner.valid, cache.rotation]
+    arrays = [*cache.k, *cache.v, *cache.finite, *cache.valid, *inner.valid]
+    arrays += [one for one in (*cache.centre, cache.rotation) if one is not None]
     for one in (cache, inner):
         arrays += [array for fields in one.summaries for array in fields.values()]
     return [array.data_ptr() for array in arrays]
 
 
-def test_what_a_graph_holds_stays_where_it_is(model) -> None:
+@pytest.mark.parametrize("name", ["units", "about a centre"])
+def test_what_a_graph_holds_stays_where_it_is(model, name) -> None:
     """Through the prefill of a second prompt, a copied unit and a failed check."""
-    _, cache, decoder = decode(model, "triton", steps=2)
+    _, cache, decoder = decode(model, "triton", CONFIGS[name], steps=2)
     before = addresses(cache)
     pool = PagePool(60, CONFIG.store.unit_tokens)
-    list(generate(decoder, cache, pool, [[8, 9, 10] * 90], 2, Sampling(), CONFIG.read, prefill_chunk=100))
+    list(generate(decoder, cache, pool, [[8, 9, 10] * 90], 2, Sampling(), CONFIGS[name].read, prefill_chunk=100))
     eps_cuda.copy_units(cache, [1], [59])
     with torch.inference_mode():
         cache.finite[1].fill_(False)

@@ -247,7 +247,8 @@ MUTANTS = {
     "rest asks the first dimensions": ("query_row + D + MORE", "query_row + D", check_three),
     "rest left out": ("if rest is not None", "if False", check_usual),
     "lists name entries of the list before": ("if through is not None", "if False", check_three),
-    "chosen among all groups": ("through, left = listed, further", "through, left = None, estimate", check_three),
+    "chosen among all groups": ("listed if named is None else named, further", "None, estimate", check_three),
+    "lists of the pass before named": ("listed if named is None else named", "listed", check_three),
     "chosen by what was there": ('-float("inf"), mask=(w >= count)', '1e30, mask=(w >= count)', check_three),
     "one group more": ("left, counts, width=width", "left, counts + 1, width=width", check_three),
 }  # fmt: skip
@@ -267,7 +268,8 @@ POINTERS = {
     "q": "*bf16", "signs": "*fp32", "turned": "*fp32", "integers": "*fp16", "steps": "*fp32", "query": "*fp16",
     "mean": "*u8", "mean_scale": "*fp16", "codes": "*u8", "more": "*u8", "rest": "*u8", "second": "*u8",
     "scale": "*u8", "valid": "*u8", "table": "*i32", "lengths": "*i32", "bases": "*fp32", "estimate": "*fp32",
-    "left": "*fp32", "listed_groups": "*i32", "through": "*i32", "counts": "*i32", "inverse_root": "fp32",
+    "left": "*fp32", "listed_groups": "*i32", "through": "*i32", "named": "*i32", "counts": "*i32",
+    "inverse_root": "fp32",
 }  # fmt: skip
 
 
@@ -306,9 +308,9 @@ JOBS = {
     ),
     "first of halves": job("_score_units", without(HALVES, "MORE", "REST") | {"S": 2, "BLOCK": 512}),
     "first of quarters": job("_score_units", without(QUARTERS, "MORE", "REST") | {"S": 2, "BLOCK": 512}),
-    "rest": job("_read_on", HALVES, ("more", "second", "through")),
-    "quarters' rest": job("_read_on", QUARTERS, ("second", "left")),
-    "second bits": job("_read_on", HALVES | {"RP": 4}, ("more", "left")),
+    "rest": job("_read_on", HALVES, ("more", "second", "through", "named")),
+    "quarters' rest": job("_read_on", QUARTERS, ("second",)),
+    "second bits": job("_read_on", HALVES | {"RP": 4}, ("more", "left", "named")),
 }  # fmt: skip
 
 

@@ -165,30 +165,31 @@ def _score_units(
 
 @triton.jit
 def _read_on(
-    query, steps, bases, codes, more, rest, second, scale, table, estimate, left, listed_groups, through, counts,
-    table_units, groups, seals, kv_heads, width, through_width,
+    query, steps, bases, codes, more, rest, second, scale, table, estimate, left, listed_groups, through, named,
+    counts, table_units, groups, seals, kv_heads, width, through_width,
     R: tl.constexpr, D: tl.constexpr, MORE: tl.constexpr, REST: tl.constexpr, ROW: tl.constexpr, RP: tl.constexpr,
     DP: tl.constexpr, SUBNORMAL: tl.constexpr, SPU: tl.constexpr, N: tl.constexpr, LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK listed groups of one (sequence, kv head), by the parts that are given, of D, MORE and REST dimensions. With
     `second` by their second bits, too, `query` turned, else integers. Lists name entries of `through`, or groups where
-    that is None; they name groups afterwards. Estimates go to `left` [B, Hkv, width] besides, unless that is None."""
+    that is None. Estimates go to `left` [B, Hkv, width] besides, and groups to `named`, unless these are None."""
     row = tl.program_id(1)
     b, h = row // kv_heads, row % kv_heads
     start = tl.program_id(0) * BLOCK
     w = start + tl.arange(0, BLOCK)
     count = tl.load(counts + row)
-    entry = listed_groups + row.to(tl.int64) * width + w
     if left is not None:
         tl.store(left + row.to(tl.int64) * width + w, -float("inf"), mask=(w >= count) & (w < width))
     # lists are as wide as the longest sequence needs
     if start < count:
-        g = tl.load(entry, mask=w < width, other=-1)
+        g = tl.load(listed_groups + row.to(tl.int64) * width + w, mask=w < width, other=-1)
         listed = g >= 0
         if through is not None:
             g = tl.load(through + row.to(tl.int64) * through_width + g, mask=listed, other=0)
-            tl.store(entry, g, mask=listed)
+        if named is not None:
+            # not in place: of a narrow block several threads read each entry, and one of them writes
+            tl.store(named + row.to(tl.int64) * width + w, g, mask=listed)
         seal, r = g // N, tl.arange(0, RP)
         _, tile = _places(table + b * table_units, seal, listed, kv_heads, h, SPU)
         place = tile * N + g % N
@@ -311,15 +312,16 @@ def score_units(
         width = min(max(most, 1), left.shape[2])
         listed, found = select_best(left, counts, width=width)
         further = torch.empty(listed.shape, dtype=torch.float32, device=table.device) if left_passes else None
+        named = None if through is None or further is None else torch.empty_like(listed)
         block = min(_block(rows, width, max(_power_of_two(-(-head_dim // 8)), 16)), READ_ON_GROUPS)
         _read_on[(triton.cdiv(width, block), rows)](
             query.turned if twice else query.integers, query.steps, bases, summary["codes"],
             *(summary[name] if name in parts else None for name in ("more", "rest")),
             summary["second"] if twice else None, summary["second_scale" if twice else "scale"], table, estimate,
-            further, listed, through, found, table.shape[1], groups, seals, kv_heads, width,
+            further, listed, through, named, found, table.shape[1], groups, seals, kv_heads, width,
             1 if through is None else through.shape[2], **shared,
             **{name.upper(): held[name] if name in parts else 0 for name in ("more", "rest")},
             RP=_padded_heads(repeat) if twice else integer_columns(repeat), BLOCK=block,
         )  # fmt: skip
-        through, left = listed, further
+        through, left = listed if named is None else named, further
     return estimate
