@@ -269,19 +269,20 @@ def _aligned(count: int) -> np.ndarray:
 def attend_tail(
     cache: Any, layer: int, where: Where, estimate: np.ndarray,
     listed: tuple[np.ndarray, np.ndarray], lse: np.ndarray, host: Host, run: Run,
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """(out [B, Hq, D], lse [B, Hq]) float32: the estimated attention over what the groups and counts of `listed` left
-    out of estimate [B, Hkv, G], where the listed ones gave lse [B, Hq]."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+    """(out [B, Hq, D], lse [B, Hq], share [B, Hkv]) float32: the estimated attention over what the groups and counts of
+    `listed` left out of estimate [B, Hkv, G], where the listed ones gave lse [B, Hq], and `skipped_mass` of them."""
     from eps_core.cpu import attend
 
     inner = cache.tail
     out, tail = np.empty((*lse.shape, cache.spec.head_dim), np.float32), np.empty(lse.shape, np.float32)
+    shares = np.empty(estimate.shape[:2], np.float32)
     means, scale = (_lanes(host(inner.summaries[layer][name])) for name in ("mean", "mean_scale"))
     run(
         attend.attend_tail, 1, estimate, *listed, lse, means, scale, inner.state[layer].fill, where.table,
-        where.lengths, inner.store.S, inner.store.groups_per_unit, out, tail,
+        where.lengths, inner.store.S, inner.store.groups_per_unit, out, tail, shares,
     )  # fmt: skip
-    return out, tail
+    return out, tail, shares
 
 
 def merge(

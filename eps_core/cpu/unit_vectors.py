@@ -431,6 +431,30 @@ def _ordered(builder, values):
 
 
 @intrinsic
+def count_above(typing_context, keys, count, most):
+    """How many of the first `count` keys, uint32, are above `most`."""
+
+    def codegen(context, builder, signature, args):
+        data, num = _data(context, builder, signature.args[0], args[0]), _int64(context, builder, types.int64, args[1])
+        high = context.cast(builder, args[2], signature.args[2], types.uint32)
+        held = cgutils.alloca_once_value(builder, _i64(0))
+        one = builder.insert_element(ir.Constant(_vector(_i32), ir.Undefined), high, _i32(0))
+        spread, whole = _shuffle(builder, one, one, [0] * LANES), builder.and_(num, _i64(-LANES))
+
+        def add(above):
+            builder.store(builder.add(builder.load(held), builder.zext(above, _i64)), held)
+
+        with cgutils.for_range_slice(builder, _i64(0), whole, _i64(LANES)) as (at, _):
+            own = _load(builder, builder.gep(data, [at]), LANES, _i32)
+            add(builder.ctpop(builder.bitcast(builder.icmp_unsigned(">", own, spread), _i16)))
+        with cgutils.for_range_slice(builder, whole, num, _i64(1)) as (at, _):
+            add(builder.icmp_unsigned(">", builder.load(builder.gep(data, [at])), high))
+        return builder.load(held)
+
+    return types.int64(keys, types.int64, most), codegen
+
+
+@intrinsic
 def squeeze(typing_context, keys, first, end, least, most, values, target, taken):
     """Appends to target, which holds `taken`, values[i] (i itself where values is None) of every i from `first` to `end
     - 1` with least <= keys[i] <= most, in order; returns how many it then holds. keys, least and most are uint32;
