@@ -10,7 +10,20 @@ import numpy as np
 
 from eps_core.cpu.compile import FAST, kernel
 from eps_core.cpu.threads import finish, take, wait
-from eps_core.cpu.vectors import DOT_ROWS, HEADS, PREFETCH_ROWS, add_scaled, add_weighted, dots, exp_all, weigh, wide
+from eps_core.cpu.vectors import (
+    DOT_ROWS,
+    HEADS,
+    LANES,
+    PREFETCH_ROWS,
+    add_scaled,
+    add_weighted,
+    dots,
+    exp_all,
+    exp_sum,
+    largest_of,
+    weigh,
+    wide,
+)
 
 ROWS_AT_A_TIME = 32  # values between a load and a store of the sums; changes speed only
 
@@ -94,9 +107,7 @@ def attend(
 def exp_from_largest(x):
     """x [n] without NaN, n a multiple of 16, becomes exp(x - largest); returns (largest, sum). 0 and a sum of 0 where
     all are -inf."""
-    largest, total = np.float32(-np.inf), np.float32(0)
-    for i in range(len(x)):
-        largest = x[i] if x[i] > largest else largest
+    largest, total = largest_of(x, len(x)), np.float32(0)
     if largest > -np.inf:
         for i in range(len(x)):
             x[i] -= largest
@@ -107,51 +118,67 @@ def exp_from_largest(x):
 
 
 @kernel(fastmath=FAST)
+def masses_by_tail(masses, largest, weights):
+    """Fills weights [tails] with the sums of exp(masses - largest) over the groups of each: masses [G]."""
+    per_tail = len(masses) // len(weights)
+    if per_tail % LANES == 0:
+        for t in range(len(weights)):
+            weights[t] = exp_sum(masses, t * per_tail, per_tail, largest)
+        return
+    for t in range(len(weights)):
+        weights[t] = 0
+        for group in range(t * per_tail, (t + 1) * per_tail):
+            weights[t] += np.exp(masses[group] - largest)
+
+
+@kernel(fastmath=FAST)
 def attend_tail(
-    progress, estimate, groups, counts, lse, means, scale, fill, table, lengths, size, tails_per_unit, out, tail
+    progress, estimate, groups, counts, lse, means, scale, fill, table, lengths, size, tails_per_unit, out, tail, shares
 ):  # fmt: skip
-    """Fills out [B, Hq, D] and tail [B, Hq] float32 with what `attend_tail` of the array backends returns: estimate
-    [B, Hkv, G], the selection's groups [B, Hkv, W] and counts [B, Hkv], lse [B, Hq]; means flat int8 and scale int16 of
-    the tail groups of `size` tokens, fill their state. One phase."""
+    """Fills out [B, Hq, D] and tail [B, Hq] float32 with what `attend_tail` of the array backends returns, and shares
+    [B, Hkv] with the share of the softmax outside the selection, as `skipped_mass` does: estimate [B, Hkv, G], the
+    selection's groups [B, Hkv, W] and counts [B, Hkv], lse [B, Hq]; means flat int8 and scale int16 of the tail groups
+    of `size` tokens, fill their state. One phase."""
     batch, kv_heads, num_groups = estimate.shape
     num_heads, head_dim = out.shape[1:]
     repeat, num_tails = num_heads // kv_heads, table.shape[1] * tails_per_unit
-    per_tail, padded = num_groups // num_tails, (num_groups + 15) // 16 * 16
+    held = np.full((num_groups + LANES - 1) // LANES * LANES, -np.inf, np.float32)
+    masses, weights = held[:num_groups], np.empty(num_tails, np.float32)
+    places, mean = np.empty(num_tails + PREFETCH_ROWS, np.int64), np.empty(head_dim, np.float32)
+    seen_masses = np.empty(groups.shape[2] + LANES, np.float32)
     while True:
         row = take(progress, 0)
         if row >= batch * kv_heads:
             break
         b, h = row // kv_heads, row % kv_heads
-        own = estimate[b, h]
-        places, usable = np.empty(num_tails + PREFETCH_ROWS, np.int64), np.zeros(num_tails, np.bool_)
-        for m in range(table.shape[1]):
-            unit, start = table[b, m], m * tails_per_unit
-            for sub in range(tails_per_unit):
-                places[start + sub] = (max(unit, 0) * kv_heads + h) * tails_per_unit + sub
-                if (start + sub + 1) * size <= lengths[b]:
-                    usable[start + sub] = fill[unit * tails_per_unit + sub] == size
-        masses, num_listed = np.empty(padded, np.float32), counts[b, h]
+        own, own_groups, num_listed = estimate[b, h], groups[b, h], counts[b, h]
         for group in range(num_groups):
             masses[group] = own[group] if abs(own[group]) < np.inf else -np.inf
-        masses[num_groups:] = -np.inf
-        seen_masses = np.full((num_listed + 15) // 16 * 16, -np.inf, np.float32)
+        padded = (num_listed + LANES - 1) // LANES * LANES
+        seen_masses[:padded] = -np.inf
         for i in range(num_listed):
-            seen_masses[i] = masses[groups[b, h, i]]
-            masses[groups[b, h, i]] = -np.inf
-        for t in range(num_tails):
-            if not usable[t]:
-                masses[t * per_tail : (t + 1) * per_tail] = -np.inf
-        read, seen = exp_from_largest(seen_masses)
-        left, total = exp_from_largest(masses)
-        weights, mean = np.empty(num_tails, np.float32), np.zeros(head_dim, np.float32)
-        for t in range(num_tails):
-            weight = np.float32(0)
-            for group in range(t * per_tail, (t + 1) * per_tail):
-                weight += masses[group]
-            # an unused place may hold any scale
-            weights[t] = weight * wide(scale[places[t]]) if weight > 0 else np.float32(0)
-            places[t] *= head_dim
+            seen_masses[i] = masses[own_groups[i]]
+            masses[own_groups[i]] = -np.inf
+        read, seen = exp_from_largest(seen_masses[:padded])
+        left, total, rest = largest_of(held, len(held)), np.float32(0), np.float32(0)
+        if left > -np.inf:
+            masses_by_tail(masses, left, weights)
+        else:
+            weights[:] = 0
+        for m in range(table.shape[1]):
+            unit, start = table[b, m], m * tails_per_unit
+            for t in range(start, start + tails_per_unit):
+                place = (max(unit, 0) * kv_heads + h) * tails_per_unit + t - start
+                places[t] = place * head_dim
+                usable = (t + 1) * size <= lengths[b] and fill[unit * tails_per_unit + t - start] == size
+                if usable and weights[t] > 0:
+                    total += weights[t]
+                    weights[t] *= wide(scale[place])
+                else:  # an unused place may hold any scale
+                    rest += weights[t]
+                    weights[t] = 0
         places[num_tails:] = places[num_tails - 1]
+        mean[:] = 0
         add_scaled(means, places, 0, num_tails, head_dim, weights, mean)
         seen_lse = read + np.log(seen) if seen > 0 else np.float32(-np.inf)
         for head in range(h * repeat, (h + 1) * repeat):
@@ -159,6 +186,11 @@ def attend_tail(
             for c in range(head_dim):
                 out[b, head, c] = mean[c] / total if total > 0 else np.float32(0)
             tail[b, head] = left + np.log(total) - (over if over > 0 else 0) if total > 0 else np.float32(-np.inf)
+        most, skipped = max(left, read), total + rest
+        if skipped > 0:
+            skipped *= np.exp(left - most)
+        whole = skipped + (seen * np.exp(read - most) if seen > 0 else np.float32(0))
+        shares[b, h] = skipped / whole if whole > 0 else np.float32(0)
         finish(progress, 0)
     wait(progress, 0, batch * kv_heads)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from eps_core.cpu.compile import kernel
 from eps_core.cpu.threads import finish, take, wait
-from eps_core.cpu.unit_vectors import squeeze
+from eps_core.cpu.unit_vectors import count_above, squeeze
 
 SAMPLE = 512  # keys that say where a threshold lies; changes speed only
 DIGIT_BITS = 8
@@ -26,8 +26,8 @@ def order(bits, keys):
 
 @kernel()
 def nth_largest(keys, count, left, low, high):
-    """(threshold, how many of those that equal it are among the `left` largest, at least 1): keys [count], all between
-    low and high, left <= count; keys are overwritten."""
+    """(threshold, how many equal it, how many of these are among the `left` largest, at least 1): keys [count], all
+    between low and high, left <= count; keys are overwritten."""
     span, shift = np.int64(high) - np.int64(low), 0
     while span >> shift >= 1 << DIGIT_BITS:
         shift += DIGIT_BITS
@@ -46,7 +46,7 @@ def nth_largest(keys, count, left, low, high):
         left -= above - equal
         base += np.int64(digit) << shift
         if shift == 0:
-            return np.uint32(base), left
+            return np.uint32(base), equal, left
         last = base + ((np.int64(1) << shift) - 1)
         found = 0
         for i in range(num):
@@ -68,10 +68,10 @@ def bracket(keys, count, num, low, high):
     least, most, place = low, high, np.int64(middle - spread)
     if place >= 1:
         copy[:] = sample
-        most, _ = nth_largest(copy, SAMPLE, place, low, high)
+        most, _, _ = nth_largest(copy, SAMPLE, place, low, high)
     place = np.int64(middle + spread) + 1
     if place <= SAMPLE:
-        least, _ = nth_largest(sample, SAMPLE, place, low, high)
+        least, _, _ = nth_largest(sample, SAMPLE, place, low, high)
     return least, most
 
 
@@ -83,9 +83,7 @@ def threshold(keys, count, num, spare):
     left, found = num, 0
     if count >= 8 * SAMPLE:
         least, most = bracket(keys, count, num, low, high)
-        above = 0
-        for i in range(count):
-            above += int(keys[i] > most)
+        above = count_above(keys, count, most)
         if above < num:
             found = squeeze(keys, 0, count, least, most, keys, spare, 0)
             if above + found >= num:
@@ -95,11 +93,9 @@ def threshold(keys, count, num, spare):
     if found == 0:
         spare[:count] = keys[:count]
         found = count
-    key, wanted = nth_largest(spare, found, left, low, high)
+    key, equal, wanted = nth_largest(spare, found, left, low, high)
     # `wanted` of the keys that equal the threshold: the lowest indices
-    equal, end = 0, count
-    for i in range(count):
-        equal += int(keys[i] == key)
+    end = count
     while equal > wanted:
         end -= 1
         equal -= int(keys[end] == key)

@@ -18,7 +18,7 @@ import numpy as np
 from eps_core.errors import install
 from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
-from eps_core.summaries.rq import PARTS, hadamard_blocks, part_dims
+from eps_core.summaries.rq import PARTS, QUERY_STEPS, hadamard_blocks, part_dims
 
 Host = Callable[[Any], np.ndarray]
 Run = Callable[..., None]
@@ -117,9 +117,9 @@ def _score_units(
 
     store, spec = cache.store, cache.spec
     groups_per_seal = store.groups_per_seal
-    if groups_per_seal % vectors.LANES:
-        return None
     batch, num_heads, head_dim = q.shape
+    if groups_per_seal % vectors.LANES or head_dim * QUERY_STEPS >= 2**15:  # sums are int16
+        return None
     kv_heads = spec.num_kv_heads
     rows, passes = batch * kv_heads, -(-num_heads // kv_heads // vectors.HEADS)
     groups = where.num_groups
@@ -129,7 +129,7 @@ def _score_units(
     pools = {name: _lanes(host(array)) for name, array in cache.summaries[layer].items()}
     codes, *later = (pools[name] for name in PARTS[len(dims)])
     words = sum(-(-many // (8 * unit_vectors.WORD)) for many in dims)
-    at_once = max(threads.num_threads(), 1)
+    at_once = min(max(threads.num_threads(), 1), rows)
     nibbles, mean_bytes = 2 * -(-head_dim // 8), -(-head_dim * store.mean_bits // 8)
 
     def each_pass(*shape: int) -> np.ndarray:
@@ -144,8 +144,9 @@ def _score_units(
         store.seals_per_unit, np.empty((batch, seals), np.uint8), np.empty((batch, seals), np.int64),
         np.empty((rows, passes, words * unit_vectors.WORD_TABLE), np.int8), each_pass(nibbles * 16 * vectors.HEADS),
         each_pass(8 // store.mean_bits * vectors.HEADS * mean_bytes), each_pass(len(dims), vectors.HEADS),
-        np.empty((rows, seals * passes * vectors.HEADS), np.float32), np.empty((rows, groups), np.uint32),
-        np.empty((rows, groups + vectors.LANES), np.int32), np.empty(rows, np.int64), missing, estimate,
+        np.empty((rows, seals * passes * vectors.HEADS), np.float32),
+        np.empty((at_once, groups * passes * vectors.HEADS), np.int16), np.empty((at_once, groups), np.uint32),
+        np.empty((at_once, groups + vectors.LANES), np.int32), np.empty(rows, np.int64), missing, estimate,
     )  # fmt: skip
     return estimate, None, None, missing, None
 
@@ -269,19 +270,20 @@ def _aligned(count: int) -> np.ndarray:
 def attend_tail(
     cache: Any, layer: int, where: Where, estimate: np.ndarray,
     listed: tuple[np.ndarray, np.ndarray], lse: np.ndarray, host: Host, run: Run,
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """(out [B, Hq, D], lse [B, Hq]) float32: the estimated attention over what the groups and counts of `listed` left
-    out of estimate [B, Hkv, G], where the listed ones gave lse [B, Hq]."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+    """(out [B, Hq, D], lse [B, Hq], share [B, Hkv]) float32: the estimated attention over what the groups and counts of
+    `listed` left out of estimate [B, Hkv, G], where the listed ones gave lse [B, Hq], and `skipped_mass` of them."""
     from eps_core.cpu import attend
 
     inner = cache.tail
     out, tail = np.empty((*lse.shape, cache.spec.head_dim), np.float32), np.empty(lse.shape, np.float32)
+    shares = np.empty(estimate.shape[:2], np.float32)
     means, scale = (_lanes(host(inner.summaries[layer][name])) for name in ("mean", "mean_scale"))
     run(
         attend.attend_tail, 1, estimate, *listed, lse, means, scale, inner.state[layer].fill, where.table,
-        where.lengths, inner.store.S, inner.store.groups_per_unit, out, tail,
+        where.lengths, inner.store.S, inner.store.groups_per_unit, out, tail, shares,
     )  # fmt: skip
-    return out, tail
+    return out, tail, shares
 
 
 def merge(

@@ -98,17 +98,24 @@ def _in_words(builder, vectors):
 def _add_planes(builder, data, stride, num_planes, table, sums):
     """Bytes that lie byte by byte: plane j of sixteen groups begins at data + j stride."""
     wide = _vector(_i32)
-    with cgutils.for_range_slice(builder, _i64(0), num_planes, _i64(WORD)) as (first, _):
+    last, whole = builder.sub(num_planes, _i64(1)), builder.and_(num_planes, _i64(-WORD))
+
+    def add(first, clipped: bool):
         word = None
         for j in range(WORD):
-            # past the last plane entries are 0
             plane = builder.add(first, _i64(j))
-            plane = builder.select(builder.icmp_signed("<", plane, num_planes), plane, builder.sub(num_planes, _i64(1)))
+            if clipped:  # past the last plane entries are 0
+                plane = builder.select(builder.icmp_signed("<", plane, num_planes), plane, last)
             own = _load(builder, builder.gep(data, [builder.mul(plane, stride)]), LANES, _i8)
             own = builder.shl(builder.zext(own, wide), _repeated(8 * j))
             word = own if word is None else builder.or_(word, own)
         at = builder.mul(builder.udiv(first, _i64(WORD)), _i64(WORD_TABLE))
         _add_word(builder, word, builder.gep(table, [at]), sums)
+
+    with cgutils.for_range_slice(builder, _i64(0), whole, _i64(WORD)) as (first, _):
+        add(first, clipped=False)
+    with builder.if_then(builder.icmp_signed("<", whole, num_planes)):
+        add(whole, clipped=True)
 
 
 def _add_rows(builder, data, num_bytes, table, sums):
@@ -159,94 +166,119 @@ def _add_bytes(builder, data, stride, num_bytes, table, kept):
             builder.store(builder.add(builder.load(kept), entry), kept)
 
 
+def _scan(kinds, args, context, builder, add_vectors, add_bytes, seen: bool):
+    """The code of `scan_planes` and `scan_rows` behind their codes: args from `scale` on."""
+    scale_data, table_data, factor_data, base_data, sum_data, score_data = (
+        _data(context, builder, kinds[i], args[i]) for i in (0, 2, 3, 4, 6, 9)
+    )
+    scale_first, base_first, sum_first = (_int64(context, builder, kinds[i], args[i]) for i in (1, 5, 7))
+    scale_data, sum_data = builder.gep(scale_data, [scale_first]), builder.gep(sum_data, [sum_first])
+    factors = _load(builder, factor_data, HEADS, _f32)
+    offsets = _load(builder, builder.gep(base_data, [base_first]), HEADS, _f32)
+    places = [builder.gep(sum_data, [_i64(LANES * r)]) for r in range(HEADS)]
+
+    def number(r: int):
+        return builder.sext(_load(builder, places[r], LANES, _i16), _vector(_i32))
+
+    if SCANS:
+        kept = [cgutils.alloca_once(builder, _vector(_i32)) for _ in range(HEADS)]
+        for r, one in enumerate(kept):
+            builder.store(number(r) if seen else _repeated(0), one)
+        add_vectors(table_data, kept)
+        sums = [builder.load(one) for one in kept]
+        for one, place in zip(sums, places, strict=True):
+            builder.store(
+                builder.trunc(one, _vector(_i16)), builder.bitcast(place, _vector(_i16).as_pointer()), align=2
+            )
+    else:
+        with cgutils.for_range(builder, _i64(LANES)) as each:
+            lanes = [builder.gep(place, [each.index]) for place in places]
+            one = cgutils.alloca_once(builder, _vector(_i32, HEADS))
+            builder.store(ir.Constant(_vector(_i32, HEADS), [0] * HEADS), one)
+            add_bytes(table_data, each.index, one)
+            for r, lane in enumerate(lanes):
+                new = builder.trunc(builder.extract_element(builder.load(one), _i32(r)), _i16)
+                builder.store(builder.add(new, builder.load(lane)) if seen else new, lane)
+        sums = [number(r) for r in range(HEADS)]
+
+    scales, best, all_of = _byte_scale(builder, _load(builder, scale_data, LANES, _i8)), None, None
+    each_score = []
+    for r, one in enumerate(sums):
+        factor, base = (_broadcast(builder, builder.extract_element(part, _i32(r))) for part in (factors, offsets))
+        product = builder.fmul(builder.fmul(scales, factor), builder.sitofp(one, scales.type))
+        each_score.append(builder.fadd(base, product))
+    # one that is not finite makes the sum of all so, which hardly ever happens
+    for score in each_score:
+        all_of = score if all_of is None else builder.fadd(all_of, score)
+        best = score if best is None else _call(builder, "maxnum", best, score)
+    before = _load(builder, score_data, LANES, _f32)
+    more = context.is_true(builder, kinds[8], args[8])
+    finite = builder.fcmp_ordered("<", _call(builder, "fabs", all_of), _splat(float("inf")))
+    slow = builder.icmp_unsigned("!=", builder.bitcast(finite, _i16), ir.Constant(_i16, 0xFFFF))
+    result = cgutils.alloca_once_value(builder, best)
+    with builder.if_then(slow, likely=False):
+        best = None
+        for score in each_score:
+            score = _or_largest(builder, score, LANES)
+            best = score if best is None else _call(builder, "maxnum", best, score)
+        builder.store(best, result)
+    best = builder.load(result)
+    _store(builder, builder.select(more, _call(builder, "maxnum", best, before), best), score_data)
+
+
 @intrinsic
-def scan(typing_context, planes, at, stride, num_planes, rows, starts, num_bytes, scale, scale_at, table, factors,
-         bases, base_at, again, scores):  # fmt: skip
-    """scores[i] = max over four heads r of bases[base_at + r] + scale[scale_at + i] factors[r] n, for sixteen groups i:
-    n the whole number that table says their codes add for head r. Codes are `num_planes` bytes at planes[at + j stride
-    + i], and then, for each pool of the tuple `rows`, num_bytes[p] bytes at rows[p][starts[p] + i num_bytes[p] ..], a
-    power of two. table: WORD_TABLE bytes a word of four bytes, each pool beginning another word: entry [side, r, j,
-    value] where SCANS, else [side, j, value, r]. LARGEST_ESTIMATE stands for what is not finite. With `again`, the
-    larger of that and what scores held."""
+def scan_planes(typing_context, planes, at, stride, num_planes, scale, scale_at, table, factors, bases, base_at, sums,
+                sums_at, again, scores):  # fmt: skip
+    """scores[i] = max over four heads r of bases[base_at + r] + scale[scale_at + i] factors[r] n, for sixteen groups i,
+    where n = sums[sums_at + 16 r + i], int16, becomes the whole number that table says their codes add for head r.
+    Codes are `num_planes` bytes at planes[at + j stride + i]. table: WORD_TABLE bytes a word of four bytes: entry
+    [side, r, j, value] where SCANS, else [side, j, value, r]. LARGEST_ESTIMATE stands for what is not finite. With
+    `again`, the larger of that and what scores held."""
 
     def codegen(context, builder, signature, args):
         kinds = signature.args
-        plane_data, scale_data, table_data, factor_data, base_data, score_data = (
-            _data(context, builder, kinds[i], args[i]) for i in (0, 7, 9, 10, 11, 14)
-        )
-        first, step, number, scale_first, base_first = (
-            _int64(context, builder, kinds[i], args[i]) for i in (1, 2, 3, 8, 12)
-        )
-        plane_data = builder.gep(plane_data, [first])
-        pools = []
-        for p in range(len(kinds[4])):
-            pool = _data(context, builder, kinds[4][p], builder.extract_value(args[4], p))
-            start, size = (_int64(context, builder, kinds[i][p], builder.extract_value(args[i], p)) for i in (5, 6))
-            pools.append((builder.gep(pool, [start]), size))
-
-        def tables():
-            """The tables of each pool, planes first."""
-            words, three = _i64(0), _i64(WORD - 1)
-            for size in (number, *(size for _, size in pools)):
-                yield builder.gep(table_data, [builder.mul(words, _i64(WORD_TABLE))])
-                words = builder.add(words, builder.udiv(builder.add(size, three), _i64(WORD)))
-
-        places = list(tables())
-        scale_data = builder.gep(scale_data, [scale_first])
-        factors = _load(builder, factor_data, HEADS, _f32)
-        offsets = _load(builder, builder.gep(base_data, [base_first]), HEADS, _f32)
-
-        def blocks():
-            sums = [cgutils.alloca_once(builder, _vector(_i32)) for _ in range(HEADS)]
-            for kept in sums:
-                builder.store(_repeated(0), kept)
-            _add_planes(builder, plane_data, step, number, places[0], sums)
-            for (pool, size), place in zip(pools, places[1:], strict=True):
-                _add_rows(builder, pool, size, place, sums)
-            scales = _byte_scale(builder, _load(builder, scale_data, LANES, _i8))
-            best = None
-            for r, kept in enumerate(sums):
-                factor, base = (
-                    _broadcast(builder, builder.extract_element(one, _i32(r))) for one in (factors, offsets)
-                )
-                product = builder.fmul(builder.fmul(scales, factor), builder.sitofp(builder.load(kept), scales.type))
-                score = _or_largest(builder, builder.fadd(base, product), LANES)
-                best = score if best is None else _call(builder, "maxnum", best, score)
-            return best
-
-        def single(index):
-            kept = cgutils.alloca_once(builder, _vector(_i32, HEADS))
-            builder.store(ir.Constant(_vector(_i32, HEADS), [0] * HEADS), kept)
-            _add_bytes(builder, builder.gep(plane_data, [index]), step, number, places[0], kept)
-            for (pool, size), place in zip(pools, places[1:], strict=True):
-                own = builder.gep(pool, [builder.mul(index, size)])
-                _add_bytes(builder, own, _i64(1), size, place, kept)
-            one = _byte_scale(builder, builder.load(builder.gep(scale_data, [index])))
-            numbers = builder.sitofp(builder.load(kept), factors.type)
-            product = builder.fmul(builder.fmul(_broadcast(builder, one, HEADS), factors), numbers)
-            score = _or_largest(builder, builder.fadd(offsets, product), HEADS)
-            for picks in ([2, 3, 0, 1], [1, 0, 3, 2]):
-                score = _call(builder, "maxnum", score, _shuffle(builder, score, score, picks))
-            builder.store(builder.extract_element(score, _i32(0)), builder.gep(fresh, [index]))
-
-        if SCANS:
-            best = blocks()
-        else:
-            fresh = builder.bitcast(cgutils.alloca_once(builder, _vector(_f32)), _f32.as_pointer())
-            with cgutils.for_range(builder, _i64(LANES)) as each:
-                single(each.index)
-            best = _load(builder, fresh, LANES, _f32)
-        before = _load(builder, score_data, LANES, _f32)
-        more = context.is_true(builder, kinds[13], args[13])
-        best = builder.select(more, _call(builder, "maxnum", best, before), best)
-        _store(builder, best, score_data)
+        data = _data(context, builder, kinds[0], args[0])
+        first, step, number = (_int64(context, builder, kinds[i], args[i]) for i in (1, 2, 3))
+        data = builder.gep(data, [first])
+        _scan(
+            kinds[4:], args[4:], context, builder,
+            lambda table, kept: _add_planes(builder, data, step, number, table, kept),
+            lambda table, i, kept: _add_bytes(builder, builder.gep(data, [i]), step, number, table, kept), False,
+        )  # fmt: skip
         return context.get_dummy_value()
 
     return (
-        types.void(planes, at, stride, num_planes, rows, starts, num_bytes, scale, scale_at, table, factors, bases,
-                   base_at, again, scores),
+        types.void(planes, at, stride, num_planes, scale, scale_at, table, factors, bases, base_at, sums, sums_at,
+                   again, scores),
         codegen,
     )  # fmt: skip
+
+
+@intrinsic
+def scan_rows(typing_context, rows, at, num_bytes, scale, scale_at, table, factors, bases, base_at, sums, sums_at,
+              again, scores):  # fmt: skip
+    """`scan_planes` of one more part of codes, which adds to `sums`: num_bytes bytes at rows[at + i num_bytes ..], a
+    power of two."""
+
+    def codegen(context, builder, signature, args):
+        kinds = signature.args
+        data = _data(context, builder, kinds[0], args[0])
+        first, number = (_int64(context, builder, kinds[i], args[i]) for i in (1, 2))
+        data = builder.gep(data, [first])
+
+        def add_bytes(table, i, kept):
+            _add_bytes(builder, builder.gep(data, [builder.mul(i, number)]), _i64(1), number, table, kept)
+
+        _scan(
+            kinds[3:], args[3:], context, builder,
+            lambda table, kept: _add_rows(builder, data, number, table, kept), add_bytes, True,
+        )  # fmt: skip
+        return context.get_dummy_value()
+
+    return (
+        types.void(rows, at, num_bytes, scale, scale_at, table, factors, bases, base_at, sums, sums_at, again, scores),
+        codegen,
+    )
 
 
 # -------------------------------------------------------------------------------------------------- queries as they are
@@ -279,6 +311,14 @@ def mean_dots(typing_context, means, start, num_bytes, bits, queries, dots):
             if sides == 1:
                 return [number_of(stored, 128)]
             kind = stored.type
+            if PERMUTES and kind != _i32:
+                look_up = cgutils.get_or_insert_function(
+                    builder.module, ir.FunctionType(_vector(_f32), [_vector(_f32), kind]),
+                    "llvm.x86.avx512.permvar.sf.512",
+                )  # fmt: skip
+                values = ir.Constant(_vector(_f32), [ir.Constant(_f32, float(x - 8)) for x in range(LANES)])
+                # only the lowest four bits of a lane count
+                return [builder.call(look_up, [values, x]) for x in (stored, builder.lshr(stored, _repeated(4)))]
             low, four = (ir.Constant(kind, x) if kind == _i32 else _repeated(x) for x in (15, 4))
             return [number_of(builder.and_(stored, low), 8), number_of(builder.lshr(stored, four), 8)]
 
@@ -428,6 +468,30 @@ def _ordered(builder, values):
     bits, sign = builder.bitcast(values, _vector(_i32)), _repeated(0x80000000)
     negative = builder.icmp_unsigned(">", bits, sign)
     return builder.select(negative, builder.xor(bits, _repeated(0xFFFFFFFF)), builder.or_(bits, sign))
+
+
+@intrinsic
+def count_above(typing_context, keys, count, most):
+    """How many of the first `count` keys, uint32, are above `most`."""
+
+    def codegen(context, builder, signature, args):
+        data, num = _data(context, builder, signature.args[0], args[0]), _int64(context, builder, types.int64, args[1])
+        high = context.cast(builder, args[2], signature.args[2], types.uint32)
+        held = cgutils.alloca_once_value(builder, _i64(0))
+        one = builder.insert_element(ir.Constant(_vector(_i32), ir.Undefined), high, _i32(0))
+        spread, whole = _shuffle(builder, one, one, [0] * LANES), builder.and_(num, _i64(-LANES))
+
+        def add(above):
+            builder.store(builder.add(builder.load(held), builder.zext(above, _i64)), held)
+
+        with cgutils.for_range_slice(builder, _i64(0), whole, _i64(LANES)) as (at, _):
+            own = _load(builder, builder.gep(data, [at]), LANES, _i32)
+            add(builder.ctpop(builder.bitcast(builder.icmp_unsigned(">", own, spread), _i16)))
+        with cgutils.for_range_slice(builder, whole, num, _i64(1)) as (at, _):
+            add(builder.icmp_unsigned(">", builder.load(builder.gep(data, [at])), high))
+        return builder.load(held)
+
+    return types.int64(keys, types.int64, most), codegen
 
 
 @intrinsic

@@ -12,7 +12,7 @@ from eps_core.cpu.best import keep_best, list_kept
 from eps_core.cpu.compile import FAST, kernel
 from eps_core.cpu.score import KNOWN, MISSING, PAST, fill_table, pad
 from eps_core.cpu.threads import finish, take, wait
-from eps_core.cpu.unit_vectors import SCANS, WORD, WORD_TABLE, any_kept, finer_rows, mean_dots, put_kept, scan
+from eps_core.cpu.unit_vectors import SCANS, WORD, WORD_TABLE, any_kept, finer_rows, mean_dots, put_kept, scan_planes, scan_rows
 from eps_core.cpu.vectors import HEADS, LANES, PERMUTES, ask_for, wide
 from eps_core.cpu.write import rotate
 from eps_core.summaries.rq import QUERY_STEPS
@@ -61,7 +61,7 @@ def rounded_query(turned, integers):
 @kernel()
 def fill_words(integers, dims, table):
     """table: what each value of each nibble of the parts of a code, of `dims` dimensions each, adds to integers
-    [HEADS, D] int8 . signs: the tables of `scan`."""
+    [HEADS, D] int8 . signs: the tables of `scan_planes`."""
     word, start = 0, 0
     entries = np.empty(16, np.int8)
     for part in range(len(dims)):
@@ -88,7 +88,7 @@ def fill_words(integers, dims, table):
 @kernel(fastmath=FAST)
 def prepare(q, shrink, signs, blocks, block_scales, dims, mean_bits, turned, words, table, queries, factors):
     """The tables of one pass of HEADS query heads: q [HEADS, D] float32 unscaled becomes turned [HEADS, D]; words of
-    `scan`; table of `score_rows`; queries of `mean_dots`; factors [parts, HEADS] of `scan`."""
+    `scan_planes`; table of `score_rows`; queries of `mean_dots`; factors [parts, HEADS] of `scan_planes`."""
     head_dim = q.shape[1]
     integers = np.empty((HEADS, head_dim), np.int8)
     sides = 8 // mean_bits
@@ -115,7 +115,7 @@ def prepare(q, shrink, signs, blocks, block_scales, dims, mean_bits, turned, wor
 def score_units(
     progress, rows_at_once, q, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale, fill, table,
     lengths, guards, staged, refined, signs, blocks, block_scales, dims, size, sealed, per_unit, states, places, words,
-    tables, queries, factors, bases, keys, listed, counts, missing, estimate,
+    tables, queries, factors, bases, sums, keys, listed, counts, missing, estimate,
 ):  # fmt: skip
     """Fills estimate [B, Hkv, G], and missing [B] with how many groups lack a summary and a guard. q [B, Hq, D] float32
     unscaled. The fields of `summaries.rq` flat, `later` the second and the third part of codes; staged [parts - 1, B]
@@ -124,8 +124,8 @@ def score_units(
 
     Between the phases: states [B, seals] uint8 and places [B, seals] int64; of each row (b, h) and pass of HEADS query
     heads words int8, tables, queries and factors [.., parts, HEADS] float32 of `prepare`, and bases [rows, seals *
-    passes * HEADS] float32; keys [rows, G] uint32 of groups whose codes were all read so far; listed [rows, G + LANES]
-    int32 and counts [rows]. One phase, and then for each rows_at_once rows, whose summaries still lie in the caches,
+    passes * HEADS] float32; counts [rows]; and of rows_at_once rows sums [.., G * passes * HEADS] int16, keys [.., G]
+    uint32 of groups whose codes were all read so far, and listed [.., G + LANES] int32. One phase, and then for each rows_at_once rows, whose summaries still lie in the caches,
     one of the first stage, two of every further one and two of the second bit."""
     batch, num_heads, head_dim = q.shape
     _, kv_heads, groups = estimate.shape
@@ -179,7 +179,7 @@ def score_units(
                 break
             row, begin = first_row + task // chunks, task % chunks * per_task
             b, h = row // kv_heads, row % kv_heads
-            own, own_keys = estimate[b, h], keys[row]
+            own, own_keys, own_sums = estimate[b, h], keys[row - first_row], sums[row - first_row]
             for seal in range(begin, min(begin + per_task, seals)):
                 group = seal * seal_groups
                 if states[b, seal] != KNOWN:
@@ -200,10 +200,10 @@ def score_units(
                     for r in range(HEADS):
                         bases[row, base_at + r] = log_size + shift * dots[r]
                     for i in range(0, seal_groups, LANES):
-                        scan(
-                            codes, place * first_bytes * seal_groups + i, seal_groups, first_bytes, (), (), (), scale,
-                            place * seal_groups + i, words[row, at], factors[row, at, 0], bases[row], base_at, at > 0,
-                            fresh[i:],
+                        scan_planes(
+                            codes, place * first_bytes * seal_groups + i, seal_groups, first_bytes, scale,
+                            place * seal_groups + i, words[row, at], factors[row, at, 0], bases[row], base_at, own_sums,
+                            ((group + i) * passes + at * LANES) * HEADS, at > 0, fresh[i:],
                         )  # fmt: skip
                     if at == passes - 1:
                         for i in range(0, seal_groups, LANES):
@@ -212,13 +212,15 @@ def score_units(
         wait(progress, phase, some * chunks)
         phase += 1
 
+        first_word = (first_bytes + WORD - 1) // WORD
         for part in range(1, parts):
+            part_bytes = dims[part] // 8
             while True:
                 row = take(progress, phase)
                 if row >= some:
                     break
                 row += first_row
-                keep_best(keys[row], groups, staged[part - 1, row // kv_heads], spare)
+                keep_best(keys[row - first_row], groups, staged[part - 1, row // kv_heads], spare)
                 finish(progress, phase)
             wait(progress, phase, some)
             phase += 1
@@ -228,43 +230,31 @@ def score_units(
                     break
                 row, begin = first_row + task // chunks, task % chunks * per_task
                 b, h = row // kv_heads, row % kv_heads
-                own, own_keys = estimate[b, h], keys[row]
+                own, own_keys, own_sums = estimate[b, h], keys[row - first_row], sums[row - first_row]
                 for seal in range(begin, min(begin + per_task, seals)):
                     ahead = min(seal + SEALS_AHEAD, seals - 1)
                     coming = (places[b, ahead] + h * per_unit) * seal_groups
-                    asked = False
                     for i in range(0, seal_groups, LANES):
                         if any_kept(own_keys, ahead * seal_groups + i):
-                            asked = True
-                            ask_for(later[0], (coming + i) * middle_bytes, LANES * middle_bytes)
-                            if part == 2:
-                                ask_for(later[1], (coming + i) * last_bytes, LANES * last_bytes)
-                    if asked:
-                        ask_for(codes, coming * first_bytes, first_bytes * seal_groups)
-                        ask_for(scale, coming, seal_groups)
+                            ask_for(later[part - 1], (coming + i) * part_bytes, LANES * part_bytes)
+                            ask_for(scale, coming + i, LANES)
                     start = places[b, seal] + h * per_unit
                     for i in range(0, seal_groups, LANES):
                         group, place = seal * seal_groups + i, start * seal_groups + i
                         if not any_kept(own_keys, group):
                             continue
                         for at in range(passes):
-                            base_at = (seal * passes + at) * HEADS
-                            if part == 1:
-                                scan(
-                                    codes, start * first_bytes * seal_groups + i, seal_groups, first_bytes, later[:1],
-                                    (place * middle_bytes,), (middle_bytes,), scale, place, words[row, at],
-                                    factors[row, at, 1], bases[row], base_at, at > 0, fresh,
-                                )  # fmt: skip
-                            else:
-                                scan(
-                                    codes, start * first_bytes * seal_groups + i, seal_groups, first_bytes, later,
-                                    (place * middle_bytes, place * last_bytes), (middle_bytes, last_bytes), scale,
-                                    place, words[row, at], factors[row, at, 2], bases[row], base_at, at > 0, fresh,
-                                )  # fmt: skip
+                            scan_rows(
+                                later[part - 1], place * part_bytes, part_bytes, scale, place,
+                                words[row, at, first_word * WORD_TABLE :], factors[row, at, part], bases[row],
+                                (seal * passes + at) * HEADS, own_sums, (group * passes + at * LANES) * HEADS, at > 0,
+                                fresh,
+                            )  # fmt: skip
                         put_kept(fresh, own, own_keys, group, False)
                 finish(progress, phase)
             wait(progress, phase, some * chunks)
             phase += 1
+            first_word += (part_bytes + WORD - 1) // WORD
 
         if not most_refined:
             continue
@@ -273,8 +263,9 @@ def score_units(
             if row >= some:
                 break
             row += first_row
-            keep_best(keys[row], groups, refined[row // kv_heads], spare)
-            counts[row] = list_kept(keys[row], groups, listed[row])
+            own_keys = keys[row - first_row]
+            keep_best(own_keys, groups, refined[row // kv_heads], spare)
+            counts[row] = list_kept(own_keys, groups, listed[row - first_row])
             finish(progress, phase)
         wait(progress, phase, some)
         phase += 1
@@ -286,11 +277,12 @@ def score_units(
             row, begin = first_row + task // pieces, task % pieces * FINER_GROUPS
             b, h = row // kv_heads, row % kv_heads
             own, count = estimate[b, h], min(counts[row] - begin, FINER_GROUPS)
+            own_listed = listed[row - first_row, begin:]
             if count > 0:
                 seal = 0
                 end, start = 0, 0
                 for i in range(count):
-                    group = listed[row, begin + i]
+                    group = own_listed[i]
                     if group >= end:
                         seal = group // seal_groups
                         end = (seal + 1) * seal_groups
@@ -304,7 +296,7 @@ def score_units(
                     ask_for(later[0], place * middle_bytes, middle_bytes)
                     ask_for(later[1], place * last_bytes, last_bytes)
                 for i in range(count):
-                    place, n = chosen[i], listed[row, begin + i] - seal_of[i] * seal_groups
+                    place, n = chosen[i], own_listed[i] - seal_of[i] * seal_groups
                     plane, to = (place - n) * first_bytes + n, i * num_bytes
                     for j in range(first_bytes):
                         gathered[to + j] = codes[plane + j * seal_groups]
@@ -325,7 +317,7 @@ def score_units(
                         FINER_GROUPS, at > 0, fresh,
                     )  # fmt: skip
                 for i in range(count):
-                    own[listed[row, begin + i]] = fresh[i]
+                    own[own_listed[i]] = fresh[i]
             finish(progress, phase)
         wait(progress, phase, some * pieces)
         phase += 1

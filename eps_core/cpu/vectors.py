@@ -282,6 +282,56 @@ def exp_all(typing_context, x, count):
     return types.void(x, count), codegen
 
 
+@intrinsic
+def largest_of(typing_context, x, count):
+    """The largest of x[i] without NaN, i < count, a multiple of 16; -inf where there is none."""
+
+    def codegen(context, builder, signature, args):
+        data, num = _data(context, builder, signature.args[0], args[0]), _int64(context, builder, types.int64, args[1])
+        largest = [cgutils.alloca_once_value(builder, _splat(float("-inf"))) for _ in range(4)]
+        fours = builder.and_(num, _i64(-4 * LANES))
+
+        def take(at, kept):
+            own = _load(builder, builder.gep(data, [at]), LANES, _f32)
+            before = builder.load(kept)
+            builder.store(builder.select(builder.fcmp_ordered(">", own, before), own, before), kept)
+
+        with cgutils.for_range_slice(builder, _i64(0), fours, _i64(4 * LANES)) as (at, _):
+            for j, kept in enumerate(largest):
+                take(builder.add(at, _i64(LANES * j)), kept)
+        with cgutils.for_range_slice(builder, fours, num, _i64(LANES)) as (at, _):
+            take(at, largest[0])
+        most = builder.load(largest[0])
+        for kept in largest[1:]:
+            most = _call(builder, "maxnum", most, builder.load(kept))
+        lanes = LANES
+        while lanes > 1:
+            lanes //= 2
+            low, high = ([*range(start, start + lanes)] for start in (0, lanes))
+            sides = [_shuffle(builder, most, most, picks) for picks in (low, high)]
+            most = builder.select(builder.fcmp_ordered(">", *sides), *sides)
+        return builder.extract_element(most, _i32(0))
+
+    return types.float32(x, types.int64), codegen
+
+
+@intrinsic
+def exp_sum(typing_context, x, start, count, largest):
+    """The sum of exp(x[start + i] - largest), 0 below -87, over i < count, a multiple of 16."""
+
+    def codegen(context, builder, signature, args):
+        data = _data(context, builder, signature.args[0], args[0])
+        first, num = (_int64(context, builder, signature.args[i], args[i]) for i in (1, 2))
+        by = _broadcast(builder, context.cast(builder, args[3], signature.args[3], types.float32))
+        total = cgutils.alloca_once_value(builder, _splat(0.0))
+        with cgutils.for_range_slice(builder, _i64(0), num, _i64(LANES)) as (at, _):
+            own = _load(builder, builder.gep(data, [builder.add(first, at)]), LANES, _f32)
+            builder.store(builder.fadd(builder.load(total), _exp(builder, builder.fsub(own, by))), total)
+        return builder.extract_element(_sums(builder, [builder.load(total)]), _i32(0))
+
+    return types.float32(x, start, count, largest), codegen
+
+
 def _adds_rows(heads: int):
     """The code of `add_weighted` for as many heads."""
 

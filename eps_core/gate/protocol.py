@@ -11,7 +11,7 @@ U tokens per unit, S tokens per group, M units of a table, G groups of a table (
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,6 +55,7 @@ class Selection:
     `forced` [B] int64, host: how many of the visited groups were guards or had no summary.
     `wanted` [B, Hkv] int32 (device): under scope union, how many groups each kv head alone asked for; else None.
     `visit` [B, Hkv, G] bool (device): the same groups as a mask, where a kernel made the list; else None.
+    `kept`: what a backend found of these groups on the way to something else, by its own keys.
 
     Every policy visits at least one group, and `uniform` says that the open group, where there is one, is listed.
     """
@@ -65,6 +66,7 @@ class Selection:
     forced: np.ndarray
     wanted: Array | None = None
     visit: Array | None = None
+    kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def attend_rows(
 @torch.inference_mode()
 def attend_tail(cache: Cache, layer: int, where: Where, scores: Scores, selection: Selection, lse: Tensor) -> State:
     """See `attention.attend_tail`."""
-    out, tail = kernels.attend_tail(
+    out, tail, _ = kernels.attend_tail(
         cache, layer, where, _host(scores.estimate), _listed(selection), _host(lse), _host, _run
     )
     return torch.from_numpy(out), torch.from_numpy(tail)
@@ -141,7 +141,10 @@ def _build_units(store: Store, keys: np.ndarray, signs: np.ndarray) -> dict[str,
 def add_tail(cache: Cache, layer: int, where: Where, scores: Scores, selection: Selection, state: State) -> State:
     """See `attention.add_tail`."""
     out, lse = state
-    tail = kernels.attend_tail(cache, layer, where, _host(scores.estimate), _listed(selection), _host(lse), _host, _run)
+    *tail, share = kernels.attend_tail(
+        cache, layer, where, _host(scores.estimate), _listed(selection), _host(lse), _host, _run
+    )
+    selection.kept["skipped"] = scores.estimate, torch.from_numpy(share)
     whole, whole_lse = kernels.merge(_host(out.float()), _host(lse), *tail)
     return torch.from_numpy(whole).to(out.dtype), torch.from_numpy(whole_lse)
 
@@ -149,6 +152,9 @@ def add_tail(cache: Cache, layer: int, where: Where, scores: Scores, selection: 
 @torch.inference_mode()
 def skipped_mass(scores: Scores, selection: Selection) -> Tensor | None:
     """See `selection.skipped_mass`."""
+    of, share = selection.kept.get("skipped", (None, None))
+    if of is scores.estimate:  # the tail of the same estimates, which summed them, too
+        return share
     if selection.visit is None:
         return None
     return torch.from_numpy(kernels.skipped_mass(_host(scores.estimate), _host(selection.visit), _run))

@@ -93,7 +93,7 @@ def attend_tail(
 ) -> State:
     """See `attention.attend_tail`."""
     with mx.stream(cache.stream):
-        out, tail = kernels.attend_tail(
+        out, tail, _ = kernels.attend_tail(
             cache, layer, where, _host(scores.estimate), _listed(selection), _host(lse), _host, _run
         )
         return mx.array(out), mx.array(tail)
@@ -127,15 +127,19 @@ def add_tail(cache: Cache, layer: int, where: Where, scores: Scores, selection: 
     """See `attention.add_tail`."""
     out, lse = state
     with mx.stream(cache.stream):
-        tail = kernels.attend_tail(
+        *tail, share = kernels.attend_tail(
             cache, layer, where, _host(scores.estimate), _listed(selection), _host(lse), _host, _run
         )
+        selection.kept["skipped"] = scores.estimate, mx.array(share)
         whole, whole_lse = kernels.merge(_host(out.astype(mx.float32)), _host(lse), *tail)
         return mx.array(whole).astype(out.dtype), mx.array(whole_lse)
 
 
 def skipped_mass(scores: Scores, selection: Selection) -> mx.array | None:
     """See `selection.skipped_mass`."""
+    of, share = selection.kept.get("skipped", (None, None))
+    if of is scores.estimate:  # the tail of the same estimates, which summed them, too
+        return share
     if selection.visit is None:
         return None
     return mx.array(kernels.skipped_mass(_host(scores.estimate), _host(selection.visit), _run))
