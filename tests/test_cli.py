@@ -278,11 +278,11 @@ def test_info_counts_memory_within_the_limits() -> None:
     assert coarse["jl"]["summary_mib"] == 72 and coarse["moments"]["summary_mib"] == 136
     fine = [row for row in info["summaries"] if row["kind"] == "fine"]
     plain = next(row for row in fine if row["method"] == "rq" and not (row["rq_bounds"] or row["bound_bits"]))
-    # two bits, each 16 bytes and a scale of one; for 64 tokens the mean key in 4 bits, and their mean value
-    assert plain["bytes_per_group"] == 34 + 66 / 32 and plain["group_tokens"] == 2
-    assert plain["share_of_kv"] == (34 + 66 / 32 + (128 + 2) / 32) / 1024
+    # two bits, each 16 bytes and a scale of one; of 32 tokens the mean key in 4 bits; of 64 the mean value
+    assert plain["bytes_per_group"] == 34 + 66 / 16 and plain["group_tokens"] == 2
+    assert plain["share_of_kv"] == (34 + 66 / 16 + (128 + 2) / 32) / 1024
     bounded = next(row for row in fine if row["method"] == "rq" and row["rq_bounds"])
-    assert bounded["bytes_per_group"] == 34 + 66 / 32 + 3 * 2
+    assert bounded["bytes_per_group"] == 34 + 66 / 16 + 3 * 2
     assert {"box", "rq"} <= {row["method"] for row in fine} and all(row["group_tokens"] <= 16 for row in fine)
     assert list(info["backends"]) == list(BACKENDS)
     assert all(status["usable"] and "cpu" in status["devices"] for status in info["backends"].values())
@@ -399,7 +399,7 @@ TOPK = {"policy": "topk", "tau": None, "budget": 0.05}
             {
                 "method": "rq",
                 "bits": 1,
-                "mean_tokens": 64,
+                "mean_tokens": 32,
                 "mean_bits": 4,
                 "stages": (0.25,),
                 "refine": 0.0625,
@@ -409,8 +409,8 @@ TOPK = {"policy": "topk", "tau": None, "budget": 0.05}
             },
         ),
         ("--eps-unit-tokens 0", {"mean_tokens": 0, "stages": (), "refine": 0.125}),
-        ("--eps-unit-tokens 32 --eps-stages 0.5,0.2", {"mean_tokens": 32, "stages": (0.5, 0.2), "refine": 0.0625}),
-        ("--eps-stages 0 --eps-mean-bits 8", {"mean_tokens": 64, "mean_bits": 8, "stages": ()}),
+        ("--eps-unit-tokens 64 --eps-stages 0.5,0.2", {"mean_tokens": 64, "stages": (0.5, 0.2), "refine": 0.0625}),
+        ("--eps-stages 0 --eps-mean-bits 8", {"mean_tokens": 32, "mean_bits": 8, "stages": ()}),
         ("--eps-method rq --eps-bits 2", {"bits": 2, "refine": 0, **TOPK, **FINE}),
         ("--eps-budget 0.2", {"policy": "topk", "budget": 0.2, "tau": None, **FINE}),
         ("--eps-top-pages 7", {"policy": "topk", "top_pages": 7, **FINE}),

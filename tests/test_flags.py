@@ -168,9 +168,9 @@ def test_the_memory_of_summaries_follows_refine(tmp_path: Path) -> None:
     assert (
         plain(*centred) == plain(*centred, "--eps-refine", "0.5") == 36 and plain(*centred, "--eps-refine", "0") == 18
     )
-    shared = (64 + 2) / 32  # of the mean
+    shared = (64 + 2) / 16  # of the mean
     assert plain() == plain("--eps-refine", "0.5") == 34 + shared and plain("--eps-refine", "0") == 17 + shared
-    assert plain("--eps-unit-tokens", "32", "--eps-mean-bits", "8") == 34 + (128 + 2) / 16
+    assert plain("--eps-unit-tokens", "64", "--eps-mean-bits", "8") == 34 + (128 + 2) / 32
     for value in ("nan", "-5"):
         assert outcome(["info", "--eps-refine", value], tmp_path).code == 2
 

@@ -12,7 +12,17 @@ from eps_core.cpu.best import keep_best, list_kept
 from eps_core.cpu.compile import FAST, kernel
 from eps_core.cpu.score import KNOWN, MISSING, PAST, fill_table, pad
 from eps_core.cpu.threads import finish, take, wait
-from eps_core.cpu.unit_vectors import SCANS, WORD, WORD_TABLE, any_kept, finer_rows, mean_dots, put_kept, scan_planes, scan_rows
+from eps_core.cpu.unit_vectors import (
+    SCANS,
+    WORD,
+    WORD_TABLE,
+    any_kept,
+    finer_rows,
+    mean_dots,
+    put_kept,
+    scan_planes,
+    scan_rows,
+)
 from eps_core.cpu.vectors import HEADS, LANES, PERMUTES, ask_for, wide
 from eps_core.cpu.write import rotate
 from eps_core.summaries.rq import QUERY_STEPS
