@@ -247,10 +247,9 @@ MUTANTS = {
     "rest asks the first dimensions": ("query_row + D + MORE", "query_row + D", check_three),
     "rest left out": ("if rest is not None", "if False", check_usual),
     "lists name entries of the list before": ("if through is not None", "if False", check_three),
-    "chosen among all groups": ("listed if named is None else named, further", "None, estimate", check_three),
+    "chosen among all groups": ("listed if named is None else named, left", "None, estimate", check_three),
     "lists of the pass before named": ("listed if named is None else named", "listed", check_three),
-    "chosen by what was there": ('-float("inf"), mask=(w >= count)', '1e30, mask=(w >= count)', check_three),
-    "one group more": ("left, counts, width=width", "left, counts + 1, width=width", check_three),
+    "one group more": ("row, counts, width=width", "row, counts + 1, width=width", check_three),
 }  # fmt: skip
 
 

@@ -268,6 +268,25 @@ def integer_columns(repeat: int) -> int:
     return max(_power_of_two(repeat), 16 if torch.version.hip else 8)
 
 
+def _bases(
+    query: Query, summary: dict[str, Tensor], table: Tensor, lengths: Tensor, shared: dict[str, float],
+    group_tokens: int, mean_bits: int,
+) -> Tensor:  # fmt: skip
+    """log S + m_hat . a [B, Hkv, units, R] of all units."""
+    batch, kv_heads, repeat, head_dim = query.turned.shape
+    per_unit, together = summary["scale"].shape[2:]
+    seals, shape = table.shape[1] * per_unit, code_shape(head_dim, mean_bits)
+    assert shape["BYTES"] == summary["mean"].shape[3]
+    bases = torch.empty((batch, kv_heads, seals, repeat), dtype=torch.float32, device=table.device)
+    block = _block(batch * kv_heads, seals, shape["BP"] * shape["FOLD"])
+    _score_means[(triton.cdiv(seals, block), batch * kv_heads)](
+        query.turned, summary["mean"], summary["mean_scale"], table, lengths, bases, table.shape[1], seals, kv_heads,
+        D=head_dim, RP=_padded_heads(repeat), **shared, **shape, SEALED=together * group_tokens,
+        LOG_S=math.log(group_tokens), BLOCK=block,
+    )  # fmt: skip
+    return bases
+
+
 def score_units(
     query: Query, summary: dict[str, Tensor], valid: Tensor, table: Tensor, lengths: Tensor, depth: Depth, *,
     group_tokens: int, mean_bits: int, dims: tuple[int, ...], subnormal: bool = not torch.version.hip,
@@ -281,16 +300,9 @@ def score_units(
     groups = seals * together
     _check_layout(query.turned, query.integers, query.steps, *summary.values(), valid, table, lengths)
     assert summary["codes"].shape[3:] == (-(-dims[0] // 8), together) and sum(dims) == head_dim
+    assert len(depth.staged) == len(dims) - 1, "a count for each part after the first"
     shared: dict[str, float] = {"R": repeat, "DP": _power_of_two(head_dim), "SUBNORMAL": subnormal, "SPU": per_unit}
-    bases = torch.empty((batch, kv_heads, seals, repeat), dtype=torch.float32, device=table.device)
-    shape = code_shape(head_dim, mean_bits)
-    assert shape["BYTES"] == summary["mean"].shape[3]
-    block = _block(rows, seals, shape["BP"] * shape["FOLD"])
-    _score_means[(triton.cdiv(seals, block), rows)](
-        query.turned, summary["mean"], summary["mean_scale"], table, lengths, bases, table.shape[1], seals, kv_heads,
-        D=head_dim, RP=_padded_heads(repeat), **shared, **shape, SEALED=together * group_tokens,
-        LOG_S=math.log(group_tokens), BLOCK=block,
-    )  # fmt: skip
+    bases = _bases(query, summary, table, lengths, shared, group_tokens, mean_bits)
     estimate = torch.empty((batch, kv_heads, groups), dtype=torch.float32, device=table.device)
     shared |= {"D": dims[0], "ROW": head_dim, "N": together, "LARGEST": LARGEST_ESTIMATE}
     block = _block(rows, groups, max(_power_of_two(summary["codes"].shape[3]), 16))
@@ -299,29 +311,29 @@ def score_units(
         table.shape[1], groups, seals, kv_heads, **shared, RP=integer_columns(repeat), S=group_tokens, BLOCK=block,
     )  # fmt: skip
 
-    # of each further pass: groups that it reads, parts, and whether second bits
+    # of each further pass: how many groups it reads, which parts, and whether second bits
     names = PARTS[len(dims)]
-    passes = [(counts, most, names[: at + 2], False) for at, (counts, most) in enumerate(depth.staged)]
+    passes = [(*some, names[: at + 2], False) for at, some in enumerate(depth.staged)]
     if depth.refined[1]:
         passes.append((*depth.refined, names, True))
     held = dict(zip(names, dims, strict=True))
     through: Tensor | None = None
-    left: Tensor | None = estimate
-    for left_passes, (counts, most, parts, twice) in zip(reversed(range(len(passes))), passes, strict=True):
-        assert left is not None
-        width = min(max(most, 1), left.shape[2])
-        listed, found = select_best(left, counts, width=width)
-        further = torch.empty(listed.shape, dtype=torch.float32, device=table.device) if left_passes else None
-        named = None if through is None or further is None else torch.empty_like(listed)
+    row: Tensor = estimate  # of what the next pass chooses from, which `through` names
+    for at, (counts, most, parts, twice) in enumerate(passes, start=1):
+        width = min(max(most, 1), row.shape[2])
+        listed, found = select_best(row, counts, width=width)
+        left = torch.empty(listed.shape, dtype=torch.float32, device=table.device) if at < len(passes) else None
+        named = None if through is None or left is None else torch.empty_like(listed)
         block = min(_block(rows, width, max(_power_of_two(-(-head_dim // 8)), 16)), READ_ON_GROUPS)
         _read_on[(triton.cdiv(width, block), rows)](
             query.turned if twice else query.integers, query.steps, bases, summary["codes"],
             *(summary[name] if name in parts else None for name in ("more", "rest")),
             summary["second"] if twice else None, summary["second_scale" if twice else "scale"], table, estimate,
-            further, listed, through, named, found, table.shape[1], groups, seals, kv_heads, width,
+            left, listed, through, named, found, table.shape[1], groups, seals, kv_heads, width,
             1 if through is None else through.shape[2], **shared,
             **{name.upper(): held[name] if name in parts else 0 for name in ("more", "rest")},
             RP=_padded_heads(repeat) if twice else integer_columns(repeat), BLOCK=block,
         )  # fmt: skip
-        through, left = listed if named is None else named, further
+        if left is not None:
+            through, row = listed if named is None else named, left
     return estimate
