@@ -56,6 +56,8 @@ def _flat_pool(pool: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int]]:
     unit, a kv head and a token in elements: no copy however they lie, as long as a row's D elements lie together."""
     unit, head, token, element = (stride // pool.itemsize for stride in pool.strides)
     assert element == 1 or pool.shape[3] == 1, "the elements of a row of K or V do not lie together"
+    if pool.flags.c_contiguous:
+        return _lanes(pool), (unit, head, token)
     span = 1 + sum((size - 1) * stride for size, stride in zip(pool.shape, (unit, head, token, 1), strict=True))
     flat = np.lib.stride_tricks.as_strided(pool, (span,), (pool.itemsize,))
     return _lanes(flat), (unit, head, token)
@@ -197,11 +199,12 @@ def attend(
         counts = np.repeat(-(-lengths[:, None] // size), spec.num_kv_heads, axis=1).astype(np.int32)
     else:
         groups, counts = listed
-        cache.kv_bytes_read += int(counts.sum()) * size * spec.kv_token_bytes
+    tokens = int(counts.sum()) * size
+    if listed is not None:
+        cache.kv_bytes_read += tokens * spec.kv_token_bytes
     out, lse = np.empty(q.shape, np.float32), np.empty(q.shape[:2], np.float32)
     (k, strides), (v, other) = (_flat_pool(host(pool[layer])) for pool in (cache.k, cache.v))
     assert strides == other, "K and V do not lie alike"
-    tokens = int(counts.sum()) * size
     least, most = TASK_TOKENS
     tokens_each = min(max(tokens // (TASKS_PER_THREAD * threads.num_threads()), least), most)
     per_task = max(tokens_each // size, 1)

@@ -12,7 +12,18 @@ from eps_core.cpu.best import keep_best, list_kept
 from eps_core.cpu.compile import FAST, kernel
 from eps_core.cpu.score import KNOWN, MISSING, PAST, fill_table, pad
 from eps_core.cpu.threads import finish, take, wait
-from eps_core.cpu.unit_vectors import SCANS, WORD, WORD_TABLE, any_kept, finer_rows, mean_dots, put_kept, scan_planes, scan_rows
+from eps_core.cpu.unit_vectors import (
+    SCANS,
+    WORD,
+    WORD_TABLE,
+    any_kept,
+    copy_bytes,
+    finer_rows,
+    mean_dots,
+    put_kept,
+    scan_planes,
+    scan_rows,
+)
 from eps_core.cpu.vectors import HEADS, LANES, PERMUTES, ask_for, wide
 from eps_core.cpu.write import rotate
 from eps_core.summaries.rq import QUERY_STEPS
@@ -125,8 +136,9 @@ def score_units(
     Between the phases: states [B, seals] uint8 and places [B, seals] int64; of each row (b, h) and pass of HEADS query
     heads words int8, tables, queries and factors [.., parts, HEADS] float32 of `prepare`, and bases [rows, seals *
     passes * HEADS] float32; counts [rows]; and of rows_at_once rows sums [.., G * passes * HEADS] int16, keys [.., G]
-    uint32 of groups whose codes were all read so far, and listed [.., G + LANES] int32. One phase, and then for each rows_at_once rows, whose summaries still lie in the caches,
-    one of the first stage, two of every further one and two of the second bit."""
+    uint32 of groups whose codes were all read so far, and listed [.., G + LANES] int32. One phase, and then for each
+    rows_at_once rows, whose summaries still lie in the caches, one of the first stage, two of every further one and
+    two of the second bit."""
     batch, num_heads, head_dim = q.shape
     _, kv_heads, groups = estimate.shape
     repeat, rows, passes = num_heads // kv_heads, batch * kv_heads, words.shape[1]
@@ -164,7 +176,7 @@ def score_units(
     fresh = np.empty(max(seal_groups, FINER_GROUPS), np.float32)
     gathered = np.empty(FINER_GROUPS * num_bytes, np.uint8)
     chosen, seal_of = np.empty(FINER_GROUPS, np.int64), np.empty(FINER_GROUPS, np.int64)
-    offsets = np.empty(HEADS * FINER_GROUPS, np.float32)
+    base_rows = np.empty(FINER_GROUPS, np.int64)
     per_task = max(CHUNK_GROUPS // seal_groups, 1)
     chunks = (seals + per_task - 1) // per_task
     most_refined = 0
@@ -296,25 +308,18 @@ def score_units(
                     ask_for(later[0], place * middle_bytes, middle_bytes)
                     ask_for(later[1], place * last_bytes, last_bytes)
                 for i in range(count):
-                    place, n = chosen[i], own_listed[i] - seal_of[i] * seal_groups
-                    plane, to = (place - n) * first_bytes + n, i * num_bytes
-                    for j in range(first_bytes):
-                        gathered[to + j] = codes[plane + j * seal_groups]
+                    place, n, to = chosen[i], own_listed[i] - seal_of[i] * seal_groups, i * num_bytes
+                    copy_bytes(codes, (place - n) * first_bytes + n, seal_groups, first_bytes, gathered, to)
                     to += first_bytes
-                    for j in range(middle_bytes):
-                        gathered[to + j] = later[0][place * middle_bytes + j]
-                    to += middle_bytes
-                    for j in range(last_bytes):
-                        gathered[to + j] = later[1][place * last_bytes + j]
+                    copy_bytes(later[0], place * middle_bytes, 1, middle_bytes, gathered, to)
+                    copy_bytes(later[1], place * last_bytes, 1, last_bytes, gathered, to + middle_bytes)
                 padded = pad(chosen, count)
                 for at in range(passes):
-                    for i in range(count):
-                        base_at = (seal_of[i] * passes + at) * HEADS
-                        for r in range(HEADS):
-                            offsets[r * FINER_GROUPS + i] = bases[row, base_at + r]
+                    for i in range(padded):
+                        base_rows[i] = (seal_of[min(i, count - 1)] * passes + at) * HEADS
                     finer_rows(
-                        gathered, second, chosen, padded, num_bytes, tables[row, at], second_scale, offsets,
-                        FINER_GROUPS, at > 0, fresh,
+                        gathered, second, chosen, padded, num_bytes, tables[row, at], second_scale, bases[row],
+                        base_rows, at > 0, fresh,
                     )  # fmt: skip
                 for i in range(count):
                     own[own_listed[i]] = fresh[i]
