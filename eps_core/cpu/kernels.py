@@ -31,6 +31,7 @@ CODES = {
 }
 TASK_TOKENS, TASKS_PER_THREAD = (256, 1024), 16  # of attention: least and most, and how many are wanted; speed only
 ROWS_TASK_TOKENS = 1024  # of attention of rows, about: fixed, so that the bits of a row are
+ROWS_PER_THREAD = 3  # (sequence, kv head)s, from which on a thread scores whole ones; speed only
 FEW_GROUPS = 4096  # of all rows: selecting among fewer is done before a helper wakes
 
 
@@ -131,14 +132,15 @@ def _score_units(
     pools = {name: _lanes(host(array)) for name, array in cache.summaries[layer].items()}
     codes, *later = (pools[name] for name in PARTS[len(dims)])
     words = sum(-(-many // (8 * unit_vectors.WORD)) for many in dims)
-    at_once = min(max(threads.num_threads(), 1), rows)
+    # without waiting for other threads where each has rows enough
+    at_once = rows if rows < ROWS_PER_THREAD * threads.num_threads() else 0
     nibbles, mean_bytes = 2 * -(-head_dim // 8), -(-head_dim * store.mean_bits // 8)
 
     def each_pass(*shape: int) -> np.ndarray:
         return np.empty((rows, passes, *shape), np.float32)
 
     run(
-        units.score_units, 1 - (-rows // at_once) * (1 + 2 * len(dims)), at_once, np.ascontiguousarray(q),
+        units.score_units, 2 + 2 * len(dims), at_once, np.ascontiguousarray(q),
         pools["mean"], pools["mean_scale"], store.mean_bits, pools["scale"], codes, (*later, codes, codes)[:2],
         pools.get("second", codes), pools.get("second_scale", codes), cache.state[layer].fill, where.table,
         where.lengths, where.guards, np.array(staged, np.int64).reshape(-1, batch), where.refined,
