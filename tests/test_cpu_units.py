@@ -86,17 +86,21 @@ def test_odd_queries(odd):
     np.testing.assert_allclose(backend.to_numpy(scores.estimate), backend.to_numpy(plain.estimate), 1e-5, 1e-4)
 
 
-def test_bits_do_not_depend_on_threads():
+def test_bits_do_not_depend_on_threads(monkeypatch):
+    """Nor on how many rows are scored at once."""
     backend, case = load_backend("cuda"), CASES[1]
     s = Setup(backend, case)
     where = Where.of(case.config, s.table, s.lengths)
     found = []
-    for at_once, alone in ((1, True), (1, False), (4, False), (64, True), (64, False)):
+    for number, alone in ((1, True), (1, False), (2, False), (4, True), (4, False)):
+        with monkeypatch.context() as patch:
+            patch.setattr(threads_cpu, "num_threads", lambda number=number: number)
 
-        def run(kernel, phases, _, *args, at_once=at_once, alone=alone):
-            threads_cpu.run(kernel, phases * 10, at_once, *args, alone=alone)
+            def run(*args, patch=patch, alone=alone):
+                patch.undo()
+                threads_cpu.run(*args, alone=alone)
 
-        found.append(kernels.score(s.cache, 0, s.q, where, lambda x: x.numpy(), run)[0])
+            found.append(kernels.score(s.cache, 0, s.q, where, lambda x: x.numpy(), run)[0])
     assert all((one == found[0]).all() for one in found)
 
 

@@ -31,6 +31,7 @@ CODES = {
 }
 TASK_TOKENS, TASKS_PER_THREAD = (256, 1024), 16  # of attention: least and most, and how many are wanted; speed only
 ROWS_TASK_TOKENS = 1024  # of attention of rows, about: fixed, so that the bits of a row are
+ROWS_PER_THREAD = 3  # (sequence, kv head)s, from which on a thread scores whole ones; speed only
 FEW_GROUPS = 4096  # of all rows: selecting among fewer is done before a helper wakes
 
 
@@ -56,6 +57,8 @@ def _flat_pool(pool: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int]]:
     unit, a kv head and a token in elements: no copy however they lie, as long as a row's D elements lie together."""
     unit, head, token, element = (stride // pool.itemsize for stride in pool.strides)
     assert element == 1 or pool.shape[3] == 1, "the elements of a row of K or V do not lie together"
+    if pool.flags.c_contiguous:
+        return _lanes(pool), (unit, head, token)
     span = 1 + sum((size - 1) * stride for size, stride in zip(pool.shape, (unit, head, token, 1), strict=True))
     flat = np.lib.stride_tricks.as_strided(pool, (span,), (pool.itemsize,))
     return _lanes(flat), (unit, head, token)
@@ -129,14 +132,15 @@ def _score_units(
     pools = {name: _lanes(host(array)) for name, array in cache.summaries[layer].items()}
     codes, *later = (pools[name] for name in PARTS[len(dims)])
     words = sum(-(-many // (8 * unit_vectors.WORD)) for many in dims)
-    at_once = min(max(threads.num_threads(), 1), rows)
+    # without waiting for other threads where each has rows enough
+    at_once = rows if rows < ROWS_PER_THREAD * threads.num_threads() else 0
     nibbles, mean_bytes = 2 * -(-head_dim // 8), -(-head_dim * store.mean_bits // 8)
 
     def each_pass(*shape: int) -> np.ndarray:
         return np.empty((rows, passes, *shape), np.float32)
 
     run(
-        units.score_units, 1 - (-rows // at_once) * (1 + 2 * len(dims)), at_once, np.ascontiguousarray(q),
+        units.score_units, 2 + 2 * len(dims), at_once, np.ascontiguousarray(q),
         pools["mean"], pools["mean_scale"], store.mean_bits, pools["scale"], codes, (*later, codes, codes)[:2],
         pools.get("second", codes), pools.get("second_scale", codes), cache.state[layer].fill, where.table,
         where.lengths, where.guards, np.array(staged, np.int64).reshape(-1, batch), where.refined,
@@ -197,11 +201,12 @@ def attend(
         counts = np.repeat(-(-lengths[:, None] // size), spec.num_kv_heads, axis=1).astype(np.int32)
     else:
         groups, counts = listed
-        cache.kv_bytes_read += int(counts.sum()) * size * spec.kv_token_bytes
+    tokens = int(counts.sum()) * size
+    if listed is not None:
+        cache.kv_bytes_read += tokens * spec.kv_token_bytes
     out, lse = np.empty(q.shape, np.float32), np.empty(q.shape[:2], np.float32)
     (k, strides), (v, other) = (_flat_pool(host(pool[layer])) for pool in (cache.k, cache.v))
     assert strides == other, "K and V do not lie alike"
-    tokens = int(counts.sum()) * size
     least, most = TASK_TOKENS
     tokens_each = min(max(tokens // (TASKS_PER_THREAD * threads.num_threads()), least), most)
     per_task = max(tokens_each // size, 1)

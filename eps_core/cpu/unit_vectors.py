@@ -32,6 +32,7 @@ from eps_core.cpu.vectors import (
     _splat,
     _store,
     _sums,
+    _transposed,
     _vector,
 )
 from eps_core.summaries.base import LARGEST_ESTIMATE
@@ -353,8 +354,25 @@ def mean_dots(typing_context, means, start, num_bytes, bits, queries, dots):
 
 
 @intrinsic
-def finer_rows(typing_context, signs, second, rows, count, num_bytes, table, scale, bases, stride, again, scores):
-    """scores[i] = max over four heads r of bases[r stride + i] + scale[rows[i]] (the sum of what the num_bytes codes at
+def copy_bytes(typing_context, source, at, stride, count, target, to):
+    """target[to + j] = source[at + j stride] for j < count: no index is checked or wrapped."""
+
+    def codegen(context, builder, signature, args):
+        kinds = signature.args
+        first, step, number, start = (_int64(context, builder, kinds[i], args[i]) for i in (1, 2, 3, 5))
+        read = builder.gep(_data(context, builder, kinds[0], args[0]), [first])
+        write = builder.gep(_data(context, builder, kinds[4], args[4]), [start])
+        with cgutils.for_range(builder, number) as each:
+            one = builder.load(builder.gep(read, [builder.mul(each.index, step)]))
+            builder.store(one, builder.gep(write, [each.index]))
+        return context.get_dummy_value()
+
+    return types.void(source, at, stride, count, target, to), codegen
+
+
+@intrinsic
+def finer_rows(typing_context, signs, second, rows, count, num_bytes, table, scale, bases, base_rows, again, scores):
+    """scores[i] = max over four heads r of bases[base_rows[i] + r] + scale[rows[i]] (the sum of what num_bytes codes at
     signs[i num_bytes ..] add and half of those at second[rows[i] num_bytes ..]), for i < count, a multiple of 16, by
     the tables of `score_rows`. LARGEST_ESTIMATE stands for what is not finite. With `again`, the larger of that and
     what scores held."""
@@ -364,11 +382,15 @@ def finer_rows(typing_context, signs, second, rows, count, num_bytes, table, sca
         sign_data, second_data, row_data, table_data, scale_data, base_data, score_data = (
             _data(context, builder, kinds[i], args[i]) for i in (0, 1, 2, 5, 6, 7, 10)
         )
-        num_rows, num, apart = (_int64(context, builder, kinds[i], args[i]) for i in (3, 4, 8))
+        place_data = _data(context, builder, kinds[8], args[8])
+        num_rows, num = (_int64(context, builder, kinds[i], args[i]) for i in (3, 4))
         more = context.is_true(builder, kinds[9], args[9])
 
         def row_of(index):
             return builder.load(builder.gep(row_data, [index]))
+
+        def base_of(index):
+            return builder.gep(base_data, [builder.load(builder.gep(place_data, [index]))])
 
         def sixteen(start):
             lanes = [builder.add(start, _i64(lane)) for lane in range(LANES)]
@@ -379,10 +401,10 @@ def finer_rows(typing_context, signs, second, rows, count, num_bytes, table, sca
             for lane, row in enumerate(places):
                 stored = builder.insert_element(stored, builder.load(builder.gep(scale_data, [row])), _i32(lane))
             factor, best = _byte_scale(builder, stored), None
+            offsets = _transposed(builder, [base_of(lane) for lane in lanes], HEADS)
             for r in range(HEADS):
                 total = _fma(builder, finer[r], _splat(0.5), sums[r])
-                at = builder.add(builder.mul(apart, _i64(r)), start)
-                score = _fma(builder, factor, total, _load(builder, builder.gep(base_data, [at]), LANES, _f32))
+                score = _fma(builder, factor, total, builder.bitcast(offsets[r], total.type))
                 score = _or_largest(builder, score, LANES)
                 best = score if best is None else _call(builder, "maxnum", best, score)
             pointer = builder.gep(score_data, [start])
@@ -395,10 +417,7 @@ def finer_rows(typing_context, signs, second, rows, count, num_bytes, table, sca
             finer = _row_sums(builder, builder.gep(second_data, [builder.mul(row, num)]), num, table_data)
             total = _fma(builder, finer, _splat(0.5, HEADS), total)
             factor = _broadcast(builder, _byte_scale(builder, builder.load(builder.gep(scale_data, [row]))), HEADS)
-            base = ir.Constant(_vector(_f32, HEADS), ir.Undefined)
-            for r in range(HEADS):
-                at = builder.add(builder.mul(apart, _i64(r)), index)
-                base = builder.insert_element(base, builder.load(builder.gep(base_data, [at])), _i32(r))
+            base = _load(builder, base_of(index), HEADS, _f32)
             score = _or_largest(builder, _fma(builder, factor, total, base), HEADS)
             for picks in ([2, 3, 0, 1], [1, 0, 3, 2]):
                 score = _call(builder, "maxnum", score, _shuffle(builder, score, score, picks))
@@ -422,7 +441,7 @@ def finer_rows(typing_context, signs, second, rows, count, num_bytes, table, sca
                 one_by_one()
         return context.get_dummy_value()
 
-    return types.void(signs, second, rows, count, num_bytes, table, scale, bases, stride, again, scores), codegen
+    return types.void(signs, second, rows, count, num_bytes, table, scale, bases, base_rows, again, scores), codegen
 
 
 # ------------------------------------------------------------------------------------------------------------ selection

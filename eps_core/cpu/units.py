@@ -17,6 +17,10 @@ from eps_core.cpu.unit_vectors import (
     WORD,
     WORD_TABLE,
     any_kept,
+<<<<<<< HEAD
+=======
+    copy_bytes,
+>>>>>>> w-cpu
     finer_rows,
     mean_dots,
     put_kept,
@@ -122,6 +126,174 @@ def prepare(q, shrink, signs, blocks, block_scales, dims, mean_bits, turned, wor
 
 
 @kernel(fastmath=FAST)
+def score_some(
+    progress, phase, first_row, some, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale, lengths,
+    staged, refined, dims, size, head_dim, seal_groups, per_unit, states, places, words, tables, queries, factors,
+    bases, sums, keys, listed, counts, estimate,
+):  # fmt: skip
+    """The stages of `score_units` for `some` rows from first_row on, from a phase on; arrays of rows_at_once rows begin
+    with the first of these."""
+    batch, kv_heads, groups = estimate.shape
+    passes, seals, parts = words.shape[1], states.shape[1], len(dims)
+    log_size = np.float32(np.log(size))
+    mean_bytes, num_bytes = (head_dim * mean_bits + 7) // 8, (head_dim + 7) // 8
+    first_bytes = (dims[0] + 7) // 8
+    # of all further parts: none has an odd number of bits (`part_dims`)
+    middle_bytes, last_bytes = (dims[1] // 8 if parts > 1 else 0), (dims[2] // 8 if parts > 2 else 0)
+    spare, dots = np.empty(groups + LANES, np.uint32), np.empty(HEADS, np.float32)
+    fresh = np.empty(max(seal_groups, FINER_GROUPS), np.float32)
+    gathered = np.empty(FINER_GROUPS * num_bytes, np.uint8)
+    chosen, seal_of = np.empty(FINER_GROUPS, np.int64), np.empty(FINER_GROUPS, np.int64)
+    base_rows = np.empty(FINER_GROUPS, np.int64)
+    per_task = max(CHUNK_GROUPS // seal_groups, 1)
+    chunks = (seals + per_task - 1) // per_task
+    most_refined = 0
+    for b in range(batch):
+        most_refined = max(most_refined, refined[b])
+    while True:
+        task = take(progress, phase)
+        if task >= some * chunks:
+            break
+        row, begin = first_row + task // chunks, task % chunks * per_task
+        b, h = row // kv_heads, row % kv_heads
+        own, own_keys, own_sums = estimate[b, h], keys[row - first_row], sums[row - first_row]
+        for seal in range(begin, min(begin + per_task, seals)):
+            group = seal * seal_groups
+            if states[b, seal] != KNOWN:
+                end = (lengths[b] + size - 1) // size
+                for i in range(group, group + seal_groups):
+                    own[i] = np.inf if i < end else -np.inf
+                    own_keys[i] = 0
+                continue
+            place = places[b, seal] + h * per_unit
+            ahead = places[b, min(seal + SEALS_AHEAD, seals - 1)] + h * per_unit
+            ask_for(codes, ahead * first_bytes * seal_groups, first_bytes * seal_groups)
+            ask_for(mean, ahead * mean_bytes, mean_bytes)
+            ask_for(scale, ahead * seal_groups, seal_groups)
+            ask_for(mean_scale, ahead, 1)
+            for at in range(passes):
+                mean_dots(mean, place * mean_bytes, mean_bytes, mean_bits, queries[row, at], dots)
+                base_at, shift = (seal * passes + at) * HEADS, wide(mean_scale[place])
+                for r in range(HEADS):
+                    bases[row, base_at + r] = log_size + shift * dots[r]
+                for i in range(0, seal_groups, LANES):
+                    scan_planes(
+                        codes, place * first_bytes * seal_groups + i, seal_groups, first_bytes, scale,
+                        place * seal_groups + i, words[row, at], factors[row, at, 0], bases[row], base_at, own_sums,
+                        ((group + i) * passes + at * LANES) * HEADS, at > 0, fresh[i:],
+                    )  # fmt: skip
+                if at == passes - 1:
+                    for i in range(0, seal_groups, LANES):
+                        put_kept(fresh[i:], own, own_keys, group + i, True)
+        finish(progress, phase)
+    wait(progress, phase, some * chunks)
+    phase += 1
+
+    first_word = (first_bytes + WORD - 1) // WORD
+    for part in range(1, parts):
+        part_bytes = dims[part] // 8
+        while True:
+            row = take(progress, phase)
+            if row >= some:
+                break
+            row += first_row
+            keep_best(keys[row - first_row], groups, staged[part - 1, row // kv_heads], spare)
+            finish(progress, phase)
+        wait(progress, phase, some)
+        phase += 1
+        while True:
+            task = take(progress, phase)
+            if task >= some * chunks:
+                break
+            row, begin = first_row + task // chunks, task % chunks * per_task
+            b, h = row // kv_heads, row % kv_heads
+            own, own_keys, own_sums = estimate[b, h], keys[row - first_row], sums[row - first_row]
+            for seal in range(begin, min(begin + per_task, seals)):
+                ahead = min(seal + SEALS_AHEAD, seals - 1)
+                coming = (places[b, ahead] + h * per_unit) * seal_groups
+                for i in range(0, seal_groups, LANES):
+                    if any_kept(own_keys, ahead * seal_groups + i):
+                        ask_for(later[part - 1], (coming + i) * part_bytes, LANES * part_bytes)
+                        ask_for(scale, coming + i, LANES)
+                start = places[b, seal] + h * per_unit
+                for i in range(0, seal_groups, LANES):
+                    group, place = seal * seal_groups + i, start * seal_groups + i
+                    if not any_kept(own_keys, group):
+                        continue
+                    for at in range(passes):
+                        scan_rows(
+                            later[part - 1], place * part_bytes, part_bytes, scale, place,
+                            words[row, at, first_word * WORD_TABLE :], factors[row, at, part], bases[row],
+                            (seal * passes + at) * HEADS, own_sums, (group * passes + at * LANES) * HEADS, at > 0,
+                            fresh,
+                        )  # fmt: skip
+                    put_kept(fresh, own, own_keys, group, False)
+            finish(progress, phase)
+        wait(progress, phase, some * chunks)
+        phase += 1
+        first_word += (part_bytes + WORD - 1) // WORD
+
+    if not most_refined:
+        return
+    while True:
+        row = take(progress, phase)
+        if row >= some:
+            break
+        row += first_row
+        own_keys = keys[row - first_row]
+        keep_best(own_keys, groups, refined[row // kv_heads], spare)
+        counts[row] = list_kept(own_keys, groups, listed[row - first_row])
+        finish(progress, phase)
+    wait(progress, phase, some)
+    phase += 1
+    pieces = (most_refined + FINER_GROUPS - 1) // FINER_GROUPS
+    while True:
+        task = take(progress, phase)
+        if task >= some * pieces:
+            break
+        row, begin = first_row + task // pieces, task % pieces * FINER_GROUPS
+        b, h = row // kv_heads, row % kv_heads
+        own, count = estimate[b, h], min(counts[row] - begin, FINER_GROUPS)
+        own_listed = listed[row - first_row, begin:]
+        if count > 0:
+            seal = 0
+            end, start = 0, 0
+            for i in range(count):
+                group = own_listed[i]
+                if group >= end:
+                    seal = group // seal_groups
+                    end = (seal + 1) * seal_groups
+                    # of the first group of the seal, less its number
+                    start = (places[b, seal] + h * per_unit) * seal_groups - seal * seal_groups
+                    ask_for(codes, (start + seal * seal_groups) * first_bytes, first_bytes * seal_groups)
+                place = start + group
+                chosen[i], seal_of[i] = place, seal
+                ask_for(second, place * num_bytes, num_bytes)
+                ask_for(second_scale, place, 1)
+                ask_for(later[0], place * middle_bytes, middle_bytes)
+                ask_for(later[1], place * last_bytes, last_bytes)
+            for i in range(count):
+                place, n, to = chosen[i], own_listed[i] - seal_of[i] * seal_groups, i * num_bytes
+                copy_bytes(codes, (place - n) * first_bytes + n, seal_groups, first_bytes, gathered, to)
+                to += first_bytes
+                copy_bytes(later[0], place * middle_bytes, 1, middle_bytes, gathered, to)
+                copy_bytes(later[1], place * last_bytes, 1, last_bytes, gathered, to + middle_bytes)
+            padded = pad(chosen, count)
+            for at in range(passes):
+                for i in range(padded):
+                    base_rows[i] = (seal_of[min(i, count - 1)] * passes + at) * HEADS
+                finer_rows(
+                    gathered, second, chosen, padded, num_bytes, tables[row, at], second_scale, bases[row],
+                    base_rows, at > 0, fresh,
+                )  # fmt: skip
+            for i in range(count):
+                own[own_listed[i]] = fresh[i]
+        finish(progress, phase)
+    wait(progress, phase, some * pieces)
+    phase += 1
+
+
+@kernel(fastmath=FAST)
 def score_units(
     progress, rows_at_once, q, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale, fill, table,
     lengths, guards, staged, refined, signs, blocks, block_scales, dims, size, sealed, per_unit, states, places, words,
@@ -135,17 +307,13 @@ def score_units(
     Between the phases: states [B, seals] uint8 and places [B, seals] int64; of each row (b, h) and pass of HEADS query
     heads words int8, tables, queries and factors [.., parts, HEADS] float32 of `prepare`, and bases [rows, seals *
     passes * HEADS] float32; counts [rows]; and of rows_at_once rows sums [.., G * passes * HEADS] int16, keys [.., G]
-    uint32 of groups whose codes were all read so far, and listed [.., G + LANES] int32. One phase, and then for each rows_at_once rows, whose summaries still lie in the caches,
-    one of the first stage, two of every further one and two of the second bit."""
+    uint32 of groups whose codes were all read so far, and listed [.., G + LANES] int32. One phase, and then
+    another where rows_at_once is 0: each row is one thread's, and what is read again still lies in its caches. Else,
+    for each rows_at_once rows, one of the first stage, two of every further one and two of the second bit."""
     batch, num_heads, head_dim = q.shape
     _, kv_heads, groups = estimate.shape
     repeat, rows, passes = num_heads // kv_heads, batch * kv_heads, words.shape[1]
-    seal_groups, seals, parts = sealed // size, states.shape[1], len(dims)
-    shrink, log_size = np.float32(1 / np.sqrt(head_dim)), np.float32(np.log(size))
-    mean_bytes, num_bytes = (head_dim * mean_bits + 7) // 8, (head_dim + 7) // 8
-    first_bytes = (dims[0] + 7) // 8
-    # of all further parts: none has an odd number of bits (`part_dims`)
-    middle_bytes, last_bytes = (dims[1] // 8 if parts > 1 else 0), (dims[2] // 8 if parts > 2 else 0)
+    shrink = np.float32(1 / np.sqrt(head_dim))
     total = batch + rows * passes
     own_q, turned = np.empty((HEADS, head_dim), np.float32), np.empty((HEADS, head_dim), np.float32)
     while True:
@@ -170,164 +338,26 @@ def score_units(
         finish(progress, 0)
     wait(progress, 0, total)
 
-    spare, dots = np.empty(groups + LANES, np.uint32), np.empty(HEADS, np.float32)
-    fresh = np.empty(max(seal_groups, FINER_GROUPS), np.float32)
-    gathered = np.empty(FINER_GROUPS * num_bytes, np.uint8)
-    chosen, seal_of = np.empty(FINER_GROUPS, np.int64), np.empty(FINER_GROUPS, np.int64)
-    offsets = np.empty(HEADS * FINER_GROUPS, np.float32)
-    per_task = max(CHUNK_GROUPS // seal_groups, 1)
-    chunks = (seals + per_task - 1) // per_task
-    most_refined = 0
-    for b in range(batch):
-        most_refined = max(most_refined, refined[b])
-    phase = 1
-    for first_row in range(0, rows, rows_at_once):
-        some = min(rows_at_once, rows - first_row)
-        while True:
-            task = take(progress, phase)
-            if task >= some * chunks:
-                break
-            row, begin = first_row + task // chunks, task % chunks * per_task
-            b, h = row // kv_heads, row % kv_heads
-            own, own_keys, own_sums = estimate[b, h], keys[row - first_row], sums[row - first_row]
-            for seal in range(begin, min(begin + per_task, seals)):
-                group = seal * seal_groups
-                if states[b, seal] != KNOWN:
-                    end = (lengths[b] + size - 1) // size
-                    for i in range(group, group + seal_groups):
-                        own[i] = np.inf if i < end else -np.inf
-                        own_keys[i] = 0
-                    continue
-                place = places[b, seal] + h * per_unit
-                ahead = places[b, min(seal + SEALS_AHEAD, seals - 1)] + h * per_unit
-                ask_for(codes, ahead * first_bytes * seal_groups, first_bytes * seal_groups)
-                ask_for(mean, ahead * mean_bytes, mean_bytes)
-                ask_for(scale, ahead * seal_groups, seal_groups)
-                ask_for(mean_scale, ahead, 1)
-                for at in range(passes):
-                    mean_dots(mean, place * mean_bytes, mean_bytes, mean_bits, queries[row, at], dots)
-                    base_at, shift = (seal * passes + at) * HEADS, wide(mean_scale[place])
-                    for r in range(HEADS):
-                        bases[row, base_at + r] = log_size + shift * dots[r]
-                    for i in range(0, seal_groups, LANES):
-                        scan_planes(
-                            codes, place * first_bytes * seal_groups + i, seal_groups, first_bytes, scale,
-                            place * seal_groups + i, words[row, at], factors[row, at, 0], bases[row], base_at, own_sums,
-                            ((group + i) * passes + at * LANES) * HEADS, at > 0, fresh[i:],
-                        )  # fmt: skip
-                    if at == passes - 1:
-                        for i in range(0, seal_groups, LANES):
-                            put_kept(fresh[i:], own, own_keys, group + i, True)
-            finish(progress, phase)
-        wait(progress, phase, some * chunks)
-        phase += 1
-
-        first_word = (first_bytes + WORD - 1) // WORD
-        for part in range(1, parts):
-            part_bytes = dims[part] // 8
-            while True:
-                row = take(progress, phase)
-                if row >= some:
-                    break
-                row += first_row
-                keep_best(keys[row - first_row], groups, staged[part - 1, row // kv_heads], spare)
-                finish(progress, phase)
-            wait(progress, phase, some)
-            phase += 1
-            while True:
-                task = take(progress, phase)
-                if task >= some * chunks:
-                    break
-                row, begin = first_row + task // chunks, task % chunks * per_task
-                b, h = row // kv_heads, row % kv_heads
-                own, own_keys, own_sums = estimate[b, h], keys[row - first_row], sums[row - first_row]
-                for seal in range(begin, min(begin + per_task, seals)):
-                    ahead = min(seal + SEALS_AHEAD, seals - 1)
-                    coming = (places[b, ahead] + h * per_unit) * seal_groups
-                    for i in range(0, seal_groups, LANES):
-                        if any_kept(own_keys, ahead * seal_groups + i):
-                            ask_for(later[part - 1], (coming + i) * part_bytes, LANES * part_bytes)
-                            ask_for(scale, coming + i, LANES)
-                    start = places[b, seal] + h * per_unit
-                    for i in range(0, seal_groups, LANES):
-                        group, place = seal * seal_groups + i, start * seal_groups + i
-                        if not any_kept(own_keys, group):
-                            continue
-                        for at in range(passes):
-                            scan_rows(
-                                later[part - 1], place * part_bytes, part_bytes, scale, place,
-                                words[row, at, first_word * WORD_TABLE :], factors[row, at, part], bases[row],
-                                (seal * passes + at) * HEADS, own_sums, (group * passes + at * LANES) * HEADS, at > 0,
-                                fresh,
-                            )  # fmt: skip
-                        put_kept(fresh, own, own_keys, group, False)
-                finish(progress, phase)
-            wait(progress, phase, some * chunks)
-            phase += 1
-            first_word += (part_bytes + WORD - 1) // WORD
-
-        if not most_refined:
-            continue
-        while True:
-            row = take(progress, phase)
-            if row >= some:
-                break
-            row += first_row
-            own_keys = keys[row - first_row]
-            keep_best(own_keys, groups, refined[row // kv_heads], spare)
-            counts[row] = list_kept(own_keys, groups, listed[row - first_row])
-            finish(progress, phase)
-        wait(progress, phase, some)
-        phase += 1
-        pieces = (most_refined + FINER_GROUPS - 1) // FINER_GROUPS
-        while True:
-            task = take(progress, phase)
-            if task >= some * pieces:
-                break
-            row, begin = first_row + task // pieces, task % pieces * FINER_GROUPS
-            b, h = row // kv_heads, row % kv_heads
-            own, count = estimate[b, h], min(counts[row] - begin, FINER_GROUPS)
-            own_listed = listed[row - first_row, begin:]
-            if count > 0:
-                seal = 0
-                end, start = 0, 0
-                for i in range(count):
-                    group = own_listed[i]
-                    if group >= end:
-                        seal = group // seal_groups
-                        end = (seal + 1) * seal_groups
-                        # of the first group of the seal, less its number
-                        start = (places[b, seal] + h * per_unit) * seal_groups - seal * seal_groups
-                        ask_for(codes, (start + seal * seal_groups) * first_bytes, first_bytes * seal_groups)
-                    place = start + group
-                    chosen[i], seal_of[i] = place, seal
-                    ask_for(second, place * num_bytes, num_bytes)
-                    ask_for(second_scale, place, 1)
-                    ask_for(later[0], place * middle_bytes, middle_bytes)
-                    ask_for(later[1], place * last_bytes, last_bytes)
-                for i in range(count):
-                    place, n = chosen[i], own_listed[i] - seal_of[i] * seal_groups
-                    plane, to = (place - n) * first_bytes + n, i * num_bytes
-                    for j in range(first_bytes):
-                        gathered[to + j] = codes[plane + j * seal_groups]
-                    to += first_bytes
-                    for j in range(middle_bytes):
-                        gathered[to + j] = later[0][place * middle_bytes + j]
-                    to += middle_bytes
-                    for j in range(last_bytes):
-                        gathered[to + j] = later[1][place * last_bytes + j]
-                padded = pad(chosen, count)
-                for at in range(passes):
-                    for i in range(count):
-                        base_at = (seal_of[i] * passes + at) * HEADS
-                        for r in range(HEADS):
-                            offsets[r * FINER_GROUPS + i] = bases[row, base_at + r]
-                    finer_rows(
-                        gathered, second, chosen, padded, num_bytes, tables[row, at], second_scale, offsets,
-                        FINER_GROUPS, at > 0, fresh,
-                    )  # fmt: skip
-                for i in range(count):
-                    own[own_listed[i]] = fresh[i]
-            finish(progress, phase)
-        wait(progress, phase, some * pieces)
-        phase += 1
+    seal_groups = sealed // size
+    if rows_at_once:
+        for first_row in range(0, rows, rows_at_once):
+            score_some(
+                progress, 1 + first_row // rows_at_once * (1 + 2 * len(dims)), first_row,
+                min(rows_at_once, rows - first_row), mean, mean_scale, mean_bits, scale, codes, later, second,
+                second_scale, lengths, staged, refined, dims, size, head_dim, seal_groups, per_unit, states, places,
+                words, tables, queries, factors, bases, sums, keys, listed, counts, estimate,
+            )  # fmt: skip
+        return
+    own_sums, own_keys = np.empty((1, groups * passes * HEADS), np.int16), np.empty((1, groups), np.uint32)
+    own_listed = np.empty((1, groups + LANES), np.int32)
+    while True:
+        row = take(progress, 1)
+        if row >= rows:
+            break
+        score_some(
+            np.zeros((1 + 2 * len(dims), progress.shape[1]), np.int64), 0, row, 1, mean, mean_scale, mean_bits, scale,
+            codes, later, second, second_scale, lengths, staged, refined, dims, size, head_dim, seal_groups, per_unit,
+            states, places, words, tables, queries, factors, bases, own_sums, own_keys, own_listed, counts, estimate,
+        )  # fmt: skip
+        finish(progress, 1)
+    wait(progress, 1, rows)
