@@ -45,20 +45,20 @@ from eps_core.oracle import selection as oracle_selection
 from eps_core.paging.where import Where
 
 CASES = [
-    Case((150, 37), eps("rq", group_tokens=2)),
+    Case((150, 37), eps("rq", mean_tokens=0, group_tokens=2)),
     Case((310, 3, 64), eps("rq", group_tokens=1, bits=8), num_heads=3, num_kv_heads=3),
-    Case((300, 130), eps("rq", group_tokens=2, refine=0.2), num_heads=32, dtype="bfloat16", head_dim=128, chunk=150),
-    Case((600, 290), eps("rq", group_tokens=2), dtype="float16", head_dim=80, chunk=200),
+    Case((300, 130), eps("rq", mean_tokens=0, group_tokens=2, refine=0.2), num_heads=32, dtype="bfloat16", head_dim=128),
+    Case((600, 290), eps("rq", mean_tokens=0, group_tokens=2), dtype="float16", head_dim=80, chunk=200),
     Case((290,), eps("rq", group_tokens=3, block_size=12, refine=0.5), head_dim=33),
     Case((300,), eps("rq", group_tokens=48, bits=4, tail_tokens=96), num_heads=6, num_kv_heads=2, head_dim=20),
     Case((400, 128), eps("rq", group_tokens=128, bits=2), num_heads=5, num_kv_heads=1, dtype="bfloat16"),
-    Case((300, 290), eps("rq", group_tokens=2), kind="ties", scale_q=1.0),
+    Case((300, 290), eps("rq", mean_tokens=0, group_tokens=2), kind="ties", scale_q=1.0),
     Case((300,), eps("rq"), kind="equal"),
-    Case((300, 37), eps("rq", refine=0.3), head_dim=160, num_heads=6, num_kv_heads=2),  # codes of 4 words and 1
+    Case((300, 37), eps("rq", mean_tokens=0, refine=0.3), head_dim=160, num_heads=6, num_kv_heads=2),  # 4 words and 1
     Case((300,), eps("rq", group_tokens=16), head_dim=96, num_heads=2, num_kv_heads=1),
     Case((290, 41), eps("rq", group_tokens=2, min_context=100, top_pages=9)),
     Case((700, 290), eps("rq", mean_tokens=64, stages=(0.25,)), num_heads=8, head_dim=128, dtype="bfloat16"),
-    Case((100, 37), eps("rq")),  # too short for rq's centre: nothing has a summary
+    Case((100, 37), eps("rq", mean_tokens=0)),  # too short for rq's centre: nothing has a summary
     Case((150, 37, 1), eps("box"), num_heads=16, num_kv_heads=1, head_dim=33, dtype="float16"),
     Case((530, 300), eps("box", group_tokens=128, tail_tokens=128), num_heads=8, dtype="bfloat16", head_dim=128),
     Case((150, 37), eps("ball", group_tokens=3, block_size=3, tail_tokens=60), num_heads=3, num_kv_heads=1),
@@ -428,7 +428,7 @@ def test_a_cpu_without_permutations(name, features, tmp_path):
         np.testing.assert_array_equal(values, halves.view(np.float16).astype(np.float32))
         backend = load_backend("cuda")
         for dtype, config in (
-            ("float32", EpsConfig.of(method="rq", refine=0.2, tail_tokens=64)),
+            ("float32", EpsConfig.of(method="rq", mean_tokens=0, refine=0.2, tail_tokens=64)),
             ("bfloat16", EpsConfig.of(method="rq", bits=4)),
             ("float32", EpsConfig.of(method="rq", mean_tokens=64, stages=(0.5, 0.2))),
             ("float16", EpsConfig.of(method="box", group_tokens=16)),
