@@ -47,15 +47,15 @@ from eps_core.paging.where import Where
 CASES = [
     Case((150, 37), eps("rq", mean_tokens=0, group_tokens=2)),
     Case((310, 3, 64), eps("rq", group_tokens=1, bits=8), num_heads=3, num_kv_heads=3),
-    Case((300, 130), eps("rq", mean_tokens=0, group_tokens=2, refine=0.2), num_heads=32, dtype="bfloat16", head_dim=128),
+    Case((300, 130), eps("rq", mean_tokens=0, group_tokens=2, refine=0.2), 32, 2, 128, "bfloat16", 150),
     Case((600, 290), eps("rq", mean_tokens=0, group_tokens=2), dtype="float16", head_dim=80, chunk=200),
     Case((290,), eps("rq", group_tokens=3, block_size=12, refine=0.5), head_dim=33),
     Case((300,), eps("rq", group_tokens=48, bits=4, tail_tokens=96), num_heads=6, num_kv_heads=2, head_dim=20),
     Case((400, 128), eps("rq", group_tokens=128, bits=2), num_heads=5, num_kv_heads=1, dtype="bfloat16"),
     Case((300, 290), eps("rq", mean_tokens=0, group_tokens=2), kind="ties", scale_q=1.0),
-    Case((300,), eps("rq"), kind="equal"),
+    Case((300,), eps("rq", mean_tokens=0), kind="equal"),
     Case((300, 37), eps("rq", mean_tokens=0, refine=0.3), head_dim=160, num_heads=6, num_kv_heads=2),  # 4 words and 1
-    Case((300,), eps("rq", group_tokens=16), head_dim=96, num_heads=2, num_kv_heads=1),
+    Case((300,), eps("rq", mean_tokens=0, group_tokens=16), head_dim=96, num_heads=2, num_kv_heads=1),
     Case((290, 41), eps("rq", group_tokens=2, min_context=100, top_pages=9)),
     Case((700, 290), eps("rq", mean_tokens=64, stages=(0.25,)), num_heads=8, head_dim=128, dtype="bfloat16"),
     Case((100, 37), eps("rq", mean_tokens=0)),  # too short for rq's centre: nothing has a summary
