@@ -17,10 +17,7 @@ from eps_core.cpu.unit_vectors import (
     WORD,
     WORD_TABLE,
     any_kept,
-<<<<<<< HEAD
-=======
     copy_bytes,
->>>>>>> w-cpu
     finer_rows,
     mean_dots,
     put_kept,
