@@ -272,7 +272,7 @@ def test_nothing_is_certified_without_bounds(target, method):
     k = rng.normal(size=(256, 1, 16)).astype(np.float32)
     filled = fill(backend, device, config, "float32", k, k)
     q = backend.from_numpy(rng.normal(size=(1, 2, 16)).astype(np.float32), "float32", device)
-    table, lengths = np.arange(16)[None], np.array([256])
+    table, lengths = np.arange(256 // config.store.unit_tokens)[None], np.array([256])
     scores = backend.score(filled.cache, 0, q, Where.of(config, table, lengths))
     selected = backend.select(scores, place(config, lengths, scores.estimate.shape[-1]))
     state = backend.attend(filled.cache, 0, q, Where.of(config, table, lengths), selected)
@@ -316,6 +316,7 @@ def test_everything_claimed_holds_on_captured_data(target, captured, arm):
 # ------------------------------------------------------------------------------------------------ tests of the checker
 
 # (arm, stored field, what is done to it, kinds of keys): each makes some bound too tight or points it elsewhere
+UNITS = {"method": "rq", "rq_bounds": True}
 BROKEN = {
     "ball radius halved": ({"method": "ball"}, "radius", lambda x: x * 0.5, "gauss"),
     "ball scale doubled": ({"method": "ball"}, "mean_scale", lambda x: x * 2, "shifted"),
@@ -332,7 +333,11 @@ BROKEN = {
     "fd row scale halved": ({"method": "fd"}, "row_scale", lambda x: x * 0.5, "rank one"),
     "rq radius halved": ({"method": "rq", "bits": 4, "rq_bounds": True}, "radius", lambda x: x * 0.5, "gauss"),
     "rq scale doubled": ({"method": "rq", "bits": 8, "rq_bounds": True}, "scale", lambda x: x * 2, "gauss"),
-    "rq error zeroed": ({"method": "rq", "bits": 1, "rq_bounds": True}, "error", lambda x: x * 0, "equal"),
+    "rq error zeroed": ({"method": "rq", "mean_tokens": 0, "rq_bounds": True}, "error", lambda x: x * 0, "equal"),
+    "units error zeroed": ({**UNITS, "mean_tokens": 32}, "error", lambda x: x * 0, "gauss"),
+    "units radius halved": ({**UNITS, "mean_tokens": 64}, "radius", lambda x: x * 0.5, "gauss"),
+    "units mean scale doubled": ({**UNITS, "mean_tokens": 32}, "mean_scale", lambda x: x * 2, "shifted"),
+    "units scale of the next byte": ({**UNITS, "mean_tokens": 64}, "scale", lambda x: x + 8, "gauss"),
 }
 
 
@@ -343,8 +348,8 @@ def test_checker_finds_broken_summaries(target, name):
     config = EpsConfig.of(**arm, group_tokens=4, tail_tokens=0)
     k = make_keys(kind, 2 * 64, 4, 32, rng).reshape(2, 256, 32).swapaxes(0, 1)
     filled = fill(*target, config, "float32", np.ascontiguousarray(k), np.ascontiguousarray(k))
-    q = hard_queries(filled, np.arange(16), 8, rng)
-    table = np.arange(16)[:, None]
+    units = np.arange(256 // config.store.unit_tokens).repeat(4)
+    q, table = hard_queries(filled, units, 8, rng), units[:, None]
     assert check_bounds(filled, q, table).violations == 0
     stored = filled.cache.summaries[0]
     stored[field] = damage(stored[field])
@@ -358,7 +363,8 @@ def test_checker_finds_a_missing_float32_slack(target, monkeypatch):
     rng = np.random.default_rng(0)
     key = rng.normal(size=(1, 1, 128)).astype(np.float16).astype(np.float32)
     k = np.repeat(key, 256, axis=0)
-    filled = fill(*target, EpsConfig.of(method="rq", rq_bounds=True, group_tokens=4, tail_tokens=0), "float32", k, k)
+    config = EpsConfig.of(method="rq", mean_tokens=0, rq_bounds=True, group_tokens=4, tail_tokens=0)
+    filled = fill(*target, config, "float32", k, k)
     q = (rng.normal(size=(16, 8, 128)) * 1e5).astype(np.float32)
     table = np.arange(16)[:, None]
     assert check_bounds(filled, q, table).violations == 0

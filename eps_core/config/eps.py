@@ -142,7 +142,8 @@ class EpsConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The flat form, in the order of FLAT."""
-        return {name: getattr(self.store if name in _STORED else self.read, name) for name in FLAT}
+        flat = {name: getattr(self.store if name in _STORED else self.read, name) for name in FLAT}
+        return flat | {"stages": list(self.read.stages)}  # as JSON gives it back
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:

@@ -53,17 +53,13 @@ ARMS = (
 CENTRE = EpsConfig.of(method="rq", mean_tokens=0, last_tokens=32)
 CODES = (
     CENTRE,
-    CENTRE.replace(last_tokens=8),
     EpsConfig.of(method="rq"),
     EpsConfig.of(method="rq", mean_tokens=64),
-    EpsConfig.of(method="rq", mean_bits=8),
+    EpsConfig.of(method="rq", mean_tokens=64, mean_bits=8),
     EpsConfig.of(method="rq", stages=()),
-    EpsConfig.of(method="rq", stages=(0.5,), refine=0.125),
     EpsConfig.of(method="rq", stages=(0.5, 0.2)),
     EpsConfig.of(method="rq", refine=0.0),
-    EpsConfig.of(method="rq", last_tokens=32),
     EpsConfig.of(method="rq", tail_tokens=0),
-    CENTRE.replace(tail_tokens=0),
 )
 SETS = {"methods": ARMS, "codes": CODES}
 EARLIER = dict.fromkeys(("mean_tokens", "mean_bits", "stages"))  # of cells of before there were unit means

@@ -240,7 +240,8 @@ def _unit_base(settings: Settings, summary: Summary, a: np.ndarray) -> np.ndarra
     """log n + m_hat.a of each group of units: [units, N]."""
     most = 2 ** (settings.mean_bits - 1) - 1
     codes = unpack_codes(summary["mean"], settings.mean_bits, len(a)).astype(np.float64) - (most + 1)
-    dots = base.f64(summary, "mean_scale") * (codes @ rotate(a, settings.seed))
+    # sums row by row: equal units must tie, wherever a library's product would put them
+    dots = base.f64(summary, "mean_scale") * (codes * rotate(a, settings.seed)).sum(axis=-1)
     return np.log(settings.S) + np.repeat(dots[:, None], settings.sealed_tokens // settings.S, axis=1)
 
 
@@ -307,7 +308,7 @@ def refine(settings: Settings, constants: Constants, summary: Summary, a: np.nda
     if settings.mean_tokens:
         signs = _signs(settings, summary, head_dim, settings.parts)
         finer = signs + (2.0 * unpack_codes(summary["second"], 1, head_dim) - 1) / 2
-        dots = base.from_byte(summary["second_scale"]) * (finer @ rotate(a, settings.seed))
+        dots = base.from_byte(summary["second_scale"]) * (finer * rotate(a, settings.seed)).sum(axis=-1)
         estimate = (_unit_base(settings, summary, a) + dots).reshape(-1)
         return np.where(np.isfinite(estimate), estimate, base.LARGEST_ESTIMATE)
     signs = 2.0 * unpack_codes(summary["codes"], 1, head_dim) - 1

@@ -35,9 +35,9 @@ from eps_cuda.kernels.score import (
 )
 from eps_cuda.kernels.seal import TO_INTEGER, _rotate
 from eps_cuda.kernels.select import Depth, select_best
+from eps_cuda.kernels.write import LEAST_WIDTH
 
 READ_ON_GROUPS = 256  # that one program of a further pass reads at most; changes speed only
-LEAST_WIDTH = 8  # dimensions that a program rotates at least
 
 
 # ------------------------------------------------------------------------------------------------------------- kernels

@@ -2,7 +2,7 @@
 
 Equals `eps_cuda.cache.write_kv` for tokens that each touch a group of their own: decode. One program per (token, kv
 head) holds its rows in registers, so nothing that it stores is read back; the other rows of a group were written by
-earlier launches.
+earlier launches. How summaries are made, and what of them equals the array path's bit for bit: `seal`.
 """
 
 from dataclasses import dataclass
