@@ -299,10 +299,13 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
 
     rng, backend = np.random.default_rng(0), load_backend("cuda")
     monkeypatch.setattr(kernels_of(backend), "_run", counted)
-    for config in (
-        EpsConfig.of(method="rq"), EpsConfig.of(method="box"), EpsConfig.of(method="ball"),
-        EpsConfig.of(method="meanstd"),
+    for config, whole_rows in (
+        (EpsConfig.of(method="rq", mean_tokens=0), False), (EpsConfig.of(method="rq", mean_tokens=64), False),
+        (EpsConfig.of(method="rq", mean_tokens=64), True), (EpsConfig.of(method="rq", mean_tokens=64, refine=0), False),
+        (EpsConfig.of(method="box"), False), (EpsConfig.of(method="ball"), False),
+        (EpsConfig.of(method="meanstd"), False),
     ):  # fmt: skip
+        monkeypatch.setattr(kernels_cpu, "ROWS_PER_THREAD", 0 if whole_rows else 3)
         cache = backend.new_cache(
             CacheSpec(1, 2, 16, 600 // config.store.unit_tokens + 1), config.store, "cpu", "numba"
         )
@@ -317,7 +320,7 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
         backend.skipped_mass(scores, selection)
         if config.store.tail_tokens:
             backend.add_tail(cache, 0, Where.of(config, table, lengths), scores, selection, state)
-    assert kernels == {"score_rq", "score_codes", "select_topk", "attend", "attend_tail", "skipped_mass"}
+    assert kernels == {"score_rq", "score_units", "score_codes", "select_topk", "attend", "attend_tail", "skipped_mass"}
 
 
 def test_no_array_is_held_after_a_call():

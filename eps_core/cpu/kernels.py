@@ -134,13 +134,14 @@ def _score_units(
     words = sum(-(-many // (8 * unit_vectors.WORD)) for many in dims)
     # without waiting for other threads where each has rows enough
     at_once = rows if rows < ROWS_PER_THREAD * threads.num_threads() else 0
+    phases = 2 * len(dims) + 2 * bool(where.refined.any()) if at_once else 2
     nibbles, mean_bytes = 2 * -(-head_dim // 8), -(-head_dim * store.mean_bits // 8)
 
     def each_pass(*shape: int) -> np.ndarray:
         return np.empty((rows, passes, *shape), np.float32)
 
     run(
-        units.score_units, 2 + 2 * len(dims), at_once, np.ascontiguousarray(q),
+        units.score_units, phases, at_once, np.ascontiguousarray(q),
         pools["mean"], pools["mean_scale"], store.mean_bits, pools["scale"], codes, (*later, codes, codes)[:2],
         pools.get("second", codes), pools.get("second_scale", codes), cache.state[layer].fill, where.table,
         where.lengths, where.guards, np.array(staged, np.int64).reshape(-1, batch), where.refined,
