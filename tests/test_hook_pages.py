@@ -77,8 +77,8 @@ class Shadow:
         """Pages are the raw keys and values; every valid summary is the one that they would be given alone."""
         self.paged.pool.check()
         cache = self.paged.cache
-        store, per_unit = cache.store, cache.store.groups_per_unit
-        known = self.first.shape[1] >= 256 or not store.facts.coded
+        store, per_unit, size = cache.store, cache.store.seals_per_unit, cache.store.sealed_tokens
+        known = self.first.shape[1] >= 256 or not store.needs_centre
         for sequence, held in self.live:
             length = held.shape[2]
             assert sequence.length == length
@@ -96,17 +96,17 @@ class Shadow:
                     np.testing.assert_array_equal(read.numpy(), raw[layer])
                 for name in cache.summaries[layer] if known else ():
                     ours, theirs = (
-                        one.cache.summaries[layer][name][list(table)].transpose(1, 2).flatten(0, 1)[: length // store.S]
+                        one.cache.summaries[layer][name][list(table)].transpose(1, 2).flatten(0, 1)[: length // size]
                         for one, table in ((self.paged, sequence.table), (fresh, alone.table))
                     )
-                    assert ours.shape[0] == length // store.S
+                    assert ours.shape[0] == length // size
                     if store.facts.follows:  # sums in another order
                         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
                     else:
                         assert torch.equal(ours, theirs), (name, layer)
             where = self.paged.where(EpsConfig(store), [sequence])
             groups = np.array(sequence.table)[:, None] * per_unit + np.arange(per_unit)
-            full = groups.reshape(-1)[: length // store.S]
+            full = groups.reshape(-1)[: length // size]
             for state in cache.state:
                 assert state.valid(full).all()
             assert where.lengths.tolist() == [length]

@@ -75,7 +75,8 @@ VERDICTS: dict[str, tuple[list[dict[str, Any]], str, str]] = {
                 cell(**other, needles_answered=0)
                 for other in (
                     {"refine": 0.125}, {"tail_tokens": 64}, {"guards": [16, 128]}, {"scope": "union"},
-                    {"bound_bits": 8}, {"setting": {"first_n": 2}},
+                    {"bound_bits": 8}, {"setting": {"first_n": 2}}, {"mean_tokens": 32},
+                    {"stages": [0.25]},
                 )
             ),
         ],
@@ -113,10 +114,12 @@ def test_a_ship_says_what_weakens_it() -> None:
 
 
 def test_an_arm_is_named_by_what_sets_it_apart() -> None:
-    usual = {"refine": 0.0, "tail_tokens": 0, "guards": [4, 32], "bound_bits": 0, "scope": "kv-head"}
+    usual = {"refine": 0.0, "tail_tokens": 0, "guards": [4, 8], "bound_bits": 0, "scope": "kv-head"}
     assert arm_name(cell(**usual)) == "rq 1 bit S=2"
     other = {"refine": 0.125, "tail_tokens": 64, "guards": [16, 128], "bound_bits": 8, "scope": "union"}
     assert arm_name(cell(**other)) == "rq 1 bit S=2 +1 bit tail guards 16+128 8 bit bounds union"
+    assert arm_name(cell(**usual, mean_tokens=32, stages=[0.25])) == "rq 1 bit S=2 about 32"
+    assert arm_name(cell(**usual, mean_tokens=64, stages=None)) == "rq 1 bit S=2 about 64, whole"
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

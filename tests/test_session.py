@@ -107,7 +107,7 @@ def test_a_batch_says_what_its_prompts_say_alone(target: tuple, model: Path, nam
 
 def test_codes_centre_on_the_first_prompt_of_a_batch(plain: Session) -> None:
     """The first prompt is what it is alone; the others share its centre, and so rank by other estimates."""
-    session = Session.open(plain.path, "numpy", method="rq", budget=0.3)
+    session = Session.open(plain.path, "numpy", method="rq", mean_tokens=0, budget=0.3)
     assert session.generate([TEXT, *RAGGED], 6)[0].tokens == session.generate(TEXT, 6).tokens
 
 

@@ -79,8 +79,9 @@ def test_min_context_is_dense(rule: str) -> None:
 
 def test_without_a_centre_nothing_is_drafted() -> None:
     model = judge()
-    got = model.verified(PROMPTS, eps("rq"), 6, DRAWN, FOUR)
-    assert got.said == model.dense(PROMPTS, eps("rq"), 6, DRAWN).said
+    config = eps("rq", mean_tokens=0)
+    got = model.verified(PROMPTS, config, 6, DRAWN, FOUR)
+    assert got.said == model.dense(PROMPTS, config, 6, DRAWN).said
     assert [r.fallbacks for r in got.records] == [{"no_centre": 3}] * 6
     assert not any(sum(r.drafted) for r in got.records)
 

@@ -82,7 +82,7 @@ def test_a_drawn_run_is_the_dense_one(
 def test_rq_before_and_after_its_centre(name: str, poison: float | None) -> None:
     """The first 256 tokens make rq's centre; drafts begin once it is there, and are never part of it."""
     read = READS[name] | ({"tail_tokens": 64} if name == "tails" else {})
-    config, model = eps("rq", **read), judge()
+    config, model = eps("rq", mean_tokens=0, **read), judge()
     prompts = [prompt(201), prompt(51, 1)]  # 250 tokens in the cache: three rounds of two are missing
     drafter = Drafter(model, place=poison)
     records = check_rounds(model, prompts, config, 10, DRAWN, Verify("tokens", 4), drafter, poison)
