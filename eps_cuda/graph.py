@@ -61,7 +61,8 @@ class Outputs:
 
 
 def covers(cache: Cache, where: Where) -> bool:
-    """Whether such a gated step exists: topk of rq, its centre found, without bounds, strict mode or head modes."""
+    """Whether such a gated step exists: topk of rq, its centre found where it needs one, without bounds, strict mode or
+    head modes."""
     read = where.config.read
     return (
         cache.kernels == "triton"

@@ -296,6 +296,8 @@ def test_what_is_usual() -> None:
         config = EpsConfig.of(method="rq", **without)
         assert config.store.mean_tokens == 0 and config.read.stages == () and config.store.parts == 1, without
     assert EpsConfig.of(method="rq", bits=1, mean_tokens=0).read.refine == 0.125
+    assert EpsConfig.of(method="rq", stages=(0.05,)).read.refine == 0.05  # no more than is read whole
+    assert EpsConfig.of(method="rq", refine=0.5).read.stages == (0.5,)
     assert EpsConfig.of(method="rq", tail_tokens=32).store.mean_tokens == 32
     bounded = EpsConfig.of(method="rq", rq_bounds=True)
     assert bounded.store.mean_tokens == 32 and bounded.read.stages == ()
@@ -320,8 +322,11 @@ def test_a_file_of_before_means_what_it_meant() -> None:
     ({"stages": (0.5, 0.4, 0.3)}, "up to 2 shares"),
     ({"stages": (1.5,)}, "eps-stages 1.5 is not"),
     ({"stages": (0.2, 0.5)}, "rise"),
-    ({"stages": (0.05,), "refine": 0.1}, "eps-stages 0.05 and eps-refine 0.1 rise"),
-    ({"stages": (0.25,), "mean_tokens": 0}, "add --eps-unit-tokens 64"),
+    ({"stages": (0.05,), "refine": 0.1}, "eps-stages 0.05 and then eps-refine 0.1 rise"),
+    ({"stages": (0.25,), "mean_tokens": 0}, "or use --eps-unit-tokens 32"),
+    ({"stages": (0.25,), "bits": 2}, "codes of 1 bit about a unit's mean"),
+    ({"mean_bits": 8, "mean_tokens": 0}, "eps-mean-bits 8 is of a unit's mean"),
+    ({"method": "box", "mean_bits": 8}, "eps-mean-bits 8 is of a unit's mean"),
     ({"stages": (0.25,), "rq_bounds": True}, "eps-rq-bounds reads the whole code"),
 ], ids=str)  # fmt: skip
 def test_contradictions_are_one_line(wrong: dict, words: str) -> None:

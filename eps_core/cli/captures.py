@@ -271,7 +271,8 @@ def _name(config: EpsConfig) -> str:
     name = f"{config.store.method}@{config.store.S}"
     if config.store.facts.coded:
         name += f" {config.store.bits} bit"
-        name += f" of {config.store.mean_tokens}" if config.store.mean_tokens else ""
+        if config.store.mean_tokens:
+            name += f" of {config.store.mean_tokens}" + (" in 8 bits" if config.store.mean_bits == 8 else "")
         name += f" stages {','.join(map(str, config.read.stages))}" if config.read.stages else ""
         name += f" refine {config.read.refine:g}" if config.read.refine else ""
         name += " bounds" if config.store.rq_bounds else ""

@@ -73,6 +73,7 @@ class EpsConfig:
         store = Store(**{name: value for name, value in flat.items() if name in _STORED and value is not None})
         usual = facts.unit if store.mean_tokens else None
         refine = (facts.refine if usual is None else usual.refine) if store.bits == 1 else 0.0
+        refine = min([refine, *(flat.get("stages") or ())])
         least = refine if flat.get("refine") is None else flat["refine"]  # what is read on was read whole
         defaults = {
             "budget": facts.budget,

@@ -83,7 +83,8 @@ class Read:
         falling = (*stages, self.refine)
         require(
             not stages or all(a >= b for a, b in pairwise(falling)),
-            f"eps-stages {words} and eps-refine {self.refine:g} rise: each reads on in groups of the one before",
+            f"eps-stages {words} and then eps-refine {self.refine:g} rise, and each reads on in groups of the one "
+            "before: give falling shares",
         )
 
     def _check_head_modes(self) -> None:

@@ -151,10 +151,19 @@ class Store:
             fitting = [size for size in UNIT_TOKENS if size <= usual and self._mean_fits(size)]
             tokens = max(fitting, default=0)
             object.__setattr__(self, "mean_tokens", tokens)
-        require(tokens in (0, *UNIT_TOKENS), f"eps-unit-tokens {tokens} is not 0, 32 or 64: use 64")
+        require(tokens in (0, *UNIT_TOKENS), f"eps-unit-tokens {tokens} is not 0, 32 or 64: use 32")
         require(self.mean_bits in (4, 8), f"eps-mean-bits {self.mean_bits} is not 4 or 8: use 4")
         if not tokens:
-            require(self.parts == 1, "eps-stages reads codes about a unit's mean: add --eps-unit-tokens 64")
+            require(
+                self.parts == 1,
+                f"eps-stages reads {coded_methods()} codes of 1 bit about a unit's mean, and these are none: leave it "
+                "out, or use --eps-unit-tokens 32",
+            )
+            require(
+                self.mean_bits == 4,
+                f"eps-mean-bits {self.mean_bits} is of a unit's mean, and there is none: leave it out, or use "
+                "--eps-unit-tokens 32",
+            )
             return
         require(
             facts is not None and self.bits == 1,
@@ -164,7 +173,8 @@ class Store:
         require(
             self._mean_fits(tokens),
             f"eps-unit-tokens {tokens} is no multiple of the group of {self.S} tokens beyond itself, or does not fit "
-            f"whole into the {max(self.block_size, self.S, self.tail_tokens)} tokens of a page or tail: use 0",
+            f"whole into the {max(self.block_size, self.S, self.tail_tokens)} tokens of a page or tail: use another of "
+            "32 and 64, or 0",
         )
         require(1 <= self.parts <= 3, f"{self.parts} parts of a code are not 1 to 3: give at most two eps-stages")
         require(

@@ -1,6 +1,7 @@
-"""Seals 1-bit rq summaries on a CPU, compiled: what a decode step pays every S tokens in every layer.
+"""Seals 1-bit rq summaries on a CPU, compiled: what a decode step pays every S tokens in every layer, or every U where
+codes speak of a unit's mean.
 
-No fastmath here: the order of float32 additions is part of rq's definition (oracle: `summaries.rq.build_rq`), so that
+No fastmath here: the order of float32 additions is part of rq's definition (oracle: `summaries.rq.build`), so that
 codes are equal bit for bit in every library.
 """
 
@@ -145,7 +146,7 @@ def _encode_units(turned, stored, second_step, codes, scale, second, second_scal
 
 
 def build_rq(k: np.ndarray, centre: np.ndarray, signs: np.ndarray, with_second: bool) -> Mapping[str, np.ndarray]:
-    """Summaries [F, Hkv, ..] of keys k [F, Hkv, S, D] float32, as `rq.build_rq` of one bit makes them: centre [Hkv, D],
+    """Summaries [F, Hkv, ..] of keys k [F, Hkv, S, D] float32, as `rq.build` of one bit makes them: centre [Hkv, D],
     signs [D] float32. Scales are float32, to be rounded by the caller."""
     groups, kv_heads, size, head_dim = k.shape
     blocks, scales = rotation(head_dim)

@@ -43,15 +43,16 @@ def _log_group_sums(logits: np.ndarray, group_tokens: int) -> np.ndarray:
 
 
 def recall_at(estimate: np.ndarray, shares: np.ndarray, fractions: Sequence[float]) -> np.ndarray:
-    """[Hkv, len(fractions)]: share that the best groups by estimate [Hkv, G] hold of the mass of all groups with a
-    summary, mean over R; shares [Hkv, R, G]. The number of groups is rounded up; ties go to the lower index."""
-    known = np.isfinite(estimate).all(axis=0)
-    if not known.any():
+    """[Hkv, len(fractions)]: share that the best groups by estimate [Hkv, G] hold of the mass of all groups, mean over
+    R; shares [Hkv, R, G]. What has no summary, +inf, comes first: it is always visited. NaN where nothing has one. The
+    number of groups is rounded up; ties go to the lower index."""
+    inside = ~np.isneginf(estimate).all(axis=0)
+    if not np.isfinite(estimate).all(axis=0).any():
         return np.full((len(estimate), len(fractions)), np.nan)
-    order = np.argsort(-estimate[:, known], axis=1, kind="stable")
-    best_first = np.take_along_axis(shares[:, :, known], order[:, None], axis=2)
+    order = np.argsort(-estimate[:, inside], axis=1, kind="stable")
+    best_first = np.take_along_axis(shares[:, :, inside], order[:, None], axis=2)
     held = np.cumsum(best_first, axis=2) / best_first.sum(axis=2, keepdims=True)
-    counts = [ceil(fraction * known.sum() - 1e-9) for fraction in fractions]
+    counts = [ceil(fraction * inside.sum() - 1e-9) for fraction in fractions]
     return held[:, :, np.array(counts) - 1].mean(axis=1)
 
 

@@ -90,6 +90,7 @@ class ReplayResult:
             "group_tokens": config.store.S,
             "bits": config.store.code_bits,
             "mean_tokens": config.store.mean_tokens or None,
+            "mean_bits": config.store.mean_bits if config.store.mean_tokens else None,
             "stages": list(config.read.stages) or None,
             "refine": config.read.refine or None,
             "dim": config.store.dim,

@@ -33,7 +33,7 @@ _FIELDS: dict[str, Any] = {
     "mass_pairs": Points,
     "visit_ratio_by_layer_and_head": tuple[tuple[Share, ...], ...],
     "guards": tuple[Count, Count],
-    "stages": tuple[Share, ...] | None,
+    "stages": tuple[Share, ...] | Name | None,  # in a setting as it was asked for
     **dict.fromkeys(("setting", "config", "request", "verified"), dict[str, Any]),
     **dict.fromkeys(("acceptance", "temperature", "draft_ratio", "tokens_per_round", "draft_kl_mean"), Ratio),
     **dict.fromkeys(("documents", "documents_equal"), Count),

@@ -157,7 +157,7 @@ def describe(config: EpsConfig) -> str:
     if config.store.facts.coded:
         words = [f"{config.store.bits} bit{'s' if config.store.bits > 1 else ''}"]
         if config.store.mean_tokens:
-            words[0] += f" about the mean of {config.store.mean_tokens} tokens"
+            words[0] += f" about the mean of {config.store.mean_tokens} tokens in {config.store.mean_bits} bits"
         words += [f"stages {', '.join(f'{share:g}' for share in config.read.stages)}"] if config.read.stages else []
         words += [f"a second of the best {config.read.refine:g}"] if config.read.refine else []
         words += ["with bounds"] if config.store.rq_bounds else []
@@ -351,6 +351,7 @@ def memory_rows(
                 "method": method,
                 "dim": config.store.dim,
                 "bits": config.store.code_bits,
+                "mean_tokens": config.store.mean_tokens or None,
                 "rq_bounds": config.store.rq_bounds,
                 "bound_bits": config.store.bound_bits,
                 "group_tokens": config.store.S,
@@ -368,7 +369,8 @@ def memory_table(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         name = row["method"]
         if row["bits"] is not None:
-            name += f" {row['bits']} bit" + (" with bounds" if row["rq_bounds"] else "")
+            name += f" {row['bits']} bit" + (f" about {row['mean_tokens']}" if row["mean_tokens"] else "")
+            name += " with bounds" if row["rq_bounds"] else ""
             name += f", {row['bound_bits']}-bit keys" if row["bound_bits"] else ""
         elif row["dim"] is not None:
             name += f" dim {row['dim']}"

@@ -1,6 +1,6 @@
 """Summaries of what a write fills, from keys or values in registers and pools: the parts of `write.write_kernel`.
 
-rq's sign codes and second bits are the array path's bit for bit (on a CPU, where `build_rq` rounds every operation):
+rq's sign codes and second bits are the array path's bit for bit (on a CPU, where `rq.build` rounds every operation):
 additions run in `_tree_sum`'s and `rotate`'s order, division and square root round to nearest, and the launch forbids
 to contract a product and a sum (`enable_fp_fusion`): `sum * (1/S) - centre` would else round once, not twice, where S
 is no power of two. Sums whose order torch leaves open (scales, the steps of codes of several bits, the mean of V) may
@@ -138,7 +138,7 @@ def _seal_keys(
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.constexpr, LOG_DIM: tl.constexpr, BITS: tl.constexpr,
     STEP: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """`build_rq` of the sum [DIM2] of ROWS keys, stored at `group`. `centre`: of this kv head."""
+    """`rq.build` of the sum [DIM2] of ROWS keys, stored at `group`. `centre`: of this kv head."""
     d = tl.arange(0, DIM2)
     inside = d < HEAD_DIM
     mean = total * (1.0 / ROWS) - tl.load(centre + d, mask=inside, other=0).to(tl.float32)
@@ -191,7 +191,7 @@ def _seal_unit(
     HEAD_DIM: tl.constexpr, DIM2: tl.constexpr, LOG_DIM: tl.constexpr, MEAN_BITS: tl.constexpr,
     CODES: tl.constexpr, MORE: tl.constexpr, REST: tl.constexpr, SECOND: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """`build_rq` of the TOKENS keys at `rows` about their mean, in GROUPS groups of 2^LOG_SIZE, stored at `at`; the
+    """`rq.build` of the TOKENS keys at `rows` about their mean, in GROUPS groups of 2^LOG_SIZE, stored at `at`; the
     last key is `new` [DIM2], in registers. CODES, MORE and REST: bytes of each part of the code."""
     d = tl.arange(0, DIM2)
     inside = d < HEAD_DIM

@@ -12,7 +12,7 @@ from eps_core.errors import ConfigError, require, shown
 # rows: our own attention over rows of K and V, groups of any size; stock: vLLM's kernel over the block tables of what
 # is visited, groups of a block, one list for all kv heads
 ROUTES = ("rows", "stock")
-GROUP_SETTINGS = ("group_tokens", "group_blocks", "tail_tokens", "block_size")
+GROUP_SETTINGS = ("group_tokens", "group_blocks", "mean_tokens", "tail_tokens", "block_size")
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,9 @@ def _rows(flat: dict[str, Any], block_tokens: int) -> Settings:
         page = min(flat.get("block_size", 16), block_tokens)
         with suppress(ConfigError):  # told below
             settings = Settings.of(flat | {"tail_tokens": block_tokens, "block_size": page})
+    if block_tokens % settings.config.store.unit_tokens and "mean_tokens" not in flat:
+        with suppress(ConfigError):  # nor are codes about a mean of more tokens than a block
+            settings = Settings.of(flat | {"mean_tokens": 0})
     unit = settings.config.store.unit_tokens
     given = ", ".join(f"{name} {flat[name]}" for name in GROUP_SETTINGS if name in flat) or f"method {store.method}"
     require(
