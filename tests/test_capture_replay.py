@@ -204,16 +204,17 @@ def random_truth(groups: int = 23, seed: int = 0) -> Truth:
     return Truth(masses, shares, np.zeros((2, 3, 4)))
 
 
-def test_recall_counts_whole_groups_with_a_summary() -> None:
+def test_recall_counts_what_has_no_summary_first() -> None:
     truth = random_truth(9)
     estimate = np.tile(np.arange(9.0), (2, 1))
-    estimate[:, 8] = np.inf  # the open group: of the other eight, an eighth is one
+    estimate[:, 8] = np.inf  # the open group, which is always visited
     shares = truth.shares
     found = recall_at(estimate, shares, RECALL_FRACTIONS)
-    known = shares[:, :, :8].sum(axis=2)
-    np.testing.assert_allclose(found[:, 0], (shares[:, :, 7] / known).mean(axis=1))
-    np.testing.assert_allclose(found[:, 1], (shares[:, :, 7] / known).mean(axis=1))
-    np.testing.assert_allclose(found[:, 2], (shares[:, :, 6:8].sum(axis=2) / known).mean(axis=1))
+    np.testing.assert_allclose(found[:, 0], shares[:, :, 8].mean(axis=1))
+    np.testing.assert_allclose(found[:, 1], shares[:, :, 7:].sum(axis=2).mean(axis=1))
+    np.testing.assert_allclose(found[:, 2], shares[:, :, 6:].sum(axis=2).mean(axis=1))
+    past = np.where(np.arange(9) == 0, -np.inf, estimate)  # past the end
+    np.testing.assert_allclose(recall_at(past, shares, [1])[:, 0], 1)
     assert np.isnan(recall_at(np.full((2, 9), np.inf), shares, RECALL_FRACTIONS)).all()
     ties = recall_at(np.zeros((2, 9)), shares, [1 / 9])
     np.testing.assert_allclose(ties[:, 0], shares[:, :, 0].mean(axis=1))
