@@ -131,6 +131,14 @@ def test_units_divide_the_blocks_of_the_server(block: int, unit: int) -> None:
     assert fitted(Asked(dict(RQ), "rows"), block).config.store.unit_tokens == unit
 
 
+def test_codes_speak_of_means_that_a_block_holds_or_of_a_centre() -> None:
+    for block, more, mean_tokens in ((16, {}, 0), (16, {"tail_tokens": 0}, 0), (32, {}, 32), (64, {}, 32)):
+        store = fitted(Asked({**RQ, **more}, "rows"), block).config.store
+        assert block % store.unit_tokens == 0 and store.mean_tokens == mean_tokens, (block, more)
+    with pytest.raises(ConfigError, match=r"no multiple of EPS's units of 64 \(mean_tokens 64\)"):
+        fitted(Asked({**RQ, "mean_tokens": 64}, "rows"), 32)
+
+
 def test_a_backend_that_is_not_hooked_refuses_a_server_that_asked() -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
