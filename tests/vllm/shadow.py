@@ -9,7 +9,7 @@ from engines import runtime
 from eps_cuda.hooks.vllm.forward import on_host
 from eps_cuda.summaries.table import build_summary
 
-GROUPS = 16  # of each row and layer that are looked at in a step, drawn anew
+GROUPS = 16  # of each row and layer that are looked at in a step, drawn anew; each with all that share its mean
 
 
 class Shadow:
@@ -46,7 +46,7 @@ class Shadow:
     def check(self, place: int, where: Any) -> None:
         self.layer_steps += 1
         cache, keys = self.runtime.cache, self.keys[place]
-        size, per_unit = cache.store.S, cache.store.groups_per_unit
+        size, per_unit = cache.store.sealed_tokens, cache.store.seals_per_unit
         for units, length in zip(where.table, where.lengths.tolist(), strict=True):
             index = self.rng.integers(0, max(length // size, 1), GROUPS)
             index[0] = max(length // size - 1, 0)  # the group that filled last
@@ -66,5 +66,5 @@ class Shadow:
             wanted = build_summary(cache.store, cache.constants(place), rows.transpose(1, 2))
             for name in ("codes", "second"):
                 found = cache.summaries[place][name][torch.from_numpy(at), :, torch.from_numpy(sub)]
-                self.wrong += int((found != wanted[name]).any(dim=-1).sum())
+                self.wrong += int((found != wanted[name]).flatten(2).any(dim=-1).sum())
             self.checked += len(groups)
