@@ -26,6 +26,7 @@ from eps_core.cpu.vectors import (
     _i64,
     _int64,
     _load,
+    _over_rows,
     _permuted_sums,
     _row_sums,
     _shuffle,
@@ -426,19 +427,7 @@ def finer_rows(typing_context, signs, second, rows, count, num_bytes, table, sca
             larger = builder.and_(more, builder.fcmp_ordered(">", before, best))
             builder.store(builder.select(larger, before, best), pointer)
 
-        def one_by_one():
-            with cgutils.for_range(builder, num_rows) as each:
-                single(each.index)
-
-        if not PERMUTES:
-            one_by_one()
-            return context.get_dummy_value()
-        whole_words = builder.icmp_unsigned("==", builder.and_(num, _i64(3)), _i64(0))
-        with builder.if_else(whole_words) as (by_sixteen, otherwise):
-            with by_sixteen, cgutils.for_range_slice(builder, _i64(0), num_rows, _i64(LANES)) as (start, _):
-                sixteen(start)
-            with otherwise:
-                one_by_one()
+        _over_rows(builder, num_rows, num, sixteen, single)
         return context.get_dummy_value()
 
     return types.void(signs, second, rows, count, num_bytes, table, scale, bases, base_rows, again, scores), codegen

@@ -471,6 +471,25 @@ def _row_sums(builder, codes, num_bytes, table):
     return builder.load(kept)
 
 
+def _over_rows(builder, num_rows, num_bytes, sixteen, single):
+    """All rows of codes of num_bytes bytes: `sixteen` from an index on where registers permute whole words, else a
+    `single` one at a time."""
+
+    def one_by_one():
+        with cgutils.for_range(builder, num_rows) as each:
+            single(each.index)
+
+    if not PERMUTES:
+        one_by_one()
+        return
+    whole_words = builder.icmp_unsigned("==", builder.and_(num_bytes, _i64(3)), _i64(0))
+    with builder.if_else(whole_words) as (by_sixteen, otherwise):
+        with by_sixteen, cgutils.for_range_slice(builder, _i64(0), num_rows, _i64(LANES)) as (start, _):
+            sixteen(start)
+        with otherwise:
+            one_by_one()
+
+
 @intrinsic
 def ask_for(typing_context, array, start, count):
     """Prefetches array[start : start + count], which may lie anywhere."""
@@ -557,19 +576,7 @@ def score_rows(typing_context, codes, second, rows, count, num_bytes, table, sca
                 score = _call(builder, "maxnum", score, _shuffle(builder, score, score, picks))
             builder.store(builder.extract_element(score, _i32(0)), builder.gep(score_data, [index]))
 
-        def one_by_one():
-            with cgutils.for_range(builder, num_rows) as each:
-                single(each.index)
-
-        if not PERMUTES:
-            one_by_one()
-            return context.get_dummy_value()
-        whole_words = builder.icmp_unsigned("==", builder.and_(num, _i64(3)), _i64(0))
-        with builder.if_else(whole_words) as (by_sixteen, otherwise):
-            with by_sixteen, cgutils.for_range_slice(builder, _i64(0), num_rows, _i64(LANES)) as (start, _):
-                sixteen(start)
-            with otherwise:
-                one_by_one()
+        _over_rows(builder, num_rows, num, sixteen, single)
         return context.get_dummy_value()
 
     return types.void(codes, second, rows, count, num_bytes, table, scale, base, scores), codegen
