@@ -389,7 +389,8 @@ WRONG = {
     "base of another unit": ("_read_on", "* seals + seal) * R", "* seals) * R", {}),
     "infinite refined estimates": ("_read_on", "isfinite(x) ? x", "true ? x", READ_ON["all"]),
     "stale values": ("_read_on", "] = -INFINITY", "] = 0.0f", {}),
-    "query rounded for two bits": ("_read_on", "SECOND ? size : ", "", {}),
+    "a query without its step": ("_read_on", "step[row * R + r] * ", "", {}),
+    "query of the first head": ("_read_on", "query[(8 * j + i) * R + r]", "query[(8 * j + i) * R]", {}),
 }  # fmt: skip
 CHECKS: dict[str, Callable[..., None]] = {
     "_turn_units": check_turned, "_score_units": check_score, "_read_on": check_read_on,

@@ -207,7 +207,8 @@ def _scan(kinds, args, context, builder, add_vectors, add_bytes, seen: bool):
     each_score = []
     for r, one in enumerate(sums):
         factor, base = (_broadcast(builder, builder.extract_element(part, _i32(r))) for part in (factors, offsets))
-        product = builder.fmul(builder.fmul(scales, factor), builder.sitofp(one, scales.type))
+        # a scale of four bits times a whole number is exact
+        product = builder.fmul(builder.fmul(scales, builder.sitofp(one, scales.type)), factor)
         each_score.append(builder.fadd(base, product))
     # one that is not finite makes the sum of all so, which hardly ever happens
     for score in each_score:
@@ -372,8 +373,10 @@ def copy_bytes(typing_context, source, at, stride, count, target, to):
 
 
 @intrinsic
-def finer_rows(typing_context, signs, second, rows, count, num_bytes, table, scale, bases, base_rows, again, scores):
-    """scores[i] = max over four heads r of bases[base_rows[i] + r] + scale[rows[i]] (the sum of what num_bytes codes at
+def finer_rows(
+    typing_context, signs, second, rows, count, num_bytes, table, scale, bases, base_rows, again, scores, steps
+):
+    """scores[i] = max over four heads r of bases[base_rows[i] + r] + scale[rows[i]] steps[r] (the sum of what num_bytes codes at
     signs[i num_bytes ..] add and half of those at second[rows[i] num_bytes ..]), for i < count, a multiple of 16, by
     the tables of `score_rows`. LARGEST_ESTIMATE stands for what is not finite. With `again`, the larger of that and
     what scores held."""
@@ -383,7 +386,7 @@ def finer_rows(typing_context, signs, second, rows, count, num_bytes, table, sca
         sign_data, second_data, row_data, table_data, scale_data, base_data, score_data = (
             _data(context, builder, kinds[i], args[i]) for i in (0, 1, 2, 5, 6, 7, 10)
         )
-        place_data = _data(context, builder, kinds[8], args[8])
+        place_data, step_data = (_data(context, builder, kinds[i], args[i]) for i in (8, 11))
         num_rows, num = (_int64(context, builder, kinds[i], args[i]) for i in (3, 4))
         more = context.is_true(builder, kinds[9], args[9])
 
@@ -405,7 +408,8 @@ def finer_rows(typing_context, signs, second, rows, count, num_bytes, table, sca
             offsets = _transposed(builder, [base_of(lane) for lane in lanes], HEADS)
             for r in range(HEADS):
                 total = _fma(builder, finer[r], _splat(0.5), sums[r])
-                score = _fma(builder, factor, total, builder.bitcast(offsets[r], total.type))
+                step = _broadcast(builder, builder.load(builder.gep(step_data, [_i64(r)])))
+                score = _fma(builder, builder.fmul(factor, total), step, builder.bitcast(offsets[r], total.type))
                 score = _or_largest(builder, score, LANES)
                 best = score if best is None else _call(builder, "maxnum", best, score)
             pointer = builder.gep(score_data, [start])
@@ -419,7 +423,8 @@ def finer_rows(typing_context, signs, second, rows, count, num_bytes, table, sca
             total = _fma(builder, finer, _splat(0.5, HEADS), total)
             factor = _broadcast(builder, _byte_scale(builder, builder.load(builder.gep(scale_data, [row]))), HEADS)
             base = _load(builder, base_of(index), HEADS, _f32)
-            score = _or_largest(builder, _fma(builder, factor, total, base), HEADS)
+            step = _load(builder, step_data, HEADS, _f32)
+            score = _or_largest(builder, _fma(builder, builder.fmul(factor, total), step, base), HEADS)
             for picks in ([2, 3, 0, 1], [1, 0, 3, 2]):
                 score = _call(builder, "maxnum", score, _shuffle(builder, score, score, picks))
             pointer = builder.gep(score_data, [index])
@@ -430,7 +435,9 @@ def finer_rows(typing_context, signs, second, rows, count, num_bytes, table, sca
         _over_rows(builder, num_rows, num, sixteen, single)
         return context.get_dummy_value()
 
-    return types.void(signs, second, rows, count, num_bytes, table, scale, bases, base_rows, again, scores), codegen
+    return types.void(
+        signs, second, rows, count, num_bytes, table, scale, bases, base_rows, again, scores, steps
+    ), codegen
 
 
 # ------------------------------------------------------------------------------------------------------------ selection

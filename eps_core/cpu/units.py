@@ -118,6 +118,7 @@ def prepare(q, shrink, signs, blocks, block_scales, dims, mean_bits, turned, wor
                 own = turned[r, dim] if dim < head_dim else np.float32(0)
                 queries[(side * HEADS + r) * mean_bytes + byte] = own
     fill_words(integers, dims, words)
+    turned[:] = integers
     num_bytes = (head_dim + 7) // 8
     fill_table(turned, 1, num_bytes, PERMUTES and num_bytes % 4 == 0, table)
 
@@ -281,7 +282,7 @@ def score_some(
                     base_rows[i] = (seal_of[min(i, count - 1)] * passes + at) * HEADS
                 finer_rows(
                     gathered, second, chosen, padded, num_bytes, tables[row, at], second_scale, bases[row],
-                    base_rows, at > 0, fresh,
+                    base_rows, at > 0, fresh, factors[row, at, parts - 1],
                 )  # fmt: skip
             for i in range(count):
                 own[own_listed[i]] = fresh[i]

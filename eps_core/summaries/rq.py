@@ -254,15 +254,22 @@ def _signs(settings: Settings, summary: Summary, head_dim: int, parts: int) -> n
     return 2.0 * np.concatenate(codes, axis=-1) - 1
 
 
-def stage(settings: Settings, summary: Summary, a: np.ndarray, parts: int) -> np.ndarray:
-    """log n + mu_hat.a from the first `parts` of codes about a unit's mean, the query rounded to QUERY_STEPS (as RaBitQ
-    does, with 4 bits): [units N]. An estimate; from all parts, too."""
+def _estimate(settings: Settings, summary: Summary, a: np.ndarray, levels: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """log n + mu_hat.a [units N] from what is known of the first d dimensions of the residuals, scale * levels
+    [units, N, d], the query rounded to QUERY_STEPS (as RaBitQ does, with 4 bits)."""
     integers, step = rounded_query(rotate_query(a, settings.seed))
-    signs = _signs(settings, summary, len(a), parts)
-    many = signs.shape[-1]
-    dots = base.from_byte(summary["scale"]) * (step * len(a) / many) * (signs @ integers[:many])
+    many = levels.shape[-1]
+    # in this order: a sum of whole and half numbers, and a scale of four bits times it, are exact in float32, too
+    dots = scale * (levels @ integers[:many]) * (step * len(a) / many)
     estimate = (_unit_base(settings, summary, a) + dots).reshape(-1)
     return np.where(np.isfinite(estimate), estimate, base.LARGEST_ESTIMATE)
+
+
+def stage(settings: Settings, summary: Summary, a: np.ndarray, parts: int) -> np.ndarray:
+    """log n + mu_hat.a from the first `parts` of codes about a unit's mean: [units N]. An estimate; from all parts,
+    too."""
+    signs = _signs(settings, summary, len(a), parts)
+    return _estimate(settings, summary, a, signs, base.from_byte(summary["scale"]))
 
 
 def score(settings: Settings, constants: Constants, summary: Summary, a: np.ndarray) -> Score:
@@ -308,9 +315,7 @@ def refine(settings: Settings, constants: Constants, summary: Summary, a: np.nda
     if settings.mean_tokens:
         signs = _signs(settings, summary, head_dim, settings.parts)
         finer = signs + (2.0 * unpack_codes(summary["second"], 1, head_dim) - 1) / 2
-        dots = base.from_byte(summary["second_scale"]) * (finer * rotate(a, settings.seed)).sum(axis=-1)
-        estimate = (_unit_base(settings, summary, a) + dots).reshape(-1)
-        return np.where(np.isfinite(estimate), estimate, base.LARGEST_ESTIMATE)
+        return _estimate(settings, summary, a, finer, base.from_byte(summary["second_scale"]))
     signs = 2.0 * unpack_codes(summary["codes"], 1, head_dim) - 1
     finer = signs + (2.0 * unpack_codes(summary["second"], 1, head_dim) - 1) / 2
     dots = base.f64(summary, "second_scale") * (finer @ rotate(a, settings.seed))

@@ -1,8 +1,8 @@
 """Triton: estimates of all groups from codes about the means of units, read in stages (`rq` with `mean_tokens`).
 
-A query is rounded to integers (`rounded_query`), in the order of additions that all libraries share. What the signs of
-a group add up to with them is then an exact integer, whatever device adds: integers are exact in float16, one column a
-query head, and go to the tensor cores as in `score`. Means, and second bits, ask the query as it is, in two columns.
+A query is rounded to integers (`rounded_query`), in the order of additions that all libraries share. What the bits of
+a group add up to with them is then an exact number, whatever device adds: integers are exact in float16, one column a
+query head, and go to the tensor cores as in `score`. Means ask the query as it is, in two columns.
 
 The first pass reads the first part of all codes, which lies byte by byte, neighbouring groups side by side. Each
 further pass reads one part more of the best of those that the pass before read: it writes their estimates to their
@@ -108,29 +108,31 @@ def _integer_sums(
 
 @triton.jit
 def _add_part(
-    total, codes, at, listed, query_row, power, WEIGHT: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    total, codes, at, listed, integers_row, WEIGHT: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     ROW: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr, STRIDE: tl.constexpr, SUBNORMAL: tl.constexpr,
 ):  # fmt: skip
-    """`_add_codes` of signs of D dimensions: all of ROW, which DP pads to a power of two, or such a power."""
+    """`_add_codes` of bits of D dimensions: all of ROW, which DP pads to a power of two, or such a power."""
     BYTES: tl.constexpr = (D + 7) // 8
     BP: tl.constexpr = (DP + 7) // 8 if D == ROW else BYTES
     FOLD: tl.constexpr = 16 // BP if BP < 16 else 1
     return _add_codes(
-        total, codes, at, listed, query_row, power, WEIGHT, R, D, ROW, RP, 1, BYTES, STRIDE, BP, FOLD, SUBNORMAL
+        total, codes, at, listed, integers_row, None, WEIGHT, R, D, ROW, RP, 1, BYTES, STRIDE, BP, FOLD, SUBNORMAL
     )
 
 
 @triton.jit
 def _estimate(
-    total, integers_row, steps_row, shift, scale, R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr,
-    RP: tl.constexpr, DP: tl.constexpr, SUBNORMAL: tl.constexpr, LARGEST: tl.constexpr,
+    total, integers_row, steps_row, shift, scale, MIDDLE: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    ROW: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr, SUBNORMAL: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK] by the signs of the first D dimensions, whose ones add up to total [BLOCK, RP]."""
+    """[BLOCK] by what is known of the first D dimensions: twice the ones among the signs, and with a MIDDLE of 1.5, not
+    1, those among the second bits, add up to total [BLOCK, RP]."""
     r = tl.arange(0, RP)
     ones = total * 16777216.0 if SUBNORMAL else total
-    sums = _integer_sums(integers_row, R, D, ROW, RP, DP)
+    dots = ones - (MIDDLE * _integer_sums(integers_row, R, D, ROW, RP, DP))[None, :]
     step = tl.load(steps_row + r, mask=r < R, other=0.0) * (ROW / D)
-    return _settle(shift + scale[:, None] * step[None, :] * (2.0 * ones - sums[None, :]), R, RP, LARGEST)
+    # a scale times these is exact
+    return _settle(shift + scale[:, None] * dots * step[None, :], R, RP, LARGEST)
 
 
 @triton.jit
@@ -153,27 +155,25 @@ def _score_units(
     integers_row = integers + row * R * ROW
     BYTES: tl.constexpr = (D + 7) // 8
     total = tl.zeros((BLOCK, RP), tl.float32)
-    total = _add_part(
-        total, codes, tile * (BYTES * N) + g % N, there, integers_row, None, 1, R, D, ROW, RP, DP, N, SUBNORMAL
-    )
+    total = _add_part(total, codes, tile * (BYTES * N) + g % N, there, integers_row, 2, R, D, ROW, RP, DP, N, SUBNORMAL)
     by = _from_byte(tl.load(scale + tile * N + g % N, mask=there, other=0))
     at = (row.to(tl.int64) * seals + seal)[:, None] * R + r[None, :]
     shift = tl.load(bases + at, mask=there[:, None] & (r < R)[None, :], other=0.0)
-    best = _estimate(total, integers_row, steps + row * R, shift, by, R, D, ROW, RP, DP, SUBNORMAL, LARGEST)
+    best = _estimate(total, integers_row, steps + row * R, shift, by, 1.0, R, D, ROW, RP, DP, SUBNORMAL, LARGEST)
     _store_estimate(best, estimate, valid, place, seal, g, row, length, groups, inside, N * S)
 
 
 @triton.jit
 def _read_on(
-    query, steps, bases, codes, more, rest, second, scale, table, estimate, left, listed_groups, through, named,
+    integers, steps, bases, codes, more, rest, second, scale, table, estimate, left, listed_groups, through, named,
     counts, table_units, groups, seals, kv_heads, width, through_width,
     R: tl.constexpr, D: tl.constexpr, MORE: tl.constexpr, REST: tl.constexpr, ROW: tl.constexpr, RP: tl.constexpr,
     DP: tl.constexpr, SUBNORMAL: tl.constexpr, SPU: tl.constexpr, N: tl.constexpr, LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK listed groups of one (sequence, kv head), by the parts that are given, of D, MORE and REST dimensions. With
-    `second` by their second bits, too, `query` turned, else integers. Lists name entries of `through`, or groups where
-    that is None. Estimates go to `left` [B, Hkv, width] besides, and groups to `named`, unless these are None."""
+    """BLOCK listed groups of one (sequence, kv head), by the parts that are given, of D, MORE and REST dimensions, and
+    with `second` by their second bits, too. Lists name entries of `through`, or groups where that is None. Estimates go
+    to `left` [B, Hkv, width] besides, and groups to `named`, unless these are None."""
     row = tl.program_id(1)
     b, h = row // kv_heads, row % kv_heads
     start = tl.program_id(0) * BLOCK
@@ -193,42 +193,30 @@ def _read_on(
         seal, r = g // N, tl.arange(0, RP)
         _, tile = _places(table + b * table_units, seal, listed, kv_heads, h, SPU)
         place = tile * N + g % N
-        query_row = query + row * R * ROW
+        integers_row = integers + row * R * ROW
         BYTES: tl.constexpr = (D + 7) // 8
         planes = tile * (BYTES * N) + g % N
-        WEIGHT: tl.constexpr = 1 if second is None else 2
-        if second is None:
-            power = None
-            total = tl.zeros((BLOCK, RP), tl.float32)
-        else:
-            power, inverse, sums = _query(query_row, R, ROW, RP, DP)
-            total = tl.zeros((BLOCK, 2 * RP), tl.float32)
-        total = _add_part(total, codes, planes, listed, query_row, power, WEIGHT, R, D, ROW, RP, DP, N, SUBNORMAL)
+        total = tl.zeros((BLOCK, RP), tl.float32)
+        total = _add_part(total, codes, planes, listed, integers_row, 2, R, D, ROW, RP, DP, N, SUBNORMAL)
         if more is not None:
             total = _add_part(
-                total, more, place * (MORE // 8), listed, query_row + D, power, WEIGHT, R, MORE, ROW, RP, DP, 1,
-                SUBNORMAL,
-            )  # fmt: skip
+                total, more, place * (MORE // 8), listed, integers_row + D, 2, R, MORE, ROW, RP, DP, 1, SUBNORMAL
+            )
         if rest is not None:
             total = _add_part(
-                total, rest, place * (REST // 8), listed, query_row + D + MORE, power, WEIGHT, R, REST, ROW, RP, DP, 1,
-                SUBNORMAL,
-            )  # fmt: skip
+                total, rest, place * (REST // 8), listed, integers_row + D + MORE, 2, R, REST, ROW, RP, DP, 1, SUBNORMAL
+            )
+        if second is not None:
+            total = _add_part(
+                total, second, place * ((ROW + 7) // 8), listed, integers_row, 1, R, ROW, ROW, RP, DP, 1, SUBNORMAL
+            )
         at = (row.to(tl.int64) * seals + seal)[:, None] * R + r[None, :]
         shift = tl.load(bases + at, mask=listed[:, None] & (r < R)[None, :], other=0.0)
         by = _from_byte(tl.load(scale + place, mask=listed, other=0))
-        if second is None:
-            best = _estimate(
-                total, query_row, steps + row * R, shift, by, R, D + MORE + REST, ROW, RP, DP, SUBNORMAL, LARGEST
-            )
-        else:
-            total = _add_part(
-                total, second, place * ((ROW + 7) // 8), listed, query_row, power, 1, R, ROW, ROW, RP, DP, 1,
-                SUBNORMAL,
-            )  # fmt: skip
-            unit = inverse * 16777216.0 if SUBNORMAL else inverse
-            dots = _pairs(total, BLOCK, RP) * unit[None, :] - (1.5 * sums)[None, :]
-            best = _settle(shift + dots * by[:, None], R, RP, LARGEST)
+        MIDDLE: tl.constexpr = 1.0 if second is None else 1.5
+        best = _estimate(
+            total, integers_row, steps + row * R, shift, by, MIDDLE, R, D + MORE + REST, ROW, RP, DP, SUBNORMAL, LARGEST
+        )
         tl.store(estimate + row.to(tl.int64) * groups + g, best, mask=listed)
         if left is not None:
             tl.store(left + row.to(tl.int64) * width + w, best, mask=listed)
@@ -326,13 +314,13 @@ def score_units(
         named = None if through is None or left is None else torch.empty_like(listed)
         block = min(_block(rows, width, max(_power_of_two(-(-head_dim // 8)), 16)), READ_ON_GROUPS)
         _read_on[(triton.cdiv(width, block), rows)](
-            query.turned if twice else query.integers, query.steps, bases, summary["codes"],
+            query.integers, query.steps, bases, summary["codes"],
             *(summary[name] if name in parts else None for name in ("more", "rest")),
             summary["second"] if twice else None, summary["second_scale" if twice else "scale"], table, estimate,
             left, listed, through, named, found, table.shape[1], groups, seals, kv_heads, width,
             1 if through is None else through.shape[2], **shared,
             **{name.upper(): held[name] if name in parts else 0 for name in ("more", "rest")},
-            RP=_padded_heads(repeat) if twice else integer_columns(repeat), BLOCK=block,
+            RP=integer_columns(repeat), BLOCK=block,
         )  # fmt: skip
         if left is not None:
             through, row = listed if named is None else named, left

@@ -4,7 +4,7 @@
 of the groups that `select_best` lists. A list of a list is taken from its values alone, not from all groups again; so
 nothing is sorted, and nobody waits.
 
-The sums over rounded queries (`turn_units`) are of whole numbers, exact in any order. What is added of a unit's mean is
+The sums over rounded queries (`turn_units`) are of whole and half numbers, exact in any order. What is added of a unit's mean is
 summed once, by the lanes that share the unit, and is the same for all its groups and stages.
 
 One lane takes PIECE neighbouring groups of a unit: the first part lies plane by plane, so that one read has a byte of
@@ -128,8 +128,9 @@ _SCORE_UNITS = (
                 const uint byte = uint(scale[size_t(tile) * N + n]);
 """
     + f"""
-                const float factor = {_number("byte")} * (step[row * R + r] * float(STRETCH));
-                const float x = mean_dot[r] + factor * dot[k][r];
+                // a scale times a sum is exact
+                const float exact = {_number("byte")} * dot[k][r];
+                const float x = mean_dot[r] + exact * (step[row * R + r] * float(STRETCH));
                 best = max(best, isfinite(x) ? x : {LARGEST_ESTIMATE!r}f);
             }}
             estimate[size_t(row) * num_groups + g] = best;
@@ -157,7 +158,7 @@ _READ_ON = (
     const int own = begin + tid;
     const int next = begin + THREADS;
 """
-    + _LOAD % {"name": "query", "many": "8 * BYTES", "array": "asked"}
+    + _LOAD % {"name": "query", "many": "8 * BYTES", "array": "rounded"}
     + f"""
     if (begin < count || begin == 0) {{
         const int from = begin == 0 ? 0 : {_listed("begin")};
@@ -212,8 +213,8 @@ _READ_ON = (
     const float size = {_number("byte")};
     float best = -INFINITY;
     for (int r = 0; r < R; r++) {{
-        const float factor = SECOND ? size : size * (step[row * R + r] * float(STRETCH));
-        const float x = base[(size_t(row) * seals + seal) * R + r] + factor * dot[r];
+        const float exact = size * dot[r];
+        const float x = base[(size_t(row) * seals + seal) * R + r] + exact * (step[row * R + r] * float(STRETCH));
         best = max(best, isfinite(x) ? x : {LARGEST_ESTIMATE!r}f);
     }}
     refined[size_t(row) * num_groups + g] = best;
@@ -231,7 +232,7 @@ _score_units = Kernel(
 _read_on = Kernel(
     "eps_read_on",
     (
-        "asked", "step", "base", "codes", "more", "rest", "second", "scale", "estimate", "groups", "picked", "counts",
+        "rounded", "step", "base", "codes", "more", "rest", "second", "scale", "estimate", "groups", "picked", "counts",
         "table", "sizes",
     ),
     ("refined", "values", "listed"),
@@ -296,7 +297,7 @@ def read_on(
     refined, values, listed = launch(
         _read_on,
         [
-            query.turned if is_second else query.rounded, query.step, base, summary["codes"],
+            query.rounded, query.step, base, summary["codes"],
             unread if more is None else more, unread if rest is None else rest,
             summary["second"] if is_second else unread, summary["second_scale" if is_second else "scale"], estimate,
             picked if groups is None else groups, picked, counts, table,

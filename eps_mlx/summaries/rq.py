@@ -189,13 +189,18 @@ def of_groups(
     return array[index, heads, seals, :, groups] if name == "codes" else array[index, heads, seals, groups]
 
 
-def _estimate(base: mx.array, codes: mx.array, scale: mx.array, turned: mx.array) -> mx.array:
+def _estimate(
+    base: mx.array, codes: mx.array, scale: mx.array, turned: mx.array, second: mx.array | None = None
+) -> mx.array:
     """base + x_hat.(H a) [B, Hkv, R, G] from the first d dimensions: base [B, Hkv, R, G], codes [B, Hkv, G, d / 8],
-    scale [B, Hkv, G] in one byte. The sums over a rounded query are exact."""
+    scale [B, Hkv, G] in one byte; second bits [B, Hkv, G, D / 8] of all dimensions. The sums over a rounded query, and
+    what a scale makes of them, are exact."""
     integers, step = rounded_query(turned)
     many = min(8 * codes.shape[-1], turned.shape[-1])
-    factor = from_byte(scale)[:, :, None] * (step * (turned.shape[-1] / many))
-    return base + factor * _packed_dots(codes, 1, integers[..., :many])
+    dots = _packed_dots(codes, 1, integers[..., :many])
+    if second is not None:
+        dots = dots + 0.5 * _packed_dots(second, 1, integers)
+    return base + from_byte(scale)[:, :, None] * dots * (step * (turned.shape[-1] / many))
 
 
 def _score_units(store: Store, signs: mx.array, summary: Summary, a: mx.array) -> Score:
@@ -246,10 +251,10 @@ def refine(store: Store, constants: Summary, summary: Summary, a: mx.array) -> m
     turned = rotate(a, constants["signs"])
     if store.mean_tokens:
         codes = mx.concatenate([summary[name] for name in PARTS[len(part_dims(store, a.shape[-1]))]], axis=-1)
-        base, scale = unit_base(store, summary, turned), from_byte(summary["second_scale"])[:, :, None]
+        base = unit_base(store, summary, turned)
+        estimate = _estimate(base, codes, summary["second_scale"], turned, summary["second"])
     else:
         offset = (a * widened(constants["centre"])[:, None, :]).sum(axis=-1)[..., None]
-        codes, base, scale = summary["codes"], math.log(store.S) + offset, per_group(summary, "second_scale")
-    dots = _packed_dots(codes, 1, turned) + 0.5 * _packed_dots(summary["second"], 1, turned)
-    estimate = base + dots * scale
+        dots = _packed_dots(summary["codes"], 1, turned) + 0.5 * _packed_dots(summary["second"], 1, turned)
+        estimate = math.log(store.S) + offset + dots * per_group(summary, "second_scale")
     return mx.where(mx.isfinite(estimate), estimate, LARGEST_ESTIMATE)
