@@ -10,7 +10,7 @@ from test_conformance import Case, check_scoring, check_selection, eps, scores_o
 from test_cpu_kernels import Setup, kernels_of
 
 from eps_core import oracle
-from eps_core.cpu import best, kernels, unit_vectors, units
+from eps_core.cpu import best, kernels, unit_queries, unit_vectors
 from eps_core.cpu import threads as threads_cpu
 from eps_core.load import load_backend
 from eps_core.paging.where import Where
@@ -109,19 +109,19 @@ def test_words_add_what_signs_add():
     rng = np.random.default_rng(0)
     for dims in ((64,), (32, 32), (16, 16, 32), (8, 8), (33,)):
         integers = rng.choice([-QUERY_STEPS, QUERY_STEPS, 3], (unit_vectors.HEADS, sum(dims))).astype(np.int8)
-        words = [-(-many // 32) for many in dims]
-        table = np.empty(sum(words) * unit_vectors.WORD_TABLE, np.int8)
-        units.fill_words(integers, np.array(dims), table)
-        by_head = table.reshape(-1, 2, *((4, 4, 16) if unit_vectors.SCANS else (4, 16, 4)))
-        by_head = by_head if unit_vectors.SCANS else by_head.transpose(0, 1, 4, 2, 3)
         start = 0
-        for part, many in enumerate(dims):
-            padded = np.zeros((unit_vectors.HEADS, words[part] * 32), int)
+        for many in dims:
+            words = -(-many // 32)
+            table = np.empty(words * unit_vectors.WORD_TABLE, np.int8)
+            assert unit_queries.fill_words(integers, start, many, table) == words
+            by_head = table.reshape(-1, 2, *((4, 4, 16) if unit_vectors.SCANS else (4, 16, 4)))
+            by_head = by_head if unit_vectors.SCANS else by_head.transpose(0, 1, 4, 2, 3)
+            padded = np.zeros((unit_vectors.HEADS, words * 32), int)
             padded[:, :many] = integers[:, start : start + many]
-            for word, j, side, value in np.ndindex(words[part], 4, 2, 16):
+            for word, j, side, value in np.ndindex(words, 4, 2, 16):
                 signs = [1 if value >> bit & 1 else -1 for bit in range(4)]
                 own = padded[:, word * 32 + j * 8 + side * 4 :][:, :4] @ signs
-                assert (by_head[sum(words[:part]) + word, side, :, j, value] == own).all()
+                assert (by_head[word, side, :, j, value] == own).all()
             start += many
 
 

@@ -153,6 +153,30 @@ def test_a_read_without_stages_reads_every_code_whole(target) -> None:
     assert np.abs(one.estimate()[known] - whole.estimate()[known]).max() > 0.1
 
 
+@pytest.mark.kernels("numba")
+@pytest.mark.parametrize("refine", [0.0, 1.0])
+def test_groups_that_say_the_same_tie_to_the_bit(target, refine) -> None:
+    """Of one unit: by scales and sums that differ, too, as long as their product is equal."""
+    config = {**UNIT, "stages": (1.0,)}
+    one = Filled(target, case_of((1300, 900), refine, config=config, head_dim=64, num_heads=2, num_kv_heads=2))
+    got, store, ties = one.estimate(), one.case.config.store, 0
+    stored = {name: one.stored(name) for name in one.cache.summaries[0]}
+    for b, head in heads_of(one):
+        seals = int(one.lengths[b]) // 64
+        own = {name: array[one.table[b, :seals], head, 0] for name, array in stored.items()}
+        integers, _ = rq.rounded_query(rq.rotate_query(one.q[b, head] / np.float32(8), store.seed))
+        levels, scale = rq._signs(store, own, 64, 2), own["scale"]
+        if refine:
+            levels, scale = levels + rq.unpack_codes(own["second"], 1, 64) - 0.5, own["second_scale"]
+        said = base.from_byte(scale) * (levels @ integers)
+        for seal in range(seals):
+            _, first, which = np.unique(said[seal], return_index=True, return_inverse=True)
+            estimate = got[b, head, 32 * seal : 32 * (seal + 1)]
+            assert (estimate == estimate[first][which]).all()
+            ties += len(which) - len(first)
+    assert ties > 10
+
+
 def test_all_backends_visit_the_same_groups() -> None:
     for case in (units_case((700, 290)), units_case((700, 290), stages=(0.5, 0.2), mean_tokens=32, head_dim=128)):
         ones = [Filled((load_backend(name), "cpu"), case) for name in ("mlx", "cuda", "numpy")]

@@ -6,9 +6,9 @@ sort would choose: the largest, the lower index first among equals.
 
 import numpy as np
 
+from eps_core.cpu.best_vectors import count_above, squeeze
 from eps_core.cpu.compile import kernel
 from eps_core.cpu.threads import finish, take, wait
-from eps_core.cpu.unit_vectors import count_above, squeeze
 
 SAMPLE = 512  # keys that say where a threshold lies; changes speed only
 DIGIT_BITS = 8
@@ -103,14 +103,22 @@ def threshold(keys, count, num, spare):
 
 
 @kernel()
+def limit(keys, count, num, spare):
+    """`threshold` of any num >= 0, above which and at which no key is 0."""
+    if num <= 0:
+        return np.uint32(0xFFFFFFFF), 0
+    if num >= count:
+        return np.uint32(1), count
+    key, end = threshold(keys, count, num, spare)
+    if key == 0:
+        return np.uint32(1), count
+    return key, end
+
+
+@kernel()
 def keep_best(keys, count, num, spare):
     """Of keys [count] the `num` largest stay, the others become 0; all stay where no more are there. num >= 0."""
-    if num >= count:
-        return
-    if num <= 0:
-        keys[:count] = 0
-        return
-    key, end = threshold(keys, count, num, spare)
+    key, end = limit(keys, count, num, spare)
     for i in range(end):
         keys[i] = keys[i] if keys[i] >= key else np.uint32(0)
     for i in range(end, count):

@@ -9,6 +9,7 @@ seconds), later ones load what was compiled.
 """
 
 import importlib.util
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -119,39 +120,37 @@ def _score_units(
     from eps_core.cpu import threads, unit_vectors, units, vectors, write
 
     store, spec = cache.store, cache.spec
-    groups_per_seal = store.groups_per_seal
     batch, num_heads, head_dim = q.shape
-    if groups_per_seal % vectors.LANES or head_dim * QUERY_STEPS >= 2**15:  # sums are int16
+    if store.groups_per_seal % vectors.LANES or head_dim * QUERY_STEPS >= 2**15:  # sums are int16
         return None
-    kv_heads = spec.num_kv_heads
+    kv_heads, per_seal = spec.num_kv_heads, store.groups_per_seal
     rows, passes = batch * kv_heads, -(-num_heads // kv_heads // vectors.HEADS)
     groups = where.num_groups
-    seals = groups // groups_per_seal
+    seals = groups // per_seal
     dims, staged = part_dims(store, head_dim), where.staged(head_dim)
     estimate, missing = np.empty((batch, kv_heads, groups), np.float32), np.empty(batch, np.int64)
     pools = {name: _lanes(host(array)) for name, array in cache.summaries[layer].items()}
     codes, *later = (pools[name] for name in PARTS[len(dims)])
-    words = sum(-(-many // (8 * unit_vectors.WORD)) for many in dims)
+    words = sum(-(-many // (8 * unit_vectors.WORD)) for many in (*dims, head_dim))
     # without waiting for other threads where each has rows enough
-    at_once = rows if rows < ROWS_PER_THREAD * threads.num_threads() else 0
-    phases = 2 * len(dims) + 2 * bool(where.refined.any()) if at_once else 2
-    nibbles, mean_bytes = 2 * -(-head_dim // 8), -(-head_dim * store.mean_bits // 8)
+    together = rows < ROWS_PER_THREAD * threads.num_threads()
+    chunks = -(-seals // max(units.CHUNK_GROUPS // per_seal, 1))
+    mean_bytes = -(-head_dim * store.mean_bits // 8)
 
     def each_pass(*shape: int) -> np.ndarray:
-        return np.empty((rows, passes, *shape), np.float32)
+        return _aligned(math.prod(shape) * passes * rows).reshape(rows, passes, *shape)
 
     run(
-        units.score_units, phases, at_once, np.ascontiguousarray(q),
+        units.score_units, 1 + units.MOST_PHASES if together else 2, together, np.ascontiguousarray(q),
         pools["mean"], pools["mean_scale"], store.mean_bits, pools["scale"], codes, (*later, codes, codes)[:2],
         pools.get("second", codes), pools.get("second_scale", codes), cache.state[layer].fill, where.table,
         where.lengths, where.guards, np.array(staged, np.int64).reshape(-1, batch), where.refined,
         host(cache.fixed[layer]["signs"]), *write.rotation(head_dim), np.array(dims), store.S, store.sealed_tokens,
         store.seals_per_unit, np.empty((batch, seals), np.uint8), np.empty((batch, seals), np.int64),
-        np.empty((rows, passes, words * unit_vectors.WORD_TABLE), np.int8), each_pass(nibbles * 16 * vectors.HEADS),
-        each_pass(8 // store.mean_bits * vectors.HEADS * mean_bytes), each_pass(len(dims), vectors.HEADS),
-        np.empty((rows, seals * passes * vectors.HEADS), np.float32),
-        np.empty((at_once, groups * passes * vectors.HEADS), np.int16), np.empty((at_once, groups), np.uint32),
-        np.empty((at_once, groups + vectors.LANES), np.int32), np.empty(rows, np.int64), missing, estimate,
+        each_pass(words * unit_vectors.WORD_TABLE // 4).view(np.int8),
+        each_pass(8 // store.mean_bits * vectors.HEADS * mean_bytes), each_pass(len(dims) + 1, vectors.HEADS),
+        np.empty((rows, passes * vectors.HEADS * (seals + vectors.LANES)), np.float32),
+        units.new_lists(rows if together else 0, groups, chunks, passes), missing, estimate,
     )  # fmt: skip
     return estimate, None, None, missing, None
 

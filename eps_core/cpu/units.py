@@ -8,28 +8,29 @@ of LANES here. Stages follow each other, as each reads on where the one before e
 
 import numpy as np
 
-from eps_core.cpu.best import keep_best, list_kept
-from eps_core.cpu.compile import FAST, kernel
-from eps_core.cpu.score import KNOWN, MISSING, PAST, fill_table, pad
-from eps_core.cpu.threads import finish, take, wait
-from eps_core.cpu.unit_vectors import (
-    SCANS,
-    WORD,
-    WORD_TABLE,
-    any_kept,
-    copy_bytes,
-    finer_rows,
-    mean_dots,
-    put_kept,
-    scan_planes,
-    scan_rows,
+from eps_core.cpu.best import keep_best, limit, list_kept
+from eps_core.cpu.best_vectors import mark
+from eps_core.cpu.compile import kernel
+from eps_core.cpu.kept_vectors import (
+    NAME,
+    pack_planes,
+    pack_rows,
+    pack_scales,
+    put_keys,
+    put_names,
+    put_scores,
+    score_listed,
+    score_packed,
 )
-from eps_core.cpu.vectors import HEADS, LANES, PERMUTES, ask_for, wide
-from eps_core.cpu.write import rotate
-from eps_core.summaries.rq import QUERY_STEPS
+from eps_core.cpu.score import KNOWN, MISSING, PAST
+from eps_core.cpu.threads import finish, take, wait
+from eps_core.cpu.unit_queries import prepare
+from eps_core.cpu.unit_vectors import SEALS, WORD, WORD_TABLE, mean_bases, scan_planes
+from eps_core.cpu.vectors import HEADS, LANES, ask_for
 
-CHUNK_GROUPS, FINER_GROUPS = 1024, 256  # of one task; changes speed only
-SEALS_AHEAD = 6  # whose codes are asked for; changes speed only
+CHUNK_GROUPS, LISTED_GROUPS = 1024, 256  # of one task; changes speed only
+SEALS_AHEAD, LISTED_AHEAD = 8, 128  # what is asked for ahead; changes speed only
+MOST_PHASES = 7  # of `score_some`
 
 
 @kernel()
@@ -55,247 +56,269 @@ def place_seals(fill, table, length, guards, kv_heads, size, sealed, per_unit, s
 
 
 @kernel()
-def rounded_query(turned, integers):
-    """Fills integers [D] int8 within +-QUERY_STEPS and returns the float32 step of a rotated query [D] float32 ~
-    integers * step. No fastmath: every library rounds the same numbers."""
-    largest = np.float32(0)
-    for d in range(len(turned)):
-        size = abs(turned[d])
-        largest = size if not size <= largest else largest  # NaN stays
-    step = largest / np.float32(QUERY_STEPS)
-    for d in range(len(turned)):
-        whole = np.rint(turned[d] / step) if step > 0 and step < np.inf else np.float32(0)
-        integers[d] = np.int8(min(max(whole, np.float32(-QUERY_STEPS)), np.float32(QUERY_STEPS)))
-    return step
+def score_first(
+    begin, end, mean, mean_scale, mean_bits, scale, codes, first_bytes, seal_groups, states, places, shift, words,
+    queries, factors, log_size, end_group, bases, own, own_keys,
+):  # fmt: skip
+    """The first stage of seals begin .. end - 1 of one row: bases, estimates `own` and their keys."""
+    passes, seals = words.shape[0], len(places)
+    room, mean_bytes = len(bases) // (passes * HEADS), queries.shape[1] * mean_bits // (8 * HEADS)
+    for four in range(begin, end, SEALS):
+        first, second = places[four] + shift, places[min(four + 1, end - 1)] + shift
+        third, fourth = places[min(four + 2, end - 1)] + shift, places[min(four + 3, end - 1)] + shift
+        for seal in range(min(four + SEALS_AHEAD, seals), min(four + SEALS_AHEAD + SEALS, seals)):
+            place = places[seal] + shift
+            ask_for(codes, place * first_bytes * seal_groups, first_bytes * seal_groups)
+            ask_for(mean, place * mean_bytes, mean_bytes)
+            ask_for(scale, place * seal_groups, 1)
+        for at in range(passes):
+            mean_bases(
+                mean, mean_scale, first, second, third, fourth, mean_bytes, mean_bits, queries[at], log_size, bases,
+                at * HEADS * room + four, room,
+            )  # fmt: skip
+        for seal in range(four, min(four + SEALS, end)):
+            place = (places[seal] + shift) * seal_groups
+            for at in range(passes):
+                for i in range(0, seal_groups, LANES):
+                    scan_planes(
+                        codes, place * first_bytes + i, seal_groups, first_bytes, scale, place + i, words[at],
+                        factors[at], bases, at * HEADS * room + seal, room, at > 0, own, seal * seal_groups + i,
+                    )  # fmt: skip
+    put_keys(own, begin * seal_groups, (end - begin) * seal_groups, own_keys, begin * seal_groups)
+    for seal in range(begin, end):
+        if states[seal] != KNOWN:
+            for group in range(seal * seal_groups, (seal + 1) * seal_groups):
+                own[group] = np.inf if group < end_group else -np.inf
+                own_keys[group] = 0
 
 
 @kernel()
-def fill_words(integers, dims, table):
-    """table: what each value of each nibble of the parts of a code, of `dims` dimensions each, adds to integers
-    [HEADS, D] int8 . signs: the tables of `scan_planes`."""
-    word, start = 0, 0
-    entries = np.empty(16, np.int8)
-    for part in range(len(dims)):
-        many = dims[part]
-        words = (many + 8 * WORD - 1) // (8 * WORD)
-        for nibble in range(2 * WORD * words):
-            at, j, side = word + nibble // (2 * WORD), nibble // 2 % WORD, nibble % 2
-            for r in range(HEADS):
-                entries[:] = 0
-                for bit in range(4):
-                    dim = 4 * nibble + bit
-                    one = integers[r, start + dim] if dim < many else np.int8(0)
-                    for value in range(16):
-                        entries[value] += one if (value >> bit) & 1 else -one
-                for value in range(16):
-                    if SCANS:
-                        place = ((side * HEADS + r) * WORD + j) * 16 + value
-                    else:
-                        place = ((side * WORD + j) * 16 + value) * HEADS + r
-                    table[at * WORD_TABLE + place] = entries[value]
-        word, start = word + words, start + many
+def choose_first(keys, count, marks, starts, per_chunk, spare):
+    """Marks the `count` best of keys (`best_vectors.mark`); starts [chunks + 1]: where those of each chunk of per_chunk
+    groups begin in the lists of `read_kept`, whose runs are multiples of LANES."""
+    groups, taken = len(keys), 0
+    key, before = limit(keys, groups, count, spare)
+    for chunk in range(len(starts) - 1):
+        starts[chunk] = taken
+        taken += mark(keys, chunk * per_chunk, min((chunk + 1) * per_chunk, groups), key, before, marks)
+        taken = (taken + LANES - 1) // LANES * LANES
+    starts[len(starts) - 1] = taken
 
 
-@kernel(fastmath=FAST)
-def prepare(q, shrink, signs, blocks, block_scales, dims, mean_bits, turned, words, table, queries, factors):
-    """The tables of one pass of HEADS query heads: q [HEADS, D] float32 unscaled becomes turned [HEADS, D]; words of
-    `scan_planes`; table of `score_rows`; queries of `mean_dots`; factors [parts, HEADS] of `scan_planes`."""
-    head_dim = q.shape[1]
-    integers = np.empty((HEADS, head_dim), np.int8)
-    sides = 8 // mean_bits
-    mean_bytes = (head_dim + sides - 1) // sides
-    for r in range(HEADS):
-        for d in range(head_dim):
-            turned[r, d] = q[r, d] * shrink
-        rotate(turned[r], signs, blocks, block_scales)
-        step, many = rounded_query(turned[r], integers[r]), 0
-        for part in range(len(dims)):
-            many += dims[part]
-            factors[part, r] = step * np.float32(head_dim / many)
-        for side in range(sides):
-            for byte in range(mean_bytes):
-                dim = byte * sides + side
-                own = turned[r, dim] if dim < head_dim else np.float32(0)
-                queries[(side * HEADS + r) * mean_bytes + byte] = own
-    fill_words(integers, dims, words)
-    turned[:] = integers
-    num_bytes = (head_dim + 7) // 8
-    fill_table(turned, 1, num_bytes, PERMUTES and num_bytes % 4 == 0, table)
+@kernel()
+def read_kept(
+    begin, end, start, scale, codes, first_bytes, later, later_bytes, seal_groups, places, shift, words, factors, bases,
+    marks, packed, fresh, own, kept, kept_keys, kept_sums,
+):  # fmt: skip
+    """The first parts of the codes again and the next, if later_bytes, of those groups of seals begin .. end - 1 of one
+    row that are marked: their estimates in `own`, and from `start` on in kept their numbers, 0 or more, in kept_keys
+    their keys, in kept_sums [.., passes, HEADS] what the codes add."""
+    passes = words.shape[0]
+    room, first_words = len(bases) // (passes * HEADS), (first_bytes + WORD - 1) // WORD
+    all_words = first_words + (later_bytes + WORD - 1) // WORD
+    width, taken, log_groups = packed.shape[1], 0, 0
+    flat = packed.reshape(-1)
+    while 1 << log_groups < seal_groups:
+        log_groups += 1
+    for seal in range(begin, end):
+        place = (places[seal] + shift) * seal_groups
+        ahead = places[min(seal + SEALS_AHEAD, len(places) - 1)] + shift
+        ask_for(later, ahead * seal_groups * later_bytes, seal_groups * later_bytes)
+        ask_for(scale, ahead * seal_groups, 1)
+        for i in range(0, seal_groups, LANES):
+            at = (seal * seal_groups + i) // LANES
+            if marks[at] == 0:
+                continue
+            pack_planes(marks, at, codes, place * first_bytes + i, seal_groups, first_bytes, flat, width, 1, taken)
+            if later_bytes:
+                pack_rows(marks, at, later, (place + i) * later_bytes, later_bytes, flat, width, 1 + first_words, taken)
+            taken = pack_scales(marks, at, scale, place + i, (seal - begin) * seal_groups + i, flat, taken)
+    for i in range(taken, (taken + LANES - 1) // LANES * LANES):
+        packed[0, i] = packed[0, taken - 1]
+    for i in range(0, taken, LANES):
+        for at in range(passes):
+            score_packed(
+                flat, width, i, all_words, words[at], factors[at], bases, at * HEADS * room + begin, room,
+                log_groups, at > 0, fresh, kept_sums, ((start + i) * passes + at) * HEADS, passes * HEADS,
+            )  # fmt: skip
+        count = min(taken - i, LANES)
+        put_keys(fresh, 0, count, kept_keys, start + i)
+        put_names(flat, i, NAME, begin * seal_groups, kept, start + i)
+        put_scores(fresh, count, flat, i, NAME, begin * seal_groups, own)
 
 
-@kernel(fastmath=FAST)
+@kernel()
+def locate(listed, count, kept, seal_groups, places, shift, chosen, seal_of):
+    """Fills chosen and seal_of with the places in pools and the seals of the first `count` listed entries of `kept`;
+    the last stands for what is missing to a multiple of LANES, in `listed`, too."""
+    for i in range(count):
+        group = kept[listed[i]]
+        seal = group // seal_groups
+        chosen[i], seal_of[i] = (places[seal] + shift) * seal_groups + group - seal * seal_groups, seal
+    for i in range(count, (count + LANES - 1) // LANES * LANES):
+        listed[i], chosen[i], seal_of[i] = listed[count - 1], chosen[count - 1], seal_of[count - 1]
+
+
+@kernel()
+def read_listed(
+    begin, end, count, pool, num_bytes, scale, words, doubled, factors, bases, listed, chosen, seal_of, fresh, own,
+    kept, kept_keys, kept_sums,
+):  # fmt: skip
+    """What num_bytes bytes of `pool` say besides of entries begin .. end - 1 of `count` that are listed and located: as
+    `read_kept`, in its lists, or where it is `doubled`, the last that is read, in `own` alone."""
+    passes = words.shape[0]
+    room, stride = len(bases) // (passes * HEADS), passes * HEADS
+    sums, keys = np.empty(LANES * HEADS, np.int16), np.empty(LANES, np.uint32)
+    for i in range(begin, end, LANES):
+        for ahead in range(min(i + LISTED_AHEAD, count), min(i + LISTED_AHEAD + LANES, count)):
+            ask_for(pool, chosen[ahead] * num_bytes, num_bytes)
+            ask_for(scale, chosen[ahead], 1)
+        number = min(end - i, LANES)
+        for at in range(passes):
+            score_listed(
+                pool, chosen, i, num_bytes, scale, seal_of, words[at], doubled, factors[at], bases, at * HEADS * room,
+                room, at > 0, fresh, kept_sums, at * HEADS, stride, listed, sums,
+            )  # fmt: skip
+            if not doubled:
+                for lane in range(number):
+                    for r in range(HEADS):
+                        kept_sums[listed[i + lane] * stride + at * HEADS + r] = sums[lane * HEADS + r]
+        for lane in range(number):
+            own[kept[listed[i + lane]]] = fresh[lane]
+        if not doubled:
+            put_keys(fresh, 0, number, keys, 0)
+            for lane in range(number):
+                kept_keys[listed[i + lane]] = keys[lane]
+
+
+@kernel()
+def new_lists(rows, groups, chunks, passes):
+    """What the stages of some rows leave for the next: keys uint32 of all groups, 0 where there is nothing to choose;
+    `marks` and `starts` of `choose_first`, and the last start of what is listed; kept, kept_keys and kept_sums of
+    `read_kept`; listed, chosen and seal_of of `locate`."""
+    room = groups + LANES * chunks
+    return (
+        np.empty((rows, groups), np.uint32), np.empty((rows, groups // LANES), np.uint16),
+        np.empty((rows, chunks + 2), np.int64), np.empty((rows, room), np.int32), np.empty((rows, room), np.uint32),
+        np.empty((rows, room * passes * HEADS), np.int16), np.empty((rows, room + LANES), np.int32),
+        np.empty((rows, room + LANES), np.int64), np.empty((rows, room + LANES), np.int32),
+    )  # fmt: skip
+
+
+@kernel()
 def score_some(
     progress, phase, first_row, some, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale, lengths,
-    staged, refined, dims, size, head_dim, seal_groups, per_unit, states, places, words, tables, queries, factors,
-    bases, sums, keys, listed, counts, estimate,
+    staged, refined, dims, size, head_dim, seal_groups, per_unit, states, places, words, queries, factors, bases, lists,
+    estimate,
 ):  # fmt: skip
-    """The stages of `score_units` for `some` rows from first_row on, from a phase on; arrays of rows_at_once rows begin
-    with the first of these."""
-    batch, kv_heads, groups = estimate.shape
-    passes, seals, parts = words.shape[1], states.shape[1], len(dims)
-    log_size = np.float32(np.log(size))
-    mean_bytes, num_bytes = (head_dim * mean_bits + 7) // 8, (head_dim + 7) // 8
+    """The stages of `score_units` for `some` rows from first_row on, from a phase on; lists (`new_lists`) begin with
+    the first of these."""
+    kv_heads = estimate.shape[1]
+    seals, parts, log_size = states.shape[1], len(dims), np.float32(np.log(size))
     first_bytes = (dims[0] + 7) // 8
-    # of all further parts: none has an odd number of bits (`part_dims`)
-    middle_bytes, last_bytes = (dims[1] // 8 if parts > 1 else 0), (dims[2] // 8 if parts > 2 else 0)
-    spare, dots = np.empty(groups + LANES, np.uint32), np.empty(HEADS, np.float32)
-    fresh = np.empty(max(seal_groups, FINER_GROUPS), np.float32)
-    gathered = np.empty(FINER_GROUPS * num_bytes, np.uint8)
-    chosen, seal_of = np.empty(FINER_GROUPS, np.int64), np.empty(FINER_GROUPS, np.int64)
-    base_rows = np.empty(FINER_GROUPS, np.int64)
     per_task = max(CHUNK_GROUPS // seal_groups, 1)
     chunks = (seals + per_task - 1) // per_task
-    most_refined = 0
-    for b in range(batch):
-        most_refined = max(most_refined, refined[b])
+    keys, marks, starts, kept, kept_keys, kept_sums, listed, chosen, seal_of = lists
+    spare, fresh = np.empty(kept.shape[1] + LANES, np.uint32), np.empty(LANES, np.float32)
+    packed, any_refined = np.empty((head_dim // 16 + 3, per_task * seal_groups + LANES), np.int32), refined.max() > 0
     while True:
         task = take(progress, phase)
         if task >= some * chunks:
             break
         row, begin = first_row + task // chunks, task % chunks * per_task
         b, h = row // kv_heads, row % kv_heads
-        own, own_keys, own_sums = estimate[b, h], keys[row - first_row], sums[row - first_row]
-        for seal in range(begin, min(begin + per_task, seals)):
-            group = seal * seal_groups
-            if states[b, seal] != KNOWN:
-                end = (lengths[b] + size - 1) // size
-                for i in range(group, group + seal_groups):
-                    own[i] = np.inf if i < end else -np.inf
-                    own_keys[i] = 0
-                continue
-            place = places[b, seal] + h * per_unit
-            ahead = places[b, min(seal + SEALS_AHEAD, seals - 1)] + h * per_unit
-            ask_for(codes, ahead * first_bytes * seal_groups, first_bytes * seal_groups)
-            ask_for(mean, ahead * mean_bytes, mean_bytes)
-            ask_for(scale, ahead * seal_groups, seal_groups)
-            ask_for(mean_scale, ahead, 1)
-            for at in range(passes):
-                mean_dots(mean, place * mean_bytes, mean_bytes, mean_bits, queries[row, at], dots)
-                base_at, shift = (seal * passes + at) * HEADS, wide(mean_scale[place])
-                for r in range(HEADS):
-                    bases[row, base_at + r] = log_size + shift * dots[r]
-                for i in range(0, seal_groups, LANES):
-                    scan_planes(
-                        codes, place * first_bytes * seal_groups + i, seal_groups, first_bytes, scale,
-                        place * seal_groups + i, words[row, at], factors[row, at, 0], bases[row], base_at, own_sums,
-                        ((group + i) * passes + at * LANES) * HEADS, at > 0, fresh[i:],
-                    )  # fmt: skip
-                if at == passes - 1:
-                    for i in range(0, seal_groups, LANES):
-                        put_kept(fresh[i:], own, own_keys, group + i, True)
+        score_first(
+            begin, min(begin + per_task, seals), mean, mean_scale, mean_bits, scale, codes, first_bytes, seal_groups,
+            states[b], places[b], h * per_unit, words[row], queries[row], factors[row, :, 0], log_size,
+            (lengths[b] + size - 1) // size, bases[row], estimate[b, h], keys[row - first_row],
+        )  # fmt: skip
+        finish(progress, phase)
+    wait(progress, phase, some * chunks)
+    phase += 1
+    if parts == 1 and not any_refined:
+        return
+
+    # the second part of codes; where there is but one, a second bit alone, of which the sums are found here
+    later_bytes, last = (dims[1] // 8 if parts > 1 else 0), min(parts - 1, 1)
+    while True:
+        task = take(progress, phase)
+        if task >= some:
+            break
+        row = first_row + task
+        number = staged[0, row // kv_heads] if parts > 1 else refined[row // kv_heads]
+        choose_first(keys[task], number, marks[task], starts[task], per_task * seal_groups, spare)
+        finish(progress, phase)
+    wait(progress, phase, some)
+    phase += 1
+    while True:
+        task = take(progress, phase)
+        if task >= some * chunks:
+            break
+        place, begin = task // chunks, task % chunks * per_task
+        row = first_row + place
+        b, h = row // kv_heads, row % kv_heads
+        read_kept(
+            begin, min(begin + per_task, seals), starts[place, task % chunks], scale, codes, first_bytes, later[0],
+            later_bytes, seal_groups, places[b], h * per_unit, words[row], factors[row, :, last], bases[row],
+            marks[place], packed, fresh, estimate[b, h], kept[place], kept_keys[place], kept_sums[place],
+        )  # fmt: skip
         finish(progress, phase)
     wait(progress, phase, some * chunks)
     phase += 1
 
-    first_word = (first_bytes + WORD - 1) // WORD
-    for part in range(1, parts):
-        part_bytes = dims[part] // 8
+    # a third part, and the second bit, of what is listed of these
+    first_word, whole_word = 0, 0
+    for part in range(parts):
+        first_word = whole_word
+        whole_word += (dims[part] + 8 * WORD - 1) // (8 * WORD)
+    for level in range(2 if parts == 3 else 3, 4 if any_refined else 3):
+        doubled = level == 3
+        pool, own_scale = (second, second_scale) if doubled else (later[1], scale)
+        num_bytes, word = ((head_dim + 7) // 8, whole_word) if doubled else (dims[2] // 8, first_word)
+        numbers = refined if doubled else staged[1]
         while True:
-            row = take(progress, phase)
-            if row >= some:
+            task = take(progress, phase)
+            if task >= some:
                 break
-            row += first_row
-            keep_best(keys[row - first_row], groups, staged[part - 1, row // kv_heads], spare)
+            row = first_row + task
+            total = starts[task, chunks]
+            keep_best(kept_keys[task], total, numbers[row // kv_heads], spare)
+            count = list_kept(kept_keys[task], total, listed[task])
+            starts[task, chunks + 1] = count
+            locate(
+                listed[task], count, kept[task], seal_groups, places[row // kv_heads], row % kv_heads * per_unit,
+                chosen[task], seal_of[task],
+            )  # fmt: skip
+            for i in range(min(LISTED_AHEAD, count)):
+                ask_for(pool, chosen[task, i] * num_bytes, num_bytes)
+                ask_for(own_scale, chosen[task, i], 1)
             finish(progress, phase)
         wait(progress, phase, some)
         phase += 1
+        pieces = (max(numbers.max(), 1) + LISTED_GROUPS - 1) // LISTED_GROUPS
         while True:
             task = take(progress, phase)
-            if task >= some * chunks:
+            if task >= some * pieces:
                 break
-            row, begin = first_row + task // chunks, task % chunks * per_task
-            b, h = row // kv_heads, row % kv_heads
-            own, own_keys, own_sums = estimate[b, h], keys[row - first_row], sums[row - first_row]
-            for seal in range(begin, min(begin + per_task, seals)):
-                ahead = min(seal + SEALS_AHEAD, seals - 1)
-                coming = (places[b, ahead] + h * per_unit) * seal_groups
-                for i in range(0, seal_groups, LANES):
-                    if any_kept(own_keys, ahead * seal_groups + i):
-                        ask_for(later[part - 1], (coming + i) * part_bytes, LANES * part_bytes)
-                        ask_for(scale, coming + i, LANES)
-                start = places[b, seal] + h * per_unit
-                for i in range(0, seal_groups, LANES):
-                    group, place = seal * seal_groups + i, start * seal_groups + i
-                    if not any_kept(own_keys, group):
-                        continue
-                    for at in range(passes):
-                        scan_rows(
-                            later[part - 1], place * part_bytes, part_bytes, scale, place,
-                            words[row, at, first_word * WORD_TABLE :], factors[row, at, part], bases[row],
-                            (seal * passes + at) * HEADS, own_sums, (group * passes + at * LANES) * HEADS, at > 0,
-                            fresh,
-                        )  # fmt: skip
-                    put_kept(fresh, own, own_keys, group, False)
+            place, begin = task // pieces, task % pieces * LISTED_GROUPS
+            row = first_row + place
+            count = starts[place, chunks + 1]
+            read_listed(
+                begin, min(begin + LISTED_GROUPS, count), count, pool, num_bytes, own_scale,
+                words[row, :, word * WORD_TABLE :], doubled, factors[row, :, parts if doubled else 2], bases[row],
+                listed[place], chosen[place], seal_of[place], fresh, estimate[row // kv_heads, row % kv_heads],
+                kept[place], kept_keys[place], kept_sums[place],
+            )  # fmt: skip
             finish(progress, phase)
-        wait(progress, phase, some * chunks)
+        wait(progress, phase, some * pieces)
         phase += 1
-        first_word += (part_bytes + WORD - 1) // WORD
-
-    if not most_refined:
-        return
-    while True:
-        row = take(progress, phase)
-        if row >= some:
-            break
-        row += first_row
-        own_keys = keys[row - first_row]
-        keep_best(own_keys, groups, refined[row // kv_heads], spare)
-        counts[row] = list_kept(own_keys, groups, listed[row - first_row])
-        finish(progress, phase)
-    wait(progress, phase, some)
-    phase += 1
-    pieces = (most_refined + FINER_GROUPS - 1) // FINER_GROUPS
-    while True:
-        task = take(progress, phase)
-        if task >= some * pieces:
-            break
-        row, begin = first_row + task // pieces, task % pieces * FINER_GROUPS
-        b, h = row // kv_heads, row % kv_heads
-        own, count = estimate[b, h], min(counts[row] - begin, FINER_GROUPS)
-        own_listed = listed[row - first_row, begin:]
-        if count > 0:
-            seal = 0
-            end, start = 0, 0
-            for i in range(count):
-                group = own_listed[i]
-                if group >= end:
-                    seal = group // seal_groups
-                    end = (seal + 1) * seal_groups
-                    # of the first group of the seal, less its number
-                    start = (places[b, seal] + h * per_unit) * seal_groups - seal * seal_groups
-                    ask_for(codes, (start + seal * seal_groups) * first_bytes, first_bytes * seal_groups)
-                place = start + group
-                chosen[i], seal_of[i] = place, seal
-                ask_for(second, place * num_bytes, num_bytes)
-                ask_for(second_scale, place, 1)
-                ask_for(later[0], place * middle_bytes, middle_bytes)
-                ask_for(later[1], place * last_bytes, last_bytes)
-            for i in range(count):
-                place, n, to = chosen[i], own_listed[i] - seal_of[i] * seal_groups, i * num_bytes
-                copy_bytes(codes, (place - n) * first_bytes + n, seal_groups, first_bytes, gathered, to)
-                to += first_bytes
-                copy_bytes(later[0], place * middle_bytes, 1, middle_bytes, gathered, to)
-                copy_bytes(later[1], place * last_bytes, 1, last_bytes, gathered, to + middle_bytes)
-            padded = pad(chosen, count)
-            for at in range(passes):
-                for i in range(padded):
-                    base_rows[i] = (seal_of[min(i, count - 1)] * passes + at) * HEADS
-                finer_rows(
-                    gathered, second, chosen, padded, num_bytes, tables[row, at], second_scale, bases[row],
-                    base_rows, at > 0, fresh, factors[row, at, parts - 1],
-                )  # fmt: skip
-            for i in range(count):
-                own[own_listed[i]] = fresh[i]
-        finish(progress, phase)
-    wait(progress, phase, some * pieces)
-    phase += 1
 
 
-@kernel(fastmath=FAST)
+@kernel()
 def score_units(
-    progress, rows_at_once, q, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale, fill, table,
+    progress, together, q, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale, fill, table,
     lengths, guards, staged, refined, signs, blocks, block_scales, dims, size, sealed, per_unit, states, places, words,
-    tables, queries, factors, bases, sums, keys, listed, counts, missing, estimate,
+    queries, factors, bases, lists, missing, estimate,
 ):  # fmt: skip
     """Fills estimate [B, Hkv, G], and missing [B] with how many groups lack a summary and a guard. q [B, Hq, D] float32
     unscaled. The fields of `summaries.rq` flat, `later` the second and the third part of codes; staged [parts - 1, B]
@@ -303,11 +326,11 @@ def score_units(
     together, per_unit times a unit. blocks and block_scales of `rotate`.
 
     Between the phases: states [B, seals] uint8 and places [B, seals] int64; of each row (b, h) and pass of HEADS query
-    heads words int8, tables, queries and factors [.., parts, HEADS] float32 of `prepare`, and bases [rows, seals *
-    passes * HEADS] float32; counts [rows]; and of rows_at_once rows sums [.., G * passes * HEADS] int16, keys [.., G]
-    uint32 of groups whose codes were all read so far, and listed [.., G + LANES] int32. One phase, and then
-    another where rows_at_once is 0: each row is one thread's, and what is read again still lies in its caches. Else,
-    for each rows_at_once rows, one of the first stage, two of every further one and two of the second bit."""
+    heads words int8, queries and factors [.., parts + 1, HEADS] float32 of `prepare`, and bases [rows, passes * HEADS *
+    (seals + LANES)] float32. One phase, and then another: each row is one thread's, and what is read again still lies
+    in its caches. Or, `together`, all threads take each stage of all rows, whose lists (`new_lists`) follow: one phase
+    of the first stage, two of the second (or of what the second bit needs of a code of one part), of the third and of
+    the second bit."""
     batch, num_heads, head_dim = q.shape
     _, kv_heads, groups = estimate.shape
     repeat, rows, passes = num_heads // kv_heads, batch * kv_heads, words.shape[1]
@@ -330,32 +353,29 @@ def score_units(
                 head = row % kv_heads * repeat + at * HEADS + (r if at * HEADS + r < repeat else 0)
                 own_q[r] = q[row // kv_heads, head]
             prepare(
-                own_q, shrink, signs, blocks, block_scales, dims, mean_bits, turned, words[row, at], tables[row, at],
-                queries[row, at], factors[row, at],
+                own_q, shrink, signs, blocks, block_scales, dims, mean_bits, turned, words[row, at], queries[row, at],
+                factors[row, at],
             )  # fmt: skip
         finish(progress, 0)
     wait(progress, 0, total)
 
     seal_groups = sealed // size
-    if rows_at_once:
-        for first_row in range(0, rows, rows_at_once):
-            score_some(
-                progress, 1 + first_row // rows_at_once * (1 + 2 * len(dims)), first_row,
-                min(rows_at_once, rows - first_row), mean, mean_scale, mean_bits, scale, codes, later, second,
-                second_scale, lengths, staged, refined, dims, size, head_dim, seal_groups, per_unit, states, places,
-                words, tables, queries, factors, bases, sums, keys, listed, counts, estimate,
-            )  # fmt: skip
+    if together:
+        score_some(
+            progress, 1, 0, rows, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale, lengths,
+            staged, refined, dims, size, head_dim, seal_groups, per_unit, states, places, words, queries, factors,
+            bases, lists, estimate,
+        )  # fmt: skip
         return
-    own_sums, own_keys = np.empty((1, groups * passes * HEADS), np.int16), np.empty((1, groups), np.uint32)
-    own_listed = np.empty((1, groups + LANES), np.int32)
+    own = new_lists(1, groups, lists[2].shape[1] - 2, passes)
     while True:
         row = take(progress, 1)
         if row >= rows:
             break
         score_some(
-            np.zeros((1 + 2 * len(dims), progress.shape[1]), np.int64), 0, row, 1, mean, mean_scale, mean_bits, scale,
-            codes, later, second, second_scale, lengths, staged, refined, dims, size, head_dim, seal_groups, per_unit,
-            states, places, words, tables, queries, factors, bases, own_sums, own_keys, own_listed, counts, estimate,
+            np.zeros((MOST_PHASES, progress.shape[1]), np.int64), 0, row, 1, mean, mean_scale, mean_bits, scale, codes,
+            later, second, second_scale, lengths, staged, refined, dims, size, head_dim, seal_groups, per_unit, states,
+            places, words, queries, factors, bases, own, estimate,
         )  # fmt: skip
         finish(progress, 1)
     wait(progress, 1, rows)

@@ -4,8 +4,8 @@
 of the groups that `select_best` lists. A list of a list is taken from its values alone, not from all groups again; so
 nothing is sorted, and nobody waits.
 
-The sums over rounded queries (`turn_units`) are of whole and half numbers, exact in any order. What is added of a unit's mean is
-summed once, by the lanes that share the unit, and is the same for all its groups and stages.
+The sums over rounded queries (`turn_units`) are of whole and half numbers, exact in any order. What is added of a
+unit's mean is summed once, by the lanes that share the unit, and is the same for all its groups and stages.
 
 One lane takes PIECE neighbouring groups of a unit: the first part lies plane by plane, so that one read has a byte of
 each of them, and a query's number is read once for all. Bodies: see `eps_mlx.kernels.score`.
