@@ -157,7 +157,7 @@ def test_a_read_without_stages_reads_every_code_whole(target) -> None:
 @pytest.mark.parametrize("refine", [0.0, 1.0])
 def test_groups_that_say_the_same_tie_to_the_bit(target, refine) -> None:
     """Of one unit: by scales and sums that differ, too, as long as their product is equal."""
-    config = {**UNIT, "stages": (1.0,)}
+    config = {"mean_tokens": 64, "stages": (1.0,)}
     one = Filled(target, case_of((1300, 900), refine, config=config, head_dim=64, num_heads=2, num_kv_heads=2))
     got, store, ties = one.estimate(), one.case.config.store, 0
     stored = {name: one.stored(name) for name in one.cache.summaries[0]}
