@@ -4,7 +4,8 @@ Ship needs one arm that, at every context from 32k on that it was measured at, r
 95th percentile of decode time at least 7 % lower, and loses at most 0.3 points of quality (none in strict mode). Kill
 is when no arm saves 5 % of the bytes at 32k to 64k, or when strict mode, at the default epsilon or below, loses quality
 anywhere. Between: iterate. Where the data cannot say, the verdict says so and why. A looser strict mode may lose what
-it says it may: it is judged as any other arm, and what it loses is a caveat.
+it says it may: it is judged as any other arm, and what it loses is a caveat. A verdict holds for the device whose times
+decided it, which it names; the requirements ask for GPUs, so that a CPU's is a caveat, too.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -58,6 +59,7 @@ class _Arm:
     loss: float | None
     strict: bool  # at an epsilon where nothing may be lost
     num_questions: int
+    device: str
 
     def fails(self) -> list[str]:
         """Why it cannot ship, from what was measured alone."""
@@ -75,7 +77,7 @@ class _Arm:
         """What was not measured on the device or at all."""
         found = []
         if self.p95_saved is None:
-            found.append("no decode times of a GPU")
+            found.append("no decode times")
         if self.loss is None:
             found.append("no questions answered")
         return found
@@ -150,8 +152,8 @@ def _judge(measured: Sequence[Mapping[str, Any]], broken: str) -> Verdict:
         best = max(ships, key=lambda arm: (arm.p95_saved or 0, arm.bytes_saved, arm.name))
         assert best.p95_saved is not None and best.loss is not None
         reason = (
-            f"{best.name}: {best.bytes_saved:.1f} % fewer bytes, p95 of decode {best.p95_saved:.1f} % lower, "
-            f"{best.loss:.2f} points lost"
+            f"{best.name}: {best.bytes_saved:.1f} % fewer bytes, p95 of decode {best.p95_saved:.1f} % lower on "
+            f"{best.device}, {best.loss:.2f} points lost"
         )
         return Verdict(SHIP, (reason,), _caveats(best), best.name)
     open_arms = [arm for arm in arms if not arm.fails()]
@@ -175,10 +177,10 @@ def loss_points(cell: Mapping[str, Any]) -> float | None:
 
 
 def p95_saved_percent(cell: Mapping[str, Any]) -> float | None:
-    """How much lower the 95th percentile of decode time is, in percent of dense; None where none of a GPU is there: a
-    CPU's time says nothing of it."""
+    """How much lower the 95th percentile of decode time is, in percent of dense, on the cell's device; None where it
+    was not measured."""
     dense, gated = _number(cell, "dense_decode_ms_p95"), _number(cell, "decode_ms_p95")
-    if not dense or gated is None or cell.get("device") in (None, "cpu"):
+    if not dense or gated is None:
         return None
     return 100 * (1 - gated / dense)
 
@@ -198,6 +200,7 @@ def _arms(cells: Sequence[Mapping[str, Any]]) -> list[_Arm]:
             loss=_worst([loss_points(cell) for cell in group], max),
             strict=_must_keep(group[0]),
             num_questions=min(int(_number(cell, "num_needles") or 0) for cell in group),
+            device=str(group[0].get("device") or "an unnamed device"),
         )
         for group in groups.values()
     ]
@@ -210,6 +213,8 @@ def _worst(values: Sequence[float | None], choose: Any) -> float | None:
 
 def _caveats(arm: _Arm) -> tuple[str, ...]:
     found = []
+    if arm.device == "cpu":
+        found.append("times are of a CPU: the requirements ask for GPUs")
     if arm.bytes_saved < SHIP_BYTES_FULL_PERCENT:
         found.append(f"the bytes saved are in the required range's lower part, below {SHIP_BYTES_FULL_PERCENT:g} %")
     if arm.num_questions and 100 / arm.num_questions > MAX_LOSS_POINTS:
