@@ -117,6 +117,23 @@ def test_a_ship_says_what_weakens_it() -> None:
     assert "epsilon above 0.01" in loose.caveats[0] and "epsilon 0.1 at 4,096 tokens loses 0.20" in loose.caveats[0]
 
 
+def test_what_tasks_lose_counts_as_quality() -> None:
+    def task(dense: float, change: float, **values: Any) -> dict[str, Any]:
+        same = {key: cell()[key] for key in ("method", "group_tokens", "bits", "dim", "policy", "strict")}
+        return {**same, "context_tokens": 32768, "dense": dense, "eps_minus_dense": change, "budget": 0.05, **values}
+
+    arm = cell(setting={"budget": 0.05})
+    assert decide([arm], [task(0.9, -0.01), task(0.8, 0.006)]).outcome == SHIP
+    lost = decide([arm], [task(0.9, -0.01), task(0.8, 0.002)])
+    assert lost.outcome == ITERATE and "loses 0.40 points" in lost.reasons[0]
+    # of another arm, of more bytes, of a shorter context, or failed by dense itself
+    for other in ({"method": "box"}, {"budget": 0.1}, {"context_tokens": 16384}, {"model": "another"}):
+        assert decide([arm], [task(0.9, -0.5, **other)]).outcome == SHIP
+    assert decide([arm], [task(0.09, -0.09)]).outcome == SHIP
+    questions = cell(num_needles=0, setting={"budget": 0.05})
+    assert decide([questions], [task(0.9, 0.0)]).outcome == SHIP
+
+
 def test_an_arm_is_named_by_what_sets_it_apart() -> None:
     usual = {"refine": 0.0, "tail_tokens": 0, "guards": [4, 8], "bound_bits": 0, "scope": "kv-head"}
     assert arm_name(cell(**usual)) == "rq 1 bit S=2"

@@ -225,17 +225,8 @@ def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[Key
             cells.append(
                 Cell(
                     context_tokens=plan.context_tokens,
-                    method=arm.store.method,
-                    group_tokens=arm.store.S,
-                    bits=arm.store.code_bits,
-                    refine=arm.read.refine if arm.store.facts.coded else None,
-                    mean_tokens=arm.store.mean_tokens or None,
-                    mean_bits=arm.store.mean_bits if arm.store.mean_tokens else None,
-                    stages=arm.read.stages or None,
-                    tail_tokens=arm.store.tail_tokens,
                     dim=arm.store.dim,
-                    policy=arm.read.policy,
-                    guards=(arm.read.first_tokens, arm.read.last_tokens),
+                    **name_of(arm)._asdict(),
                     byte_budget=None if arm.read.policy == "share" else point,
                     tau=point if arm.read.policy == "share" else None,
                     bytes_ratio=_ratio(total.bytes_read, total.bytes_dense) if total else None,
@@ -275,6 +266,39 @@ class ArmName(NamedTuple):
 
 def arm_name(cell: Cell) -> ArmName:
     return ArmName(**{name: getattr(cell, name) for name in ArmName._fields})
+
+
+def name_of(arm: EpsConfig) -> ArmName:
+    """The name of an arm's cells."""
+    store, read = arm.store, arm.read
+    return ArmName(
+        method=store.method,
+        group_tokens=store.S,
+        guards=(read.first_tokens, read.last_tokens),
+        policy=read.policy,
+        tail_tokens=store.tail_tokens,
+        bits=store.code_bits,
+        refine=read.refine if store.facts.coded else None,
+        mean_tokens=store.mean_tokens or None,
+        mean_bits=store.mean_bits if store.mean_tokens else None,
+        stages=read.stages or None,
+    )
+
+
+class Floor(NamedTuple):
+    """What the bytes that an arm reads at some KL are of, each over the dense bytes."""
+
+    summaries: float
+    tail: float
+    tokens: float
+
+
+def floor(arm: EpsConfig, head_dim: int, context_tokens: int, bytes_ratio: float) -> Floor:
+    """Splits `bytes_ratio` of a bfloat16 cache: summaries that choose, mean values of the tail, K and V of tokens."""
+    dense = context_tokens * 2 * head_dim * 2
+    with_tail = scoring_bytes(arm, head_dim, [context_tokens]) / dense
+    summaries = scoring_bytes(arm.replace(tail_tokens=0), head_dim, [context_tokens]) / dense
+    return Floor(summaries, with_tail - summaries, bytes_ratio - with_tail)
 
 
 def label(name: ArmName) -> str:
