@@ -82,10 +82,10 @@ WIDE_STAGES = [
 # RoPE's base stays: without training the same weights answered 6 of 10 needles at 16k, with a base of 200,000 two
 LONG_CONFIG = {"max_position_embeddings": 32768}
 LONG_STAGES = [
-    (1024, 900, 16384, 2.0),
+    (1024, 710, 16384, 2.0),
     (4096, 100, 16384, 2.0),
-    (16384, 50, 32768, 2.0),
-    (32768, 70, 32768, 2.0),
+    (16384, 40, 32768, 2.0),
+    (32768, 60, 32768, 2.0),
 ]
 LONG_START, LONG_RULER_SHARE = Path("eps_core/demo_model"), 0.5
 LONGEST, DEPTH_BINS, RULER_LENGTHS = 32768, 5, (4096, 16384, 32768)
