@@ -17,9 +17,8 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode.model import read_spec
 from eps_core.errors import ConfigError, exit_code
 from eps_core.evaluation.curves import (
-    ARMS,
-    CODES,
     EARLIER,
+    SETS,
     ArmName,
     Cell,
     Floor,
@@ -46,7 +45,12 @@ TARGETS = (("box", 16, (16, 128), 0.3), ("meanstd", 16, (16, 128), 0.35), ("orac
 LEVELS = ("0.1", "0.01", "0.001")
 LONG_MODEL = Path(__file__).resolve().parent.parent / "results" / "long_model"
 # whose bytes are followed from context to context
-FOLLOWED = {name_of(arm): arm for arm in (*ARMS, *CODES) if arm.store.method in ("rq", "box", "meanstd", "oracle")}
+FOLLOWED = {
+    name_of(arm): arm
+    for arms in SETS.values()
+    for arm in arms
+    if arm.store.method in ("rq", "box", "meanstd", "oracle")
+}
 DRAWN = (("rq, 2 (default)", "rq", (2, (4, 8), 64), "-"), ("box, 16", "box", (16, (16, 128), 0), "-"),
          ("meanstd, 16", "meanstd", (16, (16, 128), 0), "-"), ("oracle, 16", "oracle", (16, (16, 128), 0), "--"),
          ("oracle, 16, guards 4 + 32", "oracle", (16, (4, 32), 0), ":"))  # fmt: skip
@@ -347,11 +351,11 @@ def main() -> None:
     out = parser.parse_args().folder
     if not out.is_dir():
         parser.error(f"there is no folder {out}: run scripts/reproduce.sh, which makes its files")
-    demo, wide = (
-        merged(cells(out / methods), cells(out / codes))
-        for methods, codes in (("methods.jsonl", "codes.jsonl"), ("wide.jsonl", "codes-wide.jsonl"))
+    demo, wide, long = (
+        merged(cells(out / f"{methods}.jsonl"), cells(out / f"{codes}.jsonl"))
+        for methods, codes in (("methods", "codes"), ("wide", "codes-wide"), ("long", "long-floor"))
     )
-    long, head_dim = cells(out / "long.jsonl"), read_spec(LONG_MODEL).head_dim
+    head_dim = read_spec(LONG_MODEL).head_dim
     certificates = rows(out / "certificates.jsonl", "summary", "strict", "refinement")
     bounds = inputs.read_object(out / "bounds.json", "results", MEND)
     parts = ["# Evidence", "", "Made by `scripts/reproduce.sh`. Bytes are K, V and summaries read, over dense.", ""]

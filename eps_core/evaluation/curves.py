@@ -61,7 +61,17 @@ CODES = (
     EpsConfig.of(method="rq", refine=0.0),
     EpsConfig.of(method="rq", tail_tokens=0),
 )
-SETS = {"methods": ARMS, "codes": CODES}
+# how little the default may read to choose: at long contexts most of its bytes are summaries, and few groups are wanted
+FLOOR = (
+    EpsConfig.of(method="rq"),
+    EpsConfig.of(method="rq", tail_tokens=128),
+    EpsConfig.of(method="rq", stages=(0.1,), refine=1 / 32),
+    EpsConfig.of(method="rq", stages=(0.25, 0.05), refine=1 / 64),
+    EpsConfig.of(method="rq", stages=(0.5, 0.2)),
+    EpsConfig.of(method="rq", stages=(0.25, 0.05), refine=1 / 64, tail_tokens=128),
+    EpsConfig.of(method="rq", mean_tokens=64, mean_bits=8, stages=(0.25, 0.05), refine=1 / 64, tail_tokens=128),
+)
+SETS = {"methods": ARMS, "codes": CODES, "floor": FLOOR}
 EARLIER = dict.fromkeys(("mean_tokens", "mean_bits", "stages"))  # of cells of before there were unit means
 
 
