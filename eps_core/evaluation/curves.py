@@ -231,7 +231,10 @@ def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[Key
     for arm_index, arm in enumerate(plan.arms):
         for point in plan.taus if arm.read.policy == "share" else plan.byte_budgets:
             total = totals.get((arm_index, point))
-            low, high = (bootstrap_interval(total.documents, plan.seed) if total else None) or (None, None)
+            low, high = (bootstrap_interval(total.documents, plan.seed) if total and total.documents else None) or (
+                None,
+                None,
+            )
             cells.append(
                 Cell(
                     context_tokens=plan.context_tokens,
