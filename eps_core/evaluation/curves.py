@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eps_core.config.bytes import scoring_bytes
+from eps_core.config.bytes import scoring_bytes, tail_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
 from eps_core.evaluation.runner import DENSE, Document, run_document
@@ -309,9 +309,9 @@ class Floor(NamedTuple):
 def floor(arm: EpsConfig, head_dim: int, context_tokens: int, bytes_ratio: float) -> Floor:
     """Splits `bytes_ratio` of a bfloat16 cache: summaries that choose, mean values of the tail, K and V of tokens."""
     dense = context_tokens * 2 * head_dim * 2
-    with_tail = scoring_bytes(arm, head_dim, [context_tokens]) / dense
-    summaries = scoring_bytes(arm.replace(tail_tokens=0), head_dim, [context_tokens]) / dense
-    return Floor(summaries, with_tail - summaries, bytes_ratio - with_tail)
+    scoring = scoring_bytes(arm, head_dim, [context_tokens]) / dense
+    tail = tail_bytes(arm.store, head_dim, context_tokens) / dense
+    return Floor(scoring - tail, tail, bytes_ratio - scoring)
 
 
 def label(name: ArmName) -> str:
