@@ -66,6 +66,7 @@ FLOOR = (
     EpsConfig.of(method="rq"),
     EpsConfig.of(method="rq", tail_tokens=128),
     EpsConfig.of(method="rq", stages=(0.1,), refine=1 / 32),
+    EpsConfig.of(method="rq", stages=(0.04,), refine=1 / 64),
     EpsConfig.of(method="rq", stages=(0.25, 0.05), refine=1 / 64),
     EpsConfig.of(method="rq", stages=(0.5, 0.2)),
     EpsConfig.of(method="rq", stages=(0.25, 0.05), refine=1 / 64, tail_tokens=128),
