@@ -43,6 +43,8 @@ KL_LIMIT = 0.01
 TARGETS = (("box", 16, (16, 128), 0.3), ("meanstd", 16, (16, 128), 0.35), ("oracle", 16, (16, 128), 1.0),
            ("oracle", 16, (4, 32), 1.0), ("oracle", 128, (16, 128), 0.5))  # fmt: skip
 LEVELS = ("0.1", "0.01", "0.001")
+# of each model: methods, and what was measured of some of them later
+FILES = {"demo": ("methods", "codes"), "wide": ("wide", "codes-wide"), "long": ("long", "long-floor")}
 LONG_MODEL = Path(__file__).resolve().parent.parent / "results" / "long_model"
 # whose bytes are followed from context to context
 FOLLOWED = {
@@ -351,19 +353,26 @@ def main() -> None:
     out = parser.parse_args().folder
     if not out.is_dir():
         parser.error(f"there is no folder {out}: run scripts/reproduce.sh, which makes its files")
-    demo, wide, long = (
-        merged(cells(out / f"{methods}.jsonl"), cells(out / f"{codes}.jsonl"))
-        for methods, codes in (("methods", "codes"), ("wide", "codes-wide"), ("long", "long-floor"))
-    )
-    head_dim = read_spec(LONG_MODEL).head_dim
+    measured = {
+        model: merged(*(cells(out / f"{file}.jsonl") for file in files))
+        for model, files in FILES.items()
+        if model != "long" or (out / "long.jsonl").exists()  # of long.sh, which takes hours
+    }
     certificates = rows(out / "certificates.jsonl", "summary", "strict", "refinement")
     bounds = inputs.read_object(out / "bounds.json", "results", MEND)
     parts = ["# Evidence", "", "Made by `scripts/reproduce.sh`. Bytes are K, V and summaries read, over dense.", ""]
-    for found, model in ((demo, "demo model"), (wide, "wide model"), (long, "long model")):
-        parts += [f"## Bytes at a KL of {KL_LIMIT} / needles there, {model}", "", *bytes_table(found), ""]
-        parts += [f"## The default's bytes over others', {model}", "", *targets(found), ""]
-    parts += ["## What the bytes at that KL are of, long model", "", *floor_table(long, head_dim), ""]
-    for found, model in ((demo, "demo"), (wide, "wide"), (long, "long")):
+    for model, found in measured.items():
+        parts += [f"## Bytes at a KL of {KL_LIMIT} / needles there, {model} model", "", *bytes_table(found), ""]
+        parts += [f"## The default's bytes over others', {model} model", "", *targets(found), ""]
+    made = {
+        "quality.svg": quality_figure(measured["demo"], measured["wide"]),
+        "certificates.svg": certificate_figure(certificates),
+    }
+    if "long" in measured:
+        head_dim = read_spec(LONG_MODEL).head_dim
+        parts += ["## What the bytes at that KL are of, long model", "", *floor_table(measured["long"], head_dim), ""]
+        made["context.svg"] = context_figure(measured["long"], head_dim)
+    for model, found in measured.items():
         for context in sorted({cell.context_tokens for cell in found}):
             here = [cell for cell in found if cell.context_tokens == context]
             parts += [f"## KL / needles at each byte budget, {model} model, {context:,} tokens", "", markdown(here), ""]
@@ -376,12 +385,7 @@ def main() -> None:
         "",
     ]
     parts += ["## Bounds checked", "", "```json", json.dumps(bounds, indent=1), "```", ""]
-    made = {
-        "evidence.md": "\n".join(parts),
-        "quality.svg": quality_figure(demo, wide),
-        "context.svg": context_figure(long, head_dim),
-        "certificates.svg": certificate_figure(certificates),
-    }
+    made["evidence.md"] = "\n".join(parts)
     for name, text in made.items():
         with replacing(out / name) as file:
             file.write(text)
