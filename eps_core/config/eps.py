@@ -25,8 +25,8 @@ FLAT = (
     "head_modes", "seed", "min_context", "block_size",
 )  # fmt: skip
 _STORED = {field.name for field in fields(Store)} - {"second_bit", "parts"}
-# what was not yet said when it was the only way
-_EARLIER: dict[str, Any] = {"mean_tokens": 0, "stages": ()}
+# what the flat form did not yet say when it was the only way
+EARLIER: dict[str, Any] = {"mean_tokens": 0, "mean_bits": 4, "stages": []}
 _GROUP = {"group_tokens", "group_blocks"}  # two ways to say one thing
 _KINDS = {**get_type_hints(Store), **get_type_hints(Read)}
 
@@ -164,4 +164,4 @@ class EpsConfig:
     def from_dict(cls, data: dict[str, Any]) -> Self:
         """The flat form back, exactly as it was written, and all of it given; one of before there were unit means, as
         it was meant."""
-        return cls.of(**{**_EARLIER, **data})
+        return cls.of(**{**EARLIER, **data})
