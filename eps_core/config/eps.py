@@ -119,6 +119,19 @@ class EpsConfig:
             kept = {name: value for name, value in kept.items() if name not in _GROUP}
         return type(self).of(**{**kept, **flat})
 
+    @property
+    def fallback(self) -> str | None:
+        """Where codes are about a centre because the usual unit's mean does not fit, and nobody asked for either: what
+        a user is told of it at the start."""
+        store, usual = self.store, self.store.facts.unit
+        if self.given is None or "mean_tokens" in self.given or not store.needs_centre or store.bits > 1 or not usual:
+            return None
+        fault = store.mean_fault(usual.mean_tokens) if usual.mean_tokens else None
+        return fault and (
+            f"codes are about one centre a head, as the usual eps-unit-tokens {usual.mean_tokens} {fault}, or "
+            "eps-unit-tokens 0 if it is meant so"
+        )
+
     def with_tail(self) -> Self:
         """The same with a tail of the usual length."""
         return self.replace(tail_tokens=self.store.with_tail().tail_tokens)

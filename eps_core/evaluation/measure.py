@@ -172,6 +172,8 @@ def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, 
         verify=request.verify.to_dict() if request.verify.enabled else None,
         files=[str(path) for path in files if path is not None],
     )
+    if request.config.fallback:
+        out.write(f"note: {request.config.fallback}\n")
     arms = request.arms()
     file = ResumableFile(output, {"type": "run", "kind": "evaluate", **run}, IDENTITY, {"config": EARLIER})
     num_samples, num_documents = sum(map(len, groups)), sum(map(len, windows.values()))
