@@ -87,9 +87,10 @@ def test_preset_prd_is_the_requirements_grid() -> None:
     assert {cell.heads for cell in cells} == {"retrieval", "all"}
 
 
-def test_preset_small_holds_no_impossible_cell() -> None:
-    cells = expand(PRESETS["small"], "small")
-    assert 30 < len(cells) < 80 and max(cell.context for cell in cells) <= 16384
+@pytest.mark.parametrize(("preset", "least", "longest"), [("small", 30, 4096), ("long", 15, 32768)])
+def test_a_preset_holds_no_impossible_cell(preset: str, least: int, longest: int) -> None:
+    cells = expand(PRESETS[preset], preset)
+    assert least < len(cells) < 80 and max(cell.context for cell in cells) == longest
     for cell in cells:
         config_of(cell, None)
 

@@ -35,7 +35,8 @@ _PLAN = Plan()
     "--preset",
     heading=INPUT,
     type=click.Choice(tuple(PRESETS)),
-    help="quick: 4 cells; small: minutes; verified: exact text, half an hour; prd: the requirements' 1,296.",
+    help="quick: 4 cells; small: minutes; verified: exact text, half an hour; long: 8k to 32k; prd: the requirements' "
+    "1,296.",
 )
 @option(
     "-o", "--output", "out", also=["--out"], heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE", required=True,
