@@ -2,15 +2,23 @@
 
 import copy
 import json
+import logging
 import pickle
+from io import StringIO
+from pathlib import Path
 
 import pytest
+import tiny_models
 from hypothesis import given
 from hypothesis import strategies as st
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import Store
+from eps_core.decode.sampling import Sampling
+from eps_core.engine.plan import Plan
 from eps_core.errors import ConfigError
+from eps_core.evaluation.compare import RunRequest, run
+from eps_cuda.hooks.vllm.asked import Asked, fitted
 
 RQ = EpsConfig.of(method="rq")
 SHARE = EpsConfig.of(method="box", policy="share")
@@ -83,6 +91,52 @@ def test_what_followed_follows_again(config: EpsConfig, changed: dict, want: dic
 def test_what_was_given_is_kept_and_refused_where_it_does_not_fit(config, changed: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         config.replace(**changed)
+
+
+@pytest.mark.parametrize(("flat", "why"), [
+    ({"block_size": 48}, "does not fit whole into the 48 tokens of a page or tail: use pages or a tail of 64 tokens"),
+    ({"tail_tokens": 16}, "does not fit whole into the 16 tokens of a page or tail: use pages or a tail of 64 tokens"),
+    ({"group_tokens": 64}, "is no multiple of the group of 64 tokens beyond itself: use smaller groups"),
+    ({"block_size": 48, "mean_tokens": 0}, None),
+    ({"block_size": 48, "bits": 2}, None),
+    ({"block_size": 48, "method": "box"}, None),
+    ({"block_size": 48, "method": "off"}, None),
+    ({}, None),
+], ids=str)  # fmt: skip
+def test_a_default_that_does_not_fit_is_told(flat: dict, why: str | None) -> None:
+    config = EpsConfig.of(**{"method": "rq", **flat})
+    if why is None:
+        assert config.fallback is None
+        return
+    assert config.store.mean_tokens == 0 and config.fallback is not None
+    assert f"codes are about one centre a head, as the usual eps-unit-tokens 32 {why}" in config.fallback
+    plan = Plan((0,), {})
+    assert plan.line(config).endswith(config.fallback) and plan.level(config) == logging.WARNING
+    asked = config.replace(mean_tokens=0)
+    assert asked == config and asked.fallback is None and "note" not in plan.line(asked)
+    assert plan.level(asked) == logging.INFO
+    with pytest.raises(ConfigError, match=why):
+        config.replace(mean_tokens=32)
+
+
+def test_blocks_of_vllm_that_hold_no_unit_are_told() -> None:
+    for block_tokens, told in ((16, "into the 16 tokens of a page or tail"), (64, None)):
+        config = fitted(Asked({"method": "rq"}, "rows"), block_tokens).config
+        assert config.store.unit_tokens == block_tokens
+        assert config.fallback is None if told is None else told in (config.fallback or "")
+
+
+def test_a_run_says_at_its_start_that_the_default_does_not_fit(tmp_path: Path) -> None:
+    model, config = tiny_models.save_model("mistral", tmp_path), EpsConfig.of(method="rq", block_size=48)
+    assert config.fallback is not None
+    prompt = ("word " * 60,)
+    for one, times in ((config, 1), (config.replace(mean_tokens=0), 0)):
+        out = StringIO()
+        asked = RunRequest(one, Sampling(), "numpy", "cpu", model, prompt, max_new_tokens=2, baseline=False)
+        run(asked, out)
+        assert out.getvalue().count(config.fallback) == times
+        head, _ = out.getvalue().split("\n\n", 1)
+        assert head.endswith(f"note    {config.fallback}") == bool(times)
 
 
 @given(FLATS)

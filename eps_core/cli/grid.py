@@ -12,7 +12,7 @@ from eps_core.cli.source import backend_option, device_option, dtype_option, mod
 from eps_core.config.store import DTYPE_BYTES
 from eps_core.decode.model import DEMO_MODEL
 from eps_core.errors import ConfigError
-from eps_core.evaluation.grid import IDENTITY, Progress, header, run_cells
+from eps_core.evaluation.grid import IDENTITY, Progress, check_settings, header, run_cells
 from eps_core.evaluation.grid_cell import Bench, Plan
 from eps_core.evaluation.grid_settings import PRESETS, expand, load_grid
 from eps_core.files import outputs
@@ -117,6 +117,7 @@ def _grid(output: outputs.Output, flags: dict[str, Any]) -> None:
     )  # fmt: skip
     results = ResumableFile(output, first, IDENTITY)  # before the weights are loaded, which may take minutes
     there = results.indexed("cell", len(cells))
+    check_settings(cells, head_modes, there, output.path)
     finished = set(there)
     if len(finished) < len(cells):
         session.load()  # nothing is written until everything that can be refused has been

@@ -25,8 +25,8 @@ FLAT = (
     "head_modes", "seed", "min_context", "block_size",
 )  # fmt: skip
 _STORED = {field.name for field in fields(Store)} - {"second_bit", "parts"}
-# what was not yet said when it was the only way
-_EARLIER: dict[str, Any] = {"mean_tokens": 0, "stages": ()}
+# what the flat form did not yet say when it was the only way
+EARLIER: dict[str, Any] = {"mean_tokens": 0, "mean_bits": 4, "stages": []}
 _GROUP = {"group_tokens", "group_blocks"}  # two ways to say one thing
 _KINDS = {**get_type_hints(Store), **get_type_hints(Read)}
 
@@ -119,6 +119,19 @@ class EpsConfig:
             kept = {name: value for name, value in kept.items() if name not in _GROUP}
         return type(self).of(**{**kept, **flat})
 
+    @property
+    def fallback(self) -> str | None:
+        """Where codes are about a centre because the usual unit's mean does not fit, and nobody asked for either: what
+        a user is told of it at the start."""
+        store, usual = self.store, self.store.facts.unit
+        if self.given is None or "mean_tokens" in self.given or not store.needs_centre or store.bits > 1 or not usual:
+            return None
+        fault = store.mean_fault(usual.mean_tokens) if usual.mean_tokens else None
+        return fault and (
+            f"codes are about one centre a head, as the usual eps-unit-tokens {usual.mean_tokens} {fault}, or "
+            "eps-unit-tokens 0 if it is meant so"
+        )
+
     def with_tail(self) -> Self:
         """The same with a tail of the usual length."""
         return self.replace(tail_tokens=self.store.with_tail().tail_tokens)
@@ -164,4 +177,4 @@ class EpsConfig:
     def from_dict(cls, data: dict[str, Any]) -> Self:
         """The flat form back, exactly as it was written, and all of it given; one of before there were unit means, as
         it was meant."""
-        return cls.of(**{**_EARLIER, **data})
+        return cls.of(**{**EARLIER, **data})
