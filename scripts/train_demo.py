@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
-from training_documents import BOS, RULER_TASKS, batch_of, ruler_row, training_text
 
 from eps_core.cli.numbers import SEED, TOKENS, Real, argument
 from eps_core.decode.model import read_spec
@@ -33,6 +32,7 @@ from eps_core.errors import ConfigError, exit_code
 from eps_core.files import outputs
 from eps_core.tasks.corpus import corpus
 from eps_core.tasks.needle import filler, needle_document
+from eps_core.tasks.training import BOS, RULER_TASKS, batch_of, ruler_row, training_text
 
 EOS, VOCAB = 257, 258
 CONFIG = {
@@ -81,9 +81,9 @@ WIDE_STAGES = [
     (2048, 60, 16384, 2.0),
     (4096, 45, 16384, 2.0),
 ]
-# `long` starts from the demo model's weights: RULER's look-ups are learnt where rows are short, then the rows grow. RoPE
-# is scaled as in Llama 3.1, which alone, without a step of training, answered 4 of 5 needles at 32,000 tokens; as it was,
-# the same weights answered none there, and 40 steps at 16,384 did not mend that.
+# `long` starts from the demo model's weights: RULER's look-ups are learnt where rows are short, then the rows grow.
+# RoPE is scaled as in Llama 3.1, which alone, without a step of training, answered 4 of 5 needles at 32,000 tokens; as
+# it was, the same weights answered none there, and 40 steps at 16,384 did not mend that.
 LONG_CONFIG = {
     "max_position_embeddings": 32768,
     "rope_scaling": {

@@ -1,4 +1,4 @@
-"""What train_demo.py trains on: rows of text with needles or RULER's questions in them, and where the answers are."""
+"""What scripts/train_demo.py trains on: rows of text with needles or RULER's questions, and where the answers are."""
 
 import sysconfig
 from pathlib import Path
