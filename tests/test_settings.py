@@ -142,8 +142,8 @@ def test_a_run_says_at_its_start_that_the_default_does_not_fit(tmp_path: Path) -
 @given(FLATS)
 def test_what_was_given_makes_no_config_another_one(flat: dict) -> None:
     config = made(flat)
-    if isinstance(config, str):
-        return
+    if isinstance(config, str) or not config.store.enabled:
+        return  # off takes what no method would, and keeps none of it
     back = EpsConfig.from_dict(json.loads(json.dumps(config.to_dict())))
     for other in (back, EpsConfig(config.store, config.read), pickle.loads(pickle.dumps(config)), copy.copy(config)):
         assert other == config and hash(other) == hash(config) and repr(other) == repr(config)

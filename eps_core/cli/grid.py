@@ -77,7 +77,8 @@ _PLAN = Plan()
 def grid_command(**flags: Any) -> None:
     """Measure every combination of a grid, dense and gated side by side, one JSON line a finished cell.
 
-    Started again with the same -o it goes on where it was stopped, however it was stopped. The grid file holds axes,
+    Started again with the same -o it goes on where it was stopped, however it was stopped, but not over cells that were
+    measured with other defaults than there are now. The grid file holds axes,
     {"context": [2048, 4096], "method": ["rq", "box"], "budget": [0.1, 0.2]}, or a list of such objects.
 
     A cell that is impossible as it is set is skipped for good. One that fails, for want of memory or by a fault, is

@@ -75,7 +75,7 @@ def cell_line(index: int, setting: Setting, config: EpsConfig | None, numbers: d
 
 # what a line of before it held the whole config tells of it
 _COLUMNS = (
-    "dim", "bits", "group_tokens", "alpha", "top_pages", "guards", "mean_tokens", "stages", "refine", "tail_tokens",
+    "mean_tokens", "stages", "refine", "guards", "tail_tokens", "group_tokens", "dim", "bits", "alpha", "top_pages",
     "bound_bits", "epsilon", "scope",
 )  # fmt: skip
 _MEND = "give another -o, or go on with the version that its first line names"
