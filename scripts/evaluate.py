@@ -44,7 +44,10 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--contexts", type=argument(TOKENS), nargs="+", default=[2048, 4096, 8192, 16384])
     parser.add_argument(
-        "--arms", choices=SETS, default="methods", help="all methods, or the parts of the default's codes"
+        "--arms",
+        choices=SETS,
+        default="methods",
+        help="all methods, the parts of the default's codes, or what it may read less",
     )
     parser.add_argument("--needles", type=argument(TOKENS), default=50)
     parser.add_argument("--texts", type=argument(TOKENS), default=6)

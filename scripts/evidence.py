@@ -1,8 +1,9 @@
-"""Turns the raw measurements of scripts/reproduce.sh into the tables and figures of results/README.md.
+"""Turns the raw measurements of scripts/reproduce.sh and long.sh into the tables and figures of results/README.md.
 
     python scripts/evidence.py [results]
 
-Writes evidence.md (every table), quality.svg (KL against bytes) and certificates.svg (what certainty costs) there.
+Writes evidence.md (every table), quality.svg (KL against bytes), context.svg (bytes against context) and
+certificates.svg (what certainty costs) there.
 """
 
 import argparse
@@ -13,8 +14,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from eps_core.config.eps import EpsConfig
+from eps_core.decode.model import read_spec
 from eps_core.errors import ConfigError, exit_code
-from eps_core.evaluation.curves import EARLIER, ArmName, Cell, arm_name, bytes_at_kl, label, markdown
+from eps_core.evaluation.curves import (
+    EARLIER,
+    SETS,
+    ArmName,
+    Cell,
+    Floor,
+    arm_name,
+    bytes_at_kl,
+    floor,
+    label,
+    markdown,
+    name_of,
+)
 from eps_core.files import inputs
 from eps_core.files.outputs import replacing
 from eps_core.files.records import Count, Name, Ratio, read_record
@@ -29,7 +43,19 @@ KL_LIMIT = 0.01
 TARGETS = (("box", 16, (16, 128), 0.3), ("meanstd", 16, (16, 128), 0.35), ("oracle", 16, (16, 128), 1.0),
            ("oracle", 16, (4, 32), 1.0), ("oracle", 128, (16, 128), 0.5))  # fmt: skip
 LEVELS = ("0.1", "0.01", "0.001")
-
+# of each model: methods, and what was measured of some of them later
+FILES = {"demo": ("methods", "codes"), "wide": ("wide", "codes-wide"), "long": ("long", "long-floor")}
+LONG_MODEL = Path(__file__).resolve().parent.parent / "results" / "long_model"
+# whose bytes are followed from context to context
+FOLLOWED = {
+    name_of(arm): arm
+    for arms in SETS.values()
+    for arm in arms
+    if arm.store.method in ("rq", "box", "meanstd", "oracle")
+}
+DRAWN = (("rq, 2 (default)", "rq", (2, (4, 8), 64), "-"), ("box, 16", "box", (16, (16, 128), 0), "-"),
+         ("meanstd, 16", "meanstd", (16, (16, 128), 0), "-"), ("oracle, 16", "oracle", (16, (16, 128), 0), "--"),
+         ("oracle, 16, guards 4 + 32", "oracle", (16, (4, 32), 0), ":"))  # fmt: skip
 
 KINDS: dict[str, Any] = {
     "replay": {
@@ -130,8 +156,9 @@ def bytes_table(found: list[Cell]) -> list[str]:
 
 
 def targets(found: list[Cell]) -> list[str]:
-    """The default's bytes over those of what it is held against, at the KL limit."""
-    contexts = [context for context in (4096, 8192) if any(c.context_tokens == context for c in found)]
+    """The default's bytes over those of what it is held against, at the KL limit, where dense answers most needles."""
+    long = (c for c in found if c.context_tokens >= 4096 and c.needles_dense >= 0.8 * c.num_needles)
+    contexts = sorted({c.context_tokens for c in long})
     table = [f"| against | at most | {' | '.join(f'{c:,}' for c in contexts)} |", "|---|---|" + "---|" * len(contexts)]
     for method, group_tokens, guards, limit in TARGETS:
         entries = []
@@ -147,6 +174,60 @@ def targets(found: list[Cell]) -> list[str]:
             entries.append(words)
         table.append(f"| {label(ArmName(method, group_tokens, guards))} | {limit:g} | {' | '.join(entries)} |")
     return table
+
+
+def floors(found: list[Cell], head_dim: int) -> dict[ArmName, dict[int, Floor]]:
+    """Of each arm that is followed, what its bytes at the KL limit are of, at each context where it crosses that."""
+    split: dict[ArmName, dict[int, Floor]] = {}
+    for context in sorted({cell.context_tokens for cell in found}):
+        for name, curve in curves(found, context).items():
+            ratio, how = crossing(curve)
+            if ratio is not None and how == "measured" and name in FOLLOWED and name.policy == "topk":
+                split.setdefault(name, {})[context] = floor(FOLLOWED[name], head_dim, context, ratio)
+    return split
+
+
+def floor_table(found: list[Cell], head_dim: int) -> list[str]:
+    table = ["| method, S | context | of the bytes | summaries | tail | K and V | tokens of K and V read "
+             "| tokens' worth in all |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    for name, by_context in floors(found, head_dim).items():
+        for context, part in by_context.items():
+            shares = " | ".join(f"{share:.4f}" for share in (sum(part), *part))
+            worth = f"{part.tokens * context:,.0f} | {sum(part) * context:,.0f}"
+            table.append(f"| {label(name)} | {context:,} | {shares} | {worth} |")
+    return table
+
+
+def context_figure(found: list[Cell], head_dim: int) -> str:
+    """Bytes at the KL limit against context: over dense, and as tokens' worth of K and V."""
+    split = floors(found, head_dim)
+
+    def of(method: str, settings: tuple[Any, ...]) -> dict[int, Floor]:
+        usual = EpsConfig.of(method="rq")
+        for name, by_context in split.items():
+            if (name.method, (name.group_tokens, name.guards, name.tail_tokens)) != (method, settings):
+                continue
+            if method != "rq" or name == name_of(usual):
+                return by_context
+        return {}
+
+    def plot(figure: Any) -> None:
+        shares, tokens = figure.subplots(1, 2)
+        for words, method, settings, style in DRAWN:
+            by_context = of(method, settings)
+            xs, look = list(by_context), {"color": colour(method), "lw": 1.6, "marker": "o", "ms": 3}
+            shares.plot(xs, [sum(part) for part in by_context.values()], style, label=words, **look)
+            tokens.plot(xs, [sum(part) * x for x, part in by_context.items()], style, **look)
+            if method == "rq":
+                tokens.plot(xs, [part.tokens * x for x, part in by_context.items()], ":", label="rq, K and V", **look)
+        contexts = sorted({cell.context_tokens for cell in found})
+        for axis, ylabel in ((shares, "bytes over dense"), (tokens, "tokens' worth of bytes")):
+            axis.set(xscale="log", yscale="log", xlabel="context, tokens", ylabel=f"{ylabel} at a KL of {KL_LIMIT}")
+            axis.set_xticks(contexts, [f"{c // 1024}k" for c in contexts], minor=False)
+            axis.minorticks_off()
+        figure.legend(loc="outside lower center", ncols=6)
+
+    return svg((8.4, 3.8), plot)
 
 
 def recall_table(out: Path) -> list[str]:
@@ -273,17 +354,26 @@ def main() -> None:
     out = parser.parse_args().folder
     if not out.is_dir():
         parser.error(f"there is no folder {out}: run scripts/reproduce.sh, which makes its files")
-    demo, wide = (
-        merged(cells(out / methods), cells(out / codes))
-        for methods, codes in (("methods.jsonl", "codes.jsonl"), ("wide.jsonl", "codes-wide.jsonl"))
-    )
+    measured = {
+        model: merged(*(cells(out / f"{file}.jsonl") for file in files))
+        for model, files in FILES.items()
+        if model != "long" or (out / "long.jsonl").exists()  # of long.sh, which takes hours
+    }
     certificates = rows(out / "certificates.jsonl", "summary", "strict", "refinement")
     bounds = inputs.read_object(out / "bounds.json", "results", MEND)
     parts = ["# Evidence", "", "Made by `scripts/reproduce.sh`. Bytes are K, V and summaries read, over dense.", ""]
-    for found, model in ((demo, "demo model"), (wide, "wide model")):
-        parts += [f"## Bytes at a KL of {KL_LIMIT} / needles there, {model}", "", *bytes_table(found), ""]
-        parts += [f"## The default's bytes over others', {model}", "", *targets(found), ""]
-    for found, model in ((demo, "demo"), (wide, "wide")):
+    for model, found in measured.items():
+        parts += [f"## Bytes at a KL of {KL_LIMIT} / needles there, {model} model", "", *bytes_table(found), ""]
+        parts += [f"## The default's bytes over others', {model} model", "", *targets(found), ""]
+    made = {
+        "quality.svg": quality_figure(measured["demo"], measured["wide"]),
+        "certificates.svg": certificate_figure(certificates),
+    }
+    if "long" in measured:
+        head_dim = read_spec(LONG_MODEL).head_dim
+        parts += ["## What the bytes at that KL are of, long model", "", *floor_table(measured["long"], head_dim), ""]
+        made["context.svg"] = context_figure(measured["long"], head_dim)
+    for model, found in measured.items():
         for context in sorted({cell.context_tokens for cell in found}):
             here = [cell for cell in found if cell.context_tokens == context]
             parts += [f"## KL / needles at each byte budget, {model} model, {context:,} tokens", "", markdown(here), ""]
@@ -296,11 +386,7 @@ def main() -> None:
         "",
     ]
     parts += ["## Bounds checked", "", "```json", json.dumps(bounds, indent=1), "```", ""]
-    made = {
-        "evidence.md": "\n".join(parts),
-        "quality.svg": quality_figure(demo, wide),
-        "certificates.svg": certificate_figure(certificates),
-    }
+    made["evidence.md"] = "\n".join(parts)
     for name, text in made.items():
         with replacing(out / name) as file:
             file.write(text)

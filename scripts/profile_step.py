@@ -18,7 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from whole_step import make_demo
+from whole_step import MODELS
 
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.generate import generate
@@ -38,7 +38,7 @@ WARM_STEPS = 8
 def main(context: int, steps: int, backend: str, kernels: str) -> None:
     config, rng = EpsConfig.of(method="rq"), np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
-        model = make_demo(Path(folder), context + WARM_STEPS + steps)
+        model = MODELS["demo"](Path(folder), context + WARM_STEPS + steps)
         session = Session.open(model, backend, "cpu", "float32", kernels=kernels)
         spec, decoder = session.spec, session.decoder
 

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from eps_core.errors import exit_code
 from eps_core.files import outputs
 from eps_core.tasks.corpus import corpus
 
+LONG_MODEL = Path(__file__).resolve().parent.parent / "results" / "long_model"
 # Llama 3.2 1B, whose prompt the demo's byte tokenizer makes
 LLAMA_1B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
@@ -33,13 +35,17 @@ LLAMA_1B = {
 }  # fmt: skip
 
 
-def make_demo(folder: Path, context: int) -> Path:
-    """The demo model, allowed to run past its context."""
-    config = json.loads((DEMO_MODEL / "config.json").read_text())
-    for name in ("model.safetensors", "tokenizer.json"):
-        shutil.copy(DEMO_MODEL / name, folder / name)
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": context}))
-    return folder
+def longer(source: Path) -> Callable[[Path, int], Path]:
+    """Makes a copy of a model that is allowed to run past its context."""
+
+    def make(folder: Path, context: int) -> Path:
+        config = json.loads((source / "config.json").read_text())
+        for name in ("model.safetensors", "tokenizer.json"):
+            shutil.copy(source / name, folder / name)
+        (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": context}))
+        return folder
+
+    return make
 
 
 def make_llama_1b(folder: Path, context: int) -> Path:
@@ -70,7 +76,7 @@ def make_llama_1b(folder: Path, context: int) -> Path:
     return folder
 
 
-MODELS = {"demo": make_demo, "llama-1b": make_llama_1b}
+MODELS = {"demo": longer(DEMO_MODEL), "long": longer(LONG_MODEL), "llama-1b": make_llama_1b}
 
 
 @click.command()

@@ -26,6 +26,8 @@ from eps_core.evaluation.grid_cell import Plan
 from eps_core.evaluation.grid_settings import PRESETS, Setting, config_of, expand, load_grid
 from eps_core.files.outputs import Output
 from eps_core.files.resumable import ResumableFile
+from eps_core.summaries import rq
+from eps_core.summaries.base import UnitFacts
 
 # torch and MLX need seconds to import: the oracle's own loop is enough to test a file
 SMALL = ["--backend", "numpy", "--device", "cpu", "--needles", 1, "--texts", 1, "--text-steps", 4, "--audit-every", 2]
@@ -85,9 +87,10 @@ def test_preset_prd_is_the_requirements_grid() -> None:
     assert {cell.heads for cell in cells} == {"retrieval", "all"}
 
 
-def test_preset_small_holds_no_impossible_cell() -> None:
-    cells = expand(PRESETS["small"], "small")
-    assert 30 < len(cells) < 80 and max(cell.context for cell in cells) <= 16384
+@pytest.mark.parametrize(("preset", "least", "longest"), [("small", 30, 4096), ("long", 15, 32768)])
+def test_a_preset_holds_no_impossible_cell(preset: str, least: int, longest: int) -> None:
+    cells = expand(PRESETS[preset], preset)
+    assert least < len(cells) < 80 and max(cell.context for cell in cells) == longest
     for cell in cells:
         config_of(cell, None)
 
@@ -352,6 +355,68 @@ def test_another_grid_or_model_or_file_is_refused_and_left_alone(model: Path, fi
         out.write_text(text)
         assert words in refusal(model, out, AXES)
         assert out.read_text() == text
+
+
+WHOLE = {"mean_tokens", "mean_bits", "stages"}  # what was not said when codes had one centre a head
+
+
+def begun_earlier(line: dict[str, Any], form: str) -> dict[str, Any]:
+    """A finished cell's line as one of before there were unit means would have been, or one of the same settings."""
+    centre = line["method"] == "rq" and form != "the same, by its columns"
+    if centre:
+        old = {"mean_tokens": None, "stages": None, "refine": 0.125}
+        line = {**line, **old, "config": {**line["config"], **old, "mean_tokens": 0, "stages": []}}
+    if form == "its config":
+        return line
+    if form == "an older config":
+        return {**line, "config": {name: value for name, value in line["config"].items() if name not in WHOLE}}
+    gone = {"config", *(WHOLE if form == "older columns" else ())}
+    return {name: value for name, value in line.items() if name not in gone}
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ("its config", "of cell 0 (rq, context 288) config.mean_tokens differs (0 there, 32 now)"),
+        ("an older config", "of cell 0 (rq, context 288) config.mean_tokens differs (0 there, 32 now)"),
+        ("its columns", "of cell 0 (rq, context 288) cell.mean_tokens differs (None there, 32 now)"),
+        ("older columns", "of cell 0 (rq, context 288) cell.mean_tokens differs (None there, 32 now)"),
+        ("the same, by its columns", None),
+    ],
+)
+def test_a_cell_of_another_default_is_refused_and_one_of_the_same_is_not(
+    model: Path, finished: Path, tmp_path: Path, form: str, words: str | None
+) -> None:
+    out = tmp_path / "r.jsonl"
+    first, *cells = lines_of(finished)
+    cells = [begun_earlier(cell, form) for cell in sorted(cells, key=lambda cell: cell["index"])]
+    for kept in (cells, [cell for cell in cells if cell["method"] != "rq"]):
+        out.write_text("".join(json.dumps(line) + "\n" for line in (first, *kept)))
+        before = out.read_bytes()
+        if words is not None and kept is cells:
+            error = refusal(model, out, AXES)
+            assert words in error and "give another -o, or go on with the version" in error
+            assert out.read_bytes() == before
+        else:  # what depends on no default that has changed goes on
+            assert run(model, out, AXES)["resumed"] == len(kept)
+
+
+def test_a_grid_goes_on_over_a_changed_default_only_where_it_does_not_matter(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    axes = {"context": 288, "method": "rq", "budget": 0.5, "tail_tokens": 32}
+    out, named = tmp_path / "r.jsonl", tmp_path / "named.jsonl"
+    with monkeypatch.context() as before:
+        before.setattr(rq, "FACTS", replace(rq.FACTS, unit=UnitFacts()))
+        run(model, out, axes)
+        run(model, named, {**axes, "mean_tokens": 0})
+    assert [cell["config"]["mean_tokens"] for cell in cells_of(out)] == [0]
+    written = out.read_bytes()
+    assert "config.mean_tokens differs (0 there, 32 now)" in refusal(model, out, axes)
+    assert out.read_bytes() == written
+    assert run(model, named, {**axes, "mean_tokens": 0})["resumed"] == 1
+    monkeypatch.setattr(rq, "FACTS", replace(rq.FACTS, guards=(0, 16)))
+    assert "config.first_tokens differs (4 there, 0 now)" in refusal(model, named, {**axes, "mean_tokens": 0})
 
 
 def test_a_start_with_other_versions_is_written_down(tmp_path: Path) -> None:

@@ -22,11 +22,18 @@ from eps_cuda.kernels import cpu as numba_kernels
 # ---- faults, masks, gradients ----
 
 
+def check_kernels(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> None:
+    """The check of the kernels, once a process, goes through the backend, too: it is done before that breaks."""
+    with Attending(model):
+        generate(model, ids, mask, EpsCache(model, RQ))
+
+
 def test_a_fault_of_ours_is_the_engines_attention_counted_and_loud(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, (ids, mask) = tiny("llama"), prompts([150, 130], seed=12)
     plain = generate(model, ids, mask, stock(model))
+    check_kernels(model, ids, mask)
     cache = EpsCache(model, RQ)
 
     def broken(*_: Any) -> Any:
@@ -45,6 +52,7 @@ def test_a_fault_while_summaries_are_written_loses_no_token(
 ) -> None:
     model, (ids, mask) = tiny("llama"), prompts([290, 130], seed=12)
     plain = generate(model, ids, mask, stock(model))
+    check_kernels(model, ids, mask)
     cache = EpsCache(model, RQ)
     write, calls = cache.gated.eps.write_kv, []
 

@@ -132,7 +132,7 @@ def test_an_end_in_the_middle_of_a_round_ends_the_text() -> None:
 def test_a_prompt_before_the_centre_and_below_the_least_context_is_dense() -> None:
     model, (ids, _) = tiny("llama"), prompts([240], seed=4)
     plain = said(model, ids, max_new_tokens=30)
-    centred = RQ.replace(mean_tokens=0, stages=())
+    centred = RQ.replace(mean_tokens=0)
     with eps(model, **{**VERIFIED, "config": centred}, draft=4) as gated:
         assert torch.equal(said(model, ids, max_new_tokens=30), plain)
         found = verified(gated)

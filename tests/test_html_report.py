@@ -42,7 +42,7 @@ def cell(**values: Any) -> dict[str, Any]:
 
 SHIP, KILL, ITERATE, OPEN = "ship", "kill", "iterate", "not decidable"
 VERDICTS: dict[str, tuple[list[dict[str, Any]], str, str]] = {
-    "ships": ([cell()], SHIP, "88.0 % fewer bytes, p95 of decode 25.0 % lower, 0.20 points lost"),
+    "ships": ([cell()], SHIP, "88.0 % fewer bytes, p95 of decode 25.0 % lower on cuda, 0.20 points lost"),
     "ships-at-the-limits": (
         [cell(bytes_ratio=0.9, dense_decode_ms_p95=100.0, decode_ms_p95=93.0, needles_answered=997)],
         SHIP, "0.30 points",
@@ -83,8 +83,10 @@ VERDICTS: dict[str, tuple[list[dict[str, Any]], str, str]] = {
         SHIP, "rq 1 bit S=2: 88.0 %",
     ),
     "no-long-context": ([cell(context_tokens=16384)], OPEN, "the longest one measured is 16,384"),
-    "times-of-a-cpu": ([cell(device="cpu")], OPEN, "no decode times of a GPU"),
-    "no-times": ([cell(decode_ms_p95=None)], OPEN, "no decode times of a GPU"),
+    "ships-on-a-cpu": ([cell(device="cpu")], SHIP, "p95 of decode 25.0 % lower on cpu"),
+    "too-slow-on-a-cpu": ([cell(device="cpu", decode_ms_p95=11.9)], ITERATE, "changes p95 by -0.8 %"),
+    "one-device-of-two-is-slow": ([cell(device="cpu", decode_ms_p95=11.9), cell()], SHIP, "on cuda"),
+    "no-times": ([cell(decode_ms_p95=None)], OPEN, "no decode times"),
     "no-questions": ([cell(num_needles=0)], OPEN, "no questions"),
     "oracles-do-not-count": ([cell(method="oracle")], OPEN, "no measured cell"),
     "nothing": ([], OPEN, "no measured cell"),
@@ -108,9 +110,28 @@ def test_a_ship_says_what_weakens_it() -> None:
     assert few.outcome == SHIP and len(few.caveats) == 2
     assert "20 questions cannot resolve 0.3 points (one is 5.00)" in few.caveats[1]
     assert decide([cell()]).caveats == ()
+    (caveat,) = decide([cell(device="cpu")]).caveats
+    assert "times are of a CPU" in caveat
     loose = decide([cell(), cell(strict=True, epsilon=0.1, context_tokens=4096)])
     assert loose.outcome == SHIP and len(loose.caveats) == 1
     assert "epsilon above 0.01" in loose.caveats[0] and "epsilon 0.1 at 4,096 tokens loses 0.20" in loose.caveats[0]
+
+
+def test_what_tasks_lose_counts_as_quality() -> None:
+    def task(dense: float, change: float, **values: Any) -> dict[str, Any]:
+        same = {key: cell()[key] for key in ("method", "group_tokens", "bits", "dim", "policy", "strict")}
+        return {**same, "context_tokens": 32768, "dense": dense, "eps_minus_dense": change, "budget": 0.05, **values}
+
+    arm = cell(setting={"budget": 0.05})
+    assert decide([arm], [task(0.9, -0.01), task(0.8, 0.006)]).outcome == SHIP
+    lost = decide([arm], [task(0.9, -0.01), task(0.8, 0.002)])
+    assert lost.outcome == ITERATE and "loses 0.40 points" in lost.reasons[0]
+    # of another arm, of more bytes, of a shorter context, or failed by dense itself
+    for other in ({"method": "box"}, {"budget": 0.1}, {"context_tokens": 16384}, {"model": "another"}):
+        assert decide([arm], [task(0.9, -0.5, **other)]).outcome == SHIP
+    assert decide([arm], [task(0.09, -0.09)]).outcome == SHIP
+    questions = cell(num_needles=0, setting={"budget": 0.05})
+    assert decide([questions], [task(0.9, 0.0)]).outcome == SHIP
 
 
 def test_an_arm_is_named_by_what_sets_it_apart() -> None:

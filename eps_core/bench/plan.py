@@ -8,7 +8,7 @@ import numpy as np
 
 from eps_core.bench.data import Layer, Shape
 from eps_core.bench.proof import GateError
-from eps_core.config.bytes import scoring_bytes
+from eps_core.config.bytes import scoring_bytes, tail_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import DTYPE_BYTES, METHODS, sized_method
 from eps_core.errors import ConfigError
@@ -88,13 +88,13 @@ def moved_bytes(layer: Layer, config: EpsConfig, kv_read: int) -> dict[str, int]
     shape, heads = layer.shape, layer.shape.kv_heads
     lengths, where = layer.lengths.tolist(), layer.where(config)
     whole = heads * scoring_bytes(config, shape.head_dim, lengths)
-    score = heads * scoring_bytes(config.replace(tail_tokens=0), shape.head_dim, lengths)
+    tail = heads * sum(tail_bytes(config.store, shape.head_dim, length) for length in lengths)
     return {
-        "score": score,
+        "score": whole - tail,
         "select": 4 * heads * int(where.ends.sum()),
         "attend": kv_read,
-        "tail": whole - score,
-        "attend_with_tail": kv_read + whole - score,
+        "tail": tail,
+        "attend_with_tail": kv_read + tail,
         "write": heads * shape.batch * layer.cache.spec.kv_token_bytes,
         "step": heads * sum(lengths) * layer.cache.spec.kv_token_bytes if where.reads_all(0) else whole + kv_read,
     }

@@ -12,7 +12,7 @@ from eps_core.cli.source import backend_option, device_option, dtype_option, mod
 from eps_core.config.store import DTYPE_BYTES
 from eps_core.decode.model import DEMO_MODEL
 from eps_core.errors import ConfigError
-from eps_core.evaluation.grid import IDENTITY, Progress, header, run_cells
+from eps_core.evaluation.grid import IDENTITY, Progress, check_settings, header, run_cells
 from eps_core.evaluation.grid_cell import Bench, Plan
 from eps_core.evaluation.grid_settings import PRESETS, expand, load_grid
 from eps_core.files import outputs
@@ -35,7 +35,8 @@ _PLAN = Plan()
     "--preset",
     heading=INPUT,
     type=click.Choice(tuple(PRESETS)),
-    help="quick: 4 cells; small: minutes; verified: exact text, half an hour; prd: the requirements' 1,296.",
+    help="quick: 4 cells; small: minutes; verified: exact text, half an hour; long: 8k to 32k; prd: the requirements' "
+    "1,296.",
 )
 @option(
     "-o", "--output", "out", also=["--out"], heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE", required=True,
@@ -76,7 +77,8 @@ _PLAN = Plan()
 def grid_command(**flags: Any) -> None:
     """Measure every combination of a grid, dense and gated side by side, one JSON line a finished cell.
 
-    Started again with the same -o it goes on where it was stopped, however it was stopped. The grid file holds axes,
+    Started again with the same -o it goes on where it was stopped, however it was stopped, but not over cells that were
+    measured with other defaults than there are now. The grid file holds axes,
     {"context": [2048, 4096], "method": ["rq", "box"], "budget": [0.1, 0.2]}, or a list of such objects.
 
     A cell that is impossible as it is set is skipped for good. One that fails, for want of memory or by a fault, is
@@ -116,6 +118,7 @@ def _grid(output: outputs.Output, flags: dict[str, Any]) -> None:
     )  # fmt: skip
     results = ResumableFile(output, first, IDENTITY)  # before the weights are loaded, which may take minutes
     there = results.indexed("cell", len(cells))
+    check_settings(cells, head_modes, there, output.path)
     finished = set(there)
     if len(finished) < len(cells):
         session.load()  # nothing is written until everything that can be refused has been

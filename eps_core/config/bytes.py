@@ -33,9 +33,14 @@ def scoring_bytes(config: EpsConfig, head_dim: int, lengths: Iterable[int]) -> i
         total += -(-length // store.sealed_tokens) * of_all
         total += sum(map(mul, config.staged_groups(length, head_dim), parts))
         total += config.refined_groups(length) * second
-        if store.tail_tokens:
-            total += -(-length // store.tail_tokens) * sealed_bytes(store.tail_store, head_dim)
+        total += tail_bytes(store, head_dim, length)
     return total
+
+
+def tail_bytes(store: Store, head_dim: int, num_tokens: int) -> int:
+    """Bytes of the tail's mean values per (layer, kv head) of a sequence of `num_tokens` tokens: stored, and all read
+    by a scoring pass."""
+    return -(-num_tokens // store.tail_tokens) * sealed_bytes(store.tail_store, head_dim) if store.tail_tokens else 0
 
 
 def sealed_bytes(store: Store, head_dim: int) -> int:
@@ -63,8 +68,7 @@ def open_group_bytes(num_layers: int, num_kv_heads: int, head_dim: int) -> tuple
 def summary_bytes(store: Store, num_layers: int, num_kv_heads: int, head_dim: int, num_tokens: int) -> int:
     """Bytes of all summaries of one sequence of `num_tokens` tokens, those of bounds and tails included."""
     kept = -(-num_tokens // store.sealed_tokens) * sealed_bytes(store, head_dim)
-    if store.tail_tokens:
-        kept += -(-num_tokens // store.tail_tokens) * sealed_bytes(store.tail_store, head_dim)
+    kept += tail_bytes(store, head_dim, num_tokens)
     if store.bound_bits:
         kept += num_tokens * sealed_bytes(store.bound_store, head_dim)
     return num_layers * num_kv_heads * kept

@@ -6,7 +6,8 @@ errors, so the first line of every JSONL says exactly what ran.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from copy import deepcopy
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, get_type_hints
 
 from eps_core.config.read import DEFAULT_TAU, Read
@@ -24,8 +25,9 @@ FLAT = (
     "head_modes", "seed", "min_context", "block_size",
 )  # fmt: skip
 _STORED = {field.name for field in fields(Store)} - {"second_bit", "parts"}
-# what was not yet said when it was the only way
-_EARLIER: dict[str, Any] = {"mean_tokens": 0, "stages": ()}
+# what the flat form did not yet say when it was the only way
+EARLIER: dict[str, Any] = {"mean_tokens": 0, "mean_bits": 4, "stages": []}
+_GROUP = {"group_tokens", "group_blocks"}  # two ways to say one thing
 _KINDS = {**get_type_hints(Store), **get_type_hints(Read)}
 
 
@@ -35,6 +37,9 @@ class EpsConfig:
 
     store: Store = Store()  # noqa: RUF009  frozen
     read: Read = Read()  # noqa: RUF009
+    # the flat settings that `of` was given, which `replace` keeps: all others follow from these, and make no config
+    # another one. None: made of a store and a read, and so given all of them
+    given: dict[str, Any] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         store, read = self.store, self.read
@@ -66,15 +71,25 @@ class EpsConfig:
         flat["method"] = method
         unknown = sorted(set(flat) - set(FLAT))
         require(not unknown, f"unknown EPS setting {', '.join(unknown)}: known are {', '.join(sorted(FLAT))}")
+        flat = {name: value for name, value in flat.items() if value is not None}
         for name, value in flat.items():
-            if value is not None:
-                records.check(name, value, _KINDS[name])
-        facts = table.facts(method)
-        store = Store(**{name: value for name, value in flat.items() if name in _STORED and value is not None})
+            records.check(name, value, _KINDS[name])
+        store = Store(**{name: value for name, value in flat.items() if name in _STORED})
+        read = cls._read(store, flat)
+        if store.enabled:
+            store = replace(store, second_bit=store.facts.coded and read.refine > 0, parts=1 + len(read.stages))
+        config = cls(store, read)
+        object.__setattr__(config, "given", deepcopy(flat))
+        return config
+
+    @staticmethod
+    def _read(store: Store, flat: dict[str, Any]) -> Read:
+        """What is given of a read, and what follows for the rest of it."""
+        facts = store.facts
         usual = facts.unit if store.mean_tokens else None
         refine = (facts.refine if usual is None else usual.refine) if store.bits == 1 else 0.0
-        refine = min([refine, *(flat.get("stages") or ())])
-        least = refine if flat.get("refine") is None else flat["refine"]  # what is read on was read whole
+        refine = min([refine, *flat.get("stages", ())])
+        least = flat.get("refine", refine)  # what is read on was read whole
         defaults = {
             "budget": facts.budget,
             "tau": DEFAULT_TAU if flat.get("policy") == "share" else None,
@@ -83,18 +98,13 @@ class EpsConfig:
             "first_tokens": facts.guards[0],
             "last_tokens": facts.guards[1],
         }
-        given = {name: value for name, value in flat.items() if name not in _STORED and value is not None}
-        given = {**defaults, **given}
         try:
-            read = Read(**given)
+            return Read(**{**defaults, **{name: value for name, value in flat.items() if name not in _STORED}})
         except ConfigError:
-            if method != table.OFF:
+            if store.enabled:
                 raise
             # off must always be there to fall back to; only what is misspelt is refused
-            read = Read(policy=flat.get("policy", "topk"), scope=flat.get("scope", "kv-head"))
-        if not store.enabled:
-            return cls(store, read)
-        return cls(replace(store, second_bit=facts.coded and read.refine > 0, parts=1 + len(read.stages)), read)
+            return Read(policy=flat.get("policy", "topk"), scope=flat.get("scope", "kv-head"))
 
     @classmethod
     def reading(cls, store: Store) -> Self:
@@ -102,12 +112,29 @@ class EpsConfig:
         return cls(store, Read(stages=(0.5,) * (store.parts - 1), refine=0.25 if store.second_bit else 0.0))
 
     def replace(self, **flat: Any) -> Self:
-        """The same but for these flat settings, which are taken as given."""
-        return type(self).of(**{**self.to_dict(), **flat})
+        """As if these flat settings had been given, too, or instead: what merely followed follows again. None: it is
+        given no longer."""
+        kept = self.to_dict() if self.given is None else self.given
+        if flat.keys() & _GROUP:
+            kept = {name: value for name, value in kept.items() if name not in _GROUP}
+        return type(self).of(**{**kept, **flat})
+
+    @property
+    def fallback(self) -> str | None:
+        """Where codes are about a centre because the usual unit's mean does not fit, and nobody asked for either: what
+        a user is told of it at the start."""
+        store, usual = self.store, self.store.facts.unit
+        if self.given is None or "mean_tokens" in self.given or not store.needs_centre or store.bits > 1 or not usual:
+            return None
+        fault = store.mean_fault(usual.mean_tokens) if usual.mean_tokens else None
+        return fault and (
+            f"codes are about one centre a head, as the usual eps-unit-tokens {usual.mean_tokens} {fault}, or "
+            "eps-unit-tokens 0 if it is meant so"
+        )
 
     def with_tail(self) -> Self:
         """The same with a tail of the usual length."""
-        return type(self)(self.store.with_tail(), self.read)
+        return self.replace(tail_tokens=self.store.with_tail().tail_tokens)
 
     def reads_all(self, layer: int, lengths: Iterable[int]) -> bool:
         """Whether a step needs no score in a layer: it is dense, or every sequence is shorter than `min_context` or
@@ -148,5 +175,6 @@ class EpsConfig:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """The flat form back, exactly as it was written; one of before there were unit means, as it was meant."""
-        return cls.of(**{**_EARLIER, **data})
+        """The flat form back, exactly as it was written, and all of it given; one of before there were unit means, as
+        it was meant."""
+        return cls.of(**{**EARLIER, **data})

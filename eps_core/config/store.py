@@ -148,7 +148,7 @@ class Store:
         facts, tokens = self.facts.unit, self.mean_tokens
         if tokens is None:
             usual = facts.mean_tokens if facts is not None and self.bits == 1 else 0
-            fitting = [size for size in UNIT_TOKENS if size <= usual and self._mean_fits(size)]
+            fitting = [size for size in UNIT_TOKENS if size <= usual and self.mean_fault(size) is None]
             tokens = max(fitting, default=0)
             object.__setattr__(self, "mean_tokens", tokens)
         require(tokens in (0, *UNIT_TOKENS), f"eps-unit-tokens {tokens} is not 0, 32 or 64: use 32")
@@ -170,22 +170,22 @@ class Store:
             f"eps-unit-tokens {tokens} is for {coded_methods()} codes of 1 bit, not for method {self.method} with "
             f"{self.bits} bits: leave it out",
         )
-        require(
-            self._mean_fits(tokens),
-            f"eps-unit-tokens {tokens} is no multiple of the group of {self.S} tokens beyond itself, or does not fit "
-            f"whole into the {max(self.block_size, self.S, self.tail_tokens)} tokens of a page or tail: use another of "
-            "32 and 64, or 0",
-        )
+        fault = self.mean_fault(tokens)
+        require(fault is None, f"eps-unit-tokens {tokens} {fault}, or use another of 32 and 64, or 0")
         require(1 <= self.parts <= 3, f"{self.parts} parts of a code are not 1 to 3: give at most two eps-stages")
         require(
             self.parts == 1 or not self.rq_bounds,
             "eps-rq-bounds reads the whole code of every group: leave eps-stages out, or use eps-bound-bits 8",
         )
 
-    def _mean_fits(self, tokens: int) -> bool:
-        held = max(self.block_size, self.group_tokens or 0, self.tail_tokens)
-        whole = held % tokens == 0 or (not self.tail_tokens and tokens % held == 0)
-        return whole and tokens > self.S and tokens % self.S == 0
+    def mean_fault(self, tokens: int) -> str | None:
+        """Why units of that many tokens cannot have a mean here, and the mend; None: they can."""
+        if tokens <= self.S or tokens % self.S:
+            return f"is no multiple of the group of {self.S} tokens beyond itself: use smaller groups"
+        held = max(self.block_size, self.S, self.tail_tokens)
+        if held % tokens == 0 or (not self.tail_tokens and tokens % held == 0):
+            return None
+        return f"does not fit whole into the {held} tokens of a page or tail: use pages or a tail of 64 tokens"
 
     def _usual_tail(self) -> int:
         """About DEFAULT_TAIL_TOKENS, in whole pages and groups."""

@@ -1,5 +1,6 @@
 """Which layers of an engine's model are gated, and why the others are not."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,7 +55,12 @@ class Plan:
     def line(self, config: EpsConfig) -> str:
         """What a user is told at the start, in one line."""
         left = f"; left dense: {_listed(self.dense)}" if self.dense else ""
-        return f"eps: {describe(config)}; gates {len(self.gated)} of {self.num_layers} layers{left}"
+        note = f"; note: {config.fallback}" if config.fallback else ""
+        return f"eps: {describe(config)}; gates {len(self.gated)} of {self.num_layers} layers{left}{note}"
+
+    def level(self, config: EpsConfig) -> int:
+        """Of `line` in a log: a warning where not all is as asked."""
+        return logging.WARNING if self.dense or config.fallback else logging.INFO
 
 
 def _listed(dense: dict[int, str]) -> str:

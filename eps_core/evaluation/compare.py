@@ -302,6 +302,8 @@ def _print_header(job: Job, out: TextIO) -> None:
     )
     out.write(prompt_line(job.prompt_lengths, job.answer))
     out.write(f"eps     {terminal.describe(request.config)}\n")
+    if request.config.fallback:
+        out.write(f"note    {request.config.fallback}\n")
     if request.verify.enabled:
         out.write(f"verify  {describe_verify(request.verify)}\n")
     if job.cost is not None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eps_core.config.bytes import scoring_bytes
+from eps_core.config.bytes import scoring_bytes, tail_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
 from eps_core.evaluation.runner import DENSE, Document, run_document
@@ -61,7 +61,18 @@ CODES = (
     EpsConfig.of(method="rq", refine=0.0),
     EpsConfig.of(method="rq", tail_tokens=0),
 )
-SETS = {"methods": ARMS, "codes": CODES}
+# how little the default may read to choose: at long contexts most of its bytes are summaries, and few groups are wanted
+FLOOR = (
+    EpsConfig.of(method="rq"),
+    EpsConfig.of(method="rq", tail_tokens=128),
+    EpsConfig.of(method="rq", stages=(0.1,), refine=1 / 32),
+    EpsConfig.of(method="rq", stages=(0.04,), refine=1 / 64),
+    EpsConfig.of(method="rq", stages=(0.25, 0.05), refine=1 / 64),
+    EpsConfig.of(method="rq", stages=(0.5, 0.2)),
+    EpsConfig.of(method="rq", stages=(0.25, 0.05), refine=1 / 64, tail_tokens=128),
+    EpsConfig.of(method="rq", mean_tokens=64, mean_bits=8, stages=(0.25, 0.05), refine=1 / 64, tail_tokens=128),
+)
+SETS = {"methods": ARMS, "codes": CODES, "floor": FLOOR}
 EARLIER = dict.fromkeys(("mean_tokens", "mean_bits", "stages"))  # of cells of before there were unit means
 
 
@@ -221,21 +232,15 @@ def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[Key
     for arm_index, arm in enumerate(plan.arms):
         for point in plan.taus if arm.read.policy == "share" else plan.byte_budgets:
             total = totals.get((arm_index, point))
-            low, high = (bootstrap_interval(total.documents, plan.seed) if total else None) or (None, None)
+            low, high = (bootstrap_interval(total.documents, plan.seed) if total and total.documents else None) or (
+                None,
+                None,
+            )
             cells.append(
                 Cell(
                     context_tokens=plan.context_tokens,
-                    method=arm.store.method,
-                    group_tokens=arm.store.S,
-                    bits=arm.store.code_bits,
-                    refine=arm.read.refine if arm.store.facts.coded else None,
-                    mean_tokens=arm.store.mean_tokens or None,
-                    mean_bits=arm.store.mean_bits if arm.store.mean_tokens else None,
-                    stages=arm.read.stages or None,
-                    tail_tokens=arm.store.tail_tokens,
                     dim=arm.store.dim,
-                    policy=arm.read.policy,
-                    guards=(arm.read.first_tokens, arm.read.last_tokens),
+                    **name_of(arm)._asdict(),
                     byte_budget=None if arm.read.policy == "share" else point,
                     tau=point if arm.read.policy == "share" else None,
                     bytes_ratio=_ratio(total.bytes_read, total.bytes_dense) if total else None,
@@ -275,6 +280,39 @@ class ArmName(NamedTuple):
 
 def arm_name(cell: Cell) -> ArmName:
     return ArmName(**{name: getattr(cell, name) for name in ArmName._fields})
+
+
+def name_of(arm: EpsConfig) -> ArmName:
+    """The name of an arm's cells."""
+    store, read = arm.store, arm.read
+    return ArmName(
+        method=store.method,
+        group_tokens=store.S,
+        guards=(read.first_tokens, read.last_tokens),
+        policy=read.policy,
+        tail_tokens=store.tail_tokens,
+        bits=store.code_bits,
+        refine=read.refine if store.facts.coded else None,
+        mean_tokens=store.mean_tokens or None,
+        mean_bits=store.mean_bits if store.mean_tokens else None,
+        stages=read.stages or None,
+    )
+
+
+class Floor(NamedTuple):
+    """What the bytes that an arm reads at some KL are of, each over the dense bytes."""
+
+    summaries: float
+    tail: float
+    tokens: float
+
+
+def floor(arm: EpsConfig, head_dim: int, context_tokens: int, bytes_ratio: float) -> Floor:
+    """Splits `bytes_ratio` of a bfloat16 cache: summaries that choose, mean values of the tail, K and V of tokens."""
+    dense = context_tokens * 2 * head_dim * 2
+    scoring = scoring_bytes(arm, head_dim, [context_tokens]) / dense
+    tail = tail_bytes(arm.store, head_dim, context_tokens) / dense
+    return Floor(scoring - tail, tail, bytes_ratio - scoring)
 
 
 def label(name: ArmName) -> str:

@@ -3,18 +3,21 @@
 A cell is one setting of context, batch, method and policy (`grid_settings`); `grid_cell` measures it.
 """
 
+import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from eps_core.config.eps import EpsConfig
+from eps_core.config.eps import EARLIER, EpsConfig
 from eps_core.config.verify import Verify
 from eps_core.errors import ConfigError, fault_line
 from eps_core.evaluation.grid_cell import Bench, Plan
 from eps_core.evaluation.grid_settings import HeadModes, Setting, config_of, verify_of
-from eps_core.files.resumable import ResumableFile
+from eps_core.files.outputs import to_json
+from eps_core.files.resumable import Line, ResumableFile, difference
 from eps_core.tasks.corpus import SHA256
 from eps_core.telemetry import provenance, terminal
 
@@ -38,12 +41,13 @@ def header(
     }
 
 
-def cell_line(index: int, setting: Setting, config: EpsConfig | None, numbers: dict[str, Any]) -> dict[str, Any]:
+def cell_line(index: int, setting: Setting, config: EpsConfig | None, numbers: dict[str, Any]) -> Line:
     """One finished cell: what was asked, what it resolved to (None where impossible), what was measured."""
     return {
         "type": "cell",
         "index": index,
         "setting": asdict(setting),
+        "config": config.to_dict() if config else None,  # all of it, defaults too: `check_settings` asks for it
         "context_tokens": setting.context,
         "batch": setting.batch,
         "method": setting.method,
@@ -67,6 +71,41 @@ def cell_line(index: int, setting: Setting, config: EpsConfig | None, numbers: d
         "skipped": None,
         **numbers,
     }
+
+
+# what a line of before it held the whole config tells of it
+_COLUMNS = (
+    "mean_tokens", "stages", "refine", "guards", "tail_tokens", "group_tokens", "dim", "bits", "alpha", "top_pages",
+    "bound_bits", "epsilon", "scope",
+)  # fmt: skip
+_MEND = "give another -o, or go on with the version that its first line names"
+
+
+def check_settings(
+    cells: Sequence[Setting], head_modes: HeadModes | None, finished: Mapping[int, Line], path: Path
+) -> None:
+    """Raises ConfigError where a cell of the file at `path` was measured with other settings than it resolves to now: a
+    default has changed since, and the file would hold both. A line of before there was its config is judged by its
+    columns, and what it has none of was off: no unit mean, no second bit, no tail."""
+    for index, line in finished.items():
+        if line.get("skipped") is not None:
+            continue
+        setting, there = cells[index], line.get("config")
+        name = f"cell {index} ({setting.method}, context {setting.context})"
+        try:
+            config = config_of(setting, head_modes)
+            verify = verify_of(setting, config)
+        except ConfigError as error:
+            raise ConfigError(f"{path} holds {name}, which is impossible now ({error}): {_MEND}") from error
+        now = cell_line(index, setting, config, {"verified": verify.to_dict() if verify.enabled else None})
+        if isinstance(there, dict):
+            found = difference("config", {**EARLIER, **there}, json.loads(to_json(now["config"])))
+        else:
+            before, after = ({key: one.get(key) or None for key in _COLUMNS} for one in (line, now))
+            found = difference("cell", before, json.loads(to_json(after)))
+        found = found or difference("verified", line.get("verified"), now["verified"])
+        if found:
+            raise ConfigError(f"{path} was begun with other defaults: of {name} {found}: {_MEND}")
 
 
 class Progress:

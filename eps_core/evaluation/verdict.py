@@ -4,7 +4,9 @@ Ship needs one arm that, at every context from 32k on that it was measured at, r
 95th percentile of decode time at least 7 % lower, and loses at most 0.3 points of quality (none in strict mode). Kill
 is when no arm saves 5 % of the bytes at 32k to 64k, or when strict mode, at the default epsilon or below, loses quality
 anywhere. Between: iterate. Where the data cannot say, the verdict says so and why. A looser strict mode may lose what
-it says it may: it is judged as any other arm, and what it loses is a caveat.
+it says it may: it is judged as any other arm, and what it loses is a caveat. A verdict holds for the device whose times
+decided it, which it names; the requirements ask for GPUs, so that a CPU's is a caveat, too. Quality is the questions of
+the cells and, of each context, the mean over the tasks that `eps-proto evaluate` scored and dense does not fail.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +15,7 @@ from typing import Any
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import EVALUATION_METHODS
+from eps_core.evaluation.quality import MIN_DENSE_SCORE
 from eps_core.files.records import number
 from eps_core.summaries.table import facts
 
@@ -58,6 +61,7 @@ class _Arm:
     loss: float | None
     strict: bool  # at an epsilon where nothing may be lost
     num_questions: int
+    device: str
 
     def fails(self) -> list[str]:
         """Why it cannot ship, from what was measured alone."""
@@ -75,7 +79,7 @@ class _Arm:
         """What was not measured on the device or at all."""
         found = []
         if self.p95_saved is None:
-            found.append("no decode times of a GPU")
+            found.append("no decode times")
         if self.loss is None:
             found.append("no questions answered")
         return found
@@ -108,8 +112,10 @@ def arm_name(cell: Mapping[str, Any]) -> str:
     return name + (" strict" if cell.get("strict") else "")
 
 
-def decide(cells: Iterable[Mapping[str, Any]]) -> Verdict:
-    """The verdict on cells as `eps-proto grid` and scripts/evaluate.py write them, with `device` of their run."""
+def decide(cells: Iterable[Mapping[str, Any]], tasks: Iterable[Mapping[str, Any]] = ()) -> Verdict:
+    """The verdict on cells as `eps-proto grid` and scripts/evaluate.py write them, with `device` of their run, and on
+    tasks as `eps-proto evaluate` writes them, with the settings of their run: they are judged with the cells of the
+    same arm, at any budget up to theirs."""
     measured = [
         cell
         for cell in cells
@@ -121,15 +127,15 @@ def decide(cells: Iterable[Mapping[str, Any]]) -> Verdict:
         return Verdict(UNDECIDED, ("no measured cell of a method is in the data",))
     losing = [cell for cell in measured if cell.get("strict") and (loss_points(cell) or 0) > _ROUNDING]
     loose = _losses(cell for cell in losing if not _must_keep(cell))
-    verdict = _judge(measured, _losses(cell for cell in losing if _must_keep(cell)))
+    verdict = _judge(measured, _losses(cell for cell in losing if _must_keep(cell)), list(tasks))
     if not loose:
         return verdict
     caveat = f"strict mode at epsilon above {STRICT_EPSILON:g}, which may lose and is not judged as strict: {loose}"
     return replace(verdict, caveats=(*verdict.caveats, caveat))
 
 
-def _judge(measured: Sequence[Mapping[str, Any]], broken: str) -> Verdict:
-    """The verdict on measured cells; `broken` says where strict mode lost what it must not."""
+def _judge(measured: Sequence[Mapping[str, Any]], broken: str, tasks: Sequence[Mapping[str, Any]]) -> Verdict:
+    """The verdict on measured cells and tasks; `broken` says where strict mode lost what it must not."""
     if broken:
         reason = f"strict mode at epsilon {STRICT_EPSILON:g} or below loses quality, where none is allowed: {broken}"
         return Verdict(KILL, (reason,))
@@ -144,14 +150,14 @@ def _judge(measured: Sequence[Mapping[str, Any]], broken: str) -> Verdict:
     if saved and max(saved) < KILL_BYTES_PERCENT - _ROUNDING:
         reason = f"no arm saves {KILL_BYTES_PERCENT:g} % of the bytes at 32k to 64k: the best saves {max(saved):.1f} %"
         return Verdict(KILL, (reason,))
-    arms = _arms(long)
+    arms = _arms(long, tasks)
     ships = [arm for arm in arms if not arm.fails() and not arm.lacks()]
     if ships:
         best = max(ships, key=lambda arm: (arm.p95_saved or 0, arm.bytes_saved, arm.name))
         assert best.p95_saved is not None and best.loss is not None
         reason = (
-            f"{best.name}: {best.bytes_saved:.1f} % fewer bytes, p95 of decode {best.p95_saved:.1f} % lower, "
-            f"{best.loss:.2f} points lost"
+            f"{best.name}: {best.bytes_saved:.1f} % fewer bytes, p95 of decode {best.p95_saved:.1f} % lower on "
+            f"{best.device}, {best.loss:.2f} points lost"
         )
         return Verdict(SHIP, (reason,), _caveats(best), best.name)
     open_arms = [arm for arm in arms if not arm.fails()]
@@ -175,15 +181,31 @@ def loss_points(cell: Mapping[str, Any]) -> float | None:
 
 
 def p95_saved_percent(cell: Mapping[str, Any]) -> float | None:
-    """How much lower the 95th percentile of decode time is, in percent of dense; None where none of a GPU is there: a
-    CPU's time says nothing of it."""
+    """How much lower the 95th percentile of decode time is, in percent of dense, on the cell's device; None where it
+    was not measured."""
     dense, gated = _number(cell, "dense_decode_ms_p95"), _number(cell, "decode_ms_p95")
-    if not dense or gated is None or cell.get("device") in (None, "cpu"):
+    if not dense or gated is None:
         return None
     return 100 * (1 - gated / dense)
 
 
-def _arms(cells: Sequence[Mapping[str, Any]]) -> list[_Arm]:
+def task_loss_points(arm: Mapping[str, Any], tasks: Iterable[Mapping[str, Any]]) -> float | None:
+    """Points of score that the tasks of `arm`, a cell, lose in the mean at its context; None where it has none. Those
+    of a larger budget say nothing of it."""
+    mine = [
+        task
+        for task in tasks
+        if arm_name(task) == arm_name(arm)
+        and (_tokens(task), task.get("model"), task.get("policy"))
+        == (_tokens(arm), arm.get("model"), arm.get("policy"))
+        and (_setting(task, "budget") or 0) <= (_setting(arm, "budget") or 0)
+        and (_number(task, "dense") or 0) >= MIN_DENSE_SCORE
+    ]
+    lost = [-100 * change for task in mine if (change := _number(task, "eps_minus_dense")) is not None]
+    return sum(lost) / len(lost) if lost else None
+
+
+def _arms(cells: Sequence[Mapping[str, Any]], tasks: Sequence[Mapping[str, Any]]) -> list[_Arm]:
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for cell in cells:
         setting = cell.get("setting") or {}
@@ -195,12 +217,17 @@ def _arms(cells: Sequence[Mapping[str, Any]]) -> list[_Arm]:
             name=arm_name(group[0]),
             bytes_saved=min(map(_bytes_saved, group)),
             p95_saved=_worst([p95_saved_percent(cell) for cell in group], min),
-            loss=_worst([loss_points(cell) for cell in group], max),
+            loss=_worst([_most(loss_points(cell), task_loss_points(cell, tasks)) for cell in group], max),
             strict=_must_keep(group[0]),
             num_questions=min(int(_number(cell, "num_needles") or 0) for cell in group),
+            device=str(group[0].get("device") or "an unnamed device"),
         )
         for group in groups.values()
     ]
+
+
+def _most(*values: float | None) -> float | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 def _worst(values: Sequence[float | None], choose: Any) -> float | None:
@@ -210,6 +237,8 @@ def _worst(values: Sequence[float | None], choose: Any) -> float | None:
 
 def _caveats(arm: _Arm) -> tuple[str, ...]:
     found = []
+    if arm.device == "cpu":
+        found.append("times are of a CPU: the requirements ask for GPUs")
     if arm.bytes_saved < SHIP_BYTES_FULL_PERCENT:
         found.append(f"the bytes saved are in the required range's lower part, below {SHIP_BYTES_FULL_PERCENT:g} %")
     if arm.num_questions and 100 / arm.num_questions > MAX_LOSS_POINTS:
@@ -236,9 +265,14 @@ def _must_keep(cell: Mapping[str, Any]) -> bool:
 
 def _epsilon(cell: Mapping[str, Any]) -> float:
     """Of a strict cell; the default where it says nothing."""
-    found = _number(cell, "epsilon")
-    found = _number(cell.get("setting") or {}, "epsilon") if found is None else found
+    found = _setting(cell, "epsilon")
     return STRICT_EPSILON if found is None else found
+
+
+def _setting(cell: Mapping[str, Any], key: str) -> float | None:
+    """A number of the cell's own, or of what was asked for."""
+    found = _number(cell, key)
+    return _number(cell.get("setting") or {}, key) if found is None else found
 
 
 def _bytes_saved(cell: Mapping[str, Any]) -> float:

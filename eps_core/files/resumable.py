@@ -1,7 +1,7 @@
 """A JSONL file that a stopped run goes on with: of one run alone, never half a line."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from eps_core.errors import ConfigError
@@ -11,17 +11,22 @@ from eps_core.files.outputs import JsonlWriter, Output, to_json
 Line = dict[str, Any]
 _VERSIONS = ("versions", "git_commit", "platform")  # may differ between starts, and are written at each
 
+_SHORT_CHARACTERS = 30  # as a list of shares
+
 
 class ResumableFile:
     """The run's line, then what it found, a line each. `found` holds the whole lines that are there.
 
     A file of the same run is continued, and what a kill left of its last line is cut off; two runs are the same where
-    the keys `identity` of their first line are. Nothing is read back from what is no regular file. Made, it refuses;
-    only entered it writes.
+    the keys `identity` of their first line are; `earlier` is, by such a key, what an older file leaves out of its
+    object. Nothing is read back from what is no regular file. Made, it refuses; only entered it writes.
     """
 
-    def __init__(self, output: Output, first: Line, identity: Sequence[str]) -> None:
+    def __init__(
+        self, output: Output, first: Line, identity: Sequence[str], earlier: Mapping[str, Line] | None = None
+    ) -> None:
         self._output, self._first, self._path = output, first, output.path
+        self._earlier = earlier or {}
         self.found: list[Line] = []
         self._size = 0
         if output.file is not None and output.file.exists():
@@ -41,9 +46,14 @@ class ResumableFile:
         if not self.found:
             return
         for name, value in json.loads(to_json({name: self._first[name] for name in identity})).items():
-            difference = _difference(name, self.found[0].get(name), value)
-            if difference:
-                raise ConfigError(f"{self._path} holds another run's results: its {difference}: give another -o")
+            there = self.found[0].get(name)
+            if isinstance(there, dict):
+                there = {**self._earlier.get(name, {}), **there}
+            found = difference(name, there, value)
+            if found:
+                raise ConfigError(
+                    f"{self._path} holds another run's results: its {found}: ask for the same, or give another -o"
+                )
 
     def indexed(self, kind: str, count: int) -> dict[int, Line]:
         """The lines of type `kind` by their index, 0 to `count` - 1."""
@@ -79,15 +89,15 @@ class ResumableFile:
         self._writer.close()
 
 
-def _difference(name: str, there: Any, now: Any) -> str | None:
-    """What differs, by the name of the innermost key, with the values where they are short."""
+def difference(name: str, there: Any, now: Any) -> str | None:
+    """What differs of values of JSON, by the name of the innermost key, with the values where they are short."""
     if there == now:
         return None
     if isinstance(there, dict) and isinstance(now, dict):
         keys = dict.fromkeys((*now, *there))
-        found = (_difference(f"{name}.{key}", there.get(key), now.get(key)) for key in keys)
-        return next((difference for difference in found if difference), None)
-    short = not isinstance(there, (dict, list)) and not isinstance(now, (dict, list))
+        found = (difference(f"{name}.{key}", there.get(key), now.get(key)) for key in keys)
+        return next((one for one in found if one), None)
+    short = all(not isinstance(one, dict | list) or len(str(one)) <= _SHORT_CHARACTERS for one in (there, now))
     return f"{name} differs" + (f" ({there} there, {now} now)" if short else "")
 
 

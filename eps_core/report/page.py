@@ -19,7 +19,7 @@ def page(results: Results) -> tuple[str, Verdict]:
     """(the whole page, the verdict)."""
     jinja2, markup = need("jinja2"), need("markupsafe").Markup
     need("matplotlib")  # refused before anything is drawn, also where there is nothing to draw
-    verdict, numbers = decide(results.cells), count(1)
+    verdict, numbers = decide(results.cells, results.tasks), count(1)
 
     def inline(figure: Figure) -> str:
         return markup(figure.inline(next(numbers)))  # drawn here, of numbers and escaped names: safe

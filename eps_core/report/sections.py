@@ -216,7 +216,7 @@ def _time(cells: list[Line]) -> Part:
             ("arm", of.arm), ("policy", of.policy), ("context, tokens", lambda cell: f"{of.context(cell):,}"),
             ("batch", lambda cell: str(of.batch(cell))),
             *((f"{name} p{p}, ms", field(f"{key}_p{p}", ".2f")) for name, key in clocks for p in (50, 95)),
-            ("p95 saved on a GPU, %", lambda cell: form(p95_saved_percent(cell), ".1f")),
+            ("p95 saved, %", lambda cell: form(p95_saved_percent(cell), ".1f")),
         ),
     )  # fmt: skip
     return Part(figures=[plot], tables=[table])

@@ -1,0 +1,162 @@
+"""Settings that were given and settings that follow from these: what `replace` keeps of a config."""
+
+import copy
+import json
+import logging
+import pickle
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import tiny_models
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import Store
+from eps_core.decode.sampling import Sampling
+from eps_core.engine.plan import Plan
+from eps_core.errors import ConfigError
+from eps_core.evaluation.compare import RunRequest, run
+from eps_cuda.hooks.vllm.asked import Asked, fitted
+
+RQ = EpsConfig.of(method="rq")
+SHARE = EpsConfig.of(method="box", policy="share")
+
+# values that differ in what follows from them, of every setting from which something does
+VALUES = {
+    "method": ["rq", "box", "moments", "off"],
+    "bits": [1, 2],
+    "mean_tokens": [0, 32, 64],
+    "mean_bits": [4, 8],
+    "stages": [(), (0.25,), (0.5, 0.2)],
+    "refine": [0.0, 0.125, 0.5],
+    "rq_bounds": [False, True],
+    "tail_tokens": [0, 48, 64],
+    "group_tokens": [2, 16, 32],
+    "block_size": [16, 48],
+    "policy": ["topk", "share", "mass"],
+    "budget": [0.05, 0.1],
+    "last_tokens": [8, 128],
+}
+FLATS = st.fixed_dictionaries({}, optional={name: st.sampled_from([None, *VALUES[name]]) for name in VALUES})
+
+
+def made(flat: dict) -> EpsConfig | str:
+    try:
+        return EpsConfig.of(**flat)
+    except ConfigError as error:
+        return str(error)
+
+
+@given(FLATS, FLATS)
+def test_replaced_settings_are_as_if_they_had_been_given(first: dict, then: dict) -> None:
+    config, want = made(first), made({**first, **then})
+    if isinstance(config, str):
+        return
+    try:
+        got = config.replace(**then)
+    except ConfigError as error:
+        assert str(error) == want
+        return
+    assert got == want, "nothing else follows"
+
+
+@pytest.mark.parametrize(("config", "changed", "want"), [
+    (RQ, {"bits": 2}, {"bits": 2, "mean_tokens": 0, "stages": [], "refine": 0.0}),
+    (RQ, {"mean_tokens": 0}, {"mean_tokens": 0, "stages": [], "refine": 0.125}),
+    (RQ, {"rq_bounds": True}, {"mean_tokens": 32, "stages": []}),
+    (RQ, {"block_size": 48}, {"mean_tokens": 0, "tail_tokens": 48}),
+    (RQ, {"refine": 0.5}, {"stages": [0.5], "refine": 0.5}),
+    (RQ, {"method": "box"}, {"budget": 0.1, "group_tokens": 16, "tail_tokens": 0, "last_tokens": 128}),
+    (RQ.replace(budget=0.2), {"method": "box"}, {"budget": 0.2}),
+    (RQ.replace(budget=0.2), {"method": "box", "budget": None}, {"budget": 0.1}),
+    (RQ.replace(bits=2), {"bits": None}, {"bits": 1, "mean_tokens": 32, "stages": [0.25]}),
+    (SHARE, {"policy": "topk"}, {"policy": "topk", "tau": None}),
+    (EpsConfig.of(method="box", group_blocks=2), {"group_tokens": 8}, {"group_tokens": 8}),
+    (EpsConfig.of(method="box", group_blocks=2), {"block_size": 8}, {"group_tokens": 16}),
+    (EpsConfig.of(method="off", mean_tokens=64), {"method": "rq"}, {"mean_tokens": 64, "budget": 0.05}),
+    (EpsConfig.of(method="box", block_size=32).with_tail(), {"method": "meanstd"}, {"tail_tokens": 64}),
+], ids=str)  # fmt: skip
+def test_what_followed_follows_again(config: EpsConfig, changed: dict, want: dict) -> None:
+    assert want.items() <= config.replace(**changed).to_dict().items()
+
+
+@pytest.mark.parametrize(("config", "changed", "words"), [
+    (EpsConfig.of(method="rq", mean_tokens=32), {"bits": 2}, "eps-unit-tokens 32 is for rq codes of 1 bit"),
+    (EpsConfig.of(method="rq", stages=(0.25,)), {"mean_tokens": 0}, "eps-stages reads rq codes of 1 bit"),
+    (EpsConfig.from_dict(RQ.to_dict()), {"bits": 2}, "eps-unit-tokens 32 is for rq codes of 1 bit"),
+    (EpsConfig(RQ.store, RQ.read), {"bits": 2}, "eps-unit-tokens 32 is for rq codes of 1 bit"),
+], ids=str)  # fmt: skip
+def test_what_was_given_is_kept_and_refused_where_it_does_not_fit(config, changed: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        config.replace(**changed)
+
+
+@pytest.mark.parametrize(("flat", "why"), [
+    ({"block_size": 48}, "does not fit whole into the 48 tokens of a page or tail: use pages or a tail of 64 tokens"),
+    ({"tail_tokens": 16}, "does not fit whole into the 16 tokens of a page or tail: use pages or a tail of 64 tokens"),
+    ({"group_tokens": 64}, "is no multiple of the group of 64 tokens beyond itself: use smaller groups"),
+    ({"block_size": 48, "mean_tokens": 0}, None),
+    ({"block_size": 48, "bits": 2}, None),
+    ({"block_size": 48, "method": "box"}, None),
+    ({"block_size": 48, "method": "off"}, None),
+    ({}, None),
+], ids=str)  # fmt: skip
+def test_a_default_that_does_not_fit_is_told(flat: dict, why: str | None) -> None:
+    config = EpsConfig.of(**{"method": "rq", **flat})
+    if why is None:
+        assert config.fallback is None
+        return
+    assert config.store.mean_tokens == 0 and config.fallback is not None
+    assert f"codes are about one centre a head, as the usual eps-unit-tokens 32 {why}" in config.fallback
+    plan = Plan((0,), {})
+    assert plan.line(config).endswith(config.fallback) and plan.level(config) == logging.WARNING
+    asked = config.replace(mean_tokens=0)
+    assert asked == config and asked.fallback is None and "note" not in plan.line(asked)
+    assert plan.level(asked) == logging.INFO
+    with pytest.raises(ConfigError, match=why):
+        config.replace(mean_tokens=32)
+
+
+def test_blocks_of_vllm_that_hold_no_unit_are_told() -> None:
+    for block_tokens, told in ((16, "into the 16 tokens of a page or tail"), (64, None)):
+        config = fitted(Asked({"method": "rq"}, "rows"), block_tokens).config
+        assert config.store.unit_tokens == block_tokens
+        assert config.fallback is None if told is None else told in (config.fallback or "")
+
+
+def test_a_run_says_at_its_start_that_the_default_does_not_fit(tmp_path: Path) -> None:
+    model, config = tiny_models.save_model("mistral", tmp_path), EpsConfig.of(method="rq", block_size=48)
+    assert config.fallback is not None
+    prompt = ("word " * 60,)
+    for one, times in ((config, 1), (config.replace(mean_tokens=0), 0)):
+        out = StringIO()
+        asked = RunRequest(one, Sampling(), "numpy", "cpu", model, prompt, max_new_tokens=2, baseline=False)
+        run(asked, out)
+        assert out.getvalue().count(config.fallback) == times
+        head, _ = out.getvalue().split("\n\n", 1)
+        assert head.endswith(f"note    {config.fallback}") == bool(times)
+
+
+@given(FLATS)
+def test_what_was_given_makes_no_config_another_one(flat: dict) -> None:
+    config = made(flat)
+    if isinstance(config, str) or not config.store.enabled:
+        return  # off takes what no method would, and keeps none of it
+    back = EpsConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    for other in (back, EpsConfig(config.store, config.read), pickle.loads(pickle.dumps(config)), copy.copy(config)):
+        assert other == config and hash(other) == hash(config) and repr(other) == repr(config)
+        assert other.to_dict() == config.to_dict() and other.replace() == config
+
+
+def test_a_list_that_was_given_is_not_followed_any_further() -> None:
+    stages = [0.5, 0.2]
+    config = EpsConfig.of(method="rq", stages=stages)
+    stages.clear()
+    assert config.replace(budget=0.1).read.stages == (0.5, 0.2)
+
+
+def test_a_config_of_a_store_and_a_read_keeps_them() -> None:
+    config = EpsConfig(Store("rq", mean_tokens=0))
+    assert config.replace(budget=0.2).store == config.store
