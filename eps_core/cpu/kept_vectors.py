@@ -179,7 +179,7 @@ def _put_sums(builder, sums, data, stride):
     low = [builder.and_(one, _repeated(0xFFFF)) for one in sums[::2]]
     pairs = [builder.or_(x, builder.shl(y, _repeated(16))) for x, y in zip(low, sums[1::2], strict=True)]
     halves = [
-        _shuffle(builder, *pairs, [lane + side for lane in range(start, start + 8) for side in (0, LANES)])
+        _shuffle(builder, pairs[0], pairs[1], [lane + side for lane in range(start, start + 8) for side in (0, LANES)])
         for start in (0, 8)
     ]
     together = builder.icmp_signed("==", stride, _i64(HEADS))
@@ -208,7 +208,7 @@ def _get_sums(builder, data, places):
     words = [builder.bitcast(half, _vector(_i32)) for half in halves]
     sums = []
     for side in (0, 1):
-        pair = _shuffle(builder, *words, [*range(side, 2 * LANES, 2)])
+        pair = _shuffle(builder, words[0], words[1], [*range(side, 2 * LANES, 2)])
         sums += [builder.ashr(builder.shl(pair, _repeated(16)), _repeated(16)), builder.ashr(pair, _repeated(16))]
     return sums
 
