@@ -47,7 +47,7 @@ def main() -> None:
         "--arms",
         choices=SETS,
         default="methods",
-        help="all methods, the parts of the default's codes, or what it may read less",
+        help="all methods, the parts of the default's codes, what it may read less, or a first look",
     )
     parser.add_argument("--needles", type=argument(TOKENS), default=50)
     parser.add_argument("--texts", type=argument(TOKENS), default=6)

@@ -72,7 +72,15 @@ FLOOR = (
     EpsConfig.of(method="rq", stages=(0.25, 0.05), refine=1 / 64, tail_tokens=128),
     EpsConfig.of(method="rq", mean_tokens=64, mean_bits=8, stages=(0.25, 0.05), refine=1 / 64, tail_tokens=128),
 )
-SETS = {"methods": ARMS, "codes": CODES, "floor": FLOOR}
+# the default, what it is held against, and the best that groups of their size can do: a first look at a model
+HEADLINE = (
+    EpsConfig.of(method="rq"),
+    EpsConfig.of(method="box", group_tokens=16),
+    EpsConfig.of(method="meanstd", group_tokens=16),
+    EpsConfig.of(method="oracle", group_tokens=16),
+    EpsConfig.of(method="oracle", group_tokens=16, first_tokens=4, last_tokens=32),
+)
+SETS = {"methods": ARMS, "codes": CODES, "floor": FLOOR, "headline": HEADLINE}
 EARLIER = dict.fromkeys(("mean_tokens", "mean_bits", "stages"))  # of cells of before there were unit means
 
 
