@@ -97,7 +97,7 @@ LONG_CONFIG = {
 LONG_STAGES = [
     (1024, 910, 16384, 2.0),
     (4096, 150, 16384, 2.0),
-    (16384, 30, 32768, 2.0),
+    (16384, 21, 32768, 2.0),
     (32768, 32, 32768, 2.0),
 ]
 LONG_START, LONG_RULER_SHARE = Path("eps_core/demo_model"), 0.5

@@ -89,8 +89,8 @@ def batch_of(
     pairs = []
     for row in range(rows):
         if ruler_share and rng.random() < ruler_share:
-            make = ruler_row
+            pairs.append(ruler_row(text, length, rng))
         else:
             make = text_row if row and rng.random() < 0.4 else needle_row
-        pairs.append(make(text, length, rng))
+            pairs.append(make(text, length, rng))
     return np.stack([p[0] for p in pairs]), np.stack([p[1] for p in pairs])
