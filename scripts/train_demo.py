@@ -15,6 +15,7 @@ import json
 import math
 import platform
 import sys
+import sysconfig
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,9 +31,9 @@ from eps_core.decode.model import read_spec
 from eps_core.decode.rope import inverse_frequencies
 from eps_core.errors import ConfigError, exit_code
 from eps_core.files import outputs
-from eps_core.tasks.corpus import corpus
+from eps_core.tasks.corpus import corpus, held_out
 from eps_core.tasks.needle import filler, needle_document
-from eps_core.tasks.training import BOS, RULER_TASKS, batch_of, ruler_row, training_text
+from eps_core.tasks.training import BOS, RULER_TASKS, batch_of, ruler_row
 
 EOS, VOCAB = 257, 258
 CONFIG = {
@@ -98,7 +99,7 @@ LONG_STAGES = [
     (1024, 910, 16384, 2.0),
     (4096, 150, 16384, 2.0),
     (16384, 21, 32768, 2.0),
-    (32768, 32, 32768, 2.0),
+    (32768, 72, 32768, 2.0),
 ]
 LONG_START, LONG_RULER_SHARE = Path("eps_core/demo_model"), 0.5
 LONG_ROW = 16384  # from which on a step takes a quarter of a minute
@@ -170,6 +171,15 @@ def frequencies() -> Tensor:
 def rope(length: int) -> tuple[Tensor, Tensor]:
     angle = torch.outer(torch.arange(length, dtype=torch.float64), frequencies()).repeat(1, 2)
     return angle.cos().float(), angle.sin().float()
+
+
+def training_text() -> bytes:
+    """The running Python's standard library in name order, without the files that the shipped corpus is of."""
+    root = Path(sysconfig.get_path("stdlib"))
+    names = (path.relative_to(root).as_posix() for path in sorted(root.rglob("*.py")))
+    left_out = ("site-packages", "test/", "tests/", "lib2to3")
+    texts = [(root / name).read_bytes() for name in names if not (held_out(name) or any(x in name for x in left_out))]
+    return b"\n".join(text for text in texts if text.isascii())
 
 
 @torch.no_grad()
@@ -378,11 +388,9 @@ def main() -> None:
             rng = np.random.default_rng([args.seed, stage, step])
             rows = batch_of(train_text, length, max(1, step_tokens // length), rng, ruler_share)
             tokens, answer = map(torch.from_numpy, rows)
-            # warm up once; decay to a twentieth over the last stage, or from the start where the weights are good
+            # warm up once; decay to a twentieth over the last stage
             rate = min(1.0, (done["total"] + 1) / WARMUP_STEPS)
-            if args.shape == "long":
-                rate *= max(0.05, 1 - done["total"] / sum(one[1] for one in stages))
-            elif stage == len(stages) - 1:
+            if stage == len(stages) - 1:
                 rate *= max(0.05, min(1.0, (most_steps - step) / DECAY_STEPS))
             for optimizer in optimizers:
                 optimizer.param_groups[0]["lr"] = args.lr * rate * (1.0 if length < 2048 else 0.6)
@@ -439,7 +447,7 @@ def main() -> None:
         accuracy[length] = float(np.mean(right))
         by_depth[length] = [float(np.mean(part)) for part in np.array_split(right, DEPTH_BINS)]
         if length >= 1024:
-            bits[length] = held_out_bits_per_byte(model, held_text, length, 32 if length <= 8192 else 16, args.seed)
+            bits[length] = held_out_bits_per_byte(model, held_text, length, 16, args.seed)
         if ruler_share and length in RULER_LENGTHS:
             count = -(-args.needle_documents // (2 if length <= 8192 else 5))
             ruler[length] = ruler_accuracy(model, held_text, length, count, args.seed)

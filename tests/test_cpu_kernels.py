@@ -293,8 +293,10 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
         progress = threads_cpu.new_progress(phases)
         kernel(progress, *args)
         taken, done = progress[:, threads_cpu._TAKEN], progress[:, threads_cpu._DONE]
-        # the last `take` of a phase finds nothing
-        assert (done > 0).all() and (done == taken - 1).all(), kernel.__name__
+        # the last `take` of a phase finds nothing; a kernel may be given more phases than its settings have
+        used = int((taken > 0).sum())
+        assert used > 0 and not taken[used:].any() and not done[used:].any(), kernel.__name__
+        assert (done[:used] > 0).all() and (done[:used] == taken[:used] - 1).all(), kernel.__name__
         kernels.add(kernel.__name__)
 
     rng, backend = np.random.default_rng(0), load_backend("cuda")

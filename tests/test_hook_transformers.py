@@ -125,9 +125,11 @@ def demo() -> Any:
     return AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
-def test_gated_logits_and_visit_lists_are_our_own_decoders(demo: Any) -> None:
-    """Over the same K and V of a prompt: ours are put into its pages."""
-    config = EpsConfig.of("rq", budget=0.1)
+@pytest.mark.parametrize(("settings", "least"), [({"mean_tokens": 0}, 1.0), ({}, 0.98)], ids=["centre", "default"])
+def test_gated_logits_and_visit_lists_are_our_own_decoders(demo: Any, settings: dict, least: float) -> None:
+    """Over the same K and V of a prompt: ours are put into its pages. About a unit's mean a query is rounded to whole
+    numbers, and one of other matrix products now and then to the next: a few groups of a list are then others."""
+    config = EpsConfig.of("rq", budget=0.1, **settings)
     session = Session.open(backend="cuda", device="cpu", config=config)
     tokens = session.encode(demo_document().prompt)[-1500:]
     ids = torch.tensor([tokens])
@@ -156,9 +158,12 @@ def test_gated_logits_and_visit_lists_are_our_own_decoders(demo: Any) -> None:
     assert np.median(apart) < 1e-4 and max(apart) < 1e-2
     mine = [layer for step in cache.gated.lists for layer in step.values()]
     assert len(mine) == len(visited) == 20 * 4
+    shared = []
     for listed, chosen in zip(mine, visited, strict=True):
         for head, groups, count in zip(listed[0], chosen.groups[0], chosen.counts[0], strict=True):
-            np.testing.assert_array_equal(head, groups[:count].numpy())
+            assert len(head) == count
+            shared.append(len(np.intersect1d(head, groups[:count].numpy())) / count)
+    assert np.mean(shared) >= least
 
 
 class _Listening:

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from eps_core.cli.grid import report_command
+from eps_core.config.eps import EpsConfig
 from eps_core.errors import ConfigError
 from eps_core.evaluation.verdict import arm_name, decide
 from eps_core.report import figures
@@ -87,6 +88,7 @@ VERDICTS: dict[str, tuple[list[dict[str, Any]], str, str]] = {
     "too-slow-on-a-cpu": ([cell(device="cpu", decode_ms_p95=11.9)], ITERATE, "changes p95 by -0.8 %"),
     "one-device-of-two-is-slow": ([cell(device="cpu", decode_ms_p95=11.9), cell()], SHIP, "on cuda"),
     "no-times": ([cell(decode_ms_p95=None)], OPEN, "no decode times"),
+    "times-of-nobody-knows-what": ([cell(device=None)], OPEN, "no decode times"),
     "no-questions": ([cell(num_needles=0)], OPEN, "no questions"),
     "oracles-do-not-count": ([cell(method="oracle")], OPEN, "no measured cell"),
     "nothing": ([], OPEN, "no measured cell"),
@@ -117,21 +119,43 @@ def test_a_ship_says_what_weakens_it() -> None:
     assert "epsilon above 0.01" in loose.caveats[0] and "epsilon 0.1 at 4,096 tokens loses 0.20" in loose.caveats[0]
 
 
-def test_what_tasks_lose_counts_as_quality() -> None:
-    def task(dense: float, change: float, **values: Any) -> dict[str, Any]:
-        same = {key: cell()[key] for key in ("method", "group_tokens", "bits", "dim", "policy", "strict")}
-        return {**same, "context_tokens": 32768, "dense": dense, "eps_minus_dense": change, "budget": 0.05, **values}
+def task(config: EpsConfig, change: float, dense: float = 0.9, **values: Any) -> dict[str, Any]:
+    flat = config.to_dict()
+    return {**flat, "config": flat, "type": "task", "context_tokens": 32768, "dense": dense,
+            "eps_minus_dense": change, **values}  # fmt: skip
 
-    arm = cell(setting={"budget": 0.05})
-    assert decide([arm], [task(0.9, -0.01), task(0.8, 0.006)]).outcome == SHIP
-    lost = decide([arm], [task(0.9, -0.01), task(0.8, 0.002)])
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        EpsConfig.of(method="rq", budget=0.05),
+        EpsConfig.of(method="rq"),
+        EpsConfig.of(method="rq", policy="share"),
+        EpsConfig.of(method="box", group_tokens=16, first_tokens=4),
+    ],
+)
+def test_what_tasks_lose_counts_as_quality(config: EpsConfig) -> None:
+    arm = cell(config=config.to_dict())
+    assert decide([arm], [task(config, -0.01), task(config, 0.006, dense=0.8)]).outcome == SHIP
+    lost = decide([arm], [task(config, -0.01), task(config, 0.002)])
     assert lost.outcome == ITERATE and "loses 0.40 points" in lost.reasons[0]
-    # of another arm, of more bytes, of a shorter context, or failed by dense itself
-    for other in ({"method": "box"}, {"budget": 0.1}, {"context_tokens": 16384}, {"model": "another"}):
-        assert decide([arm], [task(0.9, -0.5, **other)]).outcome == SHIP
-    assert decide([arm], [task(0.09, -0.09)]).outcome == SHIP
-    questions = cell(num_needles=0, setting={"budget": 0.05})
-    assert decide([questions], [task(0.9, 0.0)]).outcome == SHIP
+    # of other settings, of another context or model, or failed by dense itself
+    for other in (config.replace(budget=0.1), config.replace(tail_tokens=0), config.replace(last_tokens=1024)):
+        assert other == config or decide([arm], [task(other, -0.5)]).outcome == SHIP
+    for values in ({"context_tokens": 16384}, {"model": "another"}):
+        assert decide([arm], [task(config, -0.5, **values)]).outcome == SHIP
+    assert decide([arm], [task(config, -0.09, dense=0.09)]).outcome == SHIP
+    assert decide([{**arm, "num_needles": 0}], [task(config, 0.0)]).outcome == SHIP
+    assert decide([cell()], [{**task(config, -0.5), "config": None}]).outcome == SHIP
+
+
+def test_a_strict_task_that_loses_kills() -> None:
+    strict = EpsConfig.of(method="rq", bound_bits=8, strict=True)
+    assert decide([cell()], [task(strict, 0.0)]).outcome == SHIP
+    killed = decide([cell()], [task(strict, -0.02)])
+    assert killed.outcome == KILL and "loses 2.00 points" in killed.reasons[0]
+    loose = decide([cell()], [task(strict.replace(epsilon=0.1), -0.02)])
+    assert loose.outcome == SHIP and "loses 2.00 points" in loose.caveats[0]
 
 
 def test_an_arm_is_named_by_what_sets_it_apart() -> None:

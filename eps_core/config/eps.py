@@ -38,7 +38,7 @@ class EpsConfig:
     store: Store = Store()  # noqa: RUF009  frozen
     read: Read = Read()  # noqa: RUF009
     # the flat settings that `of` was given, which `replace` keeps: all others follow from these, and make no config
-    # another one. None: made of a store and a read, and so given all of them
+    # another one. None: made of a store and a read, and so given all that these say in the flat form
     given: dict[str, Any] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -134,7 +134,7 @@ class EpsConfig:
 
     def with_tail(self) -> Self:
         """The same with a tail of the usual length."""
-        return self.replace(tail_tokens=self.store.with_tail().tail_tokens)
+        return self.replace(tail_tokens=self.store.with_tail().tail_tokens) if self.store.enabled else self
 
     def reads_all(self, layer: int, lengths: Iterable[int]) -> bool:
         """Whether a step needs no score in a layer: it is dense, or every sequence is shorter than `min_context` or

@@ -246,7 +246,7 @@ def score_some(
             break
         row = first_row + task
         number = staged[0, row // kv_heads] if parts > 1 else refined[row // kv_heads]
-        choose_first(keys[task], number, marks[task], starts[task], per_task * seal_groups, spare)
+        choose_first(keys[task], number, marks[task], starts[task, : chunks + 1], per_task * seal_groups, spare)
         finish(progress, phase)
     wait(progress, phase, some)
     phase += 1

@@ -130,13 +130,6 @@ PRESETS: dict[str, list[dict[str, Any]]] = {
         ),
     ],
     # exact text: drafts and budgets, what drafts read, other drafters at about the same bytes, and rejection
-    # the requirements' verdict is of 32k tokens on
-    "long": [
-        {"context": [8192, 16384, 32768], "method": "rq", "budget": [0.01, 0.02, 0.05]},
-        {"context": 32768, "method": ["box", "meanstd"], "group_tokens": 16, "budget": [0.1, 0.2]},
-        {"context": 32768, "method": "rq", "strict": True, "epsilon": [0.01, 0.1]},
-        {**_EXACT, "context": [8192, 32768], "method": "rq", "budget": 0.02, "draft": [8, 16]},
-    ],
     "verified": [
         {**_EXACT, "method": "rq", "budget": 0.05, "draft": [4, 8, 12, 16]},
         {**_EXACT, "method": "rq", "budget": [0.02, 0.1], "draft": [8, 16]},
@@ -153,6 +146,13 @@ PRESETS: dict[str, list[dict[str, Any]]] = {
         },
         {**_EXACT, "method": "rq", "budget": 0.05, "draft": 12, "temperature": 0.8, "verify_rule": "reject"},
         {**_EXACT, "method": "rq", "budget": 0.05, "draft": 12, "draft_weights": "4bit"},
+    ],
+    # the requirements' verdict is of 32k tokens on
+    "long": [
+        {"context": [8192, 16384, 32768], "method": "rq", "budget": [0.01, 0.02, 0.05]},
+        {"context": 32768, "method": ["box", "meanstd"], "group_tokens": 16, "budget": [0.1, 0.2]},
+        {"context": 32768, "method": "rq", "strict": True, "epsilon": [0.01, 0.1]},
+        {**_EXACT, "context": [8192, 32768], "method": "rq", "budget": 0.02, "draft": [8, 16]},
     ],
 }
 

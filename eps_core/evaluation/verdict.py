@@ -34,7 +34,7 @@ _ROUNDING = 1e-9  # a ratio of 0.9 must be 10 % saved
 ARM_KEYS = (
     "method", "policy", "dim", "bits", "group_tokens", "alpha", "budget", "epsilon", "tau", "first_n", "last_n",
     "last_tokens", "byte_budget", "heads", "strict", "device", "model", "refine", "tail_tokens", "guards", "scope",
-    "bound_bits", "mean_tokens", "stages",
+    "bound_bits", "mean_tokens", "mean_bits", "stages",
 )  # fmt: skip
 
 
@@ -114,8 +114,9 @@ def arm_name(cell: Mapping[str, Any]) -> str:
 
 def decide(cells: Iterable[Mapping[str, Any]], tasks: Iterable[Mapping[str, Any]] = ()) -> Verdict:
     """The verdict on cells as `eps-proto grid` and scripts/evaluate.py write them, with `device` of their run, and on
-    tasks as `eps-proto evaluate` writes them, with the settings of their run: they are judged with the cells of the
-    same arm, at any budget up to theirs."""
+    tasks as `eps-proto evaluate` writes them, with the `config` of their run: they are judged with the cells of the
+    same settings."""
+    tasks = list(tasks)
     measured = [
         cell
         for cell in cells
@@ -125,9 +126,9 @@ def decide(cells: Iterable[Mapping[str, Any]], tasks: Iterable[Mapping[str, Any]
     ]
     if not measured:
         return Verdict(UNDECIDED, ("no measured cell of a method is in the data",))
-    losing = [cell for cell in measured if cell.get("strict") and (loss_points(cell) or 0) > _ROUNDING]
+    losing = [line for line in (*measured, *tasks) if line.get("strict") and (loss_points(line) or 0) > _ROUNDING]
     loose = _losses(cell for cell in losing if not _must_keep(cell))
-    verdict = _judge(measured, _losses(cell for cell in losing if _must_keep(cell)), list(tasks))
+    verdict = _judge(measured, _losses(cell for cell in losing if _must_keep(cell)), tasks)
     if not loose:
         return verdict
     caveat = f"strict mode at epsilon above {STRICT_EPSILON:g}, which may lose and is not judged as strict: {loose}"
@@ -173,7 +174,11 @@ def _judge(measured: Sequence[Mapping[str, Any]], broken: str, tasks: Sequence[M
 
 
 def loss_points(cell: Mapping[str, Any]) -> float | None:
-    """Questions answered densely less those answered gated, in points (percent of all questions); below 0 is a gain."""
+    """Questions answered densely less those answered gated, in points (percent of all questions); below 0 is a gain.
+    Of a task the mean score that is lost; None where dense itself fails it."""
+    if cell.get("type") == "task":
+        change, dense = _number(cell, "eps_minus_dense"), _number(cell, "dense") or 0
+        return None if change is None or dense < MIN_DENSE_SCORE else -100 * change
     total, dense, gated = (_number(cell, key) for key in ("num_needles", "needles_dense", "needles_answered"))
     if not total or dense is None or gated is None:
         return None
@@ -182,26 +187,22 @@ def loss_points(cell: Mapping[str, Any]) -> float | None:
 
 def p95_saved_percent(cell: Mapping[str, Any]) -> float | None:
     """How much lower the 95th percentile of decode time is, in percent of dense, on the cell's device; None where it
-    was not measured."""
+    was not measured, or nobody knows on what."""
     dense, gated = _number(cell, "dense_decode_ms_p95"), _number(cell, "decode_ms_p95")
-    if not dense or gated is None:
+    if not dense or gated is None or cell.get("device") is None:
         return None
     return 100 * (1 - gated / dense)
 
 
 def task_loss_points(arm: Mapping[str, Any], tasks: Iterable[Mapping[str, Any]]) -> float | None:
-    """Points of score that the tasks of `arm`, a cell, lose in the mean at its context; None where it has none. Those
-    of a larger budget say nothing of it."""
-    mine = [
-        task
+    """Points of score that the tasks of a cell's own settings, context and model lose in the mean; None where it has
+    none. Another budget is another question: what is lost or kept there says nothing of this one."""
+    lost = [
+        loss
         for task in tasks
-        if arm_name(task) == arm_name(arm)
-        and (_tokens(task), task.get("model"), task.get("policy"))
-        == (_tokens(arm), arm.get("model"), arm.get("policy"))
-        and (_setting(task, "budget") or 0) <= (_setting(arm, "budget") or 0)
-        and (_number(task, "dense") or 0) >= MIN_DENSE_SCORE
-    ]
-    lost = [-100 * change for task in mine if (change := _number(task, "eps_minus_dense")) is not None]
+        if arm.get("config") and all(arm.get(key) == task.get(key) for key in ("config", "context_tokens", "model"))
+        and (loss := loss_points(task)) is not None
+    ]  # fmt: skip
     return sum(lost) / len(lost) if lost else None
 
 
@@ -220,7 +221,7 @@ def _arms(cells: Sequence[Mapping[str, Any]], tasks: Sequence[Mapping[str, Any]]
             loss=_worst([_most(loss_points(cell), task_loss_points(cell, tasks)) for cell in group], max),
             strict=_must_keep(group[0]),
             num_questions=min(int(_number(cell, "num_needles") or 0) for cell in group),
-            device=str(group[0].get("device") or "an unnamed device"),
+            device=str(group[0].get("device")),
         )
         for group in groups.values()
     ]

@@ -1,11 +1,7 @@
 """What scripts/train_demo.py trains on: rows of text with needles or RULER's questions, and where the answers are."""
 
-import sysconfig
-from pathlib import Path
-
 import numpy as np
 
-from eps_core.tasks.corpus import held_out
 from eps_core.tasks.needle import draw_key, draw_value, filler, needle_line, question
 from eps_core.tasks.ruler import make_sample
 
@@ -14,15 +10,6 @@ ANSWER_BYTES = 48  # at most, of four numbers of seven digits and what is betwee
 # RULER's look-ups of numbers. Counting (cwe, fwe), chains (vt) and 36 characters without a fault (niah_uuid) are beyond
 # four layers in the hour that a training may take: after 500 steps 0 of 20 chains were right, and 12 of 20 of the last
 RULER_TASKS = ("niah_digits", "niah_multivalue", "niah_multiquery", "associative_recall")
-
-
-def training_text() -> bytes:
-    """The running Python's standard library in name order, without the files that the shipped corpus is of."""
-    root = Path(sysconfig.get_path("stdlib"))
-    names = (path.relative_to(root).as_posix() for path in sorted(root.rglob("*.py")))
-    left_out = ("site-packages", "test/", "tests/", "lib2to3")
-    texts = [(root / name).read_bytes() for name in names if not (held_out(name) or any(x in name for x in left_out))]
-    return b"\n".join(text for text in texts if text.isascii())
 
 
 def _row(data: bytes, spans: list[tuple[int, int]], length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -83,7 +70,7 @@ def ruler_row(
 def batch_of(
     text: bytes, length: int, rows: int, rng: np.random.Generator, ruler_share: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`rows` rows of `length` + 1 tokens, and True where the *target* is of an answer. `ruler_share` of the rows are
+    """`rows` rows of `length` + 1 tokens, and True at the tokens of an answer. `ruler_share` of the rows are
     RULER's, and of the others two fifths plain text. The first row always has answers: a batch of few long rows must
     have some to learn from."""
     pairs = []
