@@ -99,7 +99,7 @@ LONG_STAGES = [
     (1024, 910, 16384, 2.0),
     (4096, 150, 16384, 2.0),
     (16384, 21, 32768, 2.0),
-    (32768, 72, 32768, 2.0),
+    (32768, 60, 32768, 2.0),
 ]
 LONG_START, LONG_RULER_SHARE = Path("eps_core/demo_model"), 0.5
 LONG_ROW = 16384  # from which on a step takes a quarter of a minute
