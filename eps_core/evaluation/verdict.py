@@ -177,8 +177,8 @@ def loss_points(cell: Mapping[str, Any]) -> float | None:
     """Questions answered densely less those answered gated, in points (percent of all questions); below 0 is a gain.
     Of a task the mean score that is lost; None where dense itself fails it."""
     if cell.get("type") == "task":
-        change, dense = _number(cell, "eps_minus_dense"), _number(cell, "dense") or 0
-        return None if change is None or dense < MIN_DENSE_SCORE else -100 * change
+        change, score = _number(cell, "eps_minus_dense"), _number(cell, "dense") or 0
+        return None if change is None or score < MIN_DENSE_SCORE else -100 * change
     total, dense, gated = (_number(cell, key) for key in ("num_needles", "needles_dense", "needles_answered"))
     if not total or dense is None or gated is None:
         return None
