@@ -4,10 +4,7 @@
 # Usage: scripts/engine_speed.sh [output folder, default results]
 set -euo pipefail
 . "$(dirname "$0")/help.sh"
-at_most 1 "$@"
-cd "$(dirname "$0")/.."
-out=${1:-results}
-mkdir -p "$out"
+begin "$@"
 venv=$(scripts/setup.sh mlx,cuda,dev)
 scripts/test_vllm.sh --collect-only -q > /dev/null # sets up .venv-vllm
 rm -f "$out/engine_speed.jsonl"

@@ -66,6 +66,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     source = (args.model, args.backend, args.device)
     started = time.time()
+    head_dim = read_spec(resolve_model(args.model, weights=False)).head_dim
     # spawned, so that every process starts with one thread
     with outputs.replacing(args.out) as out, ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         run = {
@@ -75,13 +76,13 @@ def main() -> None:
             "device": args.device,
             "cpu_count": os.cpu_count(),
             "model": args.model.name,
+            "head_dim": head_dim,
             "cache_dtype": "bfloat16",
             "compute_dtype": "float32",
             "seed": args.seed,
             "corpus": SHA256,
         }
         out.write(json.dumps(run) + "\n")
-        head_dim = read_spec(resolve_model(args.model, weights=False)).head_dim
         for context in args.contexts:
             part = 3 if context >= args.long else 1
             needles, texts = -(-args.needles // part), -(-args.texts // part)

@@ -13,12 +13,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from eps_core.config.eps import EpsConfig
-from eps_core.decode.model import read_spec
 from eps_core.errors import ConfigError, exit_code
 from eps_core.evaluation.curves import (
+    DEFAULT,
     EARLIER,
-    SETS,
+    FLOOR,
+    HEADLINE,
     ArmName,
     Cell,
     Floor,
@@ -33,7 +33,6 @@ from eps_core.files import inputs
 from eps_core.files.outputs import replacing
 from eps_core.files.records import Count, Name, Ratio, read_record
 from eps_core.report.style import DASHES, INK, colour, svg
-from eps_core.summaries.table import facts
 
 Rows = list[dict[str, Any]]
 T = TypeVar("T")
@@ -45,19 +44,12 @@ TARGETS = (("box", 16, (16, 128), 0.3), ("meanstd", 16, (16, 128), 0.35), ("orac
 LEVELS = ("0.1", "0.01", "0.001")
 # of each model: methods, and what was measured of some of them later
 FILES = {"demo": ("methods", "codes"), "wide": ("wide", "codes-wide"), "long": ("long", "long-floor")}
-LONG_MODEL = Path(__file__).resolve().parent.parent / "results" / "long_model"
-# whose bytes are followed from context to context
-FOLLOWED = {
-    name_of(arm): arm
-    for arms in SETS.values()
-    for arm in arms
-    if arm.store.method in ("rq", "box", "meanstd", "oracle")
-}
-DRAWN = (("rq, 2 (default)", "rq", (2, (4, 8), 64), "-"), ("box, 16", "box", (16, (16, 128), 0), "-"),
-         ("meanstd, 16", "meanstd", (16, (16, 128), 0), "-"), ("oracle, 16", "oracle", (16, (16, 128), 0), "--"),
-         ("oracle, 16, guards 4 + 32", "oracle", (16, (4, 32), 0), ":"))  # fmt: skip
+# whose bytes are split, and what they are drawn as
+FOLLOWED = {name_of(arm): arm for arm in (*HEADLINE, *FLOOR)}
+DRAWN = tuple(zip(map(name_of, HEADLINE), ("-", "-", "-", "--", ":"), strict=True))
 
 KINDS: dict[str, Any] = {
+    "run": {"head_dim": Count},
     "replay": {
         "method": Name, "group_tokens": Count, **{f"recall_at_{f}": Ratio | None for f in ("0.05", "0.125", "0.25")},
         **{f"{kind}_skip_{level}": Ratio | None for kind in ("certified", "oracle") for level in LEVELS},
@@ -123,15 +115,7 @@ def crossing(curve: list[Cell]) -> tuple[float | None, str]:
 
 def default_of(by_arm: dict[ArmName, list[Cell]]) -> list[Cell]:
     """The default's curve: rq as it is without settings."""
-    usual = EpsConfig.of(method="rq")
-    told = usual.store.S, usual.store.mean_tokens, usual.read.stages, usual.read.refine, usual.store.tail_tokens
-    found = (
-        curve
-        for name, curve in by_arm.items()
-        if (name.method, name.policy, name.guards) == ("rq", "topk", facts("rq").guards)
-        and (name.group_tokens, name.mean_tokens, name.stages, name.refine, name.tail_tokens) == told
-        and name.mean_bits == usual.store.mean_bits
-    )
+    found = (curve for name, curve in by_arm.items() if name == name_of(DEFAULT))
     return first(found, "cell of the default, rq as it is without settings, at some context")
 
 
@@ -182,7 +166,7 @@ def floors(found: list[Cell], head_dim: int) -> dict[ArmName, dict[int, Floor]]:
     for context in sorted({cell.context_tokens for cell in found}):
         for name, curve in curves(found, context).items():
             ratio, how = crossing(curve)
-            if ratio is not None and how == "measured" and name in FOLLOWED and name.policy == "topk":
+            if ratio is not None and how == "measured" and name in FOLLOWED:
                 split.setdefault(name, {})[context] = floor(FOLLOWED[name], head_dim, context, ratio)
     return split
 
@@ -202,28 +186,23 @@ def context_figure(found: list[Cell], head_dim: int) -> str:
     """Bytes at the KL limit against context: over dense, and as tokens' worth of K and V."""
     split = floors(found, head_dim)
 
-    def of(method: str, settings: tuple[Any, ...]) -> dict[int, Floor]:
-        usual = EpsConfig.of(method="rq")
-        for name, by_context in split.items():
-            if (name.method, (name.group_tokens, name.guards, name.tail_tokens)) != (method, settings):
-                continue
-            if method != "rq" or name == name_of(usual):
-                return by_context
-        return {}
-
     def plot(figure: Any) -> None:
         shares, tokens = figure.subplots(1, 2)
-        for words, method, settings, style in DRAWN:
-            by_context = of(method, settings)
-            xs, look = list(by_context), {"color": colour(method), "lw": 1.6, "marker": "o", "ms": 3}
+        for name, style in DRAWN:
+            by_context = split.get(name, {})
+            xs, look = list(by_context), {"color": colour(name.method), "lw": 1.6, "marker": "o", "ms": 3}
+            words = f"{name.method}, {name.group_tokens}"
+            words += " (default)" if name == name_of(DEFAULT) else ", narrow guards" if style == ":" else ""
             shares.plot(xs, [sum(part) for part in by_context.values()], style, label=words, **look)
             tokens.plot(xs, [sum(part) * x for x, part in by_context.items()], style, **look)
-            if method == "rq":
-                tokens.plot(xs, [part.tokens * x for x, part in by_context.items()], ":", label="rq, K and V", **look)
+            if name == name_of(DEFAULT):
+                tokens.plot(
+                    xs, [part.tokens * x for x, part in by_context.items()], ":", label="its K and V alone", **look
+                )
         contexts = sorted({cell.context_tokens for cell in found})
         for axis, ylabel in ((shares, "bytes over dense"), (tokens, "tokens' worth of bytes")):
             axis.set(xscale="log", yscale="log", xlabel="context, tokens", ylabel=f"{ylabel} at a KL of {KL_LIMIT}")
-            axis.set_xticks(contexts, [f"{c // 1024}k" for c in contexts], minor=False)
+            axis.set_xticks(contexts, [f"{c:,}" for c in contexts], minor=False)
             axis.minorticks_off()
         figure.legend(loc="outside lower center", ncols=6)
 
@@ -377,7 +356,8 @@ def main() -> None:
         "certificates.svg": certificate_figure(certificates),
     }
     if "long" in measured:
-        head_dim = read_spec(LONG_MODEL).head_dim
+        run = first(rows(out / "long.jsonl", "run"), "run line of the long model")
+        head_dim = run["head_dim"]
         parts += ["## What the bytes at that KL are of, long model", "", *floor_table(measured["long"], head_dim), ""]
         made["context.svg"] = context_figure(measured["long"], head_dim)
     for model, found in measured.items():

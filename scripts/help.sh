@@ -23,3 +23,14 @@ at_most() {
     exit 2
   fi
 }
+
+# begin [FOLDER]: to the checkout's root, with `out` the folder of results, made where it is not there.
+begin() {
+  at_most 1 "$@"
+  cd "$(dirname "$0")/.."
+  out=${1:-results} started=$(date +%s)
+  mkdir -p "$out"
+}
+
+# took WHAT: says on stderr what is done, and the seconds since `begin`.
+took() { echo "== $1: $(($(date +%s) - started)) s so far" >&2; }

@@ -5,17 +5,12 @@
 # Hours on 2 idle cores. Usage: scripts/long.sh [output directory]     (default: results)
 set -euo pipefail
 . "$(dirname "$0")/help.sh"
-at_most 1 "$@"
-cd "$(dirname "$0")/.."
-out=${1:-results}
-mkdir -p "$out"
+begin "$@"
 venv=$(scripts/setup.sh mlx,cuda,report)
 export PATH="$venv/bin:$PATH"
 model=results/long_model
 captures=$(mktemp -d)
 trap 'rm -rf "$captures"' EXIT
-started=$(date +%s)
-took() { echo "== $1: $(($(date +%s) - started)) s so far" >&2; }
 
 # 32,704: the tokens decoded after the prompt belong to the model's 32,768
 plan=(--model "$model" --contexts 8192 16384 32704 --needles 40 --texts 8 --text-steps 48 --long 65536)

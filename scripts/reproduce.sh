@@ -3,16 +3,11 @@
 # Under an hour on 2 cores. Usage: scripts/reproduce.sh [output directory]     (default: results)
 set -euo pipefail
 . "$(dirname "$0")/help.sh"
-at_most 1 "$@"
-cd "$(dirname "$0")/.."
-out=${1:-results}
-mkdir -p "$out"
+begin "$@"
 venv=$(scripts/setup.sh mlx,cuda,report)
 export PATH="$venv/bin:$PATH" OMP_NUM_THREADS=1
 captures=$(mktemp -d)
 trap 'rm -rf "$captures"' EXIT
-started=$(date +%s)
-took() { echo "== $1: $(($(date +%s) - started)) s so far" >&2; }
 
 # 1. quality against bytes: every method and the oracle, needles and KL along the decode, 2k to 16k
 python scripts/evaluate.py --needles 40 --texts 6 --text-steps 48 -o "$out/methods.jsonl" > "$captures/methods.md"

@@ -6,11 +6,8 @@
 # (MLX takes no part in whole steps: its Linux build needs a quarter of an hour to prefill 32k tokens.)
 set -euo pipefail
 . "$(dirname "$0")/help.sh"
-at_most 1 "$@"
-cd "$(dirname "$0")/.."
+begin "$@"
 venv=$(scripts/setup.sh mlx,cuda,report)
-out=${1:-results}
-mkdir -p "$out"
 python=$venv/bin/python
 rm -f "$out"/speed-*.jsonl "$out/whole_step.jsonl"
 for backend in cuda mlx; do

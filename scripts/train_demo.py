@@ -1,7 +1,7 @@
 """Trains a demo model from nothing: a byte-level Llama that answers "what is the code for X?" from a long text.
 
 Text: Python's own standard library source (nine tenths of its files; the rest is held out for evaluation).
-Stages lengthen the context once the answers are right. Writes a Hugging Face directory and its model card.
+Stages lengthen the context once answers are right. Writes a Hugging Face directory; `model_card.py` writes its card.
 
     python scripts/train_demo.py -o eps_core/demo_model          (about an hour on 2 cores; resumes with --resume)
     python scripts/train_demo.py --shape wide -o results/wide_model     (a second shape, to check the ranking on)
@@ -17,23 +17,27 @@ import platform
 import sys
 import sysconfig
 import time
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from eps_core.cli.numbers import SEED, TOKENS, Real, argument
-from eps_core.decode.model import read_spec
+from eps_core.decode.model import DEMO_MODEL, read_spec
 from eps_core.decode.rope import inverse_frequencies
 from eps_core.errors import ConfigError, exit_code
 from eps_core.files import outputs
 from eps_core.tasks.corpus import corpus, held_out
-from eps_core.tasks.needle import filler, needle_document
-from eps_core.tasks.training import BOS, RULER_TASKS, batch_of, ruler_row
+from eps_core.tasks.needle import needle_document
+from eps_core.tasks.training import BOS, batch_of
 
 EOS, VOCAB = 257, 258
 CONFIG = {
@@ -58,52 +62,78 @@ CONFIG = {
     "eos_token_id": EOS,
     "torch_dtype": "bfloat16",
 }
-# (context, most steps, tokens a step, stop early once this share of answer digits is right over the last 20 steps)
-STAGES = [
-    (256, 2400, 16384, 0.985),
-    (512, 300, 16384, 0.985),
-    (1024, 250, 16384, 0.985),
-    (2048, 220, 16384, 0.985),
-    (4096, 180, 16384, 2.0),
-    (8192, 160, 16384, 2.0),
-]
-# `wide` differs in what a selector meets: heads of 128, twice the layers, twice the kv heads, one query head for each
-WIDE_CONFIG = {
-    "intermediate_size": 512,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model differs in from `demo`. `stages`: (context, most steps, tokens a step, stop early once this share of
+    answer digits is right over the last 20 steps); `start`: the folder of weights to go on from; `ruler_share` of the
+    rows are RULER's."""
+
+    stages: tuple[tuple[int, int, int, float], ...]
+    config: dict[str, Any] = field(default_factory=dict)
+    start: Path | None = None
+    ruler_share: float = 0.0
+
+
+SHAPES = {
+    "demo": Shape(
+        (
+            (256, 2400, 16384, 0.985),
+            (512, 300, 16384, 0.985),
+            (1024, 250, 16384, 0.985),
+            (2048, 220, 16384, 0.985),
+            (4096, 180, 16384, 2.0),
+            (8192, 160, 16384, 2.0),
+        )
+    ),
+    # what a selector meets is another: heads of 128, twice the layers, twice the kv heads, one query head for each
+    "wide": Shape(
+        (
+            (256, 2400, 16384, 0.97),
+            (512, 124, 16384, 0.97),
+            (1024, 60, 16384, 2.0),
+            (2048, 60, 16384, 2.0),
+            (4096, 45, 16384, 2.0),
+        ),
+        {
+            "intermediate_size": 512,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+        },
+    ),
+    # RULER's look-ups are learnt where rows are short, then the rows grow; lists of values are learnt anew at each
+    # length, in more rows than the long stages have: a second round begins at 2,048. RoPE is scaled as in Llama 3.1,
+    # which alone, without a step of training, answered 4 of 5 needles at 32,000 tokens; as it was, the demo model's
+    # weights answered none there, and 40 steps at 16,384 did not mend that
+    "long": Shape(
+        (
+            (1024, 910, 16384, 2.0),
+            (4096, 150, 16384, 2.0),
+            (16384, 21, 32768, 2.0),
+            (32768, 60, 32768, 2.0),
+            (2048, 220, 16384, 2.0),
+            (4096, 120, 16384, 2.0),
+            (16384, 24, 32768, 2.0),
+            (32768, 60, 32768, 2.0),
+        ),
+        {
+            "max_position_embeddings": 32768,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+        start=DEMO_MODEL,
+        ruler_share=0.5,
+    ),
 }
-WIDE_STAGES = [
-    (256, 2400, 16384, 0.97),
-    (512, 124, 16384, 0.97),
-    (1024, 60, 16384, 2.0),
-    (2048, 60, 16384, 2.0),
-    (4096, 45, 16384, 2.0),
-]
-# `long` starts from the demo model's weights: RULER's look-ups are learnt where rows are short, then the rows grow.
-# RoPE is scaled as in Llama 3.1, which alone, without a step of training, answered 4 of 5 needles at 32,000 tokens; as
-# it was, the same weights answered none there, and 40 steps at 16,384 did not mend that.
-LONG_CONFIG = {
-    "max_position_embeddings": 32768,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-}
-LONG_STAGES = [
-    (1024, 910, 16384, 2.0),
-    (4096, 150, 16384, 2.0),
-    (16384, 21, 32768, 2.0),
-    (32768, 60, 32768, 2.0),
-]
-LONG_START, LONG_RULER_SHARE = Path("eps_core/demo_model"), 0.5
 LONG_ROW = 16384  # from which on a step takes a quarter of a minute
-LONGEST, DEPTH_BINS, RULER_LENGTHS = 32768, 5, (4096, 16384, 32768)
 MIN_STEPS, DECAY_STEPS, WARMUP_STEPS = 60, 140, 60
 
 
@@ -161,6 +191,7 @@ class Model(nn.Module):
         return F.linear(self.norm(x), self.embed_tokens.weight)
 
 
+@cache
 def frequencies() -> Tensor:
     """Radians per position [D/2] as every reader of this config.json takes them."""
     with TemporaryDirectory() as folder:
@@ -206,21 +237,6 @@ def needle_accuracy(model: Model, text: bytes, length: int, count: int, seed: in
     return float(np.mean(needle_answers(model, text, length, count, seed)))
 
 
-def ruler_accuracy(model: Model, text: bytes, length: int, count: int, seed: int) -> dict[str, float]:
-    """Of each of RULER's tasks that rows are made of: the share of held-out questions all of whose answers are the most
-    likely text, each byte given the true ones before. Answers that are generated are scored by `eps-proto evaluate`."""
-    shares = {}
-    for task in RULER_TASKS:
-        right = []
-        for index in range(count):
-            row, answer = ruler_row(text, length - 1, np.random.default_rng([seed, index]), task)
-            tokens, marked = torch.from_numpy(row), torch.from_numpy(answer)[1:]
-            got = predicted(model, tokens).argmax(-1)
-            right.append(bool((got == tokens[1:])[marked].all()))
-        shares[task] = float(np.mean(right))
-    return shares
-
-
 def write(path: Path, data: bytes) -> None:
     with outputs.replacing(path, "wb") as file:
         file.write(data)
@@ -254,85 +270,24 @@ def export(model: Model, out: Path) -> None:
 
 def exported(out: Path) -> dict[str, Tensor]:
     """What `export` wrote to `out`, as this script's Model names it, in float32."""
-    names = {name: name.removeprefix("model.") for name in load_file(out / "model.safetensors")}
-    short = {name: new.replace("self_attn.", "").replace("mlp.", "") for name, new in names.items()}
-    return {short[name]: tensor.float() for name, tensor in load_file(out / "model.safetensors").items()}
-
-
-def write_card(out: Path, record: dict) -> None:
-    counts = record["needle_documents"]
-    shares = record["needle_accuracy"].items()
-    bits, depths = record["held_out_bits_per_byte"], record["needle_accuracy_by_depth"]
-    rows = "\n".join(
-        f"| {length} | {share:.3f} | {counts[length]} | {' '.join(f'{part:.2f}' for part in depths[length])} | "
-        f"{f'{bits[length]:.3f}' if length in bits else '-'} |"
-        for length, share in shares
-    )
-    ruler = ""
-    if record["ruler_accuracy"]:
-        lines = [
-            f"| {length} | {' | '.join(f'{x:.2f}' for x in of.values())} |"
-            for length, of in record["ruler_accuracy"].items()
-        ]
-        tasks = next(iter(record["ruler_accuracy"].values()))
-        ruler = (
-            "\nRULER's look-ups, share of held-out questions all of whose answers are the most likely text, each byte "
-            "given the true ones before:\n\n"
-            f"| context (tokens) | {' | '.join(tasks)} |\n|{'---|' * (len(tasks) + 1)}\n" + "\n".join(lines) + "\n"
-        )
-    stages = "\n".join(
-        f"| {s['context']} | {s['steps']} | {s['loss']:.3f} | {s['answer_accuracy']:.3f} |" for s in record["stages"]
-    )
-    start = f" It starts from `{LONG_START}`." if record["shape"] == "long" else ""
-    text = f"""# EPS {record["shape"]} model
-
-A byte-level Llama ({record["parameters"] / 1e6:.2f} M parameters: {CONFIG["num_hidden_layers"]} layers, width
-{CONFIG["hidden_size"]}, {CONFIG["num_attention_heads"]} query and {CONFIG["num_key_value_heads"]} key/value heads of
-{CONFIG["head_dim"]}), trained from nothing by `scripts/train_demo.py` on Python's standard library source mixed with
-needle documents. It knows how to look up `# The code for KEY is VALUE.` in a long text, and little else.
-It exists to exercise EPS on real attention patterns; do not use it for anything else.
-
-Seed {record["seed"]}, torch {record["torch"]}, Python {record["python"]}, {record["tokens_seen"] / 1e6:.0f} M tokens,
-{record["hours"]:.2f} h on 2 CPU cores.{start}
-
-| context of stage (tokens) | steps | last loss (nats, answers counted twice) | answer digits right in training |
-|---|---|---|---|
-{stages}
-
-Held-out needles answered exactly (all five digits, dense attention, depths spread evenly, 0 to 3 distractors), and bits
-a byte of held-out text, of the last 1,024 bytes of a window:
-
-| context (tokens) | share answered | documents | by depth, from the start | bits a byte |
-|---|---|---|---|---|
-{rows}
-{ruler}
-{record["limit"]}
-
-Licence: the weights are released under this repository's licence; the training text is under the PSF licence.
-"""
-    write(out / "README.md", text.encode())
-    write(out / "training.json", (json.dumps(record, indent=2) + "\n").encode())
-
-
-def held_out_bits_per_byte(model: Model, text: bytes, length: int, count: int, seed: int) -> float:
-    """Of the last 1,024 bytes of held-out windows of `length`: the same bytes at any length up to 32,768."""
-    rng, losses = np.random.default_rng(seed), []
-    for _ in range(count):
-        window = filler(text, LONGEST, rng)[-length:]
-        tokens = torch.tensor([BOS, *window])
-        losses.append(F.cross_entropy(predicted(model, tokens)[-1024:], tokens[-1024:]).item())
-    return float(np.mean(losses)) / math.log(2)
+    try:
+        weights = load_file(out / "model.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{out}/model.safetensors cannot be read ({error}): train it with this script") from error
+    return {
+        name.removeprefix("model.").replace("self_attn.", "").replace("mlp.", ""): tensor.float()
+        for name, tensor in weights.items()
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", "--out", dest="out", type=Path, required=True)
-    parser.add_argument("--shape", choices=["demo", "wide", "long"], default="demo")
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="demo")
     parser.add_argument("--checkpoint", type=Path, default=Path("demo_checkpoint.pt"))
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--seed", type=argument(SEED), default=0)
     parser.add_argument("--lr", type=argument(Real(0, above=True)), default=1.5e-3)
-    parser.add_argument("--needle-documents", type=argument(TOKENS), default=100)
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--max-steps", type=argument(TOKENS), help="stop after this many steps in all (for timing)")
     args = parser.parse_args()
@@ -344,19 +299,13 @@ def main() -> None:
     if args.resume and not args.checkpoint.is_file():
         raise ConfigError(f"there is no checkpoint {args.checkpoint} to resume: leave out --resume")
 
-    stages = STAGES
-    if args.shape == "wide":
-        CONFIG.update(WIDE_CONFIG)
-        stages = WIDE_STAGES
-    if args.shape == "long":
-        CONFIG.update(LONG_CONFIG)
-        stages = LONG_STAGES
-    ruler_share = LONG_RULER_SHARE if args.shape == "long" else 0.0
+    shape = SHAPES[args.shape]
+    CONFIG.update(shape.config)
     torch.manual_seed(args.seed)
     train_text, held_text = training_text(), corpus()
     model = Model()
-    if args.shape == "long":
-        model.load_state_dict(exported(LONG_START))
+    if shape.start is not None:
+        model.load_state_dict(exported(shape.start))
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     # Muon for the matrices: at this size it needed far fewer steps than AdamW until copying appeared
@@ -378,19 +327,19 @@ def main() -> None:
         with outputs.replacing(args.checkpoint, "wb") as file:
             torch.save(state, file)
 
-    for stage in range(done["stage"], len(stages)):
-        length, most_steps, step_tokens, enough = stages[stage]
+    for stage in range(done["stage"], len(shape.stages)):
+        length, most_steps, step_tokens, enough = shape.stages[stage]
         cos, sin = rope(length)
         recent: list[tuple[float, float]] = []
         first = done["step"] if stage == done["stage"] else 0
         for step in range(first, most_steps):
             started = time.perf_counter()
             rng = np.random.default_rng([args.seed, stage, step])
-            rows = batch_of(train_text, length, max(1, step_tokens // length), rng, ruler_share)
+            rows = batch_of(train_text, length, max(1, step_tokens // length), rng, shape.ruler_share)
             tokens, answer = map(torch.from_numpy, rows)
             # warm up once; decay to a twentieth over the last stage
             rate = min(1.0, (done["total"] + 1) / WARMUP_STEPS)
-            if stage == len(stages) - 1:
+            if stage == len(shape.stages) - 1:
                 rate *= max(0.05, min(1.0, (most_steps - step) / DECAY_STEPS))
             for optimizer in optimizers:
                 optimizer.param_groups[0]["lr"] = args.lr * rate * (1.0 if length < 2048 else 0.6)
@@ -436,37 +385,12 @@ def main() -> None:
             flush=True,
         )
 
-    export(model, args.out)
-    accuracy, documents, by_depth, ruler, bits = {}, {}, {}, {}, {}
-    for length in (256, 512, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768):
-        if length > CONFIG["max_position_embeddings"]:
-            break
-        # a document of 16k costs as much as thirty of 1k: fewer of the longest
-        documents[length] = -(-args.needle_documents // (1 if length <= 8192 else 2))
-        right = needle_answers(model, held_text, length, documents[length], 2 * 10**6)
-        accuracy[length] = float(np.mean(right))
-        by_depth[length] = [float(np.mean(part)) for part in np.array_split(right, DEPTH_BINS)]
-        if length >= 1024:
-            bits[length] = held_out_bits_per_byte(model, held_text, length, 16, args.seed)
-        if ruler_share and length in RULER_LENGTHS:
-            count = -(-args.needle_documents // (2 if length <= 8192 else 5))
-            ruler[length] = ruler_accuracy(model, held_text, length, count, args.seed)
-        print(f"held-out needles at {length}: {accuracy[length]:.3f} of {documents[length]}", flush=True)
-    failing = [length for length, value in accuracy.items() if value < 0.95]
-    limit = (
-        f"Under 95 % of needles at {', '.join(map(str, failing))} tokens."
-        if failing
-        else "No tested length fell under 95 %."
-    )
     record = {
-        "shape": args.shape,
-        "seed": args.seed, "torch": torch.__version__, "python": platform.python_version(), "lr": args.lr,
-        "parameters": sum(p.numel() for p in model.parameters()), "tokens_seen": done["tokens"],
-        "hours": done["seconds"] / 3600, "stages": done["stages"], "needle_accuracy": accuracy,
-        "needle_documents": documents, "limit": limit, "needle_accuracy_by_depth": by_depth,
-        "ruler_accuracy": ruler, "held_out_bits_per_byte": bits,
+        "shape": args.shape, "start": shape.start and shape.start.name, "seed": args.seed, "torch": torch.__version__,
+        "python": platform.python_version(), "lr": args.lr, "parameters": sum(p.numel() for p in model.parameters()),
+        "tokens_seen": done["tokens"], "hours": done["seconds"] / 3600, "stages": done["stages"],
     }  # fmt: skip
-    write_card(args.out, record)
+    write(args.out / "training.json", (json.dumps(record, indent=2) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -3,10 +3,7 @@
 # About an hour on 2 idle cores. Usage: scripts/verified.sh [output directory]     (default: results)
 set -euo pipefail
 . "$(dirname "$0")/help.sh"
-at_most 1 "$@"
-cd "$(dirname "$0")/.."
-out=${1:-results}
-mkdir -p "$out"
+begin "$@"
 venv=$(scripts/setup.sh mlx,cuda)
 export PATH="$venv/bin:$PATH"
 OMP_NUM_THREADS=1 eps-proto grid --preset verified --backend cuda --texts 6 --needles 0 -o "$out/verified.jsonl"

@@ -99,7 +99,7 @@ def test_a_script_never_replaces_what_it_reads(
         ("evaluate.py", ["--contexts", "2048", "0"]),
         ("evaluate.py", ["--budgets", "nan"]),
         ("check_bounds.py", ["--jobs", "0"]),
-        ("train_demo.py", ["-o", "{}/model", "--needle-documents", "0"]),
+        ("model_card.py", ["{}/model", "--needle-documents", "0"]),
     ],
 )
 def test_a_script_refuses_numbers_that_mean_nothing(
