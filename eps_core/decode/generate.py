@@ -5,6 +5,7 @@ Holds integers and host logits only; arrays stay in the backend. One `StepRecord
 
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -112,7 +113,7 @@ def generate(
                 [fed[index] for index in alive],
                 [int(length) for length in lengths],
                 output,
-                cache.spec,
+                replace(cache.spec, num_kv_heads=decoder.spec.num_kv_heads),  # an evicting cache has them one by one
                 EpsConfig(cache.store, read or Read()),
                 decode_ms,
                 cache.kv_bytes_read - kv_bytes,
