@@ -1,4 +1,4 @@
-"""Decoding from caches that keep a part of their tokens: dense prefill, then a policy's rows in pages of each head's own.
+"""Decoding from caches that keep a part of their tokens: dense prefill, then what a policy keeps, in pages by head.
 
 A prompt is prefilled in a plain cache, which holds all of it; what a policy keeps moves to the evicting one, of one kv
 head, in which each kv head of a sequence is a sequence (`paging.heads`). Steps attend there, densely or gated: what
@@ -15,7 +15,6 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
 from eps_core.decode.forward import Arithmetic, Decoder, LayerScorer
 from eps_core.decode.observe import Observed
-from eps_core.errors import overflow
 from eps_core.evict.keep import Keep
 from eps_core.evict.table import policy
 from eps_core.gate.attend import attend_layer, collect, dense_read
@@ -57,8 +56,8 @@ class EvictingDecoder(Decoder):
             for layer, (k, v) in enumerate(keys_values):
                 for head, rows in enumerate(kept[layer]):
                     if len(rows):
-                        mine = (self._rows(cache, array, rows, head) for array in (k, v))
-                        cache = self.eps.write_kv(cache, layer, *mine, slots[layer][head])
+                        keys, values = (self._rows(cache, array, rows, head) for array in (k, v))
+                        cache = self.eps.write_kv(cache, layer, keys, values, slots[layer][head])
                     observed.evicted(layer, head, rows)
             self.eps.check_finite(cache)
         except BaseException:
@@ -91,6 +90,7 @@ class EvictingDecoder(Decoder):
         self._check_tokens(tokens)
         gated = read is not None and cache.store.enabled
         config = EpsConfig(cache.store, read) if gated and read is not None else None
+        wheres = table.wheres(cache.store, config)
         reads, clock = [], self._clock if self.timing else None
         with model.scope():
             x, turn = model.embed(tokens), model.rotation(lengths - 1)
@@ -100,7 +100,7 @@ class EvictingDecoder(Decoder):
                 cache = eps.write_kv(cache, layer, k.reshape(one), v.reshape(one), slots[:, layer].ravel())
                 if self.tap is not None:
                     self.tap(layer, q)
-                where = table.where(layer, cache.store, config)
+                where = wheres[layer]
                 by_head = q.reshape((batch * spec.num_kv_heads, -1, spec.head_dim))
                 if config is not None:
                     out, seen = attend_layer(eps, cache, layer, by_head, where, clock=clock)
@@ -117,7 +117,7 @@ class EvictingDecoder(Decoder):
             for sequence in table.sequences:
                 cache, rows_moved, pages_freed = self._evict(cache, sequence)
                 moved, freed = moved + rows_moved, freed + pages_freed
-        fallbacks = {} if config is None else table.where(0, cache.store, config).fallbacks(spec.num_layers)
+        fallbacks = {} if config is None else wheres[0].fallbacks(spec.num_layers)
         layers = [_by_head(one, batch, spec.num_kv_heads) for one in layers]
         return cache, StepOutput(logits, layers, fallbacks, eviction=Eviction(kept, moved, freed))
 
@@ -149,10 +149,7 @@ class EvictingDecoder(Decoder):
             return cache, 0, 0
         observed, moved, freed = self._observed[sequence], 0, 0
         held = [
-            [
-                self.eps.read_kv(cache, layer, np.array(one.table, np.int32), one.length)
-                for one in sequence.heads[layer]
-            ]
+            [self.eps.read_kv(cache, layer, np.array(one.table, np.int32), one.length) for one in sequence.heads[layer]]
             for layer in range(self.spec.num_layers)
         ]
         seen = [
@@ -180,7 +177,6 @@ class EvictingDecoder(Decoder):
 
 def _by_head(stats: LayerStats, batch: int, heads: int) -> LayerStats:
     """Statistics of B * Hkv sequences of one kv head as of B sequences: [B * Hkv, 1] and [B * Hkv] to [B, Hkv]."""
-    values = {
-        name: value.reshape(batch, heads) for name, value in vars(stats).items() if isinstance(value, np.ndarray)
-    }
-    return replace(stats, **values)
+    arrays = {name: value for name, value in vars(stats).items() if isinstance(value, np.ndarray)}
+    by_head: dict[str, Any] = {name: value.reshape(batch, heads) for name, value in arrays.items()}
+    return replace(stats, **by_head)

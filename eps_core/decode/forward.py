@@ -90,8 +90,8 @@ class Decoder:
         self.timing = False  # whether step() fills prepass_ms and attention_ms, at the cost of three waits a layer
         # where set, called by step() in every layer with (layer, q [B, Hq, D] unscaled, as attention uses it)
         self.tap: Callable[[int, Array], None] | None = None
-        # where set, called by prefill() in every layer with (cache, layer, q [N, Hq, D] as above, k [T, Hkv, D] of all so
-        # far, T)
+        # where set, called by prefill() in every layer with (cache, layer, q [N, Hq, D] as above, k [T, Hkv, D] of all
+        # so far, T)
         self.watch: Callable[[Any, int, Array, Array, int], None] | None = None
 
     def prefill(

@@ -37,8 +37,8 @@ class Observed:
         self.future: list[np.ndarray] | None = None  # [L] of [Hkv, R, T] over a prompt's tokens: the oracle's
 
     def prompt(self, cache: Any, layer: int, q: Array, k: Array, length: int) -> None:
-        """A chunk of a prompt: q [N, Hq, D] of its last N of `length` tokens, unscaled and rotated, over k [T, Hkv, D] of
-        all, T = length."""
+        """A chunk of a prompt: q [N, Hq, D] of its last N of `length` tokens, unscaled and rotated, over k [T, Hkv, D]
+        of all, T = length."""
         num = len(q)
         if self.facts.sums or self.facts.squares:
             for start in range(0, num, QUERY_ROWS):
@@ -81,9 +81,7 @@ class Observed:
         kinds = [(self._sums, given)] if self.facts.sums else []
         if self.facts.squares:
             kinds.append((self._squares, given * given))
-        for (into, _), host in zip(
-            kinds, self.eps.to_host(cache, [one.sum(axis=2) for _, one in kinds]), strict=True
-        ):
+        for (into, _), host in zip(kinds, self.eps.to_host(cache, [one.sum(axis=2) for _, one in kinds]), strict=True):
             for index, values in enumerate(host):
                 head = index if only is None else only
                 grown = np.zeros((self._repeat, values.shape[1]))
@@ -105,12 +103,13 @@ class Observed:
 
     def head(self, cache: Any, layer: int, head: int, k: Array, positions: np.ndarray, length: int) -> Head:
         """What a policy may ask of one kv head: its keys k [T, 1, D] as they lie in the cache, and whose they are."""
-        facts, kept = self.facts, {}
+        facts = self.facts
+        kept: dict[str, np.ndarray] = {}
         heads = slice(head * self._repeat, (head + 1) * self._repeat)
         if facts.window:
             q = self._queries[layer]
             own = self._own(cache, q, head)
-            seen = positions <= np.arange(length - len(q), length)[:, None]
+            seen = np.less_equal(positions, np.arange(length - len(q), length)[:, None])
             # a query from before the first row that is left has nothing to give: it counts for nothing
             some = seen.any(axis=1)
             (given,) = self.eps.to_host(cache, [self.eps.weights(cache, own, k, seen | ~some[:, None])])
@@ -126,7 +125,8 @@ class Observed:
             kept["squares"] = self._squares[layer][head]
         if facts.query_moments:
             count = max(self._seen[layer], 1)
-            kept["query_mean"], kept["query_abs"] = self._pairs[layer][heads] / count, self._moduli[layer][heads] / count
+            kept["query_mean"] = self._pairs[layer][heads] / count
+            kept["query_abs"] = self._moduli[layer][heads] / count
         if facts.query_moments or facts.keys:
             kept["frequencies"] = self.frequencies
         if facts.future and self.future is not None:

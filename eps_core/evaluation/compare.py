@@ -20,8 +20,8 @@ from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.evaluation.runner import UNVERIFIED, Document, decode
 from eps_core.evaluation.sides import Ran, Side, alike, prompt_line, report
-from eps_core.files import outputs
 from eps_core.evict.keep import Keep
+from eps_core.files import outputs
 from eps_core.paging.heads import HeadPools
 from eps_core.paging.pool import PagePool
 from eps_core.tasks import needle
@@ -143,7 +143,7 @@ def _decode(
     job: Job,
     name: str,
     cache: Any,
-    pool: PagePool,
+    pool: PagePool | HeadPools | None,
     on_record: Callable[[Any], None] | None = None,
     forced: list[list[int]] | None = None,
 ) -> tuple[Side, Any]:
@@ -166,7 +166,7 @@ def _decode(
             replace(one, num_steps=len(tokens), forced=tokens[:-1])
             for one, tokens in zip(documents, forced, strict=True)
         ]
-    kept = {}
+    kept: dict[str, Any] = {}
     with progress:
         if request.keep.enabled and name != "dense":
             kept, cache, pool = _evicted(job, on_prefill)
@@ -243,7 +243,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
         _print_header(job, out)
         measured = "eps" if gated else "dense"  # the side that metrics and csv speak of
 
-        def streamed(side_name: str, store: Store) -> tuple[Side, Any, PagePool]:
+        def streamed(side_name: str, store: Store) -> tuple[Side, Any, PagePool | None]:
             label = f"{side_name:5} > "
             text = terminal.TextStream(session.tokenizer, lambda piece: (out.write(piece), out.flush()), label)
             progress = terminal.Progress(f"{side_name}: decode", "tokens")
@@ -343,7 +343,7 @@ def _print_header(job: Job, out: TextIO) -> None:
     out.flush()
 
 
-def _divergence(job: Job, cache: Any, pool: PagePool, dense: Side) -> dict[str, float | None]:
+def _divergence(job: Job, cache: Any, pool: PagePool | None, dense: Side) -> dict[str, float | None]:
     """KL(dense || gated) of the next-token distribution in nats, both fed the dense run's tokens through the decode.
     The prompts' pages are still in `cache`."""
     values: list[float] = []

@@ -21,7 +21,6 @@ from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import UNVERIFIED, Prefix, Session
 from eps_core.decode.verified import verified
 from eps_core.gate.stats import LayerStats
-from eps_core.paging.pool import PagePool
 from eps_core.summaries.rq import CENTRE_TOKENS
 from eps_core.telemetry.rounds import RoundRecord, summarise_rounds
 from eps_core.telemetry.steps import StepRecord, kl_divergence, summarise
@@ -96,7 +95,7 @@ class Outcome:
 def decode(
     session: Session,
     cache: Any,
-    pool: PagePool,
+    pool: Any,
     documents: Sequence[Document],
     read: Read | None,
     sampling: Sampling = GREEDY,

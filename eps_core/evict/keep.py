@@ -18,11 +18,11 @@ OFF = "off"
 class Keep:
     """How a run evicts.
 
-    `policy`: off, or the rule that says which rows a head keeps. `share`: of a prompt's tokens, rows a head keeps at the
-    end of its prefill (up to 1), or a number of rows. `every`: while decoding, a head that grew by so many rows over
-    that is brought back to it, where the policy goes on; 0: never. `first_tokens`, `last_tokens`: never let go. `compact`:
-    how the rows that stay are brought together while decoding: `repack` in the order of the tokens, `fill` by moving
-    the fewest.
+    `policy`: off, or the rule that says which rows a head keeps. `share`: of a prompt's tokens, rows a head keeps at
+    the end of its prefill (up to 1), or a number of rows. `every`: while decoding, heads that grew by so many rows over
+    that are brought back to it, where the policy goes on; 0: never. `first_tokens`, `last_tokens`: never let go.
+    `compact`: how the rows that stay are brought together while decoding: `repack` in the order of the tokens, `fill`
+    by moving the fewest.
     """
 
     policy: str = OFF
@@ -99,4 +99,3 @@ class Keep:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
         return cls(**data)
-

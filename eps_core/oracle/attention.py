@@ -150,7 +150,9 @@ def weights(cache: Cache, q: np.ndarray, k: np.ndarray, seen: np.ndarray) -> np.
     """[Hkv, R, N, T] float32: softmax weights of queries q [N, Hq, D], unscaled, over keys k [T, Hkv, D], of which each
     sees those of `seen` [N, T] bool (host), at least one; 0 for the others."""
     num_queries, _, head_dim = q.shape
-    heads = q.astype(np.float64).reshape(num_queries, k.shape[1], -1, head_dim).transpose(1, 2, 0, 3) / np.sqrt(head_dim)
+    heads = q.astype(np.float64).reshape(num_queries, k.shape[1], -1, head_dim).transpose(1, 2, 0, 3) / np.sqrt(
+        head_dim
+    )
     logits = heads @ k.astype(np.float64).transpose(1, 2, 0)[:, None]
     logits = np.where(seen, logits, -np.inf)
     mass = np.exp(logits - logits.max(axis=-1, keepdims=True))

@@ -1,4 +1,4 @@
-"""Where the tokens of evicting caches live: every (layer, kv head) of a sequence holds other tokens, in pages of its own.
+"""Where tokens of evicting caches live: every (layer, kv head) of a sequence holds other ones, in pages of its own.
 
 The cache beneath has one kv head: a kv head of a sequence is to it a sequence of its own, so that heads may keep
 different numbers of tokens, whole pages come free, and everything that reads a batch of ragged sequences reads these,
@@ -37,7 +37,7 @@ class HeadSequence:
         return sum(head.length for layer in self.heads for head in layer)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HeadTables:
     """Of B sequences: their units and rows, to be read as B * H sequences in each layer."""
 
@@ -45,11 +45,17 @@ class HeadTables:
     tables: tuple[np.ndarray, ...]  # [L] of [B * H, M] int32, padding -1
     lengths: tuple[np.ndarray, ...]  # [L] of [B * H] int64
 
-    def where(self, layer: int, store: Store, config: EpsConfig | None) -> Where:
-        """How a layer's cache is read: as `config` says, or everything of it."""
-        if config is None:
-            return Where.dense(store, self.tables[layer], self.lengths[layer])
-        return Where.of(config, self.tables[layer], self.lengths[layer])
+    def wheres(self, store: Store, config: EpsConfig | None) -> list[Where]:
+        """How each layer's cache is read: as `config` says, or everything of it; one for layers that lie alike."""
+        found: list[Where] = []
+        for layer, (table, lengths) in enumerate(zip(self.tables, self.lengths, strict=True)):
+            if layer and table is self.tables[layer - 1] and lengths is self.lengths[layer - 1]:
+                found.append(found[-1])
+            elif config is None:
+                found.append(Where.dense(store, table, lengths))
+            else:
+                found.append(Where.of(config, table, lengths))
+        return found
 
 
 @dataclass(frozen=True)
@@ -116,27 +122,34 @@ class HeadPools:
     def compact(
         self, sequence: HeadSequence, layer: int, head: int, keep: np.ndarray, how: Compaction = "repack"
     ) -> Compacted:
-        """Lets go of all rows of a head but `keep` [n] (ascending) and gives whole units back. The caller reads the rows
-        before, and carries the result out at once. Units that a fork shares are left to it: what would be written over
-        goes to a unit of its own. Raises ConfigError, and changes nothing, where none is free for that."""
+        """Lets go of all rows of a head but `keep` [n] (ascending) and gives whole units back. The caller reads the
+        rows before, and carries the result out at once. Units that a fork shares are left to it: what would be written
+        over goes to a unit of its own. Raises ConfigError, and changes nothing, where none is free for that."""
         one, pool, size = sequence.heads[layer][head], self.pools[layer], self.unit_tokens
         keep = np.asarray(keep, np.int64)
-        assert len(keep) and (np.diff(keep) > 0).all() and 0 <= keep[0] and keep[-1] < one.length, "rows to keep"
+        assert len(keep) and (np.diff(keep) > 0).all() and keep[0] >= 0 and keep[-1] < one.length, "rows to keep"
         order = new_order(keep, how)
         moved = np.flatnonzero(order != np.arange(len(order)))
-        places = np.unique(moved // size)
+        places = set((moved // size).tolist())
+        last, cut = divmod(len(order), size)
+        if cut and pool.ref_counts[one.table[last]] > 1:
+            places.add(last)  # the next token is written there
         before = len(one.table)
-        pool.own(one, places.tolist())  # each is written whole: what forks share need not be copied
+        pool.own(one, places)  # each is written whole: what forks share need not be copied
         pool.truncate(one, len(keep))
         sequence.positions[layer][head] = sequence.positions[layer][head][order]
         written = np.arange(len(order))
-        written = written[np.isin(written // size, places)]
+        written = written[np.isin(written // size, sorted(places))]
         slots = np.array(one.table, np.int64)[written // size] * size + written % size
         return Compacted(order, written, slots, len(moved), before - len(one.table))
 
-    def fork(self, sequence: HeadSequence) -> tuple[HeadSequence, list[list[tuple[int, int]]]]:
+    def fork(self, sequence: HeadSequence) -> tuple[HeadSequence, list[list[tuple[int, int, int]]]]:
         """A second sequence with the same rows: (it, of each layer the unit copies [(src, dst, rows)]). Full units are
-        shared; the open ones are copied, by the caller, before anything is written."""
+        shared; the open ones are copied, by the caller, before anything is written. Raises ConfigError, and changes
+        nothing, where a layer has no room for these."""
+        for layer, pool in enumerate(self.pools):
+            open_units = sum(one.length % self.unit_tokens > 0 for one in sequence.heads[layer])
+            pool.require(open_units, f"layer {layer} of a fork of {sequence.length} tokens")
         child = HeadSequence(sequence.length, [], [list(layer) for layer in sequence.positions])
         copies: list[list[tuple[int, int, int]]] = []
         for pool, layer in zip(self.pools, sequence.heads, strict=True):
@@ -145,7 +158,7 @@ class HeadPools:
             for one in child.heads[-1]:
                 rows = one.length % self.unit_tokens
                 if rows:
-                    copies[-1] += [(*pair, rows) for pair in pool.own(one, [len(one.table) - 1])]
+                    copies[-1] += [(src, dst, rows) for src, dst in pool.own(one, [len(one.table) - 1])]
         return child, copies
 
     def free(self, sequence: HeadSequence) -> None:
@@ -154,11 +167,16 @@ class HeadPools:
                 pool.free(one)
 
     def table(self, sequences: Items[HeadSequence]) -> HeadTables:
-        tables, lengths = [], []
+        """What a step of these reads. Layers whose heads lie alike, as in even policies, share arrays."""
+        tables: list[np.ndarray] = []
+        lengths: list[np.ndarray] = []
         for layer, pool in enumerate(self.pools):
             rows = [head for sequence in sequences for head in sequence.heads[layer]]
-            tables.append(pool.table(rows))
-            lengths.append(pool.lengths(rows))
+            table, held = pool.table(rows), pool.lengths(rows)
+            if tables and np.array_equal(table, tables[-1]) and np.array_equal(held, lengths[-1]):
+                table, held = tables[-1], lengths[-1]
+            tables.append(table)
+            lengths.append(held)
         return HeadTables(tuple(sequences), tuple(tables), tuple(lengths))
 
     def lengths(self, sequences: Iterable[HeadSequence]) -> np.ndarray:

@@ -316,7 +316,8 @@ def _most(values: Iterable[float | None]) -> float | None:
 
 _SUMMED = (
     "pages_total", "pages_visited", "pages_skipped", "pages_forced", "bytes_kv_read_est", "bytes_kv_dense",
-    "bytes_kv_kept", "rows_moved", "pages_freed", "bytes_summary_read", "bytes_k_reread", "escalations", "pages_escalated", "audit_alarms",
+    "bytes_kv_kept", "rows_moved", "pages_freed", "bytes_summary_read", "bytes_k_reread", "escalations",
+    "pages_escalated", "audit_alarms",
 )  # fmt: skip
 
 

@@ -255,7 +255,9 @@ def _kept(eps: dict[str, Any] | None) -> list[tuple[str, str, str]]:
     if eps is None or eps.get("kept_ratio") in (None, 1):
         return []
     rows = [("bytes kept against dense", eps["kept_ratio"], ".4f")]
-    rows += [(name, eps[key], ",.0f") for name, key in (("  rows moved", "rows_moved"), ("  pages freed", "pages_freed"))]
+    rows += [
+        (name, eps[key], ",.0f") for name, key in (("  rows moved", "rows_moved"), ("  pages freed", "pages_freed"))
+    ]
     return [(name, "1.0000" if form == ".4f" else "", format(value, form)) for name, value, form in rows]
 
 
@@ -294,9 +296,8 @@ def describe_keep(keep: Keep) -> str:
     """One line of how a run evicts."""
     of = f"{keep.share:g} of the prompt's tokens" if keep.share <= 1 else f"{keep.share:,.0f} rows a head"
     more = f", again every {keep.every} tokens" if keep.facts.while_decoding and keep.every else ""
-    return (
-        f"{keep.policy}: {of}{more}, {keep.first_tokens} + {keep.last_tokens} tokens always, compacted by {keep.compact}"
-    )
+    always = f"{keep.first_tokens} + {keep.last_tokens} tokens always"
+    return f"{keep.policy}: {of}{more}, {always}, compacted by {keep.compact}"
 
 
 def dense_json(tokens: list[int] | None, summary: dict[str, Any]) -> dict[str, Any]:
