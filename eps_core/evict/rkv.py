@@ -1,4 +1,4 @@
-"""R-KV: rows that matter and that no later one repeats (Cai et al. 2025, arXiv 2505.24133, section 3; code's defaults)."""
+"""R-KV: rows that matter and that no later one repeats (Cai et al. 2025, arXiv 2505.24133, section 3; as its code)."""
 
 import numpy as np
 
