@@ -39,7 +39,7 @@ class Head:
     query_mean: np.ndarray | None = None  # [R, D/2] complex128: mean over all queries so far, before RoPE, as complex
     # pairs (front half + i back half)
     query_abs: np.ndarray | None = None  # [R, D/2] float64: mean modulus of the same
-    frequencies: np.ndarray | None = None  # [D/2] float64: RoPE's, radians per position
+    frequencies: np.ndarray | None = None  # [D/2] float64: RoPE's, radians per position; comes with keys
     future: np.ndarray | None = None  # [R, T] float64: the weight that queries still to come give (evaluation only)
 
     @property
@@ -55,9 +55,9 @@ class Facts:
     window: int = 0  # W of `Head.window` and `Head.queries`, tokens; 0: neither is gathered
     sums: bool = False
     squares: bool = False
-    keys: bool = False
+    keys: bool = False  # with `frequencies`
     queries: bool = False
-    query_moments: bool = False  # `query_mean` and `query_abs`, with `frequencies`
+    query_moments: bool = False  # `query_mean` and `query_abs`
     future: bool = False
     at_prefill: bool = True  # evicts at the end of prefill
     while_decoding: bool = True  # and every so many tokens afterwards
@@ -81,10 +81,16 @@ class Rule:
 # ----------------------------------------------------------------------------------------------------------- statistics
 
 
-def rounded(statistic: np.ndarray | None) -> np.ndarray:
-    """float64 (complex128) of a statistic rounded to float32. Raises ValueError where it was not gathered."""
+def given(statistic: np.ndarray | None) -> np.ndarray:
+    """A statistic that a policy's facts ask for. Raises ValueError where it was not gathered."""
     if statistic is None:
         raise ValueError("a statistic that the policy's facts ask for was not gathered")
+    return statistic
+
+
+def rounded(statistic: np.ndarray | None) -> np.ndarray:
+    """float64 (complex128) of a statistic rounded to float32. Raises ValueError where it was not gathered."""
+    statistic = given(statistic)
     if np.iscomplexobj(statistic):
         return statistic.astype(np.complex64).astype(np.complex128)
     return statistic.astype(np.float32).astype(np.float64)
@@ -107,6 +113,27 @@ def same_positions(heads: Sequence[Head], policy: str) -> np.ndarray:
     if not all(np.array_equal(first, head.positions) for head in heads):
         raise ValueError(f"{policy} keeps the same rows of several heads, which hold different ones")
     return first
+
+
+def seen(head: Head, num_queries: int) -> np.ndarray:
+    """[W, T] bool: whether the last W queries see a row; they stand at the last W positions of the sequence."""
+    found: np.ndarray = head.positions <= head.length - num_queries + np.arange(num_queries)[:, None]
+    return found
+
+
+def pairs(head: Head) -> np.ndarray:
+    """Keys [T, D/2] complex128 as cached, as the pairs that RoPE rotates: front half + i back half."""
+    keys = rounded(head.keys)
+    half = keys.shape[1] // 2
+    found: np.ndarray = keys[:, :half] + 1j * keys[:, half:]
+    return found
+
+
+def standard(values: np.ndarray, mean: np.ndarray, deviation: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """z-scores of `values`; 0 where the deviation is of the order of float32's rounding of numbers of this size."""
+    spread = deviation > FLAT * size
+    z: np.ndarray = np.where(spread, (values - mean) / np.where(spread, deviation, 1.0), 0.0)
+    return z
 
 
 def draws(seed: int, layer: int, head: int, positions: np.ndarray) -> np.ndarray:

@@ -5,7 +5,10 @@ from types import ModuleType
 
 from eps_core.errors import require, shown
 
-NAMES = ("streaming", "h2o", "tova", "snapkv", "random")
+NAMES = (
+    "streaming h2o scissorhands tova snapkv pyramidkv adakv keydiff nacl rkv logdet triattention epikv nexus infinigen "
+    "kv-compress random oracle"
+).split()
 POLICIES: dict[str, ModuleType] = {
     name: importlib.import_module(f"eps_core.evict.{name.replace('-', '_')}") for name in NAMES
 }
