@@ -1,6 +1,8 @@
 """KV-Compress: whole blocks go, wherever in the model they are cheapest (Rehg 2024, arXiv 2410.00161, section 4; its
 code's squared attention)."""
 
+from itertools import pairwise
+
 import numpy as np
 
 from eps_core.evict.base import Facts, Head, Kept, Rule, pinned, ranked, rounded
@@ -33,8 +35,8 @@ def keep(layers: list[list[Head]], budget: int, rule: Rule) -> Kept:
         order = ranked(head, score, rule)[safe:][::-1]
         goes.append(order)
         hanging = head.rows % BLOCK or BLOCK
-        starts = [0, *range(hanging, len(order), BLOCK)] if len(order) else []
-        for start, end in zip(starts, [*starts[1:], len(order)], strict=True):
+        edges = sorted({0, *range(hanging, len(order), BLOCK), len(order)})
+        for start, end in pairwise(edges):
             chunks.append((cost[order[end - 1]], -i, start, end))
     left = sum(max(head.rows - budget, 0) for head in heads)
     gone = [0] * len(heads)

@@ -66,10 +66,10 @@ def redundancy(head: Head) -> np.ndarray:
     return found
 
 
-def scores(head: Head, rule: Rule, share: float = IMPORTANCE) -> np.ndarray:
+def scores(head: Head, rule: Rule, share: float) -> np.ndarray:
     """[T]: importance less redundancy, weighted by `share` and the rest; more is kept."""
     return share * importance(head, rule) - (1 - share) * redundancy(head)
 
 
 def keep(layers: list[list[Head]], budget: int, rule: Rule) -> Kept:
-    return best_of_each(layers, [[scores(head, rule) for head in heads] for heads in layers], budget, rule)
+    return best_of_each(layers, [[scores(head, rule, IMPORTANCE) for head in heads] for heads in layers], budget, rule)
