@@ -12,9 +12,8 @@ Scores = list[list[list[float]]]  # [L][H][T]
 def f(x: np.ndarray | None) -> np.ndarray:
     """What the program may use of a statistic: its float32 value."""
     assert x is not None
-    return x.astype(np.complex64 if np.iscomplexobj(x) else np.float32).astype(
-        np.complex128 if np.iscomplexobj(x) else np.float64
-    )
+    narrow, wide = (np.complex64, np.complex128) if np.iscomplexobj(x) else (np.float32, np.float64)
+    return x.astype(narrow).astype(wide)
 
 
 def single(x: float) -> float:
@@ -79,16 +78,13 @@ def oracle(head: Head, rule: Rule) -> list[float]:
 
 def scissorhands(head: Head, rule: Rule) -> list[float]:
     a = f(head.window)
-    queries, rows = a.shape[1:]
+    queries, rows = range(a.shape[1]), range(a.shape[2])
+    visible = [[sees(head, w, len(queries), t) for t in rows] for w in queries]
+    level = [(1 - 1e-6) / max(sum(of_query), 1) for of_query in visible]
     found = []
-    for t in range(rows):
-        high = count = 0
-        for w in range(queries):
-            if sees(head, w, queries, t):
-                visible = sum(sees(head, w, queries, row) for row in range(rows))
-                count += len(a)
-                high += sum(a[r, w, t] >= (1 - 1e-6) / visible for r in range(len(a)))
-        found.append(high / count if count else 0.0)
+    for t in rows:
+        judges = [(r, w) for r in range(len(a)) for w in queries if visible[w][t]]
+        found.append(sum(a[r, w, t] >= level[w] for r, w in judges) / max(len(judges), 1))
     return found
 
 
@@ -168,23 +164,21 @@ def tova(layers: list[list[Head]]) -> Scores:
 
 
 def random(layers: list[list[Head]], rule: Rule) -> Scores:
-    return [
-        [[uniform(rule, a, b, int(p)) for p in head.positions] for b, head in enumerate(heads)]
-        for a, heads in enumerate(layers)
-    ]
+    def of(head: Head, a: int, b: int) -> list[float]:
+        return [uniform(rule, a, b, int(p)) for p in head.positions]
+
+    return [[of(head, a, b) for b, head in enumerate(heads)] for a, heads in enumerate(layers)]
 
 
 def nexus(layers: list[list[Head]], rule: Rule) -> Scores:
     def key(weight: float, u: float) -> float:  # a monotone function of u^(1/weight)
         return math.log(weight) - math.log(-math.log(u)) if weight > 0 else -math.inf
 
-    return [
-        [
-            [key(w, uniform(rule, a, b, int(p))) for w, p in zip(nexus_weights(head), head.positions, strict=True)]
-            for b, head in enumerate(heads)
-        ]
-        for a, heads in enumerate(layers)
-    ]
+    def of(head: Head, draws: list[float]) -> list[float]:
+        return [key(weight, u) for weight, u in zip(nexus_weights(head), draws, strict=True)]
+
+    draws = random(layers, rule)
+    return [[of(head, draws[a][b]) for b, head in enumerate(heads)] for a, heads in enumerate(layers)]
 
 
 def triattention_head(head: Head) -> list[float]:
@@ -251,20 +245,10 @@ def infinigen(layers: list[list[Head]]) -> Scores:
             skew = np.linalg.svd(keys)[2].T
             energy = np.abs(keys @ skew).mean(0) + np.abs(queries @ skew).mean((0, 1))
             column = skew[:, int(np.argmax(energy))]  # a tenth of 8 dims: one
-            logits.append(
-                [
-                    [
-                        [
-                            float(q @ column) * float(k @ column) / math.sqrt(len(k))
-                            if sees(head, w, queries.shape[1], t)
-                            else -math.inf
-                            for t, k in enumerate(keys)
-                        ]
-                        for w, q in enumerate(of_head)
-                    ]
-                    for of_head in queries
-                ]
-            )
+            window = range(queries.shape[1])
+            visible = [[sees(head, w, len(window), t) for t in range(len(keys))] for w in window]
+            part = (queries @ column)[..., None] * (keys @ column) / math.sqrt(len(column))
+            logits.append(np.where(visible, part, -math.inf))
         counts = [[0.0] * len(head.positions) for head in heads]
         for w in range(len(logits[0][0])):
             near = [
@@ -346,7 +330,7 @@ def adakv_layer(heads: list[Head], scores: list[list[float]], budget: int, rule:
     first = [pins(head, rule) for head in heads]
     safe = [max(min(len(first[b]), even[b]), math.floor(share * even[b])) for b in range(len(heads))]
     others = [(b, t) for b in range(len(heads)) for t in orders[b][safe[b] :]]
-    others.sort(key=lambda x: (x[1] not in first[x[0]], -single(scores[x[0]][x[1]]) * (x[1] not in first[x[0]]), *x))
+    others.sort(key=lambda x: (-math.inf if x[1] in first[x[0]] else -single(scores[x[0]][x[1]]), *x))
     chosen = others[: sum(even) - sum(safe)]
     return [sorted(orders[b][: safe[b]] + [t for owner, t in chosen if owner == b]) for b in range(len(heads))]
 
@@ -365,7 +349,8 @@ def nacl_head(head: Head, layer: int, kv_head: int, budget: int, rule: Rule) -> 
 
 
 def kv_compress(layers: list[list[Head]], budget: int, rule: Rule) -> list[list[list[int]]]:
-    """Blocks of 16 freed one at a time, each time the cheapest that any head could free next."""
+    """Blocks of 16 freed one at a time, each time the cheapest that any head could free next: pinned rows only where
+    there are no others, rows that free no block only where no block is left."""
     heads = [head for of_layer in layers for head in of_layer]
     squares = [f(head.squares) for head in heads]
     scores = [[single(float(sum(x[r, t] for r in range(len(x))))) for t in range(x.shape[1])] for x in squares]
@@ -376,11 +361,12 @@ def kv_compress(layers: list[list[Head]], budget: int, rule: Rule) -> list[list[
     while over:
         offers = []
         for i, rows in enumerate(kept):
-            size = min((len(rows) - 1) % 16 + 1, len(rows) - safe[i])
+            block = (len(rows) - 1) % 16 + 1
+            size = min(block, len(rows) - safe[i])
             if size:
                 dearest = rows[-size]
-                offers.append((math.inf if dearest in first[i] else scores[i][dearest], -i, size))
-        _, place, size = min(offers)
+                offers.append((dearest in first[i], size < block, scores[i][dearest], -i, size))
+        *_, place, size = min(offers)
         gone = min(size, over)
         del kept[-place][-gone:]
         over -= gone
@@ -390,15 +376,8 @@ def kv_compress(layers: list[list[Head]], budget: int, rule: Rule) -> list[list[
 
 # --------------------------------------------------------------------------------------------------------- every policy
 
-OF_HEAD = {
-    "streaming": streaming,
-    "h2o": h2o,
-    "scissorhands": scissorhands,
-    "snapkv": snapkv,
-    "keydiff": keydiff,
-    "rkv": rkv,
-    "oracle": oracle,
-}
+_OF_HEAD = (streaming, h2o, scissorhands, snapkv, keydiff, rkv, oracle)
+OF_HEAD = {score.__name__: score for score in _OF_HEAD}
 OF_LAYERS = {"tova": tova, "triattention": triattention, "epikv": epikv, "infinigen": infinigen}
 SEEDED = {"random": random, "nexus": nexus}
 

@@ -24,23 +24,24 @@ def keep(layers: list[list[Head]], budget: int, rule: Rule) -> Kept:
     """A head's rows stand in the order in which they go, the lowest scores first. Its last block, which may be part
     full, is freed by the first of them and each further one by the next BLOCK; a block costs the largest score that
     must go for it. The cheapest go until the budget is met, ties from the last head on; the last one only as far as
-    needed. Pinned rows go where a budget is too small for them, of every head as far as its even share demands."""
+    needed. Rows that free no block, since pinned ones share it, go after all that do; pinned rows where a budget is too
+    small for them, of every head as far as its even share demands."""
     heads = [head for of_layer in layers for head in of_layer]
     goes, chunks = [], []
     for i, head in enumerate(heads):
         score, first = scores(head), pinned(head, rule)
-        cost = score.astype(np.float32)
-        cost[first] = np.inf
         safe = min(len(first), budget, head.rows)
         order = ranked(head, score, rule)[safe:][::-1]
         goes.append(order)
         hanging = head.rows % BLOCK or BLOCK
         edges = sorted({0, *range(hanging, len(order), BLOCK), len(order)})
         for start, end in pairwise(edges):
-            chunks.append((cost[order[end - 1]], -i, start, end))
+            dearest, frees = order[end - 1], (head.rows - end) % BLOCK == 0
+            cost = np.float32(score[dearest])
+            chunks.append((bool(np.isin(dearest, first)), not frees, cost, -i, start, end))
     left = sum(max(head.rows - budget, 0) for head in heads)
     gone = [0] * len(heads)
-    for _, i, start, end in sorted(chunks):
+    for *_, i, start, end in sorted(chunks):
         gone[-i] += (taken := min(end - start, left))
         left -= taken
     rows = (np.setdiff1d(np.arange(head.rows), goes[i][: gone[i]]) for i, head in enumerate(heads))
