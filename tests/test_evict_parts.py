@@ -359,3 +359,12 @@ def test_kv_compress_frees_whole_blocks(rows: int) -> None:
     kept = [len(found) for heads in kv_compress.keep(layers, 32, RULE) for found in heads]
     assert sum(kept) == 6 * 32 and sum(size % 16 != 0 and size != rows for size in kept) <= 1
     assert kept[0] < kept[1]  # what weighs less goes first
+
+
+def test_kv_compress_goes_on_where_a_head_has_lost_everything() -> None:
+    strong, weak = (bare(48, squares=np.full((1, 48), size)) for size in (2.0, 1.0))
+    ((first, second),) = kv_compress.keep([[weak, strong]], 24, FREE)
+    assert len(first) == 0 and len(second) == 48
+    nothing = Head(np.arange(0), 48, squares=np.zeros((1, 0)))
+    ((first, second),) = kv_compress.keep([[nothing, strong]], 32, FREE)
+    assert len(first) == 0 and second.tolist() == list(range(32))

@@ -1,4 +1,4 @@
-"""Ada-KV: a layer's budget goes to the heads whose rows score most (Feng et al. 2024, arXiv 2407.11550, algorithm 1),
+"""Ada-KV: a layer's budget goes to the heads whose rows score most (Feng et al. 2024, arXiv 2407.11550),
 here by SnapKV's scores."""
 
 import numpy as np
@@ -8,7 +8,7 @@ from eps_core.evict.snapkv import scores
 
 SAFE_SHARE = 0.2  # alpha: of its even budget, what every head keeps of its own best
 FACTS = Facts(
-    source="Ada-KV, arXiv 2407.11550, algorithm 1, over SnapKV's scores; pinned rows count among the safe ones",
+    source="Ada-KV, arXiv 2407.11550, as kvpress has it, over SnapKV's scores; pinned rows count among the safe ones",
     window=32,
     while_decoding=False,
     uneven=True,

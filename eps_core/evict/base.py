@@ -107,12 +107,10 @@ def older(head: Head, rule: Rule) -> np.ndarray:
     return by_position(head)[: max(head.rows - rule.last_tokens, 0)]
 
 
-def same_positions(heads: Sequence[Head], policy: str) -> np.ndarray:
-    """The positions that all of these heads hold, where a policy keeps the same rows of each. Raises ValueError."""
-    first = heads[0].positions
-    if not all(np.array_equal(first, head.positions) for head in heads):
+def require_same_positions(heads: Sequence[Head], policy: str) -> None:
+    """Raises ValueError unless all of these heads hold the same positions, in one order."""
+    if not all(np.array_equal(heads[0].positions, head.positions) for head in heads):
         raise ValueError(f"{policy} keeps the same rows of several heads, which hold different ones")
-    return first
 
 
 def seen(head: Head, num_queries: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""KV-Compress: whole blocks go, wherever in the model they are cheapest (Rehg 2024, arXiv 2410.00161, section 4; its
+"""KV-Compress: whole blocks go, wherever in the model they are cheapest (Rehg 2024, arXiv 2410.00161; its
 code's squared attention)."""
 
 from itertools import pairwise
@@ -9,7 +9,7 @@ from eps_core.evict.base import Facts, Head, Kept, Rule, pinned, ranked, rounded
 
 BLOCK = 16  # rows that a freed block held
 FACTS = Facts(
-    source="KV-Compress, arXiv 2410.00161, algorithm 1; the last block is cut, so that budgets are exact",
+    source="KV-Compress, arXiv 2410.00161, code IsaacRe/vllm-kvcompress; the last block is cut, for exact budgets",
     squares=True,
     uneven=True,
 )

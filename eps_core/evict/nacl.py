@@ -1,4 +1,4 @@
-"""NACL: the rows that the prompt's end attends to, and some by lot (Chen et al. 2024, arXiv 2408.03675, section 3).
+"""NACL: the rows that the prompt's end attends to, and some by lot (Chen et al. 2024, arXiv 2408.03675).
 
 The last 1 % of the prompt are its proxies; here at most 64 queries. Its code's recent window, negative below 25,600
 tokens, is the rule's pinned rows."""
@@ -10,7 +10,7 @@ from eps_core.evict.base import Facts, Head, Kept, Rule, descending, draws, pinn
 TOKENS_PER_PROXY = 100  # of the prompt
 BEST, DRAWN = 12, 7  # per cent of the prompt; a budget beyond the pinned rows is split in this proportion
 FACTS = Facts(
-    source="NACL, arXiv 2408.03675, equations 6 to 9; proxies are capped at 64 queries and causal among themselves",
+    source="NACL, arXiv 2408.03675, code PaddlePaddle/Research; at most 64 proxies, causal among themselves",
     window=64,
     while_decoding=False,
 )

@@ -1,5 +1,5 @@
-"""PyramidKV: SnapKV's scores, with budgets that fall from layer to layer (Cai et al. 2024, arXiv 2406.02069, section
-4.2, as kvpress has it)."""
+"""PyramidKV: SnapKV's scores, with budgets that fall from layer to layer (Cai et al. 2024, arXiv 2406.02069, as
+kvpress has it)."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from eps_core.evict.snapkv import scores
 
 STEEPNESS = 20  # beta: the last layer's rows beyond the pinned are the mean's by this
 FACTS = Facts(
-    source="PyramidKV, arXiv 2406.02069, section 4.2; pinned rows stand for its window, and rounding is made up for",
+    source="PyramidKV, arXiv 2406.02069, formula of kvpress; pinned rows stand for its window",
     window=64,
     while_decoding=False,
     uneven=True,
