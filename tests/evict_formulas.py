@@ -291,7 +291,8 @@ def logdet_head(head: Head, budget: int, rule: Rule, block: int = 64) -> list[in
 
 def pyramid_budgets(layers: list[list[Head]], budget: int, rule: Rule) -> list[list[int]]:
     num_layers = len(layers)
-    rows = max(len(head.positions) for heads in layers for head in heads)
+    rows_of = [len(head.positions) for heads in layers for head in heads]
+    rows = max(rows_of)
     guard = max(len(pins(head, rule)) for heads in layers for head in heads)
     low = (budget - guard) / 20
     high = 2 * (budget - guard) - low
@@ -299,11 +300,9 @@ def pyramid_budgets(layers: list[list[Head]], budget: int, rule: Rule) -> list[l
         high = rows - guard
         low = 2 * (budget - guard) - high
     fits = num_layers > 1 and rows - guard >= high >= low >= 0
-    given = []
-    for a, heads in enumerate(layers):
-        wanted = guard + round(high - a * (high - low) / (num_layers - 1)) if fits else budget
-        given.append([min(wanted, len(head.positions)) for head in heads])
-    total = sum(min(budget, len(head.positions)) for heads in layers for head in heads)
+    falling = [guard + round(high - a * (high - low) / (num_layers - 1)) if fits else budget for a in range(num_layers)]
+    given = [[min(falling[a], len(head.positions)) for head in heads] for a, heads in enumerate(layers)]
+    total = min(len(rows_of) * budget, sum(rows_of))
     places = [(a, b) for a, heads in enumerate(layers) for b in range(len(heads))]
     # a row a head at a time: added from the first layer on, taken from the last, never a pinned one
     while sum(map(sum, given)) != total:
@@ -331,7 +330,7 @@ def adakv_layer(heads: list[Head], scores: list[list[float]], budget: int, rule:
     safe = [max(min(len(first[b]), even[b]), math.floor(share * even[b])) for b in range(len(heads))]
     others = [(b, t) for b in range(len(heads)) for t in orders[b][safe[b] :]]
     others.sort(key=lambda x: (-math.inf if x[1] in first[x[0]] else -single(scores[x[0]][x[1]]), *x))
-    chosen = others[: sum(even) - sum(safe)]
+    chosen = others[: min(len(heads) * budget, sum(map(len, orders))) - sum(safe)]
     return [sorted(orders[b][: safe[b]] + [t for owner, t in chosen if owner == b]) for b in range(len(heads))]
 
 
@@ -357,7 +356,7 @@ def kv_compress(layers: list[list[Head]], budget: int, rule: Rule) -> list[list[
     first = [pins(head, rule) for head in heads]
     kept = [order(head, score, rule) for head, score in zip(heads, scores, strict=True)]  # the last goes next
     safe = [min(len(first[i]), budget, len(heads[i].positions)) for i in range(len(heads))]
-    over = sum(max(len(head.positions) - budget, 0) for head in heads)
+    over = max(sum(map(len, kept)) - len(heads) * budget, 0)
     while over:
         offers = []
         for i, rows in enumerate(kept):

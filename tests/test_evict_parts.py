@@ -366,5 +366,5 @@ def test_kv_compress_goes_on_where_a_head_has_lost_everything() -> None:
     ((first, second),) = kv_compress.keep([[weak, strong]], 24, FREE)
     assert len(first) == 0 and len(second) == 48
     nothing = Head(np.arange(0), 48, squares=np.zeros((1, 0)))
-    ((first, second),) = kv_compress.keep([[nothing, strong]], 32, FREE)
-    assert len(first) == 0 and second.tolist() == list(range(32))
+    ((first, second),) = kv_compress.keep([[nothing, strong]], 16, FREE)
+    assert len(first) == 0 and second.tolist() == list(range(32))  # the places that it leaves are another's

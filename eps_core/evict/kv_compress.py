@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from eps_core.evict.base import Facts, Head, Kept, Rule, pinned, ranked, rounded
+from eps_core.evict.base import Facts, Head, Kept, Rule, pinned, ranked, rounded, rows_in_all
 
 BLOCK = 16  # rows that a freed block held
 FACTS = Facts(
@@ -39,7 +39,7 @@ def keep(layers: list[list[Head]], budget: int, rule: Rule) -> Kept:
             dearest, frees = order[end - 1], (head.rows - end) % BLOCK == 0
             cost = np.float32(score[dearest])
             chunks.append((bool(np.isin(dearest, first)), not frees, cost, -i, start, end))
-    left = sum(max(head.rows - budget, 0) for head in heads)
+    left = sum(head.rows for head in heads) - rows_in_all(heads, budget)
     gone = [0] * len(heads)
     for *_, i, start, end in sorted(chunks):
         gone[-i] += (taken := min(end - start, left))
