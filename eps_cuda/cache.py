@@ -98,19 +98,18 @@ def new_cache(
     kernels = resolve_kernels(kernels, usable_kernels(place.type), place.type)
     shape = (spec.num_units, spec.num_kv_heads, store.unit_tokens, spec.head_dim)
     dtype, layers = DTYPES[spec.dtype], range(spec.num_layers)
-    k: list[pages.Pool]
-    v: list[pages.Pool]
     if pools is None:
-        k, v = ([pages.new_pool(shape, dtype, bits, place) for _ in layers] for bits in (spec.k_bits, spec.v_bits))
+        bits = spec.k_bits, spec.v_bits
+        own = [[pages.new_pool(shape, dtype, one, place) for one in bits] for _ in layers]
     else:
         check_pools(pools, spec, shape, dtype, place.type)
-        k, v = ([pair[i] for pair in pools] for i in range(2))
+        own = [list(pair) for pair in pools]
     cache = Cache(
         spec,
         store,
         place.type,
-        k,
-        v,
+        k=[k for k, _ in own],
+        v=[v for _, v in own],
         finite=[torch.tensor(True, device=place) for _ in layers],
         kernels=kernels,
     )

@@ -39,8 +39,8 @@ def new_pool(shape: tuple[int, ...], dtype: Any, bits: int) -> Pool:
     """An empty pool [P, Hkv, U, D]: of 16 bits an array of `dtype`."""
     if bits == 16:
         return np.zeros(shape, dtype)
-    codes, scale = quantise(np.zeros(shape, np.float32), bits)
-    return CodePool(codes, scale, bits, dtype)
+    wide, kind = (shape[-1], np.int8) if bits == 8 else (shape[-1] // 2, np.uint8)
+    return CodePool(np.zeros((*shape[:-1], wide), kind), np.zeros(shape[:-1], np.float16), bits, dtype)
 
 
 def quantise(rows: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
