@@ -37,6 +37,10 @@ LISTS = (
     "rq@" + "9" * 5000,
     "rq@2,box@16",
     "off",
+    "8,4",
+    "16,8",
+    "8,8,4",
+    "3,8",
 )
 WORDS = ("auto", "all", "none", "é", "\udcff", "a\udcffb", "x" * 300, "\x1b[31m", "%s", "{}", "\n")
 # numbers here are small or refused: whatever is valid must also end soon
