@@ -64,7 +64,7 @@ def dequantise(codes: np.ndarray, scale: np.ndarray, bits: int, dtype: Any) -> n
     """Rows [.., D] of `dtype` from what `quantise` gave."""
     if bits == 4:
         both = np.stack([codes & 15, codes >> 4], axis=-1).astype(np.int8) - 8
-        codes = both.reshape(*codes.shape[:-1], -1)
+        codes = both.reshape(*codes.shape[:-1], 2 * codes.shape[-1])
     with np.errstate(invalid="ignore"):
         values = codes.astype(np.float32) * scale.astype(np.float32)[..., None]
     if dtype == np.float16:  # whose largest number's code can round past it
