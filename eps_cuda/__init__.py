@@ -16,6 +16,7 @@ from eps_cuda.attention import (
     merge,
     moved_by,
     unread_share,
+    weights,
 )
 from eps_cuda.cache import (
     Cache,

@@ -264,6 +264,16 @@ def attend_chunk(cache: Cache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
+def weights(cache: Cache, q: Tensor, k: Tensor, seen: np.ndarray) -> Tensor:
+    """[Hkv, R, N, T] float32: softmax weights of queries q [N, Hq, D], unscaled, over keys k [T, Hkv, D], of which each
+    sees those of `seen` [N, T] bool (host), at least one; 0 for the others."""
+    heads = q.float().view(len(q), k.shape[1], -1, q.shape[-1]).permute(1, 2, 0, 3) / math.sqrt(q.shape[-1])
+    logits = heads @ k.float().permute(1, 2, 0)[:, None]
+    mask = torch.from_numpy(np.ascontiguousarray(seen)).to(logits.device)
+    return torch.softmax(logits.masked_fill_(~mask, -math.inf), dim=-1)
+
+
+@torch.inference_mode()
 def unread_share(lse: Tensor, lse_all: Tensor, kv_heads: int) -> Tensor:
     """[B, Hkv]: the largest share of a query head's softmax that was left out, lse [B, Hq] of what was read, lse_all of
     everything."""

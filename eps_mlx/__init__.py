@@ -15,6 +15,7 @@ from eps_mlx.attention import (
     merge,
     moved_by,
     unread_share,
+    weights,
 )
 from eps_mlx.cache import (
     Cache,

@@ -282,6 +282,15 @@ def attend_chunk(cache: Cache, q: mx.array, k: mx.array, v: mx.array) -> mx.arra
         return out[0].swapaxes(0, 1).astype(dtype)
 
 
+def weights(cache: Cache, q: mx.array, k: mx.array, seen: np.ndarray) -> mx.array:
+    """[Hkv, R, N, T] float32: softmax weights of queries q [N, Hq, D], unscaled, over keys k [T, Hkv, D], of which each
+    sees those of `seen` [N, T] bool (host), at least one; 0 for the others."""
+    with mx.stream(cache.stream):
+        heads = q.astype(mx.float32).reshape(len(q), k.shape[1], -1, q.shape[-1]).transpose(1, 2, 0, 3)
+        logits = (heads / math.sqrt(q.shape[-1])) @ k.astype(mx.float32).transpose(1, 2, 0)[:, None]
+        return mx.softmax(mx.where(mx.array(np.asarray(seen)), logits, -math.inf), axis=-1)
+
+
 def unread_share(lse: mx.array, lse_all: mx.array, kv_heads: int) -> mx.array:
     """[B, Hkv]: the largest share of a query head's softmax that was left out, lse [B, Hq] of what was read, lse_all of
     everything. Runs on the current default device."""

@@ -124,6 +124,16 @@ def test_float16_values_stay_within_its_range() -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
+def test_float32_rows_that_are_read_and_written_again_stay_what_they_are(bits: int) -> None:
+    """As where eviction moves them; scales below float16's normal numbers are too coarse for that."""
+    rows = hard_rows(64, 4e5)
+    codes, scale = oracle_pages.quantise(rows, bits)
+    again, same = oracle_pages.quantise(oracle_pages.dequantise(codes, scale, bits, np.float32), bits)
+    normal = (scale >= 2.0**-14) | (scale == 0)
+    assert normal.sum() > 100 and (scale[normal] == same[normal]).all() and (codes[normal] == again[normal]).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30], ids=["NaN", "Inf", "beyond float16's scales"])
 def test_what_no_code_can_say_is_refused_in_k_and_nan_in_v(target: tuple, bits: int, bad: float) -> None:
     backend, device = target

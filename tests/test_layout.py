@@ -23,7 +23,7 @@ RULE = (
     ("summaries",),
     ("config",),
     ("paging",),
-    ("gate", "cpu"),
+    ("gate", "cpu", "evict"),
     ("telemetry", "load"),
     ("decode", "tasks"),
     ("engine",),

@@ -10,9 +10,9 @@ import click
 # in the order in which they are printed
 INPUT, MODEL, DECODING = "Input", "Model and device", "Decoding"
 METHOD, SELECTION, CHECKS = "Method: what is kept", "Selection: what is read", "Baseline and audits"
-VERIFY = "Verified decoding: exactly the dense text"
+VERIFY, KEEP = "Verified decoding: exactly the dense text", "Eviction: what is let go of"
 MEASURING, OUTPUT, OTHER = "Measuring", "Output", "Other"
-HEADINGS = (INPUT, MODEL, DECODING, METHOD, SELECTION, VERIFY, CHECKS, MEASURING, OUTPUT, OTHER)
+HEADINGS = (INPUT, MODEL, DECODING, METHOD, SELECTION, VERIFY, KEEP, CHECKS, MEASURING, OUTPUT, OTHER)
 
 FILE = click.Path(path_type=Path)
 # click's own check would ask that it can be read, which another user's pipe behind /dev/stdout cannot

@@ -16,6 +16,7 @@ from eps_core.cli.engines import OWN, engine_option, run_in_engine, serve_comman
 from eps_core.cli.evaluate import evaluate_command
 from eps_core.cli.grid import grid_command, report_command
 from eps_core.cli.help import CHECKS, DECODING, FILE, INPUT, MODEL, OUTPUT, OUTPUT_FILE, Group, option
+from eps_core.cli.keep import keep_of, keep_options
 from eps_core.cli.numbers import COUNT, SEED, TOKENS, Real
 from eps_core.cli.options import (
     AUTO,
@@ -139,6 +140,7 @@ def cli() -> None:
 @method_option(f"off; {DEMO_METHOD} without --model")
 @selection_options
 @verify_options
+@keep_options
 @summary_options
 @click.pass_context
 def run_command(ctx: click.Context, /, **flags: Any) -> None:
@@ -157,9 +159,10 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
     )
     given = given_flags(ctx, flags)
     config = config_of(flags, given, auto_min_context=True)
-    if flags["no_baseline"] and not config.store.enabled:
+    keep = keep_of(flags, given, config)
+    if flags["no_baseline"] and not (config.store.enabled or keep.enabled):
         raise click.UsageError("--no-baseline with EPS off leaves nothing to run: drop it or choose a --method")
-    if flags["kl"] and (flags["no_baseline"] or not config.store.enabled):
+    if flags["kl"] and (flags["no_baseline"] or not (config.store.enabled or keep.enabled)):
         raise click.UsageError("--kl compares EPS with the dense run: it needs a --method and no --no-baseline")
     if given & {"eps_audit_factor", "eps_audit_off"} and not flags["eps_audit_every"]:
         raise click.UsageError("--audit-factor and --audit-off need audits: add --audit-every")
@@ -173,6 +176,14 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
         raise click.UsageError("--kl measures how far EPS moves the text and --eps-verify moves none: drop one")
     if verify.enabled and flags["eps_audit_every"]:
         raise click.UsageError("--eps-verify audits every draft as it is: drop --audit-every")
+    if keep.enabled:
+        for name, on, why in (
+            ("--eps-verify", verify.enabled, "a dense pass needs all that was let go of"),
+            ("--audit-every", bool(flags["eps_audit_every"]), "an audit attends densely to all that was let go of"),
+            ("--engine", flags["engine"] != OWN, "its engine owns the cache"),
+        ):
+            if on:
+                raise click.UsageError(f"--kv-evict and {name} exclude each other, as {why}: drop one")
     if flags["engine"] != OWN:
         click.echo(outputs.to_json(run_in_engine(flags, given, config, verify, _prompts(flags), DEMO_NEW_TOKENS)))
         return
@@ -184,6 +195,7 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
         config=config,
         sampling=Sampling(flags["temperature"], flags["top_p"], flags["seed"], flags["sample_by"]),
         verify=verify,
+        keep=keep,
         prompts=prompts,
         max_new_tokens=flags["max_new_tokens"] or (32 if prompts else DEMO_NEW_TOKENS),
         kv_dtype=flags["kv_dtype"] or "auto",

@@ -90,6 +90,9 @@ class Decoder:
         self.timing = False  # whether step() fills prepass_ms and attention_ms, at the cost of three waits a layer
         # where set, called by step() in every layer with (layer, q [B, Hq, D] unscaled, as attention uses it)
         self.tap: Callable[[int, Array], None] | None = None
+        # where set, called by prefill() in every layer with (cache, layer, q [N, Hq, D] as above, k [T, Hkv, D] of all
+        # so far, T)
+        self.watch: Callable[[Any, int, Array, Array, int], None] | None = None
 
     def prefill(
         self, cache: Any, tokens: np.ndarray, slots: np.ndarray, table: np.ndarray, length: int
@@ -103,7 +106,10 @@ class Decoder:
             for layer in range(self.spec.num_layers):
                 q, k, v = model.project(layer, x, turn)
                 cache = eps.write_kv(cache, layer, k, v, slots)
-                out = eps.attend_chunk(cache, q, *eps.read_kv(cache, layer, table, length))
+                keys, values = eps.read_kv(cache, layer, table, length)
+                out = eps.attend_chunk(cache, q, keys, values)
+                if self.watch is not None:
+                    self.watch(cache, layer, q, keys, length)
                 x = model.feed_forward(layer, model.add_attention(layer, x, out))
             _, (logits,) = collect(eps, cache, [], model.logits(x[-1:]))
             eps.check_finite(cache)

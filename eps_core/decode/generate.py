@@ -5,6 +5,7 @@ Holds integers and host logits only; arrays stay in the backend. One `StepRecord
 
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from eps_core.telemetry.steps import AUDIT_FACTOR, StepRecord, audit_step, step_
 def generate(
     decoder: Decoder,
     cache: Any,
-    pool: PagePool,
+    pool: Any,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     sampling: Sampling,
@@ -40,7 +41,7 @@ def generate(
     audit_factor: float = AUDIT_FACTOR,
     audit_off: bool = False,
     audit_first: int = 0,
-    written: Sequence[PagedSequence] | None = None,
+    written: Sequence[Any] | None = None,
     on_output: Callable[[StepOutput], None] | None = None,
 ) -> Generator[StepRecord, None, Any]:
     """Decodes every prompt for at most `max_new_tokens` tokens, all in one batch; a sequence leaves it at a stop token.
@@ -56,7 +57,8 @@ def generate(
 
     Sequences are freed when the generator ends, and its value is the cache to go on with: a prompt that is decoded
     again in it, with the same pool, finds its full pages. With `written`, sequences of the pool that hold all but the
-    last token of each prompt, nothing is prefilled; they grow, and stay the caller's.
+    last token of each prompt, nothing is prefilled; they grow, and stay the caller's. `pool` is a `PagePool`, or the
+    `HeadPools` of a decoder that evicts.
     """
     check_prompts(prompts)
     sequences = dict(enumerate(written or ()))
@@ -112,7 +114,7 @@ def generate(
                 [fed[index] for index in alive],
                 [int(length) for length in lengths],
                 output,
-                cache.spec,
+                replace(cache.spec, num_kv_heads=decoder.spec.num_kv_heads),  # an evicting cache has them one by one
                 EpsConfig(cache.store, read or Read()),
                 decode_ms,
                 cache.kv_bytes_read - kv_bytes,

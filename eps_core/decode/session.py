@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,19 +15,23 @@ from eps_core.config.store import CacheSpec, Store
 from eps_core.config.verify import Verify
 from eps_core.cpu.kernels import why_not
 from eps_core.decode.chat import render
+from eps_core.decode.evicting import EvictingDecoder
 from eps_core.decode.forward import Decoder, load_decoder
 from eps_core.decode.generate import generate, prefill, tokens_of
 from eps_core.decode.hub import resolve_model
 from eps_core.decode.kernel_check import disagreement
 from eps_core.decode.model import DEMO_MODEL, read_spec
+from eps_core.decode.observe import Observed
 from eps_core.decode.prompts import encode_prompts
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.spec import ModelSpec
 from eps_core.decode.tokenizer import encode, load_tokenizer
 from eps_core.decode.verified import verified
 from eps_core.errors import ConfigError, require
+from eps_core.evict.keep import Keep
 from eps_core.gate.protocol import Array, Backend
 from eps_core.load import backend_name, load_backend, resolve_kernels
+from eps_core.paging.heads import HeadPools
 from eps_core.paging.pool import PagePool
 from eps_core.paging.pool import Sequence as PagedSequence
 from eps_core.telemetry.rounds import summarise_rounds
@@ -345,12 +349,39 @@ class Session:
             raise _too_large(spec, store, self.device) from error
         return cache, PagePool(spec.num_units, store.unit_tokens)
 
-    def prefix(self, tokens: Sequence[int], prefill_chunk: int = 2048) -> Prefix:
-        """`tokens` prefilled, densely."""
+    def evicting(
+        self, keep: Keep, store: Store, lengths: Sequence[int], num_new: int
+    ) -> tuple[EvictingDecoder, Any, HeadPools]:
+        """(decoder, cache, pools), empty, for prompts of `lengths` tokens that go on for `num_new`: see
+        `decode.evicting`. Policies that divide rows unevenly may give a head all of them, and find room for it."""
+        spec, size = self.spec, store.unit_tokens
+        units = 0
+        for length in lengths:
+            kept = keep.rows(length) if keep.facts.at_prefill and not keep.facts.uneven else length
+            units += spec.num_kv_heads * -(-(kept + num_new) // size)
+        most_open = len(lengths) * spec.num_kv_heads
+        shape = replace(self.one_unit(), num_kv_heads=1, num_units=units, max_open_groups=most_open)
+        self.check_kernels(store)
+        pools = HeadPools(spec.num_layers, spec.num_kv_heads, units, size)
+        cache = self.backend.new_cache(shape, store, self.device, self.kernels)
+        return EvictingDecoder(self.backend, self.decoder.model, keep, pools), cache, pools
+
+    def prefix(
+        self,
+        tokens: Sequence[int],
+        prefill_chunk: int = 2048,
+        observed: Observed | None = None,
+        report: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Prefix:
+        """`tokens` prefilled, densely; `observed` is told of their attention. `report` as `generate.prefill` has it."""
         if not tokens:
             return Prefix([], [])
         cache, pool = self.cache(Store(), len(tokens))
-        sequence, cache = prefill(self.decoder, cache, pool, tokens, prefill_chunk)
+        self.decoder.watch = None if observed is None else observed.prompt
+        try:
+            sequence, cache = prefill(self.decoder, cache, pool, tokens, prefill_chunk, report)
+        finally:
+            self.decoder.watch = None
         (table,) = pool.table([sequence])
         layers = range(self.spec.num_layers)
         return Prefix(list(tokens), [self.backend.read_kv(cache, layer, table, len(tokens)) for layer in layers])

@@ -13,13 +13,16 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.store import Store
 from eps_core.config.verify import Verify
 from eps_core.decode.cost import Cost, cost_of
-from eps_core.decode.generate import tokens_of
+from eps_core.decode.generate import report_of, tokens_of
+from eps_core.decode.observe import Observed
 from eps_core.decode.prompts import prompt_texts
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.evaluation.runner import UNVERIFIED, Document, decode
 from eps_core.evaluation.sides import Ran, Side, alike, prompt_line, report
+from eps_core.evict.keep import Keep
 from eps_core.files import outputs
+from eps_core.paging.heads import HeadPools
 from eps_core.paging.pool import PagePool
 from eps_core.tasks import needle
 from eps_core.tasks.corpus import corpus
@@ -28,6 +31,7 @@ from eps_core.telemetry.rounds import ROUND_KEYS, RoundRecord
 from eps_core.telemetry.rounds_shown import describe_verify
 from eps_core.telemetry.steps import AUDIT_FACTOR, STEP_KEYS, StepRecord, kl_divergence, write_csv
 
+KEEP_ALL = Keep()
 DEMO_PROMPT_BYTES = 4095  # with the token that begins a text: 4,096 tokens
 DEMO_SEED = 1
 WARM_UP_TOKENS = 64
@@ -62,6 +66,7 @@ class RunRequest:
     chat: bool = False  # prompts are messages, put into the model's chat template
     auto_min_context: bool = False  # measured by `prepare`, which settles the config
     verify: Verify = UNVERIFIED  # of the EPS side
+    keep: Keep = KEEP_ALL  # the same
     # with the built-in prompt: times one layer of a large model, for the end of the table
     layer: Callable[[Session], dict[str, Any] | None] | None = None
 
@@ -88,6 +93,7 @@ class Job:
 def prepare(request: RunRequest) -> Job:
     """Everything that can be refused is refused here, the weights last; nothing is written."""
     request.verify.check(request.config, request.sampling.temperature, request.sampling.by)
+    request.keep.check(request.config)
     session = Session.open(
         request.model, request.backend, request.device, request.dtype, request.kv_dtype, request.kernels,
         kv_bits=request.kv_bits,
@@ -139,7 +145,7 @@ def _decode(
     job: Job,
     name: str,
     cache: Any,
-    pool: PagePool,
+    pool: PagePool | HeadPools | None,
     on_record: Callable[[Any], None] | None = None,
     forced: list[list[int]] | None = None,
 ) -> tuple[Side, Any]:
@@ -162,7 +168,10 @@ def _decode(
             replace(one, num_steps=len(tokens), forced=tokens[:-1])
             for one, tokens in zip(documents, forced, strict=True)
         ]
+    kept: dict[str, Any] = {}
     with progress:
+        if request.keep.enabled and name != "dense":
+            kept, cache, pool = _evicted(job, on_prefill)
         outcome, cache = decode(
             job.session,
             cache,
@@ -174,6 +183,7 @@ def _decode(
             time_every=job.session.time_every,
             prefill_chunk=request.prefill_chunk,
             on_prefill=on_prefill,
+            **kept,
             keep_logits=request.kl and name != "eps",
             audit_every=request.audit_every if name == "eps" else 0,
             audit_factor=request.audit_factor,
@@ -182,6 +192,21 @@ def _decode(
         )
     tokens = tokens_of(outcome.rounds or outcome.records, len(documents))
     return Side(outcome, tokens, [job.session.decode(one) for one in tokens], prefill_ms), cache
+
+
+def _evicted(job: Job, on_prefill: Callable[[int, int, int], None]) -> tuple[dict[str, Any], Any, HeadPools]:
+    """(what `decode` needs besides, cache, pools) of the prompts prefilled, and evicted as the request says."""
+    request, session = job.request, job.session
+    num_new = max(one.num_steps for one in job.documents)
+    decoder, cache, pools = session.evicting(request.keep, request.config.store, job.prompt_lengths, num_new)
+    written = []
+    for index, one in enumerate(job.documents):
+        observed = Observed(session.backend, session.spec, request.keep.facts)
+        report = report_of(on_prefill, index)
+        prefix = session.prefix(one.prompt[:-1], request.prefill_chunk, observed, report)
+        sequence, cache = decoder.adopt(cache, prefix.keys_values, len(prefix.tokens), observed)
+        written.append(sequence)
+    return {"decoder": decoder, "written": written}, cache, pools
 
 
 def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
@@ -193,7 +218,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
         )
         job = prepare(request)
         request, session = job.request, job.session  # its config is settled
-        config, gated = request.config, request.config.store.enabled
+        config, gated = request.config, request.config.store.enabled or request.keep.enabled
         metrics = None
         if lines is not None:
             metrics = stack.enter_context(outputs.JsonlWriter(lines))
@@ -214,12 +239,13 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
                     device_name=session.backend.device_name(session.device),
                     min_context_cost=asdict(job.cost) if job.cost else None,
                     verify=request.verify.to_dict() if request.verify.enabled else None,
+                    keep=request.keep.to_dict() if request.keep.enabled else None,
                 )
             )
         _print_header(job, out)
         measured = "eps" if gated else "dense"  # the side that metrics and csv speak of
 
-        def streamed(side_name: str, store: Store) -> tuple[Side, Any, PagePool]:
+        def streamed(side_name: str, store: Store) -> tuple[Side, Any, PagePool | None]:
             label = f"{side_name:5} > "
             text = terminal.TextStream(session.tokenizer, lambda piece: (out.write(piece), out.flush()), label)
             progress = terminal.Progress(f"{side_name}: decode", "tokens")
@@ -238,7 +264,8 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
                 else:  # their texts would come mixed: shown at the end
                     progress(num_said, request.max_new_tokens * len(job.documents))
 
-            cache, pool = session.cache(*job.room(store))
+            kept = request.keep.enabled and side_name != "dense"
+            cache, pool = (None, None) if kept else session.cache(*job.room(store))
             with progress:
                 side, cache = _decode(job, side_name, cache, pool, on_record)
             if alone:
@@ -308,6 +335,8 @@ def _print_header(job: Job, out: TextIO) -> None:
     out.write(f"eps     {terminal.describe(request.config)}\n")
     if request.config.fallback:
         out.write(f"note    {request.config.fallback}\n")
+    if request.keep.enabled:
+        out.write(f"keep    {terminal.describe_keep(request.keep)}\n")
     if request.verify.enabled:
         out.write(f"verify  {describe_verify(request.verify)}\n")
     if job.cost is not None:
@@ -318,7 +347,7 @@ def _print_header(job: Job, out: TextIO) -> None:
     out.flush()
 
 
-def _divergence(job: Job, cache: Any, pool: PagePool, dense: Side) -> dict[str, float | None]:
+def _divergence(job: Job, cache: Any, pool: PagePool | None, dense: Side) -> dict[str, float | None]:
     """KL(dense || gated) of the next-token distribution in nats, both fed the dense run's tokens through the decode.
     The prompts' pages are still in `cache`."""
     values: list[float] = []

@@ -14,13 +14,13 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
 from eps_core.config.store import Store
 from eps_core.config.verify import Verify
+from eps_core.decode.forward import Decoder
 from eps_core.decode.generate import generate
 from eps_core.decode.model import ModelSpec
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import UNVERIFIED, Prefix, Session
 from eps_core.decode.verified import verified
 from eps_core.gate.stats import LayerStats
-from eps_core.paging.pool import PagePool
 from eps_core.summaries.rq import CENTRE_TOKENS
 from eps_core.telemetry.rounds import RoundRecord, summarise_rounds
 from eps_core.telemetry.steps import StepRecord, kl_divergence, summarise
@@ -95,7 +95,7 @@ class Outcome:
 def decode(
     session: Session,
     cache: Any,
-    pool: PagePool,
+    pool: Any,
     documents: Sequence[Document],
     read: Read | None,
     sampling: Sampling = GREEDY,
@@ -103,11 +103,12 @@ def decode(
     time_every: int = 0,
     keep_layers: bool = False,
     verify: Verify = UNVERIFIED,
+    decoder: Decoder | None = None,
     **more: Any,
 ) -> tuple[Outcome, Any]:
     """(outcome, cache) of one decode of a batch, verified where `verify` says so; `more` goes to `generate`. Each
     step's or round's record is handed over as it comes; its layers' statistics are kept where `keep_layers` asks for
-    them."""
+    them. `decoder`: another than the session's."""
     prompts, stop = [one.prompt for one in documents], documents[0].stop
     num_steps, outcome = max(one.num_steps for one in documents), Outcome(said=[[] for _ in documents])
     if verify.enabled and read is not None and cache.store.enabled:
@@ -124,7 +125,8 @@ def decode(
         # the token after a text's last one is never fed: any will do
         forced = [[*(one.forced or ()), one.prompt[-1]] for one in documents]
     steps = generate(
-        session.decoder, cache, pool, prompts, num_steps, sampling, read, stop_tokens=stop, forced_tokens=forced,
+        decoder or session.decoder, cache, pool, prompts, num_steps, sampling, read, stop_tokens=stop,
+        forced_tokens=forced,
         time_every=time_every, on_output=(lambda output: outcome.layers.append(output.layers)) if keep_layers else None,
         **more,
     )  # fmt: skip

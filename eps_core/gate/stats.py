@@ -11,8 +11,8 @@ class LayerStats:
     """What one layer really read in one decode step. Host values, filled after the step's only synchronisation."""
 
     counts: np.ndarray  # [B, Hkv] groups visited
-    groups: np.ndarray  # [B] groups of each sequence
-    forced: np.ndarray  # [B] of those visited, forced (every kv head alike)
+    groups: np.ndarray  # [B] groups of each sequence; [B, Hkv] where each head keeps its own tokens
+    forced: np.ndarray  # [B] of those visited, forced (every kv head alike); [B, Hkv] as above
     mass_skipped_est: np.ndarray | None  # [B, Hkv] estimated share of the softmax left unread; None: no estimate
     kv_bytes_read: int  # tiles gathered, all sequences and heads
     summary_bytes_read: int  # summaries and codes of the sequences' groups; what pads a table is not counted
@@ -25,6 +25,15 @@ class LayerStats:
     escalated: np.ndarray | None = None  # [B, Hkv] groups of `counts` that strict mode added
 
 
+@dataclass(frozen=True)
+class Eviction:
+    """What a cache that evicts holds of a step's sequences, and what bringing heads back to their budget did."""
+
+    bytes_kept: int  # K and V of the rows of all layers and heads, before this step's evictions
+    rows_moved: int
+    pages_freed: int
+
+
 @dataclass
 class StepOutput:
     """Result of one decode step. `logits` [B, V] float32 on the host; `layers` empty where nothing was gated."""
@@ -35,6 +44,7 @@ class StepOutput:
     dense_logits: np.ndarray | None = None  # [B, V] of a dense step over the same cache; audits only
     # of a draft: what each layer visited, on the device; None: everything
     selections: list[Any] = field(default_factory=list)
+    eviction: Eviction | None = None  # None: everything is kept
 
 
 @dataclass

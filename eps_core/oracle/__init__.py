@@ -14,6 +14,7 @@ from eps_core.oracle.attention import (
     merge,
     moved_by,
     unread_share,
+    weights,
 )
 from eps_core.oracle.cache import (
     Cache,

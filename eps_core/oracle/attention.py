@@ -147,6 +147,19 @@ def attend_chunk(cache: Cache, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> n
     return out
 
 
+def weights(cache: Cache, q: np.ndarray, k: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    """[Hkv, R, N, T] float32: softmax weights of queries q [N, Hq, D], unscaled, over keys k [T, Hkv, D], of which each
+    sees those of `seen` [N, T] bool (host), at least one; 0 for the others."""
+    num_queries, _, head_dim = q.shape
+    heads = q.astype(np.float64).reshape(num_queries, k.shape[1], -1, head_dim).transpose(1, 2, 0, 3) / np.sqrt(
+        head_dim
+    )
+    logits = heads @ k.astype(np.float64).transpose(1, 2, 0)[:, None]
+    logits = np.where(seen, logits, -np.inf)
+    mass = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return (mass / mass.sum(axis=-1, keepdims=True)).astype(np.float32)
+
+
 def unread_share(lse: np.ndarray, lse_all: np.ndarray, kv_heads: int) -> np.ndarray:
     """[B, Hkv]: the largest share of a query head's softmax that was left out, lse [B, Hq] of what was read, lse_all of
     everything."""

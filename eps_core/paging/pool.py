@@ -140,6 +140,14 @@ class PagePool:
         if sequence in self._reserved:
             self.commit(sequence, ())
 
+    def require(self, num_units: int, what: str) -> None:
+        """Raises ConfigError, which says that `what` needs them, unless so many units are free."""
+        if num_units > self.num_free:
+            raise ConfigError(
+                f"{what} needs {num_units} more units of {self.unit_tokens} tokens, {self.num_free} of the pool's "
+                f"{self.num_units} are free: raise --pool-tokens or shorten the prompt"
+            )
+
     def _lengthen(self, sequence: Sequence, num_tokens: int) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """Units for `num_tokens` more tokens: (their slots [N] int64, unit copies), or ConfigError and no change."""
         before, after = sequence.length, sequence.length + num_tokens
@@ -147,11 +155,7 @@ class PagePool:
         first = before // self.unit_tokens
         copy_open = bool(num_tokens) and is_open and self.ref_counts[sequence.table[first]] > 1
         num_new = max(-(-after // self.unit_tokens) - len(sequence.table), 0) + copy_open
-        if num_new > self.num_free:
-            raise ConfigError(
-                f"a sequence of {after} tokens needs {num_new} more units of {self.unit_tokens} tokens, "
-                f"{self.num_free} of the pool's {self.num_units} are free: raise --pool-tokens or shorten the prompt"
-            )
+        self.require(num_new, f"a sequence of {after} tokens")
         self.publish(sequence)
         fresh = self._allocate(num_new)
         copies = []
@@ -199,6 +203,26 @@ class PagePool:
         for unit in reversed(sequence.table[kept:]):
             self._drop(unit)
         del sequence.table[kept:], sequence.tokens[length:], sequence.hashes[length // self.unit_tokens :]
+
+    def own(self, sequence: Sequence, places: Iterable[int]) -> list[tuple[int, int]]:
+        """Makes the units at these `places` of a sequence's table its own, to be written over whole or in part: copies
+        [(src, dst)] of those that forks hold, too, which keep theirs. What was written there before is no longer found.
+        Raises ConfigError and changes nothing where the free units do not suffice."""
+        assert sequence in self._live, "a sequence that was freed or belongs to another pool owns no unit"
+        assert sequence not in self._reserved, "own of a sequence with reserved slots: commit or release first"
+        found = sorted(set(places))
+        shared = [place for place in found if self.ref_counts[sequence.table[place]] > 1]
+        self.require(len(shared), f"a sequence of {sequence.length} tokens that forks share")
+        copies = []
+        for place, unit in zip(shared, self._allocate(len(shared)), strict=True):
+            copies.append((sequence.table[place], unit))
+            self._drop(sequence.table[place])
+            sequence.table[place] = unit
+        for place in found:
+            self._forget(sequence.table[place])
+        if found:
+            del sequence.hashes[found[0] :]
+        return copies
 
     def grow(self, num_units: int) -> None:
         """Makes room for `num_units` in all; the caller's cache must have them."""

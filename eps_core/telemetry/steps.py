@@ -82,6 +82,9 @@ class StepRecord:
     pages_wanted: int | None  # scope union: what each kv head alone asked for, summed; visited / wanted = amplification
     bytes_kv_read_est: int  # tiles gathered of K and V
     bytes_kv_dense: int  # what dense attention reads in the same step
+    bytes_kv_kept: int  # K and V that the cache holds of these sequences; the same where nothing is evicted
+    rows_moved: int  # (layer, kv head, token)s that evictions after this step copied to another place
+    pages_freed: int  # pages of single heads that these gave back
     bytes_summary_read: int
     bytes_k_reread: int  # K read back to seal groups that filled in this step
     eps_prepass_ms: float | None  # None: this step was not timed layer by layer
@@ -141,8 +144,8 @@ def step_record(
     num_heads = spec.num_kv_heads
     if output.layers:
         visited = np.stack([layer.counts.sum(axis=0) for layer in output.layers]).astype(np.int64)
-        total = np.array([[int(layer.groups.sum())] * num_heads for layer in output.layers], np.int64)
-        forced = sum(int(layer.forced.sum()) for layer in output.layers) * num_heads
+        total = np.stack([_each_head(layer.groups, num_heads).sum(axis=0) for layer in output.layers])
+        forced = sum(int(_each_head(layer.forced, num_heads).sum()) for layer in output.layers)
         bytes_kv_read = sum(layer.kv_bytes_read for layer in output.layers)
     else:
         groups = sum(-(-length // config.store.S) for length in lengths)
@@ -154,6 +157,7 @@ def step_record(
     )
     errors = _by_head(output.layers, "output_error_cert", _largest)
     masses = [layer.mass_skipped_est for layer in output.layers if layer.mass_skipped_est is not None]
+    dense, eviction = sum(lengths) * spec.num_layers * num_heads * spec.kv_token_bytes, output.eviction
     record = StepRecord(
         step=step,
         sequences=list(sequences),
@@ -165,7 +169,10 @@ def step_record(
         pages_forced=forced,
         pages_wanted=_total_wanted(output.layers),
         bytes_kv_read_est=bytes_kv_read,
-        bytes_kv_dense=sum(lengths) * spec.num_layers * num_heads * spec.kv_token_bytes,
+        bytes_kv_dense=dense,
+        bytes_kv_kept=dense if eviction is None else eviction.bytes_kept,
+        rows_moved=0 if eviction is None else eviction.rows_moved,
+        pages_freed=0 if eviction is None else eviction.pages_freed,
         bytes_summary_read=sum(layer.summary_bytes_read for layer in output.layers),
         bytes_k_reread=bytes_k_reread,
         eps_prepass_ms=_total_ms(output.layers, "prepass_ms"),
@@ -192,6 +199,11 @@ def step_record(
     )
     record.check()
     return record
+
+
+def _each_head(values: np.ndarray, num_heads: int) -> np.ndarray:
+    """[B], of every head alike, or [B, Hkv] as int64 [B, Hkv]."""
+    return np.broadcast_to(values.reshape(len(values), -1), (len(values), num_heads)).astype(np.int64)
 
 
 def _largest(values: np.ndarray) -> np.ndarray:
@@ -278,6 +290,7 @@ def summarise(records: Sequence[StepRecord], prefill_ms: float | None = None) ->
         "kv_ratio": totals["bytes_kv_read_est"] / dense if dense else None,
         "summary_ratio": totals["bytes_summary_read"] / dense if dense else None,
         "bytes_ratio": read / dense if dense else None,
+        "kept_ratio": totals["bytes_kv_kept"] / dense if dense else None,
         "mass_skipped_est_mean": float(np.mean(estimates)) if estimates else None,
         "mass_skipped_cert_max": _most(r.mass_skipped_cert for r in records),
         "mass_skipped_true_max": max(
@@ -303,7 +316,8 @@ def _most(values: Iterable[float | None]) -> float | None:
 
 _SUMMED = (
     "pages_total", "pages_visited", "pages_skipped", "pages_forced", "bytes_kv_read_est", "bytes_kv_dense",
-    "bytes_summary_read", "bytes_k_reread", "escalations", "pages_escalated", "audit_alarms",
+    "bytes_kv_kept", "rows_moved", "pages_freed", "bytes_summary_read", "bytes_k_reread", "escalations",
+    "pages_escalated", "audit_alarms",
 )  # fmt: skip
 
 

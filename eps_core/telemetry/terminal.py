@@ -11,6 +11,7 @@ from typing import Any, TextIO
 from eps_core.config.bytes import kv_bytes, summary_bytes, summary_group_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import COARSE_GROUP_BLOCKS, METHODS
+from eps_core.evict.keep import Keep
 from eps_core.summaries.table import KEY_CODES, facts
 from eps_core.telemetry.rounds_shown import rounds_rows
 
@@ -223,6 +224,7 @@ def run_table(
         row("KV bytes read", "bytes_kv_read_est"),
         row("summary bytes read", "bytes_summary_read"),
         row("bytes against dense", "bytes_ratio", ".4f"),
+        *_kept(eps),
         row("K bytes re-read to seal", "bytes_k_reread"),
         groups("groups in all", "pages_total"),
         groups("  visited", "pages_visited"),
@@ -246,6 +248,17 @@ def run_table(
     kept = [0, *([1] if dense else []), *([2] if eps else [])]
     cells = [[cells[i] for i in kept] for cells in rows if any(cells[i] for i in kept[1:])]
     return table(cells, [("", "dense", "EPS")[i] for i in kept], out)
+
+
+def _kept(eps: dict[str, Any] | None) -> list[tuple[str, str, str]]:
+    """Rows of what an evicting cache holds."""
+    if eps is None or eps.get("kept_ratio") in (None, 1):
+        return []
+    rows = [("bytes kept against dense", eps["kept_ratio"], ".4f")]
+    rows += [
+        (name, eps[key], ",.0f") for name, key in (("  rows moved", "rows_moved"), ("  pages freed", "pages_freed"))
+    ]
+    return [(name, "1.0000" if form == ".4f" else "", format(value, form)) for name, value, form in rows]
 
 
 def _certified(eps: dict[str, Any] | None) -> list[tuple[str, str, str]]:
@@ -277,6 +290,14 @@ def _layer(layer: dict[str, Any] | None) -> list[tuple[str, str, str]]:
         ("  bytes against dense", "1.0000", f"{layer['bytes_ratio']:.4f}"),
         ("  times as fast", "", f"{layer['speedup']:.1f}"),
     ]
+
+
+def describe_keep(keep: Keep) -> str:
+    """One line of how a run evicts."""
+    of = f"{keep.share:g} of the prompt's tokens" if keep.share <= 1 else f"{keep.share:,.0f} rows a head"
+    more = f", again every {keep.every} tokens" if keep.facts.while_decoding and keep.every else ""
+    always = f"{keep.first_tokens} + {keep.last_tokens} tokens always"
+    return f"{keep.policy}: {of}{more}, {always}, compacted by {keep.compact}"
 
 
 def dense_json(tokens: list[int] | None, summary: dict[str, Any]) -> dict[str, Any]:

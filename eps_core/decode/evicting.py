@@ -1,0 +1,182 @@
+"""Decoding from caches that keep a part of their tokens: dense prefill, then what a policy keeps, in pages by head.
+
+A prompt is prefilled in a plain cache, which holds all of it; what a policy keeps moves to the evicting one, of one kv
+head, in which each kv head of a sequence is a sequence (`paging.heads`). Steps attend there, densely or gated: what
+EPS summarises, scores and bounds is what is left. Keys keep the rotation of their own positions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from eps_core.config.eps import EpsConfig
+from eps_core.config.read import Read
+from eps_core.decode.forward import Arithmetic, Decoder, LayerScorer
+from eps_core.decode.observe import Observed
+from eps_core.evict.keep import Keep
+from eps_core.evict.table import policy
+from eps_core.gate.attend import attend_layer, collect, dense_read
+from eps_core.gate.protocol import Array, Backend
+from eps_core.gate.stats import Eviction, LayerStats, StepOutput
+from eps_core.paging.heads import HeadPools, HeadSequence, HeadTables
+
+
+class EvictingDecoder(Decoder):
+    """A decoder whose steps read what each head kept, and evict as `keep` says. Has a `Decoder`'s place in the decode
+    loop, with a `HeadPools` for its pool; it neither audits nor drafts."""
+
+    def __init__(self, eps: Backend, model: Arithmetic, keep: Keep, pools: HeadPools) -> None:
+        super().__init__(eps, model)
+        self.keep, self.pools = keep, pools
+        self._observed: dict[HeadSequence, Observed] = {}
+        self._budgets: dict[HeadSequence, int] = {}
+
+    def adopt(
+        self, cache: Any, keys_values: Sequence[tuple[Array, Array]], length: int, observed: Observed
+    ) -> tuple[HeadSequence, Any]:
+        """(sequence, cache) with what the policy keeps of a prompt of `length` tokens: K and V [T, Hkv, D] of each
+        layer, and what its attention was seen to do."""
+        spec, sequence = self.spec, self.pools.open()
+        self._observed[sequence], self._budgets[sequence] = observed, self.keep.rows(length)
+        everything = [[np.arange(length)] * spec.num_kv_heads for _ in range(spec.num_layers)]
+        kept = everything
+        if length and self.keep.enabled and self.keep.facts.at_prefill:
+            heads = [
+                [
+                    observed.head(cache, layer, head, self._rows(cache, k, np.arange(length), head), rows, length)
+                    for head, rows in enumerate(everything[layer])
+                ]
+                for layer, (k, _) in enumerate(keys_values)
+            ]
+            kept = policy(self.keep.policy).keep(heads, self._budgets[sequence], self.keep.rule)
+        try:
+            slots = self.pools.fill(sequence, length, kept)
+            for layer, (k, v) in enumerate(keys_values):
+                for head, rows in enumerate(kept[layer]):
+                    if len(rows):
+                        keys, values = (self._rows(cache, array, rows, head) for array in (k, v))
+                        cache = self.eps.write_kv(cache, layer, keys, values, slots[layer][head])
+                    observed.evicted(layer, head, rows)
+            self.eps.check_finite(cache)
+        except BaseException:
+            self.release(sequence)
+            raise
+        return sequence, cache
+
+    def release(self, sequence: HeadSequence) -> None:
+        """Gives a sequence's pages back."""
+        self.pools.free(sequence)
+        self._observed.pop(sequence, None)
+        self._budgets.pop(sequence, None)
+
+    def step(
+        self,
+        cache: Any,
+        tokens: np.ndarray,
+        slots: np.ndarray,
+        table: HeadTables,  # type: ignore[override]
+        lengths: np.ndarray,
+        read: Read | None = None,
+        audit: bool = False,
+        draft: bool = False,
+        score: LayerScorer | None = None,
+    ) -> tuple[Any, StepOutput]:
+        """`Decoder.step` over what is left of B sequences: slots [B, L, Hkv], lengths [B] of all tokens they have had.
+        Afterwards, heads that grew by `Keep.every` rows are brought back to their budget."""
+        assert not audit and not draft and score is None, "evicting decoders neither audit nor draft"
+        eps, model, spec, batch = self.eps, self.model, self.spec, len(tokens)
+        self._check_tokens(tokens)
+        gated = read is not None and cache.store.enabled
+        config = EpsConfig(cache.store, read) if gated and read is not None else None
+        wheres = table.wheres(cache.store, config)
+        reads, clock = [], self._clock if self.timing else None
+        with model.scope():
+            x, turn = model.embed(tokens), model.rotation(lengths - 1)
+            for layer in range(spec.num_layers):
+                q, k, v = model.project(layer, x, turn)
+                one = (batch * spec.num_kv_heads, 1, spec.head_dim)
+                cache = eps.write_kv(cache, layer, k.reshape(one), v.reshape(one), slots[:, layer].ravel())
+                if self.tap is not None:
+                    self.tap(layer, q)
+                where = wheres[layer]
+                by_head = q.reshape((batch * spec.num_kv_heads, -1, spec.head_dim))
+                if config is not None:
+                    out, seen = attend_layer(eps, cache, layer, by_head, where, clock=clock)
+                else:
+                    (out, _), seen = eps.attend(cache, layer, by_head, where, None), dense_read(cache, where)
+                    seen.stats.mass_skipped_est = None
+                reads.append(seen)
+                self._observe(cache, layer, q, table, lengths)
+                x = model.feed_forward(layer, model.add_attention(layer, x, out.reshape(q.shape)))
+            layers, (logits,) = collect(eps, cache, reads, model.logits(x))
+            eps.check_finite(cache)
+            kept = sum(sequence.num_rows for sequence in table.sequences) * cache.spec.kv_token_bytes
+            moved = freed = 0
+            for sequence in table.sequences:
+                cache, rows_moved, pages_freed = self._evict(cache, sequence)
+                moved, freed = moved + rows_moved, freed + pages_freed
+        fallbacks = {} if config is None else wheres[0].fallbacks(spec.num_layers)
+        layers = [_by_head(one, batch, spec.num_kv_heads) for one in layers]
+        return cache, StepOutput(logits, layers, fallbacks, eviction=Eviction(kept, moved, freed))
+
+    def _observe(self, cache: Any, layer: int, q: Array, table: HeadTables, lengths: np.ndarray) -> None:
+        """Tells each sequence's statistics of its new query, where its policy asks for it."""
+        if not (self.keep.enabled and self.keep.every):
+            return
+        heads = self.spec.num_kv_heads
+        for index, sequence in enumerate(table.sequences):
+            observed = self._observed[sequence]
+            if not observed.wants_steps:
+                continue
+            (query,) = self.eps.to_host(cache, [self.eps.take(cache, q, np.array([index]))])
+            rows = range(index * heads, (index + 1) * heads)
+            keys = []
+            if observed.facts.sums or observed.facts.squares:
+                for row in rows:
+                    length = int(table.lengths[layer][row])
+                    keys.append(self.eps.read_kv(cache, layer, table.tables[layer][row], length)[0])
+            observed.step(cache, layer, query.astype(np.float32), keys, int(lengths[index]))
+
+    def _evict(self, cache: Any, sequence: HeadSequence) -> tuple[Any, int, int]:
+        """(cache, rows moved, units freed) of bringing a sequence's heads back to their budget, where it is time."""
+        keep, budget = self.keep, self._budgets[sequence]
+        if not (keep.enabled and keep.every and keep.facts.while_decoding):
+            return cache, 0, 0
+        heads = self.spec.num_layers * self.spec.num_kv_heads
+        if sequence.num_rows < heads * (budget + keep.every):
+            return cache, 0, 0
+        observed, moved, freed = self._observed[sequence], 0, 0
+        held = [
+            [self.eps.read_kv(cache, layer, np.array(one.table, np.int32), one.length) for one in sequence.heads[layer]]
+            for layer in range(self.spec.num_layers)
+        ]
+        seen = [
+            [
+                observed.head(cache, layer, head, k, sequence.positions[layer][head], sequence.length)
+                for head, (k, _) in enumerate(held[layer])
+            ]
+            for layer in range(self.spec.num_layers)
+        ]
+        kept = policy(keep.policy).keep(seen, budget, keep.rule)
+        for layer, head in np.ndindex(self.spec.num_layers, self.spec.num_kv_heads):
+            done = self.pools.compact(sequence, layer, head, kept[layer][head], keep.compact)  # type: ignore[arg-type]
+            if len(done.written):
+                k, v = (self.eps.take(cache, array, done.order[done.written]) for array in held[layer][head])
+                cache = self.eps.write_kv(cache, layer, k, v, done.slots)
+            observed.evicted(layer, head, done.order)
+            moved, freed = moved + done.rows_moved, freed + done.units_freed
+        return cache, moved, freed
+
+    def _rows(self, cache: Any, array: Array, rows: np.ndarray, head: int) -> Array:
+        """Rows [n] of one kv head of [T, Hkv, D]: [n, 1, D]."""
+        length, heads, dim = array.shape
+        return self.eps.take(cache, array.reshape((length * heads, 1, dim)), rows * heads + head)
+
+
+def _by_head(stats: LayerStats, batch: int, heads: int) -> LayerStats:
+    """Statistics of B * Hkv sequences of one kv head as of B sequences: [B * Hkv, 1] and [B * Hkv] to [B, Hkv]."""
+    arrays = {name: value for name, value in vars(stats).items() if isinstance(value, np.ndarray)}
+    by_head: dict[str, Any] = {name: value.reshape(batch, heads) for name, value in arrays.items()}
+    return replace(stats, **by_head)

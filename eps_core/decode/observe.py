@@ -1,0 +1,140 @@
+"""What an eviction policy asks of a sequence's attention, gathered while the model runs: `evict.base.Head`s.
+
+Weights are reduced on the device (`Backend.weights`); small float32 arrays come to the host, so that a policy sees the
+same numbers whatever the backend, up to rounding.
+
+Letters as in `gate.protocol`; L layers, T rows of a head, W queries of a window.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from eps_core.decode.rope import attention_factor, inverse_frequencies
+from eps_core.decode.spec import ModelSpec
+from eps_core.evict.base import Facts, Head
+from eps_core.gate.protocol import Array, Backend
+
+QUERY_ROWS = 256  # whose weights over all rows are in memory at a time
+
+
+class Observed:
+    """One sequence's statistics, as far as `facts` ask for them. Fed by layer: a prompt's chunks, then steps."""
+
+    def __init__(self, eps: Backend, spec: ModelSpec, facts: Facts) -> None:
+        self.eps, self.spec, self.facts = eps, spec, facts
+        self.frequencies = inverse_frequencies(spec)
+        layers, heads = range(spec.num_layers), range(spec.num_kv_heads)
+        self._repeat = spec.num_heads // spec.num_kv_heads
+        # [L][H] of [R, T]: what all queries so far gave to each row
+        self._sums = [[np.zeros((self._repeat, 0)) for _ in heads] for _ in layers]
+        self._squares = [[np.zeros((self._repeat, 0)) for _ in heads] for _ in layers]
+        # [L] of [W, Hq, D] float32: the last queries
+        self._queries = [np.zeros((0, spec.num_heads, spec.head_dim), np.float32) for _ in layers]
+        self._pairs = [np.zeros((spec.num_heads, spec.head_dim // 2), np.complex128) for _ in layers]
+        self._moduli = [np.zeros((spec.num_heads, spec.head_dim // 2)) for _ in layers]
+        self._seen = [0 for _ in layers]
+        self.future: list[np.ndarray] | None = None  # [L] of [Hkv, R, T] over a prompt's tokens: the oracle's
+
+    def prompt(self, cache: Any, layer: int, q: Array, k: Array, length: int) -> None:
+        """A chunk of a prompt: q [N, Hq, D] of its last N of `length` tokens, unscaled and rotated, over k [T, Hkv, D]
+        of all, T = length."""
+        num = len(q)
+        if self.facts.sums or self.facts.squares:
+            for start in range(0, num, QUERY_ROWS):
+                rows = np.arange(start, min(start + QUERY_ROWS, num))
+                seen = np.arange(length) <= (length - num + rows)[:, None]
+                given = self.eps.weights(cache, self.eps.take(cache, q, rows), k, seen)
+                self._add(cache, layer, given)
+        if self._keeps_queries:
+            keep = min(num, self.facts.window) if not self.facts.query_moments else num
+            (last,) = self.eps.to_host(cache, [self.eps.take(cache, q, np.arange(num - keep, num))])
+            self._remember(layer, last.astype(np.float32), length)
+
+    def step(self, cache: Any, layer: int, q: np.ndarray | None, keys: list[Array], length: int) -> None:
+        """A decoded token: q [1, Hq, D] float32 on the host, as `prompt` has it, and of each kv head keys [T, 1, D] of
+        its rows, the new one last. `length` tokens so far."""
+        if (self.facts.sums or self.facts.squares) and q is not None:
+            for head, k in enumerate(keys):
+                own = self._own(cache, q, head)
+                given = self.eps.weights(cache, own, k, np.ones((1, len(k)), bool))
+                self._add(cache, layer, given, head)
+        if self._keeps_queries and q is not None:
+            self._remember(layer, q, length)
+
+    @property
+    def wants_steps(self) -> bool:
+        """Whether decoding must tell of its queries."""
+        return self.facts.while_decoding and (self.facts.sums or self.facts.squares or self._keeps_queries)
+
+    @property
+    def _keeps_queries(self) -> bool:
+        return self.facts.window > 0 or self.facts.query_moments
+
+    def _own(self, cache: Any, q: np.ndarray, head: int) -> Array:
+        """The queries [N, R, D] of one kv head, on the device."""
+        part = q[:, head * self._repeat : (head + 1) * self._repeat]
+        return self.eps.from_numpy(np.ascontiguousarray(part), "float32", cache.device)
+
+    def _add(self, cache: Any, layer: int, given: Array, only: int | None = None) -> None:
+        """Adds weights [H, R, N, T], or of head `only` alone, to what its rows were given before."""
+        kinds = [(self._sums, given)] if self.facts.sums else []
+        if self.facts.squares:
+            kinds.append((self._squares, given * given))
+        for (into, _), host in zip(kinds, self.eps.to_host(cache, [one.sum(axis=2) for _, one in kinds]), strict=True):
+            for index, values in enumerate(host):
+                head = index if only is None else only
+                grown = np.zeros((self._repeat, values.shape[1]))
+                grown[:, : into[layer][head].shape[1]] = into[layer][head]
+                into[layer][head] = grown + values
+
+    def _remember(self, layer: int, q: np.ndarray, length: int) -> None:
+        """Queries [N, Hq, D] of the last N tokens."""
+        if self.facts.query_moments:
+            half = self.spec.head_dim // 2
+            turned = q.astype(np.float64) / attention_factor(self.spec)
+            back = np.exp(-1j * np.arange(length - len(q), length)[:, None] * self.frequencies)
+            pairs = (turned[..., :half] + 1j * turned[..., half:]) * back[:, None]
+            self._pairs[layer] += pairs.sum(axis=0)
+            self._moduli[layer] += np.abs(pairs).sum(axis=0)
+            self._seen[layer] += len(q)
+        if self.facts.window:
+            self._queries[layer] = np.concatenate([self._queries[layer], q])[-self.facts.window :]
+
+    def head(self, cache: Any, layer: int, head: int, k: Array, positions: np.ndarray, length: int) -> Head:
+        """What a policy may ask of one kv head: its keys k [T, 1, D] as they lie in the cache, and whose they are."""
+        facts = self.facts
+        kept: dict[str, np.ndarray] = {}
+        heads = slice(head * self._repeat, (head + 1) * self._repeat)
+        if facts.window:
+            q = self._queries[layer]
+            own = self._own(cache, q, head)
+            seen = np.less_equal(positions, np.arange(length - len(q), length)[:, None])
+            # a query from before the first row that is left has nothing to give: it counts for nothing
+            some = seen.any(axis=1)
+            (given,) = self.eps.to_host(cache, [self.eps.weights(cache, own, k, seen | ~some[:, None])])
+            kept["window"] = np.where(some[:, None], given[0], np.float32(0))
+            if facts.queries:
+                kept["queries"] = q[:, heads].transpose(1, 0, 2)
+        if facts.keys:
+            (keys,) = self.eps.to_host(cache, [k])
+            kept["keys"] = keys[:, 0].astype(np.float32)
+        if facts.sums:
+            kept["sums"] = self._sums[layer][head]
+        if facts.squares:
+            kept["squares"] = self._squares[layer][head]
+        if facts.query_moments:
+            count = max(self._seen[layer], 1)
+            kept["query_mean"] = self._pairs[layer][heads] / count
+            kept["query_abs"] = self._moduli[layer][heads] / count
+        if facts.query_moments or facts.keys:
+            kept["frequencies"] = self.frequencies
+        if facts.future and self.future is not None:
+            kept["future"] = self.future[layer][head][:, positions]
+        return Head(positions=positions, length=length, **kept)
+
+    def evicted(self, layer: int, head: int, order: np.ndarray) -> None:
+        """A head's rows are now those that were `order` [n]."""
+        for kept in (self._sums, self._squares):
+            if kept[layer][head].shape[1]:
+                kept[layer][head] = kept[layer][head][:, order]

@@ -1,0 +1,18 @@
+"""H2O: the rows that drew most attention so far (Zhang et al. 2023, arXiv 2306.14048, section 4).
+
+Sums over all queries favour early rows, which more queries have seen: the paper's own bias, left as it is."""
+
+import numpy as np
+
+from eps_core.evict.base import Facts, Head, Kept, Rule, best_of_each, rounded
+
+FACTS = Facts(source="H2O, arXiv 2306.14048, algorithm 1; summed over a kv head's query heads", sums=True)
+
+
+def scores(head: Head) -> np.ndarray:
+    """[T]: softmax mass received of all queries so far and all query heads; more is kept."""
+    return rounded(head.sums).sum(0)
+
+
+def keep(layers: list[list[Head]], budget: int, rule: Rule) -> Kept:
+    return best_of_each(layers, [[scores(head) for head in heads] for heads in layers], budget, rule)

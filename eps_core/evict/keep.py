@@ -1,0 +1,101 @@
+"""Eviction: what part of a prompt's tokens a cache keeps, by which policy, and when it lets go of more."""
+
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self, get_type_hints
+
+from eps_core.config.eps import EpsConfig
+from eps_core.errors import require
+from eps_core.evict.base import Facts, Rule
+from eps_core.evict.table import policy
+from eps_core.files import records
+from eps_core.paging.heads import COMPACTIONS
+
+OFF = "off"
+
+
+@dataclass(frozen=True)
+class Keep:
+    """How a run evicts.
+
+    `policy`: off, or the rule that says which rows a head keeps. `share`: of a prompt's tokens, rows a head keeps at
+    the end of its prefill (up to 1), or a number of rows. `every`: while decoding, heads that grew by so many rows over
+    that are brought back to it, where the policy goes on; 0: never. `first_tokens`, `last_tokens`: never let go.
+    `compact`: how the rows that stay are brought together while decoding: `repack` in the order of the tokens, `fill`
+    by moving the fewest.
+    """
+
+    policy: str = OFF
+    share: float = 1.0
+    every: int = 128
+    first_tokens: int = 4
+    last_tokens: int = 32
+    compact: str = "repack"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        kinds = get_type_hints(type(self))
+        for field in fields(self):
+            records.check(field.name, getattr(self, field.name), kinds[field.name])
+        if self.enabled:
+            policy(self.policy)
+        require(
+            0 < self.share < math.inf, f"kv-keep {self.share} keeps nothing: give a share up to 1, or a number of rows"
+        )
+        require(
+            self.share <= 1 or self.share == int(self.share),
+            f"kv-keep {self.share} is neither a share up to 1 nor a whole number of rows",
+        )
+        for name in ("every", "first_tokens", "last_tokens", "seed"):
+            value = getattr(self, name)
+            require(value >= 0, f"kv-{name.replace('_', '-')} {value} is negative: use 0 or more")
+        require(
+            self.compact in COMPACTIONS,
+            f"kv-compact {self.compact!r} is unknown: choose one of {', '.join(COMPACTIONS)}",
+        )
+
+    @property
+    def enabled(self) -> bool:
+        return self.policy != OFF
+
+    @property
+    def facts(self) -> Facts:
+        facts: Facts = policy(self.policy).FACTS
+        return facts
+
+    @property
+    def rule(self) -> Rule:
+        return Rule(self.first_tokens, self.last_tokens, self.seed)
+
+    def rows(self, num_tokens: int) -> int:
+        """Rows that a head keeps of a prompt of `num_tokens` tokens; policies that divide them unevenly keep so many on
+        average."""
+        wanted = math.ceil(self.share * num_tokens) if self.share <= 1 else int(self.share)
+        return max(1, min(wanted, num_tokens))
+
+    def check(self, config: EpsConfig) -> None:
+        """Raises ConfigError where EPS cannot gate what is left as `config` says."""
+        if not self.enabled or not config.store.enabled:
+            return
+        require(
+            not config.store.needs_centre,
+            f"kv-evict {self.policy} gives every head pages of its own, and {config.store.method} about a centre "
+            "(eps-unit-tokens 0) has one a head: use eps-unit-tokens 32 or 64",
+        )
+        require(
+            config.read.scope == "kv-head",
+            f"kv-evict {self.policy} keeps other tokens in each head, and eps-scope {config.read.scope} reads the same "
+            "in all: use kv-head",
+        )
+        require(
+            config.read.head_modes is None,
+            f"kv-evict {self.policy} gives every head pages of its own, which eps-heads retrieval does not know: leave "
+            "it out",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        return cls(**data)

@@ -1,0 +1,99 @@
+"""Log-determinant eviction, a reconstruction: the rows whose keys span most (D-optimal design; the determinant lemma
+is standard, its use for caches is ours).
+
+G = lambda I + the sum of k k^T over kept rows. Without a row, log det G falls by -log(1 - h), with h = k^T G^-1 k its
+leverage; greedily, the row of the least leverage goes. Exactly this costs T D^2 a row, too much for thousands: rows go
+BLOCK at a time, one after another by their leverages at that moment, but among the 2 BLOCK lowest of the block's start.
+Below 2 BLOCK rows this is the greedy order itself."""
+
+import numpy as np
+
+from eps_core.evict.base import Facts, Head, Kept, Rule, descending, pinned, ranked, rounded
+
+RIDGE = 0.01  # lambda over the mean eigenvalue of the sum of k k^T over all rows
+FLOOR = 1e-12  # of 1 - h, and of what a downdate leaves of a squared diagonal: below, rounding has eaten its digits
+BLOCK = 64  # rows that go between two computations of all leverages
+FACTS = Facts(source="log-determinant lemma; a reconstruction for caches", keys=True)
+
+
+def factor(keys: np.ndarray, ridge: float) -> np.ndarray:
+    """Lower Cholesky factor [D, D] of ridge I + keys^T keys, keys [T, D]."""
+    return np.linalg.cholesky(keys.T @ keys + ridge * np.eye(keys.shape[1]))
+
+
+def _changed(lower: np.ndarray, keys: np.ndarray, sign: int) -> np.ndarray | None:
+    """The factor of L L^T + sign keys^T keys, a column at a time by a Householder reflection, a hyperbolic one where
+    sign is -1, that turns all keys' entries of the column into its diagonal; None where no positive one is left."""
+    lower, rest = lower.copy(), np.atleast_2d(keys).T.copy()  # [D, b]
+    for i in range(len(lower)):
+        old, turned = lower[i, i], rest[i].copy()
+        square = old * old + sign * (turned @ turned)
+        if square <= FLOOR * old * old:
+            return None
+        new = np.sqrt(square)
+        column = lower[i:, i].copy()
+        lower[i:, i] = (old * column + sign * (rest[i:] @ turned)) / new
+        rest[i:] -= np.outer((column + lower[i:, i]) / (old + new), turned)
+    return lower
+
+
+def update(lower: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Lower Cholesky factor [D, D] of L L^T + sum of k k^T over keys, [b, D] or [D] (Golub and Van Loan, 6.5)."""
+    changed = _changed(lower, keys, 1)
+    assert changed is not None, "a sum of squares is positive"
+    return changed
+
+
+def downdate(lower: np.ndarray, keys: np.ndarray) -> np.ndarray | None:
+    """Lower Cholesky factor [D, D] of L L^T - sum of k k^T over keys, [b, D] or [D]; None where rounding leaves no
+    positive diagonal: factor anew."""
+    return _changed(lower, keys, -1)
+
+
+def leverages(lower: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """k^T G^-1 k in [0, 1) of each of keys [T, D] that G = L L^T holds: [T]."""
+    half = keys @ np.linalg.inv(lower).T
+    return np.einsum("td,td->t", half, half)
+
+
+def go_first(lower: np.ndarray, keys: np.ndarray, number: int) -> list[int]:
+    """The first `number` of keys [n, D] that go, by the least leverage after those before them went. Without one, the
+    Gram matrix M = K G^-1 K^T becomes M + m m^T / (1 - h), m its row and h its diagonal entry."""
+    half = keys @ np.linalg.inv(lower).T
+    gram = half @ half.T
+    gone: list[int] = []
+    for _ in range(number):
+        left = gram.diagonal().astype(np.float32)
+        left[gone] = np.inf
+        # of equal ones the last goes
+        least = len(left) - 1 - int(left[::-1].argmin())
+        gone.append(least)
+        row = gram[least].copy()
+        gram += np.outer(row, row / max(1 - row[least], FLOOR))
+    return gone
+
+
+def kept(head: Head, budget: int, rule: Rule) -> np.ndarray:
+    """Rows of one head, ascending."""
+    first = pinned(head, rule)
+    rows = min(budget, head.rows)
+    if rows <= len(first):
+        return np.sort(ranked(head, np.zeros(head.rows), rule)[:rows])
+    keys = rounded(head.keys)
+    ridge = RIDGE * np.square(keys).sum() / keys.shape[1] or 1.0  # keys of 0: every leverage is 0
+    lower = factor(keys, ridge)
+    stays = np.ones(head.rows, bool)
+    free = np.ones(head.rows, bool)
+    free[first] = False
+    while over := int(stays.sum()) - rows:
+        open_to = np.flatnonzero(stays & free)
+        low = np.sort(open_to[descending(leverages(lower, keys[open_to]))[::-1][: 2 * BLOCK]])
+        gone = low[go_first(lower, keys[low], min(over, BLOCK))]
+        stays[gone] = False
+        less = downdate(lower, keys[gone])
+        lower = factor(keys[stays], ridge) if less is None else less
+    return np.flatnonzero(stays)
+
+
+def keep(layers: list[list[Head]], budget: int, rule: Rule) -> Kept:
+    return [[kept(head, budget, rule) for head in heads] for heads in layers]

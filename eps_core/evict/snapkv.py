@@ -1,0 +1,28 @@
+"""SnapKV: what the last queries of the prompt attend to, smoothed over neighbours (Li et al. 2024, arXiv 2404.14469,
+section 4; its code's defaults)."""
+
+import numpy as np
+
+from eps_core.evict.base import Facts, Head, Kept, Rule, best_of_each, older, rounded
+
+KERNEL = 5  # tokens over which weights are averaged, so that a fact is kept with what stands around it
+FACTS = Facts(
+    source="SnapKV, arXiv 2404.14469, section 4; mean over a kv head's query heads as in kvpress",
+    window=32,
+    while_decoding=False,
+)
+
+
+def scores(head: Head, rule: Rule) -> np.ndarray:
+    """[T]: the window queries' softmax weight of a row and its neighbours, mean over query heads and kernel; more is
+    kept. 0 for the newest rows, which are pinned; beyond the first and the last row judged, weights count as 0."""
+    found = np.zeros(head.rows)
+    rows = older(head, rule)
+    weights = rounded(head.window).sum(1).mean(0)[rows]
+    padded = np.pad(weights, KERNEL // 2)
+    found[rows] = sum(padded[shift : shift + len(rows)] for shift in range(KERNEL)) / KERNEL
+    return found
+
+
+def keep(layers: list[list[Head]], budget: int, rule: Rule) -> Kept:
+    return best_of_each(layers, [[scores(head, rule) for head in heads] for heads in layers], budget, rule)

@@ -1,0 +1,18 @@
+"""StreamingLLM: the first tokens and the latest, whatever they say (Xiao et al. 2024, arXiv 2309.17453, section 3.2).
+
+Keys keep the rotation of the positions at which they were read, where the paper counts positions inside the cache."""
+
+import numpy as np
+
+from eps_core.evict.base import Facts, Head, Kept, Rule, best_of_each
+
+FACTS = Facts(source="StreamingLLM, arXiv 2309.17453, section 3.2; absolute positions are ours")
+
+
+def scores(head: Head) -> np.ndarray:
+    """[T]: minus the age in tokens; the newest are kept."""
+    return (head.positions - head.length).astype(np.float64)
+
+
+def keep(layers: list[list[Head]], budget: int, rule: Rule) -> Kept:
+    return best_of_each(layers, [[scores(head) for head in heads] for heads in layers], budget, rule)

@@ -1,0 +1,18 @@
+"""TOVA: the rows that the last query attends to, the same in all heads of a layer (Oren et al. 2024, arXiv
+2401.06104, section 3.2)."""
+
+import numpy as np
+
+from eps_core.evict.base import Facts, Head, Kept, Rule, best_of_each, rounded, same_positions
+
+FACTS = Facts(source="TOVA, arXiv 2401.06104, section 3.2", window=1)
+
+
+def scores(heads: list[Head]) -> np.ndarray:
+    """[T]: the last query's softmax weight, mean over all query heads of the layer; more is kept."""
+    same_positions(heads, "tova")
+    return np.concatenate([rounded(head.window)[:, -1] for head in heads]).mean(0)
+
+
+def keep(layers: list[list[Head]], budget: int, rule: Rule) -> Kept:
+    return best_of_each(layers, [[scores(heads)] * len(heads) for heads in layers], budget, rule)

@@ -1,0 +1,427 @@
+"""Decoding from evicting caches: held against a judge that keeps everything, masks what is gone and remembers every
+weight, and pools held against a plain list of rows through random programs."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_models
+
+from eps_core.config.eps import EpsConfig
+from eps_core.decode.observe import Observed
+from eps_core.decode.rope import inverse_frequencies
+from eps_core.decode.session import Session
+from eps_core.errors import ConfigError
+from eps_core.evaluation import compare
+from eps_core.evaluation.runner import Document, decode
+from eps_core.evict import table
+from eps_core.evict.base import Facts, Head, Rule
+from eps_core.evict.keep import Keep
+from eps_core.load import backend_name
+from eps_core.paging.heads import HeadPools, HeadSequence, new_order
+
+EVERYTHING = Facts(
+    "all that can be asked for", window=5, sums=True, squares=True, keys=True, queries=True, query_moments=True
+)
+LENGTHS = (70, 33)
+RULE = {"first_tokens": 2, "last_tokens": 6}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.save_model("mistral", tmp_path_factory.mktemp("model"))
+
+
+def prompts() -> list[list[int]]:
+    return [np.random.default_rng(n).integers(0, tiny_models.VOCAB_SIZE, n).tolist() for n in LENGTHS]
+
+
+class Judge:
+    """One sequence, decoded from the formulas: all K and V are here, `kept[l][h]` says which positions a head sees."""
+
+    def __init__(self, session: Session, keep: Keep) -> None:
+        self.model, self.spec, self.keep = session.decoder.model, session.spec, keep
+        layers = range(self.spec.num_layers)
+        self.k: list[list[np.ndarray]] = [[] for _ in layers]
+        self.v: list[list[np.ndarray]] = [[] for _ in layers]
+        self.q: list[list[np.ndarray]] = [[] for _ in layers]
+        self.kept = [[list[int]() for _ in range(self.spec.num_kv_heads)] for _ in layers]
+        # [l][h] of (position -> [R]): all that queries gave
+        self.sums: list[list[dict[int, np.ndarray]]] = [[{} for _ in range(self.spec.num_kv_heads)] for _ in layers]
+        self.squares: list[list[dict[int, np.ndarray]]] = [[{} for _ in range(self.spec.num_kv_heads)] for _ in layers]
+        self.length = self.budget = 0
+
+    def feed(self, token: int) -> np.ndarray:
+        """Logits [V] after one more token."""
+        position, repeat = self.length, self.spec.num_heads // self.spec.num_kv_heads
+        x, turn = self.model.embed(np.array([token])), self.model.rotation(np.array([position]))
+        for layer in range(self.spec.num_layers):
+            q, k, v = (np.asarray(one)[0] for one in self.model.project(layer, x, turn))
+            self.q[layer].append(q)
+            self.k[layer].append(k)
+            self.v[layer].append(v)
+            out = np.zeros((1, *q.shape))
+            for head in range(self.spec.num_kv_heads):
+                seen = self.kept[layer][head]
+                seen.append(position)
+                for i in range(repeat):
+                    query = head * repeat + i
+                    given = self.weights(layer, head, q[query], seen)
+                    out[0, query] = sum(w * self.v[layer][p][head] for w, p in zip(given, seen, strict=True))
+                    for kind, power in ((self.sums, 1), (self.squares, 2)):
+                        for w, p in zip(given, seen, strict=True):
+                            kind[layer][head].setdefault(p, np.zeros(repeat))[i] += w**power
+            x = self.model.feed_forward(layer, self.model.add_attention(layer, x, out))
+        self.length += 1
+        return np.asarray(self.model.logits(x))[0]
+
+    def weights(self, layer: int, head: int, q: np.ndarray, seen: list[int]) -> np.ndarray:
+        logits = np.array([self.k[layer][p][head] @ q for p in seen]) / np.sqrt(self.spec.head_dim)
+        mass = np.exp(logits - logits.max())
+        return mass / mass.sum()
+
+    def heads(self, facts: Facts) -> list[list[Head]]:
+        return [[self.head(layer, h, facts) for h in range(self.spec.num_kv_heads)] for layer in range(len(self.k))]
+
+    def head(self, layer: int, head: int, facts: Facts) -> Head:
+        seen, repeat = self.kept[layer][head], self.spec.num_heads // self.spec.num_kv_heads
+        own, half = slice(head * repeat, (head + 1) * repeat), self.spec.head_dim // 2
+        window = np.zeros((repeat, min(facts.window, self.length), len(seen)))
+        for w in range(window.shape[1]):
+            position = self.length - window.shape[1] + w
+            before = [p for p in seen if p <= position]
+            for i in range(repeat if before else 0):
+                q = self.q[layer][position][head * repeat + i]
+                window[i, w, : len(before)] = self.weights(layer, head, q, before)
+        frequencies, turned = inverse_frequencies(self.spec), []
+        for position, q in enumerate(self.q[layer]):
+            pairs = q[own, :half] + 1j * q[own, half:]
+            turned.append(pairs * np.exp(-1j * position * frequencies))
+        queries = np.array(self.q[layer][-window.shape[1] :])
+        return Head(
+            np.array(seen), self.length, window.astype(np.float32),
+            np.array([self.sums[layer][head][p] for p in seen]).T,
+            np.array([self.squares[layer][head][p] for p in seen]).T,
+            np.array([self.k[layer][p][head] for p in seen], np.float32),
+            queries[:, own].transpose(1, 0, 2).astype(np.float32),
+            np.mean(turned, axis=0), np.mean(np.abs(turned), axis=0), frequencies,
+        )  # fmt: skip
+
+    def evict(self) -> None:
+        rule, facts = self.keep.rule, self.keep.facts
+        rows = table.policy(self.keep.policy).keep(self.heads(facts), self.budget, rule)
+        self.kept = [
+            [[seen[int(i)] for i in rows[layer][head]] for head, seen in enumerate(heads)]
+            for layer, heads in enumerate(self.kept)
+        ]
+
+    def run(self, prompt: list[int], forced: list[int]) -> list[np.ndarray]:
+        """Logits after each of the prompt's last token and `forced`."""
+        for token in prompt[:-1]:
+            self.feed(token)
+        self.budget = self.keep.rows(self.length)
+        self.evict()
+        found = []
+        for token in [prompt[-1], *forced]:
+            found.append(self.feed(token))
+            rows = [len(seen) for layer in self.kept for seen in layer]
+            if (
+                self.keep.every
+                and self.keep.facts.while_decoding
+                and sum(rows) >= len(rows) * (self.budget + self.keep.every)
+            ):
+                self.evict()
+        return found
+
+
+FORCED = [[5, 9, 200, 31, 7, 77, 120, 4, 18, 260, 9, 9], [8, 1, 99, 250, 13, 40, 2, 6, 71, 5, 5, 211]]
+
+
+def evicted(session: Session, keep: Keep, config: EpsConfig, **more: Any) -> tuple[list[Any], Any, HeadPools, list]:
+    """(records, cache, pools, sequences) of both prompts along FORCED, prefilled in chunks."""
+    decoder, cache, pools = session.evicting(keep, config.store, LENGTHS, len(FORCED[0]) + 1)
+    sequences = []
+    for prompt in prompts():
+        observed = Observed(session.backend, session.spec, keep.facts)
+        prefix = session.prefix(prompt[:-1], 19, observed)
+        sequence, cache = decoder.adopt(cache, prefix.keys_values, len(prompt) - 1, observed)
+        sequences.append(sequence)
+    documents = [Document(prompt, len(f) + 1, f) for prompt, f in zip(prompts(), FORCED, strict=True)]
+    outcome, cache = decode(
+        session, cache, pools, documents, config.read if config.store.enabled else None, decoder=decoder,
+        written=sequences, keep_logits=True, **more,
+    )  # fmt: skip
+    pools.check()
+    return outcome.records, cache, pools, sequences
+
+
+def opened(target: tuple, model: Path, **settings: Any) -> Session:
+    backend, device = target
+    return Session.open(str(model), backend_name(backend), device, "float32", kernels="arrays", **settings)
+
+
+USUAL = [name for name, module in table.POLICIES.items() if not module.FACTS.future]
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_every_policy_decodes_what_a_judge_with_masks_does(model: Path, name: str) -> None:
+    session = Session.open(model, "numpy")
+    keep = Keep(name, 0.4, 5, compact="fill" if name in ("h2o", "keydiff") else "repack", **RULE)
+    records, _, _, sequences = evicted(session, keep, EpsConfig())
+    heads = session.spec.num_layers * session.spec.num_kv_heads
+    for index, prompt in enumerate(prompts()):
+        judge = Judge(session, keep)
+        for step, want in enumerate(judge.run(prompt, FORCED[index])):
+            np.testing.assert_allclose(records[step].logits[index], want, rtol=0, atol=2e-4)
+        for layer, held in enumerate(sequences[index].positions):
+            for head, positions in enumerate(held):
+                assert sorted(positions.tolist()) == judge.kept[layer][head]
+        rows = [len(seen) for layer in judge.kept for seen in layer]
+        assert heads * keep.rows(len(prompt) - 1) <= sum(rows) <= heads * (keep.rows(len(prompt) - 1) + 13)
+    if table.policy(name).FACTS.while_decoding:
+        assert sum(r.rows_moved for r in records) > 0
+
+
+def test_what_is_observed_is_what_happened(target, model: Path) -> None:
+    session = opened(target, model)
+    judge, (prompt, _) = Judge(Session.open(model, "numpy"), Keep("streaming", 0.5)), prompts()
+    for token in prompt:
+        judge.feed(token)
+    observed = Observed(session.backend, session.spec, EVERYTHING)
+    prefix = session.prefix(prompt, 19, observed)
+    decoder, cache, _ = session.evicting(Keep("streaming", 1.0), EpsConfig().store, [len(prompt)], 1)
+    rows = np.arange(len(prompt))
+    for layer, want in enumerate(judge.heads(EVERYTHING)):
+        for head, one in enumerate(want):
+            k = decoder._rows(cache, prefix.keys_values[layer][0], rows, head)
+            got = observed.head(cache, layer, head, k, rows, len(prompt))
+            for name, value in vars(one).items():
+                if value is not None:
+                    np.testing.assert_allclose(getattr(got, name), value, rtol=2e-4, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "h2o", "random"])
+def test_backends_keep_the_same_rows_and_say_the_same(target, model: Path, name: str) -> None:
+    keep = Keep(name, 0.5, 4, **RULE)
+    want, _, _, plain = evicted(Session.open(model, "numpy"), keep, EpsConfig())
+    got, _, _, mine = evicted(opened(target, model), keep, EpsConfig())
+    for one, other in zip(plain, mine, strict=True):
+        for layer, others in zip(one.positions, other.positions, strict=True):
+            for positions, found in zip(layer, others, strict=True):
+                np.testing.assert_array_equal(found, positions)
+    for a, b in zip(want, got, strict=True):
+        np.testing.assert_allclose(b.logits, a.logits, rtol=0, atol=2e-3)
+        assert (a.bytes_kv_read_est, a.bytes_kv_kept, a.rows_moved, a.pages_freed) == (
+            b.bytes_kv_read_est, b.bytes_kv_kept, b.rows_moved, b.pages_freed,
+        )  # fmt: skip
+
+
+@pytest.mark.kernels("numba")
+@pytest.mark.parametrize("method", ["box", "rq"])
+def test_eps_over_what_is_left(target, model: Path, method: str) -> None:
+    """Reading every group is the dense step; reading few counts few, of the rows that are kept."""
+    session, small = opened(target, model), {"first_tokens": 2, "last_tokens": 4}
+    keep = Keep("snapkv", 0.5, **RULE)
+    dense, _, _, _ = evicted(session, keep, EpsConfig())
+    config = EpsConfig.of(method=method, budget=1.0, **small)
+    whole, _, _, _ = evicted(session, keep, config)
+    for a, b in zip(dense, whole, strict=True):
+        np.testing.assert_allclose(b.logits, a.logits, rtol=0, atol=1e-4)
+        assert a.bytes_kv_read_est == b.bytes_kv_read_est == a.bytes_kv_kept < a.bytes_kv_dense
+    few, cache, _, sequences = evicted(session, keep, EpsConfig.of(method=method, budget=0.3, **small))
+    spec, size = session.spec, cache.store.S
+    for record in few:
+        assert record.pages_visited < record.pages_total
+        assert record.bytes_kv_read_est == record.pages_visited * size * cache.spec.kv_token_bytes
+    last = few[-1]
+    rows = sum(s.num_rows for s in sequences)
+    assert last.bytes_kv_kept == rows * cache.spec.kv_token_bytes
+    assert rows == spec.num_layers * spec.num_kv_heads * sum(keep.rows(n - 1) + 13 for n in LENGTHS)
+
+
+def test_certificates_hold_over_what_is_left(target, model: Path) -> None:
+    """The bound of what was left unread is of the rows that are kept: checked against reading them all."""
+    session, keep = opened(target, model), Keep("snapkv", 0.6, **RULE)
+    config = EpsConfig.of(method="box", group_tokens=4, budget=0.4, first_tokens=2, last_tokens=4)
+    strict = config.replace(strict=True, epsilon=0.05)
+    loose, _, _, _ = evicted(session, keep, config)
+    tight, _, _, _ = evicted(session, keep, strict)
+    dense, _, _, _ = evicted(session, keep, EpsConfig())
+    far = [np.abs(a.logits - b.logits).max() for a, b in zip(loose, dense, strict=True)]
+    near = [np.abs(a.logits - b.logits).max() for a, b in zip(tight, dense, strict=True)]
+    assert max(r.mass_skipped_cert for r in tight) <= 0.05 + 1e-6 < max(r.mass_skipped_cert for r in loose)
+    assert np.mean(near) < np.mean(far)
+
+
+# ---- pools
+
+
+class Shadow:
+    """The rows of every head as plain lists."""
+
+    def __init__(self, pools: HeadPools, units: int) -> None:
+        self.pools, self.memory = pools, [np.full(units * pools.unit_tokens, -1) for _ in pools.pools]
+        self.rows: dict[HeadSequence, list[list[list[int]]]] = {}
+
+    def check(self) -> None:
+        self.pools.check()
+        for sequence, layers in self.rows.items():
+            for layer, heads in enumerate(layers):
+                for head, rows in enumerate(heads):
+                    one = sequence.heads[layer][head]
+                    size = self.pools.unit_tokens
+                    at = np.arange(one.length)
+                    slots = np.array(one.table, np.int64)[at // size] * size + at % size
+                    assert self.memory[layer][slots].tolist() == rows
+                    assert len(one.table) == -(-one.length // size)
+
+
+def program(seed: int, compact: Any = HeadPools.compact) -> None:
+    """A random program of appends, compactions, forks and frees on small pools."""
+    rng, layers, heads, units, size = np.random.default_rng(seed), 2, 2, 40, 4
+    pools = HeadPools(layers, heads, units, size)
+    shadow, written = Shadow(pools, units), 0
+    live: list[HeadSequence] = []
+    for _ in range(60):
+        act = rng.choice(["open", "append", "append", "compact", "compact", "fork", "free"])
+        if act == "open" or not live:
+            one = pools.open()
+            live.append(one)
+            shadow.rows[one] = [[[] for _ in range(heads)] for _ in range(layers)]
+            continue
+        one = live[int(rng.integers(len(live)))]
+        try:
+            if act == "append":
+                slots, _ = pools.append(one, [0] * int(rng.integers(1, 9)))
+                for layer, head in np.ndindex(layers, heads):
+                    fresh = list(range(written, written + len(slots)))
+                    written += len(slots)
+                    shadow.memory[layer][slots[:, layer, head]] = fresh
+                    shadow.rows[one][layer][head] += fresh
+            elif act == "compact" and one.length:
+                layer, head = int(rng.integers(layers)), int(rng.integers(heads))
+                rows = np.array(shadow.rows[one][layer][head])
+                keep = np.flatnonzero(rng.random(len(rows)) < rng.random())
+                if rng.random() < 0.3:  # nothing moves
+                    keep = np.arange(rng.integers(len(rows) + 1))
+                if not len(keep):
+                    continue
+                how = rng.choice(["repack", "fill"])
+                before = len(one.heads[layer][head].table)
+                done = compact(pools, one, layer, head, keep, how)
+                assert sorted(rows[done.order].tolist()) == sorted(rows[keep].tolist())
+                moved = (keep != np.arange(len(keep))).sum() if how == "repack" else (keep >= len(keep)).sum()
+                assert done.rows_moved == moved and done.units_freed == before - -(-len(keep) // size)
+                shadow.memory[layer][done.slots] = rows[done.order[done.written]]
+                shadow.rows[one][layer][head] = rows[done.order].tolist()
+            elif act == "fork":
+                child, copies = pools.fork(one)
+                for layer, pairs in enumerate(copies):
+                    for src, dst, count in pairs:
+                        at = np.arange(count)
+                        shadow.memory[layer][dst * size + at] = shadow.memory[layer][src * size + at]
+                live.append(child)
+                shadow.rows[child] = [[list(rows) for rows in layer] for layer in shadow.rows[one]]
+            elif act == "free":
+                pools.free(one)
+                live.remove(one)
+                del shadow.rows[one]
+        except ConfigError:  # the pool is full, and nothing has changed
+            pass
+        shadow.check()
+    for one in live:
+        pools.free(one)
+    assert all(pool.num_free == units for pool in pools.pools)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_programs_leave_every_row_where_it_belongs(seed: int) -> None:
+    program(seed)
+
+
+def test_a_compaction_that_writes_over_shared_pages_is_caught() -> None:
+    def broken(pools: HeadPools, sequence: HeadSequence, layer: int, head: int, keep: np.ndarray, how: Any) -> Any:
+        pool, own = pools.pools[layer], pools.pools[layer].own
+        pool.own = lambda *_: []  # type: ignore[method-assign]
+        try:
+            return HeadPools.compact(pools, sequence, layer, head, keep, how)
+        finally:
+            pool.own = own  # type: ignore[method-assign]
+
+    with pytest.raises(AssertionError):
+        for seed in range(30):
+            program(seed, broken)
+
+
+def test_filling_holes_moves_three_rows_where_repacking_moves_eighteen() -> None:
+    keep = np.setdiff1d(np.arange(24), [3, 8, 15])
+    moved = {how: int((new_order(keep, how) != np.arange(21)).sum()) for how in ("repack", "fill")}
+    assert moved == {"repack": 18, "fill": 3}
+    np.testing.assert_array_equal(np.sort(new_order(keep, "fill")), keep)
+
+
+def test_a_full_pool_says_so_and_changes_nothing() -> None:
+    pools = HeadPools(2, 2, 3, 4)
+    one = pools.open()
+    pools.append(one, [0] * 4)
+    before = [pool.num_free for pool in pools.pools]
+    with pytest.raises(ConfigError, match="layer 0 of a sequence of 4 tokens needs 2 more units of 4 tokens, 1 of"):
+        pools.append(one, [0])
+    assert [pool.num_free for pool in pools.pools] == before and one.length == 4
+    pools.check()
+
+
+# ---- settings and the command
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"policy": "nope"}, "eviction policy 'nope' is unknown"),
+        ({"policy": "snapkv", "share": 0.0}, "kv-keep 0.0 keeps nothing"),
+        ({"policy": "snapkv", "share": 2.5}, "kv-keep 2.5 is neither a share up to 1 nor a whole number"),
+        ({"policy": "snapkv", "every": -1}, "kv-every -1 is negative"),
+        ({"policy": "snapkv", "compact": "sort"}, "kv-compact 'sort' is unknown"),
+    ],
+)
+def test_bad_settings_are_one_line(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        Keep(**settings)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flat", "message"),
+    [
+        ({"mean_tokens": 0}, "about a centre"),
+        ({"scope": "union"}, "eps-scope union"),
+    ],
+)
+def test_what_eps_cannot_gate_then_is_refused(flat: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Keep("snapkv", 0.5).check(EpsConfig.of(method="rq", **flat))
+    Keep().check(EpsConfig.of(method="rq", **flat))
+
+
+def test_rows_of_a_prompt() -> None:
+    assert Keep("snapkv", 0.25).rows(10) == 3 and Keep("snapkv", 1.0).rows(10) == 10
+    assert Keep("snapkv", 64.0).rows(10) == 10 and Keep("snapkv", 64.0).rows(1000) == 64
+    assert Rule(4, 32) == Keep("snapkv").rule
+
+
+def test_a_run_says_the_same_on_every_backend(target, model: Path) -> None:
+    backend, device = target
+    results = []
+    for name, on in (("numpy", "cpu"), (backend_name(backend), device)):
+        request = compare.RunRequest(
+            EpsConfig.of(method="rq", first_tokens=2, last_tokens=4, budget=0.3), compare.Sampling(), name, on, model,
+            ("It was a dark and stormy night; the rain fell in torrents. " * 3, "once upon a time, there was"), 12,
+            "float32", keep=Keep("snapkv", 0.5, **RULE), kl=True,
+        )  # fmt: skip
+        results.append(compare.run(request, io.StringIO()))
+    a, b = results
+    assert [one["tokens"] for one in a["sequences"]] == [one["tokens"] for one in b["sequences"]]
+    assert a["kl_mean"] == pytest.approx(b["kl_mean"], abs=1e-4) and a["kl_mean"] > 0
+    assert a["bytes_ratio"] == pytest.approx(b["bytes_ratio"], abs=2e-3)
