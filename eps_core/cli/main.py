@@ -17,6 +17,7 @@ from eps_core.cli.evaluate import evaluate_command
 from eps_core.cli.grid import grid_command, report_command
 from eps_core.cli.help import CHECKS, DECODING, FILE, INPUT, MODEL, OUTPUT, OUTPUT_FILE, Group, option
 from eps_core.cli.keep import keep_of, keep_options
+from eps_core.cli.kv_map import kv_map_command
 from eps_core.cli.numbers import COUNT, SEED, TOKENS, Real
 from eps_core.cli.options import (
     AUTO,
@@ -312,8 +313,8 @@ def _backend_status(name: str) -> dict[str, Any]:
 
 
 for command in (
-    capture_command, replay_command, calibrate_command, evaluate_command, grid_command, report_command, bench_command,
-    serve_command,
+    capture_command, replay_command, calibrate_command, kv_map_command, evaluate_command, grid_command, report_command,
+    bench_command, serve_command,
 ):  # fmt: skip
     cli.add_command(command)
 
