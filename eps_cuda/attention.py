@@ -17,6 +17,7 @@ from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
 from eps_cuda import pages
 from eps_cuda.cache import Cache, read_kv
+from eps_cuda.device import DTYPES
 from eps_cuda.kernels.choose import routed
 from eps_cuda.selection import visit_mask
 
@@ -85,7 +86,7 @@ def _attend_all(cache: Cache, layer: int, a: Tensor, table: np.ndarray, length: 
     return (outs * torch.exp(lses - lse)[..., None]).sum(dim=0), lse
 
 
-def _by_head(pool: Tensor, units: np.ndarray, buffer: Tensor) -> Tensor:
+def _by_head(pool: pages.Pool, units: np.ndarray, buffer: Tensor) -> Tensor:
     """Tokens of some units of a pool, head by head, [Hkv, tokens, D] float32: a copy into the buffer [Hkv, M, U, D],
     valid until its next use."""
     return buffer[:, : len(units)].copy_(pages.units_of(pool, units).transpose(0, 1)).flatten(1, 2)
@@ -118,7 +119,7 @@ def _attend_places(cache: Cache, layer: int, a: Tensor, rows: Tensor, last: Tens
     """Attention of a [H, R, D] over the pool's tiles rows [H, W]; last [H] is the group in the last tile."""
     size, head_dim = cache.store.S, cache.spec.head_dim
     tiles = [pages.tiles_of(pool[layer], rows, size) for pool in (cache.k, cache.v)]
-    cache.count_read(sum(tile.nbytes for tile in tiles))
+    cache.count_read(rows.numel() * size * cache.spec.kv_token_bytes)
     k, v = (tile.view(len(rows), -1, head_dim).float() for tile in tiles)
     logits = (k @ a.mT).mT
     unwritten = -length % size
@@ -239,8 +240,9 @@ def add_tail(cache: Cache, layer: int, where: Where, scores: Scores, selection: 
 def attend_own(cache: Cache, q: Tensor, k: Tensor, v: Tensor) -> State:
     """(out [B, Hq, D] in q's dtype, lse [B, Hq] float32) of each token over itself alone: q [B, Hq, D], k, v
     [B, Hkv, D] as the cache would hold them."""
-    stored, repeat = cache.k[0].dtype, q.shape[1] // k.shape[1]
-    key, value = (x.to(stored).float().repeat_interleave(repeat, dim=1) for x in (k, v))
+    stored, repeat = DTYPES[cache.spec.dtype], q.shape[1] // k.shape[1]
+    held = (pages.held(pool[0], x.to(stored)) for pool, x in ((cache.k, k), (cache.v, v)))
+    key, value = (x.float().repeat_interleave(repeat, dim=1) for x in held)
     return value.to(q.dtype), (q.float() * key).sum(dim=-1) / math.sqrt(q.shape[-1])
 
 

@@ -25,7 +25,7 @@ from eps_core.summaries import table
 from eps_core.summaries.rq import CENTRE_TOKENS
 from eps_cuda import pages
 from eps_cuda.device import DTYPES, device_of, empty_pool, gpu
-from eps_cuda.kernels.choose import kernels_module, usable_kernels
+from eps_cuda.kernels.choose import kernel_of, usable_kernels
 from eps_cuda.pools import check_pools
 from eps_cuda.summaries.base import Part, Summary
 from eps_cuda.summaries.table import build_summary, method
@@ -38,8 +38,8 @@ class Cache(CountsReads):
     spec: CacheSpec
     store: Store
     device: str
-    k: list[Tensor]
-    v: list[Tensor]
+    k: list[pages.Pool]
+    v: list[pages.Pool]
     finite: list[Tensor]  # device bool: no NaN or Inf in any K so far
     summaries: list[Summary] = field(default_factory=list)
     state: list[GroupState] = field(default_factory=list)
@@ -76,6 +76,12 @@ class Cache(CountsReads):
         """Whether full groups have summaries: codes about a centre wait for it."""
         return not self.store.needs_centre or self.centre[layer] is not None
 
+    def plain(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V as they are, which kernels take."""
+        k, v = self.k[layer], self.v[layer]
+        assert isinstance(k, Tensor) and isinstance(v, Tensor), "no kernel reads codes"
+        return k, v
+
 
 @torch.inference_mode()
 def new_cache(
@@ -93,21 +99,24 @@ def new_cache(
     shape = (spec.num_units, spec.num_kv_heads, store.unit_tokens, spec.head_dim)
     dtype, layers = DTYPES[spec.dtype], range(spec.num_layers)
     if pools is None:
-        pools = [(empty_pool(shape, dtype, place).zero_(), empty_pool(shape, dtype, place).zero_()) for _ in layers]
-    check_pools(pools, spec.num_layers, shape, dtype, place.type)
+        bits = spec.k_bits, spec.v_bits
+        own = [[pages.new_pool(shape, dtype, one, place) for one in bits] for _ in layers]
+    else:
+        check_pools(pools, spec, shape, dtype, place.type)
+        own = [list(pair) for pair in pools]
     cache = Cache(
         spec,
         store,
         place.type,
-        k=[k for k, _ in pools],
-        v=[v for _, v in pools],
+        k=[k for k, _ in own],
+        v=[v for _, v in own],
         finite=[torch.tensor(True, device=place) for _ in layers],
         kernels=kernels,
     )
     if store.bound_bits:
         cache.bound = Cache(spec, store.bound_store, place.type, cache.k, cache.v, cache.finite)
     if store.tail_tokens:
-        cache.tail = Cache(spec, store.tail_store, place.type, cache.v, cache.v, cache.finite)
+        cache.tail = Cache(spec.of_values(), store.tail_store, place.type, cache.v, cache.v, cache.finite)
     for one in (cache, cache.bound, cache.tail):
         if one is not None and one.store.enabled:
             check_units(store, one.store)
@@ -188,14 +197,12 @@ def write_kv(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) 
     check_write(spec, cache.store, (k.shape, v.shape), slots)
     if not len(slots):
         return cache
-    fast = getattr(kernels_module(cache.kernels), "write_kv", None)
+    fast = kernel_of(cache, "write_kv")
     if fast is not None and fast(cache, layer, k, v, slots):
         return cache
     units, offsets = (_on(cache, part) for part in np.divmod(slots, cache.store.unit_tokens))
-    keys = k.to(DTYPES[spec.dtype])
-    values = v.to(DTYPES[spec.dtype])
-    pages.write(cache.k[layer], units, offsets, keys)
-    pages.write(cache.v[layer], units, offsets, values)
+    keys = pages.write(cache.k[layer], units, offsets, k.to(DTYPES[spec.dtype]))
+    values = pages.write(cache.v[layer], units, offsets, v.to(DTYPES[spec.dtype]))
     cache.finite[layer].logical_and_(torch.isfinite(keys).all())  # in place: a captured graph writes to it, too
     if cache.store.has_bounds:
         for largest, array in ((cache.largest_key, keys), (cache.largest_value, values)):
@@ -304,14 +311,14 @@ def seal(cache: Cache, layer: int, groups: np.ndarray, keys: Tensor | None = Non
         heads = units[:, None] * spec.num_kv_heads + np.arange(spec.num_kv_heads)
         rows = heads * store.seals_per_unit + subs[:, None]
         keys = pages.tiles_of(cache.k[layer], _on(cache, rows), store.sealed_tokens)
-        cache.bytes_k_reread += keys.nbytes
+        cache.bytes_k_reread += rows.size * store.sealed_tokens * spec.k_token_bytes
     _store(cache, layer, groups, _summarise(cache, layer, keys))
 
 
 def _summarise(cache: Cache, layer: int, k: Tensor) -> Summary:
     """Summaries of full groups: k [F, Hkv, S, D]."""
     store, constants = cache.store, cache.constants(layer)
-    fast = getattr(kernels_module(cache.kernels), "build_summary", None)
+    fast = kernel_of(cache, "build_summary")
     summary: Summary | None = None if fast is None else fast(store, constants, k)
     return build_summary(store, constants, k) if summary is None else summary
 
@@ -342,7 +349,7 @@ def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
         return cache
     source, target = (_on(cache, np.asarray(units, np.int64)) for units in (src, dst))
     for layer in range(cache.spec.num_layers):
-        for pool in (cache.k[layer], cache.v[layer]):
+        for pool in (*pages.arrays_of(cache.k[layer]), *pages.arrays_of(cache.v[layer])):
             pool[target] = pool[source]
         for one in (cache, cache.bound, cache.tail):
             if one is None or not one.store.enabled:
@@ -362,25 +369,19 @@ def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
 def grow(cache: Cache, num_units: int) -> Cache:
     """Room for `num_units` units in all; what the cache holds stays where it is."""
     for pools in (cache.k, cache.v):  # which bounds and tails share
-        pools[:] = [_longer(pool, num_units) for pool in pools]
+        pools[:] = [pages.each(pool, lambda array: pages.longer(array, num_units)) for pool in pools]
     for one in (cache, cache.bound, cache.tail):
         if one is None:
             continue
         one.spec = replace(one.spec, num_units=num_units)
         for state in one.state:
             state.grow(num_units)
-        one.summaries = [{name: _longer(pool, num_units) for name, pool in fields.items()} for fields in one.summaries]
-        one.valid = [_longer(flags, num_units * one.store.seals_per_unit) for flags in one.valid]
+        one.summaries = [
+            {name: pages.longer(pool, num_units) for name, pool in fields.items()} for fields in one.summaries
+        ]
+        one.valid = [pages.longer(flags, num_units * one.store.seals_per_unit) for flags in one.valid]
     cache.steps.clear()  # captured graphs hold the old pools
     return cache
-
-
-def _longer(pool: Tensor, length: int) -> Tensor:
-    """The pool with more, empty rows."""
-    longer = empty_pool((length, *pool.shape[1:]), pool.dtype, pool.device)
-    longer[: len(pool)] = pool
-    longer[len(pool) :] = 0
-    return longer
 
 
 @torch.inference_mode()

@@ -62,10 +62,11 @@ class Outputs:
 
 def covers(cache: Cache, where: Where) -> bool:
     """Whether such a gated step exists: topk of rq, its centre found where it needs one, without bounds, strict mode or
-    head modes."""
+    head modes, over K and V as they are."""
     read = where.config.read
     return (
         cache.kernels == "triton"
+        and not cache.spec.quantised
         and read.policy == "topk"
         and read.scope == "kv-head"
         and not cache.store.has_bounds
@@ -179,7 +180,7 @@ class StaticStep:
                 selections.append(selection)
             else:
                 out, _ = attend_groups(
-                    q, cache.k[layer], cache.v[layer], at.table, at.lengths, None, None, group_tokens=cache.store.S
+                    q, *cache.plain(layer), at.table, at.lengths, None, None, group_tokens=cache.store.S
                 )
             x = model.feed_forward(layer, model.add_attention(layer, x, out))
         visited = None
@@ -209,7 +210,7 @@ def attend_static(
         groups, counts, visit = dispatch.choose(config, estimate, wanted, lengths, width)
     with span("eps.attention", cache):
         out, _ = attend_with_tail(
-            q, cache.k[layer], cache.v[layer], table, lengths, groups, counts, estimate, visit,
+            q, *cache.plain(layer), table, lengths, groups, counts, estimate, visit,
             inner.summaries[layer]["mean"], inner.summaries[layer]["mean_scale"], inner.valid[layer],
             group_tokens=cache.store.S, tail_tokens=cache.store.tail_tokens,
         )  # fmt: skip

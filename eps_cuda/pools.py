@@ -5,14 +5,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from eps_core.config.store import CacheSpec
+
 
 def check_pools(
-    pools: Sequence[tuple[Tensor, Tensor]], num_layers: int, shape: tuple[int, ...], dtype: torch.dtype, device: str
+    pools: Sequence[tuple[Tensor, Tensor]], spec: CacheSpec, shape: tuple[int, ...], dtype: torch.dtype, device: str
 ) -> None:
     """Raises ValueError unless an engine's K and V of every layer, views [P, Hkv, U, D], are as a cache needs them: of
-    its shape, dtype and device, both with the same strides, and the elements of a row together."""
-    if len(pools) != num_layers:
-        raise ValueError(f"pools of {len(pools)} layers for a cache of {num_layers}: give one pair per layer")
+    its shape, dtype and device, no codes, both with the same strides, and the elements of a row together."""
+    if spec.quantised:
+        raise ValueError("pools of an engine's own hold K and V as they are: no cache of codes can live in them")
+    if len(pools) != spec.num_layers:
+        raise ValueError(f"pools of {len(pools)} layers for a cache of {spec.num_layers}: give one pair per layer")
     for k, v in pools:
         for name, pool in (("k", k), ("v", v)):
             if tuple(pool.shape) != shape or pool.dtype != dtype or pool.device.type != device:

@@ -11,6 +11,7 @@ from eps_core.gate.protocol import Scores
 from eps_core.paging.where import Where
 from eps_core.summaries.base import Field
 from eps_core.summaries.table import fields
+from eps_cuda import pages
 from eps_cuda.cache import Cache
 from eps_cuda.kernels.choose import routed
 from eps_cuda.summaries.base import Summary, logit_slack
@@ -46,15 +47,16 @@ def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores:
     )
     rows = torch.from_numpy(rows).to(q.device)
     stored = fields(store, head_dim)
-    pools = {name: pool for name, pool in cache.summaries[layer].items() if _of_all(stored[name])}
-    if store.facts.reads_keys:
-        pools = {"keys": cache.k[layer].unflatten(2, (-1, store.S))}
     gathered = {
         name: pool.reshape(spec.num_units * kv_heads, -1)
         .index_select(0, rows)
         .reshape(batch, kv_heads, -1, *pool.shape[3:])
-        for name, pool in pools.items()
+        for name, pool in cache.summaries[layer].items()
+        if _of_all(stored[name])
     }
+    if store.facts.reads_keys:
+        keys = pages.tiles_of(cache.k[layer], rows, store.unit_tokens)
+        gathered = {"keys": keys.reshape(batch, kv_heads, -1, store.S, head_dim)}
     constants = cache.constants(layer)
     if store.facts.by_place:
         length = torch.from_numpy(where.lengths).to(q.device)[:, None, None, None]

@@ -15,6 +15,7 @@ from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
 from eps_mlx import pages
 from eps_mlx.cache import Cache, read_kv
+from eps_mlx.device import DTYPES
 from eps_mlx.kernels.choose import routed
 from eps_mlx.selection import visit_mask
 
@@ -96,7 +97,7 @@ def _attend_units(cache: Cache, layer: int, a: mx.array, units: np.ndarray, toke
     return out / total[0], (largest + mx.log(total))[0, :, :, 0]
 
 
-def _read_units(pool: mx.array, units: np.ndarray, tokens: int) -> mx.array:
+def _read_units(pool: pages.Pool, units: np.ndarray, tokens: int) -> mx.array:
     """The first `tokens` tokens of each unit of K or V, float32 [M, Hkv, tokens, D]."""
     return pages.units_of(pool, units)[:, :, :tokens].astype(mx.float32)
 
@@ -115,7 +116,7 @@ def _attend_places(cache: Cache, layer: int, a: mx.array, rows: mx.array, unwrit
     size, head_dim = cache.store.S, cache.spec.head_dim
     tokens = rows.shape[1] * size - unwritten
     tiles = [pages.tiles_of(pool[layer], rows, size) for pool in (cache.k, cache.v)]
-    cache.count_read(sum(tile.nbytes for tile in tiles))
+    cache.count_read(rows.size * size * cache.spec.kv_token_bytes)
     k, v = (tile.reshape(len(rows), -1, head_dim)[:, :tokens].astype(mx.float32) for tile in tiles)
     weights, total, largest = _softmax_sums(a @ k.swapaxes(-1, -2), (2,))
     return (weights @ v) / total, (largest + mx.log(total))[..., 0]
@@ -263,9 +264,10 @@ def add_tail(cache: Cache, layer: int, where: Where, scores: Scores, selection: 
 def attend_own(cache: Cache, q: mx.array, k: mx.array, v: mx.array) -> State:
     """(out [B, Hq, D] in q's dtype, lse [B, Hq] float32) of each token over itself alone: q [B, Hq, D], k, v
     [B, Hkv, D] as the cache would hold them."""
-    stored, repeat = cache.k[0].dtype, q.shape[1] // k.shape[1]
+    stored, repeat = DTYPES[cache.spec.dtype], q.shape[1] // k.shape[1]
     with mx.stream(cache.stream):
-        key, value = (mx.repeat(x.astype(stored).astype(mx.float32), repeat, axis=1) for x in (k, v))
+        held = (pages.held(pool[0], x.astype(stored)) for pool, x in ((cache.k, k), (cache.v, v)))
+        key, value = (mx.repeat(x.astype(mx.float32), repeat, axis=1) for x in held)
         return value.astype(q.dtype), (q.astype(mx.float32) * key).sum(axis=-1) / math.sqrt(q.shape[-1])
 
 

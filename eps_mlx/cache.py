@@ -25,7 +25,7 @@ from eps_core.summaries import table
 from eps_core.summaries.rq import CENTRE_TOKENS
 from eps_mlx import pages
 from eps_mlx.device import DTYPES, device_of, devices
-from eps_mlx.kernels.choose import kernels_module, usable_kernels
+from eps_mlx.kernels.choose import kernel_of, usable_kernels
 from eps_mlx.summaries.base import Part, Summary
 from eps_mlx.summaries.table import build_summary, method
 
@@ -37,8 +37,8 @@ class Cache(CountsReads):
     spec: CacheSpec
     store: Store
     device: str
-    k: list[mx.array]
-    v: list[mx.array]
+    k: list[pages.Pool]
+    v: list[pages.Pool]
     finite: list[mx.array]  # device bool: no NaN or Inf in any K so far
     summaries: list[Summary] = field(default_factory=list)
     state: list[GroupState] = field(default_factory=list)
@@ -77,6 +77,12 @@ class Cache(CountsReads):
         """Whether full groups have summaries: codes about a centre wait for it."""
         return not self.store.needs_centre or self.centre[layer] is not None
 
+    def plain(self, layer: int) -> tuple[mx.array, mx.array]:
+        """K and V as they are, which kernels take."""
+        k, v = self.k[layer], self.v[layer]
+        assert isinstance(k, mx.array) and isinstance(v, mx.array), "no kernel reads codes"
+        return k, v
+
 
 def new_cache(spec: CacheSpec, store: Store, device: str = "auto", kernels: str = "auto") -> Cache:
     """An empty cache. With method off no summary, state or constant is allocated. `kernels` changes speed only: auto,
@@ -91,15 +97,15 @@ def new_cache(spec: CacheSpec, store: Store, device: str = "auto", kernels: str 
             spec,
             store,
             device,
-            k=[mx.zeros(shape, dtype) for _ in layers],
-            v=[mx.zeros(shape, dtype) for _ in layers],
+            k=[pages.new_pool(shape, dtype, spec.k_bits) for _ in layers],
+            v=[pages.new_pool(shape, dtype, spec.v_bits) for _ in layers],
             finite=[mx.array(True) for _ in layers],
             kernels=kernels,
         )
         if store.bound_bits:
             cache.bound = Cache(spec, store.bound_store, cache.device, cache.k, cache.v, cache.finite)
         if store.tail_tokens:
-            cache.tail = Cache(spec, store.tail_store, cache.device, cache.v, cache.v, cache.finite)
+            cache.tail = Cache(spec.of_values(), store.tail_store, cache.device, cache.v, cache.v, cache.finite)
         for one in (cache, cache.bound, cache.tail):
             if one is not None and one.store.enabled:
                 check_units(store, one.store)
@@ -132,7 +138,8 @@ def _add_summaries(cache: Cache) -> None:
 
 def pending(cache: Cache) -> list[mx.array]:
     """All state that a write or a read may have left to be computed."""
-    arrays = [*cache.k, *cache.v, *cache.finite, *cache.pending_reads.values()]
+    arrays = [array for pool in (*cache.k, *cache.v) for array in pages.arrays_of(pool)]
+    arrays += [*cache.finite, *cache.pending_reads.values()]
     for one in (cache, cache.bound, cache.tail):
         if one is not None:
             arrays += [array for fields in (*one.summaries, *one.open) for array in fields.values()]
@@ -181,9 +188,7 @@ def write_kv(cache: Cache, layer: int, k: mx.array, v: mx.array, slots: np.ndarr
     if not len(slots):
         return cache
     with mx.stream(cache.stream):
-        keys = k.astype(DTYPES[spec.dtype])
-        values = v.astype(DTYPES[spec.dtype])
-        write_rows(cache, layer, keys, values, slots)
+        keys, values = write_rows(cache, layer, k.astype(DTYPES[spec.dtype]), v.astype(DTYPES[spec.dtype]), slots)
         cache.finite[layer] = cache.finite[layer] & mx.isfinite(keys).all()
         if cache.store.has_bounds:
             for largest, array in ((cache.largest_key, keys), (cache.largest_value, values)):
@@ -204,15 +209,19 @@ def write_kv(cache: Cache, layer: int, k: mx.array, v: mx.array, slots: np.ndarr
     return cache
 
 
-def write_rows(cache: Cache, layer: int, keys: mx.array, values: mx.array, slots: np.ndarray) -> None:
-    """Rows [N, Hkv, D] of the cache's dtype to slots [N], in place while nobody else holds the pools."""
-    let_go = getattr(kernels_module(cache.kernels), "let_go", None)
+def write_rows(
+    cache: Cache, layer: int, keys: mx.array, values: mx.array, slots: np.ndarray
+) -> tuple[mx.array, mx.array]:
+    """Rows [N, Hkv, D] of the cache's dtype to slots [N], in place while nobody else holds the pools, and as these hold
+    them."""
+    let_go = kernel_of(cache, "let_go")
     if let_go is not None:
         let_go()
     with mx.stream(cache.stream):
         units, offsets = (mx.array(part.astype(np.int32)) for part in np.divmod(slots, cache.store.unit_tokens))
-        pages.write(cache.k[layer], units, offsets, keys)
-        pages.write(cache.v[layer], units, offsets, values)
+        keys = pages.write(cache.k[layer], units, offsets, keys)
+        values = pages.write(cache.v[layer], units, offsets, values)
+    return keys, values
 
 
 def _update_summaries(cache: Cache, layer: int, keys: mx.array, plan: WritePlan) -> None:
@@ -301,14 +310,14 @@ def _seal_stored(cache: Cache, layer: int, groups: np.ndarray) -> None:
     units, subs = np.divmod(groups, store.seals_per_unit)
     rows = (units[:, None] * spec.num_kv_heads + np.arange(spec.num_kv_heads)) * store.seals_per_unit + subs[:, None]
     keys = pages.tiles_of(cache.k[layer], mx.array(rows), store.sealed_tokens)
-    cache.bytes_k_reread += keys.nbytes
+    cache.bytes_k_reread += rows.size * store.sealed_tokens * spec.k_token_bytes
     _store(cache, layer, groups, _summarise(cache, layer, keys))
 
 
 def _summarise(cache: Cache, layer: int, k: mx.array) -> Summary:
     """Summaries of full groups: k [F, Hkv, S, D]."""
     store, constants = cache.store, cache.constants(layer)
-    fast = getattr(kernels_module(cache.kernels), "build_summary", None)
+    fast = kernel_of(cache, "build_summary")
     summary: Summary | None = None if fast is None else fast(store, constants, k)
     return build_summary(store, constants, k) if summary is None else summary
 
@@ -334,7 +343,7 @@ def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
     with mx.stream(cache.stream):
         source, target = mx.array(list(src), mx.int32), mx.array(list(dst), mx.int32)
         for layer in range(cache.spec.num_layers):
-            for pool in (cache.k[layer], cache.v[layer]):
+            for pool in (*pages.arrays_of(cache.k[layer]), *pages.arrays_of(cache.v[layer])):
                 pool[target] = pool[source]
             for one in (cache, cache.bound, cache.tail):
                 if one is None or not one.store.enabled:
@@ -354,7 +363,7 @@ def grow(cache: Cache, num_units: int) -> Cache:
     """Room for `num_units` units in all; what the cache holds stays where it is."""
     with mx.stream(cache.stream):
         for pools in (cache.k, cache.v):  # which bounds and tails share
-            pools[:] = [_longer(pool, num_units) for pool in pools]
+            pools[:] = [pages.each(pool, lambda array: pages.longer(array, num_units)) for pool in pools]
         for one in (cache, cache.bound, cache.tail):
             if one is None:
                 continue
@@ -362,16 +371,11 @@ def grow(cache: Cache, num_units: int) -> Cache:
             for state in one.state:
                 state.grow(num_units)
             one.summaries = [
-                {name: _longer(pool, num_units) for name, pool in fields.items()} for fields in one.summaries
+                {name: pages.longer(pool, num_units) for name, pool in fields.items()} for fields in one.summaries
             ]
-            one.valid = [_longer(flags, num_units * one.store.seals_per_unit) for flags in one.valid]
+            one.valid = [pages.longer(flags, num_units * one.store.seals_per_unit) for flags in one.valid]
         evaluate(cache)
     return cache
-
-
-def _longer(pool: mx.array, length: int) -> mx.array:
-    """The pool with more, empty rows."""
-    return mx.concatenate([pool, mx.zeros((length - len(pool), *pool.shape[1:]), pool.dtype)])
 
 
 def read_kv(cache: Cache, layer: int, table: np.ndarray, length: int) -> tuple[mx.array, mx.array]:
@@ -379,7 +383,6 @@ def read_kv(cache: Cache, layer: int, table: np.ndarray, length: int) -> tuple[m
     store, spec = cache.store, cache.spec
     units = np.asarray(table)[: -(-length // store.unit_tokens)]
     with mx.stream(cache.stream):
-        rows = mx.array(units.astype(np.int32))
-        pools = (mx.take(pool[layer], rows, axis=0).swapaxes(1, 2) for pool in (cache.k, cache.v))
+        pools = (pages.units_of(pool[layer], units).swapaxes(1, 2) for pool in (cache.k, cache.v))
         k, v = (mx.contiguous(pool.reshape(-1, spec.num_kv_heads, spec.head_dim)[:length]) for pool in pools)
     return k, v

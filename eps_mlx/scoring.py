@@ -10,6 +10,7 @@ from eps_core.gate.protocol import Scores
 from eps_core.paging.where import Where
 from eps_core.summaries.base import Field
 from eps_core.summaries.table import fields
+from eps_mlx import pages
 from eps_mlx.cache import Cache
 from eps_mlx.kernels.choose import routed
 from eps_mlx.selection import best_first
@@ -45,16 +46,16 @@ def score(cache: Cache, layer: int, q: mx.array, where: Where) -> Scores:
             (np.maximum(where.table, 0)[:, None, :] * kv_heads + np.arange(kv_heads)[:, None]).astype(np.int32)
         )
         stored = fields(store, head_dim)
-        pools = {name: pool for name, pool in cache.summaries[layer].items() if _of_all(stored[name])}
-        if store.facts.reads_keys:
-            keys = cache.k[layer]
-            pools = {"keys": keys.reshape(*keys.shape[:2], -1, store.S, head_dim)}
         gathered = {
             name: mx.take(pool.reshape(spec.num_units * kv_heads, -1), rows, axis=0).reshape(
                 batch, kv_heads, -1, *pool.shape[3:]
             )
-            for name, pool in pools.items()
+            for name, pool in cache.summaries[layer].items()
+            if _of_all(stored[name])
         }
+        if store.facts.reads_keys:
+            keys = pages.tiles_of(cache.k[layer], rows, store.unit_tokens)
+            gathered = {"keys": keys.reshape(batch, kv_heads, -1, store.S, head_dim)}
         constants = cache.constants(layer)
         if store.facts.by_place:
             length = mx.array(where.lengths)[:, None, None, None]

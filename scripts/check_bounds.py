@@ -26,7 +26,7 @@ from eps_core.decode.session import Session
 from eps_core.errors import exit_code
 from eps_core.evaluation.bounds import (
     BOUNDED_ARMS,
-    CACHE_DTYPES,
+    CACHES,
     KEY_CODE_ARMS,
     Tally,
     Trial,
@@ -63,16 +63,17 @@ def keep(captured: Layers) -> None:
 
 
 def plan(number: int, targets: list[Target], seed: int) -> list[tuple[Target, Trial]]:
-    """One round: every method, cache dtype and backend once, at sizes that change from round to round."""
+    """One round: every method, kind of cache and backend once, at sizes that change from round to round."""
     rng, trials = np.random.default_rng([seed, number]), []
     for arm_index, arm in enumerate((*BOUNDED_ARMS, *KEY_CODE_ARMS)):
-        for dtype_index, dtype in enumerate(CACHE_DTYPES):
-            size = GROUP_TOKENS[(number + 3 * arm_index + dtype_index) % len(GROUP_TOKENS)]
+        for cache_index, (dtype, bits) in enumerate(CACHES):
+            size = GROUP_TOKENS[(number + 3 * arm_index + cache_index) % len(GROUP_TOKENS)]
             head_dim, trial_seed = int(rng.choice(HEAD_DIMS)), int(rng.integers(2**31))
             for target in targets:
                 # the numpy backend loops group by group: a small share
                 units, sequences, repeat = (16, 2, 4) if target[0] == "numpy" else (96, 8, 32 if size <= 8 else 64)
-                trials.append((target, Trial(arm, dtype, size, head_dim, units, repeat, sequences, trial_seed)))
+                shape = size, head_dim, units, repeat, sequences
+                trials.append((target, Trial(arm, dtype, *shape, trial_seed, kv_bits=bits)))
     return trials
 
 
@@ -122,7 +123,7 @@ def main() -> int:
                 for source, tallies in zip(("made", "captured"), future.result(), strict=True):
                     for kind, tally in tallies.items():
                         sums[source][kind].add(tally)
-                        cells[arm_name(trial.arm), trial.dtype, "-".join(target)][kind].add(tally)
+                        cells[arm_name(trial.arm), trial.cache, "-".join(target)][kind].add(tally)
                         if tally.violations:
                             print(f"violated: {source} {kind} {target} {trial} {tally}", file=sys.stderr, flush=True)
             rounds += 1

@@ -37,6 +37,10 @@ LISTS = (
     "rq@" + "9" * 5000,
     "rq@2,box@16",
     "off",
+    "8,4",
+    "16,8",
+    "8,8,4",
+    "3,8",
 )
 WORDS = ("auto", "all", "none", "é", "\udcff", "a\udcffb", "x" * 300, "\x1b[31m", "%s", "{}", "\n")
 # numbers here are small or refused: whatever is valid must also end soon
@@ -64,6 +68,7 @@ BASE = {
     "capture": {"backend": "numpy", "model": "MODEL", "context": "64", "steps": "2", "output": "new",
                 "eps_method": "rq"},
     "calibrate": {"backend": "numpy", "model": "MODEL", "context": "64", "steps": "2", "output": "new"},
+    "kv-map": {"backend": "numpy", "model": "MODEL", "context": "64", "steps": "2"},
     "replay": {"backend": "numpy", "captures": "CAPTURE"},
     "evaluate": {"backend": "numpy", "model": "MODEL", "tasks": "none", "context": "64", "samples": "1",
                  "text_steps": "2"},

@@ -26,6 +26,9 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "unknown-device": (["run", "--device", "tpu"], "tpu"),
     "unknown-dtype": (["run", "--dtype", "int8"], "int8"),
     "unknown-kv-dtype": (["run", "--kv-dtype", "fp8"], "fp8"),
+    "unknown-kv-bits": (["run", "--kv-bits", "5"], "'5' is not one of 16, 8, 4"),
+    "too-many-kv-bits": (["info", "--kv-bits", "8,8,4"], "nor two of them for K and V"),
+    "kv-bits-of-an-odd-head-dim": (["info", "--head-dim", 33, "--kv-bits", "8,4"], "head dim 33 is odd"),
     "absent-device": (["run", "--backend", "numpy", "--device", "cuda", "--prompt", "x"], "device cuda"),
     "unknown-kernels": (["run", "--kernels", "cutlass"], "cutlass"),
     "absent-kernels": (

@@ -22,11 +22,12 @@ from test_oracle import KINDS, QUERIES, make_keys, make_query
 from eps_core import oracle
 from eps_core.config.bytes import scoring_bytes, summary_group_bytes
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import DTYPE_BYTES, EVALUATION_METHODS, METHODS, CacheSpec
+from eps_core.config.store import EVALUATION_METHODS, METHODS, CacheSpec
 from eps_core.decode.forward import load_decoder
 from eps_core.decode.model import read_spec
 from eps_core.errors import ConfigError
 from eps_core.gate.protocol import Scores, Selection
+from eps_core.oracle import pages
 from eps_core.oracle import selection as oracle_selection
 from eps_core.oracle.formulas import attend_keys, group_masses
 from eps_core.paging.pool import PagePool
@@ -54,6 +55,14 @@ class Case:
     steps: int = 9
     kind: str = "gauss"
     scale_q: float = 2.0
+    bits: tuple[int, int] = (16, 16)  # of K and of V
+
+    @property
+    def spec(self) -> CacheSpec:
+        k_bits, v_bits = self.bits
+        return CacheSpec(
+            1, self.num_kv_heads, self.head_dim, case_units(self), self.dtype, k_bits=k_bits, v_bits=v_bits
+        )
 
     def __str__(self) -> str:
         c = self.config
@@ -62,6 +71,7 @@ class Case:
         return (
             f"{c.store.method}-S{c.store.S}{unit}-{c.read.policy}-{c.read.scope}-tail{c.store.tail_tokens}-T{lengths}"
             f"-{self.num_heads}q{self.num_kv_heads}kv-D{self.head_dim}-{self.dtype}-{self.kind}"
+            + (f"-K{self.bits[0]}V{self.bits[1]}" if self.spec.quantised else "")
         )
 
 
@@ -157,6 +167,16 @@ CASES = [
     Case((300, 61), eps("box", group_tokens=64, tail_tokens=64, budget=0.2), num_heads=8, num_kv_heads=1),
     Case((150, 120), eps("moments", tail_tokens=16, scope="union", budget=0.1), num_heads=3, num_kv_heads=3),
     Case((190, 128), eps("ball", tail_tokens=32, min_context=150), kind="outlier"),
+    # K and V as codes
+    Case((150, 37), eps("off"), bits=(8, 4), num_heads=8, num_kv_heads=1),
+    Case((150, 37), eps("box"), bits=(8, 8), dtype="bfloat16"),
+    Case((310, 100), eps("rq", refine=0.2, budget=0.1), bits=(8, 4), dtype="bfloat16", head_dim=64, chunk=150),
+    Case((300, 61), eps("rq", group_tokens=2, mean_tokens=32, rq_bounds=True), bits=(4, 16), num_heads=6),
+    Case((150, 37), eps("moments", tail_tokens=16), bits=(8, 8), dtype="float16", kind="outlier"),
+    Case((150, 37), eps("ball", policy="mass", epsilon=0.1), bits=(4, 4), head_dim=34),
+    Case((150, 37), eps("fd"), bits=(16, 8), head_dim=33),
+    Case((150, 37), eps("oracle"), bits=(4, 8), kind="ties"),
+    Case((150, 37), eps("rq", mean_tokens=0), bits=(8, 8)),
 ]
 
 
@@ -210,7 +230,7 @@ def case_units(case: Case) -> int:
 
 def run_case(backend: ModuleType, device: str, case: Case) -> None:
     rng = np.random.default_rng(sum(case.lengths) + case.head_dim)
-    spec = CacheSpec(1, case.num_kv_heads, case.head_dim, case_units(case), case.dtype)
+    spec = case.spec
     keys, values = make_kv(case, rng)
     q = rng.normal(size=(len(case.lengths), case.num_heads, case.head_dim)).astype(np.float32)
     q *= case.scale_q
@@ -330,7 +350,7 @@ class Truth:
             masses, dense = [], []
             for r in range(case.num_heads):
                 head, a = r // self.repeat, q[b, r].astype(np.float64) / np.sqrt(case.head_dim)
-                k, v = keys_as_read(case, keys[b][:, head]), keys_as_read(case, values[b][:, head])
+                k, v = (as_read(case, x[b][:, head], i) for i, x in enumerate((keys, values)))
                 masses.append(group_masses(a, k, case.config.store.S))
                 dense.append(attend_keys(a, k, v)[0])
             self.masses.append(masses)
@@ -384,8 +404,8 @@ def check_escalation(backend, config: EpsConfig, own: Scores, selected, lse, ext
 def check_storage(backend: ModuleType, case: Case, cache, reference) -> None:
     """K and V bit for bit; summaries in the stated number of bytes; re-read K exactly as the oracle counts it."""
     for name in ("k", "v"):
-        got = backend.to_numpy(getattr(cache, name)[0]).astype(np.float32)
-        assert (got == getattr(reference, name)[0].astype(np.float32)).all()
+        for got, want in zip(*(arrays_of(getattr(one, name)[0]) for one in (cache, reference)), strict=True):
+            assert (backend.to_numpy(got).astype(np.float32) == want.astype(np.float32)).all()
     assert cache.bytes_k_reread == reference.bytes_k_reread
     if case.config.store.facts.follows:
         assert cache.bytes_k_reread == tail_bytes_reread(case)
@@ -402,6 +422,11 @@ def check_storage(backend: ModuleType, case: Case, cache, reference) -> None:
             assert same.mean() > 0.999
 
 
+def arrays_of(pool) -> list:
+    """What K or V of a layer consists of: an array, or codes and scales."""
+    return [pool.codes, pool.scale] if hasattr(pool, "codes") else [pool]
+
+
 def tail_bytes_reread(case: Case) -> int:
     """V of the tail groups whose tokens did not come in one write."""
     size, num_groups = case.config.store.tail_tokens, 0
@@ -411,7 +436,7 @@ def tail_bytes_reread(case: Case) -> int:
             end = start + size
             whole = start // case.chunk == (end - 1) // case.chunk and end <= chunked
             num_groups += not (whole or size == 1)
-    return num_groups * case.num_kv_heads * size * case.head_dim * DTYPE_BYTES[case.dtype]
+    return num_groups * case.num_kv_heads * size * case.spec.of_values().k_token_bytes
 
 
 def check_stored_tail(backend: ModuleType, case: Case, tail, reference) -> None:
@@ -503,7 +528,7 @@ def check_scores(backend, case: Case, scores, expected, q, keys, table, lengths)
     assert slack.shape == expected.slack.shape and np.allclose(slack, expected.slack, rtol=1e-4)
     for b, head in np.ndindex(len(lengths), case.num_kv_heads):
         n = oracle_selection.num_groups(int(lengths[b]), case.config.store.S)
-        k = keys_as_read(case, keys[b][:, head])
+        k = as_read(case, keys[b][:, head])
         masses = [
             group_masses(q[b, r].astype(np.float64) / np.sqrt(case.head_dim), k, case.config.store.S)
             for r in range(head * repeat, (head + 1) * repeat)
@@ -543,8 +568,12 @@ def check_scoring(backend, case: Case, cache, reference, scores, q, keys, table,
         assert gap.max(initial=0) <= tolerance, (name, gap.max(), tolerance)
 
 
-def keys_as_read(case: Case, k: np.ndarray) -> np.ndarray:
-    return oracle.from_numpy(k, case.dtype).astype(np.float64)
+def as_read(case: Case, rows: np.ndarray, which: int = 0) -> np.ndarray:
+    """Rows [N, D] of one head of K (`which` 0) or V (1), as attention reads them."""
+    rows, bits = oracle.from_numpy(rows, case.dtype), case.bits[which]
+    if bits != 16:
+        rows = pages.dequantise(*pages.quantise(rows, bits), bits, rows.dtype)
+    return rows.astype(np.float64)
 
 
 def check_attend(backend, case: Case, cache, reference, q, q_native, table, lengths, selected):
@@ -555,7 +584,8 @@ def check_attend(backend, case: Case, cache, reference, q, q_native, table, leng
         native = replace(selected, groups=backend.to_numpy(selected.groups), counts=backend.to_numpy(selected.counts))
     expected_out, expected_lse = oracle.attend(reference, 0, q, Where.of(case.config, table, lengths), native)
     out, lse = backend.to_numpy(out).astype(np.float64), backend.to_numpy(lse).astype(np.float64)
-    keys = [reference.k[0].astype(np.float32).reshape(-1, case.num_kv_heads, case.head_dim)]
+    units = np.arange(case_units(case))
+    keys = [oracle.read_kv(reference, 0, units, len(units) * case.config.store.unit_tokens)[0].astype(np.float32)]
     tolerance = allowance(case, keys, q)
     assert out.shape == expected_out.shape and lse.shape == expected_lse.shape
     assert np.abs(lse - expected_lse).max() <= 4 * tolerance
@@ -590,13 +620,13 @@ def check_own_token(backend: ModuleType, device: str) -> None:
     # an array backend keeps it to itself and its decoder
     home = backend if hasattr(backend, "attend_own") else importlib.import_module(f"{backend.__name__}.attention")
     attend_own = home.attend_own
-    for dtype in EPS:
-        case = Case((150, 37, 2), eps("box"), num_heads=6, num_kv_heads=3, dtype=dtype)
+    for dtype, bits in [*((dtype, (16, 16)) for dtype in EPS), ("float32", (8, 4))]:
+        case = Case((150, 37, 2), eps("box"), num_heads=6, num_kv_heads=3, dtype=dtype, bits=bits)
         rng = np.random.default_rng(3)
         keys, values = make_kv(case, rng)
         q = rng.normal(size=(3, 6, 16)).astype(np.float32)
         native = backend.from_numpy(q, "float32", device)
-        cache = backend.new_cache(CacheSpec(1, 3, 16, case_units(case), dtype), case.config.store, device)
+        cache = backend.new_cache(case.spec, case.config.store, device)
         cache, table, lengths = write_all(backend, device, case, cache, keys, values)
         k, v = (
             backend.from_numpy(np.stack([array[-1] for array in arrays]), "float32", device)
@@ -735,11 +765,11 @@ def test_strict_holds_over_many_groups(target, epsilon):
     assert (exact <= mass + TINY).all() and (mass <= epsilon).all()
 
 
-def check_fork(backend: ModuleType, device: str, config: EpsConfig) -> None:
+def check_fork(backend: ModuleType, device: str, config: EpsConfig, bits: tuple[int, int] = (16, 16)) -> None:
     """A fork copies only the open unit, with its summaries and running statistics, those of the tail too."""
     method = config.store.method
     rng = np.random.default_rng(5)
-    spec = CacheSpec(1, 2, 16, 64)
+    spec = CacheSpec(1, 2, 16, 64, k_bits=bits[0], v_bits=bits[1])
     shared = rng.normal(size=(2, 300, 2, 16)).astype(np.float32)  # K and V; long enough for rq's centre
     tails = rng.normal(size=(2, 2, 30, 2, 16)).astype(np.float32)
     q = backend.from_numpy(rng.normal(size=(1, 4, 16)).astype(np.float32), "float32", device)
@@ -805,6 +835,8 @@ def check_fork(backend: ModuleType, device: str, config: EpsConfig) -> None:
 )
 def test_fork_then_diverge_equals_two_independent_sequences(target, config):
     check_fork(*target, config)
+    if config.store.method == "box":
+        check_fork(*target, config, bits=(8, 4))
 
 
 @pytest.mark.parametrize("step", [100, 3], ids=["groups in hand", "groups across calls"])

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from test_conformance import Case, case_units, eps, keys_as_read, make_kv, write_all
+from test_conformance import Case, as_read, case_units, eps, make_kv, write_all
 
 from eps_core import oracle
 from eps_core.config.bytes import summary_group_bytes
@@ -58,7 +58,7 @@ class Filled:
     def means(self, b: int, head: int) -> np.ndarray:
         """[G, D] float64: the mean keys of the full groups."""
         size = self.case.config.store.S
-        k = keys_as_read(self.case, self.keys[b][:, head])
+        k = as_read(self.case, self.keys[b][:, head])
         return k[: len(k) // size * size].reshape(-1, size, self.case.head_dim).mean(axis=1)
 
 

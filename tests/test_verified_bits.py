@@ -84,10 +84,12 @@ def assert_same_bits(got: Bits, want: dict[int, Bits]) -> None:
 
 
 @pytest.mark.kernels("numba")
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
-def test_bits_do_not_depend_on_drafts_or_batch(target: Any, monkeypatch: pytest.MonkeyPatch, kv_dtype: str) -> None:
+@pytest.mark.parametrize(("kv_dtype", "kv_bits"), [("float32", (16, 16)), ("bfloat16", (16, 16)), ("bfloat16", (8, 4))])
+def test_bits_do_not_depend_on_drafts_or_batch(
+    target: Any, monkeypatch: pytest.MonkeyPatch, kv_dtype: str, kv_bits: tuple[int, int]
+) -> None:
     backend, device = target
-    model = Model(backend, device, saved("llama2"), kv_dtype, units=16)
+    model = Model(backend, device, saved("llama2"), kv_dtype, units=16, kv_bits=kv_bits)
     want = {index: decode(model, monkeypatch, [index], 0) for index in range(3)}
     for order, gamma, change in (
         ([0], 1, None), ([0], 8, None), ([1], 3, np.negative), ([0, 1, 2], 0, None), ([0, 1, 2], 3, None),

@@ -73,7 +73,9 @@ class Model:
         kv_dtype: str = "float32",
         units: int = 40,
         dtype: str = "float32",
+        kv_bits: tuple[int, int] = (16, 16),
     ) -> None:
+        self.kv_bits = kv_bits
         self.backend, self.device, self.path, self.kv_dtype, self.units = backend, device, path, kv_dtype, units
         self.spec = read_spec(path)
         self.decoder = load_decoder(backend, path, self.spec, dtype, device)
@@ -81,7 +83,7 @@ class Model:
     def cache(self, config: EpsConfig) -> tuple[Any, PagePool]:
         spec = CacheSpec(
             self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim, self.units, self.kv_dtype,
-            max_open_groups=8,
+            max_open_groups=8, k_bits=self.kv_bits[0], v_bits=self.kv_bits[1],
         )  # fmt: skip
         return self.backend.new_cache(spec, config.store, self.device), PagePool(self.units, config.store.unit_tokens)
 

@@ -29,11 +29,11 @@ from eps_core.files import outputs
 from eps_core.summaries.table import facts
 from eps_core.telemetry import terminal
 
-_text_option = option(
+text_option = option(
     "--text", heading=INPUT, type=FILE, metavar="FILE",
     help="UTF-8 text that is read and decoded along.  [default: the shipped corpus, sources of Python's library]",
 )  # fmt: skip
-_context_option = option(
+context_option = option(
     "--context", heading=INPUT, type=TOKENS,
     help=f"Tokens before the first step.  [default: {DEFAULT_CONTEXT}, or as many as model and text hold]",
 )  # fmt: skip
@@ -57,8 +57,8 @@ _CODE_FLAGS: dict[str, Any] = {
     },
 )
 @model_option
-@_text_option
-@_context_option
+@text_option
+@context_option
 @option("--steps", **_STEPS, help="Tokens decoded after it.")
 @option("--layers", heading=INPUT, type=ListOf(COUNT), help="Such as 0,3.  [default: all]")
 @backend_option
@@ -314,8 +314,8 @@ def _table(names: list[str], rows: list[dict[str, Any]]) -> str:
     },
 )
 @model_option
-@_text_option
-@_context_option
+@text_option
+@context_option
 @option("--steps", **_STEPS, help="Tokens that are averaged.")
 @option(
     "--method", "eps_method", also=["--eps-method"], heading=METHOD, type=click.Choice(METHODS[1:]),

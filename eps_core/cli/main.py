@@ -17,6 +17,7 @@ from eps_core.cli.evaluate import evaluate_command
 from eps_core.cli.grid import grid_command, report_command
 from eps_core.cli.help import CHECKS, DECODING, FILE, INPUT, MODEL, OUTPUT, OUTPUT_FILE, Group, option
 from eps_core.cli.keep import keep_of, keep_options
+from eps_core.cli.kv_map import kv_map_command
 from eps_core.cli.numbers import COUNT, SEED, TOKENS, Real
 from eps_core.cli.options import (
     AUTO,
@@ -30,7 +31,14 @@ from eps_core.cli.options import (
     selection_options,
     summary_options,
 )
-from eps_core.cli.source import backend_option, device_option, dtype_option, kv_dtype_option, model_option
+from eps_core.cli.source import (
+    backend_option,
+    device_option,
+    dtype_option,
+    kv_bits_option,
+    kv_dtype_option,
+    model_option,
+)
 from eps_core.cli.verify import verify_of, verify_options
 from eps_core.config.bytes import open_group_bytes
 from eps_core.decode.model import DEMO_MODEL
@@ -46,7 +54,7 @@ DEMO_NEW_TOKENS = 16
 # flags that a request calls the same
 _SAME = (
     "backend", "device", "model", "dtype", "prefill_chunk", "pool_tokens", "kl", "stop", "metrics", "csv",
-    "eps_audit_every", "eps_audit_factor", "eps_audit_off", "kernels", "chat",
+    "eps_audit_every", "eps_audit_factor", "eps_audit_off", "kernels", "chat", "kv_bits",
 )  # fmt: skip
 
 
@@ -90,6 +98,7 @@ def cli() -> None:
 @model_option
 @dtype_option
 @kv_dtype_option
+@kv_bits_option
 @option(
     "--max-new-tokens", heading=DECODING, type=TOKENS,
     help=f"[default: 32; {DEMO_NEW_TOKENS} for the built-in prompt, whose answer is 5 digits and a full stop]",
@@ -244,6 +253,7 @@ def _prompts(flags: dict[str, Any]) -> tuple[str | Path, ...]:
 @option("--kv-heads", heading=MODEL, type=TOKENS, default=32, show_default=True)
 @option("--head-dim", heading=MODEL, type=TOKENS, default=128, show_default=True)
 @option("--context", heading=MODEL, type=TOKENS, help="Tokens.  [default: 65536, or the model's context]")
+@kv_bits_option
 @summary_options
 @click.pass_context
 def info_command(ctx: click.Context, /, **flags: Any) -> None:
@@ -267,7 +277,7 @@ def info_command(ctx: click.Context, /, **flags: Any) -> None:
         raise click.UsageError("--eps-group-tokens and --eps-group-blocks say the same thing twice: give one of them")
     rows = terminal.memory_rows(
         layers, kv_heads, head_dim, context, flags["block_size"], flags["eps_dim"], flags["eps_group_tokens"],
-        flags["eps_group_blocks"], code_settings(flags),
+        flags["eps_group_blocks"], code_settings(flags), flags["kv_bits"],
     )  # fmt: skip
     backends = {name: _backend_status(name) for name in BACKENDS}
     click.echo(f"eps {provenance.package_version() or '(not installed)'}, Python {platform.python_version()}")
@@ -277,10 +287,11 @@ def info_command(ctx: click.Context, /, **flags: Any) -> None:
             click.echo(f"backend {name:5} usable on {', '.join(status['devices'])} ({versions})")
         else:
             click.echo(f"backend {name:5} not usable: {status['why_not']}")
-    dense = terminal.kv_bytes(layers, kv_heads, head_dim, context, "bfloat16")
+    dense = terminal.kv_bytes(layers, kv_heads, head_dim, context, "bfloat16", flags["kv_bits"])
+    held = terminal.describe_kv("bfloat16", flags["kv_bits"])
     click.echo(
         f"\n{layers} layers x {kv_heads} kv heads of {head_dim} x {context:,} tokens: "
-        f"bfloat16 KV cache {dense / terminal.MIB:,.0f} MiB; summaries of one sequence:\n"
+        f"{held} KV cache {dense / terminal.MIB:,.0f} MiB; summaries of one sequence:\n"
     )
     click.echo(terminal.memory_table(rows))
     statistics, following = open_group_bytes(layers, kv_heads, head_dim)
@@ -289,6 +300,7 @@ def info_command(ctx: click.Context, /, **flags: Any) -> None:
         "sequence in mid-group, so that a growing group is never read back."
     )
     shape = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "context": context, "kv_bytes": dense}
+    shape["kv_bits"] = flags["kv_bits"]
     click.echo(outputs.to_json({"backends": backends, "shape": shape, "summaries": rows}))
 
 
@@ -301,8 +313,8 @@ def _backend_status(name: str) -> dict[str, Any]:
 
 
 for command in (
-    capture_command, replay_command, calibrate_command, evaluate_command, grid_command, report_command, bench_command,
-    serve_command,
+    capture_command, replay_command, calibrate_command, kv_map_command, evaluate_command, grid_command, report_command,
+    bench_command, serve_command,
 ):  # fmt: skip
     cli.add_command(command)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from eps_core.config.store import sized_method
+from eps_core.config.store import KV_BITS, sized_method
 from eps_core.errors import ConfigError, shown
 
 MOST = 2**31 - 1  # tokens, groups, layers: slots and tables are int32
@@ -104,6 +104,22 @@ class ListOf(click.ParamType):
         if len(set(parts)) < len(parts):
             self.fail(f"{shown(value)} names a value twice: drop one", param, ctx)
         return parts
+
+
+class KvBits(click.ParamType):
+    """Bits of K and of V: one number for both, or two."""
+
+    name = "BITS"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        named = {str(bits): bits for bits in KV_BITS}
+        parts = [named.get(part.strip()) for part in value.split(",")]
+        if len(parts) > 2 or None in parts:
+            choices = ", ".join(named)
+            self.fail(f"{shown(value)} is not one of {choices}, nor two of them for K and V, such as 8,4", param, ctx)
+        return parts[0], parts[-1]  # type: ignore[return-value]
 
 
 class SizedMethod(click.ParamType):

@@ -3,6 +3,7 @@
 import click
 
 from eps_core.cli.help import FILE, MODEL, option
+from eps_core.cli.numbers import KvBits
 from eps_core.config.store import DTYPE_BYTES
 from eps_core.load import BACKENDS
 
@@ -31,3 +32,7 @@ dtype_option = option(
 kv_dtype_option = option(
     "--kv-dtype", heading=MODEL, type=click.Choice(tuple(DTYPE_BYTES)), help="Of the KV cache.  [default: as --dtype]"
 )
+kv_bits_option = option(
+    "--kv-bits", heading=MODEL, type=KvBits(), default="16", show_default=True,
+    help="Of cached K and V; 8 or 4: codes with a scale for each token and head; 8,4: of K, of V; 16: as they are.",
+)  # fmt: skip

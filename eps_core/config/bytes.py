@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from operator import mul
 
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import DTYPE_BYTES, Store
+from eps_core.config.store import CacheSpec, Store
 from eps_core.summaries import table
 
 
@@ -74,6 +74,9 @@ def summary_bytes(store: Store, num_layers: int, num_kv_heads: int, head_dim: in
     return num_layers * num_kv_heads * kept
 
 
-def kv_bytes(num_layers: int, num_kv_heads: int, head_dim: int, num_tokens: int, dtype: str) -> int:
-    """Bytes of K and V of one sequence."""
-    return num_layers * num_kv_heads * num_tokens * 2 * head_dim * DTYPE_BYTES[dtype]
+def kv_bytes(
+    num_layers: int, num_kv_heads: int, head_dim: int, num_tokens: int, dtype: str, kv_bits: tuple[int, int] = (16, 16)
+) -> int:
+    """Bytes of K and V of one sequence; `kv_bits` of K and of V."""
+    spec = CacheSpec(num_layers, num_kv_heads, head_dim, 1, dtype, k_bits=kv_bits[0], v_bits=kv_bits[1])
+    return num_layers * num_kv_heads * num_tokens * spec.kv_token_bytes

@@ -145,7 +145,7 @@ def cost_of(
                 **{name: package_version(name) for name in ("numba", "triton")},
             },
             "threads": [os.cpu_count(), *(os.environ.get(f"{name}_NUM_THREADS") for name in ("OMP", "NUMBA"))],
-            "shape": [num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype],
+            "shape": [num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype, spec.k_bits, spec.v_bits],
             "max_context": min(max_context, CONTEXTS[-1]),
             "config": settled,
             "measured": 3,  # raised when something else is measured

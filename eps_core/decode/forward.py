@@ -190,7 +190,7 @@ class Decoder:
         self._check_tokens(tokens)
         total, num_groups = rows.total, rows.table.shape[1] * cache.store.groups_per_unit
         assert not fixed_rows or total <= fixed_rows, f"{total} rows for products of {fixed_rows}"
-        alone = fixed_rows > 0 and cache.kernels == "arrays"
+        alone = fixed_rows > 0 and (cache.kernels == "arrays" or cache.spec.quantised)
         if alone:
             drafts, each = (), Where.dense(cache.store, rows.table[rows.sequence], rows.seen)
         # what fills them is the first row again: finite, and thrown away

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, overload
@@ -96,6 +96,7 @@ class Session:
     checked: set[tuple[Store, bool]] = field(default_factory=set, repr=False)  # see `check_kernels`
     config: EpsConfig = EpsConfig()  # noqa: RUF009  of `generate` and `stream`; documents and arms bring their own
     verify: Verify = UNVERIFIED  # the same
+    kv_bits: tuple[int, int] = (16, 16)  # of K and of V in every cache: see `CacheSpec`
     _drafter: Decoder | None = field(default=None, repr=False)
 
     @classmethod
@@ -109,13 +110,14 @@ class Session:
         kernels: str = "auto",
         config: EpsConfig | None = None,
         verify: Verify | str = UNVERIFIED,
+        kv_bits: tuple[int, int] = (16, 16),
         **settings: Any,
     ) -> Self:
         """A model as `resolve_model` reads it, None for the demo model, on a backend. EPS as `config` says, or flat
         `settings` of `EpsConfig.of` (method="rq", budget=0.05, ..); off without them. `verify`, a Verify or its mode
         ("tokens", "bits"), makes every text the dense one: gated steps then only draft. Everything that can be refused
         is refused here; the weights are read when the decoder is first asked for. dtype auto: float32 on a CPU, else as
-        stored; kv_dtype auto: as dtype."""
+        stored; kv_dtype auto: as dtype; kv_bits of K and of V, 16: as they are."""
         config = _config_of(config, settings)
         verify = Verify(verify) if isinstance(verify, str) else verify
         verify.check(config)
@@ -130,8 +132,10 @@ class Session:
         named, kernels = kernels != "auto", resolve_kernels(kernels, module.usable_kernels(device), device)
         name = "demo" if model is None else str(model)
         session = cls(
-            name, path, spec, tokenizer, module, device, dtype, kv_dtype, kernels, named, config=config, verify=verify
-        )
+            name, path, spec, tokenizer, module, device, dtype, kv_dtype, kernels, named, config=config, verify=verify,
+            kv_bits=kv_bits,
+        )  # fmt: skip
+        session.one_unit()  # refuses what no cache can be
         reason = why_not()
         if device == "cpu" and not named and session.backend_name != "numpy" and reason is not None:
             session.fall_back(f"CPU kernels cannot be used ({reason})")
@@ -171,7 +175,7 @@ class Session:
         if self.kernels == "arrays" or emulated or {(store, verified), (store, True)} & self.checked:
             return
         self.checked.add((store, verified))
-        spec = CacheSpec(self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim, 1, self.kv_dtype)
+        spec = self.one_unit()
         with Progress("kernels: compiling and checking", "parts") as progress:
             fault = disagreement(
                 self.backend,
@@ -305,6 +309,12 @@ class Session:
             return prompts, verified(*same, self.verify, stop_tokens, drafter=self.drafter(self.verify))
         return prompts, generate(*same, stop_tokens)
 
+    def one_unit(self) -> CacheSpec:
+        """Of a cache of a single unit."""
+        k_bits, v_bits = self.kv_bits
+        shape = self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim
+        return CacheSpec(*shape, 1, self.kv_dtype, k_bits=k_bits, v_bits=v_bits)
+
     def cache_spec(self, store: Store, num_tokens: int | Sequence[int], pool_tokens: int | None = None) -> CacheSpec:
         """Of a sequence of up to `num_tokens` tokens, or of several, each with its own number; of `pool_tokens` in all
         where these are given, which must suffice. A cache larger than the machine is refused here; on a GPU its
@@ -319,14 +329,7 @@ class Session:
             f"included, need{'s' if len(lengths) == 1 else ''} {needed} pool groups of {size} tokens, and pool-tokens "
             f"{pool_tokens} holds {units}: raise it to {needed * size} or shorten the prompt",
         )
-        spec = CacheSpec(
-            self.spec.num_layers,
-            self.spec.num_kv_heads,
-            self.spec.head_dim,
-            units,
-            self.kv_dtype,
-            max_open_groups=len(lengths),
-        )
+        spec = replace(self.one_unit(), num_units=units, max_open_groups=len(lengths))
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if self.device == "cpu" and _cache_bytes(spec, store) > memory:
             raise _too_large(spec, store, f"this machine's {memory / 2**20:,.0f} MiB")
@@ -356,9 +359,8 @@ class Session:
         for length in lengths:
             kept = keep.rows(length) if keep.facts.at_prefill and not keep.facts.uneven else length
             units += spec.num_kv_heads * -(-(kept + num_new) // size)
-        shape = CacheSpec(
-            spec.num_layers, 1, spec.head_dim, units, self.kv_dtype, max_open_groups=len(lengths) * spec.num_kv_heads
-        )
+        most_open = len(lengths) * spec.num_kv_heads
+        shape = replace(self.one_unit(), num_kv_heads=1, num_units=units, max_open_groups=most_open)
         self.check_kernels(store)
         pools = HeadPools(spec.num_layers, spec.num_kv_heads, units, size)
         cache = self.backend.new_cache(shape, store, self.device, self.kernels)

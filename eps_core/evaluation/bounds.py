@@ -42,6 +42,8 @@ KEY_CODE_ARMS: tuple[dict[str, Any], ...] = (
     {"method": "meanstd", "bound_bits": 4},
 )
 CACHE_DTYPES = ("float32", "float16", "bfloat16")
+# what K and V are attended in, and the bits of each: what holds of K as it is must hold of K out of codes
+CACHES = (*((dtype, (16, 16)) for dtype in CACHE_DTYPES), ("bfloat16", (8, 8)), ("float32", (4, 8)))
 # shares of the softmax that float32 cannot hold count as nothing
 _LEAST_SHARE = 2.0**-126
 
@@ -183,6 +185,13 @@ class Trial:
     num_sequences: int
     seed: int
     kv_heads: int = 2
+    kv_bits: tuple[int, int] = (16, 16)
+
+    @property
+    def cache(self) -> str:
+        """What the cache holds, for tables."""
+        k_bits, v_bits = self.kv_bits
+        return self.dtype if self.kv_bits == (16, 16) else f"{self.dtype} of K int{k_bits}, V int{v_bits}"
 
     def config(self, **settings: Any) -> EpsConfig:
         size, mean_tokens = self.group_tokens, self.arm.get("mean_tokens", 0)
@@ -207,7 +216,7 @@ def run_bounds(backend: Backend, device: str, trial: Trial) -> dict[str, Tally]:
     k[:256] = lead[: len(k)]
     v = np.ones_like(k)
     cut = int(rng.integers(1, len(k))) if rng.integers(4) == 0 else None
-    filled = fill(backend, device, config, trial.dtype, np.ascontiguousarray(k), v, cut)
+    filled = fill(backend, device, config, trial.dtype, np.ascontiguousarray(k), v, cut, trial.kv_bits)
     table = rng.permutation(units)[: trial.num_units, None]
     return {"bounds": check_bounds(filled, hard_queries(filled, table[:, 0], trial.repeat, rng), table)}
 
@@ -232,7 +241,7 @@ def run_gate(backend: Backend, device: str, trial: Trial) -> dict[str, Tally]:
     v = rng.normal(size=k.shape).astype(np.float32) * 10.0 ** rng.uniform(-2, 2)
     # at times in two writes, the first shorter than what rq's centre waits for
     cut = int(rng.integers(1, 256)) if rng.integers(3) == 0 else None
-    filled = fill(backend, device, config, trial.dtype, np.ascontiguousarray(k), v, cut)
+    filled = fill(backend, device, config, trial.dtype, np.ascontiguousarray(k), v, cut, trial.kv_bits)
     units = len(filled.k)
     lengths = rng.integers(num_tokens // 2, num_tokens + 1, trial.num_sequences)
     lengths[: len(lengths) // 3] = num_tokens
@@ -270,7 +279,7 @@ def run_capture(
     rng = np.random.default_rng([trial.seed, 3])
     config = random_policy(trial, rng)
     num_tokens = len(k) // config.store.unit_tokens * config.store.unit_tokens
-    filled = fill(backend, device, config, trial.dtype, k[:num_tokens], v[:num_tokens])
+    filled = fill(backend, device, config, trial.dtype, k[:num_tokens], v[:num_tokens], kv_bits=trial.kv_bits)
     table = np.repeat(np.arange(len(filled.k))[None], len(q), axis=0)
     bounds = {"bounds": check_bounds(filled, q, table)} if config.store.own_bounds else {}
     few = slice(0, trial.num_sequences)

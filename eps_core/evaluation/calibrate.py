@@ -15,7 +15,6 @@ import numpy as np
 
 from eps_core.config.bytes import scoring_bytes
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
 from eps_core.decode.heads import FORMAT_VERSION, HeadPolicy, model_fingerprint, modes_of
 from eps_core.decode.session import Session
 from eps_core.evaluation.capture import first_tokens, model_name, record
@@ -163,7 +162,7 @@ def _calibrate(request: CalibrateRequest, output: outputs.Output, out: TextIO) -
         dense_layers=dense_layers,
         head_modes=modes_of(classes, dense_layers),
     )
-    token_bytes = CacheSpec(1, 1, spec.head_dim, 1, session.kv_dtype).kv_token_bytes
+    token_bytes = session.one_unit().kv_token_bytes
     pays = [break_even_tokens(config, spec.head_dim, token_bytes, float(heads.mean())) for heads in needed]
     gated = np.array([[mode == "gate" for mode in heads] for heads in policy.head_modes])
     overall = None

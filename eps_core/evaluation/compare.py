@@ -50,6 +50,7 @@ class RunRequest:
     max_new_tokens: int = 32
     dtype: str = "auto"
     kv_dtype: str = "auto"
+    kv_bits: tuple[int, int] = (16, 16)
     prefill_chunk: int = 512
     pool_tokens: int | None = None
     baseline: bool = True
@@ -94,8 +95,9 @@ def prepare(request: RunRequest) -> Job:
     request.verify.check(request.config, request.sampling.temperature, request.sampling.by)
     request.keep.check(request.config)
     session = Session.open(
-        request.model, request.backend, request.device, request.dtype, request.kv_dtype, request.kernels
-    )
+        request.model, request.backend, request.device, request.dtype, request.kv_dtype, request.kernels,
+        kv_bits=request.kv_bits,
+    )  # fmt: skip
     spec, answer = session.spec, None
     texts = [text for prompt in request.prompts for text in prompt_texts(prompt, spec.max_context)]
     if not request.prompts:
@@ -310,6 +312,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
                 "kernels": session.kernels,
                 "kernels_fault": session.fault,
                 "model": session.model,
+                "kv_bits": session.kv_bits,
             },
             config,
             job.prompt_lengths,
@@ -323,7 +326,8 @@ def _print_header(job: Job, out: TextIO) -> None:
     session, spec, request = job.session, job.session.spec, job.request
     heads = f"{spec.num_heads} query / {spec.num_kv_heads} kv heads of {spec.head_dim}"
     out.write(f"model   {session.model} ({spec.family}, {spec.num_layers} layers, {heads})\n")
-    cache = "" if session.kv_dtype == session.dtype else f", cache {session.kv_dtype}"
+    held = terminal.describe_kv(session.kv_dtype, session.kv_bits)
+    cache = "" if held == session.dtype else f", cache {held}"
     out.write(
         f"backend {session.backend_name} on {session.device}, {session.dtype}{cache}, kernels {session.kernels}\n"
     )

@@ -105,11 +105,13 @@ def fill(
     k: np.ndarray,
     v: np.ndarray,
     cut: int | None = None,
+    kv_bits: tuple[int, int] = (16, 16),
 ) -> Filled:
     """Writes k, v [T, Hkv, D] to the first slots of a new cache, in two calls where `cut` says where."""
     num_tokens, kv_heads, head_dim = k.shape
     units = -(-num_tokens // config.store.unit_tokens)
-    cache = backend.new_cache(CacheSpec(1, kv_heads, head_dim, units, dtype), config.store, device)
+    spec = CacheSpec(1, kv_heads, head_dim, units, dtype, k_bits=kv_bits[0], v_bits=kv_bits[1])
+    cache = backend.new_cache(spec, config.store, device)
     for rows in (slice(0, cut), slice(cut, None)) if cut else (slice(None),):
         keys, values = (backend.from_numpy(np.ascontiguousarray(x[rows]), "float32", device) for x in (k, v))
         cache = backend.write_kv(cache, 0, keys, values, np.arange(num_tokens)[rows])

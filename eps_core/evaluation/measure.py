@@ -16,7 +16,6 @@ from typing import Any, TextIO, TypeVar
 import numpy as np
 
 from eps_core.config.eps import EARLIER, EpsConfig
-from eps_core.config.store import CacheSpec
 from eps_core.config.verify import Verify
 from eps_core.decode.heads import model_fingerprint
 from eps_core.decode.session import Session
@@ -159,7 +158,7 @@ def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, 
     files = (*request.longbench, *request.ruler, request.longbench_prompts, request.text)
     run = run_line(
         request.config,
-        CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 1, session.kv_dtype),
+        session.one_unit(),
         session.backend_name,
         session.device,
         session.model,

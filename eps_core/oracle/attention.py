@@ -3,7 +3,7 @@
 import numpy as np
 
 from eps_core.gate.protocol import RowsRead, Scores, Selection
-from eps_core.oracle import formulas
+from eps_core.oracle import formulas, pages
 from eps_core.oracle.cache import DTYPES, Cache, State
 from eps_core.oracle.scoring import visit_mask
 from eps_core.oracle.selection import missing_groups
@@ -32,7 +32,7 @@ def attend(
             cache.kv_bytes_read += len(tokens) * cache.spec.kv_token_bytes
             tokens = tokens[tokens < length]
         units, offsets = table[b, tokens // store.unit_tokens], tokens % store.unit_tokens
-        k, v = cache.k[layer][units, head, offsets], cache.v[layer][units, head, offsets]
+        k, v = (pages.rows_of(pool[layer], units, head, offsets) for pool in (cache.k, cache.v))
         for r in range(head * repeat, (head + 1) * repeat):
             out[b, r], lse[b, r] = formulas.attend_keys(q[b, r].astype(np.float64) / np.sqrt(head_dim), k, v)
     return out, lse
@@ -53,7 +53,7 @@ def attend_rows(
     for t, head in np.ndindex(total, kv_heads):
         tokens = np.arange(int(rows.seen[t]))
         units, offsets = rows.table[rows.sequence[t], tokens // unit_tokens], tokens % unit_tokens
-        k, v = cache.k[layer][units, head, offsets], cache.v[layer][units, head, offsets]
+        k, v = (pages.rows_of(pool[layer], units, head, offsets) for pool in (cache.k, cache.v))
         for r in range(head * repeat, (head + 1) * repeat):
             query = q[t, r].astype(np.float64) / np.sqrt(head_dim)
             out[t, r], lse[t, r] = formulas.attend_keys(query, k, v)
@@ -81,7 +81,8 @@ def attend_own(cache: Cache, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tup
     """(out [B, Hq, D], lse [B, Hq]) of each token over itself alone: q [B, Hq, D], k, v [B, Hkv, D] as the cache would
     hold them."""
     dtype, repeat = DTYPES[cache.spec.dtype], q.shape[1] // k.shape[1]
-    key, value = (np.repeat(x.astype(dtype).astype(np.float64), repeat, axis=1) for x in (k, v))
+    held = (pages.held(pool[0], x.astype(dtype)) for pool, x in ((cache.k, k), (cache.v, v)))
+    key, value = (np.repeat(x.astype(np.float64), repeat, axis=1) for x in held)
     return value, (q.astype(np.float64) * key).sum(axis=2) / np.sqrt(q.shape[2])
 
 

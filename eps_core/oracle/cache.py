@@ -14,6 +14,7 @@ from eps_core.config.store import CacheSpec, Store
 from eps_core.cpu.host import host_name
 from eps_core.errors import ConfigError, overflow
 from eps_core.load import resolve_kernels
+from eps_core.oracle import pages
 from eps_core.paging.groups import GroupState, WritePlan
 from eps_core.paging.where import check_units
 from eps_core.summaries import base, table
@@ -34,8 +35,8 @@ class Cache:
     spec: CacheSpec
     store: Store
     device: str
-    k: list[np.ndarray]
-    v: list[np.ndarray]
+    k: list[pages.Pool]
+    v: list[pages.Pool]
     summaries: list[dict[str, np.ndarray]] = field(default_factory=list)
     state: list[GroupState] = field(default_factory=list)
     # running statistics of open groups [slots, Hkv, ..] float64
@@ -86,12 +87,16 @@ def new_cache(spec: CacheSpec, store: Store, device: str = "cpu", kernels: str =
     dtype = DTYPES[spec.dtype]
     layers = range(spec.num_layers)
     cache = Cache(
-        spec, store, device, [np.zeros(shape, dtype) for _ in layers], [np.zeros(shape, dtype) for _ in layers]
+        spec,
+        store,
+        device,
+        k=[pages.new_pool(shape, dtype, spec.k_bits) for _ in layers],
+        v=[pages.new_pool(shape, dtype, spec.v_bits) for _ in layers],
     )
     if store.bound_bits:
         cache.bound = Cache(spec, store.bound_store, device, cache.k, cache.v)
     if store.tail_tokens:
-        cache.tail = Cache(spec, store.tail_store, device, cache.v, cache.v)
+        cache.tail = Cache(spec.of_values(), store.tail_store, device, cache.v, cache.v)
     for one in (cache, cache.bound, cache.tail):
         if one is not None and one.store.enabled:
             check_units(store, one.store)
@@ -121,12 +126,13 @@ def write_kv(cache: Cache, layer: int, k: np.ndarray, v: np.ndarray, slots: np.n
     valid again when its last slot is written. Raises ConfigError on NaN or Inf in K, before anything is written."""
     units, offsets = np.divmod(slots, cache.store.unit_tokens)
     with np.errstate(over="ignore"):  # an overflow to Inf is what the next lines refuse
-        stored, values = k.astype(DTYPES[cache.spec.dtype]), v.astype(DTYPES[cache.spec.dtype])
+        own, others = k.astype(DTYPES[cache.spec.dtype]), v.astype(DTYPES[cache.spec.dtype])
+    stored, values = pages.held(cache.k[layer], own), pages.held(cache.v[layer], others)
     keys = stored.astype(np.float64)
     if not np.isfinite(keys).all():
         raise overflow(f"K of layer {layer}", cache.spec.dtype)
-    cache.k[layer][units, :, offsets] = stored
-    cache.v[layer][units, :, offsets] = values
+    pages.write(cache.k[layer], units, offsets, own)
+    pages.write(cache.v[layer], units, offsets, others)
     if cache.store.has_bounds and len(slots):
         for largest, array in ((cache.largest_key, stored), (cache.largest_value, values)):
             norm = np.nan_to_num(np.linalg.norm(array.astype(np.float64), axis=2), nan=np.inf, posinf=np.inf).max(
@@ -150,8 +156,8 @@ def place_kv(cache: Cache, layer: int, k: np.ndarray, v: np.ndarray, slots: np.n
     writes it again. For tokens that may be taken back; NaN and Inf are kept as they are."""
     units, offsets = np.divmod(slots, cache.store.unit_tokens)
     with np.errstate(over="ignore"):
-        cache.k[layer][units, :, offsets] = k.astype(DTYPES[cache.spec.dtype])
-        cache.v[layer][units, :, offsets] = v.astype(DTYPES[cache.spec.dtype])
+        for pool, rows in ((cache.k, k), (cache.v, v)):
+            pages.write(pool[layer], units, offsets, rows.astype(DTYPES[cache.spec.dtype]))
     for one in (cache, cache.bound, cache.tail):
         if one is not None and one.store.enabled:
             one.state[layer].void(slots)
@@ -201,9 +207,9 @@ def _stored_group(cache: Cache, layer: int, group: int, reread: bool) -> np.ndar
     """K of one full group [S, Hkv, D] float64, read from the cache; `reread` counts its bytes."""
     unit, sub = divmod(group, cache.store.seals_per_unit)
     size = cache.store.sealed_tokens
-    stored = cache.k[layer][unit, :, sub * size : (sub + 1) * size]
+    stored = pages.rows_of(cache.k[layer], unit, slice(None), slice(sub * size, (sub + 1) * size))
     if reread:
-        cache.bytes_k_reread += stored.nbytes
+        cache.bytes_k_reread += size * cache.spec.num_kv_heads * cache.spec.k_token_bytes
     return stored.astype(np.float64).swapaxes(0, 1)
 
 
@@ -221,7 +227,7 @@ def _store(cache: Cache, layer: int, group: int, head: int, summary: base.Summar
 def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
     """Copies whole units with their summaries and open groups: copy-on-write of a forked sequence's open unit."""
     for layer in range(cache.spec.num_layers):
-        for pool in (cache.k[layer], cache.v[layer]):
+        for pool in (*pages.arrays_of(cache.k[layer]), *pages.arrays_of(cache.v[layer])):
             pool[list(dst)] = pool[list(src)]
         for one in (cache, cache.bound, cache.tail):
             if one is None or not one.store.enabled:
@@ -242,7 +248,7 @@ def grow(cache: Cache, num_units: int) -> Cache:
         return np.concatenate([pool, np.zeros((num_units - len(pool), *pool.shape[1:]), pool.dtype)])
 
     for pools in (cache.k, cache.v):  # which bounds and tails share
-        pools[:] = [longer(pool) for pool in pools]
+        pools[:] = [pages.each(pool, longer) for pool in pools]
     for one in (cache, cache.bound, cache.tail):
         if one is not None:
             one.spec = replace(one.spec, num_units=num_units)
@@ -255,7 +261,8 @@ def grow(cache: Cache, num_units: int) -> Cache:
 def read_kv(cache: Cache, layer: int, table: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """K, V [length, Hkv, D] of one sequence, copied out of the pool in token order: table [M]."""
     units, offsets = np.divmod(np.arange(length), cache.store.unit_tokens)
-    return cache.k[layer][table[units], :, offsets], cache.v[layer][table[units], :, offsets]
+    k, v = (pages.rows_of(pool[layer], table[units], slice(None), offsets) for pool in (cache.k, cache.v))
+    return k, v
 
 
 def span(name: str, cache: Cache) -> AbstractContextManager[Any]:

@@ -7,7 +7,7 @@ import numpy as np
 from eps_core.config.bytes import sealed_bytes
 from eps_core.config.read import Read
 from eps_core.gate.protocol import Certificate, Scores, Selection
-from eps_core.oracle import selection
+from eps_core.oracle import pages, selection
 from eps_core.oracle.cache import Cache
 from eps_core.oracle.selection import missing_groups
 from eps_core.paging.where import Where
@@ -105,7 +105,7 @@ def _keys_of(cache: Cache, layer: int, units: np.ndarray, known: np.ndarray, hea
     """The keys [G, S, D] of groups `known` of a sequence, which lie in units [G]."""
     size = cache.store.S
     slots = (known % cache.store.groups_per_unit)[:, None] * size + np.arange(size)
-    return cache.k[layer][units[:, None], head, slots].astype(np.float64)
+    return pages.rows_of(cache.k[layer], units[:, None], head, slots).astype(np.float64)
 
 
 def select(scores: Scores, where: Where, layer: int = 0) -> Selection:

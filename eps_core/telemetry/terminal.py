@@ -331,6 +331,12 @@ def eps_json(tokens: list[int] | None, summary: dict[str, Any], config: EpsConfi
     }
 
 
+def describe_kv(dtype: str, kv_bits: tuple[int, int]) -> str:
+    """What a cache holds K and V in, in a word or two."""
+    held = [dtype if bits == 16 else f"int{bits}" for bits in kv_bits]
+    return held[0] if held[0] == held[1] else f"K {held[0]}, V {held[1]}"
+
+
 def memory_rows(
     num_layers: int,
     num_kv_heads: int,
@@ -341,12 +347,13 @@ def memory_rows(
     group_tokens: int | None = None,
     group_blocks: int | None = None,
     codes: Mapping[str, Any] | None = None,
+    kv_bits: tuple[int, int] = (16, 16),
 ) -> list[dict[str, Any]]:
     """Summary memory of one sequence by method: coarse groups (the product requirements', 8 pages) of every method but
     those of codes, then each fine one at its own group size. `dim`, the group sizes and the settings of `codes` replace
     the defaults; a second bit is kept of all codes, whatever share of them a step reads, and of none where that is
     0."""
-    dense = kv_bytes(num_layers, num_kv_heads, head_dim, num_tokens, "bfloat16")
+    dense = kv_bytes(num_layers, num_kv_heads, head_dim, num_tokens, "bfloat16", kv_bits)
     coarse = COARSE_GROUP_BLOCKS if group_blocks is None else group_blocks
     plans: list[tuple[str, str, dict[str, Any]]] = [
         ("coarse", method, {"group_blocks": coarse}) for method in METHODS[1:] if not facts(method).coded

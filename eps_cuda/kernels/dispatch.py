@@ -155,9 +155,7 @@ def attend(cache: Cache, layer: int, q: Tensor, where: Where, selection: Selecti
             cache.count_read(int(selection.uniform.sum()) * spec.num_kv_heads * size * spec.kv_token_bytes)
         else:
             cache.count_groups(counts.sum(), size * spec.kv_token_bytes)
-    return attend_kernels.attend_groups(
-        q, cache.k[layer], cache.v[layer], table, lengths, listed, counts, group_tokens=size
-    )
+    return attend_kernels.attend_groups(q, *cache.plain(layer), table, lengths, listed, counts, group_tokens=size)
 
 
 @torch.inference_mode()
@@ -171,7 +169,7 @@ def attend_rows(
     cache.count_read(int(rows.lengths.sum()) * cache.spec.num_kv_heads * cache.spec.kv_token_bytes)
     return RowsRead(
         *rows_kernels.attend_rows(
-            q, cache.k[layer], cache.v[layer], table, lengths, rows.kept[key],
+            q, *cache.plain(layer), table, lengths, rows.kept[key],
             most_rows=int(rows.num_rows.max()), group_tokens=cache.store.S, visit=visit, masses=masses,
         )
     )  # fmt: skip
@@ -195,8 +193,10 @@ def attend_tail(
 
 def covers_writing(cache: Cache, layer: int) -> bool:
     """Whether one kernel writes a decode step's tokens and all that follows from them: rq, with its centre where it has
-    one, or off."""
+    one, or off; K and V as they are."""
     store = cache.store
+    if cache.spec.quantised:
+        return False
     if not store.enabled:
         return True
     return store.facts.coded and not store.has_bounds and cache.can_encode(layer)
@@ -260,7 +260,7 @@ def write(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None
         tail = TailPools(fields["mean"], fields["mean_scale"], inner.valid[layer], store.tail_tokens)
     k, v = (x.to(cache.k[layer].dtype).contiguous() for x in (k, v))
     write_tokens(
-        k, v, slots, cache.k[layer], cache.v[layer], cache.finite[layer], valid,
+        k, v, slots, *cache.plain(layer), cache.finite[layer], valid,
         sealed_tokens=store.sealed_tokens, rq=rq, tail=tail, largest_key=None, largest_value=None,
     )  # fmt: skip
 
@@ -271,6 +271,6 @@ def place(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: Tensor, finite:
     told of NaN and Inf in the cache's place."""
     k, v = (x.to(cache.k[layer].dtype).contiguous() for x in (k, v))
     write_tokens(
-        k, v, slots, cache.k[layer], cache.v[layer], finite, None, sealed_tokens=cache.store.sealed_tokens, rq=None,
+        k, v, slots, *cache.plain(layer), finite, None, sealed_tokens=cache.store.sealed_tokens, rq=None,
         tail=None, largest_key=None, largest_value=None,
     )  # fmt: skip

@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable
 from functools import cache, wraps
 from types import ModuleType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from eps_core.cpu.kernels import why_not
 from eps_mlx.kernels import launch
@@ -12,6 +12,7 @@ from eps_mlx.kernels import launch
 P = ParamSpec("P")
 R = TypeVar("R")
 _MODULES = {"numba": "eps_mlx.kernels.cpu", "metal": "eps_mlx.kernels.dispatch"}
+TOUCH_KV = ("attend", "attend_rows")
 
 
 def usable_kernels(device: str) -> list[str]:
@@ -31,14 +32,23 @@ def kernels_module(kernels: str) -> ModuleType | None:
     return importlib.import_module(_MODULES[kernels]) if kernels in _MODULES else None
 
 
+def kernel_of(cache: Any, name: str) -> Callable[..., Any] | None:
+    """The kernel that comes before the array function of its name, of a cache or of scores; None where there is none.
+    Those that read or write K and V know them as they are, not codes."""
+    spec = getattr(cache, "spec", None)  # of a cache
+    if spec is not None and spec.quantised and name in TOUCH_KV:
+        return None
+    return getattr(kernels_module(cache.kernels), name, None)
+
+
 def routed(plain: Callable[P, R]) -> Callable[P, R]:
     """A function over arrays whose first argument names its kernels: their function of the same name comes first, where
-    there is one, and what it answers with None is done by `plain`."""
+    there is one (`kernel_of`), and what it answers with None is done by `plain`."""
     name = plain.__name__.lstrip("_")
 
     @wraps(plain)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        fast = getattr(kernels_module(args[0].kernels), name, None)  # type: ignore[attr-defined]
+        fast = kernel_of(args[0], name)
         result = None if fast is None else fast(*args, **kwargs)
         return plain(*args, **kwargs) if result is None else result
 

@@ -1,0 +1,338 @@
+"""K and V held as codes: the quantiser on every backend, exact bytes, and that everything else follows from what
+attention reads. `test_conformance.py` and `test_certificate.py` run their cases over such caches, too."""
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tiny_models
+from command import outcome
+
+from eps_core import oracle
+from eps_core.config.bytes import kv_bytes
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import DTYPE_BYTES, CacheSpec
+from eps_core.decode.session import Session
+from eps_core.errors import ConfigError
+from eps_core.load import load_backend
+from eps_core.oracle import pages as oracle_pages
+from eps_core.oracle.formulas import attend_keys
+from eps_core.paging.pool import PagePool
+from eps_core.paging.rows import Rows
+from eps_core.paging.where import Where
+
+PROMPT = "It was a dark and stormy night; the rain fell in torrents. " * 5
+HALF_STEP = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # of a cast
+CONFIG = EpsConfig.of(method="box", group_tokens=4, first_tokens=4, last_tokens=8, budget=0.3)
+
+
+def hard_rows(head_dim: int, limit: float) -> np.ndarray:
+    """[N, D] float32 of every size up to about `limit`: random, zero, denormal, one outlier, ties of codes."""
+    rng = np.random.default_rng(head_dim)
+    sizes = 10.0 ** rng.uniform(-44, np.log10(limit), (400, 1))
+    random = rng.standard_normal((400, head_dim)) / 6 * sizes
+    ties = rng.integers(-254, 255, (40, head_dim)) / 2 * 2.0 ** rng.integers(-20, 8, (40, 1))
+    ties[:, 0] = 127 * 2.0 ** rng.integers(-20, 8, 40)
+    outlier = rng.standard_normal((3, head_dim))
+    outlier[np.arange(3), np.arange(3)] = (1e3, -1e4, limit)
+    zero, denormal = np.zeros((1, head_dim)), np.full((1, head_dim), 1e-45)
+    least = np.full((3, head_dim), 2.0**-126) * np.array([[1.0], [0.9999], [1.0001]])
+    edge = np.full((2, head_dim), limit) * np.array([[1.0], [-1.0]])
+    return np.concatenate([random, ties, outlier, zero, denormal, least, edge]).astype(np.float32)
+
+
+def by_loop(row: np.ndarray, bits: int) -> tuple[np.ndarray, np.float16]:
+    """Codes and scale of one row, number by number in Python's integers and floats."""
+    most = 2 ** (bits - 1) - 1
+    largest = max(abs(float(x)) for x in row)
+    if largest < 2.0**-126:
+        return np.zeros(len(row), int), np.float16(0)
+    wanted = np.float32(largest) / np.float32(most)
+    scale = next(  # the float16 numbers from nearly the wanted one on
+        one for one in (np.float16(wanted).view(np.uint16) + np.arange(-1, 2)).astype(np.uint16).view(np.float16)
+        if one >= 0 and float(one) >= float(wanted)
+    )  # fmt: skip
+    return np.array([round(float(np.float32(x) / np.float32(scale))) for x in row]), scale
+
+
+def numbers(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Stored codes as integers."""
+    if bits == 8:
+        return codes.astype(int)
+    return np.stack([(codes & 15).astype(int) - 8, (codes >> 4).astype(int) - 8], axis=-1).reshape(len(codes), -1)
+
+
+def spec_of(bits: tuple[int, int], dtype: str = "float32", units: int = 16, head_dim: int = 16) -> CacheSpec:
+    return CacheSpec(1, 2, head_dim, units, dtype, k_bits=bits[0], v_bits=bits[1])
+
+
+# ------------------------------------------------------------------------------------------------------------ quantiser
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("head_dim", [16, 64, 96])
+def test_the_oracle_quantises_as_the_formula_says(bits: int, head_dim: int) -> None:
+    rows = hard_rows(head_dim, 4e5)
+    codes, scale = oracle_pages.quantise(rows, bits)
+    most = 2 ** (bits - 1) - 1
+    assert np.abs(numbers(codes, bits)).max() == most
+    for row, got, step in zip(rows, numbers(codes, bits), scale, strict=True):
+        want, want_step = by_loop(row, bits)
+        assert step == want_step and (got == want).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_codes_scales_and_values_are_the_same_on_every_backend(target: tuple, bits: int) -> None:
+    backend, device = target
+    for dtype in HALF_STEP:
+        rows = np.repeat(hard_rows(16, 6e4)[:, None], 2, axis=1)
+        rows[:, 1] *= -0.5
+        spec, config = spec_of((bits, bits), dtype, units=-(-len(rows) // 16)), EpsConfig.of()
+        caches = []
+        for eps, place in ((backend, device), (oracle, "cpu")):
+            k = eps.from_numpy(rows, "float32", place)
+            caches.append(eps.write_kv(eps.new_cache(spec, config.store, place), 0, k, k, np.arange(len(rows))))
+        for pool, want in ((getattr(caches[0], name)[0], getattr(caches[1], name)[0]) for name in "kv"):
+            assert (backend.to_numpy(pool.codes) == want.codes).all()
+            assert (backend.to_numpy(pool.scale) == want.scale).all()
+        table = np.arange(spec.num_units)
+        k, _ = backend.read_kv(caches[0], 0, table, len(rows))
+        want, _ = oracle.read_kv(caches[1], 0, table, len(rows))
+        assert (backend.to_numpy(k).astype(np.float32) == want.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("dtype", HALF_STEP)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_value_is_half_a_scale_and_a_cast_away(bits: int, dtype: str) -> None:
+    rows = hard_rows(64, 6e4).astype(oracle.from_numpy(np.zeros(1), dtype).dtype)
+    codes, scale = oracle_pages.quantise(rows, bits)
+    values = oracle_pages.dequantise(codes, scale, bits, rows.dtype).astype(np.float64)
+    steps = scale.astype(np.float64)[:, None]
+    least = 2.0**-25 if dtype == "float16" else 2.0**-126
+    allowed = steps / 2 + HALF_STEP[dtype] * (np.abs(rows.astype(np.float64)) + steps) + least
+    assert np.isfinite(values).all() and (np.abs(values - rows.astype(np.float64)) <= allowed).all()
+
+
+def test_float16_values_stay_within_its_range() -> None:
+    """The largest float16's scale rounds up, and its code times that is beyond."""
+    rows = np.full((1, 8), 65504, np.float16)
+    codes, scale = oracle_pages.quantise(rows, 8)
+    assert float(codes[0, 0]) * float(scale[0]) > 65519
+    assert (oracle_pages.dequantise(codes, scale, 8, np.float16) == rows).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_float32_rows_that_are_read_and_written_again_stay_what_they_are(bits: int) -> None:
+    """As where eviction moves them; scales below float16's normal numbers are too coarse for that."""
+    rows = hard_rows(64, 4e5)
+    codes, scale = oracle_pages.quantise(rows, bits)
+    again, same = oracle_pages.quantise(oracle_pages.dequantise(codes, scale, bits, np.float32), bits)
+    normal = (scale >= 2.0**-14) | (scale == 0)
+    assert normal.sum() > 100 and (scale[normal] == same[normal]).all() and (codes[normal] == again[normal]).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30], ids=["NaN", "Inf", "beyond float16's scales"])
+def test_what_no_code_can_say_is_refused_in_k_and_nan_in_v(target: tuple, bits: int, bad: float) -> None:
+    backend, device = target
+    rng = np.random.default_rng(0)
+    k = rng.standard_normal((2, 20, 2, 16)).astype(np.float32)
+    k[1, 3, 0, 5] = bad
+    config = EpsConfig.of()
+
+    def write(k: np.ndarray, v: np.ndarray):
+        cache = backend.new_cache(spec_of((bits, bits)), config.store, device)
+        given = (backend.from_numpy(x, "float32", device) for x in (k, v))
+        cache = backend.write_kv(cache, 0, *given, np.arange(20))
+        backend.check_finite(cache)
+        return cache
+
+    _, v = backend.read_kv(write(k[0], k[1]), 0, np.arange(2), 20)
+    assert (np.isnan(backend.to_numpy(v)).nonzero()[0] == 3).all() and np.isnan(backend.to_numpy(v)[3, 0]).all()
+    with pytest.raises(ConfigError, match="NaN or Inf in K of layer 0"):
+        write(k[1], k[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------- bytes
+
+
+def test_bytes_are_codes_and_scales() -> None:
+    for dtype, size in DTYPE_BYTES.items():
+        for bits, want in (((16, 16), 2 * 64 * size), ((8, 8), 132), ((4, 4), 68), ((8, 4), 100)):
+            spec = spec_of(bits, dtype, head_dim=64)
+            assert spec.kv_token_bytes == want
+            assert kv_bytes(3, 2, 64, 10, dtype, bits) == 3 * 2 * 10 * want
+    assert spec_of((16, 4), "bfloat16", head_dim=64).kv_token_bytes == 128 + 34
+    assert spec_of((16, 4), "bfloat16", head_dim=64).k_token_bytes == 128
+
+
+@pytest.mark.parametrize("bits", [(8, 8), (8, 4), (4, 16)])
+def test_a_pool_takes_the_bytes_that_are_said(target: tuple, bits: tuple[int, int]) -> None:
+    backend, device = target
+    spec = spec_of(bits, "bfloat16", units=5)
+    cache = backend.new_cache(spec, CONFIG.store, device)
+    arrays = [array for pool in (cache.k[0], cache.v[0]) for array in
+              ([pool.codes, pool.scale] if hasattr(pool, "codes") else [pool])]  # fmt: skip
+    held = sum(array.nbytes for array in arrays)
+    assert held == 5 * CONFIG.store.unit_tokens * 2 * spec.kv_token_bytes
+    longer = backend.grow(cache, 9)
+    pool = longer.k[0]
+    assert len(pool.codes) == len(pool.scale) == 9
+
+
+def test_a_run_counts_them(tmp_path: Path) -> None:
+    model = tiny_models.save_model("llama2", tmp_path / "model")
+    line = ["run", "--model", str(model), "--prompt", PROMPT, "--max-new-tokens", "4", "--method", "box",
+            "--backend", "cuda", "--device", "cpu", "--metrics", "m.jsonl", "--no-stop"]  # fmt: skip
+    read = {}
+    for bits in ("16", "8", "8,4"):
+        done = outcome([*line, "--kv-bits", bits, "--kv-dtype", "bfloat16"], tmp_path)
+        assert done.code in (None, 0), done.err
+        records = [json.loads(one) for one in (tmp_path / "m.jsonl").read_text().splitlines()]
+        cache, steps = records[0]["cache"], [one for one in records if one["type"] == "step"]
+        assert [cache["k_bits"], cache["v_bits"]] == json.loads(done.out.splitlines()[-1])["kv_bits"]
+        read[bits] = [(one["bytes_kv_read_est"], one["bytes_kv_dense"], one["pages_visited"]) for one in steps]
+        each = {"16": 4 * cache["head_dim"], "8": 2 * cache["head_dim"] + 4, "8,4": cache["head_dim"] * 3 // 2 + 4}
+        tokens, size = records[0]["prompt_tokens"], records[0]["config"]["group_tokens"]
+        for i, step in enumerate(steps):
+            heads = cache["num_layers"] * cache["num_kv_heads"]
+            assert step["bytes_kv_dense"] == (tokens + i) * heads * each[bits]
+            assert step["bytes_kv_read_est"] == step["pages_visited"] * size * each[bits]
+    assert read["16"] != read["8"] != read["8,4"]
+
+
+# ------------------------------------------------------------------------------------------------------------ attention
+
+
+@pytest.mark.kernels("numba", "triton", "metal")
+@pytest.mark.parametrize("bits", [(8, 8), (4, 8), (8, 16)])
+def test_attention_is_over_the_dequantised(target: tuple, bits: tuple[int, int]) -> None:
+    """Gated, dense and of rows, by float64 from the quantiser alone."""
+    backend, device = target
+    rng = np.random.default_rng(1)
+    length, head_dim = 150, 16
+    k, v = rng.standard_normal((2, length, 2, head_dim)).astype(np.float32)
+    q = rng.standard_normal((1, 4, head_dim)).astype(np.float32)
+    cache = backend.new_cache(spec_of(bits), CONFIG.store, device)
+    given = (backend.from_numpy(x, "float32", device) for x in (k, v))
+    cache = backend.write_kv(cache, 0, *given, np.arange(length))
+    table, lengths = np.arange(10, dtype=np.int32)[None], np.array([length])
+    where = Where.of(CONFIG, table, lengths)
+    native = backend.from_numpy(q, "float32", device)
+    chosen = backend.select(backend.score(cache, 0, native, where), where)
+    gated, _ = backend.attend(cache, 0, native, where, chosen)
+    dense, _ = backend.attend(cache, 0, native, where, None)
+    rows = Rows.of(table, lengths, np.array([1]))
+    read = backend.attend_rows(cache, 0, native, rows)
+    held = [
+        x if one == 16 else oracle_pages.dequantise(*oracle_pages.quantise(x, one), one, np.float32)
+        for x, one in zip((k, v), bits, strict=True)
+    ]
+    groups, counts = backend.to_numpy(chosen.groups), backend.to_numpy(chosen.counts)
+    for r in range(4):
+        a, head = q[0, r].astype(np.float64) / np.sqrt(head_dim), r // 2
+        tokens = (groups[0, head, : counts[0, head], None] * 4 + np.arange(4)).reshape(-1)
+        tokens = tokens[tokens < length]
+        for got, seen in ((gated, tokens), (dense, np.arange(length)), (read.out, np.arange(length))):
+            want, _ = attend_keys(a, held[0][seen, head], held[1][seen, head])
+            assert np.abs(backend.to_numpy(got)[0, r] - want).max() < 2e-5
+            # and not over what was written
+            other, _ = attend_keys(a, k[seen, head], v[seen, head])
+            assert np.abs(want - other).max() > 1e-4
+
+
+def test_placed_tokens_are_codes_and_a_copy_takes_scales_along(target: tuple) -> None:
+    backend, device = target
+    rng = np.random.default_rng(2)
+    k, v = rng.standard_normal((2, 16, 2, 16)).astype(np.float32)
+    k[5] *= 100
+    cache = backend.new_cache(spec_of((8, 4), "bfloat16"), CONFIG.store, device)
+    given = [backend.from_numpy(x, "float32", device) for x in (k, v)]
+    cache = backend.place_kv(cache, 0, *given, np.arange(16))
+    cache = backend.copy_units(cache, [0], [7])
+    pairs = [backend.read_kv(cache, 0, np.array([unit]), 16) for unit in (0, 7)]
+    for which, (got, copied) in enumerate(zip(*pairs, strict=True)):
+        held = (k, v)[which].astype(ml_dtypes.bfloat16)
+        bits = (8, 4)[which]
+        want = oracle_pages.dequantise(*oracle_pages.quantise(held, bits), bits, held.dtype)
+        assert (backend.to_numpy(got) == want).all() and (backend.to_numpy(copied) == want).all()
+
+
+def test_a_shared_prefix_keeps_its_codes(target: tuple) -> None:
+    """Full pages that the pool already holds are read, not written, by who comes second."""
+    backend, device = target
+    rng = np.random.default_rng(3)
+    k, v = (backend.from_numpy(x, "float32", device) for x in rng.standard_normal((2, 32, 2, 16)).astype(np.float32))
+    pool, cache = PagePool(16, CONFIG.store.unit_tokens), backend.new_cache(spec_of((8, 4)), CONFIG.store, device)
+    first, _ = pool.open(list(range(32)))
+    slots, _ = pool.append(first, list(range(32)))
+    cache = backend.write_kv(cache, 0, k, v, slots)
+    second, shared = pool.open([*range(32), 99])
+    assert shared == 32
+    tables = [pool.table([one])[0] for one in (first, second)]
+    for got, want in zip(*(backend.read_kv(cache, 0, table, 32) for table in tables), strict=True):
+        assert (backend.to_numpy(got) == backend.to_numpy(want)).all() and np.abs(backend.to_numpy(got)).max() > 0
+
+
+def test_a_pool_of_an_engine_holds_no_codes() -> None:
+    eps = load_backend("cuda")
+    store = EpsConfig.of().store
+    pools = [(eps.new_cache(spec_of((16, 16)), store, "cpu").k[0],) * 2]
+    with pytest.raises(ValueError, match="no cache of codes can live in them"):
+        eps.new_cache(spec_of((8, 8)), store, "cpu", "arrays", pools)
+
+
+# --------------------------------------------------------------------------------------------------------------- runs
+
+
+def test_backends_say_the_same_of_the_demo_prompt() -> None:
+    """A tenth of it, that numpy can decode in seconds."""
+    texts = set()
+    for name in ("numpy", "mlx", "cuda"):
+        session = Session.open(None, name, "cpu", kv_bits=(8, 8), method="rq")
+        texts.add(session.generate("The pass key is 48215. Remember it. " + PROMPT + "The pass key is", 8).text)
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("mode", ["tokens", "bits"])
+def test_verified_text_is_the_dense_one_of_the_same_cache(tmp_path: Path, mode: str) -> None:
+    model = tiny_models.save_model("llama2", tmp_path / "model")
+    settings = {"method": "box", "budget": 0.2, "kv_bits": (8, 4)}
+    asked = Session.open(model, "cuda", "cpu", verify=mode, **settings)
+    dense = Session.open(model, "cuda", "cpu", kv_bits=(8, 4))
+    assert asked.generate(PROMPT, 24).tokens == dense.generate(PROMPT, 24).tokens
+
+
+def test_wrong_bits_and_other_engines_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="kv-bits 2 is not one of 16, 8, 4"):
+        spec_of((2, 8))
+    with pytest.raises(ConfigError, match="head dim 33 is odd: use --kv-bits 8"):
+        spec_of((4, 8), head_dim=33)
+    line = ["run", "--engine", "transformers", "--kv-bits", "8", "--method", "rq"]
+    done = outcome(line, tmp_path)
+    assert done.code == 2 and "--kv-bits belongs to our own decoders: drop it" in done.err
+
+
+# ------------------------------------------------------------------------------------------------------- tests of tests
+
+
+@pytest.mark.parametrize("fault", ["rounds down", "forgets the scale", "asymmetric"])
+def test_a_wrong_quantiser_fails_the_loop(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = oracle_pages.quantise
+
+    def wrong(rows: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+        codes, scale = right(rows, bits)
+        if fault == "rounds down":
+            with np.errstate(divide="ignore", invalid="ignore"):
+                codes = np.nan_to_num(np.floor(rows / scale.astype(np.float32)[..., None])).astype(np.int8)
+        elif fault == "forgets the scale":
+            scale = np.where(scale > 0, np.float16(1), scale)
+        else:
+            codes = np.maximum(codes, -100)
+        return codes, scale
+
+    monkeypatch.setattr(oracle_pages, "quantise", wrong)
+    with pytest.raises(AssertionError):
+        test_the_oracle_quantises_as_the_formula_says(8, 64)
