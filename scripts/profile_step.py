@@ -22,8 +22,9 @@ from whole_step import MODELS
 
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.generate import generate
+from eps_core.decode.prefix import Prefix
 from eps_core.decode.sampling import Sampling
-from eps_core.decode.session import Prefix, Session
+from eps_core.decode.session import Session
 from eps_core.errors import exit_code
 from eps_core.telemetry.provenance import git_commit
 

@@ -26,6 +26,22 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "unknown-device": (["run", "--device", "tpu"], "tpu"),
     "unknown-dtype": (["run", "--dtype", "int8"], "int8"),
     "unknown-kv-dtype": (["run", "--kv-dtype", "fp8"], "fp8"),
+    "evict-without-keep": (["run", "--kv-evict", "snapkv"], "must know how much to keep: add --kv-keep 0.25"),
+    "keep-without-evict": (["run", "--kv-keep", "0.5"], "--kv-keep means nothing without eviction"),
+    "unknown-evict": (["run", "--kv-evict", "lru", "--kv-keep", "0.5"], "'lru' is not one of 'off', 'streaming'"),
+    "evict-by-the-future": (["run", "--kv-evict", "oracle", "--kv-keep", "0.5"], "'oracle' is not one of"),
+    "keep-nothing": (["run", "--kv-evict", "h2o", "--kv-keep", "0"], "kv-keep 0.0 keeps nothing"),
+    "keep-a-part-of-a-row": (["run", "--kv-evict", "h2o", "--kv-keep", "1.5"], "neither a share up to 1 nor a whole"),
+    "evict-and-verify": (
+        ["run", "--kv-evict", "h2o", "--kv-keep", "0.5", "--eps-verify", "tokens"], "each other, as a dense pass"),
+    "evict-and-audit": (
+        ["run", "--kv-evict", "h2o", "--kv-keep", "0.5", "--audit-every", "2"], "exclude each other, as an audit"),
+    "evict-in-an-engine": (
+        ["run", "--engine", "transformers", "--kv-evict", "h2o", "--kv-keep", "0.5"], "as its engine owns the cache"),
+    "evict-and-union": (
+        ["run", "--kv-evict", "h2o", "--kv-keep", "0.5", "--eps-scope", "union"], "eps-scope union reads the same in"),
+    "evict-and-centre": (
+        ["run", "--kv-evict", "h2o", "--kv-keep", "0.5", "--eps-unit-tokens", "0"], "use eps-unit-tokens 32 or 64"),
     "unknown-kv-bits": (["run", "--kv-bits", "5"], "'5' is not one of 16, 8, 4"),
     "too-many-kv-bits": (["info", "--kv-bits", "8,8,4"], "nor two of them for K and V"),
     "kv-bits-of-an-odd-head-dim": (["info", "--head-dim", 33, "--kv-bits", "8,4"], "head dim 33 is odd"),

@@ -405,20 +405,48 @@ def test_what_eps_cannot_gate_then_is_refused(flat: dict[str, Any], message: str
     Keep().check(EpsConfig.of(method="rq", **flat))
 
 
+def test_codes_that_a_move_would_change_are_refused(model: Path) -> None:
+    session = Session.open(model, "numpy", kv_dtype="bfloat16", kv_bits=(8, 8))
+    with pytest.raises(ConfigError, match="codes of a bfloat16 cache are others after a move: use kv-dtype float32"):
+        session.evicting(Keep("snapkv", 0.5), EpsConfig().store, [10], 1)
+
+
+def test_moved_codes_are_the_same_codes(target, model: Path) -> None:
+    """Rows that are read and written again, as an eviction does, are the same numbers in float32."""
+    backend, device = target
+    session = Session.open(str(model), backend_name(backend), device, "float32", kernels="arrays", kv_bits=(8, 4))
+    rng, spec = np.random.default_rng(0), session.spec
+    cache, pool = session.cache(EpsConfig().store, 64)
+    sequence, _ = pool.open()
+    slots, _ = pool.append(sequence, [0] * 64)
+    (table,) = pool.table([sequence])
+    shape = (64, spec.num_kv_heads, spec.head_dim)
+    k, v = (
+        session.backend.from_numpy(rng.standard_normal(shape) * rng.exponential(3, (64, 1, 1)), "float32", device)
+        for _ in range(2)
+    )
+    cache = session.backend.write_kv(cache, 0, k, v, slots)
+    first = [session.backend.to_numpy(one) for one in session.backend.read_kv(cache, 0, table, 64)]
+    cache = session.backend.write_kv(cache, 0, *session.backend.read_kv(cache, 0, table, 64), slots)
+    for a, b in zip(first, session.backend.read_kv(cache, 0, table, 64), strict=True):
+        np.testing.assert_array_equal(a, session.backend.to_numpy(b))
+
+
 def test_rows_of_a_prompt() -> None:
     assert Keep("snapkv", 0.25).rows(10) == 3 and Keep("snapkv", 1.0).rows(10) == 10
     assert Keep("snapkv", 64.0).rows(10) == 10 and Keep("snapkv", 64.0).rows(1000) == 64
     assert Rule(4, 32) == Keep("snapkv").rule
 
 
-def test_a_run_says_the_same_on_every_backend(target, model: Path) -> None:
+@pytest.mark.parametrize("kv_bits", [(16, 16), (8, 4)])
+def test_a_run_says_the_same_on_every_backend(target, model: Path, kv_bits: tuple[int, int]) -> None:
     backend, device = target
     results = []
     for name, on in (("numpy", "cpu"), (backend_name(backend), device)):
         request = compare.RunRequest(
             EpsConfig.of(method="rq", first_tokens=2, last_tokens=4, budget=0.3), compare.Sampling(), name, on, model,
             ("It was a dark and stormy night; the rain fell in torrents. " * 3, "once upon a time, there was"), 12,
-            "float32", keep=Keep("snapkv", 0.5, **RULE), kl=True,
+            "float32", keep=Keep("keydiff", 0.5, 4, **RULE), kl=True, kv_bits=kv_bits,
         )  # fmt: skip
         results.append(compare.run(request, io.StringIO()))
     a, b = results

@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.model import DEMO_MODEL
+from eps_core.decode.prefix import Prefix
 from eps_core.decode.sampling import Sampling
-from eps_core.decode.session import Prefix, Session
+from eps_core.decode.session import Session
 from eps_core.engine.settings import Settings
 from eps_core.errors import ConfigError
 from eps_core.evaluation.compare import demo_document

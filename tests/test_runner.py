@@ -13,7 +13,8 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.store import Store
 from eps_core.decode import session as session_module
 from eps_core.decode.generate import generate
-from eps_core.decode.session import Prefix, Session
+from eps_core.decode.prefix import Prefix
+from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.evaluation.runner import DENSE, GREEDY, Document, Outcome, decode, run_batch, run_document
 

@@ -2,7 +2,6 @@
 
 import io
 import os
-import platform
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -15,14 +14,14 @@ from eps_core.cli.captures import calibrate_command, capture_command, replay_com
 from eps_core.cli.engines import OWN, engine_option, run_in_engine, serve_command
 from eps_core.cli.evaluate import evaluate_command
 from eps_core.cli.grid import grid_command, report_command
-from eps_core.cli.help import CHECKS, DECODING, FILE, INPUT, MODEL, OUTPUT, OUTPUT_FILE, Group, option
+from eps_core.cli.help import CHECKS, DECODING, FILE, INPUT, OUTPUT, OUTPUT_FILE, Group, option
+from eps_core.cli.info import info_command
 from eps_core.cli.keep import keep_of, keep_options
 from eps_core.cli.kv_map import kv_map_command
 from eps_core.cli.numbers import COUNT, SEED, TOKENS, Real
 from eps_core.cli.options import (
     AUTO,
     DEMO_METHOD,
-    code_settings,
     config_of,
     flag,
     given_flags,
@@ -40,15 +39,13 @@ from eps_core.cli.source import (
     model_option,
 )
 from eps_core.cli.verify import verify_of, verify_options
-from eps_core.config.bytes import open_group_bytes
 from eps_core.decode.model import DEMO_MODEL
 from eps_core.decode.sampling import RULES as DRAW_RULES
 from eps_core.decode.sampling import Sampling
 from eps_core.errors import DISTRIBUTION, ConfigError, fault_line
 from eps_core.files import outputs
-from eps_core.load import BACKENDS, load_backend
 from eps_core.summaries.table import facts
-from eps_core.telemetry import provenance, steps, terminal
+from eps_core.telemetry import steps, terminal
 
 DEMO_NEW_TOKENS = 16
 # flags that a request calls the same
@@ -240,81 +237,9 @@ def _prompts(flags: dict[str, Any]) -> tuple[str | Path, ...]:
     return paths if prompt is None else (prompt,)
 
 
-@cli.command(
-    "info",
-    examples={
-        "eps-proto info": "what is usable here, what summaries take",
-        "eps-proto info --model DIR --context 32768": "for your model's shape",
-        "eps-proto info --layers 32 --kv-heads 8 --head-dim 128 --eps-refine 0": "rq without its second bit",
-    },
-)
-@option("--model", heading=MODEL, type=FILE, metavar="MODEL", help="Take the shape from its config.json.")
-@option("--layers", heading=MODEL, type=TOKENS, default=32, show_default=True)
-@option("--kv-heads", heading=MODEL, type=TOKENS, default=32, show_default=True)
-@option("--head-dim", heading=MODEL, type=TOKENS, default=128, show_default=True)
-@option("--context", heading=MODEL, type=TOKENS, help="Tokens.  [default: 65536, or the model's context]")
-@kv_bits_option
-@summary_options
-@click.pass_context
-def info_command(ctx: click.Context, /, **flags: Any) -> None:
-    """Print devices, versions, usable backends, and the memory that summaries take for a model shape.
-
-    The last line of stdout is one JSON object with the same numbers.
-    """
-    given = given_flags(ctx, flags)
-    layers, kv_heads, head_dim = flags["layers"], flags["kv_heads"], flags["head_dim"]
-    context = flags["context"] or 65536
-    if flags["model"] is not None:
-        if given & {"layers", "kv_heads", "head_dim"}:
-            raise click.UsageError("--model already says the shape: drop --layers, --kv-heads and --head-dim")
-        from eps_core.decode.hub import resolve_model
-        from eps_core.decode.model import read_spec
-
-        spec = read_spec(resolve_model(flags["model"], weights=False))
-        layers, kv_heads, head_dim = spec.num_layers, spec.num_kv_heads, spec.head_dim
-        context = flags["context"] or spec.max_context
-    if flags["eps_group_tokens"] is not None and flags["eps_group_blocks"] is not None:
-        raise click.UsageError("--eps-group-tokens and --eps-group-blocks say the same thing twice: give one of them")
-    rows = terminal.memory_rows(
-        layers, kv_heads, head_dim, context, flags["block_size"], flags["eps_dim"], flags["eps_group_tokens"],
-        flags["eps_group_blocks"], code_settings(flags), flags["kv_bits"],
-    )  # fmt: skip
-    backends = {name: _backend_status(name) for name in BACKENDS}
-    click.echo(f"eps {provenance.package_version() or '(not installed)'}, Python {platform.python_version()}")
-    for name, status in backends.items():
-        if status["usable"]:
-            versions = ", ".join(f"{package} {version}" for package, version in status["versions"].items())
-            click.echo(f"backend {name:5} usable on {', '.join(status['devices'])} ({versions})")
-        else:
-            click.echo(f"backend {name:5} not usable: {status['why_not']}")
-    dense = terminal.kv_bytes(layers, kv_heads, head_dim, context, "bfloat16", flags["kv_bits"])
-    held = terminal.describe_kv("bfloat16", flags["kv_bits"])
-    click.echo(
-        f"\n{layers} layers x {kv_heads} kv heads of {head_dim} x {context:,} tokens: "
-        f"{held} KV cache {dense / terminal.MIB:,.0f} MiB; summaries of one sequence:\n"
-    )
-    click.echo(terminal.memory_table(rows))
-    statistics, following = open_group_bytes(layers, kv_heads, head_dim)
-    click.echo(
-        f"\n{' and '.join(following)} also keep {statistics / terminal.MIB:,.1f} MiB of running statistics for each "
-        "sequence in mid-group, so that a growing group is never read back."
-    )
-    shape = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "context": context, "kv_bytes": dense}
-    shape["kv_bits"] = flags["kv_bits"]
-    click.echo(outputs.to_json({"backends": backends, "shape": shape, "summaries": rows}))
-
-
-def _backend_status(name: str) -> dict[str, Any]:
-    try:
-        backend = load_backend(name)
-        return {"usable": True, "devices": backend.devices(), "versions": backend.versions(), "why_not": None}
-    except ConfigError as error:
-        return {"usable": False, "devices": [], "versions": {}, "why_not": str(error)}
-
-
 for command in (
     capture_command, replay_command, calibrate_command, kv_map_command, evaluate_command, grid_command, report_command,
-    bench_command, serve_command,
+    bench_command, serve_command, info_command,
 ):  # fmt: skip
     cli.add_command(command)
 

@@ -42,7 +42,7 @@ class Observed:
         for name in ("_sums", "_squares"):
             setattr(one, name, [list(layer) for layer in getattr(self, name)])
         one._queries = [q[len(q) - min(len(q), facts.window) :] for q in self._queries]
-        one._pairs, one._moduli = ([array.copy() for array in arrays] for arrays in (self._pairs, self._moduli))
+        one._pairs, one._moduli = [pairs.copy() for pairs in self._pairs], [moduli.copy() for moduli in self._moduli]
         one._seen, one.future = list(self._seen), self.future
         return one
 

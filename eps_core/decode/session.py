@@ -22,6 +22,7 @@ from eps_core.decode.hub import resolve_model
 from eps_core.decode.kernel_check import disagreement
 from eps_core.decode.model import DEMO_MODEL, read_spec
 from eps_core.decode.observe import Observed
+from eps_core.decode.prefix import Prefix
 from eps_core.decode.prompts import encode_prompts
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.spec import ModelSpec
@@ -29,38 +30,15 @@ from eps_core.decode.tokenizer import encode, load_tokenizer
 from eps_core.decode.verified import verified
 from eps_core.errors import ConfigError, require
 from eps_core.evict.keep import Keep
-from eps_core.gate.protocol import Array, Backend
+from eps_core.gate.protocol import Backend
 from eps_core.load import backend_name, load_backend, resolve_kernels
 from eps_core.paging.heads import HeadPools
 from eps_core.paging.pool import PagePool
-from eps_core.paging.pool import Sequence as PagedSequence
 from eps_core.telemetry.rounds import summarise_rounds
 from eps_core.telemetry.steps import summarise
 from eps_core.telemetry.terminal import Progress, TextStream
 
 UNVERIFIED = Verify()
-
-
-@dataclass(frozen=True, eq=False)
-class Prefix:
-    """A document's start after its dense prefill, to be written into any cache of its model, whatever that keeps."""
-
-    tokens: list[int]
-    keys_values: list[tuple[Array, Array]]  # of each layer [T, Hkv, D]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(array.nbytes for pair in self.keys_values for array in pair)
-
-    def into(self, backend: Backend, cache: Any, pool: PagePool, room: int = 0) -> tuple[PagedSequence, Any]:
-        """(sequence, cache) with these tokens written, and units for `room` more side by side with theirs."""
-        length = len(self.tokens)
-        sequence, _ = pool.open()
-        slots, _ = pool.append(sequence, [*self.tokens, *[0] * room])
-        pool.rewind(sequence, length)
-        for layer, (k, v) in enumerate(self.keys_values):
-            cache = backend.write_kv(cache, layer, k, v, slots[:length])
-        return sequence, cache
 
 
 @dataclass(frozen=True)
@@ -355,6 +333,11 @@ class Session:
         """(decoder, cache, pools), empty, for prompts of `lengths` tokens that go on for `num_new`: see
         `decode.evicting`. Policies that divide rows unevenly may give a head all of them, and find room for it."""
         spec, size = self.spec, store.unit_tokens
+        require(
+            self.kv_bits == (16, 16) or self.kv_dtype == "float32",
+            f"kv-evict {keep.policy} moves rows, and codes of a {self.kv_dtype} cache are others after a move: use "
+            "kv-dtype float32, or kv-bits 16",
+        )
         units = 0
         for length in lengths:
             kept = keep.rows(length) if keep.facts.at_prefill and not keep.facts.uneven else length

@@ -14,8 +14,9 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.verify import Verify
+from eps_core.decode.prefix import Prefix
 from eps_core.decode.sampling import Sampling
-from eps_core.decode.session import Prefix, Session
+from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.evaluation.grid_settings import Setting
 from eps_core.evaluation.grid_verified import Measured, decode_both, needle_numbers

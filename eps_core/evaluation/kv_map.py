@@ -14,7 +14,8 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import KV_BITS, Store
-from eps_core.decode.session import Prefix, Session
+from eps_core.decode.prefix import Prefix
+from eps_core.decode.session import Session
 from eps_core.errors import overflow
 from eps_core.evaluation.capture import first_tokens, model_name
 from eps_core.files import outputs

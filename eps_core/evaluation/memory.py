@@ -13,7 +13,8 @@ import numpy as np
 from eps_core.config.bytes import summary_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.observe import Observed
-from eps_core.decode.session import Prefix, Session
+from eps_core.decode.prefix import Prefix
+from eps_core.decode.session import Session
 from eps_core.evaluation.curves import Tally, needle, text_document
 from eps_core.evaluation.runner import DENSE, Document, Outcome, decode, run_batch
 from eps_core.evaluation.statistics import bootstrap_interval
@@ -95,7 +96,8 @@ class Kept(Tally):
 def tally_document(session: Session, plan: Plan, kind: str, index: int) -> tuple[dict[int, Kept], bool]:
     """One document through every arm: (tallies by the arm's index, whether dense attention answered it)."""
     if kind == "text":
-        document, answer = text_document(session, plan.context_tokens, plan.text_steps, plan.seed, index), []
+        document = text_document(session, plan.context_tokens, plan.text_steps, plan.seed, index)
+        answer: list[int] = []
     else:
         document, answer = needle(session, plan, index)
     outcomes = run_arms(session, document, plan.arms)

@@ -17,8 +17,9 @@ from eps_core.config.verify import Verify
 from eps_core.decode.forward import Decoder
 from eps_core.decode.generate import generate
 from eps_core.decode.model import ModelSpec
+from eps_core.decode.prefix import Prefix
 from eps_core.decode.sampling import Sampling
-from eps_core.decode.session import UNVERIFIED, Prefix, Session
+from eps_core.decode.session import UNVERIFIED, Session
 from eps_core.decode.verified import verified
 from eps_core.gate.stats import LayerStats
 from eps_core.summaries.rq import CENTRE_TOKENS

@@ -147,9 +147,9 @@ class HeadPools:
         """A second sequence with the same rows: (it, of each layer the unit copies [(src, dst, rows)]). Full units are
         shared; the open ones are copied, by the caller, before anything is written. Raises ConfigError, and changes
         nothing, where a layer has no room for these."""
-        for layer, pool in enumerate(self.pools):
-            open_units = sum(one.length % self.unit_tokens > 0 for one in sequence.heads[layer])
-            pool.require(open_units, f"layer {layer} of a fork of {sequence.length} tokens")
+        for index, (pool, layer) in enumerate(zip(self.pools, sequence.heads, strict=True)):
+            open_units = sum(one.length % self.unit_tokens > 0 for one in layer)
+            pool.require(open_units, f"layer {index} of a fork of {sequence.length} tokens")
         child = HeadSequence(sequence.length, [], [list(layer) for layer in sequence.positions])
         copies: list[list[tuple[int, int, int]]] = []
         for pool, layer in zip(self.pools, sequence.heads, strict=True):

@@ -5,14 +5,11 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from eps_core.config.bytes import kv_bytes, summary_bytes, summary_group_bytes
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import COARSE_GROUP_BLOCKS, METHODS
 from eps_core.evict.keep import Keep
-from eps_core.summaries.table import KEY_CODES, facts
 from eps_core.telemetry.rounds_shown import rounds_rows
 
 MIB = 2**20
@@ -317,6 +314,9 @@ def eps_json(tokens: list[int] | None, summary: dict[str, Any], config: EpsConfi
         "method": config.store.method,
         "policy": config.read.policy,
         "bytes_summary_read": summary["bytes_summary_read"],
+        "kept_ratio": summary["kept_ratio"],
+        "rows_moved": summary["rows_moved"],
+        "pages_freed": summary["pages_freed"],
         "pages_total": summary["pages_total"],
         "pages_visited": summary["pages_visited"],
         "pages_skipped": summary["pages_skipped"],
@@ -335,80 +335,3 @@ def describe_kv(dtype: str, kv_bits: tuple[int, int]) -> str:
     """What a cache holds K and V in, in a word or two."""
     held = [dtype if bits == 16 else f"int{bits}" for bits in kv_bits]
     return held[0] if held[0] == held[1] else f"K {held[0]}, V {held[1]}"
-
-
-def memory_rows(
-    num_layers: int,
-    num_kv_heads: int,
-    head_dim: int,
-    num_tokens: int,
-    block_size: int = 16,
-    dim: int | None = None,
-    group_tokens: int | None = None,
-    group_blocks: int | None = None,
-    codes: Mapping[str, Any] | None = None,
-    kv_bits: tuple[int, int] = (16, 16),
-) -> list[dict[str, Any]]:
-    """Summary memory of one sequence by method: coarse groups (the product requirements', 8 pages) of every method but
-    those of codes, then each fine one at its own group size. `dim`, the group sizes and the settings of `codes` replace
-    the defaults; a second bit is kept of all codes, whatever share of them a step reads, and of none where that is
-    0."""
-    dense = kv_bytes(num_layers, num_kv_heads, head_dim, num_tokens, "bfloat16", kv_bits)
-    coarse = COARSE_GROUP_BLOCKS if group_blocks is None else group_blocks
-    plans: list[tuple[str, str, dict[str, Any]]] = [
-        ("coarse", method, {"group_blocks": coarse}) for method in METHODS[1:] if not facts(method).coded
-    ]
-    for method in METHODS[1:]:
-        if facts(method).group_tokens is not None:
-            plans.append(("fine", method, {"group_tokens": group_tokens}))
-    plans.append(("fine", KEY_CODES, {"group_tokens": group_tokens, "rq_bounds": True}))
-    plans.append(("fine", KEY_CODES, {"group_tokens": group_tokens, "bound_bits": 8}))
-    rows = []
-    for kind, method, settings in plans:
-        if facts(method).dim is not None:
-            settings["dim"] = dim
-        if facts(method).coded:
-            settings |= codes or {}
-            if "rq_bounds" in settings:  # which read codes whole
-                settings["stages"] = None
-        config = EpsConfig.of(method=method, block_size=block_size, **settings)
-        num_bytes = summary_bytes(config.store, num_layers, num_kv_heads, head_dim, num_tokens)
-        rows.append(
-            {
-                "kind": kind,
-                "method": method,
-                "dim": config.store.dim,
-                "bits": config.store.code_bits,
-                "mean_tokens": config.store.mean_tokens or None,
-                "rq_bounds": config.store.rq_bounds,
-                "bound_bits": config.store.bound_bits,
-                "group_tokens": config.store.S,
-                "bytes_per_group": summary_group_bytes(config.store, head_dim),
-                "summary_bytes": num_bytes,
-                "summary_mib": num_bytes / MIB,
-                "share_of_kv": num_bytes / dense,
-            }
-        )
-    return rows
-
-
-def memory_table(rows: Sequence[dict[str, Any]]) -> str:
-    cells = []
-    for row in rows:
-        name = row["method"]
-        if row["bits"] is not None:
-            name += f" {row['bits']} bit" + (f" about {row['mean_tokens']}" if row["mean_tokens"] else "")
-            name += " with bounds" if row["rq_bounds"] else ""
-            name += f", {row['bound_bits']}-bit keys" if row["bound_bits"] else ""
-        elif row["dim"] is not None:
-            name += f" dim {row['dim']}"
-        cells.append(
-            [
-                f"{row['kind']:6}  {name}",
-                str(row["group_tokens"]),
-                f"{row['bytes_per_group']:,}",
-                f"{row['summary_mib']:,.1f}",
-                f"{100 * row['share_of_kv']:.2f} %",
-            ]
-        )
-    return table(cells, ["groups  method", "tokens a group", "bytes a group", "MiB", "of bf16 KV"])

@@ -1,0 +1,112 @@
+"""What a cache takes of a model shape: summaries by method; K and V by what is kept of them and in how many bits."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from eps_core.config.bytes import kv_bytes, summary_bytes, summary_group_bytes
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import COARSE_GROUP_BLOCKS, KV_BITS, METHODS
+from eps_core.summaries.table import KEY_CODES, facts
+from eps_core.telemetry.terminal import MIB, table
+
+KEPT_SHARES = (1.0, 0.5, 0.25, 0.125)
+
+
+def memory_rows(
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_tokens: int,
+    block_size: int = 16,
+    dim: int | None = None,
+    group_tokens: int | None = None,
+    group_blocks: int | None = None,
+    codes: Mapping[str, Any] | None = None,
+    kv_bits: tuple[int, int] = (16, 16),
+) -> list[dict[str, Any]]:
+    """Summary memory of one sequence by method: coarse groups (the product requirements', 8 pages) of every method but
+    those of codes, then each fine one at its own group size. `dim`, the group sizes and the settings of `codes` replace
+    the defaults; a second bit is kept of all codes, whatever share of them a step reads, and of none where that is
+    0."""
+    dense = kv_bytes(num_layers, num_kv_heads, head_dim, num_tokens, "bfloat16", kv_bits)
+    coarse = COARSE_GROUP_BLOCKS if group_blocks is None else group_blocks
+    plans: list[tuple[str, str, dict[str, Any]]] = [
+        ("coarse", method, {"group_blocks": coarse}) for method in METHODS[1:] if not facts(method).coded
+    ]
+    for method in METHODS[1:]:
+        if facts(method).group_tokens is not None:
+            plans.append(("fine", method, {"group_tokens": group_tokens}))
+    plans.append(("fine", KEY_CODES, {"group_tokens": group_tokens, "rq_bounds": True}))
+    plans.append(("fine", KEY_CODES, {"group_tokens": group_tokens, "bound_bits": 8}))
+    rows = []
+    for kind, method, settings in plans:
+        if facts(method).dim is not None:
+            settings["dim"] = dim
+        if facts(method).coded:
+            settings |= codes or {}
+            if "rq_bounds" in settings:  # which read codes whole
+                settings["stages"] = None
+        config = EpsConfig.of(method=method, block_size=block_size, **settings)
+        num_bytes = summary_bytes(config.store, num_layers, num_kv_heads, head_dim, num_tokens)
+        rows.append(
+            {
+                "kind": kind,
+                "method": method,
+                "dim": config.store.dim,
+                "bits": config.store.code_bits,
+                "mean_tokens": config.store.mean_tokens or None,
+                "rq_bounds": config.store.rq_bounds,
+                "bound_bits": config.store.bound_bits,
+                "group_tokens": config.store.S,
+                "bytes_per_group": summary_group_bytes(config.store, head_dim),
+                "summary_bytes": num_bytes,
+                "summary_mib": num_bytes / MIB,
+                "share_of_kv": num_bytes / dense,
+            }
+        )
+    return rows
+
+
+def memory_table(rows: Sequence[dict[str, Any]]) -> str:
+    cells = []
+    for row in rows:
+        name = row["method"]
+        if row["bits"] is not None:
+            name += f" {row['bits']} bit" + (f" about {row['mean_tokens']}" if row["mean_tokens"] else "")
+            name += " with bounds" if row["rq_bounds"] else ""
+            name += f", {row['bound_bits']}-bit keys" if row["bound_bits"] else ""
+        elif row["dim"] is not None:
+            name += f" dim {row['dim']}"
+        cells.append(
+            [
+                f"{row['kind']:6}  {name}",
+                str(row["group_tokens"]),
+                f"{row['bytes_per_group']:,}",
+                f"{row['summary_mib']:,.1f}",
+                f"{100 * row['share_of_kv']:.2f} %",
+            ]
+        )
+    return table(cells, ["groups  method", "tokens a group", "bytes a group", "MiB", "of bf16 KV"])
+
+
+def kept_rows(num_layers: int, num_kv_heads: int, head_dim: int, num_tokens: int) -> list[dict[str, Any]]:
+    """Memory of one sequence by bits of K and V and the share of its tokens that is kept, with `rq`'s summaries of what
+    is left and without."""
+    store, rows = EpsConfig.of(method=KEY_CODES).store, []
+    for bits in KV_BITS:
+        for share in KEPT_SHARES:
+            kept = max(1, round(share * num_tokens))
+            kv = kv_bytes(num_layers, num_kv_heads, head_dim, kept, "bfloat16", (bits, bits))
+            summaries = summary_bytes(store, num_layers, num_kv_heads, head_dim, kept)
+            rows.append({"kv_bits": bits, "kept_share": share, "kv_bytes": kv, "summary_bytes": summaries})
+    return rows
+
+
+def kept_table(rows: Sequence[dict[str, Any]]) -> str:
+    """MiB of K and V, and of the summaries beside them: a row a number of bits, a column a kept share."""
+    cells = []
+    for bits in KV_BITS:
+        mine = [row for row in rows if row["kv_bits"] == bits]
+        sizes = [f"{row['kv_bytes'] / MIB:,.0f} + {row['summary_bytes'] / MIB:,.1f}" for row in mine]
+        cells.append([f"{bits}", *sizes])
+    return table(cells, ["--kv-bits", *(f"keep {share:g}" for share in KEPT_SHARES)])
