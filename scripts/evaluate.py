@@ -1,6 +1,7 @@
 """Makes the table of results/README.md: every method at equal total bytes, on the demo model, at each context length.
 
     python scripts/evaluate.py -o results/methods.jsonl            (half an hour on 2 cores)
+    python scripts/evaluate.py --arms memory -o results/memory.jsonl      (eviction and EPS, alone and together)
 
 Writes one JSON object a line (the run, then every cell) and prints the tables in Markdown.
 """
@@ -20,7 +21,8 @@ from eps_core.decode.hub import resolve_model
 from eps_core.decode.model import DEMO_MODEL, read_spec
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code
-from eps_core.evaluation.curves import BYTE_BUDGETS, SETS, TAUS, Plan, markdown, records, table_cells, tally_document
+from eps_core.evaluation import curves, memory
+from eps_core.evaluation.curves import BYTE_BUDGETS, SETS, TAUS
 from eps_core.files import outputs
 from eps_core.load import load_backend
 from eps_core.tasks.corpus import SHA256
@@ -33,8 +35,12 @@ def _session(model: Path, backend: str, device: str) -> Session:
     return Session.open(model, backend, device, "float32", "bfloat16")
 
 
-def _document(model: Path, backend: str, device: str, plan: Plan, kind: str, index: int):
-    return kind, *tally_document(_session(model, backend, device), plan, kind, index)
+MEMORY = "memory"
+
+
+def _document(model: Path, backend: str, device: str, plan: curves.Plan | memory.Plan, kind: str, index: int):
+    tally = memory.tally_document if isinstance(plan, memory.Plan) else curves.tally_document
+    return kind, *tally(_session(model, backend, device), plan, kind, index)
 
 
 def main() -> None:
@@ -45,9 +51,9 @@ def main() -> None:
     parser.add_argument("--contexts", type=argument(TOKENS), nargs="+", default=[2048, 4096, 8192, 16384])
     parser.add_argument(
         "--arms",
-        choices=SETS,
+        choices=(*SETS, MEMORY),
         default="methods",
-        help="all methods, the parts of the default's codes, what it may read less, or a first look",
+        help="all methods, the parts of the default's codes, what it may read less, a first look, or what is evicted",
     )
     parser.add_argument("--needles", type=argument(TOKENS), default=50)
     parser.add_argument("--texts", type=argument(TOKENS), default=6)
@@ -86,20 +92,24 @@ def main() -> None:
         for context in args.contexts:
             part = 3 if context >= args.long else 1
             needles, texts = -(-args.needles // part), -(-args.texts // part)
-            points = {"arms": SETS[args.arms], "byte_budgets": tuple(args.budgets), "taus": tuple(args.taus)}
-            plan = Plan(context, needles, texts, args.text_steps, seed=args.seed, **points)
+            size = context, needles, texts, args.text_steps
+            if args.arms == MEMORY:
+                suite, plan = memory, memory.Plan(*size, seed=args.seed)
+            else:
+                points = {"arms": SETS[args.arms], "byte_budgets": tuple(args.budgets), "taus": tuple(args.taus)}
+                suite, plan = curves, curves.Plan(*size, seed=args.seed, **points)
             futures = [pool.submit(_document, *source, plan, kind, index) for kind, index in plan.documents()]
             results = []
             with Progress(f"context {context}:", "documents") as progress:
                 for future in futures:
                     results.append(future.result())
                     progress(len(results), len(futures), f"{duration(time.time() - started)} so far")
-            cells = table_cells(plan, head_dim, results)
-            for record in records(cells):
+            cells = suite.table_cells(plan, head_dim, results)
+            for record in suite.records(cells):
                 out.write(json.dumps(record) + "\n")
             out.flush()
             print(f"\nContext {context}: dense answers {cells[0].needles_dense} of {cells[0].num_needles} needles\n")
-            print(markdown(cells), flush=True)
+            print(suite.markdown(cells), flush=True)
     print(json.dumps({"out": str(args.out), "seconds": round(time.time() - started)}))
 
 

@@ -114,7 +114,8 @@ def generate(
                 [fed[index] for index in alive],
                 [int(length) for length in lengths],
                 output,
-                replace(cache.spec, num_kv_heads=decoder.spec.num_kv_heads),  # an evicting cache has them one by one
+                # an evicting cache has its kv heads one by one
+                cache.spec if output.eviction is None else replace(cache.spec, num_kv_heads=decoder.spec.num_kv_heads),
                 EpsConfig(cache.store, read or Read()),
                 decode_ms,
                 cache.kv_bytes_read - kv_bytes,

@@ -36,6 +36,16 @@ class Observed:
         self._seen = [0 for _ in layers]
         self.future: list[np.ndarray] | None = None  # [L] of [Hkv, R, T] over a prompt's tokens: the oracle's
 
+    def of(self, facts: Facts) -> "Observed":
+        """As if only these had been asked for; the two go their own ways."""
+        one = Observed(self.eps, self.spec, facts)
+        for name in ("_sums", "_squares"):
+            setattr(one, name, [list(layer) for layer in getattr(self, name)])
+        one._queries = [q[len(q) - min(len(q), facts.window) :] for q in self._queries]
+        one._pairs, one._moduli = ([array.copy() for array in arrays] for arrays in (self._pairs, self._moduli))
+        one._seen, one.future = list(self._seen), self.future
+        return one
+
     def prompt(self, cache: Any, layer: int, q: Array, k: Array, length: int) -> None:
         """A chunk of a prompt: q [N, Hq, D] of its last N of `length` tokens, unscaled and rotated, over k [T, Hkv, D]
         of all, T = length."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -213,13 +213,28 @@ def text_document(session: Session, context_tokens: int, steps: int, seed: int, 
     return Document.along(session.encode(window)[: context_tokens + steps], steps)
 
 
-def _needle(session: Session, plan: Plan, index: int) -> tuple[dict[Key, Tally], bool]:
-    """A needle document, answered greedily; depths spread evenly, 0 to 3 distractors."""
+class Documents(Protocol):
+    """What of a plan says which documents there are."""
+
+    @property
+    def context_tokens(self) -> int: ...
+    @property
+    def num_needles(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+
+
+def needle(session: Session, plan: Documents, index: int) -> tuple[Document, list[int]]:
+    """(needle document, to be answered greedily; tokens of its answer): depths spread evenly, 0 to 3 distractors."""
     depth, seed = (index + 0.5) / plan.num_needles, plan.seed + 3_000_000 + index
     doc = needle_document(corpus(), plan.context_tokens - 1, seed, depth, num_distractors=index % 4)
     answer = session.encode(doc.prompt + doc.answer)[-VALUE_DIGITS:]
     # bytes are of the steps that the answer's own tokens are fed to
-    document = Document(session.encode(doc.prompt), VALUE_DIGITS + 1)
+    return Document(session.encode(doc.prompt), VALUE_DIGITS + 1), answer
+
+
+def _needle(session: Session, plan: Plan, index: int) -> tuple[dict[Key, Tally], bool]:
+    document, answer = needle(session, plan, index)
     found = run_document(session, document, plan.configs(session.spec.head_dim))
     answered = {key: outcome.said[0][:VALUE_DIGITS] == answer for key, outcome in found.items()}
     dense = answered.pop(DENSE)

@@ -1,14 +1,14 @@
-"""Ada-KV: a layer's budget goes to the heads whose rows score most (Feng et al. 2024, arXiv 2407.11550, algorithm 1),
+"""Ada-KV: a layer's budget goes to the heads whose rows score most (Feng et al. 2024, arXiv 2407.11550),
 here by SnapKV's scores."""
 
 import numpy as np
 
-from eps_core.evict.base import Facts, Head, Kept, Rule, descending, pinned, ranked
+from eps_core.evict.base import Facts, Head, Kept, Rule, descending, pinned, ranked, rows_in_all
 from eps_core.evict.snapkv import scores
 
 SAFE_SHARE = 0.2  # alpha: of its even budget, what every head keeps of its own best
 FACTS = Facts(
-    source="Ada-KV, arXiv 2407.11550, algorithm 1, over SnapKV's scores; pinned rows count among the safe ones",
+    source="Ada-KV, arXiv 2407.11550, as kvpress has it, over SnapKV's scores; pinned rows count among the safe ones",
     window=32,
     while_decoding=False,
     uneven=True,
@@ -17,7 +17,7 @@ FACTS = Facts(
 
 def spread(heads: list[Head], of_heads: list[np.ndarray], budget: int, rule: Rule, share: float) -> list[np.ndarray]:
     """Rows kept of each head of a layer by its scores [T]: its pinned ones, or its best floor(share * budget) if these
-    are more, then the layer's best wherever they are, ties to the lower head. In total what even budgets keep."""
+    are more, then the layer's best wherever they are, ties to the lower head."""
     even = [min(budget, head.rows) for head in heads]
     safe, owner, row, value = [], [], [], []
     for i, (head, score) in enumerate(zip(heads, of_heads, strict=True)):
@@ -29,7 +29,7 @@ def spread(heads: list[Head], of_heads: list[np.ndarray], budget: int, rule: Rul
         row.append(others)
         owner.append(np.full(len(others), i))
         value.append(np.where(np.isin(others, first), np.inf, score[others]))
-    left = sum(even) - sum(map(len, safe))
+    left = rows_in_all(heads, budget) - sum(map(len, safe))
     chosen = descending(np.concatenate(value))[:left]
     owners, rows = np.concatenate(owner)[chosen], np.concatenate(row)[chosen]
     return [np.sort(np.concatenate([own, rows[owners == i]])) for i, own in enumerate(safe)]

@@ -3,8 +3,8 @@ scores become kept rows.
 
 A policy is a module with `FACTS` and `keep(layers, budget, rule)`: of the heads `layers[l][h]` the rows that each
 keeps, ascending. A `budget` is the rows that a head keeps: exactly min(budget, T) of T, or, where heads may differ
-(`Facts.uneven`), as many in total. What a paper keeps besides its scores, sinks and the latest tokens, is here the
-rule's pinned rows, the same for every policy.
+(`Facts.uneven`), that many a head on average (`rows_in_all`). What a paper keeps besides its scores, sinks and the
+latest tokens, is here the rule's pinned rows, the same for every policy.
 
 Statistics are rounded to float32, scores are computed of them in float64 and rounded to float32 before they are
 compared, and ties go to the row with the lower index. So backends whose statistics agree to the last bits of float32
@@ -107,12 +107,10 @@ def older(head: Head, rule: Rule) -> np.ndarray:
     return by_position(head)[: max(head.rows - rule.last_tokens, 0)]
 
 
-def same_positions(heads: Sequence[Head], policy: str) -> np.ndarray:
-    """The positions that all of these heads hold, where a policy keeps the same rows of each. Raises ValueError."""
-    first = heads[0].positions
-    if not all(np.array_equal(first, head.positions) for head in heads):
+def require_same_positions(heads: Sequence[Head], policy: str) -> None:
+    """Raises ValueError unless all of these heads hold the same positions, in one order."""
+    if not all(np.array_equal(heads[0].positions, head.positions) for head in heads):
         raise ValueError(f"{policy} keeps the same rows of several heads, which hold different ones")
-    return first
 
 
 def seen(head: Head, num_queries: int) -> np.ndarray:
@@ -169,6 +167,12 @@ def ranked(head: Head, scores: np.ndarray, rule: Rule) -> np.ndarray:
     first = pinned(head, rule)
     order = descending(scores)
     return np.concatenate([first, order[~np.isin(order, first)]])
+
+
+def rows_in_all(heads: Sequence[Head], budget: int) -> int:
+    """Rows that an uneven policy keeps of these heads together: `budget` a head, or all there are. A head that holds
+    less leaves its places to others; otherwise every eviction would shrink a cache that the last one left uneven."""
+    return min(budget * len(heads), sum(head.rows for head in heads))
 
 
 def best(head: Head, scores: np.ndarray, budget: int, rule: Rule) -> np.ndarray:

@@ -15,7 +15,7 @@ from eps_core.evict.base import (
     by_position,
     given,
     pairs,
-    same_positions,
+    require_same_positions,
     standard,
 )
 
@@ -49,7 +49,7 @@ def scores(layers: list[list[Head]]) -> np.ndarray:
     """[T]: the layers' weighted jumps as z-scores over the last WINDOW rows, so that no later row counts; more is
     kept."""
     everyone = [head for heads in layers for head in heads]
-    same_positions(everyone, "epikv")
+    require_same_positions(everyone, "epikv")
     order = by_position(everyone[0])
     weighted = zip(layer_weights(len(layers)), layers, strict=True)
     total = np.sum([weight * jumps(heads, order) for weight, heads in weighted if weight], axis=0)

@@ -1,5 +1,5 @@
 """InfiniGen, a reconstruction as an eviction: the rows that its speculation would fetch most often (Lee et al. 2024,
-arXiv 2406.19707, sections 4.2 to 4.4).
+arXiv 2406.19707).
 
 The paper guesses a layer's query from the layer before and keeps all rows on the host; here the layer's own last
 queries stand for the guess, keys are skewed by the cache's own spectrum, and its pool's counter decides what goes."""

@@ -1,10 +1,10 @@
-"""KeyDiff: the keys that differ most from the others (Park et al. 2025, arXiv 2504.15364, section 4)."""
+"""KeyDiff: the keys that differ most from the others (Park et al. 2025, arXiv 2504.15364)."""
 
 import numpy as np
 
 from eps_core.evict.base import FLAT, Facts, Head, Kept, Rule, best_of_each, rounded
 
-FACTS = Facts(source="KeyDiff, arXiv 2504.15364, section 4; over keys as cached, after RoPE", keys=True)
+FACTS = Facts(source="KeyDiff, arXiv 2504.15364, as kvpress has it; over keys as cached, after RoPE", keys=True)
 
 
 def unit_keys(head: Head) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""NACL: the rows that the prompt's end attends to, and some by lot (Chen et al. 2024, arXiv 2408.03675, section 3).
+"""NACL: the rows that the prompt's end attends to, and some by lot (Chen et al. 2024, arXiv 2408.03675).
 
 The last 1 % of the prompt are its proxies; here at most 64 queries. Its code's recent window, negative below 25,600
 tokens, is the rule's pinned rows."""
@@ -7,10 +7,10 @@ import numpy as np
 
 from eps_core.evict.base import Facts, Head, Kept, Rule, descending, draws, pinned, ranked, rounded
 
-PROXY_SHARE = 0.01  # of the prompt's tokens
-BEST_SHARE, DRAWN_SHARE = 0.12, 0.07  # of the prompt; a budget beyond the pinned rows is split in this proportion
+TOKENS_PER_PROXY = 100  # of the prompt
+BEST, DRAWN = 12, 7  # per cent of the prompt; a budget beyond the pinned rows is split in this proportion
 FACTS = Facts(
-    source="NACL, arXiv 2408.03675, equations 6 to 9; proxies are capped at 64 queries and causal among themselves",
+    source="NACL, arXiv 2408.03675, code PaddlePaddle/Research; at most 64 proxies, causal among themselves",
     window=64,
     while_decoding=False,
 )
@@ -19,7 +19,7 @@ FACTS = Facts(
 def scores(head: Head) -> np.ndarray:
     """[T]: softmax mass received of the proxy queries, sum over these and the query heads; more is kept."""
     weights = rounded(head.window)
-    proxies = min(max(1, int(PROXY_SHARE * head.length)), FACTS.window)
+    proxies = min(max(1, head.length // TOKENS_PER_PROXY), FACTS.window)
     return weights[:, -proxies:].sum((0, 1))
 
 
@@ -29,7 +29,7 @@ def kept(head: Head, layer: int, kv_head: int, budget: int, rule: Rule) -> np.nd
     score = scores(head)
     order = ranked(head, score, rule)
     rows = min(budget, head.rows)
-    drawn = int(max(rows - len(pinned(head, rule)), 0) * DRAWN_SHARE / (BEST_SHARE + DRAWN_SHARE))
+    drawn = max(rows - len(pinned(head, rule)), 0) * DRAWN // (BEST + DRAWN)
     others = np.sort(order[rows - drawn :])
     noise = -np.log(-np.log(draws(rule.seed, layer, kv_head, head.positions[others])))
     sample = others[descending(score[others] + noise)[:drawn]]

@@ -1,14 +1,14 @@
-"""PyramidKV: SnapKV's scores, with budgets that fall from layer to layer (Cai et al. 2024, arXiv 2406.02069, section
-4.2, as kvpress has it)."""
+"""PyramidKV: SnapKV's scores, with budgets that fall from layer to layer (Cai et al. 2024, arXiv 2406.02069, as
+kvpress has it)."""
 
 import numpy as np
 
-from eps_core.evict.base import Facts, Head, Kept, Rule, best, pinned
+from eps_core.evict.base import Facts, Head, Kept, Rule, best, pinned, rows_in_all
 from eps_core.evict.snapkv import scores
 
 STEEPNESS = 20  # beta: the last layer's rows beyond the pinned are the mean's by this
 FACTS = Facts(
-    source="PyramidKV, arXiv 2406.02069, section 4.2; pinned rows stand for its window, and rounding is made up for",
+    source="PyramidKV, arXiv 2406.02069, formula of kvpress; pinned rows stand for its window",
     window=64,
     while_decoding=False,
     uneven=True,
@@ -46,7 +46,8 @@ def keep(layers: list[list[Head]], budget: int, rule: Rule) -> Kept:
     even = np.minimum(rows, budget)
     of_layer = layer_budgets(len(layers), int(rows.max()), int(num_pinned.max()), budget)
     wanted = np.broadcast_to(of_layer[:, None], rows.shape)
-    given = made_exact(wanted, np.minimum(num_pinned, even), rows, int(even.sum()))
+    total = rows_in_all([head for heads in layers for head in heads], budget)
+    given = made_exact(wanted, np.minimum(num_pinned, even), rows, total)
     return [
         [best(head, scores(head, rule), int(most), rule) for head, most in zip(heads, of_heads, strict=True)]
         for heads, of_heads in zip(layers, given, strict=True)

@@ -1,4 +1,4 @@
-"""R-KV: rows that matter and that no later one repeats (Cai et al. 2025, arXiv 2505.24133, section 3; as its code)."""
+"""R-KV: rows that matter and that no later one repeats (Cai et al. 2025, arXiv 2505.24133; as its code)."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ SIMILAR = 0.5  # a cosine above says the same again
 KERNEL = 7  # tokens over which importance is the largest
 COLUMNS = 512  # keys compared at a time: bounds memory, changes nothing
 FACTS = Facts(
-    source="R-KV, arXiv 2505.24133, equations 2 to 6; importance is of the rows before the pinned newest ones",
+    source="R-KV, arXiv 2505.24133, code Zefan-Cai/R-KV; importance is of the rows before the pinned newest ones",
     window=8,
     keys=True,
     queries=True,
@@ -66,10 +66,10 @@ def redundancy(head: Head) -> np.ndarray:
     return found
 
 
-def scores(head: Head, rule: Rule, share: float = IMPORTANCE) -> np.ndarray:
+def scores(head: Head, rule: Rule, share: float) -> np.ndarray:
     """[T]: importance less redundancy, weighted by `share` and the rest; more is kept."""
     return share * importance(head, rule) - (1 - share) * redundancy(head)
 
 
 def keep(layers: list[list[Head]], budget: int, rule: Rule) -> Kept:
-    return best_of_each(layers, [[scores(head, rule) for head in heads] for heads in layers], budget, rule)
+    return best_of_each(layers, [[scores(head, rule, IMPORTANCE) for head in heads] for heads in layers], budget, rule)

@@ -1,4 +1,4 @@
-"""Scissorhands: rows that stay important (Liu et al. 2023, arXiv 2305.17118, algorithms 1 and 2).
+"""Scissorhands: rows that stay important (Liu et al. 2023, arXiv 2305.17118).
 
 The paper counts in how many of the last steps a row's weight is low; as cold-compress writes it, the share of the steps
 in which it is not. Its batches of dropped tokens are here the tokens between two evictions."""

@@ -1,5 +1,5 @@
 """SnapKV: what the last queries of the prompt attend to, smoothed over neighbours (Li et al. 2024, arXiv 2404.14469,
-section 4; its code's defaults)."""
+and its code's defaults)."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from eps_core.evict.base import Facts, Head, Kept, Rule, best_of_each, older, ro
 
 KERNEL = 5  # tokens over which weights are averaged, so that a fact is kept with what stands around it
 FACTS = Facts(
-    source="SnapKV, arXiv 2404.14469, section 4; mean over a kv head's query heads as in kvpress",
+    source="SnapKV, arXiv 2404.14469, code FasterDecoding/SnapKV; mean over a kv head's query heads as in kvpress",
     window=32,
     while_decoding=False,
 )

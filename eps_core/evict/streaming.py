@@ -1,4 +1,4 @@
-"""StreamingLLM: the first tokens and the latest, whatever they say (Xiao et al. 2024, arXiv 2309.17453, section 3.2).
+"""StreamingLLM: the first tokens and the latest, whatever they say (Xiao et al. 2024, arXiv 2309.17453).
 
 Keys keep the rotation of the positions at which they were read, where the paper counts positions inside the cache."""
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from eps_core.evict.base import Facts, Head, Kept, Rule, best_of_each
 
-FACTS = Facts(source="StreamingLLM, arXiv 2309.17453, section 3.2; absolute positions are ours")
+FACTS = Facts(source="StreamingLLM, arXiv 2309.17453, code mit-han-lab/streaming-llm; absolute positions are ours")
 
 
 def scores(head: Head) -> np.ndarray:

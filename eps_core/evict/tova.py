@@ -1,16 +1,16 @@
 """TOVA: the rows that the last query attends to, the same in all heads of a layer (Oren et al. 2024, arXiv
-2401.06104, section 3.2)."""
+2401.06104)."""
 
 import numpy as np
 
-from eps_core.evict.base import Facts, Head, Kept, Rule, best_of_each, rounded, same_positions
+from eps_core.evict.base import Facts, Head, Kept, Rule, best_of_each, require_same_positions, rounded
 
-FACTS = Facts(source="TOVA, arXiv 2401.06104, section 3.2", window=1)
+FACTS = Facts(source="TOVA, arXiv 2401.06104, code schwartz-lab-NLP/TOVA", window=1)
 
 
 def scores(heads: list[Head]) -> np.ndarray:
     """[T]: the last query's softmax weight, mean over all query heads of the layer; more is kept."""
-    same_positions(heads, "tova")
+    require_same_positions(heads, "tova")
     return np.concatenate([rounded(head.window)[:, -1] for head in heads]).mean(0)
 
 

@@ -3,7 +3,18 @@
 
 import numpy as np
 
-from eps_core.evict.base import Facts, Head, Kept, Rule, best_of_each, given, pairs, rounded, same_positions, standard
+from eps_core.evict.base import (
+    Facts,
+    Head,
+    Kept,
+    Rule,
+    best_of_each,
+    given,
+    pairs,
+    require_same_positions,
+    rounded,
+    standard,
+)
 
 DISTANCES = 2.0 ** np.arange(17)  # tokens ahead of the newest: 1, 2, 4, .., 65536
 FACTS = Facts(
@@ -36,6 +47,6 @@ def scores(head: Head) -> np.ndarray:
 
 def keep(layers: list[list[Head]], budget: int, rule: Rule) -> Kept:
     for column in zip(*layers, strict=True):
-        same_positions(column, "triattention")
+        require_same_positions(column, "triattention")
     mean = [np.mean([scores(head) for head in column], axis=0) for column in zip(*layers, strict=True)]
     return best_of_each(layers, [mean] * len(layers), budget, rule)

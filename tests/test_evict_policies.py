@@ -1,0 +1,225 @@
+"""Every eviction policy keeps the rows that its formula says (`evict_formulas`); a wrong one fails."""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from evict_formulas import expected, logdet_head, pins
+from evict_heads import asked, coarse, made, ragged
+
+from eps_core.evict import adakv, base, infinigen, logdet, nacl
+from eps_core.evict.base import Head, Kept, Rule
+from eps_core.evict.table import POLICIES
+
+Keep = Callable[[list[list[Head]], int, Rule], Kept]
+RULE = Rule(first_tokens=3, last_tokens=6, seed=5)
+SAME_ROWS = ("tova", "triattention", "epikv")  # keep the same rows of several heads
+THIN = np.sort(np.random.default_rng(1).choice(70, 45, replace=False))  # what earlier evictions left of 70 tokens
+MIXED = np.random.default_rng(2).permutation(THIN)  # .. and holes were filled
+
+INPUTS: dict[str, Callable[[], list[list[Head]]]] = {
+    "random": lambda: made(),
+    "other": lambda: made(rows=41, layers=4, seed=3),
+    "one head, one layer": lambda: made(rows=37, layers=1, heads=1, group=1, seed=1),
+    "long": lambda: made(rows=130, layers=2, heads=1, seed=2),
+    "identical keys": lambda: made(kind="identical keys"),
+    "few keys": lambda: made(kind="few keys"),
+    "uniform weights": lambda: made(kind="uniform weights"),
+    "zero keys": lambda: made(kind="zero keys"),
+    "coarse statistics": lambda: coarse(made()),
+    "one row": lambda: made(rows=1, layers=2),
+    "evicted before": lambda: made(rows=70, positions=THIN),
+    "holes filled": lambda: made(rows=70, positions=MIXED),
+    "ragged": ragged,
+}
+
+
+def check(name: str, keep: Keep, layers: list[list[Head]], budget: int, rule: Rule) -> None:
+    """A policy's answer is well-formed, of the exact size, keeps what is pinned, and is what its formula says."""
+    policy = POLICIES[name]
+    layers = asked(layers, policy)
+    kept = keep(layers, budget, rule)
+    assert [len(heads) for heads in kept] == [len(heads) for heads in layers], "a head is missing"
+    pairs = [(head, rows) for a, heads in enumerate(layers) for head, rows in zip(heads, kept[a], strict=True)]
+    for head, rows in pairs:
+        assert rows.ndim == 1 and rows.dtype.kind == "i", "not indices"
+        assert (np.diff(rows) > 0).all() and (not len(rows) or 0 <= rows[0] <= rows[-1] < head.rows), "not ascending"
+        first = pins(head, rule)[: min(budget, head.rows)]
+        assert set(first) <= set(rows.tolist()), "a pinned row is gone"
+    sizes, there = [len(rows) for _, rows in pairs], [head.rows for head, _ in pairs]
+    if policy.FACTS.uneven:
+        together = len(layers[0]) if name == "adakv" else len(pairs)  # heads of a layer, or of all
+        for at in range(0, len(pairs), together):
+            some = slice(at, at + together)
+            assert sum(sizes[some]) == min(budget * together, sum(there[some])), "not the budget"
+    else:
+        assert sizes == [min(budget, rows) for rows in there], "not the budget"
+    wanted = expected(name, layers, budget, rule)
+    assert [[rows.tolist() for rows in heads] for heads in kept] == wanted, "not the formula's rows"
+
+
+@pytest.mark.parametrize("which", INPUTS)
+@pytest.mark.parametrize("name", POLICIES)
+def test_it_keeps_what_its_formula_says(name: str, which: str) -> None:
+    layers = INPUTS[which]()
+    if which == "ragged" and name in SAME_ROWS:
+        with pytest.raises(ValueError, match="hold different ones"):
+            POLICIES[name].keep(asked(layers, POLICIES[name]), 20, RULE)
+        return
+    for budget in (25,) if which == "long" else (1, 14, 30, 500):
+        check(name, POLICIES[name].keep, layers, budget, RULE)
+
+
+@pytest.mark.parametrize("rule", [Rule(0, 0), Rule(4, 0), Rule(0, 9), Rule(8, 33), Rule(100, 2), Rule(2, 100)], ids=str)
+@pytest.mark.parametrize("name", POLICIES)
+def test_whatever_is_pinned(name: str, rule: Rule) -> None:
+    for budget in (1, 7, 36):
+        check(name, POLICIES[name].keep, INPUTS["random"](), budget, rule)
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.1, 0.25, 0.5, 0.9])
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_first_words_of_a_prompt_survive_every_policy(name: str, rate: float) -> None:
+    """Prompt dilution: what a system prompt says first is there after one eviction, and after a second."""
+    rule, tokens = Rule(first_tokens=5, last_tokens=4), 180
+    layers = asked(made(rows=tokens, layers=2, seed=4), POLICIES[name])
+    kept = POLICIES[name].keep(layers, max(int(rate * tokens), 9), rule)
+    assert all(set(range(5)) | set(range(tokens - 4, tokens)) <= set(rows.tolist()) for heads in kept for rows in heads)
+    if name in ("pyramidkv", "adakv", "kv-compress"):
+        return  # heads of different sizes
+    left = asked(made(rows=tokens, layers=2, seed=4, positions=kept[0][0]), POLICIES[name])
+    again = POLICIES[name].keep(left, 9, rule)
+    assert all(set(left[0][0].positions[rows]) == {*range(5), *range(176, 180)} for heads in again for rows in heads)
+
+
+def test_blocks_of_the_log_determinant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With blocks of 3 rows, it is the block-wise order, not the greedy one."""
+    monkeypatch.setattr(logdet, "BLOCK", 3)
+    (heads,) = asked(made(layers=1, heads=3, rows=40, kind="few keys"), logdet)
+    blockwise = [logdet_head(head, 15, RULE, block=3) for head in heads]
+    assert [rows.tolist() for rows in logdet.keep([heads], 15, RULE)[0]] == blockwise
+    assert blockwise != [logdet_head(head, 15, RULE) for head in heads]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_statistic_that_was_not_gathered_is_an_error(name: str) -> None:
+    layers = [[Head(np.arange(50), 50)] * 2]
+    if name in ("streaming", "random"):
+        POLICIES[name].keep(layers, 20, RULE)
+    else:
+        with pytest.raises(ValueError, match="was not gathered"):
+            POLICIES[name].keep(layers, 20, RULE)
+
+
+# ---------------------------------------------------------------------------------- tests of the tests: these must fail
+
+
+def forgets_the_window(policy: ModuleType) -> Keep:
+    return lambda layers, budget, rule: policy.keep(layers, budget, Rule(rule.first_tokens, 0, rule.seed))
+
+
+def forgets_the_sinks(policy: ModuleType) -> Keep:
+    return lambda layers, budget, rule: policy.keep(layers, budget, Rule(0, rule.last_tokens, rule.seed))
+
+
+def keeps_one_too_few(policy: ModuleType) -> Keep:
+    return lambda layers, budget, rule: [[rows[:-1] for rows in heads] for heads in policy.keep(layers, budget, rule)]
+
+
+def swaps_the_heads(policy: ModuleType) -> Keep:
+    return lambda layers, budget, rule: [heads[::-1] for heads in policy.keep(layers, budget, rule)]
+
+
+def keeps_the_newest(policy: ModuleType) -> Keep:
+    return lambda layers, budget, rule: [
+        [np.arange(max(head.rows - budget, 0), head.rows) for head in heads] for heads in layers
+    ]
+
+
+WRONG = [forgets_the_window, forgets_the_sinks, keeps_one_too_few, keeps_the_newest]
+# streaming keeps the newest without being told
+WRONG_POLICIES = [(name, wrong) for name in POLICIES for wrong in WRONG if (name, wrong) != ("streaming", WRONG[0])]
+
+
+@pytest.mark.parametrize("name, wrong", WRONG_POLICIES, ids=lambda x: getattr(x, "__name__", x))
+def test_a_wrong_policy_fails(name: str, wrong: Callable[[ModuleType], Keep]) -> None:
+    # scores may happen to keep what is pinned (sums favour the first rows): one of these inputs tells
+    failed = 0
+    for which in ("random", "uniform weights", "few keys"):
+        try:
+            check(name, wrong(POLICIES[name]), INPUTS[which](), 14, RULE)
+        except AssertionError:
+            failed += 1
+    assert failed, f"{wrong.__name__} is not noticed"
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("streaming", *SAME_ROWS)])
+def test_swapped_heads_fail(name: str) -> None:
+    with pytest.raises(AssertionError, match="formula"):
+        check(name, swaps_the_heads(POLICIES[name]), INPUTS["random"](), 14, RULE)
+
+
+TIES = {
+    "h2o": "coarse statistics",
+    "scissorhands": "uniform weights",
+    "tova": "coarse statistics",
+    "kv-compress": "coarse statistics",
+    "oracle": "coarse statistics",
+    "nacl": "coarse statistics",
+    "rkv": "identical keys",
+    "snapkv": "uniform weights",
+    "adakv": "uniform weights",
+    "keydiff": "identical keys",
+    "triattention": "zero keys",
+    "epikv": "zero keys",
+    "infinigen": "random",
+}
+
+
+@pytest.mark.parametrize("name", TIES)
+def test_a_policy_that_ignores_ties_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = base.descending
+
+    def wrong(scores: np.ndarray) -> np.ndarray:
+        return len(scores) - 1 - right(np.asarray(scores)[::-1])
+
+    layers = INPUTS[TIES[name]]()
+    check(name, POLICIES[name].keep, layers, 14, RULE)
+    for module in (base, adakv, nacl, infinigen, logdet):
+        monkeypatch.setattr(module, "descending", wrong)
+    with pytest.raises(AssertionError, match="formula"):
+        check(name, POLICIES[name].keep, layers, 14, RULE)
+
+
+CHANGES: list[tuple[str, str, Any]] = [
+    ("snapkv", "KERNEL", 1),
+    ("scissorhands", "FLAT", -2.0),
+    ("pyramidkv", "STEEPNESS", 2),
+    ("adakv", "SAFE_SHARE", 1.0),
+    ("nacl", "DRAWN", 1),
+    ("nacl", "TOKENS_PER_PROXY", 5),
+    ("rkv", "KERNEL", 1),
+    ("rkv", "SIMILAR", 0.95),
+    ("rkv", "IMPORTANCE", 0.99),
+    ("logdet", "RIDGE", 10.0),
+    ("triattention", "DISTANCES", np.array([1.0])),
+    ("epikv", "WINDOW", 4),
+    ("epikv", "NEGATIVE", (2.0, 3.0)),
+    ("nexus", "HOPS", 0),
+    ("nexus", "WALKED", 0.1),
+    ("infinigen", "PARTIAL", 0.5),
+    ("infinigen", "MARGIN", 0.1),
+    ("infinigen", "MOST", 0.05),
+    ("kv-compress", "BLOCK", 4),
+]
+
+
+@pytest.mark.parametrize("name, constant, value", CHANGES, ids=lambda x: str(x)[:12])
+def test_another_constant_fails(name: str, constant: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = INPUTS["other"]()
+    check(name, POLICIES[name].keep, layers, 22, RULE)
+    monkeypatch.setattr(POLICIES[name], constant, value)
+    with pytest.raises(AssertionError, match="formula"):
+        check(name, POLICIES[name].keep, layers, 22, RULE)
