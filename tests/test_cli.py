@@ -272,6 +272,7 @@ def test_info_counts_memory_within_the_limits() -> None:
     info = succeed("info")
     assert info["shape"] == {
         "layers": 32, "kv_heads": 32, "head_dim": 128, "context": 65536, "kv_bytes": 2**35,
+        "kv_bits": [16, 16],
     }  # fmt: skip
     coarse = {row["method"]: row for row in info["summaries"] if row["kind"] == "coarse"}
     assert list(coarse) == INFO_COARSE and {row["group_tokens"] for row in coarse.values()} == {128}
@@ -284,6 +285,11 @@ def test_info_counts_memory_within_the_limits() -> None:
     assert plain["share_of_kv"] == (34 + 66 / 16 + (128 + 2) / 32) / 1024
     bounded = next(row for row in fine if row["method"] == "rq" and row["rq_bounds"])
     assert bounded["bytes_per_group"] == 34 + 66 / 16 + 3 * 2
+    # K in a byte a number, V in half of one, a scale of two bytes each
+    coded = succeed("info", "--kv-bits", "8,4")
+    assert coded["shape"]["kv_bytes"] == 32 * 32 * 65536 * (128 + 2 + 64 + 2)
+    shares = [one["summaries"][0]["share_of_kv"] for one in (info, coded)]
+    assert shares[1] == pytest.approx(shares[0] * 512 / 196)
     assert {"box", "rq"} <= {row["method"] for row in fine} and all(row["group_tokens"] <= 16 for row in fine)
     assert list(info["backends"]) == list(BACKENDS)
     assert all(status["usable"] and "cpu" in status["devices"] for status in info["backends"].values())
