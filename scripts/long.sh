@@ -2,7 +2,7 @@
 # Remakes what results/README.md says of long contexts on results/long_model (32,768 tokens): KL and needles against
 # bytes of every method at 8k, 16k and 32k, what the default may read less, RULER's look-ups with their real scores,
 # recall and certified shares, the grid that the verdict is decided on, whole steps, dense, gated and verified.
-# Hours on 2 idle cores. Usage: scripts/long.sh [output directory]     (default: results)
+# A good three hours on 2 idle cores. Usage: scripts/long.sh [output directory]     (default: results)
 set -euo pipefail
 . "$(dirname "$0")/help.sh"
 begin "$@"
@@ -13,13 +13,17 @@ captures=$(mktemp -d)
 trap 'rm -rf "$captures"' EXIT
 
 # 32,704: the tokens decoded after the prompt belong to the model's 32,768
-plan=(--model "$model" --contexts 8192 16384 32704 --needles 40 --texts 8 --text-steps 48 --long 65536)
-python scripts/evaluate.py "${plan[@]}" --budgets 0.023 0.026 0.03 0.04 0.06 0.10 0.16 0.28 -o "$out/long.jsonl" \
-  > "$captures/long.md"
-took "methods"
-python scripts/evaluate.py "${plan[@]}" --arms floor --budgets 0.016 0.018 0.021 0.024 0.028 0.035 0.05 \
-  -o "$out/long-floor.jsonl" > "$captures/long-floor.md"
+plan=(--model "$model" --needles 40 --texts 8 --text-steps 48 --long 65536)
+budgets=(--budgets 0.023 0.026 0.03 0.04 0.06 0.10 0.16 0.28)
+python scripts/evaluate.py "${plan[@]}" --arms headline --contexts 32704 16384 8192 "${budgets[@]}" \
+  -o "$out/long.jsonl" > "$captures/long.md"
+took "the default, box, meanstd and oracles"
+python scripts/evaluate.py "${plan[@]}" --arms floor --contexts 32704 \
+  --budgets 0.016 0.018 0.021 0.024 0.028 0.035 0.05 -o "$out/long-floor.jsonl" > "$captures/long-floor.md"
 took "what the default may read less"
+python scripts/evaluate.py "${plan[@]}" --contexts 8192 16384 32704 "${budgets[@]}" -o "$out/long-methods.jsonl" \
+  > "$captures/long-methods.md"
+took "every method"
 OMP_NUM_THREADS=2 eps-proto evaluate --model "$model" --backend cuda --context 4096,8192,16384,32768 --samples 25 \
   --tasks niah_single,niah_multikey,niah_digits,niah_multivalue,niah_multiquery,associative_recall --text-steps 0 \
   --eps-budget 0.02 -o "$out/long-tasks.jsonl" > /dev/null

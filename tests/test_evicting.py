@@ -122,7 +122,8 @@ class Judge:
         for token in prompt[:-1]:
             self.feed(token)
         self.budget = self.keep.rows(self.length)
-        self.evict()
+        if self.length:
+            self.evict()
         found = []
         for token in [prompt[-1], *forced]:
             found.append(self.feed(token))
@@ -239,6 +240,24 @@ def test_eps_over_what_is_left(target, model: Path, method: str) -> None:
     rows = sum(s.num_rows for s in sequences)
     assert last.bytes_kv_kept == rows * cache.spec.kv_token_bytes
     assert rows == spec.num_layers * spec.num_kv_heads * sum(keep.rows(n - 1) + 13 for n in LENGTHS)
+
+
+@pytest.mark.parametrize("name", ["streaming", "h2o", "rkv", "keydiff", "kv-compress"])
+def test_a_long_text_after_one_token_keeps_what_is_never_let_go(model: Path, name: str) -> None:
+    session, keep = Session.open(model, "numpy"), Keep(name, 0.5, 3, **RULE)
+    decoder, cache, pools = session.evicting(keep, EpsConfig().store, [1], 30)
+    observed = Observed(session.backend, session.spec, keep.facts)
+    sequence, cache = decoder.adopt(cache, session.prefix([], observed=observed).keys_values, 0, observed)
+    document = Document([7], 30, prompts()[0][:29])
+    outcome, _ = decode(session, cache, pools, [document], None, decoder=decoder, written=[sequence], keep_logits=True)
+    judge = Judge(session, keep)
+    for record, want in zip(outcome.records, judge.run([7], prompts()[0][:29]), strict=True):
+        np.testing.assert_allclose(record.logits[0], want, rtol=0, atol=2e-4)
+    for positions in (one for layer in sequence.positions for one in layer):
+        assert {0, 1, *range(24, 30)} <= set(positions.tolist())
+    assert sequence.num_rows < session.spec.num_layers * session.spec.num_kv_heads * (8 + 3)
+    decoder.release(sequence)
+    assert all(pool.num_free == pool.num_units for pool in pools.pools)
 
 
 def test_certificates_hold_over_what_is_left(target, model: Path) -> None:
@@ -433,8 +452,9 @@ def test_moved_codes_are_the_same_codes(target, model: Path) -> None:
 
 
 def test_rows_of_a_prompt() -> None:
-    assert Keep("snapkv", 0.25).rows(10) == 3 and Keep("snapkv", 1.0).rows(10) == 10
-    assert Keep("snapkv", 64.0).rows(10) == 10 and Keep("snapkv", 64.0).rows(1000) == 64
+    assert Keep("snapkv", 0.25).rows(1001) == 251 and Keep("snapkv", 64.0).rows(1000) == 64
+    # what is never let go stays, however short the prompt that a long text follows
+    assert Keep("snapkv", 0.25).rows(10) == Keep("snapkv", 8.0).rows(1000) == 4 + 32
     assert Rule(4, 32) == Keep("snapkv").rule
 
 

@@ -340,7 +340,7 @@ class Session:
         )
         units = 0
         for length in lengths:
-            kept = keep.rows(length) if keep.facts.at_prefill and not keep.facts.uneven else length
+            kept = min(keep.rows(length), length) if keep.facts.at_prefill and not keep.facts.uneven else length
             units += spec.num_kv_heads * -(-(kept + num_new) // size)
         most_open = len(lengths) * spec.num_kv_heads
         shape = replace(self.one_unit(), num_kv_heads=1, num_units=units, max_open_groups=most_open)

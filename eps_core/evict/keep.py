@@ -68,10 +68,11 @@ class Keep:
         return Rule(self.first_tokens, self.last_tokens, self.seed)
 
     def rows(self, num_tokens: int) -> int:
-        """Rows that a head keeps of a prompt of `num_tokens` tokens; policies that divide them unevenly keep so many on
-        average."""
+        """Rows that a head keeps of a prompt of `num_tokens` tokens, and is brought back to while it goes on: at least
+        those that are never let go, of which a short prompt has fewer. Policies that divide rows unevenly keep so many
+        on average."""
         wanted = math.ceil(self.share * num_tokens) if self.share <= 1 else int(self.share)
-        return max(1, min(wanted, num_tokens))
+        return max(1, wanted, self.first_tokens + self.last_tokens)
 
     def check(self, config: EpsConfig) -> None:
         """Raises ConfigError where EPS cannot gate what is left as `config` says."""
