@@ -38,6 +38,13 @@ MISTAKES: dict[str, tuple[list, str]] = {
         ["run", "--kv-evict", "h2o", "--kv-keep", "0.5", "--audit-every", "2"], "exclude each other, as an audit"),
     "evict-in-an-engine": (
         ["run", "--engine", "transformers", "--kv-evict", "h2o", "--kv-keep", "0.5"], "as its engine owns the cache"),
+    "evict-in-a-pool": (["run", "--kv-evict", "h2o", "--kv-keep", "0.5", "--pool-tokens", "9000"], "is made for what"),
+    "evict-once-and-again": (["run", "--kv-evict", "snapkv", "--kv-keep", "0.5", "--kv-every", "9"], "at the end of"),
+    "compact-never": (
+        ["run", "--kv-evict", "h2o", "--kv-keep", "0.5", "--kv-every", "0", "--kv-compact", "fill"], "drop one"),
+    "evict-all": (["run", "--kv-evict", "h2o", "--kv-keep", "0.5", "--kv-last-tokens", "0"], "let a head go empty"),
+    "evict-codes-of-16-bits": (
+        ["run", "--kv-evict", "h2o", "--kv-keep", "0.5", "--kv-bits", "8", "--kv-dtype", "bfloat16"], "after a move"),
     "evict-and-union": (
         ["run", "--kv-evict", "h2o", "--kv-keep", "0.5", "--eps-scope", "union"], "eps-scope union reads the same in"),
     "evict-and-centre": (

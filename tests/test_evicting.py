@@ -15,7 +15,8 @@ from eps_core.decode.rope import inverse_frequencies
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.evaluation import compare
-from eps_core.evaluation.runner import Document, decode
+from eps_core.evaluation.memory import Arm, run_arms
+from eps_core.evaluation.runner import DENSE, Document, decode
 from eps_core.evict import table
 from eps_core.evict.base import Facts, Head, Rule
 from eps_core.evict.keep import Keep
@@ -214,8 +215,8 @@ def test_backends_keep_the_same_rows_and_say_the_same(target, model: Path, name:
                 np.testing.assert_array_equal(found, positions)
     for a, b in zip(want, got, strict=True):
         np.testing.assert_allclose(b.logits, a.logits, rtol=0, atol=2e-3)
-        assert (a.bytes_kv_read_est, a.bytes_kv_kept, a.rows_moved, a.pages_freed) == (
-            b.bytes_kv_read_est, b.bytes_kv_kept, b.rows_moved, b.pages_freed,
+        assert (a.bytes_kv_read_est, a.bytes_kv_kept, a.rows_moved, a.units_freed) == (
+            b.bytes_kv_read_est, b.bytes_kv_kept, b.rows_moved, b.units_freed,
         )  # fmt: skip
 
 
@@ -258,6 +259,74 @@ def test_a_long_text_after_one_token_keeps_what_is_never_let_go(model: Path, nam
     assert sequence.num_rows < session.spec.num_layers * session.spec.num_kv_heads * (8 + 3)
     decoder.release(sequence)
     assert all(pool.num_free == pool.num_units for pool in pools.pools)
+
+
+def test_what_a_policy_reads_for_its_statistics_is_counted(model: Path) -> None:
+    session, config = (
+        Session.open(model, "numpy"),
+        EpsConfig.of(method="box", budget=0.3, first_tokens=2, last_tokens=4),
+    )
+    plain, _, _, _ = evicted(session, Keep("streaming", 0.5, **RULE), config)
+    weighed, cache, _, _ = evicted(session, Keep("h2o", 0.5, **RULE), config)
+    for a, b in zip(plain, weighed, strict=True):
+        tiles = b.pages_visited * cache.store.S * cache.spec.kv_token_bytes
+        rows = b.bytes_kv_kept // cache.spec.kv_token_bytes
+        assert b.bytes_kv_read_est == tiles + rows * cache.spec.k_token_bytes
+        assert a.bytes_kv_read_est == a.pages_visited * cache.store.S * cache.spec.kv_token_bytes
+
+
+def test_a_fork_goes_its_own_way(target, model: Path) -> None:
+    """Two continuations of one prompt, one forked from the other, say what each says alone."""
+    session, keep = opened(target, model), Keep("h2o", 0.5, 3, **RULE)
+    prompt, shape = prompts()[0], ([len(prompts()[0])] * 3, 14)
+    decoder, cache, pools = session.evicting(keep, EpsConfig().store, *shape)
+    observed = Observed(session.backend, session.spec, keep.facts)
+    prefix = session.prefix(prompt[:-1], observed=observed)
+    first, cache = decoder.adopt(cache, prefix.keys_values, len(prompt) - 1, observed)
+    second, cache = decoder.fork(cache, first)
+    documents = [Document(prompt, 13, forced) for forced in FORCED]
+    both, cache = decode(
+        session, cache, pools, documents, None, decoder=decoder, written=[first, second], keep_logits=True
+    )
+    pools.check()
+    for index, forced in enumerate(FORCED):
+        alone, others, its_pools = session.evicting(keep, EpsConfig().store, *shape)
+        one, others = alone.adopt(others, prefix.keys_values, len(prompt) - 1, observed_anew(session, keep, prompt))
+        want, _ = decode(
+            session, others, its_pools, [Document(prompt, 13, forced)], None, decoder=alone, written=[one],
+            keep_logits=True,
+        )  # fmt: skip
+        for a, b in zip(both.records, want.records, strict=True):
+            np.testing.assert_allclose(a.logits[index], b.logits[0], rtol=0, atol=1e-3)
+
+
+def observed_anew(session: Session, keep: Keep, prompt: list[int]) -> Observed:
+    observed = Observed(session.backend, session.spec, keep.facts)
+    session.prefix(prompt[:-1], observed=observed)
+    return observed
+
+
+@pytest.mark.parametrize("name", ["tova", "kv-compress", "oracle"])
+def test_statistics_for_all_policies_serve_each(model: Path, name: str) -> None:
+    """What is gathered once for several policies is to each what is gathered for it alone."""
+    session, document = Session.open(model, "numpy"), Document(prompts()[0], 13, FORCED[0])
+    arms = [Arm(Keep(one, 0.5, 4, **RULE)) for one in ("h2o", "kv-compress", "tova", "oracle")]
+    found = run_arms(session, document, arms)
+    index = [arm.keep.policy for arm in arms].index(name)
+    (alone, kept) = run_arms(session, document, [arms[index]])[0]
+    np.testing.assert_allclose(found[index][0].kl, alone.kl, atol=1e-7)
+    assert found[index][1] == kept < found[DENSE][1]
+    assert (sum(r.rows_moved for r in alone.records) > 0) == table.policy(name).FACTS.while_decoding
+
+
+def test_a_policy_of_the_future_is_refused_where_nobody_knows_it(model: Path) -> None:
+    session, keep = Session.open(model, "numpy"), Keep("oracle", 0.5)
+    decoder, cache, _ = session.evicting(keep, EpsConfig().store, [10], 1)
+    observed = Observed(session.backend, session.spec, keep.facts)
+    prefix = session.prefix(prompts()[0][:9], observed=observed)
+    with pytest.raises(ConfigError, match="which an evaluation alone knows"):
+        decoder.adopt(cache, prefix.keys_values, 9, observed)
+    assert not decoder.pools.pools[0].num_live
 
 
 def test_certificates_hold_over_what_is_left(target, model: Path) -> None:
@@ -402,6 +471,8 @@ def test_a_full_pool_says_so_and_changes_nothing() -> None:
         ({"policy": "snapkv", "share": 0.0}, "kv-keep 0.0 keeps nothing"),
         ({"policy": "snapkv", "share": 2.5}, "kv-keep 2.5 is neither a share up to 1 nor a whole number"),
         ({"policy": "snapkv", "every": -1}, "kv-every -1 is negative"),
+        ({"policy": "snapkv", "last_tokens": 0}, "kv-last-tokens 0 would let a head go empty"),
+        ({"policy": "snapkv", "first_tokens": -1}, "first-tokens -1 of an eviction must be 0 or more"),
         ({"policy": "snapkv", "compact": "sort"}, "kv-compact 'sort' is unknown"),
     ],
 )

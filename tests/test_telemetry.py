@@ -25,7 +25,7 @@ SPEC = CacheSpec(num_layers=2, num_kv_heads=3, head_dim=8, num_units=64, dtype="
 CONFIG = EpsConfig.of(method="rq", group_tokens=4)
 KEYS = [
     "type", "step", "sequences", "tokens", "lengths", "pages_total", "pages_visited", "pages_skipped", "pages_forced",
-    "pages_wanted", "bytes_kv_read_est", "bytes_kv_dense", "bytes_kv_kept", "rows_moved", "pages_freed",
+    "pages_wanted", "bytes_kv_read_est", "bytes_kv_dense", "bytes_kv_kept", "rows_moved", "units_freed",
     "bytes_summary_read", "bytes_k_reread", "eps_prepass_ms",
     "attention_ms", "decode_ms", "mass_skipped_est", "mass_skipped_cert", "mass_skipped_true",
     "output_error_cert", "escalations", "pages_escalated", "audited", "audit_kl", "audit_alarms", "cert_by_head",

@@ -60,6 +60,13 @@ def keep_of(flags: dict[str, Any], given: set[str], config: EpsConfig) -> Keep:
         raise click.UsageError(f"{flag(idle[0])} means nothing without eviction: add --kv-evict snapkv")
     if flags["kv_evict"] != OFF and flags["kv_keep"] is None:
         raise click.UsageError(f"--kv-evict {flags['kv_evict']} must know how much to keep: add --kv-keep 0.25")
+    later = sorted(given & {"kv_every", "kv_compact"})
+    if later and not POLICIES[flags["kv_evict"]].FACTS.while_decoding:
+        raise click.UsageError(
+            f"{flag(later[0])} means nothing to {flags['kv_evict']}, which evicts at the end of prefill alone: drop it"
+        )
+    if "kv_compact" in given and not flags["kv_every"]:
+        raise click.UsageError("--kv-compact means nothing with --kv-every 0: drop one")
     keep = Keep(**values, seed=flags["seed"] if flags["kv_evict"] != OFF else 0)
     keep.check(config)
     return keep

@@ -105,7 +105,14 @@ def cli() -> None:
     "--top-p", heading=DECODING, type=Real(), default=1.0, show_default=True,
     help="With a temperature: nucleus to draw from.",
 )  # fmt: skip
-@option("--seed", heading=DECODING, type=SEED, default=0, show_default=True, help="Of drawing tokens.")
+@option(
+    "--seed",
+    heading=DECODING,
+    type=SEED,
+    default=0,
+    show_default=True,
+    help="Of drawing tokens, and of policies that draw.",
+)
 @option(
     "--sample-by", heading=DECODING, type=click.Choice(DRAW_RULES), default=DRAW_RULES[0], show_default=True,
     help="With a temperature: noise for each token, or one number through cumulated probabilities, as it once was.",
@@ -159,9 +166,13 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
     config = config_of(flags, given, auto_min_context=True)
     keep = keep_of(flags, given, config)
     if flags["no_baseline"] and not (config.store.enabled or keep.enabled):
-        raise click.UsageError("--no-baseline with EPS off leaves nothing to run: drop it or choose a --method")
+        raise click.UsageError(
+            "--no-baseline with EPS off leaves nothing to run: drop it, or choose a --method or --kv-evict"
+        )
     if flags["kl"] and (flags["no_baseline"] or not (config.store.enabled or keep.enabled)):
-        raise click.UsageError("--kl compares EPS with the dense run: it needs a --method and no --no-baseline")
+        raise click.UsageError(
+            "--kl compares with the dense run: it needs a --method or --kv-evict, and no --no-baseline"
+        )
     if given & {"eps_audit_factor", "eps_audit_off"} and not flags["eps_audit_every"]:
         raise click.UsageError("--audit-factor and --audit-off need audits: add --audit-every")
     if flags["eps_audit_every"] and not config.store.enabled:
@@ -179,6 +190,7 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
             ("--eps-verify", verify.enabled, "a dense pass needs all that was let go of"),
             ("--audit-every", bool(flags["eps_audit_every"]), "an audit attends densely to all that was let go of"),
             ("--engine", flags["engine"] != OWN, "its engine owns the cache"),
+            ("--pool-tokens", flags["pool_tokens"] is not None, "its cache is made for what is kept"),
         ):
             if on:
                 raise click.UsageError(f"--kv-evict and {name} exclude each other, as {why}: drop one")

@@ -18,6 +18,13 @@ MAX_GROUP_TOKENS = 256
 DEFAULT_TAIL_TOKENS = 64
 UNIT_TOKENS = (32, 64)  # of `mean_tokens`
 KV_BITS = (16, 8, 4)  # 16: K or V as they are, in the cache's dtype
+
+
+def bits_for(head_dim: int) -> list[int]:
+    """Those of KV_BITS that heads of `head_dim` can have: of 4 bits two make a byte."""
+    return [bits for bits in KV_BITS if bits != 4 or head_dim % 2 == 0]
+
+
 SCALE_BYTES = 2  # float16, one for the codes of each (token, kv head)
 
 

@@ -21,6 +21,7 @@ from eps_core.gate.attend import attend_layer, collect, dense_read
 from eps_core.gate.protocol import Array, Backend
 from eps_core.gate.stats import Eviction, LayerStats, StepOutput
 from eps_core.paging.heads import HeadPools, HeadSequence, HeadTables
+from eps_core.paging.where import Where
 
 
 class EvictingDecoder(Decoder):
@@ -38,8 +39,7 @@ class EvictingDecoder(Decoder):
     ) -> tuple[HeadSequence, Any]:
         """(sequence, cache) with what the policy keeps of a prompt of `length` tokens: K and V [T, Hkv, D] of each
         layer, and what its attention was seen to do."""
-        spec, sequence = self.spec, self.pools.open()
-        self._observed[sequence], self._budgets[sequence] = observed, self.keep.rows(length)
+        spec, budget = self.spec, self.keep.rows(length)
         everything = [[np.arange(length)] * spec.num_kv_heads for _ in range(spec.num_layers)]
         kept = everything
         if length and self.keep.enabled and self.keep.facts.at_prefill:
@@ -50,7 +50,9 @@ class EvictingDecoder(Decoder):
                 ]
                 for layer, (k, _) in enumerate(keys_values)
             ]
-            kept = policy(self.keep.policy).keep(heads, self._budgets[sequence], self.keep.rule)
+            kept = policy(self.keep.policy).keep(heads, budget, self.keep.rule)
+        sequence = self.pools.open()
+        self._observed[sequence], self._budgets[sequence] = observed, budget
         try:
             slots = self.pools.fill(sequence, length, kept)
             for layer, (k, v) in enumerate(keys_values):
@@ -64,6 +66,18 @@ class EvictingDecoder(Decoder):
             self.release(sequence)
             raise
         return sequence, cache
+
+    def fork(self, cache: Any, sequence: HeadSequence) -> tuple[HeadSequence, Any]:
+        """(a second sequence with the same rows, cache): full pages are shared until one of the two evicts."""
+        child, copies = self.pools.fork(sequence)
+        size = self.pools.unit_tokens
+        for layer, units in enumerate(copies):
+            for src, dst, rows in units:
+                k, v = self.eps.read_kv(cache, layer, np.array([src], np.int32), rows)
+                cache = self.eps.write_kv(cache, layer, k, v, dst * size + np.arange(rows))
+        observed = self._observed[sequence]
+        self._observed[child], self._budgets[child] = observed.of(observed.facts), self._budgets[sequence]
+        return child, cache
 
     def release(self, sequence: HeadSequence) -> None:
         """Gives a sequence's pages back."""
@@ -91,7 +105,7 @@ class EvictingDecoder(Decoder):
         gated = read is not None and cache.store.enabled
         config = EpsConfig(cache.store, read) if gated and read is not None else None
         wheres = table.wheres(cache.store, config)
-        reads, clock = [], self._clock if self.timing else None
+        reads, clock, observed_bytes = [], self._clock if self.timing else None, []
         with model.scope():
             x, turn = model.embed(tokens), model.rotation(lengths - 1)
             for layer in range(spec.num_layers):
@@ -108,23 +122,28 @@ class EvictingDecoder(Decoder):
                     (out, _), seen = eps.attend(cache, layer, by_head, where, None), dense_read(cache, where)
                     seen.stats.mass_skipped_est = None
                 reads.append(seen)
-                self._observe(cache, layer, q, table, lengths)
+                observed_bytes.append(self._observe(cache, layer, q, table, lengths))
                 x = model.feed_forward(layer, model.add_attention(layer, x, out.reshape(q.shape)))
             layers, (logits,) = collect(eps, cache, reads, model.logits(x))
             eps.check_finite(cache)
             kept = sum(sequence.num_rows for sequence in table.sequences) * cache.spec.kv_token_bytes
             moved = freed = 0
             for sequence in table.sequences:
-                cache, rows_moved, pages_freed = self._evict(cache, sequence)
-                moved, freed = moved + rows_moved, freed + pages_freed
-        fallbacks = {} if config is None else wheres[0].fallbacks(spec.num_layers)
-        layers = [_by_head(one, batch, spec.num_kv_heads) for one in layers]
+                cache, rows_moved, units_freed = self._evict(cache, sequence)
+                moved, freed = moved + rows_moved, freed + units_freed
+        fallbacks = {} if config is None else _fallbacks(wheres, spec.num_kv_heads)
+        if config is not None:  # where everything was read, statistics are of what was read anyway
+            for stats, num_bytes in zip(layers, observed_bytes, strict=True):
+                stats.kv_bytes_read += num_bytes
+        layers = [_by_head(stats, batch, spec.num_kv_heads) for stats in layers]
         return cache, StepOutput(logits, layers, fallbacks, eviction=Eviction(kept, moved, freed))
 
-    def _observe(self, cache: Any, layer: int, q: Array, table: HeadTables, lengths: np.ndarray) -> None:
-        """Tells each sequence's statistics of its new query, where its policy asks for it."""
+    def _observe(self, cache: Any, layer: int, q: Array, table: HeadTables, lengths: np.ndarray) -> int:
+        """Tells each sequence's statistics of its new query, where its policy asks for it; returns the bytes of K that
+        this read."""
+        num_bytes = 0
         if not (self.keep.enabled and self.keep.every):
-            return
+            return 0
         heads = self.spec.num_kv_heads
         for index, sequence in enumerate(table.sequences):
             observed = self._observed[sequence]
@@ -137,7 +156,9 @@ class EvictingDecoder(Decoder):
                 for row in rows:
                     length = int(table.lengths[layer][row])
                     keys.append(self.eps.read_kv(cache, layer, table.tables[layer][row], length)[0])
+                    num_bytes += length * cache.spec.k_token_bytes
             observed.step(cache, layer, query.astype(np.float32), keys, int(lengths[index]))
+        return num_bytes
 
     def _evict(self, cache: Any, sequence: HeadSequence) -> tuple[Any, int, int]:
         """(cache, rows moved, units freed) of bringing a sequence's heads back to their budget, where it is time."""
@@ -173,6 +194,12 @@ class EvictingDecoder(Decoder):
         """Rows [n] of one kv head of [T, Hkv, D]: [n, 1, D]."""
         length, heads, dim = array.shape
         return self.eps.take(cache, array.reshape((length * heads, 1, dim)), rows * heads + head)
+
+
+def _fallbacks(wheres: Sequence[Where], heads: int) -> dict[str, int]:
+    """`Where.fallbacks` of layers in which every kv head is a sequence: a layer's call counts by its heads."""
+    calls = sum(where.fallbacks(1).get("min_context", 0) for where in wheres)
+    return {"min_context": -(-calls // heads)} if calls else {}
 
 
 def _by_head(stats: LayerStats, batch: int, heads: int) -> LayerStats:

@@ -12,6 +12,7 @@ import numpy as np
 
 from eps_core.decode.rope import attention_factor, inverse_frequencies
 from eps_core.decode.spec import ModelSpec
+from eps_core.errors import require
 from eps_core.evict.base import Facts, Head
 from eps_core.gate.protocol import Array, Backend
 
@@ -39,8 +40,10 @@ class Observed:
     def of(self, facts: Facts) -> "Observed":
         """As if only these had been asked for; the two go their own ways."""
         one = Observed(self.eps, self.spec, facts)
-        for name in ("_sums", "_squares"):
-            setattr(one, name, [list(layer) for layer in getattr(self, name)])
+        if facts.sums:
+            one._sums = [list(layer) for layer in self._sums]
+        if facts.squares:
+            one._squares = [list(layer) for layer in self._squares]
         one._queries = [q[len(q) - min(len(q), facts.window) :] for q in self._queries]
         one._pairs, one._moduli = [pairs.copy() for pairs in self._pairs], [moduli.copy() for moduli in self._moduli]
         one._seen, one.future = list(self._seen), self.future
@@ -139,7 +142,12 @@ class Observed:
             kept["query_abs"] = self._moduli[layer][heads] / count
         if facts.query_moments or facts.keys:
             kept["frequencies"] = self.frequencies
-        if facts.future and self.future is not None:
+        if facts.future:
+            require(
+                self.future is not None,
+                "policy oracle keeps what queries to come ask for, which an evaluation alone knows: choose another",
+            )
+            assert self.future is not None
             kept["future"] = self.future[layer][head][:, positions]
         return Head(positions=positions, length=length, **kept)
 

@@ -333,11 +333,7 @@ class Session:
         """(decoder, cache, pools), empty, for prompts of `lengths` tokens that go on for `num_new`: see
         `decode.evicting`. Policies that divide rows unevenly may give a head all of them, and find room for it."""
         spec, size = self.spec, store.unit_tokens
-        require(
-            self.kv_bits == (16, 16) or self.kv_dtype == "float32",
-            f"kv-evict {keep.policy} moves rows, and codes of a {self.kv_dtype} cache are others after a move: use "
-            "kv-dtype float32, or kv-bits 16",
-        )
+        keep.check_codes(self.kv_bits, self.kv_dtype)
         units = 0
         for length in lengths:
             kept = min(keep.rows(length), length) if keep.facts.at_prefill and not keep.facts.uneven else length

@@ -98,6 +98,7 @@ def prepare(request: RunRequest) -> Job:
         request.model, request.backend, request.device, request.dtype, request.kv_dtype, request.kernels,
         kv_bits=request.kv_bits,
     )  # fmt: skip
+    request.keep.check_codes(session.kv_bits, session.kv_dtype)
     spec, answer = session.spec, None
     texts = [text for prompt in request.prompts for text in prompt_texts(prompt, spec.max_context)]
     if not request.prompts:
@@ -172,6 +173,7 @@ def _decode(
     with progress:
         if request.keep.enabled and name != "dense":
             kept, cache, pool = _evicted(job, on_prefill)
+            prefill_ms = 1000 * (time.perf_counter() - started)  # evictions included
         outcome, cache = decode(
             job.session,
             cache,
@@ -274,7 +276,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
             else:
                 out.writelines(f"{side_name:5} {i} > {said}\n" for i, said in enumerate(side.texts, start=1))
                 out.flush()
-            return side, cache, pool
+            return side, None if kept else cache, pool
 
         dense = eps = None
         divergence: dict[str, float | None] = {}
@@ -349,7 +351,7 @@ def _print_header(job: Job, out: TextIO) -> None:
 
 def _divergence(job: Job, cache: Any, pool: PagePool | None, dense: Side) -> dict[str, float | None]:
     """KL(dense || gated) of the next-token distribution in nats, both fed the dense run's tokens through the decode.
-    The prompts' pages are still in `cache`."""
+    The prompts' pages are still in `cache`; where tokens are evicted, the prompts are prefilled and evicted again."""
     values: list[float] = []
     agree: list[bool] = []
 

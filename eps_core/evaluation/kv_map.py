@@ -13,7 +13,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import KV_BITS, Store
+from eps_core.config.store import Store, bits_for
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.session import Session
 from eps_core.errors import overflow
@@ -64,7 +64,7 @@ class Moved:
 
 def pairs_of(head_dim: int) -> list[tuple[int, int]]:
     """Bits of K and V to try: every pair that a cache can hold but both as they are."""
-    some = [bits for bits in KV_BITS if bits != 4 or head_dim % 2 == 0]
+    some = bits_for(head_dim)
     return [(k_bits, v_bits) for k_bits in some for v_bits in some if (k_bits, v_bits) != (16, 16)]
 
 

@@ -26,6 +26,7 @@ from eps_core.tasks.needle import VALUE_DIGITS
 
 SHARES = (0.5, 0.25, 0.125, 0.06)  # of the prompt that policies keep
 EPS_BUDGETS = (0.02, 0.05, 0.1, 0.2)  # of what is left that EPS reads
+EVERY = 16  # rows by which heads grow until they are brought back, so that texts of some tens of tokens see evictions
 TOGETHER = ("snapkv", "h2o", "keydiff")  # policies that EPS is set upon, at the larger shares
 
 
@@ -41,8 +42,8 @@ def arms() -> tuple[Arm, ...]:
     """EPS alone, every policy alone at every share, and EPS over some of them."""
     gated = [EpsConfig.of(method="rq", budget=budget) for budget in EPS_BUDGETS]
     alone = [Arm(config=config) for config in gated]
-    policies = [Arm(Keep(name, share)) for name in POLICIES for share in SHARES]
-    both = [Arm(Keep(name, share), config) for name in TOGETHER for share in SHARES[:2] for config in gated]
+    policies = [Arm(Keep(name, share, EVERY)) for name in POLICIES for share in SHARES]
+    both = [Arm(Keep(name, share, EVERY), config) for name in TOGETHER for share in SHARES[:2] for config in gated]
     return (*alone, *policies, *both)
 
 

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Self, get_type_hints
+from typing import Any, get_type_hints
 
 from eps_core.config.eps import EpsConfig
 from eps_core.errors import require
@@ -46,9 +46,9 @@ class Keep:
             self.share <= 1 or self.share == int(self.share),
             f"kv-keep {self.share} is neither a share up to 1 nor a whole number of rows",
         )
-        for name in ("every", "first_tokens", "last_tokens", "seed"):
-            value = getattr(self, name)
-            require(value >= 0, f"kv-{name.replace('_', '-')} {value} is negative: use 0 or more")
+        require(self.every >= 0, f"kv-every {self.every} is negative: use 0 or more")
+        require(self.last_tokens >= 1, f"kv-last-tokens {self.last_tokens} would let a head go empty: use 1 or more")
+        _ = self.rule  # refuses what else is wrong with it
         require(
             self.compact in COMPACTIONS,
             f"kv-compact {self.compact!r} is unknown: choose one of {', '.join(COMPACTIONS)}",
@@ -94,9 +94,13 @@ class Keep:
             "it out",
         )
 
+    def check_codes(self, kv_bits: tuple[int, int], kv_dtype: str) -> None:
+        """Raises ConfigError where rows that are moved would be rounded again."""
+        require(
+            not self.enabled or kv_bits == (16, 16) or kv_dtype == "float32",
+            f"kv-evict {self.policy} moves rows, and codes of a {kv_dtype} cache are others after a move: use kv-dtype "
+            "float32, or kv-bits 16",
+        )
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        return cls(**data)

@@ -6,7 +6,7 @@ import numpy as np
 
 from eps_core.evict.base import Facts, Head, Kept, Rule, best_of_each, rounded
 
-FACTS = Facts(source="the weights that dense attention gives afterwards", future=True)
+FACTS = Facts(source="the weights that dense attention gives afterwards", future=True, while_decoding=False)
 
 
 def scores(head: Head) -> np.ndarray:

@@ -31,7 +31,7 @@ class Eviction:
 
     bytes_kept: int  # K and V of the rows of all layers and heads, before this step's evictions
     rows_moved: int
-    pages_freed: int
+    units_freed: int  # of the pool: `Store.unit_tokens` rows of one head each
 
 
 @dataclass

@@ -1,11 +1,12 @@
 """What a cache takes of a model shape: summaries by method; K and V by what is kept of them and in how many bits."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eps_core.config.bytes import kv_bytes, summary_bytes, summary_group_bytes
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import COARSE_GROUP_BLOCKS, KV_BITS, METHODS
+from eps_core.config.store import COARSE_GROUP_BLOCKS, METHODS, bits_for
 from eps_core.summaries.table import KEY_CODES, facts
 from eps_core.telemetry.terminal import MIB, table
 
@@ -86,16 +87,16 @@ def memory_table(rows: Sequence[dict[str, Any]]) -> str:
                 f"{100 * row['share_of_kv']:.2f} %",
             ]
         )
-    return table(cells, ["groups  method", "tokens a group", "bytes a group", "MiB", "of bf16 KV"])
+    return table(cells, ["groups  method", "tokens a group", "bytes a group", "MiB", "of KV"])
 
 
 def kept_rows(num_layers: int, num_kv_heads: int, head_dim: int, num_tokens: int) -> list[dict[str, Any]]:
     """Memory of one sequence by bits of K and V and the share of its tokens that is kept, with `rq`'s summaries of what
     is left and without."""
     store, rows = EpsConfig.of(method=KEY_CODES).store, []
-    for bits in KV_BITS:
+    for bits in bits_for(head_dim):
         for share in KEPT_SHARES:
-            kept = max(1, round(share * num_tokens))
+            kept = math.ceil(share * num_tokens)
             kv = kv_bytes(num_layers, num_kv_heads, head_dim, kept, "bfloat16", (bits, bits))
             summaries = summary_bytes(store, num_layers, num_kv_heads, head_dim, kept)
             rows.append({"kv_bits": bits, "kept_share": share, "kv_bytes": kv, "summary_bytes": summaries})
@@ -105,7 +106,7 @@ def kept_rows(num_layers: int, num_kv_heads: int, head_dim: int, num_tokens: int
 def kept_table(rows: Sequence[dict[str, Any]]) -> str:
     """MiB of K and V, and of the summaries beside them: a row a number of bits, a column a kept share."""
     cells = []
-    for bits in KV_BITS:
+    for bits in dict.fromkeys(row["kv_bits"] for row in rows):
         mine = [row for row in rows if row["kv_bits"] == bits]
         sizes = [f"{row['kv_bytes'] / MIB:,.0f} + {row['summary_bytes'] / MIB:,.1f}" for row in mine]
         cells.append([f"{bits}", *sizes])

@@ -84,7 +84,7 @@ class StepRecord:
     bytes_kv_dense: int  # what dense attention reads in the same step
     bytes_kv_kept: int  # K and V that the cache holds of these sequences; the same where nothing is evicted
     rows_moved: int  # (layer, kv head, token)s that evictions after this step copied to another place
-    pages_freed: int  # pages of single heads that these gave back
+    units_freed: int  # of the pool, of single heads, that these gave back
     bytes_summary_read: int
     bytes_k_reread: int  # K read back to seal groups that filled in this step
     eps_prepass_ms: float | None  # None: this step was not timed layer by layer
@@ -172,7 +172,7 @@ def step_record(
         bytes_kv_dense=dense,
         bytes_kv_kept=dense if eviction is None else eviction.bytes_kept,
         rows_moved=0 if eviction is None else eviction.rows_moved,
-        pages_freed=0 if eviction is None else eviction.pages_freed,
+        units_freed=0 if eviction is None else eviction.units_freed,
         bytes_summary_read=sum(layer.summary_bytes_read for layer in output.layers),
         bytes_k_reread=bytes_k_reread,
         eps_prepass_ms=_total_ms(output.layers, "prepass_ms"),
@@ -316,7 +316,7 @@ def _most(values: Iterable[float | None]) -> float | None:
 
 _SUMMED = (
     "pages_total", "pages_visited", "pages_skipped", "pages_forced", "bytes_kv_read_est", "bytes_kv_dense",
-    "bytes_kv_kept", "rows_moved", "pages_freed", "bytes_summary_read", "bytes_k_reread", "escalations",
+    "bytes_kv_kept", "rows_moved", "units_freed", "bytes_summary_read", "bytes_k_reread", "escalations",
     "pages_escalated", "audit_alarms",
 )  # fmt: skip
 

@@ -253,7 +253,7 @@ def _kept(eps: dict[str, Any] | None) -> list[tuple[str, str, str]]:
         return []
     rows = [("bytes kept against dense", eps["kept_ratio"], ".4f")]
     rows += [
-        (name, eps[key], ",.0f") for name, key in (("  rows moved", "rows_moved"), ("  pages freed", "pages_freed"))
+        (name, eps[key], ",.0f") for name, key in (("  rows moved", "rows_moved"), ("  pages freed", "units_freed"))
     ]
     return [(name, "1.0000" if form == ".4f" else "", format(value, form)) for name, value, form in rows]
 
@@ -292,9 +292,9 @@ def _layer(layer: dict[str, Any] | None) -> list[tuple[str, str, str]]:
 def describe_keep(keep: Keep) -> str:
     """One line of how a run evicts."""
     of = f"{keep.share:g} of the prompt's tokens" if keep.share <= 1 else f"{keep.share:,.0f} rows a head"
-    more = f", again every {keep.every} tokens" if keep.facts.while_decoding and keep.every else ""
-    always = f"{keep.first_tokens} + {keep.last_tokens} tokens always"
-    return f"{keep.policy}: {of}{more}, {always}, compacted by {keep.compact}"
+    again = keep.facts.while_decoding and keep.every
+    more = f", again every {keep.every} tokens (compacted by {keep.compact})" if again else ""
+    return f"{keep.policy}: {of}{more}, {keep.first_tokens} + {keep.last_tokens} tokens always"
 
 
 def dense_json(tokens: list[int] | None, summary: dict[str, Any]) -> dict[str, Any]:
@@ -316,7 +316,7 @@ def eps_json(tokens: list[int] | None, summary: dict[str, Any], config: EpsConfi
         "bytes_summary_read": summary["bytes_summary_read"],
         "kept_ratio": summary["kept_ratio"],
         "rows_moved": summary["rows_moved"],
-        "pages_freed": summary["pages_freed"],
+        "units_freed": summary["units_freed"],
         "pages_total": summary["pages_total"],
         "pages_visited": summary["pages_visited"],
         "pages_skipped": summary["pages_skipped"],
