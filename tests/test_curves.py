@@ -101,6 +101,9 @@ def test_cells_add_their_documents_up() -> None:
     for record in records(cells):
         assert record.pop("type") == "cell" and isinstance(read_record(Cell, record, "here", "mend"), Cell)
     assert "0.3000 / 1" in markdown(cells)
+    # of arms with other budgets each figure stands under its own
+    lines = markdown(cells[1:]).splitlines()
+    assert lines[0].startswith("| method, S | 0.02 | 0.25 |") and "| - | 0.3000 / 1 |" in lines[2]
 
 
 def test_a_table_of_the_demo_model() -> None:

@@ -390,7 +390,8 @@ def markdown(cells: list[Cell]) -> str:
                 f"{', '.join(points)}; bytes at KL 0.01: {at}"
             )
             continue
-        entries = ["-" if c.kl_mean is None else f"{c.kl_mean:.4f} / {c.needles_answered}" for c in curve]
+        found = {c.byte_budget: c for c in curve if c.kl_mean is not None}
+        entries = [f"{found[b].kl_mean:.4f} / {found[b].needles_answered}" if b in found else "-" for b in budgets]
         rows.append(f"| {label(name)} | {' | '.join(entries)} | {at} |")
     return "\n".join([*rows, "", *shares])
 
