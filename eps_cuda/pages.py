@@ -84,9 +84,8 @@ def units_of(pool: Pool, units: np.ndarray) -> Tensor:
     """Units [M] of a pool [P, ...]: a view where they are consecutive and no codes, else a copy."""
     if isinstance(pool, CodePool):
         return dequantise(units_of(pool.codes, units), units_of(pool.scale, units), pool.bits, pool.dtype)
-    first, num = int(units[0]), len(units)
-    if (np.diff(units) == 1).all():
-        return pool[first : first + num]
+    if len(units) and (np.diff(units) == 1).all():
+        return pool[int(units[0]) : int(units[0]) + len(units)]
     return pool.index_select(0, torch.from_numpy(units.astype(np.int64)).to(pool.device))
 
 

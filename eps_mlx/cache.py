@@ -383,6 +383,6 @@ def read_kv(cache: Cache, layer: int, table: np.ndarray, length: int) -> tuple[m
     store, spec = cache.store, cache.spec
     units = np.asarray(table)[: -(-length // store.unit_tokens)]
     with mx.stream(cache.stream):
-        pools = (pages.units_of(pool[layer], units).swapaxes(1, 2) for pool in (cache.k, cache.v))
+        pools = (pages.copies_of(pool[layer], units).swapaxes(1, 2) for pool in (cache.k, cache.v))
         k, v = (mx.contiguous(pool.reshape(-1, spec.num_kv_heads, spec.head_dim)[:length]) for pool in pools)
     return k, v

@@ -79,9 +79,16 @@ def units_of(pool: Pool, units: np.ndarray) -> mx.array:
     """Units [M] of a pool [P, ...]: a slice where they are consecutive, else a gather."""
     if isinstance(pool, CodePool):
         return dequantise(units_of(pool.codes, units), units_of(pool.scale, units), pool.bits, pool.dtype)
-    if (np.diff(units) == 1).all():
+    if len(units) and (np.diff(units) == 1).all():
         return pool[int(units[0]) : int(units[0]) + len(units)]
     return mx.take(pool, mx.array(units.astype(np.int32)), axis=0)
+
+
+def copies_of(pool: Pool, units: np.ndarray) -> mx.array:
+    """`units_of`, never a slice: who keeps one keeps the pool's buffer, which the next write then copies whole."""
+    return (
+        units_of(pool, units) if isinstance(pool, CodePool) else mx.take(pool, mx.array(units.astype(np.int32)), axis=0)
+    )
 
 
 def tiles_of(pool: Pool, rows: mx.array, group_tokens: int) -> mx.array:
