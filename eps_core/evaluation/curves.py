@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -135,20 +135,26 @@ def budget_groups(config: EpsConfig, length: int, num_steps: int, head_dim: int,
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What one table at one context length runs; documents are independent of each other and of their order."""
+class Documents:
+    """What one table at one context length is of; documents are independent of each other and of their order."""
 
     context_tokens: int
     num_needles: int = 50
     num_texts: int = 6
     text_steps: int = 64
-    arms: tuple[EpsConfig, ...] = ARMS
-    byte_budgets: tuple[float, ...] = BYTE_BUDGETS
-    taus: tuple[float, ...] = TAUS
     seed: int = 0
 
     def documents(self) -> list[tuple[str, int]]:
         return [("text", i) for i in range(self.num_texts)] + [("needle", i) for i in range(self.num_needles)]
+
+
+@dataclass(frozen=True)
+class Plan(Documents):
+    """A table's documents under arms that differ in how they read."""
+
+    arms: tuple[EpsConfig, ...] = ARMS
+    byte_budgets: tuple[float, ...] = BYTE_BUDGETS
+    taus: tuple[float, ...] = TAUS
 
     def configs(self, head_dim: int) -> dict[Key, EpsConfig]:
         """Each arm with the groups that a byte budget buys, without an entry where it buys none beyond the guards; an
@@ -213,17 +219,6 @@ def text_document(session: Session, context_tokens: int, steps: int, seed: int, 
     return Document.along(session.encode(window)[: context_tokens + steps], steps)
 
 
-class Documents(Protocol):
-    """What of a plan says which documents there are."""
-
-    @property
-    def context_tokens(self) -> int: ...
-    @property
-    def num_needles(self) -> int: ...
-    @property
-    def seed(self) -> int: ...
-
-
 def needle(session: Session, plan: Documents, index: int) -> tuple[Document, list[int]]:
     """(needle document, to be answered greedily; tokens of its answer): depths spread evenly, 0 to 3 distractors."""
     depth, seed = (index + 0.5) / plan.num_needles, plan.seed + 3_000_000 + index
@@ -266,8 +261,8 @@ def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[Key
                     **name_of(arm)._asdict(),
                     byte_budget=None if arm.read.policy == "share" else point,
                     tau=point if arm.read.policy == "share" else None,
-                    bytes_ratio=_ratio(total.bytes_read, total.bytes_dense) if total else None,
-                    needle_bytes_ratio=_ratio(total.needle_bytes_read, total.needle_bytes_dense) if total else None,
+                    bytes_ratio=part_of(total.bytes_read, total.bytes_dense) if total else None,
+                    needle_bytes_ratio=part_of(total.needle_bytes_read, total.needle_bytes_dense) if total else None,
                     kl_mean=float(np.mean(total.divergences)) if total and total.divergences else None,
                     kl_low=low,
                     kl_high=high,
@@ -282,7 +277,7 @@ def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[Key
     return cells
 
 
-def _ratio(part: int, whole: int) -> float | None:
+def part_of(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 

@@ -15,7 +15,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode.observe import Observed
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.session import Session
-from eps_core.evaluation.curves import Tally, needle, text_document
+from eps_core.evaluation.curves import Documents, Tally, needle, part_of, text_document
 from eps_core.evaluation.runner import DENSE, Document, Outcome, decode, run_batch
 from eps_core.evaluation.statistics import bootstrap_interval
 from eps_core.evict.base import Facts
@@ -72,18 +72,10 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What one table at one context length runs; documents are independent of each other and of their order."""
+class Plan(Documents):
+    """A table's documents under arms that differ in what they keep, too."""
 
-    context_tokens: int
-    num_needles: int = 50
-    num_texts: int = 6
-    text_steps: int = 64
     arms: tuple[Arm, ...] = field(default_factory=arms)
-    seed: int = 0
-
-    def documents(self) -> list[tuple[str, int]]:
-        return [("text", i) for i in range(self.num_texts)] + [("needle", i) for i in range(self.num_needles)]
 
 
 @dataclass
@@ -206,9 +198,9 @@ def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[int
                 kept_share=arm.keep.share,
                 method=arm.config.store.method,
                 budget=arm.config.read.budget if gated else None,
-                bytes_ratio=_ratio(total.bytes_read, total.bytes_dense),
-                needle_bytes_ratio=_ratio(total.needle_bytes_read, total.needle_bytes_dense),
-                bytes_kept_ratio=_ratio(total.bytes_kept, total.bytes_whole),
+                bytes_ratio=part_of(total.bytes_read, total.bytes_dense),
+                needle_bytes_ratio=part_of(total.needle_bytes_read, total.needle_bytes_dense),
+                bytes_kept_ratio=part_of(total.bytes_kept, total.bytes_whole),
                 kl_mean=float(np.mean(total.divergences)) if total.divergences else None,
                 kl_low=low,
                 kl_high=high,
@@ -221,10 +213,6 @@ def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[int
             )
         )
     return cells
-
-
-def _ratio(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
 
 
 def markdown(cells: list[Cell]) -> str:
