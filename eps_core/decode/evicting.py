@@ -106,6 +106,7 @@ class EvictingDecoder(Decoder):
         config = EpsConfig(cache.store, read) if gated and read is not None else None
         wheres = table.wheres(cache.store, config)
         reads, clock, observed_bytes = [], self._clock if self.timing else None, []
+        pending: list[list[list[Array]]] = []  # [L][B]
         with model.scope():
             x, turn = model.embed(tokens), model.rotation(lengths - 1)
             for layer in range(spec.num_layers):
@@ -122,10 +123,17 @@ class EvictingDecoder(Decoder):
                     (out, _), seen = eps.attend(cache, layer, by_head, where, None), dense_read(cache, where)
                     seen.stats.mass_skipped_est = None
                 reads.append(seen)
-                observed_bytes.append(self._observe(cache, layer, q, table, lengths))
+                num_bytes, asked = self._observe(cache, layer, by_head, table)
+                observed_bytes.append(num_bytes)
+                pending.append(asked)
                 x = model.feed_forward(layer, model.add_attention(layer, x, out.reshape(q.shape)))
-            layers, (logits,) = collect(eps, cache, reads, model.logits(x))
+            flat = [array for layer in pending for asked in layer for array in asked]
+            layers, (logits, *values) = collect(eps, cache, reads, model.logits(x), *flat)
             eps.check_finite(cache)
+            found = iter(values)
+            for layer, of_layer in enumerate(pending):
+                for sequence, asked, length in zip(table.sequences, of_layer, lengths, strict=False):
+                    self._observed[sequence].told(layer, [next(found) for _ in asked], int(length))
             kept = sum(sequence.num_rows for sequence in table.sequences) * cache.spec.kv_token_bytes
             moved = freed = 0
             for sequence in table.sequences:
@@ -138,27 +146,31 @@ class EvictingDecoder(Decoder):
         layers = [_by_head(stats, batch, spec.num_kv_heads) for stats in layers]
         return cache, StepOutput(logits, layers, fallbacks, eviction=Eviction(kept, moved, freed))
 
-    def _observe(self, cache: Any, layer: int, q: Array, table: HeadTables, lengths: np.ndarray) -> int:
-        """Tells each sequence's statistics of its new query, where its policy asks for it; returns the bytes of K that
-        this read."""
-        num_bytes = 0
-        if not (self.keep.enabled and self.keep.every):
-            return 0
-        heads = self.spec.num_kv_heads
+    def _observe(self, cache: Any, layer: int, q: Array, table: HeadTables) -> tuple[int, list[list[Array]]]:
+        """(bytes of K read, of each sequence what `Observed.told` must have) of queries q [B * Hkv, R, D]; nothing of
+        policies that do not ask for it."""
+        if not self._watches:
+            return 0, []
+        heads, num_bytes, pending = self.spec.num_kv_heads, 0, []
         for index, sequence in enumerate(table.sequences):
-            observed = self._observed[sequence]
-            if not observed.wants_steps:
-                continue
-            (query,) = self.eps.to_host(cache, [self.eps.take(cache, q, np.array([index]))])
-            rows = range(index * heads, (index + 1) * heads)
-            keys = []
+            observed, rows, keys = self._observed[sequence], np.arange(index * heads, (index + 1) * heads), []
             if observed.facts.sums or observed.facts.squares:
                 for row in rows:
                     length = int(table.lengths[layer][row])
                     keys.append(self.eps.read_kv(cache, layer, table.tables[layer][row], length)[0])
                     num_bytes += length * cache.spec.k_token_bytes
-            observed.step(cache, layer, query.astype(np.float32), keys, int(lengths[index]))
-        return num_bytes
+            pending.append(observed.step(cache, self.eps.take(cache, q, rows), keys))
+        return num_bytes, pending
+
+    @property
+    def _watches(self) -> bool:
+        """Whether steps are told to statistics, for evictions to come."""
+        facts = self.keep.facts if self.keep.enabled and self.keep.every else None
+        return (
+            facts is not None
+            and facts.while_decoding
+            and (facts.sums or facts.squares or facts.query_moments or facts.window > 0)
+        )
 
     def _evict(self, cache: Any, sequence: HeadSequence) -> tuple[Any, int, int]:
         """(cache, rows moved, units freed) of bringing a sequence's heads back to their budget, where it is time."""

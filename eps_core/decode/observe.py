@@ -58,27 +58,35 @@ class Observed:
                 rows = np.arange(start, min(start + QUERY_ROWS, num))
                 seen = np.arange(length) <= (length - num + rows)[:, None]
                 given = self.eps.weights(cache, self.eps.take(cache, q, rows), k, seen)
-                self._add(cache, layer, given)
+                given = self.eps.to_host(cache, [one.sum(axis=2) for one in self._powers(given)])
+                for into, of_heads in zip(self._totals, given, strict=True):
+                    for head, values in enumerate(of_heads):
+                        self._grow(into, layer, head, values)
         if self._keeps_queries:
             keep = min(num, self.facts.window) if not self.facts.query_moments else num
             (last,) = self.eps.to_host(cache, [self.eps.take(cache, q, np.arange(num - keep, num))])
             self._remember(layer, last.astype(np.float32), length)
 
-    def step(self, cache: Any, layer: int, q: np.ndarray | None, keys: list[Array], length: int) -> None:
-        """A decoded token: q [1, Hq, D] float32 on the host, as `prompt` has it, and of each kv head keys [T, 1, D] of
-        its rows, the new one last. `length` tokens so far."""
-        if (self.facts.sums or self.facts.squares) and q is not None:
-            for head, k in enumerate(keys):
-                own = self._own(cache, q, head)
-                given = self.eps.weights(cache, own, k, np.ones((1, len(k)), bool))
-                self._add(cache, layer, given, head)
-        if self._keeps_queries and q is not None:
-            self._remember(layer, q, length)
+    def step(self, cache: Any, q: Array, keys: list[Array]) -> list[Array]:
+        """What `told` must have on the host of a decoded token in one layer, still on the device: q [Hkv, R, D], and of
+        each kv head keys [T, 1, D] of its rows, the new one last, where weights are asked for."""
+        pending = []
+        for head, k in enumerate(keys):
+            own = self.eps.take(cache, q, np.array([head]))
+            given = self.eps.weights(cache, own, k, np.ones((1, len(k)), bool))
+            pending += [one.sum(axis=2) for one in self._powers(given)]
+        return [*pending, q] if self._keeps_queries else pending
 
-    @property
-    def wants_steps(self) -> bool:
-        """Whether decoding must tell of its queries."""
-        return self.facts.while_decoding and (self.facts.sums or self.facts.squares or self._keeps_queries)
+    def told(self, layer: int, values: list[np.ndarray], length: int) -> None:
+        """The values of `step`, on the host; `length` tokens so far."""
+        found = iter(values)
+        if self.facts.sums or self.facts.squares:
+            for head in range(self.spec.num_kv_heads):
+                for into in self._totals:
+                    self._grow(into, layer, head, next(found)[0])
+        if self._keeps_queries:
+            q = next(found).astype(np.float32)
+            self._remember(layer, q.reshape(1, self.spec.num_heads, self.spec.head_dim), length)
 
     @property
     def _keeps_queries(self) -> bool:
@@ -89,17 +97,20 @@ class Observed:
         part = q[:, head * self._repeat : (head + 1) * self._repeat]
         return self.eps.from_numpy(np.ascontiguousarray(part), "float32", cache.device)
 
-    def _add(self, cache: Any, layer: int, given: Array, only: int | None = None) -> None:
-        """Adds weights [H, R, N, T], or of head `only` alone, to what its rows were given before."""
-        kinds = [(self._sums, given)] if self.facts.sums else []
-        if self.facts.squares:
-            kinds.append((self._squares, given * given))
-        for (into, _), host in zip(kinds, self.eps.to_host(cache, [one.sum(axis=2) for _, one in kinds]), strict=True):
-            for index, values in enumerate(host):
-                head = index if only is None else only
-                grown = np.zeros((self._repeat, values.shape[1]))
-                grown[:, : into[layer][head].shape[1]] = into[layer][head]
-                into[layer][head] = grown + values
+    @property
+    def _totals(self) -> list[list[list[np.ndarray]]]:
+        """What `_powers` are added to, in their order."""
+        return [*([self._sums] if self.facts.sums else []), *([self._squares] if self.facts.squares else [])]
+
+    def _powers(self, given: Array) -> list[Array]:
+        """Weights, and their squares, as far as they are asked for."""
+        return [*([given] if self.facts.sums else []), *([given * given] if self.facts.squares else [])]
+
+    def _grow(self, into: list[list[np.ndarray]], layer: int, head: int, values: np.ndarray) -> None:
+        """Adds what rows [R, T] were given to what the first of them, all that there were, were given before."""
+        grown = np.zeros((self._repeat, values.shape[1]))
+        grown[:, : into[layer][head].shape[1]] = into[layer][head]
+        into[layer][head] = grown + values
 
     def _remember(self, layer: int, q: np.ndarray, length: int) -> None:
         """Queries [N, Hq, D] of the last N tokens."""
