@@ -188,8 +188,7 @@ def check_queries(kernels: ModuleType) -> None:
         if head_dim == 64:  # rotated without rounding: halves of a step of 1/8
             turned = (rng.integers(-61, 62, (2, 6, head_dim)) | 1) / 2
             turned[..., 0] = QUERY_STEPS
-            q = (rotate64(turned / 8, 0) * np.sqrt(64)).astype(np.float32)
-            q = np.stack([[signs * rotate64(signs * row, 0) for row in rows] for rows in turned]).astype(np.float32)
+            q = (turned @ rotate64(np.eye(turned.shape[-1]), 0).T).astype(np.float32)
         q = q.astype(np.float32)
         found = kernels.round_queries(put(q), put(signs), KV_HEADS)
         a = torch.from_numpy(q).reshape(2, KV_HEADS, 3, head_dim) * (1 / math.sqrt(head_dim))

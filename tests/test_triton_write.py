@@ -263,8 +263,7 @@ class Run:
             turned[:, self.case.head_dim // 8 + 1 :] = 0
         if self.case.mean_tokens:
             turned = self.on_the_steps_of_a_mean(turned)
-        signs = self.cache.fixed[0]["signs"].double().numpy()
-        back = np.stack([signs * rotate(row * signs, self.case.config.store.seed) for row in turned])
+        back = turned @ rotate(np.eye(self.case.head_dim), self.case.config.store.seed).T  # orthogonal
         centre = self.cache.centre[0]
         return back if centre is None else centre.double().numpy() + back
 

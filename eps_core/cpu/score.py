@@ -10,8 +10,9 @@ import numpy as np
 
 from eps_core.cpu.best import keep_best, list_kept, order
 from eps_core.cpu.compile import FAST, kernel
+from eps_core.cpu.pool_vectors import DOT_ROWS, PREFETCH_ROWS, dots
 from eps_core.cpu.threads import finish, take, wait
-from eps_core.cpu.vectors import DOT_ROWS, HEADS, LANES, PERMUTES, PREFETCH_ROWS, ask_for, dots, score_rows, wide
+from eps_core.cpu.vectors import HEADS, LANES, PERMUTES, ask_for, score_rows, wide
 from eps_core.summaries.base import LARGEST_ESTIMATE
 
 # nothing raises in a kernel: a thread that left between `take` and `finish` would keep the others waiting
@@ -48,12 +49,14 @@ def group_states(fill, table, length, guards, size, per_unit, can_encode, states
 
 @kernel(fastmath=FAST)
 def rotate(x, signs, blocks):
-    """H diag(signs) x in place, x [D]: a Hadamard matrix for each of `blocks`, see `rotate` of the array backends."""
+    """`rotate` of the array backends in place, x [D]: a Hadamard matrix for each of `blocks`."""
     start = 0
     for size in blocks:
         for c in range(start, start + size):
             x[c] *= signs[c]
         half = size // 2
+        for c in range(half // 2):
+            x[start + half + c], x[start + size - 1 - c] = x[start + size - 1 - c], x[start + half + c]
         while half:
             for low in range(start, start + size, 2 * half):
                 for c in range(low, low + half):

@@ -27,6 +27,7 @@ from eps_core.cpu.vectors import (
     _i64,
     _int64,
     _load,
+    _look_up,
     _shuffle,
     _splat,
     _store,
@@ -310,13 +311,8 @@ def mean_bases(typing_context, means, mean_scale, first, second, third, fourth, 
             if sides == 1:
                 return [builder.sitofp(builder.sub(stored, _repeated(128)), _vector(_f32))]
             if PERMUTES:
-                look_up = cgutils.get_or_insert_function(
-                    builder.module, ir.FunctionType(_vector(_f32), [_vector(_f32), _vector(_i32)]),
-                    "llvm.x86.avx512.permvar.sf.512",
-                )  # fmt: skip
                 values = ir.Constant(_vector(_f32), [ir.Constant(_f32, float(x - 8)) for x in range(LANES)])
-                # only the lowest four bits of a lane count
-                return [builder.call(look_up, [values, x]) for x in (stored, builder.lshr(stored, _repeated(4)))]
+                return [_look_up(builder, values, x) for x in (stored, builder.lshr(stored, _repeated(4)))]
             halves = builder.and_(stored, _repeated(15)), builder.lshr(stored, _repeated(4))
             return [builder.sitofp(builder.sub(half, _repeated(8)), _vector(_f32)) for half in halves]
 

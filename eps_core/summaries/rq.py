@@ -77,7 +77,7 @@ def fields(settings: Settings, head_dim: int) -> dict[str, Field]:
 
 
 def rq_signs(seed: int, head_dim: int) -> np.ndarray:
-    """The random signs [D] float32 of rq's rotation x = H diag(signs) (mu - c)."""
+    """The random signs [D] float32 of rq's rotation x = H P diag(signs) (mu - c)."""
     return (np.random.default_rng([seed, 2]).integers(0, 2, head_dim) * 2 - 1).astype(np.float32)
 
 
@@ -101,11 +101,20 @@ def _hadamard(size: int) -> np.ndarray:
     return matrix
 
 
+def turned_round(block: np.ndarray) -> np.ndarray:
+    """A block [.., n] with its second half from the end to the start. The first n / 2 rows of a Sylvester matrix know
+    of dimensions i and i + n / 2 nothing but their sum: these are RoPE's pairs, and a key of one frequency could hide
+    from the first part of its code. So turned, the two that are summed are of frequencies far apart."""
+    half = block.shape[-1] // 2
+    return np.concatenate([block[..., :half], block[..., half:][..., ::-1]], axis=-1)
+
+
 def rotate(x: np.ndarray, seed: int) -> np.ndarray:
-    """x [.., D] -> H diag(signs) x, orthogonal: Sylvester-Hadamard blocks scaled by 1/sqrt(block)."""
+    """x [.., D] -> H P diag(signs) x, orthogonal: Sylvester-Hadamard blocks scaled by 1/sqrt(block), P `turned_round`
+    in each."""
     signed, pieces, start = x * rq_signs(seed, x.shape[-1]), [], 0
     for size in hadamard_blocks(x.shape[-1]):
-        pieces.append(signed[..., start : start + size] @ _hadamard(size) / np.sqrt(size))
+        pieces.append(turned_round(signed[..., start : start + size]) @ _hadamard(size) / np.sqrt(size))
         start += size
     return np.concatenate(pieces, axis=-1)
 
@@ -141,7 +150,7 @@ def _second_bit(x: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, np.float
 
 
 def _build_unit(settings: Settings, k: np.ndarray) -> Summary:
-    """Of all groups of one mean, k [U, D]: the mean of a unit in `mean_bits` a dimension of H D mu, and of each group
+    """Of all groups of one mean, k [U, D]: the mean of a unit in `mean_bits` a dimension of H P D mu, and of each group
     the sign of what its own mean differs from what is stored of that."""
     turned = rotate(k.reshape(-1, settings.S, k.shape[1]).mean(axis=1), settings.seed)
     most = 2 ** (settings.mean_bits - 1) - 1
@@ -176,7 +185,7 @@ def _build_unit(settings: Settings, k: np.ndarray) -> Summary:
 
 
 def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
-    """Rotated quantised mean (ours): `bits` per dimension of H D (mu - c) and one scale that makes
+    """Rotated quantised mean (ours): `bits` per dimension of H P D (mu - c) and one scale that makes
     <x_hat, x> = |x|^2 (RaBitQ, arXiv 2405.12497, for one bit: |x|^2 / |x|_1). centre [D] float16. `second_bit` adds
     to 1-bit codes the bit that makes them 2-bit codes, levels sign + second / 2 of +-1, with a scale of its own."""
     if settings.mean_tokens:
@@ -214,11 +223,11 @@ def decode_units(settings: Settings, summary: Summary, head_dim: int) -> np.ndar
 
 
 def rotate_query(a: np.ndarray, seed: int) -> np.ndarray:
-    """H diag(signs) a [D] in float32 with the additions in the backends' order, so that what is rounded of it is equal:
+    """`rotate` of a [D] in float32 with the additions in the backends' order, so that what is rounded of it is equal:
     pairs that are half a block apart are added and subtracted, down to neighbours."""
     signed, pieces, start = a.astype(np.float32) * rq_signs(seed, len(a)), [], 0
     for size in hadamard_blocks(len(a)):
-        block, half = signed[start : start + size], size // 2
+        block, half = turned_round(signed[start : start + size]), size // 2
         while half:
             pairs = block.reshape(-1, 2, half)
             block = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1).reshape(-1)

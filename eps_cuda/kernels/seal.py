@@ -92,6 +92,10 @@ def _rotate(x, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.constexpr, L
             size = tl.where(inside, 1 << log, size)
             # float32(1 / sqrt(2^log)): powers of two are exact
             factor = tl.where(inside, 0.5 ** (log // 2) * (ROOT_HALF if log % 2 == 1 else 1.0), factor)
+    # `turned_round`: of the second half of each block the last comes first
+    turned = d ^ tl.where((d & (size // 2)) != 0, size // 2 - 1, 0)
+    x = tl.gather(tl.reshape(x, (ROWS, DIM2)), tl.reshape(turned, (ROWS, DIM2)), 1)
+    x = tl.reshape(x, (ROWS * DIM2,))
     for level in tl.static_range(LOG_DIM):
         if DIM2 >> level <= HEAD_DIM:
             x = tl.where(size >= DIM2 >> level, _butterfly(x, DIM2 >> (level + 1), ROWS * DIM2), x)

@@ -29,13 +29,14 @@ from eps_cuda.summaries.base import (
 
 
 def rotate(x: Tensor, signs: Tensor) -> Tensor:
-    """H diag(signs) x over the last axis, orthogonal. The order of the float32 additions is part of the definition:
+    """`eps_core.summaries.rq.rotate` over the last axis. The order of the float32 additions is part of the definition:
     every library adds alike, so sign codes are equal bit for bit. (Not for torch.compile, which may fuse.)"""
     lead, head_dim = x.shape[:-1], x.shape[-1]
     x = x * signs
     pieces, start = [], 0
     for size in hadamard_blocks(head_dim):
-        block, half = x[..., start : start + size], size // 2
+        half = size // 2
+        block = torch.cat([x[..., start : start + half], x[..., start + half : start + size].flip(-1)], dim=-1)
         while half:
             first, second = block.reshape(*lead, size // (2 * half), 2, half).unbind(dim=-2)
             block = torch.stack([first + second, first - second], dim=-2).reshape(*lead, size)
@@ -118,7 +119,7 @@ def _build_units(store: Store, signs: Tensor, k: Tensor) -> Summary:
 
 
 def build(store: Store, constants: Summary, k: Tensor) -> Summary:
-    """Rotated quantised mean (ours): `bits` per dimension of H D (mu - c) and one scale that makes <x_hat, x> = |x|^2
+    """Rotated quantised mean (ours): `bits` per dimension of H P D (mu - c) and one scale that makes <x_hat, x> = |x|^2
     (RaBitQ's estimator). centre [Hkv, D] float16. `second_bit` adds to 1-bit codes the bit that makes them 2-bit
     codes, levels sign + second / 2 of +-1, with a scale of its own."""
     if store.mean_tokens:

@@ -6,12 +6,13 @@ threadgroup memory, where no compiler fuses it with the next. Bodies: see `eps_m
 
 import math
 from functools import cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from eps_core.summaries.rq import QUERY_STEPS, hadamard_blocks
+from eps_core.summaries.rq import QUERY_STEPS, hadamard_blocks, turned_round
 from eps_mlx.kernels.launch import Kernel, launch
 from eps_mlx.kernels.score import THREADS, heads_per_kv_head, softmax_scale
 
@@ -22,7 +23,7 @@ _TURN = f"""
     threadgroup float x[2][D];
     threadgroup float largest[1];
     for (int d = tid; d < D; d += THREADS) {{
-        x[0][d] = (static_cast<float>(q[size_t(row) * D + d]) * softmax_scale[0]) * signs[d];
+        x[0][place[d]] = (static_cast<float>(q[size_t(row) * D + d]) * softmax_scale[0]) * signs[d];
     }}
     threadgroup_barrier(mem_flags::mem_threadgroup);
     int from = 0;
@@ -65,7 +66,9 @@ _TURN = f"""
     }}
 """
 
-_turn_units = Kernel("eps_turn_units", ("q", "signs", "inverse", "softmax_scale"), ("turned", "rounded", "step"), _TURN)
+_turn_units = Kernel(
+    "eps_turn_units", ("q", "signs", "place", "inverse", "softmax_scale"), ("turned", "rounded", "step"), _TURN
+)
 
 
 class Query(NamedTuple):
@@ -83,7 +86,7 @@ def turn_units(q: mx.array, signs: mx.array, kv_heads: int) -> Query:
     threads = min(THREADS, -(-head_dim // 32) * 32)
     turned, rounded, step = launch(
         _turn_units,
-        [q, signs, _inverse(head_dim), softmax_scale(head_dim)],
+        [q, signs, _place(head_dim), _inverse(head_dim), softmax_scale(head_dim)],
         {"D": head_dim, "TOP": hadamard_blocks(head_dim)[0], "THREADS": threads},
         grid=(threads, batch * num_heads, 1),
         threadgroup=(threads, 1, 1),
@@ -91,6 +94,13 @@ def turn_units(q: mx.array, signs: mx.array, kv_heads: int) -> Query:
         output_dtypes=[mx.float32] * 3,
     )
     return Query(turned, rounded, step)
+
+
+@cache
+def _place(head_dim: int) -> mx.array:
+    """Where `rotate` puts each dimension before it adds, [D] int32."""
+    order, starts = np.arange(head_dim), np.cumsum([0, *hadamard_blocks(head_dim)])
+    return mx.array(np.concatenate([turned_round(order[a:b]) for a, b in pairwise(starts)]).astype(np.int32))
 
 
 @cache

@@ -28,13 +28,15 @@ from eps_mlx.summaries.base import (
 
 
 def rotate(x: mx.array, signs: mx.array) -> mx.array:
-    """H diag(signs) x over the last axis, orthogonal. The order of the float32 additions is part of the definition:
+    """`eps_core.summaries.rq.rotate` over the last axis. The order of the float32 additions is part of the definition:
     every library adds alike, so sign codes are equal bit for bit. (Not for mx.compile, which may fuse.)"""
     lead, head_dim = x.shape[:-1], x.shape[-1]
     x = x * signs
     pieces, start = [], 0
     for size in hadamard_blocks(head_dim):
-        block, half = x[..., start : start + size], size // 2
+        half = size // 2
+        last = x[..., start + half : start + size][..., ::-1]
+        block = mx.concatenate([x[..., start : start + half], last], axis=-1)
         while half:
             pairs = block.reshape(*lead, size // (2 * half), 2, half)
             first, second = pairs[..., 0, :], pairs[..., 1, :]
@@ -122,7 +124,7 @@ def _build_units(store: Store, signs: mx.array, k: mx.array) -> Summary:
 
 
 def build(store: Store, constants: Summary, k: mx.array) -> Summary:
-    """Rotated quantised mean (ours): `bits` per dimension of H D (mu - c) and one scale that makes <x_hat, x> = |x|^2
+    """Rotated quantised mean (ours): `bits` per dimension of H P D (mu - c) and one scale that makes <x_hat, x> = |x|^2
     (RaBitQ's estimator). centre [Hkv, D] float16. `second_bit` adds to 1-bit codes the bit that makes them 2-bit
     codes, levels sign + second / 2 of +-1, with a scale of its own."""
     if store.mean_tokens:
