@@ -21,7 +21,6 @@ from eps_cuda.attention import (
 from eps_cuda.cache import (
     Cache,
     check_finite,
-    copy_units,
     grow,
     new_cache,
     read_kv,
@@ -33,8 +32,9 @@ from eps_cuda.cache import (
 from eps_cuda.certificates import bounds, certify, escalate
 from eps_cuda.device import device_name, devices, from_numpy, to_numpy
 from eps_cuda.drafts import frozen_masses, larger, place_kv, take, visits
-from eps_cuda.kernels.choose import kernels_module, usable_kernels
+from eps_cuda.kernels.choose import kernel_of, usable_kernels
 from eps_cuda.model import load_model
+from eps_cuda.moves import copy_units, export_units, import_units, move_kv
 from eps_cuda.scoring import score
 from eps_cuda.selection import select, skipped_mass
 

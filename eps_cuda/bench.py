@@ -239,7 +239,7 @@ def device_parts(cache: Cache, q: Tensor, where: Where) -> dict[str, Arm]:
     listed = choose()
 
     def attend(groups: Tensor = listed[0], counts: Tensor = listed[1]) -> tuple[Tensor, Tensor]:
-        return attend_groups(q, *cache.plain(0), table, lengths, groups, counts, group_tokens=config.store.S)
+        return attend_groups(q, cache.k[0], cache.v[0], table, lengths, groups, counts, group_tokens=config.store.S)
 
     def with_tail(
         estimate: Tensor = first.estimate, chosen: tuple[Tensor, Tensor, Tensor] = listed
@@ -247,7 +247,7 @@ def device_parts(cache: Cache, q: Tensor, where: Where) -> dict[str, Arm]:
         assert inner is not None
         groups, counts, visit = chosen
         return attend_with_tail(
-            q, *cache.plain(0), table, lengths, groups, counts, estimate, visit,
+            q, cache.k[0], cache.v[0], table, lengths, groups, counts, estimate, visit,
             inner.summaries[0]["mean"], inner.summaries[0]["mean_scale"], inner.valid[0],
             group_tokens=config.store.S, tail_tokens=config.store.tail_tokens,
         )  # fmt: skip

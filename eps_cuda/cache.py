@@ -77,9 +77,9 @@ class Cache(CountsReads):
         return not self.store.needs_centre or self.centre[layer] is not None
 
     def plain(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V as they are, which kernels take."""
+        """K and V as they are, for kernels that know no codes."""
         k, v = self.k[layer], self.v[layer]
-        assert isinstance(k, Tensor) and isinstance(v, Tensor), "no kernel reads codes"
+        assert isinstance(k, Tensor) and isinstance(v, Tensor), "this kernel knows no codes"
         return k, v
 
 
@@ -200,9 +200,14 @@ def write_kv(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) 
     fast = kernel_of(cache, "write_kv")
     if fast is not None and fast(cache, layer, k, v, slots):
         return cache
-    units, offsets = (_on(cache, part) for part in np.divmod(slots, cache.store.unit_tokens))
+    units, offsets = (on(cache, part) for part in np.divmod(slots, cache.store.unit_tokens))
     keys = pages.write(cache.k[layer], units, offsets, k.to(DTYPES[spec.dtype]))
     values = pages.write(cache.v[layer], units, offsets, v.to(DTYPES[spec.dtype]))
+    return written(cache, layer, keys, values, slots)
+
+
+def written(cache: Cache, layer: int, keys: Tensor, values: Tensor, slots: np.ndarray) -> Cache:
+    """Brings everything that is kept besides K and V up to date with rows [N, Hkv, D] as the pools hold them."""
     cache.finite[layer].logical_and_(torch.isfinite(keys).all())  # in place: a captured graph writes to it, too
     if cache.store.has_bounds:
         for largest, array in ((cache.largest_key, keys), (cache.largest_value, values)):
@@ -237,7 +242,7 @@ def _update_summaries(cache: Cache, layer: int, keys: Tensor, plan: WritePlan) -
         mark_valid(cache, layer, written)
         has_parts = False
     if len(plan.full_groups):
-        seal(cache, layer, plan.full_groups, keys[_on(cache, plan.full_tokens)].transpose(1, 2))
+        seal(cache, layer, plan.full_groups, keys[on(cache, plan.full_tokens)].transpose(1, 2))
     if has_parts:
         _extend(cache, layer, keys, plan)
 
@@ -247,7 +252,7 @@ def mark_valid(cache: Cache, layer: int, groups: np.ndarray) -> None:
     if not cache.valid or not cache.can_encode(layer):
         return
     flags = cache.state[layer].valid(groups).astype(np.uint8)
-    cache.valid[layer][_on(cache, groups)] = _on(cache, flags)
+    cache.valid[layer][on(cache, groups)] = on(cache, flags)
 
 
 def _find_centre(cache: Cache, layer: int, keys: Tensor) -> bool:
@@ -278,10 +283,10 @@ def _extend(cache: Cache, layer: int, keys: Tensor, plan: WritePlan) -> None:
     groups, sealed, tokens = plan.part_groups[followed], plan.sealed[followed], plan.part_tokens[followed]
     present = tokens >= 0
     part = Part(
-        keys[_on(cache, np.maximum(tokens, 0))].float().transpose(1, 2),
-        _on(cache, present)[:, None, :, None],
-        _on(cache, present.sum(axis=1).astype(np.float32))[:, None, None],
-        _on(cache, plan.part_before[followed].astype(np.float32))[:, None, None],
+        keys[on(cache, np.maximum(tokens, 0))].float().transpose(1, 2),
+        on(cache, present)[:, None, :, None],
+        on(cache, present.sum(axis=1).astype(np.float32))[:, None, None],
+        on(cache, plan.part_before[followed].astype(np.float32))[:, None, None],
     )
     beside = cache.open[layer]
     if not beside:
@@ -289,13 +294,13 @@ def _extend(cache: Cache, layer: int, keys: Tensor, plan: WritePlan) -> None:
         earlier = {name: pool[units, :, subs] for name, pool in cache.summaries[layer].items()}
         _store(cache, layer, groups, method(store.method).extend(store, constants, earlier, part))
         return
-    place = _on(cache, plan.part_open[followed])
+    place = on(cache, plan.part_open[followed])
     earlier = {name: array[place] for name, array in beside.items()}
     statistics = method(store.method).extend(store, constants, earlier, part)
     for name, value in statistics.items():
         beside[name][place] = value
     if sealed.any():
-        done = _on(cache, np.flatnonzero(sealed))
+        done = on(cache, np.flatnonzero(sealed))
         summary = method(store.method).seal(store, {name: value[done] for name, value in statistics.items()})
         _store(cache, layer, groups[sealed], summary)
 
@@ -310,7 +315,7 @@ def seal(cache: Cache, layer: int, groups: np.ndarray, keys: Tensor | None = Non
         units, subs = np.divmod(groups, store.seals_per_unit)
         heads = units[:, None] * spec.num_kv_heads + np.arange(spec.num_kv_heads)
         rows = heads * store.seals_per_unit + subs[:, None]
-        keys = pages.tiles_of(cache.k[layer], _on(cache, rows), store.sealed_tokens)
+        keys = pages.tiles_of(cache.k[layer], on(cache, rows), store.sealed_tokens)
         cache.bytes_k_reread += rows.size * store.sealed_tokens * spec.k_token_bytes
     _store(cache, layer, groups, _summarise(cache, layer, keys))
 
@@ -323,14 +328,14 @@ def _summarise(cache: Cache, layer: int, k: Tensor) -> Summary:
     return build_summary(store, constants, k) if summary is None else summary
 
 
-def _on(cache: Cache, array: np.ndarray) -> Tensor:
+def on(cache: Cache, array: np.ndarray) -> Tensor:
     """A host array on the cache's device."""
     return torch.from_numpy(np.ascontiguousarray(array)).to(cache.device)
 
 
 def _places(cache: Cache, groups: np.ndarray) -> tuple[Tensor, Tensor]:
     units, subs = np.divmod(groups, cache.store.seals_per_unit)
-    return _on(cache, units), _on(cache, subs)
+    return on(cache, units), on(cache, subs)
 
 
 def _store(cache: Cache, layer: int, groups: np.ndarray, summary: Summary) -> None:
@@ -338,31 +343,6 @@ def _store(cache: Cache, layer: int, groups: np.ndarray, summary: Summary) -> No
     units, subs = _places(cache, groups)
     for name, value in summary.items():
         cache.summaries[layer][name][units, :, subs] = value
-
-
-@torch.inference_mode()
-def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
-    """Copies whole units with their summaries and open groups: copy-on-write of a forked sequence's open unit."""
-    if len(src) != len(dst):
-        raise ValueError(f"{len(src)} source units for {len(dst)} target units: give one target per source")
-    if not len(src):
-        return cache
-    source, target = (_on(cache, np.asarray(units, np.int64)) for units in (src, dst))
-    for layer in range(cache.spec.num_layers):
-        for pool in (*pages.arrays_of(cache.k[layer]), *pages.arrays_of(cache.v[layer])):
-            pool[target] = pool[source]
-        for one in (cache, cache.bound, cache.tail):
-            if one is None or not one.store.enabled:
-                continue
-            for pool in one.summaries[layer].values():
-                pool[target] = pool[source]
-            for from_unit, to_unit in zip(src, dst, strict=True):
-                for from_open, to_open in one.state[layer].copy(from_unit, to_unit):
-                    for running in one.open[layer].values():
-                        running[to_open] = running[from_open]
-                per_unit = one.store.seals_per_unit
-                mark_valid(one, layer, to_unit * per_unit + np.arange(per_unit))
-    return cache
 
 
 @torch.inference_mode()

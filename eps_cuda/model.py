@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from eps_core.decode.draft_weights import FLAG, HEAD, quantised_layers
-from eps_core.decode.rope import attention_factor, inverse_frequencies
+from eps_core.decode.rope import attention_factor, cos_sin, inverse_frequencies
 from eps_core.decode.spec import ModelSpec
 from eps_core.decode.weights import load_weights
 from eps_core.errors import ConfigError
@@ -59,11 +59,8 @@ class Model:
         return self.weights["embed"][torch.from_numpy(np.asarray(tokens, np.int64)).to(self.device)]
 
     def angles(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """cos and sin [N, 1, D/2] float32 of every position's angles, times `rope.attention_factor`, from float64:
-        float32 angles lose a thousandth of a radian at 16k tokens."""
-        angles = positions[:, None, None] * self.inverse_frequencies
-        cos, sin = self.attention_factor * np.cos(angles), self.attention_factor * np.sin(angles)
-        return cos.astype(np.float32), sin.astype(np.float32)
+        """cos and sin [N, 1, D/2] float32 of every position's angles, times `rope.attention_factor`."""
+        return cos_sin(self.inverse_frequencies, positions, self.attention_factor)
 
     def rotation(self, positions: np.ndarray) -> tuple[Tensor, Tensor]:
         cos, sin = (torch.from_numpy(part).to(self.device) for part in self.angles(positions))
@@ -78,6 +75,10 @@ class Model:
         if spec.qk_norm:
             q, k = self._norm(prefix + "q_norm", q), self._norm(prefix + "k_norm", k)
         return rotate(q, *turn), rotate(k, *turn), v
+
+    def reposition(self, k: Tensor, shifts: np.ndarray) -> Tensor:
+        cos, sin = (torch.from_numpy(part).to(self.device) for part in cos_sin(self.inverse_frequencies, shifts))
+        return rotate(k, cos, sin)
 
     def add_attention(self, layer: int, x: Tensor, out: Tensor) -> Tensor:
         return x + self._linear(f"layers.{layer}.o", out.reshape(len(x), -1))

@@ -1,5 +1,5 @@
 """How K and V lie: a pool [P, Hkv, U, D] a layer, as they are or as codes, written by slot, read by unit or by tile (a
-group of one kv head). What codes are: `eps_core.oracle.pages`.
+group of one kv head). What codes are: `codes`.
 
 Our own pools are contiguous. Those of an engine are views of its memory, with any strides of unit, head and token, but
 the D elements of a row together.
@@ -12,57 +12,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eps_core.config.formats import AS_THEY_ARE, FORMATS, FormatName
+from eps_cuda.codes import dequantise, quantise
 from eps_cuda.device import empty_pool
-from eps_cuda.summaries.rq import pack_codes, unpack_codes
-
-LEAST = 2.0**-126
 
 
 @dataclass
 class CodePool:
-    """K or V as codes [P, Hkv, U, D] int8, or two of 4 bits a byte, [P, Hkv, U, D / 2] uint8: code + 8, the even
-    dimension in the low bits; scale [P, Hkv, U] float16."""
+    """K or V as codes [P, Hkv, U, bytes of a row], int8 or uint8, in the format that `bits` names; of 4 bits two lie in
+    a byte, the even dimension in the low ones, int4 as code + 8; scale [P, Hkv, U] float16."""
 
     codes: Tensor
     scale: Tensor
-    bits: int
+    bits: FormatName
     dtype: torch.dtype  # of what is read
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[P, Hkv, U, D] of what is read, of formats that kernels read."""
+        return (*self.codes.shape[:3], self.codes.shape[3] * 8 // int(self.bits))
 
 
 Pool = Tensor | CodePool
 
 
-def new_pool(shape: Sequence[int], dtype: torch.dtype, bits: int, place: torch.device) -> Pool:
-    """An empty pool [P, Hkv, U, D]: of 16 bits an array of `dtype`."""
-    if bits == 16:
+def new_pool(shape: Sequence[int], dtype: torch.dtype, bits: FormatName, place: torch.device) -> Pool:
+    """An empty pool [P, Hkv, U, D]: as they are an array of `dtype`."""
+    if bits == AS_THEY_ARE:
         return empty_pool(shape, dtype, place).zero_()
-    wide, kind = (shape[-1], torch.int8) if bits == 8 else (shape[-1] // 2, torch.uint8)
-    codes, scale = empty_pool((*shape[:-1], wide), kind, place), empty_pool(shape[:-1], torch.float16, place)
+    form = FORMATS[bits]
+    codes = empty_pool((*shape[:-1], form.code_bytes(shape[-1])), getattr(torch, form.code_dtype), place)
+    scale = empty_pool(shape[:-1], torch.float16, place)
     return CodePool(codes.zero_(), scale.zero_(), bits, dtype)
-
-
-def quantise(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """(codes [.., D] int8 or [.., D / 2] uint8, scale [..] float16) of rows [.., D]."""
-    x = rows.float()
-    largest = x.abs().amax(dim=-1)
-    # a tensor: GPUs multiply by the reciprocal of a number
-    wanted = largest / torch.full_like(largest, 2 ** (bits - 1) - 1)
-    scale = wanted.to(torch.float16)
-    scale = torch.where(scale.float() < wanted, (scale.view(torch.int16) + 1).view(torch.float16), scale)
-    scale = torch.where(largest < LEAST, 0.0, scale)
-    usable = torch.isfinite(scale) & (scale > 0)
-    codes = torch.where(usable[..., None], (x / scale.float()[..., None]).round(), 0.0).to(torch.int8)
-    return (codes if bits == 8 else pack_codes(codes + 8, bits)), scale
-
-
-def dequantise(codes: Tensor, scale: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Rows [.., D] of `dtype` from what `quantise` gave."""
-    if bits == 4:
-        codes = unpack_codes(codes, bits, 2 * codes.shape[-1]).to(torch.int8) - 8
-    values = codes.float() * scale.float()[..., None]
-    if dtype == torch.float16:  # whose largest number's code can round past it
-        values = values.clamp(-65504.0, 65504.0)
-    return values.to(dtype)
 
 
 def held(pool: Pool, rows: Tensor) -> Tensor:
@@ -78,6 +59,15 @@ def write(pool: Pool, units: Tensor, offsets: Tensor, rows: Tensor) -> Tensor:
     codes, scale = quantise(rows, pool.bits)
     pool.codes[units, :, offsets], pool.scale[units, :, offsets] = codes, scale
     return dequantise(codes, scale, pool.bits, pool.dtype)
+
+
+def move(pool: Pool, src: Sequence[Tensor], dst: Sequence[Tensor]) -> Tensor:
+    """Copies rows from (units [N], offsets [N]) to others as they lie, codes not made anew, and returns them
+    [N, Hkv, D] as the pool holds them."""
+    rows = [array[src[0], :, src[1]] for array in arrays_of(pool)]
+    for array, moved in zip(arrays_of(pool), rows, strict=True):
+        array[dst[0], :, dst[1]] = moved
+    return rows[0] if isinstance(pool, Tensor) else dequantise(rows[0], rows[1], pool.bits, pool.dtype)
 
 
 def units_of(pool: Pool, units: np.ndarray) -> Tensor:

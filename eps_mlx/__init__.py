@@ -20,7 +20,6 @@ from eps_mlx.attention import (
 from eps_mlx.cache import (
     Cache,
     check_finite,
-    copy_units,
     grow,
     new_cache,
     read_kv,
@@ -32,8 +31,9 @@ from eps_mlx.cache import (
 from eps_mlx.certificates import bounds, certify, escalate
 from eps_mlx.device import device_name, devices, from_numpy, to_numpy
 from eps_mlx.drafts import frozen_masses, larger, place_kv, take, visits
-from eps_mlx.kernels.choose import kernels_module, usable_kernels
+from eps_mlx.kernels.choose import kernel_of, usable_kernels
 from eps_mlx.model import load_model
+from eps_mlx.moves import copy_units, export_units, import_units, move_kv
 from eps_mlx.scoring import score
 from eps_mlx.selection import select, skipped_mass
 

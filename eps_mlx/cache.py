@@ -77,12 +77,6 @@ class Cache(CountsReads):
         """Whether full groups have summaries: codes about a centre wait for it."""
         return not self.store.needs_centre or self.centre[layer] is not None
 
-    def plain(self, layer: int) -> tuple[mx.array, mx.array]:
-        """K and V as they are, which kernels take."""
-        k, v = self.k[layer], self.v[layer]
-        assert isinstance(k, mx.array) and isinstance(v, mx.array), "no kernel reads codes"
-        return k, v
-
 
 def new_cache(spec: CacheSpec, store: Store, device: str = "auto", kernels: str = "auto") -> Cache:
     """An empty cache. With method off no summary, state or constant is allocated. `kernels` changes speed only: auto,
@@ -189,6 +183,12 @@ def write_kv(cache: Cache, layer: int, k: mx.array, v: mx.array, slots: np.ndarr
         return cache
     with mx.stream(cache.stream):
         keys, values = write_rows(cache, layer, k.astype(DTYPES[spec.dtype]), v.astype(DTYPES[spec.dtype]), slots)
+    return written(cache, layer, keys, values, slots)
+
+
+def written(cache: Cache, layer: int, keys: mx.array, values: mx.array, slots: np.ndarray) -> Cache:
+    """Brings everything that is kept besides K and V up to date with rows [N, Hkv, D] as the pools hold them."""
+    with mx.stream(cache.stream):
         cache.finite[layer] = cache.finite[layer] & mx.isfinite(keys).all()
         if cache.store.has_bounds:
             for largest, array in ((cache.largest_key, keys), (cache.largest_value, values)):
@@ -332,31 +332,6 @@ def _store(cache: Cache, layer: int, groups: np.ndarray, summary: Summary) -> No
     units, subs = _places(cache, groups)
     for name, value in summary.items():
         cache.summaries[layer][name][units, :, subs] = value
-
-
-def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
-    """Copies whole units with their summaries and open groups: copy-on-write of a forked sequence's open unit."""
-    if len(src) != len(dst):
-        raise ValueError(f"{len(src)} source units for {len(dst)} target units: give one target per source")
-    if not len(src):
-        return cache
-    with mx.stream(cache.stream):
-        source, target = mx.array(list(src), mx.int32), mx.array(list(dst), mx.int32)
-        for layer in range(cache.spec.num_layers):
-            for pool in (*pages.arrays_of(cache.k[layer]), *pages.arrays_of(cache.v[layer])):
-                pool[target] = pool[source]
-            for one in (cache, cache.bound, cache.tail):
-                if one is None or not one.store.enabled:
-                    continue
-                for pool in one.summaries[layer].values():
-                    pool[target] = pool[source]
-                for from_unit, to_unit in zip(src, dst, strict=True):
-                    for from_open, to_open in one.state[layer].copy(from_unit, to_unit):
-                        for running in one.open[layer].values():
-                            running[to_open] = running[from_open]
-                    per_unit = one.store.seals_per_unit
-                    mark_valid(one, layer, to_unit * per_unit + np.arange(per_unit))
-    return cache
 
 
 def grow(cache: Cache, num_units: int) -> Cache:

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from eps_core.decode.draft_weights import HEAD, quantised_layers
-from eps_core.decode.rope import attention_factor, inverse_frequencies
+from eps_core.decode.rope import attention_factor, cos_sin, inverse_frequencies
 from eps_core.decode.spec import ModelSpec
 from eps_core.decode.weights import load_weights
 from eps_core.errors import ConfigError
@@ -54,11 +54,9 @@ class Model:
         return self.weights["embed"][mx.array(np.asarray(tokens).astype(np.int32))]
 
     def rotation(self, positions: np.ndarray) -> tuple[mx.array, mx.array]:
-        """cos and sin [N, 1, D/2] float32 of every position's angles, times `rope.attention_factor`, from float64:
-        float32 angles lose a thousandth of a radian at 16k tokens."""
-        angles = positions[:, None, None] * self.inverse_frequencies
-        cos, sin = self.attention_factor * np.cos(angles), self.attention_factor * np.sin(angles)
-        return mx.array(cos.astype(np.float32)), mx.array(sin.astype(np.float32))
+        """cos and sin [N, 1, D/2] float32 of every position's angles, times `rope.attention_factor`."""
+        cos, sin = cos_sin(self.inverse_frequencies, positions, self.attention_factor)
+        return mx.array(cos), mx.array(sin)
 
     def project(self, layer: int, x: mx.array, turn: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array, mx.array]:
         spec, prefix = self.spec, f"layers.{layer}."
@@ -69,6 +67,10 @@ class Model:
         if spec.qk_norm:
             q, k = self._norm(prefix + "q_norm", q), self._norm(prefix + "k_norm", k)
         return rotate(q, *turn), rotate(k, *turn), v
+
+    def reposition(self, k: mx.array, shifts: np.ndarray) -> mx.array:
+        cos, sin = cos_sin(self.inverse_frequencies, shifts)
+        return rotate(k, mx.array(cos), mx.array(sin))
 
     def add_attention(self, layer: int, x: mx.array, out: mx.array) -> mx.array:
         return x + self._linear(f"layers.{layer}.o", out.reshape(len(x), -1))

@@ -1,5 +1,5 @@
 """How K and V lie: a pool [P, Hkv, U, D] a layer, as they are or as codes, written by slot, read by unit or by tile (a
-group of one kv head). What codes are: `eps_core.oracle.pages`.
+group of one kv head). What codes are: `codes`.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,54 +8,36 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import numpy as np
 
-from eps_mlx.summaries.rq import pack_codes, unpack_codes
-
-LEAST = 2.0**-126
+from eps_core.config.formats import AS_THEY_ARE, FORMATS, FormatName
+from eps_mlx.codes import dequantise, quantise
 
 
 @dataclass
 class CodePool:
-    """K or V as codes [P, Hkv, U, D] int8, or two of 4 bits a byte, [P, Hkv, U, D / 2] uint8: code + 8, the even
-    dimension in the low bits; scale [P, Hkv, U] float16."""
+    """K or V as codes [P, Hkv, U, bytes of a row], int8 or uint8, in the format that `bits` names; of 4 bits two lie in
+    a byte, the even dimension in the low ones, int4 as code + 8; scale [P, Hkv, U] float16."""
 
     codes: mx.array
     scale: mx.array
-    bits: int
+    bits: FormatName
     dtype: mx.Dtype  # of what is read
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[P, Hkv, U, D] of what is read, of formats that kernels read."""
+        return (*self.codes.shape[:3], self.codes.shape[3] * 8 // int(self.bits))
 
 
 Pool = mx.array | CodePool
 
 
-def new_pool(shape: Sequence[int], dtype: mx.Dtype, bits: int) -> Pool:
-    """An empty pool [P, Hkv, U, D]: of 16 bits an array of `dtype`."""
-    if bits == 16:
+def new_pool(shape: Sequence[int], dtype: mx.Dtype, bits: FormatName) -> Pool:
+    """An empty pool [P, Hkv, U, D]: as they are an array of `dtype`."""
+    if bits == AS_THEY_ARE:
         return mx.zeros(shape, dtype)
-    wide, kind = (shape[-1], mx.int8) if bits == 8 else (shape[-1] // 2, mx.uint8)
-    return CodePool(mx.zeros((*shape[:-1], wide), kind), mx.zeros(shape[:-1], mx.float16), bits, dtype)
-
-
-def quantise(rows: mx.array, bits: int) -> tuple[mx.array, mx.array]:
-    """(codes [.., D] int8 or [.., D / 2] uint8, scale [..] float16) of rows [.., D]."""
-    x = rows.astype(mx.float32)
-    largest = mx.abs(x).max(axis=-1)
-    wanted = largest / (2 ** (bits - 1) - 1)
-    scale = wanted.astype(mx.float16)
-    scale = mx.where(scale.astype(mx.float32) < wanted, (scale.view(mx.int16) + 1).view(mx.float16), scale)
-    scale = mx.where(largest < LEAST, mx.zeros_like(scale), scale)
-    usable = (mx.isfinite(scale) & (scale > 0))[..., None]
-    codes = mx.round(mx.where(usable, x, 0) / mx.where(usable, scale[..., None], 1).astype(mx.float32)).astype(mx.int8)
-    return (codes if bits == 8 else pack_codes(codes + 8, bits)), scale
-
-
-def dequantise(codes: mx.array, scale: mx.array, bits: int, dtype: mx.Dtype) -> mx.array:
-    """Rows [.., D] of `dtype` from what `quantise` gave."""
-    if bits == 4:
-        codes = unpack_codes(codes, bits, 2 * codes.shape[-1]).astype(mx.int8) - 8
-    values = codes.astype(mx.float32) * scale.astype(mx.float32)[..., None]
-    if dtype == mx.float16:  # whose largest number's code can round past it
-        values = mx.clip(values, -65504.0, 65504.0)
-    return values.astype(dtype)
+    form = FORMATS[bits]
+    codes = mx.zeros((*shape[:-1], form.code_bytes(shape[-1])), getattr(mx, form.code_dtype))
+    return CodePool(codes, mx.zeros(shape[:-1], mx.float16), bits, dtype)
 
 
 def held(pool: Pool, rows: mx.array) -> mx.array:
@@ -73,6 +55,15 @@ def write(pool: Pool, units: mx.array, offsets: mx.array, rows: mx.array) -> mx.
     pool.codes[units, :, offsets] = codes
     pool.scale[units, :, offsets] = scale
     return dequantise(codes, scale, pool.bits, pool.dtype)
+
+
+def move(pool: Pool, src: Sequence[mx.array], dst: Sequence[mx.array]) -> mx.array:
+    """Copies rows from (units [N], offsets [N]) to others as they lie, codes not made anew, and returns them
+    [N, Hkv, D] as the pool holds them."""
+    rows = [array[src[0], :, src[1]] for array in arrays_of(pool)]
+    for array, moved in zip(arrays_of(pool), rows, strict=True):
+        array[dst[0], :, dst[1]] = moved
+    return rows[0] if isinstance(pool, mx.array) else dequantise(rows[0], rows[1], pool.bits, pool.dtype)
 
 
 def units_of(pool: Pool, units: np.ndarray) -> mx.array:

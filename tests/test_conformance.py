@@ -22,12 +22,13 @@ from test_oracle import KINDS, QUERIES, make_keys, make_query
 from eps_core import oracle
 from eps_core.config.bytes import scoring_bytes, summary_group_bytes
 from eps_core.config.eps import EpsConfig
+from eps_core.config.formats import KvFormats
 from eps_core.config.store import EVALUATION_METHODS, METHODS, CacheSpec
 from eps_core.decode.forward import load_decoder
 from eps_core.decode.model import read_spec
 from eps_core.errors import ConfigError
 from eps_core.gate.protocol import Scores, Selection
-from eps_core.oracle import pages
+from eps_core.oracle import codes
 from eps_core.oracle import selection as oracle_selection
 from eps_core.oracle.formulas import attend_keys, group_masses
 from eps_core.paging.pool import PagePool
@@ -55,7 +56,7 @@ class Case:
     steps: int = 9
     kind: str = "gauss"
     scale_q: float = 2.0
-    bits: tuple[int, int] = (16, 16)  # of K and of V
+    bits: KvFormats = (16, 16)  # of K and of V
 
     @property
     def spec(self) -> CacheSpec:
@@ -177,6 +178,8 @@ CASES = [
     Case((150, 37), eps("fd"), bits=(16, 8), head_dim=33),
     Case((150, 37), eps("oracle"), bits=(4, 8), kind="ties"),
     Case((150, 37), eps("rq", mean_tokens=0), bits=(8, 8)),
+    Case((310, 100), eps("rq", refine=0.2, budget=0.1), bits=("nvfp4", "fp8"), dtype="bfloat16", head_dim=64),
+    Case((150, 37), eps("box"), bits=("fp8", "nvfp4"), dtype="float16", head_dim=48, kind="outlier"),
 ]
 
 
@@ -572,7 +575,7 @@ def as_read(case: Case, rows: np.ndarray, which: int = 0) -> np.ndarray:
     """Rows [N, D] of one head of K (`which` 0) or V (1), as attention reads them."""
     rows, bits = oracle.from_numpy(rows, case.dtype), case.bits[which]
     if bits != 16:
-        rows = pages.dequantise(*pages.quantise(rows, bits), bits, rows.dtype)
+        rows = codes.dequantise(*codes.quantise(rows, bits), bits, rows.dtype)
     return rows.astype(np.float64)
 
 
@@ -765,7 +768,7 @@ def test_strict_holds_over_many_groups(target, epsilon):
     assert (exact <= mass + TINY).all() and (mass <= epsilon).all()
 
 
-def check_fork(backend: ModuleType, device: str, config: EpsConfig, bits: tuple[int, int] = (16, 16)) -> None:
+def check_fork(backend: ModuleType, device: str, config: EpsConfig, bits: KvFormats = (16, 16)) -> None:
     """A fork copies only the open unit, with its summaries and running statistics, those of the tail too."""
     method = config.store.method
     rng = np.random.default_rng(5)
@@ -837,6 +840,7 @@ def test_fork_then_diverge_equals_two_independent_sequences(target, config):
     check_fork(*target, config)
     if config.store.method == "box":
         check_fork(*target, config, bits=(8, 4))
+        check_fork(*target, config, bits=("nvfp4", "fp8"))
 
 
 @pytest.mark.parametrize("step", [100, 3], ids=["groups in hand", "groups across calls"])

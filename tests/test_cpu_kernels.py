@@ -19,7 +19,6 @@ from test_conformance import (
     Case,
     Truth,
     allowance,
-    case_units,
     check_attend,
     check_certificate,
     check_scores,
@@ -67,6 +66,8 @@ CASES = [
     Case((150, 64), eps("meanstd", first_tokens=0, last_tokens=0, budget=0.1)),
     Case((150, 37), eps("box", policy="share", tau=0.02)),  # counts that differ by head
     Case((150, 37), eps("ball", policy="mass", scope="union", epsilon=0.1)),
+    Case((310, 100), eps("rq", mean_tokens=0, refine=0.2), bits=(8, 4), dtype="bfloat16", head_dim=64, chunk=150),
+    Case((150, 37), eps("ball"), bits=(4, 16), num_heads=8, num_kv_heads=1, head_dim=34),
 ]
 
 
@@ -99,7 +100,7 @@ class Setup:
 
     def __init__(self, backend, case: Case) -> None:
         rng = np.random.default_rng(sum(case.lengths) + case.head_dim)
-        spec = CacheSpec(1, case.num_kv_heads, case.head_dim, case_units(case), case.dtype)
+        spec = case.spec
         self.keys, self.values = make_kv(case, rng)
         q = rng.normal(size=(len(case.lengths), case.num_heads, case.head_dim)) * case.scale_q
         self.q = q.astype(np.float32)
@@ -432,16 +433,19 @@ def test_a_cpu_without_permutations(name, features, tmp_path):
         widen(halves.view(np.int16), values)
         np.testing.assert_array_equal(values, halves.view(np.float16).astype(np.float32))
         backend = load_backend("cuda")
-        for dtype, config in (
-            ("float32", EpsConfig.of(method="rq", mean_tokens=0, refine=0.2, tail_tokens=64)),
-            ("bfloat16", EpsConfig.of(method="rq", bits=4)),
-            ("float32", EpsConfig.of(method="rq", mean_tokens=64, stages=(0.5, 0.2))),
-            ("float16", EpsConfig.of(method="box", group_tokens=16)),
+        for dtype, config, bits in (
+            ("float32", EpsConfig.of(method="rq", mean_tokens=0, refine=0.2, tail_tokens=64), (16, 16)),
+            ("bfloat16", EpsConfig.of(method="rq", bits=4), (16, 16)),
+            ("float32", EpsConfig.of(method="rq", mean_tokens=64, stages=(0.5, 0.2)), (16, 16)),
+            ("float16", EpsConfig.of(method="box", group_tokens=16), (16, 16)),
+            ("bfloat16", EpsConfig.of(method="box"), (8, 4)),
+            ("float16", EpsConfig.of(method="box"), (4, 8)),
         ):
             results = []
             for kernels in ("numba", "arrays"):
                 units = 600 // config.store.unit_tokens + 1
-                cache = backend.new_cache(CacheSpec(1, 2, 64, units, dtype), config.store, "cpu", kernels)
+                spec = CacheSpec(1, 2, 64, units, dtype, k_bits=bits[0], v_bits=bits[1])
+                cache = backend.new_cache(spec, config.store, "cpu", kernels)
                 rng = np.random.default_rng(0)
                 k, v = (backend.from_numpy(rng.normal(size=(600, 2, 64)), dtype, "cpu") for _ in range(2))
                 cache = backend.write_kv(cache, 0, k, v, np.arange(600))

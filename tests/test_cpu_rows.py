@@ -31,6 +31,9 @@ OTHERS = [
     Case((1300, 129), (9, 128), num_heads=5, num_kv_heads=1, head_dim=33, group_tokens=3, block_size=12),
     Case((300,), (33,), num_heads=8, num_kv_heads=2, head_dim=80, dtype="bfloat16", group_tokens=1),
     Case((300,), (3,), num_heads=4, num_kv_heads=2, head_dim=64, dtype="bfloat16", group_tokens=3, block_size=12),
+    Case((1100, 40), (5, 2), num_heads=8, num_kv_heads=1, head_dim=128, dtype="bfloat16", bits=(8, 4)),
+    Case((290,), (4,), num_heads=6, num_kv_heads=2, head_dim=34, dtype="float16", bits=(4, 16)),
+    Case((290, 37), (4, 3), num_heads=4, num_kv_heads=4, head_dim=33, bits=(16, 8)),
 ]
 needs_tiles = pytest.mark.skipif(not amx.usable(), reason="no AMX on this machine")
 ARMS = [

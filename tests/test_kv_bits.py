@@ -13,11 +13,12 @@ from command import outcome
 from eps_core import oracle
 from eps_core.config.bytes import kv_bytes
 from eps_core.config.eps import EpsConfig
+from eps_core.config.formats import FORMATS, FormatName, KvFormats
 from eps_core.config.store import DTYPE_BYTES, CacheSpec
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.load import load_backend
-from eps_core.oracle import pages as oracle_pages
+from eps_core.oracle import codes as oracle_codes
 from eps_core.oracle.formulas import attend_keys
 from eps_core.paging.pool import PagePool
 from eps_core.paging.rows import Rows
@@ -64,7 +65,7 @@ def numbers(codes: np.ndarray, bits: int) -> np.ndarray:
     return np.stack([(codes & 15).astype(int) - 8, (codes >> 4).astype(int) - 8], axis=-1).reshape(len(codes), -1)
 
 
-def spec_of(bits: tuple[int, int], dtype: str = "float32", units: int = 16, head_dim: int = 16) -> CacheSpec:
+def spec_of(bits: KvFormats, dtype: str = "float32", units: int = 16, head_dim: int = 16) -> CacheSpec:
     return CacheSpec(1, 2, head_dim, units, dtype, k_bits=bits[0], v_bits=bits[1])
 
 
@@ -75,7 +76,7 @@ def spec_of(bits: tuple[int, int], dtype: str = "float32", units: int = 16, head
 @pytest.mark.parametrize("head_dim", [16, 64, 96])
 def test_the_oracle_quantises_as_the_formula_says(bits: int, head_dim: int) -> None:
     rows = hard_rows(head_dim, 4e5)
-    codes, scale = oracle_pages.quantise(rows, bits)
+    codes, scale = oracle_codes.quantise(rows, bits)
     most = 2 ** (bits - 1) - 1
     assert np.abs(numbers(codes, bits)).max() == most
     for row, got, step in zip(rows, numbers(codes, bits), scale, strict=True):
@@ -83,19 +84,19 @@ def test_the_oracle_quantises_as_the_formula_says(bits: int, head_dim: int) -> N
         assert step == want_step and (got == want).all()
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_codes_scales_and_values_are_the_same_on_every_backend(target: tuple, bits: int) -> None:
+@pytest.mark.parametrize("bits", FORMATS)
+def test_codes_scales_and_values_are_the_same_on_every_backend(target: tuple, bits: FormatName) -> None:
     backend, device = target
     for dtype in HALF_STEP:
-        rows = np.repeat(hard_rows(16, 6e4)[:, None], 2, axis=1)
+        rows = np.repeat(hard_rows(32, 6e4)[:, None], 2, axis=1)
         rows[:, 1] *= -0.5
-        spec, config = spec_of((bits, bits), dtype, units=-(-len(rows) // 16)), EpsConfig.of()
+        spec, config = spec_of((bits, bits), dtype, -(-len(rows) // 16), 32), EpsConfig.of()
         caches = []
         for eps, place in ((backend, device), (oracle, "cpu")):
             k = eps.from_numpy(rows, "float32", place)
             caches.append(eps.write_kv(eps.new_cache(spec, config.store, place), 0, k, k, np.arange(len(rows))))
         for pool, want in ((getattr(caches[0], name)[0], getattr(caches[1], name)[0]) for name in "kv"):
-            assert (backend.to_numpy(pool.codes) == want.codes).all()
+            assert (backend.to_numpy(pool.codes) == want.codes).all() and want.codes.shape[-1] == pool.codes.shape[-1]
             assert (backend.to_numpy(pool.scale) == want.scale).all()
         table = np.arange(spec.num_units)
         k, _ = backend.read_kv(caches[0], 0, table, len(rows))
@@ -107,8 +108,8 @@ def test_codes_scales_and_values_are_the_same_on_every_backend(target: tuple, bi
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_value_is_half_a_scale_and_a_cast_away(bits: int, dtype: str) -> None:
     rows = hard_rows(64, 6e4).astype(oracle.from_numpy(np.zeros(1), dtype).dtype)
-    codes, scale = oracle_pages.quantise(rows, bits)
-    values = oracle_pages.dequantise(codes, scale, bits, rows.dtype).astype(np.float64)
+    codes, scale = oracle_codes.quantise(rows, bits)
+    values = oracle_codes.dequantise(codes, scale, bits, rows.dtype).astype(np.float64)
     steps = scale.astype(np.float64)[:, None]
     least = 2.0**-25 if dtype == "float16" else 2.0**-126
     allowed = steps / 2 + HALF_STEP[dtype] * (np.abs(rows.astype(np.float64)) + steps) + least
@@ -118,24 +119,24 @@ def test_a_value_is_half_a_scale_and_a_cast_away(bits: int, dtype: str) -> None:
 def test_float16_values_stay_within_its_range() -> None:
     """The largest float16's scale rounds up, and its code times that is beyond."""
     rows = np.full((1, 8), 65504, np.float16)
-    codes, scale = oracle_pages.quantise(rows, 8)
+    codes, scale = oracle_codes.quantise(rows, 8)
     assert float(codes[0, 0]) * float(scale[0]) > 65519
-    assert (oracle_pages.dequantise(codes, scale, 8, np.float16) == rows).all()
+    assert (oracle_codes.dequantise(codes, scale, 8, np.float16) == rows).all()
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_float32_rows_that_are_read_and_written_again_stay_what_they_are(bits: int) -> None:
     """As where eviction moves them; scales below float16's normal numbers are too coarse for that."""
     rows = hard_rows(64, 4e5)
-    codes, scale = oracle_pages.quantise(rows, bits)
-    again, same = oracle_pages.quantise(oracle_pages.dequantise(codes, scale, bits, np.float32), bits)
+    codes, scale = oracle_codes.quantise(rows, bits)
+    again, same = oracle_codes.quantise(oracle_codes.dequantise(codes, scale, bits, np.float32), bits)
     normal = (scale >= 2.0**-14) | (scale == 0)
     assert normal.sum() > 100 and (scale[normal] == same[normal]).all() and (codes[normal] == again[normal]).all()
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", FORMATS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30], ids=["NaN", "Inf", "beyond float16's scales"])
-def test_what_no_code_can_say_is_refused_in_k_and_nan_in_v(target: tuple, bits: int, bad: float) -> None:
+def test_what_no_code_can_say_is_refused_in_k_and_nan_in_v(target: tuple, bits: FormatName, bad: float) -> None:
     backend, device = target
     rng = np.random.default_rng(0)
     k = rng.standard_normal((2, 20, 2, 16)).astype(np.float32)
@@ -160,7 +161,15 @@ def test_what_no_code_can_say_is_refused_in_k_and_nan_in_v(target: tuple, bits: 
 
 def test_bytes_are_codes_and_scales() -> None:
     for dtype, size in DTYPE_BYTES.items():
-        for bits, want in (((16, 16), 2 * 64 * size), ((8, 8), 132), ((4, 4), 68), ((8, 4), 100)):
+        for bits, want in (
+            ((16, 16), 2 * 64 * size),
+            ((8, 8), 132),
+            ((4, 4), 68),
+            ((8, 4), 100),
+            (("fp8", "fp8"), 132),
+            (("nvfp4", "nvfp4"), 2 * (32 + 4 + 2)),
+            (("fp8", "nvfp4"), 66 + 38),
+        ):
             spec = spec_of(bits, dtype, head_dim=64)
             assert spec.kv_token_bytes == want
             assert kv_bytes(3, 2, 64, 10, dtype, bits) == 3 * 2 * 10 * want
@@ -168,10 +177,10 @@ def test_bytes_are_codes_and_scales() -> None:
     assert spec_of((16, 4), "bfloat16", head_dim=64).k_token_bytes == 128
 
 
-@pytest.mark.parametrize("bits", [(8, 8), (8, 4), (4, 16)])
-def test_a_pool_takes_the_bytes_that_are_said(target: tuple, bits: tuple[int, int]) -> None:
+@pytest.mark.parametrize("bits", [(8, 8), (8, 4), (4, 16), ("fp8", "nvfp4"), ("nvfp4", 16)])
+def test_a_pool_takes_the_bytes_that_are_said(target: tuple, bits: KvFormats) -> None:
     backend, device = target
-    spec = spec_of(bits, "bfloat16", units=5)
+    spec = spec_of(bits, "bfloat16", units=5, head_dim=48)
     cache = backend.new_cache(spec, CONFIG.store, device)
     arrays = [array for pool in (cache.k[0], cache.v[0]) for array in
               ([pool.codes, pool.scale] if hasattr(pool, "codes") else [pool])]  # fmt: skip
@@ -187,14 +196,15 @@ def test_a_run_counts_them(tmp_path: Path) -> None:
     line = ["run", "--model", str(model), "--prompt", PROMPT, "--max-new-tokens", "4", "--method", "box",
             "--backend", "cuda", "--device", "cpu", "--metrics", "m.jsonl", "--no-stop"]  # fmt: skip
     read = {}
-    for bits in ("16", "8", "8,4"):
+    for bits in ("16", "8", "8,4", "fp8,nvfp4"):
         done = outcome([*line, "--kv-bits", bits, "--kv-dtype", "bfloat16"], tmp_path)
         assert done.code in (None, 0), done.err
         records = [json.loads(one) for one in (tmp_path / "m.jsonl").read_text().splitlines()]
         cache, steps = records[0]["cache"], [one for one in records if one["type"] == "step"]
         assert [cache["k_bits"], cache["v_bits"]] == json.loads(done.out.splitlines()[-1])["kv_bits"]
         read[bits] = [(one["bytes_kv_read_est"], one["bytes_kv_dense"], one["pages_visited"]) for one in steps]
-        each = {"16": 4 * cache["head_dim"], "8": 2 * cache["head_dim"] + 4, "8,4": cache["head_dim"] * 3 // 2 + 4}
+        dim = cache["head_dim"]
+        each = {"16": 4 * dim, "8": 2 * dim + 4, "8,4": dim * 3 // 2 + 4, "fp8,nvfp4": dim * 3 // 2 + dim // 16 + 4}
         tokens, size = records[0]["prompt_tokens"], records[0]["config"]["group_tokens"]
         for i, step in enumerate(steps):
             heads = cache["num_layers"] * cache["num_kv_heads"]
@@ -207,8 +217,8 @@ def test_a_run_counts_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.kernels("numba", "triton", "metal")
-@pytest.mark.parametrize("bits", [(8, 8), (4, 8), (8, 16)])
-def test_attention_is_over_the_dequantised(target: tuple, bits: tuple[int, int]) -> None:
+@pytest.mark.parametrize("bits", [(8, 8), (4, 8), (8, 16), ("nvfp4", "fp8"), ("fp8", "nvfp4")])
+def test_attention_is_over_the_dequantised(target: tuple, bits: KvFormats) -> None:
     """Gated, dense and of rows, by float64 from the quantiser alone."""
     backend, device = target
     rng = np.random.default_rng(1)
@@ -227,7 +237,7 @@ def test_attention_is_over_the_dequantised(target: tuple, bits: tuple[int, int])
     rows = Rows.of(table, lengths, np.array([1]))
     read = backend.attend_rows(cache, 0, native, rows)
     held = [
-        x if one == 16 else oracle_pages.dequantise(*oracle_pages.quantise(x, one), one, np.float32)
+        x if one == 16 else oracle_codes.dequantise(*oracle_codes.quantise(x, one), one, np.float32)
         for x, one in zip((k, v), bits, strict=True)
     ]
     groups, counts = backend.to_numpy(chosen.groups), backend.to_numpy(chosen.counts)
@@ -256,7 +266,7 @@ def test_placed_tokens_are_codes_and_a_copy_takes_scales_along(target: tuple) ->
     for which, (got, copied) in enumerate(zip(*pairs, strict=True)):
         held = (k, v)[which].astype(ml_dtypes.bfloat16)
         bits = (8, 4)[which]
-        want = oracle_pages.dequantise(*oracle_pages.quantise(held, bits), bits, held.dtype)
+        want = oracle_codes.dequantise(*oracle_codes.quantise(held, bits), bits, held.dtype)
         assert (backend.to_numpy(got) == want).all() and (backend.to_numpy(copied) == want).all()
 
 
@@ -287,11 +297,12 @@ def test_a_pool_of_an_engine_holds_no_codes() -> None:
 # --------------------------------------------------------------------------------------------------------------- runs
 
 
-def test_backends_say_the_same_of_the_demo_prompt() -> None:
+@pytest.mark.parametrize("bits", [8, "nvfp4"])
+def test_backends_say_the_same_of_the_demo_prompt(bits: FormatName) -> None:
     """A tenth of it, that numpy can decode in seconds."""
     texts = set()
     for name in ("numpy", "mlx", "cuda"):
-        session = Session.open(None, name, "cpu", kv_bits=(8, 8), method="rq")
+        session = Session.open(None, name, "cpu", kv_bits=(bits, bits), method="rq")
         texts.add(session.generate("The pass key is 48215. Remember it. " + PROMPT + "The pass key is", 8).text)
     assert len(texts) == 1
 
@@ -306,10 +317,12 @@ def test_verified_text_is_the_dense_one_of_the_same_cache(tmp_path: Path, mode: 
 
 
 def test_wrong_bits_and_other_engines_are_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="kv-bits 2 is not one of 16, 8, 4"):
+    with pytest.raises(ConfigError, match="kv-bits 2 is not one of 16, 8, fp8, 4, nvfp4"):
         spec_of((2, 8))
     with pytest.raises(ConfigError, match="head dim 33 is odd: use --kv-bits 8"):
         spec_of((4, 8), head_dim=33)
+    with pytest.raises(ConfigError, match=r"kv-bits nvfp4 gives 16 .* head dim 40 is no multiple of 16: use .* fp8"):
+        spec_of(("fp8", "nvfp4"), head_dim=40)
     line = ["run", "--engine", "transformers", "--kv-bits", "8", "--method", "rq"]
     done = outcome(line, tmp_path)
     assert done.code == 2 and "--kv-bits belongs to our own decoders: drop it" in done.err
@@ -320,7 +333,7 @@ def test_wrong_bits_and_other_engines_are_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["rounds down", "forgets the scale", "asymmetric"])
 def test_a_wrong_quantiser_fails_the_loop(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = oracle_pages.quantise
+    right = oracle_codes.quantise
 
     def wrong(rows: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
         codes, scale = right(rows, bits)
@@ -333,6 +346,6 @@ def test_a_wrong_quantiser_fails_the_loop(fault: str, monkeypatch: pytest.Monkey
             codes = np.maximum(codes, -100)
         return codes, scale
 
-    monkeypatch.setattr(oracle_pages, "quantise", wrong)
+    monkeypatch.setattr(oracle_codes, "quantise", wrong)
     with pytest.raises(AssertionError):
         test_the_oracle_quantises_as_the_formula_says(8, 64)

@@ -4,19 +4,23 @@ Whatever no selection lists is NaN here, in K and in V: to read any of it shows 
 fetched shows in the bytes.
 """
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import mlx.core as mx
 import numpy as np
 import pytest
 from metal import cuda_check, shim
 from metal.shim import ShimError, metal_shim  # noqa: F401
 
+from eps_core.oracle import pages as oracle_pages
 from eps_mlx.kernels import attend, launch, tail
+from eps_mlx.pages import CodePool, Pool
 
 # relative rounding of a dtype: the output is rounded to it once, sums are float32
 ROUNDING = {mx.float32: 2e-6, mx.float16: 2**-11, mx.bfloat16: 2**-8}
@@ -27,8 +31,8 @@ class Scene:
     """Ragged sequences over scattered units, their lists, and the float64 truth. `lists[b][h]` the groups read."""
 
     q: mx.array
-    k: mx.array
-    v: mx.array
+    k: Pool
+    v: Pool
     table: np.ndarray
     lengths: np.ndarray
     lists: list[list[np.ndarray]]
@@ -48,6 +52,7 @@ class Scene:
         keep: float = 0.4,
         dense: bool = False,
         seed: int = 0,
+        bits: tuple[int, int] = (16, 16),
     ) -> "Scene":
         rng = np.random.default_rng(seed)
         batch, units = len(lengths), -(-max(lengths) // U) + 1
@@ -76,7 +81,16 @@ class Scene:
         k[unread], v[unread] = np.nan, np.nan
         q = rng.standard_normal((batch, kv_heads * R, D)).astype(np.float32)
         native = [mx.array(x).astype(dtype) for x in (q, k, v)]
-        return cls(native[0], native[1], native[2], table, np.array(lengths, np.int32), lists, S, dense)
+        return cls(
+            native[0],
+            held(native[1], bits[0]),
+            held(native[2], bits[1]),
+            table,
+            np.array(lengths, np.int32),
+            lists,
+            S,
+            dense,
+        )
 
     def run(self) -> tuple[np.ndarray, np.ndarray]:
         batch, heads = len(self.lists), len(self.lists[0])
@@ -114,17 +128,45 @@ class Scene:
         return out, lse
 
     @property
-    def listed_bytes(self) -> int:
-        """Of K, and of V."""
+    def listed_bytes(self) -> dict[str, int]:
+        """Of K, of V and of the scales of codes."""
         tokens = [_tokens(one, self.size, int(self.lengths[b])) for b, row in enumerate(self.lists) for one in row]
-        return sum(map(len, tokens)) * self.k.shape[3] * self.k.dtype.size
+        return pool_bytes(self.k, self.v, sum(map(len, tokens)))
 
     def check(self, statistics: dict[str, shim.Statistics]) -> None:
         (out, lse), (true_out, true_lse) = self.run(), self.truth()
         _close("attention", out, true_out, ROUNDING[self.q.dtype])
         _close("log mass", lse, true_lse, ROUNDING[mx.float32])
-        read = statistics["eps_attend_decode"].read
-        assert read["k_pool"] == read["v_pool"] == self.listed_bytes, "bytes read are not what is listed"
+        read = only(statistics, "eps_attend_decode").read
+        for name, listed in self.listed_bytes.items():
+            assert read[name] == listed, "bytes read are not what is listed"
+
+
+def held(rows: mx.array, bits: int) -> Pool:
+    """A pool of rows [P, Hkv, U, D], its codes made by the judge's quantiser."""
+    if bits == 16:
+        return rows
+    with np.errstate(invalid="ignore"):
+        codes, scale = oracle_pages.quantise(np.array(rows.astype(mx.float32)), bits)
+    return CodePool(mx.array(codes), mx.array(scale), bits, rows.dtype)
+
+
+def pool_bytes(k: Pool, v: Pool, rows: int) -> dict[str, int]:
+    """Of so many rows of K and V, by the names of a kernel's inputs."""
+    found = {}
+    for name, pool in (("k", k), ("v", v)):
+        if isinstance(pool, CodePool):
+            found[f"{name}_pool"], found[f"{name}_scale"] = rows * pool.shape[3] * pool.bits // 8, 2 * rows
+        else:
+            found[f"{name}_pool"] = rows * pool.shape[3] * pool.dtype.size
+    return found
+
+
+def only(statistics: dict[str, shim.Statistics], name: str) -> shim.Statistics:
+    """Of the latest launch of a kernel, whatever bits it is for."""
+    found = [one for kernel, one in statistics.items() if kernel.startswith(name)]
+    assert len(found) == 1
+    return found[0]
 
 
 def _tokens(groups: np.ndarray, size: int, length: int) -> np.ndarray:
@@ -132,7 +174,12 @@ def _tokens(groups: np.ndarray, size: int, length: int) -> np.ndarray:
     return tokens[tokens < length]
 
 
-def _float64(array: mx.array) -> np.ndarray:
+def _float64(array: Pool) -> np.ndarray:
+    """What an array or pool is read as, of codes by the judge's definition."""
+    if isinstance(array, CodePool):
+        kind = ml_dtypes.bfloat16 if array.dtype == mx.bfloat16 else np.array(mx.zeros(1, array.dtype)).dtype
+        codes, scale = np.array(array.codes), np.array(array.scale)
+        return oracle_pages.dequantise(codes, scale, array.bits, kind).astype(np.float64)
     return np.array(array.astype(mx.float32)).astype(np.float64)
 
 
@@ -156,6 +203,14 @@ CASES: dict[str, dict[str, Any]] = {
     "fp16-D33-R3-S48": dict(dtype=mx.float16, D=33, R=3, S=48, U=48),
     "fp16-D64-R4-dense": dict(dtype=mx.float16, D=64, R=4, S=2, dense=True),
     "bf16-D128-R8-dense": dict(dtype=mx.bfloat16, D=128, R=8, S=128, U=128, dense=True),
+    "fp32-D64-R4-S2-K8V8": dict(bits=(8, 8)),
+    "bf16-D128-R8-S16-K4V4": dict(dtype=mx.bfloat16, D=128, R=8, S=16, bits=(4, 4)),
+    "fp16-D64-R1-S2-K8V4": dict(dtype=mx.float16, D=64, R=1, bits=(8, 4)),
+    "bf16-D80-R3-S3-K4V8": dict(dtype=mx.bfloat16, D=80, R=3, S=3, U=48, bits=(4, 8)),
+    "fp32-D34-R3-S2-K4V4": dict(D=34, R=3, bits=(4, 4)),
+    "fp16-D33-R3-S48-K8V16": dict(dtype=mx.float16, D=33, R=3, S=48, U=48, bits=(8, 16)),
+    "bf16-D256-R4-S16-K16V4": dict(dtype=mx.bfloat16, D=256, R=4, S=16, lengths=(140, 7), bits=(16, 4)),
+    "fp16-D128-R4-dense-K8V4": dict(dtype=mx.float16, D=128, S=16, dense=True, bits=(8, 4)),
     "bf16-D128-R4-S2-long": dict(dtype=mx.bfloat16, D=128, R=4, S=2, lengths=(2600,), kv_heads=1, keep=0.5),
 }
 
@@ -189,7 +244,8 @@ def test_rows_are_loaded_once_for_four_heads(metal_shim: Any, repeat: int, passe
     scene = Scene.build(mx.bfloat16, D=128, R=repeat, S=2, lengths=(512,), kv_heads=1, keep=0.5)
     scene.check(metal_shim)
     decode = metal_shim["eps_attend_decode"]
-    assert decode.loaded["k_pool"] == decode.loaded["v_pool"] == passes * scene.listed_bytes
+    for name, listed in scene.listed_bytes.items():
+        assert decode.loaded[name] == passes * listed
 
 
 def test_the_grid_ignores_how_many_groups_are_listed(metal_shim: Any) -> None:  # noqa: F811
@@ -255,6 +311,39 @@ def test_injected_bugs_are_seen(metal_shim: Any, monkeypatch: pytest.MonkeyPatch
     scene = Scene.build(mx.float32, D=128 if name == "divergent shuffle" else 64, lengths=(467, 331), S=2, keep=0.6)
     with pytest.raises((AssertionError, ShimError), match=seen):
         scene.check(metal_shim)
+
+
+# name: (text of a read of codes, its replacement)
+CODE_BUGS = {
+    "forgets V's scale": ("static_cast<float>(v_scale[place])", "1.0f"),
+    "takes K's scale for V's": ("static_cast<float>(v_scale[place])", "static_cast<float>(k_scale[place])"),
+    "swaps the codes of a byte": ("int((from + i) % 2)", "int((from + i + 1) % 2)"),
+    "takes codes for unsigned": ("& 15) - 8", "& 15) - 0"),
+    "reads the next byte": ("v_pool + from / 2)", "v_pool + from / 2 + 2)"),
+    "keeps float32 values": ("static_cast<T>(HALF ? within : value)", "static_cast<T>(value * 1.004f)"),
+}
+
+
+@pytest.mark.parametrize("name", CODE_BUGS)
+def test_injected_bugs_of_codes_are_seen(
+    metal_shim: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    right, (text, replacement) = attend.reading, CODE_BUGS[name]
+    monkeypatch.setattr(attend, "reading", lambda *kernel: broken(right(*kernel), text, replacement, 0))
+    with pytest.raises((AssertionError, ShimError), match=r"attention differs|log mass differs|finite|bytes read"):
+        Scene.build(lengths=(150, 31), bits=(8, 4)).check(metal_shim)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_codes_stay_within_float16_and_nan_stays(metal_shim: Any, bits: int) -> None:  # noqa: F811
+    """The scale of the largest float16 rounds up, and its code times that is beyond; a scale may be NaN or Inf."""
+    scene = Scene.build(mx.float16, lengths=(61,), kv_heads=1, dense=True, bits=(bits, bits))
+    for value in (65504.0, -65504.0, math.nan, math.inf):
+        scene.v = held(mx.full(scene.k.shape, value, mx.float16), bits)
+        out, _ = scene.run()
+        assert np.isnan(out).all() if not math.isfinite(value) else (out == value).all()
 
 
 @dataclass
@@ -404,12 +493,15 @@ def generated() -> list[tuple[launch.Kernel, dict[str, Any], list[mx.array], lis
 
     with shim.installed():
         launch.runner = record
-        for dtype, dim, repeat, lengths, dense in (
-            (mx.float32, 64, 4, (65,), False),
-            (mx.bfloat16, 128, 8, (65,) * 9, False),
-            (mx.float16, 33, 1, (65,), True),
+        for dtype, dim, repeat, lengths, dense, bits in (
+            (mx.float32, 64, 4, (65,), False, (16, 16)),
+            (mx.bfloat16, 128, 8, (65,) * 9, False, (16, 16)),
+            (mx.float16, 33, 1, (65,), True, (16, 16)),
+            (mx.float32, 64, 4, (65,), False, (8, 4)),
+            (mx.bfloat16, 128, 8, (65,) * 9, False, (4, 8)),
+            (mx.float16, 34, 1, (65,), True, (16, 4)),
         ):
-            Scene.build(dtype, D=dim, R=repeat, lengths=lengths, dense=dense).run()
+            Scene.build(dtype, D=dim, R=repeat, lengths=lengths, dense=dense, bits=bits).run()
             # a batch of nine makes of the tables and lengths what `device` is, a batch of one `constant`
             scene = Tail.build(D=dim, lengths=lengths)
             tail.attend_tail(
@@ -419,7 +511,8 @@ def generated() -> list[tuple[launch.Kernel, dict[str, Any], list[mx.array], lis
                 tail_tokens=scene.tail_tokens,
             )
     assert {kernel.name for kernel, *_ in calls} == {
-        "eps_attend_decode", "eps_attend_merge", "eps_tail_parts", "eps_tail_merge"
+        "eps_attend_decode", "eps_attend_decode_k8_v4", "eps_attend_decode_k4_v8", "eps_attend_decode_v4",
+        "eps_attend_merge", "eps_tail_parts", "eps_tail_merge",
     }  # fmt: skip
     return calls
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from metal import shim
 from metal.shim import ShimError, metal_shim  # noqa: F401
-from test_metal_attend import BARRIER, ROUNDING, _close, _float64, broken
+from test_metal_attend import BARRIER, ROUNDING, _close, _float64, broken, held, only, pool_bytes
 
 import eps_mlx
 from eps_core.config.eps import EpsConfig
@@ -23,6 +23,7 @@ from eps_core.paging.where import Where
 from eps_mlx import attention
 from eps_mlx.kernels import launch
 from eps_mlx.kernels import rows as rows_kernels
+from eps_mlx.pages import Pool
 
 
 @dataclass
@@ -30,8 +31,8 @@ class Scene:
     """Rows of ragged sequences over scattered units."""
 
     q: mx.array
-    k: mx.array
-    v: mx.array
+    k: Pool
+    v: Pool
     rows: Rows
     size: int
     visit: np.ndarray | None
@@ -49,6 +50,7 @@ class Scene:
         kv_heads: int = 2,
         asked: bool = True,
         q_dtype: mx.Dtype | None = None,
+        bits: tuple[int, int] = (16, 16),
     ) -> "Scene":
         rng = np.random.default_rng(0)
         batch, units, total = len(lengths), -(-max(lengths) // U) + 1, sum(num_rows)
@@ -66,7 +68,10 @@ class Scene:
         visit[0] = False  # a row of which nothing was visited
         return cls(
             mx.array(q).astype(q_dtype or dtype),
-            *(mx.array(np.where(inside, x, np.nan)).astype(dtype) for x in (k, v)),
+            *(
+                held(mx.array(np.where(inside, x, np.nan)).astype(dtype), one)
+                for x, one in zip((k, v), bits, strict=True)
+            ),
             Rows.of(table, np.array(lengths), np.array(num_rows)),
             S,
             visit if asked else None,
@@ -103,12 +108,6 @@ class Scene:
                 visited[t, head] = np.logaddexp.reduce(of_group[self.visit[t, h]], initial=-np.inf)
         return [out, lse, visited, masses]
 
-    @property
-    def token_bytes(self) -> np.ndarray:
-        """[B] of K, and of V: what one dense step reads of a sequence."""
-        bytes_each = self.k.shape[1] * self.k.shape[3] * self.k.dtype.size
-        return self.rows.lengths * bytes_each
-
     def check(self, statistics: dict[str, shim.Statistics]) -> None:
         found, true = self.run(), self.truth()
         _close("attention", found[0], true[0], ROUNDING[self.q.dtype])
@@ -117,10 +116,13 @@ class Scene:
             _close("visited mass", found[2], true[2], ROUNDING[mx.float32])
             _close("group masses", found[3], true[3], ROUNDING[mx.float32])
         repeat = self.q.shape[1] // self.k.shape[1]
-        loaded = self.token_bytes @ -(-self.rows.num_rows * repeat // 64)  # once for 64 queries
-        one = statistics["eps_attend_rows"]
+        tokens = self.rows.lengths * self.k.shape[1]
+        times = -(-self.rows.num_rows * repeat // 64)  # once for 64 queries
+        one = only(statistics, "eps_attend_rows")
+        for name, listed in pool_bytes(self.k, self.v, int(tokens.sum())).items():
+            assert one.read[name] == listed, "bytes read are not those of a dense step"
         for name in ("k_pool", "v_pool"):
-            assert one.read[name] == self.token_bytes.sum(), "bytes read are not those of a dense step"
+            loaded = pool_bytes(self.k, self.v, int(tokens @ times))[name]
             assert one.loaded[name] == loaded, "bytes are loaded more often than for 64 queries at once"
 
 
@@ -135,6 +137,10 @@ CASES: dict[str, dict[str, Any]] = {
     "fp32-D20-R5-S5": dict(D=20, R=5, S=5, U=40, asked=False),
     "fp16-D33-R3-S48": dict(dtype=mx.float16, D=33, R=3, S=48, U=48),
     "bf16-D16-R4-S2-splits": dict(dtype=mx.bfloat16, D=16, lengths=(1300, 515), num_rows=(9, 5), kv_heads=1),
+    "fp32-D64-R4-S2-K8V8": dict(lengths=(101, 7), num_rows=(9, 7), bits=(8, 8)),
+    "bf16-D128-R8-S16-K4V4": dict(dtype=mx.bfloat16, D=128, R=8, S=16, lengths=(101,), num_rows=(9,), bits=(4, 4)),
+    "fp16-D80-R1-S3-K8V4": dict(dtype=mx.float16, D=80, R=1, S=3, U=48, lengths=(101,), num_rows=(3,), bits=(8, 4)),
+    "fp32-D36-R3-S2-K4V16": dict(D=36, R=3, lengths=(101, 7), num_rows=(3, 2), asked=False, bits=(4, 16)),
     "fp16-D64-R4-q32": dict(dtype=mx.float16, q_dtype=mx.float32, asked=False),
 }
 
@@ -144,7 +150,14 @@ def test_rows_equal_float64(metal_shim: Any, case: str) -> None:  # noqa: F811
     Scene.build(**CASES[case]).check(metal_shim)
 
 
-@pytest.mark.parametrize("case", [dict(S=3, U=48, R=4), dict(S=64, R=8, dtype=mx.bfloat16, D=128)], ids=str)
+CASES_ALONE: list[dict[str, Any]] = [
+    dict(S=3, U=48, R=4),
+    dict(S=64, R=8, dtype=mx.bfloat16, D=128),
+    dict(S=16, R=2, dtype=mx.bfloat16, bits=(8, 4)),
+]
+
+
+@pytest.mark.parametrize("case", CASES_ALONE, ids=str)
 def test_the_bits_of_a_row_are_its_own(metal_shim: Any, case: dict[str, Any]) -> None:  # noqa: F811
     """Neither the batch, nor the other rows, nor the table's width, nor what else is asked for changes them."""
     one = Scene.build(lengths=(1111, 530, 40), num_rows=(9, 4, 17), kv_heads=1, **case)
@@ -160,15 +173,23 @@ def test_the_bits_of_a_row_are_its_own(metal_shim: Any, case: dict[str, Any]) ->
             np.testing.assert_array_equal(mass[0], lse[t])
 
 
-def made_cache(kernels: str) -> tuple[eps_mlx.Cache, mx.array]:
+def made_cache(kernels: str, bits: tuple[int, int] = (16, 16)) -> tuple[eps_mlx.Cache, mx.array]:
     config = EpsConfig.of(method="meanstd", block_size=16, group_tokens=4)
-    cache = eps_mlx.new_cache(CacheSpec(1, 2, 16, 4, "float32"), config.store, "cpu", kernels)
+    cache = eps_mlx.new_cache(
+        CacheSpec(1, 2, 16, 4, "float32", k_bits=bits[0], v_bits=bits[1]), config.store, "cpu", kernels
+    )
     rows = mx.array(np.random.default_rng(0).normal(size=(40, 2, 16)).astype(np.float32))
     return eps_mlx.write_kv(cache, 0, rows, rows, np.arange(40)), rows
 
 
-def test_a_cache_with_kernels_goes_through_them(metal_shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    cache, keys = made_cache("metal")
+@pytest.mark.parametrize("bits, suffix", [((16, 16), ""), ((8, 4), "_k8_v4"), ((16, 8), "_v8")], ids=str)
+def test_a_cache_with_kernels_goes_through_them(
+    metal_shim: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    bits: tuple[int, int],
+    suffix: str,
+) -> None:
+    cache, keys = made_cache("metal", bits)
     launched = []
 
     def record(kernel: Any, *rest: Any) -> Any:
@@ -182,8 +203,11 @@ def test_a_cache_with_kernels_goes_through_them(metal_shim: Any, monkeypatch: py
     monkeypatch.setattr(attention, "read_kv", refuse)
     rows = Rows.of(np.arange(3)[None], np.array([40]), np.array([5]))
     eps_mlx.attend_rows(cache, 0, mx.repeat(keys[:5], 2, axis=1), rows)
-    assert launched == ["eps_attend_rows", "eps_attend_merge"]
     assert {key[0] for key in rows.kept} == {"device", "starts"}, "copied once a pass"
+    where = Where.dense(cache.store, np.arange(3)[None], np.array([40]))
+    eps_mlx.attend(cache, 0, mx.repeat(keys[:1], 2, axis=1), where, None)
+    kernels = (f"eps_attend_rows{suffix}", f"eps_attend_decode{suffix}")
+    assert launched == [kernels[0], "eps_attend_merge", kernels[1], "eps_attend_merge"]
 
 
 def test_placing_needs_no_kernel_and_kernels_see_no_summary(metal_shim: Any) -> None:  # noqa: F811
@@ -234,6 +258,14 @@ def test_injected_bugs_are_seen(metal_shim: Any, monkeypatch: pytest.MonkeyPatch
         scene.check(metal_shim)
 
 
+@pytest.mark.parametrize("bug", ["static_cast<float>(k_scale[place])", "static_cast<float>(v_scale[place])"])
+def test_a_forgotten_scale_is_seen(metal_shim: Any, monkeypatch: pytest.MonkeyPatch, bug: str) -> None:  # noqa: F811
+    right = rows_kernels.reading
+    monkeypatch.setattr(rows_kernels, "reading", lambda *kernel: broken(right(*kernel), bug, "1.0f", 0))
+    with pytest.raises(AssertionError, match="differs"):
+        Scene.build(lengths=(70,), num_rows=(3,), bits=(8, 4)).check(metal_shim)
+
+
 def test_broken_values_reach_those_who_see_them_alone(metal_shim: Any) -> None:  # noqa: F811
     scene = Scene.build(D=64, lengths=(467, 331), num_rows=(5, 9), asked=False)
     true = scene.truth()
@@ -254,19 +286,22 @@ def generated() -> list[tuple[dict[str, Any], str]]:
     calls: list[Any] = []
 
     def record(kernel: Any, inputs: Any, template: Any, grid: Any, group: Any, shapes: Any, dtypes: Any) -> Any:
-        if kernel.name == "eps_attend_rows":
+        if kernel.name.startswith("eps_attend_rows"):
             calls.append((template, shim.generated_text(kernel, inputs, template, dtypes)))
         return [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
     with shim.installed():
         launch.runner = record
-        for dtype, dim, repeat, batch, asked in (
-            (mx.float32, 64, 4, 1, True),
-            (mx.bfloat16, 128, 8, 9, True),
-            (mx.float16, 33, 1, 1, False),
+        for dtype, dim, repeat, batch, asked, bits in (
+            (mx.float32, 64, 4, 1, True, (16, 16)),
+            (mx.bfloat16, 128, 8, 9, True, (16, 16)),
+            (mx.float16, 33, 1, 1, False, (16, 16)),
+            (mx.float16, 64, 1, 1, False, (8, 4)),
+            (mx.bfloat16, 34, 8, 9, True, (4, 16)),
         ):
             # a batch of nine makes of the tables and lengths what `device` is, a batch of one `constant`
-            Scene.build(dtype, D=dim, R=repeat, lengths=(65,) * batch, num_rows=(3,) * batch, asked=asked).run()
+            sizes = {"lengths": (65,) * batch, "num_rows": (3,) * batch}
+            Scene.build(dtype, D=dim, R=repeat, asked=asked, bits=bits, **sizes).run()
     return calls
 
 

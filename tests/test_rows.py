@@ -31,11 +31,13 @@ class Case:
     group_tokens: int = 2
     block_size: int = 16
     scale_q: float = 2.0
+    bits: tuple[int, int] = (16, 16)  # of K and of V
 
     def __str__(self) -> str:
         return (
             f"T{'+'.join(map(str, self.lengths))}-N{'+'.join(map(str, self.num_rows))}-{self.num_heads}q"
             f"{self.num_kv_heads}kv-D{self.head_dim}-S{self.group_tokens}-{self.dtype}"
+            + (f"-K{self.bits[0]}V{self.bits[1]}" if self.bits != (16, 16) else "")
         )
 
 
@@ -51,6 +53,8 @@ CASES = [
     Case((150,), (7,), num_heads=14, num_kv_heads=2, head_dim=80, group_tokens=1),
     Case((700,), (4,), num_heads=16, num_kv_heads=1, head_dim=96, group_tokens=16, scale_q=20.0),
     Case((64, 128), (1, 8), group_tokens=64, block_size=64),
+    Case((300, 290), (17, 2), num_heads=8, num_kv_heads=2, head_dim=64, dtype="bfloat16", bits=(8, 4)),
+    Case((150, 37), (5, 1), head_dim=34, bits=(4, 16)),
 ]
 
 
@@ -61,7 +65,10 @@ class Filled:
         self.case, self.backend, self.device = case, backend, device
         self.config = EpsConfig.of(method="box", block_size=case.block_size, group_tokens=case.group_tokens)
         size = self.config.store.unit_tokens
-        spec = CacheSpec(1, case.num_kv_heads, case.head_dim, sum(-(-t // size) for t in case.lengths) + 2, case.dtype)
+        units, (k_bits, v_bits) = sum(-(-t // size) for t in case.lengths) + 2, case.bits
+        spec = CacheSpec(
+            1, case.num_kv_heads, case.head_dim, units, case.dtype, k_bits=k_bits, v_bits=v_bits
+        )  # fmt: skip
         pool = PagePool(spec.num_units, size)
         sequences = [pool.open([])[0] for _ in case.lengths]
         self.slots = []

@@ -2,21 +2,26 @@
 read, what the compilers make of them, and that `check` and `check_tail` notice deliberate mistakes."""
 
 import importlib.util
+import math
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from triton_aot import TARGETS, Job, compile_ahead
 from triton_interpreter import DEVICE
 
+from eps_core.oracle import pages as oracle_pages
 from eps_cuda.kernels import attend as attend_module
 from eps_cuda.kernels import tail as tail_module
+from eps_cuda.pages import CodePool, Pool
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+NUMPY = {torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}
 ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 FLOAT32_ERROR = 2.0**-20  # of a float32 exponential or sum of some hundred
 
@@ -40,11 +45,14 @@ class Case:
     splits: int | None = 3
     tail: int = 8  # tokens of a tail group
     loud: float = 1.5  # of q's entries
+    bits: tuple[int, int] = (16, 16)  # of K and of V
 
     def __str__(self) -> str:
         values = (f"{name}{getattr(self, name)}" for name in ("head_dim", "repeat", "size") if getattr(self, name))
-        return "-".join([self.dtype, self.q_dtype or "", *values, "gated" if self.gated else "dense"]).replace(
-            "--", "-"
+        codes = "" if self.bits == (16, 16) else f"-K{self.bits[0]}V{self.bits[1]}"
+        return (
+            "-".join([self.dtype, self.q_dtype or "", *values, "gated" if self.gated else "dense"]).replace("--", "-")
+            + codes
         )
 
 
@@ -54,8 +62,8 @@ class Scene:
 
     case: Case
     q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    k: Pool
+    v: Pool
     table: torch.Tensor
     lengths: torch.Tensor
     groups: torch.Tensor | None
@@ -99,8 +107,8 @@ def scene(case: Case, seed: int = 0) -> Scene:
     return Scene(
         case,
         native(q, DTYPES[case.q_dtype or case.dtype]),
-        native(k, dtype),
-        native(rng.normal(size=shape) + 0.5, dtype),
+        held(native(k, dtype), case.bits[0]),
+        held(native(rng.normal(size=shape) + 0.5, dtype), case.bits[1]),
         native(table, torch.int32),
         native(np.array(case.lengths), torch.int32),
         native(groups, torch.int32) if case.gated else None,
@@ -111,7 +119,19 @@ def scene(case: Case, seed: int = 0) -> Scene:
     )
 
 
-def wide(tensor: torch.Tensor) -> np.ndarray:
+def held(rows: torch.Tensor, bits: int) -> Pool:
+    """A pool of rows [P, Hkv, U, D], its codes made by the judge's quantiser."""
+    if bits == 16:
+        return rows
+    codes, scale = oracle_pages.quantise(rows.float().cpu().numpy(), bits)
+    return CodePool(torch.from_numpy(codes).to(DEVICE), torch.from_numpy(scale).to(DEVICE), bits, rows.dtype)
+
+
+def wide(tensor: Pool) -> np.ndarray:
+    """In float64 what a tensor or pool is read as, of codes by the judge's definition."""
+    if isinstance(tensor, CodePool):
+        codes, scale = tensor.codes.cpu().numpy(), tensor.scale.cpu().numpy()
+        return oracle_pages.dequantise(codes, scale, tensor.bits, NUMPY[tensor.dtype]).astype(np.float64)
     return tensor.double().cpu().numpy()
 
 
@@ -140,7 +160,11 @@ def poisoned(one: Scene) -> Scene:
     shape = one.read.shape
     bad = np.where(one.noise.random((2, *shape)) < 0.5, np.nan, 3e4)
 
-    def hide(pool: torch.Tensor, values: np.ndarray) -> torch.Tensor:
+    def hide(pool: Pool, values: np.ndarray) -> Pool:
+        if isinstance(pool, CodePool):
+            read = torch.from_numpy(one.read).to(DEVICE)
+            scale = torch.where(read, pool.scale, torch.from_numpy(values).to(DEVICE, pool.scale.dtype))
+            return replace(pool, codes=torch.where(read[..., None], pool.codes, 77), scale=scale)
         given = torch.from_numpy(values[..., None]).to(DEVICE, pool.dtype)
         return torch.where(torch.from_numpy(one.read[..., None]).to(DEVICE), pool, given)
 
@@ -211,11 +235,37 @@ CASES = [
     Case("fp16", 64, 4, 2, 64, 3, lengths=(150, 70), q_dtype="fp32"),
     Case("fp32", 64, 4, 2, 64, 3, lengths=(150, 70), q_dtype="bf16"),
 ]
+CODES = [
+    Case("bf16", 64, 4, 2, 64, 3, lengths=(190, 1, 65), empty=True, bits=(8, 8)),
+    Case("bf16", 128, 8, 16, 64, 2, lengths=(100, 64), bits=(4, 4)),
+    # not loud: where codes of V are 0, float16 weights below 2^-14 would be a channel's largest
+    Case("fp16", 64, 4, 2, 64, 3, lengths=(150, 3), bits=(8, 4), loud=0.5),
+    Case("fp16", 128, 1, 3, 48, 3, kv_heads=3, lengths=(143, 48), bits=(4, 8)),
+    Case("fp32", 64, 2, 4, 16, 5, lengths=(75, 0, 17), bits=(8, 4)),
+    Case("fp32", 34, 3, 1, 16, 4, lengths=(64, 17), bits=(4, 4)),
+    Case("fp16", 80, 16, 16, 64, 2, lengths=(100,), bits=(4, 8), splits=1),
+    Case("bf16", 96, 3, 48, 96, 2, lengths=(1, 190), empty=True, bits=(8, 16)),
+    Case("fp32", 33, 3, 2, 16, 4, lengths=(61, 30), bits=(16, 8)),
+    Case("bf16", 20, 17, 5, 20, 4, lengths=(77,), bits=(16, 4)),
+    Case("bf16", 64, 4, 2, 64, 3, lengths=(150, 70), q_dtype="fp32", bits=(8, 4)),
+    Case("fp32", 64, 4, 2, 64, 3, lengths=(150, 1), gated=False, splits=None, bits=(8, 8)),
+    Case("bf16", 128, 4, 16, 64, 3, lengths=(129, 64, 0), gated=False, splits=2, bits=(4, 8)),
+]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *CODES], ids=str)
 def test_attention_equals_its_definition(case):
     check(attend_module, case)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_codes_stay_within_float16_and_nan_stays(bits):
+    """The scale of the largest float16 rounds up, and its code times that is beyond; a scale may be NaN or Inf."""
+    one = scene(Case("fp16", lengths=(61,), kv_heads=1, bits=(bits, bits), share=1.0))
+    for value in (65504.0, -65504.0, math.nan, math.inf):
+        v = held(torch.full(one.v.shape, value, dtype=torch.float16, device=DEVICE), bits)
+        out, _ = attended(attend_module, replace(one, v=v))
+        assert (out == value).all() if math.isfinite(value) else out.isnan().all()
 
 
 def test_splits_change_rounding_alone():
@@ -235,6 +285,13 @@ def test_lists_may_come_in_strides_and_tables_may_not():
         assert torch.equal(got, same)
     with pytest.raises(ValueError, match="lie alike"):
         attended(attend_module, replace(one, k=one.k.transpose(2, 3).contiguous().transpose(2, 3)))
+    codes = scene(CODES[0])
+    for name in ("codes", "scale"):
+        cut = getattr(codes.v, name).repeat(2, *[1] * (getattr(codes.v, name).ndim - 1))[::2]
+        with pytest.raises(ValueError, match="is not contiguous"):
+            attended(attend_module, replace(codes, v=replace(codes.v, **{name: cut})))
+    with pytest.raises(ValueError, match="must agree"):
+        attended(attend_module, replace(codes, q=codes.q[..., :32]))
     with pytest.raises(ValueError, match="is not contiguous"):
         attended(attend_module, replace(one, table=one.table.repeat(1, 2)[:, : one.table.shape[1]]))
     with pytest.raises(ValueError, match="must agree"):
@@ -403,6 +460,8 @@ def test_largest_estimates_do_not_overflow():
 LONG = Case("fp32", 16, 2, 2, 16, 12, lengths=(191, 150), splits=1, share=0.9)
 TWICE = replace(LONG, splits=3)
 WIDE = Case("bf16", 64, 4, 2, 64, 1, lengths=(60,), q_dtype="fp32", share=0.2, loud=0.1)
+MIXED = replace(BASE, bits=(8, 4))
+EXACT = replace(BASE, bits=(8, 8))
 MANY = next(case for case in CASES if case.splits == 40)
 
 NOTICED = r"off by|changed the result"
@@ -415,7 +474,7 @@ ATTEND_MUTANTS = {
                                 "head = (b * HKV * R + r * HKV + h).to(tl.int64)", BASE),
     "reads the first kv head": ("+ h * HEAD_STRIDE", "", BASE),
     "reads the group after": ("group * S + token % S", "(group + 1) * S + token % S", BASE),
-    "takes the tile's place for the unit's": ("position % U * TOKEN_STRIDE", "position % S * TOKEN_STRIDE", BASE),
+    "takes the tile's place for the unit's": ("position % U * TOKEN_STRIDE", "position % 2 * TOKEN_STRIDE", BASE),
     "reads masked rows": ("mask = live[:, None]", "mask = (start >= 0)[:, None]", BASE),
     "lets dead tokens count": ("tl.where(live[None, :], logits * scale", "tl.where(row[None, :] > -9, logits * scale",
                                BASE),
@@ -429,6 +488,15 @@ ATTEND_MUTANTS = {
                                       "weight[:, None] * out", MANY),
     "rounds a wider q": ("tl.dot(query_low, ", "tl.dot(query_low * 0, ", WIDE),
     "rounds weights under a wider q": ("tl.dot(weight_low, ", "tl.dot(weight_low * 0, ", WIDE),
+    "forgets V's scale": ("load_values(v, row, value_scale,", "load_values(v, row, value_scale * 0 + 1,", MIXED),
+    "takes K's scale for V's": ("load_values(v, row, value_scale,", "load_values(v, row, key_scale,", MIXED),
+    "takes the block's scales before": ("row = places(unit, position, h, U, UNIT_STRIDE, HEAD_STRIDE, TOKEN_STRIDE)\n"
+                                        "            key_scale", "key_scale", replace(LONG, bits=(8, 8))),
+    "swaps the codes of a byte": ("tl.interleave(pairs & 15, pairs >> 4)", "tl.interleave(pairs >> 4, pairs & 15)",
+                                  MIXED),
+    "takes 4-bit codes for unsigned": (".to(tl.float32) - 8.0", ".to(tl.float32)", MIXED),
+    "reads 4-bit rows at every second place": ("row * (D // 2)", "row * D", MIXED),
+    "keeps float32 values": ("return values.to(VALUES)", "return (values * 1.004).to(VALUES)", EXACT),
 }  # fmt: skip
 
 FEW, LARGE = replace(TAIL_CASES[0], lengths=(61, 30), splits=2), TAIL_CASES[-1]
@@ -498,18 +566,34 @@ def test_an_unchanged_copy_passes(tmp_path):
 # ------------------------------------------------------------------------------------------------------ ahead of time
 
 
-def split_job(vendor: str, dtype: str, head_dim: int, repeat: int, size: int, gated: bool, q_dtype: str) -> Job:
-    chosen = attend_module.plan(8, 4096, head_dim, DTYPES[dtype], 132, None)
+def pool_types(dtype: str, bits: tuple[int, int]) -> dict[str, str]:
+    """Of K, V and their scales."""
+    codes = {16: f"*{dtype}", 8: "*i8", 4: "*u8"}
+    scales = {name: "*fp16" for name, one in zip(("k_scale", "v_scale"), bits, strict=True) if one != 16}
+    return {"k": codes[bits[0]], "v": codes[bits[1]], **scales}
+
+
+def pool_constants(dtype: str, bits: tuple[int, int], unit: int, head_dim: int) -> dict[str, int | str]:
+    """Of pools of 8 kv heads: `arguments.pool_constants` with a dtype by its name."""
+    row = head_dim if bits == (16, 16) else 1
+    strides = {"UNIT_STRIDE": 8 * unit * row, "HEAD_STRIDE": unit * row, "TOKEN_STRIDE": row}
+    return {**strides, "K_BITS": bits[0], "V_BITS": bits[1], "VALUES": dtype}
+
+
+def split_job(
+    vendor: str, dtype: str, head_dim: int, repeat: int, size: int, gated: bool, q_dtype: str,
+    bits: tuple[int, int] = (16, 16),
+) -> Job:  # fmt: skip
+    chosen = attend_module.plan(8, 4096, head_dim, DTYPES[dtype], 132, None, codes=bits != (16, 16))
     lists = {"groups": "*i32", "counts": "*i32"} if gated else {}
     types = {
-        "q": f"*{q_dtype}", "k": f"*{dtype}", "v": f"*{dtype}", "table": "*i32", "lengths": "*i32", **lists,
+        "q": f"*{q_dtype}", **pool_types(dtype, bits), "table": "*i32", "lengths": "*i32", **lists,
         "part_out": "*fp32", "part_lse": "*fp32", "scale": "fp32", "list_width": "i32", "table_width": "i32",
     }  # fmt: skip
     constants = {
         "HKV": 8, "R": repeat, "D": head_dim, "U": max(64, size), "S": size, "GATED": gated,
         "WIDE_Q": dtype != "fp32" and dtype != q_dtype, **attend_module.padding(repeat, head_dim),
-        "BLOCK_N": chosen.block_tokens, "TOKEN_STRIDE": head_dim, "HEAD_STRIDE": max(64, size) * head_dim,
-        "UNIT_STRIDE": 8 * max(64, size) * head_dim,
+        "BLOCK_N": chosen.block_tokens, **pool_constants(dtype, bits, max(64, size), head_dim),
     }  # fmt: skip
     options = {"num_warps": chosen.num_warps, "num_stages": attend_module.STAGES[vendor]}
     return Job("eps_cuda.kernels.attend", "attend_split_kernel", types, constants, options)
@@ -553,6 +637,9 @@ def test_compiles_for_gpus_that_need_not_be_here():
     shapes = [
         ("bf16", 128, 4, 2, True, "fp32"), ("bf16", 80, 16, 2, True, "bf16"), ("fp16", 256, 4, 16, True, "fp16"),
         ("bf16", 128, 4, 16, False, "bf16"), ("fp32", 128, 4, 2, True, "fp32"),
+        ("bf16", 128, 4, 2, True, "bf16", (8, 8)), ("bf16", 128, 4, 16, False, "bf16", (4, 4)),
+        ("fp16", 64, 8, 2, True, "fp32", (8, 4)), ("bf16", 128, 4, 2, True, "bf16", (16, 8)),
+        ("fp32", 128, 4, 2, True, "fp32", (4, 8)),
     ]  # fmt: skip
     for vendor in ("cuda", "hip"):
         splits = [split_job(vendor, *shape) for shape in shapes]
@@ -568,6 +655,8 @@ def test_compiles_for_gpus_that_need_not_be_here():
                 if job not in splits:
                     continue
                 if vendor == "cuda":
-                    narrow = one.text.count("cp.async.ca")
-                    assert "cp.async.cg.shared.global" in one.text and not narrow, f"{what}: not in runs of 16 bytes"
-                assert ("mma" if vendor == "cuda" else "mfma") in one.text or job.types["k"] == "*fp32", what
+                    narrow = one.text.count("cp.async.ca")  # codes of small blocks are dealt in smaller runs
+                    if (job.constants["K_BITS"], job.constants["V_BITS"]) == (16, 16):
+                        assert "cp.async.cg.shared.global" in one.text and not narrow, f"{what}: not in runs of 16 B"
+                    assert "cp.async.c" in one.text, f"{what}: nothing runs ahead"
+                assert ("mma" if vendor == "cuda" else "mfma") in one.text or job.constants["VALUES"] == "fp32", what

@@ -15,7 +15,10 @@ from test_triton_attend import (
     NOTICED,
     ROUNDING,
     check_close,
+    held,
     mutant,
+    pool_constants,
+    pool_types,
     uninitialised_memory_is_nan,  # noqa: F401
     wide,
 )
@@ -30,6 +33,7 @@ from eps_core.paging.where import Where
 from eps_cuda import attention
 from eps_cuda.kernels import attend as attend_module
 from eps_cuda.kernels import rows as rows_module
+from eps_cuda.pages import Pool
 
 
 @dataclass(frozen=True)
@@ -49,10 +53,12 @@ class Case:
     asked: bool = True  # for visits and masses
     loud: float = 1.5  # of q's entries
     spoilt: bool = False  # the last token of each sequence has NaN in V
+    bits: tuple[int, int] = (16, 16)  # of K and of V
 
     def __str__(self) -> str:
         rows = "+".join(map(str, self.rows))
-        return f"{self.dtype}-{self.q_dtype or self.dtype}-D{self.head_dim}-R{self.repeat}-S{self.size}-N{rows}"
+        codes = "" if self.bits == (16, 16) else f"-K{self.bits[0]}V{self.bits[1]}"
+        return f"{self.dtype}-{self.q_dtype or self.dtype}-D{self.head_dim}-R{self.repeat}-S{self.size}-N{rows}{codes}"
 
 
 @dataclass
@@ -61,8 +67,8 @@ class Scene:
 
     case: Case
     q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    k: Pool
+    v: Pool
     table: torch.Tensor
     rows: Rows
     visit: torch.Tensor | None
@@ -107,8 +113,8 @@ def scene(case: Case, seed: int = 0) -> Scene:
     return Scene(
         case,
         native(q, case.q_dtype or case.dtype),
-        native(np.where(inside, k, np.nan), case.dtype),
-        native(np.where(inside, values, np.nan), case.dtype),
+        held(native(np.where(inside, k, np.nan), case.dtype), case.bits[0]),
+        held(native(np.where(inside, values, np.nan), case.dtype), case.bits[1]),
         torch.from_numpy(table).to(DEVICE),
         Rows.of(table, np.array(case.lengths), np.array(case.rows)),
         torch.from_numpy(visit).to(DEVICE) if case.asked else None,
@@ -171,6 +177,11 @@ CASES = [
     Case("bf16", 20, 17, 5, 20, 4, lengths=(77,), rows=(5,)),
     Case("bf16", 64, 4, 2, 64, 3, lengths=(150, 70), rows=(9, 1), q_dtype="fp32"),
     Case("fp32", 64, 4, 2, 64, 3, lengths=(150, 70), rows=(3, 3), q_dtype="bf16", asked=False),
+    Case("bf16", 64, 4, 2, 64, 3, lengths=(190, 65, 1), rows=(9, 5, 1), bits=(8, 4)),
+    Case("fp16", 128, 8, 16, 64, 2, lengths=(100,), rows=(3,), bits=(4, 8), loud=0.5),
+    Case("fp32", 34, 3, 1, 16, 6, kv_heads=1, lengths=(90, 17), rows=(2, 1), bits=(4, 4)),
+    Case("bf16", 80, 1, 16, 64, 2, lengths=(100,), rows=(5,), q_dtype="fp32", bits=(16, 8)),
+    Case(spoilt=True, asked=False, bits=(8, 8)),
 ]
 
 
@@ -196,7 +207,8 @@ def alone(one: Scene, t: int, width: int) -> Scene:
     [
         Case("fp32", 32, 4, 3, 48, 30, kv_heads=1, lengths=(1111, 530, 40), rows=(9, 4, 17)),
         Case("bf16", 64, 8, 16, 64, 18, kv_heads=1, lengths=(1030, 515), rows=(17, 9)),
-        Case("fp16", 64, 2, 2, 64, 10, kv_heads=1, lengths=(520, 515), rows=(33, 1), q_dtype="fp32"),
+        Case("fp16", 64, 2, 2, 64, 10, lengths=(520, 515), rows=(33, 1), q_dtype="fp32"),
+        Case("bf16", 64, 2, 16, 64, 10, kv_heads=1, lengths=(515, 70), rows=(9, 4), bits=(8, 4)),
     ],
     ids=str,
 )
@@ -248,19 +260,24 @@ def test_rows_read_what_one_row_reads(monkeypatch, rows, passes):
         assert len(addresses) == sum(elements) + second * elements[0]
 
 
-def made_cache(kernels: str, method: str = "meanstd") -> tuple[eps_cuda.Cache, torch.Tensor]:
+def made_cache(
+    kernels: str, method: str = "meanstd", bits: tuple[int, int] = (16, 16)
+) -> tuple[eps_cuda.Cache, torch.Tensor]:
     config = EpsConfig.of(method=method, block_size=16, group_tokens=4)
-    cache = eps_cuda.new_cache(CacheSpec(1, 2, 16, 4, "float32"), config.store, DEVICE, kernels)
+    spec = CacheSpec(1, 2, 16, 4, "float32", k_bits=bits[0], v_bits=bits[1])
+    cache = eps_cuda.new_cache(spec, config.store, DEVICE, kernels)
     rng = np.random.default_rng(0)
     rows = torch.from_numpy(rng.normal(size=(40, 2, 16)).astype(np.float32)).to(DEVICE)
     return eps_cuda.write_kv(cache, 0, rows, rows, np.arange(40)), rows
 
 
-def test_a_cache_with_kernels_goes_through_them(monkeypatch):
+@pytest.mark.parametrize("bits", [(16, 16), (8, 4), (16, 8)], ids=str)
+def test_a_cache_with_kernels_goes_through_them(monkeypatch, bits):
     """Two launches, and no array operation reads K or V."""
-    cache, keys = made_cache("triton")
+    cache, keys = made_cache("triton", bits=bits)
     launched = []
-    for module, name in ((rows_module, "rows_split_kernel"), (rows_module, "merge_kernel")):
+    split = (rows_module, "rows_split_kernel"), (attend_module, "attend_split_kernel")
+    for module, name in (*split, (rows_module, "merge_kernel")):
         kernel = getattr(module, name)
 
         class Counted:
@@ -281,6 +298,9 @@ def test_a_cache_with_kernels_goes_through_them(monkeypatch):
     eps_cuda.attend_rows(cache, 0, keys[:5].repeat(1, 2, 1), rows, None, False)
     assert launched == ["rows_split_kernel", "merge_kernel"]
     assert {key[0] for key in rows.kept} == {"device", "starts"}, "copied once a pass"
+    where = Where.dense(cache.store, np.arange(3)[None], np.array([40]))
+    eps_cuda.attend(cache, 0, keys[:1].repeat(1, 2, 1), where, None)
+    assert launched[2:] == ["attend_split_kernel"]
 
 
 def test_placing_needs_no_kernel_and_kernels_see_no_summary():
@@ -305,6 +325,7 @@ SPOILT = replace(BASE, spoilt=True, asked=False)
 LONG = Case("fp32", 16, 2, 2, 16, 40, kv_heads=1, lengths=(620, 150), rows=(3, 9), asked=False)
 SPANS = Case("fp32", 16, 2, 80, 80, 3, kv_heads=1, lengths=(230,), rows=(3,))
 WIDE = Case("bf16", 64, 4, 2, 64, 1, lengths=(60,), rows=(3,), q_dtype="fp32", loud=0.1, asked=False)
+CODES = replace(BASE, bits=(8, 4), asked=False)
 
 MUTANTS = {
     "sees the next row": ("length - num_rows + row + 1", "length - num_rows + row + 2", BASE),
@@ -312,7 +333,7 @@ MUTANTS = {
     "reads lanes past the group": ("(lane % S_PAD < S) & ", "", Case(size=3, unit=12, units=15)),
     "takes the other rows' queries": ("pair_row = (first_row + row)", "pair_row = (row)", BASE),
     "interleaves query heads": ("head = pair_row * R + r", "head = (first_row + row) * HKV * R + r * HKV + h", BASE),
-    "reads the first kv head": ("+ h * HEAD_STRIDE", "", BASE),
+    "reads the first kv head": ("places(unit, here, h, U,", "places(unit, here, 0, U,", BASE),
     "keeps old sums unscaled": ("acc = acc * shrink[:, None]", "acc = acc * 1.0", LONG),
     "keeps old totals unscaled": ("total = total * shrink", "total = total", LONG),
     "leaves NaN in unseen values": ("value = tl.where(finite, value, 0.0)", "value = tl.where(finite, value, value)",
@@ -328,6 +349,8 @@ MUTANTS = {
                                BASE),
     "takes the mass of one head": ("tl.max(of_heads, axis=1)", "tl.min(of_heads, axis=1)", BASE),
     "forgets the group's first block": ("block % SPAN == 0, 0.0", "block % SPAN >= 0, 0.0", SPANS),
+    "forgets V's scale": ("load_values(v, place, value_scale,", "load_values(v, place, value_scale * 0 + 1,", CODES),
+    "takes V's scale for K's": ("load_values(k, place, key_scale,", "load_values(k, place, value_scale,", CODES),
     "forgets the base of a logarithm": ("* 0.6931471805599453", "* 1.0", BASE),
 }  # fmt: skip
 
@@ -348,10 +371,13 @@ def test_checks_notice(name, tmp_path):
 # ------------------------------------------------------------------------------------------------------ ahead of time
 
 
-def split_job(vendor: str, dtype: str, q_dtype: str, head_dim: int, repeat: int, size: int, asked: bool) -> Job:
+def split_job(
+    vendor: str, dtype: str, q_dtype: str, head_dim: int, repeat: int, size: int, asked: bool,
+    bits: tuple[int, int] = (16, 16),
+) -> Job:  # fmt: skip
     sizes = rows_module.blocks(repeat, head_dim, size, DTYPES[dtype], DTYPES[q_dtype])
     types = {
-        "q": f"*{q_dtype}", "k": f"*{dtype}", "v": f"*{dtype}", "table": "*i32", "lengths": "*i32", "starts": "*i32",
+        "q": f"*{q_dtype}", **pool_types(dtype, bits), "table": "*i32", "lengths": "*i32", "starts": "*i32",
         "part_out": "*fp32", "part_lse": "*fp32", "scale": "fp32", "table_width": "i32", "num_groups": "i32",
         **({"visit": "*u8", "part_visited": "*fp32", "masses": "*fp32"} if asked else {}),
     }  # fmt: skip
@@ -359,7 +385,7 @@ def split_job(vendor: str, dtype: str, q_dtype: str, head_dim: int, repeat: int,
     constants = {
         "HKV": 8, "R": repeat, "D": head_dim, "U": unit, "S": size, "VISIT": asked, "MASSES": asked,
         "WIDE_Q": dtype != "fp32" and dtype != q_dtype, **rows_module.constants(sizes, repeat, head_dim, size),
-        "TOKEN_STRIDE": head_dim, "HEAD_STRIDE": unit * head_dim, "UNIT_STRIDE": 8 * unit * head_dim,
+        **pool_constants(dtype, bits, unit, head_dim),
     }  # fmt: skip
     options = {"num_warps": sizes.num_warps, "num_stages": attend_module.STAGES[vendor]}
     return Job("eps_cuda.kernels.rows", "rows_split_kernel", types, constants, options)
@@ -370,6 +396,8 @@ def test_compiles_for_gpus_that_need_not_be_here():
     shapes = [
         ("bf16", "bf16", 128, 4, 2, False), ("bf16", "bf16", 128, 4, 2, True), ("bf16", "bf16", 128, 8, 128, True),
         ("bf16", "fp32", 128, 8, 2, False), ("fp16", "fp16", 256, 4, 16, False), ("fp32", "fp32", 128, 4, 2, True),
+        ("bf16", "bf16", 128, 4, 2, True, (8, 8)), ("bf16", "bf16", 128, 8, 16, False, (4, 4)),
+        ("fp16", "fp32", 64, 8, 2, False, (8, 4)), ("fp32", "fp32", 128, 4, 2, True, (16, 4)),
     ]  # fmt: skip
     for vendor in ("cuda", "hip"):
         jobs = [split_job(vendor, *shape) for shape in shapes]
@@ -381,6 +409,8 @@ def test_compiles_for_gpus_that_need_not_be_here():
                 print(f"{what}: {one.registers} registers, {one.spilled_bytes} B spilled, {one.shared_bytes} B shared")
                 assert one.spilled_bytes == 0 and one.shared_bytes <= most_bytes, what
                 if vendor == "cuda":
-                    narrow = one.text.count("cp.async.ca")
-                    assert "cp.async.cg.shared.global" in one.text and not narrow, f"{what}: not in runs of 16 bytes"
-                assert ("mma" if vendor == "cuda" else "mfma") in one.text or job.types["k"] == "*fp32", what
+                    narrow = one.text.count("cp.async.ca")  # codes of small blocks are dealt in smaller runs
+                    if (job.constants["K_BITS"], job.constants["V_BITS"]) == (16, 16):
+                        assert "cp.async.cg.shared.global" in one.text and not narrow, f"{what}: not in runs of 16 B"
+                    assert "cp.async.c" in one.text, f"{what}: nothing runs ahead"
+                assert ("mma" if vendor == "cuda" else "mfma") in one.text or job.constants["VALUES"] == "fp32", what

@@ -10,9 +10,8 @@ from click.testing import CliRunner
 
 import eps_cuda
 from eps_core.cli.main import cli
-from eps_core.decode.session import choose_device
 from eps_core.errors import ConfigError
-from eps_core.load import load_backend
+from eps_core.load import choose_device, load_backend
 from eps_cuda import bench
 
 DEVICES = [name for name in ("cuda", "xpu") if getattr(torch, name).is_available()]

@@ -20,7 +20,8 @@ TARGETS = (("cuda", 80, 32), ("cuda", 90, 32), ("hip", "gfx942", 64))
 
 @dataclass(frozen=True)
 class Job:
-    """One kernel with the types of its run-time arguments ("*bf16", "i32", ..) and the values of its constexpr ones;
+    """One kernel with the types of its run-time arguments ("*bf16", "i32", ..) and the values of its constexpr ones, a
+    dtype by its name ("bf16");
     an argument in neither is a pointer that is None. `divisible`: names of arguments that 16 divides (default: the
     pointers, as of whole tensors). `options`: num_warps and the like."""
 
@@ -59,6 +60,7 @@ def compile_ahead(jobs: list[Job], targets: tuple = TARGETS, timeout_s: float = 
 
 def _compile(job: Job, backend: str, architecture: Any, warp_size: int) -> Compiled:
     import triton
+    import triton.language as tl
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -66,7 +68,8 @@ def _compile(job: Job, backend: str, architecture: Any, warp_size: int) -> Compi
     names = kernel.arg_names
     unknown = (set(job.types) | set(job.constants)) - set(names)
     assert not unknown, f"{job.kernel} has no argument {sorted(unknown)}"
-    constants = {name: job.constants.get(name) for name in names if name not in job.types}
+    values = {name: tl.dtype(value) if isinstance(value, str) else value for name, value in job.constants.items()}
+    constants = {name: values.get(name) for name in names if name not in job.types}
     divisible = job.divisible
     if divisible is None:
         divisible = tuple(name for name, kind in job.types.items() if kind.startswith("*"))

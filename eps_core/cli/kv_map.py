@@ -1,6 +1,7 @@
 """`eps-proto kv-map`: what fewer bits of K and V cost, layer by layer."""
 
 import sys
+from contextlib import ExitStack
 from typing import Any
 
 import click
@@ -11,13 +12,14 @@ from eps_core.cli.numbers import TOKENS
 from eps_core.cli.source import backend_option, device_option, dtype_option, kv_dtype_option, model_option
 from eps_core.decode.model import DEMO_MODEL
 from eps_core.files import outputs
+from eps_core.report.style import need
 
 
 @command(
     "kv-map",
     examples={
-        "eps-proto kv-map": "the demo model along the shipped text",
-        "eps-proto kv-map --model DIR --text long.txt -o map.jsonl": "yours, a line for each pair of bits and layer",
+        "eps-proto kv-map --plot map.svg": "the demo model along the shipped text, drawn",
+        "eps-proto kv-map --model DIR --text long.txt -o map.jsonl": "yours, a line for each pair and layer",
         "eps-proto run --model DIR --prompt-file long.txt --kv-bits 8,4": "decode with what you chose",
     },
 )
@@ -30,19 +32,31 @@ from eps_core.files import outputs
 @dtype_option
 @kv_dtype_option
 @option("-o", "--output", heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE", help="Write JSONL, a line for each arm.")
+@option("--plot", heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE", help="Draw the map there, as SVG.")
 def kv_map_command(**flags: Any) -> None:
-    """Measure how far K and V in 8 or 4 bits move the next token: KL by bits of K, of V, and layer.
+    """Measure how far K and V as codes move the next token: KL by --kv-bits of K, of V, and layer.
 
-    The text's first --context tokens are prefilled once. Over caches of every pair of bits, with all layers as codes
+    The text's first --context tokens are prefilled once. Over caches of every pair of formats, with all layers as codes
     and with each alone, the model then reads the last --steps tokens in one dense pass; what it says next is compared
     with what it says over K and V as they are.
 
     Prints two tables; the last line of stdout is one JSON object.
     """
     from eps_core.evaluation.kv_map import KvMapRequest, kv_map
+    from eps_core.report.kv_map import figure
 
-    outputs.check({"-o": flags["output"]}, {"--text": flags["text"], "--model": flags["model"] or DEMO_MODEL})
+    if flags["plot"] is not None:
+        need("matplotlib")  # before anything is measured
+    outputs.check(
+        {"-o": flags["output"], "--plot": flags["plot"]},
+        {"--text": flags["text"], "--model": flags["model"] or DEMO_MODEL},
+    )
     same = {name: flags[name] for name in ("output", "model", "text", "backend", "device", "dtype")}
     lengths = {"context_tokens": flags["context"], "num_steps": flags["steps"]}
-    result = kv_map(KvMapRequest(**same, **lengths, kv_dtype=flags["kv_dtype"] or "auto"), sys.stdout)
+    with ExitStack() as stack:
+        plot = None if flags["plot"] is None else stack.enter_context(outputs.Output(flags["plot"], "plot"))
+        found, result = kv_map(KvMapRequest(**same, **lengths, kv_dtype=flags["kv_dtype"] or "auto"), sys.stdout)
+        if plot is not None:
+            with outputs.replacing(plot) as file:
+                file.write(figure(found))
     click.echo(outputs.to_json(result))

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from operator import mul
 
 from eps_core.config.eps import EpsConfig
+from eps_core.config.formats import EXACT, KvFormats
 from eps_core.config.store import CacheSpec, Store
 from eps_core.summaries import table
 
@@ -75,7 +76,7 @@ def summary_bytes(store: Store, num_layers: int, num_kv_heads: int, head_dim: in
 
 
 def kv_bytes(
-    num_layers: int, num_kv_heads: int, head_dim: int, num_tokens: int, dtype: str, kv_bits: tuple[int, int] = (16, 16)
+    num_layers: int, num_kv_heads: int, head_dim: int, num_tokens: int, dtype: str, kv_bits: KvFormats = EXACT
 ) -> int:
     """Bytes of K and V of one sequence; `kv_bits` of K and of V."""
     spec = CacheSpec(num_layers, num_kv_heads, head_dim, 1, dtype, k_bits=kv_bits[0], v_bits=kv_bits[1])

@@ -178,3 +178,15 @@ class EpsConfig:
         """The flat form back, exactly as it was written, and all of it given; one of before there were unit means, as
         it was meant."""
         return cls.of(**{**EARLIER, **data})
+
+
+def config_of(config: EpsConfig | None, settings: dict[str, Any]) -> EpsConfig:
+    """A config or flat settings; off where there is neither."""
+    if not settings:
+        return config or EpsConfig()
+    require(config is None, f"config and {next(iter(settings))} say two things: give one of them")
+    made = EpsConfig.of(**settings)
+    idle = sorted(set(settings) - {"method", "block_size"})
+    if idle and "method" not in settings:
+        raise ConfigError(f'{idle[0]} means nothing while EPS is off: add method="rq"')
+    return made

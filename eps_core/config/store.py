@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
+from eps_core.config import formats
+from eps_core.config.formats import AS_THEY_ARE, EXACT, FORMATS, FormatName
 from eps_core.errors import require
 from eps_core.summaries import table
 from eps_core.summaries.base import Facts
@@ -17,21 +19,12 @@ COARSE_GROUP_BLOCKS = 8  # the product requirements' group in pages
 MAX_GROUP_TOKENS = 256
 DEFAULT_TAIL_TOKENS = 64
 UNIT_TOKENS = (32, 64)  # of `mean_tokens`
-KV_BITS = (16, 8, 4)  # 16: K or V as they are, in the cache's dtype
-
-
-def bits_for(head_dim: int) -> list[int]:
-    """Those of KV_BITS that heads of `head_dim` can have: of 4 bits two make a byte."""
-    return [bits for bits in KV_BITS if bits != 4 or head_dim % 2 == 0]
-
-
-SCALE_BYTES = 2  # float16, one for the codes of each (token, kv head)
 
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """Shape of a paged KV cache. `num_units` is P; one unit holds `Store.unit_tokens` tokens of every kv head. Of 8
-    or 4 bits, K or V lie as codes with a scale for each (token, kv head); `dtype` is what they are attended in."""
+    """Shape of a paged KV cache. `num_units` is P; one unit holds `Store.unit_tokens` tokens of every kv head. Of fewer
+    than 16 bits, K or V lie as codes (`formats`); `dtype` is what they are attended in."""
 
     num_layers: int
     num_kv_heads: int
@@ -39,25 +32,22 @@ class CacheSpec:
     num_units: int
     dtype: str = "float32"
     max_open_groups: int = 8  # sequences whose open group a method can follow without re-reading K
-    k_bits: int = 16
-    v_bits: int = 16
+    k_bits: FormatName = AS_THEY_ARE
+    v_bits: FormatName = AS_THEY_ARE
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "num_units", "max_open_groups"):
             value = getattr(self, name)
             require(value >= 1, f"{name} {value} must be at least 1")
         require(self.dtype in DTYPE_BYTES, f"cache dtype {self.dtype!r} is unknown: choose one of {list(DTYPE_BYTES)}")
-        for bits in (self.k_bits, self.v_bits):
-            require(bits in KV_BITS, f"kv-bits {bits} is not one of {', '.join(map(str, KV_BITS))}: use 8")
-            require(
-                bits != 4 or self.head_dim % 2 == 0,
-                f"kv-bits 4 packs two codes a byte, and head dim {self.head_dim} is odd: use --kv-bits 8",
-            )
+        for held in (self.k_bits, self.v_bits):
+            fault = formats.fault(held, self.head_dim)
+            require(fault is None, fault or "")
 
     @property
     def quantised(self) -> bool:
         """Whether K or V lie as codes."""
-        return (self.k_bits, self.v_bits) != (16, 16)
+        return (self.k_bits, self.v_bits) != EXACT
 
     @property
     def k_token_bytes(self) -> int:
@@ -69,10 +59,10 @@ class CacheSpec:
         """Bytes of K and V of one token in one layer and kv head, scales included."""
         return self._row_bytes(self.k_bits) + self._row_bytes(self.v_bits)
 
-    def _row_bytes(self, bits: int) -> int:
-        if bits == 16:
+    def _row_bytes(self, name: FormatName) -> int:
+        if name == AS_THEY_ARE:
             return self.head_dim * DTYPE_BYTES[self.dtype]
-        return self.head_dim * bits // 8 + SCALE_BYTES
+        return FORMATS[name].row_bytes(self.head_dim)
 
     def of_values(self) -> Self:
         """The same of a cache whose K is this one's V."""

@@ -1,37 +1,26 @@
 """Compiled attention over listed groups of a paged cache, and over the mean values of what was left out.
 
-K and V pools come flat, with their strides in elements: those of a unit, of a kv head in it and of a token, whose D
-elements lie together. Logits, softmax and sums are float32 whatever the cache holds. Lists are cut into tasks of about
-as many tokens, whose partial results (largest logit, sum of exponentials, weighted sum of values) are merged at the
-end: heads may list different numbers of groups, and one sequence with few kv heads still keeps every core busy.
+K and V pools come as `pool_vectors` reads them, with the strides of a unit, of a kv head in it and of a token in what
+names a row: elements of which a token's D lie together, or rows of codes. Logits, softmax and sums are float32 whatever
+the cache holds. Lists are cut into tasks of about as many tokens, whose partial results (largest logit, sum of
+exponentials, weighted sum of values) are merged at the end: heads may list different numbers of groups, and one
+sequence with few kv heads still keeps every core busy.
 """
 
 import numpy as np
 
 from eps_core.cpu.compile import FAST, kernel
+from eps_core.cpu.pool_vectors import DOT_ROWS, PREFETCH_ROWS, add_scaled, add_weighted, dots
 from eps_core.cpu.threads import finish, take, wait
-from eps_core.cpu.vectors import (
-    DOT_ROWS,
-    HEADS,
-    LANES,
-    PREFETCH_ROWS,
-    add_scaled,
-    add_weighted,
-    dots,
-    exp_all,
-    exp_sum,
-    largest_of,
-    weigh,
-    wide,
-)
+from eps_core.cpu.vectors import HEADS, LANES, exp_all, exp_sum, largest_of, weigh, wide
 
 ROWS_AT_A_TIME = 32  # values between a load and a store of the sums; changes speed only
 
 
 @kernel(fastmath=FAST)
 def attend(
-    progress, q, k, v, strides, table, lengths, groups, counts, size, per_unit, per_task, starts, largest, masses, sums,
-    out, lse,
+    progress, q, k, v, k_strides, v_strides, table, lengths, groups, counts, size, per_unit, per_task, starts, largest,
+    masses, sums, out, lse,
 ):  # fmt: skip
     """Fills out [B, Hq, D] and lse [B, Hq] float32 with attention of q [B, Hq, D] float32 unscaled over the first
     counts [B, Hkv] of groups [B, Hkv, W], ascending; 0 and -inf where none is listed. Tokens from lengths [B] on are
@@ -43,7 +32,8 @@ def attend(
     shrink = np.float32(1 / np.sqrt(head_dim))
     total = starts[-1]
     queries = np.empty(HEADS * head_dim, np.float32)
-    rows = np.empty(per_task * size + 3 + PREFETCH_ROWS, np.int64)
+    k_rows = np.empty(per_task * size + 3 + PREFETCH_ROWS, np.int64)
+    v_rows = np.empty_like(k_rows)
     logits = np.empty((per_task * size + 3) * HEADS, np.float32)
     while True:
         task = take(progress, 0)
@@ -55,12 +45,14 @@ def attend(
         count = 0
         for i in range(first, min(first + per_task, counts[b, h])):
             m, sub = divmod(groups[b, h, i], per_unit)
-            start = table[b, m] * strides[0] + h * strides[1] + sub * size * strides[2]
-            for offset in range(min(size, lengths[b] - groups[b, h, i] * size)):
-                rows[count] = start + offset * strides[2]
+            k_start = table[b, m] * k_strides[0] + h * k_strides[1]
+            v_start = table[b, m] * v_strides[0] + h * v_strides[1]
+            for offset in range(sub * size, sub * size + min(size, lengths[b] - groups[b, h, i] * size)):
+                k_rows[count], v_rows[count] = k_start + offset * k_strides[2], v_start + offset * v_strides[2]
                 count += 1
         padded = (count + 3) // 4 * 4
-        rows[count : padded + PREFETCH_ROWS] = rows[count - 1] if count else 0
+        for rows in (k_rows, v_rows):
+            rows[count : padded + PREFETCH_ROWS] = rows[count - 1] if count else 0
         for at in range(0, repeat, HEADS):
             heads = min(HEADS, repeat - at)
             for r in range(HEADS):
@@ -69,14 +61,14 @@ def attend(
                     queries[r * head_dim + c] = one
             most = largest[task, at : at + HEADS]
             most[:] = -np.inf
-            dots(k, rows, (count + DOT_ROWS - 1) // DOT_ROWS * DOT_ROWS, head_dim, queries, logits, most)
+            dots(k, k_rows, (count + DOT_ROWS - 1) // DOT_ROWS * DOT_ROWS, head_dim, queries, logits, most)
             logits[count * HEADS : padded * HEADS] = -np.inf
             weigh(logits, padded, most, masses[task, at : at + HEADS])
             own = sums[task, at * head_dim : (at + HEADS) * head_dim]
             own[:] = 0
             for begin in range(0, count, ROWS_AT_A_TIME):
                 end = min(begin + ROWS_AT_A_TIME, count)
-                add_weighted(v, rows, begin, end, head_dim, logits, own)
+                add_weighted(v, v_rows, begin, end, head_dim, logits, own)
         finish(progress, 0)
     wait(progress, 0, total)
 

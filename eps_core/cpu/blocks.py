@@ -26,7 +26,6 @@ from eps_core.cpu.vectors import (
     _splat,
     _store,
     _vector,
-    _wide,
 )
 
 # a block of sums that stays in registers: 24 of 32 vectors of AVX-512, 8 of 16 (two to a sum) of AVX2
@@ -95,32 +94,6 @@ def _log_mass(builder, largest, total, natural):
     mass = _fma(builder, largest, natural, _logs(builder, total))
     seen = builder.fcmp_unordered(">", largest, _splat(float("-inf")))
     return builder.select(seen, mass, _splat(float("-inf")))
-
-
-@intrinsic
-def widen_rows(typing_context, pool, rows, first, count, head_dim, wide):
-    """wide[i D + c] = pool[rows[first + i] + c] as float32, for i < count and the head_dim D channels c."""
-
-    def codegen(context, builder, signature, args):
-        kinds = signature.args
-        pool_data, row_data, wide_data = (_data(context, builder, kinds[i], args[i]) for i in (0, 1, 5))
-        start, num, dim = (_int64(context, builder, kinds[i], args[i]) for i in (2, 3, 4))
-        whole = builder.and_(dim, _i64(-LANES))
-        with cgutils.for_range(builder, num) as each:
-            row = builder.load(builder.gep(row_data, [builder.add(start, each.index)]))
-            source = builder.gep(pool_data, [row])
-            target = builder.gep(wide_data, [builder.mul(each.index, dim)])
-            for begin, end, lanes in ((_i64(0), whole, LANES), (whole, dim, 1)):
-                with cgutils.for_range_slice(builder, begin, end, _i64(lanes)) as (channel, _):
-                    value = _wide(builder, kinds[0].dtype, builder.gep(source, [channel]), lanes)
-                    builder.store(
-                        value,
-                        builder.bitcast(builder.gep(target, [channel]), value.type.as_pointer()),
-                        align=4,
-                    )
-        return context.get_dummy_value()
-
-    return types.void(pool, rows, first, count, head_dim, wide), codegen
 
 
 @intrinsic

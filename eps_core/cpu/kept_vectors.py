@@ -29,6 +29,7 @@ from eps_core.cpu.vectors import (
     _i64,
     _int64,
     _load,
+    _look_up,
     _shuffle,
     _store,
     _vector,
@@ -124,12 +125,10 @@ def _offsets(builder, base_data, base_step, seals):
     near = builder.icmp_unsigned("<", builder.sub(last, first), _i32(LANES))
     with builder.if_else(near, likely=True) as (together, otherwise):
         with together:
-            kind = ir.FunctionType(_vector(_f32), [_vector(_f32), _vector(_i32)])
-            look_up = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.sf.512")
             which = builder.sub(seals, _spread(builder, first))
             for start, kept in zip(starts, held, strict=True):
                 entries = _load(builder, builder.gep(start, [builder.zext(first, _i64)]), LANES, _f32)
-                builder.store(builder.call(look_up, [entries, which]), kept)
+                builder.store(_look_up(builder, entries, which), kept)
         with otherwise:
             one_by_one()
     return [builder.load(kept) for kept in held]

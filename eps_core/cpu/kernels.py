@@ -30,6 +30,7 @@ CODES = {
     "ball": (1, ("mean", "mean"), ("mean_scale", "radius", "error", "norm")),
     "meanstd": (2, ("mean", "std"), ("mean_scale", "std_scale", "std_scale", "std_scale")),
 }
+_ELEMENTS = {"float32": np.float32, "float16": np.int16, "bfloat16": np.uint16}  # as kernels see a dtype
 TASK_TOKENS, TASKS_PER_THREAD = (256, 1024), 16  # of attention: least and most, and how many are wanted; speed only
 ROWS_TASK_TOKENS = 1024  # of attention of rows, about: fixed, so that the bits of a row are
 ROWS_PER_THREAD = 3  # (sequence, kv head)s, from which on a thread scores whole ones; speed only
@@ -63,6 +64,18 @@ def _flat_pool(pool: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int]]:
     span = 1 + sum((size - 1) * stride for size, stride in zip(pool.shape, (unit, head, token, 1), strict=True))
     flat = np.lib.stride_tricks.as_strided(pool, (span,), (pool.itemsize,))
     return _lanes(flat), (unit, head, token)
+
+
+def _rows_of(pool: Any, dtype: str, host: Host) -> tuple[Any, tuple[int, int, int]]:
+    """A pool of K or V as `pool_vectors` reads it, and the strides of a unit, a kv head and a token in what names a
+    row."""
+    if not hasattr(pool, "codes"):
+        return _flat_pool(host(pool))
+    codes, scale = host(pool.codes), host(pool.scale)
+    assert codes.flags.c_contiguous and scale.flags.c_contiguous, "codes of K or V do not lie together"
+    _, kv_heads, unit_tokens = scale.shape
+    of = np.empty(0, _ELEMENTS[dtype])
+    return (codes.reshape(-1), _lanes(scale), of), (kv_heads * unit_tokens, unit_tokens, 1)
 
 
 def score(
@@ -205,8 +218,7 @@ def attend(
     if listed is not None:
         cache.kv_bytes_read += tokens * spec.kv_token_bytes
     out, lse = np.empty(q.shape, np.float32), np.empty(q.shape[:2], np.float32)
-    (k, strides), (v, other) = (_flat_pool(host(pool[layer])) for pool in (cache.k, cache.v))
-    assert strides == other, "K and V do not lie alike"
+    (k, k_strides), (v, v_strides) = (_rows_of(pool[layer], spec.dtype, host) for pool in (cache.k, cache.v))
     least, most = TASK_TOKENS
     tokens_each = min(max(tokens // (TASKS_PER_THREAD * threads.num_threads()), least), most)
     per_task = max(tokens_each // size, 1)
@@ -216,8 +228,8 @@ def attend(
     largest, masses = (np.empty((starts[-1], heads), np.float32) for _ in range(2))
     sums = np.empty((starts[-1], heads * q.shape[2]), np.float32)
     run(
-        attend.attend, 2, q, k, v, strides, table, lengths, groups, counts, size, per_unit, per_task, starts,
-        largest, masses, sums, out, lse,
+        attend.attend, 2, q, k, v, k_strides, v_strides, table, lengths, groups, counts, size, per_unit, per_task,
+        starts, largest, masses, sums, out, lse,
     )  # fmt: skip
     return out, lse
 
@@ -236,8 +248,7 @@ def attend_rows(
     kv_heads, unit_tokens = spec.num_kv_heads, store.unit_tokens
     total, num_heads, head_dim = q.shape
     cache.kv_bytes_read += int(rows.lengths.sum()) * kv_heads * spec.kv_token_bytes
-    (k, strides), (v, other) = (_flat_pool(host(pool[layer])) for pool in (cache.k, cache.v))
-    assert strides == other, "K and V do not lie alike"
+    (k, k_strides), (v, v_strides) = (_rows_of(pool[layer], spec.dtype, host) for pool in (cache.k, cache.v))
     per_task = max(ROWS_TASK_TOKENS // unit_tokens, 1) * unit_tokens
     tasks = np.repeat(-(-rows.lengths // per_task), kv_heads)  # of every (sequence, kv head)
     lanes = -(-rows.num_rows * (num_heads // kv_heads) // vectors.LANES) * vectors.LANES
@@ -248,20 +259,21 @@ def attend_rows(
     by_group = np.empty(shape if masses else (0, 0, 0), np.float32)
     largest, totals, visited = (np.empty(slots[-1], np.float32) for _ in range(3))
     out, lse, visited_lse = np.empty(q.shape, np.float32), *(np.empty(q.shape[:2], np.float32) for _ in range(2))
-    tiled = k.dtype == np.uint16 and amx.usable()
+    tiled = isinstance(k, np.ndarray) and isinstance(v, np.ndarray) and k.dtype == np.uint16 and amx.usable()
+    tiled = tiled and k_strides == v_strides
     tiled = tiled and head_dim % amx.STEP == 0 and unit_tokens % rows_amx.UNIT_TOKENS == 0
     parts = 1 if is_short else 3
     # of two bytes on tile registers
     queries = _aligned(-(-int(places[-1]) * head_dim * (parts if tiled else 2) // 2))
     about = (
-        k, v, strides, rows.table, rows.lengths, rows.starts, unit_tokens, store.S, per_task, starts, slots, places,
-        listed, queries.view(np.uint16) if tiled else queries, largest, totals, visited,
-        _aligned(int(slots[-1]) * head_dim), by_group, out, lse, visited_lse,
+        rows.table, rows.lengths, rows.starts, unit_tokens, store.S, per_task, starts, slots, places, listed,
+        queries.view(np.uint16) if tiled else queries, largest, totals, visited, _aligned(int(slots[-1]) * head_dim),
+        by_group, out, lse, visited_lse,
     )  # fmt: skip
     if tiled:
-        run(rows_amx.attend_rows, 3, q, parts, *about)
+        run(rows_amx.attend_rows, 3, q, parts, k, v, k_strides, *about)
     else:
-        run(portable.attend_rows, 3, q, *about)
+        run(portable.attend_rows, 3, q, k, v, k_strides, v_strides, *about)
     return out, lse, None if visit is None else visited_lse, by_group if masses else None
 
 

@@ -22,11 +22,11 @@ from eps_core.cpu.blocks import (
     set_bits,
     weigh_lanes,
     whole_masses,
-    widen_rows,
 )
 from eps_core.cpu.compile import kernel
+from eps_core.cpu.pool_vectors import ask_for_row, widen_rows
 from eps_core.cpu.threads import finish, take, wait
-from eps_core.cpu.vectors import LANES, ask_for
+from eps_core.cpu.vectors import LANES
 
 TILE_TOKENS = 64  # whose logits are weighed together, as many as K in float32 leaves room for in the first cache
 LOG2_E, LN_2 = np.float32(math.log2(math.e)), np.float32(math.log(2))
@@ -232,8 +232,8 @@ def widest_of(first_rows, repeat):
 
 @kernel()
 def attend_rows(
-    progress, q, k, v, strides, table, lengths, first_rows, unit_tokens, size, per_task, starts, slots, places, visit,
-    queries, largest, totals, visited, sums, by_group, out, lse, visited_lse,
+    progress, q, k, v, k_strides, v_strides, table, lengths, first_rows, unit_tokens, size, per_task, starts, slots,
+    places, visit, queries, largest, totals, visited, sums, by_group, out, lse, visited_lse,
 ):  # fmt: skip
     """Fills out [T, Hq, D], lse and visited_lse [T, Hq] and by_group [T, Hkv, G] float32 as `RowsRead` says, of q
     [T, Hq, D] float32 unscaled: rows first_rows[b] to first_rows[b + 1] - 1 are the last of the lengths[b] tokens of
@@ -268,7 +268,7 @@ def attend_rows(
     all_factors, masses = aligned(widest), aligned(widest)
     all_most, all_totals = np.full(widest, -np.inf, np.float32), np.zeros(widest, np.float32)
     all_seen = np.empty(widest, np.int64)
-    rows = np.empty(per_task + 2 * TILE_TOKENS, np.int64)
+    k_rows, v_rows = np.empty(per_task + 2 * TILE_TOKENS, np.int64), np.empty(per_task + 2 * TILE_TOKENS, np.int64)
     while True:
         task = take(progress, 1)
         if task >= starts[-1]:
@@ -281,7 +281,8 @@ def attend_rows(
         find_seen(length, rows_here, repeat, seen)
         begin = (task - starts[pair]) * per_task
         end = min(begin + per_task, length)
-        find_rows(table[b], unit_tokens, strides, h, begin, end, 2 * TILE_TOKENS, rows)
+        find_rows(table[b], unit_tokens, k_strides, h, begin, end, 2 * TILE_TOKENS, k_rows)
+        find_rows(table[b], unit_tokens, v_strides, h, begin, end, 2 * TILE_TOKENS, v_rows)
         slot = slots[pair] + (task - starts[pair]) * lanes
         most, total = largest[slot : slot + lanes], totals[slot : slot + lanes]
         share, own = visited[slot : slot + lanes], sums[slot * head_dim : (slot + lanes) * head_dim]
@@ -291,11 +292,11 @@ def attend_rows(
         first_hidden = length - rows_here + 1
         for at in range(0, end - begin, TILE_TOKENS):
             count, first = min(TILE_TOKENS, end - begin - at), begin + at
-            widen_rows(k, rows, at, count, head_dim, wide)
+            widen_rows(k, k_rows, at, count, head_dim, wide)
             for i in range(0, count, BLOCK_ROWS):
                 height = min(BLOCK_ROWS, count - i)
                 for ahead in range(at + i + TILE_TOKENS, at + i + TILE_TOKENS + height):
-                    ask_for(k, rows[ahead], head_dim)
+                    ask_for_row(k, k_rows[ahead], head_dim)
                 add_products(
                     wide, i * head_dim, head_dim, 1, height, asked, head_dim, lanes, None, logits, i * lanes
                 )  # fmt: skip
@@ -312,7 +313,7 @@ def attend_rows(
                 add_visited(
                     logits, first, count, size, rows_here, repeat, lanes, flat_visit, visits, factors, share
                 )  # fmt: skip
-            widen_rows(v, rows, at, count, head_dim, wide)
+            widen_rows(v, v_rows, at, count, head_dim, wide)
             if first + count > first_hidden:
                 skip = max(first_hidden - first, 0)
                 clean(wide[skip * head_dim :], first + skip, count - skip, head_dim, seen, own)
@@ -320,7 +321,7 @@ def attend_rows(
                 ahead = at + TILE_TOKENS + c * TILE_TOKENS // head_dim
                 until = at + TILE_TOKENS + min(c + BLOCK_ROWS, head_dim) * TILE_TOKENS // head_dim
                 for one in range(ahead, until):
-                    ask_for(v, rows[one], head_dim)
+                    ask_for_row(v, v_rows[one], head_dim)
                 height = min(BLOCK_ROWS, head_dim - c)
                 add_products(
                     wide, c, 1, head_dim, height, logits, count, lanes, factors, own, c * lanes

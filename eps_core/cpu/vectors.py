@@ -24,8 +24,7 @@ _FEATURES = (get_host_cpu_features() if config.CPU_FEATURES is None else config.
 PERMUTES = "+avx512f" in _FEATURES  # whether one instruction looks sixteen numbers up in a table of sixteen (vpermps)
 # whether the CPU converts float16; where it does not, LLVM would call a function that numba's process may lack
 CONVERTS_HALF = "+f16c" in _FEATURES or platform.machine().lower() not in ("x86_64", "amd64", "i686", "x86")
-DOT_ROWS = 4 if PERMUTES else 1  # rows that share a load of the queries: as many as there are registers for
-PREFETCH_ROWS, PREFETCH_CODES = 32, 128  # how far ahead rows are asked for, of keys and of codes; changes speed only
+PREFETCH_CODES = 128  # rows of codes that are asked for ahead; changes speed only
 
 _f32, _i32, _i64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _LINE = 64  # bytes of a cache line
@@ -123,6 +122,13 @@ def _fma(builder, first, second, third):
     return _call(builder, "fma", first, second, third)
 
 
+def _look_up(builder, table, index):
+    """Of each of sixteen lanes the number of `table` that the lowest four bits of its index name, where PERMUTES."""
+    kind = ir.FunctionType(_vector(_f32), [_vector(_f32), _vector(_i32)])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.sf.512")
+    return builder.call(function, [table, index])
+
+
 def _prefetch_line(builder, pointer):
     """Asks for the cache line that a pointer is in, as far as the second cache: what streams through the first has no
     room to wait there (a dense pass over float32 keys took twice the time)."""
@@ -177,67 +183,6 @@ def _exp(builder, x):
     power = builder.bitcast(builder.shl(exponent, ir.Constant(integers, [23] * LANES)), _vector(_f32))
     vanishes = builder.fcmp_ordered("<", x, _splat(-87.0))
     return builder.select(vanishes, _splat(0.0), builder.fmul(value, power))
-
-
-@intrinsic
-def dots(typing_context, pool, rows, count, head_dim, queries, logits, most):
-    """logits[4 i + r] = pool[rows[i] + c] . queries[r D + c] over the head_dim D channels c, for i < count rows, a
-    multiple of DOT_ROWS, and four heads r; most[r] (in and out) becomes the largest of these and of what it held.
-    PREFETCH_ROWS more of `rows` are asked for ahead."""
-
-    def codegen(context, builder, signature, args):
-        kinds = signature.args
-        pool_data, row_data = (_data(context, builder, kinds[i], args[i]) for i in (0, 1))
-        query_data, logit_data, most_data = (_data(context, builder, kinds[i], args[i]) for i in (4, 5, 6))
-        num_rows, dim = (_int64(context, builder, kinds[i], args[i]) for i in (2, 3))
-        whole = builder.and_(dim, _i64(-LANES))
-        row_bytes = builder.mul(dim, _i64(kinds[0].dtype.bitwidth // 8))
-        width = HEADS * DOT_ROWS
-        accumulators = [cgutils.alloca_once(builder, _vector(_f32)) for _ in range(width)]
-        rest = cgutils.alloca_once(builder, _vector(_f32, width))
-        largest = cgutils.alloca_once(builder, _vector(_f32, width))
-        four = _load(builder, most_data, HEADS, _f32)
-        builder.store(_shuffle(builder, four, four, [*range(HEADS)] * DOT_ROWS), largest)
-        with cgutils.for_range_slice(builder, _i64(0), num_rows, _i64(DOT_ROWS)) as (first, _):
-            places = []
-            for i in range(DOT_ROWS):
-                index = builder.add(first, _i64(i))
-                places.append(builder.gep(pool_data, [builder.load(builder.gep(row_data, [index]))]))
-                ahead = builder.load(builder.gep(row_data, [builder.add(index, _i64(PREFETCH_ROWS))]))
-                _prefetch(builder, builder.gep(pool_data, [ahead]), row_bytes)
-            for accumulator in accumulators:
-                builder.store(_splat(0.0), accumulator)
-            builder.store(_splat(0.0, width), rest)
-            with cgutils.for_range_slice(builder, _i64(0), whole, _i64(LANES)) as (channel, _):
-                keys = [_wide(builder, kinds[0].dtype, builder.gep(row, [channel]), LANES) for row in places]
-                for r in range(HEADS):
-                    at = builder.add(channel, builder.mul(dim, _i64(r)))
-                    query = _load(builder, builder.gep(query_data, [at]), LANES, _f32)
-                    for key, accumulator in zip(keys, accumulators[r::HEADS], strict=True):
-                        builder.store(_fma(builder, key, query, builder.load(accumulator)), accumulator)
-            with cgutils.for_range_slice(builder, whole, dim, _i64(1)) as (channel, _):
-                key = query = _splat(0.0, width)
-                for r in range(HEADS):
-                    at = builder.add(channel, builder.mul(dim, _i64(r)))
-                    one = _load(builder, builder.gep(query_data, [at]), 1, _f32)
-                    for i, row in enumerate(places):
-                        other = _wide(builder, kinds[0].dtype, builder.gep(row, [channel]), 1)
-                        query = builder.insert_element(query, one, _i32(i * HEADS + r))
-                        key = builder.insert_element(key, other, _i32(i * HEADS + r))
-                builder.store(_fma(builder, key, query, builder.load(rest)), rest)
-            sums = _sums(builder, [builder.load(one) for one in accumulators])
-            sums = builder.fadd(sums, builder.load(rest))
-            _store(builder, sums, builder.gep(logit_data, [builder.mul(first, _i64(HEADS))]))
-            builder.store(_call(builder, "maxnum", builder.load(largest), sums), largest)
-        left, rows_left = builder.load(largest), DOT_ROWS
-        while rows_left > 1:
-            rows_left //= 2
-            low, high = ([*range(start, start + rows_left * HEADS)] for start in (0, rows_left * HEADS))
-            left = _call(builder, "maxnum", _shuffle(builder, left, left, low), _shuffle(builder, left, left, high))
-        _store(builder, left, most_data)
-        return context.get_dummy_value()
-
-    return types.void(pool, rows, count, head_dim, queries, logits, most), codegen
 
 
 @intrinsic
@@ -332,79 +277,6 @@ def exp_sum(typing_context, x, start, count, largest):
     return types.float32(x, start, count, largest), codegen
 
 
-def _adds_rows(heads: int):
-    """The code of `add_weighted` for as many heads."""
-
-    def codegen(context, builder, signature, args):
-        kinds = signature.args
-        pool_data, row_data = (_data(context, builder, kinds[i], args[i]) for i in (0, 1))
-        start, stop, dim = (_int64(context, builder, kinds[i], args[i]) for i in (2, 3, 4))
-        weight_data, sum_data = (_data(context, builder, kinds[i], args[i]) for i in (5, 6))
-        item_bytes = kinds[0].dtype.bitwidth // 8
-
-        def block(channel, lanes: int, vectors: int):
-            """All rows for lanes * vectors channels from `channel`, with the sums in registers."""
-
-            width = lanes * vectors
-
-            def places():
-                for r in range(heads):
-                    for j in range(vectors):
-                        at = builder.add(builder.mul(dim, _i64(r)), builder.add(channel, _i64(j * lanes)))
-                        yield r, j, builder.gep(sum_data, [at])
-
-            kept = {}
-            for r, j, pointer in places():
-                kept[r, j] = cgutils.alloca_once(builder, _f32 if lanes == 1 else _vector(_f32, lanes))
-                builder.store(_load(builder, pointer, lanes, _f32), kept[r, j])
-            with cgutils.for_range_slice(builder, start, stop, _i64(1)) as (i, _):
-                row, ahead = (
-                    builder.gep(pool_data, [builder.add(builder.load(builder.gep(row_data, [index])), channel)])
-                    for index in (i, builder.add(i, _i64(PREFETCH_ROWS)))
-                )
-                for line in range(0, width * item_bytes, _LINE):
-                    _prefetch_line(builder, builder.gep(ahead, [_i64(line // item_bytes)]))
-                own = builder.gep(weight_data, [builder.mul(i, _i64(heads))])
-                each = [_load(builder, builder.gep(own, [_i64(r)]), 1, _f32) for r in range(heads)]
-                if lanes > 1:
-                    each = [_broadcast(builder, weight, lanes) for weight in each]
-                for j in range(vectors):
-                    value = _wide(builder, kinds[0].dtype, builder.gep(row, [_i64(j * lanes)]), lanes)
-                    for r in range(heads):
-                        own_sum = builder.load(kept[r, j])
-                        if lanes == 1:
-                            own_sum = builder.fadd(builder.fmul(value, each[r]), own_sum)
-                        else:
-                            own_sum = _fma(builder, value, each[r], own_sum)
-                        builder.store(own_sum, kept[r, j])
-            for r, j, pointer in places():
-                _store(builder, builder.load(kept[r, j]), pointer)
-
-        done = _i64(0)
-        for lanes, vectors in ((LANES, 4), (LANES, 1), (1, 1)):
-            width = lanes * vectors
-            until = builder.and_(dim, _i64(-width))
-            with cgutils.for_range_slice(builder, done, until, _i64(width)) as (channel, _):
-                block(channel, lanes, vectors)
-            done = until
-        return context.get_dummy_value()
-
-    return codegen
-
-
-@intrinsic
-def add_weighted(typing_context, pool, rows, first, end, head_dim, weights, sums):
-    """sums[r D + c] += sum over i in first .. end - 1 of weights[4 i + r] * pool[rows[i] + c], for four heads r and the
-    head_dim D channels c. PREFETCH_ROWS more of `rows` are asked for ahead."""
-    return types.void(pool, rows, first, end, head_dim, weights, sums), _adds_rows(HEADS)
-
-
-@intrinsic
-def add_scaled(typing_context, pool, rows, first, end, head_dim, weights, sums):
-    """`add_weighted` for one head: sums[c] += sum over i of weights[i] * pool[rows[i] + c]."""
-    return types.void(pool, rows, first, end, head_dim, weights, sums), _adds_rows(1)
-
-
 def _transposed(builder, pointers, words: int):
     """`words` vectors of sixteen 32-bit words: word j of each of sixteen rows, for words 1 or 4."""
     if words == 1:
@@ -429,8 +301,6 @@ def _transposed(builder, pointers, words: int):
 
 def _permuted_sums(builder, data, starts, num_bytes, table):
     """For each of four heads the sums of sixteen rows of codes, which begin at `starts`: table [nibbles, 4, 16]."""
-    kind = ir.FunctionType(_vector(_f32), [_vector(_f32), _vector(_i32)])
-    look_up = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.sf.512")
     sums = [cgutils.alloca_once(builder, _vector(_f32)) for _ in range(HEADS)]
     for kept in sums:
         builder.store(_splat(0.0), kept)
@@ -441,12 +311,11 @@ def _permuted_sums(builder, data, starts, num_bytes, table):
         own = builder.gep(table, [builder.mul(word, _i64(8 * HEADS * LANES))])
         for j, column in enumerate(columns):
             for nibble in range(8):
-                # only the lowest four bits of a lane count
                 index = builder.lshr(column, ir.Constant(_vector(_i32), [4 * nibble] * LANES))
                 for r, kept in enumerate(sums):
                     place = ((j * 8 + nibble) * HEADS + r) * LANES
                     entries = _load(builder, builder.gep(own, [_i64(place)]), LANES, _f32)
-                    builder.store(builder.fadd(builder.load(kept), builder.call(look_up, [entries, index])), kept)
+                    builder.store(builder.fadd(builder.load(kept), _look_up(builder, entries, index)), kept)
 
     all_words = builder.udiv(num_bytes, _i64(4))
     fours = builder.and_(all_words, _i64(-4))

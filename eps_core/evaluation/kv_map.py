@@ -4,7 +4,7 @@ The text's start is prefilled once, in the cache's dtype; of its last tokens eve
 that all arms see the same keys and values before they are rounded, and differ in nothing else.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,7 +13,8 @@ from typing import Any, TextIO
 import numpy as np
 
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import Store, bits_for
+from eps_core.config.formats import AS_THEY_ARE, EXACT, FormatName, KvFormats, formats_for
+from eps_core.config.store import Store
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.session import Session
 from eps_core.errors import overflow
@@ -23,7 +24,7 @@ from eps_core.paging.rows import Rows
 from eps_core.telemetry import provenance, terminal
 from eps_core.telemetry.steps import kl_divergence, log_softmax
 
-Arm = tuple[int, int, int | None]  # bits of K, bits of V, the only layer of codes; None: every layer
+Arm = tuple[FormatName, FormatName, int | None]  # bits of K, bits of V, the only layer of codes; None: every layer
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class Moved:
     nats, the share of tokens with the same most likely one, and by how much the text became less likely, nats a
     token."""
 
-    k_bits: int
-    v_bits: int
+    k_bits: FormatName
+    v_bits: FormatName
     layer: int | None  # the only one of codes; None: all
     bytes_ratio: float  # of K and V of that layer, or all, against the cache's dtype
     kl_mean: float
@@ -58,14 +59,28 @@ class Moved:
     top1_agreement: float
     nll_delta: float | None  # None: no token of the text follows
 
+    @property
+    def part(self) -> str | None:
+        """Where K or V alone lies as codes, that, such as `K 8`."""
+        coded = [(which, name) for which, name in (("K", self.k_bits), ("V", self.v_bits)) if name != AS_THEY_ARE]
+        return "{} {}".format(*coded[0]) if len(coded) == 1 else None
+
     def to_dict(self) -> dict[str, Any]:
         return {"type": "kv_map", **asdict(self)}
 
 
-def pairs_of(head_dim: int) -> list[tuple[int, int]]:
+def by_layer(found: Sequence[Moved]) -> tuple[list[str], dict[int, list[float]]]:
+    """(parts, K's first; layer -> the mean KL of each of them): one layer's K or V as codes, all else as it is."""
+    alone = {(one.part, one.layer): one.kl_mean for one in found if one.part is not None and one.layer is not None}
+    parts = sorted(dict.fromkeys(part for part, _ in alone), key=lambda part: part[0])
+    layers = sorted({layer for _, layer in alone})
+    return parts, {layer: [alone[part, layer] for part in parts] for layer in layers}
+
+
+def pairs_of(head_dim: int) -> list[KvFormats]:
     """Bits of K and V to try: every pair that a cache can hold but both as they are."""
-    some = bits_for(head_dim)
-    return [(k_bits, v_bits) for k_bits in some for v_bits in some if (k_bits, v_bits) != (16, 16)]
+    some = formats_for(head_dim)
+    return [(k_bits, v_bits) for k_bits in some for v_bits in some if (k_bits, v_bits) != EXACT]
 
 
 class Reader:
@@ -74,9 +89,9 @@ class Reader:
     def __init__(self, session: Session, tokens: list[int], context: int) -> None:
         self.session, self.tokens, self.context = session, tokens, context
         self.prefix: Prefix = session.prefix(tokens[:context])
-        self.plain = self._filled((16, 16))
+        self.plain = self._filled(EXACT)
 
-    def _filled(self, bits: tuple[int, int]) -> tuple[Any, np.ndarray, Rows]:
+    def _filled(self, bits: KvFormats) -> tuple[Any, np.ndarray, Rows]:
         """(cache, slots of the last tokens, rows)."""
         session = replace(self.session, kv_bits=bits)
         cache, pool = session.cache(Store(), len(self.tokens))
@@ -94,7 +109,7 @@ class Reader:
             raise overflow("the logits", cache.spec.dtype)
         return verified.logits
 
-    def arms(self, bits: tuple[int, int]) -> Iterator[tuple[int | None, np.ndarray]]:
+    def arms(self, bits: KvFormats) -> Iterator[tuple[int | None, np.ndarray]]:
         """(layer, logits [N, V]) with every layer as codes, then each alone."""
         made = self._filled(bits)
         yield None, self.logits(made)
@@ -117,13 +132,14 @@ def moved(arm: Arm, want: np.ndarray, got: np.ndarray, following: np.ndarray, by
     return Moved(*arm, bytes_ratio, float(kl.mean()), p50, p99, float(kl.max()), agree, nll_delta)
 
 
-def kv_map(request: KvMapRequest, out: TextIO) -> dict[str, Any]:
-    """Runs a request, prints its tables to `out` and writes a line for each arm. Returns the last line's object."""
+def kv_map(request: KvMapRequest, out: TextIO) -> tuple[list[Moved], dict[str, Any]]:
+    """Runs a request, prints its tables to `out` and writes a line for each arm. Returns all arms and the last line's
+    object."""
     with ExitStack() as stack:
         output = None
         if request.output is not None:
             output = stack.enter_context(outputs.Output(request.output, "map of bits"))
-        # array operations, which alone read codes: arms differ in nothing else
+        # array operations, which alone read every format: arms differ in nothing else
         session = Session.open(
             request.model, request.backend, request.device, request.dtype, request.kv_dtype, "arrays"
         )
@@ -149,7 +165,12 @@ def kv_map(request: KvMapRequest, out: TextIO) -> dict[str, Any]:
         found = list(_measure(session, text.tokens, context, write))
         out.write(_tables(found, out) + "\n")
         whole = [one.to_dict() for one in found if one.layer is None]
-        return {"model": session.model, **about, "output": request.output and str(request.output), "arms": whole}
+        return found, {
+            "model": session.model,
+            **about,
+            "output": request.output and str(request.output),
+            "arms": whole,
+        }
 
 
 def _measure(
@@ -172,21 +193,17 @@ def _measure(
 
 
 def _tables(found: list[Moved], out: TextIO) -> str:
-    """Every layer as codes, by bits; then the mean KL of each layer alone."""
-
-    def named(one: Moved) -> str:
-        return f"K {one.k_bits}, V {one.v_bits}"
+    """Every layer as codes, by bits; then the mean KL of K or V of each layer alone."""
 
     whole = [one for one in found if one.layer is None]
     rows = [
-        [named(one), f"{one.bytes_ratio:.3f}", f"{one.kl_mean:.2e}", f"{one.kl_p99:.2e}", f"{one.kl_max:.2e}",
+        [f"K {one.k_bits}, V {one.v_bits}", f"{one.bytes_ratio:.3f}",
+         f"{one.kl_mean:.2e}", f"{one.kl_p99:.2e}", f"{one.kl_max:.2e}",
          f"{one.top1_agreement:.3f}", "-" if one.nll_delta is None else f"{one.nll_delta:+.2e}"]
         for one in whole
     ]  # fmt: skip
     first = terminal.table(rows, ["bits", "bytes", "KL mean", "KL p99", "KL max", "top 1", "nats lost"], out)
-    by_layer: dict[int, list[str]] = {}
-    for one in found:
-        if one.layer is not None:
-            by_layer.setdefault(one.layer, [f"layer {one.layer}"]).append(f"{one.kl_mean:.2e}")
-    second = terminal.table([by_layer[layer] for layer in sorted(by_layer)], ["KL mean", *map(named, whole)], out)
-    return f"{first}\n\none layer as codes, the others as they are:\n\n{second}"
+    parts, layers = by_layer(found)
+    rows = [[f"layer {layer}", *(f"{kl:.2e}" for kl in kls)] for layer, kls in layers.items()]
+    second = terminal.table(rows, ["KL mean", *parts], out)
+    return f"{first}\n\nK or V of one layer as codes, all else as it is:\n\n{second}"

@@ -74,7 +74,7 @@ def usable_kernels(device: str = "cpu") -> list[str]:
     return ["arrays"]
 
 
-def kernels_module(kernels: str) -> None:
+def kernel_of(cache: Cache, name: str) -> None:
     return None
 
 
@@ -128,11 +128,16 @@ def write_kv(cache: Cache, layer: int, k: np.ndarray, v: np.ndarray, slots: np.n
     with np.errstate(over="ignore"):  # an overflow to Inf is what the next lines refuse
         own, others = k.astype(DTYPES[cache.spec.dtype]), v.astype(DTYPES[cache.spec.dtype])
     stored, values = pages.held(cache.k[layer], own), pages.held(cache.v[layer], others)
-    keys = stored.astype(np.float64)
-    if not np.isfinite(keys).all():
+    if not np.isfinite(stored).all():
         raise overflow(f"K of layer {layer}", cache.spec.dtype)
     pages.write(cache.k[layer], units, offsets, own)
     pages.write(cache.v[layer], units, offsets, others)
+    return _written(cache, layer, stored, values, slots)
+
+
+def _written(cache: Cache, layer: int, stored: np.ndarray, values: np.ndarray, slots: np.ndarray) -> Cache:
+    """Brings everything that is kept besides K and V up to date with rows [N, Hkv, D] as the pools hold them."""
+    keys = stored.astype(np.float64)
     if cache.store.has_bounds and len(slots):
         for largest, array in ((cache.largest_key, stored), (cache.largest_value, values)):
             norm = np.nan_to_num(np.linalg.norm(array.astype(np.float64), axis=2), nan=np.inf, posinf=np.inf).max(
@@ -162,6 +167,16 @@ def place_kv(cache: Cache, layer: int, k: np.ndarray, v: np.ndarray, slots: np.n
         if one is not None and one.store.enabled:
             one.state[layer].void(slots)
     return cache
+
+
+def move_kv(cache: Cache, layer: int, src: np.ndarray, dst: np.ndarray) -> Cache:
+    """Copies what slots src [N] hold to slots dst [N], as it is held, and brings the summaries of the groups written to
+    up to date."""
+    source, target = (np.divmod(slots, cache.store.unit_tokens) for slots in (src, dst))
+    for pool in (cache.k[layer], cache.v[layer]):
+        pages.move(pool, source, target)
+    k, v = (pages.rows_of(pool[layer], target[0], slice(None), target[1]) for pool in (cache.k, cache.v))
+    return _written(cache, layer, k, v, dst)
 
 
 def _update_summaries(cache: Cache, layer: int, keys: np.ndarray, plan: WritePlan) -> None:
@@ -238,6 +253,56 @@ def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
                 for src_open, dst_open in one.state[layer].copy(source, target):
                     for running in one.open[layer].values():
                         running[dst_open] = running[src_open]
+    return cache
+
+
+def _unit_arrays(cache: Cache) -> dict[str, np.ndarray]:
+    """Everything of the cache that lies by pool units, [P, ..], by name: K, V (codes and scales), summaries."""
+    found: dict[str, np.ndarray] = {}
+    for layer in range(cache.spec.num_layers):
+        for name, pool in (("k", cache.k[layer]), ("v", cache.v[layer])):
+            found |= {f"layers.{layer}.{name}.{i}": array for i, array in enumerate(pages.arrays_of(pool))}
+        for kind, one in (("summary", cache), ("bound", cache.bound), ("tail", cache.tail)):
+            if one is not None and one.store.enabled:
+                found |= {f"layers.{layer}.{kind}.{name}": pool for name, pool in one.summaries[layer].items()}
+    return found
+
+
+def export_units(cache: Cache, units: Sequence[int]) -> dict[str, np.ndarray]:
+    """What units [M] hold, as it is held: name -> [M, ..] on the host, bfloat16 as ml_dtypes' own; under `heads.` what
+    kv heads have besides: the largest norms behind bounds, [Hkv], and the centre of codes, [Hkv, D], zeros without one.
+    Of no unit: the names, shapes and dtypes that `import_units` of such a cache takes."""
+    found = {name: array[np.asarray(units, np.int64)] for name, array in _unit_arrays(cache).items()}
+    for layer in range(cache.spec.num_layers):
+        for kind, one in (("summary", cache), ("bound", cache.bound)):
+            if one is not None and one.store.enabled and one.store.needs_centre:
+                centre = one.centre[layer]
+                empty = np.zeros((one.spec.num_kv_heads, one.spec.head_dim), np.float16)
+                found[f"heads.{layer}.{kind}.centre"] = empty if centre is None else centre
+        if cache.store.has_bounds:
+            for name, largest in (("key", cache.largest_key), ("value", cache.largest_value)):
+                found[f"heads.{layer}.largest_{name}"] = largest[layer]
+    return found
+
+
+def import_units(cache: Cache, units: Sequence[int], arrays: dict[str, np.ndarray]) -> Cache:
+    """Puts what `export_units` gave of a cache of the same store into units [M], which are full then: their groups are
+    valid, and nothing is computed. A cache that takes a centre must have none, or the same."""
+    index = np.asarray(units, np.int64)
+    for name, array in _unit_arrays(cache).items():
+        array[index] = arrays[name]
+    for layer in range(cache.spec.num_layers):
+        for kind, one in (("summary", cache), ("bound", cache.bound), ("tail", cache.tail)):
+            if one is None or not one.store.enabled:
+                continue
+            if one.store.needs_centre:
+                one.centre[layer] = arrays[f"heads.{layer}.{kind}.centre"]
+            per_unit = one.store.seals_per_unit
+            groups = (index[:, None] * per_unit + np.arange(per_unit)).ravel()
+            one.state[layer].trust(groups, np.full(len(groups), one.store.sealed_tokens))
+        if cache.store.has_bounds:
+            for name, largest in (("key", cache.largest_key), ("value", cache.largest_value)):
+                largest[layer] = np.maximum(largest[layer], arrays[f"heads.{layer}.largest_{name}"])
     return cache
 
 

@@ -1,16 +1,5 @@
 """How K and V lie: a pool [P, Hkv, U, D] a layer, as they are or as codes with one scale a row (the D elements of a
-token and kv head).
-
-The quantiser is symmetric, in float32 with one division, so that codes are the same in every library:
-
-    scale = the least float16 that is at least max|x| / m, m = 2^(bits - 1) - 1; 0 where max|x| < 2^-126, since GPUs
-            take such numbers for 0
-    code  = round half to even (x / scale), which cannot leave +-m; 0 where the scale is 0
-    value = code * scale, exact in float32, then rounded to the cache's dtype and kept within its range
-
-A finite x is then within scale / 2 of code * scale (within 2^-126 where the scale is 0). A row with NaN or Inf, or
-whose scale is beyond float16, is NaN throughout: what refuses these refuses it.
-"""
+token and kv head: `codes`)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,58 +7,31 @@ from typing import Any
 
 import numpy as np
 
-LEAST = np.float32(2.0**-126)
+from eps_core.config.formats import AS_THEY_ARE, FORMATS, FormatName
+from eps_core.oracle.codes import dequantise, quantise
 
 
 @dataclass
 class CodePool:
-    """K or V as codes [P, Hkv, U, D] int8, or two of 4 bits a byte, [P, Hkv, U, D / 2] uint8: code + 8, the even
-    dimension in the low bits; scale [P, Hkv, U] float16."""
+    """K or V as codes [P, Hkv, U, bytes of a row], int8 or uint8, in the format that `bits` names; of 4 bits two lie in
+    a byte, the even dimension in the low ones, int4 as code + 8; scale [P, Hkv, U] float16."""
 
     codes: np.ndarray
     scale: np.ndarray
-    bits: int
+    bits: FormatName
     dtype: Any  # of what is read
 
 
 Pool = np.ndarray | CodePool
 
 
-def new_pool(shape: tuple[int, ...], dtype: Any, bits: int) -> Pool:
-    """An empty pool [P, Hkv, U, D]: of 16 bits an array of `dtype`."""
-    if bits == 16:
+def new_pool(shape: tuple[int, ...], dtype: Any, bits: FormatName) -> Pool:
+    """An empty pool [P, Hkv, U, D]: as they are an array of `dtype`."""
+    if bits == AS_THEY_ARE:
         return np.zeros(shape, dtype)
-    wide, kind = (shape[-1], np.int8) if bits == 8 else (shape[-1] // 2, np.uint8)
-    return CodePool(np.zeros((*shape[:-1], wide), kind), np.zeros(shape[:-1], np.float16), bits, dtype)
-
-
-def quantise(rows: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """(codes [.., D] int8 or [.., D / 2] uint8, scale [..] float16) of rows [.., D]."""
-    x, most = rows.astype(np.float32), np.float32(2 ** (bits - 1) - 1)
-    largest = np.abs(x).max(axis=-1)
-    with np.errstate(over="ignore"):
-        wanted = largest / most
-        scale = wanted.astype(np.float16)
-        scale = np.where(scale.astype(np.float32) < wanted, np.nextafter(scale, np.float16(np.inf)), scale)
-    scale = np.where(largest < LEAST, np.float16(0), scale)
-    usable = (np.isfinite(scale) & (scale > 0))[..., None]
-    codes = np.round(np.where(usable, x, 0) / np.where(usable, scale[..., None], 1).astype(np.float32)).astype(np.int8)
-    if bits == 4:
-        low, high = codes[..., ::2] + 8, codes[..., 1::2] + 8
-        codes = (low | (high << 4)).astype(np.uint8)
-    return codes, scale
-
-
-def dequantise(codes: np.ndarray, scale: np.ndarray, bits: int, dtype: Any) -> np.ndarray:
-    """Rows [.., D] of `dtype` from what `quantise` gave."""
-    if bits == 4:
-        both = np.stack([codes & 15, codes >> 4], axis=-1).astype(np.int8) - 8
-        codes = both.reshape(*codes.shape[:-1], 2 * codes.shape[-1])
-    with np.errstate(invalid="ignore"):
-        values = codes.astype(np.float32) * scale.astype(np.float32)[..., None]
-    if dtype == np.float16:  # whose largest number's code can round past it
-        values = np.clip(values, -65504, 65504)
-    return values.astype(dtype)
+    form = FORMATS[bits]
+    codes = np.zeros((*shape[:-1], form.code_bytes(shape[-1])), form.code_dtype)
+    return CodePool(codes, np.zeros(shape[:-1], np.float16), bits, dtype)
 
 
 def held(pool: Pool, rows: np.ndarray) -> np.ndarray:
@@ -85,6 +47,12 @@ def write(pool: Pool, units: np.ndarray, offsets: np.ndarray, rows: np.ndarray) 
         pool[units, :, offsets] = rows
     else:
         pool.codes[units, :, offsets], pool.scale[units, :, offsets] = quantise(rows, pool.bits)
+
+
+def move(pool: Pool, src: tuple[np.ndarray, np.ndarray], dst: tuple[np.ndarray, np.ndarray]) -> None:
+    """Copies rows from (units [N], offsets [N]) to others as they lie: codes are not made anew."""
+    for array in arrays_of(pool):
+        array[dst[0], :, dst[1]] = array[src[0], :, src[1]]
 
 
 def rows_of(pool: Pool, *index: Any) -> np.ndarray:

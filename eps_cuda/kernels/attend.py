@@ -14,6 +14,9 @@ an output by at most u sum_i p_i |v_i|, u = 2^-8 for bfloat16 and 2^-11 for floa
 itself. Where q is wider than the cache, q and the weights go in as the sum of two such numbers, which leaves u^2. A
 float32 cache is multiplied in true float32 (no TF32).
 
+Codes of 8 and 4 bits (`eps_core.oracle.pages`) become values in registers, `code * scale` in float32 rounded to the
+cache's dtype as everywhere, and are attended as such: only their bytes come from memory.
+
 D that is no power of two is padded to the next one under masks: masked lanes cost no memory traffic, and a second
 pipeline for the rest (80 = 64 + 16) would double the instructions of a loop that waits for memory.
 """
@@ -27,7 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eps_cuda.pools import strides
+from eps_cuda.kernels.arguments import check_layout, check_shapes, held_as_codes, pool_arrays, pool_constants
+from eps_cuda.pages import Pool
 
 State = tuple[Tensor, Tensor]
 
@@ -74,6 +78,14 @@ def load_units(table, position, U: tl.constexpr):
 
 
 @triton.jit
+def places(
+    unit, position, h, U: tl.constexpr, UNIT_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr
+):
+    """Where the rows of positions [N] in units [N] begin, for kv head h: [N] int64."""
+    return unit.to(tl.int64) * UNIT_STRIDE + h * HEAD_STRIDE + position % U * TOKEN_STRIDE
+
+
+@triton.jit
 def load_rows(pool, start, d, live, D: tl.constexpr, D_PAD: tl.constexpr):
     """The rows of D elements from start [N] int64 on as [N, D_PAD]: zeros, unread, where not `live` [N] or past D."""
     offset = start[:, None] + d[None, :]
@@ -81,6 +93,35 @@ def load_rows(pool, start, d, live, D: tl.constexpr, D_PAD: tl.constexpr):
     if D != D_PAD:
         mask = mask & (d < D)[None, :]
     return tl.load(pool + offset, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_scales(scale, row, live, BITS: tl.constexpr):
+    """What the codes of rows [N] are multiplied by, [N] float32: 0 where not `live`. Of 16 bits nothing is read."""
+    if BITS == 16:
+        return tl.zeros(row.shape, tl.float32)
+    else:
+        return tl.load(scale + row, mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_values(
+    pool, row, scale, d, live, BITS: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr
+):
+    """`load_rows` of the rows [N] of a contiguous pool, of 16 bits or of codes of 8 or 4 with their scales [N] float32:
+    [N, D_PAD] of VALUES. Past D of 4-bit codes it is not zeros."""
+    if BITS == 16:
+        return load_rows(pool, row * D, d, live, D, D_PAD)
+    else:
+        if BITS == 8:
+            codes = load_rows(pool, row * D, d, live, D, D_PAD).to(tl.float32)
+        else:
+            pairs = load_rows(pool, row * (D // 2), tl.arange(0, D_PAD // 2), live, D // 2, D_PAD // 2)
+            codes = tl.interleave(pairs & 15, pairs >> 4).to(tl.float32) - 8.0
+        values = codes * scale[:, None]
+        if tl.float16 == VALUES:  # whose largest number's code can round past it; NaN stays
+            values = tl.where(values > 65504.0, 65504.0, tl.where(values < -65504.0, -65504.0, values))
+        return values.to(VALUES)
 
 
 @triton.jit
@@ -92,14 +133,17 @@ def split_two(x, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["list_width", "table_width"])
 def attend_split_kernel(
-    q, k, v, table, lengths, groups, counts, part_out, part_lse,
+    q, k, v, k_scale, v_scale, table, lengths, groups, counts, part_out, part_lse,
     scale, list_width, table_width,
     HKV: tl.constexpr, R: tl.constexpr, D: tl.constexpr, U: tl.constexpr, S: tl.constexpr, GATED: tl.constexpr,
     WIDE_Q: tl.constexpr, R_PAD: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
     UNIT_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     """Program (b * HKV + h, split): its share of the tokens of kv head h of sequence b, for the R query heads at once.
-    Writes part_out [B, Hq, splits, D] float32, normalised, and part_lse [B, Hq, splits] float32, natural log."""
+    Writes part_out [B, Hq, splits, D] float32, normalised, and part_lse [B, Hq, splits] float32, natural log. Strides
+    are in elements, but where K or V are codes in rows, of contiguous pools."""
+    CODES: tl.constexpr = K_BITS != 16 or V_BITS != 16
     pair, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     b, h = pair // HKV, pair % HKV
     length = tl.load(lengths + b)
@@ -117,9 +161,9 @@ def attend_split_kernel(
     in_head = (r < R)[:, None] & (d < D)[None, :]
     query = tl.load(q + head[:, None] * D + d[None, :], mask=in_head, other=0.0)
     if WIDE_Q:
-        query, query_low = split_two(query.to(tl.float32), k.dtype.element_ty)
+        query, query_low = split_two(query.to(tl.float32), VALUES)
     else:
-        query = query.to(k.dtype.element_ty)
+        query = query.to(VALUES)
 
     # finite, so that a block without a live token leaves no NaN behind
     largest = tl.full([R_PAD], -3.0e38, tl.float32)
@@ -129,15 +173,22 @@ def attend_split_kernel(
     token = first + tl.arange(0, BLOCK_N)
     position = positions(load_groups(groups, token, last, S, GATED), token, last, length, S)
     unit = load_units(table, position, U)
+    if CODES:  # scales, two bytes each, are too narrow for asynchronous copies: they are loaded a block early
+        row = places(unit, position, h, U, UNIT_STRIDE, HEAD_STRIDE, TOKEN_STRIDE)
+        key_scale = load_scales(k_scale, row, position >= 0, K_BITS)
+        value_scale = load_scales(v_scale, row, position >= 0, V_BITS)
     group = load_groups(groups, token + BLOCK_N, last, S, GATED)
     for start in range(first, last, BLOCK_N):
         live = position >= 0
-        row = unit.to(tl.int64) * UNIT_STRIDE + h * HEAD_STRIDE + position % U * TOKEN_STRIDE
+        row = places(unit, position, h, U, UNIT_STRIDE, HEAD_STRIDE, TOKEN_STRIDE)
         token = start + BLOCK_N + tl.arange(0, BLOCK_N)
         position = positions(group, token, last, length, S)
         unit = load_units(table, position, U)
         group = load_groups(groups, token + BLOCK_N, last, S, GATED)
-        key = load_rows(k, row, d, live, D, D_PAD)
+        if CODES:
+            key = load_values(k, row, key_scale, d, live, K_BITS, VALUES, D, D_PAD)
+        else:
+            key = load_rows(k, row, d, live, D, D_PAD)
         logits = tl.dot(query, tl.trans(key), input_precision="ieee")
         if WIDE_Q:
             logits = tl.dot(query_low, tl.trans(key), logits)
@@ -145,14 +196,20 @@ def attend_split_kernel(
         new = tl.maximum(largest, tl.max(logits, axis=1))
         shrink, weight = tl.exp2(largest - new), tl.exp2(logits - new[:, None])
         total = total * shrink + tl.sum(weight, axis=1)
-        value = load_rows(v, row, d, live, D, D_PAD)
+        if CODES:
+            value = load_values(v, row, value_scale, d, live, V_BITS, VALUES, D, D_PAD)
+            row = places(unit, position, h, U, UNIT_STRIDE, HEAD_STRIDE, TOKEN_STRIDE)
+            key_scale = load_scales(k_scale, row, position >= 0, K_BITS)
+            value_scale = load_scales(v_scale, row, position >= 0, V_BITS)
+        else:
+            value = load_rows(v, row, d, live, D, D_PAD)
         acc = acc * shrink[:, None]
         if WIDE_Q:
-            weight_high, weight_low = split_two(weight, v.dtype.element_ty)
+            weight_high, weight_low = split_two(weight, VALUES)
             acc = tl.dot(weight_high, value, acc)
             acc = tl.dot(weight_low, value, acc)
         else:
-            acc = tl.dot(weight.to(v.dtype.element_ty), value, acc, input_precision="ieee")
+            acc = tl.dot(weight.to(VALUES), value, acc, input_precision="ieee")
         largest = new
 
     place = head * num_splits + split
@@ -205,13 +262,13 @@ def merge_kernel(
 
 
 def attend_groups(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, lengths: Tensor, groups: Tensor | None,
+    q: Tensor, k_pool: Pool, v_pool: Pool, table: Tensor, lengths: Tensor, groups: Tensor | None,
     counts: Tensor | None, *, group_tokens: int, num_splits: int | None = None,
 ) -> State:  # fmt: skip
     """(out [B, Hq, D] in q's dtype, lse [B, Hq] float32: natural log of the softmax mass read) of q [B, Hq, D],
     unscaled, over the first counts [B, Hkv] int32 of groups [B, Hkv, W] int32, or over all tokens where both are None.
-    k_pool, v_pool [P, Hkv, U, D], table [B, M] int32, lengths [B] int32. Out 0 and lse -inf where nothing is listed.
-    Two launches, no synchronisation; `num_splits` (see `plan`) changes speed only."""
+    k_pool, v_pool [P, Hkv, U, D], as they are or codes, table [B, M] int32, lengths [B] int32. Out 0 and lse -inf where
+    nothing is listed. Two launches, no synchronisation; `num_splits` (see `plan`) changes speed only."""
     part_out, part_lse = attend_splits(q, k_pool, v_pool, table, lengths, groups, counts, group_tokens, num_splits)
     batch, num_heads, head_dim = q.shape
     out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), part_lse.new_empty((batch, num_heads))
@@ -223,7 +280,7 @@ def attend_groups(
 
 
 def attend_splits(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, lengths: Tensor, groups: Tensor | None,
+    q: Tensor, k_pool: Pool, v_pool: Pool, table: Tensor, lengths: Tensor, groups: Tensor | None,
     counts: Tensor | None, group_tokens: int, num_splits: int | None,
 ) -> State:  # fmt: skip
     """The partial results that `merge_splits` merges: (out [B, Hq, splits, D], lse [B, Hq, splits]) float32."""
@@ -233,42 +290,42 @@ def attend_splits(
     check_shapes(q, k_pool, v_pool, group_tokens)
     width = 0 if groups is None else groups.shape[2]
     most_tokens = table.shape[1] * unit_tokens if groups is None else width * group_tokens
-    chosen = plan(batch * kv_heads, most_tokens, head_dim, k_pool.dtype, processors(q.device), num_splits)
+    chosen = plan(batch * kv_heads, most_tokens, head_dim, k_pool.dtype, processors(q.device), num_splits,
+        codes=held_as_codes(k_pool, v_pool),
+    )  # fmt: skip
     repeat = num_heads // kv_heads
     part_out = torch.empty((batch, num_heads, chosen.num_splits, head_dim), dtype=torch.float32, device=q.device)
     part_lse = part_out.new_empty(part_out.shape[:3])
     attend_split_kernel[(batch * kv_heads, chosen.num_splits)](
-        q.contiguous(), k_pool, v_pool, table, lengths, None if groups is None else groups.contiguous(),
+        q.contiguous(), *pool_arrays(k_pool, v_pool), table, lengths, None if groups is None else groups.contiguous(),
         None if counts is None else counts.contiguous(), part_out, part_lse,
         math.log2(math.e) / math.sqrt(head_dim), width, table.shape[1],
         HKV=kv_heads, R=repeat, D=head_dim, U=unit_tokens, S=group_tokens, GATED=groups is not None,
         WIDE_Q=k_pool.dtype in HALVES and q.dtype != k_pool.dtype, **padding(repeat, head_dim),
-        BLOCK_N=chosen.block_tokens, **stride_constants(k_pool, v_pool), num_warps=chosen.num_warps,
+        BLOCK_N=chosen.block_tokens, **pool_constants(k_pool, v_pool), num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
     )  # fmt: skip
     return part_out, part_lse
 
 
 def plan(
-    num_pairs: int, most_tokens: int, head_dim: int, dtype: torch.dtype, num_processors: int, num_splits: int | None
-) -> Plan:
-    """Launch sizes for `num_pairs` (sequence, kv head) pairs that read at most `most_tokens` tokens each. Two programs
-    a multiprocessor hide each other's waits; more only lengthen the merge. No split is planned below one block."""
+    num_pairs: int, most_tokens: int, head_dim: int, dtype: torch.dtype, num_processors: int, num_splits: int | None,
+    codes: bool = False,
+) -> Plan:  # fmt: skip
+    """Launch sizes for `num_pairs` (sequence, kv head) pairs that read at most `most_tokens` tokens each, of K and V of
+    a dtype, which they have or get in registers, of `codes`. Two programs a multiprocessor hide each other's waits;
+    more only lengthen the merge. No split is planned below one block."""
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
     # at most 16 KiB of K and as much of V an iteration: two programs with two of them in flight fit into the shared
     # memory of a multiprocessor
     block_tokens = min(max(16 * 1024 // row_bytes, 16), 64)
+    if codes and dtype == torch.float32:
+        block_tokens = 16  # tiles of float32 that are made in registers spill
     if num_splits is None:
         num_splits = min(triton.cdiv(2 * num_processors, num_pairs), triton.cdiv(most_tokens, block_tokens))
     # float32 has no tensor cores here: its products need the registers of more warps (4 spill)
     num_warps = 8 if dtype == torch.float32 and head_dim > 64 else 4
     return Plan(block_tokens, max(num_splits, 1), num_warps, STAGES["hip" if torch.version.hip else "cuda"])
-
-
-def stride_constants(k_pool: Tensor, v_pool: Tensor) -> dict[str, int]:
-    """How both pools lie, compiled into a kernel: the pools of a cache do not move. Raises ValueError as
-    `pools.strides`."""
-    return dict(zip(("UNIT_STRIDE", "HEAD_STRIDE", "TOKEN_STRIDE"), strides(k_pool, v_pool), strict=True))
 
 
 def padding(repeat: int, head_dim: int) -> dict[str, int]:
@@ -287,23 +344,3 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return DEFAULT_PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def check_shapes(q: Tensor, k_pool: Tensor, v_pool: Tensor, group_tokens: int) -> None:
-    """Raises ValueError unless q [.., Hq, D] and pools [P, Hkv, U, D] agree, and units hold whole groups."""
-    _, num_heads, head_dim = q.shape
-    _, kv_heads, unit_tokens, _ = k_pool.shape
-    if k_pool.shape != v_pool.shape or k_pool.dtype != v_pool.dtype or k_pool.shape[3] != head_dim:
-        raise ValueError(f"k {list(k_pool.shape)} and v {list(v_pool.shape)} must agree, also with q {list(q.shape)}")
-    if num_heads % kv_heads or unit_tokens % group_tokens:
-        raise ValueError(
-            f"{num_heads} query heads must be a multiple of {kv_heads} kv heads, and units of {unit_tokens} tokens of "
-            f"groups of {group_tokens}"
-        )
-
-
-def check_layout(**tensors: Tensor) -> None:
-    """Raises ValueError for a tensor that is not contiguous: kernels compute addresses from shapes."""
-    for name, tensor in tensors.items():
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} {list(tensor.shape)} is not contiguous: pass {name}.contiguous()")

@@ -14,6 +14,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _MODULES = {"numba": "eps_cuda.kernels.cpu", "triton": "eps_cuda.kernels.dispatch"}
 TOUCH_KV = ("write_kv", "attend", "attend_rows")
+READ_BITS = {16, 8, 4}  # of K and of V: as they are, and the codes that kernels know
+# kernels -> those of TOUCH_KV that read such codes, too
+READ_CODES = dict.fromkeys(("numba", "triton"), ("attend", "attend_rows"))
 
 
 def interpreted() -> bool:
@@ -49,10 +52,12 @@ def kernels_module(kernels: str) -> ModuleType | None:
 
 def kernel_of(cache: Any, name: str) -> Callable[..., Any] | None:
     """The kernel that comes before the array function of its name, of a cache or of scores; None where there is none.
-    Those that read or write K and V know them as they are, not codes."""
+    Those that read or write K and V know them as they are; codes only where READ_CODES says so."""
     spec = getattr(cache, "spec", None)  # of a cache
     if spec is not None and spec.quantised and name in TOUCH_KV:
-        return None
+        known = name in READ_CODES.get(cache.kernels, ()) and {spec.k_bits, spec.v_bits} <= READ_BITS
+        if not known:
+            return None
     return getattr(kernels_module(cache.kernels), name, None)
 
 

@@ -155,7 +155,9 @@ def attend(cache: Cache, layer: int, q: Tensor, where: Where, selection: Selecti
             cache.count_read(int(selection.uniform.sum()) * spec.num_kv_heads * size * spec.kv_token_bytes)
         else:
             cache.count_groups(counts.sum(), size * spec.kv_token_bytes)
-    return attend_kernels.attend_groups(q, *cache.plain(layer), table, lengths, listed, counts, group_tokens=size)
+    return attend_kernels.attend_groups(
+        q, cache.k[layer], cache.v[layer], table, lengths, listed, counts, group_tokens=size
+    )
 
 
 @torch.inference_mode()
@@ -169,7 +171,7 @@ def attend_rows(
     cache.count_read(int(rows.lengths.sum()) * cache.spec.num_kv_heads * cache.spec.kv_token_bytes)
     return RowsRead(
         *rows_kernels.attend_rows(
-            q, *cache.plain(layer), table, lengths, rows.kept[key],
+            q, cache.k[layer], cache.v[layer], table, lengths, rows.kept[key],
             most_rows=int(rows.num_rows.max()), group_tokens=cache.store.S, visit=visit, masses=masses,
         )
     )  # fmt: skip

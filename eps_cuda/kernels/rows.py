@@ -25,21 +25,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eps_cuda.kernels.arguments import check_layout, check_shapes, pool_arrays, pool_constants
 from eps_cuda.kernels.attend import (
     HALVES,
     MERGE_SPLITS,
     STAGES,
-    check_layout,
-    check_shapes,
     load_rows,
+    load_scales,
     load_units,
+    load_values,
     merge_channels,
     merge_kernel,
     padding,
+    places,
     plan,
     split_two,
-    stride_constants,
 )
+from eps_cuda.pages import Pool
 
 SPLIT_TOKENS = 512  # of one program; changes speed and the order of float32 sums
 
@@ -83,17 +85,20 @@ def natural_log(largest, total):
 
 @triton.jit(do_not_specialize=["table_width", "num_groups"])
 def rows_split_kernel(
-    q, k, v, table, lengths, starts, visit, part_out, part_lse, part_visited, masses,
+    q, k, v, k_scale, v_scale, table, lengths, starts, visit, part_out, part_lse, part_visited, masses,
     scale, table_width, num_groups,
     HKV: tl.constexpr, R: tl.constexpr, D: tl.constexpr, U: tl.constexpr, S: tl.constexpr,
     WIDE_Q: tl.constexpr, VISIT: tl.constexpr, MASSES: tl.constexpr,
     R_PAD: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr, SPAN: tl.constexpr, SPLIT_GROUPS: tl.constexpr,
     UNIT_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of queries, b * HKV + h, split): the tokens of one split, for BLOCK_M / R_PAD rows of sequence b
     and the R query heads of kv head h. Writes part_out [T, Hq, splits, D] float32, normalised, part_lse and
-    part_visited [T, Hq, splits] float32, natural log, and masses [T, Hkv, G] of groups that hold a token of b."""
+    part_visited [T, Hq, splits] float32, natural log, and masses [T, Hkv, G] of groups that hold a token of b. Strides
+    as in `attend_split_kernel`."""
+    CODES: tl.constexpr = K_BITS != 16 or V_BITS != 16
     tile, pair, split, num_splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     b, h = pair // HKV, pair % HKV
     length, first_row = tl.load(lengths + b), tl.load(starts + b)
@@ -118,9 +123,9 @@ def rows_split_kernel(
     in_head = exists[:, None] & (d < D)[None, :]
     query = tl.load(q + head[:, None] * D + d[None, :], mask=in_head, other=0.0)
     if WIDE_Q:
-        query, query_low = split_two(query.to(tl.float32), k.dtype.element_ty)
+        query, query_low = split_two(query.to(tl.float32), VALUES)
     else:
-        query = query.to(k.dtype.element_ty)
+        query = query.to(VALUES)
 
     # finite, so that a block of which a row sees nothing leaves no NaN behind
     largest = tl.full([BLOCK_M], -3.0e38, tl.float32)
@@ -137,10 +142,15 @@ def rows_split_kernel(
         for block in range(num_shared * guarded, num_shared + (num_blocks - num_shared) * guarded):
             here = position
             live = here >= 0
-            place = unit.to(tl.int64) * UNIT_STRIDE + h * HEAD_STRIDE + here % U * TOKEN_STRIDE
+            place = places(unit, here, h, U, UNIT_STRIDE, HEAD_STRIDE, TOKEN_STRIDE)
             position = block_positions(block + 1, first, last, S, S_PAD, BLOCK_N)
             unit = load_units(table, position, U)
-            key = load_rows(k, place, d, live, D, D_PAD)
+            if CODES:
+                key_scale = load_scales(k_scale, place, live, K_BITS)
+                value_scale = load_scales(v_scale, place, live, V_BITS)
+                key = load_values(k, place, key_scale, d, live, K_BITS, VALUES, D, D_PAD)
+            else:
+                key = load_rows(k, place, d, live, D, D_PAD)
             logits = tl.dot(query, tl.trans(key), input_precision="ieee")
             if WIDE_Q:
                 logits = tl.dot(query_low, tl.trans(key), logits)
@@ -149,19 +159,22 @@ def rows_split_kernel(
             new = tl.maximum(largest, tl.max(logits, axis=1))
             shrink, weight = tl.exp2(largest - new), tl.exp2(logits - new[:, None])
             total = total * shrink + tl.sum(weight, axis=1)
-            value = load_rows(v, place, d, live, D, D_PAD)
+            if CODES:
+                value = load_values(v, place, value_scale, d, live, V_BITS, VALUES, D, D_PAD)
+            else:
+                value = load_rows(v, place, d, live, D, D_PAD)
             if guarded == 1:
                 finite = tl.abs(value.to(tl.float32)) < float("inf")
-                value = tl.where(finite, value, 0.0).to(v.dtype.element_ty)
+                value = tl.where(finite, value, 0.0).to(VALUES)
                 spoilt = tl.min(finite.to(tl.int32), axis=1) == 0
                 broken = tl.maximum(broken, tl.max((visible & spoilt[None, :]).to(tl.int32), axis=1))
             acc = acc * shrink[:, None]
             if WIDE_Q:
-                weight_high, weight_low = split_two(weight, v.dtype.element_ty)
+                weight_high, weight_low = split_two(weight, VALUES)
                 acc = tl.dot(weight_high, value, acc)
                 acc = tl.dot(weight_low, value, acc)
             else:
-                acc = tl.dot(weight.to(v.dtype.element_ty), value, acc, input_precision="ieee")
+                acc = tl.dot(weight.to(VALUES), value, acc, input_precision="ieee")
             largest = new
             if VISIT or MASSES:
                 by_group = tl.reshape(logits, [BLOCK_M, GROUPS, BLOCK_N // GROUPS])
@@ -208,12 +221,12 @@ def rows_split_kernel(
 
 
 def attend_rows(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, lengths: Tensor, starts: Tensor, *, most_rows: int,
+    q: Tensor, k_pool: Pool, v_pool: Pool, table: Tensor, lengths: Tensor, starts: Tensor, *, most_rows: int,
     group_tokens: int, visit: Tensor | None = None, masses: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """(out [T, Hq, D] in q's dtype, lse, visited_lse, masses) of `RowsRead` for q [T, Hq, D], unscaled, over k_pool,
-    v_pool [P, Hkv, U, D]. Rows starts[b] to starts[b + 1] - 1 are the last tokens of sequence b, starts [B + 1] int32,
-    at most `most_rows`; table [B, M] int32, lengths [B] int32, visit [T, Hkv, M * U / S] bool.
+    v_pool [P, Hkv, U, D], as they are or codes. Rows starts[b] to starts[b + 1] - 1 are the last tokens of sequence b,
+    starts [B + 1] int32, at most `most_rows`; table [B, M] int32, lengths [B] int32, visit [T, Hkv, M * U / S] bool.
     Two launches besides what `visit` and `masses` ask for; shapes are static, and nothing waits."""
     check_layout(table=table, lengths=lengths, starts=starts)
     check_shapes(q, k_pool, v_pool, group_tokens)
@@ -230,12 +243,12 @@ def attend_rows(
     by_group = part_out.new_full((num_rows, kv_heads, num_groups), -math.inf) if masses else None
     tiles = triton.cdiv(most_rows * repeat_pad, sizes.queries)
     rows_split_kernel[(tiles, batch * kv_heads, num_splits)](
-        q.contiguous(), k_pool, v_pool, table, lengths, starts,
+        q.contiguous(), *pool_arrays(k_pool, v_pool), table, lengths, starts,
         None if visit is None else visit.to(torch.uint8).contiguous(), part_out, part_lse, part_visited, by_group,
         math.log2(math.e) / math.sqrt(head_dim), width, num_groups,
         HKV=kv_heads, R=repeat, D=head_dim, U=unit_tokens, S=group_tokens,
         WIDE_Q=k_pool.dtype in HALVES and q.dtype != k_pool.dtype, VISIT=visit is not None, MASSES=masses,
-        **constants(sizes, repeat, head_dim, group_tokens), **stride_constants(k_pool, v_pool),
+        **constants(sizes, repeat, head_dim, group_tokens), **pool_constants(k_pool, v_pool),
         num_warps=sizes.num_warps, num_stages=STAGES["hip" if torch.version.hip else "cuda"],
     )  # fmt: skip
     out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), part_lse.new_empty((num_rows, num_heads))

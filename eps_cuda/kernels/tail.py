@@ -11,15 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eps_cuda.kernels.arguments import check_layout
 from eps_cuda.kernels.attend import (
     MERGE_SPLITS,
     State,
     attend_splits,
-    check_layout,
     merge_channels,
     merge_splits,
     processors,
 )
+from eps_cuda.pages import Pool
 
 BLOCK_ESTIMATES = 1024  # of one iteration; changes speed only
 
@@ -162,7 +163,7 @@ def attend_tail(
 
 
 def attend_with_tail(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, lengths: Tensor, groups: Tensor, counts: Tensor,
+    q: Tensor, k_pool: Pool, v_pool: Pool, table: Tensor, lengths: Tensor, groups: Tensor, counts: Tensor,
     estimate: Tensor, visit: Tensor, mean: Tensor, mean_scale: Tensor, tail_valid: Tensor, *, group_tokens: int,
     tail_tokens: int, num_splits: int | None = None,
 ) -> State:  # fmt: skip

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eps_core.summaries.rq import RQ_STEP, SECOND_STEP
-from eps_cuda.kernels.attend import stride_constants
+from eps_cuda.kernels.arguments import stride_constants
 from eps_cuda.kernels.seal import _seal_keys, _seal_unit, _seal_values, _sum_rows
 
 # most elements of a group or tail that a program sums at once, and the most that one warp is given: its butterflies

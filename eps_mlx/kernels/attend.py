@@ -20,6 +20,8 @@ from functools import lru_cache
 import mlx.core as mx
 
 from eps_mlx.kernels.launch import Kernel, integers, launch
+from eps_mlx.kernels.values import bits_of, elements_of, reading, scales_of, template_of
+from eps_mlx.pages import Pool
 
 # all change speed only
 SIMDGROUP_HEADS = 4
@@ -112,8 +114,8 @@ _DECODE = (
                 for (int c = 0; c < CHUNKS; c++) {"""
     + READ_PIECE
     + """
-                    k[j][c] = load_piece<VEC>(k_pool + from);
-                    v[j][c] = load_piece<VEC>(v_pool + from);
+                    READ_K
+                    READ_V
                 }
             }
             #pragma unroll
@@ -269,8 +271,8 @@ merge = Kernel("eps_attend_merge", ["part_sum", "part_mass", "sizes"], ["out", "
 
 def attend_groups(
     q: mx.array,
-    k_pool: mx.array,
-    v_pool: mx.array,
+    k_pool: Pool,
+    v_pool: Pool,
     table: mx.array,
     lengths: mx.array,
     groups: mx.array | None,
@@ -279,7 +281,8 @@ def attend_groups(
     group_tokens: int,
 ) -> tuple[mx.array, mx.array]:
     """(out [B, Hq, D] in q's dtype, lse [B, Hq] float32: natural log of the softmax mass read) of q [B, Hq, D]
-    unscaled over k_pool, v_pool [P, Hkv, U, D] float32, float16 or bfloat16, table [B, M] int32, lengths [B] int32.
+    unscaled over k_pool, v_pool [P, Hkv, U, D] float32, float16 or bfloat16, or codes of these, table [B, M] int32,
+    lengths [B] int32.
 
     groups [B, Hkv, W] int32 ascending, none past the sequence's end, of which the first counts [B, Hkv] int32 are read;
     None: every token. A kv head without any gets out 0 and lse -inf. Logits and sums are float32; only listed tiles are
@@ -297,20 +300,21 @@ def attend_groups(
     splits = num_splits(batch * kv_heads, capacity, walkers * SPLIT_ROWS)
     threads = walkers * parts * 32
     part_sum, part_mass = launch(
-        decode,
+        reading(decode, bits_of(k_pool, v_pool), ("k[j][c]", "v[j][c]")),
         [
             q,
-            k_pool,
-            v_pool,
+            elements_of(k_pool),
+            elements_of(v_pool),
             table,
             lengths,
             lengths if groups is None else groups,
             lengths if counts is None else counts,
             _softmax_scale(head_dim),
             integers(kv_heads, table.shape[1], width, group_tokens, unit_tokens // group_tokens, splits),
+            *scales_of(k_pool, v_pool),
         ],
         {
-            "T": k_pool.dtype,
+            **template_of(k_pool, v_pool),
             "D": head_dim,
             "R": repeat,
             "HEADS": -(-repeat // parts),
@@ -326,7 +330,7 @@ def attend_groups(
 
 
 def check_shapes(
-    q: mx.array, k_pool: mx.array, v_pool: mx.array, table: mx.array, lengths: mx.array, group_tokens: int
+    q: mx.array, k_pool: Pool, v_pool: Pool, table: mx.array, lengths: mx.array, group_tokens: int
 ) -> None:
     """Asserts that q [.., Hq, D], pools [P, Hkv, U, D], table and lengths are as attention's kernels take them."""
     _, num_heads, head_dim = q.shape

@@ -152,7 +152,9 @@ def attend(cache: Cache, layer: int, q: mx.array, where: Where, selection: Selec
             cache.count_groups(counts.sum(), size * spec.kv_token_bytes)
     with mx.stream(cache.stream):
         table, lengths = on_device(cache, where)
-        return attend_kernels.attend_groups(q, *cache.plain(layer), table, lengths, listed, counts, group_tokens=size)
+        return attend_kernels.attend_groups(
+            q, cache.k[layer], cache.v[layer], table, lengths, listed, counts, group_tokens=size
+        )
 
 
 def attend_rows(
@@ -166,7 +168,7 @@ def attend_rows(
             rows.kept[key] = mx.array(rows.starts.astype(np.int32))
         return RowsRead(
             *rows_kernels.attend_rows(
-                q, *cache.plain(layer), table, lengths, rows.kept[key],
+                q, cache.k[layer], cache.v[layer], table, lengths, rows.kept[key],
                 most_rows=int(rows.num_rows.max()), group_tokens=cache.store.S, visit=visit, masses=masses,
             )
         )  # fmt: skip

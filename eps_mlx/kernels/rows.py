@@ -18,6 +18,8 @@ import mlx.core as mx
 
 from eps_mlx.kernels.attend import READ_PIECE, ROW_LANES, SIMDGROUP_HEADS, check_shapes, merge_splits
 from eps_mlx.kernels.launch import Kernel, integers, launch
+from eps_mlx.kernels.values import bits_of, elements_of, reading, scales_of, template_of
+from eps_mlx.pages import Pool
 
 SPLIT_TOKENS = 512  # of one threadgroup; changes speed and the order of float32 sums
 SIMDGROUPS = 16  # of a threadgroup, at most; changes speed only
@@ -133,8 +135,12 @@ _ROWS = (
     + READ_PIECE
     + """
                             const size_t to = (next % STAGES * 32 + at) * STRIDE + lane % LANES;
-                            const auto pool = next < CHUNKS ? k_pool : v_pool;
-                            const Stored loaded = load_piece<VEC>(pool + from);
+                            Stored loaded;
+                            if (next < CHUNKS) {
+                                READ_K
+                            } else {
+                                READ_V
+                            }
                             staged[to] = loaded;
                         }
                     }
@@ -248,8 +254,8 @@ rows = Kernel(
 
 def attend_rows(
     q: mx.array,
-    k_pool: mx.array,
-    v_pool: mx.array,
+    k_pool: Pool,
+    v_pool: Pool,
     table: mx.array,
     lengths: mx.array,
     starts: mx.array,
@@ -260,8 +266,8 @@ def attend_rows(
     masses: bool = False,
 ) -> tuple[mx.array, mx.array, mx.array | None, mx.array | None]:
     """(out [T, Hq, D] in q's dtype, lse, visited_lse, masses) of `RowsRead` for q [T, Hq, D], unscaled, over k_pool,
-    v_pool [P, Hkv, U, D]. Rows starts[b] to starts[b + 1] - 1 are the last tokens of sequence b, starts [B + 1] int32,
-    at most `most_rows`; table [B, M] int32, lengths [B] int32, visit [T, Hkv, M * U / S] bool.
+    v_pool [P, Hkv, U, D], as they are or codes. Rows starts[b] to starts[b + 1] - 1 are the last tokens of sequence b,
+    starts [B + 1] int32, at most `most_rows`; table [B, M] int32, lengths [B] int32, visit [T, Hkv, M * U / S] bool.
 
     Every token of a sequence is read once for up to 64 queries, and none at or past its length. `visit` and `masses`
     cost the masses of all groups, query head by query head, [T, Hq, G] float32, and array operations over them."""
@@ -275,17 +281,18 @@ def attend_rows(
     wanted = -(-most_rows * repeat // SIMDGROUP_HEADS)
     simdgroups = min(wanted, SIMDGROUPS)
     part_sum, part_mass, by_head = launch(
-        rows,
+        reading(rows, bits_of(k_pool, v_pool), ("loaded", "loaded")),
         [
             q.astype(mx.float32) * (math.log2(math.e) / math.sqrt(head_dim)),
-            k_pool,
-            v_pool,
+            elements_of(k_pool),
+            elements_of(v_pool),
             table,
             lengths,
             starts,
             integers(kv_heads, units, group_tokens, unit_tokens // group_tokens, splits, split_tokens, simdgroups),
+            *scales_of(k_pool, v_pool),
         ],
-        {"T": k_pool.dtype, "D": head_dim, "R": repeat, "HEADS": SIMDGROUP_HEADS, "MASSES": asked},
+        {**template_of(k_pool, v_pool), "D": head_dim, "R": repeat, "HEADS": SIMDGROUP_HEADS, "MASSES": asked},
         grid=(-(-wanted // simdgroups) * simdgroups * 32, batch * kv_heads, splits),
         threadgroup=(simdgroups * 32, 1, 1),
         output_shapes=[

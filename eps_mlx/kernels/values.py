@@ -1,0 +1,72 @@
+"""How kernels read K and V: as they are, or from codes of 8 and 4 bits, of which one text makes as many kernels.
+
+Codes (`eps_core.oracle.pages`) become values in registers, `code * scale` in float32 rounded to the cache's dtype as
+everywhere, and are attended as such: only their bytes come from memory.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+import mlx.core as mx
+
+from eps_mlx import pages
+from eps_mlx.kernels.launch import Kernel
+from eps_mlx.pages import CodePool, Pool
+
+_FROM_CODES = """const auto {name}_held = load_piece<{count}>({name}_pool + {first});
+                    const float {name}_step = static_cast<float>({name}_scale[place]);
+                    #pragma unroll
+                    for (int i = 0; i < VEC; i++) {{
+                        const float value = static_cast<float>({code}) * {name}_step;
+                        // a code can round past the largest float16; NaN stays
+                        const float within = value > 65504.0f ? 65504.0f : value < -65504.0f ? -65504.0f : value;
+                        {to}.v[i] = static_cast<T>(HALF ? within : value);
+                    }}"""
+
+# bits -> elements of the pool that hold VEC of a row, the first of them, element i
+_CODES = {
+    8: ("VEC", "from", "{name}_held.v[i]"),
+    4: ("(VEC + 1) / 2", "from / 2", "({name}_held.v[i / 2] >> int((from + i) % 2) * 4 & 15) - 8"),
+}
+
+
+def read_values(name: str, bits: int, to: str) -> str:
+    """Text that reads the VEC elements `from` on, a size_t, of row `place` of K or V (`name`) into the piece `to`."""
+    if bits == 16:
+        return f"{to} = load_piece<VEC>({name}_pool + from);"
+    count, first, code = _CODES[bits]
+    return _FROM_CODES.format(name=name, to=to, count=count, first=first, code=code.format(name=name))
+
+
+@cache
+def reading(kernel: Kernel, bits: tuple[int, int], to: tuple[str, str]) -> Kernel:
+    """A kernel for K and V of `bits` each, read into the pieces `to` where its text has READ_K and READ_V. Scales of
+    codes are inputs after the others."""
+    name, inputs, source = kernel.name, [*kernel.inputs], kernel.source
+    for which, held, piece in zip("kv", bits, to, strict=True):
+        source = source.replace(f"READ_{which.upper()}", read_values(which, held, piece))
+        if held != 16:
+            name, inputs = f"{name}_{which}{held}", [*inputs, f"{which}_scale"]
+    return replace(kernel, name=name, inputs=inputs, source=source)
+
+
+def bits_of(k_pool: Pool, v_pool: Pool) -> tuple[int, int]:
+    """Of an element: 16 of what holds K or V as they are, in whatever dtype."""
+    k_bits, v_bits = (int(pool.bits) if isinstance(pool, CodePool) else 16 for pool in (k_pool, v_pool))
+    return k_bits, v_bits
+
+
+def elements_of(pool: Pool) -> mx.array:
+    """A pool's values or codes, as a kernel takes them."""
+    return pages.arrays_of(pool)[0]
+
+
+def scales_of(*pools: Pool) -> list[mx.array]:
+    """Those of the pools that are codes."""
+    return [pool.scale for pool in pools if isinstance(pool, CodePool)]
+
+
+def template_of(*pools: Pool) -> dict[str, mx.Dtype | bool]:
+    """What kernels are compiled for besides shapes: the dtype of what is read, and whether that is float16."""
+    dtype = pools[0].dtype
+    return {"T": dtype, **({"HALF": dtype == mx.float16} if scales_of(*pools) else {})}

@@ -1,0 +1,123 @@
+"""Rows and units that are copied as they are held: within the pools (compaction, copy-on-write of forks), to and from
+the host."""
+
+from collections.abc import Sequence
+
+import ml_dtypes
+import mlx.core as mx
+import numpy as np
+
+from eps_mlx import pages
+from eps_mlx.cache import Cache, evaluate, mark_valid, written
+from eps_mlx.kernels.choose import kernel_of
+
+
+def move_kv(cache: Cache, layer: int, src: np.ndarray, dst: np.ndarray) -> Cache:
+    """Copies what slots src [N] (host) hold to slots dst [N] (host), as it is held, and brings the summaries of the
+    groups written to up to date."""
+    let_go = kernel_of(cache, "let_go")
+    if let_go is not None:
+        let_go()
+    with mx.stream(cache.stream):
+        source, target = (
+            [mx.array(part.astype(np.int32)) for part in np.divmod(slots, cache.store.unit_tokens)]
+            for slots in (src, dst)
+        )
+        keys, values = (pages.move(pool[layer], source, target) for pool in (cache.k, cache.v))
+    return written(cache, layer, keys, values, np.asarray(dst, np.int64))
+
+
+def copy_units(cache: Cache, src: Sequence[int], dst: Sequence[int]) -> Cache:
+    """Copies whole units with their summaries and open groups: copy-on-write of a forked sequence's open unit."""
+    if len(src) != len(dst):
+        raise ValueError(f"{len(src)} source units for {len(dst)} target units: give one target per source")
+    if not len(src):
+        return cache
+    with mx.stream(cache.stream):
+        source, target = mx.array(list(src), mx.int32), mx.array(list(dst), mx.int32)
+        for layer in range(cache.spec.num_layers):
+            for pool in (*pages.arrays_of(cache.k[layer]), *pages.arrays_of(cache.v[layer])):
+                pool[target] = pool[source]
+            for one in (cache, cache.bound, cache.tail):
+                if one is None or not one.store.enabled:
+                    continue
+                for pool in one.summaries[layer].values():
+                    pool[target] = pool[source]
+                for from_unit, to_unit in zip(src, dst, strict=True):
+                    for from_open, to_open in one.state[layer].copy(from_unit, to_unit):
+                        for running in one.open[layer].values():
+                            running[to_open] = running[from_open]
+                    per_unit = one.store.seals_per_unit
+                    mark_valid(one, layer, to_unit * per_unit + np.arange(per_unit))
+    return cache
+
+
+def _unit_arrays(cache: Cache) -> dict[str, mx.array]:
+    """Everything of the cache that lies by pool units, [P, ..], by name: K, V (codes and scales), summaries."""
+    found: dict[str, mx.array] = {}
+    for layer in range(cache.spec.num_layers):
+        for name, pool in (("k", cache.k[layer]), ("v", cache.v[layer])):
+            found |= {f"layers.{layer}.{name}.{i}": array for i, array in enumerate(pages.arrays_of(pool))}
+        for kind, one in (("summary", cache), ("bound", cache.bound), ("tail", cache.tail)):
+            if one is not None and one.store.enabled:
+                found |= {f"layers.{layer}.{kind}.{name}": pool for name, pool in one.summaries[layer].items()}
+    return found
+
+
+def export_units(cache: Cache, units: Sequence[int]) -> dict[str, np.ndarray]:
+    """What units [M] hold, as it is held: name -> [M, ..] on the host, bfloat16 as ml_dtypes' own; under `heads.` what
+    kv heads have besides: the largest norms behind bounds, [Hkv], and the centre of codes, [Hkv, D], zeros without one.
+    Of no unit: the names, shapes and dtypes that `import_units` of such a cache takes."""
+    with mx.stream(cache.stream):
+        index = mx.array(list(units), mx.int32)
+        found = {name: _held(array[index]) for name, array in _unit_arrays(cache).items()}
+        for layer in range(cache.spec.num_layers):
+            for kind, one in (("summary", cache), ("bound", cache.bound)):
+                if one is not None and one.store.enabled and one.store.needs_centre:
+                    found[f"heads.{layer}.{kind}.centre"] = _held(one.constants(layer)["centre"])
+            if cache.store.has_bounds:
+                for name, largest in (("key", cache.largest_key), ("value", cache.largest_value)):
+                    found[f"heads.{layer}.largest_{name}"] = _held(largest[layer])
+    return found
+
+
+def import_units(cache: Cache, units: Sequence[int], arrays: dict[str, np.ndarray]) -> Cache:
+    """Puts what `export_units` gave of a cache of the same store into units [M], which are full then: their groups are
+    valid, and nothing is computed. A cache that takes a centre must have none, or the same."""
+    let_go = kernel_of(cache, "let_go")
+    if let_go is not None:
+        let_go()
+    numbers = np.asarray(units, np.int64)
+    with mx.stream(cache.stream):
+        index = mx.array(numbers.astype(np.int32))
+        for name, array in _unit_arrays(cache).items():
+            array[index] = _native(arrays[name])
+        for layer in range(cache.spec.num_layers):
+            for kind, one in (("summary", cache), ("bound", cache.bound), ("tail", cache.tail)):
+                if one is None or not one.store.enabled:
+                    continue
+                if one.store.needs_centre:
+                    one.centre[layer] = _native(arrays[f"heads.{layer}.{kind}.centre"])
+                per_unit = one.store.seals_per_unit
+                groups = (numbers[:, None] * per_unit + np.arange(per_unit)).ravel()
+                one.state[layer].trust(groups, np.full(len(groups), one.store.sealed_tokens))
+                mark_valid(one, layer, groups)
+            if cache.store.has_bounds:
+                for name, largest in (("key", cache.largest_key), ("value", cache.largest_value)):
+                    largest[layer] = mx.maximum(largest[layer], _native(arrays[f"heads.{layer}.largest_{name}"]))
+        evaluate(cache)
+    return cache
+
+
+def _held(array: mx.array) -> np.ndarray:
+    """A host copy in the array's own dtype."""
+    if array.dtype == mx.bfloat16:
+        return np.array(array.view(mx.uint16)).view(ml_dtypes.bfloat16)
+    return np.array(array)
+
+
+def _native(array: np.ndarray) -> mx.array:
+    """A host array, in its own dtype."""
+    if array.dtype == ml_dtypes.bfloat16:
+        return mx.array(np.ascontiguousarray(array).view(np.uint16)).view(mx.bfloat16)
+    return mx.array(array)

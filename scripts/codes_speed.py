@@ -1,0 +1,143 @@
+"""What K and V as codes buy in time: one layer's dense and gated attention over caches of 16, 8 and 4 bits.
+
+All caches hold the same tokens, and the gate visits as many groups in each: as fit --bytes of the dense bytes of the
+first. Before anything is timed, results are compared with float64 over what each cache holds. Times are medians of
+rounds in which all arms take turns, each with cold caches; besides, the processor time of the process, which says more
+where a CPU is shared and OMP_NUM_THREADS is 1. Appends a run line and one line a cache to a JSONL.
+
+    OMP_NUM_THREADS=1 python scripts/codes_speed.py --context 32768 --dtype bfloat16 -o results/speed-codes.jsonl
+"""
+
+import os
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from eps_core.bench.data import DESCRIPTION, Shape, Source, fill
+from eps_core.bench.dense import DENSE_TOLERANCE, GateError
+from eps_core.bench.plan import budgeted, moved_bytes
+from eps_core.bench.proof import check_gate, check_values, dense_error, run_step
+from eps_core.config.bytes import kv_bytes
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import DTYPE_BYTES
+from eps_core.cpu.host import flush_bytes
+from eps_core.errors import exit_code
+from eps_core.files import outputs
+from eps_core.gate.attend import attend_layer
+from eps_core.load import load_backend, load_platform, resolve_kernels
+from eps_core.telemetry import terminal
+from eps_core.telemetry.provenance import run_line
+
+BITS = (16, 8, 4)  # 16: K and V as they are
+
+
+@click.command()
+@click.option("--context", type=click.IntRange(min=512), default=32768, show_default=True, help="Tokens.")
+@click.option("--bytes", "share", type=click.FloatRange(0, 1, min_open=True), default=0.1, show_default=True)
+@click.option("--dtype", type=click.Choice(tuple(DTYPE_BYTES)), default="bfloat16", show_default=True)
+@click.option("--method", default="rq", show_default=True)
+@click.option("--backend", default="cuda", show_default=True)
+@click.option("--device", default="cpu", show_default=True)
+@click.option("--kernels", default="auto", show_default=True)
+@click.option("--q-heads", type=click.IntRange(min=1), default=32, show_default=True)
+@click.option("--kv-heads", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("--head-dim", type=click.IntRange(min=2), default=128, show_default=True)
+@click.option("--rounds", type=click.IntRange(min=1), default=30, show_default=True)
+@click.option("--arrays/--no-arrays", default=True, show_default=True, help="Array operations over the codes, too.")
+@click.option(
+    "-o", "--output", "--out", "out", type=click.Path(path_type=Path), default=Path("results/speed-codes.jsonl"),
+    show_default=True,
+)  # fmt: skip
+def main(
+    context: int, share: float, dtype: str, method: str, backend: str, device: str, kernels: str, q_heads: int,
+    kv_heads: int, head_dim: int, rounds: int, arrays: bool, out: Path,
+) -> None:  # fmt: skip
+    if q_heads % kv_heads:
+        raise click.UsageError(f"--q-heads {q_heads} is not a multiple of --kv-heads {kv_heads}")
+    outputs.check({"-o": out}, {})
+    outputs.check_start("-o", out, b"{", "JSONL")
+    eps, platform = load_backend(backend), load_platform(backend)
+    kernels = resolve_kernels(kernels, eps.usable_kernels(device), device)
+    platform.prepare(device)
+    flush = platform.flusher(flush_bytes(platform.last_cache_bytes(device)), device)
+    timed, rng = platform.stopwatch(device), np.random.default_rng(0)
+    shape = Shape(context, 1, q_heads, kv_heads, head_dim, dtype)
+    source, config = Source(shape), budgeted(EpsConfig.of(method=method), shape, "bytes", share)
+    arms: dict[tuple[int, str], Any] = {}
+    facts = {}
+    for bits in BITS:
+        layer = fill(eps, source, config, device, kernels, 1, platform.synchronize, kv_bits=(bits, bits))
+        k, v = (platform.stack_heads([one]) for one in eps.read_kv(layer.cache, 0, layer.table[0], context))
+        step = run_step(layer, config, platform.synchronize)
+        gate = check_gate(layer, step, kernels, partial=True)
+        right = check_values(layer, config, step, k, v)
+        where, plain = layer.where(config), replace(layer.cache, kernels="arrays")
+        dense = partial(eps.attend, layer.cache, 0, layer.q, where, None)
+        error = dense_error(layer, dense()[0], k, v)
+        if not error <= DENSE_TOLERANCE[dtype]:
+            raise GateError(f"dense attention over {bits} bits is wrong: relative error {error:.2g}: nothing was timed")
+        arms[bits, "dense"] = dense
+        arms[bits, "attend"] = partial(eps.attend, layer.cache, 0, layer.q, where, step.selection)
+        arms[bits, "step"] = partial(attend_layer, eps, layer.cache, 0, layer.q, where)
+        if arrays and bits != 16 and kernels != "arrays":
+            arms[bits, "dense by arrays"] = partial(eps.attend, plain, 0, layer.q, where, None)
+            listed = replace(step.selection, visit=None)
+            arms[bits, "attend by arrays"] = partial(eps.attend, plain, 0, layer.q, where, listed)
+        facts[bits] = {
+            "kv_bits": bits, "dense_bytes": kv_bytes(1, kv_heads, head_dim, context, dtype, (bits, bits)),
+            "attend_bytes": gate["kv_bytes"], "step_bytes": moved_bytes(layer, config, gate["kv_bytes"])["step"],
+            "groups_visited": gate["groups_visited"], "visit_ratio": gate["visit_ratio"], "check": right,
+            "dense_error": error,
+        }  # fmt: skip
+    samples: dict[tuple[int, str], list[float]] = {name: [] for name in arms}
+    processor: dict[tuple[int, str], list[float]] = {name: [] for name in arms}
+    names = list(arms)
+    for number in range(rounds + 1):  # of which the first warms up
+        for index in rng.permutation(len(names)):
+            flush()
+            before = time.process_time_ns()
+            elapsed_ms, _ = timed(arms[names[index]])
+            if number:
+                samples[names[index]].append(elapsed_ms)
+                processor[names[index]].append((time.process_time_ns() - before) / 1e6)
+    with outputs.Output(out, "-o") as output:
+        kept_bytes = output.file.stat().st_size if output.file is not None and output.file.exists() else 0
+        with outputs.JsonlWriter(output, kept_bytes) as writer:
+            writer.write(
+                run_line(config, layer.cache.spec, backend, device, DESCRIPTION, eps.versions(), q_heads=q_heads,
+                         context=context, rounds=rounds, share=share, kernels=kernels, cpu_count=os.cpu_count(),
+                         load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+                         **platform.device_facts(device))
+            )  # fmt: skip
+            table = []
+            for bits, fact in facts.items():
+                own, used = ({n: x for (of, n), x in part.items() if of == bits} for part in (samples, processor))
+                spread, worked = (
+                    {name: np.percentile(one, (10, 50, 90)).tolist() for name, one in part.items()}
+                    for part in (own, used)
+                )
+                writer.write(
+                    {
+                        "type": "codes_speed", **fact, "p10_p50_p90_ms": spread, "processor_p10_p50_p90_ms": worked,
+                        "samples_ms": own, "processor_samples_ms": used,
+                    }
+                )  # fmt: skip
+                table.append(
+                    [str(bits), f"{fact['dense_bytes'] / 2**20:.1f}", f"{fact['step_bytes'] / 2**20:.1f}"]
+                    + [f"{spread[name][1]:.1f} ({worked[name][1]:.1f})" if name in spread else "-" for name in
+                       ("dense", "attend", "step", "dense by arrays", "attend by arrays")]
+                )  # fmt: skip
+    header = ["bits", "dense MiB", "step MiB", "dense ms", "attend ms", "step ms", "dense, arrays", "attend, arrays"]
+    print("median ms (of processor time)\n\n" + terminal.table(table, header), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -1,0 +1,236 @@
+"""fp8 and NVFP4 pages: every code, the oracle by brute force over Python's numbers, every backend by the oracle.
+`test_kv_bits.py` tests what all formats share."""
+
+from collections.abc import Callable
+from importlib import import_module
+
+import numpy as np
+import pytest
+from test_kv_bits import hard_rows
+
+from eps_core.config import formats
+from eps_core.config.formats import FORMATS, KV_BITS, FormatName
+from eps_core.oracle import codes as oracle_codes
+
+# the numbers of the two formats, by code: a sign bit, exponent, mantissa (Micikevicius et al. 2022; OCP MX 1.0)
+E4M3 = [(c % 8) * 2.0**-9 if c < 8 else (1 + c % 8 / 8) * 2.0 ** (c // 8 - 7) for c in range(127)]
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+NEW = ("fp8", "nvfp4")
+BACKENDS = ("eps_core.oracle", "eps_cuda", "eps_mlx")
+
+
+def nearest(y: np.float32, numbers: list[float]) -> int:
+    """Code without its sign: ties to the even one, past the end the last."""
+    size = abs(float(y))
+    return min(range(len(numbers)), key=lambda code: (abs(numbers[code] - size), code % 2))
+
+
+def signed(y: np.float32, numbers: list[float]) -> int:
+    return nearest(y, numbers) + (int(np.signbit(y)) << (len(numbers) - 1).bit_length())
+
+
+def scale_of(row: np.ndarray, most: int) -> np.float16:
+    """The least float16 that is at least max|x| / most."""
+    wanted = np.float32(np.abs(row).max()) / np.float32(most)
+    near = np.float16(wanted).view(np.uint16).astype(int) + np.arange(-1, 2)
+    return next(f for f in near[near >= 0].astype(np.uint16).view(np.float16) if float(f) >= float(wanted))
+
+
+def fp8_by_loop(row: np.ndarray) -> tuple[list[int], np.float16]:
+    if np.abs(row).max() < 2.0**-126:
+        return [0] * len(row), np.float16(0)
+    scale = scale_of(row, 448)
+    return [signed(x / np.float32(scale), E4M3) for x in row], scale
+
+
+def nvfp4_by_loop(row: np.ndarray) -> tuple[list[int], np.float16]:
+    """Bytes of codes and then of blocks."""
+    if np.abs(row).max() < 2.0**-126:
+        return [0] * (len(row) * 9 // 16), np.float16(0)
+    scale = scale_of(row, 6 * 448)
+    codes, blocks = [], []
+    for block in row.reshape(-1, 16):
+        blocks.append(nearest(np.abs(block).max() / (np.float32(6) * np.float32(scale)), E4M3))
+        step = np.float32(E4M3[blocks[-1]]) * np.float32(scale)
+        codes += [signed(x / step, E2M1) if step else 0 for x in block]
+    return [low + 16 * high for low, high in zip(codes[::2], codes[1::2], strict=True)] + blocks, scale
+
+
+BY_LOOP: dict[FormatName, Callable[[np.ndarray], tuple[list[int], np.float16]]] = {
+    "fp8": fp8_by_loop,
+    "nvfp4": nvfp4_by_loop,
+}
+
+
+def on_edges() -> np.ndarray:
+    """[N, 32] float32: halfway between two codes and one rounding beside, in both formats, under scales of many sizes;
+    zeros of both signs; blocks that are nothing beside the other."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for numbers, most in ((E4M3, 448.0), (E2M1, 6.0 * 448)):
+        middle = (np.array(numbers[1:]) + np.array(numbers[:-1])) / 2 * most / numbers[-1]
+        beside = np.concatenate([middle, *(np.nextafter(middle.astype(np.float32), np.float32(x)) for x in (0, 1e9))])
+        drawn = rng.choice(beside, (60, 32)) * rng.choice([-1, 1], (60, 32))
+        drawn[:, :2] = most, -0.0
+        drawn[30:, 16:] = drawn[30:, 16:] * 2.0 ** rng.integers(-22, 0, (30, 1))
+        rows.append(drawn * 2.0 ** rng.integers(-20, 6, (60, 1)))
+    return np.concatenate(rows).astype(np.float32)
+
+
+def codes_of(name: str, rows: np.ndarray, bits: FormatName) -> tuple[np.ndarray, np.ndarray]:
+    """(codes, scale) of rows by one backend, as numpy."""
+    backend, module = import_module(name), import_module(f"{name}.codes")
+    codes, scale = module.quantise(backend.from_numpy(rows, "float32", "cpu"), bits)
+    return backend.to_numpy(codes), backend.to_numpy(scale)
+
+
+@pytest.mark.parametrize("bits", NEW)
+def test_the_oracle_quantises_as_the_formula_says(bits: FormatName) -> None:
+    rows = np.concatenate([hard_rows(32, 4e5), on_edges()])
+    codes, scale = oracle_codes.quantise(rows, bits)
+    assert codes.dtype == np.uint8 and codes.shape[-1] == FORMATS[bits].code_bytes(32)
+    for row, got, step in zip(rows, codes, scale, strict=True):
+        want, want_step = BY_LOOP[bits](row)
+        assert step == want_step and got.tolist() == want
+
+
+@pytest.mark.parametrize("name", BACKENDS[1:])
+@pytest.mark.parametrize("bits", NEW)
+@pytest.mark.parametrize("head_dim", [32, 128])
+def test_codes_of_backends_are_the_oracles(name: str, bits: FormatName, head_dim: int) -> None:
+    rows = np.concatenate([hard_rows(head_dim, 4e5), np.tile(on_edges(), head_dim // 32)])
+    rows[7, 3], rows[8, 1], rows[9] = np.nan, -np.inf, 3e38
+    (got, got_scale), (want, scale) = (codes_of(one, rows, bits) for one in (name, BACKENDS[0]))
+    assert (got == want).all() and (got_scale.view(np.uint16) == scale.view(np.uint16))[~np.isnan(scale)].all()
+    assert (np.isnan(got_scale) == np.isnan(scale)).all() and not want[7:10].any()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_number_of_fp8_is_its_code(name: str) -> None:
+    """All but its two NaN, which no row becomes."""
+    numbers = np.array(E4M3 + [-x for x in E4M3], np.float32)
+    want = np.array([code for code in range(256) if code & 127 < 127], np.uint8)
+    rows = numbers * 2.0 ** np.arange(-14, 8, dtype=np.float32)[:, None]
+    codes, scale = codes_of(name, rows, "fp8")
+    assert (codes == want).all() and (scale == 2.0 ** np.arange(-14, 8)).all()
+    assert (values_of(name, codes, scale, "fp8") == rows).all()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_number_of_nvfp4_is_its_code(name: str) -> None:
+    """All 16 codes under all scales of blocks that are whole: the others' largest rounds its scale elsewhere."""
+    shared = np.array(E4M3[3:], np.float32)
+    block = np.array(E2M1 + [-x for x in E2M1], np.float32)
+    row = (shared[:, None] * block).reshape(-1)
+    rows = row * 2.0 ** np.arange(-14, 8, dtype=np.float32)[:, None]
+    codes, scale = codes_of(name, rows, "nvfp4")
+    pairs = [low + 16 * (low + 1) for low in range(0, 16, 2)] * len(shared)
+    assert (codes == np.array([*pairs, *range(3, 127)], np.uint8)).all() and (scale == 2.0 ** np.arange(-14, 8)).all()
+    assert (values_of(name, codes, scale, "nvfp4") == rows).all()
+
+
+def values_of(name: str, codes: np.ndarray, scale: np.ndarray, bits: FormatName) -> np.ndarray:
+    """Dequantised to float32 by one backend."""
+    if name == BACKENDS[0]:
+        return oracle_codes.dequantise(codes, scale, bits, np.float32)
+    backend, module = import_module(name), import_module(f"{name}.codes")
+    if name == "eps_cuda":
+        import torch
+
+        given, dtype = [torch.from_numpy(array.copy()) for array in (codes, scale)], torch.float32
+    else:
+        import mlx.core as mx
+
+        given, dtype = [mx.array(array) for array in (codes, scale)], mx.float32
+    return backend.to_numpy(module.dequantise(*given, bits, dtype))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_byte_is_read_as_the_same_number(name: str) -> None:
+    """Also such as `quantise` never makes, by the formats' tables."""
+    every = np.arange(256)
+    codes = np.array([code for code in every if code & 127 < 127], np.uint8)[None]
+    want = np.array([E4M3[code & 127] * (1 - 2 * (code >> 7)) for code in codes[0].tolist()])
+    assert (values_of(name, codes, np.array([0.25], np.float16), "fp8")[0] == want / 4).all()
+    pairs = np.broadcast_to(every.astype(np.uint8).reshape(-1, 8), (127, 32, 8)).reshape(127, 256)
+    blocks = np.repeat(np.arange(127, dtype=np.uint8)[:, None], 32, axis=1)
+    got = values_of(name, np.concatenate([pairs, blocks], axis=1), np.full(127, 0.25, np.float16), "nvfp4")
+    both = np.array([[E2M1[half & 7] * (1 - 2 * (half >> 3)) for half in (byte & 15, byte >> 4)] for byte in every])
+    assert (got == np.array(E4M3)[:, None] * both.reshape(-1) / 4).all()
+
+
+@pytest.mark.parametrize("bits", NEW)
+def test_a_value_is_half_a_gap_away(bits: FormatName) -> None:
+    rows = np.concatenate([hard_rows(32, 6e4), on_edges()])
+    codes, scale = oracle_codes.quantise(rows, bits)
+    x, values = rows.astype(np.float64), oracle_codes.dequantise(codes, scale, bits, np.float32).astype(np.float64)
+    numbers, steps = E4M3, np.repeat(scale.astype(np.float64)[:, None], 32, axis=1)
+    floor = np.zeros_like(steps)
+    if bits == "nvfp4":
+        floor = 6 * 2.0**-10 * steps
+        shared = np.array(E4M3)[codes[:, 16:]]
+        numbers, steps = E2M1, steps * np.repeat(shared, 16, axis=1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        size = np.minimum(np.nan_to_num(np.abs(x) / steps), numbers[-1])
+    above = np.clip(np.searchsorted(numbers, size, side="left"), 1, len(numbers) - 1)
+    gap = (np.array(numbers)[above] - np.array(numbers)[above - 1]) * steps
+    missed = np.abs(x - values) * (1 - 2.0**-20)  # the division rounds once
+    assert (missed <= np.maximum(np.maximum(gap / 2, floor), 2.0**-126)).all()
+    assert (missed > gap * 0.49)[scale > 0].any()  # it is no looser than it must be
+
+
+@pytest.mark.parametrize("bits", NEW)
+def test_float32_rows_that_are_read_and_written_again_stay_what_they_are(bits: FormatName) -> None:
+    """Where scales are normal numbers of float16 and, of blocks, whole."""
+    rows = np.concatenate([hard_rows(32, 4e5), on_edges()])
+    codes, scale = oracle_codes.quantise(rows, bits)
+    again, same = oracle_codes.quantise(oracle_codes.dequantise(codes, scale, bits, np.float32), bits)
+    normal = scale >= 2.0**-14
+    if bits == "nvfp4":
+        normal &= (codes[:, 16:] >= 3).all(axis=1)
+    assert normal.sum() > 100 and (scale[normal] == same[normal]).all() and (codes[normal] == again[normal]).all()
+
+
+@pytest.mark.parametrize("bits", NEW)
+def test_a_power_of_two_moves_the_scale_alone(bits: FormatName) -> None:
+    rows = np.random.default_rng(3).standard_normal((50, 64)).astype(np.float32) * 16
+    codes, scale = oracle_codes.quantise(rows, bits)
+    for power in (-2, 5):
+        other, moved = oracle_codes.quantise(rows * np.float32(2.0**power), bits)
+        assert (moved == scale * np.float16(2.0**power)).all() and (other == codes).all() and moved.min() > 2.0**-14
+
+
+def test_every_backend_codes_every_format() -> None:
+    for name in BACKENDS:
+        assert list(import_module(f"{name}.codes").CODERS) == list(FORMATS)
+    assert KV_BITS == (16, *FORMATS) == (16, 8, "fp8", 4, "nvfp4")
+    assert [formats.words(bits, "float16") for bits in KV_BITS] == ["float16", "int8", "fp8", "int4", "nvfp4"]
+    assert formats.described("float16", ("fp8", 16)) == "K fp8, V float16"
+
+
+# ------------------------------------------------------------------------------------------------------- tests of tests
+
+
+@pytest.mark.parametrize("fault", ["ties away from zero", "wraps around", "forgets zero's sign", "one block for all"])
+def test_a_wrong_quantiser_fails_the_loop(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    to_e2m1, to_nvfp4 = oracle_codes._to_e2m1, oracle_codes._to_nvfp4
+    if fault == "one block for all":
+
+        def whole(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+            codes = to_nvfp4(x, scale)
+            codes[..., -1] = codes[..., -2]
+            return codes
+
+        monkeypatch.setitem(oracle_codes.CODERS, "nvfp4", (whole, oracle_codes._from_nvfp4))
+    else:
+
+        def wrong(y: np.ndarray) -> np.ndarray:
+            if fault == "ties away from zero":
+                return to_e2m1(y * np.float32(1 + 2.0**-20))
+            if fault == "wraps around":
+                return np.where(np.abs(y) > 6, 0, to_e2m1(y)).astype(np.uint8)
+            return np.where(y == 0, 0, to_e2m1(y)).astype(np.uint8)
+
+        monkeypatch.setattr(oracle_codes, "_to_e2m1", wrong)
+    with pytest.raises(AssertionError):
+        test_the_oracle_quantises_as_the_formula_says("nvfp4")
