@@ -71,6 +71,10 @@ def h2o(head: Head, rule: Rule) -> list[float]:
     return [sum(sums[r, t] for r in range(len(sums))) for t in range(len(head.positions))]
 
 
+def rswa(head: Head, rule: Rule) -> list[float]:
+    return [math.inf if p < head.prompt else float(p - head.length) for p in head.positions]
+
+
 def oracle(head: Head, rule: Rule) -> list[float]:
     future = f(head.future)
     return [sum(future[r, t] for r in range(len(future))) for t in range(len(head.positions))]
@@ -375,7 +379,7 @@ def kv_compress(layers: list[list[Head]], budget: int, rule: Rule) -> list[list[
 
 # --------------------------------------------------------------------------------------------------------- every policy
 
-_OF_HEAD = (streaming, h2o, scissorhands, snapkv, keydiff, rkv, oracle)
+_OF_HEAD = (streaming, h2o, scissorhands, snapkv, keydiff, rkv, rswa, oracle)
 OF_HEAD = {score.__name__: score for score in _OF_HEAD}
 OF_LAYERS = {"tova": tova, "triattention": triattention, "epikv": epikv, "infinigen": infinigen}
 SEEDED = {"random": random, "nexus": nexus}

@@ -58,6 +58,7 @@ def head(
         query_abs=np.abs(paired(q)).mean(1),
         frequencies=FREQUENCIES,
         future=weights[:, length // 2 :].sum(1)[:, rows],
+        prompt=length // 3,
     )
 
 
@@ -74,7 +75,7 @@ def asked(layers: list[list[Head]], policy: ModuleType) -> list[list[Head]]:
             kept = replace(kept, **cut)
         return kept
 
-    assert {field.name for field in fields(Head)} == {"positions", "length", *GATHERED}
+    assert {field.name for field in fields(Head)} == {"positions", "length", "prompt", *GATHERED}
     return [[less(one) for one in heads] for heads in layers]
 
 

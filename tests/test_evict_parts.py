@@ -19,6 +19,7 @@ from eps_core.evict import (
     pyramidkv,
     random,
     rkv,
+    rswa,
     snapkv,
     streaming,
     tova,
@@ -108,6 +109,15 @@ def test_facts_say_their_source_and_uneven_ones_alone_differ(name: str) -> None:
 
 def test_streaming_keeps_the_first_and_the_latest() -> None:
     assert streaming.keep([[bare(100)]], 12, Rule(4, 3))[0][0].tolist() == [0, 1, 2, 3, *range(92, 100)]
+
+
+def test_rswa_keeps_the_prompt_and_a_ring_of_what_came_after() -> None:
+    rows = np.arange(40)
+    for length in range(41, 60):
+        rows = np.append(rows, length - 1)
+        rows = rows[rswa.keep([[Head(rows, length, prompt=30)]], 30 + 7, FREE)[0][0]]
+        newest = range(max(length - 7, 30), length)
+        assert rows.tolist() == [*range(30), *newest], "k < prefix or q - k < w"
 
 
 def test_random_keeps_after_two_evictions_what_one_would_have_left() -> None:

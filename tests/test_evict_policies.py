@@ -106,7 +106,7 @@ def test_blocks_of_the_log_determinant(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_statistic_that_was_not_gathered_is_an_error(name: str) -> None:
     layers = [[Head(np.arange(50), 50)] * 2]
-    if name in ("streaming", "random"):
+    if name in ("streaming", "rswa", "random"):
         POLICIES[name].keep(layers, 20, RULE)
     else:
         with pytest.raises(ValueError, match="was not gathered"):
@@ -139,8 +139,9 @@ def keeps_the_newest(policy: ModuleType) -> Keep:
 
 
 WRONG = [forgets_the_window, forgets_the_sinks, keeps_one_too_few, keeps_the_newest]
-# streaming keeps the newest without being told
-WRONG_POLICIES = [(name, wrong) for name in POLICIES for wrong in WRONG if (name, wrong) != ("streaming", WRONG[0])]
+# streaming keeps the newest without being told, rswa the first ones
+TOLD = [("streaming", forgets_the_window), ("rswa", forgets_the_sinks)]
+WRONG_POLICIES = [(name, wrong) for name in POLICIES for wrong in WRONG if (name, wrong) not in TOLD]
 
 
 @pytest.mark.parametrize("name, wrong", WRONG_POLICIES, ids=lambda x: getattr(x, "__name__", x))
@@ -155,7 +156,7 @@ def test_a_wrong_policy_fails(name: str, wrong: Callable[[ModuleType], Keep]) ->
     assert failed, f"{wrong.__name__} is not noticed"
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("streaming", *SAME_ROWS)])
+@pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("streaming", "rswa", *SAME_ROWS)])
 def test_swapped_heads_fail(name: str) -> None:
     with pytest.raises(AssertionError, match="formula"):
         check(name, swaps_the_heads(POLICIES[name]), INPUTS["random"](), 14, RULE)

@@ -2,6 +2,7 @@
 weight."""
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ class Judge:
         # [l][h] of (position -> [R]): all that queries gave
         self.sums: list[list[dict[int, np.ndarray]]] = [[{} for _ in range(self.spec.num_kv_heads)] for _ in layers]
         self.squares: list[list[dict[int, np.ndarray]]] = [[{} for _ in range(self.spec.num_kv_heads)] for _ in layers]
-        self.length = self.budget = 0
+        self.length = self.budget = self.prompt = 0
 
     def feed(self, token: int) -> np.ndarray:
         """Logits [V] after one more token."""
@@ -107,7 +108,7 @@ class Judge:
             np.array([self.squares[layer][head][p] for p in seen]).T,
             np.array([self.k[layer][p][head] for p in seen], np.float32),
             queries[:, own].transpose(1, 0, 2).astype(np.float32),
-            np.mean(turned, axis=0), np.mean(np.abs(turned), axis=0), frequencies,
+            np.mean(turned, axis=0), np.mean(np.abs(turned), axis=0), frequencies, prompt=self.prompt,
         )  # fmt: skip
 
     def evict(self) -> None:
@@ -122,8 +123,8 @@ class Judge:
         """Logits after each of the prompt's last token and `forced`."""
         for token in prompt[:-1]:
             self.feed(token)
-        self.budget = self.keep.rows(self.length)
-        if self.length:
+        self.budget, self.prompt = self.keep.rows(self.length), len(prompt)
+        if self.length and self.keep.facts.at_prefill:
             self.evict()
         found = []
         for token in [prompt[-1], *forced]:
@@ -170,7 +171,8 @@ USUAL = [name for name, module in table.POLICIES.items() if not module.FACTS.fut
 @pytest.mark.parametrize("name", USUAL)
 def test_every_policy_decodes_what_a_judge_with_masks_does(model: Path, name: str) -> None:
     session = Session.open(model, "numpy")
-    keep = Keep(name, 0.4, 5, compact="fill" if name in ("h2o", "keydiff") else "repack", **RULE)
+    share = 7.0 if table.policy(name).FACTS.prompt else 0.4  # of generated tokens
+    keep = Keep(name, share, 5, compact="fill" if name in ("h2o", "keydiff", "rswa") else "repack", **RULE)
     records, _, _, sequences = evicted(session, keep, EpsConfig())
     heads = session.spec.num_layers * session.spec.num_kv_heads
     for index, prompt in enumerate(prompts()):
@@ -243,6 +245,21 @@ def test_eps_over_what_is_left(target, model: Path, method: str) -> None:
     assert rows == spec.num_layers * spec.num_kv_heads * sum(keep.rows(n - 1) + 13 for n in LENGTHS)
 
 
+def test_rswa_reads_the_mask_and_moves_a_row_a_step(model: Path) -> None:
+    keep = Keep("rswa", 6.0, 1, compact="fill", **RULE)
+    records, _, _, sequences = evicted(Session.open(model, "numpy"), keep, EpsConfig())
+    heads = sum(len(layer) for layer in sequences[0].heads)
+    for prompt, sequence in zip(prompts(), sequences, strict=True):
+        last = len(prompt) + len(FORCED[0])  # tokens that were read
+        mask = {k for k in range(last) if k < len(prompt) or last - 1 - k < 6}
+        assert all(set(held.tolist()) == mask for layer in sequence.positions for held in layer)
+    # a ring: each new row is the one that the oldest leaves its place to
+    assert [r.rows_moved for r in records] == [0] * 7 + [len(LENGTHS) * heads] * 6
+    assert Keep("rswa", 128.0).rows(69) == 70 + 128
+    with pytest.raises(ConfigError, match="of which rswa keeps all: give a number of generated"):
+        Keep("rswa", 0.5)
+
+
 @pytest.mark.parametrize("name", ["streaming", "h2o", "rkv", "keydiff", "kv-compress"])
 def test_a_long_text_after_one_token_keeps_what_is_never_let_go(model: Path, name: str) -> None:
     session, keep = Session.open(model, "numpy"), Keep(name, 0.5, 3, **RULE)
@@ -275,9 +292,10 @@ def test_what_a_policy_reads_for_its_statistics_is_counted(model: Path) -> None:
         assert a.bytes_kv_read_est == a.pages_visited * cache.store.S * cache.spec.kv_token_bytes
 
 
-def test_a_fork_goes_its_own_way(target, model: Path) -> None:
+@pytest.mark.parametrize("keep", [Keep("h2o", 0.5, 3, **RULE), Keep("rswa", 6.0, 3, **RULE)], ids=["h2o", "rswa"])
+def test_a_fork_goes_its_own_way(target, model: Path, keep: Keep) -> None:
     """Two continuations of one prompt, one forked from the other, say what each says alone."""
-    session, keep = opened(target, model), Keep("h2o", 0.5, 3, **RULE)
+    session = opened(target, model)
     prompt, shape = prompts()[0], ([len(prompts()[0])] * 3, 14)
     decoder, cache, pools = session.evicting(keep, EpsConfig().store, *shape)
     observed = Observed(session.backend, session.spec, keep.facts)
@@ -377,31 +395,40 @@ def test_what_eps_cannot_gate_then_is_refused(flat: dict[str, Any], message: str
     Keep().check(EpsConfig.of(method="rq", **flat))
 
 
-def test_codes_that_a_move_would_change_are_refused(model: Path) -> None:
-    session = Session.open(model, "numpy", kv_dtype="bfloat16", kv_bits=(8, 8))
-    with pytest.raises(ConfigError, match="codes of a bfloat16 cache are others after a move: use kv-dtype float32"):
-        session.evicting(Keep("snapkv", 0.5), EpsConfig().store, [10], 1)
-
-
-def test_moved_codes_are_the_same_codes(target, model: Path) -> None:
-    """Rows that are read and written again, as an eviction does, are the same numbers in float32."""
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+def test_moved_rows_are_the_same_codes_and_their_summaries_follow(target, model: Path, kv_dtype: str) -> None:
+    """Rows are moved as they lie: rounded to the cache's dtype and coded again, they would be others."""
     backend, device = target
-    session = Session.open(str(model), backend_name(backend), device, "float32", kernels="arrays", kv_bits=(8, 4))
+    session = Session.open(str(model), backend_name(backend), device, "float32", kv_dtype, "arrays", kv_bits=(8, 4))
     rng, spec = np.random.default_rng(0), session.spec
-    cache, pool = session.cache(EpsConfig().store, 64)
+    config = EpsConfig.of(method="box", group_tokens=4)
+    cache, pool = session.cache(config.store, 128)
     sequence, _ = pool.open()
-    slots, _ = pool.append(sequence, [0] * 64)
+    slots, _ = pool.append(sequence, [0] * 128)
     (table,) = pool.table([sequence])
     shape = (64, spec.num_kv_heads, spec.head_dim)
     k, v = (
         session.backend.from_numpy(rng.standard_normal(shape) * rng.exponential(3, (64, 1, 1)), "float32", device)
         for _ in range(2)
     )
-    cache = session.backend.write_kv(cache, 0, k, v, slots)
-    first = [session.backend.to_numpy(one) for one in session.backend.read_kv(cache, 0, table, 64)]
-    cache = session.backend.write_kv(cache, 0, *session.backend.read_kv(cache, 0, table, 64), slots)
-    for a, b in zip(first, session.backend.read_kv(cache, 0, table, 64), strict=True):
-        np.testing.assert_array_equal(a, session.backend.to_numpy(b))
+    order = rng.permutation(64)
+    cache = session.backend.write_kv(cache, 0, k, v, slots[:64])
+    to_numpy = session.backend.to_numpy
+    before = [to_numpy(array) for one in (cache.k[0], cache.v[0]) for array in (one.codes, one.scale)]
+    cache = session.backend.move_kv(cache, 0, slots[:64][order], slots[64:])
+    after = [to_numpy(array) for one in (cache.k[0], cache.v[0]) for array in (one.codes, one.scale)]
+    (unit, at), (to, there) = (np.divmod(some, config.store.unit_tokens) for some in (slots[:64][order], slots[64:]))
+    for was, now in zip(before, after, strict=True):
+        np.testing.assert_array_equal(now[to, :, there], was[unit, :, at])
+    rows = session.backend.read_kv(cache, 0, table, 128)
+    keys = to_numpy(rows[0]).astype(np.float32)
+    np.testing.assert_array_equal(keys[64:], keys[:64][order])
+    groups = keys[64:].reshape(16, 4, spec.num_kv_heads, -1)
+    units = table[64 // config.store.unit_tokens :]
+    low, scale = (to_numpy(cache.summaries[0][name])[units].astype(np.float32) for name in ("lo", "scale"))
+    low = (low * scale[..., None]).swapaxes(1, 2).reshape(16, spec.num_kv_heads, -1)
+    step = scale.swapaxes(1, 2).reshape(16, spec.num_kv_heads, 1)
+    assert (low <= groups.min(axis=1)).all() and (groups.min(axis=1) <= low + step).all(), "boxes of what was moved"
 
 
 def test_rows_of_a_prompt() -> None:
@@ -426,3 +453,17 @@ def test_a_run_says_the_same_on_every_backend(target, model: Path, kv_bits: tupl
     assert [one["tokens"] for one in a["sequences"]] == [one["tokens"] for one in b["sequences"]]
     assert a["kl_mean"] == pytest.approx(b["kl_mean"], abs=1e-4) and a["kl_mean"] > 0
     assert a["bytes_ratio"] == pytest.approx(b["bytes_ratio"], abs=2e-3)
+
+
+def test_metrics_name_the_cache_of_what_is_left(model: Path, tmp_path: Path) -> None:
+    request = compare.RunRequest(
+        EpsConfig.of(method="rq", first_tokens=2, last_tokens=4, budget=0.3), compare.Sampling(), "numpy", "cpu", model,
+        ("It was a dark and stormy night; the rain fell in torrents. " * 3,), 4, "float32",
+        keep=Keep("keydiff", 0.5, 4, **RULE), metrics=tmp_path / "m.jsonl",
+    )  # fmt: skip
+    compare.run(request, io.StringIO())
+    run = json.loads((tmp_path / "m.jsonl").read_text().splitlines()[0])
+    spec, tokens = Session.open(model, "numpy").spec, run["prompt_tokens"]
+    kept = -(-tokens // 2) + 4  # half, and what is said
+    assert run["cache"]["num_kv_heads"] == 1
+    assert run["cache"]["num_units"] == spec.num_kv_heads * -(-kept // 64)

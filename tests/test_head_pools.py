@@ -65,7 +65,7 @@ def program(seed: int, compact: Any = HeadPools.compact) -> None:
                 assert sorted(rows[done.order].tolist()) == sorted(rows[keep].tolist())
                 moved = (keep != np.arange(len(keep))).sum() if how == "repack" else (keep >= len(keep)).sum()
                 assert done.rows_moved == moved and done.units_freed == before - -(-len(keep) // size)
-                shadow.memory[layer][done.slots] = rows[done.order[done.written]]
+                shadow.memory[layer][done.slots] = shadow.memory[layer][done.sources]
                 shadow.rows[one][layer][head] = rows[done.order].tolist()
             elif act == "fork":
                 child, copies = pools.fork(one)

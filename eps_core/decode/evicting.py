@@ -5,7 +5,7 @@ head, in which each kv head of a sequence is a sequence (`paging.heads`). Steps 
 EPS summarises, scores and bounds is what is left. Keys keep the rotation of their own positions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,9 +37,10 @@ class EvictingDecoder(Decoder):
     def adopt(
         self, cache: Any, keys_values: Sequence[tuple[Array, Array]], length: int, observed: Observed
     ) -> tuple[HeadSequence, Any]:
-        """(sequence, cache) with what the policy keeps of a prompt of `length` tokens: K and V [T, Hkv, D] of each
-        layer, and what its attention was seen to do."""
+        """(sequence, cache) with what the policy keeps of a prompt's `length` tokens, all but the last: K and V
+        [T, Hkv, D] of each layer, and what its attention was seen to do."""
         spec, budget = self.spec, self.keep.rows(length)
+        observed.num_prompt = length + 1
         everything = [[np.arange(length)] * spec.num_kv_heads for _ in range(spec.num_layers)]
         kept = everything
         if length and self.keep.enabled and self.keep.facts.at_prefill:
@@ -51,16 +52,32 @@ class EvictingDecoder(Decoder):
                 for layer, (k, _) in enumerate(keys_values)
             ]
             kept = policy(self.keep.policy).keep(heads, budget, self.keep.rule)
-        sequence = self.pools.open()
+        sequence, cache = self.place(
+            cache, length, kept,
+            lambda layer, head: [self._rows(cache, a, kept[layer][head], head) for a in keys_values[layer]],
+        )  # fmt: skip
+        for layer, head in np.ndindex(spec.num_layers, spec.num_kv_heads):
+            observed.evicted(layer, head, kept[layer][head])
         self._observed[sequence], self._budgets[sequence] = observed, budget
+        return sequence, cache
+
+    def place(
+        self,
+        cache: Any,
+        length: int,
+        positions: Sequence[Sequence[np.ndarray]],
+        rows: Callable[[int, int], Sequence[Array]],
+    ) -> tuple[HeadSequence, Any]:
+        """(sequence, cache) of `length` tokens, of which head h of layer l holds `positions[l][h]` [n], ascending, with
+        K and V `rows(l, h)` [n, 1, D], whatever made them. It can be decoded from; `adopt` makes one that a policy may
+        evict from."""
+        sequence = self.pools.open()
         try:
-            slots = self.pools.fill(sequence, length, kept)
-            for layer, (k, v) in enumerate(keys_values):
-                for head, rows in enumerate(kept[layer]):
-                    if len(rows):
-                        keys, values = (self._rows(cache, array, rows, head) for array in (k, v))
-                        cache = self.eps.write_kv(cache, layer, keys, values, slots[layer][head])
-                    observed.evicted(layer, head, rows)
+            slots = self.pools.fill(sequence, length, positions)
+            for layer, head in np.ndindex(self.spec.num_layers, self.spec.num_kv_heads):
+                if len(positions[layer][head]):
+                    keys, values = rows(layer, head)
+                    cache = self.eps.write_kv(cache, layer, keys, values, slots[layer][head])
             self.eps.check_finite(cache)
         except BaseException:
             self.release(sequence)
@@ -73,10 +90,10 @@ class EvictingDecoder(Decoder):
         size = self.pools.unit_tokens
         for layer, units in enumerate(copies):
             for src, dst, rows in units:
-                k, v = self.eps.read_kv(cache, layer, np.array([src], np.int32), rows)
-                cache = self.eps.write_kv(cache, layer, k, v, dst * size + np.arange(rows))
-        observed = self._observed[sequence]
-        self._observed[child], self._budgets[child] = observed.of(observed.facts), self._budgets[sequence]
+                cache = self.eps.move_kv(cache, layer, src * size + np.arange(rows), dst * size + np.arange(rows))
+        if sequence in self._observed:
+            observed = self._observed[sequence]
+            self._observed[child], self._budgets[child] = observed.of(observed.facts), self._budgets[sequence]
         return child, cache
 
     def release(self, sequence: HeadSequence) -> None:
@@ -174,30 +191,26 @@ class EvictingDecoder(Decoder):
 
     def _evict(self, cache: Any, sequence: HeadSequence) -> tuple[Any, int, int]:
         """(cache, rows moved, units freed) of bringing a sequence's heads back to their budget, where it is time."""
-        keep, budget = self.keep, self._budgets[sequence]
+        keep = self.keep
         if not (keep.enabled and keep.every and keep.facts.while_decoding):
             return cache, 0, 0
+        budget = self._budgets[sequence]
         heads = self.spec.num_layers * self.spec.num_kv_heads
         if sequence.num_rows < heads * (budget + keep.every):
             return cache, 0, 0
         observed, moved, freed = self._observed[sequence], 0, 0
-        held = [
-            [self.eps.read_kv(cache, layer, np.array(one.table, np.int32), one.length) for one in sequence.heads[layer]]
-            for layer in range(self.spec.num_layers)
-        ]
-        seen = [
-            [
-                observed.head(cache, layer, head, k, sequence.positions[layer][head], sequence.length)
-                for head, (k, _) in enumerate(held[layer])
-            ]
-            for layer in range(self.spec.num_layers)
-        ]
+        seen = []
+        for layer, heads_of in enumerate(sequence.heads):
+            keys = [self.eps.read_kv(cache, layer, np.array(one.table, np.int32), one.length)[0] for one in heads_of]
+            rows = sequence.positions[layer]
+            seen.append(
+                [observed.head(cache, layer, head, k, rows[head], sequence.length) for head, k in enumerate(keys)]
+            )
         kept = policy(keep.policy).keep(seen, budget, keep.rule)
         for layer, head in np.ndindex(self.spec.num_layers, self.spec.num_kv_heads):
             done = self.pools.compact(sequence, layer, head, kept[layer][head], keep.compact)  # type: ignore[arg-type]
             if len(done.written):
-                k, v = (self.eps.take(cache, array, done.order[done.written]) for array in held[layer][head])
-                cache = self.eps.write_kv(cache, layer, k, v, done.slots)
+                cache = self.eps.move_kv(cache, layer, done.sources, done.slots)
             observed.evicted(layer, head, done.order)
             moved, freed = moved + done.rows_moved, freed + done.units_freed
         return cache, moved, freed

@@ -58,6 +58,11 @@ class Arithmetic(Protocol):
         """q [N, Hq, D], k, v [N, Hkv, D] of x [N, hidden], as attention reads them: normed and rotated."""
         ...
 
+    def reposition(self, k: Array, shifts: np.ndarray) -> Array:
+        """Keys [N, Hkv, D] as they are cached, turned to positions later by `shifts` [N] (earlier where negative), in
+        float32 and k's dtype: the rotations of two positions add up."""
+        ...
+
     def add_attention(self, layer: int, x: Array, out: Array) -> Array:
         """The residual stream [N, hidden] after attention's out [N, Hq, D]."""
         ...
@@ -93,6 +98,18 @@ class Decoder:
         # where set, called by prefill() in every layer with (cache, layer, q [N, Hq, D] as above, k [T, Hkv, D] of all
         # so far, T)
         self.watch: Callable[[Any, int, Array, Array, int], None] | None = None
+        self._drafter: Decoder | None = None
+
+    def drafter(self) -> "Decoder":
+        """A decoder over the same caches with quantised weights, made once."""
+        if self._drafter is None:
+            self._drafter = Decoder(self.eps, self.model.quantised())
+        return self._drafter
+
+    def update(self, model: Arithmetic) -> None:
+        """Computes with another model's weights from now on. Caches keep what the old ones computed: see
+        `decode.versions`."""
+        self.model, self._drafter = model, None
 
     def prefill(
         self, cache: Any, tokens: np.ndarray, slots: np.ndarray, table: np.ndarray, length: int
@@ -190,7 +207,7 @@ class Decoder:
         self._check_tokens(tokens)
         total, num_groups = rows.total, rows.table.shape[1] * cache.store.groups_per_unit
         assert not fixed_rows or total <= fixed_rows, f"{total} rows for products of {fixed_rows}"
-        alone = fixed_rows > 0 and (cache.kernels == "arrays" or cache.spec.quantised)
+        alone = fixed_rows > 0 and eps.kernel_of(cache, "attend_rows") is None
         if alone:
             drafts, each = (), Where.dense(cache.store, rows.table[rows.sequence], rows.seen)
         # what fills them is the first row again: finite, and thrown away

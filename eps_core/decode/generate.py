@@ -5,7 +5,7 @@ Holds integers and host logits only; arrays stay in the backend. One `StepRecord
 
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from eps_core.gate.stats import StepOutput
 from eps_core.paging.pool import PagePool
 from eps_core.paging.pool import Sequence as PagedSequence
 from eps_core.telemetry.rounds import RoundRecord
-from eps_core.telemetry.steps import AUDIT_FACTOR, StepRecord, audit_step, step_record
+from eps_core.telemetry.steps import AUDIT_FACTOR, Audit, StepRecord, audit_step, step_record
 
 
 def generate(
@@ -59,6 +59,9 @@ def generate(
     again in it, with the same pool, finds its full pages. With `written`, sequences of the pool that hold all but the
     last token of each prompt, nothing is prefilled; they grow, and stay the caller's. `pool` is a `PagePool`, or the
     `HeadPools` of a decoder that evicts.
+
+    Where weights are updated between two steps (`decode.versions`), prompts and what was said so far are prefilled
+    again; sequences that are the caller's are refused then.
     """
     check_prompts(prompts)
     sequences = dict(enumerate(written or ()))
@@ -77,22 +80,18 @@ def generate(
                 alive = [index for index in alive if step < len(forced_tokens[index])]
             if not alive:
                 break
-            slots = []
-            for index in alive:
-                new_slots, cache = append(decoder.eps, cache, pool, sequences[index], [fed[index]])
-                slots.append(new_slots)
+            for index in alive if own else ():
+                if pool.is_stale(sequences[index]):  # pages first, so that they make room for their successors
+                    left = sequences.pop(index)
+                    sequences[index], cache = refill(decoder, cache, pool, left, prefill_chunk)
             running = [sequences[index] for index in alive]
-            lengths = pool.lengths(running)
             timed = bool(time_every) and step % time_every == 0
-            decoder.timing = timed
-            kv_bytes, reread_bytes = cache.kv_bytes_read, cache.bytes_k_reread
-            audited = gated and not alarmed and is_audit(step, audit_every, audit_first) and lengths.min() > 1
-            started = time.perf_counter()
-            cache, output = decoder.step(
-                cache, np.array([fed[i] for i in alive]), np.concatenate(slots), pool.table(running), lengths,
-                None if alarmed else read, audited,
-            )  # fmt: skip
-            decode_ms = 1000 * (time.perf_counter() - started)
+            audited = gated and not alarmed and is_audit(step, audit_every, audit_first)
+            audited = audited and pool.lengths(running).min() > 0
+            cache, output, spent = take_step(
+                decoder, cache, pool, running, [fed[i] for i in alive], None if alarmed else read, timed, audited
+            )
+            lengths = spent.lengths
             if on_output is not None:
                 on_output(output)
             margins = []
@@ -108,21 +107,8 @@ def generate(
             audit = audit_step(output, audit_factor) if audited else None
             if audit is not None and audit.alarms and audit_off:
                 alarmed = True
-            record = step_record(
-                step,
-                alive,
-                [fed[index] for index in alive],
-                [int(length) for length in lengths],
-                output,
-                # an evicting cache has its kv heads one by one
-                cache.spec if output.eviction is None else replace(cache.spec, num_kv_heads=decoder.spec.num_kv_heads),
-                EpsConfig(cache.store, read or Read()),
-                decode_ms,
-                cache.kv_bytes_read - kv_bytes,
-                cache.bytes_k_reread - reread_bytes,
-                timed,
-                audit,
-            )
+            said = [fed[index] for index in alive]
+            record = record_of(decoder, cache, step, alive, said, output, spent, read, timed, audit)
             record.margins = margins
             if keep_logits:
                 record.logits = output.logits
@@ -136,6 +122,77 @@ def generate(
     finally:
         for sequence in sequences.values() if own else ():
             pool.free(sequence)
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a decode step took, and after which tokens."""
+
+    lengths: np.ndarray  # [B] int64, the step's tokens counted
+    decode_ms: float
+    bytes_kv_read: int
+    bytes_k_reread: int
+    units_copied: int  # which sequences shared with others and were to write to
+
+
+def take_step(
+    decoder: Decoder,
+    cache: Any,
+    pool: Any,
+    sequences: Sequence[Any],
+    tokens: Sequence[int],
+    read: Read | None,
+    timed: bool = False,
+    audited: bool = False,
+) -> tuple[Any, StepOutput, Spent]:
+    """(cache, output, what it took) of one decode step that appends a token to each sequence; see `Decoder.step`."""
+    slots, num_copied = [], 0
+    for sequence, token in zip(sequences, tokens, strict=True):
+        new_slots, copies = pool.append(sequence, [token])
+        cache = _copied(decoder.eps, cache, copies)
+        slots.append(new_slots)
+        num_copied += len(copies)
+    lengths, decoder.timing = pool.lengths(sequences), timed
+    kv_bytes, reread_bytes = cache.kv_bytes_read, cache.bytes_k_reread
+    started = time.perf_counter()
+    cache, output = decoder.step(
+        cache, np.array(tokens), np.concatenate(slots), pool.table(sequences), lengths, read, audited
+    )
+    decode_ms = 1000 * (time.perf_counter() - started)
+    return cache, output, Spent(
+        lengths, decode_ms, cache.kv_bytes_read - kv_bytes, cache.bytes_k_reread - reread_bytes, num_copied
+    )  # fmt: skip
+
+
+def record_of(
+    decoder: Decoder,
+    cache: Any,
+    step: int,
+    prompts: Sequence[int],
+    tokens: Sequence[int],
+    output: StepOutput,
+    spent: Spent,
+    read: Read | None,
+    timed: bool,
+    audit: Audit | None = None,
+) -> StepRecord:
+    """The record of a step after which `prompts` say `tokens` next."""
+    # an evicting cache has its kv heads one by one
+    spec = cache.spec if output.eviction is None else replace(cache.spec, num_kv_heads=decoder.spec.num_kv_heads)
+    return step_record(
+        step,
+        prompts,
+        tokens,
+        [int(length) for length in spent.lengths],
+        output,
+        spec,
+        EpsConfig(cache.store, read or Read()),
+        spent.decode_ms,
+        spent.bytes_kv_read,
+        spent.bytes_k_reread,
+        timed,
+        audit,
+    )
 
 
 def check_prompts(prompts: Sequence[Sequence[int]]) -> None:
@@ -174,16 +231,44 @@ def prefill(
     computed again. `report(tokens done, tokens in all)` is called after each chunk."""
     sequence, num_shared = pool.open(tokens)
     try:
-        for start in range(num_shared, len(tokens), chunk_tokens):
-            chunk = tokens[start : start + chunk_tokens]
-            slots, cache = append(decoder.eps, cache, pool, sequence, chunk)
-            table = pool.table([sequence])[0]
-            cache, _ = decoder.prefill(cache, np.array(chunk), slots, table, start + len(chunk))
-            report(start + len(chunk), len(tokens))
+        cache = extend(
+            decoder, cache, pool, sequence, tokens[num_shared:], chunk_tokens,
+            lambda done, _: report(num_shared + done, len(tokens)),
+        )  # fmt: skip
     except BaseException:
         pool.free(sequence)
         raise
     return sequence, cache
+
+
+def extend(
+    decoder: Decoder,
+    cache: Any,
+    pool: PagePool,
+    sequence: PagedSequence,
+    tokens: Sequence[int],
+    chunk_tokens: int = 512,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> Any:
+    """The cache after `tokens` at the end of a sequence, each of which attends to all that is there. So an erratum is
+    added to an edited sequence: what it corrects stays, and with it every page that other sequences share. `report` as
+    `prefill` has it."""
+    for start in range(0, len(tokens), chunk_tokens):
+        chunk = tokens[start : start + chunk_tokens]
+        slots, cache = append(decoder.eps, cache, pool, sequence, chunk)
+        cache, _ = decoder.prefill(cache, np.array(chunk), slots, pool.table([sequence])[0], sequence.length)
+        report(start + len(chunk), len(tokens))
+    return cache
+
+
+def refill(
+    decoder: Decoder, cache: Any, pool: PagePool, sequence: PagedSequence, chunk_tokens: int = 512
+) -> tuple[PagedSequence, Any]:
+    """(sequence, cache) with a sequence's tokens computed anew, by the weights in use; the old one is freed. What was
+    edited in it is then as if the text had always been so."""
+    tokens = list(sequence.tokens)
+    pool.free(sequence)
+    return prefill(decoder, cache, pool, tokens, chunk_tokens)
 
 
 def append(
@@ -191,6 +276,9 @@ def append(
 ) -> tuple[np.ndarray, Any]:
     """Slots [N] for `tokens` at the end of a sequence; a page shared with a fork is copied before it is written."""
     slots, copies = pool.append(sequence, tokens)
-    if copies:
-        cache = eps.copy_units(cache, *zip(*copies, strict=True))
-    return slots, cache
+    return slots, _copied(eps, cache, copies)
+
+
+def _copied(eps: Backend, cache: Any, copies: Sequence[tuple[int, int]]) -> Any:
+    """The cache after unit copies [(src, dst)]."""
+    return eps.copy_units(cache, *zip(*copies, strict=True)) if copies else cache

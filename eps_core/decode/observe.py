@@ -6,7 +6,7 @@ same numbers whatever the backend, up to rounding.
 Letters as in `gate.protocol`; L layers, T rows of a head, W queries of a window.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,6 +17,14 @@ from eps_core.evict.base import Facts, Head
 from eps_core.gate.protocol import Array, Backend
 
 QUERY_ROWS = 256  # whose weights over all rows are in memory at a time
+
+
+class Watcher(Protocol):
+    """Who is told of a prompt's attention while it is prefilled."""
+
+    def prompt(self, cache: Any, layer: int, q: Array, k: Array, length: int) -> None:
+        """A chunk of it: q [N, Hq, D] of its last N of `length` tokens, unscaled and rotated, over k [T, Hkv, D] of
+        all, T = length."""
 
 
 class Observed:
@@ -35,6 +43,7 @@ class Observed:
         self._pairs = [np.zeros((spec.num_heads, spec.head_dim // 2), np.complex128) for _ in layers]
         self._moduli = [np.zeros((spec.num_heads, spec.head_dim // 2)) for _ in layers]
         self._seen = [0 for _ in layers]
+        self.num_prompt = 0  # tokens of its prompt, where a decoder that evicts has adopted it
         self.future: list[np.ndarray] | None = None  # [L] of [Hkv, R, T] over a prompt's tokens: the oracle's
 
     def of(self, facts: Facts) -> "Observed":
@@ -46,12 +55,11 @@ class Observed:
             one._squares = [list(layer) for layer in self._squares]
         one._queries = [q[len(q) - min(len(q), facts.window) :] for q in self._queries]
         one._pairs, one._moduli = [pairs.copy() for pairs in self._pairs], [moduli.copy() for moduli in self._moduli]
-        one._seen, one.future = list(self._seen), self.future
+        one._seen, one.future, one.num_prompt = list(self._seen), self.future, self.num_prompt
         return one
 
     def prompt(self, cache: Any, layer: int, q: Array, k: Array, length: int) -> None:
-        """A chunk of a prompt: q [N, Hq, D] of its last N of `length` tokens, unscaled and rotated, over k [T, Hkv, D]
-        of all, T = length."""
+        """As `Watcher` has it."""
         num = len(q)
         if self.facts.sums or self.facts.squares:
             for start in range(0, num, QUERY_ROWS):
@@ -160,7 +168,7 @@ class Observed:
             )
             assert self.future is not None
             kept["future"] = self.future[layer][head][:, positions]
-        return Head(positions=positions, length=length, **kept)
+        return Head(positions=positions, length=length, prompt=self.num_prompt, **kept)
 
     def evicted(self, layer: int, head: int, order: np.ndarray) -> None:
         """A head's rows are now those that were `order` [n]."""

@@ -130,3 +130,10 @@ def _yarn_dimensions(spec: ModelSpec, scaling: dict[str, Any]) -> tuple[float, f
 def attention_factor(spec: ModelSpec) -> float:
     """What cosine and sine are multiplied by, for queries and for keys: YaRN's temperature, else 1."""
     return 1.0 if spec.rope_scaling is None else spec.rope_scaling.get("attention_factor", 1.0)
+
+
+def cos_sin(frequencies: np.ndarray, positions: np.ndarray, factor: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    """`factor` times cos and sin [N, 1, D/2] float32 of turning pairs of `inverse_frequencies` [D/2] by positions [N],
+    from float64: float32 angles lose a thousandth of a radian at 16k tokens."""
+    angles = positions[:, None, None] * frequencies
+    return (factor * np.cos(angles)).astype(np.float32), (factor * np.sin(angles)).astype(np.float32)

@@ -10,7 +10,8 @@ from typing import Any, Self, overload
 
 from tokenizers import Tokenizer
 
-from eps_core.config.eps import EpsConfig
+from eps_core.config.eps import EpsConfig, config_of
+from eps_core.config.formats import EXACT, KvFormats
 from eps_core.config.store import CacheSpec, Store
 from eps_core.config.verify import Verify
 from eps_core.cpu.kernels import why_not
@@ -21,17 +22,18 @@ from eps_core.decode.generate import generate, prefill, tokens_of
 from eps_core.decode.hub import resolve_model
 from eps_core.decode.kernel_check import disagreement
 from eps_core.decode.model import DEMO_MODEL, read_spec
-from eps_core.decode.observe import Observed
+from eps_core.decode.observe import Watcher
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.prompts import encode_prompts
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.spec import ModelSpec
+from eps_core.decode.stored import StoredPrompts, check_folder, stored_prompts
 from eps_core.decode.tokenizer import encode, load_tokenizer
 from eps_core.decode.verified import verified
 from eps_core.errors import ConfigError, require
 from eps_core.evict.keep import Keep
 from eps_core.gate.protocol import Backend
-from eps_core.load import backend_name, load_backend, resolve_kernels
+from eps_core.load import backend_name, choose_device, load_backend, resolve_kernels
 from eps_core.paging.heads import HeadPools
 from eps_core.paging.pool import PagePool
 from eps_core.telemetry.rounds import summarise_rounds
@@ -74,8 +76,8 @@ class Session:
     checked: set[tuple[Store, bool]] = field(default_factory=set, repr=False)  # see `check_kernels`
     config: EpsConfig = EpsConfig()  # noqa: RUF009  of `generate` and `stream`; documents and arms bring their own
     verify: Verify = UNVERIFIED  # the same
-    kv_bits: tuple[int, int] = (16, 16)  # of K and of V in every cache: see `CacheSpec`
-    _drafter: Decoder | None = field(default=None, repr=False)
+    kv_bits: KvFormats = EXACT  # of K and of V in every cache: see `CacheSpec`
+    cache_dir: Path | None = None  # where prompts are kept between runs: see `decode.stored`
 
     @classmethod
     def open(
@@ -88,15 +90,17 @@ class Session:
         kernels: str = "auto",
         config: EpsConfig | None = None,
         verify: Verify | str = UNVERIFIED,
-        kv_bits: tuple[int, int] = (16, 16),
+        kv_bits: KvFormats = EXACT,
+        cache_dir: Path | str | None = None,
         **settings: Any,
     ) -> Self:
         """A model as `resolve_model` reads it, None for the demo model, on a backend. EPS as `config` says, or flat
         `settings` of `EpsConfig.of` (method="rq", budget=0.05, ..); off without them. `verify`, a Verify or its mode
         ("tokens", "bits"), makes every text the dense one: gated steps then only draft. Everything that can be refused
         is refused here; the weights are read when the decoder is first asked for. dtype auto: float32 on a CPU, else as
-        stored; kv_dtype auto: as dtype; kv_bits of K and of V, 16: as they are."""
-        config = _config_of(config, settings)
+        stored; kv_dtype auto: as dtype; kv_bits of K and of V, 16: as they are (`config.formats`). `cache_dir` keeps
+        prompts between runs."""
+        config = config_of(config, settings)
         verify = Verify(verify) if isinstance(verify, str) else verify
         verify.check(config)
         path = DEMO_MODEL if model is None else resolve_model(model)
@@ -111,8 +115,10 @@ class Session:
         name = "demo" if model is None else str(model)
         session = cls(
             name, path, spec, tokenizer, module, device, dtype, kv_dtype, kernels, named, config=config, verify=verify,
-            kv_bits=kv_bits,
+            kv_bits=kv_bits, cache_dir=None if cache_dir is None else Path(cache_dir),
         )  # fmt: skip
+        if session.cache_dir is not None:
+            check_folder(session.cache_dir, path)
         session.one_unit()  # refuses what no cache can be
         reason = why_not()
         if device == "cpu" and not named and session.backend_name != "numpy" and reason is not None:
@@ -121,16 +127,18 @@ class Session:
 
     @cached_property
     def decoder(self) -> Decoder:
-        return load_decoder(self.backend, self.path, self.spec, self.dtype, self.device)
+        return self.read_decoder(self.path)
+
+    def read_decoder(self, path: Path) -> Decoder:
+        """A decoder with the weights in `path`, of this session's model or another of its shape."""
+        return load_decoder(self.backend, path, self.spec, self.dtype, self.device)
 
     def drafter(self, verify: Verify) -> Decoder:
         """What drafts of verified decoding are made with: the decoder, or one over the same caches with quantised
         weights, made once."""
         if verify.weights == "full":
             return self.decoder
-        if self._drafter is None:
-            self._drafter = Decoder(self.backend, self.decoder.model.quantised())
-        return self._drafter
+        return self.decoder.drafter()
 
     def load(self, verify: Verify = UNVERIFIED) -> None:
         """Reads the weights now, and makes what `verify` drafts with, while nothing is decoded or written yet. Raises
@@ -225,7 +233,8 @@ class Session:
     ) -> Generation | list[Generation]:
         """How a prompt goes on, or each of a list of prompts, decoded in one batch. Temperature 0 is greedy; a drawn
         token depends on seed, the prompt's place in the list and its position alone. With `stop` a prompt ends at the
-        model's end-of-text tokens; with `chat` it is a user's message. Nothing is kept from one call to the next."""
+        model's end-of-text tokens; with `chat` it is a user's message. Nothing is kept from one call to the next but in
+        `cache_dir`."""
         texts = list(prompt) if isinstance(prompt, list | tuple) else [prompt]
         prompts, steps = self._steps(texts, max_new_tokens, Sampling(temperature, top_p, seed), stop, chat)
         records = list(steps)
@@ -282,10 +291,26 @@ class Session:
         self.check_kernels(self.config.store, self.verify.enabled)
         cache, pool = self.cache(self.config.store, [len(prompt) + max_new_tokens for prompt in prompts])
         stop_tokens = self.spec.eos_token_ids if stop else ()
+        stored = self.stored(self.config.store)
+        if stored is not None:
+            cache = stored.load(cache, pool, prompts)
         same = self.decoder, cache, pool, prompts, max_new_tokens, sampling, self.config.read
         if self.verify.enabled:
-            return prompts, verified(*same, self.verify, stop_tokens, drafter=self.drafter(self.verify))
-        return prompts, generate(*same, stop_tokens)
+            steps: Generator[Any, None, Any] = verified(
+                *same, self.verify, stop_tokens, drafter=self.drafter(self.verify)
+            )
+        else:
+            steps = generate(*same, stop_tokens)
+        return prompts, steps if stored is None else stored.saving(steps, pool, prompts)
+
+    def stored(self, store: Store) -> StoredPrompts | None:
+        """The files of prompts in caches of `store`, where they are kept."""
+        if self.cache_dir is None:
+            return None
+        return stored_prompts(
+            self.cache_dir, self.backend, self.path, self.spec, store, backend=self.backend_name, device=self.device,
+            dtype=self.dtype, kv_dtype=self.kv_dtype, kv_bits=self.kv_bits, kernels=self.kernels,
+        )  # fmt: skip
 
     def one_unit(self) -> CacheSpec:
         """Of a cache of a single unit."""
@@ -303,7 +328,7 @@ class Session:
         units = needed if pool_tokens is None else pool_tokens // size
         require(
             units >= needed,
-            f"{'a prompt' if len(lengths) == 1 else f'{len(lengths)} prompts'} of {sum(lengths)} tokens, new ones "
+            f"{'a prompt' if len(lengths) == 1 else f'{len(lengths)} sequences'} of {sum(lengths)} tokens, new ones "
             f"included, need{'s' if len(lengths) == 1 else ''} {needed} pool groups of {size} tokens, and pool-tokens "
             f"{pool_tokens} holds {units}: raise it to {needed * size} or shorten the prompt",
         )
@@ -331,31 +356,34 @@ class Session:
         self, keep: Keep, store: Store, lengths: Sequence[int], num_new: int
     ) -> tuple[EvictingDecoder, Any, HeadPools]:
         """(decoder, cache, pools), empty, for prompts of `lengths` tokens that go on for `num_new`: see
-        `decode.evicting`. Policies that divide rows unevenly may give a head all of them, and find room for it."""
-        spec, size = self.spec, store.unit_tokens
-        keep.check_codes(self.kv_bits, self.kv_dtype)
-        units = 0
-        for length in lengths:
-            kept = min(keep.rows(length), length) if keep.facts.at_prefill and not keep.facts.uneven else length
-            units += spec.num_kv_heads * -(-(kept + num_new) // size)
-        most_open = len(lengths) * spec.num_kv_heads
-        shape = replace(self.one_unit(), num_kv_heads=1, num_units=units, max_open_groups=most_open)
+        `decode.evicting`. Where a head may hold all of them, as under policies that divide unevenly, it finds room."""
+        spec, shape = self.spec, self.evicting_spec(keep, store, lengths, num_new)
         self.check_kernels(store)
-        pools = HeadPools(spec.num_layers, spec.num_kv_heads, units, size)
+        pools = HeadPools(spec.num_layers, spec.num_kv_heads, shape.num_units, store.unit_tokens)
         cache = self.backend.new_cache(shape, store, self.device, self.kernels)
         return EvictingDecoder(self.backend, self.decoder.model, keep, pools), cache, pools
+
+    def evicting_spec(self, keep: Keep, store: Store, lengths: Sequence[int], num_new: int) -> CacheSpec:
+        """The cache of `evicting`."""
+        kv_heads, units = self.spec.num_kv_heads, 0
+        for length in lengths:
+            kept = min(keep.rows(length), length) if keep.even_at_prefill else length
+            units += kv_heads * -(-(kept + num_new) // store.unit_tokens)
+        most_open = len(lengths) * kv_heads
+        return replace(self.one_unit(), num_kv_heads=1, num_units=units, max_open_groups=most_open)
 
     def prefix(
         self,
         tokens: Sequence[int],
         prefill_chunk: int = 2048,
-        observed: Observed | None = None,
+        observed: Watcher | None = None,
         report: Callable[[int, int], None] = lambda done, total: None,
     ) -> Prefix:
-        """`tokens` prefilled, densely; `observed` is told of their attention. `report` as `generate.prefill` has it."""
+        """`tokens` prefilled, densely and in a cache without codes, so that any that they go to rounds them once;
+        `observed` is told of their attention. `report` as `generate.prefill` has it."""
         if not tokens:
             return Prefix([], [])
-        cache, pool = self.cache(Store(), len(tokens))
+        cache, pool = replace(self, kv_bits=EXACT).cache(Store(), len(tokens))
         self.decoder.watch = None if observed is None else observed.prompt
         try:
             sequence, cache = prefill(self.decoder, cache, pool, tokens, prefill_chunk, report)
@@ -364,18 +392,6 @@ class Session:
         (table,) = pool.table([sequence])
         layers = range(self.spec.num_layers)
         return Prefix(list(tokens), [self.backend.read_kv(cache, layer, table, len(tokens)) for layer in layers])
-
-
-def _config_of(config: EpsConfig | None, settings: dict[str, Any]) -> EpsConfig:
-    """A config or flat settings; off where there is neither."""
-    if not settings:
-        return config or EpsConfig()
-    require(config is None, f"config and {next(iter(settings))} say two things: give one of them")
-    made = EpsConfig.of(**settings)
-    idle = sorted(set(settings) - {"method", "block_size"})
-    if idle and "method" not in settings:
-        raise ConfigError(f'{idle[0]} means nothing while EPS is off: add method="rq"')
-    return made
 
 
 def _cache_bytes(spec: CacheSpec, store: Store) -> int:
@@ -387,16 +403,3 @@ def _too_large(spec: CacheSpec, store: Store, where: str) -> ConfigError:
         f"a cache of {_cache_bytes(spec, store) / 2**20:,.0f} MiB does not fit {where}: lower pool-tokens or shorten "
         "the context"
     )
-
-
-def choose_device(backend: Backend, asked: str) -> str:
-    """The asked device, or the backend's GPU where it has one; an absent device is an error, never a fallback."""
-    present = backend.devices()
-    if asked == "auto":
-        return next((device for device in present if device != "cpu"), "cpu")
-    if asked not in present:
-        raise ConfigError(
-            f"device {asked} is not there for backend {backend_name(backend)}, which has {', '.join(present)}: "
-            "choose one of them or --device auto"
-        )
-    return asked

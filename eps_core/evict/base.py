@@ -41,6 +41,7 @@ class Head:
     query_abs: np.ndarray | None = None  # [R, D/2] float64: mean modulus of the same
     frequencies: np.ndarray | None = None  # [D/2] float64: RoPE's, radians per position; comes with keys
     future: np.ndarray | None = None  # [R, T] float64: the weight that queries still to come give (evaluation only)
+    prompt: int = 0  # tokens of the prompt, which come first: the last one, that the first step reads, among them
 
     @property
     def rows(self) -> int:
@@ -62,6 +63,7 @@ class Facts:
     at_prefill: bool = True  # evicts at the end of prefill
     while_decoding: bool = True  # and every so many tokens afterwards
     uneven: bool = False  # heads may keep different numbers of rows
+    prompt: bool = False  # keeps all of the prompt: a budget counts it and so many generated tokens
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ class Keep:
     """How a run evicts.
 
     `policy`: off, or the rule that says which rows a head keeps. `share`: of a prompt's tokens, rows a head keeps at
-    the end of its prefill (up to 1), or a number of rows. `every`: while decoding, heads that grew by so many rows over
-    that are brought back to it, where the policy goes on; 0: never. `first_tokens`, `last_tokens`: never let go.
-    `compact`: how the rows that stay are brought together while decoding: `repack` in the order of the tokens, `fill`
-    by moving the fewest.
+    the end of its prefill (up to 1), or a number of rows; of a policy that keeps the prompt, a number of generated
+    tokens. `every`: while decoding, heads that grew by so many rows over that are brought back to it, where the policy
+    goes on; 0: never. `first_tokens`, `last_tokens`: never let go. `compact`: how the rows that stay are brought
+    together while decoding: `repack` in the order of the tokens, `fill` by moving the fewest.
     """
 
     policy: str = OFF
@@ -48,6 +48,15 @@ class Keep:
         )
         require(self.every >= 0, f"kv-every {self.every} is negative: use 0 or more")
         require(self.last_tokens >= 1, f"kv-last-tokens {self.last_tokens} would let a head go empty: use 1 or more")
+        require(
+            not self.enabled or not self.facts.prompt or self.share > 1,
+            f"kv-keep {self.share} is a share of the prompt, of which {self.policy} keeps all: give a number of "
+            "generated tokens, 2 or more",
+        )
+        require(
+            not self.enabled or self.every > 0 or self.facts.at_prefill,
+            f"kv-every 0 never evicts, and {self.policy} does so while decoding alone: give a number of rows",
+        )
         _ = self.rule  # refuses what else is wrong with it
         require(
             self.compact in COMPACTIONS,
@@ -67,10 +76,18 @@ class Keep:
     def rule(self) -> Rule:
         return Rule(self.first_tokens, self.last_tokens, self.seed)
 
+    @property
+    def even_at_prefill(self) -> bool:
+        """Whether every head holds `rows` of a prompt from the start."""
+        return self.enabled and self.facts.at_prefill and not self.facts.uneven
+
     def rows(self, num_tokens: int) -> int:
         """Rows that a head keeps of a prompt of `num_tokens` tokens, and is brought back to while it goes on: at least
         those that are never let go, of which a short prompt has fewer. Policies that divide rows unevenly keep so many
-        on average."""
+        on average. Where a policy keeps the prompt, `num_tokens` are all of it but the last, which the first step
+        reads."""
+        if self.enabled and self.facts.prompt:
+            return num_tokens + 1 + max(int(self.share), self.last_tokens)
         wanted = math.ceil(self.share * num_tokens) if self.share <= 1 else int(self.share)
         return max(1, wanted, self.first_tokens + self.last_tokens)
 
@@ -92,14 +109,6 @@ class Keep:
             config.read.head_modes is None,
             f"kv-evict {self.policy} gives every head pages of its own, which eps-heads retrieval does not know: leave "
             "it out",
-        )
-
-    def check_codes(self, kv_bits: tuple[int, int], kv_dtype: str) -> None:
-        """Raises ConfigError where rows that are moved would be rounded again."""
-        require(
-            not self.enabled or kv_bits == (16, 16) or kv_dtype == "float32",
-            f"kv-evict {self.policy} moves rows, and codes of a {kv_dtype} cache are others after a move: use kv-dtype "
-            "float32, or kv-bits 16",
         )
 
     def to_dict(self) -> dict[str, Any]:

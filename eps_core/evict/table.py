@@ -17,6 +17,7 @@ from eps_core.evict import (
     pyramidkv,
     random,
     rkv,
+    rswa,
     scissorhands,
     snapkv,
     streaming,
@@ -41,6 +42,7 @@ POLICIES: dict[str, ModuleType] = {
     "nexus": nexus,
     "infinigen": infinigen,
     "kv-compress": kv_compress,
+    "rswa": rswa,
     "random": random,
     "oracle": oracle,
 }

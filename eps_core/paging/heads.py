@@ -61,10 +61,11 @@ class HeadTables:
 @dataclass(frozen=True)
 class Compacted:
     """What a head's rows become: its i-th row is the one that was `order[i]`. Rows `written` [W], whole units of them,
-    go to `slots` [W]; the others lie where they lay."""
+    go from slots `sources` [W] to `slots` [W]; the others lie where they lay."""
 
     order: np.ndarray  # [n] int64
     written: np.ndarray
+    sources: np.ndarray
     slots: np.ndarray
     rows_moved: int  # rows that lie elsewhere now: fewest when holes are filled
     units_freed: int
@@ -122,8 +123,8 @@ class HeadPools:
     def compact(
         self, sequence: HeadSequence, layer: int, head: int, keep: np.ndarray, how: Compaction = "repack"
     ) -> Compacted:
-        """Lets go of all rows of a head but `keep` [n] (ascending) and gives whole units back. The caller reads the
-        rows before, and carries the result out at once. Units that a fork shares are left to it: what would be written
+        """Lets go of all rows of a head but `keep` [n] (ascending) and gives whole units back. The caller carries the
+        result out at once. Units that a fork shares are left to it: what would be written
         over goes to a unit of its own. Raises ConfigError, and changes nothing, where none is free for that."""
         one, pool, size = sequence.heads[layer][head], self.pools[layer], self.unit_tokens
         keep = np.asarray(keep, np.int64)
@@ -134,14 +135,19 @@ class HeadPools:
         last, cut = divmod(len(order), size)
         if cut and pool.ref_counts[one.table[last]] > 1:
             places.add(last)  # the next token is written there
-        before = len(one.table)
+        before = np.array(one.table, np.int64)
         pool.own(one, places)  # each is written whole: what forks share need not be copied
         pool.truncate(one, len(keep))
         sequence.positions[layer][head] = sequence.positions[layer][head][order]
         written = np.arange(len(order))
         written = written[np.isin(written // size, sorted(places))]
-        slots = np.array(one.table, np.int64)[written // size] * size + written % size
-        return Compacted(order, written, slots, len(moved), before - len(one.table))
+        sources = self._slots(before, order[written])
+        slots = self._slots(np.array(one.table, np.int64), written)
+        return Compacted(order, written, sources, slots, len(moved), len(before) - len(one.table))
+
+    def _slots(self, table: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Slots [N] of rows [N] of a head with this table [M]."""
+        return table[rows // self.unit_tokens] * self.unit_tokens + rows % self.unit_tokens
 
     def fork(self, sequence: HeadSequence) -> tuple[HeadSequence, list[list[tuple[int, int, int]]]]:
         """A second sequence with the same rows: (it, of each layer the unit copies [(src, dst, rows)]). Full units are

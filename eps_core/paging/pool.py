@@ -34,6 +34,8 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     table: array = field(default_factory=lambda: array("i"))  # int32: numpy reads it without a copy
     hashes: list[bytes] = field(default_factory=list)  # chained, one per published unit
+    version: int = 0  # of the weights that K and V come from: see `PagePool.version`
+    edited_from: int | None = None  # from this token on K and V are not what the tokens make: never published
 
     @property
     def length(self) -> int:
@@ -57,6 +59,9 @@ class PagePool:
         self.num_units = num_units
         self.unit_tokens = unit_tokens
         self.shares = shares
+        # names the weights that compute K and V from now on: pages of other ones are found by nobody, and sequences of
+        # other ones take no token
+        self.version = 0
         self.ref_counts = [0] * num_units  # tables that hold each unit
         # Reuse is from the front: units that nobody can find again first, then those with a hash, oldest first
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_units))
@@ -83,11 +88,11 @@ class PagePool:
         """
         for live in self._live:
             self.publish(live)
-        sequence = Sequence()
-        parent = b""
+        sequence = Sequence(version=self.version)
+        parent = _root(self.version)
         for start in range(0, len(tokens) - self.unit_tokens, self.unit_tokens):
             content = [int(token) for token in tokens[start : start + self.unit_tokens]]
-            parent = _unit_hash(parent, content)
+            parent = unit_hash(parent, content)
             unit = self._unit_of.get(parent)
             if unit is None:
                 break
@@ -150,6 +155,7 @@ class PagePool:
 
     def _lengthen(self, sequence: Sequence, num_tokens: int) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """Units for `num_tokens` more tokens: (their slots [N] int64, unit copies), or ConfigError and no change."""
+        self._check_version(sequence)
         before, after = sequence.length, sequence.length + num_tokens
         is_open = before % self.unit_tokens != 0
         first = before // self.unit_tokens
@@ -171,12 +177,26 @@ class PagePool:
         units = np.array(sequence.table[first:], dtype=np.int64)
         return units[positions // self.unit_tokens - first] * self.unit_tokens + positions % self.unit_tokens, copies
 
+    def is_stale(self, sequence: Sequence) -> bool:
+        """Whether its K and V come from other weights than those in use."""
+        return sequence.version != self.version
+
+    def _check_version(self, sequence: Sequence) -> None:
+        """Raises ConfigError where a sequence is stale."""
+        if self.is_stale(sequence):
+            raise ConfigError(
+                f"a sequence of weights {sequence.version} cannot go on with weights {self.version}: prefill its "
+                f"{sequence.length} tokens again (decode.generate.refill)"
+            )
+
     def fork(self, sequence: Sequence) -> Sequence:
         """A second sequence with the same tokens in the same units. Whoever first appends to a shared open unit gets
         its own copy of that unit; full units stay shared."""
         self.publish(sequence)
         written = sequence.table[: -(-sequence.length // self.unit_tokens)]
-        child = Sequence(list(sequence.tokens), written, list(sequence.hashes))
+        child = Sequence(
+            list(sequence.tokens), written, list(sequence.hashes), sequence.version, sequence.edited_from
+        )  # fmt: skip
         for unit in child.table:
             self._take(unit)
         self._live[child] = None
@@ -192,6 +212,7 @@ class PagePool:
             assert self.ref_counts[unit] == 1, f"unit {unit} is another sequence's too: it cannot be written over"
             self._forget(unit)
         del sequence.tokens[length:], sequence.hashes[kept:]
+        _as_before(sequence)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Takes the tokens after the first `length` back and gives their units up. Forks that hold these keep them: the
@@ -203,6 +224,25 @@ class PagePool:
         for unit in reversed(sequence.table[kept:]):
             self._drop(unit)
         del sequence.table[kept:], sequence.tokens[length:], sequence.hashes[length // self.unit_tokens :]
+        _as_before(sequence)
+
+    def replace(
+        self, sequence: Sequence, length: int, token_ids: Iterable[int]
+    ) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """`append` in place of all tokens after the first `length`, whose K and V the caller has already read and
+        writes again, edited: they are never found by their tokens. Raises ConfigError and changes nothing where the
+        free units do not suffice."""
+        self._check_version(sequence)
+        new, kept = list(token_ids), -(-length // self.unit_tokens)
+        freed = sum(self.ref_counts[unit] == 1 for unit in sequence.table[kept:])
+        is_shared = length % self.unit_tokens != 0 and self.ref_counts[sequence.table[kept - 1]] > 1 and bool(new)
+        needed = max(-(-(length + len(new)) // self.unit_tokens) - kept, 0) + is_shared - freed
+        self.require(max(needed, 0), f"an edited sequence of {length + len(new)} tokens")
+        self.truncate(sequence, length)
+        slots, copies = self.append(sequence, new)
+        if new and sequence.edited_from is None:
+            sequence.edited_from = length
+        return slots, copies
 
     def own(self, sequence: Sequence, places: Iterable[int]) -> list[tuple[int, int]]:
         """Makes the units at these `places` of a sequence's table its own, to be written over whole or in part: copies
@@ -240,9 +280,10 @@ class PagePool:
         if not self.shares:
             return
         size = self.unit_tokens
-        for index in range(len(sequence.hashes), sequence.length // size):
-            parent = sequence.hashes[-1] if sequence.hashes else b""
-            content = _unit_hash(parent, sequence.tokens[index * size : (index + 1) * size])
+        genuine = sequence.length if sequence.edited_from is None else sequence.edited_from
+        for index in range(len(sequence.hashes), genuine // size):
+            parent = sequence.hashes[-1] if sequence.hashes else _root(sequence.version)
+            content = unit_hash(parent, sequence.tokens[index * size : (index + 1) * size])
             sequence.hashes.append(content)
             # Two sequences may have computed the same unit at the same time: the first one found stays the one shared
             if content not in self._unit_of:
@@ -284,11 +325,11 @@ class PagePool:
             assert len(sequence.table) >= -(-sequence.length // size), "a table is shorter than its tokens"
             assert len(set(sequence.table)) == len(sequence.table), "a table holds a unit twice"
             assert len(sequence.hashes) <= num_full, "an open unit was published"
-            parent = b""
+            parent = _root(sequence.version)
             for index, unit in enumerate(sequence.table):
                 references[unit] += 1
                 if index < len(sequence.hashes):
-                    parent = _unit_hash(parent, sequence.tokens[index * size : (index + 1) * size])
+                    parent = unit_hash(parent, sequence.tokens[index * size : (index + 1) * size])
                     assert sequence.hashes[index] == parent, f"unit {unit}: its hash is not its content's"
                     assert self._hash_of[unit] in (None, parent), f"unit {unit} is published with other content"
                 elif index != num_full:  # what a truncated unit held is there until it is written again
@@ -331,6 +372,18 @@ class PagePool:
                 return
 
 
-def _unit_hash(parent: bytes, content: list[int]) -> bytes:
-    """Names a full unit by its tokens and all before it. A cryptographic hash: a collision would mix up two prompts."""
+def _as_before(sequence: Sequence) -> None:
+    """Where nothing edited is left, the sequence is as if nobody had edited it."""
+    if sequence.edited_from is not None and sequence.length <= sequence.edited_from:
+        sequence.edited_from = None
+
+
+def _root(version: int) -> bytes:
+    """What the hashes of a text's units start from: other weights make other pages."""
+    return version.to_bytes(8, "little")
+
+
+def unit_hash(parent: bytes, content: list[int]) -> bytes:
+    """Names a full unit by its tokens, all before it, and the weights. A cryptographic hash: a collision would mix up
+    two prompts."""
     return hashlib.blake2b(parent + np.array(content, dtype="<i8").tobytes(), digest_size=16).digest()

@@ -1,0 +1,266 @@
+"""What editing a cached sequence costs: the next tokens' distribution against the edited text recomputed, and which
+value is answered after a field was set right in several ways.
+
+Everything is dense: what differs between arms are K and V alone (`decode.edit`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from eps_core.config.store import Store
+from eps_core.decode import edit
+from eps_core.decode.generate import extend, generate, prefill, tokens_of
+from eps_core.decode.sampling import Sampling
+from eps_core.decode.session import Session
+from eps_core.errors import require
+from eps_core.evaluation.statistics import bootstrap_interval
+from eps_core.paging.pool import Sequence as PagedSequence
+from eps_core.tasks.corpus import corpus
+from eps_core.tasks.needle import VALUE_DIGITS, draw_key, draw_value, filler, line_start, needle_line, question
+from eps_core.telemetry.steps import kl_divergence
+
+PARAGRAPH_LINES = 8
+SHORTEST = 20  # characters of what is edited
+NEAR_TOKENS = 256  # behind an edit: what follows it closely feels it most
+KINDS = ("cut", "move", "splice")
+# how a value in the text becomes another one
+FIXES = (
+    "recomputed",
+    "field alone",
+    "field in context",
+    "line in context",
+    "erratum",
+    "line cut, erratum",
+    "left as it was",
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured: `num_edits` of every kind, in texts of `context_tokens` tokens."""
+
+    context_tokens: int = 2048
+    num_edits: int = 20
+    num_steps: int = 16  # tokens along which distributions are compared
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Edited:
+    """One edit of a text: KL(recomputed || edited) in nats of the next token along the text that follows, and the same
+    of a cache that was left as it was."""
+
+    kind: str
+    index: int
+    tokens_edited: int
+    tokens_behind: int  # that stand after the edit, whose K and V are what they were
+    kl_mean: float
+    kl_max: float
+    top1_agreement: float
+    kl_unedited: float
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One question after a field was set right: whether its new value is answered, the old one, or another."""
+
+    fix: str
+    index: int
+    answer: str  # new, old, other
+
+
+@dataclass
+class Desk:
+    """A cache in which several sequences have room, and what is done in it."""
+
+    session: Session
+    num_tokens: int  # of a sequence, at most
+    sequences: int = 4
+    cache: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cache, self.pool = self.session.cache(Store(), [self.num_tokens] * self.sequences)
+
+    def filled(self, tokens: Sequence[int]) -> PagedSequence:
+        """A new sequence, prefilled; pages that nobody edited are shared."""
+        sequence, self.cache = prefill(self.session.decoder, self.cache, self.pool, tokens, 2048)
+        return sequence
+
+    def do(self, what: Callable[..., Any], sequence: PagedSequence, *args: Any) -> None:
+        """A call of `decode.edit`."""
+        self.cache = what(self.session.decoder, self.cache, self.pool, sequence, *args)
+
+    def segment(self, sequence: PagedSequence, a: int, b: int) -> edit.Segment:
+        return edit.segment(self.session.decoder, self.cache, self.pool, sequence, a, b)
+
+    def alone(self, tokens: Sequence[int]) -> edit.Segment:
+        """Tokens computed behind what begins every text, and nothing else."""
+        lead = self.session.encode("")
+        sequence = self.filled([*lead, *tokens])
+        found = self.segment(sequence, len(lead), sequence.length)
+        self.pool.free(sequence)
+        return found
+
+    def logits(self, sequence: PagedSequence, following: Sequence[int]) -> np.ndarray:
+        """[N, V] after each of the `following` tokens [N], which the sequence then has."""
+        steps = generate(
+            self.session.decoder, self.cache, self.pool, [[*sequence.tokens, following[0]]], len(following), Sampling(),
+            forced_tokens=[[*following[1:], 0]], written=[sequence], keep_logits=True,
+        )  # fmt: skip
+        return np.concatenate([record.logits for record in self._drained(steps)])
+
+    def answer(self, sequence: PagedSequence, asked: Sequence[int]) -> str:
+        """The digits that follow a question's tokens."""
+        self.do(extend, sequence, asked[:-1])
+        prompt = [*sequence.tokens, asked[-1]]
+        steps = generate(
+            self.session.decoder, self.cache, self.pool, [prompt], VALUE_DIGITS, Sampling(), written=[sequence]
+        )
+        return self.session.decode(tokens_of(self._drained(steps), 1)[0])
+
+    def _drained(self, steps: Any) -> list[Any]:
+        records = []
+        while True:
+            try:
+                records.append(next(steps))
+            except StopIteration as end:
+                self.cache = end.value
+                return records
+
+
+def measure(session: Session, plan: Plan, report: Callable[[int, int], None] = lambda done, total: None) -> Iterator[
+    Edited | Answered
+]:  # fmt: skip
+    """Every edit of a plan, as soon as it is done."""
+    total = plan.num_edits * (len(KINDS) + 1)
+    for index in range(plan.num_edits):
+        for number, kind in enumerate(KINDS):
+            yield _edited(session, plan, kind, index)
+            report(index * (len(KINDS) + 1) + number + 1, total)
+        yield from _answered(session, plan, index)
+        report((index + 1) * (len(KINDS) + 1), total)
+
+
+def _edited(session: Session, plan: Plan, kind: str, index: int) -> Edited:
+    rng = np.random.default_rng([plan.seed, KINDS.index(kind), index])
+    lead, length = session.encode(""), plan.context_tokens
+    text = filler(corpus(), length + 400, rng).decode("ascii", errors="ignore")
+    body, following = text[: length - len(lead)], text[length - len(lead) :]
+    a, b, to = _places(body, kind, rng)
+    before, span, behind = (session.encode(part, special=False) for part in (body[:a], body[a:b], body[b:]))
+    first, size = len(lead) + len(before), len(span)
+    desk = Desk(session, length + plan.num_steps + size)
+    base = desk.filled([*lead, *before, *([] if kind == "splice" else span), *behind])
+    edited = desk.pool.fork(base)
+    if kind == "cut":
+        desk.do(edit.cut, edited, first, first + size)
+    elif kind == "splice":
+        desk.do(edit.splice, edited, desk.alone(span), first)
+    else:
+        to = len(lead) + len(session.encode(body[:to], special=False))
+        desk.do(edit.move, edited, first, first + size, to)
+    last = base.length - max(first + size, to) if kind == "move" else len(behind)
+    after = session.encode(following, special=False)[: plan.num_steps]
+    recomputed = desk.filled(list(edited.tokens))
+    want, got, unedited = (desk.logits(one, after) for one in (recomputed, edited, base))
+    moved = kl_divergence(want, got)
+    return Edited(
+        kind, index, size, last, float(moved.mean()), float(moved.max()),
+        float((want.argmax(-1) == got.argmax(-1)).mean()), float(kl_divergence(want, unedited).mean()),
+    )  # fmt: skip
+
+
+def _places(body: str, kind: str, rng: np.random.Generator) -> tuple[int, int, int]:
+    """A line [a, b) of a text, or a paragraph and the start of a line outside where it may go, as characters; the
+    first eighth of the text stays."""
+    lines = PARAGRAPH_LINES if kind == "move" else 1
+    starts = [0, *(place + 1 for place, letter in enumerate(body) if letter == "\n")]
+    starts = [start for start in starts if len(body) / 8 < start]
+    spans = [(a, b) for a, b in zip(starts, starts[lines:], strict=False) if b - a > SHORTEST]
+    pairs = [(a, b, to) for a, b in spans for to in (starts if kind == "move" else [a]) if not a < to <= b]
+    pairs = [one for one in pairs if kind != "move" or one[2] != one[0]]
+    require(bool(pairs), f"a text of {len(body)} characters has no paragraph to move: give a longer --context")
+    return pairs[int(rng.integers(len(pairs)))]
+
+
+def _answered(session: Session, plan: Plan, index: int) -> Iterator[Answered]:
+    """A needle's value becomes another one, in every way; then it is asked for."""
+    rng = np.random.default_rng([plan.seed, len(KINDS), index])
+    key, old = draw_key(rng), draw_value(rng)
+    new = draw_value(rng)
+    line, asked = needle_line(key, old), session.encode(question(key), special=False)
+    body = filler(corpus(), plan.context_tokens - len(line) - len(question(key)) - 1, rng).decode("ascii", "ignore")
+    place = line_start(body, int((index + 0.5) / plan.num_edits * len(body)))
+    value = line.index(old)
+    texts = body[:place] + line[:value], line[value + len(old) :], body[place:]
+    before, rest, behind = (session.encode(text, special=number == 0) for number, text in enumerate(texts))
+    was, becomes = (session.encode(digits, special=False) for digits in (old, new))
+    desk = Desk(session, plan.context_tokens + 200, sequences=5)
+    base = desk.filled([*before, *was, *rest, *behind])
+    right = desk.filled([*before, *becomes, *rest])
+    at, size = len(before), len(was)
+
+    def field_alone(sequence: PagedSequence) -> None:
+        desk.do(edit.splice, sequence, desk.alone(becomes), at, size)
+
+    def field_in_context(sequence: PagedSequence) -> None:
+        desk.do(edit.splice, sequence, desk.segment(right, at, at + len(becomes)), at, size)
+
+    def line_in_context(sequence: PagedSequence) -> None:
+        desk.do(edit.splice, sequence, desk.segment(right, at, right.length), at, size + len(rest))
+
+    def erratum(sequence: PagedSequence) -> None:
+        desk.do(extend, sequence, session.encode(needle_line(key, new), special=False))
+
+    def line_cut_erratum(sequence: PagedSequence) -> None:
+        desk.do(edit.cut, sequence, len(session.encode(body[:place])), at + size + len(rest))
+        erratum(sequence)
+
+    every = field_alone, field_in_context, line_in_context, erratum, line_cut_erratum, lambda sequence: None
+    ways: dict[str, Callable[[PagedSequence], None]] = dict(zip(FIXES[1:], every, strict=True))
+    for fix in FIXES:
+        if fix in ways:
+            sequence = desk.pool.fork(base)
+            ways[fix](sequence)
+        else:
+            sequence = desk.filled([*before, *becomes, *rest, *behind])
+        said = desk.answer(sequence, asked)
+        desk.pool.free(sequence)
+        yield Answered(fix, index, "new" if said == new else "old" if said == old else "other")
+
+
+def records(results: Sequence[Edited | Answered]) -> list[dict[str, Any]]:
+    """A line each."""
+    return [{"type": "edit" if isinstance(one, Edited) else "answer", **asdict(one)} for one in results]
+
+
+def markdown(results: Sequence[Edited | Answered], seed: int = 0) -> str:
+    """Two tables: KL by kind of edit, and answers by how a value was set right."""
+    header = ("edit", "of", "KL left as it was", "KL edited (95 %)", f"nearer than {NEAR_TOKENS}", "largest", "top-1")
+    rows = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    for kind in KINDS:
+        mine = [one for one in results if isinstance(one, Edited) and one.kind == kind]
+        if not mine:
+            continue
+        interval = bootstrap_interval([one.kl_mean for one in mine], seed)
+        within = "" if interval is None else f" ({interval[0]:.4f} to {interval[1]:.4f})"
+        mean = {
+            name: float(np.mean([getattr(one, name) for one in mine]))
+            for name in ("kl_mean", "kl_unedited", "top1_agreement", "tokens_edited")
+        }
+        near = [one.kl_mean for one in mine if one.tokens_behind < NEAR_TOKENS]
+        close = f"{np.mean(near):.4f} (of {len(near)})" if near else "-"
+        rows.append(
+            f"| {kind} of {mean['tokens_edited']:.0f} tokens | {len(mine)} | "
+            f"{mean['kl_unedited']:.4f} | {mean['kl_mean']:.4f}{within} | {close} | "
+            f"{max(one.kl_max for one in mine):.3f} | {mean['top1_agreement']:.3f} |"
+        )
+    rows += ["", "| value set right by | new value | old value | neither |", "|---" * 4 + "|"]
+    for fix in FIXES:
+        said = [one.answer for one in results if isinstance(one, Answered) and one.fix == fix]
+        if said:
+            rows.append(f"| {fix} | {' | '.join(str(said.count(answer)) for answer in ('new', 'old', 'other'))} |")
+    return "\n".join(rows)

@@ -1,0 +1,345 @@
+"""Prompts that are kept between runs: what a second run takes, what it refuses, and that both say the same."""
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_models
+from command import outcome
+
+from eps_core.decode import stored as stored_module
+from eps_core.decode.session import Session
+from eps_core.decode.stored import METADATA_KEY, StoredPrompts, weights_digest
+from eps_core.errors import ConfigError
+from eps_core.files import outputs, tensors
+from eps_core.load import backend_name
+
+TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 7
+LONGER = TEXT + "And then the light went out. " * 2
+RQ = {"method": "rq", "budget": 0.3}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "off": {},
+    "rq": RQ,
+    "centre": {"method": "rq", "mean_tokens": 0, "budget": 0.3},
+    "bounds": {**RQ, "bound_bits": 8},
+    "box": {"method": "box", "group_tokens": 8, "budget": 0.3},
+    "codes": {**RQ, "kv_bits": (8, 4)},
+    "bf16": {**RQ, "kv_dtype": "bfloat16"},
+    "verified": {**RQ, "verify": "tokens"},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.save_model("mistral", tmp_path_factory.mktemp("model"))
+
+
+def opened(target: tuple, model: Path, folder: Path | None, kernels: str = "arrays", **settings: Any) -> Session:
+    backend, device = target
+    return Session.open(
+        str(model), backend_name(backend), device, "float32", kernels=kernels, cache_dir=folder, **settings
+    )
+
+
+class Spy:
+    """What was loaded and stored by the sessions of a test, and how many tokens they prefilled."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[StoredPrompts] = []
+        made, init = self.made, StoredPrompts.__init__
+
+        def remember(this: StoredPrompts, *args: Any, **more: Any) -> None:
+            init(this, *args, **more)
+            made.append(this)
+
+        monkeypatch.setattr(StoredPrompts, "__init__", remember)
+
+    @property
+    def counts(self) -> Any:
+        return self.made[-1].counts
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
+    return Spy(monkeypatch)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_second_run_loads_and_says_the_same(target: tuple, model: Path, name: str, tmp_path: Path, spy: Spy) -> None:
+    folder, settings = tmp_path / "kept", SETTINGS[name]
+    plain = opened(target, model, None, **settings).generate(TEXT, 8)
+    session = opened(target, model, folder, **settings)
+    unit = session.config.store.unit_tokens
+    first = session.generate(TEXT, 8)
+    whole = (first.prompt_tokens - 2) // unit * unit  # as a pool shares: never the last token of what is prefilled
+    assert spy.counts.tokens_loaded == 0 and spy.counts.tokens_stored == whole > 256
+    assert spy.counts.bytes_stored == sum(file.stat().st_size for file in files(folder))
+    fed: list[int] = []
+    second_session = opened(target, model, folder, **settings)
+    prefill = second_session.decoder.prefill
+
+    def counted(cache: Any, tokens: np.ndarray, *rest: Any) -> Any:
+        fed.append(len(tokens))
+        return prefill(cache, tokens, *rest)
+
+    second_session.decoder.prefill = counted  # type: ignore[method-assign]
+    second = second_session.generate(TEXT, 8)
+    assert spy.counts.tokens_loaded == whole and spy.counts.tokens_stored == 0
+    assert sum(fed) == first.prompt_tokens - 1 - whole
+    assert first.tokens == second.tokens == plain.tokens
+    assert first.bytes_read == second.bytes_read == plain.bytes_read
+    if name == "verified":
+        assert second.acceptance == first.acceptance
+
+
+def test_the_longest_stored_prefix_is_taken(target: tuple, model: Path, tmp_path: Path, spy: Spy) -> None:
+    session = opened(target, model, tmp_path, **RQ)
+    session.generate(TEXT[:300], 2)
+    assert (short := spy.counts.tokens_stored) == 256
+    session.generate(TEXT, 2)
+    assert spy.counts.tokens_loaded == short and spy.counts.tokens_stored == 384
+    session.generate(LONGER, 2)
+    assert spy.counts.tokens_loaded == 384 and len(files(tmp_path)) == 3
+    session.generate("X" + LONGER, 2)
+    assert spy.counts.tokens_loaded == 0
+    assert opened(target, model, None, **RQ).generate(LONGER, 6).tokens == session.generate(LONGER, 6).tokens
+
+
+def test_a_batch_loads_each_of_its_prompts(target: tuple, model: Path, tmp_path: Path, spy: Spy) -> None:
+    prompts = [TEXT, "x", LONGER, TEXT[5:300]]
+    alone = opened(target, model, None, **RQ).generate(prompts, 4)
+    session = opened(target, model, tmp_path, **RQ)
+    first = session.generate(prompts, 4)
+    second = session.generate(prompts, 4)
+    assert spy.counts.tokens_loaded == 384 + 448 + 256 and spy.counts.tokens_stored == 0
+    assert [one.tokens for one in first] == [one.tokens for one in second] == [one.tokens for one in alone]
+
+
+def test_codes_about_a_centre_are_of_one_prompt(target: tuple, model: Path, tmp_path: Path) -> None:
+    session = opened(target, model, tmp_path, **SETTINGS["centre"])
+    with pytest.raises(ConfigError, match="one prompt"):
+        session.generate([TEXT, LONGER], 2)
+
+
+@pytest.mark.parametrize("name", ["off", "rq", "bounds", "box", "codes", "bf16"])
+def test_units_come_back_as_they_were(target: tuple, model: Path, name: str, tmp_path: Path) -> None:
+    """Into other units of another cache; the summaries are valid there, and their neighbours untouched."""
+    session = opened(target, model, None, **SETTINGS[name])
+    store, backend, prefix = session.config.store, session.backend, session.prefix(session.encode(TEXT))
+    unit = store.unit_tokens
+    num_units = 256 // unit
+    cache, pool = session.cache(store, 1024)
+    sequence, cache = prefix.into(backend, cache, pool)
+    other, _ = session.cache(store, 1024)
+    places = [2 * i + 1 for i in range(num_units)]
+    held = backend.export_units(cache, sequence.table[:num_units])
+    before = backend.export_units(other, [0])
+    other = backend.import_units(other, places, held)
+    again = backend.export_units(other, places)
+    assert held.keys() == again.keys() == backend.export_units(other, []).keys()
+    for key, array in held.items():
+        np.testing.assert_array_equal(again[key].view(np.uint8), array.view(np.uint8), err_msg=key)
+    for key, array in backend.export_units(other, [0]).items():
+        if not key.startswith("heads."):
+            np.testing.assert_array_equal(array.view(np.uint8), before[key].view(np.uint8), err_msg=key)
+    for layer in range(session.spec.num_layers):
+        got, want = (
+            backend.read_kv(one, layer, np.array(table), 256)
+            for one, table in ((other, places), (cache, sequence.table[:num_units]))
+        )
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_array_equal(backend.to_numpy(a), backend.to_numpy(b))
+        for one in (other, other.bound, other.tail):
+            if one is not None and one.store.enabled:
+                per_unit = one.store.seals_per_unit
+                state = one.state[layer].valid(np.arange(8 * per_unit)).reshape(8, per_unit)
+                assert [bool(row.all()) for row in state] == [i in places for i in range(8)]
+                assert not state[0].any()
+
+
+# ---- files that are not what they must be
+
+
+def damaged(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def told(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def change_it(file: Path) -> None:
+        metadata, arrays, data = tensors.read(file)
+        values = json.loads(metadata[METADATA_KEY])
+        change(values)
+        layout = {name: (list(array.shape), array.dtype.name) for name, array in arrays.items()}
+        start, _ = tensors.header({METADATA_KEY: json.dumps(values)}, layout)
+        file.write_bytes(start + data)
+
+    return change_it
+
+
+def foreign(file: Path) -> None:
+    start, _ = tensors.header({}, {"x": ([2], "int8")})
+    file.write_bytes(start + b"ab")
+
+
+def exchanged(file: Path) -> None:
+    """The arrays and hash of another prompt under this one's name."""
+    metadata, arrays, data = tensors.read(file)
+    values = json.loads(metadata[METADATA_KEY])
+    data[0] ^= 1  # the first token: what follows it in the file is the layout's
+    values["blake2b"] = stored_module._digest(data)
+    layout = {name: (list(array.shape), array.dtype.name) for name, array in arrays.items()}
+    start, _ = tensors.header({METADATA_KEY: json.dumps(values)}, layout)
+    file.write_bytes(start + data)
+
+
+WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "damaged": (damaged, "damaged: its contents"),
+    "cut": (cut, "truncated"),
+    "empty": (lambda file: file.write_bytes(b""), "truncated"),
+    "text": (lambda file: file.write_bytes(b"hello, this is no such file"), "truncated, or no"),
+    "json": (lambda file: file.write_bytes((2).to_bytes(8, "little") + b"[]"), "no safetensors file"),
+    "fractions": (
+        lambda file: file.write_bytes(
+            (len(head := b'{"k":{"dtype":"F32","shape":[2.0,2],"data_offsets":[0,16]}}')).to_bytes(8, "little")
+            + head
+            + bytes(16)
+        ),
+        "damaged, or no safetensors file",
+    ),
+    "foreign": (foreign, "foreign"),
+    "weights": (told(lambda values: values["identity"].update(weights="0")), "stale: it is of other weights"),
+    "version": (told(lambda values: values.update(format_version=0)), "stale: it has format 0"),
+    "prompt": (exchanged, "foreign: it is of another prompt"),
+    "directory": (lambda file: (file.unlink(), file.mkdir()), "directory"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_file_is_refused_in_a_line_and_remade(
+    model: Path, name: str, tmp_path: Path, spy: Spy, capsys: pytest.CaptureFixture
+) -> None:
+    session = Session.open(model, "numpy", cache_dir=tmp_path, **RQ)
+    want = session.generate(TEXT, 4).tokens
+    (file,) = files(tmp_path)
+    right = file.read_bytes()
+    spoil, reason = WRONG[name]
+    spoil(file)
+    capsys.readouterr()
+    assert session.generate(TEXT, 4).tokens == want and spy.counts.tokens_loaded == 0
+    error = capsys.readouterr().err
+    assert str(file) in error and reason.lower() in error.lower()
+    if name == "directory":  # which cannot be replaced, and says so
+        assert error.count("\n") == 2 and "is not stored" in error
+        return
+    assert error.count("\n") == 1 and file.read_bytes() == right and spy.counts.tokens_stored == 384
+    assert session.generate(TEXT, 4).tokens == want and spy.counts.tokens_loaded == 384
+
+
+def test_other_weights_make_a_file_stale(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    other = tiny_models.save_model("mistral", tmp_path / "model", seed=1)
+    assert weights_digest(other) != weights_digest(model)
+    folder = tmp_path / "kept"
+    Session.open(model, "numpy", cache_dir=folder).generate(TEXT, 2)
+    capsys.readouterr()
+    got = Session.open(other, "numpy", cache_dir=folder).generate(TEXT, 4)
+    assert "stale: it is of other weights" in capsys.readouterr().err and len(files(folder)) == 1
+    assert got.tokens == Session.open(other, "numpy").generate(TEXT, 4).tokens
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"kv_dtype": "float16"}, {"kv_bits": (8, 8)}, {"method": "rq"}, {"method": "rq", "seed": 3}, {"dtype": "float16"}],
+    ids=str,
+)
+def test_other_settings_have_other_files(model: Path, settings: dict[str, Any], tmp_path: Path, spy: Spy) -> None:
+    Session.open(model, "numpy", cache_dir=tmp_path).generate(TEXT, 2)
+    Session.open(model, "numpy", cache_dir=tmp_path, **settings).generate(TEXT, 2)
+    assert spy.counts.tokens_loaded == 0 and len(files(tmp_path)) == 2
+
+
+def test_a_full_disk_costs_a_line(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    class Full(outputs._File):
+        def write(self, data: Any) -> int:
+            raise outputs._failed(self.path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+    monkeypatch.setattr(outputs, "_File", Full)
+    session = Session.open(model, "numpy", cache_dir=tmp_path / "kept")
+    assert len(session.generate(TEXT, 3).tokens) == 3
+    error = capsys.readouterr().err
+    assert "No space left" in error and "is not stored" in error and error.count("\n") == 1
+    assert not list((tmp_path / "kept").iterdir())
+
+
+def test_the_command_tells_what_it_loaded(model: Path, tmp_path: Path) -> None:
+    line = [
+        "run", "--model", str(model), "--backend", "numpy", "--prompt", TEXT, "--max-new-tokens", "3", "--method", "rq",
+        "--cache-dir", "kept", "--metrics", "m.jsonl",
+    ]  # fmt: skip
+    results = []
+    for _ in range(2):
+        done = outcome(line, tmp_path)
+        assert done.code == 0, done.err
+        results.append(json.loads(done.out.splitlines()[-1]))
+        summary = json.loads((tmp_path / "m.jsonl").read_text().splitlines()[-1])
+        assert summary["stored"] == results[-1]["stored"]["eps"]
+    assert "prompt tokens loaded" in done.out and "time to first token" in done.out
+    assert results[0]["tokens"] == results[1]["tokens"]
+    for side, tokens in (("dense", 400), ("eps", 384)):
+        first, second = (result["stored"][side] for result in results)
+        assert first["tokens_stored"] == second["tokens_loaded"] == tokens and second["tokens_stored"] == 0
+        assert first["bytes_stored"] == second["bytes_loaded"] > 0 and second["ttft_ms"] > second["load_ms"] > 0
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        (["--kv-evict", "snapkv", "--kv-keep", "0.5"], "exclude each other"),
+        (["--engine", "transformers", "--method", "rq"], "belongs to our own decoders"),
+    ],
+    ids=["evict", "engine"],
+)
+def test_the_command_refuses_where_there_is_no_whole_prompt(
+    model: Path, more: list[str], reason: str, tmp_path: Path
+) -> None:
+    done = outcome(["run", "--model", str(model), "--prompt", TEXT, "--cache-dir", "kept", *more], tmp_path)
+    assert done.code == 2 and reason in done.err and "--cache-dir" in done.err and done.err.count("\n") == 1
+
+
+def test_what_is_no_folder_of_its_own_is_refused(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for folder in (tmp_path / "file", model):
+        with pytest.raises(ConfigError, match="--cache-dir"):
+            Session.open(model, "numpy", cache_dir=folder)
+
+
+def test_a_digest_of_weights_is_of_all_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_module.caches, "folder", lambda: tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"a" * 5000)
+    first = weights_digest(tmp_path)
+    monkeypatch.setattr(stored_module, "_CHUNK_BYTES", 7)
+    assert weights_digest(tmp_path) == first
+    known = json.loads((tmp_path / "weights.json").read_text())
+    assert list(known.values()) == [first]
+    path.write_bytes(b"a" * 4999 + b"b")
+    os.utime(path, ns=(1, 1))
+    assert weights_digest(tmp_path) != first
+    (tmp_path / "weights.json").write_text("[no")
+    assert weights_digest(tmp_path) != first
