@@ -86,3 +86,16 @@ def _automatic() -> Backend:
         if any(device != "cpu" for device in backend.devices()):
             return backend
     return next((b for b in usable if backend_name(b) == "cuda"), usable[0])
+
+
+def choose_device(backend: Backend, asked: str) -> str:
+    """The asked device, or the backend's GPU where it has one; an absent device is an error, never a fallback."""
+    present = backend.devices()
+    if asked == "auto":
+        return next((device for device in present if device != "cpu"), "cpu")
+    if asked not in present:
+        raise ConfigError(
+            f"device {asked} is not there for backend {backend_name(backend)}, which has {', '.join(present)}: "
+            "choose one of them or --device auto"
+        )
+    return asked

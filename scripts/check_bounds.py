@@ -22,6 +22,7 @@ import numpy as np
 
 from eps_core.cli.numbers import SEED, TOKENS, argument
 from eps_core.config.eps import EpsConfig
+from eps_core.config.formats import fault
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code
 from eps_core.evaluation.bounds import (
@@ -68,7 +69,8 @@ def plan(number: int, targets: list[Target], seed: int) -> list[tuple[Target, Tr
     for arm_index, arm in enumerate((*BOUNDED_ARMS, *KEY_CODE_ARMS)):
         for cache_index, (dtype, bits) in enumerate(CACHES):
             size = GROUP_TOKENS[(number + 3 * arm_index + cache_index) % len(GROUP_TOKENS)]
-            head_dim, trial_seed = int(rng.choice(HEAD_DIMS)), int(rng.integers(2**31))
+            fitting = [dim for dim in HEAD_DIMS if all(fault(name, dim) is None for name in bits)]
+            head_dim, trial_seed = int(rng.choice(fitting)), int(rng.integers(2**31))
             for target in targets:
                 # the numpy backend loops group by group: a small share
                 units, sequences, repeat = (16, 2, 4) if target[0] == "numpy" else (96, 8, 32 if size <= 8 else 64)

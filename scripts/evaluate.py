@@ -1,7 +1,10 @@
 """Makes the table of results/README.md: every method at equal total bytes, on the demo model, at each context length.
 
     python scripts/evaluate.py -o results/methods.jsonl            (half an hour on 2 cores)
-    python scripts/evaluate.py --arms memory -o results/memory.jsonl      (eviction and EPS, alone and together)
+    python scripts/evaluate.py --arms memory -o results/memory.jsonl      (codes, eviction and EPS, alone and together)
+    python scripts/evaluate.py --arms rewrites -o results/rewrites.jsonl  (other formats of K and V, by round trip)
+    python scripts/evaluate.py --arms linear -o results/linear.jsonl      (linear attention's states, windows)
+    python scripts/evaluate.py --arms sparse-verify -o results/sparse-verify.jsonl      (drafts judged over few tokens)
 
 Writes one JSON object a line (the run, then every cell) and prints the tables in Markdown.
 """
@@ -21,7 +24,7 @@ from eps_core.decode.hub import resolve_model
 from eps_core.decode.model import DEMO_MODEL, read_spec
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code
-from eps_core.evaluation import curves, memory
+from eps_core.evaluation import curves, memory, rewrites, sparse_verify
 from eps_core.evaluation.curves import BYTE_BUDGETS, SETS, TAUS
 from eps_core.files import outputs
 from eps_core.load import load_backend
@@ -35,12 +38,13 @@ def _session(model: Path, backend: str, device: str) -> Session:
     return Session.open(model, backend, device, "float32", "bfloat16")
 
 
-MEMORY = "memory"
+MEMORY, LINEAR, REWRITES, SPARSE = "memory", "linear", "rewrites", "sparse-verify"
+SUITES = {MEMORY: memory, LINEAR: memory, REWRITES: rewrites, SPARSE: sparse_verify}
 
 
-def _document(model: Path, backend: str, device: str, plan: curves.Plan | memory.Plan, kind: str, index: int):
-    tally = memory.tally_document if isinstance(plan, memory.Plan) else curves.tally_document
-    return kind, *tally(_session(model, backend, device), plan, kind, index)
+def _document(model: Path, backend: str, device: str, arms: str, plan: curves.Documents, kind: str, index: int):
+    suite = SUITES.get(arms, curves)
+    return kind, *suite.tally_document(_session(model, backend, device), plan, kind, index)
 
 
 def main() -> None:
@@ -51,9 +55,10 @@ def main() -> None:
     parser.add_argument("--contexts", type=argument(TOKENS), nargs="+", default=[2048, 4096, 8192, 16384])
     parser.add_argument(
         "--arms",
-        choices=(*SETS, MEMORY),
+        choices=(*SETS, *SUITES),
         default="methods",
-        help="all methods, the parts of the default's codes, what it may read less, a first look, or what is evicted",
+        help="all methods, the parts of the default's codes, what it may read less, a first look, the default alone, "
+        "what is kept, what does not grow, other formats, or what verifies drafts",
     )
     parser.add_argument("--needles", type=argument(TOKENS), default=50)
     parser.add_argument("--texts", type=argument(TOKENS), default=6)
@@ -62,6 +67,9 @@ def main() -> None:
     )
     parser.add_argument("--text-steps", type=argument(TOKENS), default=64)
     parser.add_argument("--budgets", type=argument(PART), nargs="+", default=BYTE_BUDGETS)
+    parser.add_argument(
+        "--shares", type=argument(PART), nargs="+", default=memory.SHARES, help="of the prompt that policies keep"
+    )
     parser.add_argument("--taus", type=argument(PART), nargs="+", default=TAUS)
     parser.add_argument("--seed", type=argument(SEED), default=0)
     parser.add_argument("--jobs", type=argument(TOKENS), default=os.cpu_count(), help="processes, one thread each")
@@ -70,7 +78,7 @@ def main() -> None:
     outputs.check({"-o": args.out}, {"--model": args.model})
 
     os.environ["OMP_NUM_THREADS"] = "1"
-    source = (args.model, args.backend, args.device)
+    source = (args.model, args.backend, args.device, args.arms)
     started = time.time()
     head_dim = read_spec(resolve_model(args.model, weights=False)).head_dim
     # spawned, so that every process starts with one thread
@@ -93,11 +101,15 @@ def main() -> None:
             part = 3 if context >= args.long else 1
             needles, texts = -(-args.needles // part), -(-args.texts // part)
             size = context, needles, texts, args.text_steps
-            if args.arms == MEMORY:
-                suite, plan = memory, memory.Plan(*size, seed=args.seed)
+            suite = SUITES.get(args.arms, curves)
+            if suite is memory:
+                arms = memory.arms(tuple(args.shares)) if args.arms == MEMORY else memory.constant()
+                plan = memory.Plan(*size, seed=args.seed, arms=arms)
+            elif suite is not curves:
+                plan = suite.Plan(*size, seed=args.seed)
             else:
                 points = {"arms": SETS[args.arms], "byte_budgets": tuple(args.budgets), "taus": tuple(args.taus)}
-                suite, plan = curves, curves.Plan(*size, seed=args.seed, **points)
+                plan = curves.Plan(*size, seed=args.seed, **points)
             futures = [pool.submit(_document, *source, plan, kind, index) for kind, index in plan.documents()]
             results = []
             with Progress(f"context {context}:", "documents") as progress:
@@ -108,7 +120,8 @@ def main() -> None:
             for record in suite.records(cells):
                 out.write(json.dumps(record) + "\n")
             out.flush()
-            print(f"\nContext {context}: dense answers {cells[0].needles_dense} of {cells[0].num_needles} needles\n")
+            needles_dense = sum(kind == "needle" and right for kind, _, right in results)
+            print(f"\nContext {context}: dense answers {needles_dense} of {needles} needles\n")
             print(suite.markdown(cells), flush=True)
     print(json.dumps({"out": str(args.out), "seconds": round(time.time() - started)}))
 

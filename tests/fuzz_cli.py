@@ -50,7 +50,7 @@ OUTPUTS = (
     "new", ".", "", "absent/new", "x" * 300, "\udcff", "new/", "link", "/dev/null", "/dev/full", "/dev/stdout", "-"
 )  # fmt: skip
 RIGHT_FILES = {"text": "TEXT", "prompt_files": "TEXT", "eps_head_policy": "POLICY", "captures": "CAPTURE",
-               "results": "STEPS", "grid": "GRID", "model": "MODEL"}  # fmt: skip
+               "results": "STEPS", "grid": "GRID", "model": "MODEL", "cache_dir": "FOLDER"}  # fmt: skip
 # of choices that are all valid, those that are quick here
 QUICK = {
     "backend": ("numpy",),

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from places import place
 
 from eps_core.config.eps import EpsConfig
+from eps_core.config.formats import fault
 from eps_core.config.store import CacheSpec, Store
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
@@ -72,14 +73,14 @@ def test_bounds_hold_for_hard_keys_and_queries(target, arm):
 @given(
     arm=st.sampled_from((*BOUNDED_ARMS, *KEY_CODE_ARMS)),
     dtype=st.sampled_from(CACHE_DTYPES),
-    bits=st.sampled_from([(16, 16), (8, 8), (4, 8)]),
+    bits=st.sampled_from([(16, 16), (8, 8), (4, 8), ("nvfp4", "fp8")]),
     size=st.sampled_from([1, 2, 3, 4, 8, 16, 32, 64, 128]),
     head_dim=st.sampled_from([1, 4, 16, 20, 33, 64, 80]),
     kv_heads=st.sampled_from([1, 2, 3]),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_everything_claimed_holds(target, arm, dtype, bits, size, head_dim, kv_heads, seed):
-    bits = (8, 8) if head_dim % 2 and 4 in bits else bits
+    bits = bits if all(fault(name, head_dim) is None for name in bits) else (8, "fp8")
     drawn = Trial(arm, dtype, size, head_dim, 8, 4, 2, seed, kv_heads, bits)
     bounds = run_bounds(*target, drawn) if drawn.config().store.own_bounds else {}
     for tally in (bounds | run_gate(*target, drawn)).values():

@@ -26,11 +26,22 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "unknown-device": (["run", "--device", "tpu"], "tpu"),
     "unknown-dtype": (["run", "--dtype", "int8"], "int8"),
     "unknown-kv-dtype": (["run", "--kv-dtype", "fp8"], "fp8"),
+    "beams-and-temperature": (["run", "--beams", 2, "--temperature", 1], "other, as a search draws nothing"),
+    "beams-and-verify": (["run", "--beams", 2, "--eps-verify", "tokens"], "exclude each other, as drafts are of one"),
+    "beams-and-evict": (["run", "--beams", 2, "--kv-evict", "h2o", "--kv-keep", "0.5"], "let go of tokens share no"),
+    "beams-and-kl": (["run", "--beams", 2, "--kl"], "as the two searches are of different texts"),
+    "beams-and-audit": (["run", "--beams", 2, "--audit-every", 2], "exclude each other, as an audit's alarm"),
+    "beams-in-an-engine": (["run", "--beams", 2, "--engine", "transformers"], "as its engine searches by itself"),
+    "no-beams": (["run", "--beams", 0], "'0' is not a whole number from 1"),
     "evict-without-keep": (["run", "--kv-evict", "snapkv"], "must know how much to keep: add --kv-keep 0.25"),
     "keep-without-evict": (["run", "--kv-keep", "0.5"], "--kv-keep means nothing without eviction"),
     "unknown-evict": (["run", "--kv-evict", "lru", "--kv-keep", "0.5"], "'lru' is not one of 'off', 'streaming'"),
     "evict-by-the-future": (["run", "--kv-evict", "oracle", "--kv-keep", "0.5"], "'oracle' is not one of"),
     "keep-nothing": (["run", "--kv-evict", "h2o", "--kv-keep", "0"], "kv-keep 0.0 keeps nothing"),
+    "keep-a-share-of-the-prompt": (["run", "--kv-evict", "rswa", "--kv-keep", "0.5"], "of which rswa keeps all: give"),
+    "keep-the-prompt's-first": (
+        ["run", "--kv-evict", "rswa", "--kv-keep", "64", "--kv-first-tokens", "4"], "nothing to rswa, which keeps"),
+    "evict-never": (["run", "--kv-evict", "rswa", "--kv-keep", "64", "--kv-every", "0"], "kv-every 0 never evicts"),
     "keep-a-part-of-a-row": (["run", "--kv-evict", "h2o", "--kv-keep", "1.5"], "neither a share up to 1 nor a whole"),
     "evict-and-verify": (
         ["run", "--kv-evict", "h2o", "--kv-keep", "0.5", "--eps-verify", "tokens"], "each other, as a dense pass"),
@@ -43,14 +54,14 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "compact-never": (
         ["run", "--kv-evict", "h2o", "--kv-keep", "0.5", "--kv-every", "0", "--kv-compact", "fill"], "drop one"),
     "evict-all": (["run", "--kv-evict", "h2o", "--kv-keep", "0.5", "--kv-last-tokens", "0"], "let a head go empty"),
-    "evict-codes-of-16-bits": (
-        ["run", "--kv-evict", "h2o", "--kv-keep", "0.5", "--kv-bits", "8", "--kv-dtype", "bfloat16"], "after a move"),
     "evict-and-union": (
         ["run", "--kv-evict", "h2o", "--kv-keep", "0.5", "--eps-scope", "union"], "eps-scope union reads the same in"),
     "evict-and-centre": (
         ["run", "--kv-evict", "h2o", "--kv-keep", "0.5", "--eps-unit-tokens", "0"], "use eps-unit-tokens 32 or 64"),
-    "unknown-kv-bits": (["run", "--kv-bits", "5"], "'5' is not one of 16, 8, 4"),
+    "unknown-kv-bits": (["run", "--kv-bits", "5"], "'5' is not one of 16, 8, fp8, 4, nvfp4"),
     "too-many-kv-bits": (["info", "--kv-bits", "8,8,4"], "nor two of them for K and V"),
+    "nvfp4-of-broken-blocks": (
+        ["info", "--head-dim", 40, "--kv-bits", "fp8,nvfp4"], "head dim 40 is no multiple of 16: use --kv-bits fp8"),
     "kv-bits-of-an-odd-head-dim": (["info", "--head-dim", 33, "--kv-bits", "8,4"], "head dim 33 is odd"),
     "absent-device": (["run", "--backend", "numpy", "--device", "cuda", "--prompt", "x"], "device cuda"),
     "unknown-kernels": (["run", "--kernels", "cutlass"], "cutlass"),

@@ -24,7 +24,7 @@ from eps_core.report.style import PAGE_DARK, PAGE_LIGHT, PALETTE
 
 ROOT = Path(__file__).parent.parent
 SECTIONS = (
-    "verdict", "quality", "verified", "tasks", "visited", "time", "certificate", "heads", "ablations", "runs",
+    "verdict", "quality", "verified", "kept", "tasks", "visited", "time", "certificate", "heads", "ablations", "runs",
     "skipped", "inputs",
 )  # fmt: skip
 VOID = {"meta", "path", "br"}
@@ -229,6 +229,10 @@ def whole_results() -> dict[str, list[dict[str, Any]]]:
     return {
         "grid.jsonl": grid, "run.jsonl": run, "evaluate.jsonl": evaluated, "asked.jsonl": asked,
         "replay.jsonl": [{"type": "replay"}] * 3,
+        "memory.jsonl": [
+            cell(policy="snapkv", kept_share=0.5, kv_bits=[8, 8], bytes_kept_ratio=0.3, budget=0.1),
+            cell(policy="off", method="off", kv_bits=[8, 4], bytes_kept_ratio=None),
+        ],
     }  # fmt: skip
 
 
@@ -285,9 +289,9 @@ def checked(html: str) -> Checker:
 def test_the_page_of_everything(tmp_path: Path) -> None:
     html, verdict = page(load_results(write(tmp_path, whole_results())))
     checked(html)
-    # two plots for each of 3 contexts, of verified decoding and of 4 axes, tasks, text, visited, time, certificates,
-    # six maps of seven
-    assert html.count("<svg") == 6 + 2 + 8 + 2 + 3 + 6
+    # two plots for each of 3 contexts, of verified decoding, bytes kept and of 4 axes, tasks, text, visited, time,
+    # certificates, six maps of seven
+    assert html.count("<svg") == 6 + 2 + 2 + 8 + 2 + 3 + 6
     assert "0.900 [0.850, 0.950]" in html and "6 of 6" in html
     assert html.count("<figcaption>") == html.count('role="img"') == html.count("<svg")
     assert "No data" not in html
@@ -302,7 +306,7 @@ def test_a_page_of_nothing_says_so_in_every_section(tmp_path: Path) -> None:
     html, verdict = page(load_results([tmp_path / "empty.jsonl"]))
     checked(html)
     assert "empty.jsonl holds no results" in html and "<svg" not in html
-    assert html.count("No data") == 13  # four of them axes, one each of the other sections with numbers
+    assert html.count("No data") == 14  # four of them axes, one each of the other sections with numbers
     assert verdict.outcome == OPEN
 
 

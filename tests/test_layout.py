@@ -23,7 +23,7 @@ RULE = (
     ("summaries",),
     ("config",),
     ("paging",),
-    ("gate", "cpu", "evict"),
+    ("gate", "cpu", "evict", "rewrite"),
     ("telemetry", "load"),
     ("decode", "tasks"),
     ("engine",),

@@ -141,7 +141,7 @@ def test_a_pool_too_small_for_a_batch_says_what_it_needs(
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, ("x" * 30, "y" * 100))))
     args = ["--prompt-file", tmp_path / "p.jsonl", "--max-new-tokens", 4, "--pool-tokens", 140]
     words = (
-        "2 prompts of 138 tokens, new ones included, need 10 pool groups of 16 tokens, and pool-tokens 140 holds 8: "
+        "2 sequences of 138 tokens, new ones included, need 10 pool groups of 16 tokens, and pool-tokens 140 holds 8: "
         "raise it to 160"
     )
     refused(args, words, model, monkeypatch, capsys)

@@ -31,7 +31,7 @@ from eps_core.cpu.host import flush_bytes
 from eps_core.errors import ConfigError, fault_line
 from eps_core.gate.attend import attend_layer
 from eps_core.gate.protocol import Backend
-from eps_core.load import backend_name, load_backend, load_platform, resolve_kernels
+from eps_core.load import backend_name, choose_device, load_backend, load_platform, resolve_kernels
 from eps_core.telemetry import provenance
 
 MIN_ROUNDS, MAX_ROUNDS, MAX_WARM_ROUNDS = 5, 500, 300
@@ -54,8 +54,6 @@ class Bench:
     """One run: the backend with its platform, what was measured of it, and the lines of the record."""
 
     def __init__(self, request: BenchRequest, progress: Callable[[int, int, str], None] = lambda *told: None) -> None:
-        from eps_core.decode.session import choose_device
-
         self.request, self.progress = request, progress
         self.backend: Backend = load_backend(request.backend)
         self.name = backend_name(self.backend)

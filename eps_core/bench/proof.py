@@ -227,16 +227,18 @@ def _computed_by(layer: Layer, config: EpsConfig, step: Step) -> dict[str, str]:
     """What computes each part: the cache's kernels, or array operations for what has none. Raises GateError where
     attention itself has none."""
     cache, where = layer.cache, layer.where(config)
-    module = layer.backend.kernels_module(cache.kernels)
-    calls: dict[str, Callable[[], Any]] = {
-        "score": lambda: module.score(cache, 0, layer.q, where),
-        "select": lambda: module.select(step.scores, where, 0),
-        "attend": lambda: module.attend(cache, 0, layer.q, where, step.selection),
-        "attend_tail": lambda: module.attend_tail(cache, 0, where, step.scores, step.selection, step.read[1]),
+    given: dict[str, tuple[Any, ...]] = {
+        "score": (cache, 0, layer.q, where),
+        "select": (step.scores, where, 0),
+        "attend": (cache, 0, layer.q, where, step.selection),
+        "attend_tail": (cache, 0, where, step.scores, step.selection, step.read[1]),
     }
     if step.tail is None:
-        del calls["attend_tail"]
-    by = {name: "arrays" if call() is None else cache.kernels for name, call in calls.items()}
+        del given["attend_tail"]
+    by = {}
+    for name, arguments in given.items():
+        kernel = layer.backend.kernel_of(cache, name)
+        by[name] = "arrays" if kernel is None or kernel(*arguments) is None else cache.kernels
     if by["attend"] == "arrays":
         raise GateError(
             f"kernels {cache.kernels} have no attention for groups of {config.store.S} tokens and head dim "

@@ -31,8 +31,8 @@ from eps_core.load import ENGINES, load_engine
 OWN = "own"
 # what our own decoders do and engines do not, or do their own way
 _OWN_ONLY = (
-    "backend", "kv_dtype", "kv_bits", "prefill_chunk", "pool_tokens", "kl", "sample_by", "eps_audit_factor",
-    "eps_audit_off",
+    "backend", "kv_dtype", "kv_bits", "prefill_chunk", "cache_dir", "pool_tokens", "kl", "sample_by",
+    "eps_audit_factor", "eps_audit_off",
 )  # fmt: skip
 
 engine_option = option(

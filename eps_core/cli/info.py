@@ -10,6 +10,7 @@ from eps_core.cli.numbers import TOKENS
 from eps_core.cli.options import code_settings, given_flags, summary_options
 from eps_core.cli.source import kv_bits_option
 from eps_core.config.bytes import kv_bytes, open_group_bytes
+from eps_core.config.formats import described
 from eps_core.errors import ConfigError
 from eps_core.files import outputs
 from eps_core.load import BACKENDS, load_backend
@@ -64,7 +65,7 @@ def info_command(ctx: click.Context, /, **flags: Any) -> None:
         else:
             click.echo(f"backend {name:5} not usable: {status['why_not']}")
     dense = kv_bytes(layers, kv_heads, head_dim, context, "bfloat16", flags["kv_bits"])
-    held = terminal.describe_kv("bfloat16", flags["kv_bits"])
+    held = described("bfloat16", flags["kv_bits"])
     click.echo(
         f"\n{layers} layers x {kv_heads} kv heads of {head_dim} x {context:,} tokens: "
         f"{held} KV cache {dense / terminal.MIB:,.0f} MiB; summaries of one sequence:\n"

@@ -33,7 +33,8 @@ keep_options = options(
         help="Let go of tokens for good, by this policy; EPS gates what is left.",
     ),
     _option(
-        "--kv-keep", type=Real(), help="Of the prompt's tokens, rows that a head keeps: a share up to 1, or a number.",
+        "--kv-keep", type=Real(),
+        help="Of the prompt's tokens, rows that a head keeps: a share up to 1, or a number. Of rswa: new ones.",
     ),
     _option(
         "--kv-every", type=Whole(), default=_DEFAULT.every, show_default=True,
@@ -64,6 +65,10 @@ def keep_of(flags: dict[str, Any], given: set[str], config: EpsConfig) -> Keep:
     if later and not POLICIES[flags["kv_evict"]].FACTS.while_decoding:
         raise click.UsageError(
             f"{flag(later[0])} means nothing to {flags['kv_evict']}, which evicts at the end of prefill alone: drop it"
+        )
+    if "kv_first_tokens" in given and POLICIES[flags["kv_evict"]].FACTS.prompt:
+        raise click.UsageError(
+            f"--kv-first-tokens means nothing to {flags['kv_evict']}, which keeps the prompt: drop it"
         )
     if "kv_compact" in given and not flags["kv_every"]:
         raise click.UsageError("--kv-compact means nothing with --kv-every 0: drop one")

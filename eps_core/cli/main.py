@@ -18,7 +18,7 @@ from eps_core.cli.help import CHECKS, DECODING, FILE, INPUT, OUTPUT, OUTPUT_FILE
 from eps_core.cli.info import info_command
 from eps_core.cli.keep import keep_of, keep_options
 from eps_core.cli.kv_map import kv_map_command
-from eps_core.cli.numbers import COUNT, SEED, TOKENS, Real
+from eps_core.cli.numbers import COUNT, SEED, TOKENS, Real, Whole
 from eps_core.cli.options import (
     AUTO,
     DEMO_METHOD,
@@ -51,7 +51,7 @@ DEMO_NEW_TOKENS = 16
 # flags that a request calls the same
 _SAME = (
     "backend", "device", "model", "dtype", "prefill_chunk", "pool_tokens", "kl", "stop", "metrics", "csv",
-    "eps_audit_every", "eps_audit_factor", "eps_audit_off", "kernels", "chat", "kv_bits",
+    "eps_audit_every", "eps_audit_factor", "eps_audit_off", "kernels", "chat", "kv_bits", "cache_dir", "beams",
 )  # fmt: skip
 
 
@@ -117,7 +117,18 @@ def cli() -> None:
     "--sample-by", heading=DECODING, type=click.Choice(DRAW_RULES), default=DRAW_RULES[0], show_default=True,
     help="With a temperature: noise for each token, or one number through cumulated probabilities, as it once was.",
 )  # fmt: skip
+@option(
+    "--beams", heading=DECODING, type=Whole(1, 64), default=1, show_default=True,
+    help="Search for the likeliest text with so many at a time, over forks of the prompt's pages; 1: greedy.",
+)  # fmt: skip
 @option("--prefill-chunk", heading=DECODING, type=TOKENS, default=512, show_default=True, help="Tokens at a time.")
+@option(
+    "--cache-dir",
+    heading=DECODING,
+    type=FILE,
+    metavar="DIR",
+    help="Keep prompts there between runs: K, V and summaries; one that begins with a kept one skips its prefill.",
+)
 @option("--pool-tokens", heading=DECODING, type=TOKENS, help="Cache size.  [default: what the run needs]")
 @option(
     "--stop/--no-stop", heading=DECODING, default=True, show_default=True, help="End at the model's end-of-text tokens."
@@ -191,9 +202,21 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
             ("--audit-every", bool(flags["eps_audit_every"]), "an audit attends densely to all that was let go of"),
             ("--engine", flags["engine"] != OWN, "its engine owns the cache"),
             ("--pool-tokens", flags["pool_tokens"] is not None, "its cache is made for what is kept"),
+            ("--cache-dir", flags["cache_dir"] is not None, "what is left of a prompt is no prefix of another"),
         ):
             if on:
                 raise click.UsageError(f"--kv-evict and {name} exclude each other, as {why}: drop one")
+    if flags["beams"] > 1:
+        for name, on, why in (
+            ("--temperature", bool(flags["temperature"]), "a search draws nothing"),
+            ("--eps-verify", verify.enabled, "drafts are of one text"),
+            ("--kv-evict", keep.enabled, "heads that let go of tokens share no pages for long"),
+            ("--kl", flags["kl"], "the two searches are of different texts"),
+            ("--audit-every", bool(flags["eps_audit_every"]), "an audit's alarm would end all beams"),
+            ("--engine", flags["engine"] != OWN, "its engine searches by itself"),
+        ):
+            if on:
+                raise click.UsageError(f"--beams and {name} exclude each other, as {why}: drop one")
     if flags["engine"] != OWN:
         click.echo(outputs.to_json(run_in_engine(flags, given, config, verify, _prompts(flags), DEMO_NEW_TOKENS)))
         return

@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from eps_core.config.store import KV_BITS, sized_method
+from eps_core.config.formats import KV_BITS, FormatName, KvFormats
+from eps_core.config.store import sized_method
 from eps_core.errors import ConfigError, shown
 
 MOST = 2**31 - 1  # tokens, groups, layers: slots and tables are int32
@@ -107,14 +108,14 @@ class ListOf(click.ParamType):
 
 
 class KvBits(click.ParamType):
-    """Bits of K and of V: one number for both, or two."""
+    """How K and V lie: one of KV_BITS for both, or two."""
 
     name = "BITS"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> KvFormats:
         if isinstance(value, tuple):
             return value
-        named = {str(bits): bits for bits in KV_BITS}
+        named: dict[str, FormatName] = {str(bits): bits for bits in KV_BITS}
         parts = [named.get(part.strip()) for part in value.split(",")]
         if len(parts) > 2 or None in parts:
             choices = ", ".join(named)

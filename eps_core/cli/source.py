@@ -34,5 +34,5 @@ kv_dtype_option = option(
 )
 kv_bits_option = option(
     "--kv-bits", heading=MODEL, type=KvBits(), default="16", show_default=True,
-    help="Of cached K and V; 8 or 4: codes with a scale for each token and head; 8,4: of K, of V; 16: as they are.",
+    help="Of cached K and V: 8, fp8, 4, nvfp4: codes with a scale a token and head; 8,4: of K, of V; 16: as they are.",
 )  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from eps_core.config.eps import EpsConfig
+from eps_core.config.formats import EXACT, KvFormats, described
 from eps_core.config.read import HEAD_MODES
 from eps_core.evaluation.hard_cases import KEY_KINDS, fill, hard_queries, make_keys, mixed_keys, unit_vectors
 from eps_core.gate.attend import attend_layer, collect
@@ -43,7 +44,13 @@ KEY_CODE_ARMS: tuple[dict[str, Any], ...] = (
 )
 CACHE_DTYPES = ("float32", "float16", "bfloat16")
 # what K and V are attended in, and the bits of each: what holds of K as it is must hold of K out of codes
-CACHES = (*((dtype, (16, 16)) for dtype in CACHE_DTYPES), ("bfloat16", (8, 8)), ("float32", (4, 8)))
+CACHES: tuple[tuple[str, KvFormats], ...] = (
+    *((dtype, EXACT) for dtype in CACHE_DTYPES),
+    ("bfloat16", (8, 8)),
+    ("float32", (4, 8)),
+    ("float16", ("fp8", "fp8")),
+    ("bfloat16", ("nvfp4", "fp8")),
+)
 # shares of the softmax that float32 cannot hold count as nothing
 _LEAST_SHARE = 2.0**-126
 
@@ -185,13 +192,12 @@ class Trial:
     num_sequences: int
     seed: int
     kv_heads: int = 2
-    kv_bits: tuple[int, int] = (16, 16)
+    kv_bits: KvFormats = EXACT
 
     @property
     def cache(self) -> str:
         """What the cache holds, for tables."""
-        k_bits, v_bits = self.kv_bits
-        return self.dtype if self.kv_bits == (16, 16) else f"{self.dtype} of K int{k_bits}, V int{v_bits}"
+        return self.dtype if self.kv_bits == EXACT else f"{self.dtype} of {described(self.dtype, self.kv_bits)}"
 
     def config(self, **settings: Any) -> EpsConfig:
         size, mean_tokens = self.group_tokens, self.arm.get("mean_tokens", 0)

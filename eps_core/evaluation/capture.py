@@ -12,7 +12,7 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import prod, sqrt
+from math import sqrt
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +29,7 @@ from eps_core.decode.session import Session
 from eps_core.decode.spec import ModelSpec
 from eps_core.errors import ConfigError, one_line, shown
 from eps_core.evaluation.runner import Document, decode, usual_context
-from eps_core.files import inputs, outputs
+from eps_core.files import inputs, outputs, tensors
 from eps_core.files.records import Between, read_record
 from eps_core.gate.protocol import Array, Backend
 from eps_core.tasks.corpus import corpus_or_text
@@ -38,7 +38,6 @@ from eps_core.telemetry import provenance, terminal
 Size = Annotated[int, Between(1, 2**40)]
 FORMAT_VERSION = 1
 METADATA_KEY = "eps_capture"
-_SAFETENSORS_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64"}
 
 
 @dataclass(frozen=True)
@@ -242,28 +241,20 @@ def _capture(request: CaptureRequest, output: outputs.Output) -> dict[str, Any]:
 def write_capture(place: Path | outputs.Output, info: CaptureInfo, recording: Recording) -> int:
     """Writes a capture, one layer in memory at a time; it appears whole. Returns its bytes."""
 
-    def tensors() -> Iterator[tuple[str, np.ndarray]]:
+    def held() -> Iterator[tuple[str, np.ndarray]]:
         yield "lengths", recording.lengths.astype(np.int64)
         for layer in info.layers:
             yield f"layers.{layer}.q", recording.q[layer]
             yield from zip((f"layers.{layer}.k", f"layers.{layer}.v"), recording.keys_values(layer), strict=True)
 
-    header: dict[str, Any] = {"__metadata__": {METADATA_KEY: json.dumps(vars(info))}}
-    offset = 0
-    for name, (shape, dtype) in _layout(info).items():
-        size = prod(shape) * (8 if dtype == "int64" else DTYPE_BYTES[dtype])
-        header[name] = {
-            "dtype": _SAFETENSORS_NAMES[dtype], "shape": shape, "data_offsets": [offset, offset + size]
-        }  # fmt: skip
-        offset += size
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)  # the format wants data aligned to 8 bytes
+    layout = _layout(info)
+    start, size = tensors.header({METADATA_KEY: json.dumps(vars(info))}, layout)
     with outputs.replacing(place, "wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for name, array in tensors():
-            assert list(array.shape) == header[name]["shape"], (name, array.shape)
+        file.write(start)
+        for name, array in held():
+            assert list(array.shape) == layout[name][0], (name, array.shape)
             file.write(np.ascontiguousarray(array).view(np.uint8).data)
-    return 8 + len(encoded) + offset
+    return len(start) + size
 
 
 def _layout(info: CaptureInfo) -> dict[str, tuple[list[int], str]]:
@@ -297,7 +288,7 @@ def open_capture(path: Path) -> Capture:
                 name: (list(opened.get_slice(name).get_shape()), opened.get_slice(name).get_dtype())
                 for name in opened.keys()  # noqa: SIM118 - no dictionary
             }
-            expected = {name: (shape, _SAFETENSORS_NAMES[dtype]) for name, (shape, dtype) in _layout(info).items()}
+            expected = {name: (shape, tensors.NAMES[dtype]) for name, (shape, dtype) in _layout(info).items()}
             if found != expected:
                 wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
                 raise ConfigError(f"tensor {wrong[0]} of {path} is not what its metadata says: capture again")

@@ -10,16 +10,19 @@ from typing import Any, TextIO
 import numpy as np
 
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import Store
+from eps_core.config.formats import EXACT, KvFormats, described
+from eps_core.config.store import CacheSpec, Store
 from eps_core.config.verify import Verify
+from eps_core.decode.beams import room
 from eps_core.decode.cost import Cost, cost_of
-from eps_core.decode.generate import report_of, tokens_of
+from eps_core.decode.generate import report_of
 from eps_core.decode.observe import Observed
 from eps_core.decode.prompts import prompt_texts
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
+from eps_core.decode.stored import check as check_stored
 from eps_core.evaluation.runner import UNVERIFIED, Document, decode
-from eps_core.evaluation.sides import Ran, Side, alike, prompt_line, report
+from eps_core.evaluation.sides import Ran, Side, alike, beams_json, prompt_line, report
 from eps_core.evict.keep import Keep
 from eps_core.files import outputs
 from eps_core.paging.heads import HeadPools
@@ -50,7 +53,7 @@ class RunRequest:
     max_new_tokens: int = 32
     dtype: str = "auto"
     kv_dtype: str = "auto"
-    kv_bits: tuple[int, int] = (16, 16)
+    kv_bits: KvFormats = EXACT
     prefill_chunk: int = 512
     pool_tokens: int | None = None
     baseline: bool = True
@@ -67,6 +70,8 @@ class RunRequest:
     auto_min_context: bool = False  # measured by `prepare`, which settles the config
     verify: Verify = UNVERIFIED  # of the EPS side
     keep: Keep = KEEP_ALL  # the same
+    cache_dir: Path | None = None  # where prompts are kept between runs
+    beams: int = 1  # of both sides
     # with the built-in prompt: times one layer of a large model, for the end of the table
     layer: Callable[[Session], dict[str, Any] | None] | None = None
 
@@ -85,9 +90,24 @@ class Job:
     def prompt_lengths(self) -> list[int]:
         return [len(one.prompt) for one in self.documents]
 
+    @property
+    def num_new(self) -> int:
+        """Most tokens that a prompt goes on for."""
+        return max(one.num_steps for one in self.documents)
+
+    @property
+    def cache_spec(self) -> CacheSpec:
+        """The cache of the side that metrics speak of."""
+        keep, store = self.request.keep, self.request.config.store
+        if keep.enabled:
+            return self.session.evicting_spec(keep, store, self.prompt_lengths, self.num_new)
+        return self.session.cache_spec(*self.room(store))
+
     def room(self, store: Store) -> tuple[Store, list[int], int | None]:
         """What a cache of the prompts and their continuations is made of."""
-        return store, [len(one.prompt) + one.num_steps for one in self.documents], self.request.pool_tokens
+        width, size = self.request.beams, store.unit_tokens
+        lengths = [n for one in self.documents for n in room(len(one.prompt), one.num_steps, width, size)]
+        return store, lengths, self.request.pool_tokens
 
 
 def prepare(request: RunRequest) -> Job:
@@ -96,9 +116,8 @@ def prepare(request: RunRequest) -> Job:
     request.keep.check(request.config)
     session = Session.open(
         request.model, request.backend, request.device, request.dtype, request.kv_dtype, request.kernels,
-        kv_bits=request.kv_bits,
+        kv_bits=request.kv_bits, cache_dir=request.cache_dir,
     )  # fmt: skip
-    request.keep.check_codes(session.kv_bits, session.kv_dtype)
     spec, answer = session.spec, None
     texts = [text for prompt in request.prompts for text in prompt_texts(prompt, spec.max_context)]
     if not request.prompts:
@@ -109,6 +128,8 @@ def prepare(request: RunRequest) -> Job:
     job = Job(
         request, session, [Document(prompt, request.max_new_tokens, stop=stop) for prompt in prompts], answer, None
     )
+    if request.cache_dir is not None:
+        check_stored(request.config.store, len(prompts))
     pool = session.cache_spec(*job.room(request.config.store))
     for store in (Store(block_size=request.config.store.block_size), request.config.store):
         session.check_kernels(store, request.verify.enabled)
@@ -151,7 +172,9 @@ def _decode(
     forced: list[list[int]] | None = None,
 ) -> tuple[Side, Any]:
     """(side, cache) of decoding the prompts; each step's record is handed over as it comes."""
-    request, prefill_ms = job.request, 0.0
+    request, prefill_ms, prompts = job.request, 0.0, [one.prompt for one in job.documents]
+    stored = None if name == "kl" or cache is None else job.session.stored(cache.store)
+    ttft_ms: float | None = None
     started = time.perf_counter()
     progress = terminal.Progress(f"{name}: prefill", "tokens")
 
@@ -169,8 +192,18 @@ def _decode(
             replace(one, num_steps=len(tokens), forced=tokens[:-1])
             for one, tokens in zip(documents, forced, strict=True)
         ]
+
+    def first_of(record: StepRecord | RoundRecord) -> None:
+        nonlocal ttft_ms
+        ttft_ms = 1000 * (time.perf_counter() - started) if ttft_ms is None else ttft_ms
+        if on_record is not None:
+            on_record(record)
+
     kept: dict[str, Any] = {}
     with progress:
+        if stored is not None:
+            assert isinstance(pool, PagePool)
+            cache = stored.load(cache, pool, prompts)
         if request.keep.enabled and name != "dense":
             kept, cache, pool = _evicted(job, on_prefill)
             prefill_ms = 1000 * (time.perf_counter() - started)  # evictions included
@@ -181,7 +214,7 @@ def _decode(
             documents,
             request.config.read,
             request.sampling,
-            on_record,
+            first_of,
             time_every=job.session.time_every,
             prefill_chunk=request.prefill_chunk,
             on_prefill=on_prefill,
@@ -191,16 +224,22 @@ def _decode(
             audit_factor=request.audit_factor,
             audit_off=request.audit_off,
             verify=request.verify if name == "eps" else UNVERIFIED,
+            beams=request.beams,
         )
-    tokens = tokens_of(outcome.rounds or outcome.records, len(documents))
-    return Side(outcome, tokens, [job.session.decode(one) for one in tokens], prefill_ms), cache
+    tokens = outcome.tokens(len(documents))
+    texts = [job.session.decode(one) for one in tokens]
+    told = None
+    if stored is not None:
+        assert isinstance(pool, PagePool)
+        stored.save(cache, pool, prompts)
+        told = {**asdict(stored.counts), "ttft_ms": ttft_ms}
+    return Side(outcome, tokens, texts, prefill_ms, told, beams_json(outcome, job.session.decode)), cache
 
 
 def _evicted(job: Job, on_prefill: Callable[[int, int, int], None]) -> tuple[dict[str, Any], Any, HeadPools]:
     """(what `decode` needs besides, cache, pools) of the prompts prefilled, and evicted as the request says."""
     request, session = job.request, job.session
-    num_new = max(one.num_steps for one in job.documents)
-    decoder, cache, pools = session.evicting(request.keep, request.config.store, job.prompt_lengths, num_new)
+    decoder, cache, pools = session.evicting(request.keep, request.config.store, job.prompt_lengths, job.num_new)
     written = []
     for index, one in enumerate(job.documents):
         observed = Observed(session.backend, session.spec, request.keep.facts)
@@ -227,7 +266,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
             metrics.write(
                 provenance.run_line(
                     config,
-                    session.cache_spec(*job.room(config.store)),
+                    job.cache_spec,
                     session.backend_name,
                     session.device,
                     session.model,
@@ -242,6 +281,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
                     min_context_cost=asdict(job.cost) if job.cost else None,
                     verify=request.verify.to_dict() if request.verify.enabled else None,
                     keep=request.keep.to_dict() if request.keep.enabled else None,
+                    beams=request.beams,
                 )
             )
         _print_header(job, out)
@@ -259,8 +299,10 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
                 nonlocal num_said
                 if metrics is not None and side_name == measured:
                     metrics.write(record.to_dict())
-                num_said += len(record.tokens)
-                if alone:
+                num_said += len(record.tokens) if request.beams == 1 else len(job.documents)
+                if request.beams > 1:  # nobody knows yet which of them will be the text
+                    progress(num_said, request.max_new_tokens * len(job.documents))
+                elif alone:
                     for token in record.tokens:
                         text.add(token)
                 else:  # their texts would come mixed: shown at the end
@@ -271,6 +313,8 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
             with progress:
                 side, cache = _decode(job, side_name, cache, pool, on_record)
             if alone:
+                for token in side.tokens[0] if request.beams > 1 else ():
+                    text.add(token)
                 text.flush()
                 out.write("\n")
             else:
@@ -298,6 +342,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
                     "tokens_equal": None if both is None else all(both),
                     "dense": dense.summary() if dense is not None and eps is not None else None,
                     **divergence,
+                    **({} if main.stored is None else {"stored": main.stored}),
                 }
             )
         if csv is not None:
@@ -328,7 +373,7 @@ def _print_header(job: Job, out: TextIO) -> None:
     session, spec, request = job.session, job.session.spec, job.request
     heads = f"{spec.num_heads} query / {spec.num_kv_heads} kv heads of {spec.head_dim}"
     out.write(f"model   {session.model} ({spec.family}, {spec.num_layers} layers, {heads})\n")
-    held = terminal.describe_kv(session.kv_dtype, session.kv_bits)
+    held = described(session.kv_dtype, session.kv_bits)
     cache = "" if held == session.dtype else f", cache {held}"
     out.write(
         f"backend {session.backend_name} on {session.device}, {session.dtype}{cache}, kernels {session.kernels}\n"
@@ -341,6 +386,8 @@ def _print_header(job: Job, out: TextIO) -> None:
         out.write(f"keep    {terminal.describe_keep(request.keep)}\n")
     if request.verify.enabled:
         out.write(f"verify  {describe_verify(request.verify)}\n")
+    if request.beams > 1:
+        out.write(f"beams   {request.beams}, by log probability over length\n")
     if job.cost is not None:
         out.write(f"        {_describe(job.cost)}\n")
     if request.method_is_default and request.config.store.enabled:

@@ -82,7 +82,7 @@ FLOOR = (
     EpsConfig.of(method="rq", stages=(0.25, 0.05), refine=1 / 64, tail_tokens=128),
     EpsConfig.of(method="rq", mean_tokens=64, mean_bits=8, stages=(0.25, 0.05), refine=1 / 64, tail_tokens=128),
 )
-SETS = {"methods": ARMS, "codes": CODES, "floor": FLOOR, "headline": HEADLINE}
+SETS = {"methods": ARMS, "codes": CODES, "floor": FLOOR, "headline": HEADLINE, "default": (DEFAULT,)}
 EARLIER = dict.fromkeys(("mean_tokens", "mean_bits", "stages"))  # of cells of before there were unit means
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from eps_core.config.eps import EpsConfig
+from eps_core.config.formats import EXACT, KvFormats
 from eps_core.config.store import CacheSpec
 from eps_core.gate.protocol import Backend
 from eps_core.oracle.truth import Filled
@@ -105,7 +106,7 @@ def fill(
     k: np.ndarray,
     v: np.ndarray,
     cut: int | None = None,
-    kv_bits: tuple[int, int] = (16, 16),
+    kv_bits: KvFormats = EXACT,
 ) -> Filled:
     """Writes k, v [T, Hkv, D] to the first slots of a new cache, in two calls where `cut` says where."""
     num_tokens, kv_heads, head_dim = k.shape

@@ -1,10 +1,11 @@
-"""Quality against bytes read and bytes kept: eviction policies and EPS, alone and together, on needles and real text.
+"""Quality against bytes read and kept: codes of K and V, eviction policies and EPS, alone and together, on needles
+and real text.
 
 A document is prefilled once, and told to one `Observed` for all policies; every arm decodes from what it keeps of that.
-Bytes are of a bfloat16 cache over a dense one's; kept ones count K, V and the summaries stored of what is left.
+Bytes are over those of a dense bfloat16 cache; kept ones count K, V and the summaries stored of what is left.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from eps_core.decode.observe import Observed
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.session import Session
 from eps_core.evaluation.curves import Documents, Tally, needle, part_of, text_document
+from eps_core.evaluation.linear import State, decode_state
 from eps_core.evaluation.runner import DENSE, Document, Outcome, decode, run_batch
 from eps_core.evaluation.statistics import bootstrap_interval
 from eps_core.evict.base import Facts
@@ -27,24 +29,51 @@ from eps_core.tasks.needle import VALUE_DIGITS
 SHARES = (0.5, 0.25, 0.125, 0.06)  # of the prompt that policies keep
 EPS_BUDGETS = (0.02, 0.05, 0.1, 0.2)  # of what is left that EPS reads
 EVERY = 16  # rows by which heads grow until they are brought back, so that texts of some tens of tokens see evictions
-TOGETHER = ("snapkv", "h2o", "keydiff")  # policies that EPS is set upon, at the larger shares
+TOGETHER = ("snapkv", "rkv", "keydiff")  # policies that EPS is set upon
+OVER = (0.02, 0.1)  # its budgets there
+FAVOR = (64, 256, 1024)  # random features of a state
+RINGS = (("streaming", 65.0), ("rswa", 8.0), ("rswa", 32.0))  # and the rows that these keep
+CODES = ((8, 8), (8, 4), (4, 4))  # bits of K and of V
 
 
 @dataclass(frozen=True)
 class Arm:
-    """What is kept, and how that is read."""
+    """What is kept, in how many bits, and how that is read; or the state that takes its place."""
 
     keep: Keep = Keep()  # noqa: RUF009
     config: EpsConfig = EpsConfig()  # noqa: RUF009
+    kv_bits: tuple[int, int] = (16, 16)
+    state: State | None = None
 
 
-def arms() -> tuple[Arm, ...]:
-    """EPS alone, every policy alone at every share, and EPS over some of them."""
-    gated = [EpsConfig.of(method="rq", budget=budget) for budget in EPS_BUDGETS]
-    alone = [Arm(config=config) for config in gated]
-    policies = [Arm(Keep(name, share, EVERY)) for name in POLICIES for share in SHARES]
-    both = [Arm(Keep(name, share, EVERY), config) for name in TOGETHER for share in SHARES[:2] for config in gated]
-    return (*alone, *policies, *both)
+def arms(shares: Sequence[float] = SHARES) -> tuple[Arm, ...]:
+    """EPS alone, codes alone, every policy that keeps a share of the prompt alone at every share, and what of
+    these goes together: EPS over codes, EPS over policies that keep the largest share, EPS over policies over codes."""
+    gated = {budget: EpsConfig.of(method="rq", budget=budget) for budget in EPS_BUDGETS}
+    over = [gated[budget] for budget in OVER]
+    kept = [Keep(name, shares[0], EVERY) for name in TOGETHER]
+    shared = [name for name, module in POLICIES.items() if not module.FACTS.prompt]
+    return (
+        *(Arm(config=config) for config in gated.values()),
+        *(Arm(kv_bits=bits) for bits in CODES),
+        *(Arm(Keep(name, share, EVERY)) for name in shared for share in shares),
+        *(Arm(config=config, kv_bits=bits) for bits in CODES for config in over),
+        *(Arm(keep, config) for keep in kept for config in over),
+        *(
+            Arm(keep, config, bits)
+            for keep in kept
+            for bits in (CODES[0], CODES[-1])
+            for config in (EpsConfig(), *over)
+        ),
+    )
+
+
+def constant() -> tuple[Arm, ...]:
+    """What does not grow with the text: linear attention's states, a window beside sinks with about the bytes of the
+    smallest (at a head dim of 64), the prompt with a window of what follows; and EPS, whose bytes do."""
+    states = (State(), State(gamma=0.99), *(State("favor", features) for features in FAVOR))
+    rings = [Arm(Keep(name, window, 1, last_tokens=1)) for name, window in RINGS]
+    return (*(Arm(state=state) for state in states), *rings, Arm(config=EpsConfig.of(method="rq", budget=OVER[0])))
 
 
 @dataclass(frozen=True)
@@ -55,6 +84,7 @@ class Cell:
     context_tokens: Count
     policy: Name
     kept_share: float
+    kv_bits: tuple[int, int]
     method: Name
     budget: float | None
     bytes_ratio: Positive | None
@@ -69,6 +99,7 @@ class Cell:
     needles_answered: int
     num_needles: int
     needles_dense: int
+    state: State | None = None
 
 
 @dataclass(frozen=True)
@@ -94,20 +125,26 @@ def tally_document(session: Session, plan: Plan, kind: str, index: int) -> tuple
     else:
         document, answer = needle(session, plan, index)
     outcomes = run_arms(session, document, plan.arms)
-    dense = outcomes.pop(DENSE)
-    tallies = {}
-    for key, (outcome, kept) in outcomes.items():
-        tally = tallies[key] = Kept(bytes_kept=kept, bytes_whole=outcome.records[-1].bytes_kv_dense)
-        if kind == "text":
-            assert outcome.kl is not None and outcome.agree is not None
-            tally.divergences = outcome.kl[:, 0].tolist()
-            tally.documents = [float(np.mean(tally.divergences))]
-            tally.agreements = outcome.agree[:, 0].tolist()
-            tally.bytes_read, tally.bytes_dense = outcome.bytes_read()
-        else:
-            tally.answered = int(outcome.said[0][:VALUE_DIGITS] == answer)
-            tally.needle_bytes_read, tally.needle_bytes_dense = outcome.bytes_read(first=1)
-    return tallies, kind == "text" or dense[0].said[0][:VALUE_DIGITS] == answer
+    dense, _ = outcomes.pop(DENSE)
+    tallies = {key: tally(outcome, dense, kept, answer) for key, (outcome, kept) in outcomes.items()}
+    return tallies, kind == "text" or dense.said[0][:VALUE_DIGITS] == answer
+
+
+def tally(outcome: Outcome, dense: Outcome, kept: int, answer: list[int], read: int | None = None) -> Kept:
+    """Of one outcome that kept so many bytes, along a text compared with dense, else with the `answer`; `read`: bytes
+    read, where others count than its records'. A needle's are of the steps after the first."""
+    found = Kept(bytes_kept=kept, bytes_whole=dense.records[-1].bytes_kv_dense)
+    if outcome.kl is not None and outcome.agree is not None:
+        found.divergences = outcome.kl[:, 0].tolist()
+        found.documents = [float(np.mean(found.divergences))]
+        found.agreements = outcome.agree[:, 0].tolist()
+        found.bytes_read = outcome.bytes_read()[0] if read is None else read
+        found.bytes_dense = dense.bytes_read()[1]
+    else:
+        found.answered = int(outcome.said[0][:VALUE_DIGITS] == answer)
+        found.needle_bytes_read = outcome.bytes_read(first=1)[0] if read is None else read
+        found.needle_bytes_dense = dense.bytes_read(first=1)[1]
+    return found
 
 
 def run_arms(session: Session, document: Document, arms: Iterable[Arm]) -> dict[Any, tuple[Outcome, int]]:
@@ -124,13 +161,23 @@ def run_arms(session: Session, document: Document, arms: Iterable[Arm]) -> dict[
         session.decoder.tap = None
     observed.future = _future(session, prefix, queries)
     found: dict[Any, tuple[Outcome, int]] = {DENSE: (dense, dense.records[-1].bytes_kv_dense)}
-    plain = {index: arm.config for index, arm in enumerate(arms) if not arm.keep.enabled}
-    for index, outcome in run_batch(session, [document], plain, [prefix], dense if texts else None).items():
-        last = outcome.records[-1]
-        found[index] = outcome, last.bytes_kv_kept + _summaries(session, plain[index], sum(last.lengths))
+    whole: dict[tuple[int, int], dict[int, EpsConfig]] = {}  # arms that keep all tokens, by bits
     for index, arm in enumerate(arms):
-        if arm.keep.enabled:
-            found[index] = _evicted(session, document, arm, prefix, observed, dense if texts else None)
+        coded = session if arm.kv_bits == session.kv_bits else replace(session, kv_bits=arm.kv_bits)
+        if arm.state is not None:
+            outcome = decode_state(session, document, arm.state, prefix)
+            if texts:
+                outcome.against(dense)
+            found[index] = outcome, outcome.records[-1].bytes_kv_kept
+        elif arm.keep.enabled:
+            found[index] = _evicted(coded, document, arm, prefix, observed, dense if texts else None)
+        else:
+            whole.setdefault(arm.kv_bits, {})[index] = arm.config
+    for bits, configs in whole.items():
+        coded = session if bits == session.kv_bits else replace(session, kv_bits=bits)
+        for index, outcome in run_batch(coded, [document], configs, [prefix], dense if texts else None).items():
+            last = outcome.records[-1]
+            found[index] = outcome, last.bytes_kv_kept + summaries_kept(session, configs[index], sum(last.lengths))
     return found
 
 
@@ -146,10 +193,11 @@ def _evicted(
     if dense is not None:
         outcome.against(dense)
     rows = sequence.num_rows / (session.spec.num_layers * session.spec.num_kv_heads)
-    return outcome, outcome.records[-1].bytes_kv_kept + _summaries(session, arm.config, round(rows))
+    return outcome, outcome.records[-1].bytes_kv_kept + summaries_kept(session, arm.config, round(rows))
 
 
-def _summaries(session: Session, config: EpsConfig, num_tokens: int) -> int:
+def summaries_kept(session: Session, config: EpsConfig, num_tokens: int) -> int:
+    """Bytes stored besides K and V of a sequence of so many tokens."""
     spec = session.spec
     if not config.store.enabled:
         return 0
@@ -188,46 +236,61 @@ def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[int
             totals[index].add(tally)
     cells = []
     for index, arm in enumerate(plan.arms):
-        total, gated = totals[index], arm.config.store.enabled
-        interval = bootstrap_interval(total.documents, plan.seed) if total.documents else None
-        low, high = interval or (None, None)
         cells.append(
             Cell(
                 context_tokens=plan.context_tokens,
                 policy=arm.keep.policy,
-                kept_share=arm.keep.share,
+                kept_share=arm.keep.share if arm.keep.enabled else 1.0,
+                kv_bits=arm.kv_bits,
                 method=arm.config.store.method,
-                budget=arm.config.read.budget if gated else None,
-                bytes_ratio=part_of(total.bytes_read, total.bytes_dense),
-                needle_bytes_ratio=part_of(total.needle_bytes_read, total.needle_bytes_dense),
-                bytes_kept_ratio=part_of(total.bytes_kept, total.bytes_whole),
-                kl_mean=float(np.mean(total.divergences)) if total.divergences else None,
-                kl_low=low,
-                kl_high=high,
-                kl_max=float(np.max(total.divergences)) if total.divergences else None,
-                top1_agreement=float(np.mean(total.agreements)) if total.agreements else None,
-                num_positions=plan.num_texts * plan.text_steps,
-                needles_answered=total.answered,
-                num_needles=plan.num_needles,
-                needles_dense=needles_dense,
+                budget=arm.config.read.budget if arm.config.store.enabled else None,
+                **measured(plan, totals[index], needles_dense),
+                state=arm.state,
             )
         )
     return cells
 
 
+def measured(plan: Documents, total: Kept, needles_dense: int) -> dict[str, Any]:
+    """What cells say of an arm's documents, by the names of `Cell`."""
+    interval = bootstrap_interval(total.documents, plan.seed) if total.documents else None
+    low, high = interval or (None, None)
+    return {
+        "bytes_ratio": part_of(total.bytes_read, total.bytes_dense),
+        "needle_bytes_ratio": part_of(total.needle_bytes_read, total.needle_bytes_dense),
+        "bytes_kept_ratio": part_of(total.bytes_kept, total.bytes_whole),
+        "kl_mean": float(np.mean(total.divergences)) if total.divergences else None,
+        "kl_low": low,
+        "kl_high": high,
+        "kl_max": float(np.max(total.divergences)) if total.divergences else None,
+        "top1_agreement": float(np.mean(total.agreements)) if total.agreements else None,
+        "num_positions": plan.num_texts * plan.text_steps,
+        "needles_answered": total.answered,
+        "num_needles": plan.num_needles,
+        "needles_dense": needles_dense,
+    }
+
+
 def markdown(cells: list[Cell]) -> str:
     """A line an arm: bytes read and kept, KL with its interval, needles."""
-    rows = ["| kept by | share | read by | budget | bytes read | bytes kept | KL (95 %) | needles |", "|---" * 8 + "|"]
+    names = "kept by", "share", "bits", "read by", "budget", "bytes read", "bytes kept", "KL (95 %)", "needles"
+    rows = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for one in cells:
-        interval = "-" if one.kl_low is None else f"{one.kl_mean:.4f} ({one.kl_low:.4f} to {one.kl_high:.4f})"
-        numbers = ["-" if x is None else f"{x:.3f}" for x in (one.bytes_ratio, one.bytes_kept_ratio)]
-        read = "all" if one.budget is None else f"`{one.method}`"
         kept = "all" if one.policy == "off" else f"`{one.policy}`"
-        rows.append(
-            f"| {kept} | {one.kept_share:g} | {read} | {'-' if one.budget is None else one.budget} | "
-            f"{' | '.join(numbers)} | {interval} | {one.needles_answered} of {one.needles_dense} |"
-        )
+        if one.state is not None:
+            kept = f"a state, `{one.state.features}` {one.state.num_features or 'D'}, gamma {one.state.gamma:g}"
+        bits = ",".join(map(str, dict.fromkeys(one.kv_bits)))
+        rows.append(f"| {kept} | {one.kept_share:g} | {bits} | {shown(one)} |")
     return "\n".join(rows)
+
+
+def shown(one: Any) -> str:
+    """A cell's columns from what reads it to its needles."""
+    interval = "-" if one.kl_low is None else f"{one.kl_mean:.4f} ({one.kl_low:.4f} to {one.kl_high:.4f})"
+    numbers = ["-" if x is None else f"{x:.3f}" for x in (one.bytes_ratio, one.bytes_kept_ratio)]
+    read = "all" if one.budget is None else f"`{one.method}`"
+    budget = "-" if one.budget is None else one.budget
+    return f"{read} | {budget} | {' | '.join(numbers)} | {interval} | {one.needles_answered} of {one.needles_dense}"
 
 
 def records(cells: list[Cell]) -> list[dict]:

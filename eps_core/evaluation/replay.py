@@ -15,7 +15,6 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec, Store
-from eps_core.decode.session import choose_device
 from eps_core.errors import ConfigError
 from eps_core.evaluation.capture import Capture
 from eps_core.evaluation.merits import (
@@ -29,7 +28,7 @@ from eps_core.evaluation.merits import (
 )
 from eps_core.gate.attend import attend_layer, collect
 from eps_core.gate.protocol import Array, Backend, Scores, Selection
-from eps_core.load import load_backend
+from eps_core.load import choose_device, load_backend
 from eps_core.paging.where import Where
 
 _SUMS = ("bound_checks", "lower_violations", "upper_violations", "certificate_violations", "groups_escalated")

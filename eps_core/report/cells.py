@@ -72,6 +72,17 @@ def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[A
     return dict(sorted(groups.items()))
 
 
+def titled(cells: list[Line]) -> list[tuple[str, list[Line]]]:
+    """Cells of one context and model, by a title that names what differs."""
+    groups = grouped(cells, lambda cell: (context(cell), str(cell.get("model") or "no model named")))
+    several_models = len({model for _, model in groups}) > 1
+    found = []
+    for (tokens, model), group in groups.items():
+        title = f"Context {tokens:,} tokens" if tokens else "Context not recorded"
+        found.append((title + (f", {model}" if several_models else ""), group))
+    return found
+
+
 def method(cell: Line) -> str:
     return str(cell.get("method") or cell.get("policy") or "not named")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.report.style import DASHES, GRID, INK, MARKERS, colour, need, svg
+from eps_core.report.style import DASHES, GRID, INK, MARKERS, PALETTE, colour, need, svg
 
 MAX_CURVES = 12  # past this a legend is unreadable: methods then share one colour and show their best front
 _INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
@@ -37,12 +37,14 @@ class Figure:
 
 @dataclass(frozen=True)
 class Curve:
-    """Points (x, y) in order of x. `joined` False: single cells, of which the lowest front is drawn as a line."""
+    """Points (x, y) in order of x. `joined` False: single cells, of which the lowest front is drawn as a line. `colour`
+    of the palette; without, the method's."""
 
     name: str
     points: list[tuple[float, float]]
     method: str
     joined: bool = True
+    colour: int | None = None
 
 
 def _draw(height_inches: float, caption: str, plot: Callable[[Any, Any], None]) -> Figure:
@@ -69,11 +71,12 @@ def curves(
         for index, curve in enumerate(drawn):
             points = [point for point in curve.points if not log_y or point[1] > 0]
             xs, ys = zip(*points, strict=True)
-            style: dict[str, Any] = {"color": colour(curve.method), "marker": MARKERS[index % len(MARKERS)]}
+            tint = colour(curve.method) if curve.colour is None else PALETTE[curve.colour % len(PALETTE)]
+            style: dict[str, Any] = {"color": tint, "marker": MARKERS[index % len(MARKERS)]}
             style["linestyle"] = DASHES[variants[curve.method] % len(DASHES)]
             variants[curve.method] += 1
             if not curve.joined:
-                axes.plot(*zip(*_front(points, lower=log_y), strict=True), color=style["color"], linewidth=1.2)
+                axes.plot(*zip(*front(points, lower=log_y), strict=True), color=style["color"], linewidth=1.2)
                 style |= {"linestyle": "none", "alpha": 0.6}
             axes.plot(xs, ys, label=_plain(curve.name), markersize=4.5, linewidth=1.4, **style)
         if line_y is not None:
@@ -118,28 +121,44 @@ def scatter(
 
 def heat_map(values: np.ndarray, x: str, y: str, caption: str) -> Figure:
     """`values` [L, Hkv], shares from 0 to 1."""
-    layers, heads = values.shape
+    layers, heads = (list(map(str, range(count))) for count in values.shape)
 
     def plot(figure: Any, axes: Any) -> None:
-        # few enough levels that the colour bar stays a drawing and is no embedded bitmap
-        levels = need("matplotlib").colormaps["viridis"].resampled(32)
-        mesh = axes.pcolormesh(values, cmap=levels, vmin=0, vmax=1, edgecolors="face", linewidth=0.5)
-        axes.invert_yaxis()
-        for centre, count, set_ticks in ((0.5, heads, axes.set_xticks), (0.5, layers, axes.set_yticks)):
-            shown = range(0, count, max(1, -(-count // 16)))
-            set_ticks([tick + centre for tick in shown], [str(tick) for tick in shown])
-        if values.size <= 64:
-            for layer, head in np.ndindex(*values.shape):
-                axes.text(
-                    head + 0.5, layer + 0.5, f"{values[layer, head]:.2f}", ha="center", va="center", fontsize=9,
-                    # viridis is dark below about 0.6
-                    color="#ffffff" if values[layer, head] < 0.6 else "#000000",
-                )  # fmt: skip
+        mesh = shade(axes, values, (0, 1), layers, heads, lambda value: f"{value:.2f}")
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         figure.colorbar(mesh, ax=axes, label="share visited")
 
-    return _draw(min(1.6 + 0.3 * layers, 6.5), caption, plot)
+    return _draw(min(1.6 + 0.3 * len(layers), 6.5), caption, plot)
+
+
+def shade(
+    axes: Any,
+    values: np.ndarray,
+    limits: tuple[float, float],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    said: Callable[[float], str],
+) -> Any:
+    """Values [rows, columns] as colours from the one limit to the other, and as `said` where there are few; NaN is left
+    blank. Returns what a colour bar is of."""
+    # few enough levels that the colour bar stays a drawing and is no embedded bitmap
+    levels = need("matplotlib").colormaps["viridis"].resampled(32)
+    low, high = limits
+    mesh = axes.pcolormesh(values, cmap=levels, vmin=low, vmax=high, edgecolors="face", linewidth=0.5)
+    axes.invert_yaxis()
+    for names, set_ticks in ((columns, axes.set_xticks), (rows, axes.set_yticks)):
+        shown = range(0, len(names), max(1, -(-len(names) // 16)))
+        set_ticks([tick + 0.5 for tick in shown], [names[tick] for tick in shown])
+    if values.size <= 64:
+        for row, column in np.argwhere(np.isfinite(values)):
+            value = float(values[row, column])
+            axes.text(
+                column + 0.5, row + 0.5, said(value), ha="center", va="center", fontsize=9,
+                # viridis is dark below about 0.6
+                color="#ffffff" if value < low + 0.6 * (high - low) else "#000000",
+            )  # fmt: skip
+    return mesh
 
 
 def _plain(name: str) -> str:
@@ -147,7 +166,7 @@ def _plain(name: str) -> str:
     return name.replace("$", r"\$")
 
 
-def _front(points: list[tuple[float, float]], lower: bool) -> list[tuple[float, float]]:
+def front(points: list[tuple[float, float]], lower: bool) -> list[tuple[float, float]]:
     """The points that no cheaper point beats, in order of x."""
     front: list[tuple[float, float]] = []
     for x, y in points:

@@ -11,7 +11,9 @@ Milliseconds = Annotated[float, Between(0, 1e12)]
 Points = tuple[tuple[float | None, float | None], ...]
 
 _FIELDS: dict[str, Any] = {
-    **dict.fromkeys(("type", "method", "policy", "scope", "heads", "device", "model", "backend", "task"), Name),
+    **dict.fromkeys(
+        ("type", "method", "policy", "rewrite", "scope", "heads", "device", "model", "backend", "task"), Name
+    ),
     "skipped": Annotated[str, Between(0, 10_000)],
     "strict": bool,
     **dict.fromkeys(("context_tokens", "prompt_tokens", "batch", "index", "num_needles", "num_samples"), Count),
@@ -21,8 +23,10 @@ _FIELDS: dict[str, Any] = {
         Count,
     ),
     **dict.fromkeys(("alpha", "budget", "byte_budget", "epsilon", "tau", "refine", "last_tokens"), Setting),
-    **dict.fromkeys(("bytes_ratio", "visit_ratio", "forced_ratio"), Ratio),
-    **dict.fromkeys(("kl_mean", "kl_max"), Nats),
+    **dict.fromkeys(("bytes_ratio", "bytes_kept_ratio", "kept_share", "visit_ratio", "forced_ratio"), Ratio),
+    **dict.fromkeys(("kl_mean", "kl_low", "kl_high", "kl_max"), Nats),
+    "settings": dict[str, bool | Setting],  # of a rewrite
+    "kv_bits": tuple[Count | Name, Count | Name],
     "top1_agreement": Share,
     **{
         f"{clock}_ms_p{part}": Milliseconds

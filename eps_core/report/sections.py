@@ -12,7 +12,7 @@ from eps_core.config.store import COARSE_GROUP_BLOCKS, coded_methods
 from eps_core.evaluation.verdict import loss_points, p95_saved_percent
 from eps_core.files.records import number
 from eps_core.report import cells as of
-from eps_core.report import evaluated, verified
+from eps_core.report import evaluated, kept, verified
 from eps_core.report.cells import Table, field, form, table_of
 from eps_core.report.figures import MAX_CURVES, Curve, Figure, curves, heat_map, scatter
 from eps_core.report.kinds import Line
@@ -53,6 +53,7 @@ def sections_of(results: Results) -> list[Section]:
     return [
         Section("quality", "Quality against bytes", _quality(cells)),
         Section("verified", "Verified decoding", [Part("", *verified.drawn(exact))]),
+        Section("kept", "Bytes read and bytes kept", _kept(results.kept)),
         Section("tasks", "Tasks and text", _evaluated(results)),
         Section("visited", "Visited ratio against context", [_visited(cells, results.runs)]),
         Section("time", "Decode time", [_time(cells)]),
@@ -74,13 +75,14 @@ def _evaluated(results: Results) -> list[Part]:
     return parts or [Part(nothing="no task and no text (eps-proto evaluate -o)")]
 
 
+def _kept(cells: list[Line]) -> list[Part]:
+    parts = [Part(title, "", *kept.drawn(title, group)) for title, group in of.titled(cells)]
+    return parts or [Part(nothing="no arm that keeps less (scripts/evaluate.py --arms memory)")]
+
+
 def _quality(cells: list[Line]) -> list[Part]:
-    groups = of.grouped(cells, lambda cell: (of.context(cell), str(cell.get("model") or "no model named")))
-    several_models = len({model for _, model in groups}) > 1
     parts = []
-    for (context, model), group in groups.items():
-        title = f"Context {context:,} tokens" if context else "Context not recorded"
-        title += f", {model}" if several_models else ""
+    for title, group in of.titled(cells):
         # more documents at a time change the time and not the quality
         group = [cell for cell in group if of.batch(cell) == min(map(of.batch, group))]
         divergence = curves(

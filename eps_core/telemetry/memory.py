@@ -6,7 +6,8 @@ from typing import Any
 
 from eps_core.config.bytes import kv_bytes, summary_bytes, summary_group_bytes
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import COARSE_GROUP_BLOCKS, METHODS, bits_for
+from eps_core.config.formats import EXACT, KvFormats, formats_for
+from eps_core.config.store import COARSE_GROUP_BLOCKS, METHODS
 from eps_core.summaries.table import KEY_CODES, facts
 from eps_core.telemetry.terminal import MIB, table
 
@@ -23,7 +24,7 @@ def memory_rows(
     group_tokens: int | None = None,
     group_blocks: int | None = None,
     codes: Mapping[str, Any] | None = None,
-    kv_bits: tuple[int, int] = (16, 16),
+    kv_bits: KvFormats = EXACT,
 ) -> list[dict[str, Any]]:
     """Summary memory of one sequence by method: coarse groups (the product requirements', 8 pages) of every method but
     those of codes, then each fine one at its own group size. `dim`, the group sizes and the settings of `codes` replace
@@ -94,7 +95,7 @@ def kept_rows(num_layers: int, num_kv_heads: int, head_dim: int, num_tokens: int
     """Memory of one sequence by bits of K and V and the share of its tokens that is kept, with `rq`'s summaries of what
     is left and without."""
     store, rows = EpsConfig.of(method=KEY_CODES).store, []
-    for bits in bits_for(head_dim):
+    for bits in formats_for(head_dim):
         for share in KEPT_SHARES:
             kept = math.ceil(share * num_tokens)
             kv = kv_bytes(num_layers, num_kv_heads, head_dim, kept, "bfloat16", (bits, bits))

@@ -329,9 +329,3 @@ def eps_json(tokens: list[int] | None, summary: dict[str, Any], config: EpsConfi
         "escalations": summary["escalations"],
         "fallbacks": summary["fallbacks"],
     }
-
-
-def describe_kv(dtype: str, kv_bits: tuple[int, int]) -> str:
-    """What a cache holds K and V in, in a word or two."""
-    held = [dtype if bits == 16 else f"int{bits}" for bits in kv_bits]
-    return held[0] if held[0] == held[1] else f"K {held[0]}, V {held[1]}"

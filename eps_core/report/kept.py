@@ -1,0 +1,146 @@
+"""Quality against bytes read and bytes kept: what `scripts/evaluate.py` measured of `--arms memory`,
+`rewrites` and `linear`, by family.
+
+A family is what was put together: EPS, codes of K and V, a policy that evicts, another format of K and V (by round
+trip). Its curve is its Pareto front.
+"""
+
+from eps_core.files.records import number
+from eps_core.report import cells as of
+from eps_core.report.cells import Table, field, table_of
+from eps_core.report.figures import Curve, Figure, curves
+from eps_core.report.kinds import Line
+
+KL_LIMIT = 0.01  # nats
+MOST_LOST = 0.02  # of the needles that dense answers
+# in the order of the palette
+FAMILIES = (
+    "EPS", "codes", "policy", "EPS + codes", "EPS + policy", "policy + codes", "EPS + policy + codes", "oracle policy",
+    "format", "EPS + format",
+    "state",
+)  # fmt: skip
+AXES = (("bytes_ratio", "bytes read"), ("bytes_kept_ratio", "bytes kept"))
+
+
+def bits_of(cell: Line) -> str:
+    """`16`, `8`, or K's and V's where they differ."""
+    found = cell.get("kv_bits")
+    return ",".join(map(str, dict.fromkeys(found if isinstance(found, list) else [16])))
+
+
+def family(cell: Line) -> str:
+    evicts = cell.get("policy") not in (None, "off")
+    if isinstance(cell.get("state"), dict):  # linear attention's, in place of K and V
+        return "state"
+    if cell.get("policy") == "oracle":
+        return "oracle policy"
+    parts = [
+        name
+        for name, there in (
+            ("EPS", cell.get("method") not in (None, "off")),
+            ("policy", evicts),
+            ("codes", bits_of(cell) != "16"),
+            ("format", cell.get("rewrite") not in (None, "off")),
+        )
+        if there
+    ]
+    return " + ".join(parts) or "dense"
+
+
+def arm(cell: Line) -> str:
+    """Everything that was put together, with its settings."""
+    state = cell.get("state")
+    if isinstance(state, dict):
+        return f"{state.get('features')} {state.get('num_features') or 'D'} gamma {of.form(state.get('gamma'), 'g')}"
+    parts = [] if cell.get("policy") in (None, "off") else [f"{cell['policy']} {of.form(cell.get('kept_share'), 'g')}"]
+    parts += [] if bits_of(cell) == "16" else [f"{bits_of(cell)} bits"]
+    if cell.get("rewrite") not in (None, "off"):
+        settings = cell.get("settings") or {}
+        parts.append(" ".join([str(cell["rewrite"]), *(f"{name} {value:g}" for name, value in settings.items())]))
+    if cell.get("method") not in (None, "off"):
+        parts.append(f"{cell['method']} {of.form(cell.get('budget'), 'g')}")
+    return " + ".join(parts) or "dense"
+
+
+def drawn(title: str, cells: list[Line]) -> tuple[str, list[Figure], list[Table]]:
+    """(what the first table says, figures, tables) of one context and model."""
+    note = (
+        f"Of every family, the arms that stay within a KL of {KL_LIMIT} and lose at most {MOST_LOST:.0%} of the "
+        "needles that dense answers: the one that reads least, the one that keeps least."
+    )
+    return note, plots(cells, title), [winners(cells), all_arms(cells)]
+
+
+def plots(cells: list[Line], title: str) -> list[Figure]:
+    """KL against bytes read, and against bytes kept."""
+    made = []
+    for axis, name in AXES:
+        caption = (
+            f"{title}: mean KL of the next token against dense, in nats (log scale; lower is better), over {name} (K, "
+            "V, summaries), as a share of a dense bfloat16 cache's. Every point is an arm; a line joins those of its "
+            "family that no cheaper one beats."
+        )
+        made.append(
+            curves(
+                families(cells, axis),
+                f"{name} (K, V, summaries), share of dense",
+                "KL to dense, nats",
+                caption,
+                log_y=True,
+            )
+        )
+    return made
+
+
+def families(cells: list[Line], axis: str) -> list[Curve]:
+    """KL against the bytes of an axis, a curve a family."""
+    groups = of.grouped(cells, family)
+    return [
+        Curve(
+            name,
+            of.sorted_points((number(cell.get(axis)), number(cell.get("kl_mean"))) for cell in groups[name]),
+            name,
+            joined=False,
+            colour=FAMILIES.index(name),
+        )
+        for name in FAMILIES
+        if name in groups
+    ]
+
+
+def winners(cells: list[Line]) -> Table:
+    """Of every family the arm that reads least, and the one that keeps least, at a KL of at most `KL_LIMIT` and at
+    most `MOST_LOST` of the needles lost that dense answers."""
+    groups = of.grouped(cells, family)
+    rows = []
+    for name in (one for one in FAMILIES if one in groups):
+        group = groups[name]
+        within = [cell for cell in group if _good(cell)]
+        row = [name, f"{len(within)} of {len(group)}"]
+        for axis, _ in AXES:
+            best = min(within, key=lambda cell: number(cell.get(axis)) or 0.0, default=None)
+            row.append("–" if best is None else f"{of.form(best.get(axis), '.3f')}: {arm(best)}")
+        rows.append(row)
+    return Table(("put together", "arms within", "least read", "least kept"), rows)
+
+
+def all_arms(cells: list[Line]) -> Table:
+    return table_of(
+        cells,
+        (
+            ("arm", arm),
+            ("bytes read", field("bytes_ratio", ".4f")),
+            ("bytes kept", field("bytes_kept_ratio", ".4f")),
+            ("KL, nats", field("kl_mean", ".5f")),
+            ("95 %", lambda cell: f"{of.form(cell.get('kl_low'), '.5f')} to {of.form(cell.get('kl_high'), '.5f')}"),
+            ("KL max", field("kl_max", ".4f")),
+            ("needles", of.out_of_needles("needles_answered")),
+            ("dense", of.out_of_needles("needles_dense")),
+        ),
+    )
+
+
+def _good(cell: Line) -> bool:
+    kl, answered, dense = (number(cell.get(name)) for name in ("kl_mean", "needles_answered", "needles_dense"))
+    enough = answered is None or dense is None or answered >= (1 - MOST_LOST) * dense
+    return kl is not None and kl <= KL_LIMIT and enough and all(number(cell.get(axis)) is not None for axis, _ in AXES)
