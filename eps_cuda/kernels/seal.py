@@ -80,6 +80,13 @@ def _butterfly(x, HALF: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _swapped(x, HALF: tl.constexpr, SIZE: tl.constexpr):
+    """[SIZE]: of each run of 2 * HALF, its halves in turn."""
+    first, second = tl.split(tl.permute(tl.reshape(x, (SIZE // (2 * HALF), 2, HALF)), (0, 2, 1)))
+    return tl.reshape(tl.permute(tl.join(second, first), (0, 2, 1)), (SIZE,))
+
+
+@triton.jit
 def _rotate(x, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.constexpr, LOG_DIM: tl.constexpr):
     """The Hadamard blocks of `rotate` over each row of [ROWS * DIM2]: each, a power of two, starts at a multiple of its
     size."""
@@ -92,10 +99,11 @@ def _rotate(x, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.constexpr, L
             size = tl.where(inside, 1 << log, size)
             # float32(1 / sqrt(2^log)): powers of two are exact
             factor = tl.where(inside, 0.5 ** (log // 2) * (ROOT_HALF if log % 2 == 1 else 1.0), factor)
-    # `turned_round`: of the second half of each block the last comes first
-    turned = d ^ tl.where((d & (size // 2)) != 0, size // 2 - 1, 0)
-    x = tl.gather(tl.reshape(x, (ROWS, DIM2)), tl.reshape(turned, (ROWS, DIM2)), 1)
-    x = tl.reshape(x, (ROWS * DIM2,))
+    # the second half of each block turned round: swaps at every distance below half of it
+    second = d & (size // 2)
+    for level in tl.static_range(1, LOG_DIM):
+        if DIM2 >> (level - 1) <= HEAD_DIM:
+            x = tl.where(second >= DIM2 >> level, _swapped(x, DIM2 >> (level + 1), ROWS * DIM2), x)
     for level in tl.static_range(LOG_DIM):
         if DIM2 >> level <= HEAD_DIM:
             x = tl.where(size >= DIM2 >> level, _butterfly(x, DIM2 >> (level + 1), ROWS * DIM2), x)
