@@ -11,6 +11,7 @@ import pytest
 import tiny_models
 
 from eps_core.config.eps import EpsConfig
+from eps_core.decode.evicting import EvictingDecoder
 from eps_core.decode.observe import Observed
 from eps_core.decode.rope import inverse_frequencies
 from eps_core.decode.session import Session
@@ -335,6 +336,28 @@ def test_statistics_for_all_policies_serve_each(model: Path, name: str) -> None:
     np.testing.assert_allclose(found[index][0].kl, alone.kl, atol=1e-7)
     assert found[index][1] == kept < found[DENSE][1]
     assert (sum(r.rows_moved for r in alone.records) > 0) == table.policy(name).FACTS.while_decoding
+
+
+def test_arms_that_keep_the_same_choose_once_and_are_what_they_are_alone(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, document = Session.open(model, "numpy"), Document(prompts()[0], 13, FORCED[0])
+    snapkv, rkv = (Keep(one, 0.5, 4, **RULE) for one in ("snapkv", "rkv"))
+    box = EpsConfig.of(method="box", group_tokens=4, budget=0.4, first_tokens=2, last_tokens=4)
+    arms = [Arm(snapkv), Arm(rkv), Arm(snapkv, box), Arm(snapkv, kv_bits=(8, 8)), Arm(rkv, box, (4, 4))]
+    alone = [run_arms(session, document, [arm])[0] for arm in arms]
+    chosen, real = [], EvictingDecoder.choose
+
+    def choose(decoder: EvictingDecoder, *args: Any) -> Any:
+        chosen.append(decoder.keep)
+        return real(decoder, *args)
+
+    monkeypatch.setattr(EvictingDecoder, "choose", choose)
+    found = run_arms(session, document, arms)
+    assert chosen == [snapkv, rkv]
+    for index, (outcome, kept) in enumerate(alone):
+        np.testing.assert_allclose(found[index][0].kl, outcome.kl, rtol=0, atol=1e-12)
+        assert found[index][1] == kept and found[index][0].bytes_read() == outcome.bytes_read()
 
 
 def test_a_policy_of_the_future_is_refused_where_nobody_knows_it(model: Path) -> None:

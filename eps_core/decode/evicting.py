@@ -15,6 +15,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
 from eps_core.decode.forward import Arithmetic, Decoder, LayerScorer
 from eps_core.decode.observe import Observed
+from eps_core.evict.base import Kept
 from eps_core.evict.keep import Keep
 from eps_core.evict.table import policy
 from eps_core.gate.attend import attend_layer, collect, dense_read
@@ -34,24 +35,36 @@ class EvictingDecoder(Decoder):
         self._observed: dict[HeadSequence, Observed] = {}
         self._budgets: dict[HeadSequence, int] = {}
 
-    def adopt(
-        self, cache: Any, keys_values: Sequence[tuple[Array, Array]], length: int, observed: Observed
-    ) -> tuple[HeadSequence, Any]:
-        """(sequence, cache) with what the policy keeps of a prompt's `length` tokens, all but the last: K and V
-        [T, Hkv, D] of each layer, and what its attention was seen to do."""
-        spec, budget = self.spec, self.keep.rows(length)
+    def choose(self, cache: Any, keys_values: Sequence[tuple[Array, Array]], length: int, observed: Observed) -> Kept:
+        """[L][Hkv]: what the policy keeps of a prompt's `length` tokens, all but the last: K and V [T, Hkv, D] of each
+        layer, and what its attention was seen to do. The same for every cache that they go to."""
         observed.num_prompt = length + 1
-        everything = [[np.arange(length)] * spec.num_kv_heads for _ in range(spec.num_layers)]
-        kept = everything
-        if length and self.keep.enabled and self.keep.facts.at_prefill:
-            heads = [
-                [
-                    observed.head(cache, layer, head, self._rows(cache, k, np.arange(length), head), rows, length)
-                    for head, rows in enumerate(everything[layer])
-                ]
-                for layer, (k, _) in enumerate(keys_values)
+        everything = [[np.arange(length)] * self.spec.num_kv_heads for _ in range(self.spec.num_layers)]
+        if not (length and self.keep.enabled and self.keep.facts.at_prefill):
+            return everything
+        heads = [
+            [
+                observed.head(cache, layer, head, self._rows(cache, k, np.arange(length), head), rows, length)
+                for head, rows in enumerate(everything[layer])
             ]
-            kept = policy(self.keep.policy).keep(heads, budget, self.keep.rule)
+            for layer, (k, _) in enumerate(keys_values)
+        ]
+        kept: Kept = policy(self.keep.policy).keep(heads, self.keep.rows(length), self.keep.rule)
+        return kept
+
+    def adopt(
+        self,
+        cache: Any,
+        keys_values: Sequence[tuple[Array, Array]],
+        length: int,
+        observed: Observed,
+        kept: Kept | None = None,
+    ) -> tuple[HeadSequence, Any]:
+        """(sequence, cache) with what `choose` keeps of a prompt, or what it is known to have `kept`."""
+        spec, budget = self.spec, self.keep.rows(length)
+        if kept is None:
+            kept = self.choose(cache, keys_values, length, observed)
+        observed.num_prompt = length + 1
         sequence, cache = self.place(
             cache, length, kept,
             lambda layer, head: [self._rows(cache, a, kept[layer][head], head) for a in keys_values[layer]],

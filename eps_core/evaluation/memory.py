@@ -20,7 +20,7 @@ from eps_core.evaluation.curves import Documents, Tally, needle, part_of, text_d
 from eps_core.evaluation.linear import State, decode_state
 from eps_core.evaluation.runner import DENSE, Document, Outcome, decode, run_batch
 from eps_core.evaluation.statistics import bootstrap_interval
-from eps_core.evict.base import Facts
+from eps_core.evict.base import Facts, Kept
 from eps_core.evict.keep import Keep
 from eps_core.evict.table import POLICIES
 from eps_core.files.records import Count, Name, Nats, Positive
@@ -110,14 +110,14 @@ class Plan(Documents):
 
 
 @dataclass
-class Kept(Tally):
+class KeptTally(Tally):
     """A `Tally`, and what was kept."""
 
     bytes_kept: int = 0
     bytes_whole: int = 0
 
 
-def tally_document(session: Session, plan: Plan, kind: str, index: int) -> tuple[dict[int, Kept], bool]:
+def tally_document(session: Session, plan: Plan, kind: str, index: int) -> tuple[dict[int, KeptTally], bool]:
     """One document through every arm: (tallies by the arm's index, whether dense attention answered it)."""
     if kind == "text":
         document = text_document(session, plan.context_tokens, plan.text_steps, plan.seed, index)
@@ -130,10 +130,10 @@ def tally_document(session: Session, plan: Plan, kind: str, index: int) -> tuple
     return tallies, kind == "text" or dense.said[0][:VALUE_DIGITS] == answer
 
 
-def tally(outcome: Outcome, dense: Outcome, kept: int, answer: list[int], read: int | None = None) -> Kept:
+def tally(outcome: Outcome, dense: Outcome, kept: int, answer: list[int], read: int | None = None) -> KeptTally:
     """Of one outcome that kept so many bytes, along a text compared with dense, else with the `answer`; `read`: bytes
     read, where others count than its records'. A needle's are of the steps after the first."""
-    found = Kept(bytes_kept=kept, bytes_whole=dense.records[-1].bytes_kv_dense)
+    found = KeptTally(bytes_kept=kept, bytes_whole=dense.records[-1].bytes_kv_dense)
     if outcome.kl is not None and outcome.agree is not None:
         found.divergences = outcome.kl[:, 0].tolist()
         found.documents = [float(np.mean(found.divergences))]
@@ -162,6 +162,7 @@ def run_arms(session: Session, document: Document, arms: Iterable[Arm]) -> dict[
     observed.future = _future(session, prefix, queries)
     found: dict[Any, tuple[Outcome, int]] = {DENSE: (dense, dense.records[-1].bytes_kv_dense)}
     whole: dict[tuple[int, int], dict[int, EpsConfig]] = {}  # arms that keep all tokens, by bits
+    chosen: dict[Keep, Kept] = {}
     for index, arm in enumerate(arms):
         coded = session if arm.kv_bits == session.kv_bits else replace(session, kv_bits=arm.kv_bits)
         if arm.state is not None:
@@ -170,7 +171,7 @@ def run_arms(session: Session, document: Document, arms: Iterable[Arm]) -> dict[
                 outcome.against(dense)
             found[index] = outcome, outcome.records[-1].bytes_kv_kept
         elif arm.keep.enabled:
-            found[index] = _evicted(coded, document, arm, prefix, observed, dense if texts else None)
+            found[index] = _evicted(coded, document, arm, prefix, observed, dense if texts else None, chosen)
         else:
             whole.setdefault(arm.kv_bits, {})[index] = arm.config
     for bits, configs in whole.items():
@@ -182,10 +183,15 @@ def run_arms(session: Session, document: Document, arms: Iterable[Arm]) -> dict[
 
 
 def _evicted(
-    session: Session, document: Document, arm: Arm, prefix: Prefix, observed: Observed, dense: Outcome | None
-) -> tuple[Outcome, int]:
+    session: Session, document: Document, arm: Arm, prefix: Prefix, observed: Observed, dense: Outcome | None,
+    chosen: dict[Keep, Kept],
+) -> tuple[Outcome, int]:  # fmt: skip
+    """Of one arm that evicts; `chosen`: what arms before it kept of the prompt, by what they keep, and now this one."""
     decoder, cache, pools = session.evicting(arm.keep, arm.config.store, [len(document.prompt)], document.num_steps)
-    sequence, cache = decoder.adopt(cache, prefix.keys_values, len(prefix.tokens), observed.of(arm.keep.facts))
+    prompt, seen = (prefix.keys_values, len(prefix.tokens)), observed.of(arm.keep.facts)
+    if arm.keep not in chosen:  # whatever reads it, in whatever bits: the prompt is chosen from as it was
+        chosen[arm.keep] = decoder.choose(cache, *prompt, seen)
+    sequence, cache = decoder.adopt(cache, *prompt, seen, chosen[arm.keep])
     read = arm.config.read if arm.config.store.enabled else None
     outcome, _ = decode(
         session, cache, pools, [document], read, decoder=decoder, written=[sequence], keep_logits=dense is not None
@@ -226,9 +232,9 @@ def union(keeps: Iterable[Keep]) -> Facts:
     return whole
 
 
-def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[int, Kept], bool]]) -> list[Cell]:
+def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[int, KeptTally], bool]]) -> list[Cell]:
     """The table from every document's (kind, tallies, answered densely)."""
-    totals = {index: Kept() for index in range(len(plan.arms))}
+    totals = {index: KeptTally() for index in range(len(plan.arms))}
     needles_dense = 0
     for kind, tallies, dense in results:
         needles_dense += kind == "needle" and dense
@@ -251,7 +257,7 @@ def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[int
     return cells
 
 
-def measured(plan: Documents, total: Kept, needles_dense: int) -> dict[str, Any]:
+def measured(plan: Documents, total: KeptTally, needles_dense: int) -> dict[str, Any]:
     """What cells say of an arm's documents, by the names of `Cell`."""
     interval = bootstrap_interval(total.documents, plan.seed) if total.documents else None
     low, high = interval or (None, None)

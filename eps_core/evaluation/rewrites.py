@@ -16,7 +16,7 @@ from eps_core.decode.rope import inverse_frequencies
 from eps_core.decode.session import Session
 from eps_core.decode.spec import ModelSpec
 from eps_core.evaluation.curves import Documents, needle, text_document
-from eps_core.evaluation.memory import Kept, measured, shown, summaries_kept, tally
+from eps_core.evaluation.memory import KeptTally, measured, shown, summaries_kept, tally
 from eps_core.evaluation.runner import DENSE, Document, Outcome, decode, run_batch
 from eps_core.evict.keep import Keep
 from eps_core.files.records import Count, Name, Nats, Positive
@@ -106,7 +106,7 @@ class QuerySquares:
         return mean
 
 
-def tally_document(session: Session, plan: Plan, kind: str, index: int) -> tuple[dict[int, Kept], bool]:
+def tally_document(session: Session, plan: Plan, kind: str, index: int) -> tuple[dict[int, KeptTally], bool]:
     """One document through every arm: (tallies by the arm's index, whether dense attention answered it)."""
     if kind == "text":
         document = text_document(session, plan.context_tokens, plan.text_steps, plan.seed, index)
@@ -203,9 +203,9 @@ def _decoded(session: Session, document: Document, config: EpsConfig, layers: li
     return outcome
 
 
-def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[int, Kept], bool]]) -> list[Cell]:
+def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[int, KeptTally], bool]]) -> list[Cell]:
     """The table from every document's (kind, tallies, answered densely)."""
-    totals = {index: Kept() for index in range(len(plan.arms))}
+    totals = {index: KeptTally() for index in range(len(plan.arms))}
     needles_dense = 0
     for kind, tallies, dense in results:
         needles_dense += kind == "needle" and dense
