@@ -323,11 +323,14 @@ def test_a_backend_that_does_not_import_is_named_with_its_mend(bare: dict[str, s
     assert done.returncode == 2 and re.fullmatch(r"error: backend mlx cannot be loaded .*\n", done.stderr)
 
 
+LONG = 400  # tokens: seconds, in which a busy machine must let two processes go on in turn
+
+
 def started(model: Path, tmp_path: Path) -> tuple[subprocess.Popen, Path]:
-    """A long run that has written at least five lines of metrics."""
+    """A run of LONG tokens that has written at least five lines of metrics."""
     metrics = tmp_path / "m.jsonl"
     args = command(
-        "run", "--backend", "numpy", "--model", model, "--prompt", PROMPT, "--max-new-tokens", 200, "--no-stop",
+        "run", "--backend", "numpy", "--model", model, "--prompt", PROMPT[:60], "--max-new-tokens", LONG, "--no-stop",
         "--no-baseline", "--eps-method", "rq", "--metrics", metrics, "--csv", tmp_path / "m.csv",
     )  # fmt: skip
     process = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -347,7 +350,7 @@ def test_a_killed_run_leaves_whole_lines_only(model: Path, tmp_path: Path, how: 
     assert b"Traceback" not in errors
     first, *steps = lines_of(metrics)
     assert first["type"] == "run" and len(steps) >= 4
-    assert [step["step"] for step in steps] == list(range(len(steps))) and len(steps) < 200
+    assert [step["step"] for step in steps] == list(range(len(steps))) and len(steps) < LONG
     # a kill leaves the locks, empty: test_outputs says what becomes of them
     left = {path.name for path in tmp_path.iterdir() if how == signal.SIGINT or path.stat().st_size}
     assert left == {"m.jsonl"}
