@@ -73,8 +73,9 @@ def main() -> None:
     parser.add_argument("--taus", type=argument(PART), nargs="+", default=TAUS)
     parser.add_argument("--seed", type=argument(SEED), default=0)
     parser.add_argument("--jobs", type=argument(TOKENS), default=os.cpu_count(), help="processes, one thread each")
-    parser.add_argument("-o", "--output", "--out", dest="out", type=Path, default=Path("results/methods.jsonl"))
+    parser.add_argument("-o", "--output", "--out", dest="out", type=Path, help="(results/ARMS.jsonl)")
     args = parser.parse_args()
+    args.out = args.out or Path("results", f"{args.arms}.jsonl")
     outputs.check({"-o": args.out}, {"--model": args.model})
 
     os.environ["OMP_NUM_THREADS"] = "1"

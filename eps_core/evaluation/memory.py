@@ -292,7 +292,9 @@ def markdown(cells: list[Cell]) -> str:
 
 def shown(one: Any) -> str:
     """A cell's columns from what reads it to its needles."""
-    interval = "-" if one.kl_low is None else f"{one.kl_mean:.4f} ({one.kl_low:.4f} to {one.kl_high:.4f})"
+    interval = "-" if one.kl_mean is None else f"{one.kl_mean:.4f}"
+    if one.kl_low is not None:  # of several texts
+        interval += f" ({one.kl_low:.4f} to {one.kl_high:.4f})"
     numbers = ["-" if x is None else f"{x:.3f}" for x in (one.bytes_ratio, one.bytes_kept_ratio)]
     read = "all" if one.budget is None else f"`{one.method}`"
     budget = "-" if one.budget is None else one.budget
