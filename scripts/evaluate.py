@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument(
         "--shares", type=argument(PART), nargs="+", default=memory.SHARES, help="of the prompt that policies keep"
     )
+    parser.add_argument("--policies", choices=memory.SHARED, nargs="+", default=memory.SHARED, help="(all of them)")
     parser.add_argument("--taus", type=argument(PART), nargs="+", default=TAUS)
     parser.add_argument("--seed", type=argument(SEED), default=0)
     parser.add_argument("--jobs", type=argument(TOKENS), default=os.cpu_count(), help="processes, one thread each")
@@ -104,7 +105,9 @@ def main() -> None:
             size = context, needles, texts, args.text_steps
             suite = SUITES.get(args.arms, curves)
             if suite is memory:
-                arms = memory.arms(tuple(args.shares)) if args.arms == MEMORY else memory.constant()
+                arms = (
+                    memory.arms(tuple(args.shares), tuple(args.policies)) if args.arms == MEMORY else memory.constant()
+                )
                 plan = memory.Plan(*size, seed=args.seed, arms=arms)
             elif suite is not curves:
                 plan = suite.Plan(*size, seed=args.seed)

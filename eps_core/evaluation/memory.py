@@ -29,6 +29,7 @@ from eps_core.tasks.needle import VALUE_DIGITS
 SHARES = (0.5, 0.25, 0.125, 0.06)  # of the prompt that policies keep
 EPS_BUDGETS = (0.02, 0.05, 0.1, 0.2)  # of what is left that EPS reads
 EVERY = 16  # rows by which heads grow until they are brought back, so that texts of some tens of tokens see evictions
+SHARED = tuple(name for name, module in POLICIES.items() if not module.FACTS.prompt)  # policies that keep a share of it
 TOGETHER = ("snapkv", "rkv", "keydiff")  # policies that EPS is set upon
 OVER = (0.02, 0.1)  # its budgets there
 FAVOR = (64, 256, 1024)  # random features of a state
@@ -46,17 +47,16 @@ class Arm:
     state: State | None = None
 
 
-def arms(shares: Sequence[float] = SHARES) -> tuple[Arm, ...]:
-    """EPS alone, codes alone, every policy that keeps a share of the prompt alone at every share, and what of
+def arms(shares: Sequence[float] = SHARES, policies: Sequence[str] = SHARED) -> tuple[Arm, ...]:
+    """EPS alone, codes alone, each of the policies, which keep a share of the prompt, alone at every share, and what of
     these goes together: EPS over codes, EPS over policies that keep the largest share, EPS over policies over codes."""
     gated = {budget: EpsConfig.of(method="rq", budget=budget) for budget in EPS_BUDGETS}
     over = [gated[budget] for budget in OVER]
-    kept = [Keep(name, shares[0], EVERY) for name in TOGETHER]
-    shared = [name for name, module in POLICIES.items() if not module.FACTS.prompt]
+    kept = [Keep(name, shares[0], EVERY) for name in TOGETHER if name in policies]
     return (
         *(Arm(config=config) for config in gated.values()),
         *(Arm(kv_bits=bits) for bits in CODES),
-        *(Arm(Keep(name, share, EVERY)) for name in shared for share in shares),
+        *(Arm(Keep(name, share, EVERY)) for name in policies for share in shares),
         *(Arm(config=config, kv_bits=bits) for bits in CODES for config in over),
         *(Arm(keep, config) for keep in kept for config in over),
         *(
