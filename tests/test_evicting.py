@@ -14,10 +14,12 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode.evicting import EvictingDecoder
 from eps_core.decode.observe import Observed
 from eps_core.decode.rope import inverse_frequencies
+from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.evaluation import compare
 from eps_core.evaluation.memory import Arm, run_arms
+from eps_core.evaluation.request import RunRequest
 from eps_core.evaluation.runner import DENSE, Document, decode
 from eps_core.evict import table
 from eps_core.evict.base import Facts, Head, Rule
@@ -466,8 +468,8 @@ def test_a_run_says_the_same_on_every_backend(target, model: Path, kv_bits: tupl
     backend, device = target
     results = []
     for name, on in (("numpy", "cpu"), (backend_name(backend), device)):
-        request = compare.RunRequest(
-            EpsConfig.of(method="rq", first_tokens=2, last_tokens=4, budget=0.3), compare.Sampling(), name, on, model,
+        request = RunRequest(
+            EpsConfig.of(method="rq", first_tokens=2, last_tokens=4, budget=0.3), Sampling(), name, on, model,
             ("It was a dark and stormy night; the rain fell in torrents. " * 3, "once upon a time, there was"), 12,
             "float32", keep=Keep("keydiff", 0.5, 4, **RULE), kl=True, kv_bits=kv_bits,
         )  # fmt: skip
@@ -479,8 +481,8 @@ def test_a_run_says_the_same_on_every_backend(target, model: Path, kv_bits: tupl
 
 
 def test_metrics_name_the_cache_of_what_is_left(model: Path, tmp_path: Path) -> None:
-    request = compare.RunRequest(
-        EpsConfig.of(method="rq", first_tokens=2, last_tokens=4, budget=0.3), compare.Sampling(), "numpy", "cpu", model,
+    request = RunRequest(
+        EpsConfig.of(method="rq", first_tokens=2, last_tokens=4, budget=0.3), Sampling(), "numpy", "cpu", model,
         ("It was a dark and stormy night; the rain fell in torrents. " * 3,), 4, "float32",
         keep=Keep("keydiff", 0.5, 4, **RULE), metrics=tmp_path / "m.jsonl",
     )  # fmt: skip

@@ -20,6 +20,7 @@ from eps_core.decode.sampling import Sampling, draw
 from eps_core.decode.tokenizer import load_tokenizer
 from eps_core.errors import ConfigError
 from eps_core.evaluation import compare
+from eps_core.evaluation.request import RunRequest
 from eps_core.gate.stats import StepOutput
 from eps_core.paging.pool import PagePool
 
@@ -330,7 +331,7 @@ def test_kl_is_of_gated_from_dense_along_the_dense_tokens(model_path: Path) -> N
     """--kl against the sum written out, in a run whose own tokens leave the dense ones early."""
     config = EpsConfig.of(method="meanstd", group_tokens=16, budget=0.1, first_tokens=0, last_tokens=16)
     text = "It was a dark and stormy night; the rain fell in torrents. " * 5
-    request = compare.RunRequest(
+    request = RunRequest(
         config, GREEDY, "numpy", model=model_path, prompts=(text,), max_new_tokens=12, kl=True, stop=False
     )
     result = compare.run(request, io.StringIO())

@@ -28,7 +28,8 @@ from eps_core.decode.sampling import Sampling
 from eps_core.decode.tokenizer import encode, load_tokenizer
 from eps_core.decode.weights import load_weights, weight_files, weight_names
 from eps_core.errors import ConfigError
-from eps_core.evaluation.compare import RunRequest, prepare
+from eps_core.evaluation.compare import prepare
+from eps_core.evaluation.request import RunRequest
 from eps_core.files import inputs
 
 FUZZED = int(os.environ.get("EPS_FUZZ", 200))  # folders of each kind; the acceptance takes 2,000

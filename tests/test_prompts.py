@@ -16,6 +16,7 @@ from eps_core.cli import main
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.sampling import Sampling
 from eps_core.evaluation import compare
+from eps_core.evaluation.request import RunRequest
 from eps_core.load import backend_name, load_backend
 
 RAGGED = [PROMPT, "x", PROMPT[7:160]]
@@ -30,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def decode(target: tuple, model: Path, prompts: list[str], **more: Any) -> tuple[dict[str, Any], str]:
     backend, device = target
     out = io.StringIO()
-    request = compare.RunRequest(
+    request = RunRequest(
         BOX, Sampling(), backend_name(backend), device, model, tuple(prompts), 6, "float32", kernels="arrays", **more
     )
     return compare.run(request, out), out.getvalue()

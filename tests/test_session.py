@@ -17,6 +17,7 @@ from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.evaluation import compare
+from eps_core.evaluation.request import RunRequest
 from eps_core.load import backend_name
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 5
@@ -48,7 +49,7 @@ def plain(model: Path) -> Session:
 def test_it_says_and_reads_what_a_run_does(target: tuple, model: Path, name: str, sampling: Sampling) -> None:
     session = opened(target, model, **SETTINGS[name])
     made = session.generate(TEXT, 8, sampling.temperature, sampling.top_p, sampling.seed)
-    request = compare.RunRequest(
+    request = RunRequest(
         session.config, sampling, session.backend_name, session.device, model, (TEXT,), 8, "float32",
         baseline=False, kernels="arrays",
     )  # fmt: skip

@@ -17,7 +17,8 @@ from eps_core.config.store import Store
 from eps_core.decode.sampling import Sampling
 from eps_core.engine.plan import Plan
 from eps_core.errors import ConfigError
-from eps_core.evaluation.compare import RunRequest, run
+from eps_core.evaluation.compare import run
+from eps_core.evaluation.request import RunRequest
 from eps_cuda.hooks.vllm.asked import Asked, fitted
 
 RQ = EpsConfig.of(method="rq")

@@ -23,7 +23,8 @@ from eps_core.config.store import METHODS
 from eps_core.decode.sampling import Sampling
 from eps_core.errors import ConfigError
 from eps_core.evaluation import bounds
-from eps_core.evaluation.compare import RunRequest, run
+from eps_core.evaluation.compare import run
+from eps_core.evaluation.request import RunRequest
 from eps_core.gate.protocol import Scores, Selection
 from eps_core.load import backend_name
 from eps_core.oracle import truth

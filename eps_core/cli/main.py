@@ -192,36 +192,18 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
         if name in given and not flags["temperature"]:
             raise click.UsageError(f"{flag(name)} means nothing to greedy decoding: add --temperature")
     verify = verify_of(flags, given, config)
-    if verify.enabled and flags["kl"]:
-        raise click.UsageError("--kl measures how far EPS moves the text and --eps-verify moves none: drop one")
-    if verify.enabled and flags["eps_audit_every"]:
-        raise click.UsageError("--eps-verify audits every draft as it is: drop --audit-every")
-    if keep.enabled:
-        for name, on, why in (
-            ("--eps-verify", verify.enabled, "a dense pass needs all that was let go of"),
-            ("--audit-every", bool(flags["eps_audit_every"]), "an audit attends densely to all that was let go of"),
-            ("--engine", flags["engine"] != OWN, "its engine owns the cache"),
-            ("--pool-tokens", flags["pool_tokens"] is not None, "its cache is made for what is kept"),
-            ("--cache-dir", flags["cache_dir"] is not None, "what is left of a prompt is no prefix of another"),
-        ):
-            if on:
-                raise click.UsageError(f"--kv-evict and {name} exclude each other, as {why}: drop one")
-    if flags["beams"] > 1:
-        for name, on, why in (
-            ("--temperature", bool(flags["temperature"]), "a search draws nothing"),
-            ("--eps-verify", verify.enabled, "drafts are of one text"),
-            ("--kv-evict", keep.enabled, "heads that let go of tokens share no pages for long"),
-            ("--kl", flags["kl"], "the two searches are of different texts"),
-            ("--audit-every", bool(flags["eps_audit_every"]), "an audit's alarm would end all beams"),
-            ("--engine", flags["engine"] != OWN, "its engine searches by itself"),
-        ):
-            if on:
-                raise click.UsageError(f"--beams and {name} exclude each other, as {why}: drop one")
+    for name, on, why in (
+        ("--kv-evict", keep.enabled, "its engine owns the cache"),
+        ("--beams", flags["beams"] > 1, "its engine searches by itself"),
+    ):
+        if on and flags["engine"] != OWN:
+            raise click.UsageError(f"{name} and --engine exclude each other, as {why}: drop one")
     if flags["engine"] != OWN:
         click.echo(outputs.to_json(run_in_engine(flags, given, config, verify, _prompts(flags), DEMO_NEW_TOKENS)))
         return
     # late: `eps-proto info` and --help must work where a model cannot be loaded
-    from eps_core.evaluation.compare import RunRequest, run
+    from eps_core.evaluation.compare import run
+    from eps_core.evaluation.request import RunRequest
 
     prompts = _prompts(flags)
     request = RunRequest(

@@ -63,5 +63,7 @@ def verify_of(flags: dict[str, Any], given: set[str], config: EpsConfig) -> Veri
     idle = sorted(given & (set(_FIELDS) - {"eps_verify"}))
     if idle and not verify.enabled:
         raise click.UsageError(f"{flag(idle[0])} means nothing without verified decoding: add --eps-verify tokens")
-    verify.check(config, flags.get("temperature", 0.0), flags.get("sample_by", "gumbel"))
+    verify.check(
+        config, flags.get("temperature", 0.0), flags.get("sample_by", "gumbel"), flags.get("eps_audit_every", 0)
+    )
     return verify

@@ -72,9 +72,11 @@ class Verify:
         """Rows of every matrix product of a pass in mode bits; 0 elsewhere. Whole blocks of 16, as kernels take."""
         return -(-(self.most + 1) // 16) * 16 if self.mode == "bits" else 0
 
-    def check(self, config: EpsConfig, temperature: float | None = None, sample_by: str = "gumbel") -> None:
-        """Raises ConfigError where a run with `config`, drawing so, cannot be verified so. A temperature of None is yet
-        to come."""
+    def check(
+        self, config: EpsConfig, temperature: float | None = None, sample_by: str = "gumbel", audit_every: int = 0
+    ) -> None:
+        """Raises ConfigError where a run with `config`, drawing and audited so, cannot be verified so. A temperature of
+        None is yet to come."""
         if not self.enabled:
             return
         store = config.store
@@ -84,6 +86,7 @@ class Verify:
             f"eps-verify {self.mode} at temperature {temperature} couples drafts by Gumbel noise, and sample-by "
             f"{sample_by} draws otherwise: use sample-by gumbel",
         )
+        require(not audit_every, f"eps-verify {self.mode} audits every draft as it is: drop audit-every")
         require(
             self.rule == "couple" or temperature != 0,
             "eps-verify-rule reject draws, and temperature 0 is greedy: use couple, or a temperature above 0",

@@ -4,23 +4,20 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
-from eps_core.config.eps import EpsConfig
-from eps_core.config.formats import EXACT, KvFormats, described
+from eps_core.config.formats import described
 from eps_core.config.store import CacheSpec, Store
-from eps_core.config.verify import Verify
 from eps_core.decode.beams import room
 from eps_core.decode.cost import Cost, cost_of
 from eps_core.decode.generate import report_of
 from eps_core.decode.observe import Observed
 from eps_core.decode.prompts import prompt_texts
-from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.decode.stored import check as check_stored
+from eps_core.evaluation.request import RunRequest
 from eps_core.evaluation.runner import UNVERIFIED, Document, decode
 from eps_core.evaluation.sides import Ran, Side, alike, beams_json, prompt_line, report
 from eps_core.evict.keep import Keep
@@ -32,48 +29,12 @@ from eps_core.tasks.corpus import corpus
 from eps_core.telemetry import provenance, terminal
 from eps_core.telemetry.rounds import ROUND_KEYS, RoundRecord
 from eps_core.telemetry.rounds_shown import describe_verify
-from eps_core.telemetry.steps import AUDIT_FACTOR, STEP_KEYS, StepRecord, kl_divergence, write_csv
+from eps_core.telemetry.steps import STEP_KEYS, StepRecord, kl_divergence, write_csv
 
 KEEP_ALL = Keep()
 DEMO_PROMPT_BYTES = 4095  # with the token that begins a text: 4,096 tokens
 DEMO_SEED = 1
 WARM_UP_TOKENS = 64
-
-
-@dataclass(frozen=True)
-class RunRequest:
-    """What the command line asked for. `model` None is the demo model; no prompt is its needle document."""
-
-    config: EpsConfig
-    sampling: Sampling
-    backend: str = "auto"
-    device: str = "auto"
-    model: Path | None = None
-    prompts: tuple[str | Path, ...] = ()  # decoded in one batch; a path: the file that holds it, or several
-    max_new_tokens: int = 32
-    dtype: str = "auto"
-    kv_dtype: str = "auto"
-    kv_bits: KvFormats = EXACT
-    prefill_chunk: int = 512
-    pool_tokens: int | None = None
-    baseline: bool = True
-    kl: bool = False
-    stop: bool = True
-    method_is_default: bool = False  # for the header
-    metrics: Path | None = None
-    csv: Path | None = None
-    audit_every: int = 0
-    audit_factor: float = AUDIT_FACTOR
-    audit_off: bool = False
-    kernels: str = "auto"
-    chat: bool = False  # prompts are messages, put into the model's chat template
-    auto_min_context: bool = False  # measured by `prepare`, which settles the config
-    verify: Verify = UNVERIFIED  # of the EPS side
-    keep: Keep = KEEP_ALL  # the same
-    cache_dir: Path | None = None  # where prompts are kept between runs
-    beams: int = 1  # of both sides
-    # with the built-in prompt: times one layer of a large model, for the end of the table
-    layer: Callable[[Session], dict[str, Any] | None] | None = None
 
 
 @dataclass
@@ -112,8 +73,7 @@ class Job:
 
 def prepare(request: RunRequest) -> Job:
     """Everything that can be refused is refused here, the weights last; nothing is written."""
-    request.verify.check(request.config, request.sampling.temperature, request.sampling.by)
-    request.keep.check(request.config)
+    request.check()
     session = Session.open(
         request.model, request.backend, request.device, request.dtype, request.kv_dtype, request.kernels,
         kv_bits=request.kv_bits, cache_dir=request.cache_dir,

@@ -1,0 +1,79 @@
+"""What one `eps-proto run` is asked for, and what of it excludes each other."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eps_core.config.eps import EpsConfig
+from eps_core.config.formats import EXACT, KvFormats
+from eps_core.config.verify import Verify
+from eps_core.decode.sampling import Sampling
+from eps_core.decode.session import Session
+from eps_core.errors import require
+from eps_core.evaluation.runner import UNVERIFIED
+from eps_core.evict.keep import Keep
+from eps_core.telemetry.steps import AUDIT_FACTOR
+
+KEEP_ALL = Keep()
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """What the command line asked for. `model` None is the demo model; no prompt is its needle document."""
+
+    config: EpsConfig
+    sampling: Sampling
+    backend: str = "auto"
+    device: str = "auto"
+    model: Path | None = None
+    prompts: tuple[str | Path, ...] = ()  # decoded in one batch; a path: the file that holds it, or several
+    max_new_tokens: int = 32
+    dtype: str = "auto"
+    kv_dtype: str = "auto"
+    kv_bits: KvFormats = EXACT
+    prefill_chunk: int = 512
+    pool_tokens: int | None = None
+    baseline: bool = True
+    kl: bool = False
+    stop: bool = True
+    method_is_default: bool = False  # for the header
+    metrics: Path | None = None
+    csv: Path | None = None
+    audit_every: int = 0
+    audit_factor: float = AUDIT_FACTOR
+    audit_off: bool = False
+    kernels: str = "auto"
+    chat: bool = False  # prompts are messages, put into the model's chat template
+    auto_min_context: bool = False  # measured by `prepare`, which settles the config
+    verify: Verify = UNVERIFIED  # of the EPS side
+    keep: Keep = KEEP_ALL  # the same
+    cache_dir: Path | None = None  # where prompts are kept between runs
+    beams: int = 1  # of both sides
+    # with the built-in prompt: times one layer of a large model, for the end of the table
+    layer: Callable[[Session], dict[str, Any] | None] | None = None
+
+    def check(self) -> None:
+        """Raises ConfigError, in one line with the flags' names, for what excludes each other."""
+        self.verify.check(self.config, self.sampling.temperature, self.sampling.by, self.audit_every)
+        self.keep.check(self.config)
+        require(
+            not (self.verify.enabled and self.kl),
+            "--kl measures how far EPS moves the text and --eps-verify moves none: drop one",
+        )
+        evicts = (
+            ("--eps-verify", self.verify.enabled, "a dense pass needs all that was let go of"),
+            ("--audit-every", self.audit_every > 0, "an audit attends densely to all that was let go of"),
+            ("--pool-tokens", self.pool_tokens is not None, "its cache is made for what is kept"),
+            ("--cache-dir", self.cache_dir is not None, "what is left of a prompt is no prefix of another"),
+        )
+        searches = (
+            ("--temperature", self.sampling.temperature > 0, "a search draws nothing"),
+            ("--eps-verify", self.verify.enabled, "drafts are of one text"),
+            ("--kv-evict", self.keep.enabled, "heads that let go of tokens share no pages for long"),
+            ("--kl", self.kl, "the two searches are of different texts"),
+            ("--audit-every", self.audit_every > 0, "an audit's alarm would end all beams"),
+        )
+        for flag, given, others in (("--kv-evict", self.keep.enabled, evicts), ("--beams", self.beams > 1, searches)):
+            for name, on, why in others:
+                require(not (given and on), f"{flag} and {name} exclude each other, as {why}: drop one")
