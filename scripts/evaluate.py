@@ -23,7 +23,7 @@ from eps_core.cli.numbers import PART, SEED, TOKENS, argument
 from eps_core.decode.hub import resolve_model
 from eps_core.decode.model import DEMO_MODEL, read_spec
 from eps_core.decode.session import Session
-from eps_core.errors import exit_code
+from eps_core.errors import exit_code, require
 from eps_core.evaluation import curves, memory, rewrites, sparse_verify
 from eps_core.evaluation.curves import BYTE_BUDGETS, SETS, TAUS
 from eps_core.files import outputs
@@ -76,7 +76,17 @@ def main() -> None:
     parser.add_argument("--jobs", type=argument(TOKENS), default=os.cpu_count(), help="processes, one thread each")
     parser.add_argument("-o", "--output", "--out", dest="out", type=Path, help="(results/ARMS.jsonl)")
     args = parser.parse_args()
+    require(
+        args.arms == MEMORY or (args.policies, args.shares) == (memory.SHARED, memory.SHARES),
+        f"--policies and --shares are of --arms {MEMORY}, not {args.arms}: drop them",
+    )
+    changed = [name for name in ("model", "policies", "shares") if getattr(args, name) != parser.get_default(name)]
+    require(
+        args.out is not None or not changed,
+        f"--{', --'.join(changed)} would land on the table of all arms on the demo model: add -o FILE",
+    )
     args.out = args.out or Path("results", f"{args.arms}.jsonl")
+    args.policies, args.shares = (tuple(dict.fromkeys(given)) for given in (args.policies, args.shares))
     outputs.check({"-o": args.out}, {"--model": args.model})
 
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -105,9 +115,7 @@ def main() -> None:
             size = context, needles, texts, args.text_steps
             suite = SUITES.get(args.arms, curves)
             if suite is memory:
-                arms = (
-                    memory.arms(tuple(args.shares), tuple(args.policies)) if args.arms == MEMORY else memory.constant()
-                )
+                arms = memory.arms(args.shares, args.policies) if args.arms == MEMORY else memory.constant()
                 plan = memory.Plan(*size, seed=args.seed, arms=arms)
             elif suite is not curves:
                 plan = suite.Plan(*size, seed=args.seed)

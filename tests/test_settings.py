@@ -14,11 +14,14 @@ from hypothesis import strategies as st
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import Store
+from eps_core.config.verify import Verify
 from eps_core.decode.sampling import Sampling
 from eps_core.engine.plan import Plan
+from eps_core.engine.settings import Settings
 from eps_core.errors import ConfigError
 from eps_core.evaluation.compare import run
 from eps_core.evaluation.request import RunRequest
+from eps_core.evict.keep import Keep
 from eps_cuda.hooks.vllm.asked import Asked, fitted
 
 RQ = EpsConfig.of(method="rq")
@@ -161,3 +164,30 @@ def test_a_list_that_was_given_is_not_followed_any_further() -> None:
 def test_a_config_of_a_store_and_a_read_keeps_them() -> None:
     config = EpsConfig(Store("rq", mean_tokens=0))
     assert config.replace(budget=0.2).store == config.store
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"keep": Keep("rkv", 0.5), "cache_dir": Path("kept")}, "--kv-evict and --cache-dir exclude each other"),
+        ({"keep": Keep("rkv", 0.5), "audit_every": 2}, "--kv-evict and --audit-every exclude each other"),
+        ({"beams": 2, "keep": Keep("rkv", 0.5)}, "--beams and --kv-evict exclude each other"),
+        ({"beams": 2, "sampling": Sampling(0.5)}, "--beams and --temperature exclude each other"),
+        ({"beams": 0}, "beams 0"),
+        ({"audit_every": -1}, "audit-every -1"),
+        ({"verify": Verify("tokens"), "kl": True}, "--eps-verify moves none"),
+        ({"verify": Verify("tokens"), "audit_every": 2}, "audits every draft"),
+        ({"kl": True, "baseline": False}, "no --no-baseline"),
+        ({"config": EpsConfig(), "baseline": False}, "leaves nothing to run"),
+        ({"config": EpsConfig(), "audit_every": 2}, "choose a --method"),
+    ],
+)
+def test_a_request_refuses_what_the_command_line_does(asked: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        RunRequest(**{"config": EpsConfig.of("rq"), "sampling": Sampling(), **asked}).check()
+    assert "\n" not in str(error.value)
+
+
+def test_an_engine_refuses_audits_of_verified_decoding() -> None:
+    with pytest.raises(ConfigError, match="audits every draft as it is: drop audit-every"):
+        Settings.of({"method": "rq", "verify": "tokens", "audit_every": 4})

@@ -176,18 +176,8 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
     given = given_flags(ctx, flags)
     config = config_of(flags, given, auto_min_context=True)
     keep = keep_of(flags, given, config)
-    if flags["no_baseline"] and not (config.store.enabled or keep.enabled):
-        raise click.UsageError(
-            "--no-baseline with EPS off leaves nothing to run: drop it, or choose a --method or --kv-evict"
-        )
-    if flags["kl"] and (flags["no_baseline"] or not (config.store.enabled or keep.enabled)):
-        raise click.UsageError(
-            "--kl compares with the dense run: it needs a --method or --kv-evict, and no --no-baseline"
-        )
     if given & {"eps_audit_factor", "eps_audit_off"} and not flags["eps_audit_every"]:
         raise click.UsageError("--audit-factor and --audit-off need audits: add --audit-every")
-    if flags["eps_audit_every"] and not config.store.enabled:
-        raise click.UsageError("--audit-every audits gated steps: choose a --method")
     for name in ("top_p", "sample_by"):
         if name in given and not flags["temperature"]:
             raise click.UsageError(f"{flag(name)} means nothing to greedy decoding: add --temperature")

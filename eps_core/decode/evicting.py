@@ -64,7 +64,7 @@ class EvictingDecoder(Decoder):
         spec, budget = self.spec, self.keep.rows(length)
         if kept is None:
             kept = self.choose(cache, keys_values, length, observed)
-        observed.num_prompt = length + 1
+        observed.num_prompt = length + 1  # where another's was chosen from
         sequence, cache = self.place(
             cache, length, kept,
             lambda layer, head: [self._rows(cache, a, kept[layer][head], head) for a in keys_values[layer]],

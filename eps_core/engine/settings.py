@@ -69,7 +69,7 @@ class Settings:
             f'{", ".join(idle)} means nothing without verified decoding: add verify="tokens"',
         )
         config = EpsConfig.of(**given)
-        verify.check(config)
+        verify.check(config, audit_every=extras.get("audit_every", 0))
         return cls(config, verify=verify, **extras)
 
     def flat(self) -> dict[str, Any]:

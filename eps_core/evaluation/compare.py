@@ -20,7 +20,6 @@ from eps_core.decode.stored import check as check_stored
 from eps_core.evaluation.request import RunRequest
 from eps_core.evaluation.runner import UNVERIFIED, Document, decode
 from eps_core.evaluation.sides import Ran, Side, alike, beams_json, prompt_line, report
-from eps_core.evict.keep import Keep
 from eps_core.files import outputs
 from eps_core.paging.heads import HeadPools
 from eps_core.paging.pool import PagePool
@@ -31,7 +30,6 @@ from eps_core.telemetry.rounds import ROUND_KEYS, RoundRecord
 from eps_core.telemetry.rounds_shown import describe_verify
 from eps_core.telemetry.steps import STEP_KEYS, StepRecord, kl_divergence, write_csv
 
-KEEP_ALL = Keep()
 DEMO_PROMPT_BYTES = 4095  # with the token that begins a text: 4,096 tokens
 DEMO_SEED = 1
 WARM_UP_TOKENS = 64

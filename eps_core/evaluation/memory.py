@@ -52,7 +52,7 @@ def arms(shares: Sequence[float] = SHARES, policies: Sequence[str] = SHARED) -> 
     these goes together: EPS over codes, EPS over policies that keep the largest share, EPS over policies over codes."""
     gated = {budget: EpsConfig.of(method="rq", budget=budget) for budget in EPS_BUDGETS}
     over = [gated[budget] for budget in OVER]
-    kept = [Keep(name, shares[0], EVERY) for name in TOGETHER if name in policies]
+    kept = [Keep(name, max(shares), EVERY) for name in TOGETHER if name in policies]
     return (
         *(Arm(config=config) for config in gated.values()),
         *(Arm(kv_bits=bits) for bits in CODES),

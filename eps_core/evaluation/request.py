@@ -54,9 +54,23 @@ class RunRequest:
     layer: Callable[[Session], dict[str, Any] | None] | None = None
 
     def check(self) -> None:
-        """Raises ConfigError, in one line with the flags' names, for what excludes each other."""
+        """Raises ConfigError, in one line, for what excludes each other or asks for nothing."""
         self.verify.check(self.config, self.sampling.temperature, self.sampling.by, self.audit_every)
         self.keep.check(self.config)
+        something = self.config.store.enabled or self.keep.enabled
+        require(self.beams >= 1, f"beams {self.beams}: a search has at least 1, greedy decoding")
+        require(self.audit_every >= 0, f"audit-every {self.audit_every}: give a number of steps, 0 for no audits")
+        require(
+            self.baseline or something,
+            "--no-baseline with EPS off leaves nothing to run: drop it, or choose a --method or --kv-evict",
+        )
+        require(
+            not self.kl or (self.baseline and something),
+            "--kl compares with the dense run: it needs a --method or --kv-evict, and no --no-baseline",
+        )
+        require(
+            not self.audit_every or self.config.store.enabled, "--audit-every audits gated steps: choose a --method"
+        )
         require(
             not (self.verify.enabled and self.kl),
             "--kl measures how far EPS moves the text and --eps-verify moves none: drop one",
