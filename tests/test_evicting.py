@@ -345,8 +345,9 @@ def test_arms_that_keep_the_same_choose_once_and_are_what_they_are_alone(
 ) -> None:
     session, document = Session.open(model, "numpy"), Document(prompts()[0], 13, FORCED[0])
     snapkv, rkv = (Keep(one, 0.5, 4, **RULE) for one in ("snapkv", "rkv"))
+    less = Keep("snapkv", 0.3, 4, **RULE)
     box = EpsConfig.of(method="box", group_tokens=4, budget=0.4, first_tokens=2, last_tokens=4)
-    arms = [Arm(snapkv), Arm(rkv), Arm(snapkv, box), Arm(snapkv, kv_bits=(8, 8)), Arm(rkv, box, (4, 4))]
+    arms = [Arm(snapkv), Arm(rkv), Arm(snapkv, box), Arm(less), Arm(snapkv, kv_bits=(8, 8)), Arm(rkv, box, (4, 4))]
     alone = [run_arms(session, document, [arm])[0] for arm in arms]
     chosen, real = [], EvictingDecoder.choose
 
@@ -356,7 +357,7 @@ def test_arms_that_keep_the_same_choose_once_and_are_what_they_are_alone(
 
     monkeypatch.setattr(EvictingDecoder, "choose", choose)
     found = run_arms(session, document, arms)
-    assert chosen == [snapkv, rkv]
+    assert chosen == [snapkv, rkv, less]
     for index, (outcome, kept) in enumerate(alone):
         np.testing.assert_allclose(found[index][0].kl, outcome.kl, rtol=0, atol=1e-12)
         assert found[index][1] == kept and found[index][0].bytes_read() == outcome.bytes_read()

@@ -111,3 +111,11 @@ def test_bytes_are_of_a_dense_cache_of_16_bits() -> None:
     assert gated.bytes_kept_ratio is not None and gated.bytes_kept_ratio > ratio, "summaries are kept beside codes"
     (line, *_) = records([gated])
     assert json.loads(json.dumps(line))["kv_bits"] == [8, 8]
+
+
+def test_what_goes_over_a_policy_goes_over_the_one_that_keeps_most() -> None:
+    for shares in ((0.5, 0.25), (0.25, 0.5)):
+        over = [
+            arm.keep.share for arm in arms(shares, ("snapkv", "h2o")) if arm.keep.enabled and arm.config.store.enabled
+        ]
+        assert over and set(over) == {0.5}

@@ -232,14 +232,20 @@ def union(keeps: Iterable[Keep]) -> Facts:
     return whole
 
 
-def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[int, KeptTally], bool]]) -> list[Cell]:
-    """The table from every document's (kind, tallies, answered densely)."""
-    totals = {index: KeptTally() for index in range(len(plan.arms))}
+def added(num_arms: int, results: Iterable[tuple[str, dict[int, KeptTally], bool]]) -> tuple[dict[int, KeptTally], int]:
+    """(every arm's tally over all documents, needles that dense attention answers)."""
+    totals = {index: KeptTally() for index in range(num_arms)}
     needles_dense = 0
     for kind, tallies, dense in results:
         needles_dense += kind == "needle" and dense
-        for index, tally in tallies.items():
-            totals[index].add(tally)
+        for index, one in tallies.items():
+            totals[index].add(one)
+    return totals, needles_dense
+
+
+def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[int, KeptTally], bool]]) -> list[Cell]:
+    """The table from every document's (kind, tallies, answered densely)."""
+    totals, needles_dense = added(len(plan.arms), results)
     cells = []
     for index, arm in enumerate(plan.arms):
         cells.append(

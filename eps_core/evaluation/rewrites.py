@@ -16,7 +16,7 @@ from eps_core.decode.rope import inverse_frequencies
 from eps_core.decode.session import Session
 from eps_core.decode.spec import ModelSpec
 from eps_core.evaluation.curves import Documents, needle, text_document
-from eps_core.evaluation.memory import KeptTally, measured, shown, summaries_kept, tally
+from eps_core.evaluation.memory import KeptTally, added, measured, shown, summaries_kept, tally
 from eps_core.evaluation.runner import DENSE, Document, Outcome, decode, run_batch
 from eps_core.evict.keep import Keep
 from eps_core.files.records import Count, Name, Nats, Positive
@@ -205,12 +205,7 @@ def _decoded(session: Session, document: Document, config: EpsConfig, layers: li
 
 def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[int, KeptTally], bool]]) -> list[Cell]:
     """The table from every document's (kind, tallies, answered densely)."""
-    totals = {index: KeptTally() for index in range(len(plan.arms))}
-    needles_dense = 0
-    for kind, tallies, dense in results:
-        needles_dense += kind == "needle" and dense
-        for index, one in tallies.items():
-            totals[index].add(one)
+    totals, needles_dense = added(len(plan.arms), results)
     return [
         Cell(
             context_tokens=plan.context_tokens,
