@@ -8,7 +8,18 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode.model import DEMO_MODEL
 from eps_core.decode.session import Session
 from eps_core.evaluation import rewrites
-from eps_core.evaluation.memory import EVERY, SHARES, Arm, Plan, arms, records, table_cells, tally_document
+from eps_core.evaluation.memory import (
+    EVERY,
+    SHARES,
+    Arm,
+    KeptTally,
+    Plan,
+    added,
+    arms,
+    records,
+    table_cells,
+    tally_document,
+)
 from eps_core.evict.keep import Keep
 from eps_core.evict.table import POLICIES
 from eps_core.report import kept
@@ -119,3 +130,11 @@ def test_what_goes_over_a_policy_goes_over_the_one_that_keeps_most() -> None:
             arm.keep.share for arm in arms(shares, ("snapkv", "h2o")) if arm.keep.enabled and arm.config.store.enabled
         ]
         assert over and set(over) == {0.5}
+
+
+def test_documents_are_added_up_and_dense_is_asked_for_needles_alone() -> None:
+    each = [("text", 1, True), ("needle", 2, True), ("needle", 4, False)]
+    results = [(kind, {0: KeptTally(bytes_kept=kept), 1: KeptTally()}, dense) for kind, kept, dense in each]
+    totals, needles_dense = added(2, results)
+    assert needles_dense == 1
+    assert [totals[index].bytes_kept for index in (0, 1)] == [7, 0]
