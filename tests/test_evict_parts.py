@@ -25,7 +25,7 @@ from eps_core.evict import (
     tova,
     triattention,
 )
-from eps_core.evict.base import Head, Rule, best, draws, older, pinned, ranked
+from eps_core.evict.base import Head, Rule, best, descending, draws, older, pinned, ranked
 from eps_core.evict.table import POLICIES, policy
 
 RULE = Rule(first_tokens=2, last_tokens=5)
@@ -235,6 +235,18 @@ def test_rkv_compares_in_columns_what_it_compares_at_once(monkeypatch: pytest.Mo
     assert np.array_equal(rkv.latest_similar(unit), whole)
 
 
+def test_rkv_rounds_no_cosine_at_the_line() -> None:
+    rng, angle = np.random.default_rng(0), np.arccos(0.5) + np.linspace(-3e-7, 3e-7, 60)
+    unit = np.concatenate([np.stack([np.cos(angle), np.sin(angle)], 1), [[1.0, 0.0]]])
+    unit = unit[rng.permutation(61)] @ np.linalg.qr(rng.normal(size=(2, 2)))[0]
+    cosine = unit @ unit.T > rkv.SIMILAR
+    np.fill_diagonal(cosine, False)
+    expected = np.array([row.nonzero()[0].max(initial=-1) for row in cosine])
+    assert np.array_equal(rkv.latest_similar(unit), expected)
+    single = unit.astype(np.float32)
+    assert not np.array_equal(single @ single.T > rkv.SIMILAR, unit @ unit.T > rkv.SIMILAR)
+
+
 def log_det(keys: np.ndarray, ridge: float) -> float:
     return float(np.linalg.slogdet(keys.T @ keys + ridge * np.eye(keys.shape[1]))[1])
 
@@ -254,10 +266,11 @@ def test_cholesky_factors_follow_keys_that_come_and_go(together: int) -> None:
 def test_the_determinant_lemma() -> None:
     keys = random_keys(30)
     lower = logdet.factor(keys, 0.3)
-    leverage = logdet.leverages(lower, keys)
+    inverse_lower = np.linalg.inv(lower)
+    leverage = logdet.leverages(inverse_lower, keys)
     for i in (0, 17, 29):
         assert abs(log_det(np.delete(keys, i, 0), 0.3) - log_det(keys, 0.3) - np.log1p(-leverage[i])) < 1e-10
-    gain = float(logdet.leverages(lower, keys[:1])[0])
+    gain = float(logdet.leverages(inverse_lower, keys[:1])[0])
     twice = log_det(np.concatenate([keys, keys[:1]]), 0.3)
     assert abs(twice - log_det(keys, 0.3) - np.log1p(gain)) < 1e-10
     again = log_det(np.concatenate([keys, keys[:1], keys[:1]]), 0.3)
@@ -273,6 +286,24 @@ def test_a_downdate_that_leaves_nothing_says_so_and_the_policy_factors_anew(monk
     right = logdet.keep(layers, 60, RULE)
     monkeypatch.setattr(logdet, "downdate", lambda lower, keys: None)
     assert all(np.array_equal(a, b) for a, b in zip(right[0], logdet.keep(layers, 60, RULE)[0], strict=True))
+
+
+@pytest.mark.parametrize("number", [1, 20, 299, 400])
+def test_lazily_found_leverages_are_the_least_of_all(number: int) -> None:
+    keys = np.concatenate([random_keys(300) * [9, 3, 1, 1, 0.3, 0.1, 0.1, 0.1], np.tile(random_keys(1), (20, 1))])
+    before, among = logdet.factor(keys, 0.3), np.arange(5, 315)
+    known = logdet.leverages(np.linalg.inv(before), keys)
+    computed, whole = [], logdet.leverages
+    less = logdet.downdate(before, keys[[0, 7, 9, 100]])
+    assert less is not None
+    inverse, among = np.linalg.inv(less), np.setdiff1d(among, [7, 9, 100])
+    of_all = whole(inverse, keys[among])
+    assert (of_all >= known[among] - 1e-12).all()
+    expected = np.sort(among[descending(of_all)[::-1][:number]])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logdet, "leverages", lambda inverse, keys: (computed.append(len(keys)), whole(inverse, keys))[1])
+        assert np.array_equal(logdet.lowest(inverse, keys, known, among, number), expected)
+    assert sum(computed) <= len(among) and (number > 20 or sum(computed) < len(among) / 2)
 
 
 def test_logdet_keeps_more_of_the_determinant_than_chance() -> None:

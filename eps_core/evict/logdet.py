@@ -4,7 +4,8 @@ is standard, its use for caches is ours).
 G = lambda I + the sum of k k^T over kept rows. Without a row, log det G falls by -log(1 - h), with h = k^T G^-1 k its
 leverage; greedily, the row of the least leverage goes. Exactly this costs T D^2 a row, too much for thousands: rows go
 BLOCK at a time, one after another by their leverages at that moment, but among the 2 BLOCK lowest of the block's start.
-Below 2 BLOCK rows this is the greedy order itself."""
+Below 2 BLOCK rows this is the greedy order itself. Leverages only rise as rows go, so one computed earlier bounds
+today's from below and most need not be computed again (lazy greedy; Minoux 1978)."""
 
 import numpy as np
 
@@ -12,7 +13,8 @@ from eps_core.evict.base import Facts, Head, Kept, Rule, descending, pinned, ran
 
 RIDGE = 0.01  # lambda over the mean eigenvalue of the sum of k k^T over all rows
 FLOOR = 1e-12  # of 1 - h, and of what a downdate leaves of a squared diagonal: below, rounding has eaten its digits
-BLOCK = 64  # rows that go between two computations of all leverages
+BLOCK = 64  # rows that go between two looks at the leverages
+RISE = 1e-6  # a share far above the rounding of a leverage: an earlier one bounds today's to within it
 FACTS = Facts(source="log-determinant lemma; a reconstruction for caches", keys=True)
 
 
@@ -50,16 +52,34 @@ def downdate(lower: np.ndarray, keys: np.ndarray) -> np.ndarray | None:
     return _changed(lower, keys, -1)
 
 
-def leverages(lower: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """k^T G^-1 k in [0, 1) of each of keys [T, D] that G = L L^T holds: [T]."""
-    half = keys @ np.linalg.inv(lower).T
+def leverages(inverse: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """k^T G^-1 k in [0, 1) of each of keys [T, D] that G = L L^T holds, of the inverse [D, D] of L: [T]."""
+    half = keys @ inverse.T
     return np.einsum("td,td->t", half, half)
 
 
-def go_first(lower: np.ndarray, keys: np.ndarray, number: int) -> list[int]:
+def lowest(inverse: np.ndarray, keys: np.ndarray, known: np.ndarray, among: np.ndarray, number: int) -> np.ndarray:
+    """The `number` rows of keys [T, D] of least leverage `among` these, ascending both; of equal ones the last. `known`
+    [T]: each row's leverage or one of before other rows went; those computed here take their places."""
+    waiting = among[np.argsort(known[among])]
+    done = 0
+    while done < len(waiting):
+        looked = waiting[done : max(2 * done, number)]
+        known[looked] = leverages(inverse, keys[looked])
+        done += len(looked)
+        if done < len(waiting):
+            worst = np.partition(known[waiting[:done]], number - 1)[number - 1]
+            if known[waiting[done]] > worst + RISE * worst:
+                break
+    looked = np.sort(waiting[:done])
+    found: np.ndarray = np.sort(looked[descending(known[looked])[::-1][:number]])
+    return found
+
+
+def go_first(inverse: np.ndarray, keys: np.ndarray, number: int) -> list[int]:
     """The first `number` of keys [n, D] that go, by the least leverage after those before them went. Without one, the
     Gram matrix M = K G^-1 K^T becomes M + m m^T / (1 - h), m its row and h its diagonal entry."""
-    half = keys @ np.linalg.inv(lower).T
+    half = keys @ inverse.T
     gram = half @ half.T
     gone: list[int] = []
     for _ in range(number):
@@ -85,10 +105,11 @@ def kept(head: Head, budget: int, rule: Rule) -> np.ndarray:
     stays = np.ones(head.rows, bool)
     free = np.ones(head.rows, bool)
     free[first] = False
+    known = np.zeros(head.rows)
     while over := int(stays.sum()) - rows:
-        open_to = np.flatnonzero(stays & free)
-        low = np.sort(open_to[descending(leverages(lower, keys[open_to]))[::-1][: 2 * BLOCK]])
-        gone = low[go_first(lower, keys[low], min(over, BLOCK))]
+        inverse = np.linalg.inv(lower)
+        low = lowest(inverse, keys, known, np.flatnonzero(stays & free), 2 * BLOCK)
+        gone = low[go_first(inverse, keys[low], min(over, BLOCK))]
         stays[gone] = False
         less = downdate(lower, keys[gone])
         lower = factor(keys[stays], ridge) if less is None else less

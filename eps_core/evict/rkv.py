@@ -8,6 +8,7 @@ from eps_core.evict.keydiff import unit_keys
 IMPORTANCE = 0.07  # lambda: its weight; redundancy has the rest
 SIMILAR = 0.5  # a cosine above says the same again
 KERNEL = 7  # tokens over which importance is the largest
+ROUNDING = 1e-4  # of a cosine in float32, and more: nearer to SIMILAR it is computed again in float64
 COLUMNS = 512  # keys compared at a time: bounds memory, changes nothing
 FACTS = Facts(
     source="R-KV, arXiv 2505.24133, code Zefan-Cai/R-KV; importance is of the rows before the pinned newest ones",
@@ -41,12 +42,16 @@ def importance(head: Head, rule: Rule) -> np.ndarray:
 
 def latest_similar(unit: np.ndarray) -> np.ndarray:
     """[T]: for each of the unit keys [T, D] the last other one whose cosine with it is above SIMILAR; -1 where none."""
-    found = np.full(len(unit), -1)
+    found, single = np.full(len(unit), -1), unit.astype(np.float32)
     for end in range(len(unit), 0, -COLUMNS):
         start = max(end - COLUMNS, 0)
         rows = np.flatnonzero(found < 0)
-        similar = unit[rows] @ unit[start:end].T > SIMILAR
-        similar &= rows[:, None] != np.arange(start, end)
+        above = single[rows] @ single[start:end].T - np.float32(SIMILAR)
+        similar = above > 0
+        unsure = np.abs(above, out=above).min(1) < ROUNDING
+        similar[unsure] = unit[rows[unsure]] @ unit[start:end].T > SIMILAR
+        itself = np.flatnonzero((start <= rows) & (rows < end))
+        similar[itself, rows[itself] - start] = False
         any_of = similar.any(1)
         found[rows[any_of]] = end - 1 - similar[any_of, ::-1].argmax(1)
     return found
