@@ -5,6 +5,7 @@ on the kernels of these names: numba, triton (interpreted where there is no GPU)
 """
 
 import os
+import signal
 from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -14,6 +15,10 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
+
+# a shell that starts the suite in the background has it and all its children ignore Ctrl-C, which tests send to some
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import triton_interpreter  # noqa: F401  mends what the interpreter gets wrong in bfloat16
 
