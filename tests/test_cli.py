@@ -22,6 +22,7 @@ from eps_core.cli import __main__ as entry
 from eps_core.cli.main import cli
 from eps_core.cli.options import config_of, given_flags, method_option, selection_options, summary_options
 from eps_core.config.eps import EpsConfig
+from eps_core.config.formats import KV_BITS
 from eps_core.config.store import METHODS
 from eps_core.errors import ConfigError
 from eps_core.load import BACKENDS
@@ -290,6 +291,10 @@ def test_info_counts_memory_within_the_limits() -> None:
     assert coded["shape"]["kv_bytes"] == 32 * 32 * 65536 * (128 + 2 + 64 + 2)
     shares = [one["summaries"][0]["share_of_kv"] for one in (info, coded)]
     assert shares[1] == pytest.approx(shares[0] * 512 / 196)
+    kept = {(tuple(row["kv_bits"]), row["kept_share"]): row for row in coded["kept"]}
+    assert {bits for bits, _ in kept} == {(one, one) for one in KV_BITS} | {(8, 4)}
+    assert kept[(8, 4), 0.5]["kv_bytes"] == coded["shape"]["kv_bytes"] / 2
+    assert kept[(4, 4), 1.0]["summary_bytes"] == plain["summary_bytes"]
     assert {"box", "rq"} <= {row["method"] for row in fine} and all(row["group_tokens"] <= 16 for row in fine)
     assert list(info["backends"]) == list(BACKENDS)
     assert all(status["usable"] and "cpu" in status["devices"] for status in info["backends"].values())
@@ -308,6 +313,7 @@ def test_info_takes_shape_and_flags(model: Path, bare: dict[str, str]) -> None:
     keys = next(row for row in info["summaries"] if row["bound_bits"])  # a code and four fp16 scalars of each
     assert keys["summary_bytes"] == rq["summary_bytes"] + 2 * 3 * 1024 * (64 + 4 * 2)
     assert rows["fine", "rq", True]["bytes_per_group"] == 24
+    assert next(row for row in info["kept"] if row["kept_share"] == 1)["summary_bytes"] == rq["summary_bytes"]
     blocks = succeed("info", "--model", model, "--eps-group-blocks", 4, env=bare)
     assert blocks["shape"]["layers"] == 2 and blocks["shape"]["context"] == 512
     assert {row["group_tokens"] for row in blocks["summaries"] if row["kind"] == "coarse"} == {64}

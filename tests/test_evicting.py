@@ -11,6 +11,7 @@ import pytest
 import tiny_models
 
 from eps_core.config.eps import EpsConfig
+from eps_core.config.store import Store
 from eps_core.decode.evicting import EvictingDecoder
 from eps_core.decode.observe import Observed
 from eps_core.decode.rope import inverse_frequencies
@@ -209,7 +210,7 @@ def test_what_is_observed_is_what_happened(target, model: Path) -> None:
                     np.testing.assert_allclose(getattr(got, name), value, rtol=2e-4, atol=2e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("name", ["snapkv", "h2o", "random"])
+@pytest.mark.parametrize("name", ["snapkv", "h2o", "random", "rkv", "keydiff", "logdet", "triattention", "adakv"])
 def test_backends_keep_the_same_rows_and_say_the_same(target, model: Path, name: str) -> None:
     keep = Keep(name, 0.5, 4, **RULE)
     want, _, _, plain = evicted(Session.open(model, "numpy"), keep, EpsConfig())
@@ -261,6 +262,33 @@ def test_rswa_reads_the_mask_and_moves_a_row_a_step(model: Path) -> None:
     assert Keep("rswa", 128.0).rows(69) == 70 + 128
     with pytest.raises(ConfigError, match="of which rswa keeps all: give a number of generated"):
         Keep("rswa", 0.5)
+
+
+@pytest.mark.parametrize(
+    "name, share, every, most",
+    [
+        ("streaming", 64.0, 16, 80), ("snapkv", 0.25, 5, 250 + 4000), ("keydiff", 0.25, 5, 255), ("h2o", 0.25, 0, 4250),
+        ("adakv", 0.25, 16, 5000), ("rswa", 8.0, 2, 1000 + 1 + 32 + 2), ("streaming", 4500.0, 16, 4516),
+        ("streaming", 6000.0, 16, 5000),
+    ],
+)  # fmt: skip
+def test_rows_that_a_head_ever_holds(name: str, share: float, every: int, most: int) -> None:
+    assert Keep(name, share, every).most_rows(1000, 4000) == most
+
+
+def test_a_long_text_stays_in_the_pages_of_what_is_kept(model: Path) -> None:
+    session, keep = Session.open(model, "numpy"), Keep("streaming", 20.0, 8, **RULE)
+    prompt, said = prompts()[0], (prompts()[1] * 5)[:150]
+    decoder, cache, pools = session.evicting(keep, Store(block_size=16), [len(prompt)], 151)
+    assert {pool.num_units for pool in pools.pools} == {2 * session.spec.num_kv_heads}
+    observed = Observed(session.backend, session.spec, keep.facts)
+    prefix = session.prefix(prompt[:-1], observed=observed)
+    sequence, cache = decoder.adopt(cache, prefix.keys_values, len(prompt) - 1, observed)
+    document = Document(prompt, 151, said)
+    outcome, _ = decode(session, cache, pools, [document], None, decoder=decoder, written=[sequence], keep_logits=True)
+    assert len(outcome.records) == 151 and {len(held) for layer in sequence.positions for held in layer} <= {*range(28)}
+    for record, want in zip(outcome.records, Judge(session, keep).run(prompt, said), strict=True):
+        np.testing.assert_allclose(record.logits[0], want, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("name", ["streaming", "h2o", "rkv", "keydiff", "kv-compress"])

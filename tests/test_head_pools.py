@@ -30,13 +30,13 @@ class Shadow:
 
 
 def program(seed: int, compact: Any = HeadPools.compact) -> None:
-    """A random program of appends, compactions, forks and frees on small pools."""
+    """A random program of appends, compactions, forks, preemptions and frees on small pools."""
     rng, layers, heads, units, size = np.random.default_rng(seed), 2, 2, 40, 4
     pools = HeadPools(layers, heads, units, size)
     shadow, written = Shadow(pools, units), 0
     live: list[HeadSequence] = []
     for _ in range(60):
-        act = rng.choice(["open", "append", "append", "compact", "compact", "fork", "free"])
+        act = rng.choice(["open", "append", "append", "compact", "compact", "fork", "preempt", "free"])
         if act == "open" or not live:
             one = pools.open()
             live.append(one)
@@ -75,6 +75,17 @@ def program(seed: int, compact: Any = HeadPools.compact) -> None:
                         shadow.memory[layer][dst * size + at] = shadow.memory[layer][src * size + at]
                 live.append(child)
                 shadow.rows[child] = [[list(rows) for rows in layer] for layer in shadow.rows[one]]
+            elif act == "preempt" and one.length:  # its pages go to others; then what it kept comes back, in order
+                rows = [[sorted(held) for held in layer] for layer in shadow.rows.pop(one)]
+                positions = [[np.sort(held) for held in layer] for layer in one.positions]
+                pools.free(one)
+                live.remove(one)
+                again = pools.open()
+                slots_of = pools.fill(again, one.length, positions)
+                live.append(again)
+                shadow.rows[again] = rows
+                for layer, head in np.ndindex(layers, heads):
+                    shadow.memory[layer][slots_of[layer][head]] = rows[layer][head]
             elif act == "free":
                 pools.free(one)
                 live.remove(one)

@@ -58,16 +58,16 @@ def test_families_and_arms_are_named_by_what_was_put_together() -> None:
 
 def test_winners_stay_within_the_limit_and_lose_no_needle() -> None:
     cells = [
-        cell(method="rq", budget=0.01, bytes_ratio=0.03, bytes_kept_ratio=1.04, kl_mean=0.02),  # moves too far
+        cell(method="rq", budget=0.01, bytes_ratio=0.03, bytes_kept_ratio=1.04, kl_mean=0.02, kl_high=0.03),  # too far
         cell(method="rq", budget=0.02, bytes_ratio=0.04, bytes_kept_ratio=1.04, needles_answered=9),  # loses a needle
-        cell(method="rq", budget=0.05, bytes_ratio=0.07, bytes_kept_ratio=1.04),
-        cell(method="rq", budget=0.1, bytes_ratio=0.12, bytes_kept_ratio=1.03, kl_mean=0.01),  # the limit itself
+        cell(method="rq", budget=0.05, bytes_ratio=0.07, bytes_kept_ratio=1.04, kl_high=0.011),  # by its mean alone
+        cell(method="rq", budget=0.1, bytes_ratio=0.12, bytes_kept_ratio=1.03, kl_mean=0.01, kl_high=0.01),  # the limit
         cell(policy="snapkv", kept_share=0.5, bytes_ratio=0.5, bytes_kept_ratio=0.5, kl_mean=None),
     ]
     rows = {row[0]: row[1:] for row in kept.winners(cells).rows}
     assert rows == {
-        "EPS": ["2 of 4", "0.070: rq 0.05", "1.030: rq 0.1"],
-        "policy": ["0 of 1", "–", "–"],
+        "EPS": ["2 of 4", "0.070: rq 0.05", "1.030: rq 0.1", "1 of 4", "0.120: rq 0.1", "1.030: rq 0.1"],
+        "policy": ["0 of 1", "–", "–", "0 of 1", "–", "–"],
     }
 
 

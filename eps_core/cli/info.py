@@ -10,10 +10,12 @@ from eps_core.cli.numbers import TOKENS
 from eps_core.cli.options import code_settings, given_flags, summary_options
 from eps_core.cli.source import kv_bits_option
 from eps_core.config.bytes import kv_bytes, open_group_bytes
+from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import described
 from eps_core.errors import ConfigError
 from eps_core.files import outputs
 from eps_core.load import BACKENDS, load_backend
+from eps_core.summaries.table import KEY_CODES
 from eps_core.telemetry import memory, provenance, terminal
 
 
@@ -76,7 +78,10 @@ def info_command(ctx: click.Context, /, **flags: Any) -> None:
         f"\n{' and '.join(following)} also keep {statistics / terminal.MIB:,.1f} MiB of running statistics for each "
         "sequence in mid-group, so that a growing group is never read back."
     )
-    kept = memory.kept_rows(layers, kv_heads, head_dim, context)
+    store = EpsConfig.of(
+        method=KEY_CODES, block_size=flags["block_size"], group_tokens=flags["eps_group_tokens"], **code_settings(flags)
+    ).store
+    kept = memory.kept_rows(layers, kv_heads, head_dim, context, store, flags["kv_bits"])
     click.echo("\nMiB of K and V, and of rq's summaries, by --kv-bits and --kv-keep:\n\n" + memory.kept_table(kept))
     shape = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "context": context, "kv_bytes": dense}
     shape["kv_bits"] = flags["kv_bits"]

@@ -214,7 +214,11 @@ class EvictingDecoder(Decoder):
         observed, moved, freed = self._observed[sequence], 0, 0
         seen = []
         for layer, heads_of in enumerate(sequence.heads):
-            keys = [self.eps.read_kv(cache, layer, np.array(one.table, np.int32), one.length)[0] for one in heads_of]
+            keys: list[Array | None] = [None] * len(heads_of)
+            if observed.facts.keys or observed.facts.window:
+                keys = [
+                    self.eps.read_kv(cache, layer, np.array(one.table, np.int32), one.length)[0] for one in heads_of
+                ]
             rows = sequence.positions[layer]
             seen.append(
                 [observed.head(cache, layer, head, k, rows[head], sequence.length) for head, k in enumerate(keys)]

@@ -133,8 +133,9 @@ class Observed:
         if self.facts.window:
             self._queries[layer] = np.concatenate([self._queries[layer], q])[-self.facts.window :]
 
-    def head(self, cache: Any, layer: int, head: int, k: Array, positions: np.ndarray, length: int) -> Head:
-        """What a policy may ask of one kv head: its keys k [T, 1, D] as they lie in the cache, and whose they are."""
+    def head(self, cache: Any, layer: int, head: int, k: Array | None, positions: np.ndarray, length: int) -> Head:
+        """What a policy may ask of one kv head: its keys k [T, 1, D] as they lie in the cache (None: it asks for
+        nothing of them), and whose they are."""
         facts = self.facts
         kept: dict[str, np.ndarray] = {}
         heads = slice(head * self._repeat, (head + 1) * self._repeat)

@@ -367,8 +367,7 @@ class Session:
         """The cache of `evicting`."""
         kv_heads, units = self.spec.num_kv_heads, 0
         for length in lengths:
-            kept = min(keep.rows(length), length) if keep.even_at_prefill else length
-            units += kv_heads * -(-(kept + num_new) // store.unit_tokens)
+            units += kv_heads * -(-keep.most_rows(length, num_new) // store.unit_tokens)
         most_open = len(lengths) * kv_heads
         return replace(self.one_unit(), num_kv_heads=1, num_units=units, max_open_groups=most_open)
 

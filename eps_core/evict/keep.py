@@ -91,6 +91,14 @@ class Keep:
         wanted = math.ceil(self.share * num_tokens) if self.share <= 1 else int(self.share)
         return max(1, wanted, self.first_tokens + self.last_tokens)
 
+    def most_rows(self, num_tokens: int, num_new: int) -> int:
+        """Rows that a head may ever hold of a prompt of `num_tokens` tokens that goes on for `num_new`. Where policies
+        divide rows unevenly, one head may hold all of them."""
+        start = min(self.rows(num_tokens), num_tokens) if self.even_at_prefill else num_tokens
+        if not (self.enabled and self.every and self.facts.while_decoding) or self.facts.uneven:
+            return start + num_new
+        return min(start + num_new, max(start, self.rows(num_tokens) + self.every))
+
     def check(self, config: EpsConfig) -> None:
         """Raises ConfigError where EPS cannot gate what is left as `config` says."""
         if not self.enabled or not config.store.enabled:

@@ -66,7 +66,8 @@ def drawn(title: str, cells: list[Line]) -> tuple[str, list[Figure], list[Table]
     """(what the first table says, figures, tables) of one context and model."""
     note = (
         f"Of every family, the arms that stay within a KL of {KL_LIMIT} and lose at most {MOST_LOST:.0%} of the "
-        "needles that dense answers: the one that reads least, the one that keeps least."
+        "needles that dense answers: the one that reads least, the one that keeps least; then the same of those whose "
+        "KL does so with the upper end of its 95 % interval over texts."
     )
     return note, plots(cells, title), [winners(cells), all_arms(cells)]
 
@@ -110,18 +111,21 @@ def families(cells: list[Line], axis: str) -> list[Curve]:
 
 def winners(cells: list[Line]) -> Table:
     """Of every family the arm that reads least, and the one that keeps least, at a KL of at most `KL_LIMIT` and at
-    most `MOST_LOST` of the needles lost that dense answers."""
+    most `MOST_LOST` of the needles lost that dense answers: by the mean KL, and by the upper end of its interval."""
     groups = of.grouped(cells, family)
     rows = []
     for name in (one for one in FAMILIES if one in groups):
         group = groups[name]
-        within = [cell for cell in group if _good(cell)]
-        row = [name, f"{len(within)} of {len(group)}"]
-        for axis, _ in AXES:
-            best = min(within, key=lambda cell: number(cell.get(axis)) or 0.0, default=None)
-            row.append("–" if best is None else f"{of.form(best.get(axis), '.3f')}: {arm(best)}")
+        row = [name]
+        for kl in ("kl_mean", "kl_high"):
+            within = [cell for cell in group if _good(cell, kl)]
+            row.append(f"{len(within)} of {len(group)}")
+            for axis, _ in AXES:
+                best = min(within, key=lambda cell: number(cell.get(axis)) or 0.0, default=None)
+                row.append("–" if best is None else f"{of.form(best.get(axis), '.3f')}: {arm(best)}")
         rows.append(row)
-    return Table(("put together", "arms within", "least read", "least kept"), rows)
+    by = "arms within", "least read", "least kept"
+    return Table(("put together", *by, *(f"{name}, at 95 %" for name in by)), rows)
 
 
 def all_arms(cells: list[Line]) -> Table:
@@ -140,7 +144,8 @@ def all_arms(cells: list[Line]) -> Table:
     )
 
 
-def _good(cell: Line) -> bool:
-    kl, answered, dense = (number(cell.get(name)) for name in ("kl_mean", "needles_answered", "needles_dense"))
+def _good(cell: Line, by: str) -> bool:
+    answered, dense = (number(cell.get(name)) for name in ("needles_answered", "needles_dense"))
     enough = answered is None or dense is None or answered >= (1 - MOST_LOST) * dense
-    return kl is not None and kl <= KL_LIMIT and enough and all(number(cell.get(axis)) is not None for axis, _ in AXES)
+    near = all((kl := number(cell.get(name))) is not None and kl <= KL_LIMIT for name in ("kl_mean", by))
+    return near and enough and all(number(cell.get(axis)) is not None for axis, _ in AXES)

@@ -7,11 +7,12 @@ from typing import Any
 from eps_core.config.bytes import kv_bytes, summary_bytes, summary_group_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import EXACT, KvFormats, formats_for
-from eps_core.config.store import COARSE_GROUP_BLOCKS, METHODS
+from eps_core.config.store import COARSE_GROUP_BLOCKS, METHODS, Store
 from eps_core.summaries.table import KEY_CODES, facts
 from eps_core.telemetry.terminal import MIB, table
 
 KEPT_SHARES = (1.0, 0.5, 0.25, 0.125)
+USUAL_PAIRS: tuple[KvFormats, ...] = ((8, 4),)  # of K and V, shown beside those of one format
 
 
 def memory_rows(
@@ -91,24 +92,33 @@ def memory_table(rows: Sequence[dict[str, Any]]) -> str:
     return table(cells, ["groups  method", "tokens a group", "bytes a group", "MiB", "of KV"])
 
 
-def kept_rows(num_layers: int, num_kv_heads: int, head_dim: int, num_tokens: int) -> list[dict[str, Any]]:
-    """Memory of one sequence by bits of K and V and the share of its tokens that is kept, with `rq`'s summaries of what
-    is left and without."""
-    store, rows = EpsConfig.of(method=KEY_CODES).store, []
-    for bits in formats_for(head_dim):
+def kept_rows(
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_tokens: int,
+    store: Store,
+    kv_bits: KvFormats = EXACT,
+) -> list[dict[str, Any]]:
+    """Memory of one sequence by formats of K and V, `kv_bits` among them, and the share of its tokens that is kept,
+    with summaries as `store` has them of what is left and without."""
+    usable = formats_for(head_dim)
+    pairs = [*((one, one) for one in usable), *(pair for pair in USUAL_PAIRS if {*pair} <= {*usable}), kv_bits]
+    rows = []
+    for bits in dict.fromkeys(pairs):
         for share in KEPT_SHARES:
             kept = math.ceil(share * num_tokens)
-            kv = kv_bytes(num_layers, num_kv_heads, head_dim, kept, "bfloat16", (bits, bits))
+            kv = kv_bytes(num_layers, num_kv_heads, head_dim, kept, "bfloat16", bits)
             summaries = summary_bytes(store, num_layers, num_kv_heads, head_dim, kept)
             rows.append({"kv_bits": bits, "kept_share": share, "kv_bytes": kv, "summary_bytes": summaries})
     return rows
 
 
 def kept_table(rows: Sequence[dict[str, Any]]) -> str:
-    """MiB of K and V, and of the summaries beside them: a row a number of bits, a column a kept share."""
+    """MiB of K and V, and of the summaries beside them: a row for formats of K and V, a column a kept share."""
     cells = []
     for bits in dict.fromkeys(row["kv_bits"] for row in rows):
         mine = [row for row in rows if row["kv_bits"] == bits]
         sizes = [f"{row['kv_bytes'] / MIB:,.0f} + {row['summary_bytes'] / MIB:,.1f}" for row in mine]
-        cells.append([f"{bits}", *sizes])
+        cells.append([",".join(map(str, dict.fromkeys(bits))), *sizes])
     return table(cells, ["--kv-bits", *(f"keep {share:g}" for share in KEPT_SHARES)])
