@@ -1,5 +1,6 @@
 """Triton kernels on a machine without a GPU. Import this before any module that holds kernels: it asks for Triton's
-interpreter, and mends what that gets wrong about bfloat16. Where there is a GPU it does nothing."""
+interpreter, mends what that gets wrong about bfloat16, and has it do once what it does at every call. Where there is a
+GPU it does nothing."""
 
 import os
 
@@ -31,6 +32,42 @@ def _mend() -> None:
     InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = dot_of_values, cast_to_nearest
 
 
+def _hasten() -> None:
+    """The interpreter (3.9) puts its own operations into `triton.language` for a kernel, and looks through that module
+    again whenever the kernel calls a function, a third of all its time; and to look a dtype up it makes a table."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch, look_up = interpreter._patch_lang, interpreter._get_np_dtype
+    patched: set[int] = set()
+    known: dict[str, np.dtype] = {}
+
+    def patch_once(fn):
+        languages = {id(lang) for lang in fn.__globals__.values() if lang is tl or lang is tl.core}
+        if languages <= patched:
+            return interpreter._LangPatchScope()
+        scope = patch(fn)
+        restore, before = scope.restore, set(patched)
+        patched.update(languages)
+
+        def restored():
+            restore()
+            patched.intersection_update(before)
+
+        scope.restore = restored
+        return scope
+
+    def look_up_once(dtype):
+        if type(dtype) is not tl.dtype:  # pointers and blocks: the table is not what takes their time
+            return look_up(dtype)
+        if dtype.name not in known:
+            known[dtype.name] = look_up(dtype)
+        return known[dtype.name]
+
+    interpreter._patch_lang, interpreter._get_np_dtype = patch_once, look_up_once
+
+
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
     _mend()
+    _hasten()
