@@ -19,6 +19,7 @@ import pytest
 import tiny_models
 
 from eps_core.evaluation import quality
+from eps_core.evict.keep import Keep
 from eps_core.telemetry import terminal
 
 ROOT = Path(__file__).parent.parent
@@ -220,3 +221,16 @@ def test_there_is_one_progress_and_one_table() -> None:
     for path in (*(ROOT / "eps_core").rglob("*.py"), *(ROOT / "scripts").glob("*.py")):
         if path.name != "terminal.py":
             assert not re.search(r"isatty|\\r(\\|\{|[a-z]+ )|\\033\[|import rich|from rich", path.read_text()), path
+
+
+@pytest.mark.parametrize(
+    "name, share, says",
+    [
+        ("snapkv", 0.5, "snapkv: 0.5 of the prompt's tokens (1,500 of 3,001), "),
+        ("h2o", 4, "h2o: 4 rows a head (36 of 3,001), again every 128 tokens (compacted by repack), 4 + 32 "),
+        ("snapkv", 1e9, "snapkv: 1,000,000,000 rows a head (all of 3,001), "),
+        ("rswa", 5, "rswa: the prompt and 32 new tokens, again every 128 tokens"),
+    ],
+)
+def test_how_much_is_kept_is_told_in_rows(name: str, share: float, says: str) -> None:
+    assert terminal.describe_keep(Keep(name, share), 3001).startswith(says)

@@ -341,7 +341,7 @@ def _print_header(job: Job, out: TextIO) -> None:
     if request.config.fallback:
         out.write(f"note    {request.config.fallback}\n")
     if request.keep.enabled:
-        out.write(f"keep    {terminal.describe_keep(request.keep)}\n")
+        out.write(f"keep    {terminal.describe_keep(request.keep, max(job.prompt_lengths))}\n")
     if request.verify.enabled:
         out.write(f"verify  {describe_verify(request.verify)}\n")
     if request.beams > 1:

@@ -289,9 +289,14 @@ def _layer(layer: dict[str, Any] | None) -> list[tuple[str, str, str]]:
     ]
 
 
-def describe_keep(keep: Keep) -> str:
-    """One line of how a run evicts."""
-    of = f"{keep.share:g} of the prompt's tokens" if keep.share <= 1 else f"{keep.share:,.0f} rows a head"
+def describe_keep(keep: Keep, num_tokens: int) -> str:
+    """One line of how a run evicts, and what that is of a prompt of `num_tokens` tokens."""
+    rows = keep.rows(num_tokens - 1)  # the last is read by the first step
+    if keep.facts.prompt:
+        of = f"the prompt and {rows - num_tokens:,} new tokens"
+    else:
+        of = f"{keep.share:g} of the prompt's tokens" if keep.share <= 1 else f"{keep.share:,.0f} rows a head"
+        of += f" ({'all' if rows >= num_tokens else f'{rows:,}'} of {num_tokens:,})"
     again = keep.facts.while_decoding and keep.every
     more = f", again every {keep.every} tokens (compacted by {keep.compact})" if again else ""
     return f"{keep.policy}: {of}{more}, {keep.first_tokens} + {keep.last_tokens} tokens always"
