@@ -24,23 +24,21 @@ def factor(keys: np.ndarray, ridge: float) -> np.ndarray:
 
 
 def _changed(lower: np.ndarray, keys: np.ndarray, sign: int) -> np.ndarray | None:
-    """The factor of L L^T + sign keys^T keys, a column at a time by a Householder reflection, a hyperbolic one where
-    sign is -1, that turns all keys' entries of the column into its diagonal; None where no positive one is left."""
-    lower, rest = lower.copy(), np.atleast_2d(keys).T.copy()  # [D, b]
-    for i in range(len(lower)):
-        old, turned = lower[i, i], rest[i].copy()
-        square = old * old + sign * (turned @ turned)
-        if square <= FLOOR * old * old:
-            return None
-        new = np.sqrt(square)
-        column = lower[i:, i].copy()
-        lower[i:, i] = (old * column + sign * (rest[i:] @ turned)) / new
-        rest[i:] -= np.outer((column + lower[i:, i]) / (old + new), turned)
-    return lower
+    """The factor of L L^T + sign keys^T keys, which is L (I + sign W W^T) L^T, where L W = keys^T; None where rounding
+    leaves no positive diagonal."""
+    half = np.linalg.solve(lower, np.atleast_2d(keys).T)  # [D, b]
+    try:
+        inner = np.linalg.cholesky(np.eye(len(lower)) + sign * (half @ half.T))
+    except np.linalg.LinAlgError:
+        return None
+    if np.square(inner.diagonal()).min() <= FLOOR:
+        return None
+    changed: np.ndarray = lower @ inner
+    return changed
 
 
 def update(lower: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Lower Cholesky factor [D, D] of L L^T + sum of k k^T over keys, [b, D] or [D] (Golub and Van Loan, 6.5)."""
+    """Lower Cholesky factor [D, D] of L L^T + sum of k k^T over keys, [b, D] or [D]."""
     changed = _changed(lower, keys, 1)
     assert changed is not None, "a sum of squares is positive"
     return changed
