@@ -5,10 +5,17 @@
 set -euo pipefail
 . "$(dirname "$0")/help.sh"
 cd "$(dirname "$0")/.."
+if [ $# = 0 ]; then  # installations side by side: each keeps one core busy
+  scripts/test_vllm.sh --install &
+  installing=$!
+fi
 venv=$(scripts/setup.sh mlx,cuda,dev)
 "$venv/bin/ruff" check .
 "$venv/bin/ruff" format --check .
 "$venv/bin/mypy"
+if [ $# = 0 ]; then
+  wait "$installing"
+fi
 # one thread a worker: more only fight over the cores
 export OMP_NUM_THREADS=1
 "$venv/bin/python" -m pytest -n "${EPS_TEST_WORKERS:-auto}" "$@"

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes .venv-vllm beside this checkout, installs vLLM's CPU build and EPS into it with the pinned versions, and passes
 # the tests of the hook inside vLLM.
-# Usage: [EPS_VLLM_VENV=folder] [EPS_TEST_WORKERS=2] scripts/test_vllm.sh [arguments of pytest]
+# Usage: [EPS_VLLM_VENV=folder] [EPS_TEST_WORKERS=2] scripts/test_vllm.sh [--install | arguments of pytest]
+# --install: makes the environment alone.
 set -euo pipefail
 . "$(dirname "$0")/help.sh"
 cd "$(dirname "$0")/.."
@@ -19,6 +20,9 @@ if [ ! -e "$stamp" ]; then
   env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" \
     -c "import vllm.entrypoints.openai.api_server, vllm.v1.worker.cpu_worker, numba" 2> /dev/null
   touch "$stamp"
+fi
+if [ "${1:-}" = --install ]; then
+  exit 0
 fi
 cd tests/vllm
 exec "$venv/bin/python" -m pytest -n "${EPS_TEST_WORKERS:-2}" --dist loadfile "$@"
