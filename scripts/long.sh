@@ -21,6 +21,9 @@ took "the default, box, meanstd and oracles"
 python scripts/evaluate.py "${plan[@]}" --arms floor --contexts 32704 \
   --budgets 0.016 0.018 0.021 0.024 0.028 0.035 0.05 -o "$out/long-floor.jsonl" > "$captures/long-floor.md"
 took "what the default may read less"
+python scripts/evaluate.py "${plan[@]}" --arms cuts --contexts 32704 16384 8192 --budgets 0.021 0.025 0.03 0.04 0.06 \
+  -o "$out/long-cuts.jsonl" > "$captures/long-cuts.md"
+took "what of that pays"
 python scripts/evaluate.py "${plan[@]}" --contexts 8192 16384 32704 "${budgets[@]}" -o "$out/long-methods.jsonl" \
   > "$captures/long-methods.md"
 took "every method"

@@ -82,7 +82,16 @@ FLOOR = (
     EpsConfig.of(method="rq", stages=(0.25, 0.05), refine=1 / 64, tail_tokens=128),
     EpsConfig.of(method="rq", mean_tokens=64, mean_bits=8, stages=(0.25, 0.05), refine=1 / 64, tail_tokens=128),
 )
-SETS = {"methods": ARMS, "codes": CODES, "floor": FLOOR, "headline": HEADLINE, "default": (DEFAULT,)}
+# what of these pays, alone and together
+CUTS = (
+    DEFAULT,
+    EpsConfig.of(method="rq", tail_tokens=128),
+    EpsConfig.of(method="rq", stages=(0.5, 0.2)),
+    EpsConfig.of(method="rq", stages=(0.5, 0.2), tail_tokens=128),
+)
+SETS = {
+    "methods": ARMS, "codes": CODES, "floor": FLOOR, "cuts": CUTS, "headline": HEADLINE, "default": (DEFAULT,),
+}  # fmt: skip
 EARLIER = dict.fromkeys(("mean_tokens", "mean_bits", "stages"))  # of cells of before there were unit means
 
 
