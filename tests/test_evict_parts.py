@@ -236,15 +236,15 @@ def test_rkv_compares_in_columns_what_it_compares_at_once(monkeypatch: pytest.Mo
 
 
 def test_rkv_rounds_no_cosine_at_the_line() -> None:
-    rng, angle = np.random.default_rng(0), np.arccos(0.5) + np.linspace(-3e-7, 3e-7, 60)
-    unit = np.concatenate([np.stack([np.cos(angle), np.sin(angle)], 1), [[1.0, 0.0]]])
-    unit = unit[rng.permutation(61)] @ np.linalg.qr(rng.normal(size=(2, 2)))[0]
-    cosine = unit @ unit.T > rkv.SIMILAR
-    np.fill_diagonal(cosine, False)
-    expected = np.array([row.nonzero()[0].max(initial=-1) for row in cosine])
-    assert np.array_equal(rkv.latest_similar(unit), expected)
-    single = unit.astype(np.float32)
-    assert not np.array_equal(single @ single.T > rkv.SIMILAR, unit @ unit.T > rkv.SIMILAR)
+    turn = np.linalg.qr(np.random.default_rng(0).normal(size=(2, 2)))[0]
+    differs = 0
+    for angle in np.arccos(rkv.SIMILAR) + np.linspace(-3e-7, 3e-7, 61):
+        unit = np.array([[1.0, 0.0], [np.cos(angle), np.sin(angle)]]) @ turn
+        single = unit.astype(np.float32)
+        similar = unit[0] @ unit[1] > rkv.SIMILAR
+        differs += similar != (single[0] @ single[1] > rkv.SIMILAR)
+        assert rkv.latest_similar(unit).tolist() == ([1, 0] if similar else [-1, -1])
+    assert differs > 5, "float32 alone would be wrong"
 
 
 def log_det(keys: np.ndarray, ridge: float) -> float:
@@ -303,6 +303,7 @@ def test_lazily_found_leverages_are_the_least_of_all(number: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logdet, "leverages", lambda inverse, keys: (computed.append(len(keys)), whole(inverse, keys))[1])
         assert np.array_equal(logdet.lowest(inverse, keys, known, among, number), expected)
+        assert np.allclose(known[expected], whole(inverse, keys[expected]), rtol=1e-12)  # for the next look
     assert sum(computed) <= len(among) and (number > 20 or sum(computed) < len(among) / 2)
 
 

@@ -11,7 +11,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _mend() -> None:
-    """The interpreter (3.9) keeps bfloat16 as the bits of a uint16. It multiplies these bits in `tl.dot`, and cuts
+    """The interpreter (3.7) keeps bfloat16 as the bits of a uint16. It multiplies these bits in `tl.dot`, and cuts
     float32 off where GPUs round it to the nearest."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -33,7 +33,7 @@ def _mend() -> None:
 
 
 def _hasten() -> None:
-    """The interpreter (3.9) puts its own operations into `triton.language` for a kernel, and looks through that module
+    """The interpreter (3.7) puts its own operations into `triton.language` for a kernel, and looks through that module
     again whenever the kernel calls a function, a third of all its time; and to look a dtype up it makes a table."""
     import triton.language as tl
     from triton.runtime import interpreter

@@ -12,7 +12,7 @@ import numpy as np
 from eps_core.evict.base import Facts, Head, Kept, Rule, descending, pinned, ranked, rounded
 
 RIDGE = 0.01  # lambda over the mean eigenvalue of the sum of k k^T over all rows
-FLOOR = 1e-12  # of 1 - h, and of what a downdate leaves of a squared diagonal: below, rounding has eaten its digits
+FLOOR = 1e-12  # of 1 - h: below, rounding has eaten its digits
 BLOCK = 64  # rows that go between two looks at the leverages
 RISE = 1e-6  # a share far above the rounding of a leverage: an earlier one bounds today's to within it
 FACTS = Facts(source="log-determinant lemma; a reconstruction for caches", keys=True)
@@ -30,8 +30,6 @@ def _changed(lower: np.ndarray, keys: np.ndarray, sign: int) -> np.ndarray | Non
     try:
         inner = np.linalg.cholesky(np.eye(len(lower)) + sign * (half @ half.T))
     except np.linalg.LinAlgError:
-        return None
-    if np.square(inner.diagonal()).min() <= FLOOR:
         return None
     changed: np.ndarray = lower @ inner
     return changed

@@ -296,7 +296,7 @@ def describe_keep(keep: Keep, num_tokens: int) -> str:
         of = f"the prompt and {rows - num_tokens:,} new tokens"
     else:
         of = f"{keep.share:g} of the prompt's tokens" if keep.share <= 1 else f"{keep.share:,.0f} rows a head"
-        of += f" ({'all' if rows >= num_tokens else f'{rows:,}'} of {num_tokens:,})"
+        of += f" ({'all' if rows >= num_tokens - 1 else f'{rows:,}'} of {num_tokens:,})"
     again = keep.facts.while_decoding and keep.every
     more = f", again every {keep.every} tokens (compacted by {keep.compact})" if again else ""
     return f"{keep.policy}: {of}{more}, {keep.first_tokens} + {keep.last_tokens} tokens always"
