@@ -2,8 +2,8 @@
 # Remakes the composition tables of results/README.md, "Memory": codes of K and V, eviction and EPS, alone and together,
 # on the demo and the wide model at 4,096 and 8,192 tokens: KL on real text with 95 % intervals, 50 needles, bytes read
 # and bytes kept; other formats by round trip, and states of fixed size. Then memory.md (who wins where), memory.svg (KL
-# against both kinds of bytes) and memory.html, a page with every plot and table. Some four hours on 2 idle cores,
-# most of them the wide model at 8,192.
+# against both kinds of bytes) and memory.html, a page with every plot and table. Some three hours on 2 idle cores,
+# half of them the wide model at 8,192.
 # Usage: scripts/memory.sh [output directory]     (default: results)
 set -euo pipefail
 . "$(dirname "$0")/help.sh"
