@@ -1,6 +1,7 @@
 """In what K and V may lie, by what --kv-bits calls it: the one place that says a format's codes, scales and bytes. How
 numbers become codes and codes numbers: `oracle.codes`."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 FormatName = int | str
@@ -58,6 +59,11 @@ def fault(name: FormatName, head_dim: int) -> str | None:
 def formats_for(head_dim: int) -> list[FormatName]:
     """Those of KV_BITS that heads of `head_dim` can have."""
     return [name for name in KV_BITS if fault(name, head_dim) is None]
+
+
+def as_given(kv_bits: Iterable[FormatName]) -> str:
+    """As `--kv-bits` takes them: `8`, or those of K and of V where they differ: `8,4`."""
+    return ",".join(map(str, dict.fromkeys(kv_bits)))
 
 
 def words(name: FormatName, dtype: str) -> str:

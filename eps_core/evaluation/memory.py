@@ -13,6 +13,7 @@ import numpy as np
 
 from eps_core.config.bytes import summary_bytes
 from eps_core.config.eps import EpsConfig
+from eps_core.config.formats import as_given
 from eps_core.decode.observe import Observed
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.session import Session
@@ -291,8 +292,7 @@ def markdown(cells: list[Cell]) -> str:
         kept = "all" if one.policy == "off" else f"`{one.policy}`"
         if one.state is not None:
             kept = f"a state, `{one.state.features}` {one.state.num_features or 'D'}, gamma {one.state.gamma:g}"
-        bits = ",".join(map(str, dict.fromkeys(one.kv_bits)))
-        rows.append(f"| {kept} | {one.kept_share:g} | {bits} | {shown(one)} |")
+        rows.append(f"| {kept} | {one.kept_share:g} | {as_given(one.kv_bits)} | {shown(one)} |")
     return "\n".join(rows)
 
 

@@ -5,6 +5,7 @@ A family is what was put together: EPS, codes of K and V, a policy that evicts, 
 trip). Its curve is its Pareto front.
 """
 
+from eps_core.config.formats import EXACT, as_given
 from eps_core.files.records import number
 from eps_core.report import cells as of
 from eps_core.report.cells import Table, field, table_of
@@ -25,7 +26,7 @@ AXES = (("bytes_ratio", "bytes read"), ("bytes_kept_ratio", "bytes kept"))
 def bits_of(cell: Line) -> str:
     """`16`, `8`, or K's and V's where they differ."""
     found = cell.get("kv_bits")
-    return ",".join(map(str, dict.fromkeys(found if isinstance(found, list) else [16])))
+    return as_given(found if isinstance(found, list) else EXACT)
 
 
 def family(cell: Line) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from eps_core.config.bytes import kv_bytes, summary_bytes, summary_group_bytes
 from eps_core.config.eps import EpsConfig
-from eps_core.config.formats import EXACT, KvFormats, formats_for
+from eps_core.config.formats import EXACT, KvFormats, as_given, formats_for
 from eps_core.config.store import COARSE_GROUP_BLOCKS, METHODS, Store
 from eps_core.summaries.table import KEY_CODES, facts
 from eps_core.telemetry.terminal import MIB, table
@@ -120,5 +120,5 @@ def kept_table(rows: Sequence[dict[str, Any]]) -> str:
     for bits in dict.fromkeys(row["kv_bits"] for row in rows):
         mine = [row for row in rows if row["kv_bits"] == bits]
         sizes = [f"{row['kv_bytes'] / MIB:,.0f} + {row['summary_bytes'] / MIB:,.1f}" for row in mine]
-        cells.append([",".join(map(str, dict.fromkeys(bits))), *sizes])
+        cells.append([as_given(bits), *sizes])
     return table(cells, ["--kv-bits", *(f"keep {share:g}" for share in KEPT_SHARES)])
