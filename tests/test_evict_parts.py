@@ -304,6 +304,7 @@ def test_lazily_found_leverages_are_the_least_of_all(number: int) -> None:
         patch.setattr(logdet, "leverages", lambda inverse, keys: (computed.append(len(keys)), whole(inverse, keys))[1])
         assert np.array_equal(logdet.lowest(inverse, keys, known, among, number), expected)
         assert np.allclose(known[expected], whole(inverse, keys[expected]), rtol=1e-12)  # for the next look
+    assert np.array_equal(logdet.lowest(inverse, keys, np.zeros(len(keys)), among, number), expected), "nothing known"
     assert sum(computed) <= len(among) and (number > 20 or sum(computed) < len(among) / 2)
 
 

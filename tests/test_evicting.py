@@ -268,7 +268,8 @@ def test_rswa_reads_the_mask_and_moves_a_row_a_step(model: Path) -> None:
     "name, share, every, most",
     [
         ("streaming", 64.0, 16, 80), ("snapkv", 0.25, 5, 250 + 4000), ("keydiff", 0.25, 5, 255), ("h2o", 0.25, 0, 4250),
-        ("adakv", 0.25, 16, 5000), ("rswa", 8.0, 2, 1000 + 1 + 32 + 2), ("streaming", 4500.0, 16, 4516),
+        ("adakv", 0.25, 16, 5000), ("kv-compress", 0.25, 16, 5000),
+        ("rswa", 8.0, 2, 1000 + 1 + 32 + 2), ("streaming", 4500.0, 16, 4516),
         ("streaming", 6000.0, 16, 5000),
     ],
 )  # fmt: skip
