@@ -114,8 +114,9 @@ def test_words_add_what_signs_add():
             words = -(-many // 32)
             table = np.empty(words * unit_vectors.WORD_TABLE, np.int8)
             assert unit_queries.fill_words(integers, start, many, table) == words
-            by_head = table.reshape(-1, 2, *((4, 4, 16) if unit_vectors.SCANS else (4, 16, 4)))
-            by_head = by_head if unit_vectors.SCANS else by_head.transpose(0, 1, 4, 2, 3)
+            in_registers = unit_vectors.SCANS or unit_vectors.SHUFFLES
+            by_head = table.reshape(-1, 2, *((4, 4, 16) if in_registers else (4, 16, 4)))
+            by_head = by_head if in_registers else by_head.transpose(0, 1, 4, 2, 3)
             padded = np.zeros((unit_vectors.HEADS, words * 32), int)
             padded[:, :many] = integers[:, start : start + many]
             for word, j, side, value in np.ndindex(words, 4, 2, 16):

@@ -5,7 +5,19 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from eps_core.cpu.vectors import LANES, PERMUTES, _data, _i32, _i64, _int64, _load, _shuffle, _store, _vector
+from eps_core.cpu.vectors import (
+    LANES,
+    PERMUTES,
+    PERMUTES_EIGHT,
+    _data,
+    _i32,
+    _i64,
+    _int64,
+    _load,
+    _shuffle,
+    _store,
+    _vector,
+)
 
 _i16 = ir.IntType(16)
 
@@ -19,6 +31,18 @@ def _spread(builder, scalar):
     return _shuffle(builder, one, one, [0] * LANES)
 
 
+def _packing_places(builder):
+    """A constant of 256 rows of eight bytes: where the lanes that a byte's bits name stand, one behind the other."""
+    kind = ir.ArrayType(_vector(ir.IntType(8), 8), 256)
+    rows = [[lane for lane in range(8) if value >> lane & 1] for value in range(256)]
+    rows = [ir.Constant(kind.element, row + [0] * (8 - len(row))) for row in rows]
+    name = "eps_packing_places"
+    held = builder.module.globals.get(name)
+    if held is None:
+        held = cgutils.global_constant(builder.module, name, ir.Constant(kind, rows))
+    return held
+
+
 def _append(builder, values, taken, pointer):
     """Stores those of sixteen words that are `taken`, sixteen bits, side by side; what lies behind them is lost."""
     words = _vector(_i32)
@@ -27,6 +51,20 @@ def _append(builder, values, taken, pointer):
         pack = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.mask.compress.v16i32")
         mask = builder.bitcast(taken, _vector(ir.IntType(1)))
         _store(builder, builder.call(pack, [values, _repeated(0), mask]), pointer)
+        return
+    if PERMUTES_EIGHT:
+        eight = _vector(_i32, 8)
+        pack = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(eight, [eight, eight]), "llvm.x86.avx2.permd"
+        )
+        target, table = builder.bitcast(pointer, _i32.as_pointer()), _packing_places(builder)
+        for half in (0, 8):
+            bits = builder.and_(builder.lshr(taken, ir.Constant(_i16, half)), ir.Constant(_i16, 255))
+            places = builder.load(builder.gep(table, [_i64(0), builder.zext(bits, _i64)]), align=8)
+            own = _shuffle(builder, values, values, [*range(half, half + 8)])
+            packed = builder.call(pack, [own, builder.zext(places, eight)])
+            _store(builder, packed, builder.bitcast(target, eight.as_pointer()))
+            target = builder.gep(target, [builder.zext(builder.ctpop(bits), _i64)])
         return
     held, next_place = cgutils.alloca_once(builder, words), cgutils.alloca_once_value(builder, _i64(0))
     builder.store(values, held)
@@ -108,7 +146,7 @@ def squeeze(typing_context, keys, first, end, least, most, values, target, taken
         span = builder.sub(high, low)
         held = cgutils.alloca_once_value(builder, already)
         whole = builder.add(start, builder.and_(builder.sub(stop, start), _i64(-LANES)))
-        if PERMUTES:
+        if PERMUTES or PERMUTES_EIGHT:
             lows, spans = _spread(builder, low), _spread(builder, span)
             with cgutils.for_range_slice(builder, start, whole, _i64(LANES)) as (at, _):
                 own = _load(builder, builder.gep(key_data, [at]), LANES, _i32)

@@ -23,6 +23,7 @@ from eps_core.cpu.vectors import (
     HEADS,
     LANES,
     PERMUTES,
+    PERMUTES_EIGHT,
     _data,
     _f32,
     _i32,
@@ -119,7 +120,7 @@ def _offsets(builder, base_data, base_step, seals):
                 own = builder.insert_element(own, builder.load(builder.gep(start, [place])), _i32(lane))
             builder.store(own, kept)
 
-    if not PERMUTES:
+    if not (PERMUTES or PERMUTES_EIGHT):
         one_by_one()
         return [builder.load(kept) for kept in held]
     near = builder.icmp_unsigned("<", builder.sub(last, first), _i32(LANES))

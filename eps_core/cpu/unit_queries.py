@@ -3,7 +3,7 @@
 import numpy as np
 
 from eps_core.cpu.compile import kernel
-from eps_core.cpu.unit_vectors import SCANS, WORD, WORD_TABLE
+from eps_core.cpu.unit_vectors import SCANS, SHUFFLES, WORD, WORD_TABLE
 from eps_core.cpu.vectors import HEADS
 from eps_core.cpu.write import rotate
 from eps_core.summaries.rq import QUERY_STEPS
@@ -41,7 +41,7 @@ def fill_words(integers, first, dims, table):
                     entries[value + (1 << bit)] = entries[value] + one
                     entries[value] -= one
             for value in range(16):
-                if SCANS:
+                if SCANS or SHUFFLES:
                     at_value = ((side * HEADS + r) * WORD + j) * 16 + value
                 else:
                     at_value = ((side * WORD + j) * 16 + value) * HEADS + r

@@ -2,8 +2,9 @@
 
 Fast scan (Andre et al., VLDB 2015; FAISS): what each nibble of a code adds to a rounded query is a whole number within
 int8, looked up in a register. Here four bytes of a group's code are one 32-bit lane, whose four low (or high) nibbles
-look up four tables of sixteen at once (vpermb) and are summed by one instruction (vpdpbusd): all sums are exact, so
-every CPU has the same. A CPU without these looks the same tables up in memory.
+look up four tables of sixteen at once (vpermb) and are summed by one instruction (vpdpbusd). With AVX2 alone the same
+bytes of sixteen groups look one table up (pshufb) and are added in pairs (pmaddubsw). A CPU without these looks the
+same tables up in memory. All sums are exact, so every CPU has the same.
 """
 
 from llvmlite import ir
@@ -11,12 +12,13 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from eps_core.cpu.best_vectors import _repeated, _spread
+from eps_core.cpu.best_vectors import _repeated
 from eps_core.cpu.vectors import (
     _FEATURES,
     HEADS,
     LANES,
     PERMUTES,
+    PERMUTES_EIGHT,
     _broadcast,
     _call,
     _data,
@@ -40,8 +42,12 @@ from eps_core.summaries.base import LARGEST_ESTIMATE
 WORD = 4  # bytes of a code that are looked up together
 WORD_TABLE = 2 * HEADS * 16 * WORD  # bytes of the tables of a word: both nibbles of each byte, for four heads
 SEALS = 4  # whose means are multiplied together
+# seals and lanes of a mean that a pass takes: their sums with four heads fill the registers; changes speed only
+MEAN_SEALS, MEAN_LANES = (4, LANES) if PERMUTES else (2, LANES // 2)
 # whether one instruction looks 64 bytes up in a table of 64 (vpermb) and another adds them four by four
 SCANS = PERMUTES and {"+avx512vbmi", "+avx512vnni"} <= set(_FEATURES)
+# whether one looks 32 up in two tables of 16 (pshufb) and another adds them two by two, where it cannot look up 64
+SHUFFLES = PERMUTES_EIGHT and not SCANS
 _i8, _i16 = ir.IntType(8), ir.IntType(16)
 
 
@@ -49,7 +55,14 @@ _i8, _i16 = ir.IntType(8), ir.IntType(16)
 
 
 def _new_sums(builder):
-    """Sums of four heads for each of sixteen groups, all 0: a vector a head, or the heads of a group side by side."""
+    """Sums of four heads for each of sixteen groups, all 0: a vector a head; two, the first of groups below eight, of
+    bytes 0 and 2 in one half and of 1 and 3 in the other, the second of the others; or the heads of a group side by
+    side."""
+    if SHUFFLES:
+        kept = [cgutils.alloca_once(builder, _vector(_i16)) for _ in range(2 * HEADS)]
+        for one in kept:
+            builder.store(ir.Constant(_vector(_i16), [0] * LANES), one)
+        return kept
     if SCANS:
         kept = [cgutils.alloca_once(builder, _vector(_i32)) for _ in range(HEADS)]
         for one in kept:
@@ -63,6 +76,9 @@ def _new_sums(builder):
 
 def _add_word(builder, word, table, kept):
     """Adds what a word of four bytes of sixteen groups adds: table as `scan_planes` says."""
+    if SHUFFLES:
+        _add_planes(builder, word, table, kept)
+        return
     if not SCANS:
         four, held = _vector(_i32, HEADS), cgutils.alloca_once(builder, word.type)
         builder.store(word, held)
@@ -96,8 +112,46 @@ def _add_word(builder, word, table, kept):
             builder.store(builder.call(add_four, [builder.load(one), _repeated(0x01010101), entries]), one)
 
 
+def _add_planes(builder, word, table, kept):
+    """`_add_word` where SHUFFLES: a byte of sixteen groups is half a register."""
+    half, sums = _vector(_i8, 2 * LANES), _vector(_i16)
+    look_up = cgutils.get_or_insert_function(builder.module, ir.FunctionType(half, [half] * 2), "llvm.x86.avx2.pshuf.b")
+    add_two = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(sums, [half] * 2), "llvm.x86.avx2.pmadd.ub.sw"
+    )
+    ones, low_bits = (ir.Constant(half, [value] * 2 * LANES) for value in (1, 15))
+    stored = builder.bitcast(word, _vector(_i8, 4 * LANES))
+    planes = [
+        _shuffle(builder, stored, stored, [WORD * group + j for j in pair for group in range(LANES)])
+        for pair in ((0, 1), (2, 3))
+    ]
+    # of two vectors, half by half, the first (last) eight bytes of each, taken in turns
+    turns = [[at + side for at in (*range(first, first + 8), *range(LANES + first, LANES + first + 8))
+              for side in (0, 2 * LANES)] for first in (0, 8)]  # fmt: skip
+    for side in range(2):
+        if side:
+            pairs = (builder.bitcast(plane, sums) for plane in planes)
+            planes = [builder.bitcast(builder.lshr(pair, ir.Constant(sums, [4] * LANES)), half) for pair in pairs]
+        indices = [builder.and_(plane, low_bits) for plane in planes]
+        for r in range(HEADS):
+            entries = []
+            for pair, index in enumerate(indices):
+                place = builder.gep(table, [_i64(((side * HEADS + r) * WORD + 2 * pair) * 16)])
+                entries.append(builder.call(look_up, [_load(builder, place, 2 * LANES, _i8), index]))
+            for one, turn in zip(kept[2 * r : 2 * r + 2], turns, strict=True):
+                more = builder.call(add_two, [ones, _shuffle(builder, entries[0], entries[1], turn)])
+                builder.store(builder.add(builder.load(one), more), one)
+
+
 def _by_head(builder, kept):
     """The sums as a vector of sixteen groups for each of four heads."""
+    if SHUFFLES:
+        sums, halves = [], ([*range(8), *range(LANES, LANES + 8)], [*range(8, LANES), *range(LANES + 8, 2 * LANES)])
+        for r in range(HEADS):
+            below, above = (builder.load(one) for one in kept[2 * r : 2 * r + 2])
+            total = builder.add(*(_shuffle(builder, below, above, half) for half in halves))
+            sums.append(builder.sext(total, _vector(_i32)))
+        return sums
     if SCANS:
         return [builder.load(one) for one in kept]
     sums = [ir.Constant(_vector(_i32), ir.Undefined) for _ in range(HEADS)]
@@ -248,8 +302,8 @@ def scan_planes(typing_context, planes, at, stride, num_planes, scale, scale_at,
     """scores[scores_at + i] = max over four heads r of bases[base_at + r base_stride] + scale[scale_at + i] n
     factors[r], for sixteen groups i, where n is the whole number that table says their codes add for head r. Codes are
     `num_planes` bytes at planes[at + j stride + i]. table: WORD_TABLE bytes a word of four bytes: entry [side, r, j,
-    value] where SCANS, else [side, j, value, r]. LARGEST_ESTIMATE stands for what is not finite. With `again`, the
-    larger of that and what scores held."""
+    value] where SCANS or SHUFFLES, else [side, j, value, r]. LARGEST_ESTIMATE stands for what is not finite. With
+    `again`, the larger of that and what scores held."""
 
     def codegen(context, builder, signature, args):
         kinds = signature.args
@@ -301,41 +355,49 @@ def mean_bases(typing_context, means, mean_scale, first, second, third, fourth, 
         number, width, base_first, base_step = (_int64(context, builder, kinds[i], args[i]) for i in (6, 7, 11, 12))
         seals = [_int64(context, builder, kinds[i], args[i]) for i in range(2, 2 + SEALS)]
         rows = [builder.gep(mean_data, [builder.mul(seal, number)]) for seal in seals]
-        whole = builder.and_(number, _i64(-LANES))
+        whole = builder.and_(number, _i64(-MEAN_LANES))
+        floats = _vector(_f32, MEAN_LANES)
         # of each seal and head; the rest of a mean that fills no register in the first lane
-        sums = [[cgutils.alloca_once(builder, _vector(_f32)) for _ in range(SEALS)] for _ in range(HEADS)]
+        sums = [[cgutils.alloca_once(builder, floats) for _ in range(SEALS)] for _ in range(HEADS)]
         for kept in (one for each in sums for one in each):
-            builder.store(_splat(0.0), kept)
+            builder.store(_splat(0.0, MEAN_LANES), kept)
+
+        def repeated(value: int):
+            return ir.Constant(_vector(_i32, MEAN_LANES), [value] * MEAN_LANES)
 
         def codes_of(stored, sides: int):
             if sides == 1:
-                return [builder.sitofp(builder.sub(stored, _repeated(128)), _vector(_f32))]
+                return [builder.sitofp(builder.sub(stored, repeated(128)), floats)]
             if PERMUTES:
                 values = ir.Constant(_vector(_f32), [ir.Constant(_f32, float(x - 8)) for x in range(LANES)])
                 return [_look_up(builder, values, x) for x in (stored, builder.lshr(stored, _repeated(4)))]
-            halves = builder.and_(stored, _repeated(15)), builder.lshr(stored, _repeated(4))
-            return [builder.sitofp(builder.sub(half, _repeated(8)), _vector(_f32)) for half in halves]
+            halves = builder.and_(stored, repeated(15)), builder.lshr(stored, repeated(4))
+            return [builder.sitofp(builder.sub(half, repeated(8)), floats) for half in halves]
 
-        def add(stored, byte, sides: int, lanes: int):
-            """stored: sixteen words of each seal, of which the first `lanes` count."""
+        def add(first_seal: int, stored, byte, sides: int, lanes: int):
+            """stored: words of each of MEAN_SEALS seals, of which the first `lanes` count."""
             codes = [codes_of(one, sides) for one in stored]
             for side in range(sides):
                 for r in range(HEADS):
                     at = builder.gep(query_data, [builder.add(builder.mul(number, _i64(side * HEADS + r)), byte)])
                     own = _load(builder, at, lanes, _f32)
                     if lanes == 1:
-                        own = builder.insert_element(_splat(0.0), own, _i32(0))
-                    for i in range(SEALS):
-                        kept = sums[r][i]
+                        own = builder.insert_element(_splat(0.0, MEAN_LANES), own, _i32(0))
+                    for i in range(MEAN_SEALS):
+                        kept = sums[r][first_seal + i]
                         builder.store(_fma(builder, codes[i][side], own, builder.load(kept)), kept)
 
         def over(sides: int):
-            with cgutils.for_range_slice(builder, _i64(0), whole, _i64(LANES)) as (byte, _):
-                stored = [_load(builder, builder.gep(row, [byte]), LANES, _i8) for row in rows]
-                add([builder.zext(one, _vector(_i32)) for one in stored], byte, sides, LANES)
-            with cgutils.for_range_slice(builder, whole, number, _i64(1)) as (byte, _):
-                stored = [builder.zext(builder.load(builder.gep(row, [byte])), _i32) for row in rows]
-                add([_spread(builder, one) for one in stored], byte, sides, 1)
+            for first_seal in range(0, SEALS, MEAN_SEALS):
+                some = rows[first_seal : first_seal + MEAN_SEALS]
+                with cgutils.for_range_slice(builder, _i64(0), whole, _i64(MEAN_LANES)) as (byte, _):
+                    stored = [_load(builder, builder.gep(row, [byte]), MEAN_LANES, _i8) for row in some]
+                    stored = [builder.zext(one, repeated(0).type) for one in stored]
+                    add(first_seal, stored, byte, sides, MEAN_LANES)
+                with cgutils.for_range_slice(builder, whole, number, _i64(1)) as (byte, _):
+                    stored = [builder.zext(builder.load(builder.gep(row, [byte])), _i32) for row in some]
+                    stored = [builder.insert_element(repeated(0), one, _i32(0)) for one in stored]
+                    add(first_seal, stored, byte, sides, 1)
 
         with builder.if_else(builder.icmp_signed("==", width, _i64(4))) as (halves, bytes_alone):
             with halves:

@@ -22,6 +22,7 @@ LANES = 16
 # as numba decides: "" are no features, and what is kept is kept by them
 _FEATURES = (get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES).split(",")
 PERMUTES = "+avx512f" in _FEATURES  # whether one instruction looks sixteen numbers up in a table of sixteen (vpermps)
+PERMUTES_EIGHT = "+avx2" in _FEATURES  # whether one looks eight up in a table of eight
 # whether the CPU converts float16; where it does not, LLVM would call a function that numba's process may lack
 CONVERTS_HALF = "+f16c" in _FEATURES or platform.machine().lower() not in ("x86_64", "amd64", "i686", "x86")
 PREFETCH_CODES = 128  # rows of codes that are asked for ahead; changes speed only
@@ -123,7 +124,19 @@ def _fma(builder, first, second, third):
 
 
 def _look_up(builder, table, index):
-    """Of each of sixteen lanes the number of `table` that the lowest four bits of its index name, where PERMUTES."""
+    """Of each of sixteen lanes the number of `table` that the lowest four bits of its index name, where PERMUTES or
+    PERMUTES_EIGHT."""
+    if not PERMUTES:
+        eight = _vector(_f32, 8)
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(eight, [eight, _vector(_i32, 8)]), "llvm.x86.avx2.permps"
+        )
+        halves = [[*range(8)], [*range(8, LANES)]]
+        tables, indices = ([_shuffle(builder, each, each, half) for half in halves] for each in (table, index))
+        found = [[builder.call(function, [own, one]) for one in indices] for own in tables]
+        low, high = (_shuffle(builder, one, other, [*range(LANES)]) for one, other in found)
+        bit = builder.and_(index, ir.Constant(_vector(_i32), [8] * LANES))
+        return builder.select(builder.icmp_unsigned("!=", bit, ir.Constant(_vector(_i32), [0] * LANES)), high, low)
     kind = ir.FunctionType(_vector(_f32), [_vector(_f32), _vector(_i32)])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.sf.512")
     return builder.call(function, [table, index])
@@ -147,8 +160,11 @@ def _prefetch(builder, pointer, num_bytes):
 
 
 def _sums(builder, vectors):
-    """The sums over the sixteen lanes of each of some vectors, a power of two of them, as one vector of as many."""
+    """The sums over the lanes, sixteen or eight, of each of some vectors, a power of two of them, as one vector of as
+    many."""
     num = len(vectors)
+    if vectors[0].type.count == LANES // 2:
+        vectors = [_shuffle(builder, x, y, [*range(LANES)]) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
     while len(vectors) > 1:
         # a vector holds the partial sums of several in blocks: halve the blocks, put two vectors into one
         block = LANES * len(vectors) // num

@@ -91,6 +91,7 @@ CUTS = (
 )
 SETS = {
     "methods": ARMS, "codes": CODES, "floor": FLOOR, "cuts": CUTS, "headline": HEADLINE, "default": (DEFAULT,),
+    "others": tuple(arm for arm in ARMS if arm not in HEADLINE),  # where the headline is measured already
 }  # fmt: skip
 EARLIER = dict.fromkeys(("mean_tokens", "mean_bits", "stages"))  # of cells of before there were unit means
 
