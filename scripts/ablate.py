@@ -52,7 +52,7 @@ ARMS = (
     ("groups of 4", DEFAULT.replace(group_tokens=4), BUDGETS),
     ("tail dropped", DEFAULT.replace(tail_tokens=0), BUDGETS),
     ("tail of 32", DEFAULT.replace(tail_tokens=32), BUDGETS),
-    ("tail of 128", DEFAULT.replace(tail_tokens=128), BUDGETS),
+    ("tail of 64", DEFAULT.replace(tail_tokens=64), BUDGETS),
     ("guards 16 + 128", DEFAULT.replace(first_tokens=16, last_tokens=128), WIDER),
     ("guards 4 + 32", DEFAULT.replace(last_tokens=32), BUDGETS),
     ("1 bit, guards 16 + 128, no tail", FIRST, WIDER),

@@ -7,6 +7,7 @@ certificates.svg (what certainty costs) there.
 """
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Iterable
@@ -44,8 +45,12 @@ TARGETS = (("box", 16, (16, 128), 0.3), ("meanstd", 16, (16, 128), 0.35), ("orac
 # what was asked of 32,768 tokens
 LONG_TARGETS = (("box", 16, (16, 128), 0.2), ("meanstd", 16, (16, 128), 0.25), ("oracle", 16, (16, 128), 0.7))
 LEVELS = ("0.1", "0.01", "0.001")
-# of each model: methods, and what was measured of some of them later
-FILES = {"demo": ("methods", "codes"), "wide": ("wide", "codes-wide"), "long": ("long", "long-floor")}
+# of each model: methods and, where they are there, what was measured of some of them, or of others, later
+FILES = {
+    "demo": ("methods", "codes", "default", "cuts"),
+    "wide": ("wide", "codes-wide", "default-wide", "cuts-wide"),
+    "long": ("long", "long-floor", "long-others", "long-cuts", "long-default"),
+}
 # whose bytes are split, and what they are drawn as
 FOLLOWED = {name_of(arm): arm for arm in (*HEADLINE, *FLOOR)}
 DRAWN = tuple(zip(map(name_of, HEADLINE), ("-", "-", "-", "--", ":"), strict=True))
@@ -106,6 +111,11 @@ def merged(methods: list[Cell], codes: list[Cell]) -> list[Cell]:
         )
 
     return [cell for cell in methods if stays(cell)] + codes
+
+
+def those_of(out: Path, files: list[str]) -> list[str]:
+    """The files that are there."""
+    return [file for file in files if (out / f"{file}.jsonl").exists()]
 
 
 def first(found: Iterable[T], what: str) -> T:
@@ -347,10 +357,10 @@ def main() -> None:
     if not out.is_dir():
         parser.error(f"there is no folder {out}: run scripts/reproduce.sh, which makes its files")
     measured = {
-        model: merged(*(cells(out / f"{file}.jsonl") for file in files))
-        for model, files in FILES.items()
-        # what long.sh makes takes hours, and is left out until all of it is there
-        if model != "long" or all((out / f"{file}.jsonl").exists() for file in files)
+        model: functools.reduce(merged, (cells(out / f"{file}.jsonl") for file in (must, *those_of(out, later))))
+        for model, (must, *later) in FILES.items()
+        # what long.sh makes takes hours, and is left out until it is there
+        if model != "long" or those_of(out, [must])
     }
     certificates = rows(out / "certificates.jsonl", "summary", "strict", "refinement")
     bounds = inputs.read_object(out / "bounds.json", "results", MEND)

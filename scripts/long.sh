@@ -24,9 +24,9 @@ took "what the default may read less"
 python scripts/evaluate.py "${plan[@]}" --arms cuts --contexts 32704 16384 8192 --budgets 0.021 0.025 0.03 0.04 0.06 \
   -o "$out/long-cuts.jsonl" > "$captures/long-cuts.md"
 took "what of that pays"
-python scripts/evaluate.py "${plan[@]}" --contexts 8192 16384 32704 "${budgets[@]}" -o "$out/long-methods.jsonl" \
-  > "$captures/long-methods.md"
-took "every method"
+python scripts/evaluate.py "${plan[@]}" --arms others --contexts 8192 16384 32704 --budgets 0.03 0.06 0.1 0.16 0.28 \
+  -o "$out/long-others.jsonl" > "$captures/long-others.md"
+took "the other methods"
 OMP_NUM_THREADS=2 eps-proto evaluate --model "$model" --backend cuda --context 4096,8192,16384,32768 --samples 25 \
   --tasks niah_single,niah_multikey,niah_digits,niah_multivalue,niah_multiquery,associative_recall --text-steps 0 \
   --eps-budget 0.02 -o "$out/long-tasks.jsonl" > /dev/null

@@ -135,7 +135,7 @@ def test_counts_bytes_exactly(bench: Bench, tmp_path: Path, backend: str, dtype:
     usual = EpsConfig.of(method="rq").read
     best, finer = (math.ceil(share * groups) for share in (*usual.stages, usual.refine))
     assert cell["summary_bytes"] == rows * (context // 32 * (16 + 2 + 16 + 16 * 2) + best * 2 + finer * 5)
-    assert cell["tail_bytes"] == rows * context // 64 * (HEAD_DIM + 2)
+    assert cell["tail_bytes"] == rows * -(-context // 128) * (HEAD_DIM + 2)
     assert cell["bytes_read"] == cell["kv_bytes"] + cell["summary_bytes"] + cell["tail_bytes"]
     assert cell["bytes_ratio"] == pytest.approx(cell["bytes_read"] / cell["dense_bytes"])
     assert cell["arms"]["write"]["bytes"] == rows * token

@@ -120,8 +120,8 @@ def test_rq_stores_two_bits_and_scans_one():
     assert scoring_bytes(plain, 128, [2000, 10]) == 1000 * 18 + 125 * 18 + 5 * 18 + 1 * 18
     assert summary_group_bytes(plain.replace(rq_bounds=True).store, 128) == 36 + 6
     assert summary_group_bytes(EpsConfig.of(method="rq", bits=2).store, 128) == 34
-    # with a mean value of 64 tokens
-    assert summary_bytes(plain.store.with_tail(), 1, 1, 128, 128) == 64 * 36 + 2 * 130
+    # with a mean value of 128 tokens
+    assert summary_bytes(plain.store.with_tail(), 1, 1, 128, 256) == 128 * 36 + 2 * 130
 
 
 def score_once(backend, device, counter, case: Case) -> int:

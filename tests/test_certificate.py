@@ -106,7 +106,7 @@ def test_summaries_in_other_units_are_refused(target, monkeypatch):
     monkeypatch.setattr(
         Store, "bound_store", property(lambda self: EpsConfig.of(method="rq", rq_bounds=True, bits=8).store)
     )
-    with pytest.raises(ValueError, match="in units of 64 tokens"):
+    with pytest.raises(ValueError, match="in units of 128 tokens"):
         target[0].new_cache(CacheSpec(1, 1, 16, 4), EpsConfig.of(method="box", bound_bits=8).store, target[1])
 
 

@@ -281,9 +281,9 @@ def test_info_counts_memory_within_the_limits() -> None:
     assert coarse["jl"]["summary_mib"] == 72 and coarse["moments"]["summary_mib"] == 136
     fine = [row for row in info["summaries"] if row["kind"] == "fine"]
     plain = next(row for row in fine if row["method"] == "rq" and not (row["rq_bounds"] or row["bound_bits"]))
-    # two bits, each 16 bytes and a scale of one; of 32 tokens the mean key in 4 bits; of 64 the mean value
+    # two bits, each 16 bytes and a scale of one; of 32 tokens the mean key in 4 bits; of 128 the mean value
     assert plain["bytes_per_group"] == 34 + 66 / 16 and plain["group_tokens"] == 2
-    assert plain["share_of_kv"] == (34 + 66 / 16 + (128 + 2) / 32) / 1024
+    assert plain["share_of_kv"] == (34 + 66 / 16 + (128 + 2) / 64) / 1024
     bounded = next(row for row in fine if row["method"] == "rq" and row["rq_bounds"])
     assert bounded["bytes_per_group"] == 34 + 66 / 16 + 3 * 2
     # K in a byte a number, V in half of one, a scale of two bytes each
@@ -309,7 +309,7 @@ def test_info_takes_shape_and_flags(model: Path, bare: dict[str, str]) -> None:
     assert rows["coarse", "jl", False]["group_tokens"] == 256 and rows["coarse", "jl", False]["bytes_per_group"] == 40
     rq = rows["fine", "rq", False]
     assert rq["group_tokens"] == 8 and rq["bytes_per_group"] == 18
-    assert rq["summary_bytes"] == 2 * 3 * (128 * 18 + 16 * 66)
+    assert rq["summary_bytes"] == 2 * 3 * (128 * 18 + 8 * 66)
     keys = next(row for row in info["summaries"] if row["bound_bits"])  # a code and four fp16 scalars of each
     assert keys["summary_bytes"] == rq["summary_bytes"] + 2 * 3 * 1024 * (64 + 4 * 2)
     assert rows["fine", "rq", True]["bytes_per_group"] == 24

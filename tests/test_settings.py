@@ -70,7 +70,8 @@ def test_replaced_settings_are_as_if_they_had_been_given(first: dict, then: dict
     (RQ, {"bits": 2}, {"bits": 2, "mean_tokens": 0, "stages": [], "refine": 0.0}),
     (RQ, {"mean_tokens": 0}, {"mean_tokens": 0, "stages": [], "refine": 0.125}),
     (RQ, {"rq_bounds": True}, {"mean_tokens": 32, "stages": []}),
-    (RQ, {"block_size": 48}, {"mean_tokens": 0, "tail_tokens": 48}),
+    (RQ, {"block_size": 48}, {"mean_tokens": 32, "tail_tokens": 96}),
+    (RQ, {"block_size": 80}, {"mean_tokens": 0, "tail_tokens": 80}),
     (RQ, {"refine": 0.5}, {"stages": [0.5], "refine": 0.5}),
     (RQ, {"method": "box"}, {"budget": 0.1, "group_tokens": 16, "tail_tokens": 0, "last_tokens": 128}),
     (RQ.replace(budget=0.2), {"method": "box"}, {"budget": 0.2}),
@@ -80,7 +81,7 @@ def test_replaced_settings_are_as_if_they_had_been_given(first: dict, then: dict
     (EpsConfig.of(method="box", group_blocks=2), {"group_tokens": 8}, {"group_tokens": 8}),
     (EpsConfig.of(method="box", group_blocks=2), {"block_size": 8}, {"group_tokens": 16}),
     (EpsConfig.of(method="off", mean_tokens=64), {"method": "rq"}, {"mean_tokens": 64, "budget": 0.05}),
-    (EpsConfig.of(method="box", block_size=32).with_tail(), {"method": "meanstd"}, {"tail_tokens": 64}),
+    (EpsConfig.of(method="box", block_size=32).with_tail(), {"method": "meanstd"}, {"tail_tokens": 128}),
 ], ids=str)  # fmt: skip
 def test_what_followed_follows_again(config: EpsConfig, changed: dict, want: dict) -> None:
     assert want.items() <= config.replace(**changed).to_dict().items()
@@ -98,13 +99,13 @@ def test_what_was_given_is_kept_and_refused_where_it_does_not_fit(config, change
 
 
 @pytest.mark.parametrize(("flat", "why"), [
-    ({"block_size": 48}, "does not fit whole into the 48 tokens of a page or tail: use pages or a tail of 64 tokens"),
+    ({"block_size": 80}, "does not fit whole into the 80 tokens of a page or tail: use pages or a tail of 64 tokens"),
     ({"tail_tokens": 16}, "does not fit whole into the 16 tokens of a page or tail: use pages or a tail of 64 tokens"),
     ({"group_tokens": 64}, "is no multiple of the group of 64 tokens beyond itself: use smaller groups"),
-    ({"block_size": 48, "mean_tokens": 0}, None),
-    ({"block_size": 48, "bits": 2}, None),
-    ({"block_size": 48, "method": "box"}, None),
-    ({"block_size": 48, "method": "off"}, None),
+    ({"block_size": 80, "mean_tokens": 0}, None),
+    ({"block_size": 80, "bits": 2}, None),
+    ({"block_size": 80, "method": "box"}, None),
+    ({"block_size": 80, "method": "off"}, None),
     ({}, None),
 ], ids=str)  # fmt: skip
 def test_a_default_that_does_not_fit_is_told(flat: dict, why: str | None) -> None:
@@ -131,7 +132,7 @@ def test_blocks_of_vllm_that_hold_no_unit_are_told() -> None:
 
 
 def test_a_run_says_at_its_start_that_the_default_does_not_fit(tmp_path: Path) -> None:
-    model, config = tiny_models.save_model("mistral", tmp_path), EpsConfig.of(method="rq", block_size=48)
+    model, config = tiny_models.save_model("mistral", tmp_path), EpsConfig.of(method="rq", block_size=80)
     assert config.fallback is not None
     prompt = ("word " * 60,)
     for one, times in ((config, 1), (config.replace(mean_tokens=0), 0)):

@@ -32,6 +32,7 @@ from eps_core.oracle.formulas import attend_keys
 from eps_core.paging.where import Where
 
 SIZE, TAIL, HEAD_DIM, UNITS = 8, 64, 16, 6  # tokens of a group, of a tail group; six of these in the pool
+USUAL = 128  # tokens of a tail group by default
 
 
 @dataclass
@@ -367,12 +368,12 @@ def test_steps_count_the_means_that_they_read(target, tiny_path):  # noqa: F811
 
 @pytest.mark.parametrize("method", METHODS)
 def test_on_by_default_for_rq_alone(method):
-    assert EpsConfig.of(method=method).store.tail_tokens == (TAIL if method == "rq" else 0)
-    assert EpsConfig.of(method="rq", block_size=12).store.tail_tokens == 60
-    assert EpsConfig.of(method="rq", block_size=128).store.tail_tokens == 128
+    assert EpsConfig.of(method=method).store.tail_tokens == (USUAL if method == "rq" else 0)
+    assert EpsConfig.of(method="rq", block_size=12).store.tail_tokens == 120
+    assert EpsConfig.of(method="rq", block_size=160).store.tail_tokens == 160
     assert EpsConfig.of(method="rq", group_tokens=96).store.tail_tokens == 96
-    config = EpsConfig.of(method="rq", tail_tokens=128)
-    assert EpsConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config and config.store.unit_tokens == 128
+    config = EpsConfig.of(method="rq", tail_tokens=64)
+    assert EpsConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config and config.store.unit_tokens == 64
 
 
 @pytest.mark.parametrize("method", ["jl", "1pc", "fd"])
@@ -395,13 +396,13 @@ def test_bytes_of_a_tail():
     """D + 2 a tail group and kv head, in store and in every pass."""
     config = EpsConfig.of(method="rq")
     without = config.replace(tail_tokens=0)
-    for tokens in (1, 64, 65, 1000):
-        tails = -(-tokens // TAIL)
+    for tokens in (1, 128, 129, 1000):
+        tails = -(-tokens // USUAL)
         assert (
             summary_bytes(config.store, 3, 5, 128, tokens) - summary_bytes(without.store, 3, 5, 128, tokens)
             == 15 * tails * 130
         )
-    assert scoring_bytes(config, 128, [100, 60]) - scoring_bytes(without, 128, [100, 60]) == 3 * 130
+    assert scoring_bytes(config, 128, [200, 60]) - scoring_bytes(without, 128, [200, 60]) == 3 * 130
 
 
 def flags(*args: str) -> EpsConfig:
@@ -420,11 +421,11 @@ def flags(*args: str) -> EpsConfig:
 
 
 def test_flags():
-    assert flags("--eps-method", "rq").store.tail_tokens == TAIL
+    assert flags("--eps-method", "rq").store.tail_tokens == USUAL
     assert flags("--eps-method", "rq", "--eps-tail", "drop") == EpsConfig.of(method="rq", tail_tokens=0)
-    assert flags("--eps-method", "box", "--eps-tail", "mean").store.tail_tokens == TAIL
+    assert flags("--eps-method", "box", "--eps-tail", "mean").store.tail_tokens == USUAL
     assert flags("--eps-method", "box", "--eps-tail", "drop") == flags("--eps-method", "box")
-    assert flags("--eps-method", "moments", "--eps-tail-tokens", "128").store.tail_tokens == 128
+    assert flags("--eps-method", "moments", "--eps-tail-tokens", "64").store.tail_tokens == 64
     with pytest.raises(click.UsageError, match="--eps-tail-tokens belongs to --eps-tail mean"):
         flags("--eps-method", "rq", "--eps-tail", "drop", "--eps-tail-tokens", "64")
 
@@ -461,5 +462,5 @@ def test_dropping_is_the_run_without(target, tiny_path, monkeypatch):  # noqa: F
     for name in ("bytes_kv_read", "pages_visited", "pages_total"):
         assert kept["eps"][name] == dropped["eps"][name]
     steps = range(len(PROMPT) + 1, len(PROMPT) + 7)
-    more = sum(-(-length // TAIL) for length in steps) * 2 * 2 * (32 + 2)  # 2 layers, 2 kv heads of 32
+    more = sum(-(-length // USUAL) for length in steps) * 2 * 2 * (32 + 2)  # 2 layers, 2 kv heads of 32
     assert kept["eps"]["bytes_summary_read"] - dropped["eps"]["bytes_summary_read"] == more

@@ -315,7 +315,7 @@ def test_what_is_usual() -> None:
     usual = EpsConfig.of(method="rq")
     assert usual.store.mean_tokens == 32 and usual.store.parts == 1 + len(usual.read.stages) > 1
     assert EpsConfig.from_dict(usual.to_dict()) == usual
-    for without in ({"bits": 2}, {"group_tokens": 32}, {"mean_tokens": 0}, {"block_size": 48}):
+    for without in ({"bits": 2}, {"group_tokens": 32}, {"mean_tokens": 0}, {"block_size": 80}):
         config = EpsConfig.of(method="rq", **without)
         assert config.store.mean_tokens == 0 and config.read.stages == () and config.store.parts == 1, without
     assert EpsConfig.of(method="rq", bits=1, mean_tokens=0).read.refine == 0.125

@@ -17,7 +17,7 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 COARSE_GROUP_BLOCKS = 8  # the product requirements' group in pages
 MAX_GROUP_TOKENS = 256
-DEFAULT_TAIL_TOKENS = 64
+DEFAULT_TAIL_TOKENS = 128
 UNIT_TOKENS = (32, 64)  # of `mean_tokens`
 
 

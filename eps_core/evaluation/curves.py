@@ -71,24 +71,21 @@ CODES = (
     EpsConfig.of(method="rq", refine=0.0),
     EpsConfig.of(method="rq", tail_tokens=0),
 )
-# how little the default may read to choose: at long contexts most of its bytes are summaries, and few groups are wanted
+# how little the default may read to choose: at long contexts most of its bytes are summaries, and few groups are
+# wanted. Tails are of 64 tokens, as they were, where none of 128 is asked for
+SHORT_TAIL = EpsConfig.of(method="rq", tail_tokens=64)
 FLOOR = (
+    SHORT_TAIL,
     DEFAULT,
-    EpsConfig.of(method="rq", tail_tokens=128),
-    EpsConfig.of(method="rq", stages=(0.1,), refine=1 / 32),
-    EpsConfig.of(method="rq", stages=(0.04,), refine=1 / 64),
-    EpsConfig.of(method="rq", stages=(0.25, 0.05), refine=1 / 64),
-    EpsConfig.of(method="rq", stages=(0.5, 0.2)),
+    SHORT_TAIL.replace(stages=(0.1,), refine=1 / 32),
+    SHORT_TAIL.replace(stages=(0.04,), refine=1 / 64),
+    SHORT_TAIL.replace(stages=(0.25, 0.05), refine=1 / 64),
+    SHORT_TAIL.replace(stages=(0.5, 0.2)),
     EpsConfig.of(method="rq", stages=(0.25, 0.05), refine=1 / 64, tail_tokens=128),
     EpsConfig.of(method="rq", mean_tokens=64, mean_bits=8, stages=(0.25, 0.05), refine=1 / 64, tail_tokens=128),
 )
 # what of these pays, alone and together
-CUTS = (
-    DEFAULT,
-    EpsConfig.of(method="rq", tail_tokens=128),
-    EpsConfig.of(method="rq", stages=(0.5, 0.2)),
-    EpsConfig.of(method="rq", stages=(0.5, 0.2), tail_tokens=128),
-)
+CUTS = (SHORT_TAIL, DEFAULT, SHORT_TAIL.replace(stages=(0.5, 0.2)), DEFAULT.replace(stages=(0.5, 0.2)))
 SETS = {
     "methods": ARMS, "codes": CODES, "floor": FLOOR, "cuts": CUTS, "headline": HEADLINE, "default": (DEFAULT,),
     "others": tuple(arm for arm in ARMS if arm not in HEADLINE),  # where the headline is measured already

@@ -126,7 +126,9 @@ def test_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked(SimpleNamespace(additional_config={})) == Asked({"method": "meanstd", "budget": 0.3}, "stock")
 
 
-@pytest.mark.parametrize(("block", "unit"), [(16, 16), (32, 32), (64, 64), (128, 64), (192, 64), (256, 64)])
+@pytest.mark.parametrize(
+    ("block", "unit"), [(16, 16), (32, 32), (64, 64), (96, 96), (128, 128), (192, 96), (256, 128), (320, 64)]
+)
 def test_units_divide_the_blocks_of_the_server(block: int, unit: int) -> None:
     assert fitted(Asked(dict(RQ), "rows"), block).config.store.unit_tokens == unit
 

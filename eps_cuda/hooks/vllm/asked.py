@@ -64,10 +64,13 @@ def _rows(flat: dict[str, Any], block_tokens: int) -> Settings:
     settings = Settings.of(flat)
     store = settings.config.store
     if block_tokens % store.unit_tokens and "tail_tokens" not in flat and store.tail_tokens:
-        # the tail's usual 64 tokens are a wish, not a must
-        page = min(flat.get("block_size", 16), block_tokens)
+        # the tail's usual tokens are a wish, not a must: the longest up to it that a block is a multiple of, if it can
+        # be one of whole means
+        page, means = min(flat.get("block_size", 16), block_tokens), store.mean_tokens or 1
+        fitting = [tokens for tokens in range(page, store.tail_tokens + 1, page) if block_tokens % tokens == 0]
+        tail = max(fitting, default=block_tokens, key=lambda tokens: (tokens % means == 0, tokens))
         with suppress(ConfigError):  # told below
-            settings = Settings.of(flat | {"tail_tokens": block_tokens, "block_size": page})
+            settings = Settings.of(flat | {"tail_tokens": tail, "block_size": page})
     if block_tokens % settings.config.store.unit_tokens and "mean_tokens" not in flat:
         with suppress(ConfigError):  # nor are codes about a mean of more tokens than a block
             settings = Settings.of(flat | {"mean_tokens": 0})
