@@ -145,18 +145,24 @@ def number(value: float | None, how: str = "measured") -> str:
 
 
 def bytes_table(found: list[Cell]) -> list[str]:
-    """Bytes at the KL limit of every method at every context, and the needles at the first point within the limit."""
+    """Bytes at the KL limit of every method at every context, and the needles at the first point within the limit; "of"
+    how many that dense answers where fewer needles were asked."""
     contexts = sorted({cell.context_tokens for cell in found})
+    most = {c: max(cell.num_needles for cell in found if cell.context_tokens == c) for c in contexts}
     table = [f"| method, S | {' | '.join(f'{c:,}' for c in contexts)} |", "|---|" + "---|" * len(contexts)]
     for name in dict.fromkeys(map(arm_name, found)):
         entries = []
         for context in contexts:
             curve = curves(found, context).get(name, [])
             within = [c for c in curve if c.kl_mean is not None and c.kl_mean <= KL_LIMIT]
-            needles = f" / {min(within, key=lambda c: c.bytes_ratio or 0).needles_answered}" if within else ""
+            needles = ""
+            if within:
+                one = min(within, key=lambda c: c.bytes_ratio or 0)
+                needles = f" / {one.needles_answered}" + f" of {one.needles_dense}" * (one.num_needles < most[context])
             entries.append(number(*crossing(curve)) + needles)
         table.append(f"| {label(name)} | {' | '.join(entries)} |")
-    dense = {c.context_tokens: f"{c.needles_dense} of {c.num_needles}" for c in found}
+    asked = (c for c in found if c.num_needles == most[c.context_tokens])
+    dense = {c.context_tokens: f"{c.needles_dense} of {c.num_needles}" for c in asked}
     return [*table, "", "Dense answers " + ", ".join(f"{dense[c]} at {c:,}" for c in contexts) + "."]
 
 

@@ -521,4 +521,4 @@ def test_metrics_name_the_cache_of_what_is_left(model: Path, tmp_path: Path) -> 
     spec, tokens = Session.open(model, "numpy").spec, run["prompt_tokens"]
     kept = -(-tokens // 2) + 4  # half, and what is said
     assert run["cache"]["num_kv_heads"] == 1
-    assert run["cache"]["num_units"] == spec.num_kv_heads * -(-kept // 64)
+    assert run["cache"]["num_units"] == spec.num_kv_heads * -(-kept // 128)

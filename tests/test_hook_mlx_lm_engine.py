@@ -166,7 +166,7 @@ def test_an_engine_says_the_same_alone_and_in_a_batch_and_ends_at_a_stop(directo
         assert sum(1 for _ in engine.generate(PROMPTS[:1], 10, Sampling(), True, (stop,))) == ended[0]
         pool = engine.hook.pool
         assert pool is not None and pool.num_live == 0
-        assert pool.spec.num_units == 94  # of 64 tokens: room for all of them, and it did not grow
+        assert pool.spec.num_units == 47  # of 128 tokens: room for all of them, and it did not grow
         known = engine.describe()
         assert known["engine"] == "mlx-lm" and known["dtype"] == "float32" and known["versions"]["mlx-lm"]
     finally:

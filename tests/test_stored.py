@@ -21,7 +21,7 @@ from eps_core.load import backend_name
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 7
 LONGER = TEXT + "And then the light went out. " * 2
-RQ = {"method": "rq", "budget": 0.3}
+RQ = {"method": "rq", "budget": 0.3, "tail_tokens": 64}  # units of 64 tokens
 SETTINGS: dict[str, dict[str, Any]] = {
     "off": {},
     "rq": RQ,
