@@ -58,7 +58,8 @@ def main() -> None:
         choices=(*SETS, *SUITES),
         default="methods",
         help="all methods, the parts of the default's codes, what it may read less, what of that pays, a first look, "
-        "the default alone, what is kept, what does not grow, other formats, or what verifies drafts",
+        "the default alone, the methods beside the first look, what is kept, what does not grow, other formats, or "
+        "what verifies drafts",
     )
     parser.add_argument("--needles", type=argument(TOKENS), default=50)
     parser.add_argument("--texts", type=argument(TOKENS), default=6)

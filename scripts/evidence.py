@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from eps_core.errors import ConfigError, exit_code
 from eps_core.evaluation.curves import (
+    CUTS,
     DEFAULT,
     EARLIER,
     FLOOR,
@@ -47,12 +48,12 @@ LONG_TARGETS = (("box", 16, (16, 128), 0.2), ("meanstd", 16, (16, 128), 0.25), (
 LEVELS = ("0.1", "0.01", "0.001")
 # of each model: methods and, where they are there, what was measured of some of them, or of others, later
 FILES = {
-    "demo": ("methods", "codes", "default", "cuts"),
-    "wide": ("wide", "codes-wide", "default-wide", "cuts-wide"),
-    "long": ("long", "long-floor", "long-others", "long-cuts", "long-default"),
+    "demo": ("methods", "codes", "cuts"),
+    "wide": ("wide", "codes-wide", "cuts-wide"),
+    "long": ("long", "long-floor", "long-others", "long-cuts"),
 }
 # whose bytes are split, and what they are drawn as
-FOLLOWED = {name_of(arm): arm for arm in (*HEADLINE, *FLOOR)}
+FOLLOWED = {name_of(arm): arm for arm in (*HEADLINE, *FLOOR, *CUTS)}
 DRAWN = tuple(zip(map(name_of, HEADLINE), ("-", "-", "-", "--", ":"), strict=True))
 
 KINDS: dict[str, Any] = {
@@ -98,19 +99,10 @@ def cells(path: Path) -> list[Cell]:
     return found
 
 
-def merged(methods: list[Cell], codes: list[Cell]) -> list[Cell]:
-    """Both, with the newer cells of an arm that both have; all budgets of it where these are of the same texts."""
-    texts = {(arm_name(cell), cell.context_tokens): cell.num_positions for cell in codes}
-    points = {(arm_name(cell), cell.context_tokens, cell.byte_budget, cell.tau) for cell in codes}
-
-    def stays(cell: Cell) -> bool:
-        arm = arm_name(cell), cell.context_tokens
-        return (
-            texts.get(arm, cell.num_positions) == cell.num_positions
-            and (*arm, cell.byte_budget, cell.tau) not in points
-        )
-
-    return [cell for cell in methods if stays(cell)] + codes
+def merged(earlier: list[Cell], later: list[Cell]) -> list[Cell]:
+    """Both, with the later cells alone of an arm that both have at a context: no curve mixes two versions of it."""
+    again = {(arm_name(cell), cell.context_tokens) for cell in later}
+    return [cell for cell in earlier if (arm_name(cell), cell.context_tokens) not in again] + later
 
 
 def those_of(out: Path, files: list[str]) -> list[str]:
@@ -145,8 +137,8 @@ def number(value: float | None, how: str = "measured") -> str:
 
 
 def bytes_table(found: list[Cell]) -> list[str]:
-    """Bytes at the KL limit of every method at every context, and the needles at the first point within the limit; "of"
-    how many that dense answers where fewer needles were asked."""
+    """Bytes at the KL limit of every method at every context, and the needles at the first point within the limit,
+    beside those of dense where fewer were asked."""
     contexts = sorted({cell.context_tokens for cell in found})
     most = {c: max(cell.num_needles for cell in found if cell.context_tokens == c) for c in contexts}
     table = [f"| method, S | {' | '.join(f'{c:,}' for c in contexts)} |", "|---|" + "---|" * len(contexts)]
@@ -158,7 +150,9 @@ def bytes_table(found: list[Cell]) -> list[str]:
             needles = ""
             if within:
                 one = min(within, key=lambda c: c.bytes_ratio or 0)
-                needles = f" / {one.needles_answered}" + f" of {one.needles_dense}" * (one.num_needles < most[context])
+                needles = f" / {one.needles_answered}" + f" (dense {one.needles_dense})" * (
+                    one.num_needles < most[context]
+                )
             entries.append(number(*crossing(curve)) + needles)
         table.append(f"| {label(name)} | {' | '.join(entries)} |")
     asked = (c for c in found if c.num_needles == most[c.context_tokens])

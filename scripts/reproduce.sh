@@ -22,6 +22,13 @@ python scripts/evaluate.py $codes --needles 40 --texts 8 -o "$out/codes.jsonl" >
 python scripts/evaluate.py $codes --model results/wide_model --contexts 4096 --needles 16 --texts 6 \
   -o "$out/codes-wide.jsonl" > "$captures/codes-wide.md"
 took "codes on both"
+# tails of 64 and 128, codes in two and in three parts
+cuts="--arms cuts --text-steps 48"
+python scripts/evaluate.py $cuts --budgets 0.025 0.03 0.035 0.04 0.05 0.06 0.08 --contexts 2048 4096 8192 16384 \
+  --needles 40 --texts 8 -o "$out/cuts.jsonl" > "$captures/cuts.md"
+python scripts/evaluate.py $cuts --budgets 0.025 0.03 0.035 0.04 0.05 0.07 --model results/wide_model --contexts 4096 \
+  --needles 16 --texts 6 -o "$out/cuts-wide.jsonl" > "$captures/cuts-wide.md"
+took "cuts on both"
 # 3. captures of both, replayed without a model: mass recall, certified skip
 # the demo model ends at 16,384 tokens, the decoded ones included
 for context in 2048 4096 8192 16000; do

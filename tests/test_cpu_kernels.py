@@ -406,8 +406,8 @@ def test_torch_without_a_team_uses_helpers(monkeypatch, case):
     ("skylake-avx512", "+avx,+avx2,+fma,+f16c,+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512cd"),
 ])  # fmt: skip
 def test_a_cpu_without_permutations(name, features, tmp_path):
-    """The code for CPUs that cannot look numbers up in a register (all but AVX-512), or not bytes, compiled for such
-    ones."""
+    """The code for CPUs that look up eight numbers or 32 bytes in a register (AVX2), sixteen numbers (AVX-512) or none,
+    compiled for such ones."""
     if "+avx512f" in str(features) and "+avx512f" not in get_host_cpu_features():
         pytest.skip("this CPU has no AVX-512")
     environment = {**os.environ, "NUMBA_CPU_NAME": name, "NUMBA_CACHE_DIR": str(tmp_path)}

@@ -125,3 +125,14 @@ def test_a_script_names_what_the_user_can_mend_in_one_line(
     assert ran(name, *arguments, monkeypatch=monkeypatch) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: backend 'abacus' is unknown") and error.count("\n") == 1
+
+
+def test_the_published_tables_are_those_of_the_published_rows(tmp_path: Path) -> None:
+    """What the default is changes which rows its tables ask for."""
+    for file in (SCRIPTS.parent / "results").glob("*.json*"):
+        shutil.copy(file, tmp_path)
+    done = subprocess.run(
+        [sys.executable, "scripts/evidence.py", tmp_path], cwd=SCRIPTS.parent, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "evidence.md").read_text() == (ROOT / "results" / "evidence.md").read_text()

@@ -4,7 +4,7 @@ Fast scan (Andre et al., VLDB 2015; FAISS): what each nibble of a code adds to a
 int8, looked up in a register. Here four bytes of a group's code are one 32-bit lane, whose four low (or high) nibbles
 look up four tables of sixteen at once (vpermb) and are summed by one instruction (vpdpbusd). With AVX2 alone the same
 bytes of sixteen groups look one table up (pshufb) and are added in pairs (pmaddubsw). A CPU without these looks the
-same tables up in memory. All sums are exact, so every CPU has the same.
+same tables up in memory. All these sums are exact, so every CPU has the same; the products with means are floats'.
 """
 
 from llvmlite import ir
@@ -42,7 +42,8 @@ from eps_core.summaries.base import LARGEST_ESTIMATE
 WORD = 4  # bytes of a code that are looked up together
 WORD_TABLE = 2 * HEADS * 16 * WORD  # bytes of the tables of a word: both nibbles of each byte, for four heads
 SEALS = 4  # whose means are multiplied together
-# seals and lanes of a mean that a pass takes: their sums with four heads fill the registers; changes speed only
+# seals and lanes of a mean that a pass takes: their sums with four heads fill the registers; changes speed, and a float
+# sum's last bits
 MEAN_SEALS, MEAN_LANES = (4, LANES) if PERMUTES else (2, LANES // 2)
 # whether one instruction looks 64 bytes up in a table of 64 (vpermb) and another adds them four by four
 SCANS = PERMUTES and {"+avx512vbmi", "+avx512vnni"} <= set(_FEATURES)

@@ -336,8 +336,10 @@ def _ablation_series(cells: list[Line], axis: str) -> dict[str, list[Line]]:
             continue
         curve = (str(cell.get("model", "")), of.context(cell), of.method(cell))
         # guards and tails are in tokens and grow with the group: those asked for in groups are held above
+        tail = number(cell.get("tail_tokens"))
         in_groups = any(of.asked(cell, name) is not None for name in ("first_n", "last_n"))
-        tail, guards = bool(number(cell.get("tail_tokens"))), None if in_groups else cell.get("guards")
+        guards = None if in_groups else cell.get("guards")
+        tail = bool(tail) if axis == "group_tokens" else tail
         rest = (*(repr(of.asked(cell, name)) for name in (*others, *held)), repr(guards), repr(tail))
         groups.setdefault(curve, {}).setdefault(rest, []).append(cell)
     defaults = {name: value for name, _, value in _ABLATIONS}

@@ -4,7 +4,7 @@ import numpy as np
 
 from eps_core.summaries.base import Constants, Facts, Field, Settings, Summary, mean_codes
 
-FACTS = Facts(group_tokens=64, role="tail", no_bounds="none")
+FACTS = Facts(group_tokens=128, role="tail", no_bounds="none")
 
 
 def fields(settings: Settings, head_dim: int) -> dict[str, Field]:

@@ -127,10 +127,25 @@ def test_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "unit"), [(16, 16), (32, 32), (64, 64), (96, 96), (128, 128), (192, 96), (256, 128), (320, 64)]
+    ("block", "unit"),
+    [
+        (16, 16),
+        (32, 32),
+        (64, 64),
+        (96, 96),
+        (128, 128),
+        (160, 160),
+        (176, 176),
+        (192, 96),
+        (224, 224),
+        (256, 128),
+        (320, 160),
+    ],
 )
 def test_units_divide_the_blocks_of_the_server(block: int, unit: int) -> None:
     assert fitted(Asked(dict(RQ), "rows"), block).config.store.unit_tokens == unit
+    big = fitted(Asked({**RQ, "group_tokens": 64}, "rows"), 192).config.store
+    assert (big.S, big.tail_tokens) == (64, 192)
 
 
 def test_codes_speak_of_means_that_a_block_holds_or_of_a_centre() -> None:

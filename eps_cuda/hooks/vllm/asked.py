@@ -4,8 +4,10 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from math import log
 from typing import Any
 
+from eps_core.config.store import MAX_GROUP_TOKENS
 from eps_core.engine.settings import PREFIX, Settings, check_version, from_environment
 from eps_core.errors import ConfigError, require, shown
 
@@ -64,11 +66,14 @@ def _rows(flat: dict[str, Any], block_tokens: int) -> Settings:
     settings = Settings.of(flat)
     store = settings.config.store
     if block_tokens % store.unit_tokens and "tail_tokens" not in flat and store.tail_tokens:
-        # the tail's usual tokens are a wish, not a must: the longest up to it that a block is a multiple of, if it can
-        # be one of whole means
+        # the tail's usual tokens are a wish, not a must: the nearest to it that a block is a multiple of, and of whole
+        # means if one can be
         page, means = min(flat.get("block_size", 16), block_tokens), store.mean_tokens or 1
-        fitting = [tokens for tokens in range(page, store.tail_tokens + 1, page) if block_tokens % tokens == 0]
-        tail = max(fitting, default=block_tokens, key=lambda tokens: (tokens % means == 0, tokens))
+        unit = max(page, store.S)
+        fitting = [tokens for tokens in range(unit, MAX_GROUP_TOKENS + 1, unit) if block_tokens % tokens == 0]
+        tail = min(
+            fitting, default=block_tokens, key=lambda tokens: (tokens % means > 0, abs(log(tokens / store.tail_tokens)))
+        )
         with suppress(ConfigError):  # told below
             settings = Settings.of(flat | {"tail_tokens": tail, "block_size": page})
     if block_tokens % settings.config.store.unit_tokens and "mean_tokens" not in flat:
