@@ -135,4 +135,4 @@ def test_the_published_tables_are_those_of_the_published_rows(tmp_path: Path) ->
         [sys.executable, "scripts/evidence.py", tmp_path], cwd=SCRIPTS.parent, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "evidence.md").read_text() == (ROOT / "results" / "evidence.md").read_text()
+    assert (tmp_path / "evidence.md").read_text() == (SCRIPTS.parent / "results" / "evidence.md").read_text()
