@@ -281,7 +281,9 @@ PATHS = {
 def test_a_step_visits_what_the_array_path_visits(head_dim, settings, metal_shim):
     """Through prefill, decode and a group that is written again, several sequences of which one is short."""
     lengths, rng = np.array([470, 260, 40]), np.random.default_rng(4)
-    config = EpsConfig.of(method="rq", **{"mean_tokens": 64, "budget": 0.2, "first_tokens": 4, **settings})
+    config = EpsConfig.of(
+        method="rq", **{"mean_tokens": 64, "tail_tokens": 64, "budget": 0.2, "first_tokens": 4, **settings}
+    )
     spec = CacheSpec(1, 2, head_dim, 16, "bfloat16")
     table = np.array([range(8), [8, 9, 10, 11, 12, *[-1] * 3], [13, *[-1] * 7]])
     mean = 2 * rng.normal(size=(2, head_dim))

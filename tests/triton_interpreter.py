@@ -12,16 +12,20 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def _mend() -> None:
     """The interpreter (3.7) keeps bfloat16 as the bits of a uint16. It multiplies these bits in `tl.dot`, and cuts
-    float32 off where GPUs round it to the nearest."""
+    float32 off where GPUs round it to the nearest. And it leaves products to a BLAS, whose sums take an order that
+    depends on the CPU and on how many rows there are: summed in float64 and rounded once, a row's bits are its own."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     dot, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
 
-    def dot_of_values(self, a, b, *rest):
+    def dot_of_values(self, a, b, total, *rest):
         if a.dtype.scalar == tl.bfloat16:
             a, b = (self.cast_impl(x, tl.float32) for x in (a, b))
-        return dot(self, a, b, *rest)
+        if total.data.dtype == np.float32 and a.dtype.scalar in (tl.float16, tl.float32):
+            product = np.matmul(a.data, b.data, dtype=np.float64).astype(np.float32)
+            return TensorHandle(product + total.data, total.dtype.scalar)
+        return dot(self, a, b, total, *rest)
 
     def cast_to_nearest(self, src, dst_type):
         if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
