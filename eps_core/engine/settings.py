@@ -72,9 +72,12 @@ class Settings:
         verify.check(config, audit_every=extras.get("audit_every", 0))
         return cls(config, verify=verify, **extras)
 
-    def flat(self) -> dict[str, Any]:
-        """What `of` takes: everything that says something, plain values of JSON."""
-        named = {name: value for name, value in self.config.to_dict().items() if value is not None}
+    def flat(self, asked: bool = False) -> dict[str, Any]:
+        """What `of` takes: everything that says something, plain values of JSON; with `asked`, of the config what was
+        given alone, so that a server may fit what merely followed to its blocks."""
+        flat = self.config.to_dict()
+        given = flat if not asked or self.config.given is None else self.config.given
+        named = {name: flat[name] for name in given if flat[name] is not None}
         metrics = None if self.metrics is None else str(self.metrics)
         extras = {"metrics": metrics, "audit_every": self.audit_every or None, "kernels": self.kernels}
         if self.verify.enabled:

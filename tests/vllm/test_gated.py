@@ -54,8 +54,8 @@ def own_decoder(
     "settings",
     [
         # about a centre: a query that is rounded otherwise, as one of other products may be, moves whole estimates
-        {"method": "rq", "budget": 0.1, "mean_tokens": 0},
-        {"method": "rq", "budget": 0.05, "scope": "union", "bits": 2},
+        {"method": "rq", "budget": 0.1, "mean_tokens": 0, "tail_tokens": 64},
+        {"method": "rq", "budget": 0.05, "scope": "union", "bits": 2, "tail_tokens": 64},
         {"method": "box", "budget": 0.2, "tail_tokens": 0},
         {"method": "moments", "group_tokens": 16, "policy": "mass", "epsilon": 0.05, "strict": True},
     ],

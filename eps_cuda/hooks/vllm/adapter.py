@@ -35,7 +35,7 @@ class Engine:
     def __init__(self, arguments: dict[str, Any], settings: Settings) -> None:
         self._arguments, self._kernels = arguments, settings.kernels
         self.prefill_ms: float | None = None
-        self._engines: dict[bool, Any] = {True: self._open({"eps": settings.flat()})}
+        self._engines: dict[bool, Any] = {True: self._open({"eps": settings.flat(asked=True)})}
         context = self._engines[True].llm_engine.vllm_config.compilation_config.static_forward_context
         found = next((runtime for layer in context.values() if (runtime := runtime_of(layer))), None)
         if found is None or found.gated is None:
@@ -174,7 +174,7 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
     start = ["vllm.entrypoints.cli.main", "serve"] if package_version("vllm") else [SERVER, "--model"]
     command = [
         sys.executable, "-m", *start, str(path), "--host", host, "--port", str(port),
-        "--additional-config", json.dumps({"eps": settings.flat()}),
+        "--additional-config", json.dumps({"eps": settings.flat(asked=True)}),
         *(("--worker-extension-cls", *extension) if extension else ()), *more,
     ]  # fmt: skip
     os.execv(sys.executable, command)

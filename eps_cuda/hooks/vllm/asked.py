@@ -79,12 +79,14 @@ def _rows(flat: dict[str, Any], block_tokens: int) -> Settings:
     if block_tokens % settings.config.store.unit_tokens and "mean_tokens" not in flat:
         with suppress(ConfigError):  # nor are codes about a mean of more tokens than a block
             settings = Settings.of(flat | {"mean_tokens": 0})
-    unit = settings.config.store.unit_tokens
+    unit, least = settings.config.store.unit_tokens, store.unit_tokens
+    if "tail_tokens" not in flat:
+        least = max(store.block_size, store.S, store.mean_tokens)
     given = ", ".join(f"{name} {flat[name]}" for name in GROUP_SETTINGS if name in flat) or f"method {store.method}"
     require(
         block_tokens % unit == 0,
-        f"vLLM's blocks of {block_tokens} tokens are no multiple of EPS's units of {unit} ({given}): start it with "
-        f"--block-size {unit}, or choose smaller groups",
+        f"vLLM's blocks of {block_tokens} tokens are no multiple of EPS's units of {least} ({given}): start it with "
+        f"--block-size {least}, or choose smaller groups",
     )
     return settings
 
