@@ -192,3 +192,15 @@ def test_a_request_refuses_what_the_command_line_does(asked: dict, message: str)
 def test_an_engine_refuses_audits_of_verified_decoding() -> None:
     with pytest.raises(ConfigError, match="audits every draft as it is: drop audit-every"):
         Settings.of({"method": "rq", "verify": "tokens", "audit_every": 4})
+
+
+def test_what_was_asked_is_told_without_what_followed() -> None:
+    """A server fits a tail that merely followed to its blocks, and refuses blocks that hold none that was given."""
+    settings = Settings.of({"method": "rq", "stages": [0.5], "audit_every": 4})
+    named = {"method": "rq", "stages": [0.5], "audit_every": 4, "kernels": "auto"}
+    assert settings.flat(asked=True) == named
+    assert Settings.of(settings.flat(asked=True)) == Settings.of(settings.flat()) == settings
+    assert settings.flat()["tail_tokens"] == 128
+    assert fitted(Asked(settings.flat(asked=True), "rows"), 64).config.store.tail_tokens == 64
+    with pytest.raises(ConfigError, match="no multiple of EPS's units of 128"):
+        fitted(Asked(settings.flat(), "rows"), 64)
