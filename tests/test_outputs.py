@@ -273,6 +273,27 @@ def test_a_full_disk_names_its_file_and_takes_no_part_of_a_line(old: bytes | Non
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+@pytest.mark.parametrize("num_bytes", [0, 5, 9, 10], ids=lambda num_bytes: f"after {num_bytes} bytes")
+def test_an_interrupted_line_is_there_whole_or_not_at_all(
+    num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C is heard after any system call: also after the one that wrote the whole line."""
+    path = tmp_path / "m.jsonl"
+
+    def interrupted(file: Any, data: Any) -> int:
+        os.write(file.fileno(), bytes(data)[:num_bytes])
+        raise KeyboardInterrupt
+
+    with Output(path) as output, JsonlWriter(output) as writer:
+        writer.write({"a": 1})
+        with monkeypatch.context() as patched:
+            patched.setattr(outputs._File, "write", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                writer.write({"b": 22})
+        writer.write({"c": 3})
+    assert path.read_text() == '{"a": 1}\n' + '{"b": 22}\n' * (num_bytes == 10) + '{"c": 3}\n'
+
+
 # --- never an input ---------------------------------------------------------------------------------------------------
 
 

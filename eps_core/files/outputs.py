@@ -301,29 +301,28 @@ class JsonlWriter:
 
     def __init__(self, output: Output, kept_bytes: int = 0) -> None:
         self._file = output.open()
-        self._size: int | None = None  # of the whole lines; None: what cannot be cut off
-        if output.file is not None:
-            self._size = kept_bytes
-            self._cut()
+        self._regular = output.file is not None  # what is none cannot be cut off
+        if self._regular:
+            self._cut(kept_bytes)
 
     def write(self, record: dict[str, Any]) -> None:
         """In one unbuffered write: a killed run leaves whole lines only."""
         line = (to_json(record) + "\n").encode()
+        start = self._file.tell() if self._regular else 0
         rest = memoryview(line)
         try:
             while rest:
                 rest = rest[self._file.write(rest) :]
         except BaseException:
-            self._cut()  # a full disk takes part of a line: take it back
+            # a full disk takes part of a line: take it back; a line that Ctrl-C came after is whole, and stays
+            if self._regular and self._file.tell() < start + len(line):
+                self._cut(start)
             raise
-        if self._size is not None:
-            self._size += len(line)
 
-    def _cut(self) -> None:
-        if self._size is not None:
-            with suppress(OSError):
-                self._file.truncate(self._size)
-                self._file.seek(self._size)
+    def _cut(self, size: int) -> None:
+        with suppress(OSError):
+            self._file.truncate(size)
+            self._file.seek(size)
 
     def close(self) -> None:
         self._file.close()
