@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eps_core.config.bytes import scoring_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.gate.protocol import Scores, Selection
 from eps_core.gate.stats import LayerStats, StepOutput
@@ -298,7 +297,7 @@ def step(
         check_finite(cache)
     counts = np.repeat(uniform[:, None], spec.num_kv_heads, axis=1)
     kv_bytes = int(counts.sum()) * store.S * spec.kv_token_bytes
-    summary_bytes = spec.num_kv_heads * scoring_bytes(where.config, spec.head_dim, where.lengths.tolist())
+    summary_bytes = spec.num_kv_heads * where.scoring_bytes(spec.head_dim)
     layers = [
         LayerStats(counts, where.ends, forced, unread[layer], kv_bytes, summary_bytes, None, None)
         for layer in range(spec.num_layers)

@@ -4,6 +4,7 @@ A test that takes `target` runs on the array operations of every backend and dev
 on the kernels of these names: numba, triton (interpreted where there is no GPU), metal (its text run on the CPU).
 """
 
+import gc
 import os
 import signal
 from functools import cache
@@ -73,6 +74,12 @@ def bound(name: str, kernels: str) -> ModuleType:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "kernels(*names): run `target` on these kernels besides array operations")
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now, libraries and thousands of tests, is no garbage: collections need not look through it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header() -> list[str]:

@@ -140,7 +140,12 @@ def _score_units(
     rows, passes = batch * kv_heads, -(-num_heads // kv_heads // vectors.HEADS)
     groups = where.num_groups
     seals = groups // per_seal
-    dims, staged = part_dims(store, head_dim), where.staged(head_dim)
+    key = "score_units", head_dim
+    if key not in where.kept:
+        dims = part_dims(store, head_dim)
+        staged = np.array(where.staged(head_dim), np.int64).reshape(-1, batch)
+        where.kept[key] = dims, np.array(dims), staged
+    dims, dims_array, staged = where.kept[key]
     estimate, missing = np.empty((batch, kv_heads, groups), np.float32), np.empty(batch, np.int64)
     pools = {name: _lanes(host(array)) for name, array in cache.summaries[layer].items()}
     codes, *later = (pools[name] for name in PARTS[len(dims)])
@@ -157,8 +162,8 @@ def _score_units(
         units.score_units, 1 + units.MOST_PHASES if together else 2, together, np.ascontiguousarray(q),
         pools["mean"], pools["mean_scale"], store.mean_bits, pools["scale"], codes, (*later, codes, codes)[:2],
         pools.get("second", codes), pools.get("second_scale", codes), cache.state[layer].fill, where.table,
-        where.lengths, where.guards, np.array(staged, np.int64).reshape(-1, batch), where.refined,
-        host(cache.fixed[layer]["signs"]), *write.rotation(head_dim), np.array(dims), store.S, store.sealed_tokens,
+        where.lengths, where.guards, staged, where.refined,
+        host(cache.fixed[layer]["signs"]), *write.rotation(head_dim), dims_array, store.S, store.sealed_tokens,
         store.seals_per_unit, np.empty((batch, seals), np.uint8), np.empty((batch, seals), np.int64),
         each_pass(words * unit_vectors.WORD_TABLE // 4).view(np.int8),
         each_pass(8 // store.mean_bits * vectors.HEADS * mean_bytes), each_pass(len(dims) + 1, vectors.HEADS),

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.config.bytes import scoring_bytes
 from eps_core.config.read import Read
 from eps_core.config.verify import Verify
 from eps_core.decode.accept import Said, accept, propose
@@ -271,7 +270,7 @@ class Verifier:
                 # groups that came since are among the last tokens, which are always visited
                 return Scores(known, None, None, np.zeros(len(picks), np.int64), kernels=cache.kernels), num_bytes
             own = eps.score(cache, layer, q, where)
-            num_bytes += spec.num_kv_heads * scoring_bytes(where.config, spec.head_dim, where.lengths.tolist())
+            num_bytes += spec.num_kv_heads * where.scoring_bytes(spec.head_dim)
             return Scores(
                 eps.larger(cache, own.estimate, known), None, None, own.num_missing, kernels=cache.kernels
             ), num_bytes

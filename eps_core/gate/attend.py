@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.config.bytes import scoring_bytes
 from eps_core.gate.protocol import Array, Backend, Scores, Selection
 from eps_core.gate.stats import LayerStats
 from eps_core.paging.where import Where
@@ -65,7 +64,7 @@ def attend_layer(
         with eps.span("eps.prepass", cache):
             if scorer is None:
                 scores = eps.score(cache, layer, q, where)
-                scored_bytes = kv_heads * scoring_bytes(config, spec.head_dim, where.lengths.tolist())
+                scored_bytes = kv_heads * where.scoring_bytes(spec.head_dim)
             else:
                 scores, scored_bytes = scorer()
             selection = eps.select(scores, where, layer)
@@ -110,13 +109,19 @@ def attend_layer(
 
 def dense_read(cache: Any, where: Where) -> LayerRead:
     """What one layer reads that attends densely: every group of every sequence."""
-    spec, store, batch = cache.spec, cache.store, len(where.lengths)
+    spec, store = cache.spec, cache.store
+    key = "dense_read", store.S, spec.num_kv_heads
+    if key not in where.kept:
+        groups = -(-where.lengths // store.S)
+        counts = np.repeat(groups[:, None], spec.num_kv_heads, axis=1)
+        where.kept[key] = counts, groups, np.zeros_like(groups), np.zeros(counts.shape), int(where.lengths.sum())
+    counts, groups, none_forced, none_skipped, num_tokens = where.kept[key]
     stats = LayerStats(
-        counts=np.repeat(-(-where.lengths // store.S)[:, None], spec.num_kv_heads, axis=1),
-        groups=-(-where.lengths // store.S),
-        forced=np.zeros(batch, np.int64),
-        mass_skipped_est=np.zeros((batch, spec.num_kv_heads)),
-        kv_bytes_read=int(where.lengths.sum()) * spec.num_kv_heads * spec.kv_token_bytes,
+        counts=counts,
+        groups=groups,
+        forced=none_forced,
+        mass_skipped_est=none_skipped,
+        kv_bytes_read=num_tokens * spec.num_kv_heads * spec.kv_token_bytes,
         summary_bytes_read=0,
         prepass_ms=None,
         attention_ms=None,

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from eps_core.config.bytes import scoring_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import Store
 from eps_core.paging.groups import GroupState
@@ -95,8 +96,19 @@ class Where:
     def budget(self, num_forced: np.ndarray) -> np.ndarray:
         """Groups that topk visits of each sequence [B] int64: the budget, but all of the `num_forced` [B] and none past
         the end."""
-        groups = [self.config.budget_groups(int(length)) for length in self.lengths]
-        return np.minimum(np.maximum(groups, num_forced), self.ends).astype(np.int64)
+        return np.minimum(np.maximum(self._budgets, num_forced), self.ends)
+
+    @cached_property
+    def _budgets(self) -> np.ndarray:
+        return np.array([self.config.budget_groups(int(length)) for length in self.lengths], np.int64)
+
+    def scoring_bytes(self, head_dim: int) -> int:
+        """Bytes read besides K and V per (layer, kv head) to score the step's sequences: `bytes.scoring_bytes`."""
+        key = "scoring_bytes", head_dim
+        if key not in self.kept:
+            self.kept[key] = scoring_bytes(self.config, head_dim, self.lengths.tolist())
+        found: int = self.kept[key]
+        return found
 
     def reads_all(self, layer: int) -> bool:
         """Whether the step needs no score in a layer: see `EpsConfig.reads_all`."""

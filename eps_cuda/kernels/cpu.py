@@ -1,6 +1,8 @@
 """Torch's CPU arrays for the compiled kernels of `eps_core.cpu.kernels`, and back, without copies.
 
-The functions have the signatures of their namesakes over arrays; None says that there is no kernel for the case.
+The functions have the signatures of their namesakes over arrays; None says that there is no kernel for the case. What
+they give is made of numpy arrays, so nothing is recorded for gradients; entering inference mode would cost a short step
+more than most of its parts.
 """
 
 import functools
@@ -32,8 +34,12 @@ def _host(array: Tensor) -> np.ndarray:
 
 def _memory(array: Tensor) -> np.ndarray:
     """`_host` without a copy, with the strides that the array has."""
-    array = array.detach() if array.requires_grad else array
-    return array.view(torch.uint16).numpy() if array.dtype == torch.bfloat16 else array.numpy()
+    if array.requires_grad:
+        array = array.detach()
+    if array.dtype == torch.bfloat16:
+        array = array.view(torch.uint16)
+    found: np.ndarray = array.numpy()
+    return found
 
 
 @functools.cache
@@ -63,7 +69,6 @@ def _listed(selection: Selection) -> tuple[np.ndarray, np.ndarray]:
     return _host(selection.groups), _host(selection.counts)
 
 
-@torch.inference_mode()
 def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores | None:
     """See `scoring.score`."""
     scored = kernels.score(cache, layer, _host(q.float()), where, _host, _run)
@@ -75,7 +80,6 @@ def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores | None:
     )
 
 
-@torch.inference_mode()
 def select(scores: Scores, where: Where, layer: int = 0) -> Selection | None:
     """See `selection.select`."""
     chosen = kernels.select(where, _host(scores.estimate), scores.num_missing, layer, _run)
@@ -85,7 +89,6 @@ def select(scores: Scores, where: Where, layer: int = 0) -> Selection | None:
     return Selection(torch.from_numpy(groups), torch.from_numpy(counts), uniform, forced, visit=torch.from_numpy(visit))
 
 
-@torch.inference_mode()
 def attend(cache: Cache, layer: int, q: Tensor, where: Where, selection: Selection | None) -> State:
     """See `attention.attend`."""
     listed = None if selection is None else _listed(selection)
@@ -93,7 +96,6 @@ def attend(cache: Cache, layer: int, q: Tensor, where: Where, selection: Selecti
     return torch.from_numpy(out).to(q.dtype), torch.from_numpy(lse)
 
 
-@torch.inference_mode()
 def attend_rows(
     cache: Cache, layer: int, q: Tensor, rows: Rows, visit: Tensor | None = None, masses: bool = False
 ) -> RowsRead:
@@ -104,7 +106,6 @@ def attend_rows(
     return RowsRead(torch.from_numpy(out).to(q.dtype), *map(_tensor, others))
 
 
-@torch.inference_mode()
 def attend_tail(cache: Cache, layer: int, where: Where, scores: Scores, selection: Selection, lse: Tensor) -> State:
     """See `attention.attend_tail`."""
     out, tail, _ = kernels.attend_tail(
@@ -137,7 +138,6 @@ def _build_units(store: Store, keys: np.ndarray, signs: np.ndarray) -> dict[str,
     return rounded | {"mean": pack_codes(codes.int() + (most + 1), store.mean_bits), "mean_scale": mean_scale}
 
 
-@torch.inference_mode()
 def add_tail(cache: Cache, layer: int, where: Where, scores: Scores, selection: Selection, state: State) -> State:
     """See `attention.add_tail`."""
     out, lse = state
@@ -149,7 +149,6 @@ def add_tail(cache: Cache, layer: int, where: Where, scores: Scores, selection: 
     return torch.from_numpy(whole).to(out.dtype), torch.from_numpy(whole_lse)
 
 
-@torch.inference_mode()
 def skipped_mass(scores: Scores, selection: Selection) -> Tensor | None:
     """See `selection.skipped_mass`."""
     of, share = selection.kept.get("skipped", (None, None))
