@@ -33,7 +33,7 @@ from eps_core.evaluation.curves import (
 )
 from eps_core.files import inputs
 from eps_core.files.outputs import replacing
-from eps_core.files.records import Count, Name, Ratio, read_record
+from eps_core.files.records import Count, Name, Ratio, Share, read_record
 from eps_core.report.style import DASHES, INK, colour, svg
 
 Rows = list[dict[str, Any]]
@@ -73,6 +73,10 @@ KINDS: dict[str, Any] = {
     "refinement": dict.fromkeys((
         "certified_share", "refined_fraction", "bytes_ratio", "bytes_8_bit_only", "error_bound_per_key_over_global",
     ), Ratio),
+    "task": {
+        "task": Name, "context_tokens": Count, "num_samples": Count, "num_changed": Count, "bytes_ratio": Ratio,
+        **dict.fromkeys(("dense", "eps", "changed_share_upper"), Share),
+    },
     "ablation_bytes": {
         "what": Name, **{f"bytes_at_{kl}": tuple[Ratio | None, Name] for kl in ("0.01", "0.004")},
     },
@@ -248,6 +252,21 @@ def recall_table(out: Path) -> list[str]:
                 for kind in ("certified", "oracle")
             )
             table.append(f"| {path.stem[7:]} | `{row['method']}` {row['group_tokens']} | {recall} | {skip} | {best} |")
+    return list(dict.fromkeys(table))  # the same at every budget
+
+
+def tasks_table(found: Rows) -> list[str]:
+    """Mean scores of tasks, dense and by the default, and how many samples score otherwise, with the 95 % limit of
+    their share."""
+    table = [
+        "| task | context | samples | dense | EPS | score otherwise, at most | bytes |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in found:
+        scores = " | ".join(number(row[name]) for name in ("dense", "eps"))
+        changed = f"{row['num_changed']}, {row['changed_share_upper']:.2f}"
+        place = f"{row['task']} | {row['context_tokens']:,} | {row['num_samples']}"
+        table.append(f"| {place} | {scores} | {changed} | {row['bytes_ratio']:.3f} |")
     return table
 
 
@@ -392,6 +411,8 @@ def main() -> None:
             here = [cell for cell in found if cell.context_tokens == context]
             parts += [f"## KL / needles at each byte budget, {model} model, {context:,} tokens", "", markdown(here), ""]
     parts += ["## Mass recall without guards, certified skip", "", *recall_table(out), ""]
+    if those_of(out, ["long-tasks"]):
+        parts += ["## RULER's look-ups, long model", "", *tasks_table(rows(out / "long-tasks.jsonl", "task")), ""]
     parts += ["## Certificates, demo model, 4,096 tokens", "", *certificate_tables(certificates), ""]
     parts += [
         "## Parts of the default, 4,096 tokens",

@@ -140,12 +140,11 @@ def _score_units(
     rows, passes = batch * kv_heads, -(-num_heads // kv_heads // vectors.HEADS)
     groups = where.num_groups
     seals = groups // per_seal
-    key = "score_units", head_dim
+    key, dims = ("score_units", store.parts, head_dim), part_dims(store, head_dim)
     if key not in where.kept:
-        dims = part_dims(store, head_dim)
         staged = np.array(where.staged(head_dim), np.int64).reshape(-1, batch)
-        where.kept[key] = dims, np.array(dims), staged
-    dims, dims_array, staged = where.kept[key]
+        where.kept[key] = np.array(dims), staged
+    dims_array, staged = where.kept[key]
     estimate, missing = np.empty((batch, kv_heads, groups), np.float32), np.empty(batch, np.int64)
     pools = {name: _lanes(host(array)) for name, array in cache.summaries[layer].items()}
     codes, *later = (pools[name] for name in PARTS[len(dims)])

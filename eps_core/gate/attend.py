@@ -114,7 +114,10 @@ def dense_read(cache: Any, where: Where) -> LayerRead:
     if key not in where.kept:
         groups = -(-where.lengths // store.S)
         counts = np.repeat(groups[:, None], spec.num_kv_heads, axis=1)
-        where.kept[key] = counts, groups, np.zeros_like(groups), np.zeros(counts.shape), int(where.lengths.sum())
+        shared = counts, groups, np.zeros_like(groups), np.zeros(counts.shape)
+        for array in shared:
+            array.flags.writeable = False  # of the statistics of all layers
+        where.kept[key] = *shared, int(where.lengths.sum())
     counts, groups, none_forced, none_skipped, num_tokens = where.kept[key]
     stats = LayerStats(
         counts=counts,
