@@ -27,9 +27,9 @@ took "what of that pays"
 python scripts/evaluate.py "${plan[@]}" --arms others --contexts 8192 16384 32704 --budgets 0.03 0.06 0.1 0.16 0.28 \
   -o "$out/long-others.jsonl" > "$captures/long-others.md"
 took "the other methods"
-OMP_NUM_THREADS=2 eps-proto evaluate --model "$model" --backend cuda --context 4096,8192,16384,32768 --samples 25 \
+OMP_NUM_THREADS=2 eps-proto evaluate --model "$model" --backend cuda --context 4096,8192,16384,32768 --samples 10 \
   --tasks niah_single,niah_multikey,niah_digits,niah_multivalue,niah_multiquery,associative_recall --text-steps 0 \
-  --eps-budget 0.02 -o "$out/long-tasks.jsonl" > /dev/null
+  --no-oracle --eps-budget 0.02 -o "$out/long-tasks.jsonl" > /dev/null
 took "RULER's look-ups"
 for context in 8192 16384 32704; do
   eps-proto capture --model "$model" --backend cuda --kv-dtype bfloat16 --context "$context" --steps 12 \
