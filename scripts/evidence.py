@@ -259,7 +259,7 @@ def tasks_table(found: Rows) -> list[str]:
     """Mean scores of tasks, dense and by the default, and how many samples score otherwise, with the 95 % limit of
     their share."""
     table = [
-        "| task | context | samples | dense | EPS | score otherwise, at most | bytes |",
+        "| task | context | samples | dense | EPS | score otherwise, 95 %: at most this share | bytes |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in found:
@@ -411,8 +411,9 @@ def main() -> None:
             here = [cell for cell in found if cell.context_tokens == context]
             parts += [f"## KL / needles at each byte budget, {model} model, {context:,} tokens", "", markdown(here), ""]
     parts += ["## Mass recall without guards, certified skip", "", *recall_table(out), ""]
-    if those_of(out, ["long-tasks"]):
-        parts += ["## RULER's look-ups, long model", "", *tasks_table(rows(out / "long-tasks.jsonl", "task")), ""]
+    tasks = rows(out / "long-tasks.jsonl", "task") if those_of(out, ["long-tasks"]) else []
+    if tasks:
+        parts += ["## RULER's look-ups, long model", "", *tasks_table(tasks), ""]
     parts += ["## Certificates, demo model, 4,096 tokens", "", *certificate_tables(certificates), ""]
     parts += [
         "## Parts of the default, 4,096 tokens",

@@ -142,7 +142,7 @@ def _score_units(
     seals = groups // per_seal
     key, dims = ("score_units", store.parts, head_dim), part_dims(store, head_dim)
     if key not in where.kept:
-        staged = np.array(where.staged(head_dim), np.int64).reshape(-1, batch)
+        staged = np.array(where.staged(head_dim), np.int64).reshape(-1, batch)  # of all layers: no kernel writes it
         where.kept[key] = np.array(dims), staged
     dims_array, staged = where.kept[key]
     estimate, missing = np.empty((batch, kv_heads, groups), np.float32), np.empty(batch, np.int64)
