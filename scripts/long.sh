@@ -2,7 +2,8 @@
 # Remakes what results/README.md says of long contexts on results/long_model (32,768 tokens): KL and needles against
 # bytes of every method at 8k, 16k and 32k, what the default may read less, RULER's look-ups with their real scores,
 # recall and certified shares, the grid that the verdict is decided on, whole steps, dense, gated and verified.
-# Four to six hours on 2 cores, by its steps, which were run one by one. Usage: scripts/long.sh [output directory]     (default: results)
+# Four to six hours on 2 cores, by its steps, which were run one by one.
+# Usage: scripts/long.sh [output directory]     (default: results)
 set -euo pipefail
 . "$(dirname "$0")/help.sh"
 begin "$@"

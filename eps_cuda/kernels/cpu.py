@@ -1,8 +1,7 @@
 """Torch's CPU arrays for the compiled kernels of `eps_core.cpu.kernels`, and back, without copies.
 
 The functions have the signatures of their namesakes over arrays; None says that there is no kernel for the case. What
-they give is made of numpy arrays, so nothing is recorded for gradients; entering inference mode would cost a short step
-more than most of its parts.
+they give is made of numpy arrays, so nothing is recorded for gradients and no call need enter inference mode.
 """
 
 import functools
