@@ -118,6 +118,10 @@ def test_rq_stores_two_bits_and_scans_one():
     assert scoring_bytes(coarse, 128, [2000]) == 1000 * 18
     # of each sequence as many as it has: what pads a table or a list is not counted
     assert scoring_bytes(plain, 128, [2000, 10]) == 1000 * 18 + 125 * 18 + 5 * 18 + 1 * 18
+    # a step's, once for all its layers
+    step = Where.of(plain, np.zeros((2, 125), np.int32), np.array([2000, 10]))
+    for head_dim in (128, 64, 128):
+        assert step.scoring_bytes(head_dim) == scoring_bytes(plain, head_dim, [2000, 10])
     assert summary_group_bytes(plain.replace(rq_bounds=True).store, 128) == 36 + 6
     assert summary_group_bytes(EpsConfig.of(method="rq", bits=2).store, 128) == 34
     # with a mean value of 128 tokens
