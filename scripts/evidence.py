@@ -122,8 +122,11 @@ def first(found: Iterable[T], what: str) -> T:
 
 def curves(found: list[Cell], context: int) -> dict[ArmName, list[Cell]]:
     """The cells of one context, arm by arm."""
-    here = [cell for cell in found if cell.context_tokens == context]
-    return {name: [c for c in here if arm_name(c) == name] for name in dict.fromkeys(map(arm_name, here))}
+    by_arm: dict[ArmName, list[Cell]] = {}
+    for cell in found:
+        if cell.context_tokens == context:
+            by_arm.setdefault(arm_name(cell), []).append(cell)
+    return by_arm
 
 
 def crossing(curve: list[Cell]) -> tuple[float | None, str]:
@@ -146,10 +149,11 @@ def bytes_table(found: list[Cell]) -> list[str]:
     contexts = sorted({cell.context_tokens for cell in found})
     most = {c: max(cell.num_needles for cell in found if cell.context_tokens == c) for c in contexts}
     table = [f"| method, S | {' | '.join(f'{c:,}' for c in contexts)} |", "|---|" + "---|" * len(contexts)]
+    by_arm = {context: curves(found, context) for context in contexts}
     for name in dict.fromkeys(map(arm_name, found)):
         entries = []
         for context in contexts:
-            curve = curves(found, context).get(name, [])
+            curve = by_arm[context].get(name, [])
             within = [c for c in curve if c.kl_mean is not None and c.kl_mean <= KL_LIMIT]
             needles = ""
             if within:

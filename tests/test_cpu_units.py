@@ -67,6 +67,37 @@ def test_scores_follow_oracle_and_arrays(backend, case):
     check_selection(backend, backend.select(scores, where), wanted)
 
 
+@pytest.mark.parametrize("case", (CASES[0], CASES[1], CASES[10]), ids=str)
+def test_layers_share_counts_and_memory_and_no_result(backend, case):
+    """What one step's layers make once, memory to work in among it, changes no result of another layer's, of the same
+    cache or of one in which other groups lack a summary."""
+    setups = [Setup(backend, case), Setup(backend, case)]
+    setups[1].cache.state[0].fill[: setups[1].cache.state[0].fill.size // 2] = 0
+    queries = [setups[0].native, -setups[0].native]
+
+    def on_host(array: object) -> np.ndarray:
+        return array if isinstance(array, np.ndarray) else backend.to_numpy(array)
+
+    def read(s: Setup, q: object, where: Where) -> list[object]:
+        scores = kernels_of(backend).score(s.cache, 0, q, where)
+        chosen = kernels_of(backend).select(scores, where)
+        parts = [kernels_of(backend).attend(s.cache, 0, q, where, selection) for selection in (chosen, None)]
+        return [scores.estimate, scores.num_missing, chosen.groups, chosen.counts, chosen.forced, *parts[0], *parts[1]]
+
+    def where() -> Where:
+        return Where.of(case.config, setups[0].table, setups[0].lengths)
+
+    calls = [(s, q) for s in setups for q in queries]
+    apart, shared = [read(s, q, where()) for s, q in calls], where()
+    together = [read(s, q, shared) for s, q in calls]
+    for one, other in zip(apart, together, strict=True):
+        for x, y in zip(one, other, strict=True):
+            np.testing.assert_array_equal(on_host(x), on_host(y))
+    forced = [int(on_host(one[4]).sum()) for one in apart]
+    assert forced[0] == forced[1] and forced[2] == forced[3]
+    assert forced[2] > forced[0] or case is CASES[10]
+
+
 def test_groups_that_fill_no_register_are_left_to_arrays(backend):
     case = Case((300,), eps("rq", mean_tokens=32, group_tokens=4, stages=(0.25,)))
     s = Setup(backend, case)

@@ -140,34 +140,41 @@ def _score_units(
     rows, passes = batch * kv_heads, -(-num_heads // kv_heads // vectors.HEADS)
     groups = where.num_groups
     seals = groups // per_seal
-    key, dims = ("score_units", store.parts, head_dim), part_dims(store, head_dim)
-    if key not in where.kept:
-        staged = np.array(where.staged(head_dim), np.int64).reshape(-1, batch)  # of all layers: no kernel writes it
-        where.kept[key] = np.array(dims), staged
-    dims_array, staged = where.kept[key]
-    estimate, missing = np.empty((batch, kv_heads, groups), np.float32), np.empty(batch, np.int64)
-    pools = {name: _lanes(host(array)) for name, array in cache.summaries[layer].items()}
-    codes, *later = (pools[name] for name in PARTS[len(dims)])
-    words = sum(-(-many // (8 * unit_vectors.WORD)) for many in (*dims, head_dim))
     # without waiting for other threads where each has rows enough
     together = rows < ROWS_PER_THREAD * threads.num_threads()
-    chunks = -(-seals // max(units.CHUNK_GROUPS // per_seal, 1))
-    mean_bytes = -(-head_dim * store.mean_bits // 8)
+    dims = part_dims(store, head_dim)
+    pools = {name: _lanes(host(array)) for name, array in cache.summaries[layer].items()}
+    codes, *later = (pools[name] for name in PARTS[len(dims)])
+    estimate, missing = np.empty((batch, kv_heads, groups), np.float32), np.empty(batch, np.int64)
 
-    def each_pass(*shape: int) -> np.ndarray:
-        return _aligned(math.prod(shape) * passes * rows).reshape(rows, passes, *shape)
+    def work() -> tuple[Any, ...]:
+        """What every layer asks alike, and works in."""
+        words = sum(-(-many // (8 * unit_vectors.WORD)) for many in (*dims, head_dim))
+        chunks = -(-seals // max(units.CHUNK_GROUPS // per_seal, 1))
+        mean_bytes = -(-head_dim * store.mean_bits // 8)
 
+        def each_pass(*shape: int) -> np.ndarray:
+            return _aligned(math.prod(shape) * passes * rows).reshape(rows, passes, *shape)
+
+        return (
+            np.array(where.staged(head_dim), np.int64).reshape(-1, batch), *write.rotation(head_dim), np.array(dims),
+            np.empty((batch, seals), np.uint8), np.empty((batch, seals), np.int64),
+            each_pass(words * unit_vectors.WORD_TABLE // 4).view(np.int8),
+            each_pass(8 // store.mean_bits * vectors.HEADS * mean_bytes), each_pass(len(dims) + 1, vectors.HEADS),
+            np.empty((rows, passes * vectors.HEADS * (seals + vectors.LANES)), np.float32),
+            units.new_lists(rows if together else 0, groups, chunks, passes),
+        )  # fmt: skip
+
+    staged, blocks, block_scales, dims_array, *between = where.once(
+        ("score_units", store.parts, store.mean_bits, head_dim, num_heads, kv_heads, together), work
+    )
     run(
         units.score_units, 1 + units.MOST_PHASES if together else 2, together, np.ascontiguousarray(q),
         pools["mean"], pools["mean_scale"], store.mean_bits, pools["scale"], codes, (*later, codes, codes)[:2],
         pools.get("second", codes), pools.get("second_scale", codes), cache.state[layer].fill, where.table,
         where.lengths, where.guards, staged, where.refined,
-        host(cache.fixed[layer]["signs"]), *write.rotation(head_dim), dims_array, store.S, store.sealed_tokens,
-        store.seals_per_unit, np.empty((batch, seals), np.uint8), np.empty((batch, seals), np.int64),
-        each_pass(words * unit_vectors.WORD_TABLE // 4).view(np.int8),
-        each_pass(8 // store.mean_bits * vectors.HEADS * mean_bytes), each_pass(len(dims) + 1, vectors.HEADS),
-        np.empty((rows, passes * vectors.HEADS * (seals + vectors.LANES)), np.float32),
-        units.new_lists(rows if together else 0, groups, chunks, passes), missing, estimate,
+        host(cache.fixed[layer]["signs"]), blocks, block_scales, dims_array, store.S, store.sealed_tokens,
+        store.seals_per_unit, *between, missing, estimate,
     )  # fmt: skip
     return estimate, None, None, missing, None
 
@@ -184,15 +191,22 @@ def select(
     from eps_core.cpu import best
 
     batch, kv_heads, _ = estimate.shape
-    forced = where.num_forced + np.asarray(num_missing, np.int64)
-    uniform = where.budget(forced)
-    groups = np.empty((batch, kv_heads, max(int(uniform.max()), 1)), np.int32)
+    own_missing = np.asarray(num_missing, np.int64)
+
+    def count() -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+        forced = where.num_forced + own_missing
+        uniform = where.budget(forced)
+        counts = np.repeat(uniform[:, None], kv_heads, axis=1).astype(np.int32)
+        return counts, uniform, forced, max(int(uniform.max()), 1)
+
+    # layers that were written alike share one answer
+    counts, uniform, forced, width = where.once(("topk", kv_heads, own_missing.tobytes()), count)
+    groups = np.empty((batch, kv_heads, width), np.int32)
     visit = np.empty(estimate.shape, np.bool_)
     run(
         best.select_topk, 1, estimate, uniform, where.guards, where.ends, groups, visit.view(np.uint8),
         alone=estimate.size < FEW_GROUPS,
     )  # fmt: skip
-    counts = np.repeat(uniform[:, None], kv_heads, axis=1).astype(np.int32)
     return groups, counts, uniform, forced, visit
 
 
@@ -211,23 +225,30 @@ def attend(
     if listed is None:
         # whole units as groups: what lies past a sequence's end is not read
         size, per_unit = store.unit_tokens, 1
+
+        def whole() -> tuple[np.ndarray, np.ndarray]:
+            groups = np.empty((len(table), spec.num_kv_heads, table.shape[1]), np.int32)
+            groups[:] = np.arange(table.shape[1])
+            return groups, np.repeat(-(-lengths[:, None] // size), spec.num_kv_heads, axis=1).astype(np.int32)
+
+        listed = where.once(("attend whole", spec.num_kv_heads, size), whole)
         cache.kv_bytes_read += int(lengths.sum()) * spec.num_kv_heads * spec.kv_token_bytes
-        shape = (len(table), spec.num_kv_heads)
-        groups = np.empty((*shape, table.shape[1]), np.int32)
-        groups[:] = np.arange(table.shape[1])
-        counts = np.repeat(-(-lengths[:, None] // size), spec.num_kv_heads, axis=1).astype(np.int32)
+        groups, counts = listed
     else:
         groups, counts = listed
-    tokens = int(counts.sum()) * size
-    if listed is not None:
-        cache.kv_bytes_read += tokens * spec.kv_token_bytes
+        cache.kv_bytes_read += int(counts.sum()) * size * spec.kv_token_bytes
     out, lse = np.empty(q.shape, np.float32), np.empty(q.shape[:2], np.float32)
     (k, k_strides), (v, v_strides) = (_rows_of(pool[layer], spec.dtype, host) for pool in (cache.k, cache.v))
-    least, most = TASK_TOKENS
-    tokens_each = min(max(tokens // (TASKS_PER_THREAD * threads.num_threads()), least), most)
-    per_task = max(tokens_each // size, 1)
-    starts = np.zeros(counts.size + 1, np.int64)
-    np.cumsum(-(-counts.reshape(-1) // per_task), out=starts[1:])
+
+    def tasks() -> tuple[int, np.ndarray]:
+        least, most = TASK_TOKENS
+        tokens_each = min(max(int(counts.sum()) * size // (TASKS_PER_THREAD * threads.num_threads()), least), most)
+        per_task = max(tokens_each // size, 1)
+        starts = np.zeros(counts.size + 1, np.int64)
+        np.cumsum(-(-counts.reshape(-1) // per_task), out=starts[1:])
+        return per_task, starts
+
+    per_task, starts = where.once(("attend", counts.tobytes(), size, threads.num_threads()), tasks)
     heads = -(-q.shape[1] // spec.num_kv_heads // vectors.HEADS) * vectors.HEADS
     largest, masses = (np.empty((starts[-1], heads), np.float32) for _ in range(2))
     sums = np.empty((starts[-1], heads * q.shape[2]), np.float32)

@@ -86,8 +86,19 @@ FLOOR = (
 )
 # what of these pays, alone and together
 CUTS = (SHORT_TAIL, DEFAULT, SHORT_TAIL.replace(stages=(0.5, 0.2)), DEFAULT.replace(stages=(0.5, 0.2)))
+# one setting of the default's at a time, a step from where it is
+NEAR = (
+    DEFAULT,
+    DEFAULT.replace(tail_tokens=256),
+    DEFAULT.replace(refine=0.1),
+    DEFAULT.replace(stages=(0.35,)),
+    DEFAULT.replace(stages=(0.5, 0.3)),
+    DEFAULT.replace(stages=(0.5, 0.3), tail_tokens=256),
+    DEFAULT.replace(last_tokens=4),
+)
 SETS = {
-    "methods": ARMS, "codes": CODES, "floor": FLOOR, "cuts": CUTS, "headline": HEADLINE, "default": (DEFAULT,),
+    "methods": ARMS, "codes": CODES, "floor": FLOOR, "cuts": CUTS, "near": NEAR, "headline": HEADLINE,
+    "default": (DEFAULT,),
     "others": tuple(arm for arm in ARMS if arm not in HEADLINE),  # where the headline is measured already
 }  # fmt: skip
 EARLIER = dict.fromkeys(("mean_tokens", "mean_bits", "stages"))  # of cells of before there were unit means

@@ -110,15 +110,18 @@ def attend_layer(
 def dense_read(cache: Any, where: Where) -> LayerRead:
     """What one layer reads that attends densely: every group of every sequence."""
     spec, store = cache.spec, cache.store
-    key = "dense_read", store.S, spec.num_kv_heads
-    if key not in where.kept:
+
+    def count() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
         groups = -(-where.lengths // store.S)
         counts = np.repeat(groups[:, None], spec.num_kv_heads, axis=1)
         shared = counts, groups, np.zeros_like(groups), np.zeros(counts.shape)
         for array in shared:
             array.flags.writeable = False  # of the statistics of all layers
-        where.kept[key] = *shared, int(where.lengths.sum())
-    counts, groups, none_forced, none_skipped, num_tokens = where.kept[key]
+        return *shared, int(where.lengths.sum())
+
+    counts, groups, none_forced, none_skipped, num_tokens = where.once(
+        ("dense_read", store.S, spec.num_kv_heads), count
+    )
     stats = LayerStats(
         counts=counts,
         groups=groups,

@@ -1,22 +1,22 @@
 """Several new tokens of each of several sequences, to be attended in one dense pass: which token each row is, and what
 it sees. Integers only, computed once a pass and not once a layer."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
+from eps_core.paging.shared import Shared
+
 
 @dataclass(frozen=True, eq=False)
-class Rows:
-    """The last `num_rows` tokens of each of B sequences, T in all: those of a sequence lie together, in order. Nothing
-    here may be written to: all layers share it."""
+class Rows(Shared):
+    """The last `num_rows` tokens of each of B sequences, T in all: those of a sequence lie together, in order."""
 
     table: np.ndarray  # [B, M] int32 pool units, padding -1
     lengths: np.ndarray  # [B] int64 tokens of each sequence, all of its rows counted
     num_rows: np.ndarray  # [B] int64, at least 1 each
-    kept: dict[Any, Any] = field(default_factory=dict)  # what backends derive from these once a pass, by their own keys
 
     @classmethod
     def of(cls, table: np.ndarray, lengths: np.ndarray, num_rows: np.ndarray) -> Self:

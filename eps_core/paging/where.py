@@ -4,9 +4,9 @@ a summary. Integers only, computed once a step and not once a layer.
 Every array backend shares this; the oracle's per-sequence `selection.guards` is written apart and judges it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -14,17 +14,17 @@ from eps_core.config.bytes import scoring_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import Store
 from eps_core.paging.groups import GroupState
+from eps_core.paging.shared import Shared
 
 
 @dataclass(frozen=True, eq=False)
-class Where:
+class Where(Shared):
     """One step: of B sequences the units that they lie in and their lengths, the new token counted, and how to read
-    them. Nothing here may be written to: all layers share it."""
+    them."""
 
     config: EpsConfig  # the cache's store, and this step's read
     table: np.ndarray  # [B, M] int32 pool units, padding -1
     lengths: np.ndarray  # [B] int64 tokens
-    kept: dict[Any, Any] = field(default_factory=dict)  # what backends derive from these once a step, by their own keys
 
     @classmethod
     def of(cls, config: EpsConfig, table: np.ndarray, lengths: np.ndarray) -> Self:
@@ -86,12 +86,12 @@ class Where:
 
     def staged(self, head_dim: int) -> list[np.ndarray]:
         """Groups of each sequence, per kv head, of which scoring reads each further part of codes: [B] int64 each."""
-        key = "staged", head_dim
-        if key not in self.kept:
+
+        def count() -> list[np.ndarray]:
             counts = [self.config.staged_groups(int(length), head_dim) for length in self.lengths]
-            self.kept[key] = [np.array(part, np.int64) for part in zip(*counts, strict=True)]
-        found: list[np.ndarray] = self.kept[key]
-        return found
+            return [np.array(part, np.int64) for part in zip(*counts, strict=True)]
+
+        return self.once(("staged", head_dim), count)
 
     def budget(self, num_forced: np.ndarray) -> np.ndarray:
         """Groups that topk visits of each sequence [B] int64: the budget, but all of the `num_forced` [B] and none past
@@ -104,11 +104,9 @@ class Where:
 
     def scoring_bytes(self, head_dim: int) -> int:
         """Bytes read besides K and V per (layer, kv head) to score the step's sequences: `bytes.scoring_bytes`."""
-        key = "scoring_bytes", head_dim
-        if key not in self.kept:
-            self.kept[key] = scoring_bytes(self.config, head_dim, self.lengths.tolist())
-        found: int = self.kept[key]
-        return found
+        return self.once(
+            ("scoring_bytes", head_dim), lambda: scoring_bytes(self.config, head_dim, self.lengths.tolist())
+        )
 
     def reads_all(self, layer: int) -> bool:
         """Whether the step needs no score in a layer: see `EpsConfig.reads_all`."""
@@ -128,8 +126,8 @@ class Where:
         """Groups of each sequence without a valid summary [B, G] bool (False past its end): open (all of one mean
         together), overwritten, or, while `can_encode` is False (rq without its centre), any. Layers that were written
         alike share one answer."""
-        key = "missing", state.group_tokens, state.groups_per_seal, state.groups_per_unit, state.history, can_encode
-        if key not in self.kept:
+
+        def find() -> np.ndarray:
             per_unit = state.groups_per_unit
             groups = (np.maximum(self.table, 0)[:, :, None] * per_unit + np.arange(per_unit)).reshape(
                 len(self.table), -1
@@ -140,9 +138,11 @@ class Where:
             valid = state.valid(groups) & can_encode
             missing = np.repeat((index < ends[:, None]) & (~valid | is_open), state.groups_per_seal, axis=1)
             size = state.group_tokens // state.groups_per_seal
-            self.kept[key] = missing & (np.arange(missing.shape[1]) * size < self.lengths[:, None])
-        found: np.ndarray = self.kept[key]
-        return found
+            inside: np.ndarray = np.arange(missing.shape[1]) * size < self.lengths[:, None]
+            return missing & inside
+
+        shape = state.group_tokens, state.groups_per_seal, state.groups_per_unit
+        return self.once(("missing", *shape, state.history, can_encode), find)
 
     def num_missing(self, state: GroupState, can_encode: bool = True) -> np.ndarray:
         """How many of these no guard covers [B] int64: they must be visited too."""

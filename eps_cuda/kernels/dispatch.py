@@ -37,11 +37,10 @@ SCORERS = {"meanstd": score_kernels.score_meanstd}  # besides codes without boun
 
 def on_device(cache: Cache, where: Where | Rows) -> tuple[Tensor, Tensor]:
     """A step's or pass's table [B, M] and lengths [B] int32 on the device, copied once for all layers."""
-    key = "device", cache.device
-    if key not in where.kept:
-        where.kept[key] = to_device(cache, where.table), to_device(cache, where.lengths.astype(np.int32))
-    placed: tuple[Tensor, Tensor] = where.kept[key]
-    return placed
+    return where.once(
+        ("device", cache.device),
+        lambda: (to_device(cache, where.table), to_device(cache, where.lengths.astype(np.int32))),
+    )
 
 
 def to_device(cache: Cache, array: np.ndarray) -> Tensor:
@@ -80,13 +79,13 @@ def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores | None:
 
 def depth_of(cache: Cache, where: Where) -> Depth:
     """How far a step reads codes, copied once for all layers."""
-    key = "depth", cache.device
-    if key not in where.kept:
+
+    def copy() -> Depth:
         counts = [*where.staged(cache.spec.head_dim), where.refined]
         *staged, refined = ((to_device(cache, one.astype(np.int32)), int(one.max())) for one in counts)
-        where.kept[key] = Depth(tuple(staged), refined)
-    depth: Depth = where.kept[key]
-    return depth
+        return Depth(tuple(staged), refined)
+
+    return where.once(("depth", cache.device), copy)
 
 
 def estimates(cache: Cache, layer: int, q: Tensor, table: Tensor, lengths: Tensor, depth: Depth) -> Tensor:
@@ -165,13 +164,11 @@ def attend_rows(
     cache: Cache, layer: int, q: Tensor, rows: Rows, visit: Tensor | None = None, masses: bool = False
 ) -> RowsRead:
     table, lengths = on_device(cache, rows)
-    key = "starts", cache.device
-    if key not in rows.kept:
-        rows.kept[key] = to_device(cache, rows.starts.astype(np.int32))
+    starts = rows.once(("starts", cache.device), lambda: to_device(cache, rows.starts.astype(np.int32)))
     cache.count_read(int(rows.lengths.sum()) * cache.spec.num_kv_heads * cache.spec.kv_token_bytes)
     return RowsRead(
         *rows_kernels.attend_rows(
-            q, cache.k[layer], cache.v[layer], table, lengths, rows.kept[key],
+            q, cache.k[layer], cache.v[layer], table, lengths, starts,
             most_rows=int(rows.num_rows.max()), group_tokens=cache.store.S, visit=visit, masses=masses,
         )
     )  # fmt: skip

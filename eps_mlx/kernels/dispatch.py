@@ -34,11 +34,9 @@ SCORERS = {"meanstd": score_meanstd}  # besides codes without bounds of their ow
 
 def on_device(cache: Cache, where: Where | Rows) -> tuple[mx.array, mx.array]:
     """A step's or pass's table [B, M] and lengths [B] int32 on the device, copied once for all layers."""
-    key = "device", cache.device
-    if key not in where.kept:
-        where.kept[key] = mx.array(where.table), mx.array(where.lengths.astype(np.int32))
-    placed: tuple[mx.array, mx.array] = where.kept[key]
-    return placed
+    return where.once(
+        ("device", cache.device), lambda: (mx.array(where.table), mx.array(where.lengths.astype(np.int32)))
+    )
 
 
 def rotation(cache: Cache) -> mx.array:
@@ -109,14 +107,14 @@ def unit_estimates(cache: Cache, layer: int, q: mx.array, where: Where, table: m
 def _stages(cache: Cache, where: Where) -> list[tuple[int | None, mx.array, int]]:
     """(parts of the codes that it reads, None for the second bit; of how many groups of each sequence [B] int32, and at
     most) of each stage after the first: copied to the device once for all layers."""
-    key = "stages", cache.device
-    if key not in where.kept:
+
+    def copy() -> list[tuple[int | None, mx.array, int]]:
         found: list[tuple[int | None, np.ndarray]] = list(enumerate(where.staged(cache.spec.head_dim), start=2))
         if where.config.read.refine:
             found.append((None, where.refined))
-        where.kept[key] = [(parts, mx.array(wanted.astype(np.int32)), int(wanted.max())) for parts, wanted in found]
-    stages: list[tuple[int | None, mx.array, int]] = where.kept[key]
-    return stages
+        return [(parts, mx.array(wanted.astype(np.int32)), int(wanted.max())) for parts, wanted in found]
+
+    return where.once(("stages", cache.device), copy)
 
 
 def select(scores: Scores, where: Where, layer: int = 0) -> Selection | None:
@@ -161,14 +159,12 @@ def attend_rows(
     cache: Cache, layer: int, q: mx.array, rows: Rows, visit: mx.array | None = None, masses: bool = False
 ) -> RowsRead:
     cache.count_read(int(rows.lengths.sum()) * cache.spec.num_kv_heads * cache.spec.kv_token_bytes)
-    key = "starts", cache.device
     with mx.stream(cache.stream):
         table, lengths = on_device(cache, rows)
-        if key not in rows.kept:
-            rows.kept[key] = mx.array(rows.starts.astype(np.int32))
+        starts = rows.once(("starts", cache.device), lambda: mx.array(rows.starts.astype(np.int32)))
         return RowsRead(
             *rows_kernels.attend_rows(
-                q, cache.k[layer], cache.v[layer], table, lengths, rows.kept[key],
+                q, cache.k[layer], cache.v[layer], table, lengths, starts,
                 most_rows=int(rows.num_rows.max()), group_tokens=cache.store.S, visit=visit, masses=masses,
             )
         )  # fmt: skip
