@@ -67,13 +67,16 @@ def test_scores_follow_oracle_and_arrays(backend, case):
     check_selection(backend, backend.select(scores, where), wanted)
 
 
+@pytest.mark.parametrize("number", (1, 4))
 @pytest.mark.parametrize("case", (CASES[0], CASES[1], CASES[10]), ids=str)
-def test_layers_share_counts_and_memory_and_no_result(backend, case):
-    """What one step's layers make once, memory to work in among it, changes no result of another layer's, of the same
-    cache or of one in which other groups lack a summary."""
+def test_layers_share_what_they_know_and_no_result(backend, case, number, monkeypatch):
+    """What one step's layers find once changes no result of another layer's, of the same cache or of one in which other
+    groups lack a summary, with as many query heads or twice as many; and a layer like one before finds nothing anew."""
+    monkeypatch.setattr(threads_cpu, "num_threads", lambda: number)
     setups = [Setup(backend, case), Setup(backend, case)]
     setups[1].cache.state[0].fill[: setups[1].cache.state[0].fill.size // 2] = 0
-    queries = [setups[0].native, -setups[0].native]
+    many = np.repeat(setups[0].q, 2, axis=1)
+    queries = [setups[0].native, -setups[0].native, backend.from_numpy(many, "float32", "cpu")]
 
     def on_host(array: object) -> np.ndarray:
         return array if isinstance(array, np.ndarray) else backend.to_numpy(array)
@@ -82,20 +85,25 @@ def test_layers_share_counts_and_memory_and_no_result(backend, case):
         scores = kernels_of(backend).score(s.cache, 0, q, where)
         chosen = kernels_of(backend).select(scores, where)
         parts = [kernels_of(backend).attend(s.cache, 0, q, where, selection) for selection in (chosen, None)]
-        return [scores.estimate, scores.num_missing, chosen.groups, chosen.counts, chosen.forced, *parts[0], *parts[1]]
+        lists = chosen.groups, chosen.counts, chosen.visit, chosen.forced
+        return [scores.estimate, scores.num_missing, *lists, *parts[0], *parts[1]]
 
     def where() -> Where:
         return Where.of(case.config, setups[0].table, setups[0].lengths)
 
     calls = [(s, q) for s in setups for q in queries]
     apart, shared = [read(s, q, where()) for s, q in calls], where()
-    together = [read(s, q, shared) for s, q in calls]
+    together, made = [], []
+    for s, q in calls:
+        together.append(read(s, q, shared))
+        made.append(len(shared._made))
     for one, other in zip(apart, together, strict=True):
         for x, y in zip(one, other, strict=True):
             np.testing.assert_array_equal(on_host(x), on_host(y))
-    forced = [int(on_host(one[4]).sum()) for one in apart]
-    assert forced[0] == forced[1] and forced[2] == forced[3]
-    assert forced[2] > forced[0] or case is CASES[10]
+    forced = [int(on_host(one[5]).sum()) for one in apart]
+    assert forced[0] == forced[1] == forced[2] and forced[3] == forced[4] == forced[5]
+    assert forced[3] > forced[0] or case is CASES[10]
+    assert made[0] == made[1] < made[2] and made[3] == made[4] == made[5]
 
 
 def test_groups_that_fill_no_register_are_left_to_arrays(backend):

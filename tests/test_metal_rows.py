@@ -203,7 +203,7 @@ def test_a_cache_with_kernels_goes_through_them(
     monkeypatch.setattr(attention, "read_kv", refuse)
     rows = Rows.of(np.arange(3)[None], np.array([40]), np.array([5]))
     eps_mlx.attend_rows(cache, 0, mx.repeat(keys[:5], 2, axis=1), rows)
-    assert {key[0] for key in rows.kept} == {"device", "starts"}, "copied once a pass"
+    assert {key[0] for key in rows._made} == {"device", "starts"}, "copied once a pass"
     where = Where.dense(cache.store, np.arange(3)[None], np.array([40]))
     eps_mlx.attend(cache, 0, mx.repeat(keys[:1], 2, axis=1), where, None)
     kernels = (f"eps_attend_rows{suffix}", f"eps_attend_decode{suffix}")

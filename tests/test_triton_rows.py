@@ -297,7 +297,7 @@ def test_a_cache_with_kernels_goes_through_them(monkeypatch, bits):
     rows = Rows.of(np.arange(3)[None], np.array([40]), np.array([5]))
     eps_cuda.attend_rows(cache, 0, keys[:5].repeat(1, 2, 1), rows, None, False)
     assert launched == ["rows_split_kernel", "merge_kernel"]
-    assert {key[0] for key in rows.kept} == {"device", "starts"}, "copied once a pass"
+    assert {key[0] for key in rows._made} == {"device", "starts"}, "copied once a pass"
     where = Where.dense(cache.store, np.arange(3)[None], np.array([40]))
     eps_cuda.attend(cache, 0, keys[:1].repeat(1, 2, 1), where, None)
     assert launched[2:] == ["attend_split_kernel"]

@@ -171,8 +171,8 @@ def test_what_dropped_out_ranks_above_what_went_on() -> None:
     filled = Filled(CASES["three parts of equal groups"])
     end = filled.estimate(units).cpu().numpy()
     filled.where.__dict__["refined"] = np.zeros(2, np.int64)
-    filled.where.kept.clear()
-    filled.where.kept["staged", 128] = [np.zeros(2, np.int64)] * 2
+    filled.where._made.clear()
+    filled.where.once(("staged", 128), lambda: [np.zeros(2, np.int64)] * 2)
     start = filled.estimate(units).cpu().numpy()
     moved = start != end
     assert moved.any() and start[np.isfinite(start) & ~moved].max() > end[moved].min()

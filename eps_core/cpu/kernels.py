@@ -147,34 +147,31 @@ def _score_units(
     codes, *later = (pools[name] for name in PARTS[len(dims)])
     estimate, missing = np.empty((batch, kv_heads, groups), np.float32), np.empty(batch, np.int64)
 
-    def work() -> tuple[Any, ...]:
-        """What every layer asks alike, and works in."""
-        words = sum(-(-many // (8 * unit_vectors.WORD)) for many in (*dims, head_dim))
-        chunks = -(-seals // max(units.CHUNK_GROUPS // per_seal, 1))
-        mean_bytes = -(-head_dim * store.mean_bits // 8)
+    chunks = -(-seals // max(units.CHUNK_GROUPS // per_seal, 1))
 
-        def each_pass(*shape: int) -> np.ndarray:
-            return _aligned(math.prod(shape) * passes * rows).reshape(rows, passes, *shape)
-
+    def know() -> tuple[Any, ...]:
+        """What every layer's call is told alike: counts, a rotation and dimensions, sizes of what it works in."""
+        words = sum(-(-many // (8 * unit_vectors.WORD)) for many in (*dims, head_dim)) * unit_vectors.WORD_TABLE // 4
+        sides, mean_bytes = 8 // store.mean_bits, -(-head_dim * store.mean_bits // 8)
+        sizes = words, sides * vectors.HEADS * mean_bytes, (len(dims) + 1) * vectors.HEADS
         return (
-            np.array(where.staged(head_dim), np.int64).reshape(-1, batch), *write.rotation(head_dim), np.array(dims),
-            np.empty((batch, seals), np.uint8), np.empty((batch, seals), np.int64),
-            each_pass(words * unit_vectors.WORD_TABLE // 4).view(np.int8),
-            each_pass(8 // store.mean_bits * vectors.HEADS * mean_bytes), each_pass(len(dims) + 1, vectors.HEADS),
-            np.empty((rows, passes * vectors.HEADS * (seals + vectors.LANES)), np.float32),
-            units.new_lists(rows if together else 0, groups, chunks, passes),
+            np.array(where.staged(head_dim), np.int64).reshape(-1, batch), write.rotation(head_dim), np.array(dims),
+            [(rows, passes, size) for size in sizes], units.new_lists(0, groups, chunks, passes),
         )  # fmt: skip
 
-    staged, blocks, block_scales, dims_array, *between = where.once(
-        ("score_units", store.parts, store.mean_bits, head_dim, num_heads, kv_heads, together), work
-    )
+    key = "score_units", store.parts, store.mean_bits, per_seal, head_dim, num_heads, kv_heads
+    staged, rotation, dims_array, shapes, no_lists = where.once(key, know)
+    words, queries, factors = _aligned(*shapes)
     run(
         units.score_units, 1 + units.MOST_PHASES if together else 2, together, np.ascontiguousarray(q),
         pools["mean"], pools["mean_scale"], store.mean_bits, pools["scale"], codes, (*later, codes, codes)[:2],
         pools.get("second", codes), pools.get("second_scale", codes), cache.state[layer].fill, where.table,
-        where.lengths, where.guards, staged, where.refined,
-        host(cache.fixed[layer]["signs"]), blocks, block_scales, dims_array, store.S, store.sealed_tokens,
-        store.seals_per_unit, *between, missing, estimate,
+        where.lengths, where.guards, staged, where.refined, host(cache.fixed[layer]["signs"]), *rotation, dims_array,
+        store.S, store.sealed_tokens, store.seals_per_unit, np.empty((batch, seals), np.uint8),
+        np.empty((batch, seals), np.int64), words.view(np.int8), queries,
+        factors.reshape(rows, passes, -1, vectors.HEADS),
+        np.empty((rows, passes * vectors.HEADS * (seals + vectors.LANES)), np.float32),
+        units.new_lists(rows, groups, chunks, passes) if together else no_lists, missing, estimate,
     )  # fmt: skip
     return estimate, None, None, missing, None
 
@@ -289,10 +286,12 @@ def attend_rows(
     tiled = tiled and head_dim % amx.STEP == 0 and unit_tokens % rows_amx.UNIT_TOKENS == 0
     parts = 1 if is_short else 3
     # of two bytes on tile registers
-    queries = _aligned(-(-int(places[-1]) * head_dim * (parts if tiled else 2) // 2))
+    queries, sums = _aligned(
+        (-(-int(places[-1]) * head_dim * (parts if tiled else 2) // 2),), (int(slots[-1]) * head_dim,)
+    )
     about = (
         rows.table, rows.lengths, rows.starts, unit_tokens, store.S, per_task, starts, slots, places, listed,
-        queries.view(np.uint16) if tiled else queries, largest, totals, visited, _aligned(int(slots[-1]) * head_dim),
+        queries.view(np.uint16) if tiled else queries, largest, totals, visited, sums,
         by_group, out, lse, visited_lse,
     )  # fmt: skip
     if tiled:
@@ -302,11 +301,15 @@ def attend_rows(
     return out, lse, None if visit is None else visited_lse, by_group if masses else None
 
 
-def _aligned(count: int) -> np.ndarray:
-    """count float32 that begin with a cache line."""
-    whole = np.empty(count + 16, np.float32)
-    skip = -whole.ctypes.data % 64 // 4
-    return whole[skip : skip + count]
+def _aligned(*shapes: tuple[int, ...]) -> list[np.ndarray]:
+    """float32 arrays of these shapes, each of which begins with a cache line."""
+    sizes = [math.prod(shape) for shape in shapes]
+    whole = np.empty(sum(sizes) + 16 * len(sizes), np.float32)
+    found, start = [], -whole.ctypes.data % 64 // 4
+    for shape, size in zip(shapes, sizes, strict=True):
+        found.append(whole[start : start + size].reshape(shape))
+        start += -(-size // 16) * 16
+    return found
 
 
 def attend_tail(

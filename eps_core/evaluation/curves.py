@@ -86,7 +86,7 @@ FLOOR = (
 )
 # what of these pays, alone and together
 CUTS = (SHORT_TAIL, DEFAULT, SHORT_TAIL.replace(stages=(0.5, 0.2)), DEFAULT.replace(stages=(0.5, 0.2)))
-# one setting of the default's at a time, a step from where it is
+# one or two settings of the default's, a step from where they are; longer tails are of longer pool units, too
 NEAR = (
     DEFAULT,
     DEFAULT.replace(tail_tokens=256),

@@ -85,7 +85,7 @@ def depth_of(cache: Cache, where: Where) -> Depth:
         *staged, refined = ((to_device(cache, one.astype(np.int32)), int(one.max())) for one in counts)
         return Depth(tuple(staged), refined)
 
-    return where.once(("depth", cache.device), copy)
+    return where.once(("depth", cache.device, cache.spec.head_dim), copy)
 
 
 def estimates(cache: Cache, layer: int, q: Tensor, table: Tensor, lengths: Tensor, depth: Depth) -> Tensor:

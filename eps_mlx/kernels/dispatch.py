@@ -114,7 +114,7 @@ def _stages(cache: Cache, where: Where) -> list[tuple[int | None, mx.array, int]
             found.append((None, where.refined))
         return [(parts, mx.array(wanted.astype(np.int32)), int(wanted.max())) for parts, wanted in found]
 
-    return where.once(("stages", cache.device), copy)
+    return where.once(("stages", cache.device, cache.spec.head_dim), copy)
 
 
 def select(scores: Scores, where: Where, layer: int = 0) -> Selection | None:
