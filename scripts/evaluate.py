@@ -6,7 +6,8 @@
     python scripts/evaluate.py --arms linear -o results/linear.jsonl      (linear attention's states, windows)
     python scripts/evaluate.py --arms sparse-verify -o results/sparse-verify.jsonl      (drafts judged over few tokens)
 
-Writes one JSON object a line (the run, then every cell) and prints the tables in Markdown.
+Writes one JSON object a line (the run, then every cell) and prints the tables in Markdown. A run that was stopped goes
+on where the same is asked again: contexts that it had finished lie in OUTPUT.part until all of them are.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from eps_core.cli.numbers import PART, SEED, TOKENS, argument
+from eps_core.decode.heads import model_fingerprint
 from eps_core.decode.hub import resolve_model
 from eps_core.decode.model import DEMO_MODEL, read_spec
 from eps_core.decode.session import Session
@@ -27,6 +29,7 @@ from eps_core.errors import exit_code, require
 from eps_core.evaluation import curves, memory, rewrites, sparse_verify
 from eps_core.evaluation.curves import BYTE_BUDGETS, SETS, TAUS
 from eps_core.files import outputs
+from eps_core.files.resumable import ResumableFile
 from eps_core.load import load_backend
 from eps_core.tasks.corpus import SHA256
 from eps_core.telemetry.provenance import provenance
@@ -39,6 +42,7 @@ def _session(model: Path, backend: str, device: str) -> Session:
 
 
 MEMORY, LINEAR, REWRITES, SPARSE = "memory", "linear", "rewrites", "sparse-verify"
+IDENTITY = ("model_id", "cache_dtype", "compute_dtype", "corpus", "asked")  # of runs that go on with each other
 SUITES = {MEMORY: memory, LINEAR: memory, REWRITES: rewrites, SPARSE: sparse_verify}
 
 
@@ -91,30 +95,50 @@ def main() -> None:
     outputs.check({"-o": args.out}, {"--model": args.model})
 
     os.environ["OMP_NUM_THREADS"] = "1"
-    source = (args.model, args.backend, args.device, args.arms)
+    path = resolve_model(args.model, weights=False)
+    asked = {name: value for name, value in vars(args).items() if name not in ("model", "contexts", "jobs", "out")}
+    first = {
+        "type": "run",
+        "kind": "table",
+        "command": " ".join(["python", "scripts/evaluate.py", *sys.argv[1:]]),
+        **provenance(load_backend(args.backend).versions()),
+        "device": args.device,
+        "cpu_count": os.cpu_count(),
+        "model": args.model.name,
+        "model_id": model_fingerprint(path),
+        "head_dim": read_spec(path).head_dim,
+        "cache_dtype": "bfloat16",
+        "compute_dtype": "float32",
+        "seed": args.seed,
+        "corpus": SHA256,
+        "asked": asked,
+    }
     started = time.time()
-    head_dim = read_spec(resolve_model(args.model, weights=False)).head_dim
+    with outputs.Output(args.out) as target:
+        part = None if target.file is None else target.file.with_name(f"{target.file.name}.part")
+        with outputs.Output(part or args.out) as output, ResumableFile(output, first, IDENTITY) as lines:
+            _tables(args, first["head_dim"], lines)
+        if part is not None:
+            with target.replacing() as whole:
+                whole.write(part.read_text("utf-8"))
+            part.unlink()
+    print(json.dumps({"out": str(args.out), "seconds": round(time.time() - started)}))
+
+
+def _tables(args: argparse.Namespace, head_dim: int, lines: ResumableFile) -> None:
+    """Writes and prints the table of every context that `lines` do not hold yet."""
+    source = (args.model, args.backend, args.device, args.arms)
+    suite = SUITES.get(args.arms, curves)
+    there = {line["context_tokens"] for line in lines.found if line.get("type") == "context"}
     # spawned, so that every process starts with one thread
-    with outputs.replacing(args.out) as out, ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
-        run = {
-            "type": "run",
-            "command": " ".join(["python", "scripts/evaluate.py", *sys.argv[1:]]),
-            **provenance(load_backend(args.backend).versions()),
-            "device": args.device,
-            "cpu_count": os.cpu_count(),
-            "model": args.model.name,
-            "head_dim": head_dim,
-            "cache_dtype": "bfloat16",
-            "compute_dtype": "float32",
-            "seed": args.seed,
-            "corpus": SHA256,
-        }
-        out.write(json.dumps(run) + "\n")
+    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         for context in args.contexts:
+            if context in there:
+                print(f"\nContext {context}: measured before\n")
+                continue
             part = 3 if context >= args.long else 1
             needles, texts = -(-args.needles // part), -(-args.texts // part)
             size = context, needles, texts, args.text_steps
-            suite = SUITES.get(args.arms, curves)
             if suite is memory:
                 arms = memory.arms(args.shares, args.policies) if args.arms == MEMORY else memory.constant()
                 plan = memory.Plan(*size, seed=args.seed, arms=arms)
@@ -123,6 +147,7 @@ def main() -> None:
             else:
                 points = {"arms": SETS[args.arms], "byte_budgets": tuple(args.budgets), "taus": tuple(args.taus)}
                 plan = curves.Plan(*size, seed=args.seed, **points)
+            started = time.time()
             futures = [pool.submit(_document, *source, plan, kind, index) for kind, index in plan.documents()]
             results = []
             with Progress(f"context {context}:", "documents") as progress:
@@ -131,12 +156,11 @@ def main() -> None:
                     progress(len(results), len(futures), f"{duration(time.time() - started)} so far")
             cells = suite.table_cells(plan, head_dim, results)
             for record in suite.records(cells):
-                out.write(json.dumps(record) + "\n")
-            out.flush()
+                lines.write_once(record)
             needles_dense = sum(kind == "needle" and right for kind, _, right in results)
+            lines.write({"type": "context", "context_tokens": context, "num_needles": needles, "dense": needles_dense})
             print(f"\nContext {context}: dense answers {needles_dense} of {needles} needles\n")
             print(suite.markdown(cells), flush=True)
-    print(json.dumps({"out": str(args.out), "seconds": round(time.time() - started)}))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,18 @@
 """Every script says how it is used and then does nothing; a flag that it does not know is exit status 2."""
 
+import importlib
+import json
 import os
 import runpy
 import shutil
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+
+from eps_core.errors import exit_code
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 SHELL = sorted(path.name for path in SCRIPTS.glob("*.sh") if os.access(path, os.X_OK))
@@ -113,6 +118,55 @@ def test_a_script_refuses_numbers_that_mean_nothing(
     error = capsys.readouterr().err
     assert f"'{arguments[-1]}' is not a" in error and "Traceback" not in error
     assert not list(tmp_path.iterdir())
+
+
+def test_a_table_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts that were finished are not measured again, and the file is what one run would have left."""
+    monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
+    evaluate = importlib.import_module("evaluate")
+    measured: list[int] = []
+    stop_at = 4096
+
+    def document(model, backend, device, arms, plan, kind, index):
+        if plan.context_tokens == stop_at:
+            raise KeyboardInterrupt
+        measured.append(plan.context_tokens)
+        return kind, {}, kind == "needle"
+
+    class Here:
+        """A pool that works at once."""
+
+        def __init__(self, *about: object) -> None: ...
+        def __enter__(self) -> "Here":
+            return self
+
+        def __exit__(self, *exc: object) -> None: ...
+        def submit(self, function, *arguments):
+            done = Future()
+            done.set_result(function(*arguments))
+            return done
+
+    monkeypatch.setattr(evaluate, "_document", document)
+    monkeypatch.setattr(evaluate, "ProcessPoolExecutor", Here)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def run(out: str, *more: str) -> int | None:
+        sizes = ["--contexts", "2048", "4096", "--needles", "2", "--texts", "1", "--arms", "default"]
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", *sizes, "-o", str(tmp_path / out), *more])
+        return exit_code(evaluate.main)
+
+    with pytest.raises(KeyboardInterrupt):
+        run("a.jsonl")
+    assert measured == [2048] * 3
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl.part"]
+    assert run("a.jsonl", "--seed", "1") == 2, "another run's table"
+    stop_at = 0
+    measured.clear()
+    assert not run("a.jsonl") and measured == [4096] * 3
+    assert not run("b.jsonl")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl"]
+    first, second = ((tmp_path / name).read_text().splitlines()[1:] for name in ("a.jsonl", "b.jsonl"))
+    assert first == second and [json.loads(line)["type"] for line in first].count("context") == 2
 
 
 @pytest.mark.parametrize(
