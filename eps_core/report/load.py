@@ -9,7 +9,20 @@ from eps_core.files import inputs
 from eps_core.report.kinds import Line, clean
 
 MOST_NOTES = 50  # of one file
-_COUNTED = ("run", "resume", "cell", "failed", "step", "round", "summary", "sample", "document", "task", "text", "context")
+_COUNTED = (
+    "run",
+    "resume",
+    "cell",
+    "failed",
+    "step",
+    "round",
+    "summary",
+    "sample",
+    "document",
+    "task",
+    "text",
+    "context",
+)
 
 
 @dataclass
