@@ -165,12 +165,13 @@ def _score_units(
     run(
         units.score_units, 1 + units.MOST_PHASES if together else 2, together, np.ascontiguousarray(q),
         pools["mean"], pools["mean_scale"], store.mean_bits, pools["scale"], codes, (*later, codes, codes)[:2],
-        pools.get("second", codes), pools.get("second_scale", codes), cache.state[layer].fill, where.table,
+        pools.get("second", codes), pools.get("second_scale", pools["scale"]), cache.state[layer].fill, where.table,
         where.lengths, where.guards, staged, where.refined, host(cache.fixed[layer]["signs"]), *rotation, dims_array,
         store.S, store.sealed_tokens, store.seals_per_unit, np.empty((batch, seals), np.uint8),
         np.empty((batch, seals), np.int64), words.view(np.int8), queries,
         factors.reshape(rows, passes, -1, vectors.HEADS),
         np.empty((rows, passes * vectors.HEADS * (seals + vectors.LANES)), np.float32),
+        np.empty((rows, 2, seals + vectors.LANES), np.float32),
         units.new_lists(rows, groups, chunks, passes) if together else no_lists, missing, estimate,
     )  # fmt: skip
     return estimate, None, None, missing, None
