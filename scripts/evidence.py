@@ -48,9 +48,9 @@ LONG_TARGETS = (("box", 16, (16, 128), 0.2), ("meanstd", 16, (16, 128), 0.25), (
 LEVELS = ("0.1", "0.01", "0.001")
 # of each model: methods and, where they are there, what was measured of some of them, or of others, later
 FILES = {
-    "demo": ("methods", "codes", "cuts"),
-    "wide": ("wide", "codes-wide", "cuts-wide"),
-    "long": ("long", "long-floor", "long-others", "long-cuts"),
+    "demo": ("methods", "codes", "cuts", "unit-scale"),
+    "wide": ("wide", "codes-wide", "cuts-wide", "unit-scale-wide"),
+    "long": ("long", "long-floor", "long-others", "long-cuts", "long-unit-scale"),
 }
 # whose bytes are split, and what they are drawn as
 FOLLOWED = {name_of(arm): arm for arm in (*HEADLINE, *FLOOR, *CUTS)}

@@ -477,11 +477,12 @@ UNIT_MUTATIONS = {
         "_to_byte(_unbiased_scale(energy, tl.sum(x * finer_levels)))",
         "_to_byte(_near16(tl.sum(tl.sum(x * x, axis=1) / tl.sum(x * finer_levels, axis=1)) / GROUPS))",
     ),
-    "a threshold of each group": ("tl.sum(_add_halves(sizes, GROUPS, 1, LOG_GROUPS))", "(sizes * GROUPS)"),
+    "a threshold of each group": (
+        "sizes = tl.sum(tl.reshape(sizes, (2, GROUPS >> (level + 1))), axis=0)\n        step = tl.sum(sizes) * SECOND",
+        "pass\n        step = (sizes * GROUPS * SECOND)[:, None]",
+    ),
     "sizes of groups added in another order": (
-        "_add_halves(sizes, GROUPS, 1, LOG_GROUPS)",
-        "_add_halves(tl.trans(tl.reshape(sizes, (GROUPS // 2, 2, 1)), (1, 0, 2)).reshape(GROUPS, 1), GROUPS, 1, "
-        "LOG_GROUPS)",
+        "(sizes, (2, GROUPS >> (level + 1))), axis=0)", "(sizes, (GROUPS >> (level + 1), 2)), axis=1)"
     ),
     "threshold by the sum of all groups": ("SECOND_STEP / (groups * head_dim)", "SECOND_STEP / head_dim"),
 }  # fmt: skip
@@ -568,9 +569,7 @@ def test_compiles_for_gpus_without_spills_or_contraction():
         for one in results:
             print(f"D {case.head_dim} S {case.group_tokens} {one.target}: {one.registers} registers, "
                   f"{one.shared_bytes} bytes shared")  # fmt: skip
-            # 32 groups of a width that is no power of two: turning halves round takes two registers too many
-            most = 8 if (case.head_dim, case.group_tokens) == (80, 1) else 0
-            assert one.spilled_bytes <= most, (case, one.target, one.spilled_bytes)
+            assert not one.spilled_bytes, (case, one.target, one.spilled_bytes)
             if one.target.startswith("cuda"):  # AMD's exact divisions are made of fma
                 inexact = re.findall(
                     r"\b(?:fma\.|div\.full|div\.approx|sqrt\.approx|(?:add|sub|mul)[.\w]*\.ftz).*", one.text

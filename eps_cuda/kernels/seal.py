@@ -231,8 +231,8 @@ def _seal_unit(
     x = y - (integers * step.to(tl.float32))[None, :]
     positive = (inside[None, :] & (x >= 0)).to(tl.int32)
     levels = 2.0 * positive.to(tl.float32) - 1.0
-    energy = tl.sum(tl.sum(x * x, axis=1))
-    tl.store(scale + at, _to_byte(_unbiased_scale(energy, tl.sum(tl.sum(tl.abs(x), axis=1)))))
+    energy = tl.sum(x * x)
+    tl.store(scale + at, _to_byte(_unbiased_scale(energy, tl.sum(tl.abs(x)))))
     ROW: tl.constexpr = DIM2 // 8
     packed = _pack(tl.reshape(positive, (GROUPS * DIM2,)), GROUPS * DIM2, 1)
     _store_part(codes, packed, at, 0, CODES, True, GROUPS, ROW)
@@ -246,13 +246,16 @@ def _seal_unit(
             leaf_row, there = _tree_row(d, HEAD_DIM, LOG_DIM)
             leaf_row = tl.broadcast_to(leaf_row[None, :], (GROUPS, DIM2))
             size = tl.where(there[None, :], tl.gather(size, leaf_row, 1), 0.0)
-        sizes = tl.reshape(_add_halves(tl.trans(size), DIM2, GROUPS, LOG_DIM), (GROUPS, 1))
-        step = tl.sum(_add_halves(sizes, GROUPS, 1, LOG_GROUPS)) * SECOND
+        sizes = _add_halves(tl.trans(size), DIM2, GROUPS, LOG_DIM)
+        # as `_add_halves`, whose layout would have compilers make x again: spills
+        for level in tl.static_range(LOG_GROUPS):
+            sizes = tl.sum(tl.reshape(sizes, (2, GROUPS >> (level + 1))), axis=0)
+        step = tl.sum(sizes) * SECOND
         finer = (inside[None, :] & ((x >= step) | ((x < 0) & (x >= -step)))).to(tl.int32)
         packed = _pack(tl.reshape(finer, (GROUPS * DIM2,)), GROUPS * DIM2, 1)
         _store_part(second, packed, at, 0, (HEAD_DIM + 7) // 8, False, GROUPS, ROW)
         finer_levels = levels + 0.5 * (2.0 * finer.to(tl.float32) - 1.0)
-        tl.store(second_scale + at, _to_byte(_unbiased_scale(energy, tl.sum(tl.sum(x * finer_levels, axis=1)))))
+        tl.store(second_scale + at, _to_byte(_unbiased_scale(energy, tl.sum(x * finer_levels))))
 
 
 @triton.jit
