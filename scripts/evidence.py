@@ -52,6 +52,7 @@ FILES = {
     "wide": ("wide", "codes-wide", "cuts-wide", "unit-scale-wide"),
     "long": ("long", "long-floor", "long-others", "long-cuts", "long-unit-scale"),
 }
+SINCE = "long-unit-scale"  # what was measured since the groups of a unit share a scale, where not all was
 # whose bytes are split, and what they are drawn as
 FOLLOWED = {name_of(arm): arm for arm in (*HEADLINE, *FLOOR, *CUTS)}
 DRAWN = tuple(zip(map(name_of, HEADLINE), ("-", "-", "-", "--", ":"), strict=True))
@@ -107,6 +108,12 @@ def merged(earlier: list[Cell], later: list[Cell]) -> list[Cell]:
     """Both, with the later cells alone of an arm that both have at a context: no curve mixes two versions of it."""
     again = {(arm_name(cell), cell.context_tokens) for cell in later}
     return [cell for cell in earlier if (arm_name(cell), cell.context_tokens) not in again] + later
+
+
+def as_stored_now(out: Path, found: list[Cell]) -> list[Cell]:
+    """Those whose bytes can be split by what is stored today: none of codes that were longer then."""
+    since = cells(out / f"{SINCE}.jsonl") if those_of(out, [SINCE]) else found
+    return [cell for cell in found if not cell.mean_tokens or cell in since]
 
 
 def those_of(out: Path, files: list[str]) -> list[str]:
@@ -407,9 +414,9 @@ def main() -> None:
     }
     if "long" in measured:
         run = first(rows(out / "long.jsonl", "run"), "run line of the long model")
-        head_dim = run["head_dim"]
-        parts += ["## What the bytes at that KL are of, long model", "", *floor_table(measured["long"], head_dim), ""]
-        made["context.svg"] = context_figure(measured["long"], head_dim)
+        split = as_stored_now(out, measured["long"]), run["head_dim"]
+        parts += ["## What the bytes at that KL are of, long model", "", *floor_table(*split), ""]
+        made["context.svg"] = context_figure(*split)
     for model, found in measured.items():
         for context in sorted({cell.context_tokens for cell in found}):
             here = [cell for cell in found if cell.context_tokens == context]

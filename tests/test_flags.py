@@ -168,8 +168,9 @@ def test_the_memory_of_summaries_follows_refine(tmp_path: Path) -> None:
     assert (
         plain(*centred) == plain(*centred, "--eps-refine", "0.5") == 36 and plain(*centred, "--eps-refine", "0") == 18
     )
-    shared = (64 + 2) / 16  # of the mean
-    assert plain() == plain("--eps-refine", "0.5") == 34 + shared and plain("--eps-refine", "0") == 17 + shared
+    mean, scale = (64 + 2) / 16, 1 / 16  # of a unit
+    assert plain() == plain("--eps-refine", "0.5") == 32 + mean + 2 * scale
+    assert plain("--eps-refine", "0") == 16 + mean + scale
     assert plain("--eps-unit-tokens", "64", "--eps-mean-bits", "8") == 34 + (128 + 2) / 32
     for value in ("nan", "-5"):
         assert outcome(["info", "--eps-refine", value], tmp_path).code == 2
