@@ -171,7 +171,7 @@ def test_the_memory_of_summaries_follows_refine(tmp_path: Path) -> None:
     mean, scale = (64 + 2) / 16, 1 / 16  # of a unit
     assert plain() == plain("--eps-refine", "0.5") == 32 + mean + 2 * scale
     assert plain("--eps-refine", "0") == 16 + mean + scale
-    assert plain("--eps-unit-tokens", "64", "--eps-mean-bits", "8") == 34 + (128 + 2) / 32
+    assert plain("--eps-unit-tokens", "64", "--eps-mean-bits", "8") == 32 + (128 + 2 + 2) / 32
     for value in ("nan", "-5"):
         assert outcome(["info", "--eps-refine", value], tmp_path).code == 2
 
