@@ -25,6 +25,7 @@ took "what the default may read less"
 python scripts/evaluate.py "${plan[@]}" --arms cuts --contexts 32704 16384 8192 --budgets 0.021 0.025 0.03 0.04 0.06 \
   -o "$out/long-cuts.jsonl" > "$captures/long-cuts.md"
 took "what of that pays"
+rm -f "$out/long-unit-scale.jsonl"  # of what was measured again here
 python scripts/evaluate.py "${plan[@]}" --arms others --contexts 8192 16384 32704 --budgets 0.03 0.06 0.1 0.16 0.28 \
   -o "$out/long-others.jsonl" > "$captures/long-others.md"
 took "the other methods"

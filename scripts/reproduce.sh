@@ -29,6 +29,7 @@ python scripts/evaluate.py $cuts --budgets 0.025 0.03 0.035 0.04 0.05 0.06 0.08 
 python scripts/evaluate.py $cuts --budgets 0.025 0.03 0.035 0.04 0.05 0.07 --model results/wide_model --contexts 4096 \
   --needles 16 --texts 6 -o "$out/cuts-wide.jsonl" > "$captures/cuts-wide.md"
 took "cuts on both"
+rm -f "$out/unit-scale.jsonl" "$out/unit-scale-wide.jsonl"  # of the default that was measured again here
 # 3. captures of both, replayed without a model: mass recall, certified skip
 # the demo model ends at 16,384 tokens, the decoded ones included
 for context in 2048 4096 8192 16000; do

@@ -10,19 +10,8 @@ from eps_core.report.kinds import Line, clean
 
 MOST_NOTES = 50  # of one file
 _COUNTED = (
-    "run",
-    "resume",
-    "cell",
-    "failed",
-    "step",
-    "round",
-    "summary",
-    "sample",
-    "document",
-    "task",
-    "text",
-    "context",
-)
+    "run", "resume", "cell", "failed", "step", "round", "summary", "sample", "document", "task", "text", "context",
+)  # fmt: skip
 
 
 @dataclass

@@ -157,8 +157,7 @@ def _second_bit(x: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, np.float
 def _build_unit(settings: Settings, k: np.ndarray) -> Summary:
     """Of all groups of one mean, k [U, D]: the mean of a unit in `mean_bits` a dimension of H P D mu, and of each group
     the signs of what its own mean differs from what is stored of that. One scale, and one step of second bits, for all
-    groups: with one of its own for each the best were told worse, and scales were a tenth of what scoring reads
-    (results/README.md)."""
+    groups: with one of its own for each the best were told worse, and bytes were more (results/README.md)."""
     turned = rotate(k.reshape(-1, settings.S, k.shape[1]).mean(axis=1), settings.seed)
     most = 2 ** (settings.mean_bits - 1) - 1
     codes, mean_scale = base.mean_codes(turned.mean(axis=0), most)
