@@ -246,13 +246,13 @@ def context_figure(found: list[Cell], head_dim: int) -> str:
     return svg((8.4, 3.8), plot)
 
 
-def recall_table(out: Path) -> list[str]:
+def recall_table(out: Path, has_wide: bool) -> list[str]:
     """Share of the softmax mass in the best groups by estimate, guards ignored, and the certified skips."""
     by_length = [
         sorted(out.glob(f"replay-{model}[0-9]*.jsonl"), key=lambda path: (len(path.stem), path.stem))
         for model in ("", "long-")
     ]
-    files = [*by_length[0], out / "replay-wide.jsonl", *by_length[1]]
+    files = [*by_length[0], *([out / "replay-wide.jsonl"] if has_wide else []), *by_length[1]]
     table = ["| capture | method, S | 5 % | 12.5 % | 25 % | certified skip at 0.1 / 0.01 / 0.001 | oracle's |",
              "|---|---|---|---|---|---|---|"]  # fmt: skip
     for path in files:
@@ -386,14 +386,14 @@ def main() -> None:
     out = parser.parse_args().folder
     if not out.is_dir():
         parser.error(f"there is no folder {out}: run scripts/reproduce.sh, which makes its files")
+    # what long.sh makes takes hours, and is left out until it is there; where it made all that is there, it is all
+    has_long = bool(those_of(out, ["long"]))
+    has_others = not has_long or bool(those_of(out, ["methods", "wide"]))
     measured = {
         model: functools.reduce(merged, (cells(out / f"{file}.jsonl") for file in (must, *those_of(out, later))))
         for model, (must, *later) in FILES.items()
-        # what long.sh makes takes hours, and is left out until it is there
-        if model != "long" or those_of(out, [must])
+        if (has_long if model == "long" else has_others)
     }
-    certificates = rows(out / "certificates.jsonl", "summary", "strict", "refinement")
-    bounds = inputs.read_object(out / "bounds.json", "results", MEND)
     parts = [
         "# Evidence",
         "",
@@ -408,11 +408,8 @@ def main() -> None:
             *targets(found, LONG_TARGETS if model == "long" else TARGETS),
             "",
         ]
-    made = {
-        "quality.svg": quality_figure(measured["demo"], measured["wide"]),
-        "certificates.svg": certificate_figure(certificates),
-    }
-    if "long" in measured:
+    made = {"quality.svg": quality_figure(measured["demo"], measured["wide"])} if has_others else {}
+    if has_long:
         run = first(rows(out / "long.jsonl", "run"), "run line of the long model")
         split = as_stored_now(out, measured["long"]), run["head_dim"]
         parts += ["## What the bytes at that KL are of, long model", "", *floor_table(*split), ""]
@@ -421,18 +418,18 @@ def main() -> None:
         for context in sorted({cell.context_tokens for cell in found}):
             here = [cell for cell in found if cell.context_tokens == context]
             parts += [f"## KL / needles at each byte budget, {model} model, {context:,} tokens", "", markdown(here), ""]
-    parts += ["## Mass recall without guards, certified skip", "", *recall_table(out), ""]
+    parts += ["## Mass recall without guards, certified skip", "", *recall_table(out, has_others), ""]
     tasks = rows(out / "long-tasks.jsonl", "task") if those_of(out, ["long-tasks"]) else []
     if tasks:
         parts += ["## RULER's look-ups, long model", "", *tasks_table(tasks), ""]
-    parts += ["## Certificates, demo model, 4,096 tokens", "", *certificate_tables(certificates), ""]
-    parts += [
-        "## Parts of the default, 4,096 tokens",
-        "",
-        *ablation_table(rows(out / "ablations.jsonl", "ablation_bytes")),
-        "",
-    ]
-    parts += ["## Bounds checked", "", "```json", json.dumps(bounds, indent=1), "```", ""]
+    if has_others:
+        certificates = rows(out / "certificates.jsonl", "summary", "strict", "refinement")
+        made["certificates.svg"] = certificate_figure(certificates)
+        parts += ["## Certificates, demo model, 4,096 tokens", "", *certificate_tables(certificates), ""]
+        ablations = rows(out / "ablations.jsonl", "ablation_bytes")
+        parts += ["## Parts of the default, 4,096 tokens", "", *ablation_table(ablations), ""]
+        bounds = inputs.read_object(out / "bounds.json", "results", MEND)
+        parts += ["## Bounds checked", "", "```json", json.dumps(bounds, indent=1), "```", ""]
     made["evidence.md"] = "\n".join(parts)
     for name, text in made.items():
         with replacing(out / name) as file:

@@ -190,3 +190,18 @@ def test_the_published_tables_are_those_of_the_published_rows(tmp_path: Path) ->
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "evidence.md").read_text() == (SCRIPTS.parent / "results" / "evidence.md").read_text()
+
+
+def test_tables_of_a_folder_that_only_long_contexts_were_measured_into(tmp_path: Path) -> None:
+    """`scripts/long.sh DIR`: hours, after which nothing may be missing that another script makes."""
+    results = SCRIPTS.parent / "results"
+    for file in (*results.glob("long*.jsonl"), *results.glob("replay-long-*.jsonl")):
+        shutil.copy(file, tmp_path)
+    done = subprocess.run(
+        [sys.executable, "scripts/evidence.py", tmp_path], cwd=SCRIPTS.parent, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    titles = [line for line in (tmp_path / "evidence.md").read_text().splitlines() if line.startswith("## ")]
+    whole = [line for line in (results / "evidence.md").read_text().splitlines() if line.startswith("## ")]
+    assert titles == [one for one in whole if "long model" in one or one.startswith("## Mass recall")]
+    assert sorted(path.name for path in tmp_path.glob("*.svg")) == ["context.svg"]
