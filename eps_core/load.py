@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from eps_core.cpu.kernels import why_not
+from eps_core.cpu.usable import why_not
 from eps_core.errors import ConfigError, install
 from eps_core.gate.protocol import Backend
 

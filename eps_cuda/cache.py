@@ -60,6 +60,8 @@ class Cache(CountsReads):
     rotation: Tensor | None = None  # triton, rq: [D, D] float32
     # triton: graph.StaticStep by model, batch, width and config, oldest first
     steps: dict[Any, Any] = field(default_factory=dict)
+    # numba: pools as numpy sees them, by their id, and the pools, which keep it theirs
+    views: dict[int, tuple[Tensor, np.ndarray]] = field(default_factory=dict)
     known_bytes_read: int = 0
     pending_reads: dict[int, Tensor] = field(default_factory=dict)  # bytes of a group -> groups read, on the device
 
@@ -360,7 +362,8 @@ def grow(cache: Cache, num_units: int) -> Cache:
             {name: pages.longer(pool, num_units) for name, pool in fields.items()} for fields in one.summaries
         ]
         one.valid = [pages.longer(flags, num_units * one.store.seals_per_unit) for flags in one.valid]
-    cache.steps.clear()  # captured graphs hold the old pools
+    cache.steps.clear()  # captured graphs hold the old pools, and so do views
+    cache.views.clear()
     return cache
 
 

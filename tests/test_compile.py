@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eps_core.cpu.kernels import why_not
+from eps_core.cpu.usable import why_not
 from eps_core.errors import ConfigError
 from eps_core.files import caches
 from eps_core.load import load_backend, resolve_kernels

@@ -35,7 +35,7 @@ from test_conformance import (
 from eps_core import oracle
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
-from eps_core.cpu import attend, openmp
+from eps_core.cpu import attend, calls, openmp
 from eps_core.cpu import kernels as kernels_cpu
 from eps_core.cpu import threads as threads_cpu
 from eps_core.cpu.threads import finish, take, wait
@@ -282,7 +282,7 @@ def test_calls_from_several_threads(backend):
 
 def test_asking_for_numba_does_not_import_it():
     code = (
-        "import sys; from eps_core.cpu.kernels import why_not; assert why_not() is None and 'numba' not in sys.modules"
+        "import sys; from eps_core.cpu.usable import why_not; assert why_not() is None and 'numba' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -296,9 +296,9 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
         kernel(progress, *args)
         taken, done = progress[:, threads_cpu._TAKEN], progress[:, threads_cpu._DONE]
         # the last `take` of a phase finds nothing; a kernel may be given more phases than its settings have
-        used = int((taken > 0).sum())
-        assert used > 0 and not taken[used:].any() and not done[used:].any(), kernel.__name__
-        assert (done[:used] > 0).all() and (done[:used] == taken[:used] - 1).all(), kernel.__name__
+        used = taken > 0
+        assert used[0] and not done[~used].any(), kernel.__name__
+        assert (done[used] > 0).all() and (done[used] == taken[used] - 1).all(), kernel.__name__
         kernels.add(kernel.__name__)
 
     rng, backend = np.random.default_rng(0), load_backend("cuda")
@@ -309,7 +309,7 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
         (EpsConfig.of(method="box"), False), (EpsConfig.of(method="ball"), False),
         (EpsConfig.of(method="meanstd"), False),
     ):  # fmt: skip
-        monkeypatch.setattr(kernels_cpu, "ROWS_PER_THREAD", 0 if whole_rows else 3)
+        monkeypatch.setattr(calls, "ROWS_PER_THREAD", 0 if whole_rows else 3)
         cache = backend.new_cache(
             CacheSpec(1, 2, 16, 600 // config.store.unit_tokens + 1), config.store, "cpu", "numba"
         )
@@ -321,10 +321,12 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
         selection = backend.select(scores, place(config, lengths, scores.estimate.shape[-1]))
         state = backend.attend(cache, 0, q, Where.of(config, table, lengths), selection)
         backend.attend(cache, 0, q, Where.of(config, table, lengths), None)
+        kernels_of(backend).attend_gated(cache, 0, q, Where.of(config, table, lengths))
         backend.skipped_mass(scores, selection)
         if config.store.tail_tokens:
             backend.add_tail(cache, 0, Where.of(config, table, lengths), scores, selection, state)
-    assert kernels == {"score_rq", "score_units", "score_codes", "select_topk", "attend", "attend_tail", "skipped_mass"}
+    parts = {"score_rq", "score_units", "score_codes", "select_topk", "attend", "attend_tail", "skipped_mass"}
+    assert kernels == parts | {"gate_rq", "gate_units", "gate_codes"}
 
 
 def test_no_array_is_held_after_a_call():

@@ -23,6 +23,7 @@ CASES = {
     "strict with a tail": eps("moments", strict=True, epsilon=0.3, tail_tokens=32, budget=0.2),
     "strict by codes of keys": eps("rq", strict=True, epsilon=0.02, bound_bits=8, tail_tokens=32, budget=0.2),
     "bounds, not strict": eps("ball", tail_tokens=32, budget=0.2),
+    "codes about units' means": eps("rq", group_tokens=2, budget=0.2),
     "a tail without bounds": eps("meanstd", tail_tokens=32, budget=0.2),
     "union": eps("box", scope="union", strict=True, epsilon=0.05, tail_tokens=0, budget=0.2),
     "everything within the budget": eps("box", budget=1.0),

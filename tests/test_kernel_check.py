@@ -107,6 +107,20 @@ def test_arrays_and_emulated_kernels_are_not_checked(monkeypatch) -> None:
 
 
 # which kernels a process asks its cache for after the check, and so may have to compile
+@pytest.mark.parametrize("tail_tokens", [0, 128])
+@pytest.mark.parametrize("change", [lambda out: out * 1.5, lambda out: out * float("nan")])
+def test_a_whole_layer_that_is_not_its_parts_is_named(monkeypatch, change, tail_tokens) -> None:
+    import eps_cuda
+    import eps_cuda.kernels.cpu as kernels
+
+    real, config = kernels.attend_gated, EpsConfig.of(method="rq", tail_tokens=tail_tokens)
+    shape = "cpu", "numba", CacheSpec(1, 2, 32, 1), 4, config
+    assert disagreement(eps_cuda, *shape) is None
+    monkeypatch.setattr(kernels, "attend_gated", lambda *at: replace(one := real(*at), out=change(one.out)))
+    fault = disagreement(eps_cuda, *shape)
+    assert fault is not None and "a whole layer and its parts differ by" in fault
+
+
 AFTER_THE_CHECK = """
 import numpy as np
 import torch

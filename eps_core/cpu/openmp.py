@@ -20,7 +20,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from eps_core.cpu import attend, best, compile, forks, rows, rows_amx, score, threads, units
+from eps_core.cpu import attend, best, compile, forks, gated, rows, rows_amx, score, threads, units
 from eps_core.cpu.compile import FAST, kernel
 from eps_core.cpu.threads import FAILED, FINISHED
 
@@ -45,8 +45,8 @@ def _note_time(builder, progress):
 def on_team(typing_context, parallel, num_threads, kernel, args):
     """Calls kernel(*args) once in each of at most num_threads threads, this one included, and returns when all have:
     parallel is the address of GOMP_parallel(void (*body)(void *), void *data, unsigned num_threads, unsigned flags).
-    args begin with `new_progress`: at FINISHED stands then when the first of them returned, at FAILED whether one
-    raised."""
+    args begin with `new_progress`: at FINISHED stands then when the first of them returned, at FAILED of
+    every phase whether one raised."""
     kernel.get_call_type(typing_context, tuple(args), {})  # compiles it
 
     def codegen(context, builder, signature, values):
@@ -62,9 +62,11 @@ def on_team(typing_context, parallel, num_threads, kernel, args):
         unpacked = cgutils.unpack_tuple(inside, inside.load(inside.bitcast(member.args[0], packed.type)))
         function, about = context.declare_function(builder.module, compiled.fndesc), compiled.fndesc
         status, _ = context.call_conv.call_function(inside, function, about.restype, about.argtypes, unpacked)
-        data = context.make_array(args_type[0])(context, inside, unpacked[0]).data
-        with inside.if_then(status.is_error):
-            inside.store(ir.Constant(ir.IntType(64), 1), inside.gep(data, [ir.Constant(ir.IntType(64), FAILED)]))
+        progress = context.make_array(args_type[0])(context, inside, unpacked[0])
+        data, (phases, width) = progress.data, cgutils.unpack_tuple(inside, progress.shape, 2)
+        with inside.if_then(status.is_error), cgutils.for_range(inside, phases) as phase:
+            at = inside.add(inside.mul(phase.index, width), ir.Constant(ir.IntType(64), FAILED))
+            inside.store(ir.Constant(ir.IntType(64), 1), inside.gep(data, [at]))
         _note_time(inside, data)
         inside.ret_void()
         parallel_type = ir.FunctionType(ir.VoidType(), [member_type.as_pointer(), pointer, unsigned, unsigned])
@@ -125,6 +127,21 @@ def _attend_rows_amx(parallel, num_threads, *args):
     on_team(parallel, num_threads, rows_amx.attend_rows, args)
 
 
+@kernel(fastmath=FAST)
+def _gate_units(parallel, num_threads, *args):
+    on_team(parallel, num_threads, gated.gate_units, args)
+
+
+@kernel(fastmath=FAST)
+def _gate_rq(parallel, num_threads, *args):
+    on_team(parallel, num_threads, gated.gate_rq, args)
+
+
+@kernel(fastmath=FAST)
+def _gate_codes(parallel, num_threads, *args):
+    on_team(parallel, num_threads, gated.gate_codes, args)
+
+
 _LAUNCHERS: dict[Any, Callable[..., None]] = {
     score.score_rq: _score_rq,
     score.score_codes: _score_codes,
@@ -135,6 +152,9 @@ _LAUNCHERS: dict[Any, Callable[..., None]] = {
     attend.skipped_mass: _skipped_mass,
     rows.attend_rows: _attend_rows,
     rows_amx.attend_rows: _attend_rows_amx,
+    gated.gate_units: _gate_units,
+    gated.gate_rq: _gate_rq,
+    gated.gate_codes: _gate_codes,
 }
 
 

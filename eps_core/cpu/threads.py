@@ -24,7 +24,7 @@ from numba.extending import intrinsic
 
 _LINE = 8  # int64 of a cache line: counters of different phases and kinds share none
 _TAKEN, _DONE = 0, _LINE
-FAILED, FINISHED = _LINE - 1, 2 * _LINE - 1  # of phase 0: whether a thread raised; `openmp`
+FAILED, FINISHED = _LINE - 1, 2 * _LINE - 1  # whether a thread raised, in every phase; of phase 0: `openmp`
 
 _Job = tuple[list[Any], Any]  # the call, taken by whoever pops it, and a lock until its arguments are let go
 _helpers: "list[queue.SimpleQueue[_Job]]" = []
@@ -56,7 +56,7 @@ def run(kernel: Callable[..., None], phases: int, *args: Any, alone: bool = Fals
     try:
         kernel(progress, *args)
     except BaseException:
-        progress[0, FAILED] = 1  # helpers must not wait for what this thread took
+        progress[:, FAILED] = 1  # helpers must not wait for what this thread took
         raise
     finally:
         for work, left in jobs:
@@ -103,7 +103,7 @@ def _help(jobs: "queue.SimpleQueue[_Job]") -> None:
         try:
             kernel(*args)
         except Exception:  # the caller reports it
-            args[0][0, FAILED] = 1
+            args[0][:, FAILED] = 1
         finally:
             del kernel, args
             left.release()

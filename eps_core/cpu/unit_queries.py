@@ -72,8 +72,12 @@ def prepare(q, shrink, signs, blocks, block_scales, dims, mean_bits, turned, wor
                 dim = byte * sides + side
                 own = turned[r, dim] if dim < head_dim else np.float32(0)
                 queries[(side * HEADS + r) * mean_bytes + byte] = own
-    word, first = 0, 0
+    word, first, whole = 0, 0, True
     for part in range(len(dims)):
         word += fill_words(integers, first, dims[part], words[word * WORD_TABLE :])
         first += dims[part]
-    fill_words(integers, 0, head_dim, words[word * WORD_TABLE :])
+        whole &= first % (8 * WORD) == 0
+    if whole:  # parts of whole words have the same tables
+        words[word * WORD_TABLE : 2 * word * WORD_TABLE] = words[: word * WORD_TABLE]
+    else:
+        fill_words(integers, 0, head_dim, words[word * WORD_TABLE :])

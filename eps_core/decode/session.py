@@ -14,7 +14,7 @@ from eps_core.config.eps import EpsConfig, config_of
 from eps_core.config.formats import EXACT, KvFormats
 from eps_core.config.store import CacheSpec, Store
 from eps_core.config.verify import Verify
-from eps_core.cpu.kernels import why_not
+from eps_core.cpu.usable import why_not
 from eps_core.decode.chat import render
 from eps_core.decode.evicting import EvictingDecoder
 from eps_core.decode.forward import Decoder, load_decoder

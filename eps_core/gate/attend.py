@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.gate.protocol import Array, Backend, Scores, Selection
+from eps_core.gate.protocol import Array, Backend, GatedRead, Scores, Selection
 from eps_core.gate.stats import LayerStats
 from eps_core.paging.where import Where
 
@@ -60,6 +60,11 @@ def attend_layer(
         whole, read.lse = out, lse
         if store.has_bounds:
             stats.mass_skipped_cert = stats.output_error_cert = np.zeros((batch, kv_heads))
+    elif (one := _at_once(eps, cache, layer, q, where) if scorer is None and clock is None else None) is not None:
+        whole, read.lse, lse, selection = one.out, one.lse, one.read_lse, one.selection
+        pending["counts"], pending["mass_skipped_est"] = selection.counts, one.skipped
+        read.selection, stats.forced = selection, selection.forced
+        stats.summary_bytes_read = kv_heads * where.scoring_bytes(spec.head_dim)
     else:
         with eps.span("eps.prepass", cache):
             if scorer is None:
@@ -105,6 +110,13 @@ def attend_layer(
         cache.kv_bytes_read = kv_bytes
         pending["mass_skipped_true"] = eps.unread_share(lse, lse_all, kv_heads)
     return whole, read
+
+
+def _at_once(eps: Backend, cache: Any, layer: int, q: Array, where: Where) -> GatedRead | None:
+    """The layer by one kernel that does what the parts do; None where there is none."""
+    kernel = eps.kernel_of(cache, "attend_gated")
+    found: GatedRead | None = None if kernel is None else kernel(cache, layer, q, where)
+    return found
 
 
 def dense_read(cache: Any, where: Where) -> LayerRead:

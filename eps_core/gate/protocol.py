@@ -70,6 +70,21 @@ class Selection:
 
 
 @dataclass(frozen=True)
+class GatedRead:
+    """A layer that one kernel gated: what the parts give one by one.
+
+    `out` [B, Hq, D] in q's dtype and `lse` [B, Hq] float32, the tail's estimate included; `read_lse` [B, Hq] float32 of
+    what was read alone; `skipped` [B, Hkv] float32: the estimated share of the softmax left unread.
+    """
+
+    out: Array
+    lse: Array
+    read_lse: Array
+    selection: Selection
+    skipped: Array
+
+
+@dataclass(frozen=True)
 class Certificate:
     """What a gated attention may have left out, from valid bounds alone: both hold for every query (design section 4).
 
@@ -105,7 +120,7 @@ class Backend(Protocol):
 
     def new_cache(self, spec: CacheSpec, store: Store, device: str, kernels: str = "auto") -> Any: ...
     def usable_kernels(self, device: str) -> list[str]: ...
-    def kernel_of(self, cache: Any, name: str) -> Callable[..., Any] | None: ...
+    def kernel_of(self, cache: Any, name: str) -> Callable[..., Any] | None: ...  # `attend_gated` is a kernel alone
     def write_kv(self, cache: Any, layer: int, k: Array, v: Array, slots: np.ndarray) -> Any: ...
     def place_kv(self, cache: Any, layer: int, k: Array, v: Array, slots: np.ndarray) -> Any: ...
     def move_kv(self, cache: Any, layer: int, src: np.ndarray, dst: np.ndarray) -> Any: ...

@@ -110,7 +110,9 @@ class Where(Shared):
 
     def reads_all(self, layer: int) -> bool:
         """Whether the step needs no score in a layer: see `EpsConfig.reads_all`."""
-        return self.config.reads_all(layer, self.lengths.tolist())
+        modes = self.config.read.head_modes
+        key = "reads_all", None if modes is None else modes[layer]
+        return self.once(key, lambda: self.config.reads_all(layer, self.lengths.tolist()))
 
     def fallbacks(self, num_layers: int) -> dict[str, int]:
         """reason -> layer calls of a gated step that attend densely because the config says so."""
@@ -128,25 +130,41 @@ class Where(Shared):
         alike share one answer."""
 
         def find() -> np.ndarray:
-            per_unit = state.groups_per_unit
-            groups = (np.maximum(self.table, 0)[:, :, None] * per_unit + np.arange(per_unit)).reshape(
-                len(self.table), -1
-            )
-            ends = -(-self.lengths // state.group_tokens)
-            index = np.arange(groups.shape[1])
-            is_open = (index == ends[:, None] - 1) & (self.lengths % state.group_tokens != 0)[:, None]
-            valid = state.valid(groups) & can_encode
-            missing = np.repeat((index < ends[:, None]) & (~valid | is_open), state.groups_per_seal, axis=1)
+            missing = np.repeat(self._missing_seals(state, can_encode), state.groups_per_seal, axis=1)
             size = state.group_tokens // state.groups_per_seal
             inside: np.ndarray = np.arange(missing.shape[1]) * size < self.lengths[:, None]
             return missing & inside
 
-        shape = state.group_tokens, state.groups_per_seal, state.groups_per_unit
-        return self.once(("missing", *shape, state.history, can_encode), find)
+        return self.once(self._of_state("missing", state, can_encode), find)
 
     def num_missing(self, state: GroupState, can_encode: bool = True) -> np.ndarray:
         """How many of these no guard covers [B] int64: they must be visited too."""
-        return (self.missing(state, can_encode) & ~self.forced).sum(axis=1)
+
+        def count() -> np.ndarray:
+            missing = self._missing_seals(state, can_encode)
+            first = np.arange(missing.shape[1]) * state.groups_per_seal
+            begin = np.maximum(first, self.guards[:, :1])
+            end = np.minimum(first + state.groups_per_seal, self.guards[:, 1:])  # which is not past the sequence's end
+            found: np.ndarray = (np.maximum(end - begin, 0) * missing).sum(axis=1)
+            return found
+
+        return self.once(self._of_state("num_missing", state, can_encode), count)
+
+    def _missing_seals(self, state: GroupState, can_encode: bool) -> np.ndarray:
+        """What is summarised together and has no valid summary [B, G / groups_per_seal] bool."""
+        per_unit = state.groups_per_unit
+        seals = (np.maximum(self.table, 0)[:, :, None] * per_unit + np.arange(per_unit)).reshape(len(self.table), -1)
+        ends = -(-self.lengths // state.group_tokens)
+        index = np.arange(seals.shape[1])
+        is_open = (index == ends[:, None] - 1) & (self.lengths % state.group_tokens != 0)[:, None]
+        valid = state.valid(seals) & can_encode
+        missing: np.ndarray = (index < ends[:, None]) & (~valid | is_open)
+        return missing
+
+    @staticmethod
+    def _of_state(what: str, state: GroupState, can_encode: bool) -> tuple[object, ...]:
+        shape = state.group_tokens, state.groups_per_seal, state.groups_per_unit
+        return what, *shape, state.history, can_encode
 
 
 @cache

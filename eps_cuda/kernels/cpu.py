@@ -15,7 +15,8 @@ from torch import Tensor
 
 from eps_core.config.store import Store
 from eps_core.cpu import kernels, write
-from eps_core.gate.protocol import RowsRead, Scores, Selection
+from eps_core.cpu.calls import Chosen
+from eps_core.gate.protocol import GatedRead, RowsRead, Scores, Selection
 from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
 from eps_core.summaries.rq import part_dims
@@ -39,6 +40,18 @@ def _memory(array: Tensor) -> np.ndarray:
         array = array.view(torch.uint16)
     found: np.ndarray = array.numpy()
     return found
+
+
+def _pools_of(cache: Cache) -> Callable[[Tensor], np.ndarray]:
+    """`_memory` of what a cache holds for good, which is found once: a layer asks for a dozen."""
+
+    def view(pool: Tensor) -> np.ndarray:
+        found = cache.views.get(id(pool))
+        if found is None:
+            found = cache.views[id(pool)] = pool, _memory(pool)
+        return found[1]
+
+    return view
 
 
 @functools.cache
@@ -82,10 +95,24 @@ def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores | None:
 def select(scores: Scores, where: Where, layer: int = 0) -> Selection | None:
     """See `selection.select`."""
     chosen = kernels.select(where, _host(scores.estimate), scores.num_missing, layer, _run)
-    if chosen is None:
-        return None
+    return None if chosen is None else _selection(chosen)
+
+
+def _selection(chosen: Chosen) -> Selection:
     groups, counts, uniform, forced, visit = chosen
     return Selection(torch.from_numpy(groups), torch.from_numpy(counts), uniform, forced, visit=torch.from_numpy(visit))
+
+
+def attend_gated(cache: Cache, layer: int, q: Tensor, where: Where) -> GatedRead | None:
+    """Of q [B, Hq, D], unscaled, what `score`, `select`, `attend`, `add_tail` and `skipped_mass` give."""
+    found = kernels.attend_gated(cache, layer, _host(q.float()), where, _pools_of(cache), _run)
+    if found is None:
+        return None
+    (out, lse), (_, read_lse) = found.whole, found.read
+    return GatedRead(
+        torch.from_numpy(out).to(q.dtype), torch.from_numpy(lse), torch.from_numpy(read_lse), _selection(found.chosen),
+        torch.from_numpy(found.skipped),
+    )  # fmt: skip
 
 
 def attend(cache: Cache, layer: int, q: Tensor, where: Where, selection: Selection | None) -> State:

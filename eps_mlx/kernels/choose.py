@@ -6,16 +6,16 @@ from functools import cache, wraps
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
-from eps_core.cpu.kernels import why_not
+from eps_core.cpu.usable import why_not
 from eps_mlx.kernels import launch
 
 P = ParamSpec("P")
 R = TypeVar("R")
 _MODULES = {"numba": "eps_mlx.kernels.cpu", "metal": "eps_mlx.kernels.dispatch"}
-TOUCH_KV = ("attend", "attend_rows")
+TOUCH_KV = ("attend", "attend_rows", "attend_gated")
 READ_BITS = {16, 8, 4}  # of K and of V: as they are, and the codes that kernels know
 # kernels -> those of TOUCH_KV that read such codes, too
-READ_CODES = dict.fromkeys(("numba", "metal"), ("attend", "attend_rows"))
+READ_CODES = dict.fromkeys(("numba", "metal"), ("attend", "attend_rows", "attend_gated"))
 
 
 def usable_kernels(device: str) -> list[str]:

@@ -12,7 +12,8 @@ import numpy as np
 
 from eps_core.config.store import Store
 from eps_core.cpu import kernels, write
-from eps_core.gate.protocol import RowsRead, Scores, Selection
+from eps_core.cpu.calls import Chosen
+from eps_core.gate.protocol import GatedRead, RowsRead, Scores, Selection
 from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
 from eps_core.summaries.rq import part_dims
@@ -58,10 +59,25 @@ def score(cache: Cache, layer: int, q: mx.array, where: Where) -> Scores | None:
 def select(scores: Scores, where: Where, layer: int = 0) -> Selection | None:
     """See `selection.select`."""
     chosen = kernels.select(where, _host(scores.estimate), scores.num_missing, layer, _run)
-    if chosen is None:
-        return None
+    return None if chosen is None else _selection(chosen)
+
+
+def _selection(chosen: Chosen) -> Selection:
     groups, counts, uniform, forced, visit = chosen
     return Selection(mx.array(groups), mx.array(counts), uniform, forced, visit=mx.array(visit))
+
+
+def attend_gated(cache: Cache, layer: int, q: mx.array, where: Where) -> GatedRead | None:
+    """Of q [B, Hq, D], unscaled, what `score`, `select`, `attend`, `add_tail` and `skipped_mass` give."""
+    with mx.stream(cache.stream):
+        found = kernels.attend_gated(cache, layer, _host(q.astype(mx.float32)), where, _host, _run)
+        if found is None:
+            return None
+        (out, lse), (_, read_lse) = found.whole, found.read
+        return GatedRead(
+            mx.array(out).astype(q.dtype), mx.array(lse), mx.array(read_lse), _selection(found.chosen),
+            mx.array(found.skipped),
+        )  # fmt: skip
 
 
 def attend(cache: Cache, layer: int, q: mx.array, where: Where, selection: Selection | None) -> State:

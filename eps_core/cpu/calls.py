@@ -1,0 +1,302 @@
+"""What the CPU kernels are called with: of each part of a gated layer the kernel, its phases, its arguments, and the
+arrays that it fills. `kernels` runs them, one by one or all in one.
+
+`cache` is a backend's; `host` shows one of its arrays as numpy without a copy (bfloat16 as uint16).
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from eps_core.cpu import attend, best, score, threads, unit_vectors, units, vectors, write
+from eps_core.paging.where import Where
+from eps_core.summaries.rq import PARTS, QUERY_STEPS, hadamard_blocks, part_dims
+
+Host = Callable[[Any], np.ndarray]
+# besides codes without bounds of their own: method -> (index in `score_codes`, two code pools, four scalar pools, the
+# unused ones repeated)
+CODES = {
+    "box": (0, ("lo", "hi"), ("scale", "norm", "norm", "norm")),
+    "ball": (1, ("mean", "mean"), ("mean_scale", "radius", "error", "norm")),
+    "meanstd": (2, ("mean", "std"), ("mean_scale", "std_scale", "std_scale", "std_scale")),
+}
+_ELEMENTS = {"float32": np.float32, "float16": np.int16, "bfloat16": np.uint16}  # as kernels see a dtype
+TASK_TOKENS, TASKS_PER_THREAD = (256, 1024), 16  # of attention: least and most, and how many are wanted; speed only
+ROWS_PER_THREAD = 3  # (sequence, kv head)s, from which on a thread scores whole ones; speed only
+_NO_TAIL = np.empty(0, np.int8), np.empty(0, np.int16), np.empty(0, np.int16)  # means, scale, fill
+FEW_GROUPS = 4096  # of all rows: selecting among fewer is done before a helper wakes
+
+
+class Call(NamedTuple):
+    """kernel(progress, *args), `alone`: in the caller's thread."""
+
+    kernel: Any
+    phases: int
+    args: tuple[Any, ...]
+    alone: bool = False
+
+
+class Scored(NamedTuple):
+    """`Scores`, but slack: [B, Hkv, G], twice [B, Hkv, R, G], or None, and [B], filled by the call."""
+
+    estimate: np.ndarray
+    lower: np.ndarray | None
+    upper: np.ndarray | None
+    num_missing: np.ndarray
+
+
+class Chosen(NamedTuple):
+    """`Selection`: groups [B, Hkv, W] int32 and visit [B, Hkv, G] bool filled by the call; counts [B, Hkv] int32,
+    uniform [B] and forced [B] known before."""
+
+    groups: np.ndarray
+    counts: np.ndarray
+    uniform: np.ndarray
+    forced: np.ndarray
+    visit: np.ndarray
+
+
+class State(NamedTuple):
+    """Attention over some keys, filled by the call: out [B, Hq, D] and lse [B, Hq] float32."""
+
+    out: np.ndarray
+    lse: np.ndarray
+
+
+def lanes(array: np.ndarray) -> np.ndarray:
+    """Flat, float16 as the int16 of its bits."""
+    return (array.view(np.int16) if array.dtype == np.float16 else array).reshape(-1)
+
+
+def _flat_pool(pool: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int]]:
+    """The memory from the first to the last element of a pool [P, Hkv, U, D], flat as `lanes`, and the strides of a
+    unit, a kv head and a token in elements: no copy however they lie, as long as a row's D elements lie together."""
+    unit, head, token, element = (stride // pool.itemsize for stride in pool.strides)
+    assert element == 1 or pool.shape[3] == 1, "the elements of a row of K or V do not lie together"
+    if pool.flags.c_contiguous:
+        return lanes(pool), (unit, head, token)
+    span = 1 + sum((size - 1) * stride for size, stride in zip(pool.shape, (unit, head, token, 1), strict=True))
+    flat = np.lib.stride_tricks.as_strided(pool, (span,), (pool.itemsize,))
+    return lanes(flat), (unit, head, token)
+
+
+def rows_of(pool: Any, dtype: str, host: Host) -> tuple[Any, tuple[int, int, int]]:
+    """A pool of K or V as `pool_vectors` reads it, and the strides of a unit, a kv head and a token in what names a
+    row."""
+    if not hasattr(pool, "codes"):
+        return _flat_pool(host(pool))
+    codes, scale = host(pool.codes), host(pool.scale)
+    assert codes.flags.c_contiguous and scale.flags.c_contiguous, "codes of K or V do not lie together"
+    _, kv_heads, unit_tokens = scale.shape
+    of = np.empty(0, _ELEMENTS[dtype])
+    return (codes.reshape(-1), lanes(scale), of), (kv_heads * unit_tokens, unit_tokens, 1)
+
+
+def aligned(*shapes: tuple[int, ...]) -> list[np.ndarray]:
+    """float32 arrays of these shapes, each of which begins with a cache line."""
+    total, places = _lines(shapes)
+    whole = np.empty(total + 16, np.float32)
+    address, _ = whole.__array_interface__["data"]  # `ctypes.data` takes five times as long
+    first = -address % 64 // 4
+    return [whole[first + start : first + end].reshape(shape) for start, end, shape in places]
+
+
+@functools.lru_cache(maxsize=64)
+def _lines(shapes: tuple[tuple[int, ...], ...]) -> tuple[int, list[tuple[int, int, tuple[int, ...]]]]:
+    """How many numbers arrays of these shapes take, one after another from a cache line each, and where each is."""
+    places, start = [], 0
+    for shape in shapes:
+        size = math.prod(shape)
+        places.append((start, start + size, shape))
+        start += -(-size // 16) * 16
+    return start, places
+
+
+def scoring(cache: Any, layer: int, q: np.ndarray, where: Where, host: Host) -> tuple[Call, Scored] | None:
+    """Of q [B, Hq, D] float32; None: no kernel scores this cache."""
+    store, spec = cache.store, cache.spec
+    if store.rq_bounds or not (store.facts.coded or store.method in CODES):
+        return None
+    if store.mean_tokens:
+        return _scoring_units(cache, layer, q, where, host)
+    table, lengths, guards = where.table, where.lengths, where.guards
+    batch, num_heads, head_dim = q.shape
+    kv_heads, per_unit = spec.num_kv_heads, store.groups_per_unit
+    groups, repeat = table.shape[1] * per_unit, num_heads // kv_heads
+    estimate = np.empty((batch, kv_heads, groups), np.float32)
+    missing, states = np.empty(batch, np.int64), np.empty((batch, groups), np.uint8)
+    state, stored = cache.state[layer], cache.summaries[layer]
+    if store.facts.coded:
+        pools = {name: lanes(host(array)) for name, array in stored.items()}
+        centre = cache.centre[layer]
+        passes, num_bytes = -(-repeat // vectors.HEADS), -(-head_dim * store.bits // 8)
+        tables = np.empty((batch * kv_heads, passes, num_bytes * 2 * 16 * vectors.HEADS), np.float32)
+        code_args = (
+            q, pools["codes"], pools["scale"], pools.get("second", pools["codes"]),
+            pools.get("second_scale", pools["scale"]), state.fill, table, lengths, guards, where.refined,
+            np.zeros((kv_heads, head_dim), np.int16) if centre is None else host(centre).view(np.int16),
+            host(cache.fixed[layer]["signs"]), np.array(hadamard_blocks(head_dim)), store.bits,
+            store.S, per_unit, centre is not None, states, tables,
+            np.empty((*tables.shape[:2], vectors.HEADS), np.float32), missing, estimate,
+        )  # fmt: skip
+        return Call(score.score_rq, 3, code_args), Scored(estimate, None, None, missing)
+    index, codes, scalars = CODES[store.method]
+    bounded = store.own_bounds
+    lower, upper = (np.empty((batch, kv_heads, repeat, groups if bounded else 0), np.float32) for _ in range(2))
+    first, second = (lanes(host(stored[name])) for name in codes)
+    args = (
+        index, q, first, second, tuple(lanes(host(stored[name])) for name in scalars), state.fill, table, lengths,
+        guards, store.S, per_unit, states, missing, estimate, lower, upper,
+    )  # fmt: skip
+    scored = Scored(estimate, lower, upper, missing) if bounded else Scored(estimate, None, None, missing)
+    return Call(score.score_codes, 2, args), scored
+
+
+def _scoring_units(cache: Any, layer: int, q: np.ndarray, where: Where, host: Host) -> tuple[Call, Scored] | None:
+    """`scoring` by codes about units' means."""
+    store, spec = cache.store, cache.spec
+    batch, num_heads, head_dim = q.shape
+    if store.groups_per_seal % vectors.LANES or head_dim * QUERY_STEPS >= 2**15:  # sums are int16
+        return None
+    kv_heads, per_seal = spec.num_kv_heads, store.groups_per_seal
+    rows, passes = batch * kv_heads, -(-num_heads // kv_heads // vectors.HEADS)
+    groups = where.num_groups
+    seals = groups // per_seal
+    # without waiting for other threads where each has rows enough
+    together = rows < ROWS_PER_THREAD * threads.num_threads()
+    pools = {name: lanes(host(array)) for name, array in cache.summaries[layer].items()}
+    estimate, missing = np.empty((batch, kv_heads, groups), np.float32), np.empty(batch, np.int64)
+
+    chunks = -(-seals // max(units.CHUNK_GROUPS // per_seal, 1))
+
+    def know() -> tuple[Any, ...]:
+        """What every layer's call is told alike: counts, a rotation and dimensions, sizes of what it works in."""
+        dims = part_dims(store, head_dim)
+        words = sum(-(-many // (8 * unit_vectors.WORD)) for many in (*dims, head_dim)) * unit_vectors.WORD_TABLE // 4
+        sides, mean_bytes = 8 // store.mean_bits, -(-head_dim * store.mean_bits // 8)
+        sizes = words, sides * vectors.HEADS * mean_bytes, (len(dims) + 1) * vectors.HEADS
+        return (
+            np.array(where.staged(head_dim), np.int64).reshape(-1, batch), write.rotation(head_dim), np.array(dims),
+            [(rows, passes, size) for size in sizes], units.new_lists(0, groups, chunks, passes),
+        )  # fmt: skip
+
+    key = "score_units", store.parts, store.mean_bits, per_seal, head_dim, num_heads, kv_heads
+    staged, rotation, dims, shapes, no_lists = where.once(key, know)
+    codes, *later = (pools[name] for name in PARTS[len(dims)])
+    words, queries, factors = aligned(*shapes)
+    args = (
+        together, q, pools["mean"], pools["mean_scale"], store.mean_bits, pools["scale"], codes,
+        (*later, codes, codes)[:2], pools.get("second", codes), pools.get("second_scale", pools["scale"]),
+        cache.state[layer].fill, where.table, where.lengths, where.guards, staged, where.refined,
+        host(cache.fixed[layer]["signs"]), *rotation, dims, store.S, store.sealed_tokens, store.seals_per_unit,
+        np.empty((batch, seals), np.uint8), np.empty((batch, seals), np.int64), words.view(np.int8), queries,
+        factors.reshape(rows, passes, -1, vectors.HEADS),
+        np.empty((rows, passes * vectors.HEADS * (seals + vectors.LANES)), np.float32),
+        np.empty((rows, 2, seals + vectors.LANES), np.float32),
+        units.new_lists(rows, groups, chunks, passes) if together else no_lists, missing, estimate,
+    )  # fmt: skip
+    phases = 1 + units.MOST_PHASES if together else 2
+    return Call(units.score_units, phases, args), Scored(estimate, None, None, missing)
+
+
+def covers_choosing(where: Where, layer: int) -> bool:
+    """Whether `choosing` knows how a layer chooses."""
+    read = where.config.read
+    modes = read.head_modes[layer] if read.head_modes else ()
+    return read.policy == "topk" and read.scope == "kv-head" and not set(modes) - {"gate"}
+
+
+def choosing(where: Where, estimate: np.ndarray, num_missing: np.ndarray) -> tuple[Call, Chosen]:
+    """By policy topk over estimate [B, Hkv, G] float32; num_missing [B] as in `Scores`."""
+    batch, kv_heads, _ = estimate.shape
+    own_missing = np.asarray(num_missing, np.int64)
+
+    def count() -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+        forced = where.num_forced + own_missing
+        uniform = where.budget(forced)
+        counts = np.repeat(uniform[:, None], kv_heads, axis=1).astype(np.int32)
+        return counts, uniform, forced, max(int(uniform.max()), 1)
+
+    # layers that were written alike share one answer
+    counts, uniform, forced, width = where.once(("topk", kv_heads, own_missing.tobytes()), count)
+    groups = np.empty((batch, kv_heads, width), np.int32)
+    visit = np.empty(estimate.shape, np.bool_)
+    args = estimate, uniform, where.guards, where.ends, groups, visit.view(np.uint8)
+    alone = estimate.size < FEW_GROUPS
+    return Call(best.select_topk, 1, args, alone), Chosen(groups, counts, uniform, forced, visit)
+
+
+def attending(
+    cache: Any, layer: int, q: np.ndarray, where: Where, listed: tuple[np.ndarray, np.ndarray] | None, host: Host
+) -> tuple[Call, State]:
+    """Of q [B, Hq, D] float32 over `listed`, the groups and counts of a selection, or over every token where it is
+    None; what will be read is counted."""
+    store, spec = cache.store, cache.spec
+    table, lengths = where.table, where.lengths
+    size, per_unit = store.S, store.groups_per_unit
+    if listed is None:
+        # whole units as groups: what lies past a sequence's end is not read
+        size, per_unit = store.unit_tokens, 1
+
+        def whole() -> tuple[np.ndarray, np.ndarray]:
+            groups = np.empty((len(table), spec.num_kv_heads, table.shape[1]), np.int32)
+            groups[:] = np.arange(table.shape[1])
+            return groups, np.repeat(-(-lengths[:, None] // size), spec.num_kv_heads, axis=1).astype(np.int32)
+
+        groups, counts = where.once(("attend whole", spec.num_kv_heads, size), whole)
+    else:
+        groups, counts = listed
+    state = State(np.empty(q.shape, np.float32), np.empty(q.shape[:2], np.float32))
+    (k, k_strides), (v, v_strides) = (rows_of(pool[layer], spec.dtype, host) for pool in (cache.k, cache.v))
+
+    def tasks() -> tuple[int, int, np.ndarray]:
+        least, most = TASK_TOKENS
+        tokens = int(lengths.sum()) * spec.num_kv_heads if listed is None else int(counts.sum()) * size
+        tokens_each = min(max(int(counts.sum()) * size // (TASKS_PER_THREAD * threads.num_threads()), least), most)
+        per_task = max(tokens_each // size, 1)
+        starts = np.zeros(counts.size + 1, np.int64)
+        np.cumsum(-(-counts.reshape(-1) // per_task), out=starts[1:])
+        return tokens, per_task, starts
+
+    key = "attend", counts.tobytes(), size, threads.num_threads(), listed is None
+    tokens, per_task, starts = where.once(key, tasks)
+    cache.count_read(tokens * spec.kv_token_bytes)
+    heads = -(-q.shape[1] // spec.num_kv_heads // vectors.HEADS) * vectors.HEADS
+    largest, masses = (np.empty((starts[-1], heads), np.float32) for _ in range(2))
+    sums = np.empty((starts[-1], heads * q.shape[2]), np.float32)
+    args = (
+        q, k, v, k_strides, v_strides, table, lengths, groups, counts, size, per_unit, per_task, starts, largest,
+        masses, sums, *state,
+    )  # fmt: skip
+    return Call(attend.attend, 2, args), state
+
+
+def adding_tail(
+    cache: Any, layer: int, where: Where, estimate: np.ndarray, listed: tuple[np.ndarray, np.ndarray],
+    lse: np.ndarray, host: Host,
+) -> tuple[Call, State, np.ndarray]:  # fmt: skip
+    """The estimated attention over what the groups and counts of `listed` left out of estimate [B, Hkv, G], where the
+    listed ones gave lse [B, Hq], and the share [B, Hkv] of it: `skipped_mass`. Arguments alone, without values behind
+    them, where the cache has no tail."""
+    inner = cache.tail
+    tail = State(np.empty((*lse.shape, cache.spec.head_dim), np.float32), np.empty(lse.shape, np.float32))
+    shares = np.empty(estimate.shape[:2], np.float32)
+    if inner is None:
+        about = *_NO_TAIL, where.table, where.lengths, 1, 1
+    else:
+        means, scale = (lanes(host(inner.summaries[layer][name])) for name in ("mean", "mean_scale"))
+        about = (
+            means, scale, inner.state[layer].fill, where.table, where.lengths, inner.store.S,
+            inner.store.groups_per_unit,
+        )  # fmt: skip
+    return Call(attend.attend_tail, 1, (estimate, *listed, lse, *about, *tail, shares)), tail, shares
+
+
+def summing_skipped(estimate: np.ndarray, visit: np.ndarray) -> tuple[Call, np.ndarray]:
+    """The estimated share [B, Hkv] of the softmax outside visit [B, Hkv, G] bool: estimate [B, Hkv, G] float32."""
+    shares = np.empty(estimate.shape[:2], np.float32)
+    args = estimate, visit.view(np.uint8), shares
+    return Call(attend.skipped_mass, 1, args, estimate.size < FEW_GROUPS), shares

@@ -1,0 +1,295 @@
+"""A whole gated layer by one kernel: what its parts give one by one, in every configuration that it takes, whatever
+runs it; and what it does where a thread fails."""
+
+import importlib
+import inspect
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numba import njit
+from test_conformance import Case, eps
+from test_cpu_kernels import Setup, kernels_of, torch_parallel
+from test_cpu_kernels import several_threads as several_threads
+
+from eps_core import oracle
+from eps_core.cpu import calls, gated, openmp, usable
+from eps_core.cpu import threads as threads_cpu
+from eps_core.cpu.threads import FAILED, finish, take, wait
+from eps_core.gate import attend as gate
+from eps_core.load import load_backend
+from eps_core.oracle.scoring import visit_mask
+from eps_core.paging.where import Where
+
+CASES = [
+    Case((700, 300), eps("rq", group_tokens=2), num_heads=8, head_dim=128),
+    Case((700, 300), eps("rq", group_tokens=2), num_heads=8, head_dim=128, dtype="bfloat16"),
+    Case(
+        (500, 64, 70),
+        eps("rq", group_tokens=2, mean_tokens=64, stages=(0.5, 0.3)),
+        num_heads=10,
+        num_kv_heads=2,
+        head_dim=64,
+    ),
+    Case((600, 290), eps("rq", mean_tokens=0, group_tokens=2), dtype="float16", head_dim=80, chunk=200),
+    Case((300,), eps("rq", mean_tokens=0, group_tokens=4, bits=4, tail_tokens=0), num_heads=6, num_kv_heads=2),
+    Case((290, 200), eps("meanstd", group_tokens=48, tail_tokens=96), num_heads=6, num_kv_heads=3, head_dim=80),
+    Case((150, 64, 1), eps("meanstd", tail_tokens=0, first_tokens=0, last_tokens=0, budget=0.1)),
+    Case(
+        (310, 100),
+        eps("rq", group_tokens=2, mean_tokens=0, refine=0.2),
+        bits=(8, 4),
+        dtype="bfloat16",
+        head_dim=64,
+        chunk=150,
+    ),
+    Case((400, 129), eps("rq", group_tokens=2, tail_tokens=192, block_size=64), kind="ties"),
+    Case((100, 37), eps("rq", group_tokens=2, mean_tokens=0)),  # too short for rq's centre: nothing has a summary
+    Case((290, 41), eps("rq", group_tokens=2, min_context=100, top_pages=29)),
+    Case((300, 80), eps("rq", group_tokens=2, head_modes=(("gate", "gate"),))),
+]
+REFUSED = [
+    Case((150,), eps("box")),  # bounds
+    Case((150,), eps("rq", group_tokens=2, policy="share", tau=0.02)),
+    Case((150,), eps("rq", group_tokens=2, scope="union")),
+    Case((150,), eps("rq", group_tokens=2, head_modes=(("gate", "window"),))),
+    Case((300,), eps("rq", mean_tokens=32, group_tokens=4, stages=(0.25,))),  # groups that fill no register
+    Case((150,), eps("jl")),  # no kernel scores it
+]
+
+
+@pytest.fixture(params=("cuda", "mlx"))
+def backend(request: pytest.FixtureRequest):
+    return load_backend(request.param)
+
+
+def by_parts(backend, s: Setup, where: Where) -> dict[str, np.ndarray]:
+    """What the layer gives, by the backend's own parts."""
+    at = s.cache, 0, s.native, where
+    scores = backend.score(*at)
+    selection = backend.select(scores, where)
+    out, read_lse = backend.attend(*at, selection)
+    lse = read_lse
+    if s.cache.store.tail_tokens:
+        out, lse = backend.add_tail(s.cache, 0, where, scores, selection, (out, lse))
+    return found(backend, out, lse, read_lse, selection, backend.skipped_mass(scores, selection))
+
+
+def found(backend, out, lse, read_lse, selection, skipped) -> dict[str, np.ndarray]:
+    arrays = {"out": out, "lse": lse, "read lse": read_lse, "skipped": skipped}
+    arrays |= {"groups": selection.groups, "counts": selection.counts, "visit": selection.visit}
+    host = {name: backend.to_numpy(array) for name, array in arrays.items()}
+    return host | {"uniform": selection.uniform, "forced": selection.forced}
+
+
+def at_once(backend, s: Setup, where: Where) -> dict[str, np.ndarray]:
+    one = kernels_of(backend).attend_gated(s.cache, 0, s.native, where)
+    return found(backend, one.out, one.lse, one.read_lse, one.selection, one.skipped)
+
+
+def check_same(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(got[name], array, err_msg=name)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_layer_is_its_parts_to_the_last_bit(backend, case):
+    s = Setup(backend, case)
+    where = Where.of(case.config, s.table, s.lengths)
+    before = s.cache.kv_bytes_read
+    wanted = by_parts(backend, s, where)
+    between = s.cache.kv_bytes_read
+    check_same(at_once(backend, s, where), wanted)
+    assert s.cache.kv_bytes_read - between == between - before > 0
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_layer_follows_the_oracle(backend, case):
+    """Its estimates are judged among the kernels of scoring; here lists are taken as they are."""
+    s = Setup(backend, case)
+    where = Where.of(case.config, s.table, s.lengths)
+    got = at_once(backend, s, where)
+    scores = oracle.score(s.reference, 0, s.q, where)
+    selection = replace(oracle.select(scores, where), groups=got["groups"], counts=got["counts"], visit=None)
+    assert np.array_equal(visit_mask(selection, where.num_groups), got["visit"])
+    out, lse = oracle.attend(s.reference, 0, s.q, where, selection)
+    tolerance = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 2e-2}[case.dtype]
+    np.testing.assert_allclose(got["read lse"], lse, atol=max(tolerance, 1e-3))
+    if case.config.store.tail_tokens:
+        tail = oracle.attend_tail(s.reference, 0, where, scores, selection, lse)
+        out, lse = oracle.merge((out, lse), tail)
+    np.testing.assert_allclose(got["lse"], lse, atol=max(tolerance, 2e-2))
+    np.testing.assert_allclose(got["out"], out, atol=max(tolerance, 2e-2))
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=str)
+def test_what_it_does_not_take_is_left_to_the_parts(backend, case):
+    s = Setup(backend, case)
+    where = Where.of(case.config, s.table, s.lengths)
+    assert kernels_of(backend).attend_gated(s.cache, 0, s.native, where) is None
+
+
+def test_codes_that_kernels_do_not_read_are_left_to_the_parts(backend):
+    choose = importlib.import_module(f"{backend.__name__}.kernels.choose")
+    case = Case((150,), eps("rq", group_tokens=2), bits=(8, 8), dtype="bfloat16")
+    cache = Setup(backend, case).cache
+    assert choose.kernel_of(cache, "attend_gated") is kernels_of(backend).attend_gated
+    odd = replace(cache, spec=replace(cache.spec, k_bits="fp8"))
+    assert choose.kernel_of(odd, "attend_gated") is None
+
+
+def test_gated_layers_take_it(backend, monkeypatch):
+    """`attend_layer` asks no part for what one kernel does; with a clock or another scorer it asks all of them."""
+    case = CASES[0]
+    s = Setup(backend, case)
+    where = Where.of(case.config, s.table, s.lengths)
+    wanted = by_parts(backend, s, where)
+    asked: list[str] = []
+
+    def counted(name: str):
+        real = getattr(backend, name)
+        return lambda *args, **kwargs: (asked.append(name), real(*args, **kwargs))[1]
+
+    own = importlib.import_module("types").SimpleNamespace(**vars(backend))
+    parts = ("score", "select", "attend", "add_tail", "skipped_mass")
+    for name in parts:
+        setattr(own, name, counted(name))
+
+    def taken(**how) -> list[str]:
+        asked.clear()
+        out, read = gate.attend_layer(own, s.cache, 0, s.native, where, **how)
+        (stats,), (out, lse) = gate.collect(own, s.cache, [read], out, read.lse)
+        np.testing.assert_array_equal(out, wanted["out"])
+        np.testing.assert_array_equal(lse, wanted["lse"])
+        np.testing.assert_array_equal(stats.counts, wanted["counts"])
+        np.testing.assert_array_equal(stats.mass_skipped_est, wanted["skipped"])
+        np.testing.assert_array_equal(stats.forced, wanted["forced"])
+        assert stats.summary_bytes_read == 2 * where.scoring_bytes(128) > 0
+        return sorted(asked)
+
+    assert taken() == [] and taken(audit=True) == ["attend"]  # the audit's dense read
+    assert taken(clock=lambda *arrays: 0.0) == sorted(parts)
+    assert taken(scorer=lambda: (backend.score(s.cache, 0, s.native, where), 2 * where.scoring_bytes(128))) == sorted(
+        set(parts) - {"score"}
+    )
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.parametrize("whole_rows", [False, True])
+def test_bits_do_not_depend_on_what_runs_it(number, whole_rows, monkeypatch):
+    """Torch's team of any size, threads of our own, the caller alone."""
+    backend, case = load_backend("cuda"), CASES[2]
+    torch, module = importlib.import_module("torch"), kernels_of(backend)
+    s = Setup(backend, case)
+    where = Where.of(case.config, s.table, s.lengths)
+    wanted = at_once(backend, s, where)
+    monkeypatch.setattr(calls, "ROWS_PER_THREAD", 0 if whole_rows else 100)
+    monkeypatch.setattr(threads_cpu, "num_threads", lambda: number)
+    torch.set_num_threads(number)
+    for alone in (True, False):
+        for run in (openmp.team_of(module.Path(torch.__file__).parent / "lib" / "libtorch_cpu.so",
+                                   torch.get_num_threads), threads_cpu.run):  # fmt: skip
+            assert run is not None
+
+            def running(kernel, phases, *args, run=run, alone=alone, **about):
+                run(kernel, phases, *args, alone=alone)
+
+            monkeypatch.setattr(module, "_run", running)
+            check_same(at_once(backend, s, Where.of(case.config, s.table, s.lengths)), wanted)
+
+
+BROKEN = {
+    "no tail": ("        _merge_all(progress[4:], *merged)", "        pass"),
+    "a tail alone": ("merge(out[b], lse[b],", "merge(other_out[b], other_lse[b],"),
+    "nothing chosen anew": ("    select_topk(progress[:1], *chosen)\n", "    chosen[4][:] = 0\n"),
+    "one sequence merged": ("        if b >= len(out):", "        if b >= 1:"),
+    "phases of another part": ("attend(progress[1:3], *attended)", "attend(progress[:2], *attended)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_wrong_order_fails(name):
+    """The same kernel with one line changed, run alone and in Python, where a wait for what never comes ends."""
+    backend, case = load_backend("cuda"), CASES[0]
+    s = Setup(backend, case)
+    where = Where.of(case.config, s.table, s.lengths)
+    wanted = by_parts(backend, s, where)
+    source, (old, new) = inspect.getsource(gated), BROKEN[name]
+    assert source.count(old) == 1, f"{old!r} is not there once: the mutant tests nothing"
+    scope: dict[str, object] = {}
+    changed = (
+        source.replace(old, new)
+        .replace("@kernel(fastmath=FAST)\n", "")
+        .replace("    wait(progress, 0, len(out))", "    pass")
+    )
+    take_one = njit(lambda progress, phase: take(progress, phase))
+    exec(compile(changed, gated.__file__, "exec"), scope)
+    scope |= {"take": take_one, "finish": njit(lambda progress, phase: finish(progress, phase))}
+
+    def run(kernel, phases, *args, alone=False):
+        progress = threads_cpu.new_progress(phases)
+        scope[kernel.__name__](progress, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels_of(backend), "_run", run)
+        if name == "phases of another part":
+            # what waits for a phase that others finished, or took, reads lists too early or nothing
+            got = at_once(backend, s, where)
+            assert any(not np.array_equal(got[key], value) for key, value in wanted.items())
+            return
+        with pytest.raises(AssertionError):
+            check_same(at_once(backend, s, where), wanted)
+
+
+def test_the_right_order_passes_that_check():
+    """The harness of the test above, with nothing changed."""
+    backend, case = load_backend("cuda"), CASES[0]
+    s = Setup(backend, case)
+    where = Where.of(case.config, s.table, s.lengths)
+    wanted = by_parts(backend, s, where)
+
+    def run(kernel, phases, *args, alone=False):
+        kernel(threads_cpu.new_progress(phases), *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels_of(backend), "_run", run)
+        check_same(at_once(backend, s, where), wanted)
+
+
+@njit(nogil=True)
+def _fails(progress, first):
+    """The second of two parts waits for tasks of which a thread failed at one."""
+    part = progress[1:]
+    while True:
+        task = take(part, 0)
+        if task >= 4:
+            break
+        if task == 1:
+            raise ValueError
+        finish(part, 0)
+    wait(part, 0, 4)
+
+
+@njit
+def _fails_in_team(parallel, num_threads, *args):
+    openmp.on_team(parallel, num_threads, _fails, args)
+
+
+@pytest.mark.parametrize("runner", ["team", "helpers"])
+def test_a_thread_that_failed_ends_the_waits_of_every_part(runner):
+    for _ in range(20):
+        if runner == "team":
+            progress = threads_cpu.new_progress(3)
+            _fails_in_team(torch_parallel(), 3, progress, 0)
+            assert (progress[:, FAILED] == 1).all()
+            with pytest.raises(RuntimeError, match="failed"):
+                threads_cpu.check(progress)
+        else:
+            with pytest.raises((RuntimeError, ValueError)):
+                threads_cpu.run(_fails, 3, 0)
+
+
+def test_every_scorer_has_a_whole_layer():
+    scorers = {calls.score.score_rq, calls.score.score_codes, calls.units.score_units}
+    assert set(gated.AFTER) == scorers and set(gated.AFTER.values()) <= set(openmp._LAUNCHERS)
+    assert usable.why_not() is None
