@@ -146,18 +146,16 @@ def _results(
             states["tail"] = backend.attend_tail(cache, 0, where, clear, selection, states["gated"][1])
         begin("step")  # what statistics and certificates use besides; its parts are compared above
         out, seen = attend_layer(backend, cache, 0, query, where)
-        whole = backend.to_numpy(out).astype(np.float32)
-        if backend.kernel_of(cache, "attend_gated") is not None and seen.selection is not None:
-            # one kernel did what the parts do; which groups these are, rounding may decide, here in both alike
-            state = backend.attend(cache, 0, query, where, seen.selection)
-            if config.store.tail_tokens:
-                state = backend.add_tail(cache, 0, where, scores, seen.selection, state)
-            apart = np.abs(whole - backend.to_numpy(state[0]).astype(np.float32)).max()
-            if not apart <= TOLERANCE[spec.dtype] * max(1.0, float(np.abs(whole).max())):  # NaN too
-                raise RuntimeError(f"a whole layer and its parts differ by {apart:.3g}")
+        # one kernel may do what the parts do; which groups these are, rounding decides, in both alike
+        state = backend.attend(cache, 0, query, where, seen.selection)
+        if config.store.tail_tokens and seen.selection is not None:
+            state = backend.add_tail(cache, 0, where, scores, seen.selection, state)
+        apart = backend.to_numpy(out).astype(np.float32) - backend.to_numpy(state[0]).astype(np.float32)
     for name, (out, lse) in states.items():
         results[f"{name} outputs"] = backend.to_numpy(out).astype(np.float32)
         results[f"{name} lse"] = backend.to_numpy(lse)
+    if config.store.enabled:
+        results["a whole layer and its parts"] = apart  # by their difference: last, as what is wrong shows in parts
     return results
 
 
