@@ -93,6 +93,7 @@ def import_units(cache: Cache, units: Sequence[int], arrays: dict[str, np.ndarra
                 continue
             if one.store.needs_centre:
                 one.centre[layer] = on(cache, arrays[f"heads.{layer}.{kind}.centre"])
+                cache.views.clear()  # of the one before
             per_unit = one.store.seals_per_unit
             groups = (numbers[:, None] * per_unit + np.arange(per_unit)).ravel()
             one.state[layer].trust(groups, np.full(len(groups), one.store.sealed_tokens))

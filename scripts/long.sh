@@ -2,12 +2,22 @@
 # Remakes what results/README.md says of long contexts on results/long_model (32,768 tokens): KL and needles against
 # bytes of every method at 8k, 16k and 32k, what the default may read less, RULER's look-ups with their real scores,
 # recall and certified shares, the grid that the verdict is decided on, whole steps, dense, gated and verified.
-# Four to seven hours on 2 cores, by its steps, which were run one by one; what was stopped goes on where it was.
+# Four to seven hours on 2 cores, by its steps, which were run one by one. Stopped and started again, it goes on with the
+# step that was stopped, and does finished steps of scripts/evaluate.py anew.
 # Usage: [EPS_LONG_QUICK=1] scripts/long.sh [output directory]     (default: results)
-# EPS_LONG_QUICK: all of its steps at an eighth of the tokens and of next to no documents: that it runs, no results.
+# EPS_LONG_QUICK=1: all steps at an eighth of the tokens, of next to no documents, into a folder of their own: that the
+# script runs, no results.
 set -euo pipefail
 . "$(dirname "$0")/help.sh"
 begin "$@"
+if [ -n "${EPS_LONG_QUICK:-}" ]; then
+  for file in "$out"/long*.jsonl "$out"/replay-long-*.jsonl; do
+    if [ -e "$file" ]; then
+      echo "error: EPS_LONG_QUICK measures next to nothing and $out holds ${file##*/}: name a new folder" >&2
+      exit 2
+    fi
+  done
+fi
 venv=$(scripts/setup.sh mlx,cuda,report)
 export PATH="$venv/bin:$PATH"
 model=results/long_model
@@ -17,10 +27,6 @@ trap 'rm -rf "$captures"' EXIT
 full=32768 needles=40 texts=8 steps=48 samples=10 replayed=12 models=long,llama-1b
 grid=(--preset long --needles 40 --texts 4)
 if [ -n "${EPS_LONG_QUICK:-}" ]; then
-  if [ "$(realpath "$out")" = "$(realpath results)" ]; then
-    echo "error: EPS_LONG_QUICK measures next to nothing: name another folder than $out" >&2
-    exit 2
-  fi
   full=4096 needles=2 texts=2 steps=8 samples=1 replayed=4 models=long
   python -c "import json; from eps_core.evaluation.grid_settings import PRESETS
 for block in PRESETS['long']:
@@ -44,7 +50,7 @@ python scripts/evaluate.py "${plan[@]}" --arms cuts --contexts "${each[@]}" --bu
   -o "$out/long-cuts.jsonl" > "$captures/long-cuts.md"
 took "what of that pays"
 rm -f "$out/long-unit-scale.jsonl"  # of what was measured again here
-python scripts/evaluate.py "${plan[@]}" --arms others --contexts "${each[@]}" \
+python scripts/evaluate.py "${plan[@]}" --arms others --contexts "$shortest" "$middle" "$longest" \
   --budgets 0.03 0.06 0.1 0.16 0.28 -o "$out/long-others.jsonl" > "$captures/long-others.md"
 took "the other methods"
 OMP_NUM_THREADS=2 eps-proto evaluate --model "$model" --backend cuda --samples "$samples" \

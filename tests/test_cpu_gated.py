@@ -5,11 +5,12 @@ import importlib
 import inspect
 from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 import pytest
 from numba import njit
 from test_conformance import Case, eps
-from test_cpu_kernels import Setup, kernels_of, torch_parallel
+from test_cpu_kernels import Setup, kernels_of, torch_parallel, writable
 from test_cpu_kernels import several_threads as several_threads
 
 from eps_core import oracle
@@ -103,6 +104,57 @@ def test_the_layer_is_its_parts_to_the_last_bit(backend, case):
     assert s.cache.kv_bytes_read - between == between - before > 0
 
 
+@pytest.mark.parametrize("case", CASES[:3], ids=str)
+def test_short_queries_are_rounded_where_the_parts_round(backend, case):
+    """bfloat16: out before the tail is merged, too. float16 is left to the parts."""
+    s = Setup(backend, case)
+    where = Where.of(case.config, s.table, s.lengths)
+    s.native = backend.from_numpy(s.q, "bfloat16", "cpu")
+    check_same(at_once(backend, s, where), by_parts(backend, s, where))
+    half = backend.from_numpy(s.q, "float16", "cpu")
+    assert kernels_of(backend).attend_gated(s.cache, 0, half, where) is None
+
+
+def test_rounding_to_bfloat16():
+    """The nearest, halves to even, as ml_dtypes rounds; what is not finite stays."""
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 2**32, 4000, np.uint32)
+    bits[:2000] &= 0xFFFF8000  # halves
+    odd = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 3.4e38], np.float32)
+    x = np.concatenate([bits.view(np.float32), odd])[None]
+    with np.errstate(invalid="ignore"):
+        wanted = np.where(np.isfinite(x), x.astype(ml_dtypes.bfloat16).astype(np.float32), x)
+    gated.shorten(x)
+    np.testing.assert_array_equal(x, wanted)
+
+
+@pytest.mark.parametrize("heads, head_dim", [(5, 128), (8, 64), (8, 256)])
+def test_a_query_of_another_shape_is_refused(backend, heads, head_dim):
+    s = Setup(backend, CASES[0])
+    where = Where.of(CASES[0].config, s.table, s.lengths)
+    q = backend.from_numpy(np.ones((2, heads, head_dim), np.float32), "float32", "cpu")
+    with pytest.raises(ValueError, match=f"q has {heads} heads of {head_dim}"):
+        gate.attend_layer(backend, s.cache, 0, q, where)
+
+
+def test_views_end_with_what_they_show():
+    """Torch: pools that grew are seen anew, and nothing keeps the old ones."""
+    backend, case = load_backend("cuda"), CASES[0]
+    s = Setup(backend, case)
+    where = Where.of(case.config, s.table, s.lengths)
+    wanted = at_once(backend, s, where)
+    assert s.cache.views
+    held = len(s.cache.views)
+    check_same(at_once(backend, s, where), wanted)
+    assert len(s.cache.views) == held
+    old = s.cache.k[0].data_ptr()
+    s.cache = backend.grow(s.cache, 2 * s.cache.spec.num_units)
+    assert not s.cache.views and s.cache.k[0].data_ptr() != old
+    with writable(backend):
+        s.cache.k[0].mul_(0)  # in the new pool
+    assert not np.array_equal(at_once(backend, s, where)["out"], wanted["out"])
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_layer_follows_the_oracle(backend, case):
     """Its estimates are judged among the kernels of scoring; here lists are taken as they are."""
@@ -138,8 +190,8 @@ def test_codes_that_kernels_do_not_read_are_left_to_the_parts(backend):
     assert choose.kernel_of(odd, "attend_gated") is None
 
 
-def test_gated_layers_take_it(backend, monkeypatch):
-    """`attend_layer` asks no part for what one kernel does; with a clock or another scorer it asks all of them."""
+def test_gated_layers_take_it(backend):
+    """`attend_layer` asks no part for what one kernel does, timed or not; with another scorer it asks all of them."""
     case = CASES[0]
     s = Setup(backend, case)
     where = Where.of(case.config, s.table, s.lengths)
@@ -165,10 +217,13 @@ def test_gated_layers_take_it(backend, monkeypatch):
         np.testing.assert_array_equal(stats.mass_skipped_est, wanted["skipped"])
         np.testing.assert_array_equal(stats.forced, wanted["forced"])
         assert stats.summary_bytes_read == 2 * where.scoring_bytes(128) > 0
+        timed = stats.prepass_ms, stats.attention_ms
+        assert timed == (None, None) if "clock" not in how else min(timed) > 0 and sum(timed) == pytest.approx(1000)
         return sorted(asked)
 
     assert taken() == [] and taken(audit=True) == ["attend"]  # the audit's dense read
-    assert taken(clock=lambda *arrays: 0.0) == sorted(parts)
+    seconds = iter([5.0, 6.0])
+    assert taken(clock=lambda cache, *arrays: next(seconds)) == []
     assert taken(scorer=lambda: (backend.score(s.cache, 0, s.native, where), 2 * where.scoring_bytes(128))) == sorted(
         set(parts) - {"score"}
     )
@@ -185,6 +240,7 @@ def test_bits_do_not_depend_on_what_runs_it(number, whole_rows, monkeypatch):
     wanted = at_once(backend, s, where)
     monkeypatch.setattr(calls, "ROWS_PER_THREAD", 0 if whole_rows else 100)
     monkeypatch.setattr(threads_cpu, "num_threads", lambda: number)
+    monkeypatch.setattr(threads_cpu, "_helpers", [])  # those of this number end with nobody who asks them
     torch.set_num_threads(number)
     for alone in (True, False):
         for run in (openmp.team_of(module.Path(torch.__file__).parent / "lib" / "libtorch_cpu.so",
@@ -196,10 +252,12 @@ def test_bits_do_not_depend_on_what_runs_it(number, whole_rows, monkeypatch):
 
             monkeypatch.setattr(module, "_run", running)
             check_same(at_once(backend, s, Where.of(case.config, s.table, s.lengths)), wanted)
+    threads_cpu.settle()
 
 
 BROKEN = {
     "no tail": ("        _merge_all(progress[4:], *merged)", "        pass"),
+    "no phase for merging": ("        _merge_all(progress[4:], *merged)", "        _merge_all(progress[3:], *merged)"),
     "a tail alone": ("merge(out[b], lse[b],", "merge(other_out[b], other_lse[b],"),
     "nothing chosen anew": ("    select_topk(progress[:1], *chosen)\n", "    chosen[4][:] = 0\n"),
     "one sequence merged": ("        if b >= len(out):", "        if b >= 1:"),
@@ -225,6 +283,7 @@ def test_a_wrong_order_fails(name):
     take_one = njit(lambda progress, phase: take(progress, phase))
     exec(compile(changed, gated.__file__, "exec"), scope)
     scope |= {"take": take_one, "finish": njit(lambda progress, phase: finish(progress, phase))}
+    scope |= {"note_time": lambda stamps, index: None}
 
     def run(kernel, phases, *args, alone=False):
         progress = threads_cpu.new_progress(phases)
@@ -257,7 +316,7 @@ def test_the_right_order_passes_that_check():
 
 
 @njit(nogil=True)
-def _fails(progress, first):
+def _fails(progress, _):
     """The second of two parts waits for tasks of which a thread failed at one."""
     part = progress[1:]
     while True:
@@ -287,6 +346,28 @@ def test_a_thread_that_failed_ends_the_waits_of_every_part(runner):
         else:
             with pytest.raises((RuntimeError, ValueError)):
                 threads_cpu.run(_fails, 3, 0)
+
+
+@pytest.mark.parametrize("failing", ["score_units", "select_topk", "attend"])
+def test_what_a_failed_thread_left_is_followed_by_nobody(failing):
+    """Lists that were never filled name any group: no later part may run."""
+    scope: dict[str, object] = {}
+    exec(compile(inspect.getsource(gated).replace("@kernel(fastmath=FAST)\n", ""), gated.__file__, "exec"), scope)
+    ran = []
+
+    def part(name: str):
+        def run(progress, *args):
+            ran.append(name)
+            if name == failing:
+                progress.base[:, FAILED] = 1
+
+        return run
+
+    order = ["score_units", "select_topk", "attend", "attend_tail"]
+    scope |= {name: part(name) for name in order}
+    scope |= {"note_time": lambda stamps, index: None, "_merge_all": part("merge")}
+    scope["gate_units"](threads_cpu.new_progress(9), None, 4, (), (), (), True, (), (), ())
+    assert ran == order[: order.index(failing) + 1]
 
 
 def test_every_scorer_has_a_whole_layer():

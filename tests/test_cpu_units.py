@@ -165,6 +165,20 @@ def test_words_add_what_signs_add():
             start += many
 
 
+def test_the_nth_largest_of_any_keys():
+    """Few and many, all equal, at both ends of what uint32 holds."""
+    rng = np.random.default_rng(0)
+    ends = np.array([0, 1, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1], np.uint32)
+    for count in (1, 2, 15, 16, 17, 63, 64, 65, 200):
+        for keys in (rng.choice(ends, count), np.repeat(rng.choice(ends), count),
+                     rng.integers(0, 2**32, count, np.uint32)):  # fmt: skip
+            falling = np.sort(keys)[::-1]
+            for left in {1, count // 2 + 1, count}:
+                key, equal, wanted = best.nth_largest(keys, count, left, keys.min(), keys.max())
+                assert key == falling[left - 1] and equal == (keys == key).sum()
+                assert wanted == left - (keys > key).sum() >= 1
+
+
 def test_best_are_those_of_a_stable_sort():
     rng = np.random.default_rng(0)
     for count in (1, 15, 300, 4096, 5000, 66_000):

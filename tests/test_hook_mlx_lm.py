@@ -24,7 +24,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm_models import FAMILIES, alone, prompts, teacher_forced, tiny, together
 from tiny_models import save_model
 
-import eps_mlx
 from eps_core.engine import kernels as engine_kernels
 from eps_core.engine import settings as engine_settings
 from eps_core.engine.settings import Settings
@@ -348,7 +347,7 @@ def test_an_exception_inside_eps_attends_densely_counts_and_is_told_once(
 
     with eps(model, **SMALL, budget=0.1) as gated, caplog.at_level(logging.ERROR, "eps"):
         with monkeypatch.context() as patch:
-            patch.setattr(eps_mlx, "score", fail)
+            patch.setattr(numba_kernels, "attend_gated", fail)
             assert_equal(plain[1], alone(model, prompt)[1])
         assert gated.stats()["fallbacks"] == {"error": 2 * 9}
         assert ["ZeroDivisionError" in line for line in errors(caplog)] == [True]

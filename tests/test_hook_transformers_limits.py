@@ -39,7 +39,7 @@ def test_a_fault_of_ours_is_the_engines_attention_counted_and_loud(
     def broken(*_: Any) -> Any:
         raise RuntimeError("a broken selection")
 
-    monkeypatch.setattr(cache.gated.eps, "select", broken)
+    monkeypatch.setattr(numba_kernels, "attend_gated", broken)
     with Attending(model), caplog.at_level(logging.ERROR, "eps"):
         assert torch.equal(generate(model, ids, mask, cache), plain)
     stats = cache.gated.stats()

@@ -106,9 +106,11 @@ def test_arrays_and_emulated_kernels_are_not_checked(monkeypatch) -> None:
         assert session.kernels == kernels and session.fault is None
 
 
-# which kernels a process asks its cache for after the check, and so may have to compile
 @pytest.mark.parametrize("tail_tokens", [0, 128])
-@pytest.mark.parametrize("change", [lambda out: out * 1.5, lambda out: out * float("nan")])
+@pytest.mark.parametrize("change", [
+    lambda one: replace(one, out=one.out * 1.5), lambda one: replace(one, out=one.out * float("nan")),
+    lambda one: replace(one, lse=one.lse + 0.1),
+])  # fmt: skip
 def test_a_whole_layer_that_is_not_its_parts_is_named(monkeypatch, change, tail_tokens) -> None:
     import eps_cuda
     import eps_cuda.kernels.cpu as kernels
@@ -116,11 +118,12 @@ def test_a_whole_layer_that_is_not_its_parts_is_named(monkeypatch, change, tail_
     real, config = kernels.attend_gated, EpsConfig.of(method="rq", tail_tokens=tail_tokens)
     shape = "cpu", "numba", CacheSpec(1, 2, 32, 1), 4, config
     assert disagreement(eps_cuda, *shape) is None
-    monkeypatch.setattr(kernels, "attend_gated", lambda *at: replace(one := real(*at), out=change(one.out)))
+    monkeypatch.setattr(kernels, "attend_gated", lambda *at: change(real(*at)))
     fault = disagreement(eps_cuda, *shape)
     assert fault is not None and "a whole layer and its parts differ" in fault
 
 
+# which kernels a process asks its cache for after the check, and so may have to compile
 AFTER_THE_CHECK = """
 import numpy as np
 import torch

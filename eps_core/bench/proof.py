@@ -57,9 +57,6 @@ def run_step(layer: Layer, config: EpsConfig, wait: Callable[..., None]) -> Step
         tail = backend.attend_tail(cache, 0, where, scores, selection, read[1])
     merged = read if tail is None else backend.merge(read, tail)
     wait(tail, merged)
-    if not where.reads_all(0):  # the layer as a decoder takes it, from the same parts
-        whole, one = attend_layer(backend, cache, 0, layer.q, where)
-        require_same(layer, (whole, one.lse), merged, "its own parts, one by one")
     return Step(scores, selection, read, tail, merged, kv_bytes)
 
 
@@ -106,9 +103,19 @@ def check_values(layer: Layer, config: EpsConfig, step: Step, keys: Array, value
     [B, Hkv, T, D] are the cache's own, in order."""
     worst = _against_float64(layer, step, keys, values)
     if layer.cache.kernels == "arrays":
+        _require_whole(layer, config, step)
         return {"compared_with": "float64", **worst, "computed_by": dict.fromkeys(PARTS, "arrays")}
     worst = {name: max(worst[name], error) for name, error in _against_arrays(layer, config, step).items()}
+    _require_whole(layer, config, step)
     return {"compared_with": "float64 and arrays", **worst, "computed_by": _computed_by(layer, config, step)}
+
+
+def _require_whole(layer: Layer, config: EpsConfig, step: Step) -> None:
+    """Raises GateError unless the layer as a decoder takes it gives what its parts give; after these were judged."""
+    where = layer.where(config)
+    if not where.reads_all(0):
+        whole, one = attend_layer(layer.backend, layer.cache, 0, layer.q, where)
+        require_same(layer, (whole, one.lse), step.merged, "its own parts, one by one")
 
 
 def _against_float64(layer: Layer, step: Step, keys: Array, values: Array) -> dict[str, float]:

@@ -26,7 +26,7 @@ def order(bits, keys):
 @kernel()
 def nth_largest(keys, count, left, low, high):
     """(threshold, how many equal it, how many of these are among the `left` largest, at least 1): keys [count], all
-    between low and high, 1 <= left <= count. Each of at most 32 halvings counts sixteen keys at a time: a third of
+    between low and high, 1 <= left <= count. Each of at most 32 halvings counts sixteen keys at a time: two thirds of
     the time that counts of digits took."""
     least, most = np.int64(low), np.int64(high)
     while least < most:

@@ -18,6 +18,7 @@ from eps_core.cpu import attend as attend_kernels
 from eps_core.cpu import rows as portable
 from eps_core.cpu.calls import Chosen, Host, State
 from eps_core.cpu.score import score_slack
+from eps_core.paging.counts import check_query
 from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
 
@@ -27,12 +28,13 @@ ROWS_TASK_TOKENS = 1024  # of attention of rows, about: fixed, so that the bits 
 
 class Gated(NamedTuple):
     """A gated layer: `read`, attention over what was chosen; `whole`, the tail's estimate included; the estimated share
-    [B, Hkv] of the softmax that was not read."""
+    [B, Hkv] of the softmax that was not read; the share of the time that scoring and choosing took."""
 
     read: State
     whole: State
     chosen: Chosen
     skipped: np.ndarray
+    prepass_share: float
 
 
 def score(
@@ -72,9 +74,13 @@ def attend(
     return state
 
 
-def attend_gated(cache: Any, layer: int, q: np.ndarray, where: Where, host: Host, run: Run) -> Gated | None:
-    """Score, select, attend and add the tail at once (`gated`): what the parts give one by one, bit for bit in float32.
-    q [B, Hq, D] float32. None for what bounds, too."""
+def attend_gated(
+    cache: Any, layer: int, q: np.ndarray, is_short: bool, where: Where, host: Host, run: Run
+) -> Gated | None:
+    """Score, select, attend and add the tail at once (`gated`): what the parts give one by one, bit for bit. q
+    [B, Hq, D] float32, of bfloat16 numbers where it `is_short`. None for what bounds, too. Raises ValueError for q that
+    does not fit the cache."""
+    check_query(cache.spec, q.shape)
     store = cache.store
     if store.has_bounds or not calls.covers_choosing(where, layer):
         return None
@@ -92,11 +98,14 @@ def attend_gated(cache: Any, layer: int, q: np.ndarray, where: Where, host: Host
     adding, tail, shares = calls.adding_tail(cache, layer, where, scored.estimate, listed, read.lse, host)
     summing, skipped = calls.summing_skipped(scored.estimate, chosen.visit)
     whole = State(np.empty_like(read.out), np.empty_like(read.lse))
+    stamps = np.zeros(3, np.int64)
     run(
-        gated.AFTER[score_call.kernel], score_call.phases + gated.PHASES, score_call.phases, score_call.args,
-        choice.args, attention.args, has_tail, adding.args, (*read, *tail, *whole), summing.args,
+        gated.AFTER[score_call.kernel], score_call.phases + gated.PHASES, stamps, score_call.phases, score_call.args,
+        choice.args, attention.args, has_tail, adding.args, (is_short, *read, *tail, *whole), summing.args,
     )  # fmt: skip
-    return Gated(read, whole, chosen, shares) if has_tail else Gated(read, read, chosen, skipped)
+    began, selected, ended = stamps.tolist()
+    share = (selected - began) / max(ended - began, 1)
+    return Gated(read, whole, chosen, shares, share) if has_tail else Gated(read, read, chosen, skipped, share)
 
 
 def attend_rows(

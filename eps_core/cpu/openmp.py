@@ -22,23 +22,9 @@ from numba.extending import intrinsic
 
 from eps_core.cpu import attend, best, compile, forks, gated, rows, rows_amx, score, threads, units
 from eps_core.cpu.compile import FAST, kernel
-from eps_core.cpu.threads import FAILED, FINISHED
+from eps_core.cpu.threads import _CLOCK, FAILED, FINISHED, note_time_at
 
 LATE_NS = 500_000  # a member that was awake came within 20 microseconds
-_CLOCK = getattr(time, "CLOCK_MONOTONIC", 1)
-
-
-def _note_time(builder, progress):
-    """Puts the monotonic clock's nanoseconds at FINISHED of progress, unless another member did."""
-    long = ir.IntType(64)
-    place = builder.gep(progress, [ir.Constant(long, FINISHED)])
-    with builder.if_then(builder.icmp_signed("==", builder.load(place), ir.Constant(long, 0))):
-        now = cgutils.alloca_once(builder, ir.ArrayType(long, 2))  # struct timespec
-        kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32), now.type])
-        clock = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
-        builder.call(clock, [ir.Constant(ir.IntType(32), _CLOCK), now])
-        seconds, rest = (builder.extract_value(builder.load(now), i) for i in (0, 1))
-        builder.store(builder.add(builder.mul(seconds, ir.Constant(long, 10**9)), rest), place)
 
 
 @intrinsic
@@ -67,7 +53,7 @@ def on_team(typing_context, parallel, num_threads, kernel, args):
         with inside.if_then(status.is_error), cgutils.for_range(inside, phases) as phase:
             at = inside.add(inside.mul(phase.index, width), ir.Constant(ir.IntType(64), FAILED))
             inside.store(ir.Constant(ir.IntType(64), 1), inside.gep(data, [at]))
-        _note_time(inside, data)
+        note_time_at(inside, inside.gep(data, [ir.Constant(ir.IntType(64), FINISHED)]))
         inside.ret_void()
         parallel_type = ir.FunctionType(ir.VoidType(), [member_type.as_pointer(), pointer, unsigned, unsigned])
         address = context.cast(builder, values[0], signature.args[0], types.uintp)

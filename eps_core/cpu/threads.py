@@ -12,6 +12,7 @@ import atexit
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,8 @@ from numba.extending import intrinsic
 _LINE = 8  # int64 of a cache line: counters of different phases and kinds share none
 _TAKEN, _DONE = 0, _LINE
 FAILED, FINISHED = _LINE - 1, 2 * _LINE - 1  # whether a thread raised, in every phase; of phase 0: `openmp`
+
+_CLOCK = getattr(time, "CLOCK_MONOTONIC", 1)
 
 _Job = tuple[list[Any], Any]  # the call, taken by whoever pops it, and a lock until its arguments are let go
 _helpers: "list[queue.SimpleQueue[_Job]]" = []
@@ -172,3 +175,28 @@ def wait(typing_context, progress, phase, total):
         return context.get_dummy_value()
 
     return types.void(progress, phase, total), codegen
+
+
+def note_time_at(builder, place):
+    """Puts the monotonic clock's nanoseconds at a pointer to int64, unless another thread did."""
+    long = ir.IntType(64)
+    with builder.if_then(builder.icmp_signed("==", builder.load(place), ir.Constant(long, 0))):
+        now = cgutils.alloca_once(builder, ir.ArrayType(long, 2))  # struct timespec
+        kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32), now.type])
+        clock = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
+        builder.call(clock, [ir.Constant(ir.IntType(32), _CLOCK), now])
+        seconds, rest = (builder.extract_value(builder.load(now), i) for i in (0, 1))
+        builder.store(builder.add(builder.mul(seconds, ir.Constant(long, 10**9)), rest), place)
+
+
+@intrinsic
+def note_time(typing_context, stamps, index):
+    """stamps[index] int64, 0 before, becomes the monotonic clock's nanoseconds at the first thread's call."""
+
+    def codegen(context, builder, signature, args):
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        at = context.cast(builder, args[1], signature.args[1], types.int64)
+        note_time_at(builder, builder.gep(data, [at]))
+        return context.get_dummy_value()
+
+    return types.void(stamps, index), codegen

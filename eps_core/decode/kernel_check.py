@@ -150,12 +150,14 @@ def _results(
         state = backend.attend(cache, 0, query, where, seen.selection)
         if config.store.tail_tokens and seen.selection is not None:
             state = backend.add_tail(cache, 0, where, scores, seen.selection, state)
-        apart = backend.to_numpy(out).astype(np.float32) - backend.to_numpy(state[0]).astype(np.float32)
+        whole = (out, seen.lse), state
+        apart = [np.subtract(*(backend.to_numpy(one[i]).astype(np.float32) for one in whole)) for i in range(2)]
     for name, (out, lse) in states.items():
         results[f"{name} outputs"] = backend.to_numpy(out).astype(np.float32)
         results[f"{name} lse"] = backend.to_numpy(lse)
     if config.store.enabled:
-        results["a whole layer and its parts"] = apart  # by their difference: last, as what is wrong shows in parts
+        # by their difference; last, as what is wrong shows in parts first
+        results["a whole layer and its parts"] = np.concatenate([part.ravel() for part in apart])
     return results
 
 

@@ -52,6 +52,7 @@ def attend_layer(
     read = dense_read(cache, where)
     stats, pending = read.stats, read.pending
     started = selected = None if clock is None else clock(cache, q)
+    at_once: GatedRead | None = None
     if where.reads_all(layer):
         if not config.read.dense_layer(layer):
             stats.forced = where.num_forced
@@ -60,9 +61,9 @@ def attend_layer(
         whole, read.lse = out, lse
         if store.has_bounds:
             stats.mass_skipped_cert = stats.output_error_cert = np.zeros((batch, kv_heads))
-    elif (one := _at_once(eps, cache, layer, q, where) if scorer is None and clock is None else None) is not None:
-        whole, read.lse, lse, selection = one.out, one.lse, one.read_lse, one.selection
-        pending["counts"], pending["mass_skipped_est"] = selection.counts, one.skipped
+    elif scorer is None and (at_once := _at_once(eps, cache, layer, q, where)) is not None:
+        whole, read.lse, lse, selection = at_once.out, at_once.lse, at_once.read_lse, at_once.selection
+        pending["counts"], pending["mass_skipped_est"] = selection.counts, at_once.skipped
         read.selection, stats.forced = selection, selection.forced
         stats.summary_bytes_read = kv_heads * where.scoring_bytes(spec.head_dim)
     else:
@@ -101,6 +102,8 @@ def attend_layer(
         stats.summary_bytes_read = scored_bytes + cache.bound_bytes_read - bound_bytes
     if clock is not None and started is not None and selected is not None:
         attended = clock(cache, whole, *pending.values())
+        if at_once is not None:
+            selected = started + at_once.prepass_share * (attended - started)
         stats.prepass_ms, stats.attention_ms = 1000 * (selected - started), 1000 * (attended - selected)
     if audit and lse is None:
         stats.mass_skipped_true = np.zeros((batch, kv_heads))

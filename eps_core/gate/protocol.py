@@ -74,7 +74,8 @@ class GatedRead:
     """A layer that one kernel gated: what the parts give one by one.
 
     `out` [B, Hq, D] in q's dtype and `lse` [B, Hq] float32, the tail's estimate included; `read_lse` [B, Hq] float32 of
-    what was read alone; `skipped` [B, Hkv] float32: the estimated share of the softmax left unread.
+    what was read alone; `skipped` [B, Hkv] float32: the estimated share of the softmax left unread; `prepass_share`: of
+    the kernel's time what scoring and selecting took.
     """
 
     out: Array
@@ -82,6 +83,7 @@ class GatedRead:
     read_lse: Array
     selection: Selection
     skipped: Array
+    prepass_share: float
 
 
 @dataclass(frozen=True)

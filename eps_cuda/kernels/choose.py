@@ -16,7 +16,7 @@ _MODULES = {"numba": "eps_cuda.kernels.cpu", "triton": "eps_cuda.kernels.dispatc
 TOUCH_KV = ("write_kv", "attend", "attend_rows", "attend_gated")
 READ_BITS = {16, 8, 4}  # of K and of V: as they are, and the codes that kernels know
 # kernels -> those of TOUCH_KV that read such codes, too
-READ_CODES = dict.fromkeys(("numba", "triton"), ("attend", "attend_rows", "attend_gated"))
+READ_CODES = {"numba": ("attend", "attend_rows", "attend_gated"), "triton": ("attend", "attend_rows")}
 
 
 def interpreted() -> bool:

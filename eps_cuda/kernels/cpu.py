@@ -104,14 +104,18 @@ def _selection(chosen: Chosen) -> Selection:
 
 
 def attend_gated(cache: Cache, layer: int, q: Tensor, where: Where) -> GatedRead | None:
-    """Of q [B, Hq, D], unscaled, what `score`, `select`, `attend`, `add_tail` and `skipped_mass` give."""
-    found = kernels.attend_gated(cache, layer, _host(q.float()), where, _pools_of(cache), _run)
+    """Of q [B, Hq, D], unscaled, what `score`, `select`, `attend`, `add_tail` and `skipped_mass` give, to the last bit.
+    None for float16, to which no kernel rounds."""
+    if q.dtype == torch.float16:
+        return None
+    is_short = q.dtype == torch.bfloat16
+    found = kernels.attend_gated(cache, layer, _host(q.float()), is_short, where, _pools_of(cache), _run)
     if found is None:
         return None
     (out, lse), (_, read_lse) = found.whole, found.read
     return GatedRead(
         torch.from_numpy(out).to(q.dtype), torch.from_numpy(lse), torch.from_numpy(read_lse), _selection(found.chosen),
-        torch.from_numpy(found.skipped),
+        torch.from_numpy(found.skipped), found.prepass_share,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ _MODULES = {"numba": "eps_mlx.kernels.cpu", "metal": "eps_mlx.kernels.dispatch"}
 TOUCH_KV = ("attend", "attend_rows", "attend_gated")
 READ_BITS = {16, 8, 4}  # of K and of V: as they are, and the codes that kernels know
 # kernels -> those of TOUCH_KV that read such codes, too
-READ_CODES = dict.fromkeys(("numba", "metal"), ("attend", "attend_rows", "attend_gated"))
+READ_CODES = {"numba": ("attend", "attend_rows", "attend_gated"), "metal": ("attend", "attend_rows")}
 
 
 def usable_kernels(device: str) -> list[str]:
