@@ -14,9 +14,12 @@ from test_cpu_kernels import Setup, kernels_of, torch_parallel, writable
 from test_cpu_kernels import several_threads as several_threads
 
 from eps_core import oracle
+from eps_core.config.eps import EpsConfig
 from eps_core.cpu import calls, gated, openmp, usable
 from eps_core.cpu import threads as threads_cpu
 from eps_core.cpu.threads import FAILED, finish, take, wait
+from eps_core.decode.session import Session
+from eps_core.evaluation.runner import Document, decode
 from eps_core.gate import attend as gate
 from eps_core.load import load_backend
 from eps_core.oracle.scoring import visit_mask
@@ -227,6 +230,23 @@ def test_gated_layers_take_it(backend):
     assert taken(scorer=lambda: (backend.score(s.cache, 0, s.native, where), 2 * where.scoring_bytes(128))) == sorted(
         set(parts) - {"score"}
     )
+
+
+def test_a_run_takes_it_in_every_layer_of_every_step(monkeypatch):
+    """Whose steps are timed layer by layer on a CPU, all of them."""
+    session, config = Session.open(None, "cuda", "cpu", kv_dtype="bfloat16"), EpsConfig.of(method="rq")
+    cache, pool = session.cache(config.store, 700)
+    module, taken = kernels_of(session.backend), []
+    real = module.attend_gated
+    monkeypatch.setattr(module, "attend_gated", lambda *at: taken.append(real(*at)) or taken[-1])
+    document = Document([1 + i % 90 for i in range(600)], 5)
+    outcome, _ = decode(session, cache, pool, [document], config.read, time_every=session.time_every)
+    steps = len(outcome.records)
+    assert session.time_every == 1 and steps >= 4
+    assert len(taken) == steps * session.spec.num_layers and all(one is not None for one in taken)
+    for record in outcome.records:
+        assert record.timed and record.eps_prepass_ms > 0 and record.attention_ms > 0
+        assert record.eps_prepass_ms + record.attention_ms < record.decode_ms
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])
