@@ -111,7 +111,7 @@ class _Kept(NullCache):
         digest, code = data[:_DIGEST], data[_DIGEST:]
         if code and hashlib.sha256(code).digest() == digest:
             return CompileResult._rebuild(target_context, *pickle.loads(code))
-        _say("compiling CPU kernels for this machine, once: about half a minute ..")
+        _say("compiling CPU kernels for this machine, once: about a minute ..")
         return None
 
     def save_overload(self, sig: Any, data: CompileResult) -> None:
