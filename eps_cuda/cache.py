@@ -60,7 +60,7 @@ class Cache(CountsReads):
     rotation: Tensor | None = None  # triton, rq: [D, D] float32
     # triton: graph.StaticStep by model, batch, width and config, oldest first
     steps: dict[Any, Any] = field(default_factory=dict)
-    # numba: pools as numpy sees them, by their id, and the pools, which keep it theirs
+    # numba: pools as numpy sees them, by their id, and the pools, which keep it theirs: a twentieth of a step of 2k
     views: dict[int, tuple[Tensor, np.ndarray]] = field(default_factory=dict)
     known_bytes_read: int = 0
     pending_reads: dict[int, Tensor] = field(default_factory=dict)  # bytes of a group -> groups read, on the device

@@ -74,7 +74,8 @@ def test_layers_share_what_they_know_and_no_result(backend, case, number, monkey
     groups lack a summary, with as many query heads or twice as many; and a layer like one before finds nothing anew."""
     monkeypatch.setattr(threads_cpu, "num_threads", lambda: number)
     setups = [Setup(backend, case), Setup(backend, case)]
-    setups[1].cache.state[0].fill[: setups[1].cache.state[0].fill.size // 2] = 0
+    state = setups[1].cache.state[0]
+    state.fill[: state.fill.size // 2], state.history = 0, state.history + 1
     many = np.repeat(setups[0].q, 2, axis=1)
     queries = [setups[0].native, -setups[0].native, backend.from_numpy(many, "float32", "cpu")]
 

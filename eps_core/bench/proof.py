@@ -102,20 +102,15 @@ def check_values(layer: Layer, config: EpsConfig, step: Step, keys: Array, value
     the listed groups, of a few heads, and every part equals the array functions, of all. keys and values
     [B, Hkv, T, D] are the cache's own, in order."""
     worst = _against_float64(layer, step, keys, values)
-    if layer.cache.kernels == "arrays":
-        _require_whole(layer, config, step)
-        return {"compared_with": "float64", **worst, "computed_by": dict.fromkeys(PARTS, "arrays")}
-    worst = {name: max(worst[name], error) for name, error in _against_arrays(layer, config, step).items()}
-    _require_whole(layer, config, step)
-    return {"compared_with": "float64 and arrays", **worst, "computed_by": _computed_by(layer, config, step)}
-
-
-def _require_whole(layer: Layer, config: EpsConfig, step: Step) -> None:
-    """Raises GateError unless the layer as a decoder takes it gives what its parts give; after these were judged."""
+    compared_with, computed_by = "float64", dict.fromkeys(PARTS, "arrays")
+    if layer.cache.kernels != "arrays":
+        worst = {name: max(worst[name], error) for name, error in _against_arrays(layer, config, step).items()}
+        compared_with, computed_by = "float64 and arrays", _computed_by(layer, config, step)
     where = layer.where(config)
-    if not where.reads_all(0):
+    if not where.reads_all(0):  # the layer as a decoder takes it, once its parts are judged
         whole, one = attend_layer(layer.backend, layer.cache, 0, layer.q, where)
         require_same(layer, (whole, one.lse), step.merged, "its own parts, one by one")
+    return {"compared_with": compared_with, **worst, "computed_by": computed_by}
 
 
 def _against_float64(layer: Layer, step: Step, keys: Array, values: Array) -> dict[str, float]:

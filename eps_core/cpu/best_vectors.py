@@ -114,29 +114,14 @@ def count_above(typing_context, keys, count, most):
     def codegen(context, builder, signature, args):
         data, num = _data(context, builder, signature.args[0], args[0]), _int64(context, builder, types.int64, args[1])
         high = context.cast(builder, args[2], signature.args[2], types.uint32)
-        spread, (whole, fours) = _spread(builder, high), (builder.and_(num, _i64(-many * LANES)) for many in (1, 4))
-        counts = [cgutils.alloca_once_value(builder, _repeated(0)) for _ in range(4)]
-
-        def add(at, held):
-            own = _load(builder, builder.gep(data, [at]), LANES, _i32)
-            above = builder.zext(builder.icmp_unsigned(">", own, spread), _vector(_i32))
-            builder.store(builder.add(builder.load(held), above), held)
-
-        with cgutils.for_range_slice(builder, _i64(0), fours, _i64(4 * LANES)) as (at, _):
-            for j, held in enumerate(counts):
-                add(builder.add(at, _i64(j * LANES)), held)
-        with cgutils.for_range_slice(builder, fours, whole, _i64(LANES)) as (at, _):
-            add(at, counts[0])
-        total = builder.load(counts[0])
-        for held in counts[1:]:
-            total = builder.add(total, builder.load(held))
-        found = cgutils.alloca_once_value(builder, _i64(0))
-        lanes, kept = LANES, total
-        while lanes > 1:
-            lanes //= 2
-            low, upper = ([*range(start, start + lanes)] for start in (0, lanes))
-            kept = builder.add(_shuffle(builder, kept, kept, low), _shuffle(builder, kept, kept, upper))
-        builder.store(builder.zext(builder.extract_element(kept, _i32(0)), _i64), found)
+        spread, whole = _spread(builder, high), builder.and_(num, _i64(-LANES))
+        counts = cgutils.alloca_once_value(builder, _repeated(0))
+        with cgutils.for_range_slice(builder, _i64(0), whole, _i64(LANES)) as (at, _):
+            above = builder.icmp_unsigned(">", _load(builder, builder.gep(data, [at]), LANES, _i32), spread)
+            builder.store(builder.add(builder.load(counts), builder.zext(above, _vector(_i32))), counts)
+        kind = ir.FunctionType(_i32, [_vector(_i32)])
+        add = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.add.v{LANES}i32")
+        found = cgutils.alloca_once_value(builder, builder.zext(builder.call(add, [builder.load(counts)]), _i64))
         with cgutils.for_range_slice(builder, whole, num, _i64(1)) as (at, _):
             above = builder.icmp_unsigned(">", builder.load(builder.gep(data, [at])), high)
             builder.store(builder.add(builder.load(found), builder.zext(above, _i64)), found)

@@ -40,12 +40,11 @@ class Call(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """`Scores`, but slack: [B, Hkv, G], twice [B, Hkv, R, G], or None, and [B], filled by the call."""
+    """Of `Scores` what the call fills: [B, Hkv, G], and twice [B, Hkv, R, G] or None."""
 
     estimate: np.ndarray
-    lower: np.ndarray | None
-    upper: np.ndarray | None
-    num_missing: np.ndarray
+    lower: np.ndarray | None = None
+    upper: np.ndarray | None = None
 
 
 class Chosen(NamedTuple):
@@ -122,12 +121,12 @@ def scoring(cache: Any, layer: int, q: np.ndarray, where: Where, host: Host) -> 
         return None
     if store.mean_tokens:
         return _scoring_units(cache, layer, q, where, host)
-    table, lengths, guards = where.table, where.lengths, where.guards
+    table, lengths = where.table, where.lengths
     batch, num_heads, head_dim = q.shape
     kv_heads, per_unit = spec.num_kv_heads, store.groups_per_unit
     groups, repeat = table.shape[1] * per_unit, num_heads // kv_heads
     estimate = np.empty((batch, kv_heads, groups), np.float32)
-    missing, states = np.empty(batch, np.int64), np.empty((batch, groups), np.uint8)
+    states = np.empty((batch, groups), np.uint8)
     state, stored = cache.state[layer], cache.summaries[layer]
     if store.facts.coded:
         pools = {name: lanes(host(array)) for name, array in stored.items()}
@@ -136,23 +135,22 @@ def scoring(cache: Any, layer: int, q: np.ndarray, where: Where, host: Host) -> 
         tables = np.empty((batch * kv_heads, passes, num_bytes * 2 * 16 * vectors.HEADS), np.float32)
         code_args = (
             q, pools["codes"], pools["scale"], pools.get("second", pools["codes"]),
-            pools.get("second_scale", pools["scale"]), state.fill, table, lengths, guards, where.refined,
+            pools.get("second_scale", pools["scale"]), state.fill, table, lengths, where.refined,
             np.zeros((kv_heads, head_dim), np.int16) if centre is None else host(centre).view(np.int16),
             host(cache.fixed[layer]["signs"]), np.array(hadamard_blocks(head_dim)), store.bits,
             store.S, per_unit, centre is not None, states, tables,
-            np.empty((*tables.shape[:2], vectors.HEADS), np.float32), missing, estimate,
+            np.empty((*tables.shape[:2], vectors.HEADS), np.float32), estimate,
         )  # fmt: skip
-        return Call(score.score_rq, 3, code_args), Scored(estimate, None, None, missing)
+        return Call(score.score_rq, 3, code_args), Scored(estimate)
     index, codes, scalars = CODES[store.method]
     bounded = store.own_bounds
     lower, upper = (np.empty((batch, kv_heads, repeat, groups if bounded else 0), np.float32) for _ in range(2))
     first, second = (lanes(host(stored[name])) for name in codes)
     args = (
         index, q, first, second, tuple(lanes(host(stored[name])) for name in scalars), state.fill, table, lengths,
-        guards, store.S, per_unit, states, missing, estimate, lower, upper,
+        store.S, per_unit, states, estimate, lower, upper,
     )  # fmt: skip
-    scored = Scored(estimate, lower, upper, missing) if bounded else Scored(estimate, None, None, missing)
-    return Call(score.score_codes, 2, args), scored
+    return Call(score.score_codes, 2, args), Scored(estimate, lower, upper) if bounded else Scored(estimate)
 
 
 def _scoring_units(cache: Any, layer: int, q: np.ndarray, where: Where, host: Host) -> tuple[Call, Scored] | None:
@@ -168,8 +166,7 @@ def _scoring_units(cache: Any, layer: int, q: np.ndarray, where: Where, host: Ho
     # without waiting for other threads where each has rows enough
     together = rows < ROWS_PER_THREAD * threads.num_threads()
     pools = {name: lanes(host(array)) for name, array in cache.summaries[layer].items()}
-    estimate, missing = np.empty((batch, kv_heads, groups), np.float32), np.empty(batch, np.int64)
-
+    estimate = np.empty((batch, kv_heads, groups), np.float32)
     chunks = -(-seals // max(units.CHUNK_GROUPS // per_seal, 1))
 
     def know() -> tuple[Any, ...]:
@@ -190,16 +187,16 @@ def _scoring_units(cache: Any, layer: int, q: np.ndarray, where: Where, host: Ho
     args = (
         together, q, pools["mean"], pools["mean_scale"], store.mean_bits, pools["scale"], codes,
         (*later, codes, codes)[:2], pools.get("second", codes), pools.get("second_scale", pools["scale"]),
-        cache.state[layer].fill, where.table, where.lengths, where.guards, staged, where.refined,
+        cache.state[layer].fill, where.table, where.lengths, staged, where.refined,
         host(cache.fixed[layer]["signs"]), *rotation, dims, store.S, store.sealed_tokens, store.seals_per_unit,
         np.empty((batch, seals), np.uint8), np.empty((batch, seals), np.int64), words.view(np.int8), queries,
         factors.reshape(rows, passes, -1, vectors.HEADS),
         np.empty((rows, passes * vectors.HEADS * (seals + vectors.LANES)), np.float32),
         np.empty((rows, 2, seals + vectors.LANES), np.float32),
-        units.new_lists(rows, groups, chunks, passes) if together else no_lists, missing, estimate,
+        units.new_lists(rows, groups, chunks, passes) if together else no_lists, estimate,
     )  # fmt: skip
     phases = 1 + units.MOST_PHASES if together else 2
-    return Call(units.score_units, phases, args), Scored(estimate, None, None, missing)
+    return Call(units.score_units, phases, args), Scored(estimate)
 
 
 def covers_choosing(where: Where, layer: int) -> bool:
@@ -279,8 +276,8 @@ def adding_tail(
     lse: np.ndarray, host: Host,
 ) -> tuple[Call, State, np.ndarray]:  # fmt: skip
     """The estimated attention over what the groups and counts of `listed` left out of estimate [B, Hkv, G], where the
-    listed ones gave lse [B, Hq], and the share [B, Hkv] of it: `skipped_mass`. Arguments alone, without values behind
-    them, where the cache has no tail."""
+    listed ones gave lse [B, Hq], and the share [B, Hkv] of it: `skipped_mass`. Where the cache has no tail, arguments
+    of the same kinds alone: not to be called."""
     inner = cache.tail
     tail = State(np.empty((*lse.shape, cache.spec.head_dim), np.float32), np.empty(lse.shape, np.float32))
     shares = np.empty(estimate.shape[:2], np.float32)
@@ -295,8 +292,7 @@ def adding_tail(
     return Call(attend.attend_tail, 1, (estimate, *listed, lse, *about, *tail, shares)), tail, shares
 
 
-def summing_skipped(estimate: np.ndarray, visit: np.ndarray) -> tuple[Call, np.ndarray]:
-    """The estimated share [B, Hkv] of the softmax outside visit [B, Hkv, G] bool: estimate [B, Hkv, G] float32."""
-    shares = np.empty(estimate.shape[:2], np.float32)
-    args = estimate, visit.view(np.uint8), shares
-    return Call(attend.skipped_mass, 1, args, estimate.size < FEW_GROUPS), shares
+def summing_skipped(estimate: np.ndarray, visit: np.ndarray, shares: np.ndarray) -> Call:
+    """Fills shares [B, Hkv] float32 with the estimated share of the softmax outside visit [B, Hkv, G] bool: estimate
+    [B, Hkv, G] float32."""
+    return Call(attend.skipped_mass, 1, (estimate, visit.view(np.uint8), shares), estimate.size < FEW_GROUPS)

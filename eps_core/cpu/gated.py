@@ -2,11 +2,9 @@
 
 Called one by one, the parts cost a layer of some thousand tokens more than what they compute: threads that start three
 or four times, and what Python does in between, of which caches hold nothing after another layer's weights
-(results/README.md#speed). Each part's arguments are its kernel's own, its phases follow those of the part before, and
-what a part fills is done when it returns.
+(results/README.md#codes-about-units-means). Each part's arguments are its kernel's own, its phases follow those of the
+part before, and what a part fills is done when it returns.
 """
-
-import numpy as np
 
 from eps_core.cpu.attend import attend, attend_tail, merge, skipped_mass
 from eps_core.cpu.best import select_topk
@@ -22,6 +20,8 @@ PHASES = 5  # of what follows the scores
 def _read_on(progress, stamps, chosen, attended, has_tail, tail, merged, skipped):
     """What follows the scores: arguments of `select_topk` and `attend`, and of `attend_tail` and `_merge_all` where it
     `has_tail`, else of `skipped_mass`. A thread that failed leaves lists that nobody may follow."""
+    if progress[0, FAILED]:
+        return
     select_topk(progress[:1], *chosen)
     if progress[0, FAILED]:
         return
@@ -37,26 +37,13 @@ def _read_on(progress, stamps, chosen, attended, has_tail, tail, merged, skipped
     note_time(stamps, 2)
 
 
-@kernel()
-def shorten(out):
-    """Rounds out [N, D] float32 to bfloat16 in place, the nearest, halves to even; NaN and infinities stay."""
-    bits = out.view(np.uint32)
-    for n in range(out.shape[0]):
-        for d in range(out.shape[1]):
-            if abs(out[n, d]) < np.inf:
-                bit = bits[n, d]
-                bits[n, d] = (bit + np.uint32(0x7FFF) + ((bit >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
-
-
 @kernel(fastmath=FAST)
-def _merge_all(progress, is_short, out, lse, other_out, other_lse, whole, whole_lse):
-    """`merge` of each of B sequences, of `out` rounded to bfloat16 where it `is_short`. One phase."""
+def _merge_all(progress, out, lse, other_out, other_lse, whole, whole_lse):
+    """`merge` of each of B sequences. One phase."""
     while True:
         b = take(progress, 0)
         if b >= len(out):
             break
-        if is_short:
-            shorten(out[b])
         merge(out[b], lse[b], other_out[b], other_lse[b], whole[b], whole_lse[b])
         finish(progress, 0)
     wait(progress, 0, len(out))
@@ -70,8 +57,7 @@ def gate_units(progress, stamps, phases, scored, chosen, attended, has_tail, tai
     """`score_units` of `phases` phases, and `_read_on`."""
     note_time(stamps, 0)
     score_units(progress[:phases], *scored)
-    if not progress[0, FAILED]:
-        _read_on(progress[phases:], stamps, chosen, attended, has_tail, tail, merged, skipped)
+    _read_on(progress[phases:], stamps, chosen, attended, has_tail, tail, merged, skipped)
 
 
 @kernel(fastmath=FAST)
@@ -79,8 +65,7 @@ def gate_rq(progress, stamps, phases, scored, chosen, attended, has_tail, tail, 
     """`score_rq` of `phases` phases, and `_read_on`."""
     note_time(stamps, 0)
     score_rq(progress[:phases], *scored)
-    if not progress[0, FAILED]:
-        _read_on(progress[phases:], stamps, chosen, attended, has_tail, tail, merged, skipped)
+    _read_on(progress[phases:], stamps, chosen, attended, has_tail, tail, merged, skipped)
 
 
 @kernel(fastmath=FAST)
@@ -88,8 +73,7 @@ def gate_codes(progress, stamps, phases, scored, chosen, attended, has_tail, tai
     """`score_codes` of `phases` phases, and `_read_on`."""
     note_time(stamps, 0)
     score_codes(progress[:phases], *scored)
-    if not progress[0, FAILED]:
-        _read_on(progress[phases:], stamps, chosen, attended, has_tail, tail, merged, skipped)
+    _read_on(progress[phases:], stamps, chosen, attended, has_tail, tail, merged, skipped)
 
 
 AFTER = {score_units: gate_units, score_rq: gate_rq, score_codes: gate_codes}  # what scores -> all of it

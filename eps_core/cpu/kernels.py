@@ -47,11 +47,11 @@ def score(
         return None
     call, scored = found
     run(call.kernel, call.phases, *call.args)
-    if scored.lower is None:
-        return *scored, None
-    slack = np.empty(scored.lower.shape[:3], np.float32)
-    score_slack(q, host(cache.largest_key[layer]), slack)
-    return *scored, slack
+    slack = None
+    if scored.lower is not None:
+        slack = np.empty(scored.lower.shape[:3], np.float32)
+        score_slack(q, host(cache.largest_key[layer]), slack)
+    return *scored, where.num_missing(cache.state[layer], cache.can_encode(layer)), slack
 
 
 def select(where: Where, estimate: np.ndarray, num_missing: np.ndarray, layer: int, run: Run) -> Chosen | None:
@@ -74,12 +74,9 @@ def attend(
     return state
 
 
-def attend_gated(
-    cache: Any, layer: int, q: np.ndarray, is_short: bool, where: Where, host: Host, run: Run
-) -> Gated | None:
+def attend_gated(cache: Any, layer: int, q: np.ndarray, where: Where, host: Host, run: Run) -> Gated | None:
     """Score, select, attend and add the tail at once (`gated`): what the parts give one by one, bit for bit. q
-    [B, Hq, D] float32, of bfloat16 numbers where it `is_short`. None for what bounds, too. Raises ValueError for q that
-    does not fit the cache."""
+    [B, Hq, D] float32. None for what bounds, too. Raises ValueError for q that does not fit the cache."""
     check_query(cache.spec, q.shape)
     store = cache.store
     if store.has_bounds or not calls.covers_choosing(where, layer):
@@ -95,17 +92,17 @@ def attend_gated(
     listed = chosen.groups, chosen.counts
     attention, read = calls.attending(cache, layer, q, where, listed, host)
     has_tail = bool(store.tail_tokens)
-    adding, tail, shares = calls.adding_tail(cache, layer, where, scored.estimate, listed, read.lse, host)
-    summing, skipped = calls.summing_skipped(scored.estimate, chosen.visit)
+    adding, tail, skipped = calls.adding_tail(cache, layer, where, scored.estimate, listed, read.lse, host)
+    summing = calls.summing_skipped(scored.estimate, chosen.visit, skipped)
     whole = State(np.empty_like(read.out), np.empty_like(read.lse))
     stamps = np.zeros(3, np.int64)
     run(
         gated.AFTER[score_call.kernel], score_call.phases + gated.PHASES, stamps, score_call.phases, score_call.args,
-        choice.args, attention.args, has_tail, adding.args, (is_short, *read, *tail, *whole), summing.args,
+        choice.args, attention.args, has_tail, adding.args, (*read, *tail, *whole), summing.args,
     )  # fmt: skip
     began, selected, ended = stamps.tolist()
     share = (selected - began) / max(ended - began, 1)
-    return Gated(read, whole, chosen, shares, share) if has_tail else Gated(read, read, chosen, skipped, share)
+    return Gated(read, whole if has_tail else read, chosen, skipped, share)
 
 
 def attend_rows(
@@ -176,6 +173,7 @@ def merge(
 
 def skipped_mass(estimate: np.ndarray, visit: np.ndarray, run: Run) -> np.ndarray:
     """The estimated share [B, Hkv] of the softmax outside visit [B, Hkv, G] bool: estimate [B, Hkv, G] float32."""
-    call, shares = calls.summing_skipped(estimate, visit)
+    shares = np.empty(estimate.shape[:2], np.float32)
+    call = calls.summing_skipped(estimate, visit, shares)
     run(call.kernel, call.phases, *call.args, alone=call.alone)
     return shares

@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 
 from eps_core.cpu import attend, best, compile, forks, gated, rows, rows_amx, score, threads, units
 from eps_core.cpu.compile import FAST, kernel
-from eps_core.cpu.threads import _CLOCK, FAILED, FINISHED, note_time_at
+from eps_core.cpu.threads import CLOCK, FAILED, FINISHED, note_time_at
 
 LATE_NS = 500_000  # a member that was awake came within 20 microseconds
 
@@ -197,6 +197,6 @@ def team_of(library: Path, num_threads: Callable[[], int]) -> Callable[..., None
             return
         _LAUNCHERS[kernel](parallel, number, progress, *args)
         threads.check(progress)
-        patience.note(time.clock_gettime_ns(_CLOCK) - int(progress[0, FINISHED]))
+        patience.note(time.clock_gettime_ns(CLOCK) - int(progress[0, FINISHED]))
 
     return run

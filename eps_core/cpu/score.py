@@ -27,9 +27,9 @@ KNOWN, MISSING, PAST = 0, 1, 2
 
 
 @kernel(fastmath=FAST)
-def group_states(fill, table, length, guards, size, per_unit, can_encode, states):
+def group_states(fill, table, length, size, per_unit, can_encode, states):
     """Fills states [G] uint8 of one sequence, table [M]: KNOWN; MISSING, without a valid summary: open, or not full in
-    fill [P * GPU]; PAST the end. Returns how many of the missing no guard [2] covers."""
+    fill [P * GPU]; PAST the end."""
     num_full, ends = length // size, (length + size - 1) // size
     states[ends:] = PAST
     for m in range((ends + per_unit - 1) // per_unit):
@@ -38,10 +38,6 @@ def group_states(fill, table, length, guards, size, per_unit, can_encode, states
         for sub in range(min(per_unit, ends - start)):
             known = can_encode and own[sub] == size and start + sub < num_full
             states[start + sub] = KNOWN if known else MISSING
-    missing = 0
-    for group in range(guards[0], guards[1]):
-        missing += states[group] == MISSING
-    return missing
 
 
 # ------------------------------------------------------------------------------------------------------------------- rq
@@ -110,13 +106,13 @@ def pad(places, count):
 
 @kernel(fastmath=FAST)
 def score_rq(
-    progress, q, codes, scale, second, second_scale, fill, table, lengths, guards, refined, centre, signs, blocks, bits,
-    size, per_unit, can_encode, states, tables, base, missing, estimate,
+    progress, q, codes, scale, second, second_scale, fill, table, lengths, refined, centre, signs, blocks, bits, size,
+    per_unit, can_encode, states, tables, base, estimate,
 ):  # fmt: skip
-    """Fills estimate [B, Hkv, G], and missing [B] with how many groups lack a summary and a guard. q [B, Hq, D] float32
-    unscaled; codes and second [P * Hkv * GPU, bytes] flat; refined [B] groups get the second bit (0: none); blocks are
-    rotate's. Between the phases: states [B, G] uint8, tables [B * Hkv, passes, nibbles * 16
-    * HEADS] and base [B * Hkv, passes, HEADS] float32, passes of HEADS query heads. Three phases."""
+    """Fills estimate [B, Hkv, G] of q [B, Hq, D] float32 unscaled; codes and second [P * Hkv * GPU, bytes] flat;
+    refined [B] groups get the second bit (0: none); blocks are rotate's. Between the phases: states [B, G] uint8,
+    tables [B * Hkv, passes, nibbles * 16 * HEADS] and base [B * Hkv, passes, HEADS] float32, passes of HEADS query
+    heads. Three phases."""
     batch, num_heads, head_dim = q.shape
     _, kv_heads, groups = estimate.shape
     repeat, rows, units = num_heads // kv_heads, batch * kv_heads, table.shape[1]
@@ -130,9 +126,7 @@ def score_rq(
         if task >= total:
             break
         if task < batch:
-            missing[task] = group_states(
-                fill, table[task], lengths[task], guards[task], size, per_unit, can_encode, states[task]
-            )
+            group_states(fill, table[task], lengths[task], size, per_unit, can_encode, states[task])
         else:
             row, at = (task - batch) // passes, (task - batch) % passes
             b, h = row // kv_heads, row % kv_heads
@@ -231,13 +225,12 @@ def slack_of(head_dim, length, norm):
 
 @kernel(fastmath=FAST)
 def score_codes(
-    progress, method, q, first, second, scalars, fill, table, lengths, guards, size, per_unit, states, missing,
-    estimate, lower, upper,
-):  # fmt: skip
-    """Fills estimate [B, Hkv, G], lower and upper [B, Hkv, R, G] unless they are empty, and missing [B] as `score_rq`
-    does. first, second: flat code pools [P * Hkv * GPU, D] of method 0, box: lo, hi; 1, ball: mean (twice); 2, meanstd:
-    mean, std. scalars: four pools [P * Hkv * GPU] int16: box: scale, norm; ball: mean_scale, radius, error, norm;
-    meanstd: mean_scale, std_scale; the others are not read. states [B, G] uint8 between the two phases."""
+    progress, method, q, first, second, scalars, fill, table, lengths, size, per_unit, states, estimate, lower, upper
+):
+    """Fills estimate [B, Hkv, G], and lower and upper [B, Hkv, R, G] unless they are empty. first, second: flat code
+    pools [P * Hkv * GPU, D] of method 0, box: lo, hi; 1, ball: mean (twice); 2, meanstd: mean, std. scalars: four pools
+    [P * Hkv * GPU] int16: box: scale, norm; ball: mean_scale, radius, error, norm; meanstd: mean_scale, std_scale; the
+    others are not read. states [B, G] uint8 between the two phases."""
     batch, num_heads, head_dim = q.shape
     kv_heads = estimate.shape[1]
     repeat, units, bounded = num_heads // kv_heads, table.shape[1], lower.shape[3] > 0
@@ -247,7 +240,7 @@ def score_codes(
         b = take(progress, 0)
         if b >= batch:
             break
-        missing[b] = group_states(fill, table[b], lengths[b], guards[b], size, per_unit, True, states[b])
+        group_states(fill, table[b], lengths[b], size, per_unit, True, states[b])
         finish(progress, 0)
     wait(progress, 0, batch)
     per_task = max(CODE_GROUPS // per_unit, 1)

@@ -27,7 +27,7 @@ _LINE = 8  # int64 of a cache line: counters of different phases and kinds share
 _TAKEN, _DONE = 0, _LINE
 FAILED, FINISHED = _LINE - 1, 2 * _LINE - 1  # whether a thread raised, in every phase; of phase 0: `openmp`
 
-_CLOCK = getattr(time, "CLOCK_MONOTONIC", 1)
+CLOCK = getattr(time, "CLOCK_MONOTONIC", 1)
 
 _Job = tuple[list[Any], Any]  # the call, taken by whoever pops it, and a lock until its arguments are let go
 _helpers: "list[queue.SimpleQueue[_Job]]" = []
@@ -184,7 +184,7 @@ def note_time_at(builder, place):
         now = cgutils.alloca_once(builder, ir.ArrayType(long, 2))  # struct timespec
         kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32), now.type])
         clock = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
-        builder.call(clock, [ir.Constant(ir.IntType(32), _CLOCK), now])
+        builder.call(clock, [ir.Constant(ir.IntType(32), CLOCK), now])
         seconds, rest = (builder.extract_value(builder.load(now), i) for i in (0, 1))
         builder.store(builder.add(builder.mul(seconds, ir.Constant(long, 10**9)), rest), place)
 

@@ -33,11 +33,9 @@ MOST_PHASES = 7  # of `score_some`
 
 
 @kernel()
-def place_seals(fill, table, length, guards, kv_heads, size, sealed, per_unit, states, places):
+def place_seals(fill, table, length, kv_heads, sealed, per_unit, states, places):
     """Fills states [seals] uint8 of one sequence, table [M]: KNOWN; MISSING, not full in fill [P * per_unit] or at the
-    sequence's end; PAST the end; and places [seals] with the row of each in the pools of kv head 0. Returns how many
-    groups of the missing no guard [2] covers."""
-    groups, missing = sealed // size, 0
+    sequence's end; PAST the end; and places [seals] with the row of each in the pools of kv head 0."""
     for m in range(len(table)):
         unit = max(table[m], 0)
         for sub in range(per_unit):
@@ -50,8 +48,6 @@ def place_seals(fill, table, length, guards, kv_heads, size, sealed, per_unit, s
                 states[seal] = KNOWN
             else:
                 states[seal] = MISSING
-                missing += max(min((seal + 1) * groups, guards[1]) - max(seal * groups, guards[0]), 0)
-    return missing
 
 
 @kernel()
@@ -316,13 +312,13 @@ def score_some(
 @kernel()
 def score_units(
     progress, together, q, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale, fill, table,
-    lengths, guards, staged, refined, signs, blocks, block_scales, dims, size, sealed, per_unit, states, places, words,
-    queries, factors, bases, scales, lists, missing, estimate,
+    lengths, staged, refined, signs, blocks, block_scales, dims, size, sealed, per_unit, states, places, words,
+    queries, factors, bases, scales, lists, estimate,
 ):  # fmt: skip
-    """Fills estimate [B, Hkv, G], and missing [B] with how many groups lack a summary and a guard. q [B, Hq, D] float32
-    unscaled. The fields of `summaries.rq` flat, `later` the second and the third part of codes; staged [parts - 1, B]
-    groups are read further, refined [B] get the second bit (0: none); dims of each part; sealed tokens are summarised
-    together, per_unit times a unit. blocks and block_scales of `rotate`.
+    """Fills estimate [B, Hkv, G] for q [B, Hq, D] float32 unscaled. The fields of `summaries.rq` flat, `later` the
+    second and the third part of codes; staged [parts - 1, B] groups are read further, refined [B] get the second bit
+    (0: none); dims of each part; sealed tokens are summarised together, per_unit times a unit. blocks and block_scales
+    of `rotate`.
 
     Between the phases: states [B, seals] uint8 and places [B, seals] int64; of each row (b, h) and pass of HEADS query
     heads words int8, queries and factors [.., parts + 1, HEADS] float32 of `prepare`, bases [rows, passes * HEADS *
@@ -341,10 +337,7 @@ def score_units(
         if task >= total:
             break
         if task < batch:
-            missing[task] = place_seals(
-                fill, table[task], lengths[task], guards[task], kv_heads, size, sealed, per_unit, states[task],
-                places[task],
-            )  # fmt: skip
+            place_seals(fill, table[task], lengths[task], kv_heads, sealed, per_unit, states[task], places[task])
         else:
             row, at = (task - batch) // passes, (task - batch) % passes
             for r in range(HEADS):

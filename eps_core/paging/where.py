@@ -152,14 +152,19 @@ class Where(Shared):
 
     def _missing_seals(self, state: GroupState, can_encode: bool) -> np.ndarray:
         """What is summarised together and has no valid summary [B, G / groups_per_seal] bool."""
-        per_unit = state.groups_per_unit
-        seals = (np.maximum(self.table, 0)[:, :, None] * per_unit + np.arange(per_unit)).reshape(len(self.table), -1)
-        ends = -(-self.lengths // state.group_tokens)
-        index = np.arange(seals.shape[1])
-        is_open = (index == ends[:, None] - 1) & (self.lengths % state.group_tokens != 0)[:, None]
-        valid = state.valid(seals) & can_encode
-        missing: np.ndarray = (index < ends[:, None]) & (~valid | is_open)
-        return missing
+
+        def find() -> np.ndarray:
+            per_unit = state.groups_per_unit
+            seals = np.maximum(self.table, 0)[:, :, None] * per_unit + np.arange(per_unit)
+            seals = seals.reshape(len(self.table), -1)
+            ends = -(-self.lengths // state.group_tokens)
+            index = np.arange(seals.shape[1])
+            is_open = (index == ends[:, None] - 1) & (self.lengths % state.group_tokens != 0)[:, None]
+            valid = state.valid(seals) & can_encode
+            missing: np.ndarray = (index < ends[:, None]) & (~valid | is_open)
+            return missing
+
+        return self.once(self._of_state("missing seals", state, can_encode), find)
 
     @staticmethod
     def _of_state(what: str, state: GroupState, can_encode: bool) -> tuple[object, ...]:

@@ -105,11 +105,8 @@ def _selection(chosen: Chosen) -> Selection:
 
 def attend_gated(cache: Cache, layer: int, q: Tensor, where: Where) -> GatedRead | None:
     """Of q [B, Hq, D], unscaled, what `score`, `select`, `attend`, `add_tail` and `skipped_mass` give, to the last bit.
-    None for float16, to which no kernel rounds."""
-    if q.dtype == torch.float16:
-        return None
-    is_short = q.dtype == torch.bfloat16
-    found = kernels.attend_gated(cache, layer, _host(q.float()), is_short, where, _pools_of(cache), _run)
+    Out of 16 bits is rounded once, though: they round before the tail is added, too."""
+    found = kernels.attend_gated(cache, layer, _host(q.float()), where, _pools_of(cache), _run)
     if found is None:
         return None
     (out, lse), (_, read_lse) = found.whole, found.read
