@@ -221,6 +221,23 @@ def test_gated_layers_take_it(backend):
     )
 
 
+def test_a_layer_is_timed_by_the_kernels_own_stamps(backend, monkeypatch):
+    """Of 1,000 ns scoring and selecting took 200, so of the second that the layer took 0.2."""
+    case, module = CASES[0], kernels_of(backend)
+    s, real = Setup(backend, case), module._run
+
+    def run(kernel, phases, stamps, *args, **about):
+        real(kernel, phases, stamps, *args, **about)
+        assert 0 < stamps[0] < stamps[1] < stamps[2]
+        stamps[:] = 100, 300, 1100
+
+    monkeypatch.setattr(module, "_run", run)
+    seconds = iter([5.0, 6.0])
+    where = Where.of(case.config, s.table, s.lengths)
+    _, read = gate.attend_layer(backend, s.cache, 0, s.native, where, clock=lambda cache, *arrays: next(seconds))
+    assert read.stats.prepass_ms == pytest.approx(200) and read.stats.attention_ms == pytest.approx(800)
+
+
 def test_a_run_takes_it_in_every_layer_of_every_step(monkeypatch):
     """Whose steps are timed layer by layer on a CPU, all of them."""
     session, config = Session.open(None, "cuda", "cpu", kv_dtype="bfloat16"), EpsConfig.of(method="rq")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FILES = ("Dockerfile", "Dockerfile.cuda")
+FILES = ("scripts/Dockerfile", "scripts/Dockerfile.cuda")
 Instruction = tuple[str, str]
 
 
@@ -88,13 +88,13 @@ def test_scripts_of_the_first_comment_are_there(name: str) -> None:
 
 
 def test_python_is_one_that_the_package_takes() -> None:
-    (base,) = re.findall(r"^FROM python:(\d+)\.(\d+)", (ROOT / "Dockerfile").read_text(), re.M)
+    (base,) = re.findall(r"^FROM python:(\d+)\.(\d+)", (ROOT / "scripts" / "Dockerfile").read_text(), re.M)
     least = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
     assert least.startswith(">=") and tuple(map(int, base)) >= tuple(map(int, least[2:].split(".")))
 
 
 def test_the_profiler_is_of_the_bases_cuda() -> None:
-    text = (ROOT / "Dockerfile.cuda").read_text()
+    text = (ROOT / "scripts" / "Dockerfile.cuda").read_text()
     (base,) = re.findall(r"^FROM nvidia/cuda:(\d+\.\d+)", text, re.M)
     assert re.findall(r"cuda-nsight-systems-([\d-]+)", text) == [base.replace(".", "-")]
 

@@ -1,0 +1,66 @@
+"""What the host knows of one step before any score, computed once for all layers: against masks, and shared by no more
+than is alike."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eps_core.config.eps import EpsConfig
+from eps_core.paging.groups import GroupState
+from eps_core.paging.where import Where
+
+CONFIGS = {
+    "sixteen groups a seal": EpsConfig.of(method="rq"),
+    "the same, wide guards": EpsConfig.of(method="rq", first_tokens=70, last_tokens=200),
+    "no guards": EpsConfig.of(method="rq", first_tokens=0, last_tokens=0),
+    "each for itself": EpsConfig.of(method="meanstd", tail_tokens=0),
+    "some sequences dense": EpsConfig.of(method="rq", min_context=300),
+}
+
+
+def written(config: EpsConfig, units: int, tokens: list[int]) -> GroupState:
+    """A pool's state in which unit i holds tokens[i] tokens."""
+    store = config.store
+    state = GroupState(units, store, 8)
+    for unit, many in enumerate(tokens):
+        state.plan(unit * store.unit_tokens + np.arange(min(many, store.unit_tokens)))
+    return state
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_missing_groups_are_counted_as_they_are_marked(name, data) -> None:
+    config = CONFIGS[name]
+    unit, units = config.store.unit_tokens, 6
+    state = written(config, units, data.draw(st.lists(st.integers(0, unit), min_size=units, max_size=units)))
+    lengths = np.array(data.draw(st.lists(st.integers(1, 3 * unit), min_size=2, max_size=2)))
+    table = np.array([[3, 1, 5], [0, 2, 4]])
+    for can_encode in (True, False):
+        where = Where.of(config, table, lengths)
+        marked, size = where.missing(state, can_encode), config.store.S
+        for b, g in np.ndindex(marked.shape):
+            together = config.store.sealed_tokens
+            seal = g * size // together
+            begin, end = seal * together, (seal + 1) * together
+            place = table[b, begin // unit] * unit + begin % unit
+            full = state.fill[place // together] == together and end <= lengths[b]
+            assert marked[b, g] == (g * size < lengths[b] and not (full and can_encode)), (b, g)
+        assert (where.num_missing(state, can_encode) == (marked & ~where.forced).sum(axis=1)).all()
+
+
+def test_states_that_differ_share_no_answer() -> None:
+    config = CONFIGS["no guards"]
+    where = Where.of(config, np.array([[0, 1]]), np.array([2 * config.store.unit_tokens]))
+    full, half = (written(config, 2, tokens) for tokens in ([128, 128], [128, 64]))
+    assert where.num_missing(full)[0] == 0 and where.num_missing(half)[0] == 32
+    assert not where.missing(full).any() and where.missing(half).sum() == 32
+    assert where.num_missing(full, False)[0] == 128 == where.missing(full, False).sum()
+
+
+def test_layers_of_other_head_modes_share_no_answer() -> None:
+    modes = (("gate", "gate"), ("dense", "dense"), ("gate", "dense"))
+    where = Where.of(EpsConfig.of(method="rq", head_modes=modes), np.arange(8)[None], np.array([1000]))
+    for _ in range(2):
+        assert [where.reads_all(layer) for layer in range(3)] == [False, True, False]
