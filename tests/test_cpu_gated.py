@@ -3,6 +3,7 @@ runs it; and what it does where a thread fails."""
 
 import importlib
 import inspect
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -342,17 +343,15 @@ def test_the_right_order_passes_that_check():
 
 
 @njit(nogil=True)
-def _fails(progress, _):
-    """The second of two parts waits for tasks of which a thread failed at one."""
-    part = progress[1:]
-    while True:
-        task = take(part, 0)
-        if task >= 4:
-            break
-        if task == 1:
-            raise ValueError
-        finish(part, 0)
-    wait(part, 0, 4)
+def _fails(progress, which, members):
+    """Once all members are there, the one that came as number `which` fails, and the others wait in a second part for
+    what it took."""
+    number, part = take(progress, 0), progress[1:]
+    finish(progress, 0)
+    wait(progress, 0, members)
+    if number == which:
+        raise ValueError
+    wait(part, 0, 1)
 
 
 @njit
@@ -360,18 +359,33 @@ def _fails_in_team(parallel, num_threads, *args):
     openmp.on_team(parallel, num_threads, _fails, args)
 
 
+@pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("runner", ["team", "helpers"])
-def test_a_thread_that_failed_ends_the_waits_of_every_part(runner):
-    for _ in range(20):
+def test_a_thread_that_failed_ends_the_waits_of_every_part(runner, which, monkeypatch):
+    monkeypatch.setattr(threads_cpu, "num_threads", lambda: 2)
+    monkeypatch.setattr(threads_cpu, "_helpers", [])
+    monkeypatch.setattr(threads_cpu, "_held", [])
+    found = []
+
+    def call():
         if runner == "team":
             progress = threads_cpu.new_progress(3)
-            _fails_in_team(torch_parallel(), 3, progress, 0)
+            _fails_in_team(torch_parallel(), 2, progress, which, 2)
             assert (progress[:, FAILED] == 1).all()
             with pytest.raises(RuntimeError, match="failed"):
                 threads_cpu.check(progress)
         else:
             with pytest.raises((RuntimeError, ValueError)):
-                threads_cpu.run(_fails, 3, 0)
+                threads_cpu.run(_fails, 3, which, 2)
+            while threads_cpu._held:
+                assert threads_cpu._held.pop().acquire(timeout=20), "a helper still waits"
+        found.append(True)
+
+    for _ in range(5):
+        thread = threading.Thread(target=call, daemon=True)  # which may wait for ever
+        thread.start()
+        thread.join(60)
+        assert found.pop()
 
 
 @pytest.mark.parametrize("failing", ["score_units", "select_topk", "attend"])
