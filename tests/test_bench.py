@@ -130,11 +130,11 @@ def test_counts_bytes_exactly(bench: Bench, tmp_path: Path, backend: str, dtype:
     assert cell["dense_bytes"] == rows * context * token
     assert cell["groups_total"] == rows * groups and cell["groups_visited"] == rows * groups // 4
     assert cell["kv_bytes"] == cell["arms"]["attend"]["bytes"] == rows * groups // 4 * 2 * token
-    # of 32 tokens a mean in 4 bits, two scales of a byte and half of 16 codes of 32 dimensions; the other half and the
-    # second bit of the best
+    # of 32 tokens a mean in 4 bits, 16 scales of a byte and half of 16 codes of 32 dimensions; the other half and the
+    # second bit, with its scale, of the best
     usual = EpsConfig.of(method="rq").read
     best, finer = (math.ceil(share * groups) for share in (*usual.stages, usual.refine))
-    assert cell["summary_bytes"] == rows * (context // 32 * (16 + 2 + 2 + 16 * 2) + best * 2 + finer * 4)
+    assert cell["summary_bytes"] == rows * (context // 32 * (16 + 2 + 16 + 16 * 2) + best * 2 + finer * 5)
     assert cell["tail_bytes"] == rows * -(-context // 128) * (HEAD_DIM + 2)
     assert cell["bytes_read"] == cell["kv_bytes"] + cell["summary_bytes"] + cell["tail_bytes"]
     assert cell["bytes_ratio"] == pytest.approx(cell["bytes_read"] / cell["dense_bytes"])

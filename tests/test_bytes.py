@@ -167,11 +167,11 @@ def test_scoring_in_stages_gathers_each_part_of_those_that_are_left(target, coun
     )
 
     def read(length: int) -> int:
-        """A mean in 4 bits a dimension and its scale, two scales of a byte for 32 groups and the first part of each;
-        then each further part, and a second bit."""
+        """A mean in 4 bits a dimension and its scale; of 32 groups a scale in one byte and the first part; then each
+        further part, and a second bit with a scale of its own."""
         first, *later = PARTS[stages]
         best = [np.ceil(share * -(-length // 2)) for share in (*stages, 0.0625)]
-        return -(-length // 64) * (32 + 2 + 1 + 1 + 32 * first) + int(np.dot(best, [*later, 8]))
+        return -(-length // 64) * (32 + 2 + 32 * (1 + first)) + int(np.dot(best, [*later, 8 + 1]))
 
     batch = score_once(*target, counter, case)
     assert scoring_bytes(case.config, 64, lengths) == sum(map(read, lengths))

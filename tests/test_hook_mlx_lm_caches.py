@@ -128,10 +128,10 @@ def test_bytes_are_those_of_the_units_held_summaries_too(mean_tokens: int) -> No
         store = pool_of(model).gated.config.store
         units, groups = 2, 2 * 128 // store.S
         kv = units * 128 * 2 * 2 * 16 * 2  # tokens, K and V, heads, dims, bytes
-        # 16 sign bits twice a group, and two scales, of a byte each about a mean of 32 tokens with this; that mean (4
-        # bits a dimension) and its scale; a mean value (int8) and its scale a unit; of 2 heads
+        # 16 sign bits twice and two scales a group, of a byte each about a mean of 32 tokens; that mean (4 bits a
+        # dimension) and its scale; a mean value (int8) and its scale a unit; of 2 heads
         assert store.unit_tokens == 128
-        kept = groups * (2 + 2) + 4 * units * (8 + 2 + 1 + 1) if mean_tokens else groups * (2 + 2 + 2 + 2)
+        kept = groups * (2 + 2 + 1 + 1) + 4 * units * (8 + 2) if mean_tokens else groups * (2 + 2 + 2 + 2)
         assert cache[1].nbytes - kv == 2 * (kept + units * (16 + 2))
 
 

@@ -23,7 +23,7 @@ assert _FACTS.unit is not None
 _UNIT = _FACTS.unit
 AUTO = "auto"  # of --eps-min-context
 # flags that mean something under one policy only
-_POLICY_FLAGS = {"eps_budget": "topk", "eps_tau": "share", "eps_alpha": "threshold"}
+_POLICY_FLAGS = {"eps_budget": "topk", "eps_budget_floor": "topk", "eps_tau": "share", "eps_alpha": "threshold"}
 _DEFAULT = EpsConfig.of()
 _kept, _read = partial(option, heading=METHOD), partial(option, heading=SELECTION)
 
@@ -88,8 +88,8 @@ selection_options = options(
     ),
     _kept(
         "--eps-tail", type=click.Choice(("drop", "mean")),
-        help="What is not read counts nothing, or with its estimated mass and mean value.  [default: mean for "
-        f"{', '.join(names(lambda one: one.tail))}]",
+        help="What is not read counts nothing, or with its estimated mass and mean value, which harms real models.  "
+        "[default: drop]",
     ),
     _kept(
         "--eps-tail-tokens", type=Whole(),
@@ -107,6 +107,11 @@ selection_options = options(
         "--eps-budget", type=Real(),
         help="topk: share of the context that is read (up to 1), or a number of tokens.  "
         f"[default: {_FACTS.budget} for {_OWN}, {DEFAULT_BUDGET} for the others]",
+    ),
+    _read(
+        "--eps-budget-floor", type=Whole(),
+        help="topk: tokens that a share is raised to, so that shorter contexts are dense.  "
+        f"[default: {_FACTS.budget_floor} for {_OWN}; 0 for the others, and where --eps-budget is given]",
     ),
     _read(
         "--eps-tau", type=Real(),
@@ -199,11 +204,12 @@ def config_of(
         **code_settings(flags),
         rq_bounds=flags["eps_rq_bounds"],
         bound_bits=flags["eps_bound_bits"],
-        tail_tokens=_tail_tokens(flags),  # type: ignore[arg-type]
+        tail_tokens=_tail_tokens(flags),
         group_tokens=flags["eps_group_tokens"],
         group_blocks=flags["eps_group_blocks"],
         policy=policy,
         budget=flags["eps_budget"],
+        budget_floor=flags["eps_budget_floor"],
         tau=flags["eps_tau"],
         epsilon=flags["eps_epsilon"],
         alpha=flags["eps_alpha"],
@@ -250,10 +256,10 @@ def refuse_bits(given: set[str], method: str) -> None:
 
 
 def _tail_tokens(flags: dict[str, Any]) -> int | None:
-    """Tokens of one mean value of the tail; 0: drop what is skipped; None: the method's default."""
+    """Return the tokens of one mean value of the tail; None where what is skipped is dropped."""
     if flags["eps_tail"] == "drop" and flags["eps_tail_tokens"] is not None:
         raise click.UsageError("--eps-tail-tokens belongs to --eps-tail mean: drop it or choose that")
-    return 0 if flags["eps_tail"] == "drop" else flags["eps_tail_tokens"]
+    return flags["eps_tail_tokens"]
 
 
 def _head_modes(flags: dict[str, Any]) -> tuple[tuple[str, ...], ...] | None:

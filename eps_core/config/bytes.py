@@ -10,8 +10,7 @@ from eps_core.summaries import table
 
 
 def second_bit_bytes(store: Store, head_dim: int) -> int:
-    """Bytes of the second bit of codes per (layer, kv head, group), with its scale where groups have their own: stored
-    of all, read of the best."""
+    """Bytes of the second bit of codes and its scale per (layer, kv head, group): stored of all, read of the best."""
     fields = table.fields(store, head_dim).values()
     return sum(field.num_bytes for field in fields if field.best_only) // store.groups_per_seal
 

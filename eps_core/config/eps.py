@@ -21,12 +21,12 @@ from eps_core.summaries import table
 FLAT = (
     "method", "dim", "bits", "mean_tokens", "mean_bits", "stages", "refine", "rq_bounds", "bound_bits", "tail_tokens",
     "group_tokens", "group_blocks",
-    "policy", "budget", "tau", "epsilon", "alpha", "top_pages", "first_tokens", "last_tokens", "scope", "strict",
+    "policy", "budget", "budget_floor", "tau", "epsilon", "alpha", "top_pages", "first_tokens", "last_tokens", "scope", "strict",
     "head_modes", "seed", "min_context", "block_size",
 )  # fmt: skip
 _STORED = {field.name for field in fields(Store)} - {"second_bit", "parts"}
 # what the flat form did not yet say when it was the only way
-EARLIER: dict[str, Any] = {"mean_tokens": 0, "mean_bits": 4, "stages": []}
+EARLIER: dict[str, Any] = {"mean_tokens": 0, "mean_bits": 4, "stages": [], "budget_floor": 0}
 _GROUP = {"group_tokens", "group_blocks"}  # two ways to say one thing
 _KINDS = {**get_type_hints(Store), **get_type_hints(Read)}
 
@@ -92,6 +92,8 @@ class EpsConfig:
         least = flat.get("refine", refine)  # what is read on was read whole
         defaults = {
             "budget": facts.budget,
+            # a budget that is given is read as it is
+            "budget_floor": 0 if flat.keys() & {"budget", "top_pages"} else facts.budget_floor,
             "tau": DEFAULT_TAU if flat.get("policy") == "share" else None,
             "stages": () if usual is None or store.rq_bounds else tuple(max(part, least) for part in usual.stages),
             "refine": refine,
@@ -151,7 +153,8 @@ class EpsConfig:
         (the open one too) where the budget covers every token."""
         if self.read.top_pages is not None:
             return self.read.top_pages
-        tokens = self.read.budget * length if self.read.budget <= 1 else self.read.budget
+        read = self.read
+        tokens = max(read.budget * length, read.budget_floor) if read.budget <= 1 else read.budget
         if tokens >= length:
             return -(-length // self.store.S)
         # the small term undoes binary fractions: 0.1 * 40960 must be 4096 tokens

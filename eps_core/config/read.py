@@ -23,6 +23,8 @@ class Read:
 
     policy: str = "topk"
     budget: float = DEFAULT_BUDGET  # topk: <= 1 a share of the tokens, > 1 a number; with guards
+    # topk: tokens that a share of a short sequence is raised to, so that sequences up to this length are dense
+    budget_floor: int = 0
     tau: float | None = None  # share: least estimated share of the softmax
     epsilon: float = 0.01  # mass: most estimated share left unread; strict: most certified share left unread
     alpha: float = 1.1  # threshold: skip when B < T / alpha
@@ -68,7 +70,7 @@ class Read:
         )
         if self.head_modes is not None:
             self._check_head_modes()
-        for name in ("first_tokens", "last_tokens", "min_context"):
+        for name in ("budget_floor", "first_tokens", "last_tokens", "min_context"):
             value = getattr(self, name)
             require(value >= 0, f"eps-{name.replace('_', '-')} {value} is negative: use 0 or more tokens")
 

@@ -88,7 +88,7 @@ class Store:
     rq_bounds: bool = False  # codes also store residual norm, radius and key norm (fp16), and so have bounds
     bound_bits: int = 0  # 4 or 8: certify from codes of single keys instead of the method's own bounds
     # tokens whose mean value stands for the skipped groups among them; 0: these contribute nothing
-    tail_tokens: int = None  # type: ignore[assignment]
+    tail_tokens: int = 0
     group_tokens: int | None = None  # S; None: the method's default, or group_blocks pages
     group_blocks: int | None = None  # S in pages
     seed: int = 0
@@ -157,8 +157,6 @@ class Store:
         object.__setattr__(self, "group_blocks", None)
 
     def _settle_tail(self) -> None:
-        if self.tail_tokens is None:
-            object.__setattr__(self, "tail_tokens", self._usual_tail() if self.facts.tail else 0)
         unit = max(self.block_size, self.S)
         require(
             not self.tail_tokens or not self.has_norm_estimate,

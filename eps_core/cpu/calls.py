@@ -192,7 +192,6 @@ def _scoring_units(cache: Any, layer: int, q: np.ndarray, where: Where, host: Ho
         np.empty((batch, seals), np.uint8), np.empty((batch, seals), np.int64), words.view(np.int8), queries,
         factors.reshape(rows, passes, -1, vectors.HEADS),
         np.empty((rows, passes * vectors.HEADS * (seals + vectors.LANES)), np.float32),
-        np.empty((rows, 2, seals + vectors.LANES), np.float32),
         units.new_lists(rows, groups, chunks, passes) if together else no_lists, estimate,
     )  # fmt: skip
     phases = 1 + units.MOST_PHASES if together else 2

@@ -11,6 +11,7 @@ from eps_core.cpu.unit_vectors import (
     WORD_TABLE,
     _add_word,
     _by_head,
+    _byte_scale,
     _estimates,
     _i8,
     _new_sums,
@@ -35,6 +36,8 @@ from eps_core.cpu.vectors import (
     _vector,
 )
 
+NAME = 0xFFFF  # of a packed word: the number of a group; its scale lies above
+
 
 def _places(builder, data, room, taken):
     """Where `_append` puts the words of row `number` of an array [.., room] that holds `taken` of each."""
@@ -42,20 +45,22 @@ def _places(builder, data, room, taken):
 
 
 @intrinsic
-def pack_names(typing_context, marks, mark_at, first, packed, taken):
-    """Appends to packed, which holds `taken` words, first + i of each of sixteen groups i that bit i of marks[mark_at]
-    names. Returns how many it then holds."""
+def pack_scales(typing_context, marks, mark_at, scale, at, first, packed, taken):
+    """Appends to packed, which holds `taken` words, first + i + 65536 scale[at + i] of each of sixteen groups i that
+    bit i of marks[mark_at] names. Returns how many it then holds."""
 
     def codegen(context, builder, signature, args):
         kinds = signature.args
-        mark_data, data = (_data(context, builder, kinds[i], args[i]) for i in (0, 3))
-        mark_first, number, already = (_int64(context, builder, kinds[i], args[i]) for i in (1, 2, 4))
+        mark_data, scale_data, data = (_data(context, builder, kinds[i], args[i]) for i in (0, 2, 5))
+        mark_first, start, number, already = (_int64(context, builder, kinds[i], args[i]) for i in (1, 3, 4, 6))
         kept = builder.load(builder.gep(mark_data, [mark_first]))
+        stored = builder.zext(_load(builder, builder.gep(scale_data, [start]), LANES, _i8), _vector(_i32))
         names = builder.add(_spread(builder, builder.trunc(number, _i32)), ir.Constant(_vector(_i32), [*range(LANES)]))
-        _append(builder, names, kept, builder.gep(data, [already]))
+        words = builder.or_(builder.shl(stored, _repeated(16)), names)
+        _append(builder, words, kept, builder.gep(data, [already]))
         return builder.add(already, builder.zext(builder.ctpop(kept), _i64))
 
-    return types.int64(marks, mark_at, first, packed, taken), codegen
+    return types.int64(marks, mark_at, scale, at, first, packed, taken), codegen
 
 
 @intrinsic
@@ -101,16 +106,11 @@ def pack_rows(typing_context, marks, mark_at, rows, at, num_bytes, packed, room,
     return types.void(marks, mark_at, rows, at, num_bytes, packed, room, number, taken), codegen
 
 
-def _of_seals(builder, base_data, base_step, scale_data, seals):
-    """(the scales, of four heads the bases) of sixteen seals, which ascend: scale_data[seal], base_data[r base_step +
-    seal]."""
+def _offsets(builder, base_data, base_step, seals):
+    """Of four heads the numbers of sixteen seals, which ascend: base_data[r base_step + seal]."""
     first, last = (builder.extract_element(seals, _i32(lane)) for lane in (0, LANES - 1))
-    starts = [scale_data, *(builder.gep(base_data, [builder.mul(base_step, _i64(r))]) for r in range(HEADS))]
-    held = [cgutils.alloca_once(builder, _vector(_f32)) for _ in starts]
-
-    def kept_numbers():
-        scales, *bases = (builder.load(kept) for kept in held)
-        return scales, bases
+    held = [cgutils.alloca_once(builder, _vector(_f32)) for _ in range(HEADS)]
+    starts = [builder.gep(base_data, [builder.mul(base_step, _i64(r))]) for r in range(HEADS)]
 
     def one_by_one():
         for start, kept in zip(starts, held, strict=True):
@@ -122,7 +122,7 @@ def _of_seals(builder, base_data, base_step, scale_data, seals):
 
     if not (PERMUTES or PERMUTES_EIGHT):
         one_by_one()
-        return kept_numbers()
+        return [builder.load(kept) for kept in held]
     near = builder.icmp_unsigned("<", builder.sub(last, first), _i32(LANES))
     with builder.if_else(near, likely=True) as (together, otherwise):
         with together:
@@ -132,44 +132,44 @@ def _of_seals(builder, base_data, base_step, scale_data, seals):
                 builder.store(_look_up(builder, entries, which), kept)
         with otherwise:
             one_by_one()
-    return kept_numbers()
+    return [builder.load(kept) for kept in held]
 
 
 @intrinsic
-def score_packed(typing_context, packed, room, at, num_words, scale, scale_at, table, factors, bases, base_at,
-                 base_stride, log_groups, again, scores, sums, sums_at, sums_stride):  # fmt: skip
+def score_packed(typing_context, packed, room, at, num_words, table, factors, bases, base_at, base_stride, log_groups,
+                 again, scores, sums, sums_at, sums_stride):  # fmt: skip
     """`scan_planes` of sixteen groups i that were packed [1 + num_words, room]: words at + i, the first as of
-    `pack_names`, which ascend; of seal name >> log_groups the scale at scale[scale_at + seal] and the bases at
-    bases[base_at + r base_stride + seal]. What the codes add for head r goes to sums[sums_at + i sums_stride + r],
-    int16."""
+    `pack_scales`, whose numbers ascend; bases of seal number >> log_groups at bases[base_at + r base_stride + seal].
+    What the codes add for head r goes to sums[sums_at + i sums_stride + r], int16."""
 
     def codegen(context, builder, signature, args):
         kinds = signature.args
-        data, scale_data, table_data, factor_data, base_data, score_data, sum_data = (
-            _data(context, builder, kinds[i], args[i]) for i in (0, 4, 6, 7, 8, 13, 14)
+        data, table_data, factor_data, base_data, score_data, sum_data = (
+            _data(context, builder, kinds[i], args[i]) for i in (0, 4, 5, 6, 11, 12)
         )
-        width, first, words, scale_first, base_first, base_step, shift, sum_first, sum_step = (
-            _int64(context, builder, kinds[i], args[i]) for i in (1, 2, 3, 5, 9, 10, 11, 15, 16)
+        width, first, words, base_first, base_step, shift, sum_first, sum_step = (
+            _int64(context, builder, kinds[i], args[i]) for i in (1, 2, 3, 7, 8, 9, 13, 14)
         )
         here, kept = builder.gep(data, [first]), _new_sums(builder)
         with cgutils.for_range(builder, words) as each:
             row = builder.mul(builder.add(each.index, _i64(1)), width)
             word = _load(builder, builder.gep(here, [row]), LANES, _i32)
             _add_word(builder, word, builder.gep(table_data, [builder.mul(each.index, _i64(WORD_TABLE))]), kept)
-        seals = builder.lshr(_load(builder, here, LANES, _i32), _spread(builder, builder.trunc(shift, _i32)))
-        scales, offsets = _of_seals(
-            builder, builder.gep(base_data, [base_first]), base_step, builder.gep(scale_data, [scale_first]), seals
-        )
+        names = _load(builder, here, LANES, _i32)
+        local = builder.and_(names, _repeated(NAME))
+        seals = builder.lshr(local, _spread(builder, builder.trunc(shift, _i32)))
+        offsets = _offsets(builder, builder.gep(base_data, [base_first]), base_step, seals)
         numbers = _by_head(builder, kept)
         _put_sums(builder, numbers, builder.gep(sum_data, [sum_first]), sum_step)
         _estimates(
-            builder, numbers, scales, factor_data, offsets, context.is_true(builder, kinds[12], args[12]), score_data
+            builder, numbers, _byte_scale(builder, builder.lshr(names, _repeated(16))), factor_data, offsets,
+            context.is_true(builder, kinds[10], args[10]), score_data,
         )  # fmt: skip
         return context.get_dummy_value()
 
     return (
-        types.void(packed, room, at, num_words, scale, scale_at, table, factors, bases, base_at, base_stride,
-                   log_groups, again, scores, sums, sums_at, sums_stride),
+        types.void(packed, room, at, num_words, table, factors, bases, base_at, base_stride, log_groups, again, scores,
+                   sums, sums_at, sums_stride),
         codegen,
     )  # fmt: skip
 
@@ -218,7 +218,7 @@ def score_listed(typing_context, rows, places, at, num_bytes, scale, seals, tabl
                  base_stride, again, scores, sums, sums_at, sums_stride, listed, fresh):  # fmt: skip
     """scores of sixteen groups i = at .., as of `scan_planes`, by what is already known, sums[sums_at + listed[i]
     sums_stride + r] for head r, or twice that where it is `doubled`, and by what num_bytes more bytes at rows[places[i]
-    num_bytes ..] add; scale and bases of seals[i], which ascend. The new sums go to fresh [16, HEADS] int16."""
+    num_bytes ..] add; scale[places[i]]; bases of seals[i], which ascend. The new sums go to fresh [16, HEADS] int16."""
 
     def codegen(context, builder, signature, args):
         kinds = signature.args
@@ -245,11 +245,13 @@ def score_listed(typing_context, rows, places, at, num_bytes, scale, seals, tabl
         before, now = _get_sums(builder, sum_data, known), _by_head(builder, kept)
         numbers = [builder.add(builder.shl(x, times), y) for x, y in zip(before, now, strict=True)]
         _put_sums(builder, numbers, fresh_data, _i64(HEADS))
+        stored = ir.Constant(_vector(_i8), ir.Undefined)
+        for lane, place in enumerate(own_places):
+            stored = builder.insert_element(stored, builder.load(builder.gep(scale_data, [place])), _i32(lane))
         own_seals = _load(builder, builder.gep(seal_data, [first]), LANES, _i32)
-        base_data = builder.gep(base_data, [base_first])
-        scales, offsets = _of_seals(builder, base_data, base_step, scale_data, own_seals)
+        offsets = _offsets(builder, builder.gep(base_data, [base_first]), base_step, own_seals)
         _estimates(
-            builder, numbers, scales, factor_data, offsets,
+            builder, numbers, _byte_scale(builder, builder.zext(stored, _vector(_i32))), factor_data, offsets,
             context.is_true(builder, kinds[12], args[12]), score_data,
         )  # fmt: skip
         return context.get_dummy_value()
@@ -262,16 +264,17 @@ def score_listed(typing_context, rows, places, at, num_bytes, scale, seals, tabl
 
 
 @intrinsic
-def put_scores(typing_context, scores, count, names, at, base, target):
-    """target[base + names[at + i]] = scores[i] for i < count <= 16: names int32."""
+def put_scores(typing_context, scores, count, names, at, mask, base, target):
+    """target[base + (names[at + i] & mask)] = scores[i] for i < count <= 16: names int32, mask and base of whole
+    numbers."""
 
     def codegen(context, builder, signature, args):
         kinds = signature.args
-        score_data, name_data, target_data = (_data(context, builder, kinds[i], args[i]) for i in (0, 2, 5))
-        number, first, start = (_int64(context, builder, kinds[i], args[i]) for i in (1, 3, 4))
+        score_data, name_data, target_data = (_data(context, builder, kinds[i], args[i]) for i in (0, 2, 6))
+        number, first, low, start = (_int64(context, builder, kinds[i], args[i]) for i in (1, 3, 4, 5))
         target, own = builder.gep(target_data, [start]), builder.gep(name_data, [first])
         if PERMUTES:
-            index = _load(builder, own, LANES, _i32)
+            index = builder.and_(_load(builder, own, LANES, _i32), _spread(builder, builder.trunc(low, _i32)))
             lanes = ir.Constant(_vector(_i32), [*range(LANES)])
             inside = builder.icmp_signed("<", lanes, _spread(builder, builder.trunc(number, _i32)))
             pointer = builder.bitcast(target, _i8.as_pointer())
@@ -282,26 +285,26 @@ def put_scores(typing_context, scores, count, names, at, base, target):
         with cgutils.for_range(builder, number) as each:
             name = builder.zext(_load(builder, builder.gep(own, [each.index]), 1, _i32), _i64)
             value = builder.load(builder.gep(score_data, [each.index]))
-            builder.store(value, builder.gep(target, [name]))
+            builder.store(value, builder.gep(target, [builder.and_(name, low)]))
         return context.get_dummy_value()
 
-    return types.void(scores, count, names, at, base, target), codegen
+    return types.void(scores, count, names, at, mask, base, target), codegen
 
 
 @intrinsic
-def put_names(typing_context, packed, at, base, kept, kept_at):
-    """kept[kept_at + i] = base + packed[at + i] for sixteen i: int32."""
+def put_names(typing_context, packed, at, mask, base, kept, kept_at):
+    """kept[kept_at + i] = base + (packed[at + i] & mask) for sixteen i: int32."""
 
     def codegen(context, builder, signature, args):
         kinds = signature.args
-        data, kept_data = (_data(context, builder, kinds[i], args[i]) for i in (0, 3))
-        first, start, to = (_int64(context, builder, kinds[i], args[i]) for i in (1, 2, 4))
-        own = _load(builder, builder.gep(data, [first]), LANES, _i32)
-        start = _spread(builder, builder.trunc(start, _i32))
+        data, kept_data = (_data(context, builder, kinds[i], args[i]) for i in (0, 4))
+        first, low, start, to = (_int64(context, builder, kinds[i], args[i]) for i in (1, 2, 3, 5))
+        low, start = (_spread(builder, builder.trunc(one, _i32)) for one in (low, start))
+        own = builder.and_(_load(builder, builder.gep(data, [first]), LANES, _i32), low)
         _store(builder, builder.add(own, start), builder.gep(kept_data, [to]))
         return context.get_dummy_value()
 
-    return types.void(packed, at, base, kept, kept_at), codegen
+    return types.void(packed, at, mask, base, kept, kept_at), codegen
 
 
 @intrinsic

@@ -258,6 +258,12 @@ def _over_listed(builder, rows, num_bytes, use):
 # ------------------------------------------------------------------------------------------------------------ estimates
 
 
+def _byte_scale(builder, stored):
+    """Scales kept in one byte (`to_byte` of the summaries), sixteen words, as float32."""
+    shifted = builder.shl(builder.trunc(stored, _vector(_i16)), ir.Constant(_vector(_i16), [7] * LANES))
+    return _from_half(builder, shifted)
+
+
 def _larger(builder, first, second):
     """The larger of numbers that are none of them NaN."""
     return builder.select(builder.fcmp_ordered(">", first, second), first, second)
@@ -294,7 +300,7 @@ def _estimates(builder, sums, scales, factor_data, offsets, more, score_data):
 @intrinsic
 def scan_planes(typing_context, planes, at, stride, num_planes, scale, scale_at, table, factors, bases, base_at,
                 base_stride, again, scores, scores_at):  # fmt: skip
-    """scores[scores_at + i] = max over four heads r of bases[base_at + r base_stride] + scale[scale_at] n
+    """scores[scores_at + i] = max over four heads r of bases[base_at + r base_stride] + scale[scale_at + i] n
     factors[r], for sixteen groups i, where n is the whole number that table says their codes add for head r. Codes are
     `num_planes` bytes at planes[at + j stride + i]. table: WORD_TABLE bytes a word of four bytes: entry [side, r, j,
     value] where SCANS or SHUFFLES, else [side, j, value, r]. LARGEST_ESTIMATE stands for what is not finite. With
@@ -318,9 +324,9 @@ def scan_planes(typing_context, planes, at, stride, num_planes, scale, scale_at,
         for r in range(HEADS):
             place = builder.add(base_first, builder.mul(base_step, _i64(r)))
             offsets.append(_broadcast(builder, builder.load(builder.gep(base_data, [place]))))
-        scales = _broadcast(builder, builder.load(builder.gep(scale_data, [scale_first])))
+        stored = builder.zext(_load(builder, builder.gep(scale_data, [scale_first]), LANES, _i8), _vector(_i32))
         _estimates(
-            builder, _by_head(builder, kept), scales, factor_data, offsets,
+            builder, _by_head(builder, kept), _byte_scale(builder, stored), factor_data, offsets,
             context.is_true(builder, kinds[11], args[11]), builder.gep(score_data, [score_first]),
         )  # fmt: skip
         return context.get_dummy_value()

@@ -12,9 +12,10 @@ from eps_core.cpu.best import keep_best, limit, list_kept
 from eps_core.cpu.best_vectors import mark
 from eps_core.cpu.compile import kernel
 from eps_core.cpu.kept_vectors import (
-    pack_names,
+    NAME,
     pack_planes,
     pack_rows,
+    pack_scales,
     put_keys,
     put_names,
     put_scores,
@@ -25,7 +26,7 @@ from eps_core.cpu.score import KNOWN, MISSING, PAST
 from eps_core.cpu.threads import finish, take, wait
 from eps_core.cpu.unit_queries import prepare
 from eps_core.cpu.unit_vectors import SEALS, WORD, WORD_TABLE, mean_bases, scan_planes
-from eps_core.cpu.vectors import HEADS, LANES, ask_for, wide
+from eps_core.cpu.vectors import HEADS, LANES, ask_for
 
 CHUNK_GROUPS, LISTED_GROUPS = 1024, 256  # of one task; changes speed only
 SEALS_AHEAD, LISTED_AHEAD = 8, 128  # what is asked for ahead; changes speed only
@@ -52,10 +53,10 @@ def place_seals(fill, table, length, kv_heads, sealed, per_unit, states, places)
 
 @kernel()
 def score_first(
-    begin, end, mean, mean_scale, mean_bits, scale, second_scale, codes, first_bytes, seal_groups, states, places,
-    shift, words, queries, factors, log_size, end_group, bases, scales, own, own_keys,
+    begin, end, mean, mean_scale, mean_bits, scale, codes, first_bytes, seal_groups, states, places, shift, words,
+    queries, factors, log_size, end_group, bases, own, own_keys,
 ):  # fmt: skip
-    """The first stage of seals begin .. end - 1 of one row: bases, scales, estimates `own` and their keys."""
+    """The first stage of seals begin .. end - 1 of one row: bases, estimates `own` and their keys."""
     passes, seals = words.shape[0], len(places)
     room, mean_bytes = len(bases) // (passes * HEADS), queries.shape[1] * mean_bits // (8 * HEADS)
     for four in range(begin, end, SEALS):
@@ -65,20 +66,18 @@ def score_first(
             place = places[seal] + shift
             ask_for(codes, place * first_bytes * seal_groups, first_bytes * seal_groups)
             ask_for(mean, place * mean_bytes, mean_bytes)
+            ask_for(scale, place * seal_groups, 1)
         for at in range(passes):
             mean_bases(
                 mean, mean_scale, first, second, third, fourth, mean_bytes, mean_bits, queries[at], log_size, bases,
                 at * HEADS * room + four, room,
             )  # fmt: skip
         for seal in range(four, min(four + SEALS, end)):
-            place = places[seal] + shift
-            scales[0, seal] = wide(np.int16(np.int16(scale[place]) << 7))
-            scales[1, seal] = wide(np.int16(np.int16(second_scale[place]) << 7))
-            place *= seal_groups
+            place = (places[seal] + shift) * seal_groups
             for at in range(passes):
                 for i in range(0, seal_groups, LANES):
                     scan_planes(
-                        codes, place * first_bytes + i, seal_groups, first_bytes, scales[0], seal, words[at],
+                        codes, place * first_bytes + i, seal_groups, first_bytes, scale, place + i, words[at],
                         factors[at], bases, at * HEADS * room + seal, room, at > 0, own, seal * seal_groups + i,
                     )  # fmt: skip
     put_keys(own, begin * seal_groups, (end - begin) * seal_groups, own_keys, begin * seal_groups)
@@ -104,8 +103,8 @@ def choose_first(keys, count, marks, starts, per_chunk, spare):
 
 @kernel()
 def read_kept(
-    begin, end, start, codes, first_bytes, later, later_bytes, seal_groups, places, shift, words, factors, bases,
-    scale, marks, packed, fresh, own, kept, kept_keys, kept_sums,
+    begin, end, start, scale, codes, first_bytes, later, later_bytes, seal_groups, places, shift, words, factors, bases,
+    marks, packed, fresh, own, kept, kept_keys, kept_sums,
 ):  # fmt: skip
     """The first parts of the codes again and the next, if later_bytes, of those groups of seals begin .. end - 1 of one
     row that are marked: their estimates in `own`, and from `start` on in kept their numbers, 0 or more, in kept_keys
@@ -121,6 +120,7 @@ def read_kept(
         place = (places[seal] + shift) * seal_groups
         ahead = places[min(seal + SEALS_AHEAD, len(places) - 1)] + shift
         ask_for(later, ahead * seal_groups * later_bytes, seal_groups * later_bytes)
+        ask_for(scale, ahead * seal_groups, 1)
         for i in range(0, seal_groups, LANES):
             at = (seal * seal_groups + i) // LANES
             if marks[at] == 0:
@@ -128,19 +128,19 @@ def read_kept(
             pack_planes(marks, at, codes, place * first_bytes + i, seal_groups, first_bytes, flat, width, 1, taken)
             if later_bytes:
                 pack_rows(marks, at, later, (place + i) * later_bytes, later_bytes, flat, width, 1 + first_words, taken)
-            taken = pack_names(marks, at, (seal - begin) * seal_groups + i, flat, taken)
+            taken = pack_scales(marks, at, scale, place + i, (seal - begin) * seal_groups + i, flat, taken)
     for i in range(taken, (taken + LANES - 1) // LANES * LANES):
         packed[0, i] = packed[0, taken - 1]
     for i in range(0, taken, LANES):
         for at in range(passes):
             score_packed(
-                flat, width, i, all_words, scale, begin, words[at], factors[at], bases, at * HEADS * room + begin, room,
+                flat, width, i, all_words, words[at], factors[at], bases, at * HEADS * room + begin, room,
                 log_groups, at > 0, fresh, kept_sums, ((start + i) * passes + at) * HEADS, passes * HEADS,
             )  # fmt: skip
         count = min(taken - i, LANES)
         put_keys(fresh, 0, count, kept_keys, start + i)
-        put_names(flat, i, begin * seal_groups, kept, start + i)
-        put_scores(fresh, count, flat, i, begin * seal_groups, own)
+        put_names(flat, i, NAME, begin * seal_groups, kept, start + i)
+        put_scores(fresh, count, flat, i, NAME, begin * seal_groups, own)
 
 
 @kernel()
@@ -157,7 +157,7 @@ def locate(listed, count, kept, seal_groups, places, shift, chosen, seal_of):
 
 @kernel()
 def read_listed(
-    begin, end, count, pool, num_bytes, words, doubled, factors, bases, scale, listed, chosen, seal_of, fresh, own,
+    begin, end, count, pool, num_bytes, scale, words, doubled, factors, bases, listed, chosen, seal_of, fresh, own,
     kept, kept_keys, kept_sums,
 ):  # fmt: skip
     """What num_bytes bytes of `pool` say besides of entries begin .. end - 1 of `count` that are listed and located: as
@@ -168,6 +168,7 @@ def read_listed(
     for i in range(begin, end, LANES):
         for ahead in range(min(i + LISTED_AHEAD, count), min(i + LISTED_AHEAD + LANES, count)):
             ask_for(pool, chosen[ahead] * num_bytes, num_bytes)
+            ask_for(scale, chosen[ahead], 1)
         number = min(end - i, LANES)
         for at in range(passes):
             score_listed(
@@ -203,8 +204,8 @@ def new_lists(rows, groups, chunks, passes):
 @kernel()
 def score_some(
     progress, phase, first_row, some, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale, lengths,
-    staged, refined, dims, size, head_dim, seal_groups, per_unit, states, places, words, queries, factors, bases,
-    scales, lists, estimate,
+    staged, refined, dims, size, head_dim, seal_groups, per_unit, states, places, words, queries, factors, bases, lists,
+    estimate,
 ):  # fmt: skip
     """The stages of `score_units` for `some` rows from first_row on, from a phase on; lists (`new_lists`) begin with
     the first of these."""
@@ -223,9 +224,9 @@ def score_some(
         row, begin = first_row + task // chunks, task % chunks * per_task
         b, h = row // kv_heads, row % kv_heads
         score_first(
-            begin, min(begin + per_task, seals), mean, mean_scale, mean_bits, scale, second_scale, codes, first_bytes,
-            seal_groups, states[b], places[b], h * per_unit, words[row], queries[row], factors[row, :, 0], log_size,
-            (lengths[b] + size - 1) // size, bases[row], scales[row], estimate[b, h], keys[row - first_row],
+            begin, min(begin + per_task, seals), mean, mean_scale, mean_bits, scale, codes, first_bytes, seal_groups,
+            states[b], places[b], h * per_unit, words[row], queries[row], factors[row, :, 0], log_size,
+            (lengths[b] + size - 1) // size, bases[row], estimate[b, h], keys[row - first_row],
         )  # fmt: skip
         finish(progress, phase)
     wait(progress, phase, some * chunks)
@@ -253,10 +254,9 @@ def score_some(
         row = first_row + place
         b, h = row // kv_heads, row % kv_heads
         read_kept(
-            begin, min(begin + per_task, seals), starts[place, task % chunks], codes, first_bytes, later[0],
+            begin, min(begin + per_task, seals), starts[place, task % chunks], scale, codes, first_bytes, later[0],
             later_bytes, seal_groups, places[b], h * per_unit, words[row], factors[row, :, last], bases[row],
-            scales[row, 0], marks[place], packed, fresh, estimate[b, h], kept[place], kept_keys[place],
-            kept_sums[place],
+            marks[place], packed, fresh, estimate[b, h], kept[place], kept_keys[place], kept_sums[place],
         )  # fmt: skip
         finish(progress, phase)
     wait(progress, phase, some * chunks)
@@ -269,7 +269,7 @@ def score_some(
         whole_word += (dims[part] + 8 * WORD - 1) // (8 * WORD)
     for level in range(2 if parts == 3 else 3, 4 if any_refined else 3):
         doubled = level == 3
-        pool = second if doubled else later[1]
+        pool, own_scale = (second, second_scale) if doubled else (later[1], scale)
         num_bytes, word = ((head_dim + 7) // 8, whole_word) if doubled else (dims[2] // 8, first_word)
         numbers = refined if doubled else staged[1]
         while True:
@@ -287,6 +287,7 @@ def score_some(
             )  # fmt: skip
             for i in range(min(LISTED_AHEAD, count)):
                 ask_for(pool, chosen[task, i] * num_bytes, num_bytes)
+                ask_for(own_scale, chosen[task, i], 1)
             finish(progress, phase)
         wait(progress, phase, some)
         phase += 1
@@ -299,10 +300,10 @@ def score_some(
             row = first_row + place
             count = starts[place, chunks + 1]
             read_listed(
-                begin, min(begin + LISTED_GROUPS, count), count, pool, num_bytes,
+                begin, min(begin + LISTED_GROUPS, count), count, pool, num_bytes, own_scale,
                 words[row, :, word * WORD_TABLE :], doubled, factors[row, :, parts if doubled else 2], bases[row],
-                scales[row, int(doubled)], listed[place], chosen[place], seal_of[place], fresh,
-                estimate[row // kv_heads, row % kv_heads], kept[place], kept_keys[place], kept_sums[place],
+                listed[place], chosen[place], seal_of[place], fresh, estimate[row // kv_heads, row % kv_heads],
+                kept[place], kept_keys[place], kept_sums[place],
             )  # fmt: skip
             finish(progress, phase)
         wait(progress, phase, some * pieces)
@@ -313,7 +314,7 @@ def score_some(
 def score_units(
     progress, together, q, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale, fill, table,
     lengths, staged, refined, signs, blocks, block_scales, dims, size, sealed, per_unit, states, places, words,
-    queries, factors, bases, scales, lists, estimate,
+    queries, factors, bases, lists, estimate,
 ):  # fmt: skip
     """Fills estimate [B, Hkv, G] for q [B, Hq, D] float32 unscaled. The fields of `summaries.rq` flat, `later` the
     second and the third part of codes; staged [parts - 1, B] groups are read further, refined [B] get the second bit
@@ -321,11 +322,11 @@ def score_units(
     of `rotate`.
 
     Between the phases: states [B, seals] uint8 and places [B, seals] int64; of each row (b, h) and pass of HEADS query
-    heads words int8, queries and factors [.., parts + 1, HEADS] float32 of `prepare`, bases [rows, passes * HEADS *
-    (seals + LANES)] float32, and scales [rows, 2, seals + LANES] float32 of codes and of second bits. One phase, and
-    then another: each row is one thread's, and what is read again still lies in its caches. Or, `together`, all threads
-    take each stage of all rows, whose lists (`new_lists`) follow: one phase of the first stage, two of the second (or
-    of what the second bit needs of a code of one part), of the third and of the second bit."""
+    heads words int8, queries and factors [.., parts + 1, HEADS] float32 of `prepare`, and bases [rows, passes * HEADS *
+    (seals + LANES)] float32. One phase, and then another: each row is one thread's, and what is read again still lies
+    in its caches. Or, `together`, all threads take each stage of all rows, whose lists (`new_lists`) follow: one phase
+    of the first stage, two of the second (or of what the second bit needs of a code of one part), of the third and of
+    the second bit."""
     batch, num_heads, head_dim = q.shape
     _, kv_heads, groups = estimate.shape
     repeat, rows, passes = num_heads // kv_heads, batch * kv_heads, words.shape[1]
@@ -356,7 +357,7 @@ def score_units(
         score_some(
             progress, 1, 0, rows, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale, lengths,
             staged, refined, dims, size, head_dim, seal_groups, per_unit, states, places, words, queries, factors,
-            bases, scales, lists, estimate,
+            bases, lists, estimate,
         )  # fmt: skip
         return
     own = new_lists(1, groups, lists[2].shape[1] - 2, passes)
@@ -367,7 +368,7 @@ def score_units(
         score_some(
             np.zeros((MOST_PHASES, progress.shape[1]), np.int64), 0, row, 1, mean, mean_scale, mean_bits, scale, codes,
             later, second, second_scale, lengths, staged, refined, dims, size, head_dim, seal_groups, per_unit, states,
-            places, words, queries, factors, bases, scales, own, estimate,
+            places, words, queries, factors, bases, own, estimate,
         )  # fmt: skip
         finish(progress, 1)
     wait(progress, 1, rows)

@@ -58,39 +58,30 @@ def rotation(head_dim: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @kernel()
-def _second_step(x, column, second_step):
-    """The step of second bits of x [N, D], together: column [D, 1] is overwritten."""
-    groups, head_dim = x.shape
-    totals = np.empty((groups, 1), np.float32)
-    for n in range(groups):
-        for d in range(head_dim):
-            column[d, 0] = abs(x[n, d])
-        _fold(column, head_dim)
-        totals[n, 0] = column[0, 0]
-    _fold(totals, groups)
-    return totals[0, 0] * second_step
-
-
-@kernel()
 def _encode(x, column, with_second, second_step, codes, second):
-    """Sets the bits of the vectors x [N, D] of one scale in codes and second [N, bytes], which are 0, and returns the
-    scales of both; column [D, 1] is overwritten. Without the second bit the second is 0."""
-    step = _second_step(x, column, second_step) if with_second else np.float32(0)
+    """Sets the bits of one vector x [D] in codes and second [bytes], which are 0, and returns their scales; column
+    [D, 1] is overwritten. Without the second bit the scale of both is that of the first."""
+    head_dim = len(x)
+    step = np.float32(0)
+    if with_second:
+        for d in range(head_dim):
+            column[d, 0] = abs(x[d])
+        _fold(column, head_dim)
+        step = column[0, 0] * second_step
     energy, product, finer_product = np.float32(0), np.float32(0), np.float32(0)
-    for n in range(x.shape[0]):
-        for d in range(x.shape[1]):
-            value = x[n, d]
-            energy += value * value
-            positive = value >= 0
-            level = np.float32(1) if positive else np.float32(-1)
-            product += value * level
-            if positive:
-                codes[n, d // 8] |= np.uint8(1 << (d % 8))
-            if with_second:
-                upper = value >= step or (value < 0 and value >= -step)
-                if upper:
-                    second[n, d // 8] |= np.uint8(1 << (d % 8))
-                finer_product += value * (level + (np.float32(0.5) if upper else np.float32(-0.5)))
+    for d in range(head_dim):
+        value = x[d]
+        energy += value * value
+        positive = value >= 0
+        level = np.float32(1) if positive else np.float32(-1)
+        product += value * level
+        if positive:
+            codes[d // 8] |= np.uint8(1 << (d % 8))
+        if with_second:
+            upper = value >= step or (value < 0 and value >= -step)
+            if upper:
+                second[d // 8] |= np.uint8(1 << (d % 8))
+            finer_product += value * (level + (np.float32(0.5) if upper else np.float32(-0.5)))
     scale = energy / product if product > 0 else np.float32(0)
     return scale, energy / finer_product if finer_product > 0 else np.float32(0)
 
@@ -99,16 +90,16 @@ def _encode(x, column, with_second, second_step, codes, second):
 def _seal(k, centre, signs, blocks, scales, inverse, second_step, codes, scale, second, second_scale):
     groups, kv_heads, size, head_dim = k.shape
     rows, column = np.empty((size, head_dim), np.float32), np.empty((head_dim, 1), np.float32)
-    x, with_second, unused = np.empty((1, head_dim), np.float32), second.shape[0] > 0, np.empty((0, 0), np.uint8)
+    x, with_second, unused = np.empty(head_dim, np.float32), second.shape[0] > 0, np.empty(0, np.uint8)
     for g in range(groups):
         for h in range(kv_heads):
             rows[:] = k[g, h]
             _fold(rows, size)
             for d in range(head_dim):
-                x[0, d] = rows[0, d] * inverse - centre[h, d]
-            rotate(x[0], signs, blocks, scales)
-            own = second[g, h : h + 1] if with_second else unused
-            first, other = _encode(x, column, with_second, second_step, codes[g, h : h + 1], own)
+                x[d] = rows[0, d] * inverse - centre[h, d]
+            rotate(x, signs, blocks, scales)
+            own = second[g, h] if with_second else unused
+            first, other = _encode(x, column, with_second, second_step, codes[g, h], own)
             scale[g, h] = first
             if with_second:
                 second_scale[g, h] = other
@@ -141,19 +132,19 @@ def _turn_means(k, size, signs, blocks, scales, turned, mean):
 def _encode_units(turned, stored, second_step, codes, scale, second, second_scale):
     """`_encode` of what turned [F, Hkv, N, D] differs from stored [F, Hkv, D]; turned is overwritten."""
     seals, kv_heads, groups, head_dim = turned.shape
-    column, unused = np.empty((head_dim, 1), np.float32), np.empty((0, 0), np.uint8)
+    column, unused = np.empty((head_dim, 1), np.float32), np.empty(0, np.uint8)
     with_second = second.shape[0] > 0
     for f in range(seals):
         for h in range(kv_heads):
-            x = turned[f, h]
             for n in range(groups):
+                x = turned[f, h, n]
                 for d in range(head_dim):
-                    x[n, d] -= stored[f, h, d]
-            own = second[f, h] if with_second else unused
-            first, other = _encode(x, column, with_second, second_step, codes[f, h], own)
-            scale[f, h] = first
-            if with_second:
-                second_scale[f, h] = other
+                    x[d] -= stored[f, h, d]
+                own = second[f, h, n] if with_second else unused
+                first, other = _encode(x, column, with_second, second_step, codes[f, h, n], own)
+                scale[f, h, n] = first
+                if with_second:
+                    second_scale[f, h, n] = other
 
 
 def build_rq(k: np.ndarray, centre: np.ndarray, signs: np.ndarray, with_second: bool) -> Mapping[str, np.ndarray]:
@@ -190,9 +181,9 @@ def build_units(
     are float32, to be rounded by the caller."""
     seals, kv_heads, groups, head_dim = turned.shape
     shape, kept = (kv_heads, groups, -(-head_dim // 8)), seals if with_second else 0
-    codes, scale = np.zeros((seals, *shape), np.uint8), np.empty((seals, kv_heads), np.float32)
-    second, second_scale = np.zeros((kept, *shape), np.uint8), np.empty((kept, kv_heads), np.float32)
-    _encode_units(turned, stored, np.float32(SECOND_STEP / (groups * head_dim)), codes, scale, second, second_scale)
+    codes, scale = np.zeros((seals, *shape), np.uint8), np.empty((seals, kv_heads, groups), np.float32)
+    second, second_scale = np.zeros((kept, *shape), np.uint8), np.empty((kept, kv_heads, groups), np.float32)
+    _encode_units(turned, stored, np.float32(SECOND_STEP / head_dim), codes, scale, second, second_scale)
     edges = [-(-edge // 8) for edge in np.cumsum((0, *dims))]
     summary = {
         name: codes[..., start:end] for name, start, end in zip(PARTS[len(dims)], edges, edges[1:], strict=False)

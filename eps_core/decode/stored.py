@@ -30,7 +30,7 @@ from eps_core.gate.protocol import Backend
 from eps_core.paging.pool import PagePool, unit_hash
 from eps_core.summaries.rq import CENTRE_TOKENS
 
-FORMAT_VERSION = 3  # raised when a summary says something else, too: 3 since the groups of a unit share a scale
+FORMAT_VERSION = 4  # raised when a summary says something else, too: 4 since every group of a unit has its own scale
 METADATA_KEY = "eps_prompt"
 _DIGESTS = "weights.json"  # of the cache folder: content hashes of weights that were hashed before
 _CHUNK_BYTES = 2**24

@@ -87,8 +87,8 @@ class Facts:
     reads_keys: bool = False  # stores nothing: is given the groups' keys [.., S, D] as a summary
     by_place: bool = False  # its `constants` also say which "groups" [G] of how long a sequence are scored: "length"
     budget: float = 0.1  # topk: share of the tokens
+    budget_floor: int = 0  # topk: tokens that the default budget reads at least
     guards: tuple[int, int] = (16, 128)  # first and last tokens that are always visited
-    tail: bool = False  # skipped groups are stood for by mean values, unless told otherwise
     refine: float = 0.0  # share of the groups of which the second bit is read
     unit: "UnitFacts | None" = None  # codes may speak of a unit's mean instead of a centre: what is usual then
 

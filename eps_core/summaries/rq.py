@@ -9,19 +9,19 @@ import numpy as np
 from eps_core.summaries import base
 from eps_core.summaries.base import Constants, Facts, Field, Score, Settings, Summary, UnitFacts
 
-# it ranks single tokens well enough to find the recent ones that matter by itself: narrow guards, half the budget
-# (eps_core/README.md, "Decisions")
+# Codes of single tokens find the recent tokens that matter by themselves, so few sink and recent tokens are forced.
+# The floor keeps short prompts exact or nearly so; measured on real models (results/README.md, "Real models").
 FACTS = Facts(
-    group_tokens=2,
+    group_tokens=1,
     colour=0,
     coded=True,
     bounds_setting="rq_bounds",
     no_bounds="none without what they need in store: add --eps-bound-bits 8",
     budget=0.05,
+    budget_floor=512,
     guards=(4, 8),
-    tail=True,
     refine=0.125,
-    unit=UnitFacts(mean_tokens=32, mean_bits=4, stages=(0.25,), refine=0.0625),
+    unit=UnitFacts(mean_tokens=64, mean_bits=4, stages=(0.5, 0.2), refine=0.125),
 )
 
 # Steps of the best uniform quantiser of a unit Gaussian with 2^b levels (Max 1960), by bits b
@@ -35,7 +35,6 @@ QUERY_STEPS = (
     31  # to each side: four dimensions of a rounded query sum within int8, so that tables of nibbles are exact
 )
 PARTS = {1: ("codes",), 2: ("codes", "rest"), 3: ("codes", "more", "rest")}  # the fields of a code, in their order
-OF_ALL = ("mean", "mean_scale", "scale", "second_scale")  # the fields about a unit's mean that its groups share
 
 
 def part_dims(settings: Settings, head_dim: int) -> tuple[int, ...]:
@@ -48,12 +47,12 @@ def part_dims(settings: Settings, head_dim: int) -> tuple[int, ...]:
 
 def _unit_fields(settings: Settings, head_dim: int) -> dict[str, Field]:
     """Of all groups of one mean. The first part of the codes lies byte by byte, that of all groups together: every one
-    of them is read. Scales are of all groups together, in one byte (`base.to_byte`)."""
+    of them is read. Scales have one byte (`base.to_byte`)."""
     groups = settings.sealed_tokens // settings.S
     kept = {
         "mean": Field("uint8", (-(-head_dim * settings.mean_bits // 8),)),
         "mean_scale": Field("float16"),
-        "scale": Field("uint8"),
+        "scale": Field("uint8", (groups,)),
     }
     dims = part_dims(settings, head_dim)
     for part, name in enumerate(PARTS[len(dims)]):
@@ -61,7 +60,7 @@ def _unit_fields(settings: Settings, head_dim: int) -> dict[str, Field]:
         kept[name] = Field("uint8", (groups, num_bytes) if part else (num_bytes, groups), part=part)
     if settings.second_bit:
         kept["second"] = Field("uint8", (groups, -(-head_dim // 8)), best_only=True)
-        kept["second_scale"] = Field("uint8")
+        kept["second_scale"] = Field("uint8", (groups,), best_only=True)
     return kept | (
         dict.fromkeys(("error", "radius", "norm"), Field("float16", (groups,))) if settings.rq_bounds else {}
     )
@@ -141,23 +140,18 @@ def decode_rq(packed: np.ndarray, scale: np.ndarray, bits: int, head_dim: int) -
     return levels * np.asarray(scale, np.float64)[..., None]
 
 
-def _scale(x: np.ndarray, levels: np.ndarray) -> np.float16:
-    """The factor of `levels` [..] that makes <x_hat, x> = |x|^2 over all of x [..]: RaBitQ's, arXiv 2405.12497."""
-    product = float((x * levels).sum())
-    return base.near16(float((x * x).sum()) / product) if product > 0 else np.float16(0)
-
-
 def _second_bit(x: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, np.float16]:
-    """The second bits [.., D] of signs `levels` [.., D] of x [.., D], and their scale: step and scale are of all x."""
+    """The second bits [D] of signs `levels` [D] of x [D], and their scale."""
     step = SECOND_STEP * np.abs(x).mean()
     second = ((x >= step) | ((x < 0) & (x >= -step))).astype(int)
-    return second, _scale(x, levels + (2 * second - 1) / 2)
+    finer = levels + (2 * second - 1) / 2
+    product = float(x @ finer)
+    return second, base.near16(float(x @ x) / product) if product > 0 else np.float16(0)
 
 
 def _build_unit(settings: Settings, k: np.ndarray) -> Summary:
     """Of all groups of one mean, k [U, D]: the mean of a unit in `mean_bits` a dimension of H P D mu, and of each group
-    the signs of what its own mean differs from what is stored of that. One scale, and one step of second bits, for all
-    groups: with one of its own for each the best were told worse, and bytes were more (results/README.md)."""
+    the sign of what its own mean differs from what is stored of that."""
     turned = rotate(k.reshape(-1, settings.S, k.shape[1]).mean(axis=1), settings.seed)
     most = 2 ** (settings.mean_bits - 1) - 1
     codes, mean_scale = base.mean_codes(turned.mean(axis=0), most)
@@ -165,25 +159,27 @@ def _build_unit(settings: Settings, k: np.ndarray) -> Summary:
     summary: Summary = {
         "mean": pack_codes(codes.astype(int) + most + 1, settings.mean_bits), "mean_scale": mean_scale,
     }  # fmt: skip
-    x = turned - stored_mean
-    positive = (x >= 0).astype(int)
-    levels = 2.0 * positive - 1
-    summary["scale"] = base.to_byte(_scale(x, levels))
     dims = part_dims(settings, k.shape[1])
     edges = np.cumsum((0, *dims))
-    for name, start, end in zip(PARTS[len(dims)], edges, edges[1:], strict=False):
-        summary[name] = np.stack([pack_codes(own[start:end], 1) for own in positive])
-    if settings.second_bit:
-        second, second_scale = _second_bit(x, levels)
-        summary["second"] = np.stack([pack_codes(own, 1) for own in second])
-        summary["second_scale"] = base.to_byte(second_scale)
-    if settings.rq_bounds:
-        rounded = levels * base.from_byte(summary["scale"])
-        own = k.reshape(-1, settings.S, k.shape[1])
-        far = rotate(own, settings.seed) - (stored_mean + rounded)[:, None]
-        summary["error"] = np.stack([base.up16(float(np.linalg.norm(one))) for one in x - rounded])
-        summary["radius"] = np.stack([base.up16(base.key_norm(one)) for one in far])
-        summary["norm"] = np.stack([base.up16(base.key_norm(one)) for one in own])
+    rows: dict[str, list] = {name: [] for name in _unit_fields(settings, k.shape[1]) if name not in summary}
+    for group, x in enumerate(turned - stored_mean):
+        positive = (x >= 0).astype(int)
+        levels, size = 2.0 * positive - 1, np.abs(x).sum()
+        scale = base.near16(float(x @ x) / size) if size > 0 else np.float16(0)
+        rows["scale"].append(base.to_byte(scale))
+        for name, start, end in zip(PARTS[len(dims)], edges, edges[1:], strict=False):
+            rows[name].append(pack_codes(positive[start:end], 1))
+        if settings.second_bit:
+            second, second_scale = _second_bit(x, levels)
+            rows["second"].append(pack_codes(second, 1))
+            rows["second_scale"].append(base.to_byte(second_scale))
+        if settings.rq_bounds:
+            rounded = levels * base.from_byte(base.to_byte(scale))
+            own = k[group * settings.S : (group + 1) * settings.S]
+            rows["error"].append(base.up16(float(np.linalg.norm(x - rounded))))
+            rows["radius"].append(base.up16(base.key_norm(rotate(own, settings.seed) - stored_mean - rounded)))
+            rows["norm"].append(base.up16(base.key_norm(own)))
+    summary |= {name: np.stack(values) for name, values in rows.items()}
     summary["codes"] = summary["codes"].T
     return summary
 
@@ -204,7 +200,8 @@ def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
         half = 2 ** (bits - 1)
         codes = np.clip(np.floor(x / step if step else x) + half, 0, 2 * half - 1).astype(int)
         levels = codes - half + 0.5
-    scale = _scale(x, levels)
+    product = float(x @ levels)
+    scale = base.near16(float(x @ x) / product) if product > 0 else np.float16(0)
     summary = {"codes": pack_codes(codes, bits), "scale": scale}
     if settings.second_bit:
         second, summary["second_scale"] = _second_bit(x, levels)
@@ -222,7 +219,7 @@ def decode_units(settings: Settings, summary: Summary, head_dim: int) -> np.ndar
     codes = unpack_codes(summary["mean"], settings.mean_bits, head_dim).astype(np.float64) - (most + 1)
     mean = codes * base.f64(summary, "mean_scale")[..., None]
     signs = _signs(settings, summary, head_dim, settings.parts)
-    return np.asarray(mean[..., None, :] + base.from_byte(summary["scale"])[..., None, None] * signs)
+    return np.asarray(mean[..., None, :] + base.from_byte(summary["scale"])[..., None] * signs)
 
 
 def rotate_query(a: np.ndarray, seed: int) -> np.ndarray:
@@ -267,12 +264,12 @@ def _signs(settings: Settings, summary: Summary, head_dim: int, parts: int) -> n
 
 
 def _estimate(settings: Settings, summary: Summary, a: np.ndarray, levels: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """log n + mu_hat.a [units N] from what is known of the first d dimensions of the residuals, scale [units] * levels
+    """log n + mu_hat.a [units N] from what is known of the first d dimensions of the residuals, scale * levels
     [units, N, d], the query rounded to QUERY_STEPS (as RaBitQ does, with 4 bits)."""
     integers, step = rounded_query(rotate_query(a, settings.seed))
     many = levels.shape[-1]
     # in this order: a sum of whole and half numbers, and a scale of four bits times it, are exact in float32, too
-    dots = scale[:, None] * (levels @ integers[:many]) * (step * len(a) / many)
+    dots = scale * (levels @ integers[:many]) * (step * len(a) / many)
     estimate = (_unit_base(settings, summary, a) + dots).reshape(-1)
     return np.where(np.isfinite(estimate), estimate, base.LARGEST_ESTIMATE)
 
@@ -307,7 +304,7 @@ def _score_units(settings: Settings, summary: Summary, a: np.ndarray) -> Score:
     if not settings.rq_bounds:
         return estimate, None, None
     # bounds are about what is stored, and ask the query as it is
-    dots = base.from_byte(summary["scale"])[:, None] * (_signs(settings, summary, len(a), 1) @ rotate(a, settings.seed))
+    dots = base.from_byte(summary["scale"]) * (_signs(settings, summary, len(a), 1) @ rotate(a, settings.seed))
     mean = (_unit_base(settings, summary, a) + dots).reshape(-1)
     error, radius, norm = (base.f64(summary, name).reshape(-1) for name in ("error", "radius", "norm"))
     size, stored = np.linalg.norm(a), _stored_norm(settings, summary, len(a))

@@ -204,8 +204,7 @@ def _seal_unit(
     CODES: tl.constexpr, MORE: tl.constexpr, REST: tl.constexpr, SECOND: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
 ):  # fmt: skip
     """`rq.build` of the TOKENS keys at `rows` about their mean, in GROUPS groups of 2^LOG_SIZE, stored at `at`; the
-    last key is `new` [DIM2], in registers. CODES, MORE and REST: bytes of each part of the code. Scales, and the step
-    of second bits, are of all groups together."""
+    last key is `new` [DIM2], in registers. CODES, MORE and REST: bytes of each part of the code."""
     d = tl.arange(0, DIM2)
     inside = d < HEAD_DIM
     # the first keys of all groups, then the second ones: halves of these rows are halves of every group
@@ -231,8 +230,9 @@ def _seal_unit(
     x = y - (integers * step.to(tl.float32))[None, :]
     positive = (inside[None, :] & (x >= 0)).to(tl.int32)
     levels = 2.0 * positive.to(tl.float32) - 1.0
-    energy = tl.sum(x * x)
-    tl.store(scale + at, _to_byte(_unbiased_scale(energy, tl.sum(tl.abs(x)))))
+    energy = tl.sum(x * x, axis=1)
+    group = at * GROUPS + tl.arange(0, GROUPS)
+    tl.store(scale + group, _to_byte(_unbiased_scale(energy, tl.sum(tl.abs(x), axis=1))))
     ROW: tl.constexpr = DIM2 // 8
     packed = _pack(tl.reshape(positive, (GROUPS * DIM2,)), GROUPS * DIM2, 1)
     _store_part(codes, packed, at, 0, CODES, True, GROUPS, ROW)
@@ -246,16 +246,12 @@ def _seal_unit(
             leaf_row, there = _tree_row(d, HEAD_DIM, LOG_DIM)
             leaf_row = tl.broadcast_to(leaf_row[None, :], (GROUPS, DIM2))
             size = tl.where(there[None, :], tl.gather(size, leaf_row, 1), 0.0)
-        sizes = _add_halves(tl.trans(size), DIM2, GROUPS, LOG_DIM)
-        # as `_add_halves`, whose layout would have compilers make x again: spills
-        for level in tl.static_range(LOG_GROUPS):
-            sizes = tl.sum(tl.reshape(sizes, (2, GROUPS >> (level + 1))), axis=0)
-        step = tl.sum(sizes) * SECOND
+        step = (_add_halves(tl.trans(size), DIM2, GROUPS, LOG_DIM) * SECOND)[:, None]
         finer = (inside[None, :] & ((x >= step) | ((x < 0) & (x >= -step)))).to(tl.int32)
         packed = _pack(tl.reshape(finer, (GROUPS * DIM2,)), GROUPS * DIM2, 1)
         _store_part(second, packed, at, 0, (HEAD_DIM + 7) // 8, False, GROUPS, ROW)
         finer_levels = levels + 0.5 * (2.0 * finer.to(tl.float32) - 1.0)
-        tl.store(second_scale + at, _to_byte(_unbiased_scale(energy, tl.sum(x * finer_levels))))
+        tl.store(second_scale + group, _to_byte(_unbiased_scale(energy, tl.sum(x * finer_levels, axis=1))))
 
 
 @triton.jit

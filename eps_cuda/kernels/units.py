@@ -156,7 +156,7 @@ def _score_units(
     BYTES: tl.constexpr = (D + 7) // 8
     total = tl.zeros((BLOCK, RP), tl.float32)
     total = _add_part(total, codes, tile * (BYTES * N) + g % N, there, integers_row, 2, R, D, ROW, RP, DP, N, SUBNORMAL)
-    by = _from_byte(tl.load(scale + tile, mask=there, other=0))
+    by = _from_byte(tl.load(scale + tile * N + g % N, mask=there, other=0))
     at = (row.to(tl.int64) * seals + seal)[:, None] * R + r[None, :]
     shift = tl.load(bases + at, mask=there[:, None] & (r < R)[None, :], other=0.0)
     best = _estimate(total, integers_row, steps + row * R, shift, by, 1.0, R, D, ROW, RP, DP, SUBNORMAL, LARGEST)
@@ -192,7 +192,6 @@ def _read_on(
             tl.store(named + row.to(tl.int64) * width + w, g, mask=listed)
         seal, r = g // N, tl.arange(0, RP)
         _, tile = _places(table + b * table_units, seal, listed, kv_heads, h, SPU)
-        by = _from_byte(tl.load(scale + tile, mask=listed, other=0))
         place = tile * N + g % N
         integers_row = integers + row * R * ROW
         BYTES: tl.constexpr = (D + 7) // 8
@@ -213,6 +212,7 @@ def _read_on(
             )
         at = (row.to(tl.int64) * seals + seal)[:, None] * R + r[None, :]
         shift = tl.load(bases + at, mask=listed[:, None] & (r < R)[None, :], other=0.0)
+        by = _from_byte(tl.load(scale + place, mask=listed, other=0))
         MIDDLE: tl.constexpr = 1.0 if second is None else 1.5
         best = _estimate(
             total, integers_row, steps + row * R, shift, by, MIDDLE, R, D + MORE + REST, ROW, RP, DP, SUBNORMAL, LARGEST
@@ -262,7 +262,7 @@ def _bases(
 ) -> Tensor:  # fmt: skip
     """log S + m_hat . a [B, Hkv, units, R] of all units."""
     batch, kv_heads, repeat, head_dim = query.turned.shape
-    per_unit, _, together = summary["codes"].shape[2:]
+    per_unit, together = summary["scale"].shape[2:]
     seals, shape = table.shape[1] * per_unit, code_shape(head_dim, mean_bits)
     assert shape["BYTES"] == summary["mean"].shape[3]
     bases = torch.empty((batch, kv_heads, seals, repeat), dtype=torch.float32, device=table.device)
@@ -283,19 +283,17 @@ def score_units(
     lets be read: `summary` has the pools [P, Hkv, SPU, ..] of `eps_core.summaries.rq` by name, `valid` [P * SPU] uint8,
     table [B, M] and lengths [B] int32; `dims` of each part of a code (`part_dims`)."""
     batch, kv_heads, repeat, head_dim = query.turned.shape
-    per_unit, first_bytes, together = summary["codes"].shape[2:]
+    per_unit, together = summary["scale"].shape[2:]
     seals, rows = table.shape[1] * per_unit, batch * kv_heads
     groups = seals * together
     _check_layout(query.turned, query.integers, query.steps, *summary.values(), valid, table, lengths)
-    assert first_bytes == -(-dims[0] // 8) and sum(dims) == head_dim
-    shared_by_groups = (summary[name].shape[2:] for name in ("mean_scale", "scale", "second_scale") if name in summary)
-    assert all(found == (per_unit,) for found in shared_by_groups), "a scale is of all groups of a mean"
+    assert summary["codes"].shape[3:] == (-(-dims[0] // 8), together) and sum(dims) == head_dim
     assert len(depth.staged) == len(dims) - 1, "a count for each part after the first"
     shared: dict[str, float] = {"R": repeat, "DP": _power_of_two(head_dim), "SUBNORMAL": subnormal, "SPU": per_unit}
     bases = _bases(query, summary, table, lengths, shared, group_tokens, mean_bits)
     estimate = torch.empty((batch, kv_heads, groups), dtype=torch.float32, device=table.device)
     shared |= {"D": dims[0], "ROW": head_dim, "N": together, "LARGEST": LARGEST_ESTIMATE}
-    block = _block(rows, groups, max(_power_of_two(first_bytes), 16))
+    block = _block(rows, groups, max(_power_of_two(summary["codes"].shape[3]), 16))
     _score_units[(triton.cdiv(groups, block), rows)](
         query.integers, query.steps, bases, summary["codes"], summary["scale"], valid, table, lengths, estimate,
         table.shape[1], groups, seals, kv_heads, **shared, RP=integer_columns(repeat), S=group_tokens, BLOCK=block,

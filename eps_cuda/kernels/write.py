@@ -48,9 +48,9 @@ class UnitPools:
     codes: Tensor  # [P, Hkv, SPU, bytes, N] uint8
     more: Tensor | None  # [P, Hkv, SPU, N, bytes] uint8
     rest: Tensor | None  # [P, Hkv, SPU, N, bytes] uint8
-    scale: Tensor  # [P, Hkv, SPU] uint8
+    scale: Tensor  # [P, Hkv, SPU, N] uint8
     second: Tensor | None  # [P, Hkv, SPU, N, ceil(D / 8)] uint8
-    second_scale: Tensor | None  # [P, Hkv, SPU] uint8
+    second_scale: Tensor | None  # [P, Hkv, SPU, N] uint8
     signs: Tensor  # [D] float32, +-1
     group_tokens: int
     bits: int  # of a dimension of the mean
@@ -164,7 +164,7 @@ def _check_units(rq: UnitPools, units: tuple[int, ...], head_dim: int, sealed_to
     first, *later = rq.part_bytes
     shapes = {
         "mean": (-(-head_dim * rq.bits // 8),), "mean_scale": (), "codes": (first, groups), "more": (groups, later[0]),
-        "rest": (groups, later[1]), "scale": (), "second": (groups, num_bytes), "second_scale": (),
+        "rest": (groups, later[1]), "scale": (groups,), "second": (groups, num_bytes), "second_scale": (groups,),
     }  # fmt: skip
     assert sum(rq.part_bytes) == num_bytes and (rq.second is None) == (rq.second_scale is None)
     found = [rq.signs]
@@ -189,18 +189,18 @@ def launch_constants(
     `bits` of the mean, `group_tokens`, and the bytes of a group's codes in `codes`, `more` and `rest`."""
     log_dim = _log2_up(max(head_dim, LEAST_WIDTH))
     log_sealed, log_tail = _log2_up(sealed_tokens), _log2_up(max(tail_tokens, 1))
-    groups = sealed_tokens // group_tokens if group_tokens else 1  # of one step of second bits
     constants = {
         "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "DIM2": 1 << log_dim, "LOG_DIM": log_dim,
         "UNIT": unit_tokens, "SEALED": sealed_tokens, "LOG_SEALED": log_sealed,
         "LOG_GROUP": _log2_up(group_tokens or sealed_tokens), "TAIL": max(tail_tokens, 1), "LOG_TAIL": log_tail,
         "LOG_TILE": max(_log2_up(TILE) - log_dim, 0), "BITS": bits, "STEP": RQ_STEP.get(bits, 0.0),
-        "SECOND": float(np.float32(SECOND_STEP / (groups * head_dim))),
+        "SECOND": float(np.float32(SECOND_STEP / head_dim)),
         **dict(zip(("CODES", "MORE", "REST"), part_bytes, strict=True)),
     }  # fmt: skip
     warps = 1 if 1 << (log_dim + max(log_sealed, log_tail)) <= TILE else 4
     # all groups of a mean are in hand at once, several times
-    return constants, min(max((groups << log_dim) // (TILE // 16), 4), 16) if group_tokens else warps
+    at_once = sealed_tokens // group_tokens << log_dim if group_tokens else 0
+    return constants, min(max(at_once // (TILE // 16), 4), 16) if group_tokens else warps
 
 
 def write_tokens(

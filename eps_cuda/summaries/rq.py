@@ -9,7 +9,7 @@ from torch import Tensor
 
 from eps_core.config.store import Store
 from eps_core.summaries.base import LARGEST_ESTIMATE
-from eps_core.summaries.rq import OF_ALL, PARTS, QUERY_STEPS, RQ_STEP, SECOND_STEP, hadamard_blocks, part_dims
+from eps_core.summaries.rq import PARTS, QUERY_STEPS, RQ_STEP, SECOND_STEP, hadamard_blocks, part_dims
 from eps_cuda.summaries.base import (
     Score,
     Summary,
@@ -76,20 +76,17 @@ def _tree_sum(x: Tensor) -> Tensor:
     return x[..., 0, :]
 
 
-def _scale(x: Tensor, levels: Tensor, axes: tuple[int, ...] = (-1,)) -> Tensor:
-    """The factor of levels [.., D] over `axes` that makes <x_hat, x> = |x|^2 (RaBitQ's estimator), float16."""
-    product = (x * levels).sum(dim=axes)
-    return near16(torch.where(product > 0, (x * x).sum(dim=axes) / torch.where(product > 0, product, 1), 0))
+def _scale(x: Tensor, levels: Tensor) -> Tensor:
+    """The factor [..] of levels [.., D] that makes <x_hat, x> = |x|^2 (RaBitQ's estimator), float16."""
+    product = (x * levels).sum(dim=-1)
+    return near16(torch.where(product > 0, (x * x).sum(dim=-1) / torch.where(product > 0, product, 1), 0))
 
 
-def _second_bit(x: Tensor, levels: Tensor, axes: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor]:
-    """The second bits [.., D] of signs `levels` of x [.., D], and their scale: step and scale are of all `axes`."""
-    total = _tree_sum(x.abs()[..., None])
-    if len(axes) == 2:
-        total = _tree_sum(total)[..., None]
-    step = total * float(np.float32(SECOND_STEP / math.prod(x.shape[-len(axes) :])))
+def _second_bit(x: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
+    """The second bits [.., D] of signs `levels` of x [.., D], and their scale [..]."""
+    step = _tree_sum(x.abs()[..., None]) * float(np.float32(SECOND_STEP / x.shape[-1]))
     second = ((x >= step) | ((x < 0) & (x >= -step))).to(torch.uint8)
-    return second, _scale(x, levels + 0.5 * _levels(second, 1), axes)
+    return second, _scale(x, levels + 0.5 * _levels(second, 1))
 
 
 def _build_units(store: Store, signs: Tensor, k: Tensor) -> Summary:
@@ -101,7 +98,7 @@ def _build_units(store: Store, signs: Tensor, k: Tensor) -> Summary:
     x = turned - stored
     positive = (x >= 0).to(torch.uint8)
     levels = _levels(positive, 1)
-    scale = to_byte(_scale(x, levels, (-2, -1)))
+    scale = to_byte(_scale(x, levels))
     summary = {
         "mean": pack_codes(codes.int() + (most + 1), store.mean_bits), "mean_scale": mean_scale, "scale": scale,
     }  # fmt: skip
@@ -110,10 +107,10 @@ def _build_units(store: Store, signs: Tensor, k: Tensor) -> Summary:
         summary[name] = pack_codes(part, 1)
     summary["codes"] = summary["codes"].mT
     if store.second_bit:
-        second, second_scale = _second_bit(x, levels, (-2, -1))
+        second, second_scale = _second_bit(x, levels)
         summary |= {"second": pack_codes(second, 1), "second_scale": to_byte(second_scale)}
     if store.rq_bounds:
-        rounded = levels * from_byte(scale)[..., None, None]
+        rounded = levels * from_byte(scale)[..., None]
         far = rotate(k, signs).unflatten(-2, (-1, store.S)) - stored[..., None, :] - rounded[..., None, :]
         summary["error"] = up16(norms(x - rounded))
         summary["radius"] = up16(key_norm(far))
@@ -188,7 +185,7 @@ def unit_base(store: Store, summary: Summary, turned: Tensor) -> Tensor:
 def of_groups(name: str, array: Tensor, index: Tensor, heads: Tensor, seals: Tensor, groups: Tensor) -> Tensor:
     """A field [B, Hkv, seals, *shape] as one of groups [B, Hkv, C, ..]: `groups` [B, Hkv, C] within `seals` [B, Hkv, C]
     of sequences `index` [B, 1, 1] and kv heads `heads` [1, Hkv, 1]."""
-    if name in OF_ALL:
+    if name in ("mean", "mean_scale"):
         return array[index, heads, seals]
     return array[index, heads, seals, :, groups] if name == "codes" else array[index, heads, seals, groups]
 
@@ -209,7 +206,7 @@ def _score_units(store: Store, signs: Tensor, summary: Summary, a: Tensor) -> Sc
     """By the first part of the codes: summary [B, Hkv, units, ..]."""
     turned, groups = rotate(a, signs), store.groups_per_seal
     base = unit_base(store, summary, turned).repeat_interleave(groups, dim=-1)
-    codes, scale = summary["codes"].mT.flatten(2, 3), summary["scale"].repeat_interleave(groups, dim=-1)
+    codes, scale = summary["codes"].mT.flatten(2, 3), summary["scale"].flatten(2)
     estimate = _estimate(base, codes, scale, turned)
     if not store.rq_bounds:
         return estimate, None, None

@@ -5,8 +5,7 @@ of the groups that `select_best` lists. A list of a list is taken from its value
 nothing is sorted, and nobody waits.
 
 The sums over rounded queries (`turn_units`) are of whole and half numbers, exact in any order. What is added of a
-unit's mean is summed once, by the lanes that share the unit, and is the same for all its groups and stages. A byte of
-scale is of all groups, too: each of these lanes reads it once.
+unit's mean is summed once, by the lanes that share the unit, and is the same for all its groups and stages.
 
 One lane takes PIECE neighbouring groups of a unit: the first part lies plane by plane, so that one read has a byte of
 each of them, and a query's number is read once for all. Bodies: see `eps_mlx.kernels.score`.
@@ -91,7 +90,6 @@ _SCORE_UNITS = (
         }
     }
     const float mean_step = tile < 0 ? 0.0f : static_cast<float>(mean_scale[tile]);
-    const uint byte = tile < 0 ? 0u : uint(scale[tile]);
     for (int r = 0; r < R; r++) {
         mean_dot[r] = log(float(S)) + mean_dot[r] * mean_step;
         if (part == 0 && seal < seals) {
@@ -120,16 +118,18 @@ _SCORE_UNITS = (
             }
         }
     }
+    #pragma unroll
+    for (int k = 0; k < PIECE; k++) {
+        const int n = part * PIECE + k;
+        const int g = seal * N + n;
+        if (g < num_groups) {
+            float best = g * S < length && tile < 0 ? INFINITY : -INFINITY;
+            for (int r = 0; r < R && tile >= 0; r++) {
+                const uint byte = uint(scale[size_t(tile) * N + n]);
 """
     + f"""
-    const float size = {_number("byte")};  // times a sum it is exact
-    #pragma unroll
-    for (int k = 0; k < PIECE; k++) {{
-        const int g = seal * N + part * PIECE + k;
-        if (g < num_groups) {{
-            float best = g * S < length && tile < 0 ? INFINITY : -INFINITY;
-            for (int r = 0; r < R && tile >= 0; r++) {{
-                const float exact = size * dot[k][r];
+                // a scale times a sum is exact
+                const float exact = {_number("byte")} * dot[k][r];
                 const float x = mean_dot[r] + exact * (step[row * R + r] * float(STRETCH));
                 best = max(best, isfinite(x) ? x : {LARGEST_ESTIMATE!r}f);
             }}
@@ -209,7 +209,7 @@ _READ_ON = (
     }
 """
     + f"""
-    const uint byte = uint(scale[tile]);
+    const uint byte = uint(scale[mine]);
     const float size = {_number("byte")};
     float best = -INFINITY;
     for (int r = 0; r < R; r++) {{

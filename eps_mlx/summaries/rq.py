@@ -8,7 +8,7 @@ import numpy as np
 
 from eps_core.config.store import Store
 from eps_core.summaries.base import LARGEST_ESTIMATE
-from eps_core.summaries.rq import OF_ALL, PARTS, QUERY_STEPS, RQ_STEP, SECOND_STEP, hadamard_blocks, part_dims
+from eps_core.summaries.rq import PARTS, QUERY_STEPS, RQ_STEP, SECOND_STEP, hadamard_blocks, part_dims
 from eps_mlx.summaries.base import (
     Score,
     Summary,
@@ -79,20 +79,17 @@ def _tree_sum(x: mx.array) -> mx.array:
     return x[..., 0, :]
 
 
-def _scale(x: mx.array, levels: mx.array, axes: tuple[int, ...] = (-1,)) -> mx.array:
-    """The factor of levels [.., D] over `axes` that makes <x_hat, x> = |x|^2 (RaBitQ's estimator), float16."""
-    product = (x * levels).sum(axis=axes)
-    return near16(mx.where(product > 0, (x * x).sum(axis=axes) / mx.where(product > 0, product, 1), 0))
+def _scale(x: mx.array, levels: mx.array) -> mx.array:
+    """The factor [..] of levels [.., D] that makes <x_hat, x> = |x|^2 (RaBitQ's estimator), float16."""
+    product = (x * levels).sum(axis=-1)
+    return near16(mx.where(product > 0, (x * x).sum(axis=-1) / mx.where(product > 0, product, 1), 0))
 
 
-def _second_bit(x: mx.array, levels: mx.array, axes: tuple[int, ...] = (-1,)) -> tuple[mx.array, mx.array]:
-    """The second bits [.., D] of signs `levels` of x [.., D], and their scale: step and scale are of all `axes`."""
-    total = _tree_sum(mx.abs(x)[..., None])
-    if len(axes) == 2:
-        total = _tree_sum(total)[..., None]
-    step = total * float(np.float32(SECOND_STEP / math.prod(x.shape[-len(axes) :])))
+def _second_bit(x: mx.array, levels: mx.array) -> tuple[mx.array, mx.array]:
+    """The second bits [.., D] of signs `levels` of x [.., D], and their scale [..]."""
+    step = _tree_sum(mx.abs(x)[..., None]) * float(np.float32(SECOND_STEP / x.shape[-1]))
     second = ((x >= step) | ((x < 0) & (x >= -step))).astype(mx.uint8)
-    return second, _scale(x, levels + 0.5 * _levels(second, 1), axes)
+    return second, _scale(x, levels + 0.5 * _levels(second, 1))
 
 
 def _build_units(store: Store, signs: mx.array, k: mx.array) -> Summary:
@@ -105,7 +102,7 @@ def _build_units(store: Store, signs: mx.array, k: mx.array) -> Summary:
     x = turned - stored
     positive = (x >= 0).astype(mx.uint8)
     levels = _levels(positive, 1)
-    scale = to_byte(_scale(x, levels, (-2, -1)))
+    scale = to_byte(_scale(x, levels))
     summary = {
         "mean": pack_codes(codes.astype(mx.int32) + (most + 1), store.mean_bits), "mean_scale": mean_scale,
         "scale": scale,
@@ -115,10 +112,10 @@ def _build_units(store: Store, signs: mx.array, k: mx.array) -> Summary:
         summary[name] = pack_codes(part, 1)
     summary["codes"] = summary["codes"].swapaxes(-1, -2)
     if store.second_bit:
-        second, second_scale = _second_bit(x, levels, (-2, -1))
+        second, second_scale = _second_bit(x, levels)
         summary |= {"second": pack_codes(second, 1), "second_scale": to_byte(second_scale)}
     if store.rq_bounds:
-        rounded = levels * from_byte(scale)[..., None, None]
+        rounded = levels * from_byte(scale)[..., None]
         far = rotate(by_group, signs) - stored[..., None, :] - rounded[..., None, :]
         summary["error"] = up16(norms(x - rounded))
         summary["radius"] = up16(key_norm(far))
@@ -189,7 +186,7 @@ def of_groups(
 ) -> mx.array:
     """A field [B, Hkv, seals, *shape] as one of groups [B, Hkv, C, ..]: `groups` [B, Hkv, C] within `seals` [B, Hkv, C]
     of sequences `index` [B, 1, 1] and kv heads `heads` [1, Hkv, 1]."""
-    if name in OF_ALL:
+    if name in ("mean", "mean_scale"):
         return array[index, heads, seals]
     return array[index, heads, seals, :, groups] if name == "codes" else array[index, heads, seals, groups]
 
@@ -212,7 +209,7 @@ def _score_units(store: Store, signs: mx.array, summary: Summary, a: mx.array) -
     """By the first part of the codes: summary [B, Hkv, units, ..]."""
     turned, groups = rotate(a, signs), store.groups_per_seal
     base = mx.repeat(unit_base(store, summary, turned), groups, axis=-1)
-    codes, scale = summary["codes"].swapaxes(-1, -2).flatten(2, 3), mx.repeat(summary["scale"], groups, axis=-1)
+    codes, scale = summary["codes"].swapaxes(-1, -2).flatten(2, 3), summary["scale"].flatten(2)
     estimate = _estimate(base, codes, scale, turned)
     if not store.rq_bounds:
         return estimate, None, None
