@@ -107,7 +107,7 @@ def test_counter_equals_gathered_tiles(target, counter, name, dtype):
 def test_rq_stores_two_bits_and_scans_one():
     """D = 128, S = 2, about a centre: 18 + 18 bytes of 1,024 stored, 18 scanned, the second 18 read of the best
     eighth."""
-    plain, coarse = (EpsConfig.of(method="rq", mean_tokens=0, tail_tokens=0, **one) for one in ({}, {"refine": 0}))
+    plain, coarse = (EpsConfig.of(method="rq", group_tokens=2, mean_tokens=0, **one) for one in ({}, {"refine": 0}))
     assert (summary_group_bytes(plain.store, 128), summary_group_bytes(coarse.store, 128)) == (36, 18)
     assert (
         summary_group_bytes(plain.store, 128) / (2 * CacheSpec(1, 1, 128, 1, "bfloat16").kv_token_bytes) == 0.03515625
@@ -123,7 +123,7 @@ def test_rq_stores_two_bits_and_scans_one():
     for head_dim in (128, 64, 128):
         assert step.scoring_bytes(head_dim) == scoring_bytes(plain, head_dim, [2000, 10])
     assert summary_group_bytes(plain.replace(rq_bounds=True).store, 128) == 36 + 6
-    assert summary_group_bytes(EpsConfig.of(method="rq", bits=2).store, 128) == 34
+    assert summary_group_bytes(EpsConfig.of(method="rq", group_tokens=2, bits=2).store, 128) == 34
     # with a mean value of 128 tokens
     assert summary_bytes(plain.store.with_tail(), 1, 1, 128, 256) == 128 * 36 + 2 * 130
 

@@ -29,7 +29,7 @@ from eps_core.load import BACKENDS
 
 PROMPT = "It was a dark and stormy night; the rain fell in torrents. " * 5  # 295 tokens
 # where stderr is no terminal: on a slow machine, and what compiles once
-PROGRESS = r"(\w+: prefill [\d,]+ of [\d,]+ tokens\n|compiling CPU kernels .*\n|kernels: compiling .*\n)*"
+PROGRESS = r"(prefill: [\d,]+ of [\d,]+ tokens[^\n]*\n|compiling CPU kernels .*\n|kernels: compiling .*\n)*"
 RESULT_KEYS = [
     "backend", "device", "kernels", "kernels_fault", "model", "kv_bits", "prompt_tokens", "new_tokens", "text",
     "tokens", "tokens_equal", "bytes_ratio", "dense", "eps",

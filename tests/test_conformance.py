@@ -80,7 +80,9 @@ def eps(method: str, **settings: object) -> EpsConfig:
     if method == "off":
         return EpsConfig.of()
     defaults: dict = {"first_tokens": 4, "last_tokens": 8, "budget": 0.3, "block_size": 16, "group_tokens": 4}
-    return EpsConfig.of(method=method, **{**defaults, **settings})
+    config = EpsConfig.of(method=method, **{**defaults, **settings})
+    # with the skipped-mass correction, so that every rq case tests it, too
+    return config.with_tail() if method == "rq" and "tail_tokens" not in settings else config
 
 
 BASE = [Case((150, 37), eps(m)) for m in (*METHODS[1:], *EVALUATION_METHODS)]
@@ -88,6 +90,7 @@ CASES = [
     *BASE,
     Case((260, 40, 3), eps("rq", rq_bounds=True, bits=2)),
     Case((300,), eps("rq", group_tokens=2)),
+    Case((300, 70), EpsConfig.of(method="rq", budget=0.2)),
     # about a centre; then about units' means of all sizes, in stages and whole, with bounds, in head dims of one part
     Case((150, 37), eps("rq", mean_tokens=0)),
     Case((300, 61), eps("rq", mean_tokens=0, group_tokens=2, rq_bounds=True), num_heads=6, num_kv_heads=3),

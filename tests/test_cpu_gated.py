@@ -52,6 +52,7 @@ CASES = [
     Case((100, 37), eps("rq", group_tokens=2, mean_tokens=0)),  # too short for rq's centre: nothing has a summary
     Case((290, 41), eps("rq", group_tokens=2, min_context=100, top_pages=29)),
     Case((300, 80), eps("rq", group_tokens=2, head_modes=(("gate", "gate"),))),
+    Case((700, 300), EpsConfig.of(method="rq", budget=0.1), num_heads=14, num_kv_heads=2, head_dim=64),
 ]
 REFUSED = [
     Case((150,), eps("box")),  # bounds

@@ -158,7 +158,7 @@ def test_a_context_that_is_not_given_is_what_model_and_text_hold(
 
 def test_the_memory_of_summaries_follows_refine(tmp_path: Path) -> None:
     def plain(*flags: str) -> int:
-        done = outcome(["info", *flags], tmp_path)
+        done = outcome(["info", "--eps-group-tokens", "2", *flags], tmp_path)
         assert done.code == 0, done.err
         rows = json.loads(done.out.splitlines()[-1])["summaries"]
         mine = [row for row in rows if row["method"] == "rq" and not (row["rq_bounds"] or row["bound_bits"])]
@@ -168,10 +168,10 @@ def test_the_memory_of_summaries_follows_refine(tmp_path: Path) -> None:
     assert (
         plain(*centred) == plain(*centred, "--eps-refine", "0.5") == 36 and plain(*centred, "--eps-refine", "0") == 18
     )
-    mean, scale = (64 + 2) / 16, 1 / 16  # of a unit
+    mean, scale = (64 + 2) / 32, 1  # of a unit of 64 tokens, and of a group
     assert plain() == plain("--eps-refine", "0.5") == 32 + mean + 2 * scale
     assert plain("--eps-refine", "0") == 16 + mean + scale
-    assert plain("--eps-unit-tokens", "64", "--eps-mean-bits", "8") == 32 + (128 + 2 + 2) / 32
+    assert plain("--eps-unit-tokens", "32", "--eps-mean-bits", "8") == 32 + (128 + 2) / 16 + 2
     for value in ("nan", "-5"):
         assert outcome(["info", "--eps-refine", value], tmp_path).code == 2
 

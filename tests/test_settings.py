@@ -37,10 +37,11 @@ VALUES = {
     "refine": [0.0, 0.125, 0.5],
     "rq_bounds": [False, True],
     "tail_tokens": [0, 48, 64],
-    "group_tokens": [2, 16, 32],
+    "group_tokens": [1, 2, 16, 32],
     "block_size": [16, 48],
     "policy": ["topk", "share", "mass"],
     "budget": [0.05, 0.1],
+    "budget_floor": [0, 512],
     "last_tokens": [8, 128],
 }
 FLATS = st.fixed_dictionaries({}, optional={name: st.sampled_from([None, *VALUES[name]]) for name in VALUES})
@@ -69,14 +70,16 @@ def test_replaced_settings_are_as_if_they_had_been_given(first: dict, then: dict
 @pytest.mark.parametrize(("config", "changed", "want"), [
     (RQ, {"bits": 2}, {"bits": 2, "mean_tokens": 0, "stages": [], "refine": 0.0}),
     (RQ, {"mean_tokens": 0}, {"mean_tokens": 0, "stages": [], "refine": 0.125}),
-    (RQ, {"rq_bounds": True}, {"mean_tokens": 32, "stages": []}),
-    (RQ, {"block_size": 48}, {"mean_tokens": 32, "tail_tokens": 96}),
-    (RQ, {"block_size": 80}, {"mean_tokens": 0, "tail_tokens": 80}),
-    (RQ, {"refine": 0.5}, {"stages": [0.5], "refine": 0.5}),
-    (RQ, {"method": "box"}, {"budget": 0.1, "group_tokens": 16, "tail_tokens": 0, "last_tokens": 128}),
+    (RQ, {"rq_bounds": True}, {"mean_tokens": 64, "stages": []}),
+    (RQ, {"block_size": 96}, {"mean_tokens": 32, "tail_tokens": 0}),
+    (RQ, {"block_size": 80}, {"mean_tokens": 0, "tail_tokens": 0}),
+    (RQ, {"refine": 0.5}, {"stages": [0.5, 0.5], "refine": 0.5}),
+    (RQ, {"budget": 0.05}, {"budget": 0.05, "budget_floor": 0}),
+    (RQ, {"top_pages": 9}, {"top_pages": 9, "budget_floor": 0}),
+    (RQ, {"method": "box"}, {"budget": 0.1, "budget_floor": 0, "group_tokens": 16, "last_tokens": 128}),
     (RQ.replace(budget=0.2), {"method": "box"}, {"budget": 0.2}),
     (RQ.replace(budget=0.2), {"method": "box", "budget": None}, {"budget": 0.1}),
-    (RQ.replace(bits=2), {"bits": None}, {"bits": 1, "mean_tokens": 32, "stages": [0.25]}),
+    (RQ.replace(bits=2), {"bits": None}, {"bits": 1, "mean_tokens": 64, "stages": [0.5, 0.2]}),
     (SHARE, {"policy": "topk"}, {"policy": "topk", "tau": None}),
     (EpsConfig.of(method="box", group_blocks=2), {"group_tokens": 8}, {"group_tokens": 8}),
     (EpsConfig.of(method="box", group_blocks=2), {"block_size": 8}, {"group_tokens": 16}),
@@ -90,8 +93,8 @@ def test_what_followed_follows_again(config: EpsConfig, changed: dict, want: dic
 @pytest.mark.parametrize(("config", "changed", "words"), [
     (EpsConfig.of(method="rq", mean_tokens=32), {"bits": 2}, "eps-unit-tokens 32 is for rq codes of 1 bit"),
     (EpsConfig.of(method="rq", stages=(0.25,)), {"mean_tokens": 0}, "eps-stages reads rq codes of 1 bit"),
-    (EpsConfig.from_dict(RQ.to_dict()), {"bits": 2}, "eps-unit-tokens 32 is for rq codes of 1 bit"),
-    (EpsConfig(RQ.store, RQ.read), {"bits": 2}, "eps-unit-tokens 32 is for rq codes of 1 bit"),
+    (EpsConfig.from_dict(RQ.to_dict()), {"bits": 2}, "eps-unit-tokens 64 is for rq codes of 1 bit"),
+    (EpsConfig(RQ.store, RQ.read), {"bits": 2}, "eps-unit-tokens 64 is for rq codes of 1 bit"),
 ], ids=str)  # fmt: skip
 def test_what_was_given_is_kept_and_refused_where_it_does_not_fit(config, changed: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -114,20 +117,21 @@ def test_a_default_that_does_not_fit_is_told(flat: dict, why: str | None) -> Non
         assert config.fallback is None
         return
     assert config.store.mean_tokens == 0 and config.fallback is not None
-    assert f"codes are about one centre a head, as the usual eps-unit-tokens 32 {why}" in config.fallback
+    assert f"codes are about one centre a head, as the usual eps-unit-tokens 64 {why}" in config.fallback
     plan = Plan((0,), {})
     assert plan.line(config).endswith(config.fallback) and plan.level(config) == logging.WARNING
     asked = config.replace(mean_tokens=0)
     assert asked == config and asked.fallback is None and "note" not in plan.line(asked)
     assert plan.level(asked) == logging.INFO
     with pytest.raises(ConfigError, match=why):
-        config.replace(mean_tokens=32)
+        config.replace(mean_tokens=64)
 
 
 def test_blocks_of_vllm_that_hold_no_unit_are_told() -> None:
-    for block_tokens, told in ((16, "into the 16 tokens of a page or tail"), (64, None)):
+    for block_tokens, told in ((16, "into the blocks of an engine"), (32, None), (64, None), (128, None)):
         config = fitted(Asked({"method": "rq"}, "rows"), block_tokens).config
-        assert config.store.unit_tokens == block_tokens
+        assert block_tokens % config.store.unit_tokens == 0
+        assert config.store.mean_tokens == min(block_tokens, 64) // 32 * 32
         assert config.fallback is None if told is None else told in (config.fallback or "")
 
 
@@ -195,12 +199,13 @@ def test_an_engine_refuses_audits_of_verified_decoding() -> None:
 
 
 def test_what_was_asked_is_told_without_what_followed() -> None:
-    """A server fits a tail that merely followed to its blocks, and refuses blocks that hold none that was given."""
+    """A server fits the tokens of a mean that merely followed to its blocks, and refuses blocks that hold none that was
+    given."""
     settings = Settings.of({"method": "rq", "stages": [0.5], "audit_every": 4})
     named = {"method": "rq", "stages": [0.5], "audit_every": 4, "kernels": "auto"}
     assert settings.flat(asked=True) == named
     assert Settings.of(settings.flat(asked=True)) == Settings.of(settings.flat()) == settings
-    assert settings.flat()["tail_tokens"] == 128
-    assert fitted(Asked(settings.flat(asked=True), "rows"), 64).config.store.tail_tokens == 64
-    with pytest.raises(ConfigError, match="no multiple of EPS's units of 128"):
-        fitted(Asked(settings.flat(), "rows"), 64)
+    assert settings.flat()["mean_tokens"] == 64
+    assert fitted(Asked(settings.flat(asked=True), "rows"), 32).config.store.mean_tokens == 32
+    with pytest.raises(ConfigError, match="no multiple of EPS's units of 64"):
+        fitted(Asked(settings.flat(), "rows"), 32)

@@ -367,11 +367,11 @@ def test_steps_count_the_means_that_they_read(target, tiny_path):  # noqa: F811
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_on_by_default_for_rq_alone(method):
-    assert EpsConfig.of(method=method).store.tail_tokens == (USUAL if method == "rq" else 0)
-    assert EpsConfig.of(method="rq", block_size=12).store.tail_tokens == 120
-    assert EpsConfig.of(method="rq", block_size=160).store.tail_tokens == 160
-    assert EpsConfig.of(method="rq", group_tokens=96).store.tail_tokens == 96
+def test_off_by_default_and_of_a_usual_length(method):
+    assert EpsConfig.of(method=method).store.tail_tokens == 0
+    assert EpsConfig.of(method="rq", block_size=12).with_tail().store.tail_tokens == 120
+    assert EpsConfig.of(method="rq", block_size=160).with_tail().store.tail_tokens == 160
+    assert EpsConfig.of(method="rq", group_tokens=96).with_tail().store.tail_tokens == 96
     config = EpsConfig.of(method="rq", tail_tokens=64)
     assert EpsConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config and config.store.unit_tokens == 64
 
@@ -394,7 +394,7 @@ def test_refused_where_groups_do_not_fill_it(tokens):
 
 def test_bytes_of_a_tail():
     """D + 2 a tail group and kv head, in store and in every pass."""
-    config = EpsConfig.of(method="rq")
+    config = EpsConfig.of(method="rq").with_tail()
     without = config.replace(tail_tokens=0)
     for tokens in (1, 128, 129, 1000):
         tails = -(-tokens // USUAL)
@@ -421,8 +421,8 @@ def flags(*args: str) -> EpsConfig:
 
 
 def test_flags():
-    assert flags("--eps-method", "rq").store.tail_tokens == USUAL
-    assert flags("--eps-method", "rq", "--eps-tail", "drop") == EpsConfig.of(method="rq", tail_tokens=0)
+    assert flags("--eps-method", "rq", "--eps-tail", "mean").store.tail_tokens == USUAL
+    assert flags("--eps-method", "rq", "--eps-tail", "drop") == flags("--eps-method", "rq") == EpsConfig.of(method="rq")
     assert flags("--eps-method", "box", "--eps-tail", "mean").store.tail_tokens == USUAL
     assert flags("--eps-method", "box", "--eps-tail", "drop") == flags("--eps-method", "box")
     assert flags("--eps-method", "moments", "--eps-tail-tokens", "64").store.tail_tokens == 64
@@ -444,7 +444,7 @@ def test_dropping_is_the_run_without(target, tiny_path, monkeypatch):  # noqa: F
         )  # fmt: skip
         return run(request, io.StringIO())
 
-    given = ("--eps-method", "rq", "--eps-budget", "0.1", "--block-size", "64")
+    given = ("--eps-method", "rq", "--eps-budget", "0.1", "--block-size", "64", "--eps-tail", "mean")
     home = importlib.import_module(f"{backend.__name__}.attention")
     attend_tail, calls = home.attend_tail, []
 
@@ -456,7 +456,7 @@ def test_dropping_is_the_run_without(target, tiny_path, monkeypatch):  # noqa: F
     monkeypatch.setattr(home, "attend_tail", empty)
     kept = decode(flags(*given))
     assert len(calls) == 6 * 2 and all(calls)
-    dropped = decode(flags(*given, "--eps-tail", "drop"))
+    dropped = decode(flags(*given[:-1], "drop"))
     assert len(calls) == 6 * 2, "a dropped tail was computed"
     assert kept["eps"]["tokens"] == dropped["eps"]["tokens"]
     for name in ("bytes_kv_read", "pages_visited", "pages_total"):

@@ -62,7 +62,7 @@ def test_the_parts_of_a_code(parts: int, head_dim: int, dims: tuple[int, ...]) -
 
 
 def test_bytes_are_counted_stage_by_stage() -> None:
-    config = EpsConfig.of(method="rq", tail_tokens=0, mean_tokens=64, stages=(0.25,), refine=0.0625)
+    config = EpsConfig.of(method="rq", group_tokens=2, tail_tokens=0, mean_tokens=64, stages=(0.25,), refine=0.0625)
     # of 64 tokens: a mean of 4 bits and its scale, 32 scales, the first half of 32 codes
     read_of_all = 64 + 2 + 32 + 32 * 8
     assert scoring_bytes(config, 128, [2000]) == 32 * read_of_all + 250 * 8 + 63 * (16 + 1)
@@ -70,7 +70,9 @@ def test_bytes_are_counted_stage_by_stage() -> None:
     assert sealed_bytes(config.store, 128) == read_of_all + 32 * 8 + 32 * 17
     assert summary_group_bytes(config.store, 128) == sealed_bytes(config.store, 128) / 32
     assert summary_bytes(config.store, 2, 3, 128, 130) == 2 * 3 * 3 * sealed_bytes(config.store, 128)
-    quarters = EpsConfig.of(method="rq", tail_tokens=0, mean_tokens=32, mean_bits=8, stages=(0.5, 0.2), refine=0)
+    quarters = EpsConfig.of(
+        method="rq", group_tokens=2, tail_tokens=0, mean_tokens=32, mean_bits=8, stages=(0.5, 0.2), refine=0
+    )
     assert scoring_bytes(quarters, 128, [3200]) == 100 * (128 + 2 + 16 + 16 * 4) + 800 * 4 + 320 * 8
     whole = EpsConfig(config.store, Read())  # no stage: every part of all
     assert scoring_bytes(whole, 128, [2000]) == 32 * read_of_all + 1000 * 8
@@ -313,17 +315,17 @@ def test_units_written_in_any_pieces_are_those_written_whole(data) -> None:
 
 def test_what_is_usual() -> None:
     usual = EpsConfig.of(method="rq")
-    assert usual.store.mean_tokens == 32 and usual.store.parts == 1 + len(usual.read.stages) > 1
+    assert usual.store.mean_tokens == 64 and usual.store.S == 1 and usual.store.parts == 1 + len(usual.read.stages) > 1
     assert EpsConfig.from_dict(usual.to_dict()) == usual
-    for without in ({"bits": 2}, {"group_tokens": 32}, {"mean_tokens": 0}, {"block_size": 80}):
+    for without in ({"bits": 2}, {"group_tokens": 64}, {"mean_tokens": 0}, {"block_size": 80}):
         config = EpsConfig.of(method="rq", **without)
         assert config.store.mean_tokens == 0 and config.read.stages == () and config.store.parts == 1, without
     assert EpsConfig.of(method="rq", bits=1, mean_tokens=0).read.refine == 0.125
     assert EpsConfig.of(method="rq", stages=(0.05,)).read.refine == 0.05  # no more than is read whole
-    assert EpsConfig.of(method="rq", refine=0.5).read.stages == (0.5,)
+    assert EpsConfig.of(method="rq", refine=0.5).read.stages == (0.5, 0.5)
     assert EpsConfig.of(method="rq", tail_tokens=32).store.mean_tokens == 32
     bounded = EpsConfig.of(method="rq", rq_bounds=True)
-    assert bounded.store.mean_tokens == 32 and bounded.read.stages == ()
+    assert bounded.store.mean_tokens == 64 and bounded.read.stages == ()
     assert EpsConfig.of(method="box").store.mean_tokens == 0
 
 

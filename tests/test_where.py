@@ -10,10 +10,12 @@ from eps_core.config.eps import EpsConfig
 from eps_core.paging.groups import GroupState
 from eps_core.paging.where import Where
 
+PAIRS = EpsConfig.of(method="rq", group_tokens=2, mean_tokens=32, tail_tokens=128)
 CONFIGS = {
-    "sixteen groups a seal": EpsConfig.of(method="rq"),
-    "the same, wide guards": EpsConfig.of(method="rq", first_tokens=70, last_tokens=200),
-    "no guards": EpsConfig.of(method="rq", first_tokens=0, last_tokens=0),
+    "the default": EpsConfig.of(method="rq"),
+    "sixteen groups a seal": PAIRS,
+    "the same, wide guards": PAIRS.replace(first_tokens=70, last_tokens=200),
+    "no guards": PAIRS.replace(first_tokens=0, last_tokens=0),
     "each for itself": EpsConfig.of(method="meanstd", tail_tokens=0),
     "some sequences dense": EpsConfig.of(method="rq", min_context=300),
 }

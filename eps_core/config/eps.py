@@ -21,7 +21,8 @@ from eps_core.summaries import table
 FLAT = (
     "method", "dim", "bits", "mean_tokens", "mean_bits", "stages", "refine", "rq_bounds", "bound_bits", "tail_tokens",
     "group_tokens", "group_blocks",
-    "policy", "budget", "budget_floor", "tau", "epsilon", "alpha", "top_pages", "first_tokens", "last_tokens", "scope", "strict",
+    "policy", "budget", "budget_floor", "tau", "epsilon", "alpha", "top_pages",
+    "first_tokens", "last_tokens", "scope", "strict",
     "head_modes", "seed", "min_context", "block_size",
 )  # fmt: skip
 _STORED = {field.name for field in fields(Store)} - {"second_bit", "parts"}
@@ -128,8 +129,12 @@ class EpsConfig:
         store, usual = self.store, self.store.facts.unit
         if self.given is None or "mean_tokens" in self.given or not store.needs_centre or store.bits > 1 or not usual:
             return None
-        fault = store.mean_fault(usual.mean_tokens) if usual.mean_tokens else None
-        return fault and (
+        if not usual.mean_tokens:
+            return None
+        fault = store.mean_fault(usual.mean_tokens) or (
+            f"does not fit whole into the blocks of an engine: start it with blocks of {usual.mean_tokens} tokens"
+        )
+        return (
             f"codes are about one centre a head, as the usual eps-unit-tokens {usual.mean_tokens} {fault}, or "
             "eps-unit-tokens 0 if it is meant so"
         )
@@ -162,14 +167,21 @@ class EpsConfig:
 
     def refined_groups(self, length: int) -> int:
         """Groups of a sequence of `length` tokens, per kv head, whose second bit scoring reads."""
-        return math.ceil(self.read.refine * -(-length // self.store.S)) if self.store.enabled else 0
+        return self._scored(self.read.refine, length) if self.store.enabled and self.read.refine else 0
+
+    def _scored(self, share: float, length: int) -> int:
+        """Groups that scoring reads on in: a share of all, and under topk at least twice those that are selected, which
+        a coarser score would otherwise choose. It costs little beside reading these."""
+        groups = -(-length // self.store.S)
+        selected = self.budget_groups(length) if self.read.policy == "topk" else 0
+        return max(math.ceil(share * groups), min(2 * selected, groups))
 
     def staged_groups(self, length: int, head_dim: int) -> tuple[int, ...]:
         """Groups of a sequence of `length` tokens, per kv head, of whose codes scoring reads each part after the first.
         Parts that no stage speaks of are read of all; a head dim of fewer parts than stages has the last of them."""
         later = table.num_parts(self.store, head_dim) - 1
         stages = ((1.0,) * later + self.read.stages)[len(self.read.stages) :]
-        return tuple(math.ceil(share * -(-length // self.store.S)) for share in stages)
+        return tuple(self._scored(share, length) for share in stages)
 
     def to_dict(self) -> dict[str, Any]:
         """The flat form, in the order of FLAT."""

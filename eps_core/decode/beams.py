@@ -71,9 +71,11 @@ def search(
     prefill_chunk: int = 512,
     on_prefill: Callable[[int, int, int], None] | None = None,
     time_every: int = 0,
+    written: Sequence[PagedSequence] | None = None,
 ) -> Generator[StepRecord, None, Any]:
     """Searches for the likeliest continuations of every prompt with `width` beams each, all in one batch; `found` is
-    filled with them. Arguments and value as of `generate.generate`, and steps are gated as they are there.
+    filled with them. Arguments and value as of `generate.generate`, and steps are gated as they are there; what is
+    `written` becomes the search's own.
 
     Of a prompt's beams each step weighs the 2 * width best continuations (more where there are several stop tokens) by
     their log probability since the prompt; a tie goes to the better beam, then to the lower token. Those that end in a
@@ -91,7 +93,12 @@ def search(
     live: list[_Beam] = []
     try:
         for index, prompt in enumerate(prompts):
-            sequence, cache = prefill(decoder, cache, pool, prompt[:-1], prefill_chunk, report_of(on_prefill, index))
+            if written is not None:
+                sequence = written[index]
+            else:
+                sequence, cache = prefill(
+                    decoder, cache, pool, prompt[:-1], prefill_chunk, report_of(on_prefill, index)
+                )
             live.append(_Beam(index, sequence, Hypothesis([], 0.0)))
         for step in range(max_new_tokens):
             if not live:

@@ -1,8 +1,9 @@
 """A document's start, prefilled once for several caches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+from eps_core.config.store import Store
 from eps_core.gate.protocol import Array, Backend
 from eps_core.paging.pool import PagePool
 from eps_core.paging.pool import Sequence as PagedSequence
@@ -28,3 +29,11 @@ class Prefix:
         for layer, (k, v) in enumerate(self.keys_values):
             cache = backend.write_kv(cache, layer, k, v, slots[:length])
         return sequence, cache
+
+
+def without_summaries(cache: Any) -> Any:
+    """A cache over the same K and V that keeps nothing besides: what is written to it, no summary of `cache` follows.
+    Tokens written after a prompt are to be written again before `cache` reads them."""
+    names = {"spec", "device", "k", "v", "finite", "kernels"} & {one.name for one in fields(cache)}
+    store = Store(block_size=cache.store.unit_tokens)
+    return type(cache)(store=store, **{name: getattr(cache, name) for name in names})

@@ -1,9 +1,9 @@
-"""One `eps-proto run`: checks everything first, then decodes densely and gated in two caches, and compares them."""
+"""One `eps-proto run`: checks everything first, prefills once, decodes densely and gated from there, and compares."""
 
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TextIO
 
 import numpy as np
@@ -12,17 +12,19 @@ from eps_core.config.formats import described
 from eps_core.config.store import CacheSpec, Store
 from eps_core.decode.beams import room
 from eps_core.decode.cost import Cost, cost_of
-from eps_core.decode.generate import report_of
+from eps_core.decode.evicting import EvictingDecoder
+from eps_core.decode.generate import prefill, report_of
 from eps_core.decode.observe import Observed
+from eps_core.decode.prefix import without_summaries
 from eps_core.decode.prompts import prompt_texts
 from eps_core.decode.session import Session
+from eps_core.decode.stored import StoredPrompts
 from eps_core.decode.stored import check as check_stored
 from eps_core.evaluation.request import RunRequest
 from eps_core.evaluation.runner import UNVERIFIED, Document, decode
 from eps_core.evaluation.sides import Ran, Side, alike, beams_json, prompt_line, report
+from eps_core.evict.keep import Keep
 from eps_core.files import outputs
-from eps_core.paging.heads import HeadPools
-from eps_core.paging.pool import PagePool
 from eps_core.tasks import needle
 from eps_core.tasks.corpus import corpus
 from eps_core.telemetry import provenance, terminal
@@ -55,18 +57,53 @@ class Job:
         return max(one.num_steps for one in self.documents)
 
     @property
+    def both(self) -> bool:
+        """Whether a dense run comes before another one."""
+        return self.request.baseline and (self.request.config.store.enabled or self.request.keep.enabled)
+
+    @property
+    def dense_store(self) -> Store:
+        return Store(block_size=self.request.config.store.unit_tokens)
+
+    @property
     def cache_spec(self) -> CacheSpec:
         """The cache of the side that metrics speak of."""
-        keep, store = self.request.keep, self.request.config.store
-        if keep.enabled:
-            return self.session.evicting_spec(keep, store, self.prompt_lengths, self.num_new)
-        return self.session.cache_spec(*self.room(store))
+        if self.request.keep.enabled:
+            return self.session.evicting_spec(*self.kept)
+        return self.session.cache_spec(*self.room(self.request.config.store))
+
+    @property
+    def kept(self) -> tuple[Keep, Store, list[int], int]:
+        """What an evicting cache is made of: with `--kl` the prompts are kept for a second decode."""
+        request = self.request
+        return request.keep, request.config.store, self.prompt_lengths * (1 + request.kl), self.num_new
 
     def room(self, store: Store) -> tuple[Store, list[int], int | None]:
-        """What a cache of the prompts and their continuations is made of."""
+        """What a cache of the prompts and their continuations is made of; searches of both sides leave the prompts' own
+        last units as they are."""
         width, size = self.request.beams, store.unit_tokens
         lengths = [n for one in self.documents for n in room(len(one.prompt), one.num_steps, width, size)]
-        return store, lengths, self.request.pool_tokens
+        own = [size] * len(self.documents) if self.both and width > 1 else []
+        return store, lengths + own, self.request.pool_tokens
+
+
+@dataclass
+class Held:
+    """The prompts in a cache, all but the last token of each, from where a side decodes."""
+
+    cache: Any
+    pool: Any
+    written: list[Any] = field(default_factory=list)  # a sequence of each prompt
+    decoder: EvictingDecoder | None = None  # the session's where nothing is evicted
+
+
+@dataclass
+class Prefilled:
+    """Where each side decodes from: the same K and V, prefilled once."""
+
+    sides: dict[str, Held]  # dense, eps, kl
+    ms: float
+    stored: StoredPrompts | None = None
 
 
 def prepare(request: RunRequest) -> Job:
@@ -89,7 +126,7 @@ def prepare(request: RunRequest) -> Job:
     if request.cache_dir is not None:
         check_stored(request.config.store, len(prompts))
     pool = session.cache_spec(*job.room(request.config.store))
-    for store in (Store(block_size=request.config.store.block_size), request.config.store):
+    for store in (job.dense_store, request.config.store):
         session.check_kernels(store, request.verify.enabled)
     if request.auto_min_context:
         job.cost, _ = cost_of(
@@ -121,30 +158,70 @@ def demo_document() -> needle.NeedleDocument:
     return needle.needle_document(corpus(), DEMO_PROMPT_BYTES, DEMO_SEED, depth=0.5, num_distractors=3)
 
 
+def _prefill(job: Job) -> Prefilled:
+    """The prompts, all but the last token of each, prefilled once; evicted where the request says so. The dense side
+    reads the K and V of the gated one, but where that evicts."""
+    request, session, prompts = job.request, job.session, [one.prompt for one in job.documents]
+    before = np.cumsum([0, *job.prompt_lengths]) - np.arange(len(prompts) + 1)
+    started = time.perf_counter()
+    with terminal.Progress("prefill:", "tokens") as progress:
+
+        def on_prefill(prompt: int, done: int, total: int) -> None:
+            progress(int(before[prompt]) + done, int(before[-1]))
+
+        if request.keep.enabled:
+            sides = _evicted(job, on_prefill)
+            return Prefilled(sides, 1000 * (time.perf_counter() - started))
+        cache, pool = session.cache(*job.room(request.config.store))
+        stored = session.stored(cache.store)
+        if stored is not None:
+            cache = stored.load(cache, pool, prompts)
+        held = Held(cache, pool)
+        for index, prompt in enumerate(prompts):
+            sequence, held.cache = prefill(
+                session.decoder, held.cache, pool, prompt[:-1], request.prefill_chunk, report_of(on_prefill, index)
+            )
+            held.written.append(sequence)
+    ms = 1000 * (time.perf_counter() - started)
+    if not held.cache.store.enabled:
+        return Prefilled({"dense": held}, ms, stored)
+    dense = Held(without_summaries(held.cache), pool, held.written)
+    return Prefilled({"dense": dense, "eps": held, "kl": held}, ms, stored)
+
+
+def _evicted(job: Job, on_prefill: Callable[[int, int, int], None]) -> dict[str, Held]:
+    """The prompts prefilled, kept whole in the dense side's cache, and evicted in the others' as the request says."""
+    request, session = job.request, job.session
+    decoder, cache, pools = session.evicting(*job.kept)
+    sides = {name: Held(cache, pools, decoder=decoder) for name in ("eps", "kl")}
+    for index, one in enumerate(job.documents):
+        observed = Observed(session.backend, session.spec, request.keep.facts)
+        prefix = session.prefix(one.prompt[:-1], request.prefill_chunk, observed, report_of(on_prefill, index))
+        if job.both:
+            if not index:  # late: the prefill has let go of its own cache
+                sides["dense"] = Held(*session.cache(*job.room(job.dense_store)))
+            dense = sides["dense"]
+            sequence, dense.cache = prefix.into(session.backend, dense.cache, dense.pool, one.num_steps)
+            dense.written.append(sequence)
+        for name in ("eps", "kl")[: 1 + request.kl]:
+            own = observed.of(observed.facts)
+            kept, cache = decoder.adopt(cache, prefix.keys_values, len(prefix.tokens), own)
+            sides[name].written.append(kept)
+    sides["eps"].cache = sides["kl"].cache = cache
+    return sides
+
+
 def _decode(
     job: Job,
     name: str,
-    cache: Any,
-    pool: PagePool | HeadPools | None,
+    prefilled: Prefilled,
     on_record: Callable[[Any], None] | None = None,
     forced: list[list[int]] | None = None,
-) -> tuple[Side, Any]:
-    """(side, cache) of decoding the prompts; each step's record is handed over as it comes."""
-    request, prefill_ms, prompts = job.request, 0.0, [one.prompt for one in job.documents]
-    stored = None if name == "kl" or cache is None else job.session.stored(cache.store)
+) -> Side:
+    """One side's decode of the prompts; each step's record is handed over as it comes. What it wrote is taken back."""
+    request, held, documents = job.request, prefilled.sides[name], job.documents
     ttft_ms: float | None = None
     started = time.perf_counter()
-    progress = terminal.Progress(f"{name}: prefill", "tokens")
-
-    # all but the last token of each prompt is prefilled
-    before = np.cumsum([0, *job.prompt_lengths]) - np.arange(len(job.documents) + 1)
-
-    def on_prefill(prompt: int, done: int, total: int) -> None:
-        nonlocal prefill_ms
-        progress(int(before[prompt]) + done, int(before[-1]))
-        prefill_ms = 1000 * (time.perf_counter() - started)
-
-    documents = job.documents
     if forced is not None:
         documents = [
             replace(one, num_steps=len(tokens), forced=tokens[:-1])
@@ -153,59 +230,36 @@ def _decode(
 
     def first_of(record: StepRecord | RoundRecord) -> None:
         nonlocal ttft_ms
-        ttft_ms = 1000 * (time.perf_counter() - started) if ttft_ms is None else ttft_ms
+        ttft_ms = prefilled.ms + 1000 * (time.perf_counter() - started) if ttft_ms is None else ttft_ms
         if on_record is not None:
             on_record(record)
 
-    kept: dict[str, Any] = {}
-    with progress:
-        if stored is not None:
-            assert isinstance(pool, PagePool)
-            cache = stored.load(cache, pool, prompts)
-        if request.keep.enabled and name != "dense":
-            kept, cache, pool = _evicted(job, on_prefill)
-            prefill_ms = 1000 * (time.perf_counter() - started)  # evictions included
-        outcome, cache = decode(
-            job.session,
-            cache,
-            pool,
-            documents,
-            request.config.read,
-            request.sampling,
-            first_of,
-            time_every=job.session.time_every,
-            prefill_chunk=request.prefill_chunk,
-            on_prefill=on_prefill,
-            **kept,
-            keep_logits=request.kl and name != "eps",
-            audit_every=request.audit_every if name == "eps" else 0,
-            audit_factor=request.audit_factor,
-            audit_off=request.audit_off,
-            verify=request.verify if name == "eps" else UNVERIFIED,
-            beams=request.beams,
-        )
+    searched = request.beams > 1 and job.both and name == "dense"  # another search comes from the same sequences
+    outcome, held.cache = decode(
+        job.session,
+        held.cache,
+        held.pool,
+        documents,
+        request.config.read,
+        request.sampling,
+        first_of,
+        time_every=job.session.time_every,
+        decoder=held.decoder,
+        written=[held.pool.fork(one) for one in held.written] if searched else held.written,
+        keep_logits=request.kl and name != "eps",
+        audit_every=request.audit_every if name == "eps" else 0,
+        audit_factor=request.audit_factor,
+        audit_off=request.audit_off,
+        verify=request.verify if name == "eps" else UNVERIFIED,
+        beams=request.beams,
+    )
+    if held.decoder is None and request.beams == 1:
+        for sequence, one in zip(held.written, documents, strict=True):
+            held.pool.rewind(sequence, len(one.prompt) - 1)
     tokens = outcome.tokens(len(documents))
     texts = [job.session.decode(one) for one in tokens]
-    told = None
-    if stored is not None:
-        assert isinstance(pool, PagePool)
-        stored.save(cache, pool, prompts)
-        told = {**asdict(stored.counts), "ttft_ms": ttft_ms}
-    return Side(outcome, tokens, texts, prefill_ms, told, beams_json(outcome, job.session.decode)), cache
-
-
-def _evicted(job: Job, on_prefill: Callable[[int, int, int], None]) -> tuple[dict[str, Any], Any, HeadPools]:
-    """(what `decode` needs besides, cache, pools) of the prompts prefilled, and evicted as the request says."""
-    request, session = job.request, job.session
-    decoder, cache, pools = session.evicting(request.keep, request.config.store, job.prompt_lengths, job.num_new)
-    written = []
-    for index, one in enumerate(job.documents):
-        observed = Observed(session.backend, session.spec, request.keep.facts)
-        report = report_of(on_prefill, index)
-        prefix = session.prefix(one.prompt[:-1], request.prefill_chunk, observed, report)
-        sequence, cache = decoder.adopt(cache, prefix.keys_values, len(prefix.tokens), observed)
-        written.append(sequence)
-    return {"decoder": decoder, "written": written}, cache, pools
+    told = None if prefilled.stored is None else {"ttft_ms": ttft_ms}
+    return Side(outcome, tokens, texts, prefilled.ms, told, beams_json(outcome, job.session.decode))
 
 
 def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
@@ -245,7 +299,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
         _print_header(job, out)
         measured = "eps" if gated else "dense"  # the side that metrics and csv speak of
 
-        def streamed(side_name: str, store: Store) -> tuple[Side, Any, PagePool | None]:
+        def streamed(side_name: str) -> Side:
             label = f"{side_name:5} > "
             text = terminal.TextStream(session.tokenizer, lambda piece: (out.write(piece), out.flush()), label)
             progress = terminal.Progress(f"{side_name}: decode", "tokens")
@@ -266,10 +320,8 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
                 else:  # their texts would come mixed: shown at the end
                     progress(num_said, request.max_new_tokens * len(job.documents))
 
-            kept = request.keep.enabled and side_name != "dense"
-            cache, pool = (None, None) if kept else session.cache(*job.room(store))
             with progress:
-                side, cache = _decode(job, side_name, cache, pool, on_record)
+                side = _decode(job, side_name, prefilled, on_record)
             if alone:
                 for token in side.tokens[0] if request.beams > 1 else ():
                     text.add(token)
@@ -278,16 +330,25 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
             else:
                 out.writelines(f"{side_name:5} {i} > {said}\n" for i, said in enumerate(side.texts, start=1))
                 out.flush()
-            return side, None if kept else cache, pool
+            return side
 
         dense = eps = None
         divergence: dict[str, float | None] = {}
+        prefilled = _prefill(job)
         if request.baseline or not gated:
-            dense, _, _ = streamed("dense", Store(block_size=config.store.block_size))
+            dense = streamed("dense")
         if gated:
-            eps, cache, pool = streamed("eps", config.store)
+            if request.keep.enabled:
+                prefilled.sides.pop("dense", None)  # a whole cache
+            eps = streamed("eps")
             if request.kl and dense is not None:
-                divergence = _divergence(job, cache, pool, dense)
+                divergence = _divergence(job, prefilled, dense)
+        if prefilled.stored is not None:
+            held = prefilled.sides[measured]
+            prefilled.stored.save(held.cache, held.pool, [one.prompt for one in job.documents])
+            for side in (dense, eps):
+                if side is not None:
+                    side.stored = {**asdict(prefilled.stored.counts), **(side.stored or {})}
         both = alike(dense, eps)
         main = eps or dense
         assert main is not None
@@ -354,9 +415,8 @@ def _print_header(job: Job, out: TextIO) -> None:
     out.flush()
 
 
-def _divergence(job: Job, cache: Any, pool: PagePool | None, dense: Side) -> dict[str, float | None]:
-    """KL(dense || gated) of the next-token distribution in nats, both fed the dense run's tokens through the decode.
-    The prompts' pages are still in `cache`; where tokens are evicted, the prompts are prefilled and evicted again."""
+def _divergence(job: Job, prefilled: Prefilled, dense: Side) -> dict[str, float | None]:
+    """KL(dense || gated) of the next-token distribution in nats, both fed the dense run's tokens."""
     values: list[float] = []
     agree: list[bool] = []
 
@@ -367,7 +427,7 @@ def _divergence(job: Job, cache: Any, pool: PagePool | None, dense: Side) -> dic
         agree.extend((got.argmax(-1) == want.argmax(-1)).tolist())
         record.logits = None  # a vocabulary a step: not to be held for the whole run
 
-    _decode(job, "kl", cache, pool, on_record, forced=dense.tokens)
+    _decode(job, "kl", prefilled, on_record, forced=dense.tokens)
     return {
         "kl_mean": float(np.mean(values)) if values else None,
         "kl_max": max(values, default=None),

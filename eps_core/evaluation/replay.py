@@ -193,7 +193,9 @@ def replay_many(
                 f"head modes are of {len(modes)} layers x {len(modes[0])} kv heads, the capture's model has "
                 f"{capture.info.num_layers} x {capture.info.num_kv_heads}: calibrate that model"
             )
-        shared.setdefault((config.store, config.read.stages, config.read.refine), []).append(index)
+        read = config.read  # a score reads on in more groups where more are selected
+        scored = read.stages, read.refine, read.policy, read.budget, read.budget_floor, read.top_pages
+        shared.setdefault((config.store, *(scored if config.store.facts.coded else ())), []).append(index)
     rows: list[list[dict[str, Any]]] = [[] for _ in configs]  # of each configuration, one a (layer, step)
     for layer in layers:
         q, k, v = capture.layer(layer)

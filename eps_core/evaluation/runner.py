@@ -132,7 +132,7 @@ def decode(
         return outcome, _drain(rounds, outcome.rounds, outcome.said, stop, on_record)
     if beams > 1:
         outcome.searched = Searched()
-        known = {name: more[name] for name in ("prefill_chunk", "on_prefill") if name in more}
+        known = {name: more[name] for name in ("prefill_chunk", "on_prefill", "written") if name in more}
         steps = search(
             session.decoder, cache, pool, prompts, num_steps, beams, outcome.searched, read, stop,
             time_every=time_every, **known,

@@ -49,8 +49,8 @@ class TextStream:
 class Progress:
     """How far something is, on stderr: a bar on a terminal, which goes when the work ends; else a line now and then.
 
-    A context manager, because a bar hides the cursor. The bar is drawn when it is told something and by no thread: it
-    takes no time from what is measured.
+    Of tokens it also says how many a second, and the time left. A context manager, because a bar hides the cursor. The
+    bar is drawn when it is told something and by no thread: it takes no time from what is measured.
     """
 
     def __init__(self, title: str, unit: str, stream: TextIO | None = None, every_s: float = PROGRESS_SECONDS) -> None:
@@ -58,16 +58,27 @@ class Progress:
         self.title, self.unit, self.every_s = title, unit, every_s
         self.stream = sys.stderr if stream is None else stream
         self.last = time.monotonic()
+        self.first = self.last, 0  # when it was first told something, and what
         self.bar: Any = None
 
     def __call__(self, done: int, total: int, doing: str = "") -> None:
-        text = f"{done:,} of {total:,} {self.unit}" + (f", {doing}" if doing else "")
+        text = f"{done:,} of {total:,} {self.unit}{self._speed(done, total)}" + (f", {doing}" if doing else "")
         if is_terminal(self.stream):
             self._draw(done, total, text)
         elif time.monotonic() - self.last >= self.every_s:
             self.stream.write(f"{self.title} {text}\n")
             self.stream.flush()
             self.last = time.monotonic()
+
+    def _speed(self, done: int, total: int) -> str:
+        """Tokens a second, and the time left: since the first report, which may count what was there already."""
+        (then, before), now = self.first, time.monotonic()
+        if not before:
+            self.first = now, done
+        if self.unit != "tokens" or done <= before or now <= then:
+            return ""
+        speed = (done - before) / (now - then)
+        return f", {speed:,.0f}/s, {duration((total - done) / speed)} left"
 
     def _draw(self, done: int, total: int, text: str) -> None:
         from rich.console import Console  # late: most commands end without a bar
@@ -164,6 +175,7 @@ def describe(config: EpsConfig) -> str:
         method += f" (dim {config.store.dim})"
     settings = {
         "topk": f"budget {config.read.budget:g}"
+        + (f", at least {config.read.budget_floor} tokens" if config.read.budget_floor else "")
         if config.read.top_pages is None
         else f"top-pages {config.read.top_pages}",
         "share": f"tau {config.read.tau}",

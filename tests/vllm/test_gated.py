@@ -131,9 +131,9 @@ def test_coarse_groups_through_the_stock_kernel(dtype: str) -> None:
 
 @pytest.mark.parametrize("block", [32, 96, 128])
 def test_blocks_of_other_sizes(block: int, models: dict[str, Path]) -> None:
-    """Blocks of several units, or smaller than the usual tail: the same groups, hence nearly the same text."""
+    """Blocks of one or several units: the same groups, hence nearly the same text."""
     asked, answers = engines.needles(3000)
-    settings = {"method": "rq", "budget": 0.05} | ({"block_size": 32, "tail_tokens": 32} if block == 96 else {})
+    settings = {"method": "rq", "budget": 0.05, "mean_tokens": 32} | ({"block_size": 32} if block == 96 else {})
     with engines.engine(engines.DEMO, settings, block_size=block, max_model_len=4096) as llm:
         assert engines.runtime(llm).settings is not None
         [(tokens, _)] = engines.say(llm, asked, 6, logprobs=None)

@@ -4,10 +4,9 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from math import log
 from typing import Any
 
-from eps_core.config.store import MAX_GROUP_TOKENS
+from eps_core.config.store import UNIT_TOKENS
 from eps_core.engine.settings import PREFIX, Settings, check_version, from_environment
 from eps_core.errors import ConfigError, require, shown
 
@@ -65,23 +64,15 @@ def fitted(want: Asked, block_tokens: int) -> Settings:
 def _rows(flat: dict[str, Any], block_tokens: int) -> Settings:
     settings = Settings.of(flat)
     store = settings.config.store
-    if block_tokens % store.unit_tokens and "tail_tokens" not in flat and store.tail_tokens:
-        # the tail's usual tokens are a wish, not a must: the nearest to it that a block is a multiple of, and of whole
-        # means if one can be
-        page, means = min(flat.get("block_size", 16), block_tokens), store.mean_tokens or 1
-        unit = max(page, store.S)
-        fitting = [tokens for tokens in range(unit, MAX_GROUP_TOKENS + 1, unit) if block_tokens % tokens == 0]
-        tail = min(
-            fitting, default=block_tokens, key=lambda tokens: (tokens % means > 0, abs(log(tokens / store.tail_tokens)))
-        )
-        with suppress(ConfigError):  # told below
-            settings = Settings.of(flat | {"tail_tokens": tail, "block_size": page})
-    if block_tokens % settings.config.store.unit_tokens and "mean_tokens" not in flat:
-        with suppress(ConfigError):  # nor are codes about a mean of more tokens than a block
-            settings = Settings.of(flat | {"mean_tokens": 0})
+    if block_tokens % store.unit_tokens and "mean_tokens" not in flat:
+        # the usual tokens of a mean need not hold: fewer, or codes about one centroid, which is said at the start
+        for mean_tokens in (*(size for size in UNIT_TOKENS[::-1] if size < store.mean_tokens), 0):
+            with suppress(ConfigError):  # raised below
+                settings = Settings.of(flat | {"mean_tokens": mean_tokens})
+            if block_tokens % settings.config.store.unit_tokens == 0:
+                (settings.config.given or {}).pop("mean_tokens", None)
+                break
     unit, least = settings.config.store.unit_tokens, store.unit_tokens
-    if "tail_tokens" not in flat:
-        least = max(store.block_size, store.S, store.mean_tokens)
     given = ", ".join(f"{name} {flat[name]}" for name in GROUP_SETTINGS if name in flat) or f"method {store.method}"
     require(
         block_tokens % unit == 0,

@@ -1,0 +1,87 @@
+"""A real pretrained model, SmolLM2-135M-Instruct: dense decoding equals transformers', and the sparse default is close
+to dense decoding at every length.
+
+The model is fetched once into EPS_MODEL_CACHE. Where it cannot be fetched the tests fail in CI and are skipped elsewhere.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eps_core.config.eps import EpsConfig
+from eps_core.decode.session import Session
+from eps_core.evaluation.runner import DENSE, Document, run_document
+from eps_core.tasks.corpus import corpus
+
+ROOT = Path(__file__).parent.parent
+DEFAULT = EpsConfig.of(method="rq")
+KL_LIMIT = 0.01  # of the default, mean over a text, nats
+SPARSE_KL_LIMIT = 0.05  # of a tenth of the tokens, where most tokens are skipped
+
+
+@pytest.fixture(scope="session")
+def folder() -> Path:
+    home = Path(os.environ.get("EPS_MODEL_CACHE", Path.home() / ".cache" / "eps" / "models"))
+    command = [sys.executable, ROOT / "scripts" / "get_model.py", "smollm2", home / "smollm2"]
+    home.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=900, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    if done.returncode:
+        reason = f"SmolLM2 cannot be fetched: {done.stderr.strip().splitlines()[-1]}"
+        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+    return home / "smollm2"
+
+
+@pytest.fixture(scope="module", params=["cuda", "mlx", "numpy"])
+def session(folder: Path, request: pytest.FixtureRequest) -> Session:
+    return Session.open(folder, request.param, "cpu", "float32", "bfloat16")
+
+
+def context_tokens(session: Session) -> int:
+    return 700 if session.backend_name == "numpy" else 2000
+
+
+def test_greedy_tokens_are_those_of_transformers(folder: Path) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    session = Session.open(folder, "cuda", "cpu", "float32", "float32")
+    tokens = session.encode(corpus().decode()[40_000:60_000])[:1000]
+    text = session.decode(tokens)
+    prompt, model = session.encode(text), transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        want = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=-1)
+    assert session.generate(text, 16, stop=False).tokens == want[0, len(prompt) :].tolist()
+
+
+def test_the_default_is_close_to_dense_and_reads_less(session: Session) -> None:
+    tokens = session.encode(corpus().decode()[200_000:220_000])[: context_tokens(session) + 16]
+    configs = {"default": DEFAULT, "tenth": EpsConfig.of(method="rq", budget=0.1)}
+    found = run_document(session, Document.along(tokens, 16), configs)
+    assert float(np.mean(found["default"].kl)) <= KL_LIMIT
+    assert float(np.mean(found["tenth"].kl)) <= SPARSE_KL_LIMIT
+    for name, most in (("default", 0.85), ("tenth", 0.2)):
+        read, dense = found[name].bytes_read()
+        assert read < most * dense
+
+
+def test_a_short_chat_is_dense(session: Session) -> None:
+    prompt = session.encode_chat("Write a Python function that adds two numbers.")
+    assert len(prompt) < 60
+    found = run_document(session, Document(prompt, 12), {"default": DEFAULT})
+    assert found["default"].said == found[DENSE].said
+    read, dense = found["default"].bytes_read()
+    assert read == dense
+
+
+def test_a_needle_is_answered_where_dense_decoding_answers_it(session: Session) -> None:
+    filler = session.encode(corpus().decode()[100_000:120_000], special=False)[: context_tokens(session)]
+    middle = len(filler) // 2
+    needle, question = "\n# The code for otter is 31415.\n", "\n# What is the code for otter? The code for otter is "
+    text = session.decode(filler[:middle]) + needle + session.decode(filler[middle:]) + question
+    found = run_document(session, Document(session.encode(text), 6), {"default": DEFAULT})
+    assert "31415" in session.decode(found[DENSE].said[0])
+    assert "31415" in session.decode(found["default"].said[0])
