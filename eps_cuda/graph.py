@@ -70,7 +70,6 @@ def covers(cache: Cache, where: Where) -> bool:
         and read.scope == "kv-head"
         and not cache.store.has_bounds
         and not read.head_modes
-        and cache.tail is not None
         and int(where.lengths.min()) >= read.min_context
         and not where.reads_all(0)
         and all(dispatch.covers_scoring(cache, layer) for layer in range(cache.spec.num_layers))
@@ -200,19 +199,22 @@ def attend_static(
     depth: Depth,
     width: int,
 ) -> tuple[Tensor, Tensor, Selection]:
-    """(out [B, Hq, D], estimated share left unread [B, Hkv], what was visited) of one layer's gated attention with its
-    tail: score, select and attend, from device arrays alone."""
+    """Return (out [B, Hq, D], estimated share left unread [B, Hkv], what was selected) of one layer's sparse attention:
+    score, select and attend, from device arrays alone."""
     inner = cache.tail
-    assert inner is not None
     with span("eps.prepass", cache):
         estimate = dispatch.estimates(cache, layer, q, table, lengths, depth)
         groups, counts, visit = dispatch.choose(config, estimate, wanted, lengths, width)
     with span("eps.attention", cache):
-        out, _ = attend_with_tail(
-            q, *cache.plain(layer), table, lengths, groups, counts, estimate, visit,
-            inner.summaries[layer]["mean"], inner.summaries[layer]["mean_scale"], inner.valid[layer],
-            group_tokens=cache.store.S, tail_tokens=cache.store.tail_tokens,
-        )  # fmt: skip
+        read = q, *cache.plain(layer), table, lengths, groups, counts
+        if inner is None:
+            out, _ = attend_groups(*read, group_tokens=cache.store.S)
+        else:
+            out, _ = attend_with_tail(
+                *read, estimate, visit,
+                inner.summaries[layer]["mean"], inner.summaries[layer]["mean_scale"], inner.valid[layer],
+                group_tokens=cache.store.S, tail_tokens=cache.store.tail_tokens,
+            )  # fmt: skip
     nothing = np.zeros(0, np.int64)
     selection = Selection(groups, counts, None, nothing, visit=visit.bool())
     return out, skipped_mass(Scores(estimate, None, None, nothing), selection), selection

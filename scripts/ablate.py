@@ -21,7 +21,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode.model import DEMO_MODEL
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code
-from eps_core.evaluation.curves import bytes_at_kl, text_document
+from eps_core.evaluation.curves import PAIRS, bytes_at_kl, text_document
 from eps_core.evaluation.runner import run_document
 from eps_core.files import outputs
 from eps_core.load import load_backend
@@ -29,7 +29,7 @@ from eps_core.tasks.corpus import SHA256
 from eps_core.telemetry.provenance import provenance
 from eps_core.telemetry.terminal import Progress
 
-DEFAULT = EpsConfig.of(method="rq")
+DEFAULT = PAIRS
 TAUS = tuple({"policy": "share", "tau": tau} for tau in (1e-2, 4e-3, 2e-3, 1e-3, 5e-4, 2.5e-4))
 BUDGETS = tuple({"budget": budget} for budget in (0.015, 0.022, 0.03, 0.05, 0.08, 0.12))
 MASSES = tuple({"policy": "mass", "epsilon": epsilon} for epsilon in (0.6, 0.4, 0.3, 0.2, 0.1))

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from eps_core.errors import ConfigError, exit_code
 from eps_core.evaluation.curves import (
     CUTS,
-    DEFAULT,
+    PAIRS,
     EARLIER,
     FLOOR,
     HEADLINE,
@@ -142,7 +142,7 @@ def crossing(curve: list[Cell]) -> tuple[float | None, str]:
 
 def default_of(by_arm: dict[ArmName, list[Cell]]) -> list[Cell]:
     """The default's curve: rq as it is without settings."""
-    found = (curve for name, curve in by_arm.items() if name == name_of(DEFAULT))
+    found = (curve for name, curve in by_arm.items() if name == name_of(PAIRS))
     return first(found, "cell of the default, rq as it is without settings, at some context")
 
 
@@ -229,10 +229,10 @@ def context_figure(found: list[Cell], head_dim: int) -> str:
             by_context = split.get(name, {})
             xs, look = list(by_context), {"color": colour(name.method), "lw": 1.6, "marker": "o", "ms": 3}
             words = f"{name.method}, {name.group_tokens}"
-            words += " (default)" if name == name_of(DEFAULT) else ", narrow guards" if style == ":" else ""
+            words += " (default)" if name == name_of(PAIRS) else ", narrow guards" if style == ":" else ""
             shares.plot(xs, [sum(part) for part in by_context.values()], style, label=words, **look)
             tokens.plot(xs, [sum(part) * x for x, part in by_context.items()], style, **look)
-            if name == name_of(DEFAULT):
+            if name == name_of(PAIRS):
                 tokens.plot(
                     xs, [part.tokens * x for x, part in by_context.items()], ":", label="its K and V alone", **look
                 )

@@ -29,7 +29,7 @@ from eps_core.telemetry.steps import StepRecord, kl_divergence, summarise
 PROMPTS = [np.random.default_rng(length).integers(0, 256, length).tolist() for length in (290, 65)]
 STEPS = 4
 CONFIGS = {
-    "rq": EpsConfig.of(method="rq", first_tokens=4, last_tokens=8),
+    "rq": EpsConfig.of(method="rq", first_tokens=4, last_tokens=8, budget=0.05),
     "rq-dropped-tail": eps("rq", group_tokens=2, tail_tokens=0),
     "moments": eps("moments"),
     "meanstd": eps("meanstd", policy="share", tau=0.02),
@@ -308,7 +308,9 @@ def strict_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *
 
 
 @pytest.mark.parametrize(
-    "flags", [["--eps-method", "moments"], ["--eps-method", "rq", "--eps-bound-bits", 8]], ids=["moments", "rq"]
+    "flags",
+    [["--eps-method", "moments"], ["--eps-method", "rq", "--eps-budget", 0.05, "--eps-bound-bits", 8]],
+    ids=["moments", "rq"],
 )
 def test_a_strict_run_is_certified(monkeypatch, capsys, tmp_path, flags):
     metrics = tmp_path / "m.jsonl"
@@ -334,7 +336,9 @@ def test_a_strict_run_is_certified(monkeypatch, capsys, tmp_path, flags):
 
 
 @pytest.mark.parametrize(
-    "flags", [["--eps-method", "moments"], ["--eps-method", "rq", "--eps-bound-bits", 8]], ids=["moments", "rq"]
+    "flags",
+    [["--eps-method", "moments"], ["--eps-method", "rq", "--eps-budget", 0.05, "--eps-bound-bits", 8]],
+    ids=["moments", "rq"],
 )
 def test_epsilon_zero_reads_everything(monkeypatch, capsys, flags):
     result = strict_run(monkeypatch, capsys, *flags, "--eps-strict", "--eps-epsilon", 0, "--kl")

@@ -104,7 +104,9 @@ def test_codes_of_single_keys_certify_and_bind_strict_mode(target, arm):
 def test_summaries_in_other_units_are_refused(target, monkeypatch):
     """A nested summary of other pool units would read other keys' codes."""
     monkeypatch.setattr(
-        Store, "bound_store", property(lambda self: EpsConfig.of(method="rq", rq_bounds=True, bits=8).store)
+        Store,
+        "bound_store",
+        property(lambda self: EpsConfig.of(method="rq", rq_bounds=True, bits=8, block_size=128).store),
     )
     with pytest.raises(ValueError, match="in units of 128 tokens"):
         target[0].new_cache(CacheSpec(1, 1, 16, 4), EpsConfig.of(method="box", bound_bits=8).store, target[1])

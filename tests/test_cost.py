@@ -71,7 +71,15 @@ def test_what_is_timed_is_gated_although_the_config_says_dense(target, monkeypat
 
     real = backend.select
     monkeypatch.setattr(backend, "select", select)
-    measure(backend, device, "auto", SPEC, 4, EpsConfig.of(method="rq", min_context=10**6), 2048)
+    measure(
+        backend,
+        device,
+        "auto",
+        SPEC,
+        4,
+        EpsConfig.of(method="rq", group_tokens=16, mean_tokens=32, budget=0.05, min_context=10**6),
+        2048,
+    )
     assert len(selections) == 2 * (2 + cost.ROUNDS)
     assert all(int(np.asarray(s.uniform).max()) < 128 for s in selections)  # of 128 and 256 groups
 

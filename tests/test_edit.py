@@ -173,8 +173,8 @@ def test_what_is_turned_in_a_small_cache_is_rounded_once_more(target: tuple, mod
 CONFIGS = {
     "box": {"method": "box", "group_tokens": 4, "first_tokens": 4, "last_tokens": 8, "budget": 0.3},
     "jl": {"method": "jl", "group_tokens": 8, "first_tokens": 4, "last_tokens": 8, "budget": 0.3},
-    "rq": {"method": "rq", "first_tokens": 4, "last_tokens": 8, "budget": 0.2},
-    "rq-bounds": {"method": "rq", "bound_bits": 8, "first_tokens": 4, "last_tokens": 8, "budget": 0.2},
+    "rq": {"method": "rq", "mean_tokens": 32, "first_tokens": 4, "last_tokens": 8, "budget": 0.2},
+    "rq-bounds": {"method": "rq", "mean_tokens": 32, "bound_bits": 8, "first_tokens": 4, "last_tokens": 8, "budget": 0.2},
 }  # fmt: skip
 
 

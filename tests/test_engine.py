@@ -24,7 +24,7 @@ from eps_core.errors import ConfigError
 from eps_core.load import load_backend
 from eps_core.paging.pool import PagePool
 
-RQ = EpsConfig.of("rq", budget=0.2, first_tokens=2, last_tokens=8, tail_tokens=32)
+RQ = EpsConfig.of("rq", group_tokens=2, mean_tokens=32, budget=0.2, first_tokens=2, last_tokens=8, tail_tokens=32)
 
 
 # ---- the pool ----

@@ -270,7 +270,7 @@ def test_the_axes_of_certificates_second_bits_tails_and_guards() -> None:
     dropped, kept = (config_of(cell, None) for cell in expand(axes, "g"))
     assert dropped == kept.replace(tail_tokens=0) and kept.store.tail_tokens == 32
     assert (kept.store.bound_bits, kept.read.refine, kept.read.scope) == (4, 0.25, "union")
-    assert (kept.read.first_tokens, kept.read.last_tokens) == (6, 0)
+    assert (kept.read.first_tokens, kept.read.last_tokens) == (3, 0)
     for setting, words in (
         (Setting(strict=True, bound_bits=0), "eps-strict needs bounds"),
         (Setting(first_n=-1), "first_n -1 is negative"),
@@ -379,10 +379,10 @@ def begun_earlier(line: dict[str, Any], form: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("form", "words"),
     [
-        ("its config", "of cell 0 (rq, context 288) config.mean_tokens differs (0 there, 32 now)"),
-        ("an older config", "of cell 0 (rq, context 288) config.mean_tokens differs (0 there, 32 now)"),
-        ("its columns", "of cell 0 (rq, context 288) cell.mean_tokens differs (None there, 32 now)"),
-        ("older columns", "of cell 0 (rq, context 288) cell.mean_tokens differs (None there, 32 now)"),
+        ("its config", "of cell 0 (rq, context 288) config.mean_tokens differs (0 there, 64 now)"),
+        ("an older config", "of cell 0 (rq, context 288) config.mean_tokens differs (0 there, 64 now)"),
+        ("its columns", "of cell 0 (rq, context 288) cell.mean_tokens differs (None there, 64 now)"),
+        ("older columns", "of cell 0 (rq, context 288) cell.mean_tokens differs (None there, 64 now)"),
         ("the same, by its columns", None),
     ],
 )
@@ -414,7 +414,7 @@ def test_a_grid_goes_on_over_a_changed_default_only_where_it_does_not_matter(
         run(model, named, {**axes, "mean_tokens": 0})
     assert [cell["config"]["mean_tokens"] for cell in cells_of(out)] == [0]
     written = out.read_bytes()
-    assert "config.mean_tokens differs (0 there, 32 now)" in refusal(model, out, axes)
+    assert "config.mean_tokens differs (0 there, 64 now)" in refusal(model, out, axes)
     assert out.read_bytes() == written
     assert run(model, named, {**axes, "mean_tokens": 0})["resumed"] == 1
     monkeypatch.setattr(rq, "FACTS", replace(rq.FACTS, guards=(0, 16)))

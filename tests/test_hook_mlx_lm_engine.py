@@ -37,7 +37,7 @@ from eps_mlx.hooks.mlx_lm import engine as mlx_lm_engine
 from eps_mlx.hooks.mlx_lm import open_engine, serve
 from eps_mlx.hooks.mlx_lm.hook import Hook
 
-RQ = {"method": "rq", "budget": 0.1}
+RQ = {"method": "rq", "budget": 0.1, "group_tokens": 2, "mean_tokens": 32, "tail_tokens": 128}
 # queries of another order of additions may round to other steps, and lists must be equal
 CENTRED = {**RQ, "mean_tokens": 0}
 

@@ -75,7 +75,7 @@ def test_what_is_wrong_is_named(monkeypatch, name, change, expected) -> None:
     import eps_cuda
 
     monkeypatch.setattr(eps_cuda, name, broken(eps_cuda, name, change))
-    config = EpsConfig.of(method="rq")
+    config = EpsConfig.of(method="rq").with_tail()
     fault = disagreement(eps_cuda, "cpu", "numba", CacheSpec(1, 2, 32, 1), 4, config, verified=True)
     assert fault is not None and expected in fault
 

@@ -496,7 +496,7 @@ def test_evaluate_does_not_go_on_with_another_run(
 def test_an_evaluation_of_before_unit_means_goes_on_as_the_same_and_not_as_the_default(
     model: Path, tmp_path: Path
 ) -> None:
-    out, rq = tmp_path / "e.jsonl", ["--eps-method", "rq", "--text-steps", 0, "--no-oracle"]
+    out, rq = tmp_path / "e.jsonl", ["--eps-method", "rq", "--eps-budget-floor", 0, "--text-steps", 0, "--no-oracle"]
     evaluate(model, out, *rq, "--eps-unit-tokens", 0)
     first, *rest = lines_of(out)
     assert all(first["config"].pop(name) == value for name, value in EARLIER.items())
@@ -504,7 +504,7 @@ def test_an_evaluation_of_before_unit_means_goes_on_as_the_same_and_not_as_the_d
     before = out.read_bytes()
     with pytest.raises(ConfigError) as error:
         evaluate(model, out, *rq)
-    assert "its config.mean_tokens differs (0 there, 32 now): ask for the same, or give another -o" in str(error.value)
+    assert "its config.mean_tokens differs (0 there, 64 now): ask for the same, or give another -o" in str(error.value)
     assert evaluate(model, out, *rq, "--eps-unit-tokens", 0)["resumed"] == 4
     assert out.read_bytes() == before
 

@@ -46,7 +46,7 @@ def pages(units: int, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 LAYOUTS = (interleaved_hnd, interleaved_nhd, pages)
 CONFIGS = {
-    "rq@2": {"method": "rq"},
+    "rq@2": {"method": "rq", "group_tokens": 2, "mean_tokens": 32, "tail_tokens": 128, "budget": 0.05},
     "rq@4 of 2 bits": {"method": "rq", "group_tokens": 4, "bits": 2},
     "box": {"method": "box", "group_tokens": 16},
     "moments, tail of 64": {"method": "moments", "group_tokens": 16, "tail_tokens": 64},
@@ -171,7 +171,7 @@ def test_pools_that_do_not_fit_are_refused() -> None:
 
 
 def test_what_an_engine_wrote_is_adopted_as_if_eps_had_been_there() -> None:
-    config = EpsConfig.of(method="rq", bound_bits=8, budget=0.2)
+    config = EpsConfig.of(method="rq", bound_bits=8, budget=0.2).with_tail()
     watched, late = caches(config, pages, "numba", "float32")
     table, rng = fill(config, (watched, late))
     forget(late)

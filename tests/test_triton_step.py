@@ -30,8 +30,8 @@ STEPS = 5
 CONFIG = EpsConfig.of(method="rq", budget=0.2, last_tokens=16)
 CONFIGS = {
     "units": CONFIG,
-    "short units in three parts": CONFIG.replace(mean_tokens=32, stages=(0.5, 0.2)),
-    "about a centre": EpsConfig.of(method="rq", mean_tokens=0, budget=0.2, last_tokens=16),
+    "short units in three parts": CONFIG.replace(mean_tokens=32, group_tokens=2, tail_tokens=128),
+    "about a centre": EpsConfig.of(method="rq", mean_tokens=0, group_tokens=2, budget=0.2, last_tokens=16),
 }
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::item", "aten::equal"}
 
@@ -216,14 +216,13 @@ def test_cache_is_left_as_array_operations_leave_it(model) -> None:
     ("config", "prompts"),
     [
         (EpsConfig.of(method="rq", policy="share", tau=0.01), PROMPTS),
-        (EpsConfig.of(method="rq", bound_bits=8), PROMPTS),
+        (EpsConfig.of(method="rq", bound_bits=8, budget=0.05), PROMPTS),
         (EpsConfig.of(method="box", group_tokens=16), PROMPTS),
-        (EpsConfig.of(method="rq", tail_tokens=0), PROMPTS),
-        (EpsConfig.of(method="rq", min_context=330), PROMPTS),
+        (EpsConfig.of(method="rq", min_context=330, budget=0.05), PROMPTS),
         (CONFIG.replace(stages=(), rq_bounds=True), PROMPTS),
         (CONFIGS["about a centre"], [[5, 6, 7] * 20]),  # too short for one
     ],
-    ids=["share", "bounds", "box", "no tail", "below min_context", "bounds of its own", "no centre"],
+    ids=["share", "bounds", "box", "below min_context", "bounds of its own", "no centre"],
 )
 def test_what_it_does_not_cover_takes_the_other_way(model, config, prompts) -> None:
     records, cache, _ = decode(model, "triton", config, prompts, 2)
