@@ -34,7 +34,7 @@ TAUS = tuple({"policy": "share", "tau": tau} for tau in (1e-2, 4e-3, 2e-3, 1e-3,
 BUDGETS = tuple({"budget": budget} for budget in (0.015, 0.022, 0.03, 0.05, 0.08, 0.12))
 MASSES = tuple({"policy": "mass", "epsilon": epsilon} for epsilon in (0.6, 0.4, 0.3, 0.2, 0.1))
 WIDER = tuple({"budget": budget} for budget in (0.05, 0.08, 0.12, 0.18, 0.26))
-CENTRE = DEFAULT.replace(mean_tokens=0)  # the codes themselves: evaluate.py --arms codes
+CENTRE = DEFAULT.replace(mean_tokens=0, stages=None, refine=None)  # the codes themselves: evaluate.py --arms codes
 FIRST = CENTRE.replace(refine=0.0, tail_tokens=0, first_tokens=16, last_tokens=128)
 # (what, the configuration, the settings of its curve)
 ARMS = (

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 from eps_core.errors import ConfigError, exit_code
 from eps_core.evaluation.curves import (
     CUTS,
-    PAIRS,
     EARLIER,
     FLOOR,
     HEADLINE,
+    PAIRS,
     ArmName,
     Cell,
     Floor,
@@ -206,17 +206,6 @@ def floors(found: list[Cell], head_dim: int) -> dict[ArmName, dict[int, Floor]]:
             if ratio is not None and how == "measured" and name in FOLLOWED:
                 split.setdefault(name, {})[context] = floor(FOLLOWED[name], head_dim, context, ratio)
     return split
-
-
-def floor_table(found: list[Cell], head_dim: int) -> list[str]:
-    table = ["| method, S | context | of the bytes | summaries | tail | K and V | tokens of K and V read "
-             "| tokens' worth in all |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
-    for name, by_context in floors(found, head_dim).items():
-        for context, part in by_context.items():
-            shares = " | ".join(f"{share:.4f}" for share in (sum(part), *part))
-            worth = f"{part.tokens * context:,.0f} | {sum(part) * context:,.0f}"
-            table.append(f"| {label(name)} | {context:,} | {shares} | {worth} |")
-    return table
 
 
 def context_figure(found: list[Cell], head_dim: int) -> str:
@@ -412,7 +401,6 @@ def main() -> None:
     if has_long:
         run = first(rows(out / "long.jsonl", "run"), "run line of the long model")
         split = as_stored_now(out, measured["long"]), run["head_dim"]
-        parts += ["## What the bytes at that KL are of, long model", "", *floor_table(*split), ""]
         made["context.svg"] = context_figure(*split)
     for model, found in measured.items():
         for context in sorted({cell.context_tokens for cell in found}):

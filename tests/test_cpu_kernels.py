@@ -306,7 +306,8 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
     rng, backend = np.random.default_rng(0), load_backend("cuda")
     monkeypatch.setattr(kernels_of(backend), "_run", counted)
     for config, whole_rows in (
-        (EpsConfig.of(method="rq", mean_tokens=0).with_tail(), False), (EpsConfig.of(method="rq", mean_tokens=64), False),
+        (EpsConfig.of(method="rq", mean_tokens=0).with_tail(), False),
+        (EpsConfig.of(method="rq", mean_tokens=64), False),
         (EpsConfig.of(method="rq", mean_tokens=64), True), (EpsConfig.of(method="rq", mean_tokens=64, refine=0), False),
         (EpsConfig.of(method="box"), False), (EpsConfig.of(method="ball"), False),
         (EpsConfig.of(method="meanstd"), False),

@@ -61,9 +61,12 @@ def test_a_byte_budget_buys_what_it_pays_for(arm: EpsConfig) -> None:
     length, head_dim, fraction = 4096, 64, 0.2
     groups = budget_groups(arm, length, 16, head_dim, fraction)
     assert groups is not None
-    summaries, dense = scoring_bytes(arm, head_dim, [length]), length * 2 * head_dim * 2
-    group = arm.store.S * 2 * head_dim * 2
-    assert summaries + groups * group <= fraction * dense < summaries + (groups + 1) * group
+    dense, group = length * 2 * head_dim * 2, arm.store.S * 2 * head_dim * 2
+
+    def cost(selected: int) -> int:
+        return scoring_bytes(arm.replace(top_pages=selected), head_dim, [length]) + selected * group
+
+    assert cost(groups) <= fraction * dense < cost(groups + 1)
     # no more than the guards, or not even the summaries: nothing would be measured of the method
     assert budget_groups(arm, length, 16, head_dim, 0.02 if arm.store.method == "rq" else 0.03) is None
 

@@ -174,7 +174,9 @@ CONFIGS = {
     "box": {"method": "box", "group_tokens": 4, "first_tokens": 4, "last_tokens": 8, "budget": 0.3},
     "jl": {"method": "jl", "group_tokens": 8, "first_tokens": 4, "last_tokens": 8, "budget": 0.3},
     "rq": {"method": "rq", "mean_tokens": 32, "first_tokens": 4, "last_tokens": 8, "budget": 0.2},
-    "rq-bounds": {"method": "rq", "mean_tokens": 32, "bound_bits": 8, "first_tokens": 4, "last_tokens": 8, "budget": 0.2},
+    "rq-bounds": {
+        "method": "rq", "mean_tokens": 32, "bound_bits": 8, "first_tokens": 4, "last_tokens": 8, "budget": 0.2,
+    },
 }  # fmt: skip
 
 

