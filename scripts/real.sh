@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Measures EPS and its peers on real pretrained models: KL against bytes at five cells, 8 documents of 64 steps each.
+# Some hours on 2 idle cores (the cell of 32,768 tokens alone prefills for ten minutes a document). Documents that are
+# in real.jsonl are not measured again, so it goes on where it was stopped.
+# Usage: [EPS_REAL_QUICK=1] scripts/real.sh [output folder, default results]
+# EPS_REAL_QUICK=1: SmolLM2 at 2,048 tokens, 2 documents of 16 steps, into real-quick.jsonl; some ten minutes.
+set -euo pipefail
+. "$(dirname "$0")/help.sh"
+begin "$@"
+venv=$(scripts/setup.sh mlx,cuda,dev)
+models=${EPS_MODEL_CACHE:-$HOME/.cache/eps/models}
+mkdir -p "$models"
+"$venv/bin/python" scripts/get_model.py smollm2 "$models/smollm2"
+if [ -n "${EPS_REAL_QUICK:-}" ]; then
+  "$venv/bin/python" scripts/real.py --model "$models/smollm2" --context 2048 --documents 2 --steps 16 \
+    --budgets 0.05 0.1 0.2 -o "$out/real-quick.jsonl"
+  exit
+fi
+"$venv/bin/python" scripts/get_model.py qwen-coder "$models/qwen-coder"
+cell() { # MODEL CONTEXT
+  "$venv/bin/python" scripts/real.py --model "$models/$1" --context "$2" --documents 8 --steps 64 -o "$out/real.jsonl"
+  took "$1 at $2 tokens"
+}
+cell smollm2 4096
+cell smollm2 8128  # and 64 decoded: the model's 8,192
+cell qwen-coder 8192
+cell qwen-coder 16384
+cell qwen-coder 32704
