@@ -84,5 +84,8 @@ def test_a_needle_is_answered_where_dense_decoding_answers_it(session: Session) 
     needle, question = "\n# The code for otter is 31415.\n", "\n# What is the code for otter? The code for otter is "
     text = session.decode(filler[:middle]) + needle + session.decode(filler[middle:]) + question
     found = run_document(session, Document(session.encode(text), 6), {"default": DEFAULT})
-    assert "31415" in session.decode(found[DENSE].said[0])
-    assert "31415" in session.decode(found["default"].said[0])
+    if session.backend_name == "cuda":  # the others' contexts are short, and dense under the default
+        assert "31415" in session.decode(found[DENSE].said[0])
+        assert "31415" in session.decode(found["default"].said[0])
+    else:
+        assert found["default"].said == found[DENSE].said
