@@ -107,7 +107,8 @@ def test_counter_equals_gathered_tiles(target, counter, name, dtype):
 def test_rq_stores_two_bits_and_scans_one():
     """D = 128, S = 2, about a centre: 18 + 18 bytes of 1,024 stored, 18 scanned, the second 18 read of the best
     eighth."""
-    plain, coarse = (EpsConfig.of(method="rq", group_tokens=2, mean_tokens=0, **one) for one in ({}, {"refine": 0}))
+    few = {"method": "rq", "group_tokens": 2, "mean_tokens": 0, "budget": 0.01}
+    plain, coarse = (EpsConfig.of(**few, **one) for one in ({}, {"refine": 0}))
     assert (summary_group_bytes(plain.store, 128), summary_group_bytes(coarse.store, 128)) == (36, 18)
     assert (
         summary_group_bytes(plain.store, 128) / (2 * CacheSpec(1, 1, 128, 1, "bfloat16").kv_token_bytes) == 0.03515625
@@ -116,8 +117,9 @@ def test_rq_stores_two_bits_and_scans_one():
     assert scoring_bytes(plain, 128, [2000]) == 1000 * 18 + 125 * 18
     assert scoring_bytes(plain, 128, [2001]) == 1001 * 18 + 126 * 18
     assert scoring_bytes(coarse, 128, [2000]) == 1000 * 18
-    # of each sequence as many as it has: what pads a table or a list is not counted
-    assert scoring_bytes(plain, 128, [2000, 10]) == 1000 * 18 + 125 * 18 + 5 * 18 + 1 * 18
+    # of each sequence as many as it has, and twice what is selected at least: padding is not counted
+    assert scoring_bytes(plain, 128, [2000, 10]) == 1000 * 18 + 125 * 18 + 5 * 18 + 2 * 18
+    assert scoring_bytes(plain.replace(budget=0.25), 128, [2000]) == 1000 * 18 + 500 * 18
     # a step's, once for all its layers
     step = Where.of(plain, np.zeros((2, 125), np.int32), np.array([2000, 10]))
     for head_dim in (128, 64, 128):
@@ -146,7 +148,8 @@ def score_once(backend, device, counter, case: Case) -> int:
 def test_scoring_gathers_the_bytes_that_are_reported(target, counter, refine, lengths):
     """Array operations gather whole tables: what is reported, and the padding of ragged batches besides."""
     backend, device = target
-    case = Case(lengths, eps("rq", group_tokens=2, mean_tokens=0, refine=refine, tail_tokens=0), head_dim=64)
+    few = {"group_tokens": 2, "budget": 0.01, "tail_tokens": 0}  # so that scores read on by their shares
+    case = Case(lengths, eps("rq", mean_tokens=0, refine=refine, **few), head_dim=64)
     batch = score_once(backend, device, counter, case)
     assert scoring_bytes(case.config, 64, lengths) == 10 * sum(
         -(-length // 2) + int(np.ceil(refine * -(-length // 2))) for length in lengths
@@ -162,9 +165,8 @@ PARTS = {(): [8], (0.25,): [4, 4], (0.5, 0.2): [2, 2, 4]}
 @pytest.mark.parametrize("stages", PARTS, ids=str)
 @pytest.mark.parametrize("lengths", [(608,), (608, 608), (608, 37)])
 def test_scoring_in_stages_gathers_each_part_of_those_that_are_left(target, counter, stages, lengths):
-    case = Case(
-        lengths, eps("rq", group_tokens=2, mean_tokens=64, stages=stages, refine=0.0625, tail_tokens=0), head_dim=64
-    )
+    few = {"group_tokens": 2, "budget": 0.01, "tail_tokens": 0}
+    case = Case(lengths, eps("rq", mean_tokens=64, stages=stages, refine=0.0625, **few), head_dim=64)
 
     def read(length: int) -> int:
         """A mean in 4 bits a dimension and its scale; of 32 groups a scale in one byte and the first part; then each

@@ -85,9 +85,10 @@ def test_curves_rise_to_one_and_follow_the_oracle() -> None:
 
 
 def test_break_even_is_where_the_bytes_cross() -> None:
-    tokens = break_even_tokens(CONFIG, 64, 256, 0.2)
+    config = CONFIG.replace(budget=0.01)
+    tokens = break_even_tokens(config, 64, 256, 0.2)
     assert tokens is not None
-    per_group = scoring_bytes(CONFIG, 64, [3200]) / 800
+    per_group = scoring_bytes(config, 64, [3200]) / 800
     gated = (4 + 16 + 4) * 256 + tokens / 4 * per_group + 0.2 * tokens * 256
     assert gated == pytest.approx(tokens * 256)
     assert break_even_tokens(CONFIG, 64, 256, 1.0) is None

@@ -414,7 +414,7 @@ def test_a_grid_goes_on_over_a_changed_default_only_where_it_does_not_matter(
         run(model, named, {**axes, "mean_tokens": 0})
     assert [cell["config"]["mean_tokens"] for cell in cells_of(out)] == [0]
     written = out.read_bytes()
-    assert "config.mean_tokens differs (0 there, 64 now)" in refusal(model, out, axes)
+    assert "config.mean_tokens differs (0 there, 32 now)" in refusal(model, out, axes)
     assert out.read_bytes() == written
     assert run(model, named, {**axes, "mean_tokens": 0})["resumed"] == 1
     monkeypatch.setattr(rq, "FACTS", replace(rq.FACTS, guards=(0, 16)))
