@@ -456,7 +456,8 @@ def check_stored_tail(backend: ModuleType, case: Case, tail, reference) -> None:
     assert bytes_each == case.head_dim + 2
     for units in (1, 7):
         lengths = [units * config.store.unit_tokens]
-        without = scoring_bytes(config.replace(tail_tokens=0), case.head_dim, lengths)
+        untailed = config.replace(tail_tokens=0, mean_tokens=config.store.mean_tokens)
+        without = scoring_bytes(untailed, case.head_dim, lengths)
         assert scoring_bytes(config, case.head_dim, lengths) - without == units * per_unit * bytes_each
     assert set(stored) == set(want)
     scale = want["mean_scale"].astype(np.float64)
