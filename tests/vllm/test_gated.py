@@ -94,13 +94,13 @@ def test_needles_are_answered_dense_and_gated() -> None:
         said = engines.say(llm, asked, 6, logprobs=None)
         found = engines.stats(llm)
         assert [engines.text(tokens)[:5] for tokens, _ in said] == answers
-        assert 0.05 < found["bytes_ratio"] < 0.08 and found["groups_visited"] < 0.06 * found["groups_total"]
+        assert 0.05 < found["bytes_ratio"] < 0.1 and found["groups_visited"] < 0.06 * found["groups_total"]
         assert not found["fallbacks"] and found["rows"] == 4 * 5
         # from the prefix cache now, with the summaries that lie beside it
         llm.collective_rpc("eps_reset")
         again = engines.say(llm, asked, 6, logprobs=None)
         assert [engines.text(tokens)[:5] for tokens, _ in again] == answers
-        assert engines.stats(llm)["tokens_adopted"] == 0 and engines.stats(llm)["bytes_ratio"] < 0.08
+        assert engines.stats(llm)["tokens_adopted"] == 0 and engines.stats(llm)["bytes_ratio"] < 0.1
     with engines.engine(engines.DEMO, **more) as llm:
         dense = engines.say(llm, asked, 6, logprobs=None)
     assert [tokens for tokens, _ in dense] == [tokens for tokens, _ in said]
@@ -137,4 +137,4 @@ def test_blocks_of_other_sizes(block: int, models: dict[str, Path]) -> None:
     with engines.engine(engines.DEMO, settings, block_size=block, max_model_len=4096) as llm:
         assert engines.runtime(llm).settings is not None
         [(tokens, _)] = engines.say(llm, asked, 6, logprobs=None)
-        assert engines.text(tokens)[:5] == answers[0] and engines.stats(llm)["bytes_ratio"] < 0.08
+        assert engines.text(tokens)[:5] == answers[0] and engines.stats(llm)["bytes_ratio"] < 0.1

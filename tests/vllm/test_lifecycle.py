@@ -116,7 +116,7 @@ def test_knobs_turn_while_it_runs_and_what_is_kept_does_not() -> None:
             llm.collective_rpc("eps_reset")
             engines.say(llm, asked, 6, logprobs=None)
             ratios.append(engines.stats(llm)["bytes_ratio"])
-        assert 0.1 < ratios[0] < 0.15 < 0.3 < ratios[1] < 0.35
+        assert 0.1 < ratios[0] < 0.15 < 0.3 < ratios[1] < 0.4
         for wrong in ({"group_tokens": 4}, {"budget": -1.0}, {"budgets": 0.1}, {"kernels": "arrays"}):
             with pytest.raises(Exception, match=r"begin|began|budget|fixed"):
                 llm.collective_rpc("eps_set", kwargs=wrong)
