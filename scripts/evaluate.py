@@ -1,6 +1,7 @@
 """Makes the table of results/README.md: every method at equal total bytes, on the demo model, at each context length.
 
     python scripts/evaluate.py -o results/methods.jsonl            (half an hour on 2 cores)
+    python scripts/evaluate.py --model DIR --text prose --chat -o FILE     (another text; needles in a chat template)
     python scripts/evaluate.py --arms memory -o results/memory.jsonl      (codes, eviction and EPS, alone and together)
     python scripts/evaluate.py --arms rewrites -o results/rewrites.jsonl  (other formats of K and V, by round trip)
     python scripts/evaluate.py --arms linear -o results/linear.jsonl      (linear attention's states, windows)
@@ -31,7 +32,7 @@ from eps_core.evaluation.curves import BYTE_BUDGETS, SETS, TAUS
 from eps_core.files import outputs
 from eps_core.files.resumable import ResumableFile
 from eps_core.load import load_backend
-from eps_core.tasks.corpus import SHA256
+from eps_core.tasks.corpus import KINDS
 from eps_core.telemetry.provenance import provenance
 from eps_core.telemetry.terminal import Progress, duration
 
@@ -70,6 +71,8 @@ def main() -> None:
     parser.add_argument(
         "--long", type=argument(TOKENS), default=12288, help="contexts from here on get a third of the documents"
     )
+    parser.add_argument("--text", choices=KINDS, default="code", help="kind of text, of haystacks, too (code)")
+    parser.add_argument("--chat", action="store_true", help="ask for needles in the model's chat template")
     parser.add_argument("--text-steps", type=argument(TOKENS), default=64)
     parser.add_argument("--budgets", type=argument(PART), nargs="+", default=BYTE_BUDGETS)
     parser.add_argument(
@@ -85,7 +88,11 @@ def main() -> None:
         args.arms == MEMORY or (args.policies, args.shares) == (memory.SHARED, memory.SHARES),
         f"--policies and --shares are of --arms {MEMORY}, not {args.arms}: drop them",
     )
-    changed = [name for name in ("model", "policies", "shares") if getattr(args, name) != parser.get_default(name)]
+    changed = [
+        name
+        for name in ("model", "policies", "shares", "text", "chat")
+        if getattr(args, name) != parser.get_default(name)
+    ]
     require(
         args.out is not None or not changed,
         f"--{', --'.join(changed)} would land on the table of all arms on the demo model: add -o FILE",
@@ -110,7 +117,7 @@ def main() -> None:
         "cache_dtype": "bfloat16",
         "compute_dtype": "float32",
         "seed": args.seed,
-        "corpus": SHA256,
+        "corpus": KINDS[args.text],
         "asked": asked,
     }
     started = time.time()
@@ -139,14 +146,15 @@ def _tables(args: argparse.Namespace, head_dim: int, lines: ResumableFile) -> No
             part = 3 if context >= args.long else 1
             needles, texts = -(-args.needles // part), -(-args.texts // part)
             size = context, needles, texts, args.text_steps
+            kinds = {"seed": args.seed, "text": args.text, "chat": args.chat}
             if suite is memory:
                 arms = memory.arms(args.shares, args.policies) if args.arms == MEMORY else memory.constant()
-                plan = memory.Plan(*size, seed=args.seed, arms=arms)
+                plan = memory.Plan(*size, **kinds, arms=arms)
             elif suite is not curves:
-                plan = suite.Plan(*size, seed=args.seed)
+                plan = suite.Plan(*size, **kinds)
             else:
                 points = {"arms": SETS[args.arms], "byte_budgets": tuple(args.budgets), "taus": tuple(args.taus)}
-                plan = curves.Plan(*size, seed=args.seed, **points)
+                plan = curves.Plan(*size, **kinds, **points)
             started = time.time()
             futures = [pool.submit(_document, *source, plan, kind, index) for kind, index in plan.documents()]
             results = []

@@ -14,6 +14,7 @@ from eps_core.cli.evaluate import evaluate_command
 from eps_core.errors import ConfigError
 from eps_core.evaluation import measure
 from eps_core.evaluation.quality import Answer, table, task_result
+from eps_core.tasks.corpus import corpus
 from eps_core.tasks.needle import Sample, needle_document
 from eps_core.tasks.questions import ANSWER_SLACK_TOKENS, Question, fit_question, generated_questions, text_window
 from eps_core.tasks.ruler import DEPTHS, known_tasks, make_sample
@@ -92,6 +93,19 @@ def test_lists_hold_the_pair_that_is_asked_for_among_many(task, line, question):
     pairs = re.findall(line, sample.prompt, re.MULTILINE)
     assert len(pairs) > 90 and len(dict(pairs)) == len(pairs)
     assert sample.answers == (dict(pairs)[re.search(question, sample.prompt)[1]],)
+
+
+@pytest.mark.parametrize("task, line", [("code_function", "def {}():\n    return "), ("code_constant", "{} = ")])
+def test_code_is_looked_up_between_the_definitions_of_a_module(task: str, line: str) -> None:
+    between = 0
+    for seed in range(10):
+        sample = make_sample(task, corpus(), 20000, seed, 0.5)
+        name = re.search(r"    assert (\w+)(\(\))? == $", sample.prompt)[1]
+        before, after = sample.prompt.split("\n\n" + line.format(name))
+        assert after.startswith(sample.answers[0] + "\n") and abs(len(before) / len(sample.prompt) - 0.5) < 0.11
+        between += before.endswith("\n") and re.match(r"\d+\n\n\n(def|class|@)", after) is not None
+        assert sample.lead == sample.prompt[sample.prompt.rindex("    assert ") :]
+    assert between >= 3  # else the nearest definition is too far from the depth asked for
 
 
 def test_variables_are_those_that_hold_the_value_when_the_text_is_run_from_the_top():
@@ -256,6 +270,7 @@ def test_benchmark_files_are_scored_by_their_own_metrics(tmp_path: Path):
         (["--longbench", "absent.jsonl"], "absent.jsonl"),
         (["--longbench-prompts", "x.json"], "--longbench"),
         (["--text", "absent.txt"], "absent.txt"),
+        (["--chat"], "no chat template"),
         (["--model", "absent", "--eps-method", "rq"], "absent"),
         (["-o", "absent/x.jsonl"], "absent"),
         (["--device", "cuda"], "device cuda"),
@@ -279,6 +294,6 @@ def test_contexts_are_repeated_or_lists(flags: list[str], monkeypatch: pytest.Mo
     assert asked[0].contexts == (260, 300, 280)
 
 
-def test_help_says_that_prompts_are_raw():
+def test_help_says_when_prompts_are_raw():
     help_text = " ".join(CliRunner().invoke(evaluate_command, ["--help"]).stdout.split())
     assert "no chat template is applied" in help_text

@@ -20,7 +20,7 @@ NO_TASKS = "none"
 # flags that a request calls the same
 _SAME = (
     "samples", "text_steps", "oracle", "seed", "longbench", "longbench_prompts", "ruler", "model", "backend", "device",
-    "text", "out",
+    "text", "out", "chat",
 )  # fmt: skip
 
 
@@ -53,6 +53,7 @@ _SAME = (
     help="Tokens of a generated task, answer included, and of text, as in 4096,8192. Repeatable.  "
     f"[default: {DEFAULT_CONTEXT}, or as many as the model holds]",
 )  # fmt: skip
+@option("--chat", heading=INPUT, is_flag=True, help="Ask in the model's chat template, where a task's authors do.")
 @option(
     "--samples", heading=INPUT, type=TOKENS, default=20, show_default=True,
     help="Of each task and context, of each dataset in a file (its first ones), and documents of text.",
@@ -82,8 +83,8 @@ _SAME = (
 def evaluate_command(ctx: click.Context, /, **flags: Any) -> None:
     """Score tasks densely and with EPS, and measure how far the next-token distribution moves on real text.
 
-    Differences are paired, over the same documents, with 95 % bootstrap intervals. Prompts are raw: no chat template
-    is applied, so an instruction-tuned model may score below its published figures; compare EPS with dense.
+    Differences are paired, over the same documents, with 95 % bootstrap intervals. Without
+    --chat no chat template is applied: an instruction-tuned model may score below its published figures.
 
     The demo model knows the sentence of niah_single and niah_multikey and nothing else: it fails the other tasks
     densely, and a task that dense fails says nothing about EPS.

@@ -5,6 +5,7 @@ Templates come with models, from anywhere: they run in Jinja's immutable sandbox
 
 import json
 import os
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -49,6 +50,22 @@ def render_messages(path: Path, messages: list[dict[str, str]]) -> str:
         raise ConfigError(
             f"the chat template of {path} fails on this prompt ({one_line(error)}): leave out --chat, or mend it"
         ) from error
+
+
+def in_chat(path: Path, encode: Callable[..., list[int]]) -> Callable[[str, str], list[int]]:
+    """Return a function that encodes a prompt as a user's message in the chat template of the model in `path`, after
+    which the assistant has begun to answer with the lead, the prompt's end."""
+    return lambda prompt, lead: encode(
+        render(path, prompt.removesuffix(lead).rstrip().removesuffix("\nAnswer:")) + lead, special=False
+    )
+
+
+def has_template(path: Path) -> bool:
+    """Whether the model in `path` brings a chat template."""
+    config = path / "tokenizer_config.json"
+    return any(os.path.lexists(path / name) for name in ("chat_template.jinja", "chat_template.json")) or (
+        os.path.lexists(config) and read_json(config).get("chat_template") is not None
+    )
 
 
 def _template(path: Path, config: dict[str, Any]) -> str:

@@ -17,14 +17,17 @@ import numpy as np
 
 from eps_core.config.bytes import scoring_bytes, tail_bytes
 from eps_core.config.eps import EpsConfig
+from eps_core.decode.chat import has_template, in_chat, render_messages
 from eps_core.decode.session import Session
-from eps_core.evaluation.runner import DENSE, Document, run_document
+from eps_core.evaluation.runner import DENSE, Document, Outcome, run_document
 from eps_core.evaluation.statistics import bootstrap_interval
 from eps_core.files.records import Count, Name, Nats, Positive
 from eps_core.oracle.selection import guards
 from eps_core.summaries.table import facts
-from eps_core.tasks.corpus import corpus
-from eps_core.tasks.needle import VALUE_DIGITS, filler, needle_document
+from eps_core.tasks.corpus import conversation, haystack, num_topics, plain_chat
+from eps_core.tasks.needle import VALUE_DIGITS
+from eps_core.tasks.questions import needle_tokens, text_window
+from eps_core.tasks.sizing import answers, check_length
 
 Key = tuple[int, float]  # index of an arm, byte budget (topk) or tau (share)
 BYTE_BUDGETS = (0.04, 0.055, 0.07, 0.10, 0.14, 0.20, 0.28)
@@ -163,13 +166,16 @@ def budget_groups(config: EpsConfig, length: int, num_steps: int, head_dim: int,
 
 @dataclass(frozen=True)
 class Documents:
-    """What one table at one context length is of; documents are independent of each other and of their order."""
+    """What one table at one context, in tokens of the model's tokenizer, is of; documents are independent of each other
+    and of their order."""
 
     context_tokens: int
     num_needles: int = 50
     num_texts: int = 6
     text_steps: int = 64
     seed: int = 0
+    text: str = "code"  # kind of it: see `tasks.corpus.KINDS`
+    chat: bool = False  # needles are asked in the model's chat template
 
     def documents(self) -> list[tuple[str, int]]:
         return [("text", i) for i in range(self.num_texts)] + [("needle", i) for i in range(self.num_needles)]
@@ -223,10 +229,10 @@ def tally_document(session: Session, plan: Plan, kind: str, index: int) -> tuple
 
 
 def _text(session: Session, plan: Plan, index: int) -> tuple[dict[Key, Tally], bool]:
-    """A window of held-out text, decoded along its own bytes."""
+    """A window of held-out text, decoded along its own tokens."""
     found = run_document(
         session,
-        text_document(session, plan.context_tokens, plan.text_steps, plan.seed, index),
+        text_document(session, plan.context_tokens, plan.text_steps, plan.seed, index, plan.text),
         plan.configs(session.spec.head_dim),
     )
     del found[DENSE]
@@ -239,26 +245,47 @@ def _text(session: Session, plan: Plan, index: int) -> tuple[dict[Key, Tally], b
     return tallies, True
 
 
-def text_document(session: Session, context_tokens: int, steps: int, seed: int, index: int) -> Document:
-    """Window `index` of held-out text, to be decoded along its last `steps` tokens."""
-    rng = np.random.default_rng([seed, 1, index])
-    window = filler(corpus(), context_tokens + steps, rng).decode("ascii")
-    return Document.along(session.encode(window)[: context_tokens + steps], steps)
+def text_document(
+    session: Session, context_tokens: int, steps: int, seed: int, index: int, text: str = "code"
+) -> Document:
+    """Window `index` of text of a kind (see `tasks.corpus.KINDS`), to be decoded along its last `steps` tokens; of chat
+    the start of a conversation, in the model's chat template where it has one."""
+    rng, num_tokens = np.random.default_rng([seed, 1, index]), context_tokens + steps
+    if text != "chat":
+        tokens = text_window(haystack(text), session.encode, num_tokens, rng)
+    else:
+        messages = conversation(rng.permutation(num_topics()).tolist())
+        templated = has_template(session.path)
+        said = render_messages(session.path, messages) if templated else plain_chat(messages)
+        tokens = session.encode(said, special=not templated, most_tokens=num_tokens)[:num_tokens]
+    return Document.along(check_length(tokens, num_tokens), steps)
 
 
-def needle(session: Session, plan: Documents, index: int) -> tuple[Document, list[int]]:
-    """(needle document, to be answered greedily; tokens of its answer): depths spread evenly, 0 to 3 distractors."""
+def needle(session: Session, plan: Documents, index: int) -> tuple[Document, str]:
+    """(needle document, to be answered greedily; its answer): depths spread evenly, 0 to 3 distractors."""
     depth, seed = (index + 0.5) / plan.num_needles, plan.seed + 3_000_000 + index
-    doc = needle_document(corpus(), plan.context_tokens - 1, seed, depth, num_distractors=index % 4)
-    answer = session.encode(doc.prompt + doc.answer)[-VALUE_DIGITS:]
+    ask = in_chat(session.path, session.encode) if plan.chat else None
+    tokens, answer = needle_tokens(
+        haystack(plan.text), plan.context_tokens, session.encode, seed, depth, index % 4, ask
+    )
     # bytes are of the steps that the answer's own tokens are fed to
-    return Document(session.encode(doc.prompt), VALUE_DIGITS + 1), answer
+    return Document(tokens, answer_steps(session, answer) + 1), answer
+
+
+def answer_steps(session: Session, answer: str) -> int:
+    """Tokens that a model takes at most to say a needle's answer: a digit each, or as many as its tokenizer takes."""
+    return max(VALUE_DIGITS, len(session.encode(answer, special=False)))
+
+
+def says(session: Session, outcome: Outcome, answer: str) -> bool:
+    """Whether the one document of an outcome is continued with the answer to its needle."""
+    return answers(session.decode(outcome.said[0]), answer)
 
 
 def _needle(session: Session, plan: Plan, index: int) -> tuple[dict[Key, Tally], bool]:
     document, answer = needle(session, plan, index)
     found = run_document(session, document, plan.configs(session.spec.head_dim))
-    answered = {key: outcome.said[0][:VALUE_DIGITS] == answer for key, outcome in found.items()}
+    answered = {key: says(session, outcome, answer) for key, outcome in found.items()}
     dense = answered.pop(DENSE)
     tallies = {}
     for key, right in answered.items():

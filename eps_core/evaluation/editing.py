@@ -16,10 +16,12 @@ from eps_core.decode.generate import extend, generate, prefill, tokens_of
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.errors import require
+from eps_core.evaluation.curves import answer_steps
 from eps_core.evaluation.statistics import bootstrap_interval
 from eps_core.paging.pool import Sequence as PagedSequence
 from eps_core.tasks.corpus import corpus
 from eps_core.tasks.needle import VALUE_DIGITS, draw_key, draw_value, filler, line_start, needle_line, question
+from eps_core.tasks.sizing import answers, bytes_per_token, cut
 from eps_core.telemetry.steps import kl_divergence
 
 PARAGRAPH_LINES = 8
@@ -116,10 +118,9 @@ class Desk:
         """The digits that follow a question's tokens."""
         self.do(extend, sequence, asked[:-1])
         prompt = [*sequence.tokens, asked[-1]]
-        steps = generate(
-            self.session.decoder, self.cache, self.pool, [prompt], VALUE_DIGITS, Sampling(), written=[sequence]
-        )
-        return self.session.decode(tokens_of(self._drained(steps), 1)[0])
+        steps = answer_steps(self.session, "0" * VALUE_DIGITS)
+        said = generate(self.session.decoder, self.cache, self.pool, [prompt], steps, Sampling(), written=[sequence])
+        return self.session.decode(tokens_of(self._drained(said), 1)[0])
 
     def _drained(self, steps: Any) -> list[Any]:
         records = []
@@ -147,12 +148,14 @@ def measure(session: Session, plan: Plan, report: Callable[[int, int], None] = l
 def _edited(session: Session, plan: Plan, kind: str, index: int) -> Edited:
     rng = np.random.default_rng([plan.seed, KINDS.index(kind), index])
     lead, length = session.encode(""), plan.context_tokens
-    text = filler(corpus(), length + 400, rng).decode("ascii", errors="ignore")
-    body, following = text[: length - len(lead)], text[length - len(lead) :]
+    size = int((length + 400) * bytes_per_token(corpus(), session.encode))
+    text = filler(corpus(), size, rng).decode("ascii", errors="ignore")
+    body = cut(text, session.encode, length - len(lead))
+    following = text[len(body) :]
     a, b, to = _places(body, kind, rng)
     before, span, behind = (session.encode(part, special=False) for part in (body[:a], body[a:b], body[b:]))
     first, size = len(lead) + len(before), len(span)
-    desk = Desk(session, length + plan.num_steps + size)
+    desk = Desk(session, len(lead) + len(before) + 2 * size + len(behind) + plan.num_steps)
     base = desk.filled([*lead, *before, *([] if kind == "splice" else span), *behind])
     edited = desk.pool.fork(base)
     if kind == "cut":
@@ -192,7 +195,10 @@ def _answered(session: Session, plan: Plan, index: int) -> Iterator[Answered]:
     key, old = draw_key(rng), draw_value(rng)
     new = draw_value(rng)
     line, asked = needle_line(key, old), session.encode(question(key), special=False)
-    body = filler(corpus(), plan.context_tokens - len(line) - len(question(key)) - 1, rng).decode("ascii", "ignore")
+    encode = session.encode
+    room = plan.context_tokens - len(encode(line)) - len(asked)  # special tokens are of the line's
+    body = filler(corpus(), int(room * bytes_per_token(corpus(), encode)), rng).decode("ascii", "ignore")
+    body = cut(body, encode, room)
     place = line_start(body, int((index + 0.5) / plan.num_edits * len(body)))
     value = line.index(old)
     texts = body[:place] + line[:value], line[value + len(old) :], body[place:]
@@ -229,7 +235,7 @@ def _answered(session: Session, plan: Plan, index: int) -> Iterator[Answered]:
             sequence = desk.filled([*before, *becomes, *rest, *behind])
         said = desk.answer(sequence, asked)
         desk.pool.free(sequence)
-        yield Answered(fix, index, "new" if said == new else "old" if said == old else "other")
+        yield Answered(fix, index, "new" if answers(said, new) else "old" if answers(said, old) else "other")
 
 
 def records(results: Sequence[Edited | Answered]) -> list[dict[str, Any]]:

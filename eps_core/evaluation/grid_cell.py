@@ -19,12 +19,15 @@ from eps_core.decode.prefix import Prefix
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
+from eps_core.evaluation.curves import answer_steps
 from eps_core.evaluation.grid_settings import Setting
 from eps_core.evaluation.grid_verified import Measured, decode_both, needle_numbers
 from eps_core.evaluation.runner import Document, Outcome, run_batch
 from eps_core.gate.stats import LayerStats
 from eps_core.tasks.corpus import corpus
-from eps_core.tasks.needle import VALUE_DIGITS, filler, needle_document
+from eps_core.tasks.needle import VALUE_DIGITS
+from eps_core.tasks.questions import needle_tokens, text_window
+from eps_core.tasks.sizing import answers
 from eps_core.telemetry.steps import StepRecord, percentile, steady, summarise, untimed
 
 MAX_MASS_PAIRS = 200  # (certified, true) pairs that one cell keeps for the report's scatter
@@ -77,7 +80,7 @@ class Bench:
         self.session, self.plan, self.store_bytes = session, plan, store_bytes
         self._text = corpus()
         sample = self._text[: 2**16].decode("ascii")
-        self._bytes_per_token = len(sample) / max(len(session.encode(sample)), 1)
+        self._bytes_per_token = len(sample) / max(len(session.encode(sample)), 1)  # of documents as they were drawn
         self._documents: dict[Key, tuple[Document, str]] = {}
         self._prefixes: dict[Key, Prefix] = {}
         self._dense: dict[tuple[str, int, tuple[int, ...]], Outcome] = {}
@@ -85,7 +88,7 @@ class Bench:
 
     def why_not(self, setting: Setting, config: EpsConfig) -> str | None:
         """Why the model or the machine cannot run a cell."""
-        steps = max(self.plan.text_steps, VALUE_DIGITS)
+        steps = max(self.plan.text_steps, answer_steps(self.session, "0" * VALUE_DIGITS))
         spec = self.session.spec
         if setting.context > spec.max_context:
             return f"context {setting.context} is past the model's {spec.max_context} tokens{spec.context_note}"
@@ -189,7 +192,7 @@ class Bench:
     # -- documents
 
     def _says(self, tokens: list[int], answer: str) -> bool:
-        return self.session.decode(tokens).strip().startswith(answer)
+        return answers(self.session.decode(tokens), answer)
 
     def _document(self, kind: str, context: int, index: int) -> tuple[Document, str]:
         """(document, the answer to its question)"""
@@ -200,26 +203,16 @@ class Bench:
 
     def _new_text(self, context: int, index: int) -> tuple[Document, str]:
         """A window of held-out text, decoded along its own tokens up to `context` of them."""
-        rng = np.random.default_rng([self.plan.seed, 1, index])
+        rng, encode = np.random.default_rng([self.plan.seed, 1, index]), self.session.encode
         num_bytes = math.ceil(1.25 * context * self._bytes_per_token) + 64
-        tokens = self.session.encode(filler(self._text, num_bytes, rng).decode("ascii"))[:context]
-        if len(tokens) < context:
-            raise ValueError(f"{num_bytes} bytes of text are only {len(tokens)} tokens of the {context} asked for")
-        return Document.along(tokens, self.plan.text_steps), ""
+        return Document.along(text_window(self._text, encode, context, rng, num_bytes), self.plan.text_steps), ""
 
     def _new_needle(self, context: int, index: int) -> tuple[Document, str]:
-        """A needle document whose answer ends within `context` tokens; depths spread evenly, 0 to 3 distractors."""
-        depth = (index + 0.5) / max(self.plan.needles, 1)
-        room = context - VALUE_DIGITS
-        num_bytes = int(room * self._bytes_per_token)
-        while True:
-            made = needle_document(
-                self._text, num_bytes, self.plan.seed + 3_000_000 + index, depth, num_distractors=index % 4
-            )
-            tokens = self.session.encode(made.prompt)
-            if len(tokens) <= room:
-                return Document(tokens, VALUE_DIGITS), made.answer
-            num_bytes -= max(1, math.ceil((len(tokens) - room) * self._bytes_per_token))
+        """A needle document whose answer ends at `context` tokens; depths spread evenly, 0 to 3 distractors."""
+        depth, seed = (index + 0.5) / max(self.plan.needles, 1), self.plan.seed + 3_000_000 + index
+        steps = answer_steps(self.session, "0" * VALUE_DIGITS)
+        made, answer = needle_tokens(self._text, context - steps, self.session.encode, seed, depth, index % 4)
+        return Document(made, steps), answer
 
     # -- decoding
 

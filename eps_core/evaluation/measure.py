@@ -1,7 +1,7 @@
 """What EPS costs in quality: tasks, benchmark files and plain text, answered densely, with EPS and by an oracle.
 
 A stopped measurement goes on where it was: every answered sample and every followed text is a line of its file.
-Prompts are given to the model as they are, without a chat template. Decoding is greedy.
+Prompts are given to the model as they are, or with `chat` as a user's message in its chat template. Decoding is greedy.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ import numpy as np
 
 from eps_core.config.eps import EARLIER, EpsConfig
 from eps_core.config.verify import Verify
+from eps_core.decode.chat import in_chat
 from eps_core.decode.heads import model_fingerprint
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError, fault_line
@@ -45,7 +46,7 @@ IDENTITY = (
     "config", "cache", "model", "model_id", "backend", "device", "compute_dtype", "asked", "text_sha256",
     "questions_sha256", "verify",
 )  # fmt: skip
-_ASKED = ("tasks", "contexts", "samples", "text_steps", "oracle", "seed")
+_ASKED = ("tasks", "contexts", "samples", "text_steps", "oracle", "seed")  # and `chat`, where it is asked for
 _Found = TypeVar("_Found", Answer, Followed)
 
 
@@ -69,6 +70,7 @@ class MeasureRequest:
     text: Path | None = None
     out: Path | None = None
     verify: Verify = UNVERIFIED  # of the answers of the EPS arm
+    chat: bool = False  # prompts of tasks are messages in the model's chat template
 
     def __post_init__(self) -> None:
         self.verify.check(self.config, 0.0)
@@ -114,6 +116,7 @@ def follow_text(session: Session, tokens: list[int], steps: int, arms: dict[str,
 def _questions(request: MeasureRequest, session: Session, text: bytes) -> list[list[Question]]:
     """The questions of every task and context, then of every benchmark file; datasets of one file are apart."""
     found, spec = [], session.spec
+    ask = in_chat(session.path, session.encode) if request.chat else None
     for context in request.contexts:
         if context + request.text_steps > spec.max_context:
             raise ConfigError(
@@ -121,7 +124,7 @@ def _questions(request: MeasureRequest, session: Session, text: bytes) -> list[l
                 f"{spec.max_context} tokens{spec.context_note}: lower --context"
             )
         found += [
-            generated_questions(task, context, request.samples, request.seed, text, session.encode)
+            generated_questions(task, context, request.samples, request.seed, text, session.encode, ask)
             for task in request.tasks
         ]
     most = request.samples
@@ -129,7 +132,7 @@ def _questions(request: MeasureRequest, session: Session, text: bytes) -> list[l
     for samples in [*files, *(benchmarks.load_ruler(path, most) for path in request.ruler)]:
         for task in dict.fromkeys(sample.task for sample in samples):
             chosen = [sample for sample in samples if sample.task == task]
-            found.append([benchmark_question(sample, session.encode, spec.max_context) for sample in chosen])
+            found.append([benchmark_question(sample, session.encode, spec.max_context, ask) for sample in chosen])
     return found
 
 
@@ -167,7 +170,7 @@ def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, 
         model_id=model_fingerprint(session.path),
         text_sha256=hashlib.sha256(text).hexdigest() if text else None,
         questions_sha256=_questions_sha256(groups),
-        asked={name: getattr(request, name) for name in _ASKED},
+        asked={name: getattr(request, name) for name in _ASKED} | ({"chat": True} if request.chat else {}),
         verify=request.verify.to_dict() if request.verify.enabled else None,
         files=[str(path) for path in files if path is not None],
     )

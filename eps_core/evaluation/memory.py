@@ -17,7 +17,7 @@ from eps_core.config.formats import as_given
 from eps_core.decode.observe import Observed
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.session import Session
-from eps_core.evaluation.curves import Documents, Tally, needle, part_of, text_document
+from eps_core.evaluation.curves import Documents, Tally, needle, part_of, says, text_document
 from eps_core.evaluation.linear import State, decode_state
 from eps_core.evaluation.runner import DENSE, Document, Outcome, decode, run_batch
 from eps_core.evaluation.statistics import bootstrap_interval
@@ -25,7 +25,6 @@ from eps_core.evict.base import Facts, Kept
 from eps_core.evict.keep import Keep
 from eps_core.evict.table import POLICIES
 from eps_core.files.records import Count, Name, Nats, Positive
-from eps_core.tasks.needle import VALUE_DIGITS
 
 SHARES = (0.5, 0.25, 0.125, 0.06)  # of the prompt that policies keep
 EPS_BUDGETS = (0.02, 0.05, 0.1, 0.2)  # of what is left that EPS reads
@@ -121,19 +120,21 @@ class KeptTally(Tally):
 def tally_document(session: Session, plan: Plan, kind: str, index: int) -> tuple[dict[int, KeptTally], bool]:
     """One document through every arm: (tallies by the arm's index, whether dense attention answered it)."""
     if kind == "text":
-        document = text_document(session, plan.context_tokens, plan.text_steps, plan.seed, index)
-        answer: list[int] = []
+        document = text_document(session, plan.context_tokens, plan.text_steps, plan.seed, index, plan.text)
+        answer = ""
     else:
         document, answer = needle(session, plan, index)
     outcomes = run_arms(session, document, plan.arms)
     dense, _ = outcomes.pop(DENSE)
-    tallies = {key: tally(outcome, dense, kept, answer) for key, (outcome, kept) in outcomes.items()}
-    return tallies, kind == "text" or dense.said[0][:VALUE_DIGITS] == answer
+    tallies = {
+        key: tally(outcome, dense, kept, says(session, outcome, answer)) for key, (outcome, kept) in outcomes.items()
+    }
+    return tallies, kind == "text" or says(session, dense, answer)
 
 
-def tally(outcome: Outcome, dense: Outcome, kept: int, answer: list[int], read: int | None = None) -> KeptTally:
-    """Of one outcome that kept so many bytes, along a text compared with dense, else with the `answer`; `read`: bytes
-    read, where others count than its records'. A needle's are of the steps after the first."""
+def tally(outcome: Outcome, dense: Outcome, kept: int, right: bool, read: int | None = None) -> KeptTally:
+    """Of one outcome that kept so many bytes, along a text compared with dense, else an answer, `right` or not; `read`:
+    bytes read, where others count than its records'. A needle's are of the steps after the first."""
     found = KeptTally(bytes_kept=kept, bytes_whole=dense.records[-1].bytes_kv_dense)
     if outcome.kl is not None and outcome.agree is not None:
         found.divergences = outcome.kl[:, 0].tolist()
@@ -142,7 +143,7 @@ def tally(outcome: Outcome, dense: Outcome, kept: int, answer: list[int], read: 
         found.bytes_read = outcome.bytes_read()[0] if read is None else read
         found.bytes_dense = dense.bytes_read()[1]
     else:
-        found.answered = int(outcome.said[0][:VALUE_DIGITS] == answer)
+        found.answered = int(right)
         found.needle_bytes_read = outcome.bytes_read(first=1)[0] if read is None else read
         found.needle_bytes_dense = dense.bytes_read(first=1)[1]
     return found

@@ -15,7 +15,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode.rope import inverse_frequencies
 from eps_core.decode.session import Session
 from eps_core.decode.spec import ModelSpec
-from eps_core.evaluation.curves import Documents, needle, text_document
+from eps_core.evaluation.curves import Documents, needle, says, text_document
 from eps_core.evaluation.memory import KeptTally, added, measured, shown, summaries_kept, tally
 from eps_core.evaluation.runner import DENSE, Document, Outcome, decode, run_batch
 from eps_core.evict.keep import Keep
@@ -23,7 +23,6 @@ from eps_core.files.records import Count, Name, Nats, Positive
 from eps_core.gate.protocol import Array, Backend
 from eps_core.rewrite.base import ELEMENT_BYTES, Layer, Rewritten, in_place
 from eps_core.rewrite.table import rewrite
-from eps_core.tasks.needle import VALUE_DIGITS
 
 OFF = "off"
 EPS_BUDGET = 0.05
@@ -109,16 +108,16 @@ class QuerySquares:
 def tally_document(session: Session, plan: Plan, kind: str, index: int) -> tuple[dict[int, KeptTally], bool]:
     """One document through every arm: (tallies by the arm's index, whether dense attention answered it)."""
     if kind == "text":
-        document = text_document(session, plan.context_tokens, plan.text_steps, plan.seed, index)
-        answer: list[int] = []
+        document = text_document(session, plan.context_tokens, plan.text_steps, plan.seed, index, plan.text)
+        answer = ""
     else:
         document, answer = needle(session, plan, index)
     dense, outcomes = run_arms(session, document, plan.arms)
     tallies = {}
     for key, one in outcomes.items():
         read = one.bytes_read(first=int(kind == "needle"))
-        tallies[key] = tally(one.outcome, dense, one.bytes_kept, answer, read)
-    return tallies, kind == "text" or dense.said[0][:VALUE_DIGITS] == answer
+        tallies[key] = tally(one.outcome, dense, one.bytes_kept, says(session, one.outcome, answer), read)
+    return tallies, kind == "text" or says(session, dense, answer)
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,14 +24,13 @@ from eps_core.decode.observe import Observed
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.session import Session
 from eps_core.errors import require
-from eps_core.evaluation.curves import Documents, needle, text_document
+from eps_core.evaluation.curves import Documents, needle, says, text_document
 from eps_core.evaluation.grid_verified import Measured, decode_both, needle_numbers
 from eps_core.evaluation.runner import GREEDY, Document, Outcome, decode
 from eps_core.evict.base import Facts, Head, Rule, best
 from eps_core.gate.attend import collect
 from eps_core.gate.protocol import Array
 from eps_core.gate.stats import VerifyOutput
-from eps_core.tasks.needle import VALUE_DIGITS
 
 WINDOW = 16  # of a prompt's last queries, which choose the score heads and begin the running mean
 
@@ -198,11 +197,11 @@ class Plan(Documents):
 Decodes = tuple[Outcome, list[Outcome]]  # of one document, densely and by every arm
 
 
-def tally_document(session: Session, plan: Plan, kind: str, index: int) -> tuple[tuple[Decodes, list[int]], bool]:
-    """One document through every arm: ((decodes, tokens of a needle's answer), whether dense attention answered it)."""
-    answer: list[int] = []
+def tally_document(session: Session, plan: Plan, kind: str, index: int) -> tuple[tuple[Decodes, list[bool]], bool]:
+    """One document through every arm: ((decodes, which answer a needle), whether dense attention answered it)."""
+    answer = ""
     if kind == "text":
-        document = text_document(session, plan.context_tokens, plan.text_steps, plan.seed, index)
+        document = text_document(session, plan.context_tokens, plan.text_steps, plan.seed, index, plan.text)
     else:
         document, answer = needle(session, plan, index)
     prefix = session.prefix(document.prompt[:-1])
@@ -210,22 +209,23 @@ def tally_document(session: Session, plan: Plan, kind: str, index: int) -> tuple
     outcomes = [
         whole if arm is None else decode_sparse(session, document, plan.config, plan.verify, arm) for arm in plan.arms
     ]
-    return ((dense, outcomes), answer), kind == "text" or dense.said[0][:VALUE_DIGITS] == answer
+    right = [kind == "text" or says(session, one, answer) for one in (dense, *outcomes)]
+    return ((dense, outcomes), right[1:]), right[0]
 
 
 def table_cells(
-    plan: Plan, head_dim: int, results: Iterable[tuple[str, tuple[Decodes, list[int]], bool]]
+    plan: Plan, head_dim: int, results: Iterable[tuple[str, tuple[Decodes, list[bool]], bool]]
 ) -> list[dict[str, Any]]:
     """The table from every document's (kind, decodes, answered densely): of each arm the numbers of
     `grid_verified.Measured` over the texts, and needles."""
     measured = [Measured(plan.seed) for _ in plan.arms]
     answered: list[list[tuple[bool, bool]]] = [[] for _ in plan.arms]
-    for kind, ((dense, outcomes), answer), right in results:
+    for kind, ((dense, outcomes), now), before in results:
         for index, outcome in enumerate(outcomes):
             if kind == "text":
                 measured[index].add(dense, outcome, 1)
             else:
-                answered[index].append((right, outcome.said[0][:VALUE_DIGITS] == answer))
+                answered[index].append((before, now[index]))
     return [
         {
             "context_tokens": plan.context_tokens,

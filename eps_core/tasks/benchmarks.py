@@ -23,6 +23,8 @@ from eps_core.tasks.needle import Sample
 CHINESE_DATASETS = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")
 # LongBench scores the first line alone of these: few-shot prompts let a model go on with a next example
 FIRST_LINE_DATASETS = ("trec", "triviaqa", "samsum", "lsht")
+# LongBench gives these to no model as a chat: examples to go on with, and code to complete
+NO_CHAT = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
 # RULER's tokens_to_generate, by the start of the task's name
 _RULER_NEW_TOKENS = {
     "niah": 128, "vt": 30, "variable_tracking": 30, "cwe": 120, "common_words": 120, "fwe": 50, "freq_words": 50,
@@ -225,7 +227,7 @@ def load_ruler(path: Path, most_samples: int | None = None) -> list[Sample]:
         prefix = _text(where, record, "answer_prefix") if "answer_prefix" in record else ""
         prompt = _text(where, record, "input") + prefix
         answers = _texts(where, record, "outputs")
-        samples.append(Sample(task, prompt, answers, None, max_new_tokens, (), "ruler"))
+        samples.append(Sample(task, prompt, answers, None, max_new_tokens, (), "ruler", prefix.lstrip()))
     return samples
 
 

@@ -36,6 +36,7 @@ class NeedleDocument:
 
     prompt: str
     answer: str
+    lead: str = ""  # the end of the prompt that begins the answer: in a chat the assistant's own words
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Sample:
     max_new_tokens: int | None = None  # the benchmark's own limit; None: what the answers need
     all_classes: tuple[str, ...] = ()  # LongBench's classification
     source: str = "generated"  # or the benchmark: longbench, ruler
+    lead: str = ""  # as of a NeedleDocument
 
 
 def draw_key(rng: np.random.Generator) -> str:
@@ -67,28 +69,33 @@ def needle_line(key: str, value: str) -> str:
 
 
 def question(key: str) -> str:
-    return f"\n# What is the code for {key}? The code for {key} is "
+    return f"\n# What is the code for {key}? {_lead(key)}"
 
 
-def filler(text: bytes, num_bytes: int, rng: np.random.Generator) -> bytes:
-    """A random window of `text`, `num_bytes` long, that starts at a line."""
+def _lead(key: str) -> str:
+    return f"The code for {key} is "
+
+
+def filler(text: bytes, num_bytes: int, rng: np.random.Generator, reach: int = 0) -> bytes:
+    """A random window of `text`, `num_bytes` long, that starts at a line; of all lengths up to `reach` at the same."""
     if num_bytes <= 0:
         return b""
-    if len(text) < num_bytes + 400:
-        raise ConfigError(f"filler of {num_bytes} bytes asked from a text of {len(text)}: pass a longer text")
-    start = int(rng.integers(0, len(text) - num_bytes - 300))
+    reach = max(num_bytes, reach)
+    if len(text) < reach + 400:
+        raise ConfigError(f"filler of {reach} bytes asked from a text of {len(text)}: pass a longer text")
+    start = int(rng.integers(0, len(text) - reach - 300))
     line = text.find(b"\n", start, start + 300)
     start = start if line < 0 else line + 1
     return text[start : start + num_bytes]
 
 
 def needle_document(
-    text: bytes, num_bytes: int, seed: int, depth: float = 0.5, num_distractors: int = 0
+    text: bytes, num_bytes: int, seed: int, depth: float = 0.5, num_distractors: int = 0, reach: int = 0
 ) -> NeedleDocument:
     """One question whose answer stands at `depth` (0 = start, 1 = end) of a document of about `num_bytes` bytes.
 
     `num_distractors` needles with other keys are spread over the same document. The prompt, question included, is at
-    most `num_bytes` long. Deterministic by `seed`.
+    most `num_bytes` long. Deterministic by `seed`. `reach`: as of `filler`.
     """
     rng = np.random.default_rng(seed)
     keys: list[str] = []
@@ -105,7 +112,7 @@ def needle_document(
             f"a needle document of {num_bytes} bytes has no room for its {len(keys)} needles: ask for more"
         )
     # a user's text may be cut inside a character; the standard library's is ASCII and loses nothing
-    body = filler(text, room, rng).decode("utf-8", errors="ignore")
+    body = filler(text, room, rng, reach).decode("utf-8", errors="ignore")
     depths = [depth, *rng.random(num_distractors)]
     places = sorted(((line_start(body, int(d * len(body))), line) for d, line in zip(depths, lines, strict=True)))
     pieces, last = [], 0
@@ -113,7 +120,7 @@ def needle_document(
         pieces += [body[last:place], line]
         last = place
     pieces += [body[last:], tail]
-    return NeedleDocument(prompt="".join(pieces), answer=values[0])
+    return NeedleDocument("".join(pieces), values[0], _lead(keys[0]))
 
 
 def line_start(body: str, place: int) -> int:

@@ -7,12 +7,15 @@ import numpy as np
 
 from eps_core.errors import ConfigError
 from eps_core.files.inputs import text_bytes
-from eps_core.tasks.needle import Sample, filler
+from eps_core.tasks.benchmarks import NO_CHAT
+from eps_core.tasks.needle import Sample, filler, needle_document
 from eps_core.tasks.ruler import DEPTHS, make_sample
+from eps_core.tasks.sizing import Encode, bytes_per_token, check_length, fit
 
 # beyond the answer's own tokens: a leading space or line end, and the words between several answers
 ANSWER_SLACK_TOKENS = 8
-_RATIO_BYTES = 20_000  # of text, to guess how many bytes a token has
+_WINDOWS = 12  # of text, tried for a needle document of exactly so many tokens: few letters add two at once
+Ask = Callable[[str, str], list[int]]  # prompt, the end of it that begins the answer -> tokens
 
 
 @dataclass(frozen=True)
@@ -27,52 +30,75 @@ class Question:
 
 
 def fit_question(
-    make: Callable[[int], Sample], encode: Callable[..., list[int]], context_tokens: int, bytes_per_token: float
+    make: Callable[[int], Sample], encode: Encode, context_tokens: int, size: int, ask: Ask | None = None
 ) -> Question:
-    """The question of `make(num_bytes)` whose prompt and answer fill `context_tokens` most nearly without exceeding
-    them. Found by correcting the number of bytes, since bytes per token differ from task to task."""
-    best: Question | None = None
-    num_bytes = int(context_tokens * bytes_per_token)
-    for _ in range(8):
+    """The question of `make(num_bytes)` whose prompt and answer fill `context_tokens`, or at most a fiftieth less;
+    where no size does, most nearly. `size`: bytes to begin at; `ask`: tokens of a prompt and the lead of its answer."""
+
+    def question(num_bytes: int) -> Question:
         sample = make(num_bytes)
-        tokens = encode(sample.prompt)
+        tokens = encode(sample.prompt) if ask is None else ask(sample.prompt, sample.lead)
         new_tokens = len(encode(", ".join(sample.answers), special=False)) + ANSWER_SLACK_TOKENS
-        spare = context_tokens - len(tokens) - new_tokens
-        if spare >= 0 and (best is None or len(tokens) > len(best.tokens)):
-            best = Question(sample, tokens, new_tokens, context_tokens)
-        if 0 <= spare <= context_tokens // 50:
-            break
-        num_bytes += int(np.floor(spare * num_bytes / len(tokens)))
-    if best is None:
+        return Question(sample, tokens, new_tokens, context_tokens)
+
+    found = fit(
+        question, lambda one: (len(one.tokens), context_tokens - one.max_new_tokens), size, context_tokens // 50
+    )
+    if found is None:
         raise ConfigError(f"a context of {context_tokens} tokens cannot be met: ask for a longer one")
-    return best
+    return found
 
 
 def generated_questions(
-    task: str, context_tokens: int, num_samples: int, seed: int, text: bytes, encode: Callable[..., list[int]]
+    task: str, context_tokens: int, num_samples: int, seed: int, text: bytes, encode: Encode, ask: Ask | None = None
 ) -> list[Question]:
-    """`num_samples` questions of one task; depths take turns."""
-    window = text[:_RATIO_BYTES].decode("utf-8", errors="ignore")
-    bytes_per_token = len(window.encode()) / max(1, len(encode(window)))
+    """`num_samples` questions of one task; depths take turns. `ask`: as in `fit_question`."""
+    size = int((context_tokens - len(encode(""))) * bytes_per_token(text, encode))
     questions = []
     for index in range(num_samples):
 
         def make(num_bytes: int, index: int = index) -> Sample:
             return make_sample(task, text, num_bytes, seed + index, DEPTHS[index % len(DEPTHS)])
 
-        questions.append(fit_question(make, encode, context_tokens, bytes_per_token))
+        questions.append(fit_question(make, encode, context_tokens, size, ask))
     return questions
 
 
-def benchmark_question(sample: Sample, encode: Callable[..., list[int]], max_context: int) -> Question:
-    """A benchmark's sample as it is. One of LongBench that is too long loses its middle, as in the official code, which
-    keeps the first and last half of what the model takes; here tokens are kept, not text that is split anew."""
+def needle_tokens(
+    text: bytes, num_tokens: int, encode: Encode, seed: int, depth: float, num_distractors: int, ask: Ask | None = None
+) -> tuple[list[int], str]:
+    """(tokens of a needle document, exactly `num_tokens` of them; its answer). `ask`: as in `fit_question`."""
+
+    size = int((num_tokens - len(encode(""))) * bytes_per_token(text, encode))
+    reach = 0  # then, where a first guess is not what was asked, so that all sizes are of one window
+
+    def made(num_bytes: int) -> tuple[list[int], str]:
+        one = needle_document(text, num_bytes, seed, depth, num_distractors, reach)
+        return encode(one.prompt) if ask is None else ask(one.prompt, one.lead), one.answer
+
+    found: tuple[list[int], str] | None = made(size)
+    if found is not None and len(found[0]) != num_tokens:
+        for window in range(_WINDOWS):
+            reach = min(size + size // 2 + window * 997, len(text) - 400 - window)
+            found = fit(made, lambda one: (len(one[0]), num_tokens), size)
+            if found is not None:
+                break
+    if found is None:
+        raise ConfigError(f"no needle document of exactly {num_tokens} tokens was found: ask for another context")
+    return check_length(found[0], num_tokens), found[1]
+
+
+def benchmark_question(sample: Sample, encode: Encode, max_context: int, ask: Ask | None = None) -> Question:
+    """A benchmark's sample as it is; in a chat, by `ask`, where its authors put it into one. One of LongBench that is
+    too long loses its middle, as in the official code, which keeps the first and last half of what the model takes;
+    here tokens are kept, not text that is split anew."""
     assert sample.max_new_tokens is not None
     room = max_context - sample.max_new_tokens
     # what lies further from both ends than all tokens of the context reach is cut before it is encoded
     reach = text_bytes(max_context)
     whole = len(sample.prompt) <= 2 * reach
-    tokens = encode(sample.prompt if whole else sample.prompt[:reach] + sample.prompt[-reach:])
+    prompt = sample.prompt if whole else sample.prompt[:reach] + sample.prompt[-reach:]
+    tokens = encode(prompt) if ask is None or sample.task in NO_CHAT else ask(prompt, sample.lead)
     if not tokens:
         raise ConfigError(f"a prompt of {sample.task} is empty: remove its line")
     if whole and len(tokens) <= room:
@@ -88,9 +114,11 @@ def benchmark_question(sample: Sample, encode: Callable[..., list[int]], max_con
     return Question(sample, kept, sample.max_new_tokens, None, truncated=True)
 
 
-def text_window(text: bytes, encode: Callable[..., list[int]], num_tokens: int, rng: np.random.Generator) -> list[int]:
-    """`num_tokens` tokens of a random window of `text`."""
-    num_bytes = num_tokens
+def text_window(
+    text: bytes, encode: Encode, num_tokens: int, rng: np.random.Generator, num_bytes: int | None = None
+) -> list[int]:
+    """`num_tokens` tokens of a random window of `text`, of `num_bytes` or as many more as they take."""
+    num_bytes = num_bytes or num_tokens
     state = rng.bit_generator.state
     while True:
         rng.bit_generator.state = state  # the same window, longer

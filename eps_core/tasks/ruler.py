@@ -1,8 +1,9 @@
 """Retrieval, tracing and aggregation tasks in the manner of RULER (Hsieh et al. 2024), generated from a seed.
 
 The tasks and their settings are RULER's; the sentences are ours, the haystack is the given text in place of essays, and
-no solved example precedes the question. Scores are therefore comparable between methods here and not with RULER's
-tables: for those, pass RULER's own JSONL (`benchmarks.load_ruler`).
+no solved example precedes the question; `code_function` and `code_constant`, code to complete, are ours. Scores are
+therefore comparable between methods here and not with RULER's tables: for those, pass RULER's own JSONL
+(`benchmarks.load_ruler`).
 
 `niah_single` and `niah_multikey` use the one sentence that the demo model was trained on (`tasks.needle_line`). It
 answers nothing else: on every other task its dense score is about 0, and a task that dense attention fails says
@@ -14,6 +15,7 @@ import re
 import string
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 import numpy as np
@@ -55,13 +57,14 @@ def make_sample(task: str, text: bytes, num_bytes: int, seed: int, depth: float 
     anything. Deterministic by all arguments. Raises ConfigError where the task is unknown or does not fit.
     """
     check_tasks([task])
-    return _GENERATORS[task](text, num_bytes, seed, depth)
+    sample = _GENERATORS[task](text, num_bytes, seed, depth)
+    return sample if sample.lead else replace(sample, lead=sample.prompt.rpartition("Answer: ")[2])
 
 
 def _needles_in_demo_format(task: str, num_distractors: int) -> Callable[[bytes, int, int, float], Sample]:
     def make(text: bytes, num_bytes: int, seed: int, depth: float) -> Sample:
         doc = needle_document(text, num_bytes, seed, depth, num_distractors)
-        return Sample(task, doc.prompt, (doc.answer,), depth)
+        return Sample(task, doc.prompt, (doc.answer,), depth, lead=doc.lead)
 
     return make
 
@@ -90,15 +93,19 @@ def _no_room(task: str, num_bytes: int) -> NoReturn:
     raise ConfigError(f"task {task} does not fit a prompt of {num_bytes} bytes: ask for a longer context")
 
 
-def _hide(task: str, text: bytes, num_bytes: int, rng: np.random.Generator, head: str, tail: str, placed: list) -> str:
-    """`head`, filler with each (depth, line) of `placed` inserted at a line's end, `tail`. Equal places keep order."""
+def _hide(
+    task: str, text: bytes, num_bytes: int, rng: np.random.Generator, head: str, tail: str, placed: list,
+    place_of: Callable[[str, int], int] = line_start,
+) -> str:  # fmt: skip
+    """`head`, filler with each (depth, line) of `placed` inserted at a line's end, `tail`. Equal places keep order.
+    `place_of` moves a place to where a line may stand."""
     room = num_bytes - len((head + tail + "".join(line for _, line in placed)).encode())
     if room < 0:
         _no_room(task, num_bytes)
     body = filler(text, room, rng).decode("utf-8", errors="ignore")
     pieces, last = [head], 0
     for place, line in sorted(
-        ((line_start(body, int(depth * len(body))), line) for depth, line in placed), key=lambda pair: pair[0]
+        ((place_of(body, int(depth * len(body))), line) for depth, line in placed), key=lambda pair: pair[0]
     ):
         pieces += [body[last:place], line]
         last = place
@@ -198,6 +205,34 @@ def _variable_tracking(text: bytes, num_bytes: int, seed: int, depth: float) -> 
     return Sample("vt", prompt, tuple(names[: VT_HOPS + 1]), depth)
 
 
+def _code_lookup(task: str, line: str, asked: str) -> Callable[[bytes, int, int, float], Sample]:
+    """Code to complete: definitions by `line` stand between those of the text's modules; `asked` asks for one."""
+
+    def make(text: bytes, num_bytes: int, seed: int, depth: float) -> Sample:
+        rng = np.random.default_rng(seed)
+        names = [key.replace("-", "_") for key in _distinct(draw_key, 1 + MULTIKEY_DISTRACTORS, rng)]
+        values = _distinct(lambda rng: _digits(rng, 5), len(names), rng)
+        lines = [
+            line.format(name=name, NAME=name.upper(), value=value) for name, value in zip(names, values, strict=True)
+        ]
+        depths = [depth, *rng.random(MULTIKEY_DISTRACTORS).tolist()]
+        lead = "    assert " + asked.format(name=names[0], NAME=names[0].upper()) + " == "
+        tail = f"\n\n\ndef test_{names[0]}():\n{lead}"
+        placed = list(zip(depths, lines, strict=True))
+        return Sample(
+            task, _hide(task, text, num_bytes, rng, "", tail, placed, _between), (values[0],), depth, lead=lead
+        )
+
+    return make
+
+
+def _between(body: str, place: int) -> int:
+    """Where the nearest function or class of a module begins, a tenth of the body away at most; else a line's end."""
+    reach = len(body) // 10
+    starts = re.compile(r"\n(?=\n\n(def|class|@))").finditer(body, max(0, place - reach), place + reach)
+    return min((one.end() for one in starts), key=lambda end: abs(end - place), default=line_start(body, place))
+
+
 def _common_words(text: bytes, num_bytes: int, seed: int, depth: float) -> Sample:
     """RULER's cwe: a numbered list in which 10 words come far oftener than the others. The words are the text's."""
     rng = np.random.default_rng(seed)
@@ -265,6 +300,8 @@ _GENERATORS: dict[str, Callable[[bytes, int, int, float], Sample]] = {
     "niah_uuid": _uuid_needles,
     "associative_recall": _associative_recall,
     "vt": _variable_tracking,
+    "code_function": _code_lookup("code_function", "\n\ndef {name}():\n    return {value}\n", "{name}()"),
+    "code_constant": _code_lookup("code_constant", "\n\n{NAME} = {value}\n", "{NAME}"),
     "cwe": _common_words,
     "fwe": _frequent_words,
 }

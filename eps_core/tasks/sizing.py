@@ -1,0 +1,76 @@
+"""Prompts of an asked number of tokens of a model's own tokenizer, from builders that take a number of bytes."""
+
+import re
+from collections.abc import Callable
+from math import floor
+from typing import TypeVar
+
+from eps_core.errors import ConfigError
+
+Encode = Callable[..., list[int]]  # text -> tokens; special=False: without those around every text
+T = TypeVar("T")
+_RATIO_BYTES = 20_000  # of text, to guess how many bytes a token has
+_SCANNED = 16  # sizes on either side of the nearest one, in bytes
+
+
+def bytes_per_token(text: bytes, encode: Encode) -> float:
+    """Bytes of a token, by the start of `text`: a first guess of `fit`'s."""
+    window = text[:_RATIO_BYTES].decode("utf-8", errors="ignore")
+    return len(window.encode()) / max(1, len(encode(window, special=False)))
+
+
+def fit(
+    make: Callable[[int], T], count: Callable[[T], tuple[int, int]], size: int, slack: int | None = None
+) -> T | None:
+    """What `make(size in bytes)` gives where its prompt has as many tokens as asked, or at most `slack` fewer.
+
+    `count`: (tokens of the prompt, tokens asked for). The size is corrected by the tokens that are missing; after some
+    steps it aims at the middle of the slack. None where no prompt stays within what was asked; with a slack a shorter
+    one will do. Without one the sizes around the nearest are tried, for tokens differ from letter to letter."""
+    nearest: tuple[int, int] | None = None  # tokens away, size
+    best: tuple[int, T] | None = None  # tokens to spare, made
+    for step in range(12):
+        made = make(size)
+        tokens, asked = count(made)
+        spare = asked - tokens
+        if 0 <= spare <= (slack or 0):
+            return made
+        if spare >= 0 and (best is None or spare < best[0]):
+            best = spare, made
+        if nearest is None or abs(spare) < nearest[0]:
+            nearest = abs(spare), size
+        size += floor((spare - (slack or 0) // 2 * (step > 3)) * size / max(1, tokens))
+    if slack is not None or nearest is None:
+        return None if best is None else best[1]
+    for away in range(1, _SCANNED + 1):
+        for near in (nearest[1] + away, nearest[1] - away):
+            tokens, asked = count(made := make(near))
+            if tokens == asked:
+                return made
+    return None
+
+
+def cut(text: str, encode: Encode, num_tokens: int) -> str:
+    """The longest start of `text` of at most `num_tokens` tokens, special ones left out; found by halving."""
+    low, high = 0, len(text)
+    if len(encode(text, special=False)) <= num_tokens:
+        return text
+    while high - low > 1:
+        middle = (low + high) // 2
+        if len(encode(text[:middle], special=False)) <= num_tokens:
+            low = middle
+        else:
+            high = middle
+    return text[:low]
+
+
+def check_length(tokens: list[int], num_tokens: int) -> list[int]:
+    """The tokens of a prompt, which are as many as its row says. Raises ConfigError where they are not."""
+    if len(tokens) != num_tokens:
+        raise ConfigError(f"a document has {len(tokens)} tokens and {num_tokens} were asked for: use another context")
+    return tokens
+
+
+def answers(said: str, answer: str) -> bool:
+    """Whether a text begins with a number, white space left out, and not with a longer one."""
+    return re.match(rf"\s*{re.escape(answer)}(?!\d)", said) is not None
