@@ -50,7 +50,7 @@ class Case:
     def config(self) -> EpsConfig:
         return EpsConfig.of(
             method="rq", group_tokens=self.size, mean_tokens=self.mean_tokens, mean_bits=self.mean_bits,
-            stages=self.stages, refine=self.refine, tail_tokens=self.tail_tokens,
+            stages=self.stages, refine=self.refine, tail_tokens=self.tail_tokens, budget=0.01,
         )  # fmt: skip
 
 

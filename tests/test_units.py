@@ -18,7 +18,8 @@ from eps_core.oracle.selection import best_first
 from eps_core.paging.where import Where
 from eps_core.summaries import base, rq
 
-UNIT = {"mean_tokens": 64, "stages": (0.25,), "refine": 0.0625, "tail_tokens": 0}
+# a budget so small that scores read on by their shares, not in twice what is selected
+UNIT = {"mean_tokens": 64, "stages": (0.25,), "refine": 0.0625, "tail_tokens": 0, "budget": 0.002}
 
 
 def units_case(lengths=(600, 290, 37), head_dim: int = 64, **more):
@@ -62,7 +63,7 @@ def test_the_parts_of_a_code(parts: int, head_dim: int, dims: tuple[int, ...]) -
 
 
 def test_bytes_are_counted_stage_by_stage() -> None:
-    config = EpsConfig.of(method="rq", group_tokens=2, tail_tokens=0, mean_tokens=64, stages=(0.25,), refine=0.0625)
+    config = EpsConfig.of(method="rq", group_tokens=2, **UNIT)
     # of 64 tokens: a mean of 4 bits and its scale, 32 scales, the first half of 32 codes
     read_of_all = 64 + 2 + 32 + 32 * 8
     assert scoring_bytes(config, 128, [2000]) == 32 * read_of_all + 250 * 8 + 63 * (16 + 1)
@@ -71,7 +72,14 @@ def test_bytes_are_counted_stage_by_stage() -> None:
     assert summary_group_bytes(config.store, 128) == sealed_bytes(config.store, 128) / 32
     assert summary_bytes(config.store, 2, 3, 128, 130) == 2 * 3 * 3 * sealed_bytes(config.store, 128)
     quarters = EpsConfig.of(
-        method="rq", group_tokens=2, tail_tokens=0, mean_tokens=32, mean_bits=8, stages=(0.5, 0.2), refine=0
+        method="rq",
+        budget=0.002,
+        group_tokens=2,
+        tail_tokens=0,
+        mean_tokens=32,
+        mean_bits=8,
+        stages=(0.5, 0.2),
+        refine=0,
     )
     assert scoring_bytes(quarters, 128, [3200]) == 100 * (128 + 2 + 16 + 16 * 4) + 800 * 4 + 320 * 8
     whole = EpsConfig(config.store, Read())  # no stage: every part of all
