@@ -123,8 +123,8 @@ def test_refined_estimates_are_closer_to_the_mean_logit(target, group_tokens):
 @pytest.mark.parametrize("refine", [0.01, 0.37, 1.0])
 @pytest.mark.parametrize("kind", ["gauss", "ties"])
 def test_exactly_the_best_groups_are_refined(target, refine, kind):
-    """ceil(refine G) of each kv head by the first bit, two at least, the lower index among equals; the others keep their scores to
-    the bit. Every sequence of a ragged batch has its own number."""
+    """ceil(refine G) of each kv head by the first bit, at least 2, the lower index among equals; the others keep their
+    scores to the bit. Every sequence of a ragged batch has its own number."""
     more = {"kind": kind, "config": {"group_tokens": 1 if kind == "ties" else 2}}
     lengths = (290, 61) if kind == "ties" else (400, 290, 37)
     coarse, some, all_of_them = (Filled(target, case_of(lengths, part, **more)) for part in (0, refine, 1))
