@@ -341,6 +341,6 @@ def test_a_strict_run_is_certified(monkeypatch, capsys, tmp_path, flags):
     ids=["moments", "rq"],
 )
 def test_epsilon_zero_reads_everything(monkeypatch, capsys, flags):
-    result = strict_run(monkeypatch, capsys, *flags, "--eps-strict", "--eps-epsilon", 0, "--kl")
+    result = strict_run(monkeypatch, capsys, *flags, "--eps-strict", "--eps-epsilon", 0, "--kl", "--dtype", "float32")
     assert result["tokens_equal"] and result["eps"]["pages_skipped"] == 0 == result["eps"]["mass_skipped_cert_max"]
     assert result["kl_max"] < 1e-6 and result["eps"]["bytes_kv_read"] >= result["dense"]["bytes_kv_read"]

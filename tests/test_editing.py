@@ -19,7 +19,7 @@ PLAN = Plan(context_tokens=1200, num_edits=2, num_steps=4)
 
 @pytest.fixture(scope="module")
 def demo() -> Session:
-    return Session.open(backend="cuda", device="cpu", kernels="arrays")
+    return Session.open(backend="cuda", device="cpu", dtype="float32", kernels="arrays")
 
 
 @pytest.fixture(scope="module")

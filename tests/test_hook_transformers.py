@@ -132,7 +132,7 @@ def test_gated_logits_and_visit_lists_are_our_own_decoders(demo: Any, settings: 
     """Over the same K and V of a prompt: ours are put into its pages. About a unit's mean a query is rounded to whole
     numbers, and one of other matrix products now and then to the next: a few groups of a list are then others."""
     config = EpsConfig.of("rq", budget=0.1, **settings)
-    session = Session.open(backend="cuda", device="cpu", config=config)
+    session = Session.open(backend="cuda", device="cpu", dtype="float32", config=config)
     tokens = session.encode(demo_document().prompt)[-1500:]
     ids = torch.tensor([tokens])
     mask = torch.ones_like(ids)
@@ -180,7 +180,7 @@ class _Listening:
 def test_the_demo_needle_is_answered_dense_and_gated_with_our_bytes() -> None:
     made = demo_document()
     settings = Settings.of({"method": "rq", "budget": 0.05})
-    session = Session.open(backend="cuda", device="cpu", config=settings.config)
+    session = Session.open(backend="cuda", device="cpu", dtype="float32", config=settings.config)
     prompt = session.encode(made.prompt)
     assert len(prompt) == 4096
     engine = open_engine(DEMO_MODEL, settings, "cpu")
@@ -237,7 +237,7 @@ def test_rows_leave_the_batch_where_they_end(tmp_path: Path) -> None:
 
 
 def test_one_line_turns_it_on_for_whatever_makes_its_own_cache(demo: Any) -> None:
-    session = Session.open(backend="cuda", device="cpu")
+    session = Session.open(backend="cuda", device="cpu", dtype="float32")
     made = demo_document()
     ids = torch.tensor([session.encode(made.prompt)])
     with eps(demo, method="rq", budget=0.05) as gated:

@@ -302,7 +302,7 @@ def test_backends_say_the_same_of_the_demo_prompt(bits: FormatName) -> None:
     """A tenth of it, that numpy can decode in seconds."""
     texts = set()
     for name in ("numpy", "mlx", "cuda"):
-        session = Session.open(None, name, "cpu", kv_bits=(bits, bits), method="rq")
+        session = Session.open(None, name, "cpu", "float32", kv_bits=(bits, bits), method="rq")
         texts.add(session.generate("The pass key is 48215. Remember it. " + PROMPT + "The pass key is", 8).text)
     assert len(texts) == 1
 

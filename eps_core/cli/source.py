@@ -27,7 +27,7 @@ model_option = option(
 )
 dtype_option = option(
     "--dtype", heading=MODEL, type=click.Choice(("auto", *DTYPE_BYTES)), default="auto", show_default=True,
-    help="Of the weights; auto: float32 on a CPU, else as stored.",
+    help="Of the weights; auto: as stored, but float32 on a CPU that does not multiply bfloat16 natively.",
 )  # fmt: skip
 kv_dtype_option = option(
     "--kv-dtype", heading=MODEL, type=click.Choice(tuple(DTYPE_BYTES)), help="Of the KV cache.  [default: as --dtype]"

@@ -103,6 +103,15 @@ def host_name() -> str:
         return _sysctl("machdep.cpu.brand_string") or platform.processor() or platform.machine()
 
 
+def computes_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 by itself, as far as Linux tells."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return "avx512_bf16" in text or "amx_bf16" in text
+
+
 def _sysctl(name: str) -> str | None:
     """What macOS says of the machine."""
     try:

@@ -14,6 +14,7 @@ from eps_core.config.eps import EpsConfig, config_of
 from eps_core.config.formats import EXACT, KvFormats
 from eps_core.config.store import CacheSpec, Store
 from eps_core.config.verify import Verify
+from eps_core.cpu import host
 from eps_core.cpu.usable import why_not
 from eps_core.decode.chat import render
 from eps_core.decode.evicting import EvictingDecoder
@@ -97,9 +98,9 @@ class Session:
         """A model as `resolve_model` reads it, None for the demo model, on a backend. EPS as `config` says, or flat
         `settings` of `EpsConfig.of` (method="rq", budget=0.05, ..); off without them. `verify`, a Verify or its mode
         ("tokens", "bits"), makes every text the dense one: gated steps then only draft. Everything that can be refused
-        is refused here; the weights are read when the decoder is first asked for. dtype auto: float32 on a CPU, else as
-        stored; kv_dtype auto: as dtype; kv_bits of K and of V, 16: as they are (`config.formats`). `cache_dir` keeps
-        prompts between runs."""
+        is refused here; the weights are read when the decoder is first asked for. dtype auto: as stored, but float32 on
+        a CPU, unless it is bfloat16 that Torch and the CPU multiply natively; kv_dtype auto: as dtype; kv_bits of K and
+        of V, 16: as they are (`config.formats`). `cache_dir` keeps prompts between runs."""
         config = config_of(config, settings)
         verify = Verify(verify) if isinstance(verify, str) else verify
         verify.check(config)
@@ -109,7 +110,8 @@ class Session:
         spec, tokenizer, module = read_spec(path), load_tokenizer(path), load_backend(backend)
         device = choose_device(module, device)
         if dtype == "auto":
-            dtype = "float32" if device == "cpu" else spec.stored_dtype
+            native = spec.stored_dtype == "bfloat16" and backend_name(module) == "cuda" and host.computes_bfloat16()
+            dtype = spec.stored_dtype if device != "cpu" or native else "float32"
         kv_dtype = dtype if kv_dtype == "auto" else kv_dtype
         named, kernels = kernels != "auto", resolve_kernels(kernels, module.usable_kernels(device), device)
         name = "demo" if model is None else str(model)
