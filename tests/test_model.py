@@ -498,6 +498,11 @@ LLAMA_CONFIG: dict[str, Any] = {
 }
 
 
+QWEN2: dict[str, Any] = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+FULL = ["full_attention"] * 2
+LONG = {"max_position_embeddings": 8192}
+
+
 def write_config(path: Path, without: tuple[str, ...] = (), **changes: Any) -> Path:
     config = {key: value for key, value in (LLAMA_CONFIG | changes).items() if key not in without}
     (path / "config.json").write_text(json.dumps(config))
@@ -531,10 +536,37 @@ def test_defaults_of_a_spare_config(tmp_path: Path) -> None:
             True,
         ),
         ({"model_type": "qwen3", "architectures": None}, "head_dim", 128),
+        # windows that transformers computes as full attention in every layer
+        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 2}, "family", "qwen2"),
+        (QWEN2 | {"use_sliding_window": True}, "family", "qwen2"),  # transformers' default: from layer 28 on
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, "family", "qwen2"),
+        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 0, "layer_types": FULL}, "family", "qwen2"),
+        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 512}, "family", "qwen2"),
+        ({"model_type": "mistral", "architectures": None, "sliding_window": 512}, "family", "mistral"),
     ],
 )
 def test_config_field(changes: dict, field: str, value: Any, tmp_path: Path) -> None:
     assert getattr(read_spec(write_config(tmp_path, **changes)), field) == value
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sliding_window": 16, "max_window_layers": 2},
+        {"sliding_window": None, "max_window_layers": 0},
+        {"sliding_window": 512, "max_window_layers": 0},
+    ],
+)
+def test_a_window_of_no_layer_is_full_attention_as_in_transformers(
+    changes: dict, saved: Callable, tmp_path: Path
+) -> None:
+    path = shutil.copytree(saved("qwen2-fp16"), tmp_path / "model")
+    config = json.loads((path / "config.json").read_text()) | {"use_sliding_window": True} | changes
+    config.pop("layer_types", None)
+    (path / "config.json").write_text(json.dumps(config))
+    tokens = tokens_of("qwen2-fp16")
+    positions, logits = run((oracle, "cpu"), load_decoder(oracle, path, read_spec(path), "float32", "cpu"), tokens)
+    assert_close(logits, tiny_models.reference_logits(path, tokens.tolist())[positions])
 
 
 def test_generation_config_adds_stop_tokens(tmp_path: Path) -> None:
@@ -558,13 +590,18 @@ YARN_OLD = {key: value for key, value in tiny_models.YARN_SCALING.items() if key
         ),
         ({"hidden_act": "gelu"}, ("hidden_act 'gelu'", "EPS reads silu")),
         (
-            {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 4096},
+            LONG | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 4096},
             ("sliding_window 4096", "null"),
         ),
-        ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, ("sliding_window 4096", "missing")),
+        (LONG | {"model_type": "mistral", "architectures": None}, ("sliding_window 4096", "missing")),
         (
-            {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True},
-            ("use_sliding_window True", "false"),
+            # transformers begins the window at layer 28 where max_window_layers is missing
+            QWEN2 | {"use_sliding_window": True, "sliding_window": 64, "num_hidden_layers": 29},
+            ("sliding_window 64", "layers 28 to 28 (the model has 29)", "full attention"),
+        ),
+        (
+            LONG | QWEN2 | {"use_sliding_window": True, "max_window_layers": 0},
+            ("sliding_window 4096", "missing", "layers 0 to 1 (the model has 2)"),
         ),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ("layer_types", "'sliding_attention'")),
         ({"quantization_config": {"quant_method": "gptq"}}, ("quantization_config", "unquantised")),

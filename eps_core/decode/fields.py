@@ -44,10 +44,10 @@ class Fields:
             raise ConfigError(f"{self.file} lacks {key!r}: give a complete Hugging Face config.json")
         return value
 
-    def integer(self, key: str, default: int | None = None, most: int = MOST_SIZE) -> int:
+    def integer(self, key: str, default: int | None = None, most: int = MOST_SIZE, least: int = 1) -> int:
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise self._wrong(key, f"an integer of at least 1 and at most {most}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self._wrong(key, f"an integer of at least {least} and at most {most}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

@@ -11,10 +11,12 @@ from eps_core.config.store import DTYPE_BYTES
 from eps_core.decode.fields import Fields
 from eps_core.decode.rope import MOST_POSITIONS, check_rope, read_rope
 from eps_core.decode.spec import ARCHITECTURES, ModelSpec
-from eps_core.errors import ConfigError, shown
+from eps_core.errors import ConfigError
 
 DEMO_MODEL = Path(eps_core.__file__).parent / "demo_model"
 _MOST_LAYERS, _MOST_HEADS = 2**12, 2**16
+# where config.json has no sliding_window (Mistral, Qwen), and no max_window_layers (Qwen)
+_DEFAULT_WINDOW, _DEFAULT_FULL_LAYERS = 4096, 28
 
 
 def read_spec(path: str | Path) -> ModelSpec:
@@ -35,7 +37,6 @@ def read_spec(path: str | Path) -> ModelSpec:
             raise fields.unsupported(key, "none: give the unquantised float32, float16 or bfloat16 weights")
     if config.get("hidden_act", "silu") != "silu":
         raise fields.unsupported("hidden_act", "silu")
-    _refuse_sliding_window(family, fields)
 
     num_heads = fields.integer("num_attention_heads", most=_MOST_HEADS)
     num_kv_heads = fields.integer("num_key_value_heads", num_heads if family == "llama" else None, _MOST_HEADS)
@@ -49,10 +50,12 @@ def read_spec(path: str | Path) -> ModelSpec:
         raise ConfigError(f"head_dim {head_dim} of {file} is odd: rotary embeddings need an even number")
     max_positions = fields.integer("max_position_embeddings", most=MOST_POSITIONS)
     rope_theta, rope_scaling, max_context = read_rope(fields, max_positions)
+    num_layers = fields.integer("num_hidden_layers", most=_MOST_LAYERS)
+    _refuse_sliding_window(family, fields, num_layers, max_context)
     attention_bias = fields.boolean("attention_bias") if family in ("llama", "qwen3") else False
     spec = ModelSpec(
         family=family,
-        num_layers=fields.integer("num_hidden_layers", most=_MOST_LAYERS),
+        num_layers=num_layers,
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
         num_heads=num_heads,
@@ -87,19 +90,27 @@ def read_limits(path: str | Path) -> tuple[int, tuple[int, ...]]:
     return text.integer("max_position_embeddings", most=MOST_POSITIONS), ends
 
 
-def _refuse_sliding_window(family: str, fields: Fields) -> None:
-    config = fields.values
-    # a Mistral config.json without the key means a window of 4096, as transformers reads it
-    if family == "mistral" and config.get("sliding_window", 4096) is not None:
-        missing = "sliding_window" not in config
-        window = "4096 (the default where the key is missing)" if missing else shown(config["sliding_window"])
-        raise ConfigError(
-            f"sliding_window {window} of {fields.file} is unsupported: EPS reads full attention, sliding_window null"
-        )
-    if family in ("qwen2", "qwen3") and fields.boolean("use_sliding_window"):
-        raise fields.unsupported("use_sliding_window", "full attention, use_sliding_window false")
-    if any(kind != "full_attention" for kind in fields.list_of_text("layer_types")):
+def _refuse_sliding_window(family: str, fields: Fields, num_layers: int, max_context: int) -> None:
+    """Raises ConfigError where a layer does not attend to all that the model holds. Which layers have a window, and of
+    how many tokens where a key is missing, is as in transformers."""
+    layer_types = fields.list_of_text("layer_types")
+    if any(kind != "full_attention" for kind in layer_types):
         raise fields.unsupported("layer_types", "full_attention in every layer")
+    if family == "llama" or fields.values.get("sliding_window", _DEFAULT_WINDOW) is None:
+        return
+    first = 0
+    if family != "mistral":
+        windows = fields.boolean("use_sliding_window") and not layer_types
+        first = fields.integer("max_window_layers", _DEFAULT_FULL_LAYERS, least=0) if windows else num_layers
+    if first >= num_layers:
+        return
+    window = fields.integer("sliding_window", _DEFAULT_WINDOW)
+    if window < max_context:
+        missing = "" if "sliding_window" in fields.values else " (the default where the key is missing)"
+        raise ConfigError(
+            f"sliding_window {window}{missing} of {fields.file} is unsupported: it cuts layers {first} to "
+            f"{num_layers - 1} (the model has {num_layers}), and EPS reads full attention, as with sliding_window null"
+        )
 
 
 def _eos_token_ids(path: Path, fields: Fields) -> tuple[int, ...]:
