@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_models
+from command import outcome
 from test_cli import PROGRESS, PROMPT, RESULT_KEYS, call, lines_of
 
 from eps_core.cli import main
@@ -158,3 +159,30 @@ def refused(
     out, err = capsys.readouterr()
     assert end.value.code == 2 and out == "" and re.fullmatch(r"error: [^\n]+\n", err), err
     assert words in err
+
+
+ENDS = {"plain": "abc", "unix": "abc\n", "windows": "abc\r\n", "two": "abc\n\n"}
+
+
+@pytest.mark.parametrize(("name", "left", "kept"), [("plain", 3, 3), ("unix", 3, 4), ("windows", 3, 5), ("two", 4, 5)])
+def test_one_final_newline_of_a_file_is_no_part_of_the_prompt(
+    name: str, left: int, kept: int, model: Path, tmp_path: Path
+) -> None:
+    """Editors add it; a model continues after it otherwise than after the text. --prompt and JSONL are as they are."""
+    (tmp_path / "p.txt").write_bytes(ENDS[name].encode())
+    (tmp_path / "p.jsonl").write_text(json.dumps(ENDS[name]) + "\n")
+    run = ["run", "--model", str(model), "--backend", "numpy", "--max-new-tokens", "1"]
+
+    def tokens(*more: str, stdin: str = "") -> int:
+        done = outcome([*run, *more], tmp_path, stdin)
+        assert done.code == 0, done.err
+        return int(json.loads(done.out.splitlines()[-1])["prompt_tokens"])
+
+    assert tokens("--prompt-file", "p.txt") == tokens("--prompt-file", "-", stdin=ENDS[name]) == left
+    assert tokens("--prompt-file", "p.txt", "--keep-newline") == kept
+    assert tokens("--prompt", ENDS[name]) == tokens("--prompt-file", "p.jsonl") == kept
+
+
+def test_keep_newline_needs_a_file(model: Path, tmp_path: Path) -> None:
+    done = outcome(["run", "--model", str(model), "--prompt", "x", "--keep-newline"], tmp_path)
+    assert done.code == 2 and "--keep-newline" in done.err and "--prompt-file" in done.err

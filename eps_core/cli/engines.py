@@ -73,6 +73,7 @@ def run_in_engine(
         flags["chat"],
         flags["csv"],
         flags["eps_method"] is None,
+        flags["keep_newline"],
     )
     return run(request, sys.stdout)
 

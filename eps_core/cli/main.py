@@ -52,6 +52,7 @@ DEMO_NEW_TOKENS = 16
 _SAME = (
     "backend", "device", "model", "dtype", "prefill_chunk", "pool_tokens", "kl", "stop", "metrics", "csv",
     "eps_audit_every", "eps_audit_factor", "eps_audit_off", "kernels", "chat", "kv_bits", "cache_dir", "beams",
+    "keep_newline",
 )  # fmt: skip
 
 
@@ -84,8 +85,10 @@ def cli() -> None:
 )  # fmt: skip
 @option(
     "--prompt-file", "prompt_files", heading=INPUT, type=FILE, metavar="FILE", multiple=True,
-    help="The same from a UTF-8 file; -: stdin; .jsonl: each line's \"prompt\". Several prompts are one batch.",
+    help="The same from a UTF-8 file, without one final newline; -: stdin; .jsonl: each line's \"prompt\". Several "
+    "prompts are one batch.",
 )  # fmt: skip
+@option("--keep-newline", heading=INPUT, is_flag=True, help="Keep the final newline of a --prompt-file in the prompt.")
 @option(
     "--chat", heading=INPUT, is_flag=True, help="Put the prompt into the model's chat template, as a user's message."
 )
@@ -239,6 +242,8 @@ def _prompts(flags: dict[str, Any]) -> tuple[str | Path, ...]:
     paths: tuple[Path, ...] = flags["prompt_files"]
     if prompt is not None and paths:
         raise click.UsageError("--prompt and --prompt-file say two things: give one of them")
+    if flags["keep_newline"] and not paths:
+        raise click.UsageError("--keep-newline is about the newline that ends a file: add --prompt-file, or drop it")
     if prompt is None and not paths and flags["model"] is not None:
         raise click.UsageError("--model needs a prompt: add --prompt or --prompt-file")
     return paths if prompt is None else (prompt,)

@@ -7,15 +7,18 @@ from eps_core.errors import ConfigError, require
 from eps_core.files import inputs, records
 
 
-def prompt_texts(prompt: str | Path, max_context: int) -> list[str]:
-    """A prompt's text; of a path what the file holds, no more of it than `max_context` tokens could be; of a .jsonl
-    file the prompt of each line."""
+def prompt_texts(prompt: str | Path, max_context: int, keep_newline: bool = False) -> list[str]:
+    """Return a prompt's text. Of a path it is what the file holds, no more of it than `max_context` tokens could be,
+    without one final newline, which editors add, unless `keep_newline`; of a .jsonl file the prompt of each line."""
     if not isinstance(prompt, Path):
         return [prompt]
     if prompt.suffix == ".jsonl":
         return _jsonl_prompts(prompt)
     limit = f"more than the {max_context:,} tokens of the model's context could hold"
-    return [inputs.read_text(prompt, "prompt file", "give a text file", inputs.text_bytes(max_context), limit)]
+    text = inputs.read_text(prompt, "prompt file", "give a text file", inputs.text_bytes(max_context), limit)
+    if not keep_newline and text.endswith("\n"):
+        text = text.removesuffix("\n").removesuffix("\r")
+    return [text]
 
 
 def encode_prompts(

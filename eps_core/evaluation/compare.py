@@ -114,7 +114,9 @@ def prepare(request: RunRequest) -> Job:
         kv_bits=request.kv_bits, cache_dir=request.cache_dir,
     )  # fmt: skip
     spec, answer = session.spec, None
-    texts = [text for prompt in request.prompts for text in prompt_texts(prompt, spec.max_context)]
+    texts = [
+        text for prompt in request.prompts for text in prompt_texts(prompt, spec.max_context, request.keep_newline)
+    ]
     if not request.prompts:
         made = demo_document()
         texts, answer = [made.prompt], made.answer

@@ -51,6 +51,7 @@ class EngineRequest:
     chat: bool = False  # prompts are messages, put into the model's chat template
     csv: Path | None = None
     method_is_default: bool = False
+    keep_newline: bool = False  # the final one of a prompt's file
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def run(request: EngineRequest, out: TextIO) -> dict[str, Any]:
     settings, module = request.settings, load_engine(request.engine)
     path = DEMO_MODEL if request.model is None else resolve_model(request.model, own=False)
     tokenizer, (context, ends) = load_tokenizer(path), read_limits(path)
-    texts = [text for prompt in request.prompts for text in prompt_texts(prompt, context)]
+    texts = [text for prompt in request.prompts for text in prompt_texts(prompt, context, request.keep_newline)]
     answer = None
     if not request.prompts:
         made = demo_document()

@@ -45,6 +45,7 @@ class RunRequest:
     audit_off: bool = False
     kernels: str = "auto"
     chat: bool = False  # prompts are messages, put into the model's chat template
+    keep_newline: bool = False  # the final one of a prompt's file
     auto_min_context: bool = False  # measured by `prepare`, which settles the config
     verify: Verify = UNVERIFIED  # of the EPS side
     keep: Keep = KEEP_ALL  # the same
