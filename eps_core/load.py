@@ -18,6 +18,7 @@ _ENGINES = {
     "vllm": "eps_cuda.hooks.vllm",
 }
 ENGINES = tuple(_ENGINES)
+OWN = "own"  # beside the engines: the decoders of this project
 _INSTALL = {"numpy": install(), "mlx": install("mlx"), "cuda": install("cuda")}
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from eps_core.decode.fields import read_json
-from eps_core.decode.weights import weight_files
+from eps_core.decode.folder import weight_files
 from eps_core.errors import ConfigError, exit_code, install, one_line
 
 HUB_SECONDS = 8  # the Hub must have answered after as many, a name that does not resolve included

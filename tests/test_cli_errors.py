@@ -1,6 +1,5 @@
 """Every mistake a user can make with eps-proto: exit code 2, one line that names it, nothing half-written."""
 
-import json
 import re
 import shutil
 import sys
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny_models
+import tokenizers
 from test_cli import PROMPT, call
 
 from eps_core.cli import main
@@ -188,8 +188,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         shard.unlink()
     shard = sorted(paths["CORRUPT"].glob("*.safetensors"))[0]
     shard.write_bytes(shard.read_bytes()[:-100])
-    config = json.loads((paths["SMALL"] / "config.json").read_text())
-    (paths["SMALL"] / "config.json").write_text(json.dumps(config | {"vocab_size": 50}))
+    tokenizer = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_tokens([*(f"<{token}>" for token in range(100)), "zzz"])
+    tokenizer.save(str(paths["SMALL"] / "tokenizer.json"))
     (paths["GPT2"] / "config.json").write_text('{"model_type": "gpt2"}')
     for shard in paths["NAN"].glob("*.safetensors"):
         data = shard.read_bytes()

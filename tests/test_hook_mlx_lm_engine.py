@@ -311,6 +311,7 @@ def test_the_server_without_its_model_ends_with_one_line(interrupt: str, tmp_pat
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "nobody"}')
+    (model / "model.safetensors").write_bytes(b"")
     program = f"import signal; signal.signal(signal.SIGINT, signal.{interrupt}); "
     command = [sys.executable, "-c", program + "from eps_core.cli.__main__ import main; main()"]
     arguments = ["serve", "--engine", "mlx-lm", "--model", str(model), "--method", "rq", "--port", str(free_port())]
@@ -319,7 +320,7 @@ def test_the_server_without_its_model_ends_with_one_line(interrupt: str, tmp_pat
     lines = done.stderr.splitlines()
     assert done.returncode == 2 and "Traceback" not in done.stderr and done.stdout == ""
     assert [line for line in lines if line.startswith("error: ")] == lines[-1:]
-    assert f"mlx-lm cannot load {model}: No safetensors found" in lines[-1]
+    assert f"mlx-lm cannot load {model}: " in lines[-1]
 
 
 def test_what_the_server_is_asked_for_besides_is_refused_or_told_at_once(

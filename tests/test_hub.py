@@ -27,6 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sharded model beside which lies what nobody needs to fetch."""
     path = tiny_models.save_model("llama2-bf16-sharded", tmp_path_factory.mktemp("model") / "files")
     (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}!"}))
+    (path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>"}))
     for name in (
         "README.md",
         "pytorch_model.bin",
@@ -93,7 +94,7 @@ def test_a_folder_comes_before_a_name(model: Path, tmp_path: Path) -> None:
     assert shape["context"] == json.loads((other / "config.json").read_text())["max_position_embeddings"]
     (tmp_path / "org" / "file").write_text("x")
     done = call("info", "--model", "org/file", env=environment, cwd=tmp_path)
-    assert refused(done, "'org/file' is no directory")
+    assert refused(done, "org/file is a file, not a directory")
 
 
 def refused(done: subprocess.CompletedProcess, *says: str) -> bool:
@@ -196,7 +197,7 @@ def test_only_what_is_needed_is_fetched(hub: Callable, model: Path, tmp_path: Pa
     _, environment = hub()
     snapshot = tmp_path / "cache" / "models--org--tiny-model" / "snapshots" / COMMIT
     small = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
-    small.add("model.safetensors.index.json")
+    small |= {"special_tokens_map.json", "model.safetensors.index.json"}
     done = call("info", "--model", NAME, env=environment)
     assert done.returncode == 0, done.stderr
     assert {file.name for file in snapshot.iterdir()} == small
@@ -261,3 +262,25 @@ def test_folders_need_no_hub(model: Path) -> None:
     code += "import eps_core.cli.main as m\ntry: m.main()\nfinally: print('huggingface_hub' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, str(model)], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "False", done
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        ({"adapter_config.json": b'{"peft_type": "LORA"}'}, ("LORA adapter", "no model of its own")),
+        ({"model-Q4_K_M.gguf": b"GGUF"}, ("config.json is missing", "'model-Q4_K_M.gguf'", "GGUF")),
+        ({"config.json": b"{}", "adapter_config.json": b"{}"}, ("adapter", "beside base weights")),
+    ],
+)
+def test_a_repository_of_something_else_is_named_before_its_weights_come(
+    names: dict[str, bytes], says: tuple[str, ...], hub: Callable, tmp_path: Path
+) -> None:
+    (tmp_path / "other").mkdir()
+    for name, content in names.items():
+        (tmp_path / "other" / name).write_bytes(content)
+    served, environment = hub(files=tmp_path / "other")
+    done = call("run", "--model", NAME, "--prompt", "abc", env=environment)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: ") and all(part in last for part in says), last
+    assert not [path for path in served.asked if path.endswith((".safetensors", ".gguf"))]

@@ -605,7 +605,7 @@ YARN_OLD = {key: value for key, value in tiny_models.YARN_SCALING.items() if key
         ),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ("layer_types", "'sliding_attention'")),
         ({"quantization_config": {"quant_method": "gptq"}}, ("quantization_config", "unquantised")),
-        ({"quantization": {"bits": 4}}, ("quantization of 1 entries", "unquantised")),
+        ({"quantization": {"bits": 4}}, ("quantised: MLX, 4 bits (quantization of", "unquantised")),
         ({"rope_parameters": {"rope_type": "longrope"}}, ("rope type 'longrope'", "linear, dynamic, llama3, yarn")),
         ({"rope_scaling": {"rope_type": "yarn"}}, ("lacks 'factor'",)),
         ({"rope_scaling": {"type": "dynamic"}}, ("lacks 'factor'",)),

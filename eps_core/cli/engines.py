@@ -26,9 +26,8 @@ from eps_core.decode.sampling import Sampling
 from eps_core.engine.settings import Settings
 from eps_core.errors import ConfigError
 from eps_core.files import outputs
-from eps_core.load import ENGINES, load_engine
+from eps_core.load import ENGINES, OWN
 
-OWN = "own"
 # what our own decoders do and engines do not, or do their own way
 _OWN_ONLY = (
     "backend", "kv_dtype", "kv_bits", "prefill_chunk", "cache_dir", "pool_tokens", "kl", "sample_by",
@@ -127,10 +126,9 @@ def serve_command(ctx: click.Context, /, **flags: Any) -> None:
     outputs.check({"--metrics": flags["metrics"]}, {"--model": flags["model"] or DEMO_MODEL})
     given = given_flags(ctx, flags)
     config = config_of(flags, given)
-    from eps_core.decode.hub import resolve_model  # late: --help must work where a model cannot be loaded
+    from eps_core.decode.hub import resolve_for_engine  # late: --help must work where a model cannot be loaded
 
-    module = load_engine(flags["engine"])
-    path = DEMO_MODEL if flags["model"] is None else resolve_model(flags["model"], own=False)
+    path, module = resolve_for_engine(flags["model"], flags["engine"])
     settings = Settings(config, flags["metrics"], flags["eps_audit_every"], flags["kernels"])
     if not {"--host", "--port"} & {one.split("=")[0] for one in flags["more"]}:
         _check_address(flags["host"], flags["port"])

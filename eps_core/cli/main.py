@@ -11,7 +11,7 @@ import click
 
 from eps_core.cli.bench import bench_command
 from eps_core.cli.captures import calibrate_command, capture_command, replay_command
-from eps_core.cli.engines import OWN, engine_option, run_in_engine, serve_command
+from eps_core.cli.engines import engine_option, run_in_engine, serve_command
 from eps_core.cli.evaluate import evaluate_command
 from eps_core.cli.grid import grid_command, report_command
 from eps_core.cli.help import CHECKS, DECODING, FILE, INPUT, OUTPUT, OUTPUT_FILE, Group, option
@@ -44,6 +44,7 @@ from eps_core.decode.sampling import RULES as DRAW_RULES
 from eps_core.decode.sampling import Sampling
 from eps_core.errors import DISTRIBUTION, ConfigError, fault_line
 from eps_core.files import outputs
+from eps_core.load import OWN
 from eps_core.summaries.table import facts
 from eps_core.telemetry import steps, terminal
 

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from eps_core.decode.folder import weight_files
 from eps_core.decode.model import read_spec
 from eps_core.decode.spec import ModelSpec
-from eps_core.decode.weights import weight_files
 from eps_core.errors import ConfigError, shown
 from eps_core.files import inputs
 from eps_core.files.records import Share, read_record

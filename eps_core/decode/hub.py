@@ -3,23 +3,38 @@
 import os
 import re
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from eps_core.decode.model import read_spec
-from eps_core.decode.weights import INDEX_FILE, weight_files
+from eps_core.decode.folder import (
+    ADAPTER_FILE,
+    CONFIG_FILE,
+    INDEX_FILE,
+    QUANTISED_FILES,
+    check_folder,
+    refuse_file,
+    weight_files,
+)
+from eps_core.decode.model import DEMO_MODEL, read_spec
 from eps_core.errors import ConfigError, one_line
+from eps_core.load import OWN, load_engine
 
 _REPOSITORY = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w][\w./-]*))?")
 # all that is read of a model but its weights
-_SMALL_FILES = ("config.json", "generation_config.json", "tokenizer*.json", "chat_template.*", INDEX_FILE)
+_SMALL_FILES = (
+    CONFIG_FILE, "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "chat_template.*", INDEX_FILE,
+    ADAPTER_FILE, *QUANTISED_FILES,
+)  # fmt: skip
 
 
-def resolve_model(model: str | Path, weights: bool = True, own: bool = True) -> Path:
+def resolve_model(model: str | Path, weights: bool = True, engine: str = OWN) -> Path:
     """The folder of a model that is named by its folder or by org/name[@revision]. A folder that is there wins. Without
-    `weights` nothing but the small files is fetched; with them, they are after the model was found to be one that this
-    project computes, or, where `own` is False, whatever it is."""
+    `weights` nothing but the small files is fetched, or must be there; with them, they are fetched after the model was
+    found to be one that `engine` may read. Raises ConfigError for what is no such model."""
     if os.path.isdir(model):
+        check_folder(Path(model), engine, weights)
         return Path(model)
+    if os.path.isfile(model):
+        raise refuse_file(Path(model))
     named = _REPOSITORY.fullmatch(str(model))
     if named is None or os.path.lexists(model):
         raise ConfigError(
@@ -27,14 +42,37 @@ def resolve_model(model: str | Path, weights: bool = True, own: bool = True) -> 
             "Hugging Face Hub"
         )
     folder = _fetch(named["name"], named["revision"], _SMALL_FILES)
+    check_folder(folder, engine, weights=False, more=() if (folder / CONFIG_FILE).exists() else _names(named["name"]))
     if weights:
-        if own:
+        if engine == OWN:
             read_spec(folder)
         files = weight_files(folder)
         if not all(os.path.exists(folder / file) for file in files):
             # the snapshot's own name is its commit: the branch may have moved since
             folder = _fetch(named["name"], folder.name, (*_SMALL_FILES, *files))
+        check_folder(folder, engine)
     return folder
+
+
+def resolve_for_engine(model: str | Path | None, engine: str) -> tuple[Path, Any]:
+    """(folder, hook) of a model, None for the demo model, and of the engine that runs it. What is on this machine is
+    checked before the engine is loaded, which takes seconds; what is not is fetched after it."""
+    here = model is None or os.path.lexists(model)
+    path = DEMO_MODEL if model is None else resolve_model(model, weights=here, engine=engine)
+    module = load_engine(engine)
+    return (path if here or model is None else resolve_model(model, engine=engine)), module
+
+
+def _names(name: str) -> list[str]:
+    """Names of the files that a repository of the Hub has; none where it cannot say."""
+    from huggingface_hub import HfApi, constants, errors
+
+    if constants.HF_HUB_OFFLINE:
+        return []
+    try:
+        return HfApi().list_repo_files(name)
+    except (errors.HfHubHTTPError, OSError):
+        return []
 
 
 def _fetch(name: str, revision: str | None, files: tuple[str, ...]) -> Path:

@@ -9,8 +9,9 @@ from pathlib import Path
 import eps_core
 from eps_core.config.store import DTYPE_BYTES
 from eps_core.decode.fields import Fields
+from eps_core.decode.folder import quantisation, quantisation_fix
 from eps_core.decode.rope import MOST_POSITIONS, check_rope, read_rope
-from eps_core.decode.spec import ARCHITECTURES, ModelSpec
+from eps_core.decode.spec import ARCHITECTURES, ModelSpec, engine_note
 from eps_core.errors import ConfigError
 
 DEMO_MODEL = Path(eps_core.__file__).parent / "demo_model"
@@ -28,13 +29,13 @@ def read_spec(path: str | Path) -> ModelSpec:
 
     family = config.get("model_type")
     if not isinstance(family, str) or family not in ARCHITECTURES:
-        raise fields.unsupported("model_type", f"one of {', '.join(ARCHITECTURES)}")
+        raise fields.unsupported("model_type", f"one of {', '.join(ARCHITECTURES)}{engine_note(family)}")
     architectures = fields.list_of_text("architectures")
     if architectures and ARCHITECTURES[family] not in architectures:
         raise fields.unsupported("architectures", ARCHITECTURES[family])
-    for key in ("quantization_config", "quantization"):
-        if config.get(key) is not None:
-            raise fields.unsupported(key, "none: give the unquantised float32, float16 or bfloat16 weights")
+    kind = quantisation(path, config)
+    if kind is not None:
+        raise ConfigError(f"{path} is quantised: {kind}, which EPS does not decode: {quantisation_fix(kind)}")
     if config.get("hidden_act", "silu") != "silu":
         raise fields.unsupported("hidden_act", "silu")
 

@@ -31,6 +31,7 @@ from eps_core.decode.spec import ModelSpec
 from eps_core.decode.stored import StoredPrompts, check_folder, stored_prompts
 from eps_core.decode.tokenizer import encode, load_tokenizer
 from eps_core.decode.verified import verified
+from eps_core.decode.weights import check_weights
 from eps_core.errors import ConfigError, require
 from eps_core.evict.keep import Keep
 from eps_core.gate.protocol import Backend
@@ -107,7 +108,9 @@ class Session:
         path = DEMO_MODEL if model is None else resolve_model(model)
         if model is None and not (path / "config.json").is_file():
             raise ConfigError(f"the demo model is not in this installation ({path}): pass --model DIR")
-        spec, tokenizer, module = read_spec(path), load_tokenizer(path), load_backend(backend)
+        spec, tokenizer = read_spec(path), load_tokenizer(path)
+        check_weights(path, spec)
+        module = load_backend(backend)
         device = choose_device(module, device)
         if dtype == "auto":
             native = spec.stored_dtype == "bfloat16" and backend_name(module) == "cuda" and host.computes_bfloat16()

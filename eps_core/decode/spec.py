@@ -11,6 +11,22 @@ ARCHITECTURES = {
 }
 
 
+# engine -> the families beyond these that its hook gates, as tests have it
+ENGINE_FAMILIES = {
+    "transformers": ("gemma3_text", "phi3"),
+    "mlx-lm": ("gemma3_text", "lfm2", "phi3"),
+    "vllm": ("gemma3_text",),
+}
+
+
+def engine_note(family: object) -> str:
+    """Return which engines run a family that this project's decoders do not compute."""
+    engines = [name for name, families in ENGINE_FAMILIES.items() if family in families]
+    if not engines:
+        return "; --engine transformers, mlx-lm and vllm read more families"
+    return f"; use --engine {' or '.join([', '.join(engines[:-1]), engines[-1]] if engines[1:] else engines)}"
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """The shape of a model and how it computes, from its config.json."""

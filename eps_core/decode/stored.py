@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from eps_core.config.store import Store
+from eps_core.decode.folder import weight_files
 from eps_core.decode.spec import ModelSpec
-from eps_core.decode.weights import weight_files
 from eps_core.errors import ConfigError, one_line, require
 from eps_core.files import caches, outputs, tensors
 from eps_core.gate.protocol import Backend

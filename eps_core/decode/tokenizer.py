@@ -6,6 +6,7 @@ from tokenizers import Tokenizer
 
 from eps_core.errors import ConfigError, one_line
 
+_SLOW_FILES = ("tokenizer.model", "tekken.json", "vocab.json")  # other forms of a tokenizer
 _CHARACTERS_PER_TOKEN = 16  # of a text's start that is encoded at first
 _CUT_TOKENS = 64  # more than a cut within a word can change
 
@@ -14,7 +15,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer in tokenizer.json."""
     file = Path(path) / "tokenizer.json"
     if not file.is_file():
-        raise ConfigError(f"{file} is missing: save the model's fast tokenizer there")
+        slow = next((name for name in _SLOW_FILES if (file.parent / name).exists()), None)
+        beside = f" and {slow} is not read" if slow else ""
+        raise ConfigError(
+            f"{file} is missing{beside}: save the model's fast tokenizer there "
+            "(AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR), of transformers)"
+        )
     try:
         return Tokenizer.from_file(str(file))
     except BaseException as error:

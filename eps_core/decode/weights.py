@@ -7,18 +7,17 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes  # noqa: F401 - registers bfloat16 with numpy, which safetensors then returns
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from eps_core.decode.fields import read_json
+from eps_core.decode.folder import INDEX_FILE, WEIGHT_FILE, check_weights_there, weight_map
 from eps_core.decode.spec import ModelSpec
 from eps_core.errors import ConfigError, one_line, shown
 
-WEIGHT_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _HEAD = "lm_head.weight"
 
@@ -68,6 +67,31 @@ def load_weights(path: str | Path, spec: ModelSpec) -> dict[str, np.ndarray]:
     it as "lm_head", with one line on stderr: transformers 5 reads such a folder so, mlx-lm and transformers 4 drop it.
     """
     path = Path(path)
+    names, by_file = _plan(path, spec)
+    weights = {}
+    for file, shorts in by_file.items():
+        for short, array in _reading(file, partial(_read_tensors, names=names, shorts=shorts)):
+            weights[short] = array
+    if spec.tie_embeddings and "lm_head" in weights:
+        if _same_bytes(weights["lm_head"], weights["embed"]):
+            del names["lm_head"]
+        else:
+            print(
+                f"{path} stores a {_HEAD} of its own beside tie_word_embeddings true: it is used, as in transformers 5",
+                file=sys.stderr,
+            )
+    return {short: weights[short] for short in names}
+
+
+def check_weights(path: Path, spec: ModelSpec) -> None:
+    """Raises the ConfigError that `load_weights` would, from the files' headers, in milliseconds."""
+    names, by_file = _plan(path, spec)
+    for file, shorts in by_file.items():
+        _reading(file, partial(_check_tensors, names=names, shorts=shorts))
+
+
+def _plan(path: Path, spec: ModelSpec) -> tuple[dict[str, tuple[str, tuple[int, ...]]], dict[Path, list[str]]]:
+    """(`weight_names` with a stored output projection, the short names that each file holds)."""
     located = _locate_weights(path)
     names = weight_names(spec)
     if spec.tie_embeddings and _HEAD in located:
@@ -87,62 +111,20 @@ def load_weights(path: str | Path, spec: ModelSpec) -> dict[str, np.ndarray]:
                 f"weight {name} is missing in {path}: config.json does not match, or the download is incomplete"
             )
         by_file.setdefault(located[name], []).append(short)
-    weights = {}
-    for file, shorts in by_file.items():
-        for short, array in _reading(file, partial(_read_tensors, names=names, shorts=shorts)):
-            weights[short] = array
-    if spec.tie_embeddings and "lm_head" in weights:
-        if _same_bytes(weights["lm_head"], weights["embed"]):
-            del names["lm_head"]
-        else:
-            print(
-                f"{path} stores a {_HEAD} of its own beside tie_word_embeddings true: it is used, as in transformers 5",
-                file=sys.stderr,
-            )
-    return {short: weights[short] for short in names}
+    return names, by_file
 
 
 def _same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
     return a.dtype == b.dtype and np.array_equal(a.view(np.uint8), b.view(np.uint8))
 
 
-def weight_files(path: Path) -> list[str]:
-    """Names of the files that hold a folder's weights, there or yet to be fetched, as `load_weights` reads them."""
-    index = path / INDEX_FILE
-    if os.path.lexists(path / WEIGHT_FILE) or not os.path.lexists(index):
-        return [WEIGHT_FILE]
-    return sorted(set(_weight_map(index).values()))
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """Hugging Face name of every tensor -> its shard, a file within the model's folder."""
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise ConfigError(f"{index} lacks a 'weight_map' of tensor names to files: download it again")
-    for shard in set(weight_map.values()):
-        path = PurePosixPath(shard)
-        if path.is_absolute() or not path.parts or ".." in path.parts or "\0" in shard:
-            raise ConfigError(
-                f"shard {shown(shard)} that {index} names is no file within the model's folder: EPS reads nothing "
-                "outside of it; download the model again"
-            )
-    return weight_map
-
-
 def _locate_weights(path: Path) -> dict[str, Path]:
     """Hugging Face name of every stored tensor -> its file."""
-    file, index = path / WEIGHT_FILE, path / INDEX_FILE
+    check_weights_there(path)
+    file = path / WEIGHT_FILE
     if os.path.lexists(file):
         return dict.fromkeys(_reading(file, lambda opened: list(opened.keys())), file)
-    if not os.path.lexists(index):
-        if any(path.glob("pytorch_model*.bin")):
-            raise ConfigError(f"{path} holds weights only as pytorch_model.bin: convert them to safetensors")
-        raise ConfigError(f"{path} holds no weights: neither {WEIGHT_FILE} nor {INDEX_FILE} is there")
-    weight_map = _weight_map(index)
-    for shard in sorted(set(weight_map.values())):
-        if not os.path.exists(path / shard):
-            raise ConfigError(f"shard {shown(shard)} that {index} names is missing: download it again")
-    return {name: path / shard for name, shard in weight_map.items()}
+    return {name: path / shard for name, shard in weight_map(path / INDEX_FILE).items()}
 
 
 def _reading(file: Path, read: Callable[[Any], Any]) -> Any:
@@ -162,7 +144,12 @@ def _reading(file: Path, read: Callable[[Any], Any]) -> Any:
 def _read_tensors(
     opened: Any, names: dict[str, tuple[str, tuple[int, ...]]], shorts: list[str]
 ) -> list[tuple[str, np.ndarray]]:
-    stored, tensors = set(opened.keys()), []
+    _check_tensors(opened, names, shorts)
+    return [(short, opened.get_tensor(names[short][0])) for short in shorts]
+
+
+def _check_tensors(opened: Any, names: dict[str, tuple[str, tuple[int, ...]]], shorts: list[str]) -> None:
+    stored = set(opened.keys())
     for short in shorts:
         name, expected = names[short]
         if name not in stored:
@@ -177,5 +164,3 @@ def _read_tensors(
             raise ConfigError(
                 f"weight {name} has dtype {dtype}: EPS reads {', '.join(_STORED_DTYPES)}; convert the weights"
             )
-        tensors.append((short, opened.get_tensor(name)))
-    return tensors

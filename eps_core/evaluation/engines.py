@@ -11,8 +11,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from eps_core.decode.chat import render
-from eps_core.decode.hub import resolve_model
-from eps_core.decode.model import DEMO_MODEL, read_limits
+from eps_core.decode.hub import resolve_for_engine
+from eps_core.decode.model import read_limits
 from eps_core.decode.prompts import encode_prompts, prompt_texts
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.tokenizer import encode, load_tokenizer
@@ -23,7 +23,6 @@ from eps_core.evaluation.runner import Outcome
 from eps_core.evaluation.sides import Ran, Side, prompt_line, report
 from eps_core.files import outputs
 from eps_core.gate.stats import StepOutput
-from eps_core.load import load_engine
 from eps_core.summaries.rq import CENTRE_TOKENS
 from eps_core.telemetry import provenance, terminal
 from eps_core.telemetry.rounds import ROUND_KEYS
@@ -65,8 +64,8 @@ class _Row:
 
 def run(request: EngineRequest, out: TextIO) -> dict[str, Any]:
     """Runs a request, writing text and table to `out` and metrics where asked. Returns the last line's object."""
-    settings, module = request.settings, load_engine(request.engine)
-    path = DEMO_MODEL if request.model is None else resolve_model(request.model, own=False)
+    settings = request.settings
+    path, module = resolve_for_engine(request.model, request.engine)
     tokenizer, (context, ends) = load_tokenizer(path), read_limits(path)
     texts = [text for prompt in request.prompts for text in prompt_texts(prompt, context, request.keep_newline)]
     answer = None

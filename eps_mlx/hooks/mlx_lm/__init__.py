@@ -9,11 +9,13 @@ prompt caches, trimming, speculative decoding and the server work as before; a d
 EPS selects, and everything else is mlx-lm's own. Letters as in eps_core.gate.protocol.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
 import mlx_lm
 
+from eps_core.decode.folder import refuse_adapter
 from eps_core.engine.gated import Gated
 from eps_core.engine.settings import Settings
 from eps_core.errors import require
@@ -53,6 +55,8 @@ def load(path: str | Path, **settings: Any) -> Any:
     (`.close()`). Names of mlx_lm.load's own (`adapter_path`, `lazy`, ..) go there."""
     theirs = {name: settings.pop(name) for name in list(settings) if name in _LOAD_NAMES}
     chosen = Settings.of(settings)
+    if os.path.isdir(path):
+        refuse_adapter(Path(path))
     loaded = mlx_lm.load(str(path), **theirs)
     Hook(loaded[0], chosen, str(path))
     return loaded
