@@ -306,6 +306,20 @@ def test_any_index_is_one_line(index: Any, tmp_path: Path) -> None:
     one_line_or(lambda: weight_files(tmp_path))
 
 
+TOKEN_KEYS = (
+    "bos_token",
+    "eos_token",
+    "added_tokens_decoder",
+    "additional_special_tokens",
+    "add_prefix_space",
+    "legacy",
+)
+tokenizer_configs = st.fixed_dictionaries(
+    {"tokenizer_class": st.sampled_from(["Qwen2Tokenizer", "LlamaTokenizerFast", "GPT2Tokenizer", "Cohere"]) | values},
+    optional={key: values | st.dictionaries(texts, st.fixed_dictionaries({"content": values})) for key in TOKEN_KEYS},
+)
+
+
 @fuzzed
 @given(data=st.data())
 def test_any_tokenizer_is_one_or_one_line(data: st.DataObject, tmp_path: Path) -> None:
@@ -320,6 +334,8 @@ def test_any_tokenizer_is_one_or_one_line(data: st.DataObject, tmp_path: Path) -
         else:
             content[key] = data.draw(values)
     file.write_text(json.dumps(content))
+    for name in ("tokenizer_config", "special_tokens_map"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(data.draw(values | tokenizer_configs)))
     tokenizer = one_line_or(lambda: load_tokenizer(tmp_path))
     if tokenizer is not None:
         one_line_or(lambda: encode(tokenizer, tmp_path, "naïve \ud83d text\n"))

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from eps_core.decode.fields import read_json
+from eps_core.decode.tokenizer_class import special_tokens
 from eps_core.errors import ConfigError, one_line, shown
 from eps_core.files import inputs
-
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def render(path: Path, text: str) -> str:
@@ -41,11 +40,10 @@ def render_messages(path: Path, messages: list[dict[str, str]]) -> str:
         "raise_exception": raise_exception,
         "strftime_now": lambda form: datetime.now().strftime(form),
     }
-    named = {name: _content(config.get(name)) for name in _SPECIAL_TOKENS}
-    special = {name: content for name, content in named.items() if content is not None}
+    special = special_tokens(path)
     given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
     try:
-        return environment.from_string(template).render(**given, **special)
+        return environment.from_string(template).render(**(special | given))
     except Exception as error:  # a template is a program, and may fail as any
         raise ConfigError(
             f"the chat template of {path} fails on this prompt ({one_line(error)}): leave out --chat, or mend it"
@@ -87,12 +85,6 @@ def _template(path: Path, config: dict[str, Any]) -> str:
     if not isinstance(found, str):
         raise ConfigError(f"chat_template {shown(found)} of {path} is no text: download the model's tokenizer again")
     return found
-
-
-def _content(token: Any) -> str | None:
-    """A special token as tokenizer_config.json has it: text, or an object that holds it."""
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else None
 
 
 def _to_json(

@@ -12,6 +12,7 @@ from eps_core.decode.fields import Fields
 from eps_core.decode.folder import quantisation, quantisation_fix
 from eps_core.decode.rope import MOST_POSITIONS, check_rope, read_rope
 from eps_core.decode.spec import ARCHITECTURES, ModelSpec, engine_note
+from eps_core.decode.tokenizer import end_tokens
 from eps_core.errors import ConfigError
 
 DEMO_MODEL = Path(eps_core.__file__).parent / "demo_model"
@@ -73,7 +74,7 @@ def read_spec(path: str | Path) -> ModelSpec:
         mlp_bias=family == "llama" and fields.boolean("mlp_bias"),
         qk_norm=family == "qwen3",
         bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
-        eos_token_ids=_eos_token_ids(path, fields),
+        eos_token_ids=_eos_token_ids(path, fields) or end_tokens(path),
         stored_dtype=_stored_dtype(fields),
     )
     check_rope(spec, fields)
@@ -87,7 +88,7 @@ def read_limits(path: str | Path) -> tuple[int, tuple[int, ...]]:
     fields = Fields.of(path / "config.json")
     inner = fields.values.get("text_config")  # of a model that reads images, too
     text = Fields(inner, fields.file) if isinstance(inner, dict) else fields
-    ends = _eos_token_ids(path, fields) or _eos_token_ids(path, text)
+    ends = _eos_token_ids(path, fields) or _eos_token_ids(path, text) or end_tokens(path)
     return text.integer("max_position_embeddings", most=MOST_POSITIONS), ends
 
 

@@ -49,7 +49,7 @@ class ModelSpec:
     mlp_bias: bool
     qk_norm: bool  # RMSNorm over head_dim on q and k, before RoPE
     bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]  # of config.json, then of generation_config.json
+    eos_token_ids: tuple[int, ...]  # of config.json and generation_config.json, else of the tokenizer
     stored_dtype: str  # a key of config.DTYPE_BYTES
 
     @property

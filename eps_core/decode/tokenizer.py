@@ -4,6 +4,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from eps_core.decode.tokenizer_class import as_in_transformers, special_tokens
 from eps_core.errors import ConfigError, one_line
 
 _SLOW_FILES = ("tokenizer.model", "tekken.json", "vocab.json")  # other forms of a tokenizer
@@ -12,7 +13,7 @@ _CUT_TOKENS = 64  # more than a cut within a word can change
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer in tokenizer.json."""
+    """The tokenizer in tokenizer.json, with what transformers adds to it: see `tokenizer_class`."""
     file = Path(path) / "tokenizer.json"
     if not file.is_file():
         slow = next((name for name in _SLOW_FILES if (file.parent / name).exists()), None)
@@ -22,7 +23,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             "(AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR), of transformers)"
         )
     try:
-        return Tokenizer.from_file(str(file))
+        return as_in_transformers(Tokenizer.from_file(str(file)), Path(path))
+    except ConfigError:
+        raise
     except BaseException as error:
         _refuse_other(error)
         raise ConfigError(
@@ -67,3 +70,12 @@ def _refuse_other(error: BaseException) -> None:
     """Raises what is not the library's: it has plain Exceptions, and panics that are none."""
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
+
+
+def end_tokens(path: Path) -> tuple[int, ...]:
+    """Ids of the token that ends a text to the tokenizer in a folder; none where it names none, or is not there."""
+    name = special_tokens(path).get("eos_token")
+    if name is None or not (path / "tokenizer.json").is_file():
+        return ()
+    token = load_tokenizer(path).token_to_id(name)
+    return () if token is None else (token,)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from eps_core.decode.tokenizer import end_tokens
 from eps_core.engine.settings import Settings, check_version
 from eps_core.errors import ConfigError, install, one_line, require
 from eps_cuda.hooks.transformers.context import eps
@@ -40,6 +41,7 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
         def start_server(self) -> None:
             manager = self._model_manager
             model, _ = manager.load_model_and_processor(manager.process_model_name(str(path)))
+            set_ends(model, path)
             if not settings.config.store.enabled:
                 self.server.run()
                 return
@@ -62,6 +64,13 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
             raise
         raise ConfigError(f"transformers serve: {error.format_message()}") from error
     return int(code) if isinstance(code, int) else 0
+
+
+def set_ends(model: Any, path: Path) -> None:
+    """Makes `generate` end at the tokenizer's end-of-text token where the model's own files name none: a chat would go
+    on and answer itself."""
+    if model.generation_config.eos_token_id is None:
+        model.generation_config.eos_token_id = list(end_tokens(path)) or None
 
 
 @contextmanager
