@@ -16,8 +16,8 @@ from command import Outcome
 from hypothesis import strategies as st
 
 from eps_core.bench import layer
-from eps_core.cli import engines
 from eps_core.cli.main import cli
+from eps_core.decode import hub
 
 PROMPT = "It was a dark and stormy night. " * 40
 NUMBERS = (
@@ -159,5 +159,5 @@ def outcome(line: list[str], folder: Path) -> Outcome:
     idle = SimpleNamespace(serve=lambda *args: 0)  # a server would not end
     # a benchmark's copies of hundreds of megabytes say nothing about flags
     small = {"LARGEST_COPY_BYTES": 2**16, "COPY_SECONDS": 0.0, "flush_bytes": lambda _: 2**16}
-    with mock.patch.object(engines, "load_engine", lambda name: idle), mock.patch.multiple(layer, **small):
+    with mock.patch.object(hub, "load_engine", lambda name: idle), mock.patch.multiple(layer, **small):
         return command.outcome(line, folder, stdin=PROMPT[:64])

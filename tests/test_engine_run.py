@@ -12,8 +12,8 @@ import pytest
 import tiny_models
 from command import Outcome, outcome
 
-from eps_core.cli import engines
 from eps_core.config.eps import EpsConfig
+from eps_core.decode import hub
 from eps_core.engine.settings import VERSIONS, Settings
 from eps_core.load import ENGINES
 
@@ -145,7 +145,7 @@ def test_serve_hands_over_the_settings_and_the_engines_own_arguments(
 ) -> None:
     calls: list[Any] = []
     module = SimpleNamespace(serve=lambda *args: calls.append(args) or 3)
-    monkeypatch.setattr(engines, "load_engine", lambda name: calls.append(name) or module)
+    monkeypatch.setattr(hub, "load_engine", lambda name: calls.append(name) or module)
     line = ["serve", "--engine", "vllm", "--model", str(model), "--method", "rq", "--eps-budget", "0.03",
             "--port", "8123", "--", "--max-model-len", "512"]  # fmt: skip
     done = outcome(line, tmp_path)
@@ -157,7 +157,7 @@ def test_serve_hands_over_the_settings_and_the_engines_own_arguments(
 def test_an_address_that_is_taken_is_one_line_before_anything_runs(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "load_engine", lambda name: SimpleNamespace(serve=lambda *args: 0))
+    monkeypatch.setattr(hub, "load_engine", lambda name: SimpleNamespace(serve=lambda *args: 0))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
