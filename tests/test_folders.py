@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hf_models
@@ -20,7 +21,9 @@ from test_model import assert_refused
 from eps_core.decode.hub import resolve_model
 from eps_core.decode.session import Session
 from eps_core.decode.spec import ARCHITECTURES, ENGINE_FAMILIES
+from eps_core.engine.settings import Settings
 from eps_core.load import ENGINES
+from eps_cuda.hooks.vllm.asked import Asked, refusals
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 LORA = {"peft_type": "LORA", "base_model_name_or_path": "org/base-model"}
@@ -80,11 +83,19 @@ def test_every_engine_refuses_an_adapter_before_it_is_loaded(
     assert "LORA adapter" in done.err and "merge" in done.err
 
 
-def test_mlx_lm_load_refuses_an_adapter(folder: Write) -> None:
-    from eps_mlx.hooks.mlx_lm import load
+def test_mlx_lm_refuses_an_adapter_that_python_names(folder: Write) -> None:
+    from eps_mlx.hooks.mlx_lm import load, serve
 
     path = folder(files={"adapter_config.json": LORA})
+    says = (str(path), "LORA adapter", "merge")
+    assert_refused(lambda: serve(path, Settings.of({"method": "rq"}), "127.0.0.1", 1, ()), *says)
     assert_refused(lambda: load(path, method="rq"), str(path), "LORA adapter", "merge")
+
+
+def test_a_vllm_server_of_its_own_refuses_an_adapter(folder: Write) -> None:
+    """`vllm serve DIR` with EPS in its settings goes past our command line."""
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(model=str(folder(files={"adapter_config.json": LORA}))))
+    assert_refused(lambda: refusals(config, Asked({"method": "rq"}, "rows")), "LORA adapter", "merge")
 
 
 def test_a_folder_of_an_adapter_alone_is_named(folder: Write) -> None:

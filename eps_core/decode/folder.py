@@ -75,10 +75,11 @@ def check_folder(path: Path, engine: str = OWN, weights: bool = True, more: Iter
         check_weights_there(path, engine)
 
 
-def refuse_adapter(path: Path) -> None:
+def refuse_adapter(model: str | Path) -> None:
     """Raises ConfigError where a folder holds an adapter: transformers applies it to the base weights, and to leave it
     out without a word would be another model's text."""
-    if not os.path.lexists(path / ADAPTER_FILE):
+    path = Path(model)
+    if not os.path.lexists(path / ADAPTER_FILE):  # a name of the Hub is no folder
         return
     settings = read_json(path / ADAPTER_FILE)
     kind, base = settings.get("peft_type") or settings.get("fine_tune_type"), settings.get("base_model_name_or_path")

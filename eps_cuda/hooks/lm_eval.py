@@ -14,6 +14,7 @@ from typing import Any
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
+from eps_core.decode.folder import refuse_adapter
 from eps_core.engine.settings import Settings, from_environment
 from eps_cuda.hooks.transformers import eps
 
@@ -29,6 +30,7 @@ class EpsHFLM(HFLM):
         model is read."""
         given = {name.removeprefix(PREFIX): kwargs.pop(name) for name in list(kwargs) if name.startswith(PREFIX)}
         settings = Settings.of({**from_environment(), **given})
+        refuse_adapter(str(kwargs.get("pretrained", args[0] if args else "")))
         super().__init__(*args, **kwargs)
         extras = {"metrics": settings.metrics, "audit_every": settings.audit_every, "kernels": settings.kernels}
         self._eps = ExitStack()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eps_core.config.store import UNIT_TOKENS
+from eps_core.decode.folder import refuse_adapter
 from eps_core.engine.settings import PREFIX, Settings, check_version, from_environment
 from eps_core.errors import ConfigError, require, shown
 
@@ -103,7 +104,9 @@ def _stock(flat: dict[str, Any], block_tokens: int) -> Settings:
 
 
 def refusals(vllm_config: Any, want: Asked) -> None:
-    """Raises ConfigError for a server whose K and V EPS cannot follow, whatever its layers."""
+    """Raises ConfigError for a server whose K and V EPS cannot follow, whatever its layers, and for a folder with an
+    adapter, which vLLM leaves out."""
+    refuse_adapter(str(getattr(vllm_config.model_config, "model", "")))
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     speculative = vllm_config.speculative_config
     heads = Settings.of(want.flat).config.read.head_modes

@@ -9,7 +9,6 @@ prompt caches, trimming, speculative decoding and the server work as before; a d
 EPS selects, and everything else is mlx-lm's own. Letters as in eps_core.gate.protocol.
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +54,7 @@ def load(path: str | Path, **settings: Any) -> Any:
     (`.close()`). Names of mlx_lm.load's own (`adapter_path`, `lazy`, ..) go there."""
     theirs = {name: settings.pop(name) for name in list(settings) if name in _LOAD_NAMES}
     chosen = Settings.of(settings)
-    if os.path.isdir(path):
-        refuse_adapter(Path(path))
+    refuse_adapter(path)
     loaded = mlx_lm.load(str(path), **theirs)
     Hook(loaded[0], chosen, str(path))
     return loaded

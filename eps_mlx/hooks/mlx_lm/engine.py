@@ -20,6 +20,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 
+from eps_core.decode.folder import refuse_adapter
 from eps_core.decode.sampling import Sampling
 from eps_core.engine.protocol import Step
 from eps_core.engine.settings import Settings, check_version
@@ -227,6 +228,7 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
 
         def _load(self, *args: Any, **kwargs: Any) -> None:
             try:
+                refuse_adapter(str(args[0]))
                 super()._load(*args, **kwargs)
                 self.hook = Hook(self.model, settings, str(args[0]))
                 if self.hook.pool is not None:
