@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from eps_core.cli.main import cli
 from eps_core.evict.base import Facts
 from eps_core.evict.table import POLICIES
 
@@ -23,3 +24,10 @@ def test_deviations_are_not_hidden_in_the_source() -> None:
     for name, module in POLICIES.items():
         assert module.FACTS.deviations and "\n" not in module.FACTS.deviations, name
         assert "reconstruction" not in module.FACTS.source, name
+
+
+def test_the_flag_names_every_default_that_is_not_32() -> None:
+    (flag,) = [param for param in cli.commands["run"].params if "--kv-last-tokens" in param.opts]
+    for name, module in POLICIES.items():
+        if module.FACTS.last_tokens != 32:
+            assert name in flag.help, name
