@@ -1,6 +1,7 @@
 """Eviction policies once more, from their formulas, in loops: they judge `eps_core.evict` and share no code with it."""
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -92,13 +93,28 @@ def scissorhands(head: Head, rule: Rule) -> list[float]:
     return found
 
 
-def snapkv(head: Head, rule: Rule) -> list[float]:
+def near(values: list[float], i: int, reach: int) -> list[float]:
+    return [values[j] for j in range(i - reach, i + reach + 1) if 0 <= j < len(values)]
+
+
+def window_mass(head: Head, rows: list[int]) -> list[float]:
     a = f(head.window)
+    return [sum(a[r, w, t] for w in range(a.shape[1]) for r in range(len(a))) / len(a) for t in rows]
+
+
+def snapkv(head: Head, rule: Rule) -> list[float]:
     rows = judged(head, rule)
-    mass = [sum(a[r, w, t] for w in range(a.shape[1]) for r in range(len(a))) / len(a) for t in rows]
-    found = [0.0] * len(head.positions)
+    mass, found = window_mass(head, rows), [0.0] * len(head.positions)
     for i, t in enumerate(rows):
-        found[t] = sum(mass[j] for j in range(i - 2, i + 3) if 0 <= j < len(rows)) / 5
+        found[t] = sum(near(mass, i, 2)) / 5
+    return found
+
+
+def adakv_head(head: Head, rule: Rule) -> list[float]:
+    rows = judged(head, rule)
+    mass, found = window_mass(head, rows), [0.0] * len(head.positions)
+    for i, t in enumerate(rows):
+        found[t] = max(near(mass, i, 3))
     return found
 
 
@@ -298,24 +314,27 @@ def pyramid_budgets(layers: list[list[Head]], budget: int, rule: Rule) -> list[l
     rows_of = [len(head.positions) for heads in layers for head in heads]
     rows = max(rows_of)
     guard = max(len(pins(head, rule)) for heads in layers for head in heads)
-    low = (budget - guard) / 20
-    high = 2 * (budget - guard) - low
-    if high > rows - guard:
+    low = budget / 20
+    high = 2 * budget - low
+    if high >= rows - guard:
         high = rows - guard
-        low = 2 * (budget - guard) - high
-    fits = num_layers > 1 and rows - guard >= high >= low >= 0
-    falling = [guard + round(high - a * (high - low) / (num_layers - 1)) if fits else budget for a in range(num_layers)]
-    given = [[min(falling[a], len(head.positions)) for head in heads] for a, heads in enumerate(layers)]
-    total = min(len(rows_of) * budget, sum(rows_of))
-    places = [(a, b) for a, heads in enumerate(layers) for b in range(len(heads))]
-    # a row a head at a time: added from the first layer on, taken from the last, never a pinned one
-    while sum(map(sum, given)) != total:
-        more = sum(map(sum, given)) < total
-        for a, b in places if more else places[::-1]:
-            least = min(len(pins(layers[a][b], rule)), budget)
-            room = given[a][b] < len(layers[a][b].positions) if more else given[a][b] > least
-            if room and sum(map(sum, given)) != total:
-                given[a][b] += 1 if more else -1
+        low = 2 * budget - high
+    fits = num_layers > 1 and rows >= high >= low >= guard
+    falling = [round(high - a * (high - low) / (num_layers - 1)) if fits else budget for a in range(num_layers)]
+    given = [min(falling[a], len(head.positions)) for a, heads in enumerate(layers) for head in heads]
+    least = [min(len(pins(head, rule)), budget) for heads in layers for head in heads]
+    left = iter(brought_to(given, least, rows_of, min(len(rows_of) * budget, sum(rows_of))))
+    return [[next(left) for _ in heads] for heads in layers]
+
+
+def brought_to(given: list[int], least: list[int], most: list[int], total: int) -> list[int]:
+    """A row a head at a time: added from the first head on, taken from the last."""
+    while sum(given) != total:
+        more = sum(given) < total
+        for i in range(len(given)) if more else range(len(given))[::-1]:
+            room = given[i] < most[i] if more else given[i] > least[i]
+            if room and sum(given) != total:
+                given[i] += 1 if more else -1
     return given
 
 
@@ -327,15 +346,24 @@ def pyramidkv(layers: list[list[Head]], budget: int, rule: Rule) -> list[list[li
     ]
 
 
-def adakv_layer(heads: list[Head], scores: list[list[float]], budget: int, rule: Rule, share: float) -> list[list[int]]:
-    even = [min(budget, len(head.positions)) for head in heads]
+def adakv_layer(heads: list[Head], budget: int, rule: Rule, share: float = 0.2) -> list[list[int]]:
+    scores = [adakv_head(head, rule) for head in heads]
     orders = [order(head, score, rule) for head, score in zip(heads, scores, strict=True)]
-    first = [pins(head, rule) for head in heads]
-    safe = [max(min(len(first[b]), even[b]), math.floor(share * even[b])) for b in range(len(heads))]
-    others = [(b, t) for b in range(len(heads)) for t in orders[b][safe[b] :]]
-    others.sort(key=lambda x: (-math.inf if x[1] in first[x[0]] else -single(scores[x[0]][x[1]]), *x))
-    chosen = others[: min(len(heads) * budget, sum(map(len, orders))) - sum(safe)]
-    return [sorted(orders[b][: safe[b]] + [t for owner, t in chosen if owner == b]) for b in range(len(heads))]
+    num_rows = [len(rows) for rows in orders]
+    even = [min(budget, rows) for rows in num_rows]
+    first = [min(len(pins(head, rule)), even[b]) for b, head in enumerate(heads)]
+    floor = [int(share * (even[b] - first[b])) for b in range(len(heads))]
+    offers = []
+    for b, rows in enumerate(orders):
+        free = [scores[b][t] for t in rows[first[b] :]]
+        share_kept = sum(free[: even[b] - first[b]]) / sum(free) if sum(free) else 1
+        offers += [(-single(value * share_kept), b) for value in free]
+    total = min(len(heads) * budget, sum(num_rows))
+    owners = [b for _, b in sorted(offers)[: total - sum(first)]]
+    wanted = [first[b] + round(owners.count(b) * (1 - share) + floor[b]) for b in range(len(heads))]
+    wanted = [min(rows, most) for rows, most in zip(wanted, num_rows, strict=True)]
+    given = brought_to(wanted, [x + y for x, y in zip(first, floor, strict=True)], num_rows, total)
+    return [sorted(rows[: given[b]]) for b, rows in enumerate(orders)]
 
 
 def nacl_head(head: Head, layer: int, kv_head: int, budget: int, rule: Rule) -> list[int]:
@@ -351,12 +379,26 @@ def nacl_head(head: Head, layer: int, kv_head: int, budget: int, rule: Rule) -> 
     return sorted(kept + sorted(others, key=lambda t: (-single(noisy[t]), t))[:drawn])
 
 
-def kv_compress(layers: list[list[Head]], budget: int, rule: Rule) -> list[list[list[int]]]:
+def kv_compress_window(head: Head) -> list[float]:
+    a, text = f(head.window), text_order(head)
+    found = [0.0] * len(text)
+    for r in range(len(a)):
+        squares = [float(sum(a[r, w, t] ** 2 for w in range(a.shape[1]))) for t in text]
+        for i, t in enumerate(text):
+            found[t] += max(near(squares, i, 3))
+    return found
+
+
+def kv_compress_full(head: Head) -> list[float]:
+    squares = f(head.squares)
+    return [float(sum(squares[r, t] for r in range(len(squares)))) for t in range(squares.shape[1])]
+
+
+def kv_compress(layers: list[list[Head]], budget: int, rule: Rule, score: Any) -> list[list[list[int]]]:
     """Blocks of 16 freed one at a time, each time the cheapest that any head could free next: pinned rows only where
     there are no others, rows that free no block only where no block is left."""
     heads = [head for of_layer in layers for head in of_layer]
-    squares = [f(head.squares) for head in heads]
-    scores = [[single(float(sum(x[r, t] for r in range(len(x))))) for t in range(x.shape[1])] for x in squares]
+    scores = [[single(x) for x in score(head)] for head in heads]
     first = [pins(head, rule) for head in heads]
     kept = [order(head, score, rule) for head, score in zip(heads, scores, strict=True)]  # the last goes next
     safe = [min(len(first[i]), budget, len(heads[i].positions)) for i in range(len(heads))]
@@ -396,7 +438,10 @@ def expected(name: str, layers: list[list[Head]], budget: int, rule: Rule) -> li
     if name == "logdet":
         return [[logdet_head(head, budget, rule) for head in heads] for heads in layers]
     if name == "adakv":
-        return [adakv_layer(heads, [snapkv(head, rule) for head in heads], budget, rule, 0.2) for heads in layers]
+        return [adakv_layer(heads, budget, rule) for heads in layers]
     if name == "nacl":
         return [[nacl_head(head, a, b, budget, rule) for b, head in enumerate(x)] for a, x in enumerate(layers)]
-    return {"pyramidkv": pyramidkv, "kv-compress": kv_compress}[name](layers, budget, rule)
+    if name == "pyramidkv":
+        return pyramidkv(layers, budget, rule)
+    score = {"kv-compress": kv_compress_window, "kv-compress-full": kv_compress_full}[name]
+    return kv_compress(layers, budget, rule, score)

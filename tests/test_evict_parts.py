@@ -13,6 +13,7 @@ from eps_core.evict import (
     infinigen,
     keydiff,
     kv_compress,
+    kv_compress_full,
     logdet,
     nacl,
     nexus,
@@ -26,6 +27,7 @@ from eps_core.evict import (
     triattention,
 )
 from eps_core.evict.base import Head, Rule, best, descending, draws, older, pinned, ranked
+from eps_core.evict.keep import Keep
 from eps_core.evict.table import POLICIES, policy
 
 RULE = Rule(first_tokens=2, last_tokens=5)
@@ -99,9 +101,42 @@ def test_a_negative_rule_is_refused(name: str) -> None:
 def test_facts_say_their_source_and_uneven_ones_alone_differ(name: str) -> None:
     facts = POLICIES[name].FACTS
     assert facts.source and (facts.at_prefill or facts.while_decoding)
-    kept = POLICIES[name].keep(asked(made(rows=60, layers=3, seed=6), POLICIES[name]), 24, RULE)
+    kept = POLICIES[name].keep(asked(made(rows=60, layers=3, seed=6), POLICIES[name]), 40, RULE)
     sizes = {len(rows) for heads in kept for rows in heads}
     assert (len(sizes) > 1) == facts.uneven
+
+
+DEFAULTS = {
+    "h2o": (0, 500),  # half of the budget: heavy_ratio and recent_ratio of FMInference/H2O are equal
+    "snapkv": (32, 32),
+    "adakv": (32, 32),
+    "pyramidkv": (64, 64),
+    "kv-compress": (32, 32),
+    "kv-compress-full": (0, 32),
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_the_window_and_the_pinned_rows_are_those_of_the_source(name: str) -> None:
+    keep = Keep(name, 0.5)
+    assert (keep.facts.window, keep.rule(1000).last_tokens) == DEFAULTS[name]
+    assert Keep(name, 0.5, last_tokens=7).rule(1000).last_tokens == 7
+
+
+def test_half_of_what_h2o_keeps_are_the_newest() -> None:
+    sums = np.zeros((1, 1000))
+    sums[0, :400] = np.arange(400, 0, -1)
+    for budget in (100, 101):
+        kept = POLICIES["h2o"].keep([[bare(1000, sums=sums)]], budget, Keep("h2o", float(budget)).rule(budget))[0][0]
+        assert kept.tolist() == [*range(budget - budget // 2), *range(1000 - budget // 2, 1000)]
+
+
+def test_kv_compress_pools_each_query_head_before_it_adds_them() -> None:
+    window = np.zeros((2, 32, 100), np.float32)
+    window[0, :, 40], window[1, :, 45] = 0.5, 0.25
+    scores = kv_compress.scores(bare(100, window=window))
+    assert scores[37:49].tolist() == [8, 8, 8, 8, 8, 10, 10, 2, 2, 2, 2, 2] and scores.sum() == 7 * 8 + 7 * 2
+    assert POLICIES["kv-compress-full"].FACTS.buffer == 10
 
 
 # ----------------------------------------------------------------------------------------------------- policy by policy
@@ -156,12 +191,19 @@ def test_pyramid_budgets_fall_and_add_up(num_layers: int, budget: int) -> None:
 
 
 def test_a_pyramid_is_as_steep_as_its_source_says() -> None:
-    assert pyramidkv.layer_budgets(5, 1000, 40, 140).tolist() == [235, 188, 140, 92, 45]
-    assert pyramidkv.layer_budgets(3, 100, 40, 80).tolist() == [100, 80, 60]  # no head keeps more than there is
+    assert pyramidkv.layer_budgets(5, 4000, 64, 1400).tolist() == [2730, 2065, 1400, 735, 70]
+    assert pyramidkv.layer_budgets(3, 2000, 64, 1600).tolist() == [1936, 1600, 1264]  # the first layer is nearly full
+    assert pyramidkv.layer_budgets(3, 2000, 64, 1200).tolist() == [1936, 1200, 464]
+    # the last layer would keep 50 rows, less than the window: every layer keeps the same
+    assert pyramidkv.layer_budgets(3, 4000, 64, 1000).tolist() == [1000, 1000, 1000]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 1.0])
-def test_adakv_keeps_a_share_of_every_head(share: float) -> None:
+@pytest.mark.parametrize("normalise", [True, False])
+def test_adakv_blends_a_heads_part_of_the_layer_with_the_even_one(
+    share: float, normalise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adakv, "NORMALISED", normalise)
     rng = np.random.default_rng(0)
     heads = [bare(80) for _ in range(3)]
     scores = [rng.random(80) * size for size in (1, 5, 0.1)]
@@ -169,10 +211,20 @@ def test_adakv_keeps_a_share_of_every_head(share: float) -> None:
     assert sum(map(len, kept)) == 60 and min(map(len, kept)) >= int(20 * share)
     if share == 1:
         assert [rows.tolist() for rows in kept] == [best(bare(80), x, 20, FREE).tolist() for x in scores]
-    if share == 0:
+    if share == 0 and not normalise:
         flat = np.sort(np.argsort(-np.concatenate(scores), kind="stable")[:60])
         assert np.array_equal(np.concatenate([rows + 80 * i for i, rows in enumerate(kept)]), flat)
         assert len(kept[2]) == 0
+
+
+def test_adakv_weighs_a_head_by_what_its_even_budget_holds() -> None:
+    """One head's mass is in few rows, the other's is spread: weighted by 1 and 0.25, the first wins the ties."""
+    sharp, flat = np.zeros(80), np.full(80, 0.5)
+    sharp[:20] = 0.5
+    kept = adakv.spread([bare(80), bare(80)], [flat, sharp], 20, FREE, 0.0)
+    assert [len(rows) for rows in kept] == [20, 20]
+    kept = adakv.spread([bare(80), bare(80)], [flat * 1.5, sharp], 10, FREE, 0.0)  # 0.75 * 10 / 80 < 0.5 * 10 / 20
+    assert kept[1].tolist() == list(range(20)) and len(kept[0]) == 0
 
 
 def test_keydiff_looks_at_directions_alone() -> None:
@@ -399,15 +451,15 @@ def test_infinigen_with_all_columns_speculates_the_logits(monkeypatch: pytest.Mo
 def test_kv_compress_frees_whole_blocks(rows: int) -> None:
     rng = np.random.default_rng(rows)
     layers = [[bare(rows, squares=rng.random((2, rows)) * size) for size in (1, 3)] for _ in range(3)]
-    kept = [len(found) for heads in kv_compress.keep(layers, 32, RULE) for found in heads]
+    kept = [len(found) for heads in kv_compress_full.keep(layers, 32, RULE) for found in heads]
     assert sum(kept) == 6 * 32 and sum(size % 16 != 0 and size != rows for size in kept) <= 1
     assert kept[0] < kept[1]  # what weighs less goes first
 
 
 def test_kv_compress_goes_on_where_a_head_has_lost_everything() -> None:
     strong, weak = (bare(48, squares=np.full((1, 48), size)) for size in (2.0, 1.0))
-    ((first, second),) = kv_compress.keep([[weak, strong]], 24, FREE)
+    ((first, second),) = kv_compress_full.keep([[weak, strong]], 24, FREE)
     assert len(first) == 0 and len(second) == 48
     nothing = Head(np.arange(0), 48, squares=np.zeros((1, 0)))
-    ((first, second),) = kv_compress.keep([[nothing, strong]], 16, FREE)
+    ((first, second),) = kv_compress_full.keep([[nothing, strong]], 16, FREE)
     assert len(first) == 0 and second.tolist() == list(range(32))  # the places that it leaves are another's

@@ -29,8 +29,9 @@ from eps_core.load import backend_name
 from eps_core.paging.heads import HeadPools
 
 EVERYTHING = Facts(
-    "all that can be asked for", window=5, sums=True, squares=True, keys=True, queries=True, query_moments=True
-)
+    "all that can be asked for", window=5, sums=True, squares=True, buffer=3, keys=True, queries=True,
+    query_moments=True,
+)  # fmt: skip
 LENGTHS = (70, 33)
 RULE = {"first_tokens": 2, "last_tokens": 6}
 
@@ -58,6 +59,7 @@ class Judge:
         self.sums: list[list[dict[int, np.ndarray]]] = [[{} for _ in range(self.spec.num_kv_heads)] for _ in layers]
         self.squares: list[list[dict[int, np.ndarray]]] = [[{} for _ in range(self.spec.num_kv_heads)] for _ in layers]
         self.length = self.budget = self.prompt = 0
+        self.buffer = keep.facts.buffer
 
     def feed(self, token: int) -> np.ndarray:
         """Logits [V] after one more token."""
@@ -76,9 +78,10 @@ class Judge:
                     query = head * repeat + i
                     given = self.weights(layer, head, q[query], seen)
                     out[0, query] = sum(w * self.v[layer][p][head] for w, p in zip(given, seen, strict=True))
-                    for kind, power in ((self.sums, 1), (self.squares, 2)):
+                    for kind, power, least in ((self.sums, 1, 0), (self.squares, 2, self.buffer)):
                         for w, p in zip(given, seen, strict=True):
-                            kind[layer][head].setdefault(p, np.zeros(repeat))[i] += w**power
+                            so_far = kind[layer][head].setdefault(p, np.zeros(repeat))
+                            so_far[i] += w**power if position - p >= least else 0
             x = self.model.feed_forward(layer, self.model.add_attention(layer, x, out))
         self.length += 1
         return np.asarray(self.model.logits(x))[0]
@@ -116,7 +119,7 @@ class Judge:
         )  # fmt: skip
 
     def evict(self) -> None:
-        rule, facts = self.keep.rule, self.keep.facts
+        rule, facts = self.keep.rule(self.budget), self.keep.facts
         rows = table.policy(self.keep.policy).keep(self.heads(facts), self.budget, rule)
         self.kept = [
             [[seen[int(i)] for i in rows[layer][head]] for head, seen in enumerate(heads)]
@@ -169,6 +172,7 @@ def opened(target: tuple, model: Path, **settings: Any) -> Session:
     return Session.open(str(model), backend_name(backend), device, "float32", kernels="arrays", **settings)
 
 
+FILLED = ("h2o", "keydiff", "rswa", "kv-compress-full")
 USUAL = [name for name, module in table.POLICIES.items() if not module.FACTS.future]
 
 
@@ -176,7 +180,7 @@ USUAL = [name for name, module in table.POLICIES.items() if not module.FACTS.fut
 def test_every_policy_decodes_what_a_judge_with_masks_does(model: Path, name: str) -> None:
     session = Session.open(model, "numpy")
     share = 7.0 if table.policy(name).FACTS.prompt else 0.4  # of generated tokens
-    keep = Keep(name, share, 5, compact="fill" if name in ("h2o", "keydiff", "rswa") else "repack", **RULE)
+    keep = Keep(name, share, 5, compact="fill" if name in FILLED else "repack", **RULE)
     records, _, _, sequences = evicted(session, keep, EpsConfig())
     heads = session.spec.num_layers * session.spec.num_kv_heads
     for index, prompt in enumerate(prompts()):
@@ -195,6 +199,7 @@ def test_every_policy_decodes_what_a_judge_with_masks_does(model: Path, name: st
 def test_what_is_observed_is_what_happened(target, model: Path) -> None:
     session = opened(target, model)
     judge, (prompt, _) = Judge(Session.open(model, "numpy"), Keep("streaming", 0.5)), prompts()
+    judge.buffer = EVERYTHING.buffer
     for token in prompt:
         judge.feed(token)
     observed = Observed(session.backend, session.spec, EVERYTHING)
@@ -293,7 +298,7 @@ def test_a_long_text_stays_in_the_pages_of_what_is_kept(model: Path) -> None:
         np.testing.assert_allclose(record.logits[0], want, rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", ["streaming", "h2o", "rkv", "keydiff", "kv-compress"])
+@pytest.mark.parametrize("name", ["streaming", "h2o", "rkv", "keydiff", "kv-compress", "kv-compress-full"])
 def test_a_long_text_after_one_token_keeps_what_is_never_let_go(model: Path, name: str) -> None:
     session, keep = Session.open(model, "numpy"), Keep(name, 0.5, 3, **RULE)
     decoder, cache, pools = session.evicting(keep, EpsConfig().store, [1], 30)
@@ -357,11 +362,11 @@ def observed_anew(session: Session, keep: Keep, prompt: list[int]) -> Observed:
     return observed
 
 
-@pytest.mark.parametrize("name", ["tova", "kv-compress", "oracle"])
+@pytest.mark.parametrize("name", ["tova", "kv-compress", "kv-compress-full", "oracle"])
 def test_statistics_for_all_policies_serve_each(model: Path, name: str) -> None:
     """What is gathered once for several policies is to each what is gathered for it alone."""
     session, document = Session.open(model, "numpy"), Document(prompts()[0], 13, FORCED[0])
-    arms = [Arm(Keep(one, 0.5, 4, **RULE)) for one in ("h2o", "kv-compress", "tova", "oracle")]
+    arms = [Arm(Keep(one, 0.5, 4, **RULE)) for one in ("h2o", "kv-compress", "kv-compress-full", "tova", "oracle")]
     found = run_arms(session, document, arms)
     index = [arm.keep.policy for arm in arms].index(name)
     (alone, kept) = run_arms(session, document, [arms[index]])[0]
@@ -491,7 +496,9 @@ def test_rows_of_a_prompt() -> None:
     assert Keep("snapkv", 0.25).rows(1001) == 251 and Keep("snapkv", 64.0).rows(1000) == 64
     # what is never let go stays, however short the prompt that a long text follows
     assert Keep("snapkv", 0.25).rows(10) == Keep("snapkv", 8.0).rows(1000) == 4 + 32
-    assert Rule(4, 32) == Keep("snapkv").rule
+    assert Rule(4, 32) == Keep("snapkv").rule(100)
+    # half of them are the newest, whose other half has room for the first ones
+    assert Keep("h2o", 0.25).rows(10) == 8 and Keep("h2o", 0.25).rule(8) == Rule(4, 4)
 
 
 @pytest.mark.parametrize("kv_bits", [(16, 16), (8, 4)])

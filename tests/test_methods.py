@@ -1,5 +1,8 @@
 """What a method's one file says of it: bytes, pools and facts follow from there."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -117,3 +120,19 @@ def test_pools_are_of_the_stated_fields_and_hold_what_is_built(target, settings,
     assert found() == [wanted, wanted]
     for name, pool in cache.summaries[1].items():
         assert backend.to_numpy(pool)[: 300 // store.unit_tokens].any(), name
+
+
+def test_meanstd_is_not_called_by_another_methods_name() -> None:
+    """UNIQUE has one scalar deviation of a page of 8 and half the query's norm; `scripts/real.py` computes it so."""
+    root = Path(__file__).parent.parent
+    claims = re.compile(r"UNIQUE\S* \(`?meanstd|meanstd`?\s+(is )?UNIQUE|meanstd at (its|their) authors")
+    for path in [
+        *root.glob("*.md"),
+        *root.glob("results/*.md"),
+        *root.glob("eps_*/**/*.md"),
+        *root.glob("eps_*/**/*.py"),
+    ]:
+        text = path.read_text()
+        assert not claims.search(text), path
+        if path.stem == "meanstd":
+            assert text.count("UNIQUE") == text.count("not UNIQUE") == 1, path

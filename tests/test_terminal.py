@@ -227,7 +227,12 @@ def test_there_is_one_progress_and_one_table() -> None:
     "name, share, says",
     [
         ("snapkv", 0.5, "snapkv: 0.5 of the prompt's tokens (1,500 of 3,001), "),
-        ("h2o", 4, "h2o: 4 rows a head (36 of 3,001), again every 128 tokens (compacted by repack), 4 + 32 "),
+        ("tova", 4, "tova: 4 rows a head (36 of 3,001), again every 128 tokens (compacted by repack), 4 + 32 "),
+        (
+            "h2o",
+            0.5,
+            "h2o: 0.5 of the prompt's tokens (1,500 of 3,001), again every 128 tokens (compacted by repack), 4 + 750 ",
+        ),
         ("snapkv", 3000, "snapkv: 3,000 rows a head (all of 3,001), "),
         ("snapkv", 1e9, "snapkv: 1,000,000,000 rows a head (all of 3,001), "),
         ("rswa", 5, "rswa: the prompt and 32 new tokens, again every 128 tokens"),

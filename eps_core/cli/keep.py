@@ -44,7 +44,8 @@ keep_options = options(
         "--kv-first-tokens", type=Whole(), default=_DEFAULT.first_tokens, show_default=True, help="Never let go.",
     ),
     _option(
-        "--kv-last-tokens", type=Whole(), default=_DEFAULT.last_tokens, show_default=True, help="The same.",
+        "--kv-last-tokens", type=Whole(),
+        help="Newest tokens that are never evicted. Default: 32; 64 for pyramidkv; half of what is kept for h2o.",
     ),
     _option(
         "--kv-compact", type=click.Choice(COMPACTIONS), default=_DEFAULT.compact, show_default=True,

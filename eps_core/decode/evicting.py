@@ -49,7 +49,8 @@ class EvictingDecoder(Decoder):
             ]
             for layer, (k, _) in enumerate(keys_values)
         ]
-        kept: Kept = policy(self.keep.policy).keep(heads, self.keep.rows(length), self.keep.rule)
+        budget = self.keep.rows(length)
+        kept: Kept = policy(self.keep.policy).keep(heads, budget, self.keep.rule(budget))
         return kept
 
     def adopt(
@@ -184,12 +185,13 @@ class EvictingDecoder(Decoder):
         heads, num_bytes, pending = self.spec.num_kv_heads, 0, []
         for index, sequence in enumerate(table.sequences):
             observed, rows, keys = self._observed[sequence], np.arange(index * heads, (index + 1) * heads), []
+            ages = [sequence.length - 1 - positions for positions in sequence.positions[layer]]
             if observed.facts.sums or observed.facts.squares:
                 for row in rows:
                     length = int(table.lengths[layer][row])
                     keys.append(self.eps.read_kv(cache, layer, table.tables[layer][row], length)[0])
                     num_bytes += length * cache.spec.k_token_bytes
-            pending.append(observed.step(cache, self.eps.take(cache, q, rows), keys))
+            pending.append(observed.step(cache, self.eps.take(cache, q, rows), keys, ages))
         return num_bytes, pending
 
     @property
@@ -223,7 +225,7 @@ class EvictingDecoder(Decoder):
             seen.append(
                 [observed.head(cache, layer, head, k, rows[head], sequence.length) for head, k in enumerate(keys)]
             )
-        kept = policy(keep.policy).keep(seen, budget, keep.rule)
+        kept = policy(keep.policy).keep(seen, budget, keep.rule(budget))
         for layer, head in np.ndindex(self.spec.num_layers, self.spec.num_kv_heads):
             done = self.pools.compact(sequence, layer, head, kept[layer][head], keep.compact)  # type: ignore[arg-type]
             if len(done.written):

@@ -66,7 +66,8 @@ class Observed:
                 rows = np.arange(start, min(start + QUERY_ROWS, num))
                 seen = np.arange(length) <= (length - num + rows)[:, None]
                 given = self.eps.weights(cache, self.eps.take(cache, q, rows), k, seen)
-                given = self.eps.to_host(cache, [one.sum(axis=2) for one in self._powers(given)])
+                ages = (length - num + rows)[:, None] - np.arange(length)
+                given = self.eps.to_host(cache, [one.sum(axis=2) for one in self._powers(cache, given, ages)])
                 for into, of_heads in zip(self._totals, given, strict=True):
                     for head, values in enumerate(of_heads):
                         self._grow(into, layer, head, values)
@@ -75,14 +76,14 @@ class Observed:
             (last,) = self.eps.to_host(cache, [self.eps.take(cache, q, np.arange(num - keep, num))])
             self._remember(layer, last.astype(np.float32), length)
 
-    def step(self, cache: Any, q: Array, keys: list[Array]) -> list[Array]:
+    def step(self, cache: Any, q: Array, keys: list[Array], ages: list[np.ndarray]) -> list[Array]:
         """What `told` must have on the host of a decoded token in one layer, still on the device: q [Hkv, R, D], and of
-        each kv head keys [T, 1, D] of its rows, the new one last, where weights are asked for."""
+        each kv head keys [T, 1, D] of its rows, the new one last, where weights are asked for, and their `ages` [T]."""
         pending = []
         for head, k in enumerate(keys):
             own = self.eps.take(cache, q, np.array([head]))
             given = self.eps.weights(cache, own, k, np.ones((1, len(k)), bool))
-            pending += [one.sum(axis=2) for one in self._powers(given)]
+            pending += [one.sum(axis=2) for one in self._powers(cache, given, ages[head][None])]
         return [*pending, q] if self._keeps_queries else pending
 
     def told(self, layer: int, values: list[np.ndarray], length: int) -> None:
@@ -110,9 +111,14 @@ class Observed:
         """What `_powers` are added to, in their order."""
         return [*([self._sums] if self.facts.sums else []), *([self._squares] if self.facts.squares else [])]
 
-    def _powers(self, given: Array) -> list[Array]:
-        """Weights, and their squares, as far as they are asked for."""
-        return [*([given] if self.facts.sums else []), *([given * given] if self.facts.squares else [])]
+    def _powers(self, cache: Any, given: Array, ages: np.ndarray) -> list[Array]:
+        """Weights, and their squares, as far as they are asked for: of N queries whose distances to T rows are `ages`
+        [N, T]."""
+        found = [given] if self.facts.sums else []
+        if self.facts.squares:
+            counts = (ages >= self.facts.buffer).astype(np.float32)
+            found.append(given * given * self.eps.from_numpy(counts, "float32", cache.device))
+        return found
 
     def _grow(self, into: list[list[np.ndarray]], layer: int, head: int, values: np.ndarray) -> None:
         """Adds what rows [R, T] were given to what the first of them, all that there were, were given before."""

@@ -46,8 +46,8 @@ HEADLINE = (
     EpsConfig.of(method="oracle", group_tokens=16, first_tokens=4, last_tokens=32),
 )
 DEFAULT, BOX, MEANSTD, ORACLE, NARROW_ORACLE = HEADLINE
-# the methods of the table: each at its own group size, box and meanstd at their authors', what chance finds, and what
-# is best possible
+# the methods of the table: each at its own group size, box and meanstd at 16, what chance finds, and what is best
+# possible
 ARMS = (
     EpsConfig.of(method="jl"),
     EpsConfig.of(method="1pc"),

@@ -33,7 +33,8 @@ class Head:
     window: np.ndarray | None = None  # [R, W, T] float32: softmax weights of the last W queries (W <= Facts.window,
     # fewer where the sequence has had fewer), 0 where a row is after the query
     sums: np.ndarray | None = None  # [R, T] float64: over all queries so far, the weight of each row
-    squares: np.ndarray | None = None  # [R, T] float64: the same of weights squared
+    squares: np.ndarray | None = None  # [R, T] float64: the same of weights squared, of the queries that are at least
+    # Facts.buffer tokens after the row
     keys: np.ndarray | None = None  # [T, D] float32, as attention reads them: after RoPE
     queries: np.ndarray | None = None  # [R, W, D] float32, after RoPE, unscaled: of the last W queries
     query_mean: np.ndarray | None = None  # [R, D/2] complex128: mean over all queries so far, before RoPE, as complex
@@ -52,10 +53,13 @@ class Head:
 class Facts:
     """Of a policy: what must be gathered for it, and when it evicts."""
 
-    source: str  # paper and equation; a reconstruction where it says so
+    source: str  # paper and code; a reconstruction where it says so
+    deviations: str = "none"  # where defaults and formula differ from that source
+    last_tokens: float = 32  # how many of the newest rows are pinned by default; below 1, a share of the budget
     window: int = 0  # W of `Head.window` and `Head.queries`, tokens; 0: neither is gathered
     sums: bool = False
     squares: bool = False
+    buffer: int = 0  # tokens by which a query must be after a row to count in its `squares`
     keys: bool = False  # with `frequencies`
     queries: bool = False
     query_moments: bool = False  # `query_mean` and `query_abs`
@@ -129,6 +133,12 @@ def pairs(head: Head) -> np.ndarray:
     return found
 
 
+def neighbours(values: np.ndarray, kernel: int) -> np.ndarray:
+    """Return [kernel, .., T]: of each of values [.., T] itself and those around it, 0 beyond either end."""
+    padded = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(kernel // 2, kernel // 2)])
+    return np.stack([padded[..., shift : shift + values.shape[-1]] for shift in range(kernel)])
+
+
 def standard(values: np.ndarray, mean: np.ndarray, deviation: np.ndarray, size: np.ndarray) -> np.ndarray:
     """z-scores of `values`; 0 where the deviation is of the order of float32's rounding of numbers of this size."""
     spread = deviation > FLAT * size
@@ -175,6 +185,16 @@ def rows_in_all(heads: Sequence[Head], budget: int) -> int:
     """Rows that an uneven policy keeps of these heads together: `budget` a head, or all there are. A head that holds
     less leaves its places to others; otherwise every eviction would shrink a cache that the last one left uneven."""
     return min(budget * len(heads), sum(head.rows for head in heads))
+
+
+def made_exact(wanted: np.ndarray, least: np.ndarray, most: np.ndarray, total: int) -> np.ndarray:
+    """Return `wanted` rows of each head within `least` and `most`, brought to this sum one row a head at a time: rows
+    are added from the first head on and taken from the last, so that what fell from layer to layer still does."""
+    given = np.minimum(wanted, most).ravel()
+    while missing := total - int(given.sum()):
+        open_to = np.flatnonzero(given < most.ravel()) if missing > 0 else np.flatnonzero(given > least.ravel())[::-1]
+        given[open_to[: abs(missing)]] += np.sign(missing)
+    return given.reshape(wanted.shape)
 
 
 def best(head: Head, scores: np.ndarray, budget: int, rule: Rule) -> np.ndarray:

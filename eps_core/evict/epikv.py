@@ -21,7 +21,7 @@ from eps_core.evict.base import (
 
 WINDOW = 64  # rows of the rolling z-score, this one included: our choice
 POSITIVE, NEGATIVE = (0.25, 0.5), (0.5, 0.75)  # depths of lower-mid layers, which add, and upper-mid ones: our choice
-FACTS = Facts(source="EpiKV, arXiv 2606.26472: a reconstruction of its abstract", keys=True)
+FACTS = Facts(source="EpiKV, arXiv 2606.26472", deviations="a reconstruction of its abstract", keys=True)
 
 
 def layer_weights(num_layers: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""H2O: the rows that drew most attention so far (Zhang et al. 2023, arXiv 2306.14048).
+"""H2O: the rows that drew most attention so far, and as many of the newest (Zhang et al. 2023, arXiv 2306.14048).
 
 Sums over all queries favour early rows, which more queries have seen: the paper's own bias, left as it is."""
 
@@ -6,7 +6,12 @@ import numpy as np
 
 from eps_core.evict.base import Facts, Head, Kept, Rule, best_of_each, rounded
 
-FACTS = Facts(source="H2O, arXiv 2306.14048, code FMInference/H2O; summed over a kv head's query heads", sums=True)
+FACTS = Facts(
+    source="H2O, arXiv 2306.14048, code FMInference/H2O",
+    deviations="weights are summed over a kv head's query heads; rows go at the end of prefill and then many at a time",
+    last_tokens=0.5,  # heavy_ratio and recent_ratio are equal
+    sums=True,
+)
 
 
 def scores(head: Head) -> np.ndarray:

@@ -21,15 +21,16 @@ class Keep:
     `policy`: off, or the rule that says which rows a head keeps. `share`: of a prompt's tokens, rows a head keeps at
     the end of its prefill (up to 1), or a number of rows; of a policy that keeps the prompt, a number of generated
     tokens. `every`: while decoding, heads that grew by so many rows over that are brought back to it, where the policy
-    goes on; 0: never. `first_tokens`, `last_tokens`: never let go. `compact`: how the rows that stay are brought
-    together while decoding: `repack` in the order of the tokens, `fill` by moving the fewest.
+    goes on; 0: never. `first_tokens`, `last_tokens`: never evicted; None: as many as the policy's `Facts` say.
+    `compact`: how the rows that stay are brought together while decoding: `repack` in the order of the tokens, `fill`
+    by moving the fewest.
     """
 
     policy: str = OFF
     share: float = 1.0
     every: int = 128
     first_tokens: int = 4
-    last_tokens: int = 32
+    last_tokens: int | None = None
     compact: str = "repack"
     seed: int = 0
 
@@ -47,7 +48,10 @@ class Keep:
             f"kv-keep {self.share} is neither a share up to 1 nor a whole number of rows",
         )
         require(self.every >= 0, f"kv-every {self.every} is negative: use 0 or more")
-        require(self.last_tokens >= 1, f"kv-last-tokens {self.last_tokens} would let a head go empty: use 1 or more")
+        require(
+            self.last_tokens is None or self.last_tokens >= 1,
+            f"kv-last-tokens {self.last_tokens} would let a head go empty: use 1 or more",
+        )
         require(
             not self.enabled or not self.facts.prompt or self.share > 1,
             f"kv-keep {self.share} is a share of the prompt, of which {self.policy} keeps all: give a number of "
@@ -57,7 +61,7 @@ class Keep:
             not self.enabled or self.every > 0 or self.facts.at_prefill,
             f"kv-every 0 never evicts, and {self.policy} does so while decoding alone: give a number of rows",
         )
-        _ = self.rule  # refuses what else is wrong with it
+        Rule(self.first_tokens, seed=self.seed)  # refuses what else is wrong with it
         require(
             self.compact in COMPACTIONS,
             f"kv-compact {self.compact!r} is unknown: choose one of {', '.join(COMPACTIONS)}",
@@ -72,9 +76,16 @@ class Keep:
         facts: Facts = policy(self.policy).FACTS
         return facts
 
+    def rule(self, budget: int) -> Rule:
+        """Return what is pinned where a head keeps `budget` rows."""
+        last = self.facts.last_tokens if self.last_tokens is None else self.last_tokens
+        return Rule(self.first_tokens, int(last * budget) if last < 1 else int(last), self.seed)
+
     @property
-    def rule(self) -> Rule:
-        return Rule(self.first_tokens, self.last_tokens, self.seed)
+    def _pinned(self) -> int:
+        """The fewest rows among which all that is pinned fits."""
+        last = self.facts.last_tokens if self.enabled and self.last_tokens is None else self.last_tokens or 0
+        return math.ceil(self.first_tokens / (1 - last)) if last < 1 else self.first_tokens + int(last)
 
     @property
     def even_at_prefill(self) -> bool:
@@ -87,9 +98,9 @@ class Keep:
         on average. Where a policy keeps the prompt, `num_tokens` are all of it but the last, which the first step
         reads."""
         if self.enabled and self.facts.prompt:
-            return num_tokens + 1 + max(int(self.share), self.last_tokens)
+            return num_tokens + 1 + max(int(self.share), self.rule(0).last_tokens)
         wanted = math.ceil(self.share * num_tokens) if self.share <= 1 else int(self.share)
-        return max(1, wanted, self.first_tokens + self.last_tokens)
+        return max(1, wanted, self._pinned)
 
     def most_rows(self, num_tokens: int, num_new: int) -> int:
         """Rows that a head may ever hold of a prompt of `num_tokens` tokens that goes on for `num_new`. Where policies

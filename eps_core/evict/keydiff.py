@@ -4,7 +4,11 @@ import numpy as np
 
 from eps_core.evict.base import FLAT, Facts, Head, Kept, Rule, best_of_each, rounded
 
-FACTS = Facts(source="KeyDiff, arXiv 2504.15364, as kvpress has it; over keys as cached, after RoPE", keys=True)
+FACTS = Facts(
+    source="KeyDiff, arXiv 2504.15364, as kvpress has it, over keys as cached, after RoPE",
+    deviations="the 32 newest rows are pinned; kvpress pins none",
+    keys=True,
+)
 
 
 def unit_keys(head: Head) -> np.ndarray:

@@ -15,7 +15,7 @@ RIDGE = 0.01  # lambda over the mean eigenvalue of the sum of k k^T over all row
 FLOOR = 1e-12  # of 1 - h: below, rounding has eaten its digits
 BLOCK = 64  # rows that go between two looks at the leverages
 RISE = 1e-6  # a share far above the rounding of a leverage: an earlier one bounds today's to within it
-FACTS = Facts(source="log-determinant lemma; a reconstruction for caches", keys=True)
+FACTS = Facts(source="log-determinant lemma", deviations="a reconstruction for caches", keys=True)
 
 
 def factor(keys: np.ndarray, ridge: float) -> np.ndarray:

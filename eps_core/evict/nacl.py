@@ -10,7 +10,8 @@ from eps_core.evict.base import Facts, Head, Kept, Rule, descending, draws, pinn
 TOKENS_PER_PROXY = 100  # of the prompt
 BEST, DRAWN = 12, 7  # per cent of the prompt; a budget beyond the pinned rows is split in this proportion
 FACTS = Facts(
-    source="NACL, arXiv 2408.03675, code PaddlePaddle/Research; at most 64 proxies, causal among themselves",
+    source="NACL, arXiv 2408.03675, code PaddlePaddle/Research",
+    deviations="at most 64 proxies, causal among themselves",
     window=64,
     while_decoding=False,
 )

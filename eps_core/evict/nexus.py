@@ -11,7 +11,12 @@ from eps_core.evict.keydiff import unit_keys
 
 HOPS = 2  # steps of the walk: our choice, of the paper's 1 to 3
 WALKED = 0.5  # gamma, the share of weight that comes over the walk: our choice
-FACTS = Facts(source="Nexus Sampling, arXiv 2606.23961: a reconstruction but for the key u^(1/w)", window=32, keys=True)
+FACTS = Facts(
+    source="Nexus Sampling, arXiv 2606.23961",
+    deviations="a reconstruction but for the key u^(1/w)",
+    window=32,
+    keys=True,
+)
 
 
 def weights(head: Head) -> np.ndarray:

@@ -3,12 +3,17 @@ kvpress has it)."""
 
 import numpy as np
 
-from eps_core.evict.base import Facts, Head, Kept, Rule, best, pinned, rows_in_all
+from eps_core.evict.base import Facts, Head, Kept, Rule, best, made_exact, pinned, rows_in_all
 from eps_core.evict.snapkv import scores
 
-STEEPNESS = 20  # beta: the last layer's rows beyond the pinned are the mean's by this
+STEEPNESS = 20  # beta: the last layer's rows are the mean's by this
 FACTS = Facts(
-    source="PyramidKV, arXiv 2406.02069, formula of kvpress; pinned rows stand for its window",
+    source="PyramidKV, arXiv 2406.02069, formula and window of kvpress",
+    deviations=(
+        "rounded budgets are brought to the exact sum; the paper's code (KVCache-Factory) adds the window to a layer's "
+        "rows and has no even fallback"
+    ),
+    last_tokens=64,
     window=64,
     while_decoding=False,
     uneven=True,
@@ -16,28 +21,18 @@ FACTS = Facts(
 
 
 def layer_budgets(num_layers: int, rows: int, num_pinned: int, budget: int) -> np.ndarray:
-    """Rows [L] int64 that a head of each layer keeps of `rows`, falling linearly; `budget` of each where the pyramid
-    does not fit. Their mean is `budget` but for rounding."""
+    """Return the rows [L] int64 that a head of each layer keeps of `rows`, pinned ones among them, falling linearly;
+    `budget` of each where the last layer would keep less than what is pinned. Their mean is `budget` but for
+    rounding."""
     even = np.full(num_layers, min(budget, rows))
-    mean, most = budget - num_pinned, rows - num_pinned
-    last = mean / STEEPNESS
-    first = 2 * mean - last
-    if first > most:
-        first, last = most, 2 * mean - most
-    if num_layers == 1 or not most >= first >= last >= 0:
+    last = budget / STEEPNESS
+    first = 2 * budget - last
+    if first >= rows - num_pinned:
+        first, last = rows - num_pinned, 2 * budget - (rows - num_pinned)
+    if num_layers == 1 or not rows >= first >= last >= num_pinned:
         return even
-    wanted: np.ndarray = num_pinned + np.round(np.linspace(first, last, num_layers)).astype(np.int64)
+    wanted: np.ndarray = np.round(first - np.arange(num_layers) * ((first - last) / (num_layers - 1))).astype(np.int64)
     return wanted
-
-
-def made_exact(wanted: np.ndarray, least: np.ndarray, most: np.ndarray, total: int) -> np.ndarray:
-    """`wanted` [L, H] within `least` and `most`, brought to this sum one row a head at a time: rows are added from the
-    first layer on and taken from the last, so that what fell from layer to layer still does."""
-    given = np.minimum(wanted, most).ravel()
-    while missing := total - int(given.sum()):
-        open_to = np.flatnonzero(given < most.ravel()) if missing > 0 else np.flatnonzero(given > least.ravel())[::-1]
-        given[open_to[: abs(missing)]] += np.sign(missing)
-    return given.reshape(wanted.shape)
 
 
 def keep(layers: list[list[Head]], budget: int, rule: Rule) -> Kept:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from eps_core.evict.base import Facts, Head, Kept, Rule, best_of_each, by_position, older, rounded, seen
+from eps_core.evict.base import Facts, Head, Kept, Rule, best_of_each, by_position, neighbours, older, rounded, seen
 from eps_core.evict.keydiff import unit_keys
 
 IMPORTANCE = 0.07  # lambda: its weight; redundancy has the rest
@@ -11,7 +11,8 @@ KERNEL = 7  # tokens over which importance is the largest
 ROUNDING = 1e-4  # of a cosine in float32, and more: nearer to SIMILAR it is computed again in float64
 COLUMNS = 512  # keys compared at a time: bounds memory, changes nothing
 FACTS = Facts(
-    source="R-KV, arXiv 2505.24133, code Zefan-Cai/R-KV; importance is of the rows before the pinned newest ones",
+    source="R-KV, arXiv 2505.24133, code Zefan-Cai/R-KV",
+    deviations="the 32 newest rows are pinned, where the code pins its window of 8; importance is of those before",
     window=8,
     keys=True,
     queries=True,
@@ -35,8 +36,7 @@ def importance(head: Head, rule: Rule) -> np.ndarray:
     if len(rows):
         logits = (queries @ keys[rows].T / np.sqrt(keys.shape[1])).max(0)
         logits = np.where(seen(head, len(logits))[:, rows], logits, -np.inf)
-        padded = np.pad(softmax(logits).mean(0), KERNEL // 2)
-        found[rows] = np.max([padded[shift : shift + len(rows)] for shift in range(KERNEL)], axis=0)
+        found[rows] = neighbours(softmax(logits).mean(0), KERNEL).max(0)
     return found
 
 

@@ -13,7 +13,8 @@ import numpy as np
 from eps_core.evict.base import Facts, Head, Kept, Rule, best_of_each
 
 FACTS = Facts(
-    source="R-SWA, arXiv 2606.23050, code vLLM models/unlimited_ocr.py; for models trained so",
+    source="R-SWA, arXiv 2606.23050, code vLLM models/unlimited_ocr.py",
+    deviations="for models trained so; here nothing is trained",
     at_prefill=False,
     prompt=True,
 )

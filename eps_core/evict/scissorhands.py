@@ -7,7 +7,11 @@ import numpy as np
 
 from eps_core.evict.base import FLAT, Facts, Head, Kept, Rule, best_of_each, rounded, seen
 
-FACTS = Facts(source="Scissorhands, arXiv 2305.17118; counts of weights at or above 1/n as in cold-compress", window=64)
+FACTS = Facts(
+    source="Scissorhands, arXiv 2305.17118",
+    deviations="weights at or above 1/n are counted, as in cold-compress",
+    window=64,
+)
 
 
 def scores(head: Head) -> np.ndarray:

@@ -6,7 +6,10 @@ import numpy as np
 
 from eps_core.evict.base import Facts, Head, Kept, Rule, best_of_each
 
-FACTS = Facts(source="StreamingLLM, arXiv 2309.17453, code mit-han-lab/streaming-llm; absolute positions are ours")
+FACTS = Facts(
+    source="StreamingLLM, arXiv 2309.17453, code mit-han-lab/streaming-llm",
+    deviations="positions stay absolute, as in kvpress",
+)
 
 
 def scores(head: Head) -> np.ndarray:

@@ -5,7 +5,11 @@ import numpy as np
 
 from eps_core.evict.base import Facts, Head, Kept, Rule, best_of_each, require_same_positions, rounded
 
-FACTS = Facts(source="TOVA, arXiv 2401.06104, code schwartz-lab-NLP/TOVA", window=1)
+FACTS = Facts(
+    source="TOVA, arXiv 2401.06104, code schwartz-lab-NLP/TOVA",
+    deviations="the 32 newest rows are pinned; the source pins none, kvpress one",
+    window=1,
+)
 
 
 def scores(heads: list[Head]) -> np.ndarray:

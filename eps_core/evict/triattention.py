@@ -18,8 +18,8 @@ from eps_core.evict.base import (
 
 DISTANCES = 2.0 ** np.arange(17)  # tokens ahead of the newest: 1, 2, 4, .., 65536
 FACTS = Facts(
-    source="TriAttention, code of WeianMao/triattention; selection per kv head, mean over layers, its default; "
-    "moments of the sequence's own queries instead of a calibration",
+    source="TriAttention, code WeianMao/triattention; selection per kv head, mean over layers, its default",
+    deviations="moments of the sequence's own queries instead of a calibration",
     keys=True,
     query_moments=True,
 )

@@ -1,4 +1,4 @@
-"""UNIQUE's mean and deviation of each channel."""
+"""Mean and standard deviation of each channel: not UNIQUE (arXiv 2605.27740), which has one deviation a page."""
 
 import numpy as np
 
@@ -36,7 +36,7 @@ def extend(settings: Settings, constants: Constants, earlier: Summary, k: np.nda
 
 
 def seal(settings: Settings, statistics: Summary) -> Summary:
-    """Per-channel mean (int8) and population standard deviation (uint8) [D] (UNIQUE, arXiv 2605.27740)."""
+    """Per-channel mean (int8) and population standard deviation (uint8) [D]."""
     codes, scale = near_codes(statistics["mean"], 127)
     std_codes, std_scale = near_codes(np.sqrt(statistics["m2"] / settings.S), 255)
     return {
@@ -52,6 +52,6 @@ def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
 
 
 def score(settings: Settings, constants: Constants, summary: Summary, a: np.ndarray) -> Score:
-    """mu.a + sum_c |a_c| sd_c (UNIQUE): at least mean + one standard deviation of the logits; no bound."""
+    """mu.a + sum_c |a_c| sd_c: at least mean + one standard deviation of the logits; no bound."""
     mean = f64(summary, "mean") @ a * f64(summary, "mean_scale")
     return mean + f64(summary, "std") @ np.abs(a) * f64(summary, "std_scale"), None, None

@@ -311,7 +311,7 @@ def describe_keep(keep: Keep, num_tokens: int) -> str:
         of += f" ({'all' if rows >= num_tokens - 1 else f'{rows:,}'} of {num_tokens:,})"
     again = keep.facts.while_decoding and keep.every
     more = f", again every {keep.every} tokens (compacted by {keep.compact})" if again else ""
-    return f"{keep.policy}: {of}{more}, {keep.first_tokens} + {keep.last_tokens} tokens always"
+    return f"{keep.policy}: {of}{more}, {keep.first_tokens} + {keep.rule(rows).last_tokens} tokens always"
 
 
 def dense_json(tokens: list[int] | None, summary: dict[str, Any]) -> dict[str, Any]:

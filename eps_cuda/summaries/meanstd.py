@@ -1,4 +1,4 @@
-"""UNIQUE's mean and deviation of each channel."""
+"""Mean and standard deviation of each channel: not UNIQUE (arXiv 2605.27740), which has one deviation a page."""
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ def build(store: Store, constants: Summary, k: Tensor) -> Summary:
 
 
 def _stored(mean: Tensor, std: Tensor) -> Summary:
-    """Per-channel mean (int8) and population standard deviation (uint8) [.., D] (UNIQUE)."""
+    """Per-channel mean (int8) and population standard deviation (uint8) [.., D]."""
     mean_scale = near16(mean.abs().amax(dim=-1) / 127)
     std_scale = near16(std.amax(dim=-1) / 255)
     return {
@@ -38,6 +38,6 @@ def _stored(mean: Tensor, std: Tensor) -> Summary:
 
 
 def score(store: Store, constants: Summary, summary: Summary, a: Tensor) -> Score:
-    """mu.a + sum_c |a_c| sd_c (UNIQUE): at least mean + one standard deviation of the logits; no bound."""
+    """mu.a + sum_c |a_c| sd_c: at least mean + one standard deviation of the logits; no bound."""
     mean = all_dots(summary["mean"], a) * per_group(summary, "mean_scale")
     return mean + all_dots(summary["std"], a.abs()) * per_group(summary, "std_scale"), None, None

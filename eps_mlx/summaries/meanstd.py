@@ -1,4 +1,4 @@
-"""UNIQUE's mean and deviation of each channel."""
+"""Mean and standard deviation of each channel: not UNIQUE (arXiv 2605.27740), which has one deviation a page."""
 
 import mlx.core as mx
 
@@ -25,7 +25,7 @@ def build(store: Store, constants: Summary, k: mx.array) -> Summary:
 
 
 def _stored(mean: mx.array, std: mx.array) -> Summary:
-    """Per-channel mean (int8) and population standard deviation (uint8) [.., D] (UNIQUE)."""
+    """Per-channel mean (int8) and population standard deviation (uint8) [.., D]."""
     mean_scale = near16(mx.abs(mean).max(axis=-1) / 127)
     std_scale = near16(std.max(axis=-1) / 255)
     return {
@@ -37,6 +37,6 @@ def _stored(mean: mx.array, std: mx.array) -> Summary:
 
 
 def score(store: Store, constants: Summary, summary: Summary, a: mx.array) -> Score:
-    """mu.a + sum_c |a_c| sd_c (UNIQUE): at least mean + one standard deviation of the logits; no bound."""
+    """mu.a + sum_c |a_c| sd_c: at least mean + one standard deviation of the logits; no bound."""
     mean = all_dots(summary["mean"], a) * per_group(summary, "mean_scale")
     return mean + all_dots(summary["std"], mx.abs(a)) * per_group(summary, "std_scale"), None, None
