@@ -10,20 +10,24 @@ from typing import Any, TextIO
 import numpy as np
 from tokenizers import Tokenizer
 
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import DTYPE_BYTES, CacheSpec
 from eps_core.decode.chat import render
 from eps_core.decode.hub import resolve_model
-from eps_core.decode.model import DEMO_MODEL, read_limits
+from eps_core.decode.model import DEMO_MODEL, read_heads, read_limits
 from eps_core.decode.prompts import encode_prompts, prompt_texts
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.tokenizer import encode, load_tokenizer
 from eps_core.engine.protocol import Engine
 from eps_core.engine.settings import Settings
+from eps_core.errors import ConfigError
 from eps_core.evaluation.compare import demo_document
+from eps_core.evaluation.pays import PaysFrom, timing
 from eps_core.evaluation.runner import Outcome
 from eps_core.evaluation.sides import Ran, Side, prompt_line, report
 from eps_core.files import outputs
 from eps_core.gate.stats import StepOutput
-from eps_core.load import load_engine
+from eps_core.load import backend_of, load_engine
 from eps_core.summaries.rq import CENTRE_TOKENS
 from eps_core.telemetry import provenance, terminal
 from eps_core.telemetry.rounds import ROUND_KEYS
@@ -112,8 +116,24 @@ def run(request: EngineRequest, out: TextIO) -> dict[str, Any]:
             _write_metrics(stack.enter_context(outputs.JsonlWriter(lines)), request, engine, identity, sides)
         if csv is not None:
             write_csv(csv, outcome.rounds or outcome.records, ROUND_KEYS if verified else STEP_KEYS)
-        ran = Ran(identity, settings.config, [len(prompt) for prompt in prompts], answer, settings.verify)
+        ran = Ran(
+            identity, settings.config, [len(prompt) for prompt in prompts], answer, settings.verify,
+            pays=_timing(path, engine.gated.config, known, context),
+        )  # fmt: skip
         return report(ran, sides.get("dense"), sides["eps"], out)
+
+
+def _timing(path: Path, config: EpsConfig, known: dict[str, Any], max_context: int) -> PaysFrom | None:
+    """What times a layer of an engine's model in our own attention; None where its config.json does not say how many
+    heads it has."""
+    dtype = known["dtype"] if known["dtype"] in DTYPE_BYTES else "bfloat16"
+    try:
+        heads, kv_heads, head_dim = read_heads(path)
+        spec = CacheSpec(1, kv_heads, head_dim, 1, dtype)
+    except ConfigError:
+        return None
+    backend, kernels = backend_of(known["engine"]), known["kernels"]
+    return timing(backend, known["device"], kernels, spec, heads, config, max_context)
 
 
 @dataclass
