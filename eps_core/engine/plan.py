@@ -68,10 +68,11 @@ def _listed(dense: dict[int, str]) -> str:
     by_reason: dict[str, list[int]] = {}
     for layer, reason in dense.items():
         by_reason.setdefault(reason, []).append(layer)
-    return ", ".join(f"{reason} ({_ranges(layers)})" for reason, layers in by_reason.items())
+    return ", ".join(f"{reason} ({ranges(layers)})" for reason, layers in by_reason.items())
 
 
-def _ranges(layers: Sequence[int]) -> str:
+def ranges(layers: Sequence[int]) -> str:
+    """Layers as ranges: 0-2 5."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][1] + 1:

@@ -53,6 +53,6 @@ def load(path: str | Path, **settings: Any) -> Any:
     (`.close()`). Names of mlx_lm.load's own (`adapter_path`, `lazy`, ..) go there."""
     theirs = {name: settings.pop(name) for name in list(settings) if name in _LOAD_NAMES}
     chosen = Settings.of(settings)
-    loaded = mlx_lm.load(str(path), **theirs)
-    Hook(loaded[0], chosen, str(path))
-    return loaded
+    whole: Any = mlx_lm.load(str(path), **{**theirs, "return_config": True})
+    Hook(whole[0], chosen, str(path), config=whole[2])
+    return whole if theirs.get("return_config") else whole[:2]

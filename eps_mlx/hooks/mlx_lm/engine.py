@@ -19,6 +19,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
+from mlx_lm.utils import load_config
 
 from eps_core.decode.sampling import Sampling
 from eps_core.engine.protocol import Step
@@ -179,12 +180,13 @@ def open_engine(
         if not (path / "config.json").is_file():
             raise ConfigError(f"{path} has no config.json: give a model directory")
         try:
-            model = mlx_lm.load(str(path))[0]
+            loaded: Any = mlx_lm.load(str(path), return_config=True)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise ConfigError(f"mlx-lm cannot load {path}: {one_line(error)}") from error
+        model, _, config = loaded
         if dtype != "auto":
             model.set_dtype(DTYPES[dtype])
-        hook = Hook(model, settings, str(path), max_tokens * num_sequences, keep_records=True)
+        hook = Hook(model, settings, str(path), max_tokens * num_sequences, config, keep_records=True)
     except BaseException:
         mx.set_default_device(default)
         raise
@@ -228,7 +230,8 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
         def _load(self, *args: Any, **kwargs: Any) -> None:
             try:
                 super()._load(*args, **kwargs)
-                self.hook = Hook(self.model, settings, str(args[0]))
+                config = load_config(Path(args[0])) if Path(args[0]).is_dir() else None
+                self.hook = Hook(self.model, settings, str(args[0]), config=config)
                 if self.hook.pool is not None:
                     pools.append(self.hook.pool)
             except Exception:
