@@ -11,11 +11,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import mlx_lm
 import numpy as np
+from huggingface_hub import CacheNotFound, scan_cache_dir
 from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
@@ -206,6 +208,14 @@ def _check_arguments(arguments: Any) -> None:
         )
 
 
+def _hub_cache(*args: Any, **kwargs: Any) -> Any:
+    """The Hub's cache, which need not be there where a folder is served: /v1/models then lists that alone."""
+    try:
+        return scan_cache_dir(*args, **kwargs)
+    except CacheNotFound:
+        return SimpleNamespace(repos=())
+
+
 def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[str]) -> int:
     """Runs `mlx_lm.server` on a model with EPS on until it is interrupted or terminated, with `more` of its own
     arguments. The last line on stdout is one JSON object: the counters, and what is left in the pool. Raises
@@ -254,8 +264,8 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
                 self.hook = None
             super().reset()
 
-    before = server.ModelProvider, sys.argv
-    server.ModelProvider = Provider
+    before = server.ModelProvider, server.scan_cache_dir, sys.argv
+    server.ModelProvider, server.scan_cache_dir = Provider, _hub_cache
     main = threading.current_thread() is threading.main_thread()
     # a plea to end is an interrupt: what was measured is still to be said and written
     terminated = signal.signal(signal.SIGTERM, signal.default_int_handler) if main else None
@@ -267,7 +277,7 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
     except SystemExit as error:  # of argparse, which has said why
         return error.code if isinstance(error.code, int) else 2
     finally:
-        server.ModelProvider, sys.argv = before
+        server.ModelProvider, server.scan_cache_dir, sys.argv = before
         if main:
             signal.signal(signal.SIGTERM, terminated)
     if faults:
