@@ -18,6 +18,7 @@ from eps_core.decode.model import DEMO_MODEL, read_heads, read_limits
 from eps_core.decode.prompts import encode_prompts, prompt_texts
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.tokenizer import encode, load_tokenizer
+from eps_core.engine.plan import Plan
 from eps_core.engine.protocol import Engine
 from eps_core.engine.settings import Settings
 from eps_core.errors import ConfigError
@@ -111,7 +112,10 @@ def run(request: EngineRequest, out: TextIO) -> dict[str, Any]:
             like = _like(engine) if verified else outcome.records[0]
             dense = _dense_records(decoded["dense"].steps, like, engine.computes_ahead)
             sides["dense"] = decoded["dense"].side(Outcome(dense), tokenizer)
-        identity = {**known, "model": name}
+        identity, plan = {**known, "model": name}, engine.gated.plan
+        whole = None if verified else _ratio_of_model(plan, outcome.records)
+        if whole is not None:
+            identity |= {"layers_gated": len(plan.gated), "num_layers": plan.num_layers, "bytes_ratio_model": whole}
         if lines is not None:
             _write_metrics(stack.enter_context(outputs.JsonlWriter(lines)), request, engine, identity, sides)
         if csv is not None:
@@ -119,8 +123,17 @@ def run(request: EngineRequest, out: TextIO) -> dict[str, Any]:
         ran = Ran(
             identity, settings.config, [len(prompt) for prompt in prompts], answer, settings.verify,
             pays=_timing(path, engine.gated.config, known, context),
+            gated_layers=None if whole is None else f"{len(plan.gated)} of {plan.num_layers} layers", of_model=whole,
         )  # fmt: skip
         return report(ran, sides.get("dense"), sides["eps"], out)
+
+
+def _ratio_of_model(plan: Plan, records: Sequence[StepRecord]) -> float | None:
+    """What gated steps read of the K and V that the whole model reads densely, see `Plan.ratio_of_model`."""
+    read = sum(record.bytes_kv_read_est + record.bytes_summary_read for record in records)
+    lengths = [length for record in records for length in record.lengths]
+    dense = sum(record.bytes_kv_dense for record in records)
+    return plan.ratio_of_model(read, dense, sum(lengths), sum(map(plan.dense_tokens, lengths)))
 
 
 def _timing(path: Path, config: EpsConfig, known: dict[str, Any], max_context: int) -> PaysFrom | None:
@@ -299,4 +312,5 @@ def _write_metrics(
     for record in outcome.rounds or outcome.records:
         writer.write(record.to_dict())
     dense = sides.get("dense")
-    writer.write({"type": "summary", **sides["eps"].summary(), "dense": dense.summary() if dense else None})
+    whole = {"bytes_ratio_model": identity["bytes_ratio_model"]} if "bytes_ratio_model" in identity else {}
+    writer.write({"type": "summary", **sides["eps"].summary(), **whole, "dense": dense.summary() if dense else None})

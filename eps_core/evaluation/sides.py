@@ -47,6 +47,8 @@ class Ran:
     verify: Verify = Verify()  # noqa: RUF009  of the EPS side
     labels: tuple[str, str] = ("dense", "EPS")  # what the two sides are called
     pays: PaysFrom | None = None  # see `pays.timing`
+    gated_layers: str | None = None  # where an engine leaves layers dense: how many are gated, of which bytes speak
+    of_model: float | None = None  # .. and bytes read over dense of the whole model's KV reads
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,9 @@ def report(
             shown = [show.format(side.stored[field]) if side and side.stored else None for side in (dense, eps)]
             checks.append((name, shown[0], shown[1]))
     dense_summary, eps_summary = dense.summary() if dense else None, eps.summary() if eps else None
-    out.write("\n" + terminal.run_table(dense_summary, eps_summary, checks, layer, out, ran.labels) + "\n")
+    hybrid = None if ran.gated_layers is None or ran.of_model is None else (ran.gated_layers, ran.of_model)
+    table = terminal.run_table(dense_summary, eps_summary, checks, layer, out, ran.labels, hybrid)
+    out.write(f"\n{table}\n")
     if dense_summary and eps_summary:
         paced = ran.verify.draft is None
         note = slower_note(ran.labels[1], max(ran.prompt_lengths), dense_summary, eps_summary, ran.pays, paced)

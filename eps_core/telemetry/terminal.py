@@ -213,9 +213,11 @@ def run_table(
     layer: dict[str, Any] | None = None,
     out: TextIO | None = None,
     labels: tuple[str, str] = ("dense", "EPS"),
+    hybrid: tuple[str, float] | None = None,
 ) -> str:
     """The sides that ran beside each other, from their summaries (`steps.summarise`); `checks` are rows (what,
-    dense, EPS); `layer` is one layer of a large model (`bench.layer.Bench.headline`); `labels` name the columns."""
+    dense, EPS); `layer` is one layer of a large model (`bench.layer.Bench.headline`); `labels` name the columns;
+    `hybrid`: where not all layers are gated, which ones bytes speak of, and the ratio of the whole model's reads."""
 
     def row(name: str, key: str, form: str = ",.0f") -> tuple[str, str, str]:
         return (name, *(_number(side[key] if side else None, form) for side in (dense, eps)))  # type: ignore[return-value]
@@ -233,7 +235,8 @@ def run_table(
         *((name, left or "", right or "") for name, left, right in checks),
         row("KV bytes read", "bytes_kv_read_est"),
         row("summary bytes read", "bytes_summary_read"),
-        row("bytes against dense", "bytes_ratio", ".4f"),
+        row("bytes against dense" + (f", {hybrid[0]}" if hybrid else ""), "bytes_ratio", ".4f"),
+        *([("  of the whole model's KV reads", "1.0000", f"{hybrid[1]:.4f}")] if hybrid else []),
         *_kept(eps),
         row("K bytes re-read to seal", "bytes_k_reread"),
         groups("groups in all", "pages_total"),
