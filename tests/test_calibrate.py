@@ -97,6 +97,9 @@ def test_a_method_pays_where_it_keeps_its_kl_and_saves_time() -> None:
     said = pays_line(config, 4096, kept, 3072, True)
     assert "from 2,048 to 4,096 tokens and reads everything below 513" in said and said.endswith("pays from 3,072 on.")
     assert pays_line(config, 4096, kept, 700, True).endswith("it pays from 2,048 on.")
+    assert pays_line(config, 4096, kept, 5000, True).endswith(
+        "5,000 on, where its KL was not measured: add --context 5000."
+    )
     assert "saves time at no context of this model" in pays_line(config, 4096, kept, None, True)
     assert "time is unknown" in pays_line(config, 4096, kept, None, False)
     assert "0.0200 at 1,024 tokens): raise --eps-budget" in pays_line(config, 1024, kept[:1], 700, True)

@@ -298,9 +298,10 @@ def pays_line(config: EpsConfig, context: int, kept: Sequence[Kept], saves: int 
         return f"{text}Whether it saves time is unknown: array operations are for checks; use --backend auto."
     if saves is None:
         return f"{text}It saves time at no context of this model (estimated from one layer's times): leave EPS off."
+    beyond = f", where its KL was not measured: add --context {saves}" if saves > context else ""
     return (
         f"{text}It saves time from about {saves:,} tokens (estimated from one layer's times): it pays from "
-        f"{max(good, saves):,} on."
+        f"{max(good, saves):,} on{beyond}."
     )
 
 
