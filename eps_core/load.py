@@ -50,6 +50,11 @@ def load_engine(name: str) -> Any:
         raise ConfigError(f"engine {name} cannot be loaded ({error}): {install(name)}") from error
 
 
+def backend_of(engine: str) -> Backend:
+    """The backend that an engine's hook computes with."""
+    return load_backend(next(name for name, path in _MODULES.items() if _ENGINES[engine].startswith(f"{path}.")))
+
+
 def load_platform(name: str) -> Any:
     """The module of a backend that times what its platform offers: see `bench.platform` for what each function says."""
     return importlib.import_module(_PLATFORMS[name])

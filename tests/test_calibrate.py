@@ -13,19 +13,23 @@ import pytest
 import tiny_models
 
 from eps_core.cli import captures, main
-from eps_core.config.bytes import scoring_bytes
 from eps_core.config.eps import EpsConfig
+from eps_core.decode.cost import Cost
 from eps_core.decode.heads import HeadPolicy, check_policy, head_modes, load_policy, model_fingerprint, modes_of
 from eps_core.decode.model import DEMO_MODEL, read_spec
 from eps_core.errors import ConfigError
+from eps_core.evaluation import pays
 from eps_core.evaluation.calibrate import (
     FRACTIONS,
     MASS,
     CalibrateRequest,
-    break_even_tokens,
+    Kept,
     calibrate,
     classify,
+    contexts_below,
+    kl_from,
     layer_curves,
+    pays_line,
     write_policy,
 )
 from eps_core.oracle import formulas
@@ -84,14 +88,44 @@ def test_curves_rise_to_one_and_follow_the_oracle() -> None:
         assert found.outside[head] == pytest.approx(np.mean(outside))
 
 
-def test_break_even_is_where_the_bytes_cross() -> None:
-    config = CONFIG.replace(budget=0.01)
-    tokens = break_even_tokens(config, 64, 256, 0.2)
-    assert tokens is not None
-    per_group = scoring_bytes(config, 64, [3200]) / 800
-    gated = (4 + 16 + 4) * 256 + tokens / 4 * per_group + 0.2 * tokens * 256
-    assert gated == pytest.approx(tokens * 256)
-    assert break_even_tokens(CONFIG, 64, 256, 1.0) is None
+def test_a_method_pays_where_it_keeps_its_kl_and_saves_time() -> None:
+    config = EpsConfig.of(method="rq")
+    assert contexts_below(4096, config.sparse_from) == [1024, 2048, 4096]  # 512 tokens are read whole
+    assert contexts_below(300, config.sparse_from) == contexts_below(300, None) == []
+    kept = [Kept(1024, 0.02, 0.6), Kept(2048, 0.009, 0.4), Kept(4096, 0.004, 0.2)]
+    assert kl_from(kept) == 2048 and kl_from(kept[1:]) == 2048 and kl_from(kept[:1]) is None
+    said = pays_line(config, 4096, kept, 3072, True)
+    assert "from 2,048 to 4,096 tokens and reads everything below 513" in said and said.endswith("pays from 3,072 on.")
+    assert pays_line(config, 4096, kept, 700, True).endswith("it pays from 2,048 on.")
+    assert pays_line(config, 4096, kept, 5000, True).endswith(
+        "5,000 on, where its KL was not measured: add --context 5000."
+    )
+    assert "saves time at no context of this model" in pays_line(config, 4096, kept, None, True)
+    assert "time is unknown" in pays_line(config, 4096, kept, None, False)
+    assert "0.0200 at 1,024 tokens): raise --eps-budget" in pays_line(config, 1024, kept[:1], 700, True)
+    assert "less than 513 tokens" in pays_line(config, 260, [], None, True) and "--context" in pays_line(
+        config, 260, [], None, True
+    )
+
+
+@pytest.mark.parametrize("budget", [0.05, 1.0])
+def test_where_it_pays_is_measured(budget: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pays, "cost_of", lambda *args: (Cost((64, 128), (1.0, 3.0), (2.0, 2.0)), True))
+    out = io.StringIO()
+    config = EpsConfig.of(method="rq", group_tokens=4, first_tokens=4, last_tokens=16, budget=budget)
+    result = calibrate(replace(request(tmp_path / "p.json"), config=config), out)
+    if budget == 1:
+        assert (
+            result["kept"] == []
+            and result["pays_from_tokens_est"] is None
+            and "reads everything of any" in out.getvalue()
+        )
+        return
+    kept = [Kept(**one) for one in result["kept"]]
+    assert [one.context for one in kept] == [32, 65, 130, 260] and all(one.kl_mean >= 0 for one in kept)
+    assert kept[-1].kl_mean > 0 and kept[-1].bytes_ratio < kept[0].bytes_ratio
+    assert result["kl_from_tokens"] == kl_from(kept) and result["time_from_tokens_est"] == 256
+    assert f"{kept[-1].kl_mean:.4f}" in out.getvalue() and pays_line(config, 260, kept, 256, True) in out.getvalue()
 
 
 def request(path: Path, **more: Any) -> CalibrateRequest:
@@ -140,7 +174,7 @@ def test_the_verdict_is_said_plainly(limits: dict[str, float], words: str, tmp_p
     assert words in out.getvalue()
     assert ("not sparse enough" in out.getvalue()) != result["sparse_enough"]
     if not result["sparse_enough"]:
-        assert result["gated_heads"] == 0 and result["break_even_tokens_est"] is None
+        assert result["gated_heads"] == 0
         assert {mode for heads in load_policy(tmp_path / "p.json").head_modes for mode in heads} == {"dense"}
 
 
@@ -221,7 +255,7 @@ def test_the_command_prints_a_table_and_an_object(
     flags = ["--context", 280, "--steps", 2, "--backend", "cuda", "--eps-method", "box", "--eps-group-tokens", 8]
     assert run_cli(monkeypatch, "calibrate", *flags, "-o", tmp_path / "p.json") == 0
     printed = capsys.readouterr().out
-    assert "pays from, est." in printed and "groups of 8 tokens at 280 tokens" in printed
+    assert "bytes against dense" in printed and "groups of 8 tokens at 280 tokens" in printed
     result, policy = json.loads(printed.splitlines()[-1]), load_policy(tmp_path / "p.json")
     assert result["heads"] == 8 and result["dense_layers"] == list(policy.dense_layers)
     assert policy.settings["config"]["group_tokens"] == 8

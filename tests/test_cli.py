@@ -36,8 +36,8 @@ RESULT_KEYS = [
 ]  # fmt: skip
 DENSE_KEYS = ["tokens", "decode_ms_p50", "decode_ms_p95", "tokens_per_s", "bytes_kv_read"]
 EPS_KEYS = [
-    *DENSE_KEYS, "method", "policy", "bytes_summary_read", "kept_ratio", "rows_moved", "units_freed", "pages_total",
-    "pages_visited", "pages_skipped",
+    "label", *DENSE_KEYS, "method", "policy", "bytes_summary_read", "kept_ratio", "rows_moved", "units_freed",
+    "pages_total", "pages_visited", "pages_skipped",
     "pages_forced", "prepass_ms_p50", "mass_skipped_est_mean", "mass_skipped_cert_max",
     "mass_skipped_true_max", "audit_alarms", "escalations", "fallbacks",
 ]  # fmt: skip

@@ -1,6 +1,7 @@
 """mlx-lm as an engine: the same decode as our own decoder's, `run` and `serve` on the command line, real clients."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -254,7 +255,8 @@ def server(directory: Path, tmp_path: Path) -> Iterator[Server]:
     ]  # fmt: skip
     log = tmp_path / "server.log"
     with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True)
+        no_hub = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "absent")}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True, env=no_hub)
     try:
         for _ in range(300):
             assert process.poll() is None, log.read_text()
@@ -270,7 +272,9 @@ def server(directory: Path, tmp_path: Path) -> Iterator[Server]:
             process.wait()
 
 
-def test_eight_clients_at_once_one_of_which_goes_away_leave_nothing_behind(server: Server, tmp_path: Path) -> None:
+def test_eight_clients_at_once_one_of_which_goes_away_leave_nothing_behind(
+    server: Server, directory: Path, tmp_path: Path
+) -> None:
     texts = [f"the {index} sleeps " * (4 + 5 * index) for index in range(8)]
     said: dict[int, str] = {}
 
@@ -291,6 +295,8 @@ def test_eight_clients_at_once_one_of_which_goes_away_leave_nothing_behind(serve
         client.start()
     for client in clients:
         client.join()
+    models = [one.id for one in server.client().models.list().data]
+    assert models == [str(directory.resolve())]  # though there is no Hub cache
     again = dict(said)
     for index in (2, 7):  # their prompts are found in the server's prompt cache, copied and trimmed
         ask(index, 10 + index)

@@ -45,6 +45,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int,
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {**os.environ, **to_environment(SETTINGS), "EPS_METRICS": str(metrics), "PYTHONPATH": str(ROOT)}
+    environment["HF_HUB_CACHE"] = str(folder / "absent")
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-c", CODE, str(path), str(port)], stdout=log, stderr=log, env=environment
@@ -73,6 +74,7 @@ def stats(port: int) -> dict[str, Any]:
 def test_a_client_is_answered_in_a_stream_and_eps_is_in_it(served: Any) -> None:
     model, port, metrics, process = served
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    assert [one.id for one in client.models.list().data] == [model]  # though there is no Hub cache
     before = stats(port)["steps"]
     ask = {"model": model, "prompt": "ab" * 150, "max_tokens": 8, "temperature": 0}
     whole = client.completions.create(**ask).choices[0].text

@@ -4,6 +4,7 @@
 not hidden / heads.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,8 +101,9 @@ def make_config(name: str) -> Any:
     return getattr(transformers, model.config_class)(**common | model.overrides)
 
 
-def save_model(name: str, path: Path, seed: int = 0) -> Path:
-    """Writes the named model with weights drawn from `seed`, and a byte-level tokenizer; returns `path`."""
+def save_model(name: str, path: Path, seed: int = 0, change: Callable[[Any], None] = lambda model: None) -> Path:
+    """Writes the named model with weights drawn from `seed`, then changed by `change`, and a byte-level tokenizer;
+    returns `path`."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(make_config(name), dtype=torch.float32)
     with torch.no_grad():
@@ -111,6 +113,7 @@ def save_model(name: str, path: Path, seed: int = 0) -> Path:
                 parameter.normal_(0.0, WEIGHT_STD)
             elif "norm" in parameter_name:
                 parameter.uniform_(0.5, 1.5)
+        change(model)
     model.to(getattr(torch, MODELS[name].dtype))
     model.save_pretrained(path, max_shard_size=MODELS[name].max_shard_size)
     save_tokenizer(path / "tokenizer.json")

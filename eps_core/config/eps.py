@@ -153,6 +153,20 @@ class EpsConfig:
             for length in lengths
         )
 
+    @property
+    def sparse_from(self) -> int | None:
+        """Fewest tokens of a sequence of which a step leaves any unread; None: none are."""
+        read = self.read
+        least = read.first_tokens + read.last_tokens
+        if read.policy == "topk":
+            if read.top_pages is not None:
+                least = max(least, read.top_pages * self.store.S)
+            elif read.budget == 1:
+                return None
+            else:
+                least = max(least, read.budget_floor, int(read.budget))
+        return max(least + 1, read.min_context)
+
     def budget_groups(self, length: int) -> int:
         """Groups that `topk` visits of a sequence of `length` tokens, guards included; at least 1, and all of them
         (the open one too) where the budget covers every token."""

@@ -75,3 +75,9 @@ def described(dtype: str, kv_bits: KvFormats) -> str:
     """What a cache holds K and V in, in a word or two."""
     k, v = (words(name, dtype) for name in kv_bits)
     return k if k == v else f"K {k}, V {v}"
+
+
+def side_label(reads: str, dtype: str, kv_bits: KvFormats) -> str:
+    """What a column of results is called: what reads the cache (dense, EPS, a policy), and in what K and V lie where
+    they are codes."""
+    return reads if kv_bits == EXACT else f"{reads}, {described(dtype, kv_bits)}"

@@ -61,6 +61,13 @@ class Cost:
         return int(-(-at // ROUND_UP) * ROUND_UP)
 
 
+def pays_from(config: EpsConfig, cost: Cost) -> int | None:
+    """Tokens from which a step reads less than a dense one and takes less time; None: from none on."""
+    if cost.min_context is None or config.sparse_from is None:
+        return None
+    return max(cost.min_context, config.sparse_from)
+
+
 def measure(
     backend: Backend, device: str, kernels: str, spec: CacheSpec, num_heads: int, config: EpsConfig, max_context: int
 ) -> Cost:

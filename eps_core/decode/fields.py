@@ -28,6 +28,12 @@ class Fields:
     def of(cls, file: Path) -> "Fields":
         return cls(read_json(file), file)
 
+    @property
+    def text(self) -> "Fields":
+        """Those of the text model, in the config.json of one that reads images, too."""
+        inner = self.values.get("text_config")
+        return Fields(inner, self.file) if isinstance(inner, dict) else self
+
     def unsupported(self, key: str, supported: str) -> ConfigError:
         value = self.values.get(key)
         text = f"of {len(value)} entries" if isinstance(value, dict) else shown(value)

@@ -86,10 +86,17 @@ def read_limits(path: str | Path) -> tuple[int, tuple[int, ...]]:
     engines, which compute more families than this project does."""
     path = Path(path)
     fields = Fields.of(path / "config.json")
-    inner = fields.values.get("text_config")  # of a model that reads images, too
-    text = Fields(inner, fields.file) if isinstance(inner, dict) else fields
+    text = fields.text
     ends = _eos_token_ids(path, fields) or _eos_token_ids(path, text) or end_tokens(path)
     return text.integer("max_position_embeddings", most=MOST_POSITIONS), ends
+
+
+def read_heads(path: str | Path) -> tuple[int, int, int]:
+    """(query heads, kv heads, head dim) of a model of any family, as its config.json has them."""
+    text = Fields.of(Path(path) / "config.json").text
+    heads = text.integer("num_attention_heads", most=_MOST_HEADS)
+    head_dim = text.integer("head_dim", max(text.integer("hidden_size") // heads, 1), _MOST_HEADS)
+    return heads, text.integer("num_key_value_heads", heads, _MOST_HEADS), head_dim
 
 
 def _refuse_sliding_window(family: str, fields: Fields, num_layers: int, max_context: int) -> None:

@@ -1,6 +1,7 @@
 """Rotary position embeddings: what config.json may say of them, and the rotation that every backend applies."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,50 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
 }
 _WITH_ORIGINAL = ("llama3", "yarn")  # scaled from a context that they name
 MOST_POSITIONS = 2**31
+# keys by which some layers turn otherwise, or another part of a head does
+_BY_LAYER = (
+    "rope_local_base_freq", "local_rope_theta", "no_rope_layers", "no_rope_layer_interval", "qk_rope_head_dim",
+    "rotary_dim", "rotary_pct",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotary embeddings of one layer of a model of any family."""
+
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    head_dim: int  # of which `rotated` dimensions turn
+    rotated: int
+    given: dict[str, Any]  # as config.json has the scaling
+
+
+def rope_of_layer(fields: Fields, layer: int) -> Rope | None:
+    """What config.json says of a layer, in `rope_parameters`, which may have a set for each kind of layer, or in
+    rope_theta and rope_scaling; None where it names no base, or a kind that is not read here."""
+    config = fields.values
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kinds = config.get("layer_types")
+    if isinstance(given, dict) and any(isinstance(value, dict) for value in given.values()):
+        given = given.get(kinds[layer]) if isinstance(kinds, list) and layer < len(kinds) else None
+    if not isinstance(given, dict) or any(config.get(key) is not None for key in _BY_LAYER):
+        return None
+    within = config | given
+    if within.get("rope_theta") is None:
+        return None
+    share = within.get("partial_rotary_factor")
+    flat = {name: value for name, value in within.items() if name not in ("rope_parameters", "partial_rotary_factor")}
+    plain = {name: value for name, value in given.items() if name not in ("rope_theta", "partial_rotary_factor")}
+    flat["rope_scaling"] = plain
+    try:
+        read = Fields(flat, fields.file)
+        theta, scaling, _ = read_rope(read, read.integer("max_position_embeddings", 2**20, MOST_POSITIONS))
+        heads = read.integer("num_attention_heads", most=2**16)
+        head_dim = read.integer("head_dim", max(read.integer("hidden_size") // heads, 1), 2**16)
+    except ConfigError:
+        return None
+    rotated = head_dim if share is None else int(head_dim * share)
+    return Rope(theta, scaling, head_dim, rotated, plain)
 
 
 def read_rope(fields: Fields, max_positions: int) -> tuple[float, dict[str, Any] | None, int]:
@@ -89,7 +134,7 @@ def check_rope(spec: ModelSpec, fields: Fields) -> None:
 
 
 @np.errstate(all="ignore")  # what overflows is refused by `check_rope`
-def inverse_frequencies(spec: ModelSpec) -> np.ndarray:
+def inverse_frequencies(spec: ModelSpec | Rope) -> np.ndarray:
     """Radians per position of each rotated pair: [D/2] float64. Dimension i rotates with dimension i + D/2.
 
     `llama3` (Llama 3.1): wavelengths of more than original / low_freq_factor tokens are stretched by `factor`, those
@@ -98,7 +143,8 @@ def inverse_frequencies(spec: ModelSpec) -> np.ndarray:
     stretched, and between them the two are blended linearly by dimension. `dynamic` stretches beyond the model's
     context alone, where it would turn every key anew: EPS ends there, and within it the rotation is the plain one.
     """
-    frequencies = spec.rope_theta ** -(np.arange(0, spec.head_dim, 2, dtype=np.float64) / spec.head_dim)
+    rotated = spec.rotated if isinstance(spec, Rope) else spec.head_dim
+    frequencies = spec.rope_theta ** -(np.arange(0, rotated, 2, dtype=np.float64) / rotated)
     scaling = spec.rope_scaling
     if scaling is None or scaling["rope_type"] == "dynamic":
         return frequencies
@@ -110,24 +156,24 @@ def inverse_frequencies(spec: ModelSpec) -> np.ndarray:
         kept = (turns - scaling["low_freq_factor"]) / (scaling["high_freq_factor"] - scaling["low_freq_factor"])
     else:
         assert scaling["rope_type"] == "yarn", scaling
-        low, high = _yarn_dimensions(spec, scaling)
-        kept = 1.0 - (np.arange(spec.head_dim // 2) - low) / (high - low)
+        low, high = _yarn_dimensions(spec.rope_theta, rotated, scaling)
+        kept = 1.0 - (np.arange(rotated // 2) - low) / (high - low)
     kept = np.clip(kept, 0.0, 1.0)
     return frequencies * kept + stretched * (1.0 - kept)
 
 
-def _yarn_dimensions(spec: ModelSpec, scaling: dict[str, Any]) -> tuple[float, float]:
+def _yarn_dimensions(theta: float, rotated: int, scaling: dict[str, Any]) -> tuple[float, float]:
     """Between which pairs YaRN blends, as its reference rounds them."""
     turns = np.array([scaling["beta_fast"], scaling["beta_slow"]])
     lengths = scaling["original_max_position_embeddings"] / (turns * 2 * np.pi)
-    low, high = spec.head_dim * np.log(lengths) / (2 * np.log(np.float64(spec.rope_theta)))
+    low, high = rotated * np.log(lengths) / (2 * np.log(np.float64(theta)))
     if scaling["truncate"]:
         low, high = np.floor(low), np.ceil(high)
-    low, high = max(low, 0), min(high, spec.head_dim - 1)
+    low, high = max(low, 0), min(high, rotated - 1)
     return low, high + 0.001 if low == high else high
 
 
-def attention_factor(spec: ModelSpec) -> float:
+def attention_factor(spec: ModelSpec | Rope) -> float:
     """What cosine and sine are multiplied by, for queries and for keys: YaRN's temperature, else 1."""
     return 1.0 if spec.rope_scaling is None else spec.rope_scaling.get("attention_factor", 1.0)
 

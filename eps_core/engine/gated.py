@@ -185,7 +185,8 @@ class Gated:
 
     def stats(self) -> dict[str, Any]:
         """Counts since the start or `reset`: plain numbers, of decode rows of gated layers alone. `bytes_ratio` is K, V
-        and summaries read over what dense attention of these layers reads."""
+        and summaries read over what dense attention of these layers reads; where others stay dense, `bytes_ratio_model`
+        is that of the whole model's K and V."""
         with self._lock:
             self.settle()
             counts = self._counts
@@ -197,9 +198,16 @@ class Gated:
                 "rows": counts["rows"],
                 **{name: int(counts[name]) for name in _SUMMED},
                 "bytes_ratio": read / dense if dense else None,
+                **self._of_model(read, dense),
                 "fallbacks": dict(self._fallbacks),
                 **({} if self.rounds is None else {"verified": self.rounds.stats()}),
             }
+
+    def _of_model(self, read: int, dense: int) -> dict[str, float | None]:
+        if not self.plan.dense or self.rounds is not None:
+            return {}
+        tokens = self._counts["tokens"], self._counts["dense_tokens"]
+        return {"bytes_ratio_model": self.plan.ratio_of_model(read, dense, *tokens)}
 
     def reset(self) -> None:
         with self._lock:
@@ -327,6 +335,8 @@ class Gated:
         )
         self._counts["steps"] += 1
         self._counts["rows"] += len(where.lengths)
+        self._counts["tokens"] += int(where.lengths.sum())
+        self._counts["dense_tokens"] += sum(map(self.plan.dense_tokens, where.lengths.tolist()))
         self._fallbacks.update(step.fallbacks)
         for name, key in _SUMMED.items():
             self._counts[name] += getattr(record, key)

@@ -1,8 +1,8 @@
 """Which layers of an engine's model are gated, and why the others are not."""
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Self
 
@@ -13,13 +13,16 @@ from eps_core.telemetry.terminal import describe
 
 @dataclass(frozen=True)
 class Plan:
-    """`gated` model layers in order: their places are the layers of the cache. `dense`: layer -> why it is left."""
+    """`gated` model layers in order: their places are the layers of the cache. `dense`: layer -> why it is left.
+    `most_tokens`: dense layer -> tokens of which it holds K and V at most, a sliding window's or 0 without attention;
+    absent: of all."""
 
     gated: tuple[int, ...]
     dense: dict[int, str]
+    most_tokens: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, reasons: Sequence[str | None]) -> Self:
+    def of(cls, reasons: Sequence[str | None], most_tokens: Mapping[int, int] | None = None) -> Self:
         """Of every layer why it is not gated, None where it is. Raises ConfigError where none would be."""
         dense = {layer: reason for layer, reason in enumerate(reasons) if reason is not None}
         if len(dense) == len(reasons):
@@ -27,7 +30,7 @@ class Plan:
                 f"EPS has nothing to gate in this model, whose {len(reasons)} layers are {_listed(dense)}: run it "
                 "with --method off"
             )
-        return cls(tuple(layer for layer, reason in enumerate(reasons) if reason is None), dense)
+        return cls(tuple(layer for layer, reason in enumerate(reasons) if reason is None), dense, most_tokens or {})
 
     @property
     def num_layers(self) -> int:
@@ -38,6 +41,20 @@ class Plan:
     def places(self) -> dict[int, int]:
         """Model layer -> layer of the cache, of those gated."""
         return {layer: place for place, layer in enumerate(self.gated)}
+
+    def dense_tokens(self, length: int) -> int:
+        """Tokens of which a step of a sequence of `length` tokens reads K and V in the layers that stay dense, summed
+        over these."""
+        return sum(min(length, self.most_tokens.get(layer, length)) for layer in self.dense)
+
+    def ratio_of_model(self, read: int, dense: int, tokens: int, dense_tokens: int) -> float | None:
+        """Bytes read over dense of all layers' K and V, from those of the gated layers, `read` and `dense`, in steps of
+        sequences of `tokens` tokens together; `dense_tokens` is the sum of the method of that name. Heads of all layers
+        are taken to be like the gated ones. None where all are gated or nothing was read."""
+        if not self.dense or not dense:
+            return None
+        rest = dense / (tokens * len(self.gated)) * dense_tokens
+        return (read + rest) / (dense + rest)
 
     def of_gated(self, config: EpsConfig) -> EpsConfig:
         """`config` for the layers of the cache: head modes of every layer of the model become those of the gated ones.
@@ -68,10 +85,11 @@ def _listed(dense: dict[int, str]) -> str:
     by_reason: dict[str, list[int]] = {}
     for layer, reason in dense.items():
         by_reason.setdefault(reason, []).append(layer)
-    return ", ".join(f"{reason} ({_ranges(layers)})" for reason, layers in by_reason.items())
+    return ", ".join(f"{reason} ({ranges(layers)})" for reason, layers in by_reason.items())
 
 
-def _ranges(layers: Sequence[int]) -> str:
+def ranges(layers: Sequence[int]) -> str:
+    """Layers as ranges: 0-2 5."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][1] + 1:

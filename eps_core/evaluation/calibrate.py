@@ -1,11 +1,13 @@
 """Calibration: how sparse each head of a model is on a text, which heads retrieve, and from which context gating pays.
 
-Everything is measured with the true masses of a dense decode, so it says what the best possible summary could skip.
+The heads' figures come from the true masses of a dense decode, so they say what the best possible summary could skip.
+From where gating pays is measured with the method itself: where it keeps its KL, and where it saves time.
 DuoAttention (Xiao et al. 2024) trains a gate for each head; here a head is classed on the fly by the share of its mass
 that lies outside the first and the last tokens, without training.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
@@ -13,17 +15,20 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from eps_core.config.bytes import scoring_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.heads import FORMAT_VERSION, HeadPolicy, model_fingerprint, modes_of
+from eps_core.decode.prefix import Prefix
 from eps_core.decode.session import Session
-from eps_core.evaluation.capture import first_tokens, model_name, record
+from eps_core.evaluation.capture import Recording, first_tokens, model_name, record
 from eps_core.evaluation.merits import truth_of
+from eps_core.evaluation.pays import timing
+from eps_core.evaluation.runner import DENSE, Document, run_batch
 from eps_core.files import outputs
 from eps_core.telemetry import provenance, terminal
 
 FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.125, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0)
 MASS = 0.99  # share of the softmax that a head is said to need
+MOST_KL = 0.01  # nats of the next token, mean: what the defaults aim at
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class CalibrateRequest:
     """What the command line asked for. `model` None is the demo model, `text` None the shipped corpus."""
 
     output: Path
-    config: EpsConfig  # group size; of the estimate, summary bytes and always-visited tokens
+    config: EpsConfig  # whose groups heads are judged by, and of which it is measured from where it pays
     model: Path | None = None
     text: Path | None = None
     context_tokens: int | None = None  # None: see `first_tokens`
@@ -95,15 +100,46 @@ def classify(outside: np.ndarray, streaming_share: float) -> tuple[tuple[str, ..
     )
 
 
-def break_even_tokens(config: EpsConfig, head_dim: int, kv_token_bytes: int, needed: float) -> float | None:
-    """Context (tokens) above which a gated head reads fewer bytes than a dense one, an estimate: the always-visited
-    tokens and one open group, every group's summary, and `needed` of the groups, against all of K and V. The fraction
-    needed at the calibrated context is taken to hold at others. None: never."""
-    many = 2**20  # groups, so that rounding to whole ones does not show
-    summary = scoring_bytes(config, head_dim, [many * config.store.S]) / (many * config.store.S * kv_token_bytes)
-    saved = 1 - needed - summary
-    guards = config.read.first_tokens + config.read.last_tokens + config.store.S
-    return guards / saved if saved > 0 else None
+@dataclass(frozen=True)
+class Kept:
+    """How far a config moved the next token at one context: mean KL(dense || gated) in nats along the text's steps, and
+    bytes read, summaries included, over dense."""
+
+    context: int
+    kl_mean: float
+    bytes_ratio: float
+
+
+def contexts_below(context: int, least: int | None) -> list[int]:
+    """A context and its halves, ascending, down to `least` tokens, below which a step is dense; None: all are."""
+    found: list[int] = []
+    while least is not None and context >= least:
+        found.insert(0, context)
+        context //= 2
+    return found
+
+
+def kept_at(session: Session, config: EpsConfig, recording: Recording, tokens: list[int], num_steps: int) -> list[Kept]:
+    """What a config keeps at the recorded context and its halves, each along the tokens that follow there."""
+    found = []
+    for context in contexts_below(len(tokens) - num_steps, config.sparse_from):
+        document = Document.along(tokens[: context + num_steps], num_steps)
+        read, layers = recording.backend.read_kv, range(session.spec.num_layers)
+        kv = [read(recording.cache, layer, recording.table, context) for layer in layers]
+        prefixes = [Prefix(tokens[:context], kv)]
+        dense = run_batch(session, [document], {DENSE: EpsConfig()}, prefixes)[DENSE]
+        gated = run_batch(session, [document], {DENSE: config}, prefixes, dense)[DENSE]
+        assert gated.kl is not None
+        read_bytes, all_bytes = gated.bytes_read()
+        found.append(Kept(context, max(float(gated.kl.mean()), 0.0), read_bytes / all_bytes))
+    return found
+
+
+def kl_from(kept: Sequence[Kept]) -> int | None:
+    """The least context from which on no measured KL is above MOST_KL; None: the largest one's is."""
+    wrong = [index for index, one in enumerate(kept) if one.kl_mean > MOST_KL]
+    first = wrong[-1] + 1 if wrong else 0
+    return kept[first].context if first < len(kept) else None
 
 
 def calibrate(request: CalibrateRequest, out: TextIO) -> dict[str, Any]:
@@ -162,15 +198,19 @@ def _calibrate(request: CalibrateRequest, output: outputs.Output, out: TextIO) -
         dense_layers=dense_layers,
         head_modes=modes_of(classes, dense_layers),
     )
-    token_bytes = session.one_unit().kv_token_bytes
-    pays = [break_even_tokens(config, spec.head_dim, token_bytes, float(heads.mean())) for heads in needed]
     gated = np.array([[mode == "gate" for mode in heads] for heads in policy.head_modes])
-    overall = None
-    if gated.any():
-        overall = break_even_tokens(config, spec.head_dim, token_bytes, float(needed[gated].mean()))
-    sparse = overall is not None and overall < spec.max_context
-    out.write(_table(policy, needed, outside, pays, config, out) + "\n\n")
-    out.write(_verdict(policy, overall, sparse, spec.max_context, int(gated.sum()), gated.size) + "\n")
+    out.write(_table(policy, needed, outside, config, out) + "\n\n")
+    out.write(_verdict(policy, int(gated.sum()), gated.size) + "\n\n")
+    kept = kept_at(session, config, recording, text.tokens, request.num_steps)
+    time_from = timing(
+        session.backend, session.device, session.kernels, session.one_unit(), spec.num_heads, config, spec.max_context
+    )
+    saves = time_from() if kept and time_from is not None else None
+    pays = None if saves is None or kl_from(kept) is None else max(saves, kl_from(kept) or 0)
+    if kept:
+        rows = [[f"{one.context:,}", f"{one.kl_mean:.4f}", f"{one.bytes_ratio:.3f}"] for one in kept]
+        out.write(terminal.table(rows, ["context", "KL, mean", "bytes against dense"], out) + "\n\n")
+    out.write(pays_line(config, context, kept, saves, time_from is not None) + "\n")
     write_policy(output, policy)
     return {
         "policy": str(request.output),
@@ -180,9 +220,11 @@ def _calibrate(request: CalibrateRequest, output: outputs.Output, out: TextIO) -
         "retrieval_heads": sum(kind == "retrieval" for heads in classes for kind in heads),
         "dense_layers": list(dense_layers),
         "fraction_needed_mean": float(needed.mean()),
-        "break_even_tokens_est": overall,
-        "break_even_tokens_est_by_layer": pays,
-        "sparse_enough": sparse,
+        "sparse_enough": bool(gated.any()),
+        "kept": [asdict(one) for one in kept],
+        "kl_from_tokens": kl_from(kept),
+        "time_from_tokens_est": saves,
+        "pays_from_tokens_est": pays,
     }
 
 
@@ -197,7 +239,6 @@ def _table(
     policy: HeadPolicy,
     needed: np.ndarray,
     outside: np.ndarray,
-    pays: list[float | None],
     config: EpsConfig,
     out: TextIO,
 ) -> str:
@@ -205,7 +246,6 @@ def _table(
     rows = []
     for layer, heads in enumerate(policy.classes):
         held = [curve[tenth] for curve in policy.curves[layer]]
-        tokens = pays[layer]
         rows.append(
             [
                 str(layer),
@@ -214,10 +254,9 @@ def _table(
                 f"{outside[layer].mean():.3f}",
                 f"{sum(kind == 'retrieval' for kind in heads)} of {len(heads)}",
                 "stays dense" if layer in policy.dense_layers else "gate",
-                "never" if tokens is None else f"{tokens:,.0f}",
             ]
         )
-    header = ["layer", "in best 10 %", f"needed for {MASS:.0%}", "outside", "retrieval", "verdict", "pays from, est."]
+    header = ["layer", "in best 10 %", f"needed for {MASS:.0%}", "outside", "retrieval", "verdict"]
     window = "first {sink_tokens} and last {recent_tokens} tokens".format(**policy.settings)
     return (
         terminal.table(rows, header, out)
@@ -226,25 +265,43 @@ def _table(
     )
 
 
-def _verdict(
-    policy: HeadPolicy, overall: float | None, sparse: bool, max_context: int, num_gated: int, num_heads: int
-) -> str:
+def _verdict(policy: HeadPolicy, num_gated: int, num_heads: int) -> str:
     if not num_gated:
         return (
             "This model is not sparse enough on this text: no kv head is worth gating. Every one of them is streaming "
             "or in a layer that needs most of its groups; leave EPS off."
         )
-    if not sparse:
-        reached = "never" if overall is None else f"beyond its context of {max_context:,} tokens"
-        return (
-            f"This model is not sparse enough on this text: the {num_gated} kv heads that would be gated need so many "
-            f"groups that reading them pays {reached} (an estimate); leave EPS off."
-        )
     dense = f"; layers {', '.join(map(str, policy.dense_layers))} stay dense" if policy.dense_layers else ""
+    return f"{num_gated} of {num_heads} kv heads are worth gating{dense}."
+
+
+def pays_line(config: EpsConfig, context: int, kept: Sequence[Kept], saves: int | None, timed: bool) -> str:
+    """From where a config pays, in a sentence or two: where its KL is kept, and where one layer takes less time than a
+    dense one (`saves`; None: at no context of the model, or nobody `timed` it)."""
+    method, floor = config.store.method, config.sparse_from
+    if floor is None or not kept:
+        least = "any" if floor is None else f"less than {floor:,}"
+        return (
+            f"{method} reads everything of {least} tokens, so nothing is known of where it pays: give a --context of "
+            f"more than {context:,} tokens"
+        )
+    good = kl_from(kept)
+    if good is None:
+        return (
+            f"{method} does not keep a KL of {MOST_KL:g} on this text (it is {kept[-1].kl_mean:.4f} at {context:,} "
+            "tokens): raise --eps-budget, or leave EPS off."
+        )
+    text = (
+        f"{method} keeps a KL of {MOST_KL:g} from {good:,} to {context:,} tokens and reads everything below {floor:,}. "
+    )
+    if not timed:
+        return f"{text}Whether it saves time is unknown: array operations are for checks; use --backend auto."
+    if saves is None:
+        return f"{text}It saves time at no context of this model (estimated from one layer's times): leave EPS off."
+    beyond = f", where its KL was not measured: add --context {saves}" if saves > context else ""
     return (
-        f"{num_gated} of {num_heads} kv heads are worth gating{dense}. They read fewer bytes than dense attention from "
-        f"about {overall:,.0f} tokens (an estimate: guards, summaries and the groups that hold {MASS:.0%} of the mass, "
-        f"at the fraction measured here)."
+        f"{text}It saves time from about {saves:,} tokens (estimated from one layer's times): it pays from "
+        f"{max(good, saves):,} on{beyond}."
     )
 
 

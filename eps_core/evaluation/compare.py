@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from eps_core.config.formats import described
+from eps_core.config.formats import described, side_label
 from eps_core.config.store import CacheSpec, Store
 from eps_core.decode.beams import room
 from eps_core.decode.cost import Cost, cost_of
@@ -20,6 +20,8 @@ from eps_core.decode.prompts import prompt_texts
 from eps_core.decode.session import Session
 from eps_core.decode.stored import StoredPrompts
 from eps_core.decode.stored import check as check_stored
+from eps_core.evaluation.codes_error import CodesError, codes_error
+from eps_core.evaluation.pays import timing
 from eps_core.evaluation.request import RunRequest
 from eps_core.evaluation.runner import UNVERIFIED, Document, decode
 from eps_core.evaluation.sides import Ran, Side, alike, beams_json, prompt_line, report
@@ -43,9 +45,11 @@ class Job:
 
     request: RunRequest
     session: Session
+    dense: Session  # whose caches the dense side has: the same, but where others lie as codes
     documents: list[Document]
     answer: str | None  # of the built-in needle document
     cost: Cost | None  # behind an automatic min_context
+    codes: CodesError | None = None  # of --kv-bits
 
     @property
     def prompt_lengths(self) -> list[int]:
@@ -59,7 +63,21 @@ class Job:
     @property
     def both(self) -> bool:
         """Whether a dense run comes before another one."""
-        return self.request.baseline and (self.request.config.store.enabled or self.request.keep.enabled)
+        return self.request.baseline and self.request.changes
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What the two sides are called."""
+        request, dtype = self.request, self.session.kv_dtype
+        return {
+            "dense": side_label("dense", dtype, request.own_dense),
+            "eps": side_label(request.reads, dtype, request.kv_bits),
+        }
+
+    @property
+    def of_dense(self) -> float:
+        """Bytes of a token's K and V over those of the dense side's cache."""
+        return self.session.one_unit().kv_token_bytes / self.dense.one_unit().kv_token_bytes
 
     @property
     def dense_store(self) -> Store:
@@ -95,15 +113,12 @@ class Held:
     pool: Any
     written: list[Any] = field(default_factory=list)  # a sequence of each prompt
     decoder: EvictingDecoder | None = None  # the session's where nothing is evicted
+    ms: float = 0.0  # that the prefill took
+    stored: StoredPrompts | None = None  # from where prompts were loaded, and where they go
 
 
-@dataclass
-class Prefilled:
-    """Where each side decodes from: the same K and V, prefilled once."""
-
-    sides: dict[str, Held]  # dense, eps, kl
-    ms: float
-    stored: StoredPrompts | None = None
+# where each side (dense, eps, kl) decodes from: the same K and V, prefilled once, but where one side's lie as codes
+Prefilled = dict[str, Held]
 
 
 def prepare(request: RunRequest) -> Job:
@@ -122,14 +137,15 @@ def prepare(request: RunRequest) -> Job:
         texts, answer = [made.prompt], made.answer
     prompts = session.encode_prompts(texts, request.max_new_tokens, request.chat)
     stop = spec.eos_token_ids if request.stop else ()
-    job = Job(
-        request, session, [Document(prompt, request.max_new_tokens, stop=stop) for prompt in prompts], answer, None
-    )
+    own = request.own_dense
+    dense = session if own == session.kv_bits else replace(session, kv_bits=own, checked=set())
+    documents = [Document(prompt, request.max_new_tokens, stop=stop) for prompt in prompts]
+    job = Job(request, session, dense, documents, answer, None)
     if request.cache_dir is not None:
         check_stored(request.config.store, len(prompts))
     pool = session.cache_spec(*job.room(request.config.store))
-    for store in (job.dense_store, request.config.store):
-        session.check_kernels(store, request.verify.enabled)
+    dense.check_kernels(job.dense_store, request.verify.enabled)
+    session.check_kernels(request.config.store, request.verify.enabled)
     if request.auto_min_context:
         job.cost, _ = cost_of(
             session.backend, session.device, session.kernels, pool, spec.num_heads, request.config, spec.max_context
@@ -138,6 +154,8 @@ def prepare(request: RunRequest) -> Job:
         least = spec.max_context + 1 if job.cost.min_context is None else job.cost.min_context
         job.request = replace(request, config=request.config.replace(min_context=least))
     session.load(request.verify)
+    if request.coded:
+        job.codes = codes_error(session, prompts[0])
     _warm_up(job)
     return job
 
@@ -162,9 +180,9 @@ def demo_document() -> needle.NeedleDocument:
 
 def _prefill(job: Job) -> Prefilled:
     """The prompts, all but the last token of each, prefilled once; evicted where the request says so. The dense side
-    reads the K and V of the gated one, but where that evicts."""
-    request, session, prompts = job.request, job.session, [one.prompt for one in job.documents]
-    before = np.cumsum([0, *job.prompt_lengths]) - np.arange(len(prompts) + 1)
+    reads the K and V of the other one, but where that evicts, or holds codes: then it has a prefill of its own."""
+    request, session = job.request, job.session
+    before = np.cumsum([0, *job.prompt_lengths]) - np.arange(len(job.documents) + 1)
     started = time.perf_counter()
     with terminal.Progress("prefill:", "tokens") as progress:
 
@@ -173,22 +191,38 @@ def _prefill(job: Job) -> Prefilled:
 
         if request.keep.enabled:
             sides = _evicted(job, on_prefill)
-            return Prefilled(sides, 1000 * (time.perf_counter() - started))
+            ms = 1000 * (time.perf_counter() - started)
+            for side in sides.values():
+                side.ms = ms
+            return sides
         cache, pool = session.cache(*job.room(request.config.store))
-        stored = session.stored(cache.store)
-        if stored is not None:
-            cache = stored.load(cache, pool, prompts)
-        held = Held(cache, pool)
-        for index, prompt in enumerate(prompts):
-            sequence, held.cache = prefill(
-                session.decoder, held.cache, pool, prompt[:-1], request.prefill_chunk, report_of(on_prefill, index)
-            )
-            held.written.append(sequence)
-    ms = 1000 * (time.perf_counter() - started)
-    if not held.cache.store.enabled:
-        return Prefilled({"dense": held}, ms, stored)
-    dense = Held(without_summaries(held.cache), pool, held.written)
-    return Prefilled({"dense": dense, "eps": held, "kl": held}, ms, stored)
+        held = Held(cache, pool, stored=session.stored(cache.store))
+        _fill(job, held, on_prefill)
+    if not request.changes:
+        return {"dense": held}
+    if job.dense is session:
+        dense = replace(held, cache=without_summaries(held.cache))
+        return {"dense": dense, "eps": held, "kl": held}
+    if not job.both:
+        return {"eps": held}
+    with terminal.Progress("dense: prefill", "tokens") as progress:
+        dense = Held(*job.dense.cache(*job.room(job.dense_store)))
+        _fill(job, dense, on_prefill)
+    return {"dense": dense, "eps": held, "kl": held}
+
+
+def _fill(job: Job, held: Held, on_prefill: Callable[[int, int, int], None]) -> None:
+    """Prefills the prompts, all but the last token of each, into a cache; stored ones are loaded."""
+    prompts, started = [one.prompt for one in job.documents], time.perf_counter()
+    if held.stored is not None:
+        held.cache = held.stored.load(held.cache, held.pool, prompts)
+    for index, prompt in enumerate(prompts):
+        sequence, held.cache = prefill(
+            job.session.decoder, held.cache, held.pool, prompt[:-1], job.request.prefill_chunk,
+            report_of(on_prefill, index),
+        )  # fmt: skip
+        held.written.append(sequence)
+    held.ms = 1000 * (time.perf_counter() - started)
 
 
 def _evicted(job: Job, on_prefill: Callable[[int, int, int], None]) -> dict[str, Held]:
@@ -201,7 +235,7 @@ def _evicted(job: Job, on_prefill: Callable[[int, int, int], None]) -> dict[str,
         prefix = session.prefix(one.prompt[:-1], request.prefill_chunk, observed, report_of(on_prefill, index))
         if job.both:
             if not index:  # late: the prefill has let go of its own cache
-                sides["dense"] = Held(*session.cache(*job.room(job.dense_store)))
+                sides["dense"] = Held(*job.dense.cache(*job.room(job.dense_store)))
             dense = sides["dense"]
             sequence, dense.cache = prefix.into(session.backend, dense.cache, dense.pool, one.num_steps)
             dense.written.append(sequence)
@@ -221,7 +255,7 @@ def _decode(
     forced: list[list[int]] | None = None,
 ) -> Side:
     """One side's decode of the prompts; each step's record is handed over as it comes. What it wrote is taken back."""
-    request, held, documents = job.request, prefilled.sides[name], job.documents
+    request, held, documents = job.request, prefilled[name], job.documents
     ttft_ms: float | None = None
     started = time.perf_counter()
     if forced is not None:
@@ -232,7 +266,7 @@ def _decode(
 
     def first_of(record: StepRecord | RoundRecord) -> None:
         nonlocal ttft_ms
-        ttft_ms = prefilled.ms + 1000 * (time.perf_counter() - started) if ttft_ms is None else ttft_ms
+        ttft_ms = held.ms + 1000 * (time.perf_counter() - started) if ttft_ms is None else ttft_ms
         if on_record is not None:
             on_record(record)
 
@@ -260,8 +294,9 @@ def _decode(
             held.pool.rewind(sequence, len(one.prompt) - 1)
     tokens = outcome.tokens(len(documents))
     texts = [job.session.decode(one) for one in tokens]
-    told = None if prefilled.stored is None else {"ttft_ms": ttft_ms}
-    return Side(outcome, tokens, texts, prefilled.ms, told, beams_json(outcome, job.session.decode))
+    told = None if held.stored is None else {"ttft_ms": ttft_ms}
+    of_dense = 1.0 if name == "dense" else job.of_dense
+    return Side(outcome, tokens, texts, held.ms, told, beams_json(outcome, job.session.decode), of_dense)
 
 
 def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
@@ -273,7 +308,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
         )
         job = prepare(request)
         request, session = job.request, job.session  # its config is settled
-        config, gated = request.config, request.config.store.enabled or request.keep.enabled
+        config, changes = request.config, request.changes
         metrics = None
         if lines is not None:
             metrics = stack.enter_context(outputs.JsonlWriter(lines))
@@ -299,12 +334,13 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
                 )
             )
         _print_header(job, out)
-        measured = "eps" if gated else "dense"  # the side that metrics and csv speak of
+        measured = "eps" if changes else "dense"  # the side that metrics and csv speak of
 
         def streamed(side_name: str) -> Side:
-            label = f"{side_name:5} > "
+            name = job.labels[side_name].lower()
+            label = f"{name:5} > "
             text = terminal.TextStream(session.tokenizer, lambda piece: (out.write(piece), out.flush()), label)
-            progress = terminal.Progress(f"{side_name}: decode", "tokens")
+            progress = terminal.Progress(f"{name}: decode", "tokens")
             alone = len(job.documents) == 1
 
             num_said = 0
@@ -330,27 +366,27 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
                 text.flush()
                 out.write("\n")
             else:
-                out.writelines(f"{side_name:5} {i} > {said}\n" for i, said in enumerate(side.texts, start=1))
+                out.writelines(f"{name:5} {i} > {said}\n" for i, said in enumerate(side.texts, start=1))
                 out.flush()
             return side
 
         dense = eps = None
         divergence: dict[str, float | None] = {}
         prefilled = _prefill(job)
-        if request.baseline or not gated:
+        if request.baseline or not changes:
             dense = streamed("dense")
-        if gated:
-            if request.keep.enabled:
-                prefilled.sides.pop("dense", None)  # a whole cache
+        if changes:
+            if request.keep.enabled or job.dense is not session:
+                prefilled.pop("dense", None)  # a whole cache
             eps = streamed("eps")
             if request.kl and dense is not None:
                 divergence = _divergence(job, prefilled, dense)
-        if prefilled.stored is not None:
-            held = prefilled.sides[measured]
-            prefilled.stored.save(held.cache, held.pool, [one.prompt for one in job.documents])
+        held = prefilled[measured]
+        if held.stored is not None:
+            held.stored.save(held.cache, held.pool, [one.prompt for one in job.documents])
             for side in (dense, eps):
-                if side is not None:
-                    side.stored = {**asdict(prefilled.stored.counts), **(side.stored or {})}
+                if side is not None and side.stored is not None:
+                    side.stored = {**asdict(held.stored.counts), **side.stored}
         both = alike(dense, eps)
         main = eps or dense
         assert main is not None
@@ -381,12 +417,18 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
                 "kernels_fault": session.fault,
                 "model": session.model,
                 "kv_bits": session.kv_bits,
+                **({} if job.codes is None else {"kv_bits_kl": job.codes.kl}),
             },
             config,
             job.prompt_lengths,
             job.answer,
             request.verify,
-        )
+            (job.labels["dense"], job.labels["eps"]),
+            timing(
+                session.backend, session.device, session.kernels, session.one_unit(), session.spec.num_heads, config,
+                session.spec.max_context,
+            ),
+        )  # fmt: skip
         return report(ran, dense, eps, out, divergence, layer)
 
 
@@ -399,6 +441,8 @@ def _print_header(job: Job, out: TextIO) -> None:
     out.write(
         f"backend {session.backend_name} on {session.device}, {session.dtype}{cache}, kernels {session.kernels}\n"
     )
+    if job.codes is not None:
+        out.write(f"codes   {job.codes.line(session.kv_dtype)}\n")
     out.write(prompt_line(job.prompt_lengths, job.answer))
     out.write(f"eps     {terminal.describe(request.config)}\n")
     longest = max(job.prompt_lengths) + job.num_new

@@ -10,19 +10,25 @@ from typing import Any, TextIO
 import numpy as np
 from tokenizers import Tokenizer
 
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import DTYPE_BYTES, CacheSpec
 from eps_core.decode.chat import render
 from eps_core.decode.hub import resolve_for_engine
-from eps_core.decode.model import read_limits
+from eps_core.decode.model import read_heads, read_limits
 from eps_core.decode.prompts import encode_prompts, prompt_texts
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.tokenizer import encode, load_tokenizer
+from eps_core.engine.plan import Plan
 from eps_core.engine.protocol import Engine
 from eps_core.engine.settings import Settings
+from eps_core.errors import ConfigError
 from eps_core.evaluation.compare import demo_document
+from eps_core.evaluation.pays import PaysFrom, timing
 from eps_core.evaluation.runner import Outcome
 from eps_core.evaluation.sides import Ran, Side, prompt_line, report
 from eps_core.files import outputs
 from eps_core.gate.stats import StepOutput
+from eps_core.load import backend_of
 from eps_core.summaries.rq import CENTRE_TOKENS
 from eps_core.telemetry import provenance, terminal
 from eps_core.telemetry.rounds import ROUND_KEYS
@@ -107,13 +113,41 @@ def run(request: EngineRequest, out: TextIO) -> dict[str, Any]:
             like = _like(engine) if verified else outcome.records[0]
             dense = _dense_records(decoded["dense"].steps, like, engine.computes_ahead)
             sides["dense"] = decoded["dense"].side(Outcome(dense), tokenizer)
-        identity = {**known, "model": name}
+        identity, plan = {**known, "model": name}, engine.gated.plan
+        whole = None if verified else _ratio_of_model(plan, outcome.records)
+        if whole is not None:
+            identity |= {"layers_gated": len(plan.gated), "num_layers": plan.num_layers, "bytes_ratio_model": whole}
         if lines is not None:
             _write_metrics(stack.enter_context(outputs.JsonlWriter(lines)), request, engine, identity, sides)
         if csv is not None:
             write_csv(csv, outcome.rounds or outcome.records, ROUND_KEYS if verified else STEP_KEYS)
-        ran = Ran(identity, settings.config, [len(prompt) for prompt in prompts], answer, settings.verify)
+        ran = Ran(
+            identity, settings.config, [len(prompt) for prompt in prompts], answer, settings.verify,
+            pays=_timing(path, engine.gated.config, known, context),
+            gated_layers=None if whole is None else f"{len(plan.gated)} of {plan.num_layers} layers", of_model=whole,
+        )  # fmt: skip
         return report(ran, sides.get("dense"), sides["eps"], out)
+
+
+def _ratio_of_model(plan: Plan, records: Sequence[StepRecord]) -> float | None:
+    """What gated steps read of the K and V that the whole model reads densely, see `Plan.ratio_of_model`."""
+    read = sum(record.bytes_kv_read_est + record.bytes_summary_read for record in records)
+    lengths = [length for record in records for length in record.lengths]
+    dense = sum(record.bytes_kv_dense for record in records)
+    return plan.ratio_of_model(read, dense, sum(lengths), sum(map(plan.dense_tokens, lengths)))
+
+
+def _timing(path: Path, config: EpsConfig, known: dict[str, Any], max_context: int) -> PaysFrom | None:
+    """What times a layer of an engine's model in our own attention; None where its config.json does not say how many
+    heads it has."""
+    dtype = known["dtype"] if known["dtype"] in DTYPE_BYTES else "bfloat16"
+    try:
+        heads, kv_heads, head_dim = read_heads(path)
+        spec = CacheSpec(1, kv_heads, head_dim, 1, dtype)
+    except ConfigError:
+        return None
+    backend, kernels = backend_of(known["engine"]), known["kernels"]
+    return timing(backend, known["device"], kernels, spec, heads, config, max_context)
 
 
 @dataclass
@@ -279,4 +313,5 @@ def _write_metrics(
     for record in outcome.rounds or outcome.records:
         writer.write(record.to_dict())
     dense = sides.get("dense")
-    writer.write({"type": "summary", **sides["eps"].summary(), "dense": dense.summary() if dense else None})
+    whole = {"bytes_ratio_model": identity["bytes_ratio_model"]} if "bytes_ratio_model" in identity else {}
+    writer.write({"type": "summary", **sides["eps"].summary(), **whole, "dense": dense.summary() if dense else None})

@@ -54,20 +54,41 @@ class RunRequest:
     # with the built-in prompt: times one layer of a large model, for the end of the table
     layer: Callable[[Session], dict[str, Any] | None] | None = None
 
+    @property
+    def coded(self) -> bool:
+        """Whether K and V lie as codes."""
+        return self.kv_bits != EXACT
+
+    @property
+    def own_dense(self) -> KvFormats:
+        """In what K and V of the dense run lie: as the model has them, but where verified decoding promises the dense
+        text over the same cache."""
+        return self.kv_bits if self.verify.enabled else EXACT
+
+    @property
+    def changes(self) -> bool:
+        """Whether anything but the model's own dense decoding runs."""
+        return self.config.store.enabled or self.keep.enabled or self.coded
+
+    @property
+    def reads(self) -> str:
+        """What reads the cache beside the dense run."""
+        names = [name for name, on in (("EPS", self.config.store.enabled), (self.keep.policy, self.keep.enabled)) if on]
+        return " + ".join(names) or "dense"
+
     def check(self) -> None:
         """Raises ConfigError, in one line, for what excludes each other or asks for nothing."""
         self.verify.check(self.config, self.sampling.temperature, self.sampling.by, self.audit_every)
         self.keep.check(self.config)
-        something = self.config.store.enabled or self.keep.enabled
         require(self.beams >= 1, f"beams {self.beams}: a search has at least 1, greedy decoding")
         require(self.audit_every >= 0, f"audit-every {self.audit_every}: give a number of steps, 0 for no audits")
         require(
-            self.baseline or something,
-            "--no-baseline with EPS off leaves nothing to run: drop it, or choose a --method or --kv-evict",
+            self.baseline or self.changes,
+            "--no-baseline with EPS off leaves nothing to run: drop it, or choose a --method, --kv-evict or --kv-bits",
         )
         require(
-            not self.kl or (self.baseline and something),
-            "--kl compares with the dense run: it needs a --method or --kv-evict, and no --no-baseline",
+            not self.kl or (self.baseline and self.changes),
+            "--kl compares with the dense run: it needs a --method, --kv-evict or --kv-bits, and no --no-baseline",
         )
         require(
             not self.audit_every or self.config.store.enabled, "--audit-every audits gated steps: choose a --method"

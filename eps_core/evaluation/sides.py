@@ -6,6 +6,7 @@ from typing import Any, TextIO
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.verify import Verify
+from eps_core.evaluation.pays import PaysFrom, slower_note
 from eps_core.evaluation.runner import Outcome
 from eps_core.telemetry import terminal
 from eps_core.telemetry.rounds_shown import rounds_json
@@ -22,10 +23,14 @@ class Side:
     # with a cache folder: `decode.stored.StoredCounts`, and ttft_ms from the start of loading to the first new token
     stored: dict[str, Any] | None = None
     beams: dict[str, Any] | None = None  # see `beams_json`
+    of_dense: float = 1.0  # bytes of a token in this side's cache over those in the dense side's, by which ratios are
 
     def summary(self) -> dict[str, Any]:
         # an engine's first token may come from its prefill, which is no step
         summary = self.outcome.summary(self.prefill_ms) | {"new_tokens": sum(map(len, self.tokens))}
+        for name in ("kv_ratio", "summary_ratio", "bytes_ratio", "kept_ratio"):
+            if summary.get(name) is not None:
+                summary[name] *= self.of_dense
         if self.beams and summary["decode_ms_p50"]:  # a step of all beams gives each text a token
             summary["tokens_per_s"] = 1000 * len(self.tokens) / summary["decode_ms_p50"]
         return summary
@@ -40,6 +45,10 @@ class Ran:
     prompt_lengths: list[int]
     answer: str | None  # of the built-in needle document
     verify: Verify = Verify()  # noqa: RUF009  of the EPS side
+    labels: tuple[str, str] = ("dense", "EPS")  # what the two sides are called
+    pays: PaysFrom | None = None  # see `pays.timing`
+    gated_layers: str | None = None  # where an engine leaves layers dense: how many are gated, of which bytes speak
+    of_model: float | None = None  # .. and bytes read over dense of the whole model's KV reads
 
 
 @dataclass(frozen=True)
@@ -126,7 +135,13 @@ def report(
             shown = [show.format(side.stored[field]) if side and side.stored else None for side in (dense, eps)]
             checks.append((name, shown[0], shown[1]))
     dense_summary, eps_summary = dense.summary() if dense else None, eps.summary() if eps else None
-    out.write("\n" + terminal.run_table(dense_summary, eps_summary, checks, layer, out) + "\n")
+    hybrid = None if ran.gated_layers is None or ran.of_model is None else (ran.gated_layers, ran.of_model)
+    table = terminal.run_table(dense_summary, eps_summary, checks, layer, out, ran.labels, hybrid)
+    out.write(f"\n{table}\n")
+    if dense_summary and eps_summary:
+        paced = ran.verify.draft is None
+        note = slower_note(ran.labels[1], max(ran.prompt_lengths), dense_summary, eps_summary, ran.pays, paced)
+        out.write("" if note is None else f"note    {note}\n")
     return {
         **ran.identity,
         "prompt_tokens": sum(ran.prompt_lengths),
@@ -170,9 +185,10 @@ def beams_json(outcome: Outcome, decode: Callable[[Sequence[int]], str]) -> dict
 
 
 def _eps_json(ran: Ran, eps: Side, summary: dict[str, Any]) -> dict[str, Any]:
+    label = {"label": ran.labels[1]}
     if ran.verify.enabled:
-        return rounds_json(terminal.dense_json(_told(eps), summary), summary, ran.config, ran.verify)
-    return terminal.eps_json(_told(eps), summary, ran.config)
+        return label | rounds_json(terminal.dense_json(_told(eps), summary), summary, ran.config, ran.verify)
+    return label | terminal.eps_json(_told(eps), summary, ran.config)
 
 
 def _told(side: Side) -> list[int] | None:

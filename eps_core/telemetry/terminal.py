@@ -212,9 +212,12 @@ def run_table(
     checks: Sequence[tuple[str, str | None, str | None]],
     layer: dict[str, Any] | None = None,
     out: TextIO | None = None,
+    labels: tuple[str, str] = ("dense", "EPS"),
+    hybrid: tuple[str, float] | None = None,
 ) -> str:
     """The sides that ran beside each other, from their summaries (`steps.summarise`); `checks` are rows (what,
-    dense, EPS); `layer` is one layer of a large model (`bench.layer.Bench.headline`)."""
+    dense, EPS); `layer` is one layer of a large model (`bench.layer.Bench.headline`); `labels` name the columns;
+    `hybrid`: where not all layers are gated, which ones bytes speak of, and the ratio of the whole model's reads."""
 
     def row(name: str, key: str, form: str = ",.0f") -> tuple[str, str, str]:
         return (name, *(_number(side[key] if side else None, form) for side in (dense, eps)))  # type: ignore[return-value]
@@ -232,7 +235,8 @@ def run_table(
         *((name, left or "", right or "") for name, left, right in checks),
         row("KV bytes read", "bytes_kv_read_est"),
         row("summary bytes read", "bytes_summary_read"),
-        row("bytes against dense", "bytes_ratio", ".4f"),
+        row("bytes against dense" + (f", {hybrid[0]}" if hybrid else ""), "bytes_ratio", ".4f"),
+        *([("  of the whole model's KV reads", "1.0000", f"{hybrid[1]:.4f}")] if hybrid else []),
         *_kept(eps),
         row("K bytes re-read to seal", "bytes_k_reread"),
         groups("groups in all", "pages_total"),
@@ -255,17 +259,19 @@ def run_table(
         *_layer(layer),
     ]
     kept = [0, *([1] if dense else []), *([2] if eps else [])]
-    cells = [[cells[i] for i in kept] for cells in rows if any(cells[i] for i in kept[1:])]
-    return table(cells, [("", "dense", "EPS")[i] for i in kept], out)
+    cells = [[cells[i] for i in kept] for cells in rows if any(cells[i] not in ("", "-") for i in kept[1:])]
+    return table(cells, [("", *labels)[i] for i in kept], out)
 
 
 def _kept(eps: dict[str, Any] | None) -> list[tuple[str, str, str]]:
-    """Rows of what an evicting cache holds."""
+    """Rows of what a cache holds that evicts, or that holds codes."""
     if eps is None or eps.get("kept_ratio") in (None, 1):
         return []
     rows = [("bytes kept against dense", eps["kept_ratio"], ".4f")]
     rows += [
-        (name, eps[key], ",.0f") for name, key in (("  rows moved", "rows_moved"), ("  pages freed", "units_freed"))
+        (name, eps[key], ",.0f")
+        for name, key in (("  rows moved", "rows_moved"), ("  pages freed", "units_freed"))
+        if eps[key]
     ]
     return [(name, "1.0000" if form == ".4f" else "", format(value, form)) for name, value, form in rows]
 

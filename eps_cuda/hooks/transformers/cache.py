@@ -242,8 +242,10 @@ def plan_of(model: Any) -> Plan:
     if reason is not None:
         return Plan.of([reason] * text.num_hidden_layers)
     crossed = set(getattr(text, "cross_attention_layers", None) or ())
-    layers = enumerate(DynamicCache(config=text).layers)
-    return Plan.of(["cross attention" if place in crossed else _layer_reason(layer) for place, layer in layers])
+    layers = DynamicCache(config=text).layers
+    reasons = ["cross attention" if place in crossed else _layer_reason(one) for place, one in enumerate(layers)]
+    most = {place: _most_tokens(one) for place, one in enumerate(layers)}
+    return Plan.of(reasons, {place: tokens for place, tokens in most.items() if tokens is not None})
 
 
 def _why_not(whole: Any, text: Any) -> str | None:
@@ -257,6 +259,13 @@ def _why_not(whole: Any, text: Any) -> str | None:
         "sharing K and V": getattr(text, "num_kv_shared_layers", None) or getattr(text, "kv_sharing_modes", None),
     }
     return next((reason for reason, is_so in found.items() if is_so), None)
+
+
+def _most_tokens(layer: Any) -> int | None:
+    """Tokens of which a stock cache's layer holds K and V at most; None: of all."""
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        return int(layer.sliding_window)
+    return None if isinstance(layer, CacheLayerMixin) else 0
 
 
 def _layer_reason(layer: Any) -> str | None:

@@ -3,10 +3,13 @@
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub import CacheNotFound
 
 from eps_core.decode.tokenizer import end_tokens
 from eps_core.engine.settings import Settings, check_version
@@ -39,9 +42,11 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
         """transformers' own, which has loaded its model when it comes to start."""
 
         def start_server(self) -> None:
-            manager = self._model_manager
+            manager: Any = self._model_manager
             model, _ = manager.load_model_and_processor(manager.process_model_name(str(path)))
             set_ends(model, path)
+            theirs, served = manager.get_gen_models, {"owned_by": "", "id": str(path), "object": "model"}
+            manager.get_gen_models = lambda *args: [{**served, "created": int(time.time())}, *_listed(theirs, *args)]
             if not settings.config.store.enabled:
                 self.server.run()
                 return
@@ -71,6 +76,14 @@ def set_ends(model: Any, path: Path) -> None:
     on and answer itself."""
     if model.generation_config.eos_token_id is None:
         model.generation_config.eos_token_id = list(end_tokens(path)) or None
+
+
+def _listed(models: Callable[..., list[dict[str, Any]]], *args: Any) -> list[dict[str, Any]]:
+    """The models of the Hub's cache, which need not be there where a folder is served."""
+    try:
+        return models(*args)
+    except CacheNotFound:
+        return []
 
 
 @contextmanager

@@ -146,3 +146,11 @@ def dense_reason(impl: Any) -> str | None:
         "chunked attention": getattr(impl, "chunk_lookback", -1) not in (None, -1),
     }
     return next((reason for reason, there in wrong.items() if there), None)
+
+
+def sliding_tokens(impl: Any) -> int | None:
+    """Tokens of an attention layer's sliding window, by its vLLM implementation; None: it has none."""
+    window = impl.sliding_window
+    if window in (None, -1, (-1, -1)):
+        return None
+    return int(window[0]) + 1 if isinstance(window, tuple) else int(window)

@@ -20,7 +20,7 @@ from eps_core.paging.where import Where
 from eps_cuda import adopt
 from eps_cuda.cache import new_cache
 from eps_cuda.hooks.vllm import metrics
-from eps_cuda.hooks.vllm.asked import Asked, dense_reason, fitted, refusals
+from eps_cuda.hooks.vllm.asked import Asked, dense_reason, fitted, refusals, sliding_tokens
 from eps_cuda.hooks.vllm.forward import Forward
 
 logger = logging.getLogger("eps")
@@ -85,7 +85,8 @@ class Runtime:
                 reasons[name] = "another KV cache group"
             elif shapes[name] != shapes[ours]:
                 reasons[name] = "heads of another shape"
-        plan = Plan.of(list(reasons.values()))
+        windows = {place: sliding_tokens(layer.impl) for place, layer in enumerate(layers.values())}
+        plan = Plan.of(list(reasons.values()), {place: most for place, most in windows.items() if most is not None})
         settings = fitted(self.want, block_tokens)
         heads = settings.config.read.head_modes
         require(

@@ -55,6 +55,6 @@ def load(path: str | Path, **settings: Any) -> Any:
     theirs = {name: settings.pop(name) for name in list(settings) if name in _LOAD_NAMES}
     chosen = Settings.of(settings)
     refuse_adapter(path)
-    loaded = mlx_lm.load(str(path), **theirs)
-    Hook(loaded[0], chosen, str(path))
-    return loaded
+    whole: Any = mlx_lm.load(str(path), **{**theirs, "return_config": True})
+    Hook(whole[0], chosen, str(path), config=whole[2])
+    return whole if theirs.get("return_config") else whole[:2]

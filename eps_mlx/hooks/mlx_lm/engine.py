@@ -11,14 +11,17 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import mlx_lm
 import numpy as np
+from huggingface_hub import CacheNotFound, scan_cache_dir
 from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
+from mlx_lm.utils import load_config
 
 from eps_core.decode.folder import refuse_adapter
 from eps_core.decode.sampling import Sampling
@@ -180,12 +183,13 @@ def open_engine(
         if not (path / "config.json").is_file():
             raise ConfigError(f"{path} has no config.json: give a model directory")
         try:
-            model = mlx_lm.load(str(path))[0]
+            loaded: Any = mlx_lm.load(str(path), return_config=True)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise ConfigError(f"mlx-lm cannot load {path}: {one_line(error)}") from error
+        model, _, config = loaded
         if dtype != "auto":
             model.set_dtype(DTYPES[dtype])
-        hook = Hook(model, settings, str(path), max_tokens * num_sequences, keep_records=True)
+        hook = Hook(model, settings, str(path), max_tokens * num_sequences, config, keep_records=True)
     except BaseException:
         mx.set_default_device(default)
         raise
@@ -203,6 +207,14 @@ def _check_arguments(arguments: Any) -> None:
             "eps: with --draft-model several tokens are verified at once, and those are attended densely: EPS will "
             "hardly read less"
         )
+
+
+def _hub_cache(*args: Any, **kwargs: Any) -> Any:
+    """The Hub's cache, which need not be there where a folder is served: /v1/models then lists that alone."""
+    try:
+        return scan_cache_dir(*args, **kwargs)
+    except CacheNotFound:
+        return SimpleNamespace(repos=())
 
 
 def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[str]) -> int:
@@ -230,7 +242,8 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
             try:
                 refuse_adapter(str(args[0]))
                 super()._load(*args, **kwargs)
-                self.hook = Hook(self.model, settings, str(args[0]))
+                config = load_config(Path(args[0])) if Path(args[0]).is_dir() else None
+                self.hook = Hook(self.model, settings, str(args[0]), config=config)
                 if self.hook.pool is not None:
                     pools.append(self.hook.pool)
             except Exception:
@@ -253,8 +266,8 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
                 self.hook = None
             super().reset()
 
-    before = server.ModelProvider, sys.argv
-    server.ModelProvider = Provider
+    before = server.ModelProvider, server.scan_cache_dir, sys.argv
+    server.ModelProvider, server.scan_cache_dir = Provider, _hub_cache
     main = threading.current_thread() is threading.main_thread()
     # a plea to end is an interrupt: what was measured is still to be said and written
     terminated = signal.signal(signal.SIGTERM, signal.default_int_handler) if main else None
@@ -266,7 +279,7 @@ def serve(path: Path, settings: Settings, host: str, port: int, more: Sequence[s
     except SystemExit as error:  # of argparse, which has said why
         return error.code if isinstance(error.code, int) else 2
     finally:
-        server.ModelProvider, sys.argv = before
+        server.ModelProvider, server.scan_cache_dir, sys.argv = before
         if main:
             signal.signal(signal.SIGTERM, terminated)
     if faults:

@@ -20,6 +20,7 @@ from eps_core.errors import ConfigError
 from eps_core.gate.protocol import Backend
 from eps_mlx.hooks.mlx_lm import names
 from eps_mlx.hooks.mlx_lm.cache import CLASSES, make_caches, open_pools
+from eps_mlx.hooks.mlx_lm.dropped import check_read
 from eps_mlx.hooks.mlx_lm.plan import look_at
 from eps_mlx.hooks.mlx_lm.rows import FIRST_TOKENS, OPEN_GROUPS, Rows
 from eps_mlx.hooks.mlx_lm.verified import verified_step
@@ -31,19 +32,20 @@ class Hook:
     """EPS on one model, from birth to `close`. With method off nothing is touched."""
 
     def __init__(
-        self, model: Any, settings: Settings, name: str | None = None, expected_tokens: int = 0, **kept: Any
-    ) -> None:
+        self, model: Any, settings: Settings, name: str | None = None, expected_tokens: int = 0,
+        config: dict[str, Any] | None = None, **kept: Any,
+    ) -> None:  # fmt: skip
         """`name`: of the model, for metrics. `expected_tokens`: room in the pool from the start, of all sequences
-        together. `kept`: `Gated`'s own."""
+        together. `config`: of its config.json, which is compared with what mlx-lm made of it. `kept`: `Gated`'s own."""
         check_version("mlx-lm")
         check_engine(settings.verify, "mlx-lm")
         if getattr(model, names.HANDLE, None) is not None:
             raise ConfigError("this model has EPS on already: leave the other `with eps(model)` first")
-        self.model, config = model, settings.config
+        self.model, wanted = model, settings.config
         self.pool: Rows | None = None
         self.stock_caches: Callable[[], list[Any]] = lambda: make_prompt_cache(model)
-        if not config.store.enabled:
-            self.gated = Gated(eps_mlx, config, Plan((), {}))
+        if not wanted.store.enabled:
+            self.gated = Gated(eps_mlx, wanted, Plan((), {}))
             self.gated.on = False
             return
         self._before = model.__dict__.get("make_cache")
@@ -52,11 +54,13 @@ class Hook:
         names.rebind(CLASSES)
         try:
             plan, spec, num_heads = look_at(model, self.stock_caches())
+            if config is not None:
+                check_read(model, config, name or "", self.stock_caches())
             device = "cpu" if mx.default_device() == mx.Device(mx.cpu) else "mps"
-            kernels = checked_kernels(cast(Backend, eps_mlx), settings.kernels, device, spec, num_heads, config.store)
-            units = -(-max(FIRST_TOKENS, expected_tokens) // config.store.unit_tokens)
+            kernels = checked_kernels(cast(Backend, eps_mlx), settings.kernels, device, spec, num_heads, wanted.store)
+            units = -(-max(FIRST_TOKENS, expected_tokens) // wanted.store.unit_tokens)
             self.gated = Gated(
-                eps_mlx, config, plan, settings.metrics, settings.audit_every,
+                eps_mlx, wanted, plan, settings.metrics, settings.audit_every,
                 model=name or type(model).__module__, device=device, verify=settings.verify,
                 weight_bytes=_weight_bytes(model) if settings.verify.enabled else 0, **kept,
             )  # fmt: skip

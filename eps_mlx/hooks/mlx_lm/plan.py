@@ -111,11 +111,18 @@ def look_at(model: Any, stock: Sequence[Any]) -> tuple[Plan, CacheSpec, int]:
             if shape != found:
                 reason = "heads of another shape"
         reasons.append(reason)
-    plan = Plan.of(reasons)
+    plan = Plan.of(reasons, {layer: most for layer, one in enumerate(stock) if (most := _most_tokens(one)) is not None})
     assert shape is not None
     (kv_heads, head_dim), dtype, num_heads = shape
     name = next(name for name, one in DTYPES.items() if one == dtype)
     return plan, CacheSpec(len(plan.gated), kv_heads, head_dim, num_units=1, dtype=name), num_heads
+
+
+def _most_tokens(cache: Any) -> int | None:
+    """Tokens of which a stock cache holds K and V at most; None: of all."""
+    if _KINDS.get(type(cache).__name__) == "no attention":
+        return 0
+    return getattr(cache, "max_size", None) or getattr(cache, "chunk_size", None)
 
 
 def refuse_latent(model: Any) -> None:

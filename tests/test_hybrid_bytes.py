@@ -1,0 +1,54 @@
+"""Of a model of which some layers alone are gated, both ratios are said: of these layers, and of all its KV reads."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from command import outcome
+from transformers import AutoModelForCausalLM, Gemma3TextConfig
+
+from eps_core.engine.plan import Plan
+
+WINDOW, PROMPT, NEW = 32, "the rain fell in torrents. " * 9, 4
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Gemma 3: five layers with a sliding window, then one of full attention."""
+    path = tmp_path_factory.mktemp("hybrid")
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=tiny_models.VOCAB_SIZE, hidden_size=64, intermediate_size=96, num_hidden_layers=6,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512, sliding_window=WINDOW,
+        bos_token_id=256, eos_token_id=257, pad_token_id=0,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    tiny_models.save_tokenizer(path / "tokenizer.json")
+    return path
+
+
+@pytest.mark.parametrize("engine", ["transformers", "mlx-lm"])
+def test_the_table_says_both(engine: str, hybrid: Path, tmp_path: Path) -> None:
+    line = ["run", "--engine", engine, "--model", str(hybrid), "--prompt", PROMPT, "--max-new-tokens", str(NEW)]
+    line += ["--method", "rq", "--eps-budget", "0.2", "--no-stop", "--dtype", "float32", "--metrics", "m.jsonl"]
+    done = outcome(line, tmp_path)
+    assert done.code in (None, 0), done.err
+    found = json.loads(done.out.splitlines()[-1])
+    _, *steps, last = (json.loads(one) for one in (tmp_path / "m.jsonl").read_text().splitlines())
+    token_bytes = 2 * 2 * 16 * 4  # of a layer: K and V, heads, dims, float32
+    sliding = 5 * WINDOW * token_bytes * len(steps)
+    full = sum(step["bytes_kv_dense"] for step in steps)
+    read = sum(step["bytes_kv_read_est"] + step["bytes_summary_read"] for step in steps)
+    assert found["bytes_ratio"] == pytest.approx(read / full) and found["bytes_ratio"] < 0.5
+    assert found["bytes_ratio_model"] == pytest.approx((read + sliding) / (full + sliding)) == last["bytes_ratio_model"]
+    said = " ".join(done.out.split())
+    assert f"bytes against dense, 1 of 6 layers 1.0000 {found['bytes_ratio']:.4f}" in said
+    assert f"of the whole model's KV reads 1.0000 {found['bytes_ratio_model']:.4f}" in said
+
+
+def test_a_layer_reads_its_window_and_nothing_where_it_has_no_attention() -> None:
+    plan = Plan.of(["sliding window", None, "no attention", "soft-capped"], {0: 100, 2: 0})
+    assert [plan.dense_tokens(length) for length in (40, 100, 1000)] == [40 + 40, 100 + 100, 100 + 1000]
+    assert Plan.of([None, None]).dense_tokens(1000) == 0
