@@ -12,6 +12,7 @@ from eps_core.paging.where import Where
 from eps_core.summaries.base import Field
 from eps_core.summaries.table import fields
 from eps_cuda import pages
+from eps_cuda.anchors import anchors, combined
 from eps_cuda.cache import Cache
 from eps_cuda.kernels.choose import routed
 from eps_cuda.summaries.base import Summary, logit_slack
@@ -30,7 +31,7 @@ class Race(NamedTuple):
 @routed
 @torch.inference_mode()
 def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores:
-    """Estimates [B, Hkv, G] of every group, max over the query heads of each kv head (never a mean), and bounds
+    """Estimates [B, Hkv, G] of every group, of the query heads of each kv head as `Read.combine` says, and bounds
     [B, Hkv, R, G]: q [B, Hq, D] unscaled. See `Scores` for what the numbers mean."""
     store, spec = cache.store, cache.spec
     batch, _, head_dim = q.shape
@@ -65,12 +66,13 @@ def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores:
     # 0: scored, 1: without a summary, 2: past the end
     state = torch.from_numpy(np.where(inside, missing.astype(np.uint8), np.uint8(2))).to(q.device)[:, None, :]
     known, past = state == 0, state == 2
-    estimate = torch.where(known, parts[0].amax(dim=2), -math.inf)
+    anchor = anchors(cache, layer, q, torch.from_numpy(where.table[:, :1]).to(q.device), where.config.read)
+    estimate = torch.where(known, combined(parts[0], anchor), -math.inf)
     race = Race(known.expand(estimate.shape), gathered, None)
     for part in range(2, 2 + len(where.staged(head_dim))):
-        estimate, race = _read_on(cache, layer, a, estimate, race, where, part)
+        estimate, race = _read_on(cache, layer, a, anchor, estimate, race, where, part)
     if where.config.read.refine:
-        estimate, race = _read_on(cache, layer, a, estimate, race, where, None)
+        estimate, race = _read_on(cache, layer, a, anchor, estimate, race, where, None)
     estimate = torch.where(known | past, estimate, math.inf)
     if parts[1] is None or parts[2] is None:
         return Scores(estimate, None, None, num_missing, kernels=cache.kernels)
@@ -87,7 +89,14 @@ def _of_all(field: Field) -> bool:
 
 
 def _read_on(
-    cache: Cache, layer: int, a: Tensor, estimate: Tensor, race: Race, where: Where, part: int | None
+    cache: Cache,
+    layer: int,
+    a: Tensor,
+    anchor: Tensor | None,
+    estimate: Tensor,
+    race: Race,
+    where: Where,
+    part: int | None,
 ) -> tuple[Tensor, Race]:
     """(`estimate` [B, Hkv, G] with better ones of each head's best groups in the race, the lower index first among
     equals; these alone): from one more part of their codes, the `part`-th, or from their second bits where it is None.
@@ -118,7 +127,7 @@ def _read_on(
     finer = own.refine(store, constants, summary, a) if part is None else own.stage(store, constants, summary, a, part)
     coarse = estimate.gather(-1, best)
     wanted = torch.from_numpy(np.arange(most) < counts[:, None]).to(device)[:, None] & race.left.gather(-1, best)
-    estimate = estimate.scatter(-1, best, torch.where(wanted, finer.amax(dim=2), coarse))
+    estimate = estimate.scatter(-1, best, torch.where(wanted, combined(finer, anchor), coarse))
     left = torch.zeros_like(race.left).scatter(-1, best, wanted)
     place = torch.zeros_like(left, dtype=torch.int64).scatter(
         -1, best, torch.arange(most, device=device).expand_as(best)

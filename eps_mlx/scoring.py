@@ -11,6 +11,7 @@ from eps_core.paging.where import Where
 from eps_core.summaries.base import Field
 from eps_core.summaries.table import fields
 from eps_mlx import pages
+from eps_mlx.anchors import anchors, combined
 from eps_mlx.cache import Cache
 from eps_mlx.kernels.choose import routed
 from eps_mlx.selection import best_first
@@ -29,7 +30,7 @@ class Race(NamedTuple):
 
 @routed
 def score(cache: Cache, layer: int, q: mx.array, where: Where) -> Scores:
-    """Estimates [B, Hkv, G] of every group, max over the query heads of each kv head (never a mean), and bounds
+    """Estimates [B, Hkv, G] of every group, of the query heads of each kv head as `Read.combine` says, and bounds
     [B, Hkv, R, G]: q [B, Hq, D] unscaled. See `Scores` for what the numbers mean."""
     store, spec = cache.store, cache.spec
     batch, _, head_dim = q.shape
@@ -64,12 +65,13 @@ def score(cache: Cache, layer: int, q: mx.array, where: Where) -> Scores:
         known, unknown = mx.array(inside & ~missing)[:, None, :], mx.array(missing)[:, None, :]
         # the groups that were not scored: without a summary, and past the end
         rest = mx.where(unknown, math.inf, -math.inf)
-        estimate = mx.where(known, parts[0].max(axis=2), -math.inf)
+        anchor = anchors(cache, layer, q, where.table[:, :1], where.config.read)
+        estimate = mx.where(known, combined(parts[0], anchor), -math.inf)
         race = Race(mx.broadcast_to(known, estimate.shape), gathered, None)
         for part in range(2, 2 + len(where.staged(head_dim))):
-            estimate, race = _read_on(cache, layer, a, estimate, race, where, part)
+            estimate, race = _read_on(cache, layer, a, anchor, estimate, race, where, part)
         if where.config.read.refine:
-            estimate, race = _read_on(cache, layer, a, estimate, race, where, None)
+            estimate, race = _read_on(cache, layer, a, anchor, estimate, race, where, None)
         estimate = mx.where(known, estimate, rest)
         if parts[1] is None or parts[2] is None:
             return Scores(estimate, None, None, num_missing, kernels=cache.kernels)
@@ -85,7 +87,14 @@ def _of_all(field: Field) -> bool:
 
 
 def _read_on(
-    cache: Cache, layer: int, a: mx.array, estimate: mx.array, race: Race, where: Where, part: int | None
+    cache: Cache,
+    layer: int,
+    a: mx.array,
+    anchor: mx.array | None,
+    estimate: mx.array,
+    race: Race,
+    where: Where,
+    part: int | None,
 ) -> tuple[mx.array, Race]:
     """(`estimate` [B, Hkv, G] with better ones of each head's best groups in the race, the lower index first among
     equals; these alone): from one more part of their codes, the `part`-th, or from their second bits where it is None.
@@ -115,7 +124,7 @@ def _read_on(
     finer = own.refine(store, constants, summary, a) if part is None else own.stage(store, constants, summary, a, part)
     coarse = mx.take_along_axis(estimate, best, axis=-1)
     wanted = mx.array(np.arange(most) < counts[:, None])[:, None] & mx.take_along_axis(race.left, best, axis=-1)
-    estimate = mx.put_along_axis(estimate, best, mx.where(wanted, finer.max(axis=2), coarse), axis=-1)
+    estimate = mx.put_along_axis(estimate, best, mx.where(wanted, combined(finer, anchor), coarse), axis=-1)
     left = mx.put_along_axis(race.left & False, best, wanted, axis=-1)
     places = mx.broadcast_to(mx.arange(most, dtype=mx.int32), best.shape)
     place = mx.put_along_axis(mx.zeros(left.shape, mx.int32), best, places, axis=-1)

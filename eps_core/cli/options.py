@@ -9,7 +9,7 @@ import click
 from eps_core.cli.help import FILE, METHOD, MODEL, SELECTION, option, options
 from eps_core.cli.numbers import MOST_SEED, ListOf, OrWord, Real, Whole
 from eps_core.config.eps import EpsConfig
-from eps_core.config.read import DEFAULT_BUDGET, DEFAULT_GUARDS, DEFAULT_TAU, POLICIES, SCOPES
+from eps_core.config.read import COMBINES, DEFAULT_BUDGET, DEFAULT_GUARDS, DEFAULT_TAU, POLICIES, SCOPES
 from eps_core.config.store import DEFAULT_TAIL_TOKENS, METHODS, coded_methods, dim_meanings
 from eps_core.decode.model import DEMO_MODEL
 from eps_core.load import KERNELS
@@ -138,6 +138,11 @@ selection_options = options(
         help="A list of groups for each kv head, or the union of them for all heads.",
     ),
     _read(
+        "--eps-combine", type=click.Choice(COMBINES),
+        help="Scores of the query heads of a kv head: the largest, or the sum of masses, each over the first token's.  "
+        "[default: sum for codes about a unit's mean, max for the others]",
+    ),
+    _read(
         "--eps-heads", type=click.Choice(("all", "retrieval")), default="all", show_default=True,
         help="retrieval: gate only the heads that --eps-head-policy marks so; the others stay dense.",
     ),
@@ -217,6 +222,7 @@ def config_of(
         first_tokens=flags["eps_first_tokens"],
         last_tokens=flags["eps_last_tokens"],
         scope=flags["eps_scope"],
+        combine=flags["eps_combine"],
         strict=flags["eps_strict"],
         head_modes=_head_modes(flags),
         seed=flags["eps_seed"],

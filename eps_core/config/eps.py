@@ -22,12 +22,12 @@ FLAT = (
     "method", "dim", "bits", "mean_tokens", "mean_bits", "stages", "refine", "rq_bounds", "bound_bits", "tail_tokens",
     "group_tokens", "group_blocks",
     "policy", "budget", "budget_floor", "tau", "epsilon", "alpha", "top_pages",
-    "first_tokens", "last_tokens", "scope", "strict",
+    "first_tokens", "last_tokens", "scope", "combine", "strict",
     "head_modes", "seed", "min_context", "block_size",
 )  # fmt: skip
 _STORED = {field.name for field in fields(Store)} - {"second_bit", "parts"}
 # what the flat form did not yet say when it was the only way
-EARLIER: dict[str, Any] = {"mean_tokens": 0, "mean_bits": 4, "stages": [], "budget_floor": 0}
+EARLIER: dict[str, Any] = {"mean_tokens": 0, "mean_bits": 4, "stages": [], "budget_floor": 0, "combine": "max"}
 _GROUP = {"group_tokens", "group_blocks"}  # two ways to say one thing
 _KINDS = {**get_type_hints(Store), **get_type_hints(Read)}
 
@@ -59,6 +59,11 @@ class EpsConfig:
             len(read.stages) < store.parts,
             f"eps-stages {','.join(map(str, read.stages))} reads codes in more parts than the {store.parts} that the "
             "cache keeps: make it with these eps-stages",
+        )
+        require(
+            read.combine == "max" or store.sums_heads,
+            f"eps-combine {read.combine} is for {coded_methods()} codes of 1 bit about a unit's mean, without bounds "
+            f"of their own, not for what method {store.method} keeps here: use max",
         )
         require(
             store.second_bit or not read.refine,
@@ -98,6 +103,8 @@ class EpsConfig:
             "tau": DEFAULT_TAU if flat.get("policy") == "share" else None,
             "stages": () if usual is None or store.rq_bounds else tuple(max(part, least) for part in usual.stages),
             "refine": refine,
+            # the correction takes estimates for masses of each query head
+            "combine": "sum" if store.sums_heads and not store.tail_tokens and flat.get("first_tokens", 1) else "max",
             "first_tokens": facts.guards[0],
             "last_tokens": facts.guards[1],
         }

@@ -9,6 +9,9 @@ from eps_core.summaries.base import Facts
 
 POLICIES = ("topk", "share", "mass", "threshold")
 SCOPES = ("kv-head", "union")
+# how the estimates of the query heads of one kv head become one: the largest; or the sum of their masses, each over
+# the mass of the first token, which stands for the whole softmax: a head that is spread wide counts as one that is not
+COMBINES = ("max", "sum")
 # what one kv head does: selects groups, reads them all, or reads the guards alone
 HEAD_MODES = ("gate", "dense", "window")
 DEFAULT_TAU = 0.001
@@ -32,6 +35,7 @@ class Read:
     first_tokens: int = DEFAULT_GUARDS[0]  # always visited
     last_tokens: int = DEFAULT_GUARDS[1]
     scope: str = "kv-head"
+    combine: str = "max"
     strict: bool = False  # visit more until the certified share unread is at most epsilon
     head_modes: tuple[tuple[str, ...], ...] | None = None  # of each layer and kv head; None: all of them gate
     min_context: int = 0  # tokens; below it decode is dense
@@ -43,6 +47,14 @@ class Read:
     def __post_init__(self) -> None:
         require(self.policy in POLICIES, f"eps-policy {self.policy!r} is unknown: choose one of {', '.join(POLICIES)}")
         require(self.scope in SCOPES, f"eps-scope {self.scope!r} is unknown: choose one of {', '.join(SCOPES)}")
+        require(
+            self.combine in COMBINES, f"eps-combine {self.combine!r} is unknown: choose one of {', '.join(COMBINES)}"
+        )
+        require(
+            self.combine == "max" or self.first_tokens >= 1,
+            f"eps-combine {self.combine} speaks of the first token, and eps-first-tokens {self.first_tokens} does not "
+            "read it: use 1 or more, or eps-combine max",
+        )
         require(
             self.budget > 0 and math.isfinite(self.budget),
             f"eps-budget {self.budget} must be positive: a fraction up to 1, or a number of tokens above 1",

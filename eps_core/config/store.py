@@ -279,6 +279,11 @@ class Store:
         return self.facts.has_bounds(self)
 
     @cached_property
+    def sums_heads(self) -> bool:
+        """Whether estimates of the query heads of a kv head can be summed (`Read.combine`)."""
+        return self.mean_tokens > 0 and not self.rq_bounds
+
+    @cached_property
     def has_norm_estimate(self) -> bool:
         """Whether estimates are norms |K a|, never negative, and not logarithms of masses."""
         return self.facts.norm_estimate

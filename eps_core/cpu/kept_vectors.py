@@ -137,7 +137,7 @@ def _offsets(builder, base_data, base_step, seals):
 
 @intrinsic
 def score_packed(typing_context, packed, room, at, num_words, table, factors, bases, base_at, base_stride, log_groups,
-                 again, scores, sums, sums_at, sums_stride):  # fmt: skip
+                 again, adds, scores, sums, sums_at, sums_stride):  # fmt: skip
     """`scan_planes` of sixteen groups i that were packed [1 + num_words, room]: words at + i, the first as of
     `pack_scales`, whose numbers ascend; bases of seal number >> log_groups at bases[base_at + r base_stride + seal].
     What the codes add for head r goes to sums[sums_at + i sums_stride + r], int16."""
@@ -145,10 +145,10 @@ def score_packed(typing_context, packed, room, at, num_words, table, factors, ba
     def codegen(context, builder, signature, args):
         kinds = signature.args
         data, table_data, factor_data, base_data, score_data, sum_data = (
-            _data(context, builder, kinds[i], args[i]) for i in (0, 4, 5, 6, 11, 12)
+            _data(context, builder, kinds[i], args[i]) for i in (0, 4, 5, 6, 12, 13)
         )
         width, first, words, base_first, base_step, shift, sum_first, sum_step = (
-            _int64(context, builder, kinds[i], args[i]) for i in (1, 2, 3, 7, 8, 9, 13, 14)
+            _int64(context, builder, kinds[i], args[i]) for i in (1, 2, 3, 7, 8, 9, 14, 15)
         )
         here, kept = builder.gep(data, [first]), _new_sums(builder)
         with cgutils.for_range(builder, words) as each:
@@ -163,13 +163,13 @@ def score_packed(typing_context, packed, room, at, num_words, table, factors, ba
         _put_sums(builder, numbers, builder.gep(sum_data, [sum_first]), sum_step)
         _estimates(
             builder, numbers, _byte_scale(builder, builder.lshr(names, _repeated(16))), factor_data, offsets,
-            context.is_true(builder, kinds[10], args[10]), score_data,
+            context.is_true(builder, kinds[10], args[10]), context.is_true(builder, kinds[11], args[11]), score_data,
         )  # fmt: skip
         return context.get_dummy_value()
 
     return (
-        types.void(packed, room, at, num_words, table, factors, bases, base_at, base_stride, log_groups, again, scores,
-                   sums, sums_at, sums_stride),
+        types.void(packed, room, at, num_words, table, factors, bases, base_at, base_stride, log_groups, again, adds,
+                   scores, sums, sums_at, sums_stride),
         codegen,
     )  # fmt: skip
 
@@ -215,7 +215,7 @@ def _get_sums(builder, data, places):
 
 @intrinsic
 def score_listed(typing_context, rows, places, at, num_bytes, scale, seals, table, doubled, factors, bases, base_at,
-                 base_stride, again, scores, sums, sums_at, sums_stride, listed, fresh):  # fmt: skip
+                 base_stride, again, adds, scores, sums, sums_at, sums_stride, listed, fresh):  # fmt: skip
     """scores of sixteen groups i = at .., as of `scan_planes`, by what is already known, sums[sums_at + listed[i]
     sums_stride + r] for head r, or twice that where it is `doubled`, and by what num_bytes more bytes at rows[places[i]
     num_bytes ..] add; scale[places[i]]; bases of seals[i], which ascend. The new sums go to fresh [16, HEADS] int16."""
@@ -223,11 +223,11 @@ def score_listed(typing_context, rows, places, at, num_bytes, scale, seals, tabl
     def codegen(context, builder, signature, args):
         kinds = signature.args
         row_data, place_data, scale_data, seal_data, table_data, factor_data, base_data, score_data, sum_data = (
-            _data(context, builder, kinds[i], args[i]) for i in (0, 1, 4, 5, 6, 8, 9, 13, 14)
+            _data(context, builder, kinds[i], args[i]) for i in (0, 1, 4, 5, 6, 8, 9, 14, 15)
         )
-        list_data, fresh_data = (_data(context, builder, kinds[i], args[i]) for i in (17, 18))
+        list_data, fresh_data = (_data(context, builder, kinds[i], args[i]) for i in (18, 19))
         first, num, base_first, base_step, sum_first, sum_step = (
-            _int64(context, builder, kinds[i], args[i]) for i in (2, 3, 10, 11, 15, 16)
+            _int64(context, builder, kinds[i], args[i]) for i in (2, 3, 10, 11, 16, 17)
         )
         lanes = [builder.add(first, _i64(lane)) for lane in range(LANES)]
         own_places = [builder.load(builder.gep(place_data, [lane])) for lane in lanes]
@@ -252,13 +252,13 @@ def score_listed(typing_context, rows, places, at, num_bytes, scale, seals, tabl
         offsets = _offsets(builder, builder.gep(base_data, [base_first]), base_step, own_seals)
         _estimates(
             builder, numbers, _byte_scale(builder, builder.zext(stored, _vector(_i32))), factor_data, offsets,
-            context.is_true(builder, kinds[12], args[12]), score_data,
+            context.is_true(builder, kinds[12], args[12]), context.is_true(builder, kinds[13], args[13]), score_data,
         )  # fmt: skip
         return context.get_dummy_value()
 
     return (
         types.void(rows, places, at, num_bytes, scale, seals, table, doubled, factors, bases, base_at, base_stride,
-                   again, scores, sums, sums_at, sums_stride, listed, fresh),
+                   again, adds, scores, sums, sums_at, sums_stride, listed, fresh),
         codegen,
     )  # fmt: skip
 

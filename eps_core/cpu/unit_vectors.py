@@ -22,6 +22,7 @@ from eps_core.cpu.vectors import (
     _broadcast,
     _call,
     _data,
+    _exp,
     _f32,
     _fma,
     _from_half,
@@ -29,6 +30,7 @@ from eps_core.cpu.vectors import (
     _i64,
     _int64,
     _load,
+    _log,
     _look_up,
     _shuffle,
     _splat,
@@ -269,9 +271,21 @@ def _larger(builder, first, second):
     return builder.select(builder.fcmp_ordered(">", first, second), first, second)
 
 
-def _estimates(builder, sums, scales, factor_data, offsets, more, score_data):
+def _log_sum(builder, each_score):
+    """log sum exp of sixteen scores of each head, finite ones."""
+    most = each_score[0]
+    for score in each_score[1:]:
+        most = _larger(builder, most, score)
+    total = _splat(0.0)
+    for score in each_score:
+        total = builder.fadd(total, _exp(builder, builder.fsub(score, most)))
+    return builder.fadd(most, _log(builder, total))
+
+
+def _estimates(builder, sums, scales, factor_data, offsets, more, adds, score_data):
     """Sixteen scores: max over four heads r of offsets[r] + (scales sums[r]) factors[r], LARGEST_ESTIMATE for what is
-    not finite; with `more` the larger of that and what stands at score_data, where they are stored."""
+    not finite, or log sum exp over them where it `adds`; with `more`, of what stands at score_data, too, where they are
+    stored."""
     factors, best, all_of, each_score = _load(builder, factor_data, HEADS, _f32), None, None, []
     for r, one in enumerate(sums):
         factor = _broadcast(builder, builder.extract_element(factors, _i32(r)))
@@ -284,35 +298,41 @@ def _estimates(builder, sums, scales, factor_data, offsets, more, score_data):
     finite = builder.fcmp_ordered("<", _call(builder, "fabs", all_of), _splat(float("inf")))
     slow = builder.icmp_unsigned("!=", builder.bitcast(finite, _i16), ir.Constant(_i16, 0xFFFF))
     result = cgutils.alloca_once_value(builder, best)
+    held = [cgutils.alloca_once_value(builder, score) for score in each_score]
     with builder.if_then(slow, likely=False):
         best = None
-        for score in each_score:
+        for score, kept in zip(each_score, held, strict=True):
             finite = builder.fcmp_ordered("<", _call(builder, "fabs", score), _splat(float("inf")))
             score = builder.select(finite, score, _splat(LARGEST_ESTIMATE))
+            builder.store(score, kept)
             best = score if best is None else _larger(builder, best, score)
         builder.store(best, result)
+    with builder.if_then(adds):
+        builder.store(_log_sum(builder, [builder.load(kept) for kept in held]), result)
     with builder.if_then(more, likely=False):
-        before = _load(builder, score_data, LANES, _f32)
-        builder.store(_larger(builder, builder.load(result), before), result)
+        before, now = _load(builder, score_data, LANES, _f32), builder.load(result)
+        builder.store(_larger(builder, now, before), result)
+        with builder.if_then(adds):
+            builder.store(_log_sum(builder, [before, now]), result)
     _store(builder, builder.load(result), score_data)
 
 
 @intrinsic
 def scan_planes(typing_context, planes, at, stride, num_planes, scale, scale_at, table, factors, bases, base_at,
-                base_stride, again, scores, scores_at):  # fmt: skip
+                base_stride, again, adds, scores, scores_at):  # fmt: skip
     """scores[scores_at + i] = max over four heads r of bases[base_at + r base_stride] + scale[scale_at + i] n
     factors[r], for sixteen groups i, where n is the whole number that table says their codes add for head r. Codes are
     `num_planes` bytes at planes[at + j stride + i]. table: WORD_TABLE bytes a word of four bytes: entry [side, r, j,
-    value] where SCANS or SHUFFLES, else [side, j, value, r]. LARGEST_ESTIMATE stands for what is not finite. With
-    `again`, the larger of that and what scores held."""
+    value] where SCANS or SHUFFLES, else [side, j, value, r]. LARGEST_ESTIMATE stands for what is not finite. Where it
+    `adds`, log sum exp takes the place of max. With `again`, of what scores held, too."""
 
     def codegen(context, builder, signature, args):
         kinds = signature.args
         plane_data, scale_data, table_data, factor_data, base_data, score_data = (
-            _data(context, builder, kinds[i], args[i]) for i in (0, 4, 6, 7, 8, 12)
+            _data(context, builder, kinds[i], args[i]) for i in (0, 4, 6, 7, 8, 13)
         )
         first, step, number, scale_first, base_first, base_step, score_first = (
-            _int64(context, builder, kinds[i], args[i]) for i in (1, 2, 3, 5, 9, 10, 13)
+            _int64(context, builder, kinds[i], args[i]) for i in (1, 2, 3, 5, 9, 10, 14)
         )
         kept = _new_sums(builder)
 
@@ -327,13 +347,14 @@ def scan_planes(typing_context, planes, at, stride, num_planes, scale, scale_at,
         stored = builder.zext(_load(builder, builder.gep(scale_data, [scale_first]), LANES, _i8), _vector(_i32))
         _estimates(
             builder, _by_head(builder, kept), _byte_scale(builder, stored), factor_data, offsets,
-            context.is_true(builder, kinds[11], args[11]), builder.gep(score_data, [score_first]),
+            context.is_true(builder, kinds[11], args[11]), context.is_true(builder, kinds[12], args[12]),
+            builder.gep(score_data, [score_first]),
         )  # fmt: skip
         return context.get_dummy_value()
 
     return (
         types.void(planes, at, stride, num_planes, scale, scale_at, table, factors, bases, base_at, base_stride, again,
-                   scores, scores_at),
+                   adds, scores, scores_at),
         codegen,
     )  # fmt: skip
 
@@ -342,9 +363,9 @@ def scan_planes(typing_context, planes, at, stride, num_planes, scale, scale_at,
 
 
 @intrinsic
-def mean_bases(typing_context, means, mean_scale, first, second, third, fourth, num_bytes, bits, queries, constant,
+def mean_bases(typing_context, means, mean_scale, first, second, third, fourth, num_bytes, bits, queries, shifts,
                bases, base_at, base_stride):  # fmt: skip
-    """bases[base_at + r base_stride + i] = constant + mean_scale[s_i] sum over the codes c of a unit's mean, num_bytes
+    """bases[base_at + r base_stride + i] = shifts[r] + mean_scale[s_i] sum over the codes c of a unit's mean, num_bytes
     at means[s_i num_bytes ..] of 4 or 8 `bits`, of (c - 2^(bits - 1)) queries[side, r, byte] for four seals s_i,
     `first` to `fourth`, and four heads r: `side` 1 is the high nibble of a byte of two codes."""
 
@@ -411,7 +432,8 @@ def mean_bases(typing_context, means, mean_scale, first, second, third, fourth, 
             scales = builder.insert_element(scales, builder.load(builder.gep(scale_data, [seal])), _i32(i))
         scales = _from_half(builder, scales)
         scales = _shuffle(builder, scales, scales, [*range(SEALS)] * HEADS)
-        by = _broadcast(builder, context.cast(builder, args[9], kinds[9], types.float32))
+        by = _load(builder, _data(context, builder, kinds[9], args[9]), HEADS, _f32)
+        by = _shuffle(builder, by, by, [r for r in range(HEADS) for _ in range(SEALS)])
         total = _fma(builder, total, scales, by)
         for r in range(HEADS):
             place = builder.add(base_first, builder.mul(base_step, _i64(r)))
@@ -420,7 +442,7 @@ def mean_bases(typing_context, means, mean_scale, first, second, third, fourth, 
         return context.get_dummy_value()
 
     return (
-        types.void(means, mean_scale, first, second, third, fourth, num_bytes, bits, queries, constant, bases, base_at,
+        types.void(means, mean_scale, first, second, third, fourth, num_bytes, bits, queries, shifts, bases, base_at,
                    base_stride),
         codegen,
     )  # fmt: skip

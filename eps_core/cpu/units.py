@@ -54,7 +54,7 @@ def place_seals(fill, table, length, kv_heads, sealed, per_unit, states, places)
 @kernel()
 def score_first(
     begin, end, mean, mean_scale, mean_bits, scale, codes, first_bytes, seal_groups, states, places, shift, words,
-    queries, factors, log_size, end_group, bases, own, own_keys,
+    queries, factors, shifts, adds, end_group, bases, own, own_keys,
 ):  # fmt: skip
     """The first stage of seals begin .. end - 1 of one row: bases, estimates `own` and their keys."""
     passes, seals = words.shape[0], len(places)
@@ -69,7 +69,7 @@ def score_first(
             ask_for(scale, place * seal_groups, 1)
         for at in range(passes):
             mean_bases(
-                mean, mean_scale, first, second, third, fourth, mean_bytes, mean_bits, queries[at], log_size, bases,
+                mean, mean_scale, first, second, third, fourth, mean_bytes, mean_bits, queries[at], shifts[at], bases,
                 at * HEADS * room + four, room,
             )  # fmt: skip
         for seal in range(four, min(four + SEALS, end)):
@@ -78,7 +78,7 @@ def score_first(
                 for i in range(0, seal_groups, LANES):
                     scan_planes(
                         codes, place * first_bytes + i, seal_groups, first_bytes, scale, place + i, words[at],
-                        factors[at], bases, at * HEADS * room + seal, room, at > 0, own, seal * seal_groups + i,
+                        factors[at], bases, at * HEADS * room + seal, room, at > 0, adds, own, seal * seal_groups + i,
                     )  # fmt: skip
     put_keys(own, begin * seal_groups, (end - begin) * seal_groups, own_keys, begin * seal_groups)
     for seal in range(begin, end):
@@ -104,7 +104,7 @@ def choose_first(keys, count, marks, starts, per_chunk, spare):
 @kernel()
 def read_kept(
     begin, end, start, scale, codes, first_bytes, later, later_bytes, seal_groups, places, shift, words, factors, bases,
-    marks, packed, fresh, own, kept, kept_keys, kept_sums,
+    adds, marks, packed, fresh, own, kept, kept_keys, kept_sums,
 ):  # fmt: skip
     """The first parts of the codes again and the next, if later_bytes, of those groups of seals begin .. end - 1 of one
     row that are marked: their estimates in `own`, and from `start` on in kept their numbers, 0 or more, in kept_keys
@@ -135,7 +135,7 @@ def read_kept(
         for at in range(passes):
             score_packed(
                 flat, width, i, all_words, words[at], factors[at], bases, at * HEADS * room + begin, room,
-                log_groups, at > 0, fresh, kept_sums, ((start + i) * passes + at) * HEADS, passes * HEADS,
+                log_groups, at > 0, adds, fresh, kept_sums, ((start + i) * passes + at) * HEADS, passes * HEADS,
             )  # fmt: skip
         count = min(taken - i, LANES)
         put_keys(fresh, 0, count, kept_keys, start + i)
@@ -157,8 +157,8 @@ def locate(listed, count, kept, seal_groups, places, shift, chosen, seal_of):
 
 @kernel()
 def read_listed(
-    begin, end, count, pool, num_bytes, scale, words, doubled, factors, bases, listed, chosen, seal_of, fresh, own,
-    kept, kept_keys, kept_sums,
+    begin, end, count, pool, num_bytes, scale, words, doubled, factors, bases, adds, listed, chosen, seal_of, fresh,
+    own, kept, kept_keys, kept_sums,
 ):  # fmt: skip
     """What num_bytes bytes of `pool` say besides of entries begin .. end - 1 of `count` that are listed and located: as
     `read_kept`, in its lists, or where it is `doubled`, the last that is read, in `own` alone."""
@@ -173,7 +173,7 @@ def read_listed(
         for at in range(passes):
             score_listed(
                 pool, chosen, i, num_bytes, scale, seal_of, words[at], doubled, factors[at], bases, at * HEADS * room,
-                room, at > 0, fresh, kept_sums, at * HEADS, stride, listed, sums,
+                room, at > 0, adds, fresh, kept_sums, at * HEADS, stride, listed, sums,
             )  # fmt: skip
             if not doubled:
                 for lane in range(number):
@@ -204,13 +204,13 @@ def new_lists(rows, groups, chunks, passes):
 @kernel()
 def score_some(
     progress, phase, first_row, some, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale, lengths,
-    staged, refined, dims, size, head_dim, seal_groups, per_unit, states, places, words, queries, factors, bases, lists,
-    estimate,
+    staged, refined, dims, size, head_dim, seal_groups, per_unit, states, places, words, queries, factors, shifts, adds,
+    bases, lists, estimate,
 ):  # fmt: skip
     """The stages of `score_units` for `some` rows from first_row on, from a phase on; lists (`new_lists`) begin with
     the first of these."""
     kv_heads = estimate.shape[1]
-    seals, parts, log_size = states.shape[1], len(dims), np.float32(np.log(size))
+    seals, parts = states.shape[1], len(dims)
     first_bytes = (dims[0] + 7) // 8
     per_task = max(CHUNK_GROUPS // seal_groups, 1)
     chunks = (seals + per_task - 1) // per_task
@@ -225,7 +225,7 @@ def score_some(
         b, h = row // kv_heads, row % kv_heads
         score_first(
             begin, min(begin + per_task, seals), mean, mean_scale, mean_bits, scale, codes, first_bytes, seal_groups,
-            states[b], places[b], h * per_unit, words[row], queries[row], factors[row, :, 0], log_size,
+            states[b], places[b], h * per_unit, words[row], queries[row], factors[row, :, 0], shifts[row], adds,
             (lengths[b] + size - 1) // size, bases[row], estimate[b, h], keys[row - first_row],
         )  # fmt: skip
         finish(progress, phase)
@@ -256,7 +256,7 @@ def score_some(
         read_kept(
             begin, min(begin + per_task, seals), starts[place, task % chunks], scale, codes, first_bytes, later[0],
             later_bytes, seal_groups, places[b], h * per_unit, words[row], factors[row, :, last], bases[row],
-            marks[place], packed, fresh, estimate[b, h], kept[place], kept_keys[place], kept_sums[place],
+            adds, marks[place], packed, fresh, estimate[b, h], kept[place], kept_keys[place], kept_sums[place],
         )  # fmt: skip
         finish(progress, phase)
     wait(progress, phase, some * chunks)
@@ -302,7 +302,7 @@ def score_some(
             read_listed(
                 begin, min(begin + LISTED_GROUPS, count), count, pool, num_bytes, own_scale,
                 words[row, :, word * WORD_TABLE :], doubled, factors[row, :, parts if doubled else 2], bases[row],
-                listed[place], chosen[place], seal_of[place], fresh, estimate[row // kv_heads, row % kv_heads],
+                adds, listed[place], chosen[place], seal_of[place], fresh, estimate[row // kv_heads, row % kv_heads],
                 kept[place], kept_keys[place], kept_sums[place],
             )  # fmt: skip
             finish(progress, phase)
@@ -314,12 +314,13 @@ def score_some(
 def score_units(
     progress, together, q, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale, fill, table,
     lengths, staged, refined, signs, blocks, block_scales, dims, size, sealed, per_unit, states, places, words,
-    queries, factors, bases, lists, estimate,
+    queries, factors, shifts, adds, bases, lists, estimate,
 ):  # fmt: skip
     """Fills estimate [B, Hkv, G] for q [B, Hq, D] float32 unscaled. The fields of `summaries.rq` flat, `later` the
     second and the third part of codes; staged [parts - 1, B] groups are read further, refined [B] get the second bit
-    (0: none); dims of each part; sealed tokens are summarised together, per_unit times a unit. blocks and block_scales
-    of `rotate`.
+    (0: none); shifts [rows, passes, HEADS] float32 of each query head are added to all its scores, and where it `adds`,
+    the log of the sum of masses takes the place of the largest; dims of each part; sealed tokens are summarised
+    together, per_unit times a unit. blocks and block_scales of `rotate`.
 
     Between the phases: states [B, seals] uint8 and places [B, seals] int64; of each row (b, h) and pass of HEADS query
     heads words int8, queries and factors [.., parts + 1, HEADS] float32 of `prepare`, and bases [rows, passes * HEADS *
@@ -342,7 +343,7 @@ def score_units(
         else:
             row, at = (task - batch) // passes, (task - batch) % passes
             for r in range(HEADS):
-                # places without a head repeat the first: they do not change a maximum
+                # places without a head repeat the first, and shifts make sums forget them
                 head = row % kv_heads * repeat + at * HEADS + (r if at * HEADS + r < repeat else 0)
                 own_q[r] = q[row // kv_heads, head]
             prepare(
@@ -357,7 +358,7 @@ def score_units(
         score_some(
             progress, 1, 0, rows, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale, lengths,
             staged, refined, dims, size, head_dim, seal_groups, per_unit, states, places, words, queries, factors,
-            bases, lists, estimate,
+            shifts, adds, bases, lists, estimate,
         )  # fmt: skip
         return
     own = new_lists(1, groups, lists[2].shape[1] - 2, passes)
@@ -368,7 +369,7 @@ def score_units(
         score_some(
             np.zeros((MOST_PHASES, progress.shape[1]), np.int64), 0, row, 1, mean, mean_scale, mean_bits, scale, codes,
             later, second, second_scale, lengths, staged, refined, dims, size, head_dim, seal_groups, per_unit, states,
-            places, words, queries, factors, bases, own, estimate,
+            places, words, queries, factors, shifts, adds, bases, own, estimate,
         )  # fmt: skip
         finish(progress, 1)
     wait(progress, 1, rows)

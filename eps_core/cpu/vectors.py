@@ -201,6 +201,30 @@ def _exp(builder, x):
     return builder.select(vanishes, _splat(0.0), builder.fmul(value, power))
 
 
+def _log(builder, x):
+    """log of sixteen float32 from 1 on. Error below 2e-7 (Cephes logf)."""
+    integers = _vector(_i32)
+
+    def repeated(value):
+        return ir.Constant(integers, [value] * LANES)
+
+    bits = builder.bitcast(x, integers)
+    # the mantissa within [sqrt 1/2, sqrt 2)
+    shifted = builder.sub(bits, repeated(0x3F3504F3))
+    whole = builder.sitofp(builder.ashr(shifted, repeated(23)), x.type)
+    rest = builder.add(builder.and_(shifted, repeated(0x7FFFFF)), repeated(0x3F3504F3))
+    rest = builder.fsub(builder.bitcast(rest, x.type), _splat(1.0))
+    value = _splat(7.0376836292e-2)
+    for term in (-1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1,
+                 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1):  # fmt: skip
+        value = _fma(builder, value, rest, _splat(term))
+    square = builder.fmul(rest, rest)
+    value = builder.fmul(builder.fmul(value, rest), square)
+    value = _fma(builder, whole, _splat(-2.12194440e-4), value)
+    value = _fma(builder, square, _splat(-0.5), value)
+    return _fma(builder, whole, _splat(0.693359375), builder.fadd(rest, value))
+
+
 @intrinsic
 def weigh(typing_context, logits, count, most, totals):
     """logits[4 i + r] becomes exp(logits[4 i + r] - most[r]) for i < count, a multiple of 4; totals[r] its sum over

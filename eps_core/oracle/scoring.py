@@ -15,8 +15,8 @@ from eps_core.summaries.table import METHODS, score_summary
 
 
 def score(cache: Cache, layer: int, q: np.ndarray, where: Where) -> Scores:
-    """Estimates of every group, max over the query heads of each kv head, and bounds query head by query head:
-    q [B, Hq, D]."""
+    """Estimates of every group, of the query heads of each kv head as `Read.combine` says, and bounds query head by
+    query head: q [B, Hq, D]."""
     store, size, table, lengths = cache.store, cache.store.S, where.table, where.lengths
     batch, num_heads, head_dim = q.shape
     kv_heads, per_unit = cache.spec.num_kv_heads, store.seals_per_unit
@@ -44,24 +44,40 @@ def score(cache: Cache, layer: int, q: np.ndarray, where: Where) -> Scores:
             if store.facts.by_place:
                 constants |= {"groups": known, "length": lengths[b]}
             heads = q[b, head * repeat : (head + 1) * repeat].astype(np.float64) / np.sqrt(head_dim)
+            anchors = _anchors(cache, layer, heads, int(table[b, 0]), head, where.config.read)
+            combine = np.maximum if anchors is None else np.logaddexp
+            shifts = np.zeros(repeat) if anchors is None else anchors
             for r, a in enumerate(heads):
                 guess, least, most = score_summary(store, constants, stacked, a)
-                estimate[b, head, known] = guess if r == 0 else np.maximum(estimate[b, head, known], guess)
+                guess = guess - shifts[r]
+                estimate[b, head, known] = guess if r == 0 else combine(estimate[b, head, known], guess)
                 if least is not None:
                     lower[b, head, r, known], upper[b, head, r, known] = least, most
             left = np.arange(len(known))  # of them, those whose codes were read further and further
             for part, count in enumerate(where.config.staged_groups(int(lengths[b]), head_dim), start=2):
-                finer = np.max([METHODS[store.method].stage(store, stacked, a, part) for a in heads], axis=0)
+                each = [METHODS[store.method].stage(store, stacked, a, part) for a in heads]
+                finer = combine.reduce(np.array(each) - shifts[:, None], axis=0)
                 left = np.sort(left[selection.best_first(estimate[b, head, known[left]])[:count]])
                 estimate[b, head, known[left]] = finer[left]
             if where.config.read.refine:
                 count = where.config.refined_groups(int(lengths[b]))
                 left = left[selection.best_first(estimate[b, head, known[left]])[:count]]
-                finer = np.max([METHODS[store.method].refine(store, constants, stacked, a) for a in heads], axis=0)
+                each = [METHODS[store.method].refine(store, constants, stacked, a) for a in heads]
+                finer = combine.reduce(np.array(each) - shifts[:, None], axis=0)
                 estimate[b, head, known[left]] = finer[left]
     if not store.own_bounds:
         return Scores(estimate, None, None, num_missing)
     return Scores(estimate, lower, upper, num_missing, _logit_slack(cache, layer, q))
+
+
+def _anchors(
+    cache: Cache, layer: int, heads: np.ndarray, unit: int, head: int, read: Read
+) -> np.ndarray | None:  # fmt: skip
+    """The logits [R] of a sequence's first token, which lies at the start of `unit`, where `read` sums query heads
+    `heads` [R, D]."""
+    if read.combine == "max":
+        return None
+    return heads @ pages.rows_of(cache.k[layer], unit, head, 0).astype(np.float64)
 
 
 def bounds(cache: Cache, layer: int, q: np.ndarray, where: Where, scores: Scores, selected: Selection) -> Scores:

@@ -1,0 +1,29 @@
+"""How the estimates of the query heads of one kv head become one (`Read.combine`)."""
+
+import math
+
+import mlx.core as mx
+import numpy as np
+
+from eps_core.config.read import Read
+from eps_mlx import pages
+from eps_mlx.cache import Cache
+
+
+def anchors(cache: Cache, layer: int, q: mx.array, units: np.ndarray, read: Read) -> mx.array | None:
+    """The logits [B, Hkv, R] float32 of the first token of each sequence, which begins with `units` [B, 1], where query
+    heads are summed: q [B, Hq, D] unscaled."""
+    if read.combine == "max":
+        return None
+    kv_heads, per_unit = cache.spec.num_kv_heads, cache.store.unit_tokens
+    rows = mx.array(((units * kv_heads + np.arange(kv_heads)) * per_unit).astype(np.int32))
+    keys = pages.tiles_of(cache.k[layer], rows, 1)[:, :, 0].astype(mx.float32)
+    batch, num_heads, head_dim = q.shape
+    heads = q.astype(mx.float32).reshape(batch, kv_heads, num_heads // kv_heads, head_dim)
+    return (heads * keys[:, :, None]).sum(axis=-1) * (1 / math.sqrt(head_dim))
+
+
+def combined(estimates: mx.array, anchor: mx.array | None) -> mx.array:
+    """One estimate [B, Hkv, G] of those [B, Hkv, R, G] of the query heads: their largest, or with the anchor
+    [B, Hkv, R] of each the log of the sum of masses."""
+    return estimates.max(axis=2) if anchor is None else mx.logsumexp(estimates - anchor[..., None], axis=2)
