@@ -22,7 +22,9 @@ def anchors(cache: Cache, layer: int, q: Tensor, units: Tensor, read: Read) -> T
     return (heads * keys[:, :, None]).sum(dim=-1) * (1 / math.sqrt(q.shape[-1]))
 
 
-def combined(estimates: Tensor, anchor: Tensor | None) -> Tensor:
-    """One estimate [B, Hkv, G] of those [B, Hkv, R, G] of the query heads: their largest, or with the anchor
-    [B, Hkv, R] of each the log of the sum of masses."""
-    return estimates.amax(dim=2) if anchor is None else torch.logsumexp(estimates - anchor[..., None], dim=2)
+def combined(estimates: Tensor, anchor: Tensor | None, sums: bool) -> Tensor:
+    """One estimate [B, Hkv, G] of those [B, Hkv, R, G] of the query heads, less the anchor [B, Hkv, R] of each where
+    there is one: their largest, or the log of the sum of masses."""
+    if anchor is not None:
+        estimates = estimates - anchor[..., None]
+    return torch.logsumexp(estimates, dim=2) if sums else estimates.amax(dim=2)

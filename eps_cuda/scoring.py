@@ -67,7 +67,7 @@ def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores:
     state = torch.from_numpy(np.where(inside, missing.astype(np.uint8), np.uint8(2))).to(q.device)[:, None, :]
     known, past = state == 0, state == 2
     anchor = anchors(cache, layer, q, torch.from_numpy(where.table[:, :1]).to(q.device), where.config.read)
-    estimate = torch.where(known, combined(parts[0], anchor), -math.inf)
+    estimate = torch.where(known, combined(parts[0], anchor, where.sums_after(0, head_dim)), -math.inf)
     race = Race(known.expand(estimate.shape), gathered, None)
     for part in range(2, 2 + len(where.staged(head_dim))):
         estimate, race = _read_on(cache, layer, a, anchor, estimate, race, where, part)
@@ -124,10 +124,11 @@ def _read_on(
             wanted_rows = (rows * store.groups_per_seal + groups).reshape(-1)
             summary[name] = by_group.index_select(0, wanted_rows).reshape(*rows.shape, *shape)
     constants, own = cache.constants(layer), method(store.method)
+    sums = where.sums_after(len(where.staged(head_dim)) + 1 if part is None else part - 1, head_dim)
     finer = own.refine(store, constants, summary, a) if part is None else own.stage(store, constants, summary, a, part)
     coarse = estimate.gather(-1, best)
     wanted = torch.from_numpy(np.arange(most) < counts[:, None]).to(device)[:, None] & race.left.gather(-1, best)
-    estimate = estimate.scatter(-1, best, torch.where(wanted, combined(finer, anchor), coarse))
+    estimate = estimate.scatter(-1, best, torch.where(wanted, combined(finer, anchor, sums), coarse))
     left = torch.zeros_like(race.left).scatter(-1, best, wanted)
     place = torch.zeros_like(left, dtype=torch.int64).scatter(
         -1, best, torch.arange(most, device=device).expand_as(best)

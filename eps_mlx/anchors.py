@@ -23,7 +23,9 @@ def anchors(cache: Cache, layer: int, q: mx.array, units: np.ndarray, read: Read
     return (heads * keys[:, :, None]).sum(axis=-1) * (1 / math.sqrt(head_dim))
 
 
-def combined(estimates: mx.array, anchor: mx.array | None) -> mx.array:
-    """One estimate [B, Hkv, G] of those [B, Hkv, R, G] of the query heads: their largest, or with the anchor
-    [B, Hkv, R] of each the log of the sum of masses."""
-    return estimates.max(axis=2) if anchor is None else mx.logsumexp(estimates - anchor[..., None], axis=2)
+def combined(estimates: mx.array, anchor: mx.array | None, sums: bool) -> mx.array:
+    """One estimate [B, Hkv, G] of those [B, Hkv, R, G] of the query heads, less the anchor [B, Hkv, R] of each where
+    there is one: their largest, or the log of the sum of masses."""
+    if anchor is not None:
+        estimates = estimates - anchor[..., None]
+    return mx.logsumexp(estimates, axis=2) if sums else estimates.max(axis=2)

@@ -66,7 +66,7 @@ def score(cache: Cache, layer: int, q: mx.array, where: Where) -> Scores:
         # the groups that were not scored: without a summary, and past the end
         rest = mx.where(unknown, math.inf, -math.inf)
         anchor = anchors(cache, layer, q, where.table[:, :1], where.config.read)
-        estimate = mx.where(known, combined(parts[0], anchor), -math.inf)
+        estimate = mx.where(known, combined(parts[0], anchor, where.sums_after(0, head_dim)), -math.inf)
         race = Race(mx.broadcast_to(known, estimate.shape), gathered, None)
         for part in range(2, 2 + len(where.staged(head_dim))):
             estimate, race = _read_on(cache, layer, a, anchor, estimate, race, where, part)
@@ -121,10 +121,11 @@ def _read_on(
             by_group = pool.reshape(-1, *(field.shape[1:] if store.mean_tokens else field.shape))
             summary[name] = mx.take(by_group, rows * store.groups_per_seal + groups, axis=0)
     constants, own = cache.constants(layer), method(store.method)
+    sums = where.sums_after(len(where.staged(head_dim)) + 1 if part is None else part - 1, head_dim)
     finer = own.refine(store, constants, summary, a) if part is None else own.stage(store, constants, summary, a, part)
     coarse = mx.take_along_axis(estimate, best, axis=-1)
     wanted = mx.array(np.arange(most) < counts[:, None])[:, None] & mx.take_along_axis(race.left, best, axis=-1)
-    estimate = mx.put_along_axis(estimate, best, mx.where(wanted, combined(finer, anchor), coarse), axis=-1)
+    estimate = mx.put_along_axis(estimate, best, mx.where(wanted, combined(finer, anchor, sums), coarse), axis=-1)
     left = mx.put_along_axis(race.left & False, best, wanted, axis=-1)
     places = mx.broadcast_to(mx.arange(most, dtype=mx.int32), best.shape)
     place = mx.put_along_axis(mx.zeros(left.shape, mx.int32), best, places, axis=-1)

@@ -9,8 +9,9 @@ from eps_core.summaries.base import Facts
 
 POLICIES = ("topk", "share", "mass", "threshold")
 SCOPES = ("kv-head", "union")
-# how the estimates of the query heads of one kv head become one: the largest; or the sum of their masses, each over
-# the mass of the first token, which stands for the whole softmax: a head that is spread wide counts as one that is not
+# how the estimates of the query heads of one kv head become one: the largest; or the largest of their masses over that
+# of the first token, which stands for the whole softmax (a head whose attention is spread wide counts as one whose
+# attention is not), and of what is read last of codes the sum of these
 COMBINES = ("max", "sum")
 # what one kv head does: selects groups, reads them all, or reads the guards alone
 HEAD_MODES = ("gate", "dense", "window")

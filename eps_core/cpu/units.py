@@ -210,13 +210,13 @@ def score_some(
     """The stages of `score_units` for `some` rows from first_row on, from a phase on; lists (`new_lists`) begin with
     the first of these."""
     kv_heads = estimate.shape[1]
-    seals, parts = states.shape[1], len(dims)
+    seals, parts, any_refined = states.shape[1], len(dims), refined.max() > 0
     first_bytes = (dims[0] + 7) // 8
     per_task = max(CHUNK_GROUPS // seal_groups, 1)
     chunks = (seals + per_task - 1) // per_task
     keys, marks, starts, kept, kept_keys, kept_sums, listed, chosen, seal_of = lists
     spare, fresh = np.empty(kept.shape[1] + LANES, np.uint32), np.empty(LANES, np.float32)
-    packed, any_refined = np.empty((head_dim // 16 + 3, per_task * seal_groups + LANES), np.int32), refined.max() > 0
+    packed = np.empty((head_dim // 16 + 3, per_task * seal_groups + LANES), np.int32)
     while True:
         task = take(progress, phase)
         if task >= some * chunks:
@@ -225,8 +225,9 @@ def score_some(
         b, h = row // kv_heads, row % kv_heads
         score_first(
             begin, min(begin + per_task, seals), mean, mean_scale, mean_bits, scale, codes, first_bytes, seal_groups,
-            states[b], places[b], h * per_unit, words[row], queries[row], factors[row, :, 0], shifts[row], adds,
-            (lengths[b] + size - 1) // size, bases[row], estimate[b, h], keys[row - first_row],
+            states[b], places[b], h * per_unit, words[row], queries[row], factors[row, :, 0], shifts[row],
+            adds and parts == 1 and not any_refined, (lengths[b] + size - 1) // size, bases[row], estimate[b, h],
+            keys[row - first_row],
         )  # fmt: skip
         finish(progress, phase)
     wait(progress, phase, some * chunks)
@@ -256,7 +257,8 @@ def score_some(
         read_kept(
             begin, min(begin + per_task, seals), starts[place, task % chunks], scale, codes, first_bytes, later[0],
             later_bytes, seal_groups, places[b], h * per_unit, words[row], factors[row, :, last], bases[row],
-            adds, marks[place], packed, fresh, estimate[b, h], kept[place], kept_keys[place], kept_sums[place],
+            adds and parts == 2 and not any_refined, marks[place], packed, fresh, estimate[b, h],
+            kept[place], kept_keys[place], kept_sums[place],
         )  # fmt: skip
         finish(progress, phase)
     wait(progress, phase, some * chunks)
@@ -302,8 +304,8 @@ def score_some(
             read_listed(
                 begin, min(begin + LISTED_GROUPS, count), count, pool, num_bytes, own_scale,
                 words[row, :, word * WORD_TABLE :], doubled, factors[row, :, parts if doubled else 2], bases[row],
-                adds, listed[place], chosen[place], seal_of[place], fresh, estimate[row // kv_heads, row % kv_heads],
-                kept[place], kept_keys[place], kept_sums[place],
+                adds and doubled == any_refined, listed[place], chosen[place], seal_of[place], fresh,
+                estimate[row // kv_heads, row % kv_heads], kept[place], kept_keys[place], kept_sums[place],
             )  # fmt: skip
             finish(progress, phase)
         wait(progress, phase, some * pieces)
@@ -319,8 +321,8 @@ def score_units(
     """Fills estimate [B, Hkv, G] for q [B, Hq, D] float32 unscaled. The fields of `summaries.rq` flat, `later` the
     second and the third part of codes; staged [parts - 1, B] groups are read further, refined [B] get the second bit
     (0: none); shifts [rows, passes, HEADS] float32 of each query head are added to all its scores, and where it `adds`,
-    the log of the sum of masses takes the place of the largest; dims of each part; sealed tokens are summarised
-    together, per_unit times a unit. blocks and block_scales of `rotate`.
+    the log of the sum of masses takes the place of the largest in what is read last; dims of each part; sealed tokens
+    are summarised together, per_unit times a unit. blocks and block_scales of `rotate`.
 
     Between the phases: states [B, seals] uint8 and places [B, seals] int64; of each row (b, h) and pass of HEADS query
     heads words int8, queries and factors [.., parts + 1, HEADS] float32 of `prepare`, and bases [rows, passes * HEADS *

@@ -26,6 +26,10 @@ def score(cache: Cache, layer: int, q: np.ndarray, where: Where) -> Scores:
     lower = np.full((batch, kv_heads, repeat, missing.shape[1]), -np.inf)
     upper = lower.copy()
     num_missing = np.zeros(batch, np.int64)
+
+    def combine(passes: int) -> np.ufunc:
+        return np.logaddexp if where.sums_after(passes, head_dim) else np.maximum
+
     for b in range(batch):
         n = selection.num_groups(int(lengths[b]), size)
         known = np.flatnonzero(~missing[b, :n])
@@ -45,25 +49,24 @@ def score(cache: Cache, layer: int, q: np.ndarray, where: Where) -> Scores:
                 constants |= {"groups": known, "length": lengths[b]}
             heads = q[b, head * repeat : (head + 1) * repeat].astype(np.float64) / np.sqrt(head_dim)
             anchors = _anchors(cache, layer, heads, int(table[b, 0]), head, where.config.read)
-            combine = np.maximum if anchors is None else np.logaddexp
             shifts = np.zeros(repeat) if anchors is None else anchors
             for r, a in enumerate(heads):
                 guess, least, most = score_summary(store, constants, stacked, a)
                 guess = guess - shifts[r]
-                estimate[b, head, known] = guess if r == 0 else combine(estimate[b, head, known], guess)
+                estimate[b, head, known] = guess if r == 0 else combine(0)(estimate[b, head, known], guess)
                 if least is not None:
                     lower[b, head, r, known], upper[b, head, r, known] = least, most
             left = np.arange(len(known))  # of them, those whose codes were read further and further
             for part, count in enumerate(where.config.staged_groups(int(lengths[b]), head_dim), start=2):
                 each = [METHODS[store.method].stage(store, stacked, a, part) for a in heads]
-                finer = combine.reduce(np.array(each) - shifts[:, None], axis=0)
+                finer = combine(part - 1).reduce(np.array(each) - shifts[:, None], axis=0)
                 left = np.sort(left[selection.best_first(estimate[b, head, known[left]])[:count]])
                 estimate[b, head, known[left]] = finer[left]
             if where.config.read.refine:
                 count = where.config.refined_groups(int(lengths[b]))
                 left = left[selection.best_first(estimate[b, head, known[left]])[:count]]
                 each = [METHODS[store.method].refine(store, constants, stacked, a) for a in heads]
-                finer = combine.reduce(np.array(each) - shifts[:, None], axis=0)
+                finer = combine(len(where.staged(head_dim)) + 1).reduce(np.array(each) - shifts[:, None], axis=0)
                 estimate[b, head, known[left]] = finer[left]
     if not store.own_bounds:
         return Scores(estimate, None, None, num_missing)

@@ -93,6 +93,12 @@ class Where(Shared):
 
         return self.once(("staged", head_dim), count)
 
+    def sums_after(self, passes: int, head_dim: int) -> bool:
+        """Whether estimates are sums over query heads once `passes` further parts of codes, second bits among them,
+        are read: of the last that is read."""
+        read = self.config.read
+        return read.combine == "sum" and passes == len(self.staged(head_dim)) + (read.refine > 0)
+
     def budget(self, num_forced: np.ndarray) -> np.ndarray:
         """Groups that topk visits of each sequence [B] int64: the budget, but all of the `num_forced` [B] and none past
         the end."""
