@@ -140,7 +140,7 @@ def test_bits_do_not_depend_on_threads(monkeypatch):
                 patch.undo()
                 threads_cpu.run(*args, alone=alone)
 
-            found.append(kernels.score(s.cache, 0, s.q, where, None, lambda x: x.numpy(), run)[0])
+            found.append(kernels.score(s.cache, 0, s.q, where, lambda x: x.numpy(), run)[0])
     assert all((one == found[0]).all() for one in found)
 
 

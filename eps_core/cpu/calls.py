@@ -27,7 +27,6 @@ _ELEMENTS = {"float32": np.float32, "float16": np.int16, "bfloat16": np.uint16} 
 TASK_TOKENS, TASKS_PER_THREAD = (256, 1024), 16  # of attention: least and most, and how many are wanted; speed only
 ROWS_PER_THREAD = 3  # (sequence, kv head)s, from which on a thread scores whole ones; speed only
 _NO_TAIL = np.empty(0, np.int8), np.empty(0, np.int16), np.empty(0, np.int16)  # means, scale, fill
-NO_HEAD = -1e30  # a score whose mass is nothing beside any other
 FEW_GROUPS = 4096  # of all rows: selecting among fewer is done before a helper wakes
 
 
@@ -115,16 +114,13 @@ def _lines(shapes: tuple[tuple[int, ...], ...]) -> tuple[int, list[tuple[int, in
     return start, places
 
 
-def scoring(
-    cache: Any, layer: int, q: np.ndarray, where: Where, anchors: np.ndarray | None, host: Host
-) -> tuple[Call, Scored] | None:
-    """Of q [B, Hq, D] float32, and the logits [B, Hkv, R] of first tokens where query heads are summed; None: no kernel
-    scores this cache."""
+def scoring(cache: Any, layer: int, q: np.ndarray, where: Where, host: Host) -> tuple[Call, Scored] | None:
+    """Of q [B, Hq, D] float32; None: no kernel scores this cache."""
     store, spec = cache.store, cache.spec
     if store.rq_bounds or not (store.facts.coded or store.method in CODES):
         return None
     if store.mean_tokens:
-        return _scoring_units(cache, layer, q, where, anchors, host)
+        return _scoring_units(cache, layer, q, where, host)
     table, lengths = where.table, where.lengths
     batch, num_heads, head_dim = q.shape
     kv_heads, per_unit = spec.num_kv_heads, store.groups_per_unit
@@ -157,9 +153,7 @@ def scoring(
     return Call(score.score_codes, 2, args), Scored(estimate, lower, upper) if bounded else Scored(estimate)
 
 
-def _scoring_units(
-    cache: Any, layer: int, q: np.ndarray, where: Where, anchors: np.ndarray | None, host: Host
-) -> tuple[Call, Scored] | None:
+def _scoring_units(cache: Any, layer: int, q: np.ndarray, where: Where, host: Host) -> tuple[Call, Scored] | None:
     """`scoring` by codes about units' means."""
     store, spec = cache.store, cache.spec
     batch, num_heads, head_dim = q.shape
@@ -190,29 +184,20 @@ def _scoring_units(
     staged, rotation, dims, shapes, no_lists = where.once(key, know)
     codes, *later = (pools[name] for name in PARTS[len(dims)])
     words, queries, factors = aligned(*shapes)
+    k, k_strides = rows_of(cache.k[layer], spec.dtype, host)
     args = (
-        together, q, pools["mean"], pools["mean_scale"], store.mean_bits, pools["scale"], codes,
+        together, q, k, k_strides, where.config.read.combine == "sum",
+        pools["mean"], pools["mean_scale"], store.mean_bits, pools["scale"], codes,
         (*later, codes, codes)[:2], pools.get("second", codes), pools.get("second_scale", pools["scale"]),
         cache.state[layer].fill, where.table, where.lengths, staged, where.refined,
         host(cache.fixed[layer]["signs"]), *rotation, dims, store.S, store.sealed_tokens, store.seals_per_unit,
         np.empty((batch, seals), np.uint8), np.empty((batch, seals), np.int64), words.view(np.int8), queries,
-        factors.reshape(rows, passes, -1, vectors.HEADS), _shifts(store, rows, passes, anchors), anchors is not None,
+        factors.reshape(rows, passes, -1, vectors.HEADS), np.empty((rows, passes, vectors.HEADS), np.float32),
         np.empty((rows, passes * vectors.HEADS * (seals + vectors.LANES)), np.float32),
         units.new_lists(rows, groups, chunks, passes) if together else no_lists, estimate,
     )  # fmt: skip
     phases = 1 + units.MOST_PHASES if together else 2
     return Call(units.score_units, phases, args), Scored(estimate)
-
-
-def _shifts(store: Any, rows: int, passes: int, anchors: np.ndarray | None) -> np.ndarray:
-    """What is added to all scores of each query head [rows, passes, HEADS] float32: the log of a group's size less the
-    head's anchor of anchors [B, Hkv, R]. Places without a head add nothing to a sum."""
-    log_size = np.float32(np.log(store.S))
-    if anchors is None:
-        return np.full((rows, passes, vectors.HEADS), log_size, np.float32)
-    shifts = np.full((rows, passes * vectors.HEADS), NO_HEAD, np.float32)
-    shifts[:, : anchors.shape[-1]] = log_size - anchors.reshape(rows, -1)
-    return shifts.reshape(rows, passes, vectors.HEADS)
 
 
 def covers_choosing(where: Where, layer: int) -> bool:

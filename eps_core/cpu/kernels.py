@@ -38,12 +38,11 @@ class Gated(NamedTuple):
 
 
 def score(
-    cache: Any, layer: int, q: np.ndarray, where: Where, anchors: np.ndarray | None, host: Host, run: Run
+    cache: Any, layer: int, q: np.ndarray, where: Where, host: Host, run: Run
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None, np.ndarray, np.ndarray | None] | None:
-    """The fields of `Scores` in their order, for q [B, Hq, D] float32: estimate, lower, upper, num_missing, slack;
-    anchors [B, Hkv, R] float32 of query heads that are summed."""
+    """The fields of `Scores` in their order, for q [B, Hq, D] float32: estimate, lower, upper, num_missing, slack."""
     q = np.ascontiguousarray(q)
-    found = calls.scoring(cache, layer, q, where, anchors, host)
+    found = calls.scoring(cache, layer, q, where, host)
     if found is None:
         return None
     call, scored = found
@@ -75,18 +74,15 @@ def attend(
     return state
 
 
-def attend_gated(
-    cache: Any, layer: int, q: np.ndarray, where: Where, anchors: np.ndarray | None, host: Host, run: Run
-) -> Gated | None:
+def attend_gated(cache: Any, layer: int, q: np.ndarray, where: Where, host: Host, run: Run) -> Gated | None:
     """Score, select, attend and add the tail at once (`gated`): what the parts give one by one, bit for bit. q
-    [B, Hq, D] float32; anchors as of `score`. None for what bounds, too. Raises ValueError for q that does not fit
-    the cache."""
+    [B, Hq, D] float32. None for what bounds, too. Raises ValueError for q that does not fit the cache."""
     check_query(cache.spec, q.shape)
     store = cache.store
     if store.has_bounds or not calls.covers_choosing(where, layer):
         return None
     q = np.ascontiguousarray(q)
-    found = calls.scoring(cache, layer, q, where, anchors, host)
+    found = calls.scoring(cache, layer, q, where, host)
     if found is None:
         return None
     score_call, scored = found

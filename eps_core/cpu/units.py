@@ -22,6 +22,7 @@ from eps_core.cpu.kept_vectors import (
     score_listed,
     score_packed,
 )
+from eps_core.cpu.pool_vectors import DOT_ROWS, PREFETCH_ROWS, dots
 from eps_core.cpu.score import KNOWN, MISSING, PAST
 from eps_core.cpu.threads import finish, take, wait
 from eps_core.cpu.unit_queries import prepare
@@ -31,6 +32,7 @@ from eps_core.cpu.vectors import HEADS, LANES, ask_for
 CHUNK_GROUPS, LISTED_GROUPS = 1024, 256  # of one task; changes speed only
 SEALS_AHEAD, LISTED_AHEAD = 8, 128  # what is asked for ahead; changes speed only
 MOST_PHASES = 7  # of `score_some`
+NO_HEAD = np.float32(-1e30)  # a score whose mass is nothing beside any other
 
 
 @kernel()
@@ -314,21 +316,22 @@ def score_some(
 
 @kernel()
 def score_units(
-    progress, together, q, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale, fill, table,
-    lengths, staged, refined, signs, blocks, block_scales, dims, size, sealed, per_unit, states, places, words,
-    queries, factors, shifts, adds, bases, lists, estimate,
+    progress, together, q, k, k_strides, adds, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale,
+    fill, table, lengths, staged, refined, signs, blocks, block_scales, dims, size, sealed, per_unit, states, places,
+    words, queries, factors, shifts, bases, lists, estimate,
 ):  # fmt: skip
     """Fills estimate [B, Hkv, G] for q [B, Hq, D] float32 unscaled. The fields of `summaries.rq` flat, `later` the
     second and the third part of codes; staged [parts - 1, B] groups are read further, refined [B] get the second bit
-    (0: none); shifts [rows, passes, HEADS] float32 of each query head are added to all its scores, and where it `adds`,
-    the log of the sum of masses takes the place of the largest in what is read last; dims of each part; sealed tokens
-    are summarised together, per_unit times a unit. blocks and block_scales of `rotate`.
+    (0: none); dims of each part; sealed tokens are summarised together, per_unit times a unit. Where it `adds`
+    (`Read.combine` of a sum), k and k_strides, K as of `attend`, are asked for the logits of first tokens.
+    blocks and block_scales of `rotate`.
 
     Between the phases: states [B, seals] uint8 and places [B, seals] int64; of each row (b, h) and pass of HEADS query
-    heads words int8, queries and factors [.., parts + 1, HEADS] float32 of `prepare`, and bases [rows, passes * HEADS *
-    (seals + LANES)] float32. One phase, and then another: each row is one thread's, and what is read again still lies
-    in its caches. Or, `together`, all threads take each stage of all rows, whose lists (`new_lists`) follow: one phase
-    of the first stage, two of the second (or of what the second bit needs of a code of one part), of the third and of
+    heads words int8, queries and factors [.., parts + 1, HEADS] float32 of `prepare`, shifts [.., HEADS] float32, which
+    are added to all scores of a head, and bases [rows, passes * HEADS * (seals + LANES)] float32. One phase, and then
+    another: each row is one thread's, and what is read again still lies in its caches. Or, `together`, all threads take
+    each stage of all rows, whose lists (`new_lists`) follow: one phase of the first stage, two of the second (or of
+    what the second bit needs of a code of one part), of the third and of
     the second bit."""
     batch, num_heads, head_dim = q.shape
     _, kv_heads, groups = estimate.shape
@@ -336,6 +339,8 @@ def score_units(
     shrink = np.float32(1 / np.sqrt(head_dim))
     total = batch + rows * passes
     own_q, turned = np.empty((HEADS, head_dim), np.float32), np.empty((HEADS, head_dim), np.float32)
+    k_row, most = np.empty(DOT_ROWS + PREFETCH_ROWS, np.int64), np.zeros(HEADS, np.float32)
+    anchors = np.empty(DOT_ROWS * HEADS, np.float32)
     while True:
         task = take(progress, 0)
         if task >= total:
@@ -345,13 +350,20 @@ def score_units(
         else:
             row, at = (task - batch) // passes, (task - batch) % passes
             for r in range(HEADS):
-                # places without a head repeat the first, and shifts make sums forget them
+                # places without a head repeat the first, and a sum forgets them
                 head = row % kv_heads * repeat + at * HEADS + (r if at * HEADS + r < repeat else 0)
                 own_q[r] = q[row // kv_heads, head]
             prepare(
                 own_q, shrink, signs, blocks, block_scales, dims, mean_bits, turned, words[row, at], queries[row, at],
                 factors[row, at],
             )  # fmt: skip
+            shifts[row, at] = np.float32(np.log(size))
+            if adds:
+                heads = min(repeat - at * HEADS, HEADS)
+                k_row[:] = table[row // kv_heads, 0] * k_strides[0] + row % kv_heads * k_strides[1]
+                dots(k, k_row, DOT_ROWS, head_dim, own_q.reshape(-1), anchors, most)
+                for r in range(HEADS):
+                    shifts[row, at, r] = shifts[row, at, r] - anchors[r] * shrink if r < heads else NO_HEAD
         finish(progress, 0)
     wait(progress, 0, total)
 

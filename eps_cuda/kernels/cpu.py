@@ -20,7 +20,6 @@ from eps_core.gate.protocol import GatedRead, RowsRead, Scores, Selection
 from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
 from eps_core.summaries.rq import part_dims
-from eps_cuda.anchors import anchors
 from eps_cuda.cache import Cache
 from eps_cuda.summaries.base import mean_codes, near16, to_byte
 from eps_cuda.summaries.rq import pack_codes
@@ -82,18 +81,9 @@ def _listed(selection: Selection) -> tuple[np.ndarray, np.ndarray]:
     return _host(selection.groups), _host(selection.counts)
 
 
-def _anchors(cache: Cache, layer: int, q: Tensor, where: Where) -> np.ndarray | None:
-    """See `anchors.anchors`."""
-    if where.config.read.combine == "max":
-        return None
-    with torch.inference_mode():
-        found = anchors(cache, layer, q, torch.from_numpy(where.table[:, :1]), where.config.read)
-    return None if found is None else found.numpy()
-
-
 def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores | None:
     """See `scoring.score`."""
-    scored = kernels.score(cache, layer, _host(q.float()), where, _anchors(cache, layer, q, where), _host, _run)
+    scored = kernels.score(cache, layer, _host(q.float()), where, _host, _run)
     if scored is None:
         return None
     estimate, lower, upper, num_missing, slack = scored
@@ -116,8 +106,7 @@ def _selection(chosen: Chosen) -> Selection:
 def attend_gated(cache: Cache, layer: int, q: Tensor, where: Where) -> GatedRead | None:
     """Of q [B, Hq, D], unscaled, what `score`, `select`, `attend`, `add_tail` and `skipped_mass` give, to the last bit.
     Out of 16 bits is rounded once, though: they round before the tail is added, too."""
-    known = _anchors(cache, layer, q, where)
-    found = kernels.attend_gated(cache, layer, _host(q.float()), where, known, _pools_of(cache), _run)
+    found = kernels.attend_gated(cache, layer, _host(q.float()), where, _pools_of(cache), _run)
     if found is None:
         return None
     (out, lse), (_, read_lse) = found.whole, found.read

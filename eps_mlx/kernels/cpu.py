@@ -17,7 +17,6 @@ from eps_core.gate.protocol import GatedRead, RowsRead, Scores, Selection
 from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
 from eps_core.summaries.rq import part_dims
-from eps_mlx.anchors import anchors
 from eps_mlx.cache import Cache
 from eps_mlx.summaries.base import mean_codes, near16, to_byte, widened
 from eps_mlx.summaries.rq import pack_codes
@@ -45,17 +44,10 @@ def _listed(selection: Selection) -> tuple[np.ndarray, np.ndarray]:
     return _host(selection.groups), _host(selection.counts)
 
 
-def _anchors(cache: Cache, layer: int, q: mx.array, where: Where) -> np.ndarray | None:
-    """See `anchors.anchors`."""
-    found = anchors(cache, layer, q, where.table[:, :1], where.config.read)
-    return None if found is None else _host(found)
-
-
 def score(cache: Cache, layer: int, q: mx.array, where: Where) -> Scores | None:
     """See `scoring.score`."""
     with mx.stream(cache.stream):
-        known = _anchors(cache, layer, q, where)
-        scored = kernels.score(cache, layer, _host(q.astype(mx.float32)), where, known, _host, _run)
+        scored = kernels.score(cache, layer, _host(q.astype(mx.float32)), where, _host, _run)
         if scored is None:
             return None
         estimate, lower, upper, num_missing, slack = scored
@@ -79,8 +71,7 @@ def attend_gated(cache: Cache, layer: int, q: mx.array, where: Where) -> GatedRe
     """Of q [B, Hq, D], unscaled, what `score`, `select`, `attend`, `add_tail` and `skipped_mass` give, to the last bit.
     Out of 16 bits is rounded once, though: they round before the tail is added, too."""
     with mx.stream(cache.stream):
-        known = _anchors(cache, layer, q, where)
-        found = kernels.attend_gated(cache, layer, _host(q.astype(mx.float32)), where, known, _host, _run)
+        found = kernels.attend_gated(cache, layer, _host(q.astype(mx.float32)), where, _host, _run)
         if found is None:
             return None
         (out, lse), (_, read_lse) = found.whole, found.read
