@@ -8,7 +8,7 @@ accepted is written.
 
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,12 @@ from eps_core.paging.where import Where
 from eps_core.telemetry.rounds import RoundRecord
 
 MASS_BYTES = 4  # of a group's log mass, float32
+
+
+def _by_the_largest(where: Where) -> Where:
+    """The same step with estimates as masses that a pass measured are: of each group the largest of the query heads."""
+    config = replace(where.config, read=replace(where.config.read, combine="max"))
+    return Where.of(config, where.table, where.lengths)
 
 
 @dataclass
@@ -269,7 +275,7 @@ class Verifier:
             if mixes == "verified":
                 # groups that came since are among the last tokens, which are always visited
                 return Scores(known, None, None, np.zeros(len(picks), np.int64), kernels=cache.kernels), num_bytes
-            own = eps.score(cache, layer, q, where)
+            own = eps.score(cache, layer, q, where.once("by the largest", lambda: _by_the_largest(where)))
             num_bytes += spec.num_kv_heads * where.scoring_bytes(spec.head_dim)
             return Scores(
                 eps.larger(cache, own.estimate, known), None, None, own.num_missing, kernels=cache.kernels
