@@ -17,6 +17,7 @@ from triton_aot import TARGETS, Compiled, Job, compile_ahead
 
 from eps_core import oracle
 from eps_core.config.eps import EpsConfig
+from eps_core.config.read import COMBINES
 from eps_core.config.store import CacheSpec
 from eps_core.paging.where import Where
 from eps_core.summaries.base import LARGEST_ESTIMATE
@@ -44,13 +45,14 @@ class Case:
     refine: float = 0.125
     tail_tokens: int = 64
     num_units: int = 9
+    combine: str = "max"
     repeated: bool = False  # a unit of the pool occurs several times: whole runs of equal estimates
 
     @property
     def config(self) -> EpsConfig:
         return EpsConfig.of(
             method="rq", group_tokens=self.size, mean_tokens=self.mean_tokens, mean_bits=self.mean_bits,
-            stages=self.stages, refine=self.refine, tail_tokens=self.tail_tokens, budget=0.01,
+            stages=self.stages, refine=self.refine, tail_tokens=self.tail_tokens, budget=0.01, combine=self.combine,
         )  # fmt: skip
 
 
@@ -69,6 +71,9 @@ CASES = {
     "wide": Case(256, 16, size=1, mean_tokens=64, num_units=4),
     "two groups a unit": Case(64, 2, size=32, mean_tokens=64, num_units=30),
     "one unit": Case(64, 2, num_units=1),
+    "summed": Case(combine="sum"),
+    "summed in three parts": Case(64, 4, mean_tokens=64, stages=(0.5, 0.2), refine=0.0625, combine="sum"),
+    "summed, no power of two": Case(80, 5, size=4, stages=(0.25,), mean_bits=8, combine="sum"),
 }
 
 
@@ -115,6 +120,7 @@ class Filled:
         self.q = rng.normal(0, 3, (2, KV_HEADS * case.repeat, case.head_dim)).astype(np.float32)
         self.q[:, 0] *= 1e-6 if case.repeat > 1 else 1  # one head of another size than the others
         self.q[1, -1] *= case.repeat == 1
+        self.cache.k[0][:] = rng.normal(0, 2, self.cache.k[0].shape)
         self.where = Where.of(config, self.table, self.lengths)
         with np.errstate(invalid="ignore"):
             self.expected = oracle.score(self.cache, 0, self.q.astype(np.float64), self.where).estimate
@@ -123,7 +129,23 @@ class Filled:
         """[B, Hkv]: what the magnitudes of an estimate's terms add up to."""
         turned = rotate64(self.q.astype(np.float64) / math.sqrt(self.case.head_dim), self.config.store.seed)
         most = np.abs(turned).sum(axis=-1).reshape(2, KV_HEADS, -1).max(axis=-1)
-        return most * (2**self.case.mean_bits * 0.1 + 0.5 * 1.5)
+        size = most * (2**self.case.mean_bits * 0.1 + 0.5 * 1.5)
+        if self.case.combine == "max":
+            return size
+        products = np.abs(self.q * np.repeat(self.first_keys(), self.case.repeat, axis=1)).sum(axis=-1)
+        return size + products.reshape(2, KV_HEADS, -1).max(axis=-1) / math.sqrt(self.case.head_dim)
+
+    def first_keys(self) -> np.ndarray:
+        """[B, Hkv, D]: keys of the sequences' first tokens."""
+        return self.cache.k[0][self.table[:, 0], :, 0]
+
+    def anchors(self) -> torch.Tensor | None:
+        """`anchors` by another order of sums."""
+        if self.case.combine == "max":
+            return None
+        heads = self.q.astype(np.float64).reshape(2, KV_HEADS, self.case.repeat, -1)
+        found = np.einsum("bhrd,bhd->bhr", heads, self.first_keys().astype(np.float64))
+        return put((found / math.sqrt(self.case.head_dim)).astype(np.float32))
 
     def estimate(self, kernels: ModuleType, **options: bool) -> torch.Tensor:
         store, head_dim = self.config.store, self.case.head_dim
@@ -132,7 +154,7 @@ class Filled:
         query = kernels.round_queries(put(self.q), put(rq_signs(store.seed, head_dim)), KV_HEADS)
         return kernels.score_units(
             query, {name: put(pool) for name, pool in self.pools.items()}, put(self.valid.astype(np.uint8)),
-            put(self.table), put(self.lengths.astype(np.int32)), Depth(tuple(staged), refined),
+            put(self.table), put(self.lengths.astype(np.int32)), Depth(tuple(staged), refined), self.anchors(),
             group_tokens=self.case.size, mean_bits=self.case.mean_bits, dims=part_dims(store, head_dim), **options,
         )  # fmt: skip
 
@@ -156,9 +178,10 @@ def test_estimates_are_the_oracle_s(name: str) -> None:
     check(units, CASES[name])
 
 
-@pytest.mark.parametrize("repeat", [1, 2, 4, 8, 9])
-def test_query_heads(repeat: int) -> None:
-    check(units, Case(repeat=repeat, num_units=4))
+@pytest.mark.parametrize("combine", COMBINES)
+@pytest.mark.parametrize("repeat", [1, 2, 3, 4, 7, 8, 9])
+def test_query_heads(repeat: int, combine: str) -> None:
+    check(units, Case(repeat=repeat, num_units=4, combine=combine))
 
 
 def test_integers_are_converted_where_subnormals_are_flushed() -> None:
