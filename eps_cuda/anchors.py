@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from eps_core.config.read import Read
+from eps_core.summaries.base import LARGEST_ESTIMATE
 from eps_cuda import pages
 from eps_cuda.cache import Cache
 
@@ -24,5 +25,9 @@ def anchors(cache: Cache, layer: int, q: Tensor, units: Tensor, read: Read) -> T
 
 def combined(estimates: Tensor, anchor: Tensor | None) -> Tensor:
     """One estimate [B, Hkv, G] of those [B, Hkv, R, G] of the query heads: their largest, or with the anchor
-    [B, Hkv, R] of each the log of the sum of masses."""
-    return estimates.amax(dim=2) if anchor is None else torch.logsumexp(estimates - anchor[..., None], dim=2)
+    [B, Hkv, R] of each the log of the sum of masses, where what is not finite stays the largest."""
+    if anchor is None:
+        return estimates.amax(dim=2)
+    shifted = estimates - anchor[..., None]
+    finite = torch.isfinite(shifted) & (estimates < LARGEST_ESTIMATE)
+    return torch.logsumexp(torch.where(finite, shifted, LARGEST_ESTIMATE), dim=2)

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from eps_core.config.read import Read
+from eps_core.summaries.base import LARGEST_ESTIMATE
 from eps_mlx import pages
 from eps_mlx.cache import Cache
 
@@ -25,5 +26,9 @@ def anchors(cache: Cache, layer: int, q: mx.array, units: np.ndarray, read: Read
 
 def combined(estimates: mx.array, anchor: mx.array | None) -> mx.array:
     """One estimate [B, Hkv, G] of those [B, Hkv, R, G] of the query heads: their largest, or with the anchor
-    [B, Hkv, R] of each the log of the sum of masses."""
-    return estimates.max(axis=2) if anchor is None else mx.logsumexp(estimates - anchor[..., None], axis=2)
+    [B, Hkv, R] of each the log of the sum of masses, where what is not finite stays the largest."""
+    if anchor is None:
+        return estimates.max(axis=2)
+    shifted = estimates - anchor[..., None]
+    finite = mx.isfinite(shifted) & (estimates < LARGEST_ESTIMATE)
+    return mx.logsumexp(mx.where(finite, shifted, LARGEST_ESTIMATE), axis=2)

@@ -162,12 +162,12 @@ class Filled:
 filled_once = cache(Filled)
 
 
-def check(kernels: ModuleType, case: Case, **options: bool) -> None:
-    filled = filled_once(case)
+def check(kernels: ModuleType, case: "Case | Filled", **options: bool) -> None:
+    filled = case if isinstance(case, Filled) else filled_once(case)
     found = filled.estimate(kernels, **options)
     large = filled.expected == LARGEST_ESTIMATE
     assert np.isfinite(filled.expected).any() and np.isposinf(filled.expected).any()
-    assert large.any() or case.num_units == 1
+    assert large.any() or filled.case.num_units == 1
     assert (found.cpu().numpy()[large] == np.float32(LARGEST_ESTIMATE)).all()
     expected = np.where(large, 0.0, filled.expected)
     assert_near(torch.where(put(large), 0.0, found), expected, filled.size())
@@ -228,13 +228,29 @@ def test_queries_are_rounded_as_everywhere() -> None:
     check_queries(units)
 
 
-def test_a_query_that_is_no_number_ranks_nothing_apart() -> None:
-    filled = Filled(Case())
+@pytest.mark.parametrize("combine", COMBINES)
+def test_a_query_that_is_no_number_ranks_nothing_apart(combine: str) -> None:
+    filled = Filled(Case(combine=combine))
     for value in (np.nan, np.inf):
         filled.q[0, 1, 3] = value
         found = filled.estimate(units)[0, 0].cpu().numpy()
         known = np.isfinite(filled.expected[0, 0])
         assert (found[known] == np.float32(LARGEST_ESTIMATE)).all()
+
+
+def check_odd(kernels: ModuleType, combine: str, factor: float) -> None:
+    """Queries whose masses are past float32, or all but equal."""
+    filled = Filled(Case(combine=combine))
+    filled.q = (filled.q * factor).astype(np.float32)
+    with np.errstate(invalid="ignore"):
+        filled.expected = oracle.score(filled.cache, 0, filled.q.astype(np.float64), filled.where).estimate
+    check(kernels, filled)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-30, 1e6, 1e30])
+@pytest.mark.parametrize("combine", COMBINES)
+def test_queries_of_any_size(combine: str, factor: float) -> None:
+    check_odd(units, combine, factor)
 
 
 def check_usual(kernels: ModuleType) -> None:
@@ -243,6 +259,10 @@ def check_usual(kernels: ModuleType) -> None:
 
 def check_three(kernels: ModuleType) -> None:
     check(kernels, CASES["three parts of equal groups"])
+
+
+def check_summed(kernels: ModuleType) -> None:
+    check(kernels, CASES["summed"])
 
 
 MUTANTS = {
@@ -270,6 +290,11 @@ MUTANTS = {
     "lists name entries of the list before": ("if through is not None", "if False", check_three),
     "chosen among all groups": ("listed if named is None else named, left", "None, estimate", check_three),
     "lists of the pass before named": ("listed if named is None else named", "listed", check_three),
+    "anchors forgotten": ("        base -= ", "        base -= 0.0 * ", check_summed),
+    "anchors of the first sequence": ("anchors + row * R + r", "anchors + (row % kv_heads) * R + r", check_summed),
+    "anchor of the first query head": ("anchors + row * R + r", "anchors + row * R + r * 0", check_summed),
+    "the largest for the sum": ("anchors is not None}", "False}", check_summed),
+    "the sum for the largest": ("anchors is not None}", "True}", check_usual),
     "one group more": ("row, counts, width=width", "row, counts + 1, width=width", check_three),
 }  # fmt: skip
 
@@ -289,7 +314,7 @@ POINTERS = {
     "mean": "*u8", "mean_scale": "*fp16", "codes": "*u8", "more": "*u8", "rest": "*u8", "second": "*u8",
     "scale": "*u8", "valid": "*u8", "table": "*i32", "lengths": "*i32", "bases": "*fp32", "estimate": "*fp32",
     "left": "*fp32", "listed_groups": "*i32", "through": "*i32", "named": "*i32", "counts": "*i32",
-    "inverse_root": "fp32",
+    "anchors": "*fp32", "inverse_root": "fp32",
 }  # fmt: skip
 
 
@@ -304,31 +329,34 @@ def shape(head_dim: int, dims: tuple[int, int, int], groups: int, block: int) ->
     first, more, rest = dims
     return {
         "R": 4, "DP": head_dim, "D": first, "MORE": more, "REST": rest, "ROW": head_dim, "SUBNORMAL": True, "SPU": 1,
-        "N": groups, "LARGEST": LARGEST_ESTIMATE, "BLOCK": block, "RP": units.integer_columns(4),
+        "N": groups, "LARGEST": LARGEST_ESTIMATE, "SUM": False, "BLOCK": block, "RP": units.integer_columns(4),
     }  # fmt: skip
 
 
-def without(constants: dict, *names: str) -> dict:
-    return {name: value for name, value in constants.items() if name not in names}
+def first_of(constants: dict) -> dict:
+    return {name: value for name, value in constants.items() if name not in ("MORE", "REST")} | {"S": 2, "BLOCK": 512}
 
 
 HALVES, QUARTERS = shape(128, (64, 0, 64), 32, 256), shape(64, (16, 16, 32), 16, 256)
+MEANS = {
+    "R": 4, "D": 128, "RP": 4, "DP": 128, **score_kernels.code_shape(128, 4), "SUBNORMAL": True, "SPU": 1, "SEALED": 64,
+    "LOG_S": math.log(2), "BLOCK": 256,
+}  # fmt: skip
 JOBS = {
     "queries": job(
         "_round_queries", {"R": 4, "HEAD_DIM": 128, "DIM2": 128, "LOG_DIM": 7, "STEPS": QUERY_STEPS}, num_warps=1,
         enable_fp_fusion=False,
     ),
-    "means": job(
-        "_score_means", {
-            "R": 4, "D": 128, "RP": 4, "DP": 128, **score_kernels.code_shape(128, 4), "SUBNORMAL": True, "SPU": 1,
-            "SEALED": 64, "LOG_S": math.log(2), "BLOCK": 256,
-        },
-    ),
-    "first of halves": job("_score_units", without(HALVES, "MORE", "REST") | {"S": 2, "BLOCK": 512}),
-    "first of quarters": job("_score_units", without(QUARTERS, "MORE", "REST") | {"S": 2, "BLOCK": 512}),
+    "means": job("_score_means", MEANS, ("anchors",)),
+    "first of halves": job("_score_units", first_of(HALVES)),
+    "first of quarters": job("_score_units", first_of(QUARTERS)),
     "rest": job("_read_on", HALVES, ("more", "second", "through", "named")),
     "quarters' rest": job("_read_on", QUARTERS, ("second",)),
     "second bits": job("_read_on", HALVES, ("more", "left", "named")),
+    "summed means": job("_score_means", MEANS),
+    "summed first of halves": job("_score_units", first_of(HALVES) | {"SUM": True}),
+    "summed rest": job("_read_on", HALVES | {"SUM": True}, ("more", "second", "through", "named")),
+    "summed second bits": job("_read_on", HALVES | {"SUM": True}, ("more", "left", "named")),
 }  # fmt: skip
 
 

@@ -283,11 +283,14 @@ def _bases(
 
 def score_units(
     query: Query, summary: dict[str, Tensor], valid: Tensor, table: Tensor, lengths: Tensor, depth: Depth,
-    anchors: Tensor | None, *, group_tokens: int, mean_bits: int, dims: tuple[int, ...], subnormal: bool = not torch.version.hip,
+    anchors: Tensor | None, *, group_tokens: int, mean_bits: int, dims: tuple[int, ...],
+    subnormal: bool = not torch.version.hip,
 ) -> Tensor:  # fmt: skip
     """Estimates [B, Hkv, G] float32 of log A_p as `score.score_rq` gives them, each by as much of its code as `depth`
-    lets be read; with `anchors` [B, Hkv, R] (`eps_cuda.anchors`) of the sum of masses of the query heads. `summary` has the pools [P, Hkv, SPU, ..] of `eps_core.summaries.rq` by name, `valid` [P * SPU] uint8,
-    table [B, M] and lengths [B] int32; `dims` of each part of a code (`part_dims`)."""
+    lets be read. With `anchors` [B, Hkv, R] float32 of each query head (`eps_cuda.anchors`), its masses are divided by
+    exp of its anchor, and their sum takes the place of the most. `summary` has the pools [P, Hkv, SPU, ..] of
+    `eps_core.summaries.rq` by name, `valid` [P * SPU] uint8, table [B, M] and lengths [B] int32; `dims` of each part of
+    a code (`part_dims`)."""
     batch, kv_heads, repeat, head_dim = query.turned.shape
     per_unit, together = summary["scale"].shape[2:]
     seals, rows = table.shape[1] * per_unit, batch * kv_heads
