@@ -16,10 +16,8 @@ def anchors(cache: Cache, layer: int, q: Tensor, units: Tensor, read: Read) -> T
     heads are summed: q [B, Hq, D] unscaled."""
     if read.combine == "max":
         return None
-    kv_heads, per_unit = cache.spec.num_kv_heads, cache.store.unit_tokens
-    rows = (units.long() * kv_heads + torch.arange(kv_heads, device=q.device)) * per_unit
-    keys = pages.tiles_of(cache.k[layer], rows, 1)[:, :, 0].float()
-    heads = q.float().unflatten(1, (kv_heads, -1))
+    keys = pages.first_rows(cache.k[layer], units[:, 0])
+    heads = q.float().unflatten(1, (cache.spec.num_kv_heads, -1))
     return (heads * keys[:, :, None]).sum(dim=-1) * (1 / math.sqrt(q.shape[-1]))
 
 

@@ -54,8 +54,14 @@ SUMMED = [
         head_dim=64,
         num_heads=2 * repeat,
         num_kv_heads=2,
+        bits=bits,
     )
-    for repeat, stages in ((1, (0.25,)), (3, (0.5, 0.2)), (7, (0.25,)), (8, ()))
+    for repeat, stages, bits in (
+        (1, (0.25,), (4, 16)),
+        (3, (0.5, 0.2), (16, 16)),
+        (7, (0.25,), (16, 16)),
+        (8, (), (8, 4)),
+    )
 ]
 
 
