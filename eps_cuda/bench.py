@@ -231,7 +231,7 @@ def device_parts(cache: Cache, q: Tensor, where: Where) -> dict[str, Arm]:
     wanted, width = dispatch.to_device(cache, chosen.uniform.astype(np.int32)), max(int(chosen.uniform.max()), 1)
 
     def estimates() -> Tensor:
-        return dispatch.estimates(cache, 0, q, table, lengths, depth)
+        return dispatch.estimates(cache, 0, q, table, lengths, depth, config.read)
 
     def choose(estimate: Tensor = first.estimate) -> tuple[Tensor, Tensor, Tensor]:
         return dispatch.choose(config, estimate, wanted, lengths, width)

@@ -203,7 +203,7 @@ def attend_static(
     score, select and attend, from device arrays alone."""
     inner = cache.tail
     with span("eps.prepass", cache):
-        estimate = dispatch.estimates(cache, layer, q, table, lengths, depth)
+        estimate = dispatch.estimates(cache, layer, q, table, lengths, depth, config.read)
         groups, counts, visit = dispatch.choose(config, estimate, wanted, lengths, width)
     with span("eps.attention", cache):
         read = q, *cache.plain(layer), table, lengths, groups, counts

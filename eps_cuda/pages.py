@@ -95,6 +95,14 @@ def tiles_of(pool: Pool, rows: Tensor, group_tokens: int) -> Tensor:
     return tiles.view(*rows.shape, group_tokens, head_dim)
 
 
+def first_rows(pool: Pool, units: Tensor) -> Tensor:
+    """Return the rows [N, Hkv, D] of the first tokens of units [N], a copy."""
+    if isinstance(pool, CodePool):
+        codes, scale = (first_rows(one, units) for one in arrays_of(pool))
+        return dequantise(codes, scale, pool.bits, pool.dtype)
+    return pool[:, :, 0].index_select(0, units)
+
+
 def arrays_of(pool: Pool) -> list[Tensor]:
     """What a pool consists of, each [P, ..]."""
     return [pool] if isinstance(pool, Tensor) else [pool.codes, pool.scale]

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from eps_core.config.read import Read
+from eps_core.summaries.base import LARGEST_ESTIMATE
 from eps_mlx import pages
 from eps_mlx.cache import Cache
 
@@ -25,7 +26,9 @@ def anchors(cache: Cache, layer: int, q: mx.array, units: np.ndarray, read: Read
 
 def combined(estimates: mx.array, anchor: mx.array | None, sums: bool) -> mx.array:
     """One estimate [B, Hkv, G] of those [B, Hkv, R, G] of the query heads, less the anchor [B, Hkv, R] of each where
-    there is one: their largest, or the log of the sum of masses."""
+    there is one: their largest, or the log of the sum of masses. What is not finite stays the largest."""
     if anchor is not None:
-        estimates = estimates - anchor[..., None]
+        shifted = estimates - anchor[..., None]
+        finite = mx.isfinite(shifted) & (estimates < LARGEST_ESTIMATE)
+        estimates = mx.where(finite, shifted, LARGEST_ESTIMATE)
     return mx.logsumexp(estimates, axis=2) if sums else estimates.max(axis=2)

@@ -16,6 +16,7 @@ from test_metal_select import BARRIER, everything_written, same
 
 import eps_mlx
 from eps_core.config.eps import EpsConfig
+from eps_core.config.read import COMBINES
 from eps_core.config.store import CacheSpec, Store
 from eps_core.oracle.selection import best_first
 from eps_core.paging.where import Where
@@ -42,6 +43,7 @@ class Units:
     stages: tuple[float, ...] = (0.25,)
     page: int = 16
     spoilt: bool = True
+    combine: str = "max"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -63,6 +65,9 @@ class Units:
             else:
                 least, most = (0, 0x70) if name.endswith("scale") else (0, 256)  # bytes of up to 0.5
                 self.summary[name] = rng.integers(least, most, (*pool, *one.shape)).astype(np.uint8)
+        first_keys = 2 * rng.normal(size=(len(held), self.kv_heads, 1, self.head_dim))
+        heads = self.q.reshape(len(held), self.kv_heads, self.repeat, self.head_dim).astype(np.float64)
+        self.anchors = ((heads * first_keys).sum(axis=-1) / math.sqrt(self.head_dim)).astype(np.float32)
         if len(self.table[0]) > 2:
             self.valid[self.table[0, 1] * per_unit] = 0
         if self.spoilt:  # a mean past float16 makes estimates the largest, never NaN
@@ -99,16 +104,27 @@ class Units:
             summary = {name: pool[tiles, head].reshape(-1, *pool.shape[3:]) for name, pool in self.summary.items()}
             with np.errstate(all="ignore"):
                 each = [estimate(summary, scaled[b, head * self.repeat + r]) for r in range(self.repeat)]
-            best = np.max([np.where(np.isfinite(one), one, oracle_base.LARGEST_ESTIMATE) for one in each], axis=0)
+            best = self.combined(np.array(each), self.anchors[b, head].astype(np.float64)[:, None])
             inside = np.arange(self.num_groups) * self.size < self.lengths[b]
             judged[b, head] = np.where(inside, np.where(self.known[b], best, np.inf), -np.inf)
         return judged
+
+    def combined(self, each: np.ndarray, anchors: np.ndarray) -> np.ndarray:
+        """[G] of the query heads' estimates [R, G]."""
+        finite = np.isfinite(each) & (each < oracle_base.LARGEST_ESTIMATE)
+        if self.combine == "max":
+            return np.where(finite, each, oracle_base.LARGEST_ESTIMATE).max(axis=0)
+        return np.logaddexp.reduce(np.where(finite, each - anchors, oracle_base.LARGEST_ESTIMATE))
 
     def stage(self, parts: int | None) -> np.ndarray:
         """The oracle's [B, Hkv, G] of every group, from so many parts of the codes; None: from two bits."""
         if parts is None:
             return self.judged(lambda summary, a: oracle.refine(self.store, {}, summary, a.astype(np.float64)))
         return self.judged(lambda summary, a: oracle.stage(self.store, summary, a, parts))
+
+    @property
+    def sums(self) -> bool:
+        return self.combine == "sum"
 
     def arrays(self) -> dict[str, mx.array]:
         return {name: mx.array(pool) for name, pool in self.summary.items()}
@@ -121,15 +137,18 @@ class Units:
         query = self.asked()
         places = [mx.array(self.valid), mx.array(self.table), mx.array(np.array(self.lengths, np.int32))]
         estimate, base = units.score_units(
-            query, self.arrays(), *places, group_tokens=self.size, mean_bits=self.mean_bits
-        )
+            query, self.arrays(), *places, mx.array(self.anchors) if self.sums else None, group_tokens=self.size,
+            mean_bits=self.mean_bits, sums=self.sums,
+        )  # fmt: skip
         return query, estimate, base
 
     @property
     def rounding(self) -> float:
         """float32 additions of D products in one order and float64 ones in another, of the largest query."""
         a = np.abs(self.q).sum(axis=-1).max() / math.sqrt(self.head_dim)
-        return 2.0**-22 * (math.sqrt(self.head_dim) + 8) * (a * (1.5 * 0.5 + 0.06 * 2**self.mean_bits / 2) + 1)
+        anchor = np.abs(self.anchors).max() if self.sums else 0.0
+        size = a * (1.5 * 0.5 + 0.06 * 2**self.mean_bits / 2) + anchor + 1
+        return 2.0**-22 * (math.sqrt(self.head_dim) + 8) * size
 
 
 def check_turned(dtype=mx.float32, **shape) -> None:
@@ -153,16 +172,19 @@ def test_queries_are_turned_and_rounded_to_the_bit(dtype, head_dim, metal_shim):
     check_turned(dtype, head_dim=head_dim, repeat=1 if head_dim > 100 else 2)
 
 
-def test_a_query_past_float32_has_no_whole_numbers(metal_shim):
-    one = Units(lengths=(130,), spoilt=False)
-    one.q[0, 0, 0] = np.inf
+@pytest.mark.parametrize("combine", COMBINES)
+def test_a_query_past_float32_has_no_whole_numbers(combine, metal_shim):
+    one = Units(lengths=(130,), spoilt=False, combine=combine)
+    one.q[0, 0, 0], one.anchors[0, 0, 0] = np.inf, np.inf
     query, estimate, _ = one.scored()
     assert (np.array(query.rounded)[0, 0, 0] == 0).all()
     assert (np.array(estimate)[0, 0][one.known[0]] == np.float32(oracle_base.LARGEST_ESTIMATE)).all()
 
 
-def check_score(**shape) -> None:
+def check_score(factor=1.0, **shape) -> None:
+    """Of queries that are `factor` times as large."""
     one = Units(**shape)
+    one.q, one.anchors = one.q * np.float32(factor), one.anchors * np.float32(factor)
     _, estimate, base = one.scored()
     same(estimate, one.stage(1), one.rounding)
     everything_written("eps_score_units", estimate=np.array(estimate), base=np.array(base))
@@ -187,12 +209,22 @@ SHAPES = {
     "units of several means": {"mean_tokens": 32, "page": 128, "lengths": (301, 33, 127)},
     "one token": {"lengths": (1,), "head_dim": 16, "spoilt": False},
     "several threadgroups": {"lengths": (2900, 1), "head_dim": 16, "size": 1, "repeat": 1, "kv_heads": 1},
+    "summed": {"combine": "sum"},
+    "one summed": {"combine": "sum", "repeat": 1, "head_dim": 128, "stages": (0.5, 0.2)},
+    "seven summed": {"combine": "sum", "repeat": 7, "kv_heads": 1, "mean_tokens": 32},
+    "eight summed": {"combine": "sum", "repeat": 8, "kv_heads": 1, "head_dim": 80, "size": 16},
 }
 
 
 @pytest.mark.parametrize("case", SHAPES.values(), ids=SHAPES)
 def test_first_estimates_are_the_oracles(case, metal_shim):
     check_score(**case)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e6, 1e30])
+@pytest.mark.parametrize("combine", COMBINES)
+def test_queries_of_any_size(combine, factor, metal_shim):
+    check_score(factor, combine=combine)
 
 
 def check_read_on(wanted=((40, 32, 1), (16, 5, 0)), first=2, **shape) -> None:
@@ -206,8 +238,9 @@ def check_read_on(wanted=((40, 32, 1), (16, 5, 0)), first=2, **shape) -> None:
         now = np.array(estimate)
         picked, listed = select.select_best(values, mx.array(list(counts), mx.int32), width=max(*counts, 1))
         estimate, values, groups = units.read_on(
-            query, base, one.arrays(), mx.array(one.table), estimate, groups, picked, listed, parts=parts
-        )
+            query, base, one.arrays(), mx.array(one.table), estimate, groups, picked, listed, parts=parts,
+            sums=one.sums,
+        )  # fmt: skip
         finer = one.stage(parts)
         for b, head in np.ndindex(*now.shape[:2]):
             alive = np.flatnonzero(left[b, head])
@@ -249,8 +282,9 @@ def test_only_what_is_listed_is_read_on(case, metal_shim):
     check_read_on(**case | {"wanted": wanted, "first": first})
 
 
-def test_equal_codes_tie_to_the_bit(metal_shim):
-    one = Units(spoilt=False, lengths=(900,), repeat=4, kv_heads=1)
+@pytest.mark.parametrize("combine", COMBINES)
+def test_equal_codes_tie_to_the_bit(combine, metal_shim):
+    one = Units(spoilt=False, lengths=(900,), repeat=4, kv_heads=1, combine=combine)
     one.valid[:] = 1
     for name, pool in one.summary.items():
         axis = 4 if name == "codes" else 3
@@ -262,7 +296,7 @@ def test_equal_codes_tie_to_the_bit(metal_shim):
     picked, counts = select.select_best(estimate, mx.array([300]), width=300)
     for parts in (2, None):
         _, values, groups = units.read_on(
-            query, base, one.arrays(), mx.array(one.table), estimate, None, picked, counts, parts=parts
+            query, base, one.arrays(), mx.array(one.table), estimate, None, picked, counts, parts=parts, sums=one.sums
         )
         assert (np.array(values) == np.array(values)[0, 0, 0]).all()
         assert np.array(groups)[0, 0].tolist() == list(range(300))  # the lower index first
@@ -274,6 +308,7 @@ PATHS = {
     "three parts about means of 32": (128, {"mean_tokens": 32, "stages": (0.5, 0.2)}),
     "whole codes of a head dim of 96": (96, {"group_tokens": 4, "mean_bits": 8}),
     "groups of one": (16, {"group_tokens": 1, "stages": (1.0,), "refine": 1.0}),
+    "query heads summed": (64, {"tail_tokens": 0, "combine": "sum"}),
 }
 
 
@@ -333,13 +368,13 @@ def test_further_parts_are_read_of_listed_groups_only(metal_shim):
     fewer = mx.array([[2, 2], [0, 0], [3, 3]], mx.int32)
     table = mx.array(one.table)
     for parts, want in ((2, {"more": 4}), (3, {"more": 4, "rest": 8})):
-        _, _, groups = units.read_on(query, base, given, table, estimate, None, listed, counts, parts=parts)
+        _, _, groups = units.read_on(query, base, given, table, estimate, None, listed, counts, parts=parts, sums=False)
         seen = metal_shim["eps_read_on"]
         for name in ("more", "rest", "second"):
             own = want.get(name, 0) * 14
             assert seen.loaded[name] == own and (not own or seen.read[name] == own), name
         assert seen.read["codes"] == seen.loaded["codes"] == 14 * 4 and seen.read["scale"] == 14
-    _, _, groups = units.read_on(query, base, given, table, estimate, groups, places, fewer, parts=None)
+    _, _, groups = units.read_on(query, base, given, table, estimate, groups, places, fewer, parts=None, sums=False)
     seen = metal_shim["eps_read_on"]
     assert seen.read["second"] == seen.loaded["second"] == 10 * 16 and seen.read["scale"] == 10
     assert np.array(groups)[:, 0].tolist() == [[0, 9, -1], [-1, -1, -1], [31, 32, 33]]
@@ -351,7 +386,7 @@ def test_more_query_heads_than_threadgroup_memory_holds_are_refused():
     query = turn_units.Query(mx.zeros(shape), mx.zeros(shape), mx.zeros(shape[:3]))
     places = [mx.array(one.valid), mx.array(one.table), mx.array([3], mx.int32)]
     with pytest.raises(ValueError, match="49152 bytes of threadgroup memory"):
-        units.score_units(query, one.arrays(), *places, group_tokens=2, mean_bits=4)
+        units.score_units(query, one.arrays(), *places, None, group_tokens=2, mean_bits=4, sums=False)
 
 
 # ----------------------------------------------------------------------------------------------------- wrong on purpose
@@ -381,6 +416,14 @@ WRONG = {
     "log S forgotten": ("_score_units", "log(float(S)) + ", "", {}),
     "small scales as large ones": ("_score_units", "byte < 8u", "byte < 0u", {}),
     "small scales eight times as large": ("_score_units", "7.62939453125e-6f", "6.103515625e-5f", dict(repeat=1)),
+    "anchors forgotten": ("_score_units", "-= anchor", "-= 0.0f * anchor", dict(combine="sum")),
+    "anchor of the first query head": ("_score_units", "anchor[row * R + r]", "anchor[row * R]", dict(combine="sum")),
+    "the largest for the sum": ("_score_units", "best += log(total)", "best += 0.0f", dict(combine="sum")),
+    "the sum for the largest": ("_score_units", "(SUM) {\n        float", "(true) {\n        float", {}),
+    "masses past float32": ("_score_units", "[r] - best);", "[r]);", dict(combine="sum", factor=1e6)),
+    "sums without what is not finite": ("_score_units", "isfinite(x) ? x", "true ? x", dict(combine="sum")),
+    "the largest for the refined sum": ("_read_on", "best += log(total)", "best += 0.0f", dict(combine="sum")),
+    "the refined sum for the largest": ("_read_on", "if (SUM)", "if (true)", {}),
     "last byte dropped": ("_read_on", "j < BYTES; j++", "j + 1 < BYTES; j++", {}),
     "one group too many": ("_read_on", "if (own >= count)", "if (own > count)", {}),
     "second bit as large as the first": ("_read_on", "? 0.5f : -0.5f", "? 1.0f : -1.0f", {}),
@@ -441,7 +484,10 @@ def launched(monkeypatch) -> list[tuple]:
 
     monkeypatch.setattr(launch, "runner", record)
     few = {"lengths": (3,), "repeat": 1, "kv_heads": 1, "head_dim": 8, "spoilt": False}
-    for shape in (few, {}, {"head_dim": 33}, {"head_dim": 128, "stages": (0.5, 0.2)}, {"mean_tokens": 32, "size": 16}):
+    for shape in (
+        few, {}, {"head_dim": 33}, {"head_dim": 128, "stages": (0.5, 0.2)}, {"mean_tokens": 32, "size": 16},
+        {"combine": "sum"},
+    ):  # fmt: skip
         one = Units(**shape)
         query, estimate, base = one.scored()
         one.asked(mx.bfloat16)
@@ -450,7 +496,7 @@ def launched(monkeypatch) -> list[tuple]:
             for groups in (None, picked):
                 units.read_on(
                     query, base, one.arrays(), mx.array(one.table), estimate, groups, picked, picked[..., 0],
-                    parts=parts,
+                    parts=parts, sums=one.sums,
                 )  # fmt: skip
     return calls
 

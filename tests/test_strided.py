@@ -50,6 +50,7 @@ CONFIGS = {
     "rq@4 of 2 bits": {"method": "rq", "group_tokens": 4, "bits": 2},
     "box": {"method": "box", "group_tokens": 16},
     "moments, tail of 64": {"method": "moments", "group_tokens": 16, "tail_tokens": 64},
+    "rq@2, summed": {"method": "rq", "group_tokens": 2, "mean_tokens": 32, "combine": "sum"},
     "rq@2, certified": {"method": "rq", "bound_bits": 8},
 }
 CASES = [
@@ -59,7 +60,8 @@ CASES = [
     for kernels in ("arrays", "numba")
     for dtype in ("float32", "bfloat16")
 ] + [  # in the interpreter, which is slow
-    pytest.param(layout, CONFIGS["rq@2"], "triton", dtype, id=f"{layout.__name__}-rq@2-triton-{dtype}")
+    pytest.param(layout, CONFIGS[name], "triton", dtype, id=f"{layout.__name__}-{name}-triton-{dtype}")
+    for name in ("rq@2", "rq@2, summed")
     for layout, dtype in zip(LAYOUTS, ("bfloat16", "float32", "float32"), strict=True)
 ]
 

@@ -34,7 +34,8 @@ CONFIG = EpsConfig.of(
 CONFIGS = {
     "units": CONFIG,
     "short units in three parts": CONFIG.replace(stages=(0.5, 0.2)),
-    "single tokens": EpsConfig.of(method="rq", budget=0.2, last_tokens=16),
+    "query heads summed": EpsConfig.of(method="rq", budget=0.2, last_tokens=16),
+    "the largest of query heads": EpsConfig.of(method="rq", budget=0.2, last_tokens=16, combine="max"),
     "about a centre": EpsConfig.of(
         method="rq", mean_tokens=0, group_tokens=2, tail_tokens=128, budget=0.2, last_tokens=16
     ),
@@ -236,15 +237,16 @@ def test_what_it_does_not_cover_takes_the_other_way(model, config, prompts) -> N
     same(records, decode(model, "arrays", config, prompts, 2)[0])
 
 
-def filled_step(model):
+def filled_step(model, config=CONFIG):
     """(its computation, the step, its cache) as the last step of a decode left them."""
-    _, cache, decoder = decode(model, "triton", steps=2)
+    _, cache, decoder = decode(model, "triton", config, steps=2)
     (step,) = cache.steps.values()
     return lambda: step.compute(decoder.model, cache), step, cache
 
 
-def test_asks_the_host_for_nothing(model) -> None:
-    compute, _, _ = filled_step(model)
+@pytest.mark.parametrize("name", ["units", "query heads summed"])
+def test_asks_the_host_for_nothing(model, name) -> None:
+    compute, _, _ = filled_step(model, CONFIGS[name])
     with Recording() as recording:
         compute()
     names = {name for name, _ in recording.calls}

@@ -17,6 +17,7 @@ from triton_aot import TARGETS, Compiled, Job, compile_ahead
 
 from eps_core import oracle
 from eps_core.config.eps import EpsConfig
+from eps_core.config.read import COMBINES
 from eps_core.config.store import CacheSpec
 from eps_core.paging.where import Where
 from eps_core.summaries.base import LARGEST_ESTIMATE
@@ -44,13 +45,14 @@ class Case:
     refine: float = 0.125
     tail_tokens: int = 64
     num_units: int = 9
+    combine: str = "max"
     repeated: bool = False  # a unit of the pool occurs several times: whole runs of equal estimates
 
     @property
     def config(self) -> EpsConfig:
         return EpsConfig.of(
             method="rq", group_tokens=self.size, mean_tokens=self.mean_tokens, mean_bits=self.mean_bits,
-            stages=self.stages, refine=self.refine, tail_tokens=self.tail_tokens, budget=0.01,
+            stages=self.stages, refine=self.refine, tail_tokens=self.tail_tokens, budget=0.01, combine=self.combine,
         )  # fmt: skip
 
 
@@ -69,6 +71,10 @@ CASES = {
     "wide": Case(256, 16, size=1, mean_tokens=64, num_units=4),
     "two groups a unit": Case(64, 2, size=32, mean_tokens=64, num_units=30),
     "one unit": Case(64, 2, num_units=1),
+    "summed": Case(combine="sum"),
+    "summed at once": Case(64, 4, stages=(), refine=0.0, combine="sum"),
+    "summed in three parts": Case(64, 4, mean_tokens=64, stages=(0.5, 0.2), refine=0.0625, combine="sum"),
+    "summed, no power of two": Case(80, 5, size=4, stages=(0.25,), mean_bits=8, combine="sum"),
 }
 
 
@@ -115,6 +121,7 @@ class Filled:
         self.q = rng.normal(0, 3, (2, KV_HEADS * case.repeat, case.head_dim)).astype(np.float32)
         self.q[:, 0] *= 1e-6 if case.repeat > 1 else 1  # one head of another size than the others
         self.q[1, -1] *= case.repeat == 1
+        self.cache.k[0][:] = rng.normal(0, 2, self.cache.k[0].shape)
         self.where = Where.of(config, self.table, self.lengths)
         with np.errstate(invalid="ignore"):
             self.expected = oracle.score(self.cache, 0, self.q.astype(np.float64), self.where).estimate
@@ -123,7 +130,23 @@ class Filled:
         """[B, Hkv]: what the magnitudes of an estimate's terms add up to."""
         turned = rotate64(self.q.astype(np.float64) / math.sqrt(self.case.head_dim), self.config.store.seed)
         most = np.abs(turned).sum(axis=-1).reshape(2, KV_HEADS, -1).max(axis=-1)
-        return most * (2**self.case.mean_bits * 0.1 + 0.5 * 1.5)
+        size = most * (2**self.case.mean_bits * 0.1 + 0.5 * 1.5)
+        if self.case.combine == "max":
+            return size
+        products = np.abs(self.q * np.repeat(self.first_keys(), self.case.repeat, axis=1)).sum(axis=-1)
+        return size + products.reshape(2, KV_HEADS, -1).max(axis=-1) / math.sqrt(self.case.head_dim)
+
+    def first_keys(self) -> np.ndarray:
+        """[B, Hkv, D]: keys of the sequences' first tokens."""
+        return self.cache.k[0][self.table[:, 0], :, 0]
+
+    def anchors(self) -> torch.Tensor | None:
+        """`anchors` by another order of sums."""
+        if self.case.combine == "max":
+            return None
+        heads = self.q.astype(np.float64).reshape(2, KV_HEADS, self.case.repeat, -1)
+        found = np.einsum("bhrd,bhd->bhr", heads, self.first_keys().astype(np.float64))
+        return put((found / math.sqrt(self.case.head_dim)).astype(np.float32))
 
     def estimate(self, kernels: ModuleType, **options: bool) -> torch.Tensor:
         store, head_dim = self.config.store, self.case.head_dim
@@ -132,7 +155,7 @@ class Filled:
         query = kernels.round_queries(put(self.q), put(rq_signs(store.seed, head_dim)), KV_HEADS)
         return kernels.score_units(
             query, {name: put(pool) for name, pool in self.pools.items()}, put(self.valid.astype(np.uint8)),
-            put(self.table), put(self.lengths.astype(np.int32)), Depth(tuple(staged), refined),
+            put(self.table), put(self.lengths.astype(np.int32)), Depth(tuple(staged), refined), self.anchors(),
             group_tokens=self.case.size, mean_bits=self.case.mean_bits, dims=part_dims(store, head_dim), **options,
         )  # fmt: skip
 
@@ -140,12 +163,12 @@ class Filled:
 filled_once = cache(Filled)
 
 
-def check(kernels: ModuleType, case: Case, **options: bool) -> None:
-    filled = filled_once(case)
+def check(kernels: ModuleType, case: "Case | Filled", **options: bool) -> None:
+    filled = case if isinstance(case, Filled) else filled_once(case)
     found = filled.estimate(kernels, **options)
     large = filled.expected == LARGEST_ESTIMATE
     assert np.isfinite(filled.expected).any() and np.isposinf(filled.expected).any()
-    assert large.any() or case.num_units == 1
+    assert large.any() or filled.case.num_units == 1
     assert (found.cpu().numpy()[large] == np.float32(LARGEST_ESTIMATE)).all()
     expected = np.where(large, 0.0, filled.expected)
     assert_near(torch.where(put(large), 0.0, found), expected, filled.size())
@@ -156,9 +179,10 @@ def test_estimates_are_the_oracle_s(name: str) -> None:
     check(units, CASES[name])
 
 
-@pytest.mark.parametrize("repeat", [1, 2, 4, 8, 9])
-def test_query_heads(repeat: int) -> None:
-    check(units, Case(repeat=repeat, num_units=4))
+@pytest.mark.parametrize("combine", COMBINES)
+@pytest.mark.parametrize("repeat", [1, 2, 3, 4, 7, 8, 9])
+def test_query_heads(repeat: int, combine: str) -> None:
+    check(units, Case(repeat=repeat, num_units=4, combine=combine))
 
 
 def test_integers_are_converted_where_subnormals_are_flushed() -> None:
@@ -205,13 +229,29 @@ def test_queries_are_rounded_as_everywhere() -> None:
     check_queries(units)
 
 
-def test_a_query_that_is_no_number_ranks_nothing_apart() -> None:
-    filled = Filled(Case())
+@pytest.mark.parametrize("combine", COMBINES)
+def test_a_query_that_is_no_number_ranks_nothing_apart(combine: str) -> None:
+    filled = Filled(Case(combine=combine))
     for value in (np.nan, np.inf):
         filled.q[0, 1, 3] = value
         found = filled.estimate(units)[0, 0].cpu().numpy()
         known = np.isfinite(filled.expected[0, 0])
         assert (found[known] == np.float32(LARGEST_ESTIMATE)).all()
+
+
+def check_odd(kernels: ModuleType, combine: str, factor: float) -> None:
+    """Queries whose masses are past float32, or all but equal."""
+    filled = Filled(Case(combine=combine))
+    filled.q = (filled.q * factor).astype(np.float32)
+    with np.errstate(invalid="ignore"):
+        filled.expected = oracle.score(filled.cache, 0, filled.q.astype(np.float64), filled.where).estimate
+    check(kernels, filled)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-30, 1e6, 1e30])
+@pytest.mark.parametrize("combine", COMBINES)
+def test_queries_of_any_size(combine: str, factor: float) -> None:
+    check_odd(units, combine, factor)
 
 
 def check_usual(kernels: ModuleType) -> None:
@@ -220,6 +260,10 @@ def check_usual(kernels: ModuleType) -> None:
 
 def check_three(kernels: ModuleType) -> None:
     check(kernels, CASES["three parts of equal groups"])
+
+
+def check_summed(kernels: ModuleType) -> None:
+    check(kernels, CASES["summed"])
 
 
 MUTANTS = {
@@ -247,6 +291,11 @@ MUTANTS = {
     "lists name entries of the list before": ("if through is not None", "if False", check_three),
     "chosen among all groups": ("listed if named is None else named, left", "None, estimate", check_three),
     "lists of the pass before named": ("listed if named is None else named", "listed", check_three),
+    "anchors forgotten": ("        base -= ", "        base -= 0.0 * ", check_summed),
+    "anchors of the first sequence": ("anchors + row * R + r", "anchors + (row % kv_heads) * R + r", check_summed),
+    "anchor of the first query head": ("anchors + row * R + r", "anchors + row * R + r * 0", check_summed),
+    "the largest for the sum": ("anchors is not None}", "False}", check_summed),
+    "the sum for the largest": ("anchors is not None}", "True}", check_usual),
     "one group more": ("row, counts, width=width", "row, counts + 1, width=width", check_three),
 }  # fmt: skip
 
@@ -266,7 +315,7 @@ POINTERS = {
     "mean": "*u8", "mean_scale": "*fp16", "codes": "*u8", "more": "*u8", "rest": "*u8", "second": "*u8",
     "scale": "*u8", "valid": "*u8", "table": "*i32", "lengths": "*i32", "bases": "*fp32", "estimate": "*fp32",
     "left": "*fp32", "listed_groups": "*i32", "through": "*i32", "named": "*i32", "counts": "*i32",
-    "inverse_root": "fp32",
+    "anchors": "*fp32", "inverse_root": "fp32",
 }  # fmt: skip
 
 
@@ -281,31 +330,34 @@ def shape(head_dim: int, dims: tuple[int, int, int], groups: int, block: int) ->
     first, more, rest = dims
     return {
         "R": 4, "DP": head_dim, "D": first, "MORE": more, "REST": rest, "ROW": head_dim, "SUBNORMAL": True, "SPU": 1,
-        "N": groups, "LARGEST": LARGEST_ESTIMATE, "BLOCK": block, "RP": units.integer_columns(4),
+        "N": groups, "LARGEST": LARGEST_ESTIMATE, "SUM": False, "BLOCK": block, "RP": units.integer_columns(4),
     }  # fmt: skip
 
 
-def without(constants: dict, *names: str) -> dict:
-    return {name: value for name, value in constants.items() if name not in names}
+def first_of(constants: dict) -> dict:
+    return {name: value for name, value in constants.items() if name not in ("MORE", "REST")} | {"S": 2, "BLOCK": 512}
 
 
 HALVES, QUARTERS = shape(128, (64, 0, 64), 32, 256), shape(64, (16, 16, 32), 16, 256)
+MEANS = {
+    "R": 4, "D": 128, "RP": 4, "DP": 128, **score_kernels.code_shape(128, 4), "SUBNORMAL": True, "SPU": 1, "SEALED": 64,
+    "LOG_S": math.log(2), "BLOCK": 256,
+}  # fmt: skip
 JOBS = {
     "queries": job(
         "_round_queries", {"R": 4, "HEAD_DIM": 128, "DIM2": 128, "LOG_DIM": 7, "STEPS": QUERY_STEPS}, num_warps=1,
         enable_fp_fusion=False,
     ),
-    "means": job(
-        "_score_means", {
-            "R": 4, "D": 128, "RP": 4, "DP": 128, **score_kernels.code_shape(128, 4), "SUBNORMAL": True, "SPU": 1,
-            "SEALED": 64, "LOG_S": math.log(2), "BLOCK": 256,
-        },
-    ),
-    "first of halves": job("_score_units", without(HALVES, "MORE", "REST") | {"S": 2, "BLOCK": 512}),
-    "first of quarters": job("_score_units", without(QUARTERS, "MORE", "REST") | {"S": 2, "BLOCK": 512}),
+    "means": job("_score_means", MEANS, ("anchors",)),
+    "first of halves": job("_score_units", first_of(HALVES)),
+    "first of quarters": job("_score_units", first_of(QUARTERS)),
     "rest": job("_read_on", HALVES, ("more", "second", "through", "named")),
     "quarters' rest": job("_read_on", QUARTERS, ("second",)),
     "second bits": job("_read_on", HALVES, ("more", "left", "named")),
+    "summed means": job("_score_means", MEANS),
+    "summed first of halves": job("_score_units", first_of(HALVES) | {"SUM": True}),
+    "summed rest": job("_read_on", HALVES | {"SUM": True}, ("more", "second", "through", "named")),
+    "summed second bits": job("_read_on", HALVES | {"SUM": True}, ("more", "left", "named")),
 }  # fmt: skip
 
 

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_conformance import eps
+from test_conformance import as_read, eps
 from test_refine import Filled, case_of, heads_of
 
 from eps_core import oracle
 from eps_core.config.bytes import scoring_bytes, sealed_bytes, summary_bytes, summary_group_bytes
 from eps_core.config.eps import EpsConfig
-from eps_core.config.read import Read
+from eps_core.config.read import COMBINES, Read
 from eps_core.config.store import CacheSpec, Store
 from eps_core.errors import ConfigError
 from eps_core.load import load_backend
@@ -131,9 +131,10 @@ def test_a_part_of_the_dimensions_estimates_them_all() -> None:
 @pytest.mark.kernels("numba")
 @pytest.mark.parametrize("stages", [(0.25,), (0.37,), (0.5, 0.2), (1.0,)], ids=str)
 @pytest.mark.parametrize("refine", [0.0, 0.1])
-def test_exactly_the_best_are_read_further(target, stages, refine) -> None:
+@pytest.mark.parametrize("combine", COMBINES)
+def test_exactly_the_best_are_read_further(target, stages, refine, combine) -> None:
     """Judged by the estimates of every group read one part, two parts, .. and refined."""
-    one = Filled(target, units_case(stages=stages, refine=refine))
+    one = Filled(target, units_case(stages=stages, refine=refine, combine=combine))
     got, parts = one.estimate(), len(stages) + 1
     store = one.case.config.store
     stored = {name: one.stored(name) for name in one.cache.summaries[0]}
@@ -143,7 +144,18 @@ def test_exactly_the_best_are_read_further(target, stages, refine) -> None:
             continue
         own = {name: array[one.table[b, :seals], head, 0] for name, array in stored.items()}
         heads = one.q[b].reshape(one.case.num_kv_heads, -1, 64)[head].astype(np.float64) / 8
-        by_part = [np.max([rq.stage(store, own, a, part) for a in heads], axis=0) for part in range(1, parts + 1)]
+        first = as_read(one.case, one.keys[b][:1, head])[0]
+
+        anchors = heads @ first if combine == "sum" else np.zeros(len(heads))
+
+        def of_all(each: list[np.ndarray], last: bool, anchors: np.ndarray = anchors) -> np.ndarray:
+            one = np.array(each) - anchors[:, None]
+            return np.logaddexp.reduce(one) if combine == "sum" and last else one.max(axis=0)
+
+        by_part = [
+            of_all([rq.stage(store, own, a, part) for a in heads], part == parts and not refine)
+            for part in range(1, parts + 1)
+        ]
         left, want = np.arange(32 * seals), by_part[0].copy()
         for share, finer in zip(stages, by_part[1:], strict=True):
             count = int(np.ceil(share * -(-one.lengths[b] // 2)))
@@ -151,7 +163,7 @@ def test_exactly_the_best_are_read_further(target, stages, refine) -> None:
             want[left] = finer[left]
         if refine:
             left = left[best_first(want[left])[: int(np.ceil(refine * -(-one.lengths[b] // 2)))]]
-            want[left] = np.max([rq.refine(store, {}, own, a) for a in heads], axis=0)[left]
+            want[left] = of_all([rq.refine(store, {}, own, a) for a in heads], True)[left]
         np.testing.assert_allclose(got[b, head, : 32 * seals], want, atol=2e-5)
 
 
@@ -159,7 +171,7 @@ def test_a_read_without_stages_reads_every_code_whole(target) -> None:
     one = Filled(target, units_case(refine=0.0))
     whole = Filled(target, units_case(refine=0.0, stages=()))
     known = np.isfinite(one.estimate())
-    np.testing.assert_allclose(score_with(one)[known], whole.estimate()[known], atol=1e-6)
+    np.testing.assert_allclose(score_with(one, combine="sum")[known], whole.estimate()[known], atol=1e-6)
     assert np.abs(one.estimate()[known] - whole.estimate()[known]).max() > 0.1
 
 
@@ -200,8 +212,9 @@ def test_all_backends_visit_the_same_groups() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30, np.inf])
-def test_extreme_queries_rank_without_nan(target, scale) -> None:
-    one = Filled(target, units_case((300,)))
+@pytest.mark.parametrize("combine", COMBINES)
+def test_extreme_queries_rank_without_nan(target, scale, combine) -> None:
+    one = Filled(target, units_case((300,), combine=combine))
     with np.errstate(invalid="ignore", over="ignore"):
         one.native = one.backend.from_numpy((one.q * np.float32(scale)).astype(np.float32), "float32", target[1])
     estimate = one.estimate()

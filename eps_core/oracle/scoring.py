@@ -11,6 +11,7 @@ from eps_core.oracle import pages, selection
 from eps_core.oracle.cache import Cache
 from eps_core.oracle.selection import missing_groups
 from eps_core.paging.where import Where
+from eps_core.summaries.base import LARGEST_ESTIMATE
 from eps_core.summaries.table import METHODS, score_summary
 
 
@@ -49,24 +50,23 @@ def score(cache: Cache, layer: int, q: np.ndarray, where: Where) -> Scores:
                 constants |= {"groups": known, "length": lengths[b]}
             heads = q[b, head * repeat : (head + 1) * repeat].astype(np.float64) / np.sqrt(head_dim)
             anchors = _anchors(cache, layer, heads, int(table[b, 0]), head, where.config.read)
-            shifts = np.zeros(repeat) if anchors is None else anchors
             for r, a in enumerate(heads):
                 guess, least, most = score_summary(store, constants, stacked, a)
-                guess = guess - shifts[r]
+                guess = _shifted(guess, None if anchors is None else anchors[r])
                 estimate[b, head, known] = guess if r == 0 else combine(0)(estimate[b, head, known], guess)
                 if least is not None:
                     lower[b, head, r, known], upper[b, head, r, known] = least, most
             left = np.arange(len(known))  # of them, those whose codes were read further and further
             for part, count in enumerate(where.config.staged_groups(int(lengths[b]), head_dim), start=2):
                 each = [METHODS[store.method].stage(store, stacked, a, part) for a in heads]
-                finer = combine(part - 1).reduce(np.array(each) - shifts[:, None], axis=0)
+                finer = combine(part - 1).reduce(_shifted(np.array(each), anchors), axis=0)
                 left = np.sort(left[selection.best_first(estimate[b, head, known[left]])[:count]])
                 estimate[b, head, known[left]] = finer[left]
             if where.config.read.refine:
                 count = where.config.refined_groups(int(lengths[b]))
                 left = left[selection.best_first(estimate[b, head, known[left]])[:count]]
                 each = [METHODS[store.method].refine(store, constants, stacked, a) for a in heads]
-                finer = combine(len(where.staged(head_dim)) + 1).reduce(np.array(each) - shifts[:, None], axis=0)
+                finer = combine(len(where.staged(head_dim)) + 1).reduce(_shifted(np.array(each), anchors), axis=0)
                 estimate[b, head, known[left]] = finer[left]
     if not store.own_bounds:
         return Scores(estimate, None, None, num_missing)
@@ -81,6 +81,14 @@ def _anchors(
     if read.combine == "max":
         return None
     return heads @ pages.rows_of(cache.k[layer], unit, head, 0).astype(np.float64)
+
+
+def _shifted(estimates: np.ndarray, anchors: np.ndarray | None) -> np.ndarray:
+    """Estimates [.., G] less the anchors [..], where what is not finite stays the largest."""
+    if anchors is None:
+        return estimates
+    shifted = estimates - np.expand_dims(anchors, -1)
+    return np.where(np.isfinite(shifted) & (estimates < LARGEST_ESTIMATE), shifted, LARGEST_ESTIMATE)
 
 
 def bounds(cache: Cache, layer: int, q: np.ndarray, where: Where, scores: Scores, selected: Selection) -> Scores:

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from eps_core.config.eps import EpsConfig
+from eps_core.config.read import Read
 from eps_core.gate.protocol import RowsRead, Scores, Selection
 from eps_core.paging.groups import WritePlan
 from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
 from eps_core.summaries.rq import part_dims
+from eps_cuda.anchors import anchors
 from eps_cuda.cache import Cache
 from eps_cuda.kernels import attend as attend_kernels
 from eps_cuda.kernels import rows as rows_kernels
@@ -73,7 +75,7 @@ def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores | None:
             q, cache.summaries[layer], cache.valid[layer], table, lengths, group_tokens=store.S
         )
     else:
-        estimate = estimates(cache, layer, q, table, lengths, depth_of(cache, where))
+        estimate = estimates(cache, layer, q, table, lengths, depth_of(cache, where), where.config.read)
     return Scores(estimate, None, None, num_missing, kernels=cache.kernels)
 
 
@@ -88,17 +90,18 @@ def depth_of(cache: Cache, where: Where) -> Depth:
     return where.once(("depth", cache.device, cache.spec.head_dim), copy)
 
 
-def estimates(cache: Cache, layer: int, q: Tensor, table: Tensor, lengths: Tensor, depth: Depth) -> Tensor:
+def estimates(cache: Cache, layer: int, q: Tensor, table: Tensor, lengths: Tensor, depth: Depth, read: Read) -> Tensor:
     """[B, Hkv, G] of rq, from device arrays alone: q [B, Hq, D], table [B, M], lengths [B]."""
+    q = q.contiguous()
     store, summary, centre = cache.store, cache.summaries[layer], cache.centre[layer]
     if store.mean_tokens:
-        query = unit_kernels.round_queries(q.contiguous(), cache.fixed[layer]["signs"], cache.spec.num_kv_heads)
+        query = unit_kernels.round_queries(q, cache.fixed[layer]["signs"], cache.spec.num_kv_heads)
         return unit_kernels.score_units(
-            query, summary, cache.valid[layer], table, lengths, depth, group_tokens=store.S, mean_bits=store.mean_bits,
-            dims=part_dims(store, cache.spec.head_dim),
+            query, summary, cache.valid[layer], table, lengths, depth, anchors(cache, layer, q, table[:, :1], read),
+            group_tokens=store.S, mean_bits=store.mean_bits, dims=part_dims(store, cache.spec.head_dim),
         )  # fmt: skip
     assert centre is not None
-    turned, offset = score_kernels.turn_queries(q.contiguous(), rotation(cache), centre)
+    turned, offset = score_kernels.turn_queries(q, rotation(cache), centre)
     estimate = score_kernels.score_rq(
         turned, offset, summary["codes"], summary["scale"], cache.valid[layer], table, lengths,
         group_tokens=store.S, bits=store.bits,

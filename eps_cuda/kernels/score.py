@@ -91,10 +91,13 @@ def _places(table_row, g, listed, kv_heads, h, GPU: tl.constexpr):
 
 
 @triton.jit
-def _settle(estimate, R: tl.constexpr, RP: tl.constexpr, LARGEST: tl.constexpr):
-    """[BLOCK, RP] of each head -> [BLOCK]: what is not finite becomes LARGEST, then the most of R heads."""
+def _settle(estimate, R: tl.constexpr, RP: tl.constexpr, LARGEST: tl.constexpr, SUM: tl.constexpr = False):
+    """[BLOCK, RP] of each head -> [BLOCK]: what is not finite becomes LARGEST, then the most of R heads, or the log of
+    the sum of their masses."""
     estimate = tl.where(tl.abs(estimate) < float("inf"), estimate, LARGEST)
-    return tl.max(tl.where((tl.arange(0, RP) < R)[None, :], estimate, -float("inf")), axis=1)
+    estimate = tl.where((tl.arange(0, RP) < R)[None, :], estimate, -float("inf"))
+    most = tl.max(estimate, axis=1)
+    return most + tl.log(tl.sum(tl.exp(estimate - most[:, None]), axis=1)) if SUM else most
 
 
 @triton.jit

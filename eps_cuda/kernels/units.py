@@ -65,12 +65,13 @@ def _round_queries(
 
 @triton.jit
 def _score_means(
-    turned, mean, mean_scale, table, lengths, bases, table_units, seals, kv_heads,
+    turned, mean, mean_scale, anchors, table, lengths, bases, table_units, seals, kv_heads,
     R: tl.constexpr, D: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr,
     BP: tl.constexpr, FOLD: tl.constexpr, SUBNORMAL: tl.constexpr, SPU: tl.constexpr, SEALED: tl.constexpr,
     LOG_S: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK units' means of one (sequence, kv head): log S + m_hat . a of each query head."""
+    """BLOCK units' means of one (sequence, kv head): log S + m_hat . a of each query head, less its anchor unless there
+    is none."""
     row = tl.program_id(1)
     b, h = row // kv_heads, row % kv_heads
     seal = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -87,7 +88,10 @@ def _score_means(
     dots = _pairs(total, BLOCK, RP) * unit[None, :] - (MIDDLE * sums)[None, :]
     step = tl.load(mean_scale + tile, mask=inside, other=0.0).to(tl.float32)
     place = (row.to(tl.int64) * seals + seal)[:, None] * R + r[None, :]
-    tl.store(bases + place, LOG_S + dots * step[:, None], mask=(seal < seals)[:, None] & (r < R)[None, :])
+    base = LOG_S + dots * step[:, None]
+    if anchors is not None:
+        base -= tl.load(anchors + row * R + r, mask=r < R, other=0.0)[None, :]
+    tl.store(bases + place, base, mask=(seal < seals)[:, None] & (r < R)[None, :])
 
 
 @triton.jit
@@ -124,6 +128,7 @@ def _add_part(
 def _estimate(
     total, integers_row, steps_row, shift, scale, MIDDLE: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     ROW: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr, SUBNORMAL: tl.constexpr, LARGEST: tl.constexpr,
+    SUM: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK] by what is known of the first D dimensions: twice the ones among the signs, and with a MIDDLE of 1.5, not
     1, those among the second bits, add up to total [BLOCK, RP]."""
@@ -132,7 +137,7 @@ def _estimate(
     dots = ones - (MIDDLE * _integer_sums(integers_row, R, D, ROW, RP, DP))[None, :]
     step = tl.load(steps_row + r, mask=r < R, other=0.0) * (ROW / D)
     # a scale times these is exact
-    return _settle(shift + scale[:, None] * dots * step[None, :], R, RP, LARGEST)
+    return _settle(shift + scale[:, None] * dots * step[None, :], R, RP, LARGEST, SUM)
 
 
 @triton.jit
@@ -140,7 +145,7 @@ def _score_units(
     integers, steps, bases, codes, scale, valid, table, lengths, estimate, table_units, groups, seals, kv_heads,
     R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr,
     SUBNORMAL: tl.constexpr, SPU: tl.constexpr, N: tl.constexpr, S: tl.constexpr, LARGEST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SUM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK groups of one (sequence, kv head), by the first D of ROW dimensions."""
     row = tl.program_id(1)
@@ -159,7 +164,7 @@ def _score_units(
     by = _from_byte(tl.load(scale + tile * N + g % N, mask=there, other=0))
     at = (row.to(tl.int64) * seals + seal)[:, None] * R + r[None, :]
     shift = tl.load(bases + at, mask=there[:, None] & (r < R)[None, :], other=0.0)
-    best = _estimate(total, integers_row, steps + row * R, shift, by, 1.0, R, D, ROW, RP, DP, SUBNORMAL, LARGEST)
+    best = _estimate(total, integers_row, steps + row * R, shift, by, 1.0, R, D, ROW, RP, DP, SUBNORMAL, LARGEST, SUM)
     _store_estimate(best, estimate, valid, place, seal, g, row, length, groups, inside, N * S)
 
 
@@ -169,7 +174,7 @@ def _read_on(
     counts, table_units, groups, seals, kv_heads, width, through_width,
     R: tl.constexpr, D: tl.constexpr, MORE: tl.constexpr, REST: tl.constexpr, ROW: tl.constexpr, RP: tl.constexpr,
     DP: tl.constexpr, SUBNORMAL: tl.constexpr, SPU: tl.constexpr, N: tl.constexpr, LARGEST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SUM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK listed groups of one (sequence, kv head), by the parts that are given, of D, MORE and REST dimensions, and
     with `second` by their second bits, too. Lists name entries of `through`, or groups where that is None. Estimates go
@@ -215,8 +220,9 @@ def _read_on(
         by = _from_byte(tl.load(scale + place, mask=listed, other=0))
         MIDDLE: tl.constexpr = 1.0 if second is None else 1.5
         best = _estimate(
-            total, integers_row, steps + row * R, shift, by, MIDDLE, R, D + MORE + REST, ROW, RP, DP, SUBNORMAL, LARGEST
-        )
+            total, integers_row, steps + row * R, shift, by, MIDDLE, R, D + MORE + REST, ROW, RP, DP, SUBNORMAL,
+            LARGEST, SUM,
+        )  # fmt: skip
         tl.store(estimate + row.to(tl.int64) * groups + g, best, mask=listed)
         if left is not None:
             tl.store(left + row.to(tl.int64) * width + w, best, mask=listed)
@@ -257,10 +263,10 @@ def integer_columns(repeat: int) -> int:
 
 
 def _bases(
-    query: Query, summary: dict[str, Tensor], table: Tensor, lengths: Tensor, shared: dict[str, float],
-    group_tokens: int, mean_bits: int,
+    query: Query, summary: dict[str, Tensor], anchors: Tensor | None, table: Tensor, lengths: Tensor,
+    shared: dict[str, float], group_tokens: int, mean_bits: int,
 ) -> Tensor:  # fmt: skip
-    """log S + m_hat . a [B, Hkv, units, R] of all units."""
+    """log S + m_hat . a [B, Hkv, units, R] of all units, less the anchors."""
     batch, kv_heads, repeat, head_dim = query.turned.shape
     per_unit, together = summary["scale"].shape[2:]
     seals, shape = table.shape[1] * per_unit, code_shape(head_dim, mean_bits)
@@ -268,42 +274,49 @@ def _bases(
     bases = torch.empty((batch, kv_heads, seals, repeat), dtype=torch.float32, device=table.device)
     block = _block(batch * kv_heads, seals, shape["BP"] * shape["FOLD"])
     _score_means[(triton.cdiv(seals, block), batch * kv_heads)](
-        query.turned, summary["mean"], summary["mean_scale"], table, lengths, bases, table.shape[1], seals, kv_heads,
-        D=head_dim, RP=_padded_heads(repeat), **shared, **shape, SEALED=together * group_tokens,
+        query.turned, summary["mean"], summary["mean_scale"], anchors, table, lengths, bases, table.shape[1], seals,
+        kv_heads, D=head_dim, RP=_padded_heads(repeat), **shared, **shape, SEALED=together * group_tokens,
         LOG_S=math.log(group_tokens), BLOCK=block,
     )  # fmt: skip
     return bases
 
 
 def score_units(
-    query: Query, summary: dict[str, Tensor], valid: Tensor, table: Tensor, lengths: Tensor, depth: Depth, *,
-    group_tokens: int, mean_bits: int, dims: tuple[int, ...], subnormal: bool = not torch.version.hip,
+    query: Query, summary: dict[str, Tensor], valid: Tensor, table: Tensor, lengths: Tensor, depth: Depth,
+    anchors: Tensor | None, *, group_tokens: int, mean_bits: int, dims: tuple[int, ...],
+    subnormal: bool = not torch.version.hip,
 ) -> Tensor:  # fmt: skip
     """Estimates [B, Hkv, G] float32 of log A_p as `score.score_rq` gives them, each by as much of its code as `depth`
-    lets be read: `summary` has the pools [P, Hkv, SPU, ..] of `eps_core.summaries.rq` by name, `valid` [P * SPU] uint8,
-    table [B, M] and lengths [B] int32; `dims` of each part of a code (`part_dims`)."""
+    lets be read. With `anchors` [B, Hkv, R] float32 of each query head (`eps_cuda.anchors`), its masses are divided by
+    exp of its anchor, and their sum takes the place of the most in what is read last. `summary` has the pools
+    [P, Hkv, SPU, ..] of `eps_core.summaries.rq` by name, `valid` [P * SPU] uint8, table [B, M] and lengths [B] int32;
+    `dims` of each part of a code (`part_dims`)."""
     batch, kv_heads, repeat, head_dim = query.turned.shape
     per_unit, together = summary["scale"].shape[2:]
     seals, rows = table.shape[1] * per_unit, batch * kv_heads
     groups = seals * together
     _check_layout(query.turned, query.integers, query.steps, *summary.values(), valid, table, lengths)
+    if anchors is not None:
+        _check_layout(anchors)
     assert summary["codes"].shape[3:] == (-(-dims[0] // 8), together) and sum(dims) == head_dim
     assert len(depth.staged) == len(dims) - 1, "a count for each part after the first"
     shared: dict[str, float] = {"R": repeat, "DP": _power_of_two(head_dim), "SUBNORMAL": subnormal, "SPU": per_unit}
-    bases = _bases(query, summary, table, lengths, shared, group_tokens, mean_bits)
+    bases = _bases(query, summary, anchors, table, lengths, shared, group_tokens, mean_bits)
     estimate = torch.empty((batch, kv_heads, groups), dtype=torch.float32, device=table.device)
     shared |= {"D": dims[0], "ROW": head_dim, "N": together, "LARGEST": LARGEST_ESTIMATE}
-    block = _block(rows, groups, max(_power_of_two(summary["codes"].shape[3]), 16))
-    _score_units[(triton.cdiv(groups, block), rows)](
-        query.integers, query.steps, bases, summary["codes"], summary["scale"], valid, table, lengths, estimate,
-        table.shape[1], groups, seals, kv_heads, **shared, RP=integer_columns(repeat), S=group_tokens, BLOCK=block,
-    )  # fmt: skip
-
     # of each further pass: how many groups it reads, which parts, and whether second bits
     names = PARTS[len(dims)]
     passes = [(*some, names[: at + 2], False) for at, some in enumerate(depth.staged)]
     if depth.refined[1]:
         passes.append((*depth.refined, names, True))
+    sums = anchors is not None  # in what is read last
+    block = _block(rows, groups, max(_power_of_two(summary["codes"].shape[3]), 16))
+    _score_units[(triton.cdiv(groups, block), rows)](
+        query.integers, query.steps, bases, summary["codes"], summary["scale"], valid, table, lengths, estimate,
+        table.shape[1], groups, seals, kv_heads, **shared, RP=integer_columns(repeat), S=group_tokens,
+        SUM=sums and not passes, BLOCK=block,
+    )  # fmt: skip
+
     held = dict(zip(names, dims, strict=True))
     through: Tensor | None = None
     row: Tensor = estimate  # of what the next pass chooses from, which `through` names
@@ -320,7 +333,7 @@ def score_units(
             left, listed, through, named, found, table.shape[1], groups, seals, kv_heads, width,
             1 if through is None else through.shape[2], **shared,
             **{name.upper(): held[name] if name in parts else 0 for name in ("more", "rest")},
-            RP=integer_columns(repeat), BLOCK=block,
+            RP=integer_columns(repeat), SUM=sums and at == len(passes), BLOCK=block,
         )  # fmt: skip
         if left is not None:
             through, row = listed if named is None else named, left

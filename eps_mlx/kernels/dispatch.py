@@ -16,6 +16,7 @@ import numpy as np
 from eps_core.gate.protocol import RowsRead, Scores, Selection
 from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
+from eps_mlx.anchors import anchors
 from eps_mlx.cache import Cache
 from eps_mlx.kernels import attend as attend_kernels
 from eps_mlx.kernels import rows as rows_kernels
@@ -93,14 +94,34 @@ def unit_estimates(cache: Cache, layer: int, q: mx.array, where: Where, table: m
     """[B, Hkv, G] of rq about units' means: q [B, Hq, D], table [B, M] and lengths [B] of `where` on the device."""
     store, summary = cache.store, cache.summaries[layer]
     query = turn_units(q, cache.fixed[layer]["signs"], cache.spec.num_kv_heads)
+    anchor = anchors(cache, layer, q, where.table[:, :1], where.config.read)
     estimate, base = score_units(
-        query, summary, cache.valid[layer], table, lengths, group_tokens=store.S, mean_bits=store.mean_bits
+        query,
+        summary,
+        cache.valid[layer],
+        table,
+        lengths,
+        anchor,
+        group_tokens=store.S,
+        mean_bits=store.mean_bits,
+        sums=where.sums_after(0, cache.spec.head_dim),
     )
     # the groups still in the race: of the first stage all
     values, groups = estimate, None
-    for parts, wanted, most in _stages(cache, where):
+    for passes, (parts, wanted, most) in enumerate(_stages(cache, where), start=1):
         picked, counts = select_kernels.select_best(values, wanted, width=max(most, 1))
-        estimate, values, groups = read_on(query, base, summary, table, estimate, groups, picked, counts, parts=parts)
+        estimate, values, groups = read_on(
+            query,
+            base,
+            summary,
+            table,
+            estimate,
+            groups,
+            picked,
+            counts,
+            parts=parts,
+            sums=where.sums_after(passes, cache.spec.head_dim),
+        )
     return estimate
 
 

@@ -28,6 +28,28 @@ def _number(byte: str) -> str:
     return _NUMBER % (byte, byte, byte)
 
 
+def _combine(dot: str, base: str) -> str:
+    """`best` of the R query heads, by their sums dot[r] over a code of scale `size`: what is not finite becomes the
+    largest estimate, then their largest or, where SUM, the log of the sum of their masses."""
+    return f"""
+    float best = -INFINITY;
+    for (int r = 0; r < R; r++) {{
+        // a scale times a sum is exact
+        const float exact = size * {dot}[r];
+        const float x = {base} + exact * (step[row * R + r] * float(STRETCH));
+        {dot}[r] = isfinite(x) ? x : {LARGEST_ESTIMATE!r}f;
+        best = max(best, {dot}[r]);
+    }}
+    if (SUM) {{
+        float total = 0.0f;
+        for (int r = 0; r < R; r++) {{
+            total += exp({dot}[r] - best);
+        }}
+        best += log(total);
+    }}
+"""
+
+
 _ROW = """
     const int tid = int(thread_index_in_threadgroup);
     const int row = int(threadgroup_position_in_grid.y);
@@ -92,6 +114,9 @@ _SCORE_UNITS = (
     const float mean_step = tile < 0 ? 0.0f : static_cast<float>(mean_scale[tile]);
     for (int r = 0; r < R; r++) {
         mean_dot[r] = log(float(S)) + mean_dot[r] * mean_step;
+        if (ANCHORED) {
+            mean_dot[r] -= anchor[row * R + r];
+        }
         if (part == 0 && seal < seals) {
             base[(size_t(row) * seals + seal) * R + r] = mean_dot[r];
         }
@@ -122,20 +147,17 @@ _SCORE_UNITS = (
     for (int k = 0; k < PIECE; k++) {
         const int n = part * PIECE + k;
         const int g = seal * N + n;
-        if (g < num_groups) {
-            float best = g * S < length && tile < 0 ? INFINITY : -INFINITY;
-            for (int r = 0; r < R && tile >= 0; r++) {
-                const uint byte = uint(scale[size_t(tile) * N + n]);
+        if (g < num_groups && tile < 0) {
+            estimate[size_t(row) * num_groups + g] = g * S < length ? INFINITY : -INFINITY;
+        } else if (g < num_groups) {
+            const uint byte = uint(scale[size_t(tile) * N + n]);
 """
-    + f"""
-                // a scale times a sum is exact
-                const float exact = {_number("byte")} * dot[k][r];
-                const float x = mean_dot[r] + exact * (step[row * R + r] * float(STRETCH));
-                best = max(best, isfinite(x) ? x : {LARGEST_ESTIMATE!r}f);
-            }}
+    + f"const float size = {_number('byte')};"
+    + _combine("dot[k]", "mean_dot[r]")
+    + """
             estimate[size_t(row) * num_groups + g] = best;
-        }}
-    }}
+        }
+    }
 """
 )
 
@@ -211,12 +233,9 @@ _READ_ON = (
     + f"""
     const uint byte = uint(scale[mine]);
     const float size = {_number("byte")};
-    float best = -INFINITY;
-    for (int r = 0; r < R; r++) {{
-        const float exact = size * dot[r];
-        const float x = base[(size_t(row) * seals + seal) * R + r] + exact * (step[row * R + r] * float(STRETCH));
-        best = max(best, isfinite(x) ? x : {LARGEST_ESTIMATE!r}f);
-    }}
+"""
+    + _combine("dot", "base[(size_t(row) * seals + seal) * R + r]")
+    + """
     refined[size_t(row) * num_groups + g] = best;
     values[size_t(row) * width + own] = best;
     listed[size_t(row) * width + own] = g;
@@ -225,10 +244,13 @@ _READ_ON = (
 
 _score_units = Kernel(
     "eps_score_units",
-    ("turned", "rounded", "step", "mean", "mean_scale", "scale", "codes", "valid", "table", "lengths", "sizes"),
+    (
+        "turned", "rounded", "step", "anchor", "mean", "mean_scale", "scale", "codes", "valid", "table", "lengths",
+        "sizes",
+    ),
     ("estimate", "base"),
     _SCORE_UNITS,
-)
+)  # fmt: skip
 _read_on = Kernel(
     "eps_read_on",
     (
@@ -241,13 +263,15 @@ _read_on = Kernel(
 
 
 def score_units(
-    query: Query, summary: dict[str, mx.array], valid: mx.array, table: mx.array, lengths: mx.array, *,
-    group_tokens: int, mean_bits: int,
+    query: Query, summary: dict[str, mx.array], valid: mx.array, table: mx.array, lengths: mx.array,
+    anchors: mx.array | None, *, group_tokens: int, mean_bits: int, sums: bool,
 ) -> tuple[mx.array, mx.array]:  # fmt: skip
     """(estimates [B, Hkv, G] float32 of log masses by the first part of the codes, max over the R query heads; what the
-    means say of them [B, Hkv, seals, R] float32, for `read_on`). `summary`: a layer's pools by name, fields as in
-    `eps_core.summaries.rq`, [P, Hkv, seals of a unit, ..]; valid [P * seals of a unit] uint8 (0: no valid summary),
-    table [B, M] int32, lengths [B] int32."""
+    means say of them [B, Hkv, seals, R] float32, for `read_on`). With `anchors` [B, Hkv, R] float32 of each query head
+    (`eps_mlx.anchors`), what the means say is less the anchor; where it `sums`, the log of the sum of masses takes the
+    place of the max.
+    `summary`: a layer's pools by name, fields as in `eps_core.summaries.rq`, [P, Hkv, seals of a unit, ..]; valid
+    [P * seals of a unit] uint8 (0: no valid summary), table [B, M] int32, lengths [B] int32."""
     repeat, head_dim = query.turned.shape[2:]
     words, known = layout(summary["mean"], mean_bits, head_dim, repeat)
     template = {name: known[name] for name in ("WORD", "BITS")} | _template(query, summary)
@@ -263,10 +287,13 @@ def score_units(
     estimate, base = launch(
         _score_units,
         [
-            *query, words, *(summary[name] for name in ("mean_scale", "scale", "codes")), valid, table, lengths,
-            integers(num_groups),
+            *query, query.step if anchors is None else anchors, words,
+            *(summary[name] for name in ("mean_scale", "scale", "codes")), valid, table, lengths, integers(num_groups),
         ],
-        template | {"S": group_tokens, "PIECE": piece, "STRETCH": _stretch(head_dim, template["B0"])},
+        template | {
+            "S": group_tokens, "PIECE": piece, "STRETCH": _stretch(head_dim, template["B0"]),
+            "ANCHORED": anchors is not None, "SUM": sums,
+        },
         grid=(THREADS * -(-num_seals * (sealed // piece) // THREADS), rows, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(len(table), template["HKV"], num_groups), (len(table), template["HKV"], num_seals, repeat)],
@@ -277,7 +304,7 @@ def score_units(
 
 def read_on(
     query: Query, base: mx.array, summary: dict[str, mx.array], table: mx.array, estimate: mx.array,
-    groups: mx.array | None, picked: mx.array, counts: mx.array, *, parts: int | None,
+    groups: mx.array | None, picked: mx.array, counts: mx.array, *, parts: int | None, sums: bool,
 ) -> tuple[mx.array, mx.array, mx.array]:  # fmt: skip
     """Better estimates of listed groups, from the first `parts` of their codes or, where that is None, from two bits a
     dimension: (`estimate` [B, Hkv, G] with them, as a new array; they alone [B, Hkv, W] float32, -inf behind the last;
@@ -290,7 +317,7 @@ def read_on(
     more, rest = (summary[name] if name in kept else None for name in ("more", "rest"))
     template |= {
         "B1": 0 if more is None else more.shape[-1], "B2": 0 if rest is None else rest.shape[-1], "SECOND": is_second,
-        "PICKED": groups is not None,
+        "PICKED": groups is not None, "SUM": sums,
     }  # fmt: skip
     num_bytes = template["B0"] + template["B1"] + template["B2"]
     unread = summary["codes"]  # stands for what there is not
