@@ -251,10 +251,11 @@ def simulate(session: Session, kv: list, tokens: list[int], steps: int, budgets:
     ]
 
 
-def measure(session: Session, tokens: list[int], steps: int, budgets: list[float]) -> list[dict]:
+def measure(session: Session, tokens: list[int], steps: int, budgets: list[float], peers: bool) -> list[dict]:
     """Return the rows of one document: EPS at each budget and at its default, then its peers."""
     configs: dict[Any, EpsConfig] = {("EPS", share): EpsConfig.of(method="rq", budget=share) for share in budgets}
     configs["EPS default", None] = EpsConfig.of(method="rq")
+    configs["EPS default, largest head", None] = EpsConfig.of(method="rq", combine="max")
     found = run_document(session, Document.along(tokens, steps), configs)
     rows = []
     for name, share in configs:
@@ -263,6 +264,8 @@ def measure(session: Session, tokens: list[int], steps: int, budgets: list[float
         read, full = one.bytes_read()
         kl, agree = one.kl[:, 0].tolist(), one.agree[:, 0].tolist()
         rows.append({"method": name, "budget": share, "bytes": read / full, "kl": kl, "agree": agree})
+    if not peers:
+        return rows
     prefix = session.prefix(tokens[: len(tokens) - steps])
     with torch.inference_mode():
         return rows + simulate(session, prefix.keys_values, tokens, steps, budgets)
@@ -298,6 +301,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--steps", type=int, default=64, help="decoded tokens of each document (default 64)")
     parser.add_argument("--budgets", type=float, nargs="+", default=list(BUDGETS), help="shares of the tokens")
+    parser.add_argument("--default-only", action="store_true", help="no peers, and EPS at its default alone")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path, required=True, help="JSONL, one row a document and variant")
     args = parser.parse_args()
@@ -323,7 +327,8 @@ def main() -> None:
             if index in done:
                 continue
             assert len(tokens) == args.context + args.steps
-            found = measure(session, tokens, args.steps, args.budgets)
+            budgets = [] if args.default_only else args.budgets
+            found = measure(session, tokens, args.steps, budgets, not args.default_only)
             rows = [{"type": "row", **cell, "document": index, "kind": kind, **row} for row in found]
             out.write("".join(json.dumps(row) + "\n" for row in rows))
             out.flush()

@@ -17,8 +17,9 @@ if [ -n "${EPS_REAL_QUICK:-}" ]; then
   exit
 fi
 "$venv/bin/python" scripts/get_model.py qwen-coder "$models/qwen-coder"
-cell() { # MODEL CONTEXT
-  "$venv/bin/python" scripts/real.py --model "$models/$1" --context "$2" --documents 8 --steps 64 -o "$out/real.jsonl"
+cell() { # MODEL CONTEXT [OPTION..]
+  "$venv/bin/python" scripts/real.py --model "$models/$1" --context "$2" --documents 8 --steps 64 "${@:3}" \
+    -o "$out/real.jsonl"
   took "$1 at $2 tokens"
 }
 cell smollm2 4096
@@ -26,3 +27,8 @@ cell smollm2 8128  # and 64 decoded: the model's 8,192
 cell qwen-coder 8192
 cell qwen-coder 16384
 cell qwen-coder 32704
+# the default is safe at every length
+for context in 40 150 500 700 1024 1536 2048 3072; do
+  cell smollm2 "$context" --default-only
+  cell qwen-coder "$context" --default-only
+done

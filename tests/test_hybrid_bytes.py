@@ -26,6 +26,8 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
     tiny_models.save_tokenizer(path / "tokenizer.json")
+    # not Gemma's own, which the family would mean
+    (path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return path
 
 

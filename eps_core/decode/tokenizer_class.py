@@ -16,7 +16,7 @@ TOKENIZER_FILE, CONFIG_FILE, SPECIAL_FILE = "tokenizer.json", "tokenizer_config.
 _TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
 # the split of Qwen2Tokenizer in transformers
 _QWEN2_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\n\p{L}\p{N}\r]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\n\r]*|\s*[\n\r]+|\s+(?!\S)|\s+"
 )
 # families whose tokenizer.json is read as it is, whatever class the folder names
 _FAMILIES_AS_STORED = ("mistral", "phi3")
