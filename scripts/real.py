@@ -255,7 +255,7 @@ def measure(session: Session, tokens: list[int], steps: int, budgets: list[float
     """Return the rows of one document: EPS at each budget and at its default, then its peers."""
     configs: dict[Any, EpsConfig] = {("EPS", share): EpsConfig.of(method="rq", budget=share) for share in budgets}
     configs["EPS default", None] = EpsConfig.of(method="rq")
-    configs["EPS default, largest head", None] = EpsConfig.of(method="rq", combine="max")
+    configs["EPS default, query heads summed", None] = EpsConfig.of(method="rq", combine="sum")
     found = run_document(session, Document.along(tokens, steps), configs)
     rows = []
     for name, share in configs:

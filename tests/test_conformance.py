@@ -99,6 +99,7 @@ CASES = [
     Case((600, 290), eps("rq", group_tokens=1, mean_tokens=64, budget=0.1), dtype="bfloat16", head_dim=128),
     Case((300, 61), eps("rq", group_tokens=2, mean_tokens=32, stages=(0.5, 0.2)), head_dim=32, num_heads=6),
     Case((300, 129), eps("rq", group_tokens=2, mean_tokens=64, mean_bits=8, stages=(), refine=0.0), head_dim=64),
+    Case((400, 65), eps("rq", combine="sum", budget=0.1), dtype="bfloat16", head_dim=64, num_heads=6),
     Case((300, 65), eps("rq", group_tokens=8, mean_tokens=64, mean_bits=8, tail_tokens=0), head_dim=20),
     Case((300,), eps("rq", group_tokens=2, mean_tokens=32, rq_bounds=True), num_heads=3, num_kv_heads=1),
     Case((260, 40, 3), eps("rq", group_tokens=16, mean_tokens=64, rq_bounds=True), dtype="float16", head_dim=64),

@@ -34,8 +34,8 @@ CONFIG = EpsConfig.of(
 CONFIGS = {
     "units": CONFIG,
     "short units in three parts": CONFIG.replace(stages=(0.5, 0.2)),
-    "query heads summed": EpsConfig.of(method="rq", budget=0.2, last_tokens=16),
-    "the largest of query heads": EpsConfig.of(method="rq", budget=0.2, last_tokens=16, combine="max"),
+    "query heads summed": EpsConfig.of(method="rq", budget=0.2, last_tokens=16, combine="sum"),
+    "the largest of query heads": EpsConfig.of(method="rq", budget=0.2, last_tokens=16),
     "about a centre": EpsConfig.of(
         method="rq", mean_tokens=0, group_tokens=2, tail_tokens=128, budget=0.2, last_tokens=16
     ),

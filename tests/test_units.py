@@ -171,7 +171,7 @@ def test_a_read_without_stages_reads_every_code_whole(target) -> None:
     one = Filled(target, units_case(refine=0.0))
     whole = Filled(target, units_case(refine=0.0, stages=()))
     known = np.isfinite(one.estimate())
-    np.testing.assert_allclose(score_with(one, combine="sum")[known], whole.estimate()[known], atol=1e-6)
+    np.testing.assert_allclose(score_with(one)[known], whole.estimate()[known], atol=1e-6)
     assert np.abs(one.estimate()[known] - whole.estimate()[known]).max() > 0.1
 
 

@@ -103,8 +103,6 @@ class EpsConfig:
             "tau": DEFAULT_TAU if flat.get("policy") == "share" else None,
             "stages": () if usual is None or store.rq_bounds else tuple(max(part, least) for part in usual.stages),
             "refine": refine,
-            # the correction takes estimates for masses of each query head
-            "combine": "sum" if store.sums_heads and not store.tail_tokens and flat.get("first_tokens", 1) else "max",
             "first_tokens": facts.guards[0],
             "last_tokens": facts.guards[1],
         }
