@@ -139,8 +139,8 @@ selection_options = options(
     ),
     _read(
         "--eps-combine", type=click.Choice(COMBINES), default=_DEFAULT.read.combine, show_default=True,
-        help="Scores of the query heads of a kv head: the largest, or, of codes about a unit's mean, the sum of masses, "
-        "each over the first token's.",
+        help="Scores of the query heads of a kv head: the largest, or, of codes about a unit's mean, the sum of "
+        "masses, each over the first token's.",
     ),
     _read(
         "--eps-heads", type=click.Choice(("all", "retrieval")), default="all", show_default=True,
