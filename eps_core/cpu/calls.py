@@ -27,6 +27,7 @@ _ELEMENTS = {"float32": np.float32, "float16": np.int16, "bfloat16": np.uint16} 
 TASK_TOKENS, TASKS_PER_THREAD = (256, 1024), 16  # of attention: least and most, and how many are wanted; speed only
 ROWS_PER_THREAD = 3  # (sequence, kv head)s, from which on a thread scores whole ones; speed only
 _NO_TAIL = np.empty(0, np.int8), np.empty(0, np.int16), np.empty(0, np.int16)  # means, scale, fill
+_NO_KEYS = np.empty(0, np.float32), (0, 0, 0)  # and their strides
 FEW_GROUPS = 4096  # of all rows: selecting among fewer is done before a helper wakes
 
 
@@ -184,9 +185,9 @@ def _scoring_units(cache: Any, layer: int, q: np.ndarray, where: Where, host: Ho
     staged, rotation, dims, shapes, no_lists = where.once(key, know)
     codes, *later = (pools[name] for name in PARTS[len(dims)])
     words, queries, factors = aligned(*shapes)
-    k, k_strides = rows_of(cache.k[layer], spec.dtype, host)
+    sums = where.config.read.combine == "sum"
     args = (
-        together, q, k, k_strides, where.config.read.combine == "sum",
+        together, q, *(rows_of(cache.k[layer], spec.dtype, host) if sums else _NO_KEYS), sums,
         pools["mean"], pools["mean_scale"], store.mean_bits, pools["scale"], codes,
         (*later, codes, codes)[:2], pools.get("second", codes), pools.get("second_scale", pools["scale"]),
         cache.state[layer].fill, where.table, where.lengths, staged, where.refined,
