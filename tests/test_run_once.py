@@ -142,3 +142,5 @@ def test_weights_are_bfloat16_where_torch_and_the_cpu_multiply_them(
             want = "bfloat16" if native and (stored, backend) == ("bfloat16", "cuda") else "float32"
             assert (session.dtype, session.kv_dtype, session.kv_bits) == (want, want, EXACT)
         assert Session.open(path, "cuda", "cpu", "float32").dtype == "float32"
+        # a pass over several tokens rounds otherwise than steps do, and the text would not be the dense one
+        assert Session.open(path, "cuda", "cpu", method="rq", verify="tokens").dtype == "float32"

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from verified_runs import DRAWN, GREEDY, Drafter, Model, check_rounds, eps, judge, prompt
 
+from eps_core import oracle
 from eps_core.config.verify import Verify
 
 CONFIG = eps("box", budget=0.3)
@@ -125,3 +126,18 @@ def test_what_drafts_read_changes_no_token(select: str, change: Callable[..., An
         )
         if change is not nan:
             assert sum(sum(r.drafted) for r in records) > 10
+
+
+def test_measured_masses_are_mixed_with_the_largest_of_query_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which they are; a sum of masses over the first token's is no log mass that could be compared with them."""
+    combined, score = [], oracle.score
+
+    def recorded(cache: Any, layer: int, q: Any, where: Any) -> Any:
+        combined.append(where.config.read.combine)
+        return score(cache, layer, q, where)
+
+    monkeypatch.setattr(oracle, "score", recorded)
+    config, verify = eps("rq", mean_tokens=64, combine="sum"), Verify("tokens", 3, select="hybrid")
+    check_rounds(judge(), (prompt(150),), config, TOKENS, GREEDY, verify, Drafter(judge()))
+    # the first round has measured nothing yet
+    assert combined[0] == "sum" and combined[-1] == "max"
