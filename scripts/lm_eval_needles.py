@@ -20,12 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from eps_core.decode.model import DEMO_MODEL
+from eps_core.decode.tokenizer import load_tokenizer
 from eps_core.errors import ConfigError, exit_code, require
 from eps_core.files.outputs import replacing
 from eps_core.tasks.corpus import corpus
-from eps_core.tasks.needle import draw_value, needle_document
+from eps_core.tasks.needle import NeedleDocument, draw_value, needle_document
+from eps_core.tasks.sizing import bytes_per_token, fit
 from eps_core.telemetry.provenance import provenance
 
 CHOICES = 4
@@ -43,13 +46,28 @@ TASKS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def write_tasks(folder: Path, num_documents: int, num_bytes: int) -> None:
-    """Both tasks over the same documents, as the harness reads them."""
+def write_tasks(folder: Path, num_documents: int, num_tokens: int, tokenizer: Tokenizer) -> None:
+    """Write both tasks over the same documents of at most `num_tokens` tokens, as the harness reads them."""
+
+    def encode(text: str, special: bool = True) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=special).ids)
+
     rng, text, lines = np.random.default_rng(0), corpus(), []
     for seed in range(num_documents):
-        made = needle_document(
-            text, num_bytes - 24 * (seed % 8), seed, depth=(seed + 0.5) / num_documents, num_distractors=3
+
+        def make(num_bytes: int, seed: int = seed) -> NeedleDocument:
+            return needle_document(text, num_bytes, seed, depth=(seed + 0.5) / num_documents, num_distractors=3)
+
+        # lengths differ, so that a batch has rows of several lengths
+        asked = num_tokens - 24 * (seed % 8)
+        made = fit(
+            make,
+            lambda one, asked=asked: (len(encode(one.prompt)), asked),  # type: ignore[misc]
+            int(asked * bytes_per_token(text, encode)),
+            asked // 50,
         )
+        require(made is not None, f"--tokens {num_tokens}: no document has so few: ask for more")
+        assert made is not None
         values = {made.answer}
         while len(values) < CHOICES:
             values.add(draw_value(rng))
@@ -91,7 +109,7 @@ def main() -> None:
     parser.add_argument("output", type=Path, help="JSON file to write")
     parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="Hugging Face directory")
     parser.add_argument("--documents", type=int, default=24)
-    parser.add_argument("--bytes", type=int, default=4095, help="of the longest prompt")
+    parser.add_argument("--tokens", type=int, default=4095, help="of the longest prompt, in the model's own tokenizer")
     parser.add_argument("--batch", type=int, default=4, help="rows at once; shorter ones are padded on the left")
     parser.add_argument("--budgets", default="0.05,0.1", help="separated by commas")
     given = parser.parse_args()
@@ -101,11 +119,11 @@ def main() -> None:
     sides: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        base = f"pretrained={given.model},dtype=float32,max_length={given.bytes + 64}"
+        base = f"pretrained={given.model},dtype=float32,max_length={given.tokens + 64}"
         if given.model == DEMO_MODEL:
             base += f",tokenizer={demo_tokenizer(folder / 'tokenizer')}"
         (folder / "tasks").mkdir()
-        write_tasks(folder / "tasks", given.documents, given.bytes)
+        write_tasks(folder / "tasks", given.documents, given.tokens, load_tokenizer(given.model))
         for budget in (None, *map(float, given.budgets.split(","))):
             module, model, arguments = "lm_eval", "hf", base
             if budget is not None:
@@ -126,7 +144,7 @@ def main() -> None:
             )
     found = {
         "model": "demo" if given.model == DEMO_MODEL else str(given.model), "documents": given.documents,
-        "prompt_bytes": given.bytes, "batch": given.batch,
+        "prompt_tokens": given.tokens, "batch": given.batch,
         **provenance({name: version(name) for name in packages}), "sides": sides,
     }  # fmt: skip
     with replacing(given.output) as file:

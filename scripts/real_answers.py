@@ -1,0 +1,160 @@
+"""Ask a real pretrained model look-up questions, and decode verified beside dense: what a user of the default gets.
+
+    python scripts/real_answers.py --model DIR --context 4096 --documents 2 -o rows.jsonl
+
+A document has lines "The code for KEY is VALUE." spread evenly over real text (kinds as in real.py), and is prefilled
+once; every question about one of them is answered greedily, densely and by EPS at its default, from the same K and V.
+Then each document's text is continued by itself, densely and verified, at each temperature: the texts must be equal.
+Contexts are counted in the model's own tokens. Documents that OUTPUT holds are not measured again.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from real import KINDS, text
+
+from eps_core.config.eps import EpsConfig
+from eps_core.config.store import Store
+from eps_core.config.verify import Verify
+from eps_core.decode.generate import extend
+from eps_core.decode.prefix import Prefix
+from eps_core.decode.sampling import Sampling
+from eps_core.decode.session import Session
+from eps_core.errors import exit_code, require
+from eps_core.evaluation.grid_verified import Measured, decode_both
+from eps_core.evaluation.runner import DENSE, Document, run_batch
+from eps_core.evaluation.statistics import wilson_interval
+from eps_core.tasks.needle import draw_key, draw_value, needle_line, question
+from eps_core.tasks.sizing import answers
+from eps_core.telemetry.provenance import provenance
+
+ANSWER_TOKENS = 8
+CONFIG = EpsConfig.of(method="rq")
+
+
+def asked(session: Session, context: int, number: int, index: int, seed: int) -> tuple[list[int], dict[str, str]]:
+    """Return the tokens of a document of `context` tokens, longest question included, and its values by key."""
+    rng = np.random.default_rng([seed, index])
+    codes: dict[str, str] = {}
+    while len(codes) < number:
+        codes.setdefault(draw_key(rng), draw_value(rng))
+
+    def encode(words: str) -> list[int]:
+        return session.encode(words, special=False)
+
+    lines = [encode(needle_line(key, value)) for key, value in codes.items()]
+    longest = max(len(encode(question(key).rstrip())) for key in codes)
+    filler = encode(text(KINDS[index % len(KINDS)]))
+    room = context - longest - sum(map(len, lines))
+    require(0 < room < len(filler), f"--context {context} does not hold {number} codes and a question: raise it")
+    start = int(rng.integers(0, len(filler) - room))
+    tokens, piece = [], room / number
+    for at, line in enumerate(lines):
+        tokens += filler[start + int(at * piece) : start + int((at + 0.5) * piece)] + line
+        tokens += filler[start + int((at + 0.5) * piece) : start + int((at + 1) * piece)]
+    return tokens, codes
+
+
+def longer(session: Session, prefix: Prefix, more: list[int]) -> Prefix:
+    """Return the prefix of a text that goes on by `more` tokens, prefilled densely."""
+    tokens = prefix.tokens + more
+    cache, pool = session.cache(Store(), [len(tokens)])
+    sequence, cache = prefix.into(session.backend, cache, pool, len(more))
+    cache = extend(session.decoder, cache, pool, sequence, more)
+    (table,) = pool.table([sequence])
+    layers = range(session.spec.num_layers)
+    return Prefix(tokens, [session.backend.read_kv(cache, layer, table, len(tokens)) for layer in layers])
+
+
+def lookups(session: Session, tokens: list[int], codes: dict[str, str], prefix: Prefix) -> dict[str, Any]:
+    """Return which questions are answered densely and by EPS."""
+    found: dict[str, list[bool]] = {"dense": [], "eps": []}
+    for key, value in codes.items():
+        prompt = tokens + session.encode(question(key).rstrip(), special=False)
+        document, whole = Document(prompt, ANSWER_TOKENS), longer(session, prefix, prompt[len(prefix.tokens) : -1])
+        for name, config in (("dense", EpsConfig()), ("eps", CONFIG)):
+            said = run_batch(session, [document], {DENSE: config}, [whole])[DENSE].said[0]
+            found[name].append(answers(session.decode(said), value))
+    return found
+
+
+def verified(session: Session, tokens: list[int], prefix: Prefix, steps: int, temperature: float) -> dict[str, Any]:
+    """Return how a verified text went beside the dense one."""
+    document = Document(tokens, steps)
+    measured = Measured(0)
+    both = decode_both(session, [document], [prefix], CONFIG, Verify(mode="tokens"), Sampling(temperature, seed=0))
+    measured.add(*both, 1)
+    numbers = measured.numbers()
+    names = ("bytes_ratio", "acceptance", "acceptance_by_depth", "offered_by_depth", "tokens_per_round", "new_tokens")
+    return {**{name: numbers[name] for name in names}, "equal": numbers["documents_equal"] == 1}
+
+
+def report(rows: list[dict]) -> str:
+    """Return Markdown lines: look-ups with 95 % intervals, then verified decoding by temperature."""
+    lines = []
+    if asked := [row for row in rows if row["type"] == "lookups"]:
+        for name in ("dense", "eps"):
+            right = [one for row in asked for one in row[name]]
+            low, high = wilson_interval(sum(right), len(right)) or (0.0, 1.0)
+            lines.append(f"{name}: {sum(right)} of {len(right)} look-ups answered [{low:.3f}, {high:.3f}]")
+    by_heat: dict[float, list[dict]] = {}
+    for row in rows:
+        if row["type"] == "verified":
+            by_heat.setdefault(row["temperature"], []).append(row)
+    for heat, same in by_heat.items():
+        share, accepted, round_tokens = (
+            np.mean([row[name] for row in same]) for name in ("bytes_ratio", "acceptance", "tokens_per_round")
+        )
+        lines.append(
+            f"temperature {heat}: {sum(row['equal'] for row in same)} of {len(same)} texts equal, {share:.3f} of the "
+            f"dense bytes a token, {accepted:.3f} of the drafts accepted, {round_tokens:.2f} tokens a round"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face directory (scripts/get_model.py)")
+    parser.add_argument("--context", type=int, default=4096, help="prompt tokens (default 4096)")
+    parser.add_argument("--documents", type=int, default=2)
+    parser.add_argument("--questions", type=int, default=20, help="about each document (default 20)")
+    parser.add_argument("--steps", type=int, default=64, help="tokens of each verified text; 0: none (default 64)")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("-o", "--output", type=Path, required=True, help="JSONL, rows of type lookups and verified")
+    args = parser.parse_args()
+    for name in ("context", "documents", "questions"):
+        require(getattr(args, name) >= 1, f"--{name} {getattr(args, name)} is below 1: give a positive number")
+    session = Session.open(args.model, backend="cuda", device="cpu", dtype="float32", kv_dtype="bfloat16")
+    room = session.spec.max_context - max(args.steps, ANSWER_TOKENS)
+    require(args.context <= room, f"--context {args.context} is beyond the {room} tokens that leave room to decode")
+    cell = {"model": args.model.name, "context_tokens": args.context, "seed": args.seed}
+    there: list[dict] = []
+    if args.output.exists():
+        lines = (json.loads(line) for line in args.output.read_text("utf-8").splitlines())
+        there = [row for row in lines if row["type"] in ("lookups", "verified") and cell.items() <= row.items()]
+    done = {row["document"] for row in there}
+    with args.output.open("a", encoding="utf-8") as out:
+        asked_for = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+        out.write(json.dumps({"type": "run", **provenance(session.backend.versions()), "asked": asked_for}) + "\n")
+        for index in set(range(args.documents)) - done:
+            tokens, codes = asked(session, args.context, args.questions, index, args.seed)
+            prefix = session.prefix(tokens[:-1])
+            same = {**cell, "document": index, "kind": KINDS[index % len(KINDS)]}
+            rows = [{"type": "lookups", **same, **lookups(session, tokens, codes, prefix)}]
+            for heat in args.temperatures if args.steps else ():
+                numbers = verified(session, tokens, prefix, args.steps, heat)
+                rows.append({"type": "verified", **same, "temperature": heat, "steps": args.steps, **numbers})
+            out.write("".join(json.dumps(row) + "\n" for row in rows))
+            out.flush()
+            there += rows
+            print(f"document {index + 1} of {args.documents}", file=sys.stderr)
+    print(f"\n{args.model.name}, {args.context} tokens\n\n{report(there)}")
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
