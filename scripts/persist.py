@@ -15,10 +15,12 @@ from pathlib import Path
 
 import click
 
+from eps_core.decode.tokenizer import load_tokenizer
 from eps_core.errors import exit_code
 from eps_core.files import outputs
 from eps_core.load import BACKENDS
 from eps_core.tasks.corpus import corpus
+from eps_core.tasks.sizing import cut
 from eps_core.telemetry import provenance
 
 LONG_MODEL = Path(__file__).resolve().parent.parent / "results" / "long_model"
@@ -26,7 +28,7 @@ NEW_TOKENS = 16
 
 
 @click.command()
-@click.option("--model", type=click.Path(path_type=Path), default=LONG_MODEL, help="Of bytes, that holds the contexts.")
+@click.option("--model", type=click.Path(path_type=Path), default=LONG_MODEL, help="That holds the contexts.")
 @click.option("--contexts", default="8192,32768", show_default=True, help="Tokens, new ones included; commas.")
 @click.option("--backend", default=",".join(BACKENDS), show_default=True, help="Separated by commas.")
 @click.option(
@@ -47,10 +49,14 @@ def main(model: Path, contexts: str, backend: str, output: Path) -> None:
 def twice(model: Path, backend: str, context: int) -> list[dict[str, object]]:
     """Both runs of one backend and context."""
     lines: list[dict[str, object]] = []
+    tokenizer = load_tokenizer(model)
+
+    def encode(text: str, special: bool = True) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=special).ids)
+
     with tempfile.TemporaryDirectory() as folder:
         prompt = Path(folder) / "prompt.txt"
-        text = corpus()[: context - NEW_TOKENS - 1]  # one token a byte, and the one that begins a text
-        prompt.write_text(text.decode(errors="ignore"))
+        prompt.write_text(cut(corpus().decode(), encode, context - NEW_TOKENS - len(encode(""))))
         command = [
             sys.executable, "-m", "eps_core.cli", "run", "--model", str(model), "--backend", backend, "--device", "cpu",
             "--prompt-file", str(prompt), "--max-new-tokens", str(NEW_TOKENS), "--no-stop", "--method", "rq",
