@@ -5,20 +5,22 @@ import math
 import torch
 from torch import Tensor
 
-from eps_core.config.read import Read
+from eps_core.config.read import ANCHOR_SPREAD, Read
 from eps_core.summaries.base import LARGEST_ESTIMATE
 from eps_cuda import pages
 from eps_cuda.cache import Cache
 
 
 def anchors(cache: Cache, layer: int, q: Tensor, units: Tensor, read: Read) -> Tensor | None:
-    """The logits [B, Hkv, R] float32 of the first token of each sequence, which begins with `units` [B, 1], where query
-    heads are summed: q [B, Hq, D] unscaled."""
+    """The anchors [B, Hkv, R] float32 of the query heads q [B, Hq, D] unscaled, where these are summed: the logits of
+    the first token of each sequence, which begins with `units` [B, 1], at most `ANCHOR_SPREAD` from their mean."""
     if read.combine == "max":
         return None
     keys = pages.first_rows(cache.k[layer], units[:, 0])
     heads = q.float().unflatten(1, (cache.spec.num_kv_heads, -1))
-    return (heads * keys[:, :, None]).sum(dim=-1) * (1 / math.sqrt(q.shape[-1]))
+    logits = (heads * keys[:, :, None]).sum(dim=-1) * (1 / math.sqrt(q.shape[-1]))
+    mean = logits.mean(dim=-1, keepdim=True)
+    return mean + (logits - mean).clamp(-ANCHOR_SPREAD, ANCHOR_SPREAD)
 
 
 def combined(estimates: Tensor, anchor: Tensor | None, sums: bool) -> Tensor:

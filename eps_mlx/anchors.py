@@ -5,15 +5,15 @@ import math
 import mlx.core as mx
 import numpy as np
 
-from eps_core.config.read import Read
+from eps_core.config.read import ANCHOR_SPREAD, Read
 from eps_core.summaries.base import LARGEST_ESTIMATE
 from eps_mlx import pages
 from eps_mlx.cache import Cache
 
 
 def anchors(cache: Cache, layer: int, q: mx.array, units: np.ndarray, read: Read) -> mx.array | None:
-    """The logits [B, Hkv, R] float32 of the first token of each sequence, which begins with `units` [B, 1], where query
-    heads are summed: q [B, Hq, D] unscaled."""
+    """The anchors [B, Hkv, R] float32 of the query heads q [B, Hq, D] unscaled, where these are summed: the logits of
+    the first token of each sequence, which begins with `units` [B, 1], at most `ANCHOR_SPREAD` from their mean."""
     if read.combine == "max":
         return None
     kv_heads, per_unit = cache.spec.num_kv_heads, cache.store.unit_tokens
@@ -21,7 +21,9 @@ def anchors(cache: Cache, layer: int, q: mx.array, units: np.ndarray, read: Read
     keys = pages.tiles_of(cache.k[layer], rows, 1)[:, :, 0].astype(mx.float32)
     batch, num_heads, head_dim = q.shape
     heads = q.astype(mx.float32).reshape(batch, kv_heads, num_heads // kv_heads, head_dim)
-    return (heads * keys[:, :, None]).sum(axis=-1) * (1 / math.sqrt(head_dim))
+    logits = (heads * keys[:, :, None]).sum(axis=-1) * (1 / math.sqrt(head_dim))
+    mean = logits.mean(axis=-1, keepdims=True)
+    return mean + mx.clip(logits - mean, -ANCHOR_SPREAD, ANCHOR_SPREAD)
 
 
 def combined(estimates: mx.array, anchor: mx.array | None, sums: bool) -> mx.array:

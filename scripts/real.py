@@ -16,7 +16,7 @@ EPS is the product itself. Its peers are computed here, in float32 over a cache 
 All but Quest always read the first 4 and the last 8 tokens; UNIQUE its first page and its last two. A list for each
 query head is charged for the tokens that any query head of a kv head reads. Bytes count K, V and whatever scoring
 reads, over a dense bfloat16 read. Contexts are counted in the model's own tokens. Documents that OUTPUT holds are not
-measured again.
+measured again, variant by variant.
 """
 
 import argparse
@@ -211,7 +211,9 @@ def simulate(session: Session, kv: list, tokens: list[int], steps: int, budgets:
     codes = [(rounded(k), rounded(v)) for k, v in zip(keys, values, strict=True)]
     every = [("dense", 1.0), (FP8, 1.0), *((name, share) for name in PEERS for share in budgets)]
     late: Any = torch.zeros(2, spec.num_layers, len(every), spec.num_kv_heads, steps, dim)
-    kl, agree, read = [[] for _ in every], [[] for _ in every], [0.0] * len(every)
+    kl: list[list[float]] = [[] for _ in every]
+    agree: list[list[bool]] = [[] for _ in every]
+    read = [0.0] * len(every)
     for step in range(steps):
         x = model.embed(np.full(len(every), tokens[prompt + step]))
         turn = model.rotation(np.full(len(every), prompt + step))
@@ -251,11 +253,21 @@ def simulate(session: Session, kv: list, tokens: list[int], steps: int, budgets:
     ]
 
 
-def measure(session: Session, tokens: list[int], steps: int, budgets: list[float], peers: bool) -> list[dict]:
-    """Return the rows of one document: EPS at each budget and at its default, then its peers."""
-    configs: dict[Any, EpsConfig] = {("EPS", share): EpsConfig.of(method="rq", budget=share) for share in budgets}
-    configs["EPS default", None] = EpsConfig.of(method="rq")
-    configs["EPS default, query heads summed", None] = EpsConfig.of(method="rq", combine="sum")
+def variants(budgets: list[float]) -> dict[tuple[str, float | None], EpsConfig]:
+    """Return EPS at each budget, its default, and what else of ours stands in the table."""
+    return {
+        **{("EPS", share): EpsConfig.of(method="rq", budget=share) for share in budgets},
+        **{("EPS meanstd", share): EpsConfig.of(method="meanstd", budget=share) for share in budgets},
+        ("EPS default", None): EpsConfig.of(method="rq"),
+        ("EPS default, by the largest head", None): EpsConfig.of(method="rq", combine="max"),
+    }
+
+
+def measure(
+    session: Session, tokens: list[int], steps: int, configs: dict[tuple[str, float | None], EpsConfig],
+    peers: list[float],
+) -> list[dict]:  # fmt: skip
+    """Return the rows of one document: of `configs`, then of the peers at each budget of `peers`."""
     found = run_document(session, Document.along(tokens, steps), configs)
     rows = []
     for name, share in configs:
@@ -268,7 +280,7 @@ def measure(session: Session, tokens: list[int], steps: int, budgets: list[float
         return rows
     prefix = session.prefix(tokens[: len(tokens) - steps])
     with torch.inference_mode():
-        return rows + simulate(session, prefix.keys_values, tokens, steps, budgets)
+        return rows + simulate(session, prefix.keys_values, tokens, steps, peers)
 
 
 def table(rows: list[dict]) -> str:
@@ -318,17 +330,19 @@ def main() -> None:
     if args.output.exists():
         lines = (json.loads(line) for line in args.output.read_text("utf-8").splitlines())
         there = [row for row in lines if row.get("type") == "row" and cell.items() <= row.items()]
-    done = {row["document"] for row in there}
+    done = {(row["document"], row["method"], row["budget"]) for row in there}
+    budgets = [] if args.default_only else args.budgets
     with args.output.open("a", encoding="utf-8") as out:
         asked = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
         out.write(json.dumps({"type": "run", **provenance(session.backend.versions()), "asked": asked}) + "\n")
         texts = documents(session, args.context, args.steps, args.documents, args.seed)
         for index, (kind, tokens) in enumerate(texts):
-            if index in done:
-                continue
             assert len(tokens) == args.context + args.steps
-            budgets = [] if args.default_only else args.budgets
-            found = measure(session, tokens, args.steps, budgets, not args.default_only)
+            configs = {one: config for one, config in variants(budgets).items() if (index, *one) not in done}
+            peers = [share for share in budgets if (index, "oracle", share) not in done]
+            if not configs and not peers:
+                continue
+            found = measure(session, tokens, args.steps, configs, peers)
             rows = [{"type": "row", **cell, "document": index, "kind": kind, **row} for row in found]
             out.write("".join(json.dumps(row) + "\n" for row in rows))
             out.flush()

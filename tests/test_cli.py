@@ -421,7 +421,7 @@ TOPK = {"policy": "topk", "tau": None, "budget": 0.05}
                 "refine": 0.125,
                 "group_tokens": 1,
                 "tail_tokens": 0,
-                "budget_floor": 512,
+                "budget_floor": 1024,
                 **TOPK,
                 **FINE,
             },

@@ -576,6 +576,12 @@ def check_scoring(backend, case: Case, cache, reference, scores, q, keys, table,
         assert gap.max(initial=0) <= tolerance, (name, gap.max(), tolerance)
 
 
+def anchored(logits: np.ndarray) -> np.ndarray:
+    """The anchors [.., R] by the first token's logits [.., R] of the query heads of a kv head."""
+    mean = logits.mean(axis=-1, keepdims=True)
+    return np.minimum(np.maximum(logits, mean - 4), mean + 4)
+
+
 def as_read(case: Case, rows: np.ndarray, which: int = 0) -> np.ndarray:
     """Rows [N, D] of one head of K (`which` 0) or V (1), as attention reads them."""
     rows, bits = oracle.from_numpy(rows, case.dtype), case.bits[which]

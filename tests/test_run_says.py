@@ -182,7 +182,7 @@ def test_a_run_that_is_slower_says_so(
 @pytest.mark.parametrize(
     ("settings", "least"),
     [
-        ({}, 513),  # rq reads at least 512 tokens
+        ({}, 1025),  # rq reads at least 1,024 tokens
         ({"budget": 0.05}, 13),  # its guards
         ({"budget": 1.0}, None),
         ({"budget": 2048.0}, 2049),
@@ -194,7 +194,7 @@ def test_a_run_that_is_slower_says_so(
 def test_below_its_floor_a_method_reads_everything(settings: dict[str, Any], least: int | None) -> None:
     config = EpsConfig.of(method="rq", **settings)
     assert config.sparse_from == least
-    for length in (20, 200, 512, 600, 2048, 5000):
+    for length in (20, 200, 1024, 1030, 2048, 5000):
         assert config.reads_all(0, [length]) == (least is None or length < least)
     cost = Cost((256, 512), (1.0, 3.0), (2.0, 2.0))
     assert pays_from(config, cost) == (None if least is None else max(least, 512))

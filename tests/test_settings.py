@@ -41,7 +41,7 @@ VALUES = {
     "block_size": [16, 48],
     "policy": ["topk", "share", "mass"],
     "budget": [0.05, 0.1],
-    "budget_floor": [0, 512],
+    "budget_floor": [0, 1024],
     "last_tokens": [8, 128],
 }
 FLATS = st.fixed_dictionaries({}, optional={name: st.sampled_from([None, *VALUES[name]]) for name in VALUES})

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_conformance import as_read, eps
+from test_conformance import anchored, as_read, eps
 from test_refine import Filled, case_of, heads_of
 
 from eps_core import oracle
@@ -146,7 +146,7 @@ def test_exactly_the_best_are_read_further(target, stages, refine, combine) -> N
         heads = one.q[b].reshape(one.case.num_kv_heads, -1, 64)[head].astype(np.float64) / 8
         first = as_read(one.case, one.keys[b][:1, head])[0]
 
-        anchors = heads @ first if combine == "sum" else np.zeros(len(heads))
+        anchors = anchored(heads @ first) if combine == "sum" else np.zeros(len(heads))
 
         def of_all(each: list[np.ndarray], last: bool, anchors: np.ndarray = anchors) -> np.ndarray:
             one = np.array(each) - anchors[:, None]
@@ -168,8 +168,8 @@ def test_exactly_the_best_are_read_further(target, stages, refine, combine) -> N
 
 
 def test_a_read_without_stages_reads_every_code_whole(target) -> None:
-    one = Filled(target, units_case(refine=0.0))
-    whole = Filled(target, units_case(refine=0.0, stages=()))
+    one = Filled(target, units_case(refine=0.0, combine="max"))
+    whole = Filled(target, units_case(refine=0.0, stages=(), combine="max"))
     known = np.isfinite(one.estimate())
     np.testing.assert_allclose(score_with(one)[known], whole.estimate()[known], atol=1e-6)
     assert np.abs(one.estimate()[known] - whole.estimate()[known]).max() > 0.1

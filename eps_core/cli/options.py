@@ -138,9 +138,9 @@ selection_options = options(
         help="A list of groups for each kv head, or the union of them for all heads.",
     ),
     _read(
-        "--eps-combine", type=click.Choice(COMBINES), default=_DEFAULT.read.combine, show_default=True,
-        help="Scores of the query heads of a kv head: the largest, or, of codes about a unit's mean, the sum of "
-        "masses, each over the first token's.",
+        "--eps-combine", type=click.Choice(COMBINES),
+        help="Scores of the query heads of a kv head: the largest, or the sum of masses, each over about that of the "
+        f"first token [default: sum for {_OWN} without bounds under topk; max for the others]",
     ),
     _read(
         "--eps-heads", type=click.Choice(("all", "retrieval")), default="all", show_default=True,

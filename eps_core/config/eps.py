@@ -96,6 +96,7 @@ class EpsConfig:
         refine = (facts.refine if usual is None else usual.refine) if store.bits == 1 else 0.0
         refine = min([refine, *flat.get("stages", ())])
         least = flat.get("refine", refine)  # what is read on was read whole
+        anchored = flat.get("first_tokens", facts.guards[0]) >= 1
         defaults = {
             "budget": facts.budget,
             # a budget that is given is read as it is
@@ -105,6 +106,7 @@ class EpsConfig:
             "refine": refine,
             "first_tokens": facts.guards[0],
             "last_tokens": facts.guards[1],
+            "combine": "sum" if store.sums_heads and flat.get("policy", "topk") == "topk" and anchored else "max",
         }
         try:
             return Read(**{**defaults, **{name: value for name, value in flat.items() if name not in _STORED}})

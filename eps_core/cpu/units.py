@@ -8,6 +8,7 @@ of LANES here. Stages follow each other, as each reads on where the one before e
 
 import numpy as np
 
+from eps_core.config.read import ANCHOR_SPREAD
 from eps_core.cpu.best import keep_best, limit, list_kept
 from eps_core.cpu.best_vectors import mark
 from eps_core.cpu.compile import kernel
@@ -32,6 +33,7 @@ from eps_core.cpu.vectors import HEADS, LANES, ask_for
 CHUNK_GROUPS, LISTED_GROUPS = 1024, 256  # of one task; changes speed only
 SEALS_AHEAD, LISTED_AHEAD = 8, 128  # what is asked for ahead; changes speed only
 MOST_PHASES = 7  # of `score_some`
+NEAR = np.float32(ANCHOR_SPREAD)
 NO_HEAD = np.float32(-1e30)  # a score whose mass is nothing beside any other
 
 
@@ -315,6 +317,15 @@ def score_some(
 
 
 @kernel()
+def take_heads(q, row, kv_heads, repeat, at, own_q):
+    """Copies the query heads of pass `at` over row (b, h) to own_q [HEADS, D]; places without a head repeat the first,
+    and a sum forgets them."""
+    for r in range(HEADS):
+        head = row % kv_heads * repeat + at * HEADS + (r if at * HEADS + r < repeat else 0)
+        own_q[r] = q[row // kv_heads, head]
+
+
+@kernel()
 def score_units(
     progress, together, q, k, k_strides, adds, mean, mean_scale, mean_bits, scale, codes, later, second, second_scale,
     fill, table, lengths, staged, refined, signs, blocks, block_scales, dims, size, sealed, per_unit, states, places,
@@ -340,7 +351,8 @@ def score_units(
     total = batch + rows * passes
     own_q, turned = np.empty((HEADS, head_dim), np.float32), np.empty((HEADS, head_dim), np.float32)
     k_row, most = np.empty(DOT_ROWS + PREFETCH_ROWS, np.int64), np.zeros(HEADS, np.float32)
-    anchors = np.empty(DOT_ROWS * HEADS, np.float32)
+    # one query head a lane of a pass
+    anchors = np.empty((passes, DOT_ROWS * HEADS), np.float32)
     while True:
         task = take(progress, 0)
         if task >= total:
@@ -349,21 +361,24 @@ def score_units(
             place_seals(fill, table[task], lengths[task], kv_heads, sealed, per_unit, states[task], places[task])
         else:
             row, at = (task - batch) // passes, (task - batch) % passes
-            for r in range(HEADS):
-                # places without a head repeat the first, and a sum forgets them
-                head = row % kv_heads * repeat + at * HEADS + (r if at * HEADS + r < repeat else 0)
-                own_q[r] = q[row // kv_heads, head]
+            shifts[row, at] = np.float32(np.log(size))
+            if adds:
+                k_row[:] = table[row // kv_heads, 0] * k_strides[0] + row % kv_heads * k_strides[1]
+                middle = np.float32(0)
+                for every in range(passes):
+                    take_heads(q, row, kv_heads, repeat, every, own_q)
+                    dots(k, k_row, DOT_ROWS, head_dim, own_q.reshape(-1), anchors[every], most)
+                    for r in range(min(repeat - every * HEADS, HEADS)):
+                        anchors[every, r] *= shrink
+                        middle += anchors[every, r] / np.float32(repeat)
+                for r in range(HEADS):
+                    apart = min(max(anchors[at, r] - middle, -NEAR), NEAR)
+                    shifts[row, at, r] = shifts[row, at, r] - middle - apart if at * HEADS + r < repeat else NO_HEAD
+            take_heads(q, row, kv_heads, repeat, at, own_q)
             prepare(
                 own_q, shrink, signs, blocks, block_scales, dims, mean_bits, turned, words[row, at], queries[row, at],
                 factors[row, at],
             )  # fmt: skip
-            shifts[row, at] = np.float32(np.log(size))
-            if adds:
-                heads = min(repeat - at * HEADS, HEADS)
-                k_row[:] = table[row // kv_heads, 0] * k_strides[0] + row % kv_heads * k_strides[1]
-                dots(k, k_row, DOT_ROWS, head_dim, own_q.reshape(-1), anchors, most)
-                for r in range(HEADS):
-                    shifts[row, at, r] = shifts[row, at, r] - anchors[r] * shrink if r < heads else NO_HEAD
         finish(progress, 0)
     wait(progress, 0, total)
 

@@ -30,8 +30,9 @@ class Scores:
     """Of every group of every (sequence, kv head): the natural log of its softmax mass (scaled logits).
 
     `estimate` [B, Hkv, G] float32 speaks of max over the R query heads of log A_p, A_p = sum over the group of
-    exp(scale q.k); or, where `Read.combine` is "sum", of A_p / exp(scale q.k_0), k_0 the key of the sequence's first
-    token, and of the groups whose codes were read to the last of the log of its sum over the heads. It ranks (higher
+    exp(scale q.k); or, where `Read.combine` is "sum", of A_p / exp(anchor), and of the groups whose codes were read to
+    the last of the log of its sum over the heads. A head's anchor is the logit of the sequence's first token, but at
+    most `ANCHOR_SPREAD` from the mean of the heads', or a head without mass there would choose alone. It ranks (higher
     reads first) and is no bound. +inf marks a group without a valid summary (open, overwritten, or before rq's centre
     exists), -inf a group past the sequence's end.
     `lower` <= log A_p <= `upper`, each [B, Hkv, R, G] float32, hold for every q, query head by query head; None for a

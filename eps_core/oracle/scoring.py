@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from eps_core.config.bytes import sealed_bytes
-from eps_core.config.read import Read
+from eps_core.config.read import ANCHOR_SPREAD, Read
 from eps_core.gate.protocol import Certificate, Scores, Selection
 from eps_core.oracle import pages, selection
 from eps_core.oracle.cache import Cache
@@ -76,11 +76,12 @@ def score(cache: Cache, layer: int, q: np.ndarray, where: Where) -> Scores:
 def _anchors(
     cache: Cache, layer: int, heads: np.ndarray, unit: int, head: int, read: Read
 ) -> np.ndarray | None:  # fmt: skip
-    """The logits [R] of a sequence's first token, which lies at the start of `unit`, where `read` sums query heads
-    `heads` [R, D]."""
+    """The anchors [R] of query heads `heads` [R, D], where `read` sums them: the logits of a sequence's first token,
+    which lies at the start of `unit`, each at most `ANCHOR_SPREAD` from their mean."""
     if read.combine == "max":
         return None
-    return heads @ pages.rows_of(cache.k[layer], unit, head, 0).astype(np.float64)
+    logits = heads @ pages.rows_of(cache.k[layer], unit, head, 0).astype(np.float64)
+    return logits.mean() + np.clip(logits - logits.mean(), -ANCHOR_SPREAD, ANCHOR_SPREAD)
 
 
 def _shifted(estimates: np.ndarray, anchors: np.ndarray | None) -> np.ndarray:

@@ -18,7 +18,7 @@ FACTS = Facts(
     bounds_setting="rq_bounds",
     no_bounds="none without what they need in store: add --eps-bound-bits 8",
     budget=0.05,
-    budget_floor=512,
+    budget_floor=1024,
     guards=(4, 8),
     refine=0.125,
     unit=UnitFacts(mean_tokens=64, mean_bits=4, stages=(0.5, 0.2), refine=0.125),
