@@ -11,6 +11,7 @@ Contexts are counted in the model's own tokens. Documents that OUTPUT holds are 
 import argparse
 import json
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +83,14 @@ def lookups(session: Session, tokens: list[int], codes: dict[str, str], prefix: 
     return found
 
 
-def verified(session: Session, tokens: list[int], prefix: Prefix, steps: int, temperature: float) -> dict[str, Any]:
-    """Return how a verified text went beside the dense one."""
+def verified(
+    session: Session, tokens: list[int], prefix: Prefix, steps: int, temperature: float, draft_budget: float | None
+) -> dict[str, Any]:
+    """Return how a verified text went beside the dense one, drafted by the default or another budget."""
+    config = EpsConfig.of(method="rq", budget=draft_budget)
     document = Document(tokens, steps)
     measured = Measured(0)
-    both = decode_both(session, [document], [prefix], CONFIG, Verify(mode="tokens"), Sampling(temperature, seed=0))
+    both = decode_both(session, [document], [prefix], config, Verify(mode="tokens"), Sampling(temperature, seed=0))
     measured.add(*both, 1)
     numbers = measured.numbers()
     names = ("bytes_ratio", "acceptance", "acceptance_by_depth", "offered_by_depth", "tokens_per_round", "new_tokens")
@@ -101,17 +105,18 @@ def report(rows: list[dict]) -> str:
             right = [one for row in asked for one in row[name]]
             low, high = wilson_interval(sum(right), len(right)) or (0.0, 1.0)
             lines.append(f"{name}: {sum(right)} of {len(right)} look-ups answered [{low:.3f}, {high:.3f}]")
-    by_heat: dict[float, list[dict]] = {}
+    by_draft: dict[tuple[float, float | None], list[dict]] = {}
     for row in rows:
         if row["type"] == "verified":
-            by_heat.setdefault(row["temperature"], []).append(row)
-    for heat, same in by_heat.items():
+            by_draft.setdefault((row["temperature"], row["draft_budget"]), []).append(row)
+    for (heat, budget), same in by_draft.items():
         share, accepted, round_tokens = (
             np.mean([row[name] for row in same]) for name in ("bytes_ratio", "acceptance", "tokens_per_round")
         )
         lines.append(
-            f"temperature {heat}: {sum(row['equal'] for row in same)} of {len(same)} texts equal, {share:.3f} of the "
-            f"dense bytes a token, {accepted:.3f} of the drafts accepted, {round_tokens:.2f} tokens a round"
+            f"temperature {heat}, draft budget {budget or 'default'}: {sum(row['equal'] for row in same)} of {len(same)} "
+            f"texts equal, {share:.3f} of the dense bytes a token, {accepted:.3f} of the drafts accepted, "
+            f"{round_tokens:.2f} tokens a round"
         )
     return "\n".join(lines)
 
@@ -124,6 +129,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=20, help="about each document (default 20)")
     parser.add_argument("--steps", type=int, default=64, help="tokens of each verified text; 0: none (default 64)")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    parser.add_argument("--draft-budgets", type=float, nargs="*", default=[0.05], help="besides the default's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path, required=True, help="JSONL, rows of type lookups and verified")
     args = parser.parse_args()
@@ -146,9 +152,10 @@ def main() -> None:
             prefix = session.prefix(tokens[:-1])
             same = {**cell, "document": index, "kind": KINDS[index % len(KINDS)]}
             rows = [{"type": "lookups", **same, **lookups(session, tokens, codes, prefix)}]
-            for heat in args.temperatures if args.steps else ():
-                numbers = verified(session, tokens, prefix, args.steps, heat)
-                rows.append({"type": "verified", **same, "temperature": heat, "steps": args.steps, **numbers})
+            for heat, budget in product(args.temperatures if args.steps else (), (None, *args.draft_budgets)):
+                numbers = verified(session, tokens, prefix, args.steps, heat, budget)
+                given = {"temperature": heat, "draft_budget": budget, "steps": args.steps}
+                rows.append({"type": "verified", **same, **given, **numbers})
             out.write("".join(json.dumps(row) + "\n" for row in rows))
             out.flush()
             there += rows
