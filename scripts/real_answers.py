@@ -114,7 +114,7 @@ def report(rows: list[dict]) -> str:
             np.mean([row[name] for row in same]) for name in ("bytes_ratio", "acceptance", "tokens_per_round")
         )
         lines.append(
-            f"temperature {heat}, draft budget {budget or 'default'}: {sum(row['equal'] for row in same)} of {len(same)} "
+            f"temperature {heat}, drafts by {budget or 'default'}: {sum(row['equal'] for row in same)} of {len(same)} "
             f"texts equal, {share:.3f} of the dense bytes a token, {accepted:.3f} of the drafts accepted, "
             f"{round_tokens:.2f} tokens a round"
         )
