@@ -27,6 +27,7 @@ _ELEMENTS = {"float32": np.float32, "float16": np.int16, "bfloat16": np.uint16} 
 TASK_TOKENS, TASKS_PER_THREAD = (256, 1024), 16  # of attention: least and most, and how many are wanted; speed only
 ROWS_PER_THREAD = 3  # (sequence, kv head)s, from which on a thread scores whole ones; speed only
 _NO_TAIL = np.empty(0, np.int8), np.empty(0, np.int16), np.empty(0, np.int16)  # means, scale, fill
+KEY_BITS = {16, 8, 4}  # of K: as they are, and the codes that kernels read
 _NO_KEYS = np.empty(0, np.float32), (0, 0, 0)  # and their strides
 FEW_GROUPS = 4096  # of all rows: selecting among fewer is done before a helper wakes
 
@@ -160,6 +161,9 @@ def _scoring_units(cache: Any, layer: int, q: np.ndarray, where: Where, host: Ho
     batch, num_heads, head_dim = q.shape
     if store.groups_per_seal % vectors.LANES or head_dim * QUERY_STEPS >= 2**15:  # sums are int16
         return None
+    sums = where.config.read.combine == "sum"
+    if sums and spec.k_bits not in KEY_BITS:
+        return None
     kv_heads, per_seal = spec.num_kv_heads, store.groups_per_seal
     rows, passes = batch * kv_heads, -(-num_heads // kv_heads // vectors.HEADS)
     groups = where.num_groups
@@ -185,7 +189,6 @@ def _scoring_units(cache: Any, layer: int, q: np.ndarray, where: Where, host: Ho
     staged, rotation, dims, shapes, no_lists = where.once(key, know)
     codes, *later = (pools[name] for name in PARTS[len(dims)])
     words, queries, factors = aligned(*shapes)
-    sums = where.config.read.combine == "sum"
     args = (
         together, q, *(rows_of(cache.k[layer], spec.dtype, host) if sums else _NO_KEYS), sums,
         pools["mean"], pools["mean_scale"], store.mean_bits, pools["scale"], codes,
