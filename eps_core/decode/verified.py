@@ -7,7 +7,7 @@ accepted is written.
 """
 
 import time
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Container, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -367,6 +367,7 @@ def verified(
     written: Sequence[PagedSequence] | None = None,
     drafter: Decoder | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    ended: Container[int] = (),
 ) -> Generator[RoundRecord, None, Any]:
     """`generate` whose text is the dense one, a round at a time: `read` says how drafts read the cache, `verify` how
     they are made, `drafter` with which decoder (of the same cache; None: this one). Everything else as there."""
@@ -387,7 +388,7 @@ def verified(
                 fed[index] = token
                 room[index] -= 1
             yield record
-            for index in [i for i in sequences if not room[i] or fed[i] in run.stop]:
+            for index in [i for i in sequences if not room[i] or fed[i] in run.stop or i in ended]:
                 left = sequences.pop(index)
                 if own:
                     pool.free(left)
