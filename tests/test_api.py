@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import eps_core
 from eps_core import LLM, EpsConfig
+from eps_core.config import eps as eps_module
 from eps_core.config.verify import Verify
 from eps_core.decode import llm as llm_module
 from eps_core.decode import session as session_module
@@ -97,9 +98,10 @@ def test_the_import_loads_no_array_library(line: str, unloaded: set[str]) -> Non
     assert not loaded & unloaded
 
 
-def test_the_docstrings_example_runs() -> None:
-    found = doctest.testmod(llm_module)
-    assert found.attempted > 5 and not found.failed
+@pytest.mark.parametrize("module", [llm_module, eps_module])
+def test_the_docstrings_examples_run(module: ModuleType) -> None:
+    found = doctest.testmod(module)
+    assert found.attempted > 1 and not found.failed
 
 
 # ---- one prompt
@@ -204,8 +206,8 @@ def test_a_chat_is_the_prompt_in_the_models_template(model: Path, tmp_path: Path
 
 
 def test_a_config_stands_for_method_and_selection(model: Path) -> None:
-    config = EpsConfig.of(**BOX)
-    assert LLM(model, backend="numpy").config == EpsConfig.of("rq")
+    config = EpsConfig(**BOX)
+    assert LLM(model, backend="numpy").config == EpsConfig("rq")
     assert LLM(model, backend="numpy", config=config).config == LLM(model, backend="numpy", **BOX).config == config
     for name in ("dense", "off"):
         assert LLM(model, name, backend="numpy", budget=0.1).config.store.enabled is False

@@ -188,7 +188,7 @@ def record_of(
         [int(length) for length in spent.lengths],
         output,
         spec,
-        EpsConfig(cache.store, read or Read()),
+        EpsConfig.over(cache.store, read),
         spent.decode_ms,
         spent.bytes_kv_read,
         spent.bytes_k_reread,

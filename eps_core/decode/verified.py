@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
 from eps_core.config.verify import Verify
 from eps_core.decode.accept import Said, accept, propose
@@ -35,7 +36,7 @@ MASS_BYTES = 4  # of a group's log mass, float32
 
 def _by_the_largest(where: Where) -> Where:
     """The same step with estimates as masses that a pass measured are: of each group the largest of the query heads."""
-    config = replace(where.config, read=replace(where.config.read, combine="max"))
+    config = EpsConfig.over(where.config.store, replace(where.config.read, combine="max"))
     return Where.of(config, where.table, where.lengths)
 
 
