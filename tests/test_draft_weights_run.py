@@ -74,17 +74,19 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Counter:
 
 
 def test_a_session_makes_one_drafter_over_its_own_caches(target: tuple, saved, monkeypatch) -> None:
-    session = opened(target, saved("llama2"), verify=FOUR_BITS, **RQ)
     made = []
-    model = type(session.decoder.model)
+    plain = tiny_models.open_llm(target, saved("llama2"), method="off")
+    model = type(plain.session.decoder.model)
     real = model.quantised
     monkeypatch.setattr(model, "quantised", lambda self: made.append(self) or real(self))
-    plain = opened(target, saved("llama2"))
-    for sampling in ({}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}):
-        want, got = plain.generate(TEXT, NEW_TOKENS, **sampling), session.generate(TEXT, NEW_TOKENS, **sampling)
+    drafting = tiny_models.open_llm(target, saved("llama2"), speculative=FOUR_BITS, **RQ)
+    drawn: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 3}
+    for sampling in ({"max_new_tokens": NEW_TOKENS}, {"max_new_tokens": NEW_TOKENS, **drawn}):
+        want, got = plain.generate(TEXT, **sampling), drafting.generate(TEXT, **sampling)
         assert got.tokens == want.tokens and want.acceptance is None
         assert got.acceptance is not None and 0 < got.acceptance <= 1
-        assert "".join(session.stream(TEXT, NEW_TOKENS, **sampling)) == want.text
+        assert "".join(drafting.stream(TEXT, **sampling)) == want.text
+    session = drafting.session
     assert made == [session.decoder.model]
     drafter = session.drafter(FOUR_BITS)
     assert drafter is session.drafter(FOUR_BITS) and drafter.eps is session.decoder.eps
@@ -170,7 +172,7 @@ def forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_refused(target: tuple, path: Path, folder: Path, words: str) -> None:
-    """`run`, `evaluate`, a text and a stream are refused in one line that says `words`; nothing is written."""
+    """`run`, `evaluate` and `LLM` are refused in one line that says `words`; nothing is written."""
     before = sorted(folder.iterdir())
     backend, device = target
     evaluate = [
@@ -183,10 +185,8 @@ def assert_refused(target: tuple, path: Path, folder: Path, words: str) -> None:
         assert done.code not in (None, 0) and done.out == ""
         assert words in done.err and f"add {FLAG}" in done.err and done.err.count("\n") == 1, done.err
         assert sorted(folder.iterdir()) == before
-    session = opened(target, path, verify=FOUR_BITS, **RQ)
-    for call in (session.generate, session.stream):
-        with pytest.raises(ConfigError, match=words):
-            call(TEXT, NEW_TOKENS)
+    with pytest.raises(ConfigError, match=words):
+        tiny_models.open_llm(target, path, speculative=FOUR_BITS, **RQ)
 
 
 def test_torch_on_a_gpu_is_refused_before_the_first_token(saved, on_a_gpu, forbidden, tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ class Shadow:
                         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
                     else:
                         assert torch.equal(ours, theirs), (name, layer)
-            where = self.paged.where(EpsConfig(store), [sequence])
+            where = self.paged.where(EpsConfig.over(store), [sequence])
             groups = np.array(sequence.table)[:, None] * per_unit + np.arange(per_unit)
             full = groups.reshape(-1)[: length // size]
             for state in cache.state:

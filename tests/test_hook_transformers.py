@@ -9,6 +9,7 @@ import torch
 from hf_models import DEVICES, FAMILIES, GATED, SMALL, Attending, Reference, eps_layers, feed, prompts, stock, tiny
 from transformers import AutoModelForCausalLM
 
+from eps_core import LLM
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.model import DEMO_MODEL
 from eps_core.decode.prefix import Prefix
@@ -180,7 +181,8 @@ class _Listening:
 def test_the_demo_needle_is_answered_dense_and_gated_with_our_bytes() -> None:
     made = demo_document()
     settings = Settings.of({"method": "rq", "budget": 0.05})
-    session = Session.open(backend="cuda", device="cpu", dtype="float32", config=settings.config)
+    llm = LLM(backend="cuda", device="cpu", dtype="float32", config=settings.config)
+    session = llm.session
     prompt = session.encode(made.prompt)
     assert len(prompt) == 4096
     engine = open_engine(DEMO_MODEL, settings, "cpu")
@@ -195,11 +197,12 @@ def test_the_demo_needle_is_answered_dense_and_gated_with_our_bytes() -> None:
         records = engine.gated.take_records()
     finally:
         engine.close()
-    ours = session.generate(made.prompt, 8, stop=False)
+    ours = llm.generate(made.prompt, max_new_tokens=8, ignore_eos=True)
     assert ours.tokens == told[True]
     assert [record.lengths for record in records] == [[4096 + step] for step in range(8)]
-    assert sum(r.bytes_kv_read_est + r.bytes_summary_read for r in records) == ours.bytes_read < 0.07 * ours.bytes_dense
-    assert sum(r.bytes_kv_dense for r in records) == ours.bytes_dense
+    assert ours.kv_bytes_read < 0.07 * ours.kv_bytes_dense
+    assert sum(r.bytes_kv_read_est + r.bytes_summary_read for r in records) == ours.kv_bytes_read
+    assert sum(r.bytes_kv_dense for r in records) == ours.kv_bytes_dense
     assert sum(r.pages_visited for r in records) == ours.groups_read
 
 

@@ -3,6 +3,7 @@ attention reads. `test_conformance.py` and `test_certificate.py` run their cases
 
 import json
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -10,12 +11,12 @@ import pytest
 import tiny_models
 from command import outcome
 
-from eps_core import oracle
+from eps_core import LLM, oracle
 from eps_core.config.bytes import kv_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import FORMATS, FormatName, KvFormats
 from eps_core.config.store import DTYPE_BYTES, CacheSpec
-from eps_core.decode.session import Session
+from eps_core.config.verify import Verify
 from eps_core.errors import ConfigError
 from eps_core.load import load_backend
 from eps_core.oracle import codes as oracle_codes
@@ -302,18 +303,19 @@ def test_backends_say_the_same_of_the_demo_prompt(bits: FormatName) -> None:
     """A tenth of it, that numpy can decode in seconds."""
     texts = set()
     for name in ("numpy", "mlx", "cuda"):
-        session = Session.open(None, name, "cpu", "float32", kv_bits=(bits, bits), method="rq")
-        texts.add(session.generate("The pass key is 48215. Remember it. " + PROMPT + "The pass key is", 8).text)
+        llm = LLM(backend=name, device="cpu", dtype="float32", kv_bits=bits)
+        prompt = "The pass key is 48215. Remember it. " + PROMPT + "The pass key is"
+        texts.add(llm.generate(prompt, max_new_tokens=8).text)
     assert len(texts) == 1
 
 
 @pytest.mark.parametrize("mode", ["tokens", "bits"])
 def test_verified_text_is_the_dense_one_of_the_same_cache(tmp_path: Path, mode: str) -> None:
     model = tiny_models.save_model("llama2", tmp_path / "model")
-    settings = {"method": "box", "budget": 0.2, "kv_bits": (8, 4)}
-    asked = Session.open(model, "cuda", "cpu", verify=mode, **settings)
-    dense = Session.open(model, "cuda", "cpu", kv_bits=(8, 4))
-    assert asked.generate(PROMPT, 24).tokens == dense.generate(PROMPT, 24).tokens
+    where: dict[str, Any] = {"backend": "cuda", "device": "cpu", "kv_bits": (8, 4)}
+    asked = LLM(model, "box", budget=0.2, speculative=Verify(mode), **where)
+    dense = LLM(model, "off", **where)
+    assert asked.generate(PROMPT, max_new_tokens=24).tokens == dense.generate(PROMPT, max_new_tokens=24).tokens
 
 
 def test_wrong_bits_and_other_engines_are_one_line(tmp_path: Path) -> None:

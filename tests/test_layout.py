@@ -31,6 +31,7 @@ RULE = (
     ("evaluation", "bench"),
     ("report",),
     ("cli",),
+    ("eps_core",),  # its own names: LLM, EpsConfig
 )
 RANK = {room: rank for rank, rooms in enumerate(RULE) for room in rooms}
 

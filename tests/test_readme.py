@@ -81,18 +81,22 @@ def test_every_flag_exists(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "says"),
-    ((README, "groups read"), (CORE, "estimated share unread")),
-    ids=("README.md", "eps_core/README.md"),
+    ("page", "number", "says"),
+    (
+        (README, 0, "bytes read"),
+        (CORE, 0, "27182 stop 6 tokens after"),
+        (CORE, 1, "estimated share unread"),
+    ),
+    ids=("README.md", "eps_core/README.md API", "eps_core/README.md layer"),
 )
-def test_its_python_runs_as_written(page: Path, says: str) -> None:
-    (block,) = blocks(page, "python")
+def test_its_python_runs_as_written(page: Path, number: int, says: str) -> None:
+    block = blocks(page, "python")[number]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
     assert says in done.stdout
-    if page == README:  # the needle's value, a token a line
-        assert "".join(line.split()[0] for line in done.stdout.splitlines()) == "31415."
+    if page == README:  # the needle's value
+        assert done.stdout.split()[0] == "31415."
 
 
 # what takes minutes or installs: these print their usage (test_scripts.py), and no other command is excused
@@ -151,9 +155,9 @@ def test_the_long_ones_are_there() -> None:
 def test_its_python_runs_with_a_model_of_your_own(folder: Path) -> None:
     """As its comment says."""
     (block,) = blocks(README, "python")
-    (own,) = re.findall(r'Session\.open\("DIR".*?\)', block)
+    (own,) = re.findall(r'LLM\("DIR".*?\)', block)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    code = re.sub(r"= Session\.open\(.*?\)", f"= {own}", block, count=1)
+    code = re.sub(r"= LLM\(.*?\)", f"= {own}", block, count=1)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("groups read") == 1
+    assert done.stdout.count("bytes read") == 1

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from eps_core import LLM
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
 from eps_core.evaluation.runner import DENSE, Document, run_document
@@ -47,13 +48,14 @@ def session(folder: Path, request: pytest.FixtureRequest) -> Session:
 
 def test_greedy_tokens_are_those_of_transformers(folder: Path) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    session = Session.open(folder, "cuda", "cpu", "float32", "float32")
+    llm = LLM(folder, backend="cuda", device="cpu", dtype="float32", method="off")
+    session = llm.session
     tokens = session.encode(corpus().decode()[40_000:60_000])[:1000]
     text = session.decode(tokens)
     prompt, model = session.encode(text), transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
         want = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=-1)
-    assert session.generate(text, 16, stop=False).tokens == want[0, len(prompt) :].tolist()
+    assert llm.generate(text, max_new_tokens=16, ignore_eos=True).tokens == want[0, len(prompt) :].tolist()
 
 
 def test_the_default_is_close_to_dense_and_reads_less(session: Session) -> None:

@@ -209,7 +209,7 @@ def test_placed_tokens_have_no_summary(target) -> None:
     cache = filled(40)
     rows = backend.from_numpy(keys[18:27] + 1, "float32", device)
     cache = backend.place_kv(cache, 0, rows, rows, np.arange(18, 27))
-    where = Where.of(EpsConfig(config.store, config.read), np.arange(3)[None], np.array([40]))
+    where = Where.of(EpsConfig.over(config.store, config.read), np.arange(3)[None], np.array([40]))
     np.testing.assert_array_equal(np.flatnonzero(where.missing(cache.state[0])[0]), [4, 5, 6])
     # an open group, whose tokens were not placed over, is summarised as if nothing had been placed behind it
     cache, plain = filled(18), filled(18)

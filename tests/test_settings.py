@@ -1,6 +1,7 @@
 """Settings that were given and settings that follow from these: what `replace` keeps of a config."""
 
 import copy
+import dataclasses
 import json
 import logging
 import pickle
@@ -12,7 +13,7 @@ import tiny_models
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eps_core.config.eps import EpsConfig
+from eps_core.config.eps import FLAT, EpsConfig
 from eps_core.config.store import Store
 from eps_core.config.verify import Verify
 from eps_core.decode.sampling import Sampling
@@ -94,7 +95,7 @@ def test_what_followed_follows_again(config: EpsConfig, changed: dict, want: dic
     (EpsConfig.of(method="rq", mean_tokens=32), {"bits": 2}, "eps-unit-tokens 32 is for rq codes of 1 bit"),
     (EpsConfig.of(method="rq", stages=(0.25,)), {"mean_tokens": 0}, "eps-stages reads rq codes of 1 bit"),
     (EpsConfig.from_dict(RQ.to_dict()), {"bits": 2}, "eps-unit-tokens 64 is for rq codes of 1 bit"),
-    (EpsConfig(RQ.store, RQ.read), {"bits": 2}, "eps-unit-tokens 64 is for rq codes of 1 bit"),
+    (EpsConfig.over(RQ.store, RQ.read), {"bits": 2}, "eps-unit-tokens 64 is for rq codes of 1 bit"),
 ], ids=str)  # fmt: skip
 def test_what_was_given_is_kept_and_refused_where_it_does_not_fit(config, changed: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -154,7 +155,8 @@ def test_what_was_given_makes_no_config_another_one(flat: dict) -> None:
     if isinstance(config, str) or not config.store.enabled:
         return  # off takes what no method would, and keeps none of it
     back = EpsConfig.from_dict(json.loads(json.dumps(config.to_dict())))
-    for other in (back, EpsConfig(config.store, config.read), pickle.loads(pickle.dumps(config)), copy.copy(config)):
+    over = EpsConfig.over(config.store, config.read)
+    for other in (back, over, pickle.loads(pickle.dumps(config)), copy.copy(config)):
         assert other == config and hash(other) == hash(config) and repr(other) == repr(config)
         assert other.to_dict() == config.to_dict() and other.replace() == config
 
@@ -166,8 +168,18 @@ def test_a_list_that_was_given_is_not_followed_any_further() -> None:
     assert config.replace(budget=0.1).read.stages == (0.5, 0.2)
 
 
+@given(FLATS)
+def test_a_config_is_a_dataclass_of_its_settings(flat: dict) -> None:
+    config = made(flat)
+    if isinstance(config, str):
+        return
+    named = EpsConfig(**flat)
+    assert named == config == dataclasses.replace(config) and named.given == config.given
+    assert all(getattr(config, name) == flat.get(name) for name in FLAT if name != "method")
+
+
 def test_a_config_of_a_store_and_a_read_keeps_them() -> None:
-    config = EpsConfig(Store("rq", mean_tokens=0))
+    config = EpsConfig.over(Store("rq", mean_tokens=0))
     assert config.replace(budget=0.2).store == config.store
 
 

@@ -12,25 +12,25 @@ import pytest
 import tiny_models
 from command import outcome
 
+from eps_core import LLM
 from eps_core.decode import stored as stored_module
 from eps_core.decode.session import Session
 from eps_core.decode.stored import METADATA_KEY, StoredPrompts, weights_digest
 from eps_core.errors import ConfigError
 from eps_core.files import outputs, tensors
-from eps_core.load import backend_name
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 7
 LONGER = TEXT + "And then the light went out. " * 2
 RQ = {"method": "rq", "budget": 0.3, "tail_tokens": 64}  # units of 64 tokens
 SETTINGS: dict[str, dict[str, Any]] = {
-    "off": {},
+    "off": {"method": "off"},
     "rq": RQ,
     "centre": {"method": "rq", "mean_tokens": 0, "budget": 0.3},
     "bounds": {**RQ, "bound_bits": 8},
     "box": {"method": "box", "group_tokens": 8, "budget": 0.3},
     "codes": {**RQ, "kv_bits": (8, 4)},
     "bf16": {**RQ, "kv_dtype": "bfloat16"},
-    "verified": {**RQ, "verify": "tokens"},
+    "verified": {**RQ, "speculative": True},
 }
 
 
@@ -39,11 +39,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.save_model("mistral", tmp_path_factory.mktemp("model"))
 
 
-def opened(target: tuple, model: Path, folder: Path | None, kernels: str = "arrays", **settings: Any) -> Session:
-    backend, device = target
-    return Session.open(
-        str(model), backend_name(backend), device, "float32", kernels=kernels, cache_dir=folder, **settings
-    )
+def opened(target: tuple, model: Path, folder: Path | None, **settings: Any) -> LLM:
+    return tiny_models.open_llm(target, model, cache_dir=folder, **settings)
 
 
 class Spy:
@@ -76,64 +73,65 @@ def files(folder: Path) -> list[Path]:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_second_run_loads_and_says_the_same(target: tuple, model: Path, name: str, tmp_path: Path, spy: Spy) -> None:
     folder, settings = tmp_path / "kept", SETTINGS[name]
-    plain = opened(target, model, None, **settings).generate(TEXT, 8)
-    session = opened(target, model, folder, **settings)
-    unit = session.config.store.unit_tokens
-    first = session.generate(TEXT, 8)
-    whole = (first.prompt_tokens - 2) // unit * unit  # as a pool shares: never the last token of what is prefilled
+    plain = opened(target, model, None, **settings).generate(TEXT, max_new_tokens=8)
+    llm = opened(target, model, folder, **settings)
+    unit = llm.config.store.unit_tokens
+    first = llm.generate(TEXT, max_new_tokens=8)
+    whole = (first.num_prompt_tokens - 2) // unit * unit  # as a pool shares: never the last token of what is prefilled
     assert spy.counts.tokens_loaded == 0 and spy.counts.tokens_stored == whole > 256
     assert spy.counts.bytes_stored == sum(file.stat().st_size for file in files(folder))
     fed: list[int] = []
-    second_session = opened(target, model, folder, **settings)
-    prefill = second_session.decoder.prefill
+    again = opened(target, model, folder, **settings)
+    prefill = again.session.decoder.prefill
 
     def counted(cache: Any, tokens: np.ndarray, *rest: Any) -> Any:
         fed.append(len(tokens))
         return prefill(cache, tokens, *rest)
 
-    second_session.decoder.prefill = counted  # type: ignore[method-assign]
-    second = second_session.generate(TEXT, 8)
+    again.session.decoder.prefill = counted  # type: ignore[method-assign]
+    second = again.generate(TEXT, max_new_tokens=8)
     assert spy.counts.tokens_loaded == whole and spy.counts.tokens_stored == 0
-    assert sum(fed) == first.prompt_tokens - 1 - whole
+    assert sum(fed) == first.num_prompt_tokens - 1 - whole
     assert first.tokens == second.tokens == plain.tokens
-    assert first.bytes_read == second.bytes_read == plain.bytes_read
+    assert first.kv_bytes_read == second.kv_bytes_read == plain.kv_bytes_read
     if name == "verified":
         assert second.acceptance == first.acceptance
 
 
 def test_the_longest_stored_prefix_is_taken(target: tuple, model: Path, tmp_path: Path, spy: Spy) -> None:
-    session = opened(target, model, tmp_path, **RQ)
-    session.generate(TEXT[:300], 2)
+    llm = opened(target, model, tmp_path, **RQ)
+    llm.generate(TEXT[:300], max_new_tokens=2)
     assert (short := spy.counts.tokens_stored) == 256
-    session.generate(TEXT, 2)
+    llm.generate(TEXT, max_new_tokens=2)
     assert spy.counts.tokens_loaded == short and spy.counts.tokens_stored == 384
-    session.generate(LONGER, 2)
+    llm.generate(LONGER, max_new_tokens=2)
     assert spy.counts.tokens_loaded == 384 and len(files(tmp_path)) == 3
-    session.generate("X" + LONGER, 2)
+    llm.generate("X" + LONGER, max_new_tokens=2)
     assert spy.counts.tokens_loaded == 0
-    assert opened(target, model, None, **RQ).generate(LONGER, 6).tokens == session.generate(LONGER, 6).tokens
+    want = opened(target, model, None, **RQ).generate(LONGER, max_new_tokens=6)
+    assert llm.generate(LONGER, max_new_tokens=6).tokens == want.tokens
 
 
 def test_a_batch_loads_each_of_its_prompts(target: tuple, model: Path, tmp_path: Path, spy: Spy) -> None:
     prompts = [TEXT, "x", LONGER, TEXT[5:300]]
-    alone = opened(target, model, None, **RQ).generate(prompts, 4)
-    session = opened(target, model, tmp_path, **RQ)
-    first = session.generate(prompts, 4)
-    second = session.generate(prompts, 4)
+    alone = opened(target, model, None, **RQ).generate(prompts, max_new_tokens=4)
+    llm = opened(target, model, tmp_path, **RQ)
+    first = llm.generate(prompts, max_new_tokens=4)
+    second = llm.generate(prompts, max_new_tokens=4)
     assert spy.counts.tokens_loaded == 384 + 448 + 256 and spy.counts.tokens_stored == 0
     assert [one.tokens for one in first] == [one.tokens for one in second] == [one.tokens for one in alone]
 
 
 def test_codes_about_a_centre_are_of_one_prompt(target: tuple, model: Path, tmp_path: Path) -> None:
-    session = opened(target, model, tmp_path, **SETTINGS["centre"])
+    llm = opened(target, model, tmp_path, **SETTINGS["centre"])
     with pytest.raises(ConfigError, match="one prompt"):
-        session.generate([TEXT, LONGER], 2)
+        llm.generate([TEXT, LONGER], max_new_tokens=2)
 
 
 @pytest.mark.parametrize("name", ["off", "rq", "bounds", "box", "codes", "bf16"])
 def test_units_come_back_as_they_were(target: tuple, model: Path, name: str, tmp_path: Path) -> None:
     """Into other units of another cache; the summaries are valid there, and their neighbours untouched."""
-    session = opened(target, model, None, **SETTINGS[name])
+    session = opened(target, model, None, **SETTINGS[name]).session
     store, backend, prefix = session.config.store, session.backend, session.prefix(session.encode(TEXT))
     unit = store.unit_tokens
     num_units = 256 // unit
@@ -233,32 +231,32 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
 def test_a_wrong_file_is_refused_in_a_line_and_remade(
     model: Path, name: str, tmp_path: Path, spy: Spy, capsys: pytest.CaptureFixture
 ) -> None:
-    session = Session.open(model, "numpy", cache_dir=tmp_path, **RQ)
-    want = session.generate(TEXT, 4).tokens
+    llm = LLM(model, backend="numpy", cache_dir=tmp_path, **RQ)
+    want = llm.generate(TEXT, max_new_tokens=4).tokens
     (file,) = files(tmp_path)
     right = file.read_bytes()
     spoil, reason = WRONG[name]
     spoil(file)
     capsys.readouterr()
-    assert session.generate(TEXT, 4).tokens == want and spy.counts.tokens_loaded == 0
+    assert llm.generate(TEXT, max_new_tokens=4).tokens == want and spy.counts.tokens_loaded == 0
     error = capsys.readouterr().err
     assert str(file) in error and reason.lower() in error.lower()
     if name == "directory":  # which cannot be replaced, and says so
         assert error.count("\n") == 2 and "is not stored" in error
         return
     assert error.count("\n") == 1 and file.read_bytes() == right and spy.counts.tokens_stored == 384
-    assert session.generate(TEXT, 4).tokens == want and spy.counts.tokens_loaded == 384
+    assert llm.generate(TEXT, max_new_tokens=4).tokens == want and spy.counts.tokens_loaded == 384
 
 
 def test_other_weights_make_a_file_stale(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     other = tiny_models.save_model("mistral", tmp_path / "model", seed=1)
     assert weights_digest(other) != weights_digest(model)
     folder = tmp_path / "kept"
-    Session.open(model, "numpy", cache_dir=folder).generate(TEXT, 2)
+    LLM(model, "off", backend="numpy", cache_dir=folder).generate(TEXT, max_new_tokens=2)
     capsys.readouterr()
-    got = Session.open(other, "numpy", cache_dir=folder).generate(TEXT, 4)
+    got = LLM(other, "off", backend="numpy", cache_dir=folder).generate(TEXT, max_new_tokens=4)
     assert "stale: it is of other weights" in capsys.readouterr().err and len(files(folder)) == 1
-    assert got.tokens == Session.open(other, "numpy").generate(TEXT, 4).tokens
+    assert got.tokens == LLM(other, "off", backend="numpy").generate(TEXT, max_new_tokens=4).tokens
 
 
 @pytest.mark.parametrize(
@@ -267,8 +265,8 @@ def test_other_weights_make_a_file_stale(model: Path, tmp_path: Path, capsys: py
     ids=str,
 )
 def test_other_settings_have_other_files(model: Path, settings: dict[str, Any], tmp_path: Path, spy: Spy) -> None:
-    Session.open(model, "numpy", cache_dir=tmp_path).generate(TEXT, 2)
-    Session.open(model, "numpy", cache_dir=tmp_path, **settings).generate(TEXT, 2)
+    LLM(model, "off", backend="numpy", cache_dir=tmp_path).generate(TEXT, max_new_tokens=2)
+    LLM(model, backend="numpy", cache_dir=tmp_path, **{"method": "off", **settings}).generate(TEXT, max_new_tokens=2)
     assert spy.counts.tokens_loaded == 0 and len(files(tmp_path)) == 2
 
 
@@ -280,8 +278,8 @@ def test_a_full_disk_costs_a_line(
             raise outputs._failed(self.path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
     monkeypatch.setattr(outputs, "_File", Full)
-    session = Session.open(model, "numpy", cache_dir=tmp_path / "kept")
-    assert len(session.generate(TEXT, 3).tokens) == 3
+    llm = LLM(model, "off", backend="numpy", cache_dir=tmp_path / "kept")
+    assert len(llm.generate(TEXT, max_new_tokens=3).tokens) == 3
     error = capsys.readouterr().err
     assert "No space left" in error and "is not stored" in error and error.count("\n") == 1
     assert not list((tmp_path / "kept").iterdir())

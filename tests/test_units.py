@@ -29,7 +29,7 @@ def units_case(lengths=(600, 290, 37), head_dim: int = 64, **more):
 
 def score_with(one: Filled, **changed) -> np.ndarray:
     """Estimates of the same cache read otherwise."""
-    config = EpsConfig(one.case.config.store, Read(**changed))
+    config = EpsConfig.over(one.case.config.store, Read(**changed))
     return one.backend.to_numpy(
         one.backend.score(one.cache, 0, one.native, Where.of(config, one.table, one.lengths)).estimate
     ).astype(np.float64)
@@ -82,7 +82,7 @@ def test_bytes_are_counted_stage_by_stage() -> None:
         refine=0,
     )
     assert scoring_bytes(quarters, 128, [3200]) == 100 * (128 + 2 + 16 + 16 * 4) + 800 * 4 + 320 * 8
-    whole = EpsConfig(config.store, Read())  # no stage: every part of all
+    whole = EpsConfig.over(config.store)  # no stage: every part of all
     assert scoring_bytes(whole, 128, [2000]) == 32 * read_of_all + 1000 * 8
     share = scoring_bytes(config, 128, [65536]) / (65536 * 2 * 2 * 128)
     assert 0.0135 < share < 0.0145
@@ -382,4 +382,4 @@ def test_contradictions_are_one_line(wrong: dict, words: str) -> None:
 
 def test_a_read_in_more_parts_than_are_kept_is_refused() -> None:
     with pytest.raises(ConfigError, match="in more parts than the 2"):
-        EpsConfig(EpsConfig.of(method="rq", stages=(0.25,)).store, Read(stages=(0.5, 0.2)))
+        EpsConfig.over(EpsConfig.of(method="rq", stages=(0.25,)).store, Read(stages=(0.5, 0.2)))

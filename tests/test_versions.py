@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tiny_models
 
+from eps_core import LLM
 from eps_core.config.eps import EpsConfig
 from eps_core.config.verify import Verify
 from eps_core.decode.generate import generate, prefill, refill, tokens_of
@@ -119,8 +120,8 @@ def test_a_running_decode_goes_on_with_new_weights_over_the_whole_text(
             update_weights(session, second, pool)
     assert pool.num_free == pool.num_units and len(records) == 12
     said = tokens_of(records, 2)
-    old = Session.open(str(first), session.backend_name, session.device, "float32", kernels="arrays", config=config)
-    made = old.generate([TEXT, TEXT[3:40]], 5, stop=False)
+    old = tiny_models.open_llm(target, first, config=config)
+    made = old.generate([TEXT, TEXT[3:40]], max_new_tokens=5, ignore_eos=True)
     assert [one.tokens for one in made] == [tokens[:5] for tokens in said]
     cache, pool = fresh.cache(config.store, [len(prompt) + 12 for prompt in prompts])
     longer = [[*prompt, *tokens[:5]] for prompt, tokens in zip(prompts, said, strict=True)]
@@ -159,8 +160,9 @@ def test_a_callers_sequence_is_refused_and_can_be_filled_again(models: tuple) ->
         next(generate(*same, written=[sequence]))
     sequence, cache = refill(session.decoder, cache, pool, sequence)
     assert sequence.tokens == tokens[:-1]
-    said = tokens_of(list(generate(*same, written=[sequence])), 1)
-    assert said == [Session.open(models[1], "numpy").generate(TEXT, 4, stop=False).tokens]
+    (said,) = tokens_of(list(generate(*same, written=[sequence])), 1)
+    new = LLM(models[1], "off", backend="numpy")
+    assert said == new.generate(TEXT, max_new_tokens=4, ignore_eos=True).tokens
 
 
 def test_verified_decoding_ends_in_one_line(models: tuple) -> None:
@@ -179,14 +181,14 @@ def test_verified_decoding_ends_in_one_line(models: tuple) -> None:
 
 
 def test_a_session_speaks_with_the_new_weights_and_drafts_with_them(target: tuple, models: tuple) -> None:
-    session = opened(target, models[0])
-    before, four = session.generate(TEXT, 6, stop=False).tokens, Verify("tokens", weights="4bit")
+    asked: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True}
+    llm = tiny_models.open_llm(target, models[0], method="off")
+    before, four = llm.generate(TEXT, **asked).tokens, Verify("tokens", weights="4bit")
+    session = llm.session
     old = session.drafter(four)
     update_weights(session, models[1])
-    assert (
-        session.generate(TEXT, 6, stop=False).tokens == opened(target, models[1]).generate(TEXT, 6, stop=False).tokens
-    )
-    assert session.generate(TEXT, 6, stop=False).tokens != before
+    now = llm.generate(TEXT, **asked).tokens
+    assert now == tiny_models.open_llm(target, models[1], method="off").generate(TEXT, **asked).tokens and now != before
     assert session.drafter(four) is not old and session.path == models[1]
 
 

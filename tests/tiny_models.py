@@ -14,6 +14,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from eps_core import LLM
+from eps_core.load import backend_name
+
 LLAMA3_SCALING = {
     "rope_type": "llama3",
     "rope_theta": 500_000.0,
@@ -136,3 +139,9 @@ def reference_logits(path: Path, tokens: list[int]) -> Any:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         return model(torch.tensor([tokens])).logits[0].numpy()
+
+
+def open_llm(target: tuple, path: Path, kernels: str = "arrays", **settings: Any) -> LLM:
+    """The model in `path` on a test's target, in float32."""
+    backend, device = target
+    return LLM(str(path), backend=backend_name(backend), device=device, dtype="float32", kernels=kernels, **settings)

@@ -1,4 +1,4 @@
-"""What is kept and what a step reads, together and checked at birth, with one flat form for flags and JSONL.
+"""EpsConfig: what is kept and what a step reads, checked together, with one flat form for Python, flags and JSONL.
 
 Everything that changes results lives here. `EpsConfig.from_dict(config.to_dict()) == config`, and unknown keys are
 errors, so the first line of every JSONL says exactly what ran.
@@ -7,7 +7,7 @@ errors, so the first line of every JSONL says exactly what ran.
 import math
 from collections.abc import Iterable
 from copy import deepcopy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any, Self, get_type_hints
 
 from eps_core.config.read import DEFAULT_TAU, Read
@@ -16,33 +16,97 @@ from eps_core.errors import ConfigError, require
 from eps_core.files import records
 from eps_core.summaries import table
 
-# names and order of the flat form: flags, JSONL, keyword arguments. `refine` and `stages` say both what is kept and
-# what is read
-FLAT = (
-    "method", "dim", "bits", "mean_tokens", "mean_bits", "stages", "refine", "rq_bounds", "bound_bits", "tail_tokens",
-    "group_tokens", "group_blocks",
-    "policy", "budget", "budget_floor", "tau", "epsilon", "alpha", "top_pages",
-    "first_tokens", "last_tokens", "scope", "combine", "strict",
-    "head_modes", "seed", "min_context", "block_size",
-)  # fmt: skip
-_STORED = {field.name for field in fields(Store)} - {"second_bit", "parts"}
-# what the flat form did not yet say when it was the only way
+# values of settings that older files leave out
 EARLIER: dict[str, Any] = {"mean_tokens": 0, "mean_bits": 4, "stages": [], "budget_floor": 0, "combine": "max"}
+_STORED = {field.name for field in fields(Store)} - {"second_bit", "parts"}
 _GROUP = {"group_tokens", "group_blocks"}  # two ways to say one thing
-_KINDS = {**get_type_hints(Store), **get_type_hints(Read)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class EpsConfig:
-    """What is summarised, how groups are chosen and what is always visited (design sections 3, 5, 7)."""
+    """Settings of sparse attention, named as the flags and in JSONL (`--eps-budget` is `budget`).
 
-    store: Store = Store()  # noqa: RUF009  frozen
-    read: Read = Read()  # noqa: RUF009
-    # the flat settings that `of` was given, which `replace` keeps: all others follow from these, and make no config
-    # another one. None: made of a store and a read, and so given all that these say in the flat form
-    given: dict[str, Any] | None = field(default=None, init=False, repr=False, compare=False)
+    A setting of None takes the default of the method, or what follows from other settings; `to_dict` has the values in
+    effect. `store` (what a cache keeps) and `read` (what a step reads) are made of the settings, and two configs are
+    equal where these are. Raises ConfigError for a value out of range, and for settings that exclude each other.
+
+    >>> config = EpsConfig("rq", budget=0.05, last_tokens=256)
+    >>> config.read.policy, config.read.last_tokens, config.replace(last_tokens=64).read.last_tokens
+    ('topk', 256, 64)
+    """
+
+    method: str = table.OFF  # the summary of a group; off: dense attention
+    _: KW_ONLY
+    # summaries: fixed when a cache is made
+    dim: int | None = None  # numbers of a summary, for the methods that have it
+    bits: int | None = None  # rq: bits of one code: 1, 2, 4 or 8
+    mean_tokens: int | None = None  # rq: tokens of the block whose mean codes refer to: 32, 64; 0: one centroid a head
+    mean_bits: int | None = None  # rq: bits of one dimension of that mean: 4 or 8
+    stages: tuple[float, ...] | None = None  # rq: shares of the groups whose codes are read further; (): all of them
+    refine: float | None = None  # rq: share of the groups of which a second bit is read
+    rq_bounds: bool | None = None  # rq: store what error bounds need, 6 bytes a group
+    bound_bits: int | None = None  # 4 or 8: error bounds from codes of single keys; 0: the method's own
+    tail_tokens: int | None = None  # tokens whose mean value stands for the skipped ones among them; 0: none
+    group_tokens: int | None = None  # tokens of a group, up to 256
+    group_blocks: int | None = None  # the same in pages
+    # selection: may differ from step to step
+    policy: str | None = None  # topk, share, mass or threshold
+    budget: float | None = None  # topk: share of the tokens (up to 1) or number of tokens that is read
+    budget_floor: int | None = None  # topk: fewest tokens of a budget that is a share
+    tau: float | None = None  # share: least estimated share of the softmax of a selected group
+    epsilon: float | None = None  # mass: largest estimated share of the softmax left unread; strict: largest bound
+    alpha: float | None = None  # threshold: groups below T / alpha are skipped
+    top_pages: int | None = None  # groups: topk's budget; a cap under other policies
+    first_tokens: int | None = None  # sink tokens, always read
+    last_tokens: int | None = None  # recent tokens, always read
+    scope: str | None = None  # kv-head: a list of groups for each KV head; union: one for all
+    combine: str | None = None  # scores of the query heads of a KV head: max or sum
+    strict: bool | None = None  # read more until the bound of the unread share is at most epsilon
+    head_modes: tuple[tuple[str, ...], ...] | None = None  # of each layer and KV head: gate, dense or window
+    seed: int | None = None  # of random projections and signs
+    min_context: int | None = None  # tokens; attention over fewer is dense
+    block_size: int | None = None  # tokens of a page
+    store: Store = field(init=False)
+    read: Read = field(init=False)
 
     def __post_init__(self) -> None:
+        given = self.given
+        for name, value in given.items():
+            records.check(name, value, _KINDS[name])
+            object.__setattr__(self, name, deepcopy(value))  # a list is the caller's
+        store = Store(**{name: value for name, value in given.items() if name in _STORED})
+        read = self._read(store, given)
+        if store.enabled:
+            store = replace(store, second_bit=store.facts.coded and read.refine > 0, parts=1 + len(read.stages))
+        object.__setattr__(self, "store", store)
+        object.__setattr__(self, "read", read)
+        self._check()
+
+    @classmethod
+    def over(cls, store: Store, read: Read | None = None) -> Self:
+        """Return the config of a store and a read (None: the usual one) as they are: all settings count as given.
+        Raises ConfigError where the store cannot be read so."""
+        config = object.__new__(cls)
+        config.__dict__.update(store=store, read=Read() if read is None else read)
+        config.__dict__.update(config.to_dict())
+        config._check()
+        return config
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EpsConfig) and (self.store, self.read) == (other.store, other.read)
+
+    def __hash__(self) -> int:
+        return hash((self.store, self.read))
+
+    def __repr__(self) -> str:
+        return f"EpsConfig({', '.join(f'{name}={value!r}' for name, value in self.to_dict().items())})"
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings that are not None, which `replace` keeps."""
+        return {name: value for name in FLAT if (value := getattr(self, name)) is not None}
+
+    def _check(self) -> None:
         store, read = self.store, self.read
         if not store.enabled:  # the rollback: what it would have read is nobody's concern
             return
@@ -71,22 +135,11 @@ class EpsConfig:
         )
 
     @classmethod
-    def of(cls, method: str = "off", **flat: Any) -> Self:
-        """From flat settings; what is left out, or None, is the method's own. Raises ConfigError for unknown names and
-        for values out of range."""
-        flat["method"] = method
+    def of(cls, method: str = table.OFF, **flat: Any) -> Self:
+        """Return the config of settings by name. Raises ConfigError for unknown names, too."""
         unknown = sorted(set(flat) - set(FLAT))
         require(not unknown, f"unknown EPS setting {', '.join(unknown)}: known are {', '.join(sorted(FLAT))}")
-        flat = {name: value for name, value in flat.items() if value is not None}
-        for name, value in flat.items():
-            records.check(name, value, _KINDS[name])
-        store = Store(**{name: value for name, value in flat.items() if name in _STORED})
-        read = cls._read(store, flat)
-        if store.enabled:
-            store = replace(store, second_bit=store.facts.coded and read.refine > 0, parts=1 + len(read.stages))
-        config = cls(store, read)
-        object.__setattr__(config, "given", deepcopy(flat))
-        return config
+        return cls(method, **flat)
 
     @staticmethod
     def _read(store: Store, flat: dict[str, Any]) -> Read:
@@ -119,12 +172,12 @@ class EpsConfig:
     @classmethod
     def reading(cls, store: Store) -> Self:
         """A read of everything that a store keeps, whatever its method's usual one is: for checks."""
-        return cls(store, Read(stages=(0.5,) * (store.parts - 1), refine=0.25 if store.second_bit else 0.0))
+        return cls.over(store, Read(stages=(0.5,) * (store.parts - 1), refine=0.25 if store.second_bit else 0.0))
 
     def replace(self, **flat: Any) -> Self:
         """As if these flat settings had been given, too, or instead: what merely followed follows again. None: it is
         given no longer."""
-        kept = self.to_dict() if self.given is None else self.given
+        kept = self.given
         if flat.keys() & _GROUP:
             kept = {name: value for name, value in kept.items() if name not in _GROUP}
         return type(self).of(**{**kept, **flat})
@@ -134,7 +187,7 @@ class EpsConfig:
         """Where codes are about a centre because the usual unit's mean does not fit, and nobody asked for either: what
         a user is told of it at the start."""
         store, usual = self.store, self.store.facts.unit
-        if self.given is None or "mean_tokens" in self.given or not store.needs_centre or store.bits > 1 or not usual:
+        if self.mean_tokens is not None or not store.needs_centre or store.bits > 1 or not usual:
             return None
         if not usual.mean_tokens:
             return None
@@ -214,6 +267,12 @@ class EpsConfig:
         """The flat form back, exactly as it was written, and all of it given; one of before there were unit means, as
         it was meant."""
         return cls.of(**{**EARLIER, **data})
+
+
+# names of the settings in the order of the flat form: flags, JSONL, keyword arguments. `refine` and `stages` say both
+# what is kept and what is read
+FLAT = tuple(field.name for field in fields(EpsConfig) if field.init)
+_KINDS = get_type_hints(EpsConfig)
 
 
 def config_of(config: EpsConfig | None, settings: dict[str, Any]) -> EpsConfig:

@@ -134,7 +134,7 @@ class EvictingDecoder(Decoder):
         eps, model, spec, batch = self.eps, self.model, self.spec, len(tokens)
         self._check_tokens(tokens)
         gated = read is not None and cache.store.enabled
-        config = EpsConfig(cache.store, read) if gated and read is not None else None
+        config = EpsConfig.over(cache.store, read) if gated and read is not None else None
         wheres = table.wheres(cache.store, config)
         reads, clock, observed_bytes = [], self._clock if self.timing else None, []
         pending: list[list[list[Array]]] = []  # [L][B]

@@ -156,7 +156,7 @@ class Decoder:
         gated = read is not None and cache.store.enabled
         if gated:
             assert read is not None
-            where = Where.of(EpsConfig(cache.store, read), table, lengths)
+            where = Where.of(EpsConfig.over(cache.store, read), table, lengths)
         else:
             where = Where.dense(cache.store, table, lengths)
         if not audit and not self.timing and self.tap is None and score is None:

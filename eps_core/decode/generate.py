@@ -4,7 +4,7 @@ Holds integers and host logits only; arrays stay in the backend. One `StepRecord
 """
 
 import time
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Container, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,8 +43,10 @@ def generate(
     audit_first: int = 0,
     written: Sequence[Any] | None = None,
     on_output: Callable[[StepOutput], None] | None = None,
+    ended: Container[int] = (),
 ) -> Generator[StepRecord, None, Any]:
-    """Decodes every prompt for at most `max_new_tokens` tokens, all in one batch; a sequence leaves it at a stop token.
+    """Decodes every prompt for at most `max_new_tokens` tokens, all in one batch; a sequence leaves it at a stop token,
+    or once the caller has put its number into `ended`.
 
     All but the last token of each prompt are prefilled densely, `prefill_chunk` at a time, sharing full pages with what
     the pool already holds; the last one starts the decode, so every new token comes from one gated step, as `read` says
@@ -114,7 +116,7 @@ def generate(
                 record.logits = output.logits
             yield record
             for index in alive:
-                if fed[index] in stop_tokens and forced_tokens is None:
+                if index in ended or (fed[index] in stop_tokens and forced_tokens is None):
                     left = sequences.pop(index)
                     if own:
                         pool.free(left)
@@ -186,7 +188,7 @@ def record_of(
         [int(length) for length in spent.lengths],
         output,
         spec,
-        EpsConfig(cache.store, read or Read()),
+        EpsConfig.over(cache.store, read),
         spent.decode_ms,
         spent.bytes_kv_read,
         spent.bytes_k_reread,

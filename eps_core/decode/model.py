@@ -6,7 +6,6 @@
 import os
 from pathlib import Path
 
-import eps_core
 from eps_core.config.store import DTYPE_BYTES
 from eps_core.decode.fields import Fields
 from eps_core.decode.folder import quantisation, quantisation_fix
@@ -15,7 +14,7 @@ from eps_core.decode.spec import ARCHITECTURES, ModelSpec, engine_note
 from eps_core.decode.tokenizer import end_tokens
 from eps_core.errors import ConfigError
 
-DEMO_MODEL = Path(eps_core.__file__).parent / "demo_model"
+DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
 _MOST_LAYERS, _MOST_HEADS = 2**12, 2**16
 # where config.json has no sliding_window (Mistral, Qwen), and no max_window_layers (Qwen)
 _DEFAULT_WINDOW, _DEFAULT_FULL_LAYERS = 4096, 28

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from eps_core.errors import ConfigError, require
 from eps_core.files import inputs, records
@@ -22,24 +23,25 @@ def prompt_texts(prompt: str | Path, max_context: int, keep_newline: bool = Fals
 
 
 def encode_prompts(
-    texts: Sequence[str],
+    given: Sequence[str | Sequence[int]],
     max_new_tokens: int,
-    encode: Callable[[str, int], list[int]],
+    encode: Callable[[Any, int], list[int]],
     max_context: int,
     context_note: str = "",
 ) -> list[list[int]]:
-    """Tokens of prompts that a model of `max_context` tokens can continue by `max_new_tokens`; others are refused, by
-    their number where there are several. `encode(text, most)` gives at most a few more tokens than `most`."""
-    require(len(texts) > 0, "there is no prompt to continue: give at least one")
+    """Tokens of prompts, texts or tokens, that a model of `max_context` tokens can continue by `max_new_tokens`; others
+    are refused, by their number where there are several. `encode(prompt, most)` gives at most a few more tokens than
+    `most` of a text."""
+    require(len(given) > 0, "there is no prompt to continue: give at least one")
     records.check("max-new-tokens", max_new_tokens, int)
     require(max_new_tokens >= 1, f"max-new-tokens {max_new_tokens} is below 1: nothing would be generated; use 32")
     prompts, most = [], max_context
-    for number, text in enumerate(texts, start=1):
-        which = f"prompt {number}" if len(texts) > 1 else "the prompt"
-        records.check(which, text, str)
-        prompts.append(encode(text, most))
+    for number, prompt in enumerate(given, start=1):
+        which = f"prompt {number}" if len(given) > 1 else "the prompt"
+        records.check(which, prompt, tuple[int, ...] | str)
+        prompts.append(encode(prompt, most))
         length = len(prompts[-1])
-        require(bool(text) and length > 0, f"{which} is empty: give at least one character")
+        require(bool(prompt) and length > 0, f"{which} is empty: give at least one character or token")
         require(
             length + max_new_tokens <= most,
             f"{which} of {length if length <= most else f'more than {most}'} tokens and {max_new_tokens} new ones "

@@ -2,11 +2,11 @@
 
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, overload
+from typing import Any, Self
 
 from tokenizers import Tokenizer
 
@@ -19,7 +19,7 @@ from eps_core.cpu.usable import why_not
 from eps_core.decode.chat import render
 from eps_core.decode.evicting import EvictingDecoder
 from eps_core.decode.forward import Decoder, load_decoder
-from eps_core.decode.generate import generate, prefill, tokens_of
+from eps_core.decode.generate import generate, prefill
 from eps_core.decode.hub import resolve_model
 from eps_core.decode.kernel_check import disagreement
 from eps_core.decode.model import DEMO_MODEL, read_spec
@@ -38,31 +38,14 @@ from eps_core.gate.protocol import Backend
 from eps_core.load import backend_name, choose_device, load_backend, resolve_kernels
 from eps_core.paging.heads import HeadPools
 from eps_core.paging.pool import PagePool
-from eps_core.telemetry.rounds import summarise_rounds
-from eps_core.telemetry.steps import summarise
-from eps_core.telemetry.terminal import Progress, TextStream
+from eps_core.telemetry.terminal import Progress
 
 UNVERIFIED = Verify()
 
 
-@dataclass(frozen=True)
-class Generation:
-    """How a prompt went on. What was read, and the speed, are of the whole batch that it was decoded in."""
-
-    text: str
-    tokens: list[int]  # the end-of-text token that it stopped at included
-    prompt_tokens: int
-    bytes_read: int  # K, V and summaries, over all steps
-    bytes_dense: int  # what dense attention reads in the same steps
-    groups_read: int | None  # summed over steps, layers and kv heads; pages where EPS is off; None: verified
-    groups_total: int | None
-    tokens_per_s: float | None  # of decode
-    acceptance: float | None = None  # verified: share of the drafts that were dense decoding's tokens
-
-
 @dataclass
 class Session:
-    """A loaded model: what every prompt, document and arm has in common. `generate` and `stream` continue prompts."""
+    """A loaded model: what every prompt, document and arm has in common. `decode.llm` continues prompts with it."""
 
     model: str  # as the user named it: a directory, org/name, or demo
     path: Path
@@ -76,7 +59,7 @@ class Session:
     named: bool = False  # whether the user named the kernels
     fault: str | None = None  # why auto took array operations instead of kernels
     checked: set[tuple[Store, bool]] = field(default_factory=set, repr=False)  # see `check_kernels`
-    config: EpsConfig = EpsConfig()  # noqa: RUF009  of `generate` and `stream`; documents and arms bring their own
+    config: EpsConfig = EpsConfig()  # noqa: RUF009  of `steps`; documents and arms bring their own
     verify: Verify = UNVERIFIED  # the same
     kv_bits: KvFormats = EXACT  # of K and of V in every cache: see `CacheSpec`
     cache_dir: Path | None = None  # where prompts are kept between runs: see `decode.stored`
@@ -210,105 +193,48 @@ class Session:
         text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
-    def encode_prompts(self, texts: Sequence[str], max_new_tokens: int, chat: bool = False) -> list[list[int]]:
-        """Tokens of prompts that the model can continue by `max_new_tokens`; others are refused, by their number where
-        there are several. With `chat` each is a user's message, put into the model's chat template."""
-        encode = self.encode_chat if chat else self.encode
-        return encode_prompts(
-            texts,
-            max_new_tokens,
-            lambda text, most: encode(text, most_tokens=most),
-            self.spec.max_context,
-            self.spec.context_note,
-        )
+    def encode_prompts(
+        self, prompts: Sequence[str | Sequence[int]], max_new_tokens: int, chat: bool = False
+    ) -> list[list[int]]:
+        """Tokens of prompts, texts or tokens, that the model can continue by `max_new_tokens`; others are refused, by
+        their number where there are several. With `chat` each is a user's message, put into the model's chat
+        template."""
 
-    @overload
-    def generate(self, prompt: str, *args: Any, **more: Any) -> Generation: ...
+        def encode(prompt: str | Sequence[int], most: int) -> list[int]:
+            if isinstance(prompt, str):
+                return (self.encode_chat if chat else self.encode)(prompt, most_tokens=most)
+            require(not chat, "a chat template takes text, and this prompt is of tokens: give text, or leave chat out")
+            wrong = next((token for token in prompt if not 0 <= token < self.spec.vocab_size), None)
+            last = self.spec.vocab_size - 1
+            require(wrong is None, f"token {wrong} is not of the model, which has 0 to {last}: use its own tokenizer")
+            return list(prompt)
 
-    @overload
-    def generate(self, prompt: list[str] | tuple[str, ...], *args: Any, **more: Any) -> list[Generation]: ...
+        return encode_prompts(prompts, max_new_tokens, encode, self.spec.max_context, self.spec.context_note)
 
-    def generate(
+    def steps(
         self,
-        prompt: str | list[str] | tuple[str, ...],
-        max_new_tokens: int = 32,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        stop: bool = True,
-        chat: bool = False,
-    ) -> Generation | list[Generation]:
-        """How a prompt goes on, or each of a list of prompts, decoded in one batch. Temperature 0 is greedy; a drawn
-        token depends on seed, the prompt's place in the list and its position alone. With `stop` a prompt ends at the
-        model's end-of-text tokens; with `chat` it is a user's message. Nothing is kept from one call to the next but in
-        `cache_dir`."""
-        texts = list(prompt) if isinstance(prompt, list | tuple) else [prompt]
-        prompts, steps = self._steps(texts, max_new_tokens, Sampling(temperature, top_p, seed), stop, chat)
-        records = list(steps)
-        total = summarise_rounds(records) if self.verify.enabled else summarise(records)
-        made = [
-            Generation(
-                self.decode(tokens),
-                tokens,
-                len(one),
-                total["bytes_kv_read_est"] + total["bytes_summary_read"],
-                total["bytes_kv_dense"],
-                total["pages_visited"],
-                total["pages_total"],
-                total["tokens_per_s"],
-                total.get("acceptance"),
-            )
-            for one, tokens in zip(prompts, tokens_of(records, len(prompts)), strict=True)
-        ]
-        return made if isinstance(prompt, list | tuple) else made[0]
-
-    def stream(
-        self,
-        prompt: str,
-        max_new_tokens: int = 32,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        stop: bool = True,
-        chat: bool = False,
-    ) -> Iterator[str]:
-        """The text of `generate` in pieces of whole characters, each as soon as its tokens are there."""
-        _, steps = self._steps([prompt], max_new_tokens, Sampling(temperature, top_p, seed), stop, chat)
-        pieces: list[str] = []
-        text = TextStream(self.tokenizer, pieces.append)
-
-        def told() -> Iterator[str]:
-            for record in steps:
-                for token in record.tokens:
-                    text.add(token)
-                yield from pieces
-                pieces.clear()
-            text.flush()
-            yield from pieces
-
-        return told()
-
-    def _steps(
-        self, texts: Sequence[str], max_new_tokens: int, sampling: Sampling, stop: bool, chat: bool
-    ) -> tuple[list[list[int]], Generator[Any, None, Any]]:
-        """(tokens of each prompt, steps or rounds to come), in a cache of their own; what can be refused, is now."""
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        sampling: Sampling,
+        stop_tokens: Collection[int] = (),
+        ended: Container[int] = (),
+    ) -> Generator[Any, None, Any]:
+        """Decode prompts of tokens in one batch, in a cache of their own, as `config` and `verify` say. Returns the
+        generator of `decode.generate`, or of `decode.verified`; everything that can be refused is refused before."""
         self.verify.check(self.config, sampling.temperature, sampling.by)
-        prompts = self.encode_prompts(texts, max_new_tokens, chat)
         self.load(self.verify)
         self.check_kernels(self.config.store, self.verify.enabled)
         cache, pool = self.cache(self.config.store, [len(prompt) + max_new_tokens for prompt in prompts])
-        stop_tokens = self.spec.eos_token_ids if stop else ()
         stored = self.stored(self.config.store)
         if stored is not None:
             cache = stored.load(cache, pool, prompts)
         same = self.decoder, cache, pool, prompts, max_new_tokens, sampling, self.config.read
         if self.verify.enabled:
-            steps: Generator[Any, None, Any] = verified(
-                *same, self.verify, stop_tokens, drafter=self.drafter(self.verify)
-            )
+            drafter = self.drafter(self.verify)
+            steps: Generator[Any, None, Any] = verified(*same, self.verify, stop_tokens, drafter=drafter, ended=ended)
         else:
-            steps = generate(*same, stop_tokens)
-        return prompts, steps if stored is None else stored.saving(steps, pool, prompts)
+            steps = generate(*same, stop_tokens, ended=ended)
+        return steps if stored is None else stored.saving(steps, pool, prompts)
 
     def stored(self, store: Store) -> StoredPrompts | None:
         """The files of prompts in caches of `store`, where they are kept."""

@@ -7,12 +7,13 @@ accepted is written.
 """
 
 import time
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Container, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
 from eps_core.config.verify import Verify
 from eps_core.decode.accept import Said, accept, propose
@@ -35,7 +36,7 @@ MASS_BYTES = 4  # of a group's log mass, float32
 
 def _by_the_largest(where: Where) -> Where:
     """The same step with estimates as masses that a pass measured are: of each group the largest of the query heads."""
-    config = replace(where.config, read=replace(where.config.read, combine="max"))
+    config = EpsConfig.over(where.config.store, replace(where.config.read, combine="max"))
     return Where.of(config, where.table, where.lengths)
 
 
@@ -367,6 +368,7 @@ def verified(
     written: Sequence[PagedSequence] | None = None,
     drafter: Decoder | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    ended: Container[int] = (),
 ) -> Generator[RoundRecord, None, Any]:
     """`generate` whose text is the dense one, a round at a time: `read` says how drafts read the cache, `verify` how
     they are made, `drafter` with which decoder (of the same cache; None: this one). Everything else as there."""
@@ -387,7 +389,7 @@ def verified(
                 fed[index] = token
                 room[index] -= 1
             yield record
-            for index in [i for i in sequences if not room[i] or fed[i] in run.stop]:
+            for index in [i for i in sequences if not room[i] or fed[i] in run.stop or i in ended]:
                 left = sequences.pop(index)
                 if own:
                     pool.free(left)

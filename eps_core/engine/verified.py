@@ -112,7 +112,7 @@ class Rounds:
 
     def config(self, config: EpsConfig) -> EpsConfig:
         """How drafts read."""
-        return EpsConfig(config.store, self.verify.draft_read(config.read))
+        return EpsConfig.over(config.store, self.verify.draft_read(config.read))
 
     def begin(self, cache: Any, config: EpsConfig, length: int, room: int, reason: str | None = None) -> int:
         """Drafts of the round that begins now: a sequence holds `length` tokens and may say `room` more. `reason`: why

@@ -71,7 +71,7 @@ def _rows(flat: dict[str, Any], block_tokens: int) -> Settings:
             with suppress(ConfigError):  # raised below
                 settings = Settings.of(flat | {"mean_tokens": mean_tokens})
             if block_tokens % settings.config.store.unit_tokens == 0:
-                (settings.config.given or {}).pop("mean_tokens", None)
+                object.__setattr__(settings.config, "mean_tokens", None)  # the user did not give it
                 break
     unit, least = settings.config.store.unit_tokens, store.unit_tokens
     given = ", ".join(f"{name} {flat[name]}" for name in GROUP_SETTINGS if name in flat) or f"method {store.method}"

@@ -1,0 +1,49 @@
+"""Stop strings: text of tokens as they come, which ends before the first of given strings."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from eps_core.errors import require
+from eps_core.files import records
+from eps_core.telemetry.terminal import TextStream
+
+
+def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """Return one stop string, or several, as a tuple. Raises ConfigError for what is no text, and for an empty one."""
+    found = (stop,) if isinstance(stop, str) else stop
+    records.check("stop", found, tuple[str, ...])
+    require(all(found), "stop '' has no characters: give at least one, or leave stop out")
+    return tuple(found)
+
+
+class StoppedText:
+    """The text of tokens, added one by one, up to the first stop string: the one that is complete first."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+        self.stop = stop
+        self.tokens: list[int] = []
+        self.text = ""  # without characters that are incomplete, and without what a stop string may begin with
+        self._held = ""  # the beginning of a stop string, perhaps
+        self._pieces: list[str] = []
+        self._stream = TextStream(tokenizer, self._pieces.append)
+
+    def add(self, token: int) -> bool:
+        """Add a token. Returns True, and is to be given no more, where its text completes a stop string."""
+        self.tokens.append(token)
+        self._stream.add(token)
+        text = self._held + "".join(self._pieces)
+        self._pieces.clear()
+        found = [(start + len(word), start) for word in self.stop if (start := text.find(word)) >= 0]
+        end = min(found)[1] if found else len(text) - max((_begun(text, word) for word in self.stop), default=0)
+        self.text, self._held = self.text + text[:end], text[end:]
+        return bool(found)
+
+    def flush(self) -> None:
+        """Add what was held back, after the last token of a text that met no stop string."""
+        self._stream.flush()
+        self.text += self._held + "".join(self._pieces)
+
+
+def _begun(text: str, word: str) -> int:
+    """Characters at the end of `text` that `word` begins with; fewer than all of its own."""
+    return next((n for n in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:n])), 0)
