@@ -33,9 +33,10 @@ if [ -n "$vllm" ]; then
   wait "$installing" || echo "no environment with vLLM: tried again after the suite" >&2
   trap - EXIT
 fi
-# one thread a worker: more only fight over the cores
+# one thread a worker: more only fight over the cores; worksteal: a file's tests stay together, so that what they share
+# (models, compiled kernels) is made once
 export OMP_NUM_THREADS=1
-"$venv/bin/python" -m pytest -n "${EPS_TEST_WORKERS:-auto}" --durations=50 --tier "$tier" "$@"
+"$venv/bin/python" -m pytest -n "${EPS_TEST_WORKERS:-auto}" --dist worksteal --durations=50 --tier "$tier" "$@"
 if [ -n "$vllm" ]; then
   scripts/test_vllm.sh --durations=50
 fi

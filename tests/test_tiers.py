@@ -61,7 +61,7 @@ STYLE = ["venv ruff check .", "venv ruff format --check .", "venv mypy "]
 
 
 def suite(tier: str, *arguments: str) -> str:
-    return " ".join(["venv python -m pytest -n 3 --durations=50 --tier", tier, *arguments])
+    return " ".join(["venv python -m pytest -n 3 --dist worksteal --durations=50 --tier", tier, *arguments])
 
 
 VLLM = "vllm python -m pytest -n 3 --dist loadfile --durations=50"
