@@ -2,11 +2,16 @@
 
 A test that takes `target` runs on the array operations of every backend and device; marked `kernels(name, ..)`, also
 on the kernels of these names: numba, triton (interpreted where there is no GPU), metal (its text run on the CPU).
+
+The suite has two tiers. `LEFT_OUT` lists, by marker, the tests that are not in the default tier; `--tier default` runs
+all others, `--tier rest` runs these, and pytest without `--tier` runs both.
 """
 
+import fnmatch
 import gc
 import os
 import signal
+from collections.abc import Iterable
 from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -27,6 +32,90 @@ from eps_core.load import BACKENDS, load_backend
 
 collect_ignore = ["vllm"]  # a suite of its own: scripts/test_vllm.sh
 REQUESTED = os.environ.get("EPS_TEST_BACKENDS", ",".join(BACKENDS)).split(",")
+
+# patterns of `file::test[parameters]` that the default tier leaves out, by the marker that they get
+LEFT_OUT = {
+    "emulators": ("test_triton_*", "test_metal_*", "*-cpu-triton*", "*-cpu-metal*"),
+    "engines": ("test_hook_*",),
+    "fuzz": (
+        "test_damaged_inputs.py::test_damaged_*",
+        "test_fuzz_cli.py*",
+        "test_model_files.py::test_any_*",
+    ),
+    "slow": (
+        "test_audit.py::test_a_strict_run_is_certified*",
+        "test_audit.py::test_audit_kl_*",
+        "test_audit.py::test_epsilon_zero_*",
+        "test_audit.py::test_methods_without_bounds_*",
+        "test_beams.py::test_it_finds_what_a_search_over_whole_texts_finds*",
+        "test_beams.py::test_one_beam_is_greedy_decoding*",
+        "test_bench.py::test_times_every_part_*",
+        "test_bench.py::test_what_a_graph_records_*",
+        "test_certificate.py::test_bounds_hold_for_hard_keys_and_queries*",
+        "test_certificate.py::test_checker_finds_broken_summaries*",
+        "test_certificate.py::test_codes_of_single_keys_certify_*",
+        "test_certificate.py::test_everything_claimed_holds*",
+        "test_certificate.py::test_strict_leaves_at_most_epsilon_unread*",
+        "test_cli.py::test_a_demo_whose_last_figure_fails_*",
+        "test_cli.py::test_info_counts_memory_*",
+        "test_cli.py::test_other_backends_say_the_same*",
+        "test_cli.py::test_selection_flags_reach_the_config*",
+        "test_cli.py::test_the_demo_answers_its_needle_*",
+        "test_compile.py::test_what_was_compiled_*",
+        "test_cost.py::test_run_gates_from_where_it_pays*",
+        "test_cpu_kernels.py::test_a_cpu_without_permutations*",
+        "test_cpu_kernels.py::test_a_forked_child_*",
+        "test_cpu_kernels.py::test_benchmarks_need_no_numba*",
+        "test_cpu_kernels.py::test_kernels_run_on_the_team_*",
+        "test_cpu_rows.py::test_rows_are_as_exact_as_float32*",
+        "test_cpu_units.py::test_layers_share_*",
+        "test_cpu_units.py::test_odd_queries*",
+        "test_draft_weights_run.py*",
+        "test_edit.py::test_summaries_follow*",
+        "test_engine.py::test_any_order_*",
+        "test_evict_policies.py::test_it_keeps_what_its_formula_says*",
+        "test_evicting.py::test_a_run_says_the_same_on_every_backend*",
+        "test_evicting.py::test_every_policy_decodes_*",
+        "test_grid.py*",
+        "test_html_report.py*",
+        "test_hub.py*",
+        "test_kv_bits.py::test_a_run_counts_them*",
+        "test_kv_bits.py::test_backends_say_the_same_*",
+        "test_outputs.py::test_closed_streams_*",
+        "test_outputs.py::test_full_streams_*",
+        "test_readme.py::test_their_commands_run_as_printed",
+        "test_real_model.py*",
+        "test_sampling.py::test_a_wrong_rejection_*",
+        "test_sampling.py::test_shared_noise_is_seen*",
+        "test_sampling.py::test_what_is_said_is_drawn_from_the_target*",
+        "test_scripts.py::test_tables_of_a_folder_*",
+        "test_scripts.py::test_the_published_tables_*",
+        "test_sparse_verify.py::test_a_table_*",
+        "test_sparse_verify.py::test_reading_every_token_*",
+        "test_stored.py::test_a_second_run_*",
+        "test_stored.py::test_a_wrong_file_*",
+        "test_strided.py*",
+        "test_terminal.py::test_progress_leaves_*",
+        "test_terminal.py::test_the_progress_of_a_capture_*",
+        "test_tiers.py::test_the_tiers_hold_every_test_once",
+        "test_training.py*",
+        "test_verified_bits.py*",
+        "test_verified_drafters.py*",
+        "test_verified_ends.py::test_a_stop_token_*",
+        "test_verified_ends.py::test_sequences_that_end_*",
+        "test_verified_text.py*",
+        "test_wrong_verifiers.py*",
+    ),
+}
+# tests that match a pattern above and are in the default tier nevertheless: a case of each engine and command
+KEPT = (
+    "test_beams.py::test_one_beam_is_greedy_decoding*-cpu-arrays-dense]",
+    "test_grid.py::test_what_a_cell_measures",
+    "test_hook_mlx_lm.py::test_a_directory_is_loaded_with_eps_on_and_generates",
+    "test_hook_transformers.py::test_one_line_turns_it_on_*",
+    "test_html_report.py::test_report_command_writes_the_page_whole",
+    "test_hub.py::test_a_network_that_is_not_there_is_one_line",
+)
 
 
 class Target(NamedTuple):
@@ -72,8 +161,34 @@ def bound(name: str, kernels: str) -> ModuleType:
     return module if module.usable_kernels("cpu") == ["arrays"] else Bound(module, kernels)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "kernels(*names): run `target` on these kernels besides array operations")
+def matches(nodeid: str, patterns: Iterable[str]) -> bool:
+    test = nodeid.removeprefix("tests/")
+    return any(fnmatch.fnmatchcase(test, pattern) for pattern in patterns)
+
+
+def marker_of(nodeid: str) -> str | None:
+    """Return the marker of a test outside the default tier, None for a test in it."""
+    if matches(nodeid, KEPT):
+        return None
+    return next((name for name, patterns in LEFT_OUT.items() if matches(nodeid, patterns)), None)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tier", choices=("default", "rest", "all"), default="all", help="part of the suite that is run")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tiers: dict[str, list[pytest.Item]] = {"default": [], "rest": []}
+    for item in items:
+        marker = marker_of(item.nodeid)
+        if marker is not None:
+            item.add_marker(marker)
+        tiers["default" if marker is None else "rest"].append(item)
+    chosen = config.getoption("tier")
+    if chosen != "all":
+        items[:] = tiers.pop(chosen)
+        (others,) = tiers.values()
+        config.hook.pytest_deselected(items=others)
 
 
 def pytest_collection_finish() -> None:
