@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from eps_core.decode.draft_weights import FLAG, HEAD, quantised_layers
-from eps_core.decode.rope import attention_factor, cos_sin, inverse_frequencies
-from eps_core.decode.spec import ModelSpec
-from eps_core.decode.weights import load_weights
 from eps_core.errors import ConfigError
 from eps_core.gate.stats import StepOutput
+from eps_core.models.rope import attention_factor, cos_sin, inverse_frequencies
+from eps_core.models.spec import ModelSpec
+from eps_core.models.weights import load_weights
 from eps_core.paging.where import Where
 from eps_cuda.cache import Cache
 from eps_cuda.device import DTYPES, device_of, from_numpy

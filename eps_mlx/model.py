@@ -13,10 +13,10 @@ import mlx.core as mx
 import numpy as np
 
 from eps_core.decode.draft_weights import HEAD, quantised_layers
-from eps_core.decode.rope import attention_factor, cos_sin, inverse_frequencies
-from eps_core.decode.spec import ModelSpec
-from eps_core.decode.weights import load_weights
 from eps_core.errors import ConfigError
+from eps_core.models.rope import attention_factor, cos_sin, inverse_frequencies
+from eps_core.models.spec import ModelSpec
+from eps_core.models.weights import load_weights
 from eps_mlx.device import DTYPES, device_of, devices, from_numpy
 from eps_mlx.draft_weights import Packed, pack
 

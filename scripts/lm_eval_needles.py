@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.decode.model import DEMO_MODEL
 from eps_core.errors import ConfigError, exit_code, require
 from eps_core.files.outputs import replacing
+from eps_core.models.config import DEMO_MODEL
 from eps_core.tasks.corpus import corpus
 from eps_core.tasks.needle import draw_value, needle_document
 from eps_core.telemetry.provenance import provenance

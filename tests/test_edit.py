@@ -13,13 +13,13 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode import edit
 from eps_core.decode.forward import load_decoder
 from eps_core.decode.generate import extend, generate, prefill
-from eps_core.decode.model import read_spec
 from eps_core.decode.prefix import Prefix
-from eps_core.decode.rope import inverse_frequencies
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.load import backend_name
+from eps_core.models.config import read_spec
+from eps_core.models.rope import inverse_frequencies
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 2
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, 256, 75)]

@@ -22,12 +22,12 @@ from eps_core import oracle
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import DTYPE_BYTES, CacheSpec
 from eps_core.decode.forward import Decoder, load_decoder
-from eps_core.decode.model import read_spec
-from eps_core.decode.rope import attention_factor, inverse_frequencies
-from eps_core.decode.spec import ModelSpec
-from eps_core.decode.tokenizer import load_tokenizer
-from eps_core.decode.weights import load_weights, weight_names
 from eps_core.errors import ConfigError
+from eps_core.models.config import read_spec
+from eps_core.models.rope import attention_factor, inverse_frequencies
+from eps_core.models.spec import ModelSpec
+from eps_core.models.tokenizer import load_tokenizer
+from eps_core.models.weights import load_weights, weight_names
 from eps_core.oracle.model import Model
 
 NUM_TOKENS = 75

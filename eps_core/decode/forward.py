@@ -15,10 +15,10 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
-from eps_core.decode.spec import ModelSpec
 from eps_core.gate.attend import LayerRead, attend_layer, collect
 from eps_core.gate.protocol import Array, Backend, RowsRead, Scores, Selection
 from eps_core.gate.stats import StepOutput, VerifyOutput
+from eps_core.models.spec import ModelSpec
 from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
 

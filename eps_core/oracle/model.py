@@ -10,10 +10,10 @@ import numpy as np
 
 from eps_core.config.store import DTYPE_BYTES
 from eps_core.decode.draft_weights import BITS, HEAD, quantised_layers
-from eps_core.decode.rope import attention_factor, inverse_frequencies
-from eps_core.decode.spec import ModelSpec
-from eps_core.decode.weights import load_weights
 from eps_core.errors import ConfigError
+from eps_core.models.rope import attention_factor, inverse_frequencies
+from eps_core.models.spec import ModelSpec
+from eps_core.models.weights import load_weights
 from eps_core.oracle.cache import from_numpy
 from eps_core.oracle.draft_weights import affine
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.decode.fields import Fields
-from eps_core.decode.spec import ModelSpec
 from eps_core.errors import ConfigError, shown
+from eps_core.models.fields import Fields
+from eps_core.models.spec import ModelSpec
 
 # each rope type with the numbers that it must have
 ROPE_TYPES: dict[str, tuple[str, ...]] = {

@@ -14,9 +14,9 @@ import ml_dtypes  # noqa: F401 - registers bfloat16 with numpy, which safetensor
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from eps_core.decode.folder import INDEX_FILE, WEIGHT_FILE, check_weights_there, weight_map
-from eps_core.decode.spec import ModelSpec
 from eps_core.errors import ConfigError, one_line, shown
+from eps_core.models.folder import INDEX_FILE, WEIGHT_FILE, check_weights_there, weight_map
+from eps_core.models.spec import ModelSpec
 
 _STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _HEAD = "lm_head.weight"

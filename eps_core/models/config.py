@@ -8,12 +8,12 @@ from pathlib import Path
 
 import eps_core
 from eps_core.config.store import DTYPE_BYTES
-from eps_core.decode.fields import Fields
-from eps_core.decode.folder import quantisation, quantisation_fix
-from eps_core.decode.rope import MOST_POSITIONS, check_rope, read_rope
-from eps_core.decode.spec import ARCHITECTURES, ModelSpec, engine_note
-from eps_core.decode.tokenizer import end_tokens
 from eps_core.errors import ConfigError
+from eps_core.models.fields import Fields
+from eps_core.models.folder import quantisation, quantisation_fix
+from eps_core.models.rope import MOST_POSITIONS, check_rope, read_rope
+from eps_core.models.spec import ARCHITECTURES, ModelSpec, engine_note
+from eps_core.models.tokenizer import end_tokens
 
 DEMO_MODEL = Path(eps_core.__file__).parent / "demo_model"
 _MOST_LAYERS, _MOST_HEADS = 2**12, 2**16
