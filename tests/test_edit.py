@@ -146,8 +146,8 @@ def test_a_key_is_turned_as_if_it_had_stood_there(target: tuple, models: Any, na
         with model.scope():
             _, here, _ = model.project(0, x, model.rotation(positions))
             _, there, _ = model.project(0, x, model.rotation(positions + shifts))
-            moved = model.reposition(here, shifts)
-            back = model.reposition(moved, -shifts)
+            moved = model.reposition(0, here, shifts)
+            back = model.reposition(0, moved, -shifts)
         here, there, moved, back = (backend.to_numpy(one).astype(np.float64) for one in (here, there, moved, back))
         scale = np.abs(here).max()
         assert np.abs(moved - there).max() < 2e-6 * scale and np.abs(back - here).max() < 2e-6 * scale

@@ -26,7 +26,7 @@ def quantised_layers(spec: ModelSpec) -> dict[str, int]:
     """Short name (`models.weights.weight_names`) of every linear layer that drafts read with 4 bits -> its group size.
     The output head is one of them, "lm_head", where it is the embedding, too. Layers whose rows no group divides keep
     their full weights, which one line on stderr says; where none is left, ConfigError."""
-    shapes = {name: shape for name, (_, shape) in weight_names(spec).items() if len(shape) == 2}
+    shapes = {name: one.shape for name, one in weight_names(spec).items() if len(one.shape) == 2}
     shapes[HEAD] = shapes.pop("embed")
     sizes = {name: group_size(shape[1]) for name, shape in shapes.items()}
     full = sorted({shapes[name][1] for name, size in sizes.items() if size is None})

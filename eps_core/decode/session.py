@@ -323,7 +323,7 @@ class Session:
         """Of a cache of a single unit."""
         k_bits, v_bits = self.kv_bits
         shape = self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim
-        return CacheSpec(*shape, 1, self.kv_dtype, k_bits=k_bits, v_bits=v_bits)
+        return CacheSpec(*shape, 1, self.kv_dtype, k_bits=k_bits, v_bits=v_bits, windows=self.spec.windows)
 
     def cache_spec(self, store: Store, num_tokens: int | Sequence[int], pool_tokens: int | None = None) -> CacheSpec:
         """Of a sequence of up to `num_tokens` tokens, or of several, each with its own number; of `pool_tokens` in all
@@ -364,6 +364,7 @@ class Session:
     ) -> tuple[EvictingDecoder, Any, HeadPools]:
         """(decoder, cache, pools), empty, for prompts of `lengths` tokens that go on for `num_new`: see
         `decode.evicting`. Where a head may hold all of them, as under policies that divide unevenly, it finds room."""
+        self.spec.require_full_attention("eviction (--kv-evict)")
         spec, shape = self.spec, self.evicting_spec(keep, store, lengths, num_new)
         self.check_kernels(store)
         pools = HeadPools(spec.num_layers, spec.num_kv_heads, shape.num_units, store.unit_tokens)
