@@ -246,8 +246,9 @@ def attend_own(cache: Cache, q: Tensor, k: Tensor, v: Tensor) -> State:
     return value.to(q.dtype), (q.float() * key).sum(dim=-1) / math.sqrt(q.shape[-1])
 
 
-def attend_chunk(cache: Cache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal dense attention of a prefill chunk: q [N, Hq, D] are the last N of the T tokens of k, v [T, Hkv, D]."""
+def attend_chunk(cache: Cache, q: Tensor, k: Tensor, v: Tensor, seen: np.ndarray | None = None) -> Tensor:
+    """Dense attention of a prefill chunk: q [N, Hq, D] are the last N of the T tokens of k, v [T, Hkv, D], each over
+    itself and all before it, or over those of `seen` [N, T] bool (host), at least one."""
     wide = q.dtype if k.dtype == q.dtype else torch.float32
     query, key, value = (x.to(wide).transpose(0, 1)[None] for x in (q, k, v))
     repeat, on_cpu = q.shape[1] // k.shape[1], q.device.type == "cpu"
@@ -255,7 +256,9 @@ def attend_chunk(cache: Cache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # the only GPU kernel for float32 that needs no [N, T] matrix wants one kv head per query head
         key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))
         repeat = 1
-    if on_cpu:
+    if seen is not None:
+        mask = torch.from_numpy(seen).to(q.device)
+    elif on_cpu:
         mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
     else:
         mask = causal_lower_right(len(q), len(k))

@@ -162,10 +162,10 @@ class StaticStep:
     def compute(self, model: Any, cache: Cache) -> Outputs:
         """Every layer, from the buffers."""
         at = self.buffers
-        x = model.weights["embed"][at.tokens]
+        x = model.embedded(at.tokens)
         skipped, selections = [], []
         for layer in range(cache.spec.num_layers):
-            q, k, v = model.project(layer, x, (at.cos, at.sin))
+            q, k, v = model.project(layer, x, [(at.cos, at.sin)])
             if self.finite is None:
                 dispatch.write(cache, layer, k, v, at.slots)
             else:
@@ -245,7 +245,7 @@ def _advance(
     else:
         for layer in range(cache.spec.num_layers):
             void(cache, layer, slots)
-    cos, sin = model.angles(where.lengths - 1)
+    ((cos, sin),) = model.angles(where.lengths - 1)
     static.fill(
         tokens=np.asarray(tokens, np.int64), slots=slots.astype(np.int32), lengths=where.lengths.astype(np.int32),
         table=where.table, cos=cos, sin=sin,

@@ -1,7 +1,10 @@
-"""Llama, Mistral, Qwen2 and Qwen3 in Torch operations: the arithmetic of `decode.forward`."""
+"""The model families of `models.registry` in Torch operations: the arithmetic of `decode.forward`."""
 
 import copy
+import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +14,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from eps_core.decode.draft_weights import FLAG, HEAD, quantised_layers
-from eps_core.decode.rope import attention_factor, cos_sin, inverse_frequencies
-from eps_core.decode.spec import ModelSpec
-from eps_core.decode.weights import load_weights
 from eps_core.errors import ConfigError
 from eps_core.gate.stats import StepOutput
+from eps_core.models.rope import attention_factor, cos_sin, inverse_frequencies
+from eps_core.models.spec import ModelSpec
+from eps_core.models.weights import load_weights
 from eps_core.paging.where import Where
 from eps_cuda.cache import Cache
 from eps_cuda.device import DTYPES, device_of, from_numpy
 from eps_cuda.draft_weights import Packed, pack
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+}
 
 
 class Model:
@@ -29,7 +37,8 @@ class Model:
     def __init__(self, spec: ModelSpec, weights: dict[str, Tensor], dtype: str, device: str) -> None:
         self.spec, self.weights, self.dtype, self.device = spec, weights, dtype, device
         self.packed: dict[str, Packed] = {}  # layers with 4-bit weights
-        self.inverse_frequencies, self.attention_factor = inverse_frequencies(spec), attention_factor(spec)
+        self.ropes = [(inverse_frequencies(rope), attention_factor(rope)) for rope in spec.ropes]
+        self.embed_scale = from_numpy(np.array(spec.embed_scale, np.float32), dtype, device)
 
     @property
     def weight_bytes(self) -> int:
@@ -56,17 +65,24 @@ class Model:
         return torch.inference_mode()
 
     def embed(self, tokens: np.ndarray) -> Tensor:
-        return self.weights["embed"][torch.from_numpy(np.asarray(tokens, np.int64)).to(self.device)]
+        return self.embedded(torch.from_numpy(np.asarray(tokens, np.int64)).to(self.device))
 
-    def angles(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """cos and sin [N, 1, D/2] float32 of every position's angles, times `rope.attention_factor`."""
-        return cos_sin(self.inverse_frequencies, positions, self.attention_factor)
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """`embed` of tokens [N] int64 that lie on the device."""
+        return self.weights["embed"][tokens] * self.embed_scale
 
-    def rotation(self, positions: np.ndarray) -> tuple[Tensor, Tensor]:
-        cos, sin = (torch.from_numpy(part).to(self.device) for part in self.angles(positions))
-        return cos, sin
+    def angles(self, positions: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """cos and sin [N, 1, D/2] float32 of every position's angles, times `rope.attention_factor`, of each of
+        `ModelSpec.ropes`."""
+        return [cos_sin(frequencies, positions, factor) for frequencies, factor in self.ropes]
 
-    def project(self, layer: int, x: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def rotation(self, positions: np.ndarray) -> list[tuple[Tensor, Tensor]]:
+        return [
+            (torch.from_numpy(cos).to(self.device), torch.from_numpy(sin).to(self.device))
+            for cos, sin in self.angles(positions)
+        ]
+
+    def project(self, layer: int, x: Tensor, turn: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
         spec, prefix = self.spec, f"layers.{layer}."
         h = self._norm(prefix + "input_norm", x)
         q = self._linear(prefix + "q", h).reshape(len(x), spec.num_heads, spec.head_dim)
@@ -74,28 +90,33 @@ class Model:
         v = self._linear(prefix + "v", h).reshape(len(x), spec.num_kv_heads, spec.head_dim)
         if spec.qk_norm:
             q, k = self._norm(prefix + "q_norm", q), self._norm(prefix + "k_norm", k)
-        return rotate(q, *turn), rotate(k, *turn), v
+        own = turn[spec.rope_of_layer[layer]]
+        return rotate(q, *own), rotate(k, *own), v
 
-    def reposition(self, k: Tensor, shifts: np.ndarray) -> Tensor:
-        cos, sin = (torch.from_numpy(part).to(self.device) for part in cos_sin(self.inverse_frequencies, shifts))
+    def reposition(self, layer: int, k: Tensor, shifts: np.ndarray) -> Tensor:
+        frequencies, _ = self.ropes[self.spec.rope_of_layer[layer]]
+        cos, sin = (torch.from_numpy(part).to(self.device) for part in cos_sin(frequencies, shifts))
         return rotate(k, cos, sin)
 
     def add_attention(self, layer: int, x: Tensor, out: Tensor) -> Tensor:
-        return x + self._linear(f"layers.{layer}.o", out.reshape(len(x), -1))
+        y = self._linear(f"layers.{layer}.o", out.reshape(len(x), -1))
+        return x + self._output_norm(f"layers.{layer}.attention_norm", y)
 
     def feed_forward(self, layer: int, x: Tensor) -> Tensor:
         prefix = f"layers.{layer}."
         h = self._norm(prefix + "post_norm", x)
-        gate = functional.silu(self._linear(prefix + "gate", h))
-        return x + self._linear(prefix + "down", gate * self._linear(prefix + "up", h))
+        gate = ACTIVATIONS[self.spec.activation](self._linear(prefix + "gate", h))
+        y = self._linear(prefix + "down", gate * self._linear(prefix + "up", h))
+        return x + self._output_norm(prefix + "feed_forward_norm", y)
 
     def logits(self, x: Tensor) -> Tensor:
-        return self._linear(self._head, self._norm("norm", x)).float()
+        y, cap = self._linear(self._head, self._norm("norm", x)).float(), self.spec.logit_cap
+        return y if cap is None else cap * torch.tanh(y / cap)
 
     def whole_step(
         self, cache: Cache, tokens: np.ndarray, slots: np.ndarray, where: Where, gated: bool, draft: bool
     ) -> tuple[Cache, StepOutput] | None:
-        if cache.kernels != "triton" or (draft and not gated):
+        if cache.kernels != "triton" or (draft and not gated) or self.spec.windowed:
             return None
         from eps_cuda import graph  # imports Triton, which only these kernels need
 
@@ -118,6 +139,9 @@ class Model:
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return functional.rms_norm(x, x.shape[-1:], self.weights[name], self.spec.norm_eps)
 
+    def _output_norm(self, name: str, y: Tensor) -> Tensor:
+        return self._norm(name, y) if self.spec.output_norms else y
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE in Hugging Face's half-rotation form, in float32: x [N, H, D], cos, sin [N, 1, D/2]. Dimensions i and
@@ -133,5 +157,7 @@ def load_model(path: Path, spec: ModelSpec, dtype: str = "float32", device: str 
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
     place = device_of(device).type
+    if place == "cuda" and spec.windowed:
+        print("CUDA graphs do not take sliding windows: steps run layer by layer", file=sys.stderr)
     weights = {name: from_numpy(array, dtype, place) for name, array in load_weights(path, spec).items()}
     return Model(spec, weights, dtype, place)

@@ -271,13 +271,16 @@ def attend_own(cache: Cache, q: mx.array, k: mx.array, v: mx.array) -> State:
         return value.astype(q.dtype), (q.astype(mx.float32) * key).sum(axis=-1) / math.sqrt(q.shape[-1])
 
 
-def attend_chunk(cache: Cache, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-    """Causal dense attention of a prefill chunk: q [N, Hq, D] are the last N of the T tokens of k, v [T, Hkv, D]."""
+def attend_chunk(cache: Cache, q: mx.array, k: mx.array, v: mx.array, seen: np.ndarray | None = None) -> mx.array:
+    """Dense attention of a prefill chunk: q [N, Hq, D] are the last N of the T tokens of k, v [T, Hkv, D], each over
+    itself and all before it, or over those of `seen` [N, T] bool (host), at least one."""
     wide = q.dtype if k.dtype == q.dtype else mx.float32
     q, k, v, dtype = q.astype(wide), k.astype(wide), v.astype(wide), q.dtype
     with mx.stream(cache.stream):
         out = mx.fast.scaled_dot_product_attention(
-            *(x.swapaxes(0, 1)[None] for x in (q, k, v)), scale=1 / math.sqrt(q.shape[-1]), mask="causal"
+            *(x.swapaxes(0, 1)[None] for x in (q, k, v)),
+            scale=1 / math.sqrt(q.shape[-1]),
+            mask="causal" if seen is None else mx.array(seen),
         )
         return out[0].swapaxes(0, 1).astype(dtype)
 

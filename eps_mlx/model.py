@@ -1,10 +1,11 @@
-"""Llama, Mistral, Qwen2 and Qwen3 in MLX operations: the arithmetic of `decode.forward`.
+"""The model families of `models.registry` in MLX operations: the arithmetic of `decode.forward`.
 
 Pending state is evaluated once per chunk or step, together with the logits: that is the only synchronisation of a step
 whose selection has host-known numbers.
 """
 
 import copy
+import math
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,10 @@ import mlx.core as mx
 import numpy as np
 
 from eps_core.decode.draft_weights import HEAD, quantised_layers
-from eps_core.decode.rope import attention_factor, cos_sin, inverse_frequencies
-from eps_core.decode.spec import ModelSpec
-from eps_core.decode.weights import load_weights
 from eps_core.errors import ConfigError
+from eps_core.models.rope import attention_factor, cos_sin, inverse_frequencies
+from eps_core.models.spec import ModelSpec
+from eps_core.models.weights import load_weights
 from eps_mlx.device import DTYPES, device_of, devices, from_numpy
 from eps_mlx.draft_weights import Packed, pack
 
@@ -28,7 +29,8 @@ class Model:
     def __init__(self, spec: ModelSpec, weights: dict[str, mx.array], dtype: str, device: str) -> None:
         self.spec, self.weights, self.dtype, self.device = spec, weights, dtype, device
         self.packed: dict[str, Packed] = {}  # layers with 4-bit weights
-        self.inverse_frequencies, self.attention_factor = inverse_frequencies(spec), attention_factor(spec)
+        self.ropes = [(inverse_frequencies(rope), attention_factor(rope)) for rope in spec.ropes]
+        self.embed_scale = from_numpy(np.array(spec.embed_scale, np.float32), dtype, device)
 
     @property
     def weight_bytes(self) -> int:
@@ -51,14 +53,17 @@ class Model:
         return mx.stream(device_of(self.device))
 
     def embed(self, tokens: np.ndarray) -> mx.array:
-        return self.weights["embed"][mx.array(np.asarray(tokens).astype(np.int32))]
+        return self.weights["embed"][mx.array(np.asarray(tokens).astype(np.int32))] * self.embed_scale
 
-    def rotation(self, positions: np.ndarray) -> tuple[mx.array, mx.array]:
-        """cos and sin [N, 1, D/2] float32 of every position's angles, times `rope.attention_factor`."""
-        cos, sin = cos_sin(self.inverse_frequencies, positions, self.attention_factor)
-        return mx.array(cos), mx.array(sin)
+    def rotation(self, positions: np.ndarray) -> list[tuple[mx.array, mx.array]]:
+        """cos and sin [N, 1, D/2] float32 of every position's angles, times `rope.attention_factor`, of each of
+        `ModelSpec.ropes`."""
+        angles = (cos_sin(frequencies, positions, factor) for frequencies, factor in self.ropes)
+        return [(mx.array(cos), mx.array(sin)) for cos, sin in angles]
 
-    def project(self, layer: int, x: mx.array, turn: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array, mx.array]:
+    def project(
+        self, layer: int, x: mx.array, turn: list[tuple[mx.array, mx.array]]
+    ) -> tuple[mx.array, mx.array, mx.array]:
         spec, prefix = self.spec, f"layers.{layer}."
         h = self._norm(prefix + "input_norm", x)
         q = self._linear(prefix + "q", h).reshape(len(x), spec.num_heads, spec.head_dim)
@@ -66,23 +71,28 @@ class Model:
         v = self._linear(prefix + "v", h).reshape(len(x), spec.num_kv_heads, spec.head_dim)
         if spec.qk_norm:
             q, k = self._norm(prefix + "q_norm", q), self._norm(prefix + "k_norm", k)
-        return rotate(q, *turn), rotate(k, *turn), v
+        own = turn[spec.rope_of_layer[layer]]
+        return rotate(q, *own), rotate(k, *own), v
 
-    def reposition(self, k: mx.array, shifts: np.ndarray) -> mx.array:
-        cos, sin = cos_sin(self.inverse_frequencies, shifts)
+    def reposition(self, layer: int, k: mx.array, shifts: np.ndarray) -> mx.array:
+        frequencies, _ = self.ropes[self.spec.rope_of_layer[layer]]
+        cos, sin = cos_sin(frequencies, shifts)
         return rotate(k, mx.array(cos), mx.array(sin))
 
     def add_attention(self, layer: int, x: mx.array, out: mx.array) -> mx.array:
-        return x + self._linear(f"layers.{layer}.o", out.reshape(len(x), -1))
+        y = self._linear(f"layers.{layer}.o", out.reshape(len(x), -1))
+        return x + self._output_norm(f"layers.{layer}.attention_norm", y)
 
     def feed_forward(self, layer: int, x: mx.array) -> mx.array:
         prefix = f"layers.{layer}."
         h = self._norm(prefix + "post_norm", x)
-        gate = self._linear(prefix + "gate", h)
-        return x + self._linear(prefix + "down", gate * mx.sigmoid(gate) * self._linear(prefix + "up", h))
+        gate = ACTIVATIONS[self.spec.activation](self._linear(prefix + "gate", h))
+        y = self._linear(prefix + "down", gate * self._linear(prefix + "up", h))
+        return x + self._output_norm(prefix + "feed_forward_norm", y)
 
     def logits(self, x: mx.array) -> mx.array:
-        return self._linear(self._head, self._norm("norm", x)).astype(mx.float32)
+        y, cap = self._linear(self._head, self._norm("norm", x)).astype(mx.float32), self.spec.logit_cap
+        return y if cap is None else cap * mx.tanh(y / cap)
 
     def whole_step(self, *step: Any) -> None:
         return None
@@ -100,6 +110,21 @@ class Model:
 
     def _norm(self, name: str, x: mx.array) -> mx.array:
         return mx.fast.rms_norm(x, self.weights[name], self.spec.norm_eps)
+
+    def _output_norm(self, name: str, y: mx.array) -> mx.array:
+        return self._norm(name, y) if self.spec.output_norms else y
+
+
+def silu(x: mx.array) -> mx.array:
+    return x * mx.sigmoid(x)
+
+
+def gelu_tanh(x: mx.array) -> mx.array:
+    """GELU with tanh in place of the error function (Hendrycks and Gimpel, arXiv 1606.08415)."""
+    return x * 0.5 * (1.0 + mx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+ACTIVATIONS = {"silu": silu, "gelu_pytorch_tanh": gelu_tanh}
 
 
 def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:

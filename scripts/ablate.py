@@ -18,13 +18,13 @@ import numpy as np
 
 from eps_core.cli.numbers import TOKENS, argument
 from eps_core.config.eps import EpsConfig
-from eps_core.decode.model import DEMO_MODEL
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code
 from eps_core.evaluation.curves import PAIRS, bytes_at_kl, text_document
 from eps_core.evaluation.runner import run_document
 from eps_core.files import outputs
 from eps_core.load import load_backend
+from eps_core.models.config import DEMO_MODEL
 from eps_core.tasks.corpus import SHA256
 from eps_core.telemetry.provenance import provenance
 from eps_core.telemetry.terminal import Progress

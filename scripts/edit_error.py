@@ -12,11 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from eps_core.cli.numbers import SEED, TOKENS, argument
-from eps_core.decode.model import DEMO_MODEL
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code
 from eps_core.evaluation.editing import Plan, markdown, measure, records
 from eps_core.files import outputs
+from eps_core.models.config import DEMO_MODEL
 from eps_core.telemetry.provenance import provenance
 from eps_core.telemetry.terminal import Progress
 

@@ -23,8 +23,6 @@ from pathlib import Path
 
 from eps_core.cli.numbers import PART, SEED, TOKENS, argument
 from eps_core.decode.heads import model_fingerprint
-from eps_core.decode.hub import resolve_model
-from eps_core.decode.model import DEMO_MODEL, read_spec
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code, require
 from eps_core.evaluation import curves, memory, rewrites, sparse_verify
@@ -32,6 +30,8 @@ from eps_core.evaluation.curves import BYTE_BUDGETS, SETS, TAUS
 from eps_core.files import outputs
 from eps_core.files.resumable import ResumableFile
 from eps_core.load import load_backend
+from eps_core.models.config import DEMO_MODEL, read_spec
+from eps_core.models.hub import resolve_model
 from eps_core.tasks.corpus import KINDS
 from eps_core.telemetry.provenance import provenance
 from eps_core.telemetry.terminal import Progress, duration

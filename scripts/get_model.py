@@ -28,9 +28,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any
 
-from eps_core.decode.fields import read_json
-from eps_core.decode.folder import weight_files
 from eps_core.errors import ConfigError, exit_code, install, one_line
+from eps_core.models.fields import read_json
+from eps_core.models.folder import weight_files
 
 HUB_SECONDS = 8  # the Hub must have answered after as many, a name that does not resolve included
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")

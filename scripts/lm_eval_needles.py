@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from eps_core.decode.model import DEMO_MODEL
-from eps_core.decode.tokenizer import load_tokenizer
 from eps_core.errors import ConfigError, exit_code, require
 from eps_core.files.outputs import replacing
+from eps_core.models.config import DEMO_MODEL
+from eps_core.models.tokenizer import load_tokenizer
 from eps_core.tasks.corpus import corpus
 from eps_core.tasks.needle import NeedleDocument, draw_value, needle_document
 from eps_core.tasks.sizing import bytes_per_token, fit

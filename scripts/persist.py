@@ -15,10 +15,10 @@ from pathlib import Path
 
 import click
 
-from eps_core.decode.tokenizer import load_tokenizer
 from eps_core.errors import exit_code
 from eps_core.files import outputs
 from eps_core.load import BACKENDS
+from eps_core.models.tokenizer import load_tokenizer
 from eps_core.tasks.corpus import corpus
 from eps_core.tasks.sizing import cut
 from eps_core.telemetry import provenance

@@ -31,10 +31,10 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from eps_core.cli.numbers import SEED, TOKENS, Real, argument
-from eps_core.decode.model import DEMO_MODEL, read_spec
-from eps_core.decode.rope import inverse_frequencies
 from eps_core.errors import ConfigError, exit_code
 from eps_core.files import outputs
+from eps_core.models.config import DEMO_MODEL, read_spec
+from eps_core.models.rope import inverse_frequencies
 from eps_core.tasks.corpus import corpus, held_out
 from eps_core.tasks.needle import needle_document
 from eps_core.tasks.training import BOS, batch_of

@@ -25,10 +25,10 @@ from whole_step import MODELS
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import Store
 from eps_core.config.verify import Verify
-from eps_core.decode.model import DEMO_MODEL
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code
 from eps_core.files import outputs
+from eps_core.models.config import DEMO_MODEL
 from eps_core.paging.rows import Rows
 from eps_core.telemetry.provenance import provenance
 

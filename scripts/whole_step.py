@@ -19,9 +19,9 @@ import click
 import numpy as np
 from safetensors.numpy import save_file
 
-from eps_core.decode.model import DEMO_MODEL
 from eps_core.errors import exit_code
 from eps_core.files import outputs
+from eps_core.models.config import DEMO_MODEL
 from eps_core.tasks.corpus import corpus
 
 LONG_MODEL = Path(__file__).resolve().parent.parent / "results" / "long_model"

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from eps_core.bench import layer
 from eps_core.cli.main import cli
-from eps_core.decode import hub
+from eps_core.models import hub
 
 PROMPT = "It was a dark and stormy night. " * 40
 NUMBERS = (

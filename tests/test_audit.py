@@ -19,9 +19,9 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.decode.forward import load_decoder
 from eps_core.decode.generate import generate
-from eps_core.decode.model import read_spec
 from eps_core.decode.sampling import Sampling
 from eps_core.gate.protocol import Scores
+from eps_core.models.config import read_spec
 from eps_core.paging.pool import PagePool
 from eps_core.paging.where import Where
 from eps_core.telemetry.steps import StepRecord, kl_divergence, summarise

@@ -16,7 +16,6 @@ from eps_core.cli import captures, main
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.cost import Cost
 from eps_core.decode.heads import HeadPolicy, check_policy, head_modes, load_policy, model_fingerprint, modes_of
-from eps_core.decode.model import DEMO_MODEL, read_spec
 from eps_core.errors import ConfigError
 from eps_core.evaluation import pays
 from eps_core.evaluation.calibrate import (
@@ -32,6 +31,7 @@ from eps_core.evaluation.calibrate import (
     pays_line,
     write_policy,
 )
+from eps_core.models.config import DEMO_MODEL, read_spec
 from eps_core.oracle import formulas
 
 CONFIG = EpsConfig.of(method="rq", group_tokens=4, first_tokens=4, last_tokens=16)

@@ -12,8 +12,8 @@ from test_cli import call
 from test_model import assert_refused
 from transformers import AutoTokenizer
 
-from eps_core.decode.chat import render, render_messages
 from eps_core.decode.session import Session
+from eps_core.models.chat import render, render_messages
 
 # in the style of the templates that the named models come with
 LLAMA3 = """{{- bos_token }}

@@ -25,9 +25,9 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import KvFormats
 from eps_core.config.store import EVALUATION_METHODS, METHODS, CacheSpec
 from eps_core.decode.forward import load_decoder
-from eps_core.decode.model import read_spec
 from eps_core.errors import ConfigError
 from eps_core.gate.protocol import Scores, Selection
+from eps_core.models.config import read_spec
 from eps_core.oracle import codes
 from eps_core.oracle import selection as oracle_selection
 from eps_core.oracle.formulas import attend_keys, group_masses

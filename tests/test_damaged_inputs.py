@@ -28,12 +28,12 @@ from eps_core.config.store import CacheSpec
 from eps_core.decode import cost
 from eps_core.decode.cost import Cost
 from eps_core.decode.heads import check_policy, load_policy, model_fingerprint
-from eps_core.decode.model import DEMO_MODEL, read_spec
 from eps_core.decode.prompts import prompt_texts
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.evaluation.grid_settings import config_of, load_grid
 from eps_core.load import load_backend
+from eps_core.models.config import DEMO_MODEL, read_spec
 from eps_core.report import figures
 from eps_core.report.load import load_results
 from eps_core.tasks.benchmarks import load_longbench, load_ruler, score

@@ -16,10 +16,10 @@ from test_model import TOLERANCE, assert_close, load, run, tokens_of
 from eps_core.config.store import DTYPE_BYTES
 from eps_core.decode.draft_weights import BITS, FLAG, GROUP_SIZES, HEAD, group_size, quantised_layers
 from eps_core.decode.forward import Decoder
-from eps_core.decode.model import read_spec
-from eps_core.decode.weights import weight_names
 from eps_core.errors import ConfigError
 from eps_core.load import load_backend
+from eps_core.models.config import read_spec
+from eps_core.models.weights import weight_names
 from eps_core.oracle.draft_weights import LEVELS, affine
 from eps_core.oracle.model import Model
 

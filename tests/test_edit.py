@@ -13,13 +13,13 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode import edit
 from eps_core.decode.forward import load_decoder
 from eps_core.decode.generate import extend, generate, prefill
-from eps_core.decode.model import read_spec
 from eps_core.decode.prefix import Prefix
-from eps_core.decode.rope import inverse_frequencies
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.load import backend_name
+from eps_core.models.config import read_spec
+from eps_core.models.rope import inverse_frequencies
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 2
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, 256, 75)]
@@ -146,8 +146,8 @@ def test_a_key_is_turned_as_if_it_had_stood_there(target: tuple, models: Any, na
         with model.scope():
             _, here, _ = model.project(0, x, model.rotation(positions))
             _, there, _ = model.project(0, x, model.rotation(positions + shifts))
-            moved = model.reposition(here, shifts)
-            back = model.reposition(moved, -shifts)
+            moved = model.reposition(0, here, shifts)
+            back = model.reposition(0, moved, -shifts)
         here, there, moved, back = (backend.to_numpy(one).astype(np.float64) for one in (here, there, moved, back))
         scale = np.abs(here).max()
         assert np.abs(moved - there).max() < 2e-6 * scale and np.abs(back - here).max() < 2e-6 * scale

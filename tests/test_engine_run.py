@@ -13,9 +13,9 @@ import tiny_models
 from command import Outcome, outcome
 
 from eps_core.config.eps import EpsConfig
-from eps_core.decode import hub
 from eps_core.engine.settings import VERSIONS, Settings
 from eps_core.load import ENGINES
+from eps_core.models import hub
 
 HERE = ("transformers", "mlx-lm")  # vLLM has an environment of its own: tests/vllm
 SETTINGS = ("--method", "rq", "--eps-budget", "0.2", "--max-new-tokens", "6", "--no-stop")

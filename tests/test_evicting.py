@@ -14,7 +14,6 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.store import Store
 from eps_core.decode.evicting import EvictingDecoder
 from eps_core.decode.observe import Observed
-from eps_core.decode.rope import inverse_frequencies
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
@@ -26,6 +25,7 @@ from eps_core.evict import table
 from eps_core.evict.base import Facts, Head, Rule
 from eps_core.evict.keep import Keep
 from eps_core.load import backend_name
+from eps_core.models.rope import inverse_frequencies
 from eps_core.paging.heads import HeadPools
 
 EVERYTHING = Facts(

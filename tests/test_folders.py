@@ -18,11 +18,11 @@ from command import outcome
 from safetensors.numpy import load_file, save_file
 from test_model import assert_refused
 
-from eps_core.decode.hub import resolve_model
 from eps_core.decode.session import Session
-from eps_core.decode.spec import ARCHITECTURES, ENGINE_FAMILIES
 from eps_core.engine.settings import Settings
 from eps_core.load import ENGINES
+from eps_core.models.hub import resolve_model
+from eps_core.models.spec import ARCHITECTURES, ENGINE_FAMILIES
 from eps_cuda.hooks.vllm.asked import Asked, refusals
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

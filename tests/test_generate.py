@@ -15,13 +15,13 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.decode.forward import load_decoder
 from eps_core.decode.generate import generate
-from eps_core.decode.model import read_spec
 from eps_core.decode.sampling import Sampling, draw
-from eps_core.decode.tokenizer import load_tokenizer
 from eps_core.errors import ConfigError
 from eps_core.evaluation import compare
 from eps_core.evaluation.request import RunRequest
 from eps_core.gate.stats import StepOutput
+from eps_core.models.config import read_spec
+from eps_core.models.tokenizer import load_tokenizer
 from eps_core.paging.pool import PagePool
 
 GREEDY = Sampling()

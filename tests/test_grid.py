@@ -19,13 +19,13 @@ from eps_core.cli.grid import grid_command
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import EVALUATION_METHODS, METHODS
 from eps_core.decode.heads import HeadPolicy, model_fingerprint, modes_of
-from eps_core.decode.model import read_spec
 from eps_core.errors import ConfigError
 from eps_core.evaluation.grid import IDENTITY, Progress, header
 from eps_core.evaluation.grid_cell import Plan
 from eps_core.evaluation.grid_settings import PRESETS, Setting, config_of, expand, load_grid
 from eps_core.files.outputs import Output
 from eps_core.files.resumable import ResumableFile
+from eps_core.models.config import read_spec
 from eps_core.summaries import rq
 from eps_core.summaries.base import UnitFacts
 

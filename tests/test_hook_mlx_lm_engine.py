@@ -26,11 +26,11 @@ from tiny_models import save_model
 
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.generate import generate
-from eps_core.decode.model import DEMO_MODEL
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.engine.settings import Settings
 from eps_core.errors import ConfigError
+from eps_core.models.config import DEMO_MODEL
 from eps_core.paging.pool import PagePool
 from eps_core.tasks import needle
 from eps_core.tasks.corpus import corpus

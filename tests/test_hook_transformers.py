@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from eps_core import LLM
 from eps_core.config.eps import EpsConfig
-from eps_core.decode.model import DEMO_MODEL
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
@@ -19,6 +18,7 @@ from eps_core.engine.settings import Settings
 from eps_core.errors import ConfigError
 from eps_core.evaluation.compare import demo_document
 from eps_core.load import load_backend
+from eps_core.models.config import DEMO_MODEL
 from eps_cuda.hooks.transformers import EpsCache, eps, open_engine
 
 DTYPES = (torch.float32, torch.bfloat16)

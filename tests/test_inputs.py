@@ -15,15 +15,15 @@ from safetensors.numpy import save_file
 
 from eps_core.cli import main
 from eps_core.config.eps import EpsConfig
-from eps_core.decode import tokenizer
 from eps_core.decode.cost import Cost
-from eps_core.decode.model import DEMO_MODEL, read_spec
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError, fault_line, one_line, shown
 from eps_core.evaluation.capture import METADATA_KEY, CaptureRequest, capture, first_tokens, open_capture
 from eps_core.evaluation.replay import check_alike
 from eps_core.files import inputs
 from eps_core.files.records import Between, convert
+from eps_core.models import tokenizer
+from eps_core.models.config import DEMO_MODEL, read_spec
 from eps_core.tasks.benchmarks import load_longbench, load_ruler
 from eps_core.tasks.questions import benchmark_question
 

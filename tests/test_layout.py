@@ -25,6 +25,7 @@ RULE = (
     ("paging",),
     ("gate", "cpu", "evict", "rewrite"),
     ("telemetry", "load"),
+    ("models",),
     ("decode", "tasks"),
     ("engine",),
     ("oracle", "eps_mlx", "eps_cuda"),

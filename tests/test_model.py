@@ -22,12 +22,12 @@ from eps_core import oracle
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import DTYPE_BYTES, CacheSpec
 from eps_core.decode.forward import Decoder, load_decoder
-from eps_core.decode.model import read_spec
-from eps_core.decode.rope import attention_factor, inverse_frequencies
-from eps_core.decode.spec import ModelSpec
-from eps_core.decode.tokenizer import load_tokenizer
-from eps_core.decode.weights import load_weights, weight_names
 from eps_core.errors import ConfigError
+from eps_core.models.config import read_spec
+from eps_core.models.rope import attention_factor, cos_sin, inverse_frequencies
+from eps_core.models.spec import ModelSpec
+from eps_core.models.tokenizer import load_tokenizer
+from eps_core.models.weights import load_weights, weight_names
 from eps_core.oracle.model import Model
 
 NUM_TOKENS = 75
@@ -65,8 +65,11 @@ def in_older_form(source: Path, target: Path) -> Path:
     shutil.copytree(source, target)
     config = json.loads((source / "config.json").read_text())
     rope = config.pop("rope_parameters")
+    if tiny_models.SLIDING in rope:
+        rope, config["rope_local_base_freq"] = rope[tiny_models.GLOBAL], rope[tiny_models.SLIDING]["rope_theta"]
     config["rope_theta"] = rope.pop("rope_theta")
-    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    # some families of mlx-lm know the first name of the key alone
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope | {"type": rope["rope_type"]}
     config["torch_dtype"] = config.pop("dtype")
     (target / "config.json").write_text(json.dumps(config))
     return target
@@ -149,16 +152,21 @@ def test_logits_match_transformers(name: str, target: tuple, saved: Callable, ex
     assert_close(logits, expected(name)[positions])
 
 
-# mlx-lm's Qwen3 has no biases, and its YaRN always rounds
-@pytest.mark.parametrize(
-    "name", [name for name in tiny_models.NAMES if name not in ("qwen3-tied-biased", "llama2-yarn-numbers")]
-)
+# mlx-lm's Qwen3 has no biases, its YaRN always rounds, its Qwen2, Mistral and Phi-3 drop windows, and its Gemma 3 caps
+# no logits
+MLX_LM_DIFFERS = {
+    "qwen3-tied-biased", "llama2-yarn-numbers", "qwen2-window", "mistral-window", "phi3-short-window",
+    "gemma3-256-scaled-capped",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in tiny_models.NAMES if name not in MLX_LM_DIFFERS])
 def test_logits_match_mlx_lm(name: str, target: tuple, saved: Callable, tmp_path: Path) -> None:
     import mlx.core as mx
     from mlx_lm.utils import load_model
 
     path = in_older_form(saved(name), tmp_path / name)  # mlx-lm reads rope_parameters for some families only
-    model, _ = load_model(path)
+    model, _ = load_model(path, model_config={"sliding_window_pattern": 2})  # of Gemma 3, whose layer_types it drops
     model.set_dtype(mx.float32)
     reference = np.array(model(mx.array(tokens_of(name)[None])))[0]
     positions, logits = run(target, load(target, path), tokens_of(name))
@@ -360,6 +368,18 @@ def test_spec_of_every_family(saved: Callable) -> None:
     qwen3 = read_spec(saved("qwen3"))
     assert (qwen3.family, qwen3.qkv_bias, qwen3.qk_norm, qwen3.rope_scaling) == ("qwen3", False, True, None)
     assert read_spec(saved("mistral")).family == "mistral"
+    phi3 = read_spec(saved("phi3"))
+    assert phi3.rope_scaling is not None and phi3.rope_scaling["factors"] == tuple(tiny_models.LONGROPE["long_factor"])
+    assert "transformers takes the short ones up to 64 tokens" in phi3.notes[0]
+    short = read_spec(saved("phi3-short-window"))
+    assert short.rope_scaling is not None
+    assert short.rope_scaling["factors"] == tuple(tiny_models.LONGROPE["short_factor"])
+    assert "2 of 2 layers have a sliding window of 30 tokens" in short.notes[0] and len(short.notes) == 1
+    gemma3 = read_spec(saved("gemma3"))
+    assert gemma3.windows == (24, None, 24, None) and gemma3.window_rope is not None
+    assert (gemma3.rope_theta, gemma3.window_rope.rope_theta) == (1_000_000.0, 10_000.0)
+    assert (gemma3.activation, gemma3.qk_norm, gemma3.output_norms) == ("gelu_pytorch_tanh", True, True)
+    assert (gemma3.windowed, gemma3.full, gemma3.rope_of_layer) == ((0, 2), (1, 3), (1, 0, 1, 0))
     assert read_spec(saved("llama2-bf16-sharded")).stored_dtype == "bfloat16"
 
 
@@ -370,27 +390,41 @@ def test_older_config_form_is_the_same_model(name: str, saved: Callable, tmp_pat
 
 @pytest.mark.parametrize("name", tiny_models.NAMES)
 def test_weights_are_the_stored_ones(name: str, saved: Callable) -> None:
-    """Every tensor that transformers saved is read, under one short name, in its stored dtype and bit for bit."""
+    """Every row that transformers saved is read once: bit for bit in its stored dtype, unless a family adds to it."""
     path, spec = saved(name), read_spec(saved(name))
     stored = {key: value for file in path.glob("*.safetensors") for key, value in load_file(file).items()}
     weights, names = load_weights(path, spec), weight_names(spec)
     assert list(weights) == list(names)
-    assert {hf_name for hf_name, _ in names.values()} == set(stored) - (
-        {"lm_head.weight"} if spec.tie_embeddings else set()
-    )
+    assert {one.name for one in names.values()} == set(stored) - ({"lm_head.weight"} if spec.tie_embeddings else set())
     dtype = ml_dtypes.bfloat16 if spec.stored_dtype == "bfloat16" else np.dtype(spec.stored_dtype)
+    rows_read = dict.fromkeys(stored, 0)
     for short, array in weights.items():
-        hf_name, shape = names[short]
-        assert array.dtype == dtype and array.shape == shape
-        np.testing.assert_array_equal(array, stored[hf_name])
+        one = names[short]
+        rows = stored[one.name][one.first : one.first + one.shape[0]]
+        rows_read[one.name] += len(rows)
+        assert array.shape == one.shape
+        if one.offset or one.scale != 1:
+            assert array.dtype == np.float32
+            np.testing.assert_allclose(array, one.scale * (one.offset + rows.astype(np.float64)), rtol=1e-6)
+        else:
+            assert array.dtype == dtype
+            np.testing.assert_array_equal(array, rows)
+    left = {} if not spec.tie_embeddings else {"lm_head.weight": 0}
+    assert rows_read == {name: len(array) for name, array in stored.items()} | {k: 0 for k in left if k in stored}
 
 
 @pytest.mark.parametrize("name", tiny_models.NAMES)
 def test_inverse_frequencies_match_transformers(name: str, saved: Callable) -> None:
-    theirs = LlamaRotaryEmbedding(tiny_models.make_config(name)).inv_freq.numpy()
-    ours = inverse_frequencies(read_spec(saved(name)))
-    assert ours.dtype == np.float64
-    np.testing.assert_allclose(ours, theirs, rtol=2e-6)
+    model, spec = AutoModelForCausalLM.from_pretrained(saved(name)), read_spec(saved(name))
+    rope = model.model.rotary_emb
+    for layer, index in enumerate(spec.rope_of_layer):
+        kind = (model.config.layer_types[layer],) if spec.window_rope else ()
+        positions = torch.tensor([[0, 1, 70]])  # past the context up to which LongRoPE has short factors
+        cos, sin = (part[0, :, : spec.head_dim // 2].numpy() for part in rope(torch.zeros(1), positions, *kind))
+        frequencies, factor = inverse_frequencies(spec.ropes[index]), attention_factor(spec.ropes[index])
+        assert frequencies.dtype == np.float64
+        for ours, theirs in zip(cos_sin(frequencies, np.array([0, 1, 70]), factor), (cos, sin), strict=True):
+            np.testing.assert_allclose(ours[:, 0], theirs, rtol=0, atol=1e-5)
 
 
 def test_inverse_frequencies_of_llama31_8b(tmp_path: Path) -> None:
@@ -498,8 +532,13 @@ LLAMA_CONFIG: dict[str, Any] = {
 }
 
 
+MISTRAL: dict[str, Any] = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
 QWEN2: dict[str, Any] = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+PHI3: dict[str, Any] = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]}
+GEMMA3: dict[str, Any] = {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "hidden_act": None}
 FULL = ["full_attention"] * 2
+MIXED = ["full_attention", "sliding_attention"]
+LONGROPE = {key: value for key, value in tiny_models.LONGROPE.items() if key != "rope_theta"}
 LONG = {"max_position_embeddings": 8192}
 
 
@@ -540,9 +579,31 @@ def test_defaults_of_a_spare_config(tmp_path: Path) -> None:
         (QWEN2 | {"use_sliding_window": True, "max_window_layers": 2}, "family", "qwen2"),
         (QWEN2 | {"use_sliding_window": True}, "family", "qwen2"),  # transformers' default: from layer 28 on
         (QWEN2 | {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, "family", "qwen2"),
-        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 0, "layer_types": FULL}, "family", "qwen2"),
+        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 0, "layer_types": FULL}, "windows", ()),
         (QWEN2 | {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 512}, "family", "qwen2"),
-        ({"model_type": "mistral", "architectures": None, "sliding_window": 512}, "family", "mistral"),
+        ({"model_type": "mistral", "architectures": None, "sliding_window": 512}, "windows", ()),
+        (PHI3 | {"sliding_window": 512}, "windows", ()),
+        # windows that cut, of the default size where the key is missing
+        (LONG | MISTRAL | {"sliding_window": 4000}, "windows", (4000, 4000)),
+        (LONG | MISTRAL, "windows", (4096, 4096)),
+        # transformers begins the window at layer 28 where max_window_layers is missing
+        (
+            QWEN2 | {"use_sliding_window": True, "sliding_window": 64, "num_hidden_layers": 29},
+            "windows",
+            (None,) * 28 + (64,),
+        ),
+        (LONG | QWEN2 | {"use_sliding_window": True, "max_window_layers": 0}, "windows", (4096, 4096)),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": 64, "layer_types": MIXED}, "windows", (None, 64)),
+        (LONG | PHI3 | {"sliding_window": 2047}, "windows", (2047, 2047)),
+        (PHI3, "num_kv_heads", 2),
+        (PHI3 | {"num_key_value_heads": None}, "num_kv_heads", 4),
+        (GEMMA3, "head_dim", 256),
+        (GEMMA3, "tie_embeddings", True),
+        (GEMMA3 | {"num_hidden_layers": 7, "sliding_window": 9}, "windows", (9, 9, 9, 9, 9, None, 9)),
+        (GEMMA3 | {"sliding_window_pattern": 2, "sliding_window": 9}, "windows", (9, None)),
+        (GEMMA3 | {"head_dim": 168, "query_pre_attn_scalar": 42}, "query_scale", 2.0),
+        (GEMMA3 | {"rope_local_base_freq": 7e3}, "rope_theta", 1e4),
+        (GEMMA3 | {"rope_theta": None}, "rope_theta", 1e6),
     ],
 )
 def test_config_field(changes: dict, field: str, value: Any, tmp_path: Path) -> None:
@@ -582,31 +643,35 @@ YARN_OLD = {key: value for key, value in tiny_models.YARN_SCALING.items() if key
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"model_type": "gpt2"}, ("model_type 'gpt2'", "llama, mistral, qwen2, qwen3")),
-        ({"model_type": None}, ("model_type None", "llama, mistral, qwen2, qwen3")),
+        ({"model_type": "gpt2"}, ("model_type 'gpt2'", "llama, mistral, qwen2, qwen3, phi3, gemma3_text")),
+        ({"model_type": None}, ("model_type None", "llama, mistral, qwen2, qwen3, phi3, gemma3_text")),
         (
             {"architectures": ["LlamaForSequenceClassification"]},
             ("'LlamaForSequenceClassification'", "EPS reads LlamaForCausalLM"),
         ),
         ({"hidden_act": "gelu"}, ("hidden_act 'gelu'", "EPS reads silu")),
+        ({"layer_types": MIXED}, ("layer_types", "'sliding_attention'")),
+        (QWEN2 | {"layer_types": MIXED}, ("layer_types", "'sliding_attention'", "use_sliding_window")),
+        (QWEN2 | {"use_sliding_window": True, "layer_types": ["linear"] * 2}, ("layer_types", "'linear'")),
+        (QWEN2 | {"use_sliding_window": True, "layer_types": MIXED * 2}, ("layer_types", "each of 2 layers")),
+        (PHI3 | {"rope_scaling": LONGROPE | {"long_factor": [1.0] * 7}}, ("long_factor", "same length")),
         (
-            LONG | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 4096},
-            ("sliding_window 4096", "null"),
+            PHI3 | {"rope_scaling": LONGROPE | {"long_factor": [1.0] * 7, "short_factor": [1.0] * 7}},
+            ("long_factor", "each of 8 pairs"),
         ),
-        (LONG | {"model_type": "mistral", "architectures": None}, ("sliding_window 4096", "missing")),
-        (
-            # transformers begins the window at layer 28 where max_window_layers is missing
-            QWEN2 | {"use_sliding_window": True, "sliding_window": 64, "num_hidden_layers": 29},
-            ("sliding_window 64", "layers 28 to 28 (the model has 29)", "full attention"),
-        ),
-        (
-            LONG | QWEN2 | {"use_sliding_window": True, "max_window_layers": 0},
-            ("sliding_window 4096", "missing", "layers 0 to 1 (the model has 2)"),
-        ),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, ("layer_types", "'sliding_attention'")),
+        (PHI3 | {"rope_scaling": LONGROPE | {"short_factor": 2.0}}, ("short_factor 2.0", "list of positive numbers")),
+        (PHI3 | {"rope_scaling": LONGROPE | {"long_factor": [0.0] * 8}}, ("long_factor", "list of positive numbers")),
+        (PHI3 | {"rope_scaling": LONGROPE | {"long_factor": None}}, ("lacks 'long_factor'",)),
+        (PHI3 | {"partial_rotary_factor": 0.75}, ("partial_rotary_factor 0.75", "EPS reads 1")),
+        (GEMMA3 | {"hidden_activation": "gelu"}, ("hidden_activation 'gelu'", "EPS reads gelu_pytorch_tanh")),
+        (GEMMA3 | {"attn_logit_softcapping": 50.0}, ("attn_logit_softcapping 50.0", "none")),
+        (GEMMA3 | {"use_bidirectional_attention": True}, ("use_bidirectional_attention True", "none")),
+        (GEMMA3 | {"query_pre_attn_scalar": 0}, ("query_pre_attn_scalar 0", "positive")),
+        (GEMMA3 | {"rope_parameters": {"rope_theta": 5.0}}, ("rope_parameters", "a set for each kind of layer")),
+        (GEMMA3 | {"rope_scaling": 5}, ("rope_scaling 5", "the set of the global layers")),
         ({"quantization_config": {"quant_method": "gptq"}}, ("quantization_config", "unquantised")),
         ({"quantization": {"bits": 4}}, ("quantised: MLX, 4 bits (quantization of", "unquantised")),
-        ({"rope_parameters": {"rope_type": "longrope"}}, ("rope type 'longrope'", "linear, dynamic, llama3, yarn")),
+        ({"rope_parameters": {"rope_type": "su"}}, ("rope type 'su'", "linear, dynamic, llama3, yarn, longrope")),
         ({"rope_scaling": {"rope_type": "yarn"}}, ("lacks 'factor'",)),
         ({"rope_scaling": {"type": "dynamic"}}, ("lacks 'factor'",)),
         ({"rope_scaling": YARN_OLD | {"truncate": 1}}, ("truncate 1", "true or false")),

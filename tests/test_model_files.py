@@ -19,19 +19,19 @@ from test_model import LLAMA_CONFIG, TOLERANCE, assert_refused
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec, Store
-from eps_core.decode import weights as weights_module
-from eps_core.decode.chat import render
-from eps_core.decode.folder import weight_files
 from eps_core.decode.forward import load_decoder
-from eps_core.decode.model import read_spec
-from eps_core.decode.rope import attention_factor, inverse_frequencies
 from eps_core.decode.sampling import Sampling
-from eps_core.decode.tokenizer import encode, load_tokenizer
-from eps_core.decode.weights import load_weights, weight_names
 from eps_core.errors import ConfigError
 from eps_core.evaluation.compare import prepare
 from eps_core.evaluation.request import RunRequest
 from eps_core.files import inputs
+from eps_core.models import weights as weights_module
+from eps_core.models.chat import render
+from eps_core.models.config import read_spec
+from eps_core.models.folder import weight_files
+from eps_core.models.rope import attention_factor, inverse_frequencies
+from eps_core.models.tokenizer import encode, load_tokenizer
+from eps_core.models.weights import load_weights, weight_names
 
 FUZZED = int(os.environ.get("EPS_FUZZ", 200))  # folders of each kind; the acceptance takes 2,000
 INDEX = "model.safetensors.index.json"

@@ -13,8 +13,8 @@ from eps_core.config.verify import Verify
 from eps_core.decode import accept, forward, pace, verified
 from eps_core.decode.forward import Decoder, load_decoder
 from eps_core.decode.generate import generate
-from eps_core.decode.model import read_spec
 from eps_core.decode.sampling import Sampling
+from eps_core.models.config import read_spec
 from eps_core.paging.groups import GroupState
 from eps_core.paging.pool import PagePool
 from eps_core.telemetry import rounds

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from eps_core.config.eps import EpsConfig
-from eps_core.decode.model import DEMO_MODEL
 from eps_core.decode.session import Session
 from eps_core.evaluation import rewrites
 from eps_core.evaluation.memory import (
@@ -22,6 +21,7 @@ from eps_core.evaluation.memory import (
 )
 from eps_core.evict.keep import Keep
 from eps_core.evict.table import POLICIES
+from eps_core.models.config import DEMO_MODEL
 from eps_core.report import kept
 from eps_core.report.load import load_results
 from eps_core.report.page import page

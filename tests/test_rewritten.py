@@ -10,14 +10,14 @@ import tiny_models
 
 from eps_core.config.bytes import summary_bytes
 from eps_core.config.eps import EpsConfig
-from eps_core.decode.model import DEMO_MODEL
-from eps_core.decode.rope import inverse_frequencies
 from eps_core.decode.session import Session
 from eps_core.evaluation import memory, rewrites
 from eps_core.evaluation.rewrites import OFF, Arm, Plan, QuerySquares, Run, run_arms
 from eps_core.evaluation.runner import Document
 from eps_core.evict.keep import Keep
 from eps_core.load import backend_name
+from eps_core.models.config import DEMO_MODEL
+from eps_core.models.rope import inverse_frequencies
 from eps_core.rewrite.base import Layer, Rewritten
 from eps_core.rewrite.table import REWRITES, rewrite
 

@@ -243,7 +243,7 @@ def test_a_stop_token_is_not_said(session: Session) -> None:
     [
         ("load_decoder", "eps_core/decode/session.py"),
         # our own decoders, and what runs in other engines
-        ("load_tokenizer", "eps_core/decode/session.py eps_core/decode/tokenizer.py eps_core/evaluation/engines.py"),
+        ("load_tokenizer", "eps_core/decode/session.py eps_core/models/tokenizer.py eps_core/evaluation/engines.py"),
         ("prefill", "eps_core/decode/generate.py"),
         # a round's drafts and its dense step; and what times them apart
         ("step", "eps_core/decode/generate.py eps_core/decode/verified.py scripts/verified_speed.py"),

@@ -11,12 +11,12 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from eps_core.decode.chat import has_template, in_chat
-from eps_core.decode.tokenizer import encode, load_tokenizer
 from eps_core.errors import ConfigError
 from eps_core.evaluation.curves import Documents, answer_steps, needle, says, text_document
 from eps_core.evaluation.grid_cell import Bench, Plan
 from eps_core.evaluation.runner import Outcome
+from eps_core.models.chat import has_template, in_chat
+from eps_core.models.tokenizer import encode, load_tokenizer
 from eps_core.tasks.corpus import KINDS, conversation, corpus, haystack, num_topics, prose
 from eps_core.tasks.questions import generated_questions, needle_tokens, text_window
 from eps_core.tasks.ruler import known_tasks

@@ -16,11 +16,11 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
-from eps_core.decode.chat import render
-from eps_core.decode.model import read_limits, read_spec
 from eps_core.decode.session import Session
-from eps_core.decode.tokenizer import encode, load_tokenizer
-from eps_core.decode.tokenizer_class import AS_STORED, OTHER_CLASSES, REPRODUCED, special_tokens
+from eps_core.models.chat import render
+from eps_core.models.config import read_limits, read_spec
+from eps_core.models.tokenizer import encode, load_tokenizer
+from eps_core.models.tokenizer_class import AS_STORED, OTHER_CLASSES, REPRODUCED, special_tokens
 
 DECOMPOSED = "cafe\u0301 A\u030angstro\u0308m"  # accents as characters of their own, as macOS writes file names
 TEXTS = (

@@ -16,9 +16,9 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.decode.forward import load_decoder
 from eps_core.decode.generate import generate
-from eps_core.decode.model import read_spec
 from eps_core.decode.sampling import Sampling
 from eps_core.errors import ConfigError
+from eps_core.models.config import read_spec
 from eps_core.paging.pool import PagePool
 from eps_cuda import graph
 from eps_cuda.kernels import dispatch

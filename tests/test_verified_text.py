@@ -11,9 +11,9 @@ from eps_core.config.verify import Verify
 from eps_core.decode import verified
 from eps_core.decode.accept import Said
 from eps_core.decode.generate import generate
-from eps_core.decode.model import DEMO_MODEL
 from eps_core.decode.sampling import Sampling, draw
-from eps_core.decode.tokenizer import encode, load_tokenizer
+from eps_core.models.config import DEMO_MODEL
+from eps_core.models.tokenizer import encode, load_tokenizer
 from eps_core.tasks import corpus
 
 LENGTH, TOKENS = 600, 32

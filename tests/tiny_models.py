@@ -32,6 +32,19 @@ YARN_SCALING = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+GLOBAL, SLIDING = "full_attention", "sliding_attention"
+# 64 tokens are fewer than tests give: transformers takes the long factors, too
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [1.2 + 0.5 * i for i in range(8)],
+}
+GEMMA3: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": [SLIDING, GLOBAL, SLIDING, GLOBAL],
+    "sliding_window": 24,
+}
 VOCAB_SIZE = 300
 WEIGHT_STD = 0.15  # seven times transformers' own: logits of tiny models would be nearly constant otherwise
 
@@ -80,6 +93,35 @@ MODELS = {
     "qwen3": TinyModel("Qwen3Config", {"head_dim": 32}),
     "qwen3-tied-biased": TinyModel(
         "Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}
+    ),
+    "mistral-window": TinyModel("MistralConfig", {"sliding_window": 20, "head_dim": 16}),
+    "qwen2-window": TinyModel(
+        "Qwen2Config", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
+    ),
+    "phi3": TinyModel(
+        "Phi3Config", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64, "pad_token_id": 0}
+    ),
+    "phi3-short-window": TinyModel(
+        "Phi3Config",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 512, "pad_token_id": 0}
+        | {"sliding_window": 30, "num_key_value_heads": None},
+    ),
+    "gemma3": TinyModel("Gemma3TextConfig", GEMMA3 | {"head_dim": 32, "query_pre_attn_scalar": 11}),
+    "gemma3-256-scaled-capped": TinyModel(
+        "Gemma3TextConfig",
+        GEMMA3
+        | {
+            "head_dim": 256,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "final_logit_softcapping": 5.0,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                GLOBAL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+                SLIDING: {"rope_type": "default", "rope_theta": 5_000.0},
+            },
+        },
+        dtype="bfloat16",
     ),
 }  # fmt: skip
 NAMES = tuple(MODELS)

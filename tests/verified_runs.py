@@ -17,9 +17,9 @@ from eps_core.config.store import CacheSpec
 from eps_core.config.verify import Verify
 from eps_core.decode.forward import Decoder, load_decoder
 from eps_core.decode.generate import append, generate, prefill, tokens_of
-from eps_core.decode.model import read_spec
 from eps_core.decode.sampling import Sampling, draw
 from eps_core.decode.verified import Verifier, verified
+from eps_core.models.config import read_spec
 from eps_core.paging.pool import PagePool
 from eps_core.telemetry.rounds import RoundRecord
 

@@ -22,10 +22,10 @@ from eps_core.cli.options import (
 from eps_core.cli.source import backend_option, device_option, dtype_option, kv_dtype_option, model_option
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import EVALUATION_METHODS, METHODS, sized_method
-from eps_core.decode.model import DEMO_MODEL
 from eps_core.errors import ConfigError
 from eps_core.evaluation.runner import DEFAULT_CONTEXT
 from eps_core.files import outputs
+from eps_core.models.config import DEMO_MODEL
 from eps_core.summaries.table import facts
 from eps_core.telemetry import terminal
 

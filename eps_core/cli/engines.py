@@ -21,12 +21,12 @@ from eps_core.cli.options import (
 )
 from eps_core.config.eps import EpsConfig
 from eps_core.config.verify import Verify
-from eps_core.decode.model import DEMO_MODEL
 from eps_core.decode.sampling import Sampling
 from eps_core.engine.settings import Settings
 from eps_core.errors import ConfigError
 from eps_core.files import outputs
 from eps_core.load import ENGINES, OWN
+from eps_core.models.config import DEMO_MODEL
 
 # what our own decoders do and engines do not, or do their own way
 _OWN_ONLY = (
@@ -126,7 +126,7 @@ def serve_command(ctx: click.Context, /, **flags: Any) -> None:
     outputs.check({"--metrics": flags["metrics"]}, {"--model": flags["model"] or DEMO_MODEL})
     given = given_flags(ctx, flags)
     config = config_of(flags, given)
-    from eps_core.decode.hub import resolve_for_engine  # late: --help must work where a model cannot be loaded
+    from eps_core.models.hub import resolve_for_engine  # late: --help must work where a model cannot be loaded
 
     path, module = resolve_for_engine(flags["model"], flags["engine"])
     settings = Settings(config, flags["metrics"], flags["eps_audit_every"], flags["kernels"])

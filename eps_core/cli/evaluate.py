@@ -11,9 +11,9 @@ from eps_core.cli.numbers import COUNT, SEED, TOKENS, ListOf
 from eps_core.cli.options import DEMO_METHOD, config_of, given_flags, method_option, selection_options, summary_options
 from eps_core.cli.source import backend_option, device_option, model_option
 from eps_core.cli.verify import verify_of, verify_options
-from eps_core.decode.model import DEMO_MODEL
 from eps_core.evaluation.runner import DEFAULT_CONTEXT
 from eps_core.files import outputs
+from eps_core.models.config import DEMO_MODEL
 
 DEFAULT_TASKS = "niah_single,niah_multikey"
 NO_TASKS = "none"

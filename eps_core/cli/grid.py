@@ -10,13 +10,13 @@ from eps_core.cli.help import CHECKS, FILE, INPUT, MEASURING, MODEL, OUTPUT, OUT
 from eps_core.cli.numbers import COUNT, SEED, TOKENS, Whole
 from eps_core.cli.source import backend_option, device_option, dtype_option, model_option
 from eps_core.config.store import DTYPE_BYTES
-from eps_core.decode.model import DEMO_MODEL
 from eps_core.errors import ConfigError
 from eps_core.evaluation.grid import IDENTITY, Progress, check_settings, header, run_cells
 from eps_core.evaluation.grid_cell import Bench, Plan
 from eps_core.evaluation.grid_settings import PRESETS, expand, load_grid
 from eps_core.files import outputs
 from eps_core.files.resumable import ResumableFile
+from eps_core.models.config import DEMO_MODEL
 
 MIB = 2**20
 _PLAN = Plan()

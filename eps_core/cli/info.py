@@ -46,8 +46,8 @@ def info_command(ctx: click.Context, /, **flags: Any) -> None:
     if flags["model"] is not None:
         if given & {"layers", "kv_heads", "head_dim"}:
             raise click.UsageError("--model already says the shape: drop --layers, --kv-heads and --head-dim")
-        from eps_core.decode.hub import resolve_model
-        from eps_core.decode.model import read_spec
+        from eps_core.models.config import read_spec
+        from eps_core.models.hub import resolve_model
 
         spec = read_spec(resolve_model(flags["model"], weights=False))
         layers, kv_heads, head_dim = spec.num_layers, spec.num_kv_heads, spec.head_dim

@@ -10,8 +10,8 @@ from eps_core.cli.captures import context_option, text_option
 from eps_core.cli.help import INPUT, OUTPUT, OUTPUT_FILE, command, option
 from eps_core.cli.numbers import TOKENS
 from eps_core.cli.source import backend_option, device_option, dtype_option, kv_dtype_option, model_option
-from eps_core.decode.model import DEMO_MODEL
 from eps_core.files import outputs
+from eps_core.models.config import DEMO_MODEL
 from eps_core.report.style import need
 
 

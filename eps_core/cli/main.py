@@ -39,12 +39,12 @@ from eps_core.cli.source import (
     model_option,
 )
 from eps_core.cli.verify import verify_of, verify_options
-from eps_core.decode.model import DEMO_MODEL
 from eps_core.decode.sampling import RULES as DRAW_RULES
 from eps_core.decode.sampling import Sampling
 from eps_core.errors import DISTRIBUTION, ConfigError, fault_line
 from eps_core.files import outputs
 from eps_core.load import OWN
+from eps_core.models.config import DEMO_MODEL
 from eps_core.summaries.table import facts
 from eps_core.telemetry import steps, terminal
 

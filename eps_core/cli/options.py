@@ -11,8 +11,8 @@ from eps_core.cli.numbers import MOST_SEED, ListOf, OrWord, Real, Whole
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import COMBINES, DEFAULT_BUDGET, DEFAULT_GUARDS, DEFAULT_TAU, POLICIES, SCOPES
 from eps_core.config.store import DEFAULT_TAIL_TOKENS, METHODS, coded_methods, dim_meanings
-from eps_core.decode.model import DEMO_MODEL
 from eps_core.load import KERNELS
+from eps_core.models.config import DEMO_MODEL
 from eps_core.summaries.table import facts, names
 
 DEMO_METHOD = "rq"
@@ -274,8 +274,8 @@ def _head_modes(flags: dict[str, Any]) -> tuple[tuple[str, ...], ...] | None:
         return None
     # late: `--help` must work where a model cannot be read
     from eps_core.decode.heads import check_policy, head_modes, load_policy
-    from eps_core.decode.hub import resolve_model
-    from eps_core.decode.model import read_spec
+    from eps_core.models.config import read_spec
+    from eps_core.models.hub import resolve_model
 
     model = DEMO_MODEL if flags["model"] is None else resolve_model(flags["model"])
     policy = load_policy(flags["eps_head_policy"])

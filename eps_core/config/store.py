@@ -34,6 +34,8 @@ class CacheSpec:
     max_open_groups: int = 8  # sequences whose open group a method can follow without re-reading K
     k_bits: FormatName = AS_THEY_ARE
     v_bits: FormatName = AS_THEY_ARE
+    # of each layer the last tokens that a step attends to, None: all; (): all in every layer. All are kept in any case
+    windows: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "num_units", "max_open_groups"):
@@ -58,6 +60,15 @@ class CacheSpec:
     def kv_token_bytes(self) -> int:
         """Bytes of K and V of one token in one layer and kv head, scales included."""
         return self._row_bytes(self.k_bits) + self._row_bytes(self.v_bits)
+
+    def attended(self, lengths: Sequence[int]) -> list[list[int]]:
+        """[L][B]: the tokens that dense attention reads in each layer, of sequences of `lengths` tokens."""
+        windows = self.windows or (None,) * self.num_layers
+        return [[length if window is None else min(length, window) for length in lengths] for window in windows]
+
+    def dense_kv_bytes(self, lengths: Sequence[int]) -> int:
+        """Bytes of K and V that dense attention reads in all layers, of sequences of `lengths` tokens."""
+        return sum(map(sum, self.attended(lengths))) * self.num_kv_heads * self.kv_token_bytes
 
     def _row_bytes(self, name: FormatName) -> int:
         if name == AS_THEY_ARE:

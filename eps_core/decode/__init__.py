@@ -1,1 +1,1 @@
-"""A model and how it decodes."""
+"""How a loaded model decodes."""

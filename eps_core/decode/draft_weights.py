@@ -7,9 +7,9 @@ too (QuantSpec, arXiv 2502.10424, drafts so). The verify pass keeps the full wei
 
 import sys
 
-from eps_core.decode.spec import ModelSpec
-from eps_core.decode.weights import weight_names
 from eps_core.errors import require
+from eps_core.models.spec import ModelSpec
+from eps_core.models.weights import weight_names
 
 BITS = 4
 GROUP_SIZES = (64, 32)  # weights of a row that share a scale and an offset: the first that divides the row
@@ -23,10 +23,10 @@ def group_size(width: int) -> int | None:
 
 
 def quantised_layers(spec: ModelSpec) -> dict[str, int]:
-    """Short name (`decode.weights.weight_names`) of every linear layer that drafts read with 4 bits -> its group size.
+    """Short name (`models.weights.weight_names`) of every linear layer that drafts read with 4 bits -> its group size.
     The output head is one of them, "lm_head", where it is the embedding, too. Layers whose rows no group divides keep
     their full weights, which one line on stderr says; where none is left, ConfigError."""
-    shapes = {name: shape for name, (_, shape) in weight_names(spec).items() if len(shape) == 2}
+    shapes = {name: one.shape for name, one in weight_names(spec).items() if len(one.shape) == 2}
     shapes[HEAD] = shapes.pop("embed")
     sizes = {name: group_size(shape[1]) for name, shape in shapes.items()}
     full = sorted({shapes[name][1] for name, size in sizes.items() if size is None})

@@ -104,7 +104,7 @@ def _arrange(
                     continue
                 k, v = part.keys_values[layer]
                 shift = first + done - part.start
-                turned = model.reposition(k, np.full(count, shift)) if shift else k
+                turned = model.reposition(layer, k, np.full(count, shift)) if shift else k
                 cache = eps.write_kv(cache, layer, turned, v, slots[done : done + count])
                 done += count
         eps.check_finite(cache)

@@ -13,7 +13,8 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
-from eps_core.decode.forward import Arithmetic, Decoder, LayerScorer
+from eps_core.decode.forward import Arithmetic, Decoder
+from eps_core.decode.layers import LayerScorer
 from eps_core.decode.observe import Observed
 from eps_core.evict.base import Kept
 from eps_core.evict.keep import Keep
@@ -31,6 +32,7 @@ class EvictingDecoder(Decoder):
 
     def __init__(self, eps: Backend, model: Arithmetic, keep: Keep, pools: HeadPools) -> None:
         super().__init__(eps, model)
+        self.spec.require_full_attention("eviction (--kv-evict)")
         self.keep, self.pools = keep, pools
         self._observed: dict[HeadSequence, Observed] = {}
         self._budgets: dict[HeadSequence, int] = {}
@@ -242,7 +244,7 @@ class EvictingDecoder(Decoder):
 
 def _fallbacks(wheres: Sequence[Where], heads: int) -> dict[str, int]:
     """`Where.fallbacks` of layers in which every kv head is a sequence: a layer's call counts by its heads."""
-    calls = sum(where.fallbacks(1).get("min_context", 0) for where in wheres)
+    calls = sum(where.fallbacks([0]).get("min_context", 0) for where in wheres)
     return {"min_context": -(-calls // heads)} if calls else {}
 
 

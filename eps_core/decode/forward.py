@@ -7,7 +7,6 @@ its logits go to the host.
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,10 +14,11 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
-from eps_core.decode.spec import ModelSpec
-from eps_core.gate.attend import LayerRead, attend_layer, collect
-from eps_core.gate.protocol import Array, Backend, RowsRead, Scores, Selection
+from eps_core.decode.layers import LayerScorer, layers_of
+from eps_core.gate.attend import LayerRead, collect
+from eps_core.gate.protocol import Array, Backend, Selection
 from eps_core.gate.stats import StepOutput, VerifyOutput
+from eps_core.models.spec import ModelSpec
 from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
 
@@ -58,9 +58,9 @@ class Arithmetic(Protocol):
         """q [N, Hq, D], k, v [N, Hkv, D] of x [N, hidden], as attention reads them: normed and rotated."""
         ...
 
-    def reposition(self, k: Array, shifts: np.ndarray) -> Array:
-        """Keys [N, Hkv, D] as they are cached, turned to positions later by `shifts` [N] (earlier where negative), in
-        float32 and k's dtype: the rotations of two positions add up."""
+    def reposition(self, layer: int, k: Array, shifts: np.ndarray) -> Array:
+        """Keys [N, Hkv, D] of a layer as they are cached, turned to positions later by `shifts` [N] (earlier where
+        negative), in float32 and k's dtype: the rotations of two positions add up."""
         ...
 
     def add_attention(self, layer: int, x: Array, out: Array) -> Array:
@@ -83,15 +83,12 @@ class Arithmetic(Protocol):
         ...
 
 
-# (cache, layer, q, where) -> scores of a layer's groups, and the bytes read for them
-LayerScorer = Callable[[Any, int, Array, Where], tuple[Scores, int]]
-
-
 class Decoder:
     """A loaded model on a backend. Calls return the cache, which the caller must rebind."""
 
     def __init__(self, eps: Backend, model: Arithmetic) -> None:
         self.eps, self.model, self.spec, self.device = eps, model, model.spec, model.device
+        self.layers = layers_of(eps, model.spec)
         self.timing = False  # whether step() fills prepass_ms and attention_ms, at the cost of three waits a layer
         # where set, called by step() in every layer with (layer, q [B, Hq, D] unscaled, as attention uses it)
         self.tap: Callable[[int, Array], None] | None = None
@@ -124,7 +121,7 @@ class Decoder:
                 q, k, v = model.project(layer, x, turn)
                 cache = eps.write_kv(cache, layer, k, v, slots)
                 keys, values = eps.read_kv(cache, layer, table, length)
-                out = eps.attend_chunk(cache, q, keys, values)
+                out = self.layers[layer].chunk(cache, q, keys, values)
                 if self.watch is not None:
                     self.watch(cache, layer, q, keys, length)
                 x = model.feed_forward(layer, model.add_attention(layer, x, out))
@@ -166,7 +163,9 @@ class Decoder:
         reads: list[LayerRead] = []
         clock = self._clock if self.timing else None
         with model.scope():
-            dense_logits = self._dense_logits(cache, tokens, where) if audit else None
+            dense_logits = None
+            if audit:
+                cache, dense_logits = self._dense_logits(cache, tokens, slots, where)
             x, turn = model.embed(tokens), model.rotation(where.lengths - 1)
             for layer in range(spec.num_layers):
                 q, k, v = model.project(layer, x, turn)
@@ -174,17 +173,16 @@ class Decoder:
                 if self.tap is not None:
                     self.tap(layer, q)
                 if gated:
-                    scorer = None if score is None else partial(score, cache, layer, q, where)
-                    out, one = attend_layer(eps, cache, layer, q, where, audit, clock, scorer=scorer)
+                    out, one = self.layers[layer].sparse(cache, q, where, audit, clock, score)
                     reads.append(one)
                 else:
-                    out, _ = eps.attend(cache, layer, q, where, None)
+                    out = self.layers[layer].dense(cache, q, where)
                 x = model.feed_forward(layer, model.add_attention(layer, x, out))
             selections = [one.selection for one in reads] if draft else []
             layers, (logits,) = collect(eps, cache, reads, model.logits(x))
             if not draft:
                 eps.check_finite(cache)
-        fallbacks = where.fallbacks(spec.num_layers) if gated else {}
+        fallbacks = where.fallbacks(spec.full, spec.windowed) if gated else {}
         return cache, StepOutput(logits, layers, fallbacks, dense_logits, selections)
 
     def verify(
@@ -205,11 +203,11 @@ class Decoder:
         count, once a row, and what drafts left out is not known."""
         eps, model, spec = self.eps, self.model, self.spec
         self._check_tokens(tokens)
-        total, num_groups = rows.total, rows.table.shape[1] * cache.store.groups_per_unit
+        total = rows.total
         assert not fixed_rows or total <= fixed_rows, f"{total} rows for products of {fixed_rows}"
         alone = fixed_rows > 0 and eps.kernel_of(cache, "attend_rows") is None
         if alone:
-            drafts, each = (), Where.dense(cache.store, rows.table[rows.sequence], rows.seen)
+            drafts = ()
         # what fills them is the first row again: finite, and thrown away
         index = np.concatenate([np.arange(total), np.zeros(max(fixed_rows - total, 0), np.int64)])
         kv, lses, visited, measured = [], [], [], []
@@ -218,12 +216,8 @@ class Decoder:
             for layer in range(spec.num_layers):
                 q, k, v = (part[:total] for part in model.project(layer, x, turn))
                 cache = eps.place_kv(cache, layer, k, v, slots)
-                visit = eps.visits(cache, drafts[layer], num_groups) if drafts else None
                 with eps.span("eps.verify", cache):
-                    if alone:
-                        read = RowsRead(*eps.attend(cache, layer, q, each, None))
-                    else:
-                        read = eps.attend_rows(cache, layer, q, rows, visit, masses)
+                    read = self.layers[layer].rows(cache, q, rows, alone, drafts[layer] if drafts else None, masses)
                 kv.append((k, v))
                 lses.append(read.lse)
                 visited.append(read.visited_lse)
@@ -234,10 +228,13 @@ class Decoder:
             logits = model.logits(x)[:total]
             unread = []
             if drafts:
-                pairs = zip(visited, lses, strict=True)
-                unread = [eps.unread_share(seen, lse, spec.num_kv_heads) for seen, lse in pairs]
+                unread = [eps.unread_share(visited[layer], lses[layer], spec.num_kv_heads) for layer in spec.full]
             _, (values, *shares) = collect(eps, cache, [], logits, *unread)
-        return cache, VerifyOutput(values, kv, np.stack(shares) if drafts else None, measured)
+        left_out = np.zeros((spec.num_layers, total, spec.num_kv_heads), np.float32) if drafts else None
+        for layer, share in zip(spec.full, shares, strict=bool(drafts)):
+            assert left_out is not None
+            left_out[layer] = share
+        return cache, VerifyOutput(values, kv, left_out, measured)
 
     def commit(self, cache: Any, verified: VerifyOutput, kept: np.ndarray, slots: np.ndarray) -> Any:
         """Writes K and V of the rows `kept` [N] of a verify pass to their slots [N] again, now for good: all that
@@ -251,20 +248,18 @@ class Decoder:
             eps.check_finite(cache)
         return cache
 
-    def _dense_logits(self, cache: Any, tokens: np.ndarray, where: Where) -> np.ndarray:
-        """Logits [B, V] of a dense step of the new tokens, whose K and V are merged in instead of written. Computed at
+    def _dense_logits(self, cache: Any, tokens: np.ndarray, slots: np.ndarray, where: Where) -> tuple[Any, np.ndarray]:
+        """(cache, logits [B, V]) of a dense step of the new tokens, whose K and V are not written yet. Computed at
         once: a pending reader would hold the cache's old buffers through the next write."""
         eps, model, kv_bytes = self.eps, self.model, cache.kv_bytes_read
         x, turn = model.embed(tokens), model.rotation(where.lengths - 1)
-        before = Where.dense(cache.store, where.table, where.lengths - 1)
         for layer in range(self.spec.num_layers):
             q, k, v = model.project(layer, x, turn)
-            earlier = eps.attend(cache, layer, q, before, None)
-            out, _ = eps.merge(earlier, eps.attend_own(cache, q, k, v))
+            cache, out = self.layers[layer].before(cache, q, k, v, where, slots)
             x = model.feed_forward(layer, model.add_attention(layer, x, out))
         cache.kv_bytes_read = kv_bytes
         _, (logits,) = collect(eps, cache, [], model.logits(x))
-        return logits  # type: ignore[no-any-return]
+        return cache, logits
 
     def _clock(self, cache: Any, *arrays: Array) -> float:
         """Now, once everything so far is computed."""

@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eps_core.decode.folder import weight_files
-from eps_core.decode.model import read_spec
-from eps_core.decode.spec import ModelSpec
 from eps_core.errors import ConfigError, shown
 from eps_core.files import inputs
 from eps_core.files.records import Share, read_record
+from eps_core.models.config import read_spec
+from eps_core.models.folder import weight_files
+from eps_core.models.spec import ModelSpec
 
 FORMAT_VERSION = 1
 CLASSES = ("retrieval", "streaming")

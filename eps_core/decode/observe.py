@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from eps_core.decode.rope import attention_factor, inverse_frequencies
-from eps_core.decode.spec import ModelSpec
 from eps_core.errors import require
 from eps_core.evict.base import Facts, Head
 from eps_core.gate.protocol import Array, Backend
+from eps_core.models.rope import attention_factor, inverse_frequencies
+from eps_core.models.spec import ModelSpec
 
 QUERY_ROWS = 256  # whose weights over all rows are in memory at a time
 

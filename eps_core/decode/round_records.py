@@ -48,7 +48,7 @@ def round_record(
     fields of `RoundRecord`."""
     accepted = [one.accepted for one in said]
     # dense decoding reads all that came before each token that was said
-    tokens_read = sum(length + 1 + i for length, one in zip(lengths, said, strict=True) for i in range(len(one.tokens)))
+    lengths_read = [length + 1 + i for length, one in zip(lengths, said, strict=True) for i in range(len(one.tokens))]
     margins = [margin for one in said for margin in one.margins]
     offered, kept = by_depth(drafted, accepted)
     values: dict[str, Any] = {
@@ -63,7 +63,7 @@ def round_record(
         emitted=[len(one.tokens) for one in said],
         offered_by_depth=offered,
         accepted_by_depth=kept,
-        bytes_kv_dense=tokens_read * spec.num_layers * spec.num_kv_heads * spec.kv_token_bytes,
+        bytes_kv_dense=spec.dense_kv_bytes(lengths_read),
         top2_margin_min=min((one for one in margins if np.isfinite(one)), default=None),
         margins=margins,
         **(values | more),

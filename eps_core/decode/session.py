@@ -16,26 +16,26 @@ from eps_core.config.store import CacheSpec, Store
 from eps_core.config.verify import Verify
 from eps_core.cpu import host
 from eps_core.cpu.usable import why_not
-from eps_core.decode.chat import render
 from eps_core.decode.evicting import EvictingDecoder
 from eps_core.decode.forward import Decoder, load_decoder
 from eps_core.decode.generate import generate, prefill
-from eps_core.decode.hub import resolve_model
 from eps_core.decode.kernel_check import disagreement
-from eps_core.decode.model import DEMO_MODEL, read_spec
 from eps_core.decode.observe import Watcher
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.prompts import encode_prompts
 from eps_core.decode.sampling import Sampling
-from eps_core.decode.spec import ModelSpec
 from eps_core.decode.stored import StoredPrompts, check_folder, stored_prompts
-from eps_core.decode.tokenizer import encode, load_tokenizer
 from eps_core.decode.verified import verified
-from eps_core.decode.weights import check_weights
 from eps_core.errors import ConfigError, require
 from eps_core.evict.keep import Keep
 from eps_core.gate.protocol import Backend
 from eps_core.load import backend_name, choose_device, load_backend, resolve_kernels
+from eps_core.models.chat import render
+from eps_core.models.config import DEMO_MODEL, read_spec
+from eps_core.models.hub import resolve_model
+from eps_core.models.spec import ModelSpec
+from eps_core.models.tokenizer import encode, load_tokenizer
+from eps_core.models.weights import check_weights
 from eps_core.paging.heads import HeadPools
 from eps_core.paging.pool import PagePool
 from eps_core.telemetry.terminal import Progress
@@ -249,7 +249,7 @@ class Session:
         """Of a cache of a single unit."""
         k_bits, v_bits = self.kv_bits
         shape = self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim
-        return CacheSpec(*shape, 1, self.kv_dtype, k_bits=k_bits, v_bits=v_bits)
+        return CacheSpec(*shape, 1, self.kv_dtype, k_bits=k_bits, v_bits=v_bits, windows=self.spec.windows)
 
     def cache_spec(self, store: Store, num_tokens: int | Sequence[int], pool_tokens: int | None = None) -> CacheSpec:
         """Of a sequence of up to `num_tokens` tokens, or of several, each with its own number; of `pool_tokens` in all
@@ -290,6 +290,7 @@ class Session:
     ) -> tuple[EvictingDecoder, Any, HeadPools]:
         """(decoder, cache, pools), empty, for prompts of `lengths` tokens that go on for `num_new`: see
         `decode.evicting`. Where a head may hold all of them, as under policies that divide unevenly, it finds room."""
+        self.spec.require_full_attention("eviction (--kv-evict)")
         spec, shape = self.spec, self.evicting_spec(keep, store, lengths, num_new)
         self.check_kernels(store)
         pools = HeadPools(spec.num_layers, spec.num_kv_heads, shape.num_units, store.unit_tokens)

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 from eps_core.config.store import Store
-from eps_core.decode.folder import weight_files
-from eps_core.decode.spec import ModelSpec
 from eps_core.errors import ConfigError, one_line, require
 from eps_core.files import caches, outputs, tensors
 from eps_core.gate.protocol import Backend
+from eps_core.models.folder import weight_files
+from eps_core.models.spec import ModelSpec
 from eps_core.paging.pool import PagePool, unit_hash
 from eps_core.summaries.rq import CENTRE_TOKENS
 

@@ -8,9 +8,9 @@ anybody's (vLLM pauses and clears its cache: `pause_generation(mode, clear_cache
 
 from pathlib import Path
 
-from eps_core.decode.model import read_spec
 from eps_core.decode.session import Session
 from eps_core.errors import require
+from eps_core.models.config import read_spec
 from eps_core.paging.pool import PagePool
 
 

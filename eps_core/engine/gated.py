@@ -318,7 +318,7 @@ class Gated:
                 step.reads[layer] = dense_read(cache, where)
                 step.fallbacks["unseen"] += len(where.lengths)
             layers.append(step.reads[layer].stats)
-        step.fallbacks.update(where.fallbacks(spec.num_layers))
+        step.fallbacks.update(where.fallbacks(range(spec.num_layers)))
         output = StepOutput(np.zeros((0, 0), np.float32), layers, dict(step.fallbacks))
         record = step_record(
             self._counts["steps"],

@@ -26,12 +26,12 @@ from eps_core.config.store import DTYPE_BYTES
 from eps_core.decode.generate import prefill
 from eps_core.decode.heads import model_fingerprint
 from eps_core.decode.session import Session
-from eps_core.decode.spec import ModelSpec
 from eps_core.errors import ConfigError, one_line, shown
 from eps_core.evaluation.runner import Document, decode, usual_context
 from eps_core.files import inputs, outputs, tensors
 from eps_core.files.records import Between, read_record
 from eps_core.gate.protocol import Array, Backend
+from eps_core.models.spec import ModelSpec
 from eps_core.tasks.corpus import corpus_or_text
 from eps_core.telemetry import provenance, terminal
 

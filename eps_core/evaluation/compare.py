@@ -436,6 +436,8 @@ def _print_header(job: Job, out: TextIO) -> None:
     session, spec, request = job.session, job.session.spec, job.request
     heads = f"{spec.num_heads} query / {spec.num_kv_heads} kv heads of {spec.head_dim}"
     out.write(f"model   {session.model} ({spec.family}, {spec.num_layers} layers, {heads})\n")
+    for note in spec.notes:
+        out.write(f"note    {note}\n")
     held = described(session.kv_dtype, session.kv_bits)
     cache = "" if held == session.dtype else f", cache {held}"
     out.write(

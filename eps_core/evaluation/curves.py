@@ -17,11 +17,11 @@ import numpy as np
 
 from eps_core.config.bytes import scoring_bytes, tail_bytes
 from eps_core.config.eps import EpsConfig
-from eps_core.decode.chat import has_template, in_chat, render_messages
 from eps_core.decode.session import Session
 from eps_core.evaluation.runner import DENSE, Document, Outcome, run_document
 from eps_core.evaluation.statistics import bootstrap_interval
 from eps_core.files.records import Count, Name, Nats, Positive
+from eps_core.models.chat import has_template, in_chat, render_messages
 from eps_core.oracle.selection import guards
 from eps_core.summaries.table import facts
 from eps_core.tasks.corpus import conversation, haystack, num_topics, plain_chat

@@ -12,12 +12,8 @@ from tokenizers import Tokenizer
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import DTYPE_BYTES, CacheSpec
-from eps_core.decode.chat import render
-from eps_core.decode.hub import resolve_for_engine
-from eps_core.decode.model import read_heads, read_limits
 from eps_core.decode.prompts import encode_prompts, prompt_texts
 from eps_core.decode.sampling import Sampling
-from eps_core.decode.tokenizer import encode, load_tokenizer
 from eps_core.engine.plan import Plan
 from eps_core.engine.protocol import Engine
 from eps_core.engine.settings import Settings
@@ -29,6 +25,10 @@ from eps_core.evaluation.sides import Ran, Side, prompt_line, report
 from eps_core.files import outputs
 from eps_core.gate.stats import StepOutput
 from eps_core.load import backend_of
+from eps_core.models.chat import render
+from eps_core.models.config import read_heads, read_limits
+from eps_core.models.hub import resolve_for_engine
+from eps_core.models.tokenizer import encode, load_tokenizer
 from eps_core.summaries.rq import CENTRE_TOKENS
 from eps_core.telemetry import provenance, terminal
 from eps_core.telemetry.rounds import ROUND_KEYS

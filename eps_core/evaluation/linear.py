@@ -96,6 +96,7 @@ class LinearDecoder(Decoder):
 
     def __init__(self, session: Session, state: State, cache: Any, prefix: Prefix) -> None:
         super().__init__(session.backend, session.decoder.model)
+        self.spec.require_full_attention("linear attention")
         kept = [self.eps.to_host(cache, list(pair)) for pair in prefix.keys_values]
         if not kept:  # a prompt of one token
             kept = [[np.zeros((0, self.spec.num_kv_heads, self.spec.head_dim))] * 2] * self.spec.num_layers

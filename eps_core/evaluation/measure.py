@@ -17,7 +17,6 @@ import numpy as np
 
 from eps_core.config.eps import EARLIER, EpsConfig
 from eps_core.config.verify import Verify
-from eps_core.decode.chat import in_chat
 from eps_core.decode.heads import model_fingerprint
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError, fault_line
@@ -26,6 +25,7 @@ from eps_core.evaluation.quality import Answer, Followed
 from eps_core.evaluation.runner import DENSE, UNVERIFIED, Document, run_document, usual_context
 from eps_core.files.outputs import Output
 from eps_core.files.resumable import Line, ResumableFile
+from eps_core.models.chat import in_chat
 from eps_core.tasks import benchmarks
 from eps_core.tasks.corpus import corpus_or_text
 from eps_core.tasks.questions import Question, benchmark_question, generated_questions, text_window

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 
 from eps_core.config.eps import EpsConfig
-from eps_core.decode.rope import inverse_frequencies
 from eps_core.decode.session import Session
-from eps_core.decode.spec import ModelSpec
 from eps_core.evaluation.curves import Documents, needle, says, text_document
 from eps_core.evaluation.memory import KeptTally, added, measured, shown, summaries_kept, tally
 from eps_core.evaluation.runner import DENSE, Document, Outcome, decode, run_batch
 from eps_core.evict.keep import Keep
 from eps_core.files.records import Count, Name, Nats, Positive
 from eps_core.gate.protocol import Array, Backend
+from eps_core.models.rope import inverse_frequencies
+from eps_core.models.spec import ModelSpec
 from eps_core.rewrite.base import ELEMENT_BYTES, Layer, Rewritten, in_place
 from eps_core.rewrite.table import rewrite
 

@@ -17,12 +17,12 @@ from eps_core.config.verify import Verify
 from eps_core.decode.beams import Searched, search
 from eps_core.decode.forward import Decoder
 from eps_core.decode.generate import generate, tokens_of
-from eps_core.decode.model import ModelSpec
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import UNVERIFIED, Session
 from eps_core.decode.verified import verified
 from eps_core.gate.stats import LayerStats
+from eps_core.models.config import ModelSpec
 from eps_core.summaries.rq import CENTRE_TOKENS
 from eps_core.telemetry.rounds import RoundRecord, summarise_rounds
 from eps_core.telemetry.steps import StepRecord, kl_divergence, summarise

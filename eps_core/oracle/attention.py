@@ -125,25 +125,29 @@ def attend_tail(
     return out.reshape(batch, -1, head_dim), tail.reshape(batch, -1)
 
 
-def attend_chunk(cache: Cache, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Causal dense attention of a prefill chunk: out [N, Hq, D] of the last N of T tokens, each over itself and all
-    before it: q [N, Hq, D], k, v [T, Hkv, D]."""
+def attend_chunk(
+    cache: Cache, q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.ndarray | None = None
+) -> np.ndarray:
+    """Dense attention of a prefill chunk: out [N, Hq, D] of the last N of T tokens, each over itself and all before it,
+    or over those of `seen` [N, T] bool, at least one: q [N, Hq, D], k, v [T, Hkv, D]."""
     num_queries, num_heads, head_dim = q.shape
     length, num_kv_heads, _ = k.shape
     repeat = num_heads // num_kv_heads
     out = np.empty_like(q)
+    if seen is None:
+        seen = np.arange(length) <= (length - num_queries + np.arange(num_queries))[:, None]
     for head in range(num_kv_heads):
         keys, values = k[:, head].astype(np.float64), v[:, head].astype(np.float64)
         heads = slice(head * repeat, (head + 1) * repeat)
         for start in range(0, num_queries, QUERY_BLOCK):
             block = q[start : start + QUERY_BLOCK, heads].swapaxes(0, 1) / np.sqrt(head_dim)  # [R, n, D]
-            positions = length - num_queries + start + np.arange(block.shape[1])
-            seen = positions[-1] + 1
-            logits = block @ keys[:seen].T
-            logits[:, np.arange(seen) > positions[:, None]] = -np.inf
+            visible = seen[start : start + QUERY_BLOCK]
+            end = int(np.flatnonzero(visible.any(axis=0))[-1]) + 1
+            logits = block @ keys[:end].T
+            logits[:, ~visible[:, :end]] = -np.inf
             weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
             weights /= weights.sum(axis=-1, keepdims=True)
-            out[start : start + QUERY_BLOCK, heads] = (weights @ values[:seen]).swapaxes(0, 1)
+            out[start : start + QUERY_BLOCK, heads] = (weights @ values[:end]).swapaxes(0, 1)
     return out
 
 

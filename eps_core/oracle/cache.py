@@ -60,6 +60,9 @@ class Cache:
         centre = self.centre[layer]
         return values if centre is None else values | {"centre": centre[head]}
 
+    def count_read(self, num_bytes: int) -> None:
+        self.kv_bytes_read += num_bytes
+
     def can_encode(self, layer: int) -> bool:
         """Whether full groups have summaries: codes about a centre wait for it."""
         return not self.store.needs_centre or self.centre[layer] is not None

@@ -10,10 +10,10 @@ import numpy as np
 
 from eps_core.config.store import DTYPE_BYTES
 from eps_core.decode.draft_weights import BITS, HEAD, quantised_layers
-from eps_core.decode.rope import attention_factor, inverse_frequencies
-from eps_core.decode.spec import ModelSpec
-from eps_core.decode.weights import load_weights
 from eps_core.errors import ConfigError
+from eps_core.models.rope import attention_factor, inverse_frequencies
+from eps_core.models.spec import ModelSpec
+from eps_core.models.weights import load_weights
 from eps_core.oracle.cache import from_numpy
 from eps_core.oracle.draft_weights import affine
 
@@ -28,7 +28,8 @@ class Model:
         self.spec, self.dtype, self.device = spec, dtype, "cpu"
         self.weights = {name: from_numpy(w, dtype).astype(np.float64) for name, w in weights.items()}
         self.group_sizes: dict[str, int] = {}  # of the weights that hold what 4 bits do
-        self.inverse_frequencies, self.attention_factor = inverse_frequencies(spec), attention_factor(spec)
+        self.ropes = [(inverse_frequencies(rope), attention_factor(rope)) for rope in spec.ropes]
+        self.embed_scale = from_numpy(np.array(spec.embed_scale), dtype).astype(np.float64)
 
     @property
     def weight_bytes(self) -> int:
@@ -60,13 +61,13 @@ class Model:
         yield
 
     def embed(self, tokens: np.ndarray) -> np.ndarray:
-        return self.weights["embed"][tokens]
+        return self.embed_scale * self.weights["embed"][tokens]
 
-    def rotation(self, positions: np.ndarray) -> np.ndarray:
-        """Angles [N, D/2] in radians."""
-        return positions[:, None] * self.inverse_frequencies
+    def rotation(self, positions: np.ndarray) -> list[np.ndarray]:
+        """Angles [N, D/2] in radians, of each of `ModelSpec.ropes`."""
+        return [positions[:, None] * frequencies for frequencies, _ in self.ropes]
 
-    def project(self, layer: int, x: np.ndarray, turn: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def project(self, layer: int, x: np.ndarray, turn: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         spec, prefix = self.spec, f"layers.{layer}."
         h = self._norm(prefix + "input_norm", x)
         q = self._linear(prefix + "q", h).reshape(len(x), spec.num_heads, spec.head_dim)
@@ -74,23 +75,28 @@ class Model:
         v = self._linear(prefix + "v", h).reshape(len(x), spec.num_kv_heads, spec.head_dim)
         if spec.qk_norm:
             q, k = self._norm(prefix + "q_norm", q), self._norm(prefix + "k_norm", k)
-        return self.attention_factor * rotate(q, turn), self.attention_factor * rotate(k, turn), v
+        rope = spec.rope_of_layer[layer]
+        factor = self.ropes[rope][1]
+        return factor * rotate(q, turn[rope]), factor * rotate(k, turn[rope]), v
 
-    def reposition(self, k: np.ndarray, shifts: np.ndarray) -> np.ndarray:
-        return rotate(k, shifts[:, None] * self.inverse_frequencies)
+    def reposition(self, layer: int, k: np.ndarray, shifts: np.ndarray) -> np.ndarray:
+        frequencies, _ = self.ropes[self.spec.rope_of_layer[layer]]
+        return rotate(k, shifts[:, None] * frequencies)
 
     def add_attention(self, layer: int, x: np.ndarray, out: np.ndarray) -> np.ndarray:
-        return x + self._linear(f"layers.{layer}.o", out.reshape(len(x), -1))
+        y = self._linear(f"layers.{layer}.o", out.reshape(len(x), -1))
+        return x + self._output_norm(f"layers.{layer}.attention_norm", y)
 
     def feed_forward(self, layer: int, x: np.ndarray) -> np.ndarray:
         prefix = f"layers.{layer}."
         h = self._norm(prefix + "post_norm", x)
-        gate = self._linear(prefix + "gate", h)
-        silu = gate * 0.5 * (1.0 + np.tanh(gate / 2))  # x sigmoid(x), without its overflow
-        return x + self._linear(prefix + "down", silu * self._linear(prefix + "up", h))
+        gate = ACTIVATIONS[self.spec.activation](self._linear(prefix + "gate", h))
+        y = self._linear(prefix + "down", gate * self._linear(prefix + "up", h))
+        return x + self._output_norm(prefix + "feed_forward_norm", y)
 
     def logits(self, x: np.ndarray) -> np.ndarray:
-        return self._linear(self._head, self._norm("norm", x)).astype(np.float32)
+        y, cap = self._linear(self._head, self._norm("norm", x)), self.spec.logit_cap
+        return (y if cap is None else cap * np.tanh(y / cap)).astype(np.float32)
 
     def whole_step(self, *step: Any) -> None:
         return None
@@ -107,6 +113,22 @@ class Model:
     def _norm(self, name: str, x: np.ndarray) -> np.ndarray:
         """RMSNorm over the last axis."""
         return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + self.spec.norm_eps) * self.weights[name]
+
+    def _output_norm(self, name: str, y: np.ndarray) -> np.ndarray:
+        return self._norm(name, y) if self.spec.output_norms else y
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    """x sigmoid(x), without its overflow."""
+    return x * 0.5 * (1.0 + np.tanh(x / 2))
+
+
+def gelu_tanh(x: np.ndarray) -> np.ndarray:
+    """GELU with tanh in place of the error function (Hendrycks and Gimpel, arXiv 1606.08415)."""
+    return x * 0.5 * (1.0 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+ACTIVATIONS = {"silu": silu, "gelu_pytorch_tanh": gelu_tanh}
 
 
 def rotate(x: np.ndarray, angles: np.ndarray) -> np.ndarray:

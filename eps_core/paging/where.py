@@ -4,6 +4,7 @@ a summary. Integers only, computed once a step and not once a layer.
 Every array backend shares this; the oracle's per-sequence `selection.guards` is written apart and judges it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Self
@@ -120,13 +121,15 @@ class Where(Shared):
         key = "reads_all", None if modes is None else modes[layer]
         return self.once(key, lambda: self.config.reads_all(layer, self.lengths.tolist()))
 
-    def fallbacks(self, num_layers: int) -> dict[str, int]:
-        """reason -> layer calls of a gated step that attend densely because the config says so."""
+    def fallbacks(self, layers: Sequence[int], windowed: Sequence[int] = ()) -> dict[str, int]:
+        """reason -> layer calls of a gated step that attend densely: of `layers`, because the config says so; all of
+        `windowed`, because they have a sliding window."""
         read = self.config.read
-        dense_layers = sum(read.dense_layer(layer) for layer in range(num_layers))
+        dense_layers = sum(read.dense_layer(layer) for layer in layers)
         found = {
-            "min_context": int((self.lengths < read.min_context).sum()) * num_layers,
+            "min_context": int((self.lengths < read.min_context).sum()) * len(layers),
             "dense_layer": dense_layers * len(self.lengths),
+            "sliding_window": len(windowed) * len(self.lengths),
         }
         return {reason: calls for reason, calls in found.items() if calls}
 

@@ -148,8 +148,8 @@ def step_record(
         forced = sum(int(_each_head(layer.forced, num_heads).sum()) for layer in output.layers)
         bytes_kv_read = sum(layer.kv_bytes_read for layer in output.layers)
     else:
-        groups = sum(-(-length // config.store.S) for length in lengths)
-        visited = total = np.full((spec.num_layers, num_heads), groups, np.int64)
+        groups = [sum(-(-length // config.store.S) for length in layer) for layer in spec.attended(lengths)]
+        visited = total = np.repeat(np.array(groups, np.int64)[:, None], num_heads, axis=1)
         forced = 0
     escalated = _by_head(output.layers, "escalated", lambda counts: (counts > 0).sum(axis=0))
     certified, true, estimated = (
@@ -157,7 +157,7 @@ def step_record(
     )
     errors = _by_head(output.layers, "output_error_cert", _largest)
     masses = [layer.mass_skipped_est for layer in output.layers if layer.mass_skipped_est is not None]
-    dense, eviction = sum(lengths) * spec.num_layers * num_heads * spec.kv_token_bytes, output.eviction
+    held, eviction = sum(lengths) * spec.num_layers * num_heads * spec.kv_token_bytes, output.eviction
     record = StepRecord(
         step=step,
         sequences=list(sequences),
@@ -169,8 +169,8 @@ def step_record(
         pages_forced=forced,
         pages_wanted=_total_wanted(output.layers),
         bytes_kv_read_est=bytes_kv_read,
-        bytes_kv_dense=dense,
-        bytes_kv_kept=dense if eviction is None else eviction.bytes_kept,
+        bytes_kv_dense=spec.dense_kv_bytes(lengths),
+        bytes_kv_kept=held if eviction is None else eviction.bytes_kept,
         rows_moved=0 if eviction is None else eviction.rows_moved,
         units_freed=0 if eviction is None else eviction.units_freed,
         bytes_summary_read=sum(layer.summary_bytes_read for layer in output.layers),

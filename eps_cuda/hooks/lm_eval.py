@@ -14,8 +14,8 @@ from typing import Any
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
-from eps_core.decode.folder import refuse_adapter
 from eps_core.engine.settings import Settings, from_environment
+from eps_core.models.folder import refuse_adapter
 from eps_cuda.hooks.transformers import eps
 
 PREFIX = "eps_"

@@ -11,9 +11,9 @@ from typing import Any
 
 from huggingface_hub import CacheNotFound
 
-from eps_core.decode.tokenizer import end_tokens
 from eps_core.engine.settings import Settings, check_version
 from eps_core.errors import ConfigError, install, one_line, require
+from eps_core.models.tokenizer import end_tokens
 from eps_cuda.hooks.transformers.context import eps
 
 # flags of that server under which no cache of `generate` would be there to gate

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from eps_core.config.store import UNIT_TOKENS
-from eps_core.decode.folder import refuse_adapter
 from eps_core.engine.settings import PREFIX, Settings, check_version, from_environment
 from eps_core.errors import ConfigError, require, shown
+from eps_core.models.folder import refuse_adapter
 
 # rows: our own attention over rows of K and V, groups of any size; stock: vLLM's kernel over the block tables of what
 # is visited, groups of a block, one list for all kv heads

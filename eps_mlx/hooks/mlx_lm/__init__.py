@@ -14,10 +14,10 @@ from typing import Any
 
 import mlx_lm
 
-from eps_core.decode.folder import refuse_adapter
 from eps_core.engine.gated import Gated
 from eps_core.engine.settings import Settings
 from eps_core.errors import require
+from eps_core.models.folder import refuse_adapter
 from eps_mlx.hooks.mlx_lm.engine import open_engine, serve
 from eps_mlx.hooks.mlx_lm.hook import Hook, hook_of
 

@@ -17,10 +17,11 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
 
-from eps_core.decode.fields import Fields
-from eps_core.decode.rope import Rope, attention_factor, inverse_frequencies, rope_of_layer
 from eps_core.engine.plan import ranges
 from eps_core.errors import ConfigError
+from eps_core.models.fields import Fields
+from eps_core.models.rope import attention_factor, inverse_frequencies, rope_of_layer
+from eps_core.models.spec import Rope
 
 logger = logging.getLogger("eps")
 POSITIONS = (1, 64, 1000)

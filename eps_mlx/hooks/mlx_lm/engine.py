@@ -23,12 +23,12 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import load_config
 
-from eps_core.decode.folder import refuse_adapter
 from eps_core.decode.sampling import Sampling
 from eps_core.engine.protocol import Step
 from eps_core.engine.settings import Settings, check_version
 from eps_core.engine.verified import check_engine
 from eps_core.errors import ConfigError, one_line
+from eps_core.models.folder import refuse_adapter
 from eps_core.telemetry.provenance import package_version
 from eps_mlx.device import DTYPES, device_of
 from eps_mlx.hooks.mlx_lm.cache import EpsKVCache

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from eps_core.decode.tokenizer_class import as_in_transformers, special_tokens
 from eps_core.errors import ConfigError, one_line
+from eps_core.models.tokenizer_class import as_in_transformers, special_tokens
 
 _SLOW_FILES = ("tokenizer.model", "tekken.json", "vocab.json")  # other forms of a tokenizer
 _CHARACTERS_PER_TOKEN = 16  # of a text's start that is encoded at first

@@ -7,9 +7,9 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from eps_core.decode.fields import read_json
 from eps_core.errors import ConfigError, shown
 from eps_core.load import OWN
+from eps_core.models.fields import read_json
 
 ADAPTER_FILE, CONFIG_FILE = "adapter_config.json", "config.json"
 WEIGHT_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"

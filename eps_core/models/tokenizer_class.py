@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from eps_core.decode.fields import read_json
+from eps_core.models.fields import read_json
 
 TOKENIZER_FILE, CONFIG_FILE, SPECIAL_FILE = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 _TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized")

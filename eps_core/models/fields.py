@@ -66,6 +66,14 @@ class Fields:
         """A positive number; None where it is absent or 0, which transformers reads alike."""
         return self.number(key) if self.values.get(key) else None
 
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of positive numbers."""
+        value = self._get(key, None)
+        found = [records.number(item) for item in value] if isinstance(value, list) else [None]
+        if not found or not all(number is not None and number > 0 for number in found):
+            raise self._wrong(key, "a list of positive numbers")
+        return tuple(number for number in found if number is not None)
+
     def boolean(self, key: str) -> bool:
         value = self._get(key, False)
         if not isinstance(value, bool):

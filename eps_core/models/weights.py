@@ -6,6 +6,7 @@ They come through the safetensors library, tensor by tensor, in the dtype in whi
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,28 +15,58 @@ import ml_dtypes  # noqa: F401 - registers bfloat16 with numpy, which safetensor
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from eps_core.decode.folder import INDEX_FILE, WEIGHT_FILE, check_weights_there, weight_map
-from eps_core.decode.spec import ModelSpec
 from eps_core.errors import ConfigError, one_line, shown
+from eps_core.models.folder import INDEX_FILE, WEIGHT_FILE, check_weights_there, weight_map
+from eps_core.models.registry import FAMILIES
+from eps_core.models.spec import ModelSpec
 
 _STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _HEAD = "lm_head.weight"
 
 
-def weight_names(spec: ModelSpec) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Our short name of every weight -> (Hugging Face name, shape); matrices are [out, in].
+@dataclass(frozen=True)
+class Stored:
+    """Where one of our arrays lies: it is `scale` * (`offset` + rows `first` to `first` + shape[0] of a tensor)."""
+
+    name: str  # of the Hugging Face tensor
+    shape: tuple[int, ...]  # of our array; matrices are [out, in]
+    first: int = 0
+    rows: int | None = None  # of the tensor in all; None: shape[0]
+    offset: float = 0.0
+    scale: float = 1.0
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        return self.shape if self.rows is None else (self.rows, *self.shape[1:])
+
+    def read(self, opened: Any) -> np.ndarray:
+        """The array, from an open safetensors file: as stored, but float32 where it is not the stored numbers."""
+        array: np.ndarray = (
+            opened.get_tensor(self.name)
+            if self.rows is None
+            else opened.get_slice(self.name)[self.first : self.first + self.shape[0]]
+        )
+        if (self.offset, self.scale) == (0.0, 1.0):
+            return array
+        return np.float32(self.scale) * (np.float32(self.offset) + array.astype(np.float32))
+
+
+def weight_names(spec: ModelSpec) -> dict[str, Stored]:
+    """Where each weight lies, by our short name.
 
     "embed", "norm", "lm_head" (absent where tied) and, for each layer i, "layers.i." with input_norm, q, k, v, o,
-    post_norm, gate, up, down, where the model has them their biases "q_bias" .., and q_norm, k_norm.
+    post_norm, gate, up, down, where the model has them their biases "q_bias" .., q_norm and k_norm, and the norms of
+    what the two blocks add, attention_norm and feed_forward_norm. Queries come with `ModelSpec.query_scale` in them: in
+    q_norm where there is one.
     """
-    hidden, inner = spec.hidden_size, spec.intermediate_size
+    family, hidden, inner = FAMILIES[spec.family], spec.hidden_size, spec.intermediate_size
     q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    names: dict[str, tuple[str, tuple[int, ...]]] = {
-        "embed": ("model.embed_tokens.weight", (spec.vocab_size, hidden)),
-        "norm": ("model.norm.weight", (hidden,)),
+    names = {
+        "embed": Stored("model.embed_tokens.weight", (spec.vocab_size, hidden)),
+        "norm": Stored("model.norm.weight", (hidden,), offset=family.norm_offset),
     }
     if not spec.tie_embeddings:
-        names["lm_head"] = (_HEAD, (spec.vocab_size, hidden))
+        names["lm_head"] = Stored(_HEAD, (spec.vocab_size, hidden))
     # short name: module, out, in, whether it has a bias
     linear = {
         "q": ("self_attn.q_proj", q_width, hidden, spec.qkv_bias),
@@ -46,22 +77,39 @@ def weight_names(spec: ModelSpec) -> dict[str, tuple[str, tuple[int, ...]]]:
         "up": ("mlp.up_proj", inner, hidden, spec.mlp_bias),
         "down": ("mlp.down_proj", hidden, inner, spec.mlp_bias),
     }
-    norms = {"input_norm": ("input_layernorm", hidden), "post_norm": ("post_attention_layernorm", hidden)}
+    places: dict[str, tuple[str, int, int | None]] = {
+        short: (module, 0, None) for short, (module, *_) in linear.items()
+    }
+    for module, parts in family.stacked.items():
+        ends = np.cumsum([linear[part][1] for part in parts]).tolist()
+        for part, end in zip(parts, ends, strict=True):
+            places[part] = module, end - linear[part][1], ends[-1]
+    norms = {short: (module, hidden) for short, module in family.norms.items()}
     if spec.qk_norm:
-        norms["q_norm"] = ("self_attn.q_norm", spec.head_dim)
-        norms["k_norm"] = ("self_attn.k_norm", spec.head_dim)
+        norms |= {f"{one}_norm": (f"self_attn.{one}_norm", spec.head_dim) for one in "qk"}
+    scales = {"q_norm" if spec.qk_norm else "q": spec.query_scale}
     for i in range(spec.num_layers):
+        layer = f"model.layers.{i}"
         for short, (module, width) in norms.items():
-            names[f"layers.{i}.{short}"] = (f"model.layers.{i}.{module}.weight", (width,))
-        for short, (module, rows, columns, bias) in linear.items():
-            names[f"layers.{i}.{short}"] = (f"model.layers.{i}.{module}.weight", (rows, columns))
+            names[f"layers.{i}.{short}"] = Stored(
+                f"{layer}.{module}.weight", (width,), offset=family.norm_offset, scale=scales.get(short, 1.0)
+            )
+        for short, (_, rows, columns, bias) in linear.items():
+            module, first, stacked = places[short]
+            scale = scales.get(short, 1.0)
+            names[f"layers.{i}.{short}"] = Stored(
+                f"{layer}.{module}.weight", (rows, columns), first, stacked, scale=scale
+            )
             if bias:
-                names[f"layers.{i}.{short}_bias"] = (f"model.layers.{i}.{module}.bias", (rows,))
+                names[f"layers.{i}.{short}_bias"] = Stored(
+                    f"{layer}.{module}.bias", (rows,), first, stacked, scale=scale
+                )
     return names
 
 
 def load_weights(path: str | Path, spec: ModelSpec) -> dict[str, np.ndarray]:
-    """Short name of `weight_names` -> array in its stored dtype (float32, float16, or ml_dtypes' bfloat16).
+    """Short name of `weight_names` -> array in its stored dtype (float32, float16, or ml_dtypes' bfloat16);
+    float32 where it is not the stored numbers.
 
     Where config.json ties the embeddings and an output projection is stored that is not the embedding, the weights hold
     it as "lm_head", with one line on stderr: transformers 5 reads such a folder so, mlx-lm and transformers 4 drop it.
@@ -90,13 +138,13 @@ def check_weights(path: Path, spec: ModelSpec) -> None:
         _reading(file, partial(_check_tensors, names=names, shorts=shorts))
 
 
-def _plan(path: Path, spec: ModelSpec) -> tuple[dict[str, tuple[str, tuple[int, ...]]], dict[Path, list[str]]]:
+def _plan(path: Path, spec: ModelSpec) -> tuple[dict[str, Stored], dict[Path, list[str]]]:
     """(`weight_names` with a stored output projection, the short names that each file holds)."""
     located = _locate_weights(path)
     names = weight_names(spec)
     if spec.tie_embeddings and _HEAD in located:
-        names["lm_head"] = (_HEAD, names["embed"][1])
-    known = {name for name, _ in names.values()}
+        names["lm_head"] = Stored(_HEAD, names["embed"].shape)
+    known = {one.name for one in names.values()}
     for name in located:
         # a bias or a layer that config.json does not speak of would change the result if it were left out
         if name not in known and not name.endswith("rotary_emb.inv_freq"):
@@ -105,7 +153,8 @@ def _plan(path: Path, spec: ModelSpec) -> tuple[dict[str, tuple[str, tuple[int, 
                 "layers: config.json and weights do not match"
             )
     by_file: dict[Path, list[str]] = {}
-    for short, (name, _) in names.items():
+    for short, one in names.items():
+        name = one.name
         if name not in located:
             raise ConfigError(
                 f"weight {name} is missing in {path}: config.json does not match, or the download is incomplete"
@@ -141,17 +190,15 @@ def _reading(file: Path, read: Callable[[Any], Any]) -> Any:
         raise ConfigError(f"{file} is truncated or corrupt ({one_line(error)}): download it again") from error
 
 
-def _read_tensors(
-    opened: Any, names: dict[str, tuple[str, tuple[int, ...]]], shorts: list[str]
-) -> list[tuple[str, np.ndarray]]:
+def _read_tensors(opened: Any, names: dict[str, Stored], shorts: list[str]) -> list[tuple[str, np.ndarray]]:
     _check_tensors(opened, names, shorts)
-    return [(short, opened.get_tensor(names[short][0])) for short in shorts]
+    return [(short, names[short].read(opened)) for short in shorts]
 
 
-def _check_tensors(opened: Any, names: dict[str, tuple[str, tuple[int, ...]]], shorts: list[str]) -> None:
+def _check_tensors(opened: Any, names: dict[str, Stored], shorts: list[str]) -> None:
     stored = set(opened.keys())
     for short in shorts:
-        name, expected = names[short]
+        name, expected = names[short].name, names[short].stored_shape
         if name not in stored:
             raise ConfigError(f"weight {name} is missing in the shard that the index names for it: download it again")
         header = opened.get_slice(name)

@@ -10,10 +10,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from eps_core.decode.fields import read_json
-from eps_core.decode.tokenizer_class import special_tokens
 from eps_core.errors import ConfigError, one_line, shown
 from eps_core.files import inputs
+from eps_core.models.fields import read_json
+from eps_core.models.tokenizer_class import special_tokens
 
 
 def render(path: Path, text: str) -> str:

@@ -5,7 +5,10 @@ import re
 from pathlib import Path
 from typing import Any, NoReturn
 
-from eps_core.decode.folder import (
+from eps_core.errors import ConfigError, one_line
+from eps_core.load import OWN, load_engine
+from eps_core.models.config import DEMO_MODEL, read_spec
+from eps_core.models.folder import (
     ADAPTER_FILE,
     CONFIG_FILE,
     INDEX_FILE,
@@ -14,9 +17,6 @@ from eps_core.decode.folder import (
     refuse_file,
     weight_files,
 )
-from eps_core.decode.model import DEMO_MODEL, read_spec
-from eps_core.errors import ConfigError, one_line
-from eps_core.load import OWN, load_engine
 
 _REPOSITORY = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w][\w./-]*))?")
 # all that is read of a model but its weights

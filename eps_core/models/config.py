@@ -4,20 +4,20 @@
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from eps_core.config.store import DTYPE_BYTES
-from eps_core.decode.fields import Fields
-from eps_core.decode.folder import quantisation, quantisation_fix
-from eps_core.decode.rope import MOST_POSITIONS, check_rope, read_rope
-from eps_core.decode.spec import ARCHITECTURES, ModelSpec, engine_note
-from eps_core.decode.tokenizer import end_tokens
 from eps_core.errors import ConfigError
+from eps_core.models.fields import Fields
+from eps_core.models.folder import quantisation, quantisation_fix
+from eps_core.models.registry import FAMILIES, engine_note
+from eps_core.models.rope import MOST_POSITIONS, check_rope
+from eps_core.models.spec import ModelSpec
+from eps_core.models.tokenizer import end_tokens
 
 DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
 _MOST_LAYERS, _MOST_HEADS = 2**12, 2**16
-# where config.json has no sliding_window (Mistral, Qwen), and no max_window_layers (Qwen)
-_DEFAULT_WINDOW, _DEFAULT_FULL_LAYERS = 4096, 28
 
 
 def read_spec(path: str | Path) -> ModelSpec:
@@ -27,36 +27,34 @@ def read_spec(path: str | Path) -> ModelSpec:
     fields = Fields.of(path / "config.json")
     config, file = fields.values, fields.file
 
-    family = config.get("model_type")
-    if not isinstance(family, str) or family not in ARCHITECTURES:
-        raise fields.unsupported("model_type", f"one of {', '.join(ARCHITECTURES)}{engine_note(family)}")
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise fields.unsupported("model_type", f"one of {', '.join(FAMILIES)}{engine_note(kind)}")
+    family = FAMILIES[kind]
     architectures = fields.list_of_text("architectures")
-    if architectures and ARCHITECTURES[family] not in architectures:
-        raise fields.unsupported("architectures", ARCHITECTURES[family])
-    kind = quantisation(path, config)
-    if kind is not None:
-        raise ConfigError(f"{path} is quantised: {kind}, which EPS does not decode: {quantisation_fix(kind)}")
-    if config.get("hidden_act", "silu") != "silu":
-        raise fields.unsupported("hidden_act", "silu")
+    if architectures and family.architecture not in architectures:
+        raise fields.unsupported("architectures", family.architecture)
+    quantised = quantisation(path, config)
+    if quantised is not None:
+        raise ConfigError(f"{path} is quantised: {quantised}, which EPS does not decode: {quantisation_fix(quantised)}")
+    if (config.get(family.activation_key) or family.activation) != family.activation:
+        raise fields.unsupported(family.activation_key, family.activation)
+    missing = {key: value for key, value in family.defaults.items() if config.get(key) is None}
+    fields = Fields(config | missing, file)
 
     num_heads = fields.integer("num_attention_heads", most=_MOST_HEADS)
-    num_kv_heads = fields.integer("num_key_value_heads", num_heads if family == "llama" else None, _MOST_HEADS)
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads if family.multi_head else None, _MOST_HEADS)
     if num_heads % num_kv_heads:
         raise fields.unsupported("num_key_value_heads", f"a divisor of num_attention_heads {num_heads}")
     hidden_size = fields.integer("hidden_size")
-    # transformers gives a Qwen3 without head_dim 128, whatever its other sizes
-    default_dim = 128 if family == "qwen3" else max(hidden_size // num_heads, 1)
-    head_dim = fields.integer("head_dim", default_dim, _MOST_HEADS)
+    head_dim = fields.integer("head_dim", max(hidden_size // num_heads, 1), _MOST_HEADS)
     if head_dim % 2:
         raise ConfigError(f"head_dim {head_dim} of {file} is odd: rotary embeddings need an even number")
     max_positions = fields.integer("max_position_embeddings", most=MOST_POSITIONS)
-    rope_theta, rope_scaling, max_context = read_rope(fields, max_positions)
-    num_layers = fields.integer("num_hidden_layers", most=_MOST_LAYERS)
-    _refuse_sliding_window(family, fields, num_layers, max_context)
-    attention_bias = fields.boolean("attention_bias") if family in ("llama", "qwen3") else False
+    rope_theta, rope_scaling, max_context = family.rope(fields, max_positions)
     spec = ModelSpec(
-        family=family,
-        num_layers=num_layers,
+        family=family.model_type,
+        num_layers=fields.integer("num_hidden_layers", most=_MOST_LAYERS),
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
         num_heads=num_heads,
@@ -68,14 +66,12 @@ def read_spec(path: str | Path) -> ModelSpec:
         rope_scaling=rope_scaling,
         max_context=max_context,
         tie_embeddings=fields.boolean("tie_word_embeddings"),
-        qkv_bias=family == "qwen2" or attention_bias,
-        o_bias=attention_bias,
-        mlp_bias=family == "llama" and fields.boolean("mlp_bias"),
-        qk_norm=family == "qwen3",
+        activation=family.activation,
         bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
         eos_token_ids=_eos_token_ids(path, fields) or end_tokens(path),
         stored_dtype=_stored_dtype(fields),
     )
+    spec = replace(spec, **family.read(fields, spec))
     check_rope(spec, fields)
     return spec
 
@@ -96,29 +92,6 @@ def read_heads(path: str | Path) -> tuple[int, int, int]:
     heads = text.integer("num_attention_heads", most=_MOST_HEADS)
     head_dim = text.integer("head_dim", max(text.integer("hidden_size") // heads, 1), _MOST_HEADS)
     return heads, text.integer("num_key_value_heads", heads, _MOST_HEADS), head_dim
-
-
-def _refuse_sliding_window(family: str, fields: Fields, num_layers: int, max_context: int) -> None:
-    """Raises ConfigError where a layer does not attend to all that the model holds. Which layers have a window, and of
-    how many tokens where a key is missing, is as in transformers."""
-    layer_types = fields.list_of_text("layer_types")
-    if any(kind != "full_attention" for kind in layer_types):
-        raise fields.unsupported("layer_types", "full_attention in every layer")
-    if family == "llama" or fields.values.get("sliding_window", _DEFAULT_WINDOW) is None:
-        return
-    first = 0
-    if family != "mistral":
-        windows = fields.boolean("use_sliding_window") and not layer_types
-        first = fields.integer("max_window_layers", _DEFAULT_FULL_LAYERS, least=0) if windows else num_layers
-    if first >= num_layers:
-        return
-    window = fields.integer("sliding_window", _DEFAULT_WINDOW)
-    if window < max_context:
-        missing = "" if "sliding_window" in fields.values else " (the default where the key is missing)"
-        raise ConfigError(
-            f"sliding_window {window}{missing} of {fields.file} is unsupported: it cuts layers {first} to "
-            f"{num_layers - 1} (the model has {num_layers}), and EPS reads full attention, as with sliding_window null"
-        )
 
 
 def _eos_token_ids(path: Path, fields: Fields) -> tuple[int, ...]:

@@ -1,14 +1,13 @@
 """Rotary position embeddings: what config.json may say of them, and the rotation that every backend applies."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from eps_core.decode.fields import Fields
-from eps_core.decode.spec import ModelSpec
 from eps_core.errors import ConfigError, shown
+from eps_core.models.fields import Fields
+from eps_core.models.spec import ModelSpec, Rope
 
 # each rope type with the numbers that it must have
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
@@ -17,25 +16,15 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
+    "longrope": (),
 }
-_WITH_ORIGINAL = ("llama3", "yarn")  # scaled from a context that they name
+_WITH_ORIGINAL = ("llama3", "yarn", "longrope")  # scaled from a context that they name
 MOST_POSITIONS = 2**31
 # keys by which some layers turn otherwise, or another part of a head does
 _BY_LAYER = (
     "rope_local_base_freq", "local_rope_theta", "no_rope_layers", "no_rope_layer_interval", "qk_rope_head_dim",
     "rotary_dim", "rotary_pct",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Rope:
-    """The rotary embeddings of one layer of a model of any family."""
-
-    rope_theta: float
-    rope_scaling: dict[str, Any] | None
-    head_dim: int  # of which `rotated` dimensions turn
-    rotated: int
-    given: dict[str, Any]  # as config.json has the scaling
 
 
 def rope_of_layer(fields: Fields, layer: int) -> Rope | None:
@@ -98,7 +87,26 @@ def read_rope(fields: Fields, max_positions: int) -> tuple[float, dict[str, Any]
         # long Qwen models name the context that they were trained at, and by how much YaRN stretches it
         if outer.values.get("original_max_position_embeddings") is not None:
             max_positions = max(max_positions, math.floor(min(original * scaling["factor"], MOST_POSITIONS)))
+    if kind == "longrope":
+        scaling |= _longrope_numbers(within, original, max_positions)
     return rope_theta, scaling, max_positions
+
+
+def _longrope_numbers(within: Fields, original: float, max_positions: int) -> dict[str, Any]:
+    """What LongRoPE (arXiv 2402.13753) computes with: by what each pair's wavelength is stretched, and the factor of
+    cosine and sine. There are `factors` for texts of up to the original context and others beyond it; a cached key
+    keeps its rotation, so a model with a longer context takes the latter at every length."""
+    long = max_positions > original
+    factor = within.number("factor", max_positions / original)
+    usual = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(max(original, 2)))
+    lists = {key: within.numbers(key) for key in ("short_factor", "long_factor")}
+    if len(lists["short_factor"]) != len(lists["long_factor"]):
+        raise ConfigError(f"short_factor and long_factor of {within.file} must have the same length")
+    return {
+        "factors": lists["long_factor" if long else "short_factor"],
+        "switches_at": original if long and lists["long_factor"] != lists["short_factor"] else None,
+        "attention_factor": within.number("attention_factor", usual),
+    }
 
 
 def _yarn_numbers(within: Fields, original: float, max_positions: int) -> dict[str, Any]:
@@ -127,6 +135,15 @@ def _yarn_numbers(within: Fields, original: float, max_positions: int) -> dict[s
 
 def check_rope(spec: ModelSpec, fields: Fields) -> None:
     """Raises ConfigError where numbers that are fine one by one make no finite rotation."""
+    for rope in spec.ropes:
+        _check_finite(rope, fields)
+
+
+def _check_finite(spec: ModelSpec | Rope, fields: Fields) -> None:
+    if len((spec.rope_scaling or {}).get("factors", ())) not in (0, spec.head_dim // 2):
+        raise ConfigError(
+            f"short_factor and long_factor of {fields.file} need a number for each of {spec.head_dim // 2} pairs"
+        )
     numbers = np.append(inverse_frequencies(spec), attention_factor(spec))
     if not (np.isfinite(numbers) & (numbers >= 0)).all() or not attention_factor(spec):
         values = shown({"rope_theta": spec.rope_theta} | (spec.rope_scaling or {}))
@@ -142,12 +159,15 @@ def inverse_frequencies(spec: ModelSpec | Rope) -> np.ndarray:
     more than beta_fast times within the original context are kept, those that turn less than beta_slow times are
     stretched, and between them the two are blended linearly by dimension. `dynamic` stretches beyond the model's
     context alone, where it would turn every key anew: EPS ends there, and within it the rotation is the plain one.
+    `longrope`: each pair is stretched by a number of its own.
     """
     rotated = spec.rotated if isinstance(spec, Rope) else spec.head_dim
     frequencies = spec.rope_theta ** -(np.arange(0, rotated, 2, dtype=np.float64) / rotated)
     scaling = spec.rope_scaling
     if scaling is None or scaling["rope_type"] == "dynamic":
         return frequencies
+    if scaling["rope_type"] == "longrope":
+        return frequencies / np.array(scaling["factors"])
     stretched = frequencies / scaling["factor"]
     if scaling["rope_type"] == "linear":
         return stretched
@@ -174,7 +194,7 @@ def _yarn_dimensions(theta: float, rotated: int, scaling: dict[str, Any]) -> tup
 
 
 def attention_factor(spec: ModelSpec | Rope) -> float:
-    """What cosine and sine are multiplied by, for queries and for keys: YaRN's temperature, else 1."""
+    """What cosine and sine are multiplied by, for queries and for keys: of YaRN and LongRoPE, else 1."""
     return 1.0 if spec.rope_scaling is None else spec.rope_scaling.get("attention_factor", 1.0)
 
 

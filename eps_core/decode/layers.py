@@ -1,0 +1,138 @@
+"""The attention of one layer in every kind of pass: over everything, which EPS reads sparsely, or over a sliding
+window, which is dense. The cache keeps all keys and values of both; a window reads the last of them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from eps_core.gate.attend import Clock, LayerRead, attend_layer, dense_read
+from eps_core.gate.protocol import Array, Backend, RowsRead, Scores, Selection
+from eps_core.models.spec import ModelSpec
+from eps_core.paging.rows import Rows
+from eps_core.paging.where import Where
+
+# (cache, layer, q, where) -> scores of a layer's groups, and the bytes read for them
+LayerScorer = Callable[[Any, int, Array, Where], tuple[Scores, int]]
+Drafts = Sequence[tuple[Selection, int] | None]  # of each row what a draft step visited, None: everything
+
+
+@dataclass(frozen=True)
+class FullLayer:
+    """A layer whose tokens attend to all before them. Letters as in `gate.protocol`."""
+
+    eps: Backend
+    layer: int
+
+    def chunk(self, cache: Any, q: Array, k: Array, v: Array) -> Array:
+        """out [N, Hq, D] of the last N of T tokens: q [N, Hq, D], k, v [T, Hkv, D]."""
+        return self.eps.attend_chunk(cache, q, k, v)
+
+    def dense(self, cache: Any, q: Array, where: Where) -> Array:
+        """out [B, Hq, D] of a dense step, whose K and V are in the cache."""
+        return self.eps.attend(cache, self.layer, q, where, None)[0]
+
+    def sparse(
+        self,
+        cache: Any,
+        q: Array,
+        where: Where,
+        audit: bool = False,
+        clock: Clock | None = None,
+        score: LayerScorer | None = None,
+    ) -> tuple[Array, LayerRead]:
+        """`gate.attend_layer`."""
+        scorer = None if score is None else partial(score, cache, self.layer, q, where)
+        return attend_layer(self.eps, cache, self.layer, q, where, audit, clock, scorer=scorer)
+
+    def before(self, cache: Any, q: Array, k: Array, v: Array, where: Where, slots: np.ndarray) -> tuple[Any, Array]:
+        """(cache, out [B, Hq, D]) of a dense step whose K and V [B, Hkv, D] are not written yet, nor here."""
+        before = where.once("before", lambda: Where.dense(cache.store, where.table, where.lengths - 1))
+        earlier = self.eps.attend(cache, self.layer, q, before, None)
+        return cache, self.eps.merge(earlier, self.eps.attend_own(cache, q, k, v))[0]
+
+    def rows(self, cache: Any, q: Array, rows: Rows, alone: bool, drafts: Drafts | None, masses: bool) -> RowsRead:
+        """A verify pass, row by row where `alone`; `drafts` and `masses` as `Decoder.verify` has them."""
+        if alone:
+            return RowsRead(*self.eps.attend(cache, self.layer, q, _one_by_one(cache, rows), None))
+        num_groups = rows.table.shape[1] * cache.store.groups_per_unit
+        visit = None if drafts is None else self.eps.visits(cache, drafts, num_groups)
+        return self.eps.attend_rows(cache, self.layer, q, rows, visit, masses)
+
+
+@dataclass(frozen=True)
+class WindowLayer(FullLayer):
+    """A layer whose tokens attend to the last `window` tokens, themselves included."""
+
+    window: int
+
+    def chunk(self, cache: Any, q: Array, k: Array, v: Array) -> Array:
+        first = max(len(k) - len(q) - self.window + 1, 0)
+        ages = (len(k) - len(q) + np.arange(len(q)))[:, None] - np.arange(first, len(k))
+        return self.eps.attend_chunk(cache, q, k[first:], v[first:], (ages >= 0) & (ages < self.window))
+
+    def dense(self, cache: Any, q: Array, where: Where) -> Array:
+        unit, spec, out = cache.store.unit_tokens, cache.spec, q * 1
+        for row, length in enumerate(where.lengths.tolist()):
+            first = max(length - self.window, 0)
+            skipped = first // unit  # units that lie before the window
+            k, v = self.eps.read_kv(cache, self.layer, where.table[row, skipped:], length - skipped * unit)
+            first -= skipped * unit
+            out[row : row + 1] = self.eps.attend_chunk(cache, q[row : row + 1], k[first:], v[first:])
+        cache.count_read(int(self._cut(cache, where).lengths.sum()) * spec.num_kv_heads * spec.kv_token_bytes)
+        return out
+
+    def sparse(
+        self,
+        cache: Any,
+        q: Array,
+        where: Where,
+        audit: bool = False,
+        clock: Clock | None = None,
+        score: LayerScorer | None = None,
+    ) -> tuple[Array, LayerRead]:
+        """(out, what was read) of dense attention within the window."""
+        started = None if clock is None else clock(cache, q)
+        with self.eps.span("eps.attention", cache):
+            out = self.dense(cache, q, where)
+        read = dense_read(cache, self._cut(cache, where))
+        nothing = np.zeros((len(where.lengths), cache.spec.num_kv_heads))
+        if cache.store.has_bounds:
+            read.stats.mass_skipped_cert = read.stats.output_error_cert = nothing
+        if audit:
+            read.stats.mass_skipped_true = nothing
+        if clock is not None and started is not None:
+            read.stats.prepass_ms, read.stats.attention_ms = 0.0, 1000 * (clock(cache, out) - started)
+        return out, read
+
+    def before(self, cache: Any, q: Array, k: Array, v: Array, where: Where, slots: np.ndarray) -> tuple[Any, Array]:
+        """K and V are placed, which the step's own write repeats."""
+        cache = self.eps.place_kv(cache, self.layer, k, v, slots)
+        return cache, self.dense(cache, q, where)
+
+    def rows(self, cache: Any, q: Array, rows: Rows, alone: bool, drafts: Drafts | None, masses: bool) -> RowsRead:
+        """Row by row, as steps attend; `lse` and `masses` are None, and no draft left anything out."""
+        return RowsRead(self.dense(cache, q, _one_by_one(cache, rows)), None)
+
+    def _cut(self, cache: Any, where: Where) -> Where:
+        """The same sequences as if they had the window's tokens alone: for what is counted."""
+        return where.once(
+            ("window", self.window),
+            lambda: Where.dense(cache.store, where.table, np.minimum(where.lengths, self.window)),
+        )
+
+
+def _one_by_one(cache: Any, rows: Rows) -> Where:
+    """Every row of a verify pass as a sequence of its own."""
+    return rows.once("one by one", lambda: Where.dense(cache.store, rows.table[rows.sequence], rows.seen))
+
+
+def layers_of(eps: Backend, spec: ModelSpec) -> list[FullLayer]:
+    """The attention of every layer of a model."""
+    windows = spec.windows or (None,) * spec.num_layers
+    return [
+        FullLayer(eps, layer) if window is None else WindowLayer(eps, layer, window)
+        for layer, window in enumerate(windows)
+    ]
