@@ -1,6 +1,7 @@
 """Measure sparse decode attention on a real pretrained model: KL against bytes, for EPS and for its peers.
 
     python scripts/real.py --model DIR --context 4096 --documents 8 --steps 64 -o rows.jsonl
+    python scripts/real.py --tables -o rows.jsonl    # the tables of all cells that are in it, as Markdown
 
 EPS is the product itself. Its peers are computed here, in float32 over a cache rounded to bfloat16, from their sources:
 
@@ -283,6 +284,22 @@ def measure(
         return rows + simulate(session, prefix.keys_values, tokens, steps, peers)
 
 
+ORDER = ("EPS", "EPS meanstd", "Quest", "UNIQUE", "1-bit codes", "oracle", FP8)
+
+
+def bytes_at(rows: list[dict]) -> str:
+    """Return the share of the dense bytes at a mean KL of 0.01, of one method's rows of one cell."""
+    points: dict[float, list[dict]] = {}
+    for row in rows:
+        points.setdefault(row["budget"], []).append(row)
+    curve = [
+        (float(np.mean([row["bytes"] for row in same])), float(np.concatenate([row["kl"] for row in same]).mean()))
+        for same in points.values()
+    ]
+    value, known = bytes_at_kl(curve)
+    return "-" if value is None else f"{'' if known == 'measured' else known + ' '}{value:.3f}"
+
+
 def table(rows: list[dict]) -> str:
     """Return a Markdown table of one cell: KL at each budget with the 95 % interval over documents, tails, bytes."""
     groups: dict[str, dict[Any, list[dict]]] = {}
@@ -290,33 +307,76 @@ def table(rows: list[dict]) -> str:
         groups.setdefault(row["method"], {}).setdefault(row["budget"], []).append(row)
     lines = ["| method | bytes: KL [95 % interval], p99, top-1 | bytes at KL 0.01 |", "|---|---|---|"]
     for method, cells in groups.items():
-        points, curve = [], []
+        points = []
         for same in cells.values():
             kl, means = np.concatenate([row["kl"] for row in same]), [float(np.mean(row["kl"])) for row in same]
             low, high = bootstrap_interval(means, 0) or (math.nan, math.nan)
             num_bytes = float(np.mean([row["bytes"] for row in same]))
-            curve.append((num_bytes, float(kl.mean())))
             agree = np.mean(np.concatenate([row["agree"] for row in same]))
             points.append(
                 f"{num_bytes:.3f}: {kl.mean():.4f} [{low:.4f}, {high:.4f}], {np.quantile(kl, 0.99):.3f}, {agree:.3f}"
             )
-        value, known = bytes_at_kl(curve)
-        at = "-" if value is None else f"{'' if known == 'measured' else known + ' '}{value:.3f}"
-        lines.append(f"| {method} | {'<br>'.join(points)} | {at} |")
+        lines.append(
+            f"| {method} | {'<br>'.join(points)} | {bytes_at([row for same in cells.values() for row in same])} |"
+        )
     return "\n".join(lines)
+
+
+def rows_of(path: Path) -> list[dict]:
+    """Return the measured rows of a file of this script."""
+    lines = (json.loads(line) for line in path.read_text("utf-8").splitlines())
+    return [row for row in lines if row.get("type") == "row"]
+
+
+def tables(rows: list[dict]) -> str:
+    """Return Markdown: bytes at a KL of 0.01 by method and cell, the default by context, and each cell."""
+    cells: dict[tuple[str, int], list[dict]] = {}
+    for row in sorted(rows, key=lambda row: (row["model"] != "smollm2", row["model"], row["context_tokens"])):
+        cells.setdefault((row["model"], row["context_tokens"]), []).append(row)
+    compared = {cell: same for cell, same in cells.items() if any(row["method"] == "oracle" for row in same)}
+    parts = ["| bytes at a KL of 0.01 | " + " | ".join(f"{model}, {context:,}" for model, context in compared) + " |"]
+    parts[0] += "\n|---|" + "---|" * len(compared)
+    for method in ORDER:
+        each = [[row for row in same if row["method"] == method] for same in compared.values()]
+        if method == FP8:  # one number of bytes: its KL
+            said = [f"KL {np.concatenate([row['kl'] for row in one]).mean():.4f} at 0.516" for one in each]
+        else:
+            said = [bytes_at(one) if one else "-" for one in each]
+        parts[0] += f"\n| {method} | {' | '.join(said)} |"
+    parts.append(
+        "| default | context | documents x steps | bytes | mean KL | p99 | largest | top-1 |\n" + "|---" * 8 + "|"
+    )
+    for (model, context), same in cells.items():
+        if own := [row for row in same if row["method"] == "EPS default"]:
+            kl, agree = (np.concatenate([row[name] for row in own]) for name in ("kl", "agree"))
+            parts[1] += (
+                f"\n| {model} | {context:,} | {len(own)} x {len(own[0]['kl'])} | "
+                f"{np.mean([row['bytes'] for row in own]):.3f} | {kl.mean():.4f} | {np.quantile(kl, 0.99):.3f} | "
+                f"{kl.max():.3f} | {agree.mean():.3f} |"
+            )
+    for (model, context), same in compared.items():
+        number = len({row["document"] for row in same})
+        heading = f"**{model}, {context:,} tokens, {number} documents of {len(same[0]['kl'])} steps**"
+        parts.append(f"{heading}\n\n{table(sorted(same, key=lambda row: not row['method'].startswith('EPS')))}")
+    return "\n\n".join(parts)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face directory (scripts/get_model.py)")
+    parser.add_argument("--model", type=Path, help="a Hugging Face directory (scripts/get_model.py)")
     parser.add_argument("--context", type=int, default=4096, help="prompt tokens (default 4096)")
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--steps", type=int, default=64, help="decoded tokens of each document (default 64)")
     parser.add_argument("--budgets", type=float, nargs="+", default=list(BUDGETS), help="shares of the tokens")
     parser.add_argument("--default-only", action="store_true", help="no peers, and EPS at its default alone")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tables", action="store_true", help="print the tables of OUTPUT and measure nothing")
     parser.add_argument("-o", "--output", type=Path, required=True, help="JSONL, one row a document and variant")
     args = parser.parse_args()
+    if args.tables:
+        print(tables(rows_of(args.output)))
+        return
+    require(args.model is not None, "--model is missing: give a Hugging Face directory (scripts/get_model.py)")
     for name in ("context", "documents", "steps"):
         require(getattr(args, name) >= 1, f"--{name} {getattr(args, name)} is below 1: give a positive number")
     session = Session.open(args.model, backend="cuda", device="cpu", dtype="float32", kv_dtype="bfloat16")
@@ -326,10 +386,7 @@ def main() -> None:
         f"--context {args.context} and --steps {args.steps} are beyond the model's {room} tokens: lower --context",
     )
     cell = {"model": args.model.name, "context_tokens": args.context, "steps": args.steps, "seed": args.seed}
-    there: list[dict] = []
-    if args.output.exists():
-        lines = (json.loads(line) for line in args.output.read_text("utf-8").splitlines())
-        there = [row for row in lines if row.get("type") == "row" and cell.items() <= row.items()]
+    there = [row for row in rows_of(args.output) if cell.items() <= row.items()] if args.output.exists() else []
     done = {(row["document"], row["method"], row["budget"]) for row in there}
     budgets = [] if args.default_only else args.budgets
     with args.output.open("a", encoding="utf-8") as out:
