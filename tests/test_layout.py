@@ -10,11 +10,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("eps_core", "eps_mlx", "eps_cuda")
-# array libraries (and backends) that no file of a package may import
+# array libraries, backends and experiments that no file of a package may import
 FORBIDDEN = {
-    "eps_core": {"mlx", "mlx_lm", "torch", "triton", "transformers", "vllm", "eps_mlx", "eps_cuda"},
-    "eps_mlx": {"torch", "triton", "transformers", "vllm", "eps_cuda"},
-    "eps_cuda": {"mlx", "mlx_lm", "eps_mlx"},
+    "eps_core": {"mlx", "mlx_lm", "torch", "triton", "transformers", "vllm", "eps_mlx", "eps_cuda", "experiments"},
+    "eps_mlx": {"torch", "triton", "transformers", "vllm", "eps_cuda", "experiments"},
+    "eps_cuda": {"mlx", "mlx_lm", "eps_mlx", "experiments"},
 }
 # the import rule: a room imports rooms of earlier lines only, and itself; rooms of one line do not know each other
 RULE = (

@@ -5,7 +5,7 @@ A request goes where it ends first: over P (storage -> prefill node), or over D 
 Each link serves one request after the other. Our reconstruction: a request is not split, and the network passes what
 has wholly arrived at the decode node.
 
-    python scripts/dual_path.py --bytes 137125720
+    python scripts/experiments/dual_path/run.py --bytes 137125720
 """
 
 import sys

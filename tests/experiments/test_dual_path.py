@@ -1,12 +1,12 @@
 """The simulation of two loading paths, against every assignment of few requests, and its invariants."""
 
-import runpy
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 
-simulate = runpy.run_path(str(Path(__file__).parent.parent / "scripts" / "dual_path.py"))["simulate"]
+from experiments.dual_path.run import simulate
+
+pytestmark = pytest.mark.experiments
 REQUESTS = [(Fraction(at), size) for at, size in ((0, 60), (0, 24), (1, 90), (2, 12), (2, 36))]
 
 
