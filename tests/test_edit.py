@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -309,10 +308,3 @@ def test_an_edit_within_a_full_pool_uses_the_pages_that_it_gives_up(models: Any)
     desk.do(edit.move, 3, 9, 60)
     desk.do(edit.splice, desk.segment(OTHER[:5]), 2)
     assert desk.sequence.length == 80 and not desk.pool.num_free
-
-
-def test_a_segment_of_other_weights_is_refused() -> None:
-    one = edit.Segment([1], [], version=1)
-    held = SimpleNamespace(length=4, version=0)
-    with pytest.raises(ConfigError, match="a segment of weights 1 does not go into a sequence of weights 0"):
-        edit.splice(None, None, None, held, one, 2)  # type: ignore[arg-type]

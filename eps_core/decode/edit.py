@@ -31,7 +31,6 @@ class Segment:
     tokens: list[int]
     keys_values: list[tuple[Array, Array]]  # of each layer [T, Hkv, D] in the cache's dtype
     start: int = 0  # the position that the first key is turned to
-    version: int = 0  # of the weights that it comes from
 
 
 def segment(decoder: Decoder, cache: Any, pool: PagePool, sequence: PagedSequence, a: int, b: int) -> Segment:
@@ -42,7 +41,7 @@ def segment(decoder: Decoder, cache: Any, pool: PagePool, sequence: PagedSequenc
     for layer in range(decoder.spec.num_layers):
         k, v = decoder.eps.read_kv(cache, layer, table, sequence.length)
         pairs.append((decoder.eps.take(cache, k, rows), decoder.eps.take(cache, v, rows)))
-    return Segment(sequence.tokens[a:b], pairs, a, sequence.version)
+    return Segment(sequence.tokens[a:b], pairs, a)
 
 
 def cut(decoder: Decoder, cache: Any, pool: PagePool, sequence: PagedSequence, a: int, b: int) -> Any:
@@ -56,10 +55,6 @@ def splice(
 ) -> Any:
     """Sets a segment before the token `at`, or in place of the `over` tokens from there on; those behind make room."""
     _check(sequence, at, at + over)
-    require(
-        new.version == sequence.version,
-        f"a segment of weights {new.version} does not go into a sequence of weights {sequence.version}: take it again",
-    )
     if not new.tokens and not over:
         return cache
     return _arrange(decoder, cache, pool, sequence, at, [new, (at + over, sequence.length)])

@@ -106,11 +106,6 @@ class Decoder:
             self._drafter = Decoder(self.eps, self.model.quantised())
         return self._drafter
 
-    def update(self, model: Arithmetic) -> None:
-        """Computes with another model's weights from now on. Caches keep what the old ones computed: see
-        `decode.versions`."""
-        self.model, self._drafter = model, None
-
     def prefill(
         self, cache: Any, tokens: np.ndarray, slots: np.ndarray, table: np.ndarray, length: int
     ) -> tuple[Any, np.ndarray]:

@@ -59,9 +59,6 @@ def generate(
     again in it, with the same pool, finds its full pages. With `written`, sequences of the pool that hold all but the
     last token of each prompt, nothing is prefilled; they grow, and stay the caller's. `pool` is a `PagePool`, or the
     `HeadPools` of a decoder that evicts.
-
-    Where weights are updated between two steps (`decode.versions`), prompts and what was said so far are prefilled
-    again; sequences that are the caller's are refused then.
     """
     check_prompts(prompts)
     sequences = dict(enumerate(written or ()))
@@ -80,10 +77,6 @@ def generate(
                 alive = [index for index in alive if step < len(forced_tokens[index])]
             if not alive:
                 break
-            for index in alive if own else ():
-                if pool.is_stale(sequences[index]):  # pages first, so that they make room for their successors
-                    left = sequences.pop(index)
-                    sequences[index], cache = refill(decoder, cache, pool, left, prefill_chunk)
             running = [sequences[index] for index in alive]
             timed = bool(time_every) and step % time_every == 0
             audited = gated and not alarmed and is_audit(step, audit_every, audit_first)
@@ -259,16 +252,6 @@ def extend(
         cache, _ = decoder.prefill(cache, np.array(chunk), slots, pool.table([sequence])[0], sequence.length)
         report(start + len(chunk), len(tokens))
     return cache
-
-
-def refill(
-    decoder: Decoder, cache: Any, pool: PagePool, sequence: PagedSequence, chunk_tokens: int = 512
-) -> tuple[PagedSequence, Any]:
-    """(sequence, cache) with a sequence's tokens computed anew, by the weights in use; the old one is freed. What was
-    edited in it is then as if the text had always been so."""
-    tokens = list(sequence.tokens)
-    pool.free(sequence)
-    return prefill(decoder, cache, pool, tokens, chunk_tokens)
 
 
 def append(
