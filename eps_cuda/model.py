@@ -76,10 +76,6 @@ class Model:
             q, k = self._norm(prefix + "q_norm", q), self._norm(prefix + "k_norm", k)
         return rotate(q, *turn), rotate(k, *turn), v
 
-    def reposition(self, k: Tensor, shifts: np.ndarray) -> Tensor:
-        cos, sin = (torch.from_numpy(part).to(self.device) for part in cos_sin(self.inverse_frequencies, shifts))
-        return rotate(k, cos, sin)
-
     def add_attention(self, layer: int, x: Tensor, out: Tensor) -> Tensor:
         return x + self._linear(f"layers.{layer}.o", out.reshape(len(x), -1))
 

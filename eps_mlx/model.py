@@ -68,10 +68,6 @@ class Model:
             q, k = self._norm(prefix + "q_norm", q), self._norm(prefix + "k_norm", k)
         return rotate(q, *turn), rotate(k, *turn), v
 
-    def reposition(self, k: mx.array, shifts: np.ndarray) -> mx.array:
-        cos, sin = cos_sin(self.inverse_frequencies, shifts)
-        return rotate(k, mx.array(cos), mx.array(sin))
-
     def add_attention(self, layer: int, x: mx.array, out: mx.array) -> mx.array:
         return x + self._linear(f"layers.{layer}.o", out.reshape(len(x), -1))
 

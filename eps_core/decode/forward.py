@@ -58,11 +58,6 @@ class Arithmetic(Protocol):
         """q [N, Hq, D], k, v [N, Hkv, D] of x [N, hidden], as attention reads them: normed and rotated."""
         ...
 
-    def reposition(self, k: Array, shifts: np.ndarray) -> Array:
-        """Keys [N, Hkv, D] as they are cached, turned to positions later by `shifts` [N] (earlier where negative), in
-        float32 and k's dtype: the rotations of two positions add up."""
-        ...
-
     def add_attention(self, layer: int, x: Array, out: Array) -> Array:
         """The residual stream [N, hidden] after attention's out [N, Hq, D]."""
         ...

@@ -243,8 +243,7 @@ def extend(
     chunk_tokens: int = 512,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Any:
-    """The cache after `tokens` at the end of a sequence, each of which attends to all that is there. So an erratum is
-    added to an edited sequence: what it corrects stays, and with it every page that other sequences share. `report` as
+    """The cache after `tokens` at the end of a sequence, each of which attends to all that is there. `report` as
     `prefill` has it."""
     for start in range(0, len(tokens), chunk_tokens):
         chunk = tokens[start : start + chunk_tokens]

@@ -76,9 +76,6 @@ class Model:
             q, k = self._norm(prefix + "q_norm", q), self._norm(prefix + "k_norm", k)
         return self.attention_factor * rotate(q, turn), self.attention_factor * rotate(k, turn), v
 
-    def reposition(self, k: np.ndarray, shifts: np.ndarray) -> np.ndarray:
-        return rotate(k, shifts[:, None] * self.inverse_frequencies)
-
     def add_attention(self, layer: int, x: np.ndarray, out: np.ndarray) -> np.ndarray:
         return x + self._linear(f"layers.{layer}.o", out.reshape(len(x), -1))
 

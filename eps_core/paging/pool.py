@@ -36,7 +36,6 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     table: array = field(default_factory=lambda: array("i"))  # int32: numpy reads it without a copy
     hashes: list[bytes] = field(default_factory=list)  # chained, one per published unit
-    edited_from: int | None = None  # from this token on K and V are not what the tokens make: never published
 
     @property
     def length(self) -> int:
@@ -179,7 +178,7 @@ class PagePool:
         its own copy of that unit; full units stay shared."""
         self.publish(sequence)
         written = sequence.table[: -(-sequence.length // self.unit_tokens)]
-        child = Sequence(list(sequence.tokens), written, list(sequence.hashes), sequence.edited_from)
+        child = Sequence(list(sequence.tokens), written, list(sequence.hashes))
         for unit in child.table:
             self._take(unit)
         self._live[child] = None
@@ -195,7 +194,6 @@ class PagePool:
             assert self.ref_counts[unit] == 1, f"unit {unit} is another sequence's too: it cannot be written over"
             self._forget(unit)
         del sequence.tokens[length:], sequence.hashes[kept:]
-        _as_before(sequence)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Takes the tokens after the first `length` back and gives their units up. Forks that hold these keep them: the
@@ -207,24 +205,6 @@ class PagePool:
         for unit in reversed(sequence.table[kept:]):
             self._drop(unit)
         del sequence.table[kept:], sequence.tokens[length:], sequence.hashes[length // self.unit_tokens :]
-        _as_before(sequence)
-
-    def replace(
-        self, sequence: Sequence, length: int, token_ids: Iterable[int]
-    ) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """`append` in place of all tokens after the first `length`, whose K and V the caller has already read and
-        writes again, edited: they are never found by their tokens. Raises ConfigError and changes nothing where the
-        free units do not suffice."""
-        new, kept = list(token_ids), -(-length // self.unit_tokens)
-        freed = sum(self.ref_counts[unit] == 1 for unit in sequence.table[kept:])
-        is_shared = length % self.unit_tokens != 0 and self.ref_counts[sequence.table[kept - 1]] > 1 and bool(new)
-        needed = max(-(-(length + len(new)) // self.unit_tokens) - kept, 0) + is_shared - freed
-        self.require(max(needed, 0), f"an edited sequence of {length + len(new)} tokens")
-        self.truncate(sequence, length)
-        slots, copies = self.append(sequence, new)
-        if new and sequence.edited_from is None:
-            sequence.edited_from = length
-        return slots, copies
 
     def own(self, sequence: Sequence, places: Iterable[int]) -> list[tuple[int, int]]:
         """Makes the units at these `places` of a sequence's table its own, to be written over whole or in part: copies
@@ -262,8 +242,7 @@ class PagePool:
         if not self.shares:
             return
         size = self.unit_tokens
-        genuine = sequence.length if sequence.edited_from is None else sequence.edited_from
-        for index in range(len(sequence.hashes), genuine // size):
+        for index in range(len(sequence.hashes), sequence.length // size):
             parent = sequence.hashes[-1] if sequence.hashes else ROOT
             content = unit_hash(parent, sequence.tokens[index * size : (index + 1) * size])
             sequence.hashes.append(content)
@@ -352,12 +331,6 @@ class PagePool:
             if content in live.hashes and (other := live.table[live.hashes.index(content)]) != unit:
                 self._unit_of[content], self._hash_of[other] = other, content
                 return
-
-
-def _as_before(sequence: Sequence) -> None:
-    """Where nothing edited is left, the sequence is as if nobody had edited it."""
-    if sequence.edited_from is not None and sequence.length <= sequence.edited_from:
-        sequence.edited_from = None
 
 
 def unit_hash(parent: bytes, content: list[int]) -> bytes:

@@ -1,28 +1,28 @@
 """What editing a cached sequence costs: the next tokens' distribution against the edited text recomputed, and which
 value is answered after a field was set right in several ways.
 
-Everything is dense: what differs between arms are K and V alone (`decode.edit`).
+Everything is dense: what differs between arms are K and V alone (`edits`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from eps_core.config.store import Store
-from eps_core.decode import edit
-from eps_core.decode.generate import extend, generate, prefill, tokens_of
+from eps_core.decode.generate import extend, generate, tokens_of
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.errors import require
 from eps_core.evaluation.curves import answer_steps
 from eps_core.evaluation.statistics import bootstrap_interval
-from eps_core.paging.pool import Sequence as PagedSequence
 from eps_core.tasks.corpus import corpus
 from eps_core.tasks.needle import VALUE_DIGITS, draw_key, draw_value, filler, line_start, needle_line, question
-from eps_core.tasks.sizing import answers, bytes_per_token, cut
+from eps_core.tasks.sizing import answers, bytes_per_token
+from eps_core.tasks.sizing import cut as cut_text
 from eps_core.telemetry.steps import kl_divergence
+from experiments.editing.edits import Span, cut, move, prefilled, splice, written
 
 PARAGRAPH_LINES = 8
 SHORTEST = 20  # characters of what is edited
@@ -74,62 +74,32 @@ class Answered:
     answer: str  # new, old, other
 
 
-@dataclass
-class Desk:
-    """A cache in which several sequences have room, and what is done in it."""
+def alone(session: Session, tokens: Sequence[int]) -> Span:
+    """Return tokens computed after what begins every text, and nothing else."""
+    lead = session.encode("")
+    return prefilled(session, [*lead, *tokens]).part(len(lead), len(lead) + len(tokens))
 
-    session: Session
-    num_tokens: int  # of a sequence, at most
-    sequences: int = 4
-    cache: Any = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.cache, self.pool = self.session.cache(Store(), [self.num_tokens] * self.sequences)
+def logits(session: Session, text: Span, following: Sequence[int]) -> np.ndarray:
+    """Return logits [N, V] after each of the `following` tokens [N]."""
+    cache, pool = session.cache(Store(), len(text) + len(following))
+    sequence, cache = written(session, text, cache, pool)
+    steps = generate(
+        session.decoder, cache, pool, [[*text.tokens, following[0]]], len(following), Sampling(),
+        forced_tokens=[[*following[1:], 0]], written=[sequence], keep_logits=True,
+    )  # fmt: skip
+    return np.concatenate([record.logits for record in steps if record.logits is not None])
 
-    def filled(self, tokens: Sequence[int]) -> PagedSequence:
-        """A new sequence, prefilled; pages that nobody edited are shared."""
-        sequence, self.cache = prefill(self.session.decoder, self.cache, self.pool, tokens, 2048)
-        return sequence
 
-    def do(self, what: Callable[..., Any], sequence: PagedSequence, *args: Any) -> None:
-        """A call of `decode.edit`."""
-        self.cache = what(self.session.decoder, self.cache, self.pool, sequence, *args)
-
-    def segment(self, sequence: PagedSequence, a: int, b: int) -> edit.Segment:
-        return edit.segment(self.session.decoder, self.cache, self.pool, sequence, a, b)
-
-    def alone(self, tokens: Sequence[int]) -> edit.Segment:
-        """Tokens computed behind what begins every text, and nothing else."""
-        lead = self.session.encode("")
-        sequence = self.filled([*lead, *tokens])
-        found = self.segment(sequence, len(lead), sequence.length)
-        self.pool.free(sequence)
-        return found
-
-    def logits(self, sequence: PagedSequence, following: Sequence[int]) -> np.ndarray:
-        """[N, V] after each of the `following` tokens [N], which the sequence then has."""
-        steps = generate(
-            self.session.decoder, self.cache, self.pool, [[*sequence.tokens, following[0]]], len(following), Sampling(),
-            forced_tokens=[[*following[1:], 0]], written=[sequence], keep_logits=True,
-        )  # fmt: skip
-        return np.concatenate([record.logits for record in self._drained(steps)])
-
-    def answer(self, sequence: PagedSequence, asked: Sequence[int]) -> str:
-        """The digits that follow a question's tokens."""
-        self.do(extend, sequence, asked[:-1])
-        prompt = [*sequence.tokens, asked[-1]]
-        steps = answer_steps(self.session, "0" * VALUE_DIGITS)
-        said = generate(self.session.decoder, self.cache, self.pool, [prompt], steps, Sampling(), written=[sequence])
-        return self.session.decode(tokens_of(self._drained(said), 1)[0])
-
-    def _drained(self, steps: Any) -> list[Any]:
-        records = []
-        while True:
-            try:
-                records.append(next(steps))
-            except StopIteration as end:
-                self.cache = end.value
-                return records
+def answer(session: Session, text: Span, asked: Sequence[int]) -> str:
+    """Return the digits that follow a question's tokens after the text."""
+    steps = answer_steps(session, "0" * VALUE_DIGITS)
+    cache, pool = session.cache(Store(), len(text) + len(asked) + steps)
+    sequence, cache = written(session, text, cache, pool)
+    cache = extend(session.decoder, cache, pool, sequence, asked[:-1])
+    prompt = [*sequence.tokens, asked[-1]]
+    said = list(generate(session.decoder, cache, pool, [prompt], steps, Sampling(), written=[sequence]))
+    return session.decode(tokens_of(said, 1)[0])
 
 
 def measure(session: Session, plan: Plan, report: Callable[[int, int], None] = lambda done, total: None) -> Iterator[
@@ -150,25 +120,23 @@ def _edited(session: Session, plan: Plan, kind: str, index: int) -> Edited:
     lead, length = session.encode(""), plan.context_tokens
     size = int((length + 400) * bytes_per_token(corpus(), session.encode))
     text = filler(corpus(), size, rng).decode("ascii", errors="ignore")
-    body = cut(text, session.encode, length - len(lead))
+    body = cut_text(text, session.encode, length - len(lead))
     following = text[len(body) :]
     a, b, to = _places(body, kind, rng)
     before, span, behind = (session.encode(part, special=False) for part in (body[:a], body[a:b], body[b:]))
     first, size = len(lead) + len(before), len(span)
-    desk = Desk(session, len(lead) + len(before) + 2 * size + len(behind) + plan.num_steps)
-    base = desk.filled([*lead, *before, *([] if kind == "splice" else span), *behind])
-    edited = desk.pool.fork(base)
+    base = prefilled(session, [*lead, *before, *([] if kind == "splice" else span), *behind])
     if kind == "cut":
-        desk.do(edit.cut, edited, first, first + size)
+        edited = cut(base, first, first + size)
     elif kind == "splice":
-        desk.do(edit.splice, edited, desk.alone(span), first)
+        edited = splice(base, alone(session, span), first)
     else:
         to = len(lead) + len(session.encode(body[:to], special=False))
-        desk.do(edit.move, edited, first, first + size, to)
-    last = base.length - max(first + size, to) if kind == "move" else len(behind)
+        edited = move(base, first, first + size, to)
+    last = len(base) - max(first + size, to) if kind == "move" else len(behind)
     after = session.encode(following, special=False)[: plan.num_steps]
-    recomputed = desk.filled(list(edited.tokens))
-    want, got, unedited = (desk.logits(one, after) for one in (recomputed, edited, base))
+    recomputed = prefilled(session, edited.tokens)
+    want, got, unedited = (logits(session, one, after) for one in (recomputed, edited, base))
     moved = kl_divergence(want, got)
     return Edited(
         kind, index, size, last, float(moved.mean()), float(moved.max()),
@@ -198,43 +166,29 @@ def _answered(session: Session, plan: Plan, index: int) -> Iterator[Answered]:
     encode = session.encode
     room = plan.context_tokens - len(encode(line)) - len(asked)  # special tokens are of the line's
     body = filler(corpus(), int(room * bytes_per_token(corpus(), encode)), rng).decode("ascii", "ignore")
-    body = cut(body, encode, room)
+    body = cut_text(body, encode, room)
     place = line_start(body, int((index + 0.5) / plan.num_edits * len(body)))
     value = line.index(old)
     texts = body[:place] + line[:value], line[value + len(old) :], body[place:]
     before, rest, behind = (session.encode(text, special=number == 0) for number, text in enumerate(texts))
     was, becomes = (session.encode(digits, special=False) for digits in (old, new))
-    desk = Desk(session, plan.context_tokens + 200, sequences=5)
-    base = desk.filled([*before, *was, *rest, *behind])
-    right = desk.filled([*before, *becomes, *rest])
-    at, size = len(before), len(was)
-
-    def field_alone(sequence: PagedSequence) -> None:
-        desk.do(edit.splice, sequence, desk.alone(becomes), at, size)
-
-    def field_in_context(sequence: PagedSequence) -> None:
-        desk.do(edit.splice, sequence, desk.segment(right, at, at + len(becomes)), at, size)
-
-    def line_in_context(sequence: PagedSequence) -> None:
-        desk.do(edit.splice, sequence, desk.segment(right, at, right.length), at, size + len(rest))
-
-    def erratum(sequence: PagedSequence) -> None:
-        desk.do(extend, sequence, session.encode(needle_line(key, new), special=False))
-
-    def line_cut_erratum(sequence: PagedSequence) -> None:
-        desk.do(edit.cut, sequence, len(session.encode(body[:place])), at + size + len(rest))
-        erratum(sequence)
-
-    every = field_alone, field_in_context, line_in_context, erratum, line_cut_erratum, lambda sequence: None
-    ways: dict[str, Callable[[PagedSequence], None]] = dict(zip(FIXES[1:], every, strict=True))
-    for fix in FIXES:
-        if fix in ways:
-            sequence = desk.pool.fork(base)
-            ways[fix](sequence)
-        else:
-            sequence = desk.filled([*before, *becomes, *rest, *behind])
-        said = desk.answer(sequence, asked)
-        desk.pool.free(sequence)
+    base = prefilled(session, [*before, *was, *rest, *behind])
+    right = prefilled(session, [*before, *becomes, *rest])
+    at, end = len(before), len(before) + len(was)
+    new_line = session.encode(needle_line(key, new), special=False)
+    no_line = cut(base, len(encode(body[:place])), end + len(rest))
+    # of each way: the text, and what is said after it before the question
+    ways: tuple[tuple[Span, list[int]], ...] = (
+        (prefilled(session, [*before, *becomes, *rest, *behind]), []),
+        (splice(base, alone(session, becomes), at, len(was)), []),
+        (splice(base, right.part(at, at + len(becomes)), at, len(was)), []),
+        (splice(base, right.part(at, len(right)), at, len(was) + len(rest)), []),
+        (base, new_line),
+        (no_line, new_line),
+        (base, []),
+    )
+    for fix, (text, erratum) in zip(FIXES, ways, strict=True):
+        said = answer(session, text, [*erratum, *asked])
         yield Answered(fix, index, "new" if answers(said, new) else "old" if answers(said, old) else "other")
 
 

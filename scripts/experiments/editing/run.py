@@ -1,6 +1,6 @@
 """Measures what editing a cached sequence costs: KL against the edited text recomputed, and which value is answered.
 
-    python scripts/edit_error.py -o results/edit.jsonl            (some minutes on 2 cores)
+    python scripts/experiments/editing/run.py -o results/edit.jsonl            (some minutes on 2 cores)
 
 Lines cut, paragraphs moved, lines computed alone and spliced in, in held-out text; then a needle's value that becomes
 another one: overwritten in place in three ways, or by an erratum at the end. Prints two tables; writes a line an edit.
@@ -11,14 +11,16 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 from eps_core.cli.numbers import SEED, TOKENS, argument
 from eps_core.decode.model import DEMO_MODEL
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code
-from eps_core.evaluation.editing import Plan, markdown, measure, records
 from eps_core.files import outputs
 from eps_core.telemetry.provenance import provenance
 from eps_core.telemetry.terminal import Progress
+from experiments.editing.measure import Plan, markdown, measure, records
 
 
 def main() -> None:
