@@ -68,7 +68,6 @@ BASE = {
     "capture": {"backend": "numpy", "model": "MODEL", "context": "64", "steps": "2", "output": "new",
                 "eps_method": "rq"},
     "calibrate": {"backend": "numpy", "model": "MODEL", "context": "64", "steps": "2", "output": "new"},
-    "kv-map": {"backend": "numpy", "model": "MODEL", "context": "64", "steps": "2"},
     "replay": {"backend": "numpy", "captures": "CAPTURE"},
     "evaluate": {"backend": "numpy", "model": "MODEL", "tasks": "none", "context": "64", "samples": "1",
                  "text_steps": "2"},

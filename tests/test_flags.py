@@ -52,8 +52,8 @@ def test_an_example_is_a_line_that_the_command_takes(line: str) -> None:
 
 # of every command: the name that help shows -> the names that are taken besides
 NAMES = {
-    "-o": {"capture", "calibrate", "kv-map", "replay", "evaluate", "grid", "report", "bench"},
-    "--output": {"capture", "calibrate", "kv-map", "replay", "evaluate", "grid", "report", "bench"},
+    "-o": {"capture", "calibrate", "replay", "evaluate", "grid", "report", "bench"},
+    "--output": {"capture", "calibrate", "replay", "evaluate", "grid", "report", "bench"},
     "--out": {"evaluate", "grid", "report"},
     "--jsonl": {"replay"},
     "--method": {"run", "capture", "calibrate", "replay", "evaluate", "bench", "serve"},

@@ -23,7 +23,7 @@ RULE = (
     ("summaries",),
     ("config",),
     ("paging",),
-    ("gate", "cpu", "evict", "rewrite"),
+    ("gate", "cpu", "evict"),
     ("telemetry", "load"),
     ("decode", "tasks"),
     ("engine",),

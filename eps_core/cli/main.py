@@ -17,7 +17,6 @@ from eps_core.cli.grid import grid_command, report_command
 from eps_core.cli.help import CHECKS, DECODING, FILE, INPUT, OUTPUT, OUTPUT_FILE, Group, option
 from eps_core.cli.info import info_command
 from eps_core.cli.keep import keep_of, keep_options
-from eps_core.cli.kv_map import kv_map_command
 from eps_core.cli.numbers import COUNT, SEED, TOKENS, Real, Whole
 from eps_core.cli.options import (
     AUTO,
@@ -251,7 +250,7 @@ def _prompts(flags: dict[str, Any]) -> tuple[str | Path, ...]:
 
 
 for command in (
-    capture_command, replay_command, calibrate_command, kv_map_command, evaluate_command, grid_command, report_command,
+    capture_command, replay_command, calibrate_command, evaluate_command, grid_command, report_command,
     bench_command, serve_command, info_command,
 ):  # fmt: skip
     cli.add_command(command)

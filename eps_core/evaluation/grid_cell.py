@@ -19,7 +19,6 @@ from eps_core.decode.prefix import Prefix
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
-from eps_core.evaluation.curves import answer_steps
 from eps_core.evaluation.grid_settings import Setting
 from eps_core.evaluation.grid_verified import Measured, decode_both, needle_numbers
 from eps_core.evaluation.runner import Document, Outcome, run_batch
@@ -27,7 +26,7 @@ from eps_core.gate.stats import LayerStats
 from eps_core.tasks.corpus import corpus
 from eps_core.tasks.needle import VALUE_DIGITS
 from eps_core.tasks.questions import needle_tokens, text_window
-from eps_core.tasks.sizing import answers
+from eps_core.tasks.sizing import answer_steps, answers
 from eps_core.telemetry.steps import StepRecord, percentile, steady, summarise, untimed
 
 MAX_MASS_PAIRS = 200  # (certified, true) pairs that one cell keeps for the report's scatter
@@ -88,7 +87,7 @@ class Bench:
 
     def why_not(self, setting: Setting, config: EpsConfig) -> str | None:
         """Why the model or the machine cannot run a cell."""
-        steps = max(self.plan.text_steps, answer_steps(self.session, "0" * VALUE_DIGITS))
+        steps = max(self.plan.text_steps, answer_steps(self.session.encode, "0" * VALUE_DIGITS, VALUE_DIGITS))
         spec = self.session.spec
         if setting.context > spec.max_context:
             return f"context {setting.context} is past the model's {spec.max_context} tokens{spec.context_note}"
@@ -210,7 +209,7 @@ class Bench:
     def _new_needle(self, context: int, index: int) -> tuple[Document, str]:
         """A needle document whose answer ends at `context` tokens; depths spread evenly, 0 to 3 distractors."""
         depth, seed = (index + 0.5) / max(self.plan.needles, 1), self.plan.seed + 3_000_000 + index
-        steps = answer_steps(self.session, "0" * VALUE_DIGITS)
+        steps = answer_steps(self.session.encode, "0" * VALUE_DIGITS, VALUE_DIGITS)
         made, answer = needle_tokens(self._text, context - steps, self.session.encode, seed, depth, index % 4)
         return Document(made, steps), answer
 

@@ -77,7 +77,7 @@ def _evaluated(results: Results) -> list[Part]:
 
 def _kept(cells: list[Line]) -> list[Part]:
     parts = [Part(title, "", *kept.drawn(title, group)) for title, group in of.titled(cells)]
-    return parts or [Part(nothing="no arm that keeps less (scripts/evaluate.py --arms memory)")]
+    return parts or [Part(nothing="no arm that keeps less (scripts/experiments/memory/run.py)")]
 
 
 def _quality(cells: list[Line]) -> list[Part]:

@@ -15,11 +15,10 @@ from eps_core.decode.generate import extend, generate, tokens_of
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.errors import require
-from eps_core.evaluation.curves import answer_steps
 from eps_core.evaluation.statistics import bootstrap_interval
 from eps_core.tasks.corpus import corpus
 from eps_core.tasks.needle import VALUE_DIGITS, draw_key, draw_value, filler, line_start, needle_line, question
-from eps_core.tasks.sizing import answers, bytes_per_token
+from eps_core.tasks.sizing import answer_steps, answers, bytes_per_token
 from eps_core.tasks.sizing import cut as cut_text
 from eps_core.telemetry.steps import kl_divergence
 from experiments.editing.edits import Span, cut, move, prefilled, splice, written
@@ -93,7 +92,7 @@ def logits(session: Session, text: Span, following: Sequence[int]) -> np.ndarray
 
 def answer(session: Session, text: Span, asked: Sequence[int]) -> str:
     """Return the digits that follow a question's tokens after the text."""
-    steps = answer_steps(session, "0" * VALUE_DIGITS)
+    steps = answer_steps(session.encode, "0" * VALUE_DIGITS, VALUE_DIGITS)
     cache, pool = session.cache(Store(), len(text) + len(asked) + steps)
     sequence, cache = written(session, text, cache, pool)
     cache = extend(session.decoder, cache, pool, sequence, asked[:-1])

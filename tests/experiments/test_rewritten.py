@@ -13,13 +13,16 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode.model import DEMO_MODEL
 from eps_core.decode.rope import inverse_frequencies
 from eps_core.decode.session import Session
-from eps_core.evaluation import memory, rewrites
-from eps_core.evaluation.rewrites import OFF, Arm, Plan, QuerySquares, Run, run_arms
 from eps_core.evaluation.runner import Document
 from eps_core.evict.keep import Keep
 from eps_core.load import backend_name
-from eps_core.rewrite.base import Layer, Rewritten
-from eps_core.rewrite.table import REWRITES, rewrite
+from experiments.kv_formats import rewrites
+from experiments.kv_formats.base import Layer, Rewritten
+from experiments.kv_formats.rewrites import OFF, Arm, Plan, QuerySquares, Run, run_arms
+from experiments.kv_formats.table import REWRITES, rewrite
+from experiments.memory import composition as memory
+
+pytestmark = pytest.mark.experiments
 
 PROMPT = np.random.default_rng(3).integers(0, tiny_models.VOCAB_SIZE, 90).tolist()
 FORCED = [5, 9, 200, 31, 7]

@@ -6,15 +6,17 @@ reads. KL is measured token by token along the decode path, never by a teacher-f
 exercise the gate.
 """
 
+import argparse
 import math
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from eps_core.cli.numbers import PART, argument
 from eps_core.config.bytes import scoring_bytes, tail_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.chat import has_template, in_chat, render_messages
@@ -27,7 +29,7 @@ from eps_core.summaries.table import facts
 from eps_core.tasks.corpus import conversation, haystack, num_topics, plain_chat
 from eps_core.tasks.needle import VALUE_DIGITS
 from eps_core.tasks.questions import needle_tokens, text_window
-from eps_core.tasks.sizing import answers, check_length
+from eps_core.tasks.sizing import answer_steps, answers, check_length
 
 Key = tuple[int, float]  # index of an arm, byte budget (topk) or tau (share)
 BYTE_BUDGETS = (0.04, 0.055, 0.07, 0.10, 0.14, 0.20, 0.28)
@@ -205,6 +207,25 @@ class Plan(Documents):
         return found
 
 
+def arguments(parser: argparse.ArgumentParser) -> tuple[str, ...]:
+    """Add the flags of tables of methods. Returns those whose change must not land on a default file of results."""
+    parser.add_argument(
+        "--arms",
+        choices=tuple(SETS),
+        default="methods",
+        help="all methods, the parts of the default's codes, what it may read less, what of that pays, a first look, "
+        "the default alone, or the methods beside the first look",
+    )
+    parser.add_argument("--budgets", type=argument(PART), nargs="+", default=BYTE_BUDGETS)
+    parser.add_argument("--taus", type=argument(PART), nargs="+", default=TAUS)
+    return ()
+
+
+def plan(args: argparse.Namespace, **common: Any) -> Plan:
+    """Return the plan of a table of methods from its parsed flags; `common`: the fields of `Documents`."""
+    return Plan(**common, arms=SETS[args.arms], byte_budgets=tuple(args.budgets), taus=tuple(args.taus))
+
+
 @dataclass
 class Tally:
     """What one document, or several, gave for one arm and budget."""
@@ -269,12 +290,7 @@ def needle(session: Session, plan: Documents, index: int) -> tuple[Document, str
         haystack(plan.text), plan.context_tokens, session.encode, seed, depth, index % 4, ask
     )
     # bytes are of the steps that the answer's own tokens are fed to
-    return Document(tokens, answer_steps(session, answer) + 1), answer
-
-
-def answer_steps(session: Session, answer: str) -> int:
-    """Tokens that a model takes at most to say a needle's answer: a digit each, or as many as its tokenizer takes."""
-    return max(VALUE_DIGITS, len(session.encode(answer, special=False)))
+    return Document(tokens, answer_steps(session.encode, answer, VALUE_DIGITS) + 1), answer
 
 
 def says(session: Session, outcome: Outcome, answer: str) -> bool:

@@ -11,11 +11,13 @@ A baseline beside `decode.verified`, whose rounds it runs unchanged; drafts are 
 Letters as in `gate.protocol`; T tokens, N new rows of a pass.
 """
 
+import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+from curves import Documents, needle, says, text_document
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.verify import Verify
@@ -24,7 +26,6 @@ from eps_core.decode.observe import Observed
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.session import Session
 from eps_core.errors import require
-from eps_core.evaluation.curves import Documents, needle, says, text_document
 from eps_core.evaluation.grid_verified import Measured, decode_both, needle_numbers
 from eps_core.evaluation.runner import GREEDY, Document, Outcome, decode
 from eps_core.evict.base import Facts, Head, Rule, best
@@ -192,6 +193,16 @@ class Plan(Documents):
     arms: tuple[Sparse | None, ...] = (None, *(Sparse(budget) for budget in BUDGETS), Sparse(0.1, beta=1.0))
     config: EpsConfig = field(default_factory=lambda: EpsConfig.of(method="rq"))
     verify: Verify = Verify("tokens", draft=8)  # noqa: RUF009
+
+
+def arguments(parser: argparse.ArgumentParser) -> tuple[str, ...]:
+    """Add no flag: the arms of this table are fixed."""
+    return ()
+
+
+def plan(args: argparse.Namespace, **common: Any) -> Plan:
+    """Return the plan of this table from its parsed flags; `common`: the fields of `Documents`."""
+    return Plan(**common)
 
 
 Decodes = tuple[Outcome, list[Outcome]]  # of one document, densely and by every arm

@@ -3,7 +3,7 @@ Algorithm 1, prefill)."""
 
 import numpy as np
 
-from eps_core.rewrite.base import ELEMENT_BYTES, Layer, Rewritten, between, in_place, packed
+from experiments.kv_formats.base import ELEMENT_BYTES, Layer, Rewritten, between, in_place, packed
 
 SOURCE = "KIVI, arXiv 2402.02750, Algorithm 1; scale and zero rounded so that nothing is clipped"
 GROUP = 32  # tokens of a channel of K, or channels of a token of V, that share scale and zero

@@ -3,7 +3,7 @@
 from types import ModuleType
 
 from eps_core.errors import require, shown
-from eps_core.rewrite import block_gtq, dar, dmc, per_channel, prq
+from experiments.kv_formats import block_gtq, dar, dmc, per_channel, prq
 
 REWRITES: dict[str, ModuleType] = {
     "per-channel": per_channel,

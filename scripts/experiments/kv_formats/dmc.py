@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from eps_core.rewrite.base import ELEMENT_BYTES, Layer, Rewritten, turned
+from experiments.kv_formats.base import ELEMENT_BYTES, Layer, Rewritten, turned
 
 SOURCE = "after DMC, arXiv 2403.09636: a trained neuron decides there, a cosine here; an ablation, not the method"
 COUNT_BYTES = 4  # how many tokens a head's newest entry stands for: what the next one would be merged by

@@ -1,13 +1,13 @@
-"""The map of `eps-proto kv-map` as SVG: KL of the next token by how K lies and how V lies, and by layer."""
+"""The map as SVG: KL of the next token by how K lies and how V lies, and by layer."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from eps_core.evaluation.kv_map import Moved, by_layer
 from eps_core.report.figures import shade
 from eps_core.report.style import svg
+from experiments.kv_map.kv_map import Moved, by_layer
 
 LEAST = 1e-9  # nats; below it float32 logits say nothing
 

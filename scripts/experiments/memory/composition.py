@@ -5,26 +5,28 @@ A document is prefilled once, and told to one `Observed` for all policies; every
 Bytes are over those of a dense bfloat16 cache; kept ones count K, V and the summaries stored of what is left.
 """
 
+import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from curves import Documents, Tally, needle, part_of, says, text_document
 
+from eps_core.cli.numbers import PART, argument
 from eps_core.config.bytes import summary_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import as_given
 from eps_core.decode.observe import Observed
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.session import Session
-from eps_core.evaluation.curves import Documents, Tally, needle, part_of, says, text_document
-from eps_core.evaluation.linear import State, decode_state
 from eps_core.evaluation.runner import DENSE, Document, Outcome, decode, run_batch
 from eps_core.evaluation.statistics import bootstrap_interval
 from eps_core.evict.base import Facts, Kept
 from eps_core.evict.keep import Keep
 from eps_core.evict.table import POLICIES
 from eps_core.files.records import Count, Name, Nats, Positive
+from experiments.linear.states import State, decode_state
 
 SHARES = (0.5, 0.25, 0.125, 0.06)  # of the prompt that policies keep
 EPS_BUDGETS = (0.02, 0.05, 0.1, 0.2)  # of what is left that EPS reads
@@ -32,8 +34,6 @@ EVERY = 16  # rows by which heads grow until they are brought back, so that text
 SHARED = tuple(name for name, module in POLICIES.items() if not module.FACTS.prompt)  # policies that keep a share of it
 TOGETHER = ("snapkv", "rkv", "keydiff")  # policies that EPS is set upon
 OVER = (0.02, 0.1)  # its budgets there
-FAVOR = (64, 256, 1024)  # random features of a state
-RINGS = (("streaming", 65.0), ("rswa", 8.0), ("rswa", 32.0))  # and the rows that these keep
 CODES = ((8, 8), (8, 4), (4, 4))  # bits of K and of V
 
 
@@ -68,14 +68,6 @@ def arms(shares: Sequence[float] = SHARES, policies: Sequence[str] = SHARED) -> 
     )
 
 
-def constant() -> tuple[Arm, ...]:
-    """What does not grow with the text: linear attention's states, a window beside sinks with about the bytes of the
-    smallest (at a head dim of 64), the prompt with a window of what follows; and EPS, whose bytes do."""
-    states = (State(), State(gamma=0.99), *(State("favor", features) for features in FAVOR))
-    rings = [Arm(Keep(name, window, 1, last_tokens=1)) for name, window in RINGS]
-    return (*(Arm(state=state) for state in states), *rings, Arm(config=EpsConfig.of(method="rq", budget=OVER[0])))
-
-
 @dataclass(frozen=True)
 class Cell:
     """One (context, arm): bytes read along the text and kept at its end, over dense; `kl_mean` in nats over
@@ -107,6 +99,18 @@ class Plan(Documents):
     """A table's documents under arms that differ in what they keep, too."""
 
     arms: tuple[Arm, ...] = field(default_factory=arms)
+
+
+def arguments(parser: argparse.ArgumentParser) -> tuple[str, ...]:
+    """Add the flags of this table. Returns those whose change must not land on the default file of results."""
+    parser.add_argument("--shares", type=argument(PART), nargs="+", default=SHARES, help="of the prompt that is kept")
+    parser.add_argument("--policies", choices=SHARED, nargs="+", default=SHARED, help="(all of them)")
+    return "shares", "policies"
+
+
+def plan(args: argparse.Namespace, **common: Any) -> Plan:
+    """Return the plan of this table from its parsed flags; `common`: the fields of `Documents`."""
+    return Plan(**common, arms=arms(tuple(dict.fromkeys(args.shares)), tuple(dict.fromkeys(args.policies))))
 
 
 @dataclass

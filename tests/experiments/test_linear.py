@@ -8,10 +8,12 @@ import tiny_models
 
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
-from eps_core.evaluation.linear import Recurrent, State
-from eps_core.evaluation.memory import Arm, Plan, markdown, records, run_arms, table_cells, tally_document
 from eps_core.evaluation.runner import DENSE, Document
 from eps_core.load import backend_name
+from experiments.linear.states import Recurrent, State
+from experiments.memory.composition import Arm, Plan, markdown, records, run_arms, table_cells, tally_document
+
+pytestmark = pytest.mark.experiments
 
 STATES = (State(), State(gamma=0.9), State("favor", 48), State("favor", 16, 0.95, seed=3))
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from eps_core.rewrite.base import ELEMENT_BYTES, Layer, Rewritten, in_place
+from experiments.kv_formats.base import ELEMENT_BYTES, Layer, Rewritten, in_place
 
 SOURCE = "after DAR, arXiv 2606.18587: trained there; the projection by PCA of the prompt is our reconstruction"
 TABLE_ELEMENT_BYTES = 4  # projections are float32

@@ -1,4 +1,4 @@
-"""`eps-proto kv-map`: what it measures against brute force, and as a user runs it."""
+"""The map of formats of K and V: what it measures against brute force, and as a user runs it."""
 
 import json
 from dataclasses import replace
@@ -7,14 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_models
-from command import outcome
+from command import outcome, program
 
 from eps_core.decode.session import Session
-from eps_core.evaluation.kv_map import Moved, Reader, moved, pairs_of
 from eps_core.oracle import codes, pages
-from eps_core.report import kv_map as plot
 from eps_core.report.figures import shade
+from experiments.kv_map import figure as plot
+from experiments.kv_map.kv_map import Moved, Reader, moved, pairs_of
 
+pytestmark = pytest.mark.experiments
+RUN = program("kv_map")
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 4
 
 
@@ -92,9 +94,9 @@ def test_backends_agree(model: Path) -> None:
 
 def test_a_run_prints_tables_and_writes_a_line_for_each_arm(model: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text(TEXT)
-    line = ["kv-map", "--model", str(model), "--text", "text", "--context", "100", "--steps", "4", "--backend", "cuda",
+    line = ["--model", str(model), "--text", "text", "--context", "100", "--steps", "4", "--backend", "cuda",
             "--device", "cpu", "-o", "map.jsonl"]  # fmt: skip
-    done = outcome(line, tmp_path)
+    done = outcome(line, tmp_path, main=RUN)
     assert done.code in (None, 0), done.err
     first, *arms = [json.loads(one) for one in (tmp_path / "map.jsonl").read_text().splitlines()]
     assert first["type"] == "run" and first["kind"] == "kv_map" and first["num_steps"] == 4
@@ -105,13 +107,13 @@ def test_a_run_prints_tables_and_writes_a_line_for_each_arm(model: Path, tmp_pat
     assert last["arms"] == [one for one in arms if one["layer"] is None]
     assert "K 8, V nvfp4" in done.out and "layer 1" in done.out
     assert "plot" not in done.out and not list(tmp_path.glob("*.svg"))
-    assert outcome(line[:-2], tmp_path).out.splitlines()[:-1] == done.out.splitlines()[:-1]
+    assert outcome(line[:-2], tmp_path, main=RUN).out.splitlines()[:-1] == done.out.splitlines()[:-1]
 
 
 def test_a_text_too_short_is_one_line(model: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("short")
-    line = ["kv-map", "--model", str(model), "--text", "text", "--context", "100", "--backend", "numpy"]
-    done = outcome(line, tmp_path)
+    line = ["--model", str(model), "--text", "text", "--context", "100", "--backend", "numpy"]
+    done = outcome(line, tmp_path, main=RUN)
     assert done.code == 2 and "give a longer --text or lower --context" in done.err
 
 
@@ -171,9 +173,9 @@ def test_a_figure_of_many_layers_and_of_nothing_that_moves(monkeypatch: pytest.M
 def test_a_run_draws(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "text").write_text(TEXT)
-    line = ["kv-map", "--model", str(model), "--text", "text", "--context", "60", "--steps", "2", "--backend", "cuda",
+    line = ["--model", str(model), "--text", "text", "--context", "60", "--steps", "2", "--backend", "cuda",
             "--device", "cpu", "--plot", "map.svg"]  # fmt: skip
-    assert outcome(line, tmp_path).code in (None, 0)
+    assert outcome(line, tmp_path, main=RUN).code in (None, 0)
     assert "</svg>" in (tmp_path / "map.svg").read_text()
-    done = outcome([*line, "-o", "map.svg"], tmp_path)
+    done = outcome([*line, "-o", "map.svg"], tmp_path, main=RUN)
     assert done.code == 2 and "map.svg" in done.err

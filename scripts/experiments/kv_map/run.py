@@ -1,8 +1,14 @@
-"""`eps-proto kv-map`: what fewer bits of K and V cost, layer by layer."""
+"""Measures what fewer bits of K and V cost, by format and layer.
+
+python scripts/experiments/kv_map/run.py --plot map.svg
+"""
 
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import click
 
@@ -11,15 +17,19 @@ from eps_core.cli.help import INPUT, OUTPUT, OUTPUT_FILE, command, option
 from eps_core.cli.numbers import TOKENS
 from eps_core.cli.source import backend_option, device_option, dtype_option, kv_dtype_option, model_option
 from eps_core.decode.model import DEMO_MODEL
+from eps_core.errors import exit_code
 from eps_core.files import outputs
 from eps_core.report.style import need
+from experiments.kv_map.figure import figure
+from experiments.kv_map.kv_map import KvMapRequest, kv_map
 
 
 @command(
     "kv-map",
+    context_settings={"help_option_names": ["-h", "--help"]},
     examples={
-        "eps-proto kv-map --plot map.svg": "the demo model along the shipped text, drawn",
-        "eps-proto kv-map --model DIR --text long.txt -o map.jsonl": "yours, a line for each pair and layer",
+        "run.py --plot map.svg": "the demo model along the shipped text, drawn",
+        "run.py --model DIR --text long.txt -o map.jsonl": "yours, a line for each pair and layer",
         "eps-proto run --model DIR --prompt-file long.txt --kv-bits 8,4": "decode with what you chose",
     },
 )
@@ -33,7 +43,7 @@ from eps_core.report.style import need
 @kv_dtype_option
 @option("-o", "--output", heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE", help="Write JSONL, a line for each arm.")
 @option("--plot", heading=OUTPUT, type=OUTPUT_FILE, metavar="FILE", help="Draw the map there, as SVG.")
-def kv_map_command(**flags: Any) -> None:
+def main(**flags: Any) -> None:
     """Measure how far K and V as codes move the next token: KL by --kv-bits of K, of V, and layer.
 
     The text's first --context tokens are prefilled once. Over caches of every pair of formats, with all layers as codes
@@ -42,9 +52,6 @@ def kv_map_command(**flags: Any) -> None:
 
     Prints two tables; the last line of stdout is one JSON object.
     """
-    from eps_core.evaluation.kv_map import KvMapRequest, kv_map
-    from eps_core.report.kv_map import figure
-
     if flags["plot"] is not None:
         need("matplotlib")  # before anything is measured
     outputs.check(
@@ -60,3 +67,7 @@ def kv_map_command(**flags: Any) -> None:
             with outputs.replacing(plot) as file:
                 file.write(figure(found))
     click.echo(outputs.to_json(result))
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -1,6 +1,6 @@
 """Prints who wins where in memory: codes, eviction and EPS, alone and together; draws memory.svg there.
 
-python scripts/memory_tables.py results
+python scripts/experiments/memory/tables.py results
 """
 
 import argparse

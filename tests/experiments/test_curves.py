@@ -2,11 +2,7 @@
 
 import numpy as np
 import pytest
-
-from eps_core.config.bytes import scoring_bytes
-from eps_core.config.eps import EpsConfig
-from eps_core.decode.session import Session
-from eps_core.evaluation.curves import (
+from curves import (
     SETS,
     Cell,
     Plan,
@@ -22,7 +18,13 @@ from eps_core.evaluation.curves import (
     table_cells,
     tally_document,
 )
+
+from eps_core.config.bytes import scoring_bytes
+from eps_core.config.eps import EpsConfig
+from eps_core.decode.session import Session
 from eps_core.files.records import read_record
+
+pytestmark = pytest.mark.experiments
 
 RQ, BOX = EpsConfig.of(method="rq"), EpsConfig.of(method="box", group_tokens=16)
 

@@ -5,24 +5,25 @@ cache of 16 bits that is decoded from; there is no pool of the format. Tokens th
 the format's own, over those of a bfloat16 cache: all that is kept is read, unless EPS gates it.
 """
 
+import argparse
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+from curves import Documents, needle, says, text_document
 
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.rope import inverse_frequencies
 from eps_core.decode.session import Session
 from eps_core.decode.spec import ModelSpec
-from eps_core.evaluation.curves import Documents, needle, says, text_document
-from eps_core.evaluation.memory import KeptTally, added, measured, shown, summaries_kept, tally
 from eps_core.evaluation.runner import DENSE, Document, Outcome, decode, run_batch
 from eps_core.evict.keep import Keep
 from eps_core.files.records import Count, Name, Nats, Positive
 from eps_core.gate.protocol import Array, Backend
-from eps_core.rewrite.base import ELEMENT_BYTES, Layer, Rewritten, in_place
-from eps_core.rewrite.table import rewrite
+from experiments.kv_formats.base import ELEMENT_BYTES, Layer, Rewritten, in_place
+from experiments.kv_formats.table import rewrite
+from experiments.memory.composition import KeptTally, added, measured, shown, summaries_kept, tally
 
 OFF = "off"
 EPS_BUDGET = 0.05
@@ -81,6 +82,16 @@ class Plan(Documents):
     """A table's documents under arms that differ in what K and V are kept as, too."""
 
     arms: tuple[Arm, ...] = field(default_factory=arms)
+
+
+def arguments(parser: argparse.ArgumentParser) -> tuple[str, ...]:
+    """Add no flag: the arms of this table are fixed."""
+    return ()
+
+
+def plan(args: argparse.Namespace, **common: Any) -> Plan:
+    """Return the plan of this table from its parsed flags; `common`: the fields of `Documents`."""
+    return Plan(**common)
 
 
 class QuerySquares:

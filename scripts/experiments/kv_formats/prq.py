@@ -3,7 +3,7 @@ svg-project/Quant-VideoGen, prq.py)."""
 
 import numpy as np
 
-from eps_core.rewrite.base import ELEMENT_BYTES, Layer, Rewritten, about_zero, between, in_place, packed
+from experiments.kv_formats.base import ELEMENT_BYTES, Layer, Rewritten, about_zero, between, in_place, packed
 
 SOURCE = "Quant VideoGen, arXiv 2602.02958, code svg-project/Quant-VideoGen; a prompt is one block of tokens"
 CENTROIDS = 256  # one byte says which

@@ -6,7 +6,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from eps_core.rewrite.base import ELEMENT_BYTES, Layer, Rewritten, in_place, packed
+from experiments.kv_formats.base import ELEMENT_BYTES, Layer, Rewritten, in_place, packed
 
 SOURCE = "Block-GTQ, arXiv 2606.24033, code JIA-Lab-research/blockgtq; codebooks by formula where it samples"
 MOST_BITS = 8
