@@ -125,7 +125,6 @@ class Spent:
     decode_ms: float
     bytes_kv_read: int
     bytes_k_reread: int
-    units_copied: int  # which sequences shared with others and were to write to
 
 
 def take_step(
@@ -139,12 +138,11 @@ def take_step(
     audited: bool = False,
 ) -> tuple[Any, StepOutput, Spent]:
     """(cache, output, what it took) of one decode step that appends a token to each sequence; see `Decoder.step`."""
-    slots, num_copied = [], 0
+    slots = []
     for sequence, token in zip(sequences, tokens, strict=True):
         new_slots, copies = pool.append(sequence, [token])
         cache = _copied(decoder.eps, cache, copies)
         slots.append(new_slots)
-        num_copied += len(copies)
     lengths, decoder.timing = pool.lengths(sequences), timed
     kv_bytes, reread_bytes = cache.kv_bytes_read, cache.bytes_k_reread
     started = time.perf_counter()
@@ -153,7 +151,7 @@ def take_step(
     )
     decode_ms = 1000 * (time.perf_counter() - started)
     return cache, output, Spent(
-        lengths, decode_ms, cache.kv_bytes_read - kv_bytes, cache.bytes_k_reread - reread_bytes, num_copied
+        lengths, decode_ms, cache.kv_bytes_read - kv_bytes, cache.bytes_k_reread - reread_bytes
     )  # fmt: skip
 
 

@@ -14,7 +14,6 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
 from eps_core.config.store import Store
 from eps_core.config.verify import Verify
-from eps_core.decode.beams import Searched, search
 from eps_core.decode.forward import Decoder
 from eps_core.decode.generate import generate, tokens_of
 from eps_core.decode.model import ModelSpec
@@ -63,14 +62,11 @@ class Outcome:
     rounds: list[RoundRecord] = field(default_factory=list)  # of a verified decode, which has no `records`
     layers: list[list[LayerStats]] = field(default_factory=list)  # of each step, where they were kept
     said: list[list[int]] = field(default_factory=list)  # tokens of each document, a stop token left out
-    searched: Searched | None = None  # of a beam search, whose `said` are the best texts
     kl: np.ndarray | None = None  # [steps, B] nats of the next token from dense, along forced tokens
     agree: np.ndarray | None = None  # [steps, B] whether the likeliest token is dense's
 
     def tokens(self, num_documents: int) -> list[list[int]]:
         """What each document was continued with, the stop token that ended it included."""
-        if self.searched is not None:
-            return [texts[0].tokens for texts in self.searched.hypotheses]
         return tokens_of(self.rounds or self.records, num_documents)
 
     @property
@@ -113,12 +109,11 @@ def decode(
     keep_layers: bool = False,
     verify: Verify = UNVERIFIED,
     decoder: Decoder | None = None,
-    beams: int = 1,
     **more: Any,
 ) -> tuple[Outcome, Any]:
     """(outcome, cache) of one decode of a batch, verified where `verify` says so; `more` goes to `generate`. Each
     step's or round's record is handed over as it comes; its layers' statistics are kept where `keep_layers` asks for
-    them. `decoder`: another than the session's. `beams` above 1 search, greedily and not verified."""
+    them. `decoder`: another than the session's."""
     prompts, stop = [one.prompt for one in documents], documents[0].stop
     num_steps, outcome = max(one.num_steps for one in documents), Outcome(said=[[] for _ in documents])
     if verify.enabled and read is not None and cache.store.enabled:
@@ -130,17 +125,6 @@ def decode(
             drafter=session.drafter(verify), **known,
         )  # fmt: skip
         return outcome, _drain(rounds, outcome.rounds, outcome.said, stop, on_record)
-    if beams > 1:
-        outcome.searched = Searched()
-        known = {name: more[name] for name in ("prefill_chunk", "on_prefill", "written") if name in more}
-        steps = search(
-            session.decoder, cache, pool, prompts, num_steps, beams, outcome.searched, read, stop,
-            time_every=time_every, **known,
-        )  # fmt: skip
-        cache = _drain(steps, outcome.records, [[] for _ in documents], stop, on_record)
-        best = outcome.tokens(len(documents))
-        outcome.said = [[token for token in tokens if token not in stop] for tokens in best]
-        return outcome, cache
     forced = None
     if documents[0].forced is not None:
         # the token after a text's last one is never fed: any will do

@@ -1,6 +1,7 @@
 """Linear attention's state says what its formula does, and decodes what the formula does with every token kept."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import tiny_models
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.evaluation.runner import DENSE, Document
-from eps_core.load import backend_name
+from eps_core.load import backend_name, load_backend
 from experiments.linear.states import Recurrent, State
 from experiments.memory.composition import Arm, Plan, markdown, records, run_arms, table_cells, tally_document
 
@@ -66,6 +67,12 @@ def test_features_do_not_overflow() -> None:
     big = np.full((3, 1, 64), 20.0)
     out = Recurrent(State("favor", 64), big[:2] / 20, np.ones((2, 1, 64))).read(big[0])
     np.testing.assert_allclose(out, 1.0)
+
+
+@pytest.fixture
+def target() -> tuple[Any, str]:
+    """One backend: what an experiment takes from all of them is tested in their own suite."""
+    return load_backend("cuda"), "cpu"
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from eps_core.decode.rope import inverse_frequencies
 from eps_core.decode.session import Session
 from eps_core.evaluation.runner import Document
 from eps_core.evict.keep import Keep
-from eps_core.load import backend_name
+from eps_core.load import backend_name, load_backend
 from experiments.kv_formats import rewrites
 from experiments.kv_formats.base import Layer, Rewritten
 from experiments.kv_formats.rewrites import OFF, Arm, Plan, QuerySquares, Run, run_arms
@@ -36,6 +37,12 @@ ARMS = (
     DMC,
     Arm(OFF),
 )
+
+
+@pytest.fixture
+def target() -> tuple[Any, str]:
+    """One backend: what an experiment takes from all of them is tested in their own suite."""
+    return load_backend("cuda"), "cpu"
 
 
 @pytest.fixture(scope="module")

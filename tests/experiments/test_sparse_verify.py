@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from eps_core.errors import ConfigError
 from eps_core.evaluation.grid_verified import decode_both
 from eps_core.evaluation.runner import GREEDY, Document
 from eps_core.evict.base import Facts
-from eps_core.load import backend_name
+from eps_core.load import backend_name, load_backend
 from eps_core.paging.rows import Rows
 from experiments.sparse_verify import sparse_verify
 from experiments.sparse_verify.sparse_verify import Plan, Sparse, SparseDecoder, decode_sparse
@@ -25,6 +26,12 @@ pytestmark = pytest.mark.experiments
 CONFIG = EpsConfig.of(method="box", group_tokens=4, budget=0.3, first_tokens=2, last_tokens=4)
 VERIFY = Verify("tokens", draft=4)
 PINS = {"first_tokens": 2, "last_tokens": 3}
+
+
+@pytest.fixture
+def target() -> tuple[Any, str]:
+    """One backend: what an experiment takes from all of them is tested in their own suite."""
+    return load_backend("cuda"), "cpu"
 
 
 @pytest.fixture(scope="module")

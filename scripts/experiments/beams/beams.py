@@ -106,8 +106,8 @@ def search(
             timed = bool(time_every) and step % time_every == 0
             tokens = [beam.text.tokens[-1] if step else int(prompts[beam.prompt][-1]) for beam in live]
             sequences = [beam.sequence for beam in live]
+            found.units_copied.append(_shared(pool, sequences))
             cache, output, spent = take_step(decoder, cache, pool, sequences, tokens, read, timed)
-            found.units_copied.append(spent.units_copied)
             for logits, length in zip(output.logits, spent.lengths, strict=True):
                 check_logits(logits, int(length))
             said: list[tuple[int, int]] = []  # (prompt, token)
@@ -133,6 +133,14 @@ def search(
     finally:
         for beam in live:
             pool.free(beam.sequence)
+
+
+def _shared(pool: PagePool, sequences: Sequence[PagedSequence]) -> int:
+    """Return the number of open units that the next token of each sequence has copied: of those that share one, all but
+    the last."""
+    size = pool.unit_tokens
+    units = {one.table[one.length // size] for one in sequences if one.length % size}
+    return sum(pool.ref_counts[unit] - 1 for unit in units)
 
 
 def _weigh(
