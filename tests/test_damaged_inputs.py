@@ -16,13 +16,13 @@ from typing import Any
 import mutations
 import numpy as np
 import pytest
+import targets
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_bench import target_cell
 from test_html_report import ROOT, whole_results
 from test_inputs import make_capture, recaptured, refused, run, write
 
-from eps_core.bench import targets
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.decode import cost
