@@ -103,7 +103,6 @@ def test_a_script_never_replaces_what_it_reads(
         ("ablate.py", ["--jobs", "0"]),
         ("evaluate.py", ["--contexts", "2048", "0"]),
         ("evaluate.py", ["--budgets", "nan"]),
-        ("check_bounds.py", ["--jobs", "0"]),
         ("model_card.py", ["{}/model", "--needle-documents", "0"]),
     ],
 )
@@ -171,7 +170,7 @@ def test_a_table_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     "name, arguments",
-    [("check_bounds.py", ["--backends", "abacus"]), ("profile_step.py", ["--backend", "abacus"])],
+    [("profile_step.py", ["--backend", "abacus"])],
 )
 def test_a_script_names_what_the_user_can_mend_in_one_line(
     name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture

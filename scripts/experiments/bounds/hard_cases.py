@@ -12,8 +12,8 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import EXACT, KvFormats
 from eps_core.config.store import CacheSpec
 from eps_core.gate.protocol import Backend
-from eps_core.oracle.truth import Filled
 from eps_core.summaries.rq import decode_rq, decode_units, rotate
+from experiments.bounds.truth import Filled
 
 KEY_KINDS = (
     "gauss",

@@ -18,12 +18,12 @@ import numpy as np
 from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import EXACT, KvFormats, described
 from eps_core.config.read import HEAD_MODES
-from eps_core.evaluation.hard_cases import KEY_KINDS, fill, hard_queries, make_keys, mixed_keys, unit_vectors
 from eps_core.gate.attend import attend_layer, collect
 from eps_core.gate.protocol import Backend, Scores, Selection
-from eps_core.oracle.truth import Filled, true_loss, true_masses, visit_mask
 from eps_core.paging.where import Where
 from eps_core.summaries.table import names
+from experiments.bounds.hard_cases import KEY_KINDS, fill, hard_queries, make_keys, mixed_keys, unit_vectors
+from experiments.bounds.truth import Filled, true_loss, true_masses, visit_mask
 
 # every method with bounds, in each form that stores something else
 BOUNDED_ARMS: tuple[dict[str, Any], ...] = (

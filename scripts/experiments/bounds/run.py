@@ -1,6 +1,6 @@
 """Checks that bounds, certificates and strict mode hold, through the real backends against float64.
 
-    python scripts/check_bounds.py                                        (a few minutes on 2 cores)
+    python scripts/experiments/bounds/run.py                              (a few minutes on 2 cores)
 
 Hard keys and queries of every kind until --checks (query head, group) bounds were checked, and on top of them q, k, v
 of the demo model's decode of held-out text. Prints a table; its last line is one JSON object. Exits with 1 where
@@ -17,6 +17,9 @@ from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from multiprocessing import get_context
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 
@@ -25,7 +28,11 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import fault
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code
-from eps_core.evaluation.bounds import (
+from eps_core.evaluation.capture import first_tokens, record
+from eps_core.load import BACKENDS, load_backend
+from eps_core.telemetry.provenance import provenance
+from eps_core.telemetry.terminal import Progress
+from experiments.bounds.bounds import (
     BOUNDED_ARMS,
     CACHES,
     KEY_CODE_ARMS,
@@ -36,10 +43,6 @@ from eps_core.evaluation.bounds import (
     run_capture,
     run_gate,
 )
-from eps_core.evaluation.capture import first_tokens, record
-from eps_core.load import BACKENDS, load_backend
-from eps_core.telemetry.provenance import provenance
-from eps_core.telemetry.terminal import Progress
 
 GROUP_TOKENS = (1, 128, 2, 64, 4, 32, 8, 16, 3, 5)
 HEAD_DIMS = (16, 20, 64, 80, 128)
