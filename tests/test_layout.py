@@ -89,7 +89,7 @@ def test_every_room_imports_earlier_rooms_only(module: str) -> None:
 def test_the_rule_refuses_what_it_should() -> None:
     assert against_the_rule("eps_core.config.eps.read", "eps_core.gate.protocol")
     assert against_the_rule("eps_core.gate.attend", "eps_core.cpu.host")
-    assert against_the_rule("eps_mlx.model", "eps_core.evaluation.grid")
+    assert against_the_rule("eps_mlx.model", "eps_core.evaluation.measure")
     assert not against_the_rule("eps_core.cli.main", "eps_core.errors")
 
 

@@ -53,7 +53,7 @@ def test_winners_stay_within_the_limit_and_lose_no_needle() -> None:
     }
 
 
-def test_the_page_draws_both_axes_and_decides_nothing_by_these_cells(tmp_path: Path) -> None:
+def test_the_page_draws_both_axes(tmp_path: Path) -> None:
     file = tmp_path / "memory.jsonl"
     lines = [cell(method="rq", budget=0.05, bytes_ratio=0.07, bytes_kept_ratio=1.04), cell(kv_bits=["nvfp4", "fp8"])]
     lines += [cell(rewrite="dar", settings={"part": 0.5}), cell(rewrite="dar", settings={"part": "half"})]
@@ -61,8 +61,7 @@ def test_the_page_draws_both_axes_and_decides_nothing_by_these_cells(tmp_path: P
     results = load_results([file])
     assert len(results.kept) == 4 and not results.cells
     assert [note.split(": ", 1)[1] for note in results.notes] == ["settings part 'half' is not a number, left out"]
-    html, verdict = page(results)
-    assert verdict.outcome == "not decidable"
+    html = page(results)
     section = html[html.index('id="kept"') :]
     section = section[: section.index("</section>")]
     assert (

@@ -15,13 +15,13 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from eps_core.decode.chat import has_template, in_chat
 from eps_core.decode.tokenizer import encode, load_tokenizer
 from eps_core.errors import ConfigError
-from eps_core.evaluation.grid_cell import Bench, Plan
 from eps_core.evaluation.runner import Outcome
 from eps_core.tasks.corpus import KINDS, conversation, corpus, haystack, num_topics, prose
 from eps_core.tasks.needle import VALUE_DIGITS
 from eps_core.tasks.questions import generated_questions, needle_tokens, text_window
 from eps_core.tasks.ruler import known_tasks
 from eps_core.tasks.sizing import answer_steps, answers, bytes_per_token, check_length, cut, fit
+from experiments.grid.grid_cell import Bench, Plan
 from tests.tiny_models import save_tokenizer
 
 NAMES = ("bytes", "bpe", "sentencepiece")

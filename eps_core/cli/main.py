@@ -13,7 +13,6 @@ from eps_core.cli.bench import bench_command
 from eps_core.cli.captures import calibrate_command, capture_command, replay_command
 from eps_core.cli.engines import engine_option, run_in_engine, serve_command
 from eps_core.cli.evaluate import evaluate_command
-from eps_core.cli.grid import grid_command, report_command
 from eps_core.cli.help import CHECKS, DECODING, FILE, INPUT, OUTPUT, OUTPUT_FILE, Group, option
 from eps_core.cli.info import info_command
 from eps_core.cli.keep import keep_of, keep_options
@@ -29,6 +28,7 @@ from eps_core.cli.options import (
     selection_options,
     summary_options,
 )
+from eps_core.cli.report import report_command
 from eps_core.cli.source import (
     backend_option,
     device_option,
@@ -242,7 +242,7 @@ def _prompts(flags: dict[str, Any]) -> tuple[str | Path, ...]:
 
 
 for command in (
-    capture_command, replay_command, calibrate_command, evaluate_command, grid_command, report_command,
+    capture_command, replay_command, calibrate_command, evaluate_command, report_command,
     bench_command, serve_command, info_command,
 ):  # fmt: skip
     cli.add_command(command)

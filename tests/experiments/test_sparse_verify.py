@@ -13,11 +13,11 @@ from eps_core.config.verify import Verify
 from eps_core.decode.observe import Observed
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
-from eps_core.evaluation.grid_verified import decode_both
 from eps_core.evaluation.runner import GREEDY, Document
 from eps_core.evict.base import Facts
 from eps_core.load import backend_name, load_backend
 from eps_core.paging.rows import Rows
+from experiments.grid.grid_verified import decode_both
 from experiments.sparse_verify import sparse_verify
 from experiments.sparse_verify.sparse_verify import Plan, Sparse, SparseDecoder, decode_sparse
 

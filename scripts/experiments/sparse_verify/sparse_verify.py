@@ -26,12 +26,12 @@ from eps_core.decode.observe import Observed
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.session import Session
 from eps_core.errors import require
-from eps_core.evaluation.grid_verified import Measured, decode_both, needle_numbers
 from eps_core.evaluation.runner import GREEDY, Document, Outcome, decode
 from eps_core.evict.base import Facts, Head, Rule, best
 from eps_core.gate.attend import collect
 from eps_core.gate.protocol import Array
 from eps_core.gate.stats import VerifyOutput
+from experiments.grid.grid_verified import Measured, decode_both, needle_numbers
 
 WINDOW = 16  # of a prompt's last queries, which choose the score heads and begin the running mean
 

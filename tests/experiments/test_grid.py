@@ -15,20 +15,23 @@ import pytest
 import tiny_models
 from click.testing import CliRunner
 
-from eps_core.cli.grid import grid_command
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import EVALUATION_METHODS, METHODS
 from eps_core.decode.heads import HeadPolicy, model_fingerprint, modes_of
 from eps_core.decode.model import read_spec
 from eps_core.errors import ConfigError
-from eps_core.evaluation.grid import IDENTITY, Progress, header
-from eps_core.evaluation.grid_cell import Plan
-from eps_core.evaluation.grid_settings import PRESETS, Setting, config_of, expand, load_grid
 from eps_core.files.outputs import Output
 from eps_core.files.resumable import ResumableFile
 from eps_core.summaries import rq
 from eps_core.summaries.base import UnitFacts
+from eps_core.tasks.corpus import SHA256
+from experiments.grid.grid import IDENTITY, Progress, header
+from experiments.grid.grid_cell import Bench, Plan
+from experiments.grid.grid_settings import PRESETS, Setting, config_of, expand, load_grid
+from experiments.grid.run import main as grid_command
 
+pytestmark = pytest.mark.experiments
+ROOT = Path(__file__).parents[2]
 # torch and MLX need seconds to import: the oracle's own loop is enough to test a file
 SMALL = ["--backend", "numpy", "--device", "cpu", "--needles", 1, "--texts", 1, "--text-steps", 4, "--audit-every", 2]
 AXES = {"context": [288, 320], "method": ["rq", "ball", "jl"], "budget": [0.5, 0.9], "group_tokens": 16}
@@ -284,10 +287,10 @@ def test_a_kill_loses_no_finished_cell_and_repeats_none(model: Path, tmp_path: P
     out = tmp_path / "r.jsonl"
     axes = {**AXES, "budget": [0.4, 0.5, 0.6, 0.7, 0.8, 0.9]}
     process = subprocess.Popen(
-        [sys.executable, "-c", "from eps_core.cli.grid import grid_command; grid_command()",
+        [sys.executable, "-c", "from experiments.grid.run import main as grid_command; grid_command()",
          *arguments(model, out, axes)],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "scripts")))},
     )  # fmt: skip
     try:
         deadline = time.monotonic() + 120
@@ -451,3 +454,88 @@ def test_a_grid_of_no_verified_cell_is_the_grid_that_it_was() -> None:
     assert codes <= replace(off, mean_tokens=0, stages="0").to_dict().keys()
     for cell in (off, drawn):
         assert Setting(**cell.to_dict()) == cell
+
+
+def tried(model: Path, out: Path, axes: Any) -> Any:
+    """The result of a grid that may fail, of text alone."""
+    line = arguments(model, out, axes, "--needles", 0, "--audit-every", 0)
+    return CliRunner().invoke(grid_command, line, standalone_mode=False)
+
+
+HOLES = {"context": [288, 9999], "method": ["rq", "box"], "budget": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (MemoryError(), "out of memory"),
+        (RuntimeError("CUDA out of memory"), "RuntimeError: CUDA out of memory"),
+        (RuntimeError("an illegal memory access"), "RuntimeError: an illegal memory access"),
+        ("cache", "does not fit"),
+    ],
+    ids=str,
+)
+def test_a_failed_cell_is_named_and_tried_again_and_an_impossible_one_is_not(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any, reason: str
+) -> None:
+    measure, measured, broken = Bench.measure, [], [True]
+
+    def faulty(self: Bench, setting: Any, config: Any) -> dict[str, Any]:
+        measured.append(setting.method)
+        if setting.method == "box" and broken[0]:
+            if fault == "cache":  # the device had no room for it just then
+                raise ConfigError("a cache of 1 MiB does not fit cpu") from RuntimeError("out of memory")
+            raise fault
+        return measure(self, setting, config)
+
+    monkeypatch.setattr(Bench, "measure", faulty)
+    out = tmp_path / "g.jsonl"
+    done = tried(model, out, HOLES)
+    assert isinstance(done.exception, ConfigError) and "1 of 4 cells failed" in str(done.exception)
+    assert reason in str(done.exception)
+    *reasons, last = done.stdout.splitlines()
+    assert json.loads(last) | {"out": ""} == {
+        "out": "", "cells": 4, "resumed": 0, "measured": 1, "skipped": 2, "failed": 1
+    }  # fmt: skip
+    assert len(reasons) == 2 and reasons[0].startswith("2 of the cells skipped: context 9999 is past the model")
+    assert reasons[1].startswith("1 of the cells failed: ") and reason in reasons[1]
+    broken[0] = False
+    done = tried(model, out, HOLES)
+    assert done.exception is None and measured == ["rq", "box", "box"]
+    again, last = done.stdout.splitlines()
+    assert again == reasons[0], "the holes of a grid are told each time"
+    assert json.loads(last) | {"out": ""} == {
+        "out": "", "cells": 4, "resumed": 3, "measured": 1, "skipped": 2, "failed": 0
+    }  # fmt: skip
+    assert sorted(line["index"] for line in lines_of(out) if line["type"] == "cell") == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("index", [None, "0", -1, 4, True])
+def test_a_cell_of_no_index_is_one_line(model: Path, tmp_path: Path, index: Any) -> None:
+    out = tmp_path / "g.jsonl"
+    axes = {"context": 9999, "method": ["rq", "box"]}
+    assert tried(model, out, axes).exception is None
+    lines = lines_of(out)
+    lines[1]["index"] = index
+    out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    error = tried(model, out, axes).exception
+    assert isinstance(error, ConfigError) and f"index {index!r}" in str(error)
+
+
+def test_a_grid_reads_nothing_back_from_a_device(model: Path) -> None:
+    """/dev/full and /dev/zero give zeros without an end."""
+    assert tried(model, Path("/dev/null"), {"context": 9999}).exception is None
+    error = tried(model, Path("/dev/full"), {"context": 9999}).exception
+    assert isinstance(error, ConfigError) and "/dev/full cannot be written (No space left" in str(error)
+
+
+def test_cells_of_two_texts_are_not_one_grid() -> None:
+    assert "corpus" in IDENTITY and header([], Plan(), None, {})["corpus"] == SHA256
+
+
+def test_too_many_cells_are_refused_before_they_are_made(tmp_path: Path) -> None:
+    axes = {name: list(range(1, 1001)) for name in ("context", "batch", "dim", "last_n", "first_n")}
+    path = tmp_path / "g.json"
+    path.write_text(json.dumps(axes))
+    with pytest.raises(ConfigError, match="more than 100,000 cells"):
+        load_grid(path)

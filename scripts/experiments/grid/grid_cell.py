@@ -19,8 +19,6 @@ from eps_core.decode.prefix import Prefix
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
-from eps_core.evaluation.grid_settings import Setting
-from eps_core.evaluation.grid_verified import Measured, decode_both, needle_numbers
 from eps_core.evaluation.runner import Document, Outcome, run_batch
 from eps_core.gate.stats import LayerStats
 from eps_core.tasks.corpus import corpus
@@ -28,6 +26,8 @@ from eps_core.tasks.needle import VALUE_DIGITS
 from eps_core.tasks.questions import needle_tokens, text_window
 from eps_core.tasks.sizing import answer_steps, answers
 from eps_core.telemetry.steps import StepRecord, percentile, steady, summarise, untimed
+from experiments.grid.grid_settings import Setting
+from experiments.grid.grid_verified import Measured, decode_both, needle_numbers
 
 MAX_MASS_PAIRS = 200  # (certified, true) pairs that one cell keeps for the report's scatter
 Key = tuple[str, int, int]  # of a document: its kind, context and index

@@ -1,8 +1,14 @@
-"""`eps-proto grid` measures a grid of settings into one JSONL file; `eps-proto report` draws such files as one page."""
+"""Measures a grid of settings into one JSONL file, which `eps-proto report` draws.
+
+python scripts/experiments/grid/run.py --preset quick -o grid.jsonl
+"""
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import click
 
@@ -10,13 +16,15 @@ from eps_core.cli.help import CHECKS, FILE, INPUT, MEASURING, MODEL, OUTPUT, OUT
 from eps_core.cli.numbers import COUNT, SEED, TOKENS, Whole
 from eps_core.cli.source import backend_option, device_option, dtype_option, model_option
 from eps_core.config.store import DTYPE_BYTES
+from eps_core.decode.heads import check_policy, load_policy, model_fingerprint
 from eps_core.decode.model import DEMO_MODEL
-from eps_core.errors import ConfigError
-from eps_core.evaluation.grid import IDENTITY, Progress, check_settings, header, run_cells
-from eps_core.evaluation.grid_cell import Bench, Plan
-from eps_core.evaluation.grid_settings import PRESETS, expand, load_grid
+from eps_core.decode.session import Session
+from eps_core.errors import ConfigError, exit_code
 from eps_core.files import outputs
 from eps_core.files.resumable import ResumableFile
+from experiments.grid.grid import IDENTITY, Progress, check_settings, header, run_cells
+from experiments.grid.grid_cell import Bench, Plan
+from experiments.grid.grid_settings import PRESETS, expand, load_grid
 
 MIB = 2**20
 _PLAN = Plan()
@@ -24,9 +32,10 @@ _PLAN = Plan()
 
 @command(
     "grid",
+    context_settings={"help_option_names": ["-h", "--help"]},
     examples={
-        "eps-proto grid --preset quick -o grid.jsonl": "the same line again goes on where it stopped",
-        "eps-proto grid --model DIR --grid axes.json -o grid.jsonl --repeats 3": "axes of your own",
+        "run.py --preset quick -o grid.jsonl": "the same line again goes on where it stopped",
+        "run.py --model DIR --grid axes.json -o grid.jsonl --repeats 3": "axes of your own",
         "eps-proto report grid.jsonl -o report.html": "as one page",
     },
 )
@@ -74,7 +83,7 @@ _PLAN = Plan()
     help="Most K and V of prefilled documents kept for the next cells.",
 )  # fmt: skip
 @option("--seed", heading=INPUT, type=SEED, default=_PLAN.seed, show_default=True, help="Of the documents.")
-def grid_command(**flags: Any) -> None:
+def main(**flags: Any) -> None:
     """Measure every combination of a grid, dense and gated side by side, one JSON line a finished cell.
 
     Started again with the same -o it goes on where it was stopped, however it was stopped, but not over cells that were
@@ -100,10 +109,6 @@ def grid_command(**flags: Any) -> None:
 def _grid(output: outputs.Output, flags: dict[str, Any]) -> None:
     path: Path | None = flags["grid"]
     cells = load_grid(path) if path else expand(PRESETS[flags["preset"]], f"preset {flags['preset']}")
-    # late: `eps-proto --help` must work where a model cannot be loaded
-    from eps_core.decode.heads import check_policy, load_policy, model_fingerprint
-    from eps_core.decode.session import Session
-
     session = Session.open(flags["model"], flags["backend"], flags["device"], flags["dtype"], flags["kv_dtype"])
     head_modes = None
     if flags["eps_head_policy"] is not None:
@@ -140,45 +145,5 @@ def _grid(output: outputs.Output, flags: dict[str, Any]) -> None:
         )
 
 
-@command(
-    "report",
-    examples={
-        "eps-proto report grid.jsonl -o report.html": "of `eps-proto grid -o`",
-        "eps-proto report steps.jsonl -o report.html": "of `eps-proto run --metrics`",
-        "eps-proto report grid.jsonl other.jsonl -o report.html": "several in one",
-    },
-)
-@click.argument("results", type=FILE, nargs=-1, required=True)
-@option(
-    "-o",
-    "--output",
-    "out",
-    also=["--out"],
-    heading=OUTPUT,
-    type=OUTPUT_FILE,
-    metavar="FILE",
-    required=True,
-    help="HTML.",
-)
-def report_command(results: tuple[Path, ...], out: Path) -> None:
-    """Draw results (JSONL of grid, evaluate, run --metrics or scripts/evaluate.py) as one HTML page without network.
-
-    The page ends with the verdict: ship, iterate, kill or not decidable. The last line of stdout is one JSON object.
-    """
-    outputs.check({"-o": out}, {"results": results})
-    outputs.check_start("-o", out, b"<", "HTML page")
-    from eps_core.report.load import load_results
-    from eps_core.report.page import page
-
-    with outputs.Output(out, "report") as output:
-        loaded = load_results(results)
-        if not any(loaded.counts.values()):
-            raise ConfigError(
-                f"{', '.join(map(str, results))}: no results to draw; give JSONL of grid, evaluate, run or evaluate.py"
-            )
-        html, verdict = page(loaded)
-        with output.replacing() as file:
-            file.write(html)
-    for note in loaded.notes:
-        click.echo(f"note: {note}")
-    click.echo(outputs.to_json({"out": str(out), "lines": loaded.counts, "verdict": verdict.to_dict()}))
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

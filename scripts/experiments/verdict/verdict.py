@@ -15,9 +15,8 @@ from typing import Any
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import EVALUATION_METHODS
-from eps_core.evaluation.quality import MIN_DENSE_SCORE
 from eps_core.files.records import number
-from eps_core.summaries.table import facts
+from eps_core.report.cells import arm_name, loss_points, p95_saved_percent
 
 SHIP, ITERATE, KILL, UNDECIDED = "ship", "iterate", "kill", "not decidable"
 
@@ -85,33 +84,6 @@ class _Arm:
         return found
 
 
-def arm_name(cell: Mapping[str, Any]) -> str:
-    """What a person calls the arm: method with its settings, those that are there."""
-    name = str(cell.get("method", "?"))
-    if cell.get("bits") is not None:
-        name += f" {cell['bits']} bit"
-    if cell.get("dim") is not None:
-        name += f" dim {cell['dim']}"
-    if cell.get("group_tokens") is not None:
-        name += f" S={cell['group_tokens']}"
-    if _number(cell, "refine"):
-        name += " +1 bit"
-    if _number(cell, "mean_tokens"):
-        name += f" about {cell['mean_tokens']:g}" + ("" if cell.get("stages") else ", whole")
-    if _number(cell, "tail_tokens"):
-        name += " tail"
-    guards = cell.get("guards")
-    if isinstance(guards, (list, tuple)) and tuple(guards) != facts(str(cell.get("method"))).guards:
-        name += f" guards {'+'.join(map(str, guards))}"
-    if _number(cell, "bound_bits"):
-        name += f" {cell['bound_bits']} bit bounds"
-    if cell.get("scope") == "union":
-        name += " union"
-    if cell.get("heads") == "retrieval":
-        name += " retrieval heads"
-    return name + (" strict" if cell.get("strict") else "")
-
-
 def decide(cells: Iterable[Mapping[str, Any]], tasks: Iterable[Mapping[str, Any]] = ()) -> Verdict:
     """The verdict on cells as `eps-proto grid` and scripts/evaluate.py write them, with `device` of their run, and on
     tasks as `eps-proto evaluate` writes them, with the `config` of their run: they are judged with the cells of the
@@ -171,27 +143,6 @@ def _judge(measured: Sequence[Mapping[str, Any]], broken: str, tasks: Sequence[M
         )
     best = min(arms, key=lambda arm: (len(arm.fails()), -arm.bytes_saved, arm.name))
     return Verdict(ITERATE, (f"no arm ships; the nearest, {best.name}, {' and '.join(best.fails())}",), arm=best.name)
-
-
-def loss_points(cell: Mapping[str, Any]) -> float | None:
-    """Questions answered densely less those answered gated, in points (percent of all questions); below 0 is a gain.
-    Of a task the mean score that is lost; None where dense itself fails it."""
-    if cell.get("type") == "task":
-        change, score = _number(cell, "eps_minus_dense"), _number(cell, "dense") or 0
-        return None if change is None or score < MIN_DENSE_SCORE else -100 * change
-    total, dense, gated = (_number(cell, key) for key in ("num_needles", "needles_dense", "needles_answered"))
-    if not total or dense is None or gated is None:
-        return None
-    return 100 * (dense - gated) / total
-
-
-def p95_saved_percent(cell: Mapping[str, Any]) -> float | None:
-    """How much lower the 95th percentile of decode time is, in percent of dense, on the cell's device; None where it
-    was not measured, or nobody knows on what."""
-    dense, gated = _number(cell, "dense_decode_ms_p95"), _number(cell, "decode_ms_p95")
-    if not dense or gated is None or cell.get("device") is None:
-        return None
-    return 100 * (1 - gated / dense)
 
 
 def task_loss_points(arm: Mapping[str, Any], tasks: Iterable[Mapping[str, Any]]) -> float | None:

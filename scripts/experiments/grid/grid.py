@@ -14,12 +14,12 @@ from typing import Any
 from eps_core.config.eps import EARLIER, EpsConfig
 from eps_core.config.verify import Verify
 from eps_core.errors import ConfigError, fault_line
-from eps_core.evaluation.grid_cell import Bench, Plan
-from eps_core.evaluation.grid_settings import HeadModes, Setting, config_of, verify_of
 from eps_core.files.outputs import to_json
 from eps_core.files.resumable import Line, ResumableFile, difference
 from eps_core.tasks.corpus import SHA256
 from eps_core.telemetry import provenance, terminal
+from experiments.grid.grid_cell import Bench, Plan
+from experiments.grid.grid_settings import HeadModes, Setting, config_of, verify_of
 
 # what two runs must share to be one grid
 IDENTITY = ("grid", "model", "model_id", "backend", "device", "dtype", "plan", "head_modes", "corpus")
