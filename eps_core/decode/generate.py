@@ -40,9 +40,7 @@ def generate(
     audit_every: int = 0,
     audit_factor: float = AUDIT_FACTOR,
     audit_off: bool = False,
-    audit_first: int = 0,
     written: Sequence[Any] | None = None,
-    on_output: Callable[[StepOutput], None] | None = None,
 ) -> Generator[StepRecord, None, Any]:
     """Decodes every prompt for at most `max_new_tokens` tokens, all in one batch; a sequence leaves it at a stop token.
 
@@ -51,9 +49,9 @@ def generate(
     (None: dense).
     `forced_tokens` (one list a prompt) are fed instead of what the model says, and end their sequence with them.
     `on_prefill(prompt, tokens done, tokens in all)` is called after each chunk. Every `time_every`-th step is timed
-    layer by layer (0: none). Every `audit_every`-th gated step from `audit_first` on attends densely besides (0: none)
+    layer by layer (0: none). Every `audit_every`-th gated step from the first on attends densely besides (0: none)
     and raises an alarm where a certificate was wrong, or an estimate by more than `audit_factor`; with `audit_off` the
-    steps after an alarm are dense, which `fallbacks` counts. `on_output` is called with what each step gave.
+    steps after an alarm are dense, which `fallbacks` counts.
 
     Sequences are freed when the generator ends, and its value is the cache to go on with: a prompt that is decoded
     again in it, with the same pool, finds its full pages. With `written`, sequences of the pool that hold all but the
@@ -79,14 +77,12 @@ def generate(
                 break
             running = [sequences[index] for index in alive]
             timed = bool(time_every) and step % time_every == 0
-            audited = gated and not alarmed and is_audit(step, audit_every, audit_first)
+            audited = gated and not alarmed and audit_every > 0 and step % audit_every == 0
             audited = audited and pool.lengths(running).min() > 0
             cache, output, spent = take_step(
                 decoder, cache, pool, running, [fed[i] for i in alive], None if alarmed else read, timed, audited
             )
             lengths = spent.lengths
-            if on_output is not None:
-                on_output(output)
             margins = []
             for row, index in enumerate(alive):
                 if forced_tokens is not None:
@@ -199,10 +195,6 @@ def tokens_of(records: Sequence[StepRecord] | Sequence[RoundRecord], num_prompts
         for index, token in zip(record.sequences, record.tokens, strict=True):
             said[index].append(token)
     return said
-
-
-def is_audit(step: int, every: int, first: int = 0) -> bool:
-    return every > 0 and step % every == first
 
 
 def report_of(on_prefill: Callable[[int, int, int], None] | None, index: int) -> Callable[[int, int], None]:

@@ -21,7 +21,6 @@ from eps_core.decode.prefix import Prefix
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import UNVERIFIED, Session
 from eps_core.decode.verified import verified
-from eps_core.gate.stats import LayerStats
 from eps_core.summaries.rq import CENTRE_TOKENS
 from eps_core.telemetry.rounds import RoundRecord, summarise_rounds
 from eps_core.telemetry.steps import StepRecord, kl_divergence, summarise
@@ -60,7 +59,6 @@ class Outcome:
 
     records: list[StepRecord] = field(default_factory=list)
     rounds: list[RoundRecord] = field(default_factory=list)  # of a verified decode, which has no `records`
-    layers: list[list[LayerStats]] = field(default_factory=list)  # of each step, where they were kept
     said: list[list[int]] = field(default_factory=list)  # tokens of each document, a stop token left out
     kl: np.ndarray | None = None  # [steps, B] nats of the next token from dense, along forced tokens
     agree: np.ndarray | None = None  # [steps, B] whether the likeliest token is dense's
@@ -105,15 +103,12 @@ def decode(
     read: Read | None,
     sampling: Sampling = GREEDY,
     on_record: Callable[[Any], None] | None = None,
-    time_every: int = 0,
-    keep_layers: bool = False,
     verify: Verify = UNVERIFIED,
     decoder: Decoder | None = None,
     **more: Any,
 ) -> tuple[Outcome, Any]:
     """(outcome, cache) of one decode of a batch, verified where `verify` says so; `more` goes to `generate`. Each
-    step's or round's record is handed over as it comes; its layers' statistics are kept where `keep_layers` asks for
-    them. `decoder`: another than the session's."""
+    step's or round's record is handed over as it comes. `decoder`: another than the session's."""
     prompts, stop = [one.prompt for one in documents], documents[0].stop
     num_steps, outcome = max(one.num_steps for one in documents), Outcome(said=[[] for _ in documents])
     if verify.enabled and read is not None and cache.store.enabled:
@@ -131,9 +126,7 @@ def decode(
         forced = [[*(one.forced or ()), one.prompt[-1]] for one in documents]
     steps = generate(
         decoder or session.decoder, cache, pool, prompts, num_steps, sampling, read, stop_tokens=stop,
-        forced_tokens=forced,
-        time_every=time_every, on_output=(lambda output: outcome.layers.append(output.layers)) if keep_layers else None,
-        **more,
+        forced_tokens=forced, **more,
     )  # fmt: skip
     return outcome, _drain(steps, outcome.records, outcome.said, stop, on_record)
 

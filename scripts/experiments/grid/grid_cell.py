@@ -15,12 +15,14 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.verify import Verify
+from eps_core.decode.forward import Arithmetic, Decoder
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.evaluation.runner import Document, Outcome, run_batch
-from eps_core.gate.stats import LayerStats
+from eps_core.gate.protocol import Backend
+from eps_core.gate.stats import LayerStats, StepOutput
 from eps_core.tasks.corpus import corpus
 from eps_core.tasks.needle import VALUE_DIGITS
 from eps_core.tasks.questions import needle_tokens, text_window
@@ -55,9 +57,9 @@ class _Measured:
     layers: list[list[LayerStats]] = field(default_factory=list)
     timings: list[StepRecord] = field(default_factory=list)  # the steady steps of text
 
-    def add(self, decoded: Outcome) -> None:
+    def add(self, decoded: Outcome, layers: Sequence[list[LayerStats]]) -> None:
         self.records += decoded.records
-        self.layers += decoded.layers
+        self.layers += layers[: len(decoded.records)]
 
     def times(self) -> dict[str, float | None]:
         """p50 and p95 of the three clocks, ms a step."""
@@ -144,20 +146,20 @@ class Bench:
         agreements: list[bool] = []
         for indices in _batches(-(-plan.texts // batch) * batch, batch):
             reference = self._decode_dense("text", setting.context, indices)
-            for one in self._decode("text", setting.context, indices, EpsConfig(), plan.repeat, reference):
+            for one in self._decode("text", setting.context, indices, EpsConfig(), plan.repeat, reference)[0]:
                 dense.timings += steady(one.records)
-            decoded = self._decode("text", setting.context, indices, config, plan.repeat, reference)
+            decoded, layers = self._decode("text", setting.context, indices, config, plan.repeat, reference)
             for one in decoded:
                 gated.timings += steady(one.records)
-            gated.add(decoded[0])
+            gated.add(decoded[0], layers)
             assert decoded[0].kl is not None and decoded[0].agree is not None
             divergences += np.maximum(decoded[0].kl, 0).ravel().tolist()
             agreements += decoded[0].agree.ravel().tolist()
         answered: list[tuple[bool, bool]] = []  # (densely, gated)
         for indices in _batches(plan.needles, batch):
             before = self._decode_dense("needle", setting.context, indices)
-            (now,) = self._decode("needle", setting.context, indices, config)
-            gated.add(now)
+            (now,), layers = self._decode("needle", setting.context, indices, config)
+            gated.add(now, layers)
             for row, index in enumerate(indices):
                 _, answer = self._document("needle", setting.context, index)
                 answered.append((self._says(before.said[row], answer), self._says(now.said[row], answer)))
@@ -229,7 +231,7 @@ class Bench:
         """The dense decode, once for all cells."""
         key = (kind, context, indices)
         if key not in self._dense:
-            (self._dense[key],) = self._decode(*key, EpsConfig())
+            (self._dense[key],), _ = self._decode(*key, EpsConfig())
         return self._dense[key]
 
     def _decode(
@@ -240,17 +242,33 @@ class Bench:
         config: EpsConfig,
         repeat: int = 1,
         dense: Outcome | None = None,
-    ) -> list[Outcome]:
-        """Decodes of a batch: along the text's tokens, or greedily for an answer."""
+    ) -> tuple[list[Outcome], list[list[LayerStats]]]:
+        """Return decodes of a batch, along the text's tokens or greedily for an answer, and the layers' statistics of
+        all their steps in order."""
         documents = [self._document(kind, context, index)[0] for index in indices]
         prefixes = [self._prefix(kind, context, index) for index in indices]
         every = self.plan.audit_every if kind == "text" else 0
         arms = dict.fromkeys(range(repeat), config)
+        decoder = Watched(self.session.backend, self.session.decoder.model)
         found = run_batch(
-            self.session, documents, arms, prefixes, dense, audit_every=every, audit_first=every - 1,
-            time_every=self.session.time_every, keep_layers=True,
+            self.session, documents, arms, prefixes, dense, audit_every=every, time_every=self.session.time_every,
+            decoder=decoder,
         )  # fmt: skip
-        return list(found.values())
+        return list(found.values()), decoder.layers
+
+
+class Watched(Decoder):
+    """A decoder that keeps the layers' statistics of every step."""
+
+    def __init__(self, eps: Backend, model: Arithmetic) -> None:
+        super().__init__(eps, model)
+        self.layers: list[list[LayerStats]] = []
+
+    def step(self, *args: Any) -> tuple[Any, StepOutput]:
+        """See `Decoder.step`."""
+        cache, output = super().step(*args)
+        self.layers.append(output.layers)
+        return cache, output
 
 
 def _batches(count: int, batch: int) -> Iterator[tuple[int, ...]]:
