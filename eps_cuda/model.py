@@ -93,11 +93,6 @@ class Model:
         own = turn[spec.rope_of_layer[layer]]
         return rotate(q, *own), rotate(k, *own), v
 
-    def reposition(self, layer: int, k: Tensor, shifts: np.ndarray) -> Tensor:
-        frequencies, _ = self.ropes[self.spec.rope_of_layer[layer]]
-        cos, sin = (torch.from_numpy(part).to(self.device) for part in cos_sin(frequencies, shifts))
-        return rotate(k, cos, sin)
-
     def add_attention(self, layer: int, x: Tensor, out: Tensor) -> Tensor:
         y = self._linear(f"layers.{layer}.o", out.reshape(len(x), -1))
         return x + self._output_norm(f"layers.{layer}.attention_norm", y)

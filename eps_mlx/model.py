@@ -74,11 +74,6 @@ class Model:
         own = turn[spec.rope_of_layer[layer]]
         return rotate(q, *own), rotate(k, *own), v
 
-    def reposition(self, layer: int, k: mx.array, shifts: np.ndarray) -> mx.array:
-        frequencies, _ = self.ropes[self.spec.rope_of_layer[layer]]
-        cos, sin = cos_sin(frequencies, shifts)
-        return rotate(k, mx.array(cos), mx.array(sin))
-
     def add_attention(self, layer: int, x: mx.array, out: mx.array) -> mx.array:
         y = self._linear(f"layers.{layer}.o", out.reshape(len(x), -1))
         return x + self._output_norm(f"layers.{layer}.attention_norm", y)

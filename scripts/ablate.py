@@ -15,12 +15,12 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
+from curves import PAIRS, bytes_at_kl, text_document
 
 from eps_core.cli.numbers import TOKENS, argument
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code
-from eps_core.evaluation.curves import PAIRS, bytes_at_kl, text_document
 from eps_core.evaluation.runner import run_document
 from eps_core.files import outputs
 from eps_core.load import load_backend

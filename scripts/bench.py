@@ -11,7 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from eps_core.bench.targets import main as targets
+from targets import main as targets
+
 from eps_core.cli.main import main
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from eps_core.config.bytes import summary_group_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.errors import exit_code
 from eps_core.evaluation.capture import Capture, open_capture
-from eps_core.evaluation.hard_cases import fill
 from eps_core.evaluation.merits import CERTIFIED_LEVELS, certified_skip, truth_of
 from eps_core.evaluation.replay import check_alike, combine, replay_many
 from eps_core.files import outputs
@@ -29,6 +28,7 @@ from eps_core.gate.protocol import Backend
 from eps_core.load import load_backend
 from eps_core.paging.where import Where
 from eps_core.telemetry.provenance import provenance
+from experiments.bounds.hard_cases import fill
 
 SUMMARIES = (
     EpsConfig.of(method="1pc"),

@@ -14,8 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from eps_core.errors import ConfigError, exit_code
-from eps_core.evaluation.curves import (
+from curves import (
     CUTS,
     EARLIER,
     FLOOR,
@@ -31,6 +30,8 @@ from eps_core.evaluation.curves import (
     markdown,
     name_of,
 )
+
+from eps_core.errors import ConfigError, exit_code
 from eps_core.files import inputs
 from eps_core.files.outputs import replacing
 from eps_core.files.records import Count, Name, Ratio, Share, read_record

@@ -28,7 +28,7 @@ full=32768 needles=40 texts=8 steps=48 samples=10 replayed=12 models=long,llama-
 grid=(--preset long --needles 40 --texts 4)
 if [ -n "${EPS_LONG_QUICK:-}" ]; then
   full=4096 needles=2 texts=2 steps=8 samples=1 replayed=4 models=long
-  python -c "import json; from eps_core.evaluation.grid_settings import PRESETS
+  PYTHONPATH=scripts python -c "import json; from experiments.grid.grid_settings import PRESETS
 for block in PRESETS['long']:
     contexts = block['context'] if isinstance(block['context'], list) else [block['context']]
     block['context'] = [context // 8 for context in contexts]
@@ -65,10 +65,11 @@ for context in "$shortest" "$middle" "$longest"; do
     --method box@16,meanstd@16,ball@8,moments@8,rq@2,oracle@2,oracle@16 -o "$out/replay-long-$context.jsonl" > /dev/null
 done
 took "recall and certified shares"
-eps-proto grid --model "$model" --backend cuda "${grid[@]}" -o "$out/long-grid.jsonl"
+python scripts/experiments/grid/run.py --model "$model" --backend cuda "${grid[@]}" -o "$out/long-grid.jsonl"
 took "the grid of the verdict"
 rm -f "$out/long_speed.jsonl"
 python scripts/verified_speed.py --models "$models" --context "$full" -o "$out/long_speed.jsonl"
 took "whole steps"
 python scripts/evidence.py "$out" > /dev/null
+python scripts/experiments/verdict/run.py "$out/long-grid.jsonl" "$out/long-tasks.jsonl"
 eps-proto report "$out/long-grid.jsonl" "$out/long-tasks.jsonl" -o "$captures/long.html"

@@ -10,15 +10,17 @@ set -euo pipefail
 begin "$@"
 venv=$(scripts/setup.sh mlx,cuda,report)
 export PATH="$venv/bin:$PATH"
-arms=(--arms memory --contexts 4096 8192 --needles 50 --texts 6 --text-steps 48)
-python scripts/evaluate.py "${arms[@]}" -o "$out/memory.jsonl" > /dev/null
+experiments=scripts/experiments
+arms=(--contexts 4096 8192 --needles 50 --texts 6 --text-steps 48)
+python "$experiments/memory/run.py" "${arms[@]}" -o "$out/memory.jsonl" > /dev/null
 took "the demo model"
-python scripts/evaluate.py "${arms[@]}" --model results/wide_model --shares 0.5 0.125 -o "$out/memory-wide.jsonl" > /dev/null
+python "$experiments/memory/run.py" "${arms[@]}" --model results/wide_model --shares 0.5 0.125 \
+  -o "$out/memory-wide.jsonl" > /dev/null
 took "the wide model"
 some=(--contexts 4096 --needles 20 --texts 4)
-python scripts/evaluate.py "${some[@]}" --arms rewrites --text-steps 48 -o "$out/rewrites.jsonl" > /dev/null
-python scripts/evaluate.py "${some[@]}" --arms linear --text-steps 128 -o "$out/linear.jsonl" > /dev/null
+python "$experiments/kv_formats/run.py" "${some[@]}" --text-steps 48 -o "$out/rewrites.jsonl" > /dev/null
+python "$experiments/linear/run.py" "${some[@]}" --text-steps 128 -o "$out/linear.jsonl" > /dev/null
 took "other formats, and what does not grow"
-eps-proto kv-map --backend cuda -o "$out/kv-map.jsonl" --plot "$out/kv-map.svg" > /dev/null
-python scripts/memory_tables.py "$out" > "$out/memory.md"
+python "$experiments/kv_map/run.py" --backend cuda -o "$out/kv-map.jsonl" --plot "$out/kv-map.svg" > /dev/null
+python "$experiments/memory/tables.py" "$out" > "$out/memory.md"
 eps-proto report "$out/memory.jsonl" "$out/memory-wide.jsonl" -o "$out/memory.html"

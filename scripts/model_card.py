@@ -17,13 +17,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from train_demo import CONFIG, Model, exported, needle_answers, predicted, write
+from training import BOS, RULER_TASKS, ruler_row
 
 from eps_core.cli.numbers import SEED, TOKENS, argument
 from eps_core.errors import exit_code
 from eps_core.files import inputs
 from eps_core.tasks.corpus import corpus
 from eps_core.tasks.needle import filler
-from eps_core.tasks.training import BOS, RULER_TASKS, ruler_row
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768)
 RULER_LENGTHS = (4096, 16384, 32768)

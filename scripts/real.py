@@ -31,11 +31,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from curves import bytes_at_kl
 
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code, require
-from eps_core.evaluation.curves import bytes_at_kl
 from eps_core.evaluation.runner import Document, run_document
 from eps_core.evaluation.statistics import bootstrap_interval
 from eps_core.tasks.corpus import corpus

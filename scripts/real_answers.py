@@ -26,12 +26,12 @@ from eps_core.decode.prefix import Prefix
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code, require
-from eps_core.evaluation.grid_verified import Measured, decode_both
 from eps_core.evaluation.runner import DENSE, Document, run_batch
 from eps_core.evaluation.statistics import wilson_interval
 from eps_core.tasks.needle import draw_key, draw_value, needle_line, question
 from eps_core.tasks.sizing import answers
 from eps_core.telemetry.provenance import provenance
+from experiments.grid.grid_verified import Measured, decode_both
 
 ANSWER_TOKENS = 8
 CONFIG = EpsConfig.of(method="rq")

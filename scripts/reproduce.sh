@@ -52,7 +52,7 @@ took "certificates"
 python scripts/ablate.py --texts 4 -o "$out/ablations.jsonl" > "$captures/ablations.md"
 took "ablations"
 # 6. ten million bounds
-python scripts/check_bounds.py | tee "$captures/bounds.txt" | tail -n 1 > "$out/bounds.json"
+python scripts/experiments/bounds/run.py | tee "$captures/bounds.txt" | tail -n 1 > "$out/bounds.json"
 took "bounds"
 # 7. tables and figures
 python scripts/evidence.py "$out"

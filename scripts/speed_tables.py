@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from eps_core.bench import targets
+import targets
+
 from eps_core.errors import exit_code
 from eps_core.files import inputs
 from eps_core.files.records import Name, Positive, read_record

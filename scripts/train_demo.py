@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
+from training import BOS, batch_of
 
 from eps_core.cli.numbers import SEED, TOKENS, Real, argument
 from eps_core.errors import ConfigError, exit_code
@@ -37,7 +38,6 @@ from eps_core.models.config import DEMO_MODEL, read_spec
 from eps_core.models.rope import inverse_frequencies
 from eps_core.tasks.corpus import corpus, held_out
 from eps_core.tasks.needle import needle_document
-from eps_core.tasks.training import BOS, batch_of
 
 EOS, VOCAB = 257, 258
 CONFIG = {

@@ -6,8 +6,8 @@ set -euo pipefail
 begin "$@"
 venv=$(scripts/setup.sh mlx,cuda)
 export PATH="$venv/bin:$PATH"
-OMP_NUM_THREADS=1 eps-proto grid --preset verified --backend cuda --texts 6 --needles 0 -o "$out/verified.jsonl"
-OMP_NUM_THREADS=1 eps-proto grid --preset verified --backend cuda --texts 4 --needles 0 --model results/wide_model \
+OMP_NUM_THREADS=1 python scripts/experiments/grid/run.py --preset verified --backend cuda --texts 6 --needles 0 -o "$out/verified.jsonl"
+OMP_NUM_THREADS=1 python scripts/experiments/grid/run.py --preset verified --backend cuda --texts 4 --needles 0 --model results/wide_model \
   -o "$out/verified-wide.jsonl"
 rm -f "$out/verified_speed.jsonl"
 python scripts/verified_speed.py -o "$out/verified_speed.jsonl"

@@ -2,7 +2,9 @@
 
 import contextlib
 import io
+import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -16,7 +18,13 @@ class Outcome(NamedTuple):
     err: str
 
 
-def outcome(line: list[str], folder: Path, stdin: str = "") -> Outcome:
+def program(experiment: str) -> Callable[[], object]:
+    """Return what runs the command of an experiment."""
+    path = Path(__file__).parents[1] / "scripts" / "experiments" / experiment / "run.py"
+    return lambda: runpy.run_path(str(path), run_name="__main__")
+
+
+def outcome(line: list[str], folder: Path, stdin: str = "", main: Callable[[], object] = main) -> Outcome:
     """Of a command line without its first word, run in `folder`. What it raises but its exit is raised."""
     out, err = io.BytesIO(), io.BytesIO()
     with (

@@ -68,17 +68,14 @@ BASE = {
     "capture": {"backend": "numpy", "model": "MODEL", "context": "64", "steps": "2", "output": "new",
                 "eps_method": "rq"},
     "calibrate": {"backend": "numpy", "model": "MODEL", "context": "64", "steps": "2", "output": "new"},
-    "kv-map": {"backend": "numpy", "model": "MODEL", "context": "64", "steps": "2"},
     "replay": {"backend": "numpy", "captures": "CAPTURE"},
     "evaluate": {"backend": "numpy", "model": "MODEL", "tasks": "none", "context": "64", "samples": "1",
                  "text_steps": "2"},
-    "grid": {"backend": "numpy", "model": "MODEL", "grid": "GRID", "out": "new", "needles": "0", "texts": "1",
-             "text_steps": "2"},
     "report": {"results": "STEPS", "out": "new"},
     "serve": {"engine": "transformers", "model": "MODEL", "eps_method": "rq"},
 }  # fmt: skip
 # flags that say the same as one of BASE
-SAME = {"prompt_files": "prompt", "seconds": "repeats", "preset": "grid"}
+SAME = {"prompt_files": "prompt", "seconds": "repeats"}
 GRID = '{"context": 64, "method": "rq"}'
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import targets
 from conftest import REQUESTED
 
 from eps_core.bench import layer as layer_module
-from eps_core.bench import targets
 from eps_core.bench.data import CHUNK_TOKENS, Shape, Source, fill
 from eps_core.bench.plan import SCALING_CONTEXTS, BenchRequest, budgeted
 from eps_core.bench.proof import require_same, run_step

@@ -19,7 +19,11 @@ from eps_core.config.formats import fault
 from eps_core.config.store import CacheSpec, Store
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
-from eps_core.evaluation.bounds import (
+from eps_core.evaluation.capture import first_tokens, record
+from eps_core.load import load_backend
+from eps_core.paging.where import Where
+from eps_core.summaries.table import names
+from experiments.bounds.bounds import (
     BOUNDED_ARMS,
     CACHE_DTYPES,
     KEY_CODE_ARMS,
@@ -35,11 +39,7 @@ from eps_core.evaluation.bounds import (
     run_capture,
     run_gate,
 )
-from eps_core.evaluation.capture import first_tokens, record
-from eps_core.load import load_backend
-from eps_core.oracle.truth import Filled
-from eps_core.paging.where import Where
-from eps_core.summaries.table import names
+from experiments.bounds.truth import Filled
 
 EPSILONS = (1.0, 0.5, 0.1, 1e-2, 1e-3, 0.0)  # falling
 POLICIES = ({"policy": "topk", "budget": 0.1}, {"policy": "share", "tau": 0.02}, {"policy": "mass"})

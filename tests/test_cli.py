@@ -371,7 +371,7 @@ def test_a_reader_that_has_gone_is_no_error(args: list, bare: dict[str, str]) ->
     assert done.returncode != 0 and done.stderr == b""
 
 
-COMMANDS = ("run", "bench", "info", "capture", "replay", "calibrate", "evaluate", "grid", "report", "serve")
+COMMANDS = ("run", "bench", "info", "capture", "replay", "calibrate", "evaluate", "report", "serve")
 
 
 def test_help_and_version() -> None:

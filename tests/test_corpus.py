@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from eps_core.errors import ConfigError
-from eps_core.evaluation.grid import IDENTITY, header
-from eps_core.evaluation.grid_cell import Plan
 from eps_core.tasks import corpus
 
 
@@ -37,10 +35,6 @@ def test_a_text_that_is_another_or_damaged_is_refused_in_one_line(
             corpus.corpus()
     finally:
         corpus.corpus.cache_clear()
-
-
-def test_cells_of_two_texts_are_not_one_grid() -> None:
-    assert "corpus" in IDENTITY and header([], Plan(), None, {})["corpus"] == corpus.SHA256
 
 
 def test_nothing_reads_the_running_pythons_library() -> None:

@@ -16,13 +16,13 @@ from typing import Any
 import mutations
 import numpy as np
 import pytest
+import targets
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_bench import target_cell
 from test_html_report import ROOT, whole_results
-from test_inputs import make_capture, recaptured, refused, run, write
+from test_inputs import make_capture, recaptured, run, write
 
-from eps_core.bench import targets
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.decode import cost
@@ -31,7 +31,6 @@ from eps_core.decode.heads import check_policy, load_policy, model_fingerprint
 from eps_core.decode.prompts import prompt_texts
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
-from eps_core.evaluation.grid_settings import config_of, load_grid
 from eps_core.load import load_backend
 from eps_core.models.config import DEMO_MODEL, read_spec
 from eps_core.report import figures
@@ -176,12 +175,6 @@ def test_damaged_inputs_are_read_or_refused(tmp_path_factory: pytest.TempPathFac
         write(path, mutations.document(POLICY, random))
         check_policy(load_policy(path), DEMO_MODEL, SPEC)
 
-    def grid() -> None:
-        write(path, mutations.document(GRID, random))
-        for cell in load_grid(path):
-            with contextlib.suppress(ConfigError):
-                config_of(cell, None)
-
     def benchmark() -> None:
         ruler = random.random() < 0.5
         write(path, mutations.lines(RULER if ruler else LONGBENCH, random))
@@ -199,7 +192,7 @@ def test_damaged_inputs_are_read_or_refused(tmp_path_factory: pytest.TempPathFac
         SESSION.encode(text)
 
     try:
-        random.choice((policy, grid, benchmark, prompts, prompt))()
+        random.choice((policy, benchmark, prompts, prompt))()
     except ConfigError as error:
         assert "\n" not in str(error) and len(str(error)) < 1200
 
@@ -263,22 +256,6 @@ def test_costs_that_are_no_times_are_measured_again(
     assert "[2.0]" in path.read_text()
     path.write_text(path.read_text().replace("[2.0]", f"[{value}]"))
     assert cost.cost_of(*args) == (measured, False)
-
-
-def test_a_grid_continued_from_a_cell_without_an_index_is_refused(tmp_path: Path) -> None:
-    grid, out = write(tmp_path / "g.json", '{"context": 999999}'), tmp_path / "out.jsonl"
-    flags = ["grid", "--grid", grid, "-o", out, "--backend", "numpy"]
-    assert run(*flags)[0] == 0  # the cell is skipped: it is longer than the model's context
-    first, cell = map(json.loads, out.read_text().splitlines())
-    for index in (None, "0", 1.5):
-        write(out, "".join(json.dumps(line) + "\n" for line in (first, cell | {"index": index})))
-        assert "index" in refused(*flags)
-
-
-def test_too_many_cells_are_refused_before_they_are_made(tmp_path: Path) -> None:
-    axes = {name: list(range(1, 1001)) for name in ("context", "batch", "dim", "last_n", "first_n")}
-    with pytest.raises(ConfigError, match="more than 100,000 cells"):
-        load_grid(write(tmp_path / "g.json", json.dumps(axes)))
 
 
 def test_notes_of_a_file_of_garbage_are_few(tmp_path: Path) -> None:

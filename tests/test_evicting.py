@@ -12,15 +12,13 @@ import tiny_models
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import Store
-from eps_core.decode.evicting import EvictingDecoder
 from eps_core.decode.observe import Observed
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.evaluation import compare
-from eps_core.evaluation.memory import Arm, run_arms
 from eps_core.evaluation.request import RunRequest
-from eps_core.evaluation.runner import DENSE, Document, decode
+from eps_core.evaluation.runner import Document, decode
 from eps_core.evict import table
 from eps_core.evict.base import Facts, Head, Rule
 from eps_core.evict.keep import Keep
@@ -360,42 +358,6 @@ def observed_anew(session: Session, keep: Keep, prompt: list[int]) -> Observed:
     observed = Observed(session.backend, session.spec, keep.facts)
     session.prefix(prompt[:-1], observed=observed)
     return observed
-
-
-@pytest.mark.parametrize("name", ["tova", "kv-compress", "kv-compress-full", "oracle"])
-def test_statistics_for_all_policies_serve_each(model: Path, name: str) -> None:
-    """What is gathered once for several policies is to each what is gathered for it alone."""
-    session, document = Session.open(model, "numpy"), Document(prompts()[0], 13, FORCED[0])
-    arms = [Arm(Keep(one, 0.5, 4, **RULE)) for one in ("h2o", "kv-compress", "kv-compress-full", "tova", "oracle")]
-    found = run_arms(session, document, arms)
-    index = [arm.keep.policy for arm in arms].index(name)
-    (alone, kept) = run_arms(session, document, [arms[index]])[0]
-    np.testing.assert_allclose(found[index][0].kl, alone.kl, atol=1e-7)
-    assert found[index][1] == kept < found[DENSE][1]
-    assert (sum(r.rows_moved for r in alone.records) > 0) == table.policy(name).FACTS.while_decoding
-
-
-def test_arms_that_keep_the_same_choose_once_and_are_what_they_are_alone(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session, document = Session.open(model, "numpy"), Document(prompts()[0], 13, FORCED[0])
-    snapkv, rkv = (Keep(one, 0.5, 4, **RULE) for one in ("snapkv", "rkv"))
-    less = Keep("snapkv", 0.3, 4, **RULE)
-    box = EpsConfig.of(method="box", group_tokens=4, budget=0.4, first_tokens=2, last_tokens=4)
-    arms = [Arm(snapkv), Arm(rkv), Arm(snapkv, box), Arm(less), Arm(snapkv, kv_bits=(8, 8)), Arm(rkv, box, (4, 4))]
-    alone = [run_arms(session, document, [arm])[0] for arm in arms]
-    chosen, real = [], EvictingDecoder.choose
-
-    def choose(decoder: EvictingDecoder, *args: Any) -> Any:
-        chosen.append(decoder.keep)
-        return real(decoder, *args)
-
-    monkeypatch.setattr(EvictingDecoder, "choose", choose)
-    found = run_arms(session, document, arms)
-    assert chosen == [snapkv, rkv, less]
-    for index, (outcome, kept) in enumerate(alone):
-        np.testing.assert_allclose(found[index][0].kl, outcome.kl, rtol=0, atol=1e-12)
-        assert found[index][1] == kept and found[index][0].bytes_read() == outcome.bytes_read()
 
 
 def test_a_policy_of_the_future_is_refused_where_nobody_knows_it(model: Path) -> None:

@@ -52,21 +52,20 @@ def test_an_example_is_a_line_that_the_command_takes(line: str) -> None:
 
 # of every command: the name that help shows -> the names that are taken besides
 NAMES = {
-    "-o": {"capture", "calibrate", "kv-map", "replay", "evaluate", "grid", "report", "bench"},
-    "--output": {"capture", "calibrate", "kv-map", "replay", "evaluate", "grid", "report", "bench"},
-    "--out": {"evaluate", "grid", "report"},
+    "-o": {"capture", "calibrate", "replay", "evaluate", "report", "bench"},
+    "--output": {"capture", "calibrate", "replay", "evaluate", "report", "bench"},
+    "--out": {"evaluate", "report"},
     "--jsonl": {"replay"},
     "--method": {"run", "capture", "calibrate", "replay", "evaluate", "bench", "serve"},
     "--eps-method": {"run", "capture", "calibrate", "replay", "evaluate", "bench", "serve"},
     "--methods": {"replay", "bench"},
-    "--repeats": {"grid", "bench"},
-    "--repeat": {"grid"},
-    "--audit-every": {"run", "grid", "serve"},
-    "--eps-audit-every": {"run", "grid", "serve"},
+    "--repeats": {"bench"},
+    "--audit-every": {"run", "serve"},
+    "--eps-audit-every": {"run", "serve"},
     "--eps-audit-factor": {"run"},
     "--eps-audit-off": {"run"},
 }  # fmt: skip
-OLD = {"--out", "--jsonl", "--eps-method", "--methods", "--repeat", "--eps-audit-every", "--eps-audit-factor",
+OLD = {"--out", "--jsonl", "--eps-method", "--methods", "--eps-audit-every", "--eps-audit-factor",
        "--eps-audit-off"}  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The verdict by hand, and a page that holds every section whatever the results lack."""
+"""A page that holds every section whatever the results lack."""
 
 import json
 import re
@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from eps_core.cli.grid import report_command
-from eps_core.config.eps import EpsConfig
+from eps_core.cli.report import report_command
 from eps_core.errors import ConfigError
-from eps_core.evaluation.verdict import arm_name, decide
 from eps_core.report import figures
+from eps_core.report.cells import arm_name
 from eps_core.report.kinds import clean
 from eps_core.report.load import Results, load_results
 from eps_core.report.page import page
@@ -24,14 +23,14 @@ from eps_core.report.style import PAGE_DARK, PAGE_LIGHT, PALETTE
 
 ROOT = Path(__file__).parent.parent
 SECTIONS = (
-    "verdict", "quality", "verified", "kept", "tasks", "visited", "time", "certificate", "heads", "ablations", "runs",
+    "quality", "verified", "kept", "tasks", "visited", "time", "certificate", "heads", "ablations", "runs",
     "skipped", "inputs",
 )  # fmt: skip
 VOID = {"meta", "path", "br"}
 
 
 def cell(**values: Any) -> dict[str, Any]:
-    """A cell that ships."""
+    """A cell with every field of a grid's."""
     return {
         "type": "cell", "context_tokens": 32768, "method": "rq", "group_tokens": 2, "bits": 1, "dim": None,
         "policy": "topk", "batch": 1, "bytes_ratio": 0.12, "kl_mean": 0.002, "top1_agreement": 0.99,
@@ -39,123 +38,6 @@ def cell(**values: Any) -> dict[str, Any]:
         "decode_ms_p50": 8.0, "decode_ms_p95": 9.0, "dense_decode_ms_p50": 10.0, "dense_decode_ms_p95": 12.0,
         "device": "cuda", "strict": False, **values,
     }  # fmt: skip
-
-
-SHIP, KILL, ITERATE, OPEN = "ship", "kill", "iterate", "not decidable"
-VERDICTS: dict[str, tuple[list[dict[str, Any]], str, str]] = {
-    "ships": ([cell()], SHIP, "88.0 % fewer bytes, p95 of decode 25.0 % lower on cuda, 0.20 points lost"),
-    "ships-at-the-limits": (
-        [cell(bytes_ratio=0.9, dense_decode_ms_p95=100.0, decode_ms_p95=93.0, needles_answered=997)],
-        SHIP, "0.30 points",
-    ),
-    "ships-in-strict": ([cell(strict=True, needles_answered=1000)], SHIP, "strict"),
-    "one-arm-of-two-ships": ([cell(method="jl", bytes_ratio=0.99), cell()], SHIP, "rq 1 bit S=2"),
-    "short-contexts-do-not-count": ([cell(), cell(context_tokens=8192, needles_answered=0)], SHIP, "rq"),
-    "one-long-context-is-slow": (
-        [cell(), cell(context_tokens=131072, decode_ms_p95=13.0)], ITERATE, "changes p95 by +8.3",
-    ),
-    "too-few-bytes": ([cell(bytes_ratio=0.93)], ITERATE, "saves 7.0 % of the bytes, below 10 %"),
-    "too-slow": ([cell(decode_ms_p95=11.9)], ITERATE, "changes p95 by -0.8 %"),
-    "quality-lost": ([cell(needles_answered=996)], ITERATE, "loses 0.40 points of quality, above 0.3"),
-    "quality-lost-needs-no-times": ([cell(needles_answered=990, device="cpu")], ITERATE, "loses 1.00 points"),
-    "kill-by-bytes": ([cell(bytes_ratio=0.96), cell(method="jl", bytes_ratio=1.1)], KILL, "the best saves 4.0 %"),
-    "kill-by-bytes-needs-no-times": ([cell(bytes_ratio=0.96, device="cpu")], KILL, "saves 5 % of the bytes"),
-    "beyond-64k-is-no-kill": ([cell(bytes_ratio=0.96, context_tokens=131072)], ITERATE, "saves 4.0 %"),
-    "kill-by-strict": (
-        [cell(), cell(strict=True, context_tokens=4096, needles_answered=999)],
-        KILL, "strict mode at epsilon 0.01 or below",
-    ),
-    "a-looser-strict-is-any-arm": (
-        [cell(strict=True, setting={"epsilon": 0.1})], SHIP, "rq 1 bit S=2 strict: 88.0 %",
-    ),
-    "a-tighter-strict-kills": ([cell(strict=True, epsilon=0.001)], KILL, "epsilon 0.001 at 32,768 tokens loses 0.20"),
-    "arms-of-other-settings-are-not-merged": (
-        [
-            cell(),
-            *(
-                cell(**other, needles_answered=0)
-                for other in (
-                    {"refine": 0.125}, {"tail_tokens": 64}, {"guards": [16, 128]}, {"scope": "union"},
-                    {"bound_bits": 8}, {"setting": {"first_n": 2}}, {"mean_tokens": 32},
-                    {"stages": [0.25]},
-                )
-            ),
-        ],
-        SHIP, "rq 1 bit S=2: 88.0 %",
-    ),
-    "no-long-context": ([cell(context_tokens=16384)], OPEN, "the longest one measured is 16,384"),
-    "ships-on-a-cpu": ([cell(device="cpu")], SHIP, "p95 of decode 25.0 % lower on cpu"),
-    "too-slow-on-a-cpu": ([cell(device="cpu", decode_ms_p95=11.9)], ITERATE, "changes p95 by -0.8 %"),
-    "one-device-of-two-is-slow": ([cell(device="cpu", decode_ms_p95=11.9), cell()], SHIP, "on cuda"),
-    "no-times": ([cell(decode_ms_p95=None)], OPEN, "no decode times"),
-    "times-of-nobody-knows-what": ([cell(device=None)], OPEN, "no decode times"),
-    "no-questions": ([cell(num_needles=0)], OPEN, "no questions"),
-    "oracles-do-not-count": ([cell(method="oracle")], OPEN, "no measured cell"),
-    "nothing": ([], OPEN, "no measured cell"),
-    "only-nulls": (
-        [cell(bytes_ratio=None), cell(bytes_ratio=float("nan")), {"type": "cell"}], OPEN, "no measured cell",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", VERDICTS)
-def test_verdict(name: str) -> None:
-    cells, outcome, words = VERDICTS[name]
-    verdict = decide(cells)
-    assert verdict.outcome == outcome, verdict
-    assert words in verdict.reasons[0]
-    assert decide(cells[::-1]) == verdict
-
-
-def test_a_ship_says_what_weakens_it() -> None:
-    few = decide([cell(bytes_ratio=0.85, num_needles=20, needles_answered=20, needles_dense=20)])
-    assert few.outcome == SHIP and len(few.caveats) == 2
-    assert "20 questions cannot resolve 0.3 points (one is 5.00)" in few.caveats[1]
-    assert decide([cell()]).caveats == ()
-    (caveat,) = decide([cell(device="cpu")]).caveats
-    assert "times are of a CPU" in caveat
-    loose = decide([cell(), cell(strict=True, epsilon=0.1, context_tokens=4096)])
-    assert loose.outcome == SHIP and len(loose.caveats) == 1
-    assert "epsilon above 0.01" in loose.caveats[0] and "epsilon 0.1 at 4,096 tokens loses 0.20" in loose.caveats[0]
-
-
-def task(config: EpsConfig, change: float, dense: float = 0.9, **values: Any) -> dict[str, Any]:
-    flat = config.to_dict()
-    return {**flat, "config": flat, "type": "task", "context_tokens": 32768, "dense": dense,
-            "eps_minus_dense": change, **values}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        EpsConfig.of(method="rq", budget=0.05),
-        EpsConfig.of(method="rq"),
-        EpsConfig.of(method="rq", policy="share"),
-        EpsConfig.of(method="box", group_tokens=16, first_tokens=4),
-    ],
-)
-def test_what_tasks_lose_counts_as_quality(config: EpsConfig) -> None:
-    arm = cell(config=config.to_dict())
-    assert decide([arm], [task(config, -0.01), task(config, 0.006, dense=0.8)]).outcome == SHIP
-    lost = decide([arm], [task(config, -0.01), task(config, 0.002)])
-    assert lost.outcome == ITERATE and "loses 0.40 points" in lost.reasons[0]
-    # of other settings, of another context or model, or failed by dense itself
-    for other in (config.replace(budget=0.1), config.replace(tail_tokens=0), config.replace(last_tokens=1024)):
-        assert other == config or decide([arm], [task(other, -0.5)]).outcome == SHIP
-    for values in ({"context_tokens": 16384}, {"model": "another"}):
-        assert decide([arm], [task(config, -0.5, **values)]).outcome == SHIP
-    assert decide([arm], [task(config, -0.09, dense=0.09)]).outcome == SHIP
-    assert decide([{**arm, "num_needles": 0}], [task(config, 0.0)]).outcome == SHIP
-    assert decide([cell()], [{**task(config, -0.5), "config": None}]).outcome == SHIP
-
-
-def test_a_strict_task_that_loses_kills() -> None:
-    strict = EpsConfig.of(method="rq", bound_bits=8, strict=True)
-    assert decide([cell()], [task(strict, 0.0)]).outcome == SHIP
-    killed = decide([cell()], [task(strict, -0.02)])
-    assert killed.outcome == KILL and "loses 2.00 points" in killed.reasons[0]
-    loose = decide([cell()], [task(strict.replace(epsilon=0.1), -0.02)])
-    assert loose.outcome == SHIP and "loses 2.00 points" in loose.caveats[0]
 
 
 def test_an_arm_is_named_by_what_sets_it_apart() -> None:
@@ -287,7 +169,7 @@ def checked(html: str) -> Checker:
 
 
 def test_the_page_of_everything(tmp_path: Path) -> None:
-    html, verdict = page(load_results(write(tmp_path, whole_results())))
+    html = page(load_results(write(tmp_path, whole_results())))
     checked(html)
     # two plots for each of 3 contexts, of verified decoding, bytes kept and of 4 axes, tasks, text, visited, time,
     # certificates, six maps of seven
@@ -295,19 +177,17 @@ def test_the_page_of_everything(tmp_path: Path) -> None:
     assert "0.900 [0.850, 0.950]" in html and "6 of 6" in html
     assert html.count("<figcaption>") == html.count('role="img"') == html.count("<svg")
     assert "No data" not in html
-    assert verdict.outcome == SHIP and '<p class="outcome ship">ship</p>' in html
     assert "3 of type replay" in html
     assert "demo&lt;&amp;&gt;" in html and "<b>" not in html
-    assert html == page(load_results(write(tmp_path, whole_results())))[0]
+    assert html == page(load_results(write(tmp_path, whole_results())))
 
 
 def test_a_page_of_nothing_says_so_in_every_section(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").touch()
-    html, verdict = page(load_results([tmp_path / "empty.jsonl"]))
+    html = page(load_results([tmp_path / "empty.jsonl"]))
     checked(html)
     assert "empty.jsonl holds no results" in html and "<svg" not in html
     assert html.count("No data") == 14  # four of them axes, one each of the other sections with numbers
-    assert verdict.outcome == OPEN
 
 
 def test_a_field_that_is_missing_everywhere_leaves_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,7 +199,7 @@ def test_a_field_that_is_missing_everywhere_leaves_a_page(tmp_path: Path, monkey
             name: [{key: value for key, value in line.items() if key != missing} for line in lines]
             for name, lines in every.items()
         }
-        checked(page(load_results(write(tmp_path, files)))[0])
+        checked(page(load_results(write(tmp_path, files))))
 
 
 def test_odd_values_leave_a_page(tmp_path: Path) -> None:
@@ -340,7 +220,7 @@ def test_odd_values_leave_a_page(tmp_path: Path) -> None:
     ]
     path = write(tmp_path, {"odd.jsonl": odd})[0]
     path.write_text(path.read_text() + "[1]\nnot json\n" + '{"type": "cell", "bytes_ratio": NaN}\n{"type": "ce')
-    html, _ = page(load_results([path, path]))
+    html = page(load_results([path, path]))
     checked(html)
     for number in (14, 15, 17):
         assert f"odd.jsonl, line {number}: not a JSON object, left out" in html
@@ -353,7 +233,7 @@ def test_many_arms_share_a_colour_and_show_their_front(tmp_path: Path) -> None:
         for dim in range(1, 9)
         for alpha in (1.0, 1.1)
     ]
-    html, _ = page(load_results(write(tmp_path, {"many.jsonl": cells})))
+    html = page(load_results(write(tmp_path, {"many.jsonl": cells})))
     checked(html)
 
 
@@ -382,7 +262,7 @@ def test_what_evaluate_found_is_drawn(tmp_path: Path) -> None:
     )
     loaded = load_results([path, other])
     assert loaded.notes == ["stopped.jsonl: 1 of type sample and no task: evaluate was stopped"]
-    html = checked_section(page(loaded)[0], "tasks")
+    html = checked_section(page(loaded), "tasks")
     assert html.count("<svg") == 2 and "nothing lost" in html
     for shown in ("rq 1 bit S=2", "-0.500 to +0.000", "0.750", "0.01250", "4,096"):
         assert shown in html
@@ -391,10 +271,10 @@ def test_what_evaluate_found_is_drawn(tmp_path: Path) -> None:
 def test_a_failed_cell_is_listed_until_it_is_measured(tmp_path: Path) -> None:
     failed = {"type": "failed", "index": 7, "setting": {}, "reason": "out of memory"}
     (path,) = write(tmp_path, {"grid.jsonl": [cell(index=0), failed, failed]})
-    html = checked_section(page(load_results([path]))[0], "skipped")
+    html = checked_section(page(load_results([path])), "skipped")
     assert "failed, and not measured since: out of memory</td><td>1<" in html
     (path,) = write(tmp_path, {"grid.jsonl": [failed, cell(index=7)]})
-    assert "out of memory" not in page(load_results([path]))[0]
+    assert "out of memory" not in page(load_results([path]))
 
 
 def checked_section(html: str, key: str) -> str:
@@ -405,7 +285,7 @@ def checked_section(html: str, key: str) -> str:
 def test_text_in_results_stays_text(tmp_path: Path) -> None:
     evil = "<script>x</script>&\"'"
     odd = cell(method=evil, model=evil, skipped=evil, bytes_ratio=None)
-    html, _ = page(load_results(write(tmp_path, {"a.jsonl": [cell(method=evil, model=evil), odd]})))
+    html = page(load_results(write(tmp_path, {"a.jsonl": [cell(method=evil, model=evil), odd]})))
     checked(html)
     assert "<script" not in html and html.count("&lt;script&gt;x&lt;/script&gt;&amp;") >= 4
 
@@ -439,8 +319,8 @@ def test_report_command_writes_the_page_whole(tmp_path: Path) -> None:
         report_command, [*map(str, paths), "-o", str(out)], standalone_mode=False, catch_exceptions=False
     )
     result = json.loads(done.stdout.splitlines()[-1])
-    assert result["verdict"]["outcome"] == SHIP and result["lines"]["replay.jsonl"] == {"replay": 3}
-    assert out.read_text() == page(load_results(paths))[0]
+    assert result["lines"]["replay.jsonl"] == {"replay": 3}
+    assert out.read_text() == page(load_results(paths))
     assert not list(tmp_path.glob(".*"))
     for args, words in (
         ([str(tmp_path / "absent.jsonl"), "-o", str(out)], "absent.jsonl cannot be read"),

@@ -9,10 +9,10 @@ from eps_core.config.bytes import summary_bytes, summary_group_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.errors import ConfigError
-from eps_core.evaluation.bounds import Trial, run_bounds
 from eps_core.paging.where import Where
 from eps_core.summaries import norm
 from eps_core.summaries.base import near16, up16
+from experiments.bounds.bounds import Trial, run_bounds
 
 CASES = (
     Case((300, 130), eps("norm", group_tokens=128)),

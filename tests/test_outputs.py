@@ -19,12 +19,10 @@ from click.testing import CliRunner
 from test_cli import call, command, lines_of
 
 from eps_core.cli.evaluate import evaluate_command
-from eps_core.cli.grid import grid_command
 from eps_core.cli.main import cli
 from eps_core.config.eps import EARLIER
 from eps_core.errors import ConfigError
 from eps_core.evaluation import measure as measure_module
-from eps_core.evaluation.grid_cell import Bench
 from eps_core.files import outputs
 from eps_core.files.outputs import JsonlWriter, Output
 from eps_core.telemetry import provenance
@@ -317,8 +315,6 @@ COMMANDS: dict[str, list[str]] = {
     "evaluate-ruler": ["evaluate", "--eps-method", "rq", "--ruler", "IN", "-o", "OUT"],
     "evaluate-text": ["evaluate", "--eps-method", "rq", "--text", "IN", "-o", "OUT"],
     "evaluate-prompts": ["evaluate", "--longbench", "OTHER", "--longbench-prompts", "IN", "-o", "OUT"],
-    "grid": ["grid", "--grid", "IN", "-o", "OUT"],
-    "grid-policy": ["grid", "--preset", "small", "--eps-head-policy", "IN", "-o", "OUT"],
 }
 SPELLINGS = {"same": "in", "dots": "folder/../in", "link": "soft", "link-of-a-folder": "back/in", "hard-link": "hard"}
 
@@ -357,7 +353,7 @@ def test_an_output_that_is_an_input_is_refused(name: str, spelling: str, place: 
     "args",
     [
         ["run", "--prompt", "x", "--metrics"], ["run", "--prompt", "x", "--csv"], ["capture", "-o"],
-        ["calibrate", "-o"], ["evaluate", "--eps-method", "rq", "-o"], ["grid", "--preset", "small", "-o"],
+        ["calibrate", "-o"], ["evaluate", "--eps-method", "rq", "-o"],
     ],
     ids=lambda args: "-".join((args[0], args[-1].strip("-"))),
 )  # fmt: skip
@@ -523,81 +519,6 @@ def test_a_damaged_line_of_evaluate_is_one_line(
         evaluate(model, out)
 
 
-def grid(model: Path, out: Path, axes: Any) -> Any:
-    axes_file = model.parent / "grid.json"
-    axes_file.write_text(json.dumps(axes))
-    args = ["--model", model, "--grid", axes_file, "-o", out, "--backend", "numpy", "--needles", 0, "--texts", 1]
-    args += ["--text-steps", 4, "--audit-every", 0]
-    return CliRunner().invoke(grid_command, list(map(str, args)), standalone_mode=False)
-
-
-AXES = {"context": [288, 9999], "method": ["rq", "box"], "budget": 0.5}
-
-
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [
-        (MemoryError(), "out of memory"),
-        (RuntimeError("CUDA out of memory"), "RuntimeError: CUDA out of memory"),
-        (RuntimeError("an illegal memory access"), "RuntimeError: an illegal memory access"),
-        ("cache", "does not fit"),
-    ],
-    ids=str,
-)
-def test_a_failed_cell_is_named_and_tried_again_and_an_impossible_one_is_not(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any, reason: str
-) -> None:
-    measure, measured, broken = Bench.measure, [], [True]
-
-    def faulty(self: Bench, setting: Any, config: Any) -> dict[str, Any]:
-        measured.append(setting.method)
-        if setting.method == "box" and broken[0]:
-            if fault == "cache":  # the device had no room for it just then
-                raise ConfigError("a cache of 1 MiB does not fit cpu") from RuntimeError("out of memory")
-            raise fault
-        return measure(self, setting, config)
-
-    monkeypatch.setattr(Bench, "measure", faulty)
-    out = tmp_path / "g.jsonl"
-    done = grid(model, out, AXES)
-    assert isinstance(done.exception, ConfigError) and "1 of 4 cells failed" in str(done.exception)
-    assert reason in str(done.exception)
-    *reasons, last = done.stdout.splitlines()
-    assert json.loads(last) | {"out": ""} == {
-        "out": "", "cells": 4, "resumed": 0, "measured": 1, "skipped": 2, "failed": 1
-    }  # fmt: skip
-    assert len(reasons) == 2 and reasons[0].startswith("2 of the cells skipped: context 9999 is past the model")
-    assert reasons[1].startswith("1 of the cells failed: ") and reason in reasons[1]
-    broken[0] = False
-    done = grid(model, out, AXES)
-    assert done.exception is None and measured == ["rq", "box", "box"]
-    again, last = done.stdout.splitlines()
-    assert again == reasons[0], "the holes of a grid are told each time"
-    assert json.loads(last) | {"out": ""} == {
-        "out": "", "cells": 4, "resumed": 3, "measured": 1, "skipped": 2, "failed": 0
-    }  # fmt: skip
-    assert sorted(line["index"] for line in lines_of(out) if line["type"] == "cell") == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("index", [None, "0", -1, 4, True])
-def test_a_cell_of_no_index_is_one_line(model: Path, tmp_path: Path, index: Any) -> None:
-    out = tmp_path / "g.jsonl"
-    axes = {"context": 9999, "method": ["rq", "box"]}
-    assert grid(model, out, axes).exception is None
-    lines = lines_of(out)
-    lines[1]["index"] = index
-    out.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    error = grid(model, out, axes).exception
-    assert isinstance(error, ConfigError) and f"index {index!r}" in str(error)
-
-
-def test_a_grid_reads_nothing_back_from_a_device(model: Path) -> None:
-    """/dev/full and /dev/zero give zeros without an end."""
-    assert grid(model, Path("/dev/null"), {"context": 9999}).exception is None
-    error = grid(model, Path("/dev/full"), {"context": 9999}).exception
-    assert isinstance(error, ConfigError) and "/dev/full cannot be written (No space left" in str(error)
-
-
 # --- streams that are closed or full ----------------------------------------------------------------------------------
 
 
@@ -692,6 +613,6 @@ def test_a_huge_file_is_not_read_back(model: Path, tmp_path: Path) -> None:
     huge = tmp_path / "g.jsonl"
     with open(huge, "wb") as file:
         file.truncate(2**40)  # a hole takes no disk
-    done = call("grid", "--backend", "numpy", "--model", model, "--preset", "quick", "-o", huge)
+    done = call("evaluate", "--backend", "numpy", "--model", model, "--tasks", "none", "--method", "rq", "-o", huge)
     assert done.returncode == 2 and "is longer than" in done.stderr
     assert huge.stat().st_size == 2**40

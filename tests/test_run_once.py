@@ -33,7 +33,6 @@ CASES: dict[str, dict[str, Any]] = {
     **{name: {"config": EpsConfig.of(**settings)} for name, settings in CONFIGS.items()},
     "batch": {"prompts": PROMPTS},
     "codes": {"kv_bits": (8, 4)},  # prefilled once for the model's own dense run, and once for codes
-    "beams": {"beams": 3, "prompts": PROMPTS},
     "sampled": {"sampling": Sampling(0.9, 0.8, 5)},
     "kl": {"kl": True},
     "evicting": {"keep": Keep("snapkv", 0.5), "kl": True, "prompts": PROMPTS},

@@ -188,9 +188,6 @@ def test_a_config_of_a_store_and_a_read_keeps_them() -> None:
     [
         ({"keep": Keep("rkv", 0.5), "cache_dir": Path("kept")}, "--kv-evict and --cache-dir exclude each other"),
         ({"keep": Keep("rkv", 0.5), "audit_every": 2}, "--kv-evict and --audit-every exclude each other"),
-        ({"beams": 2, "keep": Keep("rkv", 0.5)}, "--beams and --kv-evict exclude each other"),
-        ({"beams": 2, "sampling": Sampling(0.5)}, "--beams and --temperature exclude each other"),
-        ({"beams": 0}, "beams 0"),
         ({"audit_every": -1}, "audit-every -1"),
         ({"verify": Verify("tokens"), "kl": True}, "--eps-verify moves none"),
         ({"verify": Verify("tokens"), "audit_every": 2}, "audits every draft"),

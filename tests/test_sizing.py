@@ -9,18 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from curves import Documents, needle, says, text_document
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from eps_core.errors import ConfigError
-from eps_core.evaluation.curves import Documents, answer_steps, needle, says, text_document
-from eps_core.evaluation.grid_cell import Bench, Plan
 from eps_core.evaluation.runner import Outcome
 from eps_core.models.chat import has_template, in_chat
 from eps_core.models.tokenizer import encode, load_tokenizer
 from eps_core.tasks.corpus import KINDS, conversation, corpus, haystack, num_topics, prose
+from eps_core.tasks.needle import VALUE_DIGITS
 from eps_core.tasks.questions import generated_questions, needle_tokens, text_window
 from eps_core.tasks.ruler import known_tasks
-from eps_core.tasks.sizing import answers, bytes_per_token, check_length, cut, fit
+from eps_core.tasks.sizing import answer_steps, answers, bytes_per_token, check_length, cut, fit
+from experiments.grid.grid_cell import Bench, Plan
 from tests.tiny_models import save_tokenizer
 
 NAMES = ("bytes", "bpe", "sentencepiece")
@@ -93,7 +94,7 @@ def test_needles_and_texts_have_the_tokens_of_their_context(session: Any, kind: 
         assert len(document.prompt) == CONTEXT
         assert f" is {answer}." in said and said.rstrip(" ").endswith(" is") and len(answer) == 5
         assert ("<assistant>The code for" in said) == chat
-        assert document.num_steps > answer_steps(session, answer) >= 5
+        assert document.num_steps > answer_steps(session.encode, answer, VALUE_DIGITS) >= 5
     text = text_document(session, CONTEXT, 16, 0, 1, kind)
     assert text.forced is not None
     assert len(text.prompt) - 1 == CONTEXT and len(text.forced) == 15 and text.num_steps == 16
@@ -125,7 +126,7 @@ def test_a_grid_measures_documents_of_its_context(session: Any) -> None:
     for index in range(3):
         document, answer = bench._document("needle", CONTEXT, index)
         assert len(document.prompt) + document.num_steps == CONTEXT
-        assert document.num_steps == answer_steps(session, answer)
+        assert document.num_steps == answer_steps(session.encode, answer, VALUE_DIGITS)
     text, _ = bench._document("text", CONTEXT, 0)
     assert text.forced is not None and len(text.prompt) + len(text.forced) == CONTEXT
 

@@ -22,14 +22,13 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.store import METHODS
 from eps_core.decode.sampling import Sampling
 from eps_core.errors import ConfigError
-from eps_core.evaluation import bounds
 from eps_core.evaluation.compare import run
 from eps_core.evaluation.request import RunRequest
 from eps_core.gate.protocol import Scores, Selection
 from eps_core.load import backend_name
-from eps_core.oracle import truth
 from eps_core.oracle.formulas import attend_keys
 from eps_core.paging.where import Where
+from experiments.bounds import bounds, truth
 
 SIZE, TAIL, HEAD_DIM, UNITS = 8, 64, 16, 6  # tokens of a group, of a tail group; six of these in the pool
 USUAL = 128  # tokens of a tail group by default

@@ -8,8 +8,8 @@ import pytest
 from eps_core.config.read import Read
 from eps_core.config.verify import Verify
 from eps_core.evaluation import measure, runner
-from eps_core.evaluation.grid_verified import Measured
 from eps_core.evaluation.runner import Document, Outcome
+from experiments.grid.grid_verified import Measured
 
 TOKENS = Verify("tokens")
 

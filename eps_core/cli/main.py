@@ -13,12 +13,10 @@ from eps_core.cli.bench import bench_command
 from eps_core.cli.captures import calibrate_command, capture_command, replay_command
 from eps_core.cli.engines import engine_option, run_in_engine, serve_command
 from eps_core.cli.evaluate import evaluate_command
-from eps_core.cli.grid import grid_command, report_command
 from eps_core.cli.help import CHECKS, DECODING, FILE, INPUT, OUTPUT, OUTPUT_FILE, Group, option
 from eps_core.cli.info import info_command
 from eps_core.cli.keep import keep_of, keep_options
-from eps_core.cli.kv_map import kv_map_command
-from eps_core.cli.numbers import COUNT, SEED, TOKENS, Real, Whole
+from eps_core.cli.numbers import COUNT, SEED, TOKENS, Real
 from eps_core.cli.options import (
     AUTO,
     DEMO_METHOD,
@@ -30,6 +28,7 @@ from eps_core.cli.options import (
     selection_options,
     summary_options,
 )
+from eps_core.cli.report import report_command
 from eps_core.cli.source import (
     backend_option,
     device_option,
@@ -52,7 +51,7 @@ DEMO_NEW_TOKENS = 16
 # flags that a request calls the same
 _SAME = (
     "backend", "device", "model", "dtype", "prefill_chunk", "pool_tokens", "kl", "stop", "metrics", "csv",
-    "eps_audit_every", "eps_audit_factor", "eps_audit_off", "kernels", "chat", "kv_bits", "cache_dir", "beams",
+    "eps_audit_every", "eps_audit_factor", "eps_audit_off", "kernels", "chat", "kv_bits", "cache_dir",
     "keep_newline",
 )  # fmt: skip
 
@@ -121,10 +120,6 @@ def cli() -> None:
     "--sample-by", heading=DECODING, type=click.Choice(DRAW_RULES), default=DRAW_RULES[0], show_default=True,
     help="With a temperature: noise for each token, or one number through cumulated probabilities, as it once was.",
 )  # fmt: skip
-@option(
-    "--beams", heading=DECODING, type=Whole(1, 64), default=1, show_default=True,
-    help="Search for the likeliest text with so many at a time, over forks of the prompt's pages; 1: greedy.",
-)  # fmt: skip
 @option("--prefill-chunk", heading=DECODING, type=TOKENS, default=512, show_default=True, help="Tokens at a time.")
 @option(
     "--cache-dir",
@@ -186,12 +181,8 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
         if name in given and not flags["temperature"]:
             raise click.UsageError(f"{flag(name)} means nothing to greedy decoding: add --temperature")
     verify = verify_of(flags, given, config)
-    for name, on, why in (
-        ("--kv-evict", keep.enabled, "its engine owns the cache"),
-        ("--beams", flags["beams"] > 1, "its engine searches by itself"),
-    ):
-        if on and flags["engine"] != OWN:
-            raise click.UsageError(f"{name} and --engine exclude each other, as {why}: drop one")
+    if keep.enabled and flags["engine"] != OWN:
+        raise click.UsageError("--kv-evict and --engine exclude each other, as its engine owns the cache: drop one")
     if flags["engine"] != OWN:
         click.echo(outputs.to_json(run_in_engine(flags, given, config, verify, _prompts(flags), DEMO_NEW_TOKENS)))
         return
@@ -251,7 +242,7 @@ def _prompts(flags: dict[str, Any]) -> tuple[str | Path, ...]:
 
 
 for command in (
-    capture_command, replay_command, calibrate_command, kv_map_command, evaluate_command, grid_command, report_command,
+    capture_command, replay_command, calibrate_command, evaluate_command, report_command,
     bench_command, serve_command, info_command,
 ):  # fmt: skip
     cli.add_command(command)

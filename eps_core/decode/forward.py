@@ -58,11 +58,6 @@ class Arithmetic(Protocol):
         """q [N, Hq, D], k, v [N, Hkv, D] of x [N, hidden], as attention reads them: normed and rotated."""
         ...
 
-    def reposition(self, layer: int, k: Array, shifts: np.ndarray) -> Array:
-        """Keys [N, Hkv, D] of a layer as they are cached, turned to positions later by `shifts` [N] (earlier where
-        negative), in float32 and k's dtype: the rotations of two positions add up."""
-        ...
-
     def add_attention(self, layer: int, x: Array, out: Array) -> Array:
         """The residual stream [N, hidden] after attention's out [N, Hq, D]."""
         ...
@@ -102,11 +97,6 @@ class Decoder:
         if self._drafter is None:
             self._drafter = Decoder(self.eps, self.model.quantised())
         return self._drafter
-
-    def update(self, model: Arithmetic) -> None:
-        """Computes with another model's weights from now on. Caches keep what the old ones computed: see
-        `decode.versions`."""
-        self.model, self._drafter = model, None
 
     def prefill(
         self, cache: Any, tokens: np.ndarray, slots: np.ndarray, table: np.ndarray, length: int

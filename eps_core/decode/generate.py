@@ -40,9 +40,7 @@ def generate(
     audit_every: int = 0,
     audit_factor: float = AUDIT_FACTOR,
     audit_off: bool = False,
-    audit_first: int = 0,
     written: Sequence[Any] | None = None,
-    on_output: Callable[[StepOutput], None] | None = None,
     ended: Container[int] = (),
 ) -> Generator[StepRecord, None, Any]:
     """Decodes every prompt for at most `max_new_tokens` tokens, all in one batch; a sequence leaves it at a stop token,
@@ -53,17 +51,14 @@ def generate(
     (None: dense).
     `forced_tokens` (one list a prompt) are fed instead of what the model says, and end their sequence with them.
     `on_prefill(prompt, tokens done, tokens in all)` is called after each chunk. Every `time_every`-th step is timed
-    layer by layer (0: none). Every `audit_every`-th gated step from `audit_first` on attends densely besides (0: none)
+    layer by layer (0: none). Every `audit_every`-th gated step from the first on attends densely besides (0: none)
     and raises an alarm where a certificate was wrong, or an estimate by more than `audit_factor`; with `audit_off` the
-    steps after an alarm are dense, which `fallbacks` counts. `on_output` is called with what each step gave.
+    steps after an alarm are dense, which `fallbacks` counts.
 
     Sequences are freed when the generator ends, and its value is the cache to go on with: a prompt that is decoded
     again in it, with the same pool, finds its full pages. With `written`, sequences of the pool that hold all but the
     last token of each prompt, nothing is prefilled; they grow, and stay the caller's. `pool` is a `PagePool`, or the
     `HeadPools` of a decoder that evicts.
-
-    Where weights are updated between two steps (`decode.versions`), prompts and what was said so far are prefilled
-    again; sequences that are the caller's are refused then.
     """
     check_prompts(prompts)
     sequences = dict(enumerate(written or ()))
@@ -82,20 +77,14 @@ def generate(
                 alive = [index for index in alive if step < len(forced_tokens[index])]
             if not alive:
                 break
-            for index in alive if own else ():
-                if pool.is_stale(sequences[index]):  # pages first, so that they make room for their successors
-                    left = sequences.pop(index)
-                    sequences[index], cache = refill(decoder, cache, pool, left, prefill_chunk)
             running = [sequences[index] for index in alive]
             timed = bool(time_every) and step % time_every == 0
-            audited = gated and not alarmed and is_audit(step, audit_every, audit_first)
+            audited = gated and not alarmed and audit_every > 0 and step % audit_every == 0
             audited = audited and pool.lengths(running).min() > 0
             cache, output, spent = take_step(
                 decoder, cache, pool, running, [fed[i] for i in alive], None if alarmed else read, timed, audited
             )
             lengths = spent.lengths
-            if on_output is not None:
-                on_output(output)
             margins = []
             for row, index in enumerate(alive):
                 if forced_tokens is not None:
@@ -134,7 +123,6 @@ class Spent:
     decode_ms: float
     bytes_kv_read: int
     bytes_k_reread: int
-    units_copied: int  # which sequences shared with others and were to write to
 
 
 def take_step(
@@ -148,12 +136,11 @@ def take_step(
     audited: bool = False,
 ) -> tuple[Any, StepOutput, Spent]:
     """(cache, output, what it took) of one decode step that appends a token to each sequence; see `Decoder.step`."""
-    slots, num_copied = [], 0
+    slots = []
     for sequence, token in zip(sequences, tokens, strict=True):
         new_slots, copies = pool.append(sequence, [token])
         cache = _copied(decoder.eps, cache, copies)
         slots.append(new_slots)
-        num_copied += len(copies)
     lengths, decoder.timing = pool.lengths(sequences), timed
     kv_bytes, reread_bytes = cache.kv_bytes_read, cache.bytes_k_reread
     started = time.perf_counter()
@@ -162,7 +149,7 @@ def take_step(
     )
     decode_ms = 1000 * (time.perf_counter() - started)
     return cache, output, Spent(
-        lengths, decode_ms, cache.kv_bytes_read - kv_bytes, cache.bytes_k_reread - reread_bytes, num_copied
+        lengths, decode_ms, cache.kv_bytes_read - kv_bytes, cache.bytes_k_reread - reread_bytes
     )  # fmt: skip
 
 
@@ -212,10 +199,6 @@ def tokens_of(records: Sequence[StepRecord] | Sequence[RoundRecord], num_prompts
     return said
 
 
-def is_audit(step: int, every: int, first: int = 0) -> bool:
-    return every > 0 and step % every == first
-
-
 def report_of(on_prefill: Callable[[int, int, int], None] | None, index: int) -> Callable[[int, int], None]:
     """`on_prefill` of one prompt."""
     return (lambda done, total: None) if on_prefill is None else lambda done, total: on_prefill(index, done, total)
@@ -252,8 +235,7 @@ def extend(
     chunk_tokens: int = 512,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Any:
-    """The cache after `tokens` at the end of a sequence, each of which attends to all that is there. So an erratum is
-    added to an edited sequence: what it corrects stays, and with it every page that other sequences share. `report` as
+    """The cache after `tokens` at the end of a sequence, each of which attends to all that is there. `report` as
     `prefill` has it."""
     for start in range(0, len(tokens), chunk_tokens):
         chunk = tokens[start : start + chunk_tokens]
@@ -261,16 +243,6 @@ def extend(
         cache, _ = decoder.prefill(cache, np.array(chunk), slots, pool.table([sequence])[0], sequence.length)
         report(start + len(chunk), len(tokens))
     return cache
-
-
-def refill(
-    decoder: Decoder, cache: Any, pool: PagePool, sequence: PagedSequence, chunk_tokens: int = 512
-) -> tuple[PagedSequence, Any]:
-    """(sequence, cache) with a sequence's tokens computed anew, by the weights in use; the old one is freed. What was
-    edited in it is then as if the text had always been so."""
-    tokens = list(sequence.tokens)
-    pool.free(sequence)
-    return prefill(decoder, cache, pool, tokens, chunk_tokens)
 
 
 def append(

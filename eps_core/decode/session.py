@@ -117,11 +117,7 @@ class Session:
 
     @cached_property
     def decoder(self) -> Decoder:
-        return self.read_decoder(self.path)
-
-    def read_decoder(self, path: Path) -> Decoder:
-        """A decoder with the weights in `path`, of this session's model or another of its shape."""
-        return load_decoder(self.backend, path, self.spec, self.dtype, self.device)
+        return load_decoder(self.backend, self.path, self.spec, self.dtype, self.device)
 
     def drafter(self, verify: Verify) -> Decoder:
         """What drafts of verified decoding are made with: the decoder, or one over the same caches with quantised

@@ -10,7 +10,6 @@ import numpy as np
 
 from eps_core.config.formats import described, side_label
 from eps_core.config.store import CacheSpec, Store
-from eps_core.decode.beams import room
 from eps_core.decode.cost import Cost, cost_of
 from eps_core.decode.evicting import EvictingDecoder
 from eps_core.decode.generate import prefill, report_of
@@ -24,7 +23,7 @@ from eps_core.evaluation.codes_error import CodesError, codes_error
 from eps_core.evaluation.pays import timing
 from eps_core.evaluation.request import RunRequest
 from eps_core.evaluation.runner import UNVERIFIED, Document, decode
-from eps_core.evaluation.sides import Ran, Side, alike, beams_json, prompt_line, report
+from eps_core.evaluation.sides import Ran, Side, alike, prompt_line, report
 from eps_core.evict.keep import Keep
 from eps_core.files import outputs
 from eps_core.tasks import needle
@@ -97,12 +96,8 @@ class Job:
         return request.keep, request.config.store, self.prompt_lengths * (1 + request.kl), self.num_new
 
     def room(self, store: Store) -> tuple[Store, list[int], int | None]:
-        """What a cache of the prompts and their continuations is made of; searches of both sides leave the prompts' own
-        last units as they are."""
-        width, size = self.request.beams, store.unit_tokens
-        lengths = [n for one in self.documents for n in room(len(one.prompt), one.num_steps, width, size)]
-        own = [size] * len(self.documents) if self.both and width > 1 else []
-        return store, lengths + own, self.request.pool_tokens
+        """What a cache of the prompts and their continuations is made of."""
+        return store, [len(one.prompt) + one.num_steps for one in self.documents], self.request.pool_tokens
 
 
 @dataclass
@@ -270,7 +265,6 @@ def _decode(
         if on_record is not None:
             on_record(record)
 
-    searched = request.beams > 1 and job.both and name == "dense"  # another search comes from the same sequences
     outcome, held.cache = decode(
         job.session,
         held.cache,
@@ -281,22 +275,21 @@ def _decode(
         first_of,
         time_every=job.session.time_every,
         decoder=held.decoder,
-        written=[held.pool.fork(one) for one in held.written] if searched else held.written,
+        written=held.written,
         keep_logits=request.kl and name != "eps",
         audit_every=request.audit_every if name == "eps" else 0,
         audit_factor=request.audit_factor,
         audit_off=request.audit_off,
         verify=request.verify if name == "eps" else UNVERIFIED,
-        beams=request.beams,
     )
-    if held.decoder is None and request.beams == 1:
+    if held.decoder is None:
         for sequence, one in zip(held.written, documents, strict=True):
             held.pool.rewind(sequence, len(one.prompt) - 1)
     tokens = outcome.tokens(len(documents))
     texts = [job.session.decode(one) for one in tokens]
     told = None if held.stored is None else {"ttft_ms": ttft_ms}
     of_dense = 1.0 if name == "dense" else job.of_dense
-    return Side(outcome, tokens, texts, held.ms, told, beams_json(outcome, job.session.decode), of_dense)
+    return Side(outcome, tokens, texts, held.ms, told, of_dense)
 
 
 def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
@@ -330,7 +323,6 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
                     min_context_cost=asdict(job.cost) if job.cost else None,
                     verify=request.verify.to_dict() if request.verify.enabled else None,
                     keep=request.keep.to_dict() if request.keep.enabled else None,
-                    beams=request.beams,
                 )
             )
         _print_header(job, out)
@@ -349,10 +341,8 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
                 nonlocal num_said
                 if metrics is not None and side_name == measured:
                     metrics.write(record.to_dict())
-                num_said += len(record.tokens) if request.beams == 1 else len(job.documents)
-                if request.beams > 1:  # nobody knows yet which of them will be the text
-                    progress(num_said, request.max_new_tokens * len(job.documents))
-                elif alone:
+                num_said += len(record.tokens)
+                if alone:
                     for token in record.tokens:
                         text.add(token)
                 else:  # their texts would come mixed: shown at the end
@@ -361,8 +351,6 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
             with progress:
                 side = _decode(job, side_name, prefilled, on_record)
             if alone:
-                for token in side.tokens[0] if request.beams > 1 else ():
-                    text.add(token)
                 text.flush()
                 out.write("\n")
             else:
@@ -456,8 +444,6 @@ def _print_header(job: Job, out: TextIO) -> None:
         out.write(f"keep    {terminal.describe_keep(request.keep, max(job.prompt_lengths))}\n")
     if request.verify.enabled:
         out.write(f"verify  {describe_verify(request.verify)}\n")
-    if request.beams > 1:
-        out.write(f"beams   {request.beams}, by log probability over length\n")
     if job.cost is not None:
         out.write(f"        {_describe(job.cost)}\n")
     if request.method_is_default and request.config.store.enabled:

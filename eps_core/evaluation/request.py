@@ -50,7 +50,6 @@ class RunRequest:
     verify: Verify = UNVERIFIED  # of the EPS side
     keep: Keep = KEEP_ALL  # the same
     cache_dir: Path | None = None  # where prompts are kept between runs
-    beams: int = 1  # of both sides
     # with the built-in prompt: times one layer of a large model, for the end of the table
     layer: Callable[[Session], dict[str, Any] | None] | None = None
 
@@ -80,7 +79,6 @@ class RunRequest:
         """Raises ConfigError, in one line, for what excludes each other or asks for nothing."""
         self.verify.check(self.config, self.sampling.temperature, self.sampling.by, self.audit_every)
         self.keep.check(self.config)
-        require(self.beams >= 1, f"beams {self.beams}: a search has at least 1, greedy decoding")
         require(self.audit_every >= 0, f"audit-every {self.audit_every}: give a number of steps, 0 for no audits")
         require(
             self.baseline or self.changes,
@@ -97,19 +95,10 @@ class RunRequest:
             not (self.verify.enabled and self.kl),
             "--kl measures how far EPS moves the text and --eps-verify moves none: drop one",
         )
-        evicts = (
+        for name, on, why in (
             ("--eps-verify", self.verify.enabled, "a dense pass needs all that was let go of"),
             ("--audit-every", self.audit_every > 0, "an audit attends densely to all that was let go of"),
             ("--pool-tokens", self.pool_tokens is not None, "its cache is made for what is kept"),
             ("--cache-dir", self.cache_dir is not None, "what is left of a prompt is no prefix of another"),
-        )
-        searches = (
-            ("--temperature", self.sampling.temperature > 0, "a search draws nothing"),
-            ("--eps-verify", self.verify.enabled, "drafts are of one text"),
-            ("--kv-evict", self.keep.enabled, "heads that let go of tokens share no pages for long"),
-            ("--kl", self.kl, "the two searches are of different texts"),
-            ("--audit-every", self.audit_every > 0, "an audit's alarm would end all beams"),
-        )
-        for flag, given, others in (("--kv-evict", self.keep.enabled, evicts), ("--beams", self.beams > 1, searches)):
-            for name, on, why in others:
-                require(not (given and on), f"{flag} and {name} exclude each other, as {why}: drop one")
+        ):
+            require(not (self.keep.enabled and on), f"--kv-evict and {name} exclude each other, as {why}: drop one")

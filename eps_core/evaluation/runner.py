@@ -14,14 +14,12 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
 from eps_core.config.store import Store
 from eps_core.config.verify import Verify
-from eps_core.decode.beams import Searched, search
 from eps_core.decode.forward import Decoder
 from eps_core.decode.generate import generate, tokens_of
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import UNVERIFIED, Session
 from eps_core.decode.verified import verified
-from eps_core.gate.stats import LayerStats
 from eps_core.models.config import ModelSpec
 from eps_core.summaries.rq import CENTRE_TOKENS
 from eps_core.telemetry.rounds import RoundRecord, summarise_rounds
@@ -61,16 +59,12 @@ class Outcome:
 
     records: list[StepRecord] = field(default_factory=list)
     rounds: list[RoundRecord] = field(default_factory=list)  # of a verified decode, which has no `records`
-    layers: list[list[LayerStats]] = field(default_factory=list)  # of each step, where they were kept
     said: list[list[int]] = field(default_factory=list)  # tokens of each document, a stop token left out
-    searched: Searched | None = None  # of a beam search, whose `said` are the best texts
     kl: np.ndarray | None = None  # [steps, B] nats of the next token from dense, along forced tokens
     agree: np.ndarray | None = None  # [steps, B] whether the likeliest token is dense's
 
     def tokens(self, num_documents: int) -> list[list[int]]:
         """What each document was continued with, the stop token that ended it included."""
-        if self.searched is not None:
-            return [texts[0].tokens for texts in self.searched.hypotheses]
         return tokens_of(self.rounds or self.records, num_documents)
 
     @property
@@ -109,16 +103,12 @@ def decode(
     read: Read | None,
     sampling: Sampling = GREEDY,
     on_record: Callable[[Any], None] | None = None,
-    time_every: int = 0,
-    keep_layers: bool = False,
     verify: Verify = UNVERIFIED,
     decoder: Decoder | None = None,
-    beams: int = 1,
     **more: Any,
 ) -> tuple[Outcome, Any]:
     """(outcome, cache) of one decode of a batch, verified where `verify` says so; `more` goes to `generate`. Each
-    step's or round's record is handed over as it comes; its layers' statistics are kept where `keep_layers` asks for
-    them. `decoder`: another than the session's. `beams` above 1 search, greedily and not verified."""
+    step's or round's record is handed over as it comes. `decoder`: another than the session's."""
     prompts, stop = [one.prompt for one in documents], documents[0].stop
     num_steps, outcome = max(one.num_steps for one in documents), Outcome(said=[[] for _ in documents])
     if verify.enabled and read is not None and cache.store.enabled:
@@ -130,26 +120,13 @@ def decode(
             drafter=session.drafter(verify), **known,
         )  # fmt: skip
         return outcome, _drain(rounds, outcome.rounds, outcome.said, stop, on_record)
-    if beams > 1:
-        outcome.searched = Searched()
-        known = {name: more[name] for name in ("prefill_chunk", "on_prefill", "written") if name in more}
-        steps = search(
-            session.decoder, cache, pool, prompts, num_steps, beams, outcome.searched, read, stop,
-            time_every=time_every, **known,
-        )  # fmt: skip
-        cache = _drain(steps, outcome.records, [[] for _ in documents], stop, on_record)
-        best = outcome.tokens(len(documents))
-        outcome.said = [[token for token in tokens if token not in stop] for tokens in best]
-        return outcome, cache
     forced = None
     if documents[0].forced is not None:
         # the token after a text's last one is never fed: any will do
         forced = [[*(one.forced or ()), one.prompt[-1]] for one in documents]
     steps = generate(
         decoder or session.decoder, cache, pool, prompts, num_steps, sampling, read, stop_tokens=stop,
-        forced_tokens=forced,
-        time_every=time_every, on_output=(lambda output: outcome.layers.append(output.layers)) if keep_layers else None,
-        **more,
+        forced_tokens=forced, **more,
     )  # fmt: skip
     return outcome, _drain(steps, outcome.records, outcome.said, stop, on_record)
 

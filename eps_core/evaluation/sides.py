@@ -1,6 +1,6 @@
 """Two sides of one `eps-proto run`, dense and gated, whatever decoded them: their table, and the last line's object."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
@@ -22,7 +22,6 @@ class Side:
     prefill_ms: float | None
     # with a cache folder: `decode.stored.StoredCounts`, and ttft_ms from the start of loading to the first new token
     stored: dict[str, Any] | None = None
-    beams: dict[str, Any] | None = None  # see `beams_json`
     of_dense: float = 1.0  # bytes of a token in this side's cache over those in the dense side's, by which ratios are
 
     def summary(self) -> dict[str, Any]:
@@ -31,8 +30,6 @@ class Side:
         for name in ("kv_ratio", "summary_ratio", "bytes_ratio", "kept_ratio"):
             if summary.get(name) is not None:
                 summary[name] *= self.of_dense
-        if self.beams and summary["decode_ms_p50"]:  # a step of all beams gives each text a token
-            summary["tokens_per_s"] = 1000 * len(self.tokens) / summary["decode_ms_p50"]
         return summary
 
 
@@ -120,11 +117,6 @@ def report(
         margins = " and ".join(f"{m:.2g}" for m in (one.dense_margin, one.verified_margin) if m is not None)
         where = f"  not from new token {one.token + 1}" + ("" if alone else f" of prompt {one.prompt + 1}")
         checks.append((f"{where} on: nats to the runner-up", None, margins or "-"))
-    beams = {name: side.beams for name, side in (("dense", dense), ("eps", eps)) if side and side.beams}
-    if beams:
-        for words, key in (("pages copied for beams", "units_copied"), ("  in a step, at most", "most_units_copied")):
-            found = [str(beams[name][key]) if name in beams else None for name in ("dense", "eps")]
-            checks.append((words, found[0], found[1]))
     checks += [
         (name.replace("_", " "), None, f"{value:.5f}") for name, value in divergence.items() if value is not None
     ]
@@ -156,7 +148,6 @@ def report(
         **({"partings": [asdict(one) for one in parted]} if ran.verify.enabled else {}),
         **divergence,
         **_stored_json(dense, eps),
-        **({"beams": beams} if beams else {}),
         **({} if layer is None else {"layer": layer}),
         **({} if alone else {"sequences": _sequences(ran, main, dense, same)}),
     }
@@ -166,22 +157,6 @@ def _stored_json(dense: Side | None, eps: Side | None) -> dict[str, Any]:
     """What each side took from stored prompts, where these are kept."""
     told = {name: side.stored for name, side in (("dense", dense), ("eps", eps)) if side and side.stored}
     return {"stored": told} if told else {}
-
-
-def beams_json(outcome: Outcome, decode: Callable[[Sequence[int]], str]) -> dict[str, Any] | None:
-    """A beam search as the last line has it: units copied, and of each prompt the texts that it found, best first. None
-    where there was no search."""
-    searched = outcome.searched
-    if searched is None:
-        return None
-    return {
-        "units_copied": sum(searched.units_copied),
-        "most_units_copied": max(searched.units_copied, default=0),
-        "hypotheses": [
-            [{"text": decode(text.tokens), "score": text.score, **asdict(text)} for text in texts]
-            for texts in searched.hypotheses
-        ],
-    }
 
 
 def _eps_json(ran: Ran, eps: Side, summary: dict[str, Any]) -> dict[str, Any]:

@@ -79,10 +79,6 @@ class Model:
         factor = self.ropes[rope][1]
         return factor * rotate(q, turn[rope]), factor * rotate(k, turn[rope]), v
 
-    def reposition(self, layer: int, k: np.ndarray, shifts: np.ndarray) -> np.ndarray:
-        frequencies, _ = self.ropes[self.spec.rope_of_layer[layer]]
-        return rotate(k, shifts[:, None] * frequencies)
-
     def add_attention(self, layer: int, x: np.ndarray, out: np.ndarray) -> np.ndarray:
         y = self._linear(f"layers.{layer}.o", out.reshape(len(x), -1))
         return x + self._output_norm(f"layers.{layer}.attention_norm", y)

@@ -18,6 +18,8 @@ import numpy as np
 
 from eps_core.errors import ConfigError
 
+ROOT = bytes(8)  # the parent hash of a sequence's first unit
+
 
 @dataclass(eq=False)
 class Sequence:
@@ -34,8 +36,6 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     table: array = field(default_factory=lambda: array("i"))  # int32: numpy reads it without a copy
     hashes: list[bytes] = field(default_factory=list)  # chained, one per published unit
-    version: int = 0  # of the weights that K and V come from: see `PagePool.version`
-    edited_from: int | None = None  # from this token on K and V are not what the tokens make: never published
 
     @property
     def length(self) -> int:
@@ -59,9 +59,6 @@ class PagePool:
         self.num_units = num_units
         self.unit_tokens = unit_tokens
         self.shares = shares
-        # names the weights that compute K and V from now on: pages of other ones are found by nobody, and sequences of
-        # other ones take no token
-        self.version = 0
         self.ref_counts = [0] * num_units  # tables that hold each unit
         # Reuse is from the front: units that nobody can find again first, then those with a hash, oldest first
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_units))
@@ -88,8 +85,8 @@ class PagePool:
         """
         for live in self._live:
             self.publish(live)
-        sequence = Sequence(version=self.version)
-        parent = _root(self.version)
+        sequence = Sequence()
+        parent = ROOT
         for start in range(0, len(tokens) - self.unit_tokens, self.unit_tokens):
             content = [int(token) for token in tokens[start : start + self.unit_tokens]]
             parent = unit_hash(parent, content)
@@ -155,7 +152,6 @@ class PagePool:
 
     def _lengthen(self, sequence: Sequence, num_tokens: int) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """Units for `num_tokens` more tokens: (their slots [N] int64, unit copies), or ConfigError and no change."""
-        self._check_version(sequence)
         before, after = sequence.length, sequence.length + num_tokens
         is_open = before % self.unit_tokens != 0
         first = before // self.unit_tokens
@@ -177,26 +173,12 @@ class PagePool:
         units = np.array(sequence.table[first:], dtype=np.int64)
         return units[positions // self.unit_tokens - first] * self.unit_tokens + positions % self.unit_tokens, copies
 
-    def is_stale(self, sequence: Sequence) -> bool:
-        """Whether its K and V come from other weights than those in use."""
-        return sequence.version != self.version
-
-    def _check_version(self, sequence: Sequence) -> None:
-        """Raises ConfigError where a sequence is stale."""
-        if self.is_stale(sequence):
-            raise ConfigError(
-                f"a sequence of weights {sequence.version} cannot go on with weights {self.version}: prefill its "
-                f"{sequence.length} tokens again (decode.generate.refill)"
-            )
-
     def fork(self, sequence: Sequence) -> Sequence:
         """A second sequence with the same tokens in the same units. Whoever first appends to a shared open unit gets
         its own copy of that unit; full units stay shared."""
         self.publish(sequence)
         written = sequence.table[: -(-sequence.length // self.unit_tokens)]
-        child = Sequence(
-            list(sequence.tokens), written, list(sequence.hashes), sequence.version, sequence.edited_from
-        )  # fmt: skip
+        child = Sequence(list(sequence.tokens), written, list(sequence.hashes))
         for unit in child.table:
             self._take(unit)
         self._live[child] = None
@@ -212,7 +194,6 @@ class PagePool:
             assert self.ref_counts[unit] == 1, f"unit {unit} is another sequence's too: it cannot be written over"
             self._forget(unit)
         del sequence.tokens[length:], sequence.hashes[kept:]
-        _as_before(sequence)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Takes the tokens after the first `length` back and gives their units up. Forks that hold these keep them: the
@@ -224,25 +205,6 @@ class PagePool:
         for unit in reversed(sequence.table[kept:]):
             self._drop(unit)
         del sequence.table[kept:], sequence.tokens[length:], sequence.hashes[length // self.unit_tokens :]
-        _as_before(sequence)
-
-    def replace(
-        self, sequence: Sequence, length: int, token_ids: Iterable[int]
-    ) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """`append` in place of all tokens after the first `length`, whose K and V the caller has already read and
-        writes again, edited: they are never found by their tokens. Raises ConfigError and changes nothing where the
-        free units do not suffice."""
-        self._check_version(sequence)
-        new, kept = list(token_ids), -(-length // self.unit_tokens)
-        freed = sum(self.ref_counts[unit] == 1 for unit in sequence.table[kept:])
-        is_shared = length % self.unit_tokens != 0 and self.ref_counts[sequence.table[kept - 1]] > 1 and bool(new)
-        needed = max(-(-(length + len(new)) // self.unit_tokens) - kept, 0) + is_shared - freed
-        self.require(max(needed, 0), f"an edited sequence of {length + len(new)} tokens")
-        self.truncate(sequence, length)
-        slots, copies = self.append(sequence, new)
-        if new and sequence.edited_from is None:
-            sequence.edited_from = length
-        return slots, copies
 
     def own(self, sequence: Sequence, places: Iterable[int]) -> list[tuple[int, int]]:
         """Makes the units at these `places` of a sequence's table its own, to be written over whole or in part: copies
@@ -280,9 +242,8 @@ class PagePool:
         if not self.shares:
             return
         size = self.unit_tokens
-        genuine = sequence.length if sequence.edited_from is None else sequence.edited_from
-        for index in range(len(sequence.hashes), genuine // size):
-            parent = sequence.hashes[-1] if sequence.hashes else _root(sequence.version)
+        for index in range(len(sequence.hashes), sequence.length // size):
+            parent = sequence.hashes[-1] if sequence.hashes else ROOT
             content = unit_hash(parent, sequence.tokens[index * size : (index + 1) * size])
             sequence.hashes.append(content)
             # Two sequences may have computed the same unit at the same time: the first one found stays the one shared
@@ -325,7 +286,7 @@ class PagePool:
             assert len(sequence.table) >= -(-sequence.length // size), "a table is shorter than its tokens"
             assert len(set(sequence.table)) == len(sequence.table), "a table holds a unit twice"
             assert len(sequence.hashes) <= num_full, "an open unit was published"
-            parent = _root(sequence.version)
+            parent = ROOT
             for index, unit in enumerate(sequence.table):
                 references[unit] += 1
                 if index < len(sequence.hashes):
@@ -372,18 +333,7 @@ class PagePool:
                 return
 
 
-def _as_before(sequence: Sequence) -> None:
-    """Where nothing edited is left, the sequence is as if nobody had edited it."""
-    if sequence.edited_from is not None and sequence.length <= sequence.edited_from:
-        sequence.edited_from = None
-
-
-def _root(version: int) -> bytes:
-    """What the hashes of a text's units start from: other weights make other pages."""
-    return version.to_bytes(8, "little")
-
-
 def unit_hash(parent: bytes, content: list[int]) -> bytes:
-    """Names a full unit by its tokens, all before it, and the weights. A cryptographic hash: a collision would mix up
+    """Names a full unit by its tokens and all before it. A cryptographic hash: a collision would mix up
     two prompts."""
     return hashlib.blake2b(parent + np.array(content, dtype="<i8").tobytes(), digest_size=16).digest()

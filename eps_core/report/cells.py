@@ -1,14 +1,15 @@
 """What a line of results says: its names, values and texts; fields may be absent or of another type."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from eps_core.evaluation.verdict import arm_name
+from eps_core.evaluation.quality import MIN_DENSE_SCORE
 from eps_core.files.records import number
 from eps_core.report.kinds import Line
+from eps_core.summaries.table import facts
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,54 @@ def arm(cell: Line) -> str:
     if cell.get("method"):
         return arm_name(cell)
     return f"policy {cell['policy']}" if cell.get("policy") else "not named"
+
+
+def arm_name(cell: Mapping[str, Any]) -> str:
+    """Return the name of a cell's arm: the method and the settings that the cell has."""
+    name = str(cell.get("method", "?"))
+    if cell.get("bits") is not None:
+        name += f" {cell['bits']} bit"
+    if cell.get("dim") is not None:
+        name += f" dim {cell['dim']}"
+    if cell.get("group_tokens") is not None:
+        name += f" S={cell['group_tokens']}"
+    if number(cell.get("refine")):
+        name += " +1 bit"
+    if number(cell.get("mean_tokens")):
+        name += f" about {cell['mean_tokens']:g}" + ("" if cell.get("stages") else ", whole")
+    if number(cell.get("tail_tokens")):
+        name += " tail"
+    guards = cell.get("guards")
+    if isinstance(guards, (list, tuple)) and tuple(guards) != facts(str(cell.get("method"))).guards:
+        name += f" guards {'+'.join(map(str, guards))}"
+    if number(cell.get("bound_bits")):
+        name += f" {cell['bound_bits']} bit bounds"
+    if cell.get("scope") == "union":
+        name += " union"
+    if cell.get("heads") == "retrieval":
+        name += " retrieval heads"
+    return name + (" strict" if cell.get("strict") else "")
+
+
+def loss_points(cell: Mapping[str, Any]) -> float | None:
+    """Return the questions answered densely less those answered gated, in points (percent of all questions); below 0 is
+    a gain. Of a task it is the mean score that is lost; None where dense itself fails it."""
+    if cell.get("type") == "task":
+        change, score = number(cell.get("eps_minus_dense")), number(cell.get("dense")) or 0
+        return None if change is None or score < MIN_DENSE_SCORE else -100 * change
+    total, dense, gated = (number(cell.get(key)) for key in ("num_needles", "needles_dense", "needles_answered"))
+    if not total or dense is None or gated is None:
+        return None
+    return 100 * (dense - gated) / total
+
+
+def p95_saved_percent(cell: Mapping[str, Any]) -> float | None:
+    """Return how much lower the 95th percentile of decode time is, in percent of dense, on the cell's device; None
+    where it was not measured, or the device is unknown."""
+    dense, gated = number(cell.get("dense_decode_ms_p95")), number(cell.get("decode_ms_p95"))
+    if not dense or gated is None or cell.get("device") is None:
+        return None
+    return 100 * (1 - gated / dense)
 
 
 def curve_name(cell: Line) -> str:

@@ -1,5 +1,5 @@
-"""Quality against bytes read and bytes kept: what `scripts/evaluate.py` measured of `--arms memory`,
-`rewrites` and `linear`, by family.
+"""Quality against bytes read and bytes kept: what `scripts/experiments/` measured in memory, kv_formats and linear, by
+family.
 
 A family is what was put together: EPS, codes of K and V, a policy that evicts, another format of K and V (by round
 trip). Its curve is its Pareto front.

@@ -1,4 +1,4 @@
-"""Results as one HTML page: plots as inline SVG, the numbers under each as a table, the verdict, and no network.
+"""Results as one HTML page: plots as inline SVG, the numbers under each as a table, and no network.
 
 The same lines give the same bytes. `templates/` sets the page (Jinja2, everything escaped), `sections` says what is in
 it, `figures` draws.
@@ -6,7 +6,6 @@ it, `figures` draws.
 
 from itertools import count
 
-from eps_core.evaluation.verdict import Verdict, decide
 from eps_core.report.figures import Figure
 from eps_core.report.load import Results
 from eps_core.report.sections import sections_of
@@ -15,11 +14,11 @@ from eps_core.report.style import need
 FOLDED_ROWS = 12  # a table of more is folded
 
 
-def page(results: Results) -> tuple[str, Verdict]:
-    """(the whole page, the verdict)."""
+def page(results: Results) -> str:
+    """Return the whole page."""
     jinja2, markup = need("jinja2"), need("markupsafe").Markup
     need("matplotlib")  # refused before anything is drawn, also where there is nothing to draw
-    verdict, numbers = decide(results.cells, results.tasks), count(1)
+    numbers = count(1)
 
     def inline(figure: Figure) -> str:
         return markup(figure.inline(next(numbers)))  # drawn here, of numbers and escaped names: safe
@@ -28,7 +27,7 @@ def page(results: Results) -> tuple[str, Verdict]:
         loader=jinja2.PackageLoader("eps_core.report"), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
-    html = templates.get_template("page.html").render(
-        sections=sections_of(results), verdict=verdict, inline=inline, folded_rows=FOLDED_ROWS
+    html: str = templates.get_template("page.html").render(
+        sections=sections_of(results), inline=inline, folded_rows=FOLDED_ROWS
     )
-    return html, verdict
+    return html

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from eps_core.config.store import COARSE_GROUP_BLOCKS, coded_methods
-from eps_core.evaluation.verdict import loss_points, p95_saved_percent
 from eps_core.files.records import number
 from eps_core.report import cells as of
 from eps_core.report import evaluated, kept, verified
-from eps_core.report.cells import Table, field, form, table_of
+from eps_core.report.cells import Table, field, form, loss_points, p95_saved_percent, table_of
 from eps_core.report.figures import MAX_CURVES, Curve, Figure, curves, heat_map, scatter
 from eps_core.report.kinds import Line
 from eps_core.report.load import Results
@@ -48,7 +47,7 @@ class Section:
 
 
 def sections_of(results: Results) -> list[Section]:
-    """All sections but the verdict, whatever the results lack."""
+    """Return all sections, whatever the results lack."""
     exact, cells = verified.apart([cell for cell in results.cells if number(cell.get("bytes_ratio")) is not None])
     return [
         Section("quality", "Quality against bytes", _quality(cells)),
@@ -77,7 +76,7 @@ def _evaluated(results: Results) -> list[Part]:
 
 def _kept(cells: list[Line]) -> list[Part]:
     parts = [Part(title, "", *kept.drawn(title, group)) for title, group in of.titled(cells)]
-    return parts or [Part(nothing="no arm that keeps less (scripts/evaluate.py --arms memory)")]
+    return parts or [Part(nothing="no arm that keeps less (scripts/experiments/memory/run.py)")]
 
 
 def _quality(cells: list[Line]) -> list[Part]:
@@ -112,7 +111,7 @@ def _quality(cells: list[Line]) -> list[Part]:
             ),
         )  # fmt: skip
         parts.append(Part(title, figures=[divergence, needles], tables=[table]))
-    return parts or [Part(nothing="no measured cell (eps-proto grid or scripts/evaluate.py)")]
+    return parts or [Part(nothing="no measured cell (scripts/evaluate.py or an experiment)")]
 
 
 def _quality_curves(cells: list[Line], value: Callable[[Line], float | None]) -> list[Curve]:
@@ -156,7 +155,7 @@ def _visited(cells: list[Line], runs: list[Line]) -> Part:
         if (found := number(ratio)) is not None and context and method != "?"
     ]
     if not points:
-        return Part(nothing="no cell or run with a visited ratio (eps-proto grid, eps-proto run --metrics)")
+        return Part(nothing="no cell or run with a visited ratio (an experiment's grid, eps-proto run --metrics)")
     groups = of.grouped(points, lambda point: point[:2])
     means = {(method, context): float(np.mean([p[2] for p in group])) for (method, context), group in groups.items()}
     plot = curves(
@@ -189,7 +188,7 @@ def _by_first(values: dict[tuple[Any, int], float]) -> dict[Any, list[tuple[floa
 def _time(cells: list[Line]) -> Part:
     timed = [c for c in cells if number(c.get("decode_ms_p95")) and number(c.get("dense_decode_ms_p95"))]
     if not timed:
-        return Part(nothing="no cell with decode times (eps-proto grid)")
+        return Part(nothing="no cell with decode times (scripts/experiments/grid/run.py)")
     devices = sorted({str(cell.get("device") or "an unnamed device") for cell in timed})
     groups = of.grouped(timed, lambda c: (of.method(c), of.batch(c), of.context(c)))
     ratios = {

@@ -57,7 +57,7 @@ def _interval(name: str, spec: str) -> Any:
 def drawn(cells: list[Line]) -> tuple[str, str, list[Figure], list[Table]]:
     """(what is missing, note, figures, tables) of the section."""
     if not cells:
-        return 'no verified cell (eps-proto grid with "verify": "tokens")', "", [], []
+        return 'no verified cell (scripts/experiments/grid/run.py with "verify": "tokens")', "", [], []
     return "", "", _figures(cells), [_table(cells)]
 
 

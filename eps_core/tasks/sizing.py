@@ -74,3 +74,9 @@ def check_length(tokens: list[int], num_tokens: int) -> list[int]:
 def answers(said: str, answer: str) -> bool:
     """Whether a text begins with a number, white space left out, and not with a longer one."""
     return re.match(rf"\s*{re.escape(answer)}(?!\d)", said) is not None
+
+
+def answer_steps(encode: Encode, answer: str, num_digits: int) -> int:
+    """Return the most decode steps that a needle's answer takes: one a digit of `num_digits`, or the number of its
+    tokens where that is larger."""
+    return max(num_digits, len(encode(answer, special=False)))

@@ -41,11 +41,11 @@ def own_decoder(
     spec = session.cache_spec(config.store, len(prompt) + NEW_TOKENS)
     cache = session.decoder.eps.new_cache(spec, config.store, "cpu", "numba")
     pool = PagePool(spec.num_units, config.store.unit_tokens)
-    for _ in generate(
+    for record in generate(
         session.decoder, cache, pool, [[*prompt, tokens[0]]], len(tokens) - 1, Sampling(), config.read,
-        prefill_chunk=256, forced_tokens=[tokens[1:]], on_output=lambda output: logits.append(output.logits[0]),
+        prefill_chunk=256, forced_tokens=[tokens[1:]], keep_logits=True,
     ):  # fmt: skip
-        pass
+        logits.append(record.logits[0])
     monkeypatch.undo()
     return logits, lists
 

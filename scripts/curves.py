@@ -1,0 +1,465 @@
+"""Quality against bytes: methods at equal total bytes, on needles and on the decode of real text.
+
+Every arm of one document shares one dense prefill; its K and V are written into the arm's own cache, so that only the
+decode differs, which is all that EPS changes. Bytes are of a bfloat16 cache and count the summaries that scoring
+reads. KL is measured token by token along the decode path, never by a teacher-forced prefill, which would not
+exercise the gate.
+"""
+
+import argparse
+import math
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from eps_core.cli.numbers import PART, argument
+from eps_core.config.bytes import scoring_bytes, tail_bytes
+from eps_core.config.eps import EpsConfig
+from eps_core.decode.session import Session
+from eps_core.evaluation.runner import DENSE, Document, Outcome, run_document
+from eps_core.evaluation.statistics import bootstrap_interval
+from eps_core.files.records import Count, Name, Nats, Positive
+from eps_core.models.chat import has_template, in_chat, render_messages
+from eps_core.oracle.selection import guards
+from eps_core.summaries.table import facts
+from eps_core.tasks.corpus import conversation, haystack, num_topics, plain_chat
+from eps_core.tasks.needle import VALUE_DIGITS
+from eps_core.tasks.questions import needle_tokens, text_window
+from eps_core.tasks.sizing import answer_steps, answers, check_length
+
+Key = tuple[int, float]  # index of an arm, byte budget (topk) or tau (share)
+BYTE_BUDGETS = (0.04, 0.055, 0.07, 0.10, 0.14, 0.20, 0.28)
+TAUS = (4e-3, 2e-3, 1e-3, 5e-4, 2.5e-4)
+# what the tables in results/ were measured with before single tokens: pairs, with the skipped-mass correction
+PAIRS = EpsConfig.of(
+    method="rq", group_tokens=2, mean_tokens=32, stages=(0.25,), refine=0.0625, tail_tokens=128, budget=0.05
+)
+# the default, what it is held against, and the best that groups of their size can do: a first look at a model. The
+# second oracle has rq's narrow guards, which suit whatever ranks well and ruin what does not.
+HEADLINE = (
+    EpsConfig.of(method="rq"),
+    EpsConfig.of(method="box", group_tokens=16),
+    EpsConfig.of(method="meanstd", group_tokens=16),
+    EpsConfig.of(method="oracle", group_tokens=16),
+    EpsConfig.of(method="oracle", group_tokens=16, first_tokens=4, last_tokens=32),
+)
+DEFAULT, BOX, MEANSTD, ORACLE, NARROW_ORACLE = HEADLINE
+# the methods of the table: each at its own group size, box and meanstd at 16, what chance finds, and what is best
+# possible
+ARMS = (
+    EpsConfig.of(method="jl"),
+    EpsConfig.of(method="1pc"),
+    EpsConfig.of(method="fd"),
+    EpsConfig.of(method="norm"),
+    BOX,
+    MEANSTD,
+    EpsConfig.of(method="ball"),
+    EpsConfig.of(method="moments"),
+    EpsConfig.of(method="rq", group_tokens=4, bits=2, tail_tokens=0),
+    EpsConfig.of(method="rq", refine=0.0, tail_tokens=0, first_tokens=16, last_tokens=128),
+    DEFAULT,
+    EpsConfig.of(method="rq", policy="share"),
+    EpsConfig.of(method="rq", policy="share").with_tail(),
+    EpsConfig.of(method="random", group_tokens=16),
+    ORACLE,
+    NARROW_ORACLE,
+    EpsConfig.of(method="oracle", group_tokens=128),
+)
+# what each part of the codes about units' means is worth, beside those about a centre
+CENTRE = PAIRS.replace(mean_tokens=0, stages=None, refine=None, last_tokens=32)
+CODES = (
+    CENTRE,
+    PAIRS,
+    PAIRS.replace(mean_tokens=64),
+    PAIRS.replace(mean_tokens=64, mean_bits=8),
+    PAIRS.replace(stages=()),
+    PAIRS.replace(stages=(0.5, 0.2)),
+    PAIRS.replace(refine=0.0),
+    PAIRS.replace(tail_tokens=0),
+)
+# how little the default may read to choose: at long contexts most of its bytes are summaries, and few groups are
+# wanted. Tails are of 64 tokens, as they were, where none of 128 is asked for
+SHORT_TAIL = PAIRS.replace(tail_tokens=64)
+FLOOR = (
+    SHORT_TAIL,
+    PAIRS,
+    SHORT_TAIL.replace(stages=(0.1,), refine=1 / 32),
+    SHORT_TAIL.replace(stages=(0.04,), refine=1 / 64),
+    SHORT_TAIL.replace(stages=(0.25, 0.05), refine=1 / 64),
+    SHORT_TAIL.replace(stages=(0.5, 0.2)),
+    PAIRS.replace(stages=(0.25, 0.05), refine=1 / 64, tail_tokens=128),
+    PAIRS.replace(mean_tokens=64, mean_bits=8, stages=(0.25, 0.05), refine=1 / 64, tail_tokens=128),
+)
+# what of these pays, alone and together
+CUTS = (SHORT_TAIL, PAIRS, SHORT_TAIL.replace(stages=(0.5, 0.2)), PAIRS.replace(stages=(0.5, 0.2)))
+# one or two settings of the default's, a step from where they are; longer tails are of longer pool units, too
+NEAR = (
+    PAIRS,
+    PAIRS.replace(tail_tokens=256),
+    PAIRS.replace(refine=0.1),
+    PAIRS.replace(stages=(0.35,)),
+    PAIRS.replace(stages=(0.5, 0.3)),
+    PAIRS.replace(stages=(0.5, 0.3), tail_tokens=256),
+    PAIRS.replace(last_tokens=4),
+)
+SETS = {
+    "methods": ARMS, "codes": CODES, "floor": FLOOR, "cuts": CUTS, "near": NEAR, "headline": HEADLINE,
+    "default": (DEFAULT,),
+    "others": tuple(arm for arm in ARMS if arm not in HEADLINE),  # where the headline is measured already
+}  # fmt: skip
+EARLIER = dict.fromkeys(("mean_tokens", "mean_bits", "stages"))  # of cells of before there were unit means
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One (method, context, byte budget or tau): `kl_mean` in nats over `num_positions` positions, `kl_low` and
+    `kl_high` its 95 % interval over documents, needles answered exactly.
+
+    `bytes_ratio` is what was really read along the text, K, V and summaries, over dense, `needle_bytes_ratio` the same
+    of the needle documents; None in the figures where the budget has no room for the guards, the summaries and one
+    group more.
+    """
+
+    context_tokens: Count
+    method: Name
+    group_tokens: Count
+    bits: int | None
+    refine: float | None
+    mean_tokens: int | None
+    mean_bits: int | None
+    stages: tuple[float, ...] | None
+    tail_tokens: int
+    dim: int | None
+    policy: str
+    guards: tuple[int, int]
+    byte_budget: float | None
+    tau: float | None
+    bytes_ratio: Positive | None
+    needle_bytes_ratio: Positive | None
+    kl_mean: Nats | None
+    kl_low: Nats | None
+    kl_high: Nats | None
+    kl_max: Nats | None
+    top1_agreement: float | None
+    num_positions: int
+    needles_answered: int | None
+    num_needles: int
+    needles_dense: int
+
+
+def budget_groups(config: EpsConfig, length: int, num_steps: int, head_dim: int, fraction: float) -> int | None:
+    """Groups (guards included) whose bytes, with all summaries, are at most `fraction` of a dense bfloat16 read of
+    `length` tokens. None where the guards of any of the next `num_steps` steps leave no group to choose: such a cell
+    would measure the guards, not the method."""
+    kv_token_bytes = 2 * head_dim * 2
+
+    def cost(groups: int) -> int:  # scoring reads more where more is selected
+        scoring = scoring_bytes(config.replace(top_pages=groups), head_dim, [length])
+        return scoring + groups * config.store.S * kv_token_bytes
+
+    groups = bisect_right(range(1, length // config.store.S + 1), fraction * length * kv_token_bytes + 1e-6, key=cost)
+    forced = max(int(guards(config, length + step).sum()) for step in range(num_steps + 1))
+    return groups if groups > forced else None
+
+
+@dataclass(frozen=True)
+class Documents:
+    """What one table at one context, in tokens of the model's tokenizer, is of; documents are independent of each other
+    and of their order."""
+
+    context_tokens: int
+    num_needles: int = 50
+    num_texts: int = 6
+    text_steps: int = 64
+    seed: int = 0
+    text: str = "code"  # kind of it: see `tasks.corpus.KINDS`
+    chat: bool = False  # needles are asked in the model's chat template
+
+    def documents(self) -> list[tuple[str, int]]:
+        return [("text", i) for i in range(self.num_texts)] + [("needle", i) for i in range(self.num_needles)]
+
+
+@dataclass(frozen=True)
+class Plan(Documents):
+    """A table's documents under arms that differ in how they read."""
+
+    arms: tuple[EpsConfig, ...] = ARMS
+    byte_budgets: tuple[float, ...] = BYTE_BUDGETS
+    taus: tuple[float, ...] = TAUS
+
+    def configs(self, head_dim: int) -> dict[Key, EpsConfig]:
+        """Each arm with the groups that a byte budget buys, without an entry where it buys none beyond the guards; an
+        arm of policy share at each tau."""
+        found = {}
+        for arm_index, arm in enumerate(self.arms):
+            if arm.read.policy == "share":
+                found.update({(arm_index, tau): arm.replace(tau=tau) for tau in self.taus})
+                continue
+            for fraction in self.byte_budgets:
+                steps = max(self.text_steps, VALUE_DIGITS)
+                groups = budget_groups(arm, self.context_tokens, steps, head_dim, fraction)
+                if groups is not None:
+                    found[arm_index, fraction] = arm.replace(top_pages=groups)
+        return found
+
+
+def arguments(parser: argparse.ArgumentParser) -> tuple[str, ...]:
+    """Add the flags of tables of methods. Returns those whose change must not land on a default file of results."""
+    parser.add_argument(
+        "--arms",
+        choices=tuple(SETS),
+        default="methods",
+        help="all methods, the parts of the default's codes, what it may read less, what of that pays, a first look, "
+        "the default alone, or the methods beside the first look",
+    )
+    parser.add_argument("--budgets", type=argument(PART), nargs="+", default=BYTE_BUDGETS)
+    parser.add_argument("--taus", type=argument(PART), nargs="+", default=TAUS)
+    return ()
+
+
+def plan(args: argparse.Namespace, **common: Any) -> Plan:
+    """Return the plan of a table of methods from its parsed flags; `common`: the fields of `Documents`."""
+    return Plan(**common, arms=SETS[args.arms], byte_budgets=tuple(args.budgets), taus=tuple(args.taus))
+
+
+@dataclass
+class Tally:
+    """What one document, or several, gave for one arm and budget."""
+
+    divergences: list[float] = field(default_factory=list)
+    documents: list[float] = field(default_factory=list)  # mean divergence of each text
+    agreements: list[bool] = field(default_factory=list)
+    answered: int = 0
+    bytes_read: int = 0
+    bytes_dense: int = 0
+    needle_bytes_read: int = 0
+    needle_bytes_dense: int = 0
+
+    def add(self, other: "Tally") -> None:
+        for name in vars(self):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+def tally_document(session: Session, plan: Plan, kind: str, index: int) -> tuple[dict[Key, Tally], bool]:
+    """One document through every arm and budget: (tallies, whether dense attention answered it)."""
+    return (_text if kind == "text" else _needle)(session, plan, index)
+
+
+def _text(session: Session, plan: Plan, index: int) -> tuple[dict[Key, Tally], bool]:
+    """A window of held-out text, decoded along its own tokens."""
+    found = run_document(
+        session,
+        text_document(session, plan.context_tokens, plan.text_steps, plan.seed, index, plan.text),
+        plan.configs(session.spec.head_dim),
+    )
+    del found[DENSE]
+    tallies = {}
+    for key, outcome in found.items():
+        assert outcome.kl is not None and outcome.agree is not None
+        divergences = outcome.kl[:, 0].tolist()
+        agree = outcome.agree[:, 0].tolist()
+        tallies[key] = Tally(divergences, [float(np.mean(divergences))], agree, 0, *outcome.bytes_read())
+    return tallies, True
+
+
+def text_document(
+    session: Session, context_tokens: int, steps: int, seed: int, index: int, text: str = "code"
+) -> Document:
+    """Window `index` of text of a kind (see `tasks.corpus.KINDS`), to be decoded along its last `steps` tokens; of chat
+    the start of a conversation, in the model's chat template where it has one."""
+    rng, num_tokens = np.random.default_rng([seed, 1, index]), context_tokens + steps
+    if text != "chat":
+        tokens = text_window(haystack(text), session.encode, num_tokens, rng)
+    else:
+        messages = conversation(rng.permutation(num_topics()).tolist())
+        templated = has_template(session.path)
+        said = render_messages(session.path, messages) if templated else plain_chat(messages)
+        tokens = session.encode(said, special=not templated, most_tokens=num_tokens)[:num_tokens]
+    return Document.along(check_length(tokens, num_tokens), steps)
+
+
+def needle(session: Session, plan: Documents, index: int) -> tuple[Document, str]:
+    """(needle document, to be answered greedily; its answer): depths spread evenly, 0 to 3 distractors."""
+    depth, seed = (index + 0.5) / plan.num_needles, plan.seed + 3_000_000 + index
+    ask = in_chat(session.path, session.encode) if plan.chat else None
+    tokens, answer = needle_tokens(
+        haystack(plan.text), plan.context_tokens, session.encode, seed, depth, index % 4, ask
+    )
+    # bytes are of the steps that the answer's own tokens are fed to
+    return Document(tokens, answer_steps(session.encode, answer, VALUE_DIGITS) + 1), answer
+
+
+def says(session: Session, outcome: Outcome, answer: str) -> bool:
+    """Whether the one document of an outcome is continued with the answer to its needle."""
+    return answers(session.decode(outcome.said[0]), answer)
+
+
+def _needle(session: Session, plan: Plan, index: int) -> tuple[dict[Key, Tally], bool]:
+    document, answer = needle(session, plan, index)
+    found = run_document(session, document, plan.configs(session.spec.head_dim))
+    answered = {key: says(session, outcome, answer) for key, outcome in found.items()}
+    dense = answered.pop(DENSE)
+    tallies = {}
+    for key, right in answered.items():
+        read, full = found[key].bytes_read(first=1)
+        tallies[key] = Tally(answered=int(right), needle_bytes_read=read, needle_bytes_dense=full)
+    return tallies, dense
+
+
+def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[Key, Tally], bool]]) -> list[Cell]:
+    """The table from every document's (kind, tallies, answered densely)."""
+    totals = {key: Tally() for key in plan.configs(head_dim)}
+    needles_dense = 0
+    for kind, tallies, dense in results:
+        needles_dense += kind == "needle" and dense
+        for key, tally in tallies.items():
+            totals[key].add(tally)
+    cells = []
+    for arm_index, arm in enumerate(plan.arms):
+        for point in plan.taus if arm.read.policy == "share" else plan.byte_budgets:
+            total = totals.get((arm_index, point))
+            interval = bootstrap_interval(total.documents, plan.seed) if total and total.documents else None
+            low, high = interval or (None, None)
+            cells.append(
+                Cell(
+                    context_tokens=plan.context_tokens,
+                    dim=arm.store.dim,
+                    **name_of(arm)._asdict(),
+                    byte_budget=None if arm.read.policy == "share" else point,
+                    tau=point if arm.read.policy == "share" else None,
+                    bytes_ratio=part_of(total.bytes_read, total.bytes_dense) if total else None,
+                    needle_bytes_ratio=part_of(total.needle_bytes_read, total.needle_bytes_dense) if total else None,
+                    kl_mean=float(np.mean(total.divergences)) if total and total.divergences else None,
+                    kl_low=low,
+                    kl_high=high,
+                    kl_max=float(np.max(total.divergences)) if total and total.divergences else None,
+                    top1_agreement=float(np.mean(total.agreements)) if total and total.agreements else None,
+                    num_positions=plan.num_texts * plan.text_steps,
+                    needles_answered=total.answered if total else None,
+                    num_needles=plan.num_needles,
+                    needles_dense=needles_dense,
+                )
+            )
+    return cells
+
+
+def part_of(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+class ArmName(NamedTuple):
+    """What makes cells points of one curve."""
+
+    method: str
+    group_tokens: int
+    guards: tuple[int, int]
+    policy: str = "topk"
+    tail_tokens: int = 0
+    bits: int | None = None
+    refine: float | None = None
+    mean_tokens: int | None = None
+    mean_bits: int | None = None
+    stages: tuple[float, ...] | None = None
+
+
+def arm_name(cell: Cell) -> ArmName:
+    return ArmName(**{name: getattr(cell, name) for name in ArmName._fields})
+
+
+def name_of(arm: EpsConfig) -> ArmName:
+    """The name of an arm's cells."""
+    store, read = arm.store, arm.read
+    return ArmName(
+        method=store.method,
+        group_tokens=store.S,
+        guards=(read.first_tokens, read.last_tokens),
+        policy=read.policy,
+        tail_tokens=store.tail_tokens,
+        bits=store.code_bits,
+        refine=read.refine if store.facts.coded else None,
+        mean_tokens=store.mean_tokens or None,
+        mean_bits=store.mean_bits if store.mean_tokens else None,
+        stages=read.stages or None,
+    )
+
+
+class Floor(NamedTuple):
+    """What the bytes that an arm reads at some KL are of, each over the dense bytes."""
+
+    summaries: float
+    tail: float
+    tokens: float
+
+
+def floor(arm: EpsConfig, head_dim: int, context_tokens: int, bytes_ratio: float) -> Floor:
+    """Splits `bytes_ratio` of a bfloat16 cache: summaries that choose, mean values of the tail, K and V of tokens."""
+    dense = context_tokens * 2 * head_dim * 2
+    scoring = scoring_bytes(arm, head_dim, [context_tokens]) / dense
+    tail = tail_bytes(arm.store, head_dim, context_tokens) / dense
+    return Floor(scoring - tail, tail, bytes_ratio - scoring)
+
+
+def label(name: ArmName) -> str:
+    """An arm in words, for a table."""
+    words = [f"`{name.method}`", str(name.group_tokens)]
+    if name.bits:
+        words.append(f"{name.bits}+1 bit" if name.refine else f"{name.bits} bit")
+    if name.mean_tokens:
+        words += [f"of {name.mean_tokens}", *(["in 8 bits"] if name.mean_bits == 8 else [])]
+        words.append("stages " + ",".join(f"{share:g}" for share in name.stages) if name.stages else "whole")
+        words += [f"second of {name.refine:g}"] if name.refine else []
+    if name.policy != "topk":
+        words.append(name.policy)
+    if name.tail_tokens:
+        words.append(f"tail {name.tail_tokens}")
+    if name.guards != facts(name.method).guards:
+        words.append(f"guards {name.guards[0]}+{name.guards[1]}")
+    return " ".join(words)
+
+
+def bytes_at_kl(curve: Iterable[tuple[float | None, float | None]], kl: float = 0.01) -> tuple[float | None, str]:
+    """(share of the dense bytes at which a curve of (bytes, KL) crosses `kl`, how it is known): by log-log
+    interpolation between the first neighbouring points of rising bytes that enclose it, "measured"; "<" or ">" with
+    the bytes of the curve's end where it lies wholly below or above; (None, "-") for no points."""
+    points = sorted((ratio, found) for ratio, found in curve if ratio is not None and found is not None)
+    if not points:
+        return None, "-"
+    for (bytes0, kl0), (bytes1, kl1) in pairwise(points):
+        if kl0 > kl >= kl1:
+            weight = math.log(kl0 / kl) / math.log(kl0 / max(kl1, 1e-12))
+            return bytes0 * (bytes1 / bytes0) ** weight, "measured"
+    return (points[0][0], "<") if points[0][1] <= kl else (points[-1][0], ">")
+
+
+def markdown(cells: list[Cell]) -> str:
+    """The cells of one context length: KL / needles answered at each byte budget or, for policy share, tau; and the
+    bytes at which the KL is 0.01."""
+    budgets = sorted({cell.byte_budget for cell in cells if cell.byte_budget is not None})
+    rows = [f"| method, S | {' | '.join(f'{b:g}' for b in budgets)} | bytes at KL 0.01 |"]
+    rows.append("|---|" + "---|" * (len(budgets) + 1))
+    shares = []
+    for name in dict.fromkeys(map(arm_name, cells)):
+        curve = [cell for cell in cells if arm_name(cell) == name]
+        value, known = bytes_at_kl((cell.bytes_ratio, cell.kl_mean) for cell in curve)
+        at = "-" if value is None else f"{'' if known == 'measured' else known + ' '}{value:.3f}"
+        if name.policy == "share":
+            points = [
+                f"{c.bytes_ratio:.3f}: {c.kl_mean:.4f} / {c.needles_answered}" for c in curve if c.kl_mean is not None
+            ]
+            shares.append(
+                f"{label(name)} (bytes: KL / needles, tau {curve[0].tau:g} to {curve[-1].tau:g}): "
+                f"{', '.join(points)}; bytes at KL 0.01: {at}"
+            )
+            continue
+        found = {c.byte_budget: c for c in curve if c.kl_mean is not None}
+        entries = [f"{found[b].kl_mean:.4f} / {found[b].needles_answered}" if b in found else "-" for b in budgets]
+        rows.append(f"| {label(name)} | {' | '.join(entries)} | {at} |")
+    return "\n".join([*rows, "", *shares])
+
+
+def records(cells: list[Cell]) -> list[dict]:
+    return [{"type": "cell", **asdict(cell)} for cell in cells]

@@ -1,0 +1,212 @@
+"""A grid of runs: the file that survives a kill, and which cells are still to be measured.
+
+A cell is one setting of context, batch, method and policy (`grid_settings`); `grid_cell` measures it.
+"""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eps_core.config.eps import EARLIER, EpsConfig
+from eps_core.config.verify import Verify
+from eps_core.errors import ConfigError, fault_line
+from eps_core.files.outputs import to_json
+from eps_core.files.resumable import Line, ResumableFile, difference
+from eps_core.tasks.corpus import SHA256
+from eps_core.telemetry import provenance, terminal
+from experiments.grid.grid_cell import Bench, Plan
+from experiments.grid.grid_settings import HeadModes, Setting, config_of, verify_of
+
+# what two runs must share to be one grid
+IDENTITY = ("grid", "model", "model_id", "backend", "device", "dtype", "plan", "head_modes", "corpus")
+
+
+def header(
+    cells: Sequence[Setting], plan: Plan, head_modes: HeadModes | None, versions: dict[str, str], **identity: Any
+) -> dict[str, Any]:
+    """The first line: all that is needed to run the grid again."""
+    return {
+        "type": "run",
+        "kind": "grid",
+        "grid": [cell.to_dict() for cell in cells],
+        "plan": asdict(plan),
+        "head_modes": head_modes,
+        "corpus": SHA256,
+        **identity,
+        **provenance.provenance(versions),
+    }
+
+
+def cell_line(index: int, setting: Setting, config: EpsConfig | None, numbers: dict[str, Any]) -> Line:
+    """One finished cell: what was asked, what it resolved to (None where impossible), what was measured."""
+    return {
+        "type": "cell",
+        "index": index,
+        "setting": asdict(setting),
+        "config": config.to_dict() if config else None,  # all of it, defaults too: `check_settings` asks for it
+        "context_tokens": setting.context,
+        "batch": setting.batch,
+        "method": setting.method,
+        "policy": setting.policy,
+        "dim": config.store.dim if config else setting.dim,
+        "bits": config.store.code_bits if config else None,
+        "group_tokens": config.store.S if config else setting.group_tokens,
+        "alpha": config.read.alpha if config and config.read.policy == "threshold" else None,
+        "top_pages": config.read.top_pages if config else setting.top_pages,
+        "guards": [config.read.first_tokens, config.read.last_tokens] if config else None,
+        "mean_tokens": (config.store.mean_tokens or None) if config else setting.mean_tokens,
+        "stages": (list(config.read.stages) or None) if config else None,
+        "refine": config.read.refine if config else setting.refine,
+        "tail_tokens": config.store.tail_tokens if config else setting.tail_tokens,
+        "bound_bits": config.store.bound_bits if config else setting.bound_bits,
+        "epsilon": config.read.epsilon if config and (config.read.strict or config.read.policy == "mass") else None,
+        "scope": setting.scope,
+        "heads": setting.heads,
+        "strict": setting.strict,
+        "verified": None,  # how, of a cell of verified decoding
+        "skipped": None,
+        **numbers,
+    }
+
+
+# what a line of before it held the whole config tells of it
+_COLUMNS = (
+    "mean_tokens", "stages", "refine", "guards", "tail_tokens", "group_tokens", "dim", "bits", "alpha", "top_pages",
+    "bound_bits", "epsilon", "scope",
+)  # fmt: skip
+_MEND = "give another -o, or go on with the version that its first line names"
+
+
+def check_settings(
+    cells: Sequence[Setting], head_modes: HeadModes | None, finished: Mapping[int, Line], path: Path
+) -> None:
+    """Raises ConfigError where a cell of the file at `path` was measured with other settings than it resolves to now: a
+    default has changed since, and the file would hold both. A line of before there was its config is judged by its
+    columns, and what it has none of was off: no unit mean, no second bit, no tail."""
+    for index, line in finished.items():
+        if line.get("skipped") is not None:
+            continue
+        setting, there = cells[index], line.get("config")
+        name = f"cell {index} ({setting.method}, context {setting.context})"
+        try:
+            config = config_of(setting, head_modes)
+            verify = verify_of(setting, config)
+        except ConfigError as error:
+            raise ConfigError(f"{path} holds {name}, which is impossible now ({error}): {_MEND}") from error
+        now = cell_line(index, setting, config, {"verified": verify.to_dict() if verify.enabled else None})
+        if isinstance(there, dict):
+            found = difference("config", {**EARLIER, **there}, json.loads(to_json(now["config"])))
+        else:
+            before, after = ({key: one.get(key) or None for key in _COLUMNS} for one in (line, now))
+            found = difference("cell", before, json.loads(to_json(after)))
+        found = found or difference("verified", line.get("verified"), now["verified"])
+        if found:
+            raise ConfigError(f"{path} was begun with other defaults: of {name} {found}: {_MEND}")
+
+
+class Progress:
+    """Cells done of all and the time left. `bar` is what shows it."""
+
+    def __init__(self, cells: Sequence[Setting], finished: set[int], stream: Any = None) -> None:
+        self.bar = terminal.Progress("grid:", "cells", stream, every_s=0)
+        self.total, self.done = len(cells), len(finished)
+        # a cell's time grows with the tokens it attends
+        self.left = {i: cell.context * cell.batch for i, cell in enumerate(cells) if i not in finished}
+        self.seconds = 0.0
+        self.measured = 0
+
+    def __call__(self, index: int, seconds: float | None) -> None:
+        """`seconds` None: the cell was skipped."""
+        weight = self.left.pop(index)
+        self.done += 1
+        if seconds is not None:
+            self.seconds += seconds
+            self.measured += weight
+        left = ""
+        if self.measured and self.left:
+            left = f"about {terminal.duration(self.seconds / self.measured * sum(self.left.values()))} left"
+        if seconds is not None or not self.left:
+            self.bar(self.done, self.total, left)
+
+
+@dataclass
+class Counts:
+    """What one start of a grid did: cells measured, and reasons of those that were not, with how many there are.
+
+    Skipped cells are impossible as they are set, and finished with that. Failed ones were not for want of memory or by
+    a fault, and are tried again when the grid is.
+    """
+
+    measured: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
+
+    def reasons(self) -> list[str]:
+        """A line for each."""
+        return [
+            f"{count} of the cells {what}: {reason}"
+            for what, reasons in (("skipped", self.skipped), ("failed", self.failed))
+            for reason, count in reasons.most_common()
+        ]
+
+
+def run_cells(
+    bench: Bench,
+    cells: Sequence[Setting],
+    head_modes: HeadModes | None,
+    file: ResumableFile,
+    finished: set[int],
+    progress: Progress,
+) -> Counts:
+    """Measures what is not `finished`, cells of one context and batch after each other, and writes each when it is
+    done. A cell that cannot be run is written with the reason, and the grid goes on."""
+    counts = Counts()
+    pending = [index for index in range(len(cells)) if index not in finished]
+    plans: dict[int, tuple[EpsConfig, Verify]] = {}
+
+    def skip(index: int, config: EpsConfig | None, why: str) -> None:
+        reason = " ".join(why.split())
+        file.write(cell_line(index, cells[index], config, {"skipped": reason}))
+        counts.skipped[reason] += 1
+        progress(index, None)
+
+    for index in pending:
+        try:
+            config = config_of(cells[index], head_modes)
+            verify = verify_of(cells[index], config)
+        except ConfigError as error:
+            skip(index, None, str(error))
+            continue
+        reason = bench.why_not(cells[index], config)
+        if reason is not None:
+            skip(index, config, reason)
+        else:
+            plans[index] = config, verify
+    for index in sorted(plans, key=lambda i: (cells[i].context, cells[i].batch, i)):
+        started = time.perf_counter()
+        try:
+            config, verify = plans[index]
+            if verify.enabled:
+                numbers = {"verified": verify.to_dict(), **bench.measure_verified(cells[index], config, verify)}
+            else:
+                numbers = bench.measure(cells[index], config)
+        except (MemoryError, RuntimeError, ValueError) as error:
+            # an error of a value alone is the cell's own: no such document, NaN in K. What the machine did comes first
+            # in a chain: a cache that it could not allocate is refused, too
+            if isinstance(error, ValueError) and error.__cause__ is None:
+                skip(index, config, str(error))
+                continue
+            reason = fault_line(error)
+            file.write({"type": "failed", "index": index, "setting": asdict(cells[index]), "reason": reason})
+            counts.failed[reason] += 1
+            progress(index, None)
+            continue
+        seconds = time.perf_counter() - started
+        file.write(cell_line(index, cells[index], config, {**numbers, "seconds": round(seconds, 3)}))
+        counts.measured += 1
+        progress(index, seconds)
+    return counts

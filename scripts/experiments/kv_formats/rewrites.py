@@ -1,0 +1,243 @@
+"""Quality against bytes of formats that a prompt's K and V may be kept in, on needles and real text.
+
+Measured by round trip: when a document's prefill ends its K and V are replaced by what a format can say of them, in a
+cache of 16 bits that is decoded from; there is no pool of the format. Tokens that follow stay as they are. Bytes are
+the format's own, over those of a bfloat16 cache: all that is kept is read, unless EPS gates it.
+"""
+
+import argparse
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from curves import Documents, needle, says, text_document
+
+from eps_core.config.eps import EpsConfig
+from eps_core.decode.session import Session
+from eps_core.evaluation.runner import DENSE, Document, Outcome, decode, run_batch
+from eps_core.evict.keep import Keep
+from eps_core.files.records import Count, Name, Nats, Positive
+from eps_core.gate.protocol import Array, Backend
+from eps_core.models.rope import inverse_frequencies
+from eps_core.models.spec import ModelSpec
+from experiments.kv_formats.base import ELEMENT_BYTES, Layer, Rewritten, in_place
+from experiments.kv_formats.table import rewrite
+from experiments.memory.composition import KeptTally, added, measured, shown, summaries_kept, tally
+
+OFF = "off"
+EPS_BUDGET = 0.05
+TAUS = (0.95, 0.9, 0.8)  # of DMC's ablation
+Settings = tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What K and V are kept as, and how that is read."""
+
+    rewrite: str = OFF
+    settings: Settings = ()
+    config: EpsConfig = EpsConfig()  # noqa: RUF009
+
+
+def arms() -> tuple[Arm, ...]:
+    """EPS alone, every rewrite alone, and EPS over two whose bytes are the same for every row."""
+    gated = EpsConfig.of(method="rq", budget=EPS_BUDGET)
+    alone = [
+        *(Arm("per-channel", (("bits", bits),)) for bits in (4, 2)),
+        *(Arm("block-gtq", (("bits", bits),)) for bits in (4, 3, 2)),
+        *(Arm("prq", (("stages", 1), ("zeros", zeros))) for zeros in (False, True)),
+        *(Arm("dar", (("part", part),)) for part in (0.5, 0.25)),
+        *(Arm("dmc", (("tau", tau),)) for tau in TAUS),
+    ]
+    both = [Arm("block-gtq", (("bits", 4),), gated), Arm("dmc", (("tau", TAUS[0]),), gated)]
+    return (Arm(config=gated), *alone, *both)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One (context, arm): as `memory.Cell`, of a rewrite and its settings."""
+
+    context_tokens: Count
+    rewrite: Name
+    settings: dict[str, float]
+    method: Name
+    budget: float | None
+    bytes_ratio: Positive | None
+    needle_bytes_ratio: Positive | None
+    bytes_kept_ratio: Positive | None
+    kl_mean: Nats | None
+    kl_low: Nats | None
+    kl_high: Nats | None
+    kl_max: Nats | None
+    top1_agreement: float | None
+    num_positions: int
+    needles_answered: int
+    num_needles: int
+    needles_dense: int
+
+
+@dataclass(frozen=True)
+class Plan(Documents):
+    """A table's documents under arms that differ in what K and V are kept as, too."""
+
+    arms: tuple[Arm, ...] = field(default_factory=arms)
+
+
+def arguments(parser: argparse.ArgumentParser) -> tuple[str, ...]:
+    """Add no flag: the arms of this table are fixed."""
+    return ()
+
+
+def plan(args: argparse.Namespace, **common: Any) -> Plan:
+    """Return the plan of this table from its parsed flags; `common`: the fields of `Documents`."""
+    return Plan(**common)
+
+
+class QuerySquares:
+    """Sums, over a prompt's queries, of the squares of each RoPE pair (which a rotation does not change): what
+    `rewrite.base.Layer.query_squares` is of."""
+
+    def __init__(self, eps: Backend, spec: ModelSpec) -> None:
+        self.eps, self.spec = eps, spec
+        self.sums = np.zeros((spec.num_layers, spec.num_kv_heads, spec.head_dim // 2))
+        self.counts = np.zeros(spec.num_layers, np.int64)
+
+    def prompt(self, cache: Any, layer: int, q: Array, k: Array, length: int) -> None:
+        """As `decode.observe.Watcher` has it."""
+        (host,) = self.eps.to_host(cache, [q])
+        squares = host.astype(np.float64).reshape(len(host), self.spec.num_kv_heads, -1, 2, self.spec.head_dim // 2)
+        self.sums[layer] += (squares**2).sum(axis=(0, 2, 3))
+        self.counts[layer] += len(host) * squares.shape[2]
+
+    def means(self, layer: int) -> np.ndarray:
+        """[Hkv, D/2] float64."""
+        mean: np.ndarray = self.sums[layer] / max(int(self.counts[layer]), 1)
+        return mean
+
+
+def tally_document(session: Session, plan: Plan, kind: str, index: int) -> tuple[dict[int, KeptTally], bool]:
+    """One document through every arm: (tallies by the arm's index, whether dense attention answered it)."""
+    if kind == "text":
+        document = text_document(session, plan.context_tokens, plan.text_steps, plan.seed, index, plan.text)
+        answer = ""
+    else:
+        document, answer = needle(session, plan, index)
+    dense, outcomes = run_arms(session, document, plan.arms)
+    tallies = {}
+    for key, one in outcomes.items():
+        read = one.bytes_read(first=int(kind == "needle"))
+        tallies[key] = tally(one.outcome, dense, one.bytes_kept, says(session, one.outcome, answer), read)
+    return tallies, kind == "text" or says(session, dense, answer)
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One arm's decode over `layers`, and what a cache of its format would have read and kept."""
+
+    outcome: Outcome
+    layers: list[Rewritten]
+    kv_token_bytes: int  # K and V of one token of one kv head of one layer, as they are
+    summary_bytes: int  # kept
+
+    @property
+    def _plain_bytes(self) -> int:
+        """Of the prompt's rows, were they kept as they are."""
+        return self.kv_token_bytes * sum(len(rows) for layer in self.layers for rows in layer.positions)
+
+    def _decoded_bytes(self, num_steps: int) -> int:
+        return num_steps * self.kv_token_bytes * sum(len(layer.positions) for layer in self.layers)
+
+    @property
+    def bytes_kept(self) -> int:
+        """K, V and summaries at the end."""
+        kept = sum(layer.num_bytes for layer in self.layers)
+        return kept + self._decoded_bytes(len(self.outcome.records)) + self.summary_bytes
+
+    def bytes_read(self, first: int = 0) -> int:
+        """K, V and summaries read from step `first` on: tables whole, rows at the format's mean, decoded tokens as they
+        are. A gate may have left some of these unread; they count as read."""
+        rows = sum(layer.row_bytes for layer in self.layers) / self._plain_bytes
+        read = 0.0
+        for step, record in enumerate(self.outcome.records):
+            if step >= first:
+                of_decoded = (1 - rows) * min(self._decoded_bytes(step + 1), record.bytes_kv_read_est)
+                read += rows * record.bytes_kv_read_est + of_decoded + record.bytes_summary_read
+                read += sum(layer.table_bytes for layer in self.layers)
+        return round(read)
+
+
+def run_arms(session: Session, document: Document, arms: Iterable[Arm]) -> tuple[Outcome, dict[int, Run]]:
+    """(dense, every arm by its index), along a text compared with dense."""
+    spec, arms = session.spec, list(arms)
+    squares = QuerySquares(session.backend, spec)
+    prefix = session.prefix(document.prompt[:-1], observed=squares)
+    dense = run_batch(session, [document], {DENSE: EpsConfig()}, [prefix])[DENSE]
+    host = [[session.backend.to_numpy(array).astype(np.float32) for array in pair] for pair in prefix.keys_values]
+    frequencies = inverse_frequencies(spec)
+    layers = [Layer(k, v, frequencies, squares.means(index)) for index, (k, v) in enumerate(host)]
+    found: dict[int, Run] = {}
+    for name, settings in dict.fromkeys((arm.rewrite, arm.settings) for arm in arms):
+        made = plain if name == OFF else rewrite(name).rewrite
+        rewritten = [made(layer, **dict(settings)) for layer in layers]
+        for index, arm in enumerate(arms):
+            if (arm.rewrite, arm.settings) == (name, settings):
+                outcome = _decoded(session, document, arm.config, rewritten)
+                if document.forced is not None:
+                    outcome.against(dense)
+                of_heads = spec.num_layers * spec.num_kv_heads
+                rows = sum(len(one) for layer in rewritten for one in layer.positions) // of_heads
+                kept = summaries_kept(session, arm.config, rows + len(outcome.records))
+                found[index] = Run(outcome, rewritten, session.one_unit().kv_token_bytes, kept)
+    return dense, {index: found[index] for index in range(len(arms))}
+
+
+def plain(layer: Layer) -> Rewritten:
+    """A layer as it is."""
+    length, heads, dim = layer.keys.shape
+    return in_place(layer.keys, layer.values, 2 * length * heads * dim * ELEMENT_BYTES)
+
+
+def _decoded(session: Session, document: Document, config: EpsConfig, layers: list[Rewritten]) -> Outcome:
+    eps, length = session.backend, len(document.prompt) - 1
+    decoder, cache, pools = session.evicting(Keep(), config.store, [len(document.prompt)], document.num_steps)
+
+    def rows(layer: int, head: int) -> list[Array]:
+        both = (layers[layer].keys[head], layers[layer].values[head])
+        return [eps.from_numpy(np.ascontiguousarray(one[:, None]), "float32", session.device) for one in both]
+
+    sequence, cache = decoder.place(cache, length, [layer.positions for layer in layers], rows)
+    read = config.read if config.store.enabled else None
+    texts = document.forced is not None
+    outcome, _ = decode(session, cache, pools, [document], read, decoder=decoder, written=[sequence], keep_logits=texts)
+    return outcome
+
+
+def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[int, KeptTally], bool]]) -> list[Cell]:
+    """The table from every document's (kind, tallies, answered densely)."""
+    totals, needles_dense = added(len(plan.arms), results)
+    return [
+        Cell(
+            context_tokens=plan.context_tokens,
+            rewrite=arm.rewrite,
+            settings=dict(arm.settings),
+            method=arm.config.store.method,
+            budget=arm.config.read.budget if arm.config.store.enabled else None,
+            **measured(plan, totals[index], needles_dense),
+        )
+        for index, arm in enumerate(plan.arms)
+    ]
+
+
+def markdown(cells: list[Cell]) -> str:
+    """A line an arm: bytes read and kept, KL with its interval, needles."""
+    rows = ["| kept as | with | read by | budget | bytes read | bytes kept | KL (95 %) | needles |", "|---" * 8 + "|"]
+    for one in cells:
+        with_ = ", ".join(f"{name} {value:g}" for name, value in one.settings.items())
+        kept = "it is" if one.rewrite == OFF else f"`{one.rewrite}`"
+        rows.append(f"| {kept} | {with_ or '-'} | {shown(one)} |")
+    return "\n".join(rows)
+
+
+def records(cells: list[Cell]) -> list[dict]:
+    return [{"type": "cell", **asdict(cell)} for cell in cells]

@@ -1,0 +1,316 @@
+"""Quality against bytes read and kept: codes of K and V, eviction policies and EPS, alone and together, on needles
+and real text.
+
+A document is prefilled once, and told to one `Observed` for all policies; every arm decodes from what it keeps of that.
+Bytes are over those of a dense bfloat16 cache; kept ones count K, V and the summaries stored of what is left.
+"""
+
+import argparse
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from curves import Documents, Tally, needle, part_of, says, text_document
+
+from eps_core.cli.numbers import PART, argument
+from eps_core.config.bytes import summary_bytes
+from eps_core.config.eps import EpsConfig
+from eps_core.config.formats import as_given
+from eps_core.decode.observe import Observed
+from eps_core.decode.prefix import Prefix
+from eps_core.decode.session import Session
+from eps_core.evaluation.runner import DENSE, Document, Outcome, decode, run_batch
+from eps_core.evaluation.statistics import bootstrap_interval
+from eps_core.evict.base import Facts, Kept
+from eps_core.evict.keep import Keep
+from eps_core.evict.table import POLICIES
+from eps_core.files.records import Count, Name, Nats, Positive
+from experiments.linear.states import State, decode_state
+
+SHARES = (0.5, 0.25, 0.125, 0.06)  # of the prompt that policies keep
+EPS_BUDGETS = (0.02, 0.05, 0.1, 0.2)  # of what is left that EPS reads
+EVERY = 16  # rows by which heads grow until they are brought back, so that texts of some tens of tokens see evictions
+SHARED = tuple(name for name, module in POLICIES.items() if not module.FACTS.prompt)  # policies that keep a share of it
+TOGETHER = ("snapkv", "rkv", "keydiff")  # policies that EPS is set upon
+OVER = (0.02, 0.1)  # its budgets there
+CODES = ((8, 8), (8, 4), (4, 4))  # bits of K and of V
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What is kept, in how many bits, and how that is read; or the state that takes its place."""
+
+    keep: Keep = Keep()  # noqa: RUF009
+    config: EpsConfig = EpsConfig()  # noqa: RUF009
+    kv_bits: tuple[int, int] = (16, 16)
+    state: State | None = None
+
+
+def arms(shares: Sequence[float] = SHARES, policies: Sequence[str] = SHARED) -> tuple[Arm, ...]:
+    """EPS alone, codes alone, each of the policies, which keep a share of the prompt, alone at every share, and what of
+    these goes together: EPS over codes, EPS over policies that keep the largest share, EPS over policies over codes."""
+    gated = {budget: EpsConfig.of(method="rq", budget=budget) for budget in EPS_BUDGETS}
+    over = [gated[budget] for budget in OVER]
+    kept = [Keep(name, max(shares), EVERY) for name in TOGETHER if name in policies]
+    return (
+        *(Arm(config=config) for config in gated.values()),
+        *(Arm(kv_bits=bits) for bits in CODES),
+        *(Arm(Keep(name, share, EVERY)) for name in policies for share in shares),
+        *(Arm(config=config, kv_bits=bits) for bits in CODES for config in over),
+        *(Arm(keep, config) for keep in kept for config in over),
+        *(
+            Arm(keep, config, bits)
+            for keep in kept
+            for bits in (CODES[0], CODES[-1])
+            for config in (EpsConfig(), *over)
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One (context, arm): bytes read along the text and kept at its end, over dense; `kl_mean` in nats over
+    `num_positions` positions, its 95 % interval over documents; needles answered exactly."""
+
+    context_tokens: Count
+    policy: Name
+    kept_share: float
+    kv_bits: tuple[int, int]
+    method: Name
+    budget: float | None
+    bytes_ratio: Positive | None
+    needle_bytes_ratio: Positive | None
+    bytes_kept_ratio: Positive | None
+    kl_mean: Nats | None
+    kl_low: Nats | None
+    kl_high: Nats | None
+    kl_max: Nats | None
+    top1_agreement: float | None
+    num_positions: int
+    needles_answered: int
+    num_needles: int
+    needles_dense: int
+    state: State | None = None
+
+
+@dataclass(frozen=True)
+class Plan(Documents):
+    """A table's documents under arms that differ in what they keep, too."""
+
+    arms: tuple[Arm, ...] = field(default_factory=arms)
+
+
+def arguments(parser: argparse.ArgumentParser) -> tuple[str, ...]:
+    """Add the flags of this table. Returns those whose change must not land on the default file of results."""
+    parser.add_argument("--shares", type=argument(PART), nargs="+", default=SHARES, help="of the prompt that is kept")
+    parser.add_argument("--policies", choices=SHARED, nargs="+", default=SHARED, help="(all of them)")
+    return "shares", "policies"
+
+
+def plan(args: argparse.Namespace, **common: Any) -> Plan:
+    """Return the plan of this table from its parsed flags; `common`: the fields of `Documents`."""
+    return Plan(**common, arms=arms(tuple(dict.fromkeys(args.shares)), tuple(dict.fromkeys(args.policies))))
+
+
+@dataclass
+class KeptTally(Tally):
+    """A `Tally`, and what was kept."""
+
+    bytes_kept: int = 0
+    bytes_whole: int = 0
+
+
+def tally_document(session: Session, plan: Plan, kind: str, index: int) -> tuple[dict[int, KeptTally], bool]:
+    """One document through every arm: (tallies by the arm's index, whether dense attention answered it)."""
+    if kind == "text":
+        document = text_document(session, plan.context_tokens, plan.text_steps, plan.seed, index, plan.text)
+        answer = ""
+    else:
+        document, answer = needle(session, plan, index)
+    outcomes = run_arms(session, document, plan.arms)
+    dense, _ = outcomes.pop(DENSE)
+    tallies = {
+        key: tally(outcome, dense, kept, says(session, outcome, answer)) for key, (outcome, kept) in outcomes.items()
+    }
+    return tallies, kind == "text" or says(session, dense, answer)
+
+
+def tally(outcome: Outcome, dense: Outcome, kept: int, right: bool, read: int | None = None) -> KeptTally:
+    """Of one outcome that kept so many bytes, along a text compared with dense, else an answer, `right` or not; `read`:
+    bytes read, where others count than its records'. A needle's are of the steps after the first."""
+    found = KeptTally(bytes_kept=kept, bytes_whole=dense.records[-1].bytes_kv_dense)
+    if outcome.kl is not None and outcome.agree is not None:
+        found.divergences = outcome.kl[:, 0].tolist()
+        found.documents = [float(np.mean(found.divergences))]
+        found.agreements = outcome.agree[:, 0].tolist()
+        found.bytes_read = outcome.bytes_read()[0] if read is None else read
+        found.bytes_dense = dense.bytes_read()[1]
+    else:
+        found.answered = int(right)
+        found.needle_bytes_read = outcome.bytes_read(first=1)[0] if read is None else read
+        found.needle_bytes_dense = dense.bytes_read(first=1)[1]
+    return found
+
+
+def run_arms(session: Session, document: Document, arms: Iterable[Arm]) -> dict[Any, tuple[Outcome, int]]:
+    """(outcome, bytes of K, V and summaries kept at its end) of `DENSE` and of every arm by its index; along a text
+    compared with dense."""
+    spec, texts = session.spec, document.forced is not None
+    observed = Observed(session.backend, spec, union(arm.keep for arm in arms))
+    prefix = session.prefix(document.prompt[:-1], observed=observed)
+    queries: list[list[Any]] = [[] for _ in range(spec.num_layers)]
+    session.decoder.tap = lambda layer, q: queries[layer].append(session.backend.to_numpy(q))
+    try:
+        dense = run_batch(session, [document], {DENSE: EpsConfig()}, [prefix])[DENSE]
+    finally:
+        session.decoder.tap = None
+    observed.future = _future(session, prefix, queries)
+    found: dict[Any, tuple[Outcome, int]] = {DENSE: (dense, dense.records[-1].bytes_kv_dense)}
+    whole: dict[tuple[int, int], dict[int, EpsConfig]] = {}  # arms that keep all tokens, by bits
+    chosen: dict[Keep, Kept] = {}
+    for index, arm in enumerate(arms):
+        coded = session if arm.kv_bits == session.kv_bits else replace(session, kv_bits=arm.kv_bits)
+        if arm.state is not None:
+            outcome = decode_state(session, document, arm.state, prefix)
+            if texts:
+                outcome.against(dense)
+            found[index] = outcome, outcome.records[-1].bytes_kv_kept
+        elif arm.keep.enabled:
+            found[index] = _evicted(coded, document, arm, prefix, observed, dense if texts else None, chosen)
+        else:
+            whole.setdefault(arm.kv_bits, {})[index] = arm.config
+    for bits, configs in whole.items():
+        coded = session if bits == session.kv_bits else replace(session, kv_bits=bits)
+        for index, outcome in run_batch(coded, [document], configs, [prefix], dense if texts else None).items():
+            last = outcome.records[-1]
+            found[index] = outcome, last.bytes_kv_kept + summaries_kept(session, configs[index], sum(last.lengths))
+    return found
+
+
+def _evicted(
+    session: Session, document: Document, arm: Arm, prefix: Prefix, observed: Observed, dense: Outcome | None,
+    chosen: dict[Keep, Kept],
+) -> tuple[Outcome, int]:  # fmt: skip
+    """Of one arm that evicts; `chosen`: what arms before it kept of the prompt, by what they keep, and now this one."""
+    decoder, cache, pools = session.evicting(arm.keep, arm.config.store, [len(document.prompt)], document.num_steps)
+    prompt, seen = (prefix.keys_values, len(prefix.tokens)), observed.of(arm.keep.facts)
+    if arm.keep not in chosen:  # whatever reads it, in whatever bits: the prompt is chosen from as it was
+        chosen[arm.keep] = decoder.choose(cache, *prompt, seen)
+    sequence, cache = decoder.adopt(cache, *prompt, seen, chosen[arm.keep])
+    read = arm.config.read if arm.config.store.enabled else None
+    outcome, _ = decode(
+        session, cache, pools, [document], read, decoder=decoder, written=[sequence], keep_logits=dense is not None
+    )
+    if dense is not None:
+        outcome.against(dense)
+    rows = sequence.num_rows / (session.spec.num_layers * session.spec.num_kv_heads)
+    return outcome, outcome.records[-1].bytes_kv_kept + summaries_kept(session, arm.config, round(rows))
+
+
+def summaries_kept(session: Session, config: EpsConfig, num_tokens: int) -> int:
+    """Bytes stored besides K and V of a sequence of so many tokens."""
+    spec = session.spec
+    if not config.store.enabled:
+        return 0
+    return summary_bytes(config.store, spec.num_layers, spec.num_kv_heads, spec.head_dim, num_tokens)
+
+
+def _future(session: Session, prefix: Prefix, queries: list[list[np.ndarray]]) -> list[np.ndarray]:
+    """[L] of [Hkv, R, T]: what queries [1, Hq, D] of a dense decode give to a prompt's tokens, among these alone."""
+    eps, found = session.backend, []
+    cache, _ = session.cache(EpsConfig().store, 1)
+    for (k, _), layer in zip(prefix.keys_values, queries, strict=True):
+        q = eps.from_numpy(np.concatenate(layer).astype(np.float32), "float32", session.device)
+        given = eps.weights(cache, q, k, np.ones((len(layer), len(k)), bool))
+        (host,) = eps.to_host(cache, [given.sum(axis=2)])
+        found.append(host.astype(np.float64))
+    return found
+
+
+def union(keeps: Iterable[Keep]) -> Facts:
+    """What must be gathered for all of these."""
+    every = [keep.facts for keep in keeps if keep.enabled]
+    whole = Facts("several policies")
+    for facts in every:
+        kinds = {name: getattr(whole, name) or getattr(facts, name) for name in vars(whole) if name != "window"}
+        whole = replace(whole, **kinds | {"window": max(whole.window, facts.window), "source": whole.source})
+    return whole
+
+
+def added(num_arms: int, results: Iterable[tuple[str, dict[int, KeptTally], bool]]) -> tuple[dict[int, KeptTally], int]:
+    """(every arm's tally over all documents, needles that dense attention answers)."""
+    totals = {index: KeptTally() for index in range(num_arms)}
+    needles_dense = 0
+    for kind, tallies, dense in results:
+        needles_dense += kind == "needle" and dense
+        for index, one in tallies.items():
+            totals[index].add(one)
+    return totals, needles_dense
+
+
+def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[int, KeptTally], bool]]) -> list[Cell]:
+    """The table from every document's (kind, tallies, answered densely)."""
+    totals, needles_dense = added(len(plan.arms), results)
+    cells = []
+    for index, arm in enumerate(plan.arms):
+        cells.append(
+            Cell(
+                context_tokens=plan.context_tokens,
+                policy=arm.keep.policy,
+                kept_share=arm.keep.share if arm.keep.enabled else 1.0,
+                kv_bits=arm.kv_bits,
+                method=arm.config.store.method,
+                budget=arm.config.read.budget if arm.config.store.enabled else None,
+                **measured(plan, totals[index], needles_dense),
+                state=arm.state,
+            )
+        )
+    return cells
+
+
+def measured(plan: Documents, total: KeptTally, needles_dense: int) -> dict[str, Any]:
+    """What cells say of an arm's documents, by the names of `Cell`."""
+    interval = bootstrap_interval(total.documents, plan.seed) if total.documents else None
+    low, high = interval or (None, None)
+    return {
+        "bytes_ratio": part_of(total.bytes_read, total.bytes_dense),
+        "needle_bytes_ratio": part_of(total.needle_bytes_read, total.needle_bytes_dense),
+        "bytes_kept_ratio": part_of(total.bytes_kept, total.bytes_whole),
+        "kl_mean": float(np.mean(total.divergences)) if total.divergences else None,
+        "kl_low": low,
+        "kl_high": high,
+        "kl_max": float(np.max(total.divergences)) if total.divergences else None,
+        "top1_agreement": float(np.mean(total.agreements)) if total.agreements else None,
+        "num_positions": plan.num_texts * plan.text_steps,
+        "needles_answered": total.answered,
+        "num_needles": plan.num_needles,
+        "needles_dense": needles_dense,
+    }
+
+
+def markdown(cells: list[Cell]) -> str:
+    """A line an arm: bytes read and kept, KL with its interval, needles."""
+    names = "kept by", "share", "bits", "read by", "budget", "bytes read", "bytes kept", "KL (95 %)", "needles"
+    rows = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    for one in cells:
+        kept = "all" if one.policy == "off" else f"`{one.policy}`"
+        if one.state is not None:
+            kept = f"a state, `{one.state.features}` {one.state.num_features or 'D'}, gamma {one.state.gamma:g}"
+        rows.append(f"| {kept} | {one.kept_share:g} | {as_given(one.kv_bits)} | {shown(one)} |")
+    return "\n".join(rows)
+
+
+def shown(one: Any) -> str:
+    """A cell's columns from what reads it to its needles."""
+    interval = "-" if one.kl_mean is None else f"{one.kl_mean:.4f}"
+    if one.kl_low is not None:  # of several texts
+        interval += f" ({one.kl_low:.4f} to {one.kl_high:.4f})"
+    numbers = ["-" if x is None else f"{x:.3f}" for x in (one.bytes_ratio, one.bytes_kept_ratio)]
+    read = "all" if one.budget is None else f"`{one.method}`"
+    budget = "-" if one.budget is None else one.budget
+    return f"{read} | {budget} | {' | '.join(numbers)} | {interval} | {one.needles_answered} of {one.needles_dense}"
+
+
+def records(cells: list[Cell]) -> list[dict]:
+    return [{"type": "cell", **asdict(cell)} for cell in cells]

@@ -1,0 +1,268 @@
+"""Sparse verification: drafts are judged by a pass over a part of the tokens, after Dustin (arXiv 2606.24957). Its text
+is not the dense one: how often the two are equal, what is accepted and what is read is what is measured here.
+
+One token set serves a whole pass, in all layers and heads: sinks, the latest tokens, and those of the largest beta *
+(attention of the draft steps) + (1 - beta) * (running mean of what passes attended to), both on a few score heads. The
+paper's abstract says so much; the rest is our reconstruction: the mean over score heads, their query heads and rows,
+the running mean's decay, and score heads that give most of their mass outside sinks and latest tokens at a prompt's
+end.
+
+A baseline beside `decode.verified`, whose rounds it runs unchanged; drafts are the gate's. Evaluation only.
+Letters as in `gate.protocol`; T tokens, N new rows of a pass.
+"""
+
+import argparse
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from curves import Documents, needle, says, text_document
+
+from eps_core.config.eps import EpsConfig
+from eps_core.config.verify import Verify
+from eps_core.decode.forward import Decoder
+from eps_core.decode.observe import Observed
+from eps_core.decode.prefix import Prefix
+from eps_core.decode.session import Session
+from eps_core.errors import require
+from eps_core.evaluation.runner import GREEDY, Document, Outcome, decode
+from eps_core.evict.base import Facts, Head, Rule, best
+from eps_core.gate.attend import collect
+from eps_core.gate.protocol import Array
+from eps_core.gate.stats import VerifyOutput
+from experiments.grid.grid_verified import Measured, decode_both, needle_numbers
+
+WINDOW = 16  # of a prompt's last queries, which choose the score heads and begin the running mean
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """What a sparse pass reads: `budget`, the share of the tokens, sinks and latest included; `beta`, what the drafts'
+    attention counts against the passes'; `decay`, what a pass leaves of the running mean before it; `score_heads`, of
+    all layers' kv heads."""
+
+    budget: float = 0.25
+    beta: float = 0.5
+    decay: float = 0.5
+    score_heads: int = 2
+    first_tokens: int = 4
+    last_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        require(0 < self.budget <= 1, f"budget {self.budget} of a sparse pass is outside (0, 1]")
+        for name in ("beta", "decay"):
+            require(0 <= getattr(self, name) <= 1, f"{name} {getattr(self, name)} is outside 0 to 1")
+        require(self.score_heads >= 1, f"score heads {self.score_heads}: use 1 or more")
+
+    def choose(self, importance: np.ndarray) -> np.ndarray:
+        """The rows [n] that a pass reads, ascending, of importance [T]."""
+        num_tokens = len(importance)
+        wanted = int(np.ceil(self.budget * num_tokens))
+        rule = Rule(self.first_tokens, self.last_tokens)
+        return best(Head(np.arange(num_tokens), num_tokens), importance, wanted, rule)
+
+
+class SparseDecoder(Decoder):
+    """A decoder of one sequence whose verify passes read what `Sparse.choose` says; its steps are dense. `saw_draft`
+    must be the tap of what drafts."""
+
+    def __init__(self, session: Session, sparse: Sparse, prefix: Prefix, observed: Observed, cache: Any) -> None:
+        super().__init__(session.backend, session.decoder.model)
+        self.sparse = sparse
+        self.importance, heads = self._of_prompt(cache, prefix, observed)
+        # layer -> its kv heads whose attention is looked at
+        self.score_heads: dict[int, list[int]] = {}
+        for layer, head in heads:
+            self.score_heads.setdefault(layer, []).append(head)
+        self._queries: dict[int, list[Array]] = {layer: [] for layer in self.score_heads}
+
+    def _of_prompt(self, cache: Any, prefix: Prefix, observed: Observed) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """(importance [T] of a prompt's tokens, the score heads (layer, kv head)), of its last queries' weights."""
+        spec, length = self.spec, len(prefix.tokens)
+        given, outside = {}, {}
+        for layer, (k, _) in enumerate(prefix.keys_values):
+            for head in range(spec.num_kv_heads):
+                keys = self._of_head(cache, k, head)
+                window = observed.head(cache, layer, head, keys, np.arange(length), length).window
+                assert window is not None
+                mass = window.mean(axis=1)  # [R, T]
+                middle = mass[:, self.sparse.first_tokens : max(length - self.sparse.last_tokens, 0)]
+                given[layer, head], outside[layer, head] = mass.mean(axis=0), float(middle.sum(axis=1).max())
+        heads = sorted(outside, key=lambda place: -outside[place])[: self.sparse.score_heads]
+        mean = np.mean([given[place] for place in heads], axis=0) if heads else np.zeros(length)
+        return mean, heads
+
+    def saw_draft(self, layer: int, q: Array) -> None:
+        """The queries [1, Hq, D] of a draft step in one layer."""
+        if layer in self._queries:
+            self._queries[layer].append(q)
+
+    def verify(  # type: ignore[override]
+        self, cache: Any, tokens: np.ndarray, slots: np.ndarray, rows: Any, *more: Any
+    ) -> tuple[Any, VerifyOutput]:
+        """`Decoder.verify` of one sequence over a part of what is cached and all of its own rows."""
+        assert len(rows.lengths) == 1, "a sparse pass is of one sequence"
+        eps, model, (length,), (num_rows,) = self.eps, self.model, rows.lengths.tolist(), rows.num_rows.tolist()
+        self._check_tokens(tokens)
+        before = length - num_rows
+        known = np.zeros(before)
+        known[: len(self.importance)] = self.importance[:before]
+        drafts = self._draft_attention(cache, rows.table[0], before)
+        mixed = known if drafts is None else self.sparse.beta * drafts + (1 - self.sparse.beta) * known
+        index = np.concatenate([self.sparse.choose(mixed), np.arange(before, length)])
+        kv, attended = [], []
+        with model.scope():
+            x, turn = model.embed(np.asarray(tokens)), model.rotation(rows.seen - 1)
+            for layer in range(self.spec.num_layers):
+                q, k, v = model.project(layer, x, turn)
+                cache = eps.place_kv(cache, layer, k, v, slots)
+                keys, values = (eps.take(cache, one, index) for one in eps.read_kv(cache, layer, rows.table[0], length))
+                out = eps.attend_chunk(cache, q, keys, values)
+                if layer in self.score_heads:
+                    seen = np.arange(len(index)) <= (len(index) - num_rows + np.arange(num_rows))[:, None]
+                    attended.append(self._on_score_heads(cache, layer, q, keys, seen))
+                kv.append((k, v))
+                x = model.feed_forward(layer, model.add_attention(layer, x, out))
+            _, (logits,) = collect(eps, cache, [], model.logits(x))
+        now = np.zeros(length)
+        now[index] = self._mean(attended)
+        self.importance = (1 - self.sparse.decay) * now
+        self.importance[:before] += self.sparse.decay * known
+        cache.kv_bytes_read += len(index) * self.spec.num_layers * self.spec.num_kv_heads * cache.spec.kv_token_bytes
+        return cache, VerifyOutput(logits, kv)
+
+    def _draft_attention(self, cache: Any, table: np.ndarray, before: int) -> np.ndarray | None:
+        """[before]: what the draft steps gave to the tokens that were there, over all of these; None of no draft. Keys
+        of the score heads are read for it, and counted."""
+        found = []
+        for layer, queries in self._queries.items():
+            if queries:
+                q = np.concatenate(self.eps.to_host(cache, queries)).astype(np.float32)
+                asked = self.eps.from_numpy(q, self.model.dtype, self.model.device)
+                keys, _ = self.eps.read_kv(cache, layer, table, before)
+                found.append(self._on_score_heads(cache, layer, asked, keys, np.ones((len(q), before), bool)))
+                cache.kv_bytes_read += before * len(self.score_heads[layer]) * cache.spec.k_token_bytes
+                queries.clear()
+        return self._mean(found) if found else None
+
+    def _on_score_heads(self, cache: Any, layer: int, q: Array, keys: Array, seen: np.ndarray) -> list[np.ndarray]:
+        """Of each score head of a layer [T]: the mean weight of keys [T, Hkv, D] over query heads and q [N, Hq, D]."""
+        weights = self.eps.weights(cache, q, keys, seen)
+        (host,) = self.eps.to_host(cache, [weights])
+        return [host[head].astype(np.float64).mean(axis=(0, 1)) for head in self.score_heads[layer]]
+
+    @staticmethod
+    def _mean(layers: Sequence[list[np.ndarray]]) -> np.ndarray:
+        """[T]: over the score heads of all layers, each counting once."""
+        found: np.ndarray = np.mean([one for heads in layers for one in heads], axis=0)
+        return found
+
+    def _of_head(self, cache: Any, k: Array, head: int) -> Array:
+        length, heads, dim = k.shape
+        return self.eps.take(cache, k.reshape((length * heads, 1, dim)), np.arange(length) * heads + head)
+
+
+def decode_sparse(session: Session, document: Document, config: EpsConfig, verify: Verify, sparse: Sparse) -> Outcome:
+    """How a document of two tokens or more goes on where sparse passes judge the gate's drafts, greedily."""
+    observed = Observed(session.backend, session.spec, Facts("of the score heads", window=WINDOW))
+    prefix = session.prefix(document.prompt[:-1], observed=observed)
+    cache, pool = session.cache(config.store, len(document.prompt) + document.num_steps)
+    sequence, cache = prefix.into(session.backend, cache, pool, document.num_steps)
+    decoder, drafter = SparseDecoder(session, sparse, prefix, observed, cache), session.drafter(verify)
+    drafter.tap = decoder.saw_draft
+    try:
+        outcome, _ = decode(
+            session, cache, pool, [Document(document.prompt, document.num_steps)], config.read, verify=verify,
+            decoder=decoder, written=[sequence],
+        )  # fmt: skip
+    finally:
+        drafter.tap = None
+    return outcome
+
+
+# ------------------------------------------------------------------------------------------------------------ the table
+
+BUDGETS = (1.0, 0.5, 0.25, 0.1, 0.05)
+
+
+@dataclass(frozen=True)
+class Plan(Documents):
+    """A table's documents under dense verification (None), then sparse passes."""
+
+    arms: tuple[Sparse | None, ...] = (None, *(Sparse(budget) for budget in BUDGETS), Sparse(0.1, beta=1.0))
+    config: EpsConfig = field(default_factory=lambda: EpsConfig.of(method="rq"))
+    verify: Verify = Verify("tokens", draft=8)  # noqa: RUF009
+
+
+def arguments(parser: argparse.ArgumentParser) -> tuple[str, ...]:
+    """Add no flag: the arms of this table are fixed."""
+    return ()
+
+
+def plan(args: argparse.Namespace, **common: Any) -> Plan:
+    """Return the plan of this table from its parsed flags; `common`: the fields of `Documents`."""
+    return Plan(**common)
+
+
+Decodes = tuple[Outcome, list[Outcome]]  # of one document, densely and by every arm
+
+
+def tally_document(session: Session, plan: Plan, kind: str, index: int) -> tuple[tuple[Decodes, list[bool]], bool]:
+    """One document through every arm: ((decodes, which answer a needle), whether dense attention answered it)."""
+    answer = ""
+    if kind == "text":
+        document = text_document(session, plan.context_tokens, plan.text_steps, plan.seed, index, plan.text)
+    else:
+        document, answer = needle(session, plan, index)
+    prefix = session.prefix(document.prompt[:-1])
+    dense, whole = decode_both(session, [document], [prefix], plan.config, plan.verify, GREEDY)
+    outcomes = [
+        whole if arm is None else decode_sparse(session, document, plan.config, plan.verify, arm) for arm in plan.arms
+    ]
+    right = [kind == "text" or says(session, one, answer) for one in (dense, *outcomes)]
+    return ((dense, outcomes), right[1:]), right[0]
+
+
+def table_cells(
+    plan: Plan, head_dim: int, results: Iterable[tuple[str, tuple[Decodes, list[bool]], bool]]
+) -> list[dict[str, Any]]:
+    """The table from every document's (kind, decodes, answered densely): of each arm the numbers of
+    `grid_verified.Measured` over the texts, and needles."""
+    measured = [Measured(plan.seed) for _ in plan.arms]
+    answered: list[list[tuple[bool, bool]]] = [[] for _ in plan.arms]
+    for kind, ((dense, outcomes), now), before in results:
+        for index, outcome in enumerate(outcomes):
+            if kind == "text":
+                measured[index].add(dense, outcome, 1)
+            else:
+                answered[index].append((before, now[index]))
+    return [
+        {
+            "context_tokens": plan.context_tokens,
+            "sparse": None if arm is None else asdict(arm),
+            "draft": plan.verify.draft,
+            "config": plan.config.to_dict(),
+            **(one.numbers() if plan.num_texts else {}),
+            **needle_numbers(pairs),
+        }
+        for arm, one, pairs in zip(plan.arms, measured, answered, strict=True)
+    ]
+
+
+def markdown(cells: list[dict[str, Any]]) -> str:
+    """A line an arm: acceptance, tokens a round, bytes a token over dense, texts and needles as dense."""
+    names = "verified by", "accepted", "tokens a round", "bytes", "texts equal to dense", "needles"
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    for one in cells:
+        sparse, texts = one["sparse"], ["-"] * 4
+        passes = f"{sparse['budget']:g} of the tokens, beta {sparse['beta']:g}" if sparse else "all tokens"
+        if "acceptance" in one:
+            texts = [f"{one['acceptance']:.3f}", f"{one['tokens_per_round']:.1f}", f"{one['bytes_ratio']:.3f}"]
+            texts.append(f"{one['documents_equal']} of {one['documents']}")
+        lines.append(f"| {passes} | {' | '.join(texts)} | {one['needles_answered']} of {one['needles_dense']} |")
+    return "\n".join(lines)
+
+
+def records(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"type": "cell", **cell} for cell in cells]

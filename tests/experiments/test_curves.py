@@ -1,0 +1,127 @@
+"""Quality against bytes: the arithmetic of budgets, crossings and floors, and a table measured on the demo model."""
+
+import numpy as np
+import pytest
+from curves import (
+    SETS,
+    Cell,
+    Plan,
+    Tally,
+    arm_name,
+    budget_groups,
+    bytes_at_kl,
+    floor,
+    label,
+    markdown,
+    name_of,
+    records,
+    table_cells,
+    tally_document,
+)
+
+from eps_core.config.bytes import scoring_bytes
+from eps_core.config.eps import EpsConfig
+from eps_core.decode.session import Session
+from eps_core.files.records import read_record
+
+pytestmark = pytest.mark.experiments
+
+RQ, BOX = EpsConfig.of(method="rq"), EpsConfig.of(method="box", group_tokens=16)
+
+
+@pytest.mark.parametrize("arms", SETS.values(), ids=SETS)
+def test_arms_of_a_set_have_names_of_their_own(arms: tuple[EpsConfig, ...]) -> None:
+    """Cells of one name are points of one curve."""
+    assert len({name_of(arm) for arm in arms}) == len({label(name_of(arm)) for arm in arms}) == len(arms)
+
+
+@pytest.mark.parametrize(
+    ("curve", "found"),
+    [
+        ([], (None, "-")),
+        ([(None, 0.02), (0.1, None)], (None, "-")),
+        ([(0.1, 0.04), (0.2, 0.02)], (0.2, ">")),
+        ([(0.2, 0.002), (0.1, 0.01)], (0.1, "<")),
+        ([(0.2, 0.005), (0.1, 0.02)], (0.1 * 2**0.5, "measured")),
+        ([(0.1, 0.02), (0.2, 0.005), (0.3, 0.03), (0.4, 0.001)], (0.1 * 2**0.5, "measured")),  # the first crossing
+        ([(0.1, 0.02), (0.2, 0.0)], (None, "measured")),  # within, though its logarithm is not there
+    ],
+)
+def test_where_a_curve_crosses_a_kl(
+    curve: list[tuple[float | None, float | None]], found: tuple[float | None, str]
+) -> None:
+    ratio, how = bytes_at_kl(curve)
+    assert how == found[1]
+    if found[0] is not None:
+        assert ratio == pytest.approx(found[0])
+    elif how == "measured":
+        assert ratio is not None and 0.1 < ratio < 0.2
+
+
+@pytest.mark.parametrize("arm", [RQ, BOX, EpsConfig.of(method="oracle", group_tokens=16)])
+def test_a_byte_budget_buys_what_it_pays_for(arm: EpsConfig) -> None:
+    length, head_dim, fraction = 4096, 64, 0.2
+    groups = budget_groups(arm, length, 16, head_dim, fraction)
+    assert groups is not None
+    dense, group = length * 2 * head_dim * 2, arm.store.S * 2 * head_dim * 2
+
+    def cost(selected: int) -> int:
+        return scoring_bytes(arm.replace(top_pages=selected), head_dim, [length]) + selected * group
+
+    assert cost(groups) <= fraction * dense < cost(groups + 1)
+    # no more than the guards, or not even the summaries: nothing would be measured of the method
+    assert budget_groups(arm, length, 16, head_dim, 0.02 if arm.store.method == "rq" else 0.03) is None
+
+
+def test_a_floor_splits_the_bytes() -> None:
+    part = floor(RQ, 64, 32768, 0.03)
+    assert sum(part) == pytest.approx(0.03)
+    # of 256 bytes a token: a mean in 4 bits and its scale of 64 tokens, a quarter of a code and a byte of scale, the
+    # next quarter of half of them, the rest of a fifth, a second bit and its byte of scale of an eighth
+    assert part.summaries * 256 == pytest.approx((32 + 2) / 64 + 2 + 1 + 2 / 2 + 4 / 5 + (8 + 1) / 8, rel=1e-3)
+    assert floor(RQ.with_tail(), 64, 32768, 0.05).tail * 256 == pytest.approx((64 + 2) / 128, rel=1e-3)
+    assert floor(BOX, 64, 32768, 0.1).tail == 0
+
+
+def test_cells_add_their_documents_up() -> None:
+    plan = Plan(2048, num_needles=2, num_texts=2, text_steps=4, arms=(RQ, BOX), byte_budgets=(0.02, 0.25), taus=())
+    key = (0, 0.25)
+    results = [
+        ("text", {key: Tally([0.1, 0.3], [0.2], [True, True], 0, 10, 100)}, True),
+        ("text", {key: Tally([0.2, 0.6], [0.4], [True, False], 0, 30, 100)}, True),
+        ("needle", {key: Tally(answered=1, needle_bytes_read=5, needle_bytes_dense=20)}, True),
+        ("needle", {key: Tally(answered=0, needle_bytes_read=5, needle_bytes_dense=20)}, False),
+    ]
+    cells = table_cells(plan, 64, results)
+    assert [(arm_name(cell), cell.byte_budget) for cell in cells] == [
+        (name_of(arm), budget) for arm in (RQ, BOX) for budget in (0.02, 0.25)
+    ]
+    none, cell = cells[:2]
+    assert none.bytes_ratio is None and none.kl_mean is None and none.needles_answered is None
+    assert (cell.bytes_ratio, cell.needle_bytes_ratio) == (0.2, 0.25)
+    assert cell.kl_mean == pytest.approx(0.3) and cell.kl_max == 0.6 and cell.top1_agreement == 0.75
+    assert cell.kl_low is not None and cell.kl_high is not None
+    assert 0.2 <= cell.kl_low <= 0.3 <= cell.kl_high <= 0.4
+    assert (cell.needles_answered, cell.needles_dense, cell.num_needles) == (1, 1, 2)
+    for record in records(cells):
+        assert record.pop("type") == "cell" and isinstance(read_record(Cell, record, "here", "mend"), Cell)
+    assert "0.3000 / 1" in markdown(cells)
+    # of arms with other budgets each figure stands under its own
+    lines = markdown(cells[1:]).splitlines()
+    assert lines[0].startswith("| method, S | 0.02 | 0.25 |") and "| - | 0.3000 / 1 |" in lines[2]
+
+
+def test_a_table_of_the_demo_model() -> None:
+    """The oracle with most of the groups is close to dense; a small share of them picked at random is not."""
+    arms = (EpsConfig.of(method="oracle", group_tokens=16), EpsConfig.of(method="random", group_tokens=16))
+    plan = Plan(1024, num_needles=1, num_texts=1, text_steps=4, arms=arms, byte_budgets=(0.25, 0.9))
+    session = Session.open(backend="numpy", kv_dtype="bfloat16")
+    results = [(kind, *tally_document(session, plan, kind, index)) for kind, index in plan.documents()]
+    cells = {(cell.method, cell.byte_budget): cell for cell in table_cells(plan, session.spec.head_dim, results)}
+    oracle, random = cells["oracle", 0.9], cells["random", 0.25]
+    assert oracle.needles_answered == oracle.needles_dense == 1
+    assert oracle.kl_mean is not None and random.kl_mean is not None
+    assert oracle.kl_mean < 0.1 * random.kl_mean
+    for (_, budget), cell in cells.items():
+        assert cell.bytes_ratio is not None and budget is not None and cell.bytes_ratio <= budget
+        assert cell.num_positions == 4 and np.isfinite(cell.kl_mean)

@@ -1,0 +1,398 @@
+"""What a prompt's K and V may be replaced by, against the formulas in loops, which share no code with it."""
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+
+from eps_core.errors import ConfigError
+from experiments.kv_formats import block_gtq, dar, dmc, per_channel, prq
+from experiments.kv_formats.base import Layer, Rewritten
+from experiments.kv_formats.table import REWRITES, rewrite
+
+pytestmark = pytest.mark.experiments
+
+HALVES = np.sort(np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float64)[np.r_[0:31744, 32769:64512]])
+FREQUENCIES = {dim: 100.0 ** -(np.arange(dim // 2) / (dim // 2)) for dim in (8, 12, 16, 64, 72)}
+SHAPES = [(1, 1, 8), (31, 2, 12), (127, 1, 64), (200, 2, 16), (300, 1, 72)]
+
+
+def layer(length: int, heads: int, dim: int, seed: int = 0, kind: str = "random") -> Layer:
+    rng = np.random.default_rng([seed, length, heads, dim])
+    size = np.exp(rng.standard_normal(dim))
+    keys, values = (rng.standard_normal((length, heads, dim)) * size + 2 * rng.standard_normal(dim) for _ in range(2))
+    if kind == "zeros":
+        keys, values = keys * 0, values * 0
+    if kind == "same":
+        keys, values = keys[:1] + keys * 0, values[:1] + values * 0
+    squares = rng.uniform(0.1, 9.0, (heads, dim // 2))
+    return Layer(keys.astype(np.float32), values.astype(np.float32), FREQUENCIES[dim], squares)
+
+
+def half_up(x: float) -> float:
+    """The least float16 that is at least x."""
+    return float(HALVES[np.searchsorted(HALVES, x)])
+
+
+def half_down(x: float) -> float:
+    return float(HALVES[np.searchsorted(HALVES, x, side="right") - 1])
+
+
+def nearest_half(x: float) -> float:
+    low, high = half_down(x), half_up(x)
+    return low if x - low < high - x else high
+
+
+def interval(group: list[float], bits: int) -> list[float]:
+    """Numbers as codes between the least and the largest of them say them."""
+    zero = half_down(min(group))
+    scale = half_up((max(group) - zero) / (2**bits - 1))
+    return [zero + (round((x - zero) / scale) * scale if scale else 0.0) for x in group]
+
+
+def same_rows(found: Rewritten, keys: np.ndarray, values: np.ndarray, atol: float = 0.0) -> None:
+    """Every token is there, with these K and V [T, H, D]."""
+    for head in range(keys.shape[1]):
+        np.testing.assert_array_equal(found.positions[head], np.arange(len(keys)))
+        for rows, want in ((found.keys[head], keys[:, head]), (found.values[head], values[:, head])):
+            assert rows.dtype == np.float32
+            np.testing.assert_allclose(rows, want, rtol=2e-7, atol=atol)
+
+
+# ------------------------------------------------------------------------------------------------------- per channel
+
+
+@pytest.mark.parametrize("kind", ["random", "zeros", "same"])
+@pytest.mark.parametrize("bits, residual", [(4, 128), (2, 32), (8, 64)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_per_channel_is_kivis_algorithm(shape, bits: int, residual: int, kind: str) -> None:
+    one = layer(*shape, kind=kind)
+    length, heads, dim = shape
+    keys, values = one.keys.astype(np.float64), one.values.astype(np.float64)
+    num_bits = 0
+    for head in range(heads):
+        coded = length // residual * residual
+        for channel in range(dim):
+            for start in range(0, coded, 32):
+                group = [keys[t, head, channel] for t in range(start, start + 32)]
+                keys[start : start + 32, head, channel] = interval(group, bits)
+                num_bits += 32 * bits + 2 * 16
+        for token in range(length - residual):
+            for start in range(0, dim, 32):
+                group = values[token, head, start : start + 32].tolist()
+                values[token, head, start : start + 32] = interval(group, bits)
+                num_bits += len(group) * bits + 2 * 16
+        num_bits += 16 * dim * (length - coded + min(length, residual))
+    found = per_channel.rewrite(one, bits, residual)
+    same_rows(found, keys, values)
+    assert (found.num_bytes, found.table_bytes) == (num_bits // 8, 0)
+
+
+def test_a_large_channel_of_keys_and_a_large_token_of_values_cost_the_others_nothing() -> None:
+    one = layer(256, 1, 16)
+    keys, values = one.keys.copy(), one.values.copy()
+    keys[:, :, 3] *= 100
+    values[7] *= 100
+    large = Layer(keys, values, one.frequencies, one.query_squares)
+    before, after = per_channel.rewrite(one, 4), per_channel.rewrite(large, 4)
+    np.testing.assert_array_equal(np.delete(before.keys[0], 3, 1), np.delete(after.keys[0], 3, 1))
+    np.testing.assert_array_equal(np.delete(before.values[0], 7, 0), np.delete(after.values[0], 7, 0))
+
+
+@pytest.mark.parametrize("residual", [0, 31, 48])
+def test_a_residual_that_groups_do_not_divide_is_refused(residual: int) -> None:
+    with pytest.raises(ValueError, match=f"residual {residual}"):
+        per_channel.rewrite(layer(31, 2, 12), 4, residual)
+
+
+# --------------------------------------------------------------------------------------------------------- block-gtq
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("total", [4, 7, 12])
+def test_greedy_bits_are_the_best_of_all_divisions(seed: int, total: int) -> None:
+    energies = np.exp(3 * np.random.default_rng(seed).standard_normal(4))
+    bits = block_gtq.allocation(energies, total)
+    every = [one for one in product(range(1, 9), repeat=4) if sum(one) == total]
+    least = min(sum(e * 4.0**-b for e, b in zip(energies, one, strict=True)) for one in every)
+    assert bits.sum() == total and bits.min() >= 1 and bits.max() <= 8
+    assert math.isclose((energies * 4.0**-bits).sum(), least, rel_tol=1e-12)
+
+
+def test_bits_at_their_limits() -> None:
+    assert block_gtq.allocation(np.array([1e9, 1e-9]), 10).tolist() == [8, 2]
+    assert block_gtq.allocation(np.ones(4), 6).tolist() == [2, 2, 1, 1]  # ties to the lower index
+    assert block_gtq.allocation(np.zeros(2), 16).tolist() == [8, 8]
+    for total in (3, 33):
+        with pytest.raises(ValueError, match=f"{total} bits for 4 pairs"):
+            block_gtq.allocation(np.ones(4), total)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_codebooks_are_lloyd_and_maxs(bits: int) -> None:
+    """Each level is the mean of what is nearest to it, by quadrature; the mean square error falls by the known
+    factors."""
+    levels = block_gtq.codebook(bits)
+    grid = np.linspace(-9, 9, 400_000)
+    density = np.exp(-(grid**2) / 2)
+    nearest = np.searchsorted((levels[1:] + levels[:-1]) / 2, grid)
+    mass = np.bincount(nearest, density)
+    assert len(levels) == 2**bits and (np.diff(levels) > 0).all()
+    # a level's cell begins and ends between two points of the grid
+    np.testing.assert_allclose(np.bincount(nearest, density * grid) / mass, levels, rtol=0, atol=1e-4)
+    error = (density * (grid - levels[nearest]) ** 2).sum() / density.sum()
+    known = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497}  # Max 1960, table I
+    if bits in known:
+        assert math.isclose(error, known[bits], rel_tol=5e-4)
+    else:  # near what it tends to (Panter and Dite 1951)
+        assert 0.94 < error / (math.sqrt(3) * math.pi / 2 * 4.0**-bits) < 1
+
+
+def brute_codes(x: np.ndarray, bits: int, rotation: np.ndarray) -> np.ndarray:
+    """One row [d], by search for the nearest level."""
+    norm = math.sqrt(float((x**2).sum()))
+    if norm == 0:
+        return np.zeros(len(x))
+    levels, y = block_gtq.codebook(bits), rotation @ x / norm * math.sqrt(len(x))
+    said = np.array([levels[np.abs(levels - one).argmin()] for one in y])
+    return rotation.T @ said / np.linalg.norm(said) * nearest_half(norm)
+
+
+@pytest.mark.parametrize("kind", ["random", "zeros"])
+@pytest.mark.parametrize("shape, bits", [((9, 2, 12), 3), ((20, 1, 16), 2), ((5, 2, 8), 4), ((3, 1, 8), 8)])
+def test_block_gtq_is_its_formula(shape, bits: int, kind: str) -> None:
+    one = layer(*shape, kind=kind)
+    length, heads, dim = shape
+    keys, values, num_bytes, half = one.keys.astype(np.float64), one.values.astype(np.float64), 0, dim // 2
+    for head in range(heads):
+        energies = [
+            0.5 * (one.query_squares[head, i] + np.mean([k[i] ** 2 + k[i + half] ** 2 for k in keys[:, head]]))
+            for i in range(half)
+        ]
+        given = block_gtq.allocation(np.array(energies), half * bits)
+        assert given.sum() == half * bits
+        for token in range(length):
+            widths = sorted(set(given.tolist()))
+            for width in widths:
+                pairs = [i for i in range(half) if given[i] == width]
+                dims = pairs + [i + half for i in pairs]
+                rotation = block_gtq.haar(len(dims), 42 + width) if width >= 3 else np.eye(len(dims))
+                keys[token, head, dims] = brute_codes(keys[token, head, dims], width, rotation)
+            values[token, head] = brute_codes(values[token, head], bits, block_gtq.haar(dim, 1000 + head))
+            num_bytes += -(-2 * sum(given.tolist()) // 8) + 2 * len(widths) + -(-dim * bits // 8) + 2
+    found = block_gtq.rewrite(one, bits)
+    same_rows(found, keys, values, atol=1e-6)
+    assert (found.row_bytes, found.table_bytes) == (num_bytes, heads * half)
+
+
+def test_rotations_are_rotations() -> None:
+    for dim in (2, 5, 64):
+        turn = block_gtq.haar(dim, 45)
+        np.testing.assert_allclose(turn @ turn.T, np.eye(dim), atol=1e-12)
+        assert np.linalg.det(turn) > 0
+
+
+def test_more_bits_err_less_and_bits_by_energy_beat_even_ones() -> None:
+    """Logits of queries whose energy lies in a few pairs, as RoPE's slow ones have it."""
+    rng = np.random.default_rng(4)
+    size = np.tile(np.r_[np.full(4, 6.0), np.full(28, 0.3)], 2)
+    keys, queries = (rng.standard_normal((400, 64)) * size for _ in range(2))
+    squares = (queries**2).mean(0)
+    one = Layer(
+        keys[:, None].astype(np.float32), keys[:, None].astype(np.float32), FREQUENCIES[64],
+        (squares[:32] + squares[32:])[None],
+    )  # fmt: skip
+    errors = [np.abs(queries @ (block_gtq.rewrite(one, bits).keys[0] - keys).T).mean() for bits in range(1, 7)]
+    assert errors == sorted(errors, reverse=True) and errors[-1] < errors[0] / 8
+    for bits in (2, 3, 4):
+        even = block_gtq.said(keys, bits, block_gtq.haar(64, 7))
+        assert errors[bits - 1] < 0.7 * np.abs(queries @ (even - keys).T).mean()
+
+
+# --------------------------------------------------------------------------------------------------------------- prq
+
+
+@pytest.mark.parametrize("stages, zeros, rounds", [(1, False, 100), (2, True, 100), (1, True, 1)])
+@pytest.mark.parametrize("length, heads, dim, kind", [(40, 2, 12, "random"), (25, 1, 72, "random"), (9, 1, 8, "zeros")])
+def test_prq_is_its_formula(
+    monkeypatch, length: int, heads: int, dim: int, kind: str, stages: int, zeros: bool, rounds: int
+) -> None:
+    monkeypatch.setattr(prq, "CENTROIDS", 5)
+    monkeypatch.setattr(prq, "MOST_ROUNDS", rounds)
+    one = layer(length, heads, dim, kind=kind)
+    wanted, table_bytes, row_bytes = [], 0, 0
+    for index, rows in enumerate((one.keys, one.values)):
+        said = np.zeros((length, heads, dim))
+        for head in range(heads):
+            rest = rows[:, head].astype(np.float64)
+            for stage in range(stages):
+                rng = np.random.default_rng([prq.SEED, index, head, stage])
+                centroids = rest[sorted(rng.choice(length, 5, replace=False).tolist())]
+                for _ in range(rounds):
+                    near = [
+                        min(range(5), key=lambda c, t=t: float(((rest[t] - centroids[c]) ** 2).sum()))
+                        for t in range(length)
+                    ]
+                    means = [rest[[t for t in range(length) if near[t] == c] or [0]].mean(0) for c in range(5)]
+                    moved = np.array([means[c] if c in near else centroids[c] for c in range(5)])
+                    far = max(math.sqrt(float(((a - b) ** 2).sum())) for a, b in zip(moved, centroids, strict=True))
+                    centroids = moved
+                    if far < 1e-4:
+                        break
+                centroids = centroids.astype(np.float16).astype(np.float64)
+                for t in range(length):
+                    c = min(range(5), key=lambda c, t=t: float(((rest[t] - centroids[c]) ** 2).sum()))
+                    said[t, head] += centroids[c]
+                    rest[t] -= centroids[c]
+                    row_bytes += 1
+                table_bytes += 5 * dim * 2
+            for t in range(length):
+                for start in range(0, dim, 64):
+                    block = rest[t, start : start + 64].tolist()
+                    scale = half_up(max(map(abs, block)))
+                    told = interval(block, 2) if zeros else [round(x / scale) * scale if scale else 0.0 for x in block]
+                    said[t, head, start : start + 64] += told
+                    row_bytes += 4 if zeros else 2
+                row_bytes += dim // 4
+        wanted.append(said)
+    found = prq.rewrite(one, stages, zeros)
+    same_rows(found, *wanted, atol=2e-6)
+    assert (found.row_bytes, found.table_bytes) == (row_bytes, table_bytes)
+
+
+def test_every_stage_leaves_less_and_a_centroid_for_each_row_leaves_nothing() -> None:
+    rows = np.random.default_rng(1).standard_normal((900, 16)) + 3
+    energies, rest = [(rows**2).sum()], rows
+    for stage in range(4):
+        centroids, ids = prq.kmeans(rest, np.random.default_rng(stage))
+        assert centroids.shape == (256, 16) and ids.dtype == np.uint8
+        rest = rest - centroids[ids]
+        energies.append((rest**2).sum())
+    assert energies == sorted(energies, reverse=True)
+    one = layer(200, 2, 16)
+    found = prq.rewrite(one)
+    for head in range(2):
+        np.testing.assert_allclose(found.keys[head], one.keys[:, head], rtol=2**-10)
+
+
+# --------------------------------------------------------------------------------------------------------------- dar
+
+
+@pytest.mark.parametrize("part, window", [(0.5, 32), (0.25, 0), (0.125, 199)])
+@pytest.mark.parametrize("length, heads, dim", [(200, 2, 16), (90, 1, 64)])
+def test_dar_attends_in_fewer_dimensions(length: int, heads: int, dim: int, part: float, window: int) -> None:
+    """By its two ranges: logits and sums over stored coordinates, then merged by log-sum-exp."""
+    one = layer(length, heads, dim)
+    old, few = max(length - window, 0), round(part * dim)
+    found = dar.rewrite(one, part, window)
+    for head in range(heads):
+        q = np.random.default_rng(head).standard_normal(dim)
+        k, v = one.keys[:, head].astype(np.float64), one.values[:, head].astype(np.float64)
+        parts = []
+        for rows in (k, v):
+            _, _, turn = np.linalg.svd(rows[:old])
+            p = turn[:few].T.astype(np.float32).astype(np.float64)
+            parts.append((p, (rows[:old] @ p).astype(np.float16).astype(np.float64)))
+        (p_k, coords_k), (p_v, coords_v) = parts
+        far, near = np.exp(coords_k @ (p_k.T @ q) / dim), np.exp(k[old:] @ q / dim)
+        total = far.sum() + near.sum()
+        want = (p_v @ (far @ coords_v) + near @ v[old:]) / total if old else near @ v / total
+        given = np.exp(found.keys[head].astype(np.float64) @ q / dim)
+        np.testing.assert_allclose(given @ found.values[head] / given.sum(), want, rtol=0, atol=4e-3)
+        np.testing.assert_array_equal(found.keys[head][old:], one.keys[old:, head])
+        # what is left of a logit's error is in the directions that were left out, and in the coordinates' rounding
+        p = dar.directions(k[:old], few) if old else np.eye(dim)
+        lost = q - p @ (p.T @ q)
+        away = k - k @ p @ p.T
+        error = np.abs((found.keys[head] - k) @ q)
+        slack = 2.0**-10 * np.linalg.norm(q) * np.linalg.norm(k, axis=1)
+        assert (error <= np.linalg.norm(lost) * np.linalg.norm(away, axis=1) + slack).all()
+    assert found.row_bytes == heads * 2 * ((length - old) * 2 * dim + old * 2 * few)
+    assert found.table_bytes == (heads * 2 * dim * few * 4 if old else 0)
+
+
+def test_dar_in_all_dimensions_or_within_the_window_is_exact() -> None:
+    one = layer(200, 2, 16)
+    for found in (dar.rewrite(one, 1.0, 10), dar.rewrite(one, 0.25, 200), dar.rewrite(one, 0.25, 1000)):
+        same_rows(found, one.keys, one.values)
+        assert found.num_bytes == one.keys.size * 4
+    np.testing.assert_allclose(np.abs(np.linalg.det(dar.directions(one.keys[:, 0], 16))), 1, rtol=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------------------- dmc
+
+
+def rotated(k: np.ndarray, position: int) -> np.ndarray:
+    """One key [D] turned to a position, pair by pair."""
+    half, out = len(k) // 2, np.zeros(len(k))
+    for i in range(half):
+        angle = position * FREQUENCIES[len(k)][i]
+        out[i] = k[i] * math.cos(angle) - k[i + half] * math.sin(angle)
+        out[i + half] = k[i + half] * math.cos(angle) + k[i] * math.sin(angle)
+    return out
+
+
+@pytest.mark.parametrize("tau, window", [(0.3, 12), (0.5, 0), (-0.2, 5), (0.9, 12)])
+@pytest.mark.parametrize("length, heads, dim", [(1, 1, 8), (60, 2, 8), (90, 1, 64)])
+def test_dmc_is_its_recurrence(length: int, heads: int, dim: int, tau: float, window: int) -> None:
+    one = layer(length, heads, dim)
+    found = dmc.rewrite(one, tau, window)
+    rows = 0
+    for head in range(heads):
+        plain = [rotated(k, -t) for t, k in enumerate(one.keys[:, head].astype(np.float64))]
+        entries: list[list] = []  # [sum of keys, sum of values, count, position]
+        for t, k in enumerate(plain):
+            v = one.values[t, head].astype(np.float64)
+            near = t and k @ plain[t - 1] / (np.linalg.norm(k) * np.linalg.norm(plain[t - 1])) > tau
+            if near and t < length - window:
+                last = entries[-1]
+                entries[-1] = [last[0] + k, last[1] + v, last[2] + 1, t]
+            else:
+                entries.append([k, v, 1, t])
+        assert found.positions[head].tolist() == [entry[3] for entry in entries]
+        want = [rotated(entry[0] / entry[2], entry[3]) for entry in entries]
+        np.testing.assert_allclose(found.keys[head], want, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(found.values[head], [entry[1] / entry[2] for entry in entries], rtol=0, atol=1e-5)
+        rows += len(entries)
+    assert (found.row_bytes, found.table_bytes) == (rows * 2 * dim * 2, heads * 4)
+
+
+def test_dmc_that_never_merges_is_plain_and_that_always_merges_one_mean() -> None:
+    one = layer(50, 2, 16)
+    same_rows(dmc.rewrite(one, 1.0), one.keys, one.values, atol=2e-6)
+    found = dmc.rewrite(one, -1.1, window=0)
+    for head in range(2):
+        assert found.positions[head].tolist() == [49]
+        np.testing.assert_allclose(found.values[head][0], one.values[:, head].mean(0), atol=1e-6)
+    silent = layer(50, 2, 16, kind="zeros")
+    assert len(dmc.rewrite(silent, 0.5).keys[0]) == 50  # nothing is like nothing
+
+
+# --------------------------------------------------------------------------------------------------------------- all
+
+
+@pytest.mark.parametrize("name", REWRITES)
+def test_layers_that_no_format_can_say_are_refused(name: str) -> None:
+    settings = {"per-channel": {"bits": 4}, "block-gtq": {"bits": 2}, "dar": {"part": 0.5}, "dmc": {"tau": 0.5}}
+    made, one = rewrite(name).rewrite, layer(31, 2, 12)
+    assert made(one, **settings.get(name, {})).num_bytes > 0 and rewrite(name).SOURCE
+    for broken in (np.nan, np.inf, 65600.0):
+        keys = one.keys.copy()
+        keys[3, 1, 2] = broken
+        with pytest.raises(ValueError, match="no format can say it"):
+            made(Layer(keys, one.values, one.frequencies, one.query_squares), **settings.get(name, {}))
+    with pytest.raises(ValueError, match="without tokens"):
+        Layer(one.keys[:0], one.values[:0], one.frequencies, one.query_squares)
+
+
+def test_a_norm_past_float16_is_refused() -> None:
+    one = layer(31, 2, 12)
+    large = Layer(np.full_like(one.keys, 6e4), one.values, one.frequencies, one.query_squares)
+    with pytest.raises(ValueError, match="no format can say it"):
+        block_gtq.rewrite(large, 4)
+
+
+def test_an_unknown_rewrite_is_one_clear_line() -> None:
+    with pytest.raises(ConfigError, match="rewrite 'zip' is unknown: choose one of per-channel"):
+        rewrite("zip")
