@@ -21,7 +21,6 @@ from eps_core.load import backend_name, load_backend
 from experiments.beams import beams
 from experiments.beams.beams import Hypothesis, Searched, room, search
 
-pytestmark = pytest.mark.experiments
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 3
 RAGGED = [TEXT[:50], "xyz", TEXT[3:131]]
 CONFIGS = {

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.experiments
 FOLDER = Path(__file__).parents[2] / "scripts" / "experiments"
 NAMES = sorted(path.parent.name for path in FOLDER.glob("*/run.py"))
 

@@ -24,8 +24,6 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
 from eps_core.files.records import read_record
 
-pytestmark = pytest.mark.experiments
-
 RQ, BOX = EpsConfig.of(method="rq"), EpsConfig.of(method="box", group_tokens=16)
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from experiments.dual_path.run import simulate
 
-pytestmark = pytest.mark.experiments
 REQUESTS = [(Fraction(at), size) for at, size in ((0, 60), (0, 24), (1, 90), (2, 12), (2, 36))]
 
 

@@ -15,7 +15,6 @@ from eps_core.errors import ConfigError
 from experiments.editing import edits
 from experiments.editing.measure import FIXES, Answered, Edited, logits, markdown
 
-pytestmark = pytest.mark.experiments
 SCRIPT = Path(__file__).parents[2] / "scripts" / "experiments" / "editing" / "run.py"
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, 256, 75)]
 OTHER = [int(token) for token in np.random.default_rng(6).integers(0, 256, 21)]

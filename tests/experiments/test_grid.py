@@ -30,7 +30,6 @@ from experiments.grid.grid_cell import Bench, Plan
 from experiments.grid.grid_settings import PRESETS, Setting, config_of, expand, load_grid
 from experiments.grid.run import main as grid_command
 
-pytestmark = pytest.mark.experiments
 ROOT = Path(__file__).parents[2]
 # torch and MLX need seconds to import: the oracle's own loop is enough to test a file
 SMALL = ["--backend", "numpy", "--device", "cpu", "--needles", 1, "--texts", 1, "--text-steps", 4, "--audit-every", 2]

@@ -15,7 +15,6 @@ from eps_core.report.figures import shade
 from experiments.kv_map import figure as plot
 from experiments.kv_map.kv_map import Moved, Reader, moved, pairs_of
 
-pytestmark = pytest.mark.experiments
 RUN = program("kv_map")
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 4
 

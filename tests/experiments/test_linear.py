@@ -14,8 +14,6 @@ from eps_core.load import backend_name, load_backend
 from experiments.linear.states import Recurrent, State
 from experiments.memory.composition import Arm, Plan, markdown, records, run_arms, table_cells, tally_document
 
-pytestmark = pytest.mark.experiments
-
 STATES = (State(), State(gamma=0.9), State("favor", 48), State("favor", 16, 0.95, seed=3))
 
 

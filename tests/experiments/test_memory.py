@@ -32,7 +32,6 @@ from experiments.memory.composition import (
     tally_document,
 )
 
-pytestmark = pytest.mark.experiments
 RULE = {"first_tokens": 2, "last_tokens": 6}
 RNG = np.random.default_rng(70)
 DOCUMENT = Document(RNG.integers(0, tiny_models.VOCAB_SIZE, 70).tolist(), 13, RNG.integers(0, 256, 12).tolist())

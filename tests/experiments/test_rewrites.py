@@ -11,8 +11,6 @@ from experiments.kv_formats import block_gtq, dar, dmc, per_channel, prq
 from experiments.kv_formats.base import Layer, Rewritten
 from experiments.kv_formats.table import REWRITES, rewrite
 
-pytestmark = pytest.mark.experiments
-
 HALVES = np.sort(np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float64)[np.r_[0:31744, 32769:64512]])
 FREQUENCIES = {dim: 100.0 ** -(np.arange(dim // 2) / (dim // 2)) for dim in (8, 12, 16, 64, 72)}
 SHAPES = [(1, 1, 8), (31, 2, 12), (127, 1, 64), (200, 2, 16), (300, 1, 72)]

@@ -23,8 +23,6 @@ from experiments.kv_formats.rewrites import OFF, Arm, Plan, QuerySquares, Run, r
 from experiments.kv_formats.table import REWRITES, rewrite
 from experiments.memory import composition as memory
 
-pytestmark = pytest.mark.experiments
-
 PROMPT = np.random.default_rng(3).integers(0, tiny_models.VOCAB_SIZE, 90).tolist()
 FORCED = [5, 9, 200, 31, 7]
 GATED = EpsConfig.of(method="rq", budget=0.1)

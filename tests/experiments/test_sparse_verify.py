@@ -21,8 +21,6 @@ from experiments.grid.grid_verified import decode_both
 from experiments.sparse_verify import sparse_verify
 from experiments.sparse_verify.sparse_verify import Plan, Sparse, SparseDecoder, decode_sparse
 
-pytestmark = pytest.mark.experiments
-
 CONFIG = EpsConfig.of(method="box", group_tokens=4, budget=0.3, first_tokens=2, last_tokens=4)
 VERIFY = Verify("tokens", draft=4)
 PINS = {"first_tokens": 2, "last_tokens": 3}

@@ -10,8 +10,6 @@ from command import outcome, program
 from eps_core.config.eps import EpsConfig
 from experiments.verdict.verdict import decide
 
-pytestmark = pytest.mark.experiments
-
 
 def cell(**values: Any) -> dict[str, Any]:
     """A cell that ships."""

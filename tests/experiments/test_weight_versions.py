@@ -10,7 +10,6 @@ from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from experiments.weight_versions.versions import decode_across, with_weights
 
-pytestmark = pytest.mark.experiments
 TEXT = "It was a dark and stormy night; the rain fell in torrents. "
 BOX = EpsConfig.of(method="box", group_tokens=4, first_tokens=4, last_tokens=8, budget=0.3)
 
