@@ -115,16 +115,16 @@ class Model:
         return self._norm(name, y) if self.spec.output_norms else y
 
 
-def silu(x: mx.array) -> mx.array:
+def _silu(x: mx.array) -> mx.array:
     return x * mx.sigmoid(x)
 
 
-def gelu_tanh(x: mx.array) -> mx.array:
+def _gelu_tanh(x: mx.array) -> mx.array:
     """GELU with tanh in place of the error function (Hendrycks and Gimpel, arXiv 1606.08415)."""
     return x * 0.5 * (1.0 + mx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-ACTIVATIONS = {"silu": silu, "gelu_pytorch_tanh": gelu_tanh}
+ACTIVATIONS = {"silu": _silu, "gelu_pytorch_tanh": _gelu_tanh}
 
 
 def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
