@@ -206,6 +206,7 @@ FP8, DENSE_LAYERS = "FP8", {"Quest": 2}
 def simulate(session: Session, kv: list, tokens: list[int], steps: int, budgets: list[float]) -> list[dict]:
     """Return the steps of every (peer, share of the tokens) after the prompt whose K and V [n, Hkv, D] are `kv`."""
     model, spec = session.decoder.model, session.spec
+    spec.require_full_attention("the simulation of other methods")
     group, dim, prompt = spec.num_heads // spec.num_kv_heads, spec.head_dim, len(tokens) - steps
     keys, values = ([pair[i].transpose(0, 1).float() for pair in kv] for i in (0, 1))
     peers = [{name: made(k) for name, made in PEERS.items()} for k in keys]

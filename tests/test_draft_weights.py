@@ -230,8 +230,8 @@ def odd_model(backend: Any, device: str, path: Path, **shape: int) -> Any:
     """A random model of a tiny model's spec with another shape, as the backend's Model."""
     spec, rng = replace(read_spec(path), **shape), np.random.default_rng(0)
     arrays = {
-        name: np.ones(shape) if len(shape) == 1 else tiny_models.WEIGHT_STD * rng.standard_normal(shape)
-        for name, (_, shape) in weight_names(spec).items()
+        name: np.ones(one.shape) if len(one.shape) == 1 else tiny_models.WEIGHT_STD * rng.standard_normal(one.shape)
+        for name, one in weight_names(spec).items()
     }
     model = importlib.import_module(f"{backend.__name__}.model").Model
     if model is Model:

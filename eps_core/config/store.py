@@ -38,6 +38,7 @@ class CacheSpec:
     windows: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "windows", tuple(self.windows))  # a list from JSON
         for name in ("num_layers", "num_kv_heads", "head_dim", "num_units", "max_open_groups"):
             value = getattr(self, name)
             require(value >= 1, f"{name} {value} must be at least 1")

@@ -32,7 +32,7 @@ class EvictingDecoder(Decoder):
 
     def __init__(self, eps: Backend, model: Arithmetic, keep: Keep, pools: HeadPools) -> None:
         super().__init__(eps, model)
-        self.spec.require_full_attention("eviction (--kv-evict)")
+        self.spec.require_full_attention("eviction")
         self.keep, self.pools = keep, pools
         self._observed: dict[HeadSequence, Observed] = {}
         self._budgets: dict[HeadSequence, int] = {}

@@ -31,6 +31,7 @@ class Observed:
     """One sequence's statistics, as far as `facts` ask for them. Fed by layer: a prompt's chunks, then steps."""
 
     def __init__(self, eps: Backend, spec: ModelSpec, facts: Facts) -> None:
+        spec.require_full_attention("eviction")
         self.eps, self.spec, self.facts = eps, spec, facts
         self.frequencies = inverse_frequencies(spec)
         layers, heads = range(spec.num_layers), range(spec.num_kv_heads)

@@ -286,7 +286,6 @@ class Session:
     ) -> tuple[EvictingDecoder, Any, HeadPools]:
         """(decoder, cache, pools), empty, for prompts of `lengths` tokens that go on for `num_new`: see
         `decode.evicting`. Where a head may hold all of them, as under policies that divide unevenly, it finds room."""
-        self.spec.require_full_attention("eviction (--kv-evict)")
         spec, shape = self.spec, self.evicting_spec(keep, store, lengths, num_new)
         self.check_kernels(store)
         pools = HeadPools(spec.num_layers, spec.num_kv_heads, shape.num_units, store.unit_tokens)

@@ -152,6 +152,7 @@ def _calibrate(request: CalibrateRequest, output: outputs.Output, out: TextIO) -
     config = request.config
     session = Session.open(request.model, request.backend, request.device, request.dtype, request.kv_dtype)
     spec = session.spec
+    spec.require_full_attention("calibrate")
     text = first_tokens(session, request.text, request.context_tokens, request.num_steps)
     context = len(text.tokens) - request.num_steps
     dense = EpsConfig.of(block_size=config.store.block_size)

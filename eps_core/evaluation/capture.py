@@ -199,11 +199,17 @@ def _capture(request: CaptureRequest, output: outputs.Output) -> dict[str, Any]:
     spec = session.spec
     text = first_tokens(session, request.text, request.context_tokens, request.num_steps)
     context = len(text.tokens) - request.num_steps
-    layers = tuple(range(spec.num_layers)) if request.layers is None else tuple(sorted(set(request.layers)))
+    layers = spec.full if request.layers is None else tuple(sorted(set(request.layers)))
     unknown = [layer for layer in layers if not 0 <= layer < spec.num_layers]
     if unknown:
         raise ConfigError(
             f"layer {unknown[0]} is not in the model, which has 0 to {spec.num_layers - 1}: mend --layers"
+        )
+    windowed = [layer for layer in layers if layer in spec.windowed]
+    if windowed or not layers:
+        raise ConfigError(
+            f"layer {windowed[0] if windowed else 0} of this {spec.family} has a sliding window, and a capture is of "
+            "full attention: choose other --layers"
         )
     size = capture_bytes(spec, len(layers), context, request.num_steps, session.kv_dtype)
     free = None if output.file is None else shutil.disk_usage(output.file.parent).free

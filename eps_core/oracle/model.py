@@ -114,17 +114,17 @@ class Model:
         return self._norm(name, y) if self.spec.output_norms else y
 
 
-def silu(x: np.ndarray) -> np.ndarray:
+def _silu(x: np.ndarray) -> np.ndarray:
     """x sigmoid(x), without its overflow."""
     return x * 0.5 * (1.0 + np.tanh(x / 2))
 
 
-def gelu_tanh(x: np.ndarray) -> np.ndarray:
+def _gelu_tanh(x: np.ndarray) -> np.ndarray:
     """GELU with tanh in place of the error function (Hendrycks and Gimpel, arXiv 1606.08415)."""
     return x * 0.5 * (1.0 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
-ACTIVATIONS = {"silu": silu, "gelu_pytorch_tanh": gelu_tanh}
+ACTIVATIONS = {"silu": _silu, "gelu_pytorch_tanh": _gelu_tanh}
 
 
 def rotate(x: np.ndarray, angles: np.ndarray) -> np.ndarray:

@@ -100,6 +100,7 @@ class QuerySquares:
 
     def __init__(self, eps: Backend, spec: ModelSpec) -> None:
         self.eps, self.spec = eps, spec
+        spec.require_full_attention("rewriting K and V")
         self.sums = np.zeros((spec.num_layers, spec.num_kv_heads, spec.head_dim // 2))
         self.counts = np.zeros(spec.num_layers, np.int64)
 

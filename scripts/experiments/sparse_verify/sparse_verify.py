@@ -69,6 +69,7 @@ class SparseDecoder(Decoder):
 
     def __init__(self, session: Session, sparse: Sparse, prefix: Prefix, observed: Observed, cache: Any) -> None:
         super().__init__(session.backend, session.decoder.model)
+        self.spec.require_full_attention("sparse verification")
         self.sparse = sparse
         self.importance, heads = self._of_prompt(cache, prefix, observed)
         # layer -> its kv heads whose attention is looked at
