@@ -15,6 +15,7 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
+from eps_core.config.store import CacheSpec
 from eps_core.decode.spec import ModelSpec
 from eps_core.gate.attend import LayerRead, attend_layer, collect
 from eps_core.gate.protocol import Array, Backend, RowsRead, Scores, Selection
@@ -94,6 +95,11 @@ class Decoder:
         # so far, T)
         self.watch: Callable[[Any, int, Array, Array, int], None] | None = None
         self._drafter: Decoder | None = None
+
+    def spec_of(self, cache: Any) -> CacheSpec:
+        """Return the shape of a cache, with all kv heads of the model."""
+        spec: CacheSpec = cache.spec
+        return spec
 
     def drafter(self) -> "Decoder":
         """A decoder over the same caches with quantised weights, made once."""
