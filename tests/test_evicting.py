@@ -12,6 +12,7 @@ import tiny_models
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import Store
+from eps_core.decode.evicting import evicting
 from eps_core.decode.observe import Observed
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
@@ -149,7 +150,7 @@ FORCED = [[5, 9, 200, 31, 7, 77, 120, 4, 18, 260, 9, 9], [8, 1, 99, 250, 13, 40,
 
 def evicted(session: Session, keep: Keep, config: EpsConfig, **more: Any) -> tuple[list[Any], Any, HeadPools, list]:
     """(records, cache, pools, sequences) of both prompts along FORCED, prefilled in chunks."""
-    decoder, cache, pools = session.evicting(keep, config.store, LENGTHS, len(FORCED[0]) + 1)
+    decoder, cache, pools = evicting(session, keep, config.store, LENGTHS, len(FORCED[0]) + 1)
     sequences = []
     for prompt in prompts():
         observed = Observed(session.backend, session.spec, keep.facts)
@@ -202,7 +203,7 @@ def test_what_is_observed_is_what_happened(target, model: Path) -> None:
         judge.feed(token)
     observed = Observed(session.backend, session.spec, EVERYTHING)
     prefix = session.prefix(prompt, 19, observed)
-    decoder, cache, _ = session.evicting(Keep("streaming", 1.0), EpsConfig().store, [len(prompt)], 1)
+    decoder, cache, _ = evicting(session, Keep("streaming", 1.0), EpsConfig().store, [len(prompt)], 1)
     rows = np.arange(len(prompt))
     for layer, want in enumerate(judge.heads(EVERYTHING)):
         for head, one in enumerate(want):
@@ -284,7 +285,7 @@ def test_rows_that_a_head_ever_holds(name: str, share: float, every: int, most: 
 def test_a_long_text_stays_in_the_pages_of_what_is_kept(model: Path) -> None:
     session, keep = Session.open(model, "numpy"), Keep("streaming", 20.0, 8, **RULE)
     prompt, said = prompts()[0], (prompts()[1] * 5)[:150]
-    decoder, cache, pools = session.evicting(keep, Store(block_size=16), [len(prompt)], 151)
+    decoder, cache, pools = evicting(session, keep, Store(block_size=16), [len(prompt)], 151)
     assert {pool.num_units for pool in pools.pools} == {2 * session.spec.num_kv_heads}
     observed = Observed(session.backend, session.spec, keep.facts)
     prefix = session.prefix(prompt[:-1], observed=observed)
@@ -299,7 +300,7 @@ def test_a_long_text_stays_in_the_pages_of_what_is_kept(model: Path) -> None:
 @pytest.mark.parametrize("name", ["streaming", "h2o", "rkv", "keydiff", "kv-compress", "kv-compress-full"])
 def test_a_long_text_after_one_token_keeps_what_is_never_let_go(model: Path, name: str) -> None:
     session, keep = Session.open(model, "numpy"), Keep(name, 0.5, 3, **RULE)
-    decoder, cache, pools = session.evicting(keep, EpsConfig().store, [1], 30)
+    decoder, cache, pools = evicting(session, keep, EpsConfig().store, [1], 30)
     observed = Observed(session.backend, session.spec, keep.facts)
     sequence, cache = decoder.adopt(cache, session.prefix([], observed=observed).keys_values, 0, observed)
     document = Document([7], 30, prompts()[0][:29])
@@ -333,7 +334,7 @@ def test_a_fork_goes_its_own_way(target, model: Path, keep: Keep) -> None:
     """Two continuations of one prompt, one forked from the other, say what each says alone."""
     session = opened(target, model)
     prompt, shape = prompts()[0], ([len(prompts()[0])] * 3, 14)
-    decoder, cache, pools = session.evicting(keep, EpsConfig().store, *shape)
+    decoder, cache, pools = evicting(session, keep, EpsConfig().store, *shape)
     observed = Observed(session.backend, session.spec, keep.facts)
     prefix = session.prefix(prompt[:-1], observed=observed)
     first, cache = decoder.adopt(cache, prefix.keys_values, len(prompt) - 1, observed)
@@ -344,7 +345,7 @@ def test_a_fork_goes_its_own_way(target, model: Path, keep: Keep) -> None:
     )
     pools.check()
     for index, forced in enumerate(FORCED):
-        alone, others, its_pools = session.evicting(keep, EpsConfig().store, *shape)
+        alone, others, its_pools = evicting(session, keep, EpsConfig().store, *shape)
         one, others = alone.adopt(others, prefix.keys_values, len(prompt) - 1, observed_anew(session, keep, prompt))
         want, _ = decode(
             session, others, its_pools, [Document(prompt, 13, forced)], None, decoder=alone, written=[one],
@@ -362,7 +363,7 @@ def observed_anew(session: Session, keep: Keep, prompt: list[int]) -> Observed:
 
 def test_a_policy_of_the_future_is_refused_where_nobody_knows_it(model: Path) -> None:
     session, keep = Session.open(model, "numpy"), Keep("oracle", 0.5)
-    decoder, cache, _ = session.evicting(keep, EpsConfig().store, [10], 1)
+    decoder, cache, _ = evicting(session, keep, EpsConfig().store, [10], 1)
     observed = Observed(session.backend, session.spec, keep.facts)
     prefix = session.prefix(prompts()[0][:9], observed=observed)
     with pytest.raises(ConfigError, match="which an evaluation alone knows"):

@@ -44,6 +44,9 @@ class CountingDecoder:
         self.eps: Any = None
         self.timing = False
 
+    def spec_of(self, cache: Any) -> Any:
+        return cache.spec
+
     def _logits(self, table: np.ndarray, length: int) -> np.ndarray:
         positions = np.arange(length)
         tokens = [self.memory[int(slot)] for slot in table[positions // 16] * 16 + positions % 16]

@@ -13,9 +13,11 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
+from eps_core.config.store import CacheSpec, Store
 from eps_core.decode.forward import Arithmetic, Decoder
 from eps_core.decode.layers import LayerScorer
 from eps_core.decode.observe import Observed
+from eps_core.decode.session import Session
 from eps_core.evict.base import Kept
 from eps_core.evict.keep import Keep
 from eps_core.evict.table import policy
@@ -111,6 +113,10 @@ class EvictingDecoder(Decoder):
             observed = self._observed[sequence]
             self._observed[child], self._budgets[child] = observed.of(observed.facts), self._budgets[sequence]
         return child, cache
+
+    def spec_of(self, cache: Any) -> CacheSpec:
+        """See `Decoder.spec_of`: a cache that evicts has its kv heads one by one."""
+        return replace(cache.spec, num_kv_heads=self.spec.num_kv_heads)
 
     def release(self, sequence: HeadSequence) -> None:
         """Gives a sequence's pages back."""
@@ -240,6 +246,26 @@ class EvictingDecoder(Decoder):
         """Rows [n] of one kv head of [T, Hkv, D]: [n, 1, D]."""
         length, heads, dim = array.shape
         return self.eps.take(cache, array.reshape((length * heads, 1, dim)), rows * heads + head)
+
+
+def evicting(
+    session: Session, keep: Keep, store: Store, lengths: Sequence[int], num_new: int
+) -> tuple[EvictingDecoder, Any, HeadPools]:
+    """Return (decoder, cache, pools), empty, for prompts of `lengths` tokens that go on for `num_new`. Where a head may
+    hold all of them, as under policies that divide unevenly, it finds room."""
+    spec, shape = session.spec, evicting_spec(session, keep, store, lengths, num_new)
+    session.check_kernels(store)
+    pools = HeadPools(spec.num_layers, spec.num_kv_heads, shape.num_units, store.unit_tokens)
+    cache = session.backend.new_cache(shape, store, session.device, session.kernels)
+    return EvictingDecoder(session.backend, session.decoder.model, keep, pools), cache, pools
+
+
+def evicting_spec(session: Session, keep: Keep, store: Store, lengths: Sequence[int], num_new: int) -> CacheSpec:
+    """Return the shape of the cache that `evicting` makes."""
+    kv_heads = session.spec.num_kv_heads
+    units = sum(kv_heads * -(-keep.most_rows(length, num_new) // store.unit_tokens) for length in lengths)
+    most_open = len(lengths) * kv_heads
+    return replace(session.one_unit(), num_kv_heads=1, num_units=units, max_open_groups=most_open)
 
 
 def _fallbacks(wheres: Sequence[Where], heads: int) -> dict[str, int]:

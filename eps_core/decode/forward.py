@@ -14,6 +14,7 @@ import numpy as np
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
+from eps_core.config.store import CacheSpec
 from eps_core.decode.layers import LayerScorer, layers_of
 from eps_core.gate.attend import LayerRead, collect
 from eps_core.gate.protocol import Array, Backend, Selection
@@ -91,6 +92,11 @@ class Decoder:
         # so far, T)
         self.watch: Callable[[Any, int, Array, Array, int], None] | None = None
         self._drafter: Decoder | None = None
+
+    def spec_of(self, cache: Any) -> CacheSpec:
+        """Return the shape of a cache, with all kv heads of the model."""
+        spec: CacheSpec = cache.spec
+        return spec
 
     def drafter(self) -> "Decoder":
         """A decoder over the same caches with quantised weights, made once."""

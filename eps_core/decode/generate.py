@@ -5,7 +5,7 @@ Holds integers and host logits only; arrays stay in the backend. One `StepRecord
 
 import time
 from collections.abc import Callable, Collection, Container, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -166,15 +166,13 @@ def record_of(
     audit: Audit | None = None,
 ) -> StepRecord:
     """The record of a step after which `prompts` say `tokens` next."""
-    # an evicting cache has its kv heads one by one
-    spec = cache.spec if output.eviction is None else replace(cache.spec, num_kv_heads=decoder.spec.num_kv_heads)
     return step_record(
         step,
         prompts,
         tokens,
         [int(length) for length in spent.lengths],
         output,
-        spec,
+        decoder.spec_of(cache),
         EpsConfig.over(cache.store, read),
         spent.decode_ms,
         spent.bytes_kv_read,

@@ -16,7 +16,6 @@ from eps_core.config.store import CacheSpec, Store
 from eps_core.config.verify import Verify
 from eps_core.cpu import host
 from eps_core.cpu.usable import why_not
-from eps_core.decode.evicting import EvictingDecoder
 from eps_core.decode.forward import Decoder, load_decoder
 from eps_core.decode.generate import generate, prefill
 from eps_core.decode.kernel_check import disagreement
@@ -27,7 +26,6 @@ from eps_core.decode.sampling import Sampling
 from eps_core.decode.stored import StoredPrompts, check_folder, stored_prompts
 from eps_core.decode.verified import verified
 from eps_core.errors import ConfigError, require
-from eps_core.evict.keep import Keep
 from eps_core.gate.protocol import Backend
 from eps_core.load import backend_name, choose_device, load_backend, resolve_kernels
 from eps_core.models.chat import render
@@ -36,7 +34,6 @@ from eps_core.models.hub import resolve_model
 from eps_core.models.spec import ModelSpec
 from eps_core.models.tokenizer import encode, load_tokenizer
 from eps_core.models.weights import check_weights
-from eps_core.paging.heads import HeadPools
 from eps_core.paging.pool import PagePool
 from eps_core.telemetry.terminal import Progress
 
@@ -280,25 +277,6 @@ class Session:
                 raise
             raise _too_large(spec, store, self.device) from error
         return cache, PagePool(spec.num_units, store.unit_tokens)
-
-    def evicting(
-        self, keep: Keep, store: Store, lengths: Sequence[int], num_new: int
-    ) -> tuple[EvictingDecoder, Any, HeadPools]:
-        """(decoder, cache, pools), empty, for prompts of `lengths` tokens that go on for `num_new`: see
-        `decode.evicting`. Where a head may hold all of them, as under policies that divide unevenly, it finds room."""
-        spec, shape = self.spec, self.evicting_spec(keep, store, lengths, num_new)
-        self.check_kernels(store)
-        pools = HeadPools(spec.num_layers, spec.num_kv_heads, shape.num_units, store.unit_tokens)
-        cache = self.backend.new_cache(shape, store, self.device, self.kernels)
-        return EvictingDecoder(self.backend, self.decoder.model, keep, pools), cache, pools
-
-    def evicting_spec(self, keep: Keep, store: Store, lengths: Sequence[int], num_new: int) -> CacheSpec:
-        """The cache of `evicting`."""
-        kv_heads, units = self.spec.num_kv_heads, 0
-        for length in lengths:
-            units += kv_heads * -(-keep.most_rows(length, num_new) // store.unit_tokens)
-        most_open = len(lengths) * kv_heads
-        return replace(self.one_unit(), num_kv_heads=1, num_units=units, max_open_groups=most_open)
 
     def prefix(
         self,

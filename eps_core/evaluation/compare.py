@@ -3,28 +3,24 @@
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any, TextIO
 
 import numpy as np
 
-from eps_core.config.formats import described, side_label
-from eps_core.config.store import CacheSpec, Store
+from eps_core.config.formats import described
+from eps_core.config.store import Store
 from eps_core.decode.cost import Cost, cost_of
-from eps_core.decode.evicting import EvictingDecoder
-from eps_core.decode.generate import prefill, report_of
-from eps_core.decode.observe import Observed
-from eps_core.decode.prefix import without_summaries
 from eps_core.decode.prompts import prompt_texts
 from eps_core.decode.session import Session
-from eps_core.decode.stored import StoredPrompts
 from eps_core.decode.stored import check as check_stored
-from eps_core.evaluation.codes_error import CodesError, codes_error
+from eps_core.evaluation.codes_error import codes_error
+from eps_core.evaluation.evicted import EvictedCaches
 from eps_core.evaluation.pays import timing
+from eps_core.evaluation.prefilled import Caches, Job, Prefilled, prefilled
 from eps_core.evaluation.request import RunRequest
 from eps_core.evaluation.runner import UNVERIFIED, Document, decode
 from eps_core.evaluation.sides import Ran, Side, alike, prompt_line, report
-from eps_core.evict.keep import Keep
 from eps_core.files import outputs
 from eps_core.tasks import needle
 from eps_core.tasks.corpus import corpus
@@ -36,84 +32,6 @@ from eps_core.telemetry.steps import STEP_KEYS, StepRecord, kl_divergence, write
 DEMO_PROMPT_BYTES = 4095  # with the token that begins a text: 4,096 tokens
 DEMO_SEED = 1
 WARM_UP_TOKENS = 64
-
-
-@dataclass
-class Job:
-    """A request whose config is settled, with its session and prompts."""
-
-    request: RunRequest
-    session: Session
-    dense: Session  # whose caches the dense side has: the same, but where others lie as codes
-    documents: list[Document]
-    answer: str | None  # of the built-in needle document
-    cost: Cost | None  # behind an automatic min_context
-    codes: CodesError | None = None  # of --kv-bits
-
-    @property
-    def prompt_lengths(self) -> list[int]:
-        return [len(one.prompt) for one in self.documents]
-
-    @property
-    def num_new(self) -> int:
-        """Most tokens that a prompt goes on for."""
-        return max(one.num_steps for one in self.documents)
-
-    @property
-    def both(self) -> bool:
-        """Whether a dense run comes before another one."""
-        return self.request.baseline and self.request.changes
-
-    @property
-    def labels(self) -> dict[str, str]:
-        """What the two sides are called."""
-        request, dtype = self.request, self.session.kv_dtype
-        return {
-            "dense": side_label("dense", dtype, request.own_dense),
-            "eps": side_label(request.reads, dtype, request.kv_bits),
-        }
-
-    @property
-    def of_dense(self) -> float:
-        """Bytes of a token's K and V over those of the dense side's cache."""
-        return self.session.one_unit().kv_token_bytes / self.dense.one_unit().kv_token_bytes
-
-    @property
-    def dense_store(self) -> Store:
-        return Store(block_size=self.request.config.store.unit_tokens)
-
-    @property
-    def cache_spec(self) -> CacheSpec:
-        """The cache of the side that metrics speak of."""
-        if self.request.keep.enabled:
-            return self.session.evicting_spec(*self.kept)
-        return self.session.cache_spec(*self.room(self.request.config.store))
-
-    @property
-    def kept(self) -> tuple[Keep, Store, list[int], int]:
-        """What an evicting cache is made of: with `--kl` the prompts are kept for a second decode."""
-        request = self.request
-        return request.keep, request.config.store, self.prompt_lengths * (1 + request.kl), self.num_new
-
-    def room(self, store: Store) -> tuple[Store, list[int], int | None]:
-        """What a cache of the prompts and their continuations is made of."""
-        return store, [len(one.prompt) + one.num_steps for one in self.documents], self.request.pool_tokens
-
-
-@dataclass
-class Held:
-    """The prompts in a cache, all but the last token of each, from where a side decodes."""
-
-    cache: Any
-    pool: Any
-    written: list[Any] = field(default_factory=list)  # a sequence of each prompt
-    decoder: EvictingDecoder | None = None  # the session's where nothing is evicted
-    ms: float = 0.0  # that the prefill took
-    stored: StoredPrompts | None = None  # from where prompts were loaded, and where they go
-
-
-# where each side (dense, eps, kl) decodes from: the same K and V, prefilled once, but where one side's lie as codes
-Prefilled = dict[str, Held]
 
 
 def prepare(request: RunRequest) -> Job:
@@ -135,7 +53,8 @@ def prepare(request: RunRequest) -> Job:
     own = request.own_dense
     dense = session if own == session.kv_bits else replace(session, kv_bits=own, checked=set())
     documents = [Document(prompt, request.max_new_tokens, stop=stop) for prompt in prompts]
-    job = Job(request, session, dense, documents, answer, None)
+    caches = EvictedCaches() if request.keep.enabled else Caches()
+    job = Job(request, session, dense, documents, answer, caches)
     if request.cache_dir is not None:
         check_stored(request.config.store, len(prompts))
     pool = session.cache_spec(*job.room(request.config.store))
@@ -173,84 +92,15 @@ def demo_document() -> needle.NeedleDocument:
     return needle.needle_document(corpus(), DEMO_PROMPT_BYTES, DEMO_SEED, depth=0.5, num_distractors=3)
 
 
-def _prefill(job: Job) -> Prefilled:
-    """The prompts, all but the last token of each, prefilled once; evicted where the request says so. The dense side
-    reads the K and V of the other one, but where that evicts, or holds codes: then it has a prefill of its own."""
-    request, session = job.request, job.session
-    before = np.cumsum([0, *job.prompt_lengths]) - np.arange(len(job.documents) + 1)
-    started = time.perf_counter()
-    with terminal.Progress("prefill:", "tokens") as progress:
-
-        def on_prefill(prompt: int, done: int, total: int) -> None:
-            progress(int(before[prompt]) + done, int(before[-1]))
-
-        if request.keep.enabled:
-            sides = _evicted(job, on_prefill)
-            ms = 1000 * (time.perf_counter() - started)
-            for side in sides.values():
-                side.ms = ms
-            return sides
-        cache, pool = session.cache(*job.room(request.config.store))
-        held = Held(cache, pool, stored=session.stored(cache.store))
-        _fill(job, held, on_prefill)
-    if not request.changes:
-        return {"dense": held}
-    if job.dense is session:
-        dense = replace(held, cache=without_summaries(held.cache))
-        return {"dense": dense, "eps": held, "kl": held}
-    if not job.both:
-        return {"eps": held}
-    with terminal.Progress("dense: prefill", "tokens") as progress:
-        dense = Held(*job.dense.cache(*job.room(job.dense_store)))
-        _fill(job, dense, on_prefill)
-    return {"dense": dense, "eps": held, "kl": held}
-
-
-def _fill(job: Job, held: Held, on_prefill: Callable[[int, int, int], None]) -> None:
-    """Prefills the prompts, all but the last token of each, into a cache; stored ones are loaded."""
-    prompts, started = [one.prompt for one in job.documents], time.perf_counter()
-    if held.stored is not None:
-        held.cache = held.stored.load(held.cache, held.pool, prompts)
-    for index, prompt in enumerate(prompts):
-        sequence, held.cache = prefill(
-            job.session.decoder, held.cache, held.pool, prompt[:-1], job.request.prefill_chunk,
-            report_of(on_prefill, index),
-        )  # fmt: skip
-        held.written.append(sequence)
-    held.ms = 1000 * (time.perf_counter() - started)
-
-
-def _evicted(job: Job, on_prefill: Callable[[int, int, int], None]) -> dict[str, Held]:
-    """The prompts prefilled, kept whole in the dense side's cache, and evicted in the others' as the request says."""
-    request, session = job.request, job.session
-    decoder, cache, pools = session.evicting(*job.kept)
-    sides = {name: Held(cache, pools, decoder=decoder) for name in ("eps", "kl")}
-    for index, one in enumerate(job.documents):
-        observed = Observed(session.backend, session.spec, request.keep.facts)
-        prefix = session.prefix(one.prompt[:-1], request.prefill_chunk, observed, report_of(on_prefill, index))
-        if job.both:
-            if not index:  # late: the prefill has let go of its own cache
-                sides["dense"] = Held(*job.dense.cache(*job.room(job.dense_store)))
-            dense = sides["dense"]
-            sequence, dense.cache = prefix.into(session.backend, dense.cache, dense.pool, one.num_steps)
-            dense.written.append(sequence)
-        for name in ("eps", "kl")[: 1 + request.kl]:
-            own = observed.of(observed.facts)
-            kept, cache = decoder.adopt(cache, prefix.keys_values, len(prefix.tokens), own)
-            sides[name].written.append(kept)
-    sides["eps"].cache = sides["kl"].cache = cache
-    return sides
-
-
 def _decode(
     job: Job,
     name: str,
-    prefilled: Prefilled,
+    filled: Prefilled,
     on_record: Callable[[Any], None] | None = None,
     forced: list[list[int]] | None = None,
 ) -> Side:
     """One side's decode of the prompts; each step's record is handed over as it comes. What it wrote is taken back."""
-    request, held, documents = job.request, prefilled[name], job.documents
+    request, held, documents = job.request, filled[name], job.documents
     ttft_ms: float | None = None
     started = time.perf_counter()
     if forced is not None:
@@ -282,9 +132,7 @@ def _decode(
         audit_off=request.audit_off,
         verify=request.verify if name == "eps" else UNVERIFIED,
     )
-    if held.decoder is None:
-        for sequence, one in zip(held.written, documents, strict=True):
-            held.pool.rewind(sequence, len(one.prompt) - 1)
+    held.rewind(documents)
     tokens = outcome.tokens(len(documents))
     texts = [job.session.decode(one) for one in tokens]
     told = None if held.stored is None else {"ttft_ms": ttft_ms}
@@ -308,7 +156,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
             metrics.write(
                 provenance.run_line(
                     config,
-                    job.cache_spec,
+                    job.caches.spec(job),
                     session.backend_name,
                     session.device,
                     session.model,
@@ -349,7 +197,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
                     progress(num_said, request.max_new_tokens * len(job.documents))
 
             with progress:
-                side = _decode(job, side_name, prefilled, on_record)
+                side = _decode(job, side_name, filled, on_record)
             if alone:
                 text.flush()
                 out.write("\n")
@@ -360,16 +208,16 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
 
         dense = eps = None
         divergence: dict[str, float | None] = {}
-        prefilled = _prefill(job)
+        filled = prefilled(job)
         if request.baseline or not changes:
             dense = streamed("dense")
         if changes:
-            if request.keep.enabled or job.dense is not session:
-                prefilled.pop("dense", None)  # a whole cache
+            if dense is not None and filled["dense"].pool is not filled["eps"].pool:
+                del filled["dense"]  # a cache of its own
             eps = streamed("eps")
             if request.kl and dense is not None:
-                divergence = _divergence(job, prefilled, dense)
-        held = prefilled[measured]
+                divergence = _divergence(job, filled, dense)
+        held = filled[measured]
         if held.stored is not None:
             held.stored.save(held.cache, held.pool, [one.prompt for one in job.documents])
             for side in (dense, eps):
@@ -440,8 +288,7 @@ def _print_header(job: Job, out: TextIO) -> None:
         out.write(f"note    every step is dense: the budget covers all of up to {longest:,} tokens\n")
     if request.config.fallback:
         out.write(f"note    {request.config.fallback}\n")
-    if request.keep.enabled:
-        out.write(f"keep    {terminal.describe_keep(request.keep, max(job.prompt_lengths))}\n")
+    out.write(job.caches.header(job))
     if request.verify.enabled:
         out.write(f"verify  {describe_verify(request.verify)}\n")
     if job.cost is not None:
@@ -452,7 +299,7 @@ def _print_header(job: Job, out: TextIO) -> None:
     out.flush()
 
 
-def _divergence(job: Job, prefilled: Prefilled, dense: Side) -> dict[str, float | None]:
+def _divergence(job: Job, filled: Prefilled, dense: Side) -> dict[str, float | None]:
     """KL(dense || gated) of the next-token distribution in nats, both fed the dense run's tokens."""
     values: list[float] = []
     agree: list[bool] = []
@@ -464,7 +311,7 @@ def _divergence(job: Job, prefilled: Prefilled, dense: Side) -> dict[str, float 
         agree.extend((got.argmax(-1) == want.argmax(-1)).tolist())
         record.logits = None  # a vocabulary a step: not to be held for the whole run
 
-    _decode(job, "kl", prefilled, on_record, forced=dense.tokens)
+    _decode(job, "kl", filled, on_record, forced=dense.tokens)
     return {
         "kl_mean": float(np.mean(values)) if values else None,
         "kl_max": max(values, default=None),

@@ -42,7 +42,7 @@ class ResumableFile:
             data.startswith(start) or start.startswith(data)  # a kill may have left this of the first line
         )  # fmt: skip
         if not ours:
-            raise ConfigError(f"{self._path} is there and is no file of eps-proto {kind}: give another -o")
+            raise ConfigError(f"{self._path} exists and holds no results of kind {kind}: give another -o")
         if not self.found:
             return
         for name, value in json.loads(to_json({name: self._first[name] for name in identity})).items():

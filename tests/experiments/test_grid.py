@@ -352,8 +352,8 @@ def test_another_grid_or_model_or_file_is_refused_and_left_alone(model: Path, fi
     assert "its dtype differs (float32 there, float16 now)" in refusal(model, out, AXES, "--dtype", "float16")
     assert out.read_bytes() == finished.read_bytes()
     for text, words in (
-        ('{"type": "run"}\n', "is no file of eps-proto grid"),
-        ("my notes", "is no file of eps-proto grid"),
+        ('{"type": "run"}\n', "holds no results of kind grid"),
+        ("my notes", "holds no results of kind grid"),
         ("my notes\nand more\n", "line 1 is not a JSON object"),
     ):
         out.write_text(text)

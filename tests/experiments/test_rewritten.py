@@ -11,6 +11,7 @@ import tiny_models
 
 from eps_core.config.bytes import summary_bytes
 from eps_core.config.eps import EpsConfig
+from eps_core.decode.evicting import evicting
 from eps_core.decode.session import Session
 from eps_core.evaluation.runner import Document
 from eps_core.evict.keep import Keep
@@ -200,7 +201,7 @@ def test_a_table_of_one_text_and_one_needle() -> None:
 
 def test_what_was_placed_is_forked_and_given_back(model: Path) -> None:
     session = Session.open(model, "numpy")
-    decoder, cache, pools = session.evicting(Keep(), EpsConfig().store, [90, 90], 4)
+    decoder, cache, pools = evicting(session, Keep(), EpsConfig().store, [90, 90], 4)
     rng = np.random.default_rng(0)
     spec, held = session.spec, [[np.arange(0, 80, 2), np.arange(79)] for _ in range(session.spec.num_layers)]
 

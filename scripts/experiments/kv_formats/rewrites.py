@@ -14,6 +14,7 @@ import numpy as np
 from curves import Documents, needle, says, text_document
 
 from eps_core.config.eps import EpsConfig
+from eps_core.decode.evicting import evicting
 from eps_core.decode.session import Session
 from eps_core.evaluation.runner import DENSE, Document, Outcome, decode, run_batch
 from eps_core.evict.keep import Keep
@@ -201,7 +202,7 @@ def plain(layer: Layer) -> Rewritten:
 
 def _decoded(session: Session, document: Document, config: EpsConfig, layers: list[Rewritten]) -> Outcome:
     eps, length = session.backend, len(document.prompt) - 1
-    decoder, cache, pools = session.evicting(Keep(), config.store, [len(document.prompt)], document.num_steps)
+    decoder, cache, pools = evicting(session, Keep(), config.store, [len(document.prompt)], document.num_steps)
 
     def rows(layer: int, head: int) -> list[Array]:
         both = (layers[layer].keys[head], layers[layer].values[head])

@@ -17,6 +17,7 @@ from eps_core.cli.numbers import PART, argument
 from eps_core.config.bytes import summary_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import as_given
+from eps_core.decode.evicting import evicting
 from eps_core.decode.observe import Observed
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.session import Session
@@ -193,7 +194,7 @@ def _evicted(
     chosen: dict[Keep, Kept],
 ) -> tuple[Outcome, int]:  # fmt: skip
     """Of one arm that evicts; `chosen`: what arms before it kept of the prompt, by what they keep, and now this one."""
-    decoder, cache, pools = session.evicting(arm.keep, arm.config.store, [len(document.prompt)], document.num_steps)
+    decoder, cache, pools = evicting(session, arm.keep, arm.config.store, [len(document.prompt)], document.num_steps)
     prompt, seen = (prefix.keys_values, len(prefix.tokens)), observed.of(arm.keep.facts)
     if arm.keep not in chosen:  # whatever reads it, in whatever bits: the prompt is chosen from as it was
         chosen[arm.keep] = decoder.choose(cache, *prompt, seen)

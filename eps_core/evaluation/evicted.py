@@ -1,0 +1,55 @@
+"""The caches of an `eps-proto run --kv-evict`: whole prompts for its dense side, what a policy keeps for the others."""
+
+import time
+
+from eps_core.config.store import CacheSpec, Store
+from eps_core.decode.evicting import evicting, evicting_spec
+from eps_core.decode.generate import report_of
+from eps_core.decode.observe import Observed
+from eps_core.evaluation.prefilled import Caches, Held, Job, OnPrefill, Prefilled
+from eps_core.evaluation.runner import Document
+from eps_core.evict.keep import Keep
+from eps_core.telemetry import terminal
+
+
+class _Held(Held):
+    def rewind(self, documents: list[Document]) -> None:
+        """Rows that were evicted do not come back: each side has prompts of its own."""
+
+
+class EvictedCaches(Caches):
+    """See `Caches`."""
+
+    def spec(self, job: Job) -> CacheSpec:
+        return evicting_spec(job.session, *self._made_of(job))
+
+    def header(self, job: Job) -> str:
+        return f"keep    {terminal.describe_keep(job.request.keep, max(job.prompt_lengths))}\n"
+
+    def fill(self, job: Job, on_prefill: OnPrefill) -> Prefilled:
+        request, session, started = job.request, job.session, time.perf_counter()
+        decoder, cache, pools = evicting(session, *self._made_of(job))
+        sides: Prefilled = {name: _Held(cache, pools, decoder=decoder) for name in ("eps", "kl")}
+        for index, one in enumerate(job.documents):
+            observed = Observed(session.backend, session.spec, request.keep.facts)
+            prefix = session.prefix(one.prompt[:-1], request.prefill_chunk, observed, report_of(on_prefill, index))
+            if job.both:
+                if not index:  # late: the prefill has let go of its own cache
+                    sides["dense"] = Held(*job.dense.cache(*job.room(job.dense_store)))
+                dense = sides["dense"]
+                sequence, dense.cache = prefix.into(session.backend, dense.cache, dense.pool, one.num_steps)
+                dense.written.append(sequence)
+            for name in ("eps", "kl")[: 1 + request.kl]:
+                own = observed.of(observed.facts)
+                kept, cache = decoder.adopt(cache, prefix.keys_values, len(prefix.tokens), own)
+                sides[name].written.append(kept)
+        sides["eps"].cache = sides["kl"].cache = cache
+        ms = 1000 * (time.perf_counter() - started)
+        for side in sides.values():
+            side.ms = ms
+        return sides
+
+    def _made_of(self, job: Job) -> tuple[Keep, Store, list[int], int]:
+        """What the cache is made of: with `--kl` the prompts are kept for a second decode."""
+        request = job.request
+        return request.keep, request.config.store, job.prompt_lengths * (1 + request.kl), job.num_new
