@@ -47,7 +47,8 @@ def acceptance_table(folder: Path) -> None:
                 continue
             cell, asked = {**line, **read_record(CELL, line, where, MEND)}, line["setting"]
             how = line["verified"]
-            more = [how["select"]] if how["select"] != "step" else []
+            # older rows name what their drafts read
+            more = [how["select"]] if how.get("select", "step") != "step" else []
             more += [f"{how['weights']} weights"] if how["weights"] != "full" else []
             more += ["guards {} and {}".format(*line["guards"])] if cell["method"] != "rq" else []
             more += ["rejection"] if how["rule"] == "reject" else []

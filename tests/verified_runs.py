@@ -196,14 +196,12 @@ class Drafter:
         self.change, self.place, self.dense = change, place, dense
         self.steps = 0
 
-    def step(
-        self, cache: Any, tokens: Any, slots: Any, table: Any, lengths: Any, read: Any, *, draft: bool, score: Any
-    ) -> Any:
+    def step(self, cache: Any, tokens: Any, slots: Any, table: Any, lengths: Any, read: Any, *, draft: bool) -> Any:
         assert draft
         self.steps += 1
         with np.errstate(invalid="ignore"):  # NaN that was placed
             cache, output = self.runs.decoder.step(
-                cache, tokens, slots, table, lengths, None if self.dense else read, draft=True, score=score
+                cache, tokens, slots, table, lengths, None if self.dense else read, draft=True
             )
         if self.place is not None:
             cache = placed(self.runs, cache, slots, self.place)
@@ -241,7 +239,7 @@ class _Plain:
         self, model: Model, cache: Any, pool: PagePool, sampling: Sampling, config: EpsConfig, verify: Verify
     ) -> None:
         self.decoder, self.cache, self.pool, self.sampling = model.decoder, cache, pool, sampling
-        bits = replace(verify, draft=0, select="step")
+        bits = replace(verify, draft=0)
         self.bits = Verifier(model.decoder, cache, pool, sampling, config.read, bits) if bits.mode == "bits" else None
 
     def next(self, index: int, sequence: Any, token: int) -> int:

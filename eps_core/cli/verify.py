@@ -9,7 +9,7 @@ from eps_core.cli.help import VERIFY, option, options
 from eps_core.cli.numbers import OrWord, Whole
 from eps_core.cli.options import AUTO, flag
 from eps_core.config.eps import EpsConfig
-from eps_core.config.verify import DRAFT_WEIGHTS, MODES, SELECTS, VERIFY_RULES, Verify
+from eps_core.config.verify import DRAFT_WEIGHTS, MODES, VERIFY_RULES, Verify
 
 _DEFAULT = Verify()
 _option = partial(option, heading=VERIFY)
@@ -18,7 +18,6 @@ _FIELDS = {
     "eps_verify": "mode",
     "eps_draft": "draft",
     "eps_draft_most": "most",
-    "eps_draft_select": "select",
     "eps_verify_rule": "rule",
     "eps_draft_weights": "weights",
 }
@@ -35,11 +34,6 @@ verify_options = options(
     ),
     _option(
         "--eps-draft-most", type=Whole(), default=_DEFAULT.most, show_default=True, help="Drafts of a round at most."
-    ),
-    _option(
-        "--eps-draft-select", type=click.Choice(SELECTS), default=_DEFAULT.select, show_default=True,
-        help="What a draft reads: what its step's scores say; what the last verified token attended to; of each group "
-        "the larger.",
     ),
     _option(
         "--eps-verify-rule", type=click.Choice(VERIFY_RULES), default=_DEFAULT.rule, show_default=True,

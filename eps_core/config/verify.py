@@ -9,7 +9,6 @@ from eps_core.errors import require
 from eps_core.files import records
 
 MODES = ("off", "tokens", "bits")
-SELECTS = ("step", "verified", "hybrid")
 VERIFY_RULES = ("couple", "reject")
 DRAFT_WEIGHTS = ("full", "4bit")
 MOST_DRAFTS = 64
@@ -23,8 +22,6 @@ class Verify:
     `mode`: off; tokens, the dense text but where two logits are closer than rounding; bits, every matrix product in one
     shape and every sum in one order, so that each number of drafts gives the same bits.
     `draft`: drafts a round, None for as many as measured acceptance and costs make worth it, 0 to `most`.
-    `select`: what a draft reads: `step`, the summaries' scores of each step; `verified`, the groups that held the mass
-    of the last verified token; `hybrid`, of each group the larger of the two.
     `rule`: `couple` accepts a draft that is the token dense decoding draws with the same noise; `reject` accepts with
     probability min(1, p / q) (Leviathan et al. 2023, Chen et al. 2023): dense in distribution, not token for token.
     `weights`: of the drafting model.
@@ -33,7 +30,6 @@ class Verify:
     mode: str = "off"
     draft: int | None = DEFAULT_DRAFTS
     most: int = 16
-    select: str = "step"
     rule: str = "couple"
     weights: str = "full"
 
@@ -43,7 +39,6 @@ class Verify:
             records.check(field.name, getattr(self, field.name), kinds[field.name])
         for name, flag, known in (
             ("mode", "eps-verify", MODES),
-            ("select", "eps-draft-select", SELECTS),
             ("rule", "eps-verify-rule", VERIFY_RULES),
             ("weights", "eps-draft-weights", DRAFT_WEIGHTS),
         ):
@@ -90,15 +85,6 @@ class Verify:
         require(
             self.rule == "couple" or temperature != 0,
             "eps-verify-rule reject draws, and temperature 0 is greedy: use couple, or a temperature above 0",
-        )
-        require(
-            self.select == "step" or self.mode == "tokens",
-            f"eps-draft-select {self.select} needs masses that a pass of eps-verify {self.mode} does not measure: use "
-            "step",
-        )
-        require(
-            self.select == "step" or not store.has_bounds,
-            f"eps-draft-select {self.select} knows no bounds, and method {store.method} keeps them here: use step",
         )
 
     def draft_read(self, read: Read) -> Read:

@@ -7,7 +7,6 @@ its logits go to the host.
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +16,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
 from eps_core.decode.spec import ModelSpec
 from eps_core.gate.attend import LayerRead, attend_layer, collect
-from eps_core.gate.protocol import Array, Backend, RowsRead, Scores, Selection
+from eps_core.gate.protocol import Array, Backend, RowsRead, Selection
 from eps_core.gate.stats import StepOutput, VerifyOutput
 from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
@@ -83,10 +82,6 @@ class Arithmetic(Protocol):
         ...
 
 
-# (cache, layer, q, where) -> scores of a layer's groups, and the bytes read for them
-LayerScorer = Callable[[Any, int, Array, Where], tuple[Scores, int]]
-
-
 class Decoder:
     """A loaded model on a backend. Calls return the cache, which the caller must rebind."""
 
@@ -142,7 +137,6 @@ class Decoder:
         read: Read | None = None,
         audit: bool = False,
         draft: bool = False,
-        score: LayerScorer | None = None,
     ) -> tuple[Any, StepOutput]:
         """One token of each of B sequences: tokens [B], slots [B], table [B, M] (padding -1), lengths [B] that count
         the new token. Gated as `read` says; dense without it, or where the cache keeps no summaries (which follow every
@@ -150,7 +144,7 @@ class Decoder:
         counted nowhere. It needs at least one token before the new one.
 
         A `draft` may be taken back: its K and V are placed, not written (see `Backend.place_kv`), NaN is not refused,
-        and `selections` say what was visited. `score` takes the place of the summaries' scores."""
+        and `selections` say what was visited."""
         eps, model, spec = self.eps, self.model, self.spec
         self._check_tokens(tokens)
         gated = read is not None and cache.store.enabled
@@ -159,7 +153,7 @@ class Decoder:
             where = Where.of(EpsConfig(cache.store, read), table, lengths)
         else:
             where = Where.dense(cache.store, table, lengths)
-        if not audit and not self.timing and self.tap is None and score is None:
+        if not audit and not self.timing and self.tap is None:
             done = model.whole_step(cache, tokens, slots, where, gated, draft)
             if done is not None:
                 return done
@@ -174,8 +168,7 @@ class Decoder:
                 if self.tap is not None:
                     self.tap(layer, q)
                 if gated:
-                    scorer = None if score is None else partial(score, cache, layer, q, where)
-                    out, one = attend_layer(eps, cache, layer, q, where, audit, clock, scorer=scorer)
+                    out, one = attend_layer(eps, cache, layer, q, where, audit, clock)
                     reads.append(one)
                 else:
                     out, _ = eps.attend(cache, layer, q, where, None)
@@ -194,7 +187,6 @@ class Decoder:
         slots: np.ndarray,
         rows: Rows,
         drafts: Sequence[Sequence[tuple[Selection, int] | None]] = (),
-        masses: bool = False,
         fixed_rows: int = 0,
     ) -> tuple[Any, VerifyOutput]:
         """Dense attention of several new tokens of each of B sequences in one pass (design section 10): tokens [T] and
@@ -212,7 +204,7 @@ class Decoder:
             drafts, each = (), Where.dense(cache.store, rows.table[rows.sequence], rows.seen)
         # what fills them is the first row again: finite, and thrown away
         index = np.concatenate([np.arange(total), np.zeros(max(fixed_rows - total, 0), np.int64)])
-        kv, lses, visited, measured = [], [], [], []
+        kv, lses, visited = [], [], []
         with model.scope():
             x, turn = model.embed(np.asarray(tokens)[index]), model.rotation(rows.seen[index] - 1)
             for layer in range(spec.num_layers):
@@ -223,12 +215,10 @@ class Decoder:
                     if alone:
                         read = RowsRead(*eps.attend(cache, layer, q, each, None))
                     else:
-                        read = eps.attend_rows(cache, layer, q, rows, visit, masses)
+                        read = eps.attend_rows(cache, layer, q, rows, visit)
                 kv.append((k, v))
                 lses.append(read.lse)
                 visited.append(read.visited_lse)
-                if masses:
-                    measured.append(read.masses)
                 out = read.out if len(index) == total else eps.take(cache, read.out, index)
                 x = model.feed_forward(layer, model.add_attention(layer, x, out))
             logits = model.logits(x)[:total]
@@ -237,7 +227,7 @@ class Decoder:
                 pairs = zip(visited, lses, strict=True)
                 unread = [eps.unread_share(seen, lse, spec.num_kv_heads) for seen, lse in pairs]
             _, (values, *shares) = collect(eps, cache, [], logits, *unread)
-        return cache, VerifyOutput(values, kv, np.stack(shares) if drafts else None, measured)
+        return cache, VerifyOutput(values, kv, np.stack(shares) if drafts else None)
 
     def commit(self, cache: Any, verified: VerifyOutput, kept: np.ndarray, slots: np.ndarray) -> Any:
         """Writes K and V of the rows `kept` [N] of a verify pass to their slots [N] again, now for good: all that

@@ -8,7 +8,7 @@ accepted is written.
 
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,27 +16,18 @@ import numpy as np
 from eps_core.config.read import Read
 from eps_core.config.verify import Verify
 from eps_core.decode.accept import Said, accept, propose
-from eps_core.decode.forward import Decoder, LayerScorer
+from eps_core.decode.forward import Decoder
 from eps_core.decode.generate import append, check_prompts, prefill, report_of
 from eps_core.decode.pace import Pace
 from eps_core.decode.round_records import draft_audit, round_record
 from eps_core.decode.sampling import Sampling, drawable
 from eps_core.errors import ConfigError
-from eps_core.gate.protocol import Array, Scores, Selection
+from eps_core.gate.protocol import Selection
 from eps_core.gate.stats import StepOutput
 from eps_core.paging.pool import PagePool
 from eps_core.paging.pool import Sequence as PagedSequence
 from eps_core.paging.rows import Rows
-from eps_core.paging.where import Where
 from eps_core.telemetry.rounds import RoundRecord
-
-MASS_BYTES = 4  # of a group's log mass, float32
-
-
-def _by_the_largest(where: Where) -> Where:
-    """The same step with estimates as masses that a pass measured are: of each group the largest of the query heads."""
-    config = replace(where.config, read=replace(where.config.read, combine="max"))
-    return Where.of(config, where.table, where.lengths)
 
 
 @dataclass
@@ -73,8 +64,6 @@ class Verifier:
         self.bits, self.stop, self.clock = verify.mode == "bits", frozenset(stop_tokens), clock
         self.pace = Pace(verify)
         self.num_rounds = 0
-        # of the last verify pass: each layer's masses, and by prompt the row of its last token
-        self._measured: tuple[list[Array], dict[int, int]] = [], {}
 
     def round(self, sequences: dict[int, PagedSequence], fed: dict[int, int], room: dict[int, int]) -> RoundRecord:
         """One round of sequences by prompt number: `fed` is the token of each that is not in the cache yet and becomes
@@ -165,7 +154,6 @@ class Verifier:
             self.cache, np.array([fed[i] for i in alive]), np.concatenate(slots), self.pool.table(running), lengths
         )
         verify_ms = 1000 * (self.clock() - started)
-        self._measured = [], {}
         said = [
             accept(output.logits[row : row + 1], (), (), self.sampling, "couple", index, int(lengths[row]), self.stop)
             for row, index in enumerate(alive)
@@ -245,7 +233,6 @@ class Verifier:
                 lengths,
                 self.read,
                 draft=True,
-                score=self._scorer([part.index for part in now]),
             )
             outputs.append(output)
             for row, part in enumerate(now):
@@ -261,43 +248,18 @@ class Verifier:
                     part.wanted = depth + 1
         return outputs
 
-    def _scorer(self, indices: list[int]) -> LayerScorer | None:
-        """What takes the place of the summaries' scores; None where nothing was measured in the last round."""
-        masses, rows = self._measured
-        if self.verify.select == "step" or not masses or any(index not in rows for index in indices):
-            return None
-        eps, picks, mixes = self.drafter.eps, np.array([rows[index] for index in indices]), self.verify.select
-        spec = self.cache.spec
-
-        def score(cache: Any, layer: int, q: Array, where: Where) -> tuple[Scores, int]:
-            known = eps.frozen_masses(cache, masses[layer], picks, where.num_groups)
-            num_bytes = spec.num_kv_heads * MASS_BYTES * int(where.ends.sum())
-            if mixes == "verified":
-                # groups that came since are among the last tokens, which are always visited
-                return Scores(known, None, None, np.zeros(len(picks), np.int64), kernels=cache.kernels), num_bytes
-            own = eps.score(cache, layer, q, where.once("by the largest", lambda: _by_the_largest(where)))
-            num_bytes += spec.num_kv_heads * where.scoring_bytes(spec.head_dim)
-            return Scores(
-                eps.larger(cache, own.estimate, known), None, None, own.num_missing, kernels=cache.kernels
-            ), num_bytes
-
-        return score
-
     def _verify(
         self, parts: list[_Drafted], fed: dict[int, int], rows: Rows, outputs: list[StepOutput]
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """(logits [T, V], unread shares [L, T, Hkv] or None) of the dense pass; what `commit` needs is kept."""
         tokens = [[fed[part.index], *part.tokens] for part in parts]
-        masses = self.verify.select != "step"
         drafts = self._visited(parts, outputs)
         fixed = self.verify.fixed_rows
         if not fixed:
             self.cache, done = self.decoder.verify(
-                self.cache, np.concatenate(tokens), np.concatenate([part.slots for part in parts]), rows, drafts, masses
+                self.cache, np.concatenate(tokens), np.concatenate([part.slots for part in parts]), rows, drafts
             )
             self._passes = [done]
-            if masses:
-                self._measured = done.masses, {}
             return done.logits, done.unread
         # one sequence at a time: then nothing of a pass depends on who else is in the batch
         self._passes = []
@@ -305,9 +267,7 @@ class Verifier:
             own = slice(int(rows.starts[i]), int(rows.starts[i + 1]))
             alone = Rows.of(rows.table[i : i + 1], rows.lengths[i : i + 1], rows.num_rows[i : i + 1])
             layers = [layer[own] for layer in drafts]
-            self.cache, done = self.decoder.verify(
-                self.cache, np.array(tokens[i]), part.slots, alone, layers, False, fixed
-            )
+            self.cache, done = self.decoder.verify(self.cache, np.array(tokens[i]), part.slots, alone, layers, fixed)
             self._passes.append(done)
         shares = [done.unread for done in self._passes if done.unread is not None]
         unread = np.concatenate(shares, axis=1) if shares else None
@@ -341,8 +301,6 @@ class Verifier:
             for done, one, own in zip(self._passes, said, slots, strict=True):
                 self.cache = self.decoder.commit(self.cache, done, np.arange(len(one.tokens)), own)
         self._passes = []
-        masses, _ = self._measured
-        self._measured = masses, {part.index: int(row[-1]) for part, row in zip(parts, kept, strict=True)}
         for part, one in zip(parts, said, strict=True):
             self.pool.commit(sequences[part.index], [fed[part.index], *one.tokens[:-1]])
 

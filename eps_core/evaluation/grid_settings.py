@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_type_hints
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import POLICIES, SCOPES
 from eps_core.config.store import EVALUATION_METHODS, METHODS, coded_methods
-from eps_core.config.verify import DRAFT_WEIGHTS, MODES, SELECTS, VERIFY_RULES, Verify
+from eps_core.config.verify import DRAFT_WEIGHTS, MODES, VERIFY_RULES, Verify
 from eps_core.errors import ConfigError, brief, shown
 from eps_core.files import inputs
 from eps_core.files.records import Between, read_record
@@ -55,7 +55,6 @@ class Setting:
     verify: str = "off"
     draft: int | None = None
     draft_auto: bool = False
-    draft_select: str = "step"
     draft_weights: str = "full"
     verify_rule: str = "couple"
     temperature: float = 0.0
@@ -76,7 +75,6 @@ _CHOICES = {
     "heads": ("all", "retrieval"),
     "scope": SCOPES,
     "verify": MODES,
-    "draft_select": SELECTS,
     "draft_weights": DRAFT_WEIGHTS,
     "verify_rule": VERIFY_RULES,
 }
@@ -129,11 +127,10 @@ PRESETS: dict[str, list[dict[str, Any]]] = {
             }.items()
         ),
     ],
-    # exact text: drafts and budgets, what drafts read, other drafters at about the same bytes, and rejection
+    # exact text: drafts and budgets, other drafters at about the same bytes, and rejection
     "verified": [
         {**_EXACT, "method": "rq", "budget": 0.05, "draft": [4, 8, 12, 16]},
         {**_EXACT, "method": "rq", "budget": [0.02, 0.1], "draft": [8, 16]},
-        {**_EXACT, "method": "rq", "budget": 0.05, "draft": 12, "draft_select": ["verified", "hybrid"]},
         # a budget that small would go to their usual guards, 144 tokens, alone
         {
             **_EXACT,
@@ -263,7 +260,7 @@ def verify_of(setting: Setting, config: EpsConfig) -> Verify:
     default = Verify()
     draft = None if setting.draft_auto else default.draft if setting.draft is None else setting.draft
     most = max(default.most, draft or 0)
-    verify = Verify(setting.verify, draft, most, setting.draft_select, setting.verify_rule, setting.draft_weights)
+    verify = Verify(setting.verify, draft, most, setting.verify_rule, setting.draft_weights)
     idle = [name for name in _VERIFY_AXES if getattr(setting, name) != getattr(Setting(), name)]
     if idle and not verify.enabled:
         raise ConfigError(f"{idle[0]} {getattr(setting, idle[0])} belongs to verified decoding: add verify tokens")
@@ -273,4 +270,4 @@ def verify_of(setting: Setting, config: EpsConfig) -> Verify:
     return verify
 
 
-_VERIFY_AXES = ("draft", "draft_auto", "draft_select", "draft_weights", "verify_rule", "temperature")
+_VERIFY_AXES = ("draft", "draft_auto", "draft_weights", "verify_rule", "temperature")

@@ -108,15 +108,11 @@ class RowsRead:
     `out` [T, Hq, D] in q's dtype; `lse` [T, Hq] float32: natural log of a row's softmax mass (scaled logits).
     `visited_lse` [T, Hq] float32: the same over the groups of `visit` alone, -inf where it has none; None where no
     `visit` was given.
-    `masses` [T, Hkv, G] float32: of every group the largest, over the R query heads, of the natural log of the mass of
-    those of its tokens that the row sees; -inf where it sees none. Exact where `Scores.estimate` guesses; None unless
-    asked for.
     """
 
     out: Array
     lse: Array
     visited_lse: Array | None = None
-    masses: Array | None = None
 
 
 class Backend(Protocol):
@@ -138,12 +134,8 @@ class Backend(Protocol):
     def attend(
         self, cache: Any, layer: int, q: Array, where: Where, selection: Selection | None
     ) -> tuple[Array, Array]: ...
-    def attend_rows(
-        self, cache: Any, layer: int, q: Array, rows: Rows, visit: Array | None = None, masses: bool = False
-    ) -> RowsRead: ...
+    def attend_rows(self, cache: Any, layer: int, q: Array, rows: Rows, visit: Array | None = None) -> RowsRead: ...
     def visits(self, cache: Any, drafts: Sequence[tuple[Selection, int] | None], num_groups: int) -> Array: ...
-    def frozen_masses(self, cache: Any, masses: Array, index: np.ndarray, num_groups: int) -> Array: ...
-    def larger(self, cache: Any, first: Array, second: Array) -> Array: ...
     def attend_tail(
         self, cache: Any, layer: int, where: Where, scores: Scores, selection: Selection, lse: Array
     ) -> tuple[Array, Array]: ...

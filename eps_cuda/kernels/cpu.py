@@ -123,13 +123,11 @@ def attend(cache: Cache, layer: int, q: Tensor, where: Where, selection: Selecti
     return torch.from_numpy(out).to(q.dtype), torch.from_numpy(lse)
 
 
-def attend_rows(
-    cache: Cache, layer: int, q: Tensor, rows: Rows, visit: Tensor | None = None, masses: bool = False
-) -> RowsRead:
+def attend_rows(cache: Cache, layer: int, q: Tensor, rows: Rows, visit: Tensor | None = None) -> RowsRead:
     """See `attention.attend_rows`."""
     listed = None if visit is None else _host(visit.to(torch.bool))
     is_short = q.dtype == torch.bfloat16
-    out, *others = kernels.attend_rows(cache, layer, _host(q.float()), is_short, rows, listed, masses, _memory, _run)
+    out, *others = kernels.attend_rows(cache, layer, _host(q.float()), is_short, rows, listed, _memory, _run)
     return RowsRead(torch.from_numpy(out).to(q.dtype), *map(_tensor, others))
 
 

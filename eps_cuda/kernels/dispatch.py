@@ -163,16 +163,14 @@ def attend(cache: Cache, layer: int, q: Tensor, where: Where, selection: Selecti
 
 
 @torch.inference_mode()
-def attend_rows(
-    cache: Cache, layer: int, q: Tensor, rows: Rows, visit: Tensor | None = None, masses: bool = False
-) -> RowsRead:
+def attend_rows(cache: Cache, layer: int, q: Tensor, rows: Rows, visit: Tensor | None = None) -> RowsRead:
     table, lengths = on_device(cache, rows)
     starts = rows.once(("starts", cache.device), lambda: to_device(cache, rows.starts.astype(np.int32)))
     cache.count_read(int(rows.lengths.sum()) * cache.spec.num_kv_heads * cache.spec.kv_token_bytes)
     return RowsRead(
         *rows_kernels.attend_rows(
             q, cache.k[layer], cache.v[layer], table, lengths, starts,
-            most_rows=int(rows.num_rows.max()), group_tokens=cache.store.S, visit=visit, masses=masses,
+            most_rows=int(rows.num_rows.max()), group_tokens=cache.store.S, visit=visit,
         )
     )  # fmt: skip
 

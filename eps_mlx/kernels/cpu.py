@@ -89,14 +89,12 @@ def attend(cache: Cache, layer: int, q: mx.array, where: Where, selection: Selec
         return mx.array(out).astype(q.dtype), mx.array(lse)
 
 
-def attend_rows(
-    cache: Cache, layer: int, q: mx.array, rows: Rows, visit: mx.array | None = None, masses: bool = False
-) -> RowsRead:
+def attend_rows(cache: Cache, layer: int, q: mx.array, rows: Rows, visit: mx.array | None = None) -> RowsRead:
     """See `attention.attend_rows`."""
     with mx.stream(cache.stream):
         listed = None if visit is None else _host(visit.astype(mx.bool_))
         query, is_short = _host(q.astype(mx.float32)), q.dtype == mx.bfloat16
-        out, *others = kernels.attend_rows(cache, layer, query, is_short, rows, listed, masses, _host, _run)
+        out, *others = kernels.attend_rows(cache, layer, query, is_short, rows, listed, _host, _run)
         return RowsRead(mx.array(out).astype(q.dtype), *map(_array, others))
 
 

@@ -176,9 +176,7 @@ def attend(cache: Cache, layer: int, q: mx.array, where: Where, selection: Selec
         )
 
 
-def attend_rows(
-    cache: Cache, layer: int, q: mx.array, rows: Rows, visit: mx.array | None = None, masses: bool = False
-) -> RowsRead:
+def attend_rows(cache: Cache, layer: int, q: mx.array, rows: Rows, visit: mx.array | None = None) -> RowsRead:
     cache.count_read(int(rows.lengths.sum()) * cache.spec.num_kv_heads * cache.spec.kv_token_bytes)
     with mx.stream(cache.stream):
         table, lengths = on_device(cache, rows)
@@ -186,7 +184,7 @@ def attend_rows(
         return RowsRead(
             *rows_kernels.attend_rows(
                 q, cache.k[layer], cache.v[layer], table, lengths, starts,
-                most_rows=int(rows.num_rows.max()), group_tokens=cache.store.S, visit=visit, masses=masses,
+                most_rows=int(rows.num_rows.max()), group_tokens=cache.store.S, visit=visit,
             )
         )  # fmt: skip
 
