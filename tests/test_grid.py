@@ -445,7 +445,7 @@ def test_a_grid_of_no_verified_cell_is_the_grid_that_it_was() -> None:
     off, drawn = expand({"context": 256, "verify": ["off", "tokens"], "draft": 4}, "g")
     codes = {"mean_tokens", "stages"}
     assert replace(off, draft=None).to_dict().keys() == asdict(off).keys() - codes - {
-        "verify", "draft", "draft_auto", "draft_weights", "verify_rule", "temperature",
+        "verify", "draft", "draft_auto", "draft_weights", "temperature",
     }  # fmt: skip
     assert off.to_dict()["draft"] == 4 and drawn.to_dict().keys() == asdict(drawn).keys() - codes
     assert codes <= replace(off, mean_tokens=0, stages="0").to_dict().keys()

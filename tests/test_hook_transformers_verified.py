@@ -288,7 +288,7 @@ def test_everything_is_restored() -> None:
 def test_what_cannot_be_is_refused_in_a_line() -> None:
     model = tiny("llama")
     for more in (
-        {"verify": "bits"}, {"verify_rule": "reject"}, {"draft_weights": "4bit"},
+        {"verify": "bits"}, {"draft_weights": "4bit"},
     ):  # fmt: skip
         with (
             pytest.raises(ConfigError, match="in transformers"),

@@ -85,7 +85,7 @@ def verified_parts(backend) -> list[tuple[object, str]]:
     """All that verified decoding adds to dense and gated decoding."""
     named = [(module, name) for module in (verified, accept, pace, rounds) for name in functions_of(module)]
     methods = (
-        (verified, ("accept", "propose")), (Decoder, ("verify", "commit")),
+        (verified, ("accept",)), (Decoder, ("verify", "commit")),
         (PagePool, ("reserve", "commit", "release")), (GroupState, ("void",)),
         (backend, ("attend_rows", "place_kv", "visits")),
     )  # fmt: skip
@@ -134,4 +134,4 @@ def test_every_part_of_verified_decoding_is_among_them(model, monkeypatch):
     ):
         pass
     methods = {"verify", "commit", "reserve", "void", "attend_rows", "place_kv", "visits"}
-    assert methods | {"verified", "accept", "propose"} <= met
+    assert methods | {"verified", "accept"} <= met

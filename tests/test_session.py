@@ -11,7 +11,6 @@ import pytest
 import tiny_models
 
 from eps_core.config.eps import EpsConfig
-from eps_core.config.verify import Verify
 from eps_core.decode import session as session_module
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
@@ -225,10 +224,3 @@ def test_settings_are_flat_or_a_config_and_off_without_either(model: Path) -> No
     assert Session.open(model, "numpy", **BOX).config == Session.open(model, "numpy", config=config).config == config
     assert Session.open(model, "numpy", method="rq", budget=np.float32(0.5)).config.read.budget == 0.5
     assert Session.open(model, "numpy", method="off", budget=0.1).config.store.enabled is False
-
-
-def test_rejection_needs_a_temperature_which_each_call_brings() -> None:
-    session = Session.open(backend="numpy", method="rq", verify=Verify("tokens", rule="reject"))
-    with pytest.raises(ConfigError, match="eps-verify-rule reject draws, and temperature 0 is greedy"):
-        session.stream("x", 2)
-    assert session.stream("x", 2, temperature=0.5) is not None

@@ -35,10 +35,8 @@ def decode(model: Model, monkeypatch: pytest.MonkeyPatch, order: Sequence[int], 
         sequences[index], cache = prefill(model.decoder, cache, pool, PROMPTS[index][:-1], 64)
     seen: dict[int, list[np.ndarray]] = {index: [] for index in order}
 
-    def accept(
-        logits: np.ndarray, drafts: Any, proposals: Any, sampling: Any, rule: str, index: int, *more: Any
-    ) -> Said:
-        said = right(logits, drafts, proposals, sampling, rule, index, *more)
+    def accept(logits: np.ndarray, drafts: Any, sampling: Any, index: int, *more: Any) -> Said:
+        said = right(logits, drafts, sampling, index, *more)
         seen[index] += list(logits[: len(said.tokens)].copy())
         return said
 

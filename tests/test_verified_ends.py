@@ -11,7 +11,6 @@ from eps_core.config.verify import Verify
 from eps_core.decode import verified as verified_module
 from eps_core.decode.generate import generate, tokens_of
 from eps_core.decode.round_records import draft_audit
-from eps_core.decode.sampling import Sampling
 from eps_core.decode.verified import Verifier, verified
 from eps_core.errors import ConfigError
 from eps_core.paging.pool import PagePool
@@ -63,11 +62,10 @@ def test_the_last_token_is_never_passed(tokens: int, mode: str) -> None:
     assert drafter.steps == sum(max(r.drafted) for r in got.records) and len(got.records) == -(-tokens // 5)
 
 
-@pytest.mark.parametrize("rule", ["couple", "reject"])
-def test_min_context_is_dense(rule: str) -> None:
+def test_min_context_is_dense() -> None:
     """No draft for a sequence below it, while others draft."""
     model, config = judge(), eps("meanstd", budget=0.3, min_context=40)
-    records = model.verified(PROMPTS, config, 9, GREEDY, Verify("tokens", 4, rule=rule)).records
+    records = model.verified(PROMPTS, config, 9, GREEDY, FOUR).records
     for record in records:
         alive = sorted(set(record.sequences))
         assert record.fallbacks == ({"min_context": sum(i > 0 for i in alive)} if 1 in alive or 2 in alive else {})
@@ -173,21 +171,6 @@ def test_prefill_is_reported_and_a_prompt_without_tokens_refused() -> None:
     cache, pool = model.cache(CONFIG)
     with pytest.raises(ConfigError, match="empty prompt"):
         next(verified(model.decoder, cache, pool, [[]], 3, GREEDY, CONFIG.read, FOUR))
-
-
-def test_rejection_says_a_text_of_its_own_and_leaves_a_dense_state() -> None:
-    """Not the dense text: but what is in the cache is what dense prefill makes of it."""
-    model, verify = judge(), Verify("tokens", 4, rule="reject")
-    hot = Sampling(1.0, seed=3)
-    got = model.verified(PROMPTS, CONFIG, 12, hot, verify)
-    assert [len(one) for one in got.said] == [12] * 3
-    assert got.said == model.verified(PROMPTS, CONFIG, 12, hot, verify).said  # by its seed
-    # greedy, both rules are the same one
-    want = model.dense(PROMPTS, CONFIG, 12, GREEDY).said
-    assert model.verified(PROMPTS, CONFIG, 12, GREEDY, verify).said == want
-    wrong = model.verified(PROMPTS, CONFIG, 12, hot, verify, drafter=Drafter(model, np.negative))
-    accepted, drafted = (sum(sum(getattr(r, name)) for r in wrong.records) for name in ("accepted", "drafted"))
-    assert accepted < 0.2 * drafted and not wrong.pool._reserved
 
 
 def test_an_auto_run_by_a_clock_that_says_drafts_are_dear_is_dense() -> None:

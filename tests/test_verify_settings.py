@@ -16,7 +16,6 @@ from eps_core.telemetry.rounds_shown import describe_verify
     ("settings", "said"),
     [
         ({"mode": "on"}, "eps-verify 'on' is unknown: choose one of off, tokens, bits"),
-        ({"rule": "maybe"}, "eps-verify-rule 'maybe' is unknown: choose one of couple, reject"),
         ({"weights": "8bit"}, "eps-draft-weights '8bit' is unknown: choose one of full, 4bit"),
         ({"draft": None, "most": 0}, "eps-draft-most 0 is outside 1 to 64 tokens"),
         ({"draft": None, "most": 65}, "eps-draft-most 65 is outside 1 to 64 tokens"),
@@ -31,7 +30,7 @@ def test_a_wrong_setting_is_one_line_that_names_its_flag(settings: dict[str, Any
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("settings", [{"draft": 1.5}, {"draft": "4"}, {"most": True}, {"mode": 1}, {"rule": None}])
+@pytest.mark.parametrize("settings", [{"draft": 1.5}, {"draft": "4"}, {"most": True}, {"mode": 1}, {"weights": None}])
 def test_a_setting_of_another_kind_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
         Verify(**settings)
@@ -42,7 +41,6 @@ def test_a_setting_of_another_kind_is_refused(settings: dict[str, Any]) -> None:
     [
         (EpsConfig.of(), Verify("tokens"), {}, "method off gates nothing: use rq"),
         (eps("box"), Verify("bits"), {"temperature": 0.5, "sample_by": "cdf"}, "sample-by cdf draws otherwise"),
-        (eps("rq"), Verify("tokens", rule="reject"), {"temperature": 0.0}, "temperature 0 is greedy: use couple"),
     ],
 )
 def test_what_cannot_be_verified_is_refused(config: EpsConfig, verify: Verify, drawn: dict, said: str) -> None:
@@ -56,8 +54,6 @@ def test_what_can_be_verified_passes() -> None:
     Verify("tokens").check(eps("box"))
     Verify("tokens").check(eps("box"), 0.0, "cdf")  # greedy draws nothing
     Verify("tokens").check(eps("rq"), 1.0, "gumbel")
-    Verify("bits", rule="reject").check(eps("rq"), 1.0)
-    Verify("tokens", rule="reject").check(eps("rq"))  # nobody knows yet how it will draw
     Verify().check(EpsConfig.of(), 1.0, "cdf")  # off
 
 
@@ -75,7 +71,7 @@ def test_fixed_rows_hold_every_round() -> None:
 
 
 def test_settings_are_written_and_read_again() -> None:
-    for verify in (Verify(), Verify("bits", 0, 3, "couple", "4bit"), Verify("tokens", rule="reject")):
+    for verify in (Verify(), Verify("bits", 0, 3, "4bit"), Verify("tokens")):
         assert Verify.from_dict(verify.to_dict()) == verify
     assert not Verify().enabled and Verify("bits").enabled
 
@@ -89,7 +85,7 @@ def test_fewer_drafts_at_most_are_fewer_drafts() -> None:
 
 
 def test_one_line_says_how_a_run_verifies() -> None:
-    assert describe_verify(Verify("bits", 4)) == "bits: 4 drafts a round, accepted by coupling"
-    assert describe_verify(Verify("tokens", None, 8, "reject", "4bit")) == (
-        "tokens: up to 8, as they pay, drafts a round, drafted with 4bit weights, accepted by rejection"
+    assert describe_verify(Verify("bits", 4)) == "bits: 4 drafts a round"
+    assert describe_verify(Verify("tokens", None, 8, "4bit")) == (
+        "tokens: up to 8, as they pay, drafts a round, drafted with 4bit weights"
     )

@@ -9,7 +9,7 @@ from eps_core.cli.help import VERIFY, option, options
 from eps_core.cli.numbers import OrWord, Whole
 from eps_core.cli.options import AUTO, flag
 from eps_core.config.eps import EpsConfig
-from eps_core.config.verify import DRAFT_WEIGHTS, MODES, VERIFY_RULES, Verify
+from eps_core.config.verify import DRAFT_WEIGHTS, MODES, Verify
 
 _DEFAULT = Verify()
 _option = partial(option, heading=VERIFY)
@@ -18,7 +18,6 @@ _FIELDS = {
     "eps_verify": "mode",
     "eps_draft": "draft",
     "eps_draft_most": "most",
-    "eps_verify_rule": "rule",
     "eps_draft_weights": "weights",
 }
 
@@ -34,10 +33,6 @@ verify_options = options(
     ),
     _option(
         "--eps-draft-most", type=Whole(), default=_DEFAULT.most, show_default=True, help="Drafts of a round at most."
-    ),
-    _option(
-        "--eps-verify-rule", type=click.Choice(VERIFY_RULES), default=_DEFAULT.rule, show_default=True,
-        help="couple: the dense text of the seed; reject: speculative sampling, dense in distribution.",
     ),
     _option(
         "--eps-draft-weights", type=click.Choice(DRAFT_WEIGHTS), default=_DEFAULT.weights, show_default=True,

@@ -292,7 +292,6 @@ class Session:
         self, texts: Sequence[str], max_new_tokens: int, sampling: Sampling, stop: bool, chat: bool
     ) -> tuple[list[list[int]], Generator[Any, None, Any]]:
         """(tokens of each prompt, steps or rounds to come), in a cache of their own; what can be refused, is now."""
-        self.verify.check(self.config, sampling.temperature, sampling.by)
         prompts = self.encode_prompts(texts, max_new_tokens, chat)
         self.load(self.verify)
         self.check_kernels(self.config.store, self.verify.enabled)

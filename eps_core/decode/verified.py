@@ -15,12 +15,12 @@ import numpy as np
 
 from eps_core.config.read import Read
 from eps_core.config.verify import Verify
-from eps_core.decode.accept import Said, accept, propose
+from eps_core.decode.accept import Said, accept
 from eps_core.decode.forward import Decoder
 from eps_core.decode.generate import append, check_prompts, prefill, report_of
 from eps_core.decode.pace import Pace
 from eps_core.decode.round_records import draft_audit, round_record
-from eps_core.decode.sampling import Sampling, drawable
+from eps_core.decode.sampling import Sampling, draw, drawable
 from eps_core.errors import ConfigError
 from eps_core.gate.protocol import Selection
 from eps_core.gate.stats import StepOutput
@@ -155,7 +155,7 @@ class Verifier:
         )
         verify_ms = 1000 * (self.clock() - started)
         said = [
-            accept(output.logits[row : row + 1], (), (), self.sampling, "couple", index, int(lengths[row]), self.stop)
+            accept(output.logits[row : row + 1], (), self.sampling, index, int(lengths[row]), self.stop)
             for row, index in enumerate(alive)
         ]
         if self.num_rounds:
@@ -188,8 +188,7 @@ class Verifier:
             verify_ms = 1000 * (self.clock() - started)
             verify_bytes, passes = self.cache.kv_bytes_read - kv_bytes, (len(outputs), len(self._passes))
             said = [
-                accept(own, part.tokens, part.logits, self.sampling, self.verify.rule, part.index, part.length + 1,
-                       self.stop)
+                accept(own, part.tokens, self.sampling, part.index, part.length + 1, self.stop)
                 for part, own in zip(parts, np.split(logits, rows.starts[1:-1]), strict=True)
             ]  # fmt: skip
             self._commit(parts, sequences, fed, said, rows)
@@ -240,7 +239,7 @@ class Verifier:
                 if not drawable(logits):
                     fallbacks["non_finite"] = fallbacks.get("non_finite", 0) + 1
                     continue
-                token = propose(logits, self.sampling, self.verify.rule, part.index, int(lengths[row]))
+                token = draw(logits, self.sampling, part.index, int(lengths[row])).token
                 part.tokens.append(token)
                 part.logits.append(logits)
                 part.visited.append((depth, row))

@@ -35,7 +35,6 @@ def check_engine(verify: Verify, engine: str, num_sequences: int = 1) -> None:
     require(num_sequences == 1, f"eps-verify drafts for one prompt at a time in {engine}, not for {num_sequences}")
     for flag, value, known in (
         ("eps-verify", verify.mode, "tokens"),
-        ("eps-verify-rule", verify.rule, "couple"),
         ("eps-draft-weights", verify.weights, "full"),
     ):
         require(value == known, f"{flag} {value} is of our own decoders alone: in {engine} use {known}")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_type_hints
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import POLICIES, SCOPES
 from eps_core.config.store import EVALUATION_METHODS, METHODS, coded_methods
-from eps_core.config.verify import DRAFT_WEIGHTS, MODES, VERIFY_RULES, Verify
+from eps_core.config.verify import DRAFT_WEIGHTS, MODES, Verify
 from eps_core.errors import ConfigError, brief, shown
 from eps_core.files import inputs
 from eps_core.files.records import Between, read_record
@@ -56,7 +56,6 @@ class Setting:
     draft: int | None = None
     draft_auto: bool = False
     draft_weights: str = "full"
-    verify_rule: str = "couple"
     temperature: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,7 +75,6 @@ _CHOICES = {
     "scope": SCOPES,
     "verify": MODES,
     "draft_weights": DRAFT_WEIGHTS,
-    "verify_rule": VERIFY_RULES,
 }
 STRICT_BITS = 8  # of the codes that certify a strict cell of a method without bounds
 # the axes that mean something under one policy, or some, only
@@ -127,7 +125,7 @@ PRESETS: dict[str, list[dict[str, Any]]] = {
             }.items()
         ),
     ],
-    # exact text: drafts and budgets, other drafters at about the same bytes, and rejection
+    # exact text: drafts and budgets, and other drafters at about the same bytes
     "verified": [
         {**_EXACT, "method": "rq", "budget": 0.05, "draft": [4, 8, 12, 16]},
         {**_EXACT, "method": "rq", "budget": [0.02, 0.1], "draft": [8, 16]},
@@ -141,7 +139,6 @@ PRESETS: dict[str, list[dict[str, Any]]] = {
             "last_n": 2,
             "draft": 12,
         },
-        {**_EXACT, "method": "rq", "budget": 0.05, "draft": 12, "temperature": 0.8, "verify_rule": "reject"},
         {**_EXACT, "method": "rq", "budget": 0.05, "draft": 12, "draft_weights": "4bit"},
     ],
     # the requirements' verdict is of 32k tokens on
@@ -260,7 +257,7 @@ def verify_of(setting: Setting, config: EpsConfig) -> Verify:
     default = Verify()
     draft = None if setting.draft_auto else default.draft if setting.draft is None else setting.draft
     most = max(default.most, draft or 0)
-    verify = Verify(setting.verify, draft, most, setting.verify_rule, setting.draft_weights)
+    verify = Verify(setting.verify, draft, most, setting.draft_weights)
     idle = [name for name in _VERIFY_AXES if getattr(setting, name) != getattr(Setting(), name)]
     if idle and not verify.enabled:
         raise ConfigError(f"{idle[0]} {getattr(setting, idle[0])} belongs to verified decoding: add verify tokens")
@@ -270,4 +267,4 @@ def verify_of(setting: Setting, config: EpsConfig) -> Verify:
     return verify
 
 
-_VERIFY_AXES = ("draft", "draft_auto", "draft_weights", "verify_rule", "temperature")
+_VERIFY_AXES = ("draft", "draft_auto", "draft_weights", "temperature")

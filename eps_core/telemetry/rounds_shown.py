@@ -14,8 +14,7 @@ def describe_verify(verify: Verify) -> str:
     """One line on how a run drafts and verifies."""
     drafts = f"up to {verify.most}, as they pay," if verify.draft is None else str(verify.draft)
     more = "" if verify.weights == "full" else f", drafted with {verify.weights} weights"
-    how = "coupling" if verify.rule == "couple" else "rejection"
-    return f"{verify.mode}: {drafts} drafts a round{more}, accepted by {how}"
+    return f"{verify.mode}: {drafts} drafts a round{more}"
 
 
 def rounds_rows(eps: dict[str, Any] | None) -> list[tuple[str, str, str]]:
