@@ -287,14 +287,8 @@ def test_everything_is_restored() -> None:
 
 def test_what_cannot_be_is_refused_in_a_line() -> None:
     model = tiny("llama")
-    for more in (
-        {"verify": "bits"}, {"draft_weights": "4bit"},
-    ):  # fmt: skip
-        with (
-            pytest.raises(ConfigError, match="in transformers"),
-            eps(model, method="rq", **{"verify": "tokens"} | more),
-        ):
-            pass
+    with pytest.raises(ConfigError, match="in transformers"), eps(model, **VERIFIED, draft_weights="4bit"):
+        pass
     with pytest.raises(ConfigError, match="with eps"):
         EpsCache(model, method="rq", verify="tokens")
     with pytest.raises(ConfigError, match="add verify="):

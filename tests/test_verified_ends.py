@@ -26,17 +26,16 @@ def right(model: Model) -> Drafter:
 
 
 @pytest.mark.parametrize("place", range(9))
-@pytest.mark.parametrize("mode", ["tokens", "bits"])
-def test_a_stop_token_inside_what_was_accepted(place: int, mode: str) -> None:
+def test_a_stop_token_inside_what_was_accepted(place: int) -> None:
     model = judge()
     said = model.dense(PROMPTS, CONFIG, 9, DRAWN).said
     stop = [said[0][place]]
     want = model.dense(PROMPTS, CONFIG, 9, DRAWN, stop_tokens=stop)
-    got = model.verified(PROMPTS, CONFIG, 9, DRAWN, Verify(mode, 4), drafter=right(model), stop_tokens=stop)
+    got = model.verified(PROMPTS, CONFIG, 9, DRAWN, FOUR, drafter=right(model), stop_tokens=stop)
     assert got.said == want.said and got.said[0] == said[0][: said[0].index(stop[0]) + 1]
     assert [one.tokens for one in got.sequences] == [one.tokens for one in want.sequences]
     assert got.pool.num_free == want.pool.num_free and not got.pool._reserved
-    check_rounds(model, PROMPTS, CONFIG, 9, DRAWN, Verify(mode, 4), right(model), stop=stop)
+    check_rounds(model, PROMPTS, CONFIG, 9, DRAWN, FOUR, right(model), stop=stop)
 
 
 def test_sequences_that_end_at_different_times() -> None:
@@ -51,11 +50,10 @@ def test_sequences_that_end_at_different_times() -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 4, 5, 6])
-@pytest.mark.parametrize("mode", ["tokens", "bits"])
-def test_the_last_token_is_never_passed(tokens: int, mode: str) -> None:
+def test_the_last_token_is_never_passed(tokens: int) -> None:
     model = judge()
     drafter = right(model)
-    got = model.verified(PROMPTS, CONFIG, tokens, GREEDY, Verify(mode, 4), drafter=drafter)
+    got = model.verified(PROMPTS, CONFIG, tokens, GREEDY, FOUR, drafter=drafter)
     assert got.said == model.dense(PROMPTS, CONFIG, tokens, GREEDY).said
     assert [len(one) for one in got.said] == [tokens] * 3
     assert [one.length for one in got.sequences] == [len(one) - 1 + tokens for one in PROMPTS]
@@ -90,8 +88,7 @@ def test_the_first_token_of_all_is_drafted_by_nobody() -> None:
     assert got.records[0].fallbacks == {"empty": 1} and got.records[0].drafted == [0, 4]
 
 
-@pytest.mark.parametrize("mode", ["tokens", "bits"])
-def test_a_pool_too_small_for_drafts_is_dense(mode: str) -> None:
+def test_a_pool_too_small_for_drafts_is_dense() -> None:
     """Both prompts and the text fit 6 units of 16 tokens, as the second one ends early; its drafts need a seventh."""
     model = Model(judge().backend, "cpu", judge().path, units=6)
     prompts = PROMPTS[:2]
@@ -100,7 +97,7 @@ def test_a_pool_too_small_for_drafts_is_dense(mode: str) -> None:
     want = model.dense(prompts, CONFIG, 20, DRAWN, stop_tokens=stop)
     assert len(want.said[0]) == 20 and 4 < len(want.said[1]) < 12
     wrong = Drafter(model, np.negative)
-    got = model.verified(prompts, CONFIG, 20, DRAWN, Verify(mode, 19, 20), drafter=wrong, stop_tokens=stop)
+    got = model.verified(prompts, CONFIG, 20, DRAWN, Verify("tokens", 19, 20), drafter=wrong, stop_tokens=stop)
     assert got.said == want.said and not got.pool._reserved
     refused = [r for r in got.records if r.fallbacks.get("pool")]
     assert refused and not any(sum(r.drafted) for r in refused)
@@ -111,12 +108,11 @@ def test_a_pool_too_small_for_drafts_is_dense(mode: str) -> None:
 def test_a_pool_too_small_for_the_text_is_the_same_error() -> None:
     model = Model(judge().backend, "cpu", judge().path, units=5)
     prompts = [prompt(45), prompt(22, 1)]
-    for mode in ("tokens", "bits"):
-        with pytest.raises(ConfigError, match="raise --pool-tokens") as error:
-            model.verified(prompts, CONFIG, 30, DRAWN, Verify(mode, 4))
-        with pytest.raises(ConfigError) as other:
-            model.dense(prompts, CONFIG, 30, DRAWN)
-        assert str(error.value) == str(other.value)
+    with pytest.raises(ConfigError, match="raise --pool-tokens") as error:
+        model.verified(prompts, CONFIG, 30, DRAWN, FOUR)
+    with pytest.raises(ConfigError) as other:
+        model.dense(prompts, CONFIG, 30, DRAWN)
+    assert str(error.value) == str(other.value)
 
 
 # ---- the generator ----

@@ -7,7 +7,7 @@ from verified_runs import eps
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
-from eps_core.config.verify import MOST_DRAFTS, Verify
+from eps_core.config.verify import Verify
 from eps_core.errors import ConfigError
 from eps_core.telemetry.rounds_shown import describe_verify
 
@@ -15,7 +15,7 @@ from eps_core.telemetry.rounds_shown import describe_verify
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"mode": "on"}, "eps-verify 'on' is unknown: choose one of off, tokens, bits"),
+        ({"mode": "on"}, "eps-verify 'on' is unknown: choose one of off, tokens"),
         ({"weights": "8bit"}, "eps-draft-weights '8bit' is unknown: choose one of full, 4bit"),
         ({"draft": None, "most": 0}, "eps-draft-most 0 is outside 1 to 64 tokens"),
         ({"draft": None, "most": 65}, "eps-draft-most 65 is outside 1 to 64 tokens"),
@@ -40,7 +40,7 @@ def test_a_setting_of_another_kind_is_refused(settings: dict[str, Any]) -> None:
     ("config", "verify", "drawn", "said"),
     [
         (EpsConfig.of(), Verify("tokens"), {}, "method off gates nothing: use rq"),
-        (eps("box"), Verify("bits"), {"temperature": 0.5, "sample_by": "cdf"}, "sample-by cdf draws otherwise"),
+        (eps("box"), Verify("tokens"), {"temperature": 0.5, "sample_by": "cdf"}, "sample-by cdf draws otherwise"),
     ],
 )
 def test_what_cannot_be_verified_is_refused(config: EpsConfig, verify: Verify, drawn: dict, said: str) -> None:
@@ -63,17 +63,10 @@ def test_the_last_tokens_of_a_draft_cover_all_drafts() -> None:
     assert Verify("tokens", 4, 4).draft_read(read) == read
 
 
-def test_fixed_rows_hold_every_round() -> None:
-    for most in range(1, MOST_DRAFTS + 1):
-        rows = Verify("bits", None, most).fixed_rows
-        assert rows % 16 == 0 and most + 1 <= rows < most + 17
-        assert Verify("tokens", None, most).fixed_rows == 0
-
-
-def test_settings_are_written_and_read_again() -> None:
-    for verify in (Verify(), Verify("bits", 0, 3, "4bit"), Verify("tokens")):
-        assert Verify.from_dict(verify.to_dict()) == verify
-    assert not Verify().enabled and Verify("bits").enabled
+def test_settings_are_written() -> None:
+    for verify in (Verify(), Verify("tokens", 0, 3, "4bit")):
+        assert Verify(**verify.to_dict()) == verify
+    assert not Verify().enabled and Verify("tokens").enabled
 
 
 def test_fewer_drafts_at_most_are_fewer_drafts() -> None:
@@ -85,7 +78,7 @@ def test_fewer_drafts_at_most_are_fewer_drafts() -> None:
 
 
 def test_one_line_says_how_a_run_verifies() -> None:
-    assert describe_verify(Verify("bits", 4)) == "bits: 4 drafts a round"
+    assert describe_verify(Verify("tokens", 4)) == "tokens: 4 drafts a round"
     assert describe_verify(Verify("tokens", None, 8, "4bit")) == (
         "tokens: up to 8, as they pay, drafts a round, drafted with 4bit weights"
     )

@@ -163,8 +163,8 @@ def keeps_the_units() -> list[Any]:
 
 
 def appends_the_last_token_too() -> list[Any]:
-    def commit(self: Any, parts: Any, sequences: Any, fed: Any, said: Any, rows: Any) -> None:
-        right(self, parts, sequences, fed, said, rows)
+    def commit(self: Any, parts: Any, sequences: Any, fed: Any, said: Any, *rest: Any) -> None:
+        right(self, parts, sequences, fed, said, *rest)
         for part, one in zip(parts, said, strict=True):
             if len(one.tokens) == len(part.slots) and part.tokens:
                 sequences[part.index].tokens[-1] = one.tokens[-1]

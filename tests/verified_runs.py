@@ -2,7 +2,7 @@
 compared token by token, drafters of all kinds, and runs held against one that never drafted, round by round."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -232,21 +232,12 @@ def unwritten(pool: PagePool, sequences: Sequence[Any]) -> np.ndarray:
 
 
 class _Plain:
-    """Dense decoding of one sequence and one token at a time: `Decoder.step` and `draw`, or for `bits` passes of the
-    one shape that all passes have, whose numbers must be the same to the last bit."""
+    """Dense decoding of one sequence and one token at a time: `Decoder.step` and `draw`."""
 
-    def __init__(
-        self, model: Model, cache: Any, pool: PagePool, sampling: Sampling, config: EpsConfig, verify: Verify
-    ) -> None:
+    def __init__(self, model: Model, cache: Any, pool: PagePool, sampling: Sampling) -> None:
         self.decoder, self.cache, self.pool, self.sampling = model.decoder, cache, pool, sampling
-        bits = replace(verify, draft=0)
-        self.bits = Verifier(model.decoder, cache, pool, sampling, config.read, bits) if bits.mode == "bits" else None
 
     def next(self, index: int, sequence: Any, token: int) -> int:
-        if self.bits is not None:
-            said = self.bits.round({index: sequence}, {index: token}, {index: 1}).tokens[0]
-            self.cache = self.bits.cache
-            return said
         slots, self.cache = append(self.decoder.eps, self.cache, self.pool, sequence, [token])
         table, lengths = self.pool.table([sequence]), self.pool.lengths([sequence])
         self.cache, output = self.decoder.step(self.cache, np.array([token]), slots, table, lengths)
@@ -271,7 +262,7 @@ def check_rounds(
     cache, pool, sequences = model.start(prompts, config)
     run = Verifier(model.decoder, cache, pool, sampling, config.read, verify, stop, drafter)
     cache, other, mirrored = model.start(prompts, config)
-    plain = _Plain(model, cache, other, sampling, config, verify)
+    plain = _Plain(model, cache, other, sampling)
     fed = {index: int(one[-1]) for index, one in enumerate(prompts)}
     room, alive, records = dict.fromkeys(fed, tokens), dict(enumerate(sequences)), []
     while alive:

@@ -24,8 +24,8 @@ _FIELDS = {
 verify_options = options(
     _option(
         "--eps-verify", type=click.Choice(MODES), default=_DEFAULT.mode, show_default=True,
-        help="Gated steps draft, a dense pass verifies: the dense text for a fraction of the reads. tokens: but for "
-        "ties of rounding; bits: the same bits whatever is drafted, slower.",
+        help="Gated steps draft, a dense pass verifies: the dense text for a fraction of the reads, but for "
+        "ties of rounding.",
     ),
     _option(
         "--eps-draft", type=OrWord(Whole(), AUTO), default=_DEFAULT.draft, show_default=True, metavar="N|auto",

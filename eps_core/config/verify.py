@@ -8,7 +8,7 @@ from eps_core.config.read import Read
 from eps_core.errors import require
 from eps_core.files import records
 
-MODES = ("off", "tokens", "bits")
+MODES = ("off", "tokens")
 DRAFT_WEIGHTS = ("full", "4bit")
 MOST_DRAFTS = 64
 DEFAULT_DRAFTS = 12  # about the fewest bytes a token on both of our models; time asks for fewer, or none
@@ -18,8 +18,7 @@ DEFAULT_DRAFTS = 12  # about the fewest bytes a token on both of our models; tim
 class Verify:
     """How a run drafts and verifies. It changes what a text costs and, but for ties of rounding, not the text.
 
-    `mode`: off; tokens, the dense text but where two logits are closer than rounding; bits, every matrix product in one
-    shape and every sum in one order, so that each number of drafts gives the same bits.
+    `mode`: off; tokens, the dense text but where two logits are closer than rounding.
     `draft`: drafts a round, None for as many as measured acceptance and costs make worth it, 0 to `most`.
     A draft is accepted where it is the token that dense decoding draws with the same noise.
     `weights`: of the drafting model.
@@ -58,11 +57,6 @@ class Verify:
     def enabled(self) -> bool:
         return self.mode != "off"
 
-    @property
-    def fixed_rows(self) -> int:
-        """Rows of every matrix product of a pass in mode bits; 0 elsewhere. Whole blocks of 16, as kernels take."""
-        return -(-(self.most + 1) // 16) * 16 if self.mode == "bits" else 0
-
     def check(
         self, config: EpsConfig, temperature: float = 0.0, sample_by: str = "gumbel", audit_every: int = 0
     ) -> None:
@@ -84,7 +78,3 @@ class Verify:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        return cls(**data)

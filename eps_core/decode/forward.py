@@ -16,7 +16,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
 from eps_core.decode.spec import ModelSpec
 from eps_core.gate.attend import LayerRead, attend_layer, collect
-from eps_core.gate.protocol import Array, Backend, RowsRead, Selection
+from eps_core.gate.protocol import Array, Backend, Selection
 from eps_core.gate.stats import StepOutput, VerifyOutput
 from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
@@ -187,41 +187,27 @@ class Decoder:
         slots: np.ndarray,
         rows: Rows,
         drafts: Sequence[Sequence[tuple[Selection, int] | None]] = (),
-        fixed_rows: int = 0,
     ) -> tuple[Any, VerifyOutput]:
         """Dense attention of several new tokens of each of B sequences in one pass (design section 10): tokens [T] and
         their slots [T], T as in `rows`. K and V are placed; `commit` writes those that stay. `drafts`: of each layer
-        and row what a draft step visited (None: everything), for the share that it left out. `fixed_rows` does the
-        matrix products with this many rows, at least T, whatever T is: their kernels then cannot depend on it. Array
-        operations then attend row by row, as their products depend on how many rows there are: K and V are read, and
-        count, once a row, and what drafts left out is not known."""
+        and row what a draft step visited (None: everything), for the share that it left out."""
         eps, model, spec = self.eps, self.model, self.spec
         self._check_tokens(tokens)
-        total, num_groups = rows.total, rows.table.shape[1] * cache.store.groups_per_unit
-        assert not fixed_rows or total <= fixed_rows, f"{total} rows for products of {fixed_rows}"
-        alone = fixed_rows > 0 and eps.kernel_of(cache, "attend_rows") is None
-        if alone:
-            drafts, each = (), Where.dense(cache.store, rows.table[rows.sequence], rows.seen)
-        # what fills them is the first row again: finite, and thrown away
-        index = np.concatenate([np.arange(total), np.zeros(max(fixed_rows - total, 0), np.int64)])
+        num_groups = rows.table.shape[1] * cache.store.groups_per_unit
         kv, lses, visited = [], [], []
         with model.scope():
-            x, turn = model.embed(np.asarray(tokens)[index]), model.rotation(rows.seen[index] - 1)
+            x, turn = model.embed(np.asarray(tokens)), model.rotation(rows.seen - 1)
             for layer in range(spec.num_layers):
-                q, k, v = (part[:total] for part in model.project(layer, x, turn))
+                q, k, v = model.project(layer, x, turn)
                 cache = eps.place_kv(cache, layer, k, v, slots)
                 visit = eps.visits(cache, drafts[layer], num_groups) if drafts else None
                 with eps.span("eps.verify", cache):
-                    if alone:
-                        read = RowsRead(*eps.attend(cache, layer, q, each, None))
-                    else:
-                        read = eps.attend_rows(cache, layer, q, rows, visit)
+                    read = eps.attend_rows(cache, layer, q, rows, visit)
                 kv.append((k, v))
                 lses.append(read.lse)
                 visited.append(read.visited_lse)
-                out = read.out if len(index) == total else eps.take(cache, read.out, index)
-                x = model.feed_forward(layer, model.add_attention(layer, x, out))
-            logits = model.logits(x)[:total]
+                x = model.feed_forward(layer, model.add_attention(layer, x, read.out))
+            logits = model.logits(x)
             unread = []
             if drafts:
                 pairs = zip(visited, lses, strict=True)
