@@ -94,7 +94,7 @@ def test_gated_run_reports_both_sides(model: Path, tmp_path: Path) -> None:
         "run", "--backend", "numpy", "--device", "cpu", "--model", model, "--prompt-file", tmp_path / "prompt.txt",
         "--max-new-tokens", 6, "--dtype", "float32", "--kv-dtype", "bfloat16", "--prefill-chunk", 33,
         "--pool-tokens", 512, "--no-stop", "--temperature", 0.8, "--top-p", 0.9, "--seed", 4, "--kl",
-        "--metrics", metrics, "--csv", table, "--eps-method", "rq", "--eps-bits", 2, "--eps-rq-bounds",
+        "--metrics", metrics, "--csv", table, "--eps-method", "rq", "--eps-rq-bounds",
         "--eps-group-tokens", 4, "--eps-policy", "topk", "--eps-budget", 0.3, "--eps-first-tokens", 4,
         "--eps-last-tokens", 8, "--eps-scope", "union", "--eps-seed", 3, "--eps-min-context", 10, "--block-size", 8,
         "--eps-tail", "drop",
@@ -120,7 +120,7 @@ def test_gated_run_reports_both_sides(model: Path, tmp_path: Path) -> None:
 
     first, *steps, last = lines_of(metrics)
     config = EpsConfig.of(
-        method="rq", bits=2, rq_bounds=True, group_tokens=4, budget=0.3, first_tokens=4, last_tokens=8, scope="union",
+        method="rq", rq_bounds=True, group_tokens=4, budget=0.3, first_tokens=4, last_tokens=8, scope="union",
         seed=3, min_context=10, block_size=8, tail_tokens=0,
     )  # fmt: skip
     assert first["type"] == "run" and EpsConfig.from_dict(first["config"]) == config
@@ -196,7 +196,7 @@ def test_reading_everything_says_what_dense_says(run: Any) -> None:
 def test_off_is_a_run_without_eps(run: Any, tmp_path: Path) -> None:
     """Same tokens and bytes as a run with no flag, as the baseline of a gated run, and as rollback with flags left."""
     plain = run("--metrics", tmp_path / "m.jsonl")
-    off = run("--eps-method", "off", "--eps-budget", 0.3, "--eps-tau", 0.1, "--eps-bits", 8)
+    off = run("--eps-method", "off", "--eps-budget", 0.3, "--eps-tau", 0.1, "--eps-mean-bits", 8)
     gated = run("--eps-method", "rq")
     assert plain["eps"] is None and plain["bytes_ratio"] is None and off["eps"] is None
     for other in (off, gated):
@@ -302,7 +302,7 @@ def test_info_counts_memory_within_the_limits() -> None:
 
 def test_info_takes_shape_and_flags(model: Path, bare: dict[str, str]) -> None:
     info = succeed(
-        "info", "--layers", 2, "--kv-heads", 3, "--head-dim", 64, "--context", 1024, "--eps-dim", 4, "--eps-bits", 2,
+        "info", "--layers", 2, "--kv-heads", 3, "--head-dim", 64, "--context", 1024, "--eps-dim", 4,
         "--eps-group-tokens", 8, "--block-size", 32, env=bare,
     )  # fmt: skip
     rows = {(row["kind"], row["method"], row["rq_bounds"]): row for row in info["summaries"] if not row["bound_bits"]}
@@ -414,7 +414,6 @@ TOPK = {"policy": "topk", "tau": None, "budget": 0.05}
             "",
             {
                 "method": "rq",
-                "bits": 1,
                 "mean_tokens": 64,
                 "mean_bits": 4,
                 "stages": [0.5, 0.2],
@@ -426,10 +425,8 @@ TOPK = {"policy": "topk", "tau": None, "budget": 0.05}
                 **FINE,
             },
         ),
-        ("--eps-unit-tokens 0", {"mean_tokens": 0, "stages": [], "refine": 0.125}),
         ("--eps-unit-tokens 64 --eps-stages 0.5,0.2", {"mean_tokens": 64, "stages": [0.5, 0.2], "refine": 0.125}),
         ("--eps-stages 0 --eps-mean-bits 8", {"mean_tokens": 64, "mean_bits": 8, "stages": []}),
-        ("--eps-method rq --eps-bits 2", {"bits": 2, "refine": 0, **TOPK, **FINE}),
         ("--eps-budget 0.2", {"policy": "topk", "budget": 0.2, "tau": None, **FINE}),
         ("--eps-top-pages 7", {"policy": "topk", "top_pages": 7, **FINE}),
         ("--eps-tau 0.01", {"policy": "share", "tau": 0.01}),

@@ -56,8 +56,9 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "evict-all": (["run", "--kv-evict", "h2o", "--kv-keep", "0.5", "--kv-last-tokens", "0"], "let a head go empty"),
     "evict-and-union": (
         ["run", "--kv-evict", "h2o", "--kv-keep", "0.5", "--eps-scope", "union"], "eps-scope union reads the same in"),
-    "evict-and-centre": (
-        ["run", "--kv-evict", "h2o", "--kv-keep", "0.5", "--eps-unit-tokens", "0"], "use eps-unit-tokens 32 or 64"),
+    "codes-about-no-mean": (["run", "--eps-unit-tokens", "0"], "eps-unit-tokens 0 is not 32 or 64"),
+    "bits-of-codes": (["run", "--eps-bits", "2"], "No such option"),
+    "unknown-verify": (["run", "--eps-verify", "bits"], "'bits' is not one of 'off', 'tokens'"),
     "unknown-kv-bits": (["run", "--kv-bits", "5"], "'5' is not one of 16, 8, fp8, 4, nvfp4"),
     "too-many-kv-bits": (["info", "--kv-bits", "8,8,4"], "nor two of them for K and V"),
     "nvfp4-of-broken-blocks": (
@@ -123,7 +124,6 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "bound-bits-range": (["run", "--eps-bound-bits", 3], "eps-bound-bits 3 is not 4 or 8"),
     "refine-range": (["run", "--eps-refine", 2], "eps-refine 2.0 is outside [0, 1]"),
     "refine-of-another-method": (["run", "--eps-method", "box", "--eps-refine", 0.5], "not of method box"),
-    "refine-of-two-bits": (["run", "--eps-bits", 2, "--eps-refine", 0.5], "method rq with 2 bits"),
     "audit-factor-of-no-number": (
         ["run", "--prompt", "x", "--eps-audit-every", 2, "--eps-audit-factor", "nan"],
         "'nan' is not a number",
@@ -140,8 +140,6 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "odd-group": (["run", "--eps-group-tokens", 12], "12 tokens"),
     "huge-group": (["run", "--eps-group-blocks", 64], "1024 tokens"),
     "huge-block": (["run", "--block-size", 300], "block-size 300"),
-    "odd-bits": (["run", "--eps-bits", 3], "eps-bits 3"),
-    "bits-of-another-method": (["run", "--eps-method", "box", "--eps-bits", 2], "--method rq"),
     "dim-of-another-method": (["run", "--eps-method", "box", "--eps-dim", 2], "eps-dim 2"),
     "dim-range": (["run", "--eps-method", "jl", "--eps-dim", 100], "eps-dim 100"),
     "bounds-of-another-method": (["run", "--eps-method", "box", "--eps-rq-bounds"], "rq"),

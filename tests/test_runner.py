@@ -272,7 +272,7 @@ def test_there_is_one_place_that(call: str, home: str) -> None:
 def test_short_prompts_lend_no_centre_to_the_next_arm(session: Session) -> None:
     """Below the 256 keys that a centre needs, an arm's decode would find it for the arm after it."""
     document = Document(TOKENS[:250], 12)
-    first = CONFIGS["rq"].replace(mean_tokens=0)
+    first = CONFIGS["rq"].replace(bound_bits=8)
     second = first.replace(budget=0.5)
     assert first.store == second.store
     together = run_document(session, document, {"first": first, "second": second})

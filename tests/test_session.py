@@ -105,12 +105,6 @@ def test_a_batch_says_what_its_prompts_say_alone(target: tuple, model: Path, nam
         assert together[0].bytes_read == sum(one.bytes_read for one in alone)
 
 
-def test_codes_centre_on_the_first_prompt_of_a_batch(plain: Session) -> None:
-    """The first prompt is what it is alone; the others share its centre, and so rank by other estimates."""
-    session = Session.open(plain.path, "numpy", method="rq", mean_tokens=0, budget=0.3)
-    assert session.generate([TEXT, *RAGGED], 6)[0].tokens == session.generate(TEXT, 6).tokens
-
-
 def test_equal_prompts_draw_their_own_tokens_and_the_first_draws_as_alone(plain: Session) -> None:
     drawn = [one.tokens for one in plain.generate((TEXT, TEXT, TEXT), 6, temperature=1.0, seed=3)]
     assert drawn[0] == plain.generate(TEXT, 6, temperature=1.0, seed=3).tokens

@@ -72,15 +72,6 @@ def test_min_context_is_dense() -> None:
     check_rounds(model, PROMPTS, config, 9, DRAWN, FOUR)
 
 
-def test_without_a_centre_nothing_is_drafted() -> None:
-    model = judge()
-    config = eps("rq", mean_tokens=0)
-    got = model.verified(PROMPTS, config, 6, DRAWN, FOUR)
-    assert got.said == model.dense(PROMPTS, config, 6, DRAWN).said
-    assert [r.fallbacks for r in got.records] == [{"no_centre": 3}] * 6
-    assert not any(sum(r.drafted) for r in got.records)
-
-
 def test_the_first_token_of_all_is_drafted_by_nobody() -> None:
     model = judge()
     got = model.verified([[5], [7, 8]], CONFIG, 6, DRAWN, FOUR)

@@ -4,7 +4,6 @@ token, and with the same cache and pool after every round."""
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from verified_runs import DRAWN, GREEDY, Drafter, check_rounds, eps, judge, prompt
@@ -69,20 +68,6 @@ def test_a_drawn_run_is_the_dense_one(
         reject()
     prompts = [prompt(length, i) for i, length in enumerate(lengths)]
     check_rounds(model, prompts, config, tokens, sampling, verify, drafter and Drafter(model, **drafter), poison)
-
-
-@pytest.mark.parametrize("poison", [None, np.nan, 1e30], ids=str)
-@pytest.mark.parametrize("name", ["few", "one group", "mass", "tails"])
-def test_rq_before_and_after_its_centre(name: str, poison: float | None) -> None:
-    """The first 256 tokens make rq's centre; drafts begin once it is there, and are never part of it."""
-    read = READS[name] | ({"tail_tokens": 64} if name == "tails" else {})
-    config, model = eps("rq", mean_tokens=0, **read), judge()
-    prompts = [prompt(201), prompt(51, 1)]  # 250 tokens in the cache: three rounds of two are missing
-    drafter = Drafter(model, place=poison)
-    records = check_rounds(model, prompts, config, 10, DRAWN, Verify("tokens", 4), drafter, poison)
-    assert [r.fallbacks.get("no_centre", 0) for r in records[:4]] == [2, 2, 2, 0]
-    assert [sum(r.drafted) for r in records[:3]] == [0, 0, 0]
-    assert sum(sum(r.drafted) for r in records) > 4
 
 
 def test_the_number_of_drafts_changes_nothing() -> None:

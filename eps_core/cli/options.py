@@ -45,26 +45,20 @@ summary_options = options(
         "--eps-dim", type=Whole(), help=f"{dim_meanings('{what} of {name} (default {default})')}."
     ),
     _kept(
-        "--eps-bits", type=Whole(), default=_DEFAULT.store.bits, show_default=True,
-        help=f"Bits of one {_CODED} code: 1, 2, 4 or 8.",
-    ),
-    _kept(
         "--eps-unit-tokens", type=Whole(),
-        help=f"{_CODED} of 1 bit: code groups about the mean of 32 or 64 tokens; 0: about one centre a head.  "
-        f"[default: {_UNIT.mean_tokens}]",
+        help=f"{_CODED}: code groups about the mean of 32 or 64 tokens.  [default: {_UNIT.mean_tokens}]",
     ),
     _kept(
         "--eps-mean-bits", type=Whole(), help=f"Of a dimension of that mean, 4 or 8.  [default: {_UNIT.mean_bits}]",
     ),
     _kept(
         "--eps-stages", type=ListOf(Real()),
-        help="With --eps-unit-tokens: read half of each code, the rest of this share of the groups; 0.5,0.2: a "
+        help=f"{_CODED}: read half of each code, the rest of this share of the groups; 0.5,0.2: a "
         f"quarter, a quarter of .5, half of .2; 0: whole.  [default: {','.join(map(str, _UNIT.stages))}]",
     ),
     _kept(
         "--eps-refine", type=Real(),
-        help=f"{_CODED} of 1 bit: share of the groups of which a second bit is read; 0: none.  "
-        f"[default: {_UNIT.refine}, {_FACTS.refine} without --eps-unit-tokens]",
+        help=f"{_CODED}: share of the groups of which a second bit is read; 0: none.  [default: {_UNIT.refine}]",
     ),
     _kept(
         "--eps-group-tokens", type=Whole(),
@@ -197,7 +191,6 @@ def config_of(
         raise click.UsageError("--eps-heads retrieval and --eps-head-policy FILE need each other: give both or none")
     if "eps_budget" in given and "eps_top_pages" in given:
         raise click.UsageError("--eps-budget and --eps-top-pages both set the budget of topk: give one of them")
-    refuse_bits(given, method)
     min_context = flags["eps_min_context"]
     if min_context == AUTO:
         if not auto_min_context:
@@ -247,18 +240,11 @@ def code_settings(flags: dict[str, Any]) -> dict[str, Any]:
     """What the flags say of codes, as flat settings."""
     stages = flags["eps_stages"]
     return {
-        "bits": flags["eps_bits"],
         "mean_tokens": flags["eps_unit_tokens"],
         "mean_bits": flags["eps_mean_bits"],
         "stages": () if stages == (0,) else stages,
         "refine": flags["eps_refine"],
     }
-
-
-def refuse_bits(given: set[str], method: str) -> None:
-    """Raises UsageError where `--eps-bits` is given and the method has no codes."""
-    if "eps_bits" in given and not facts(method).coded:
-        raise click.UsageError(f"--eps-bits belongs to --method {_CODED}: drop it or choose that method")
 
 
 def _tail_tokens(flags: dict[str, Any]) -> int | None:

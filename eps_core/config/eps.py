@@ -19,15 +19,13 @@ from eps_core.summaries import table
 # names and order of the flat form: flags, JSONL, keyword arguments. `refine` and `stages` say both what is kept and
 # what is read
 FLAT = (
-    "method", "dim", "bits", "mean_tokens", "mean_bits", "stages", "refine", "rq_bounds", "bound_bits", "tail_tokens",
+    "method", "dim", "mean_tokens", "mean_bits", "stages", "refine", "rq_bounds", "bound_bits", "tail_tokens",
     "group_tokens", "group_blocks",
     "policy", "budget", "budget_floor", "tau", "epsilon", "alpha", "top_pages",
     "first_tokens", "last_tokens", "scope", "combine", "strict",
     "head_modes", "seed", "min_context", "block_size",
 )  # fmt: skip
-_STORED = {field.name for field in fields(Store)} - {"second_bit", "parts"}
-# what the flat form did not yet say when it was the only way
-EARLIER: dict[str, Any] = {"mean_tokens": 0, "mean_bits": 4, "stages": [], "budget_floor": 0, "combine": "max"}
+_STORED = {field.name for field in fields(Store)} - {"bits", "second_bit", "parts"}
 _GROUP = {"group_tokens", "group_blocks"}  # two ways to say one thing
 _KINDS = {**get_type_hints(Store), **get_type_hints(Read)}
 
@@ -51,9 +49,9 @@ class EpsConfig:
             f"eps-strict needs bounds, and method {store.method} has {store.facts.no_bounds}",
         )
         require(
-            not read.refine or (store.facts.coded and store.bits == 1),
-            f"eps-refine {read.refine} reads a second bit of 1-bit {coded_methods()} codes, not of method "
-            f"{store.method} with {store.bits} bits: leave it out",
+            not read.refine or store.facts.coded,
+            f"eps-refine {read.refine} reads a second bit of {coded_methods()} codes, not of method {store.method}: "
+            "leave it out",
         )
         require(
             len(read.stages) < store.parts,
@@ -62,8 +60,8 @@ class EpsConfig:
         )
         require(
             read.combine == "max" or store.sums_heads,
-            f"eps-combine {read.combine} is for {coded_methods()} codes of 1 bit about a unit's mean, without bounds "
-            f"of their own, not for what method {store.method} keeps here: use max",
+            f"eps-combine {read.combine} is for {coded_methods()} codes without bounds of their own, not "
+            f" for what method {store.method} keeps here: use max",
         )
         require(
             store.second_bit or not read.refine,
@@ -92,9 +90,8 @@ class EpsConfig:
     def _read(store: Store, flat: dict[str, Any]) -> Read:
         """What is given of a read, and what follows for the rest of it."""
         facts = store.facts
-        usual = facts.unit if store.mean_tokens else None
-        refine = (facts.refine if usual is None else usual.refine) if store.bits == 1 else 0.0
-        refine = min([refine, *flat.get("stages", ())])
+        usual = facts.unit
+        refine = min([0.0 if usual is None else usual.refine, *flat.get("stages", ())])
         least = flat.get("refine", refine)  # what is read on was read whole
         defaults = {
             "budget": facts.budget,
@@ -126,23 +123,6 @@ class EpsConfig:
         if flat.keys() & _GROUP:
             kept = {name: value for name, value in kept.items() if name not in _GROUP}
         return type(self).of(**{**kept, **flat})
-
-    @property
-    def fallback(self) -> str | None:
-        """Where codes are about a centre because the usual unit's mean does not fit, and nobody asked for either: what
-        a user is told of it at the start."""
-        store, usual = self.store, self.store.facts.unit
-        if self.given is None or "mean_tokens" in self.given or not store.needs_centre or store.bits > 1 or not usual:
-            return None
-        if not usual.mean_tokens:
-            return None
-        fault = store.mean_fault(usual.mean_tokens) or (
-            f"does not fit whole into the blocks of an engine: start it with blocks of {usual.mean_tokens} tokens"
-        )
-        return (
-            f"codes are about one centre a head, as the usual eps-unit-tokens {usual.mean_tokens} {fault}, or "
-            "eps-unit-tokens 0 if it is meant so"
-        )
 
     def with_tail(self) -> Self:
         """The same with a tail of the usual length."""
@@ -209,9 +189,8 @@ class EpsConfig:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """The flat form back, exactly as it was written, and all of it given; one of before there were unit means, as
-        it was meant."""
-        return cls.of(**{**EARLIER, **data})
+        """The flat form back, exactly as it was written, and all of it given."""
+        return cls.of(**data)
 
 
 def config_of(config: EpsConfig | None, settings: dict[str, Any]) -> EpsConfig:

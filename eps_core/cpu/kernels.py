@@ -51,7 +51,7 @@ def score(
     if scored.lower is not None:
         slack = np.empty(scored.lower.shape[:3], np.float32)
         score_slack(q, host(cache.largest_key[layer]), slack)
-    return *scored, where.num_missing(cache.state[layer], cache.can_encode(layer)), slack
+    return *scored, where.num_missing(cache.state[layer]), slack
 
 
 def select(where: Where, estimate: np.ndarray, num_missing: np.ndarray, layer: int, run: Run) -> Chosen | None:
@@ -86,9 +86,7 @@ def attend_gated(cache: Any, layer: int, q: np.ndarray, where: Where, host: Host
     if found is None:
         return None
     score_call, scored = found
-    choice, chosen = calls.choosing(
-        where, scored.estimate, where.num_missing(cache.state[layer], cache.can_encode(layer))
-    )
+    choice, chosen = calls.choosing(where, scored.estimate, where.num_missing(cache.state[layer]))
     listed = chosen.groups, chosen.counts
     attention, read = calls.attending(cache, layer, q, where, listed, host)
     has_tail = bool(store.tail_tokens)

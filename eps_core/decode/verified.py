@@ -99,9 +99,7 @@ class Verifier:
         if not gamma:
             return 0
         reason = None
-        if not all(self.cache.can_encode(layer) for layer in range(self.cache.spec.num_layers)):
-            reason = "no_centre"
-        elif sequences[index].length + 1 < self.min_context:
+        if sequences[index].length + 1 < self.min_context:
             reason = "min_context"
         elif not sequences[index].length:
             reason = "empty"

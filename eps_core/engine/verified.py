@@ -119,9 +119,7 @@ class Rounds:
         self._gamma = self.pace.next()
         self._drafted_at: float | None = None
         if self._gamma and reason is None:
-            if not all(cache.can_encode(layer) for layer in range(cache.spec.num_layers)):
-                self._why = "no_centre"
-            elif length + 1 < config.read.min_context:
+            if length + 1 < config.read.min_context:
                 self._why = "min_context"
             elif not length:
                 self._why = "empty"

@@ -448,8 +448,6 @@ def _print_header(job: Job, out: TextIO) -> None:
     longest = max(job.prompt_lengths) + job.num_new
     if request.config.store.enabled and request.config.reads_all(0, [longest]):
         out.write(f"note    every step is dense: the budget covers all of up to {longest:,} tokens\n")
-    if request.config.fallback:
-        out.write(f"note    {request.config.fallback}\n")
     if request.keep.enabled:
         out.write(f"keep    {terminal.describe_keep(request.keep, max(job.prompt_lengths))}\n")
     if request.verify.enabled:

@@ -57,7 +57,6 @@ ARMS = (
     MEANSTD,
     EpsConfig.of(method="ball"),
     EpsConfig.of(method="moments"),
-    EpsConfig.of(method="rq", group_tokens=4, bits=2, tail_tokens=0),
     EpsConfig.of(method="rq", refine=0.0, tail_tokens=0, first_tokens=16, last_tokens=128),
     DEFAULT,
     EpsConfig.of(method="rq", policy="share"),
@@ -67,10 +66,8 @@ ARMS = (
     NARROW_ORACLE,
     EpsConfig.of(method="oracle", group_tokens=128),
 )
-# what each part of the codes about units' means is worth, beside those about a centre
-CENTRE = PAIRS.replace(mean_tokens=0, stages=None, refine=None, last_tokens=32)
+# what each part of the codes is worth
 CODES = (
-    CENTRE,
     PAIRS,
     PAIRS.replace(mean_tokens=64),
     PAIRS.replace(mean_tokens=64, mean_bits=8),

@@ -9,12 +9,11 @@ from typing import Annotated, Any, get_type_hints
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import POLICIES, SCOPES
-from eps_core.config.store import EVALUATION_METHODS, METHODS, coded_methods
+from eps_core.config.store import EVALUATION_METHODS, METHODS
 from eps_core.config.verify import DRAFT_WEIGHTS, MODES, Verify
 from eps_core.errors import ConfigError, brief, shown
 from eps_core.files import inputs
 from eps_core.files.records import Between, read_record
-from eps_core.summaries.table import facts
 
 HeadModes = tuple[tuple[str, ...], ...]
 AtLeastOne = Annotated[int, Between(1, 2**40)]
@@ -37,7 +36,6 @@ class Setting:
     last_n: int | None = None
     group_blocks: int | None = None
     group_tokens: int | None = None
-    bits: int | None = None
     budget: float | None = None
     top_pages: int | None = None
     epsilon: float | None = None
@@ -197,15 +195,13 @@ def config_of(setting: Setting, head_modes: HeadModes | None) -> EpsConfig:
             raise ConfigError(f"{name} {getattr(setting, name)} belongs to policy {' or '.join(policies)}")
     if setting.epsilon is not None and setting.policy != "mass" and not setting.strict:
         raise ConfigError(f"epsilon {setting.epsilon} belongs to policy mass or to strict")
-    if setting.bits is not None and not facts(setting.method).coded:
-        raise ConfigError(f"bits {setting.bits} belongs to method {coded_methods()}")
     if setting.heads == "retrieval" and head_modes is None:
         raise ConfigError("heads retrieval needs --eps-head-policy FILE")
     default = EpsConfig.of()
     # what an axis leaves out is the method's own default
     given = {
         name: getattr(setting, name)
-        for name in ("dim", "bits", "mean_tokens", "budget", "tau", "bound_bits", "refine", "tail_tokens")
+        for name in ("dim", "mean_tokens", "budget", "tau", "bound_bits", "refine", "tail_tokens")
     } | {"stages": _stages_of(setting)}
     common: dict[str, Any] = {
         "method": setting.method,

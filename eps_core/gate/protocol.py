@@ -32,8 +32,8 @@ class Scores:
     `estimate` [B, Hkv, G] float32 speaks of max over the R query heads of log A_p, A_p = sum over the group of
     exp(scale q.k); or, where `Read.combine` is "sum", of A_p / exp(scale q.k_0), k_0 the key of the sequence's first
     token, and of the groups whose codes were read to the last of the log of its sum over the heads. It ranks (higher
-    reads first) and is no bound. +inf marks a group without a valid summary (open, overwritten, or before rq's centre
-    exists), -inf a group past the sequence's end.
+    reads first) and is no bound. +inf marks a group without a valid summary (open or
+    overwritten), -inf a group past the sequence's end.
     `lower` <= log A_p <= `upper`, each [B, Hkv, R, G] float32, hold for every q, query head by query head; None for a
     method without bounds. -inf and +inf where nothing is known, both -inf past the end.
     `slack` [B, Hkv, R] float32, nats: what float32 logits of any key of this cache may be off by (None as bounds are).

@@ -96,7 +96,7 @@ def attend_tail(
     batch, kv_heads, groups = scores.estimate.shape
     repeat, head_dim, ratio = lse.shape[1] // kv_heads, cache.spec.head_dim, inner.store.S // size
     table = where.table
-    missing = missing_groups(inner.state[layer], table, where.lengths, can_encode=True)
+    missing = missing_groups(inner.state[layer], table, where.lengths)
     visit = visit_mask(selected, groups)
     out, tail = np.zeros((batch, kv_heads, repeat, head_dim)), np.full((batch, kv_heads, repeat), -np.inf)
     for b, head in np.ndindex(batch, kv_heads):

@@ -26,9 +26,9 @@ def guards(config: EpsConfig, length: int) -> np.ndarray:
     return first | last | is_open | (length < config.read.min_context)
 
 
-def missing_groups(state: GroupState, table: np.ndarray, lengths: np.ndarray, can_encode: bool) -> np.ndarray:
-    """Groups without a valid summary [B, G] bool, one group at a time: open (as long as any group of its mean is),
-    overwritten, or, before rq's centre is there, any. False past the sequence's end. table [B, M], lengths [B]."""
+def missing_groups(state: GroupState, table: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Groups without a valid summary [B, G] bool, one group at a time: open (as long as any group of its mean is)
+    or overwritten. False past the sequence's end. table [B, M], lengths [B]."""
     size, per_unit, together = state.group_tokens, state.groups_per_unit, state.groups_per_seal
     missing = np.zeros((len(table), table.shape[1] * per_unit * together), bool)
     for b, length in enumerate(lengths.tolist()):
@@ -36,7 +36,7 @@ def missing_groups(state: GroupState, table: np.ndarray, lengths: np.ndarray, ca
             seal = group // together
             unit, sub = divmod(seal, per_unit)
             written = state.fill[table[b, unit] * per_unit + sub]
-            missing[b, group] = not can_encode or written != size or (seal + 1) * size > length
+            missing[b, group] = written != size or (seal + 1) * size > length
     return missing
 
 

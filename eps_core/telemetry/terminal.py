@@ -164,9 +164,7 @@ def describe(config: EpsConfig) -> str:
         return "off: dense attention, nothing allocated"
     method = config.store.method
     if config.store.facts.coded:
-        words = [f"{config.store.bits} bit{'s' if config.store.bits > 1 else ''}"]
-        if config.store.mean_tokens:
-            words[0] += f" about the mean of {config.store.mean_tokens} tokens in {config.store.mean_bits} bits"
+        words = [f"1 bit about the mean of {config.store.mean_tokens} tokens in {config.store.mean_bits} bits"]
         words += [f"stages {', '.join(f'{share:g}' for share in config.read.stages)}"] if config.read.stages else []
         words += [f"a second of the best {config.read.refine:g}"] if config.read.refine else []
         words += ["with bounds"] if config.store.rq_bounds else []

@@ -141,19 +141,11 @@ def attend_tail(cache: Cache, layer: int, where: Where, scores: Scores, selectio
 
 @torch.inference_mode()
 def build_summary(store: Store, constants: dict[str, Tensor], k: Tensor) -> dict[str, Tensor] | None:
-    """See `summaries.build_summary`: k [F, Hkv, S, D], or of U tokens. Covers rq of one bit without bounds."""
-    if not store.facts.coded or store.bits != 1 or store.rq_bounds:
+    """See `summaries.build_summary`: k [F, Hkv, S, D], or of U tokens. Covers rq without bounds."""
+    if not store.facts.coded or store.rq_bounds:
         return None
-    keys, signs = _host(k.float()), _host(constants["signs"])
-    if store.mean_tokens:
-        return _build_units(store, keys, signs)
-    summary = write.build_rq(keys, _host(constants["centre"].float()), signs, store.second_bit)
-    arrays = {name: torch.from_numpy(array) for name, array in summary.items()}
-    return {name: near16(x) if x.dtype == torch.float32 else x for name, x in arrays.items()}
-
-
-def _build_units(store: Store, keys: np.ndarray, signs: np.ndarray) -> dict[str, Tensor]:
-    turned, mean = write.unit_means(keys, store.S, signs)
+    keys = _host(k.float())
+    turned, mean = write.unit_means(keys, store.S, _host(constants["signs"]))
     most = 2 ** (store.mean_bits - 1) - 1
     codes, mean_scale = mean_codes(torch.from_numpy(mean), most)
     stored = codes.float() * mean_scale.float()[..., None]
