@@ -145,7 +145,7 @@ decode(session, cache, pool, [Document(tokens, 4)], config.read)
 rows, spec = Rows.of(np.arange(4)[None], np.array([200]), np.array([3])), cache.spec
 q, visit = torch.ones(3, session.spec.num_heads, spec.head_dim), torch.ones(3, spec.num_kv_heads, 128) > 0
 for query in (q, q.bfloat16()):
-    for given in ((), (visit,), (None, True), (visit, True)):
+    for given in ((), (visit,)):
         session.backend.attend_rows(cache, 0, query, rows, *given)
 print(asked)
 """

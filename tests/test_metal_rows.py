@@ -235,8 +235,6 @@ BUGS: dict[str, tuple[str, str, int, str]] = {
     "no rescale of the mass": ("mass[h] * rescale + weight[h]", "mass[h] + weight[h]", 0, "differs"),
     "counts what is not seen": ("lane < visible[h] ? weight[h] : NONE", "weight[h]", 0, "differs|finite|depends on"),
     "multiplies what is not seen": ("if (token < visible[h])", "if (true)", 0, "finite|depends on the order"),
-    "takes lanes past a group": ("from + s < visible[h] ? exp2(other - top) : 0.0f", "exp2(other - top)", 0,
-                                 "visited mass"),
     "keeps its lanes apart": ("both += simd_shuffle_xor(both, ushort(step));", "", 0, "attention differs"),
     "divergent maximum": ("const float top = max(largest[h], simd_max(logit));",
                           "const float top = lane < 9 ? max(largest[h], simd_max(logit)) : 0.0f;", 0,

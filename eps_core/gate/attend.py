@@ -66,7 +66,7 @@ def attend_layer(
         stats.summary_bytes_read = kv_heads * where.scoring_bytes(spec.head_dim)
     else:
         with eps.span("eps.prepass", cache):
-            scores = eps.score(cache, layer, q, where)
+            scores, scored_bytes = eps.score(cache, layer, q, where), kv_heads * where.scoring_bytes(spec.head_dim)
             selection = eps.select(scores, where, layer)
         selected = None if clock is None else clock(cache, selection.groups, selection.counts)
         with eps.span("eps.attention", cache):
@@ -93,8 +93,7 @@ def attend_layer(
         if selection.wanted is not None:
             pending["wanted"] = selection.wanted
         read.selection, stats.forced = selection, selection.forced
-        stats.summary_bytes_read = kv_heads * where.scoring_bytes(spec.head_dim)
-        stats.summary_bytes_read += cache.bound_bytes_read - bound_bytes
+        stats.summary_bytes_read = scored_bytes + cache.bound_bytes_read - bound_bytes
     if clock is not None and started is not None and selected is not None:
         attended = clock(cache, whole, *pending.values())
         if at_once is not None:
