@@ -346,17 +346,34 @@ def _line(axis: Any, curve: list[Cell], name: str, method: str, style: str, widt
 def certificate_figure(found: Rows) -> str:
     summaries = [row for row in found if row["type"] == "summary"]
     shares = [float(level) for level in LEVELS]
-    wanted = [("box", 16, None), ("ball", 2, None), ("moments", 8, 4), ("moments", 2, 1), ("rq", 1, 4), ("rq", 1, 8)]
+    wanted = [
+        ("box", 16, None),
+        ("ball", 2, None),
+        ("moments", 8, 4),
+        ("moments", 2, 1),
+        ("keys", 1, 4),
+        ("keys", 1, 8),
+    ]
 
     def plot(figure: Any) -> None:
         axis = figure.add_subplot()
         drawn: list[str] = []  # of one method: one colour, another dash
         for method, size, detail in wanted:
-            fit = (r for r in summaries if (r["method"], r["group_tokens"]) == (method, size))
+            # older rows have key codes as a form of rq
+            called = ("keys", "rq") if method == "keys" else (method,)
+            fit = (r for r in summaries if r["method"] in called and r["group_tokens"] == size)
             row = first((r for r in fit if detail in (None, r["dim"], r["bits"])), f"certificate of {method} of {size}")
             name = f"{method}, {size}" + (f", {'k =' if method == 'moments' else 'bits'} {detail}" if detail else "")
             style = DASHES[drawn.count(method)]
-            axis.plot(shares, row["bytes_at"], style, color=colour(method), marker="o", ms=3, label=name)
+            axis.plot(
+                shares,
+                row["bytes_at"],
+                style,
+                color=colour("rq" if method == "keys" else method),
+                marker="o",
+                ms=3,
+                label=name,
+            )
             drawn.append(method)
         oracle = first((r for r in summaries if r["group_tokens"] == 1), "certificate of single keys")
         axis.plot(shares, oracle["oracle_bytes_at"], "--", color=INK, marker="o", ms=3, label="oracle, 1")

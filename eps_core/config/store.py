@@ -233,7 +233,7 @@ class Store:
     @cached_property
     def code_bits(self) -> int | None:
         """Bits of one dimension that a first pass reads; None where the method has no codes."""
-        return 1 if self.facts.coded else None
+        return self.bits if self.facts.centred else 1 if self.facts.coded else None
 
     @cached_property
     def S(self) -> int:

@@ -129,7 +129,6 @@ def test_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("block", "unit"),
     [
-        (16, 16),
         (32, 32),
         (64, 64),
         (96, 32),
