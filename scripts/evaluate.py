@@ -28,7 +28,7 @@ from eps_core.decode.model import DEMO_MODEL, read_spec
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code, require
 from eps_core.evaluation import curves, memory, rewrites, sparse_verify
-from eps_core.evaluation.curves import BYTE_BUDGETS, SETS, TAUS
+from eps_core.evaluation.curves import BYTE_BUDGETS, SETS
 from eps_core.files import outputs
 from eps_core.files.resumable import ResumableFile
 from eps_core.load import load_backend
@@ -79,7 +79,6 @@ def main() -> None:
         "--shares", type=argument(PART), nargs="+", default=memory.SHARES, help="of the prompt that policies keep"
     )
     parser.add_argument("--policies", choices=memory.SHARED, nargs="+", default=memory.SHARED, help="(all of them)")
-    parser.add_argument("--taus", type=argument(PART), nargs="+", default=TAUS)
     parser.add_argument("--seed", type=argument(SEED), default=0)
     parser.add_argument("--jobs", type=argument(TOKENS), default=os.cpu_count(), help="processes, one thread each")
     parser.add_argument("-o", "--output", "--out", dest="out", type=Path, help="(results/ARMS.jsonl)")
@@ -153,7 +152,7 @@ def _tables(args: argparse.Namespace, head_dim: int, lines: ResumableFile) -> No
             elif suite is not curves:
                 plan = suite.Plan(*size, **kinds)
             else:
-                points = {"arms": SETS[args.arms], "byte_budgets": tuple(args.budgets), "taus": tuple(args.taus)}
+                points = {"arms": SETS[args.arms], "byte_budgets": tuple(args.budgets)}
                 plan = curves.Plan(*size, **kinds, **points)
             started = time.time()
             futures = [pool.submit(_document, *source, plan, kind, index) for kind, index in plan.documents()]

@@ -93,12 +93,12 @@ def rows(path: Path, *kinds: str) -> Rows:
 def cells(path: Path) -> list[Cell]:
     found = []
     for where, row in inputs.read_jsonl(path, "results", MEND):
-        if row.pop("type", None) == "cell":
+        # older files also have cells of a policy that is there no more
+        if row.pop("type", None) == "cell" and row.get("policy") != "share":
+            row.pop("tau", None)
             found.append(read_record(Cell, {**EARLIER, **row}, where, MEND))
             if (found[-1].bytes_ratio is None) != (found[-1].kl_mean is None):
                 raise ConfigError(f"{where}: bytes_ratio or kl_mean is null and the other is not: {MEND}")
-            if (found[-1].tau is None) == (found[-1].policy == "share"):
-                raise ConfigError(f"{where}: tau belongs to policy share, and to it alone: {MEND}")
     if not found:
         raise ConfigError(f"results {path} hold no cells: {MEND}")
     return found
@@ -323,10 +323,7 @@ def quality_figure(demo: list[Cell], wide: list[Cell]) -> str:
                 )
                 curve = next(same, [])
                 _line(axis, curve, f"{method}, {size}", method, DASHES[1 + (size > 16)] if method == "oracle" else "-")
-            shared = (c for n, c in by_arm.items() if (n.method, n.policy) == ("rq", "share") and n.tail_tokens)
-            share = first(shared, f"rq under share with a tail at {context:,}")
             _line(axis, default_of(by_arm), "rq, 2 (default)", "rq", "-", width=2.5)
-            _line(axis, share, "rq, 2, share", "rq", ":")
             axis.axhline(KL_LIMIT, color="#bbbbbb", lw=0.8, zorder=0)
             axis.set(title=title, xscale="log", yscale="log", xlabel="bytes read over dense")
             axis.set_xticks([0.04, 0.07, 0.14, 0.28], ["0.04", "0.07", "0.14", "0.28"], minor=False)

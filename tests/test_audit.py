@@ -32,7 +32,7 @@ CONFIGS = {
     "rq": EpsConfig.of(method="rq", first_tokens=4, last_tokens=8, budget=0.05),
     "rq-dropped-tail": eps("rq", group_tokens=2, tail_tokens=0),
     "moments": eps("moments"),
-    "meanstd": eps("meanstd", policy="share", tau=0.02),
+    "meanstd": eps("meanstd", policy="threshold", top_pages=9),
     "union": eps("box", scope="union"),
     "strict": eps("ball", strict=True, epsilon=0.3),
     "bound-bits": eps("jl", bound_bits=8, strict=True, epsilon=0.3),

@@ -73,7 +73,7 @@ def counter(target, monkeypatch) -> Counter:
 
 POLICIES = {
     "topk": {"budget": 0.3},
-    "mass": {"policy": "mass", "epsilon": 0.2},
+    "threshold": {"policy": "threshold", "top_pages": 5},
     "union": {"scope": "union"},
     "fine": {"group_tokens": 1},
     "coarse": {"group_tokens": 32},

@@ -42,7 +42,6 @@ from eps_core.paging.where import Where
 from eps_core.summaries.table import names
 
 EPSILONS = (1.0, 0.5, 0.1, 1e-2, 1e-3, 0.0)  # falling
-POLICIES = ({"policy": "topk", "budget": 0.1}, {"policy": "share", "tau": 0.02}, {"policy": "mass"})
 WITHOUT_BOUNDS = names(lambda one: one.no_bounds and one.role != "tail")
 
 
@@ -177,13 +176,12 @@ def strict(one: Scene, epsilon: float, **settings: Any) -> EpsConfig:
 
 
 @pytest.mark.parametrize("scope", ["kv-head", "union"])
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy["policy"])
 @pytest.mark.parametrize("method", ["box", "moments", "rq"])
-def test_strict_leaves_at_most_epsilon_unread(target, method, policy, scope):
+def test_strict_leaves_at_most_epsilon_unread(target, method, scope):
     for repeat, kv_heads in ((1, 3), (4, 1), (2, 2)):
         one = scene(target, repeat, kv_heads, method=method, rq_bounds=method == "rq")
         for epsilon in EPSILONS:
-            config = strict(one, epsilon, scope=scope, **policy)
+            config = strict(one, epsilon, scope=scope, budget=0.1)
             for kind, tally in check_gate(one.filled, config, one.q, one.table, one.lengths).items():
                 assert tally.violations == 0, (epsilon, kind, tally)
             got = gate(one, config)
@@ -233,21 +231,18 @@ def dense_output(one: Scene) -> np.ndarray:
 @pytest.mark.parametrize("scope", ["kv-head", "union"])
 def test_epsilon_zero_reads_everything(target, arm, scope):
     one = scene(target, **arm)
-    for policy in POLICIES:
-        got = gate(one, strict(one, 0.0, scope=scope, **policy))
-        assert (got.counts == -(-one.lengths // 4)[:, None]).all()
-        for name in ("mass", "error"):
-            assert (one.filled.backend.to_numpy(getattr(got.after, name)) == 0).all()
-        assert np.abs(one.filled.backend.to_numpy(got.state[0]) - dense_output(one)).max() < 1e-4
+    got = gate(one, strict(one, 0.0, scope=scope, budget=0.1))
+    assert (got.counts == -(-one.lengths // 4)[:, None]).all()
+    for name in ("mass", "error"):
+        assert (one.filled.backend.to_numpy(getattr(got.after, name)) == 0).all()
+    assert np.abs(one.filled.backend.to_numpy(got.state[0]) - dense_output(one)).max() < 1e-4
 
 
 @pytest.mark.parametrize("scope", ["kv-head", "union"])
-@pytest.mark.parametrize("policy", POLICIES[:2], ids=lambda policy: policy["policy"])
-def test_smaller_epsilon_never_visits_fewer(target, policy, scope):
-    """Where the policy starts alike: `mass` itself depends on epsilon."""
+def test_smaller_epsilon_never_visits_fewer(target, scope):
     for arm in ({"method": "ball"}, {"method": "moments", "dim": 2}):
         one = scene(target, **arm)
-        visited = [gate(one, strict(one, epsilon, scope=scope, **policy)).counts for epsilon in EPSILONS]
+        visited = [gate(one, strict(one, epsilon, scope=scope, budget=0.1)).counts for epsilon in EPSILONS]
         assert all((more >= fewer).all() for fewer, more in pairwise(visited))
         assert visited[-1].sum() > visited[2].sum() > visited[0].sum()
 
@@ -287,11 +282,11 @@ def test_nothing_is_certified_without_bounds(target, method):
         backend.escalate(config.read, scores, selected, state[1])
 
 
-@pytest.mark.parametrize("policy", ["topk", "share", "mass", "threshold"])
+@pytest.mark.parametrize("policy", ["topk", "threshold"])
 def test_strict_refuses_a_cap(policy):
     """Threshold cannot do without top_pages, so it cannot be strict."""
     with pytest.raises(ConfigError, match="eps-strict"):
-        EpsConfig.of(method="ball", policy=policy, top_pages=8, tau=0.1, strict=True)
+        EpsConfig.of(method="ball", policy=policy, top_pages=8, strict=True)
 
 
 # ------------------------------------------------------------------------------------------------- captured q, k and v

@@ -56,7 +56,7 @@ CASES = [
 ]
 REFUSED = [
     Case((150,), eps("box")),  # bounds
-    Case((150,), eps("rq", group_tokens=2, policy="share", tau=0.02)),
+    Case((150,), eps("rq", group_tokens=2, policy="threshold", top_pages=9)),
     Case((150,), eps("rq", group_tokens=2, scope="union")),
     Case((150,), eps("rq", group_tokens=2, head_modes=(("gate", "window"),))),
     Case((300,), eps("rq", mean_tokens=32, group_tokens=4, stages=(0.25,))),  # groups that fill no register

@@ -65,8 +65,8 @@ CASES = [
     Case((150, 37), eps("ball"), kind="outlier", dtype="bfloat16"),
     Case((290, 200), eps("meanstd", group_tokens=48), num_heads=6, num_kv_heads=3, head_dim=80),
     Case((150, 64), eps("meanstd", first_tokens=0, last_tokens=0, budget=0.1)),
-    Case((150, 37), eps("box", policy="share", tau=0.02)),  # counts that differ by head
-    Case((150, 37), eps("ball", policy="mass", scope="union", epsilon=0.1)),
+    Case((150, 37), eps("box", policy="threshold", top_pages=4)),  # counts that differ by head
+    Case((150, 37), eps("ball", policy="threshold", scope="union", top_pages=3)),
     Case((310, 100), eps("rq", refine=0.2), bits=(8, 4), dtype="bfloat16", head_dim=64, chunk=150),
     Case((150, 37), eps("ball"), bits=(4, 16), num_heads=8, num_kv_heads=1, head_dim=34),
 ]

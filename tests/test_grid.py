@@ -257,7 +257,6 @@ def test_a_head_policy_gates_and_one_of_another_model_is_refused(model: Path, tm
 @pytest.mark.parametrize("method", [*METHODS[1:], *EVALUATION_METHODS])
 def test_what_a_grid_leaves_out_is_the_method_s_own_default(method: str) -> None:
     assert config_of(Setting(method=method), None) == EpsConfig.of(method=method)
-    assert config_of(Setting(method=method, policy="share"), None) == EpsConfig.of(method=method, policy="share")
     strict = config_of(Setting(method=method, strict=True), None).store
     assert strict.has_bounds and strict.bound_bits == (0 if EpsConfig.of(method=method).store.own_bounds else 8)
     assert config_of(Setting(method=method, strict=True, bound_bits=4), None).store.bound_bits == 4

@@ -231,22 +231,6 @@ def test_merge_is_exact(n, cut, seed, scale):
     assert np.allclose(out, whole[0], atol=1e-12) and np.isclose(lse, whole[1], atol=1e-12)
 
 
-def test_mass_policy_is_smallest_and_within_epsilon():
-    rng = np.random.default_rng(0)
-    for epsilon in (0.0, 0.01, 0.3):
-        config = EpsConfig.of(
-            method="rq", group_tokens=1, policy="mass", epsilon=epsilon, first_tokens=1, last_tokens=2
-        )
-        estimate = rng.normal(size=50) * 3
-        visit, forced = selection.visited(config, estimate, 50)
-        assert selection.skipped_share(estimate, visit) <= epsilon
-        chosen = np.flatnonzero(visit & ~forced)
-        if len(chosen):
-            fewer = visit.copy()
-            fewer[chosen[np.argmin(estimate[chosen])]] = False
-            assert selection.skipped_share(estimate, fewer) > epsilon
-
-
 def test_threshold_visits_superset_of_top_pages_for_nonnegative_scores():
     rng = np.random.default_rng(0)
     for top_pages in (1, 3, 10):

@@ -141,7 +141,12 @@ def test_arms_that_keep_the_same_share_a_cache_and_are_what_they_are_alone(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     box = CONFIGS["box"]
-    arms = {"a": box, "b": CONFIGS["rq"], "c": box.replace(budget=0.8), "d": box.replace(policy="share", tau=0.01)}
+    arms = {
+        "a": box,
+        "b": CONFIGS["rq"],
+        "c": box.replace(budget=0.8),
+        "d": box.replace(policy="threshold", top_pages=4),
+    }
     document = Document.along(TOKENS, 30)
     for config in (EpsConfig(), *arms.values()):
         session.check_kernels(config.store)  # which makes caches of its own, once

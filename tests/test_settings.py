@@ -20,7 +20,7 @@ from eps_core.evict.keep import Keep
 from eps_cuda.hooks.vllm.asked import Asked, fitted
 
 RQ = EpsConfig.of(method="rq")
-SHARE = EpsConfig.of(method="box", policy="share")
+THRESHOLD = EpsConfig.of(method="box", policy="threshold", top_pages=5)
 
 # values that differ in what follows from them, of every setting from which something does
 VALUES = {
@@ -33,7 +33,6 @@ VALUES = {
     "tail_tokens": [0, 48, 64],
     "group_tokens": [1, 2, 16, 32],
     "block_size": [16, 48],
-    "policy": ["topk", "share", "mass"],
     "budget": [0.05, 0.1],
     "budget_floor": [0, 512],
     "last_tokens": [8, 128],
@@ -71,7 +70,7 @@ def test_replaced_settings_are_as_if_they_had_been_given(first: dict, then: dict
     (RQ.replace(budget=0.2), {"method": "box"}, {"budget": 0.2}),
     (RQ.replace(budget=0.2), {"method": "box", "budget": None}, {"budget": 0.1}),
     (RQ.replace(mean_tokens=32), {"mean_tokens": None}, {"mean_tokens": 64, "stages": [0.5, 0.2]}),
-    (SHARE, {"policy": "topk"}, {"policy": "topk", "tau": None}),
+    (THRESHOLD, {"policy": "topk"}, {"policy": "topk", "top_pages": 5}),
     (EpsConfig.of(method="box", group_blocks=2), {"group_tokens": 8}, {"group_tokens": 8}),
     (EpsConfig.of(method="box", group_blocks=2), {"block_size": 8}, {"group_tokens": 16}),
     (EpsConfig.of(method="off", mean_tokens=64), {"method": "rq"}, {"mean_tokens": 64, "budget": 0.05}),

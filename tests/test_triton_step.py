@@ -219,13 +219,13 @@ def test_cache_is_left_as_array_operations_leave_it(model) -> None:
 @pytest.mark.parametrize(
     ("config", "prompts"),
     [
-        (EpsConfig.of(method="rq", policy="share", tau=0.01), PROMPTS),
+        (EpsConfig.of(method="rq", policy="threshold", top_pages=40), PROMPTS),
         (EpsConfig.of(method="rq", bound_bits=8, budget=0.05), PROMPTS),
         (EpsConfig.of(method="box", group_tokens=16), PROMPTS),
         (EpsConfig.of(method="rq", min_context=330, budget=0.05), PROMPTS),
         (CONFIG.replace(stages=(), rq_bounds=True), PROMPTS),
     ],
-    ids=["share", "bounds", "box", "below min_context", "bounds of its own"],
+    ids=["threshold", "bounds", "box", "below min_context", "bounds of its own"],
 )
 def test_what_it_does_not_cover_takes_the_other_way(model, config, prompts) -> None:
     records, cache, _ = decode(model, "triton", config, prompts, 2)
@@ -337,7 +337,7 @@ def test_budgets_in_tokens_beside_a_sequence_that_they_cover(model, budget) -> N
 
 
 def test_groups_that_only_the_device_counts_are_one_number(model) -> None:
-    config = EpsConfig.of(method="rq", policy="share", tau=0.01)
+    config = EpsConfig.of(method="rq", policy="threshold", top_pages=40)
     _, cache, decoder = decode(model, "triton", config, steps=1)
     table, lengths = np.arange(8, dtype=np.int32)[None], np.array([400])
     for _ in range(3):

@@ -13,7 +13,7 @@ from eps_core.telemetry.rounds import RoundRecord, by_depth, divergences, summar
 
 CONFIGS = {
     "meanstd": eps("meanstd", budget=0.3),
-    "box, bounds": eps("box", policy="mass", epsilon=0.3),
+    "box, bounds": eps("box", policy="threshold", top_pages=2),
     "tails": eps("meanstd", budget=0.1, tail_tokens=16),
     "dense layers": eps("meanstd", budget=0.3, head_modes=(("dense",) * 4, ("gate",) * 4)),
 }

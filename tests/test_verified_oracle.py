@@ -18,8 +18,6 @@ READS: dict[str, dict[str, Any]] = {
     "few": {"budget": 0.2},
     "one group": {"budget": 0.001, "first_tokens": 0, "last_tokens": 0},
     "all": {"budget": 1.0},
-    "mass": {"policy": "mass", "epsilon": 0.3},
-    "share": {"policy": "share", "tau": 0.05},
     "threshold": {"policy": "threshold", "top_pages": 3},
     "union": {"scope": "union", "budget": 0.3},
     "tails": {"tail_tokens": 16, "budget": 0.1},

@@ -240,7 +240,7 @@ def _configs(ctx: click.Context, flags: dict[str, Any]) -> list[EpsConfig]:
     if sizes and any(size is not None for _, size in methods):
         raise click.UsageError(f"--method gives group sizes, as in rq@2, and {flag(sizes[0])} does, too: drop one")
     # a sweep of budgets is what compares methods, whatever a method's own policy is
-    policy = flags["eps_policy"] if given & {"eps_policy", "eps_tau"} else "topk"
+    policy = flags["eps_policy"] if "eps_policy" in given else "topk"
     if flags["budgets"] is not None and (policy != "topk" or "eps_top_pages" in given):
         raise click.UsageError("--budgets belongs to --eps-policy topk without --eps-top-pages: drop it")
     if flags["budgets"] is not None and "eps_budget" in given:

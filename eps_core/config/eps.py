@@ -10,7 +10,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, get_type_hints
 
-from eps_core.config.read import DEFAULT_TAU, Read
+from eps_core.config.read import Read
 from eps_core.config.store import Store, coded_methods
 from eps_core.errors import ConfigError, require
 from eps_core.files import records
@@ -21,7 +21,7 @@ from eps_core.summaries import table
 FLAT = (
     "method", "dim", "mean_tokens", "mean_bits", "stages", "refine", "rq_bounds", "bound_bits", "tail_tokens",
     "group_tokens", "group_blocks",
-    "policy", "budget", "budget_floor", "tau", "epsilon", "alpha", "top_pages",
+    "policy", "budget", "budget_floor", "epsilon", "alpha", "top_pages",
     "first_tokens", "last_tokens", "scope", "combine", "strict",
     "head_modes", "seed", "min_context", "block_size",
 )  # fmt: skip
@@ -97,7 +97,6 @@ class EpsConfig:
             "budget": facts.budget,
             # a budget that is given is read as it is
             "budget_floor": 0 if flat.keys() & {"budget", "top_pages"} else facts.budget_floor,
-            "tau": DEFAULT_TAU if flat.get("policy") == "share" else None,
             "stages": () if usual is None or store.rq_bounds else tuple(max(part, least) for part in usual.stages),
             "refine": refine,
             "first_tokens": facts.guards[0],

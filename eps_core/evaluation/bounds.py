@@ -263,14 +263,11 @@ def run_gate(backend: Backend, device: str, trial: Trial) -> dict[str, Tally]:
 
 
 def random_policy(trial: Trial, rng: np.random.Generator) -> EpsConfig:
-    """A strict config of any policy, scope and epsilon."""
-    policy = str(rng.choice(["topk", "share", "mass"]))
+    """A strict config of any budget, scope and epsilon."""
     modes = tuple(rng.choice(HEAD_MODES, trial.kv_heads).tolist()) if rng.integers(3) == 0 else None
     return trial.config(
         head_modes=None if modes is None else (modes,),
-        policy=policy,
         budget=float(rng.choice([0.05, 0.1, 0.3])),
-        tau=0.01 if policy == "share" else None,
         scope=str(rng.choice(["kv-head", "union"])),
         epsilon=float(rng.choice([0, 1e-4, 1e-3, 1e-2, 0.1, 0.5])),
         strict=True,

@@ -63,7 +63,7 @@ def cell_line(index: int, setting: Setting, config: EpsConfig | None, numbers: d
         "refine": config.read.refine if config else setting.refine,
         "tail_tokens": config.store.tail_tokens if config else setting.tail_tokens,
         "bound_bits": config.store.bound_bits if config else setting.bound_bits,
-        "epsilon": config.read.epsilon if config and (config.read.strict or config.read.policy == "mass") else None,
+        "epsilon": config.read.epsilon if config and config.read.strict else None,
         "scope": setting.scope,
         "heads": setting.heads,
         "strict": setting.strict,

@@ -39,7 +39,6 @@ class Setting:
     budget: float | None = None
     top_pages: int | None = None
     epsilon: float | None = None
-    tau: float | None = None
     heads: str = "all"
     strict: bool = False
     bound_bits: int | None = None
@@ -76,7 +75,7 @@ _CHOICES = {
 }
 STRICT_BITS = 8  # of the codes that certify a strict cell of a method without bounds
 # the axes that mean something under one policy, or some, only
-_POLICIES_OF = {"alpha": ("threshold",), "tau": ("share",), "budget": ("topk", "threshold")}
+_POLICIES_OF = {"alpha": ("threshold",), "budget": ("topk", "threshold")}
 
 _EXACT = {"context": [4096, 8192], "verify": "tokens", "temperature": [0.0, 0.8]}
 
@@ -193,15 +192,14 @@ def config_of(setting: Setting, head_modes: HeadModes | None) -> EpsConfig:
     for name, policies in _POLICIES_OF.items():
         if getattr(setting, name) is not None and setting.policy not in policies:
             raise ConfigError(f"{name} {getattr(setting, name)} belongs to policy {' or '.join(policies)}")
-    if setting.epsilon is not None and setting.policy != "mass" and not setting.strict:
-        raise ConfigError(f"epsilon {setting.epsilon} belongs to policy mass or to strict")
+    if setting.epsilon is not None and not setting.strict:
+        raise ConfigError(f"epsilon {setting.epsilon} belongs to strict")
     if setting.heads == "retrieval" and head_modes is None:
         raise ConfigError("heads retrieval needs --eps-head-policy FILE")
     default = EpsConfig.of()
     # what an axis leaves out is the method's own default
     given = {
-        name: getattr(setting, name)
-        for name in ("dim", "mean_tokens", "budget", "tau", "bound_bits", "refine", "tail_tokens")
+        name: getattr(setting, name) for name in ("dim", "mean_tokens", "budget", "bound_bits", "refine", "tail_tokens")
     } | {"stages": _stages_of(setting)}
     common: dict[str, Any] = {
         "method": setting.method,

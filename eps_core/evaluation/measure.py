@@ -36,7 +36,7 @@ from eps_core.telemetry.provenance import run_line
 # what selects and what is always visited; how a group is summarised means nothing to an oracle, nor does strictness,
 # which needs bounds
 _SHARED_WITH_ORACLE = (
-    "policy", "budget", "tau", "epsilon", "alpha", "top_pages", "first_tokens", "last_tokens", "scope", "head_modes",
+    "policy", "budget", "epsilon", "alpha", "top_pages", "first_tokens", "last_tokens", "scope", "head_modes",
     "min_context", "block_size",
 )  # fmt: skip
 

@@ -55,24 +55,6 @@ def select_topk(config: EpsConfig, estimate: np.ndarray, forced: np.ndarray, len
     return visit
 
 
-def select_share(config: EpsConfig, estimate: np.ndarray, forced: np.ndarray) -> np.ndarray:
-    """Every group whose estimated share of the softmax is at least tau."""
-    assert config.read.tau is not None
-    return forced | (estimate - _log_total(estimate) >= np.log(config.read.tau))
-
-
-def select_mass(config: EpsConfig, estimate: np.ndarray, forced: np.ndarray) -> np.ndarray:
-    """The fewest groups, best first, that leave an estimated share of at most epsilon unread."""
-    visit = forced.copy()
-    limit = np.log(config.read.epsilon) if config.read.epsilon else -np.inf
-    for group in best_first(estimate):
-        # in the log domain, so that no share vanishes: epsilon 0 skips nothing
-        if visit.all() or _log_total(estimate[~visit]) - _log_total(estimate) <= limit:
-            break
-        visit[group] = True
-    return visit
-
-
 def select_threshold(config: EpsConfig, estimate: np.ndarray, forced: np.ndarray) -> np.ndarray:
     """The product requirements' rule: newest to oldest, skip when B < T / alpha, T the top_pages-th best so far. Where
     estimates are logarithms of masses the same rule of the masses is B < T - log alpha: dividing a negative T would
@@ -111,15 +93,7 @@ def visited(config: EpsConfig, estimate: np.ndarray, length: int, mode: str = "g
         return visit, forced
     if config.read.policy == "topk":
         return select_topk(config, estimate, forced, length), forced
-    select = {"threshold": select_threshold, "share": select_share, "mass": select_mass}[config.read.policy]
-    visit = select(config, estimate, forced)
-    # a cap of share and mass: the best of what the policy asked for, forced groups first
-    if config.read.policy != "threshold" and config.read.top_pages is not None:
-        for group in best_first(np.where(visit & ~forced, estimate, -np.inf))[::-1]:
-            if visit.sum() <= config.read.top_pages:
-                break
-            if not forced[group]:
-                visit[group] = False
+    visit = select_threshold(config, estimate, forced)
     if not visit.any():  # attention over nothing has no meaning
         visit[best_first(estimate)[0]] = True
     return visit, forced

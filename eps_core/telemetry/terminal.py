@@ -176,8 +176,6 @@ def describe(config: EpsConfig) -> str:
         + (f", at least {config.read.budget_floor} tokens" if config.read.budget_floor else "")
         if config.read.top_pages is None
         else f"top-pages {config.read.top_pages}",
-        "share": f"tau {config.read.tau}",
-        "mass": f"epsilon {config.read.epsilon:g}",
         "threshold": f"alpha {config.read.alpha:g}, top-pages {config.read.top_pages}",
     }[config.read.policy]
     more = f", tail mean of {config.store.tail_tokens} tokens" if config.store.tail_tokens else ""

@@ -57,7 +57,7 @@ def own_decoder(
         {"method": "meanstd", "budget": 0.1, "tail_tokens": 64},
         {"method": "meanstd", "budget": 0.05, "scope": "union", "tail_tokens": 64},
         {"method": "box", "budget": 0.2, "tail_tokens": 0},
-        {"method": "moments", "group_tokens": 16, "policy": "mass", "epsilon": 0.05, "strict": True},
+        {"method": "moments", "group_tokens": 16, "epsilon": 0.05, "strict": True},
     ],
     ids=lambda settings: settings["method"] + settings.get("scope", ""),
 )
