@@ -31,7 +31,7 @@ from eps_cuda.cache import (
 )
 from eps_cuda.certificates import bounds, certify, escalate
 from eps_cuda.device import device_name, devices, from_numpy, to_numpy
-from eps_cuda.drafts import frozen_masses, larger, place_kv, take, visits
+from eps_cuda.drafts import place_kv, take, visits
 from eps_cuda.kernels.choose import kernel_of, usable_kernels
 from eps_cuda.model import load_model
 from eps_cuda.moves import copy_units, export_units, import_units, move_kv

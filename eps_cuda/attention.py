@@ -132,21 +132,17 @@ def _attend_places(cache: Cache, layer: int, a: Tensor, rows: Tensor, last: Tens
     return (weights @ v) / total, lse
 
 
-def attend_rows(
-    cache: Cache, layer: int, q: Tensor, rows: Rows, visit: Tensor | None = None, masses: bool = False
-) -> RowsRead:
+def attend_rows(cache: Cache, layer: int, q: Tensor, rows: Rows, visit: Tensor | None = None) -> RowsRead:
     """Dense attention of q [T, Hq, D], unscaled, each row over the tokens before it and itself: see `RowsRead`. `visit`
     [T, Hkv, G] bool; the groups are the cache's. K and V are read, and count, once for all rows of a sequence. What a
     row does not see does not reach it, NaN included."""
     check_query(cache.spec, q.shape)
-    return _attend_rows(cache, layer, q, rows, visit, masses)
+    return _attend_rows(cache, layer, q, rows, visit)
 
 
 @routed
 @torch.inference_mode()
-def _attend_rows(
-    cache: Cache, layer: int, q: Tensor, rows: Rows, visit: Tensor | None = None, masses: bool = False
-) -> RowsRead:
+def _attend_rows(cache: Cache, layer: int, q: Tensor, rows: Rows, visit: Tensor | None = None) -> RowsRead:
     kv_heads, head_dim, size = cache.spec.num_kv_heads, cache.spec.head_dim, cache.store.S
     num_groups = rows.table.shape[1] * cache.store.groups_per_unit
     parts = []
@@ -162,22 +158,19 @@ def _attend_rows(
         out = (weights.flatten(1, 2) @ v.masked_fill(~finite, 0.0)).unflatten(1, a.shape[1:3]) / total
         broken = ~finite.all(dim=2)  # [Hkv, T]
         out = out.masked_fill((broken[:, None] & ~hidden).any(dim=2)[..., None, None], math.nan)
-        by_group = visited = None
-        if masses or visit is not None:
+        visited = None
+        if visit is not None:
             padded = torch.nn.functional.pad(logits, (0, num_groups * size - length), value=-math.inf)
             mass = torch.logsumexp(padded.unflatten(3, (num_groups, size)), dim=4)  # [Hkv, N, R, G]
-            by_group = mass.amax(dim=2).transpose(0, 1)
-            if visit is not None:
-                listed = visit[own].to(torch.bool).transpose(0, 1)[:, :, None]
-                visited = torch.logsumexp(mass.masked_fill(~listed, -math.inf), dim=3).transpose(0, 1).flatten(1)
-        parts.append((out.transpose(0, 1).flatten(1, 2), lse.transpose(0, 1).flatten(1), visited, by_group))
+            listed = visit[own].to(torch.bool).transpose(0, 1)[:, :, None]
+            visited = torch.logsumexp(mass.masked_fill(~listed, -math.inf), dim=3).transpose(0, 1).flatten(1)
+        parts.append((out.transpose(0, 1).flatten(1, 2), lse.transpose(0, 1).flatten(1), visited))
     cache.count_read(int(rows.lengths.sum()) * kv_heads * cache.spec.kv_token_bytes)
-    outs, lses, visits, by_groups = zip(*parts, strict=True)
+    outs, lses, visits = zip(*parts, strict=True)
     return RowsRead(
         torch.cat(outs).to(q.dtype),
         torch.cat(lses),
         None if visit is None else torch.cat(visits),
-        torch.cat(by_groups) if masses else None,
     )
 
 

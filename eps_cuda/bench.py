@@ -260,6 +260,6 @@ def device_parts(cache: Cache, q: Tensor, where: Where) -> dict[str, Arm]:
     parts: dict[str, Arm] = {"select": choose, "attend": attend}
     if inner is not None:
         parts["attend_with_tail"] = with_tail
-    if dispatch.covers_scoring(cache, 0):
+    if dispatch.covers_scoring(cache):
         parts = {"score": estimates, **parts, "step": step}
     return {name: torch.inference_mode()(part) for name, part in parts.items()}

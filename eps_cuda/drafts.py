@@ -1,7 +1,5 @@
-"""What drafting asks of a cache besides a gated step: tokens that may be taken back, what was visited, and masses that
-a verify pass measured."""
+"""Tokens that may be taken back, and the groups that draft steps visited."""
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -56,17 +54,3 @@ def visits(cache: Cache, drafts: Sequence[tuple[Selection, int] | None], num_gro
     """[T, Hkv, G] bool of what T steps visited: of each a selection and which of its sequences, None for everything."""
     every = torch.ones((cache.spec.num_kv_heads, num_groups), dtype=torch.bool, device=cache.device)
     return torch.stack([every if one is None else visit_mask(one[0], num_groups)[one[1]] for one in drafts])
-
-
-@torch.inference_mode()
-def frozen_masses(cache: Cache, masses: Tensor, index: np.ndarray, num_groups: int) -> Tensor:
-    """Rows [B, Hkv, num_groups] of masses [T, Hkv, G]: index [B], host; groups that came since have none, -inf;
-    those past `num_groups`, of a longer sequence that has ended, go."""
-    found = take(cache, masses, index)[..., :num_groups]
-    return torch.nn.functional.pad(found, (0, num_groups - found.shape[2]), value=-math.inf)
-
-
-@torch.inference_mode()
-def larger(cache: Cache, first: Tensor, second: Tensor) -> Tensor:
-    """Element by element."""
-    return torch.maximum(first, second)

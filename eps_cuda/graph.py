@@ -60,8 +60,8 @@ class Outputs:
 
 
 def covers(cache: Cache, where: Where) -> bool:
-    """Whether such a gated step exists: topk of rq, its centre found where it needs one, without bounds, strict mode or
-    head modes, over K and V as they are."""
+    """Whether such a gated step exists: topk of rq, without bounds, strict mode or head modes, over K and V as they
+    are."""
     read = where.config.read
     return (
         cache.kernels == "triton"
@@ -72,15 +72,13 @@ def covers(cache: Cache, where: Where) -> bool:
         and not read.head_modes
         and int(where.lengths.min()) >= read.min_context
         and not where.reads_all(0)
-        and all(dispatch.covers_scoring(cache, layer) for layer in range(cache.spec.num_layers))
+        and dispatch.covers_scoring(cache)
     )
 
 
 def covers_dense(cache: Cache) -> bool:
     """Whether such a dense step exists: wherever one kernel writes what a step adds."""
-    return cache.kernels == "triton" and all(
-        dispatch.covers_writing(cache, layer) for layer in range(cache.spec.num_layers)
-    )
+    return cache.kernels == "triton" and dispatch.covers_writing(cache)
 
 
 class StaticStep:

@@ -36,9 +36,8 @@ def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores:
     store, spec = cache.store, cache.spec
     batch, _, head_dim = q.shape
     kv_heads = spec.num_kv_heads
-    can_encode = cache.can_encode(layer)
-    missing = where.missing(cache.state[layer], can_encode)
-    num_missing = where.num_missing(cache.state[layer], can_encode)
+    missing = where.missing(cache.state[layer])
+    num_missing = where.num_missing(cache.state[layer])
     inside = where.inside
 
     a = q.float().reshape(batch, kv_heads, -1, head_dim) * (1 / math.sqrt(head_dim))
@@ -112,14 +111,14 @@ def _read_on(
     index = torch.arange(len(estimate), device=device)[:, None, None]
     seals, groups, per_unit = best // store.groups_per_seal, best % store.groups_per_seal, store.seals_per_unit
     rows = (units.gather(-1, seals // per_unit) * kv_heads + heads) * per_unit + seals % per_unit
-    if race.place is None and store.mean_tokens:
+    if race.place is None:
         summary = {name: of_groups(name, array, index, heads, seals, groups) for name, array in race.summary.items()}
     else:
-        place = best if race.place is None else race.place.gather(-1, best)
+        place = race.place.gather(-1, best)
         summary = {name: array[index, heads, place] for name, array in race.summary.items()}
     for name, field in fields(store, head_dim).items():
         if field.best_only if part is None else field.part == part - 1:
-            shape = field.shape[1:] if store.mean_tokens else field.shape
+            shape = field.shape[1:]
             by_group = cache.summaries[layer][name].reshape(-1, *shape)
             wanted_rows = (rows * store.groups_per_seal + groups).reshape(-1)
             summary[name] = by_group.index_select(0, wanted_rows).reshape(*rows.shape, *shape)

@@ -34,24 +34,6 @@ def select_topk(estimate: Tensor, forced: Tensor, count: Tensor, most: int) -> T
     return _best(torch.where(forced, math.inf, estimate), count, most)
 
 
-def select_share(config: EpsConfig, estimate: Tensor, forced: Tensor) -> Tensor:
-    """Every group whose estimated share of the softmax is at least tau."""
-    assert config.read.tau is not None
-    return forced | (estimate - _log_total(estimate) >= math.log(config.read.tau))
-
-
-def select_mass(config: EpsConfig, estimate: Tensor, forced: Tensor) -> Tensor:
-    """The fewest groups, best first, that leave an estimated share of at most epsilon unread."""
-    unforced = torch.where(forced, -math.inf, estimate)
-    # rising, those without a share first: the longest run that sums to at most epsilon is what may be skipped. In the
-    # log domain, so that no share vanishes: epsilon 0 skips nothing
-    rising = torch.logcumsumexp(unforced.sort(dim=-1).values, dim=-1) - _log_total(estimate)
-    skipped = (rising <= (math.log(config.read.epsilon) if config.read.epsilon else -math.inf)).sum(
-        dim=-1, keepdim=True
-    )
-    return forced | _best(unforced, estimate.shape[-1] - skipped, estimate.shape[-1])
-
-
 def select_threshold(config: EpsConfig, estimate: Tensor, forced: Tensor) -> Tensor:
     """The product requirements' rule: newest to oldest, skip when B < T / alpha, T the top_pages-th best so far; of
     masses, T - log alpha, where estimates are their logarithms. T / alpha <= B_j says that fewer than top_pages newer
@@ -66,11 +48,6 @@ def select_threshold(config: EpsConfig, estimate: Tensor, forced: Tensor) -> Ten
         newer_and_better = (scaled[..., None, :] > estimate[..., rows, None]) & (index > rows[:, None])
         parts.append(newer_and_better.sum(dim=-1) < config.read.top_pages)
     return forced | (torch.cat(parts, dim=-1) & torch.isfinite(estimate))
-
-
-def _log_total(estimate: Tensor) -> Tensor:
-    """log sum exp over the groups that have an estimate [B, Hkv, 1]; -inf where there is none."""
-    return torch.logsumexp(torch.where(torch.isfinite(estimate), estimate, -math.inf), dim=-1, keepdim=True)
 
 
 @routed
@@ -89,15 +66,8 @@ def select(scores: Scores, where: Where, layer: int = 0) -> Selection:
     if config.read.policy == "topk":
         uniform = where.budget(num_forced)
         visit = select_topk(estimate, forced, torch.from_numpy(uniform).to(device)[:, None, None], int(uniform.max()))
-    elif config.read.policy == "threshold":
-        visit = select_threshold(config, estimate, forced) & inside
     else:
-        policy = select_share if config.read.policy == "share" else select_mass
-        visit = policy(config, estimate, forced) & inside
-        if config.read.top_pages is not None:
-            count = visit.sum(dim=-1, keepdim=True)
-            cap = forced.sum(dim=-1, keepdim=True).clamp(min=config.read.top_pages)
-            visit = select_topk(torch.where(visit, estimate, -math.inf), forced, torch.minimum(count, cap), groups)
+        visit = select_threshold(config, estimate, forced) & inside
     modes = config.read.head_modes[layer] if config.read.head_modes else ()
     if set(modes) - {"gate"}:
         uniform = None

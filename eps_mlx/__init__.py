@@ -30,7 +30,7 @@ from eps_mlx.cache import (
 )
 from eps_mlx.certificates import bounds, certify, escalate
 from eps_mlx.device import device_name, devices, from_numpy, to_numpy
-from eps_mlx.drafts import frozen_masses, larger, place_kv, take, visits
+from eps_mlx.drafts import place_kv, take, visits
 from eps_mlx.kernels.choose import kernel_of, usable_kernels
 from eps_mlx.model import load_model
 from eps_mlx.moves import copy_units, export_units, import_units, move_kv

@@ -149,23 +149,19 @@ def _attend_ragged(
     return states
 
 
-def attend_rows(
-    cache: Cache, layer: int, q: mx.array, rows: Rows, visit: mx.array | None = None, masses: bool = False
-) -> RowsRead:
+def attend_rows(cache: Cache, layer: int, q: mx.array, rows: Rows, visit: mx.array | None = None) -> RowsRead:
     """Dense attention of q [T, Hq, D], unscaled, each row over the tokens before it and itself: see `RowsRead`. `visit`
     [T, Hkv, G] bool; the groups are the cache's. K and V are read, and count, once for all rows of a sequence. What a
     row does not see does not reach it, NaN included."""
     check_query(cache.spec, q.shape)
-    return _attend_rows(cache, layer, q, rows, visit, masses)
+    return _attend_rows(cache, layer, q, rows, visit)
 
 
 @routed
-def _attend_rows(
-    cache: Cache, layer: int, q: mx.array, rows: Rows, visit: mx.array | None = None, masses: bool = False
-) -> RowsRead:
+def _attend_rows(cache: Cache, layer: int, q: mx.array, rows: Rows, visit: mx.array | None = None) -> RowsRead:
     kv_heads, head_dim, size = cache.spec.num_kv_heads, cache.spec.head_dim, cache.store.S
     num_groups = rows.table.shape[1] * cache.store.groups_per_unit
-    outs, lses, visits, by_groups = [], [], [], []
+    outs, lses, visits = [], [], []
     with mx.stream(cache.stream):
         for b, length in enumerate(rows.lengths.tolist()):
             own = slice(int(rows.starts[b]), int(rows.starts[b + 1]))
@@ -183,21 +179,18 @@ def _attend_rows(
             out = mx.where(reached, math.nan, out.reshape(a.shape) / total)
             outs.append(out.swapaxes(0, 1).reshape(-1, q.shape[1], head_dim))
             lses.append((largest + mx.log(total))[..., 0].swapaxes(0, 1).reshape(-1, q.shape[1]))
-            if masses or visit is not None:
+            if visit is not None:
                 room = num_groups * size - length
                 padded = mx.pad(logits, [(0, 0), (0, 0), (0, 0), (0, room)], constant_values=-math.inf)
                 mass = mx.logsumexp(padded.reshape(*a.shape[:3], num_groups, size), axis=4)  # [Hkv, N, R, G]
-                by_groups.append(mass.max(axis=2).swapaxes(0, 1))
-                if visit is not None:
-                    listed = visit[own].astype(mx.bool_).swapaxes(0, 1)[:, :, None]
-                    seen = mx.logsumexp(mx.where(listed, mass, -math.inf), axis=3)
-                    visits.append(seen.swapaxes(0, 1).reshape(-1, q.shape[1]))
+                listed = visit[own].astype(mx.bool_).swapaxes(0, 1)[:, :, None]
+                seen = mx.logsumexp(mx.where(listed, mass, -math.inf), axis=3)
+                visits.append(seen.swapaxes(0, 1).reshape(-1, q.shape[1]))
         cache.count_read(int(rows.lengths.sum()) * kv_heads * cache.spec.kv_token_bytes)
         return RowsRead(
             mx.concatenate(outs).astype(q.dtype),
             mx.concatenate(lses),
             None if visit is None else mx.concatenate(visits),
-            mx.concatenate(by_groups) if masses else None,
         )
 
 

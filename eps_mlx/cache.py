@@ -22,7 +22,7 @@ from eps_core.paging.counts import CountsReads, check_write
 from eps_core.paging.groups import GroupState, WritePlan
 from eps_core.paging.where import check_units
 from eps_core.summaries import table
-from eps_core.summaries.rq import CENTRE_TOKENS
+from eps_core.summaries.keys import CENTRE_TOKENS
 from eps_mlx import pages
 from eps_mlx.device import DTYPES, device_of, devices
 from eps_mlx.kernels.choose import kernel_of, usable_kernels
@@ -43,7 +43,7 @@ class Cache(CountsReads):
     summaries: list[Summary] = field(default_factory=list)
     state: list[GroupState] = field(default_factory=list)
     open: list[Summary] = field(default_factory=list)  # running statistics of open groups [slots, Hkv, ..]
-    centre: list[mx.array | None] = field(default_factory=list)  # of codes: [Hkv, D] float16 once 256 keys were seen
+    centre: list[mx.array | None] = field(default_factory=list)  # of key codes: [Hkv, D] float16, after 256 keys
     early: list[list[mx.array]] = field(default_factory=list)  # the keys until then
     fixed: list[Summary] = field(default_factory=list)  # see `eps_core.summaries.table.constants`
     # with bounds: at least the largest |k| and |v| that each kv head ever held, [Hkv] float32
@@ -56,7 +56,6 @@ class Cache(CountsReads):
     kernels: str = "arrays"  # see kernels/choose.py
     # metal: whether each group's summary may be read [P * U / S] uint8, what `state` says on the host
     valid: list[mx.array] = field(default_factory=list)
-    rotation: mx.array | None = None  # metal, rq: [D, D] float32
     known_bytes_read: int = 0
     pending_reads: dict[int, mx.array] = field(default_factory=dict)  # bytes of a group -> groups read, on the device
 
@@ -74,7 +73,7 @@ class Cache(CountsReads):
         return self.fixed[layer] | {"centre": centre}
 
     def can_encode(self, layer: int) -> bool:
-        """Whether full groups have summaries: codes about a centre wait for it."""
+        """Whether full groups have summaries: key codes wait for their centre."""
         return not self.store.needs_centre or self.centre[layer] is not None
 
 
@@ -253,8 +252,8 @@ def mark_valid(cache: Cache, layer: int, groups: np.ndarray) -> None:
 
 
 def _find_centre(cache: Cache, layer: int, keys: mx.array) -> bool:
-    """The centre of codes is the mean of the first 256 keys this layer ever sees, in the order of the slots argument,
-    taken in float64 on the host: equal in every backend, once in a cache's life."""
+    """The centre of key codes is the mean of the first 256 keys this layer ever sees, in the order of the slots
+    argument, taken in float64 on the host: equal in every backend, once in a cache's life."""
     early = cache.early[layer]
     early.append(keys)
     if sum(len(part) for part in early) < CENTRE_TOKENS:

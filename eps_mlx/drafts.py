@@ -1,7 +1,5 @@
-"""What drafting asks of a cache besides a gated step: tokens that may be taken back, what was visited, and masses that
-a verify pass measured."""
+"""Tokens that may be taken back, and the groups that draft steps visited."""
 
-import math
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -42,18 +40,3 @@ def visits(cache: Cache, drafts: Sequence[tuple[Selection, int] | None], num_gro
     with mx.stream(cache.stream):
         every = mx.ones((cache.spec.num_kv_heads, num_groups), mx.bool_)
         return mx.stack([every if one is None else visit_mask(one[0], num_groups)[one[1]] for one in drafts])
-
-
-def frozen_masses(cache: Cache, masses: mx.array, index: np.ndarray, num_groups: int) -> mx.array:
-    """Rows [B, Hkv, num_groups] of masses [T, Hkv, G]: index [B], host; groups that came since have none, -inf;
-    those past `num_groups`, of a longer sequence that has ended, go."""
-    found = take(cache, masses, index)[..., :num_groups]
-    with mx.stream(cache.stream):
-        room = [(0, 0), (0, 0), (0, num_groups - found.shape[2])]
-        return mx.pad(found, room, constant_values=-math.inf)
-
-
-def larger(cache: Cache, first: mx.array, second: mx.array) -> mx.array:
-    """Element by element."""
-    with mx.stream(cache.stream):
-        return mx.maximum(first, second)

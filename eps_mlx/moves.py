@@ -66,15 +66,14 @@ def _unit_arrays(cache: Cache) -> dict[str, mx.array]:
 
 def export_units(cache: Cache, units: Sequence[int]) -> dict[str, np.ndarray]:
     """What units [M] hold, as it is held: name -> [M, ..] on the host, bfloat16 as ml_dtypes' own; under `heads.` what
-    kv heads have besides: the largest norms behind bounds, [Hkv], and the centre of codes, [Hkv, D], zeros without one.
-    Of no unit: the names, shapes and dtypes that `import_units` of such a cache takes."""
+    kv heads have besides: the largest norms behind bounds, [Hkv], and the centre of key codes, [Hkv, D], zeros without
+    one. Of no unit: the names, shapes and dtypes that `import_units` of such a cache takes."""
     with mx.stream(cache.stream):
         index = mx.array(list(units), mx.int32)
         found = {name: _held(array[index]) for name, array in _unit_arrays(cache).items()}
         for layer in range(cache.spec.num_layers):
-            for kind, one in (("summary", cache), ("bound", cache.bound)):
-                if one is not None and one.store.enabled and one.store.needs_centre:
-                    found[f"heads.{layer}.{kind}.centre"] = _held(one.constants(layer)["centre"])
+            if cache.bound is not None:
+                found[f"heads.{layer}.bound.centre"] = _held(cache.bound.constants(layer)["centre"])
             if cache.store.has_bounds:
                 for name, largest in (("key", cache.largest_key), ("value", cache.largest_value)):
                     found[f"heads.{layer}.largest_{name}"] = _held(largest[layer])
@@ -93,11 +92,11 @@ def import_units(cache: Cache, units: Sequence[int], arrays: dict[str, np.ndarra
         for name, array in _unit_arrays(cache).items():
             array[index] = _native(arrays[name])
         for layer in range(cache.spec.num_layers):
-            for kind, one in (("summary", cache), ("bound", cache.bound), ("tail", cache.tail)):
+            if cache.bound is not None:
+                cache.bound.centre[layer] = _native(arrays[f"heads.{layer}.bound.centre"])
+            for one in (cache, cache.bound, cache.tail):
                 if one is None or not one.store.enabled:
                     continue
-                if one.store.needs_centre:
-                    one.centre[layer] = _native(arrays[f"heads.{layer}.{kind}.centre"])
                 per_unit = one.store.seals_per_unit
                 groups = (numbers[:, None] * per_unit + np.arange(per_unit)).ravel()
                 one.state[layer].trust(groups, np.full(len(groups), one.store.sealed_tokens))

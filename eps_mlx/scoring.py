@@ -35,9 +35,8 @@ def score(cache: Cache, layer: int, q: mx.array, where: Where) -> Scores:
     store, spec = cache.store, cache.spec
     batch, _, head_dim = q.shape
     kv_heads = spec.num_kv_heads
-    can_encode = cache.can_encode(layer)
-    missing = where.missing(cache.state[layer], can_encode)
-    num_missing = where.num_missing(cache.state[layer], can_encode)
+    missing = where.missing(cache.state[layer])
+    num_missing = where.num_missing(cache.state[layer])
     inside = where.inside
 
     with mx.stream(cache.stream):
@@ -110,15 +109,15 @@ def _read_on(
     index = mx.arange(len(table), dtype=mx.int32)[:, None, None]
     seals, groups, per_unit = best // store.groups_per_seal, best % store.groups_per_seal, store.seals_per_unit
     rows = (mx.take_along_axis(units, seals // per_unit, axis=-1) * kv_heads + heads) * per_unit + seals % per_unit
-    if race.place is None and store.mean_tokens:
+    if race.place is None:
         summary = {name: of_groups(name, array, index, heads, seals, groups) for name, array in race.summary.items()}
     else:
-        place = best if race.place is None else mx.take_along_axis(race.place, best, axis=-1)
+        place = mx.take_along_axis(race.place, best, axis=-1)
         summary = {name: array[index, heads, place] for name, array in race.summary.items()}
     for name, field in fields(store, head_dim).items():
         if field.best_only if part is None else field.part == part - 1:
             pool = cache.summaries[layer][name]
-            by_group = pool.reshape(-1, *(field.shape[1:] if store.mean_tokens else field.shape))
+            by_group = pool.reshape(-1, *field.shape[1:])
             summary[name] = mx.take(by_group, rows * store.groups_per_seal + groups, axis=0)
     constants, own = cache.constants(layer), method(store.method)
     sums = where.sums_after(len(where.staged(head_dim)) + 1 if part is None else part - 1, head_dim)

@@ -35,24 +35,6 @@ def select_topk(estimate: mx.array, forced: mx.array, count: mx.array, most: int
     return _best(mx.where(forced, math.inf, estimate), count, most)
 
 
-def select_share(config: EpsConfig, estimate: mx.array, forced: mx.array) -> mx.array:
-    """Every group whose estimated share of the softmax is at least tau."""
-    assert config.read.tau is not None
-    return forced | (estimate - _log_total(estimate) >= math.log(config.read.tau))
-
-
-def select_mass(config: EpsConfig, estimate: mx.array, forced: mx.array) -> mx.array:
-    """The fewest groups, best first, that leave an estimated share of at most epsilon unread."""
-    unforced = mx.where(forced, -math.inf, estimate)
-    # rising, those without a share first: the longest run that sums to at most epsilon is what may be skipped. In the
-    # log domain, so that no share vanishes: epsilon 0 skips nothing
-    rising = mx.logcumsumexp(mx.sort(unforced, axis=-1), axis=-1) - _log_total(estimate)
-    skipped = (rising <= (math.log(config.read.epsilon) if config.read.epsilon else -math.inf)).sum(
-        axis=-1, keepdims=True
-    )
-    return forced | _best(unforced, estimate.shape[-1] - skipped, estimate.shape[-1])
-
-
 def select_threshold(config: EpsConfig, estimate: mx.array, forced: mx.array) -> mx.array:
     """The product requirements' rule: newest to oldest, skip when B < T / alpha, T the top_pages-th best so far; of
     masses, T - log alpha, where estimates are their logarithms. T / alpha <= B_j says that fewer than top_pages newer
@@ -93,15 +75,8 @@ def select(scores: Scores, where: Where, layer: int = 0) -> Selection:
         visit = select_topk(
             estimate, forced, mx.array(uniform.astype(np.int32))[:, None, None], max(int(uniform.max()), 1)
         )
-    elif config.read.policy == "threshold":
-        visit = select_threshold(config, estimate, forced) & inside
     else:
-        policy = select_share if config.read.policy == "share" else select_mass
-        visit = policy(config, estimate, forced) & inside
-        if config.read.top_pages is not None:
-            count = visit.sum(axis=-1, keepdims=True)
-            cap = mx.maximum(forced.sum(axis=-1, keepdims=True), config.read.top_pages)
-            visit = select_topk(mx.where(visit, estimate, -math.inf), forced, mx.minimum(count, cap), groups)
+        visit = select_threshold(config, estimate, forced) & inside
     modes = config.read.head_modes[layer] if config.read.head_modes else ()
     if set(modes) - {"gate"}:
         uniform = None

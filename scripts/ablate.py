@@ -30,24 +30,16 @@ from eps_core.telemetry.provenance import provenance
 from eps_core.telemetry.terminal import Progress
 
 DEFAULT = PAIRS
-TAUS = tuple({"policy": "share", "tau": tau} for tau in (1e-2, 4e-3, 2e-3, 1e-3, 5e-4, 2.5e-4))
 BUDGETS = tuple({"budget": budget} for budget in (0.015, 0.022, 0.03, 0.05, 0.08, 0.12))
-MASSES = tuple({"policy": "mass", "epsilon": epsilon} for epsilon in (0.6, 0.4, 0.3, 0.2, 0.1))
 WIDER = tuple({"budget": budget} for budget in (0.05, 0.08, 0.12, 0.18, 0.26))
-CENTRE = DEFAULT.replace(mean_tokens=0, stages=None, refine=None)  # the codes themselves: evaluate.py --arms codes
-FIRST = CENTRE.replace(refine=0.0, tail_tokens=0, first_tokens=16, last_tokens=128)
+FIRST = DEFAULT.replace(refine=0.0, tail_tokens=0, first_tokens=16, last_tokens=128)
 # (what, the configuration, the settings of its curve)
 ARMS = (
     ("default", DEFAULT, BUDGETS),
-    ("policy share", DEFAULT, TAUS),
-    ("policy mass", DEFAULT, MASSES),
     ("scope union", DEFAULT.replace(scope="union"), BUDGETS),
     ("no second bit", DEFAULT.replace(refine=0.0), BUDGETS),
     ("second bit of 1/8", DEFAULT.replace(refine=0.125), BUDGETS),
     ("second bit of 1/4", DEFAULT.replace(refine=0.25), BUDGETS),
-    ("about a centre", CENTRE, BUDGETS),
-    ("2 bits of all", CENTRE.replace(bits=2), BUDGETS),
-    ("4 bits of all", CENTRE.replace(bits=4), BUDGETS),
     ("groups of 1", DEFAULT.replace(group_tokens=1), BUDGETS),
     ("groups of 4", DEFAULT.replace(group_tokens=4), BUDGETS),
     ("tail dropped", DEFAULT.replace(tail_tokens=0), BUDGETS),

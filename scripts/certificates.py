@@ -30,6 +30,8 @@ from eps_core.paging.where import Where
 from eps_core.telemetry.provenance import provenance
 from experiments.bounds.hard_cases import fill
 
+# what certifies where codes of single keys do
+KEYS_4, KEYS_8 = (EpsConfig(EpsConfig.of(method="box", bound_bits=bits).store.bound_store) for bits in (4, 8))
 SUMMARIES = (
     EpsConfig.of(method="1pc"),
     EpsConfig.of(method="fd"),
@@ -44,12 +46,10 @@ SUMMARIES = (
     EpsConfig.of(method="moments", group_tokens=4, dim=2),
     EpsConfig.of(method="moments", group_tokens=4, dim=3),
     EpsConfig.of(method="moments", group_tokens=2),
-    EpsConfig.of(method="rq", mean_tokens=0, group_tokens=2, rq_bounds=True, refine=0.0, tail_tokens=0),
-    EpsConfig.of(method="rq", group_tokens=2, bits=8, rq_bounds=True, tail_tokens=0),
-    EpsConfig.of(method="rq", mean_tokens=0, group_tokens=1, rq_bounds=True, refine=0.0, tail_tokens=0),
-    EpsConfig.of(method="rq", group_tokens=1, bits=2, rq_bounds=True, tail_tokens=0),
-    EpsConfig.of(method="rq", group_tokens=1, bits=4, rq_bounds=True, tail_tokens=0),
-    EpsConfig.of(method="rq", group_tokens=1, bits=8, rq_bounds=True, tail_tokens=0),
+    EpsConfig.of(method="rq", group_tokens=2, rq_bounds=True, refine=0.0),
+    EpsConfig.of(method="rq", group_tokens=1, rq_bounds=True, refine=0.0),
+    KEYS_4,
+    KEYS_8,
 )
 STRICT = tuple(
     EpsConfig.of(method="rq", bound_bits=bits, strict=True, epsilon=epsilon)
@@ -75,7 +75,7 @@ def uppers(capture: Capture, backend: Backend, config: EpsConfig, layer: int, st
 
 def refinement(capture: Capture, backend: Backend) -> list[dict]:
     """Of every certified share: the least bytes over how many keys the finer codes are read of, and that fraction."""
-    coarse, fine = (EpsConfig.of(method="rq", group_tokens=1, bits=b, rq_bounds=True, tail_tokens=0) for b in (4, 8))
+    coarse, fine = KEYS_4, KEYS_8
     head_dim = capture.info.head_dim
     coarse_bytes = summary_group_bytes(coarse.store, head_dim) / (4 * head_dim)
     found: dict[float, list[np.ndarray]] = {level: [] for level in CERTIFIED_LEVELS}
@@ -109,7 +109,7 @@ def _refined_bytes(low: np.ndarray, high: np.ndarray, masses: np.ndarray, fracti
     order = np.argsort(-low.max(axis=1), axis=1, kind="stable")[:, :count]
     upper = low.copy()
     np.put_along_axis(upper, order[:, None], np.take_along_axis(np.minimum(low, high), order[:, None], 2), 2)
-    coarse, fine = (EpsConfig.of(method="rq", group_tokens=1, bits=b, rq_bounds=True, tail_tokens=0) for b in (4, 8))
+    coarse, fine = KEYS_4, KEYS_8
     codes = (summary_group_bytes(coarse.store, head_dim) + fraction * summary_group_bytes(fine.store, head_dim)) / (
         4 * head_dim
     )

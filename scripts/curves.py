@@ -31,9 +31,8 @@ from eps_core.tasks.needle import VALUE_DIGITS
 from eps_core.tasks.questions import needle_tokens, text_window
 from eps_core.tasks.sizing import answer_steps, answers, check_length
 
-Key = tuple[int, float]  # index of an arm, byte budget (topk) or tau (share)
+Key = tuple[int, float]  # index of an arm, byte budget
 BYTE_BUDGETS = (0.04, 0.055, 0.07, 0.10, 0.14, 0.20, 0.28)
-TAUS = (4e-3, 2e-3, 1e-3, 5e-4, 2.5e-4)
 # what the tables in results/ were measured with before single tokens: pairs, with the skipped-mass correction
 PAIRS = EpsConfig.of(
     method="rq", group_tokens=2, mean_tokens=32, stages=(0.25,), refine=0.0625, tail_tokens=128, budget=0.05
@@ -59,20 +58,15 @@ ARMS = (
     MEANSTD,
     EpsConfig.of(method="ball"),
     EpsConfig.of(method="moments"),
-    EpsConfig.of(method="rq", group_tokens=4, bits=2, tail_tokens=0),
     EpsConfig.of(method="rq", refine=0.0, tail_tokens=0, first_tokens=16, last_tokens=128),
     DEFAULT,
-    EpsConfig.of(method="rq", policy="share"),
-    EpsConfig.of(method="rq", policy="share").with_tail(),
     EpsConfig.of(method="random", group_tokens=16),
     ORACLE,
     NARROW_ORACLE,
     EpsConfig.of(method="oracle", group_tokens=128),
 )
-# what each part of the codes about units' means is worth, beside those about a centre
-CENTRE = PAIRS.replace(mean_tokens=0, stages=None, refine=None, last_tokens=32)
+# what each part of the codes is worth
 CODES = (
-    CENTRE,
     PAIRS,
     PAIRS.replace(mean_tokens=64),
     PAIRS.replace(mean_tokens=64, mean_bits=8),
@@ -116,7 +110,7 @@ EARLIER = dict.fromkeys(("mean_tokens", "mean_bits", "stages"))  # of cells of b
 
 @dataclass(frozen=True)
 class Cell:
-    """One (method, context, byte budget or tau): `kl_mean` in nats over `num_positions` positions, `kl_low` and
+    """One (method, context, byte budget): `kl_mean` in nats over `num_positions` positions, `kl_low` and
     `kl_high` its 95 % interval over documents, needles answered exactly.
 
     `bytes_ratio` is what was really read along the text, K, V and summaries, over dense, `needle_bytes_ratio` the same
@@ -137,7 +131,6 @@ class Cell:
     policy: str
     guards: tuple[int, int]
     byte_budget: float | None
-    tau: float | None
     bytes_ratio: Positive | None
     needle_bytes_ratio: Positive | None
     kl_mean: Nats | None
@@ -189,16 +182,12 @@ class Plan(Documents):
 
     arms: tuple[EpsConfig, ...] = ARMS
     byte_budgets: tuple[float, ...] = BYTE_BUDGETS
-    taus: tuple[float, ...] = TAUS
 
     def configs(self, head_dim: int) -> dict[Key, EpsConfig]:
-        """Each arm with the groups that a byte budget buys, without an entry where it buys none beyond the guards; an
-        arm of policy share at each tau."""
+        """Each arm with the groups that a byte budget buys, without an entry where it buys none beyond the
+        guards."""
         found = {}
         for arm_index, arm in enumerate(self.arms):
-            if arm.read.policy == "share":
-                found.update({(arm_index, tau): arm.replace(tau=tau) for tau in self.taus})
-                continue
             for fraction in self.byte_budgets:
                 steps = max(self.text_steps, VALUE_DIGITS)
                 groups = budget_groups(arm, self.context_tokens, steps, head_dim, fraction)
@@ -217,13 +206,12 @@ def arguments(parser: argparse.ArgumentParser) -> tuple[str, ...]:
         "the default alone, or the methods beside the first look",
     )
     parser.add_argument("--budgets", type=argument(PART), nargs="+", default=BYTE_BUDGETS)
-    parser.add_argument("--taus", type=argument(PART), nargs="+", default=TAUS)
     return ()
 
 
 def plan(args: argparse.Namespace, **common: Any) -> Plan:
     """Return the plan of a table of methods from its parsed flags; `common`: the fields of `Documents`."""
-    return Plan(**common, arms=SETS[args.arms], byte_budgets=tuple(args.budgets), taus=tuple(args.taus))
+    return Plan(**common, arms=SETS[args.arms], byte_budgets=tuple(args.budgets))
 
 
 @dataclass
@@ -320,7 +308,7 @@ def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[Key
             totals[key].add(tally)
     cells = []
     for arm_index, arm in enumerate(plan.arms):
-        for point in plan.taus if arm.read.policy == "share" else plan.byte_budgets:
+        for point in plan.byte_budgets:
             total = totals.get((arm_index, point))
             interval = bootstrap_interval(total.documents, plan.seed) if total and total.documents else None
             low, high = interval or (None, None)
@@ -329,8 +317,7 @@ def table_cells(plan: Plan, head_dim: int, results: Iterable[tuple[str, dict[Key
                     context_tokens=plan.context_tokens,
                     dim=arm.store.dim,
                     **name_of(arm)._asdict(),
-                    byte_budget=None if arm.read.policy == "share" else point,
-                    tau=point if arm.read.policy == "share" else None,
+                    byte_budget=point,
                     bytes_ratio=part_of(total.bytes_read, total.bytes_dense) if total else None,
                     needle_bytes_ratio=part_of(total.needle_bytes_read, total.needle_bytes_dense) if total else None,
                     kl_mean=float(np.mean(total.divergences)) if total and total.divergences else None,
@@ -436,29 +423,19 @@ def bytes_at_kl(curve: Iterable[tuple[float | None, float | None]], kl: float = 
 
 
 def markdown(cells: list[Cell]) -> str:
-    """The cells of one context length: KL / needles answered at each byte budget or, for policy share, tau; and the
-    bytes at which the KL is 0.01."""
+    """The cells of one context length: KL / needles answered at each byte budget, and the bytes at which the KL is
+    0.01."""
     budgets = sorted({cell.byte_budget for cell in cells if cell.byte_budget is not None})
     rows = [f"| method, S | {' | '.join(f'{b:g}' for b in budgets)} | bytes at KL 0.01 |"]
     rows.append("|---|" + "---|" * (len(budgets) + 1))
-    shares = []
     for name in dict.fromkeys(map(arm_name, cells)):
         curve = [cell for cell in cells if arm_name(cell) == name]
         value, known = bytes_at_kl((cell.bytes_ratio, cell.kl_mean) for cell in curve)
         at = "-" if value is None else f"{'' if known == 'measured' else known + ' '}{value:.3f}"
-        if name.policy == "share":
-            points = [
-                f"{c.bytes_ratio:.3f}: {c.kl_mean:.4f} / {c.needles_answered}" for c in curve if c.kl_mean is not None
-            ]
-            shares.append(
-                f"{label(name)} (bytes: KL / needles, tau {curve[0].tau:g} to {curve[-1].tau:g}): "
-                f"{', '.join(points)}; bytes at KL 0.01: {at}"
-            )
-            continue
         found = {c.byte_budget: c for c in curve if c.kl_mean is not None}
         entries = [f"{found[b].kl_mean:.4f} / {found[b].needles_answered}" if b in found else "-" for b in budgets]
         rows.append(f"| {label(name)} | {' | '.join(entries)} | {at} |")
-    return "\n".join([*rows, "", *shares])
+    return "\n".join(rows)
 
 
 def records(cells: list[Cell]) -> list[dict]:

@@ -94,12 +94,12 @@ def rows(path: Path, *kinds: str) -> Rows:
 def cells(path: Path) -> list[Cell]:
     found = []
     for where, row in inputs.read_jsonl(path, "results", MEND):
-        if row.pop("type", None) == "cell":
+        # older files also have cells of a policy that is there no more
+        if row.pop("type", None) == "cell" and row.get("policy") != "share":
+            row.pop("tau", None)
             found.append(read_record(Cell, {**EARLIER, **row}, where, MEND))
             if (found[-1].bytes_ratio is None) != (found[-1].kl_mean is None):
                 raise ConfigError(f"{where}: bytes_ratio or kl_mean is null and the other is not: {MEND}")
-            if (found[-1].tau is None) == (found[-1].policy == "share"):
-                raise ConfigError(f"{where}: tau belongs to policy share, and to it alone: {MEND}")
     if not found:
         raise ConfigError(f"results {path} hold no cells: {MEND}")
     return found
@@ -324,10 +324,7 @@ def quality_figure(demo: list[Cell], wide: list[Cell]) -> str:
                 )
                 curve = next(same, [])
                 _line(axis, curve, f"{method}, {size}", method, DASHES[1 + (size > 16)] if method == "oracle" else "-")
-            shared = (c for n, c in by_arm.items() if (n.method, n.policy) == ("rq", "share") and n.tail_tokens)
-            share = first(shared, f"rq under share with a tail at {context:,}")
             _line(axis, default_of(by_arm), "rq, 2 (default)", "rq", "-", width=2.5)
-            _line(axis, share, "rq, 2, share", "rq", ":")
             axis.axhline(KL_LIMIT, color="#bbbbbb", lw=0.8, zorder=0)
             axis.set(title=title, xscale="log", yscale="log", xlabel="bytes read over dense")
             axis.set_xticks([0.04, 0.07, 0.14, 0.28], ["0.04", "0.07", "0.14", "0.28"], minor=False)
@@ -347,17 +344,34 @@ def _line(axis: Any, curve: list[Cell], name: str, method: str, style: str, widt
 def certificate_figure(found: Rows) -> str:
     summaries = [row for row in found if row["type"] == "summary"]
     shares = [float(level) for level in LEVELS]
-    wanted = [("box", 16, None), ("ball", 2, None), ("moments", 8, 4), ("moments", 2, 1), ("rq", 1, 4), ("rq", 1, 8)]
+    wanted = [
+        ("box", 16, None),
+        ("ball", 2, None),
+        ("moments", 8, 4),
+        ("moments", 2, 1),
+        ("keys", 1, 4),
+        ("keys", 1, 8),
+    ]
 
     def plot(figure: Any) -> None:
         axis = figure.add_subplot()
         drawn: list[str] = []  # of one method: one colour, another dash
         for method, size, detail in wanted:
-            fit = (r for r in summaries if (r["method"], r["group_tokens"]) == (method, size))
+            # older rows have key codes as a form of rq
+            called = ("keys", "rq") if method == "keys" else (method,)
+            fit = (r for r in summaries if r["method"] in called and r["group_tokens"] == size)
             row = first((r for r in fit if detail in (None, r["dim"], r["bits"])), f"certificate of {method} of {size}")
             name = f"{method}, {size}" + (f", {'k =' if method == 'moments' else 'bits'} {detail}" if detail else "")
             style = DASHES[drawn.count(method)]
-            axis.plot(shares, row["bytes_at"], style, color=colour(method), marker="o", ms=3, label=name)
+            axis.plot(
+                shares,
+                row["bytes_at"],
+                style,
+                color=colour("rq" if method == "keys" else method),
+                marker="o",
+                ms=3,
+                label=name,
+            )
             drawn.append(method)
         oracle = first((r for r in summaries if r["group_tokens"] == 1), "certificate of single keys")
         axis.plot(shares, oracle["oracle_bytes_at"], "--", color=INK, marker="o", ms=3, label="oracle, 1")

@@ -14,7 +14,7 @@ python scripts/evaluate.py --needles 40 --texts 6 --text-steps 48 -o "$out/metho
 took "methods on the demo model"
 # 2. the same on a model of another shape: heads of 128, 8 layers, 4 kv heads
 python scripts/evaluate.py --model results/wide_model --contexts 4096 --needles 16 --texts 4 --text-steps 32 \
-  --budgets 0.04 0.07 0.10 0.14 0.20 0.28 --taus 4e-3 2e-3 1e-3 5e-4 -o "$out/wide.jsonl" > "$captures/wide.md"
+  --budgets 0.04 0.07 0.10 0.14 0.20 0.28 -o "$out/wide.jsonl" > "$captures/wide.md"
 took "methods on the wide model"
 # the parts of the default's codes, on both
 codes="--arms codes --budgets 0.025 0.03 0.035 0.04 0.05 0.07 --text-steps 48"

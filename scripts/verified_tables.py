@@ -47,12 +47,14 @@ def acceptance_table(folder: Path) -> None:
                 continue
             cell, asked = {**line, **read_record(CELL, line, where, MEND)}, line["setting"]
             how = line["verified"]
-            more = [how["select"]] if how["select"] != "step" else []
+            # older rows name what their drafts read
+            more = [how["select"]] if how.get("select", "step") != "step" else []
             more += [f"{how['weights']} weights"] if how["weights"] != "full" else []
             more += ["guards {} and {}".format(*line["guards"])] if cell["method"] != "rq" else []
-            more += ["rejection"] if how["rule"] == "reject" else []
+            rejects = how.get("rule") == "reject"  # of older rows
+            more += ["rejection"] if rejects else []
             label = f"`{cell['method']}` {line['group_tokens']}, {asked['budget']:g}" + "".join(f", {m}" for m in more)
-            equal = "-" if how["rule"] == "reject" else f"{cell['documents_equal']} of {cell['documents']}"
+            equal = "-" if rejects else f"{cell['documents_equal']} of {cell['documents']}"
             print(row(
                 model, label, f"{cell['context_tokens']:,}", f"{asked['temperature']:g}", how["draft"],
                 interval(cell, "acceptance"), depths(cell), f"{cell['tokens_per_round']:.1f}",

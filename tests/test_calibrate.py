@@ -265,7 +265,6 @@ MISTAKES = {
     "no-output": ([], "-o"),
     "no-directory": (["-o", "absent/p.json"], "absent"),
     "off": (["-o", "p.json", "--eps-method", "off"], "off"),
-    "bits-of-another-method": (["-o", "p.json", "--eps-method", "box", "--eps-bits", 2], "--eps-bits"),
     "share": (["-o", "p.json", "--streaming-share", 2], "--streaming-share"),
     "fraction": (["-o", "p.json", "--dense-fraction", -1], "--dense-fraction"),
     "absent-model": (["-o", "p.json", "--model", "absent"], "absent"),

@@ -52,8 +52,8 @@ SMALL = {"first_tokens": 4, "last_tokens": 16, "budget": 0.25}
 LIVE = {
     "rq": EpsConfig.of(method="rq", **SMALL),
     "rq-keys-strict": EpsConfig.of(method="rq", bound_bits=8, strict=True, epsilon=0.2, first_tokens=4, last_tokens=16),
-    "box-share": EpsConfig.of(method="box", policy="share", tau=0.002, first_tokens=4, last_tokens=16),
-    "meanstd-mass": EpsConfig.of(method="meanstd", policy="mass", epsilon=0.05, first_tokens=4, last_tokens=16),
+    "box-threshold": EpsConfig.of(method="box", policy="threshold", top_pages=4, first_tokens=4, last_tokens=16),
+    "meanstd": EpsConfig.of(method="meanstd", **SMALL),
     "fd-union": EpsConfig.of(method="fd", scope="union", group_tokens=16, **SMALL),
     "moments-strict": EpsConfig.of(method="moments", strict=True, epsilon=0.3, **SMALL),
     "rq-heads": EpsConfig.of(
@@ -310,7 +310,12 @@ def test_strict_reaches_its_epsilon(dense: Capture) -> None:
 
 def test_configurations_that_share_a_cache_do_not_disturb_each_other(dense: Capture) -> None:
     base = EpsConfig.of(method="rq", **SMALL)
-    configs = [base, base.replace(budget=0.5), base.replace(policy="mass", epsilon=0.1), base.replace(last_tokens=8)]
+    configs = [
+        base,
+        base.replace(budget=0.5),
+        base.replace(policy="threshold", top_pages=40),
+        base.replace(last_tokens=8),
+    ]
     together = replay_many(dense, configs, load_backend("cuda"), "cpu", layers=(1,))
     for config, found in zip(configs, together, strict=True):
         alone = replay(dense, config, load_backend("cuda"), "cpu", layers=(1,))
@@ -391,7 +396,10 @@ MISTAKES = {
     "off": (["replay", "GOOD", "--methods", "off"], "off"),
     "no-size": (["replay", "GOOD", "--methods", "rq@x"], "rq@x"),
     "budgets-twice": (["replay", "GOOD", "--budgets", "0.1", "--eps-budget", 0.1], "--budgets"),
-    "budgets-of-another-policy": (["replay", "GOOD", "--eps-policy", "mass", "--budgets", "0.1"], "--budgets"),
+    "budgets-of-another-policy": (
+        ["replay", "GOOD", "--eps-policy", "threshold", "--eps-top-pages", 4, "--budgets", "0.1"],
+        "--budgets",
+    ),
     "no-list": (["replay", "GOOD", "--budgets", "few"], "few"),
     "head-policy-alone": (["replay", "GOOD", "--eps-head-policy", "POLICY"], "--eps-heads"),
     "head-policy-of-another-model": (

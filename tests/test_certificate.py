@@ -42,7 +42,6 @@ from experiments.bounds.bounds import (
 from experiments.bounds.truth import Filled
 
 EPSILONS = (1.0, 0.5, 0.1, 1e-2, 1e-3, 0.0)  # falling
-POLICIES = ({"policy": "topk", "budget": 0.1}, {"policy": "share", "tau": 0.02}, {"policy": "mass"})
 WITHOUT_BOUNDS = names(lambda one: one.no_bounds and one.role != "tail")
 
 
@@ -106,7 +105,7 @@ def test_summaries_in_other_units_are_refused(target, monkeypatch):
     monkeypatch.setattr(
         Store,
         "bound_store",
-        property(lambda self: EpsConfig.of(method="rq", rq_bounds=True, bits=8, block_size=128).store),
+        property(lambda self: EpsConfig.of(method="rq", rq_bounds=True, block_size=128).store),
     )
     with pytest.raises(ValueError, match="in units of 128 tokens"):
         target[0].new_cache(CacheSpec(1, 1, 16, 4), EpsConfig.of(method="box", bound_bits=8).store, target[1])
@@ -177,13 +176,12 @@ def strict(one: Scene, epsilon: float, **settings: Any) -> EpsConfig:
 
 
 @pytest.mark.parametrize("scope", ["kv-head", "union"])
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy["policy"])
 @pytest.mark.parametrize("method", ["box", "moments", "rq"])
-def test_strict_leaves_at_most_epsilon_unread(target, method, policy, scope):
+def test_strict_leaves_at_most_epsilon_unread(target, method, scope):
     for repeat, kv_heads in ((1, 3), (4, 1), (2, 2)):
-        one = scene(target, repeat, kv_heads, method=method, rq_bounds=method == "rq", bits=8 if method == "rq" else 1)
+        one = scene(target, repeat, kv_heads, method=method, rq_bounds=method == "rq")
         for epsilon in EPSILONS:
-            config = strict(one, epsilon, scope=scope, **policy)
+            config = strict(one, epsilon, scope=scope, budget=0.1)
             for kind, tally in check_gate(one.filled, config, one.q, one.table, one.lengths).items():
                 assert tally.violations == 0, (epsilon, kind, tally)
             got = gate(one, config)
@@ -193,7 +191,7 @@ def test_strict_leaves_at_most_epsilon_unread(target, method, policy, scope):
 
 def test_a_certified_share_near_one_is_not_rounded_down(target):
     """Between the largest float32 below 1 and 1 the nearest number may be below the true share."""
-    arm = {"method": "rq", "rq_bounds": True, "bits": 8}
+    arm = {"method": "rq", "rq_bounds": True, "mean_tokens": 64}
     repeat, sequences = (4, 2) if is_oracle(target[0]) else (64, 8)
     drawn = Trial(arm, "float16", 128, 80, 96, repeat, sequences, 835202398)
     assert run_gate(*target, drawn)["share"].violations == 0
@@ -233,21 +231,18 @@ def dense_output(one: Scene) -> np.ndarray:
 @pytest.mark.parametrize("scope", ["kv-head", "union"])
 def test_epsilon_zero_reads_everything(target, arm, scope):
     one = scene(target, **arm)
-    for policy in POLICIES:
-        got = gate(one, strict(one, 0.0, scope=scope, **policy))
-        assert (got.counts == -(-one.lengths // 4)[:, None]).all()
-        for name in ("mass", "error"):
-            assert (one.filled.backend.to_numpy(getattr(got.after, name)) == 0).all()
-        assert np.abs(one.filled.backend.to_numpy(got.state[0]) - dense_output(one)).max() < 1e-4
+    got = gate(one, strict(one, 0.0, scope=scope, budget=0.1))
+    assert (got.counts == -(-one.lengths // 4)[:, None]).all()
+    for name in ("mass", "error"):
+        assert (one.filled.backend.to_numpy(getattr(got.after, name)) == 0).all()
+    assert np.abs(one.filled.backend.to_numpy(got.state[0]) - dense_output(one)).max() < 1e-4
 
 
 @pytest.mark.parametrize("scope", ["kv-head", "union"])
-@pytest.mark.parametrize("policy", POLICIES[:2], ids=lambda policy: policy["policy"])
-def test_smaller_epsilon_never_visits_fewer(target, policy, scope):
-    """Where the policy starts alike: `mass` itself depends on epsilon."""
+def test_smaller_epsilon_never_visits_fewer(target, scope):
     for arm in ({"method": "ball"}, {"method": "moments", "dim": 2}):
         one = scene(target, **arm)
-        visited = [gate(one, strict(one, epsilon, scope=scope, **policy)).counts for epsilon in EPSILONS]
+        visited = [gate(one, strict(one, epsilon, scope=scope, budget=0.1)).counts for epsilon in EPSILONS]
         assert all((more >= fewer).all() for fewer, more in pairwise(visited))
         assert visited[-1].sum() > visited[2].sum() > visited[0].sum()
 
@@ -287,11 +282,11 @@ def test_nothing_is_certified_without_bounds(target, method):
         backend.escalate(config.read, scores, selected, state[1])
 
 
-@pytest.mark.parametrize("policy", ["topk", "share", "mass", "threshold"])
+@pytest.mark.parametrize("policy", ["topk", "threshold"])
 def test_strict_refuses_a_cap(policy):
     """Threshold cannot do without top_pages, so it cannot be strict."""
     with pytest.raises(ConfigError, match="eps-strict"):
-        EpsConfig.of(method="ball", policy=policy, top_pages=8, tau=0.1, strict=True)
+        EpsConfig.of(method="ball", policy=policy, top_pages=8, strict=True)
 
 
 # ------------------------------------------------------------------------------------------------- captured q, k and v
@@ -336,9 +331,9 @@ BROKEN = {
     "1pc lam halved": ({"method": "1pc"}, "lam", lambda x: x * 0.5, "rank one"),
     "fd delta zeroed": ({"method": "fd"}, "delta", lambda x: x * 0, "gauss"),
     "fd row scale halved": ({"method": "fd"}, "row_scale", lambda x: x * 0.5, "rank one"),
-    "rq radius halved": ({"method": "rq", "bits": 4, "rq_bounds": True}, "radius", lambda x: x * 0.5, "gauss"),
-    "rq scale doubled": ({"method": "rq", "bits": 8, "rq_bounds": True}, "scale", lambda x: x * 2, "gauss"),
-    "rq error zeroed": ({"method": "rq", "mean_tokens": 0, "rq_bounds": True}, "error", lambda x: x * 0, "equal"),
+    "keys radius halved": ({"method": "keys"}, "radius", lambda x: x * 0.5, "gauss"),
+    "keys scale doubled": ({"method": "keys"}, "scale", lambda x: x * 2, "gauss"),
+    "keys error zeroed": ({"method": "keys"}, "error", lambda x: x * 0, "equal"),
     "units error zeroed": ({**UNITS, "mean_tokens": 32}, "error", lambda x: x * 0, "gauss"),
     "units radius halved": ({**UNITS, "mean_tokens": 64}, "radius", lambda x: x * 0.5, "gauss"),
     "units mean scale doubled": ({**UNITS, "mean_tokens": 32}, "mean_scale", lambda x: x * 2, "shifted"),
@@ -362,20 +357,20 @@ def test_checker_finds_broken_summaries(target, name):
 
 
 def test_checker_finds_a_missing_float32_slack(target, monkeypatch):
-    """Keys that are exactly rq's centre: nothing is rounded but in the float32 of scoring, which only the slack covers.
-    The oracle scores in float64 and needs none."""
+    """Keys that are exactly the centre of key codes: nothing is rounded but in the float32 of scoring, which only the
+    slack covers. The oracle scores in float64 and needs none."""
     backend, _ = target
     rng = np.random.default_rng(0)
     key = rng.normal(size=(1, 1, 128)).astype(np.float16).astype(np.float32)
     k = np.repeat(key, 256, axis=0)
-    config = EpsConfig.of(method="rq", mean_tokens=0, rq_bounds=True, group_tokens=4, tail_tokens=0)
+    config = EpsConfig.of(method="keys", group_tokens=4, tail_tokens=0)
     filled = fill(*target, config, "float32", k, k)
     q = (rng.normal(size=(16, 8, 128)) * 1e5).astype(np.float32)
     table = np.arange(16)[:, None]
     assert check_bounds(filled, q, table).violations == 0
     if is_oracle(backend):
         return
-    monkeypatch.setattr(f"{backend.__name__}.summaries.rq.logit_slack", lambda a, norm: norm * 0)
+    monkeypatch.setattr(f"{backend.__name__}.summaries.keys.logit_slack", lambda a, norm: norm * 0)
     stored = filled.cache.summaries[0]
     stored["radius"] = stored["radius"] * 0
     assert check_bounds(filled, q, table).violations > 0

@@ -94,7 +94,7 @@ def test_gated_run_reports_both_sides(model: Path, tmp_path: Path) -> None:
         "run", "--backend", "numpy", "--device", "cpu", "--model", model, "--prompt-file", tmp_path / "prompt.txt",
         "--max-new-tokens", 6, "--dtype", "float32", "--kv-dtype", "bfloat16", "--prefill-chunk", 33,
         "--pool-tokens", 512, "--no-stop", "--temperature", 0.8, "--top-p", 0.9, "--seed", 4, "--kl",
-        "--metrics", metrics, "--csv", table, "--eps-method", "rq", "--eps-bits", 2, "--eps-rq-bounds",
+        "--metrics", metrics, "--csv", table, "--eps-method", "rq", "--eps-rq-bounds",
         "--eps-group-tokens", 4, "--eps-policy", "topk", "--eps-budget", 0.3, "--eps-first-tokens", 4,
         "--eps-last-tokens", 8, "--eps-scope", "union", "--eps-seed", 3, "--eps-min-context", 10, "--block-size", 8,
         "--eps-tail", "drop",
@@ -120,7 +120,7 @@ def test_gated_run_reports_both_sides(model: Path, tmp_path: Path) -> None:
 
     first, *steps, last = lines_of(metrics)
     config = EpsConfig.of(
-        method="rq", bits=2, rq_bounds=True, group_tokens=4, budget=0.3, first_tokens=4, last_tokens=8, scope="union",
+        method="rq", rq_bounds=True, group_tokens=4, budget=0.3, first_tokens=4, last_tokens=8, scope="union",
         seed=3, min_context=10, block_size=8, tail_tokens=0,
     )  # fmt: skip
     assert first["type"] == "run" and EpsConfig.from_dict(first["config"]) == config
@@ -161,8 +161,6 @@ def test_every_method_runs(run: Any, method: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "want"),
     [
-        (["--eps-policy", "share", "--eps-tau", 0.02], {"policy": "share", "tau": 0.02}),
-        (["--eps-policy", "mass", "--eps-epsilon", 0.3], {"policy": "mass", "epsilon": 0.3}),
         (["--eps-first-tokens", 8, "--eps-last-tokens", 16], {"first_tokens": 8, "last_tokens": 16}),
         (
             ["--eps-policy", "threshold", "--eps-top-pages", 5, "--eps-alpha", 1.05],
@@ -196,7 +194,7 @@ def test_reading_everything_says_what_dense_says(run: Any) -> None:
 def test_off_is_a_run_without_eps(run: Any, tmp_path: Path) -> None:
     """Same tokens and bytes as a run with no flag, as the baseline of a gated run, and as rollback with flags left."""
     plain = run("--metrics", tmp_path / "m.jsonl")
-    off = run("--eps-method", "off", "--eps-budget", 0.3, "--eps-tau", 0.1, "--eps-bits", 8)
+    off = run("--eps-method", "off", "--eps-budget", 0.3, "--eps-mean-bits", 8)
     gated = run("--eps-method", "rq")
     assert plain["eps"] is None and plain["bytes_ratio"] is None and off["eps"] is None
     for other in (off, gated):
@@ -302,7 +300,7 @@ def test_info_counts_memory_within_the_limits() -> None:
 
 def test_info_takes_shape_and_flags(model: Path, bare: dict[str, str]) -> None:
     info = succeed(
-        "info", "--layers", 2, "--kv-heads", 3, "--head-dim", 64, "--context", 1024, "--eps-dim", 4, "--eps-bits", 2,
+        "info", "--layers", 2, "--kv-heads", 3, "--head-dim", 64, "--context", 1024, "--eps-dim", 4,
         "--eps-group-tokens", 8, "--block-size", 32, env=bare,
     )  # fmt: skip
     rows = {(row["kind"], row["method"], row["rq_bounds"]): row for row in info["summaries"] if not row["bound_bits"]}
@@ -404,7 +402,7 @@ def configured(ctx: click.Context, /, **flags: Any) -> EpsConfig:
 
 
 FINE, WIDE = {"first_tokens": 4, "last_tokens": 8}, {"first_tokens": 16, "last_tokens": 128}
-TOPK = {"policy": "topk", "tau": None, "budget": 0.05}
+TOPK = {"policy": "topk", "budget": 0.05}
 
 
 @pytest.mark.parametrize(
@@ -414,7 +412,6 @@ TOPK = {"policy": "topk", "tau": None, "budget": 0.05}
             "",
             {
                 "method": "rq",
-                "bits": 1,
                 "mean_tokens": 64,
                 "mean_bits": 4,
                 "stages": [0.5, 0.2],
@@ -426,20 +423,13 @@ TOPK = {"policy": "topk", "tau": None, "budget": 0.05}
                 **FINE,
             },
         ),
-        ("--eps-unit-tokens 0", {"mean_tokens": 0, "stages": [], "refine": 0.125}),
         ("--eps-unit-tokens 64 --eps-stages 0.5,0.2", {"mean_tokens": 64, "stages": [0.5, 0.2], "refine": 0.125}),
         ("--eps-stages 0 --eps-mean-bits 8", {"mean_tokens": 64, "mean_bits": 8, "stages": []}),
-        ("--eps-method rq --eps-bits 2", {"bits": 2, "refine": 0, **TOPK, **FINE}),
-        ("--eps-budget 0.2", {"policy": "topk", "budget": 0.2, "tau": None, **FINE}),
+        ("--eps-budget 0.2", {"policy": "topk", "budget": 0.2, **FINE}),
         ("--eps-top-pages 7", {"policy": "topk", "top_pages": 7, **FINE}),
-        ("--eps-tau 0.01", {"policy": "share", "tau": 0.01}),
-        ("--eps-policy share", {"policy": "share", "tau": 0.001}),
-        ("--eps-policy share --eps-top-pages 7", {"policy": "share", "tau": 0.001, "top_pages": 7}),
-        ("--eps-policy mass", {"policy": "mass", "epsilon": 0.01, "tau": None}),
-        ("--eps-method box", {"policy": "topk", "budget": 0.1, "tau": None, "refine": 0, **WIDE}),
+        ("--eps-policy threshold --eps-top-pages 7", {"policy": "threshold", "top_pages": 7}),
+        ("--eps-method box", {"policy": "topk", "budget": 0.1, "refine": 0, **WIDE}),
         ("--eps-method jl", {"policy": "topk", **WIDE}),
-        ("--eps-method moments --eps-policy share", {"policy": "share", "tau": 0.001, **WIDE}),
-        ("--eps-method box --eps-tau 0.01", {"policy": "share", "tau": 0.01}),
         ("--eps-last-tokens 64", {"first_tokens": 4, "last_tokens": 64}),
         ("--eps-last-n 3", {"first_tokens": 4, "last_tokens": 3}),
         ("--eps-refine 0", {"refine": 0}),

@@ -88,13 +88,9 @@ def eps(method: str, **settings: object) -> EpsConfig:
 BASE = [Case((150, 37), eps(m)) for m in (*METHODS[1:], *EVALUATION_METHODS)]
 CASES = [
     *BASE,
-    Case((260, 40, 3), eps("rq", rq_bounds=True, bits=2)),
     Case((300,), eps("rq", group_tokens=2)),
     Case((300, 70), EpsConfig.of(method="rq", budget=0.2)),
-    # about a centre; then about units' means of all sizes, in stages and whole, with bounds, in head dims of one part
-    Case((150, 37), eps("rq", mean_tokens=0)),
-    Case((300, 61), eps("rq", mean_tokens=0, group_tokens=2, rq_bounds=True), num_heads=6, num_kv_heads=3),
-    Case((600, 290), eps("rq", mean_tokens=0, group_tokens=2), dtype="bfloat16", head_dim=64),
+    # units' means of all sizes, in stages and whole, with bounds, in head dims of one part
     Case((300, 64, 63), eps("rq", group_tokens=2, mean_tokens=32), head_dim=64),
     Case((600, 290), eps("rq", group_tokens=1, mean_tokens=64, budget=0.1), dtype="bfloat16", head_dim=128),
     Case((300, 61), eps("rq", group_tokens=2, mean_tokens=32, stages=(0.5, 0.2)), head_dim=32, num_heads=6),
@@ -104,15 +100,14 @@ CASES = [
     Case((300,), eps("rq", group_tokens=2, mean_tokens=32, rq_bounds=True), num_heads=3, num_kv_heads=1),
     Case((260, 40, 3), eps("rq", group_tokens=16, mean_tokens=64, rq_bounds=True), dtype="float16", head_dim=64),
     Case((300, 61), eps("rq", group_tokens=2, scope="union"), head_dim=64, kind="outlier"),
-    Case((300, 61), eps("rq", group_tokens=2, policy="share", tau=0.01), head_dim=64, kind="ties"),
-    Case((300, 130), eps("rq", group_tokens=2, policy="mass", epsilon=0.05), head_dim=64, num_heads=8),
-    Case((300,), eps("rq", group_tokens=1, bits=8)),
-    Case((290,), eps("rq", group_tokens=3, block_size=12)),
+    Case((300, 61), eps("rq", group_tokens=2, policy="threshold", top_pages=20), head_dim=64, kind="ties"),
+    Case((300, 130), eps("rq", group_tokens=2, policy="threshold", top_pages=9), head_dim=64, num_heads=8),
+    Case((290,), eps("meanstd", group_tokens=3, block_size=12)),
     Case((290,), eps("box", group_tokens=48)),
     Case((290, 31), eps("moments", group_tokens=5, block_size=5)),
-    Case((300,), eps("rq", group_tokens=16, bits=4, rq_bounds=True), head_dim=20),
+    Case((300,), eps("rq", group_tokens=16, bound_bits=4), head_dim=20),
     Case((600, 290), eps("rq", group_tokens=2), dtype="bfloat16", head_dim=64),
-    Case((520,), eps("rq", group_tokens=32, policy="mass", epsilon=0.05)),
+    Case((520,), eps("rq", group_tokens=32, policy="threshold", top_pages=2)),
     Case((1,), eps("box")),
     Case((4,), eps("moments")),
     Case((5, 4, 1), eps("ball", group_tokens=4)),
@@ -133,24 +128,20 @@ CASES = [
     Case((150, 37), eps("box", group_tokens=16), dtype="bfloat16"),
     Case((150, 37), eps("moments", group_tokens=8), dtype="bfloat16", head_dim=64),
     Case((150, 37), eps("meanstd"), dtype="bfloat16"),
-    Case((150, 37), eps("box", policy="share", tau=0.02)),
-    Case((150, 37), eps("ball", policy="mass", epsilon=0.1)),
-    Case((150, 37), eps("ball", policy="mass", epsilon=0.1, top_pages=6)),
+    Case((150, 37), eps("ball", policy="threshold", top_pages=6)),
     Case((150, 37), eps("jl", policy="threshold", top_pages=3)),
     Case((150, 37), eps("box", policy="threshold", top_pages=4, alpha=1.5)),
     Case((150, 37), eps("box", scope="union")),
     Case((150, 37), eps("moments", policy="threshold", top_pages=3, alpha=1.3)),
-    Case((152, 36), eps("box", policy="mass", epsilon=1.0, first_tokens=0, last_tokens=0)),
-    Case((152, 36), eps("moments", policy="mass", epsilon=0.0, first_tokens=0, last_tokens=0)),
-    Case((152, 36), eps("meanstd", policy="share", tau=1.0, first_tokens=0, last_tokens=0)),
-    Case((150, 37), eps("moments", scope="union", policy="mass", epsilon=0.2)),
+    Case((152, 36), eps("meanstd", policy="threshold", top_pages=1, alpha=1.0, first_tokens=0, last_tokens=0)),
+    Case((150, 37), eps("moments", scope="union", policy="threshold", top_pages=4)),
     Case((150, 37), eps("box", budget=20.0)),
     Case((150, 37), eps("box", top_pages=5)),
     Case((150, 37), eps("box", budget=1.0)),
     Case((150, 37), eps("box", min_context=100)),
     Case((150, 37), eps("ball", group_tokens=2, budget=0.1), num_heads=8, num_kv_heads=2),
     Case((300, 61), eps("moments", group_tokens=1, scope="union", budget=0.05), num_heads=6),
-    Case((300,), eps("rq", rq_bounds=True, bits=8, group_tokens=1), num_heads=3, num_kv_heads=1, dtype="float16"),
+    Case((300,), eps("rq", bound_bits=8, group_tokens=1), num_heads=3, num_kv_heads=1, dtype="float16"),
     Case((150, 37), eps("box"), kind="equal"),
     Case((150, 37), eps("box"), kind="ties"),
     Case((150, 37), eps("ball"), kind="outlier"),
@@ -164,10 +155,10 @@ CASES = [
     Case((192, 128), eps("box", tail_tokens=64)),
     Case((200, 130, 3), eps("moments", tail_tokens=64, budget=0.1), num_heads=6, num_kv_heads=3, chunk=70),
     Case((310, 100), eps("rq", refine=0.2, budget=0.1), num_heads=6, dtype="bfloat16", head_dim=64, chunk=150),
-    Case((300,), eps("rq", tau=0.02, policy="share", bits=4), num_heads=2, kind="ties"),
+    Case((300,), eps("rq", policy="threshold", top_pages=5), num_heads=2, kind="ties"),
     Case((290, 200), eps("ball", group_tokens=48, tail_tokens=96, budget=0.2)),
     Case((131, 70), eps("meanstd", group_tokens=5, block_size=5, tail_tokens=60), chunk=64),
-    Case((290, 73), eps("rq", group_tokens=3, block_size=12), scale_q=0.1),
+    Case((290, 73), eps("meanstd", group_tokens=3, block_size=12), scale_q=0.1),
     Case((200, 33), eps("moments", group_tokens=1, block_size=32, tail_tokens=32), dtype="float16"),
     Case((300, 61), eps("box", group_tokens=64, tail_tokens=64, budget=0.2), num_heads=8, num_kv_heads=1),
     Case((150, 120), eps("moments", tail_tokens=16, scope="union", budget=0.1), num_heads=3, num_kv_heads=3),
@@ -178,10 +169,10 @@ CASES = [
     Case((310, 100), eps("rq", refine=0.2, budget=0.1), bits=(8, 4), dtype="bfloat16", head_dim=64, chunk=150),
     Case((300, 61), eps("rq", group_tokens=2, mean_tokens=32, rq_bounds=True), bits=(4, 16), num_heads=6),
     Case((150, 37), eps("moments", tail_tokens=16), bits=(8, 8), dtype="float16", kind="outlier"),
-    Case((150, 37), eps("ball", policy="mass", epsilon=0.1), bits=(4, 4), head_dim=34),
+    Case((150, 37), eps("ball", policy="threshold", top_pages=4), bits=(4, 4), head_dim=34),
     Case((150, 37), eps("fd"), bits=(16, 8), head_dim=33),
     Case((150, 37), eps("oracle"), bits=(4, 8), kind="ties"),
-    Case((150, 37), eps("rq", mean_tokens=0), bits=(8, 8)),
+    Case((150, 37), eps("rq", bound_bits=8), bits=(8, 8)),
     Case((310, 100), eps("rq", refine=0.2, budget=0.1), bits=("nvfp4", "fp8"), dtype="bfloat16", head_dim=64),
     Case((150, 37), eps("box"), bits=("fp8", "nvfp4"), dtype="float16", head_dim=48, kind="outlier"),
 ]
@@ -692,8 +683,7 @@ def check_head_modes(backend: ModuleType, device: str) -> None:
     """Head modes layer by layer: visit lists of the oracle, dense heads all, window heads what is forced."""
     settings = [
         {},
-        {"policy": "mass", "epsilon": 0.05},
-        {"policy": "share", "tau": 0.02, "top_pages": 9},
+        {"policy": "threshold", "top_pages": 9},
         {"scope": "union"},
         {"first_tokens": 0, "last_tokens": 0, "budget": 0.2},  # a window head with nothing forced
     ]
@@ -784,7 +774,7 @@ def check_fork(backend: ModuleType, device: str, config: EpsConfig, bits: KvForm
     method = config.store.method
     rng = np.random.default_rng(5)
     spec = CacheSpec(1, 2, 16, 64, k_bits=bits[0], v_bits=bits[1])
-    shared = rng.normal(size=(2, 300, 2, 16)).astype(np.float32)  # K and V; long enough for rq's centre
+    shared = rng.normal(size=(2, 300, 2, 16)).astype(np.float32)  # K and V; long enough for the centre of key codes
     tails = rng.normal(size=(2, 2, 30, 2, 16)).astype(np.float32)
     q = backend.from_numpy(rng.normal(size=(1, 4, 16)).astype(np.float32), "float32", device)
 
@@ -886,14 +876,13 @@ def test_reused_group_never_shows_an_old_summary(target, method, step):
     scores = backend.score(cache, 0, q, Where.of(config, pool.table([second]), pool.lengths([second])))
     estimate = backend.to_numpy(scores.estimate)
     assert np.isposinf(estimate[0, :, 100 // 8]).all()  # the open group, whose slots held an old full group
-    if method != "rq":  # rq's centre stays that of the first keys ever seen
-        only, _ = fresh_pool.open([])
-        for start in range(0, 100, step):
-            rows = slice(start, min(start + step, 100))
-            slots, _ = fresh_pool.append(only, list(range(rows.start, rows.stop)))
-            fresh = backend.write_kv(fresh, 0, give(old[0][rows]), give(old[1][rows]), slots)
-        want = backend.score(fresh, 0, q, Where.of(config, fresh_pool.table([only]), fresh_pool.lengths([only])))
-        assert np.array_equal(estimate[..., :13], backend.to_numpy(want.estimate)[..., :13])
+    only, _ = fresh_pool.open([])
+    for start in range(0, 100, step):
+        rows = slice(start, min(start + step, 100))
+        slots, _ = fresh_pool.append(only, list(range(rows.start, rows.stop)))
+        fresh = backend.write_kv(fresh, 0, give(old[0][rows]), give(old[1][rows]), slots)
+    want = backend.score(fresh, 0, q, Where.of(config, fresh_pool.table([only]), fresh_pool.lengths([only])))
+    assert np.array_equal(estimate[..., :13], backend.to_numpy(want.estimate)[..., :13])
     # a slot in the middle of a sealed group is written again (a rejected draft): no summary until it is full again
     again = slots_of(pool, second)[3:4]
     cache = backend.write_kv(cache, 0, keys(1), keys(1), again)
@@ -1004,7 +993,9 @@ def test_native_bounds_hold_for_every_query(target, method, kind):
     backend, device = target
     rng = np.random.default_rng(sum(map(ord, method + kind)))
     for size, head_dim, dtype in ((1, 16, "float32"), (4, 64, "bfloat16"), (16, 20, "float32"), (128, 64, "float16")):
-        config = eps(method, group_tokens=size, rq_bounds=method == "rq", bits=int(rng.choice([1, 2, 4, 8])))
+        if method == "rq":
+            size = min(size, 16)  # within a unit
+        config = eps(method, group_tokens=size, rq_bounds=method == "rq")
         num_tokens = max(512, 2 * size)
         spec = CacheSpec(1, 1, head_dim, num_tokens // config.store.unit_tokens, dtype)
         if kind == "huge" and dtype == "float16":
@@ -1231,7 +1222,7 @@ def test_ungated_step_equals_method_off(target, tiny_path, method):
     run.listen()
     run.step()
     if method == "rq":
-        return  # which has no centre yet
+        return  # whose units are open
     for layer, q in run.queries:
         estimate = run.backend.to_numpy(run.score(layer, q).estimate)
         for b, length in enumerate(run.lengths.tolist()):

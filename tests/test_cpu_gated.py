@@ -36,27 +36,27 @@ CASES = [
         num_kv_heads=2,
         head_dim=64,
     ),
-    Case((600, 290), eps("rq", mean_tokens=0, group_tokens=2), dtype="float16", head_dim=80, chunk=200),
-    Case((300,), eps("rq", mean_tokens=0, group_tokens=4, bits=4, tail_tokens=0), num_heads=6, num_kv_heads=2),
+    Case((600, 290), eps("rq", group_tokens=2), dtype="float16", head_dim=80, chunk=200),
+    Case((300,), eps("rq", group_tokens=4, tail_tokens=0), num_heads=6, num_kv_heads=2),
     Case((290, 200), eps("meanstd", group_tokens=48, tail_tokens=96), num_heads=6, num_kv_heads=3, head_dim=80),
     Case((150, 64, 1), eps("meanstd", tail_tokens=0, first_tokens=0, last_tokens=0, budget=0.1)),
     Case(
         (310, 100),
-        eps("rq", group_tokens=2, mean_tokens=0, refine=0.2),
+        eps("rq", group_tokens=2, refine=0.2),
         bits=(8, 4),
         dtype="bfloat16",
         head_dim=64,
         chunk=150,
     ),
     Case((400, 129), eps("rq", group_tokens=2, tail_tokens=192, block_size=64), kind="ties"),
-    Case((100, 37), eps("rq", group_tokens=2, mean_tokens=0)),  # too short for rq's centre: nothing has a summary
+    Case((100, 37), eps("rq", group_tokens=2)),  # one full unit, and none
     Case((290, 41), eps("rq", group_tokens=2, min_context=100, top_pages=29)),
     Case((300, 80), eps("rq", group_tokens=2, head_modes=(("gate", "gate"),))),
     Case((700, 300), EpsConfig.of(method="rq", budget=0.1), num_heads=14, num_kv_heads=2, head_dim=64),
 ]
 REFUSED = [
     Case((150,), eps("box")),  # bounds
-    Case((150,), eps("rq", group_tokens=2, policy="share", tau=0.02)),
+    Case((150,), eps("rq", group_tokens=2, policy="threshold", top_pages=9)),
     Case((150,), eps("rq", group_tokens=2, scope="union")),
     Case((150,), eps("rq", group_tokens=2, head_modes=(("gate", "window"),))),
     Case((300,), eps("rq", mean_tokens=32, group_tokens=4, stages=(0.25,))),  # groups that fill no register
@@ -185,7 +185,7 @@ def test_codes_that_kernels_do_not_read_are_left_to_the_parts(backend):
 
 
 def test_gated_layers_take_it(backend):
-    """`attend_layer` asks no part for what one kernel does, timed or not; with another scorer it asks all of them."""
+    """`attend_layer` asks no part for what one kernel does, timed or not."""
     case = CASES[0]
     s = Setup(backend, case)
     where = Where.of(case.config, s.table, s.lengths)
@@ -218,9 +218,6 @@ def test_gated_layers_take_it(backend):
     assert taken() == [] and taken(audit=True) == ["attend"]  # the audit's dense read
     seconds = iter([5.0, 6.0])
     assert taken(clock=lambda cache, *arrays: next(seconds)) == []
-    assert taken(scorer=lambda: (backend.score(s.cache, 0, s.native, where), 2 * where.scoring_bytes(128))) == sorted(
-        set(parts) - {"score"}
-    )
 
 
 def test_a_layer_is_timed_by_the_kernels_own_stamps(backend, monkeypatch):
@@ -412,6 +409,6 @@ def test_what_a_failed_thread_left_is_followed_by_nobody(failing):
 
 
 def test_every_scorer_has_a_whole_layer():
-    scorers = {calls.score.score_rq, calls.score.score_codes, calls.units.score_units}
+    scorers = {calls.score.score_codes, calls.units.score_units}
     assert set(gated.AFTER) == scorers and set(gated.AFTER.values()) <= set(openmp._LAUNCHERS)
     assert usable.why_not() is None

@@ -45,29 +45,29 @@ from eps_core.oracle import selection as oracle_selection
 from eps_core.paging.where import Where
 
 CASES = [
-    Case((150, 37), eps("rq", mean_tokens=0, group_tokens=2)),
-    Case((310, 3, 64), eps("rq", group_tokens=1, bits=8), num_heads=3, num_kv_heads=3),
-    Case((300, 130), eps("rq", mean_tokens=0, group_tokens=2, refine=0.2), 32, 2, 128, "bfloat16", 150),
-    Case((600, 290), eps("rq", mean_tokens=0, group_tokens=2), dtype="float16", head_dim=80, chunk=200),
-    Case((290,), eps("rq", group_tokens=3, block_size=12, refine=0.5), head_dim=33),
-    Case((300,), eps("rq", group_tokens=48, bits=4, tail_tokens=96), num_heads=6, num_kv_heads=2, head_dim=20),
-    Case((400, 128), eps("rq", group_tokens=128, bits=2), num_heads=5, num_kv_heads=1, dtype="bfloat16"),
-    Case((300, 290), eps("rq", mean_tokens=0, group_tokens=2), kind="ties", scale_q=1.0),
-    Case((300,), eps("rq", mean_tokens=0), kind="equal"),
-    Case((300, 37), eps("rq", mean_tokens=0, refine=0.3), head_dim=160, num_heads=6, num_kv_heads=2),  # 4 words and 1
-    Case((300,), eps("rq", mean_tokens=0, group_tokens=16), head_dim=96, num_heads=2, num_kv_heads=1),
+    Case((150, 37), eps("rq", group_tokens=2)),
+    Case((310, 3, 64), eps("rq", group_tokens=1), num_heads=3, num_kv_heads=3),
+    Case((300, 130), eps("rq", group_tokens=2, refine=0.2), 32, 2, 128, "bfloat16", 150),
+    Case((600, 290), eps("rq", group_tokens=2), dtype="float16", head_dim=80, chunk=200),
+    Case((290,), eps("rq", group_tokens=2, refine=0.5), head_dim=33),
+    Case((300,), eps("meanstd", group_tokens=48, tail_tokens=96), num_heads=6, num_kv_heads=2, head_dim=20),
+    Case((400, 128), eps("meanstd", group_tokens=128), num_heads=5, num_kv_heads=1, dtype="bfloat16"),
+    Case((300, 290), eps("rq", group_tokens=2), kind="ties", scale_q=1.0),
+    Case((300,), eps("rq"), kind="equal"),
+    Case((300, 37), eps("rq", refine=0.3), head_dim=160, num_heads=6, num_kv_heads=2),  # 4 words and 1
+    Case((300,), eps("rq", group_tokens=16), head_dim=96, num_heads=2, num_kv_heads=1),
     Case((290, 41), eps("rq", group_tokens=2, min_context=100, top_pages=9)),
     Case((700, 290), eps("rq", mean_tokens=64, stages=(0.25,)), num_heads=8, head_dim=128, dtype="bfloat16"),
-    Case((100, 37), eps("rq", mean_tokens=0)),  # too short for rq's centre: nothing has a summary
+    Case((100, 37), eps("rq")),  # one full unit, and none
     Case((150, 37, 1), eps("box"), num_heads=16, num_kv_heads=1, head_dim=33, dtype="float16"),
     Case((530, 300), eps("box", group_tokens=128, tail_tokens=128), num_heads=8, dtype="bfloat16", head_dim=128),
     Case((150, 37), eps("ball", group_tokens=3, block_size=3, tail_tokens=60), num_heads=3, num_kv_heads=1),
     Case((150, 37), eps("ball"), kind="outlier", dtype="bfloat16"),
     Case((290, 200), eps("meanstd", group_tokens=48), num_heads=6, num_kv_heads=3, head_dim=80),
     Case((150, 64), eps("meanstd", first_tokens=0, last_tokens=0, budget=0.1)),
-    Case((150, 37), eps("box", policy="share", tau=0.02)),  # counts that differ by head
-    Case((150, 37), eps("ball", policy="mass", scope="union", epsilon=0.1)),
-    Case((310, 100), eps("rq", mean_tokens=0, refine=0.2), bits=(8, 4), dtype="bfloat16", head_dim=64, chunk=150),
+    Case((150, 37), eps("box", policy="threshold", top_pages=4)),  # counts that differ by head
+    Case((150, 37), eps("ball", policy="threshold", scope="union", top_pages=3)),
+    Case((310, 100), eps("rq", refine=0.2), bits=(8, 4), dtype="bfloat16", head_dim=64, chunk=150),
     Case((150, 37), eps("ball"), bits=(4, 16), num_heads=8, num_kv_heads=1, head_dim=34),
 ]
 
@@ -306,8 +306,7 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
     rng, backend = np.random.default_rng(0), load_backend("cuda")
     monkeypatch.setattr(kernels_of(backend), "_run", counted)
     for config, whole_rows in (
-        (EpsConfig.of(method="rq", mean_tokens=0).with_tail(), False),
-        (EpsConfig.of(method="rq", mean_tokens=64), False),
+        (EpsConfig.of(method="rq").with_tail(), False), (EpsConfig.of(method="rq"), False),
         (EpsConfig.of(method="rq", mean_tokens=64), True), (EpsConfig.of(method="rq", mean_tokens=64, refine=0), False),
         (EpsConfig.of(method="box"), False), (EpsConfig.of(method="ball"), False),
         (EpsConfig.of(method="meanstd"), False),
@@ -328,8 +327,8 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
         backend.skipped_mass(scores, selection)
         if config.store.tail_tokens:
             backend.add_tail(cache, 0, Where.of(config, table, lengths), scores, selection, state)
-    parts = {"score_rq", "score_units", "score_codes", "select_topk", "attend", "attend_tail", "skipped_mass"}
-    assert kernels == parts | {"gate_rq", "gate_units", "gate_codes"}
+    parts = {"score_units", "score_codes", "select_topk", "attend", "attend_tail", "skipped_mass"}
+    assert kernels == parts | {"gate_units", "gate_codes"}
 
 
 def test_no_array_is_held_after_a_call():
@@ -447,8 +446,8 @@ def test_a_cpu_without_permutations(name, features, tmp_path):
         np.testing.assert_array_equal(values, halves.view(np.float16).astype(np.float32))
         backend = load_backend("cuda")
         for dtype, config, bits in (
-            ("float32", EpsConfig.of(method="rq", mean_tokens=0, refine=0.2, tail_tokens=64), (16, 16)),
-            ("bfloat16", EpsConfig.of(method="rq", bits=4), (16, 16)),
+            ("float32", EpsConfig.of(method="rq", refine=0.2, tail_tokens=64), (16, 16)),
+            ("bfloat16", EpsConfig.of(method="rq"), (16, 16)),
             ("float32", EpsConfig.of(method="rq", mean_tokens=64, stages=(0.5, 0.2)), (16, 16)),
             ("float16", EpsConfig.of(method="box", group_tokens=16), (16, 16)),
             ("bfloat16", EpsConfig.of(method="box"), (8, 4)),
@@ -472,8 +471,8 @@ def test_a_cpu_without_permutations(name, features, tmp_path):
                     out, lse = backend.add_tail(cache, 0, where, scores, selection, (out, lse))
                 rows = Rows.of(where.table, where.lengths, np.array([7]))
                 several = backend.from_numpy(rng.normal(size=(7, 6, 64)), "float32", "cpu")
-                read = backend.attend_rows(cache, 0, several, rows, masses=True)
-                found = scores.estimate, selection.groups, out, lse, read.out, read.lse, read.masses
+                read = backend.attend_rows(cache, 0, several, rows)
+                found = scores.estimate, selection.groups, out, lse, read.out, read.lse
                 results.append([x.numpy() for x in found])
             for one, other in zip(*results):
                 np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)

@@ -67,13 +67,12 @@ class Chosen:
         monkeypatch.setattr(self.kernels, "_run", run)
 
     def __call__(
-        self, cache: Any, q: np.ndarray, rows: Rows, visit: np.ndarray | None = None, masses: bool = False,
-        dtype: str = "float32",
-    ) -> list[np.ndarray]:  # fmt: skip
+        self, cache: Any, q: np.ndarray, rows: Rows, visit: np.ndarray | None = None, dtype: str = "float32"
+    ) -> list[np.ndarray]:
         listed = None if visit is None else self.backend.from_numpy(visit.astype(np.float32), "float32", "cpu") > 0
-        read = self.backend.attend_rows(cache, 0, self.backend.from_numpy(q, dtype, "cpu"), rows, listed, masses)
+        read = self.backend.attend_rows(cache, 0, self.backend.from_numpy(q, dtype, "cpu"), rows, listed)
         assert self.ran == {self.expected}
-        return [self.backend.to_numpy(x) for x in (read.out, read.lse, read.visited_lse, read.masses) if x is not None]
+        return [self.backend.to_numpy(x) for x in (read.out, read.lse, read.visited_lse) if x is not None]
 
 
 def filled_of(backend: Any, case: Case, seed: int = 1) -> Filled:
@@ -92,12 +91,12 @@ def test_rows_are_as_exact_as_float32(backend, case, tiles, monkeypatch) -> None
     visit[1:2] = True
     short = query(case, rng)
     for q, dtype in ((short, case.dtype), (rng.normal(size=short.shape).astype(np.float32) * case.scale_q, "float32")):
-        want = oracle.attend_rows(filled.judge, 0, q.astype(np.float64), rows, visit, True)
-        out, lse, visited, masses = attend(filled.cache, q, rows, visit, True, dtype)
+        want = oracle.attend_rows(filled.judge, 0, q.astype(np.float64), rows, visit)
+        out, lse, visited = attend(filled.cache, q, rows, visit, dtype)
         slack = 64 * 2.0**-23 * (np.abs(q).sum(axis=2).max() * 5 / math.sqrt(case.head_dim) + 1)
         rounding = {"float32": 2.0**-22, "float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype]  # of what is returned
         assert np.abs(out - want.out).max() < 5 * (slack + 2.0**-16 + rounding)
-        for a, b in ((lse, want.lse), (visited, want.visited_lse), (masses, want.masses)):
+        for a, b in ((lse, want.lse), (visited, want.visited_lse)):
             np.testing.assert_array_equal(np.isneginf(a), np.isneginf(b))
             there = ~np.isneginf(b)
             assert np.abs(a[there] - b[there]).max(initial=0) < slack

@@ -409,7 +409,6 @@ def test_bad_settings_are_one_line(settings: dict[str, Any], message: str) -> No
 @pytest.mark.parametrize(
     ("flat", "message"),
     [
-        ({"mean_tokens": 0}, "about a centre"),
         ({"scope": "union"}, "eps-scope union"),
     ],
 )

@@ -161,7 +161,7 @@ WRONG = {
         "eps.unread_share(read.lse, lse_all, kv_heads)",
     ),
     "scores where everything is read": ("    if where.reads_all(layer):", "    if False:"),
-    "summaries not counted": ("scored_bytes = kv_heads *", "scored_bytes = 0 *"),
+    "summaries not counted": ("= scored_bytes + cache", "= 0 + cache"),
 }
 
 

@@ -28,7 +28,6 @@ class Shadow:
         # fewer open groups than sequences, and a first pool that is soon too small
         self.paged = Paged(self.eps, CacheSpec(LAYERS, HEADS, DIM, 4, "float32", 3), store, "cpu", kernels)
         self.kernels, self.rng = kernels, np.random.default_rng(seed)
-        self.first = np.zeros((LAYERS, 0, HEADS, DIM), np.float32)  # keys in the order of their coming: rq's centre
         self.live: list[tuple[Any, np.ndarray]] = []  # sequence, K and V [2, L, T, H, D]
         self.most_units = self.acts = 0
 
@@ -37,8 +36,6 @@ class Shadow:
         new = self.rng.normal(size=(2, LAYERS, sum(counts), HEADS, DIM)).astype(np.float32)
         for layer in range(LAYERS):
             self.paged.write(layer, *(torch.from_numpy(x[layer]) for x in new), slots)
-        if self.first.shape[1] < 256:
-            self.first = np.concatenate([self.first, new[0]], axis=1)
         ends = np.cumsum([0, *counts])
         for place, start, end in zip(places, ends, ends[1:], strict=False):
             sequence, held = self.live[place]
@@ -78,23 +75,19 @@ class Shadow:
         self.paged.pool.check()
         cache = self.paged.cache
         store, per_unit, size = cache.store, cache.store.seals_per_unit, cache.store.sealed_tokens
-        known = self.first.shape[1] >= 256 or not store.needs_centre
         for sequence, held in self.live:
             length = held.shape[2]
             assert sequence.length == length
             if not length:
                 continue
             fresh = Paged(self.eps, CacheSpec(LAYERS, HEADS, DIM, 1, "float32", 3), store, "cpu", self.kernels)
-            first = fresh.append([fresh.open()], [self.first.shape[1]])
             alone = fresh.open()
             slots = fresh.append([alone], [length])
             for layer in range(LAYERS):
-                keys = torch.from_numpy(self.first[layer])
-                fresh.write(layer, keys, keys, first)
                 fresh.write(layer, *(torch.from_numpy(np.ascontiguousarray(x[layer])) for x in held), slots)
                 for read, raw in zip(self.paged.read(layer, sequence), held, strict=True):
                     np.testing.assert_array_equal(read.numpy(), raw[layer])
-                for name in cache.summaries[layer] if known else ():
+                for name in cache.summaries[layer]:
                     ours, theirs = (
                         one.cache.summaries[layer][name][list(table)].transpose(1, 2).flatten(0, 1)[: length // size]
                         for one, table in ((self.paged, sequence.table), (fresh, alone.table))

@@ -81,8 +81,8 @@ def test_off_and_everything_visited_are_sdpa_bit_for_bit(
 @pytest.mark.parametrize(("device", "kernels", "name", "rows"), GATED_CASES)
 def test_gated_rows_are_the_oracles(device: str, kernels: str, name: str, rows: str) -> None:
     model, (ids, mask) = tiny(name, device=device), prompts(ROWS[rows], seed=1, device=device)
-    # about a unit's mean a query is rounded, and a last bit of another forward's can round it the other way
-    config = EpsConfig.of("rq", budget=0.2, mean_tokens=0, **SMALL)
+    # rq rounds queries, and a last bit of another forward's can round one the other way
+    config = EpsConfig.of("meanstd", budget=0.2, **SMALL)
     cache = EpsCache(model, config, kernels=kernels)
     cache.gated.keep_lists = True
     reference, end = Reference(config), ids.shape[1]
@@ -128,11 +128,11 @@ def demo() -> Any:
     return AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
-@pytest.mark.parametrize(("settings", "least"), [({"mean_tokens": 0}, 1.0), ({}, 0.98)], ids=["centre", "default"])
-def test_gated_logits_and_visit_lists_are_our_own_decoders(demo: Any, settings: dict, least: float) -> None:
-    """Over the same K and V of a prompt: ours are put into its pages. About a unit's mean a query is rounded to whole
+@pytest.mark.parametrize(("method", "least"), [("meanstd", 1.0), ("rq", 0.98)])
+def test_gated_logits_and_visit_lists_are_our_own_decoders(demo: Any, method: str, least: float) -> None:
+    """Over the same K and V of a prompt: ours are put into its pages. With rq a query is rounded to whole
     numbers, and one of other matrix products now and then to the next: a few groups of a list are then others."""
-    config = EpsConfig.of("rq", budget=0.1, **settings)
+    config = EpsConfig.of(method, budget=0.1)
     session = Session.open(backend="cuda", device="cpu", dtype="float32", config=config)
     tokens = session.encode(demo_document().prompt)[-1500:]
     ids = torch.tensor([tokens])

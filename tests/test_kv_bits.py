@@ -16,7 +16,6 @@ from eps_core.config.bytes import kv_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import FORMATS, FormatName, KvFormats
 from eps_core.config.store import DTYPE_BYTES, CacheSpec
-from eps_core.config.verify import Verify
 from eps_core.errors import ConfigError
 from eps_core.load import load_backend
 from eps_core.oracle import codes as oracle_codes
@@ -309,11 +308,10 @@ def test_backends_say_the_same_of_the_demo_prompt(bits: FormatName) -> None:
     assert len(texts) == 1
 
 
-@pytest.mark.parametrize("mode", ["tokens", "bits"])
-def test_verified_text_is_the_dense_one_of_the_same_cache(tmp_path: Path, mode: str) -> None:
+def test_verified_text_is_the_dense_one_of_the_same_cache(tmp_path: Path) -> None:
     model = tiny_models.save_model("llama2", tmp_path / "model")
     where: dict[str, Any] = {"backend": "cuda", "device": "cpu", "kv_bits": (8, 4)}
-    asked = LLM(model, "box", budget=0.2, speculative=Verify(mode), **where)
+    asked = LLM(model, "box", budget=0.2, speculative=True, **where)
     dense = LLM(model, "off", **where)
     assert asked.generate(PROMPT, max_new_tokens=24).tokens == dense.generate(PROMPT, max_new_tokens=24).tokens
 

@@ -1,4 +1,4 @@
-"""The Metal kernels that score, refine and select, as the text that MLX would compile, run on this machine by the shim.
+"""The Metal kernels that score and select, as the text that MLX would compile, run on this machine by the shim.
 
 Estimates are judged by the float64 oracle, lists by the oracle's selection and by the array path, to the last group.
 """
@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import mlx.core as mx
 import numpy as np
@@ -21,10 +21,8 @@ from eps_core.oracle import selection as oracle_selection
 from eps_core.oracle.selection import best_first
 from eps_core.summaries import base as oracle_base
 from eps_core.summaries import meanstd as oracle_meanstd
-from eps_core.summaries import rq as oracle_rq
 from eps_mlx import selection as arrays
 from eps_mlx.kernels import launch, score, score_meanstd, select
-from eps_mlx.summaries.rq import rotate
 
 SEED = 3
 metal_shim = shim.metal_shim
@@ -257,148 +255,34 @@ def same(got: mx.array, want: np.ndarray, rounding: float) -> None:
     assert error.max() <= rounding, error.max()
 
 
-def rq_pool(bits=1, spoilt=True, **shape) -> tuple[Pool, np.ndarray]:
-    one = pool_of(**shape)
-    one.summary = {"codes": one.bytes_of(-(-one.head_dim * bits // 8)), "scale": one.scalars() / np.float16(2**bits)}
-    if spoilt:  # a scale past float16 makes the estimate the largest, never NaN
-        one.spoil("scale")
-    return one, one.rng.normal(size=(one.kv_heads, one.head_dim)).astype(np.float16)
-
-
-def turned_of(one: Pool, centre: np.ndarray) -> tuple[mx.array, mx.array]:
-    signs = mx.array(oracle_rq.rq_signs(SEED, one.head_dim))
-    return score.turn_queries(mx.array(one.q), rotate(mx.eye(one.head_dim), signs), mx.array(centre))
-
-
 def rounding_of(one: Pool, levels: float, scale: float) -> float:
     """float32 additions of D products in one order and float64 ones in another, of the largest query."""
     a = np.abs(one.q).sum(axis=-1).max() / math.sqrt(one.head_dim)
     return 2.0**-22 * (math.sqrt(one.head_dim) + 8) * (a * levels * scale + 5 * a + 1)
 
 
-def by_codes(function: Callable, one: Pool, centre: np.ndarray, bits: int = 1) -> Callable:
-    """The oracle's estimates of one head's groups, for `Pool.judged`."""
-    store = SimpleNamespace(S=one.size, bits=bits, mean_tokens=0, rq_bounds=False, seed=SEED)
-
-    def estimate(summary: dict[str, np.ndarray], a: np.ndarray, head: int) -> np.ndarray:
-        found = function(store, {"centre": centre[head]}, summary, a)
-        return found[0] if isinstance(found, tuple) else found
-
-    return estimate
-
-
-def check_rq(bits=1, **shape) -> None:
-    one, centre = rq_pool(bits, **shape)
-    want = one.judged(by_codes(oracle_rq.score, one, centre, bits))
-    turned, offset = turned_of(one, centre)
-    pools = [mx.array(one.summary[name]) for name in ("codes", "scale")]
-    got = score.score_rq(turned, offset, *pools, *one.arrays(), group_tokens=one.size, bits=bits)
-    same(got, want, rounding_of(one, 2.0 ** (bits - 1), 1.05 / 2**bits))
-
-
-RQ = {
-    "default": {},
-    "head dim 128": {"head_dim": 128, "repeat": 4, "kv_heads": 1},
-    "head dim 256": {"head_dim": 256, "repeat": 8, "kv_heads": 1},
-    "head dim 80": {"head_dim": 80, "repeat": 5},
-    "head dim 33": {"head_dim": 33, "repeat": 1},
-    "head dim 20": {"head_dim": 20, "repeat": 16, "size": 1, "per_unit": 64},
-    "two bits": {"bits": 2, "head_dim": 96},
-    "four bits": {"bits": 4, "head_dim": 33},
-    "eight bits": {"bits": 8, "head_dim": 128, "repeat": 2, "lengths": (95, 64)},
-    "odd groups": {"size": 5, "per_unit": 3, "head_dim": 16},
-    "one token": {"lengths": (1,), "head_dim": 16},
-    "one tile a unit": {"size": 48, "per_unit": 1, "head_dim": 16, "lengths": (700, 47)},
-    "several threadgroups": {"lengths": (2900, 1), "head_dim": 16, "size": 1, "repeat": 1, "kv_heads": 1},
-}
-
-
-@pytest.mark.parametrize("case", RQ.values(), ids=RQ)
-def test_rq_estimates_are_the_oracles(case, metal_shim):
-    check_rq(**case)
-
-
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str)
-@pytest.mark.parametrize(("head_dim", "repeat"), [(128, 4), (33, 1)])
-def test_queries_are_turned_and_centred(dtype, head_dim, repeat, metal_shim):
-    one, centre = rq_pool(head_dim=head_dim, repeat=repeat)
-    q = mx.array(one.q).astype(dtype)
-    signs = mx.array(oracle_rq.rq_signs(SEED, head_dim))
-    turned, offset = score.turn_queries(q, rotate(mx.eye(head_dim), signs), mx.array(centre))
-    a = np.array(q.astype(mx.float32)).astype(np.float64).reshape(*turned.shape) / math.sqrt(head_dim)
-    rounding = rounding_of(one, 1, 1)
-    np.testing.assert_allclose(np.array(turned), oracle_rq.rotate(a, SEED), rtol=0, atol=rounding)
-    want = (a * centre.astype(np.float64)[:, None]).sum(axis=-1)
-    np.testing.assert_allclose(np.array(offset), want, rtol=0, atol=rounding)
-
-
-def test_equal_codes_tie_to_the_bit(metal_shim):
-    one, centre = rq_pool(spoilt=False, lengths=(900,), repeat=4, kv_heads=1)
-    one.valid[:] = 1
-    for name, pool in one.summary.items():
-        one.summary[name] = np.broadcast_to(pool[:1, :, :1], pool.shape).copy()
-    turned, offset = turned_of(one, centre)
-    pools = [mx.array(one.summary[name]) for name in ("codes", "scale")]
-    got = np.array(score.score_rq(turned, offset, *pools, *one.arrays(), group_tokens=2, bits=1))[0, 0, :450]
-    assert (got == got[0]).all()
-
-
-def check_refine(wanted=(20, 32, 1), **shape) -> None:
-    one, centre = rq_pool(spoilt=False, **shape)
-    one.summary |= {"second": one.bytes_of(-(-one.head_dim // 8)), "second_scale": one.scalars()}
-    one.spoil("second_scale")
-    first = one.judged(by_codes(oracle_rq.score, one, centre))
-    first = first.astype(np.float32)
-    fine = one.judged(by_codes(oracle_rq.refine, one, centre))
-    want = first.astype(np.float64)
-    for b, head in np.ndindex(*first.shape[:2]):
-        known = np.flatnonzero(np.isfinite(first[b, head]))
-        best = known[best_first(first[b, head, known])[: wanted[b]]]
-        want[b, head, best] = fine[b, head, best]
-    turned, offset = turned_of(one, centre)
-    estimate = mx.array(first)
-    groups, counts = select.select_best(estimate, mx.array(list(wanted), mx.int32), width=max(*wanted, 1))
-    pools = [mx.array(one.summary[name]) for name in ("codes", "second", "second_scale")]
-    got = score.refine_rq(turned, offset, *pools, one.arrays()[1], estimate, groups, counts, group_tokens=one.size)
-    same(got, want, rounding_of(one, 1.5, 1.05))
-    untouched = want == first
-    assert np.array_equal(np.array(got)[untouched], first[untouched])
-
-
-REFINE = {
-    "usual": {},
-    "none of one": {"wanted": (0, 3, 9)},
-    "none of all": {"wanted": (0, 0, 0)},
-    "all": {"wanted": (301, 301, 301)},
-    "head dim 128": {"head_dim": 128, "repeat": 4, "kv_heads": 1},
-    "head dim 256": {"head_dim": 256, "repeat": 2, "kv_heads": 1},
-    "head dim 33": {"head_dim": 33, "repeat": 1},
-    "several threadgroups": {
-        "lengths": (1900, 600, 3), "wanted": (700, 599, 0), "size": 1, "head_dim": 16, "repeat": 1, "kv_heads": 1,
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", REFINE.values(), ids=REFINE)
-def test_only_the_listed_groups_are_refined(case, metal_shim):
-    check_refine(**case)
-
-
-def check_meanstd(**shape) -> None:
+def meanstd_pool(**shape) -> tuple[Pool, dict[str, mx.array]]:
     one = pool_of(**shape)
     one.summary = {
         "mean": one.bytes_of(one.head_dim, np.int8), "mean_scale": one.scalars(),
         "std": one.bytes_of(one.head_dim), "std_scale": one.scalars(),
     }  # fmt: skip
     one.spoil("std_scale")
+    return one, {name: mx.array(pool) for name, pool in one.summary.items()}
+
+
+def check_meanstd(**shape) -> None:
+    one, given = meanstd_pool(**shape)
     want = one.judged(lambda summary, a, head: oracle_meanstd.score(None, {}, summary, a)[0])
-    given = {name: mx.array(pool) for name, pool in one.summary.items()}
     got = score_meanstd.score_meanstd(mx.array(one.q), given, *one.arrays(), group_tokens=one.size)
     same(got, want, rounding_of(one, 2 * 256, 1.05))
 
 
 MEANSTD = {
     "usual": {},
+    "odd groups": {"size": 5, "per_unit": 3, "head_dim": 16},
+    "one token": {"lengths": (1,), "head_dim": 16},
+    "several threadgroups": {"lengths": (2900, 1), "head_dim": 16, "size": 1, "repeat": 1, "kv_heads": 1},
     "head dim 128": {"head_dim": 128, "repeat": 4, "lengths": (600, 31), "size": 16, "per_unit": 1},
     "head dim 33": {"head_dim": 33, "repeat": 1},
     "head dim 20": {"head_dim": 20, "repeat": 8, "size": 3, "per_unit": 2},
@@ -414,31 +298,15 @@ def test_meanstd_estimates_are_the_oracles(case, metal_shim):
 
 
 def test_scoring_reads_the_codes_of_groups_with_a_summary_once(metal_shim):
-    one, centre = rq_pool(head_dim=128, lengths=(301, 64, 1), repeat=4)
+    one, given = meanstd_pool(head_dim=128, lengths=(301, 64, 1), repeat=4)
     full = [length // one.size for length in one.lengths]
     scored = sum(
         int(one.valid.reshape(-1, one.per_unit)[one.table[b]].reshape(-1)[: full[b]].sum()) for b in range(len(full))
     )
-    turned, offset = turned_of(one, centre)
-    pools = [mx.array(one.summary[name]) for name in ("codes", "scale")]
-    score.score_rq(turned, offset, *pools, *one.arrays(), group_tokens=one.size, bits=1)
-    seen = metal_shim["eps_score_rq"]
-    assert seen.read["codes"] == seen.loaded["codes"] == scored * one.kv_heads * 16
-    assert seen.read["scale"] == scored * one.kv_heads * 2
-
-
-def test_refinement_reads_listed_groups_only(metal_shim):
-    one, centre = rq_pool(spoilt=False, head_dim=128, repeat=4)
-    one.summary |= {"second": one.bytes_of(16), "second_scale": one.scalars()}
-    turned, offset = turned_of(one, centre)
-    pools = [mx.array(one.summary[name]) for name in ("codes", "second", "second_scale")]
-    listed = mx.array([[[0, 7, 9, -1]] * 2, [[-1] * 4] * 2, [[30, 31, 32, 33]] * 2], mx.int32)
-    counts = mx.array([[3, 3], [0, 0], [4, 4]], mx.int32)
-    estimate = mx.zeros((3, 2, one.table.shape[1] * one.per_unit))
-    score.refine_rq(turned, offset, *pools, one.arrays()[1], estimate, listed, counts, group_tokens=one.size)
-    seen = metal_shim["eps_refine_rq"]
-    assert seen.read["codes"] == seen.read["second"] == seen.loaded["second"] == 14 * 16
-    assert seen.read["second_scale"] == 14 * 2
+    score_meanstd.score_meanstd(mx.array(one.q), given, *one.arrays(), group_tokens=one.size)
+    seen = metal_shim["eps_score_meanstd"]
+    assert seen.read["mean"] == seen.loaded["mean"] == seen.read["deviation"] == scored * one.kv_heads * 128
+    assert seen.read["mean_scale"] == scored * one.kv_heads * 2
 
 
 def test_selection_stops_early_on_distinct_estimates(metal_shim):
@@ -451,10 +319,7 @@ def test_selection_stops_early_on_distinct_estimates(metal_shim):
 def test_more_query_heads_than_threadgroup_memory_holds_are_refused():
     pool = mx.zeros((1, 1, 8, 64), mx.uint8)
     with pytest.raises(ValueError, match="threadgroup memory"):
-        score.score_rq(
-            mx.zeros((1, 1, 17, 512)), mx.zeros((1, 1, 17)), pool, mx.zeros((1, 1, 8), mx.float16),
-            mx.zeros(8, mx.uint8), mx.zeros((1, 1), mx.int32), mx.array([3], mx.int32), group_tokens=2, bits=1,
-        )  # fmt: skip
+        score.layout(pool, 1, 512, 17)
     with pytest.raises(ValueError, match="another number"):
         score_meanstd.score_meanstd(
             mx.zeros((1, 1, 32)), {"mean": pool}, *[mx.zeros((1, 1), mx.int32)] * 3, group_tokens=2
@@ -495,41 +360,25 @@ WRONG = {
         "_best", "== 0x7f800000u ? 0u : key", "== 0x7f800000u ? key : key", {},
     ),
     "wrong head of codes": (
-        "_score_rq", "(unit * HKV + head)", "(unit * HKV + (head + 1) % HKV)", {},
+        "_score_meanstd", "(unit * HKV + head)", "(unit * HKV + (head + 1) % HKV)", {},
     ),
-    "wrong head of queries": (
-        "_turn", "row / R % HKV", "row % HKV", {},
-    ),
-    "last word dropped": ("_score_rq", "w < WORDS;", "w + WIDE < WORDS;", {}),
-    "last byte dropped": ("_score_rq", "w < WORDS;", "w + WIDE < WORDS;", dict(head_dim=33)),
-    "last refined byte dropped": ("_refine_rq", "w < WORDS;", "w + WIDE < WORDS;", dict(head_dim=33)),
-    "last query head instead of the best": ("_score_rq", "best = max(best, ", "best = max(x, ", {}),
-    "codes without a summary": ("_score_rq", "% GPU] != 0", "% GPU] != 2", {}),
-    "open group scored": ("_score_rq", "g < length / S", "g * S < length", dict(lengths=(301, 65, 151))),
-    "infinite estimates": ("_score_rq", "isfinite(x) ? x", "true ? x", {}),
-    "infinite refined estimates": ("_refine_rq", "isfinite(x) ? x", "true ? x", dict(wanted=(150, 1, 1))),
-    "log S forgotten": ("_score_rq", "log(float(S)) + ", "", {}),
-    "lanes not added": (
-        "_score_rq", "step < LANES", "step < 1", dict(bits=8, head_dim=128),
-    ),
-    "one group too many refined": ("_refine_rq", "entry < count", "entry <= count", dict(wanted=(20, 10, 1))),
-    "second bit as large as the first": ("_refine_rq", "? 0.5f : -0.5f", "? 1.0f : -1.0f", {}),
-    "rest not copied": (
-        "_refine_rq", "? groups[row * width + begin + TILES] : num_groups",
-        "? groups[row * width + begin + TILES] : from", {},
-    ),
+    "last word dropped": ("_score_meanstd", "w < WORDS;", "w + 1 < WORDS;", {}),
+    "last query head instead of the best": ("_score_meanstd", "best = max(best, ", "best = max(x, ", {}),
+    "codes without a summary": ("_score_meanstd", "% GPU] != 0", "% GPU] != 2", {}),
+    "open group scored": ("_score_meanstd", "g < length / S", "g * S < length", dict(lengths=(301, 65, 151))),
+    "infinite estimates": ("_score_meanstd", "isfinite(x) ? x", "true ? x", {}),
+    "lanes not added": ("_score_meanstd", "step < LANES", "step < 1", dict(head_dim=128)),
     "means without a sign": ("_score_meanstd", "^ 128u) - 128.0f", ")", {}),
     "deviations signed": ("_score_meanstd", "fabs(a)", "a", {}),
     "deviations in steps of the mean": ("_score_meanstd", "(deviation_scale[", "(mean_scale[", {}),
 }  # fmt: skip
 CHECKS: dict[str, Callable[..., None]] = {
-    "_topk": check_topk, "_best": check_best, "_compact": check_compact, "_score_rq": check_rq, "_turn": check_rq,
-    "_refine_rq": check_refine, "_score_meanstd": check_meanstd,
+    "_topk": check_topk, "_best": check_best, "_compact": check_compact, "_score_meanstd": check_meanstd,
 }  # fmt: skip
 
 
 def module_of(name: str) -> ModuleType:
-    return next(module for module in (select, score, score_meanstd) if name in vars(module))
+    return next(module for module in (select, score_meanstd) if name in vars(module))
 
 
 def kernel_of(name: str) -> launch.Kernel:
@@ -580,10 +429,9 @@ def test_texts_keep_the_front_end_rules_of_metal(monkeypatch):
         for check in (check_topk, check_best):
             with contextlib.suppress(AssertionError):
                 check(lengths=lengths, **({"wanted": lengths} if check is check_best else {}))
-        for check in (check_rq, check_refine, check_meanstd):
-            for head_dim in (33, 64, 128):
-                with contextlib.suppress(AssertionError):
-                    check(lengths=lengths, head_dim=head_dim, **({"wanted": lengths} if check is check_refine else {}))
+        for head_dim in (33, 64, 128):
+            with contextlib.suppress(AssertionError):
+                check_meanstd(lengths=lengths, head_dim=head_dim)
     with contextlib.suppress(AssertionError):
         check_compact()
-    assert not found and len(texts) >= 20, found
+    assert not found and len(texts) >= 12, found

@@ -30,24 +30,15 @@ BYTES = (
     ({"method": "moments", "dim": 2}, (23, 80, 119, 212, 260, 404, 1748)),
     ({"method": "moments", "dim": 3}, (28, 104, 156, 280, 344, 536, 2328)),
     ({"method": "moments", "dim": 4}, (33, 128, 193, 348, 428, 668, 2908)),
-    ({"method": "rq", "bits": 1}, (3, 5, 7, 10, 12, 18, 74)),
-    ({"method": "rq", "bits": 1, "rq_bounds": True}, (9, 11, 13, 16, 18, 24, 80)),
-    ({"method": "rq", "bits": 2}, (3, 7, 11, 18, 22, 34, 146)),
-    ({"method": "rq", "bits": 2, "rq_bounds": True}, (9, 13, 17, 24, 28, 40, 152)),
-    ({"method": "rq", "bits": 4}, (3, 12, 19, 34, 42, 66, 290)),
-    ({"method": "rq", "bits": 4, "rq_bounds": True}, (9, 18, 25, 40, 48, 72, 296)),
-    ({"method": "rq", "bits": 8}, (3, 22, 35, 66, 82, 130, 578)),
-    ({"method": "rq", "bits": 8, "rq_bounds": True}, (9, 28, 41, 72, 88, 136, 584)),
-    ({"method": "rq", "second_bit": True}, (6, 10, 14, 20, 24, 36, 148)),
-    ({"method": "rq", "second_bit": True, "rq_bounds": True}, (12, 16, 20, 26, 30, 42, 154)),
+    ({"method": "keys", "bits": 4}, (9, 18, 25, 40, 48, 72, 296)),
+    ({"method": "keys", "bits": 8}, (9, 28, 41, 72, 88, 136, 584)),
     ({"method": "oracle"}, (0, 0, 0, 0, 0, 0, 0)),
     ({"method": "mean"}, (3, 22, 35, 66, 82, 130, 578)),
 )
-SECOND = (3, 5, 7, 10, 12, 18, 74)
 
 
 def store_of(settings: dict) -> Store:
-    sized = {"group_tokens": 4, "tail_tokens": 0, "mean_tokens": 0}
+    sized = {"group_tokens": 4, "tail_tokens": 0}
     return Store(**settings) if settings["method"] == "off" else Store(**{**sized, **settings})
 
 
@@ -55,8 +46,7 @@ def store_of(settings: dict) -> Store:
 def test_bytes_of_a_group_are_the_published_ones(settings: dict, expected: tuple[int, ...]) -> None:
     store = store_of(settings)
     assert tuple(summary_group_bytes(store, head_dim) for head_dim in HEAD_DIMS) == expected
-    second = tuple(second_bit_bytes(store, head_dim) for head_dim in HEAD_DIMS)
-    assert second == (SECOND if store.second_bit else (0,) * len(HEAD_DIMS))
+    assert all(second_bit_bytes(store, head_dim) == 0 for head_dim in HEAD_DIMS)
 
 
 # the arrays that each method keeps: dtype, and shape for a head dim of 20 (f4: float32, f2: float16, i1: int8, u1)
@@ -78,13 +68,9 @@ POOLS = (
             "gain": ("f2", 2),
         },
     ),
-    ({"method": "rq", "bits": 2}, {"codes": ("u1", 5), "scale": ("f2",)}),
     (
-        {"method": "rq", "second_bit": True, "rq_bounds": True},
-        {
-            "codes": ("u1", 3), "scale": ("f2",), "second": ("u1", 3), "second_scale": ("f2",), "error": ("f2",),
-            "radius": ("f2",), "norm": ("f2",),
-        },
+        {"method": "keys", "bits": 4},
+        {"codes": ("u1", 10), "scale": ("f2",), "error": ("f2",), "radius": ("f2",), "norm": ("f2",)},
     ),
     (
         {"method": "rq", "mean_tokens": 32, "second_bit": True, "rq_bounds": True},

@@ -839,7 +839,7 @@ def test_every_cache_dtype_can_be_stored() -> None:
         ({"budget": 50.0}, [50, 51], False),
         ({"min_context": 60, "budget": 0.1}, [59], True),
         ({"min_context": 60, "budget": 0.1}, [59, 60], False),
-        ({"budget": 1.0, "policy": "share"}, [100], False),
+        ({"policy": "threshold", "top_pages": 50}, [100], False),
         ({"budget": 1.0, "head_modes": (("gate", "window"),)}, [100], False),  # a window head reads its guards alone
         ({"budget": 0.1, "head_modes": (("dense", "dense"),)}, [100], True),
     ],

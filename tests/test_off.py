@@ -85,9 +85,9 @@ def verified_parts(backend) -> list[tuple[object, str]]:
     """All that verified decoding adds to dense and gated decoding."""
     named = [(module, name) for module in (verified, accept, pace, rounds) for name in functions_of(module)]
     methods = (
-        (verified, ("accept", "propose")), (Decoder, ("verify", "commit")),
+        (verified, ("accept",)), (Decoder, ("verify", "commit")),
         (PagePool, ("reserve", "commit", "release")), (GroupState, ("void",)),
-        (backend, ("attend_rows", "place_kv", "visits", "frozen_masses", "larger")),
+        (backend, ("attend_rows", "place_kv", "visits")),
     )  # fmt: skip
     return [*named, *((owner, name) for owner, names in methods for name in names)]
 
@@ -129,10 +129,9 @@ def test_every_part_of_verified_decoding_is_among_them(model, monkeypatch):
     config = EpsConfig.of(method="meanstd", group_tokens=4, budget=0.3)
     cache = oracle.new_cache(CacheSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, 64), config.store)
     decoder, pool = load_decoder(oracle, model, spec), PagePool(64, config.store.unit_tokens)
-    for select in ("step", "hybrid"):
-        for _ in verified.verified(
-            decoder, cache, pool, [[5, 3, 2] * 9], 8, Sampling(1.0), config.read, Verify("tokens", 3, select=select)
-        ):
-            pass
-    methods = {"verify", "commit", "reserve", "void", "attend_rows", "place_kv", "visits", "frozen_masses", "larger"}
-    assert methods | {"verified", "accept", "propose"} <= met
+    for _ in verified.verified(
+        decoder, cache, pool, [[5, 3, 2] * 9], 8, Sampling(1.0), config.read, Verify("tokens", 3)
+    ):
+        pass
+    methods = {"verify", "commit", "reserve", "void", "attend_rows", "place_kv", "visits"}
+    assert methods | {"verified", "accept"} <= met

@@ -119,10 +119,9 @@ def test_rows_are_what_the_oracle_says(target, case, exact_q) -> None:
         backend.from_numpy(q, dtype, device),
         rows,
         backend.from_numpy(visit, "float32", device) > 0,
-        True,
     )
-    want = oracle.attend_rows(filled.judge, 0, q.astype(np.float64), rows, visit, True)
-    out, lse, visited, masses = (backend.to_numpy(x) for x in (got.out, got.lse, got.visited_lse, got.masses))
+    want = oracle.attend_rows(filled.judge, 0, q.astype(np.float64), rows, visit)
+    out, lse, visited = (backend.to_numpy(x) for x in (got.out, got.lse, got.visited_lse))
     # every tile once for all rows: the bytes of one dense step
     token_bytes = case.num_kv_heads * filled.cache.spec.kv_token_bytes
     assert filled.cache.kv_bytes_read - before == sum(case.lengths) * token_bytes
@@ -132,12 +131,10 @@ def test_rows_are_what_the_oracle_says(target, case, exact_q) -> None:
     assert np.abs(lse - want.lse).max() < slack
     assert np.abs(out - want.out).max() < 5 * (slack + EPS[dtype] + weights * EPS[case.dtype] * 2**7)
     np.testing.assert_array_equal(np.isneginf(visited), np.isneginf(want.visited_lse))
-    np.testing.assert_array_equal(np.isneginf(masses), np.isneginf(want.masses))
-    for a, b in ((visited, want.visited_lse), (masses, want.masses)):
-        there = ~np.isneginf(b)
-        assert np.abs(a[there] - b[there]).max(initial=0) < slack
+    there = ~np.isneginf(want.visited_lse)
+    assert np.abs(visited[there] - want.visited_lse[there]).max(initial=0) < slack
     plain = backend.attend_rows(filled.cache, 0, backend.from_numpy(q, dtype, device), rows)
-    assert plain.visited_lse is None and plain.masses is None
+    assert plain.visited_lse is None
     np.testing.assert_array_equal(backend.to_numpy(plain.out), out)
     np.testing.assert_array_equal(backend.to_numpy(plain.lse), lse)
 

@@ -188,7 +188,7 @@ def test_a_run_that_is_slower_says_so(
         ({"budget": 2048.0}, 2049),
         ({"budget": 0.05, "min_context": 4000}, 4000),
         ({"top_pages": 100}, 101),
-        ({"policy": "mass"}, 13),
+        ({"policy": "threshold", "top_pages": 100}, 13),
     ],
 )
 def test_below_its_floor_a_method_reads_everything(settings: dict[str, Any], least: int | None) -> None:

@@ -142,7 +142,12 @@ def test_arms_that_keep_the_same_share_a_cache_and_are_what_they_are_alone(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     box = CONFIGS["box"]
-    arms = {"a": box, "b": CONFIGS["rq"], "c": box.replace(budget=0.8), "d": box.replace(policy="share", tau=0.01)}
+    arms = {
+        "a": box,
+        "b": CONFIGS["rq"],
+        "c": box.replace(budget=0.8),
+        "d": box.replace(policy="threshold", top_pages=4),
+    }
     document = Document.along(TOKENS, 30)
     for config in (EpsConfig(), *arms.values()):
         session.check_kernels(config.store)  # which makes caches of its own, once
@@ -266,7 +271,7 @@ def test_there_is_one_place_that(call: str, home: str) -> None:
 def test_short_prompts_lend_no_centre_to_the_next_arm(session: Session) -> None:
     """Below the 256 keys that a centre needs, an arm's decode would find it for the arm after it."""
     document = Document(TOKENS[:250], 12)
-    first = CONFIGS["rq"].replace(mean_tokens=0)
+    first = CONFIGS["rq"].replace(bound_bits=8)
     second = first.replace(budget=0.5)
     assert first.store == second.store
     together = run_document(session, document, {"first": first, "second": second})

@@ -8,14 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eps_core.decode import accept as accepting
 from eps_core.decode import sampling as sampling_
-from eps_core.decode.accept import accept, propose
+from eps_core.decode.accept import accept
 from eps_core.decode.sampling import (
-    ACCEPTANCE,
-    DRAW,
-    PROPOSAL,
-    RESIDUAL,
     Sampling,
     draw,
     gumbel,
@@ -52,10 +47,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers from one counter a stream instead of one a position, and each p once: thirty times as fast."""
     right, numbers, known = sampling_.probabilities, {}, {}
 
-    def uniforms_(sampling: Sampling, sequence: int, position: int, count: int, stream: int = DRAW) -> np.ndarray:
-        if (sampling, stream) not in numbers:
-            numbers[sampling, stream] = uniforms(sampling, sequence, 0, 2 * DRAWS * VOCAB, stream).reshape(-1, VOCAB)
-        return numbers[sampling, stream][position, :count]
+    def uniforms_(sampling: Sampling, sequence: int, position: int, count: int) -> np.ndarray:
+        if sampling not in numbers:
+            numbers[sampling] = uniforms(sampling, sequence, 0, 2 * DRAWS * VOCAB).reshape(-1, VOCAB)
+        return numbers[sampling][position, :count]
 
     def probabilities_(row: np.ndarray, sampling: Sampling) -> np.ndarray:
         key = row.tobytes(), sampling
@@ -63,20 +58,16 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
             known[key] = right(row, sampling)
         return known[key]
 
-    for module in (sampling_, accepting):
-        monkeypatch.setattr(module, "uniforms", uniforms_)
-        monkeypatch.setattr(module, "probabilities", probabilities_)
+    monkeypatch.setattr(sampling_, "uniforms", uniforms_)
+    monkeypatch.setattr(sampling_, "probabilities", probabilities_)
 
 
-def said(
-    rule: str, sampling: Sampling, draws: int = DRAWS, target: np.ndarray = TARGET, draft: np.ndarray = DRAFT
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def said(sampling: Sampling, draws: int = DRAWS) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(first tokens, tokens after those whose draft was accepted, whether it was) of rounds of one draft each."""
     first, after, kept = [], [], []
     for position in range(0, 2 * draws, 2):
-        token = propose(draft, sampling, rule, 3, position)
-        logits = np.stack([target, NEXT[: len(target)]])
-        one = accept(logits, [token], [draft], sampling, rule, 3, position, frozenset())
+        token = draw(DRAFT, sampling, 3, position).token
+        one = accept(np.stack([TARGET, NEXT]), [token], sampling, 3, position, frozenset())
         first.append(one.tokens[0])
         kept.append(one.accepted == 1)
         assert len(one.tokens) == 1 + one.accepted and (not one.accepted or one.tokens[0] == token)
@@ -86,77 +77,34 @@ def said(
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("sampling", CASES, ids=["T 1", "T .8, top-p .9"])
-@pytest.mark.parametrize("rule", ["couple", "reject"])
-def test_what_is_said_is_drawn_from_the_target(rule: str, sampling: Sampling) -> None:
+def test_what_is_said_is_drawn_from_the_target(sampling: Sampling) -> None:
     p, q = probabilities(TARGET, sampling), probabilities(DRAFT, sampling)
     if sampling.top_p < 1:
         assert ((p > 0) & (q == 0)).any() and ((q > 0) & (p == 0)).any()  # supports differ
-    first, after, kept = said(rule, sampling)
+    first, after, kept = said(sampling)
     assert chi_square(first, p) < 4 and chi_square(after, probabilities(NEXT, sampling)) < 4
     assert chi_square(first, q) > 40  # and the test would see it
     variation = 0.5 * np.abs(p - q).sum()
     deviation = 4 * np.sqrt(0.25 / len(kept))
-    if rule == "reject":  # Leviathan et al. 2023, theorem 3.5
-        assert abs(kept.mean() - (1 - variation)) < deviation
-    else:  # Daliri, Musco, Suresh 2024
-        assert (1 - variation) / (1 + variation) - deviation < kept.mean() < 1 - variation + deviation
+    # Daliri, Musco, Suresh 2024
+    assert (1 - variation) / (1 + variation) - deviation < kept.mean() < 1 - variation + deviation
 
 
 def test_draws_of_their_own_positions_are_from_the_target() -> None:
-    for rule in ("couple", "reject"):
-        first, _, _ = said(rule, CASES[0], 1000)
-        assert chi_square(first, probabilities(TARGET, CASES[0])) < 4
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(
-    ("stream", "shared"),
-    [("RESIDUAL", PROPOSAL), ("ACCEPTANCE", PROPOSAL)],
-    ids=["residual by the proposal's noise", "acceptance by the proposal's noise"],
-)
-def test_shared_noise_is_seen(monkeypatch: pytest.MonkeyPatch, stream: str, shared: int) -> None:
-    """Noise that two of the draws of a rejection share biases what is said (vllm#47386): here a proposal of token 0 has
-    a large number, by which it is accepted too seldom, and its runner-up 1 a small one, as all that it beat."""
-    p, q = np.array([0.1, 0.65, 0.125, 0.125]), np.array([0.5, 0.48, 0.01, 0.01])
-    sampling = CASES[0]
-    given = 6_000, np.log(p), np.log(q)
-    assert chi_square(said("reject", sampling, *given)[0], p) < 4
-    monkeypatch.setattr(accepting, stream, shared)
-    assert chi_square(said("reject", sampling, *given)[0], p) > 40
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("wrong", ["q before top-p", "residual of p alone", "always accepts"])
-def test_a_wrong_rejection_is_seen(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
-    sampling = CASES[1]
-    if wrong == "q before top-p":
-        right = accepting.probabilities
-        monkeypatch.setattr(
-            accepting, "probabilities", lambda row, s: right(row, Sampling(s.temperature) if row is DRAFT else s)
-        )
-    elif wrong == "residual of p alone":
-        right = accepting.draw_from
-        p = probabilities(TARGET, sampling)
-        monkeypatch.setattr(accepting, "draw_from", lambda rest, *named: right(p, *named))
-    else:
-        monkeypatch.setattr(accepting, "uniforms", lambda *given: np.full(1, -1.0))
-    first, _, _ = said("reject", sampling)
-    assert chi_square(first, probabilities(TARGET, sampling)) > 8
+    first, _, _ = said(CASES[0], 1000)
+    assert chi_square(first, probabilities(TARGET, CASES[0])) < 4
 
 
 def test_streams_are_independent() -> None:
     sampling, count = Sampling(1.0, seed=5), 400
     streams = [
-        np.concatenate([uniforms(sampling, 2, position, VOCAB, stream) for position in range(count)])
-        for stream in (DRAW, PROPOSAL, ACCEPTANCE, RESIDUAL)
-    ]
-    others = [
+        np.concatenate([uniforms(sampling, 2, position, VOCAB) for position in range(count)]),
         np.concatenate([uniforms(Sampling(1.0, seed=6), 2, position, VOCAB) for position in range(count)]),
         np.concatenate([uniforms(sampling, 3, position, VOCAB) for position in range(count)]),
         np.concatenate([uniforms(sampling, 2, position + 1, VOCAB) for position in range(count)]),
         np.concatenate([uniforms(sampling, 2, position, VOCAB + 1)[1:] for position in range(count)]),
     ]
-    correlation = np.corrcoef([*streams, *others])
+    correlation = np.corrcoef(streams)
     assert np.abs(correlation - np.eye(len(correlation))).max() < 4 / np.sqrt(VOCAB * count)
     for one in streams:
         assert abs(one.mean() - 0.5) < 4 / np.sqrt(12 * len(one)) and (one > 0).all() and (one < 1).all()
@@ -189,7 +137,7 @@ def test_draws_are_the_same_in_another_process_and_version() -> None:
     code = (
         "import numpy as np; from eps_core.decode.sampling import *; s = Sampling(0.9, 0.95, 42); "
         "l = np.sin(np.arange(50) * 1.7).astype(np.float32); "
-        "print([draw(l, s, i, p).token for i in range(3) for p in (0, 1, 1000)], uniforms(s, 1, 2, 3, 3).tolist())"
+        "print([draw(l, s, i, p).token for i in range(3) for p in (0, 1, 1000)], uniforms(s, 1, 2, 3).tolist())"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert found.strip() == GOLDEN
@@ -277,41 +225,37 @@ def rows(*tokens: int) -> np.ndarray:
         ([1], (1,), [1], 1),
     ],
 )
-@pytest.mark.parametrize("rule", ["couple", "reject"])
 def test_the_longest_prefix_and_one_more(
-    drafts: list[int], stop: tuple[int, ...], want: list[int], accepted: int, rule: str
+    drafts: list[int], stop: tuple[int, ...], want: list[int], accepted: int
 ) -> None:
-    """At temperature 0 both rules are the same one."""
     logits = rows(1, 2, 3, 4)[: len(drafts) + 1]
-    one = accept(logits, drafts, [np.zeros(VOCAB)] * len(drafts), Sampling(), rule, 0, 0, frozenset(stop))
+    one = accept(logits, drafts, Sampling(), 0, 0, frozenset(stop))
     assert (one.tokens, one.accepted) == (want, accepted)
     assert one.margins == [5.0] * len(want)
 
 
-@pytest.mark.parametrize("rule", ["couple", "reject"])
-def test_a_drafter_that_is_the_target_is_always_accepted(rule: str) -> None:
+def test_a_drafter_that_is_the_target_is_always_accepted() -> None:
     for position in range(300):
-        token = propose(TARGET, CASES[1], rule, 0, position)
-        one = accept(np.stack([TARGET, NEXT]), [token], [TARGET], CASES[1], rule, 0, position, frozenset())
+        token = draw(TARGET, CASES[1], 0, position).token
+        one = accept(np.stack([TARGET, NEXT]), [token], CASES[1], 0, position, frozenset())
         assert one.accepted == 1 and one.tokens[0] == token
 
 
 def test_coupling_says_what_dense_decoding_draws() -> None:
     sampling = CASES[1]
     for position in range(300):
-        drafts = [propose(DRAFT, sampling, "couple", 2, position + i) for i in range(3)]
+        drafts = [draw(DRAFT, sampling, 2, position + i).token for i in range(3)]
         logits = np.stack([TARGET, NEXT, TARGET, NEXT])
-        one = accept(logits, drafts, [DRAFT] * 3, sampling, "couple", 2, position, frozenset())
+        one = accept(logits, drafts, sampling, 2, position, frozenset())
         assert one.tokens == [draw(logits[i], sampling, 2, position + i).token for i in range(len(one.tokens))]
 
 
-@pytest.mark.parametrize("rule", ["couple", "reject"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_verify_pass_that_overflowed_is_an_error(rule: str, bad: float) -> None:
+def test_a_verify_pass_that_overflowed_is_an_error(bad: float) -> None:
     logits = np.stack([TARGET, NEXT])
     logits[0, 3] = bad
     with pytest.raises(ConfigError, match="logits at position 7"):
-        accept(logits, [4], [DRAFT], CASES[0], rule, 0, 7, frozenset())
+        accept(logits, [4], CASES[0], 0, 7, frozenset())
 
 
 def test_gumbel_noise_has_its_mean_and_variance() -> None:

@@ -3,13 +3,10 @@
 import copy
 import dataclasses
 import json
-import logging
 import pickle
-from io import StringIO
 from pathlib import Path
 
 import pytest
-import tiny_models
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,22 +14,19 @@ from eps_core.config.eps import FLAT, EpsConfig
 from eps_core.config.store import Store
 from eps_core.config.verify import Verify
 from eps_core.decode.sampling import Sampling
-from eps_core.engine.plan import Plan
 from eps_core.engine.settings import Settings
 from eps_core.errors import ConfigError
-from eps_core.evaluation.compare import run
 from eps_core.evaluation.request import RunRequest
 from eps_core.evict.keep import Keep
 from eps_cuda.hooks.vllm.asked import Asked, fitted
 
 RQ = EpsConfig.of(method="rq")
-SHARE = EpsConfig.of(method="box", policy="share")
+THRESHOLD = EpsConfig.of(method="box", policy="threshold", top_pages=5)
 
 # values that differ in what follows from them, of every setting from which something does
 VALUES = {
     "method": ["rq", "box", "moments", "off"],
-    "bits": [1, 2],
-    "mean_tokens": [0, 32, 64],
+    "mean_tokens": [32, 64],
     "mean_bits": [4, 8],
     "stages": [(), (0.25,), (0.5, 0.2)],
     "refine": [0.0, 0.125, 0.5],
@@ -40,7 +34,6 @@ VALUES = {
     "tail_tokens": [0, 48, 64],
     "group_tokens": [1, 2, 16, 32],
     "block_size": [16, 48],
-    "policy": ["topk", "share", "mass"],
     "budget": [0.05, 0.1],
     "budget_floor": [0, 1024],
     "last_tokens": [8, 128],
@@ -69,19 +62,16 @@ def test_replaced_settings_are_as_if_they_had_been_given(first: dict, then: dict
 
 
 @pytest.mark.parametrize(("config", "changed", "want"), [
-    (RQ, {"bits": 2}, {"bits": 2, "mean_tokens": 0, "stages": [], "refine": 0.0}),
-    (RQ, {"mean_tokens": 0}, {"mean_tokens": 0, "stages": [], "refine": 0.125}),
     (RQ, {"rq_bounds": True}, {"mean_tokens": 64, "stages": []}),
     (RQ, {"block_size": 96}, {"mean_tokens": 32, "tail_tokens": 0}),
-    (RQ, {"block_size": 80}, {"mean_tokens": 0, "tail_tokens": 0}),
     (RQ, {"refine": 0.5}, {"stages": [0.5, 0.5], "refine": 0.5}),
     (RQ, {"budget": 0.05}, {"budget": 0.05, "budget_floor": 0}),
     (RQ, {"top_pages": 9}, {"top_pages": 9, "budget_floor": 0}),
     (RQ, {"method": "box"}, {"budget": 0.1, "budget_floor": 0, "group_tokens": 16, "last_tokens": 128}),
     (RQ.replace(budget=0.2), {"method": "box"}, {"budget": 0.2}),
     (RQ.replace(budget=0.2), {"method": "box", "budget": None}, {"budget": 0.1}),
-    (RQ.replace(bits=2), {"bits": None}, {"bits": 1, "mean_tokens": 64, "stages": [0.5, 0.2]}),
-    (SHARE, {"policy": "topk"}, {"policy": "topk", "tau": None}),
+    (RQ.replace(mean_tokens=32), {"mean_tokens": None}, {"mean_tokens": 64, "stages": [0.5, 0.2]}),
+    (THRESHOLD, {"policy": "topk"}, {"policy": "topk", "top_pages": 5}),
     (EpsConfig.of(method="box", group_blocks=2), {"group_tokens": 8}, {"group_tokens": 8}),
     (EpsConfig.of(method="box", group_blocks=2), {"block_size": 8}, {"group_tokens": 16}),
     (EpsConfig.of(method="off", mean_tokens=64), {"method": "rq"}, {"mean_tokens": 64, "budget": 0.05}),
@@ -92,10 +82,10 @@ def test_what_followed_follows_again(config: EpsConfig, changed: dict, want: dic
 
 
 @pytest.mark.parametrize(("config", "changed", "words"), [
-    (EpsConfig.of(method="rq", mean_tokens=32), {"bits": 2}, "eps-unit-tokens 32 is for rq codes of 1 bit"),
-    (EpsConfig.of(method="rq", stages=(0.25,)), {"mean_tokens": 0}, "eps-stages reads rq codes of 1 bit"),
-    (EpsConfig.from_dict(RQ.to_dict()), {"bits": 2}, "eps-unit-tokens 64 is for rq codes of 1 bit"),
-    (EpsConfig.over(RQ.store, RQ.read), {"bits": 2}, "eps-unit-tokens 64 is for rq codes of 1 bit"),
+    (EpsConfig.of(method="rq", mean_tokens=32), {"method": "box"}, "eps-unit-tokens 32 is for rq codes"),
+    (EpsConfig.of(method="rq", stages=(0.25,)), {"method": "box"}, "eps-stages reads rq codes"),
+    (EpsConfig.from_dict(RQ.to_dict()), {"method": "box"}, "eps-unit-tokens 64 is for rq codes"),
+    (EpsConfig.over(RQ.store, RQ.read), {"method": "box"}, "eps-unit-tokens 64 is for rq codes"),
 ], ids=str)  # fmt: skip
 def test_what_was_given_is_kept_and_refused_where_it_does_not_fit(config, changed: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -106,47 +96,19 @@ def test_what_was_given_is_kept_and_refused_where_it_does_not_fit(config, change
     ({"block_size": 80}, "does not fit whole into the 80 tokens of a page or tail: use pages or a tail of 64 tokens"),
     ({"tail_tokens": 16}, "does not fit whole into the 16 tokens of a page or tail: use pages or a tail of 64 tokens"),
     ({"group_tokens": 64}, "is no multiple of the group of 64 tokens beyond itself: use smaller groups"),
-    ({"block_size": 80, "mean_tokens": 0}, None),
-    ({"block_size": 80, "bits": 2}, None),
-    ({"block_size": 80, "method": "box"}, None),
-    ({"block_size": 80, "method": "off"}, None),
-    ({}, None),
 ], ids=str)  # fmt: skip
-def test_a_default_that_does_not_fit_is_told(flat: dict, why: str | None) -> None:
-    config = EpsConfig.of(**{"method": "rq", **flat})
-    if why is None:
-        assert config.fallback is None
-        return
-    assert config.store.mean_tokens == 0 and config.fallback is not None
-    assert f"codes are about one centre a head, as the usual eps-unit-tokens 64 {why}" in config.fallback
-    plan = Plan((0,), {})
-    assert plan.line(config).endswith(config.fallback) and plan.level(config) == logging.WARNING
-    asked = config.replace(mean_tokens=0)
-    assert asked == config and asked.fallback is None and "note" not in plan.line(asked)
-    assert plan.level(asked) == logging.INFO
-    with pytest.raises(ConfigError, match=why):
-        config.replace(mean_tokens=64)
+def test_a_default_that_does_not_fit_is_refused(flat: dict, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"eps-unit-tokens 64 {why}"):
+        EpsConfig.of(**{"method": "rq", **flat})
 
 
-def test_blocks_of_vllm_that_hold_no_unit_are_told() -> None:
-    for block_tokens, told in ((16, "into the blocks of an engine"), (32, None), (64, None), (128, None)):
+def test_blocks_of_vllm_that_hold_no_unit_are_refused() -> None:
+    for block_tokens in (32, 64, 128):
         config = fitted(Asked({"method": "rq"}, "rows"), block_tokens).config
         assert block_tokens % config.store.unit_tokens == 0
-        assert config.store.mean_tokens == min(block_tokens, 64) // 32 * 32
-        assert config.fallback is None if told is None else told in (config.fallback or "")
-
-
-def test_a_run_says_at_its_start_that_the_default_does_not_fit(tmp_path: Path) -> None:
-    model, config = tiny_models.save_model("mistral", tmp_path), EpsConfig.of(method="rq", block_size=80)
-    assert config.fallback is not None
-    prompt = ("word " * 60,)
-    for one, times in ((config, 1), (config.replace(mean_tokens=0), 0)):
-        out = StringIO()
-        asked = RunRequest(one, Sampling(), "numpy", "cpu", model, prompt, max_new_tokens=2, baseline=False)
-        run(asked, out)
-        assert out.getvalue().count(config.fallback) == times
-        head, _ = out.getvalue().split("\n\n", 1)
-        assert head.endswith(f"note    {config.fallback}") == bool(times)
+        assert config.store.mean_tokens == min(block_tokens, 64)
+    with pytest.raises(ConfigError, match="blocks of 16 tokens are no multiple of EPS's units of 64"):
+        fitted(Asked({"method": "rq"}, "rows"), 16)
 
 
 @given(FLATS)
@@ -179,7 +141,7 @@ def test_a_config_is_a_dataclass_of_its_settings(flat: dict) -> None:
 
 
 def test_a_config_of_a_store_and_a_read_keeps_them() -> None:
-    config = EpsConfig.over(Store("rq", mean_tokens=0))
+    config = EpsConfig.over(Store("rq", mean_tokens=32))
     assert config.replace(budget=0.2).store == config.store
 
 

@@ -25,7 +25,6 @@ RQ = {"method": "rq", "budget": 0.3, "tail_tokens": 64}  # units of 64 tokens
 SETTINGS: dict[str, dict[str, Any]] = {
     "off": {"method": "off"},
     "rq": RQ,
-    "centre": {"method": "rq", "mean_tokens": 0, "budget": 0.3},
     "bounds": {**RQ, "bound_bits": 8},
     "box": {"method": "box", "group_tokens": 8, "budget": 0.3},
     "codes": {**RQ, "kv_bits": (8, 4)},
@@ -123,7 +122,7 @@ def test_a_batch_loads_each_of_its_prompts(target: tuple, model: Path, tmp_path:
 
 
 def test_codes_about_a_centre_are_of_one_prompt(target: tuple, model: Path, tmp_path: Path) -> None:
-    llm = opened(target, model, tmp_path, **SETTINGS["centre"])
+    llm = opened(target, model, tmp_path, **SETTINGS["bounds"])
     with pytest.raises(ConfigError, match="one prompt"):
         llm.generate([TEXT, LONGER], max_new_tokens=2)
 

@@ -47,7 +47,7 @@ def pages(units: int, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 LAYOUTS = (interleaved_hnd, interleaved_nhd, pages)
 CONFIGS = {
     "rq@2": {"method": "rq", "group_tokens": 2, "mean_tokens": 32, "tail_tokens": 128},
-    "rq@4 of 2 bits": {"method": "rq", "group_tokens": 4, "bits": 2},
+    "rq@4": {"method": "rq", "group_tokens": 4},
     "box": {"method": "box", "group_tokens": 16},
     "moments, tail of 64": {"method": "moments", "group_tokens": 16, "tail_tokens": 64},
     "rq@2, summed": {"method": "rq", "group_tokens": 2, "mean_tokens": 32, "combine": "sum"},

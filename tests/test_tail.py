@@ -116,8 +116,8 @@ def scene(target, repeat: int = 1, lengths=(UNITS * TAIL, 2 * TAIL), dtype: str 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "config",
-    [{}, {"policy": "share", "tau": 0.03}, {"policy": "mass", "epsilon": 0.3}, {"scope": "union"}],
-    ids=["topk", "share", "mass", "union"],
+    [{}, {"policy": "threshold", "top_pages": 4}, {"scope": "union"}],
+    ids=["topk", "threshold", "union"],
 )
 def test_true_masses_of_equal_values_give_dense_attention(target, config, dtype):
     one = scene(target, dtype=dtype, **config)

@@ -36,9 +36,6 @@ CONFIGS = {
     "short units in three parts": CONFIG.replace(stages=(0.5, 0.2)),
     "query heads summed": EpsConfig.of(method="rq", budget=0.2, last_tokens=16, combine="sum"),
     "the largest of query heads": EpsConfig.of(method="rq", budget=0.2, last_tokens=16),
-    "about a centre": EpsConfig.of(
-        method="rq", mean_tokens=0, group_tokens=2, tail_tokens=128, budget=0.2, last_tokens=16
-    ),
 }
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::item", "aten::equal"}
 
@@ -155,7 +152,7 @@ def drafts(kernels, model, number, config=CONFIG):
     return outputs, cache, decoder
 
 
-@pytest.mark.parametrize("name", ["units", "about a centre"])
+@pytest.mark.parametrize("name", ["units", "query heads summed"])
 def test_drafts_are_static_steps_that_leave_no_summary(model, name) -> None:
     got, cache, _ = drafts("triton", model, 6, CONFIGS[name])
     want, plain, _ = drafts("arrays", model, 6, CONFIGS[name])
@@ -222,14 +219,13 @@ def test_cache_is_left_as_array_operations_leave_it(model) -> None:
 @pytest.mark.parametrize(
     ("config", "prompts"),
     [
-        (EpsConfig.of(method="rq", policy="share", tau=0.01), PROMPTS),
+        (EpsConfig.of(method="rq", policy="threshold", top_pages=40), PROMPTS),
         (EpsConfig.of(method="rq", bound_bits=8, budget=0.05), PROMPTS),
         (EpsConfig.of(method="box", group_tokens=16), PROMPTS),
         (EpsConfig.of(method="rq", min_context=330, budget=0.05), PROMPTS),
         (CONFIG.replace(stages=(), rq_bounds=True), PROMPTS),
-        (CONFIGS["about a centre"], [[5, 6, 7] * 20]),  # too short for one
     ],
-    ids=["share", "bounds", "box", "below min_context", "bounds of its own", "no centre"],
+    ids=["threshold", "bounds", "box", "below min_context", "bounds of its own"],
 )
 def test_what_it_does_not_cover_takes_the_other_way(model, config, prompts) -> None:
     records, cache, _ = decode(model, "triton", config, prompts, 2)
@@ -297,13 +293,12 @@ def addresses(cache) -> list[int]:
     """Everything that a captured graph holds by address."""
     inner = cache.tail
     arrays = [*cache.k, *cache.v, *cache.finite, *cache.valid, *inner.valid]
-    arrays += [one for one in (*cache.centre, cache.rotation) if one is not None]
     for one in (cache, inner):
         arrays += [array for fields in one.summaries for array in fields.values()]
     return [array.data_ptr() for array in arrays]
 
 
-@pytest.mark.parametrize("name", ["units", "about a centre"])
+@pytest.mark.parametrize("name", ["units", "short units in three parts"])
 def test_what_a_graph_holds_stays_where_it_is(model, name) -> None:
     """Through the prefill of a second prompt, a copied unit and a failed check."""
     _, cache, decoder = decode(model, "triton", CONFIGS[name], steps=2)
@@ -342,7 +337,7 @@ def test_budgets_in_tokens_beside_a_sequence_that_they_cover(model, budget) -> N
 
 
 def test_groups_that_only_the_device_counts_are_one_number(model) -> None:
-    config = EpsConfig.of(method="rq", policy="share", tau=0.01)
+    config = EpsConfig.of(method="rq", policy="threshold", top_pages=40)
     _, cache, decoder = decode(model, "triton", config, steps=1)
     table, lengths = np.arange(8, dtype=np.int32)[None], np.array([400])
     for _ in range(3):

@@ -47,7 +47,6 @@ class Case:
     head_dim: int
     group_tokens: int
     dtype: str = "float32"
-    bits: int = 1
     refine: float = 0.125
     tail_tokens: int = 0
     block_size: int = 16
@@ -56,14 +55,14 @@ class Case:
     before: tuple[int, ...] = (150, 91, 60)  # tokens of each sequence when decode starts
     steps: int = 5
     given: str | None = None  # dtype of the model's k and v; None: the cache's
-    mean_tokens: int = 0
+    mean_tokens: int = 64
     mean_bits: int = 4
     stages: tuple[float, ...] = ()
 
     @property
     def config(self) -> EpsConfig:
         return EpsConfig.of(
-            method="rq", bits=self.bits, refine=self.refine if self.bits == 1 else 0.0, tail_tokens=self.tail_tokens,
+            method="rq", refine=self.refine, tail_tokens=self.tail_tokens,
             group_tokens=self.group_tokens, block_size=self.block_size, bound_bits=self.bound_bits, seed=3,
             mean_tokens=self.mean_tokens, mean_bits=self.mean_bits, stages=self.stages,
         )  # fmt: skip
@@ -72,20 +71,15 @@ class Case:
 USUAL = Case(64, 2, "bfloat16", tail_tokens=64, before=(186, 60, 61), steps=6)
 CASES = [
     USUAL,
-    Case(128, 2, "float16", tail_tokens=16, given="float32"),
-    Case(128, 4, "bfloat16", given=ROUNDED, steps=4),
-    Case(80, 16, before=(158, 94, 60), steps=4),
-    Case(96, 3, "float16", tail_tokens=48, block_size=48, before=(190, 94, 46)),
-    Case(33, 5, tail_tokens=60, block_size=5, before=(178, 58, 63), steps=7, kv_heads=3),
-    Case(20, 48, "float16", tail_tokens=96, before=(190, 94, 47), steps=3),
-    Case(256, 8, tail_tokens=32, before=(252, 30, 13), steps=3, kv_heads=1),
-    Case(64, 256, "bfloat16", tail_tokens=256, before=(510, 254), steps=3, kv_heads=1),
-    Case(16, 1, bound_bits=8, refine=1.0),
-    Case(7, 2, "bfloat16", refine=0.0),
-    Case(1, 3, block_size=3),
-    Case(40, 4, bits=2, tail_tokens=16),
-    Case(48, 2, "bfloat16", bits=4),
-    Case(33, 2, bits=8),
+    Case(128, 4, "bfloat16", given=ROUNDED, before=(62, 126, 61), steps=4),
+    Case(80, 16, mean_tokens=32, before=(158, 94, 60), steps=4),
+    Case(96, 2, "float16", tail_tokens=64, block_size=64, mean_tokens=32, before=(190, 94, 46), given="float32"),
+    Case(33, 4, tail_tokens=64, before=(190, 62, 63), steps=7, kv_heads=3),
+    Case(256, 8, tail_tokens=32, mean_tokens=32, before=(254, 30, 13), steps=3, kv_heads=1),
+    Case(64, 16, "bfloat16", tail_tokens=256, before=(510, 254), steps=3, kv_heads=1),
+    Case(16, 1, bound_bits=8, refine=1.0, before=(190, 126, 60)),
+    Case(7, 2, "bfloat16", mean_tokens=32, refine=0.0, before=(158, 94, 60)),
+    Case(1, 2, mean_tokens=32, before=(158, 94, 60)),
 ]
 UNITS = Case(64, 2, mean_tokens=32, stages=(0.25,), before=(29, 61, 94), steps=4, tail_tokens=64)
 CASES += [
@@ -98,8 +92,8 @@ CASES += [
     Case(256, 2, "bfloat16", mean_tokens=64, stages=(0.25,), before=(62, 30), steps=3, kv_heads=1),
 ]
 NAMES = [
-    f"D{case.head_dim}-S{case.group_tokens}-{case.dtype}-{case.bits}bit-T{case.tail_tokens}"
-    + (f"-U{case.mean_tokens}-{len(case.stages) + 1}parts" if case.mean_tokens else "")
+    f"D{case.head_dim}-S{case.group_tokens}-{case.dtype}-T{case.tail_tokens}-U{case.mean_tokens}"
+    f"-{len(case.stages) + 1}parts"
     for case in CASES
 ]
 
@@ -152,11 +146,8 @@ class Fast:
         assert np.array_equal(here.cpu().numpy(), slots)
 
     def pools_of_rq(self, get: Callable[[str], Tensor | None]):
-        if self.store.mean_tokens:
-            names = "mean mean_scale codes more rest scale second second_scale signs".split()
-            return self.module.UnitPools(*map(get, names), self.store.S, self.store.mean_bits)
-        names = "codes scale second second_scale centre signs".split()
-        return self.module.RqPools(*map(get, names), self.store.bits)
+        names = "mean mean_scale codes more rest scale second second_scale signs".split()
+        return self.module.UnitPools(*map(get, names), self.store.S, self.store.mean_bits)
 
 
 def valid_of(cache: Cache) -> Tensor:
@@ -179,21 +170,13 @@ def check_equal(fast: Fast, cache: Cache) -> None:
     assert bool(got["finite"][0]) == bool(cache.finite[0]), "finite differs"
     assert torch.equal(got["valid"], valid_of(cache)), "valid differs"
     assert all(torch.equal(got[name], want) for name, want in cache.constants(0).items())
-    summary, bits = cache.summaries[0], cache.store.bits
+    summary = cache.summaries[0]
     for name in ("mean", "mean_scale", "more", "rest"):
         if name in summary:
             assert torch.equal(got[name], summary[name]), f"{name} differs"
-    if bits == 1:
-        assert torch.equal(got["codes"], summary["codes"]), "sign codes differ"
-    else:
-        check_codes(
-            "codes", *(unpack_codes(one, bits, cache.spec.head_dim) for one in (got["codes"], summary["codes"]))
-        )
+    assert torch.equal(got["codes"], summary["codes"]), "sign codes differ"
     for name in {"scale", "second_scale"} & set(summary):
-        if cache.store.mean_tokens:
-            check_codes(f"bytes of {name}", got[name], summary[name])
-        else:
-            assert steps_apart(got[name], summary[name]) <= 1, f"{name} differs"
+        check_codes(f"bytes of {name}", got[name], summary[name])
     if "second" in summary:
         assert torch.equal(got["second"], summary["second"]), "second bits differ"
     if cache.tail:
@@ -226,17 +209,14 @@ class Run:
         self.cache = new_cache(spec, config.store, "cpu", kernels="arrays")
         sequences = np.repeat(np.arange(len(self.lengths)), self.lengths)
         positions = np.concatenate([np.arange(length) for length in self.lengths])
-        self.zero = self.rng.normal(size=(case.kv_heads, case.head_dim))  # about the centre
+        self.zero = self.rng.normal(size=(case.kv_heads, case.head_dim))
         k, v = self.rows(len(positions))
-        if case.mean_tokens:  # about its mean a unit is special only where all of its groups are
-            self.means = [self.special_mean(kind) for kind in range(len(self.lengths))]
-            for sequence, mean in enumerate(self.means):
-                self.finish_groups(k[sequences == sequence], mean, sequences == sequence, k)
+        # about its mean a unit is special only where all of its groups are
+        self.means = [self.special_mean(kind) for kind in range(len(self.lengths))]
+        for sequence, mean in enumerate(self.means):
+            self.finish_groups(k[sequences == sequence], mean, sequences == sequence, k)
         write_kv(self.cache, 0, k, v, self.slots(sequences, positions))
-        assert self.cache.can_encode(0)
         self.fast = Fast(copy.deepcopy(self.cache), module)
-        if not case.mean_tokens:
-            self.means = [self.special_mean(kind) for kind in range(len(self.lengths))]
 
     def slots(self, sequences: np.ndarray, positions: np.ndarray) -> np.ndarray:
         size = self.case.config.store.unit_tokens
@@ -261,11 +241,8 @@ class Run:
         else:
             turned *= self.rng.uniform(0.5, 2, size=shape)
             turned[:, self.case.head_dim // 8 + 1 :] = 0
-        if self.case.mean_tokens:
-            turned = self.on_the_steps_of_a_mean(turned)
-        back = turned @ rotate(np.eye(self.case.head_dim), self.case.config.store.seed).T  # orthogonal
-        centre = self.cache.centre[0]
-        return back if centre is None else centre.double().numpy() + back
+        turned = self.on_the_steps_of_a_mean(turned)
+        return turned @ rotate(np.eye(self.case.head_dim), self.case.config.store.seed).T  # orthogonal
 
     def on_the_steps_of_a_mean(self, beside: np.ndarray) -> np.ndarray:
         """What lies `beside` [Hkv, D] whole steps of a mean's codes, some of it between two; its first dimension, the
@@ -335,17 +312,6 @@ def test_equals_write_kv(case):
     check_equal(run.fast, run.cache)
 
 
-def test_hard_keys_are_hard():
-    """The special means do what they are for: of a group's codes many hang on the last bit of the sums."""
-    run = Run(Case(64, 4, before=(255, 63), steps=2))
-    signs = run.cache.fixed[0]["signs"]
-    centre = run.cache.constants(0)["centre"].float()
-    zeros, steps = (rotate32(torch.from_numpy(mean).float() - centre, signs).abs() for mean in run.means)
-    assert ((zeros > 0) & (zeros < 1e-5)).float().mean() > 0.5
-    beside = (steps / (steps.mean(dim=-1, keepdim=True) * SECOND_STEP) - 1).abs()
-    assert (beside < 1e-5).float().mean() > 0.4
-
-
 def test_hard_units_are_hard():
     """Of a unit whose groups all have the special mean, what is left of a group hangs on the last bit of the sums."""
     run = Run(Case(64, 2, mean_tokens=32, before=(64, 64), steps=0, tail_tokens=64))
@@ -362,19 +328,19 @@ def test_hard_units_are_hard():
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 @torch.inference_mode()
 def test_numbers_that_have_no_scale():
-    """Keys all equal to the centre (no scale), values all zero and values whose mean has no float16 scale."""
-    case = Case(32, 2, tail_tokens=16, before=(254, 14, 14), steps=0)
+    """Keys that are all zero (no scale) at a unit's end, values all zero and values whose mean has no float16 scale."""
+    case = Case(32, 2, tail_tokens=64, before=(254, 62, 62), steps=0)
     run = Run(case)
-    centre = run.cache.constants(0)["centre"].float()
     unit = case.config.store.unit_tokens
     factors = torch.tensor([0.0, 3e38, 1e-30])[:, None, None]
-    for pool in (run.cache.v[0], run.fast.pools["v"].tensor):
-        for table, length, factor in zip(run.table, run.lengths, factors, strict=True):
-            pool[int(table[length // unit])] = factor[0]
+    keys = torch.tensor([0.0, 1e30, 1e-30])[:, None, None]
+    for name, values in (("k", keys), ("v", factors)):
+        for pool in (getattr(run.cache, name)[0], run.fast.pools[name].tensor):
+            for table, length, value in zip(run.table, run.lengths, values, strict=True):
+                pool[int(table[length // unit])] = value[0]
     for _ in range(2):
         slots = run.slots(np.arange(3), run.lengths)
-        k = torch.stack([centre, 1e30 * torch.ones_like(centre), 1e-30 + centre])
-        v = factors.expand(k.shape).contiguous()
+        k, v = (values.expand(3, case.kv_heads, case.head_dim).contiguous() for values in (keys, factors))
         for row in range(3):
             write_kv(run.cache, 0, k[row : row + 1], v[row : row + 1], slots[row : row + 1])
         run.fast.write(k, v, slots)
@@ -385,6 +351,7 @@ def test_numbers_that_have_no_scale():
 
 def test_without_summaries_only_rows_and_flags_change():
     run = Run(Case(16, 2, before=(255, 30)))
+    sealed = run.case.mean_tokens
     fast = run.fast
     k, v = run.rows(2)
     slots = run.slots(np.arange(2), run.lengths)
@@ -394,22 +361,19 @@ def test_without_summaries_only_rows_and_flags_change():
     for valid in (None, pools["valid"]):
         write.write_tokens(
             k.to(DEVICE), v.to(DEVICE), here, pools["k"], pools["v"], pools["finite"][0], valid,
-            sealed_tokens=2, rq=None, tail=None, largest_key=None, largest_value=None,
+            sealed_tokens=sealed, rq=None, tail=None, largest_key=None, largest_value=None,
         )  # fmt: skip
         assert torch.equal(fast.pools["valid"].check("valid"), kept["valid"]) == (valid is None)
     for row, name in itertools.product(range(2), ("k", "v")):
         unit, offset = divmod(int(slots[row]), run.case.config.store.unit_tokens)
         kept[name][unit, :, offset] = (k if name == "k" else v)[row]
-    groups = slots // 2
-    kept["valid"][groups] = torch.from_numpy((slots % 2 == 1).astype(np.uint8))
+    kept["valid"][slots // sealed] = torch.from_numpy((slots % sealed == sealed - 1).astype(np.uint8))
     for name, pool in fast.pools.items():
         assert torch.equal(pool.check(name), kept[name]), name
 
 
 MUTATIONS = {
     "sealed one slot early": ("seals = offset % SEALED == SEALED - 1", "seals = offset % SEALED == SEALED - 2"),
-    "centre left out": (" - tl.load(centre + d, mask=inside, other=0).to(tl.float32)", ""),
-    "centre of the first head": ("centre + head * HEAD_DIM, signs", "centre, signs"),
     "heads mixed up": ("+ head * HEAD_STRIDE  #", "+ (1 - head) * HEAD_STRIDE  #"),
     "summaries of heads mixed up": ("group = (unit * KV_HEADS + head)", "group = (unit * KV_HEADS + 1 - head)"),
     "valid never cleared": ("seals.to(tl.uint8), mask=head == 0", "seals.to(tl.uint8), mask=(head == 0) & seals"),
@@ -466,7 +430,7 @@ def mutated(name: str, folder: Path) -> ModuleType:
         made.append(importlib.util.module_from_spec(spec))
         spec.loader.exec_module(made[-1])
     assert sum(counts) == 1, f"{sum(counts)} places hold {old!r}"
-    for helper in ("_seal_keys", "_seal_unit", "_seal_values", "_sum_rows"):
+    for helper in ("_seal_unit", "_seal_values", "_sum_rows"):
         assert hasattr(made[1], helper)
         setattr(made[1], helper, getattr(made[0], helper))
     return made[1]
@@ -475,7 +439,9 @@ def mutated(name: str, folder: Path) -> ModuleType:
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("name", [*MUTATIONS, *UNIT_MUTATIONS])
 def test_a_wrong_kernel_is_found(name, tmp_path):
-    case = UNITS if name in UNIT_MUTATIONS else Case(32, 4, tail_tokens=16, before=(126, 94, 45), steps=4)
+    case = (
+        UNITS if name in UNIT_MUTATIONS else Case(32, 4, tail_tokens=64, mean_tokens=32, before=(126, 94, 61), steps=4)
+    )
     module = mutated(name, tmp_path)
     with pytest.raises(AssertionError, match=r"differ|changed|outside"):
         run = Run(case, module)
@@ -492,22 +458,15 @@ def job_of(case: Case) -> Job:
     by_mean = store.S, (parts[0], parts[1] if len(parts) == 3 else 0, parts[-1] if len(parts) > 1 else 0)
     constants, num_warps = write.launch_constants(
         8, case.head_dim, store.unit_tokens, store.sealed_tokens, store.tail_tokens,
-        store.mean_bits if store.mean_tokens else store.bits, *(by_mean if store.mean_tokens else ()),
+        store.mean_bits, *by_mean,
     )  # fmt: skip
     unit = config.store.unit_tokens * case.head_dim
     constants |= {"UNIT_STRIDE": 8 * unit, "HEAD_STRIDE": unit, "TOKEN_STRIDE": case.head_dim}
     types = dict.fromkeys(("k", "v", "k_pool", "v_pool"), kind)
     types |= dict.fromkeys(("k_token", "k_head", "v_token", "v_head"), "i32")
-    types |= {"slots": "*i32", "finite": "*u8", "valid": "*u8", "codes": "*u8", "scale": "*fp16"}
-    types |= {"signs": "*fp32"}
-    if config.read.refine:
-        types |= {"second": "*u8", "second_scale": "*fp16"}
-    if store.mean_tokens:
-        types |= {"unit_mean": "*u8", "unit_mean_scale": "*fp16"}
-        types |= dict.fromkeys(set(fields(store, case.head_dim)) & {"more", "rest"}, "*u8")
-        types |= dict.fromkeys({"scale", "second_scale"} & set(types), "*u8")
-    else:
-        types |= {"centre": "*fp16"}
+    types |= {"slots": "*i32", "finite": "*u8", "valid": "*u8", "codes": "*u8", "scale": "*u8", "signs": "*fp32"}
+    types |= {"unit_mean": "*u8", "unit_mean_scale": "*fp16"}
+    types |= dict.fromkeys(set(fields(store, case.head_dim)) & {"more", "rest", "second", "second_scale"}, "*u8")
     if config.store.tail_tokens:
         types |= {"mean": "*i8", "mean_scale": "*fp16", "tail_valid": "*u8"}
     if config.store.has_bounds:
@@ -525,9 +484,7 @@ def test_compiles_for_gpus_without_spills_or_contraction():
         Case(64, 1, "bfloat16", mean_tokens=64, stages=(0.5, 0.2)),  # the default
         Case(128, 1, "bfloat16", mean_tokens=64, stages=(0.5, 0.2)),
         Case(256, 2, "float32", tail_tokens=64, mean_tokens=64, stages=(0.25,)),
-        Case(96, 3, "float32", tail_tokens=48, block_size=48),
-        Case(256, 256, "bfloat16", tail_tokens=256, bound_bits=8),
-        Case(80, 16, "float16", bits=4),
+        Case(64, 16, "bfloat16", tail_tokens=256, bound_bits=8),
     ]
     compiled = dict(zip((usual, unit), compile_ahead([job_of(usual), job_of(unit)]), strict=True))
     hopper = compile_ahead([job_of(case) for case in others], targets=(("cuda", 90, 32),))

@@ -251,7 +251,6 @@ def keys(length: int, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.kernels("numba")
 def test_a_unit_is_summarised_once_its_last_token_is_written(target) -> None:
-    """And waits for no centre: the first 64 tokens have summaries at once."""
     k, one, whole = keys(130), Written(target), Written(target)
     for at in range(130):
         one.write(k[at : at + 1], np.array([at]))
@@ -262,7 +261,6 @@ def test_a_unit_is_summarised_once_its_last_token_is_written(target) -> None:
         for name, value in one.stored(unit).items():
             assert np.array_equal(value, whole.stored(unit)[name]), name
     assert one.cache.bytes_k_reread == 2 * 64 * 2 * 32 * 4 and whole.cache.bytes_k_reread == 0
-    assert one.cache.centre[0] is None
 
 
 @pytest.mark.kernels("numba")
@@ -338,10 +336,6 @@ def test_what_is_usual() -> None:
     usual = EpsConfig.of(method="rq")
     assert usual.store.mean_tokens == 64 and usual.store.S == 1 and usual.store.parts == 1 + len(usual.read.stages) > 1
     assert EpsConfig.from_dict(usual.to_dict()) == usual
-    for without in ({"bits": 2}, {"group_tokens": 64}, {"mean_tokens": 0}, {"block_size": 80}):
-        config = EpsConfig.of(method="rq", **without)
-        assert config.store.mean_tokens == 0 and config.read.stages == () and config.store.parts == 1, without
-    assert EpsConfig.of(method="rq", bits=1, mean_tokens=0).read.refine == 0.125
     assert EpsConfig.of(method="rq", stages=(0.05,)).read.refine == 0.05  # no more than is read whole
     assert EpsConfig.of(method="rq", refine=0.5).read.stages == (0.5, 0.5)
     assert EpsConfig.of(method="rq", tail_tokens=32).store.mean_tokens == 32
@@ -350,17 +344,9 @@ def test_what_is_usual() -> None:
     assert EpsConfig.of(method="box").store.mean_tokens == 0
 
 
-def test_a_file_of_before_means_what_it_meant() -> None:
-    """Captures, policies and JSONL that were written when there was a centre alone."""
-    flat = EpsConfig.of(method="rq", mean_tokens=0).to_dict()
-    old = {name: value for name, value in flat.items() if name not in ("mean_tokens", "mean_bits", "stages")}
-    assert EpsConfig.from_dict(old) == EpsConfig.of(method="rq", mean_tokens=0)
-    assert EpsConfig.from_dict({"method": "off"}) == EpsConfig()
-
-
 @pytest.mark.parametrize(("wrong", "words"), [
-    ({"mean_tokens": 16}, "eps-unit-tokens 16 is not 0, 32 or 64"),
-    ({"mean_tokens": 32, "bits": 2}, "is for rq codes of 1 bit, not for method rq with 2 bits"),
+    ({"mean_tokens": 16}, "eps-unit-tokens 16 is not 32 or 64"),
+    ({"mean_tokens": 0}, "eps-unit-tokens 0 is not 32 or 64"),
     ({"method": "box", "mean_tokens": 32}, "not for method box"),
     ({"mean_tokens": 32, "group_tokens": 32}, "no multiple of the group of 32 tokens"),
     ({"mean_tokens": 64, "tail_tokens": 32}, "does not fit"),
@@ -369,9 +355,7 @@ def test_a_file_of_before_means_what_it_meant() -> None:
     ({"stages": (1.5,)}, "eps-stages 1.5 is not"),
     ({"stages": (0.2, 0.5)}, "rise"),
     ({"stages": (0.05,), "refine": 0.1}, "eps-stages 0.05 and then eps-refine 0.1 rise"),
-    ({"stages": (0.25,), "mean_tokens": 0}, "or use --eps-unit-tokens 32"),
-    ({"stages": (0.25,), "bits": 2}, "codes of 1 bit about a unit's mean"),
-    ({"mean_bits": 8, "mean_tokens": 0}, "eps-mean-bits 8 is of a unit's mean"),
+    ({"method": "box", "stages": (0.25,)}, "eps-stages reads rq codes in parts, and method box has none"),
     ({"method": "box", "mean_bits": 8}, "eps-mean-bits 8 is of a unit's mean"),
     ({"stages": (0.25,), "rq_bounds": True}, "eps-rq-bounds reads the whole code"),
 ], ids=str)  # fmt: skip

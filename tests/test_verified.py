@@ -12,8 +12,6 @@ CONFIGS = {
     **{method: eps(method) for method in METHODS[1:]},
     "rq one group": eps("rq", budget=0.001, first_tokens=0, last_tokens=0),
     "all": eps("box", budget=1.0),
-    "mass": eps("box", policy="mass", epsilon=0.3),
-    "share": eps("rq", policy="share", tau=0.05),
     "threshold": eps("box", policy="threshold", top_pages=3),
     "union": eps("meanstd", scope="union"),
     "strict": eps("box", strict=True, epsilon=0.3),

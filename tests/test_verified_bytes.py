@@ -13,7 +13,7 @@ from eps_core.telemetry.rounds import RoundRecord, by_depth, divergences, summar
 
 CONFIGS = {
     "meanstd": eps("meanstd", budget=0.3),
-    "box, bounds": eps("box", policy="mass", epsilon=0.3),
+    "box, bounds": eps("box", policy="threshold", top_pages=2),
     "tails": eps("meanstd", budget=0.1, tail_tokens=16),
     "dense layers": eps("meanstd", budget=0.3, head_modes=(("dense",) * 4, ("gate",) * 4)),
 }
@@ -56,21 +56,6 @@ def test_summaries_of_drafts_are_counted() -> None:
     for record in run.records:
         each = [scoring_bytes(config, model.spec.head_dim, [length + 1 + depth]) for depth in range(record.drafted[0])]
         assert record.bytes_summary_draft == model.spec.num_layers * model.spec.num_kv_heads * sum(each)
-        length += record.emitted[0]
-
-
-@pytest.mark.parametrize("select", ["verified", "hybrid"])
-def test_measured_masses_are_counted(select: str) -> None:
-    model, config = judge(), CONFIGS["meanstd"]
-    run = model.verified(PROMPTS[:1], config, 8, GREEDY, Verify("tokens", 3, select=select))
-    length, spec = len(PROMPTS[0]) - 1, model.spec
-    for record in run.records:
-        steps = [length + 1 + depth for depth in range(record.drafted[0])]
-        summaries = sum(scoring_bytes(config, spec.head_dim, [step]) for step in steps)
-        masses = sum(4 * -(-step // config.store.S) for step in steps)
-        first = record is run.records[0]  # nothing was measured yet
-        want = summaries if first else masses + (summaries if select == "hybrid" else 0)
-        assert record.bytes_summary_draft == spec.num_layers * spec.num_kv_heads * want
         length += record.emitted[0]
 
 

@@ -1,13 +1,11 @@
 """Whatever the drafter does, the text is the dense one: drafters that are always wrong, always right, or broken."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from verified_runs import DRAWN, GREEDY, Drafter, Model, check_rounds, eps, judge, prompt
 
-from eps_core import oracle
 from eps_core.config.verify import Verify
 
 CONFIG = eps("box", budget=0.3)
@@ -114,30 +112,3 @@ def test_a_drafter_that_is_always_right_is_always_accepted(gamma: int, sampling:
 def test_nobody_drafts_past_the_last_token() -> None:
     records, drafter = drafted(judge(), GREEDY, Verify("tokens", 16), dense=True)
     assert [r.drafted for r in records] == [[TOKENS - 1] * 2] and drafter.steps == TOKENS - 1
-
-
-@pytest.mark.parametrize("select", ["verified", "hybrid"])
-@pytest.mark.parametrize("change", [None, np.negative, nan], ids=["own", "reversed", "nan"])
-def test_what_drafts_read_changes_no_token(select: str, change: Callable[..., Any] | None) -> None:
-    model = judge()
-    for config in (eps("meanstd", budget=0.3), eps("meanstd", policy="mass", epsilon=0.2)):
-        records = check_rounds(
-            model, PROMPTS, config, TOKENS, DRAWN, Verify("tokens", 4, select=select), Drafter(model, change)
-        )
-        if change is not nan:
-            assert sum(sum(r.drafted) for r in records) > 10
-
-
-def test_measured_masses_are_mixed_with_the_largest_of_query_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which they are; a sum of masses over the first token's is no log mass that could be compared with them."""
-    combined, score = [], oracle.score
-
-    def recorded(cache: Any, layer: int, q: Any, where: Any) -> Any:
-        combined.append(where.config.read.combine)
-        return score(cache, layer, q, where)
-
-    monkeypatch.setattr(oracle, "score", recorded)
-    config, verify = eps("rq", mean_tokens=64, combine="sum"), Verify("tokens", 3, select="hybrid")
-    check_rounds(judge(), (prompt(150),), config, TOKENS, GREEDY, verify, Drafter(judge()))
-    # the first round has measured nothing yet
-    assert combined[0] == "sum" and combined[-1] == "max"

@@ -11,7 +11,6 @@ from eps_core.config.verify import Verify
 from eps_core.decode import verified as verified_module
 from eps_core.decode.generate import generate, tokens_of
 from eps_core.decode.round_records import draft_audit
-from eps_core.decode.sampling import Sampling
 from eps_core.decode.verified import Verifier, verified
 from eps_core.errors import ConfigError
 from eps_core.paging.pool import PagePool
@@ -27,17 +26,16 @@ def right(model: Model) -> Drafter:
 
 
 @pytest.mark.parametrize("place", range(9))
-@pytest.mark.parametrize("mode", ["tokens", "bits"])
-def test_a_stop_token_inside_what_was_accepted(place: int, mode: str) -> None:
+def test_a_stop_token_inside_what_was_accepted(place: int) -> None:
     model = judge()
     said = model.dense(PROMPTS, CONFIG, 9, DRAWN).said
     stop = [said[0][place]]
     want = model.dense(PROMPTS, CONFIG, 9, DRAWN, stop_tokens=stop)
-    got = model.verified(PROMPTS, CONFIG, 9, DRAWN, Verify(mode, 4), drafter=right(model), stop_tokens=stop)
+    got = model.verified(PROMPTS, CONFIG, 9, DRAWN, FOUR, drafter=right(model), stop_tokens=stop)
     assert got.said == want.said and got.said[0] == said[0][: said[0].index(stop[0]) + 1]
     assert [one.tokens for one in got.sequences] == [one.tokens for one in want.sequences]
     assert got.pool.num_free == want.pool.num_free and not got.pool._reserved
-    check_rounds(model, PROMPTS, CONFIG, 9, DRAWN, Verify(mode, 4), right(model), stop=stop)
+    check_rounds(model, PROMPTS, CONFIG, 9, DRAWN, FOUR, right(model), stop=stop)
 
 
 def test_sequences_that_end_at_different_times() -> None:
@@ -45,45 +43,33 @@ def test_sequences_that_end_at_different_times() -> None:
     said = model.dense(PROMPTS, CONFIG, 14, DRAWN).said
     stop = [said[0][2], said[1][7]]
     for drafter in (right(model), Drafter(model), Drafter(model, np.negative)):
-        for select in ("step", "verified", "hybrid"):
-            verify = Verify("tokens", 5, select=select)
-            got = model.verified(PROMPTS, CONFIG, 14, DRAWN, verify, drafter=drafter, stop_tokens=stop)
-            assert got.said == model.dense(PROMPTS, CONFIG, 14, DRAWN, stop_tokens=stop).said
-            assert len({len(one) for one in got.said}) > 1
+        verify = Verify("tokens", 5)
+        got = model.verified(PROMPTS, CONFIG, 14, DRAWN, verify, drafter=drafter, stop_tokens=stop)
+        assert got.said == model.dense(PROMPTS, CONFIG, 14, DRAWN, stop_tokens=stop).said
+        assert len({len(one) for one in got.said}) > 1
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 4, 5, 6])
-@pytest.mark.parametrize("mode", ["tokens", "bits"])
-def test_the_last_token_is_never_passed(tokens: int, mode: str) -> None:
+def test_the_last_token_is_never_passed(tokens: int) -> None:
     model = judge()
     drafter = right(model)
-    got = model.verified(PROMPTS, CONFIG, tokens, GREEDY, Verify(mode, 4), drafter=drafter)
+    got = model.verified(PROMPTS, CONFIG, tokens, GREEDY, FOUR, drafter=drafter)
     assert got.said == model.dense(PROMPTS, CONFIG, tokens, GREEDY).said
     assert [len(one) for one in got.said] == [tokens] * 3
     assert [one.length for one in got.sequences] == [len(one) - 1 + tokens for one in PROMPTS]
     assert drafter.steps == sum(max(r.drafted) for r in got.records) and len(got.records) == -(-tokens // 5)
 
 
-@pytest.mark.parametrize("rule", ["couple", "reject"])
-def test_min_context_is_dense(rule: str) -> None:
+def test_min_context_is_dense() -> None:
     """No draft for a sequence below it, while others draft."""
     model, config = judge(), eps("meanstd", budget=0.3, min_context=40)
-    records = model.verified(PROMPTS, config, 9, GREEDY, Verify("tokens", 4, rule=rule)).records
+    records = model.verified(PROMPTS, config, 9, GREEDY, FOUR).records
     for record in records:
         alive = sorted(set(record.sequences))
         assert record.fallbacks == ({"min_context": sum(i > 0 for i in alive)} if 1 in alive or 2 in alive else {})
         assert all(not made for i, made in zip(alive, record.drafted, strict=True) if i)
     assert sum(r.drafted[0] for r in records if 0 in r.sequences) > 4
     check_rounds(model, PROMPTS, config, 9, DRAWN, FOUR)
-
-
-def test_without_a_centre_nothing_is_drafted() -> None:
-    model = judge()
-    config = eps("rq", mean_tokens=0)
-    got = model.verified(PROMPTS, config, 6, DRAWN, FOUR)
-    assert got.said == model.dense(PROMPTS, config, 6, DRAWN).said
-    assert [r.fallbacks for r in got.records] == [{"no_centre": 3}] * 6
-    assert not any(sum(r.drafted) for r in got.records)
 
 
 def test_the_first_token_of_all_is_drafted_by_nobody() -> None:
@@ -93,8 +79,7 @@ def test_the_first_token_of_all_is_drafted_by_nobody() -> None:
     assert got.records[0].fallbacks == {"empty": 1} and got.records[0].drafted == [0, 4]
 
 
-@pytest.mark.parametrize("mode", ["tokens", "bits"])
-def test_a_pool_too_small_for_drafts_is_dense(mode: str) -> None:
+def test_a_pool_too_small_for_drafts_is_dense() -> None:
     """Both prompts and the text fit 6 units of 16 tokens, as the second one ends early; its drafts need a seventh."""
     model = Model(judge().backend, "cpu", judge().path, units=6)
     prompts = PROMPTS[:2]
@@ -103,7 +88,7 @@ def test_a_pool_too_small_for_drafts_is_dense(mode: str) -> None:
     want = model.dense(prompts, CONFIG, 20, DRAWN, stop_tokens=stop)
     assert len(want.said[0]) == 20 and 4 < len(want.said[1]) < 12
     wrong = Drafter(model, np.negative)
-    got = model.verified(prompts, CONFIG, 20, DRAWN, Verify(mode, 19, 20), drafter=wrong, stop_tokens=stop)
+    got = model.verified(prompts, CONFIG, 20, DRAWN, Verify("tokens", 19, 20), drafter=wrong, stop_tokens=stop)
     assert got.said == want.said and not got.pool._reserved
     refused = [r for r in got.records if r.fallbacks.get("pool")]
     assert refused and not any(sum(r.drafted) for r in refused)
@@ -114,12 +99,11 @@ def test_a_pool_too_small_for_drafts_is_dense(mode: str) -> None:
 def test_a_pool_too_small_for_the_text_is_the_same_error() -> None:
     model = Model(judge().backend, "cpu", judge().path, units=5)
     prompts = [prompt(45), prompt(22, 1)]
-    for mode in ("tokens", "bits"):
-        with pytest.raises(ConfigError, match="raise --pool-tokens") as error:
-            model.verified(prompts, CONFIG, 30, DRAWN, Verify(mode, 4))
-        with pytest.raises(ConfigError) as other:
-            model.dense(prompts, CONFIG, 30, DRAWN)
-        assert str(error.value) == str(other.value)
+    with pytest.raises(ConfigError, match="raise --pool-tokens") as error:
+        model.verified(prompts, CONFIG, 30, DRAWN, FOUR)
+    with pytest.raises(ConfigError) as other:
+        model.dense(prompts, CONFIG, 30, DRAWN)
+    assert str(error.value) == str(other.value)
 
 
 # ---- the generator ----
@@ -174,21 +158,6 @@ def test_prefill_is_reported_and_a_prompt_without_tokens_refused() -> None:
     cache, pool = model.cache(CONFIG)
     with pytest.raises(ConfigError, match="empty prompt"):
         next(verified(model.decoder, cache, pool, [[]], 3, GREEDY, CONFIG.read, FOUR))
-
-
-def test_rejection_says_a_text_of_its_own_and_leaves_a_dense_state() -> None:
-    """Not the dense text: but what is in the cache is what dense prefill makes of it."""
-    model, verify = judge(), Verify("tokens", 4, rule="reject")
-    hot = Sampling(1.0, seed=3)
-    got = model.verified(PROMPTS, CONFIG, 12, hot, verify)
-    assert [len(one) for one in got.said] == [12] * 3
-    assert got.said == model.verified(PROMPTS, CONFIG, 12, hot, verify).said  # by its seed
-    # greedy, both rules are the same one
-    want = model.dense(PROMPTS, CONFIG, 12, GREEDY).said
-    assert model.verified(PROMPTS, CONFIG, 12, GREEDY, verify).said == want
-    wrong = model.verified(PROMPTS, CONFIG, 12, hot, verify, drafter=Drafter(model, np.negative))
-    accepted, drafted = (sum(sum(getattr(r, name)) for r in wrong.records) for name in ("accepted", "drafted"))
-    assert accepted < 0.2 * drafted and not wrong.pool._reserved
 
 
 def test_an_auto_run_by_a_clock_that_says_drafts_are_dear_is_dense() -> None:

@@ -7,7 +7,7 @@ from verified_runs import eps
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
-from eps_core.config.verify import MOST_DRAFTS, Verify
+from eps_core.config.verify import Verify
 from eps_core.errors import ConfigError
 from eps_core.telemetry.rounds_shown import describe_verify
 
@@ -15,9 +15,7 @@ from eps_core.telemetry.rounds_shown import describe_verify
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"mode": "on"}, "eps-verify 'on' is unknown: choose one of off, tokens, bits"),
-        ({"select": "all"}, "eps-draft-select 'all' is unknown: choose one of step, verified, hybrid"),
-        ({"rule": "maybe"}, "eps-verify-rule 'maybe' is unknown: choose one of couple, reject"),
+        ({"mode": "on"}, "eps-verify 'on' is unknown: choose one of off, tokens"),
         ({"weights": "8bit"}, "eps-draft-weights '8bit' is unknown: choose one of full, 4bit"),
         ({"draft": None, "most": 0}, "eps-draft-most 0 is outside 1 to 64 tokens"),
         ({"draft": None, "most": 65}, "eps-draft-most 65 is outside 1 to 64 tokens"),
@@ -32,7 +30,7 @@ def test_a_wrong_setting_is_one_line_that_names_its_flag(settings: dict[str, Any
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("settings", [{"draft": 1.5}, {"draft": "4"}, {"most": True}, {"mode": 1}, {"select": None}])
+@pytest.mark.parametrize("settings", [{"draft": 1.5}, {"draft": "4"}, {"most": True}, {"mode": 1}, {"weights": None}])
 def test_a_setting_of_another_kind_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
         Verify(**settings)
@@ -42,11 +40,7 @@ def test_a_setting_of_another_kind_is_refused(settings: dict[str, Any]) -> None:
     ("config", "verify", "drawn", "said"),
     [
         (EpsConfig.of(), Verify("tokens"), {}, "method off gates nothing: use rq"),
-        (eps("box"), Verify("bits"), {"temperature": 0.5, "sample_by": "cdf"}, "sample-by cdf draws otherwise"),
-        (eps("box"), Verify("tokens", select="verified"), {}, "method box keeps them here: use step"),
-        (eps("box"), Verify("tokens", select="hybrid"), {}, "eps-draft-select hybrid knows no bounds"),
-        (eps("rq"), Verify("bits", select="hybrid"), {}, "a pass of eps-verify bits does not measure: use step"),
-        (eps("rq"), Verify("tokens", rule="reject"), {"temperature": 0.0}, "temperature 0 is greedy: use couple"),
+        (eps("box"), Verify("tokens"), {"temperature": 0.5, "sample_by": "cdf"}, "sample-by cdf draws otherwise"),
     ],
 )
 def test_what_cannot_be_verified_is_refused(config: EpsConfig, verify: Verify, drawn: dict, said: str) -> None:
@@ -59,9 +53,7 @@ def test_what_cannot_be_verified_is_refused(config: EpsConfig, verify: Verify, d
 def test_what_can_be_verified_passes() -> None:
     Verify("tokens").check(eps("box"))
     Verify("tokens").check(eps("box"), 0.0, "cdf")  # greedy draws nothing
-    Verify("tokens", select="hybrid").check(eps("rq"), 1.0, "gumbel")
-    Verify("bits", rule="reject").check(eps("rq"), 1.0)
-    Verify("tokens", rule="reject").check(eps("rq"))  # nobody knows yet how it will draw
+    Verify("tokens").check(eps("rq"), 1.0, "gumbel")
     Verify().check(EpsConfig.of(), 1.0, "cdf")  # off
 
 
@@ -71,17 +63,10 @@ def test_the_last_tokens_of_a_draft_cover_all_drafts() -> None:
     assert Verify("tokens", 4, 4).draft_read(read) == read
 
 
-def test_fixed_rows_hold_every_round() -> None:
-    for most in range(1, MOST_DRAFTS + 1):
-        rows = Verify("bits", None, most).fixed_rows
-        assert rows % 16 == 0 and most + 1 <= rows < most + 17
-        assert Verify("tokens", None, most).fixed_rows == 0
-
-
-def test_settings_are_written_and_read_again() -> None:
-    for verify in (Verify(), Verify("bits", 0, 3, "hybrid", "couple", "4bit"), Verify("tokens", rule="reject")):
-        assert Verify.from_dict(verify.to_dict()) == verify
-    assert not Verify().enabled and Verify("bits").enabled
+def test_settings_are_written() -> None:
+    for verify in (Verify(), Verify("tokens", 0, 3, "4bit")):
+        assert Verify(**verify.to_dict()) == verify
+    assert not Verify().enabled and Verify("tokens").enabled
 
 
 def test_fewer_drafts_at_most_are_fewer_drafts() -> None:
@@ -93,8 +78,7 @@ def test_fewer_drafts_at_most_are_fewer_drafts() -> None:
 
 
 def test_one_line_says_how_a_run_verifies() -> None:
-    assert describe_verify(Verify("bits", 4)) == "bits: 4 drafts a round, accepted by coupling"
-    assert describe_verify(Verify("tokens", None, 8, "hybrid", "reject", "4bit")) == (
-        "tokens: up to 8, as they pay, drafts a round, chosen by hybrid masses, drafted with 4bit weights, accepted by "
-        "rejection"
+    assert describe_verify(Verify("tokens", 4)) == "tokens: 4 drafts a round"
+    assert describe_verify(Verify("tokens", None, 8, "4bit")) == (
+        "tokens: up to 8, as they pay, drafts a round, drafted with 4bit weights"
     )

@@ -39,17 +39,16 @@ def test_missing_groups_are_counted_as_they_are_marked(name, data) -> None:
     state = written(config, units, data.draw(st.lists(st.integers(0, unit), min_size=units, max_size=units)))
     lengths = np.array(data.draw(st.lists(st.integers(1, 3 * unit), min_size=2, max_size=2)))
     table = np.array([[3, 1, 5], [0, 2, 4]])
-    for can_encode in (True, False):
-        where = Where.of(config, table, lengths)
-        marked, size = where.missing(state, can_encode), config.store.S
-        for b, g in np.ndindex(marked.shape):
-            together = config.store.sealed_tokens
-            seal = g * size // together
-            begin, end = seal * together, (seal + 1) * together
-            place = table[b, begin // unit] * unit + begin % unit
-            full = state.fill[place // together] == together and end <= lengths[b]
-            assert marked[b, g] == (g * size < lengths[b] and not (full and can_encode)), (b, g)
-        assert (where.num_missing(state, can_encode) == (marked & ~where.forced).sum(axis=1)).all()
+    where = Where.of(config, table, lengths)
+    marked, size = where.missing(state), config.store.S
+    for b, g in np.ndindex(marked.shape):
+        together = config.store.sealed_tokens
+        seal = g * size // together
+        begin, end = seal * together, (seal + 1) * together
+        place = table[b, begin // unit] * unit + begin % unit
+        full = state.fill[place // together] == together and end <= lengths[b]
+        assert marked[b, g] == (g * size < lengths[b] and not full), (b, g)
+    assert (where.num_missing(state) == (marked & ~where.forced).sum(axis=1)).all()
 
 
 def test_states_that_differ_share_no_answer() -> None:

@@ -63,10 +63,10 @@ def one_less(said: Said, drafts: list, logits: Any) -> None:
 
 
 def draws(change: Callable[..., tuple]) -> list[Any]:
-    """The verifier's draws alone are changed: change(sampling, sequence, position, stream)."""
+    """The verifier's draws alone are changed: change(sampling, sequence, position)."""
 
-    def draw(logits: Any, sampling: Any, sequence: int, position: int, stream: int = 0) -> Any:
-        return right_draw(logits, *change(sampling, sequence, position, stream))
+    def draw(logits: Any, sampling: Any, sequence: int, position: int) -> Any:
+        return right_draw(logits, *change(sampling, sequence, position))
 
     return [patch.object(accepting, "draw", draw)]
 
@@ -163,8 +163,8 @@ def keeps_the_units() -> list[Any]:
 
 
 def appends_the_last_token_too() -> list[Any]:
-    def commit(self: Any, parts: Any, sequences: Any, fed: Any, said: Any, rows: Any) -> None:
-        right(self, parts, sequences, fed, said, rows)
+    def commit(self: Any, parts: Any, sequences: Any, fed: Any, said: Any, *rest: Any) -> None:
+        right(self, parts, sequences, fed, said, *rest)
         for part, one in zip(parts, said, strict=True):
             if len(one.tokens) == len(part.slots) and part.tokens:
                 sequences[part.index].tokens[-1] = one.tokens[-1]
@@ -198,13 +198,12 @@ WRONG: dict[str, tuple[Callable[[], list[Any]], str]] = {
     "says the draft where it was wrong": (lambda: accepts(the_draft_instead), TEXT),
     "forgets the bonus token": (lambda: accepts(no_bonus), COUNTS),
     "accepts one too few": (lambda: accepts(one_less), REFUSED),
-    "draws with the noise of the next position": (lambda: draws(lambda s, i, at, stream: (s, i, at + 1, stream)), TEXT),
-    "draws with the noise of the next sequence": (lambda: draws(lambda s, i, at, stream: (s, i + 1, at, stream)), TEXT),
-    "draws with the noise of proposals": (lambda: draws(lambda s, i, at, stream: (s, i, at, 1)), TEXT),
+    "draws with the noise of the next position": (lambda: draws(lambda s, i, at: (s, i, at + 1)), TEXT),
+    "draws with the noise of the next sequence": (lambda: draws(lambda s, i, at: (s, i + 1, at)), TEXT),
     "draws without temperature": (
-        lambda: draws(lambda s, i, at, stream: (replace(s, temperature=1.0), i, at, stream)), TEXT
+        lambda: draws(lambda s, i, at: (replace(s, temperature=1.0), i, at)), TEXT
     ),
-    "draws without top-p": (lambda: draws(lambda s, i, at, stream: (replace(s, top_p=0.3), i, at, stream)), TEXT),
+    "draws without top-p": (lambda: draws(lambda s, i, at: (replace(s, top_p=0.3), i, at)), TEXT),
     "keeps K and V of the drafts": (keeps_the_drafts_cache, STATE),
     "sees all rows of its sequence": (
         lambda: verifies_at(lambda rows: np.repeat(rows.lengths, rows.num_rows)), TEXT + "|" + STATE

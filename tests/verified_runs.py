@@ -2,7 +2,7 @@
 compared token by token, drafters of all kinds, and runs held against one that never drafted, round by round."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -156,8 +156,9 @@ def assert_same_state(model: Model, got: Run, want: Run, tolerance: float = 0.0)
                 assert_same_summaries(numbers, caches, tables, layer, mine.length, tolerance)
     # a round that fills a group has its keys in hand, where single steps read them back
     assert got.cache.bytes_k_reread <= want.cache.bytes_k_reread, "K was read back more often"
-    if got.cache.centre and got.cache.centre[0] is not None:
-        np.testing.assert_allclose(numbers(got.cache.centre[0]), numbers(want.cache.centre[0]), rtol=0, atol=tolerance)
+    bounds = [run.cache.bound for run in (got, want)]
+    if bounds[0] is not None and bounds[0].centre[0] is not None:
+        np.testing.assert_allclose(*(numbers(one.centre[0]) for one in bounds), rtol=0, atol=tolerance)
 
 
 def assert_same_summaries(numbers: Any, caches: list, tables: list, layer: int, length: int, tolerance: float) -> None:
@@ -196,14 +197,12 @@ class Drafter:
         self.change, self.place, self.dense = change, place, dense
         self.steps = 0
 
-    def step(
-        self, cache: Any, tokens: Any, slots: Any, table: Any, lengths: Any, read: Any, *, draft: bool, score: Any
-    ) -> Any:
+    def step(self, cache: Any, tokens: Any, slots: Any, table: Any, lengths: Any, read: Any, *, draft: bool) -> Any:
         assert draft
         self.steps += 1
         with np.errstate(invalid="ignore"):  # NaN that was placed
             cache, output = self.runs.decoder.step(
-                cache, tokens, slots, table, lengths, None if self.dense else read, draft=True, score=score
+                cache, tokens, slots, table, lengths, None if self.dense else read, draft=True
             )
         if self.place is not None:
             cache = placed(self.runs, cache, slots, self.place)
@@ -234,21 +233,12 @@ def unwritten(pool: PagePool, sequences: Sequence[Any]) -> np.ndarray:
 
 
 class _Plain:
-    """Dense decoding of one sequence and one token at a time: `Decoder.step` and `draw`, or for `bits` passes of the
-    one shape that all passes have, whose numbers must be the same to the last bit."""
+    """Dense decoding of one sequence and one token at a time: `Decoder.step` and `draw`."""
 
-    def __init__(
-        self, model: Model, cache: Any, pool: PagePool, sampling: Sampling, config: EpsConfig, verify: Verify
-    ) -> None:
+    def __init__(self, model: Model, cache: Any, pool: PagePool, sampling: Sampling) -> None:
         self.decoder, self.cache, self.pool, self.sampling = model.decoder, cache, pool, sampling
-        bits = replace(verify, draft=0, select="step")
-        self.bits = Verifier(model.decoder, cache, pool, sampling, config.read, bits) if bits.mode == "bits" else None
 
     def next(self, index: int, sequence: Any, token: int) -> int:
-        if self.bits is not None:
-            said = self.bits.round({index: sequence}, {index: token}, {index: 1}).tokens[0]
-            self.cache = self.bits.cache
-            return said
         slots, self.cache = append(self.decoder.eps, self.cache, self.pool, sequence, [token])
         table, lengths = self.pool.table([sequence]), self.pool.lengths([sequence])
         self.cache, output = self.decoder.step(self.cache, np.array([token]), slots, table, lengths)
@@ -273,7 +263,7 @@ def check_rounds(
     cache, pool, sequences = model.start(prompts, config)
     run = Verifier(model.decoder, cache, pool, sampling, config.read, verify, stop, drafter)
     cache, other, mirrored = model.start(prompts, config)
-    plain = _Plain(model, cache, other, sampling, config, verify)
+    plain = _Plain(model, cache, other, sampling)
     fed = {index: int(one[-1]) for index, one in enumerate(prompts)}
     room, alive, records = dict.fromkeys(fed, tokens), dict(enumerate(sequences)), []
     while alive:

@@ -15,7 +15,6 @@ from eps_core.cli.options import (
     flag,
     given_flags,
     method_option,
-    refuse_bits,
     selection_options,
     summary_options,
 )
@@ -42,7 +41,6 @@ _DEFAULT_BUDGETS = "0.05,0.1,0.2,0.3"
 _METHODS = (*METHODS[1:], *EVALUATION_METHODS)  # that replay takes
 # flags that only codes have, as they are when not given
 _CODE_FLAGS: dict[str, Any] = {
-    "eps_bits": EpsConfig.of().store.bits,
     "eps_rq_bounds": False,
     **dict.fromkeys(("eps_unit_tokens", "eps_mean_bits", "eps_stages", "eps_refine")),
 }
@@ -242,7 +240,7 @@ def _configs(ctx: click.Context, flags: dict[str, Any]) -> list[EpsConfig]:
     if sizes and any(size is not None for _, size in methods):
         raise click.UsageError(f"--method gives group sizes, as in rq@2, and {flag(sizes[0])} does, too: drop one")
     # a sweep of budgets is what compares methods, whatever a method's own policy is
-    policy = flags["eps_policy"] if given & {"eps_policy", "eps_tau"} else "topk"
+    policy = flags["eps_policy"] if "eps_policy" in given else "topk"
     if flags["budgets"] is not None and (policy != "topk" or "eps_top_pages" in given):
         raise click.UsageError("--budgets belongs to --eps-policy topk without --eps-top-pages: drop it")
     if flags["budgets"] is not None and "eps_budget" in given:
@@ -270,9 +268,7 @@ def _configs(ctx: click.Context, flags: dict[str, Any]) -> list[EpsConfig]:
 def _name(config: EpsConfig) -> str:
     name = f"{config.store.method}@{config.store.S}"
     if config.store.facts.coded:
-        name += f" {config.store.bits} bit"
-        if config.store.mean_tokens:
-            name += f" of {config.store.mean_tokens}" + (" in 8 bits" if config.store.mean_bits == 8 else "")
+        name += f" 1 bit of {config.store.mean_tokens}" + (" in 8 bits" if config.store.mean_bits == 8 else "")
         name += f" stages {','.join(map(str, config.read.stages))}" if config.read.stages else ""
         name += f" refine {config.read.refine:g}" if config.read.refine else ""
         name += " bounds" if config.store.rq_bounds else ""
@@ -359,7 +355,6 @@ def calibrate_command(ctx: click.Context, /, **flags: Any) -> None:
 
     _check_paths(flags)
     method = flags["eps_method"]
-    refuse_bits(given_flags(ctx, flags), method)
     config = EpsConfig.of(
         method=method,
         dim=flags["eps_dim"],

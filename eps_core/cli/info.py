@@ -15,7 +15,6 @@ from eps_core.config.formats import described
 from eps_core.errors import ConfigError
 from eps_core.files import outputs
 from eps_core.load import BACKENDS, load_backend
-from eps_core.summaries.table import KEY_CODES
 from eps_core.telemetry import memory, provenance, terminal
 
 
@@ -79,7 +78,10 @@ def info_command(ctx: click.Context, /, **flags: Any) -> None:
         "sequence in mid-group, so that a growing group is never read back."
     )
     store = EpsConfig.of(
-        method=KEY_CODES, block_size=flags["block_size"], group_tokens=flags["eps_group_tokens"], **code_settings(flags)
+        method="rq",
+        block_size=flags["block_size"],
+        group_tokens=flags["eps_group_tokens"],
+        **code_settings(flags),
     ).store
     kept = memory.kept_rows(layers, kv_heads, head_dim, context, store, flags["kv_bits"])
     click.echo("\nMiB of K and V, and of rq's summaries, by --kv-bits and --kv-keep:\n\n" + memory.kept_table(kept))

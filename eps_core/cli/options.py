@@ -9,7 +9,7 @@ import click
 from eps_core.cli.help import FILE, METHOD, MODEL, SELECTION, option, options
 from eps_core.cli.numbers import MOST_SEED, ListOf, OrWord, Real, Whole
 from eps_core.config.eps import EpsConfig
-from eps_core.config.read import COMBINES, DEFAULT_BUDGET, DEFAULT_GUARDS, DEFAULT_TAU, POLICIES, SCOPES
+from eps_core.config.read import COMBINES, DEFAULT_BUDGET, DEFAULT_GUARDS, POLICIES, SCOPES
 from eps_core.config.store import DEFAULT_TAIL_TOKENS, METHODS, coded_methods, dim_meanings
 from eps_core.load import KERNELS
 from eps_core.models.config import DEMO_MODEL
@@ -23,7 +23,7 @@ assert _FACTS.unit is not None
 _UNIT = _FACTS.unit
 AUTO = "auto"  # of --eps-min-context
 # flags that mean something under one policy only
-_POLICY_FLAGS = {"eps_budget": "topk", "eps_budget_floor": "topk", "eps_tau": "share", "eps_alpha": "threshold"}
+_POLICY_FLAGS = {"eps_budget": "topk", "eps_budget_floor": "topk", "eps_alpha": "threshold"}
 _DEFAULT = EpsConfig.of()
 _kept, _read = partial(option, heading=METHOD), partial(option, heading=SELECTION)
 
@@ -45,26 +45,20 @@ summary_options = options(
         "--eps-dim", type=Whole(), help=f"{dim_meanings('{what} of {name} (default {default})')}."
     ),
     _kept(
-        "--eps-bits", type=Whole(), default=_DEFAULT.store.bits, show_default=True,
-        help=f"Bits of one {_CODED} code: 1, 2, 4 or 8.",
-    ),
-    _kept(
         "--eps-unit-tokens", type=Whole(),
-        help=f"{_CODED} of 1 bit: code groups about the mean of 32 or 64 tokens; 0: about one centre a head.  "
-        f"[default: {_UNIT.mean_tokens}]",
+        help=f"{_CODED}: code groups about the mean of 32 or 64 tokens.  [default: {_UNIT.mean_tokens}]",
     ),
     _kept(
         "--eps-mean-bits", type=Whole(), help=f"Of a dimension of that mean, 4 or 8.  [default: {_UNIT.mean_bits}]",
     ),
     _kept(
         "--eps-stages", type=ListOf(Real()),
-        help="With --eps-unit-tokens: read half of each code, the rest of this share of the groups; 0.5,0.2: a "
+        help=f"{_CODED}: read half of each code, the rest of this share of the groups; 0.5,0.2: a "
         f"quarter, a quarter of .5, half of .2; 0: whole.  [default: {','.join(map(str, _UNIT.stages))}]",
     ),
     _kept(
         "--eps-refine", type=Real(),
-        help=f"{_CODED} of 1 bit: share of the groups of which a second bit is read; 0: none.  "
-        f"[default: {_UNIT.refine}, {_FACTS.refine} without --eps-unit-tokens]",
+        help=f"{_CODED}: share of the groups of which a second bit is read; 0: none.  [default: {_UNIT.refine}]",
     ),
     _kept(
         "--eps-group-tokens", type=Whole(),
@@ -101,7 +95,7 @@ selection_options = options(
     ),
     _read(
         "--eps-policy", type=click.Choice(POLICIES), default=_DEFAULT.read.policy, show_default=True,
-        help="Rule that chooses groups; --eps-tau alone means share.",
+        help="Rule that chooses groups.",
     ),
     _read(
         "--eps-budget", type=Real(),
@@ -114,12 +108,8 @@ selection_options = options(
         f"[default: {_FACTS.budget_floor} for {_OWN}; 0 for the others, and where --eps-budget is given]",
     ),
     _read(
-        "--eps-tau", type=Real(),
-        help=f"share: least estimated share of the softmax worth a visit.  [default: {DEFAULT_TAU}]",
-    ),
-    _read(
         "--eps-epsilon", type=Real(), default=_DEFAULT.read.epsilon, show_default=True,
-        help="mass: most estimated share of the softmax left unread; --eps-strict: most certified one.",
+        help="--eps-strict: most certified share of the softmax left unread.",
     ),
     _read(
         "--eps-alpha", type=Real(), default=_DEFAULT.read.alpha, show_default=True,
@@ -127,7 +117,7 @@ selection_options = options(
     ),
     _read(
         "--eps-top-pages", type=Whole(),
-        help="In groups: topk budget, threshold heap, cap on share and mass.",
+        help="In groups: topk budget, threshold heap.",
     ),
     _read("--eps-first-tokens", type=Whole(), help=_guard_help(0)),
     _read("--eps-last-tokens", type=Whole(), help=_guard_help(1)),
@@ -186,18 +176,15 @@ def config_of(
     if method == "off":
         return EpsConfig.of(block_size=flags["block_size"])
     policy = flags["eps_policy"]
-    if "eps_tau" in given and not given & {"eps_policy", "eps_budget", "eps_top_pages"}:
-        policy = "share"
     for name, owner in _POLICY_FLAGS.items():
         if name in given and policy != owner:
             raise click.UsageError(f"{flag(name)} belongs to --eps-policy {owner}: drop it or choose that policy")
-    if "eps_epsilon" in given and policy != "mass" and not flags["eps_strict"]:
-        raise click.UsageError("--eps-epsilon belongs to --eps-policy mass and to --eps-strict: drop it or add one")
+    if "eps_epsilon" in given and not flags["eps_strict"]:
+        raise click.UsageError("--eps-epsilon belongs to --eps-strict: drop it or add that")
     if (flags["eps_heads"] == "retrieval") != (flags["eps_head_policy"] is not None):
         raise click.UsageError("--eps-heads retrieval and --eps-head-policy FILE need each other: give both or none")
     if "eps_budget" in given and "eps_top_pages" in given:
         raise click.UsageError("--eps-budget and --eps-top-pages both set the budget of topk: give one of them")
-    refuse_bits(given, method)
     min_context = flags["eps_min_context"]
     if min_context == AUTO:
         if not auto_min_context:
@@ -215,7 +202,6 @@ def config_of(
         policy=policy,
         budget=flags["eps_budget"],
         budget_floor=flags["eps_budget_floor"],
-        tau=flags["eps_tau"],
         epsilon=flags["eps_epsilon"],
         alpha=flags["eps_alpha"],
         top_pages=flags["eps_top_pages"],
@@ -247,18 +233,11 @@ def code_settings(flags: dict[str, Any]) -> dict[str, Any]:
     """What the flags say of codes, as flat settings."""
     stages = flags["eps_stages"]
     return {
-        "bits": flags["eps_bits"],
         "mean_tokens": flags["eps_unit_tokens"],
         "mean_bits": flags["eps_mean_bits"],
         "stages": () if stages == (0,) else stages,
         "refine": flags["eps_refine"],
     }
-
-
-def refuse_bits(given: set[str], method: str) -> None:
-    """Raises UsageError where `--eps-bits` is given and the method has no codes."""
-    if "eps_bits" in given and not facts(method).coded:
-        raise click.UsageError(f"--eps-bits belongs to --method {_CODED}: drop it or choose that method")
 
 
 def _tail_tokens(flags: dict[str, Any]) -> int | None:

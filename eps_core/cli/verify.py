@@ -9,7 +9,7 @@ from eps_core.cli.help import VERIFY, option, options
 from eps_core.cli.numbers import OrWord, Whole
 from eps_core.cli.options import AUTO, flag
 from eps_core.config.eps import EpsConfig
-from eps_core.config.verify import DRAFT_WEIGHTS, MODES, SELECTS, VERIFY_RULES, Verify
+from eps_core.config.verify import DRAFT_WEIGHTS, MODES, Verify
 
 _DEFAULT = Verify()
 _option = partial(option, heading=VERIFY)
@@ -18,16 +18,14 @@ _FIELDS = {
     "eps_verify": "mode",
     "eps_draft": "draft",
     "eps_draft_most": "most",
-    "eps_draft_select": "select",
-    "eps_verify_rule": "rule",
     "eps_draft_weights": "weights",
 }
 
 verify_options = options(
     _option(
         "--eps-verify", type=click.Choice(MODES), default=_DEFAULT.mode, show_default=True,
-        help="Gated steps draft, a dense pass verifies: the dense text for a fraction of the reads. tokens: but for "
-        "ties of rounding; bits: the same bits whatever is drafted, slower.",
+        help="Gated steps draft, a dense pass verifies: the dense text for a fraction of the reads, but for "
+        "ties of rounding.",
     ),
     _option(
         "--eps-draft", type=OrWord(Whole(), AUTO), default=_DEFAULT.draft, show_default=True, metavar="N|auto",
@@ -35,15 +33,6 @@ verify_options = options(
     ),
     _option(
         "--eps-draft-most", type=Whole(), default=_DEFAULT.most, show_default=True, help="Drafts of a round at most."
-    ),
-    _option(
-        "--eps-draft-select", type=click.Choice(SELECTS), default=_DEFAULT.select, show_default=True,
-        help="What a draft reads: what its step's scores say; what the last verified token attended to; of each group "
-        "the larger.",
-    ),
-    _option(
-        "--eps-verify-rule", type=click.Choice(VERIFY_RULES), default=_DEFAULT.rule, show_default=True,
-        help="couple: the dense text of the seed; reject: speculative sampling, dense in distribution.",
     ),
     _option(
         "--eps-draft-weights", type=click.Choice(DRAFT_WEIGHTS), default=_DEFAULT.weights, show_default=True,

@@ -10,7 +10,7 @@ from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any, Self, get_type_hints
 
-from eps_core.config.read import DEFAULT_TAU, Read
+from eps_core.config.read import Read
 from eps_core.config.store import Store, coded_methods
 from eps_core.errors import ConfigError, require
 from eps_core.files import records
@@ -18,7 +18,7 @@ from eps_core.summaries import table
 
 # values of settings that older files leave out
 EARLIER: dict[str, Any] = {"mean_tokens": 0, "mean_bits": 4, "stages": [], "budget_floor": 0, "combine": "max"}
-_STORED = {field.name for field in fields(Store)} - {"second_bit", "parts"}
+_STORED = {field.name for field in fields(Store)} - {"bits", "second_bit", "parts"}
 _GROUP = {"group_tokens", "group_blocks"}  # two ways to say one thing
 
 
@@ -39,8 +39,7 @@ class EpsConfig:
     _: KW_ONLY
     # summaries: fixed when a cache is made
     dim: int | None = None  # numbers of a summary, for the methods that have it
-    bits: int | None = None  # rq: bits of one code: 1, 2, 4 or 8
-    mean_tokens: int | None = None  # rq: tokens of the block whose mean codes refer to: 32, 64; 0: one centroid a head
+    mean_tokens: int | None = None  # rq: tokens of the block whose mean codes refer to: 32 or 64
     mean_bits: int | None = None  # rq: bits of one dimension of that mean: 4 or 8
     stages: tuple[float, ...] | None = None  # rq: shares of the groups whose codes are read further; (): all of them
     refine: float | None = None  # rq: share of the groups of which a second bit is read
@@ -50,11 +49,10 @@ class EpsConfig:
     group_tokens: int | None = None  # tokens of a group, up to 256
     group_blocks: int | None = None  # the same in pages
     # selection: may differ from step to step
-    policy: str | None = None  # topk, share, mass or threshold
+    policy: str | None = None  # topk or threshold
     budget: float | None = None  # topk: share of the tokens (up to 1) or number of tokens that is read
     budget_floor: int | None = None  # topk: fewest tokens of a budget that is a share
-    tau: float | None = None  # share: least estimated share of the softmax of a selected group
-    epsilon: float | None = None  # mass: largest estimated share of the softmax left unread; strict: largest bound
+    epsilon: float | None = None  # strict: largest bound of the softmax's share left unread
     alpha: float | None = None  # threshold: groups below T / alpha are skipped
     top_pages: int | None = None  # groups: topk's budget; a cap under other policies
     first_tokens: int | None = None  # sink tokens, always read
@@ -115,9 +113,9 @@ class EpsConfig:
             f"eps-strict needs bounds, and method {store.method} has {store.facts.no_bounds}",
         )
         require(
-            not read.refine or (store.facts.coded and store.bits == 1),
-            f"eps-refine {read.refine} reads a second bit of 1-bit {coded_methods()} codes, not of method "
-            f"{store.method} with {store.bits} bits: leave it out",
+            not read.refine or store.facts.coded,
+            f"eps-refine {read.refine} reads a second bit of {coded_methods()} codes, not of method {store.method}: "
+            "leave it out",
         )
         require(
             len(read.stages) < store.parts,
@@ -126,8 +124,8 @@ class EpsConfig:
         )
         require(
             read.combine == "max" or store.sums_heads,
-            f"eps-combine {read.combine} is for {coded_methods()} codes of 1 bit about a unit's mean, without bounds "
-            f"of their own, not for what method {store.method} keeps here: use max",
+            f"eps-combine {read.combine} is for {coded_methods()} codes without bounds of their own, not "
+            f"for what method {store.method} keeps here: use max",
         )
         require(
             store.second_bit or not read.refine,
@@ -145,16 +143,14 @@ class EpsConfig:
     def _read(store: Store, flat: dict[str, Any]) -> Read:
         """What is given of a read, and what follows for the rest of it."""
         facts = store.facts
-        usual = facts.unit if store.mean_tokens else None
-        refine = (facts.refine if usual is None else usual.refine) if store.bits == 1 else 0.0
-        refine = min([refine, *flat.get("stages", ())])
+        usual = facts.unit
+        refine = min([0.0 if usual is None else usual.refine, *flat.get("stages", ())])
         least = flat.get("refine", refine)  # what is read on was read whole
         anchored = flat.get("first_tokens", facts.guards[0]) >= 1
         defaults = {
             "budget": facts.budget,
             # a budget that is given is read as it is
             "budget_floor": 0 if flat.keys() & {"budget", "top_pages"} else facts.budget_floor,
-            "tau": DEFAULT_TAU if flat.get("policy") == "share" else None,
             "stages": () if usual is None or store.rq_bounds else tuple(max(part, least) for part in usual.stages),
             "refine": refine,
             "first_tokens": facts.guards[0],
@@ -181,23 +177,6 @@ class EpsConfig:
         if flat.keys() & _GROUP:
             kept = {name: value for name, value in kept.items() if name not in _GROUP}
         return type(self).of(**{**kept, **flat})
-
-    @property
-    def fallback(self) -> str | None:
-        """Where codes are about a centre because the usual unit's mean does not fit, and nobody asked for either: what
-        a user is told of it at the start."""
-        store, usual = self.store, self.store.facts.unit
-        if self.mean_tokens is not None or not store.needs_centre or store.bits > 1 or not usual:
-            return None
-        if not usual.mean_tokens:
-            return None
-        fault = store.mean_fault(usual.mean_tokens) or (
-            f"does not fit whole into the blocks of an engine: start it with blocks of {usual.mean_tokens} tokens"
-        )
-        return (
-            f"codes are about one centre a head, as the usual eps-unit-tokens {usual.mean_tokens} {fault}, or "
-            "eps-unit-tokens 0 if it is meant so"
-        )
 
     def with_tail(self) -> Self:
         """The same with a tail of the usual length."""
@@ -264,9 +243,8 @@ class EpsConfig:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """The flat form back, exactly as it was written, and all of it given; one of before there were unit means, as
-        it was meant."""
-        return cls.of(**{**EARLIER, **data})
+        """The flat form back, exactly as it was written, and all of it given."""
+        return cls.of(**data)
 
 
 # names of the settings in the order of the flat form: flags, JSONL, keyword arguments. `refine` and `stages` say both

@@ -7,7 +7,7 @@ from itertools import pairwise
 from eps_core.errors import require
 from eps_core.summaries.base import Facts
 
-POLICIES = ("topk", "share", "mass", "threshold")
+POLICIES = ("topk", "threshold")
 SCOPES = ("kv-head", "union")
 # how the estimates of the query heads of one kv head become one: the largest; or the largest of their masses over that
 # of the first token, which stands for the whole softmax (a head whose attention is spread wide counts as one whose
@@ -18,7 +18,6 @@ COMBINES = ("max", "sum")
 ANCHOR_SPREAD = 4.0
 # what one kv head does: selects groups, reads them all, or reads the guards alone
 HEAD_MODES = ("gate", "dense", "window")
-DEFAULT_TAU = 0.001
 MOST_STAGES = 2
 # what most methods want; a method's own are in its facts
 DEFAULT_BUDGET, DEFAULT_GUARDS = Facts.budget, Facts.guards
@@ -32,10 +31,9 @@ class Read:
     budget: float = DEFAULT_BUDGET  # topk: <= 1 a share of the tokens, > 1 a number; with guards
     # topk: tokens that a share of a short sequence is raised to, so that sequences up to this length are dense
     budget_floor: int = 0
-    tau: float | None = None  # share: least estimated share of the softmax
-    epsilon: float = 0.01  # mass: most estimated share left unread; strict: most certified share left unread
+    epsilon: float = 0.01  # strict: most certified share left unread
     alpha: float = 1.1  # threshold: skip when B < T / alpha
-    top_pages: int | None = None  # groups: topk's budget, threshold's M, a cap on share and mass
+    top_pages: int | None = None  # groups: topk's budget, threshold's M
     first_tokens: int = DEFAULT_GUARDS[0]  # always visited
     last_tokens: int = DEFAULT_GUARDS[1]
     scope: str = "kv-head"
@@ -62,9 +60,6 @@ class Read:
         require(
             self.budget > 0 and math.isfinite(self.budget),
             f"eps-budget {self.budget} must be positive: a fraction up to 1, or a number of tokens above 1",
-        )
-        require(
-            self.tau is None or 0 < self.tau <= 1, f"eps-tau {self.tau} is outside (0, 1]: it is a share of the softmax"
         )
         require(
             0 <= self.refine <= 1, f"eps-refine {self.refine} is outside [0, 1]: it is a share of the groups; use 0.125"

@@ -91,9 +91,9 @@ class Store:
 
     method: str = table.OFF
     dim: int | None = None  # the method says of what; None: its default
-    bits: int = 1  # of one code, where a method has codes
+    bits: int = 8  # of one dimension of a key's code, of `bound_store`
     second_bit: bool = False  # a second bit of every code of 1 bit is kept, to be read of the best
-    # rq: tokens of the unit about whose mean its groups are coded; 0: about one centre a head
+    # rq: tokens of the unit about whose mean its groups are coded; 0: the method has no codes
     mean_tokens: int = None  # type: ignore[assignment]
     mean_bits: int = 4  # of one dimension of that mean
     parts: int = 1  # in how many parts such codes are kept, to be read in stages
@@ -136,7 +136,6 @@ class Store:
             require(1 <= self.dim <= 64, f"eps-dim {self.dim} is outside 1 to 64: use {self.facts.dim}")
         else:
             object.__setattr__(self, "dim", self.facts.dim)
-        require(self.bits in (1, 2, 4, 8), f"eps-bits {self.bits} is not 1, 2, 4 or 8: use 1")
         require(
             not self.rq_bounds or self.facts.bounds_setting == "rq_bounds",
             f"eps-rq-bounds belongs to method {coded_methods()}, not {self.method}: leave it out",
@@ -184,31 +183,31 @@ class Store:
     def _settle_mean(self) -> None:
         facts, tokens = self.facts.unit, self.mean_tokens
         if tokens is None:
-            usual = facts.mean_tokens if facts is not None and self.bits == 1 else 0
+            usual = 0 if facts is None else facts.mean_tokens
             fitting = [size for size in UNIT_TOKENS if size <= usual and self.mean_fault(size) is None]
-            tokens = max(fitting, default=0)
+            tokens = max(fitting, default=usual)
             object.__setattr__(self, "mean_tokens", tokens)
-        require(tokens in (0, *UNIT_TOKENS), f"eps-unit-tokens {tokens} is not 0, 32 or 64: use 32")
+        require(
+            tokens in UNIT_TOKENS or (facts is None and not tokens), f"eps-unit-tokens {tokens} is not 32 or 64: use 64"
+        )
         require(self.mean_bits in (4, 8), f"eps-mean-bits {self.mean_bits} is not 4 or 8: use 4")
         if not tokens:
             require(
                 self.parts == 1,
-                f"eps-stages reads {coded_methods()} codes of 1 bit about a unit's mean, and these are none: leave it "
-                "out, or use --eps-unit-tokens 32",
+                f"eps-stages reads {coded_methods()} codes in parts, and method {self.method} has none: leave it out",
             )
             require(
                 self.mean_bits == 4,
-                f"eps-mean-bits {self.mean_bits} is of a unit's mean, and there is none: leave it out, or use "
-                "--eps-unit-tokens 32",
+                f"eps-mean-bits {self.mean_bits} is of a unit's mean of {coded_methods()}, not of method "
+                f"{self.method}: leave it out",
             )
             return
         require(
-            facts is not None and self.bits == 1,
-            f"eps-unit-tokens {tokens} is for {coded_methods()} codes of 1 bit, not for method {self.method} with "
-            f"{self.bits} bits: leave it out",
+            facts is not None,
+            f"eps-unit-tokens {tokens} is for {coded_methods()} codes, not for method {self.method}: leave it out",
         )
         fault = self.mean_fault(tokens)
-        require(fault is None, f"eps-unit-tokens {tokens} {fault}, or use another of 32 and 64, or 0")
+        require(fault is None, f"eps-unit-tokens {tokens} {fault}, or use another of 32 and 64")
         require(1 <= self.parts <= 3, f"{self.parts} parts of a code are not 1 to 3: give at most two eps-stages")
         require(
             self.parts == 1 or not self.rq_bounds,
@@ -245,8 +244,8 @@ class Store:
 
     @cached_property
     def code_bits(self) -> int | None:
-        """Bits of one code; None where the method has no codes."""
-        return self.bits if self.facts.coded else None
+        """Bits of one dimension that a first pass reads; None where the method has no codes."""
+        return self.bits if self.facts.centred else 1 if self.facts.coded else None
 
     @cached_property
     def S(self) -> int:
@@ -278,7 +277,7 @@ class Store:
     @cached_property
     def needs_centre(self) -> bool:
         """Whether codes speak of a centre, the mean of the first keys a cache sees, and wait for it."""
-        return self.facts.coded and not self.mean_tokens
+        return self.facts.centred
 
     @cached_property
     def has_bounds(self) -> bool:
@@ -304,9 +303,8 @@ class Store:
     def bound_store(self) -> "Store":
         """The summary that bounds, where it is another one: codes of single keys, in the same pool units."""
         return Store(
-            method=table.KEY_CODES, bits=self.bound_bits, mean_tokens=0, rq_bounds=True, group_tokens=1, tail_tokens=0,
-            seed=self.seed, block_size=self.unit_tokens,
-        )  # fmt: skip
+            method=table.KEY_CODES, bits=self.bound_bits, group_tokens=1, seed=self.seed, block_size=self.unit_tokens
+        )
 
     @cached_property
     def tail_store(self) -> "Store":

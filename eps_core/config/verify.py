@@ -8,9 +8,7 @@ from eps_core.config.read import Read
 from eps_core.errors import require
 from eps_core.files import records
 
-MODES = ("off", "tokens", "bits")
-SELECTS = ("step", "verified", "hybrid")
-VERIFY_RULES = ("couple", "reject")
+MODES = ("off", "tokens")
 DRAFT_WEIGHTS = ("full", "4bit")
 MOST_DRAFTS = 64
 DEFAULT_DRAFTS = 12  # about the fewest bytes a token on both of our models; time asks for fewer, or none
@@ -20,21 +18,15 @@ DEFAULT_DRAFTS = 12  # about the fewest bytes a token on both of our models; tim
 class Verify:
     """How a run drafts and verifies. It changes what a text costs and, but for ties of rounding, not the text.
 
-    `mode`: off; tokens, the dense text but where two logits are closer than rounding; bits, every matrix product in one
-    shape and every sum in one order, so that each number of drafts gives the same bits.
+    `mode`: off; tokens, the dense text but where two logits are closer than rounding.
     `draft`: drafts a round, None for as many as measured acceptance and costs make worth it, 0 to `most`.
-    `select`: what a draft reads: `step`, the summaries' scores of each step; `verified`, the groups that held the mass
-    of the last verified token; `hybrid`, of each group the larger of the two.
-    `rule`: `couple` accepts a draft that is the token dense decoding draws with the same noise; `reject` accepts with
-    probability min(1, p / q) (Leviathan et al. 2023, Chen et al. 2023): dense in distribution, not token for token.
+    A draft is accepted where it is the token that dense decoding draws with the same noise.
     `weights`: of the drafting model.
     """
 
     mode: str = "off"
     draft: int | None = DEFAULT_DRAFTS
     most: int = 16
-    select: str = "step"
-    rule: str = "couple"
     weights: str = "full"
 
     def __post_init__(self) -> None:
@@ -43,8 +35,6 @@ class Verify:
             records.check(field.name, getattr(self, field.name), kinds[field.name])
         for name, flag, known in (
             ("mode", "eps-verify", MODES),
-            ("select", "eps-draft-select", SELECTS),
-            ("rule", "eps-verify-rule", VERIFY_RULES),
             ("weights", "eps-draft-weights", DRAFT_WEIGHTS),
         ):
             value = getattr(self, name)
@@ -67,16 +57,10 @@ class Verify:
     def enabled(self) -> bool:
         return self.mode != "off"
 
-    @property
-    def fixed_rows(self) -> int:
-        """Rows of every matrix product of a pass in mode bits; 0 elsewhere. Whole blocks of 16, as kernels take."""
-        return -(-(self.most + 1) // 16) * 16 if self.mode == "bits" else 0
-
     def check(
-        self, config: EpsConfig, temperature: float | None = None, sample_by: str = "gumbel", audit_every: int = 0
+        self, config: EpsConfig, temperature: float = 0.0, sample_by: str = "gumbel", audit_every: int = 0
     ) -> None:
-        """Raises ConfigError where a run with `config`, drawing and audited so, cannot be verified so. A temperature of
-        None is yet to come."""
+        """Raises ConfigError where a run with `config`, drawing and audited so, cannot be verified so."""
         if not self.enabled:
             return
         store = config.store
@@ -87,19 +71,6 @@ class Verify:
             f"{sample_by} draws otherwise: use sample-by gumbel",
         )
         require(not audit_every, f"eps-verify {self.mode} audits every draft as it is: drop audit-every")
-        require(
-            self.rule == "couple" or temperature != 0,
-            "eps-verify-rule reject draws, and temperature 0 is greedy: use couple, or a temperature above 0",
-        )
-        require(
-            self.select == "step" or self.mode == "tokens",
-            f"eps-draft-select {self.select} needs masses that a pass of eps-verify {self.mode} does not measure: use "
-            "step",
-        )
-        require(
-            self.select == "step" or not store.has_bounds,
-            f"eps-draft-select {self.select} knows no bounds, and method {store.method} keeps them here: use step",
-        )
 
     def draft_read(self, read: Read) -> Read:
         """What a draft step reads: drafts have no summaries, so the last tokens that are always visited cover them."""
@@ -107,7 +78,3 @@ class Verify:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        return cls(**data)

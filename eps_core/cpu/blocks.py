@@ -89,13 +89,6 @@ def _base(builder, largest, scale):
     return builder.select(seen, builder.fmul(largest, scale), _splat(0.0))
 
 
-def _log_mass(builder, largest, total, natural):
-    """largest * natural + ln total; -inf where nothing was seen."""
-    mass = _fma(builder, largest, natural, _logs(builder, total))
-    seen = builder.fcmp_unordered(">", largest, _splat(float("-inf")))
-    return builder.select(seen, mass, _splat(float("-inf")))
-
-
 @intrinsic
 def add_products(typing_context, a, a_start, row_step, step, num_rows, b, num_terms, lanes, factors, c, c_start):
     """c[c_start + i L + l] = factors[l] * c[..] + sum over k < num_terms of a[a_start + i row_step + k step] b[k L + l]
@@ -234,101 +227,6 @@ def weigh_lanes(typing_context, logits, first, end, lanes, scale, most, totals):
         return context.get_dummy_value()
 
     return types.void(logits, first, end, lanes, scale, most, totals), codegen
-
-
-@intrinsic
-def gather_mass(typing_context, logits, first, end, lanes, scale, most, totals):
-    """Adds the tokens first .. end - 1 of logits[t L + l] to the mass of a group, lane by lane: most[l] is
-    the largest of them so far, totals[l] the sum of their weights relative to it. Logits stay as they are."""
-
-    def codegen(context, builder, signature, args):
-        kinds = signature.args
-        data, most_data, total_data = (_data(context, builder, kinds[i], args[i]) for i in (0, 5, 6))
-        start, stop, width = (_int64(context, builder, kinds[i], args[i]) for i in (1, 2, 3))
-        by = _broadcast(builder, context.cast(builder, args[4], kinds[4], types.float32))
-        kept = cgutils.alloca_once(builder, _vector(_f32))
-        with cgutils.for_range_slice(builder, _i64(0), width, _i64(LANES)) as (lane, _):
-
-            def tokens(use, lane=lane):
-                with cgutils.for_range_slice(builder, start, stop, _i64(1)) as (token, _):
-                    use(
-                        _load(
-                            builder,
-                            builder.gep(data, [builder.add(builder.mul(token, width), lane)]),
-                            LANES,
-                            _f32,
-                        )
-                    )
-
-            most_at, total_at = (builder.gep(one, [lane]) for one in (most_data, total_data))
-            before = _load(builder, most_at, LANES, _f32)
-            builder.store(before, kept)
-            tokens(lambda x: builder.store(_greater(builder, x, builder.load(kept)), kept))
-            now = builder.load(kept)
-            base = _base(builder, now, by)
-            factor = _powers(builder, builder.fsub(_base(builder, before, by), base))
-            factor = builder.select(builder.fcmp_ordered(">", before, _splat(float("-inf"))), factor, _splat(0.0))
-            builder.store(builder.fmul(_load(builder, total_at, LANES, _f32), factor), kept)
-            lowered = builder.fneg(base)
-            tokens(
-                lambda x, lowered=lowered: builder.store(
-                    builder.fadd(builder.load(kept), _powers(builder, _fma(builder, x, by, lowered))), kept
-                )
-            )
-            _store(builder, now, most_at)
-            _store(builder, builder.load(kept), total_at)
-        return context.get_dummy_value()
-
-    return types.void(logits, first, end, lanes, scale, most, totals), codegen
-
-
-@intrinsic
-def whole_masses(typing_context, logits, first, end, lanes, scale, natural, masses):
-    """What `gather_mass` and `log_masses` leave of a group whose tokens are first .. end - 1, and no others."""
-
-    def codegen(context, builder, signature, args):
-        kinds = signature.args
-        data, mass_data = (_data(context, builder, kinds[i], args[i]) for i in (0, 6))
-        start, stop, width = (_int64(context, builder, kinds[i], args[i]) for i in (1, 2, 3))
-        by, to_natural = (_broadcast(builder, context.cast(builder, args[i], kinds[i], types.float32)) for i in (4, 5))
-        largest, total = (cgutils.alloca_once(builder, _vector(_f32)) for _ in range(2))
-        with cgutils.for_range_slice(builder, _i64(0), width, _i64(LANES)) as (lane, _):
-
-            def logit(token, lane=lane):
-                place = builder.add(builder.mul(token, width), lane)
-                return _load(builder, builder.gep(data, [place]), LANES, _f32)
-
-            builder.store(_splat(float("-inf")), largest)
-            with cgutils.for_range_slice(builder, start, stop, _i64(1)) as (token, _):
-                builder.store(_greater(builder, logit(token), builder.load(largest)), largest)
-            lowered = builder.fneg(_base(builder, builder.load(largest), by))
-            builder.store(_splat(0.0), total)
-            with cgutils.for_range_slice(builder, start, stop, _i64(1)) as (token, _):
-                weight = _powers(builder, _fma(builder, logit(token), by, lowered))
-                builder.store(builder.fadd(builder.load(total), weight), total)
-            mass = _log_mass(builder, builder.load(largest), builder.load(total), to_natural)
-            _store(builder, mass, builder.gep(mass_data, [lane]))
-        return context.get_dummy_value()
-
-    return types.void(logits, first, end, lanes, scale, natural, masses), codegen
-
-
-@intrinsic
-def log_masses(typing_context, most, totals, count, scale, masses):
-    """masses[l] = most[l] scale + ln totals[l], -inf where most is, for l < count, a multiple of 16; scale takes logits
-    to natural units."""
-
-    def codegen(context, builder, signature, args):
-        kinds = signature.args
-        most_data, total_data, mass_data = (_data(context, builder, kinds[i], args[i]) for i in (0, 1, 4))
-        num = _int64(context, builder, kinds[2], args[2])
-        by = _broadcast(builder, context.cast(builder, args[3], kinds[3], types.float32))
-        with cgutils.for_range_slice(builder, _i64(0), num, _i64(LANES)) as (lane, _):
-            largest, total = (_load(builder, builder.gep(one, [lane]), LANES, _f32) for one in (most_data, total_data))
-            _store(builder, _log_mass(builder, largest, total, by), builder.gep(mass_data, [lane]))
-        return context.get_dummy_value()
-
-    return types.void(most, totals, count, scale, masses), codegen
 
 
 @intrinsic

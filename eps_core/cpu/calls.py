@@ -13,10 +13,10 @@ import numpy as np
 
 from eps_core.cpu import attend, best, score, threads, unit_vectors, units, vectors, write
 from eps_core.paging.where import Where
-from eps_core.summaries.rq import PARTS, QUERY_STEPS, hadamard_blocks, part_dims
+from eps_core.summaries.rq import PARTS, QUERY_STEPS, part_dims
 
 Host = Callable[[Any], np.ndarray]
-# besides codes without bounds of their own: method -> (index in `score_codes`, two code pools, four scalar pools, the
+# besides rq without bounds of its own: method -> (index in `score_codes`, two code pools, four scalar pools, the
 # unused ones repeated)
 CODES = {
     "box": (0, ("lo", "hi"), ("scale", "norm", "norm", "norm")),
@@ -121,29 +121,15 @@ def scoring(cache: Any, layer: int, q: np.ndarray, where: Where, host: Host) -> 
     store, spec = cache.store, cache.spec
     if store.rq_bounds or not (store.facts.coded or store.method in CODES):
         return None
-    if store.mean_tokens:
+    if store.facts.coded:
         return _scoring_units(cache, layer, q, where, host)
     table, lengths = where.table, where.lengths
-    batch, num_heads, head_dim = q.shape
+    batch, num_heads, _ = q.shape
     kv_heads, per_unit = spec.num_kv_heads, store.groups_per_unit
     groups, repeat = table.shape[1] * per_unit, num_heads // kv_heads
     estimate = np.empty((batch, kv_heads, groups), np.float32)
     states = np.empty((batch, groups), np.uint8)
     state, stored = cache.state[layer], cache.summaries[layer]
-    if store.facts.coded:
-        pools = {name: lanes(host(array)) for name, array in stored.items()}
-        centre = cache.centre[layer]
-        passes, num_bytes = -(-repeat // vectors.HEADS), -(-head_dim * store.bits // 8)
-        tables = np.empty((batch * kv_heads, passes, num_bytes * 2 * 16 * vectors.HEADS), np.float32)
-        code_args = (
-            q, pools["codes"], pools["scale"], pools.get("second", pools["codes"]),
-            pools.get("second_scale", pools["scale"]), state.fill, table, lengths, where.refined,
-            np.zeros((kv_heads, head_dim), np.int16) if centre is None else host(centre).view(np.int16),
-            host(cache.fixed[layer]["signs"]), np.array(hadamard_blocks(head_dim)), store.bits,
-            store.S, per_unit, centre is not None, states, tables,
-            np.empty((*tables.shape[:2], vectors.HEADS), np.float32), estimate,
-        )  # fmt: skip
-        return Call(score.score_rq, 3, code_args), Scored(estimate)
     index, codes, scalars = CODES[store.method]
     bounded = store.own_bounds
     lower, upper = (np.empty((batch, kv_heads, repeat, groups if bounded else 0), np.float32) for _ in range(2))

@@ -9,7 +9,7 @@ part before, and what a part fills is done when it returns.
 from eps_core.cpu.attend import attend, attend_tail, merge, skipped_mass
 from eps_core.cpu.best import select_topk
 from eps_core.cpu.compile import FAST, kernel
-from eps_core.cpu.score import score_codes, score_rq
+from eps_core.cpu.score import score_codes
 from eps_core.cpu.threads import FAILED, finish, note_time, take, wait
 from eps_core.cpu.units import score_units
 
@@ -61,14 +61,6 @@ def gate_units(progress, stamps, phases, scored, chosen, attended, has_tail, tai
 
 
 @kernel(fastmath=FAST)
-def gate_rq(progress, stamps, phases, scored, chosen, attended, has_tail, tail, merged, skipped):
-    """`score_rq` of `phases` phases, and `_read_on`."""
-    note_time(stamps, 0)
-    score_rq(progress[:phases], *scored)
-    _read_on(progress[phases:], stamps, chosen, attended, has_tail, tail, merged, skipped)
-
-
-@kernel(fastmath=FAST)
 def gate_codes(progress, stamps, phases, scored, chosen, attended, has_tail, tail, merged, skipped):
     """`score_codes` of `phases` phases, and `_read_on`."""
     note_time(stamps, 0)
@@ -76,4 +68,4 @@ def gate_codes(progress, stamps, phases, scored, chosen, attended, has_tail, tai
     _read_on(progress[phases:], stamps, chosen, attended, has_tail, tail, merged, skipped)
 
 
-AFTER = {score_units: gate_units, score_rq: gate_rq, score_codes: gate_codes}  # what scores -> all of it
+AFTER = {score_units: gate_units, score_codes: gate_codes}  # what scores -> all of it

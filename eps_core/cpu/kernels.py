@@ -51,7 +51,7 @@ def score(
     if scored.lower is not None:
         slack = np.empty(scored.lower.shape[:3], np.float32)
         score_slack(q, host(cache.largest_key[layer]), slack)
-    return *scored, where.num_missing(cache.state[layer], cache.can_encode(layer)), slack
+    return *scored, where.num_missing(cache.state[layer]), slack
 
 
 def select(where: Where, estimate: np.ndarray, num_missing: np.ndarray, layer: int, run: Run) -> Chosen | None:
@@ -86,9 +86,7 @@ def attend_gated(cache: Any, layer: int, q: np.ndarray, where: Where, host: Host
     if found is None:
         return None
     score_call, scored = found
-    choice, chosen = calls.choosing(
-        where, scored.estimate, where.num_missing(cache.state[layer], cache.can_encode(layer))
-    )
+    choice, chosen = calls.choosing(where, scored.estimate, where.num_missing(cache.state[layer]))
     listed = chosen.groups, chosen.counts
     attention, read = calls.attending(cache, layer, q, where, listed, host)
     has_tail = bool(store.tail_tokens)
@@ -106,15 +104,15 @@ def attend_gated(cache: Any, layer: int, q: np.ndarray, where: Where, host: Host
 
 
 def attend_rows(
-    cache: Any, layer: int, q: np.ndarray, is_short: bool, rows: Rows, visit: np.ndarray | None, masses: bool,
-    host: Host, run: Run,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:  # fmt: skip
+    cache: Any, layer: int, q: np.ndarray, is_short: bool, rows: Rows, visit: np.ndarray | None, host: Host,
+    run: Run,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:  # fmt: skip
     """The fields of `RowsRead` for q [T, Hq, D] float32, of bfloat16 numbers where it `is_short`, visit [T, Hkv, G]
     bool."""
     store, spec = cache.store, cache.spec
     q = np.ascontiguousarray(q)
     kv_heads, unit_tokens = spec.num_kv_heads, store.unit_tokens
-    total, num_heads, head_dim = q.shape
+    _, num_heads, head_dim = q.shape
     cache.kv_bytes_read += int(rows.lengths.sum()) * kv_heads * spec.kv_token_bytes
     (k, k_strides), (v, v_strides) = (calls.rows_of(pool[layer], spec.dtype, host) for pool in (cache.k, cache.v))
     per_task = max(ROWS_TASK_TOKENS // unit_tokens, 1) * unit_tokens
@@ -122,9 +120,7 @@ def attend_rows(
     lanes = -(-rows.num_rows * (num_heads // kv_heads) // vectors.LANES) * vectors.LANES
     lanes = np.repeat(lanes, kv_heads)
     starts, slots, places = (np.concatenate([[0], np.cumsum(one)]) for one in (tasks, tasks * lanes, lanes))
-    shape = total, kv_heads, rows.table.shape[1] * store.groups_per_unit
     listed = np.empty((0, 0, 0), np.uint8) if visit is None else visit.view(np.uint8)
-    by_group = np.empty(shape if masses else (0, 0, 0), np.float32)
     largest, totals, visited = (np.empty(slots[-1], np.float32) for _ in range(3))
     out, lse, visited_lse = np.empty(q.shape, np.float32), *(np.empty(q.shape[:2], np.float32) for _ in range(2))
     tiled = isinstance(k, np.ndarray) and isinstance(v, np.ndarray) and k.dtype == np.uint16 and amx.usable()
@@ -138,13 +134,13 @@ def attend_rows(
     about = (
         rows.table, rows.lengths, rows.starts, unit_tokens, store.S, per_task, starts, slots, places, listed,
         queries.view(np.uint16) if tiled else queries, largest, totals, visited, sums,
-        by_group, out, lse, visited_lse,
+        out, lse, visited_lse,
     )  # fmt: skip
     if tiled:
         run(rows_amx.attend_rows, 3, q, parts, k, v, k_strides, *about)
     else:
         run(portable.attend_rows, 3, q, k, v, k_strides, v_strides, *about)
-    return out, lse, None if visit is None else visited_lse, by_group if masses else None
+    return out, lse, None if visit is None else visited_lse
 
 
 def attend_tail(

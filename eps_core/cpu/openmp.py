@@ -69,11 +69,6 @@ def on_team(typing_context, parallel, num_threads, kernel, args):
 
 
 @kernel(fastmath=FAST)
-def _score_rq(parallel, num_threads, *args):
-    on_team(parallel, num_threads, score.score_rq, args)
-
-
-@kernel(fastmath=FAST)
 def _score_codes(parallel, num_threads, *args):
     on_team(parallel, num_threads, score.score_codes, args)
 
@@ -119,17 +114,11 @@ def _gate_units(parallel, num_threads, *args):
 
 
 @kernel(fastmath=FAST)
-def _gate_rq(parallel, num_threads, *args):
-    on_team(parallel, num_threads, gated.gate_rq, args)
-
-
-@kernel(fastmath=FAST)
 def _gate_codes(parallel, num_threads, *args):
     on_team(parallel, num_threads, gated.gate_codes, args)
 
 
 _LAUNCHERS: dict[Any, Callable[..., None]] = {
-    score.score_rq: _score_rq,
     score.score_codes: _score_codes,
     units.score_units: _score_units,
     best.select_topk: _select_topk,
@@ -139,7 +128,6 @@ _LAUNCHERS: dict[Any, Callable[..., None]] = {
     rows.attend_rows: _attend_rows,
     rows_amx.attend_rows: _attend_rows_amx,
     gated.gate_units: _gate_units,
-    gated.gate_rq: _gate_rq,
     gated.gate_codes: _gate_codes,
 }
 

@@ -14,14 +14,11 @@ import numpy as np
 from eps_core.cpu.blocks import (
     BLOCK_ROWS,
     add_products,
-    gather_mass,
-    log_masses,
     lowest_bit,
     powers,
     raise_most,
     set_bits,
     weigh_lanes,
-    whole_masses,
 )
 from eps_core.cpu.compile import kernel
 from eps_core.cpu.pool_vectors import ask_for_row, widen_rows
@@ -82,30 +79,6 @@ def hide(logits, first, count, seen):
         for lane in range(lanes):
             if first + i >= seen[lane]:
                 logits[i * lanes + lane] = -np.inf
-
-
-@kernel()
-def note_masses(logits, first, count, length, size, num_rows, repeat, scale, most, totals, masses, out):
-    """Fills out [N, G] with the masses of the groups that end in a tile, logits [count, L] of tokens from `first` on;
-    most and totals [L] hold what the group that goes on has so far."""
-    lanes, end = len(most), first + count
-    for group in range(first // size, (end + size - 1) // size):
-        begin, stop = max(group * size, first), min((group + 1) * size, end)
-        ends = stop == (group + 1) * size or stop == length
-        if ends and begin == group * size:
-            whole_masses(logits, begin - first, stop - first, lanes, scale, scale * LN_2, masses)
-        else:
-            gather_mass(logits, begin - first, stop - first, lanes, scale, most, totals)
-        if ends:
-            if begin > group * size:
-                log_masses(most, totals, lanes, scale * LN_2, masses)
-                most[:] = -np.inf
-                totals[:] = 0
-            for n in range(num_rows):
-                largest = masses[n]
-                for r in range(1, repeat):
-                    largest = max(largest, masses[r * num_rows + n])
-                out[n, group] = largest
 
 
 @kernel()
@@ -233,12 +206,11 @@ def widest_of(first_rows, repeat):
 @kernel()
 def attend_rows(
     progress, q, k, v, k_strides, v_strides, table, lengths, first_rows, unit_tokens, size, per_task, starts, slots,
-    places, visit, queries, largest, totals, visited, sums, by_group, out, lse, visited_lse,
+    places, visit, queries, largest, totals, visited, sums, out, lse, visited_lse,
 ):  # fmt: skip
-    """Fills out [T, Hq, D], lse and visited_lse [T, Hq] and by_group [T, Hkv, G] float32 as `RowsRead` says, of q
-    [T, Hq, D] float32 unscaled: rows first_rows[b] to first_rows[b + 1] - 1 are the last of the lengths[b] tokens of
-    sequence b. visit [T, Hkv, G] uint8; it and by_group may be empty: not asked for, and then visited_lse is not
-    defined.
+    """Fills out [T, Hq, D], lse and visited_lse [T, Hq] float32 as `RowsRead` says, of q [T, Hq, D] float32
+    unscaled: rows first_rows[b] to first_rows[b + 1] - 1 are the last of the lengths[b] tokens of sequence b. visit
+    [T, Hkv, G] uint8; where it is empty visited_lse is not defined.
 
     Three phases, of (b, h) pairs, of tasks, of pairs. Tasks starts[pair] to starts[pair + 1] - 1 take `per_task` tokens
     each, a multiple of unit_tokens, and leave largest, totals and visited, L each from slots[pair] on, and sums
@@ -247,7 +219,7 @@ def attend_rows(
     pairs, kv_heads = len(starts) - 1, (len(starts) - 1) // len(lengths)
     repeat = num_heads // kv_heads
     scale = scale_of(head_dim)
-    listing, masses_wanted = visit.size > 0, by_group.size > 0
+    listing = visit.size > 0
     flat_visit, num_groups = visit.reshape(-1), visit.shape[2]
     while True:
         pair = take(progress, 0)
@@ -258,15 +230,12 @@ def attend_rows(
         lanes = lanes_of(rows_here, repeat)
         own = queries[places[pair] * head_dim : (places[pair] + lanes) * head_dim]
         place_queries(q[first_rows[b] : first_rows[b + 1]], rows_here, repeat, h, own)
-        if masses_wanted:
-            by_group[first_rows[b] : first_rows[b + 1], h, (lengths[b] + size - 1) // size :] = -np.inf
         finish(progress, 0)
     wait(progress, 0, pairs)
 
     widest = widest_of(first_rows, repeat)
     wide, logits = aligned(TILE_TOKENS * head_dim), aligned(TILE_TOKENS * widest)
-    all_factors, masses = aligned(widest), aligned(widest)
-    all_most, all_totals = np.full(widest, -np.inf, np.float32), np.zeros(widest, np.float32)
+    all_factors = aligned(widest)
     all_seen = np.empty(widest, np.int64)
     k_rows, v_rows = np.empty(per_task + 2 * TILE_TOKENS, np.int64), np.empty(per_task + 2 * TILE_TOKENS, np.int64)
     while True:
@@ -302,11 +271,6 @@ def attend_rows(
                 )  # fmt: skip
             if first + count > first_hidden:
                 hide(logits, first, count, seen)
-            if masses_wanted:
-                note_masses(
-                    logits, first, count, length, size, rows_here, repeat, scale, all_most[:lanes],
-                    all_totals[:lanes], masses, by_group[first_row : first_row + rows_here, h],
-                )  # fmt: skip
             raise_most(logits, count, lanes, scale, most, total, factors)
             weigh_lanes(logits, 0, count, lanes, scale, most, total)
             if listing:

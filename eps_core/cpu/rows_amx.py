@@ -18,7 +18,6 @@ from eps_core.cpu.rows import (
     hide,
     lanes_of,
     merge_pairs,
-    note_masses,
     place_queries,
     scale_of,
     widest_of,
@@ -86,14 +85,14 @@ def scale_sums(sums, factors):
 @kernel()
 def attend_rows(
     progress, q, parts, k, v, strides, table, lengths, first_rows, unit_tokens, size, per_task, starts, slots, places,
-    visit, queries, largest, totals, visited, sums, by_group, out, lse, visited_lse,
+    visit, queries, largest, totals, visited, sums, out, lse, visited_lse,
 ):  # fmt: skip
     """`rows.attend_rows`, with k, v uint16, queries uint16 of `parts` times the size, and `parts` of a query."""
     num_heads, head_dim = q.shape[1:]
     pairs, kv_heads = len(starts) - 1, (len(starts) - 1) // len(lengths)
     repeat = num_heads // kv_heads
     scale = scale_of(head_dim)
-    listing, masses_wanted = visit.size > 0, by_group.size > 0
+    listing = visit.size > 0
     flat_visit, num_groups = visit.reshape(-1), visit.shape[2]
     widest = widest_of(first_rows, repeat)
     wide = aligned(head_dim * widest)
@@ -107,8 +106,6 @@ def attend_rows(
         own = queries[places[pair] * head_dim * parts :]
         place_queries(q[first_rows[b] : first_rows[b + 1]], num_rows, repeat, h, wide[:words])
         split_rows(wide, head_dim // STEP, parts, words * STEP // head_dim, words, words // head_dim, own)
-        if masses_wanted:
-            by_group[first_rows[b] : first_rows[b + 1], h, (lengths[b] + size - 1) // size :] = -np.inf
         finish(progress, 0)
     wait(progress, 0, pairs)
 
@@ -119,8 +116,7 @@ def attend_rows(
         np.arange(TILE_TOKENS) * head_dim,
     )
     weights = aligned_bits(2 * TILE_TOKENS * widest)
-    all_factors, masses = aligned(widest), aligned(widest)
-    all_most, all_totals = np.full(widest, -np.inf, np.float32), np.zeros(widest, np.float32)
+    all_factors = aligned(widest)
     all_seen = np.empty(widest, np.int64)
     rows = np.empty(per_task + 2 * TILE_TOKENS, np.int64)
     begin_tiles()
@@ -156,11 +152,6 @@ def attend_rows(
                 )  # fmt: skip
             if first + count > first_hidden:
                 hide(logits, first, count, seen)
-            if masses_wanted:
-                note_masses(
-                    logits, first, count, length, size, num_rows, repeat, scale, all_most[:lanes],
-                    all_totals[:lanes], masses, by_group[first_row : first_row + num_rows, h],
-                )  # fmt: skip
             raise_most(logits, count, lanes, scale, most, total, factors)
             for i in range(0, count, 16):
                 asked_for = ask_ahead(k, v, rows, at, asked_for, 12, head_dim)

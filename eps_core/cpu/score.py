@@ -8,16 +8,14 @@ second on are always visited.
 
 import numpy as np
 
-from eps_core.cpu.best import keep_best, list_kept, order
 from eps_core.cpu.compile import FAST, kernel
 from eps_core.cpu.pool_vectors import DOT_ROWS, PREFETCH_ROWS, dots
 from eps_core.cpu.threads import finish, take, wait
-from eps_core.cpu.vectors import HEADS, LANES, PERMUTES, ask_for, score_rows, wide
+from eps_core.cpu.vectors import HEADS, wide
 from eps_core.summaries.base import LARGEST_ESTIMATE
 
 # nothing raises in a kernel: a thread that left between `take` and `finish` would keep the others waiting
-CHUNK_GROUPS, CODE_GROUPS = 1024, 64  # of one scoring task of rq and of int8 codes; changes speed only
-UNITS_AHEAD = 8  # whose codes are asked for; changes speed only
+CODE_GROUPS = 64  # of one scoring task of int8 codes; changes speed only
 
 
 # ---------------------------------------------------------------------------------------------------------------- state
@@ -27,7 +25,7 @@ KNOWN, MISSING, PAST = 0, 1, 2
 
 
 @kernel(fastmath=FAST)
-def group_states(fill, table, length, size, per_unit, can_encode, states):
+def group_states(fill, table, length, size, per_unit, states):
     """Fills states [G] uint8 of one sequence, table [M]: KNOWN; MISSING, without a valid summary: open, or not full in
     fill [P * GPU]; PAST the end."""
     num_full, ends = length // size, (length + size - 1) // size
@@ -36,182 +34,8 @@ def group_states(fill, table, length, size, per_unit, can_encode, states):
         own = fill[table[m] * per_unit : (table[m] + 1) * per_unit]
         start = m * per_unit
         for sub in range(min(per_unit, ends - start)):
-            known = can_encode and own[sub] == size and start + sub < num_full
+            known = own[sub] == size and start + sub < num_full
             states[start + sub] = KNOWN if known else MISSING
-
-
-# ------------------------------------------------------------------------------------------------------------------- rq
-
-
-@kernel(fastmath=FAST)
-def rotate(x, signs, blocks):
-    """`rotate` of the array backends in place, x [D]: a Hadamard matrix for each of `blocks`."""
-    start = 0
-    for size in blocks:
-        for c in range(start, start + size):
-            x[c] *= signs[c]
-        half = size // 2
-        for c in range(half // 2):
-            x[start + half + c], x[start + size - 1 - c] = x[start + size - 1 - c], x[start + half + c]
-        while half:
-            for low in range(start, start + size, 2 * half):
-                for c in range(low, low + half):
-                    first, second = x[c], x[c + half]
-                    x[c], x[c + half] = first + second, first - second
-            half //= 2
-        scale = np.float32(1 / np.sqrt(size))
-        for c in range(start, start + size):
-            x[c] *= scale
-        start += size
-
-
-@kernel(fastmath=FAST)
-def fill_table(turned, bits, num_bytes, by_head, table):
-    """table [nibbles * 16 * HEADS]: what each value of each nibble of num_bytes codes adds to turned [HEADS, D] .
-    levels; of `score_rows`' first order if by_head, else of its second."""
-    head_dim = turned.shape[1]
-    nibbles = 2 * num_bytes
-    # a nibble holds `per` channels, or half of one
-    per = 4 // bits if bits < 8 else 1
-    levels = np.empty((2, per, 16), np.float32)
-    for value in range(16):
-        for i in range(per):
-            if bits == 8:
-                levels[0, i, value] = value - 7.5
-                levels[1, i, value] = 16 * (value - 7.5)
-            else:
-                code, step = (value >> (i * bits)) & ((1 << bits) - 1), 2 if bits == 1 else 1  # one bit: -1 and 1
-                levels[0, i, value] = levels[1, i, value] = step * (code - (2 ** (bits - 1) - 0.5))
-    entries = np.empty(16, np.float32)
-    for nibble in range(nibbles):
-        first = nibble // 2 if bits == 8 else nibble * per
-        for r in range(HEADS):
-            entries[:] = 0
-            for i in range(min(per, head_dim - first)):
-                for value in range(16):
-                    entries[value] += levels[nibble & 1, i, value] * turned[r, first + i]
-            for value in range(16):
-                place = (nibble * HEADS + r) * 16 + value if by_head else (nibble * 16 + value) * HEADS + r
-                table[place] = entries[value]
-
-
-@kernel(fastmath=FAST)
-def pad(places, count):
-    """Repeats the last of `count` places up to a multiple of LANES, and returns that."""
-    padded = (count + LANES - 1) // LANES * LANES
-    for i in range(count, padded):
-        places[i] = places[count - 1]
-    return padded
-
-
-@kernel(fastmath=FAST)
-def score_rq(
-    progress, q, codes, scale, second, second_scale, fill, table, lengths, refined, centre, signs, blocks, bits, size,
-    per_unit, can_encode, states, tables, base, estimate,
-):  # fmt: skip
-    """Fills estimate [B, Hkv, G] of q [B, Hq, D] float32 unscaled; codes and second [P * Hkv * GPU, bytes] flat;
-    refined [B] groups get the second bit (0: none); blocks are rotate's. Between the phases: states [B, G] uint8,
-    tables [B * Hkv, passes, nibbles * 16 * HEADS] and base [B * Hkv, passes, HEADS] float32, passes of HEADS query
-    heads. Three phases."""
-    batch, num_heads, head_dim = q.shape
-    _, kv_heads, groups = estimate.shape
-    repeat, rows, units = num_heads // kv_heads, batch * kv_heads, table.shape[1]
-    passes = tables.shape[1]
-    num_bytes = (head_dim * bits + 7) // 8
-    by_head = PERMUTES and num_bytes % 4 == 0  # as `score_rows` was compiled
-    shrink, log_size = np.float32(1 / np.sqrt(head_dim)), np.float32(np.log(size))
-    total = batch + rows * passes
-    while True:
-        task = take(progress, 0)
-        if task >= total:
-            break
-        if task < batch:
-            group_states(fill, table[task], lengths[task], size, per_unit, can_encode, states[task])
-        else:
-            row, at = (task - batch) // passes, (task - batch) % passes
-            b, h = row // kv_heads, row % kv_heads
-            turned = np.empty((HEADS, head_dim), np.float32)
-            for r in range(HEADS):
-                # places without a head repeat the first: they do not change a maximum
-                head = h * repeat + at * HEADS + (r if at * HEADS + r < repeat else 0)
-                offset = np.float32(0)
-                for c in range(head_dim):
-                    turned[r, c] = q[b, head, c] * shrink
-                    offset += turned[r, c] * wide(centre[h, c])
-                base[row, at, r] = log_size + offset
-                rotate(turned[r], signs, blocks)
-            fill_table(turned, bits, num_bytes, by_head, tables[row, at])
-        finish(progress, 0)
-    wait(progress, 0, total)
-
-    per_task = max(CHUNK_GROUPS // per_unit, 1)
-    chunks = (units + per_task - 1) // per_task
-    in_runs = per_unit % LANES == 0
-    places = np.empty(max(per_task * per_unit, groups) + LANES, np.int64)
-    listed, scores = np.empty(groups + LANES, np.int32), np.empty(len(places), np.float32)
-    keys, spare = np.empty(groups, np.uint32), np.empty(groups + LANES, np.uint32)
-    while True:
-        task = take(progress, 1)
-        if task >= rows * chunks:
-            break
-        row, first = task // chunks, task % chunks * per_task
-        b, h = row // kv_heads, row % kv_heads
-        last = min(first + per_task, units)
-        begin, count = first * per_unit, (last - first) * per_unit
-        own, state = estimate[b, h, begin : begin + count], states[b, begin : begin + count]
-        own[:] = -np.inf
-        # groups without a summary are scored, too: what comes of them is not looked at
-        if not in_runs:
-            for m in range(first, last):
-                start, here = (max(table[b, m], 0) * kv_heads + h) * per_unit, (m - first) * per_unit
-                for sub in range(per_unit):
-                    places[here + sub] = start + sub
-        for at in range(passes):
-            lookup, offsets = tables[row, at], base[row, at]
-            if in_runs:
-                for m in range(first, last):
-                    start, here = (max(table[b, m], 0) * kv_heads + h) * per_unit, (m - first) * per_unit
-                    ahead = (max(table[b, min(m + UNITS_AHEAD, units - 1)], 0) * kv_heads + h) * per_unit
-                    ask_for(codes, ahead * num_bytes, per_unit * num_bytes)
-                    ask_for(scale, ahead, per_unit)
-                    score_rows(codes, None, start, per_unit, num_bytes, lookup, scale, offsets, scores[here:])
-            else:
-                score_rows(codes, None, places, pad(places, count), num_bytes, lookup, scale, offsets, scores)
-            for i in range(count):
-                own[i] = scores[i] if scores[i] > own[i] else own[i]
-        for i in range(count):
-            missing_here = np.float32(np.inf) if state[i] == MISSING else np.float32(-np.inf)
-            own[i] = own[i] if state[i] == KNOWN else missing_here
-        finish(progress, 1)
-    wait(progress, 1, rows * chunks)
-
-    while True:
-        row = take(progress, 2)
-        if row >= rows:
-            break
-        b, h = row // kv_heads, row % kv_heads
-        own = estimate[b, h]
-        if refined[b]:
-            state = states[b]
-            order(own.view(np.uint32), keys)
-            for group in range(groups):
-                keys[group] = keys[group] if state[group] == KNOWN else np.uint32(0)
-            keep_best(keys, groups, refined[b], spare)
-            count = list_kept(keys, groups, listed)
-            m, end, start = -1, 0, 0
-            for i in range(count):
-                while listed[i] >= end:
-                    m, end = m + 1, end + per_unit
-                    start = (table[b, m] * kv_heads + h) * per_unit - m * per_unit
-                places[i] = start + listed[i]
-                own[listed[i]] = -np.inf
-            for at in range(passes):
-                lookup, offsets, padded = tables[row, at], base[row, at], pad(places, count)
-                score_rows(codes, second, places, padded, num_bytes, lookup, second_scale, offsets, scores)
-                for i in range(count):
-                    own[listed[i]] = max(own[listed[i]], scores[i])
-        finish(progress, 2)
-    wait(progress, 2, rows)
 
 
 # --------------------------------------------------------------------------------------------------- box, ball, meanstd
@@ -240,7 +64,7 @@ def score_codes(
         b = take(progress, 0)
         if b >= batch:
             break
-        group_states(fill, table[b], lengths[b], size, per_unit, True, states[b])
+        group_states(fill, table[b], lengths[b], size, per_unit, states[b])
         finish(progress, 0)
     wait(progress, 0, batch)
     per_task = max(CODE_GROUPS // per_unit, 1)

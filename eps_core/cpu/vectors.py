@@ -15,8 +15,6 @@ from numba.core import cgutils
 from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 
-from eps_core.summaries.base import LARGEST_ESTIMATE
-
 HEADS = 4  # query heads at a time; the others of a kv head take another pass over what then lies in the cache
 LANES = 16
 # as numba decides: "" are no features, and what is kept is kept by them
@@ -25,7 +23,6 @@ PERMUTES = "+avx512f" in _FEATURES  # whether one instruction looks sixteen numb
 PERMUTES_EIGHT = "+avx2" in _FEATURES  # whether one looks eight up in a table of eight
 # whether the CPU converts float16; where it does not, LLVM would call a function that numba's process may lack
 CONVERTS_HALF = "+f16c" in _FEATURES or platform.machine().lower() not in ("x86_64", "amd64", "i686", "x86")
-PREFETCH_CODES = 128  # rows of codes that are asked for ahead; changes speed only
 
 _f32, _i32, _i64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _LINE = 64  # bytes of a cache line
@@ -339,66 +336,6 @@ def _transposed(builder, pointers, words: int):
     return [_shuffle(builder, even[i], odd[i], picks) for i in (0, 1) for picks in (first, second)]
 
 
-def _permuted_sums(builder, data, starts, num_bytes, table):
-    """For each of four heads the sums of sixteen rows of codes, which begin at `starts`: table [nibbles, 4, 16]."""
-    sums = [cgutils.alloca_once(builder, _vector(_f32)) for _ in range(HEADS)]
-    for kept in sums:
-        builder.store(_splat(0.0), kept)
-
-    def add(word, words: int):
-        here = builder.mul(word, _i64(4))
-        columns = _transposed(builder, [builder.gep(data, [builder.add(start, here)]) for start in starts], words)
-        own = builder.gep(table, [builder.mul(word, _i64(8 * HEADS * LANES))])
-        for j, column in enumerate(columns):
-            for nibble in range(8):
-                index = builder.lshr(column, ir.Constant(_vector(_i32), [4 * nibble] * LANES))
-                for r, kept in enumerate(sums):
-                    place = ((j * 8 + nibble) * HEADS + r) * LANES
-                    entries = _load(builder, builder.gep(own, [_i64(place)]), LANES, _f32)
-                    builder.store(builder.fadd(builder.load(kept), _look_up(builder, entries, index)), kept)
-
-    all_words = builder.udiv(num_bytes, _i64(4))
-    fours = builder.and_(all_words, _i64(-4))
-    with cgutils.for_range_slice(builder, _i64(0), fours, _i64(4)) as (word, _):
-        add(word, 4)
-    with cgutils.for_range_slice(builder, fours, all_words, _i64(1)) as (word, _):
-        add(word, 1)
-    return [builder.load(kept) for kept in sums]
-
-
-def _row_sums(builder, codes, num_bytes, table):
-    """The sum over the nibbles of one row of codes as a vector of four heads: table [nibbles, 16, 4]."""
-    kept = cgutils.alloca_once(builder, _vector(_f32, HEADS))
-    builder.store(_splat(0.0, HEADS), kept)
-    with cgutils.for_range_slice(builder, _i64(0), num_bytes, _i64(1)) as (place, _):
-        byte = builder.zext(builder.load(builder.gep(codes, [place])), _i64)
-        for side, value in enumerate((builder.and_(byte, _i64(15)), builder.lshr(byte, _i64(4)))):
-            nibble = builder.add(builder.mul(place, _i64(2)), _i64(side))
-            row = builder.mul(builder.add(builder.mul(nibble, _i64(16)), value), _i64(HEADS))
-            entry = _load(builder, builder.gep(table, [row]), HEADS, _f32)
-            builder.store(builder.fadd(builder.load(kept), entry), kept)
-    return builder.load(kept)
-
-
-def _over_rows(builder, num_rows, num_bytes, sixteen, single):
-    """All rows of codes of num_bytes bytes: `sixteen` from an index on where registers permute whole words, else a
-    `single` one at a time."""
-
-    def one_by_one():
-        with cgutils.for_range(builder, num_rows) as each:
-            single(each.index)
-
-    if not PERMUTES:
-        one_by_one()
-        return
-    whole_words = builder.icmp_unsigned("==", builder.and_(num_bytes, _i64(3)), _i64(0))
-    with builder.if_else(whole_words) as (by_sixteen, otherwise):
-        with by_sixteen, cgutils.for_range_slice(builder, _i64(0), num_rows, _i64(LANES)) as (start, _):
-            sixteen(start)
-        with otherwise:
-            one_by_one()
-
-
 @intrinsic
 def ask_for(typing_context, array, start, count):
     """Prefetches array[start : start + count], which may lie anywhere."""
@@ -411,84 +348,6 @@ def ask_for(typing_context, array, start, count):
         return context.get_dummy_value()
 
     return types.void(array, start, count), codegen
-
-
-@intrinsic
-def score_rows(typing_context, codes, second, rows, count, num_bytes, table, scale, base, scores):
-    """scores[i] = max over four heads r of base[r] + scale[row] sum over the nibbles n of the row's num_bytes codes of
-    table[n, r, value of n], or of table[n, value of n, r] unless PERMUTES and num_bytes is a multiple of 4; for i <
-    count, a multiple of 16, and row = rows[i], or rows + i where it is a number. Half of what the codes of `second` add
-    is added unless it is None. LARGEST_ESTIMATE stands for a head's that is not finite."""
-
-    def codegen(context, builder, signature, args):
-        kinds = signature.args
-        code_data, table_data, scale_data, base_data, score_data = (
-            _data(context, builder, kinds[i], args[i]) for i in (0, 5, 6, 7, 8)
-        )
-        listed = isinstance(kinds[2], types.Array)
-        both = not isinstance(kinds[1], types.NoneType)
-        pools = [code_data, *([_data(context, builder, kinds[1], args[1])] if both else [])]
-        num_rows, num = (_int64(context, builder, kinds[i], args[i]) for i in (3, 4))
-        offsets = _load(builder, base_data, HEADS, _f32)
-
-        def row_of(index):
-            if listed:
-                return builder.load(builder.gep(_data(context, builder, kinds[2], args[2]), [index]))
-            return builder.add(_int64(context, builder, kinds[2], args[2]), index)
-
-        def best(sums, factor, lanes: int, bases):
-            scores = []
-            for total, offset in zip(sums, bases, strict=True):
-                score = _fma(builder, factor, total, offset)
-                finite = builder.fcmp_ordered("<", _call(builder, "fabs", score), _splat(float("inf"), lanes))
-                scores.append(builder.select(finite, score, _splat(LARGEST_ESTIMATE, lanes)))
-            return scores
-
-        def sixteen(start):
-            places = [row_of(builder.add(start, _i64(lane))) for lane in range(LANES)]
-            if listed:
-                ahead = builder.add(start, _i64(PREFETCH_CODES))
-                with builder.if_then(builder.icmp_signed("<", ahead, num_rows)):
-                    for lane in range(LANES):
-                        row = row_of(builder.add(ahead, _i64(lane)))
-                        for pool in pools:
-                            _prefetch_line(builder, builder.gep(pool, [builder.mul(row, num)]))
-                        _prefetch_line(builder, builder.gep(scale_data, [row]))
-            starts = [builder.mul(place, num) for place in places]
-            sums = _permuted_sums(builder, pools[0], starts, num, table_data)
-            if both:
-                more = _permuted_sums(builder, pools[1], starts, num, table_data)
-                sums = [_fma(builder, x, _splat(0.5), total) for x, total in zip(more, sums, strict=True)]
-            if listed:
-                stored = ir.Constant(_vector(ir.IntType(16)), ir.Undefined)
-                for lane, place in enumerate(places):
-                    bits = builder.load(builder.gep(scale_data, [place]))
-                    stored = builder.insert_element(stored, bits, _i32(lane))
-            else:
-                stored = _load(builder, builder.gep(scale_data, [places[0]]), LANES, ir.IntType(16))
-            factor = _from_half(builder, stored)
-            bases = [_broadcast(builder, builder.extract_element(offsets, _i32(r)), LANES) for r in range(HEADS)]
-            scores = best(sums, factor, LANES, bases)
-            for one in scores[1:]:
-                scores[0] = _call(builder, "maxnum", scores[0], one)
-            _store(builder, scores[0], builder.gep(score_data, [start]))
-
-        def single(index):
-            row = row_of(index)
-            start = builder.mul(row, num)
-            total, *more = (_row_sums(builder, builder.gep(pool, [start]), num, table_data) for pool in pools)
-            for one in more:
-                total = _fma(builder, one, _splat(0.5, HEADS), total)
-            factor = _broadcast(builder, _wide(builder, kinds[6].dtype, builder.gep(scale_data, [row]), 1), HEADS)
-            (score,) = best([total], factor, HEADS, [offsets])
-            for picks in ([2, 3, 0, 1], [1, 0, 3, 2]):
-                score = _call(builder, "maxnum", score, _shuffle(builder, score, score, picks))
-            builder.store(builder.extract_element(score, _i32(0)), builder.gep(score_data, [index]))
-
-        _over_rows(builder, num_rows, num, sixteen, single)
-        return context.get_dummy_value()
-
-    return types.void(codes, second, rows, count, num_bytes, table, scale, base, scores), codegen
 
 
 @intrinsic

@@ -1,5 +1,4 @@
-"""Seals 1-bit rq summaries on a CPU, compiled: what a decode step pays every S tokens in every layer, or every U where
-codes speak of a unit's mean.
+"""Seals rq summaries on a CPU, compiled: what a decode step pays in every layer each time that a unit is full.
 
 No fastmath here: the order of float32 additions is part of rq's definition (oracle: `summaries.rq.build`), so that
 codes are equal bit for bit in every library.
@@ -7,7 +6,7 @@ codes are equal bit for bit in every library.
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -87,25 +86,6 @@ def _encode(x, column, with_second, second_step, codes, second):
 
 
 @kernel()
-def _seal(k, centre, signs, blocks, scales, inverse, second_step, codes, scale, second, second_scale):
-    groups, kv_heads, size, head_dim = k.shape
-    rows, column = np.empty((size, head_dim), np.float32), np.empty((head_dim, 1), np.float32)
-    x, with_second, unused = np.empty(head_dim, np.float32), second.shape[0] > 0, np.empty(0, np.uint8)
-    for g in range(groups):
-        for h in range(kv_heads):
-            rows[:] = k[g, h]
-            _fold(rows, size)
-            for d in range(head_dim):
-                x[d] = rows[0, d] * inverse - centre[h, d]
-            rotate(x, signs, blocks, scales)
-            own = second[g, h] if with_second else unused
-            first, other = _encode(x, column, with_second, second_step, codes[g, h], own)
-            scale[g, h] = first
-            if with_second:
-                second_scale[g, h] = other
-
-
-@kernel()
 def _turn_means(k, size, signs, blocks, scales, turned, mean):
     """Of seals k [F, Hkv, U, D] the rotated means turned [F, Hkv, N, D] of their groups of `size`, and the mean
     [F, Hkv, D] of these."""
@@ -145,22 +125,6 @@ def _encode_units(turned, stored, second_step, codes, scale, second, second_scal
                 scale[f, h, n] = first
                 if with_second:
                     second_scale[f, h, n] = other
-
-
-def build_rq(k: np.ndarray, centre: np.ndarray, signs: np.ndarray, with_second: bool) -> Mapping[str, np.ndarray]:
-    """Summaries [F, Hkv, ..] of keys k [F, Hkv, S, D] float32, as `rq.build` of one bit makes them: centre [Hkv, D],
-    signs [D] float32. Scales are float32, to be rounded by the caller."""
-    groups, kv_heads, size, head_dim = k.shape
-    blocks, scales = rotation(head_dim)
-    packed, kept = (groups, kv_heads, -(-head_dim // 8)), groups if with_second else 0
-    codes, scale = np.zeros(packed, np.uint8), np.zeros(packed[:2], np.float32)
-    second, second_scale = np.zeros((kept, *packed[1:]), np.uint8), np.zeros((kept, kv_heads), np.float32)
-    _seal(
-        k, centre, signs, blocks, scales, np.float32(1 / size), np.float32(SECOND_STEP / head_dim), codes, scale,
-        second, second_scale,
-    )  # fmt: skip
-    summary = {"codes": codes, "scale": scale}
-    return summary | {"second": second, "second_scale": second_scale} if with_second else summary
 
 
 def unit_means(k: np.ndarray, size: int, signs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

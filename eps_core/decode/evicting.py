@@ -15,7 +15,6 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
 from eps_core.config.store import CacheSpec, Store
 from eps_core.decode.forward import Arithmetic, Decoder
-from eps_core.decode.layers import LayerScorer
 from eps_core.decode.observe import Observed
 from eps_core.decode.session import Session
 from eps_core.evict.base import Kept
@@ -134,11 +133,10 @@ class EvictingDecoder(Decoder):
         read: Read | None = None,
         audit: bool = False,
         draft: bool = False,
-        score: LayerScorer | None = None,
     ) -> tuple[Any, StepOutput]:
         """`Decoder.step` over what is left of B sequences: slots [B, L, Hkv], lengths [B] of all tokens they have had.
         Afterwards, heads that grew by `Keep.every` rows are brought back to their budget."""
-        assert not audit and not draft and score is None, "evicting decoders neither audit nor draft"
+        assert not audit and not draft, "evicting decoders neither audit nor draft"
         eps, model, spec, batch = self.eps, self.model, self.spec, len(tokens)
         self._check_tokens(tokens)
         gated = read is not None and cache.store.enabled

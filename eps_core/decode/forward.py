@@ -15,7 +15,7 @@ import numpy as np
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
 from eps_core.config.store import CacheSpec
-from eps_core.decode.layers import LayerScorer, layers_of
+from eps_core.decode.layers import layers_of
 from eps_core.gate.attend import LayerRead, collect
 from eps_core.gate.protocol import Array, Backend, Selection
 from eps_core.gate.stats import StepOutput, VerifyOutput
@@ -135,7 +135,6 @@ class Decoder:
         read: Read | None = None,
         audit: bool = False,
         draft: bool = False,
-        score: LayerScorer | None = None,
     ) -> tuple[Any, StepOutput]:
         """One token of each of B sequences: tokens [B], slots [B], table [B, M] (padding -1), lengths [B] that count
         the new token. Gated as `read` says; dense without it, or where the cache keeps no summaries (which follow every
@@ -143,7 +142,7 @@ class Decoder:
         counted nowhere. It needs at least one token before the new one.
 
         A `draft` may be taken back: its K and V are placed, not written (see `Backend.place_kv`), NaN is not refused,
-        and `selections` say what was visited. `score` takes the place of the summaries' scores."""
+        and `selections` say what was visited."""
         eps, model, spec = self.eps, self.model, self.spec
         self._check_tokens(tokens)
         gated = read is not None and cache.store.enabled
@@ -152,7 +151,7 @@ class Decoder:
             where = Where.of(EpsConfig.over(cache.store, read), table, lengths)
         else:
             where = Where.dense(cache.store, table, lengths)
-        if not audit and not self.timing and self.tap is None and score is None:
+        if not audit and not self.timing and self.tap is None:
             done = model.whole_step(cache, tokens, slots, where, gated, draft)
             if done is not None:
                 return done
@@ -169,7 +168,7 @@ class Decoder:
                 if self.tap is not None:
                     self.tap(layer, q)
                 if gated:
-                    out, one = self.layers[layer].sparse(cache, q, where, audit, clock, score)
+                    out, one = self.layers[layer].sparse(cache, q, where, audit, clock)
                     reads.append(one)
                 else:
                     out = self.layers[layer].dense(cache, q, where)
@@ -188,49 +187,34 @@ class Decoder:
         slots: np.ndarray,
         rows: Rows,
         drafts: Sequence[Sequence[tuple[Selection, int] | None]] = (),
-        masses: bool = False,
-        fixed_rows: int = 0,
     ) -> tuple[Any, VerifyOutput]:
         """Dense attention of several new tokens of each of B sequences in one pass (design section 10): tokens [T] and
         their slots [T], T as in `rows`. K and V are placed; `commit` writes those that stay. `drafts`: of each layer
-        and row what a draft step visited (None: everything), for the share that it left out. `fixed_rows` does the
-        matrix products with this many rows, at least T, whatever T is: their kernels then cannot depend on it. Array
-        operations then attend row by row, as their products depend on how many rows there are: K and V are read, and
-        count, once a row, and what drafts left out is not known."""
+        and row what a draft step visited (None: everything), for the share that it left out."""
         eps, model, spec = self.eps, self.model, self.spec
         self._check_tokens(tokens)
-        total = rows.total
-        assert not fixed_rows or total <= fixed_rows, f"{total} rows for products of {fixed_rows}"
-        alone = fixed_rows > 0 and eps.kernel_of(cache, "attend_rows") is None
-        if alone:
-            drafts = ()
-        # what fills them is the first row again: finite, and thrown away
-        index = np.concatenate([np.arange(total), np.zeros(max(fixed_rows - total, 0), np.int64)])
-        kv, lses, visited, measured = [], [], [], []
+        kv, lses, visited = [], [], []
         with model.scope():
-            x, turn = model.embed(np.asarray(tokens)[index]), model.rotation(rows.seen[index] - 1)
+            x, turn = model.embed(np.asarray(tokens)), model.rotation(rows.seen - 1)
             for layer in range(spec.num_layers):
-                q, k, v = (part[:total] for part in model.project(layer, x, turn))
+                q, k, v = model.project(layer, x, turn)
                 cache = eps.place_kv(cache, layer, k, v, slots)
                 with eps.span("eps.verify", cache):
-                    read = self.layers[layer].rows(cache, q, rows, alone, drafts[layer] if drafts else None, masses)
+                    read = self.layers[layer].rows(cache, q, rows, drafts[layer] if drafts else None)
                 kv.append((k, v))
                 lses.append(read.lse)
                 visited.append(read.visited_lse)
-                if masses:
-                    measured.append(read.masses)
-                out = read.out if len(index) == total else eps.take(cache, read.out, index)
-                x = model.feed_forward(layer, model.add_attention(layer, x, out))
-            logits = model.logits(x)[:total]
+                x = model.feed_forward(layer, model.add_attention(layer, x, read.out))
+            logits = model.logits(x)
             unread = []
             if drafts:
                 unread = [eps.unread_share(visited[layer], lses[layer], spec.num_kv_heads) for layer in spec.full]
             _, (values, *shares) = collect(eps, cache, [], logits, *unread)
-        left_out = np.zeros((spec.num_layers, total, spec.num_kv_heads), np.float32) if drafts else None
+        left_out = np.zeros((spec.num_layers, rows.total, spec.num_kv_heads), np.float32) if drafts else None
         for layer, share in zip(spec.full, shares, strict=bool(drafts)):
             assert left_out is not None
             left_out[layer] = share
-        return cache, VerifyOutput(values, kv, left_out, measured)
+        return cache, VerifyOutput(values, kv, left_out)
 
     def commit(self, cache: Any, verified: VerifyOutput, kept: np.ndarray, slots: np.ndarray) -> Any:
         """Writes K and V of the rows `kept` [N] of a verify pass to their slots [N] again, now for good: all that

@@ -123,12 +123,9 @@ def _results(
         turned = backend.from_numpy(q * factors, spec.dtype, device)
         listed = np.zeros((VERIFIED_ROWS, spec.num_kv_heads, where.num_groups), np.float32)
         listed[..., ::3] = 1
-        read = backend.attend_rows(
-            cache, 0, turned, rows, backend.from_numpy(listed, "float32", device) > 0, masses=True
-        )
+        read = backend.attend_rows(cache, 0, turned, rows, backend.from_numpy(listed, "float32", device) > 0)
         states["verified"] = read.out, read.lse
         results["verified lse of what was visited"] = backend.to_numpy(read.visited_lse)
-        results["verified masses"] = backend.to_numpy(read.masses)
     if config.store.enabled:
         begin("score")
         scores = backend.score(cache, 0, query, where)

@@ -1,21 +1,18 @@
 """The attention of one layer in every kind of pass: over everything, which EPS reads sparsely, or over a sliding
 window, which is dense. The cache keeps all keys and values of both; a window reads the last of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from eps_core.gate.attend import Clock, LayerRead, attend_layer, dense_read
-from eps_core.gate.protocol import Array, Backend, RowsRead, Scores, Selection
+from eps_core.gate.protocol import Array, Backend, RowsRead, Selection
 from eps_core.models.spec import ModelSpec
 from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
 
-# (cache, layer, q, where) -> scores of a layer's groups, and the bytes read for them
-LayerScorer = Callable[[Any, int, Array, Where], tuple[Scores, int]]
 Drafts = Sequence[tuple[Selection, int] | None]  # of each row what a draft step visited, None: everything
 
 
@@ -35,17 +32,10 @@ class FullLayer:
         return self.eps.attend(cache, self.layer, q, where, None)[0]
 
     def sparse(
-        self,
-        cache: Any,
-        q: Array,
-        where: Where,
-        audit: bool = False,
-        clock: Clock | None = None,
-        score: LayerScorer | None = None,
+        self, cache: Any, q: Array, where: Where, audit: bool = False, clock: Clock | None = None
     ) -> tuple[Array, LayerRead]:
         """`gate.attend_layer`."""
-        scorer = None if score is None else partial(score, cache, self.layer, q, where)
-        return attend_layer(self.eps, cache, self.layer, q, where, audit, clock, scorer=scorer)
+        return attend_layer(self.eps, cache, self.layer, q, where, audit, clock)
 
     def before(self, cache: Any, q: Array, k: Array, v: Array, where: Where, slots: np.ndarray) -> tuple[Any, Array]:
         """(cache, out [B, Hq, D]) of a dense step whose K and V [B, Hkv, D] are not written yet, nor here."""
@@ -53,13 +43,11 @@ class FullLayer:
         earlier = self.eps.attend(cache, self.layer, q, before, None)
         return cache, self.eps.merge(earlier, self.eps.attend_own(cache, q, k, v))[0]
 
-    def rows(self, cache: Any, q: Array, rows: Rows, alone: bool, drafts: Drafts | None, masses: bool) -> RowsRead:
-        """A verify pass, row by row where `alone`; `drafts` and `masses` as `Decoder.verify` has them."""
-        if alone:
-            return RowsRead(*self.eps.attend(cache, self.layer, q, _one_by_one(cache, rows), None))
+    def rows(self, cache: Any, q: Array, rows: Rows, drafts: Drafts | None) -> RowsRead:
+        """A verify pass; `drafts` as `Decoder.verify` has them."""
         num_groups = rows.table.shape[1] * cache.store.groups_per_unit
         visit = None if drafts is None else self.eps.visits(cache, drafts, num_groups)
-        return self.eps.attend_rows(cache, self.layer, q, rows, visit, masses)
+        return self.eps.attend_rows(cache, self.layer, q, rows, visit)
 
 
 @dataclass(frozen=True)
@@ -85,13 +73,7 @@ class WindowLayer(FullLayer):
         return out
 
     def sparse(
-        self,
-        cache: Any,
-        q: Array,
-        where: Where,
-        audit: bool = False,
-        clock: Clock | None = None,
-        score: LayerScorer | None = None,
+        self, cache: Any, q: Array, where: Where, audit: bool = False, clock: Clock | None = None
     ) -> tuple[Array, LayerRead]:
         """(out, what was read) of dense attention within the window."""
         started = None if clock is None else clock(cache, q)
@@ -112,8 +94,8 @@ class WindowLayer(FullLayer):
         cache = self.eps.place_kv(cache, self.layer, k, v, slots)
         return cache, self.dense(cache, q, where)
 
-    def rows(self, cache: Any, q: Array, rows: Rows, alone: bool, drafts: Drafts | None, masses: bool) -> RowsRead:
-        """Row by row, as steps attend; `lse` and `masses` are None, and no draft left anything out."""
+    def rows(self, cache: Any, q: Array, rows: Rows, drafts: Drafts | None) -> RowsRead:
+        """Row by row, as steps attend; `lse` is None, and no draft left anything out."""
         return RowsRead(self.dense(cache, q, _one_by_one(cache, rows)), None)
 
     def _cut(self, cache: Any, where: Where) -> Where:

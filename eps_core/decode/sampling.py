@@ -10,8 +10,7 @@ from eps_core.errors import ConfigError, overflow
 from eps_core.files import records
 
 RULES = ("gumbel", "cdf")
-# what a stream of random numbers is for: those of one purpose are independent of the others'
-DRAW, PROPOSAL, ACCEPTANCE, RESIDUAL = range(4)
+_STREAM = 0  # part of what a seed means: another number gives other texts
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,10 @@ class Drawn:
     margin: float
 
 
-def uniforms(sampling: Sampling, sequence: int, position: int, count: int, stream: int = DRAW) -> np.ndarray:
-    """[count] float64 inside (0, 1), from a counter: Philox (Salmon et al. 2011) keyed by (seed, sequence, stream) and
-    counted from (position, 0) on, so that number i of a position is the same whoever asks, and for nobody else's."""
-    key = np.random.SeedSequence([sampling.seed, sequence, stream]).generate_state(2, np.uint64)
+def uniforms(sampling: Sampling, sequence: int, position: int, count: int) -> np.ndarray:
+    """[count] float64 inside (0, 1), from a counter: Philox (Salmon et al. 2011) keyed by (seed, sequence) and counted
+    from (position, 0) on, so that number i of a position is the same whoever asks, and for nobody else's."""
+    key = np.random.SeedSequence([sampling.seed, sequence, _STREAM]).generate_state(2, np.uint64)
     raw = np.random.Philox(key=key, counter=[0, position, 0, 0]).random_raw(count)
     return _inside(raw)
 
@@ -61,9 +60,9 @@ def _inside(raw: np.ndarray) -> np.ndarray:
     return numbers
 
 
-def gumbel(sampling: Sampling, sequence: int, position: int, count: int, stream: int = DRAW) -> np.ndarray:
+def gumbel(sampling: Sampling, sequence: int, position: int, count: int) -> np.ndarray:
     """Standard Gumbel noise [count] float64 of each token: the largest of log p + noise is a draw from p."""
-    noise: np.ndarray = -np.log(-np.log(uniforms(sampling, sequence, position, count, stream)))
+    noise: np.ndarray = -np.log(-np.log(uniforms(sampling, sequence, position, count)))
     return noise
 
 
@@ -104,7 +103,7 @@ def check_logits(logits: np.ndarray, position: int) -> None:
         raise overflow(f"the logits at position {position}")
 
 
-def draw(logits: np.ndarray, sampling: Sampling, sequence: int, position: int, stream: int = DRAW) -> Drawn:
+def draw(logits: np.ndarray, sampling: Sampling, sequence: int, position: int) -> Drawn:
     """Token drawn from logits [V] for `position` of prompt number `sequence`; the lowest token wins a tie."""
     check_logits(logits, position)
     if sampling.temperature == 0:
@@ -117,13 +116,7 @@ def draw(logits: np.ndarray, sampling: Sampling, sequence: int, position: int, s
         number = np.random.default_rng([sampling.seed, sequence, position]).random() * cumulative[-1]
         return Drawn(int(order[np.searchsorted(cumulative, number, side="right")]), math.inf)
     with np.errstate(divide="ignore"):
-        return _best(np.log(p) + gumbel(sampling, sequence, position, len(p), stream))
-
-
-def draw_from(p: np.ndarray, sampling: Sampling, sequence: int, position: int, stream: int) -> int:
-    """Token drawn from probabilities p [V] that need not sum to 1, with the noise of a stream."""
-    with np.errstate(divide="ignore"):
-        return _best(np.log(p) + gumbel(sampling, sequence, position, len(p), stream)).token
+        return _best(np.log(p) + gumbel(sampling, sequence, position, len(p)))
 
 
 def _best(scores: np.ndarray) -> Drawn:

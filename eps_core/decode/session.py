@@ -78,7 +78,7 @@ class Session:
     ) -> Self:
         """A model as `resolve_model` reads it, None for the demo model, on a backend. EPS as `config` says, or flat
         `settings` of `EpsConfig.of` (method="rq", budget=0.05, ..); off without them. `verify`, a Verify or its mode
-        ("tokens", "bits"), makes every text the dense one: gated steps then only draft. Everything that can be refused
+        "tokens", makes every text the dense one: gated steps then only draft. Everything that can be refused
         is refused here; the weights are read when the decoder is first asked for. dtype auto: as stored, but float32 on
         a CPU, unless it is bfloat16 that Torch and the CPU multiply natively and nothing is verified; kv_dtype auto: as
         dtype; kv_bits of K and of V, 16: as they are (`config.formats`). `cache_dir` keeps prompts between runs."""

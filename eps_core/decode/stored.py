@@ -28,7 +28,7 @@ from eps_core.gate.protocol import Backend
 from eps_core.models.folder import weight_files
 from eps_core.models.spec import ModelSpec
 from eps_core.paging.pool import PagePool, unit_hash
-from eps_core.summaries.rq import CENTRE_TOKENS
+from eps_core.summaries.keys import CENTRE_TOKENS
 
 FORMAT_VERSION = 4  # raised when a summary says something else, too: 4 since every group of a unit has its own scale
 METADATA_KEY = "eps_prompt"
@@ -94,7 +94,7 @@ class StoredPrompts:
             sequence, num_tokens = pool.open(prompt[:-1])
             units = list(sequence.table)
             pool.free(sequence)
-            if not units or (_needs_centre(cache.store) and num_tokens < CENTRE_TOKENS):
+            if not units or (cache.store.bound_bits and num_tokens < CENTRE_TOKENS):
                 continue
             path = self._path(self._names(prompt, pool.unit_tokens)[len(units) - 1])
             if path.name in self._sound:
@@ -224,14 +224,10 @@ def check_folder(folder: Path, model: Path) -> None:
 def check(store: Store, num_prompts: int) -> None:
     """Raises ConfigError where prompts of such caches cannot be kept."""
     require(
-        num_prompts == 1 or not _needs_centre(store),
+        num_prompts == 1 or not store.bound_bits,
         "--cache-dir keeps codes about a centre of one prompt alone, since those of a batch share the centre of its "
-        "first keys: give one prompt, or leave out --eps-unit-tokens 0 or --eps-bound-bits",
+        "first keys: give one prompt, or leave out --eps-bound-bits",
     )
-
-
-def _needs_centre(store: Store) -> bool:
-    return store.needs_centre or store.bound_bits > 0
 
 
 def _layout(arrays: dict[str, np.ndarray], num_units: int, num_tokens: int) -> dict[str, tuple[list[int], str]]:

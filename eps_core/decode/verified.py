@@ -8,36 +8,26 @@ accepted is written.
 
 import time
 from collections.abc import Callable, Collection, Container, Generator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
 from eps_core.config.verify import Verify
-from eps_core.decode.accept import Said, accept, propose
-from eps_core.decode.forward import Decoder, LayerScorer
+from eps_core.decode.accept import Said, accept
+from eps_core.decode.forward import Decoder
 from eps_core.decode.generate import append, check_prompts, prefill, report_of
 from eps_core.decode.pace import Pace
 from eps_core.decode.round_records import draft_audit, round_record
-from eps_core.decode.sampling import Sampling, drawable
+from eps_core.decode.sampling import Sampling, draw, drawable
 from eps_core.errors import ConfigError
-from eps_core.gate.protocol import Array, Scores, Selection
-from eps_core.gate.stats import StepOutput
+from eps_core.gate.protocol import Selection
+from eps_core.gate.stats import StepOutput, VerifyOutput
 from eps_core.paging.pool import PagePool
 from eps_core.paging.pool import Sequence as PagedSequence
 from eps_core.paging.rows import Rows
-from eps_core.paging.where import Where
 from eps_core.telemetry.rounds import RoundRecord
-
-MASS_BYTES = 4  # of a group's log mass, float32
-
-
-def _by_the_largest(where: Where) -> Where:
-    """The same step with estimates as masses that a pass measured are: of each group the largest of the query heads."""
-    config = EpsConfig.over(where.config.store, replace(where.config.read, combine="max"))
-    return Where.of(config, where.table, where.lengths)
 
 
 @dataclass
@@ -71,11 +61,9 @@ class Verifier:
         self.decoder, self.drafter = decoder, drafter or decoder
         self.cache, self.pool, self.sampling, self.verify = cache, pool, sampling, verify
         self.min_context, self.read = read.min_context, verify.draft_read(read)
-        self.bits, self.stop, self.clock = verify.mode == "bits", frozenset(stop_tokens), clock
+        self.stop, self.clock = frozenset(stop_tokens), clock
         self.pace = Pace(verify)
         self.num_rounds = 0
-        # of the last verify pass: each layer's masses, and by prompt the row of its last token
-        self._measured: tuple[list[Array], dict[int, int]] = [], {}
 
     def round(self, sequences: dict[int, PagedSequence], fed: dict[int, int], room: dict[int, int]) -> RoundRecord:
         """One round of sequences by prompt number: `fed` is the token of each that is not in the cache yet and becomes
@@ -84,8 +72,7 @@ class Verifier:
         self.pace.saw_load(len(sequences), sum(one.length for one in sequences.values()))
         gamma = self.pace.next()
         wanted = {index: self._wanted(index, gamma, sequences, room, fallbacks) for index in sorted(sequences)}
-        drafting = any(wanted.values()) or self.bits
-        parts = self._reserve(sequences, wanted, fallbacks) if drafting else None
+        parts = self._reserve(sequences, wanted, fallbacks) if any(wanted.values()) else None
         reread_bytes = self.cache.bytes_k_reread
         if parts is None:
             record = self._dense_round(sequences, fed)
@@ -112,9 +99,7 @@ class Verifier:
         if not gamma:
             return 0
         reason = None
-        if not all(self.cache.can_encode(layer) for layer in range(self.cache.spec.num_layers)):
-            reason = "no_centre"
-        elif sequences[index].length + 1 < self.min_context:
+        if sequences[index].length + 1 < self.min_context:
             reason = "min_context"
         elif not sequences[index].length:
             reason = "empty"
@@ -138,10 +123,8 @@ class Verifier:
                 self._copy(copies)  # the tables name the copies from here on
                 for part in parts:
                     self.pool.release(sequences[part.index])
-                if not any(wanted.values()):
-                    raise
                 fallbacks["pool"] = fallbacks.get("pool", 0) + 1
-                return self._reserve(sequences, dict.fromkeys(wanted, 0), fallbacks) if self.bits else None
+                return None
             copies += more
             parts.append(_Drafted(index, sequence.length, drafts, slots))
         self._copy(copies)
@@ -166,9 +149,8 @@ class Verifier:
             self.cache, np.array([fed[i] for i in alive]), np.concatenate(slots), self.pool.table(running), lengths
         )
         verify_ms = 1000 * (self.clock() - started)
-        self._measured = [], {}
         said = [
-            accept(output.logits[row : row + 1], (), (), self.sampling, "couple", index, int(lengths[row]), self.stop)
+            accept(output.logits[row : row + 1], (), self.sampling, index, int(lengths[row]), self.stop)
             for row, index in enumerate(alive)
         ]
         if self.num_rounds:
@@ -197,21 +179,21 @@ class Verifier:
             lengths = np.array([part.length for part in parts]) + num_rows
             rows = Rows.of(table, lengths, num_rows)
             kv_bytes, started = self.cache.kv_bytes_read, self.clock()
-            logits, unread = self._verify(parts, fed, rows, outputs)
+            done = self._verify(parts, fed, rows, outputs)
+            logits = done.logits
             verify_ms = 1000 * (self.clock() - started)
-            verify_bytes, passes = self.cache.kv_bytes_read - kv_bytes, (len(outputs), len(self._passes))
+            verify_bytes = self.cache.kv_bytes_read - kv_bytes
             said = [
-                accept(own, part.tokens, part.logits, self.sampling, self.verify.rule, part.index, part.length + 1,
-                       self.stop)
+                accept(own, part.tokens, self.sampling, part.index, part.length + 1, self.stop)
                 for part, own in zip(parts, np.split(logits, rows.starts[1:-1]), strict=True)
             ]  # fmt: skip
-            self._commit(parts, sequences, fed, said, rows)
+            self._commit(parts, sequences, fed, said, rows, done)
         except BaseException:
             for part in parts:
                 self.pool.release(sequences[part.index])
             raise
         drafted = [len(part.tokens) for part in parts]
-        audit = draft_audit([part.logits for part in parts], logits, rows, unread)
+        audit = draft_audit([part.logits for part in parts], logits, rows, done.unread)
         # what a round pays for the pass: drawing, writing and the audit, whole vocabularies on the host, included
         pass_ms = 1000 * (self.clock() - started)
         if any(drafted):
@@ -225,7 +207,7 @@ class Verifier:
             bytes_summary_draft=sum(layer.summary_bytes_read for output in outputs for layer in output.layers),
             bytes_kv_verify=verify_bytes, draft_ms=draft_ms, verify_ms=verify_ms,
             rolled_back=int(num_rows.sum()) - sum(len(one.tokens) for one in said),
-            **audit, **self._weights(*passes),
+            **audit, **self._weights(len(outputs), 1),
         )  # fmt: skip
 
     def _draft(
@@ -246,7 +228,6 @@ class Verifier:
                 lengths,
                 self.read,
                 draft=True,
-                score=self._scorer([part.index for part in now]),
             )
             outputs.append(output)
             for row, part in enumerate(now):
@@ -254,7 +235,7 @@ class Verifier:
                 if not drawable(logits):
                     fallbacks["non_finite"] = fallbacks.get("non_finite", 0) + 1
                     continue
-                token = propose(logits, self.sampling, self.verify.rule, part.index, int(lengths[row]))
+                token = draw(logits, self.sampling, part.index, int(lengths[row])).token
                 part.tokens.append(token)
                 part.logits.append(logits)
                 part.visited.append((depth, row))
@@ -262,57 +243,14 @@ class Verifier:
                     part.wanted = depth + 1
         return outputs
 
-    def _scorer(self, indices: list[int]) -> LayerScorer | None:
-        """What takes the place of the summaries' scores; None where nothing was measured in the last round."""
-        masses, rows = self._measured
-        if self.verify.select == "step" or not masses or any(index not in rows for index in indices):
-            return None
-        eps, picks, mixes = self.drafter.eps, np.array([rows[index] for index in indices]), self.verify.select
-        spec = self.cache.spec
-
-        def score(cache: Any, layer: int, q: Array, where: Where) -> tuple[Scores, int]:
-            known = eps.frozen_masses(cache, masses[layer], picks, where.num_groups)
-            num_bytes = spec.num_kv_heads * MASS_BYTES * int(where.ends.sum())
-            if mixes == "verified":
-                # groups that came since are among the last tokens, which are always visited
-                return Scores(known, None, None, np.zeros(len(picks), np.int64), kernels=cache.kernels), num_bytes
-            own = eps.score(cache, layer, q, where.once("by the largest", lambda: _by_the_largest(where)))
-            num_bytes += spec.num_kv_heads * where.scoring_bytes(spec.head_dim)
-            return Scores(
-                eps.larger(cache, own.estimate, known), None, None, own.num_missing, kernels=cache.kernels
-            ), num_bytes
-
-        return score
-
     def _verify(
         self, parts: list[_Drafted], fed: dict[int, int], rows: Rows, outputs: list[StepOutput]
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """(logits [T, V], unread shares [L, T, Hkv] or None) of the dense pass; what `commit` needs is kept."""
-        tokens = [[fed[part.index], *part.tokens] for part in parts]
-        masses = self.verify.select != "step"
-        drafts = self._visited(parts, outputs)
-        fixed = self.verify.fixed_rows
-        if not fixed:
-            self.cache, done = self.decoder.verify(
-                self.cache, np.concatenate(tokens), np.concatenate([part.slots for part in parts]), rows, drafts, masses
-            )
-            self._passes = [done]
-            if masses:
-                self._measured = done.masses, {}
-            return done.logits, done.unread
-        # one sequence at a time: then nothing of a pass depends on who else is in the batch
-        self._passes = []
-        for i, part in enumerate(parts):
-            own = slice(int(rows.starts[i]), int(rows.starts[i + 1]))
-            alone = Rows.of(rows.table[i : i + 1], rows.lengths[i : i + 1], rows.num_rows[i : i + 1])
-            layers = [layer[own] for layer in drafts]
-            self.cache, done = self.decoder.verify(
-                self.cache, np.array(tokens[i]), part.slots, alone, layers, False, fixed
-            )
-            self._passes.append(done)
-        shares = [done.unread for done in self._passes if done.unread is not None]
-        unread = np.concatenate(shares, axis=1) if shares else None
-        return np.concatenate([done.logits for done in self._passes]), unread
+    ) -> VerifyOutput:
+        """The dense pass of all rows."""
+        tokens = [token for part in parts for token in (fed[part.index], *part.tokens)]
+        slots = np.concatenate([part.slots for part in parts])
+        self.cache, done = self.decoder.verify(self.cache, np.array(tokens), slots, rows, self._visited(parts, outputs))
+        return done
 
     def _visited(self, parts: list[_Drafted], outputs: list[StepOutput]) -> list[list[tuple[Selection, int] | None]]:
         """Of each layer and row what the draft of its token visited; nothing where drafts do not say."""
@@ -331,19 +269,12 @@ class Verifier:
 
     def _commit(
         self, parts: list[_Drafted], sequences: dict[int, PagedSequence], fed: dict[int, int], said: list[Said],
-        rows: Rows,
+        rows: Rows, done: VerifyOutput,
     ) -> None:  # fmt: skip
         """Writes what stays: of each sequence the token it was fed and all that it said but the last."""
-        kept = [rows.starts[i] + np.arange(len(one.tokens)) for i, one in enumerate(said)]
-        slots = [part.slots[: len(one.tokens)] for part, one in zip(parts, said, strict=True)]
-        if len(self._passes) == 1:
-            self.cache = self.decoder.commit(self.cache, self._passes[0], np.concatenate(kept), np.concatenate(slots))
-        else:
-            for done, one, own in zip(self._passes, said, slots, strict=True):
-                self.cache = self.decoder.commit(self.cache, done, np.arange(len(one.tokens)), own)
-        self._passes = []
-        masses, _ = self._measured
-        self._measured = masses, {part.index: int(row[-1]) for part, row in zip(parts, kept, strict=True)}
+        kept = np.concatenate([rows.starts[i] + np.arange(len(one.tokens)) for i, one in enumerate(said)])
+        slots = np.concatenate([part.slots[: len(one.tokens)] for part, one in zip(parts, said, strict=True)])
+        self.cache = self.decoder.commit(self.cache, done, kept, slots)
         for part, one in zip(parts, said, strict=True):
             self.pool.commit(sequences[part.index], [fed[part.index], *one.tokens[:-1]])
 

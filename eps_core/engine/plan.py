@@ -72,12 +72,12 @@ class Plan:
     def line(self, config: EpsConfig) -> str:
         """What a user is told at the start, in one line."""
         left = f"; left dense: {_listed(self.dense)}" if self.dense else ""
-        note = f"; note: {config.fallback}" if config.fallback else ""
-        return f"eps: {describe(config)}; gates {len(self.gated)} of {self.num_layers} layers{left}{note}"
+        return f"eps: {describe(config)}; gates {len(self.gated)} of {self.num_layers} layers{left}"
 
-    def level(self, config: EpsConfig) -> int:
-        """Of `line` in a log: a warning where not all is as asked."""
-        return logging.WARNING if self.dense or config.fallback else logging.INFO
+    @property
+    def level(self) -> int:
+        """Of `line` in a log: a warning where layers are left dense."""
+        return logging.WARNING if self.dense else logging.INFO
 
 
 def _listed(dense: dict[int, str]) -> str:

@@ -26,8 +26,7 @@ VERSIONS = {
 }
 # flat name -> field of Verify
 VERIFY = {
-    "verify": "mode", "draft": "draft", "draft_most": "most", "draft_select": "select", "verify_rule": "rule",
-    "draft_weights": "weights",
+    "verify": "mode", "draft": "draft", "draft_most": "most", "draft_weights": "weights",
 }  # fmt: skip
 EXTRAS = ("metrics", "audit_every", "kernels", *VERIFY)
 

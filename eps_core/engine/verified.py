@@ -33,13 +33,10 @@ def check_engine(verify: Verify, engine: str, num_sequences: int = 1) -> None:
     if not verify.enabled:
         return
     require(num_sequences == 1, f"eps-verify drafts for one prompt at a time in {engine}, not for {num_sequences}")
-    for flag, value, known in (
-        ("eps-verify", verify.mode, "tokens"),
-        ("eps-draft-select", verify.select, "step"),
-        ("eps-verify-rule", verify.rule, "couple"),
-        ("eps-draft-weights", verify.weights, "full"),
-    ):
-        require(value == known, f"{flag} {value} is of our own decoders alone: in {engine} use {known}")
+    require(
+        verify.weights == "full",
+        f"eps-draft-weights {verify.weights} is of our own decoders alone: in {engine} use full",
+    )
 
 
 class Round:
@@ -122,9 +119,7 @@ class Rounds:
         self._gamma = self.pace.next()
         self._drafted_at: float | None = None
         if self._gamma and reason is None:
-            if not all(cache.can_encode(layer) for layer in range(cache.spec.num_layers)):
-                self._why = "no_centre"
-            elif length + 1 < config.read.min_context:
+            if length + 1 < config.read.min_context:
                 self._why = "min_context"
             elif not length:
                 self._why = "empty"

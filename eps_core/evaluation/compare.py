@@ -286,8 +286,6 @@ def _print_header(job: Job, out: TextIO) -> None:
     longest = max(job.prompt_lengths) + job.num_new
     if request.config.store.enabled and request.config.reads_all(0, [longest]):
         out.write(f"note    every step is dense: the budget covers all of up to {longest:,} tokens\n")
-    if request.config.fallback:
-        out.write(f"note    {request.config.fallback}\n")
     out.write(job.caches.header(job))
     if request.verify.enabled:
         out.write(f"verify  {describe_verify(request.verify)}\n")

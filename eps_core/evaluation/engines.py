@@ -29,14 +29,13 @@ from eps_core.models.chat import render
 from eps_core.models.config import read_heads, read_limits
 from eps_core.models.hub import resolve_for_engine
 from eps_core.models.tokenizer import encode, load_tokenizer
-from eps_core.summaries.rq import CENTRE_TOKENS
 from eps_core.telemetry import provenance, terminal
 from eps_core.telemetry.rounds import ROUND_KEYS
 from eps_core.telemetry.rounds_shown import describe_verify
 from eps_core.telemetry.steps import STEP_KEYS, StepRecord, step_record, write_csv
 
-# before anything is timed: engines set themselves up, too. As many as find rq's centre, which is the prompt's own then
-WARM_UP_TOKENS, WARM_UP_NEW = CENTRE_TOKENS, 3
+# before anything is timed: engines set themselves up, too
+WARM_UP_TOKENS, WARM_UP_NEW = 256, 3
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any, TextIO, TypeVar
 
 import numpy as np
 
-from eps_core.config.eps import EARLIER, EpsConfig
+from eps_core.config.eps import EpsConfig
 from eps_core.config.verify import Verify
 from eps_core.decode.heads import model_fingerprint
 from eps_core.decode.session import Session
@@ -36,7 +36,7 @@ from eps_core.telemetry.provenance import run_line
 # what selects and what is always visited; how a group is summarised means nothing to an oracle, nor does strictness,
 # which needs bounds
 _SHARED_WITH_ORACLE = (
-    "policy", "budget", "tau", "epsilon", "alpha", "top_pages", "first_tokens", "last_tokens", "scope", "head_modes",
+    "policy", "budget", "epsilon", "alpha", "top_pages", "first_tokens", "last_tokens", "scope", "head_modes",
     "min_context", "block_size",
 )  # fmt: skip
 
@@ -174,10 +174,8 @@ def _measure(request: MeasureRequest, output: Output, out: TextIO) -> dict[str, 
         verify=request.verify.to_dict() if request.verify.enabled else None,
         files=[str(path) for path in files if path is not None],
     )
-    if request.config.fallback:
-        out.write(f"note: {request.config.fallback}\n")
     arms = request.arms()
-    file = ResumableFile(output, {"type": "run", "kind": "evaluate", **run}, IDENTITY, {"config": EARLIER})
+    file = ResumableFile(output, {"type": "run", "kind": "evaluate", **run}, IDENTITY)
     num_samples, num_documents = sum(map(len, groups)), sum(map(len, windows.values()))
     samples, documents = file.indexed("sample", num_samples), file.indexed("document", num_documents)
     resumed = len(samples) + len(documents)

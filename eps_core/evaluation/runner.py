@@ -21,7 +21,7 @@ from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import UNVERIFIED, Session
 from eps_core.decode.verified import verified
 from eps_core.models.config import ModelSpec
-from eps_core.summaries.rq import CENTRE_TOKENS
+from eps_core.summaries.keys import CENTRE_TOKENS
 from eps_core.telemetry.rounds import RoundRecord, summarise_rounds
 from eps_core.telemetry.steps import StepRecord, kl_divergence, summarise
 
@@ -164,8 +164,8 @@ def run_batch(
     """Every arm's decode of documents whose `prefixes` are at hand; along texts, against `dense` where it is given.
     Arms of `verifies` are verified, so that documents go on by themselves.
     Arms that keep the same share one cache, each writing over what the one before it decoded: an arm is what it would
-    be alone, but for keys read back to seal the group that a prompt ends in. Where the prompts are too short for codes'
-    centre, which the first arm's decode would then find for the next one, each has a cache of its own."""
+    be alone, but for keys read back to seal the group that a prompt ends in. Where the prompts are too short for key
+    codes' centre, which the first arm's decode would then find for the next one, each has a cache of its own."""
     room = max(one.num_steps for one in documents)
     num_tokens = max(len(prefix.tokens) for prefix in prefixes) + room
     texts = documents[0].forced is not None
@@ -194,7 +194,7 @@ def _groups(arms: Mapping[K, EpsConfig], alone: bool) -> list[tuple[Store, list[
     centre."""
     found: dict[Hashable, tuple[Store, list[K]]] = {}
     for name, config in arms.items():
-        key = (config.store, name) if alone and config.store.needs_centre else config.store
+        key = (config.store, name) if alone and config.store.bound_bits else config.store
         found.setdefault(key, (config.store, []))[1].append(name)
     return list(found.values())
 

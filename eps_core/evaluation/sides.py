@@ -111,8 +111,7 @@ def report(
         checks.append(
             ("tokens equal to dense", None, _yes(same[0]) if alone else f"{sum(same)} of {len(same)} prompts")
         )
-    # by rejection a text is no less dense for being another one
-    parted = partings(dense, eps) if dense and eps and ran.verify.enabled and ran.verify.rule == "couple" else []
+    parted = partings(dense, eps) if dense and eps and ran.verify.enabled else []
     for one in parted:
         margins = " and ".join(f"{m:.2g}" for m in (one.dense_margin, one.verified_margin) if m is not None)
         where = f"  not from new token {one.token + 1}" + ("" if alone else f" of prompt {one.prompt + 1}")

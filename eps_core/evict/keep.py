@@ -115,11 +115,6 @@ class Keep:
         if not self.enabled or not config.store.enabled:
             return
         require(
-            not config.store.needs_centre,
-            f"kv-evict {self.policy} gives every head pages of its own, and {config.store.method} about a centre "
-            "(eps-unit-tokens 0) has one a head: use eps-unit-tokens 32 or 64",
-        )
-        require(
             config.read.scope == "kv-head",
             f"kv-evict {self.policy} keeps other tokens in each head, and eps-scope {config.read.scope} reads the same "
             "in all: use kv-head",

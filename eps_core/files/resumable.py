@@ -1,7 +1,7 @@
 """A JSONL file that a stopped run goes on with: of one run alone, never half a line."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 from eps_core.errors import ConfigError
@@ -18,15 +18,12 @@ class ResumableFile:
     """The run's line, then what it found, a line each. `found` holds the whole lines that are there.
 
     A file of the same run is continued, and what a kill left of its last line is cut off; two runs are the same where
-    the keys `identity` of their first line are; `earlier` is, by such a key, what an older file leaves out of its
-    object. Nothing is read back from what is no regular file. Made, it refuses; only entered it writes.
+    the keys `identity` of their first line are. Nothing is read back from what is no regular file. Made, it refuses;
+    only entered it writes.
     """
 
-    def __init__(
-        self, output: Output, first: Line, identity: Sequence[str], earlier: Mapping[str, Line] | None = None
-    ) -> None:
+    def __init__(self, output: Output, first: Line, identity: Sequence[str]) -> None:
         self._output, self._first, self._path = output, first, output.path
-        self._earlier = earlier or {}
         self.found: list[Line] = []
         self._size = 0
         if output.file is not None and output.file.exists():
@@ -47,8 +44,6 @@ class ResumableFile:
             return
         for name, value in json.loads(to_json({name: self._first[name] for name in identity})).items():
             there = self.found[0].get(name)
-            if isinstance(there, dict):
-                there = {**self._earlier.get(name, {}), **there}
             found = difference(name, there, value)
             if found:
                 raise ConfigError(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from eps_core.gate.protocol import Array, Backend, GatedRead, Scores, Selection
+from eps_core.gate.protocol import Array, Backend, GatedRead, Selection
 from eps_core.gate.stats import LayerStats
 from eps_core.paging.where import Where
 
@@ -37,16 +37,14 @@ def attend_layer(
     audit: bool = False,
     clock: Clock | None = None,
     dense: Callable[[], Array] | None = None,
-    scorer: Callable[[], tuple[Scores, int]] | None = None,
 ) -> tuple[Array, LayerRead]:
     """(out [B, Hq, D] in q's dtype, what was read) of one layer's gated attention of q [B, Hq, D], unscaled, as `where`
     says. K and V of the step are in `cache` already.
 
     Where every group would be read (`Where.reads_all`) nothing is scored; `dense`, where given, attends then: out
-    [B, Hq, D] as an engine itself would have it, of which `LayerRead.lse` is None. `scorer`, where given,
-    takes the place of the summaries' scores and says how many bytes it read for them. `audit` reads everything in
-    addition, for the true share that was left out; its bytes are counted nowhere. `clock` times pre-pass and attention,
-    at the cost of a wait each."""
+    [B, Hq, D] as an engine itself would have it, of which `LayerRead.lse` is None. `audit` reads
+    everything in addition, for the true share that was left out; its bytes are counted nowhere. `clock` times pre-pass
+    and attention, at the cost of a wait each."""
     config, store, spec = where.config, cache.store, cache.spec
     batch, kv_heads = len(where.lengths), spec.num_kv_heads
     read = dense_read(cache, where)
@@ -61,18 +59,14 @@ def attend_layer(
         whole, read.lse = out, lse
         if store.has_bounds:
             stats.mass_skipped_cert = stats.output_error_cert = np.zeros((batch, kv_heads))
-    elif scorer is None and (at_once := _at_once(eps, cache, layer, q, where)) is not None:
+    elif (at_once := _at_once(eps, cache, layer, q, where)) is not None:
         whole, read.lse, lse, selection = at_once.out, at_once.lse, at_once.read_lse, at_once.selection
         pending["counts"], pending["mass_skipped_est"] = selection.counts, at_once.skipped
         read.selection, stats.forced = selection, selection.forced
         stats.summary_bytes_read = kv_heads * where.scoring_bytes(spec.head_dim)
     else:
         with eps.span("eps.prepass", cache):
-            if scorer is None:
-                scores = eps.score(cache, layer, q, where)
-                scored_bytes = kv_heads * where.scoring_bytes(spec.head_dim)
-            else:
-                scores, scored_bytes = scorer()
+            scores, scored_bytes = eps.score(cache, layer, q, where), kv_heads * where.scoring_bytes(spec.head_dim)
             selection = eps.select(scores, where, layer)
         selected = None if clock is None else clock(cache, selection.groups, selection.counts)
         with eps.span("eps.attention", cache):

@@ -33,8 +33,8 @@ class Scores:
     exp(scale q.k); or, where `Read.combine` is "sum", of A_p / exp(anchor), and of the groups whose codes were read to
     the last of the log of its sum over the heads. A head's anchor is the logit of the sequence's first token, but at
     most `ANCHOR_SPREAD` from the mean of the heads', or a head without mass there would choose alone. It ranks (higher
-    reads first) and is no bound. +inf marks a group without a valid summary (open, overwritten, or before rq's centre
-    exists), -inf a group past the sequence's end.
+    reads first) and is no bound. +inf marks a group without a valid summary (open or overwritten), -inf a group past
+    the sequence's end.
     `lower` <= log A_p <= `upper`, each [B, Hkv, R, G] float32, hold for every q, query head by query head; None for a
     method without bounds. -inf and +inf where nothing is known, both -inf past the end.
     `slack` [B, Hkv, R] float32, nats: what float32 logits of any key of this cache may be off by (None as bounds are).
@@ -109,15 +109,11 @@ class RowsRead:
     `out` [T, Hq, D] in q's dtype; `lse` [T, Hq] float32: natural log of a row's softmax mass (scaled logits).
     `visited_lse` [T, Hq] float32: the same over the groups of `visit` alone, -inf where it has none; None where no
     `visit` was given.
-    `masses` [T, Hkv, G] float32: of every group the largest, over the R query heads, of the natural log of the mass of
-    those of its tokens that the row sees; -inf where it sees none. Exact where `Scores.estimate` guesses; None unless
-    asked for.
     """
 
     out: Array
     lse: Array
     visited_lse: Array | None = None
-    masses: Array | None = None
 
 
 class Backend(Protocol):
@@ -139,12 +135,8 @@ class Backend(Protocol):
     def attend(
         self, cache: Any, layer: int, q: Array, where: Where, selection: Selection | None
     ) -> tuple[Array, Array]: ...
-    def attend_rows(
-        self, cache: Any, layer: int, q: Array, rows: Rows, visit: Array | None = None, masses: bool = False
-    ) -> RowsRead: ...
+    def attend_rows(self, cache: Any, layer: int, q: Array, rows: Rows, visit: Array | None = None) -> RowsRead: ...
     def visits(self, cache: Any, drafts: Sequence[tuple[Selection, int] | None], num_groups: int) -> Array: ...
-    def frozen_masses(self, cache: Any, masses: Array, index: np.ndarray, num_groups: int) -> Array: ...
-    def larger(self, cache: Any, first: Array, second: Array) -> Array: ...
     def attend_tail(
         self, cache: Any, layer: int, where: Where, scores: Scores, selection: Selection, lse: Array
     ) -> tuple[Array, Array]: ...

@@ -55,4 +55,3 @@ class VerifyOutput:
     kv: list[tuple[Any, Any]]  # of each layer k, v [T, Hkv, D] on the device: what `Decoder.commit` writes
     # [L, T, Hkv] of the dense softmax the share outside the groups that were asked for, the largest of the query heads
     unread: np.ndarray | None = None
-    masses: list[Any] = field(default_factory=list)  # of each layer [T, Hkv, G] on the device, see `RowsRead`

@@ -40,6 +40,6 @@ from eps_core.oracle.cache import (
     wait,
     write_kv,
 )
-from eps_core.oracle.drafts import frozen_masses, larger, visits
+from eps_core.oracle.drafts import visits
 from eps_core.oracle.model import load_model
 from eps_core.oracle.scoring import bounds, certify, escalate, score, select, skipped_mass

@@ -38,17 +38,14 @@ def attend(
     return out, lse
 
 
-def attend_rows(
-    cache: Cache, layer: int, q: np.ndarray, rows: Rows, visit: np.ndarray | None = None, masses: bool = False
-) -> RowsRead:
+def attend_rows(cache: Cache, layer: int, q: np.ndarray, rows: Rows, visit: np.ndarray | None = None) -> RowsRead:
     """Dense attention of q [T, Hq, D], unscaled, each row over the tokens before it and itself: see `RowsRead`. `visit`
     [T, Hkv, G] bool; the groups are the cache's. K and V count as read once for all rows of a sequence."""
     size, unit_tokens, kv_heads = cache.store.S, cache.store.unit_tokens, cache.spec.num_kv_heads
     total, num_heads, head_dim = q.shape
-    repeat, num_groups = num_heads // kv_heads, rows.table.shape[1] * cache.store.groups_per_unit
+    repeat = num_heads // kv_heads
     out, lse = np.zeros(q.shape), np.zeros((total, num_heads))
     visited = None if visit is None else np.full((total, num_heads), -np.inf)
-    by_group = np.full((total, kv_heads, num_groups), -np.inf) if masses else None
     cache.kv_bytes_read += int(rows.lengths.sum()) * kv_heads * cache.spec.kv_token_bytes
     for t, head in np.ndindex(total, kv_heads):
         tokens = np.arange(int(rows.seen[t]))
@@ -57,14 +54,10 @@ def attend_rows(
         for r in range(head * repeat, (head + 1) * repeat):
             query = q[t, r].astype(np.float64) / np.sqrt(head_dim)
             out[t, r], lse[t, r] = formulas.attend_keys(query, k, v)
-            if by_group is None and visit is None:
-                continue
-            own = formulas.group_masses(query, k, size)
-            if by_group is not None:
-                by_group[t, head, : len(own)] = np.maximum(by_group[t, head, : len(own)], own)
             if visited is not None and visit is not None:
+                own = formulas.group_masses(query, k, size)
                 visited[t, r] = np.logaddexp.reduce(own[visit[t, head, : len(own)]], initial=-np.inf)
-    return RowsRead(out, lse, visited, by_group)
+    return RowsRead(out, lse, visited)
 
 
 def add_tail(cache: Cache, layer: int, where: Where, scores: Scores, selection: Selection, state: State) -> State:
@@ -103,7 +96,7 @@ def attend_tail(
     batch, kv_heads, groups = scores.estimate.shape
     repeat, head_dim, ratio = lse.shape[1] // kv_heads, cache.spec.head_dim, inner.store.S // size
     table = where.table
-    missing = missing_groups(inner.state[layer], table, where.lengths, can_encode=True)
+    missing = missing_groups(inner.state[layer], table, where.lengths)
     visit = visit_mask(selected, groups)
     out, tail = np.zeros((batch, kv_heads, repeat, head_dim)), np.full((batch, kv_heads, repeat), -np.inf)
     for b, head in np.ndindex(batch, kv_heads):

@@ -18,7 +18,7 @@ from eps_core.oracle import pages
 from eps_core.paging.groups import GroupState, WritePlan
 from eps_core.paging.where import check_units
 from eps_core.summaries import base, table
-from eps_core.summaries.rq import CENTRE_TOKENS
+from eps_core.summaries.keys import CENTRE_TOKENS
 from eps_core.summaries.table import build_summary
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float64": np.float64}
@@ -41,7 +41,7 @@ class Cache:
     state: list[GroupState] = field(default_factory=list)
     # running statistics of open groups [slots, Hkv, ..] float64
     open: list[dict[str, np.ndarray]] = field(default_factory=list)
-    centre: list[np.ndarray | None] = field(default_factory=list)  # of codes: [Hkv, D] float16 once 256 keys were seen
+    centre: list[np.ndarray | None] = field(default_factory=list)  # of key codes: [Hkv, D] float16, after 256 keys
     early: list[np.ndarray] = field(default_factory=list)  # the keys until then [<256, Hkv, D]
     fixed: list[base.Constants] = field(default_factory=list)  # see `summaries.table.constants`
     # with bounds: the largest |k| and |v| that each kv head ever held, [Hkv]
@@ -64,7 +64,7 @@ class Cache:
         self.kv_bytes_read += num_bytes
 
     def can_encode(self, layer: int) -> bool:
-        """Whether full groups have summaries: codes about a centre wait for it."""
+        """Whether full groups have summaries: key codes wait for their centre."""
         return not self.store.needs_centre or self.centre[layer] is not None
 
 
@@ -273,15 +273,14 @@ def _unit_arrays(cache: Cache) -> dict[str, np.ndarray]:
 
 def export_units(cache: Cache, units: Sequence[int]) -> dict[str, np.ndarray]:
     """What units [M] hold, as it is held: name -> [M, ..] on the host, bfloat16 as ml_dtypes' own; under `heads.` what
-    kv heads have besides: the largest norms behind bounds, [Hkv], and the centre of codes, [Hkv, D], zeros without one.
-    Of no unit: the names, shapes and dtypes that `import_units` of such a cache takes."""
+    kv heads have besides: the largest norms behind bounds, [Hkv], and the centre of key codes, [Hkv, D], zeros without
+    one. Of no unit: the names, shapes and dtypes that `import_units` of such a cache takes."""
     found = {name: array[np.asarray(units, np.int64)] for name, array in _unit_arrays(cache).items()}
     for layer in range(cache.spec.num_layers):
-        for kind, one in (("summary", cache), ("bound", cache.bound)):
-            if one is not None and one.store.enabled and one.store.needs_centre:
-                centre = one.centre[layer]
-                empty = np.zeros((one.spec.num_kv_heads, one.spec.head_dim), np.float16)
-                found[f"heads.{layer}.{kind}.centre"] = empty if centre is None else centre
+        if cache.bound is not None:
+            centre = cache.bound.centre[layer]
+            empty = np.zeros((cache.spec.num_kv_heads, cache.spec.head_dim), np.float16)
+            found[f"heads.{layer}.bound.centre"] = empty if centre is None else centre
         if cache.store.has_bounds:
             for name, largest in (("key", cache.largest_key), ("value", cache.largest_value)):
                 found[f"heads.{layer}.largest_{name}"] = largest[layer]
@@ -295,11 +294,11 @@ def import_units(cache: Cache, units: Sequence[int], arrays: dict[str, np.ndarra
     for name, array in _unit_arrays(cache).items():
         array[index] = arrays[name]
     for layer in range(cache.spec.num_layers):
-        for kind, one in (("summary", cache), ("bound", cache.bound), ("tail", cache.tail)):
+        if cache.bound is not None:
+            cache.bound.centre[layer] = arrays[f"heads.{layer}.bound.centre"]
+        for one in (cache, cache.bound, cache.tail):
             if one is None or not one.store.enabled:
                 continue
-            if one.store.needs_centre:
-                one.centre[layer] = arrays[f"heads.{layer}.{kind}.centre"]
             per_unit = one.store.seals_per_unit
             groups = (index[:, None] * per_unit + np.arange(per_unit)).ravel()
             one.state[layer].trust(groups, np.full(len(groups), one.store.sealed_tokens))

@@ -21,7 +21,7 @@ def score(cache: Cache, layer: int, q: np.ndarray, where: Where) -> Scores:
     store, size, table, lengths = cache.store, cache.store.S, where.table, where.lengths
     batch, num_heads, head_dim = q.shape
     kv_heads, per_unit = cache.spec.num_kv_heads, store.seals_per_unit
-    missing = missing_groups(cache.state[layer], table, lengths, cache.can_encode(layer))
+    missing = missing_groups(cache.state[layer], table, lengths)
     repeat = num_heads // kv_heads
     estimate = np.full((batch, kv_heads, missing.shape[1]), -np.inf)
     lower = np.full((batch, kv_heads, repeat, missing.shape[1]), -np.inf)

@@ -26,9 +26,9 @@ def guards(config: EpsConfig, length: int) -> np.ndarray:
     return first | last | is_open | (length < config.read.min_context)
 
 
-def missing_groups(state: GroupState, table: np.ndarray, lengths: np.ndarray, can_encode: bool) -> np.ndarray:
-    """Groups without a valid summary [B, G] bool, one group at a time: open (as long as any group of its mean is),
-    overwritten, or, before rq's centre is there, any. False past the sequence's end. table [B, M], lengths [B]."""
+def missing_groups(state: GroupState, table: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Groups without a valid summary [B, G] bool, one group at a time: open (as long as any group of its mean is)
+    or overwritten. False past the sequence's end. table [B, M], lengths [B]."""
     size, per_unit, together = state.group_tokens, state.groups_per_unit, state.groups_per_seal
     missing = np.zeros((len(table), table.shape[1] * per_unit * together), bool)
     for b, length in enumerate(lengths.tolist()):
@@ -36,7 +36,7 @@ def missing_groups(state: GroupState, table: np.ndarray, lengths: np.ndarray, ca
             seal = group // together
             unit, sub = divmod(seal, per_unit)
             written = state.fill[table[b, unit] * per_unit + sub]
-            missing[b, group] = not can_encode or written != size or (seal + 1) * size > length
+            missing[b, group] = written != size or (seal + 1) * size > length
     return missing
 
 
@@ -50,24 +50,6 @@ def select_topk(config: EpsConfig, estimate: np.ndarray, forced: np.ndarray, len
     visit = forced.copy()
     for group in best_first(estimate):
         if visit.sum() >= config.budget_groups(length):
-            break
-        visit[group] = True
-    return visit
-
-
-def select_share(config: EpsConfig, estimate: np.ndarray, forced: np.ndarray) -> np.ndarray:
-    """Every group whose estimated share of the softmax is at least tau."""
-    assert config.read.tau is not None
-    return forced | (estimate - _log_total(estimate) >= np.log(config.read.tau))
-
-
-def select_mass(config: EpsConfig, estimate: np.ndarray, forced: np.ndarray) -> np.ndarray:
-    """The fewest groups, best first, that leave an estimated share of at most epsilon unread."""
-    visit = forced.copy()
-    limit = np.log(config.read.epsilon) if config.read.epsilon else -np.inf
-    for group in best_first(estimate):
-        # in the log domain, so that no share vanishes: epsilon 0 skips nothing
-        if visit.all() or _log_total(estimate[~visit]) - _log_total(estimate) <= limit:
             break
         visit[group] = True
     return visit
@@ -111,15 +93,7 @@ def visited(config: EpsConfig, estimate: np.ndarray, length: int, mode: str = "g
         return visit, forced
     if config.read.policy == "topk":
         return select_topk(config, estimate, forced, length), forced
-    select = {"threshold": select_threshold, "share": select_share, "mass": select_mass}[config.read.policy]
-    visit = select(config, estimate, forced)
-    # a cap of share and mass: the best of what the policy asked for, forced groups first
-    if config.read.policy != "threshold" and config.read.top_pages is not None:
-        for group in best_first(np.where(visit & ~forced, estimate, -np.inf))[::-1]:
-            if visit.sum() <= config.read.top_pages:
-                break
-            if not forced[group]:
-                visit[group] = False
+    visit = select_threshold(config, estimate, forced)
     if not visit.any():  # attention over nothing has no meaning
         visit[best_first(estimate)[0]] = True
     return visit, forced

@@ -133,33 +133,32 @@ class Where(Shared):
         }
         return {reason: calls for reason, calls in found.items() if calls}
 
-    def missing(self, state: GroupState, can_encode: bool = True) -> np.ndarray:
+    def missing(self, state: GroupState) -> np.ndarray:
         """Groups of each sequence without a valid summary [B, G] bool (False past its end): open (all of one mean
-        together), overwritten, or, while `can_encode` is False (rq without its centre), any. Layers that were written
-        alike share one answer."""
+        together) or overwritten. Layers that were written alike share one answer."""
 
         def find() -> np.ndarray:
-            missing = np.repeat(self._missing_seals(state, can_encode), state.groups_per_seal, axis=1)
+            missing = np.repeat(self._missing_seals(state), state.groups_per_seal, axis=1)
             size = state.group_tokens // state.groups_per_seal
             inside: np.ndarray = np.arange(missing.shape[1]) * size < self.lengths[:, None]
             return missing & inside
 
-        return self.once(self._of_state("missing", state, can_encode), find)
+        return self.once(self._of_state("missing", state), find)
 
-    def num_missing(self, state: GroupState, can_encode: bool = True) -> np.ndarray:
+    def num_missing(self, state: GroupState) -> np.ndarray:
         """How many of these no guard covers [B] int64: they must be visited too."""
 
         def count() -> np.ndarray:
-            missing = self._missing_seals(state, can_encode)
+            missing = self._missing_seals(state)
             first = np.arange(missing.shape[1]) * state.groups_per_seal
             begin = np.maximum(first, self.guards[:, :1])
             end = np.minimum(first + state.groups_per_seal, self.guards[:, 1:])  # which is not past the sequence's end
             found: np.ndarray = (np.maximum(end - begin, 0) * missing).sum(axis=1)
             return found
 
-        return self.once(self._of_state("num_missing", state, can_encode), count)
+        return self.once(self._of_state("num_missing", state), count)
 
-    def _missing_seals(self, state: GroupState, can_encode: bool) -> np.ndarray:
+    def _missing_seals(self, state: GroupState) -> np.ndarray:
         """What is summarised together and has no valid summary [B, G / groups_per_seal] bool."""
 
         def find() -> np.ndarray:
@@ -169,16 +168,16 @@ class Where(Shared):
             ends = -(-self.lengths // state.group_tokens)
             index = np.arange(seals.shape[1])
             is_open = (index == ends[:, None] - 1) & (self.lengths % state.group_tokens != 0)[:, None]
-            valid = state.valid(seals) & can_encode
+            valid = state.valid(seals)
             missing: np.ndarray = (index < ends[:, None]) & (~valid | is_open)
             return missing
 
-        return self.once(self._of_state("missing seals", state, can_encode), find)
+        return self.once(self._of_state("missing seals", state), find)
 
     @staticmethod
-    def _of_state(what: str, state: GroupState, can_encode: bool) -> tuple[object, ...]:
+    def _of_state(what: str, state: GroupState) -> tuple[object, ...]:
         shape = state.group_tokens, state.groups_per_seal, state.groups_per_unit
-        return what, *shape, state.history, can_encode
+        return what, *shape, state.history
 
 
 @cache

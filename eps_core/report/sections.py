@@ -235,7 +235,7 @@ def _certificate(cells: list[Line], runs: list[Line]) -> Part:
         if (bound := number(cert)) is not None and (share := number(true)) is not None:
             points.setdefault(name, []).append((bound, share))
     if not points:
-        bounded = ", ".join(names(lambda one: not one.no_bounds))
+        bounded = ", ".join(names(lambda one: one.role == "public" and not one.no_bounds))
         return Part(nothing=f"no audited step of a method with bounds ({bounded}, {coded_methods()} with bounds)")
     plot = scatter(
         points,

@@ -32,10 +32,10 @@ def _temperature(cell: Line) -> float:
 
 
 def _settings(cell: Line) -> str:
-    """What differs from the default, in words."""
+    """What differs from the default, in words; rows of earlier versions also name a selection and a rule."""
     known = (("select", "step", "chosen by {}"), ("weights", "full", "{} weights"), ("rule", "couple", "{}"))
     words = [form.format(_asked(cell, name)) for name, usual, form in known if _asked(cell, name) not in (None, usual)]
-    return ", ".join(["bits"] * (_asked(cell, "mode") == "bits") + words) or "–"
+    return ", ".join(words) or "–"
 
 
 def _equal(cell: Line) -> str:

@@ -72,16 +72,17 @@ class Facts:
     """What the program asks of a method. What is left out is what most are."""
 
     group_tokens: int | None  # measured best (results/README.md); None: the product requirements' coarse group
-    role: str = "public"  # "evaluation": for judging others, no way to gate; "tail": stands for skipped values
+    # "evaluation": judges others, no way to gate; "tail": stands for skipped values; "bounds": certifies for others
+    role: str = "public"
     colour: int | None = None  # its place in the palette of every plot; None: the ink
     dim: int | None = None  # default of --eps-dim; None: that flag has no meaning for it
     dim_means: str = ""
     norm_estimate: bool = False  # estimates are norms |K a|, never negative, and not logarithms of masses
     no_bounds: str = ""  # why it has none (by itself)
     bounds_setting: str = ""  # the setting that stores them nevertheless
-    # codes of --eps-bits, about a mean of the first keys a cache sees: `constants` has its "centre"; those of 1 bit may
-    # have a second one, and `refine` scores with it
+    # codes of 1 bit about the mean of a unit (`unit`); they may have a second bit, and `refine` scores with it
     coded: bool = False
+    centred: bool = False  # codes about a mean of the first keys a cache sees: `constants` has its "centre"
     follows: bool = False  # keeps running statistics of open groups, so that nothing is read again: `running` says
     # which ({}: the summary itself), `extend` adds keys, `seal` makes the summary of them
     reads_keys: bool = False  # stores nothing: is given the groups' keys [.., S, D] as a summary
@@ -89,8 +90,7 @@ class Facts:
     budget: float = 0.1  # topk: share of the tokens
     budget_floor: int = 0  # topk: tokens that the default budget reads at least
     guards: tuple[int, int] = (16, 128)  # first and last tokens that are always visited
-    refine: float = 0.0  # share of the groups of which the second bit is read
-    unit: "UnitFacts | None" = None  # codes may speak of a unit's mean instead of a centre: what is usual then
+    unit: "UnitFacts | None" = None  # where it is `coded`
 
     def has_bounds(self, settings: Settings) -> bool:
         return not self.no_bounds or bool(self.bounds_setting and getattr(settings, self.bounds_setting))
@@ -100,10 +100,10 @@ class Facts:
 class UnitFacts:
     """Defaults of codes about the mean of a unit of tokens."""
 
-    mean_tokens: int = 0  # 0: they speak of a centre unless asked to
-    mean_bits: int = 4
-    stages: tuple[float, ...] = ()
-    refine: float = 0.0
+    mean_tokens: int
+    mean_bits: int
+    stages: tuple[float, ...]
+    refine: float  # share of the groups of which the second bit is read
 
 
 # Stands for an estimate past float32 (keys past float16's range): first in rank, yet no group without a summary (+inf)

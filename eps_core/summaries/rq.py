@@ -1,6 +1,6 @@
-"""Rotated quantised mean (ours): a few bits a dimension of each group's mean, about a centre of the whole cache or
-about the mean of the unit of tokens that the group lies in (`mean_tokens`: an inverted file's residuals, with position
-as the list), and then read in stages: after a Hadamard rotation a part of the dimensions is an estimate of them all."""
+"""Rotated quantised mean (ours): the sign of each dimension of each group's mean, about the mean of the unit of
+`mean_tokens` tokens that the group lies in (an inverted file's residuals, with position as the list), read in stages:
+after a Hadamard rotation a part of the dimensions is an estimate of them all."""
 
 from functools import cache
 
@@ -20,17 +20,12 @@ FACTS = Facts(
     budget=0.05,
     budget_floor=1024,
     guards=(4, 8),
-    refine=0.125,
     unit=UnitFacts(mean_tokens=64, mean_bits=4, stages=(0.5, 0.2), refine=0.125),
 )
 
-# Steps of the best uniform quantiser of a unit Gaussian with 2^b levels (Max 1960), by bits b
-RQ_STEP = {2: 0.9957, 4: 0.3352, 8: 0.0308}
-# Step of the second bit in mean absolute values: the 2-bit step above, and a Gaussian's mean absolute value
+# Step of the second bit in mean absolute values: that of the best uniform quantiser of a unit Gaussian with four levels
+# (Max 1960), and a Gaussian's mean absolute value
 SECOND_STEP = 0.9957 * 1.2533141373155003
-CENTRE_TOKENS = 256  # rq's centre is the mean of the first keys that a cache ever sees
-
-
 QUERY_STEPS = (
     31  # to each side: four dimensions of a rounded query sum within int8, so that tables of nibbles are exact
 )
@@ -45,7 +40,7 @@ def part_dims(settings: Settings, head_dim: int) -> tuple[int, ...]:
     return tuple([head_dim >> max(parts - 1, 0)] + [head_dim >> at for at in range(parts - 1, 0, -1)])
 
 
-def _unit_fields(settings: Settings, head_dim: int) -> dict[str, Field]:
+def fields(settings: Settings, head_dim: int) -> dict[str, Field]:
     """Of all groups of one mean. The first part of the codes lies byte by byte, that of all groups together: every one
     of them is read. Scales have one byte (`base.to_byte`)."""
     groups = settings.sealed_tokens // settings.S
@@ -66,18 +61,8 @@ def _unit_fields(settings: Settings, head_dim: int) -> dict[str, Field]:
     )
 
 
-def fields(settings: Settings, head_dim: int) -> dict[str, Field]:
-    if settings.mean_tokens:
-        return _unit_fields(settings, head_dim)
-    kept = {"codes": Field("uint8", (-(-head_dim * settings.bits // 8),)), "scale": Field("float16")}
-    if settings.second_bit:
-        kept["second"] = Field("uint8", (-(-head_dim // 8),), best_only=True)
-        kept["second_scale"] = Field("float16", best_only=True)
-    return kept | (dict.fromkeys(("error", "radius", "norm"), Field("float16")) if settings.rq_bounds else {})
-
-
 def rq_signs(seed: int, head_dim: int) -> np.ndarray:
-    """The random signs [D] float32 of rq's rotation x = H P diag(signs) (mu - c)."""
+    """The random signs [D] float32 of rq's rotation x = H P diag(signs) mu."""
     return (np.random.default_rng([seed, 2]).integers(0, 2, head_dim) * 2 - 1).astype(np.float32)
 
 
@@ -133,13 +118,6 @@ def unpack_codes(packed: np.ndarray, bits: int, head_dim: int) -> np.ndarray:
     return (packed[..., position // 8] >> (position % 8)) & ((1 << bits) - 1)
 
 
-def decode_rq(packed: np.ndarray, scale: np.ndarray, bits: int, head_dim: int) -> np.ndarray:
-    """x_hat [.., D] in rotated space, from codes [.., bytes] and scale [..]."""
-    codes = unpack_codes(packed, bits, head_dim).astype(np.float64)
-    levels = 2 * codes - 1 if bits == 1 else codes - 2 ** (bits - 1) + 0.5
-    return levels * np.asarray(scale, np.float64)[..., None]
-
-
 def _second_bit(x: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, np.float16]:
     """The second bits [D] of signs `levels` [D] of x [D], and their scale."""
     step = SECOND_STEP * np.abs(x).mean()
@@ -149,9 +127,11 @@ def _second_bit(x: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, np.float
     return second, base.near16(float(x @ x) / product) if product > 0 else np.float16(0)
 
 
-def _build_unit(settings: Settings, k: np.ndarray) -> Summary:
+def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
     """Of all groups of one mean, k [U, D]: the mean of a unit in `mean_bits` a dimension of H P D mu, and of each group
-    the sign of what its own mean differs from what is stored of that."""
+    the sign of what its own mean differs from what is stored of that, with one scale that makes <x_hat, x> = |x|^2
+    (RaBitQ, arXiv 2405.12497: |x|^2 / |x|_1). `second_bit` adds the bit that makes of each a 2-bit code, levels
+    sign + second / 2 of +-1, with a scale of its own."""
     turned = rotate(k.reshape(-1, settings.S, k.shape[1]).mean(axis=1), settings.seed)
     most = 2 ** (settings.mean_bits - 1) - 1
     codes, mean_scale = base.mean_codes(turned.mean(axis=0), most)
@@ -161,7 +141,7 @@ def _build_unit(settings: Settings, k: np.ndarray) -> Summary:
     }  # fmt: skip
     dims = part_dims(settings, k.shape[1])
     edges = np.cumsum((0, *dims))
-    rows: dict[str, list] = {name: [] for name in _unit_fields(settings, k.shape[1]) if name not in summary}
+    rows: dict[str, list] = {name: [] for name in fields(settings, k.shape[1]) if name not in summary}
     for group, x in enumerate(turned - stored_mean):
         positive = (x >= 0).astype(int)
         levels, size = 2.0 * positive - 1, np.abs(x).sum()
@@ -181,35 +161,6 @@ def _build_unit(settings: Settings, k: np.ndarray) -> Summary:
             rows["norm"].append(base.up16(base.key_norm(own)))
     summary |= {name: np.stack(values) for name, values in rows.items()}
     summary["codes"] = summary["codes"].T
-    return summary
-
-
-def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
-    """Rotated quantised mean (ours): `bits` per dimension of H P D (mu - c) and one scale that makes
-    <x_hat, x> = |x|^2 (RaBitQ, arXiv 2405.12497, for one bit: |x|^2 / |x|_1). centre [D] float16. `second_bit` adds
-    to 1-bit codes the bit that makes them 2-bit codes, levels sign + second / 2 of +-1, with a scale of its own."""
-    if settings.mean_tokens:
-        return _build_unit(settings, k)
-    centre, bits, seed = constants["centre"].astype(np.float64), settings.bits, settings.seed
-    x = rotate(k.mean(axis=0) - centre, seed)
-    if bits == 1:
-        codes = (x >= 0).astype(int)
-        levels = 2.0 * codes - 1
-    else:
-        step = RQ_STEP[bits] * np.sqrt((x**2).mean())
-        half = 2 ** (bits - 1)
-        codes = np.clip(np.floor(x / step if step else x) + half, 0, 2 * half - 1).astype(int)
-        levels = codes - half + 0.5
-    product = float(x @ levels)
-    scale = base.near16(float(x @ x) / product) if product > 0 else np.float16(0)
-    summary = {"codes": pack_codes(codes, bits), "scale": scale}
-    if settings.second_bit:
-        second, summary["second_scale"] = _second_bit(x, levels)
-        summary["second"] = pack_codes(second, 1)
-    if settings.rq_bounds:
-        residual = float(np.linalg.norm(x - levels * float(scale)))
-        radius = base.key_norm(rotate(k - centre, seed) - levels * float(scale))
-        summary |= {"error": base.up16(residual), "radius": base.up16(radius), "norm": base.up16(base.key_norm(k))}
     return summary
 
 
@@ -282,24 +233,8 @@ def stage(settings: Settings, summary: Summary, a: np.ndarray, parts: int) -> np
 
 
 def score(settings: Settings, constants: Constants, summary: Summary, a: np.ndarray) -> Score:
-    """log n + c.a + x_hat.(H a), which is log n + mu_hat.a; with a stored radius, `ball` about mu_hat. Of codes about
-    units' means [units, ..] the first part alone: [units N]."""
-    if settings.mean_tokens:
-        return _score_units(settings, summary, a)
-    decoded, centre = (
-        decode_rq(summary["codes"], summary["scale"], settings.bits, len(a)),
-        base.f64(constants, "centre"),
-    )
-    mean = np.log(settings.S) + (centre @ a + decoded @ rotate(a, settings.seed))
-    if not settings.rq_bounds:
-        return mean, None, None
-    size, radius = np.linalg.norm(a), base.f64(summary, "radius")
-    # the centre is added and taken away again, whatever the size of the keys
-    slack = base.rounding_slack(a, base.f64(summary, "norm") + radius + np.linalg.norm(centre))
-    return mean, mean - size * base.f64(summary, "error") - slack, mean + size * radius + slack
-
-
-def _score_units(settings: Settings, summary: Summary, a: np.ndarray) -> Score:
+    """log n + mu_hat.a by the first part of the codes [units, ..]: [units N]; with a stored radius, `ball` about
+    mu_hat."""
     estimate = stage(settings, summary, a, 1)
     if not settings.rq_bounds:
         return estimate, None, None
@@ -321,12 +256,6 @@ def _stored_norm(settings: Settings, summary: Summary, head_dim: int) -> np.ndar
 def refine(settings: Settings, constants: Constants, summary: Summary, a: np.ndarray) -> np.ndarray:
     """log n + mu_hat.a from two bits a dimension: [G]. An estimate, as of one bit."""
     head_dim = len(a)
-    if settings.mean_tokens:
-        signs = _signs(settings, summary, head_dim, settings.parts)
-        finer = signs + (2.0 * unpack_codes(summary["second"], 1, head_dim) - 1) / 2
-        return _estimate(settings, summary, a, finer, base.from_byte(summary["second_scale"]))
-    signs = 2.0 * unpack_codes(summary["codes"], 1, head_dim) - 1
+    signs = _signs(settings, summary, head_dim, settings.parts)
     finer = signs + (2.0 * unpack_codes(summary["second"], 1, head_dim) - 1) / 2
-    dots = base.f64(summary, "second_scale") * (finer @ rotate(a, settings.seed))
-    estimate = np.log(settings.S) + base.f64(constants, "centre") @ a + dots
-    return np.where(np.isfinite(estimate), estimate, base.LARGEST_ESTIMATE)
+    return _estimate(settings, summary, a, finer, base.from_byte(summary["second_scale"]))

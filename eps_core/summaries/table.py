@@ -21,13 +21,14 @@ FILES = {
     "random": "uniform",
     "oracle": "exact",
     "mean": "mean",
+    "keys": "keys",
 }
 METHODS: dict[str, ModuleType] = {
     name: importlib.import_module(f"eps_core.summaries.{file}") for name, file in FILES.items()
 }
 OFF = "off"
 TAIL = "mean"  # whose values stand for what is skipped
-KEY_CODES = "rq"  # whose codes of single keys certify for the others
+KEY_CODES = "keys"  # which certify for the others
 _NONE = Facts(group_tokens=None, role=OFF, no_bounds="none")
 
 

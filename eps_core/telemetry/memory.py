@@ -8,7 +8,7 @@ from eps_core.config.bytes import kv_bytes, summary_bytes, summary_group_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import EXACT, KvFormats, as_given, formats_for
 from eps_core.config.store import COARSE_GROUP_BLOCKS, METHODS, Store
-from eps_core.summaries.table import KEY_CODES, facts
+from eps_core.summaries.table import facts
 from eps_core.telemetry.terminal import MIB, table
 
 KEPT_SHARES = (1.0, 0.5, 0.25, 0.125)
@@ -39,8 +39,9 @@ def memory_rows(
     for method in METHODS[1:]:
         if facts(method).group_tokens is not None:
             plans.append(("fine", method, {"group_tokens": group_tokens}))
-    plans.append(("fine", KEY_CODES, {"group_tokens": group_tokens, "rq_bounds": True}))
-    plans.append(("fine", KEY_CODES, {"group_tokens": group_tokens, "bound_bits": 8}))
+        if facts(method).coded:
+            plans.append(("fine", method, {"group_tokens": group_tokens, "rq_bounds": True}))
+            plans.append(("fine", method, {"group_tokens": group_tokens, "bound_bits": 8}))
     rows = []
     for kind, method, settings in plans:
         if facts(method).dim is not None:
@@ -75,7 +76,7 @@ def memory_table(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         name = row["method"]
         if row["bits"] is not None:
-            name += f" {row['bits']} bit" + (f" about {row['mean_tokens']}" if row["mean_tokens"] else "")
+            name += f" {row['bits']} bit about {row['mean_tokens']}"
             name += " with bounds" if row["rq_bounds"] else ""
             name += f", {row['bound_bits']}-bit keys" if row["bound_bits"] else ""
         elif row["dim"] is not None:

@@ -42,7 +42,7 @@ class RoundRecord:
     audit_kl: list[float]  # KL(dense || draft) of the next token, nats
     audit_tv: list[float]  # total variation between them
     mass_skipped_true: list[float] | None  # share of the dense softmax that the draft left out, mean over layers, heads
-    top2_margin_min: float | None  # of all tokens said, nats: the closest that a runner-up came; None: by rejection
+    top2_margin_min: float | None  # of all tokens said, nats: the closest that a runner-up came; None: none did
     rolled_back: int  # slots given back
     fallbacks: dict[str, int]  # reason -> sequences that were not drafted for, or not as far
     margins: list[float] = field(default_factory=list, repr=False)  # of each of `tokens`; not written

@@ -13,10 +13,8 @@ def _shown(value: float | None, form: str) -> str:
 def describe_verify(verify: Verify) -> str:
     """One line on how a run drafts and verifies."""
     drafts = f"up to {verify.most}, as they pay," if verify.draft is None else str(verify.draft)
-    more = "" if verify.select == "step" else f", chosen by {verify.select} masses"
-    more += "" if verify.weights == "full" else f", drafted with {verify.weights} weights"
-    how = "coupling" if verify.rule == "couple" else "rejection"
-    return f"{verify.mode}: {drafts} drafts a round{more}, accepted by {how}"
+    more = "" if verify.weights == "full" else f", drafted with {verify.weights} weights"
+    return f"{verify.mode}: {drafts} drafts a round{more}"
 
 
 def rounds_rows(eps: dict[str, Any] | None) -> list[tuple[str, str, str]]:

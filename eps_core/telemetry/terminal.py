@@ -164,9 +164,7 @@ def describe(config: EpsConfig) -> str:
         return "off: dense attention, nothing allocated"
     method = config.store.method
     if config.store.facts.coded:
-        words = [f"{config.store.bits} bit{'s' if config.store.bits > 1 else ''}"]
-        if config.store.mean_tokens:
-            words[0] += f" about the mean of {config.store.mean_tokens} tokens in {config.store.mean_bits} bits"
+        words = [f"1 bit about the mean of {config.store.mean_tokens} tokens in {config.store.mean_bits} bits"]
         words += [f"stages {', '.join(f'{share:g}' for share in config.read.stages)}"] if config.read.stages else []
         words += [f"a second of the best {config.read.refine:g}"] if config.read.refine else []
         words += ["with bounds"] if config.store.rq_bounds else []
@@ -178,8 +176,6 @@ def describe(config: EpsConfig) -> str:
         + (f", at least {config.read.budget_floor} tokens" if config.read.budget_floor else "")
         if config.read.top_pages is None
         else f"top-pages {config.read.top_pages}",
-        "share": f"tau {config.read.tau}",
-        "mass": f"epsilon {config.read.epsilon:g}",
         "threshold": f"alpha {config.read.alpha:g}, top-pages {config.read.top_pages}",
     }[config.read.policy]
     more = f", tail mean of {config.store.tail_tokens} tokens" if config.store.tail_tokens else ""

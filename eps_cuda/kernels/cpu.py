@@ -123,13 +123,11 @@ def attend(cache: Cache, layer: int, q: Tensor, where: Where, selection: Selecti
     return torch.from_numpy(out).to(q.dtype), torch.from_numpy(lse)
 
 
-def attend_rows(
-    cache: Cache, layer: int, q: Tensor, rows: Rows, visit: Tensor | None = None, masses: bool = False
-) -> RowsRead:
+def attend_rows(cache: Cache, layer: int, q: Tensor, rows: Rows, visit: Tensor | None = None) -> RowsRead:
     """See `attention.attend_rows`."""
     listed = None if visit is None else _host(visit.to(torch.bool))
     is_short = q.dtype == torch.bfloat16
-    out, *others = kernels.attend_rows(cache, layer, _host(q.float()), is_short, rows, listed, masses, _memory, _run)
+    out, *others = kernels.attend_rows(cache, layer, _host(q.float()), is_short, rows, listed, _memory, _run)
     return RowsRead(torch.from_numpy(out).to(q.dtype), *map(_tensor, others))
 
 
@@ -143,19 +141,11 @@ def attend_tail(cache: Cache, layer: int, where: Where, scores: Scores, selectio
 
 @torch.inference_mode()
 def build_summary(store: Store, constants: dict[str, Tensor], k: Tensor) -> dict[str, Tensor] | None:
-    """See `summaries.build_summary`: k [F, Hkv, S, D], or of U tokens. Covers rq of one bit without bounds."""
-    if not store.facts.coded or store.bits != 1 or store.rq_bounds:
+    """See `summaries.build_summary`: k [F, Hkv, S, D], or of U tokens. Covers rq without bounds."""
+    if not store.facts.coded or store.rq_bounds:
         return None
-    keys, signs = _host(k.float()), _host(constants["signs"])
-    if store.mean_tokens:
-        return _build_units(store, keys, signs)
-    summary = write.build_rq(keys, _host(constants["centre"].float()), signs, store.second_bit)
-    arrays = {name: torch.from_numpy(array) for name, array in summary.items()}
-    return {name: near16(x) if x.dtype == torch.float32 else x for name, x in arrays.items()}
-
-
-def _build_units(store: Store, keys: np.ndarray, signs: np.ndarray) -> dict[str, Tensor]:
-    turned, mean = write.unit_means(keys, store.S, signs)
+    keys = _host(k.float())
+    turned, mean = write.unit_means(keys, store.S, _host(constants["signs"]))
     most = 2 ** (store.mean_bits - 1) - 1
     codes, mean_scale = mean_codes(torch.from_numpy(mean), most)
     stored = codes.float() * mean_scale.float()[..., None]

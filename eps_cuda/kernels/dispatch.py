@@ -30,11 +30,10 @@ from eps_cuda.kernels import select as select_kernels
 from eps_cuda.kernels import tail as tail_kernels
 from eps_cuda.kernels import units as unit_kernels
 from eps_cuda.kernels.select import Depth
-from eps_cuda.kernels.write import RqPools, TailPools, UnitPools, write_tokens
-from eps_cuda.summaries.rq import rotate
+from eps_cuda.kernels.write import TailPools, UnitPools, write_tokens
 
 State = tuple[Tensor, Tensor]
-SCORERS = {"meanstd": score_kernels.score_meanstd}  # besides codes without bounds of their own
+SCORERS = {"meanstd": score_kernels.score_meanstd}  # besides rq without bounds of its own
 
 
 def on_device(cache: Cache, where: Where | Rows) -> tuple[Tensor, Tensor]:
@@ -49,24 +48,15 @@ def to_device(cache: Cache, array: np.ndarray) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(cache.device, non_blocking=True)
 
 
-def rotation(cache: Cache) -> Tensor:
-    """[D, D] float32: `a @ rotation` is `rotate(a)`, of queries only. Sign codes are made by `rotate` itself."""
-    if cache.rotation is None:
-        eye = torch.eye(cache.spec.head_dim, device=cache.device)
-        cache.rotation = rotate(eye, cache.fixed[0]["signs"])
-    return cache.rotation
-
-
-def covers_scoring(cache: Cache, layer: int) -> bool:
-    """Whether `estimates` serves: rq, once its centre is there where it has one, without bounds of its own."""
-    store = cache.store
-    return store.facts.coded and not store.rq_bounds and cache.can_encode(layer)
+def covers_scoring(cache: Cache) -> bool:
+    """Whether `estimates` serves: rq without bounds of its own."""
+    return cache.store.facts.coded and not cache.store.rq_bounds
 
 
 @torch.inference_mode()
 def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores | None:
     store = cache.store
-    if store.method not in SCORERS and not covers_scoring(cache, layer):
+    if store.method not in SCORERS and not covers_scoring(cache):
         return None
     num_missing = where.num_missing(cache.state[layer])
     table, lengths = on_device(cache, where)
@@ -93,27 +83,12 @@ def depth_of(cache: Cache, where: Where) -> Depth:
 def estimates(cache: Cache, layer: int, q: Tensor, table: Tensor, lengths: Tensor, depth: Depth, read: Read) -> Tensor:
     """[B, Hkv, G] of rq, from device arrays alone: q [B, Hq, D], table [B, M], lengths [B]."""
     q = q.contiguous()
-    store, summary, centre = cache.store, cache.summaries[layer], cache.centre[layer]
-    if store.mean_tokens:
-        query = unit_kernels.round_queries(q, cache.fixed[layer]["signs"], cache.spec.num_kv_heads)
-        return unit_kernels.score_units(
-            query, summary, cache.valid[layer], table, lengths, depth, anchors(cache, layer, q, table[:, :1], read),
-            group_tokens=store.S, mean_bits=store.mean_bits, dims=part_dims(store, cache.spec.head_dim),
-        )  # fmt: skip
-    assert centre is not None
-    turned, offset = score_kernels.turn_queries(q, rotation(cache), centre)
-    estimate = score_kernels.score_rq(
-        turned, offset, summary["codes"], summary["scale"], cache.valid[layer], table, lengths,
-        group_tokens=store.S, bits=store.bits,
+    store, summary = cache.store, cache.summaries[layer]
+    query = unit_kernels.round_queries(q, cache.fixed[layer]["signs"], cache.spec.num_kv_heads)
+    return unit_kernels.score_units(
+        query, summary, cache.valid[layer], table, lengths, depth, anchors(cache, layer, q, table[:, :1], read),
+        group_tokens=store.S, mean_bits=store.mean_bits, dims=part_dims(store, cache.spec.head_dim),
     )  # fmt: skip
-    if store.second_bit:
-        counts_wanted, most = depth.refined
-        best, counts = select_kernels.select_best(estimate, counts_wanted, width=max(most, 1))
-        score_kernels.refine_rq(
-            turned, offset, summary["codes"], summary["second"], summary["second_scale"], table, estimate, best, counts,
-            group_tokens=store.S,
-        )  # fmt: skip
-    return estimate
 
 
 @torch.inference_mode()
@@ -163,16 +138,14 @@ def attend(cache: Cache, layer: int, q: Tensor, where: Where, selection: Selecti
 
 
 @torch.inference_mode()
-def attend_rows(
-    cache: Cache, layer: int, q: Tensor, rows: Rows, visit: Tensor | None = None, masses: bool = False
-) -> RowsRead:
+def attend_rows(cache: Cache, layer: int, q: Tensor, rows: Rows, visit: Tensor | None = None) -> RowsRead:
     table, lengths = on_device(cache, rows)
     starts = rows.once(("starts", cache.device), lambda: to_device(cache, rows.starts.astype(np.int32)))
     cache.count_read(int(rows.lengths.sum()) * cache.spec.num_kv_heads * cache.spec.kv_token_bytes)
     return RowsRead(
         *rows_kernels.attend_rows(
             q, cache.k[layer], cache.v[layer], table, lengths, starts,
-            most_rows=int(rows.num_rows.max()), group_tokens=cache.store.S, visit=visit, masses=masses,
+            most_rows=int(rows.num_rows.max()), group_tokens=cache.store.S, visit=visit,
         )
     )  # fmt: skip
 
@@ -193,21 +166,21 @@ def attend_tail(
     )  # fmt: skip
 
 
-def covers_writing(cache: Cache, layer: int) -> bool:
-    """Whether one kernel writes a decode step's tokens and all that follows from them: rq, with its centre where it has
-    one, or off; K and V as they are."""
+def covers_writing(cache: Cache) -> bool:
+    """Whether one kernel writes a decode step's tokens and all that follows from them: rq or off; K and V as they
+    are."""
     store = cache.store
     if cache.spec.quantised:
         return False
     if not store.enabled:
         return True
-    return store.facts.coded and not store.has_bounds and cache.can_encode(layer)
+    return store.facts.coded and not store.has_bounds
 
 
 @torch.inference_mode()
 def write_kv(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) -> bool:
     """Writes a decode step's tokens, and says whether it did: each must lie in a unit of its own."""
-    if not covers_writing(cache, layer) or len(np.unique(slots // cache.store.unit_tokens)) < len(slots):
+    if not covers_writing(cache) or len(np.unique(slots // cache.store.unit_tokens)) < len(slots):
         return False
     for one in _summarised(cache):
         count_sealed(cache, one, one.state[layer].plan(slots))
@@ -240,23 +213,15 @@ def write(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None
     """One token of each sequence, k, v [N, Hkv, D] to slots [N] (device, -1: none), from device arrays alone. The host
     must tell every `state` of the same slots."""
     store, inner = cache.store, cache.tail
-    rq: RqPools | UnitPools | None = None
+    rq: UnitPools | None = None
     tail = valid = None
     if store.enabled:
-        summary, centre, signs = cache.summaries[layer], cache.centre[layer], cache.fixed[layer]["signs"]
-        valid = cache.valid[layer]
-        if store.mean_tokens:
-            optional = {name: summary.get(name) for name in ("more", "rest", "second", "second_scale")}
-            rq = UnitPools(
-                mean=summary["mean"], mean_scale=summary["mean_scale"], codes=summary["codes"], scale=summary["scale"],
-                signs=signs, group_tokens=store.S, bits=store.mean_bits, **optional,
-            )  # fmt: skip
-        else:
-            assert centre is not None
-            rq = RqPools(
-                summary["codes"], summary["scale"], summary.get("second"), summary.get("second_scale"), centre, signs,
-                store.bits,
-            )  # fmt: skip
+        summary, valid = cache.summaries[layer], cache.valid[layer]
+        optional = {name: summary.get(name) for name in ("more", "rest", "second", "second_scale")}
+        rq = UnitPools(
+            mean=summary["mean"], mean_scale=summary["mean_scale"], codes=summary["codes"], scale=summary["scale"],
+            signs=cache.fixed[layer]["signs"], group_tokens=store.S, bits=store.mean_bits, **optional,
+        )  # fmt: skip
     if inner is not None:
         fields = inner.summaries[layer]
         tail = TailPools(fields["mean"], fields["mean_scale"], inner.valid[layer], store.tail_tokens)

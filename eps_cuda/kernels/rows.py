@@ -85,10 +85,10 @@ def natural_log(largest, total):
 
 @triton.jit(do_not_specialize=["table_width", "num_groups"])
 def rows_split_kernel(
-    q, k, v, k_scale, v_scale, table, lengths, starts, visit, part_out, part_lse, part_visited, masses,
+    q, k, v, k_scale, v_scale, table, lengths, starts, visit, part_out, part_lse, part_visited,
     scale, table_width, num_groups,
     HKV: tl.constexpr, R: tl.constexpr, D: tl.constexpr, U: tl.constexpr, S: tl.constexpr,
-    WIDE_Q: tl.constexpr, VISIT: tl.constexpr, MASSES: tl.constexpr,
+    WIDE_Q: tl.constexpr, VISIT: tl.constexpr,
     R_PAD: tl.constexpr, D_PAD: tl.constexpr, S_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr, SPAN: tl.constexpr, SPLIT_GROUPS: tl.constexpr,
     UNIT_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
@@ -96,8 +96,7 @@ def rows_split_kernel(
 ):  # fmt: skip
     """Program (tile of queries, b * HKV + h, split): the tokens of one split, for BLOCK_M / R_PAD rows of sequence b
     and the R query heads of kv head h. Writes part_out [T, Hq, splits, D] float32, normalised, part_lse and
-    part_visited [T, Hq, splits] float32, natural log, and masses [T, Hkv, G] of groups that hold a token of b. Strides
-    as in `attend_split_kernel`."""
+    part_visited [T, Hq, splits] float32, natural log. Strides as in `attend_split_kernel`."""
     CODES: tl.constexpr = K_BITS != 16 or V_BITS != 16
     tile, pair, split, num_splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     b, h = pair // HKV, pair % HKV
@@ -133,8 +132,6 @@ def rows_split_kernel(
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     broken = tl.zeros([BLOCK_M], tl.int32)
     visited_largest, visited_total = largest, total
-    group_largest = tl.full([BLOCK_M, GROUPS], -3.0e38, tl.float32)
-    group_total = tl.zeros([BLOCK_M, GROUPS], tl.float32)
     # the way to a token is table, row: the first step runs one iteration ahead, so that it is not waited for
     position = block_positions(0, first, last, S, S_PAD, BLOCK_N)
     unit = load_units(table, position, U)
@@ -176,37 +173,22 @@ def rows_split_kernel(
             else:
                 acc = tl.dot(weight.to(VALUES), value, acc, input_precision="ieee")
             largest = new
-            if VISIT or MASSES:
+            if VISIT:
                 by_group = tl.reshape(logits, [BLOCK_M, GROUPS, BLOCK_N // GROUPS])
                 top = tl.maximum(tl.max(by_group, axis=2), -3.0e38)
                 mass = tl.sum(tl.exp2(by_group - top[:, :, None]), axis=2)
                 group = split * SPLIT_GROUPS + block // SPAN * GROUPS + tl.arange(0, GROUPS)
                 inside = (group < num_groups)[None, :]
-                if VISIT:
-                    asked = tl.load(
-                        visit + pair_row[:, None] * num_groups + group[None, :], mask=exists[:, None] & inside, other=0
-                    )
-                    listed = asked != 0
-                    listed_top = tl.where(listed, top, -3.0e38)
-                    new = tl.max(listed_top, axis=1)
-                    mass_listed = tl.where(listed, mass * tl.exp2(listed_top - new[:, None]), 0.0)
-                    visited_largest, visited_total = add_mass(
-                        visited_largest, visited_total, new, tl.sum(mass_listed, axis=1)
-                    )
-                if MASSES:
-                    if SPAN > 1:  # with the group's earlier blocks
-                        group_total = tl.where(block % SPAN == 0, 0.0, group_total)
-                        group_largest = tl.where(block % SPAN == 0, -3.0e38, group_largest)
-                        group_largest, group_total = add_mass(group_largest, group_total, top, mass)
-                        top, mass = group_largest, group_total
-                    of_heads = tl.reshape(natural_log(top, mass), [BLOCK_M // R_PAD, R_PAD, GROUPS])
-                    of_row = first_in_tile + tl.arange(0, BLOCK_M // R_PAD)
-                    to_row = ((first_row + of_row).to(tl.int64) * HKV + h) * num_groups
-                    tl.store(
-                        masses + to_row[:, None] + group[None, :],
-                        tl.max(of_heads, axis=1),
-                        mask=(of_row < num_rows)[:, None] & inside & (block % SPAN == SPAN - 1),
-                    )
+                asked = tl.load(
+                    visit + pair_row[:, None] * num_groups + group[None, :], mask=exists[:, None] & inside, other=0
+                )
+                listed = asked != 0
+                listed_top = tl.where(listed, top, -3.0e38)
+                new = tl.max(listed_top, axis=1)
+                mass_listed = tl.where(listed, mass * tl.exp2(listed_top - new[:, None]), 0.0)
+                visited_largest, visited_total = add_mass(
+                    visited_largest, visited_total, new, tl.sum(mass_listed, axis=1)
+                )
 
     part = head * num_splits + split
     tl.store(part_lse + part, natural_log(largest, total), mask=exists)
@@ -222,12 +204,12 @@ def rows_split_kernel(
 
 def attend_rows(
     q: Tensor, k_pool: Pool, v_pool: Pool, table: Tensor, lengths: Tensor, starts: Tensor, *, most_rows: int,
-    group_tokens: int, visit: Tensor | None = None, masses: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """(out [T, Hq, D] in q's dtype, lse, visited_lse, masses) of `RowsRead` for q [T, Hq, D], unscaled, over k_pool,
+    group_tokens: int, visit: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(out [T, Hq, D] in q's dtype, lse, visited_lse) of `RowsRead` for q [T, Hq, D], unscaled, over k_pool,
     v_pool [P, Hkv, U, D], as they are or codes. Rows starts[b] to starts[b + 1] - 1 are the last tokens of sequence b,
     starts [B + 1] int32, at most `most_rows`; table [B, M] int32, lengths [B] int32, visit [T, Hkv, M * U / S] bool.
-    Two launches besides what `visit` and `masses` ask for; shapes are static, and nothing waits."""
+    Two launches besides what `visit` asks for; shapes are static, and nothing waits."""
     check_layout(table=table, lengths=lengths, starts=starts)
     check_shapes(q, k_pool, v_pool, group_tokens)
     num_rows, num_heads, head_dim = q.shape
@@ -240,14 +222,13 @@ def attend_rows(
     part_out = torch.empty((num_rows, num_heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
     part_lse = part_out.new_empty(part_out.shape[:3])
     part_visited = None if visit is None else torch.empty_like(part_lse)
-    by_group = part_out.new_full((num_rows, kv_heads, num_groups), -math.inf) if masses else None
     tiles = triton.cdiv(most_rows * repeat_pad, sizes.queries)
     rows_split_kernel[(tiles, batch * kv_heads, num_splits)](
         q.contiguous(), *pool_arrays(k_pool, v_pool), table, lengths, starts,
-        None if visit is None else visit.to(torch.uint8).contiguous(), part_out, part_lse, part_visited, by_group,
+        None if visit is None else visit.to(torch.uint8).contiguous(), part_out, part_lse, part_visited,
         math.log2(math.e) / math.sqrt(head_dim), width, num_groups,
         HKV=kv_heads, R=repeat, D=head_dim, U=unit_tokens, S=group_tokens,
-        WIDE_Q=k_pool.dtype in HALVES and q.dtype != k_pool.dtype, VISIT=visit is not None, MASSES=masses,
+        WIDE_Q=k_pool.dtype in HALVES and q.dtype != k_pool.dtype, VISIT=visit is not None,
         **constants(sizes, repeat, head_dim, group_tokens), **pool_constants(k_pool, v_pool),
         num_warps=sizes.num_warps, num_stages=STAGES["hip" if torch.version.hip else "cuda"],
     )  # fmt: skip
@@ -256,7 +237,7 @@ def attend_rows(
     merge_kernel[(num_rows * num_heads, triton.cdiv(head_dim, block_d))](
         part_out, part_lse, out, lse, num_splits, D=head_dim, BLOCK_S=MERGE_SPLITS, BLOCK_D=block_d
     )
-    return out, lse, None if part_visited is None else torch.logsumexp(part_visited, dim=2), by_group
+    return out, lse, None if part_visited is None else torch.logsumexp(part_visited, dim=2)
 
 
 def blocks(repeat: int, head_dim: int, group_tokens: int, dtype: torch.dtype, q_dtype: torch.dtype) -> Blocks:

@@ -1,4 +1,5 @@
-"""Triton: estimates of all groups, from the codes of `rq` and `meanstd`, each read once for all query heads.
+"""Triton: estimates of all groups from the codes of `meanstd`, each read once for all query heads, and what `units`
+shares with it.
 
 Integers times a query are a matrix product with as many columns as there are query heads, so it goes to the tensor
 cores (`tl.dot`): rows are groups, columns query heads. 16-bit factors would cost a float32 query half of its digits.
@@ -26,7 +27,6 @@ from torch import Tensor
 
 from eps_core.summaries.base import LARGEST_ESTIMATE
 
-TURN_ELEMENTS = 8192  # of the rotation that one program holds
 CODE_BYTES = 16384  # of codes that one program decodes at most
 BLOCK_GROUPS = 512  # that one program scores at most
 FULL_PROGRAMS = 2048  # fewer groups a program rather than fewer programs than this
@@ -34,24 +34,6 @@ SMALLEST_BLOCK = 64  # groups; what Hopper's matrix instructions take at least
 
 
 # ------------------------------------------------------------------------------------------------------------- kernels
-
-
-@triton.jit
-def _turn(
-    q, rotation, centre, turned, offset, stride_b, stride_h, kv_heads, inverse_root,
-    R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """One (sequence, kv head) and some columns of the rotation: its R heads in turn. float32 throughout."""
-    row = tl.program_id(0)
-    i, j = tl.arange(0, DP), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    matrix = tl.load(rotation + i[:, None] * D + j[None, :], mask=(i < D)[:, None] & (j < D)[None, :], other=0.0)
-    middle = tl.load(centre + (row % kv_heads) * D + i, mask=i < D, other=0.0).to(tl.float32)
-    start = q + (row // kv_heads).to(tl.int64) * stride_b + (row % kv_heads) * R * stride_h
-    for r in range(R):
-        a = tl.load(start + r * stride_h + i, mask=i < D, other=0.0).to(tl.float32) * inverse_root
-        tl.store(turned + (row * R + r) * D + j, tl.sum(a[:, None] * matrix, axis=0), mask=j < D)
-        if tl.program_id(1) == 0:
-            tl.store(offset + row * R + r, tl.sum(a * middle, axis=0))
 
 
 @triton.jit
@@ -162,72 +144,6 @@ def _add_codes(
 
 
 @triton.jit
-def _score_rq(
-    turned, offset, codes, scale, valid, table, lengths, estimate, table_units, groups, kv_heads,
-    R: tl.constexpr, D: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr,
-    BP: tl.constexpr, FOLD: tl.constexpr, SUBNORMAL: tl.constexpr, GPU: tl.constexpr, S: tl.constexpr,
-    LOG_S: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """BLOCK groups of one (sequence, kv head)."""
-    row = tl.program_id(1)
-    b, h = row // kv_heads, row % kv_heads
-    g = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    length = tl.load(lengths + b)
-    inside = (g < groups) & (g < (length + S - 1) // S)
-    place, tile = _places(table + b * table_units, g, inside, kv_heads, h, GPU)
-    turned_row, r = turned + row * R * D, tl.arange(0, RP)
-    power, inverse, sums = _query(turned_row, R, D, RP, DP)
-    # levels: 2 code - 1 of one bit, code - (2^(bits - 1) - 1/2) of more
-    WEIGHT: tl.constexpr = 2 if BITS == 1 else 1
-    MIDDLE: tl.constexpr = 1.0 if BITS == 1 else (1 << (BITS - 1)) - 0.5
-    total = tl.zeros((BLOCK, 2 * RP), tl.float32)
-    total = _add_codes(
-        total, codes, tile * BYTES, inside, turned_row, power, WEIGHT, R, D, D, RP, BITS, BYTES, 1, BP, FOLD, SUBNORMAL
-    )  # fmt: skip
-    unit = inverse * 16777216.0 if SUBNORMAL else inverse
-    dots = _pairs(total, BLOCK, RP) * unit[None, :] - (MIDDLE * sums)[None, :]
-    step = tl.load(scale + tile, mask=inside, other=0.0).to(tl.float32)
-    shift = tl.load(offset + row * R + r, mask=r < R, other=0.0)
-    best = _settle(LOG_S + (shift[None, :] + dots * step[:, None]), R, RP, LARGEST)
-    _store_estimate(best, estimate, valid, place, g, g, row, length, groups, inside, S)
-
-
-@triton.jit
-def _refine_rq(
-    turned, offset, codes, second, second_scale, table, estimate, listed_groups, counts, table_units, groups, kv_heads,
-    width, R: tl.constexpr, D: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr, BYTES: tl.constexpr,
-    BP: tl.constexpr, FOLD: tl.constexpr, SUBNORMAL: tl.constexpr, GPU: tl.constexpr, LOG_S: tl.constexpr,
-    LARGEST: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """BLOCK listed groups of one (sequence, kv head): levels (2 code - 1) + (2 second - 1) / 2."""
-    row = tl.program_id(1)
-    b, h = row // kv_heads, row % kv_heads
-    start = tl.program_id(0) * BLOCK
-    # lists are as wide as the longest sequence needs
-    if start < tl.load(counts + row):
-        w = start + tl.arange(0, BLOCK)
-        g = tl.load(listed_groups + row.to(tl.int64) * width + w, mask=w < width, other=-1)
-        listed = g >= 0
-        _, tile = _places(table + b * table_units, g, listed, kv_heads, h, GPU)
-        turned_row, r = turned + row * R * D, tl.arange(0, RP)
-        power, inverse, sums = _query(turned_row, R, D, RP, DP)
-        total = tl.zeros((BLOCK, 2 * RP), tl.float32)
-        at = tile * BYTES
-        total = _add_codes(
-            total, codes, at, listed, turned_row, power, 2, R, D, D, RP, 1, BYTES, 1, BP, FOLD, SUBNORMAL
-        )
-        total = _add_codes(
-            total, second, at, listed, turned_row, power, 1, R, D, D, RP, 1, BYTES, 1, BP, FOLD, SUBNORMAL
-        )
-        unit = inverse * 16777216.0 if SUBNORMAL else inverse
-        dots = _pairs(total, BLOCK, RP) * unit[None, :] - (1.5 * sums)[None, :]
-        step = tl.load(second_scale + tile, mask=listed, other=0.0).to(tl.float32)
-        shift = tl.load(offset + row * R + r, mask=r < R, other=0.0)
-        best = _settle((LOG_S + shift)[None, :] + dots * step[:, None], R, RP, LARGEST)
-        tl.store(estimate + row.to(tl.int64) * groups + g, best, mask=listed)
-
-
-@triton.jit
 def _byte_dots(codes, tile, inside, columns, D: tl.constexpr, RP: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):
     """int8 or uint8 codes [BLOCK, D] times columns [D, 2 RP] of `_halves`: [BLOCK, RP]."""
     d = tl.arange(0, DP)
@@ -296,74 +212,13 @@ def _check_layout(*arrays: Tensor) -> None:
     assert all(array.is_contiguous() for array in arrays), "pools, tables and outputs of an earlier kernel are whole"
 
 
-def turn_queries(q: Tensor, rotation: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
-    """q [B, Hq, D] unscaled, rotation [D, D] float32 (`rotate` of the unit matrix), centre [Hkv, D] float16 ->
-    (rotated a = q / sqrt(D) [B, Hkv, R, D], centre . a [B, Hkv, R]), float32."""
-    batch, heads, head_dim = q.shape
-    kv_heads = centre.shape[0]
-    _check_layout(rotation, centre)
-    assert q.stride(-1) == 1
-    turned = torch.empty((batch, kv_heads, heads // kv_heads, head_dim), dtype=torch.float32, device=q.device)
-    offset = torch.empty(turned.shape[:3], dtype=torch.float32, device=q.device)
-    padded = _power_of_two(head_dim)
-    columns = max(min(TURN_ELEMENTS // padded, 32), 1)
-    _turn[(batch * kv_heads, triton.cdiv(head_dim, columns))](
-        q, rotation, centre, turned, offset, q.stride(0), q.stride(1), kv_heads, 1 / math.sqrt(head_dim),
-        R=heads // kv_heads, D=head_dim, DP=padded, COLUMNS=columns,
-    )  # fmt: skip
-    return turned, offset
-
-
-def score_rq(
-    turned: Tensor, offset: Tensor, codes: Tensor, scale: Tensor, valid: Tensor, table: Tensor, lengths: Tensor, *,
-    group_tokens: int, bits: int, subnormal: bool = not torch.version.hip,
-) -> Tensor:  # fmt: skip
-    """Estimates [B, Hkv, G] float32 of log A_p, the most of R query heads: +inf inside the sequence without a valid
-    summary (an open group too), -inf past its end. turned [B, Hkv, R, D] and offset [B, Hkv, R] of `turn_queries`,
-    codes [P, Hkv, GPU, bytes] uint8, scale [P, Hkv, GPU] float16, valid [P * GPU] uint8, table [B, M] and lengths [B]
-    int32. `subnormal`: see the module's head."""
-    batch, kv_heads, repeat, head_dim = turned.shape
-    per_unit, units = codes.shape[2], table.shape[1]
-    groups = units * per_unit
-    _check_layout(turned, offset, codes, scale, valid, table, lengths)
-    shape = code_shape(head_dim, bits)
-    assert shape["BYTES"] == codes.shape[3]
-    estimate = torch.empty((batch, kv_heads, groups), dtype=torch.float32, device=turned.device)
-    block = _block(batch * kv_heads, groups, shape["BP"] * shape["FOLD"])
-    _score_rq[(triton.cdiv(groups, block), batch * kv_heads)](
-        turned, offset, codes, scale, valid, table, lengths, estimate, units, groups, kv_heads,
-        R=repeat, D=head_dim, RP=_padded_heads(repeat), DP=_power_of_two(head_dim), **shape, SUBNORMAL=subnormal,
-        GPU=per_unit, S=group_tokens, LOG_S=math.log(group_tokens), LARGEST=LARGEST_ESTIMATE, BLOCK=block,
-    )  # fmt: skip
-    return estimate
-
-
-def refine_rq(
-    turned: Tensor, offset: Tensor, codes: Tensor, second: Tensor, second_scale: Tensor, table: Tensor,
-    estimate: Tensor, groups: Tensor, counts: Tensor, *, group_tokens: int, subnormal: bool = not torch.version.hip,
-) -> None:  # fmt: skip
-    """Replaces the estimates of listed groups by those of two bits, in place: second [P, Hkv, GPU, bytes] uint8,
-    second_scale [P, Hkv, GPU] float16, groups [B, Hkv, W] int32 with their counts [B, Hkv], as `select_best` lists
-    them; the rest as for `score_rq`."""
-    batch, kv_heads, repeat, head_dim = turned.shape
-    width = groups.shape[2]
-    _check_layout(turned, offset, codes, second, second_scale, table, estimate, groups, counts)
-    shape = code_shape(head_dim, 1)
-    assert shape["BYTES"] == codes.shape[3] == second.shape[3] and shape.pop("BITS") == 1
-    block = min(_block(batch * kv_heads, width, shape["BP"] * shape["FOLD"]), 256)
-    _refine_rq[(triton.cdiv(width, block), batch * kv_heads)](
-        turned, offset, codes, second, second_scale, table, estimate, groups, counts, table.shape[1],
-        estimate.shape[2], kv_heads, width, R=repeat, D=head_dim, RP=_padded_heads(repeat),
-        DP=_power_of_two(head_dim), **shape, SUBNORMAL=subnormal, GPU=codes.shape[2], LOG_S=math.log(group_tokens),
-        LARGEST=LARGEST_ESTIMATE, BLOCK=block,
-    )  # fmt: skip
-
-
 def score_meanstd(
     q: Tensor, summary: dict[str, Tensor], valid: Tensor, table: Tensor, lengths: Tensor, *, group_tokens: int
 ) -> Tensor:
-    """Estimates [B, Hkv, G] of method `meanstd`, as `score_rq` gives them: q [B, Hq, D] unscaled, summary a layer's
-    pools by name: mean [P, Hkv, GPU, D] int8 and std uint8, each with its scale [P, Hkv, GPU] float16."""
+    """Estimates [B, Hkv, G] float32 of log A_p of method `meanstd`, the most of R query heads: +inf inside the sequence
+    without a valid summary (an open group too), -inf past its end. q [B, Hq, D] unscaled, summary a layer's pools by
+    name: mean [P, Hkv, GPU, D] int8 and std uint8, each with its scale [P, Hkv, GPU] float16; valid [P * GPU] uint8,
+    table [B, M] and lengths [B] int32."""
     pools = [summary[name] for name in ("mean", "mean_scale", "std", "std_scale")]
     batch, heads, head_dim = q.shape
     kv_heads, per_unit = pools[0].shape[1:3]

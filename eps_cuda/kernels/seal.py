@@ -1,11 +1,10 @@
 """Summaries of what a write fills, from keys or values in registers and pools: the parts of `write.write_kernel`.
 
 rq's sign codes and second bits are the array path's bit for bit (on a CPU, where `rq.build` rounds every operation):
-additions run in `_tree_sum`'s and `rotate`'s order, division and square root round to nearest, and the launch forbids
-to contract a product and a sum (`enable_fp_fusion`): `sum * (1/S) - centre` would else round once, not twice, where S
-is no power of two. Sums whose order torch leaves open (scales, the steps of codes of several bits, the mean of V) may
-differ in their last bits: scales by one step of what they are stored in, mean codes of V and codes of 2, 4 and 8 bits
-by one, and that only beside a rounding boundary.
+additions run in `tree_sum`'s and `rotate`'s order, division and square root round to nearest, and the launch forbids
+to contract a product and a sum (`enable_fp_fusion`), which would else round once, not twice. Sums whose order torch
+leaves open (scales, the mean of V) may differ in their last bits: scales by one step of what they are stored in, mean
+codes of V by one, and that only beside a rounding boundary.
 """
 
 import triton
@@ -25,9 +24,9 @@ def _near16(x):
 
 @triton.jit
 def _tree_row(leaf, ROWS: tl.constexpr, LOG: tl.constexpr):
-    """(row, whether there is one) of each leaf of `_tree_sum`'s tree over ROWS rows, drawn as a full binary tree of
+    """(row, whether there is one) of each leaf of `tree_sum`'s tree over ROWS rows, drawn as a full binary tree of
     2^LOG leaves whose children differ in the leaf's lowest bit at the root and in its highest at the bottom: adding
-    leaf i and i + 2^LOG / 2, and so on, is `_tree_sum`. An odd row out is paired with no row, that is with 0; where
+    leaf i and i + 2^LOG / 2, and so on, is `tree_sum`. An odd row out is paired with no row, that is with 0; where
     ROWS is a power of two, row = leaf."""
     row = tl.zeros_like(leaf)
     there = leaf < (1 << LOG)
@@ -54,7 +53,7 @@ def _sum_rows(
     rows, new, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.constexpr, LOG: tl.constexpr,
     LOG_MOST: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """`_tree_sum` of the ROWS rows at `rows`, float32 [DIM2]; the last of them is `new` [DIM2], in registers. At most
+    """`tree_sum` of the ROWS rows at `rows`, float32 [DIM2]; the last of them is `new` [DIM2], in registers. At most
     2^LOG_MOST rows are in hand at once."""
     LOG_TILE: tl.constexpr = LOG if LOG < LOG_MOST else LOG_MOST
     LOG_PARTS: tl.constexpr = LOG - LOG_TILE
@@ -142,46 +141,6 @@ def _mean_codes(mu, MOST: tl.constexpr):
     nearest = (tl.div_rn(tl.where(usable, mu, 0.0), step) + TO_INTEGER) - TO_INTEGER
     codes = tl.where(nearest > MOST, MOST * 1.0, tl.where(nearest < -MOST, -MOST * 1.0, nearest))
     return codes, tl.where(usable, up, 0.0)
-
-
-@triton.jit
-def _seal_keys(
-    total, centre, signs, group, codes, scale, second, second_scale,
-    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.constexpr, LOG_DIM: tl.constexpr, BITS: tl.constexpr,
-    STEP: tl.constexpr, SECOND: tl.constexpr,
-):  # fmt: skip
-    """`rq.build` of the sum [DIM2] of ROWS keys, stored at `group`. `centre`: of this kv head."""
-    d = tl.arange(0, DIM2)
-    inside = d < HEAD_DIM
-    mean = total * (1.0 / ROWS) - tl.load(centre + d, mask=inside, other=0).to(tl.float32)
-    x = _rotate(mean * tl.load(signs + d, mask=inside, other=0), 1, HEAD_DIM, DIM2, LOG_DIM)
-    energy = tl.sum(x * x)
-    if BITS == 1:
-        code = (inside & (x >= 0)).to(tl.int32)
-        levels = 2.0 * code.to(tl.float32) - 1.0
-    else:
-        step = STEP * tl.sqrt_rn(tl.div_rn(energy, HEAD_DIM * 1.0))
-        level = tl.floor(tl.div_rn(x, tl.where(step > 0, step, 1.0))) + (1 << (BITS - 1))
-        # NaN becomes 0
-        level = tl.where(level > 0, tl.where(level < (1 << BITS) - 1, level, (1 << BITS) - 1), 0.0)
-        code = tl.where(inside, level.to(tl.int32), 0)
-        levels = code.to(tl.float32) - ((1 << (BITS - 1)) - 0.5)
-    BYTES: tl.constexpr = (HEAD_DIM * BITS + 7) // 8
-    byte = tl.arange(0, DIM2 * BITS // 8)
-    tl.store(codes + group * BYTES + byte, _pack(code, DIM2, BITS), mask=byte < BYTES)
-    tl.store(scale + group, _unbiased_scale(energy, tl.sum(x * levels)))
-    if second is not None:
-        size = tl.abs(x)
-        if HEAD_DIM != DIM2:
-            leaf_row, there = _tree_row(d, HEAD_DIM, LOG_DIM)
-            size = tl.where(there, tl.gather(size, leaf_row, 0), 0.0)
-        step = tl.sum(_add_halves(tl.reshape(size, (DIM2, 1)), DIM2, 1, LOG_DIM)) * SECOND
-        finer = (inside & ((x >= step) | ((x < 0) & (x >= -step)))).to(tl.int32)
-        FINER_BYTES: tl.constexpr = (HEAD_DIM + 7) // 8
-        finer_byte = tl.arange(0, DIM2 // 8)
-        tl.store(second + group * FINER_BYTES + finer_byte, _pack(finer, DIM2, 1), mask=finer_byte < FINER_BYTES)
-        finer_levels = levels + 0.5 * (2.0 * finer.to(tl.float32) - 1.0)
-        tl.store(second_scale + group, _unbiased_scale(energy, tl.sum(x * finer_levels)))
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Triton: estimates of all groups from codes about the means of units, read in stages (`rq` with `mean_tokens`).
+"""Triton: estimates of all groups from codes about the means of units, read in stages (`rq`).
 
 A query is rounded to integers (`rounded_query`), in the order of additions that all libraries share. What the bits of
 a group add up to with them is then an exact number, whatever device adds: integers are exact in float16, one column a
@@ -286,7 +286,7 @@ def score_units(
     anchors: Tensor | None, *, group_tokens: int, mean_bits: int, dims: tuple[int, ...],
     subnormal: bool = not torch.version.hip,
 ) -> Tensor:  # fmt: skip
-    """Estimates [B, Hkv, G] float32 of log A_p as `score.score_rq` gives them, each by as much of its code as `depth`
+    """Estimates [B, Hkv, G] float32 of log A_p as `score_meanstd` gives them, each by as much of its code as `depth`
     lets be read. With `anchors` [B, Hkv, R] float32 of each query head (`eps_cuda.anchors`), its masses are divided by
     exp of its anchor, and their sum takes the place of the most in what is read last. `summary` has the pools
     [P, Hkv, SPU, ..] of `eps_core.summaries.rq` by name, `valid` [P * SPU] uint8, table [B, M] and lengths [B] int32;

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eps_core.summaries.rq import RQ_STEP, SECOND_STEP
+from eps_core.summaries.rq import SECOND_STEP
 from eps_cuda.kernels.arguments import stride_constants
-from eps_cuda.kernels.seal import _seal_keys, _seal_unit, _seal_values, _sum_rows
+from eps_cuda.kernels.seal import _seal_unit, _seal_values, _sum_rows
 
 # most elements of a group or tail that a program sums at once, and the most that one warp is given: its butterflies
 # need no barrier, and it still fits its registers. Changes speed only
@@ -26,22 +26,10 @@ NORM_UP = tl.constexpr(1 + 2.0**-16)  # a float32 norm is short by less than 2^-
 
 
 @dataclass(frozen=True)
-class RqPools:
-    """rq's summaries of one layer, written in place, and what building them needs. Without the fields of `rq_bounds`:
-    a cache that keeps error, radius and norm writes through the array path."""
-
-    codes: Tensor  # [P, Hkv, GPU, ceil(D * bits / 8)] uint8
-    scale: Tensor  # [P, Hkv, GPU] float16
-    second: Tensor | None  # [P, Hkv, GPU, ceil(D / 8)] uint8, with bits 1 only
-    second_scale: Tensor | None  # [P, Hkv, GPU] float16
-    centre: Tensor  # [Hkv, D] float16
-    signs: Tensor  # [D] float32, +-1
-    bits: int
-
-
-@dataclass(frozen=True)
 class UnitPools:
-    """The same of codes about units' means, N groups of `group_tokens` each; `eps_core.summaries.rq` has the fields."""
+    """rq's summaries of one layer, written in place, and what building them needs, of units of N groups of
+    `group_tokens` each; `eps_core.summaries.rq` has the fields. Without those of `rq_bounds`: a cache that keeps error,
+    radius and norm writes through the array path."""
 
     mean: Tensor  # [P, Hkv, SPU, ceil(D * mean_bits / 8)] uint8
     mean_scale: Tensor  # [P, Hkv, SPU] float16
@@ -84,12 +72,12 @@ def _raise_norm(largest, row):
 @triton.jit
 def write_kernel(
     k, v, slots, k_pool, v_pool, finite, valid,
-    codes, scale, second, second_scale, centre, signs, unit_mean, unit_mean_scale, more, rest,
+    codes, scale, second, second_scale, signs, unit_mean, unit_mean_scale, more, rest,
     mean, mean_scale, tail_valid, largest_key, largest_value,
     k_token, k_head, v_token, v_head,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.constexpr, LOG_DIM: tl.constexpr,
     UNIT: tl.constexpr, SEALED: tl.constexpr, LOG_SEALED: tl.constexpr, LOG_GROUP: tl.constexpr, TAIL: tl.constexpr,
-    LOG_TAIL: tl.constexpr, LOG_TILE: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr, SECOND: tl.constexpr,
+    LOG_TAIL: tl.constexpr, LOG_TILE: tl.constexpr, BITS: tl.constexpr, SECOND: tl.constexpr,
     CODES: tl.constexpr, MORE: tl.constexpr, REST: tl.constexpr, UNIT_STRIDE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
 ):  # fmt: skip
@@ -119,18 +107,11 @@ def write_kernel(
         group = (unit * KV_HEADS + head) * (UNIT // SEALED) + offset // SEALED
         if seals:
             rows = k_pool + start + (offset - (SEALED - 1)) * TOKEN_STRIDE
-            if unit_mean is not None:
-                _seal_unit(
-                    rows, key, signs, group, unit_mean, unit_mean_scale, codes, more, rest, scale, second, second_scale,
-                    SEALED, SEALED >> LOG_GROUP, LOG_SEALED - LOG_GROUP, LOG_GROUP, HEAD_DIM, DIM2, LOG_DIM, BITS,
-                    CODES, MORE, REST, SECOND, TOKEN_STRIDE,
-                )  # fmt: skip
-            else:
-                total = _sum_rows(rows, key, SEALED, HEAD_DIM, DIM2, LOG_SEALED, LOG_TILE, TOKEN_STRIDE)
-                _seal_keys(
-                    total, centre + head * HEAD_DIM, signs, group, codes, scale, second, second_scale,
-                    SEALED, HEAD_DIM, DIM2, LOG_DIM, BITS, STEP, SECOND,
-                )  # fmt: skip
+            _seal_unit(
+                rows, key, signs, group, unit_mean, unit_mean_scale, codes, more, rest, scale, second, second_scale,
+                SEALED, SEALED >> LOG_GROUP, LOG_SEALED - LOG_GROUP, LOG_GROUP, HEAD_DIM, DIM2, LOG_DIM, BITS,
+                CODES, MORE, REST, SECOND, TOKEN_STRIDE,
+            )  # fmt: skip
     if mean is not None:
         ends = offset % TAIL == TAIL - 1
         if tail_valid is not None:
@@ -144,17 +125,6 @@ def write_kernel(
         _raise_norm(largest_key + head, key)
     if largest_value is not None:
         _raise_norm(largest_value + head, value)
-
-
-def _check_rq(rq: RqPools, groups: tuple[int, ...], head_dim: int) -> list[Tensor]:
-    """Its arrays, whose shapes are asserted."""
-    assert rq.codes.shape == (*groups, -(-head_dim * rq.bits // 8)) and rq.scale.shape == groups
-    assert rq.centre.shape == (groups[1], head_dim) and rq.signs.shape == (head_dim,)
-    assert (rq.second is None) == (rq.second_scale is None) and (rq.second is None or rq.bits == 1)
-    if rq.second is None or rq.second_scale is None:
-        return [rq.codes, rq.scale, rq.centre, rq.signs]
-    assert rq.second.shape == (*groups, -(-head_dim // 8)) and rq.second_scale.shape == groups
-    return [rq.codes, rq.scale, rq.centre, rq.signs, rq.second, rq.second_scale]
 
 
 def _check_units(rq: UnitPools, units: tuple[int, ...], head_dim: int, sealed_tokens: int) -> list[Tensor]:
@@ -185,7 +155,7 @@ def launch_constants(
     kv_heads: int, head_dim: int, unit_tokens: int, sealed_tokens: int, tail_tokens: int, bits: int,
     group_tokens: int = 0, part_bytes: tuple[int, int, int] = (0, 0, 0),
 ) -> tuple[dict[str, int | float], int]:  # fmt: skip
-    """(constexpr arguments of `write_kernel`, warps); `tail_tokens` 0 without a tail. Of codes about units' means
+    """(constexpr arguments of `write_kernel`, warps); `tail_tokens` 0 without a tail. Of rq
     `bits` of the mean, `group_tokens`, and the bytes of a group's codes in `codes`, `more` and `rest`."""
     log_dim = _log2_up(max(head_dim, LEAST_WIDTH))
     log_sealed, log_tail = _log2_up(sealed_tokens), _log2_up(max(tail_tokens, 1))
@@ -193,7 +163,7 @@ def launch_constants(
         "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "DIM2": 1 << log_dim, "LOG_DIM": log_dim,
         "UNIT": unit_tokens, "SEALED": sealed_tokens, "LOG_SEALED": log_sealed,
         "LOG_GROUP": _log2_up(group_tokens or sealed_tokens), "TAIL": max(tail_tokens, 1), "LOG_TAIL": log_tail,
-        "LOG_TILE": max(_log2_up(TILE) - log_dim, 0), "BITS": bits, "STEP": RQ_STEP.get(bits, 0.0),
+        "LOG_TILE": max(_log2_up(TILE) - log_dim, 0), "BITS": bits,
         "SECOND": float(np.float32(SECOND_STEP / head_dim)),
         **dict(zip(("CODES", "MORE", "REST"), part_bytes, strict=True)),
     }  # fmt: skip
@@ -213,7 +183,7 @@ def write_tokens(
     valid: Tensor | None,
     *,
     sealed_tokens: int,
-    rq: RqPools | UnitPools | None,
+    rq: UnitPools | None,
     tail: TailPools | None,
     largest_key: Tensor | None,
     largest_value: Tensor | None,
@@ -224,7 +194,7 @@ def write_tokens(
     summarised together, `sealed_tokens` of them, or a run of `tail.tokens`, and none is past the pool: neither is
     checked, the host never sees them. `finite` [] bool or uint8 becomes 0 where a stored key is NaN or Inf. `valid`
     [P * U/sealed_tokens] uint8 becomes 1 for a group whose last slot is written and 0 for one with another slot
-    written, whether or not `rq` is given: before rq's centre exists, pass None. `rq` and `tail` get the summaries of
+    written, whether or not `rq` is given. `rq` and `tail` get the summaries of
     groups and runs that became full. `largest_key`, `largest_value` [Hkv] float32, not negative, become at least every
     norm stored. Summaries with own bounds (`rq_bounds`) are not built here: use the array path. All on one device,
     without synchronisation: fit for a CUDA graph.
@@ -242,10 +212,8 @@ def write_tokens(
         assert valid.dtype == torch.uint8 and valid.shape == (num_units * per_unit,)
         flat.append(valid)
     shape: tuple[int, ...] = (num_units, kv_heads, per_unit)
-    if isinstance(rq, UnitPools):
+    if rq is not None:
         flat += _check_units(rq, shape, head_dim, sealed_tokens)
-    elif rq is not None:
-        flat += _check_rq(rq, shape, head_dim)
     if tail is not None:
         assert unit_tokens % tail.tokens == 0, "tails do not divide a unit"
         runs = (num_units, kv_heads, unit_tokens // tail.tokens)
@@ -261,9 +229,9 @@ def write_tokens(
         return
     constants, num_warps = launch_constants(
         kv_heads, head_dim, unit_tokens, sealed_tokens, tail.tokens if tail else 0, rq.bits if rq else 1,
-        *((rq.group_tokens, rq.part_bytes) if isinstance(rq, UnitPools) else ()),
+        *((rq.group_tokens, rq.part_bytes) if rq else ()),
     )  # fmt: skip
-    pools = "codes", "scale", "second", "second_scale", "centre", "signs", "mean", "mean_scale", "more", "rest"
+    pools = "codes", "scale", "second", "second_scale", "signs", "mean", "mean_scale", "more", "rest"
     write_kernel[(num_tokens, kv_heads)](
         k, v, slots, k_pool, v_pool, finite.view(torch.uint8), valid,
         *(getattr(rq, name, None) for name in pools),

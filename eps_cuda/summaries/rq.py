@@ -1,5 +1,5 @@
-"""Rotated quantised mean (ours): a few bits a dimension of each group's mean, about a centre of the whole cache or
-about the mean of the unit of tokens that the group lies in, and then read in stages."""
+"""Rotated quantised mean (ours): the sign of each dimension of each group's mean, about the mean of the unit of tokens
+that the group lies in, read in stages."""
 
 import math
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from eps_core.config.store import Store
 from eps_core.summaries.base import LARGEST_ESTIMATE
-from eps_core.summaries.rq import PARTS, QUERY_STEPS, RQ_STEP, SECOND_STEP, hadamard_blocks, part_dims
+from eps_core.summaries.rq import PARTS, QUERY_STEPS, SECOND_STEP, hadamard_blocks, part_dims
 from eps_cuda.summaries.base import (
     Score,
     Summary,
@@ -61,13 +61,13 @@ def unpack_codes(packed: Tensor, bits: int, head_dim: int) -> Tensor:
     return ((packed[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)[..., :head_dim]
 
 
-def _levels(codes: Tensor, bits: int, has_zero: bool = False) -> Tensor:
+def levels_of(codes: Tensor, bits: int, has_zero: bool = False) -> Tensor:
     """Codes as the float32 numbers that the scale multiplies: 0 is one of them where it `has_zero`."""
     middle = 2 ** (bits - 1) - (0 if has_zero else 0.5)
     return 2 * codes.float() - 1 if bits == 1 else codes.float() - middle
 
 
-def _tree_sum(x: Tensor) -> Tensor:
+def tree_sum(x: Tensor) -> Tensor:
     """The sum over the last axis but one as a tree of float32 additions, alike in every library."""
     while x.shape[-2] > 1:
         half = x.shape[-2] // 2
@@ -76,7 +76,7 @@ def _tree_sum(x: Tensor) -> Tensor:
     return x[..., 0, :]
 
 
-def _scale(x: Tensor, levels: Tensor) -> Tensor:
+def scale_of(x: Tensor, levels: Tensor) -> Tensor:
     """The factor [..] of levels [.., D] that makes <x_hat, x> = |x|^2 (RaBitQ's estimator), float16."""
     product = (x * levels).sum(dim=-1)
     return near16(torch.where(product > 0, (x * x).sum(dim=-1) / torch.where(product > 0, product, 1), 0))
@@ -84,21 +84,22 @@ def _scale(x: Tensor, levels: Tensor) -> Tensor:
 
 def _second_bit(x: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
     """The second bits [.., D] of signs `levels` of x [.., D], and their scale [..]."""
-    step = _tree_sum(x.abs()[..., None]) * float(np.float32(SECOND_STEP / x.shape[-1]))
+    step = tree_sum(x.abs()[..., None]) * float(np.float32(SECOND_STEP / x.shape[-1]))
     second = ((x >= step) | ((x < 0) & (x >= -step))).to(torch.uint8)
-    return second, _scale(x, levels + 0.5 * _levels(second, 1))
+    return second, scale_of(x, levels + 0.5 * levels_of(second, 1))
 
 
-def _build_units(store: Store, signs: Tensor, k: Tensor) -> Summary:
+def build(store: Store, constants: Summary, k: Tensor) -> Summary:
     """Of all groups of a mean: k [.., Hkv, U, D]. The fields of `eps_core.summaries.rq`."""
-    turned = rotate(_tree_sum(k.unflatten(-2, (-1, store.S))) * (1 / store.S), signs)  # [.., Hkv, N, D]
+    signs = constants["signs"]
+    turned = rotate(tree_sum(k.unflatten(-2, (-1, store.S))) * (1 / store.S), signs)  # [.., Hkv, N, D]
     most = 2 ** (store.mean_bits - 1) - 1
-    codes, mean_scale = mean_codes(_tree_sum(turned) * (1 / turned.shape[-2]), most)
+    codes, mean_scale = mean_codes(tree_sum(turned) * (1 / turned.shape[-2]), most)
     stored = (codes.float() * mean_scale.float()[..., None])[..., None, :]
     x = turned - stored
     positive = (x >= 0).to(torch.uint8)
-    levels = _levels(positive, 1)
-    scale = to_byte(_scale(x, levels))
+    levels = levels_of(positive, 1)
+    scale = to_byte(scale_of(x, levels))
     summary = {
         "mean": pack_codes(codes.int() + (most + 1), store.mean_bits), "mean_scale": mean_scale, "scale": scale,
     }  # fmt: skip
@@ -118,43 +119,13 @@ def _build_units(store: Store, signs: Tensor, k: Tensor) -> Summary:
     return summary
 
 
-def build(store: Store, constants: Summary, k: Tensor) -> Summary:
-    """Rotated quantised mean (ours): `bits` per dimension of H P D (mu - c) and one scale that makes <x_hat, x> = |x|^2
-    (RaBitQ's estimator). centre [Hkv, D] float16. `second_bit` adds to 1-bit codes the bit that makes them 2-bit
-    codes, levels sign + second / 2 of +-1, with a scale of its own."""
-    if store.mean_tokens:
-        return _build_units(store, constants["signs"], k)
-    bits, centre, signs = store.bits, constants["centre"], constants["signs"]
-    x = rotate(_tree_sum(k) * (1 / k.shape[-2]) - centre.float(), signs)
-    if bits == 1:
-        codes = (x >= 0).to(torch.uint8)
-    else:
-        half = 2 ** (bits - 1)
-        step = RQ_STEP[bits] * torch.sqrt((x * x).mean(dim=-1, keepdim=True))
-        codes = (torch.floor(x / torch.where(step > 0, step, 1)) + half).clamp(0, 2 * half - 1).to(torch.uint8)
-    levels = _levels(codes, bits)
-    scale = _scale(x, levels)
-    summary = {"codes": pack_codes(codes, bits), "scale": scale}
-    if store.second_bit:
-        second, summary["second_scale"] = _second_bit(x, levels)
-        summary["second"] = pack_codes(second, 1)
-    if store.rq_bounds:
-        rounded = levels * scale.float()[..., None]
-        # distances to mu_hat, measured in rotated space
-        turned = rotate(k - centre.float()[..., None, :], signs)
-        summary["error"] = up16(norms(x - rounded))
-        summary["radius"] = up16(key_norm(turned - rounded[..., None, :]))
-        summary["norm"] = up16(key_norm(k))
-    return summary
-
-
-def _packed_dots(packed: Tensor, bits: int, a: Tensor, has_zero: bool = False) -> Tensor:
+def packed_dots(packed: Tensor, bits: int, a: Tensor, has_zero: bool = False) -> Tensor:
     """Inner products [B, Hkv, R, G] of packed levels [B, Hkv, G, bytes] with a [B, Hkv, R, D], by a table of what each
     of the 256 values of each byte adds: one look-up instead of 8 / bits multiplications, and nothing is unpacked."""
     batch, kv_heads, repeat, _ = a.shape
     num_bytes, per_byte = packed.shape[-1], 8 // bits
     values = torch.arange(256, dtype=torch.uint8, device=a.device)[:, None]
-    levels = _levels(unpack_codes(values, bits, per_byte), bits, has_zero)  # [256, 8 / bits]
+    levels = levels_of(unpack_codes(values, bits, per_byte), bits, has_zero)  # [256, 8 / bits]
     parts = torch.nn.functional.pad(a, (0, num_bytes * per_byte - a.shape[-1])).unflatten(-1, (num_bytes, per_byte))
     # [B, Hkv, bytes, 256, R], flat: row ((b * Hkv + h) * bytes + j) * 256 + value
     table = (levels @ parts.permute(0, 1, 3, 4, 2)).reshape(-1, repeat)
@@ -178,7 +149,7 @@ def rounded_query(turned: Tensor) -> tuple[Tensor, Tensor]:
 
 def unit_base(store: Store, summary: Summary, turned: Tensor) -> Tensor:
     """log n + m_hat.a of units, [B, Hkv, R, units]."""
-    dots = _packed_dots(summary["mean"], store.mean_bits, turned, has_zero=True)
+    dots = packed_dots(summary["mean"], store.mean_bits, turned, has_zero=True)
     return math.log(store.S) + dots * per_group(summary, "mean_scale")
 
 
@@ -196,28 +167,10 @@ def _estimate(base: Tensor, codes: Tensor, scale: Tensor, turned: Tensor, second
     what a scale makes of them, are exact."""
     integers, step = rounded_query(turned)
     many = min(8 * codes.shape[-1], turned.shape[-1])
-    dots = _packed_dots(codes, 1, integers[..., :many])
+    dots = packed_dots(codes, 1, integers[..., :many])
     if second is not None:
-        dots = dots + 0.5 * _packed_dots(second, 1, integers)
+        dots = dots + 0.5 * packed_dots(second, 1, integers)
     return base + from_byte(scale)[:, :, None] * dots * (step * (turned.shape[-1] / many))
-
-
-def _score_units(store: Store, signs: Tensor, summary: Summary, a: Tensor) -> Score:
-    """By the first part of the codes: summary [B, Hkv, units, ..]."""
-    turned, groups = rotate(a, signs), store.groups_per_seal
-    base = unit_base(store, summary, turned).repeat_interleave(groups, dim=-1)
-    codes, scale = summary["codes"].mT.flatten(2, 3), summary["scale"].flatten(2)
-    estimate = _estimate(base, codes, scale, turned)
-    if not store.rq_bounds:
-        return estimate, None, None
-    # bounds are about what is stored, and ask the query as it is
-    mean = base + from_byte(scale)[:, :, None] * _packed_dots(codes, 1, turned)
-    error, radius, norm = (summary[name].float().flatten(2)[:, :, None] for name in ("error", "radius", "norm"))
-    # the mean is added and taken away again, whatever the size of the keys
-    most = (2 ** (store.mean_bits - 1) - 1) * math.sqrt(a.shape[-1]) * (1 + 2.0**-16)
-    stored = (per_group(summary, "mean_scale") * most).repeat_interleave(groups, dim=-1)
-    size, slack = norms(a)[..., None], logit_slack(a, norm + radius + stored)
-    return estimate, mean - size * error - slack, mean + size * radius + slack
 
 
 def stage(store: Store, constants: Summary, summary: Summary, a: Tensor, parts: int) -> Tensor:
@@ -230,30 +183,28 @@ def stage(store: Store, constants: Summary, summary: Summary, a: Tensor, parts: 
 
 
 def score(store: Store, constants: Summary, summary: Summary, a: Tensor) -> Score:
-    """log n + c.a + x_hat.(H a), which is log n + mu_hat.a; with a stored radius, `ball` about mu_hat. Of codes about
-    units' means the first part alone."""
-    if store.mean_tokens:
-        return _score_units(store, constants["signs"], summary, a)
-    offset = (a * constants["centre"].float()[:, None, :]).sum(dim=-1)[..., None]
-    dots = _packed_dots(summary["codes"], store.bits, rotate(a, constants["signs"]))
-    estimate = math.log(store.S) + (offset + dots * per_group(summary, "scale"))
+    """log n + mu_hat.a by the first part of the codes; with a stored radius, `ball` about mu_hat: summary
+    [B, Hkv, units, ..]."""
+    turned, groups = rotate(a, constants["signs"]), store.groups_per_seal
+    base = unit_base(store, summary, turned).repeat_interleave(groups, dim=-1)
+    codes, scale = summary["codes"].mT.flatten(2, 3), summary["scale"].flatten(2)
+    estimate = _estimate(base, codes, scale, turned)
     if not store.rq_bounds:
         return estimate, None, None
-    size, radius = norms(a)[..., None], per_group(summary, "radius")
-    # the centre is added and taken away again, whatever the size of the keys
-    slack = logit_slack(a, per_group(summary, "norm") + radius + norms(constants["centre"].float())[:, None, None])
-    return estimate, estimate - size * per_group(summary, "error") - slack, estimate + size * radius + slack
+    # bounds are about what is stored, and ask the query as it is
+    mean = base + from_byte(scale)[:, :, None] * packed_dots(codes, 1, turned)
+    error, radius, norm = (summary[name].float().flatten(2)[:, :, None] for name in ("error", "radius", "norm"))
+    # the mean is added and taken away again, whatever the size of the keys
+    most = (2 ** (store.mean_bits - 1) - 1) * math.sqrt(a.shape[-1]) * (1 + 2.0**-16)
+    stored = (per_group(summary, "mean_scale") * most).repeat_interleave(groups, dim=-1)
+    size, slack = norms(a)[..., None], logit_slack(a, norm + radius + stored)
+    return estimate, mean - size * error - slack, mean + size * radius + slack
 
 
 def refine(store: Store, constants: Summary, summary: Summary, a: Tensor) -> Tensor:
     """log n + mu_hat.a from two bits a dimension: [B, Hkv, R, C]. An estimate, as of one bit."""
     turned = rotate(a, constants["signs"])
-    if store.mean_tokens:
-        codes = torch.cat([summary[name] for name in PARTS[len(part_dims(store, a.shape[-1]))]], dim=-1)
-        base = unit_base(store, summary, turned)
-        estimate = _estimate(base, codes, summary["second_scale"], turned, summary["second"])
-    else:
-        offset = (a * constants["centre"].float()[:, None, :]).sum(dim=-1)[..., None]
-        dots = _packed_dots(summary["codes"], 1, turned) + 0.5 * _packed_dots(summary["second"], 1, turned)
-        estimate = math.log(store.S) + offset + dots * per_group(summary, "second_scale")
+    codes = torch.cat([summary[name] for name in PARTS[len(part_dims(store, a.shape[-1]))]], dim=-1)
+    base = unit_base(store, summary, turned)
+    estimate = _estimate(base, codes, summary["second_scale"], turned, summary["second"])
     return torch.where(torch.isfinite(estimate), estimate, LARGEST_ESTIMATE)

@@ -89,14 +89,12 @@ def attend(cache: Cache, layer: int, q: mx.array, where: Where, selection: Selec
         return mx.array(out).astype(q.dtype), mx.array(lse)
 
 
-def attend_rows(
-    cache: Cache, layer: int, q: mx.array, rows: Rows, visit: mx.array | None = None, masses: bool = False
-) -> RowsRead:
+def attend_rows(cache: Cache, layer: int, q: mx.array, rows: Rows, visit: mx.array | None = None) -> RowsRead:
     """See `attention.attend_rows`."""
     with mx.stream(cache.stream):
         listed = None if visit is None else _host(visit.astype(mx.bool_))
         query, is_short = _host(q.astype(mx.float32)), q.dtype == mx.bfloat16
-        out, *others = kernels.attend_rows(cache, layer, query, is_short, rows, listed, masses, _host, _run)
+        out, *others = kernels.attend_rows(cache, layer, query, is_short, rows, listed, _host, _run)
         return RowsRead(mx.array(out).astype(q.dtype), *map(_array, others))
 
 
@@ -117,19 +115,11 @@ def attend_tail(
 
 
 def build_summary(store: Store, constants: dict[str, mx.array], k: mx.array) -> dict[str, mx.array] | None:
-    """See `summaries.build_summary`: k [F, Hkv, S, D], or of U tokens. Covers rq of one bit without bounds."""
-    if not store.facts.coded or store.bits != 1 or store.rq_bounds:
+    """See `summaries.build_summary`: k [F, Hkv, S, D], or of U tokens. Covers rq without bounds."""
+    if not store.facts.coded or store.rq_bounds:
         return None
-    keys, signs = _host(k.astype(mx.float32)), _host(constants["signs"])
-    if store.mean_tokens:
-        return _build_units(store, keys, signs)
-    summary = write.build_rq(keys, _host(constants["centre"].astype(mx.float32)), signs, store.second_bit)
-    arrays = {name: mx.array(array) for name, array in summary.items()}
-    return {name: near16(x) if x.dtype == mx.float32 else x for name, x in arrays.items()}
-
-
-def _build_units(store: Store, keys: np.ndarray, signs: np.ndarray) -> dict[str, mx.array]:
-    turned, mean = write.unit_means(keys, store.S, signs)
+    keys = _host(k.astype(mx.float32))
+    turned, mean = write.unit_means(keys, store.S, _host(constants["signs"]))
     most = 2 ** (store.mean_bits - 1) - 1
     codes, mean_scale = mean_codes(mx.array(mean), most)
     stored = widened(codes) * widened(mean_scale)[..., None]

@@ -4,7 +4,7 @@ Each takes what the array function of its name takes and returns the same, or No
 function then does it. Nothing here waits for the device.
 
 Kernels score `meanstd`, and `rq` unless it has bounds of its own: where array operations make bounds they make the
-estimate with them, and a kernel of the estimate alone would save nothing. Codes about units' means are read in stages,
+estimate with them, and a kernel of the estimate alone would save nothing. Its codes are read in stages,
 each by one kernel over what the one before left. Kernels choose groups by topk per kv head;
 the masks of other policies, of scope union and of head modes come from array operations, and a kernel lists them
 (`listing`). Attention, of rows too, and tails have kernels whatever was chosen; writes have none.
@@ -20,17 +20,15 @@ from eps_mlx.anchors import anchors
 from eps_mlx.cache import Cache
 from eps_mlx.kernels import attend as attend_kernels
 from eps_mlx.kernels import rows as rows_kernels
-from eps_mlx.kernels import score as score_kernels
 from eps_mlx.kernels import select as select_kernels
 from eps_mlx.kernels import tail as tail_kernels
 from eps_mlx.kernels.score_meanstd import score_meanstd
 from eps_mlx.kernels.turn_units import turn_units
 from eps_mlx.kernels.units import read_on, score_units
 from eps_mlx.selection import visit_mask
-from eps_mlx.summaries.rq import rotate
 
 State = tuple[mx.array, mx.array]
-SCORERS = {"meanstd": score_meanstd}  # besides codes without bounds of their own
+SCORERS = {"meanstd": score_meanstd}  # besides rq without bounds of its own
 
 
 def on_device(cache: Cache, where: Where | Rows) -> tuple[mx.array, mx.array]:
@@ -40,16 +38,9 @@ def on_device(cache: Cache, where: Where | Rows) -> tuple[mx.array, mx.array]:
     )
 
 
-def rotation(cache: Cache) -> mx.array:
-    """[D, D] float32: `a @ rotation` is `rotate(a)`, of queries only. Sign codes are made by `rotate` itself."""
-    if cache.rotation is None:
-        cache.rotation = rotate(mx.eye(cache.spec.head_dim), cache.fixed[0]["signs"])
-    return cache.rotation
-
-
 def score(cache: Cache, layer: int, q: mx.array, where: Where) -> Scores | None:
     store = cache.store
-    covers_codes = store.facts.coded and not store.rq_bounds and cache.can_encode(layer)
+    covers_codes = store.facts.coded and not store.rq_bounds
     if store.method not in SCORERS and not covers_codes:
         return None
     num_missing = where.num_missing(cache.state[layer])
@@ -59,39 +50,13 @@ def score(cache: Cache, layer: int, q: mx.array, where: Where) -> Scores | None:
             estimate = SCORERS[store.method](
                 q, cache.summaries[layer], cache.valid[layer], table, lengths, group_tokens=store.S
             )
-        elif store.mean_tokens:
-            estimate = unit_estimates(cache, layer, q, where, table, lengths)
         else:
-            refined = where.refined
-            estimate = estimates(
-                cache, layer, q, table, lengths, mx.array(refined.astype(np.int32)), int(refined.max())
-            )
+            estimate = unit_estimates(cache, layer, q, where, table, lengths)
     return Scores(estimate, None, None, num_missing, kernels=cache.kernels)
 
 
-def estimates(
-    cache: Cache, layer: int, q: mx.array, table: mx.array, lengths: mx.array, refined: mx.array, most_refined: int
-) -> mx.array:
-    """[B, Hkv, G] of rq: q [B, Hq, D], table [B, M], lengths [B], refined [B] groups whose second bit is read, at most
-    `most_refined`."""
-    store, summary, centre = cache.store, cache.summaries[layer], cache.centre[layer]
-    assert centre is not None
-    turned, offset = score_kernels.turn_queries(q, rotation(cache), centre)
-    estimate = score_kernels.score_rq(
-        turned, offset, summary["codes"], summary["scale"], cache.valid[layer], table, lengths,
-        group_tokens=store.S, bits=store.bits,
-    )  # fmt: skip
-    if store.second_bit:
-        best, counts = select_kernels.select_best(estimate, refined, width=max(most_refined, 1))
-        estimate = score_kernels.refine_rq(
-            turned, offset, summary["codes"], summary["second"], summary["second_scale"], table, estimate, best, counts,
-            group_tokens=store.S,
-        )  # fmt: skip
-    return estimate
-
-
 def unit_estimates(cache: Cache, layer: int, q: mx.array, where: Where, table: mx.array, lengths: mx.array) -> mx.array:
-    """[B, Hkv, G] of rq about units' means: q [B, Hq, D], table [B, M] and lengths [B] of `where` on the device."""
+    """[B, Hkv, G] of rq: q [B, Hq, D], table [B, M] and lengths [B] of `where` on the device."""
     store, summary = cache.store, cache.summaries[layer]
     query = turn_units(q, cache.fixed[layer]["signs"], cache.spec.num_kv_heads)
     anchor = anchors(cache, layer, q, where.table[:, :1], where.config.read)
@@ -176,9 +141,7 @@ def attend(cache: Cache, layer: int, q: mx.array, where: Where, selection: Selec
         )
 
 
-def attend_rows(
-    cache: Cache, layer: int, q: mx.array, rows: Rows, visit: mx.array | None = None, masses: bool = False
-) -> RowsRead:
+def attend_rows(cache: Cache, layer: int, q: mx.array, rows: Rows, visit: mx.array | None = None) -> RowsRead:
     cache.count_read(int(rows.lengths.sum()) * cache.spec.num_kv_heads * cache.spec.kv_token_bytes)
     with mx.stream(cache.stream):
         table, lengths = on_device(cache, rows)
@@ -186,7 +149,7 @@ def attend_rows(
         return RowsRead(
             *rows_kernels.attend_rows(
                 q, cache.k[layer], cache.v[layer], table, lengths, starts,
-                most_rows=int(rows.num_rows.max()), group_tokens=cache.store.S, visit=visit, masses=masses,
+                most_rows=int(rows.num_rows.max()), group_tokens=cache.store.S, visit=visit,
             )
         )  # fmt: skip
 

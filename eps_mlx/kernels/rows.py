@@ -263,19 +263,18 @@ def attend_rows(
     most_rows: int,
     group_tokens: int,
     visit: mx.array | None = None,
-    masses: bool = False,
-) -> tuple[mx.array, mx.array, mx.array | None, mx.array | None]:
-    """(out [T, Hq, D] in q's dtype, lse, visited_lse, masses) of `RowsRead` for q [T, Hq, D], unscaled, over k_pool,
+) -> tuple[mx.array, mx.array, mx.array | None]:
+    """(out [T, Hq, D] in q's dtype, lse, visited_lse) of `RowsRead` for q [T, Hq, D], unscaled, over k_pool,
     v_pool [P, Hkv, U, D], as they are or codes. Rows starts[b] to starts[b + 1] - 1 are the last tokens of sequence b,
     starts [B + 1] int32, at most `most_rows`; table [B, M] int32, lengths [B] int32, visit [T, Hkv, M * U / S] bool.
 
-    Every token of a sequence is read once for up to 64 queries, and none at or past its length. `visit` and `masses`
-    cost the masses of all groups, query head by query head, [T, Hq, G] float32, and array operations over them."""
+    Every token of a sequence is read once for up to 64 queries, and none at or past its length. `visit`
+    costs the masses of all groups, query head by query head, [T, Hq, G] float32, and array operations over them."""
     check_shapes(q, k_pool, v_pool, table, lengths, group_tokens)
     num_rows, num_heads, head_dim = q.shape
     _, kv_heads, unit_tokens, _ = k_pool.shape
     batch, units = table.shape
-    repeat, num_groups, asked = num_heads // kv_heads, units * unit_tokens // group_tokens, masses or visit is not None
+    repeat, num_groups, asked = num_heads // kv_heads, units * unit_tokens // group_tokens, visit is not None
     split_tokens = max(SPLIT_TOKENS // _tile_tokens(group_tokens), 1) * _tile_tokens(group_tokens)
     splits = max(-(-units * unit_tokens // split_tokens), 1)
     wanted = -(-most_rows * repeat // SIMDGROUP_HEADS)
@@ -303,14 +302,11 @@ def attend_rows(
         output_dtypes=[mx.float32, mx.float32, mx.float32],
     )
     out, lse = merge_splits(part_sum, part_mass, q.dtype)
-    if not asked:
-        return out, lse, None, None
+    if visit is None:
+        return out, lse, None
     by_head = by_head.reshape(num_rows, kv_heads, repeat, num_groups)
-    visited = None
-    if visit is not None:
-        listed = mx.where(visit.astype(mx.bool_)[:, :, None], by_head, -math.inf)
-        visited = mx.logsumexp(listed, axis=3).reshape(num_rows, num_heads)
-    return out, lse, visited, by_head.max(axis=2) if masses else None
+    listed = mx.where(visit.astype(mx.bool_)[:, :, None], by_head, -math.inf)
+    return out, lse, mx.logsumexp(listed, axis=3).reshape(num_rows, num_heads)
 
 
 def _tile_tokens(group_tokens: int) -> int:

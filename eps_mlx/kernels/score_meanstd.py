@@ -66,8 +66,8 @@ def score_meanstd(
     q: mx.array, summary: dict[str, mx.array], valid: mx.array, table: mx.array, lengths: mx.array, *, group_tokens: int
 ) -> mx.array:
     """Estimates [B, Hkv, G] float32 by `meanstd`, max over the R query heads: q [B, Hq, D] unscaled, `summary` a
-    layer's pools by name: mean [P, Hkv, GPU, D] int8 and std uint8, each with its scale [P, Hkv, GPU] float16; the rest
-    as for `score_rq`."""
+    layer's pools by name: mean [P, Hkv, GPU, D] int8 and std uint8, each with its scale [P, Hkv, GPU] float16; valid
+    [P * GPU] uint8 (0: no valid summary), table [B, M] int32, lengths [B] int32."""
     mean, head_dim = summary["mean"], q.shape[-1]
     words, template = layout(mean, 8, head_dim, heads_per_kv_head(q, mean.shape[1]))
     pools = [words, summary["mean_scale"], summary["std"].view(words.dtype), summary["std_scale"]]

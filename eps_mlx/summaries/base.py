@@ -11,8 +11,8 @@ formulas, and whose facts and fields it shares:
   for float32 arithmetic;
 - where its facts say so: `extend` and `seal`, which follow open groups, and `refine`.
 
-`constants`: what a layer keeps apart from its groups, see `eps_core.summaries.table.constants`, and of codes `centre`;
-of methods that score by place, `groups` [G] and `length` [B, 1, 1, 1] of the sequences.
+`constants`: what a layer keeps apart from its groups, see `eps_core.summaries.table.constants`, and of key codes
+`centre`; of methods that score by place, `groups` [G] and `length` [B, 1, 1, 1] of the sequences.
 """
 
 import math

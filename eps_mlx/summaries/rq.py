@@ -1,5 +1,5 @@
-"""Rotated quantised mean (ours): a few bits a dimension of each group's mean, about a centre of the whole cache or
-about the mean of the unit of tokens that the group lies in, and then read in stages."""
+"""Rotated quantised mean (ours): the sign of each dimension of each group's mean, about the mean of the unit of tokens
+that the group lies in, read in stages."""
 
 import math
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from eps_core.config.store import Store
 from eps_core.summaries.base import LARGEST_ESTIMATE
-from eps_core.summaries.rq import PARTS, QUERY_STEPS, RQ_STEP, SECOND_STEP, hadamard_blocks, part_dims
+from eps_core.summaries.rq import PARTS, QUERY_STEPS, SECOND_STEP, hadamard_blocks, part_dims
 from eps_mlx.summaries.base import (
     Score,
     Summary,
@@ -64,13 +64,13 @@ def unpack_codes(packed: mx.array, bits: int, head_dim: int) -> mx.array:
     return parts.reshape(*packed.shape[:-1], -1)[..., :head_dim]
 
 
-def _levels(codes: mx.array, bits: int, has_zero: bool = False) -> mx.array:
+def levels_of(codes: mx.array, bits: int, has_zero: bool = False) -> mx.array:
     """Codes as the float32 numbers that the scale multiplies: 0 is one of them where it `has_zero`."""
     wide, middle = widened(codes), 2 ** (bits - 1) - (0 if has_zero else 0.5)
     return 2 * wide - 1 if bits == 1 else wide - middle
 
 
-def _tree_sum(x: mx.array) -> mx.array:
+def tree_sum(x: mx.array) -> mx.array:
     """The sum over the last axis but one as a tree of float32 additions, alike in every library."""
     while x.shape[-2] > 1:
         half = x.shape[-2] // 2
@@ -79,7 +79,7 @@ def _tree_sum(x: mx.array) -> mx.array:
     return x[..., 0, :]
 
 
-def _scale(x: mx.array, levels: mx.array) -> mx.array:
+def scale_of(x: mx.array, levels: mx.array) -> mx.array:
     """The factor [..] of levels [.., D] that makes <x_hat, x> = |x|^2 (RaBitQ's estimator), float16."""
     product = (x * levels).sum(axis=-1)
     return near16(mx.where(product > 0, (x * x).sum(axis=-1) / mx.where(product > 0, product, 1), 0))
@@ -87,22 +87,23 @@ def _scale(x: mx.array, levels: mx.array) -> mx.array:
 
 def _second_bit(x: mx.array, levels: mx.array) -> tuple[mx.array, mx.array]:
     """The second bits [.., D] of signs `levels` of x [.., D], and their scale [..]."""
-    step = _tree_sum(mx.abs(x)[..., None]) * float(np.float32(SECOND_STEP / x.shape[-1]))
+    step = tree_sum(mx.abs(x)[..., None]) * float(np.float32(SECOND_STEP / x.shape[-1]))
     second = ((x >= step) | ((x < 0) & (x >= -step))).astype(mx.uint8)
-    return second, _scale(x, levels + 0.5 * _levels(second, 1))
+    return second, scale_of(x, levels + 0.5 * levels_of(second, 1))
 
 
-def _build_units(store: Store, signs: mx.array, k: mx.array) -> Summary:
+def build(store: Store, constants: Summary, k: mx.array) -> Summary:
     """Of all groups of a mean: k [.., Hkv, U, D]. The fields of `eps_core.summaries.rq`."""
+    signs = constants["signs"]
     by_group = k.reshape(*k.shape[:-2], -1, store.S, k.shape[-1])
-    turned = rotate(_tree_sum(by_group) * (1 / store.S), signs)  # [.., Hkv, N, D]
+    turned = rotate(tree_sum(by_group) * (1 / store.S), signs)  # [.., Hkv, N, D]
     most = 2 ** (store.mean_bits - 1) - 1
-    codes, mean_scale = mean_codes(_tree_sum(turned) * (1 / turned.shape[-2]), most)
+    codes, mean_scale = mean_codes(tree_sum(turned) * (1 / turned.shape[-2]), most)
     stored = (widened(codes) * widened(mean_scale)[..., None])[..., None, :]
     x = turned - stored
     positive = (x >= 0).astype(mx.uint8)
-    levels = _levels(positive, 1)
-    scale = to_byte(_scale(x, levels))
+    levels = levels_of(positive, 1)
+    scale = to_byte(scale_of(x, levels))
     summary = {
         "mean": pack_codes(codes.astype(mx.int32) + (most + 1), store.mean_bits), "mean_scale": mean_scale,
         "scale": scale,
@@ -123,46 +124,16 @@ def _build_units(store: Store, signs: mx.array, k: mx.array) -> Summary:
     return summary
 
 
-def build(store: Store, constants: Summary, k: mx.array) -> Summary:
-    """Rotated quantised mean (ours): `bits` per dimension of H P D (mu - c) and one scale that makes <x_hat, x> = |x|^2
-    (RaBitQ's estimator). centre [Hkv, D] float16. `second_bit` adds to 1-bit codes the bit that makes them 2-bit
-    codes, levels sign + second / 2 of +-1, with a scale of its own."""
-    if store.mean_tokens:
-        return _build_units(store, constants["signs"], k)
-    bits, centre, signs = store.bits, constants["centre"], constants["signs"]
-    x = rotate(_tree_sum(k) * (1 / k.shape[-2]) - widened(centre), signs)
-    if bits == 1:
-        codes = (x >= 0).astype(mx.uint8)
-    else:
-        half = 2 ** (bits - 1)
-        step = RQ_STEP[bits] * mx.sqrt((x * x).mean(axis=-1, keepdims=True))
-        codes = mx.clip(mx.floor(x / mx.where(step > 0, step, 1)) + half, 0, 2 * half - 1).astype(mx.uint8)
-    levels = _levels(codes, bits)
-    scale = _scale(x, levels)
-    summary = {"codes": pack_codes(codes, bits), "scale": scale}
-    if store.second_bit:
-        second, summary["second_scale"] = _second_bit(x, levels)
-        summary["second"] = pack_codes(second, 1)
-    if store.rq_bounds:
-        rounded = levels * widened(scale)[..., None]
-        # distances to mu_hat, measured in rotated space
-        turned = rotate(k - widened(centre)[..., None, :], signs)
-        summary["error"] = up16(norms(x - rounded))
-        summary["radius"] = up16(key_norm(turned - rounded[..., None, :]))
-        summary["norm"] = up16(key_norm(k))
-    return summary
-
-
-def _packed_dots(packed: mx.array, bits: int, a: mx.array, has_zero: bool = False) -> mx.array:
+def packed_dots(packed: mx.array, bits: int, a: mx.array, has_zero: bool = False) -> mx.array:
     """Inner products [B, Hkv, R, G] of packed levels [B, Hkv, G, bytes] with a [B, Hkv, R, D], scale left out."""
     head_dim, num_bytes, per_byte = a.shape[-1], packed.shape[-1], 8 // bits
     if bits > 2:
-        return a @ _levels(unpack_codes(packed, bits, head_dim), bits, has_zero).swapaxes(-1, -2)
+        return a @ levels_of(unpack_codes(packed, bits, head_dim), bits, has_zero).swapaxes(-1, -2)
     # One table look-up a byte, for all R heads at once: what each of the 256 bytes adds to each inner product. Three
     # times as fast as unpacking into a matrix on a CPU, and a 32nd of its memory.
     batch, kv_heads, repeat, _ = a.shape
     a = mx.pad(a, [(0, 0)] * 3 + [(0, num_bytes * per_byte - head_dim)])
-    levels = _levels(unpack_codes(mx.arange(256, dtype=mx.uint8)[:, None], bits, per_byte), bits)
+    levels = levels_of(unpack_codes(mx.arange(256, dtype=mx.uint8)[:, None], bits, per_byte), bits)
     added = levels @ a.reshape(batch, kv_heads, repeat, num_bytes, per_byte).transpose(0, 1, 3, 4, 2)
     first = mx.arange(batch * kv_heads * num_bytes, dtype=mx.int32).reshape(batch, kv_heads, 1, num_bytes) * 256
     return mx.take(added.reshape(-1, repeat), packed + first, axis=0).sum(axis=3).swapaxes(-1, -2)
@@ -177,7 +148,7 @@ def rounded_query(turned: mx.array) -> tuple[mx.array, mx.array]:
 
 def unit_base(store: Store, summary: Summary, turned: mx.array) -> mx.array:
     """log n + m_hat.a of units, [B, Hkv, R, units]."""
-    dots = _packed_dots(summary["mean"], store.mean_bits, turned, has_zero=True)
+    dots = packed_dots(summary["mean"], store.mean_bits, turned, has_zero=True)
     return math.log(store.S) + dots * per_group(summary, "mean_scale")
 
 
@@ -199,28 +170,10 @@ def _estimate(
     what a scale makes of them, are exact."""
     integers, step = rounded_query(turned)
     many = min(8 * codes.shape[-1], turned.shape[-1])
-    dots = _packed_dots(codes, 1, integers[..., :many])
+    dots = packed_dots(codes, 1, integers[..., :many])
     if second is not None:
-        dots = dots + 0.5 * _packed_dots(second, 1, integers)
+        dots = dots + 0.5 * packed_dots(second, 1, integers)
     return base + from_byte(scale)[:, :, None] * dots * (step * (turned.shape[-1] / many))
-
-
-def _score_units(store: Store, signs: mx.array, summary: Summary, a: mx.array) -> Score:
-    """By the first part of the codes: summary [B, Hkv, units, ..]."""
-    turned, groups = rotate(a, signs), store.groups_per_seal
-    base = mx.repeat(unit_base(store, summary, turned), groups, axis=-1)
-    codes, scale = summary["codes"].swapaxes(-1, -2).flatten(2, 3), summary["scale"].flatten(2)
-    estimate = _estimate(base, codes, scale, turned)
-    if not store.rq_bounds:
-        return estimate, None, None
-    # bounds are about what is stored, and ask the query as it is
-    mean = base + from_byte(scale)[:, :, None] * _packed_dots(codes, 1, turned)
-    error, radius, norm = (widened(summary[name].flatten(2))[:, :, None] for name in ("error", "radius", "norm"))
-    # the mean is added and taken away again, whatever the size of the keys
-    most = (2 ** (store.mean_bits - 1) - 1) * math.sqrt(a.shape[-1]) * (1 + 2.0**-16)
-    stored = mx.repeat(per_group(summary, "mean_scale") * most, groups, axis=-1)
-    size, slack = norms(a)[..., None], logit_slack(a, norm + radius + stored)
-    return estimate, mean - size * error - slack, mean + size * radius + slack
 
 
 def stage(store: Store, constants: Summary, summary: Summary, a: mx.array, parts: int) -> mx.array:
@@ -233,30 +186,28 @@ def stage(store: Store, constants: Summary, summary: Summary, a: mx.array, parts
 
 
 def score(store: Store, constants: Summary, summary: Summary, a: mx.array) -> Score:
-    """log n + c.a + x_hat.(H a), which is log n + mu_hat.a; with a stored radius, `ball` about mu_hat. Of codes about
-    units' means the first part alone."""
-    if store.mean_tokens:
-        return _score_units(store, constants["signs"], summary, a)
-    offset = (a * widened(constants["centre"])[:, None, :]).sum(axis=-1)[..., None]
-    dots = _packed_dots(summary["codes"], store.bits, rotate(a, constants["signs"]))
-    estimate = math.log(store.S) + (offset + dots * per_group(summary, "scale"))
+    """log n + mu_hat.a by the first part of the codes; with a stored radius, `ball` about mu_hat: summary
+    [B, Hkv, units, ..]."""
+    turned, groups = rotate(a, constants["signs"]), store.groups_per_seal
+    base = mx.repeat(unit_base(store, summary, turned), groups, axis=-1)
+    codes, scale = summary["codes"].swapaxes(-1, -2).flatten(2, 3), summary["scale"].flatten(2)
+    estimate = _estimate(base, codes, scale, turned)
     if not store.rq_bounds:
         return estimate, None, None
-    size, radius = norms(a)[..., None], per_group(summary, "radius")
-    # the centre is added and taken away again, whatever the size of the keys
-    slack = logit_slack(a, per_group(summary, "norm") + radius + norms(widened(constants["centre"]))[:, None, None])
-    return estimate, estimate - size * per_group(summary, "error") - slack, estimate + size * radius + slack
+    # bounds are about what is stored, and ask the query as it is
+    mean = base + from_byte(scale)[:, :, None] * packed_dots(codes, 1, turned)
+    error, radius, norm = (widened(summary[name].flatten(2))[:, :, None] for name in ("error", "radius", "norm"))
+    # the mean is added and taken away again, whatever the size of the keys
+    most = (2 ** (store.mean_bits - 1) - 1) * math.sqrt(a.shape[-1]) * (1 + 2.0**-16)
+    stored = mx.repeat(per_group(summary, "mean_scale") * most, groups, axis=-1)
+    size, slack = norms(a)[..., None], logit_slack(a, norm + radius + stored)
+    return estimate, mean - size * error - slack, mean + size * radius + slack
 
 
 def refine(store: Store, constants: Summary, summary: Summary, a: mx.array) -> mx.array:
     """log n + mu_hat.a from two bits a dimension: [B, Hkv, R, C]. An estimate, as of one bit."""
     turned = rotate(a, constants["signs"])
-    if store.mean_tokens:
-        codes = mx.concatenate([summary[name] for name in PARTS[len(part_dims(store, a.shape[-1]))]], axis=-1)
-        base = unit_base(store, summary, turned)
-        estimate = _estimate(base, codes, summary["second_scale"], turned, summary["second"])
-    else:
-        offset = (a * widened(constants["centre"])[:, None, :]).sum(axis=-1)[..., None]
-        dots = _packed_dots(summary["codes"], 1, turned) + 0.5 * _packed_dots(summary["second"], 1, turned)
-        estimate = math.log(store.S) + offset + dots * per_group(summary, "second_scale")
+    codes = mx.concatenate([summary[name] for name in PARTS[len(part_dims(store, a.shape[-1]))]], axis=-1)
+    base = unit_base(store, summary, turned)
+    estimate = _estimate(base, codes, summary["second_scale"], turned, summary["second"])
     return mx.where(mx.isfinite(estimate), estimate, LARGEST_ESTIMATE)

@@ -82,7 +82,7 @@ def test_a_floor_splits_the_bytes() -> None:
 
 
 def test_cells_add_their_documents_up() -> None:
-    plan = Plan(2048, num_needles=2, num_texts=2, text_steps=4, arms=(RQ, BOX), byte_budgets=(0.02, 0.25), taus=())
+    plan = Plan(2048, num_needles=2, num_texts=2, text_steps=4, arms=(RQ, BOX), byte_budgets=(0.02, 0.25))
     key = (0, 0.25)
     results = [
         ("text", {key: Tally([0.1, 0.3], [0.2], [True, True], 0, 10, 100)}, True),

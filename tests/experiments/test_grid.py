@@ -23,7 +23,6 @@ from eps_core.files.outputs import Output
 from eps_core.files.resumable import ResumableFile
 from eps_core.models.config import read_spec
 from eps_core.summaries import rq
-from eps_core.summaries.base import UnitFacts
 from eps_core.tasks.corpus import SHA256
 from experiments.grid.grid import IDENTITY, Progress, header
 from experiments.grid.grid_cell import Bench, Plan
@@ -206,19 +205,18 @@ def test_impossible_cells_are_written_with_the_reason(model: Path, tmp_path: Pat
         {"context": 300, "method": ["off", "box"], "dim": 4},
         {"context": 300, "alpha": 1.1},
         {"context": 300, "epsilon": 0.1},
-        {"context": 300, "method": "box", "bits": 2},
         {"context": 300, "heads": "retrieval"},
         {"context": 300, "method": "jl", "strict": True, "top_pages": 5},
         {"context": 40},
     ]
     result = run(model, out, axes)
-    assert result["skipped"] == result["cells"] == 11
+    assert result["skipped"] == result["cells"] == 10
     reasons = [cell["skipped"] for cell in sorted(cells_of(out), key=lambda cell: cell["index"])]
     for reason, words in zip(
         reasons,
         ["no prompt before 5", "past the model's 512", "past the model's 512", "dense side",
          "no meaning for method box",
-         "alpha 1.1 belongs to policy threshold", "epsilon 0.1", "bits 2 belongs", "--eps-head-policy", "strict",
+         "alpha 1.1 belongs to policy threshold", "epsilon 0.1", "--eps-head-policy", "strict",
          "no room"],
         strict=True,
     ):  # fmt: skip
@@ -261,7 +259,6 @@ def test_a_head_policy_gates_and_one_of_another_model_is_refused(model: Path, tm
 @pytest.mark.parametrize("method", [*METHODS[1:], *EVALUATION_METHODS])
 def test_what_a_grid_leaves_out_is_the_method_s_own_default(method: str) -> None:
     assert config_of(Setting(method=method), None) == EpsConfig.of(method=method)
-    assert config_of(Setting(method=method, policy="share"), None) == EpsConfig.of(method=method, policy="share")
     strict = config_of(Setting(method=method, strict=True), None).store
     assert strict.has_bounds and strict.bound_bits == (0 if EpsConfig.of(method=method).store.own_bounds else 8)
     assert config_of(Setting(method=method, strict=True, bound_bits=4), None).store.bound_bits == 4
@@ -361,30 +358,18 @@ def test_another_grid_or_model_or_file_is_refused_and_left_alone(model: Path, fi
         assert out.read_text() == text
 
 
-WHOLE = {"mean_tokens", "mean_bits", "stages"}  # what was not said when codes had one centre a head
-
-
 def begun_earlier(line: dict[str, Any], form: str) -> dict[str, Any]:
-    """A finished cell's line as one of before there were unit means would have been, or one of the same settings."""
-    centre = line["method"] == "rq" and form != "the same, by its columns"
-    if centre:
-        old = {"mean_tokens": None, "stages": None, "refine": 0.125}
-        line = {**line, **old, "config": {**line["config"], **old, "mean_tokens": 0, "stages": []}}
-    if form == "its config":
-        return line
-    if form == "an older config":
-        return {**line, "config": {name: value for name, value in line["config"].items() if name not in WHOLE}}
-    gone = {"config", *(WHOLE if form == "older columns" else ())}
-    return {name: value for name, value in line.items() if name not in gone}
+    """A finished cell's line as one with another default would have been, or one of the same settings."""
+    if line["method"] == "rq" and form != "the same, by its columns":
+        line = {**line, "mean_tokens": 32, "config": {**line["config"], "mean_tokens": 32}}
+    return line if form == "its config" else {name: value for name, value in line.items() if name != "config"}
 
 
 @pytest.mark.parametrize(
     ("form", "words"),
     [
-        ("its config", "of cell 0 (rq, context 288) config.mean_tokens differs (0 there, 64 now)"),
-        ("an older config", "of cell 0 (rq, context 288) config.mean_tokens differs (0 there, 64 now)"),
-        ("its columns", "of cell 0 (rq, context 288) cell.mean_tokens differs (None there, 64 now)"),
-        ("older columns", "of cell 0 (rq, context 288) cell.mean_tokens differs (None there, 64 now)"),
+        ("its config", "of cell 0 (rq, context 288) config.mean_tokens differs (32 there, 64 now)"),
+        ("its columns", "of cell 0 (rq, context 288) cell.mean_tokens differs (32 there, 64 now)"),
         ("the same, by its columns", None),
     ],
 )
@@ -408,19 +393,19 @@ def test_a_cell_of_another_default_is_refused_and_one_of_the_same_is_not(
 def test_a_grid_goes_on_over_a_changed_default_only_where_it_does_not_matter(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    axes = {"context": 288, "method": "rq", "budget": 0.5, "tail_tokens": 32}
+    axes = {"context": 288, "method": "rq", "budget": 0.5, "tail_tokens": 64}
     out, named = tmp_path / "r.jsonl", tmp_path / "named.jsonl"
     with monkeypatch.context() as before:
-        before.setattr(rq, "FACTS", replace(rq.FACTS, unit=UnitFacts()))
+        before.setattr(rq, "FACTS", replace(rq.FACTS, unit=replace(rq.FACTS.unit, mean_tokens=32)))
         run(model, out, axes)
-        run(model, named, {**axes, "mean_tokens": 0})
-    assert [cell["config"]["mean_tokens"] for cell in cells_of(out)] == [0]
+        run(model, named, {**axes, "mean_tokens": 32})
+    assert [cell["config"]["mean_tokens"] for cell in cells_of(out)] == [32]
     written = out.read_bytes()
-    assert "config.mean_tokens differs (0 there, 32 now)" in refusal(model, out, axes)
+    assert "config.mean_tokens differs (32 there, 64 now)" in refusal(model, out, axes)
     assert out.read_bytes() == written
-    assert run(model, named, {**axes, "mean_tokens": 0})["resumed"] == 1
+    assert run(model, named, {**axes, "mean_tokens": 32})["resumed"] == 1
     monkeypatch.setattr(rq, "FACTS", replace(rq.FACTS, guards=(0, 16)))
-    assert "config.first_tokens differs (4 there, 0 now)" in refusal(model, named, {**axes, "mean_tokens": 0})
+    assert "config.first_tokens differs (4 there, 0 now)" in refusal(model, named, {**axes, "mean_tokens": 32})
 
 
 def test_a_start_with_other_versions_is_written_down(tmp_path: Path) -> None:
@@ -447,10 +432,10 @@ def test_a_grid_of_no_verified_cell_is_the_grid_that_it_was() -> None:
     off, drawn = expand({"context": 256, "verify": ["off", "tokens"], "draft": 4}, "g")
     codes = {"mean_tokens", "stages"}
     assert replace(off, draft=None).to_dict().keys() == asdict(off).keys() - codes - {
-        "verify", "draft", "draft_auto", "draft_select", "draft_weights", "verify_rule", "temperature",
+        "verify", "draft", "draft_auto", "draft_weights", "temperature",
     }  # fmt: skip
     assert off.to_dict()["draft"] == 4 and drawn.to_dict().keys() == asdict(drawn).keys() - codes
-    assert codes <= replace(off, mean_tokens=0, stages="0").to_dict().keys()
+    assert codes <= replace(off, mean_tokens=32, stages="0").to_dict().keys()
     for cell in (off, drawn):
         assert Setting(**cell.to_dict()) == cell
 

@@ -60,8 +60,6 @@ class Shadow:
             # NaN, an unwritten slot, is a difference, too
             gap = (stored.float() - rows.transpose(1, 2).float()).abs().nan_to_num(torch.inf)
             self.largest = max(self.largest, float(gap.max()))
-            if not cache.can_encode(place):
-                continue
             self.lacking += int((~cache.state[place].valid(groups)).sum())
             wanted = build_summary(cache.store, cache.constants(place), rows.transpose(1, 2))
             for name in ("codes", "second"):

@@ -53,13 +53,13 @@ def own_decoder(
 @pytest.mark.parametrize(
     "settings",
     [
-        # about a centre: a query that is rounded otherwise, as one of other products may be, moves whole estimates
-        {"method": "rq", "budget": 0.1, "mean_tokens": 0, "tail_tokens": 64},
-        {"method": "rq", "budget": 0.05, "scope": "union", "bits": 2, "tail_tokens": 64},
+        # rq rounds queries: one that is rounded otherwise, as one of other products may be, moves whole estimates
+        {"method": "meanstd", "budget": 0.1, "tail_tokens": 64},
+        {"method": "meanstd", "budget": 0.05, "scope": "union", "tail_tokens": 64},
         {"method": "box", "budget": 0.2, "tail_tokens": 0},
-        {"method": "moments", "group_tokens": 16, "policy": "mass", "epsilon": 0.05, "strict": True},
+        {"method": "moments", "group_tokens": 16, "epsilon": 0.05, "strict": True},
     ],
-    ids=lambda settings: settings["method"] + str(settings.get("bits", "")),
+    ids=lambda settings: settings["method"] + settings.get("scope", ""),
 )
 def test_steps_are_those_of_our_own_decoder(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     [prompt], _ = engines.needles(1500)

@@ -79,7 +79,7 @@ def test_off_and_on_again_reads_what_it_missed_once() -> None:
         engines.stats(llm)
         return said, gated.lists
 
-    first = engines.prompts(300, seed=7)  # which the centre of codes is taken from
+    first = engines.prompts(300, seed=7)
     with engines.engine(engines.DEMO, RQ) as llm:
         engines.say(llm, first, 1, logprobs=None)
         engines.say(llm, asked, 1, logprobs=None)

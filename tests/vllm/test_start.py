@@ -129,13 +129,11 @@ def test_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("block", "unit"),
     [
-        (16, 16),
         (32, 32),
         (64, 64),
         (96, 32),
         (128, 64),
         (160, 32),
-        (176, 16),
         (192, 64),
         (224, 32),
         (256, 64),
@@ -144,14 +142,16 @@ def test_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_units_divide_the_blocks_of_the_server(block: int, unit: int) -> None:
     assert fitted(Asked(dict(RQ), "rows"), block).config.store.unit_tokens == unit
-    big = fitted(Asked({**RQ, "group_tokens": 64}, "rows"), 192).config.store
-    assert (big.S, big.unit_tokens) == (64, 64)
+    big = fitted(Asked({**RQ, "group_tokens": 16}, "rows"), 192).config.store
+    assert (big.S, big.unit_tokens) == (16, 64)
 
 
-def test_codes_speak_of_means_that_a_block_holds_or_of_a_centre() -> None:
-    for block, more, mean_tokens in ((16, {}, 0), (16, {"tail_tokens": 0}, 0), (32, {}, 32), (64, {}, 64)):
-        store = fitted(Asked({**RQ, **more}, "rows"), block).config.store
-        assert block % store.unit_tokens == 0 and store.mean_tokens == mean_tokens, (block, more)
+def test_codes_speak_of_means_that_a_block_holds() -> None:
+    for block in (32, 64):
+        store = fitted(Asked(dict(RQ), "rows"), block).config.store
+        assert block % store.unit_tokens == 0 and store.mean_tokens == block
+    with pytest.raises(ConfigError, match="start it with --block-size 64"):
+        fitted(Asked(dict(RQ), "rows"), 16)
     with pytest.raises(ConfigError, match=r"no multiple of EPS's units of 64 \(mean_tokens 64\)"):
         fitted(Asked({**RQ, "mean_tokens": 64}, "rows"), 32)
 

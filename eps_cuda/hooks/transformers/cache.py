@@ -209,7 +209,7 @@ def make_gated(model: Any, asked: Settings, **more: Any) -> Gated:
         load_backend("cuda"), asked.config, plan, asked.metrics, asked.audit_every, model=Path(name).name,
         verify=asked.verify, weight_bytes=_weight_bytes(model) if asked.verify.enabled else 0, **more,
     )  # fmt: skip
-    logger.log(plan.level(gated.config), plan.line(gated.config))
+    logger.log(plan.level, plan.line(gated.config))
     return gated
 
 

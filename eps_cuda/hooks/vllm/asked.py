@@ -66,8 +66,8 @@ def _rows(flat: dict[str, Any], block_tokens: int) -> Settings:
     settings = Settings.of(flat)
     store = settings.config.store
     if block_tokens % store.unit_tokens and "mean_tokens" not in flat:
-        # the usual tokens of a mean need not hold: fewer, or codes about one centroid, which is said at the start
-        for mean_tokens in (*(size for size in UNIT_TOKENS[::-1] if size < store.mean_tokens), 0):
+        # the usual tokens of a mean need not hold: fewer
+        for mean_tokens in (size for size in UNIT_TOKENS[::-1] if size < store.mean_tokens):
             with suppress(ConfigError):  # raised below
                 settings = Settings.of(flat | {"mean_tokens": mean_tokens})
             if block_tokens % settings.config.store.unit_tokens == 0:

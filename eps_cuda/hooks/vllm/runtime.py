@@ -198,7 +198,7 @@ class Runtime:
     def _adopt(self, place: int, where: Where) -> None:
         if not self.route.readable:
             return  # what has no summary is always visited
-        missing = where.missing(self.cache.state[place], self.cache.can_encode(place)).sum(axis=1)
+        missing = where.missing(self.cache.state[place]).sum(axis=1)
         if (missing > where.num_open).any():
             self.counts["tokens_adopted"] += adopt.adopt(self.cache, place, where.table, where.lengths)
 

@@ -82,7 +82,7 @@ class Hook:
         open_pools.append(self.pool)
         if self.gated.rounds is not None:
             names.rebind_step(verified_step)
-        logger.log(plan.level(self.gated.config), plan.line(self.gated.config))
+        logger.log(plan.level, plan.line(self.gated.config))
 
     def make_cache(self) -> list[Any]:
         """What the model's own `make_cache` gives, with ours in the gated layers."""

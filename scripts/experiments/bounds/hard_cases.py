@@ -12,7 +12,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.formats import EXACT, KvFormats
 from eps_core.config.store import CacheSpec
 from eps_core.gate.protocol import Backend
-from eps_core.summaries.rq import decode_rq, decode_units, rotate
+from eps_core.summaries.rq import decode_units, rotate
 from experiments.bounds.truth import Filled
 
 KEY_KINDS = (
@@ -161,10 +161,6 @@ def _stored_mean(filled: Filled, stored: dict[str, np.ndarray], sub: np.ndarray)
         means = decode_units(config.store, stored, head_dim)
         turned = np.take_along_axis(means, (sub % config.store.groups_per_seal)[..., None, None], axis=2)[:, :, 0]
         return turned @ rotate(np.eye(head_dim), config.store.seed).T
-    if config.store.facts.coded:
-        turned = decode_rq(stored["codes"], stored["scale"], config.store.bits, head_dim)
-        centre = filled.backend.to_numpy(filled.cache.centre[0]).astype(np.float64)
-        return centre + turned @ rotate(np.eye(head_dim), config.store.seed).T
     if "mean" in stored:
         return stored["mean"].astype(np.float64) * stored["mean_scale"].astype(np.float64)[..., None]
     return None

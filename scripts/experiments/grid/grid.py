@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eps_core.config.eps import EARLIER, EpsConfig
+from eps_core.config.eps import EpsConfig
 from eps_core.config.verify import Verify
 from eps_core.errors import ConfigError, fault_line
 from eps_core.files.outputs import to_json
@@ -63,7 +63,7 @@ def cell_line(index: int, setting: Setting, config: EpsConfig | None, numbers: d
         "refine": config.read.refine if config else setting.refine,
         "tail_tokens": config.store.tail_tokens if config else setting.tail_tokens,
         "bound_bits": config.store.bound_bits if config else setting.bound_bits,
-        "epsilon": config.read.epsilon if config and (config.read.strict or config.read.policy == "mass") else None,
+        "epsilon": config.read.epsilon if config and config.read.strict else None,
         "scope": setting.scope,
         "heads": setting.heads,
         "strict": setting.strict,
@@ -99,7 +99,7 @@ def check_settings(
             raise ConfigError(f"{path} holds {name}, which is impossible now ({error}): {_MEND}") from error
         now = cell_line(index, setting, config, {"verified": verify.to_dict() if verify.enabled else None})
         if isinstance(there, dict):
-            found = difference("config", {**EARLIER, **there}, json.loads(to_json(now["config"])))
+            found = difference("config", there, json.loads(to_json(now["config"])))
         else:
             before, after = ({key: one.get(key) or None for key in _COLUMNS} for one in (line, now))
             found = difference("cell", before, json.loads(to_json(after)))

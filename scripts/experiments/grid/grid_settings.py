@@ -9,12 +9,11 @@ from typing import Annotated, Any, get_type_hints
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import POLICIES, SCOPES
-from eps_core.config.store import EVALUATION_METHODS, METHODS, coded_methods
-from eps_core.config.verify import DRAFT_WEIGHTS, MODES, SELECTS, VERIFY_RULES, Verify
+from eps_core.config.store import EVALUATION_METHODS, METHODS
+from eps_core.config.verify import DRAFT_WEIGHTS, MODES, Verify
 from eps_core.errors import ConfigError, brief, shown
 from eps_core.files import inputs
 from eps_core.files.records import Between, read_record
-from eps_core.summaries.table import facts
 
 HeadModes = tuple[tuple[str, ...], ...]
 AtLeastOne = Annotated[int, Between(1, 2**40)]
@@ -37,11 +36,9 @@ class Setting:
     last_n: int | None = None
     group_blocks: int | None = None
     group_tokens: int | None = None
-    bits: int | None = None
     budget: float | None = None
     top_pages: int | None = None
     epsilon: float | None = None
-    tau: float | None = None
     heads: str = "all"
     strict: bool = False
     bound_bits: int | None = None
@@ -55,9 +52,7 @@ class Setting:
     verify: str = "off"
     draft: int | None = None
     draft_auto: bool = False
-    draft_select: str = "step"
     draft_weights: str = "full"
-    verify_rule: str = "couple"
     temperature: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,13 +71,11 @@ _CHOICES = {
     "heads": ("all", "retrieval"),
     "scope": SCOPES,
     "verify": MODES,
-    "draft_select": SELECTS,
     "draft_weights": DRAFT_WEIGHTS,
-    "verify_rule": VERIFY_RULES,
 }
 STRICT_BITS = 8  # of the codes that certify a strict cell of a method without bounds
 # the axes that mean something under one policy, or some, only
-_POLICIES_OF = {"alpha": ("threshold",), "tau": ("share",), "budget": ("topk", "threshold")}
+_POLICIES_OF = {"alpha": ("threshold",), "budget": ("topk", "threshold")}
 
 _EXACT = {"context": [4096, 8192], "verify": "tokens", "temperature": [0.0, 0.8]}
 
@@ -129,11 +122,10 @@ PRESETS: dict[str, list[dict[str, Any]]] = {
             }.items()
         ),
     ],
-    # exact text: drafts and budgets, what drafts read, other drafters at about the same bytes, and rejection
+    # exact text: drafts and budgets, and other drafters at about the same bytes
     "verified": [
         {**_EXACT, "method": "rq", "budget": 0.05, "draft": [4, 8, 12, 16]},
         {**_EXACT, "method": "rq", "budget": [0.02, 0.1], "draft": [8, 16]},
-        {**_EXACT, "method": "rq", "budget": 0.05, "draft": 12, "draft_select": ["verified", "hybrid"]},
         # a budget that small would go to their usual guards, 144 tokens, alone
         {
             **_EXACT,
@@ -144,7 +136,6 @@ PRESETS: dict[str, list[dict[str, Any]]] = {
             "last_n": 2,
             "draft": 12,
         },
-        {**_EXACT, "method": "rq", "budget": 0.05, "draft": 12, "temperature": 0.8, "verify_rule": "reject"},
         {**_EXACT, "method": "rq", "budget": 0.05, "draft": 12, "draft_weights": "4bit"},
     ],
     # the requirements' verdict is of 32k tokens on
@@ -201,17 +192,14 @@ def config_of(setting: Setting, head_modes: HeadModes | None) -> EpsConfig:
     for name, policies in _POLICIES_OF.items():
         if getattr(setting, name) is not None and setting.policy not in policies:
             raise ConfigError(f"{name} {getattr(setting, name)} belongs to policy {' or '.join(policies)}")
-    if setting.epsilon is not None and setting.policy != "mass" and not setting.strict:
-        raise ConfigError(f"epsilon {setting.epsilon} belongs to policy mass or to strict")
-    if setting.bits is not None and not facts(setting.method).coded:
-        raise ConfigError(f"bits {setting.bits} belongs to method {coded_methods()}")
+    if setting.epsilon is not None and not setting.strict:
+        raise ConfigError(f"epsilon {setting.epsilon} belongs to strict")
     if setting.heads == "retrieval" and head_modes is None:
         raise ConfigError("heads retrieval needs --eps-head-policy FILE")
     default = EpsConfig.of()
     # what an axis leaves out is the method's own default
     given = {
-        name: getattr(setting, name)
-        for name in ("dim", "bits", "mean_tokens", "budget", "tau", "bound_bits", "refine", "tail_tokens")
+        name: getattr(setting, name) for name in ("dim", "mean_tokens", "budget", "bound_bits", "refine", "tail_tokens")
     } | {"stages": _stages_of(setting)}
     common: dict[str, Any] = {
         "method": setting.method,
@@ -263,7 +251,7 @@ def verify_of(setting: Setting, config: EpsConfig) -> Verify:
     default = Verify()
     draft = None if setting.draft_auto else default.draft if setting.draft is None else setting.draft
     most = max(default.most, draft or 0)
-    verify = Verify(setting.verify, draft, most, setting.draft_select, setting.verify_rule, setting.draft_weights)
+    verify = Verify(setting.verify, draft, most, setting.draft_weights)
     idle = [name for name in _VERIFY_AXES if getattr(setting, name) != getattr(Setting(), name)]
     if idle and not verify.enabled:
         raise ConfigError(f"{idle[0]} {getattr(setting, idle[0])} belongs to verified decoding: add verify tokens")
@@ -273,4 +261,4 @@ def verify_of(setting: Setting, config: EpsConfig) -> Verify:
     return verify
 
 
-_VERIFY_AXES = ("draft", "draft_auto", "draft_select", "draft_weights", "verify_rule", "temperature")
+_VERIFY_AXES = ("draft", "draft_auto", "draft_weights", "temperature")
