@@ -308,6 +308,19 @@ def _no_bias(short: str) -> Callable[[ModelSpec, dict[str, np.ndarray]], ModelSp
     return change
 
 
+def _with(**settings: Any) -> Callable[[ModelSpec, dict[str, np.ndarray]], ModelSpec]:
+    return lambda spec, weights: replace(spec, **settings)
+
+
+def _short_factors(spec: ModelSpec, weights: dict[str, np.ndarray]) -> ModelSpec:
+    return replace(spec, rope_scaling=spec.rope_scaling | {"factors": tuple(tiny_models.LONGROPE["short_factor"])})
+
+
+def _other_query_scale(spec: ModelSpec, weights: dict[str, np.ndarray]) -> ModelSpec:
+    weights["layers.1.q_norm"] = weights["layers.1.q_norm"] / np.float32(spec.query_scale)
+    return spec
+
+
 def _swapped_gate(spec: ModelSpec, weights: dict[str, np.ndarray]) -> ModelSpec:
     weights["layers.0.gate"], weights["layers.0.up"] = weights["layers.0.up"], weights["layers.0.gate"]
     return spec
@@ -325,6 +338,21 @@ def _swapped_gate(spec: ModelSpec, weights: dict[str, np.ndarray]) -> ModelSpec:
         pytest.param("llama2-yarn-numbers", _rounded, id="yarn-truncate"),
         pytest.param("qwen3", _no_qk_norm, id="qk_norm"),
         pytest.param("llama2", _swapped_gate, id="gate-and-up"),
+        pytest.param("phi3", _swapped_gate, id="stacked gate-and-up"),
+        pytest.param("phi3", _no_attention_factor, id="longrope-attention-factor"),
+        pytest.param("phi3", _short_factors, id="longrope-short-factors"),
+        *[
+            pytest.param("gemma3", _with(**{setting: value}), id=setting)
+            for setting, value in {
+                "windows": (23, None, 23, None),
+                "window_rope": None,
+                "output_norms": False,
+                "activation": "silu",
+                "embed_scale": 7.9,
+            }.items()
+        ],
+        pytest.param("gemma3", _other_query_scale, id="query_scale"),
+        pytest.param("gemma3-256-scaled-capped", _with(logit_cap=None), id="logit_cap"),
         # a bias of k alone cancels in the softmax where RoPE does not turn it; it must show here
         *[
             pytest.param("llama2-linear-biased", _no_bias(b), id=f"{b}_bias")

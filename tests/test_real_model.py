@@ -1,7 +1,7 @@
-"""A real pretrained model, SmolLM2-135M-Instruct: dense decoding equals transformers', and the sparse default is close
-to dense decoding at every length.
+"""Real pretrained models, SmolLM2-135M-Instruct and Gemma 3 270M: dense decoding equals transformers', and the sparse
+default is close to dense decoding at every length.
 
-The model is fetched once into EPS_MODEL_CACHE. Where it cannot be fetched the tests fail in CI, elsewhere they are
+The models are fetched once into EPS_MODEL_CACHE. Where they cannot be fetched the tests fail in CI, elsewhere they are
 skipped.
 """
 
@@ -29,16 +29,25 @@ SIZES = {"cuda": (2000, 0.1), "mlx": (200, 0.5), "numpy": (300, 0.4)}
 
 @pytest.fixture(scope="session")
 def folder() -> Path:
+    return fetched("smollm2")
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> Path:
+    return fetched("gemma3")
+
+
+def fetched(name: str) -> Path:
     home = Path(os.environ.get("EPS_MODEL_CACHE", Path.home() / ".cache" / "eps" / "models"))
-    command = [sys.executable, ROOT / "scripts" / "get_model.py", "smollm2", home / "smollm2"]
+    command = [sys.executable, ROOT / "scripts" / "get_model.py", name, home / name]
     home.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=900, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
     if done.returncode:
-        reason = f"SmolLM2 cannot be fetched: {done.stderr.strip().splitlines()[-1]}"
+        reason = f"{name} cannot be fetched: {done.stderr.strip().splitlines()[-1]}"
         pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
-    return home / "smollm2"
+    return home / name
 
 
 @pytest.fixture(scope="module", params=["cuda", "mlx", "numpy"])
@@ -47,6 +56,15 @@ def session(folder: Path, request: pytest.FixtureRequest) -> Session:
 
 
 def test_greedy_tokens_are_those_of_transformers(folder: Path) -> None:
+    assert_greedy_tokens(folder)
+
+
+def test_greedy_tokens_of_gemma_are_those_of_transformers(gemma3: Path) -> None:
+    """Over prompts of twice its window: 15 of its 18 layers have one of 512 tokens."""
+    assert_greedy_tokens(gemma3)
+
+
+def assert_greedy_tokens(folder: Path) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     llm = LLM(folder, backend="cuda", device="cpu", dtype="float32", method="off")
     session = llm.session
@@ -56,6 +74,17 @@ def test_greedy_tokens_are_those_of_transformers(folder: Path) -> None:
     with torch.inference_mode():
         want = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=-1)
     assert llm.generate(text, max_new_tokens=16, ignore_eos=True).tokens == want[0, len(prompt) :].tolist()
+
+
+def test_gemma_reads_its_windows_densely_and_the_other_layers_sparsely(gemma3: Path) -> None:
+    session = Session.open(gemma3, "cuda", "cpu", "float32", "bfloat16")
+    tokens = session.encode(corpus().decode()[200_000:220_000])[: 1500 + 8]
+    found = run_document(session, Document.along(tokens, 8), {"sparse": EpsConfig.of(method="rq", budget=0.2)})
+    assert float(np.mean(found["sparse"].kl)) <= SPARSE_KL_LIMIT
+    read, dense = found["sparse"].bytes_read()
+    windows, full = 15 * 512, 3 * 1504
+    assert (windows + 0.2 * full) / (windows + full) < read / dense < (windows + 0.4 * full) / (windows + full)
+    assert all(record.fallbacks == {"sliding_window": 15} for record in found["sparse"].records)
 
 
 def test_the_default_is_close_to_dense_and_reads_less(session: Session) -> None:
