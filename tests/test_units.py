@@ -19,7 +19,7 @@ from eps_core.paging.where import Where
 from eps_core.summaries import base, rq
 
 # a budget so small that scores read on by their shares, not in twice what is selected
-UNIT = {"mean_tokens": 64, "stages": (0.25,), "refine": 0.0625, "tail_tokens": 0, "budget": 0.002}
+UNIT = {"mean_tokens": 64, "mean_bits": 4, "stages": (0.25,), "refine": 0.0625, "tail_tokens": 0, "budget": 0.002}
 
 
 def units_case(lengths=(600, 290, 37), head_dim: int = 64, **more):

@@ -49,35 +49,6 @@ def _powers(builder, x):
     return builder.fmul(value, builder.bitcast(power, _vector(_f32)))
 
 
-def _logs(builder, x):
-    """Natural logs of vectors of sixteen float32 of at least 1; NaN and inf stay. Error below 2e-7 (Cephes logf)."""
-    integers = _vector(_i32)
-
-    def constant(value: int):
-        return ir.Constant(integers, [value] * LANES)
-
-    bits = builder.bitcast(x, integers)
-    # mantissa in [sqrt(1/2), sqrt(2))
-    shifted = builder.sub(bits, constant(0x3F3504F3))
-    exponent = builder.ashr(shifted, constant(23))
-    mantissa = builder.bitcast(builder.sub(bits, builder.shl(exponent, constant(23))), _vector(_f32))
-    whole = builder.sitofp(exponent, _vector(_f32))
-    rest = builder.fsub(mantissa, _splat(1.0))
-    square = builder.fmul(rest, rest)
-    value = _splat(7.0376836292e-2)
-    for term in (
-        -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1, 2.0000714765e-1,
-        -2.4999993993e-1, 3.3333331174e-1,
-    ):  # fmt: skip
-        value = _fma(builder, value, rest, _splat(term))
-    value = builder.fmul(builder.fmul(value, rest), square)
-    value = _fma(builder, whole, _splat(-2.12194440e-4), value)
-    value = _fma(builder, square, _splat(-0.5), value)
-    value = builder.fadd(rest, value)
-    value = _fma(builder, whole, _splat(0.693359375), value)
-    return builder.select(builder.fcmp_ordered("<", x, _splat(float("inf"))), value, x)
-
-
 def _greater(builder, new, old):
     """The greater of two vectors; old where new is NaN."""
     return builder.select(builder.fcmp_ordered(">", new, old), new, old)

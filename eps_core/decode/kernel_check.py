@@ -18,7 +18,7 @@ from eps_core.gate.protocol import Backend
 from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
 
-TOKENS = 700  # past the 256 that rq's centre needs, with an open group where groups are of two
+TOKENS = 700  # past the 256 that the centre of key codes needs, with an open group where groups are of two
 VERIFIED_ROWS = 5
 TIES = 0.005  # share of the estimates
 # of an output against the largest |v|: what the rounding of its dtype and of other sum orders may differ by

@@ -33,7 +33,6 @@ _WORDS = {4: mx.uint32, 2: mx.uint16, 1: mx.uint8}
 PLACE = """
     constexpr int PER_WORD = 8 * int(sizeof(WORD)) / BITS;
     constexpr int WORDS = (D * BITS + 7) / 8 / int(sizeof(WORD));
-    constexpr int WIDE = WORDS % 4 == 0 ? 4 : (WORDS % 2 == 0 ? 2 : 1);  // words that a lane reads at once
     constexpr int TILES = THREADS / LANES;
     const int tid = int(thread_index_in_threadgroup);
     const int part = tid % LANES;
