@@ -23,7 +23,7 @@ from verified_runs import Model, eps
 from eps_core import oracle
 from eps_core.config.eps import EpsConfig
 from eps_core.config.verify import Verify
-from eps_core.decode import forward
+from eps_core.decode import layers
 from eps_core.decode.sampling import Sampling
 from eps_core.gate.attend import attend_layer
 
@@ -122,7 +122,7 @@ def measure(backend: Any, device: str, golden: Golden, near: bool = False) -> di
         return out, read
 
     found: dict[str, Any] = {"logits": [], "selections": [], "near": [], "bytes": []}
-    with mock.patch.object(forward, "attend_layer", recorded):
+    with mock.patch.object(layers, "attend_layer", recorded):
         for step in range(-STEPS, 0):
             news = [one[step] for one in texts]
             slots = np.concatenate([pool.append(s, [new])[0] for s, new in zip(sequences, news, strict=True)])
