@@ -313,13 +313,6 @@ def test_a_batch_says_what_its_prompts_say_alone(target: tuple, model: Path, nam
         assert together[0].kv_bytes_read == sum(one.kv_bytes_read for one in alone)
 
 
-def test_codes_centre_on_the_first_prompt_of_a_batch(model: Path) -> None:
-    """The first prompt is what it is alone; the others share its centre, and so rank by other estimates."""
-    llm = LLM(model, "rq", backend="numpy", mean_tokens=0, budget=0.3)
-    alone = llm.generate(TEXT, max_new_tokens=6)
-    assert llm.generate([TEXT, *RAGGED], max_new_tokens=6)[0].tokens == alone.tokens
-
-
 def test_equal_prompts_draw_their_own_tokens_and_the_first_draws_as_alone(plain: LLM) -> None:
     drawn = [one.tokens for one in plain.generate([TEXT, TEXT, TEXT], max_new_tokens=6, temperature=1.0, seed=3)]
     assert drawn[0] == plain.generate(TEXT, max_new_tokens=6, temperature=1.0, seed=3).tokens
@@ -461,10 +454,3 @@ def test_a_session_takes_settings_or_a_config_and_is_off_without_either(model: P
     assert Session.open(model, "numpy", method="rq", budget=np.float32(0.5)).config.read.budget == 0.5
     with pytest.raises(ConfigError, match='budget means nothing while EPS is off: add method="rq"'):
         Session.open(model, "numpy", budget=0.1)
-
-
-def test_rejection_needs_a_temperature_which_each_call_brings() -> None:
-    llm = LLM(backend="numpy", speculative=Verify("tokens", rule="reject"))
-    with pytest.raises(ConfigError, match="eps-verify-rule reject draws, and temperature 0 is greedy"):
-        llm.stream("x", max_new_tokens=2)
-    assert llm.stream("x", max_new_tokens=2, temperature=0.5) is not None

@@ -63,6 +63,9 @@ class Watched:
     def prefill(self, *args: Any) -> Any:
         return self.decoder.prefill(*args)
 
+    def spec_of(self, cache: Any) -> Any:
+        return self.decoder.spec_of(cache)
+
     def step(
         self, cache: Any, tokens: Any, slots: Any, table: np.ndarray, lengths: np.ndarray, read: Any, audit: bool
     ) -> Any:

@@ -90,12 +90,14 @@ def test_curves_rise_to_one_and_follow_the_oracle() -> None:
 
 def test_a_method_pays_where_it_keeps_its_kl_and_saves_time() -> None:
     config = EpsConfig.of(method="rq")
-    assert contexts_below(4096, config.sparse_from) == [1024, 2048, 4096]  # 512 tokens are read whole
+    assert contexts_below(4096, config.sparse_from) == [2048, 4096]  # 1,024 tokens are read whole
     assert contexts_below(300, config.sparse_from) == contexts_below(300, None) == []
     kept = [Kept(1024, 0.02, 0.6), Kept(2048, 0.009, 0.4), Kept(4096, 0.004, 0.2)]
     assert kl_from(kept) == 2048 and kl_from(kept[1:]) == 2048 and kl_from(kept[:1]) is None
     said = pays_line(config, 4096, kept, 3072, True)
-    assert "from 2,048 to 4,096 tokens and reads everything below 513" in said and said.endswith("pays from 3,072 on.")
+    assert "from 2,048 to 4,096 tokens and reads everything below 1,025" in said and said.endswith(
+        "pays from 3,072 on."
+    )
     assert pays_line(config, 4096, kept, 700, True).endswith("it pays from 2,048 on.")
     assert pays_line(config, 4096, kept, 5000, True).endswith(
         "5,000 on, where its KL was not measured: add --context 5000."
@@ -103,7 +105,7 @@ def test_a_method_pays_where_it_keeps_its_kl_and_saves_time() -> None:
     assert "saves time at no context of this model" in pays_line(config, 4096, kept, None, True)
     assert "time is unknown" in pays_line(config, 4096, kept, None, False)
     assert "0.0200 at 1,024 tokens): raise --eps-budget" in pays_line(config, 1024, kept[:1], 700, True)
-    assert "less than 513 tokens" in pays_line(config, 260, [], None, True) and "--context" in pays_line(
+    assert "less than 1,025 tokens" in pays_line(config, 260, [], None, True) and "--context" in pays_line(
         config, 260, [], None, True
     )
 

@@ -96,7 +96,7 @@ def test_gated_run_reports_both_sides(model: Path, tmp_path: Path) -> None:
         "--pool-tokens", 512, "--no-stop", "--temperature", 0.8, "--top-p", 0.9, "--seed", 4, "--kl",
         "--metrics", metrics, "--csv", table, "--eps-method", "rq", "--eps-rq-bounds",
         "--eps-group-tokens", 4, "--eps-policy", "topk", "--eps-budget", 0.3, "--eps-first-tokens", 4,
-        "--eps-last-tokens", 8, "--eps-scope", "union", "--eps-seed", 3, "--eps-min-context", 10, "--block-size", 8,
+        "--eps-last-tokens", 8, "--eps-scope", "union", "--eps-seed", 3, "--eps-min-context", 10, "--block-size", 32,
         "--eps-tail", "drop",
     )  # fmt: skip
     assert done.returncode == 0 and re.fullmatch(PROGRESS, done.stderr), done.stderr

@@ -240,11 +240,11 @@ def test_a_layer_is_timed_by_the_kernels_own_stamps(backend, monkeypatch):
 def test_a_run_takes_it_in_every_layer_of_every_step(monkeypatch):
     """Whose steps are timed layer by layer on a CPU, all of them."""
     session, config = Session.open(None, "cuda", "cpu", kv_dtype="bfloat16"), EpsConfig.of(method="rq")
-    cache, pool = session.cache(config.store, 700)
+    cache, pool = session.cache(config.store, 1300)
     module, taken = kernels_of(session.backend), []
     real = module.attend_gated
     monkeypatch.setattr(module, "attend_gated", lambda *at: taken.append(real(*at)) or taken[-1])
-    document = Document([1 + i % 90 for i in range(600)], 5)
+    document = Document([1 + i % 90 for i in range(1200)], 5)
     outcome, _ = decode(session, cache, pool, [document], config.read, time_every=session.time_every)
     steps = len(outcome.records)
     assert session.time_every == 1 and steps >= 4

@@ -371,7 +371,7 @@ def test_settings_survive_the_environment() -> None:
 def test_a_misspelt_variable_is_refused_and_a_strangers_is_not() -> None:
     others = "CACHE_DIR VENV VLLM_VENV TEST_WORKERS TEST_BACKENDS FUZZ ROUTE SPEED_1B SOMETHING"
     assert from_environment({f"EPS_{name}": "1" for name in others.split()}) == {}
-    for name, meant in (("EPS_BUDGTE", "EPS_BUDGET"), ("EPS_METHODS", "EPS_METHOD"), ("EPS_TUA", "EPS_TAU")):
+    for name, meant in (("EPS_BUDGTE", "EPS_BUDGET"), ("EPS_METHODS", "EPS_METHOD"), ("EPS_ALHPA", "EPS_ALPHA")):
         with pytest.raises(ConfigError, match=f"{name} is no setting of EPS: did you mean {meant}"):
             from_environment({"EPS_METHOD": "rq", name: "1"})
 

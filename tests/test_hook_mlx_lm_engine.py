@@ -66,7 +66,7 @@ def prompt() -> list[int]:
 @pytest.fixture(scope="module")
 def ours(prompt: list[int]) -> Decoded:
     """The demo model on the needle, decoded by this project's decoder over the same backend."""
-    from eps_core.decode import forward
+    from eps_core.decode import layers
 
     session, config = Session.open(None, backend="mlx"), EpsConfig.of(**WHOLE)
     spec = session.cache_spec(config.store, [len(prompt) + STEPS])
@@ -82,9 +82,9 @@ def ours(prompt: list[int]) -> Decoded:
         lists[-1].append([head[:count] for head, count in zip(groups, counts, strict=True)])
         return out, read
 
-    plain = forward.attend_layer
+    plain = layers.attend_layer
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forward, "attend_layer", noting)
+        patch.setattr(layers, "attend_layer", noting)
         pool = PagePool(spec.num_units, config.store.unit_tokens)
         steps = list(generate(session.decoder, cache, pool, [prompt], STEPS, Sampling(), config.read, keep_logits=True))
     logits = np.stack([step.logits[0] for step in steps])

@@ -10,7 +10,7 @@ from eps_core import oracle
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.config.verify import Verify
-from eps_core.decode import accept, forward, pace, verified
+from eps_core.decode import accept, layers, pace, verified
 from eps_core.decode.forward import Decoder, load_decoder
 from eps_core.decode.generate import generate
 from eps_core.decode.sampling import Sampling
@@ -55,7 +55,7 @@ def poison(monkeypatch, backend) -> None:
         raise AssertionError("EPS ran although it is off")
 
     cache = importlib.import_module(f"{backend.__name__}.cache")
-    for module, names in ((backend, BACKEND_PARTS), (cache, CACHE_PARTS), (forward, ("attend_layer",))):
+    for module, names in ((backend, BACKEND_PARTS), (cache, CACHE_PARTS), (layers, ("attend_layer",))):
         for name in names:
             monkeypatch.setattr(module, name, refuse)
 

@@ -493,7 +493,7 @@ def test_an_evaluation_of_before_unit_means_goes_on_as_the_same_and_not_as_the_d
     model: Path, tmp_path: Path
 ) -> None:
     out, rq = tmp_path / "e.jsonl", ["--eps-method", "rq", "--eps-budget-floor", 0, "--text-steps", 0, "--no-oracle"]
-    evaluate(model, out, *rq, "--eps-unit-tokens", 0)
+    evaluate(model, out, *rq, "--eps-unit-tokens", 32)
     first, *rest = lines_of(out)
     assert all(first["config"].pop(name) == value for name, value in EARLIER.items())
     out.write_text("".join(json.dumps(line) + "\n" for line in (first, *rest)))
@@ -501,7 +501,7 @@ def test_an_evaluation_of_before_unit_means_goes_on_as_the_same_and_not_as_the_d
     with pytest.raises(ConfigError) as error:
         evaluate(model, out, *rq)
     assert "its config.mean_tokens differs (0 there, 64 now): ask for the same, or give another -o" in str(error.value)
-    assert evaluate(model, out, *rq, "--eps-unit-tokens", 0)["resumed"] == 4
+    assert evaluate(model, out, *rq, "--eps-unit-tokens", 32)["resumed"] == 4
     assert out.read_bytes() == before
 
 

@@ -30,6 +30,7 @@ def case_of(lengths: tuple[int, ...] = (600, 290, 37), refine: float = 0.125, **
         "mean_bits": 8,
         "stages": (),
         "budget": 0.002,
+        "combine": "max",
         **more.pop("config", {}),
     }
     config = eps("rq", refine=refine, **settings)

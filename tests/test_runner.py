@@ -205,7 +205,7 @@ def test_bytes_are_the_steps_own(session: Session) -> None:
         assert outcomes[DENSE].bytes_read(first) == (full, full)
         read, dense = outcomes["rq"].bytes_read(first)
         assert dense == full
-        steps = decoder.layers[-5:][first:]  # after those of the dense decode
+        steps = decoder.kept_layers[-5:][first:]  # after those of the dense decode
         assert read == sum(layer.kv_bytes_read + layer.summary_bytes_read for step in steps for layer in step) < full
 
 

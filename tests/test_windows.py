@@ -14,6 +14,8 @@ from test_model import NUM_TOKENS, Sequences, assert_close, assert_refused, load
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
+from eps_core.decode.evicting import evicting
+from eps_core.decode.llm import LLM, Generation
 from eps_core.decode.session import Session
 from eps_core.evaluation.capture import CaptureRequest, capture
 from eps_core.evict.keep import Keep
@@ -97,14 +99,14 @@ def test_a_dense_step_is_counted_by_windows(target: tuple, saved: Callable) -> N
 @pytest.mark.parametrize("backend", ["numpy", "cuda", "mlx"])
 def test_a_session_generates_audits_and_verifies(backend: str, saved: Callable) -> None:
     path, text = saved("gemma3"), "the key of 7 is 3 and of 9 is 4; " * 5
-    dense = Session.open(path, backend).generate(text, 8, stop=False)
-    assert dense.bytes_read == dense.bytes_dense
-    session = Session.open(path, backend, config=SPARSE)
-    sparse = session.generate(text, 8, stop=False)
-    assert sparse.bytes_dense == dense.bytes_dense > sparse.bytes_read
-    assert Session.open(path, backend, config=WHOLE).generate(text, 8, stop=False).tokens == dense.tokens
-    verified = Session.open(path, backend, config=SPARSE, verify="tokens").generate(text, 8, stop=False)
-    assert verified.tokens == dense.tokens
+
+    def said(config: EpsConfig, speculative: bool = False) -> Generation:
+        llm = LLM(path, config=config, backend=backend, device="cpu", speculative=speculative)
+        return llm.generate(text, max_new_tokens=8, ignore_eos=True)
+
+    dense, sparse = said(EpsConfig()), said(SPARSE)
+    assert dense.kv_bytes_read == dense.kv_bytes_dense == sparse.kv_bytes_dense > sparse.kv_bytes_read
+    assert said(WHOLE).tokens == said(SPARSE, speculative=True).tokens == dense.tokens
 
 
 @pytest.mark.kernels("numba")
@@ -137,7 +139,7 @@ def test_a_run_says_which_layers_are_dense_and_counts_them(saved: Callable, tmp_
 def test_what_needs_full_attention_refuses_by_name(saved: Callable, tmp_path: Path) -> None:
     session = Session.open(saved("gemma3"), "numpy")
     says = "full attention in every layer, and 2 of the 4 layers of this gemma3_text have a sliding window"
-    assert_refused(lambda: session.evicting(Keep("snapkv", 0.5), EpsConfig.of().store, [40], 4), "eviction", says)
+    assert_refused(lambda: evicting(session, Keep("snapkv", 0.5), EpsConfig.of().store, [40], 4), "eviction", says)
     text = tmp_path / "long.txt"
     text.write_text("the key of 7 is 3; " * 10)
     request = CaptureRequest(

@@ -41,7 +41,7 @@ def disagreement(
     length = TOKENS + (1 if config.store.S > 1 else 0)
     units = -(-length // config.store.unit_tokens)
     one = replace(spec, num_layers=1, num_units=units, max_open_groups=1)
-    config = EpsConfig.over(config.store, replace(config.read, min_context=0, head_modes=None))
+    config = EpsConfig.over(config.store, replace(config.read, min_context=0, budget_floor=0, head_modes=None))
     rng = np.random.default_rng(0)
     k, v = (rng.standard_normal((length, spec.num_kv_heads, spec.head_dim), np.float32) for _ in range(2))
     q = 2 * rng.standard_normal((1, num_heads, spec.head_dim), np.float32)

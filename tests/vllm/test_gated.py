@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eps_core.config.eps import EpsConfig
-from eps_core.decode import forward as forward_module
+from eps_core.decode import layers as layers_module
 from eps_core.decode.generate import generate
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
@@ -26,7 +26,7 @@ def own_decoder(
     config = EpsConfig.of(**settings)
     logits: list[np.ndarray] = []
     lists: list[list[list[np.ndarray]]] = []
-    real = forward_module.attend_layer
+    real = layers_module.attend_layer
 
     def watched(eps: Any, cache: Any, layer: int, *args: Any, **more: Any) -> Any:
         out, read = real(eps, cache, layer, *args, **more)
@@ -37,7 +37,7 @@ def own_decoder(
         lists[-1].append([head[:count] for head, count in zip(groups, counts, strict=True)])
         return out, read
 
-    monkeypatch.setattr(forward_module, "attend_layer", watched)
+    monkeypatch.setattr(layers_module, "attend_layer", watched)
     spec = session.cache_spec(config.store, len(prompt) + NEW_TOKENS)
     cache = session.decoder.eps.new_cache(spec, config.store, "cpu", "numba")
     pool = PagePool(spec.num_units, config.store.unit_tokens)
