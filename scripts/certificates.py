@@ -31,7 +31,7 @@ from eps_core.telemetry.provenance import provenance
 from experiments.bounds.hard_cases import fill
 
 # what certifies where codes of single keys do
-KEYS_4, KEYS_8 = (EpsConfig(EpsConfig.of(method="box", bound_bits=bits).store.bound_store) for bits in (4, 8))
+KEYS_4, KEYS_8 = (EpsConfig.over(EpsConfig.of(method="box", bound_bits=bits).store.bound_store) for bits in (4, 8))
 SUMMARIES = (
     EpsConfig.of(method="1pc"),
     EpsConfig.of(method="fd"),

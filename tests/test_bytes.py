@@ -123,7 +123,7 @@ PARTS = {(): [8], (0.25,): [4, 4], (0.5, 0.2): [2, 2, 4]}
 @pytest.mark.parametrize("stages", PARTS, ids=str)
 @pytest.mark.parametrize("lengths", [(608,), (608, 608), (608, 37)])
 def test_scoring_in_stages_gathers_each_part_of_those_that_are_left(target, counter, stages, lengths):
-    few = {"group_tokens": 2, "budget": 0.01, "tail_tokens": 0}
+    few = {"group_tokens": 2, "budget": 0.01, "tail_tokens": 0, "combine": "max"}  # sums ask the first key, too
     case = Case(lengths, eps("rq", mean_tokens=64, stages=stages, refine=0.0625, **few), head_dim=64)
 
     def read(length: int) -> int:

@@ -96,7 +96,7 @@ def test_gated_run_reports_both_sides(model: Path, tmp_path: Path) -> None:
         "--pool-tokens", 512, "--no-stop", "--temperature", 0.8, "--top-p", 0.9, "--seed", 4, "--kl",
         "--metrics", metrics, "--csv", table, "--eps-method", "rq", "--eps-rq-bounds",
         "--eps-group-tokens", 4, "--eps-policy", "topk", "--eps-budget", 0.3, "--eps-first-tokens", 4,
-        "--eps-last-tokens", 8, "--eps-scope", "union", "--eps-seed", 3, "--eps-min-context", 10, "--block-size", 32,
+        "--eps-last-tokens", 8, "--eps-scope", "union", "--eps-seed", 3, "--eps-min-context", 10, "--block-size", 8,
         "--eps-tail", "drop",
     )  # fmt: skip
     assert done.returncode == 0 and re.fullmatch(PROGRESS, done.stderr), done.stderr
@@ -124,7 +124,11 @@ def test_gated_run_reports_both_sides(model: Path, tmp_path: Path) -> None:
         seed=3, min_context=10, block_size=8, tail_tokens=0,
     )  # fmt: skip
     assert first["type"] == "run" and EpsConfig.from_dict(first["config"]) == config
-    assert first["cache"]["dtype"] == "bfloat16" and first["cache"]["num_units"] == 64 and first["dtype"] == "float32"
+    assert (
+        first["cache"]["dtype"] == "bfloat16"
+        and first["cache"]["num_units"] == 512 // 64
+        and first["dtype"] == "float32"
+    )
     assert first["sampling"] == {"temperature": 0.8, "top_p": 0.9, "seed": 4, "by": "gumbel"}
     assert {"eps", "numpy", "python"} <= set(first["versions"]) and "git_commit" in first
     assert [step["step"] for step in steps] == list(range(6))
@@ -306,11 +310,11 @@ def test_info_takes_shape_and_flags(model: Path, bare: dict[str, str]) -> None:
     rows = {(row["kind"], row["method"], row["rq_bounds"]): row for row in info["summaries"] if not row["bound_bits"]}
     assert rows["coarse", "jl", False]["group_tokens"] == 256 and rows["coarse", "jl", False]["bytes_per_group"] == 40
     rq = rows["fine", "rq", False]
-    assert rq["group_tokens"] == 8 and rq["bytes_per_group"] == 18
-    assert rq["summary_bytes"] == 2 * 3 * 128 * 18
+    assert rq["group_tokens"] == 8 and rq["bytes_per_group"] == 22.25
+    assert rq["summary_bytes"] == 2 * 3 * 128 * 22.25
     keys = next(row for row in info["summaries"] if row["bound_bits"])  # a code and four fp16 scalars of each
     assert keys["summary_bytes"] == rq["summary_bytes"] + 2 * 3 * 1024 * (64 + 4 * 2)
-    assert rows["fine", "rq", True]["bytes_per_group"] == 24
+    assert rows["fine", "rq", True]["bytes_per_group"] == 28.25
     assert next(row for row in info["kept"] if row["kept_share"] == 1)["summary_bytes"] == rq["summary_bytes"]
     blocks = succeed("info", "--model", model, "--eps-group-blocks", 4, env=bare)
     assert blocks["shape"]["layers"] == 2 and blocks["shape"]["context"] == 512

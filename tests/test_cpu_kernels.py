@@ -55,7 +55,7 @@ CASES = [
     Case((300, 290), eps("rq", group_tokens=2), kind="ties", scale_q=1.0),
     Case((300,), eps("rq"), kind="equal"),
     Case((300, 37), eps("rq", refine=0.3), head_dim=160, num_heads=6, num_kv_heads=2),  # 4 words and 1
-    Case((300,), eps("rq", group_tokens=16), head_dim=96, num_heads=2, num_kv_heads=1),
+    Case((300,), eps("rq", group_tokens=4), head_dim=96, num_heads=2, num_kv_heads=1),
     Case((290, 41), eps("rq", group_tokens=2, min_context=100, top_pages=9)),
     Case((700, 290), eps("rq", mean_tokens=64, stages=(0.25,)), num_heads=8, head_dim=128, dtype="bfloat16"),
     Case((100, 37), eps("rq")),  # one full unit, and none

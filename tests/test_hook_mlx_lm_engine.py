@@ -124,7 +124,7 @@ def test_the_needle_is_read_as_by_our_own_decoder(prompt: list[int], ours: Decod
     records = hook.gated.records[:STEPS]
     assert [one.bytes_kv_read_est for one in records] == ours.kv_bytes
     assert [one.bytes_summary_read for one in records] == ours.summary_bytes
-    assert stats["bytes_ratio"] < 0.13
+    assert stats["bytes_ratio"] < 0.22
 
 
 # ---- the engine ----

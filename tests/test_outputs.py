@@ -20,7 +20,6 @@ from test_cli import call, command, lines_of
 
 from eps_core.cli.evaluate import evaluate_command
 from eps_core.cli.main import cli
-from eps_core.config.eps import EARLIER
 from eps_core.errors import ConfigError
 from eps_core.evaluation import measure as measure_module
 from eps_core.files import outputs
@@ -489,19 +488,18 @@ def test_evaluate_does_not_go_on_with_another_run(
     assert words in str(error.value) and out.read_bytes() == evaluated[0].read_bytes()
 
 
-def test_an_evaluation_of_before_unit_means_goes_on_as_the_same_and_not_as_the_default(
-    model: Path, tmp_path: Path
-) -> None:
+def test_an_evaluation_of_before_unit_means_is_another_one(model: Path, tmp_path: Path) -> None:
     out, rq = tmp_path / "e.jsonl", ["--eps-method", "rq", "--eps-budget-floor", 0, "--text-steps", 0, "--no-oracle"]
-    evaluate(model, out, *rq, "--eps-unit-tokens", 32)
+    evaluate(model, out, *rq)
     first, *rest = lines_of(out)
-    assert all(first["config"].pop(name) == value for name, value in EARLIER.items())
+    del first["config"]["mean_tokens"]
     out.write_text("".join(json.dumps(line) + "\n" for line in (first, *rest)))
     before = out.read_bytes()
     with pytest.raises(ConfigError) as error:
         evaluate(model, out, *rq)
-    assert "its config.mean_tokens differs (0 there, 64 now): ask for the same, or give another -o" in str(error.value)
-    assert evaluate(model, out, *rq, "--eps-unit-tokens", 32)["resumed"] == 4
+    assert "its config.mean_tokens differs (None there, 64 now): ask for the same, or give another -o" in str(
+        error.value
+    )
     assert out.read_bytes() == before
 
 

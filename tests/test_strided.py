@@ -203,7 +203,7 @@ def test_what_an_engine_wrote_is_adopted_as_if_eps_had_been_there() -> None:
 
 
 def test_a_group_begun_by_others_is_continued() -> None:
-    config = EpsConfig.of(method="rq", group_tokens=2, mean_tokens=0)
+    config = EpsConfig.of(method="ball", group_tokens=2)
     cache = eps.new_cache(CacheSpec(1, KV_HEADS, HEAD_DIM, UNITS), config.store, "cpu", "arrays")
     k = torch.randn((300, KV_HEADS, HEAD_DIM), generator=torch.Generator().manual_seed(1))
     eps.write_kv(cache, 0, k, k, np.arange(300))

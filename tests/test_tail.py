@@ -368,9 +368,9 @@ def test_steps_count_the_means_that_they_read(target, tiny_path):  # noqa: F811
 @pytest.mark.parametrize("method", METHODS)
 def test_off_by_default_and_of_a_usual_length(method):
     assert EpsConfig.of(method=method).store.tail_tokens == 0
-    assert EpsConfig.of(method="rq", block_size=12).with_tail().store.tail_tokens == 120
-    assert EpsConfig.of(method="rq", block_size=160).with_tail().store.tail_tokens == 160
-    assert EpsConfig.of(method="rq", group_tokens=96).with_tail().store.tail_tokens == 96
+    assert EpsConfig.of(method="box", block_size=12, group_tokens=4).with_tail().store.tail_tokens == 120
+    assert EpsConfig.of(method="box", block_size=160).with_tail().store.tail_tokens == 160
+    assert EpsConfig.of(method="box", group_tokens=96).with_tail().store.tail_tokens == 96
     config = EpsConfig.of(method="rq", tail_tokens=64)
     assert EpsConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config and config.store.unit_tokens == 64
 
@@ -387,8 +387,8 @@ def test_refused_where_estimates_are_norms(method):
 @pytest.mark.parametrize("tokens", [1, 8, 40, 512, -64])
 def test_refused_where_groups_do_not_fill_it(tokens):
     with pytest.raises(ConfigError, match=f"eps-tail-tokens {tokens} is not a multiple, up to 256, of the 16"):
-        EpsConfig.of(method="rq", tail_tokens=tokens)
-    assert EpsConfig.of(method="rq", tail_tokens=16).store.tail_tokens == 16
+        EpsConfig.of(method="box", tail_tokens=tokens)
+    assert EpsConfig.of(method="box", tail_tokens=16).store.tail_tokens == 16
 
 
 def test_bytes_of_a_tail():

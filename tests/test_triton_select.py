@@ -100,7 +100,7 @@ def check_topk(kernels: Kernels, case: tuple, row_groups: int | None = None) -> 
     size, first, last, least, share, lengths, kind = case
     block = next(b for b in (16, size, size * 2) if b % size == 0)
     config = EpsConfig.of(
-        method="rq", group_tokens=size, block_size=block, budget=share, first_tokens=first, last_tokens=last,
+        method="box", group_tokens=size, block_size=block, budget=share, first_tokens=first, last_tokens=last,
         min_context=least, tail_tokens=0,
     )  # fmt: skip
     groups, kv_heads = -(-max(lengths) // size) + 3, 2

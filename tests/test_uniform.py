@@ -20,7 +20,8 @@ def config_of(method: str = "random", seed: int = 0, **settings: object) -> EpsC
 
 def scored(backend, device: str, config: EpsConfig, layer: int = 0, lengths=LENGTHS, k=None, q=None, turned=False):
     """(scores, where) of two sequences whose pages lie in order, or `turned` in the other."""
-    pages = [-(-length // 16) for length in lengths]
+    size = config.store.unit_tokens
+    pages = [-(-length // size) for length in lengths]
     spec = CacheSpec(2, 3, 8, sum(pages) + 1)
     cache = backend.new_cache(spec, config.store, device)
     table = np.full((2, max(pages)), -1, np.int32)
@@ -31,7 +32,7 @@ def scored(backend, device: str, config: EpsConfig, layer: int = 0, lengths=LENG
     k = rng.normal(size=(sum(lengths), 3, 8)) if k is None else k
     q = rng.normal(size=(2, 6, 8)) if q is None else q
     keys = backend.from_numpy(np.ascontiguousarray(k, np.float32), "float32", device)
-    slots = [table[b, np.arange(n) // 16] * 16 + np.arange(n) % 16 for b, n in enumerate(lengths)]
+    slots = [table[b, np.arange(n) // size] * size + np.arange(n) % size for b, n in enumerate(lengths)]
     cache = backend.write_kv(cache, layer, keys, keys, np.concatenate(slots).astype(np.int64))
     where = Where.of(config, table, np.array(lengths))
     queries = backend.from_numpy(np.ascontiguousarray(q, np.float32), "float32", device)

@@ -168,7 +168,8 @@ class EpsConfig:
     @classmethod
     def reading(cls, store: Store) -> Self:
         """A read of everything that a store keeps, whatever its method's usual one is: for checks."""
-        return cls.over(store, Read(stages=(0.5,) * (store.parts - 1), refine=0.25 if store.second_bit else 0.0))
+        refine, combine = 0.25 if store.second_bit else 0.0, "sum" if store.sums_heads else "max"
+        return cls.over(store, Read(stages=(0.5,) * (store.parts - 1), refine=refine, combine=combine))
 
     def replace(self, **flat: Any) -> Self:
         """As if these flat settings had been given, too, or instead: what merely followed follows again. None: it is

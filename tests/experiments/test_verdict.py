@@ -111,7 +111,7 @@ def task(config: EpsConfig, change: float, dense: float = 0.9, **values: Any) ->
     [
         EpsConfig.of(method="rq", budget=0.05),
         EpsConfig.of(method="rq"),
-        EpsConfig.of(method="rq", policy="share"),
+        EpsConfig.of(method="rq", policy="threshold", top_pages=64),
         EpsConfig.of(method="box", group_tokens=16, first_tokens=4),
     ],
 )
