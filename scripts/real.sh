@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Measures EPS and its peers on real pretrained models: KL against bytes at five cells, 8 documents of 64 steps each.
+# Measures EPS and its peers on real pretrained models: KL against bytes at five cells, 8 documents of 64 steps each,
+# then look-ups and verified decoding.
 # Some hours on 2 idle cores (the cell of 32,768 tokens alone prefills for ten minutes a document). Documents that are
 # in real.jsonl are not measured again, so it goes on where it was stopped.
 # Usage: [EPS_REAL_QUICK=1] scripts/real.sh [output folder, default results]
@@ -32,3 +33,14 @@ for context in 40 150 500 700 1024 1536 2048 3072; do
   cell smollm2 "$context" --default-only
   cell qwen-coder "$context" --default-only
 done
+# look-ups, and verified decoding: bytes a token, accepted drafts, equal texts
+for context in 4096 8192 16384; do
+  for model in smollm2 qwen-coder; do
+    if [ "$model $context" != "smollm2 16384" ]; then
+      "$venv/bin/python" scripts/real_answers.py --model "$models/$model" --documents 4 --questions 10 \
+        --context $((context == 8192 ? 8064 : context)) -o "$out/real-answers.jsonl"
+      took "look-ups and verified texts of $model at $context tokens"
+    fi
+  done
+done
+"$venv/bin/python" scripts/real.py --tables -o "$out/real.jsonl"
