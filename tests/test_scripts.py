@@ -196,7 +196,7 @@ def test_the_tables_on_real_models_are_those_of_the_raw_rows() -> None:
     command = [sys.executable, "scripts/real.py", "--tables", "-o", results / "real.jsonl"]
     done = subprocess.run(command, cwd=SCRIPTS.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("|") > 500 and done.stdout in (results / "README.md").read_text()
+    assert done.stdout.count("|") > 200 and done.stdout in (results / "README.md").read_text()
 
 
 def test_tables_of_a_folder_that_only_long_contexts_were_measured_into(tmp_path: Path) -> None:
