@@ -243,7 +243,7 @@ def test_the_demo_answers_its_needle_with_eps_on() -> None:
     answer = re.search(r"needle document whose answer is (\d{5})", done.stdout)
     assert answer is not None and result["text"].startswith(answer[1])
     assert result["model"] == "demo" and result["prompt_tokens"] == 4096
-    assert result["eps"]["method"] == "rq" and result["eps"]["policy"] == "topk" and result["bytes_ratio"] < 0.16
+    assert result["eps"]["method"] == "rq" and result["eps"]["policy"] == "topk" and result["bytes_ratio"] < 0.3
     assert re.search(r"needle answered +yes +yes", done.stdout) and "the demo's default" in done.stdout
     # what EPS is for, in the same table
     assert result["layer"]["context"] == 32768 and result["layer"]["bytes_ratio"] < 0.1

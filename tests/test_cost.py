@@ -106,7 +106,7 @@ def test_a_store_that_cannot_be_written_is_no_error(target, monkeypatch, tmp_pat
 def test_run_gates_from_where_it_pays(monkeypatch, pays_from: int | None, dense: bool) -> None:
     monkeypatch.setattr("eps_core.evaluation.compare.cost_of", lambda *a: (FixedCost(pays_from), False))
     flags = ["--backend", "cuda", "--eps-method", "rq", "--eps-min-context", "auto", "--max-new-tokens", "2"]
-    done = CliRunner().invoke(cli, ["run", *flags, "--prompt", "It was a dark and stormy night. " * 20])
+    done = CliRunner().invoke(cli, ["run", *flags, "--prompt", "It was a dark and stormy night. " * 50])
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout.splitlines()[-1])
     assert bool(result["eps"]["fallbacks"].get("min_context")) is dense

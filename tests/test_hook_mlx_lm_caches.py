@@ -118,7 +118,7 @@ def test_what_is_evaluated_after_a_chunk_is_all_that_is_left_and_no_copy_of_the_
         assert operations() == 0
 
 
-@pytest.mark.parametrize("mean_tokens", [0, 32])
+@pytest.mark.parametrize("mean_tokens", [32])
 def test_bytes_are_those_of_the_units_held_summaries_too(mean_tokens: int) -> None:
     model = tiny("llama", mx.bfloat16)
     pairs = {"group_tokens": 2, "tail_tokens": 128, "mean_tokens": mean_tokens}

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from eps_core import LLM
 from eps_core.config.eps import EpsConfig
+from eps_core.decode.layers import layers_of
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
@@ -151,6 +152,7 @@ def test_gated_logits_and_visit_lists_are_our_own_decoders(demo: Any, method: st
     apart = []
     select = session.backend.select
     session.decoder.eps = _Listening(session.backend, lambda *args: visited.append(select(*args)) or visited[-1])
+    session.decoder.layers = layers_of(session.decoder.eps, session.spec)
     for at, logits in zip(range(1480, 1500), theirs, strict=True):
         slots, _ = pool.append(sequence, [tokens[at]])
         own, output = session.decoder.step(

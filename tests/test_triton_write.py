@@ -388,7 +388,6 @@ MUTATIONS = {
     "sums in another order": (
         "(2, ROWS >> (level + 1), DIM2)), (1, 2, 0)", "(ROWS >> (level + 1), 2, DIM2)), (0, 2, 1)"
     ),
-    "codes one byte further": ("byte = tl.arange(0, DIM2 * BITS // 8)", "byte = 1 + tl.arange(0, DIM2 * BITS // 8)"),
 }  # fmt: skip
 
 
