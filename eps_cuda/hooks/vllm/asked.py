@@ -91,14 +91,15 @@ def _stock(flat: dict[str, Any], block_tokens: int) -> Settings:
             f"route stock reads whole blocks of {block_tokens} tokens for all kv heads alike, and cannot have {name} "
             f"{shown(flat.get(name))}: leave it out, or take route rows",
         )
-    given = {name: value for name, value in flat.items() if name not in GROUP_SETTINGS}
-    settings = Settings.of(given | wanted | {"block_size": min(16, block_tokens)})
-    store, read = settings.config.store, settings.config.read
+    config = Settings.of(flat).config
+    store, read = config.store, config.read
     require(
         not (store.has_bounds or store.facts.coded or read.strict or store.bound_bits),
         "route stock has no softmax mass to check bounds against and no keys to read again, which method "
         f"{store.method} wants as it is set: take method meanstd or jl, or route rows",
     )
+    given = {name: value for name, value in flat.items() if name not in GROUP_SETTINGS}
+    settings = Settings.of(given | wanted | {"block_size": min(16, block_tokens)})
     require(not settings.audit_every, "route stock cannot audit: leave audit_every out, or take route rows")
     return settings
 
