@@ -36,7 +36,7 @@ from curves import bytes_at_kl
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code, require
-from eps_core.evaluation.runner import Document, run_document
+from eps_core.evaluation.runner import DENSE, Document, run_batch
 from eps_core.evaluation.statistics import bootstrap_interval
 from eps_core.tasks.corpus import corpus
 from eps_core.telemetry.provenance import provenance
@@ -270,7 +270,9 @@ def measure(
     peers: list[float],
 ) -> list[dict]:  # fmt: skip
     """Return the rows of one document: of `configs`, then of the peers at each budget of `peers`."""
-    found = run_document(session, Document.along(tokens, steps), configs)
+    prefixes, document = [session.prefix(tokens[: len(tokens) - steps])], Document.along(tokens, steps)
+    dense = run_batch(session, [document], {DENSE: EpsConfig()}, prefixes)
+    found = run_batch(session, [document], configs, prefixes, dense[DENSE])
     rows = []
     for name, share in configs:
         one = found[name, share]
@@ -280,9 +282,8 @@ def measure(
         rows.append({"method": name, "budget": share, "bytes": read / full, "kl": kl, "agree": agree})
     if not peers:
         return rows
-    prefix = session.prefix(tokens[: len(tokens) - steps])
     with torch.inference_mode():
-        return rows + simulate(session, prefix.keys_values, tokens, steps, peers)
+        return rows + simulate(session, prefixes[0].keys_values, tokens, steps, peers)
 
 
 ORDER = ("EPS", "EPS meanstd", "Quest", "UNIQUE", "1-bit codes", "oracle", FP8)
