@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from eps_core.config.eps import EpsConfig
+from eps_core.decode.layers import run_layers
 from eps_core.gate.protocol import Scores, Selection
 from eps_core.gate.stats import LayerStats, StepOutput
 from eps_core.paging.where import Where
@@ -160,25 +161,26 @@ class StaticStep:
     def compute(self, model: Any, cache: Cache) -> Outputs:
         """Every layer, from the buffers."""
         at = self.buffers
-        x = model.embedded(at.tokens)
         skipped, selections = [], []
-        for layer in range(cache.spec.num_layers):
-            q, k, v = model.project(layer, x, [(at.cos, at.sin)])
+
+        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if self.finite is None:
                 dispatch.write(cache, layer, k, v, at.slots)
             else:
                 dispatch.place(cache, layer, k, v, at.slots, self.finite)
-            if self.config is not None:
-                out, unread, selection = attend_static(
-                    self.config, cache, layer, q, at.table, at.lengths, at.wanted, self.depth, self.width
-                )
-                skipped.append(unread)
-                selections.append(selection)
-            else:
+            if self.config is None:
                 out, _ = attend_groups(
                     q, *cache.plain(layer), at.table, at.lengths, None, None, group_tokens=cache.store.S
                 )
-            x = model.feed_forward(layer, model.add_attention(layer, x, out))
+                return out
+            out, unread, selection = attend_static(
+                self.config, cache, layer, q, at.table, at.lengths, at.wanted, self.depth, self.width
+            )
+            skipped.append(unread)
+            selections.append(selection)
+            return out
+
+        x = run_layers(model, model.embedded(at.tokens), [(at.cos, at.sin)], attention)
         visited = None
         if self.finite is not None:
             groups, counts, visit = (torch.stack([getattr(one, name) for one in selections]) for name in VISITED)
@@ -261,9 +263,7 @@ def dense_step(
     static = _static(model, cache, where, gated=False)
     logits = _advance(static, model, cache, tokens, slots, where).logits.cpu().numpy()
     check_finite(cache)
-    spec = cache.spec
-    cache.count_read(spec.num_layers * int(where.lengths.sum()) * spec.num_kv_heads * spec.kv_token_bytes)
-    return cache, StepOutput(logits, [])
+    return cache, StepOutput(logits, cache.spec.num_layers * where.dense_kv_bytes(cache.spec))
 
 
 @torch.inference_mode()
@@ -274,14 +274,9 @@ def step(
     groups are without a summary than its lists have room for: that is there for those of an open unit."""
     if not covers(cache, where):
         return None
-    store, spec = cache.store, cache.spec
-    # the token of this step is written before it scores: what it fills has a summary then. What a draft places seals
-    # nothing
-    seals = np.arange(where.num_groups) // store.groups_per_seal
-    written = (seals == ((where.lengths - 1) // store.sealed_tokens)[:, None]) & where.inside
-    fills = (where.lengths % store.sealed_tokens == 0)[:, None] & (not draft)
-    missing = np.where(written, ~fills, where.missing(cache.state[0])) & ~where.forced
-    forced = where.num_forced + missing.sum(axis=1)
+    spec = cache.spec
+    # the token of this step is written before it scores; what a draft places gets no summary
+    forced = where.num_always_selected(cache.state[0], finalizes=not draft)
     static = _static(model, cache, where, gated=True, draft=draft)
     uniform = where.budget(forced)
     if int(uniform.max()) > static.width:
@@ -296,13 +291,11 @@ def step(
     if not draft:
         check_finite(cache)
     counts = np.repeat(uniform[:, None], spec.num_kv_heads, axis=1)
-    kv_bytes = int(counts.sum()) * store.S * spec.kv_token_bytes
-    summary_bytes = spec.num_kv_heads * where.scoring_bytes(spec.head_dim)
+    kv_bytes, summary_bytes = where.kv_bytes(spec, int(counts.sum())), where.summary_bytes(spec)
     layers = [
-        LayerStats(counts, where.ends, forced, unread[layer], kv_bytes, summary_bytes, None, None)
+        LayerStats(counts, where.ends, forced, unread[layer], kv_bytes, summary_bytes)
         for layer in range(spec.num_layers)
     ]
-    cache.count_read(kv_bytes * spec.num_layers)
     selections = []
     if outputs.visited is not None:
         # the next draft's take their places
@@ -312,4 +305,4 @@ def step(
             Selection(groups[layer], listed[layer], uniform, forced, visit=visit[layer])
             for layer in range(spec.num_layers)
         ]
-    return cache, StepOutput(logits, layers, selections=selections)
+    return cache, StepOutput(logits, kv_bytes * spec.num_layers, layers, selections=selections)

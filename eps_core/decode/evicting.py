@@ -15,6 +15,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
 from eps_core.config.store import CacheSpec, Store
 from eps_core.decode.forward import Arithmetic, Decoder
+from eps_core.decode.layers import run_layers
 from eps_core.decode.observe import Observed
 from eps_core.decode.session import Session
 from eps_core.evict.base import Kept
@@ -144,26 +145,28 @@ class EvictingDecoder(Decoder):
         wheres = table.wheres(cache.store, config)
         reads, clock, observed_bytes = [], self._clock if self.timing else None, []
         pending: list[list[list[Array]]] = []  # [L][B]
+
+        def attention(layer: int, q: Array, k: Array, v: Array) -> Array:
+            nonlocal cache
+            one = (batch * spec.num_kv_heads, 1, spec.head_dim)
+            cache = eps.write_kv(cache, layer, k.reshape(one), v.reshape(one), slots[:, layer].ravel())
+            if self.tap is not None:
+                self.tap(layer, q)
+            where = wheres[layer]
+            by_head = q.reshape((batch * spec.num_kv_heads, -1, spec.head_dim))
+            if config is not None:
+                out, seen = attend_layer(eps, cache, layer, by_head, where, clock=clock)
+            else:
+                (out, _), seen = eps.attend(cache, layer, by_head, where, None), dense_read(cache, where)
+                seen.stats.mass_skipped_est = None
+            reads.append(seen)
+            num_bytes, asked = self._observe(cache, layer, by_head, table)
+            observed_bytes.append(num_bytes)
+            pending.append(asked)
+            return out.reshape(q.shape)
+
         with model.scope():
-            x, turn = model.embed(tokens), model.rotation(lengths - 1)
-            for layer in range(spec.num_layers):
-                q, k, v = model.project(layer, x, turn)
-                one = (batch * spec.num_kv_heads, 1, spec.head_dim)
-                cache = eps.write_kv(cache, layer, k.reshape(one), v.reshape(one), slots[:, layer].ravel())
-                if self.tap is not None:
-                    self.tap(layer, q)
-                where = wheres[layer]
-                by_head = q.reshape((batch * spec.num_kv_heads, -1, spec.head_dim))
-                if config is not None:
-                    out, seen = attend_layer(eps, cache, layer, by_head, where, clock=clock)
-                else:
-                    (out, _), seen = eps.attend(cache, layer, by_head, where, None), dense_read(cache, where)
-                    seen.stats.mass_skipped_est = None
-                reads.append(seen)
-                num_bytes, asked = self._observe(cache, layer, by_head, table)
-                observed_bytes.append(num_bytes)
-                pending.append(asked)
-                x = model.feed_forward(layer, model.add_attention(layer, x, out.reshape(q.shape)))
+            x = run_layers(model, model.embed(tokens), model.rotation(lengths - 1), attention)
             flat = [array for layer in pending for asked in layer for array in asked]
             layers, (logits, *values) = collect(eps, cache, reads, model.logits(x), *flat)
             eps.check_finite(cache)
@@ -180,8 +183,11 @@ class EvictingDecoder(Decoder):
         if config is not None:  # where everything was read, statistics are of what was read anyway
             for stats, num_bytes in zip(layers, observed_bytes, strict=True):
                 stats.kv_bytes_read += num_bytes
-        layers = [_by_head(stats, batch, spec.num_kv_heads) for stats in layers]
-        return cache, StepOutput(logits, layers, fallbacks, eviction=Eviction(kept, moved, freed))
+        layers, kv_bytes = (
+            [_by_head(one, batch, spec.num_kv_heads) for one in layers],
+            sum(one.kv_bytes_read for one in layers),
+        )
+        return cache, StepOutput(logits, kv_bytes, layers, fallbacks, eviction=Eviction(kept, moved, freed))
 
     def _observe(self, cache: Any, layer: int, q: Array, table: HeadTables) -> tuple[int, list[list[Array]]]:
         """(bytes of K read, of each sequence what `Observed.told` must have) of queries q [B * Hkv, R, D]; nothing of

@@ -15,7 +15,7 @@ import numpy as np
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
 from eps_core.config.store import CacheSpec
-from eps_core.decode.layers import layers_of
+from eps_core.decode.layers import layers_of, run_layers
 from eps_core.gate.attend import LayerRead, collect
 from eps_core.gate.protocol import Array, Backend, Selection
 from eps_core.gate.stats import StepOutput, VerifyOutput
@@ -111,16 +111,19 @@ class Decoder:
         once the chunk is written. Returns the logits after the last token, [V] float32."""
         eps, model = self.eps, self.model
         self._check_tokens(tokens)
+
+        def attention(layer: int, q: Array, k: Array, v: Array) -> Array:
+            nonlocal cache
+            cache = eps.write_kv(cache, layer, k, v, slots)
+            keys, values = eps.read_kv(cache, layer, table, length)
+            out = self.layers[layer].chunk(cache, q, keys, values)
+            if self.watch is not None:
+                self.watch(cache, layer, q, keys, length)
+            return out
+
         with model.scope():
-            x, turn = model.embed(tokens), model.rotation(np.arange(length - len(tokens), length))
-            for layer in range(self.spec.num_layers):
-                q, k, v = model.project(layer, x, turn)
-                cache = eps.write_kv(cache, layer, k, v, slots)
-                keys, values = eps.read_kv(cache, layer, table, length)
-                out = self.layers[layer].chunk(cache, q, keys, values)
-                if self.watch is not None:
-                    self.watch(cache, layer, q, keys, length)
-                x = model.feed_forward(layer, model.add_attention(layer, x, out))
+            turn = model.rotation(np.arange(length - len(tokens), length))
+            x = run_layers(model, model.embed(tokens), turn, attention)
             _, (logits,) = collect(eps, cache, [], model.logits(x[-1:]))
             eps.check_finite(cache)
         return cache, logits[0]
@@ -157,28 +160,31 @@ class Decoder:
                 return done
         reads: list[LayerRead] = []
         clock = self._clock if self.timing else None
+
+        def attention(layer: int, q: Array, k: Array, v: Array) -> Array:
+            nonlocal cache
+            cache = (eps.place_kv if draft else eps.write_kv)(cache, layer, k, v, slots)
+            if self.tap is not None:
+                self.tap(layer, q)
+            if not gated:
+                return self.layers[layer].dense(cache, q, where)
+            out, one = self.layers[layer].sparse(cache, q, where, audit, clock)
+            reads.append(one)
+            return out
+
         with model.scope():
             dense_logits = None
             if audit:
                 cache, dense_logits = self._dense_logits(cache, tokens, slots, where)
-            x, turn = model.embed(tokens), model.rotation(where.lengths - 1)
-            for layer in range(spec.num_layers):
-                q, k, v = model.project(layer, x, turn)
-                cache = (eps.place_kv if draft else eps.write_kv)(cache, layer, k, v, slots)
-                if self.tap is not None:
-                    self.tap(layer, q)
-                if gated:
-                    out, one = self.layers[layer].sparse(cache, q, where, audit, clock)
-                    reads.append(one)
-                else:
-                    out = self.layers[layer].dense(cache, q, where)
-                x = model.feed_forward(layer, model.add_attention(layer, x, out))
+            x = run_layers(model, model.embed(tokens), model.rotation(where.lengths - 1), attention)
             selections = [one.selection for one in reads] if draft else []
             layers, (logits,) = collect(eps, cache, reads, model.logits(x))
             if not draft:
                 eps.check_finite(cache)
         fallbacks = where.fallbacks(spec.full, spec.windowed) if gated else {}
-        return cache, StepOutput(logits, layers, fallbacks, dense_logits, selections)
+        dense_bytes = cache.spec.dense_kv_bytes(where.lengths.tolist())
+        kv_bytes = sum(one.kv_bytes_read for one in layers) if gated else dense_bytes
+        return cache, StepOutput(logits, kv_bytes, layers, fallbacks, dense_logits, selections)
 
     def verify(
         self,
@@ -188,23 +194,25 @@ class Decoder:
         rows: Rows,
         drafts: Sequence[Sequence[tuple[Selection, int] | None]] = (),
     ) -> tuple[Any, VerifyOutput]:
-        """Dense attention of several new tokens of each of B sequences in one pass (design section 10): tokens [T] and
+        """Dense attention of several new tokens of each of B sequences in one pass: tokens [T] and
         their slots [T], T as in `rows`. K and V are placed; `commit` writes those that stay. `drafts`: of each layer
         and row what a draft step visited (None: everything), for the share that it left out."""
         eps, model, spec = self.eps, self.model, self.spec
         self._check_tokens(tokens)
         kv, lses, visited = [], [], []
+
+        def attention(layer: int, q: Array, k: Array, v: Array) -> Array:
+            nonlocal cache
+            cache = eps.place_kv(cache, layer, k, v, slots)
+            with eps.span("eps.verify", cache):
+                read = self.layers[layer].rows(cache, q, rows, drafts[layer] if drafts else None)
+            kv.append((k, v))
+            lses.append(read.lse)
+            visited.append(read.visited_lse)
+            return read.out
+
         with model.scope():
-            x, turn = model.embed(np.asarray(tokens)), model.rotation(rows.seen - 1)
-            for layer in range(spec.num_layers):
-                q, k, v = model.project(layer, x, turn)
-                cache = eps.place_kv(cache, layer, k, v, slots)
-                with eps.span("eps.verify", cache):
-                    read = self.layers[layer].rows(cache, q, rows, drafts[layer] if drafts else None)
-                kv.append((k, v))
-                lses.append(read.lse)
-                visited.append(read.visited_lse)
-                x = model.feed_forward(layer, model.add_attention(layer, x, read.out))
+            x = run_layers(model, model.embed(np.asarray(tokens)), model.rotation(rows.seen - 1), attention)
             logits = model.logits(x)
             unread = []
             if drafts:
@@ -214,7 +222,7 @@ class Decoder:
         for layer, share in zip(spec.full, shares, strict=bool(drafts)):
             assert left_out is not None
             left_out[layer] = share
-        return cache, VerifyOutput(values, kv, left_out)
+        return cache, VerifyOutput(values, rows.kv_bytes(cache.spec), kv, left_out)
 
     def commit(self, cache: Any, verified: VerifyOutput, kept: np.ndarray, slots: np.ndarray) -> Any:
         """Writes K and V of the rows `kept` [N] of a verify pass to their slots [N] again, now for good: all that
@@ -231,14 +239,15 @@ class Decoder:
     def _dense_logits(self, cache: Any, tokens: np.ndarray, slots: np.ndarray, where: Where) -> tuple[Any, np.ndarray]:
         """(cache, logits [B, V]) of a dense step of the new tokens, whose K and V are not written yet. Computed at
         once: a pending reader would hold the cache's old buffers through the next write."""
-        eps, model, kv_bytes = self.eps, self.model, cache.kv_bytes_read
-        x, turn = model.embed(tokens), model.rotation(where.lengths - 1)
-        for layer in range(self.spec.num_layers):
-            q, k, v = model.project(layer, x, turn)
+        model = self.model
+
+        def attention(layer: int, q: Array, k: Array, v: Array) -> Array:
+            nonlocal cache
             cache, out = self.layers[layer].before(cache, q, k, v, where, slots)
-            x = model.feed_forward(layer, model.add_attention(layer, x, out))
-        cache.kv_bytes_read = kv_bytes
-        _, (logits,) = collect(eps, cache, [], model.logits(x))
+            return out
+
+        x = run_layers(model, model.embed(tokens), model.rotation(where.lengths - 1), attention)
+        _, (logits,) = collect(self.eps, cache, [], model.logits(x))
         return cache, logits
 
     def _clock(self, cache: Any, *arrays: Array) -> float:

@@ -121,7 +121,6 @@ class Spent:
 
     lengths: np.ndarray  # [B] int64, the step's tokens counted
     decode_ms: float
-    bytes_kv_read: int
     bytes_k_reread: int
 
 
@@ -142,15 +141,13 @@ def take_step(
         cache = _copied(decoder.eps, cache, copies)
         slots.append(new_slots)
     lengths, decoder.timing = pool.lengths(sequences), timed
-    kv_bytes, reread_bytes = cache.kv_bytes_read, cache.bytes_k_reread
+    reread_bytes = cache.bytes_k_reread
     started = time.perf_counter()
     cache, output = decoder.step(
         cache, np.array(tokens), np.concatenate(slots), pool.table(sequences), lengths, read, audited
     )
     decode_ms = 1000 * (time.perf_counter() - started)
-    return cache, output, Spent(
-        lengths, decode_ms, cache.kv_bytes_read - kv_bytes, cache.bytes_k_reread - reread_bytes
-    )  # fmt: skip
+    return cache, output, Spent(lengths, decode_ms, cache.bytes_k_reread - reread_bytes)
 
 
 def record_of(
@@ -175,7 +172,6 @@ def record_of(
         decoder.spec_of(cache),
         EpsConfig.over(cache.store, read),
         spent.decode_ms,
-        spent.bytes_kv_read,
         spent.bytes_k_reread,
         timed,
         audit,

@@ -1,7 +1,7 @@
 """The attention of one layer in every kind of pass: over everything, which EPS reads sparsely, or over a sliding
 window, which is dense. The cache keeps all keys and values of both; a window reads the last of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,14 +62,13 @@ class WindowLayer(FullLayer):
         return self.eps.attend_chunk(cache, q, k[first:], v[first:], (ages >= 0) & (ages < self.window))
 
     def dense(self, cache: Any, q: Array, where: Where) -> Array:
-        unit, spec, out = cache.store.unit_tokens, cache.spec, q * 1
+        unit, out = cache.store.unit_tokens, q * 1
         for row, length in enumerate(where.lengths.tolist()):
             first = max(length - self.window, 0)
             skipped = first // unit  # units that lie before the window
             k, v = self.eps.read_kv(cache, self.layer, where.table[row, skipped:], length - skipped * unit)
             first -= skipped * unit
             out[row : row + 1] = self.eps.attend_chunk(cache, q[row : row + 1], k[first:], v[first:])
-        cache.count_read(int(self._cut(cache, where).lengths.sum()) * spec.num_kv_heads * spec.kv_token_bytes)
         return out
 
     def sparse(
@@ -118,3 +117,13 @@ def layers_of(eps: Backend, spec: ModelSpec) -> list[FullLayer]:
         FullLayer(eps, layer) if window is None else WindowLayer(eps, layer, window)
         for layer, window in enumerate(windows)
     ]
+
+
+def run_layers(model: Any, x: Array, turn: Any, attention: Callable[[int, Array, Array, Array], Array]) -> Array:
+    """Return the residual stream [N, hidden] after all layers of a `decode.forward.Arithmetic`: the one loop of every
+    pass. `turn` is the model's rotation of the N positions; `attention` takes (layer, q [N, Hq, D], k, v [N, Hkv, D]),
+    writes K and V where the pass needs that, and returns out [N, Hq, D]."""
+    for layer in range(model.spec.num_layers):
+        out = attention(layer, *model.project(layer, x, turn))
+        x = model.feed_forward(layer, model.add_attention(layer, x, out))
+    return x

@@ -1,6 +1,6 @@
 """Verified decoding: gated steps draft, one dense pass verifies all drafts at once and overwrites what they wrote.
 
-The text is the dense one whatever the drafts were (design section 10; prior art: self-speculation with the target's own
+The text is the dense one whatever the drafts were (prior art: self-speculation with the target's own
 sparse cache, as in TriForce, MagicDec, SparseSpec and Vegas). After every round cache, summaries and pool are those of
 a run that never drafted: drafts are placed in reserved slots, the verify pass places over them, and only what was
 accepted is written.
@@ -144,7 +144,7 @@ class Verifier:
             slots.append(own)
         running = [sequences[index] for index in alive]
         lengths = self.pool.lengths(running)
-        started, kv_bytes = self.clock(), self.cache.kv_bytes_read
+        started = self.clock()
         self.cache, output = self.decoder.step(
             self.cache, np.array([fed[i] for i in alive]), np.concatenate(slots), self.pool.table(running), lengths
         )
@@ -157,7 +157,7 @@ class Verifier:
             self.pace.saw_cost("dense", 1000 * (self.clock() - started))
         return round_record(
             self.cache.spec, alive, [0] * len(alive), said, [int(length) - 1 for length in lengths],
-            bytes_kv_verify=self.cache.kv_bytes_read - kv_bytes, verify_ms=verify_ms, **self._weights(0, 1),
+            bytes_kv_verify=output.kv_bytes_read, verify_ms=verify_ms, **self._weights(0, 1),
         )  # fmt: skip
 
     # ---- with drafts ----
@@ -178,11 +178,10 @@ class Verifier:
             num_rows = np.array([len(part.slots) for part in parts])
             lengths = np.array([part.length for part in parts]) + num_rows
             rows = Rows.of(table, lengths, num_rows)
-            kv_bytes, started = self.cache.kv_bytes_read, self.clock()
+            started = self.clock()
             done = self._verify(parts, fed, rows, outputs)
             logits = done.logits
             verify_ms = 1000 * (self.clock() - started)
-            verify_bytes = self.cache.kv_bytes_read - kv_bytes
             said = [
                 accept(own, part.tokens, self.sampling, part.index, part.length + 1, self.stop)
                 for part, own in zip(parts, np.split(logits, rows.starts[1:-1]), strict=True)
@@ -203,9 +202,9 @@ class Verifier:
             self.pace.saw_cost("dense", pass_ms)
         return round_record(
             self.cache.spec, [part.index for part in parts], drafted, said, [part.length for part in parts],
-            bytes_kv_draft=sum(layer.kv_bytes_read for output in outputs for layer in output.layers),
+            bytes_kv_draft=sum(output.kv_bytes_read for output in outputs),
             bytes_summary_draft=sum(layer.summary_bytes_read for output in outputs for layer in output.layers),
-            bytes_kv_verify=verify_bytes, draft_ms=draft_ms, verify_ms=verify_ms,
+            bytes_kv_verify=done.kv_bytes_read, draft_ms=draft_ms, verify_ms=verify_ms,
             rolled_back=int(num_rows.sum()) - sum(len(one.tokens) for one in said),
             **audit, **self._weights(len(outputs), 1),
         )  # fmt: skip

@@ -319,7 +319,8 @@ class Gated:
                 step.fallbacks["unseen"] += len(where.lengths)
             layers.append(step.reads[layer].stats)
         step.fallbacks.update(where.fallbacks(range(spec.num_layers)))
-        output = StepOutput(np.zeros((0, 0), np.float32), layers, dict(step.fallbacks))
+        kv_bytes = sum(one.kv_bytes_read for one in layers)
+        output = StepOutput(np.zeros((0, 0), np.float32), kv_bytes, layers, dict(step.fallbacks))
         record = step_record(
             self._counts["steps"],
             range(len(where.lengths)),
@@ -329,7 +330,6 @@ class Gated:
             spec,
             where.config,
             None,
-            0,
             step.k_reread,
             audit=audit_step(output, AUDIT_FACTOR) if step.audited else None,
         )

@@ -225,10 +225,10 @@ def _gated_records(decoded: _Decoded, engine: Engine) -> list[StepRecord]:
 
 def _like(engine: Engine) -> StepRecord:
     """A step of the layers that a verified engine gates, of one token: what dense steps are written down by."""
-    spec, nothing = engine.gated.spec, StepOutput(np.zeros((0, 0), np.float32), [], {})
+    spec = engine.gated.spec
     assert spec is not None
-    read = spec.num_layers * spec.num_kv_heads * spec.kv_token_bytes
-    return step_record(0, [], [], [1], nothing, spec, engine.gated.config, None, read, 0)
+    output = StepOutput(np.zeros((0, 0), np.float32), spec.dense_kv_bytes([1]))
+    return step_record(0, [], [], [1], output, spec, engine.gated.config, None, 0)
 
 
 def _dense_records(

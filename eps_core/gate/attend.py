@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from eps_core.config.store import CacheSpec
 from eps_core.gate.protocol import Array, Backend, GatedRead, Selection
 from eps_core.gate.stats import LayerStats
 from eps_core.paging.where import Where
@@ -22,7 +23,9 @@ class LayerRead:
     """What one layer read: what the host knows, and by field of `LayerStats` what is still on the device."""
 
     stats: LayerStats
-    tile_bytes: int  # K and V of a group, which is read whole
+    where: Where
+    spec: CacheSpec
+    bounds_skipped: bool = False  # key codes of what was not selected are read for bounds
     pending: dict[str, Array] = field(default_factory=dict)
     selection: Selection | None = None  # what was visited, strict's additions too; None: everything
     lse: Array = None  # [B, Hq] natural log of the softmax mass behind `out`, the tail's estimate included
@@ -63,15 +66,15 @@ def attend_layer(
         whole, read.lse, lse, selection = at_once.out, at_once.lse, at_once.read_lse, at_once.selection
         pending["counts"], pending["mass_skipped_est"] = selection.counts, at_once.skipped
         read.selection, stats.forced = selection, selection.forced
-        stats.summary_bytes_read = kv_heads * where.scoring_bytes(spec.head_dim)
+        stats.summary_bytes_read = where.summary_bytes(spec)
     else:
         with eps.span("eps.prepass", cache):
-            scores, scored_bytes = eps.score(cache, layer, q, where), kv_heads * where.scoring_bytes(spec.head_dim)
+            scores = eps.score(cache, layer, q, where)
             selection = eps.select(scores, where, layer)
         selected = None if clock is None else clock(cache, selection.groups, selection.counts)
         with eps.span("eps.attention", cache):
             out, lse = eps.attend(cache, layer, q, where, selection)
-            bound_bytes = cache.bound_bytes_read
+            read.bounds_skipped = cache.bound is not None and cache.bound.can_encode(layer)
             if store.has_bounds:
                 scores = eps.bounds(cache, layer, q, where, scores, selection)
             if config.read.strict:
@@ -93,7 +96,7 @@ def attend_layer(
         if selection.wanted is not None:
             pending["wanted"] = selection.wanted
         read.selection, stats.forced = selection, selection.forced
-        stats.summary_bytes_read = scored_bytes + cache.bound_bytes_read - bound_bytes
+        stats.summary_bytes_read = where.summary_bytes(spec)
     if clock is not None and started is not None and selected is not None:
         attended = clock(cache, whole, *pending.values())
         if at_once is not None:
@@ -102,9 +105,7 @@ def attend_layer(
     if audit and lse is None:
         stats.mass_skipped_true = np.zeros((batch, kv_heads))
     elif audit:
-        kv_bytes = cache.kv_bytes_read
         _, lse_all = eps.attend(cache, layer, q, where, None)
-        cache.kv_bytes_read = kv_bytes
         pending["mass_skipped_true"] = eps.unread_share(lse, lse_all, kv_heads)
     return whole, read
 
@@ -120,28 +121,17 @@ def dense_read(cache: Any, where: Where) -> LayerRead:
     """What one layer reads that attends densely: every group of every sequence."""
     spec, store = cache.spec, cache.store
 
-    def count() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
+    def count() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         groups = -(-where.lengths // store.S)
         counts = np.repeat(groups[:, None], spec.num_kv_heads, axis=1)
         shared = counts, groups, np.zeros_like(groups), np.zeros(counts.shape)
         for array in shared:
             array.flags.writeable = False  # of the statistics of all layers
-        return *shared, int(where.lengths.sum())
+        return shared
 
-    counts, groups, none_forced, none_skipped, num_tokens = where.once(
-        ("dense_read", store.S, spec.num_kv_heads), count
-    )
-    stats = LayerStats(
-        counts=counts,
-        groups=groups,
-        forced=none_forced,
-        mass_skipped_est=none_skipped,
-        kv_bytes_read=num_tokens * spec.num_kv_heads * spec.kv_token_bytes,
-        summary_bytes_read=0,
-        prepass_ms=None,
-        attention_ms=None,
-    )
-    return LayerRead(stats, store.S * spec.kv_token_bytes)
+    counts, groups, none_forced, none_skipped = where.once(("dense_read", store.S, spec.num_kv_heads), count)
+    stats = LayerStats(counts, groups, none_forced, none_skipped, where.dense_kv_bytes(spec), summary_bytes_read=0)
+    return LayerRead(stats, where, spec)
 
 
 def collect(eps: Backend, cache: Any, reads: Sequence[LayerRead], *arrays: Array) -> tuple[list[LayerStats], list[Any]]:
@@ -153,5 +143,16 @@ def collect(eps: Backend, cache: Any, reads: Sequence[LayerRead], *arrays: Array
         setattr(read.stats, name, value)
     for read in reads:
         if "counts" in read.pending:
-            read.stats.kv_bytes_read = int(read.stats.counts.sum()) * read.tile_bytes
+            _count_bytes(read)
     return [read.stats for read in reads], values[: len(arrays)]
+
+
+def _count_bytes(read: LayerRead) -> None:
+    """Fills the bytes of a layer whose counts have arrived."""
+    stats, where, spec = read.stats, read.where, read.spec
+    num_selected = int(stats.counts.sum())
+    stats.kv_bytes_read = where.kv_bytes(spec, num_selected)
+    if read.bounds_skipped:
+        added = 0 if stats.escalated is None else int(stats.escalated.sum())
+        num_groups = int(where.ends.sum()) * spec.num_kv_heads
+        stats.summary_bytes_read += where.bound_bytes(spec, num_groups - num_selected + added)

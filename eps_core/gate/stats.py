@@ -14,10 +14,10 @@ class LayerStats:
     groups: np.ndarray  # [B] groups of each sequence; [B, Hkv] where each head keeps its own tokens
     forced: np.ndarray  # [B] of those visited, forced (every kv head alike); [B, Hkv] as above
     mass_skipped_est: np.ndarray | None  # [B, Hkv] estimated share of the softmax left unread; None: no estimate
-    kv_bytes_read: int  # tiles gathered, all sequences and heads
-    summary_bytes_read: int  # summaries and codes of the sequences' groups; what pads a table is not counted
-    prepass_ms: float | None
-    attention_ms: float | None
+    kv_bytes_read: int  # of K and V, all sequences and kv heads (`Where.kv_bytes`)
+    summary_bytes_read: int  # of summaries and codes (`Where.summary_bytes`, `Where.bound_bytes`)
+    prepass_ms: float | None = None
+    attention_ms: float | None = None
     wanted: np.ndarray | None = None  # [B, Hkv] groups each kv head alone asked for, where `counts` is their union
     mass_skipped_cert: np.ndarray | None = None  # [B, Hkv] bound of the share left unread; None: no bounds
     output_error_cert: np.ndarray | None = None  # [B, Hkv] bound of the L2 error of a query head's output
@@ -36,9 +36,11 @@ class Eviction:
 
 @dataclass
 class StepOutput:
-    """Result of one decode step. `logits` [B, V] float32 on the host; `layers` empty where nothing was gated."""
+    """Result of one decode step. `logits` [B, V] float32 on the host; `layers` empty where nothing was gated.
+    `kv_bytes_read` counts K and V of all layers."""
 
     logits: np.ndarray
+    kv_bytes_read: int
     layers: list[LayerStats] = field(default_factory=list)
     fallbacks: dict[str, int] = field(default_factory=dict)  # reason -> layer calls that attended densely
     dense_logits: np.ndarray | None = None  # [B, V] of a dense step over the same cache; audits only
@@ -52,6 +54,7 @@ class VerifyOutput:
     """Result of one verify pass over T rows (`paging.rows.Rows`)."""
 
     logits: np.ndarray  # [T, V] float32, host
+    kv_bytes_read: int  # of all layers; a sequence's K and V are read once for all of its rows
     kv: list[tuple[Any, Any]]  # of each layer k, v [T, Hkv, D] on the device: what `Decoder.commit` writes
     # [L, T, Hkv] of the dense softmax the share outside the groups that were asked for, the largest of the query heads
     unread: np.ndarray | None = None

@@ -7,6 +7,7 @@ from typing import Self
 
 import numpy as np
 
+from eps_core.config.store import CacheSpec
 from eps_core.paging.shared import Shared
 
 
@@ -27,6 +28,16 @@ class Rows(Shared):
         if (num_rows < 1).any() or (num_rows > lengths).any():
             raise ValueError(f"rows {num_rows.tolist()} of sequences of {lengths.tolist()} tokens: 1 to all of them")
         return cls(np.ascontiguousarray(table, np.int32), lengths, num_rows)
+
+    def kv_bytes(self, spec: CacheSpec) -> int:
+        """Return the bytes of K and V that the pass reads in all layers: a sequence's once for all of its rows, but in
+        a layer with a window once for each row."""
+        full, windowed = self.lengths.tolist(), self.seen.tolist()
+        num_tokens = sum(
+            sum(full) if window is None else sum(min(length, window) for length in windowed)
+            for window in spec.windows or (None,) * spec.num_layers
+        )
+        return num_tokens * spec.num_kv_heads * spec.kv_token_bytes
 
     @cached_property
     def total(self) -> int:

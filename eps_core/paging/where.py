@@ -11,9 +11,9 @@ from typing import Self
 
 import numpy as np
 
-from eps_core.config.bytes import scoring_bytes
+from eps_core.config.bytes import scoring_bytes, sealed_bytes
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import Store
+from eps_core.config.store import CacheSpec, Store
 from eps_core.paging.groups import GroupState
 from eps_core.paging.shared import Shared
 
@@ -109,11 +109,29 @@ class Where(Shared):
     def _budgets(self) -> np.ndarray:
         return np.array([self.config.budget_groups(int(length)) for length in self.lengths], np.int64)
 
-    def scoring_bytes(self, head_dim: int) -> int:
-        """Bytes read besides K and V per (layer, kv head) to score the step's sequences: `bytes.scoring_bytes`."""
-        return self.once(
-            ("scoring_bytes", head_dim), lambda: scoring_bytes(self.config, head_dim, self.lengths.tolist())
-        )
+    # The ledger: every byte that a step's records count is counted by these four
+
+    def dense_kv_bytes(self, spec: CacheSpec) -> int:
+        """Return the bytes of K and V that dense attention reads in one layer."""
+        return int(self.lengths.sum()) * spec.num_kv_heads * spec.kv_token_bytes
+
+    def kv_bytes(self, spec: CacheSpec, num_selected: int) -> int:
+        """Return the bytes of K and V of `num_selected` groups, summed over sequences and kv heads of one layer. A
+        group is read whole, however many of its tokens are written."""
+        return num_selected * self.config.store.S * spec.kv_token_bytes
+
+    def summary_bytes(self, spec: CacheSpec) -> int:
+        """Return the bytes that scoring reads of summaries in one layer: `bytes.scoring_bytes` of each kv head."""
+
+        def count() -> int:
+            return spec.num_kv_heads * scoring_bytes(self.config, spec.head_dim, self.lengths.tolist())
+
+        return self.once(("summary_bytes", spec.head_dim, spec.num_kv_heads), count)
+
+    def bound_bytes(self, spec: CacheSpec, num_skipped: int) -> int:
+        """Return the bytes of key codes that bounds of `num_skipped` groups read, summed as in `kv_bytes`."""
+        store = self.config.store
+        return num_skipped * store.S * sealed_bytes(store.bound_store, spec.head_dim)
 
     def reads_all(self, layer: int) -> bool:
         """Whether the step needs no score in a layer: see `EpsConfig.reads_all`."""
@@ -157,6 +175,17 @@ class Where(Shared):
             return found
 
         return self.once(self._of_state("num_missing", state), count)
+
+    def num_always_selected(self, state: GroupState, finalizes: bool) -> np.ndarray:
+        """Return how many groups of each sequence are always selected [B] int64 once the step has written its token,
+        which `state` does not know of yet. `finalizes`: a group that the token fills gets its summary."""
+        store = self.config.store
+        together = np.arange(self.num_groups) // store.groups_per_seal
+        written = (together == ((self.lengths - 1) // store.sealed_tokens)[:, None]) & self.inside
+        fills = (self.lengths % store.sealed_tokens == 0)[:, None] & finalizes
+        missing = np.where(written, ~fills, self.missing(state)) & ~self.forced
+        found: np.ndarray = self.num_forced + missing.sum(axis=1)
+        return found
 
     def _missing_seals(self, state: GroupState) -> np.ndarray:
         """What is summarised together and has no valid summary [B, G / groups_per_seal] bool."""

@@ -134,19 +134,17 @@ def step_record(
     spec: CacheSpec,
     config: EpsConfig,
     decode_ms: float | None,
-    bytes_kv_read: int,
     bytes_k_reread: int,
     timed: bool = False,
     audit: Audit | None = None,
 ) -> StepRecord:
-    """The checked record of one step. `bytes_kv_read` and `bytes_k_reread` are what the cache counted during it; a step
-    without layer statistics (method off) visited every page."""
+    """Return the checked record of one step. `bytes_k_reread` is what the cache counted during it; a step without layer
+    statistics (method off) visited every group."""
     num_heads = spec.num_kv_heads
     if output.layers:
         visited = np.stack([layer.counts.sum(axis=0) for layer in output.layers]).astype(np.int64)
         total = np.stack([_each_head(layer.groups, num_heads).sum(axis=0) for layer in output.layers])
         forced = sum(int(_each_head(layer.forced, num_heads).sum()) for layer in output.layers)
-        bytes_kv_read = sum(layer.kv_bytes_read for layer in output.layers)
     else:
         groups = [sum(-(-length // config.store.S) for length in layer) for layer in spec.attended(lengths)]
         visited = total = np.repeat(np.array(groups, np.int64)[:, None], num_heads, axis=1)
@@ -168,7 +166,7 @@ def step_record(
         pages_skipped=int(total.sum() - visited.sum()),
         pages_forced=forced,
         pages_wanted=_total_wanted(output.layers),
-        bytes_kv_read_est=bytes_kv_read,
+        bytes_kv_read_est=output.kv_bytes_read,
         bytes_kv_dense=spec.dense_kv_bytes(lengths),
         bytes_kv_kept=held if eviction is None else eviction.bytes_kept,
         rows_moved=0 if eviction is None else eviction.rows_moved,

@@ -16,6 +16,7 @@ import numpy as np
 
 from eps_core.config.store import Store
 from eps_core.decode.forward import Decoder
+from eps_core.decode.layers import run_layers
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.session import Session
 from eps_core.errors import require
@@ -110,17 +111,16 @@ class LinearDecoder(Decoder):
         assert len(tokens) == 1, "a state is of one sequence"
         eps, model = self.eps, self.model
         self._check_tokens(tokens)
+
+        def attention(layer: int, *projected: Array) -> Array:
+            q, k, v = (one[0] for one in eps.to_host(cache, list(projected)))
+            self.states[layer].add(k, v)
+            return eps.from_numpy(self.states[layer].read(q)[None].astype(np.float32), model.dtype, model.device)
+
         with model.scope():
-            x, turn = model.embed(tokens), model.rotation(lengths - 1)
-            for layer, recurrent in enumerate(self.states):
-                projected: list[Array] = list(model.project(layer, x, turn))
-                q, k, v = (one[0] for one in eps.to_host(cache, projected))
-                recurrent.add(k, v)
-                out = eps.from_numpy(recurrent.read(q)[None].astype(np.float32), model.dtype, model.device)
-                x = model.feed_forward(layer, model.add_attention(layer, x, out))
+            x = run_layers(model, model.embed(tokens), model.rotation(lengths - 1), attention)
             _, (logits,) = collect(eps, cache, [], model.logits(x))
-        cache.kv_bytes_read += self.num_bytes
-        return cache, StepOutput(logits, eviction=Eviction(self.num_bytes, 0, 0))
+        return cache, StepOutput(logits, self.num_bytes, eviction=Eviction(self.num_bytes, 0, 0))
 
 
 def decode_state(session: Session, document: Document, state: State, prefix: Prefix) -> Outcome:

@@ -22,6 +22,7 @@ from curves import Documents, needle, says, text_document
 from eps_core.config.eps import EpsConfig
 from eps_core.config.verify import Verify
 from eps_core.decode.forward import Decoder
+from eps_core.decode.layers import run_layers
 from eps_core.decode.observe import Observed
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.session import Session
@@ -109,43 +110,44 @@ class SparseDecoder(Decoder):
         before = length - num_rows
         known = np.zeros(before)
         known[: len(self.importance)] = self.importance[:before]
-        drafts = self._draft_attention(cache, rows.table[0], before)
+        drafts, key_bytes = self._draft_attention(cache, rows.table[0], before)
         mixed = known if drafts is None else self.sparse.beta * drafts + (1 - self.sparse.beta) * known
         index = np.concatenate([self.sparse.choose(mixed), np.arange(before, length)])
         kv, attended = [], []
+
+        def attention(layer: int, q: Array, k: Array, v: Array) -> Array:
+            nonlocal cache
+            cache = eps.place_kv(cache, layer, k, v, slots)
+            keys, values = (eps.take(cache, one, index) for one in eps.read_kv(cache, layer, rows.table[0], length))
+            if layer in self.score_heads:
+                seen = np.arange(len(index)) <= (len(index) - num_rows + np.arange(num_rows))[:, None]
+                attended.append(self._on_score_heads(cache, layer, q, keys, seen))
+            kv.append((k, v))
+            return eps.attend_chunk(cache, q, keys, values)
+
         with model.scope():
-            x, turn = model.embed(np.asarray(tokens)), model.rotation(rows.seen - 1)
-            for layer in range(self.spec.num_layers):
-                q, k, v = model.project(layer, x, turn)
-                cache = eps.place_kv(cache, layer, k, v, slots)
-                keys, values = (eps.take(cache, one, index) for one in eps.read_kv(cache, layer, rows.table[0], length))
-                out = eps.attend_chunk(cache, q, keys, values)
-                if layer in self.score_heads:
-                    seen = np.arange(len(index)) <= (len(index) - num_rows + np.arange(num_rows))[:, None]
-                    attended.append(self._on_score_heads(cache, layer, q, keys, seen))
-                kv.append((k, v))
-                x = model.feed_forward(layer, model.add_attention(layer, x, out))
+            x = run_layers(model, model.embed(np.asarray(tokens)), model.rotation(rows.seen - 1), attention)
             _, (logits,) = collect(eps, cache, [], model.logits(x))
         now = np.zeros(length)
         now[index] = self._mean(attended)
         self.importance = (1 - self.sparse.decay) * now
         self.importance[:before] += self.sparse.decay * known
-        cache.kv_bytes_read += len(index) * self.spec.num_layers * self.spec.num_kv_heads * cache.spec.kv_token_bytes
-        return cache, VerifyOutput(logits, kv)
+        token_bytes = self.spec.num_layers * self.spec.num_kv_heads * cache.spec.kv_token_bytes
+        return cache, VerifyOutput(logits, key_bytes + len(index) * token_bytes, kv)
 
-    def _draft_attention(self, cache: Any, table: np.ndarray, before: int) -> np.ndarray | None:
-        """[before]: what the draft steps gave to the tokens that were there, over all of these; None of no draft. Keys
-        of the score heads are read for it, and counted."""
-        found = []
+    def _draft_attention(self, cache: Any, table: np.ndarray, before: int) -> tuple[np.ndarray | None, int]:
+        """Return what the draft steps gave to the tokens that were there, over all of these [before], None of no draft,
+        and the bytes of the score heads' keys that were read for it."""
+        found, num_bytes = [], 0
         for layer, queries in self._queries.items():
             if queries:
                 q = np.concatenate(self.eps.to_host(cache, queries)).astype(np.float32)
                 asked = self.eps.from_numpy(q, self.model.dtype, self.model.device)
                 keys, _ = self.eps.read_kv(cache, layer, table, before)
                 found.append(self._on_score_heads(cache, layer, asked, keys, np.ones((len(q), before), bool)))
-                cache.kv_bytes_read += before * len(self.score_heads[layer]) * cache.spec.k_token_bytes
+                num_bytes += before * len(self.score_heads[layer]) * cache.spec.k_token_bytes
                 queries.clear()
-        return self._mean(found) if found else None
+        return (self._mean(found) if found else None), num_bytes
 
     def _on_score_heads(self, cache: Any, layer: int, q: Array, keys: Array, seen: np.ndarray) -> list[np.ndarray]:
         """Of each score head of a layer [T]: the mean weight of keys [T, Hkv, D] over query heads and q [N, Hq, D]."""
