@@ -7,7 +7,7 @@ from verified_runs import eps
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
-from eps_core.config.verify import Verify
+from eps_core.config.verify import DRAFT_FLOOR, Verify
 from eps_core.errors import ConfigError
 from eps_core.telemetry.rounds_shown import describe_verify
 
@@ -61,6 +61,13 @@ def test_the_last_tokens_of_a_draft_cover_all_drafts() -> None:
     read = Read(last_tokens=8)
     assert Verify("tokens", most=16).draft_read(read).last_tokens == 17
     assert Verify("tokens", 4, 4).draft_read(read) == read
+
+
+def test_a_draft_needs_no_safe_budget() -> None:
+    """A floor keeps short contexts safe where nothing verifies what was said."""
+    config = eps("rq")
+    assert config.read.budget_floor > DRAFT_FLOOR == Verify("tokens").draft_read(config.read).budget_floor
+    assert Verify("tokens").draft_read(EpsConfig.of(method="rq", budget=0.1).read).budget_floor == 0
 
 
 def test_settings_are_written() -> None:

@@ -1,4 +1,4 @@
-"""Verified decoding: whether gated steps draft and dense passes decide, and how (design section 10)."""
+"""Verified decoding: sparse steps draft, one dense pass verifies."""
 
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self, get_type_hints
@@ -11,6 +11,7 @@ from eps_core.files import records
 MODES = ("off", "tokens")
 DRAFT_WEIGHTS = ("full", "4bit")
 MOST_DRAFTS = 64
+DRAFT_FLOOR = 128  # tokens: a wrong draft costs time and never the text, so a draft needs no safe budget
 DEFAULT_DRAFTS = 12  # about the fewest bytes a token on both of our models; time asks for fewer, or none
 
 
@@ -73,8 +74,10 @@ class Verify:
         require(not audit_every, f"eps-verify {self.mode} audits every draft as it is: drop audit-every")
 
     def draft_read(self, read: Read) -> Read:
-        """What a draft step reads: drafts have no summaries, so the last tokens that are always visited cover them."""
-        return replace(read, last_tokens=max(read.last_tokens, self.most + 1))
+        """Return how a draft step selects: at least `DRAFT_FLOOR` tokens in place of a larger floor, and the recent tokens
+        that are always selected cover all drafts, which have no summaries."""
+        last_tokens = max(read.last_tokens, self.most + 1)
+        return replace(read, last_tokens=last_tokens, budget_floor=min(read.budget_floor, DRAFT_FLOOR))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
