@@ -65,7 +65,7 @@ def test_the_last_tokens_of_a_draft_cover_all_drafts() -> None:
 
 def test_a_draft_needs_no_safe_budget() -> None:
     """A floor keeps short contexts safe where nothing verifies what was said."""
-    config = eps("rq")
+    config = EpsConfig.of(method="rq")
     assert config.read.budget_floor > DRAFT_FLOOR == Verify("tokens").draft_read(config.read).budget_floor
     assert Verify("tokens").draft_read(EpsConfig.of(method="rq", budget=0.1).read).budget_floor == 0
 
