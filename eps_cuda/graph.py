@@ -276,7 +276,7 @@ def step(
         return None
     spec = cache.spec
     # the token of this step is written before it scores; what a draft places gets no summary
-    forced = where.num_always_selected(cache.state[0], finalizes=not draft)
+    forced = where.num_always_selected_after_write(cache.state[0], finalizes=not draft)
     static = _static(model, cache, where, gated=True, draft=draft)
     uniform = where.budget(forced)
     if int(uniform.max()) > static.width:

@@ -176,7 +176,7 @@ class Where(Shared):
 
         return self.once(self._of_state("num_missing", state), count)
 
-    def num_always_selected(self, state: GroupState, finalizes: bool) -> np.ndarray:
+    def num_always_selected_after_write(self, state: GroupState, finalizes: bool) -> np.ndarray:
         """Return how many groups of each sequence are always selected [B] int64 once the step has written its token,
         which `state` does not know of yet. `finalizes`: a group that the token fills gets its summary."""
         store = self.config.store
