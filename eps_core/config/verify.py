@@ -74,8 +74,8 @@ class Verify:
         require(not audit_every, f"eps-verify {self.mode} audits every draft as it is: drop audit-every")
 
     def draft_read(self, read: Read) -> Read:
-        """Return how a draft step selects: at least `DRAFT_FLOOR` tokens in place of a larger floor, and the recent tokens
-        that are always selected cover all drafts, which have no summaries."""
+        """Return how a draft step selects: at least `DRAFT_FLOOR` tokens in place of a larger floor, and recent tokens
+        that cover all drafts, which have no summaries."""
         last_tokens = max(read.last_tokens, self.most + 1)
         return replace(read, last_tokens=last_tokens, budget_floor=min(read.budget_floor, DRAFT_FLOOR))
 

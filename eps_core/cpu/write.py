@@ -30,23 +30,22 @@ def _fold(rows, count):
 @kernel()
 def rotate(x, signs, blocks, scales):
     """`rotate` of the array backends in place: butterflies from the largest half down, block by block."""
-    for d in range(len(x)):
-        x[d] *= signs[d]
-    start = 0
-    for block in range(len(blocks)):
-        size = blocks[block]
-        half = size // 2
-        for i in range(half // 2):
-            x[start + half + i], x[start + size - 1 - i] = x[start + size - 1 - i], x[start + half + i]
-        while half:
-            for first in range(start, start + size, 2 * half):
-                for i in range(first, first + half):
-                    a, b = x[i], x[i + half]
-                    x[i], x[i + half] = a + b, a - b
-            half //= 2
-        for i in range(start, start + size):
-            x[i] *= scales[block]
-        start += size
+    for own in range(len(signs)):
+        for d in range(len(x)):
+            x[d] *= signs[own, d]
+        start = 0
+        for block in range(len(blocks)):
+            size = blocks[block]
+            half = size // 2
+            while half:
+                for first in range(start, start + size, 2 * half):
+                    for i in range(first, first + half):
+                        a, b = x[i], x[i + half]
+                        x[i], x[i + half] = a + b, a - b
+                half //= 2
+            for i in range(start, start + size):
+                x[i] *= scales[block]
+            start += size
 
 
 @functools.cache

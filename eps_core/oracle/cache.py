@@ -56,7 +56,7 @@ class Cache:
 
     def constants(self, layer: int, head: int) -> base.Constants:
         """What builders and scorers of one kv head need besides keys."""
-        values = {name: array[head] if array.ndim > 1 else array for name, array in self.fixed[layer].items()}
+        values = {name: array if name == "signs" else array[head] for name, array in self.fixed[layer].items()}
         centre = self.centre[layer]
         return values if centre is None else values | {"centre": centre[head]}
 

@@ -1,6 +1,6 @@
 """Rotated quantised mean (ours): the sign of each dimension of each group's mean, about the mean of the unit of
 `mean_tokens` tokens that the group lies in (an inverted file's residuals, with position as the list), read in stages:
-after a Hadamard rotation a part of the dimensions is an estimate of them all."""
+after a random rotation a part of the dimensions is an estimate of them all."""
 
 from functools import cache
 
@@ -20,7 +20,7 @@ FACTS = Facts(
     budget=0.05,
     budget_floor=1024,
     guards=(4, 8),
-    unit=UnitFacts(mean_tokens=64, mean_bits=4, stages=(0.5, 0.2), refine=0.125),
+    unit=UnitFacts(mean_tokens=64, mean_bits=4, stages=(0.5,), refine=0.125),
 )
 
 # Step of the second bit in mean absolute values: that of the best uniform quantiser of a unit Gaussian with four levels
@@ -62,8 +62,8 @@ def fields(settings: Settings, head_dim: int) -> dict[str, Field]:
 
 
 def rq_signs(seed: int, head_dim: int) -> np.ndarray:
-    """The random signs [D] float32 of rq's rotation x = H P diag(signs) mu."""
-    return (np.random.default_rng([seed, 2]).integers(0, 2, head_dim) * 2 - 1).astype(np.float32)
+    """Return the random signs [2, D] float32 of the two rounds of `rotate`."""
+    return (np.random.default_rng([seed, 2]).integers(0, 2, (2, head_dim)) * 2 - 1).astype(np.float32)
 
 
 def constants(settings: Settings, layer: int, num_kv_heads: int, head_dim: int) -> Constants:
@@ -86,22 +86,19 @@ def _hadamard(size: int) -> np.ndarray:
     return matrix
 
 
-def turned_round(block: np.ndarray) -> np.ndarray:
-    """A block [.., n] with its second half from the end to the start. The first n / 2 rows of a Sylvester matrix know
-    of dimensions i and i + n / 2 nothing but their sum: these are RoPE's pairs, and a key of one frequency could hide
-    from the first part of its code. So turned, the two that are summed are of frequencies far apart."""
-    half = block.shape[-1] // 2
-    return np.concatenate([block[..., :half], block[..., half:][..., ::-1]], axis=-1)
-
-
 def rotate(x: np.ndarray, seed: int) -> np.ndarray:
-    """x [.., D] -> H P diag(signs) x, orthogonal: Sylvester-Hadamard blocks scaled by 1/sqrt(block), P `turned_round`
-    in each."""
-    signed, pieces, start = x * rq_signs(seed, x.shape[-1]), [], 0
-    for size in hadamard_blocks(x.shape[-1]):
-        pieces.append(turned_round(signed[..., start : start + size]) @ _hadamard(size) / np.sqrt(size))
-        start += size
-    return np.concatenate(pieces, axis=-1)
+    """Return x [.., D] rotated: twice Sylvester-Hadamard blocks, scaled by 1/sqrt(block), over random signs.
+
+    One round would not do for codes that are read in parts: the first D / 4 rows of a Sylvester matrix know nothing of
+    four dimensions but a sum of theirs, so a key could hide from the first part. After two rounds the rows of a part
+    are those of a random rotation (as the fast Johnson-Lindenstrauss transform composes them)."""
+    for signs in rq_signs(seed, x.shape[-1]):
+        signed, pieces, start = x * signs, [], 0
+        for size in hadamard_blocks(x.shape[-1]):
+            pieces.append(signed[..., start : start + size] @ _hadamard(size) / np.sqrt(size))
+            start += size
+        x = np.concatenate(pieces, axis=-1)
+    return x
 
 
 def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
@@ -128,9 +125,9 @@ def _second_bit(x: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, np.float
 
 
 def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
-    """Of all groups of one mean, k [U, D]: the mean of a unit in `mean_bits` a dimension of H P D mu, and of each group
-    the sign of what its own mean differs from what is stored of that, with one scale that makes <x_hat, x> = |x|^2
-    (RaBitQ, arXiv 2405.12497: |x|^2 / |x|_1). `second_bit` adds the bit that makes of each a 2-bit code, levels
+    """Of all groups of one mean, k [U, D]: the rotated mean in `mean_bits` a dimension, and of each group the sign of
+    what its own mean differs from what is stored of that, with one scale that makes <x_hat, x> = |x|^2 (RaBitQ, arXiv
+    2405.12497: |x|^2 / |x|_1). `second_bit` adds the bit that makes of each a 2-bit code, levels
     sign + second / 2 of +-1, with a scale of its own."""
     turned = rotate(k.reshape(-1, settings.S, k.shape[1]).mean(axis=1), settings.seed)
     most = 2 ** (settings.mean_bits - 1) - 1
@@ -174,18 +171,21 @@ def decode_units(settings: Settings, summary: Summary, head_dim: int) -> np.ndar
 
 
 def rotate_query(a: np.ndarray, seed: int) -> np.ndarray:
-    """`rotate` of a [D] in float32 with the additions in the backends' order, so that what is rounded of it is equal:
-    pairs that are half a block apart are added and subtracted, down to neighbours."""
-    signed, pieces, start = a.astype(np.float32) * rq_signs(seed, len(a)), [], 0
-    for size in hadamard_blocks(len(a)):
-        block, half = turned_round(signed[start : start + size]), size // 2
-        while half:
-            pairs = block.reshape(-1, 2, half)
-            block = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1).reshape(-1)
-            half //= 2
-        pieces.append(block * np.float32(1 / np.sqrt(size)))
-        start += size
-    return np.concatenate(pieces)
+    """Return `rotate` of a [D] in float32 with the additions in the backends' order, so that what is rounded of it is
+    equal: pairs that are half a block apart are added and subtracted, down to neighbours."""
+    x = a.astype(np.float32)
+    for signs in rq_signs(seed, len(a)):
+        signed, pieces, start = x * signs, [], 0
+        for size in hadamard_blocks(len(a)):
+            block, half = signed[start : start + size], size // 2
+            while half:
+                pairs = block.reshape(-1, 2, half)
+                block = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1).reshape(-1)
+                half //= 2
+            pieces.append(block * np.float32(1 / np.sqrt(size)))
+            start += size
+        x = np.concatenate(pieces)
+    return x
 
 
 def rounded_query(turned: np.ndarray) -> tuple[np.ndarray, float]:

@@ -79,16 +79,9 @@ def _butterfly(x, HALF: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _swapped(x, HALF: tl.constexpr, SIZE: tl.constexpr):
-    """[SIZE]: of each run of 2 * HALF, its halves in turn."""
-    first, second = tl.split(tl.permute(tl.reshape(x, (SIZE // (2 * HALF), 2, HALF)), (0, 2, 1)))
-    return tl.reshape(tl.permute(tl.join(second, first), (0, 2, 1)), (SIZE,))
-
-
-@triton.jit
-def _rotate(x, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.constexpr, LOG_DIM: tl.constexpr):
-    """The Hadamard blocks of `rotate` over each row of [ROWS * DIM2]: each, a power of two, starts at a multiple of its
-    size."""
+def _rotate(x, signs, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.constexpr, LOG_DIM: tl.constexpr):
+    """`rotate` over each row of [ROWS * DIM2], signs [2, HEAD_DIM]: each Hadamard block, a power of two, starts at a
+    multiple of its size."""
     d = tl.arange(0, ROWS * DIM2) % DIM2
     size = tl.zeros((ROWS * DIM2,), tl.int32)
     factor = tl.zeros((ROWS * DIM2,), tl.float32)
@@ -98,15 +91,13 @@ def _rotate(x, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM2: tl.constexpr, L
             size = tl.where(inside, 1 << log, size)
             # float32(1 / sqrt(2^log)): powers of two are exact
             factor = tl.where(inside, 0.5 ** (log // 2) * (ROOT_HALF if log % 2 == 1 else 1.0), factor)
-    # the second half of each block turned round: swaps at every distance below half of it
-    second = d & (size // 2)
-    for level in tl.static_range(1, LOG_DIM):
-        if DIM2 >> (level - 1) <= HEAD_DIM:
-            x = tl.where(second >= DIM2 >> level, _swapped(x, DIM2 >> (level + 1), ROWS * DIM2), x)
-    for level in tl.static_range(LOG_DIM):
-        if DIM2 >> level <= HEAD_DIM:
-            x = tl.where(size >= DIM2 >> level, _butterfly(x, DIM2 >> (level + 1), ROWS * DIM2), x)
-    return x * factor
+    for own in tl.static_range(2):
+        x *= tl.load(signs + own * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
+        for level in tl.static_range(LOG_DIM):
+            if DIM2 >> level <= HEAD_DIM:
+                x = tl.where(size >= DIM2 >> level, _butterfly(x, DIM2 >> (level + 1), ROWS * DIM2), x)
+        x *= factor
+    return x
 
 
 @triton.jit
@@ -173,9 +164,7 @@ def _seal_unit(
     k = tl.load(rows + token[:, None] * TOKEN_STRIDE + d[None, :], mask=stored, other=0)
     k = tl.where((token == TOKENS - 1)[:, None], new[None, :], k).to(tl.float32)
     total = _add_halves(tl.reshape(k, (1 << LOG_SIZE, GROUPS * DIM2)), 1 << LOG_SIZE, GROUPS * DIM2, LOG_SIZE)
-    every = tl.arange(0, GROUPS * DIM2) % DIM2
-    sign = tl.load(signs + every, mask=every < HEAD_DIM, other=0)
-    y = _rotate(total * (1.0 / (1 << LOG_SIZE)) * sign, GROUPS, HEAD_DIM, DIM2, LOG_DIM)
+    y = _rotate(total * (1.0 / (1 << LOG_SIZE)), signs, GROUPS, HEAD_DIM, DIM2, LOG_DIM)
     y = tl.reshape(y, (GROUPS, DIM2))
 
     MOST: tl.constexpr = (1 << (MEAN_BITS - 1)) - 1

@@ -53,7 +53,7 @@ def _round_queries(
     d = tl.arange(0, DIM2)
     start = q + (row // kv_heads).to(tl.int64) * stride_b + ((row % kv_heads) * R + r) * stride_h
     a = tl.load(start + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32) * inverse_root
-    t = _rotate(a * tl.load(signs + d, mask=d < HEAD_DIM, other=0.0), 1, HEAD_DIM, DIM2, LOG_DIM)
+    t = _rotate(a, signs, 1, HEAD_DIM, DIM2, LOG_DIM)
     step = tl.div_rn(tl.max(tl.abs(t)), STEPS * 1.0)
     usable = (step > 0) & (step < float("inf"))
     nearest = (tl.div_rn(t, tl.where(usable, step, 1.0)) + TO_INTEGER) - TO_INTEGER
@@ -241,7 +241,7 @@ class Query:
 
 
 def round_queries(q: Tensor, signs: Tensor, kv_heads: int) -> Query:
-    """q [B, Hq, D] unscaled, signs [D] float32 of the rotation."""
+    """q [B, Hq, D] unscaled, signs [2, D] float32 of the rotation."""
     batch, heads, head_dim = q.shape
     assert q.stride(-1) == 1 and signs.is_contiguous()
     shape = batch, kv_heads, heads // kv_heads, head_dim

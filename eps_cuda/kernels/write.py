@@ -39,7 +39,7 @@ class UnitPools:
     scale: Tensor  # [P, Hkv, SPU, N] uint8
     second: Tensor | None  # [P, Hkv, SPU, N, ceil(D / 8)] uint8
     second_scale: Tensor | None  # [P, Hkv, SPU, N] uint8
-    signs: Tensor  # [D] float32, +-1
+    signs: Tensor  # [2, D] float32, +-1
     group_tokens: int
     bits: int  # of a dimension of the mean
 

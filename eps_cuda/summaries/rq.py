@@ -32,18 +32,19 @@ def rotate(x: Tensor, signs: Tensor) -> Tensor:
     """`eps_core.summaries.rq.rotate` over the last axis. The order of the float32 additions is part of the definition:
     every library adds alike, so sign codes are equal bit for bit. (Not for torch.compile, which may fuse.)"""
     lead, head_dim = x.shape[:-1], x.shape[-1]
-    x = x * signs
-    pieces, start = [], 0
-    for size in hadamard_blocks(head_dim):
-        half = size // 2
-        block = torch.cat([x[..., start : start + half], x[..., start + half : start + size].flip(-1)], dim=-1)
-        while half:
-            first, second = block.reshape(*lead, size // (2 * half), 2, half).unbind(dim=-2)
-            block = torch.stack([first + second, first - second], dim=-2).reshape(*lead, size)
-            half //= 2
-        pieces.append(block * float(np.float32(1 / math.sqrt(size))))
-        start += size
-    return torch.cat(pieces, dim=-1) if len(pieces) > 1 else pieces[0]
+    for own in signs:
+        x = x * own
+        pieces, start = [], 0
+        for size in hadamard_blocks(head_dim):
+            block, half = x[..., start : start + size], size // 2
+            while half:
+                first, second = block.reshape(*lead, size // (2 * half), 2, half).unbind(dim=-2)
+                block = torch.stack([first + second, first - second], dim=-2).reshape(*lead, size)
+                half //= 2
+            pieces.append(block * float(np.float32(1 / math.sqrt(size))))
+            start += size
+        x = torch.cat(pieces, dim=-1) if len(pieces) > 1 else pieces[0]
+    return x
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:

@@ -6,13 +6,12 @@ threadgroup memory, where no compiler fuses it with the next. Bodies: see `eps_m
 
 import math
 from functools import cache
-from itertools import pairwise
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from eps_core.summaries.rq import QUERY_STEPS, hadamard_blocks, turned_round
+from eps_core.summaries.rq import QUERY_STEPS, hadamard_blocks
 from eps_mlx.kernels.launch import Kernel, launch
 from eps_mlx.kernels.score import THREADS, heads_per_kv_head, softmax_scale
 
@@ -23,33 +22,37 @@ _TURN = f"""
     threadgroup float x[2][D];
     threadgroup float largest[1];
     for (int d = tid; d < D; d += THREADS) {{
-        x[0][place[d]] = (static_cast<float>(q[size_t(row) * D + d]) * softmax_scale[0]) * signs[d];
+        x[0][d] = (static_cast<float>(q[size_t(row) * D + d]) * softmax_scale[0]) * signs[d];
     }}
     threadgroup_barrier(mem_flags::mem_threadgroup);
     int from = 0;
-    for (int apart = TOP / 2; apart > 0; apart /= 2) {{
-        for (int d = tid; d < D; d += THREADS) {{
-            int start = 0;
-            int block = TOP;
-            while (d >= start + block || (D & block) == 0) {{
-                start += D & block;
-                block /= 2;
+    for (int round = 0; round < 2; ++round) {{
+        for (int apart = TOP / 2; apart > 0; apart /= 2) {{
+            for (int d = tid; d < D; d += THREADS) {{
+                int start = 0;
+                int block = TOP;
+                while (d >= start + block || (D & block) == 0) {{
+                    start += D & block;
+                    block /= 2;
+                }}
+                const float own = x[from][d];
+                const float other = block > apart ? x[from][d ^ apart] : 0.0f;
+                x[1 - from][d] = (d & apart) != 0 ? other - own : own + other;
             }}
-            const float own = x[from][d];
-            const float other = block > apart ? x[from][d ^ apart] : 0.0f;
-            x[1 - from][d] = (d & apart) != 0 ? other - own : own + other;
+            from = 1 - from;
+            threadgroup_barrier(mem_flags::mem_threadgroup);
+        }}
+        for (int d = tid; d < D; d += THREADS) {{
+            const float scaled = x[from][d] * inverse[d];
+            x[1 - from][d] = round == 0 ? scaled * signs[D + d] : scaled;
         }}
         from = 1 - from;
         threadgroup_barrier(mem_flags::mem_threadgroup);
     }}
-    for (int d = tid; d < D; d += THREADS) {{
-        x[1 - from][d] = x[from][d] * inverse[d];
-    }}
-    threadgroup_barrier(mem_flags::mem_threadgroup);
     if (tid < 32) {{
         float most = 0.0f;
         for (int d = tid; d < D; d += 32) {{
-            most = max(most, fabs(x[1 - from][d]));
+            most = max(most, fabs(x[from][d]));
         }}
         most = simd_max(most);
         if (tid == 0) {{
@@ -60,15 +63,13 @@ _TURN = f"""
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const bool usable = largest[0] > 0.0f && isfinite(largest[0]);
     for (int d = tid; d < D; d += THREADS) {{
-        const float mine = x[1 - from][d];
+        const float mine = x[from][d];
         turned[size_t(row) * D + d] = mine;
         rounded[size_t(row) * D + d] = usable ? rint(mine / largest[0]) : 0.0f;
     }}
 """
 
-_turn_units = Kernel(
-    "eps_turn_units", ("q", "signs", "place", "inverse", "softmax_scale"), ("turned", "rounded", "step"), _TURN
-)
+_turn_units = Kernel("eps_turn_units", ("q", "signs", "inverse", "softmax_scale"), ("turned", "rounded", "step"), _TURN)
 
 
 class Query(NamedTuple):
@@ -80,13 +81,13 @@ class Query(NamedTuple):
 
 
 def turn_units(q: mx.array, signs: mx.array, kv_heads: int) -> Query:
-    """The query [B, Hq, D] unscaled as stages ask it: signs [D] float32, of the rotation."""
+    """The query [B, Hq, D] unscaled as stages ask it: signs [2, D] float32, of the rotation."""
     batch, num_heads, head_dim = q.shape
     shape = batch, kv_heads, heads_per_kv_head(q, kv_heads), head_dim
     threads = min(THREADS, -(-head_dim // 32) * 32)
     turned, rounded, step = launch(
         _turn_units,
-        [q, signs, _place(head_dim), _inverse(head_dim), softmax_scale(head_dim)],
+        [q, signs, _inverse(head_dim), softmax_scale(head_dim)],
         {"D": head_dim, "TOP": hadamard_blocks(head_dim)[0], "THREADS": threads},
         grid=(threads, batch * num_heads, 1),
         threadgroup=(threads, 1, 1),
@@ -94,13 +95,6 @@ def turn_units(q: mx.array, signs: mx.array, kv_heads: int) -> Query:
         output_dtypes=[mx.float32] * 3,
     )
     return Query(turned, rounded, step)
-
-
-@cache
-def _place(head_dim: int) -> mx.array:
-    """Where `rotate` puts each dimension before it adds, [D] int32."""
-    order, starts = np.arange(head_dim), np.cumsum([0, *hadamard_blocks(head_dim)])
-    return mx.array(np.concatenate([turned_round(order[a:b]) for a, b in pairwise(starts)]).astype(np.int32))
 
 
 @cache

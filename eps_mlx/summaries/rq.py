@@ -31,20 +31,20 @@ def rotate(x: mx.array, signs: mx.array) -> mx.array:
     """`eps_core.summaries.rq.rotate` over the last axis. The order of the float32 additions is part of the definition:
     every library adds alike, so sign codes are equal bit for bit. (Not for mx.compile, which may fuse.)"""
     lead, head_dim = x.shape[:-1], x.shape[-1]
-    x = x * signs
-    pieces, start = [], 0
-    for size in hadamard_blocks(head_dim):
-        half = size // 2
-        last = x[..., start + half : start + size][..., ::-1]
-        block = mx.concatenate([x[..., start : start + half], last], axis=-1)
-        while half:
-            pairs = block.reshape(*lead, size // (2 * half), 2, half)
-            first, second = pairs[..., 0, :], pairs[..., 1, :]
-            block = mx.stack([first + second, first - second], axis=-2).reshape(*lead, size)
-            half //= 2
-        pieces.append(block * float(np.float32(1 / math.sqrt(size))))
-        start += size
-    return mx.concatenate(pieces, axis=-1) if len(pieces) > 1 else pieces[0]
+    for own in signs:
+        x = x * own
+        pieces, start = [], 0
+        for size in hadamard_blocks(head_dim):
+            block, half = x[..., start : start + size], size // 2
+            while half:
+                pairs = block.reshape(*lead, size // (2 * half), 2, half)
+                first, second = pairs[..., 0, :], pairs[..., 1, :]
+                block = mx.stack([first + second, first - second], axis=-2).reshape(*lead, size)
+                half //= 2
+            pieces.append(block * float(np.float32(1 / math.sqrt(size))))
+            start += size
+        x = mx.concatenate(pieces, axis=-1) if len(pieces) > 1 else pieces[0]
+    return x
 
 
 def pack_codes(codes: mx.array, bits: int) -> mx.array:
