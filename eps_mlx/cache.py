@@ -317,7 +317,8 @@ def _summarise(cache: Cache, layer: int, k: mx.array) -> Summary:
     """Summaries of full groups: k [F, Hkv, S, D]."""
     store, constants = cache.store, cache.constants(layer)
     kernels = kernels_of(cache.kernels)
-    kernel = kernels.serving(kernels.build_summary, "build_summary", store, constants, k)
+    of_codes = kernels.build_summary if store.facts.coded else None  # other methods have none
+    kernel = kernels.serving(of_codes, "build_summary", store, constants, k)
     summary: Summary = (build_summary if kernel is None else kernel.run)(store, constants, k)
     return summary
 

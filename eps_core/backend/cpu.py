@@ -171,9 +171,7 @@ class CpuKernels:
 
 
 def _unsupported_building(store: Store, constants: dict[str, Array], k: Array) -> str | None:
-    if store.rq_bounds:
-        return "rq with bounds of its own"
-    return None if store.facts.coded else f"method {store.method}"
+    return "rq with bounds of its own" if store.rq_bounds else None
 
 
 def _unsupported_scoring(cache: Any, layer: int, q: Array, where: Where) -> str | None:

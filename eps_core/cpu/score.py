@@ -61,10 +61,10 @@ def score_codes(progress, q, mean, std, mean_scale, std_scale, fill, table, leng
     per_task = max(CODE_GROUPS // per_unit, 1)
     chunks = (units + per_task - 1) // per_task
     total = batch * kv_heads * chunks
-    scaled, sizes = np.zeros((2, HEADS * head_dim), np.float32)  # of four heads, and their absolute values
+    parts = np.zeros((2, HEADS * head_dim), np.float32)  # of four heads: scaled queries, and their absolute values
     most_rows = CODE_GROUPS + per_unit + DOT_ROWS
-    means, deviations = np.empty((2, most_rows * HEADS), np.float32)
-    most, rows = np.empty(HEADS, np.float32), np.empty(most_rows + PREFETCH_ROWS, np.int64)
+    sums, most = np.empty((2, most_rows * HEADS), np.float32), np.empty(HEADS, np.float32)
+    rows = np.empty(most_rows + PREFETCH_ROWS, np.int64)
     while True:
         task = take(progress, 1)
         if task >= total:
@@ -85,9 +85,10 @@ def score_codes(progress, q, mean, std, mean_scale, std_scale, fill, table, leng
                 head = h * repeat + (at * HEADS + r if at * HEADS + r < repeat else 0)
                 for c in range(head_dim):
                     a = q[b, head, c] * shrink
-                    scaled[r * head_dim + c], sizes[r * head_dim + c] = a, abs(a)
-            dots(mean, rows, padded, head_dim, scaled, means, most)
-            dots(std, rows, padded, head_dim, sizes, deviations, most)
+                    parts[0, r * head_dim + c] = a
+                    parts[1, r * head_dim + c] = abs(a)
+            dots(mean, rows, padded, head_dim, parts[0], sums[0], most)
+            dots(std, rows, padded, head_dim, parts[1], sums[1], most)
             for i in range(count):
                 group, place = begin * per_unit + i, rows[i] // head_dim
                 if at == 0:
@@ -96,7 +97,7 @@ def score_codes(progress, q, mean, std, mean_scale, std_scale, fill, table, leng
                     continue
                 mean_step, std_step = wide(mean_scale[place]), wide(std_scale[place])
                 for r in range(min(HEADS, repeat - at * HEADS)):
-                    best = means[i * HEADS + r] * mean_step + deviations[i * HEADS + r] * std_step
+                    best = sums[0, i * HEADS + r] * mean_step + sums[1, i * HEADS + r] * std_step
                     if not abs(best) < np.inf:
                         best = np.float32(LARGEST_ESTIMATE)
                     own[group] = max(own[group], best)

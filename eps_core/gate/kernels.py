@@ -44,7 +44,7 @@ class KernelTable:
 
     family: str = "arrays"
     write_kv: Kernel | None = None  # tokens of a decode step, each in a unit of its own
-    build_summary: Kernel | None = None
+    build_summary: Kernel | None = None  # of methods that code every token
     score: Kernel | None = None
     select: Kernel | None = None
     attend: Kernel | None = None
