@@ -34,7 +34,7 @@ def attend(cache: Cache, layer: int, q: Tensor, where: Where, selection: Selecti
     return _attend(cache, layer, q, where, selection)
 
 
-@routed
+@routed(lambda kernels: kernels.attend)
 @torch.inference_mode()
 def _attend(cache: Cache, layer: int, q: Tensor, where: Where, selection: Selection | None) -> State:
     batch, num_heads, head_dim = q.shape
@@ -140,7 +140,7 @@ def attend_rows(cache: Cache, layer: int, q: Tensor, rows: Rows, visit: Tensor |
     return _attend_rows(cache, layer, q, rows, visit)
 
 
-@routed
+@routed(lambda kernels: kernels.attend_rows)
 @torch.inference_mode()
 def _attend_rows(cache: Cache, layer: int, q: Tensor, rows: Rows, visit: Tensor | None = None) -> RowsRead:
     kv_heads, head_dim, size = cache.spec.num_kv_heads, cache.spec.head_dim, cache.store.S
@@ -187,7 +187,7 @@ def merge(first: State, second: State) -> State:
     return out.to(out1.dtype), base + torch.log(total)
 
 
-@routed
+@routed(lambda kernels: kernels.attend_tail)
 @torch.inference_mode()
 def attend_tail(cache: Cache, layer: int, where: Where, scores: Scores, selection: Selection, lse: Tensor) -> State:
     """(out [B, Hq, D] float32, lse [B, Hq]): an estimate of attention over the groups that `selection` left out, to be
@@ -222,7 +222,7 @@ def attend_tail(cache: Cache, layer: int, where: Where, scores: Scores, selectio
     return out.reshape(batch, -1, spec.head_dim), tail.reshape(batch, -1)
 
 
-@routed
+@routed(lambda kernels: kernels.add_tail)
 @torch.inference_mode()
 def add_tail(cache: Cache, layer: int, where: Where, scores: Scores, selection: Selection, state: State) -> State:
     """What was read, `state`, merged with `attend_tail`: out [B, Hq, D] in its dtype, lse [B, Hq]."""

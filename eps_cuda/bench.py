@@ -226,7 +226,7 @@ def device_parts(cache: Cache, q: Tensor, where: Where) -> dict[str, Arm]:
     chosen = select(first, where)
     if chosen.uniform is None:
         return {}
-    (table, lengths), inner = dispatch.on_device(cache, where), cache.tail
+    (table, lengths), inner = dispatch.kernels.on_device(cache, where), cache.tail
     depth = dispatch.depth_of(cache, where)
     wanted, width = dispatch.to_device(cache, chosen.uniform.astype(np.int32)), max(int(chosen.uniform.max()), 1)
 

@@ -25,7 +25,7 @@ from eps_core.summaries import table
 from eps_core.summaries.keys import CENTRE_TOKENS
 from eps_cuda import pages
 from eps_cuda.device import DTYPES, device_of, empty_pool, gpu
-from eps_cuda.kernels.choose import kernel_of, usable_kernels
+from eps_cuda.kernels.choose import kernels_of, usable_kernels
 from eps_cuda.pools import check_pools
 from eps_cuda.summaries.base import Part, Summary
 from eps_cuda.summaries.table import build_summary, method
@@ -198,9 +198,12 @@ def write_kv(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) 
     check_write(spec, cache.store, (k.shape, v.shape), slots)
     if not len(slots):
         return cache
-    fast = kernel_of(cache, "write_kv")
-    if fast is not None and fast(cache, layer, k, v, slots):
-        return cache
+    if len(np.unique(slots // cache.store.unit_tokens)) == len(slots):  # of a decode step, not of a prefill
+        kernels = kernels_of(cache.kernels)
+        kernel = kernels.serving(kernels.write_kv, "write_kv", cache, layer, k, v, slots)
+        if kernel is not None:
+            written_by: Cache = kernel.run(cache, layer, k, v, slots)
+            return written_by
     units, offsets = (on(cache, part) for part in np.divmod(slots, cache.store.unit_tokens))
     keys = pages.write(cache.k[layer], units, offsets, k.to(DTYPES[spec.dtype]))
     values = pages.write(cache.v[layer], units, offsets, v.to(DTYPES[spec.dtype]))
@@ -324,9 +327,11 @@ def seal(cache: Cache, layer: int, groups: np.ndarray, keys: Tensor | None = Non
 def _summarise(cache: Cache, layer: int, k: Tensor) -> Summary:
     """Summaries of full groups: k [F, Hkv, S, D]."""
     store, constants = cache.store, cache.constants(layer)
-    fast = kernel_of(cache, "build_summary")
-    summary: Summary | None = None if fast is None else fast(store, constants, k)
-    return build_summary(store, constants, k) if summary is None else summary
+    kernels = kernels_of(cache.kernels)
+    of_codes = kernels.build_summary if store.facts.coded else None  # other methods have none
+    kernel = kernels.serving(of_codes, "build_summary", store, constants, k)
+    summary: Summary = (build_summary if kernel is None else kernel.run)(store, constants, k)
+    return summary
 
 
 def on(cache: Cache, array: np.ndarray) -> Tensor:

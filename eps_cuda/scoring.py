@@ -28,7 +28,7 @@ class Race(NamedTuple):
     place: Tensor | None  # [B, Hkv, G] int64: where in the former they are; None: the latter
 
 
-@routed
+@routed(lambda kernels: kernels.score)
 @torch.inference_mode()
 def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores:
     """Estimates [B, Hkv, G] of every group, of the query heads of each kv head as `Read.combine` says, and bounds

@@ -14,7 +14,7 @@ from torch import Tensor
 from eps_core.config.eps import EpsConfig
 from eps_core.gate.protocol import Scores, Selection
 from eps_core.paging.where import Where
-from eps_cuda.kernels.choose import kernels_module, routed
+from eps_cuda.kernels.choose import kernels_of, routed
 
 THRESHOLD_ROWS = 256  # groups that one pass of `select_threshold` compares with all others; changes memory only
 
@@ -50,7 +50,7 @@ def select_threshold(config: EpsConfig, estimate: Tensor, forced: Tensor) -> Ten
     return forced | (torch.cat(parts, dim=-1) & torch.isfinite(estimate))
 
 
-@routed
+@routed(lambda kernels: kernels.select)
 @torch.inference_mode()
 def select(scores: Scores, where: Where, layer: int = 0) -> Selection:
     """The configured policy over every (sequence, kv head); scope union gives all heads the union of their groups.
@@ -83,7 +83,7 @@ def select(scores: Scores, where: Where, layer: int = 0) -> Selection:
         wanted = visit.sum(dim=-1, dtype=torch.int32)
         visit, uniform = visit.any(dim=1, keepdim=True).expand(visit.shape), None
     width = groups if uniform is None else max(int(uniform.max()), 1)
-    listing = getattr(kernels_module(scores.kernels), "listing", None)
+    listing = kernels_of(scores.kernels).listing
     if listing is not None:
         listed, counts = listing(visit, width)
         return Selection(listed, counts, uniform, num_forced, wanted, visit)
@@ -109,7 +109,7 @@ def visit_mask(selection: Selection, num_groups: int) -> Tensor:
     return visit.scatter_(-1, torch.where(groups < 0, num_groups, groups), True)[..., :num_groups]
 
 
-@routed
+@routed(lambda kernels: kernels.skipped_mass)
 @torch.inference_mode()
 def skipped_mass(scores: Scores, selection: Selection) -> Tensor:
     """Estimated share of the softmax left unread [B, Hkv]: an estimate, no bound. Groups without an estimate, which

@@ -33,7 +33,7 @@ def attend(cache: Cache, layer: int, q: mx.array, where: Where, selection: Selec
     return _attend(cache, layer, q, where, selection)
 
 
-@routed
+@routed(lambda kernels: kernels.attend)
 def _attend(cache: Cache, layer: int, q: mx.array, where: Where, selection: Selection | None) -> State:
     batch, num_heads, head_dim = q.shape
     kv_heads = cache.spec.num_kv_heads
@@ -157,7 +157,7 @@ def attend_rows(cache: Cache, layer: int, q: mx.array, rows: Rows, visit: mx.arr
     return _attend_rows(cache, layer, q, rows, visit)
 
 
-@routed
+@routed(lambda kernels: kernels.attend_rows)
 def _attend_rows(cache: Cache, layer: int, q: mx.array, rows: Rows, visit: mx.array | None = None) -> RowsRead:
     kv_heads, head_dim, size = cache.spec.num_kv_heads, cache.spec.head_dim, cache.store.S
     num_groups = rows.table.shape[1] * cache.store.groups_per_unit
@@ -206,7 +206,7 @@ def merge(first: State, second: State) -> State:
     return out.astype(out1.dtype), base + mx.log(total)
 
 
-@routed
+@routed(lambda kernels: kernels.attend_tail)
 def attend_tail(
     cache: Cache,
     layer: int,
@@ -248,7 +248,7 @@ def attend_tail(
         return out.reshape(batch, -1, spec.head_dim), tail.reshape(batch, -1)
 
 
-@routed
+@routed(lambda kernels: kernels.add_tail)
 def add_tail(cache: Cache, layer: int, where: Where, scores: Scores, selection: Selection, state: State) -> State:
     """What was read, `state`, merged with `attend_tail`: out [B, Hq, D] in its dtype, lse [B, Hq]."""
     return merge(state, attend_tail(cache, layer, where, scores, selection, state[1]))

@@ -25,7 +25,7 @@ from eps_core.summaries import table
 from eps_core.summaries.keys import CENTRE_TOKENS
 from eps_mlx import pages
 from eps_mlx.device import DTYPES, device_of, devices
-from eps_mlx.kernels.choose import kernel_of, usable_kernels
+from eps_mlx.kernels.choose import kernels_of, usable_kernels
 from eps_mlx.summaries.base import Part, Summary
 from eps_mlx.summaries.table import build_summary, method
 
@@ -213,9 +213,9 @@ def write_rows(
 ) -> tuple[mx.array, mx.array]:
     """Rows [N, Hkv, D] of the cache's dtype to slots [N], in place while nobody else holds the pools, and as these hold
     them."""
-    let_go = kernel_of(cache, "let_go")
-    if let_go is not None:
-        let_go()
+    settle = kernels_of(cache.kernels).settle
+    if settle is not None:
+        settle()
     with mx.stream(cache.stream):
         units, offsets = (mx.array(part.astype(np.int32)) for part in np.divmod(slots, cache.store.unit_tokens))
         keys = pages.write(cache.k[layer], units, offsets, keys)
@@ -316,9 +316,11 @@ def _seal_stored(cache: Cache, layer: int, groups: np.ndarray) -> None:
 def _summarise(cache: Cache, layer: int, k: mx.array) -> Summary:
     """Summaries of full groups: k [F, Hkv, S, D]."""
     store, constants = cache.store, cache.constants(layer)
-    fast = kernel_of(cache, "build_summary")
-    summary: Summary | None = None if fast is None else fast(store, constants, k)
-    return build_summary(store, constants, k) if summary is None else summary
+    kernels = kernels_of(cache.kernels)
+    of_codes = kernels.build_summary if store.facts.coded else None  # other methods have none
+    kernel = kernels.serving(of_codes, "build_summary", store, constants, k)
+    summary: Summary = (build_summary if kernel is None else kernel.run)(store, constants, k)
+    return summary
 
 
 def _places(cache: Cache, groups: np.ndarray) -> tuple[mx.array, mx.array]:

@@ -9,15 +9,15 @@ import numpy as np
 
 from eps_mlx import pages
 from eps_mlx.cache import Cache, evaluate, mark_valid, written
-from eps_mlx.kernels.choose import kernel_of
+from eps_mlx.kernels.choose import kernels_of
 
 
 def move_kv(cache: Cache, layer: int, src: np.ndarray, dst: np.ndarray) -> Cache:
     """Copies what slots src [N] (host) hold to slots dst [N] (host), as it is held, and brings the summaries of the
     groups written to up to date."""
-    let_go = kernel_of(cache, "let_go")
-    if let_go is not None:
-        let_go()
+    settle = kernels_of(cache.kernels).settle
+    if settle is not None:
+        settle()
     with mx.stream(cache.stream):
         source, target = (
             [mx.array(part.astype(np.int32)) for part in np.divmod(slots, cache.store.unit_tokens)]
@@ -83,9 +83,9 @@ def export_units(cache: Cache, units: Sequence[int]) -> dict[str, np.ndarray]:
 def import_units(cache: Cache, units: Sequence[int], arrays: dict[str, np.ndarray]) -> Cache:
     """Puts what `export_units` gave of a cache of the same store into units [M], which are full then: their groups are
     valid, and nothing is computed. A cache that takes a centre must have none, or the same."""
-    let_go = kernel_of(cache, "let_go")
-    if let_go is not None:
-        let_go()
+    settle = kernels_of(cache.kernels).settle
+    if settle is not None:
+        settle()
     numbers = np.asarray(units, np.int64)
     with mx.stream(cache.stream):
         index = mx.array(numbers.astype(np.int32))

@@ -28,7 +28,7 @@ class Race(NamedTuple):
     place: mx.array | None  # [B, Hkv, G] int32: where in the former they are; None: the latter
 
 
-@routed
+@routed(lambda kernels: kernels.score)
 def score(cache: Cache, layer: int, q: mx.array, where: Where) -> Scores:
     """Estimates [B, Hkv, G] of every group, of the query heads of each kv head as `Read.combine` says, and bounds
     [B, Hkv, R, G]: q [B, Hq, D] unscaled. See `Scores` for what the numbers mean."""

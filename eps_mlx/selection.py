@@ -13,7 +13,7 @@ import numpy as np
 from eps_core.config.eps import EpsConfig
 from eps_core.gate.protocol import Scores, Selection
 from eps_core.paging.where import Where
-from eps_mlx.kernels.choose import kernels_module, routed
+from eps_mlx.kernels.choose import kernels_of, routed
 
 THRESHOLD_ROWS = 256  # groups that one pass of `select_threshold` compares with all others; changes memory only
 
@@ -58,7 +58,7 @@ def _log_total(estimate: mx.array) -> mx.array:
     return largest + mx.log(mx.exp(known - largest).sum(axis=-1, keepdims=True))
 
 
-@routed
+@routed(lambda kernels: kernels.select)
 def select(scores: Scores, where: Where, layer: int = 0) -> Selection:
     """The configured policy over every (sequence, kv head); scope union gives all heads the union of their groups.
     `layer` says which head modes apply, where the config has any. Runs on the current default device: `scores` are its
@@ -90,7 +90,7 @@ def select(scores: Scores, where: Where, layer: int = 0) -> Selection:
         wanted = visit.sum(axis=-1).astype(mx.int32)
         visit, uniform = mx.broadcast_to(visit.any(axis=1, keepdims=True), visit.shape), None
     width = groups if uniform is None else max(int(uniform.max()), 1)
-    listing = getattr(kernels_module(scores.kernels), "listing", None)
+    listing = kernels_of(scores.kernels).listing
     if listing is not None:
         listed, counts = listing(visit, width)
         return Selection(listed, counts, uniform, num_forced, wanted, visit)
@@ -117,7 +117,7 @@ def visit_mask(selection: Selection, num_groups: int) -> mx.array:
     return mx.put_along_axis(visit, listed, mx.array(True), axis=-1)[..., :num_groups]
 
 
-@routed
+@routed(lambda kernels: kernels.skipped_mass)
 def skipped_mass(scores: Scores, selection: Selection) -> mx.array:
     """Estimated share of the softmax left unread [B, Hkv]: an estimate, no bound. Groups without an estimate, which
     are always visited, are left out of both sides."""

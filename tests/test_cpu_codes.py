@@ -1,7 +1,6 @@
 """The compiled CPU kernels over K and V as codes: every value to the last bit, and attention against float64 over what
 the quantiser's formula says is read. Rows are in `test_cpu_rows.py`, CPUs without AVX-512 in `test_cpu_kernels.py`."""
 
-import importlib
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -198,7 +197,7 @@ def test_attention_is_over_what_codes_say(backend, case, threads, monkeypatch) -
         ran.append(one)
         threads_cpu.run(one, phases, *args, alone=alone)
 
-    monkeypatch.setattr(kernels_of(backend), "_run", run)
+    monkeypatch.setattr(kernels_of(backend), "run", run)
     selection = backend.select(backend.score(filled.cache, 0, filled.native, filled.where), filled.where)
     for chosen in (selection, None):
         ran.clear()
@@ -218,18 +217,18 @@ def test_attention_is_over_what_codes_say(backend, case, threads, monkeypatch) -
 
 def test_kernels_are_asked_for_codes_that_they_know(backend) -> None:
     """Others are read by array operations; writes of codes are array operations, scores read summaries alone."""
-    choose = importlib.import_module(f"{backend.__name__}.kernels.choose")
+    table = kernels_of(backend).table()
 
-    def kernel_of(name: str, *bits: Any) -> Any:
+    def unsupported(one: Any, *bits: Any) -> Any:
         spec = SimpleNamespace(quantised=True, k_bits=bits[0], v_bits=bits[1])
-        return choose.kernel_of(SimpleNamespace(spec=spec, kernels="numba"), name)
+        return one.unsupported(SimpleNamespace(spec=spec))
 
-    for name in ("attend", "attend_rows"):
+    for one in (table.attend, table.attend_rows):
         for bits in ((8, 8), (4, 16), (16, 4)):
-            assert kernel_of(name, *bits) is getattr(kernels_of(backend), name)
+            assert unsupported(one, *bits) is None
         for bits in (("another", 8), (16, "another")):
-            assert kernel_of(name, *bits) is None
-    assert kernel_of("write_kv", 8, 8) is None and kernel_of("score", "another", 16) is not None
+            assert unsupported(one, *bits) == "K in {} and V in {}".format(*bits)
+    assert table.write_kv is None and table.score is not None
 
 
 @pytest.mark.parametrize("bits", [(8, 8), (4, 4), (16, 4)])

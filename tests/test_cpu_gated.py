@@ -5,6 +5,7 @@ import importlib
 import inspect
 import threading
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -172,16 +173,17 @@ def test_the_layer_follows_the_oracle(backend, case):
 def test_what_it_does_not_take_is_left_to_the_parts(backend, case):
     s = Setup(backend, case)
     where = Where.of(case.config, s.table, s.lengths)
-    assert kernels_of(backend).attend_gated(s.cache, 0, s.native, where) is None
+    assert kernels_of(backend).table().attend_gated(s.cache, 0, s.native, where) is None
 
 
 def test_codes_that_kernels_do_not_read_are_left_to_the_parts(backend):
     choose = importlib.import_module(f"{backend.__name__}.kernels.choose")
     case = Case((150,), eps("rq", group_tokens=2), bits=(8, 8), dtype="bfloat16")
     cache = Setup(backend, case).cache
-    assert choose.kernel_of(cache, "attend_gated") is kernels_of(backend).attend_gated
+    kernel, where = choose.kernel_of(cache, "attend_gated"), Where.of(case.config, np.zeros((1, 5), np.int32), [150])
+    assert kernel.unsupported(cache, 0, None, where) is None
     odd = replace(cache, spec=replace(cache.spec, k_bits="fp8"))
-    assert choose.kernel_of(odd, "attend_gated") is None
+    assert kernel.unsupported(odd, 0, None, where) == "K in fp8 and V in 8"
 
 
 def test_gated_layers_take_it(backend):
@@ -223,14 +225,14 @@ def test_gated_layers_take_it(backend):
 def test_a_layer_is_timed_by_the_kernels_own_stamps(backend, monkeypatch):
     """Of 1,000 ns scoring and selecting took 200, so of the second that the layer took 0.2."""
     case, module = CASES[0], kernels_of(backend)
-    s, real = Setup(backend, case), module._run
+    s, real = Setup(backend, case), module.run
 
     def run(kernel, phases, stamps, *args, **about):
         real(kernel, phases, stamps, *args, **about)
         assert 0 < stamps[0] < stamps[1] < stamps[2]
         stamps[:] = 100, 300, 1100
 
-    monkeypatch.setattr(module, "_run", run)
+    monkeypatch.setattr(module, "run", run)
     seconds = iter([5.0, 6.0])
     where = Where.of(case.config, s.table, s.lengths)
     _, read = gate.attend_layer(backend, s.cache, 0, s.native, where, clock=lambda cache, *arrays: next(seconds))
@@ -241,9 +243,9 @@ def test_a_run_takes_it_in_every_layer_of_every_step(monkeypatch):
     """Whose steps are timed layer by layer on a CPU, all of them."""
     session, config = Session.open(None, "cuda", "cpu", kv_dtype="bfloat16"), EpsConfig.of(method="rq")
     cache, pool = session.cache(config.store, 1300)
-    module, taken = kernels_of(session.backend), []
-    real = module.attend_gated
-    monkeypatch.setattr(module, "attend_gated", lambda *at: taken.append(real(*at)) or taken[-1])
+    kernel, taken = session.backend.kernel_of(cache, "attend_gated"), []
+    real = kernel.run
+    monkeypatch.setattr(kernel, "run", lambda *at: taken.append(real(*at)) or taken[-1])
     document = Document([1 + i % 90 for i in range(1200)], 5)
     outcome, _ = decode(session, cache, pool, [document], config.read, time_every=session.time_every)
     steps = len(outcome.records)
@@ -268,14 +270,14 @@ def test_bits_do_not_depend_on_what_runs_it(number, whole_rows, monkeypatch):
     monkeypatch.setattr(threads_cpu, "_helpers", [])  # those of this number end with nobody who asks them
     torch.set_num_threads(number)
     for alone in (True, False):
-        for run in (openmp.team_of(module.Path(torch.__file__).parent / "lib" / "libtorch_cpu.so",
+        for run in (openmp.team_of(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so",
                                    torch.get_num_threads), threads_cpu.run):  # fmt: skip
             assert run is not None
 
             def running(kernel, phases, *args, run=run, alone=alone, **about):
                 run(kernel, phases, *args, alone=alone)
 
-            monkeypatch.setattr(module, "_run", running)
+            monkeypatch.setattr(module, "run", running)
             check_same(at_once(backend, s, Where.of(case.config, s.table, s.lengths)), wanted)
     threads_cpu.settle()
 
@@ -315,7 +317,7 @@ def test_a_wrong_order_fails(name):
         scope[kernel.__name__](progress, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels_of(backend), "_run", run)
+        patch.setattr(kernels_of(backend), "run", run)
         if name == "phases of another part":
             # what waits for a phase that others finished, or took, reads lists too early or nothing
             got = at_once(backend, s, where)
@@ -336,7 +338,7 @@ def test_the_right_order_passes_that_check():
         kernel(threads_cpu.new_progress(phases), *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels_of(backend), "_run", run)
+        patch.setattr(kernels_of(backend), "run", run)
         check_same(at_once(backend, s, where), wanted)
 
 

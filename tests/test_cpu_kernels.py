@@ -59,16 +59,16 @@ CASES = [
     Case((290, 41), eps("rq", group_tokens=2, min_context=100, top_pages=9)),
     Case((700, 290), eps("rq", mean_tokens=64, stages=(0.25,)), num_heads=8, head_dim=128, dtype="bfloat16"),
     Case((100, 37), eps("rq")),  # one full unit, and none
-    Case((150, 37, 1), eps("box"), num_heads=16, num_kv_heads=1, head_dim=33, dtype="float16"),
-    Case((530, 300), eps("box", group_tokens=128, tail_tokens=128), num_heads=8, dtype="bfloat16", head_dim=128),
-    Case((150, 37), eps("ball", group_tokens=3, block_size=3, tail_tokens=60), num_heads=3, num_kv_heads=1),
-    Case((150, 37), eps("ball"), kind="outlier", dtype="bfloat16"),
+    Case((150, 37, 1), eps("meanstd"), num_heads=16, num_kv_heads=1, head_dim=33, dtype="float16"),
+    Case((530, 300), eps("meanstd", group_tokens=128, tail_tokens=128), num_heads=8, dtype="bfloat16", head_dim=128),
+    Case((150, 37), eps("meanstd", group_tokens=3, block_size=3, tail_tokens=60), num_heads=3, num_kv_heads=1),
+    Case((150, 37), eps("meanstd"), kind="outlier", dtype="bfloat16"),
     Case((290, 200), eps("meanstd", group_tokens=48), num_heads=6, num_kv_heads=3, head_dim=80),
     Case((150, 64), eps("meanstd", first_tokens=0, last_tokens=0, budget=0.1)),
-    Case((150, 37), eps("box", policy="threshold", top_pages=4)),  # counts that differ by head
-    Case((150, 37), eps("ball", policy="threshold", scope="union", top_pages=3)),
+    Case((150, 37), eps("meanstd", policy="threshold", top_pages=4)),  # counts that differ by head
+    Case((150, 37), eps("meanstd", policy="threshold", scope="union", top_pages=3)),
     Case((310, 100), eps("rq", refine=0.2), bits=(8, 4), dtype="bfloat16", head_dim=64, chunk=150),
-    Case((150, 37), eps("ball"), bits=(4, 16), num_heads=8, num_kv_heads=1, head_dim=34),
+    Case((150, 37), eps("meanstd"), bits=(4, 16), num_heads=8, num_kv_heads=1, head_dim=34),
 ]
 
 
@@ -93,7 +93,7 @@ def writable(backend):
 
 
 def kernels_of(backend):
-    return importlib.import_module(f"{backend.__name__}.kernels.cpu")
+    return importlib.import_module(f"{backend.__name__}.kernels.cpu").kernels
 
 
 class Setup:
@@ -127,7 +127,7 @@ def test_kernels_follow_oracle_and_arrays(backend, case):
     own = scores_on_host(backend, scores)
     selected = backend.select(scores, where)
     covered = case.config.read.policy == "topk"
-    assert (kernels.select(scores, where) is not None) == covered
+    assert (kernels.table().select(scores, where) is not None) == covered
     wanted = oracle.select(own, where)
     check_selection(backend, selected, wanted)
     check_selection(backend, backend.select(replace(scores, kernels="arrays"), where), wanted)
@@ -167,9 +167,7 @@ def test_equal_estimates_go_to_the_lower_index():
             scores = Scores(estimate.astype(np.float64), None, None, missing)
             where = place(config, lengths, groups)
             wanted = oracle.select(scores, where)
-            got_groups, counts, uniform, got_forced, _ = kernels_cpu.select(
-                where, estimate, missing, 0, threads_cpu.run
-            )
+            got_groups, counts, uniform, got_forced, _ = kernels_cpu.select(where, estimate, missing, threads_cpu.run)
             assert (counts == wanted.counts).all() and (counts == uniform[:, None]).all()
             assert (got_forced == wanted.forced).all()
             for b, h in np.ndindex(3, 2):
@@ -233,9 +231,9 @@ def test_logits_past_what_exp_holds(backend):
 
 
 def test_what_has_no_kernel_says_so(backend):
-    for config in (eps("moments"), eps("jl"), eps("rq", rq_bounds=True, group_tokens=16)):
+    for config in (eps("moments"), eps("jl"), eps("box"), eps("ball"), eps("rq", rq_bounds=True, group_tokens=16)):
         s = Setup(backend, Case((300,), config))
-        assert kernels_of(backend).score(s.cache, 0, s.native, Where.of(config, s.table, s.lengths)) is None
+        assert kernels_of(backend).table().score(s.cache, 0, s.native, Where.of(config, s.table, s.lengths)) is None
 
 
 def test_guards_are_ranges():
@@ -267,7 +265,7 @@ def test_calls_from_several_threads(backend):
     def call() -> None:
         for _ in range(30):
             out = kernels_cpu.attend(
-                s.cache, 0, s.q, Where.of(case.config, s.table, s.lengths), None, kernels._host, kernels._run
+                s.cache, 0, s.q, Where.of(case.config, s.table, s.lengths), None, kernels.host, kernels.run
             )[0]
             if not np.array_equal(out, expected):
                 wrong.append(out)
@@ -304,11 +302,10 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
         kernels.add(kernel.__name__)
 
     rng, backend = np.random.default_rng(0), load_backend("cuda")
-    monkeypatch.setattr(kernels_of(backend), "_run", counted)
+    monkeypatch.setattr(kernels_of(backend), "run", counted)
     for config, whole_rows in (
         (EpsConfig.of(method="rq").with_tail(), False), (EpsConfig.of(method="rq"), False),
         (EpsConfig.of(method="rq", mean_tokens=64), True), (EpsConfig.of(method="rq", mean_tokens=64, refine=0), False),
-        (EpsConfig.of(method="box"), False), (EpsConfig.of(method="ball"), False),
         (EpsConfig.of(method="meanstd"), False),
     ):  # fmt: skip
         monkeypatch.setattr(calls, "ROWS_PER_THREAD", 0 if whole_rows else 3)
@@ -323,7 +320,7 @@ def test_every_task_that_is_taken_is_waited_for(monkeypatch):
         selection = backend.select(scores, place(config, lengths, scores.estimate.shape[-1]))
         state = backend.attend(cache, 0, q, Where.of(config, table, lengths), selection)
         backend.attend(cache, 0, q, Where.of(config, table, lengths), None)
-        kernels_of(backend).attend_gated(cache, 0, q, Where.of(config, table, lengths))
+        kernels_of(backend).table().attend_gated(cache, 0, q, Where.of(config, table, lengths))
         backend.skipped_mass(scores, selection)
         if config.store.tail_tokens:
             backend.add_tail(cache, 0, Where.of(config, table, lengths), scores, selection, state)
@@ -403,7 +400,7 @@ def test_torch_without_a_team_uses_helpers(monkeypatch, case):
     """Where GOMP_parallel is missing: the same values from threads of our own."""
     backend = load_backend("cuda")
     s, kernels = Setup(backend, case), kernels_of(backend)
-    monkeypatch.setattr(kernels, "_team", lambda: (threads_cpu.run, threads_cpu.num_threads))
+    monkeypatch.setattr("eps_cuda.kernels.cpu._team", lambda: (threads_cpu.run, threads_cpu.num_threads))
     scores = kernels.score(s.cache, 0, s.native, Where.of(case.config, s.table, s.lengths))
     check_scoring(backend, case, s.cache, s.reference, scores, s.q, s.keys, s.table, s.lengths)
     check_attend(backend, case, s.cache, s.reference, s.q, s.native, s.table, s.lengths, None)
@@ -524,7 +521,7 @@ def test_kernels_run_on_the_team_that_torch_has():
         assert cpu._team()[0] is not cpu_threads.run
         cpu_openmp.LATE_NS = 10**12  # a busy machine must not bring helpers
         estimate, shares = np.zeros((2, 8, 60_000), np.float32), np.zeros((2, 8), np.float32)
-        cpu._run(cpu_attend.skipped_mass, 1, estimate, np.zeros(estimate.shape, np.uint8), shares)
+        cpu.kernels.run(cpu_attend.skipped_mass, 1, estimate, np.zeros(estimate.shape, np.uint8), shares)
         assert (shares > 0.999).all() and len(os.listdir("/proc/self/task")) == threads, threads
     """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -64,7 +64,7 @@ class Chosen:
             threads.run(kernel, phases, *args, alone=self.alone or alone)
 
         monkeypatch.setattr(threads, "num_threads", lambda: 3)
-        monkeypatch.setattr(self.kernels, "_run", run)
+        monkeypatch.setattr(self.kernels, "run", run)
 
     def __call__(
         self, cache: Any, q: np.ndarray, rows: Rows, visit: np.ndarray | None = None, dtype: str = "float32"

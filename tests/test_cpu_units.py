@@ -127,7 +127,7 @@ def test_layers_share_what_they_know_and_no_result(backend, case, number, monkey
 def test_groups_that_fill_no_register_are_left_to_arrays(backend):
     case = Case((300,), eps("rq", mean_tokens=32, group_tokens=4, stages=(0.25,)))
     s = Setup(backend, case)
-    assert kernels_of(backend).score(s.cache, 0, s.native, Where.of(case.config, s.table, s.lengths)) is None
+    assert kernels_of(backend).table().score(s.cache, 0, s.native, Where.of(case.config, s.table, s.lengths)) is None
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf, 1e4, 100.0, 1e-45, 0.0])

@@ -30,7 +30,7 @@ from eps_core.engine.settings import Settings
 from eps_core.errors import ConfigError
 from eps_mlx.hooks.mlx_lm import eps, hook_of, load, names
 from eps_mlx.hooks.mlx_lm.hook import Hook
-from eps_mlx.kernels import cpu as numba_kernels
+from eps_mlx.kernels.cpu import KERNELS
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 SMALL = {"method": "rq", "first_tokens": 4, "last_tokens": 16}
@@ -344,7 +344,7 @@ def test_an_exception_inside_eps_attends_densely_counts_and_is_told_once(
 
     with eps(model, **SMALL, budget=0.1) as gated, caplog.at_level(logging.ERROR, "eps"):
         with monkeypatch.context() as patch:
-            patch.setattr(numba_kernels, "attend_gated", fail)
+            patch.setattr(KERNELS.attend_gated, "run", fail)
             assert_equal(plain[1], alone(model, prompt)[1])
         assert gated.stats()["fallbacks"] == {"error": 2 * 9}
         assert ["ZeroDivisionError" in line for line in errors(caplog)] == [True]
@@ -397,7 +397,7 @@ def test_kernels_that_fail_their_check_are_not_used(
     """What MLX computes later cannot be caught, so kernels are asked before."""
     model = tiny("llama")
     monkeypatch.setattr(engine_kernels, "_fault", engine_kernels._fault.__wrapped__)  # asked once a shape, else
-    monkeypatch.setattr(numba_kernels, "score", lambda *args: 1 / 0)
+    monkeypatch.setattr(KERNELS.score, "run", lambda *args: 1 / 0)
     with pytest.raises(ConfigError, match=r"kernels numba failed their check on this device .* --kernels arrays"):
         eps(model, **SMALL, kernels="numba").__enter__()
     with eps(model, **SMALL, budget=0.1) as gated:

@@ -17,7 +17,7 @@ from transformers import DynamicCache, StaticCache
 from eps_core.engine import kernels as engine_kernels
 from eps_core.errors import ConfigError
 from eps_cuda.hooks.transformers import EpsCache, eps, plan_of
-from eps_cuda.kernels import cpu as numba_kernels
+from eps_cuda.kernels.cpu import KERNELS
 
 # ---- faults, masks, gradients ----
 
@@ -39,7 +39,7 @@ def test_a_fault_of_ours_is_the_engines_attention_counted_and_loud(
     def broken(*_: Any) -> Any:
         raise RuntimeError("a broken selection")
 
-    monkeypatch.setattr(numba_kernels, "attend_gated", broken)
+    monkeypatch.setattr(KERNELS.attend_gated, "run", broken)
     with Attending(model), caplog.at_level(logging.ERROR, "eps"):
         assert torch.equal(generate(model, ids, mask, cache), plain)
     stats = cache.gated.stats()
@@ -316,7 +316,7 @@ def test_method_off_is_the_rollback() -> None:
 def test_kernels_that_fail_their_check_are_not_used(monkeypatch: Any, caplog: Any) -> None:
     model, (ids, _) = tiny("llama"), prompts([300])
     monkeypatch.setattr(engine_kernels, "_fault", engine_kernels._fault.__wrapped__)  # asked once a shape, else
-    monkeypatch.setattr(numba_kernels, "score", lambda *args: 1 / 0)
+    monkeypatch.setattr(KERNELS.score, "run", lambda *args: 1 / 0)
     with eps(model, RQ) as gated:
         made = model.generate(ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
         assert eps_layers(made.past_key_values)[0].rows.paged.cache.kernels == "arrays"

@@ -112,12 +112,13 @@ def test_arrays_and_emulated_kernels_are_not_checked(monkeypatch) -> None:
 ])  # fmt: skip
 def test_a_whole_layer_that_is_not_its_parts_is_named(monkeypatch, change, tail_tokens) -> None:
     import eps_cuda
-    import eps_cuda.kernels.cpu as kernels
+    from eps_cuda.kernels.cpu import KERNELS
 
-    real, config = kernels.attend_gated, EpsConfig.of(method="rq", tail_tokens=tail_tokens)
+    kernel = KERNELS.attend_gated
+    real, config = kernel.run, EpsConfig.of(method="rq", tail_tokens=tail_tokens)
     shape = "cpu", "numba", CacheSpec(1, 2, 32, 1), 4, config
     assert disagreement(eps_cuda, *shape) is None
-    monkeypatch.setattr(kernels, "attend_gated", lambda *at: change(real(*at)))
+    monkeypatch.setattr(kernel, "run", lambda *at: change(real(*at)))
     fault = disagreement(eps_cuda, *shape)
     assert fault is not None and "a whole layer and its parts differ" in fault
 

@@ -24,7 +24,7 @@ RULE = (
     ("config",),
     ("paging",),
     ("gate", "cpu", "evict"),
-    ("telemetry", "load"),
+    ("telemetry", "load", "backend"),
     ("models",),
     ("decode", "tasks"),
     ("engine",),

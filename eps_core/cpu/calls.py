@@ -16,13 +16,6 @@ from eps_core.paging.where import Where
 from eps_core.summaries.rq import PARTS, QUERY_STEPS, part_dims
 
 Host = Callable[[Any], np.ndarray]
-# besides rq without bounds of its own: method -> (index in `score_codes`, two code pools, four scalar pools, the
-# unused ones repeated)
-CODES = {
-    "box": (0, ("lo", "hi"), ("scale", "norm", "norm", "norm")),
-    "ball": (1, ("mean", "mean"), ("mean_scale", "radius", "error", "norm")),
-    "meanstd": (2, ("mean", "std"), ("mean_scale", "std_scale", "std_scale", "std_scale")),
-}
 _ELEMENTS = {"float32": np.float32, "float16": np.int16, "bfloat16": np.uint16}  # as kernels see a dtype
 TASK_TOKENS, TASKS_PER_THREAD = (256, 1024), 16  # of attention: least and most, and how many are wanted; speed only
 ROWS_PER_THREAD = 3  # (sequence, kv head)s, from which on a thread scores whole ones; speed only
@@ -39,14 +32,6 @@ class Call(NamedTuple):
     phases: int
     args: tuple[Any, ...]
     alone: bool = False
-
-
-class Scored(NamedTuple):
-    """Of `Scores` what the call fills: [B, Hkv, G], and twice [B, Hkv, R, G] or None."""
-
-    estimate: np.ndarray
-    lower: np.ndarray | None = None
-    upper: np.ndarray | None = None
 
 
 class Chosen(NamedTuple):
@@ -116,40 +101,43 @@ def _lines(shapes: tuple[tuple[int, ...], ...]) -> tuple[int, list[tuple[int, in
     return start, places
 
 
-def scoring(cache: Any, layer: int, q: np.ndarray, where: Where, host: Host) -> tuple[Call, Scored] | None:
-    """Of q [B, Hq, D] float32; None: no kernel scores this cache."""
+def unsupported_scoring(cache: Any, where: Where) -> str | None:
+    """Return what `scoring` does not support of a cache and of how a step reads it, in a few words, or None."""
     store, spec = cache.store, cache.spec
-    if store.rq_bounds or not (store.facts.coded or store.method in CODES):
-        return None
+    if store.rq_bounds:
+        return "rq with bounds of its own"
+    if not store.facts.coded:
+        return None if store.method == "meanstd" else f"method {store.method}"
+    if store.groups_per_seal % vectors.LANES:
+        return f"{store.groups_per_seal} groups to a mean, no multiple of {vectors.LANES}"
+    if spec.head_dim * QUERY_STEPS >= 2**15:  # sums are int16
+        return f"head dim {spec.head_dim}"
+    if where.config.read.combine == "sum" and spec.k_bits not in KEY_BITS:
+        return f"combine sum over K in {spec.k_bits}"
+    return None
+
+
+def scoring(cache: Any, layer: int, q: np.ndarray, where: Where, host: Host) -> tuple[Call, np.ndarray]:
+    """Of q [B, Hq, D] float32, where `unsupported_scoring` is None: the call, and estimate [B, Hkv, G] float32, which
+    it fills."""
+    store, spec = cache.store, cache.spec
     if store.facts.coded:
         return _scoring_units(cache, layer, q, where, host)
-    table, lengths = where.table, where.lengths
-    batch, num_heads, _ = q.shape
-    kv_heads, per_unit = spec.num_kv_heads, store.groups_per_unit
-    groups, repeat = table.shape[1] * per_unit, num_heads // kv_heads
-    estimate = np.empty((batch, kv_heads, groups), np.float32)
-    states = np.empty((batch, groups), np.uint8)
-    state, stored = cache.state[layer], cache.summaries[layer]
-    index, codes, scalars = CODES[store.method]
-    bounded = store.own_bounds
-    lower, upper = (np.empty((batch, kv_heads, repeat, groups if bounded else 0), np.float32) for _ in range(2))
-    first, second = (lanes(host(stored[name])) for name in codes)
+    per_unit, groups = store.groups_per_unit, where.num_groups
+    estimate = np.empty((len(q), spec.num_kv_heads, groups), np.float32)
+    stored = {name: lanes(host(pool)) for name, pool in cache.summaries[layer].items()}
     args = (
-        index, q, first, second, tuple(lanes(host(stored[name])) for name in scalars), state.fill, table, lengths,
-        store.S, per_unit, states, estimate, lower, upper,
+        q, stored["mean"], stored["std"], stored["mean_scale"], stored["std_scale"], cache.state[layer].fill,
+        where.table, where.lengths, store.S, per_unit, np.empty((len(q), groups), np.uint8), estimate,
     )  # fmt: skip
-    return Call(score.score_codes, 2, args), Scored(estimate, lower, upper) if bounded else Scored(estimate)
+    return Call(score.score_codes, 2, args), estimate
 
 
-def _scoring_units(cache: Any, layer: int, q: np.ndarray, where: Where, host: Host) -> tuple[Call, Scored] | None:
+def _scoring_units(cache: Any, layer: int, q: np.ndarray, where: Where, host: Host) -> tuple[Call, np.ndarray]:
     """`scoring` by codes about units' means."""
     store, spec = cache.store, cache.spec
     batch, num_heads, head_dim = q.shape
-    if store.groups_per_seal % vectors.LANES or head_dim * QUERY_STEPS >= 2**15:  # sums are int16
-        return None
     sums = where.config.read.combine == "sum"
-    if sums and spec.k_bits not in KEY_BITS:
-        return None
     kv_heads, per_seal = spec.num_kv_heads, store.groups_per_seal
     rows, passes = batch * kv_heads, -(-num_heads // kv_heads // vectors.HEADS)
     groups = where.num_groups
@@ -187,14 +175,7 @@ def _scoring_units(cache: Any, layer: int, q: np.ndarray, where: Where, host: Ho
         units.new_lists(rows, groups, chunks, passes) if together else no_lists, estimate,
     )  # fmt: skip
     phases = 1 + units.MOST_PHASES if together else 2
-    return Call(units.score_units, phases, args), Scored(estimate)
-
-
-def covers_choosing(where: Where, layer: int) -> bool:
-    """Whether `choosing` knows how a layer chooses."""
-    read = where.config.read
-    modes = read.head_modes[layer] if read.head_modes else ()
-    return read.policy == "topk" and read.scope == "kv-head" and not set(modes) - {"gate"}
+    return Call(units.score_units, phases, args), estimate
 
 
 def choosing(where: Where, estimate: np.ndarray, num_missing: np.ndarray) -> tuple[Call, Chosen]:

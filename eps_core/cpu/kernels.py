@@ -3,9 +3,8 @@ whose arrays lie in the memory of the host, and a whole gated layer in one. Spee
 up to float32 rounding, lists are equal.
 
 A backend gives its cache as it is; `host`, which shows one of its arrays as numpy without a copy (bfloat16 as uint16);
-and `run`, which calls a kernel in every thread (`threads.run` or `openmp.team_of` its library). `None` says
-that a configuration has no kernel here: the array operations serve. The first call of an installation compiles (tens of
-seconds), later ones load what was compiled.
+and `run`, which calls a kernel in every thread (`threads.run` or `openmp.team_of` its library). The first call of an
+installation compiles (tens of seconds), later ones load what was compiled.
 """
 
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from eps_core.cpu import amx, calls, gated, rows_amx, vectors
 from eps_core.cpu import attend as attend_kernels
 from eps_core.cpu import rows as portable
 from eps_core.cpu.calls import Chosen, Host, State
-from eps_core.cpu.score import score_slack
 from eps_core.paging.counts import check_query
 from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
@@ -37,27 +35,15 @@ class Gated(NamedTuple):
     prepass_share: float
 
 
-def score(
-    cache: Any, layer: int, q: np.ndarray, where: Where, host: Host, run: Run
-) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None, np.ndarray, np.ndarray | None] | None:
-    """The fields of `Scores` in their order, for q [B, Hq, D] float32: estimate, lower, upper, num_missing, slack."""
-    q = np.ascontiguousarray(q)
-    found = calls.scoring(cache, layer, q, where, host)
-    if found is None:
-        return None
-    call, scored = found
+def score(cache: Any, layer: int, q: np.ndarray, where: Where, host: Host, run: Run) -> tuple[np.ndarray, np.ndarray]:
+    """(estimate [B, Hkv, G] float32, num_missing [B]) of `Scores`, for q [B, Hq, D] float32."""
+    call, estimate = calls.scoring(cache, layer, np.ascontiguousarray(q), where, host)
     run(call.kernel, call.phases, *call.args)
-    slack = None
-    if scored.lower is not None:
-        slack = np.empty(scored.lower.shape[:3], np.float32)
-        score_slack(q, host(cache.largest_key[layer]), slack)
-    return *scored, where.num_missing(cache.state[layer]), slack
+    return estimate, where.num_missing(cache.state[layer])
 
 
-def select(where: Where, estimate: np.ndarray, num_missing: np.ndarray, layer: int, run: Run) -> Chosen | None:
-    """Of policy topk over estimate [B, Hkv, G] float32."""
-    if not calls.covers_choosing(where, layer):
-        return None
+def select(where: Where, estimate: np.ndarray, num_missing: np.ndarray, run: Run) -> Chosen:
+    """Of policy topk per kv head over estimate [B, Hkv, G] float32."""
     call, chosen = calls.choosing(where, estimate, num_missing)
     run(call.kernel, call.phases, *call.args, alone=call.alone)
     return chosen
@@ -74,24 +60,18 @@ def attend(
     return state
 
 
-def attend_gated(cache: Any, layer: int, q: np.ndarray, where: Where, host: Host, run: Run) -> Gated | None:
+def attend_gated(cache: Any, layer: int, q: np.ndarray, where: Where, host: Host, run: Run) -> Gated:
     """Score, select, attend and add the tail at once (`gated`): what the parts give one by one, bit for bit. q
-    [B, Hq, D] float32. None for what bounds, too. Raises ValueError for q that does not fit the cache."""
+    [B, Hq, D] float32; no bounds. Raises ValueError for q that does not fit the cache."""
     check_query(cache.spec, q.shape)
-    store = cache.store
-    if store.has_bounds or not calls.covers_choosing(where, layer):
-        return None
     q = np.ascontiguousarray(q)
-    found = calls.scoring(cache, layer, q, where, host)
-    if found is None:
-        return None
-    score_call, scored = found
-    choice, chosen = calls.choosing(where, scored.estimate, where.num_missing(cache.state[layer]))
+    score_call, estimate = calls.scoring(cache, layer, q, where, host)
+    choice, chosen = calls.choosing(where, estimate, where.num_missing(cache.state[layer]))
     listed = chosen.groups, chosen.counts
     attention, read = calls.attending(cache, layer, q, where, listed, host)
-    has_tail = bool(store.tail_tokens)
-    adding, tail, skipped = calls.adding_tail(cache, layer, where, scored.estimate, listed, read.lse, host)
-    summing = calls.summing_skipped(scored.estimate, chosen.visit, skipped)
+    has_tail = bool(cache.store.tail_tokens)
+    adding, tail, skipped = calls.adding_tail(cache, layer, where, estimate, listed, read.lse, host)
+    summing = calls.summing_skipped(estimate, chosen.visit, skipped)
     whole = State(np.empty_like(read.out), np.empty_like(read.lse))
     stamps = np.zeros(3, np.int64)
     run(

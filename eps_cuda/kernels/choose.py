@@ -1,22 +1,16 @@
 """Which code computes a cache's functions: array operations, or kernels. Both give the same values and visit lists."""
 
-import importlib
 import importlib.util
 import os
 from collections.abc import Callable
-from functools import cache, wraps
-from types import ModuleType
+from functools import cache
 from typing import Any, ParamSpec, TypeVar
 
 from eps_core.cpu.usable import why_not
+from eps_core.gate.kernels import Kernel, KernelTable, kernel_first
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_MODULES = {"numba": "eps_cuda.kernels.cpu", "triton": "eps_cuda.kernels.dispatch"}
-TOUCH_KV = ("write_kv", "attend", "attend_rows", "attend_gated")
-READ_BITS = {16, 8, 4}  # of K and of V: as they are, and the codes that kernels know
-# kernels -> those of TOUCH_KV that read such codes, too
-READ_CODES = {"numba": ("attend", "attend_rows", "attend_gated"), "triton": ("attend", "attend_rows")}
 
 
 def interpreted() -> bool:
@@ -44,32 +38,27 @@ def _compiles(device: str) -> bool:
 
 
 @cache
-def kernels_module(kernels: str) -> ModuleType | None:
-    """The module whose functions come before the array operations of the same names (see `routed`); None for the array
-    operations themselves. A GPU's also has `listing`, for masks that array operations made."""
-    return importlib.import_module(_MODULES[kernels]) if kernels in _MODULES else None
+def kernels_of(kernels: str) -> KernelTable:
+    """Return the table of a family of kernels; an empty one for array operations."""
+    # a family's libraries take seconds to import, and its modules import the array functions
+    if kernels == "numba":
+        from eps_cuda.kernels import cpu
+
+        return cpu.KERNELS
+    if kernels == "triton":
+        from eps_cuda.kernels import dispatch
+
+        return dispatch.KERNELS
+    return KernelTable()
 
 
-def kernel_of(cache: Any, name: str) -> Callable[..., Any] | None:
-    """The kernel that comes before the array function of its name, of a cache or of scores; None where there is none.
-    Those that read or write K and V know them as they are; codes only where READ_CODES says so."""
-    spec = getattr(cache, "spec", None)  # of a cache
-    if spec is not None and spec.quantised and name in TOUCH_KV:
-        known = name in READ_CODES.get(cache.kernels, ()) and {spec.k_bits, spec.v_bits} <= READ_BITS
-        if not known:
-            return None
-    return getattr(kernels_module(cache.kernels), name, None)
+def kernel_of(cache: Any, name: str) -> Kernel | None:
+    """Return the kernel of the backend's function of that name in the place of a cache's array operations, or None.
+    Called, it returns None for what it does not support."""
+    found: Kernel | None = getattr(kernels_of(cache.kernels), name)
+    return found
 
 
-def routed(plain: Callable[P, R]) -> Callable[P, R]:
-    """A function over arrays whose first argument names its kernels: their function of the same name comes first, where
-    there is one (`kernel_of`), and what it answers with None is done by `plain`."""
-    name = plain.__name__.lstrip("_")
-
-    @wraps(plain)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        fast = kernel_of(args[0], name)
-        result = None if fast is None else fast(*args, **kwargs)
-        return plain(*args, **kwargs) if result is None else result
-
-    return call
+def routed(entry: Callable[[KernelTable], Kernel | None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """See `gate.kernels.kernel_first`."""
+    return kernel_first(kernels_of, entry)

@@ -1,24 +1,18 @@
-"""The functions of the backend through Triton kernels: what each covers, and the arrays it hands over.
+"""The functions of the backend through Triton kernels (see `eps_core.backend.gpu`), and what graphs of whole steps
+call with arrays of the device alone. One kernel writes a decode step's tokens where `unsupported_writing` is None."""
 
-Each takes what the array function of its name takes and returns the same, or None for what has no kernel: the array
-function then does it. Nothing here waits for the device.
-
-Kernels score `meanstd`, and `rq` unless it has bounds of its own: where array operations make bounds they make the
-estimate with them, and a kernel of the estimate alone would save nothing. Kernels choose groups by topk per kv head;
-the masks of other policies, of scope union and of head modes come from array operations, and a kernel lists them
-(`listing`). Attention, of rows too, and tails have kernels whatever was chosen; writes have them where
-`covers_writing` says so.
-"""
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from eps_core.backend.gpu import GpuKernels, covers_codes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
-from eps_core.gate.protocol import RowsRead, Scores, Selection
+from eps_core.gate.kernels import Kernel
 from eps_core.paging.groups import WritePlan
-from eps_core.paging.rows import Rows
 from eps_core.paging.where import Where
 from eps_core.summaries.rq import part_dims
 from eps_cuda.anchors import anchors
@@ -31,42 +25,39 @@ from eps_cuda.kernels import tail as tail_kernels
 from eps_cuda.kernels import units as unit_kernels
 from eps_cuda.kernels.select import Depth
 from eps_cuda.kernels.write import TailPools, UnitPools, write_tokens
+from eps_cuda.selection import visit_mask
 
-State = tuple[Tensor, Tensor]
-SCORERS = {"meanstd": score_kernels.score_meanstd}  # besides rq without bounds of its own
-
-
-def on_device(cache: Cache, where: Where | Rows) -> tuple[Tensor, Tensor]:
-    """A step's or pass's table [B, M] and lengths [B] int32 on the device, copied once for all layers."""
-    return where.once(
-        ("device", cache.device),
-        lambda: (to_device(cache, where.table), to_device(cache, where.lengths.astype(np.int32))),
-    )
+covers_scoring = covers_codes  # whether `estimates` serves
 
 
-def to_device(cache: Cache, array: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(cache.device, non_blocking=True)
+class TritonKernels(GpuKernels):
+    family = "triton"
+    attend_groups = attend_kernels.attend_groups
+    attend_all_rows = rows_kernels.attend_rows
+    attend_skipped = tail_kernels.attend_tail
+    score_meanstd = score_kernels.score_meanstd
+    select_topk = select_kernels.select_topk
+    visit_mask = visit_mask
+
+    @staticmethod
+    def compact(visit: Tensor, *, width: int) -> tuple[Tensor, Tensor]:
+        return select_kernels.compact(visit.contiguous(), width=width)
+
+    def place(self, cache: Cache) -> AbstractContextManager[Any]:
+        return torch.inference_mode()
+
+    def on(self, of: Cache | Tensor, array: np.ndarray) -> Tensor:
+        return to_device(of, array)
+
+    def boolean(self, array: Tensor) -> Tensor:
+        return array.bool()
+
+    def estimates(self, cache: Cache, layer: int, q: Tensor, where: Where, table: Tensor, lengths: Tensor) -> Tensor:
+        return estimates(cache, layer, q, table, lengths, depth_of(cache, where), where.config.read)
 
 
-def covers_scoring(cache: Cache) -> bool:
-    """Whether `estimates` serves: rq without bounds of its own."""
-    return cache.store.facts.coded and not cache.store.rq_bounds
-
-
-@torch.inference_mode()
-def score(cache: Cache, layer: int, q: Tensor, where: Where) -> Scores | None:
-    store = cache.store
-    if store.method not in SCORERS and not covers_scoring(cache):
-        return None
-    num_missing = where.num_missing(cache.state[layer])
-    table, lengths = on_device(cache, where)
-    if store.method in SCORERS:
-        estimate = SCORERS[store.method](
-            q, cache.summaries[layer], cache.valid[layer], table, lengths, group_tokens=store.S
-        )
-    else:
-        estimate = estimates(cache, layer, q, table, lengths, depth_of(cache, where), where.config.read)
-    return Scores(estimate, None, None, num_missing, kernels=cache.kernels)
+def to_device(of: Cache | Tensor, array: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(of.device, non_blocking=True)
 
 
 def depth_of(cache: Cache, where: Where) -> Depth:
@@ -91,24 +82,6 @@ def estimates(cache: Cache, layer: int, q: Tensor, table: Tensor, lengths: Tenso
     )  # fmt: skip
 
 
-@torch.inference_mode()
-def select(scores: Scores, where: Where, layer: int = 0) -> Selection | None:
-    config, read = where.config, where.config.read
-    if read.policy != "topk" or read.scope != "kv-head" or read.head_modes:
-        return None
-    device = scores.estimate.device
-    forced = where.num_forced + np.asarray(scores.num_missing, np.int64)
-    uniform = where.budget(forced)
-    wanted, ends = (torch.from_numpy(part.astype(np.int32)).to(device) for part in (uniform, where.lengths))
-    listed, counts, visit = choose(config, scores.estimate, wanted, ends, max(int(uniform.max()), 1))
-    return Selection(listed, counts, uniform, forced, visit=visit.bool())
-
-
-def listing(visit: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """(groups [B, Hkv, width], counts [B, Hkv]) of a mask [B, Hkv, G] that array operations made."""
-    return select_kernels.compact(visit.contiguous(), width=width)
-
-
 def choose(
     config: EpsConfig, estimate: Tensor, wanted: Tensor, lengths: Tensor, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,73 +92,31 @@ def choose(
     )  # fmt: skip
 
 
-@torch.inference_mode()
-def attend(cache: Cache, layer: int, q: Tensor, where: Where, selection: Selection | None) -> State | None:
-    spec, size = cache.spec, cache.store.S
-    table, lengths = on_device(cache, where)
-    if selection is None:
-        cache.count_read(int(where.lengths.sum()) * spec.num_kv_heads * spec.kv_token_bytes)
-        listed = counts = None
-    else:
-        listed, counts = selection.groups, selection.counts
-        if selection.uniform is not None:
-            cache.count_read(int(selection.uniform.sum()) * spec.num_kv_heads * size * spec.kv_token_bytes)
-        else:
-            cache.count_groups(counts.sum(), size * spec.kv_token_bytes)
-    return attend_kernels.attend_groups(
-        q, cache.k[layer], cache.v[layer], table, lengths, listed, counts, group_tokens=size
-    )
-
-
-@torch.inference_mode()
-def attend_rows(cache: Cache, layer: int, q: Tensor, rows: Rows, visit: Tensor | None = None) -> RowsRead:
-    table, lengths = on_device(cache, rows)
-    starts = rows.once(("starts", cache.device), lambda: to_device(cache, rows.starts.astype(np.int32)))
-    cache.count_read(int(rows.lengths.sum()) * cache.spec.num_kv_heads * cache.spec.kv_token_bytes)
-    return RowsRead(
-        *rows_kernels.attend_rows(
-            q, cache.k[layer], cache.v[layer], table, lengths, starts,
-            most_rows=int(rows.num_rows.max()), group_tokens=cache.store.S, visit=visit,
-        )
-    )  # fmt: skip
-
-
-@torch.inference_mode()
-def attend_tail(
-    cache: Cache, layer: int, where: Where, scores: Scores, selection: Selection, lse: Tensor
-) -> State | None:
-    from eps_cuda.selection import visit_mask
-
-    inner = cache.tail
-    assert inner is not None
-    table, lengths = on_device(cache, where)
-    return tail_kernels.attend_tail(
-        scores.estimate, visit_mask(selection, scores.estimate.shape[-1]), lse, inner.summaries[layer]["mean"],
-        inner.summaries[layer]["mean_scale"], inner.valid[layer], table, lengths,
-        group_tokens=cache.store.S, tail_tokens=cache.store.tail_tokens,
-    )  # fmt: skip
+def unsupported_writing(cache: Cache) -> str | None:
+    """Return what one kernel does not write with a decode step's tokens and all that follows from them, or None: it
+    knows rq and off, and K and V without codes."""
+    store = cache.store
+    if cache.spec.quantised:
+        return "K or V in codes"
+    if not store.enabled:
+        return None
+    if not store.facts.coded:
+        return f"method {store.method}"
+    return "bounds" if store.has_bounds else None
 
 
 def covers_writing(cache: Cache) -> bool:
-    """Whether one kernel writes a decode step's tokens and all that follows from them: rq or off; K and V as they
-    are."""
-    store = cache.store
-    if cache.spec.quantised:
-        return False
-    if not store.enabled:
-        return True
-    return store.facts.coded and not store.has_bounds
+    """Whether one kernel writes a decode step's tokens and all that follows from them."""
+    return unsupported_writing(cache) is None
 
 
 @torch.inference_mode()
-def write_kv(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) -> bool:
-    """Writes a decode step's tokens, and says whether it did: each must lie in a unit of its own."""
-    if not covers_writing(cache) or len(np.unique(slots // cache.store.unit_tokens)) < len(slots):
-        return False
+def write_kv(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) -> Cache:
+    """Writes a decode step's tokens, each in a unit of its own."""
     for one in _summarised(cache):
         count_sealed(cache, one, one.state[layer].plan(slots))
     write(cache, layer, k, v, to_device(cache, slots.astype(np.int32)))
-    return True
+    return cache
 
 
 def _summarised(cache: Cache) -> list[Cache]:
@@ -241,3 +172,9 @@ def place(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: Tensor, finite:
         k, v, slots, *cache.plain(layer), finite, None, sealed_tokens=cache.store.sealed_tokens, rq=None,
         tail=None, largest_key=None, largest_value=None,
     )  # fmt: skip
+
+
+kernels = TritonKernels()
+KERNELS = kernels.table(
+    write_kv=Kernel(write_kv, lambda cache, layer, k, v, slots: unsupported_writing(cache)),
+)

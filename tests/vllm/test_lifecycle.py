@@ -141,7 +141,7 @@ def test_a_fault_in_eps_is_dense_counted_and_loud(
         llm.collective_rpc("eps_set", kwargs={"on": True})
         llm.collective_rpc("eps_reset")
         with monkeypatch.context() as patched, caplog.at_level(logging.ERROR, "eps"):
-            patched.setattr("eps_cuda.kernels.cpu.attend_gated", broken)
+            patched.setattr("eps_cuda.kernels.cpu.KERNELS.attend_gated.run", broken)
             assert engines.say(llm, asked, 8, logprobs=None) == dense
         found = engines.stats(llm)
         assert found["fallbacks"] == {"error": 4 * found["rows"]} and found["bytes_ratio"] == 1.0

@@ -1,0 +1,1 @@
+"""Parts of the array backends that hold no array operation: written once, array functions are handed in."""

@@ -1,0 +1,189 @@
+"""The compiled CPU kernels (`eps_core.cpu`) over the arrays of a backend that lie in the memory of the host."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from eps_core.config.store import Store
+from eps_core.cpu import calls, kernels, write
+from eps_core.cpu.calls import Chosen
+from eps_core.gate.kernels import Kernel, KernelTable, unread_codes, unsupported_choice
+from eps_core.gate.protocol import Array, GatedRead, RowsRead, Scores, Selection
+from eps_core.paging.rows import Rows
+from eps_core.paging.where import Where
+from eps_core.summaries.rq import part_dims
+
+State = tuple[Array, Array]
+
+
+class CpuKernels:
+    """A backend's functions by compiled kernels, with the signatures of the array functions of the same names.
+
+    A backend fills in what it does with its own arrays: the methods up to `run`."""
+
+    def place(self, cache: Any) -> AbstractContextManager[Any]:
+        """Return the context in which the arrays of a cache are computed."""
+        raise NotImplementedError
+
+    def host(self, array: Array) -> np.ndarray:
+        """Return the array's own memory, contiguous; bfloat16 as uint16."""
+        raise NotImplementedError
+
+    def array(self, array: np.ndarray) -> Array:
+        """Return the backend's array of a host array."""
+        raise NotImplementedError
+
+    def float32(self, array: Array) -> Array:
+        raise NotImplementedError
+
+    def like(self, array: Array, other: Array) -> Array:
+        """Return an array in the dtype of another one."""
+        raise NotImplementedError
+
+    def is_bfloat16(self, array: Array) -> bool:
+        raise NotImplementedError
+
+    def boolean(self, array: Array) -> Array:
+        raise NotImplementedError
+
+    def mean_fields(self, mean: Array, bits: int) -> tuple[dict[str, Array], Array]:
+        """Return the summary fields of units' means [F, Hkv, D] in codes of so many bits, and what they store, as
+        float32."""
+        raise NotImplementedError
+
+    def rounded(self, array: Array) -> Array:
+        """Return float32 scales as summaries store them, in one byte."""
+        raise NotImplementedError
+
+    def pools(self, cache: Any) -> Callable[[Array], np.ndarray]:
+        """Return `host` for the arrays that a cache keeps."""
+        return self.host
+
+    def run(self, kernel: Any, phases: int, *args: Any, alone: bool = False) -> None:
+        """Run a kernel in every thread."""
+        from eps_core.cpu import threads
+
+        threads.run(kernel, phases, *args, alone=alone)
+
+    # ------------------------------------------------------------------------------------------ the backend's functions
+
+    def score(self, cache: Any, layer: int, q: Array, where: Where) -> Scores:
+        with self.place(cache):
+            query = self.host(self.float32(q))
+            estimate, num_missing = kernels.score(cache, layer, query, where, self.pools(cache), self.run)
+            return Scores(self.array(estimate), None, None, num_missing, kernels=cache.kernels)
+
+    def select(self, scores: Scores, where: Where, layer: int = 0) -> Selection:
+        return self._selection(kernels.select(where, self.host(scores.estimate), scores.num_missing, self.run))
+
+    def attend_gated(self, cache: Any, layer: int, q: Array, where: Where) -> GatedRead:
+        """Return what `score`, `select`, `attend`, `add_tail` and `skipped_mass` give of q [B, Hq, D], unscaled, to the
+        last bit. Out of 16 bits is rounded once, though: they round before the tail is added, too."""
+        with self.place(cache):
+            query = self.host(self.float32(q))
+            found = kernels.attend_gated(cache, layer, query, where, self.pools(cache), self.run)
+            (out, lse), (_, read_lse) = found.whole, found.read
+            return GatedRead(
+                self.like(self.array(out), q), self.array(lse), self.array(read_lse), self._selection(found.chosen),
+                self.array(found.skipped), found.prepass_share,
+            )  # fmt: skip
+
+    def attend(self, cache: Any, layer: int, q: Array, where: Where, selection: Selection | None) -> State:
+        with self.place(cache):
+            listed = None if selection is None else self._listed(selection)
+            query = self.host(self.float32(q))
+            out, lse = kernels.attend(cache, layer, query, where, listed, self.pools(cache), self.run)
+            return self.like(self.array(out), q), self.array(lse)
+
+    def attend_rows(self, cache: Any, layer: int, q: Array, rows: Rows, visit: Array | None = None) -> RowsRead:
+        with self.place(cache):
+            listed = None if visit is None else self.host(self.boolean(visit))
+            query, is_short = self.host(self.float32(q)), self.is_bfloat16(q)
+            out, lse, visited = kernels.attend_rows(
+                cache, layer, query, is_short, rows, listed, self.pools(cache), self.run
+            )
+            return RowsRead(
+                self.like(self.array(out), q), self.array(lse), None if visited is None else self.array(visited)
+            )
+
+    def attend_tail(
+        self, cache: Any, layer: int, where: Where, scores: Scores, selection: Selection, lse: Array
+    ) -> State:
+        with self.place(cache):
+            out, tail, _ = self._tail(cache, layer, where, scores, selection, lse)
+            return self.array(out), self.array(tail)
+
+    def add_tail(
+        self, cache: Any, layer: int, where: Where, scores: Scores, selection: Selection, state: State
+    ) -> State:
+        out, lse = state
+        with self.place(cache):
+            *tail, share = self._tail(cache, layer, where, scores, selection, lse)
+            selection.kept["skipped"] = scores.estimate, self.array(share)
+            whole, whole_lse = kernels.merge(self.host(self.float32(out)), self.host(lse), *tail)
+            return self.like(self.array(whole), out), self.array(whole_lse)
+
+    def skipped_mass(self, scores: Scores, selection: Selection) -> Array:
+        of, share = selection.kept.get("skipped", (None, None))
+        if of is scores.estimate:  # the tail of the same estimates, which summed them, too
+            return share
+        return self.array(kernels.skipped_mass(self.host(scores.estimate), self.host(selection.visit), self.run))
+
+    def build_summary(self, store: Store, constants: dict[str, Array], k: Array) -> dict[str, Array]:
+        """See `summaries.table.build_summary`: k [F, Hkv, U, D] of units of U tokens."""
+        keys = self.host(self.float32(k))
+        turned, mean = write.unit_means(keys, store.S, self.host(constants["signs"]))
+        fields, stored = self.mean_fields(self.array(mean), store.mean_bits)
+        summary = write.build_units(turned, self.host(stored), part_dims(store, keys.shape[-1]), store.second_bit)
+        arrays = {name: self.array(array) for name, array in summary.items()}
+        scales = {name: self.rounded(arrays[name]) for name, array in summary.items() if array.dtype == np.float32}
+        return arrays | scales | fields
+
+    def table(self, settle: Callable[[], None] | None = None) -> KernelTable:
+        return KernelTable(
+            "numba",
+            build_summary=Kernel(self.build_summary, _unsupported_building),
+            score=Kernel(self.score, _unsupported_scoring),
+            select=Kernel(self.select, unsupported_choice),
+            attend=Kernel(self.attend, unread_codes),
+            attend_rows=Kernel(self.attend_rows, unread_codes),
+            attend_tail=Kernel(self.attend_tail),
+            add_tail=Kernel(self.add_tail),
+            skipped_mass=Kernel(self.skipped_mass, _unsupported_sum),
+            attend_gated=Kernel(self.attend_gated, _unsupported_layer),
+            settle=settle,
+        )
+
+    def _selection(self, chosen: Chosen) -> Selection:
+        groups, counts, uniform, forced, visit = chosen
+        return Selection(self.array(groups), self.array(counts), uniform, forced, visit=self.array(visit))
+
+    def _listed(self, selection: Selection) -> tuple[np.ndarray, np.ndarray]:
+        return self.host(selection.groups), self.host(selection.counts)
+
+    def _tail(
+        self, cache: Any, layer: int, where: Where, scores: Scores, selection: Selection, lse: Array
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        estimate, listed = self.host(scores.estimate), self._listed(selection)
+        return kernels.attend_tail(cache, layer, where, estimate, listed, self.host(lse), self.pools(cache), self.run)
+
+
+def _unsupported_building(store: Store, constants: dict[str, Array], k: Array) -> str | None:
+    return "rq with bounds of its own" if store.rq_bounds else None
+
+
+def _unsupported_scoring(cache: Any, layer: int, q: Array, where: Where) -> str | None:
+    return calls.unsupported_scoring(cache, where)
+
+
+def _unsupported_sum(scores: Scores, selection: Selection) -> str | None:
+    is_known = selection.visit is not None or selection.kept.get("skipped", (None,))[0] is scores.estimate
+    return None if is_known else "groups that array operations chose"
+
+
+def _unsupported_layer(cache: Any, layer: int, q: Array, where: Where) -> str | None:
+    if cache.store.has_bounds:
+        return "bounds"
+    return unread_codes(cache) or unsupported_choice(None, where, layer) or calls.unsupported_scoring(cache, where)

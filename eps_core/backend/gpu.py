@@ -1,0 +1,152 @@
+"""A GPU's kernels (Triton, Metal) over the arrays of a backend: what each supports, and the arrays it is handed.
+
+Nothing here waits for the device. Kernels score `meanstd`, and `rq` unless it has bounds of its own: where array
+operations make bounds they make the estimate with them, and a kernel of the estimate alone would save nothing. Kernels
+choose groups by topk per kv head; the masks of other policies, of scope union and of head modes come from array
+operations, and a kernel lists them (`listing`). Attention, of rows too, and skipped mass have kernels whatever was
+chosen.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import numpy as np
+
+from eps_core.gate.kernels import Kernel, KernelTable, unread_codes, unsupported_choice
+from eps_core.gate.protocol import Array, RowsRead, Scores, Selection
+from eps_core.paging.rows import Rows
+from eps_core.paging.where import Where
+
+State = tuple[Array, Array]
+
+
+class GpuKernels:
+    """A backend's functions by a GPU's kernels, with the signatures of the array functions of the same names.
+
+    A backend fills in its kernels, and what it does with its own arrays: everything up to `estimates`."""
+
+    family: ClassVar[str]
+    attend_groups: ClassVar[Callable[..., State]]
+    attend_all_rows: ClassVar[Callable[..., tuple[Array, Array, Array | None]]]
+    attend_skipped: ClassVar[Callable[..., State]]
+    score_meanstd: ClassVar[Callable[..., Array]]
+    select_topk: ClassVar[Callable[..., tuple[Array, Array, Array]]]
+    compact: ClassVar[Callable[..., tuple[Array, Array]]]
+    visit_mask: ClassVar[Callable[[Selection, int], Array]]
+
+    def place(self, cache: Any) -> AbstractContextManager[Any]:
+        """Return the context in which the arrays of a cache are computed."""
+        raise NotImplementedError
+
+    def on(self, of: Any, array: np.ndarray) -> Array:
+        """Return a host array on the device of a cache or of an array."""
+        raise NotImplementedError
+
+    def boolean(self, array: Array) -> Array:
+        raise NotImplementedError
+
+    def estimates(self, cache: Any, layer: int, q: Array, where: Where, table: Array, lengths: Array) -> Array:
+        """Return the estimates [B, Hkv, G] of rq: table [B, M] and lengths [B] of `where` on the device."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------------ the backend's functions
+
+    def on_device(self, cache: Any, where: Where | Rows) -> tuple[Array, Array]:
+        """A step's or pass's table [B, M] and lengths [B] int32 on the device, copied once for all layers."""
+        return where.once(
+            ("device", cache.device),
+            lambda: (self.on(cache, where.table), self.on(cache, where.lengths.astype(np.int32))),
+        )
+
+    def score(self, cache: Any, layer: int, q: Array, where: Where) -> Scores:
+        store, num_missing = cache.store, where.num_missing(cache.state[layer])
+        with self.place(cache):
+            table, lengths = self.on_device(cache, where)
+            if store.facts.coded:
+                estimate = self.estimates(cache, layer, q, where, table, lengths)
+            else:
+                estimate = type(self).score_meanstd(
+                    q, cache.summaries[layer], cache.valid[layer], table, lengths, group_tokens=store.S
+                )
+        return Scores(estimate, None, None, num_missing, kernels=cache.kernels)
+
+    def select(self, scores: Scores, where: Where, layer: int = 0) -> Selection:
+        config, read, estimate = where.config, where.config.read, scores.estimate
+        forced = where.num_forced + np.asarray(scores.num_missing, np.int64)
+        uniform = where.budget(forced)
+        wanted, ends = (self.on(estimate, part.astype(np.int32)) for part in (uniform, where.lengths))
+        groups, counts, visit = type(self).select_topk(
+            estimate, wanted, ends, group_tokens=config.store.S, first_tokens=read.first_tokens,
+            last_tokens=read.last_tokens, min_context=read.min_context, width=max(int(uniform.max()), 1),
+        )  # fmt: skip
+        return Selection(groups, counts, uniform, forced, visit=self.boolean(visit))
+
+    def listing(self, visit: Array, width: int) -> tuple[Array, Array]:
+        """(groups [B, Hkv, width], counts [B, Hkv]) of a mask [B, Hkv, G] that array operations made."""
+        return type(self).compact(visit, width=width)
+
+    def attend(self, cache: Any, layer: int, q: Array, where: Where, selection: Selection | None) -> State:
+        spec, size = cache.spec, cache.store.S
+        listed = counts = None
+        if selection is None:
+            cache.count_read(int(where.lengths.sum()) * spec.num_kv_heads * spec.kv_token_bytes)
+        else:
+            listed, counts = selection.groups, selection.counts
+            if selection.uniform is not None:
+                cache.count_read(int(selection.uniform.sum()) * spec.num_kv_heads * size * spec.kv_token_bytes)
+            else:
+                cache.count_groups(counts.sum(), size * spec.kv_token_bytes)
+        with self.place(cache):
+            table, lengths = self.on_device(cache, where)
+            return type(self).attend_groups(
+                q, cache.k[layer], cache.v[layer], table, lengths, listed, counts, group_tokens=size
+            )
+
+    def attend_rows(self, cache: Any, layer: int, q: Array, rows: Rows, visit: Array | None = None) -> RowsRead:
+        cache.count_read(int(rows.lengths.sum()) * cache.spec.num_kv_heads * cache.spec.kv_token_bytes)
+        with self.place(cache):
+            table, lengths = self.on_device(cache, rows)
+            starts = rows.once(("starts", cache.device), lambda: self.on(cache, rows.starts.astype(np.int32)))
+            return RowsRead(
+                *type(self).attend_all_rows(
+                    q, cache.k[layer], cache.v[layer], table, lengths, starts,
+                    most_rows=int(rows.num_rows.max()), group_tokens=cache.store.S, visit=visit,
+                )
+            )  # fmt: skip
+
+    def attend_tail(
+        self, cache: Any, layer: int, where: Where, scores: Scores, selection: Selection, lse: Array
+    ) -> State:
+        inner = cache.tail
+        fields, estimate = inner.summaries[layer], scores.estimate
+        with self.place(cache):
+            table, lengths = self.on_device(cache, where)
+            return type(self).attend_skipped(
+                estimate, type(self).visit_mask(selection, estimate.shape[-1]), lse, fields["mean"],
+                fields["mean_scale"], inner.valid[layer], table, lengths, group_tokens=cache.store.S,
+                tail_tokens=cache.store.tail_tokens,
+            )  # fmt: skip
+
+    def table(self, write_kv: Kernel | None = None) -> KernelTable:
+        return KernelTable(
+            self.family,
+            write_kv=write_kv,
+            score=Kernel(self.score, _unsupported_scoring),
+            select=Kernel(self.select, unsupported_choice),
+            attend=Kernel(self.attend, unread_codes),
+            attend_rows=Kernel(self.attend_rows, unread_codes),
+            attend_tail=Kernel(self.attend_tail),
+            listing=self.listing,
+        )
+
+
+def covers_codes(cache: Any) -> bool:
+    """Whether kernels score a cache by its codes: rq without bounds of its own."""
+    return bool(cache.store.facts.coded and not cache.store.rq_bounds)
+
+
+def _unsupported_scoring(cache: Any, layer: int, q: Array, where: Where) -> str | None:
+    if cache.store.method == "meanstd" or covers_codes(cache):
+        return None
+    return "rq with bounds of its own" if cache.store.rq_bounds else f"method {cache.store.method}"
