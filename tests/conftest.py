@@ -13,6 +13,7 @@ import os
 import signal
 from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -199,6 +200,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         names = ("arrays", *(marker.args if marker else ()))
         chosen = [target for target in TARGETS if target.kernels in names]
         metafunc.parametrize("target", chosen, ids=["-".join(target) for target in chosen], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Path of the tiny model that the module names in `MODEL`, mistral where it names none."""
+    import tiny_models  # transformers with it, which most runs of a few tests do not need
+
+    return tiny_models.save_model(getattr(request.module, "MODEL", "mistral"), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

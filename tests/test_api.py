@@ -41,11 +41,6 @@ NEEDLE = "# The code for otter is 31415.\n" + "x = 1\n" * 150 + "\n# What is the
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save_model("mistral", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def plain(model: Path) -> LLM:
     return LLM(model, "off", backend="numpy")
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import click
 import pytest
-import tiny_models
 from click.testing import CliRunner
 from test_telemetry import KEYS
 
@@ -27,6 +26,7 @@ from eps_core.config.store import METHODS
 from eps_core.errors import ConfigError
 from eps_core.load import BACKENDS
 
+MODEL = "llama2-bf16-sharded"
 PROMPT = "It was a dark and stormy night; the rain fell in torrents. " * 5  # 295 tokens
 # where stderr is no terminal: on a slow machine, and what compiles once
 PROGRESS = r"(prefill: [\d,]+ of [\d,]+ tokens[^\n]*\n|compiling CPU kernels .*\n|kernels: compiling .*\n)*"
@@ -62,11 +62,6 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     text = path.read_text()
     assert text.endswith("\n") and "NaN" not in text and "Infinity" not in text
     return [json.loads(line) for line in text.splitlines()]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save_model("llama2-bf16-sharded", tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

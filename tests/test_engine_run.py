@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tiny_models
 from command import Outcome, outcome
 
 from eps_core.config.eps import EpsConfig
@@ -17,14 +16,10 @@ from eps_core.engine.settings import VERSIONS, Settings
 from eps_core.load import ENGINES
 from eps_core.models import hub
 
+MODEL = "llama2"
 HERE = ("transformers", "mlx-lm")  # vLLM has an environment of its own: tests/vllm
 SETTINGS = ("--method", "rq", "--eps-budget", "0.2", "--max-new-tokens", "6", "--no-stop")
 PROMPT = "It was a dark and stormy night; the rain fell in torrents. " * 6
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save_model("llama2", tmp_path_factory.mktemp("engine") / "model")
 
 
 def last(done: Outcome) -> dict[str, Any]:

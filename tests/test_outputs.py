@@ -294,11 +294,6 @@ def test_an_interrupted_line_is_there_whole_or_not_at_all(
 # --- never an input ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save_model("mistral", tmp_path_factory.mktemp("model") / "M")
-
-
 COMMANDS: dict[str, list[str]] = {
     "report": ["report", "IN", "-o", "OUT"],
     "report-of-two": ["report", "OTHER", "IN", "-o", "OUT"],

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_models
 from command import outcome
 from test_cli import PROGRESS, PROMPT, RESULT_KEYS, call, lines_of
 
@@ -22,11 +21,6 @@ from eps_core.load import backend_name, load_backend
 
 RAGGED = [PROMPT, "x", PROMPT[7:160]]
 BOX = EpsConfig.of(method="box", group_tokens=8, first_tokens=4, last_tokens=16, budget=0.3)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save_model("mistral", tmp_path_factory.mktemp("model"))
 
 
 def decode(target: tuple, model: Path, prompts: list[str], **more: Any) -> tuple[dict[str, Any], str]:

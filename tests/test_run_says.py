@@ -15,13 +15,9 @@ from eps_core.evaluation import pays
 from eps_core.evaluation.codes_error import MOST_KL
 from eps_core.evaluation.pays import slower_note
 
+MODEL = "llama2"
 PROMPT = "It was a dark and stormy night; the rain fell in torrents. " * 5
 LINE = ("run", "--backend", "cuda", "--device", "cpu", "--kernels", "arrays", "--no-stop", "--max-new-tokens", "5")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save_model("llama2", tmp_path_factory.mktemp("model"))
 
 
 def ran(model: Path, folder: Path, *more: str) -> Outcome:

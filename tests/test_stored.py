@@ -33,11 +33,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save_model("mistral", tmp_path_factory.mktemp("model"))
-
-
 def opened(target: tuple, model: Path, folder: Path | None, **settings: Any) -> LLM:
     return tiny_models.open_llm(target, model, cache_dir=folder, **settings)
 

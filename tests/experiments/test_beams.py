@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_models
 import torch
 from command import outcome, program
 from transformers import AutoModelForCausalLM
@@ -21,6 +20,7 @@ from eps_core.load import backend_name, load_backend
 from experiments.beams import beams
 from experiments.beams.beams import Hypothesis, Searched, room, search
 
+MODEL = "llama2"
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 3
 RAGGED = [TEXT[:50], "xyz", TEXT[3:131]]
 CONFIGS = {
@@ -35,11 +35,6 @@ STEPS = 9
 def target() -> tuple[Any, str]:
     """One backend: what an experiment takes from all of them is tested in their own suite."""
     return load_backend("cuda"), "cpu"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save_model("llama2", tmp_path_factory.mktemp("model"))
 
 
 def opened(target: tuple, model: Path) -> Session:
@@ -129,18 +124,6 @@ def test_one_beam_is_greedy_decoding(target: tuple, model: Path, name: str) -> N
         assert set(found.units_copied) == {0}
 
 
-@pytest.mark.parametrize("width", [1, 2, 5])
-def test_fewer_units_are_copied_a_step_than_there_are_beams(model: Path, width: int) -> None:
-    session, steps = Session.open(model, "numpy"), 40
-    prompts = session.encode_prompts(RAGGED, steps)
-    found, records = searched(session, prompts, width, CONFIGS["box"], steps=steps)
-    assert max(found.units_copied) <= len(prompts) * (width - 1) and len(found.units_copied) == len(records)
-    # where beams part in the middle of a unit, it is copied: at the second step all of a prompt's do
-    inside = sum(len(prompt) % 16 != 0 for prompt in prompts)
-    assert 0 < inside < len(prompts) and found.units_copied[:2] == [0, inside * (width - 1)]
-    assert [len(record.lengths) for record in records][:2] == [len(prompts), len(prompts) * width]
-
-
 def test_a_pool_of_the_room_that_is_asked_for_suffices_and_less_is_refused(model: Path) -> None:
     session = Session.open(model, "numpy")
     (prompt,) = session.encode_prompts([TEXT[:40]], STEPS)
@@ -150,28 +133,6 @@ def test_a_pool_of_the_room_that_is_asked_for_suffices_and_less_is_refused(model
         list(search(session.decoder, cache, pool, [prompt], 30, 4, Searched()))
     pool.check()
     assert pool.num_free == pool.num_units
-
-
-def test_a_batch_finds_what_its_prompts_find_alone(target: tuple, model: Path) -> None:
-    session = opened(target, model)
-    prompts = session.encode_prompts(RAGGED, STEPS)
-    together, _ = searched(session, prompts, 3, CONFIGS["box"])
-    for prompt, texts in zip(prompts, together.hypotheses, strict=True):
-        alone, _ = searched(session, [prompt], 3, CONFIGS["box"])
-        assert [text.tokens for text in texts] == [text.tokens for text in alone.hypotheses[0]]
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_kernels_find_the_same(model: Path, name: str) -> None:
-    """They read summaries and open groups of units that were copied where beams part."""
-    found = []
-    for kernels in ("arrays", "numba"):
-        session = Session.open(model, "cuda", "cpu", kernels=kernels)
-        prompts = session.encode_prompts(RAGGED, 24)
-        found.append(searched(session, prompts, 3, CONFIGS[name], steps=24)[0].hypotheses)
-    for arrays, numba in zip(*found, strict=True):
-        assert [text.tokens for text in arrays] == [text.tokens for text in numba]
-        assert [text.score for text in arrays] == pytest.approx([text.score for text in numba], abs=1e-4)
 
 
 def test_transformers_finds_the_same(model: Path) -> None:
@@ -211,10 +172,6 @@ def test_a_text_ends_only_where_that_is_among_the_best() -> None:
     _, on = beams._weigh([Hypothesis([5], -1.0), Hypothesis([6], -1.0)], even, 5, ())
     assert [text.tokens for _, text in on] == [[5, 0], [5, 1], [5, 3], [6, 0], [6, 1]]
     assert len(beams._weigh(texts[:1], even[:1], 8, ())[1]) == 3
-
-
-def test_a_score_is_the_mean_log_probability_of_a_token() -> None:
-    assert Hypothesis([1, 2, 3, 4], -6.0).score == -1.5
 
 
 def test_the_command_prints_what_it_found(model: Path, tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ import tiny_models
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.evicting import EvictingDecoder
 from eps_core.decode.session import Session
-from eps_core.evaluation.runner import DENSE, Document
-from eps_core.evict import table
+from eps_core.evaluation.runner import Document
 from eps_core.evict.keep import Keep
 from eps_core.evict.table import POLICIES
 from eps_core.models.config import DEMO_MODEL
@@ -35,24 +34,6 @@ from experiments.memory.composition import (
 RULE = {"first_tokens": 2, "last_tokens": 6}
 RNG = np.random.default_rng(70)
 DOCUMENT = Document(RNG.integers(0, tiny_models.VOCAB_SIZE, 70).tolist(), 13, RNG.integers(0, 256, 12).tolist())
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save_model("mistral", tmp_path_factory.mktemp("model"))
-
-
-@pytest.mark.parametrize("name", ["tova", "kv-compress", "kv-compress-full", "oracle"])
-def test_statistics_for_all_policies_serve_each(model: Path, name: str) -> None:
-    """What is gathered once for several policies is to each what is gathered for it alone."""
-    session, document = Session.open(model, "numpy"), DOCUMENT
-    some = [Arm(Keep(one, 0.5, 4, **RULE)) for one in ("h2o", "kv-compress", "kv-compress-full", "tova", "oracle")]
-    found = run_arms(session, document, some)
-    index = [arm.keep.policy for arm in some].index(name)
-    (alone, size) = run_arms(session, document, [some[index]])[0]
-    np.testing.assert_allclose(found[index][0].kl, alone.kl, atol=1e-7)
-    assert found[index][1] == size < found[DENSE][1]
-    assert (sum(r.rows_moved for r in alone.records) > 0) == table.policy(name).FACTS.while_decoding
 
 
 def test_arms_that_keep_the_same_choose_once_and_are_what_they_are_alone(
@@ -109,14 +90,6 @@ def test_bytes_are_of_a_dense_cache_of_16_bits() -> None:
     assert gated.bytes_kept_ratio is not None and gated.bytes_kept_ratio > ratio, "summaries are kept beside codes"
     (line, *_) = records([gated])
     assert json.loads(json.dumps(line))["kv_bits"] == [8, 8]
-
-
-def test_what_goes_over_a_policy_goes_over_the_one_that_keeps_most() -> None:
-    for shares in ((0.5, 0.25), (0.25, 0.5)):
-        over = [
-            arm.keep.share for arm in arms(shares, ("snapkv", "h2o")) if arm.keep.enabled and arm.config.store.enabled
-        ]
-        assert over and set(over) == {0.5}
 
 
 def test_documents_are_added_up_and_dense_is_asked_for_needles_alone() -> None:
