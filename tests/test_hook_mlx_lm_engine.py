@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ import mlx_lm
 import numpy as np
 import openai
 import pytest
+from command import free_port
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm_models import tiny
@@ -205,28 +205,7 @@ def test_what_cannot_be_opened_is_one_line(directory: Path, tmp_path: Path) -> N
     assert mx.default_device() == before
 
 
-def test_a_step_ahead_holds_the_counts_of_what_was_said(directory: Path, tmp_path: Path) -> None:
-    """`run --engine` on prompts that end at different steps."""
-    file, metrics = tmp_path / "prompts.jsonl", tmp_path / "steps.jsonl"
-    file.write_text("".join(json.dumps({"prompt": "ab" * n}) + "\n" for n in (150, 3, 40)))
-    command = [
-        sys.executable, "-m", "eps_core.cli", "run", "--engine", "mlx-lm", "--model", str(directory), "--prompt-file",
-        str(file), "--method", "rq", "--max-new-tokens", "12", "--metrics", str(metrics), "--dtype", "float32",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    last = json.loads(done.stdout.splitlines()[-1])
-    assert last["engine"] == "mlx-lm" and last["bytes_ratio"] > 0
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert lines[0]["layers_gated"] == [0, 1] and [line["type"] for line in lines[1:-1]] == ["step"] * (len(lines) - 2)
-
-
 # ---- the server ----
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 class Server(NamedTuple):

@@ -329,14 +329,6 @@ def test_kernels_that_fail_their_check_are_not_used(monkeypatch: Any, caplog: An
         model.generate(ids, max_new_tokens=2, do_sample=False)
 
 
-def test_metrics_are_written(tmp_path: Any) -> None:
-    model, (ids, _) = tiny("llama"), prompts([300])
-    with eps(model, RQ, metrics=tmp_path / "steps.jsonl", audit_every=2) as gated:
-        model.generate(ids, max_new_tokens=5, do_sample=False)
-    assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 1 + 4 + 1
-    assert gated.stats()["audits"] == 2
-
-
 def test_a_loop_of_ones_own_has_eps_in_its_empty_cache() -> None:
     """A lazily filled stock cache, as one makes it without a config, gets every layer at once."""
     model, (ids, mask) = tiny("llama"), prompts([50])

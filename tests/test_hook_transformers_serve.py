@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 import openai
 import pytest
+from command import free_port
 from tiny_models import save_model
 
 from eps_core.engine.settings import Settings, to_environment
@@ -41,9 +41,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int,
     (path / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": TEMPLATE})
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environment = {**os.environ, **to_environment(SETTINGS), "EPS_METRICS": str(metrics), "PYTHONPATH": str(ROOT)}
     environment["HF_HUB_CACHE"] = str(folder / "absent")
     with (folder / "log").open("w") as log:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tiny_models
-from command import Outcome, outcome
+from command import Outcome, last, outcome
 
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.cost import Cost, pays_from
@@ -24,11 +24,6 @@ def ran(model: Path, folder: Path, *more: str) -> Outcome:
     done = outcome([*LINE, "--model", str(model), "--prompt", PROMPT, *more], folder)
     assert done.code in (None, 0), done.err
     return done
-
-
-def last(done: Outcome) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(done.out.splitlines()[-1])
-    return found
 
 
 def columns(done: Outcome) -> list[str]:

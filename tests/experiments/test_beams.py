@@ -7,15 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from command import outcome, program
-from transformers import AutoModelForCausalLM
 
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.generate import generate, tokens_of
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
-from eps_core.errors import ConfigError
 from eps_core.load import backend_name, load_backend
 from experiments.beams import beams
 from experiments.beams.beams import Hypothesis, Searched, room, search
@@ -124,37 +121,6 @@ def test_one_beam_is_greedy_decoding(target: tuple, model: Path, name: str) -> N
         assert set(found.units_copied) == {0}
 
 
-def test_a_pool_of_the_room_that_is_asked_for_suffices_and_less_is_refused(model: Path) -> None:
-    session = Session.open(model, "numpy")
-    (prompt,) = session.encode_prompts([TEXT[:40]], STEPS)
-    searched(session, [prompt], 4, EpsConfig(), steps=30)  # a pool of `room`
-    cache, pool = session.cache(EpsConfig().store, len(prompt) + 30)
-    with pytest.raises(ConfigError, match="units of 16 tokens"):
-        list(search(session.decoder, cache, pool, [prompt], 30, 4, Searched()))
-    pool.check()
-    assert pool.num_free == pool.num_units
-
-
-def test_transformers_finds_the_same(model: Path) -> None:
-    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    session = Session.open(model, "cuda", "cpu", kernels="arrays")
-    (prompt,) = session.encode_prompts([TEXT], 12)
-    for stop in (None, 1):
-        if stop is not None:
-            stop = searched(session, [prompt], 4, EpsConfig(), steps=12)[0].hypotheses[0][-1].tokens[3]
-        with torch.no_grad():
-            made = theirs.generate(
-                torch.tensor([prompt]), num_beams=4, num_return_sequences=4, max_new_tokens=12, do_sample=False,
-                early_stopping=True, length_penalty=1.0, eos_token_id=stop, pad_token_id=0,
-                return_dict_in_generate=True, output_scores=True,
-            )  # fmt: skip
-        found, _ = searched(session, [prompt], 4, EpsConfig(), () if stop is None else (stop,), 12)
-        for text, tokens, score in zip(found.hypotheses[0], made.sequences, made.sequences_scores, strict=True):
-            want = tokens[len(prompt) :].tolist()
-            assert text.tokens == want[: len(text.tokens)] and set(want[len(text.tokens) :]) <= {0, stop}
-            assert text.score == pytest.approx(float(score), abs=1e-4)
-
-
 def test_a_text_ends_only_where_that_is_among_the_best() -> None:
     """Token 0 ends: after the first text it is the best continuation of all, after the second the third, which is too
     late for two beams."""
@@ -187,11 +153,3 @@ def test_the_command_prints_what_it_found(model: Path, tmp_path: Path) -> None:
         assert [one["tokens"] for one in texts] == [one.tokens for one in found.hypotheses[0]]
         assert printed[side]["units_copied"] == sum(found.units_copied)
     assert printed["dense"]["bytes_ratio"] == 1.0
-
-
-@pytest.mark.parametrize("width", [0, -1, 1.5])
-def test_a_width_that_is_none_is_refused(model: Path, width: Any) -> None:
-    session = Session.open(model, "numpy")
-    cache, pool = session.cache(EpsConfig().store, 64)
-    with pytest.raises(ConfigError, match="beams"):
-        next(search(session.decoder, cache, pool, [[1, 2]], 3, width, Searched()))

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from eps_core.config.eps import EpsConfig
-from eps_core.config.store import EVALUATION_METHODS, METHODS
 from eps_core.errors import ConfigError
 from experiments.grid.grid_cell import Bench
-from experiments.grid.grid_settings import PRESETS, Setting, config_of, expand, load_grid
+from experiments.grid.grid_settings import Setting, config_of, expand, load_grid
 from experiments.grid.run import main as grid_command
 
 # torch and MLX need seconds to import: the oracle's own loop is enough to test a file
@@ -51,14 +49,6 @@ def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     result = run(model, out, AXES)
     assert result == {"out": str(out), "cells": 12, "resumed": 0, "measured": 12, "skipped": 0, "failed": 0}
     return out
-
-
-@pytest.mark.parametrize(("preset", "least", "longest"), [("small", 30, 4096), ("long", 15, 32768)])
-def test_a_preset_holds_no_impossible_cell(preset: str, least: int, longest: int) -> None:
-    cells = expand(PRESETS[preset], preset)
-    assert least < len(cells) < 80 and max(cell.context for cell in cells) == longest
-    for cell in cells:
-        config_of(cell, None)
 
 
 def test_a_cell_is_expanded_once_and_lists_of_grids_are_joined() -> None:
@@ -170,14 +160,6 @@ def test_impossible_cells_are_written_with_the_reason(model: Path, tmp_path: Pat
     # and they are finished: nothing is left to do
     again = run(model, out, axes)
     assert again["resumed"] == 10 and again["skipped"] == 10, "a grid with holes says so each time"
-
-
-@pytest.mark.parametrize("method", [*METHODS[1:], *EVALUATION_METHODS])
-def test_what_a_grid_leaves_out_is_the_method_s_own_default(method: str) -> None:
-    assert config_of(Setting(method=method), None) == EpsConfig.of(method=method)
-    strict = config_of(Setting(method=method, strict=True), None).store
-    assert strict.has_bounds and strict.bound_bits == (0 if EpsConfig.of(method=method).store.own_bounds else 8)
-    assert config_of(Setting(method=method, strict=True, bound_bits=4), None).store.bound_bits == 4
 
 
 def tried(model: Path, out: Path, axes: Any) -> Any:

@@ -21,9 +21,7 @@ from experiments.memory.composition import (
     EVERY,
     SHARES,
     Arm,
-    KeptTally,
     Plan,
-    added,
     arms,
     records,
     run_arms,
@@ -90,11 +88,3 @@ def test_bytes_are_of_a_dense_cache_of_16_bits() -> None:
     assert gated.bytes_kept_ratio is not None and gated.bytes_kept_ratio > ratio, "summaries are kept beside codes"
     (line, *_) = records([gated])
     assert json.loads(json.dumps(line))["kv_bits"] == [8, 8]
-
-
-def test_documents_are_added_up_and_dense_is_asked_for_needles_alone() -> None:
-    each = [("text", 1, True), ("needle", 2, True), ("needle", 4, False)]
-    results = [(kind, {0: KeptTally(bytes_kept=kept), 1: KeptTally()}, dense) for kind, kept, dense in each]
-    totals, needles_dense = added(2, results)
-    assert needles_dense == 1
-    assert [totals[index].bytes_kept for index in (0, 1)] == [7, 0]

@@ -5,15 +5,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 import tiny_models
 
 from eps_core.config.bytes import summary_bytes
 from eps_core.config.eps import EpsConfig
-from eps_core.decode.evicting import evicting
 from eps_core.decode.session import Session
 from eps_core.evaluation.runner import Document
-from eps_core.evict.keep import Keep
 from eps_core.models.config import DEMO_MODEL
 from experiments.kv_formats import rewrites
 from experiments.kv_formats.rewrites import OFF, Arm, Plan, run_arms
@@ -81,25 +78,3 @@ def test_a_table_of_one_text_and_one_needle() -> None:
     shown = rewrites.markdown(cells)
     assert "| `per-channel` | bits 4 | all | - |" in shown and "1 of 1" in shown and "0 of 1" in shown
     assert set(asdict(cells[0])) - {"rewrite", "settings"} <= {*memory.Cell.__dataclass_fields__}
-
-
-def test_what_was_placed_is_forked_and_given_back(model: Path) -> None:
-    session = Session.open(model, "numpy")
-    decoder, cache, pools = evicting(session, Keep(), EpsConfig().store, [90, 90], 4)
-    rng = np.random.default_rng(0)
-    spec, held = session.spec, [[np.arange(0, 80, 2), np.arange(79)] for _ in range(session.spec.num_layers)]
-
-    def rows(layer: int, head: int) -> list[np.ndarray]:
-        return [rng.standard_normal((len(held[layer][head]), 1, spec.head_dim)).astype(np.float32) for _ in range(2)]
-
-    first, cache = decoder.place(cache, 80, held, rows)
-    second, cache = decoder.fork(cache, first)
-    assert first.num_rows == second.num_rows == spec.num_layers * 119 and first.length == 80
-    pools.check()
-    decoder.release(first)
-    decoder.release(second)
-    pools.check()
-    assert not any(pool.num_live for pool in pools.pools)
-    with pytest.raises(ZeroDivisionError):
-        decoder.place(cache, 80, held, lambda layer, head: 1 / 0)  # type: ignore[arg-type,return-value]
-    assert not any(pool.num_live for pool in pools.pools)

@@ -3,13 +3,11 @@
 from pathlib import Path
 
 import numpy as np
-import pytest
 import tiny_models
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.verify import Verify
 from eps_core.decode.session import Session
-from eps_core.errors import ConfigError
 from eps_core.evaluation.runner import GREEDY, Document
 from eps_core.load import backend_name
 from experiments.grid.grid_verified import decode_both
@@ -56,11 +54,3 @@ def test_a_table_counts_texts_that_are_not_the_dense_ones(model: Path) -> None:
         "| all tokens", "| 1 of the tokens, beta 0.5", "| 0.05 of the tokens, beta 0.5",
     ]  # fmt: skip
     assert sparse_verify.records([few])[0]["sparse"]["budget"] == 0.05
-
-
-@pytest.mark.parametrize(
-    "wrong, said", [({"budget": 0.0}, "budget 0.0"), ({"beta": 2.0}, "beta 2.0"), ({"score_heads": 0}, "score heads 0")]
-)
-def test_what_is_no_sparse_pass_is_refused(wrong: dict, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        Sparse(**wrong)
