@@ -3,12 +3,15 @@
 import contextlib
 import io
 import json
+import os
 import re
 import runpy
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -84,3 +87,24 @@ def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
+
+
+@contextlib.contextmanager
+def served(line: list[str], port: int, log: Path, **environment: str) -> Iterator[subprocess.Popen]:
+    """Yield a server's process when it answers on its port. Its stderr goes to `log`; it is killed at the end."""
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            line, stdout=subprocess.PIPE, stderr=file, text=True, env={**os.environ, **environment}
+        )
+    try:
+        for _ in range(600):
+            assert process.poll() is None, log.read_text()
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield process
+    finally:
+        process.kill()
+        process.wait()

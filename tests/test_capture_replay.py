@@ -16,14 +16,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.evaluation import capture as capture_module
-from eps_core.evaluation.capture import (
-    Capture,
-    CaptureRequest,
-    capture,
-    first_tokens,
-    open_capture,
-    record,
-)
+from eps_core.evaluation.capture import Capture, CaptureRequest, capture, first_tokens, open_capture, record
 from eps_core.evaluation.merits import (
     CERTIFIED_LEVELS,
     RECALL_FRACTIONS,

@@ -265,6 +265,12 @@ REFUSED = {
     "gpt-oss": (lambda: transformers.GptOssConfig(num_hidden_layers=2), "learned sinks"),
     "deepseek": (lambda: transformers.DeepseekV3Config(num_hidden_layers=2), r"latent attention \(MLA\)"),
     "t5": (lambda: transformers.T5Config(num_layers=2), "encoder-decoder"),
+    "falcon": (
+        lambda: transformers.FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, alibi=True),
+        r"ALiBi \(0-1\)",
+    ),
+    "layers that share": (lambda: config_of("llama", num_kv_shared_layers=1), r"sharing K and V \(0-1\)"),
+    "modes of sharing": (lambda: config_of("llama", kv_sharing_modes=["store", "reuse"]), r"sharing K and V \(0-1\)"),
 }
 
 

@@ -153,10 +153,7 @@ def test_lines_that_are_kept_are_counted(tmp_path: Path, monkeypatch: pytest.Mon
     path = write(tmp_path / "f", b"{}\n" * 11)
     assert len(list(inputs.read_lines(path, *WHAT))) == 11
     for name, most in (("MOST_KEPT_LINES", 10), ("MOST_KEPT_BYTES", 30)):
-        with (
-            monkeypatch.context() as patch,
-            pytest.raises(ConfigError, match="give a part"),
-        ):
+        with monkeypatch.context() as patch, pytest.raises(ConfigError, match="give a part"):
             patch.setattr(inputs, name, most)
             list(inputs.read_lines(path, *WHAT))
         assert len(list(inputs.read_jsonl(path, *WHAT, kept=False))) == 11

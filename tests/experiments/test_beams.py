@@ -1,4 +1,4 @@
-"""Beam search: what a brute-force search finds by recomputing every text whole, in forked pages that all come back."""
+"""Beam search equals a search that recomputes every text, and returns all forked pages to the pool."""
 
 import json
 import math
@@ -13,9 +13,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.decode.generate import generate, tokens_of
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
-from eps_core.load import backend_name, load_backend
-from experiments.beams import beams
-from experiments.beams.beams import Hypothesis, Searched, room, search
+from experiments.beams.beams import Searched, room, search
 
 MODEL = "llama2"
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 3
@@ -28,15 +26,8 @@ CONFIGS = {
 STEPS = 9
 
 
-@pytest.fixture
-def target() -> tuple[Any, str]:
-    """One backend: what an experiment takes from all of them is tested in their own suite."""
-    return load_backend("cuda"), "cpu"
-
-
-def opened(target: tuple, model: Path) -> Session:
-    backend, device = target
-    return Session.open(str(model), backend_name(backend), device, "float32", kernels="arrays")
+def opened(model: Path) -> Session:
+    return Session.open(model, "cuda", "cpu", "float32", kernels="arrays")
 
 
 def searched(
@@ -91,8 +82,8 @@ def brute_force(
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_it_finds_what_a_search_over_whole_texts_finds(target: tuple, model: Path, name: str) -> None:
-    session, config, width = opened(target, model), CONFIGS[name], 3
+def test_it_finds_what_a_search_over_whole_texts_finds(model: Path, name: str) -> None:
+    session, config, width = opened(model), CONFIGS[name], 3
     (prompt,) = session.encode_prompts([RAGGED[0]], STEPS)
     free = brute_force(session, prompt, width, config, (), 4)
     # a token that some of the texts that go on would end with, so that texts of two lengths compete
@@ -105,8 +96,8 @@ def test_it_finds_what_a_search_over_whole_texts_finds(target: tuple, model: Pat
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_one_beam_is_greedy_decoding(target: tuple, model: Path, name: str) -> None:
-    session, config = opened(target, model), CONFIGS[name]
+def test_one_beam_is_greedy_decoding(model: Path, name: str) -> None:
+    session, config = opened(model), CONFIGS[name]
     prompts = session.encode_prompts(RAGGED, 20)
     cache, pool = session.cache(config.store, [len(prompt) + 20 for prompt in prompts])
     free = tokens_of(list(generate(session.decoder, cache, pool, prompts, 20, Sampling(), config.read)), len(prompts))
@@ -119,25 +110,6 @@ def test_one_beam_is_greedy_decoding(target: tuple, model: Path, name: str) -> N
         assert [r.lengths for r in mine] == [r.lengths for r in records]
         assert sum(r.bytes_kv_read_est for r in mine) == sum(r.bytes_kv_read_est for r in records)
         assert set(found.units_copied) == {0}
-
-
-def test_a_text_ends_only_where_that_is_among_the_best() -> None:
-    """Token 0 ends: after the first text it is the best continuation of all, after the second the third, which is too
-    late for two beams."""
-    texts = [Hypothesis([5], -1.0), Hypothesis([6], -1.5)]
-    p = np.array([[0.5, 0.3, 0.1, 0.1], [0.3, 0.25, 0.2, 0.25]])
-    over, on = beams._weigh(texts, np.log(p) + 3, 2, (0,))
-    assert [text.tokens for text in over] == [[5, 0]] and over[0].log_probability == pytest.approx(-1 + math.log(0.5))
-    assert [(parent, text.tokens) for parent, text in on] == [(0, [5, 1]), (1, [6, 1])]
-    assert len(beams._weigh(texts, np.log(p), 3, (0,))[0]) == 2
-    assert beams._weigh(texts[1:], np.log(p[1:]), 1, (1, 3))[0] == []  # one beam: as greedy decoding, which goes on
-    over, on = beams._weigh(texts[:1], np.log(p[:1]), 1, (0,))
-    assert [text.tokens for text in over] == [[5, 0]] and [text.tokens for _, text in on] == [[5, 1]]
-    # the better beam wins a tie, then the lower token; what has no probability is no text
-    even = np.array([[0.0, 0.0, -np.inf, 0.0]] * 2)
-    _, on = beams._weigh([Hypothesis([5], -1.0), Hypothesis([6], -1.0)], even, 5, ())
-    assert [text.tokens for _, text in on] == [[5, 0], [5, 1], [5, 3], [6, 0], [6, 1]]
-    assert len(beams._weigh(texts[:1], even[:1], 8, ())[1]) == 3
 
 
 def test_the_command_prints_what_it_found(model: Path, tmp_path: Path) -> None:

@@ -2,14 +2,7 @@
 
 import numpy as np
 import pytest
-from curves import (
-    Plan,
-    budget_groups,
-    bytes_at_kl,
-    floor,
-    table_cells,
-    tally_document,
-)
+from curves import Plan, budget_groups, bytes_at_kl, floor, table_cells, tally_document
 
 from eps_core.config.bytes import scoring_bytes
 from eps_core.config.eps import EpsConfig

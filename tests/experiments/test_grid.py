@@ -1,4 +1,4 @@
-"""A grid of cells: what it expands to, what a cell measures, and that no kill loses or repeats a finished one."""
+"""A grid of settings: its cells, the numbers of a cell, and cells that cannot run."""
 
 import json
 from dataclasses import replace
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from command import lines_of
 
 from eps_core.errors import ConfigError
-from experiments.grid.grid_cell import Bench
 from experiments.grid.grid_settings import Setting, config_of, expand, load_grid
 from experiments.grid.run import main as grid_command
 
@@ -30,12 +30,6 @@ def run(model: Path, out: Path, axes: Any, *more: object) -> dict[str, Any]:
         grid_command, arguments(model, out, axes, *more), standalone_mode=False, catch_exceptions=False
     )
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    text = path.read_text()
-    assert text.endswith("\n") and "NaN" not in text and "Infinity" not in text
-    return [json.loads(line) for line in text.splitlines()]
 
 
 def cells_of(path: Path) -> list[dict[str, Any]]:
@@ -160,55 +154,3 @@ def test_impossible_cells_are_written_with_the_reason(model: Path, tmp_path: Pat
     # and they are finished: nothing is left to do
     again = run(model, out, axes)
     assert again["resumed"] == 10 and again["skipped"] == 10, "a grid with holes says so each time"
-
-
-def tried(model: Path, out: Path, axes: Any) -> Any:
-    """The result of a grid that may fail, of text alone."""
-    line = arguments(model, out, axes, "--needles", 0, "--audit-every", 0)
-    return CliRunner().invoke(grid_command, line, standalone_mode=False)
-
-
-HOLES = {"context": [288, 9999], "method": ["rq", "box"], "budget": 0.5}
-
-
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [
-        (RuntimeError("an illegal memory access"), "RuntimeError: an illegal memory access"),
-        ("cache", "does not fit"),
-    ],
-    ids=str,
-)
-def test_a_failed_cell_is_named_and_tried_again_and_an_impossible_one_is_not(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any, reason: str
-) -> None:
-    measure, measured, broken = Bench.measure, [], [True]
-
-    def faulty(self: Bench, setting: Any, config: Any) -> dict[str, Any]:
-        measured.append(setting.method)
-        if setting.method == "box" and broken[0]:
-            if fault == "cache":  # the device had no room for it just then
-                raise ConfigError("a cache of 1 MiB does not fit cpu") from RuntimeError("out of memory")
-            raise fault
-        return measure(self, setting, config)
-
-    monkeypatch.setattr(Bench, "measure", faulty)
-    out = tmp_path / "g.jsonl"
-    done = tried(model, out, HOLES)
-    assert isinstance(done.exception, ConfigError) and "1 of 4 cells failed" in str(done.exception)
-    assert reason in str(done.exception)
-    *reasons, last = done.stdout.splitlines()
-    assert json.loads(last) | {"out": ""} == {
-        "out": "", "cells": 4, "resumed": 0, "measured": 1, "skipped": 2, "failed": 1
-    }  # fmt: skip
-    assert len(reasons) == 2 and reasons[0].startswith("2 of the cells skipped: context 9999 is past the model")
-    assert reasons[1].startswith("1 of the cells failed: ") and reason in reasons[1]
-    broken[0] = False
-    done = tried(model, out, HOLES)
-    assert done.exception is None and measured == ["rq", "box", "box"]
-    again, last = done.stdout.splitlines()
-    assert again == reasons[0], "the holes of a grid are told each time"
-    assert json.loads(last) | {"out": ""} == {
-        "out": "", "cells": 4, "resumed": 3, "measured": 1, "skipped": 2, "failed": 0
-    }  # fmt: skip
-    assert sorted(line["index"] for line in lines_of(out) if line["type"] == "cell") == [0, 1, 2, 3]

@@ -1,4 +1,4 @@
-"""The map of formats of K and V: what it measures against brute force, and as a user runs it."""
+"""The map of KV formats: the statistics that it reports by their formulas, and one run of the command."""
 
 import json
 from pathlib import Path

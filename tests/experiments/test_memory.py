@@ -1,60 +1,15 @@
-"""The table of codes, eviction and EPS: its arms, its bytes, and arms that are what they are alone."""
+"""The table of quantized KV, eviction and EPS: its variants and its bytes."""
 
 import json
-from pathlib import Path
-from typing import Any
-
-import numpy as np
-import pytest
-import tiny_models
 
 from eps_core.config.eps import EpsConfig
-from eps_core.decode.evicting import EvictingDecoder
 from eps_core.decode.session import Session
-from eps_core.evaluation.runner import Document
 from eps_core.evict.keep import Keep
 from eps_core.evict.table import POLICIES
 from eps_core.models.config import DEMO_MODEL
 from eps_core.report import kept
 from experiments.kv_formats import rewrites
-from experiments.memory.composition import (
-    EVERY,
-    SHARES,
-    Arm,
-    Plan,
-    arms,
-    records,
-    run_arms,
-    table_cells,
-    tally_document,
-)
-
-RULE = {"first_tokens": 2, "last_tokens": 6}
-RNG = np.random.default_rng(70)
-DOCUMENT = Document(RNG.integers(0, tiny_models.VOCAB_SIZE, 70).tolist(), 13, RNG.integers(0, 256, 12).tolist())
-
-
-def test_arms_that_keep_the_same_choose_once_and_are_what_they_are_alone(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session, document = Session.open(model, "numpy"), DOCUMENT
-    snapkv, rkv = (Keep(one, 0.5, 4, **RULE) for one in ("snapkv", "rkv"))
-    less = Keep("snapkv", 0.3, 4, **RULE)
-    box = EpsConfig.of(method="box", group_tokens=4, budget=0.4, first_tokens=2, last_tokens=4)
-    some = [Arm(snapkv), Arm(rkv), Arm(snapkv, box), Arm(less), Arm(snapkv, kv_bits=(8, 8)), Arm(rkv, box, (4, 4))]
-    alone = [run_arms(session, document, [arm])[0] for arm in some]
-    chosen, real = [], EvictingDecoder.choose
-
-    def choose(decoder: EvictingDecoder, *args: Any) -> Any:
-        chosen.append(decoder.keep)
-        return real(decoder, *args)
-
-    monkeypatch.setattr(EvictingDecoder, "choose", choose)
-    found = run_arms(session, document, some)
-    assert chosen == [snapkv, rkv, less]
-    for index, (outcome, size) in enumerate(alone):
-        np.testing.assert_allclose(found[index][0].kl, outcome.kl, rtol=0, atol=1e-12)
-        assert found[index][1] == size and found[index][0].bytes_read() == outcome.bytes_read()
+from experiments.memory.composition import EVERY, SHARES, Arm, Plan, arms, records, table_cells, tally_document
 
 
 def test_the_arms_of_a_table() -> None:

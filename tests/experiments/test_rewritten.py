@@ -1,57 +1,13 @@
-"""Decoding from a prompt whose K and V were replaced, held against a judge in loops; and what the evaluation counts."""
+"""A table of formats that replace the K and V of a prompt, measured on one text and one needle."""
 
 import json
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict
 
-import numpy as np
-import tiny_models
-
-from eps_core.config.bytes import summary_bytes
-from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
-from eps_core.evaluation.runner import Document
 from eps_core.models.config import DEMO_MODEL
 from experiments.kv_formats import rewrites
-from experiments.kv_formats.rewrites import OFF, Arm, Plan, run_arms
+from experiments.kv_formats.rewrites import OFF, Arm, Plan
 from experiments.memory import composition as memory
-
-PROMPT = np.random.default_rng(3).integers(0, tiny_models.VOCAB_SIZE, 90).tolist()
-FORCED = [5, 9, 200, 31, 7]
-GATED = EpsConfig.of(method="rq", budget=0.1)
-DMC = Arm("dmc", (("tau", 0.1),))
-ARMS = (
-    Arm("per-channel", (("bits", 4), ("residual", 32))),
-    Arm("block-gtq", (("bits", 3),)),
-    Arm("prq", (("stages", 1),)),
-    Arm("dar", (("part", 0.5), ("window", 20))),
-    DMC,
-    Arm(OFF),
-)
-
-
-def test_bytes_are_the_formats_and_tokens_that_follow_count_whole(model: Path) -> None:
-    """Densely: all that is kept is read at every step; gated: rows at the format's mean, tables whole."""
-    session = Session.open(model, "numpy", kv_dtype="bfloat16")
-    spec = session.spec
-    token = 2 * 2 * spec.head_dim * spec.num_kv_heads * spec.num_layers
-    arms = [*ARMS, *(replace(arm, config=GATED) for arm in ARMS)]
-    dense, runs = run_arms(session, Document([*PROMPT], len(FORCED) + 1, [*FORCED]), arms)
-    steps, length = len(FORCED) + 1, len(PROMPT) - 1
-    assert dense.bytes_read()[1] == sum(token * (length + step + 1) for step in range(steps))
-    for index, arm in enumerate(ARMS):
-        prompt = sum(one.row_bytes + one.table_bytes for one in runs[index].layers)
-        assert runs[index].bytes_read() == sum(prompt + token * (step + 1) for step in range(steps))
-        assert runs[index].bytes_read(first=2) == sum(prompt + token * (step + 1) for step in range(2, steps))
-        assert runs[index].bytes_kept == prompt + token * steps
-        gated = runs[index + len(ARMS)]
-        rows = sum(len(head) for one in gated.layers for head in one.positions)
-        shape = spec.num_layers, spec.num_kv_heads, spec.head_dim
-        of_summaries = summary_bytes(GATED.store, *shape, rows // (shape[0] * shape[1]) + steps)
-        assert gated.bytes_kept == prompt + token * steps + of_summaries
-        if arm.rewrite == OFF:
-            assert gated.bytes_read() == gated.outcome.bytes_read()[0]
-            assert runs[index].outcome.kl is not None and abs(runs[index].outcome.kl).max() < 1e-6
 
 
 def test_a_table_of_one_text_and_one_needle() -> None:

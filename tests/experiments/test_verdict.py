@@ -6,21 +6,10 @@ from typing import Any
 
 import pytest
 from command import outcome, program
+from test_html_report import cell
 
 from eps_core.config.eps import EpsConfig
 from experiments.verdict.verdict import decide
-
-
-def cell(**values: Any) -> dict[str, Any]:
-    """A cell that ships."""
-    return {
-        "type": "cell", "context_tokens": 32768, "method": "rq", "group_tokens": 2, "bits": 1, "dim": None,
-        "policy": "topk", "batch": 1, "bytes_ratio": 0.12, "kl_mean": 0.002, "top1_agreement": 0.99,
-        "num_needles": 1000, "needles_answered": 998, "needles_dense": 1000, "visit_ratio": 0.1, "forced_ratio": 0.02,
-        "decode_ms_p50": 8.0, "decode_ms_p95": 9.0, "dense_decode_ms_p50": 10.0, "dense_decode_ms_p95": 12.0,
-        "device": "cuda", "strict": False, **values,
-    }  # fmt: skip
-
 
 SHIP, KILL, ITERATE, OPEN = "ship", "kill", "iterate", "not decidable"
 VERDICTS: dict[str, tuple[list[dict[str, Any]], str, str]] = {
