@@ -144,12 +144,6 @@ def test_every_method_runs(run: Any, method: str) -> None:
     assert result["eps"]["bytes_summary_read"] > 0
 
 
-def test_below_min_context_decode_is_dense_and_says_so(run: Any) -> None:
-    result = run("--eps-method", "rq", "--eps-min-context", 400)
-    assert result["tokens_equal"] and result["eps"]["pages_skipped"] == 0
-    assert result["eps"]["fallbacks"] == {"min_context": 4 * 2}
-
-
 def test_reading_everything_says_what_dense_says(run: Any) -> None:
     result = run("--eps-method", "rq", "--eps-budget", 1, "--kl")
     assert result["tokens_equal"] and result["kl_max"] < 1e-6 and result["top1_agreement"] == 1
