@@ -13,6 +13,7 @@ import os
 import signal
 from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -57,8 +58,6 @@ LEFT_OUT = {
         "test_certificate.py::test_strict_leaves_at_most_epsilon_unread*",
         "test_cli.py::test_a_demo_whose_last_figure_fails_*",
         "test_cli.py::test_info_counts_memory_*",
-        "test_cli.py::test_other_backends_say_the_same*",
-        "test_cli.py::test_selection_flags_reach_the_config*",
         "test_cli.py::test_the_demo_answers_its_needle_*",
         "test_compile.py::test_what_was_compiled_*",
         "test_cost.py::test_run_gates_from_where_it_pays*",
@@ -78,8 +77,6 @@ LEFT_OUT = {
         "test_hub.py*",
         "test_kv_bits.py::test_a_run_counts_them*",
         "test_kv_bits.py::test_backends_say_the_same_*",
-        "test_outputs.py::test_closed_streams_*",
-        "test_outputs.py::test_full_streams_*",
         "test_readme.py::test_their_commands_run_as_printed",
         "test_real_model.py*",
         "test_sampling.py::test_what_is_said_is_drawn_from_the_target*",
@@ -199,6 +196,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         names = ("arrays", *(marker.args if marker else ()))
         chosen = [target for target in TARGETS if target.kernels in names]
         metafunc.parametrize("target", chosen, ids=["-".join(target) for target in chosen], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Path of the tiny model that the module names in `MODEL`, mistral where it names none."""
+    import tiny_models  # transformers with it, which most runs of a few tests do not need
+
+    return tiny_models.save_model(getattr(request.module, "MODEL", "mistral"), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import doctest
 import inspect
-import io
 import json
 import subprocess
 import sys
@@ -25,12 +24,9 @@ from eps_core.config.verify import Verify
 from eps_core.decode import llm as llm_module
 from eps_core.decode import session as session_module
 from eps_core.decode.llm import Generation, Piece
-from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
 from eps_core.decode.stop_strings import StoppedText
 from eps_core.errors import ConfigError
-from eps_core.evaluation import compare
-from eps_core.evaluation.request import RunRequest
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 5
 RAGGED = [TEXT, "x", TEXT[7:160]]
@@ -38,11 +34,6 @@ BOX: dict[str, Any] = {"method": "box", "group_tokens": 8, "first_tokens": 4, "l
 OFF = {"method": "off"}
 SETTINGS = {"off": OFF, "box": BOX, "rq": {"method": "rq", "budget": 0.3}}
 NEEDLE = "# The code for otter is 31415.\n" + "x = 1\n" * 150 + "\n# What is the code for otter? The code for otter is "
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save_model("mistral", tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -137,36 +128,20 @@ def test_the_demo_model_says_what_the_command_says(
     made = llm.generate(NEEDLE, max_new_tokens=8, **asked)
     assert (made.text, made.tokens, made.num_prompt_tokens) == (said["text"], said["tokens"], said["prompt_tokens"])
     assert asked or made.text.startswith("31415.")
+    assert made.finish_reason == "length" and made.tokens_per_second is not None and made.tokens_per_second > 0
+    if "speculative" not in settings:
+        side = said["eps"] or said["dense"]
+        assert made.kv_bytes_read == side["bytes_kv_read"] + side.get("bytes_summary_read", 0)
+        assert made.groups_read is not None and made.groups_total is not None
+        if said["eps"]:
+            assert (made.groups_read, made.groups_total) == (side["pages_visited"], side["pages_total"])
+            assert made.groups_read < made.groups_total and made.kv_bytes_read < made.kv_bytes_dense
+        else:
+            assert made.kv_bytes_read == made.kv_bytes_dense and made.groups_read == made.groups_total
     pieces = list(llm.stream(NEEDLE, max_new_tokens=8, **asked))
     assert "".join(pieces) == made.text and pieces[-1].result is not None
     assert replace(pieces[-1].result, tokens_per_second=None) == replace(made, tokens_per_second=None)
     assert (made.acceptance is not None) == ("speculative" in settings)
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, 0.8, 5)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", SETTINGS)
-def test_it_says_and_reads_what_a_run_does(target: tuple, model: Path, name: str, sampling: Sampling) -> None:
-    llm = tiny_models.open_llm(target, model, **SETTINGS[name])
-    drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed}
-    made = llm.generate(TEXT, max_new_tokens=8, **drawn)
-    request = RunRequest(
-        llm.config, sampling, llm.session.backend_name, llm.session.device, model, (TEXT,), 8, "float32",
-        baseline=name == "off", kernels="arrays",
-    )  # fmt: skip
-    result = compare.run(request, io.StringIO())
-    side = result["eps"] or result["dense"]
-    assert (made.text, made.tokens, made.num_prompt_tokens) == (
-        result["text"], result["tokens"], result["prompt_tokens"]
-    )  # fmt: skip
-    assert made.finish_reason == "length"
-    assert made.kv_bytes_read == side["bytes_kv_read"] + side.get("bytes_summary_read", 0)
-    if name == "off":
-        assert made.kv_bytes_read == made.kv_bytes_dense and made.groups_read == made.groups_total
-    else:
-        assert made.groups_read is not None and made.groups_total is not None
-        assert (made.groups_read, made.groups_total) == (side["pages_visited"], side["pages_total"])
-        assert made.groups_read < made.groups_total and made.kv_bytes_read < made.kv_bytes_dense
-    assert made.tokens_per_second is not None and made.tokens_per_second > 0
 
 
 def test_tokens_are_a_prompt_as_their_text_is(plain: LLM) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,6 @@ from eps_core.errors import ConfigError
 from eps_core.load import load_backend
 from eps_core.paging.where import Where
 
-ROOT = Path(__file__).parent.parent
 HEADS, HEAD_DIM, GROUPED = 2, 32, 4  # kv heads, their dimensions, query heads
 TINY = (
     "--context", "256", "--q-heads", "4", "--kv-heads", "2", "--head-dim", "32", "--repeats", "2",
@@ -428,18 +426,6 @@ def test_targets_are_judged_from_the_record(tmp_path: Path, capsys: pytest.Captu
     assert targets.main([tmp_path / "absent.jsonl"]) == 2
     (tmp_path / "empty.jsonl").write_text("")
     assert targets.main([tmp_path / "empty.jsonl"]) == 2
-
-
-def test_scripts_start() -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "bench.py", "--backend", "numpy", "--method", "off"],
-        capture_output=True, text=True, cwd="/", timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 2 and done.stderr.startswith("error: method off gates nothing")
-    script = ROOT / "scripts" / "gpu_check.sh"
-    assert subprocess.run(["bash", "-n", script]).returncode == 0
-    done = subprocess.run([script, "--wet-run"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "--wet-run is unknown" in done.stderr
 
 
 def test_the_headline_is_a_checked_step_beside_the_fastest_dense(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 import io
 import json
-import re
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_models
+from command import last, outcome
 
-from eps_core.cli import captures, main
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.cost import Cost
 from eps_core.decode.heads import HeadPolicy, check_policy, head_modes, load_policy, model_fingerprint, modes_of
@@ -242,47 +240,10 @@ def test_every_field_is_checked() -> None:
     assert len(asdict(HeadPolicy(1, "", "", 1, 1, 1, {}, (), (), (), (), (), (), ()))) == 14
 
 
-def run_cli(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
-    """eps-proto in this process: its exit code."""
-    main.cli.add_command(captures.calibrate_command)
-    monkeypatch.setattr(sys, "argv", ["eps-proto", *map(str, args)])
-    with pytest.raises(SystemExit) as end:
-        main.main()
-    return int(end.value.code or 0)
-
-
-def test_the_command_prints_a_table_and_an_object(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    flags = ["--context", 280, "--steps", 2, "--backend", "cuda", "--eps-method", "box", "--eps-group-tokens", 8]
-    assert run_cli(monkeypatch, "calibrate", *flags, "-o", tmp_path / "p.json") == 0
-    printed = capsys.readouterr().out
-    assert "bytes against dense" in printed and "groups of 8 tokens at 280 tokens" in printed
-    result, policy = json.loads(printed.splitlines()[-1]), load_policy(tmp_path / "p.json")
+def test_the_command_prints_a_table_and_an_object(tmp_path: Path) -> None:
+    flags = "--context 280 --steps 2 --backend cuda --eps-method box --eps-group-tokens 8 -o p.json"
+    done = outcome(["calibrate", *flags.split()], tmp_path)
+    assert "bytes against dense" in done.out and "groups of 8 tokens at 280 tokens" in done.out
+    result, policy = last(done), load_policy(tmp_path / "p.json")
     assert result["heads"] == 8 and result["dense_layers"] == list(policy.dense_layers)
     assert policy.settings["config"]["group_tokens"] == 8
-
-
-MISTAKES = {
-    "no-output": ([], "-o"),
-    "no-directory": (["-o", "absent/p.json"], "absent"),
-    "off": (["-o", "p.json", "--eps-method", "off"], "off"),
-    "share": (["-o", "p.json", "--streaming-share", 2], "--streaming-share"),
-    "fraction": (["-o", "p.json", "--dense-fraction", -1], "--dense-fraction"),
-    "absent-model": (["-o", "p.json", "--model", "absent"], "absent"),
-    "odd-group": (["-o", "p.json", "--eps-group-tokens", 12], "12 tokens"),
-    "longer-than-the-model": (["-o", "p.json", "--context", 99999], "16384"),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line_and_exit_code_2(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    args, words = MISTAKES[name]
-    monkeypatch.chdir(tmp_path)
-    code = run_cli(monkeypatch, "calibrate", *args, "--backend", "cuda")
-    printed = capsys.readouterr()
-    assert code == 2 and printed.out == "", printed
-    assert re.fullmatch(r"error: [^\n]+\n", printed.err) and words in printed.err, printed.err
-    assert not list(tmp_path.iterdir())

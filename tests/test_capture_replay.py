@@ -1,9 +1,7 @@
 """Captures hold what attention saw, and a replay of one is the live decode, judged against a truth written apart."""
 
 import json
-import re
 import shutil
-import sys
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
@@ -12,25 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors import safe_open
-from safetensors.numpy import save_file
+from command import last, outcome, refused
 
-from eps_core.cli import captures, main
 from eps_core.config.eps import EpsConfig
-from eps_core.decode.heads import HeadPolicy
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from eps_core.evaluation import capture as capture_module
-from eps_core.evaluation.calibrate import write_policy
-from eps_core.evaluation.capture import (
-    METADATA_KEY,
-    Capture,
-    CaptureRequest,
-    capture,
-    first_tokens,
-    open_capture,
-    record,
-)
+from eps_core.evaluation.capture import Capture, CaptureRequest, capture, first_tokens, open_capture, record
 from eps_core.evaluation.merits import (
     CERTIFIED_LEVELS,
     RECALL_FRACTIONS,
@@ -63,6 +49,14 @@ LIVE = {
 }
 
 
+def info_of(layers: tuple[int, ...], context: int, steps: int, kv_dtype: str, config: EpsConfig, backend: str) -> Any:
+    """Metadata of a capture of the demo model."""
+    return capture_module.CaptureInfo(
+        1, "demo", 4, 4, 2, 64, 0.125, layers, context, steps, kv_dtype, config.to_dict(), "", backend, "cpu",
+        "float32", "",
+    )  # fmt: skip
+
+
 def live(backend: str, path: Path, config: EpsConfig, kv_dtype: str = "float32") -> tuple[Capture, list]:
     """(capture along a live decode of the demo model, its LayerStats [step][layer])."""
     session = Session.open(None, backend, "cpu", "float32", kv_dtype)
@@ -78,10 +72,7 @@ def live(backend: str, path: Path, config: EpsConfig, kv_dtype: str = "float32")
     decoder.step = step  # type: ignore[method-assign]
     tokens = first_tokens(session, None, CONTEXT + STEPS).tokens
     recording = record(session, tokens, CONTEXT, range(session.spec.num_layers), config)
-    info = capture_module.CaptureInfo(
-        1, "demo", 4, 4, 2, 64, 0.125, (0, 1, 2, 3), CONTEXT, STEPS, kv_dtype, config.to_dict(), "", backend, "cpu",
-        "float32", "",
-    )  # fmt: skip
+    info = info_of((0, 1, 2, 3), CONTEXT, STEPS, kv_dtype, config, backend)
     capture_module.write_capture(path, info, recording)
     return open_capture(path), outputs
 
@@ -131,25 +122,7 @@ def test_captures_round_trip_bit_for_bit(kv_dtype: str, tmp_path: Path) -> None:
     path = tmp_path / "c.safetensors"
     session = Session.open(None, "cuda", "cpu", "float32", kv_dtype)
     recording = record(session, first_tokens(session, None, 40).tokens, 36, (1, 3), EpsConfig.of())
-    info = capture_module.CaptureInfo(
-        1,
-        "demo",
-        4,
-        4,
-        2,
-        64,
-        0.125,
-        (1, 3),
-        36,
-        4,
-        kv_dtype,
-        EpsConfig.of().to_dict(),
-        "",
-        "cuda",
-        "cpu",
-        "float32",
-        "",
-    )
+    info = info_of((1, 3), 36, 4, kv_dtype, EpsConfig.of(), "cuda")
     capture_module.write_capture(path, info, recording)
     found = open_capture(path)
     assert found.info == info
@@ -332,19 +305,7 @@ def test_combining_captures() -> None:
     assert combine([{"a": None}, {"a": 2.0}]) == {"a": 2.0} and combine([{"a": None}]) == {"a": None}
 
 
-def run_cli(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
-    """eps-proto in this process: its exit code."""
-    for command in (captures.capture_command, captures.replay_command, captures.calibrate_command):
-        main.cli.add_command(command)
-    monkeypatch.setattr(sys, "argv", ["eps-proto", *map(str, args)])
-    with pytest.raises(SystemExit) as end:
-        main.main()
-    return int(end.value.code or 0)
-
-
-def test_commands_capture_and_replay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_commands_capture_and_replay(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("It was a dark and stormy night; the rain fell in torrents. " * 12)
     common = ["--context", 400, "--steps", 2, "--layers", "0,3", "--text", text, "--backend", "cuda", "--device", "cpu"]
@@ -352,26 +313,17 @@ def test_commands_capture_and_replay(
     for name in ("a", "b"):
         path = tmp_path / f"{name}.safetensors"
         gate = ["--eps-method", "box", "--eps-budget", 0.5]
-        assert run_cli(monkeypatch, "capture", *common, *gate, "-o", path) == 0
-        last = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert last["layers"] == [0, 3] and last["config"]["method"] == "box" and last["bytes"] == path.stat().st_size
+        found = last(outcome([*map(str, ("capture", *common, *gate, "-o", path))], tmp_path))
+        assert found["layers"] == [0, 3] and found["config"]["method"] == "box"
+        assert found["bytes"] == path.stat().st_size
         shutil.move(path, tmp_path / "c.safetensors")
         outputs.append((tmp_path / "c.safetensors").read_bytes())
     assert outputs[0] == outputs[1]
     assert open_capture(tmp_path / "c.safetensors").info.num_steps == 2
     texts = []
     for name in ("a.jsonl", "b.jsonl"):
-        flags = [
-            "--methods",
-            "rq@4,moments,oracle@16",
-            "--budgets",
-            "0.4,0.6",
-            "--eps-rq-bounds",
-            "--jsonl",
-            tmp_path / name,
-        ]
-        assert run_cli(monkeypatch, "replay", tmp_path / "c.safetensors", "--backend", "cuda", *flags) == 0
-        texts.append(capsys.readouterr().out)
+        flags = ["--methods", "rq@4,moments,oracle@16", "--budgets", "0.4,0.6", "--eps-rq-bounds", "--jsonl", name]
+        texts.append(outcome(["replay", "c.safetensors", "--backend", "cuda", *flags], tmp_path).out)
     assert texts[0] == texts[1]
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
     result = json.loads(texts[0].splitlines()[-1])
@@ -383,91 +335,13 @@ def test_commands_capture_and_replay(
     assert lines[0]["text_sha256"] and EpsConfig.from_dict(lines[1]["config"]).read.budget == 0.4
 
 
-MISTAKES = {
-    "truncated": (["replay", "TRUNCATED"], "truncated"),
-    "no-safetensors": (["replay", "TEXT"], "TEXT"),
-    "absent": (["replay", "absent.safetensors"], "absent.safetensors"),
-    "foreign": (["replay", "FOREIGN"], "no EPS capture"),
-    "other-format": (["replay", "OTHER"], "format 99"),
-    "tensors-of-another-shape": (["replay", "RESHAPED"], "layers.0.k"),
-    "contradicts-itself": (["replay", "ODD"], "contradicts itself"),
-    "unknown-layer": (["replay", "GOOD", "--layers", "0,7"], "layer 7"),
-    "unknown-method": (["replay", "GOOD", "--methods", "svd@4"], "svd"),
-    "off": (["replay", "GOOD", "--methods", "off"], "off"),
-    "no-size": (["replay", "GOOD", "--methods", "rq@x"], "rq@x"),
-    "budgets-twice": (["replay", "GOOD", "--budgets", "0.1", "--eps-budget", 0.1], "--budgets"),
-    "budgets-of-another-policy": (
-        ["replay", "GOOD", "--eps-policy", "threshold", "--eps-top-pages", 4, "--budgets", "0.1"],
-        "--budgets",
-    ),
-    "no-list": (["replay", "GOOD", "--budgets", "few"], "few"),
-    "head-policy-alone": (["replay", "GOOD", "--eps-head-policy", "POLICY"], "--eps-heads"),
-    "head-policy-of-another-model": (
-        ["replay", "GOOD", "--eps-heads", "retrieval", "--eps-head-policy", "POLICY"],
-        "another model",
-    ),
-    "bad-budget": (["replay", "GOOD", "--budgets", "0.1,0"], "eps-budget 0"),
-    "nothing-to-replay": (["replay"], "CAPTURE"),
-    "model-has-no-such-layer": (["capture", "-o", "new", "--layers", "0,9"], "layer 9"),
-    "longer-than-the-text": (["capture", "-o", "new", "--text", "TEXT"], "longer --text"),
-    "longer-than-the-model": (["capture", "-o", "new", "--context", 99999], "16384"),
-    "no-text": (["capture", "-o", "new", "--text", "absent.txt"], "absent.txt"),
-    "no-directory": (["capture", "-o", "absent/new"], "absent"),
-    "no-output": (["capture"], "-o"),
-    "flags-while-off": (["capture", "-o", "new", "--eps-budget", 0.2], "--method"),
-    "replay-of-a-folder": (["replay", "."], "capture . cannot be read (Is a directory)"),
-    "absent-model": (["capture", "-o", "new", "--model", "absent"], "absent"),
-    "full-disk": (["capture", "-o", "new"], "does not fit"),
-}
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(capture_module.shutil, "disk_usage", lambda path: usage(2**20, 2**20, 0))
+    refused(["capture", "-o", "new", "--backend", "cuda"], tmp_path, "MiB left")
 
 
-@pytest.fixture(scope="module")
-def places(dense: Capture, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What the names in capitals of MISTAKES stand for."""
-    root = tmp_path_factory.mktemp("places")
-    data = dense.path.read_bytes()
-    (root / "GOOD").write_bytes(data)
-    (root / "TRUNCATED").write_bytes(data[:-100])
-    (root / "TEXT").write_text("no safetensors at all")
-    save_file({"x": np.zeros(3, np.float32)}, root / "FOREIGN")
-    with safe_open(dense.path, framework="numpy") as opened:
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no dictionary
-        info = json.loads(opened.metadata()[METADATA_KEY])
-    for name, changed in (("OTHER", {"format_version": 99}), ("ODD", {"num_kv_heads": 3}), ("RESHAPED", {})):
-        if name == "RESHAPED":
-            tensors["layers.0.k"] = tensors["layers.0.k"][:-1]
-        save_file(tensors, root / name, {METADATA_KEY: json.dumps(info | changed)})
-    policy = HeadPolicy(
-        1, "other", "00", 4, 2, 64, {}, (1.0,), *((((value,) * 2),) * 4 for value in ((1.0,), 0.5, 0.5)),
-        (("retrieval",) * 2,) * 4, (), (("gate",) * 2,) * 4,
-    )  # fmt: skip
-    write_policy(root / "POLICY", policy)
-    return {path.name: str(path) for path in root.iterdir()}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line_and_exit_code_2(
-    name: str,
-    places: dict[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
-    args, words = MISTAKES[name]
-    monkeypatch.chdir(tmp_path)
-    if name == "full-disk":
-        words = "MiB left"
-        usage = namedtuple("usage", "total used free")
-        monkeypatch.setattr(capture_module.shutil, "disk_usage", lambda path: usage(2**20, 2**20, 0))
-    outputs = ["-o", "new.jsonl"] if args[0] == "replay" else []
-    code = run_cli(monkeypatch, *[places.get(str(arg), arg) for arg in args], *outputs, "--backend", "cuda")
-    printed = capsys.readouterr()
-    assert code == 2 and printed.out == "", printed
-    assert re.fullmatch(r"error: [^\n]+\n", printed.err) and words in printed.err, printed.err
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_failed_write_leaves_nothing(dense: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_nothing(dense: Capture, tmp_path: Path) -> None:
     broken = SimpleNamespace(lengths=dense.lengths, q={}, keys_values=None)
     with pytest.raises(KeyError):
         capture_module.write_capture(tmp_path / "c", dense.info, broken)  # type: ignore[arg-type]

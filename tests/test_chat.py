@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiny_models
 import tokenizers
-from test_cli import call
+from command import call
 from test_model import assert_refused
 from transformers import AutoTokenizer
 

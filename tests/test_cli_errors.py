@@ -5,10 +5,14 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny_models
 import tokenizers
-from test_cli import PROMPT, call
+from command import call, refused
+from safetensors.numpy import save_file
+from test_cli import PROMPT
+from test_inputs import make_capture, recaptured
 
 from eps_core.cli import main
 from eps_core.decode.heads import HeadPolicy
@@ -163,6 +167,47 @@ MISTAKES: dict[str, tuple[list, str]] = {
     "info-no-layers": (["info", "--layers", 0], "--layers"),
     "info-group-twice": (["info", "--eps-group-tokens", 4, "--eps-group-blocks", 1], "same thing twice"),
     "info-absent-model": (["info", "--model", "absent"], "absent"),
+    "capture-of-a-folder": (["replay", "."], "capture . cannot be read (Is a directory)"),
+    "capture-truncated": (["replay", "TRUNCATED"], "truncated"),
+    "capture-no-safetensors": (["replay", "TEXT"], "TEXT"),
+    "capture-absent": (["replay", "absent.safetensors"], "absent.safetensors"),
+    "capture-foreign": (["replay", "FOREIGN"], "no EPS capture"),
+    "capture-other-format": (["replay", "OTHER"], "format 99"),
+    "capture-tensors-of-another-shape": (["replay", "RESHAPED"], "layers.0.k"),
+    "capture-contradicts-itself": (["replay", "ODD"], "contradicts itself"),
+    "capture-unknown-layer": (["replay", "GOOD", "--layers", "0,7"], "layer 7"),
+    "capture-unknown-method": (["replay", "GOOD", "--methods", "svd@4"], "svd"),
+    "capture-off": (["replay", "GOOD", "--methods", "off"], "off"),
+    "capture-no-size": (["replay", "GOOD", "--methods", "rq@x"], "rq@x"),
+    "capture-budgets-twice": (["replay", "GOOD", "--budgets", "0.1", "--eps-budget", 0.1], "--budgets"),
+    "capture-budgets-of-another-policy": (
+        ["replay", "GOOD", "--eps-policy", "threshold", "--eps-top-pages", 4, "--budgets", "0.1"],
+        "--budgets",
+    ),
+    "capture-no-list": (["replay", "GOOD", "--budgets", "few"], "few"),
+    "capture-head-policy-alone": (["replay", "GOOD", "--eps-head-policy", "POLICY"], "--eps-heads"),
+    "capture-head-policy-of-another-model": (
+        ["replay", "GOOD", "--eps-heads", "retrieval", "--eps-head-policy", "POLICY"],
+        "another model",
+    ),
+    "capture-bad-budget": (["replay", "GOOD", "--budgets", "0.1,0"], "eps-budget 0"),
+    "capture-nothing-to-replay": (["replay"], "CAPTURE"),
+    "capture-model-has-no-such-layer": (["capture", "-o", "new", "--layers", "0,9"], "layer 9"),
+    "capture-longer-than-the-text": (["capture", "-o", "new", "--text", "TEXT"], "longer --text"),
+    "capture-longer-than-the-model": (["capture", "-o", "new", "--context", 99999], "16384"),
+    "capture-no-text": (["capture", "-o", "new", "--text", "absent.txt"], "absent.txt"),
+    "capture-no-directory": (["capture", "-o", "absent/new"], "absent"),
+    "capture-no-output": (["capture"], "-o"),
+    "capture-flags-while-off": (["capture", "-o", "new", "--eps-budget", 0.2], "--method"),
+    "capture-absent-model": (["capture", "-o", "new", "--model", "absent"], "absent"),
+    "calibrate-no-output": (["calibrate"], "-o"),
+    "calibrate-no-directory": (["calibrate", "-o", "absent/p.json"], "absent"),
+    "calibrate-off": (["calibrate", "-o", "p.json", "--eps-method", "off"], "off"),
+    "calibrate-share": (["calibrate", "-o", "p.json", "--streaming-share", 2], "--streaming-share"),
+    "calibrate-fraction": (["calibrate", "-o", "p.json", "--dense-fraction", -1], "--dense-fraction"),
+    "calibrate-absent-model": (["calibrate", "-o", "p.json", "--model", "absent"], "absent"),
+    "calibrate-odd-group": (["calibrate", "-o", "p.json", "--eps-group-tokens", 12], "12 tokens"),
+    "calibrate-longer-than-the-model": (["calibrate", "-o", "p.json", "--context", 99999], "16384"),
 }  # fmt: skip
 
 
@@ -192,6 +237,13 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (root / "FILE").write_text("x")
     (root / "LONG").write_text("x" * 600)
     (root / "BINARY").write_bytes(b"a\xff\xfe")
+    data = make_capture(root / "GOOD").read_bytes()
+    (root / "TRUNCATED").write_bytes(data[:-100])
+    (root / "TEXT").write_text("no safetensors at all")
+    save_file({"x": np.zeros(3, np.float32)}, root / "FOREIGN")
+    recaptured(root / "GOOD", root / "OTHER", lambda info: info | {"format_version": 99})
+    recaptured(root / "GOOD", root / "ODD", lambda info: info | {"num_kv_heads": 3})
+    recaptured(root / "GOOD", root / "RESHAPED", dict, {"layers.0.k": lambda keys: keys[:-1]})
     return {path.name: str(path) for path in root.iterdir()}
 
 
@@ -200,32 +252,22 @@ IN_A_PROCESS = ("unknown-flag", "no-budget", "longer-than-the-pool", "prompt-of-
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line_and_exit_code_2(
-    name: str,
-    places: dict[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
+def test_a_mistake_is_one_line_and_exit_code_2(name: str, places: dict[str, str], tmp_path: Path) -> None:
     args, words = MISTAKES[name]
-    outputs: list = []
-    if args[:1] == ["run"] and "--metrics" not in args and "--csv" not in args:
-        outputs = ["--metrics", "m.jsonl", "--csv", "m.csv"]
-    backend = [] if "--backend" in args or args[:1] != ["run"] else ["--backend", "numpy"]
-    given = [places.get(str(arg), arg) for arg in args] + backend + outputs
-    if name in IN_A_PROCESS:
-        done = call(*given, cwd=tmp_path)
-        code, out, err = done.returncode, done.stdout, done.stderr
-    else:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["eps-proto", *map(str, given)])
-        with pytest.raises(SystemExit) as end:
-            main.main()
-        code, (out, err) = end.value.code, capsys.readouterr()
-    assert code == 2, out + err
-    assert re.fullmatch(r"error: [^\n]+\n", err), err
-    assert words in err
-    assert out == "" and not list(tmp_path.iterdir())
+    command, more = args[:1], []
+    if command == ["run"] and "--metrics" not in args and "--csv" not in args:
+        more = ["--metrics", "m.jsonl", "--csv", "m.csv"]
+    if command == ["replay"]:
+        more = ["-o", "new.jsonl"]
+    if command in (["run"], ["capture"], ["replay"], ["calibrate"]) and "--backend" not in args:
+        more += ["--backend", "numpy"]
+    line = [places.get(str(arg), arg) for arg in args] + more
+    if name not in IN_A_PROCESS:
+        refused(line, tmp_path, words)
+        return
+    done = call(*line, cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == "" and not list(tmp_path.iterdir())
+    assert re.fullmatch(r"error: [^\n]+\n", done.stderr) and words in done.stderr
 
 
 @pytest.mark.parametrize(

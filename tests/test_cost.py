@@ -11,7 +11,7 @@ from eps_core.cli.main import cli
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.decode import cost
-from eps_core.decode.cost import Cost, cost_of, costs_path, measure
+from eps_core.decode.cost import Cost, cost_of, measure
 from eps_core.decode.session import Session
 from eps_core.files import caches
 
@@ -82,16 +82,6 @@ def test_what_is_timed_is_gated_although_the_config_says_dense(target, monkeypat
     )
     assert len(selections) == 2 * (2 + cost.ROUNDS)
     assert all(int(np.asarray(s.uniform).max()) < 128 for s in selections)  # of 128 and 256 groups
-
-
-@pytest.mark.parametrize("content", ["", "[1, 2]", "{", '{"a": 1}'])
-def test_a_broken_store_is_as_none(target, content: str) -> None:
-    backend, device = target
-    costs_path().parent.mkdir(parents=True, exist_ok=True)
-    costs_path().write_text(content)
-    _, was_kept = cost_of(backend, device, "auto", SPEC, 4, CONFIG, 512)
-    assert not was_kept and len(json.loads(costs_path().read_text())) >= 1
-    assert cost_of(backend, device, "auto", SPEC, 4, CONFIG, 512)[1]
 
 
 def test_a_store_that_cannot_be_written_is_no_error(target, monkeypatch, tmp_path) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import io
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -20,7 +19,7 @@ import targets
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_bench import target_cell
-from test_html_report import ROOT, whole_results
+from test_html_report import whole_results
 from test_inputs import make_capture, recaptured, run, write
 
 from eps_core.config.eps import EpsConfig
@@ -104,43 +103,6 @@ def test_damaged_records_of_bench_are_judged_or_refused(tmp_path_factory: Any, s
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as err:
         assert targets.main([path]) in (0, 1, 2)
     assert err.getvalue().count("\n") <= 1
-
-
-@pytest.fixture(scope="module")
-def scripts() -> dict[str, Any]:
-    """The two that read results/, as modules."""
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        import evidence
-        import speed_tables
-    finally:
-        sys.path.pop(0)
-    return {"evidence": evidence, "speed_tables": speed_tables}
-
-
-@fuzz(25, share=0.05)
-def test_damaged_measurements_are_tabled_or_refused(
-    scripts: dict[str, Any], tmp_path_factory: pytest.TempPathFactory, seed: int
-) -> None:
-    random, folder = Random(seed), tmp_path_factory.mktemp("m")
-    results = ROOT / "results"
-    names = sorted(path.name for path in (*results.glob("*.jsonl"), results / "bounds.json"))
-    chosen = random.choice(names)
-    for name in names:
-        (folder / name).symlink_to(results / name)
-    (folder / chosen).unlink()
-    read = [json.loads(line) for line in (results / chosen).read_text().splitlines()]
-    # a few whole lines, so that the fault is in what is read
-    write(folder / chosen, mutations.lines([*read[:40], *read[-40:]] if len(read) > 80 else read, random))
-    script = scripts["speed_tables" if chosen.startswith(("speed", "whole")) else "evidence"]
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
-        patch.setattr(sys, "argv", ["script", str(folder)])
-        if random.random() < 0.8 and script is scripts["evidence"]:
-            patch.setattr(script, "svg", lambda size, plot: "<svg></svg>")
-        try:
-            script.main()
-        except ConfigError as error:
-            assert "\n" not in str(error)
 
 
 POLICY = {

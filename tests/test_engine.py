@@ -74,18 +74,6 @@ def test_a_truncated_unit_is_not_found_by_what_it_no_longer_holds() -> None:
     assert shared == 0
 
 
-def test_a_pool_that_grew_hands_out_the_new_units_too() -> None:
-    pool = PagePool(2, 4)
-    sequence, _ = pool.open()
-    pool.append(sequence, range(8))
-    with pytest.raises(ConfigError, match="needs 1 more"):
-        pool.append(sequence, [1])
-    pool.grow(4)
-    slots, _ = pool.append(sequence, range(8))
-    assert slots.tolist() == list(range(8, 16)) and pool.num_free == 0
-    pool.check()
-
-
 # ---- a cache that grows ----
 
 
@@ -112,31 +100,6 @@ def test_a_grown_cache_scores_and_attends_as_one_that_was_large(target: Any) -> 
         assert one.num_bytes == one.pool.num_units * 32 * 2 * 32 * 2 * 4
     for small, large in zip(*found, strict=True):
         np.testing.assert_array_equal(small, large)
-
-
-def test_a_fork_writes_to_its_own_copy_and_a_truncated_fork_leaves_the_other_alone() -> None:
-    eps = load_backend("numpy")
-    one = Paged(eps, CacheSpec(1, 1, 4, 1), EpsConfig.of("rq", tail_tokens=0).store, "cpu")
-    rng = np.random.default_rng(1)
-    held: list[tuple[Any, np.ndarray]] = []
-
-    def append(index: int, count: int) -> None:
-        sequence, keys = held[index]
-        new = rng.normal(size=(count, 1, 4)).astype(np.float32)
-        one.write(0, new, new, one.append([sequence], [count]))
-        held[index] = sequence, np.concatenate([keys, new])
-
-    held.append((one.open(), np.zeros((0, 1, 4), np.float32)))
-    append(0, 300)
-    held.append((one.fork(held[0][0]), held[0][1]))
-    append(1, 5)
-    append(0, 3)
-    one.truncate(held[1][0], 250)
-    held[1] = held[1][0], held[1][1][:250]
-    append(1, 20)
-    for sequence, keys in held:
-        np.testing.assert_array_equal(one.read(0, sequence)[0], keys)
-    one.pool.check()
 
 
 def test_what_a_dead_holder_leaves_is_freed_when_the_pool_is_next_asked() -> None:
@@ -219,13 +182,6 @@ def test_what_the_config_leaves_dense_is_counted_by_reason() -> None:
     for _ in range(3):  # of 401, 402, 403 tokens
         one.step()
     assert one.gated.stats()["fallbacks"] == {"min_context": 2, "dense_layer": 3}
-
-
-def test_off_is_dense_and_counts_nothing() -> None:
-    one = Layers()
-    one.gated.on = False
-    assert one.step() == ["dense", "dense"]
-    assert one.gated.stats()["steps"] == 0
 
 
 def test_a_fault_of_ours_is_dense_for_that_call_counted_and_loud(

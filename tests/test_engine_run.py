@@ -9,28 +9,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tiny_models
-from command import Outcome, outcome
+from command import last, outcome
 
 from eps_core.config.eps import EpsConfig
 from eps_core.engine.settings import VERSIONS, Settings
 from eps_core.load import ENGINES
 from eps_core.models import hub
 
+MODEL = "llama2"
 HERE = ("transformers", "mlx-lm")  # vLLM has an environment of its own: tests/vllm
 SETTINGS = ("--method", "rq", "--eps-budget", "0.2", "--max-new-tokens", "6", "--no-stop")
 PROMPT = "It was a dark and stormy night; the rain fell in torrents. " * 6
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save_model("llama2", tmp_path_factory.mktemp("engine") / "model")
-
-
-def last(done: Outcome) -> dict[str, Any]:
-    assert done.code == 0, done.err
-    found: dict[str, Any] = json.loads(done.out.splitlines()[-1])
-    return found
 
 
 @pytest.mark.parametrize("engine", HERE)

@@ -123,16 +123,6 @@ def test_a_group_size_is_of_ascii_digits(line: list[str], tmp_path: Path) -> Non
     assert done.code == 2 and "has no group size in tokens after the @: write rq@16" in done.err
 
 
-def test_a_prompt_may_come_from_standard_input(model: str, tmp_path: Path) -> None:
-    same = ["run", "--model", model, "--backend", "numpy", "--max-new-tokens", "2"]
-    piped = outcome([*same, "--prompt-file", "-"], tmp_path, stdin=PROMPT)
-    given = outcome([*same, "--prompt", PROMPT], tmp_path)
-    assert piped.code == given.code == 0
-    tokens = [json.loads(done.out.splitlines()[-1])["tokens"] for done in (piped, given)]
-    assert tokens[0] == tokens[1]
-    assert outcome([*same, "--prompt-file", "-"], tmp_path).err.startswith("error: the prompt is empty")
-
-
 def test_evaluate_takes_the_default_method_and_what_the_model_holds(model: str, tmp_path: Path) -> None:
     flags = ["--model", model, "--backend", "numpy", "--tasks", "none", "--samples", "1", "--text-steps", "4"]
     done = outcome(["evaluate", *flags, "--no-oracle"], tmp_path)

@@ -219,10 +219,7 @@ def test_quantised_weights_whose_config_is_a_file_of_its_own_are_named(file: str
 
 @pytest.mark.parametrize(
     ("family", "says"),
-    [
-        ("lfm2", "use --engine mlx-lm"),
-        ("gpt2", "--engine transformers, mlx-lm and vllm read more families"),
-    ],
+    [("lfm2", "use --engine mlx-lm"), ("gpt2", "--engine transformers, mlx-lm and vllm read more families")],
 )
 def test_a_family_that_an_engine_supports_names_the_engine(family: str, says: str, folder: Write) -> None:
     path = folder(config={"model_type": family, "architectures": None})

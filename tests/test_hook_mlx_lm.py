@@ -3,7 +3,6 @@ batches, chunks and families. Caches' lives are in test_hook_mlx_lm_caches.py, t
 """
 
 import gc
-import json
 import logging
 import sys
 import threading
@@ -16,7 +15,6 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
-from metal import shim
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models import base, gemma3_text, llama
 from mlx_lm.models import cache as mlx_caches
@@ -110,17 +108,6 @@ def test_the_gates_own_attention_over_everything_is_the_familys_to_rounding(fami
     assert not mx.array_equal(found, plain)  # or mlx-lm would have attended
 
 
-@pytest.mark.parametrize("chunk", [7, 64, 512])
-def test_prompts_are_read_in_chunks_of_any_size(chunk: int) -> None:
-    model = tiny("llama")
-    (prompt,) = prompts(290)
-    plain = alone(model, prompt, chunk=chunk)
-    with eps(model, **SMALL, budget=1):
-        tokens, logprobs = alone(model, prompt, chunk=chunk)
-    assert tokens == plain[0]
-    assert_equal(plain[1], logprobs)
-
-
 def test_off_touches_nothing() -> None:
     model = tiny("llama")
     with eps(model, method="off") as gated:
@@ -165,21 +152,6 @@ def test_head_modes_are_the_models_layers(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="head modes of 1 kv heads"):
             eps(model, **SMALL, head_modes=(("gate",),) * 4, metrics=tmp_path / "steps.jsonl").__enter__()
     assert base.scaled_dot_product_attention is STOCK
-
-
-def test_every_kind_of_kernels_says_the_same() -> None:
-    model = tiny("llama")
-    (prompt,) = prompts(290)
-    found = {}
-    with shim.installed():  # Metal's text, run on the CPU
-        for kernels in ("arrays", "numba", "metal"):
-            with eps(model, **SMALL, budget=0.2, kernels=kernels) as gated:
-                found[kernels] = alone(model, prompt, 4)
-                assert pool_of(model).paged.cache.kernels == kernels
-                assert gated.stats()["bytes_ratio"] < 0.3 and not gated.stats()["fallbacks"]
-    for tokens, logprobs in found.values():
-        assert tokens == found["arrays"][0]
-        np.testing.assert_allclose(np.array(logprobs), np.array(found["arrays"][1]), atol=2e-4)
 
 
 @pytest.mark.parametrize("kernels", ["arrays", "numba"])
@@ -299,20 +271,6 @@ def test_a_model_that_is_dropped_takes_eps_with_it() -> None:
     gc.collect()
     assert gone() is None and pool() is None
     assert base.scaled_dot_product_attention is STOCK and not hasattr(mlx_caches, "EpsKVCache")
-
-
-def test_steps_are_written_as_lines(tmp_path: Path) -> None:
-    model, file = tiny("gemma3_text"), tmp_path / "steps.jsonl"
-    with eps(model, **SMALL, metrics=file, audit_every=4) as gated:
-        alone(model, *prompts(300))
-        stats = gated.stats()
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line["type"] for line in lines] == ["run", *["step"] * 9, "summary"]
-    assert lines[0]["layers_gated"] == [1] and lines[0]["layers_dense"] == {"0": "sliding window"}
-    assert lines[0]["model"] == "mlx_lm.models.gemma3_text"
-    assert [line["lengths"] for line in lines[1:-1]] == [[300 + step] for step in range(9)]
-    assert [line["mass_skipped_true"] is not None for line in lines[1:-1]] == [step % 4 == 0 for step in range(9)]
-    assert lines[-1]["bytes_ratio"] == stats["bytes_ratio"] and stats["audits"] == 3
 
 
 def test_a_model_that_cannot_be_reached_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

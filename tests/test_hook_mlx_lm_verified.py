@@ -1,7 +1,6 @@
 """Verified decoding in mlx-lm: its loop of one prompt says what it says without EPS, whatever was drafted, and what a
 round leaves in the caches is what dense decoding leaves there. The engine is in test_hook_transformers_verified.py."""
 
-import gc
 import logging
 import sys
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm_models import prompts, tiny, together
+from test_hook_mlx_lm import assert_empty, pool_of
 
 from eps_core.engine.gated import Gated
 from eps_core.engine.paged import Paged
@@ -42,18 +42,6 @@ def said(model: Any, prompt: list[int], cache: Any = None, most: int = NEW, way:
 def verified(gated: Gated) -> dict[str, Any]:
     found: dict[str, Any] = gated.stats()["verified"]
     return found
-
-
-def pool_of(model: Any) -> Any:
-    hook = hook_of(model)
-    assert hook is not None and hook.pool is not None
-    return hook.pool
-
-
-def assert_empty(pool: Any) -> None:
-    gc.collect()
-    assert not pool.num_live and pool.paged.pool.num_free == pool.paged.pool.num_units
-    pool.paged.pool.check()
 
 
 @pytest.mark.parametrize("drafts", [0, 1, 5, "auto"])

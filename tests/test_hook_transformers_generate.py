@@ -161,19 +161,6 @@ def test_a_copied_cache_shares_pages_and_goes_its_own_way() -> None:
     pool.check()
 
 
-def test_a_cache_grows_as_it_is_filled() -> None:
-    model, (ids, mask) = tiny("qwen2"), prompts([40, 21], seed=19)
-    plain = generate(model, ids, mask, stock(model), max_new_tokens=300)
-    cache, units = EpsCache(model, WHOLE), set()
-    rows = eps_layers(cache)[0].rows
-    begin = rows.begin
-    rows.begin = lambda *args: (begin(*args), units.add(rows.paged.pool.num_units))
-    with Attending(model):
-        assert torch.equal(generate(model, ids, mask, cache, max_new_tokens=300), plain)
-    assert len(units) > 1
-    gone(cache)
-
-
 def test_rows_are_repeated_and_selected() -> None:
     model, (ids, mask) = tiny("llama"), prompts([40, 33], seed=11)
     logits = []

@@ -114,26 +114,6 @@ def test_a_batch_may_be_taken_back_into_a_rows_padding() -> None:
 # ---- plans ----
 
 
-REFUSED = {
-    "falcon": (
-        lambda: transformers.FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, alibi=True),
-        r"ALiBi \(0-1\)",
-    ),
-    "layers that share": (lambda: config_of("llama", num_kv_shared_layers=1), r"sharing K and V \(0-1\)"),
-    "modes of sharing": (
-        lambda: config_of("llama", kv_sharing_modes=["store", "reuse"]),
-        r"sharing K and V \(0-1\)",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_a_config_says_is_refused_by_name(name: str) -> None:
-    make, words = REFUSED[name]
-    with pytest.raises(ConfigError, match=f"nothing to gate.*{words}"):
-        EpsCache(make(), RQ)
-
-
 def test_learned_sinks_are_found_by_a_parameters_name() -> None:
     model = copy.deepcopy(tiny("llama"))
     assert plan_of(model).gated == (0, 1)

@@ -1,12 +1,9 @@
 """`transformers serve` with EPS in it, asked by the `openai` client over the loopback address."""
 
 import json
-import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +12,7 @@ from typing import Any
 
 import openai
 import pytest
+from command import free_port, served
 from tiny_models import save_model
 
 from eps_core.engine.settings import Settings, to_environment
@@ -34,35 +32,19 @@ sys.exit(serve(Path(sys.argv[1]), Settings.of(from_environment()), "127.0.0.1", 
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int, Path, subprocess.Popen]]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int, Path, subprocess.Popen]]:
     """(model, port, metrics file, process) of a running server."""
     folder = tmp_path_factory.mktemp("served")
     path, metrics = save_model("llama2", folder / "model"), folder / "steps.jsonl"
     (path / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": TEMPLATE})
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, **to_environment(SETTINGS), "EPS_METRICS": str(metrics), "PYTHONPATH": str(ROOT)}
-    environment["HF_HUB_CACHE"] = str(folder / "absent")
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-c", CODE, str(path), str(port)], stdout=log, stderr=log, env=environment
-        )
-    try:
-        for _ in range(600):
-            assert process.poll() is None, (folder / "log").read_text()
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
-                break
-            except OSError:
-                time.sleep(0.1)
+    port = free_port()
+    own = {**to_environment(SETTINGS), "EPS_METRICS": str(metrics), "PYTHONPATH": str(ROOT)}
+    line = [sys.executable, "-c", CODE, str(path), str(port)]
+    with served(line, port, folder / "log", **own, HF_HUB_CACHE=str(folder / "absent")) as process:
         yield str(path), port, metrics, process
         assert "gates 2 of 2 layers" in (folder / "log").read_text()
-    finally:
-        process.kill()
-        process.wait()
 
 
 def stats(port: int) -> dict[str, Any]:
@@ -71,8 +53,8 @@ def stats(port: int) -> dict[str, Any]:
     return told
 
 
-def test_a_client_is_answered_in_a_stream_and_eps_is_in_it(served: Any) -> None:
-    model, port, metrics, process = served
+def test_a_client_is_answered_in_a_stream_and_eps_is_in_it(server: Any) -> None:
+    model, port, metrics, process = server
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
     assert [one.id for one in client.models.list().data] == [model]  # though there is no Hub cache
     before = stats(port)["steps"]

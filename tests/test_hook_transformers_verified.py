@@ -13,7 +13,7 @@ import torch
 from command import outcome
 from hf_models import RQ, Attending, eps_layers, feed, gone, prompts, stock, tiny
 from tiny_models import save_model
-from transformers import AutoTokenizer, TextIteratorStreamer, pipeline
+from transformers import AutoTokenizer, TextIteratorStreamer
 
 from eps_core.config.verify import DEFAULT_DRAFTS, Verify
 from eps_core.engine.gated import Gated
@@ -159,15 +159,6 @@ def test_scores_logits_and_the_cache_are_returned_and_texts_streamed(tmp_path: P
         more = torch.cat([found.sequences, ids[:, :9]], dim=1)
         again = said(model, more, past_key_values=found.past_key_values)
     assert torch.equal(again, said(model, more))
-
-
-def test_a_pipeline_is_verified(tmp_path: Path) -> None:
-    path = str(save_model("llama2", tmp_path))
-    pipe = pipeline("text-generation", model=path, dtype=torch.float32, device="cpu")
-    text, how = "It was a dark and stormy night; " * 10, {"max_new_tokens": 12, "do_sample": False}
-    plain = pipe(text, **how)
-    with eps(pipe.model, **VERIFIED, draft=4) as gated:
-        assert pipe(text, **how) == plain and verified(gated)["drafted"]
 
 
 # ---- the cache ----

@@ -227,16 +227,6 @@ def test_odd_values_leave_a_page(tmp_path: Path) -> None:
     assert "1 of type (no type)" in html
 
 
-def test_many_arms_share_a_colour_and_show_their_front(tmp_path: Path) -> None:
-    cells = [
-        cell(method="jl", bits=None, dim=dim, bytes_ratio=0.01 * dim, kl_mean=1 / dim, policy="threshold", alpha=alpha)
-        for dim in range(1, 9)
-        for alpha in (1.0, 1.1)
-    ]
-    html = page(load_results(write(tmp_path, {"many.jsonl": cells})))
-    checked(html)
-
-
 @pytest.mark.parametrize("module", ["matplotlib", "jinja2"])
 def test_a_library_that_is_absent_is_named_in_one_line(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)

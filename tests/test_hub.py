@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import tiny_models
-from test_cli import call
+from command import call
 
 from eps_core.decode.heads import model_fingerprint
 

@@ -5,10 +5,12 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
+import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -151,10 +153,7 @@ def test_lines_that_are_kept_are_counted(tmp_path: Path, monkeypatch: pytest.Mon
     path = write(tmp_path / "f", b"{}\n" * 11)
     assert len(list(inputs.read_lines(path, *WHAT))) == 11
     for name, most in (("MOST_KEPT_LINES", 10), ("MOST_KEPT_BYTES", 30)):
-        with (
-            monkeypatch.context() as patch,
-            pytest.raises(ConfigError, match="give a part"),
-        ):
+        with monkeypatch.context() as patch, pytest.raises(ConfigError, match="give a part"):
             patch.setattr(inputs, name, most)
             list(inputs.read_lines(path, *WHAT))
         assert len(list(inputs.read_jsonl(path, *WHAT, kept=False))) == 11
@@ -232,12 +231,6 @@ def test_a_long_prompt_is_refused_before_it_is_read_whole(tmp_path: Path, most_e
     assert max(most_encoded) < most / 4
 
 
-def test_a_prompt_from_stdin_is_continued() -> None:
-    flags = ["--backend", "cuda", "--max-new-tokens", 2, "--no-stop", "--eps-method", "off"]
-    code, out, err = run("run", "--prompt-file", "-", *flags, stdin=b"def f(x):\n    return ")
-    assert code == 0 and json.loads(out.splitlines()[-1])["prompt_tokens"] == 22, err
-
-
 def test_a_long_text_is_encoded_as_far_as_it_is_used(tmp_path: Path, most_encoded: list[int]) -> None:
     session = Session.open(backend="numpy")
     text = write(tmp_path / "t", "é and so on, " * 100_000)
@@ -296,13 +289,19 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_capture(tmp_path_factory.mktemp("captures") / "c.safetensors")
 
 
-def recaptured(source: Path, path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
-    """A copy whose metadata are changed."""
+def recaptured(
+    source: Path,
+    path: Path,
+    change: Callable[[dict[str, Any]], Any],
+    tensors: Mapping[str, Callable[[np.ndarray], np.ndarray]] = MappingProxyType({}),
+) -> Path:
+    """Write a copy of a capture whose metadata are changed, and the named tensors."""
     with safe_open(source, framework="numpy") as opened:
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no dictionary
+        arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no dictionary
         info = json.loads(opened.metadata()[METADATA_KEY])
+    arrays |= {name: tensors[name](arrays[name]) for name in tensors}
     changed = change(info)
-    save_file(tensors, path, {METADATA_KEY: changed if isinstance(changed, str) else json.dumps(changed)})
+    save_file(arrays, path, {METADATA_KEY: changed if isinstance(changed, str) else json.dumps(changed)})
     return path
 
 

@@ -4,7 +4,6 @@ import importlib
 
 import numpy as np
 import pytest
-import tiny_models
 
 from eps_core import oracle
 from eps_core.config.eps import EpsConfig
@@ -19,14 +18,10 @@ from eps_core.paging.groups import GroupState
 from eps_core.paging.pool import PagePool
 from eps_core.telemetry import rounds
 
+MODEL = "llama2-bf16-sharded"
 pytestmark = pytest.mark.kernels("numba")
 
 PROMPTS = [[7, 5, 3, 2] * 30, [11, 4, 9] * 9]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_models.save_model("llama2-bf16-sharded", tmp_path_factory.mktemp("off"))
 
 
 def logits_of(backend, device, model, config):

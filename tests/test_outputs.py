@@ -16,7 +16,7 @@ import click
 import pytest
 import tiny_models
 from click.testing import CliRunner
-from test_cli import call, command, lines_of
+from command import call, lines_of, process_line
 
 from eps_core.cli.evaluate import evaluate_command
 from eps_core.cli.main import cli
@@ -294,11 +294,6 @@ def test_an_interrupted_line_is_there_whole_or_not_at_all(
 # --- never an input ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save_model("mistral", tmp_path_factory.mktemp("model") / "M")
-
-
 COMMANDS: dict[str, list[str]] = {
     "report": ["report", "IN", "-o", "OUT"],
     "report-of-two": ["report", "OTHER", "IN", "-o", "OUT"],
@@ -488,21 +483,6 @@ def test_evaluate_does_not_go_on_with_another_run(
     assert words in str(error.value) and out.read_bytes() == evaluated[0].read_bytes()
 
 
-def test_an_evaluation_of_before_unit_means_is_another_one(model: Path, tmp_path: Path) -> None:
-    out, rq = tmp_path / "e.jsonl", ["--eps-method", "rq", "--eps-budget-floor", 0, "--text-steps", 0, "--no-oracle"]
-    evaluate(model, out, *rq)
-    first, *rest = lines_of(out)
-    del first["config"]["mean_tokens"]
-    out.write_text("".join(json.dumps(line) + "\n" for line in (first, *rest)))
-    before = out.read_bytes()
-    with pytest.raises(ConfigError) as error:
-        evaluate(model, out, *rq)
-    assert "its config.mean_tokens differs (None there, 64 now): ask for the same, or give another -o" in str(
-        error.value
-    )
-    assert out.read_bytes() == before
-
-
 @pytest.mark.parametrize(
     "damage", [{"index": None}, {"index": 99}, {"eps": None}, {"dense": {"text": "", "score": "high"}}], ids=str
 )
@@ -520,38 +500,14 @@ def test_a_damaged_line_of_evaluate_is_one_line(
 # --- streams that are closed or full ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("closed", [[1], [2], [1, 2], [0, 1, 2]], ids=str)
-@pytest.mark.parametrize(("args", "code"), [(["info"], 0), (["info", "--layers", "0"], 2)], ids=["good", "bad"])
-def test_closed_streams_are_no_error(args: list[str], code: int, closed: list[int], tmp_path: Path) -> None:
-    shell = " ".join(f"{fd}{'<' if fd == 0 else '>'}&-" for fd in closed)
-    done = subprocess.run(
-        ["sh", "-c", f'exec "$@" {shell}', "sh", *command(*args)], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == code
-    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
-    assert (done.stdout != "") == (1 not in closed and code == 0)
-    assert (done.stderr != "") == (2 not in closed and code == 2)
-
-
 def test_a_closed_stdout_is_not_the_next_file(model: Path, tmp_path: Path) -> None:
     """The lowest free descriptor is what the next file gets: printing would go into it."""
     metrics = tmp_path / "m.jsonl"
-    args = command("run", "--backend", "numpy", "--model", model, "--prompt", "x y z", "--max-new-tokens", 2,
+    args = process_line("run", "--backend", "numpy", "--model", model, "--prompt", "x y z", "--max-new-tokens", 2,
                    "--metrics", metrics)  # fmt: skip
     done = subprocess.run(["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *args], timeout=120)
     assert done.returncode == 0
     assert {line["type"] for line in lines_of(metrics)} == {"run", "step", "summary"}
-
-
-def test_full_streams_are_one_line() -> None:
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(command("info"), stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
-        assert (done.returncode, done.stderr) == (
-            2,
-            "error: standard output cannot be written (No space left on device): send it elsewhere\n",
-        )
-        done = subprocess.run(command("walk"), stdout=subprocess.PIPE, stderr=full, text=True, timeout=120)
-        assert (done.returncode, done.stdout) == (2, "")
 
 
 def test_a_pipe_that_is_closed_is_named(model: Path, tmp_path: Path) -> None:
@@ -595,7 +551,7 @@ def test_the_commit_is_asked_for_without_writing(tmp_path: Path, monkeypatch: py
 def test_standard_input_is_an_input(model: Path, tmp_path: Path) -> None:
     prompt = tmp_path / "p.txt"
     prompt.write_text("x y z")
-    line = command("run", "--backend", "numpy", "--model", model, "--prompt-file", "-", "--metrics", prompt)
+    line = process_line("run", "--backend", "numpy", "--model", model, "--prompt-file", "-", "--metrics", prompt)
     with open(prompt) as given:
         done = subprocess.run(line, stdin=given, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "which it would destroy" in done.stderr

@@ -3,17 +3,14 @@
 import io
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tiny_models
-from command import outcome
-from test_cli import PROGRESS, PROMPT, RESULT_KEYS, call, lines_of
+from command import call, lines_of, outcome, refused
+from test_cli import PROGRESS, PROMPT, RESULT_KEYS
 
-from eps_core.cli import main
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.sampling import Sampling
 from eps_core.evaluation import compare
@@ -22,11 +19,6 @@ from eps_core.load import backend_name, load_backend
 
 RAGGED = [PROMPT, "x", PROMPT[7:160]]
 BOX = EpsConfig.of(method="box", group_tokens=8, first_tokens=4, last_tokens=16, budget=0.3)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save_model("mistral", tmp_path_factory.mktemp("model"))
 
 
 def decode(target: tuple, model: Path, prompts: list[str], **more: Any) -> tuple[dict[str, Any], str]:
@@ -130,35 +122,19 @@ def test_files_and_lines_are_prompts_in_their_order(model: Path, tmp_path: Path)
     ],
     ids=lambda value: value[:20],
 )
-def test_a_wrong_line_is_named(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, lines: str, words: str
-) -> None:
+def test_a_wrong_line_is_named(model: Path, tmp_path: Path, lines: str, words: str) -> None:
     (tmp_path / "p.jsonl").write_text(lines)
-    refused(["--prompt-file", tmp_path / "p.jsonl"], words, model, monkeypatch, capsys)
+    refused(["run", "--backend", "numpy", "--model", model, "--prompt-file", "p.jsonl"], tmp_path, words)
 
 
-def test_a_pool_too_small_for_a_batch_says_what_it_needs(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_pool_too_small_for_a_batch_says_what_it_needs(model: Path, tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, ("x" * 30, "y" * 100))))
-    args = ["--prompt-file", tmp_path / "p.jsonl", "--max-new-tokens", 4, "--pool-tokens", 140]
+    line = ["run", "--backend", "numpy", "--model", model, "--prompt-file", "p.jsonl", "--max-new-tokens", 4]
     words = (
         "2 sequences of 138 tokens, new ones included, need 10 pool groups of 16 tokens, and pool-tokens 140 holds 8: "
         "raise it to 160"
     )
-    refused(args, words, model, monkeypatch, capsys)
-
-
-def refused(
-    args: list, words: str, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    command = ["eps-proto", "run", "--backend", "numpy", "--model", model, *args]
-    monkeypatch.setattr(sys, "argv", list(map(str, command)))
-    with pytest.raises(SystemExit) as end:
-        main.main()
-    out, err = capsys.readouterr()
-    assert end.value.code == 2 and out == "" and re.fullmatch(r"error: [^\n]+\n", err), err
-    assert words in err
+    refused([*line, "--pool-tokens", 140], tmp_path, words)
 
 
 ENDS = {"plain": "abc", "unix": "abc\n", "windows": "abc\r\n", "two": "abc\n\n"}

@@ -83,11 +83,7 @@ def test_every_flag_exists(page: Path) -> None:
 
 @pytest.mark.parametrize(
     ("page", "number", "says"),
-    (
-        (README, 0, "bytes read"),
-        (CORE, 0, "27182 stop 6 tokens after"),
-        (CORE, 1, "estimated share unread"),
-    ),
+    ((README, 0, "bytes read"), (CORE, 0, "27182 stop 6 tokens after"), (CORE, 1, "estimated share unread")),
     ids=("README.md", "eps_core/README.md API", "eps_core/README.md layer"),
 )
 def test_its_python_runs_as_written(page: Path, number: int, says: str) -> None:

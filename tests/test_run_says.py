@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tiny_models
-from command import Outcome, outcome
+from command import Outcome, last, outcome
 
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.cost import Cost, pays_from
@@ -15,24 +15,15 @@ from eps_core.evaluation import pays
 from eps_core.evaluation.codes_error import MOST_KL
 from eps_core.evaluation.pays import slower_note
 
+MODEL = "llama2"
 PROMPT = "It was a dark and stormy night; the rain fell in torrents. " * 5
 LINE = ("run", "--backend", "cuda", "--device", "cpu", "--kernels", "arrays", "--no-stop", "--max-new-tokens", "5")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save_model("llama2", tmp_path_factory.mktemp("model"))
 
 
 def ran(model: Path, folder: Path, *more: str) -> Outcome:
     done = outcome([*LINE, "--model", str(model), "--prompt", PROMPT, *more], folder)
     assert done.code in (None, 0), done.err
     return done
-
-
-def last(done: Outcome) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(done.out.splitlines()[-1])
-    return found
 
 
 def columns(done: Outcome) -> list[str]:

@@ -30,11 +30,6 @@ CONFIGS = {
 TOKENS = np.random.default_rng(0).integers(0, 256, 333).tolist()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save_model("mistral", tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture(scope="module", params=["numpy", "cuda", "mlx"])
 def session(request: pytest.FixtureRequest, model: Path) -> Session:
     return Session.open(model, request.param, "cpu", "float32", "bfloat16")

@@ -107,11 +107,7 @@ def test_a_script_never_replaces_what_it_reads(
     ],
 )
 def test_a_script_refuses_numbers_that_mean_nothing(
-    name: str,
-    arguments: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
+    name: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     assert ran(name, *(argument.format(tmp_path) for argument in arguments), monkeypatch=monkeypatch) == 2
     error = capsys.readouterr().err
@@ -168,10 +164,7 @@ def test_a_table_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     assert first == second and [json.loads(line)["type"] for line in first].count("context") == 2
 
 
-@pytest.mark.parametrize(
-    "name, arguments",
-    [("profile_step.py", ["--backend", "abacus"])],
-)
+@pytest.mark.parametrize("name, arguments", [("profile_step.py", ["--backend", "abacus"])])
 def test_a_script_names_what_the_user_can_mend_in_one_line(
     name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

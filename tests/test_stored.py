@@ -33,11 +33,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save_model("mistral", tmp_path_factory.mktemp("model"))
-
-
 def opened(target: tuple, model: Path, folder: Path | None, **settings: Any) -> LLM:
     return tiny_models.open_llm(target, model, cache_dir=folder, **settings)
 
@@ -245,17 +240,6 @@ def test_a_wrong_file_is_refused_in_a_line_and_remade(
         return
     assert error.count("\n") == 1 and file.read_bytes() == right and spy.counts.tokens_stored == 384
     assert llm.generate(TEXT, max_new_tokens=4).tokens == want and spy.counts.tokens_loaded == 384
-
-
-def test_other_weights_make_a_file_stale(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    other = tiny_models.save_model("mistral", tmp_path / "model", seed=1)
-    assert weights_digest(other) != weights_digest(model)
-    folder = tmp_path / "kept"
-    LLM(model, "off", backend="numpy", cache_dir=folder).generate(TEXT, max_new_tokens=2)
-    capsys.readouterr()
-    got = LLM(other, "off", backend="numpy", cache_dir=folder).generate(TEXT, max_new_tokens=4)
-    assert "stale: it is of other weights" in capsys.readouterr().err and len(files(folder)) == 1
-    assert got.tokens == LLM(other, "off", backend="numpy").generate(TEXT, max_new_tokens=4).tokens
 
 
 @pytest.mark.parametrize(

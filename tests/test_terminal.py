@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
 
 from eps_core.evaluation import quality
 from eps_core.evict.keep import Keep
 from eps_core.telemetry import terminal
 
+MODEL = "llama2-bf16-sharded"
 ROOT = Path(__file__).parent.parent
 PROMPT = "It was a dark and stormy night; the rain fell in torrents. " * 5
 COLOUR = re.compile(r"\x1b\[(?:[\d;]*;)?(?:3|4|9|10)\d(?:;[\d;]*)?m")
@@ -91,11 +91,6 @@ def run_on_a_terminal(args: list[object], stdout_too: bool) -> tuple[str, str]:
     text = b"".join(received).decode()
     assert process.returncode == 0, text
     return text, (out or b"").decode()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save_model("llama2-bf16-sharded", tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize("stdout_too", [True, False], ids=["both", "stderr-alone"])

@@ -1,4 +1,4 @@
-"""Beam search: what a brute-force search finds by recomputing every text whole, in forked pages that all come back."""
+"""Beam search equals a search that recomputes every text, and returns all forked pages to the pool."""
 
 import json
 import math
@@ -7,20 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_models
-import torch
 from command import outcome, program
-from transformers import AutoModelForCausalLM
 
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.generate import generate, tokens_of
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import Session
-from eps_core.errors import ConfigError
-from eps_core.load import backend_name, load_backend
-from experiments.beams import beams
-from experiments.beams.beams import Hypothesis, Searched, room, search
+from experiments.beams.beams import Searched, room, search
 
+MODEL = "llama2"
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 3
 RAGGED = [TEXT[:50], "xyz", TEXT[3:131]]
 CONFIGS = {
@@ -31,20 +26,8 @@ CONFIGS = {
 STEPS = 9
 
 
-@pytest.fixture
-def target() -> tuple[Any, str]:
-    """One backend: what an experiment takes from all of them is tested in their own suite."""
-    return load_backend("cuda"), "cpu"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save_model("llama2", tmp_path_factory.mktemp("model"))
-
-
-def opened(target: tuple, model: Path) -> Session:
-    backend, device = target
-    return Session.open(str(model), backend_name(backend), device, "float32", kernels="arrays")
+def opened(model: Path) -> Session:
+    return Session.open(model, "cuda", "cpu", "float32", kernels="arrays")
 
 
 def searched(
@@ -99,8 +82,8 @@ def brute_force(
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_it_finds_what_a_search_over_whole_texts_finds(target: tuple, model: Path, name: str) -> None:
-    session, config, width = opened(target, model), CONFIGS[name], 3
+def test_it_finds_what_a_search_over_whole_texts_finds(model: Path, name: str) -> None:
+    session, config, width = opened(model), CONFIGS[name], 3
     (prompt,) = session.encode_prompts([RAGGED[0]], STEPS)
     free = brute_force(session, prompt, width, config, (), 4)
     # a token that some of the texts that go on would end with, so that texts of two lengths compete
@@ -113,8 +96,8 @@ def test_it_finds_what_a_search_over_whole_texts_finds(target: tuple, model: Pat
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_one_beam_is_greedy_decoding(target: tuple, model: Path, name: str) -> None:
-    session, config = opened(target, model), CONFIGS[name]
+def test_one_beam_is_greedy_decoding(model: Path, name: str) -> None:
+    session, config = opened(model), CONFIGS[name]
     prompts = session.encode_prompts(RAGGED, 20)
     cache, pool = session.cache(config.store, [len(prompt) + 20 for prompt in prompts])
     free = tokens_of(list(generate(session.decoder, cache, pool, prompts, 20, Sampling(), config.read)), len(prompts))
@@ -127,94 +110,6 @@ def test_one_beam_is_greedy_decoding(target: tuple, model: Path, name: str) -> N
         assert [r.lengths for r in mine] == [r.lengths for r in records]
         assert sum(r.bytes_kv_read_est for r in mine) == sum(r.bytes_kv_read_est for r in records)
         assert set(found.units_copied) == {0}
-
-
-@pytest.mark.parametrize("width", [1, 2, 5])
-def test_fewer_units_are_copied_a_step_than_there_are_beams(model: Path, width: int) -> None:
-    session, steps = Session.open(model, "numpy"), 40
-    prompts = session.encode_prompts(RAGGED, steps)
-    found, records = searched(session, prompts, width, CONFIGS["box"], steps=steps)
-    assert max(found.units_copied) <= len(prompts) * (width - 1) and len(found.units_copied) == len(records)
-    # where beams part in the middle of a unit, it is copied: at the second step all of a prompt's do
-    inside = sum(len(prompt) % 16 != 0 for prompt in prompts)
-    assert 0 < inside < len(prompts) and found.units_copied[:2] == [0, inside * (width - 1)]
-    assert [len(record.lengths) for record in records][:2] == [len(prompts), len(prompts) * width]
-
-
-def test_a_pool_of_the_room_that_is_asked_for_suffices_and_less_is_refused(model: Path) -> None:
-    session = Session.open(model, "numpy")
-    (prompt,) = session.encode_prompts([TEXT[:40]], STEPS)
-    searched(session, [prompt], 4, EpsConfig(), steps=30)  # a pool of `room`
-    cache, pool = session.cache(EpsConfig().store, len(prompt) + 30)
-    with pytest.raises(ConfigError, match="units of 16 tokens"):
-        list(search(session.decoder, cache, pool, [prompt], 30, 4, Searched()))
-    pool.check()
-    assert pool.num_free == pool.num_units
-
-
-def test_a_batch_finds_what_its_prompts_find_alone(target: tuple, model: Path) -> None:
-    session = opened(target, model)
-    prompts = session.encode_prompts(RAGGED, STEPS)
-    together, _ = searched(session, prompts, 3, CONFIGS["box"])
-    for prompt, texts in zip(prompts, together.hypotheses, strict=True):
-        alone, _ = searched(session, [prompt], 3, CONFIGS["box"])
-        assert [text.tokens for text in texts] == [text.tokens for text in alone.hypotheses[0]]
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_kernels_find_the_same(model: Path, name: str) -> None:
-    """They read summaries and open groups of units that were copied where beams part."""
-    found = []
-    for kernels in ("arrays", "numba"):
-        session = Session.open(model, "cuda", "cpu", kernels=kernels)
-        prompts = session.encode_prompts(RAGGED, 24)
-        found.append(searched(session, prompts, 3, CONFIGS[name], steps=24)[0].hypotheses)
-    for arrays, numba in zip(*found, strict=True):
-        assert [text.tokens for text in arrays] == [text.tokens for text in numba]
-        assert [text.score for text in arrays] == pytest.approx([text.score for text in numba], abs=1e-4)
-
-
-def test_transformers_finds_the_same(model: Path) -> None:
-    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    session = Session.open(model, "cuda", "cpu", kernels="arrays")
-    (prompt,) = session.encode_prompts([TEXT], 12)
-    for stop in (None, 1):
-        if stop is not None:
-            stop = searched(session, [prompt], 4, EpsConfig(), steps=12)[0].hypotheses[0][-1].tokens[3]
-        with torch.no_grad():
-            made = theirs.generate(
-                torch.tensor([prompt]), num_beams=4, num_return_sequences=4, max_new_tokens=12, do_sample=False,
-                early_stopping=True, length_penalty=1.0, eos_token_id=stop, pad_token_id=0,
-                return_dict_in_generate=True, output_scores=True,
-            )  # fmt: skip
-        found, _ = searched(session, [prompt], 4, EpsConfig(), () if stop is None else (stop,), 12)
-        for text, tokens, score in zip(found.hypotheses[0], made.sequences, made.sequences_scores, strict=True):
-            want = tokens[len(prompt) :].tolist()
-            assert text.tokens == want[: len(text.tokens)] and set(want[len(text.tokens) :]) <= {0, stop}
-            assert text.score == pytest.approx(float(score), abs=1e-4)
-
-
-def test_a_text_ends_only_where_that_is_among_the_best() -> None:
-    """Token 0 ends: after the first text it is the best continuation of all, after the second the third, which is too
-    late for two beams."""
-    texts = [Hypothesis([5], -1.0), Hypothesis([6], -1.5)]
-    p = np.array([[0.5, 0.3, 0.1, 0.1], [0.3, 0.25, 0.2, 0.25]])
-    over, on = beams._weigh(texts, np.log(p) + 3, 2, (0,))
-    assert [text.tokens for text in over] == [[5, 0]] and over[0].log_probability == pytest.approx(-1 + math.log(0.5))
-    assert [(parent, text.tokens) for parent, text in on] == [(0, [5, 1]), (1, [6, 1])]
-    assert len(beams._weigh(texts, np.log(p), 3, (0,))[0]) == 2
-    assert beams._weigh(texts[1:], np.log(p[1:]), 1, (1, 3))[0] == []  # one beam: as greedy decoding, which goes on
-    over, on = beams._weigh(texts[:1], np.log(p[:1]), 1, (0,))
-    assert [text.tokens for text in over] == [[5, 0]] and [text.tokens for _, text in on] == [[5, 1]]
-    # the better beam wins a tie, then the lower token; what has no probability is no text
-    even = np.array([[0.0, 0.0, -np.inf, 0.0]] * 2)
-    _, on = beams._weigh([Hypothesis([5], -1.0), Hypothesis([6], -1.0)], even, 5, ())
-    assert [text.tokens for _, text in on] == [[5, 0], [5, 1], [5, 3], [6, 0], [6, 1]]
-    assert len(beams._weigh(texts[:1], even[:1], 8, ())[1]) == 3
-
-
-def test_a_score_is_the_mean_log_probability_of_a_token() -> None:
-    assert Hypothesis([1, 2, 3, 4], -6.0).score == -1.5
 
 
 def test_the_command_prints_what_it_found(model: Path, tmp_path: Path) -> None:
@@ -230,11 +125,3 @@ def test_the_command_prints_what_it_found(model: Path, tmp_path: Path) -> None:
         assert [one["tokens"] for one in texts] == [one.tokens for one in found.hypotheses[0]]
         assert printed[side]["units_copied"] == sum(found.units_copied)
     assert printed["dense"]["bytes_ratio"] == 1.0
-
-
-@pytest.mark.parametrize("width", [0, -1, 1.5])
-def test_a_width_that_is_none_is_refused(model: Path, width: Any) -> None:
-    session = Session.open(model, "numpy")
-    cache, pool = session.cache(EpsConfig().store, 64)
-    with pytest.raises(ConfigError, match="beams"):
-        next(search(session.decoder, cache, pool, [[1, 2]], 3, width, Searched()))

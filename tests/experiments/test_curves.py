@@ -2,35 +2,13 @@
 
 import numpy as np
 import pytest
-from curves import (
-    SETS,
-    Cell,
-    Plan,
-    Tally,
-    arm_name,
-    budget_groups,
-    bytes_at_kl,
-    floor,
-    label,
-    markdown,
-    name_of,
-    records,
-    table_cells,
-    tally_document,
-)
+from curves import Plan, budget_groups, bytes_at_kl, floor, table_cells, tally_document
 
 from eps_core.config.bytes import scoring_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
-from eps_core.files.records import read_record
 
 RQ, BOX = EpsConfig.of(method="rq"), EpsConfig.of(method="box", group_tokens=16)
-
-
-@pytest.mark.parametrize("arms", SETS.values(), ids=SETS)
-def test_arms_of_a_set_have_names_of_their_own(arms: tuple[EpsConfig, ...]) -> None:
-    """Cells of one name are points of one curve."""
-    assert len({name_of(arm) for arm in arms}) == len({label(name_of(arm)) for arm in arms}) == len(arms)
 
 
 @pytest.mark.parametrize(
@@ -79,34 +57,6 @@ def test_a_floor_splits_the_bytes() -> None:
     assert part.summaries * 256 == pytest.approx((32 + 2) / 64 + 2 + 1 + 2 / 2 + 4 / 5 + (8 + 1) / 8, rel=1e-3)
     assert floor(RQ.with_tail(), 64, 32768, 0.05).tail * 256 == pytest.approx((64 + 2) / 128, rel=1e-3)
     assert floor(BOX, 64, 32768, 0.1).tail == 0
-
-
-def test_cells_add_their_documents_up() -> None:
-    plan = Plan(2048, num_needles=2, num_texts=2, text_steps=4, arms=(RQ, BOX), byte_budgets=(0.02, 0.25))
-    key = (0, 0.25)
-    results = [
-        ("text", {key: Tally([0.1, 0.3], [0.2], [True, True], 0, 10, 100)}, True),
-        ("text", {key: Tally([0.2, 0.6], [0.4], [True, False], 0, 30, 100)}, True),
-        ("needle", {key: Tally(answered=1, needle_bytes_read=5, needle_bytes_dense=20)}, True),
-        ("needle", {key: Tally(answered=0, needle_bytes_read=5, needle_bytes_dense=20)}, False),
-    ]
-    cells = table_cells(plan, 64, results)
-    assert [(arm_name(cell), cell.byte_budget) for cell in cells] == [
-        (name_of(arm), budget) for arm in (RQ, BOX) for budget in (0.02, 0.25)
-    ]
-    none, cell = cells[:2]
-    assert none.bytes_ratio is None and none.kl_mean is None and none.needles_answered is None
-    assert (cell.bytes_ratio, cell.needle_bytes_ratio) == (0.2, 0.25)
-    assert cell.kl_mean == pytest.approx(0.3) and cell.kl_max == 0.6 and cell.top1_agreement == 0.75
-    assert cell.kl_low is not None and cell.kl_high is not None
-    assert 0.2 <= cell.kl_low <= 0.3 <= cell.kl_high <= 0.4
-    assert (cell.needles_answered, cell.needles_dense, cell.num_needles) == (1, 1, 2)
-    for record in records(cells):
-        assert record.pop("type") == "cell" and isinstance(read_record(Cell, record, "here", "mend"), Cell)
-    assert "0.3000 / 1" in markdown(cells)
-    # of arms with other budgets each figure stands under its own
-    lines = markdown(cells[1:]).splitlines()
-    assert lines[0].startswith("| method, S | 0.02 | 0.25 |") and "| - | 0.3000 / 1 |" in lines[2]
 
 
 def test_a_table_of_the_demo_model() -> None:

@@ -13,7 +13,7 @@ from eps_core.config.store import Store
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
 from experiments.editing import edits
-from experiments.editing.measure import FIXES, Answered, Edited, logits, markdown
+from experiments.editing.measure import FIXES, logits
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "experiments" / "editing" / "run.py"
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, 256, 75)]
@@ -36,10 +36,10 @@ EDITS = {
 }
 
 
-@pytest.fixture(scope="module", params=["numpy", "cuda", "mlx"])
-def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Session:
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     model = tiny_models.save_model("llama3.1-tied-sharded", tmp_path_factory.mktemp("model"))
-    return Session.open(model, request.param, "cpu", "float32", kernels="arrays")
+    return Session.open(model, "numpy")
 
 
 @pytest.mark.parametrize("name", EDITS)
@@ -72,14 +72,6 @@ def test_spans_outside_of_a_text_are_refused(session: Session) -> None:
     ):
         with pytest.raises(ConfigError):
             call()
-
-
-def test_tables_have_means_and_counts() -> None:
-    found = [Edited("cut", i, 10 * i, 200 * i, kl, 2 * kl, 0.5, 1.0) for i, kl in enumerate((0.1, 0.3), start=1)]
-    answers = [Answered("erratum", i, answer) for i, answer in enumerate(("new", "old", "new", "other"))]
-    lines = markdown([*found, *answers]).splitlines()
-    assert lines[2].startswith("| cut of 15 tokens | 2 | 1.0000 | 0.2000 (0.1000 to 0.3000) | 0.1000 (of 1) | 0.600 |")
-    assert lines[-1] == "| erratum | 2 | 1 | 1 |"
 
 
 def test_the_command_writes_a_line_an_edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,81 +1,15 @@
-"""The table of codes, eviction and EPS: its arms, its bytes, and arms that are what they are alone."""
+"""The table of quantized KV, eviction and EPS: its variants and its bytes."""
 
 import json
-from pathlib import Path
-from typing import Any
-
-import numpy as np
-import pytest
-import tiny_models
 
 from eps_core.config.eps import EpsConfig
-from eps_core.decode.evicting import EvictingDecoder
 from eps_core.decode.session import Session
-from eps_core.evaluation.runner import DENSE, Document
-from eps_core.evict import table
 from eps_core.evict.keep import Keep
 from eps_core.evict.table import POLICIES
 from eps_core.models.config import DEMO_MODEL
 from eps_core.report import kept
 from experiments.kv_formats import rewrites
-from experiments.memory.composition import (
-    EVERY,
-    SHARES,
-    Arm,
-    KeptTally,
-    Plan,
-    added,
-    arms,
-    records,
-    run_arms,
-    table_cells,
-    tally_document,
-)
-
-RULE = {"first_tokens": 2, "last_tokens": 6}
-RNG = np.random.default_rng(70)
-DOCUMENT = Document(RNG.integers(0, tiny_models.VOCAB_SIZE, 70).tolist(), 13, RNG.integers(0, 256, 12).tolist())
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save_model("mistral", tmp_path_factory.mktemp("model"))
-
-
-@pytest.mark.parametrize("name", ["tova", "kv-compress", "kv-compress-full", "oracle"])
-def test_statistics_for_all_policies_serve_each(model: Path, name: str) -> None:
-    """What is gathered once for several policies is to each what is gathered for it alone."""
-    session, document = Session.open(model, "numpy"), DOCUMENT
-    some = [Arm(Keep(one, 0.5, 4, **RULE)) for one in ("h2o", "kv-compress", "kv-compress-full", "tova", "oracle")]
-    found = run_arms(session, document, some)
-    index = [arm.keep.policy for arm in some].index(name)
-    (alone, size) = run_arms(session, document, [some[index]])[0]
-    np.testing.assert_allclose(found[index][0].kl, alone.kl, atol=1e-7)
-    assert found[index][1] == size < found[DENSE][1]
-    assert (sum(r.rows_moved for r in alone.records) > 0) == table.policy(name).FACTS.while_decoding
-
-
-def test_arms_that_keep_the_same_choose_once_and_are_what_they_are_alone(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session, document = Session.open(model, "numpy"), DOCUMENT
-    snapkv, rkv = (Keep(one, 0.5, 4, **RULE) for one in ("snapkv", "rkv"))
-    less = Keep("snapkv", 0.3, 4, **RULE)
-    box = EpsConfig.of(method="box", group_tokens=4, budget=0.4, first_tokens=2, last_tokens=4)
-    some = [Arm(snapkv), Arm(rkv), Arm(snapkv, box), Arm(less), Arm(snapkv, kv_bits=(8, 8)), Arm(rkv, box, (4, 4))]
-    alone = [run_arms(session, document, [arm])[0] for arm in some]
-    chosen, real = [], EvictingDecoder.choose
-
-    def choose(decoder: EvictingDecoder, *args: Any) -> Any:
-        chosen.append(decoder.keep)
-        return real(decoder, *args)
-
-    monkeypatch.setattr(EvictingDecoder, "choose", choose)
-    found = run_arms(session, document, some)
-    assert chosen == [snapkv, rkv, less]
-    for index, (outcome, size) in enumerate(alone):
-        np.testing.assert_allclose(found[index][0].kl, outcome.kl, rtol=0, atol=1e-12)
-        assert found[index][1] == size and found[index][0].bytes_read() == outcome.bytes_read()
+from experiments.memory.composition import EVERY, SHARES, Arm, Plan, arms, records, table_cells, tally_document
 
 
 def test_the_arms_of_a_table() -> None:
@@ -109,19 +43,3 @@ def test_bytes_are_of_a_dense_cache_of_16_bits() -> None:
     assert gated.bytes_kept_ratio is not None and gated.bytes_kept_ratio > ratio, "summaries are kept beside codes"
     (line, *_) = records([gated])
     assert json.loads(json.dumps(line))["kv_bits"] == [8, 8]
-
-
-def test_what_goes_over_a_policy_goes_over_the_one_that_keeps_most() -> None:
-    for shares in ((0.5, 0.25), (0.25, 0.5)):
-        over = [
-            arm.keep.share for arm in arms(shares, ("snapkv", "h2o")) if arm.keep.enabled and arm.config.store.enabled
-        ]
-        assert over and set(over) == {0.5}
-
-
-def test_documents_are_added_up_and_dense_is_asked_for_needles_alone() -> None:
-    each = [("text", 1, True), ("needle", 2, True), ("needle", 4, False)]
-    results = [(kind, {0: KeptTally(bytes_kept=kept), 1: KeptTally()}, dense) for kind, kept, dense in each]
-    totals, needles_dense = added(2, results)
-    assert needles_dense == 1
-    assert [totals[index].bytes_kept for index in (0, 1)] == [7, 0]

@@ -127,18 +127,7 @@ def test_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "unit"),
-    [
-        (32, 32),
-        (64, 64),
-        (96, 32),
-        (128, 64),
-        (160, 32),
-        (192, 64),
-        (224, 32),
-        (256, 64),
-        (320, 64),
-    ],
+    ("block", "unit"), [(32, 32), (64, 64), (96, 32), (128, 64), (160, 32), (192, 64), (224, 32), (256, 64), (320, 64)]
 )
 def test_units_divide_the_blocks_of_the_server(block: int, unit: int) -> None:
     assert fitted(Asked(dict(RQ), "rows"), block).config.store.unit_tokens == unit
