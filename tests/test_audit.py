@@ -335,14 +335,3 @@ def test_a_strict_run_is_certified(monkeypatch, capsys, tmp_path, flags):
         assert step["mass_skipped_true"] <= step["mass_skipped_cert"] + 1e-5 and step["mass_skipped_cert"] <= 0.5
         assert np.array(step["cert_by_head"]).shape == (4, 2) and np.max(step["cert_by_head"]) <= 0.5
     assert last["pages_skipped"] > 0, "everything was read: this says nothing"
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [["--eps-method", "moments"], ["--eps-method", "rq", "--eps-budget", 0.05, "--eps-bound-bits", 8]],
-    ids=["moments", "rq"],
-)
-def test_epsilon_zero_reads_everything(monkeypatch, capsys, flags):
-    result = strict_run(monkeypatch, capsys, *flags, "--eps-strict", "--eps-epsilon", 0, "--kl", "--dtype", "float32")
-    assert result["tokens_equal"] and result["eps"]["pages_skipped"] == 0 == result["eps"]["mass_skipped_cert_max"]
-    assert result["kl_max"] < 1e-6 and result["eps"]["bytes_kv_read"] >= result["dense"]["bytes_kv_read"]

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import tiny_models
 from places import place
-from test_oracle import KINDS, QUERIES, make_keys, make_query
 
 from eps_core import oracle
 from eps_core.config.bytes import scoring_bytes, summary_group_bytes
@@ -986,36 +985,6 @@ def test_keys_past_float16_loosen_and_never_displace_a_guard(target, method):
         assert {0, 35, 36, 37} <= visited, "a guard lost its place"
 
 
-@pytest.mark.parametrize("method", ["1pc", "fd", "box", "ball", "moments", "rq"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_native_bounds_hold_for_every_query(target, method, kind):
-    """The backends' float32 bounds against float64 truth: hard keys, hard queries, every cache dtype, many groups."""
-    backend, device = target
-    rng = np.random.default_rng(sum(map(ord, method + kind)))
-    for size, head_dim, dtype in ((1, 16, "float32"), (4, 64, "bfloat16"), (16, 20, "float32"), (128, 64, "float16")):
-        if method == "rq":
-            size = min(size, 16)  # within a unit
-        config = eps(method, group_tokens=size, rq_bounds=method == "rq")
-        num_tokens = max(512, 2 * size)
-        spec = CacheSpec(1, 1, head_dim, num_tokens // config.store.unit_tokens, dtype)
-        if kind == "huge" and dtype == "float16":
-            continue  # 300 times a Gaussian: the cache itself would overflow
-        keys = np.concatenate([make_keys(kind, size, head_dim, rng) for _ in range(num_tokens // size)])[:, None]
-        stored = oracle.from_numpy(keys, dtype).astype(np.float64)
-        native = backend.from_numpy(keys, "float32", device)
-        cache = backend.write_kv(
-            backend.new_cache(spec, config.store, device), 0, native, native, np.arange(num_tokens)
-        )
-        table, lengths = np.arange(spec.num_units)[None], np.array([num_tokens])
-        for query in QUERIES:
-            q = make_query(query, stored[:size, 0], {}, rng).astype(np.float32) * np.sqrt(head_dim)
-            q = q[None, None].astype(np.float32)
-            scores = backend.score(cache, 0, backend.from_numpy(q, "float32", device), Where.of(config, table, lengths))
-            lower, upper = (backend.to_numpy(x)[0, 0, 0].astype(np.float64) for x in (scores.lower, scores.upper))
-            truth = group_masses(q[0, 0].astype(np.float64) / np.sqrt(head_dim), stored[:, 0], size)
-            assert (lower <= truth).all() and (truth <= upper).all(), (size, head_dim, dtype, query)
-
-
 def test_box_codes_enclose_keys_one_ulp_from_a_code(target):
     """Where a division that is an ulp off would land on the code itself, and floor or ceil would cut the key off."""
     backend, device = target
@@ -1153,59 +1122,6 @@ def test_tap_sees_every_query(target, tiny_path):
     assert np.abs(first - reference).max() <= 1e-4 * np.abs(reference).max()
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        gated(),
-        gated("meanstd"),  # no bounds
-        gated("box", scope="union"),
-        gated("ball", strict=True, epsilon=0.3),
-        gated("box", head_modes=(("dense", "dense"), ("window", "gate"))),
-    ],
-    ids=["moments", "meanstd", "union", "strict", "modes"],
-)
-def test_audit_tells_the_truth_and_changes_nothing(target, tiny_path, config):
-    audited, plain = Decoding(target, tiny_path, config), Decoding(target, tiny_path, config)
-    audited.listen()
-    backend = audited.backend
-    for step in range(STEPS):
-        output, quiet = audited.step(audit=True), plain.step()
-        same(output, quiet)
-        assert quiet.dense_logits is None and all(layer.mass_skipped_true is None for layer in quiet.layers)
-        assert audited.cache.kv_bytes_read == plain.cache.kv_bytes_read
-        dense = Decoding(target, tiny_path, config)
-        for _ in range(step):
-            dense.step()
-        want = dense.step(gate=False)
-        assert output.dense_logits.dtype == np.float32 and close(output.dense_logits, want.logits)
-        for layer, stats in enumerate(output.layers):
-            (_, q), groups = audited.queries[-2 + layer], -(-audited.lengths.max() // config.store.S)
-            if config.read.dense_layer(layer):
-                assert np.abs(stats.mass_skipped_true).max() == 0
-                continue
-            scores = audited.score(layer, q)
-            selected = backend.select(scores, Where.of(config, audited.table, audited.lengths), layer)
-            if config.read.strict:
-                native = backend.from_numpy(q.astype(np.float32), "float32", audited.decoder.device)
-                _, lse = backend.attend(
-                    plain.cache, layer, native, Where.of(config, audited.table, audited.lengths), selected
-                )
-                plain.cache.kv_bytes_read = audited.cache.kv_bytes_read
-                _, selected = backend.escalate(config.read, scores, selected, lse)
-            visit = visit_mask(backend, selected, scores.estimate.shape[2])
-            assert visit.shape[2] >= groups and (stats.counts == visit.sum(axis=2)).all()
-            true = audited.true_unread(layer, q, visit)
-            assert np.abs(stats.mass_skipped_true - true).max() <= 1e-5
-            if config.store.has_bounds:
-                assert (true <= stats.mass_skipped_cert + TINY).all() and (stats.output_error_cert >= 0).all()
-            else:
-                assert stats.mass_skipped_cert is None and stats.output_error_cert is None
-            assert (stats.escalated is None) == (not config.read.strict)
-        if config.read.head_modes:
-            assert output.fallbacks == {"dense_layer": 2}
-    assert (output.layers[-1].counts < output.layers[-1].groups[:, None]).any(), "nothing was gated: this says nothing"
-
-
 @pytest.mark.parametrize("method", ["moments", "rq", "box"])
 def test_ungated_step_equals_method_off(target, tiny_path, method):
     """Bit for bit, and the summaries follow all the same: the next gated step knows every full group."""
@@ -1227,31 +1143,6 @@ def test_ungated_step_equals_method_off(target, tiny_path, method):
         estimate = run.backend.to_numpy(run.score(layer, q).estimate)
         for b, length in enumerate(run.lengths.tolist()):
             assert np.isfinite(estimate[b, :, : length // run.config.store.S]).all()
-
-
-@pytest.mark.parametrize("scope", ["kv-head", "union"])
-@pytest.mark.parametrize("epsilon", [0.5, 0.1, 0.0])
-def test_strict_decoding_is_certified(target, tiny_path, epsilon, scope):
-    config = gated("ball", strict=True, epsilon=epsilon, scope=scope)
-    run, loose = Decoding(target, tiny_path, config), Decoding(target, tiny_path, config.replace(strict=False))
-    for step in range(STEPS):
-        bytes_before = run.cache.kv_bytes_read
-        output, start = run.step(audit=True), loose.step()
-        for layer, (stats, began) in enumerate(zip(output.layers, start.layers, strict=True)):
-            assert (stats.mass_skipped_cert <= epsilon).all()
-            assert (stats.mass_skipped_true <= stats.mass_skipped_cert + 1e-6).all()
-            assert (stats.escalated >= 0).all() and stats.escalated.sum() > 0
-            if step == 0 and layer == 0:  # before the two decoders part
-                assert (stats.counts == began.counts + stats.escalated).all()
-        read = sum(stats.kv_bytes_read for stats in output.layers)
-        assert run.cache.kv_bytes_read - bytes_before == read
-        tiles = sum(int(stats.counts.sum()) for stats in output.layers)
-        assert read == tiles * config.store.S * run.cache.spec.kv_token_bytes
-        if epsilon == 0:
-            assert close(output.logits, output.dense_logits)
-            for stats in output.layers:
-                assert (stats.counts == stats.groups[:, None]).all()
-                assert (stats.mass_skipped_cert == 0).all() and (stats.output_error_cert == 0).all()
 
 
 @pytest.mark.kernels("numba", "triton", "metal")

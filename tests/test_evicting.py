@@ -463,23 +463,6 @@ def test_rows_of_a_prompt() -> None:
     assert Keep("h2o", 0.25).rows(10) == 8 and Keep("h2o", 0.25).rule(8) == Rule(4, 4)
 
 
-@pytest.mark.parametrize("kv_bits", [(16, 16), (8, 4)])
-def test_a_run_says_the_same_on_every_backend(target, model: Path, kv_bits: tuple[int, int]) -> None:
-    backend, device = target
-    results = []
-    for name, on in (("numpy", "cpu"), (backend_name(backend), device)):
-        request = RunRequest(
-            EpsConfig.of(method="rq", first_tokens=2, last_tokens=4, budget=0.3), Sampling(), name, on, model,
-            ("It was a dark and stormy night; the rain fell in torrents. " * 3, "once upon a time, there was"), 12,
-            "float32", keep=Keep("keydiff", 0.5, 4, **RULE), kl=True, kv_bits=kv_bits,
-        )  # fmt: skip
-        results.append(compare.run(request, io.StringIO()))
-    a, b = results
-    assert [one["tokens"] for one in a["sequences"]] == [one["tokens"] for one in b["sequences"]]
-    assert a["kl_mean"] == pytest.approx(b["kl_mean"], abs=1e-4) and a["kl_mean"] > 0
-    assert a["bytes_ratio"] == pytest.approx(b["bytes_ratio"], abs=2e-3)
-
-
 def test_metrics_name_the_cache_of_what_is_left(model: Path, tmp_path: Path) -> None:
     request = RunRequest(
         EpsConfig.of(method="rq", first_tokens=2, last_tokens=4, budget=0.3), Sampling(), "numpy", "cpu", model,

@@ -24,7 +24,7 @@ from eps_core.config.store import DTYPE_BYTES, CacheSpec
 from eps_core.decode.forward import Decoder, load_decoder
 from eps_core.errors import ConfigError
 from eps_core.models.config import read_spec
-from eps_core.models.rope import attention_factor, cos_sin, inverse_frequencies
+from eps_core.models.rope import attention_factor, inverse_frequencies
 from eps_core.models.spec import ModelSpec
 from eps_core.models.tokenizer import load_tokenizer
 from eps_core.models.weights import load_weights, weight_names
@@ -152,27 +152,6 @@ def test_logits_match_transformers(name: str, target: tuple, saved: Callable, ex
     assert_close(logits, expected(name)[positions])
 
 
-# mlx-lm's Qwen3 has no biases, its YaRN always rounds, its Qwen2, Mistral and Phi-3 drop windows, and its Gemma 3 caps
-# no logits
-MLX_LM_DIFFERS = {
-    "qwen3-tied-biased", "llama2-yarn-numbers", "qwen2-window", "mistral-window", "phi3-short-window",
-    "gemma3-256-scaled-capped",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", [name for name in tiny_models.NAMES if name not in MLX_LM_DIFFERS])
-def test_logits_match_mlx_lm(name: str, target: tuple, saved: Callable, tmp_path: Path) -> None:
-    import mlx.core as mx
-    from mlx_lm.utils import load_model
-
-    path = in_older_form(saved(name), tmp_path / name)  # mlx-lm reads rope_parameters for some families only
-    model, _ = load_model(path, model_config={"sliding_window_pattern": 2})  # of Gemma 3, whose layer_types it drops
-    model.set_dtype(mx.float32)
-    reference = np.array(model(mx.array(tokens_of(name)[None])))[0]
-    positions, logits = run(target, load(target, path), tokens_of(name))
-    assert_close(logits, reference[positions])
-
-
 @pytest.mark.parametrize("name", ["llama3.1-tied-sharded", "qwen3"])
 def test_prefill_and_steps_agree(name: str, target: tuple, saved: Callable) -> None:
     decoder, tokens = load(target, saved(name)), tokens_of(name)
@@ -180,31 +159,6 @@ def test_prefill_and_steps_agree(name: str, target: tuple, saved: Callable) -> N
     for chunks in [(NUM_TOKENS,), (1, 16, 58), (16, 1, 1, 57)]:
         positions, logits = run(target, decoder, tokens, chunks)
         assert_close(logits, stepped[positions])
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        EpsConfig.of(),
-        EpsConfig.of("meanstd", group_tokens=4, budget=1.0),
-        EpsConfig.of("rq", group_tokens=32, budget=1.0),
-    ],
-    ids=["off", "meanstd-all", "rq-all"],
-)
-def test_ragged_batch_equals_single_sequences(
-    config: EpsConfig, target: tuple, saved: Callable, expected: Callable
-) -> None:
-    """Sequences of 1, 31 and 64 tokens step together, gated with a budget that visits everything or not at all."""
-    name = "llama2-bf16-sharded"
-    tokens, starts = tokens_of(name), np.array([0, 30, 63])
-    sequences = Sequences(target, load(target, saved(name)), batch=3, config=config)
-    for b in (1, 2):
-        sequences.prefill(b, tokens[: starts[b]])
-    for step in range(10):
-        assert_close(sequences.step(tokens[starts + step]).logits, expected(name)[starts + step])
-    # one sequence leaves: the others go on
-    output = sequences.step(tokens[starts[[2, 0]] + 10], np.array([2, 0]))
-    assert_close(output.logits, expected(name)[starts[[2, 0]] + 10])
 
 
 def test_gated_step_reports_what_it_read(target: tuple, saved: Callable) -> None:
@@ -441,20 +395,6 @@ def test_weights_are_the_stored_ones(name: str, saved: Callable) -> None:
     assert rows_read == {name: len(array) for name, array in stored.items()} | {k: 0 for k in left if k in stored}
 
 
-@pytest.mark.parametrize("name", tiny_models.NAMES)
-def test_inverse_frequencies_match_transformers(name: str, saved: Callable) -> None:
-    model, spec = AutoModelForCausalLM.from_pretrained(saved(name)), read_spec(saved(name))
-    rope = model.model.rotary_emb
-    for layer, index in enumerate(spec.rope_of_layer):
-        kind = (model.config.layer_types[layer],) if spec.window_rope else ()
-        positions = torch.tensor([[0, 1, 70]])  # past the context up to which LongRoPE has short factors
-        cos, sin = (part[0, :, : spec.head_dim // 2].numpy() for part in rope(torch.zeros(1), positions, *kind))
-        frequencies, factor = inverse_frequencies(spec.ropes[index]), attention_factor(spec.ropes[index])
-        assert frequencies.dtype == np.float64
-        for ours, theirs in zip(cos_sin(frequencies, np.array([0, 1, 70]), factor), (cos, sin), strict=True):
-            np.testing.assert_allclose(ours[:, 0], theirs, rtol=0, atol=1e-5)
-
-
 def test_inverse_frequencies_of_llama31_8b(tmp_path: Path) -> None:
     """The real Llama 3.1 settings: all three ranges of its scaling are in use."""
     rope = tiny_models.LLAMA3_SCALING | {"original_max_position_embeddings": 8192}
@@ -532,14 +472,6 @@ def test_dynamic_scaling_is_none_within_the_context(tmp_path: Path) -> None:
     np.testing.assert_allclose(within[0, 0, : len(ours)], np.cos(last * ours), atol=1e-4)
     beyond, _ = rope(torch.zeros(1), torch.tensor([[last, 4 * last]]))
     assert not np.allclose(beyond[0, 0, : len(ours)], np.cos(last * ours), atol=1e-2)
-
-
-def test_tokenizer_round_trip(saved: Callable) -> None:
-    tokenizer = load_tokenizer(saved("llama2"))
-    text = "the key of 7 is naïve\n"
-    assert tokenizer.decode(tokenizer.encode(text).ids) == text
-    assert len(tokenizer.encode(text).ids) == len(text.encode())
-    assert tokenizer.token_to_id("<s>") == 256 and tokenizer.token_to_id("</s>") == 257
 
 
 # What a config.json may say, and what is refused

@@ -90,11 +90,6 @@ def test_what_is_said_is_drawn_from_the_target(sampling: Sampling) -> None:
     assert (1 - variation) / (1 + variation) - deviation < kept.mean() < 1 - variation + deviation
 
 
-def test_draws_of_their_own_positions_are_from_the_target() -> None:
-    first, _, _ = said(CASES[0], 1000)
-    assert chi_square(first, probabilities(TARGET, CASES[0])) < 4
-
-
 def test_streams_are_independent() -> None:
     sampling, count = Sampling(1.0, seed=5), 400
     streams = [
@@ -108,12 +103,6 @@ def test_streams_are_independent() -> None:
     assert np.abs(correlation - np.eye(len(correlation))).max() < 4 / np.sqrt(VOCAB * count)
     for one in streams:
         assert abs(one.mean() - 0.5) < 4 / np.sqrt(12 * len(one)) and (one > 0).all() and (one < 1).all()
-
-
-def test_numbers_of_one_position_are_no_other_positions() -> None:
-    sampling = Sampling(1.0, seed=5)
-    long = [uniforms(sampling, 0, position, 5000) for position in (0, 1, 2)]
-    assert len(np.unique(np.concatenate(long))) == 15_000
 
 
 # ---- counters ----
@@ -232,22 +221,6 @@ def test_the_longest_prefix_and_one_more(
     one = accept(logits, drafts, Sampling(), 0, 0, frozenset(stop))
     assert (one.tokens, one.accepted) == (want, accepted)
     assert one.margins == [5.0] * len(want)
-
-
-def test_a_drafter_that_is_the_target_is_always_accepted() -> None:
-    for position in range(300):
-        token = draw(TARGET, CASES[1], 0, position).token
-        one = accept(np.stack([TARGET, NEXT]), [token], CASES[1], 0, position, frozenset())
-        assert one.accepted == 1 and one.tokens[0] == token
-
-
-def test_coupling_says_what_dense_decoding_draws() -> None:
-    sampling = CASES[1]
-    for position in range(300):
-        drafts = [draw(DRAFT, sampling, 2, position + i).token for i in range(3)]
-        logits = np.stack([TARGET, NEXT, TARGET, NEXT])
-        one = accept(logits, drafts, sampling, 2, position, frozenset())
-        assert one.tokens == [draw(logits[i], sampling, 2, position + i).token for i in range(len(one.tokens))]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
