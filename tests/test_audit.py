@@ -187,28 +187,24 @@ def test_a_first_token_has_nothing_to_be_audited_against(target, model):
     assert [record.audited for record in records] == [False] + [True] * (STEPS - 1)
 
 
-def test_nothing_is_audited_where_eps_is_off(target, model):
-    records = Watched(target, model, EpsConfig.of()).run(audit_every=1)
-    assert not any(record.audited or record.fallbacks for record in records)
-
-
 # ---------------------------------------------------------------------------------------------------------- alarms
 
 
-def break_scores(monkeypatch: pytest.MonkeyPatch, backend: Any, broken: Callable[[Any, Scores], Scores]) -> None:
-    """`score`, as the decoder calls it, gives what `broken` makes of its result."""
+def break_scores(monkeypatch: pytest.MonkeyPatch, backend: Any, name: str, which: Callable, nats: float) -> None:
+    """`score`, as the decoder calls it, gives a part of its result lowered by `nats` where `which` of it is true."""
     score = backend.score
-    monkeypatch.setattr(backend, "score", lambda cache, *args: broken(cache, score(cache, *args)))
 
+    def broken(cache: Any, *args: Any) -> Scores:
+        scores = score(cache, *args)
+        given = getattr(scores, name)
+        changed = backend.to_numpy(given).astype(np.float64)
+        changed[which(changed)] -= nats
+        if not isinstance(given, np.ndarray):
+            device = "cpu" if not hasattr(given, "device") else given.device.type
+            changed = backend.from_numpy(changed.astype(np.float32), "float32", device)
+        return replace(scores, **{name: changed})
 
-def lowered(backend: Any, array: Any, which: np.ndarray, nats: float) -> Any:
-    """`array` lowered by `nats` where `which`, in the backend's own library."""
-    changed = backend.to_numpy(array).astype(np.float64)
-    changed[which] -= nats
-    if isinstance(array, np.ndarray):
-        return changed
-    device = "cpu" if not hasattr(array, "device") else array.device.type
-    return backend.from_numpy(changed.astype(np.float32), "float32", device)
+    monkeypatch.setattr(backend, "score", broken)
 
 
 def largest(values: np.ndarray) -> np.ndarray:
@@ -225,13 +221,7 @@ def test_an_estimate_below_the_truth_raises_alarms(target, model, monkeypatch, m
     healthy = Watched(target, model, config).run(audit_every=2, audit_factor=factor)
     assert all(record.audit_alarms == 0 for record in healthy)
     assert all(record.pages_skipped > 0 and record.mass_skipped_true > 0.01 for record in healthy if record.audited)
-    backend = target[0]
-
-    def broken(cache: Any, scores: Scores) -> Scores:
-        host = backend.to_numpy(scores.estimate)
-        return replace(scores, estimate=lowered(backend, scores.estimate, largest(host), 20.0))
-
-    break_scores(monkeypatch, backend, broken)
+    break_scores(monkeypatch, target[0], "estimate", largest, 20.0)
     records = Watched(target, model, config).run(audit_every=2, audit_factor=factor)
     assert [record.audit_alarms > 0 for record in records] == [True, False] * 2
     assert summarise(records)["audit_alarms"] == sum(record.audit_alarms for record in records)
@@ -244,11 +234,7 @@ def test_a_certificate_below_the_truth_raises_alarms(target, model, monkeypatch,
     healthy = Watched(target, model, config).run(audit_every=2, audit_factor=float("inf"))
     assert all(record.audit_alarms == 0 for record in healthy)
 
-    def broken(cache: Any, scores: Scores) -> Scores:
-        finite = np.isfinite(backend.to_numpy(scores.upper))
-        return replace(scores, upper=lowered(backend, scores.upper, finite, 30.0))
-
-    break_scores(monkeypatch, backend, broken)
+    break_scores(monkeypatch, backend, "upper", np.isfinite, 30.0)
     records = Watched(target, model, config).run(audit_every=2, audit_factor=float("inf"))
     assert [record.audit_alarms > 0 for record in records] == [True, False] * 2
     for record in records:
@@ -260,11 +246,7 @@ def test_after_an_alarm_the_steps_are_dense(target, model, monkeypatch):
     calm = Watched(target, model, config).run(audit_every=2, audit_factor=float("inf"), audit_off=True)
     assert all(record.pages_skipped > 0 and not record.fallbacks for record in calm)
 
-    def broken(cache: Any, scores: Scores) -> Scores:
-        finite = np.isfinite(backend.to_numpy(scores.upper))
-        return replace(scores, upper=lowered(backend, scores.upper, finite, 30.0))
-
-    break_scores(monkeypatch, backend, broken)
+    break_scores(monkeypatch, backend, "upper", np.isfinite, 30.0)
     first, *rest = Watched(target, model, config).run(audit_every=2, audit_factor=float("inf"), audit_off=True)
     assert first.audited and first.audit_alarms > 0 and first.pages_skipped > 0 and not first.fallbacks
     for record in rest:

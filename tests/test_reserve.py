@@ -67,24 +67,6 @@ def test_units_that_were_there_before_stay() -> None:
     memory.pool.check()
 
 
-def test_exhaustion_changes_nothing() -> None:
-    memory = Drafts(4, 4)
-    first, _ = memory.open(list(range(6)))
-    second = memory.pool.fork(first)
-    before = state_of(memory, first, second)
-    with pytest.raises(ConfigError, match="needs 3 more units of 4 tokens, 2 of the pool's 4 are free"):
-        memory.pool.reserve(second, 10)
-    assert state_of(memory, first, second) == before
-    memory.reserve(second, 3)  # a copy and one more: exactly what is free
-    before = state_of(memory, first, second)
-    with pytest.raises(ConfigError):
-        memory.pool.reserve(first, 3)
-    assert state_of(memory, first, second) == before
-    memory.pool.release(second)
-    memory.reserve(first, 3)
-    memory.pool.check()
-
-
 def test_misuse_is_an_assertion() -> None:
     pool, other = PagePool(8, 4), PagePool(8, 4)
     sequence, _ = pool.open()

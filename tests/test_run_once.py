@@ -39,11 +39,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save_model("mistral", tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each call of `Decoder.prefill` was given; the warm-up's are left out."""
