@@ -46,7 +46,6 @@ LEFT_OUT = {
         "test_model_files.py::test_any_*",
     ),
     "slow": (
-        "test_audit.py::test_a_strict_run_is_certified*",
         "test_audit.py::test_audit_kl_*",
         "test_audit.py::test_methods_without_bounds_*",
         "test_bench.py::test_times_every_part_*",

@@ -1,7 +1,5 @@
 """Audits and strict mode in a whole decode: what they report is true, and an audit changes nothing else."""
 
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_models
-from test_cli import lines_of
 from test_conformance import eps, visit_mask
 
-from eps_core.cli import main
 from eps_core.config.bytes import scoring_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
@@ -275,45 +271,3 @@ def test_methods_without_bounds_are_strict_by_codes_of_keys(target, model, metho
         scored *= spec.num_layers * spec.num_kv_heads
         assert record.bytes_summary_read - scored == left * config.store.S * key_bytes > 0
     assert sum(record.escalations for record in records) > 0
-
-
-TEXT = "def read(path):\n    with open(path) as file:\n        return file.read()\n\n\n" * 12  # 840 bytes
-
-
-def strict_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *args: object) -> dict[str, Any]:
-    """The last stdout line of `eps-proto run` on the demo model, in this process."""
-    given = ["run", "--backend", "cuda", "--device", "cpu", "--prompt", TEXT, "--max-new-tokens", 5, "--no-stop", *args]
-    monkeypatch.setattr(sys, "argv", ["eps-proto", *map(str, given)])
-    with pytest.raises(SystemExit) as end:
-        main.main()
-    printed = capsys.readouterr()
-    assert not end.value.code, printed.err
-    return json.loads(printed.out.splitlines()[-1])
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [["--eps-method", "moments"], ["--eps-method", "rq", "--eps-budget", 0.05, "--eps-bound-bits", 8]],
-    ids=["moments", "rq"],
-)
-def test_a_strict_run_is_certified(monkeypatch, capsys, tmp_path, flags):
-    metrics = tmp_path / "m.jsonl"
-    result = strict_run(
-        monkeypatch, capsys, *flags, "--eps-strict", "--eps-epsilon", 0.5, "--eps-last-tokens", 16,
-        "--eps-audit-every", 1, "--metrics", metrics,
-    )  # fmt: skip
-    assert result["eps"]["mass_skipped_cert_max"] <= 0.5 and result["eps"]["escalations"] > 0
-    _, *steps, last = lines_of(metrics)
-    assert (
-        last["mass_skipped_cert_max"]
-        == result["eps"]["mass_skipped_cert_max"]
-        == max(step["mass_skipped_cert"] for step in steps)
-    )
-    by_head = np.array(last["escalations_by_layer_and_head"])
-    assert by_head.shape == (4, 2) and by_head.sum() == last["escalations"] == result["eps"]["escalations"]
-    assert by_head.max() <= len(steps) and last["pages_escalated"] >= last["escalations"]
-    assert last["audits"] == len(steps) == 5
-    for step in steps:
-        assert step["mass_skipped_true"] <= step["mass_skipped_cert"] + 1e-5 and step["mass_skipped_cert"] <= 0.5
-        assert np.array(step["cert_by_head"]).shape == (4, 2) and np.max(step["cert_by_head"]) <= 0.5
-    assert last["pages_skipped"] > 0, "everything was read: this says nothing"
