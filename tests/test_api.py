@@ -273,21 +273,6 @@ def test_text_ends_before_the_first_stop_string_whatever_its_tokens_are(words: l
 # ---- several
 
 
-@pytest.mark.parametrize("name", ["off", "box"])
-def test_a_batch_says_what_its_prompts_say_alone(target: tuple, model: Path, name: str) -> None:
-    llm = tiny_models.open_llm(target, model, **SETTINGS[name])
-    together = llm.generate(RAGGED, max_new_tokens=6)
-    alone = [llm.generate(text, max_new_tokens=6) for text in RAGGED]
-    assert [one.tokens for one in together] == [one.tokens for one in alone]
-    assert [one.text for one in together] == [one.text for one in alone]
-    assert [one.num_prompt_tokens for one in together] == [one.num_prompt_tokens for one in alone]
-    # what was read is the batch's
-    assert {one.kv_bytes_dense for one in together} == {sum(one.kv_bytes_dense for one in alone)}
-    assert len({(one.kv_bytes_read, one.groups_read, one.groups_total) for one in together}) == 1
-    if name == "off":  # alone, a prompt within its budget is not even scored
-        assert together[0].kv_bytes_read == sum(one.kv_bytes_read for one in alone)
-
-
 def test_equal_prompts_draw_their_own_tokens_and_the_first_draws_as_alone(plain: LLM) -> None:
     drawn = [one.tokens for one in plain.generate([TEXT, TEXT, TEXT], max_new_tokens=6, temperature=1.0, seed=3)]
     assert drawn[0] == plain.generate(TEXT, max_new_tokens=6, temperature=1.0, seed=3).tokens

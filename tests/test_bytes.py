@@ -3,13 +3,11 @@
 import numpy as np
 import pytest
 from conftest import TARGETS, bound
-from test_conformance import Case, case_units, eps, make_kv, write_all
+from test_conformance import Case, FilledCase, eps
 
 from eps_core import oracle
 from eps_core.config.bytes import scoring_bytes
-from eps_core.config.store import CacheSpec
 from eps_core.load import load_backend
-from eps_core.paging.where import Where
 
 
 class Counter:
@@ -85,35 +83,23 @@ POLICIES = {
 def test_counter_equals_gathered_tiles(target, counter, name, dtype):
     backend, device = target
     case = Case((150, 37), eps("box", **POLICIES[name]), dtype=dtype)
-    rng = np.random.default_rng(0)
-    keys, values = make_kv(case, rng)
-    spec = CacheSpec(1, 2, 16, case_units(case), dtype)
-    cache, table, lengths = write_all(
-        backend, device, case, backend.new_cache(spec, case.config.store, device), keys, values
-    )
-    q = backend.from_numpy(rng.normal(size=(2, 4, 16)).astype(np.float32), "float32", device)
-    where = Where.of(case.config, table, lengths)
-    selected = backend.select(backend.score(cache, 0, q, where), where)
+    one = FilledCase(backend, device, case)
+    selected = backend.select(backend.score(one.cache, 0, one.native, one.where), one.where)
     visited = int(backend.to_numpy(selected.counts).sum())
-    counter.gathered, before = 0, cache.kv_bytes_read
-    backend.attend(cache, 0, q, where, selected)
-    expected = visited * case.config.store.S * spec.kv_token_bytes
-    assert counter.gathered == cache.kv_bytes_read - before == expected
+    counter.gathered, before = 0, one.cache.kv_bytes_read
+    backend.attend(one.cache, 0, one.native, one.where, selected)
+    expected = visited * case.config.store.S * case.spec.kv_token_bytes
+    assert counter.gathered == one.cache.kv_bytes_read - before == expected
     # dense reads every token once, so a gate that skipped nothing could not pass for one
-    assert expected < 187 * 2 * spec.kv_token_bytes
+    assert expected < 187 * 2 * case.spec.kv_token_bytes
 
 
 def score_once(backend, device, counter, case: Case) -> int:
     """Counts what scoring all of a case's sequences gathers; how many these are."""
-    keys, values = make_kv(case, np.random.default_rng(0))
-    spec, batch = CacheSpec(1, 2, 64, case_units(case)), len(case.lengths)
-    cache, table, ends = write_all(
-        backend, device, case, backend.new_cache(spec, case.config.store, device), keys, values
-    )
-    q = backend.from_numpy(np.random.default_rng(1).normal(size=(batch, 4, 64)).astype(np.float32), "float32", device)
+    one = FilledCase(backend, device, case)
     counter.gathered = 0
-    backend.score(cache, 0, q, Where.of(case.config, table, ends))
-    return batch
+    backend.score(one.cache, 0, one.native, one.where)
+    return len(case.lengths)
 
 
 # stages: bytes of each part of a code of 64 dimensions
@@ -141,17 +127,10 @@ def test_scoring_in_stages_gathers_each_part_of_those_that_are_left(target, coun
 def bounded(backend, device, lengths, bits, method, **settings):
     """(cache, scores, selection, the bytes of codes that bounds read, and what they are over) of one gated layer."""
     case = Case(lengths, eps(method, bound_bits=bits, tail_tokens=0, **settings), dtype="bfloat16")
-    keys, values = make_kv(case, np.random.default_rng(0))
-    spec = CacheSpec(1, 2, 16, case_units(case), "bfloat16")
-    cache, table, lengths = write_all(
-        backend, device, case, backend.new_cache(spec, case.config.store, device), keys, values
-    )
-    q = np.random.default_rng(1).normal(size=(len(lengths), 4, 16)).astype(np.float32)
-    q = backend.from_numpy(q, "float32", device)
-    where = Where.of(case.config, table, lengths)
-    scores = backend.score(cache, 0, q, where)
-    selected = backend.select(scores, where)
-    return case.config, cache, (q, Where.of(case.config, table, lengths), scores, selected)
+    one = FilledCase(backend, device, case)
+    scores = backend.score(one.cache, 0, one.native, one.where)
+    selected = backend.select(scores, one.where)
+    return case.config, one.cache, (one.native, one.where, scores, selected)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -183,22 +162,14 @@ def test_the_oracle_counts_codes_without_padding(bits):
 @pytest.mark.parametrize("mean_tokens", [32, 64])
 def test_rq_codes_are_equal_in_mlx_and_torch(mean_tokens):
     """One-bit codes and visit lists must not depend on the library: the mean and the rotation are prescribed sums."""
-    rng = np.random.default_rng(3)
     case = Case((700,), eps("rq", group_tokens=2, mean_tokens=mean_tokens), head_dim=64, dtype="bfloat16", chunk=333)
-    keys, values = make_kv(case, rng)
-    q = rng.normal(size=(1, 4, 64)).astype(np.float32)
     found = []
     for name in ("mlx", "cuda"):
         backend = load_backend(name)
-        spec = CacheSpec(1, 2, 64, case_units(case), "bfloat16")
-        cache, table, lengths = write_all(
-            backend, "cpu", case, backend.new_cache(spec, case.config.store, "cpu"), keys, values
-        )
-        native = backend.from_numpy(q, "float32", "cpu")
-        where = Where.of(case.config, table, lengths)
-        groups = backend.select(backend.score(cache, 0, native, where), where).groups
-        summaries = cache.summaries[0]
+        one = FilledCase(backend, "cpu", case, 3)
+        groups = backend.select(backend.score(one.cache, 0, one.native, one.where), one.where).groups
+        summaries = one.cache.summaries[0]
         shared = [summaries[name] for name in ("mean", "mean_scale", "rest")]
         found.append([backend.to_numpy(x) for x in (*shared, summaries["codes"], summaries["second"], groups)])
-    for one, other in zip(*found, strict=True):
-        assert np.array_equal(one, other)
+    for mine, other in zip(*found, strict=True):
+        assert np.array_equal(mine, other)

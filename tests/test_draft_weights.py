@@ -34,17 +34,6 @@ def dtype_of_products(library: str, dtype: str) -> str:
     return "bfloat16" if library == "eps_cuda" else dtype
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Name of a tiny model -> its directory, written once."""
-    root = tmp_path_factory.mktemp("models")
-
-    def path(name: str) -> Path:
-        return root / name if (root / name).exists() else tiny_models.save_model(name, root / name)
-
-    return path
-
-
 def groups_of_weights(rows: int, width: int) -> np.ndarray:
     """Weights whose groups differ in spread, and some odd rows: zero, constant, one-sided, symmetric, one large."""
     rng = np.random.default_rng(rows * width)
@@ -159,25 +148,20 @@ def assert_are_the_oracles(
         assert ((logits - expected) ** 2).mean() <= 0.1**2 * ((full - expected) ** 2).mean()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_logits_are_those_of_the_oracles_4_bit_model(name: str, target: tuple, saved: Callable) -> None:
-    tokens, oracle = tokens_of(name), (load_backend("numpy"), "cpu")
-    full, judge = load(target, saved(name)), load(oracle, saved(name))
-    _, expected = run(oracle, drafts_of(judge), tokens)
-    _, logits = run(target, drafts_of(full), tokens)
-    _, full_logits = run(target, full, tokens)
-    assert_are_the_oracles(target, "float32", logits, expected, full_logits)
-    assert np.abs(full_logits - expected).max() > 100 * TOLERANCE * expected.std(), "4 bits change nothing"
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama2", "qwen2-tied"])
-def test_logits_in_half_precision(name: str, dtype: str, target: tuple, saved: Callable) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "float32") for name in NAMES),
+        *((name, dtype) for name in ("llama2", "qwen2-tied") for dtype in ("float16", "bfloat16")),
+    ],
+)
+def test_logits_are_those_of_the_oracles_4_bit_model(name: str, dtype: str, target: tuple, saved: Callable) -> None:
     tokens, oracle = tokens_of(name), (load_backend("numpy"), "cpu")
     judge = load(oracle, saved(name), dtype)
     (_, expected), (_, full) = (run(oracle, one, tokens, dtype=dtype) for one in (drafts_of(judge), judge))
     _, logits = run(target, drafts_of(load(target, saved(name), dtype)), tokens, dtype=dtype)
     assert_are_the_oracles(target, dtype, logits, expected, full)
+    assert np.abs(full - expected).max() > 100 * TOLERANCE * expected.std(), "4 bits change nothing"
 
 
 @pytest.mark.parametrize("name", ["llama2", "qwen2-tied"])

@@ -3,9 +3,7 @@ that come before anything is decoded or written."""
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +31,6 @@ NARROW = tiny_models.TinyModel(
     "LlamaConfig",
     {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16},
 )
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Name of a tiny model -> its directory, written once."""
-    root = tmp_path_factory.mktemp("models")
-    return cache(lambda name: tiny_models.save_model(name, root / name))
 
 
 @pytest.fixture

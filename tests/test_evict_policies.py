@@ -79,21 +79,6 @@ def test_whatever_is_pinned(name: str, rule: Rule) -> None:
         check(name, POLICIES[name].keep, INPUTS["random"](), budget, rule)
 
 
-@pytest.mark.parametrize("rate", [0.05, 0.1, 0.25, 0.5, 0.9])
-@pytest.mark.parametrize("name", POLICIES)
-def test_the_first_words_of_a_prompt_survive_every_policy(name: str, rate: float) -> None:
-    """Prompt dilution: what a system prompt says first is there after one eviction, and after a second."""
-    rule, tokens = Rule(first_tokens=5, last_tokens=4), 180
-    layers = asked(made(rows=tokens, layers=2, seed=4), POLICIES[name])
-    kept = POLICIES[name].keep(layers, max(int(rate * tokens), 9), rule)
-    assert all(set(range(5)) | set(range(tokens - 4, tokens)) <= set(rows.tolist()) for heads in kept for rows in heads)
-    if POLICIES[name].FACTS.uneven:
-        return  # heads of different sizes
-    left = asked(made(rows=tokens, layers=2, seed=4, positions=kept[0][0]), POLICIES[name])
-    again = POLICIES[name].keep(left, 9, rule)
-    assert all(set(left[0][0].positions[rows]) == {*range(5), *range(176, 180)} for heads in again for rows in heads)
-
-
 def test_blocks_of_the_log_determinant(monkeypatch: pytest.MonkeyPatch) -> None:
     """With blocks of 3 rows, it is the block-wise order, not the greedy one."""
     monkeypatch.setattr(logdet, "BLOCK", 3)

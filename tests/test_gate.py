@@ -10,14 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_conformance import Case, case_units, eps, make_kv, write_all
+from test_conformance import Case, FilledCase, eps
 
 from eps_core import oracle
 from eps_core.config.eps import EpsConfig
-from eps_core.config.store import CacheSpec
 from eps_core.gate import attend as gate
 from eps_core.oracle.scoring import visit_mask
-from eps_core.paging.where import Where
 
 CASES = {
     "strict with a tail": eps("moments", strict=True, epsilon=0.3, tail_tokens=32, budget=0.2),
@@ -32,24 +30,14 @@ CASES = {
 LENGTHS = (300, 267)
 
 
-class Scene:
-    """One layer's cache and a query."""
-
-    def __init__(self, backend: Any, device: str, config: EpsConfig) -> None:
-        case, rng = Case(LENGTHS, config), np.random.default_rng(5)
-        keys, values = make_kv(case, rng)
-        spec = CacheSpec(1, case.num_kv_heads, case.head_dim, case_units(case), case.dtype)
-        self.cache, table, lengths = write_all(
-            backend, device, case, backend.new_cache(spec, config.store, device), keys, values
-        )
-        self.where = Where.of(config, table, lengths)
-        self.q = (2 * rng.normal(size=(2, case.num_heads, case.head_dim))).astype(np.float32)
-        self.native = backend.from_numpy(self.q, "float32", device)
+def scene(backend: Any, device: str, config: EpsConfig) -> FilledCase:
+    """One layer's cache and a query of each of two sequences."""
+    return FilledCase(backend, device, Case(LENGTHS, config), 5)
 
 
 def expected(config: EpsConfig) -> dict[str, Any]:
     """Of the oracle, part by part: what was visited, out, lse, statistics."""
-    one = Scene(oracle, "cpu", config)
+    one = scene(oracle, "cpu", config)
     cache, where, q, kv_heads = one.cache, one.where, one.q, one.cache.spec.num_kv_heads
     dense_out, dense_lse = oracle.attend(cache, 0, q, where, None)
     everything = np.repeat(where.inside[:, None], kv_heads, axis=1)
@@ -86,7 +74,7 @@ def expected(config: EpsConfig) -> dict[str, Any]:
 
 
 def check(attend_layer: Callable, backend: Any, device: str, config: EpsConfig) -> None:
-    want, one = expected(config), Scene(backend, device, config)
+    want, one = expected(config), scene(backend, device, config)
     before = one.cache.kv_bytes_read
     out, read = attend_layer(backend, one.cache, 0, one.native, one.where, audit=True)
     (stats,), (out, lse) = gate.collect(backend, one.cache, [read], out, read.lse)

@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 import tiny_models
@@ -19,10 +18,6 @@ from eps_core.config.store import DTYPE_BYTES, CacheSpec
 from eps_core.errors import ConfigError
 from eps_core.load import load_backend
 from eps_core.oracle import codes as oracle_codes
-from eps_core.oracle.formulas import attend_keys
-from eps_core.paging.pool import PagePool
-from eps_core.paging.rows import Rows
-from eps_core.paging.where import Where
 
 PROMPT = "It was a dark and stormy night; the rain fell in torrents. " * 5
 HALF_STEP = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # of a cast
@@ -124,16 +119,6 @@ def test_float16_values_stay_within_its_range() -> None:
     assert (oracle_codes.dequantise(codes, scale, 8, np.float16) == rows).all()
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_float32_rows_that_are_read_and_written_again_stay_what_they_are(bits: int) -> None:
-    """As where eviction moves them; scales below float16's normal numbers are too coarse for that."""
-    rows = hard_rows(64, 4e5)
-    codes, scale = oracle_codes.quantise(rows, bits)
-    again, same = oracle_codes.quantise(oracle_codes.dequantise(codes, scale, bits, np.float32), bits)
-    normal = (scale >= 2.0**-14) | (scale == 0)
-    assert normal.sum() > 100 and (scale[normal] == same[normal]).all() and (codes[normal] == again[normal]).all()
-
-
 @pytest.mark.parametrize("bits", FORMATS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30], ids=["NaN", "Inf", "beyond float16's scales"])
 def test_what_no_code_can_say_is_refused_in_k_and_nan_in_v(target: tuple, bits: FormatName, bad: float) -> None:
@@ -216,76 +201,6 @@ def test_a_run_counts_them(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------ attention
 
 
-@pytest.mark.kernels("numba", "triton", "metal")
-@pytest.mark.parametrize("bits", [(8, 8), (4, 8), (8, 16), ("nvfp4", "fp8"), ("fp8", "nvfp4")])
-def test_attention_is_over_the_dequantised(target: tuple, bits: KvFormats) -> None:
-    """Gated, dense and of rows, by float64 from the quantiser alone."""
-    backend, device = target
-    rng = np.random.default_rng(1)
-    length, head_dim = 150, 16
-    k, v = rng.standard_normal((2, length, 2, head_dim)).astype(np.float32)
-    q = rng.standard_normal((1, 4, head_dim)).astype(np.float32)
-    cache = backend.new_cache(spec_of(bits), CONFIG.store, device)
-    given = (backend.from_numpy(x, "float32", device) for x in (k, v))
-    cache = backend.write_kv(cache, 0, *given, np.arange(length))
-    table, lengths = np.arange(10, dtype=np.int32)[None], np.array([length])
-    where = Where.of(CONFIG, table, lengths)
-    native = backend.from_numpy(q, "float32", device)
-    chosen = backend.select(backend.score(cache, 0, native, where), where)
-    gated, _ = backend.attend(cache, 0, native, where, chosen)
-    dense, _ = backend.attend(cache, 0, native, where, None)
-    rows = Rows.of(table, lengths, np.array([1]))
-    read = backend.attend_rows(cache, 0, native, rows)
-    held = [
-        x if one == 16 else oracle_codes.dequantise(*oracle_codes.quantise(x, one), one, np.float32)
-        for x, one in zip((k, v), bits, strict=True)
-    ]
-    groups, counts = backend.to_numpy(chosen.groups), backend.to_numpy(chosen.counts)
-    for r in range(4):
-        a, head = q[0, r].astype(np.float64) / np.sqrt(head_dim), r // 2
-        tokens = (groups[0, head, : counts[0, head], None] * 4 + np.arange(4)).reshape(-1)
-        tokens = tokens[tokens < length]
-        for got, seen in ((gated, tokens), (dense, np.arange(length)), (read.out, np.arange(length))):
-            want, _ = attend_keys(a, held[0][seen, head], held[1][seen, head])
-            assert np.abs(backend.to_numpy(got)[0, r] - want).max() < 2e-5
-            # and not over what was written
-            other, _ = attend_keys(a, k[seen, head], v[seen, head])
-            assert np.abs(want - other).max() > 1e-4
-
-
-def test_placed_tokens_are_codes_and_a_copy_takes_scales_along(target: tuple) -> None:
-    backend, device = target
-    rng = np.random.default_rng(2)
-    k, v = rng.standard_normal((2, 16, 2, 16)).astype(np.float32)
-    k[5] *= 100
-    cache = backend.new_cache(spec_of((8, 4), "bfloat16"), CONFIG.store, device)
-    given = [backend.from_numpy(x, "float32", device) for x in (k, v)]
-    cache = backend.place_kv(cache, 0, *given, np.arange(16))
-    cache = backend.copy_units(cache, [0], [7])
-    pairs = [backend.read_kv(cache, 0, np.array([unit]), 16) for unit in (0, 7)]
-    for which, (got, copied) in enumerate(zip(*pairs, strict=True)):
-        held = (k, v)[which].astype(ml_dtypes.bfloat16)
-        bits = (8, 4)[which]
-        want = oracle_codes.dequantise(*oracle_codes.quantise(held, bits), bits, held.dtype)
-        assert (backend.to_numpy(got) == want).all() and (backend.to_numpy(copied) == want).all()
-
-
-def test_a_shared_prefix_keeps_its_codes(target: tuple) -> None:
-    """Full pages that the pool already holds are read, not written, by who comes second."""
-    backend, device = target
-    rng = np.random.default_rng(3)
-    k, v = (backend.from_numpy(x, "float32", device) for x in rng.standard_normal((2, 32, 2, 16)).astype(np.float32))
-    pool, cache = PagePool(16, CONFIG.store.unit_tokens), backend.new_cache(spec_of((8, 4)), CONFIG.store, device)
-    first, _ = pool.open(list(range(32)))
-    slots, _ = pool.append(first, list(range(32)))
-    cache = backend.write_kv(cache, 0, k, v, slots)
-    second, shared = pool.open([*range(32), 99])
-    assert shared == 32
-    tables = [pool.table([one])[0] for one in (first, second)]
-    for got, want in zip(*(backend.read_kv(cache, 0, table, 32) for table in tables), strict=True):
-        assert (backend.to_numpy(got) == backend.to_numpy(want)).all() and np.abs(backend.to_numpy(got)).max() > 0
-
-
 def test_a_pool_of_an_engine_holds_no_codes() -> None:
     eps = load_backend("cuda")
     store = EpsConfig.of().store
@@ -295,17 +210,6 @@ def test_a_pool_of_an_engine_holds_no_codes() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- runs
-
-
-@pytest.mark.parametrize("bits", [8, "nvfp4"])
-def test_backends_say_the_same_of_the_demo_prompt(bits: FormatName) -> None:
-    """A tenth of it, that numpy can decode in seconds."""
-    texts = set()
-    for name in ("numpy", "mlx", "cuda"):
-        llm = LLM(backend=name, device="cpu", dtype="float32", kv_bits=bits)
-        prompt = "The pass key is 48215. Remember it. " + PROMPT + "The pass key is"
-        texts.add(llm.generate(prompt, max_new_tokens=8).text)
-    assert len(texts) == 1
 
 
 def test_verified_text_is_the_dense_one_of_the_same_cache(tmp_path: Path) -> None:

@@ -105,30 +105,6 @@ def test_codes_of_backends_are_the_oracles(name: str, bits: FormatName, head_dim
     assert (np.isnan(got_scale) == np.isnan(scale)).all() and not want[7:10].any()
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def test_every_number_of_fp8_is_its_code(name: str) -> None:
-    """All but its two NaN, which no row becomes."""
-    numbers = np.array(E4M3 + [-x for x in E4M3], np.float32)
-    want = np.array([code for code in range(256) if code & 127 < 127], np.uint8)
-    rows = numbers * 2.0 ** np.arange(-14, 8, dtype=np.float32)[:, None]
-    codes, scale = codes_of(name, rows, "fp8")
-    assert (codes == want).all() and (scale == 2.0 ** np.arange(-14, 8)).all()
-    assert (values_of(name, codes, scale, "fp8") == rows).all()
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_every_number_of_nvfp4_is_its_code(name: str) -> None:
-    """All 16 codes under all scales of blocks that are whole: the others' largest rounds its scale elsewhere."""
-    shared = np.array(E4M3[3:], np.float32)
-    block = np.array(E2M1 + [-x for x in E2M1], np.float32)
-    row = (shared[:, None] * block).reshape(-1)
-    rows = row * 2.0 ** np.arange(-14, 8, dtype=np.float32)[:, None]
-    codes, scale = codes_of(name, rows, "nvfp4")
-    pairs = [low + 16 * (low + 1) for low in range(0, 16, 2)] * len(shared)
-    assert (codes == np.array([*pairs, *range(3, 127)], np.uint8)).all() and (scale == 2.0 ** np.arange(-14, 8)).all()
-    assert (values_of(name, codes, scale, "nvfp4") == rows).all()
-
-
 def values_of(name: str, codes: np.ndarray, scale: np.ndarray, bits: FormatName) -> np.ndarray:
     """Dequantised to float32 by one backend."""
     if name == BACKENDS[0]:
@@ -159,45 +135,16 @@ def test_every_byte_is_read_as_the_same_number(name: str) -> None:
     assert (got == np.array(E4M3)[:, None] * both.reshape(-1) / 4).all()
 
 
-@pytest.mark.parametrize("bits", NEW)
-def test_a_value_is_half_a_gap_away(bits: FormatName) -> None:
-    rows = np.concatenate([hard_rows(32, 6e4), on_edges()])
-    codes, scale = oracle_codes.quantise(rows, bits)
-    x, values = rows.astype(np.float64), oracle_codes.dequantise(codes, scale, bits, np.float32).astype(np.float64)
-    numbers, steps = E4M3, np.repeat(scale.astype(np.float64)[:, None], 32, axis=1)
-    floor = np.zeros_like(steps)
-    if bits == "nvfp4":
-        floor = 6 * 2.0**-10 * steps
-        shared = np.array(E4M3)[codes[:, 16:]]
-        numbers, steps = E2M1, steps * np.repeat(shared, 16, axis=1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        size = np.minimum(np.nan_to_num(np.abs(x) / steps), numbers[-1])
-    above = np.clip(np.searchsorted(numbers, size, side="left"), 1, len(numbers) - 1)
-    gap = (np.array(numbers)[above] - np.array(numbers)[above - 1]) * steps
-    missed = np.abs(x - values) * (1 - 2.0**-20)  # the division rounds once
-    assert (missed <= np.maximum(np.maximum(gap / 2, floor), 2.0**-126)).all()
-    assert (missed > gap * 0.49)[scale > 0].any()  # it is no looser than it must be
-
-
-@pytest.mark.parametrize("bits", NEW)
+@pytest.mark.parametrize("bits", FORMATS)
 def test_float32_rows_that_are_read_and_written_again_stay_what_they_are(bits: FormatName) -> None:
-    """Where scales are normal numbers of float16 and, of blocks, whole."""
+    """As where eviction moves them: where scales are normal numbers of float16 and, of blocks, whole."""
     rows = np.concatenate([hard_rows(32, 4e5), on_edges()])
     codes, scale = oracle_codes.quantise(rows, bits)
     again, same = oracle_codes.quantise(oracle_codes.dequantise(codes, scale, bits, np.float32), bits)
-    normal = scale >= 2.0**-14
+    normal = (scale >= 2.0**-14) | (scale == 0)
     if bits == "nvfp4":
         normal &= (codes[:, 16:] >= 3).all(axis=1)
     assert normal.sum() > 100 and (scale[normal] == same[normal]).all() and (codes[normal] == again[normal]).all()
-
-
-@pytest.mark.parametrize("bits", NEW)
-def test_a_power_of_two_moves_the_scale_alone(bits: FormatName) -> None:
-    rows = np.random.default_rng(3).standard_normal((50, 64)).astype(np.float32) * 16
-    codes, scale = oracle_codes.quantise(rows, bits)
-    for power in (-2, 5):
-        other, moved = oracle_codes.quantise(rows * np.float32(2.0**power), bits)
-        assert (moved == scale * np.float16(2.0**power)).all() and (other == codes).all() and moved.min() > 2.0**-14
 
 
 def test_every_backend_codes_every_format() -> None:

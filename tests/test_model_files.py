@@ -37,16 +37,6 @@ FUZZED = int(os.environ.get("EPS_FUZZ", 200))  # folders of each kind; the accep
 INDEX = "model.safetensors.index.json"
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    root = tmp_path_factory.mktemp("models")
-
-    def path(name: str) -> Path:
-        return root / name if (root / name).exists() else tiny_models.save_model(name, root / name)
-
-    return path
-
-
 @pytest.fixture
 def damaged(saved: Callable, tmp_path: Path) -> Callable[[str], Path]:
     """Name of a tiny model -> a copy of its directory to break."""

@@ -2,31 +2,12 @@
 
 import numpy as np
 import pytest
-from test_conformance import Case, eps, run_case
 
-from eps_core import oracle
 from eps_core.config.bytes import summary_bytes, summary_group_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
 from eps_core.errors import ConfigError
 from eps_core.paging.where import Where
-from eps_core.summaries import norm
-from eps_core.summaries.base import near16, up16
-from experiments.bounds.bounds import Trial, run_bounds
-
-CASES = (
-    Case((300, 130), eps("norm", group_tokens=128)),
-    Case((300, 130), eps("norm", group_tokens=128, policy="threshold", top_pages=1), dtype="bfloat16"),
-    Case((70, 33), eps("norm", group_tokens=1), dtype="float16"),
-    Case((290, 31), eps("norm", group_tokens=5, block_size=5), head_dim=33, kind="outlier"),
-    Case((150, 37), eps("norm", scope="union"), num_heads=6, num_kv_heads=3, kind="equal"),
-)
-
-
-@pytest.mark.kernels("numba", "triton", "metal")
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_conforms(target, case) -> None:
-    run_case(*target, case)
 
 
 def test_four_bytes_of_coarse_groups() -> None:
@@ -72,44 +53,3 @@ def test_the_bounds_are_attained(target) -> None:
     assert (lower <= masses).all() and (masses <= upper).all()
     assert (upper[::2] - masses[::2] < 2e-3 * (a @ a) * 2 + 1e-3).all()
     assert (masses[1::2] - lower[1::2] < 2e-3 * (a @ a) * 2 + 1e-3).all()
-
-
-BUILD, SCORE = norm.build, norm.score
-
-
-def rms_for_the_largest(settings, constants, summary, a):
-    estimate, lower, _ = SCORE(settings, constants, summary, a)
-    return estimate, lower, np.log(settings.S) + estimate / np.sqrt(settings.S) + 1e-3
-
-
-def divides_by_n(settings, constants, summary, a):
-    estimate, _, upper = SCORE(settings, constants, summary, a)
-    return estimate, np.log(settings.S) - estimate / settings.S - 1e-3, upper
-
-
-def forgets_log_n(settings, constants, summary, a):
-    estimate, lower, upper = SCORE(settings, constants, summary, a)
-    return estimate, lower, upper - np.log(settings.S)
-
-
-def rounds_to_nearest(settings, constants, k):
-    return {"largest": near16(np.linalg.norm(k, axis=1).max()), "frobenius": near16(np.linalg.norm(k))}
-
-
-def mean_norm(settings, constants, k):
-    return BUILD(settings, constants, k) | {"largest": up16(np.linalg.norm(k, axis=1).mean())}
-
-
-WRONG = {
-    "score": (rms_for_the_largest, divides_by_n, forgets_log_n),
-    "build": (rounds_to_nearest, mean_norm),
-}
-
-
-@pytest.mark.parametrize("size", [4, 64])
-@pytest.mark.parametrize("name, wrong", [(name, wrong) for name, many in WRONG.items() for wrong in many])
-def test_a_wrong_bound_is_found_out(monkeypatch, name, wrong, size) -> None:
-    trial = Trial({"method": "norm"}, "float32", size, 32, 64, 16, 2, 7)
-    assert run_bounds(oracle, "cpu", trial)["bounds"].violations == 0
-    monkeypatch.setattr(norm, name, wrong)
-    assert run_bounds(oracle, "cpu", trial)["bounds"].violations > 0

@@ -55,14 +55,6 @@ def poison(monkeypatch, backend) -> None:
             monkeypatch.setattr(module, name, refuse)
 
 
-def test_off_allocates_nothing_of_eps(target):
-    backend, device = target
-    cache = backend.new_cache(CacheSpec(2, 2, 16, 4), EpsConfig.of().store, device)
-    assert cache.bound is None
-    for name in ("summaries", "state", "open", "centre", "largest_key", "largest_value", "valid", "steps"):
-        assert not getattr(cache, name, []), name
-
-
 def test_off_runs_nothing_of_eps_and_changes_no_bit(target, model, monkeypatch):
     backend, device = target
     with pytest.MonkeyPatch.context() as patch:

@@ -54,22 +54,6 @@ def test_reserved_slots_are_those_of_append() -> None:
             each.pool.free(sequence)
 
 
-@pytest.mark.parametrize("kept", range(10))
-def test_commit_gives_back_what_nothing_needs(kept: int) -> None:
-    memory = Drafts(8, 4)
-    sequence, _ = memory.open([0, 1, 2])
-    slots = memory.reserve(sequence, 9)
-    assert len(sequence.table) == 3 and memory.pool.num_free == 5
-    memory.commit(sequence, slots, list(range(10, 10 + kept)))
-    memory.pool.check()
-    assert len(sequence.table) == -(-(3 + kept) // 4) and memory.pool.num_free == 8 - len(sequence.table)
-    assert memory.read(sequence) == [0, 1, 2, *range(10, 10 + kept)]
-    # and it goes on as any other
-    memory.append(sequence, [7, 8])
-    assert memory.read(sequence)[-2:] == [7, 8]
-    memory.pool.check()
-
-
 def test_units_that_were_there_before_stay() -> None:
     """Those that `rewind` emptied are the sequence's, whatever a round held besides."""
     memory = Drafts(8, 4)
@@ -81,79 +65,6 @@ def test_units_that_were_there_before_stay() -> None:
     memory.commit(sequence, slots, [50])
     assert list(sequence.table) == units and memory.read(sequence) == [*range(5), 50]
     memory.pool.check()
-
-
-def test_drafted_units_are_found_by_nobody() -> None:
-    memory = Drafts(16, 2)
-    sequence, _ = memory.open([0, 1, 2])
-    drafts = [3, 4, 5, 6, 7]
-    slots = memory.reserve(sequence, 5)
-    memory.slots.reshape(-1)[slots] = drafts  # as a lucky drafter would leave them
-    probe, shared = memory.pool.open([0, 1, 2, *drafts])
-    assert shared == 2  # the unit that was full before
-    memory.pool.free(probe)
-    child = memory.pool.fork(sequence)
-    assert child.length == 3 and len(child.table) == 2
-    memory.commit(sequence, slots, drafts[:3])
-    probe, shared = memory.pool.open([0, 1, 2, *drafts])
-    assert shared == 6
-    memory.pool.check()
-
-
-def test_a_shared_open_unit_is_copied_before_it_is_drafted_into() -> None:
-    memory = Drafts(8, 4)
-    parent, _ = memory.open(list(range(6)))
-    child = memory.pool.fork(parent)
-    slots = memory.reserve(child, 3)
-    assert child.table[0] == parent.table[0] and child.table[1] != parent.table[1]
-    assert (slots // 4).tolist() == [child.table[1], child.table[1], child.table[2]]
-    assert memory.read(parent) == memory.read(child) == list(range(6))
-    memory.pool.release(child)
-    memory.pool.check()
-    assert memory.read(child) == list(range(6)) and len(child.table) == 2
-
-
-def test_a_fork_in_the_middle_of_a_round_takes_no_draft() -> None:
-    memory = Drafts(8, 4)
-    parent, _ = memory.open(list(range(6)))
-    slots = memory.reserve(parent, 6)
-    child = memory.pool.fork(parent)
-    memory.pool.check()
-    assert len(child.table) == 2 and memory.read(child) == list(range(6))
-    memory.commit(parent, slots, [60, 70, 80])  # into the unit that both hold, behind what the child knows
-    memory.pool.check()
-    assert memory.read(child) == list(range(6))
-    memory.append(child, [61])
-    assert memory.read(child) == [*range(6), 61] and memory.read(parent) == [*range(6), 60, 70, 80]
-    memory.pool.check()
-
-
-def test_exhaustion_changes_nothing() -> None:
-    memory = Drafts(4, 4)
-    first, _ = memory.open(list(range(6)))
-    second = memory.pool.fork(first)
-    before = state_of(memory, first, second)
-    with pytest.raises(ConfigError, match="needs 3 more units of 4 tokens, 2 of the pool's 4 are free"):
-        memory.pool.reserve(second, 10)
-    assert state_of(memory, first, second) == before
-    memory.reserve(second, 3)  # a copy and one more: exactly what is free
-    before = state_of(memory, first, second)
-    with pytest.raises(ConfigError):
-        memory.pool.reserve(first, 3)
-    assert state_of(memory, first, second) == before
-    memory.pool.release(second)
-    memory.reserve(first, 3)
-    memory.pool.check()
-
-
-def test_free_in_the_middle_of_a_round() -> None:
-    memory = Drafts(8, 4)
-    sequence, _ = memory.open(list(range(6)))
-    memory.reserve(sequence, 9)
-    memory.pool.free(sequence)
-    memory.pool.check()
-    assert memory.pool.num_free == 8 and not memory.pool._reserved
-    assert memory.pool.open(list(range(30)))[1] in (0, 4)
 
 
 def test_misuse_is_an_assertion() -> None:

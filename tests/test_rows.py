@@ -139,18 +139,6 @@ def test_rows_are_what_the_oracle_says(target, case, exact_q) -> None:
     np.testing.assert_array_equal(backend.to_numpy(plain.lse), lse)
 
 
-def test_one_row_each_is_a_dense_step(target) -> None:
-    backend, device = target
-    case, rng = Case((150, 37, 64), (1, 1, 1)), np.random.default_rng(2)
-    filled = Filled(backend, device, case, rng)
-    q = backend.from_numpy(query(case, rng), "float32", device)
-    where = Where.dense(filled.config.store, filled.table, filled.lengths)
-    out, lse = backend.attend(filled.cache, 0, q, where, None)
-    read = backend.attend_rows(filled.cache, 0, q, filled.rows())
-    assert np.abs(backend.to_numpy(read.out) - backend.to_numpy(out)).max() < 1e-5
-    assert np.abs(backend.to_numpy(read.lse) - backend.to_numpy(lse)).max() < 1e-5
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30], ids=str)
 def test_what_a_row_does_not_see_does_not_reach_it(target, poison, dtype) -> None:
@@ -170,20 +158,6 @@ def test_what_a_row_does_not_see_does_not_reach_it(target, poison, dtype) -> Non
             np.testing.assert_array_equal(backend.to_numpy(a)[:3], backend.to_numpy(b)[:3])
         if not np.isfinite(poison):
             assert not np.isfinite(backend.to_numpy(read.out)[3:]).all(axis=(1, 2)).any(), which
-
-
-def test_what_lies_past_the_end_is_not_read(target) -> None:
-    backend, device = target
-    case, rng = Case((147,), (3,)), np.random.default_rng(3)
-    filled = Filled(backend, device, Case((150,), (6,)), rng)
-    q = backend.from_numpy(query(case, rng), "float32", device)
-    rows = Rows.of(filled.table, np.array(case.lengths), np.array(case.num_rows))
-    clean = backend.attend_rows(filled.cache, 0, q, rows)
-    k, v = (x.copy() for x in (filled.keys[0], filled.values[0]))
-    k[147:] = v[147:] = np.nan
-    filled.write(0, k, v)
-    read = backend.attend_rows(filled.cache, 0, q, rows)
-    np.testing.assert_array_equal(backend.to_numpy(read.out), backend.to_numpy(clean.out))
 
 
 def test_placed_tokens_have_no_summary(target) -> None:

@@ -16,7 +16,7 @@ from eps_core.decode.generate import generate
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.session import Session
 from eps_core.errors import ConfigError
-from eps_core.evaluation.runner import DENSE, GREEDY, Document, Outcome, decode, run_batch, run_document
+from eps_core.evaluation.runner import DENSE, GREEDY, Document, Outcome, run_batch, run_document
 from experiments.grid.grid_cell import Watched
 
 ROOT = Path(__file__).parent.parent
@@ -61,11 +61,6 @@ def test_an_installation_without_the_demo_says_so(tmp_path: Path, monkeypatch: p
         Session.open(None, "numpy")
 
 
-def test_a_device_that_is_not_there_is_refused(model: Path) -> None:
-    with pytest.raises(ConfigError, match="device mps is not there for backend numpy, which has cpu"):
-        Session.open(model, "numpy", "mps")
-
-
 def test_tokens_past_the_vocabulary_and_broken_text_are_refused(session: Session) -> None:
     text = "It was a dark and stormy night."
     assert session.decode(session.encode(text)) == text
@@ -97,17 +92,6 @@ def test_a_cache_has_room_for_every_sequence(session: Session) -> None:
 
 
 # ---- prefixes
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_decode_from_a_prefix_is_the_one_after_its_own_prefill(session: Session, name: str) -> None:
-    config, document = CONFIGS[name], Document(TOKENS, 20)
-    prefix = session.prefix(TOKENS[:-1], prefill_chunk=512)
-    (outcome,) = run_batch(session, [document], {0: config}, [prefix]).values()
-    cache, pool = session.cache(config.store, len(TOKENS) + 20)
-    alone, _ = decode(session, cache, pool, [document], config.read, prefill_chunk=512)
-    assert facts(outcome) == facts(alone) and outcome.said == alone.said
-    assert pool.num_free == pool.num_units
 
 
 def test_written_sequences_grow_and_stay_the_caller_s(session: Session) -> None:

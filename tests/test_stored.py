@@ -171,11 +171,13 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-7])
 
 
-def told(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+def rewritten(change: Callable[[dict[str, Any], Any], None]) -> Callable[[Path], None]:
+    """Changes what a file says and holds; its header stays right."""
+
     def change_it(file: Path) -> None:
         metadata, arrays, data = tensors.read(file)
         values = json.loads(metadata[METADATA_KEY])
-        change(values)
+        change(values, data)
         layout = {name: (list(array.shape), array.dtype.name) for name, array in arrays.items()}
         start, _ = tensors.header({METADATA_KEY: json.dumps(values)}, layout)
         file.write_bytes(start + data)
@@ -183,20 +185,14 @@ def told(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
     return change_it
 
 
+def to_another_prompt(values: dict[str, Any], data: Any) -> None:
+    data[0] ^= 1  # the first token: what follows it in the file is the layout's
+    values["blake2b"] = stored_module._digest(data)
+
+
 def foreign(file: Path) -> None:
     start, _ = tensors.header({}, {"x": ([2], "int8")})
     file.write_bytes(start + b"ab")
-
-
-def exchanged(file: Path) -> None:
-    """The arrays and hash of another prompt under this one's name."""
-    metadata, arrays, data = tensors.read(file)
-    values = json.loads(metadata[METADATA_KEY])
-    data[0] ^= 1  # the first token: what follows it in the file is the layout's
-    values["blake2b"] = stored_module._digest(data)
-    layout = {name: (list(array.shape), array.dtype.name) for name, array in arrays.items()}
-    start, _ = tensors.header({METADATA_KEY: json.dumps(values)}, layout)
-    file.write_bytes(start + data)
 
 
 WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -214,9 +210,12 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         "damaged, or no safetensors file",
     ),
     "foreign": (foreign, "foreign"),
-    "weights": (told(lambda values: values["identity"].update(weights="0")), "stale: it is of other weights"),
-    "version": (told(lambda values: values.update(format_version=0)), "stale: it has format 0"),
-    "prompt": (exchanged, "foreign: it is of another prompt"),
+    "weights": (
+        rewritten(lambda values, data: values["identity"].update(weights="0")),
+        "stale: it is of other weights",
+    ),
+    "version": (rewritten(lambda values, data: values.update(format_version=0)), "stale: it has format 0"),
+    "prompt": (rewritten(to_another_prompt), "foreign: it is of another prompt"),
     "directory": (lambda file: (file.unlink(), file.mkdir()), "directory"),
 }
 

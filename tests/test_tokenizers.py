@@ -11,7 +11,6 @@ import pytest
 import tiny_models
 import tokenizers
 import transformers
-from command import outcome
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
@@ -120,16 +119,6 @@ def test_special_tokens_are_those_of_transformers(name: str, folder: Write) -> N
     check_ids(path)
 
 
-def test_the_prompt_has_its_first_token(folder: Write, tmp_path: Path) -> None:
-    path = folder(
-        tokenizer_config={"chat_template": "{{ bos_token }}{{ messages[0].content }}"},
-        special_tokens_map={"bos_token": "<s>"},
-    )
-    run = ["run", "--model", str(path), "--backend", "numpy", "--chat", "--prompt", "abc", "--max-new-tokens", "1"]
-    done = outcome(run, tmp_path)
-    assert json.loads(done.out.splitlines()[-1])["prompt_tokens"] == 4, done.err
-
-
 # Tokenizer classes
 
 CLASSES = {
@@ -162,12 +151,6 @@ def test_a_class_does_what_it_does_in_transformers(name: str, folder: Write, cap
 @pytest.mark.parametrize("settings", [{"legacy": True}, {"add_prefix_space": False}])
 def test_settings_of_the_llama_class_are_read(settings: dict[str, bool], folder: Write) -> None:
     check_ids(folder(sentencepiece(), tokenizer_config={"tokenizer_class": "LlamaTokenizer"} | settings))
-
-
-def test_composed_and_decomposed_accents_are_one_text_to_qwen(folder: Write) -> None:
-    path = folder(byte_level(), {"model_type": "qwen2", "architectures": "absent"})
-    tokenizer = load_tokenizer(path)
-    assert encode(tokenizer, path, "cafe\u0301") == encode(tokenizer, path, "caf\u00e9")
 
 
 def test_a_class_that_is_not_reproduced_is_named(folder: Write, capsys: pytest.CaptureFixture) -> None:

@@ -107,8 +107,3 @@ def test_a_drafter_that_is_always_right_is_always_accepted(gamma: int, sampling:
         assert record.accepted == record.drafted
     # each round says all of its drafts and one token more
     assert len(records) == -(-TOKENS // (gamma + 1))
-
-
-def test_nobody_drafts_past_the_last_token() -> None:
-    records, drafter = drafted(judge(), GREEDY, Verify("tokens", 16), dense=True)
-    assert [r.drafted for r in records] == [[TOKENS - 1] * 2] and drafter.steps == TOKENS - 1

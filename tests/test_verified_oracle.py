@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
-from verified_runs import DRAWN, GREEDY, Drafter, check_rounds, eps, judge, prompt
+from verified_runs import Drafter, check_rounds, eps, judge, prompt
 
 from eps_core.config.store import METHODS
 from eps_core.config.verify import Verify
@@ -66,18 +66,3 @@ def test_a_drawn_run_is_the_dense_one(
         reject()
     prompts = [prompt(length, i) for i, length in enumerate(lengths)]
     check_rounds(model, prompts, config, tokens, sampling, verify, drafter and Drafter(model, **drafter), poison)
-
-
-def test_the_number_of_drafts_changes_nothing() -> None:
-    """Nor does the batch: `check_rounds` decodes each sequence alone."""
-    model, config = judge(), eps("meanstd", budget=0.4)
-    prompts = [prompt(30 + 7 * i, i) for i in range(3)]
-    said = []
-    for draft in (0, 1, 2, 5, 16):
-        for sampling in (GREEDY, DRAWN):
-            run = model.verified(prompts, config, 8, sampling, Verify("tokens", draft))
-            said.append((sampling, run.said))
-    for sampling in (GREEDY, DRAWN):
-        first, *others = [one for which, one in said if which == sampling]
-        assert all(one == first for one in others)
-        assert first == model.dense(prompts, config, 8, sampling).said

@@ -1,5 +1,6 @@
 """Tests of the tests: each deliberately wrong backend must fail the conformance suite."""
 
+import inspect
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -22,8 +23,34 @@ def broken(**functions):
     return SimpleNamespace(**{**vars(oracle), **functions})
 
 
-def drops_a_group(scores, where, layer=0):
-    chosen = oracle.select(scores, where, layer)
+def given(function: str, **changes):
+    """A backend whose `function` is given other arguments: each is what its change makes of all of them."""
+    right = getattr(oracle, function)
+    signature = inspect.signature(right)
+
+    def wrong(*args, **named):
+        bound = signature.bind(*args, **named)
+        bound.apply_defaults()
+        whole = SimpleNamespace(**bound.arguments)
+        return right(**{**bound.arguments, **{name: change(whole) for name, change in changes.items()}})
+
+    return {function: wrong}
+
+
+def gives(function: str, change):
+    """A backend whose `function` returns what `change` makes of its result and its arguments."""
+    right = getattr(oracle, function)
+    signature = inspect.signature(right)
+
+    def wrong(*args, **named):
+        bound = signature.bind(*args, **named)
+        bound.apply_defaults()
+        return change(right(*args, **named), SimpleNamespace(**bound.arguments))
+
+    return {function: wrong}
+
+
+def without_one(chosen, a):
     counts = chosen.counts - 1
     groups = chosen.groups.copy()
     for b, head in np.ndindex(*counts.shape):
@@ -31,92 +58,43 @@ def drops_a_group(scores, where, layer=0):
     return replace(chosen, groups=groups, counts=counts, uniform=counts[:, 0].astype(np.int64))
 
 
-def attends_without_the_last_group(cache, layer, q, where, selected):
-    if selected is None:
-        return oracle.attend(cache, layer, q, where, None)
-    return oracle.attend(cache, layer, q, where, replace(selected, counts=selected.counts - 1))
+def one_group_fewer(a):
+    return a.selected and replace(a.selected, counts=a.selected.counts - 1)
 
 
-def swaps_heads(cache, layer, q, where, selected):
-    return oracle.attend(cache, layer, q[:, ::-1], where, selected)
+def mean_query(a):
+    grouped = a.q.reshape(len(a.q), a.cache.spec.num_kv_heads, -1, a.q.shape[-1])
+    return np.broadcast_to(grouped.mean(axis=2, keepdims=True), grouped.shape).reshape(a.q.shape)
 
 
-def swaps_heads_in_score(cache, layer, q, where):
-    return oracle.score(cache, layer, q[:, ::-1], where)
+def lower_bound(scores, a):
+    return replace(scores, upper=None if scores.upper is None else scores.upper - 5.0)
 
 
-def adds_one(cache, layer, q, where, selected):
-    out, lse = oracle.attend(cache, layer, q, where, selected)
-    return out + 1e-3, lse
-
-
-def forgets_the_scale(cache, layer, q, where, selected):
-    return oracle.attend(cache, layer, q * np.sqrt(q.shape[-1]), where, selected)
-
-
-def forgets_the_scale_in_score(cache, layer, q, where):
-    return oracle.score(cache, layer, q * np.sqrt(q.shape[-1]), where)
-
-
-def means_over_query_heads(cache, layer, q, where):
-    kv_heads = cache.spec.num_kv_heads
-    mean = q.reshape(len(q), kv_heads, -1, q.shape[-1]).mean(axis=2, keepdims=True)
-    return oracle.score(
-        cache,
-        layer,
-        np.broadcast_to(mean, q.reshape(len(q), kv_heads, -1, q.shape[-1]).shape).reshape(q.shape),
-        where,
-    )
-
-
-def narrows_the_bound(cache, layer, q, where):
-    scores = oracle.score(cache, layer, q, where)
-    upper = scores.upper if scores.upper is None else scores.upper - 5.0
-    return replace(scores, upper=upper)
-
-
-def swaps_query_heads_of_the_bounds(cache, layer, q, where):
-    scores = oracle.score(cache, layer, q, where)
+def next_query_heads_bounds(scores, a):
     return replace(scores, lower=scores.lower[:, :, ::-1], upper=scores.upper[:, :, ::-1])
 
 
-def forgets_the_slack(cache, layer, q, where):
-    scores = oracle.score(cache, layer, q, where)
-    return replace(scores, slack=np.zeros_like(scores.slack))
+def reads_a_token_more(a):
+    a.cache.kv_bytes_read += a.cache.spec.kv_token_bytes
+    return a.cache
 
 
-def swaps_kv(cache, layer, k, v, slots):
-    return oracle.write_kv(cache, layer, v, k, slots)
+def estimates_as_bounds(a):
+    return replace(a.scores, upper=np.broadcast_to(a.scores.estimate[:, :, None], a.scores.upper.shape))
 
 
-def never_visits_the_open_group(scores, where, layer=0):
-    scores = replace(scores, estimate=np.where(np.isposinf(scores.estimate), -1e9, scores.estimate))
-    where = Where.of(where.config.replace(last_tokens=0), where.table, where.lengths)
-    return oracle.select(scores, where, layer)
+def lower_as_upper(a):
+    return replace(a.scores, upper=a.scores.lower)
 
 
-def reads_unselected_groups(cache, layer, q, where, selected):
-    cache.kv_bytes_read += cache.spec.kv_token_bytes
-    return oracle.attend(cache, layer, q, where, selected)
+def upper_as_lower(a):
+    return replace(a.scores, lower=a.scores.upper)
 
 
-def certifies_estimates(cache, layer, scores, visited, out, lse):
-    upper = np.broadcast_to(scores.estimate[:, :, None], scores.upper.shape)
-    return oracle.certify(cache, layer, replace(scores, upper=upper), visited, out, lse)
-
-
-def certifies_lower_bounds(cache, layer, scores, visited, out, lse):
-    return oracle.certify(cache, layer, replace(scores, upper=scores.lower), visited, out, lse)
-
-
-def certifies_what_was_read(cache, layer, scores, visited, out, lse):
-    visit = oracle_scoring.visit_mask(visited, scores.upper.shape[3]) | np.isneginf(scores.estimate)
-    unvisited = oracle_scoring._selection(~visit, visited.forced, None)
-    return oracle.certify(cache, layer, scores, unvisited, out, lse)
-
-
-def certifies_with_the_next_heads_sums(cache, layer, scores, visited, out, lse):
-    return oracle.certify(cache, layer, scores, visited, np.roll(out, 1, axis=1), np.roll(lse, 1, axis=1))
+def what_was_left_out(a):
+    visit = oracle_scoring.visit_mask(a.visited, a.scores.upper.shape[3]) | np.isneginf(a.scores.estimate)
+    return oracle_scoring._selection(~visit, a.visited.forced, None)
 
 
 def certifies_by(combine):
@@ -132,92 +110,59 @@ def certifies_by(combine):
             each.append(oracle.certify(cache, layer, part, visited, *mine))
         return Certificate(combine([one.mass for one in each], axis=0), combine([one.error for one in each], axis=0))
 
-    return certify
+    return {"certify": certify}
 
 
-def certifies_without_the_values(cache, layer, scores, visited, out, lse):
-    silent = replace(cache, largest_value=[np.zeros_like(x) for x in cache.largest_value])
-    return oracle.certify(silent, layer, scores, visited, out, lse)
-
-
-def escalates_one_group_less(read, scores, selected, lse):
-    """Of those that escalation adds, the one that it would take last."""
-    extra, whole = oracle.escalate(read, scores, selected, lse)
-    num_groups = scores.estimate.shape[2]
+def without_the_last_of_the_added(result, a):
+    """Of those that escalation adds, without the one that it would take last."""
+    extra, whole = result
+    num_groups = a.scores.estimate.shape[2]
     added, visit = (oracle_scoring.visit_mask(part, num_groups) for part in (extra, whole))
     for b, head in np.ndindex(*extra.counts.shape):
         listed = np.flatnonzero(added[b, head])
         if len(listed):
-            need = (scores.upper[b, head] - lse.reshape(scores.slack.shape)[b, head][:, None]).max(axis=0)[listed]
+            lse = a.lse.reshape(a.scores.slack.shape)[b, head][:, None]
+            need = (a.scores.upper[b, head] - lse).max(axis=0)[listed]
             last = listed[oracle_selection.best_first(need)[-1]]
             added[b, head, last] = visit[b, head, last] = False
-    return oracle_scoring._selection(added, extra.forced, None), oracle_scoring._selection(
-        visit, whole.forced, whole.wanted
-    )
+    parts = ((added, extra.forced, None), (visit, whole.forced, whole.wanted))
+    return tuple(oracle_scoring._selection(*part) for part in parts)
 
 
-def escalates_by_lower_bounds(read, scores, selected, lse):
-    return oracle.escalate(read, replace(scores, upper=scores.lower), selected, lse)
+def of_one_query_head(a):
+    parts = {name: getattr(a.scores, name)[:, :, :1] for name in ("lower", "upper", "slack")}
+    return replace(a.scores, **parts)
 
 
-def escalates_with_the_next_heads_sums(read, scores, selected, lse):
-    return oracle.escalate(read, scores, selected, np.roll(lse, 1, axis=1))
-
-
-def escalates_by_one_query_head(read, scores, selected, lse):
-    one = replace(scores, lower=scores.lower[:, :, :1], upper=scores.upper[:, :, :1], slack=scores.slack[:, :, :1])
-    return oracle.escalate(read, one, selected, lse.reshape(scores.slack.shape)[:, :, 0])
-
-
-def escalates_everything(read, scores, selected, lse):
-    return oracle.escalate(replace(read, epsilon=0.0), scores, selected, lse)
-
-
-def escalates_by_upper_gains(read, scores, selected, lse):
-    return oracle.escalate(read, replace(scores, lower=scores.upper), selected, lse)
-
-
-def escalates_again_what_was_read(read, scores, selected, lse):
-    _, whole = oracle.escalate(read, scores, selected, lse)
+def what_was_read_too(result, a):
+    _, whole = result
     return replace(whole, forced=np.zeros_like(whole.forced), wanted=None), whole
 
 
-def ignores_the_layer(scores, where, layer=0):
-    return oracle.select(scores, where, 0)
+def other_config(**changes):
+    """`where` of another config; changes are made of the head modes."""
+
+    def change(a):
+        settings = {name: value(a.where.config.read.head_modes) for name, value in changes.items()}
+        return Where.of(a.where.config.replace(**settings), a.where.table, a.where.lengths)
+
+    return change
 
 
-def shifts_the_head_modes(scores, where, layer=0):
-    modes = where.config.read.head_modes
-    modes = modes and tuple(one[1:] + one[:1] for one in modes)
-    return oracle.select(scores, Where.of(where.config.replace(head_modes=modes), where.table, where.lengths), layer)
+def without_the_open_group(a):
+    return replace(a.scores, estimate=np.where(np.isposinf(a.scores.estimate), -1e9, a.scores.estimate))
 
 
-def calls_mixed_heads_uniform(scores, where, layer=0):
-    chosen = oracle.select(scores, where, layer)
-    return replace(chosen, uniform=chosen.counts[:, 0].astype(np.int64))
+def largest_of_the_last(name, part):
+    """write_kv, but the largest norm is that of the tokens that were written last."""
 
+    def change(cache, a):
+        if getattr(cache, name):
+            rows = getattr(a, part).astype(np.float64)
+            getattr(cache, name)[a.layer] = np.linalg.norm(rows, axis=2).max(axis=0)
+        return cache
 
-def forgets_larger_keys(cache, layer, k, v, slots):
-    cache = oracle.write_kv(cache, layer, k, v, slots)
-    if cache.largest_key:
-        cache.largest_key[layer] = np.linalg.norm(k.astype(np.float64), axis=2).max(axis=0)
-    return cache
-
-
-def forgets_larger_values(cache, layer, k, v, slots):
-    cache = oracle.write_kv(cache, layer, k, v, slots)
-    if cache.largest_value:
-        cache.largest_value[layer] = np.linalg.norm(v.astype(np.float64), axis=2).max(axis=0)
-    return cache
-
-
-def owns_unscaled_logits(cache, q, k, v):
-    out, lse = oracle.attend_own(cache, q, k, v)
-    return out, lse * np.sqrt(q.shape[2])
-
-
-def owns_the_next_kv_head(cache, q, k, v):
-    return oracle.attend_own(cache, q, np.roll(k, 1, axis=1), v)
+    return change
 
 
 def excess(scores, selected, lse):
@@ -234,15 +179,14 @@ def tail_counts_visited_groups(cache, layer, where, scores, selected, lse):
     return out, tail - np.maximum(excess(scores, selected, lse), 0)
 
 
-def tail_corrects_by(change):
+def corrects_by(change):
     """attend_tail, but the estimates are lowered by `change` of their excess instead of its positive part."""
 
-    def attend_tail(cache, layer, where, scores, selected, lse):
-        out, tail = oracle.attend_tail(cache, layer, where, scores, selected, lse)
-        over = excess(scores, selected, lse)
-        return out, tail + np.maximum(over, 0) - change(over)
+    def corrected(result, a):
+        over = excess(a.scores, a.selected, a.lse)
+        return result[0], result[1] + np.maximum(over, 0) - change(over)
 
-    return attend_tail
+    return gives("attend_tail", corrected)
 
 
 def tail_of_keys(cache, layer, k, v, slots):
@@ -255,32 +199,38 @@ def tail_of_keys(cache, layer, k, v, slots):
     return replace(cache, tail=tail)
 
 
-def tail_without_the_scale(cache, layer, where, scores, selected, lse):
-    stored = cache.tail.summaries[layer]
-    plain = stored | {"mean_scale": np.ones_like(stored["mean_scale"])} if stored else stored
-    cache = replace(cache, tail=replace(cache.tail, summaries=[plain]))
-    return oracle.attend_tail(cache, layer, where, scores, selected, lse)
+def tail_stores(change):
+    """The cache whose tail's stored means are what `change` makes of them."""
+
+    def changed(a):
+        stored = change(a.cache.tail.summaries[a.layer])
+        return replace(a.cache, tail=replace(a.cache.tail, summaries=[stored]))
+
+    return changed
 
 
-def tail_counts_its_open_group(cache, layer, where, scores, selected, lse):
-    full, size = deepcopy(cache.tail.state[layer]), cache.store.tail_tokens
-    full.fill[:] = size
-    cache = replace(cache, tail=replace(cache.tail, state=[full]))
-    return oracle.attend_tail(
-        cache, layer, Where.of(where.config, where.table, -(-where.lengths // size) * size), scores, selected, lse
-    )
+def without_the_scale(stored):
+    return stored | {"mean_scale": np.ones_like(stored["mean_scale"])} if stored else stored
 
 
-def tail_of_the_next_head(cache, layer, where, scores, selected, lse):
-    stored = {name: np.roll(array, 1, axis=1) for name, array in cache.tail.summaries[layer].items()}
-    cache = replace(cache, tail=replace(cache.tail, summaries=[stored]))
-    return oracle.attend_tail(cache, layer, where, scores, selected, lse)
+def of_the_next_head(stored):
+    return {name: np.roll(array, 1, axis=1) for name, array in stored.items()}
 
 
-def tail_of_one_query_head(cache, layer, where, scores, selected, lse):
-    mine = lse.reshape(len(lse), cache.spec.num_kv_heads, -1)
-    first = np.broadcast_to(mine[:, :, :1], mine.shape).reshape(lse.shape)
-    return oracle.attend_tail(cache, layer, where, scores, selected, first)
+def with_an_open_group_as_full(a):
+    full = deepcopy(a.cache.tail.state[a.layer])
+    full.fill[:] = a.cache.store.tail_tokens
+    return replace(a.cache, tail=replace(a.cache.tail, state=[full]))
+
+
+def up_to_whole_tail_groups(a):
+    size = a.cache.store.tail_tokens
+    return Where.of(a.where.config, a.where.table, -(-a.where.lengths // size) * size)
+
+
+def the_first_query_heads_lse(a):
+    mine = a.lse.reshape(len(a.lse), a.cache.spec.num_kv_heads, -1)
+    return np.broadcast_to(mine[:, :, :1], mine.shape).reshape(a.lse.shape)
 
 
 def copies_no_tail(cache, src, dst):
@@ -290,51 +240,76 @@ def copies_no_tail(cache, src, dst):
     return cache
 
 
+def reversed_heads(a):
+    return a.q[:, ::-1]
+
+
+def unscaled(a):
+    return a.q * np.sqrt(a.q.shape[-1])
+
+
+def next_sums(*names):
+    """Sums of the next query head."""
+    return {name: lambda a, name=name: np.roll(getattr(a, name), 1, axis=1) for name in names}
+
+
 WRONG = {
-    "drops a group": {"select": drops_a_group},
-    "attends without the last group": {"attend": attends_without_the_last_group},
-    "swaps heads": {"attend": swaps_heads},
-    "swaps heads in score": {"score": swaps_heads_in_score},
-    "adds one thousandth": {"attend": adds_one},
-    "forgets the scale": {"attend": forgets_the_scale},
-    "forgets the scale in score": {"score": forgets_the_scale_in_score},
-    "averages the query heads": {"score": means_over_query_heads},
-    "narrows the bound": {"score": narrows_the_bound},
-    "swaps K and V": {"write_kv": swaps_kv},
-    "never visits the open group": {"select": never_visits_the_open_group},
-    "reads more than it lists": {"attend": reads_unselected_groups},
-    "swaps the query heads of the bounds": {"score": swaps_query_heads_of_the_bounds},
-    "forgets the slack": {"score": forgets_the_slack},
-    "certifies estimates": {"certify": certifies_estimates},
-    "certifies lower bounds": {"certify": certifies_lower_bounds},
-    "certifies what was read": {"certify": certifies_what_was_read},
-    "certifies with the next head's sums": {"certify": certifies_with_the_next_heads_sums},
-    "certifies the best query head": {"certify": certifies_by(np.min)},
-    "certifies the mean query head": {"certify": certifies_by(np.mean)},
-    "certifies without the values": {"certify": certifies_without_the_values},
-    "escalates one group less": {"escalate": escalates_one_group_less},
-    "escalates by lower bounds": {"escalate": escalates_by_lower_bounds},
-    "escalates with the next head's sums": {"escalate": escalates_with_the_next_heads_sums},
-    "escalates by one query head": {"escalate": escalates_by_one_query_head},
-    "escalates everything": {"escalate": escalates_everything},
-    "escalates by upper gains": {"escalate": escalates_by_upper_gains},
-    "reads escalated groups twice": {"escalate": escalates_again_what_was_read},
-    "ignores the layer of head modes": {"select": ignores_the_layer},
-    "shifts the head modes": {"select": shifts_the_head_modes},
-    "calls mixed heads uniform": {"select": calls_mixed_heads_uniform},
-    "forgets larger keys": {"write_kv": forgets_larger_keys},
-    "forgets larger values": {"write_kv": forgets_larger_values},
-    "does not scale a token's own logit": {"attend_own": owns_unscaled_logits},
-    "takes a token's own key of the next head": {"attend_own": owns_the_next_kv_head},
+    "drops a group": gives("select", without_one),
+    "attends without the last group": given("attend", selected=one_group_fewer),
+    "swaps heads": given("attend", q=reversed_heads),
+    "swaps heads in score": given("score", q=reversed_heads),
+    "adds one thousandth": gives("attend", lambda result, a: (result[0] + 1e-3, result[1])),
+    "forgets the scale": given("attend", q=unscaled),
+    "forgets the scale in score": given("score", q=unscaled),
+    "averages the query heads": given("score", q=mean_query),
+    "narrows the bound": gives("score", lower_bound),
+    "swaps K and V": given("write_kv", k=lambda a: a.v, v=lambda a: a.k),
+    "never visits the open group": given(
+        "select", scores=without_the_open_group, where=other_config(last_tokens=lambda modes: 0)
+    ),
+    "reads more than it lists": given("attend", cache=reads_a_token_more),
+    "swaps the query heads of the bounds": gives("score", next_query_heads_bounds),
+    "forgets the slack": gives("score", lambda scores, a: replace(scores, slack=np.zeros_like(scores.slack))),
+    "certifies estimates": given("certify", scores=estimates_as_bounds),
+    "certifies lower bounds": given("certify", scores=lower_as_upper),
+    "certifies what was read": given("certify", visited=what_was_left_out),
+    "certifies with the next head's sums": given("certify", **next_sums("out", "lse")),
+    "certifies the best query head": certifies_by(np.min),
+    "certifies the mean query head": certifies_by(np.mean),
+    "certifies without the values": given(
+        "certify", cache=lambda a: replace(a.cache, largest_value=[np.zeros_like(x) for x in a.cache.largest_value])
+    ),
+    "escalates one group less": gives("escalate", without_the_last_of_the_added),
+    "escalates by lower bounds": given("escalate", scores=lower_as_upper),
+    "escalates with the next head's sums": given("escalate", **next_sums("lse")),
+    "escalates by one query head": given(
+        "escalate", scores=of_one_query_head, lse=lambda a: a.lse.reshape(a.scores.slack.shape)[:, :, 0]
+    ),
+    "escalates everything": given("escalate", read=lambda a: replace(a.read, epsilon=0.0)),
+    "escalates by upper gains": given("escalate", scores=upper_as_lower),
+    "reads escalated groups twice": gives("escalate", what_was_read_too),
+    "ignores the layer of head modes": given("select", layer=lambda a: 0),
+    "shifts the head modes": given(
+        "select", where=other_config(head_modes=lambda modes: modes and tuple(one[1:] + one[:1] for one in modes))
+    ),
+    "calls mixed heads uniform": gives(
+        "select", lambda chosen, a: replace(chosen, uniform=chosen.counts[:, 0].astype(np.int64))
+    ),
+    "forgets larger keys": gives("write_kv", largest_of_the_last("largest_key", "k")),
+    "forgets larger values": gives("write_kv", largest_of_the_last("largest_value", "v")),
+    "does not scale a token's own logit": gives(
+        "attend_own", lambda result, a: (result[0], result[1] * np.sqrt(a.q.shape[2]))
+    ),
+    "takes a token's own key of the next head": given("attend_own", k=lambda a: np.roll(a.k, 1, axis=1)),
     "counts visited groups in the tail too": {"attend_tail": tail_counts_visited_groups},
-    "never corrects the tail": {"attend_tail": tail_corrects_by(np.zeros_like)},
-    "corrects the tail the wrong way": {"attend_tail": tail_corrects_by(lambda over: -np.maximum(over, 0))},
-    "raises the tail of low estimates": {"attend_tail": tail_corrects_by(lambda over: over)},
+    "never corrects the tail": corrects_by(np.zeros_like),
+    "corrects the tail the wrong way": corrects_by(lambda over: -np.maximum(over, 0)),
+    "raises the tail of low estimates": corrects_by(lambda over: over),
     "averages keys for the tail": {"write_kv": tail_of_keys},
-    "leaves the scale of mean values out": {"attend_tail": tail_without_the_scale},
-    "counts the open tail group": {"attend_tail": tail_counts_its_open_group},
-    "takes the mean values of the next head": {"attend_tail": tail_of_the_next_head},
-    "corrects the tail by one query head": {"attend_tail": tail_of_one_query_head},
+    "leaves the scale of mean values out": given("attend_tail", cache=tail_stores(without_the_scale)),
+    "counts the open tail group": given("attend_tail", cache=with_an_open_group_as_full, where=up_to_whole_tail_groups),
+    "takes the mean values of the next head": given("attend_tail", cache=tail_stores(of_the_next_head)),
+    "corrects the tail by one query head": given("attend_tail", lse=the_first_query_heads_lse),
     "forks without the tail": {"copy_units": copies_no_tail},
 }
 

@@ -6,7 +6,9 @@ not hidden / heads.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import tokenizers
@@ -125,6 +127,7 @@ MODELS = {
     ),
 }  # fmt: skip
 NAMES = tuple(MODELS)
+_ROOT = TemporaryDirectory(prefix="eps-tests-")
 
 
 def make_config(name: str) -> Any:
@@ -163,6 +166,12 @@ def save_model(name: str, path: Path, seed: int = 0, change: Callable[[Any], Non
     model.save_pretrained(path, max_shard_size=MODELS[name].max_shard_size)
     save_tokenizer(path / "tokenizer.json")
     return path
+
+
+@cache
+def saved(name: str) -> Path:
+    """The directory of the named model, written once."""
+    return save_model(name, Path(_ROOT.name) / name)
 
 
 def save_tokenizer(file: Path) -> None:

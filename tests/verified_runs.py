@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import tiny_models
+from tiny_models import saved
 
 from eps_core import oracle
 from eps_core.config.eps import EpsConfig
@@ -26,14 +26,6 @@ from eps_core.telemetry.rounds import RoundRecord
 TOKENS = Verify("tokens")
 GREEDY = Sampling()
 DRAWN = Sampling(0.8, 0.9, 3)
-
-_ROOT = TemporaryDirectory(prefix="eps-tests-")
-
-
-@cache
-def saved(name: str) -> Path:
-    """The directory of a tiny model, written once."""
-    return tiny_models.save_model(name, Path(_ROOT.name) / name)
 
 
 @cache
