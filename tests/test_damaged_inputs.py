@@ -111,8 +111,9 @@ def scripts() -> dict[str, Any]:
     """The two that read results/, as modules."""
     sys.path.insert(0, str(ROOT / "scripts"))
     try:
-        import evidence
         import speed_tables
+
+        from experiments.methods import evidence
     finally:
         sys.path.pop(0)
     return {"evidence": evidence, "speed_tables": speed_tables}

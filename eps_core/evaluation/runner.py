@@ -79,6 +79,11 @@ class Outcome:
         for record in self.records:
             record.logits = None
 
+    def along_text(self) -> tuple[list[Any], list[bool]]:
+        """Return of every step of the first document (KL in nats, whether the likeliest token is dense's)."""
+        assert self.kl is not None and self.agree is not None, "only a text is compared step by step"
+        return self.kl[:, 0].tolist(), self.agree[:, 0].tolist()
+
     def summary(self, prefill_ms: float | None = None) -> dict[str, Any]:
         return summarise_rounds(self.rounds, prefill_ms) if self.rounds else summarise(self.records, prefill_ms)
 

@@ -2,7 +2,12 @@
 
 import numpy as np
 import pytest
-from curves import (
+
+from eps_core.config.bytes import scoring_bytes
+from eps_core.config.eps import EpsConfig
+from eps_core.decode.session import Session
+from eps_core.files.records import read_record
+from experiments.methods.curves import (
     SETS,
     Cell,
     Plan,
@@ -18,11 +23,6 @@ from curves import (
     table_cells,
     tally_document,
 )
-
-from eps_core.config.bytes import scoring_bytes
-from eps_core.config.eps import EpsConfig
-from eps_core.decode.session import Session
-from eps_core.files.records import read_record
 
 RQ, BOX = EpsConfig.of(method="rq"), EpsConfig.of(method="box", group_tokens=16)
 
