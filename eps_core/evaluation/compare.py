@@ -26,7 +26,6 @@ from eps_core.tasks import needle
 from eps_core.tasks.corpus import corpus
 from eps_core.telemetry import provenance, terminal
 from eps_core.telemetry.rounds import ROUND_KEYS, RoundRecord
-from eps_core.telemetry.rounds_shown import describe_verify
 from eps_core.telemetry.steps import STEP_KEYS, StepRecord, kl_divergence, write_csv
 
 DEMO_PROMPT_BYTES = 4095  # with the token that begins a text: 4,096 tokens
@@ -288,7 +287,7 @@ def _print_header(job: Job, out: TextIO) -> None:
         out.write(f"note    every step is dense: the budget covers all of up to {longest:,} tokens\n")
     out.write(job.caches.header(job))
     if request.verify.enabled:
-        out.write(f"verify  {describe_verify(request.verify)}\n")
+        out.write(f"verify  {terminal.describe_verify(request.verify)}\n")
     if job.cost is not None:
         out.write(f"        {_describe(job.cost)}\n")
     if request.method_is_default and request.config.store.enabled:

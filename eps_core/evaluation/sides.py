@@ -9,7 +9,6 @@ from eps_core.config.verify import Verify
 from eps_core.evaluation.pays import PaysFrom, slower_note
 from eps_core.evaluation.runner import Outcome
 from eps_core.telemetry import terminal
-from eps_core.telemetry.rounds_shown import rounds_json
 
 
 @dataclass
@@ -142,7 +141,7 @@ def report(
         "tokens": _told(main),
         "tokens_equal": None if same is None else all(same),
         "bytes_ratio": eps_summary["bytes_ratio"] if eps_summary else None,
-        "dense": terminal.dense_json(_told(dense), dense_summary) if dense and dense_summary else None,
+        "dense": terminal.side_json(_told(dense), dense_summary) if dense and dense_summary else None,
         "eps": _eps_json(ran, eps, eps_summary) if eps and eps_summary else None,
         **({"partings": [asdict(one) for one in parted]} if ran.verify.enabled else {}),
         **divergence,
@@ -159,10 +158,8 @@ def _stored_json(dense: Side | None, eps: Side | None) -> dict[str, Any]:
 
 
 def _eps_json(ran: Ran, eps: Side, summary: dict[str, Any]) -> dict[str, Any]:
-    label = {"label": ran.labels[1]}
-    if ran.verify.enabled:
-        return label | rounds_json(terminal.dense_json(_told(eps), summary), summary, ran.config, ran.verify)
-    return label | terminal.eps_json(_told(eps), summary, ran.config)
+    verify = ran.verify if ran.verify.enabled else None
+    return {"label": ran.labels[1]} | terminal.side_json(_told(eps), summary, ran.config, verify)
 
 
 def _told(side: Side) -> list[int] | None:
