@@ -22,7 +22,7 @@ from eps_core.evaluation.compare import demo_document
 from eps_core.evaluation.pays import PaysFrom, timing
 from eps_core.evaluation.request import RunRequest
 from eps_core.evaluation.runner import Outcome
-from eps_core.evaluation.sides import Ran, Side, prompt_line, report
+from eps_core.evaluation.sides import Ran, prompt_line, report
 from eps_core.files import outputs
 from eps_core.gate.stats import StepOutput
 from eps_core.load import backend_of
@@ -137,9 +137,10 @@ class _Decoded:
     tokens: list[list[int]]
     prefill_ms: float | None
 
-    def side(self, outcome: Outcome, tokenizer: Tokenizer) -> Side:
+    def side(self, outcome: Outcome, tokenizer: Tokenizer) -> Outcome:
+        """Return the outcome with what was said, and the time of the prefill."""
         texts = [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in self.tokens]
-        return Side(outcome, self.tokens, texts, self.prefill_ms)
+        return replace(outcome, tokens=self.tokens, texts=texts, prefill_ms=self.prefill_ms)
 
 
 def _decode(
@@ -271,7 +272,7 @@ def _write_metrics(
     request: RunRequest,
     engine: Engine,
     identity: dict[str, Any],
-    sides: dict[str, Side],
+    sides: dict[str, Outcome],
 ) -> None:
     """The same lines as of our own decoders: a run, its gated steps, a summary."""
     versions = identity["versions"]
@@ -288,7 +289,7 @@ def _write_metrics(
             **provenance.provenance(versions),
         }
     )
-    outcome = sides["eps"].outcome
+    outcome = sides["eps"]
     for record in outcome.rounds or outcome.records:
         writer.write(record.to_dict())
     dense = sides.get("dense")
