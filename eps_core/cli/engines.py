@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from eps_core.cli.help import CHECKS, FILE, MODEL, OUTPUT, OUTPUT_FILE, command, option
+from eps_core.cli.help import CHECKS, MODEL, OUTPUT, OUTPUT_FILE, command, option
 from eps_core.cli.numbers import COUNT, Whole
 from eps_core.cli.options import (
     AUTO,
@@ -17,6 +17,7 @@ from eps_core.cli.options import (
     selection_options,
     summary_options,
 )
+from eps_core.cli.source import model_option
 from eps_core.config.eps import EpsConfig
 from eps_core.engine.settings import Settings
 from eps_core.errors import ConfigError
@@ -70,10 +71,7 @@ def _check_address(host: str, port: int) -> None:
     },
 )
 @option("--engine", heading=MODEL, type=click.Choice(ENGINES), required=True, help="Whose server.")
-@option(
-    "--model", heading=MODEL, type=FILE, metavar="MODEL",
-    help="Hugging Face directory, or org/name[@revision] of the Hub.  [default: demo]",
-)  # fmt: skip
+@model_option
 @option("--host", heading=MODEL, default="127.0.0.1", show_default=True, help="Address to listen at.")
 @option("--port", heading=MODEL, type=Whole(most=65535), default=8000, show_default=True)
 @kernels_option
