@@ -100,7 +100,7 @@ else
   records=("$out/gpu-bench.jsonl")
 fi
 # attention of a verify pass beside one row's: v(g)
-rows=(scripts/rows_cost.py --backend cuda --device "$device" --kernels triton)
+rows=(scripts/experiments/rows_cost/run.py --backend cuda --device "$device" --kernels triton)
 if [ $dry = 1 ]; then
   phase rows 40 "$python" "${rows[@]}" --context 300 --gamma 0,4 --q-heads 4 --kv-heads 2 --head-dim 32 --rounds 1 \
     --output "$out/gpu-rows-dry-run.jsonl"

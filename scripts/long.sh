@@ -3,7 +3,7 @@
 # bytes of every method at 8k, 16k and 32k, what the default may read less, RULER's look-ups with their real scores,
 # recall and certified shares, the grid that the verdict is decided on, whole steps, dense, gated and verified.
 # Four to seven hours on 2 cores, by its steps, which were run one by one. Stopped and started again, it goes on with the
-# step that was stopped, and does finished steps of scripts/evaluate.py anew.
+# step that was stopped, and does finished steps of scripts/experiments/methods/run.py anew.
 # Usage: [EPS_LONG_QUICK=1] scripts/long.sh [output directory]     (default: results)
 # EPS_LONG_QUICK=1: all steps at an eighth of the tokens, of next to no documents, into a folder of their own: that the
 # script runs, no results.
@@ -40,17 +40,17 @@ longest=$((full - 64)) middle=$((full / 2)) shortest=$((full / 4))
 each=("$longest" "$middle" "$shortest")
 plan=(--model "$model" --needles "$needles" --texts "$texts" --text-steps "$steps" --long 65536)
 budgets=(--budgets 0.023 0.026 0.03 0.04 0.06 0.10 0.16 0.28)
-python scripts/evaluate.py "${plan[@]}" --arms headline --contexts "${each[@]}" "${budgets[@]}" \
+python scripts/experiments/methods/run.py "${plan[@]}" --arms headline --contexts "${each[@]}" "${budgets[@]}" \
   -o "$out/long.jsonl" > "$captures/long.md"
 took "the default, box, meanstd and oracles"
-python scripts/evaluate.py "${plan[@]}" --arms floor --contexts "$longest" \
+python scripts/experiments/methods/run.py "${plan[@]}" --arms floor --contexts "$longest" \
   --budgets 0.016 0.018 0.021 0.024 0.028 0.035 0.05 -o "$out/long-floor.jsonl" > "$captures/long-floor.md"
 took "what the default may read less"
-python scripts/evaluate.py "${plan[@]}" --arms cuts --contexts "${each[@]}" --budgets 0.021 0.025 0.03 0.04 0.06 \
+python scripts/experiments/methods/run.py "${plan[@]}" --arms cuts --contexts "${each[@]}" --budgets 0.021 0.025 0.03 0.04 0.06 \
   -o "$out/long-cuts.jsonl" > "$captures/long-cuts.md"
 took "what of that pays"
 rm -f "$out/long-unit-scale.jsonl"  # of what was measured again here
-python scripts/evaluate.py "${plan[@]}" --arms others --contexts "$shortest" "$middle" "$longest" \
+python scripts/experiments/methods/run.py "${plan[@]}" --arms others --contexts "$shortest" "$middle" "$longest" \
   --budgets 0.03 0.06 0.1 0.16 0.28 -o "$out/long-others.jsonl" > "$captures/long-others.md"
 took "the other methods"
 OMP_NUM_THREADS=2 eps-proto evaluate --model "$model" --backend cuda --samples "$samples" \
@@ -68,8 +68,8 @@ took "recall and certified shares"
 python scripts/experiments/grid/run.py --model "$model" --backend cuda "${grid[@]}" -o "$out/long-grid.jsonl"
 took "the grid of the verdict"
 rm -f "$out/long_speed.jsonl"
-python scripts/verified_speed.py --models "$models" --context "$full" -o "$out/long_speed.jsonl"
+python scripts/experiments/verified_speed/run.py --models "$models" --context "$full" -o "$out/long_speed.jsonl"
 took "whole steps"
-python scripts/evidence.py "$out" > /dev/null
+python scripts/experiments/methods/evidence.py "$out" > /dev/null
 python scripts/experiments/verdict/run.py "$out/long-grid.jsonl" "$out/long-tasks.jsonl"
 eps-proto report "$out/long-grid.jsonl" "$out/long-tasks.jsonl" -o "$captures/long.html"

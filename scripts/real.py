@@ -31,13 +31,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from curves import bytes_at_kl
 
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code, require
 from eps_core.evaluation.runner import DENSE, Document, run_batch
-from eps_core.evaluation.statistics import bootstrap_interval
+from eps_core.evaluation.statistics import bootstrap_interval, bytes_at_kl
 from eps_core.tasks.corpus import corpus
 from eps_core.telemetry.provenance import provenance
 
@@ -276,9 +275,8 @@ def measure(
     rows = []
     for name, share in configs:
         one = found[name, share]
-        assert one.kl is not None and one.agree is not None
         read, full = one.bytes_read()
-        kl, agree = one.kl[:, 0].tolist(), one.agree[:, 0].tolist()
+        kl, agree = one.along_text()
         rows.append({"method": name, "budget": share, "bytes": read / full, "kl": kl, "agree": agree})
     if not peers:
         return rows

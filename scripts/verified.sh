@@ -10,5 +10,5 @@ OMP_NUM_THREADS=1 python scripts/experiments/grid/run.py --preset verified --bac
 OMP_NUM_THREADS=1 python scripts/experiments/grid/run.py --preset verified --backend cuda --texts 4 --needles 0 --model results/wide_model \
   -o "$out/verified-wide.jsonl"
 rm -f "$out/verified_speed.jsonl"
-python scripts/verified_speed.py -o "$out/verified_speed.jsonl"
-python scripts/verified_tables.py "$out" > "$out/verified.md"
+python scripts/experiments/verified_speed/run.py -o "$out/verified_speed.jsonl"
+python scripts/experiments/verified_speed/tables.py "$out" > "$out/verified.md"

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -26,7 +27,7 @@ from eps_core.tasks.corpus import corpus
 
 LONG_MODEL = Path(__file__).resolve().parent.parent / "results" / "long_model"
 # Llama 3.2 1B, whose prompt the demo's byte tokenizer makes
-LLAMA_1B = {
+LLAMA_1B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
     "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
     "vocab_size": 128256, "rope_theta": 500000.0, "rope_scaling": None, "rms_norm_eps": 1e-5, "hidden_act": "silu",

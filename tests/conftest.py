@@ -219,9 +219,3 @@ def target(request: pytest.FixtureRequest) -> Any:
 def saved() -> Callable[[str], Path]:
     """Name of a tiny model -> its directory, written once."""
     return tiny_models.saved
-
-
-@pytest.fixture(scope="session")
-def model() -> Path:
-    """The directory of a tiny model of 4 query heads over 2 kv heads, which no test changes."""
-    return tiny_models.saved("mistral")

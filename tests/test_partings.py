@@ -1,7 +1,6 @@
 """Where a verified text is not the dense one: which token of which prompt, and how close the runner-up was."""
 
 import io
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,51 +8,51 @@ from verified_runs import GREEDY, Drafter, Model, eps, judge, prompt
 
 from eps_core.config.verify import Verify
 from eps_core.evaluation.runner import Outcome
-from eps_core.evaluation.sides import Parting, Ran, Side, partings, report
+from eps_core.evaluation.sides import Parting, Ran, partings, report
 
 CONFIG = eps("meanstd", budget=0.3)
 PROMPTS = [prompt(45), prompt(22, 1)]
 
 
 @pytest.fixture
-def sides() -> tuple[Side, Side]:
+def sides() -> tuple[Outcome, Outcome]:
     """Of the same text."""
     model: Model = judge()
     dense = model.dense(PROMPTS, CONFIG, 6, GREEDY)
     exact = model.verified(PROMPTS, CONFIG, 6, GREEDY, Verify("tokens", 3), drafter=Drafter(model, dense=True))
     texts = ["", ""]
     return (
-        Side(Outcome(dense.records), dense.said, texts, None),
-        Side(Outcome(rounds=exact.records), exact.said, texts, None),
+        Outcome(dense.records, tokens=dense.said, texts=texts),
+        Outcome(rounds=exact.records, tokens=exact.said, texts=texts),
     )
 
 
-def told(verify: Verify, sides: tuple[Side, Side]) -> tuple[str, dict[str, Any]]:
+def told(verify: Verify, sides: tuple[Outcome, Outcome]) -> tuple[str, dict[str, Any]]:
     out = io.StringIO()
     line = report(Ran({}, CONFIG, [45, 22], None, verify), *sides, out)
     return out.getvalue(), line
 
 
-def test_the_same_text_parts_nowhere(sides: tuple[Side, Side]) -> None:
+def test_the_same_text_parts_nowhere(sides: tuple[Outcome, Outcome]) -> None:
     assert partings(*sides) == []
     table, line = told(Verify("tokens", 3), sides)
     assert line["tokens_equal"] is True and line["partings"] == [] and "runner-up" not in table
 
 
-def test_a_parting_has_the_margins_of_both_at_its_token(sides: tuple[Side, Side]) -> None:
+def test_a_parting_has_the_margins_of_both_at_its_token(sides: tuple[Outcome, Outcome]) -> None:
     dense, exact = sides
     exact.tokens[1] = [*exact.tokens[1][:4], exact.tokens[1][4] + 1, exact.tokens[1][5]]
-    want = dense.outcome.records[4].margins[1]
+    want = dense.records[4].margins[1]
     (found,) = partings(dense, exact)
     assert (found.prompt, found.token) == (1, 4)
     assert found.dense_margin == want and found.verified_margin == pytest.approx(want, abs=1e-5)
     exact.tokens[1] = exact.tokens[1][:3]  # ended earlier
     assert [(one.prompt, one.token) for one in partings(dense, exact)] == [(1, 3)]
-    dense.outcome = exact.outcome = SimpleNamespace(margins=[])  # an engine's, which do not tell
+    dense.records, exact.rounds = [], []  # an engine's, which do not tell
     assert partings(dense, exact) == [Parting(1, 3, None, None)]
 
 
-def test_the_table_says_from_which_token_a_text_is_another(sides: tuple[Side, Side]) -> None:
+def test_the_table_says_from_which_token_a_text_is_another(sides: tuple[Outcome, Outcome]) -> None:
     sides[1].tokens[0] = [token + 1 for token in sides[1].tokens[0]]
     table, line = told(Verify("tokens", 3), sides)
     assert len(line["partings"]) == 1 and "not from new token 1 of prompt 1 on" in table

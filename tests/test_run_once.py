@@ -67,12 +67,12 @@ def request(target: tuple, model: Path, **settings: Any) -> RunRequest:
     )  # fmt: skip
 
 
-def ran(one: RunRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, compare.Side], dict[str, Any]]:
+def ran(one: RunRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, compare.Outcome], dict[str, Any]]:
     """(sides as the table is given them, the last line's object)."""
-    sides: dict[str, compare.Side] = {}
+    sides: dict[str, compare.Outcome] = {}
     decode = compare._decode
 
-    def kept(job: compare.Job, name: str, *rest: Any, **more: Any) -> compare.Side:
+    def kept(job: compare.Job, name: str, *rest: Any, **more: Any) -> compare.Outcome:
         sides[name] = decode(job, name, *rest, **more)
         return sides[name]
 
@@ -81,11 +81,11 @@ def ran(one: RunRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, com
         return sides, compare.run(one, io.StringIO())
 
 
-def told(side: compare.Side) -> tuple[Any, ...]:
+def told(side: compare.Outcome) -> tuple[Any, ...]:
     """What a side said, read and selected, step by step."""
     steps = [
         {name: np.asarray(value).tolist() for name, value in record.to_dict().items() if not name.endswith("_ms")}
-        for record in side.outcome.records
+        for record in side.records
     ]
     return side.tokens, {name: side.summary()[name] for name in NOT_TIMES}, steps
 

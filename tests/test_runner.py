@@ -220,15 +220,14 @@ def test_a_stop_token_is_not_said(session: Session) -> None:
     ("call", "home"),
     [
         ("load_decoder", "eps_core/decode/session.py"),
-        # our own decoders, what runs in other engines, and scripts that cut texts for other processes
+        # our own decoders, and what runs in other engines
         (
             "load_tokenizer",
-            "eps_core/decode/session.py eps_core/models/tokenizer.py eps_core/evaluation/engines.py "
-            "scripts/lm_eval_needles.py scripts/persist.py",
+            "eps_core/decode/session.py eps_core/models/tokenizer.py eps_core/evaluation/engines.py",
         ),
         ("prefill", "eps_core/decode/generate.py"),
-        # a round's drafts and its dense step; and what times them apart
-        ("step", "eps_core/decode/generate.py eps_core/decode/verified.py scripts/verified_speed.py"),
+        # a round's drafts and its dense step
+        ("step", "eps_core/decode/generate.py eps_core/decode/verified.py"),
         ("step_record", "eps_core/decode/generate.py eps_core/engine/gated.py eps_core/evaluation/engines.py"),
     ],
 )

@@ -72,10 +72,10 @@ def test_a_python_script_prints_its_usage_or_refuses(
 @pytest.mark.parametrize(
     "name, arguments, taken",
     [
-        ("certificates.py", ["{}/c.safetensors", "-o", "{}/c.safetensors"], "c.safetensors"),
-        ("certificates.py", ["{}/c.safetensors", "-o", "{}/link.safetensors"], "c.safetensors"),
-        ("evaluate.py", ["--model", "{}", "-o", "{}/config.json"], "config.json"),
-        ("train_demo.py", ["-o", "{}", "--checkpoint", "{}/c.safetensors"], "c.safetensors"),
+        ("experiments/methods/certificates.py", ["{}/c.safetensors", "-o", "{}/c.safetensors"], "c.safetensors"),
+        ("experiments/methods/certificates.py", ["{}/c.safetensors", "-o", "{}/link.safetensors"], "c.safetensors"),
+        ("experiments/methods/run.py", ["--model", "{}", "-o", "{}/config.json"], "config.json"),
+        ("experiments/training/run.py", ["-o", "{}", "--checkpoint", "{}/c.safetensors"], "c.safetensors"),
         ("whole_step.py", ["-o", "{}/c.safetensors"], "c.safetensors"),
     ],
 )
@@ -99,11 +99,11 @@ def test_a_script_never_replaces_what_it_reads(
 @pytest.mark.parametrize(
     "name, arguments",
     [
-        ("ablate.py", ["--texts", "-1"]),
-        ("ablate.py", ["--jobs", "0"]),
-        ("evaluate.py", ["--contexts", "2048", "0"]),
-        ("evaluate.py", ["--budgets", "nan"]),
-        ("model_card.py", ["{}/model", "--needle-documents", "0"]),
+        ("experiments/methods/ablate.py", ["--texts", "-1"]),
+        ("experiments/methods/ablate.py", ["--jobs", "0"]),
+        ("experiments/methods/run.py", ["--contexts", "2048", "0"]),
+        ("experiments/methods/run.py", ["--budgets", "nan"]),
+        ("experiments/training/model_card.py", ["{}/model", "--needle-documents", "0"]),
     ],
 )
 def test_a_script_refuses_numbers_that_mean_nothing(
@@ -118,7 +118,7 @@ def test_a_script_refuses_numbers_that_mean_nothing(
 def test_a_table_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contexts that were finished are not measured again, and the file is what one run would have left."""
     monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
-    evaluate = importlib.import_module("evaluate")
+    evaluate = importlib.import_module("experiments.methods.run")
     measured: list[int] = []
     stop_at = 4096
 
@@ -177,9 +177,8 @@ def test_the_published_tables_are_those_of_the_published_rows(tmp_path: Path) ->
     """What the default is changes which rows its tables ask for."""
     for file in (SCRIPTS.parent / "results").glob("*.json*"):
         shutil.copy(file, tmp_path)
-    done = subprocess.run(
-        [sys.executable, "scripts/evidence.py", tmp_path], cwd=SCRIPTS.parent, capture_output=True, text=True
-    )
+    command = [sys.executable, "scripts/experiments/methods/evidence.py", tmp_path]
+    done = subprocess.run(command, cwd=SCRIPTS.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "evidence.md").read_text() == (SCRIPTS.parent / "results" / "evidence.md").read_text()
 
@@ -197,9 +196,8 @@ def test_tables_of_a_folder_that_only_long_contexts_were_measured_into(tmp_path:
     results = SCRIPTS.parent / "results"
     for file in (*results.glob("long*.jsonl"), *results.glob("replay-long-*.jsonl")):
         shutil.copy(file, tmp_path)
-    done = subprocess.run(
-        [sys.executable, "scripts/evidence.py", tmp_path], cwd=SCRIPTS.parent, capture_output=True, text=True
-    )
+    command = [sys.executable, "scripts/experiments/methods/evidence.py", tmp_path]
+    done = subprocess.run(command, cwd=SCRIPTS.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     titles = [line for line in (tmp_path / "evidence.md").read_text().splitlines() if line.startswith("## ")]
     whole = [line for line in (results / "evidence.md").read_text().splitlines() if line.startswith("## ")]

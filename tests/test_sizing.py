@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from curves import Documents, needle, says, text_document
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from eps_core.errors import ConfigError
@@ -22,6 +21,7 @@ from eps_core.tasks.questions import generated_questions, needle_tokens, text_wi
 from eps_core.tasks.ruler import known_tasks
 from eps_core.tasks.sizing import answer_steps, answers, bytes_per_token, check_length, cut, fit
 from experiments.grid.grid_cell import Bench, Plan
+from experiments.methods.curves import Documents, needle, says, text_document
 from tests.tiny_models import save_tokenizer
 
 NAMES = ("bytes", "bpe", "sentencepiece")

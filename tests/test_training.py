@@ -4,9 +4,9 @@ import re
 
 import numpy as np
 import pytest
-from training import BOS, RULER_TASKS, batch_of, needle_row, ruler_row, text_row
 
 from eps_core.tasks.corpus import corpus
+from experiments.training.rows import BOS, RULER_TASKS, batch_of, needle_row, ruler_row, text_row
 
 TEXT = corpus()
 

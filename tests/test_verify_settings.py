@@ -9,7 +9,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.read import Read
 from eps_core.config.verify import DRAFT_FLOOR, Verify
 from eps_core.errors import ConfigError
-from eps_core.telemetry.rounds_shown import describe_verify
+from eps_core.telemetry.terminal import describe_verify
 
 
 @pytest.mark.parametrize(

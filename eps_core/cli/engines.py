@@ -1,13 +1,11 @@
 """EPS in the engines that people run: `run --engine` compares in one, `serve` starts its server."""
 
 import socket
-import sys
-from pathlib import Path
 from typing import Any
 
 import click
 
-from eps_core.cli.help import CHECKS, FILE, MODEL, OUTPUT, OUTPUT_FILE, command, option
+from eps_core.cli.help import CHECKS, MODEL, OUTPUT, OUTPUT_FILE, command, option
 from eps_core.cli.numbers import COUNT, Whole
 from eps_core.cli.options import (
     AUTO,
@@ -19,9 +17,8 @@ from eps_core.cli.options import (
     selection_options,
     summary_options,
 )
+from eps_core.cli.source import model_option
 from eps_core.config.eps import EpsConfig
-from eps_core.config.verify import Verify
-from eps_core.decode.sampling import Sampling
 from eps_core.engine.settings import Settings
 from eps_core.errors import ConfigError
 from eps_core.files import outputs
@@ -40,15 +37,8 @@ engine_option = option(
 )  # fmt: skip
 
 
-def run_in_engine(
-    flags: dict[str, Any],
-    given: set[str],
-    config: EpsConfig,
-    verify: Verify,
-    prompts: tuple[str | Path, ...],
-    demo_new_tokens: int,
-) -> dict[str, Any]:
-    """`eps-proto run` in another engine; returns the last line's object."""
+def check_engine(flags: dict[str, Any], given: set[str], config: EpsConfig) -> None:
+    """Raise UsageError for flags that another engine than our own does not have."""
     for name in _OWN_ONLY:
         if name in given:
             raise click.UsageError(f"{flag(name)} belongs to our own decoders: drop it or --engine {flags['engine']}")
@@ -56,25 +46,6 @@ def run_in_engine(
         raise click.UsageError("--eps-min-context auto times our own decoders: give a number of tokens")
     if not config.store.enabled:
         raise click.UsageError(f"--engine {flags['engine']} with EPS off has nothing to compare: choose a --method")
-    from eps_core.evaluation.engines import EngineRequest, run  # late: --help must work where a model cannot be loaded
-
-    request = EngineRequest(
-        flags["engine"],
-        Settings(config, flags["metrics"], flags["eps_audit_every"], flags["kernels"], verify),
-        Sampling(flags["temperature"], flags["top_p"], flags["seed"]),
-        flags["model"],
-        prompts,
-        flags["max_new_tokens"] or (32 if prompts else demo_new_tokens),
-        flags["device"],
-        flags["dtype"],
-        not flags["no_baseline"],
-        flags["stop"],
-        flags["chat"],
-        flags["csv"],
-        flags["eps_method"] is None,
-        flags["keep_newline"],
-    )
-    return run(request, sys.stdout)
 
 
 def _check_address(host: str, port: int) -> None:
@@ -100,10 +71,7 @@ def _check_address(host: str, port: int) -> None:
     },
 )
 @option("--engine", heading=MODEL, type=click.Choice(ENGINES), required=True, help="Whose server.")
-@option(
-    "--model", heading=MODEL, type=FILE, metavar="MODEL",
-    help="Hugging Face directory, or org/name[@revision] of the Hub.  [default: demo]",
-)  # fmt: skip
+@model_option
 @option("--host", heading=MODEL, default="127.0.0.1", show_default=True, help="Address to listen at.")
 @option("--port", heading=MODEL, type=Whole(most=65535), default=8000, show_default=True)
 @kernels_option

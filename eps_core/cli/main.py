@@ -11,7 +11,7 @@ import click
 
 from eps_core.cli.bench import bench_command
 from eps_core.cli.captures import calibrate_command, capture_command, replay_command
-from eps_core.cli.engines import engine_option, run_in_engine, serve_command
+from eps_core.cli.engines import check_engine, engine_option, serve_command
 from eps_core.cli.evaluate import evaluate_command
 from eps_core.cli.help import CHECKS, DECODING, FILE, INPUT, OUTPUT, OUTPUT_FILE, Group, option
 from eps_core.cli.info import info_command
@@ -50,7 +50,7 @@ from eps_core.telemetry import steps, terminal
 DEMO_NEW_TOKENS = 16
 # flags that a request calls the same
 _SAME = (
-    "backend", "device", "model", "dtype", "prefill_chunk", "pool_tokens", "kl", "stop", "metrics", "csv",
+    "engine", "backend", "device", "model", "dtype", "prefill_chunk", "pool_tokens", "kl", "stop", "metrics", "csv",
     "eps_audit_every", "eps_audit_factor", "eps_audit_off", "kernels", "chat", "kv_bits", "cache_dir",
     "keep_newline",
 )  # fmt: skip
@@ -184,10 +184,9 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
     if keep.enabled and flags["engine"] != OWN:
         raise click.UsageError("--kv-evict and --engine exclude each other, as its engine owns the cache: drop one")
     if flags["engine"] != OWN:
-        click.echo(outputs.to_json(run_in_engine(flags, given, config, verify, _prompts(flags), DEMO_NEW_TOKENS)))
-        return
+        check_engine(flags, given, config)
     # late: `eps-proto info` and --help must work where a model cannot be loaded
-    from eps_core.evaluation.compare import run
+    from eps_core.evaluation import compare
     from eps_core.evaluation.request import RunRequest
 
     prompts = _prompts(flags)
@@ -205,7 +204,12 @@ def run_command(ctx: click.Context, /, **flags: Any) -> None:
         layer=_large_layer,
         **{name.removeprefix("eps_"): flags[name] for name in _SAME},
     )
-    result = run(request, sys.stdout)
+    if flags["engine"] == OWN:
+        result = compare.run(request, sys.stdout)
+    else:
+        from eps_core.evaluation import engines
+
+        result = engines.run(request, sys.stdout)
     click.echo(outputs.to_json(result))
 
 

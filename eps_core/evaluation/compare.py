@@ -11,6 +11,7 @@ import numpy as np
 from eps_core.config.formats import described
 from eps_core.config.store import Store
 from eps_core.decode.cost import Cost, cost_of
+from eps_core.decode.generate import tokens_of
 from eps_core.decode.prompts import prompt_texts
 from eps_core.decode.session import Session
 from eps_core.decode.stored import check as check_stored
@@ -19,14 +20,13 @@ from eps_core.evaluation.evicted import EvictedCaches
 from eps_core.evaluation.pays import timing
 from eps_core.evaluation.prefilled import Caches, Job, Prefilled, prefilled
 from eps_core.evaluation.request import RunRequest
-from eps_core.evaluation.runner import UNVERIFIED, Document, decode
-from eps_core.evaluation.sides import Ran, Side, alike, prompt_line, report
+from eps_core.evaluation.runner import UNVERIFIED, Document, Outcome, decode
+from eps_core.evaluation.sides import Ran, alike, prompt_line, report
 from eps_core.files import outputs
 from eps_core.tasks import needle
 from eps_core.tasks.corpus import corpus
 from eps_core.telemetry import provenance, terminal
 from eps_core.telemetry.rounds import ROUND_KEYS, RoundRecord
-from eps_core.telemetry.rounds_shown import describe_verify
 from eps_core.telemetry.steps import STEP_KEYS, StepRecord, kl_divergence, write_csv
 
 DEMO_PROMPT_BYTES = 4095  # with the token that begins a text: 4,096 tokens
@@ -98,7 +98,7 @@ def _decode(
     filled: Prefilled,
     on_record: Callable[[Any], None] | None = None,
     forced: list[list[int]] | None = None,
-) -> Side:
+) -> Outcome:
     """One side's decode of the prompts; each step's record is handed over as it comes. What it wrote is taken back."""
     request, held, documents = job.request, filled[name], job.documents
     ttft_ms: float | None = None
@@ -133,11 +133,11 @@ def _decode(
         verify=request.verify if name == "eps" else UNVERIFIED,
     )
     held.rewind(documents)
-    tokens = outcome.tokens(len(documents))
-    texts = [job.session.decode(one) for one in tokens]
-    told = None if held.stored is None else {"ttft_ms": ttft_ms}
-    of_dense = 1.0 if name == "dense" else job.of_dense
-    return Side(outcome, tokens, texts, held.ms, told, of_dense)
+    outcome.tokens = tokens_of(outcome.rounds or outcome.records, len(documents))
+    outcome.texts = [job.session.decode(one) for one in outcome.tokens]
+    outcome.prefill_ms, outcome.of_dense = held.ms, 1.0 if name == "dense" else job.of_dense
+    outcome.stored = None if held.stored is None else {"ttft_ms": ttft_ms}
+    return outcome
 
 
 def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
         _print_header(job, out)
         measured = "eps" if changes else "dense"  # the side that metrics and csv speak of
 
-        def streamed(side_name: str) -> Side:
+        def streamed(side_name: str) -> Outcome:
             name = job.labels[side_name].lower()
             label = f"{name:5} > "
             text = terminal.TextStream(session.tokenizer, lambda piece: (out.write(piece), out.flush()), label)
@@ -239,9 +239,7 @@ def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
                 }
             )
         if csv is not None:
-            write_csv(
-                csv, main.outcome.rounds or main.outcome.records, ROUND_KEYS if main.outcome.rounds else STEP_KEYS
-            )
+            write_csv(csv, main.rounds or main.records, ROUND_KEYS if main.rounds else STEP_KEYS)
         layer = None  # last: what was asked for is there and written
         if request.layer is not None and job.answer is not None and both is not None and request.method_is_default:
             layer = request.layer(session)
@@ -288,7 +286,7 @@ def _print_header(job: Job, out: TextIO) -> None:
         out.write(f"note    every step is dense: the budget covers all of up to {longest:,} tokens\n")
     out.write(job.caches.header(job))
     if request.verify.enabled:
-        out.write(f"verify  {describe_verify(request.verify)}\n")
+        out.write(f"verify  {terminal.describe_verify(request.verify)}\n")
     if job.cost is not None:
         out.write(f"        {_describe(job.cost)}\n")
     if request.method_is_default and request.config.store.enabled:
@@ -297,13 +295,13 @@ def _print_header(job: Job, out: TextIO) -> None:
     out.flush()
 
 
-def _divergence(job: Job, filled: Prefilled, dense: Side) -> dict[str, float | None]:
+def _divergence(job: Job, filled: Prefilled, dense: Outcome) -> dict[str, float | None]:
     """KL(dense || gated) of the next-token distribution in nats, both fed the dense run's tokens."""
     values: list[float] = []
     agree: list[bool] = []
 
     def on_record(record: StepRecord) -> None:
-        got, want = record.logits, dense.outcome.records[record.step].logits
+        got, want = record.logits, dense.records[record.step].logits
         assert got is not None and want is not None
         values.extend(np.maximum(kl_divergence(want, got), 0.0).tolist())
         agree.extend((got.argmax(-1) == want.argmax(-1)).tolist())

@@ -20,8 +20,9 @@ from eps_core.engine.settings import Settings
 from eps_core.errors import ConfigError
 from eps_core.evaluation.compare import demo_document
 from eps_core.evaluation.pays import PaysFrom, timing
+from eps_core.evaluation.request import RunRequest
 from eps_core.evaluation.runner import Outcome
-from eps_core.evaluation.sides import Ran, Side, prompt_line, report
+from eps_core.evaluation.sides import Ran, prompt_line, report
 from eps_core.files import outputs
 from eps_core.gate.stats import StepOutput
 from eps_core.load import backend_of
@@ -31,31 +32,10 @@ from eps_core.models.hub import resolve_for_engine
 from eps_core.models.tokenizer import encode, load_tokenizer
 from eps_core.telemetry import provenance, terminal
 from eps_core.telemetry.rounds import ROUND_KEYS
-from eps_core.telemetry.rounds_shown import describe_verify
 from eps_core.telemetry.steps import STEP_KEYS, StepRecord, step_record, write_csv
 
 # before anything is timed: engines set themselves up, too
 WARM_UP_TOKENS, WARM_UP_NEW = 256, 3
-
-
-@dataclass(frozen=True)
-class EngineRequest:
-    """What the command line asked for. `model` None is the demo model; no prompt is its needle document."""
-
-    engine: str
-    settings: Settings
-    sampling: Sampling
-    model: Path | None = None
-    prompts: tuple[str | Path, ...] = ()  # run at once; a path: the file that holds it, or several
-    max_new_tokens: int = 32
-    device: str = "auto"
-    dtype: str = "auto"
-    baseline: bool = True
-    stop: bool = True
-    chat: bool = False  # prompts are messages, put into the model's chat template
-    csv: Path | None = None
-    method_is_default: bool = False
-    keep_newline: bool = False  # the final one of a prompt's file
 
 
 @dataclass(frozen=True)
@@ -67,9 +47,9 @@ class _Row:
     length: int  # tokens that the step attended for it
 
 
-def run(request: EngineRequest, out: TextIO) -> dict[str, Any]:
+def run(request: RunRequest, out: TextIO) -> dict[str, Any]:
     """Runs a request, writing text and table to `out` and metrics where asked. Returns the last line's object."""
-    settings = request.settings
+    settings = Settings(request.config, None, request.audit_every, request.kernels, request.verify)
     path, module = resolve_for_engine(request.model, request.engine)
     tokenizer, (context, ends) = load_tokenizer(path), read_limits(path)
     texts = [text for prompt in request.prompts for text in prompt_texts(prompt, context, request.keep_newline)]
@@ -85,10 +65,10 @@ def run(request: EngineRequest, out: TextIO) -> dict[str, Any]:
     with ExitStack() as stack:
         lines, csv = (
             None if file is None else stack.enter_context(outputs.Output(file, what))
-            for file, what in ((settings.metrics, "metrics file"), (request.csv, "csv file"))
+            for file, what in ((request.metrics, "metrics file"), (request.csv, "csv file"))
         )
         engine: Engine = module.open_engine(
-            path, replace(settings, metrics=None), request.device, request.dtype,
+            path, settings, request.device, request.dtype,
             max_tokens=max(map(len, prompts)) + request.max_new_tokens, num_sequences=len(prompts),
         )  # fmt: skip
         stack.callback(engine.close)
@@ -157,13 +137,14 @@ class _Decoded:
     tokens: list[list[int]]
     prefill_ms: float | None
 
-    def side(self, outcome: Outcome, tokenizer: Tokenizer) -> Side:
+    def side(self, outcome: Outcome, tokenizer: Tokenizer) -> Outcome:
+        """Return the outcome with what was said, and the time of the prefill."""
         texts = [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in self.tokens]
-        return Side(outcome, self.tokens, texts, self.prefill_ms)
+        return replace(outcome, tokens=self.tokens, texts=texts, prefill_ms=self.prefill_ms)
 
 
 def _decode(
-    request: EngineRequest,
+    request: RunRequest,
     engine: Engine,
     prompts: list[list[int]],
     ends: Sequence[int],
@@ -268,7 +249,7 @@ def _dense_record(index: int, rows: Sequence[_Row], ended: list[int], ms: float,
 
 
 def _print_header(
-    request: EngineRequest, name: str, known: dict[str, Any], engine: Engine, lengths: list[int], answer: str | None,
+    request: RunRequest, name: str, known: dict[str, Any], engine: Engine, lengths: list[int], answer: str | None,
     out: TextIO,
 ) -> None:  # fmt: skip
     versions = known["versions"].get(request.engine, "")
@@ -278,8 +259,8 @@ def _print_header(
     )
     out.write(prompt_line(lengths, answer))
     out.write(f"{engine.gated.plan.line(engine.gated.config)}\n")
-    if request.settings.verify.enabled:
-        out.write(f"verify  {describe_verify(request.settings.verify)}\n")
+    if request.verify.enabled:
+        out.write(f"verify  {terminal.describe_verify(request.verify)}\n")
     if request.method_is_default:
         out.write("        (the demo's default)\n")
     out.write("\n")
@@ -288,18 +269,18 @@ def _print_header(
 
 def _write_metrics(
     writer: outputs.JsonlWriter,
-    request: EngineRequest,
+    request: RunRequest,
     engine: Engine,
     identity: dict[str, Any],
-    sides: dict[str, Side],
+    sides: dict[str, Outcome],
 ) -> None:
     """The same lines as of our own decoders: a run, its gated steps, a summary."""
     versions = identity["versions"]
     writer.write(
         {
             "type": "run",
-            "config": request.settings.config.to_dict(),
-            "verify": request.settings.verify.to_dict() if request.settings.verify.enabled else None,
+            "config": request.config.to_dict(),
+            "verify": request.verify.to_dict() if request.verify.enabled else None,
             **identity,
             "layers_gated": list(engine.gated.plan.gated),
             "layers_dense": {str(layer): why for layer, why in engine.gated.plan.dense.items()},
@@ -308,7 +289,7 @@ def _write_metrics(
             **provenance.provenance(versions),
         }
     )
-    outcome = sides["eps"].outcome
+    outcome = sides["eps"]
     for record in outcome.rounds or outcome.records:
         writer.write(record.to_dict())
     dense = sides.get("dense")

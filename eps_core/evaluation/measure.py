@@ -106,11 +106,7 @@ def follow_text(session: Session, tokens: list[int], steps: int, arms: dict[str,
     the gate."""
     outcomes = run_document(session, Document.along(tokens, steps), arms)
     del outcomes[DENSE]
-    found = {}
-    for name, outcome in outcomes.items():
-        assert outcome.kl is not None and outcome.agree is not None
-        found[name] = Followed(outcome.kl[:, 0].tolist(), outcome.agree[:, 0].tolist(), *outcome.bytes_read())
-    return found
+    return {name: Followed(*one.along_text(), *one.bytes_read()) for name, one in outcomes.items()}
 
 
 def _questions(request: MeasureRequest, session: Session, text: bytes) -> list[list[Question]]:

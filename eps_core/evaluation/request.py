@@ -13,6 +13,7 @@ from eps_core.decode.session import Session
 from eps_core.errors import require
 from eps_core.evaluation.runner import UNVERIFIED
 from eps_core.evict.keep import Keep
+from eps_core.load import OWN
 from eps_core.telemetry.steps import AUDIT_FACTOR
 
 KEEP_ALL = Keep()
@@ -24,6 +25,7 @@ class RunRequest:
 
     config: EpsConfig
     sampling: Sampling
+    engine: str = OWN  # the decoder that runs the model: our own, or another engine with EPS in it
     backend: str = "auto"
     device: str = "auto"
     model: Path | None = None

@@ -15,7 +15,7 @@ from eps_core.config.read import Read
 from eps_core.config.store import Store
 from eps_core.config.verify import Verify
 from eps_core.decode.forward import Decoder
-from eps_core.decode.generate import generate, tokens_of
+from eps_core.decode.generate import generate
 from eps_core.decode.prefix import Prefix
 from eps_core.decode.sampling import Sampling
 from eps_core.decode.session import UNVERIFIED, Session
@@ -62,10 +62,13 @@ class Outcome:
     said: list[list[int]] = field(default_factory=list)  # tokens of each document, a stop token left out
     kl: np.ndarray | None = None  # [steps, B] nats of the next token from dense, along forced tokens
     agree: np.ndarray | None = None  # [steps, B] whether the likeliest token is dense's
-
-    def tokens(self, num_documents: int) -> list[list[int]]:
-        """What each document was continued with, the stop token that ended it included."""
-        return tokens_of(self.rounds or self.records, num_documents)
+    # of a run that is reported:
+    tokens: list[list[int]] = field(default_factory=list)  # as `said`, the stop token that ended each included
+    texts: list[str] = field(default_factory=list)
+    prefill_ms: float | None = None
+    # with a cache folder: `decode.stored.StoredCounts`, and ttft_ms from the start of loading to the first new token
+    stored: dict[str, Any] | None = None
+    of_dense: float = 1.0  # bytes of a token in this side's cache over those in the dense side's, by which ratios are
 
     @property
     def logits(self) -> np.ndarray:
@@ -79,8 +82,21 @@ class Outcome:
         for record in self.records:
             record.logits = None
 
-    def summary(self, prefill_ms: float | None = None) -> dict[str, Any]:
-        return summarise_rounds(self.rounds, prefill_ms) if self.rounds else summarise(self.records, prefill_ms)
+    def along_text(self) -> tuple[list[Any], list[bool]]:
+        """Return of every step of the first document (KL in nats, whether the likeliest token is dense's)."""
+        assert self.kl is not None and self.agree is not None, "only a text is compared step by step"
+        return self.kl[:, 0].tolist(), self.agree[:, 0].tolist()
+
+    def summary(self) -> dict[str, Any]:
+        """Return totals, percentiles and ratios against dense of the whole decode."""
+        made: Callable[..., dict[str, Any]] = summarise_rounds if self.rounds else summarise
+        summary = made(self.rounds or self.records, self.prefill_ms)
+        if self.tokens:  # an engine's first token may come from its prefill, which is no step
+            summary["new_tokens"] = sum(map(len, self.tokens))
+        for name in ("kv_ratio", "summary_ratio", "bytes_ratio", "kept_ratio"):
+            if summary.get(name) is not None:
+                summary[name] *= self.of_dense
+        return summary
 
     @property
     def margins(self) -> list[tuple[int, int, float]]:

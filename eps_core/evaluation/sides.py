@@ -9,28 +9,6 @@ from eps_core.config.verify import Verify
 from eps_core.evaluation.pays import PaysFrom, slower_note
 from eps_core.evaluation.runner import Outcome
 from eps_core.telemetry import terminal
-from eps_core.telemetry.rounds_shown import rounds_json
-
-
-@dataclass
-class Side:
-    """One decode of the prompts, dense or gated."""
-
-    outcome: Outcome
-    tokens: list[list[int]]  # of each prompt
-    texts: list[str]
-    prefill_ms: float | None
-    # with a cache folder: `decode.stored.StoredCounts`, and ttft_ms from the start of loading to the first new token
-    stored: dict[str, Any] | None = None
-    of_dense: float = 1.0  # bytes of a token in this side's cache over those in the dense side's, by which ratios are
-
-    def summary(self) -> dict[str, Any]:
-        # an engine's first token may come from its prefill, which is no step
-        summary = self.outcome.summary(self.prefill_ms) | {"new_tokens": sum(map(len, self.tokens))}
-        for name in ("kv_ratio", "summary_ratio", "bytes_ratio", "kept_ratio"):
-            if summary.get(name) is not None:
-                summary[name] *= self.of_dense
-        return summary
 
 
 @dataclass(frozen=True)
@@ -59,11 +37,11 @@ class Parting:
     verified_margin: float | None
 
 
-def partings(dense: Side, eps: Side) -> list[Parting]:
+def partings(dense: Outcome, eps: Outcome) -> list[Parting]:
     """Of every prompt that is continued otherwise than densely."""
     margins: list[dict[int, list[float]]] = [{}, {}]
     for by_prompt, side in zip(margins, (dense, eps), strict=True):
-        for prompt, _, margin in side.outcome.margins:
+        for prompt, _, margin in side.margins:
             by_prompt.setdefault(prompt, []).append(margin)
     found = []
     for prompt, (a, b) in enumerate(zip(dense.tokens, eps.tokens, strict=True)):
@@ -83,7 +61,7 @@ def prompt_line(lengths: Sequence[int], answer: str | None) -> str:
     return f"prompt  {lengths[0]:,} tokens{kind}\n"
 
 
-def alike(dense: Side | None, eps: Side | None) -> list[bool] | None:
+def alike(dense: Outcome | None, eps: Outcome | None) -> list[bool] | None:
     """Whether both sides said the same, of each prompt; None where one did not run."""
     if dense is None or eps is None:
         return None
@@ -92,8 +70,8 @@ def alike(dense: Side | None, eps: Side | None) -> list[bool] | None:
 
 def report(
     ran: Ran,
-    dense: Side | None,
-    eps: Side | None,
+    dense: Outcome | None,
+    eps: Outcome | None,
     out: TextIO,
     divergence: dict[str, float | None] | None = None,
     layer: dict[str, Any] | None = None,
@@ -142,7 +120,7 @@ def report(
         "tokens": _told(main),
         "tokens_equal": None if same is None else all(same),
         "bytes_ratio": eps_summary["bytes_ratio"] if eps_summary else None,
-        "dense": terminal.dense_json(_told(dense), dense_summary) if dense and dense_summary else None,
+        "dense": terminal.side_json(_told(dense), dense_summary) if dense and dense_summary else None,
         "eps": _eps_json(ran, eps, eps_summary) if eps and eps_summary else None,
         **({"partings": [asdict(one) for one in parted]} if ran.verify.enabled else {}),
         **divergence,
@@ -152,25 +130,23 @@ def report(
     }
 
 
-def _stored_json(dense: Side | None, eps: Side | None) -> dict[str, Any]:
+def _stored_json(dense: Outcome | None, eps: Outcome | None) -> dict[str, Any]:
     """What each side took from stored prompts, where these are kept."""
     told = {name: side.stored for name, side in (("dense", dense), ("eps", eps)) if side and side.stored}
     return {"stored": told} if told else {}
 
 
-def _eps_json(ran: Ran, eps: Side, summary: dict[str, Any]) -> dict[str, Any]:
-    label = {"label": ran.labels[1]}
-    if ran.verify.enabled:
-        return label | rounds_json(terminal.dense_json(_told(eps), summary), summary, ran.config, ran.verify)
-    return label | terminal.eps_json(_told(eps), summary, ran.config)
+def _eps_json(ran: Ran, eps: Outcome, summary: dict[str, Any]) -> dict[str, Any]:
+    verify = ran.verify if ran.verify.enabled else None
+    return {"label": ran.labels[1]} | terminal.side_json(_told(eps), summary, ran.config, verify)
 
 
-def _told(side: Side) -> list[int] | None:
+def _told(side: Outcome) -> list[int] | None:
     """The tokens that were said, where one prompt was."""
     return side.tokens[0] if len(side.tokens) == 1 else None
 
 
-def _sequences(ran: Ran, main: Side, dense: Side | None, same: list[bool] | None) -> list[dict[str, Any]]:
+def _sequences(ran: Ran, main: Outcome, dense: Outcome | None, same: list[bool] | None) -> list[dict[str, Any]]:
     """Of each prompt of a batch what a single one has at the top."""
     return [
         {

@@ -4,7 +4,8 @@ Methods are compared on the same documents, so every test here is paired. Plain 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from statistics import NormalDist
 
 import numpy as np
@@ -103,3 +104,17 @@ def _check(values: np.ndarray, level: float) -> None:
         raise ValueError("a value is NaN or infinite: a mean of it would say nothing")
     if not 0 < level < 1:
         raise ValueError(f"level {level} is outside (0, 1)")
+
+
+def bytes_at_kl(curve: Iterable[tuple[float | None, float | None]], kl: float = 0.01) -> tuple[float | None, str]:
+    """(share of the dense bytes at which a curve of (bytes, KL) crosses `kl`, how it is known): by log-log
+    interpolation between the first neighbouring points of rising bytes that enclose it, "measured"; "<" or ">" with
+    the bytes of the curve's end where it lies wholly below or above; (None, "-") for no points."""
+    points = sorted((ratio, found) for ratio, found in curve if ratio is not None and found is not None)
+    if not points:
+        return None, "-"
+    for (bytes0, kl0), (bytes1, kl1) in pairwise(points):
+        if kl0 > kl >= kl1:
+            weight = math.log(kl0 / kl) / math.log(kl0 / max(kl1, 1e-12))
+            return bytes0 * (bytes1 / bytes0) ** weight, "measured"
+    return (points[0][0], "<") if points[0][1] <= kl else (points[-1][0], ">")

@@ -111,7 +111,7 @@ def _quality(cells: list[Line]) -> list[Part]:
             ),
         )  # fmt: skip
         parts.append(Part(title, figures=[divergence, needles], tables=[table]))
-    return parts or [Part(nothing="no measured cell (scripts/evaluate.py or an experiment)")]
+    return parts or [Part(nothing="no measured cell (scripts/experiments/methods/run.py or an experiment)")]
 
 
 def _quality_curves(cells: list[Line], value: Callable[[Line], float | None]) -> list[Curve]:

@@ -1,16 +1,17 @@
 """What each round of verified decoding drafted, accepted and read: one record a round, summed up at the end.
 
 Bytes are of K, V and summaries; those of weights stand apart, in `bytes_weights`. Unknown is None, never NaN.
-Design section 10.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
-from eps_core.telemetry.steps import WARM_UP_STEPS, kl_divergence, log_softmax, percentile, summarise
+from eps_core.telemetry.steps import WARM_UP_STEPS, kl_divergence, log_softmax, percentile, summarise, total_fallbacks
 
 
 @dataclass
@@ -93,10 +94,6 @@ def summarise_rounds(records: Sequence[RoundRecord], prefill_ms: float | None = 
     read = {name: sum(getattr(r, name) for r in records) for name in _SUMMED}
     total = read["bytes_kv_draft"] + read["bytes_summary_draft"] + read["bytes_kv_verify"]
     dense = read["bytes_kv_dense"]
-    fallbacks: dict[str, int] = {}
-    for record in records:
-        for reason, count in record.fallbacks.items():
-            fallbacks[reason] = fallbacks.get(reason, 0) + count
     kl, tv = ([x for r in records for x in getattr(r, name)] for name in ("audit_kl", "audit_tv"))
     unread = [x for r in records for x in r.mass_skipped_true or ()]
     ms = sum(r.round_ms for r in timed)
@@ -132,7 +129,7 @@ def summarise_rounds(records: Sequence[RoundRecord], prefill_ms: float | None = 
         "audit_tv_mean": float(np.mean(tv)) if tv else None,
         "mass_skipped_true_mean": float(np.mean(unread)) if unread else None,
         "top2_margin_min": min(margins, default=None),
-        "fallbacks": fallbacks,
+        "fallbacks": total_fallbacks(records),
     }
 
 
@@ -143,18 +140,10 @@ _SUMMED = (
 
 
 def _summed(lists: Any) -> list[int]:
-    total: list[int] = []
-    for one in lists:
-        total += [0] * (len(one) - len(total))
-        for depth, count in enumerate(one):
-            total[depth] += count
-    return total
+    return [sum(depth) for depth in zip_longest(*lists, fillvalue=0)]
 
 
 def _histogram(records: Sequence[RoundRecord]) -> dict[str, int]:
     """Tokens that a sequence said in a round -> rounds."""
-    counts: dict[int, int] = {}
-    for record in records:
-        for said in record.emitted:
-            counts[said] = counts.get(said, 0) + 1
-    return {str(said): counts[said] for said in sorted(counts)}
+    counts = Counter(said for record in records for said in record.emitted)
+    return {str(said): count for said, count in sorted(counts.items())}

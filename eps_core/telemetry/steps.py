@@ -1,15 +1,16 @@
 """What each decode step really read: one record a step, written as JSONL and CSV, and summed up at the end.
 
 Page counts are in groups (pages where nothing is gated), summed over sequences, layers and kv heads. Unknown is None
-(null in JSON), never NaN. Design section 8.
+(null in JSON), never NaN.
 """
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -177,9 +178,9 @@ def step_record(
         attention_ms=_total_ms(output.layers, "attention_ms"),
         decode_ms=decode_ms,
         mass_skipped_est=float(np.mean(masses)) if masses else None,
-        mass_skipped_cert=None if certified is None else float(certified.max()),
-        mass_skipped_true=None if true is None else float(true.max()),
-        output_error_cert=None if errors is None else float(errors.max()),
+        mass_skipped_cert=_most(certified),
+        mass_skipped_true=_most(true),
+        output_error_cert=_most(errors),
         escalations=0 if escalated is None else int(escalated.sum()),
         pages_escalated=sum(int(layer.escalated.sum()) for layer in output.layers if layer.escalated is not None),
         audited=audit is not None,
@@ -260,10 +261,6 @@ def summarise(records: Sequence[StepRecord], prefill_ms: float | None = None) ->
     totals = {name: sum(getattr(r, name) for r in records) for name in _SUMMED}
     dense = totals["bytes_kv_dense"]
     read = totals["bytes_kv_read_est"] + totals["bytes_summary_read"]
-    fallbacks: dict[str, int] = {}
-    for record in records:
-        for reason, count in record.fallbacks.items():
-            fallbacks[reason] = fallbacks.get(reason, 0) + count
     estimates = [r.mass_skipped_est for r in records if r.mass_skipped_est is not None]
     audited = [r for r in records if r.audited]
     audit_kl = _known(audited, "audit_kl")
@@ -291,16 +288,12 @@ def summarise(records: Sequence[StepRecord], prefill_ms: float | None = None) ->
         "kept_ratio": totals["bytes_kv_kept"] / dense if dense else None,
         "mass_skipped_est_mean": float(np.mean(estimates)) if estimates else None,
         "mass_skipped_cert_max": _most(r.mass_skipped_cert for r in records),
-        "mass_skipped_true_max": max(
-            (r.mass_skipped_true for r in audited if r.mass_skipped_true is not None), default=None
-        ),
-        "output_error_cert_max": max(
-            (r.output_error_cert for r in records if r.output_error_cert is not None), default=None
-        ),
+        "mass_skipped_true_max": _most(r.mass_skipped_true for r in audited),
+        "output_error_cert_max": _most(r.output_error_cert for r in records),
         "escalations_by_layer_and_head": sum(escalated) if escalated else None,
         "audits": len(audited),
         "audit_kl_mean": float(np.mean(audit_kl)) if audit_kl else None,
-        "fallbacks": fallbacks,
+        "fallbacks": total_fallbacks(records),
     }
 
 
@@ -308,8 +301,11 @@ def _known(records: Sequence[StepRecord], name: str) -> list[float]:
     return [value for r in records if (value := getattr(r, name)) is not None]
 
 
-def _most(values: Iterable[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
+def _most(values: np.ndarray | Iterable[float | None] | None) -> float | None:
+    """Return the largest known value, None where none is."""
+    if isinstance(values, np.ndarray):
+        return float(values.max())
+    return max((value for value in values or () if value is not None), default=None)
 
 
 _SUMMED = (
@@ -323,13 +319,15 @@ def _percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
     return {f"{name}_p{percent}": percentile(values, percent) for percent in (50, 95, 99)}
 
 
-class Record(Protocol):
-    """A step or a round, as it is written."""
+def total_fallbacks(records: Sequence[Any]) -> dict[str, int]:
+    """Return how often each reason occurs in the `fallbacks` of steps or rounds."""
+    total: Counter[str] = Counter()
+    for record in records:
+        total.update(record.fallbacks)
+    return dict(total)
 
-    def to_dict(self) -> dict[str, Any]: ...
 
-
-def write_csv(place: Path | Output, records: Sequence[Record], keys: Sequence[str] = STEP_KEYS) -> None:
+def write_csv(place: Path | Output, records: Sequence[Any], keys: Sequence[str] = STEP_KEYS) -> None:
     """Records as CSV: lists are joined by spaces, fallbacks are JSON, unknown is empty. Appears whole."""
     with replacing(place) as file:
         writer = csv.writer(file)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from eps_core.config.eps import EpsConfig
+from eps_core.config.verify import Verify
 from eps_core.evict.keep import Keep
-from eps_core.telemetry.rounds_shown import rounds_rows
 
 MIB = 2**20
 PROGRESS_SECONDS = 10.0  # between lines where stderr is no terminal
@@ -215,17 +215,20 @@ def run_table(
     dense, EPS); `layer` is one layer of a large model (`bench.layer.Bench.headline`); `labels` name the columns;
     `hybrid`: where not all layers are gated, which ones bytes speak of, and the ratio of the whole model's reads."""
 
-    def row(name: str, key: str, form: str = ",.0f") -> tuple[str, str, str]:
+    def row(name: str, key: str, form: str = ",.0f") -> Row:
         return (name, *(_number(side[key] if side else None, form) for side in (dense, eps)))  # type: ignore[return-value]
 
-    def groups(name: str, key: str) -> tuple[str, str, str]:
-        return (name, "", _number(eps[key]) if eps and eps[key] is not None else "")
-
-    left_out = (eps or dense or {}).get("warm_up_steps")
-    rounds = eps is not None and "rounds" in eps
-    of = " a token" if rounds else ""
-    steps = f" ({left_out} warm-up {'rounds' if rounds else 'steps'} left out)" if left_out else ""
-    amplification = _number(eps["union_amplification"], ".3f") if eps and eps["union_amplification"] else ""
+    known = eps or {}
+    rounds, left_out = "rounds" in known, (eps or dense or {}).get("warm_up_steps")
+    of, unit = (" a token", "rounds") if rounds else ("", "steps")
+    left = f" ({left_out} warm-up {unit} left out)" if left_out else ""
+    groups = (("groups in all", "total"), ("  visited", "visited"), ("  skipped", "skipped"), ("  forced", "forced"))
+    alone: list[Row] = [  # of runs without speculative decoding
+        row("estimated mass skipped", "mass_skipped_est_mean", ".4f"),
+        *_certified(eps),
+        ("pre-pass ms, p50 / p95", "", _times(eps, "prepass_ms")),
+        ("attention ms, p50 / p95", "", _times(eps, "attention_ms")),
+    ]
     rows = [
         row("new tokens", "new_tokens"),
         *((name, left or "", right or "") for name, left, right in checks),
@@ -235,21 +238,10 @@ def run_table(
         *([("  of the whole model's KV reads", "1.0000", f"{hybrid[1]:.4f}")] if hybrid else []),
         *_kept(eps),
         row("K bytes re-read to seal", "bytes_k_reread"),
-        groups("groups in all", "pages_total"),
-        groups("  visited", "pages_visited"),
-        groups("  skipped", "pages_skipped"),
-        groups("  forced", "pages_forced"),
-        ("read amplification of union", "", amplification),
-        *([] if rounds else [row("estimated mass skipped", "mass_skipped_est_mean", ".4f")]),
-        *_certified(eps),
-        *rounds_rows(eps if rounds else None),
-        *([] if rounds else [("pre-pass ms, p50 / p95", "", _times(eps, "prepass_ms"))]),
-        *([] if rounds else [("attention ms, p50 / p95", "", _times(eps, "attention_ms"))]),
-        (
-            f"decode ms{of}, p50 / p95{steps}",
-            _times(dense, "decode_ms"),
-            _times(eps, "decode_ms"),
-        ),
+        *_shown([(name, known.get(f"pages_{key}"), ",.0f") for name, key in groups]),
+        *_shown([("read amplification of union", known.get("union_amplification") or None, ".3f")]),
+        *([*_certified(eps), *_rounds(known)] if rounds else alone),
+        (f"decode ms{of}, p50 / p95{left}", _times(dense, "decode_ms"), _times(eps, "decode_ms")),
         row("tokens per second", "tokens_per_s", ".1f"),
         row("prefill ms", "prefill_ms"),
         *_layer(layer),
@@ -259,48 +251,73 @@ def run_table(
     return table(cells, [("", *labels)[i] for i in kept], out)
 
 
-def _kept(eps: dict[str, Any] | None) -> list[tuple[str, str, str]]:
-    """Rows of what a cache holds that evicts, or that holds codes."""
-    if eps is None or eps.get("kept_ratio") in (None, 1):
-        return []
-    rows = [("bytes kept against dense", eps["kept_ratio"], ".4f")]
-    rows += [
-        (name, eps[key], ",.0f")
-        for name, key in (("  rows moved", "rows_moved"), ("  pages freed", "units_freed"))
-        if eps[key]
-    ]
-    return [(name, "1.0000" if form == ".4f" else "", format(value, form)) for name, value, form in rows]
+Row = tuple[str, str, str]  # what, of the dense side, of the other one
 
 
-def _certified(eps: dict[str, Any] | None) -> list[tuple[str, str, str]]:
-    """Rows of certificates and audits, where there were any."""
-    if eps is None:
-        return []
-    rows = [
-        ("certified mass skipped, at most", eps["mass_skipped_cert_max"], ".4f"),
-        ("  true, largest audited", eps["mass_skipped_true_max"], ".4f"),
-        ("certified output error, at most", eps["output_error_cert_max"], ".4f"),
-        ("heads escalated", eps["escalations"] or None, ",.0f"),
-        ("  groups added", eps["pages_escalated"] or None, ",.0f"),
-        ("audited steps", eps["audits"] or None, ",.0f"),
-        ("  KL, mean", eps["audit_kl_mean"] if eps["audits"] else None, ".5f"),
-        ("  alarms", eps["audit_alarms"] if eps["audits"] else None, ",.0f"),
-    ]
+def _shown(rows: Sequence[tuple[str, float | None, str]]) -> list[Row]:
+    """Return the rows of (name, value of the gated side, format) whose value is known."""
     return [(name, "", format(value, form)) for name, value, form in rows if value is not None]
 
 
-def _layer(layer: dict[str, Any] | None) -> list[tuple[str, str, str]]:
+def _kept(eps: dict[str, Any] | None) -> list[Row]:
+    """Return the rows of a cache that evicts, or that holds quantized K and V."""
+    if eps is None or eps.get("kept_ratio") in (None, 1):
+        return []
+    moved = [("  rows moved", eps["rows_moved"] or None, ",.0f"), ("  pages freed", eps["units_freed"] or None, ",.0f")]
+    return [("bytes kept against dense", "1.0000", f"{eps['kept_ratio']:.4f}"), *_shown(moved)]
+
+
+def _certified(eps: dict[str, Any] | None) -> list[Row]:
+    """Return the rows of certificates and audits, where there were any."""
+    if eps is None:
+        return []
+    return _shown(
+        [
+            ("certified mass skipped, at most", eps["mass_skipped_cert_max"], ".4f"),
+            ("  true, largest audited", eps["mass_skipped_true_max"], ".4f"),
+            ("certified output error, at most", eps["output_error_cert_max"], ".4f"),
+            ("heads escalated", eps["escalations"] or None, ",.0f"),
+            ("  groups added", eps["pages_escalated"] or None, ",.0f"),
+            ("audited steps", eps["audits"] or None, ",.0f"),
+            ("  KL, mean", eps["audit_kl_mean"] if eps["audits"] else None, ".5f"),
+            ("  alarms", eps["audit_alarms"] if eps["audits"] else None, ",.0f"),
+        ]
+    )
+
+
+def _rounds(eps: dict[str, Any]) -> list[Row]:
+    """Return the rows of speculative decoding."""
+    accepted = "" if eps["acceptance"] is None else f"{eps['acceptance']:.3f} of {eps['drafted']:,}"
+    return [
+        ("rounds, with drafts", "", f"{eps['rounds']:,}, {eps['rounds_drafted']:,}"),
+        ("  drafts accepted", "", accepted),
+        ("  tokens a round", "", _number(eps["tokens_per_round"], ".2f")),
+        *_shown(
+            [
+                ("  KL of a draft, mean", eps["audit_kl_mean"], ".5f"),
+                ("  true mass skipped, mean", eps["mass_skipped_true_mean"], ".4f"),
+            ]
+        ),
+        ("  fallbacks", "", ", ".join(f"{name} {count}" for name, count in eps["fallbacks"].items())),
+    ]
+
+
+def _layer(layer: dict[str, Any] | None) -> list[Row]:
     if layer is None:
         return []
+    name = f"8B model's layer, {layer['method']}, {layer['context']:,} tokens: ms"
     return [
-        (
-            f"8B model's layer, {layer['method']}, {layer['context']:,} tokens: ms",
-            f"{layer['best_dense_ms']:.2f}",
-            f"{layer['step_ms']:.2f}",
-        ),
+        (name, f"{layer['best_dense_ms']:.2f}", f"{layer['step_ms']:.2f}"),
         ("  bytes against dense", "1.0000", f"{layer['bytes_ratio']:.4f}"),
         ("  times as fast", "", f"{layer['speedup']:.1f}"),
     ]
+
+
+def describe_verify(verify: Verify) -> str:
+    """Return one line on how a run drafts and verifies."""
+    drafts = f"up to {verify.most}, as they pay," if verify.draft is None else str(verify.draft)
+    more = "" if verify.weights == "full" else f", drafted with {verify.weights} weights"
+    return f"{verify.mode}: {drafts} drafts a round{more}"
 
 
 def describe_keep(keep: Keep, num_tokens: int) -> str:
@@ -316,35 +333,32 @@ def describe_keep(keep: Keep, num_tokens: int) -> str:
     return f"{keep.policy}: {of}{more}, {keep.first_tokens} + {keep.rule(rows).last_tokens} tokens always"
 
 
-def dense_json(tokens: list[int] | None, summary: dict[str, Any]) -> dict[str, Any]:
-    """One side of the last stdout line; `tokens` of one prompt, None of several."""
-    return {
+_STEPS_JSON = (
+    "bytes_summary_read", "kept_ratio", "rows_moved", "units_freed", "pages_total", "pages_visited", "pages_skipped",
+    "pages_forced", "prepass_ms_p50", "mass_skipped_est_mean", "mass_skipped_cert_max", "mass_skipped_true_max",
+    "audit_alarms", "escalations", "fallbacks",
+)  # fmt: skip
+_ROUNDS_JSON = (
+    "bytes_summary_read", "bytes_kv_draft", "bytes_kv_verify", "weight_passes", "bytes_weights", "rounds",
+    "rounds_drafted", "tokens_per_round", "tokens_per_round_histogram", "drafted", "accepted", "acceptance",
+    "acceptance_by_depth", "offered_by_depth", "audit_kl_mean", "audit_tv_mean", "mass_skipped_true_mean",
+    "top2_margin_min", "rolled_back", "fallbacks",
+)  # fmt: skip
+
+
+def side_json(
+    tokens: list[int] | None, summary: dict[str, Any], config: EpsConfig | None = None, verify: Verify | None = None
+) -> dict[str, Any]:
+    """Return one side of the last stdout line; `tokens` of one prompt, None of several. The dense side has no `config`,
+    a side without speculative decoding no `verify`."""
+    found = {
         "tokens": tokens,
-        "decode_ms_p50": summary["decode_ms_p50"],
-        "decode_ms_p95": summary["decode_ms_p95"],
-        "tokens_per_s": summary["tokens_per_s"],
+        **{name: summary[name] for name in ("decode_ms_p50", "decode_ms_p95", "tokens_per_s")},
         "bytes_kv_read": summary["bytes_kv_read_est"],
     }
-
-
-def eps_json(tokens: list[int] | None, summary: dict[str, Any], config: EpsConfig) -> dict[str, Any]:
-    return {
-        **dense_json(tokens, summary),
-        "method": config.store.method,
-        "policy": config.read.policy,
-        "bytes_summary_read": summary["bytes_summary_read"],
-        "kept_ratio": summary["kept_ratio"],
-        "rows_moved": summary["rows_moved"],
-        "units_freed": summary["units_freed"],
-        "pages_total": summary["pages_total"],
-        "pages_visited": summary["pages_visited"],
-        "pages_skipped": summary["pages_skipped"],
-        "pages_forced": summary["pages_forced"],
-        "prepass_ms_p50": summary["prepass_ms_p50"],
-        "mass_skipped_est_mean": summary["mass_skipped_est_mean"],
-        "mass_skipped_cert_max": summary["mass_skipped_cert_max"],
-        "mass_skipped_true_max": summary["mass_skipped_true_max"],
-        "audit_alarms": summary["audit_alarms"],
-        "escalations": summary["escalations"],
-        "fallbacks": summary["fallbacks"],
-    }
+    if config is None:
+        return found
+    found |= {"method": config.store.method, "policy": config.read.policy}
+    if verify is not None:
+        found["verify"] = verify.to_dict()
+    return found | {name: summary[name] for name in (_STEPS_JSON if verify is None else _ROUNDS_JSON)}

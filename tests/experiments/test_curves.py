@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from curves import Plan, budget_groups, bytes_at_kl, floor, table_cells, tally_document
 
 from eps_core.config.bytes import scoring_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
+from experiments.methods.curves import Plan, budget_groups, bytes_at_kl, floor, table_cells, tally_document
 
 RQ, BOX = EpsConfig.of(method="rq"), EpsConfig.of(method="box", group_tokens=16)
 

@@ -11,7 +11,7 @@ from eps_core.config.eps import EpsConfig
 from eps_core.config.verify import Verify
 from eps_core.decode.sampling import Sampling
 from eps_core.evaluation.runner import DENSE, Document, Outcome, run_batch
-from eps_core.evaluation.sides import Side, partings
+from eps_core.evaluation.sides import partings
 from eps_core.evaluation.statistics import bootstrap_interval, wilson_interval
 from eps_core.telemetry.rounds import RoundRecord, summarise_rounds
 from eps_core.telemetry.steps import StepRecord, summarise
@@ -40,8 +40,8 @@ class Measured:
         self.dense += dense.records
         self.by_batch.append(summarise_rounds(verified.rounds))
         self.num_documents += num_documents
-        sides = (Side(one, one.said, [], None) for one in (dense, verified))
-        self.parted += [asdict(one) for one in partings(*sides)]
+        dense.tokens, verified.tokens = dense.said, verified.said
+        self.parted += [asdict(one) for one in partings(dense, verified)]
 
     def numbers(self) -> dict[str, Any]:
         summary, plain = summarise_rounds(self.rounds), summarise(self.dense)

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from curves import Documents, needle, says, text_document
 
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.evicting import evicting
@@ -25,6 +24,7 @@ from eps_core.models.spec import ModelSpec
 from experiments.kv_formats.base import ELEMENT_BYTES, Layer, Rewritten, in_place
 from experiments.kv_formats.table import rewrite
 from experiments.memory.composition import KeptTally, added, measured, shown, summaries_kept, tally
+from experiments.methods.curves import Documents, needle, says, text_document
 
 OFF = "off"
 EPS_BUDGET = 0.05

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from curves import Documents, Tally, needle, part_of, says, text_document
 
 from eps_core.cli.numbers import PART, argument
 from eps_core.config.bytes import summary_bytes
@@ -28,6 +27,7 @@ from eps_core.evict.keep import Keep
 from eps_core.evict.table import POLICIES
 from eps_core.files.records import Count, Name, Nats, Positive
 from experiments.linear.states import State, decode_state
+from experiments.methods.curves import Documents, Tally, needle, part_of, says, text_document
 
 SHARES = (0.5, 0.25, 0.125, 0.06)  # of the prompt that policies keep
 EPS_BUDGETS = (0.02, 0.05, 0.1, 0.2)  # of what is left that EPS reads
@@ -141,10 +141,9 @@ def tally(outcome: Outcome, dense: Outcome, kept: int, right: bool, read: int | 
     """Of one outcome that kept so many bytes, along a text compared with dense, else an answer, `right` or not; `read`:
     bytes read, where others count than its records'. A needle's are of the steps after the first."""
     found = KeptTally(bytes_kept=kept, bytes_whole=dense.records[-1].bytes_kv_dense)
-    if outcome.kl is not None and outcome.agree is not None:
-        found.divergences = outcome.kl[:, 0].tolist()
+    if outcome.kl is not None:
+        found.divergences, found.agreements = outcome.along_text()
         found.documents = [float(np.mean(found.divergences))]
-        found.agreements = outcome.agree[:, 0].tolist()
         found.bytes_read = outcome.bytes_read()[0] if read is None else read
         found.bytes_dense = dense.bytes_read()[1]
     else:

@@ -11,10 +11,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from evaluate import main
-
 from eps_core.errors import exit_code
 from experiments.memory import composition
+from experiments.methods.run import main
 
 if __name__ == "__main__":
     sys.exit(exit_code(lambda: main("memory", composition, __doc__)))

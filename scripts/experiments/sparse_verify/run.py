@@ -11,9 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from evaluate import main
-
 from eps_core.errors import exit_code
+from experiments.methods.run import main
 from experiments.sparse_verify import sparse_verify
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from curves import Documents, needle, says, text_document
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.verify import Verify
@@ -33,6 +32,7 @@ from eps_core.gate.attend import collect
 from eps_core.gate.protocol import Array
 from eps_core.gate.stats import VerifyOutput
 from experiments.grid.grid_verified import Measured, decode_both, needle_numbers
+from experiments.methods.curves import Documents, needle, says, text_document
 
 WINDOW = 16  # of a prompt's last queries, which choose the score heads and begin the running mean
 

@@ -2,7 +2,7 @@
 
     python scripts/experiments/verdict/run.py results/long-grid.jsonl results/long-tasks.jsonl
 
-Takes JSONL of the grid experiment, of scripts/evaluate.py and of eps-proto evaluate. Prints one JSON object.
+Takes JSONL of the experiments grid and methods and of eps-proto evaluate. Prints one JSON object.
 """
 
 import argparse

@@ -85,7 +85,7 @@ class _Arm:
 
 
 def decide(cells: Iterable[Mapping[str, Any]], tasks: Iterable[Mapping[str, Any]] = ()) -> Verdict:
-    """The verdict on cells as `eps-proto grid` and scripts/evaluate.py write them, with `device` of their run, and on
+    """The verdict on cells as the experiments grid and methods write them, with `device` of their run, and on
     tasks as `eps-proto evaluate` writes them, with the `config` of their run: they are judged with the cells of the
     same settings."""
     tasks = list(tasks)

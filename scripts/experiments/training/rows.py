@@ -1,4 +1,4 @@
-"""What scripts/train_demo.py trains on: rows of text with needles or RULER's questions, and where the answers are."""
+"""The rows that run.py trains on: text with needles or RULER's questions, and where the answers are."""
 
 import numpy as np
 

@@ -1,12 +1,14 @@
 """Prints the tables of verified decoding from the raw files of scripts/verified.sh.
 
-python scripts/verified_tables.py results
+python scripts/experiments/verified_speed/tables.py results
 """
 
 import argparse
 import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from speed_tables import row
 

@@ -1,6 +1,6 @@
-"""Asks a model that train_demo.py wrote for what it knows, and writes its card beside it.
+"""Asks a model that scripts/experiments/training/run.py wrote for what it knows, and writes its card beside it.
 
-    python scripts/model_card.py results/long_model          (100 documents a context: half an hour on 2 cores for 32k)
+    python scripts/experiments/training/model_card.py results/long_model      (half an hour on 2 cores for 32k)
 
 What training left in training.json stays there; what is measured joins it. `departures` in it, written by hand, is how
 the weights came about otherwise than by a plain run of the script.
@@ -13,22 +13,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import numpy as np
 import torch
 import torch.nn.functional as F
-from train_demo import CONFIG, Model, exported, needle_answers, predicted, write
-from training import BOS, RULER_TASKS, ruler_row
 
 from eps_core.cli.numbers import SEED, TOKENS, argument
 from eps_core.errors import exit_code
 from eps_core.files import inputs
 from eps_core.tasks.corpus import corpus
 from eps_core.tasks.needle import filler
+from experiments.training.rows import BOS, RULER_TASKS, ruler_row
+from experiments.training.run import CONFIG, Model, exported, needle_answers, predicted, write
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768)
 RULER_LENGTHS = (4096, 16384, 32768)
 LONGEST, DEPTH_BINS, TEXT_WINDOWS = 32768, 5, 16
-MEND = "train it with scripts/train_demo.py"
+MEND = "train it with scripts/experiments/training/run.py"
 
 
 def ruler_accuracy(model: Model, text: bytes, length: int, count: int, seed: int) -> dict[str, float]:
@@ -119,7 +121,8 @@ def card(record: dict[str, Any]) -> str:
 
 A byte-level Llama ({record["parameters"] / 1e6:.2f} M parameters: {CONFIG["num_hidden_layers"]} layers, width
 {CONFIG["hidden_size"]}, {CONFIG["num_attention_heads"]} query and {CONFIG["num_key_value_heads"]} key/value heads of
-{CONFIG["head_dim"]}), trained {start} by `scripts/train_demo.py` on Python's standard library source mixed with
+{CONFIG["head_dim"]}), trained {start} by
+`scripts/experiments/training/run.py` on Python's standard library source mixed with
 needle documents. It knows how to look up `# The code for KEY is VALUE.` in a long text, and little else.
 It exists to exercise EPS on real attention patterns; do not use it for anything else.
 
@@ -146,7 +149,7 @@ Licence: the weights are released under this repository's licence; the training 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="folder that train_demo.py wrote")
+    parser.add_argument("model", type=Path, help="folder that scripts/experiments/training/run.py wrote")
     parser.add_argument("--needle-documents", type=argument(TOKENS), default=100, help="a context; beyond 8k half")
     parser.add_argument("--seed", type=argument(SEED), default=0)
     args = parser.parse_args()

@@ -1,6 +1,6 @@
 """What a round of verified decoding costs here: dense, gated, draft and verify passes of whole models, in turn.
 
-    python scripts/verified_speed.py --models demo,llama-1b --context 8192,32768      (20 minutes on 2 idle cores)
+    python scripts/experiments/verified_speed/run.py --models demo,llama-1b --context 8192,32768 (20 minutes)
 
 Caches hold random keys and values, the models are the demo's past its context, the long one and a random one of Llama
 3.2 1B's shape: speed only. A line holds medians of ms: c is a draft step over a dense one, v(g) a verify pass of g + 1
@@ -14,9 +14,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import click
 import numpy as np
@@ -109,7 +112,7 @@ def measure(session: Session, context: int, rounds: int, quantised: bool) -> dic
         small = session.drafter(Verify("tokens", weights="4bit"))
         parts["draft_4bit"] = lambda: bench.step("gated", small, draft=True)
     for drafts in DRAFTS:
-        parts[f"verify_{drafts}"] = lambda drafts=drafts: bench.verify(drafts)
+        parts[f"verify_{drafts}"] = partial(bench.verify, drafts)
     ms = times(parts, rounds)
     v = {drafts: ms[f"verify_{drafts}"] / ms["dense"] for drafts in DRAFTS}
     costs = {name: ms[name] / ms["dense"] for name in ("draft", "draft_4bit") if name in ms}

@@ -3,7 +3,7 @@
 v(g) is the ratio of their times: medians of rounds in which all take turns, with cold caches. Appends a run line and
 one line a context to a JSONL.
 
-    python scripts/rows_cost.py --backend cuda --context 8192,32768 --gamma 0,4,8,16 -o results/rows.jsonl
+    python scripts/experiments/rows_cost/run.py --backend cuda --context 8192,32768 -o results/rows.jsonl
 """
 
 import sys
@@ -14,7 +14,7 @@ from typing import Any
 import click
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from eps_core.config.eps import EpsConfig
 from eps_core.config.store import CacheSpec
@@ -79,10 +79,13 @@ def main(
                 cache = eps.new_cache(spec, config.store, device, kernels)
                 for start in range(0, tokens, CHUNK_TOKENS):
                     slots = np.arange(start, min(start + CHUNK_TOKENS, tokens))
-                    cache = eps.place_kv(cache, 0, *(random(len(slots), kv_heads, head_dim) for _ in "kv"), slots)
+                    k, v = (random(len(slots), kv_heads, head_dim) for _ in range(2))
+                    cache = eps.place_kv(cache, 0, k, v, slots)
                 table, lengths = np.arange(units, dtype=np.int32)[None], np.array([tokens])
                 where = Where.dense(config.store, table, lengths)
-                calls = {"dense": partial(eps.attend, cache, 0, random(1, q_heads, head_dim), where, None)}
+                calls: dict[str, Any] = {
+                    "dense": partial(eps.attend, cache, 0, random(1, q_heads, head_dim), where, None)
+                }
                 for drafts in gamma:
                     rows = Rows.of(table, lengths, np.array([drafts + 1]))
                     calls[str(drafts)] = partial(eps.attend_rows, cache, 0, random(drafts + 1, q_heads, head_dim), rows)

@@ -1,7 +1,7 @@
 """Makes the table of results/README.md: every method at equal total bytes, on the demo model, at each context length.
 
-    python scripts/evaluate.py -o results/methods.jsonl            (half an hour on 2 cores)
-    python scripts/evaluate.py --model DIR --text prose --chat -o FILE     (another text; needles in a chat template)
+    python scripts/experiments/methods/run.py -o results/methods.jsonl            (half an hour on 2 cores)
+    python scripts/experiments/methods/run.py --model DIR --text prose --chat -o FILE    (another text, needles in chat)
 
 Writes one JSON object a line (the run, then every cell) and prints the tables in Markdown. A run that was stopped goes
 on where the same is asked again: contexts that it had finished lie in OUTPUT.part until all of them are. Experiments
@@ -20,7 +20,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import curves
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from eps_core.cli.numbers import SEED, TOKENS, argument
 from eps_core.decode.heads import model_fingerprint
@@ -34,6 +34,7 @@ from eps_core.models.hub import resolve_model
 from eps_core.tasks.corpus import KINDS
 from eps_core.telemetry.provenance import provenance
 from eps_core.telemetry.terminal import Progress, duration
+from experiments.methods import curves
 
 
 @cache

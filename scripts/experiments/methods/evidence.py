@@ -1,6 +1,6 @@
 """Turns the raw measurements of scripts/reproduce.sh, and those of quality of long.sh, into tables and figures.
 
-    python scripts/evidence.py [results]
+    python scripts/experiments/methods/evidence.py [results]
 
 Writes evidence.md (every table), quality.svg (KL against bytes), context.svg (bytes against context) and
 certificates.svg (what certainty costs) there.
@@ -14,7 +14,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from curves import (
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from eps_core.errors import ConfigError, exit_code
+from eps_core.evaluation.statistics import bytes_at_kl
+from eps_core.files import inputs
+from eps_core.files.outputs import replacing
+from eps_core.files.records import Count, Name, Ratio, Share, read_record
+from eps_core.report.style import DASHES, INK, colour, svg
+from experiments.methods.curves import (
     CUTS,
     EARLIER,
     FLOOR,
@@ -24,18 +32,11 @@ from curves import (
     Cell,
     Floor,
     arm_name,
-    bytes_at_kl,
     floor,
     label,
     markdown,
     name_of,
 )
-
-from eps_core.errors import ConfigError, exit_code
-from eps_core.files import inputs
-from eps_core.files.outputs import replacing
-from eps_core.files.records import Count, Name, Ratio, Share, read_record
-from eps_core.report.style import DASHES, INK, colour, svg
 
 Rows = list[dict[str, Any]]
 T = TypeVar("T")

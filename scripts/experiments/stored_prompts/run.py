@@ -1,7 +1,7 @@
 """Time to first token of a prompt that is kept between runs (`eps-proto run --cache-dir`): every context twice, each
 run a process of its own, the second one beginning from the file of the first.
 
-    python scripts/persist.py --model results/long_model -o results/persist.jsonl
+    python scripts/experiments/stored_prompts/run.py --model results/long_model -o results/persist.jsonl
 
 A line a run: what was loaded and stored, `ttft_ms` from the start of loading to the first new token, and of the second
 run whether its tokens are the first one's (`tokens_same`) and its share of the first one's time (`ttft_share`).
@@ -13,6 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import click
 
 from eps_core.errors import exit_code
@@ -23,7 +25,7 @@ from eps_core.tasks.corpus import corpus
 from eps_core.tasks.sizing import cut
 from eps_core.telemetry import provenance
 
-LONG_MODEL = Path(__file__).resolve().parent.parent / "results" / "long_model"
+LONG_MODEL = Path(__file__).resolve().parents[3] / "results" / "long_model"
 NEW_TOKENS = 16
 
 

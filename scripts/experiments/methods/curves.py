@@ -7,11 +7,9 @@ exercise the gate.
 """
 
 import argparse
-import math
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +19,7 @@ from eps_core.config.bytes import scoring_bytes, tail_bytes
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
 from eps_core.evaluation.runner import DENSE, Document, Outcome, run_document
-from eps_core.evaluation.statistics import bootstrap_interval
+from eps_core.evaluation.statistics import bootstrap_interval, bytes_at_kl
 from eps_core.files.records import Count, Name, Nats, Positive
 from eps_core.models.chat import has_template, in_chat, render_messages
 from eps_core.oracle.selection import guards
@@ -247,9 +245,7 @@ def _text(session: Session, plan: Plan, index: int) -> tuple[dict[Key, Tally], b
     del found[DENSE]
     tallies = {}
     for key, outcome in found.items():
-        assert outcome.kl is not None and outcome.agree is not None
-        divergences = outcome.kl[:, 0].tolist()
-        agree = outcome.agree[:, 0].tolist()
+        divergences, agree = outcome.along_text()
         tallies[key] = Tally(divergences, [float(np.mean(divergences))], agree, 0, *outcome.bytes_read())
     return tallies, True
 
@@ -406,20 +402,6 @@ def label(name: ArmName) -> str:
     if name.guards != facts(name.method).guards:
         words.append(f"guards {name.guards[0]}+{name.guards[1]}")
     return " ".join(words)
-
-
-def bytes_at_kl(curve: Iterable[tuple[float | None, float | None]], kl: float = 0.01) -> tuple[float | None, str]:
-    """(share of the dense bytes at which a curve of (bytes, KL) crosses `kl`, how it is known): by log-log
-    interpolation between the first neighbouring points of rising bytes that enclose it, "measured"; "<" or ">" with
-    the bytes of the curve's end where it lies wholly below or above; (None, "-") for no points."""
-    points = sorted((ratio, found) for ratio, found in curve if ratio is not None and found is not None)
-    if not points:
-        return None, "-"
-    for (bytes0, kl0), (bytes1, kl1) in pairwise(points):
-        if kl0 > kl >= kl1:
-            weight = math.log(kl0 / kl) / math.log(kl0 / max(kl1, 1e-12))
-            return bytes0 * (bytes1 / bytes0) ** weight, "measured"
-    return (points[0][0], "<") if points[0][1] <= kl else (points[-1][0], ">")
 
 
 def markdown(cells: list[Cell]) -> str:

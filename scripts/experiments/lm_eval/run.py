@@ -1,7 +1,7 @@
 """lm-evaluation-harness on the demo model, dense and with EPS: needle questions, answered freely and by choice.
 
     pip install 'lm_eval[hf]'
-    python scripts/lm_eval_needles.py [--model DIR] [--documents 24] [--budgets 0.05,0.1] results/lm_eval.json
+    python scripts/experiments/lm_eval/run.py [--model DIR] [--documents 24] [--budgets 0.05,0.1] results/lm_eval.json
 
 Writes a task of each kind to a folder of its own, runs the harness's command once with --model hf, and with
 --model eps-hf at each budget, and keeps what it said (8 minutes on 2 cores). The choice is of log-likelihoods, which
@@ -18,6 +18,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 from tokenizers import Tokenizer

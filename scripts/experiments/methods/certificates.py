@@ -1,6 +1,6 @@
 """Measures what bounds are worth: how much may stay unread at a certified share, and in how many bytes, on captures.
 
-    python scripts/certificates.py CAPTURE... -o results/certificates.jsonl            (minutes on 2 cores)
+    python scripts/experiments/methods/certificates.py CAPTURE... -o results/certificates.jsonl    (minutes on 2 cores)
 
 For every summary that bounds: its size, its mean gap to the truth in nats, and for certified shares of 0.1, 0.01 and
 0.001 the fraction of tokens that may stay unread and the bytes read, summaries included, over dense; next to it the
@@ -14,6 +14,8 @@ import json
 import math
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 

@@ -3,9 +3,9 @@
 Text: Python's own standard library source (nine tenths of its files; the rest is held out for evaluation).
 Stages lengthen the context once answers are right. Writes a Hugging Face directory; `model_card.py` writes its card.
 
-    python scripts/train_demo.py -o eps_core/demo_model          (about an hour on 2 cores; resumes with --resume)
-    python scripts/train_demo.py --shape wide -o results/wide_model     (a second shape, to check the ranking on)
-    python scripts/train_demo.py --shape long -o results/long_model     (the demo model lengthened to 32,768 tokens)
+    python scripts/experiments/training/run.py -o eps_core/demo_model     (an hour on 2 cores; --resume)
+    python scripts/experiments/training/run.py --shape wide -o results/wide_model     (a second shape)
+    python scripts/experiments/training/run.py --shape long -o results/long_model     (the demo model, to 32,768 tokens)
 
 Preload jemalloc (LD_PRELOAD=libjemalloc.so.2): without it this script spends most of its time in the allocator.
 """
@@ -23,13 +23,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
-from training import BOS, batch_of
 
 from eps_core.cli.numbers import SEED, TOKENS, Real, argument
 from eps_core.errors import ConfigError, exit_code
@@ -38,9 +39,10 @@ from eps_core.models.config import DEMO_MODEL, read_spec
 from eps_core.models.rope import inverse_frequencies
 from eps_core.tasks.corpus import corpus, held_out
 from eps_core.tasks.needle import needle_document
+from experiments.training.rows import BOS, batch_of
 
 EOS, VOCAB = 257, 258
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 256,

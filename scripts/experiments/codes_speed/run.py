@@ -5,7 +5,7 @@ first. Before anything is timed, results are compared with float64 over what eac
 rounds in which all arms take turns, each with cold caches; besides, the processor time of the process, which says more
 where a CPU is shared and OMP_NUM_THREADS is 1. Appends a run line and one line a cache to a JSONL.
 
-    OMP_NUM_THREADS=1 python scripts/codes_speed.py --context 32768 --dtype bfloat16 -o results/speed-codes.jsonl
+    OMP_NUM_THREADS=1 python scripts/experiments/codes_speed/run.py --context 32768 -o results/speed-codes.jsonl
 """
 
 import os
@@ -19,7 +19,7 @@ from typing import Any
 import click
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from eps_core.bench.data import DESCRIPTION, Shape, Source, fill
 from eps_core.bench.dense import DENSE_TOLERANCE, GateError

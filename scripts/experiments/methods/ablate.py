@@ -1,8 +1,8 @@
 """Takes the default apart: what each part of `rq` is worth, as bytes against KL along held-out text.
 
-    python scripts/ablate.py -o results/ablations.jsonl                                    (minutes on 2 cores)
+    python scripts/experiments/methods/ablate.py -o results/ablations.jsonl        (minutes on 2 cores)
 
-Writes one JSON object a line, the run first, and prints a Markdown table. Texts are those of evaluate.py.
+Writes one JSON object a line, the run first, and prints a Markdown table. Texts are those of run.py.
 """
 
 import argparse
@@ -14,20 +14,23 @@ from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import numpy as np
-from curves import PAIRS, bytes_at_kl, text_document
 
 from eps_core.cli.numbers import TOKENS, argument
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.session import Session
 from eps_core.errors import exit_code
 from eps_core.evaluation.runner import run_document
+from eps_core.evaluation.statistics import bytes_at_kl
 from eps_core.files import outputs
 from eps_core.load import load_backend
 from eps_core.models.config import DEMO_MODEL
 from eps_core.tasks.corpus import SHA256
 from eps_core.telemetry.provenance import provenance
 from eps_core.telemetry.terminal import Progress
+from experiments.methods.curves import PAIRS, text_document
 
 DEFAULT = PAIRS
 BUDGETS = tuple({"budget": budget} for budget in (0.015, 0.022, 0.03, 0.05, 0.08, 0.12))
@@ -68,7 +71,7 @@ def one_text(context: int, steps: int, backend: str, index: int) -> list[list[tu
     }
     found = run_document(session, text_document(session, context, steps, 0, index), arms)
     return [
-        [(found[arm, i].kl[:, 0].tolist(), *found[arm, i].bytes_read()) for i in range(len(settings))]
+        [(found[arm, i].along_text()[0], *found[arm, i].bytes_read()) for i in range(len(settings))]
         for arm, (_, _, settings) in enumerate(ARMS)
     ]
 
