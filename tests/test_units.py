@@ -128,6 +128,17 @@ def test_a_part_of_the_dimensions_estimates_them_all() -> None:
     assert (np.abs(gaps.mean(axis=0)) < 5 * gaps.std(axis=0) / np.sqrt(len(gaps))).all() and gaps.std() > 0.1
 
 
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+def test_no_two_dimensions_hide_from_half_a_code(head_dim: int) -> None:
+    """Half of the rotated dimensions hold .4 to 1.6 of their share of every sum and difference of two dimensions. Rows
+    of one Sylvester matrix hold nothing of some."""
+    half = rq.rotate(np.eye(head_dim), 0)[:, : head_dim // 2]
+    i, j = np.triu_indices(head_dim, 1)
+    for sign in (1, -1):
+        share = ((half[i] + sign * half[j]) ** 2).sum(axis=1)
+        assert 0.4 < share.min() and share.max() < 1.6
+
+
 @pytest.mark.kernels("numba")
 @pytest.mark.parametrize("stages", [(0.25,), (0.37,), (0.5, 0.2), (1.0,)], ids=str)
 @pytest.mark.parametrize("refine", [0.0, 0.1])
