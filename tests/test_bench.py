@@ -127,11 +127,11 @@ def test_counts_bytes_exactly(bench: Bench, tmp_path: Path, backend: str, dtype:
     assert cell["dense_bytes"] == rows * context * token
     assert cell["groups_total"] == rows * groups and cell["groups_visited"] == rows * groups // 4
     assert cell["kv_bytes"] == cell["arms"]["attend"]["bytes"] == rows * groups // 4 * 2 * token
-    # of 64 tokens a mean in 4 bits, 32 scales of a byte and a quarter of 32 codes of 32 dimensions; the other parts and
-    # the second bit, with its scale, of twice what is selected, or of more where that is usual
+    # of 64 tokens a mean in 4 bits, 32 scales of a byte and half of 32 codes of 32 dimensions; the other half and the
+    # second bit, with its scale, of twice what is selected, or of more where that is usual
     usual = EpsConfig.of(method="rq").read
-    more, most, finer = (max(math.ceil(share * groups), groups // 2) for share in (*usual.stages, usual.refine))
-    assert cell["summary_bytes"] == rows * (context // 64 * (16 + 2 + 32 + 32) + more + most * 2 + finer * 5)
+    more, finer = (max(math.ceil(share * groups), groups // 2) for share in (*usual.stages, usual.refine))
+    assert cell["summary_bytes"] == rows * (context // 64 * (16 + 2 + 32 + 64) + more * 2 + finer * 5)
     assert cell["tail_bytes"] == 0
     assert cell["bytes_read"] == cell["kv_bytes"] + cell["summary_bytes"] + cell["tail_bytes"]
     assert cell["bytes_ratio"] == pytest.approx(cell["bytes_read"] / cell["dense_bytes"])

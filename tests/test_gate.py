@@ -3,7 +3,6 @@ pipelines, which must fail the same check."""
 
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,8 +50,10 @@ def expected(config: EpsConfig) -> dict[str, Any]:
     found: dict[str, Any] = {"cert": None, "error": None, "escalated": None, "scored": True}
     read = oracle.attend(cache, 0, q, where, first)
     whole = first
+    before = cache.bound_bytes_read
     if config.store.has_bounds:
         scores = oracle.bounds(cache, 0, q, where, scores, first)
+    found["bound_bytes"] = cache.bound_bytes_read - before  # the reference counts what it gathers
     if config.read.strict:
         extra, whole = oracle.escalate(config.read, scores, first, read[1])
         more = visit_mask(extra, where.num_groups)
@@ -73,19 +74,19 @@ def expected(config: EpsConfig) -> dict[str, Any]:
     return found | {"visit": visit, "out": out, "lse": lse, "true": unread.reshape(2, kv_heads, -1).max(axis=2)}
 
 
-def check(attend_layer: Callable, backend: Any, device: str, config: EpsConfig) -> None:
+def check(module: Any, backend: Any, device: str, config: EpsConfig) -> None:
     want, one = expected(config), scene(backend, device, config)
-    before = one.cache.kv_bytes_read
-    out, read = attend_layer(backend, one.cache, 0, one.native, one.where, audit=True)
-    (stats,), (out, lse) = gate.collect(backend, one.cache, [read], out, read.lse)
+    out, read = module.attend_layer(backend, one.cache, 0, one.native, one.where, audit=True)
+    (stats,), (out, lse) = module.collect(backend, one.cache, [read], out, read.lse)
     counts = want["visit"].sum(axis=2)
     assert np.array_equal(stats.counts, counts) and np.array_equal(stats.groups, one.where.ends)
     tile = config.store.S * one.cache.spec.kv_token_bytes
     kv_bytes = int(counts.sum()) * tile
     if not want["scored"]:
         kv_bytes = sum(LENGTHS) * one.cache.spec.num_kv_heads * one.cache.spec.kv_token_bytes
-    assert stats.kv_bytes_read == one.cache.kv_bytes_read - before == kv_bytes, "the audit's read is not counted"
-    assert (stats.summary_bytes_read > 0) == want["scored"]
+    assert stats.kv_bytes_read == kv_bytes
+    scored = one.where.summary_bytes(one.cache.spec) + want["bound_bytes"] if want["scored"] else 0
+    assert stats.summary_bytes_read == scored and (scored > 0) == want["scored"]
     assert np.allclose(out, want["out"], atol=1e-4) and np.allclose(lse, want["lse"], atol=1e-4)
     for name, value in (("mass_skipped_cert", want["cert"]), ("output_error_cert", want["error"]),
                         ("mass_skipped_true", want["true"]), ("escalated", want["escalated"])):  # fmt: skip
@@ -97,7 +98,7 @@ def check(attend_layer: Callable, backend: Any, device: str, config: EpsConfig) 
 @pytest.mark.kernels("numba")
 @pytest.mark.parametrize("name", CASES)
 def test_the_layer_is_its_parts_in_order(target, name):
-    check(gate.attend_layer, *target, CASES[name])
+    check(gate, *target, CASES[name])
 
 
 WRONG = {
@@ -124,10 +125,10 @@ WRONG = {
     ),
     "a forgotten tail": ("            if store.tail_tokens:", "            if False:"),
     "a tail before the escalation": (
-        "            bound_bytes = cache.bound_bytes_read",
+        "            read.bounds_skipped = cache",
         "            if store.tail_tokens:\n"
         "                early = eps.add_tail(cache, layer, where, scores, selection, (out, lse))\n"
-        "            bound_bytes = cache.bound_bytes_read",
+        "            read.bounds_skipped = cache",
         "whole, read.lse = eps.add_tail(cache, layer, where, scores, selection, (out, lse))",
         "whole, read.lse = early",
     ),
@@ -143,13 +144,17 @@ WRONG = {
         "extra, selection = eps.escalate(config.read, scores, selection, lse)",
         "extra, _ = eps.escalate(config.read, scores, selection, lse)",
     ),
-    "an audit that is counted": ("cache.kv_bytes_read = kv_bytes", "pass"),
+    "bytes of bounds not counted": ("    if read.bounds_skipped:", "    if False:"),
+    "bytes of bounds after the escalation": ("num_groups - num_selected + added", "num_groups - num_selected"),
     "an audit of the tail": (
         "eps.unread_share(lse, lse_all, kv_heads)",
         "eps.unread_share(read.lse, lse_all, kv_heads)",
     ),
     "scores where everything is read": ("    if where.reads_all(layer):", "    if False:"),
-    "summaries not counted": ("= scored_bytes + cache", "= 0 + cache"),
+    "summaries not counted": (
+        "        stats.summary_bytes_read = where.summary_bytes(spec)\n    if clock",
+        "        stats.summary_bytes_read = 0\n    if clock",
+    ),
 }
 
 
@@ -166,7 +171,7 @@ def test_a_wrong_pipeline_fails(name, monkeypatch):
     failed = 0
     for config in CASES.values():
         try:
-            check(module.attend_layer, backend, "cpu", config)
+            check(module, backend, "cpu", config)
         except AssertionError:
             failed += 1
         except ValueError as error:  # the oracle refuses to escalate without bounds

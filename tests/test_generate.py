@@ -74,9 +74,8 @@ class CountingDecoder:
         self.memory.update(zip(slots.tolist(), tokens.tolist(), strict=True))
         self.steps.append(len(tokens))
         self.timed.append(self.timing)
-        cache.kv_bytes_read += 100
         logits = [self._logits(row, int(length)) for row, length in zip(table, lengths, strict=True)]
-        return cache, StepOutput(np.stack(logits))
+        return cache, StepOutput(np.stack(logits), 100)
 
 
 def counted(prompt: list[int], num_tokens: int) -> list[int]:
@@ -91,7 +90,7 @@ class Case:
 
     def __init__(self, num_units: int = 16) -> None:
         self.decoder, self.pool = CountingDecoder(), PagePool(num_units, 16)
-        self.cache = SimpleNamespace(spec=SPEC, store=EpsConfig.of().store, kv_bytes_read=0, bytes_k_reread=0)
+        self.cache = SimpleNamespace(spec=SPEC, store=EpsConfig.of().store, bytes_k_reread=0)
 
     def steps(self, prompts: list[list[int]], max_new_tokens: int, **more: Any) -> Any:
         return generate(self.decoder, self.cache, self.pool, prompts, max_new_tokens, GREEDY, **more)  # type: ignore

@@ -116,21 +116,6 @@ def test_pack_roundtrip(codes, bits):
     assert (rq.unpack_codes(packed, bits, len(codes)) == codes).all()
 
 
-@pytest.mark.parametrize("pairs", ["halves", "neighbours"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_key_of_one_frequency_shows_in_every_part_of_its_code(head_dim: int, pairs: str) -> None:
-    """RoPE turns a pair of dimensions; at every phase the first half of the rotated ones holds half of its square, the
-    first quarter a quarter. Of D / 2 apart, a Sylvester matrix alone hides some phases from its first half."""
-    for one in range(head_dim // 2):
-        first, second = (one, one + head_dim // 2) if pairs == "halves" else (2 * one, 2 * one + 1)
-        for phase in np.linspace(0, np.pi, 7):
-            key = np.zeros(head_dim)
-            key[first], key[second] = np.cos(phase), np.sin(phase)
-            turned = rotate(key, 0) ** 2
-            np.testing.assert_allclose(turned[: head_dim // 2].sum(), 1 / 2, atol=1e-12)
-            np.testing.assert_allclose(turned[: head_dim // 4].sum(), 1 / 4, atol=1e-12)
-
-
 @pytest.mark.parametrize("head_dim", [1, 8, 20, 64, 80, 96])
 def test_rotation_is_orthogonal(head_dim):
     matrix = rotate(np.eye(head_dim), 5)

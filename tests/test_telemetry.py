@@ -44,8 +44,8 @@ def layer(visited: int, timed: bool = True, mass: float | None = 0.25) -> LayerS
 
 
 def record(step: int = 0, decode_ms: float = 10.0, timed: bool = True, **fallbacks: int) -> StepRecord:
-    output = StepOutput(np.zeros((2, 5)), [layer(4, timed), layer(5, timed, 0.75)], dict(fallbacks))
-    return step_record(step, [0, 1], [7, 8], [40, 24], output, SPEC, CONFIG, decode_ms, 2000, 64, timed)
+    output = StepOutput(np.zeros((2, 5)), 2000, [layer(4, timed), layer(5, timed, 0.75)], dict(fallbacks))
+    return step_record(step, [0, 1], [7, 8], [40, 24], output, SPEC, CONFIG, decode_ms, 64, timed)
 
 
 def test_a_gated_step_counts_groups_over_sequences_layers_and_heads() -> None:
@@ -63,7 +63,7 @@ def test_a_gated_step_counts_groups_over_sequences_layers_and_heads() -> None:
 
 def test_a_dense_step_visits_every_page() -> None:
     off = EpsConfig.of(block_size=16)
-    got = step_record(3, [0, 1], [7, 8], [40, 24], StepOutput(np.zeros((2, 5))), SPEC, off, 1.0, 12288, 0)
+    got = step_record(3, [0, 1], [7, 8], [40, 24], StepOutput(np.zeros((2, 5)), 12288), SPEC, off, 1.0, 0)
     assert got.pages_total == got.pages_visited == 2 * 3 * (3 + 2)
     assert got.pages_skipped == got.pages_forced == got.bytes_summary_read == 0
     assert got.bytes_kv_read_est == 12288 == got.bytes_kv_dense // 2
@@ -90,7 +90,7 @@ def audited(true: float, cert: float | None = None, est: float | None = 0.25) ->
     if cert is not None:
         one.mass_skipped_cert, one.output_error_cert = np.full((2, 3), cert), np.full((2, 3), 2 * cert)
     dense, gated = np.log([0.5, 0.25, 0.25]), np.log([0.25, 0.5, 0.25])
-    return StepOutput(np.stack([gated, dense]), [one], dense_logits=np.stack([dense, dense]))
+    return StepOutput(np.stack([gated, dense]), 1000, [one], dense_logits=np.stack([dense, dense]))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_an_alarm_says_that_a_number_was_below_the_truth(
 
 def test_a_truth_above_its_certificate_is_reported_and_not_refused() -> None:
     output = audited(0.2, 0.1)
-    got = step_record(0, [0, 1], [7, 8], [40, 24], output, SPEC, CONFIG, 1.0, 0, 0, audit=steps.audit_step(output, 10))
+    got = step_record(0, [0, 1], [7, 8], [40, 24], output, SPEC, CONFIG, 1.0, 0, audit=steps.audit_step(output, 10))
     assert (got.mass_skipped_true, got.mass_skipped_cert, got.output_error_cert) == (0.2, 0.1, 0.2)
     assert got.audited and got.audit_alarms == 3 and got.audit_kl == pytest.approx(0.125 * math.log(2))
     for values, want in ((got.cert_by_head, 0.1), (got.true_by_head, 0.2), (got.est_by_head, 0.25)):
@@ -141,11 +141,11 @@ def test_what_is_not_known_of_every_head_is_left_out() -> None:
 
 
 def test_escalations_count_heads_and_pages() -> None:
-    output = StepOutput(np.zeros((2, 5)), [layer(4), layer(5), layer(6)])
+    output = StepOutput(np.zeros((2, 5)), 3000, [layer(4), layer(5), layer(6)])
     output.layers[0].escalated = np.array([[0, 3, 1], [0, 2, 0]])
     output.layers[2].escalated = np.array([[0, 0, 0], [0, 0, 4]])
     spec = replace(SPEC, num_layers=3)
-    got = step_record(0, [0, 1], [7, 8], [40, 24], output, spec, CONFIG, 1.0, 0, 0)
+    got = step_record(0, [0, 1], [7, 8], [40, 24], output, spec, CONFIG, 1.0, 0)
     assert got.escalations == 4 and got.pages_escalated == 10
     assert summarise([got, got])["escalations_by_layer_and_head"].tolist() == [[0, 4, 2], [0, 0, 0], [0, 0, 2]]
     assert summarise([got, got])["escalations"] == 8 and summarise([got, got])["pages_escalated"] == 20
@@ -186,7 +186,7 @@ def test_there_is_one_writer_of_files_and_one_of_provenance() -> None:
 def test_csv_says_what_jsonl_says(tmp_path: Path) -> None:
     output = audited(0.2, 0.1)
     audit = steps.audit_step(output, 10)
-    known = step_record(2, [0, 1], [7, 8], [40, 24], output, SPEC, CONFIG, 1.0, 0, 0, audit=audit)
+    known = step_record(2, [0, 1], [7, 8], [40, 24], output, SPEC, CONFIG, 1.0, 0, audit=audit)
     records = [record(0, min_context=2), record(1, timed=False), known]
     steps.write_csv(tmp_path / "m.csv", records)
     with open(tmp_path / "m.csv", newline="") as file:

@@ -136,7 +136,7 @@ def test_no_two_dimensions_hide_from_half_a_code(head_dim: int) -> None:
     i, j = np.triu_indices(head_dim, 1)
     for sign in (1, -1):
         share = ((half[i] + sign * half[j]) ** 2).sum(axis=1)
-        assert 0.4 < share.min() and share.max() < 1.6
+        assert share.min() > 0.4 and share.max() < 1.6
 
 
 @pytest.mark.kernels("numba")
@@ -348,7 +348,7 @@ def test_what_is_usual() -> None:
     assert usual.store.mean_tokens == 64 and usual.store.S == 1 and usual.store.parts == 1 + len(usual.read.stages) > 1
     assert EpsConfig.from_dict(usual.to_dict()) == usual
     assert EpsConfig.of(method="rq", stages=(0.05,)).read.refine == 0.05  # no more than is read whole
-    assert EpsConfig.of(method="rq", refine=0.5).read.stages == (0.5, 0.5)
+    assert EpsConfig.of(method="rq", refine=0.6).read.stages == (0.6,)
     assert EpsConfig.of(method="rq", tail_tokens=32).store.mean_tokens == 32
     bounded = EpsConfig.of(method="rq", rq_bounds=True)
     assert bounded.store.mean_tokens == 64 and bounded.read.stages == ()

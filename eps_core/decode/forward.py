@@ -182,8 +182,12 @@ class Decoder:
             if not draft:
                 eps.check_finite(cache)
         fallbacks = where.fallbacks(spec.full, spec.windowed) if gated else {}
-        dense_bytes = cache.spec.dense_kv_bytes(where.lengths.tolist())
-        kv_bytes = sum(one.kv_bytes_read for one in layers) if gated else dense_bytes
+        each = (
+            (one.kv_bytes_read for one in layers)
+            if gated
+            else (one.dense_kv_bytes(cache, where) for one in self.layers)
+        )
+        kv_bytes = sum(each)
         return cache, StepOutput(logits, kv_bytes, layers, fallbacks, dense_logits, selections)
 
     def verify(
@@ -222,7 +226,7 @@ class Decoder:
         for layer, share in zip(spec.full, shares, strict=bool(drafts)):
             assert left_out is not None
             left_out[layer] = share
-        return cache, VerifyOutput(values, rows.kv_bytes(cache.spec), kv, left_out)
+        return cache, VerifyOutput(values, sum(one.rows_kv_bytes(cache, rows) for one in self.layers), kv, left_out)
 
     def commit(self, cache: Any, verified: VerifyOutput, kept: np.ndarray, slots: np.ndarray) -> Any:
         """Writes K and V of the rows `kept` [N] of a verify pass to their slots [N] again, now for good: all that

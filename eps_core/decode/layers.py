@@ -31,6 +31,14 @@ class FullLayer:
         """out [B, Hq, D] of a dense step, whose K and V are in the cache."""
         return self.eps.attend(cache, self.layer, q, where, None)[0]
 
+    def dense_kv_bytes(self, cache: Any, where: Where) -> int:
+        """Return the bytes of K and V that a dense step reads."""
+        return where.dense_kv_bytes(cache.spec)
+
+    def rows_kv_bytes(self, cache: Any, rows: Rows) -> int:
+        """Return the bytes of K and V that a verify pass reads."""
+        return rows.kv_bytes(cache.spec)
+
     def sparse(
         self, cache: Any, q: Array, where: Where, audit: bool = False, clock: Clock | None = None
     ) -> tuple[Array, LayerRead]:
@@ -70,6 +78,12 @@ class WindowLayer(FullLayer):
             first -= skipped * unit
             out[row : row + 1] = self.eps.attend_chunk(cache, q[row : row + 1], k[first:], v[first:])
         return out
+
+    def dense_kv_bytes(self, cache: Any, where: Where) -> int:
+        return self._cut(cache, where).dense_kv_bytes(cache.spec)
+
+    def rows_kv_bytes(self, cache: Any, rows: Rows) -> int:
+        return self.dense_kv_bytes(cache, _one_by_one(cache, rows))
 
     def sparse(
         self, cache: Any, q: Array, where: Where, audit: bool = False, clock: Clock | None = None

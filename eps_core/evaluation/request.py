@@ -25,7 +25,6 @@ class RunRequest:
 
     config: EpsConfig
     sampling: Sampling
-    engine: str = OWN  # the decoder that runs the model: our own, or another engine with EPS in it
     backend: str = "auto"
     device: str = "auto"
     model: Path | None = None
@@ -52,6 +51,7 @@ class RunRequest:
     verify: Verify = UNVERIFIED  # of the EPS side
     keep: Keep = KEEP_ALL  # the same
     cache_dir: Path | None = None  # where prompts are kept between runs
+    engine: str = OWN  # the decoder that runs the model: our own, or another engine with EPS in it
     # with the built-in prompt: times one layer of a large model, for the end of the table
     layer: Callable[[Session], dict[str, Any] | None] | None = None
 

@@ -30,14 +30,8 @@ class Rows(Shared):
         return cls(np.ascontiguousarray(table, np.int32), lengths, num_rows)
 
     def kv_bytes(self, spec: CacheSpec) -> int:
-        """Return the bytes of K and V that the pass reads in all layers: a sequence's once for all of its rows, but in
-        a layer with a window once for each row."""
-        full, windowed = self.lengths.tolist(), self.seen.tolist()
-        num_tokens = sum(
-            sum(full) if window is None else sum(min(length, window) for length in windowed)
-            for window in spec.windows or (None,) * spec.num_layers
-        )
-        return num_tokens * spec.num_kv_heads * spec.kv_token_bytes
+        """Return the bytes of K and V that the pass reads in one layer: a sequence's once for all of its rows."""
+        return int(self.lengths.sum()) * spec.num_kv_heads * spec.kv_token_bytes
 
     @cached_property
     def total(self) -> int:

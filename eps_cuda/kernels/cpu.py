@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from eps_core.backend.cpu import CpuKernels
-from eps_cuda.cache import Cache
 from eps_cuda.summaries.base import mean_codes, near16, to_byte
 from eps_cuda.summaries.rq import pack_codes
 
@@ -45,13 +44,13 @@ def _memory(array: Tensor) -> np.ndarray:
 
 
 class TorchKernels(CpuKernels):
-    def place(self, cache: Cache) -> AbstractContextManager[Any]:
+    def place(self, cache: Any) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def host(self, array: Tensor) -> np.ndarray:
         return _memory(array if array.is_contiguous() else array.contiguous())
 
-    def pools(self, cache: Cache) -> Callable[[Tensor], np.ndarray]:
+    def pools(self, cache: Any) -> Callable[[Tensor], np.ndarray]:
         """`_memory` of what a cache keeps, which is found once: a layer asks for a dozen."""
 
         def view(pool: Tensor) -> np.ndarray:

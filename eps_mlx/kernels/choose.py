@@ -1,5 +1,6 @@
 """Which code computes a cache's functions: array operations, or kernels. Both give the same values and visit lists."""
 
+import importlib
 from collections.abc import Callable
 from functools import cache
 from typing import Any, ParamSpec, TypeVar
@@ -22,19 +23,18 @@ def usable_kernels(device: str) -> list[str]:
     return usable
 
 
+# the module of each family whose `KERNELS` is its table
+_TABLES = {"numba": "eps_mlx.kernels.cpu", "metal": "eps_mlx.kernels.dispatch"}
+
+
 @cache
 def kernels_of(kernels: str) -> KernelTable:
     """Return the table of a family of kernels; an empty one for array operations."""
-    # a family's libraries take seconds to import, and its modules import the array functions
-    if kernels == "numba":
-        from eps_mlx.kernels import cpu
-
-        return cpu.KERNELS
-    if kernels == "metal":
-        from eps_mlx.kernels import dispatch
-
-        return dispatch.KERNELS
-    return KernelTable()
+    # a family's libraries take seconds to import, and its modules import the cache, which imports this one
+    if kernels not in _TABLES:
+        return KernelTable()
+    found: KernelTable = importlib.import_module(_TABLES[kernels]).KERNELS
+    return found
 
 
 def kernel_of(cache: Any, name: str) -> Kernel | None:

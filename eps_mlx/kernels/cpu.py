@@ -11,13 +11,12 @@ import mlx.core as mx
 import numpy as np
 
 from eps_core.backend.cpu import CpuKernels
-from eps_mlx.cache import Cache
 from eps_mlx.summaries.base import mean_codes, near16, to_byte, widened
 from eps_mlx.summaries.rq import pack_codes
 
 
 class MlxKernels(CpuKernels):
-    def place(self, cache: Cache) -> AbstractContextManager[Any]:
+    def place(self, cache: Any) -> AbstractContextManager[Any]:
         stream: AbstractContextManager[Any] = mx.stream(cache.stream)
         return stream
 
