@@ -120,9 +120,8 @@ def test_dense_steps_are_static_too(model) -> None:
     """What a gated step is compared with is launched the same way: without EPS, and in a cache of EPS."""
     records, cache, _ = decode(model, "triton", EpsConfig.of(method="off"))
     assert [key[3] for key in cache.steps] == [None]
-    read, (plain, other, _) = cache.kv_bytes_read, decode(model, "arrays", EpsConfig.of(method="off"))
+    plain, _, _ = decode(model, "arrays", EpsConfig.of(method="off"))
     same(records, plain)
-    assert read == other.kv_bytes_read
     # one step of the same cache, gated and dense
     _, cache, decoder = decode(model, "triton", steps=1)
     _, twin, reference = decode(model, "arrays", steps=1)
@@ -134,8 +133,8 @@ def test_dense_steps_are_static_too(model) -> None:
         )
         assert np.abs(got.logits - want.logits).max() < 2e-4
         assert len(got.layers) == len(want.layers) == (cache.spec.num_layers if gate else 0)
+        assert got.kv_bytes_read == want.kv_bytes_read > 0
     assert sorted((key[1], key[3] is not None) for key in cache.steps) == [(1, False), (1, True), (2, True)]
-    assert cache.kv_bytes_read == twin.kv_bytes_read
 
 
 def drafts(kernels, model, number, config=CONFIG):
@@ -166,7 +165,8 @@ def test_drafts_are_static_steps_that_leave_no_summary(model, name) -> None:
             np.testing.assert_array_equal(x.counts, y.counts)
             np.testing.assert_array_equal(x.forced, y.forced)
             assert x.kv_bytes_read == y.kv_bytes_read and x.summary_bytes_read == y.summary_bytes_read
-    assert cache.kv_bytes_read == plain.kv_bytes_read and cache.bytes_k_reread == plain.bytes_k_reread
+    assert [one.kv_bytes_read for one in got] == [one.kv_bytes_read for one in want]
+    assert cache.bytes_k_reread == plain.bytes_k_reread
     for layer in range(cache.spec.num_layers):
         assert torch.allclose(cache.k[layer], plain.k[layer], atol=1e-5)
         tails = () if cache.tail is None else ((cache.tail, plain.tail),)

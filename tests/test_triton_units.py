@@ -183,7 +183,7 @@ def test_estimates_are_the_oracle_s(name: str) -> None:
 @pytest.mark.parametrize("combine", COMBINES)
 @pytest.mark.parametrize("repeat", [1, 2, 3, 4, 7, 8, 9])
 def test_query_heads(repeat: int, combine: str) -> None:
-    check(units, Case(repeat=repeat, num_units=4, combine=combine))
+    check(units, Case(repeat=repeat, num_units=3, combine=combine))
 
 
 def test_integers_are_converted_where_subnormals_are_flushed() -> None:

@@ -383,7 +383,7 @@ MUTATIONS = {
     "infinity passed over": ('tl.abs(key.to(tl.float32)) < float("inf")', 'tl.abs(key.to(tl.float32)) <= float("inf")'),
     "padding written": ("    if slot < 0:\n        return\n", "    slot = tl.maximum(slot, 0)\n"),
     "butterflies in another order": (
-        "in tl.static_range(LOG_DIM):\n        if", "in tl.static_range(LOG_DIM - 1, -1, -1):\n        if"
+        "in tl.static_range(LOG_DIM):\n            if", "in tl.static_range(LOG_DIM - 1, -1, -1):\n            if"
     ),
     "sums in another order": (
         "(2, ROWS >> (level + 1), DIM2)), (1, 2, 0)", "(ROWS >> (level + 1), 2, DIM2)), (0, 2, 1)"

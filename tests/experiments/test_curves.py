@@ -52,9 +52,9 @@ def test_a_byte_budget_buys_what_it_pays_for(arm: EpsConfig) -> None:
 def test_a_floor_splits_the_bytes() -> None:
     part = floor(RQ, 64, 32768, 0.03)
     assert sum(part) == pytest.approx(0.03)
-    # of 256 bytes a token: a mean in 4 bits and its scale of 64 tokens, a quarter of a code and a byte of scale, the
-    # next quarter of half of them, the rest of a fifth, a second bit and its byte of scale of an eighth
-    assert part.summaries * 256 == pytest.approx((32 + 2) / 64 + 2 + 1 + 2 / 2 + 4 / 5 + (8 + 1) / 8, rel=1e-3)
+    # of 256 bytes a token: a mean in 4 bits and its scale of 64 tokens, half of a code and a byte of scale, the other
+    # half of half of them, a second bit and its byte of scale of an eighth
+    assert part.summaries * 256 == pytest.approx((32 + 2) / 64 + 4 + 1 + 4 / 2 + (8 + 1) / 8, rel=1e-3)
     assert floor(RQ.with_tail(), 64, 32768, 0.05).tail * 256 == pytest.approx((64 + 2) / 128, rel=1e-3)
     assert floor(BOX, 64, 32768, 0.1).tail == 0
 
