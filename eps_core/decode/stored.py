@@ -30,7 +30,7 @@ from eps_core.models.spec import ModelSpec
 from eps_core.paging.pool import PagePool, unit_hash
 from eps_core.summaries.keys import CENTRE_TOKENS
 
-FORMAT_VERSION = 4  # raised when a summary says something else, too: 4 since every group of a unit has its own scale
+FORMAT_VERSION = 5  # raised when a summary says something else, too: 5 since keys are rotated twice
 METADATA_KEY = "eps_prompt"
 _DIGESTS = "weights.json"  # of the cache folder: content hashes of weights that were hashed before
 _CHUNK_BYTES = 2**24
