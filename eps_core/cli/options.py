@@ -11,6 +11,7 @@ from eps_core.cli.numbers import MOST_SEED, ListOf, OrWord, Real, Whole
 from eps_core.config.eps import EpsConfig
 from eps_core.config.read import COMBINES, DEFAULT_BUDGET, DEFAULT_GUARDS, POLICIES, SCOPES
 from eps_core.config.store import DEFAULT_TAIL_TOKENS, METHODS, coded_methods, dim_meanings
+from eps_core.config.verify import DRAFT_FLOOR
 from eps_core.load import KERNELS
 from eps_core.models.config import DEMO_MODEL
 from eps_core.summaries.table import facts, names
@@ -105,7 +106,8 @@ selection_options = options(
     _read(
         "--eps-budget-floor", type=Whole(),
         help="topk: tokens that a share is raised to, so that shorter contexts are dense.  "
-        f"[default: {_FACTS.budget_floor} for {_OWN}; 0 for the others, and where --eps-budget is given]",
+        f"[default: {_FACTS.budget_floor} for {_OWN}; 0 for the others, and where --eps-budget is given; at most "
+        f"{DRAFT_FLOOR} for drafts of --eps-verify]",
     ),
     _read(
         "--eps-epsilon", type=Real(), default=_DEFAULT.read.epsilon, show_default=True,

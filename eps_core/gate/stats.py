@@ -54,7 +54,7 @@ class VerifyOutput:
     """Result of one verify pass over T rows (`paging.rows.Rows`)."""
 
     logits: np.ndarray  # [T, V] float32, host
-    kv_bytes_read: int  # of all layers; a sequence's K and V are read once for all of its rows
+    kv_bytes_read: int  # of all layers; once for all rows of a sequence, in layers with a window once a row
     kv: list[tuple[Any, Any]]  # of each layer k, v [T, Hkv, D] on the device: what `Decoder.commit` writes
     # [L, T, Hkv] of the dense softmax the share outside the groups that were asked for, the largest of the query heads
     unread: np.ndarray | None = None

@@ -63,7 +63,7 @@ def running(settings: Settings, head_dim: int) -> dict[str, Field]:
 
 def constants(settings: Settings, layer: int, num_kv_heads: int, head_dim: int) -> Constants:
     """What builders and scorers of a layer need besides keys, from the seed: values shared with the backends, no code.
-    Arrays [Hkv, ..], of each kv head, or of one axis, for all of them."""
+    Arrays [Hkv, ..], of each kv head, but `signs` [2, D], which all of them share."""
     make = getattr(METHODS[settings.method], "constants", None)
     found: Constants = make(settings, layer, num_kv_heads, head_dim) if make else {}
     return found
