@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from eps_core.backend.gpu import covers_codes
 from eps_core.cpu.host import Arm, host_bandwidth_arms, host_cache_bytes, host_free_bytes, host_name, wall_clock
 from eps_core.paging.where import Where
 from eps_cuda.cache import Cache
@@ -234,7 +235,7 @@ def device_parts(cache: Cache, q: Tensor, where: Where) -> dict[str, Arm]:
         return dispatch.estimates(cache, 0, q, table, lengths, depth, config.read)
 
     def choose(estimate: Tensor = first.estimate) -> tuple[Tensor, Tensor, Tensor]:
-        return dispatch.choose(config, estimate, wanted, lengths, width)
+        return dispatch.kernels.choose(config, estimate, wanted, lengths, width)
 
     listed = choose()
 
@@ -260,6 +261,6 @@ def device_parts(cache: Cache, q: Tensor, where: Where) -> dict[str, Arm]:
     parts: dict[str, Arm] = {"select": choose, "attend": attend}
     if inner is not None:
         parts["attend_with_tail"] = with_tail
-    if dispatch.covers_scoring(cache):
+    if covers_codes(cache):
         parts = {"score": estimates, **parts, "step": step}
     return {name: torch.inference_mode()(part) for name, part in parts.items()}

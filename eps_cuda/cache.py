@@ -198,8 +198,9 @@ def write_kv(cache: Cache, layer: int, k: Tensor, v: Tensor, slots: np.ndarray) 
     check_write(spec, cache.store, (k.shape, v.shape), slots)
     if not len(slots):
         return cache
-    if len(np.unique(slots // cache.store.unit_tokens)) == len(slots):  # of a decode step, not of a prefill
-        kernels = kernels_of(cache.kernels)
+    kernels = kernels_of(cache.kernels)
+    # a decode step's tokens lie in units of their own, a prefill's do not
+    if kernels.write_kv is not None and len(np.unique(slots // cache.store.unit_tokens)) == len(slots):
         kernel = kernels.serving(kernels.write_kv, "write_kv", cache, layer, k, v, slots)
         if kernel is not None:
             written_by: Cache = kernel.run(cache, layer, k, v, slots)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eps_core.backend.gpu import covers_codes
 from eps_core.config.eps import EpsConfig
 from eps_core.decode.layers import run_layers
 from eps_core.gate.protocol import Scores, Selection
@@ -73,7 +74,7 @@ def covers(cache: Cache, where: Where) -> bool:
         and not read.head_modes
         and int(where.lengths.min()) >= read.min_context
         and not where.reads_all(0)
-        and dispatch.covers_scoring(cache)
+        and covers_codes(cache)
     )
 
 
@@ -204,7 +205,7 @@ def attend_static(
     inner = cache.tail
     with span("eps.prepass", cache):
         estimate = dispatch.estimates(cache, layer, q, table, lengths, depth, config.read)
-        groups, counts, visit = dispatch.choose(config, estimate, wanted, lengths, width)
+        groups, counts, visit = dispatch.kernels.choose(config, estimate, wanted, lengths, width)
     with span("eps.attention", cache):
         read = q, *cache.plain(layer), table, lengths, groups, counts
         if inner is None:

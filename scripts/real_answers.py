@@ -129,7 +129,13 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=20, help="about each document (default 20)")
     parser.add_argument("--steps", type=int, default=64, help="tokens of each verified text; 0: none (default 64)")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
-    parser.add_argument("--draft-budgets", type=float, nargs="*", default=[], help="besides the default's")
+    parser.add_argument(
+        "--draft-budgets",
+        type=float,
+        nargs="*",
+        default=[],
+        help="budgets of drafts, beside the default",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path, required=True, help="JSONL, rows of type lookups and verified")
     args = parser.parse_args()

@@ -824,7 +824,7 @@ class Pages:
         return self.backend.to_numpy(self.backend.score(self.cache, 0, q, self.where(sequence)).estimate)
 
     def read(self, sequence, q) -> list[np.ndarray]:
-        """What a step computes: estimates, groups, attention and its tail."""
+        """Return what a step computes: estimates, groups, attention and its tail."""
         backend, where = self.backend, self.where(sequence)
         scores = backend.score(self.cache, 0, q, where)
         selected = backend.select(scores, where)

@@ -39,6 +39,7 @@ from eps_core.cpu import attend, calls, openmp
 from eps_core.cpu import kernels as kernels_cpu
 from eps_core.cpu import threads as threads_cpu
 from eps_core.cpu.threads import finish, take, wait
+from eps_core.gate.kernels import _name_fallback
 from eps_core.gate.protocol import Scores, Selection
 from eps_core.load import load_backend
 from eps_core.oracle import selection as oracle_selection
@@ -234,6 +235,19 @@ def test_what_has_no_kernel_says_so(backend):
     for config in (eps("moments"), eps("jl"), eps("box"), eps("ball"), eps("rq", rq_bounds=True, group_tokens=16)):
         s = Setup(backend, Case((300,), config))
         assert kernels_of(backend).table().score(s.cache, 0, s.native, Where.of(config, s.table, s.lengths)) is None
+
+
+def test_a_fallback_names_itself_once(backend, caplog):
+    _name_fallback.cache_clear()
+    config = eps("box")
+    s = Setup(backend, Case((300,), config))
+    where = Where.of(config, s.table, s.lengths)
+    with caplog.at_level("WARNING", "eps"):
+        for _ in range(2):
+            assert backend.score(s.cache, 0, s.native, where).upper is not None  # array operations serve
+    assert [record.message for record in caplog.records] == [
+        "kernels numba do not support score of method box: array operations instead"
+    ]
 
 
 def test_guards_are_ranges():

@@ -19,8 +19,10 @@ from eps_core.decode.llm import LLM, Generation
 from eps_core.decode.session import Session
 from eps_core.evaluation.capture import CaptureRequest, capture
 from eps_core.evict.keep import Keep
+from eps_core.load import load_backend
 from eps_core.models.config import read_spec
 from eps_core.models.registry import FAMILIES
+from eps_core.paging.rows import Rows
 from eps_core.telemetry.steps import summarise
 
 NEW = ("phi3", "phi3-short-window", "gemma3", "gemma3-256-scaled-capped", "mistral-window", "qwen2-window")
@@ -93,6 +95,16 @@ def test_a_dense_step_is_counted_by_windows(target: tuple, saved: Callable) -> N
     output = sequences.step(np.array([3]))
     spec = CacheSpec(4, 2, 32, 1, windows=(WINDOW, None, WINDOW, None))
     assert output.kv_bytes_read == spec.dense_kv_bytes([71]) == (2 * 71 + 2 * WINDOW) * 2 * spec.kv_token_bytes
+
+
+def test_a_verify_pass_reads_a_window_once_a_row_and_the_rest_once(saved: Callable) -> None:
+    target = load_backend("cuda"), "cpu"
+    sequences = Sequences(target, load(target, saved("gemma3")))
+    sequences.prefill(0, tokens_of("gemma3")[:70])
+    slots = sequences._slots(0, 3)
+    rows = Rows.of(sequences._table(np.array([0])), sequences.lengths.copy(), np.array([3]))
+    _, output = sequences.decoder.verify(sequences.cache, np.array([3, 4, 5]), slots, rows)
+    assert output.kv_bytes_read == (2 * 73 + 2 * 3 * WINDOW) * 2 * sequences.cache.spec.kv_token_bytes
 
 
 @pytest.mark.parametrize("backend", ["numpy", "cuda", "mlx"])

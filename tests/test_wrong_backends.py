@@ -114,7 +114,7 @@ def certifies_by(combine):
 
 
 def without_the_last_of_the_added(result, a):
-    """Of those that escalation adds, without the one that it would take last."""
+    """Return the groups that escalation adds, without the one that it would take last."""
     extra, whole = result
     num_groups = a.scores.estimate.shape[2]
     added, visit = (oracle_scoring.visit_mask(part, num_groups) for part in (extra, whole))

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from eps_core.config.eps import EpsConfig
 from eps_core.gate.kernels import Kernel, KernelTable, unread_codes, unsupported_choice
 from eps_core.gate.protocol import Array, RowsRead, Scores, Selection
 from eps_core.paging.rows import Rows
@@ -72,15 +73,22 @@ class GpuKernels:
         return Scores(estimate, None, None, num_missing, kernels=cache.kernels)
 
     def select(self, scores: Scores, where: Where, layer: int = 0) -> Selection:
-        config, read, estimate = where.config, where.config.read, scores.estimate
         forced = where.num_forced + np.asarray(scores.num_missing, np.int64)
-        uniform = where.budget(forced)
-        wanted, ends = (self.on(estimate, part.astype(np.int32)) for part in (uniform, where.lengths))
-        groups, counts, visit = type(self).select_topk(
-            estimate, wanted, ends, group_tokens=config.store.S, first_tokens=read.first_tokens,
-            last_tokens=read.last_tokens, min_context=read.min_context, width=max(int(uniform.max()), 1),
-        )  # fmt: skip
+        uniform, estimate = where.budget(forced), scores.estimate
+        wanted, lengths = (self.on(estimate, part.astype(np.int32)) for part in (uniform, where.lengths))
+        groups, counts, visit = self.choose(where.config, estimate, wanted, lengths, max(int(uniform.max()), 1))
         return Selection(groups, counts, uniform, forced, visit=self.boolean(visit))
+
+    def choose(
+        self, config: EpsConfig, estimate: Array, wanted: Array, lengths: Array, width: int
+    ) -> tuple[Array, Array, Array]:
+        """Return groups [B, Hkv, width] int32, counts [B, Hkv] int32 and the mask [B, Hkv, G] uint8 of the `wanted` [B]
+        int32 best groups of estimate [B, Hkv, G], from arrays of the device alone."""
+        read = config.read
+        return type(self).select_topk(
+            estimate, wanted, lengths, group_tokens=config.store.S, first_tokens=read.first_tokens,
+            last_tokens=read.last_tokens, min_context=read.min_context, width=width,
+        )  # fmt: skip
 
     def listing(self, visit: Array, width: int) -> tuple[Array, Array]:
         """(groups [B, Hkv, width], counts [B, Hkv]) of a mask [B, Hkv, G] that array operations made."""
@@ -142,7 +150,7 @@ class GpuKernels:
 
 
 def covers_codes(cache: Any) -> bool:
-    """Whether kernels score a cache by its codes: rq without bounds of its own."""
+    """Return True where kernels score a cache by its codes: rq without bounds of its own."""
     return bool(cache.store.facts.coded and not cache.store.rq_bounds)
 
 

@@ -118,8 +118,8 @@ def unsupported_scoring(cache: Any, where: Where) -> str | None:
 
 
 def scoring(cache: Any, layer: int, q: np.ndarray, where: Where, host: Host) -> tuple[Call, np.ndarray]:
-    """Of q [B, Hq, D] float32, where `unsupported_scoring` is None: the call, and estimate [B, Hkv, G] float32, which
-    it fills."""
+    """Return the call that scores q [B, Hq, D] float32, and estimate [B, Hkv, G] float32, which it fills. Needs a cache
+    of which `unsupported_scoring` is None."""
     store, spec = cache.store, cache.spec
     if store.facts.coded:
         return _scoring_units(cache, layer, q, where, host)

@@ -43,7 +43,7 @@ def score(cache: Any, layer: int, q: np.ndarray, where: Where, host: Host, run: 
 
 
 def select(where: Where, estimate: np.ndarray, num_missing: np.ndarray, run: Run) -> Chosen:
-    """Of policy topk per kv head over estimate [B, Hkv, G] float32."""
+    """Return the groups that policy topk selects of each kv head by estimate [B, Hkv, G] float32."""
     call, chosen = calls.choosing(where, estimate, num_missing)
     run(call.kernel, call.phases, *call.args, alone=call.alone)
     return chosen

@@ -125,10 +125,10 @@ def _second_bit(x: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, np.float
 
 
 def build(settings: Settings, constants: Constants, k: np.ndarray) -> Summary:
-    """Of all groups of one mean, k [U, D]: the rotated mean in `mean_bits` a dimension, and of each group the sign of
-    what its own mean differs from what is stored of that, with one scale that makes <x_hat, x> = |x|^2 (RaBitQ, arXiv
-    2405.12497: |x|^2 / |x|_1). `second_bit` adds the bit that makes of each a 2-bit code, levels
-    sign + second / 2 of +-1, with a scale of its own."""
+    """Return the summary of all groups of one mean, k [U, D]: the rotated mean in `mean_bits` a dimension, and of each
+    group the sign of what its own mean differs from what is stored of that, with one scale that makes
+    <x_hat, x> = |x|^2 (RaBitQ, arXiv 2405.12497: |x|^2 / |x|_1). `second_bit` adds the bit that makes of each a 2-bit
+    code, levels sign + second / 2 of +-1, with a scale of its own."""
     turned = rotate(k.reshape(-1, settings.S, k.shape[1]).mean(axis=1), settings.seed)
     most = 2 ** (settings.mean_bits - 1) - 1
     codes, mean_scale = base.mean_codes(turned.mean(axis=0), most)

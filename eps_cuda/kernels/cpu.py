@@ -20,7 +20,7 @@ from eps_cuda.summaries.rq import pack_codes
 
 @functools.cache
 def _team() -> tuple[Callable[..., None], Callable[[], int]]:
-    """What runs kernels, and how many threads it uses: Torch's own where they can be reached."""
+    """Return the function that runs kernels, in Torch's own threads where they can be reached, and their number."""
     from eps_core.cpu import openmp, threads
 
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"

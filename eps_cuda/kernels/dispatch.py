@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eps_core.backend.gpu import GpuKernels, covers_codes
-from eps_core.config.eps import EpsConfig
+from eps_core.backend.gpu import GpuKernels
 from eps_core.config.read import Read
 from eps_core.gate.kernels import Kernel
 from eps_core.paging.groups import WritePlan
@@ -26,8 +25,6 @@ from eps_cuda.kernels import units as unit_kernels
 from eps_cuda.kernels.select import Depth
 from eps_cuda.kernels.write import TailPools, UnitPools, write_tokens
 from eps_cuda.selection import visit_mask
-
-covers_scoring = covers_codes  # whether `estimates` serves
 
 
 class TritonKernels(GpuKernels):
@@ -82,16 +79,6 @@ def estimates(cache: Cache, layer: int, q: Tensor, table: Tensor, lengths: Tenso
     )  # fmt: skip
 
 
-def choose(
-    config: EpsConfig, estimate: Tensor, wanted: Tensor, lengths: Tensor, width: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(groups [B, Hkv, width], counts [B, Hkv], visit [B, Hkv, G]) of topk, from device arrays alone."""
-    return select_kernels.select_topk(
-        estimate, wanted, lengths, group_tokens=config.store.S, first_tokens=config.read.first_tokens,
-        last_tokens=config.read.last_tokens, min_context=config.read.min_context, width=width,
-    )  # fmt: skip
-
-
 def unsupported_writing(cache: Cache) -> str | None:
     """Return what one kernel does not write with a decode step's tokens and all that follows from them, or None: it
     knows rq and off, and K and V without codes."""
@@ -106,7 +93,7 @@ def unsupported_writing(cache: Cache) -> str | None:
 
 
 def covers_writing(cache: Cache) -> bool:
-    """Whether one kernel writes a decode step's tokens and all that follows from them."""
+    """Return True where one kernel writes a decode step's tokens and all that follows from them."""
     return unsupported_writing(cache) is None
 
 
